@@ -56,8 +56,8 @@ def backend_of(mesh: DeviceMesh | None, streams: Streams, exchange: str, kernel:
     ) -> Tensor:
         """Return attention of this rank's queries over all ranks' keys; tensors are (batch, tokens, heads, dim)."""
         if _parallel_config is None:  # the layer has whole keys
-            whole = attn_mask, dropout_p, is_causal, scale, enable_gqa
-            out: Tensor = dispatch_attention_fn(query, key, value, *whole, backend=None)
+            arguments = attn_mask, dropout_p, is_causal, scale, enable_gqa
+            out: Tensor = dispatch_attention_fn(query, key, value, *arguments, backend=None)
             return out
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         _check_call(dropout_p, attn_mask, is_causal=is_causal, streams=len(streams.lengths))
@@ -96,13 +96,13 @@ def _attend_visible(
     alike = bool((visible == visible[:1]).all())
     table = dist_all_gather_ints([alike, *visible.sum(1).tolist()], streams.mesh.axes)
     rows = [slice(None)] if all(row[0] for row in table) else [slice(b, b + 1) for b in range(len(q))]
-    parts = []
-    for number, row in enumerate(rows):
-        sizes = tuple(counts[1 + number] for counts in table)
+    outputs = []
+    for index, row in enumerate(rows):
+        sizes = tuple(counts[1 + index] for counts in table)
         shown = visible[row][0].nonzero().flatten()
         keys, values = (x[row].index_select(2, shown) if len(shown) < x.shape[2] else x[row] for x in (k, v))
-        parts.append(attention(q[row], keys, values, key_layout=Split(sizes), key_length=sum(sizes), **options))
-    return torch.cat(parts)
+        outputs.append(attention(q[row], keys, values, key_layout=Split(sizes), key_length=sum(sizes), **options))
+    return torch.cat(outputs)
 
 
 def visible_keys(attn_mask: Tensor, batch: int, queries: int, keys: int) -> Tensor:

@@ -79,12 +79,12 @@ def enable(
     backend = backend_of(mesh, state.streams, exchange, kernel, checked)
     state.backend = register(f"attnmesh-{next(BACKEND_NUMBERS)}", backend)
     state.undo.append(partial(unregister, state.backend))
-    for changed in (model, *{id(processor): processor for processor in state.processors.values()}.values()):
-        before = {name: vars(changed).get(name, ...) for name in BACKEND_ATTRIBUTES}
-        state.undo.append(partial(_restore, changed, before))
-        changed._parallel_config = state
-        if changed is not model:
-            changed._attention_backend = state.backend
+    for target in (model, *{id(processor): processor for processor in state.processors.values()}.values()):
+        attributes = {name: vars(target).get(name, ...) for name in BACKEND_ATTRIBUTES}
+        state.undo.append(partial(_restore, target, attributes))
+        target._parallel_config = state
+        if target is not model:
+            target._attention_backend = state.backend
     state.add_hooks(model)
 
 
@@ -106,12 +106,12 @@ def disable(model: Any) -> None:
         state.undo.pop()()
 
 
-def _restore(changed: Any, before: dict[str, Any]) -> None:
+def _restore(target: Any, attributes: dict[str, Any]) -> None:
     """Give a module or a processor the attributes that it had; ... stands for none of its own."""
-    for name, value in before.items():
-        vars(changed).pop(name, None)
+    for name, value in attributes.items():
+        vars(target).pop(name, None)
         if value is not ...:
-            vars(changed)[name] = value
+            vars(target)[name] = value
 
 
 def _check_parallelism(model: Any) -> None:
@@ -123,8 +123,8 @@ def _check_parallelism(model: Any) -> None:
     given, fix = f"{name} after enable_parallelism", "leave enable_parallelism out"
     if isinstance(model._parallel_config, MeshState):
         given, fix = f"{name} on a mesh already", "call attnmesh.diffusers.disable first"
-    alone = model._parallel_config is None
-    require(alone, ModelError, subject, "a model without parallelism", given, fix)
+    is_alone = model._parallel_config is None
+    require(is_alone, ModelError, subject, "a model without parallelism", given, fix)
 
 
 def _check_processors(model: Any, plan: TokenPlan) -> None:
@@ -140,6 +140,6 @@ def _check_processors(model: Any, plan: TokenPlan) -> None:
         fix = "leave the adapter out, or set the default processors"
         require(calls_backend, ModelError, subject, expected, kind, fix)
         expected = "other processors where keys are whole"
-        own = id(processor) not in unsplit
+        is_own = id(processor) not in unsplit
         fix = "give each module a processor of its own"
-        require(own, ModelError, subject, expected, f"one {kind} for both", fix)
+        require(is_own, ModelError, subject, expected, f"one {kind} for both", fix)

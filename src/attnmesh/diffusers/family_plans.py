@@ -137,11 +137,11 @@ def plan_of(model: nn.Module) -> TokenPlan:
     require(not replaces, ModelError, subject, expected, given, "use 'latent_concat'")
     plan = _entry(OWN, model)
     if plan is None:
-        found: Any = getattr(model, "_cp_plan", None)
-        is_plan = isinstance(found, dict) and bool(found)
+        cp_plan: Any = getattr(model, "_cp_plan", None)
+        is_plan = isinstance(cp_plan, dict) and bool(cp_plan)
         expected = "a transformer with a plan to split its tokens"
         require(is_plan, ModelError, subject, expected, name, fix)
-        plan = _converted(found, _entry(UNSPLIT, model) or ())
+        plan = _converted(cp_plan, _entry(UNSPLIT, model) or ())
     for pattern in (*plan.splits, *plan.gathers):
         try:
             modules_named(model, pattern)
@@ -153,7 +153,7 @@ def plan_of(model: nn.Module) -> TokenPlan:
 
 
 def _entry(table: Mapping[str, Entry], model: nn.Module) -> Entry | None:
-    """Return what a table has for the class of a model, or for the class that it was made from, as FSDP does."""
+    """Return a table's entry for the class of a model, or for the class that FSDP has derived it from."""
     return next((table[kind.__name__] for kind in type(model).__mro__ if kind.__name__ in table), None)
 
 
@@ -163,24 +163,24 @@ def _converted(plan: dict[str, Any], unsplit: tuple[str, ...]) -> TokenPlan:
     gathers: dict[str, tuple[int | None, ...]] = {}
     for module, entry in plan.items():
         if isinstance(entry, dict):
-            splits[module] = tuple(_token_split(name, given) for name, given in entry.items())
+            splits[module] = tuple(_token_split(name, cp_input) for name, cp_input in entry.items())
         else:
             outputs = [entry] if isinstance(entry, ContextParallelOutput) else entry
             gathers[module] = tuple(None if output is None else output.gather_dim for output in outputs)
     return TokenPlan(splits, gathers, unsplit)
 
 
-def _token_split(name: str | int, given: Any) -> TokenSplit:
-    fits = isinstance(given, ContextParallelInput) and given.split_output == isinstance(name, int)
+def _token_split(name: str | int, cp_input: Any) -> TokenSplit:
+    fits = isinstance(cp_input, ContextParallelInput) and cp_input.split_output == isinstance(name, int)
     expected, fix = "a _cp_plan of single tensors", "name one tensor for each argument, or output, that is split"
-    require(fits, ModelError, "diffusers.enable model", expected, f"{name}: {given}", fix)
-    return TokenSplit(name, given.split_dim, given.expected_dims)
+    require(fits, ModelError, "diffusers.enable model", expected, f"{name}: {cp_input}", fix)
+    return TokenSplit(name, cp_input.split_dim, cp_input.expected_dims)
 
 
 def modules_named(model: nn.Module, pattern: str) -> list[nn.Module]:
     """Return the modules of a name in a plan, in which * stands for each index of a list."""
-    before, star, after = pattern.partition("*")
+    prefix, star, suffix = pattern.partition("*")
     if not star:
         return [model.get_submodule(pattern)]
-    parts = model.get_submodule(before.rstrip("."))
-    return [part.get_submodule(after.lstrip(".")) for part in parts.children()]
+    parts = model.get_submodule(prefix.rstrip("."))
+    return [part.get_submodule(suffix.lstrip(".")) for part in parts.children()]

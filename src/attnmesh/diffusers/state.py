@@ -62,8 +62,8 @@ class MeshState:
             for module in self.modules[name]:
                 if inputs:
                     names = list(inspect.signature(module.forward).parameters)
-                    before = partial(self._split_inputs, inputs, names)
-                    self._add(module.register_forward_pre_hook(before, with_kwargs=True))
+                    split_inputs = partial(self._split_inputs, inputs, names)
+                    self._add(module.register_forward_pre_hook(split_inputs, with_kwargs=True))
                 if outputs:
                     self._add(module.register_forward_hook(partial(self._split_outputs, outputs)))
         for name, dims in self.plan.gathers.items():
@@ -79,29 +79,29 @@ class MeshState:
         if torch.compiler.is_compiling():
             self._check_model(model)
             return
-        named = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
-        inputs = {f"{cast(Any, path[0]).key}{keystr(path[1:])}": x for path, x in tree_flatten_with_path(named)[0]}
+        arguments = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
+        inputs = {f"{cast(Any, path[0]).key}{keystr(path[1:])}": x for path, x in tree_flatten_with_path(arguments)[0]}
         tensors = {name: x for name, x in inputs.items() if isinstance(x, Tensor)}
-        others = {name: repr(x) for name, x in inputs.items() if isinstance(x, COMPARED_TYPES)}
+        described = {name: repr(x) for name, x in inputs.items() if isinstance(x, COMPARED_TYPES)}
         shapes = [(name, x.dtype, tuple(x.shape)) for name, x in tensors.items()]
-        found = fingerprints(tensors) if self.compares_values else {"shapes": shapes}
-        with self.calls.agreement(f"{SUBJECT} of {type(model).__name__}", {**found, **others}):
+        compared = fingerprints(tensors) if self.compares_values else {"shapes": shapes}
+        with self.calls.agreement(f"{SUBJECT} of {type(model).__name__}", {**compared, **described}):
             self._check(model, list(tensors))
 
     def _check(self, model: nn.Module, tensors: Sequence[str]) -> None:
         """Raise where the model has changed since it was put on the mesh, or cannot be served."""
         fix = "call attnmesh.diffusers.disable and enable again after a change of the model"
         for module, processor in self.processors.items():
-            found = processor._attention_backend, processor._parallel_config
-            if module.processor is not processor or found[0] is not self.backend or found[1] is not self:
+            attributes = processor._attention_backend, processor._parallel_config
+            if module.processor is not processor or attributes[0] is not self.backend or attributes[1] is not self:
                 given = f"{type(module.processor).__name__} in {type(module).__name__}"
                 raise ModelError(SUBJECT, "the attention processors that the model was enabled with", given, fix)
         for name, modules in self.modules.items():
             if [id(module) for module in modules_named(model, name)] != [id(module) for module in modules]:
                 raise ModelError(SUBJECT, "the modules that the model was enabled with", f"another {name}", fix)
-        added = next((name for name in tensors if "control" in name), None)
-        if added is not None:
-            given, fix = f"{added}, which stays whole", "leave the ControlNet out, or take the model off the mesh"
+        control = next((name for name in tensors if "control" in name), None)
+        if control is not None:
+            given, fix = f"{control}, which stays whole", "leave the ControlNet out, or take the model off the mesh"
             raise ModelError(SUBJECT, "hidden states that the plan splits", given, fix)
         self._check_model(model)
 

@@ -20,7 +20,7 @@ def run_sizes(length: int, ranks: int) -> tuple[int, ...]:
     (3, 3, 2, 2)
     """
     slices = (even_slice(length, ranks, rank) for rank in range(ranks))
-    return tuple(some.stop - some.start for some in slices)
+    return tuple(part.stop - part.start for part in slices)
 
 
 class Streams:
@@ -113,10 +113,10 @@ class Streams:
     def _index_sizes(self) -> None:
         """Index the tokens of all ranks, for each stream and for all streams together, by this rank's number."""
         ranks = self.mesh.ranks
-        single = [run_sizes(length, ranks) for length in self.lengths.values()]
-        found = dict.fromkeys([*single, tuple(map(sum, zip(*single, strict=True)))])
-        is_unique = all(len(set(column)) == len(found) for column in zip(*found, strict=True))
-        self.sizes_by_own = {sizes[self.mesh.shard]: sizes for sizes in found} if is_unique else None
+        stream_sizes = [run_sizes(length, ranks) for length in self.lengths.values()]
+        all_sizes = dict.fromkeys([*stream_sizes, tuple(map(sum, zip(*stream_sizes, strict=True)))])
+        is_unique = all(len(set(column)) == len(all_sizes) for column in zip(*all_sizes, strict=True))
+        self.sizes_by_own = {sizes[self.mesh.shard]: sizes for sizes in all_sizes} if is_unique else None
 
 
 def _is_in_backward() -> bool:

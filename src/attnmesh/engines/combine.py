@@ -70,38 +70,38 @@ def combine(
     partial = Partial(out.transpose(0, 1)[None], lse.T[None])
     base = "e" if is_lse_base_on_e else "2"
     merged = merge_across(partial, group, how=how, output=output, wire=wire, base=base)
-    whole = merged.out[0].transpose(0, 1).contiguous()
-    return (whole, merged.lse[0].T.contiguous().to(partial_lse.dtype)) if return_lse else whole
+    merged_out = merged.out[0].transpose(0, 1).contiguous()
+    return (merged_out, merged.lse[0].T.contiguous().to(partial_lse.dtype)) if return_lse else merged_out
 
 
 def _check_partials(out: Tensor, lse: Tensor, seq_lens: Tensor | None, query_start_loc: Tensor | None) -> None:
     """Raise unless these are partials with tokens first, and lengths of whole numbers."""
     check_tensor(f"{SUBJECT} partial_output", out)
     check_tensor(f"{SUBJECT} partial_lse", lse)
-    floats = out.is_floating_point() and lse.is_floating_point()
+    is_float = out.is_floating_point() and lse.is_floating_point()
     given = f"{out.dtype} and {lse.dtype}"
-    require(floats, DtypeError, SUBJECT, "an output and a log-sum-exp in floats", given, "cast them with .to(dtype)")
+    require(is_float, DtypeError, SUBJECT, "an output and a log-sum-exp in floats", given, "cast them with .to(dtype)")
     fits = out.ndim == 3 and lse.shape == out.shape[:-1]
     given = f"{tuple(out.shape)} and {tuple(lse.shape)}"
     fix = "put the tokens before the heads, and transpose an lse of (heads, tokens)"
     require(fits, ShapeError, SUBJECT, "an output (tokens, heads, dim) and its lse (tokens, heads)", given, fix)
     for name, x in (("seq_lens", seq_lens), ("query_start_loc", query_start_loc)):
-        whole = x is None or (isinstance(x, Tensor) and x.ndim == 1 and x.dtype in (torch.int32, torch.int64))
+        is_whole = x is None or (isinstance(x, Tensor) and x.ndim == 1 and x.dtype in (torch.int32, torch.int64))
         given = type_and_shape(x)
         fix = "pass the engine's tensor of this batch"
-        require(whole, DtypeError, f"{SUBJECT} {name}", "a tensor (sequences,) of int32 or int64", given, fix)
+        require(is_whole, DtypeError, f"{SUBJECT} {name}", "a tensor (sequences,) of int32 or int64", given, fix)
     if seq_lens is not None:
-        numbers = len(out) if query_start_loc is None else len(query_start_loc) - 1
-        fits = 0 < len(seq_lens) <= numbers or not len(out)
+        sequences = len(out) if query_start_loc is None else len(query_start_loc) - 1
+        fits = 0 < len(seq_lens) <= sequences or not len(out)
         fix = "pass query_start_loc if a sequence has several tokens"
-        given = f"{len(seq_lens)} for {numbers}"
+        given = f"{len(seq_lens)} for {sequences}"
         require(fits, ShapeError, f"{SUBJECT} seq_lens", "a length of each sequence", given, fix)
 
 
 def _without_keys(tokens: int, seq_lens: Tensor, query_start_loc: Tensor | None) -> Tensor:
     """Return True for tokens of sequences that have no keys on this rank, (tokens,). Reads nothing on the host."""
-    numbers = torch.arange(tokens, device=seq_lens.device)
+    sequence = torch.arange(tokens, device=seq_lens.device)
     if query_start_loc is not None:
-        numbers = torch.searchsorted(query_start_loc[1:].contiguous(), numbers, right=True)
-    inside = numbers < len(seq_lens)  # tokens beyond the last sequence fill a batch up
-    return (seq_lens[numbers.clamp(max=len(seq_lens) - 1)] == 0) & inside
+        sequence = torch.searchsorted(query_start_loc[1:].contiguous(), sequence, right=True)
+    inside = sequence < len(seq_lens)  # tokens beyond the last sequence fill a batch up
+    return (seq_lens[sequence.clamp(max=len(seq_lens) - 1)] == 0) & inside

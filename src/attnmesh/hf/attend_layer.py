@@ -48,9 +48,9 @@ def attend_new(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, spec: MaskSpec
     outs = []
     for number, mask in enumerate(spec.rows):
         row = slice(number, number + 1)
-        padding, left = (None if x is None else x[row] for x in (spec.token_mask, spec.left_padding))
-        one = replace(spec, mask=mask, rows=(), token_mask=padding, left_padding=left)
-        outs.append(attend_new(q[row], k[row], v[row], layer._replace(mask=mask), one))
+        padding, left_padding = (None if x is None else x[row] for x in (spec.token_mask, spec.left_padding))
+        row_spec = replace(spec, mask=mask, rows=(), token_mask=padding, left_padding=left_padding)
+        outs.append(attend_new(q[row], k[row], v[row], layer._replace(mask=mask), row_spec))
     return torch.cat(outs)
 
 
@@ -88,9 +88,15 @@ def _attend_stored(q: Tensor, pending: PendingKV, kv: KVCache, layer: LayerCall,
         out: Tensor = cache.attend(q, kv, partial=other_keys(q, scores.scale), **layer.options)
     else:
         visible = Visible(mask, selected=selected)
-        more = partial(other_keys, scale=scores.scale)
+        attend_other_keys = partial(other_keys, scale=scores.scale)
         out = decode_shard(
-            shards.queries(q), kv, visible, scores, sinks=sinks, kernel=cache.kernel, attend_other_keys=more
+            shards.queries(q),
+            kv,
+            visible,
+            scores,
+            sinks=sinks,
+            kernel=cache.kernel,
+            attend_other_keys=attend_other_keys,
         )
     return out if latents is None else latents.projection.project(out)
 
@@ -101,10 +107,10 @@ _attend_outside_graphs = torch.compiler.disable(attention)
 
 def _attend_shards(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, shards: Shards) -> Tensor:
     """Return attention of this rank's tokens to the tokens of all ranks, with gradients."""
-    kind, length = layer._replace(mask=shards.mask_of(layer.mask)).options, shards.length
-    kind["key_lengths"] = shards.forward_pass.key_lengths
+    options, length = layer._replace(mask=shards.mask_of(layer.mask)).options, shards.length
+    options["key_lengths"] = shards.forward_pass.key_lengths
     attend: Any = attention if layer.selected is None else _attend_outside_graphs
-    out: Tensor = attend(q, k, v, mesh=shards.mesh, layout=shards.layout, length=length, key_length=length, **kind)
+    out: Tensor = attend(q, k, v, mesh=shards.mesh, layout=shards.layout, length=length, key_length=length, **options)
     return out
 
 
@@ -114,8 +120,8 @@ def _prefill(q: Tensor, pending: PendingKV, layer: LayerCall, shards: Shards, is
     kv = pending.layer.reserve(pending, shards.length, layer.mask) if is_new else pending.layer.cached
     if not shards.has_prefix:
         scale, softcap, bias = layer.scores
-        rest = cache.exchange, cache.kernel, scale, softcap, shards.length, shards.length, None
-        options = Options(shards.mask_of(layer.mask), shards.layout, shards.layout, *rest)
+        settings = cache.exchange, cache.kernel, scale, softcap, shards.length, shards.length, None
+        options = Options(shards.mask_of(layer.mask), shards.layout, shards.layout, *settings)
         call = Call(q, pending.k, pending.v, layer.sinks, None, options, layer.selected, bias)
         other_keys = pending.layer.other_keys(q, scale)
         out = attend_prompt(call, shards.mesh, cache.checked, pending.projected_latents, other_keys)
@@ -147,13 +153,13 @@ def _attend_local(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, spec: MaskS
     token_mask = pad(token_mask, (0, k.shape[2] - token_mask.shape[1]), value=spec.token_mask is None)
     rows = []
     for number, tokens in enumerate(token_mask):  # padding differs between sequences
-        kept = tokens.nonzero().flatten()
+        real = tokens.nonzero().flatten()
         row = slice(number, number + 1)
         selected = layer.selected and replace(layer.selected, indices=layer.selected.indices[row])
-        own = layer._replace(selected=selected, scores=layer.scores.of_rows(row))
+        row_layer = layer._replace(selected=selected, scores=layer.scores.of_rows(row))
         shift = 0 if first is None else -int(first[number]) % lcm(*layer.mask.chunks)
-        positions = queries + shift, keys[kept.cpu()] + shift
-        rows.append(_attend_at(q[row], k[row, :, kept], v[row, :, kept], own, *positions))
+        positions = queries + shift, keys[real.cpu()] + shift
+        rows.append(_attend_at(q[row], k[row, :, real], v[row, :, real], row_layer, *positions))
     return torch.cat(rows)
 
 

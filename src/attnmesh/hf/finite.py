@@ -22,8 +22,8 @@ class NanWatch(LogitsProcessor):  # type: ignore[misc]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return the scores."""
-        found = scores.isnan().any()
-        self.seen = found if self.seen is None else self.seen | found
+        is_nan = scores.isnan().any()
+        self.seen = is_nan if self.seen is None else self.seen | is_nan
         return scores
 
     def report(self, model: PreTrainedModel, ids: Tensor, *, first: bool) -> None:
@@ -49,12 +49,17 @@ def find_nan(model: PreTrainedModel, ids: Tensor) -> str:
 
 def _first_layer(model: PreTrainedModel, ids: Tensor) -> str | None:
     """Return the first module whose output is not finite in a forward pass of these tokens."""
-    found: list[str] = []
+    layers: list[str] = []
 
     def note(name: str, _module: Any, _inputs: Any, output: Any) -> None:
-        first = output[0] if isinstance(output, tuple) and output else output
-        if not found and isinstance(first, Tensor) and first.is_floating_point() and not bool(first.isfinite().all()):
-            found.append(name)
+        tensor = output[0] if isinstance(output, tuple) and output else output
+        if (
+            not layers
+            and isinstance(tensor, Tensor)
+            and tensor.is_floating_point()
+            and not bool(tensor.isfinite().all())
+        ):
+            layers.append(name)
 
     leaves = [(name, module) for name, module in model.named_modules() if not next(module.children(), None)]
     hooks = [module.register_forward_hook(partial(note, name)) for name, module in leaves]
@@ -64,4 +69,4 @@ def _first_layer(model: PreTrainedModel, ids: Tensor) -> str | None:
     finally:
         for hook in hooks:
             hook.remove()
-    return found[0] if found else None
+    return layers[0] if layers else None

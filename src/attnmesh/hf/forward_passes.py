@@ -31,14 +31,14 @@ CHUNK = 8192
 """Tokens per chunk after cached tokens or with padding. There, every rank attends the queries of all ranks."""
 
 LATENT_CHUNK = 1024
-"""Tokens per such chunk in latent attention, whose queries of cached latents are wide."""
+"""Tokens per chunk after cached tokens or with padding in latent attention: queries of cached latents are wide."""
 
 SAME_TOKENS = min(MAX_SHARED_ROWS.values())
 """Tokens of all sequences per chunk, if bits shall not depend on the ranks: the most that shared layers always take."""
 
 
 def default_size(config: PreTrainedConfig) -> int:
-    """Return the tokens of such a chunk of a model."""
+    """Return the tokens of a chunk after cached tokens or with padding, by the model."""
     return CHUNK if latent_widths(config) is None else LATENT_CHUNK
 
 
@@ -117,7 +117,7 @@ class Prompt:
     mask: Tensor | None = None
     """Zeros for padding; None without padding."""
     merged: MergedPrompt | None = None
-    """The same with images merged; None without images."""
+    """The prompts with images merged; None without images."""
 
     @property
     def pictures(self) -> Pictures | None:
@@ -150,8 +150,8 @@ def prefill_chunks(
 ) -> Iterator[int]:
     """Compute the prompt after the cached tokens, and yield the number of cached tokens after each chunk.
 
-    `size` is asked for the tokens of each chunk, and `stop_before` for a token before which it has to end, if more than
-    one is left to that. All ranks compute the tokens before the first full round of blocks, and every token if the
+    `size` returns the tokens of each chunk. `stop_before` returns a token at which a chunk ends, unless fewer than two
+    are left to that. All ranks compute the tokens before the first full round of blocks, and every token if the
     model takes no position_ids, the cache is reproducible, or ranks share heads. Models with recurrent layers, which
     need runs of tokens, compute in the contiguous layout, or with unequal shares in a split one.
     """
@@ -192,9 +192,11 @@ class ForwardPasses:
             return (self.token_mask.long().cumsum(1) - 1).masked_fill(~self.token_mask, 0)
         return torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
 
-    def next_chunk(self, size: int, before: int | None) -> Chunk | None:
-        """Return the next chunk of a size, which ends before a token if more than one is left to that; None if none."""
-        stop = self.end if before is None or before < self.start + 2 else min(self.end, before)
+    def next_chunk(self, size: int, stop_before: int | None) -> Chunk | None:
+        """Return the next chunk, of at most `size` tokens; None after the last.
+
+        It ends at `stop_before`, unless fewer than two tokens are left to that."""
+        stop = self.end if stop_before is None or stop_before < self.start + 2 else min(self.end, stop_before)
         spans = [] if self.prompt.merged is None else self.prompt.merged.spans
         if self.cache.reproducible:  # models with recurrent layers compute one token by another rule than several
             size = min(size, max(SAME_TOKENS // len(self.prompt.ids), 3 if self.recurrent else 1))
@@ -217,8 +219,8 @@ class ForwardPasses:
         if not self.recurrent:
             return self.cache.layout
         turns = self.cache.layout.turns(self.cache.ranks)
-        whole = self.cache.shares is not None and tokens % turns[0].period == 0  # else all ranks compute all tokens
-        return Split(tuple(turn.count(tokens) for turn in turns)) if whole else Contiguous()
+        is_split = self.cache.shares is not None and tokens % turns[0].period == 0  # else all ranks compute all tokens
+        return Split(tuple(turn.count(tokens) for turn in turns)) if is_split else Contiguous()
 
     def _call(self, shards: Shards, *, sharded: bool) -> None:
         """Call the model, or its text model, with the tokens of this rank."""
@@ -239,9 +241,9 @@ class ForwardPasses:
 
     def _record(self, stop: int) -> None:
         """Record that the cache holds the tokens before one. Raise if some layer does not."""
-        kept = all(layer.get_seq_length() == stop for layer in self.cache.attention_layers)
+        is_complete = all(layer.get_seq_length() == stop for layer in self.cache.attention_layers)
         given = f"{type(self.model).__name__}, in which some layers cache no keys"
-        require(kept, KernelError, "generate", "a model whose layers all cache their keys", given, USE_SUPPORTED)
+        require(is_complete, KernelError, "generate", "a model whose layers all cache their keys", given, USE_SUPPORTED)
         self.cache.count(stop)
         self.cache.tokens = self.prompt.mark(self.prompt.ids)[:, :stop]  # to continue from if a rank is lost
         self.cache.intact, self.start = True, stop

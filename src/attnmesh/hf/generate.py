@@ -83,8 +83,8 @@ def generate(
     options = without_absent(options)
     settings = GenerationSettings(model, options)
     spec = CheckpointSpec(checkpoint.folder, checkpoint.every) if isinstance(checkpoint, Checkpoint) else checkpoint
-    named = {"prefill_chunk_size": prefill_chunk_size, "checkpoint": spec}
-    agree_on_call(axes, model, input_ids, attention_mask, cache, {**named, **options})
+    arguments = {"prefill_chunk_size": prefill_chunk_size, "checkpoint": spec}
+    agree_on_call(axes, model, input_ids, attention_mask, cache, {**arguments, **options})
     cache = ShardedCache(model.config, mesh) if cache is None else cache
     mask = _infer_padding(model.config, input_ids, settings) if attention_mask is None else attention_mask
     images, options = split_images(model, options)
@@ -122,10 +122,10 @@ def _generate(
         if samples == 1:
             cache.tokens = prompt.mark(prompt.ids)  # while the first new token is computed
     options |= {} if prompt.merged is None else prompt.merged.decoding
-    plain = (
+    is_plain = (
         prompt.token_mask is None and prompt.merged is None and beams == 1 and not assisted and not _runs_code(options)
     )
-    with steps_as_graphs(model, cache) if plain else nullcontext():
+    with steps_as_graphs(model, cache) if is_plain else nullcontext():
         output = _run_generate(model, prompt.ids, cache, {"attention_mask": prompt.mask, **options})
     sequences = getattr(output, "sequences", output)
     # With several beams, the rows of the cache are in an unknown order.
@@ -137,8 +137,8 @@ def _generate(
 
 def _runs_code(options: dict[str, Any]) -> bool:
     """Return whether a caller's own code runs between steps, which may change the model. A streamer does not."""
-    given = [*(options.get("logits_processor") or []), *(options.get("stopping_criteria") or [])]
-    return any(type(one).__module__.split(".")[0] not in ("attnmesh", "transformers") for one in given)
+    hooks = [*(options.get("logits_processor") or []), *(options.get("stopping_criteria") or [])]
+    return any(type(hook).__module__.split(".")[0] not in ("attnmesh", "transformers") for hook in hooks)
 
 
 def _generate_with_checkpoint(
@@ -152,8 +152,8 @@ def _generate_with_checkpoint(
     """Generate from the last checkpoint on, and save checkpoints."""
     settings = GenerationSettings(model, options)
     synchronize_generators((cache.mesh, tp_mesh(model)), prompt.device)
-    begun = checkpoint.start_ids
-    ids = checkpoint.begin(model, prompt, cache, settings) if begun is None else begun
+    start_ids = checkpoint.start_ids
+    ids = checkpoint.begin(model, prompt, cache, settings) if start_ids is None else start_ids
     length = prompt.shape[1]
     total = settings.total(prompt.shape[1])
     constant = rope_regime(model.config, length) == rope_regime(model.config, total)
@@ -203,13 +203,13 @@ def _run_generate(model: PreTrainedModel, ids: Tensor, cache: ShardedCache, opti
 def _continuing(model: PreTrainedModel, cache: ShardedCache) -> Iterator[None]:
     """Feed the model only the tokens after the cached ones. transformers feeds models without attention all tokens."""
     prepare: Any = model.prepare_inputs_for_generation
-    own = vars(model).get("prepare_inputs_for_generation")
+    own_method = vars(model).get("prepare_inputs_for_generation")
 
     def after_cached(ids: Tensor, *args: Any, is_first_iteration: bool = False, **kwargs: Any) -> Any:
         inputs = prepare(ids, *args, is_first_iteration=is_first_iteration, **kwargs)
         if is_first_iteration:
-            named = {name: inputs[name] for name in ("input_ids", "attention_mask") if inputs.get(name) is not None}
-            inputs |= {name: x[:, cache.get_seq_length() :] for name, x in named.items()}
+            tensors = {name: inputs[name] for name in ("input_ids", "attention_mask") if inputs.get(name) is not None}
+            inputs |= {name: x[:, cache.get_seq_length() :] for name, x in tensors.items()}
         return inputs
 
     model.prepare_inputs_for_generation = after_cached
@@ -217,8 +217,8 @@ def _continuing(model: PreTrainedModel, cache: ShardedCache) -> Iterator[None]:
         yield
     finally:
         del model.prepare_inputs_for_generation
-        if own is not None:
-            model.prepare_inputs_for_generation = own
+        if own_method is not None:
+            model.prepare_inputs_for_generation = own_method
 
 
 def _infer_padding(config: PreTrainedConfig, ids: Tensor, settings: GenerationSettings) -> Tensor | None:

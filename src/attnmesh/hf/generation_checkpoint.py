@@ -104,24 +104,24 @@ class Checkpoint:
             self._check_call(settings, ids, cache)
             check_writable(self.folder)
             self.note = _identify_call(model, ids, settings)
-            saved = self._saved_length() if os.path.lexists(self.folder / MANIFEST) else 0
-            agreement.fields = {"held": saved, **json.loads(self.note)}
+            saved_length = self._saved_length() if os.path.lexists(self.folder / MANIFEST) else 0
+            agreement.fields = {"held": saved_length, **json.loads(self.note)}
         self._saving, self.start_ids = None, ids
-        if saved:
-            capacity = None if cache.capacity is None else max(cache.capacity, saved)
-            more, _ = cache.restore(self.folder, device=ids.device, capacity=capacity)
-            saved = cache.get_seq_length()  # of a newer save, if another process has published one meanwhile
+        if saved_length:
+            capacity = None if cache.capacity is None else max(cache.capacity, saved_length)
+            extras, _ = cache.restore(self.folder, device=ids.device, capacity=capacity)
+            saved_length = cache.get_seq_length()  # of a newer save, if another process has published one meanwhile
             with Agreement(axes, "generate checkpoint"):
-                self.start_ids = _restore_state(ids, more, saved)
-            cache.tokens = more["tokens"][:, :saved].to(ids.device)
+                self.start_ids = _restore_state(ids, extras, saved_length)
+            cache.tokens = extras["tokens"][:, :saved_length].to(ids.device)
         return self.start_ids
 
     def _saved_length(self) -> int:
         """Return the number of saved tokens. Raise if the folder is of another call."""
         header = read_manifest(self.folder)
         try:
-            saved, this = json.loads(header.note), json.loads(self.note)
-            differences = [DIFFERENCES[name] for name in this if saved.get(name) != this[name]]
+            saved_call, call = json.loads(header.note), json.loads(self.note)
+            differences = [DIFFERENCES[name] for name in call if saved_call.get(name) != call[name]]
         except (ValueError, AttributeError):
             differences = ["no checkpoint of generate"]
         expected, fix = "a folder of this model, prompt and options", "name another folder, or remove this one"
@@ -164,10 +164,10 @@ class Checkpoint:
             tokens: All tokens so far, (1, length).
         """
         self.wait()
-        more = {"tokens": tokens.cpu(), "random": random_state(tokens.device)}
+        tensors = {"tokens": tokens.cpu(), "random": random_state(tokens.device)}
         self._is_first = Mesh.of(cache.mesh).shard == 0
         with self._failures_reported():
-            self._saving = cache.save(self.folder, more=more, note=self.note, wait=False)
+            self._saving = cache.save(self.folder, more=tensors, note=self.note, wait=False)
 
     def wait(self) -> None:
         """Wait until the running save has replaced the checkpoint. Every rank calls it.
@@ -204,7 +204,7 @@ class TokenCallback(StoppingCriteria):  # type: ignore[misc]
 
 
 def _facts_of(model: PreTrainedModel) -> list[dict[str, Any]]:
-    """Return some weights of a model and its configuration, by which it is known."""
+    """Return some weights of a model and its configuration, which identify the model."""
     heads = {name: x.detach().flatten()[:DIGEST_VALUES] for name, x in model.named_parameters()}
     weights = {name: [str(x.dtype), list(x.shape), int(digest(heads[name]))] for name, x in model.named_parameters()}
     config = {name: value for name, value in model.config.to_dict().items() if name not in IGNORED_CONFIG}
@@ -227,17 +227,17 @@ def _identify_call(model: PreTrainedModel, ids: Tensor, settings: GenerationSett
     return json.dumps({name: blake2b(text.encode(), digest_size=16).hexdigest() for name, text in texts.items()})
 
 
-def _restore_state(ids: Tensor, more: Mapping[str, Tensor], saved: int) -> Tensor:
+def _restore_state(ids: Tensor, extras: Mapping[str, Tensor], saved_length: int) -> Tensor:
     """Return the saved tokens and set the random state; return the prompt if no new token was saved."""
-    tokens = more.get("tokens", torch.empty(0))
+    tokens = extras.get("tokens", torch.empty(0))
     valid = tokens.dtype == torch.int64 and tokens.ndim == 2 and len(tokens) == 1
     given = type_and_shape(tokens)
     require(valid, StoreError, SUBJECT, "the tokens of one sequence", given, "remove the folder")
-    given = f"{tokens.shape[1]} of {saved}"
-    require(tokens.shape[1] >= saved, StoreError, SUBJECT, "the tokens of all keys", given, "remove the folder")
+    given = f"{tokens.shape[1]} of {saved_length}"
+    require(tokens.shape[1] >= saved_length, StoreError, SUBJECT, "the tokens of all keys", given, "remove the folder")
     if tokens.shape[1] <= ids.shape[1]:
         return ids
-    set_random_state(ids.device, more.get("random"))
+    set_random_state(ids.device, extras.get("random"))
     return tokens.to(ids.device)
 
 

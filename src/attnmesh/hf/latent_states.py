@@ -77,30 +77,30 @@ def projection_of(module: nn.Module, k: Tensor, v: Tensor, latents: Tensor, rank
 
 def check_projection(projection: Projection, k: Tensor, v: Tensor, latents: Tensor) -> None:
     """Raise unless the first token is projected to the keys and values that the model expands from it."""
-    for given, expected in zip(projection.expand(latents[:1, :, :1].to(k.dtype)), (k, v), strict=True):
-        expected = expected[:1, :, :1]
-        if expected.numel() and bool((given - expected).abs().max() > TOLERANCE * expected.abs().max()):
+    for projected, expanded in zip(projection.expand(latents[:1, :, :1].to(k.dtype)), (k, v), strict=True):
+        expanded = expanded[:1, :, :1]
+        if expanded.numel() and bool((projected - expanded).abs().max() > TOLERANCE * expanded.abs().max()):
             _raise_projection("other keys and values than its weight projects")
 
 
 def has_weight(module: nn.Module, latents: Tensor) -> bool:
     """Return True if a layer's `kv_b_proj` is a plain linear layer, whose whole weight is on the latents' device."""
-    project: Any = getattr(module, "kv_b_proj", None)
-    whole = type(project) is nn.Linear and not isinstance(project.weight, DTensor)
-    return whole and bool(project.weight.device == latents.device)
+    layer: Any = getattr(module, "kv_b_proj", None)
+    is_whole = type(layer) is nn.Linear and not isinstance(layer.weight, DTensor)
+    return is_whole and bool(layer.weight.device == latents.device)
 
 
 def _matrix(module: nn.Module, rank: int, latents: Tensor) -> Tensor:
     """Return the matrix of a layer's `kv_b_proj`, from the identity matrix unless it is a plain linear layer."""
-    project: Any = getattr(module, "kv_b_proj", None)
+    layer: Any = getattr(module, "kv_b_proj", None)
     matrix: Tensor
-    if project is None:
+    if layer is None:
         _raise_projection(f"{type(module).__name__} without it")
     if has_weight(module, latents):
-        matrix = project.weight.detach()
-        bias = project.bias
+        matrix = layer.weight.detach()
+        bias = layer.bias
     else:
-        rows = project(pad(torch.eye(rank, dtype=latents.dtype, device=latents.device), (0, 0, 1, 0))).detach()
+        rows = layer(pad(torch.eye(rank, dtype=latents.dtype, device=latents.device), (0, 0, 1, 0))).detach()
         matrix = rows[1:].mT
         bias = rows[0]
     if bias is not None and bool(bias.any()):

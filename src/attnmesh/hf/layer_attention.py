@@ -40,12 +40,12 @@ def attention_function(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    **more: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Return the output, (batch, length, heads, dim), and None for the weights."""
     if in_tower(getattr(module, "config", None)):
-        more |= {"scaling": scaling, "dropout": dropout}
-        return attend_in_tower(module, query, key, value, attention_mask, **more)  # type: ignore[no-any-return]
+        options |= {"scaling": scaling, "dropout": dropout}
+        return attend_in_tower(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
     if attends_to_images(module):  # this rank's tokens to all features: the mask has a row for each of these tokens
         images = {"is_causal": False, "scaling": scaling, "dropout": dropout}
         return sdpa_attention(module, query, key, value, attention_mask, **images)  # type: ignore[no-any-return]
@@ -54,22 +54,22 @@ def attention_function(
     if isinstance(attention_mask, TracedMask) and isinstance(key, PendingKV):
         attention_mask = attention_mask.spec()
     family = family_of_layer(module)
-    given = {name: more.pop(name) for name in (*ARGUMENTS, family.selection_argument) if name in more}
+    arguments = {name: options.pop(name) for name in (*ARGUMENTS, family.selection_argument) if name in options}
     if isinstance(attention_mask, TracedMask) or family.adds_bias is None or not family.adds_bias(module):
-        more["position_bias"] = given.get("position_bias")  # which is refused
-    spec = checked_mask(module, query, key, attention_mask, dropout, sliding_window, more)
+        options["position_bias"] = arguments.get("position_bias")  # which is refused
+    spec = checked_mask(module, query, key, attention_mask, dropout, sliding_window, options)
     selected = spec.selected if isinstance(spec, MaskSpec) else None
-    if (found := given.get(family.selection_argument)) is not None:
-        selected = family.read_selection(module, found, spec)
+    if (selection := arguments.get(family.selection_argument)) is not None:
+        selected = family.read_selection(module, selection, spec)
     k, v = (key.k, key.v) if isinstance(key, PendingKV) else (key, value)
     q, k, v = autocast(query, k, v)  # type: ignore[arg-type] # ropes leave q and k in float32, v is bfloat16
-    sinks, softcap = given.get("s_aux"), given.get("softcap")
+    sinks, softcap = arguments.get("s_aux"), arguments.get("softcap")
     if isinstance(spec, TracedMask):
         with without_autocast(q):
             visible = spec.visible if selected is None else spec.visible & _picked(selected, q.shape[1], k.shape[2])
             out = attend_traced(q, k, v, visible, Scores(scaling, softcap).scaling(SUBJECT, q.shape[-1]), sinks)
         return out.transpose(1, 2).contiguous(), None
-    bias = given.get("position_bias")
+    bias = arguments.get("position_bias")
     if family.near_bias is not None:
         bias = family.near_bias(module, bias, spec.shards)
     if spec.shards is not None:
@@ -103,7 +103,7 @@ def _tempered(
 def _picked(selected: Selection, heads: int, keys: int) -> Tensor:
     """Return which keys each query selects, (batch, 1 or heads, queries, keys)."""
     indices = selected.indices
-    found = selected.positions(indices, slice(0, indices.shape[-1] * selected.block))
-    none = indices.new_zeros(*indices.shape[:3], keys + 1, dtype=torch.bool)
-    picked = none.scatter(-1, found.where((found >= 0) & (found < keys), keys), True)[..., :-1]
+    positions = selected.positions(indices, slice(0, indices.shape[-1] * selected.block))
+    unpicked = indices.new_zeros(*indices.shape[:3], keys + 1, dtype=torch.bool)
+    picked = unpicked.scatter(-1, positions.where((positions >= 0) & (positions < keys), keys), True)[..., :-1]
     return picked if selected.heads == 1 else picked.repeat_interleave(heads // selected.heads, 1)

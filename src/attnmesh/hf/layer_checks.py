@@ -48,29 +48,29 @@ def checked_mask(
     attention_mask: MaskSpec | TracedMask | Tensor | None,
     dropout: float,
     sliding_window: int | None,
-    more: dict[str, Any],
+    arguments: dict[str, Any],
 ) -> MaskSpec | TracedMask:
     """Return the mask of a call that passes all checks. Raise on all ranks if they compare their calls."""
     if isinstance(attention_mask, TracedMask):
-        _check_no_shard(more)
-        _check_exact(module, attention_mask, dropout, more)
+        _check_no_shard(arguments)
+        _check_exact(module, attention_mask, dropout, arguments)
         check_entries(module, None, None, None)
         return attention_mask
     shards = attention_mask.shards if isinstance(attention_mask, MaskSpec) else None
     pending = key if isinstance(key, PendingKV) else None
     try:
-        _check_exact(module, attention_mask, dropout, more)
+        _check_exact(module, attention_mask, dropout, arguments)
         spec = _check_mask(attention_mask, sliding_window or None)  # some models pass 0 for no window
         check_entries(module, pending, shards, spec.token_mask if shards is None else shards.token_mask)
         if shards is not None:
-            _check_shards(module, query, key, more, shards)
+            _check_shards(module, query, key, arguments, shards)
         if pending is not None:
-            _check_cache_used(pending, query.shape[2], more)
+            _check_cache_used(pending, query.shape[2], arguments)
             _check_window(pending, spec)
             pending.layer.project(module, pending)
         elif shards is None:
-            _check_no_shard(more)
-            _check_alone(spec, more.get("position_ids"))
+            _check_no_shard(arguments)
+            _check_alone(spec, arguments.get("position_ids"))
     except InputError as error:
         _raise_agreed(error, query, pending, shards)
     return spec
@@ -87,31 +87,31 @@ def _raise_agreed(error: InputError, query: Tensor, pending: PendingKV | None, s
     Agreement(Mesh.of(shards.mesh if shards is not None else None), SUBJECT, is_compared=is_compared).fail(error)
 
 
-def _check_exact(module: nn.Module, mask: Any, dropout: float, more: dict[str, Any]) -> None:
+def _check_exact(module: nn.Module, mask: Any, dropout: float, arguments: dict[str, Any]) -> None:
     """Raise for anything but exact attention of a causal layer.
 
     Another layer passes if a mask with spans says which later tokens it sees, or for one token, which sees none.
     """
-    says = isinstance(mask, MaskSpec) and mask.shards is None and mask.q_length == 1
-    says = says or (isinstance(mask, MaskSpec) and mask.has_spans)
-    if not says and (not getattr(module, "is_causal", True) or more.get("is_causal") is False):
+    is_described = isinstance(mask, MaskSpec) and mask.shards is None and mask.q_length == 1
+    is_described = is_described or (isinstance(mask, MaskSpec) and mask.has_spans)
+    if not is_described and (not getattr(module, "is_causal", True) or arguments.get("is_causal") is False):
         given = f"{type(module).__name__}, which is not causal"
         raise MaskError(f"{SUBJECT} is_causal", "causal attention", given, "use a causal language model")
     if dropout:
         fix = "call model.eval() to generate; to train, load the model with attention_dropout=0 (GPT-2: attn_pdrop=0)"
         raise KernelError(f"{SUBJECT} dropout", "attention without dropout", f"dropout={dropout}", fix)
-    if more.get("output_attentions"):
+    if arguments.get("output_attentions"):
         expected, fix = "outputs without attention weights", 'call model.set_attn_implementation("eager")'
         raise KernelError(f"{SUBJECT} output_attentions", expected, "True", f"{fix}, on one device")
-    for name, value in more.items():
+    for name, value in arguments.items():
         if name not in NO_EFFECT and value is not None and value is not False:
             expected = "exact softmax attention under a mask of positions"
             raise KernelError(f"{SUBJECT} {name}", expected, f"{name}={short(value)}", "leave it out")
 
 
-def _check_no_shard(more: dict[str, Any]) -> None:
+def _check_no_shard(arguments: dict[str, Any]) -> None:
     """Raise if a layer that got no shards has the positions of a shard."""
-    fits = not isinstance(more.get("position_ids"), ShardPositions)
+    fits = not isinstance(arguments.get("position_ids"), ShardPositions)
     given = "another, beside its position_ids"
     require(fits, ArgumentError, f"{SUBJECT} attention_mask", OF_SHARD_BATCH, given, FORWARD_ALL)
 
@@ -128,46 +128,57 @@ def _check_alone(spec: MaskSpec, positions: Any) -> None:
     if isinstance(positions, Tensor) and positions.ndim == 2 and positions.shape[1] == spec.q_length:
         indices = torch.arange(spec.q_length, device=positions.device)
         padding = 0 if spec.left_padding is None or spec.q_offset else spec.left_padding.to(positions.device)[:, None]
-        real = indices >= padding
+        is_real = indices >= padding
         begins_late = (positions > spec.q_offset) & (indices == padding)
-        chunk = begins_late.any() | ((positions.diff() > 1) & real[..., 1:]).any()
+        is_chunk = begins_late.any() | ((positions.diff() > 1) & is_real[..., 1:]).any()
         given = "those of a chunk, in a model that got no mesh"
         fix = "pass the whole batch to hf.shard_batch(batch, mesh), which cuts it; mesh=None if these are meant"
         subject, expected = f"{SUBJECT} position_ids", "positions of a whole sequence"
-        require(not bool(chunk), LayoutError, subject, expected, given, fix)
+        require(not bool(is_chunk), LayoutError, subject, expected, given, fix)
     if not spec.q_offset:
-        ranks = f"a model ran without a mesh in a process group of {dist.get_world_size()} ranks"
-        alone = "so each rank attended to its own tokens only. To share sequences, call hf.generate with mesh=, "
-        alone += "hf.on_mesh, or the model with hf.shard_batch(batch, mesh); with mesh=None if this is meant"
-        warn_once(f"{SUBJECT}: {ranks}, {alone}.")
+        cause = f"a model ran without a mesh in a process group of {dist.get_world_size()} ranks"
+        advice = "so each rank attended to its own tokens only. To share sequences, call hf.generate with mesh=, "
+        advice += "hf.on_mesh, or the model with hf.shard_batch(batch, mesh); with mesh=None if this is meant"
+        warn_once(f"{SUBJECT}: {cause}, {advice}.")
 
 
-def _check_mask(given: MaskSpec | Tensor | None, window: int | None) -> MaskSpec:
+def _check_mask(attention_mask: MaskSpec | Tensor | None, window: int | None) -> MaskSpec:
     """Return the mask. Raise unless `mask_function` made it, and for the layer's sliding window."""
     subject, fix = f"{SUBJECT} attention_mask", "pass a 2D attention_mask of padding, or none"
-    if not isinstance(given, MaskSpec):
-        found = "no mask" if given is None else f"a mask of shape {list(getattr(given, 'shape', []))}"
-        raise MaskError(subject, "one made by transformers for attnmesh", found, fix)
+    if not isinstance(attention_mask, MaskSpec):
+        given = "no mask" if attention_mask is None else f"a mask of shape {list(getattr(attention_mask, 'shape', []))}"
+        raise MaskError(subject, "one made by transformers for attnmesh", given, fix)
     expected, fix = "a causal mask, a sliding window or chunks", "use a causal language model"
-    require(given.mask != Full(), MaskError, subject, expected, "a bidirectional mask", fix)
-    if window is not None and given.has_spans:
-        rows = [replace(mask, left=window - 1) for mask in (given.mask, *given.rows) if mask.left in (FAR, window - 1)]
-        if len(rows) == 1 + len(given.rows):
-            return replace(given, mask=rows[0], rows=tuple(rows[1:]))
-    if window is not None and given.mask == Causal() and given.q_length == 1 and given.q_offset < window:
-        return replace(given, mask=Window(window - 1))  # of one token, which sees as much
-    if window is not None and given.mask != Window(window - 1):
-        found = f"{given.mask} for a layer with sliding_window={window}"
-        raise MaskError(f"{SUBJECT} sliding_window", f"{Window(window - 1)}", found, "use a released model's code")
-    return given
+    require(attention_mask.mask != Full(), MaskError, subject, expected, "a bidirectional mask", fix)
+    if window is not None and attention_mask.has_spans:
+        rows = [
+            replace(mask, left=window - 1)
+            for mask in (attention_mask.mask, *attention_mask.rows)
+            if mask.left in (FAR, window - 1)
+        ]
+        if len(rows) == 1 + len(attention_mask.rows):
+            return replace(attention_mask, mask=rows[0], rows=tuple(rows[1:]))
+    if (
+        window is not None
+        and attention_mask.mask == Causal()
+        and attention_mask.q_length == 1
+        and attention_mask.q_offset < window
+    ):
+        return replace(attention_mask, mask=Window(window - 1))  # of one token, which sees as much
+    if window is not None and attention_mask.mask != Window(window - 1):
+        given = f"{attention_mask.mask} for a layer with sliding_window={window}"
+        raise MaskError(f"{SUBJECT} sliding_window", f"{Window(window - 1)}", given, "use a released model's code")
+    return attention_mask
 
 
-def _check_shards(module: nn.Module, q: Tensor, key: Tensor | PendingKV, more: dict[str, Any], shards: Shards) -> None:
+def _check_shards(
+    module: nn.Module, q: Tensor, key: Tensor | PendingKV, arguments: dict[str, Any], shards: Shards
+) -> None:
     """Raise unless the layer is exact on shards. Count its call, and note the model's `num_items_in_batch`."""
     config = getattr(module, "config", None)
     layers, recurrent = (1, False) if config is None else (mixing_layers(config), is_recurrent(config))
     shards.count_layer(type(module).__name__, layers, recurrent=recurrent)
-    count = more.get("num_items_in_batch")
+    count = arguments.get("num_items_in_batch")
     shards.forward_pass.item_count = None if isinstance(count, ItemCount) else count
     if isinstance(key, PendingKV):
         return
@@ -175,18 +186,18 @@ def _check_shards(module: nn.Module, q: Tensor, key: Tensor | PendingKV, more: d
         given = f"another cache ({q.shape[2]} queries on {key.shape[2]} keys)"
         fix = "pass past_key_values=attnmesh.hf.ShardedCache(model.config, mesh), or use_cache=False"
         raise KernelError(f"{SUBJECT} past_key_values", "a ShardedCache", given, fix)
-    router_loss = more.get("output_router_logits") or getattr(config, "output_router_logits", False)
+    router_loss = arguments.get("output_router_logits") or getattr(config, "output_router_logits", False)
     # Else a router would balance the tokens of one rank only.
     fits = not router_loss or shards.ranks == 1 or shards.forward_pass.gathers_routers
     fix = "set config.output_router_logits = False, or train with hf.on_mesh"
     require(fits, KernelError, f"{SUBJECT} output_router_logits", "no router loss on shards", "True", fix)
 
 
-def _check_cache_used(pending: PendingKV, tokens: int, more: dict[str, Any]) -> None:
+def _check_cache_used(pending: PendingKV, tokens: int, arguments: dict[str, Any]) -> None:
     """Raise if use_cache=False and a whole prompt follows cached tokens. use_cache=False alone may be a default."""
     kv = pending.layer.kv
-    positions = more.get("position_ids")
-    if more.get("use_cache") is not False or kv is None or not kv.length or not isinstance(positions, Tensor):
+    positions = arguments.get("position_ids")
+    if arguments.get("use_cache") is not False or kv is None or not kv.length or not isinstance(positions, Tensor):
         return
     continues = positions.shape[-1] != tokens or int(positions.flatten()[0]) != 0
     subject, fix = f"{SUBJECT} use_cache", "leave out past_key_values, or use_cache"
@@ -216,12 +227,12 @@ def check_same_weights(module: nn.Module, shards: Shards, device: torch.device) 
     axes = Mesh.of(shards.mesh)
     if axes.ranks == 1 or not may_compare(device) or module in _compared(axes):
         return
-    named = {name: x for name, x in module.named_parameters() if x.ndim > 1 and not _is_part(x)}
-    heads = {name: x.detach().flatten()[:DIGEST_VALUES] for name, x in named.items()}
-    trained = {f"{name}.requires_grad": x.requires_grad for name, x in named.items()}
+    weights = {name: x for name, x in module.named_parameters() if x.ndim > 1 and not _is_part(x)}
+    heads = {name: x.detach().flatten()[:DIGEST_VALUES] for name, x in weights.items()}
+    trained = {f"{name}.requires_grad": x.requires_grad for name, x in weights.items()}
     fields = {"module": type(module).__name__, **fingerprints(heads), **trained}
     Agreement(axes, f"{SUBJECT} weights", fields).compare_now()
-    _compared(axes).update({module, *(one for one in module.modules() if not any(map(_is_part, one.parameters())))})
+    _compared(axes).update({module, *(part for part in module.modules() if not any(map(_is_part, part.parameters())))})
 
 
 def _is_part(parameter: Tensor) -> bool:
@@ -236,9 +247,9 @@ def check_cached_padding(kv: KVCache, token_mask: Tensor | None, new: int, mask:
         expected, given = f"one of {kv.length} cached and {new} new tokens", f"one of {token_mask.shape[1]}"
         raise ShapeError(subject, expected, given, fix)
     if kv.padding is None:
-        same = token_mask is None or bool(token_mask[:, :-new].all())
+        is_same = token_mask is None or bool(token_mask[:, :-new].all())
     else:
-        same = token_mask is not None and torch.equal(token_mask[:, :-new], kv.padding.token_mask[:, : kv.length])
-    require(same, MaskError, subject, "the padding of the cached tokens", "other padding", fix)
+        is_same = token_mask is not None and torch.equal(token_mask[:, :-new], kv.padding.token_mask[:, : kv.length])
+    require(is_same, MaskError, subject, "the padding of the cached tokens", "other padding", fix)
     if token_mask is not None and mask != Causal():
         check_left_padded(subject, token_mask)

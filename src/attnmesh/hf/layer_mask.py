@@ -53,8 +53,8 @@ class MaskSpec(LayerMask):
 
     def __getitem__(self, key: Any) -> Any:
         """Return the mask of the last queries, `mask[:, :, -n:, :]`, for models of few logits; or `mask[:, 0]`."""
-        whole = slice(None)
-        rows = key[2] if isinstance(key, tuple) and len(key) == 4 and (*key[:2], key[3]) == (whole,) * 3 else None
+        full_slice = slice(None)
+        rows = key[2] if isinstance(key, tuple) and len(key) == 4 and (*key[:2], key[3]) == (full_slice,) * 3 else None
         first, stop, step = rows.indices(self.q_length) if isinstance(rows, slice) else (0, 0, 0)
         in_prefill = self.shards is not None and self.shards.cached  # the logits of a prefill are discarded
         if rows is None:
@@ -66,7 +66,7 @@ class MaskSpec(LayerMask):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape that it would have as a tensor, with the keys up to the last query."""
+        """The shape of the mask as a tensor, with the keys up to the last query."""
         return 1, 1, self.q_length, self.q_offset + self.q_length - self.kv_offset
 
     @property
@@ -108,7 +108,7 @@ IndexFunction = Callable[..., Tensor]
 
 
 class DescribedMask(NamedTuple):
-    """A mask as transformers describes it: a function of indices, and the tokens that it is for."""
+    """A mask as transformers describes it: a function of indices, and the tokens of its queries and keys."""
 
     function: IndexFunction
     config: PreTrainedConfig
@@ -133,15 +133,15 @@ def mask_function(**arguments: Any) -> MaskSpec | TracedMask | Tensor | None:
         return sdpa_mask(**arguments)  # type: ignore[no-any-return]
     if BEGUN.shards is not None:
         arguments = _with_lost_mask(arguments)
-    given = arguments.get("attention_mask")
-    if isinstance(given, MaskSpec | TracedMask):
-        return given  # with a static cache, `generate` makes the mask before the model runs
-    if isinstance(given, ShardMask | PromptMask) or not needs_tensor(arguments):
+    mask = arguments.get("attention_mask")
+    if isinstance(mask, MaskSpec | TracedMask):
+        return mask  # with a static cache, `generate` makes the mask before the model runs
+    if isinstance(mask, ShardMask | PromptMask) or not needs_tensor(arguments):
         return mask_spec(**arguments)
     if arguments.get("mask_function") is bidirectional_mask_function:
         return MaskSpec(Full(), arguments["q_length"], 0, 0)
     if not in_trace(arguments):
-        covered = None if given is None else given.shape[-1]
+        covered = None if mask is None else mask.shape[-1]
         check_covers(covered, int(arguments["q_offset"]) + arguments["q_length"])
     return TracedMask.of(arguments, partial(_spec_outside_graphs, **arguments))
 
@@ -150,17 +150,17 @@ def mask_function(**arguments: Any) -> MaskSpec | TracedMask | Tensor | None:
 def _with_lost_mask(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments with the mask of the tokens that were embedded, if a wrapper of the model has dropped it."""
     shards = BEGUN.of_this_thread()
-    given = arguments.get("attention_mask")
+    mask = arguments.get("attention_mask")
     tokens = arguments["q_length"]
-    known = isinstance(given, ShardMask | PromptMask | LayerMask)
-    if shards is None or known or (shards.ranks > 1 and tokens == shards.length):  # another model, of all tokens
+    is_known = isinstance(mask, ShardMask | PromptMask | LayerMask)
+    if shards is None or is_known or (shards.ranks > 1 and tokens == shards.length):  # another model, of all tokens
         return arguments
     ones = torch.ones(arguments["batch_size"], len(shards.positions()), dtype=torch.long)
-    fits = tokens == ones.shape[1] and (given is None or (given.shape == ones.shape and bool(given.all())))
+    fits = tokens == ones.shape[1] and (mask is None or (mask.shape == ones.shape and bool(mask.all())))
     if not fits:
         BEGUN.shards = None
-        found = f"another one, or none, for {tokens} tokens where {ones.shape[1]} were embedded"
-        raise MaskError(f"{SUBJECT} attention_mask", OF_SHARD_BATCH, found, FORWARD_ALL)
+        given = f"another one, or none, for {tokens} tokens where {ones.shape[1]} were embedded"
+        raise MaskError(f"{SUBJECT} attention_mask", OF_SHARD_BATCH, given, FORWARD_ALL)
     ones = ones.to(arguments.get("device"))
     return {**arguments, "attention_mask": ShardMask.of(ones, shards=shards)}
 
@@ -180,11 +180,11 @@ def mask_spec(
     q_offset: int = 0,
     kv_offset: int = 0,
     attention_mask: Tensor | None = None,
-    **more: Any,
+    **options: Any,
 ) -> MaskSpec:
     """Return the mask as positions, from the arguments that transformers describes it with."""
-    function: IndexFunction = more.get("mask_function", causal_mask_function)
-    local_size: int | None = more.get("local_size")
+    function: IndexFunction = options.get("mask_function", causal_mask_function)
+    local_size: int | None = options.get("local_size")
     shards = attention_mask.shards if isinstance(attention_mask, ShardMask | PromptMask) else None
     token_mask = covered = left_padding = None
     if shards is not None:
@@ -194,110 +194,110 @@ def mask_spec(
         left_padding = (attention_mask.bool().cumsum(1) == 0).sum(1)
         covered = attention_mask.shape[1] if attention_mask.shape[1] < q_offset + q_length else None
     first = torch.zeros(batch_size, dtype=torch.long) if left_padding is None else left_padding.cpu()
-    given = DescribedMask(function, config, (q_offset, q_length), (kv_offset, kv_length), first)
-    rows = () if isinstance(attention_mask, ShardMask) else _with_spans(given)
+    described = DescribedMask(function, config, (q_offset, q_length), (kv_offset, kv_length), first)
+    rows = () if isinstance(attention_mask, ShardMask) else _with_spans(described)
     mask = rows[0] if rows else None
     if mask is None and q_length == 1 and local_size is None:
-        mask = _of_one_token(given)
+        mask = _of_one_token(described)
     if rows and isinstance(attention_mask, PromptMask):
         check_unpadded(rows, attention_mask.plain().bool())
     if mask is None:
-        expected, found = "a causal mask, a sliding window, chunks or spans", "a mask function of the model's own"
-        require(not more.get("use_vmap"), MaskError, "attention mask", expected, found, UNTYPED)
-        mask = _recognise(given, local_size)
-    differ = rows if len({*rows}) > 1 else ()
-    return MaskSpec(mask, q_length, q_offset, kv_offset, token_mask, shards, covered, left_padding, rows=differ)
+        expected, given = "a causal mask, a sliding window, chunks or spans", "a mask function of the model's own"
+        require(not options.get("use_vmap"), MaskError, "attention mask", expected, given, UNTYPED)
+        mask = _recognise(described, local_size)
+    row_masks = rows if len({*rows}) > 1 else ()
+    return MaskSpec(mask, q_length, q_offset, kv_offset, token_mask, shards, covered, left_padding, rows=row_masks)
 
 
 _spec_outside_graphs = torch.compiler.disable(mask_spec)
 """`mask_spec` for a cache of shards, which reads positions: a graph cannot."""
 
 
-def _recognise(given: DescribedMask, local_size: int | None) -> Mask:
+def _recognise(described: DescribedMask, local_size: int | None) -> Mask:
     """Return the mask that a function of indices computes, by its values at some positions. Raise on other masks.
 
     Chunks are counted from the first token of a sequence.
     """
-    if local_size == 0 or (local_size is None and given.function is causal_mask_function):  # size 0 means no window
+    if local_size == 0 or (local_size is None and described.function is causal_mask_function):  # size 0 means no window
         return Causal()
-    if local_size is None and given.function is bidirectional_mask_function:
+    if local_size is None and described.function is bidirectional_mask_function:
         return Full()  # transformers also makes it for cross-attention that is never called
-    seen = _neighbours(given)
-    first = int(given.first[0])
+    seen = _neighbours(described)
+    first = int(described.first[0])
     if local_size is not None and seen is not None and not bool(seen[0].any()):
-        samples = _sample_pairs(given, local_size, first)
+        samples = _sample_pairs(described, local_size, first)
         for mask in (Window(local_size - 1), Causal() & Chunks(local_size)):
-            unbroken = _unbroken(mask, local_size, *given.queries, given.first)
-            if torch.equal(seen[1], unbroken) and _equals(given, mask, *samples, first):
+            unbroken = _unbroken(mask, local_size, *described.queries, described.first)
+            if torch.equal(seen[1], unbroken) and _equals(described, mask, *samples, first):
                 return mask
-    found, fix = "another mask", UNTYPED
+    given, fix = "another mask", UNTYPED
     if seen is not None and bool(seen[0].any()):
-        found = "tokens that see later ones, as those of an image do"
+        given = "tokens that see later ones, as those of an image do"
     elif seen is not None and not bool(seen[1].all()):
-        found = "packed sequences, whose positions restart"
+        given = "packed sequences, whose positions restart"
         fix = "pass them through attnmesh.hf.shard_batch, with mesh=None on one device"
-    raise MaskError("attention mask", "a causal mask, a sliding window or chunks", found, fix)
+    raise MaskError("attention mask", "a causal mask, a sliding window or chunks", given, fix)
 
 
-def _with_spans(given: DescribedMask) -> tuple[Mask, ...]:
+def _with_spans(described: DescribedMask) -> tuple[Mask, ...]:
     """Return the causal mask with spans that a function of indices computes for each sequence; none if it is another.
 
     It has a window if the function has one.
     """
-    if given.function in (causal_mask_function, bidirectional_mask_function) or given.queries[1] < 2:
+    if described.function in (causal_mask_function, bidirectional_mask_function) or described.queries[1] < 2:
         return ()  # one token, as in decoding, sees no later one
-    seen = _neighbours(given)
+    seen = _neighbours(described)
     if seen is None or not bool(seen[0].any()):
         return ()
-    found = "padding before a sequence with images"
-    require(not bool(given.first.any()), MaskError, "attention mask", SAME_PLACES, found, ONE_PROMPT)
-    window = window_of(given.config) or FAR
+    given = "padding before a sequence with images"
+    require(not bool(described.first.any()), MaskError, "attention mask", SAME_PLACES, given, ONE_PROMPT)
+    window = window_of(described.config) or FAR
     masks = list[Mask]()
-    sampled = _sample_pairs(given, min(window, given.queries[1]), 0)
+    sampled = _sample_pairs(described, min(window, described.queries[1]), 0)
     for row, sees_next in enumerate(seen[0]):
-        spans = spans_of(sees_next, given.queries[0])
+        spans = spans_of(sees_next, described.queries[0])
         edges = torch.tensor([edge + near for edge in chain(*spans) for near in (-1, 0, 1)], dtype=torch.long)
         queries, keys = (  # the function may look tokens up in a table
             torch.cat((positions, edges)).clamp(start, start + length - 1).unique()
-            for positions, (start, length) in zip(sampled, (given.queries, given.keys), strict=True)
+            for positions, (start, length) in zip(sampled, (described.queries, described.keys), strict=True)
         )
-        known = Spans(spans), Spans(spans, window - 1)
-        mask = next((mask for mask in known if _equals(given, mask, queries, keys, 0, row)), None)
+        candidates = Spans(spans), Spans(spans, window - 1)
+        mask = next((mask for mask in candidates if _equals(described, mask, queries, keys, 0, row)), None)
         if mask is None:
-            found = other_spans(partial(given.function, torch.tensor(row), torch.tensor(0)), spans, window)
-            require(not found, MaskError, "attention mask", SPANS, found, SDPA)
+            given = other_spans(partial(described.function, torch.tensor(row), torch.tensor(0)), spans, window)
+            require(not given, MaskError, "attention mask", SPANS, given, SDPA)
             return ()
         masks.append(mask)
     return tuple(masks)
 
 
-def _of_one_token(given: DescribedMask) -> Mask | None:
+def _of_one_token(described: DescribedMask) -> Mask | None:
     """Return the causal mask or the window that a function of indices computes for one token, as in decoding; or None.
 
     Both are equal where there are no more keys than the window has: then it is causal.
     """
-    if given.function in (causal_mask_function, bidirectional_mask_function):
+    if described.function in (causal_mask_function, bidirectional_mask_function):
         return None
-    rows = torch.arange(len(given.first))[:, None]
-    query = torch.tensor([given.queries[0]])
-    keys = given.keys[0] + torch.arange(given.keys[1])
-    if (seen := given.sees(rows, query[None], keys[None])) is None:
+    rows = torch.arange(len(described.first))[:, None]
+    query = torch.tensor([described.queries[0]])
+    keys = described.keys[0] + torch.arange(described.keys[1])
+    if (seen := described.sees(rows, query[None], keys[None])) is None:
         return None
-    window = window_of(given.config)
+    window = window_of(described.config)
     masks = [Causal(), *([Window(window - 1)] if window else [])]
     seen = seen.expand(len(rows), len(keys))
     return next((mask for mask in masks if torch.equal(mask.visible(query, keys).expand_as(seen), seen)), None)
 
 
-def _neighbours(given: DescribedMask) -> tuple[Tensor, Tensor] | None:
+def _neighbours(described: DescribedMask) -> tuple[Tensor, Tensor] | None:
     """Return whether each token sees the next one, and whether the next one sees it, of each sequence; None if unknown.
 
     These are all edges of packed sequences and of blocks, and where they are is known to the batch alone.
     """
-    offset, length = given.queries
-    batch = len(given.first)
+    offset, length = described.queries
+    batch = len(described.first)
     rows, earlier = torch.arange(batch)[:, None], torch.arange(offset, offset + length - 1)[None]
-    sees_next, seen_by_next = given.sees(rows, earlier, earlier + 1), given.sees(rows, earlier + 1, earlier)
+    sees_next, seen_by_next = described.sees(rows, earlier, earlier + 1), described.sees(rows, earlier + 1, earlier)
     if sees_next is None or seen_by_next is None:
         return None
     return sees_next.expand(batch, length - 1), seen_by_next.expand(batch, length - 1)
@@ -330,14 +330,14 @@ def check_left_padded(subject: str, token_mask: Tensor) -> None:
     require(not bool(gaps.any()), MaskError, subject, expected, given, fix)
 
 
-def _sample_pairs(given: DescribedMask, size: int, first: int) -> tuple[Tensor, Tensor]:
+def _sample_pairs(described: DescribedMask, size: int, first: int) -> tuple[Tensor, Tensor]:
     """Return some positions of queries and keys, from `first` on: of their ranges, and where masks of a size differ.
 
     A shard's range may be too short to tell a window from chunks, so the first edges of chunks are always among them.
     """
     edges = first + (torch.arange(1, 4)[:, None] * size + torch.arange(-1, 2)).flatten()
-    queries = torch.cat((_spread(*given.queries), edges)).clamp(min=first)
-    keys = torch.cat((_spread(*given.keys), edges, queries - size)).clamp(min=first)
+    queries = torch.cat((_spread(*described.queries), edges)).clamp(min=first)
+    keys = torch.cat((_spread(*described.keys), edges, queries - size)).clamp(min=first)
     return queries.unique(), keys.unique()
 
 
@@ -346,7 +346,7 @@ def _spread(first: int, count: int) -> Tensor:
     return torch.linspace(0, max(count - 1, 0), 17).long() + first
 
 
-def _equals(given: DescribedMask, mask: Mask, queries: Tensor, keys: Tensor, first: int, row: int = 0) -> bool:
+def _equals(described: DescribedMask, mask: Mask, queries: Tensor, keys: Tensor, first: int, row: int = 0) -> bool:
     """Return True if a function of indices is this mask at these positions, which the mask counts from `first`."""
-    seen = given.sees(row, queries[:, None], keys[None])
+    seen = described.sees(row, queries[:, None], keys[None])
     return seen is not None and torch.equal(seen, mask.visible(queries - first, keys - first))

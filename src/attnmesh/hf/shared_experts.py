@@ -18,22 +18,25 @@ from attnmesh.mesh.axes import Axis
 LEAST_EXPERT_BYTES = 1 << 20
 """Bytes of an expert that is shared: a smaller one is read sooner than its results are exchanged."""
 
-GIVEN = "hidden_states top_k_index top_k_weights", "hidden_states router_indices routing_weights"
+EXPERT_ARGUMENTS = "hidden_states top_k_index top_k_weights", "hidden_states router_indices routing_weights"
 """Arguments of experts in transformers: tokens, the experts that each has chosen, and their weights."""
 
 
 def experts_of(modules: Iterable[Any]) -> list[nn.Module]:
     """Return the experts that ranks can share among some modules."""
-    return [one for one in modules if hasattr(one, "_is_expert_parallel") and _is_shared(one)]
+    return [module for module in modules if hasattr(module, "_is_expert_parallel") and _is_shared(module)]
 
 
 def _is_shared(experts: Any) -> bool:
-    if " ".join(signature(experts.forward).parameters) not in GIVEN:
+    if " ".join(signature(experts.forward).parameters) not in EXPERT_ARGUMENTS:
         return False
     weights = list(experts.parameters())
-    plain = all(type(one) is Parameter and (one.is_cpu or one.is_meta) and one.is_floating_point() for one in weights)
-    whole = plain and not experts._is_expert_parallel and "forward" not in vars(experts)
-    return whole and sum(one.nbytes for one in weights) >= LEAST_EXPERT_BYTES * experts.num_experts
+    is_plain = all(
+        type(weight) is Parameter and (weight.is_cpu or weight.is_meta) and weight.is_floating_point()
+        for weight in weights
+    )
+    is_whole = is_plain and not experts._is_expert_parallel and "forward" not in vars(experts)
+    return is_whole and sum(weight.nbytes for weight in weights) >= LEAST_EXPERT_BYTES * experts.num_experts
 
 
 class SharedExperts:
@@ -43,20 +46,20 @@ class SharedExperts:
         self.forward, self.axis, self.is_within = forward, axis, is_within
 
     def __call__(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Return the sum of what the chosen experts make of each token."""
+        """Return the sum of the chosen experts' outputs for each token."""
         if not self.is_within() or tokens.dim() != 2 or torch.compiler.is_compiling():
             return self.forward(tokens, chosen, weights)
         experts, order = chosen.flatten().sort(stable=True)
         _, choices = experts.unique_consecutive(return_counts=True)
         edges = [0, *choices.cumsum(0).tolist()]
         parts = [Axis(self.axis.size, rank).slice_of(len(choices)) for rank in range(self.axis.size)]
-        counts = [edges[one.stop] - edges[one.start] for one in parts]
-        own = parts[self.axis.index]
-        mine = order[edges[own.start] : edges[own.stop]]
+        counts = [edges[part.stop] - edges[part.start] for part in parts]
+        own_part = parts[self.axis.index]
+        own_choices = order[edges[own_part.start] : edges[own_part.stop]]
         results = tokens.new_empty(0, tokens.shape[1])
-        if len(mine):  # each choice as a token of its own
-            choice = (x.flatten()[mine, None] for x in (chosen, weights))
-            results = self.forward(tokens[mine // chosen.shape[1]], *choice)
+        if len(own_choices):  # each choice as a token of its own
+            routing = (x.flatten()[own_choices, None] for x in (chosen, weights))
+            results = self.forward(tokens[own_choices // chosen.shape[1]], *routing)
         if self.axis.size > 1:
             results = torch.cat(swap_tokens([results] * self.axis.size, counts, self.axis, 0))
         by_choice = torch.empty_like(results).index_copy_(0, order, results)

@@ -27,7 +27,7 @@ def sizes_of_shared(model: PreTrainedModel) -> SharedLayers | None:
 def sizes_of_experts(model: PreTrainedModel) -> Experts | None:
     """Return the experts; None without any, or if it is not known how many a token takes."""
     config = model.config.get_text_config(decoder=True)
-    weights = sum(one.nbytes for name, one in model.named_parameters() if EXPERTS in name)
+    weights = sum(weight.nbytes for name, weight in model.named_parameters() if EXPERTS in name)
     counts = (getattr(config, name, None) for name in ("num_local_experts", "n_routed_experts", "num_experts"))
     chosen: int | None = getattr(config, "num_experts_per_tok", None)
     count: int | None = next(filter(None, counts), None)
@@ -40,7 +40,9 @@ def active_weights(model: PreTrainedModel, experts: Experts | None) -> int | Non
     The output head is left out: it multiplies the last token alone.
     """
     ends = {id(part.weight) for part in (model.get_input_embeddings(), model.get_output_embeddings()) if part}
-    sizes: dict[str, int] = {name: one.numel() for name, one in model.named_parameters() if id(one) not in ends}
+    sizes: dict[str, int] = {
+        name: weight.numel() for name, weight in model.named_parameters() if id(weight) not in ends
+    }
     unused = sum(size for name, size in sizes.items() if EXPERTS in name)
     if not unused:
         return sum(sizes.values())
@@ -48,20 +50,20 @@ def active_weights(model: PreTrainedModel, experts: Experts | None) -> int | Non
 
 
 def _outputs_of_calls(layers: Mapping[str, nn.Module]) -> list[int]:
-    """Return the outputs of each call of a step, as they are expected before one.
+    """Return the outputs of each call of a step, as they are expected before the first step.
 
-    Layers of one module that take as many columns are one call, but for its last, which takes what the others make.
+    Layers of one module with equally many columns are one call, but for the last layer, whose input the others compute.
     """
-    found: list[int] = []
+    call_outputs: list[int] = []
     last = {name.rpartition(".")[0]: name for name in layers}
-    before = None
+    previous = None
     for name, layer in layers.items():
         module = name.rpartition(".")[0]
         outputs, columns = weights_of(layer)[0].shape
         kind = module, columns, name == last[module]
-        if kind == before:
-            found[-1] += outputs
+        if kind == previous:
+            call_outputs[-1] += outputs
         else:
-            found.append(outputs)
-        before = kind
-    return found
+            call_outputs.append(outputs)
+        previous = kind
+    return call_outputs

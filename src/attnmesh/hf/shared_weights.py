@@ -77,7 +77,7 @@ def share_weights(model: Any, mesh: DeviceMesh | None) -> Any:
         layers, experts = shared_layers(inner)
     with Agreement(axes, SUBJECT, lambda: {"layers": _described(layers), "experts": _sizes(experts)}):
         _check(inner)
-    axis = max(axes.axes, key=lambda one: one.size)
+    axis = max(axes.axes, key=lambda mesh_axis: mesh_axis.size)
     boards = layer_boards(axis)
     with Agreement(axes, SUBJECT):
         given, fix = f"{axis.size} that share none", "use hf.tensor_parallel, or leave share_weights out"
@@ -105,8 +105,8 @@ def weights_in_memory(model: nn.Module) -> int:
     """Return the bytes of a model's weights that this rank holds: its share of pages of a file that ranks map."""
     sizes: dict[int, int] = {}
     for weight in model.parameters():
-        own = weight.to_local() if isinstance(weight, DTensor) else weight
-        storage = own.untyped_storage()
+        local = weight.to_local() if isinstance(weight, DTensor) else weight
+        storage = local.untyped_storage()
         sizes[storage.data_ptr()] = storage.nbytes()
     mapped = mapped_files(sizes)
     return sum(mapped.get(address, size) for address, size in sizes.items())
@@ -119,26 +119,31 @@ def shared_layers(model: PreTrainedModel) -> tuple[dict[str, Any], list[nn.Modul
     """
     head = model.get_output_embeddings()
     parts = family_of(model.config).parts
-    alone = {name for name, part in parts.items() if part.is_alone}
-    apart = [one for one in model.modules() if alone.intersection(kind.__name__ for kind in type(one).__mro__)]
-    without = {id(inner) for one in apart for inner in one.modules()}
-    modules = {name: one for name, one in model.get_decoder().named_modules() if id(one) not in without}
-    found = {name: one for name, one in modules.items() if _is_shared(one)}
-    if _is_shared(head) and all(layer is not head for layer in found.values()):  # of Llama 4 the decoder has the head
-        found["head"] = head
-    return found, experts_of(modules.values())
+    kind_names = {name for name, part in parts.items() if part.is_alone}
+    excluded = [
+        module for module in model.modules() if kind_names.intersection(kind.__name__ for kind in type(module).__mro__)
+    ]
+    excluded_ids = {id(inner) for module in excluded for inner in module.modules()}
+    modules = {name: module for name, module in model.get_decoder().named_modules() if id(module) not in excluded_ids}
+    layers = {name: module for name, module in modules.items() if _is_shared(module)}
+    if _is_shared(head) and all(layer is not head for layer in layers.values()):  # of Llama 4 the decoder has the head
+        layers["head"] = head
+    return layers, experts_of(modules.values())
 
 
 def weights_of(layer: Any) -> Weights:
     """Return the weight, (outputs, columns), and bias of a layer."""
     weight = layer.weight
-    turns = isinstance(layer, Conv1D) and type(weight) in (Tensor, Parameter)  # else a call takes it in no order
-    return (weight.t() if turns else weight), layer.bias
+    is_transposed = isinstance(layer, Conv1D) and type(weight) in (
+        Tensor,
+        Parameter,
+    )  # else a call takes it in no order
+    return (weight.t() if is_transposed else weight), layer.bias
 
 
 def _is_shared(module: Any) -> bool:
-    plain = type(module) in SHARED and "forward" not in vars(module)
-    if not plain or module.weight.nbytes < LEAST_LAYER_BYTES:
+    is_plain = type(module) in SHARED and "forward" not in vars(module)
+    if not is_plain or module.weight.nbytes < LEAST_LAYER_BYTES:
         return False
     takes = HostLinear.would_take if module.weight.is_meta else HostLinear.takes
     return takes(*weights_of(module))
@@ -147,14 +152,14 @@ def _is_shared(module: Any) -> bool:
 def _described(layers: Mapping[str, Any]) -> str:
     """Return what ranks compare of layers: their sizes, their dtypes, and a digest of the first row of each."""
     weights = [layer.weight.detach() for layer in layers.values()]
-    rows = sum(number * digest_on_host(weight[0]) for number, weight in enumerate(weights, 1)) % 2**64
+    rows = sum(index * digest_on_host(weight[0]) for index, weight in enumerate(weights, 1)) % 2**64
     dtypes = sorted({str(weight.dtype) for weight in weights})
     return f"{len(weights)} of {sum(map(torch.numel, weights))} weights in {', '.join(dtypes)}, of digest {rows}"
 
 
 def _sizes(experts: Sequence[nn.Module]) -> list[int]:
     """Return what ranks compare of experts: the weights of each layer."""
-    return [sum(weight.numel() for weight in one.parameters()) for one in experts]
+    return [sum(weight.numel() for weight in layer.parameters()) for layer in experts]
 
 
 def _check(model: Any) -> None:
@@ -205,7 +210,7 @@ class LastCall(NamedTuple):
     version: int | Tensor
     """Number of changes of the input in place, or the input itself: changes of inference tensors are not counted."""
     ahead: dict[SharedLayer, Tensor]
-    """Outputs for layers after its first."""
+    """Outputs of the call's further layers, until these are called."""
 
     def is_of(self, x: Tensor) -> bool:
         """Return whether the call had this input, of the same numbers."""
@@ -224,7 +229,7 @@ class SharedSteps:
     """
 
     thread: int | None = None
-    """The thread that runs such a step: all ranks compute the same tokens, with a cache on the mesh."""
+    """The thread that runs a shared step: all ranks compute the same tokens, with a cache on the mesh."""
     outermost: nn.Module | None = None
     """The module whose forward pass is the step: the model, or its decoder if that is called alone."""
     last: LastCall | None = None
@@ -237,18 +242,22 @@ class SharedSteps:
         self.groups: dict[SharedLayer, list[SharedLayer]] = {}
         """The layers that a call computes, by the first of them."""
         self.calls: dict[tuple[SharedLayer, int], HostLinear] = {}
-        """The call of so many layers of a group."""
+        """Calls by the first layer of a group and the number of its layers that are computed."""
 
     def begin(self, model: PreTrainedModel, layers: Mapping[str, nn.Module], experts: Sequence[nn.Module]) -> None:
         """Share these layers and experts of a model from its next forward pass on."""
-        first = self.boards.take_numbers(MAX_CALL_LAYERS * len(layers))
+        first_number = self.boards.take_numbers(MAX_CALL_LAYERS * len(layers))
         for index, layer in enumerate(layers.values()):
             layer.__class__ = SHARED[type(layer)]
             shared: Any = layer
-            shared.steps, self.numbers[shared], self.groups[shared] = self, first + index * MAX_CALL_LAYERS, [shared]
+            shared.steps, self.numbers[shared], self.groups[shared] = (
+                self,
+                first_number + index * MAX_CALL_LAYERS,
+                [shared],
+            )
         self.experts = experts
-        for one in experts:
-            vars(one)["forward"] = SharedExperts(one.forward, self.boards.axis, self.is_within)
+        for expert_layer in experts:
+            vars(expert_layer)["forward"] = SharedExperts(expert_layer.forward, self.boards.axis, self.is_within)
         for module in {model, model.get_decoder()}:  # of a prompt with images the decoder alone is called
             self.hooks.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
             self.hooks.append(module.register_forward_hook(self._exit, always_call=True))
@@ -263,10 +272,10 @@ class SharedSteps:
             if isinstance(layer, SharedLayer) and layer.steps is self:  # and none of another model around it
                 layer.__class__ = type(layer).__mro__[2]
                 del vars(layer)["steps"]
-        for one in self.experts:
-            forward = vars(one).get("forward")
+        for expert_layer in self.experts:
+            forward = vars(expert_layer).get("forward")
             if isinstance(forward, SharedExperts) and forward.is_within == self.is_within:
-                del vars(one)["forward"]
+                del vars(expert_layer)["forward"]
 
     def __reduce__(self) -> NoReturn:
         expected, given = "a model that shares no weights", "one that does"
@@ -298,18 +307,18 @@ class SharedSteps:
         """Return whether a call takes this input."""
         weight, _ = weights_of(layer)
         columns = weight.shape[1]
-        few = 0 < x.numel() <= MAX_SHARED_ROWS.get(x.dtype, 0) * columns and x.shape[-1] == columns
-        plain = type(x) is Tensor and x.is_cpu and not torch.is_autocast_enabled("cpu")
-        return few and plain and x.dtype == weight.dtype
+        has_few_rows = 0 < x.numel() <= MAX_SHARED_ROWS.get(x.dtype, 0) * columns and x.shape[-1] == columns
+        is_plain = type(x) is Tensor and x.is_cpu and not torch.is_autocast_enabled("cpu")
+        return has_few_rows and is_plain and x.dtype == weight.dtype
 
     def _run(self, layer: SharedLayer, x: Tensor) -> Tensor:
         if self.last is None or not self.last.is_of(x):
             version = x.clone() if x.is_inference() else x._version
-            out, *others = self._compute(self.groups[layer], x)
-            self.last = LastCall(layer, x, version, dict(zip(self.groups[layer][1:], others, strict=True)))
+            out, *ahead = self._compute(self.groups[layer], x)
+            self.last = LastCall(layer, x, version, dict(zip(self.groups[layer][1:], ahead, strict=True)))
             return out
-        if (found := self.last.ahead.pop(layer, None)) is not None:
-            return found
+        if (output := self.last.ahead.pop(layer, None)) is not None:
+            return output
         group = self.groups[self.last.first]
         if layer not in group and len(group) < MAX_CALL_LAYERS:
             group.append(layer)  # from the next step on
@@ -317,19 +326,19 @@ class SharedSteps:
 
     def _compute(self, layers: Sequence[SharedLayer], x: Tensor) -> Sequence[Tensor]:
         """Return the outputs of layers, each from one rank."""
-        kind = (layers[0], len(layers))
+        key = (layers[0], len(layers))
         weights = [weights_of(layer) for layer in layers]
-        call = self.calls.get(kind)
-        if call is not None and call.memories != [memory_of(*one) for one in weights]:
+        call = self.calls.get(key)
+        if call is not None and call.memories != [memory_of(*pair) for pair in weights]:
             self.calls.clear()  # weights have changed, and calls would keep the former ones
             call = None
         if call is None:
-            if not all(self._fits(*one, x) for one in weights):
+            if not all(self._fits(*pair, x) for pair in weights):
                 self.groups[layers[0]] = [layers[0]]
                 return [layers[0].alone(x)] if len(layers) == 1 else self._compute(layers[:1], x)
             number = self.numbers[layers[0]] + len(layers) - 1
-            given = [(weight.detach(), None if bias is None else bias.detach()) for weight, bias in weights]
-            call = self.calls[kind] = HostLinear(number, given, self.boards.axis, self.boards.mailboxes)
+            detached = [(weight.detach(), None if bias is None else bias.detach()) for weight, bias in weights]
+            call = self.calls[key] = HostLinear(number, detached, self.boards.axis, self.boards.mailboxes)
         return call.run(x.contiguous())
 
     @staticmethod
@@ -342,16 +351,16 @@ class SharedSteps:
 
         Other threads compute alone, and raise with such a cache: ranks could take their steps in another order.
         """
-        given = [*args, *arguments.values()]
-        cache = next((x for x in given if isinstance(x, ShardedCache)), None)
-        in_parts = any(isinstance(x, ShardMask) or (isinstance(x, ShardPositions) and not x.whole) for x in given)
-        same = cache is not None and Mesh.of(cache.mesh) == self.mesh and not in_parts
-        if not same or torch.is_grad_enabled():
+        inputs = [*args, *arguments.values()]
+        cache = next((x for x in inputs if isinstance(x, ShardedCache)), None)
+        in_parts = any(isinstance(x, ShardMask) or (isinstance(x, ShardPositions) and not x.whole) for x in inputs)
+        is_shared = cache is not None and Mesh.of(cache.mesh) == self.mesh and not in_parts
+        if not is_shared or torch.is_grad_enabled():
             self.leave()
         elif not self.is_within():
             if not self.boards.lock.acquire(blocking=False):
-                expected, second = "steps of one thread at a time", "one of a second thread within another"
-                raise MeshError(SUBJECT, expected, second, "wait for the first, or give each thread a mesh of its own")
+                expected, given = "steps of one thread at a time", "one of a second thread within another"
+                raise MeshError(SUBJECT, expected, given, "wait for the first, or give each thread a mesh of its own")
             self.thread, self.outermost = get_ident(), module
             if self.realigned != self.boards.realigned:
                 self._learn_anew()

@@ -30,7 +30,7 @@ COMPARED_REPLAYS = 2
 """Replays that are compared. What Python gave to the capture is right in the first one, and stale in the second."""
 
 MAX_CAPTURES = 3
-"""Captures of which none was replayed more often than that, before the model is run as it is."""
+"""Captures in a row with no more than `COMPARED_REPLAYS` replays, before the model is run without a graph."""
 
 PACKAGES = ("torch", "transformers", "peft")
 """Packages of the modules that are captured: they compute on the device alone."""
@@ -58,13 +58,15 @@ def _is_capturable(model: PreTrainedModel, cache: ShardedCache) -> bool:
     """Return whether a graph holds all of a step: on this GPU alone, and without a part of Python or of a mask."""
     config = model.config
     family = family_of(config)
-    by_place = family.temperature, family.adds_bias, family.near_bias
+    position_rules = family.temperature, family.adds_bias, family.near_bias
     return (
         torch.cuda.is_available()
         and {x.device for x in model.parameters()} == {torch.device("cuda", torch.cuda.current_device())}
         and cache.ranks == Mesh.of(tp_mesh(model)).ranks == 1
         and all(type(layer) is ShardedLayer for layer in cache.layers)
-        and not any((cache.folder, cache.hot, model.training, has_windows(config), rope_switches(config), *by_place))
+        and not any(
+            (cache.folder, cache.hot, model.training, has_windows(config), rope_switches(config), *position_rules)
+        )
         and config.get_text_config(decoder=True) is config
         and POSITIONS in signature(model.forward).parameters
         and all(map(_is_stock, model.modules()))
@@ -74,8 +76,8 @@ def _is_capturable(model: PreTrainedModel, cache: ShardedCache) -> bool:
 
 def _is_stock(module: nn.Module) -> bool:
     """Return whether a module is of a known package, without hooks or another `forward`: a replay would run neither."""
-    known = type(module).__module__.split(".")[0] in PACKAGES
-    return known and not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+    is_known = type(module).__module__.split(".")[0] in PACKAGES
+    return is_known and not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
 class StepGraph:
@@ -95,22 +97,22 @@ class StepGraph:
         """Return what the model returns."""
         if inputs.get(CACHE) is not self.cache:  # a call for something else
             return self.forward(*args, **inputs)
-        given = {name: x for name, x in inputs.items() if x is not None and name != MASK}
-        if self.given_up or args or not self._is_step(given):
+        step_inputs = {name: x for name, x in inputs.items() if x is not None and name != MASK}
+        if self.given_up or args or not self._is_step(step_inputs):
             self.drop()
             return self.forward(*args, **inputs)
-        if self.graph is None or not self.room or not self._is_bound_to(given):
+        if self.graph is None or not self.room or not self._is_bound_to(step_inputs):
             self.drop()
             self.passes += 1
             self.room = min((kv.sizes.capacity - kv.length for kv in self.cache.kvs), default=0)
             if self.passes <= WARM_PASSES or self.room <= COMPARED_REPLAYS:  # a pass makes room
-                return self.forward(**given)
+                return self.forward(**step_inputs)
             if not self.is_watched:
-                return self._watched(given)
-            if not self._capture(given):
-                return self.forward(**given)
+                return self._watched(step_inputs)
+            if not self._capture(step_inputs):
+                return self.forward(**step_inputs)
         self.room, self.replays = self.room - 1, self.replays + 1
-        return self._compared(given) if self.replays <= COMPARED_REPLAYS else self._replay(given)
+        return self._compared(step_inputs) if self.replays <= COMPARED_REPLAYS else self._replay(step_inputs)
 
     def drop(self) -> None:
         """Drop the graph. The host counts the cache's tokens again."""
@@ -119,11 +121,11 @@ class StepGraph:
         for kv in self.cache.kvs:
             kv.shards.leave_graphs()
 
-    def _is_step(self, given: dict[str, Any]) -> bool:
+    def _is_step(self, inputs: dict[str, Any]) -> bool:
         """Return whether these are inputs of a step over the cache, of which no more than logits are asked."""
-        ids = given.get(TOKENS)
-        positions = given.get(POSITIONS)
-        options = self._options(given)
+        ids = inputs.get(TOKENS)
+        positions = inputs.get(POSITIONS)
+        options = self._options(inputs)
         return (
             isinstance(ids, Tensor)
             and ids.shape[1:] == (1,)
@@ -136,34 +138,34 @@ class StepGraph:
         )
 
     @staticmethod
-    def _options(given: dict[str, Any]) -> dict[str, Any]:
+    def _options(inputs: dict[str, Any]) -> dict[str, Any]:
         """Return the inputs of a pass besides tokens, positions and the cache."""
-        return {name: x for name, x in given.items() if name not in (TOKENS, POSITIONS, CACHE)}
+        return {name: x for name, x in inputs.items() if name not in (TOKENS, POSITIONS, CACHE)}
 
-    def _binding(self, given: dict[str, Any]) -> tuple[Any, list[Any]]:
+    def _binding(self, inputs: dict[str, Any]) -> tuple[Any, list[Any]]:
         """Return what a graph is bound to: the sizes and options of a pass, and the memory of the cache."""
         shards = [kv.shard for kv in self.cache.kvs]
         memory = [x for shard in shards for x in (*shard.stored, shard.shared, shard.token_index, shard.state)]
-        return (given[TOKENS].shape, self._options(given)), memory
+        return (inputs[TOKENS].shape, self._options(inputs)), memory
 
-    def _is_bound_to(self, given: dict[str, Any]) -> bool:
+    def _is_bound_to(self, inputs: dict[str, Any]) -> bool:
         """Return whether the graph is that of a pass with these inputs."""
         assert self.bound_to is not None
-        options, memory = self._binding(given)
-        of_graph, held = self.bound_to
-        return options == of_graph and len(memory) == len(held) and all(map(is_, memory, held))
+        options, memory = self._binding(inputs)
+        bound_options, bound_memory = self.bound_to
+        return options == bound_options and len(memory) == len(bound_memory) and all(map(is_, memory, bound_memory))
 
-    def _watched(self, given: dict[str, Any]) -> Any:
+    def _watched(self, inputs: dict[str, Any]) -> Any:
         """Return the model's pass, and give up if the host waits in it: no graph can."""
         self.is_watched = True
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            before = torch.cuda.get_sync_debug_mode()
+            mode = torch.cuda.get_sync_debug_mode()
             torch.cuda.set_sync_debug_mode("warn")
             try:
-                output = self.forward(**given)
+                output = self.forward(**inputs)
             finally:
-                torch.cuda.set_sync_debug_mode(before)
+                torch.cuda.set_sync_debug_mode(mode)
         for warning in caught:
             if "called a synchronizing CUDA operation" in str(warning.message):
                 self.given_up = True
@@ -171,42 +173,42 @@ class StepGraph:
                 warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
         return output
 
-    def _capture(self, given: dict[str, Any]) -> bool:
+    def _capture(self, inputs: dict[str, Any]) -> bool:
         """Capture a step, and return whether that can be done."""
         self.captures += 1
         graph = torch.cuda.CUDAGraph()
-        self.ids = given[TOKENS].clone()
+        self.ids = inputs[TOKENS].clone()
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
-        before = generator.clone_state()
+        state = generator.clone_state()
         try:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 positions = self.cache.kvs[0].lengths[:, None]
-                self.output = self.forward(**{**given, TOKENS: self.ids, POSITIONS: positions})
+                self.output = self.forward(**{**inputs, TOKENS: self.ids, POSITIONS: positions})
         except Exception:  # of any kind: the model's own pass raises it again, unless the capture was its cause
-            generator.graphsafe_set_state(before)  # PyTorch would go on as if it captured
+            generator.graphsafe_set_state(state)  # PyTorch would go on as if it captured
             self.given_up = True
         else:  # other outputs would be written over by later replays
-            known = isinstance(self.output, dict) and {*self.output.keys()} <= {"logits", CACHE}
-            self.given_up = not known or self.captures > MAX_CAPTURES
+            is_known = isinstance(self.output, dict) and {*self.output.keys()} <= {"logits", CACHE}
+            self.given_up = not is_known or self.captures > MAX_CAPTURES
         if self.given_up:
             self.drop()
             return False
-        self.graph, self.bound_to = graph, self._binding(given)
+        self.graph, self.bound_to = graph, self._binding(inputs)
         return True
 
-    def _replay(self, given: dict[str, Any]) -> Any:
+    def _replay(self, inputs: dict[str, Any]) -> Any:
         """Return the output of a replay."""
         assert self.graph is not None
         self.captures = 0 if self.replays > COMPARED_REPLAYS else self.captures
-        self.ids.copy_(given[TOKENS])
+        self.ids.copy_(inputs[TOKENS])
         self.graph.replay()
         return type(self.output)(logits=self.output.logits.clone(), past_key_values=self.cache)
 
-    def _compared(self, given: dict[str, Any]) -> Any:
+    def _compared(self, inputs: dict[str, Any]) -> Any:
         """Return the model's own pass, and give up if a replay has other bits."""
-        replayed = self._replay(given).logits
+        replayed = self._replay(inputs).logits
         for kv in self.cache.kvs:
             kv.truncate(kv.length - 1)
-        output = self.forward(**given)
+        output = self.forward(**inputs)
         self.given_up = not torch.equal(replayed, output.logits)
         return output

@@ -81,14 +81,14 @@ def tensor_parallel(model: Any, mesh: DeviceMesh | None, *, output: str = "repli
 
 
 def rank_weights(model: PreTrainedModel, ranks: int, output: str = "replicated") -> int:
-    """Return the bytes of weights on the first rank of so many that share them. Weights may be on the meta device."""
+    """Return the bytes of weights on the first of `ranks` ranks that share them. Weights may be on the meta device."""
     plan, cut = _plan_for(model, ranks, output) if ranks > 1 else ({}, [])
-    own = {f"{one.name}.{part}": one.kv_heads for one in cut for part in KEY_PROJECTIONS}
+    key_parts = {f"{attention.name}.{part}": attention.kv_heads for attention in cut for part in KEY_PROJECTIONS}
     total = 0
     for name, weight in model.named_parameters():
         style = plan.get(name, "")
         split = style.startswith(SHARDING) and not ("row" in style and name.endswith("bias"))
-        parts = ranks if split else own.get(name.rpartition(".")[0], 1)
+        parts = ranks if split else key_parts.get(name.rpartition(".")[0], 1)
         total += -(-weight.numel() // parts) * weight.element_size()
     return total
 
@@ -109,7 +109,7 @@ class _Attention(NamedTuple):
 
 def _attentions(model: PreTrainedModel, rules: dict[str, str]) -> list[_Attention]:
     """Return the attention modules of a model."""
-    found = []
+    attentions = []
     config = model.config.get_text_config(decoder=True)
     for name, module in model.named_modules():
         q, k, o = (getattr(module, part, None) for part in ("q_proj", "k_proj", "o_proj"))
@@ -118,8 +118,8 @@ def _attentions(model: PreTrainedModel, rules: dict[str, str]) -> list[_Attentio
             q_heads = config.num_attention_heads
             kv_heads = 0 if k is None else k.out_features // dim
             is_gated, is_sharded = q.out_features != q_heads * dim, rules.get(f"{name}.q_proj") == "colwise"
-            found.append(_Attention(name, module, q_heads, kv_heads, is_gated, is_sharded))
-    return found
+            attentions.append(_Attention(name, module, q_heads, kv_heads, is_gated, is_sharded))
+    return attentions
 
 
 def _check_heads(model: Any, mesh: DeviceMesh | None, output: str) -> None:
@@ -142,20 +142,24 @@ def _check_heads(model: Any, mesh: DeviceMesh | None, output: str) -> None:
     fix = "leave tensor parallelism out: give all ranks to the keys axis"
     require(bool(model.tp_plan), KernelError, SUBJECT, "a model with a plan", f"{config.model_type} without one", fix)
     plan = _plan_of(model)
-    kind = f"{config.model_type}"
+    name = f"{config.model_type}"
     attentions = _attentions(model, plan)
     if output == "heads":
-        plain = attentions and latent_widths(config) is None and not any(one.is_gated for one in attentions)
+        is_plain = (
+            attentions and latent_widths(config) is None and not any(attention.is_gated for attention in attentions)
+        )
         expected = "layers with q_proj, k_proj and o_proj, without gates or latents or indexers"
-        fits = bool(plain) and not indexed_layers(config)
-        require(fits, KernelError, f"{SUBJECT} output", expected, kind, 'pass output="replicated"')
+        fits = bool(is_plain) and not indexed_layers(config)
+        require(fits, KernelError, f"{SUBJECT} output", expected, name, 'pass output="replicated"')
     _check_latents(config, plan, ranks)
-    for one in attentions:
-        kv_heads = ranks if output == "heads" else one.kv_heads or ranks
-        fits = one.q_heads % ranks == 0 and share_evenly(kv_heads, ranks)
-        whole = fits or (output == "replicated" and not one.is_sharded)
-        given = f"{one.q_heads} query and {one.kv_heads} key heads on {ranks} ranks, in {one.name}"
-        require(whole, ShapeError, SUBJECT, "whole heads on every rank", given, "use a number that divides the heads")
+    for attention in attentions:
+        kv_heads = ranks if output == "heads" else attention.kv_heads or ranks
+        fits = attention.q_heads % ranks == 0 and share_evenly(kv_heads, ranks)
+        is_whole = fits or (output == "replicated" and not attention.is_sharded)
+        given = f"{attention.q_heads} query and {attention.kv_heads} key heads on {ranks} ranks, in {attention.name}"
+        require(
+            is_whole, ShapeError, SUBJECT, "whole heads on every rank", given, "use a number that divides the heads"
+        )
 
 
 def _check_latents(config: PreTrainedConfig, plan: dict[str, str], ranks: int) -> None:
@@ -200,18 +204,18 @@ def _plan_for(model: PreTrainedModel, ranks: int, output: str) -> tuple[dict[str
     tied = _tied_head(model)
     if tied is not None:
         embedding, head = tied
-        kept = f"{head}.weight" if plan.get(embedding) == "embedding_rowwise" else head
-        plan = {name: style for name, style in plan.items() if not name.startswith(kept)}
+        unsharded = f"{head}.weight" if plan.get(embedding) == "embedding_rowwise" else head
+        plan = {name: style for name, style in plan.items() if not name.startswith(unsharded)}
     return plan, cut
 
 
 def _all_heads(plan: dict[str, str], attention: _Attention) -> dict[str, str]:
     """Return a plan in which a layer projects queries and keys of all heads, and outputs of a share of the heads."""
-    own = f"{attention.name}."
-    plan = {name: style for name, style in plan.items() if name != f"{own}sinks"}
-    gathered = {name: "colwise_gather_output" for name in plan if name.startswith(own) and plan[name] == "colwise"}
+    prefix = f"{attention.name}."
+    plan = {name: style for name, style in plan.items() if name != f"{prefix}sinks"}
+    gathered = {name: "colwise_gather_output" for name in plan if name.startswith(prefix) and plan[name] == "colwise"}
     parameters = [name for name, _ in attention.module.named_parameters() if name.startswith("o_proj.")]
-    return plan | gathered | {f"{own}{name}": "rowwise" for name in (*parameters, "o_proj")}
+    return plan | gathered | {f"{prefix}{name}": "rowwise" for name in (*parameters, "o_proj")}
 
 
 def _tied_head(model: PreTrainedModel) -> tuple[str, str] | None:
@@ -231,9 +235,9 @@ def _keep_own_key_heads(attention: _Attention, mesh: DeviceMesh) -> None:
         if not isinstance(projection, nn.Linear):
             continue
         projection.out_features //= attention.kv_heads
-        for name, whole in list(projection.named_parameters()):
-            own = whole.detach().unflatten(0, (attention.kv_heads, -1))[head].clone()
-            setattr(projection, name, nn.Parameter(own, requires_grad=whole.requires_grad))
+        for name, weight in list(projection.named_parameters()):
+            own_rows = weight.detach().unflatten(0, (attention.kv_heads, -1))[head].clone()
+            setattr(projection, name, nn.Parameter(own_rows, requires_grad=weight.requires_grad))
 
 
 def tp_mesh(model: PreTrainedModel) -> DeviceMesh | None:

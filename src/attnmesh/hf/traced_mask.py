@@ -34,8 +34,8 @@ class LayerMask(Opaque):
 
     def __getitem__(self, key: Any) -> Any:
         """Return `mask[:, 0]`, which hides keys from the scores of an indexer."""
-        whole = slice(None)
-        if key not in ((whole, 0), (whole, 0, whole, whole)):
+        full_slice = slice(None)
+        if key not in ((full_slice, 0), (full_slice, 0, full_slice, full_slice)):
             self._raise_read("getitem")
         return IndexMask(self)
 
@@ -79,8 +79,8 @@ class TracedMask(LayerMask):
 
     def __getitem__(self, key: Any) -> Any:
         """Return `mask[:, 0]`, in a trace as a tensor."""
-        found = super().__getitem__(key)
-        return self.visible[:, 0] if is_traced() else found
+        index_mask = super().__getitem__(key)
+        return self.visible[:, 0] if is_traced() else index_mask
 
     def spec(self) -> Any:
         """Return the mask as a `MaskSpec`."""
@@ -108,11 +108,11 @@ def attend_traced(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scaling: Sca
     has_rules = torch.compiler.is_compiling() or not is_traced()  # none for forward gradients or gradients twice
     if sinks is None and not scaling.capped and has_rules:
         return scaled_dot_product_attention(q, k, v, visible, scale=scaling.scale)
-    wide = sum_dtype(q.dtype)
-    products = scaling.cap((q.to(wide) * scaling.scale) @ k.to(wide).transpose(-1, -2))
-    empty = ~visible.any(-1, keepdim=True)
-    products = products.masked_fill(~(visible | empty), -torch.inf)  # a row of -inf would have NaN as gradients
+    dtype = sum_dtype(q.dtype)
+    products = scaling.cap((q.to(dtype) * scaling.scale) @ k.to(dtype).transpose(-1, -2))
+    sees_none = ~visible.any(-1, keepdim=True)
+    products = products.masked_fill(~(visible | sees_none), -torch.inf)  # a row of -inf would have NaN as gradients
     if sinks is not None:
-        products = torch.cat((products, sinks.to(wide)[:, None, None].expand(*products.shape[:-1], 1)), -1)
-    weights = products.softmax(-1)[..., : k.shape[2]].masked_fill(empty, 0.0)
-    return (weights @ v.to(wide)).to(q.dtype)
+        products = torch.cat((products, sinks.to(dtype)[:, None, None].expand(*products.shape[:-1], 1)), -1)
+    weights = products.softmax(-1)[..., : k.shape[2]].masked_fill(sees_none, 0.0)
+    return (weights @ v.to(dtype)).to(q.dtype)

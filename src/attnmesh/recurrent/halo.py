@@ -54,10 +54,10 @@ def halo(x: Tensor, size: int, group: ProcessGroup | DeviceMesh | None, *, dim: 
     axis = axis_of(group, "halo")
     with Agreement(mesh_of(axis), "halo") as agreement:
         _check_halo(x, size, dim)
-        others = [n for other, n in enumerate(x.shape) if other != dim % x.ndim]
+        other_sizes = [n for other, n in enumerate(x.shape) if other != dim % x.ndim]
         requires_grad = torch.is_grad_enabled() and x.requires_grad
         options = {"size": size, "dim": dim % x.ndim, "requires_grad": requires_grad}
-        agreement.fields, agreement.payload = {"others": others, "dtype": x.dtype, **options}, [x.shape[dim]]
+        agreement.fields, agreement.payload = {"others": other_sizes, "dtype": x.dtype, **options}, [x.shape[dim]]
     return halo_of_parts(x, size, axis, range(axis.size), [row[0] for row in agreement.table], dim=dim)
 
 
@@ -117,15 +117,15 @@ def _empty(
 
 def _add_segments(x: Tensor, out: Tensor, segments: Iterable[tuple[Segment, Segment]], axis: Axis, dim: int) -> None:
     """Add the first segment of each pair, in `x` of its rank, to the second one, in `out` of its rank."""
-    mine = axis.index
+    rank = axis.index
     sends: dict[int, tuple[Tensor, ...]] = {}
     targets: dict[int, tuple[Tensor, ...]] = {}
     for (source, first, count), (target, start, _) in segments:
-        if source == mine == target:
+        if source == rank == target:
             out.narrow(dim, start, count).add_(x.narrow(dim, first, count))
-        elif source == mine:
+        elif source == rank:
             sends[target] = (*sends.get(target, ()), x.narrow(dim, first, count))
-        elif target == mine:
+        elif target == rank:
             targets[source] = (*targets.get(source, ()), out.narrow(dim, start, count))
     wanted = {peer: tuple(torch.empty_like(into, device="meta") for into in halos) for peer, halos in targets.items()}
     # Also with nothing to send: the first exchange along an axis is collective.
@@ -139,11 +139,11 @@ def _segments(size: int, owners: Sequence[int], lengths: Sequence[int]) -> Itera
     """Yield where each segment of a halo lies, in the order of all ranks: among tokens, and among its rank's halos."""
     starts = [0, *accumulate(lengths)]
     first = first_tokens(owners, lengths)
-    number = dict.fromkeys(owners, 0)  # of halos before this one on its rank
+    halo_counts = dict.fromkeys(owners, 0)  # halos before this one on its rank
     for part, target in enumerate(owners):
         begin = starts[part] - size  # in the sequence
-        offset = number[target] * size - begin
-        number[target] += 1
+        offset = halo_counts[target] * size - begin
+        halo_counts[target] += 1
         for earlier in range(part):
             start = max(begin, starts[earlier])
             stop = starts[earlier] + lengths[earlier]

@@ -28,14 +28,14 @@ def tokens_to_heads(x: Tensor, axis: Axis, owners: Sequence[int], lengths: Seque
     Tokens are in the order of the sequence. Gradients flow back to the ranks that hold the tokens, so each rank uses
     its result in the loss, or none does.
     """
-    found: Tensor = heads_op(x, False, axis.group_name, [axis.size, axis.index], [*owners], [*lengths])
-    return found
+    share: Tensor = heads_op(x, False, axis.group_name, [axis.size, axis.index], [*owners], [*lengths])
+    return share
 
 
 def heads_to_tokens(x: Tensor, axis: Axis, owners: Sequence[int], lengths: Sequence[int]) -> Tensor:
     """Return (batch, own tokens, ranks, width), from (batch, all tokens, width) of each rank's share."""
-    found: Tensor = heads_op(x, True, axis.group_name, [axis.size, axis.index], [*owners], [*lengths])
-    return found
+    tokens: Tensor = heads_op(x, True, axis.group_name, [axis.size, axis.index], [*owners], [*lengths])
+    return tokens
 
 
 def _fake_heads(
@@ -60,16 +60,16 @@ def heads_op(
 ) -> Tensor:
     """Send each share of the heads to its rank, for this rank's share of all tokens; or `back`."""
     axis = Axis(size_and_index[0], size_and_index[1], group_named(group))
-    own = [own_tokens(rank, owners, lengths) for rank in range(axis.size)]
+    token_counts = [own_tokens(rank, owners, lengths) for rank in range(axis.size)]
     if back:
         parts: list[list[Tensor]] = [[] for _ in range(axis.size)]
         for owner, tokens in zip(owners, x.split([*lengths], 1), strict=True):
             parts[owner].append(tokens)
-        wanted = [own[axis.index]] * axis.size
-        return torch.stack(swap_tokens([torch.cat(tokens, 1) for tokens in parts], wanted, axis, dim=1), 2)
-    arrived = swap_tokens(x.unbind(2), own, axis, dim=1)
+        own_lengths = [token_counts[axis.index]] * axis.size
+        return torch.stack(swap_tokens([torch.cat(tokens, 1) for tokens in parts], own_lengths, axis, dim=1), 2)
+    shares = swap_tokens(x.unbind(2), token_counts, axis, dim=1)
     runs = zip(owners, first_tokens(owners, lengths), lengths, strict=True)
-    return torch.cat([arrived[owner].narrow(1, first, length) for owner, first, length in runs], 1)
+    return torch.cat([shares[owner].narrow(1, first, length) for owner, first, length in runs], 1)
 
 
 def own_tokens(rank: int, owners: Sequence[int], lengths: Sequence[int]) -> int:
@@ -79,9 +79,9 @@ def own_tokens(rank: int, owners: Sequence[int], lengths: Sequence[int]) -> int:
 
 def first_tokens(owners: Sequence[int], lengths: Sequence[int]) -> list[int]:
     """Return the index of each part's first token on its rank."""
-    held = dict.fromkeys(owners, 0)
-    found = []
+    counts = dict.fromkeys(owners, 0)
+    indices = []
     for owner, length in zip(owners, lengths, strict=True):
-        found.append(held[owner])
-        held[owner] += length
-    return found
+        indices.append(counts[owner])
+        counts[owner] += length
+    return indices

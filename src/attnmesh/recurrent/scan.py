@@ -132,9 +132,9 @@ def _scan_back(ctx: Any, dlinear: Tensor | None, dbias: Tensor) -> tuple[Tensor 
     transposed = linear.mT.contiguous() if matrix else linear
     index_and_order = [index, *reversed(order)]
     _, later = scan_op(transposed, torch.cat(dstate, -1), ctx.group, index_and_order, False, [*reversed(ctx.resets)])
-    whole = torch.cat(state, -1)
+    states = torch.cat(state, -1)
     with without_autocast(later):
-        dlinear = later @ whole.mT if matrix else (later * whole).sum(-1)
+        dlinear = later @ states.mT if matrix else (later * states).sum(-1)
     return dlinear, later[..., : prefix_bias.shape[-1]]
 
 
@@ -146,27 +146,29 @@ def scan_op(
     index, *order = index_and_order
     axis = Axis(len(order), index, group_named(group))
     ranks = len(order)
-    own = order.index(index)
+    position = order.index(index)
     total = AffineMap(linear, bias)
     prefix = None
     step = 1
     while step < ranks:
         # In the last round only later ranks receive: no total is needed after it.
-        peer = own ^ step
-        last = 2 * step >= ranks
+        peer = position ^ step
+        is_last = 2 * step >= ranks
         if peer < ranks:
-            sends = {order[peer]: tuple(total)} if peer > own or not last else {}
+            sends = {order[peer]: tuple(total)} if peer > position or not is_last else {}
             wanted = {order[peer]: tuple(torch.empty_like(x, device="meta") for x in total)}
-            finish = exchange_messages(sends, wanted if peer < own or not last else {}, axis, bias.device, "scanning")
+            finish = exchange_messages(
+                sends, wanted if peer < position or not is_last else {}, axis, bias.device, "scanning"
+            )
             arrived = finish()
-            if peer < own:
+            if peer < position:
                 earlier = AffineMap(*arrived[order[peer]])
-                first = own & -step  # of the ranks that `total` is the map of
-                if prefix is None or not any(resets[first:own]):
+                first = position & -step  # of the ranks that `total` is the map of
+                if prefix is None or not any(resets[first:position]):
                     prefix = earlier if prefix is None else prefix.after(earlier)
-                if not last and not any(resets[first : first + step]):
+                if not is_last and not any(resets[first : first + step]):
                     total = total.after(earlier)
-            elif not last:
+            elif not is_last:
                 later = AffineMap(*arrived[order[peer]])
                 total = later if any(resets[peer & -step :][:step]) else later.after(total)
         step *= 2

@@ -35,8 +35,8 @@ class JoinedKV(PendingKV):
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return itself joined with no entries. Raise for other functions."""
-        first, *rest = args[0] if func is torch.cat else (None,)
-        if not isinstance(first, cls) or any(x.numel() for x in rest):
+        first, *entries = args[0] if func is torch.cat else (None,)
+        if not isinstance(first, cls) or any(x.numel() for x in entries):
             cls._raise_read(func.__name__)
         return first
 
@@ -78,10 +78,10 @@ class CompressedLayer(StatefulLayer):
         rows = torch.cat((kv, gate), -1)
         rows = rows if self.shards is None else self.shards.all_tokens(rows)
         rows = torch.cat((self.tensors[name], rows), 1) if name in self.tensors else rows
-        whole = rows.shape[1] // self.rate * self.rate
-        self.tensors[name] = rows[:, whole:].clone()
+        blocks_stop = rows.shape[1] // self.rate * self.rate
+        self.tensors[name] = rows[:, blocks_stop:].clone()
         first = self.others[name].length * self.rate if name in self.others else 0
-        kv, gate = rows[:, :whole].chunk(2, -1)
+        kv, gate = rows[:, :blocks_stop].chunk(2, -1)
         return kv, gate, first
 
     def update_overlap_state(self, name: str, kv: Tensor, gate: Tensor, dim: int) -> tuple[Tensor | None, ...]:
@@ -115,11 +115,11 @@ class CompressedLayer(StatefulLayer):
             positions = torch.arange(index.length, device=last.device)
             bounds = torch.zeros_like(last)[None], last[None]
             best = indexer_top_k(score, operands, IndexKeys(keys, positions, positions[None]), *bounds, k)
-            found = unpack(best)[1]
+            indices = unpack(best)[1]
         else:
-            given = operands if self.shards is None else [self.shards.all_tokens(x) for x in operands]
-            found = top_k_tokens(index, score, given, k, last=last)
-        self.selected = Selection(found[:, None])
+            all_operands = operands if self.shards is None else [self.shards.all_tokens(x) for x in operands]
+            indices = top_k_tokens(index, score, all_operands, k, last=last)
+        self.selected = Selection(indices[:, None])
 
     def _seen(self) -> Tensor:
         """Return how many entries each query sees: those of blocks that end with its token or before."""
@@ -149,8 +149,8 @@ class CompressedLayer(StatefulLayer):
             new = self.new["compressor"]
             return [(new[:, None], torch.arange(new.shape[1]))]
         view = entries.shard.view
-        parts = [(each, int(each.state[1])) for each in (*view.shared, view)]
-        return [(each.keys[:, :, :used], each.token_index[:used].cpu()) for each, used in parts]
+        shards = [(shard, int(shard.state[1])) for shard in (*view.shared, view)]
+        return [(shard.keys[:, :, :count], shard.token_index[:count].cpu()) for shard, count in shards]
 
 
 def check_entries(

@@ -36,11 +36,11 @@ class FolderLayers(StoredLayers):
 
     @tokens.setter
     def tokens(self, tokens: Tensor | None) -> None:
-        before, self._tokens = self._tokens, tokens
-        written = before[:, :0] if tokens is None and before is not None else tokens
-        if self.folder is not None and written is not None:
+        previous, self._tokens = self._tokens, tokens
+        ids = previous[:, :0] if tokens is None and previous is not None else tokens
+        if self.folder is not None and ids is not None:
             try:
-                self.folder.write_ids(written)
+                self.folder.write_ids(ids)
             except StoreError as error:
                 device = next((kv.device for kv in self.kvs), torch.device("cpu"))
                 CallRecord(Mesh.of(self.mesh), device, self.checked).fail("ShardedCache tokens", error)
@@ -62,29 +62,29 @@ class FolderLayers(StoredLayers):
 
     def _read_folder(self, opened: KeyFolder) -> None:
         """Take the caches and token ids of a folder."""
-        folder, saved = opened.path, opened.manifest.sizes
+        folder, layer_sizes = opened.path, opened.manifest.sizes
         with Agreement(opened.mesh, "ShardedCache folder"):
-            fits = len(saved) in (0, self.caches)
-            given = f"{len(saved)} in {folder}"
+            fits = len(layer_sizes) in (0, self.caches)
+            given = f"{len(layer_sizes)} in {folder}"
             expected, fix = f"a folder of {self.caches} layers", "pass that of this model, or a new one"
             require(fits, StoreError, "ShardedCache folder", expected, given, fix)
             ids = opened.read_ids()
             expected, given = "a folder with the ids of its tokens", f"none in {folder}"
             fix = "fill a new one by hf.generate, or restore this one into memory"
-            require(not saved or ids is not None, StoreError, "ShardedCache folder", expected, given, fix)
+            require(not layer_sizes or ids is not None, StoreError, "ShardedCache folder", expected, given, fix)
         device = "cpu" if self.hot is None else None  # that of the mesh
-        found = [
-            KVCache(self.mesh, **vars(sizes), device=device, checked=self.checked, folder=FolderLayer(opened, number))
-            for number, sizes in enumerate(replace(sizes, hot=self.hot) for sizes in saved)
+        kvs = [
+            KVCache(self.mesh, **vars(sizes), device=device, checked=self.checked, folder=FolderLayer(opened, index))
+            for index, sizes in enumerate(replace(sizes, hot=self.hot) for sizes in layer_sizes)
         ]
         if ids is None:
             return
-        least = min(kv.length for kv in found)
-        given, fix = f"no ids of {least} tokens in {folder}", "restore it into memory, or fill a new one"
-        require(ids.shape[1] > 0 or least == 0, StoreError, "ShardedCache folder", "ids of its tokens", given, fix)
-        self._fill(found)
-        length = min(ids.shape[1], least)
-        for kv in found:
+        shortest = min(kv.length for kv in kvs)
+        given, fix = f"no ids of {shortest} tokens in {folder}", "restore it into memory, or fill a new one"
+        require(ids.shape[1] > 0 or shortest == 0, StoreError, "ShardedCache folder", "ids of its tokens", given, fix)
+        self._fill(kvs)
+        length = min(ids.shape[1], shortest)
+        for kv in kvs:
             kv.truncate(length)
         self.tokens = ids[:, :length]
         self.shift = shift_of(self.tokens, self.config)

@@ -68,7 +68,10 @@ class IndexedLayer(ShardedLayer):
 
 
 class PooledLayer(StatefulLayer, IndexedLayer):
-    """The same with means of blocks as keys. The last tokens, of which the next means are made, are on all ranks."""
+    """An indexed layer whose index keys are means of blocks.
+
+    The last tokens, of which the next means are made, are on all ranks.
+    """
 
     index_is_stored = False
     """Rows of means have a column that is -inf where a block is incomplete."""

@@ -167,9 +167,9 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def fill(self, kvs: Sequence[KVCache]) -> None:
         """Set the caches of the layer."""
-        self.kv, *others = kvs
+        self.kv, *other_kvs = kvs
         self.is_initialized = True
-        self.others = dict(zip(self.formats, others, strict=True))
+        self.others = dict(zip(self.formats, other_kvs, strict=True))
 
     def replace(self, function: Callable[[KVCache], KVCache]) -> None:
         """Replace each cache by a function of it."""

@@ -24,7 +24,7 @@ def check_settings(config: Any, shape: Shape, options: Mapping[str, Any]) -> Non
 
 
 def _checks(config: Any, shape: Shape, options: Mapping[str, Any]) -> Iterator[Check]:
-    """Yield what holds of valid arguments, each with the error where it does not."""
+    """Yield the checks of the arguments, each with its error."""
     is_config = isinstance(config, PreTrainedConfig)
     given = type(config).__name__
     yield is_config, KernelError, "ShardedCache config", "a configuration of transformers", given, "pass model.config"
@@ -73,18 +73,18 @@ def _checks(config: Any, shape: Shape, options: Mapping[str, Any]) -> Iterator[C
     check_reproducible("ShardedCache reproducible", options["reproducible"], ranks, options["merge"])
     shares = check_shares("ShardedCache", options["shares"], ranks)
     if options["reproducible"]:
-        even = options["shares"] is None or (shares is not None and len({*shares}) == 1)
-        check_even_shares("ShardedCache reproducible", options["shares"], even=even)
+        is_even = options["shares"] is None or (shares is not None and len({*shares}) == 1)
+        check_even_shares("ShardedCache reproducible", options["shares"], even=is_even)
 
 
 def _plain_check(config: Any, subject: str, fix: str) -> Check:
     """Return whether a model keeps nothing but keys and values, with the error where it does."""
-    plain = not (is_recurrent(config) or is_compressed(config) or indexed_layers(config) or cross_layers(config))
-    return plain, KernelError, subject, "a model that keeps keys and values alone", config.model_type, fix
+    is_plain = not (is_recurrent(config) or is_compressed(config) or indexed_layers(config) or cross_layers(config))
+    return is_plain, KernelError, subject, "a model that keeps keys and values alone", config.model_type, fix
 
 
 def _hot_checks(config: Any, options: Mapping[str, Any]) -> Iterator[Check]:
-    """Yield what holds of a model and of arguments where the newest tokens alone are on the device."""
+    """Yield the checks of a model and of arguments if only the newest tokens are on the device."""
     subject, fix = "ShardedCache hot", "leave hot= out"
     check_count(subject, options["hot"], "count the newest tokens to keep on the device, or leave it out")
     yield _plain_check(config, subject, fix)

@@ -58,7 +58,7 @@ class ShardedCache(FolderLayers):
         keep: Tokens that `crop` may remove from a layer that keeps its window; more, within the last forward pass.
         storage: "int8" or "fp8_e4m3" to store keys and values in 8 bits, as in `attnmesh.KVCache`. The first forward
             pass attends its own keys before they are rounded; later tokens attend the stored ones.
-        window_storage: The same of layers with a window of 1,024 tokens or less: they lose most and hold least.
+        window_storage: The `storage` of layers with a window of 1,024 tokens or less: they lose most and hold least.
         shares: Ratios of the tokens of each rank along queries and keys, as in `attnmesh.KVCache`; "auto" to measure
             them. A prompt's tokens are computed in this ratio too. With `capacity`, "auto" gives no rank more keys than
             its memory holds.
@@ -124,7 +124,7 @@ class ShardedCache(FolderLayers):
         self.images: dict[str, Tensor] | None = None
         """Fingerprints of the images among the tokens; None if there are none, or if they are unknown."""
         self.shift: tuple[int, int] | None = (0, 0)
-        """From which token on all is text, and its positions less its places, which images shift. None if unknown."""
+        """First token of the text after all images, and the shift of its positions by images; None if unknown."""
         self.rope: tuple[int, ...] | None = None
         """`rope_regime` of the cached keys; None if they were not cached by `attnmesh.hf.generate`."""
         self.intact = True  # False while the model runs: after an error, recurrent states may be ahead of the tokens
@@ -243,13 +243,13 @@ class ShardedCache(FolderLayers):
             fits = type(tokens_to_remove) is int and tokens_to_remove <= 0
             given = repr(tokens_to_remove)
             require(fits, ShapeError, "crop", "0 or a negative number", given, "pass a negative number of tokens")
-            left = max(0, length + tokens_to_remove)
-            given, fix = f"{left} of {length} tokens", "make the cache with windows=False, or a larger keep="
+            remaining = max(0, length + tokens_to_remove)
+            given, fix = f"{remaining} of {length} tokens", "make the cache with windows=False, or a larger keep="
             expected = "tokens that layers with a window still know"
             if self.state_layers:
                 expected, fix = "all tokens or none, as states cannot go back", "make a new cache"
-            require(self.prefix(left) == left, ShapeError, "ShardedCache crop", expected, given, fix)
-        if (self.state_layers or self.cross_layers) and not left:
+            require(self.prefix(remaining) == remaining, ShapeError, "ShardedCache crop", expected, given, fix)
+        if (self.state_layers or self.cross_layers) and not remaining:
             self.reset()
             return
         super().crop(tokens_to_remove)
@@ -334,8 +334,10 @@ class ShardedCache(FolderLayers):
         with Agreement(Mesh.of(mesh), "ShardedCache.recover"):
             _check_recoverable(cache, recovered)
         kvs, tokens = ([], None) if cache is None else (cache.kvs, cache.tokens)
-        left = len(kvs) == recovered.caches  # a prefill interrupted in its first chunk leaves layers without a cache
-        recovered._fill(recover(kvs if left else None, mesh, device=device, **recovered._kv_options))
+        is_complete = (
+            len(kvs) == recovered.caches
+        )  # a prefill interrupted in its first chunk leaves layers without a cache
+        recovered._fill(recover(kvs if is_complete else None, mesh, device=device, **recovered._kv_options))
         recovered.tokens = _gather_tokens(tokens, recovered.attention_layers[0].cached)
         recovered.shift = shift_of(recovered.tokens, config)
         return recovered
@@ -362,13 +364,13 @@ class ShardedCache(FolderLayers):
         copied = object.__new__(type(self))
         copied.__dict__ = {**self.__dict__, "layers": [], "folder": None}
         for layer in self.layers:
-            other = copy(layer)
+            layer_copy = copy(layer)
             if isinstance(layer, ShardedLayer):
-                other.cache = copied
-                other.replace(copy_layer)
+                layer_copy.cache = copied
+                layer_copy.replace(copy_layer)
             if isinstance(layer, (StateLayer, StatefulLayer)):
-                other.set_tensors(layer.tensors)
-            copied.layers.append(other)
+                layer_copy.set_tensors(layer.tensors)
+            copied.layers.append(layer_copy)
         return copied
 
 
@@ -393,12 +395,12 @@ def _gather_tokens(tokens: Tensor | None, kv: KVCache) -> Tensor | None:
 
     Ranks may differ by the newest token, so the ids are cut to the shortest.
     """
-    known = tokens if tokens is not None and len(tokens) == kv.sizes.batch else torch.empty(0, 0, dtype=torch.int64)
-    lengths = [row[0] for row in dist_all_gather_ints([known.shape[1]], kv.mesh.axes)]
+    own_ids = tokens if tokens is not None and len(tokens) == kv.sizes.batch else torch.empty(0, 0, dtype=torch.int64)
+    lengths = [row[0] for row in dist_all_gather_ints([own_ids.shape[1]], kv.mesh.axes)]
     length = min((n for n in lengths if n), default=0)
     if not length or length < kv.length:
         return None
-    known = known[:, :length] if len(known) else torch.zeros(kv.sizes.batch, length, dtype=torch.int64)
-    rows = dist_all_gather_ints(known.flatten().tolist(), kv.mesh.axes)
+    own_ids = own_ids[:, :length] if len(own_ids) else torch.zeros(kv.sizes.batch, length, dtype=torch.int64)
+    rows = dist_all_gather_ints(own_ids.flatten().tolist(), kv.mesh.axes)
     ids = next(row for row, n in zip(rows, lengths, strict=True) if n)
     return torch.tensor(ids).view(kv.sizes.batch, length).to(kv.device)

@@ -28,9 +28,9 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The states by name; none before the first tokens."""
-        held = ((f"conv.{i}", x) for i, x in self.conv_states.items() if self.has_previous_state[i])
+        convolutions = ((f"conv.{i}", x) for i, x in self.conv_states.items() if self.has_previous_state[i])
         states = ((f"state.{i}", x) for i, x in self.recurrent_states.items() if self.has_previous_state[i])
-        return {name: x for name, x in (*held, *states) if x is not None}
+        return {name: x for name, x in (*convolutions, *states) if x is not None}
 
     def set_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Replace the states by those of `tensors`."""
@@ -80,12 +80,12 @@ def make_layers(config: PreTrainedConfig, cache: Any) -> list[Any]:
     indexed = indexed_layers(config)
     crossed = cross_layers(config)
     layers = [
-        CrossLayer() if number in crossed else _make_layer(kind, cache, indexed=number in indexed)
-        for number, kind in enumerate(layer_kinds(config)[: cached_layers(config)])
+        CrossLayer() if index in crossed else _make_layer(kind, cache, indexed=index in indexed)
+        for index, kind in enumerate(layer_kinds(config)[: cached_layers(config)])
     ]
-    for number, layer in enumerate(layers):
+    for index, layer in enumerate(layers):
         if isinstance(layer, ShardedLayer):
-            layer.latent_widths = latent_widths(config, number)
+            layer.latent_widths = latent_widths(config, index)
             if crossed:
                 layer.keys = layer.values = SomeKeys()
     return layers

@@ -64,7 +64,7 @@ class StoredLayers(Cache):  # type: ignore[misc]
 
     @property
     def caches(self) -> int:
-        """The number of these caches when all have been made."""
+        """The number of all layers' caches, once they are made."""
         return len(self.tokens_per_key)
 
     @property
@@ -128,12 +128,14 @@ class StoredLayers(Cache):  # type: ignore[misc]
             require(filled, ShapeError, "ShardedCache save", expected, repr(self.attention_layers[0]), fix)
             given, fix = f"layers of {sorted(counts)} tokens", "call hf.prefill with the prompt"
             require(len(counts) == 1, StoreError, "ShardedCache save", "layers of the same tokens", given, fix)
-            taken = [name for name in more or {} if name == "held" or name.startswith(STATES)]
+            reserved = [name for name in more or {} if name == "held" or name.startswith(STATES)]
             expected = f"names other than held and {STATES}*"
-            require(not taken, StoreError, "save more", expected, ", ".join(taken), "rename it")
-        held = {"held": self.tokens.cpu()} if self.tokens is not None and kvs[0].length == self.tokens.shape[1] else {}
+            require(not reserved, StoreError, "save more", expected, ", ".join(reserved), "rename it")
+        token_ids = (
+            {"held": self.tokens.cpu()} if self.tokens is not None and kvs[0].length == self.tokens.shape[1] else {}
+        )
         states = {STATES + name: x.cpu().clone() for name, x in self.states.items()}
-        tensors = {**held, **states, **(more or {})}
+        tensors = {**token_ids, **states, **(more or {})}
         differ = self.tokens_per_key != [1] * self.caches
         return save_layers(kvs, path, more=tensors, note=note, wait=wait, lengths_differ=differ)
 
@@ -156,15 +158,15 @@ class StoredLayers(Cache):  # type: ignore[misc]
         options = self._kv_options
         capacity = self.capacity if capacity is None else capacity
         del options["capacity"]
-        wanted = LayersToLoad(self.caches, capacity, self.tokens_per_key, self.hot)
-        kvs, more, note = load_layers(KVCache, path, self.mesh, wanted, device=device, **options)
+        layers = LayersToLoad(self.caches, capacity, self.tokens_per_key, self.hot)
+        kvs, tensors, note = load_layers(KVCache, path, self.mesh, layers, device=device, **options)
         self._fill(kvs)
-        names = [name for name in more if name.startswith(STATES)]
-        self.set_states({name.removeprefix(STATES): more.pop(name).to(kvs[0].device) for name in names})
+        names = [name for name in tensors if name.startswith(STATES)]
+        self.set_states({name.removeprefix(STATES): tensors.pop(name).to(kvs[0].device) for name in names})
         self.capacity = capacity
-        self.tokens, self.images = more.pop("held", None), None
+        self.tokens, self.images = tensors.pop("held", None), None
         self.shift = shift_of(self.tokens, self.config)
-        return more, note
+        return tensors, note
 
     def flush(self) -> None:
         """Write the tokens on the device to the folder too, as `KVCache.flush` does. Every rank calls it."""
@@ -174,16 +176,16 @@ class StoredLayers(Cache):  # type: ignore[misc]
     def set_states(self, states: Mapping[str, Tensor]) -> None:
         """Replace what layers keep of recurrences and of the last tokens by tensors with the names of `states`."""
         for number, layer in self._stateful:
-            own = {name: x for name, x in states.items() if name.startswith(f"{number}.")}
-            layer.set_tensors({name.removeprefix(f"{number}."): x for name, x in own.items()})
+            layer_states = {name: x for name, x in states.items() if name.startswith(f"{number}.")}
+            layer.set_tensors({name.removeprefix(f"{number}."): x for name, x in layer_states.items()})
 
     def make(self, layers: Sequence[CacheSizes], tokens: int, device: torch.device) -> list[KVCache]:
         """Make the empty caches of all layers, with space for so many tokens, to be filled. Every rank calls it."""
         options = self._kv_options
-        room = growth_capacity(tokens) if self.capacity is None else self.capacity
+        capacity = growth_capacity(tokens) if self.capacity is None else self.capacity
         options |= {"device": device}
-        sizes = (replace(each, capacity=room, block=self.block) for each in layers)
-        kvs = [KVCache(self.mesh, **{**vars(each), **options, "capacity": room}) for each in sizes]
+        sizes = (replace(kv_sizes, capacity=capacity, block=self.block) for kv_sizes in layers)
+        kvs = [KVCache(self.mesh, **{**vars(kv_sizes), **options, "capacity": capacity}) for kv_sizes in sizes]
         if kvs:
             self._fill(kvs)
         return kvs
@@ -196,12 +198,12 @@ class StoredLayers(Cache):  # type: ignore[misc]
 
     def _fill(self, kvs: Sequence[KVCache]) -> None:
         """Set the `KVCache` of each layer. Raise if they are stored in another way than the cache's."""
-        found, wanted = {kv.sizes.storage for kv in kvs} - {None}, {self.storage, self.window_storage} - {None}
-        fits = found <= wanted and (bool(found) or self.storage is None or has_windows(self.config))
-        given = f"storage={next(iter(found), None)!r}"
+        storages, allowed = {kv.sizes.storage for kv in kvs} - {None}, {self.storage, self.window_storage} - {None}
+        fits = storages <= allowed and (bool(storages) or self.storage is None or has_windows(self.config))
+        given = f"storage={next(iter(storages), None)!r}"
         expected = f"keys stored with storage={self.storage!r}, as the cache's"
         require(fits, KernelError, "ShardedCache", expected, given, f"make the cache with {given}")
-        left = iter(kvs)
+        remaining = iter(kvs)
         for layer in self.attention_layers:
-            layer.fill([next(left) for _ in layer.tokens_per_key])
+            layer.fill([next(remaining) for _ in layer.tokens_per_key])
         self.block = kvs[0].sizes.block

@@ -41,9 +41,9 @@ class Layer:
 
     attends: bool = True
     windowed: bool = False
-    """True if they keep the keys of a window or chunk."""
+    """True if the layers keep the keys of a window or chunk."""
     recurrent: bool = False
-    """True if they keep a state."""
+    """True if the layers keep a state."""
     indexed: bool = False
     """True if an indexer selects the keys of each query."""
     pooled: bool = False
@@ -106,7 +106,7 @@ LAYERS_WITHOUT_CACHE = Pins("layers_without_cache", "transformers.cache_utils", 
 LENGTH_DEPENDENT_ROPES = Pins(
     "length_dependent_ropes", "transformers.modeling_rope_utils", sources={"dynamic_rope_update": "237c3e4cff31"}
 )
-"""Names that a model needs whose settings ask for such a rope."""
+"""Names that a model with a rope that depends on the length needs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,29 +226,29 @@ class Family:
 def families() -> Mapping[str, Family]:
     """Return the record of each model type that has one."""
     plain = json.loads(Path(__file__).with_name("plain.json").read_text())
-    found = {kind: Family(kind, **entry) for kind, entry in plain.items()}
-    for each in iter_modules(import_module(str(__package__)).__path__):
-        module = import_module(f"{__package__}.{each.name}")
-        found |= {one.type: one for one in getattr(module, "FAMILIES", ())}
-    return found
+    records = {kind: Family(kind, **entry) for kind, entry in plain.items()}
+    for file in iter_modules(import_module(str(__package__)).__path__):
+        module = import_module(f"{__package__}.{file.name}")
+        records |= {family.type: family for family in getattr(module, "FAMILIES", ())}
+    return records
 
 
 @cache
 def recurrences() -> Mapping[str, Recurrence]:
     """Return the known classes of recurrent layers, by name."""
-    return {name: kind for one in families().values() for name, kind in one.recurrences.items()}
+    return {name: kind for family in families().values() for name, kind in family.recurrences.items()}
 
 
 @cache
 def parts() -> Mapping[str, Part]:
     """Return the known classes that run as subclasses on a mesh, by name."""
-    return {name: part for one in families().values() for name, part in one.parts.items()}
+    return {name: part for family in families().values() for name, part in family.parts.items()}
 
 
 @cache
 def prepared_code() -> frozenset[str]:
     """Return modules of transformers with layers or indexers that are changed before they run on shards."""
-    return frozenset(one.code for one in families().values() if one.layers)
+    return frozenset(family.code for family in families().values() if family.layers)
 
 
 def family_of(config: Any) -> Family:
@@ -271,16 +271,16 @@ def family_of_layer(layer: Any) -> Family:
 @cache
 def family_of_class(config: type) -> Family:
     """Return the family of a class of configurations, or of the first class of transformers that it derives from."""
-    own = getattr(config, "model_type", "")
-    stock: Any = next((one for one in config.__mro__ if one.__module__.startswith(MODELS)), None)
-    known = families()
-    return known.get(own) or known.get(getattr(stock, "model_type", "")) or _unknown(own)
+    model_type = getattr(config, "model_type", "")
+    stock: Any = next((base for base in config.__mro__ if base.__module__.startswith(MODELS)), None)
+    records = families()
+    return records.get(model_type) or records.get(getattr(stock, "model_type", "")) or _unknown(model_type)
 
 
 def has_entries(layer: Any) -> bool:
     """Return whether a layer attends to entries of compressed tokens."""
-    found: bool = _has_entries(type(getattr(layer, "config", None)), getattr(layer, "layer_type", ""))
-    return found
+    has_some: bool = _has_entries(type(getattr(layer, "config", None)), getattr(layer, "layer_type", ""))
+    return has_some
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator] # a graph cannot look families up
@@ -295,13 +295,13 @@ def _has_entries(config: Any, kind: str) -> bool:
 
 def _unknown(kind: str) -> Family:
     """Return the record of a type without one: its layers may be copies of those that some family scales."""
-    scaling = [one.temperature for one in families().values() if one.temperature is not None]
+    scaling = [family.temperature for family in families().values() if family.temperature is not None]
 
     def temperature(layer: Any, shards: Any) -> Tensor | None:
-        found = (each(layer, shards) for each in scaling)
-        return next((scale for scale in found if scale is not None), None)
+        scales = (temperature_of(layer, shards) for temperature_of in scaling)
+        return next((scale for scale in scales if scale is not None), None)
 
     def counts_tokens(config: Any) -> bool:
-        return any(one.counts_tokens(config) for one in families().values())
+        return any(family.counts_tokens(config) for family in families().values())
 
     return Family(kind, temperature=temperature, counts_tokens=counts_tokens)

@@ -28,8 +28,8 @@ ARGUMENTS = ("self", "relative_states", "query_positions", "key_positions")
 
 def is_relative(module: Any) -> bool:
     """Return whether a module adds a bias by distance to logits, as it is known."""
-    known = (each for each in type(module).__mro__ if each.__name__ == "InklingRelativeLogits")
-    stock = next((each for each in known if each.__module__.startswith("transformers.models.inkling.modeling")), None)
+    bases = (base for base in type(module).__mro__ if base.__name__ == "InklingRelativeLogits")
+    stock = next((base for base in bases if base.__module__.startswith("transformers.models.inkling.modeling")), None)
     forward = getattr(stock, "forward", None)
     return forward is not None and (*signature(forward).parameters,) == ARGUMENTS
 
@@ -93,8 +93,8 @@ def temperature(layer: Any, shards: Shards) -> Tensor | None:
         return None
 
     def scale(positions: Tensor) -> Any:
-        grown = torch.log(((positions + 1.0) / floor).clamp(min=1.0))
-        return (1.0 + layer.config.log_scaling_alpha * grown).double()  # of numbers in float32, as stock
+        growth = torch.log(((positions + 1.0) / floor).clamp(min=1.0))
+        return (1.0 + layer.config.log_scaling_alpha * growth).double()  # of numbers in float32, as stock
 
     positions = shards.positions()
     ratio: Tensor = scale(positions) / scale(shards.start + torch.arange(len(positions)))

@@ -15,8 +15,8 @@ def temperature(layer: Any, shards: Shards) -> Tensor | None:
         return None
 
     def scale(positions: Tensor) -> Any:
-        grown = torch.log1p(torch.floor((positions + 1.0) / layer.floor_scale))
-        return (grown * layer.attn_scale + 1.0).double()  # of numbers in float32, as stock
+        growth = torch.log1p(torch.floor((positions + 1.0) / layer.floor_scale))
+        return (growth * layer.attn_scale + 1.0).double()  # of numbers in float32, as stock
 
     tokens = shards.positions()
     positions = tokens - shards.documents.bounds(tokens)[0]  # in each token's document

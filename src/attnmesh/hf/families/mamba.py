@@ -34,12 +34,12 @@ def selective_link(
 
     def finish(entering: Tensor) -> tuple[Tensor, Tensor]:
         state = entering.squeeze(-1)[:, :, None]
-        added = []
+        corrections = []
         for t in steps_of(outputs, outputs.shape[-1], "selective"):
             states = (rates[None, :, None] * elapsed[:, :, t, None]).clamp(min=LOWEST).exp() * state
             with without_autocast(states):
-                added.append(torch.einsum("bdtk,bkt->bdt", states, reads[:, :, t].float()))
-        correction = torch.cat(added, dim=-1) * (1 if z is None else silu(z.float()))
+                corrections.append(torch.einsum("bdtk,bkt->bdt", states, reads[:, :, t].float()))
+        correction = torch.cat(corrections, dim=-1) * (1 if z is None else silu(z.float()))
         return (outputs + correction).to(outputs.dtype), linear.unsqueeze(-1) * entering + bias
 
     return ShardOfStates(AffineMap(linear, bias), finish)
@@ -72,7 +72,7 @@ _PLAIN = Recurrence(_FUNCTIONS, _UNCHANGED)
 _FUSED = Recurrence({**_FUNCTIONS, "mamba_inner_fn": None}, _UNCHANGED)
 
 
-def _family(kind: str, layer: str, digest: str, fields: str, scan: str = "e095cfd16bc3", **more: Any) -> Family:
+def _family(kind: str, layer: str, digest: str, fields: str, scan: str = "e095cfd16bc3", **options: Any) -> Family:
     return Family(
         kind,
         fields,
@@ -80,7 +80,7 @@ def _family(kind: str, layer: str, digest: str, fields: str, scan: str = "e095cf
         uses=(RECURRENT_STATES,),
         layers=RECURRENT,
         begins_at_zero=True,
-        **more,
+        **options,
     )
 
 

@@ -30,9 +30,9 @@ def chunk_scan_link(
     dt_options = options.get("dt_bias"), bool(options.get("dt_softplus"))
     sizes = torch.clamp(step_sizes(dt, *dt_options), *options.get("dt_limit", (0.0, float("inf")))).float()
     decay = sizes * rates.float()
-    after = decay.flip(1).cumsum(1).flip(1) - decay
+    later_decay = decay.flip(1).cumsum(1).flip(1) - decay
     linear = decay.sum(1).exp()
-    weighted = hidden_states.float() * (sizes * after.exp())[..., None]
+    weighted = hidden_states.float() * (sizes * later_decay.exp())[..., None]
     grouped = weighted.unflatten(2, (writes.shape[2], -1))
     with without_autocast(grouped):
         bias = torch.einsum("btgk,btghv->bghkv", writes.float(), grouped).flatten(1, 2)
@@ -87,12 +87,12 @@ _MIXER = Recurrence(
 )
 
 
-def _family(kind: str, layer: str, fields: str, digest: str = "f6180930d4ad", *more: Any) -> Family:
+def _family(kind: str, layer: str, fields: str, digest: str = "f6180930d4ad", *pins: Any) -> Family:
     return Family(
         kind,
         fields,
         sources={f"{layer}.forward": digest, **CONVOLUTION_SOURCE, "mamba2_chunk_scan": "83003590f903"},
-        uses=(RECURRENT_STATES, *more),
+        uses=(RECURRENT_STATES, *pins),
         layers=RECURRENT,
         recurrences={layer: _MIXER},
     )

@@ -36,12 +36,12 @@ def lightning_link(query: Tensor, key: Tensor, value: Tensor, slope_rate: Tensor
         outputs = []
         with without_autocast(entering):
             for t in steps_of(value, tokens, "lightning"):
-                at = position[: t.stop - t.start]
-                reach = torch.exp(-slope * (at - at.T).clamp(min=0)).tril()
-                within = (q[:, :, t] @ k[:, :, t].mT * reach) @ v[:, :, t]
-                outputs.append(within + q[:, :, t] * torch.exp(-slope * (at + 1)) @ state)
-                written = (k[:, :, t] * torch.exp(-slope * (len(at) - 1 - at))).mT @ v[:, :, t]
-                state = torch.exp(-slope * len(at)) * state + written
+                index = position[: t.stop - t.start]
+                decay = torch.exp(-slope * (index - index.T).clamp(min=0)).tril()
+                local_outputs = (q[:, :, t] @ k[:, :, t].mT * decay) @ v[:, :, t]
+                outputs.append(local_outputs + q[:, :, t] * torch.exp(-slope * (index + 1)) @ state)
+                added = (k[:, :, t] * torch.exp(-slope * (len(index) - 1 - index))).mT @ v[:, :, t]
+                state = torch.exp(-slope * len(index)) * state + added
         return torch.cat(outputs, dim=2).to(value.dtype), state
 
     return ShardOfStates(AffineMap(linear, bias), finish)

@@ -41,9 +41,9 @@ class BlockScores(Opaque):
         """Return the best blocks of each query, of those that the mask of a layer shows."""
         check_unpadded(spec)
         self.spec = spec
-        found = self.source.select(self, self.k)
+        blocks = self.source.select(self, self.k)
         local = self.positions[..., None] // self.block - torch.arange(self.local, device=self.positions.device)
-        return Selection(_joined(local.clamp(min=0).to(found.dtype)[:, None], found), self.block)
+        return Selection(_joined(local.clamp(min=0).to(blocks.dtype)[:, None], blocks), self.block)
 
 
 def check_unpadded(spec: Any) -> None:
@@ -56,14 +56,14 @@ def check_unpadded(spec: Any) -> None:
     require(fits, MaskError, f"{SUBJECT} attention_mask", expected, given, fix)
 
 
-def _joined(local: Tensor, found: Tensor) -> Tensor:
-    """Return as many blocks as were found, (batch, heads, queries, k), of which some are the local ones."""
-    again = (found[..., None] == local[..., None, :]).any(-1)
-    local = local.expand(*found.shape[:-1], -1)
+def _joined(local: Tensor, blocks: Tensor) -> Tensor:
+    """Return the local blocks and then the best others, in all as many as `blocks` has, (batch, heads, queries, k)."""
+    is_local = (blocks[..., None] == local[..., None, :]).any(-1)
+    local = local.expand(*blocks.shape[:-1], -1)
     repeated = (local[..., None] == local[..., None, :]).tril(-1).any(-1)
-    both = torch.cat((local.masked_fill(repeated, NONE), found.masked_fill(again, NONE)), -1)
-    order = (both == NONE).to(torch.int8).sort(dim=-1, stable=True).indices[..., : found.shape[-1]]
-    return both.gather(-1, order)
+    candidates = torch.cat((local.masked_fill(repeated, NONE), blocks.masked_fill(is_local, NONE)), -1)
+    order = (candidates == NONE).to(torch.int8).sort(dim=-1, stable=True).indices[..., : blocks.shape[-1]]
+    return candidates.gather(-1, order)
 
 
 class BlockIndexer:

@@ -34,15 +34,15 @@ CHECKED: set[object] = set()
 
 def check_family(config: Any) -> None:
     """Raise unless the installed transformers has what a model and its text model need, as attnmesh knows it."""
-    for each in (config, config.get_text_config(decoder=True)):
-        if type(each) not in CHECKED:
-            _check_class(each)
+    for checked in (config, config.get_text_config(decoder=True)):
+        if type(checked) not in CHECKED:
+            _check_class(checked)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator] # it reads files
 def _check_class(config: Any) -> None:
     """Raise unless the record of a configuration's class holds. Classes of other packages have no record."""
-    stock: Any = next((one for one in type(config).__mro__ if one.__module__.startswith(MODELS)), None)
+    stock: Any = next((base for base in type(config).__mro__ if base.__module__.startswith(MODELS)), None)
     if stock is not None:
         family = family_of_class(stock)
         layer = config.per_layer_config[0] if config.is_heterogeneous else config
@@ -81,10 +81,10 @@ def _check_pins(pins: Pins, kind: str) -> None:
 def _check_sources(kind: str, code: "Code", digests: Iterable[tuple[str, str]]) -> None:
     """Raise unless functions have the sources that are followed."""
     for name, digest in digests:
-        found = code.digest(name)
-        if found is None:
+        installed = code.digest(name)
+        if installed is None:
             raise_lost(kind, name)
-        if found != digest:
+        if installed != digest:
             expected = f"{TRANSFORMERS.requirement} with the {name} that attnmesh follows"
             TRANSFORMERS.refuse_or_warn(f"attnmesh.hf {kind}", expected, f"{TRANSFORMERS.installed} with another one")
 
@@ -110,20 +110,22 @@ class Code:
     @cached_property
     def parts(self) -> dict[str, ast.AST]:
         """Functions, classes and methods, by name."""
-        found: dict[str, ast.AST] = {}
+        definitions: dict[str, ast.AST] = {}
         for node in ast.parse("\n".join(self.lines)).body:
             if isinstance(node, ast.ClassDef):
-                found |= {f"{node.name}.{one.name}": one for one in node.body if isinstance(one, ast.FunctionDef)}
+                definitions |= {
+                    f"{node.name}.{method.name}": method for method in node.body if isinstance(method, ast.FunctionDef)
+                }
             if isinstance(node, ast.ClassDef | ast.FunctionDef):
-                found[node.name] = node
-        return found
+                definitions[node.name] = node
+        return definitions
 
     def digest(self, name: str) -> str | None:
         """Return a digest of the source of a function or method; None if there is none. Comments may change."""
         node: Any = self.parts.get(name)
         if node is None:
             return None
-        first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+        first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
         comment = node.body[0] if ast.get_docstring(node, clean=False) is not None else None
         skipped = range(0) if comment is None else range(comment.lineno, comment.end_lineno + 1)
         numbers = (number for number in range(first, node.end_lineno + 1) if number not in skipped)

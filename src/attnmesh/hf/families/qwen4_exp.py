@@ -54,12 +54,12 @@ class PooledIndexer:
     ) -> Any:
         """Return the tokens that each query selects."""
         indexer: Any = self
-        ours = isinstance(attention_mask, LayerMask)  # else another attention is set
+        is_ours = isinstance(attention_mask, LayerMask)  # else another attention is set
         ratio = indexer.compress_ratio
-        spec: Any = attention_mask.spec() if ours else None
+        spec: Any = attention_mask.spec() if is_ours else None
         layer = None if past_key_values is None else past_key_values.layers[indexer.layer_idx]
-        source: Any = ShardKeys(spec.shards) if ours and layer is None and spec.shards is not None else layer
-        if not (ours and hasattr(source, "with_earlier")):
+        source: Any = ShardKeys(spec.shards) if is_ours and layer is None and spec.shards is not None else layer
+        if not (is_ours and hasattr(source, "with_earlier")):
             args = hidden_states, position_embeddings, attention_mask, past_key_values
             return super().forward(*args)  # type: ignore[misc]
         attention_mask.allow_selection()
@@ -78,37 +78,37 @@ class PooledIndexer:
         ends = (positions >= 0) & ((positions + 1) % ratio == 0)
         hidden = torch.zeros_like(means[..., 0]).masked_fill(~ends[..., None], -torch.inf)
         source.new_index = torch.cat((means[:, :, 0], hidden), -1)
-        found = source.select(PooledScores(q, spec), indexer.block_topk)
+        blocks = source.select(PooledScores(q, spec), indexer.block_topk)
         if spec.shards is None:
             tokens = source.get_seq_length() + torch.arange(rows.shape[1])
-            own = positions
+            own_positions = positions
         else:
             tokens = spec.shards.positions()
-            own = positions[:, tokens - spec.shards.start]
-        return Selection(_tokens(found, tokens.to(found), own, ratio)[:, None])
+            own_positions = positions[:, tokens - spec.shards.start]
+        return Selection(_tokens(blocks, tokens.to(blocks), own_positions, ratio)[:, None])
 
 
 def _positions(lengths: Tensor | int, rows: Tensor, spec: Any) -> Tensor:
     """Return the position of each new token in its sequence or document, (batch, tokens), -1 for padding."""
     mask = spec.token_mask if spec.shards is None else spec.shards.token_mask
-    real = (
+    is_real = (
         rows.new_ones(rows.shape[:2], dtype=torch.bool) if mask is None else mask[:, -rows.shape[1] :].to(rows.device)
     )
     earlier = lengths[:, None].to(rows.device) if isinstance(lengths, Tensor) else lengths
-    positions = (earlier + real.cumsum(1) - 1).masked_fill(~real, -1)
+    positions = (earlier + is_real.cumsum(1) - 1).masked_fill(~is_real, -1)
     if spec.shards is None or not spec.shards.documents.ends:
         return positions
     first, _ = spec.shards.documents.bounds(torch.arange(positions.shape[1]))
-    alone: Tensor = positions - first.to(positions.device)
-    return alone
+    in_document: Tensor = positions - first.to(positions.device)
+    return in_document
 
 
 def _tokens(ends: Tensor, queries: Tensor, positions: Tensor, ratio: int) -> Tensor:
     """Return the tokens of blocks, of which the last are given, and those of each query's incomplete block."""
-    back = torch.arange(ratio, dtype=ends.dtype, device=ends.device)
-    blocks = (ends[..., None] - back).masked_fill((ends == NONE)[..., None], NONE).flatten(-2)
-    tail = (queries[:, None] - back[:-1]).expand(*positions.shape, -1)
-    tail = tail.masked_fill(back[:-1] >= (positions[..., None] + 1) % ratio, NONE)
+    offsets = torch.arange(ratio, dtype=ends.dtype, device=ends.device)
+    blocks = (ends[..., None] - offsets).masked_fill((ends == NONE)[..., None], NONE).flatten(-2)
+    tail = (queries[:, None] - offsets[:-1]).expand(*positions.shape, -1)
+    tail = tail.masked_fill(offsets[:-1] >= (positions[..., None] + 1) % ratio, NONE)
     return torch.cat((blocks, tail), -1)
 
 

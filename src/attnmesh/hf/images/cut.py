@@ -38,31 +38,31 @@ def prepare_text_model(running: Sequence[nn.Module]) -> None:
         decoder.register_forward_pre_hook(partial(_cut, given), with_kwargs=True, prepend=True)
 
 
-def _cut(name: str, decoder: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+def _cut(name: str, decoder: nn.Module, args: tuple[Any, ...], arguments: dict[str, Any]) -> Any:
     """Return the arguments of this rank's tokens, if the mask is of a whole sequence with images."""
-    mask, positions = given.get("attention_mask"), given.get("position_ids")
+    mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
     if (shards := _whole(mask)) is None:
         return None
-    whole = text_arguments(
-        "train images", name, decoder, given if not args else {**given, "positional arguments": args}
+    text_inputs = text_arguments(
+        "train images", name, decoder, arguments if not args else {**arguments, "positional arguments": args}
     )
     shards.forward_pass.begin()
     shards.forward_pass.has_positions = True
-    if isinstance(ids := whole.get("input_ids"), PromptIds):
-        whole["input_ids"] = ids.plain()
-    index = shards.positions().to(next(x for x in whole.values() if isinstance(x, torch.Tensor)).device)
+    if isinstance(ids := text_inputs.get("input_ids"), PromptIds):
+        text_inputs["input_ids"] = ids.plain()
+    index = shards.positions().to(next(x for x in text_inputs.values() if isinstance(x, torch.Tensor)).device)
     positions = torch.arange(shards.length, device=index.device)[None] if positions is None else positions
-    local = {key: select(key, value, index, whole) for key, value in whole.items()}
-    local["position_ids"] = ShardPositions.of(positions[..., index], shards=shards, last=int(positions.max()))
-    local["attention_mask"] = _local(mask, index)
-    kept = {key: value for key, value in given.items() if key in SET_HERE and key != "cache_position"}
-    return (), {**kept, **local}
+    shard_inputs = {key: select(key, value, index, text_inputs) for key, value in text_inputs.items()}
+    shard_inputs["position_ids"] = ShardPositions.of(positions[..., index], shards=shards, last=int(positions.max()))
+    shard_inputs["attention_mask"] = _local(mask, index)
+    passed_on = {key: value for key, value in arguments.items() if key in SET_HERE and key != "cache_position"}
+    return (), {**passed_on, **shard_inputs}
 
 
 def _whole(mask: Any) -> Shards | None:
     """Return the shards that a mask of a whole sequence is to be cut into; None for all other masks."""
     if isinstance(mask, dict):
-        return next((shards for one in mask.values() if (shards := _whole(one)) is not None), None)
+        return next((shards for kind_mask in mask.values() if (shards := _whole(kind_mask)) is not None), None)
     if isinstance(mask, PromptMask):
         return mask.shards
     is_whole = isinstance(mask, MaskSpec) and mask.shards is not None and mask.q_length == mask.shards.length
@@ -72,7 +72,7 @@ def _whole(mask: Any) -> Shards | None:
 def _local(mask: Any, index: torch.Tensor) -> Any:
     """Return the part of a mask, or of the masks of several kinds of layers, for the tokens of these indices."""
     if isinstance(mask, dict):
-        return {kind: _local(one, index) for kind, one in mask.items()}
+        return {kind: _local(kind_mask, index) for kind, kind_mask in mask.items()}
     if isinstance(mask, MaskSpec):
         return replace(mask, q_length=len(index))
     return ShardMask.of(mask.plain()[:, index], shards=mask.shards) if isinstance(mask, PromptMask) else mask

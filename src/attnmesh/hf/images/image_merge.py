@@ -89,10 +89,10 @@ class MergedPrompt:
         }
         return masks.get("", masks)
 
-    def run(self, index: Tensor, **more: Any) -> None:
+    def run(self, index: Tensor, **options: Any) -> None:
         """Run the text model on the tokens of these indices."""
         part = {name: select(name, value, index, self.arguments) for name, value in self.arguments.items()}
-        self.decoder(**part, use_cache=True, **more)
+        self.decoder(**part, use_cache=True, **options)
 
 
 def merge_images(
@@ -108,17 +108,17 @@ def merge_images(
     check_cross_mask(SUBJECT, ids, images)
     arguments = _reach(model, decoder, {"input_ids": ids, "attention_mask": mask, **images})
     _go_on_from_last(model, arguments.get("position_ids"))
-    kept = text_arguments(SUBJECT, type(model).__name__, decoder, arguments)
-    if FEATURES in kept:
+    text_inputs = text_arguments(SUBJECT, type(model).__name__, decoder, arguments)
+    if FEATURES in text_inputs:
         is_image = torch.ones_like(ids, dtype=torch.bool)
-        seen = {name: x for name, x in images.items() if name in PER_QUERY}
+        cross_inputs = {name: x for name, x in images.items() if name in PER_QUERY}
         pictures = Pictures(is_image, fingerprints_of(ids, images))
-        return MergedPrompt(decoder, kept, arguments.get("position_ids"), pictures, {}, [], seen)
-    embeds = kept["inputs_embeds"]
+        return MergedPrompt(decoder, text_inputs, arguments.get("position_ids"), pictures, {}, [], cross_inputs)
+    embeds = text_inputs["inputs_embeds"]
     is_image = (embeds != model.get_input_embeddings()(ids).to(embeds.dtype)).any(-1) & mask.bool()
-    ends = not bool(is_image[:, -left:].any())
+    ends_in_text = not bool(is_image[:, -left:].any())
     expected, fix = f"{left} tokens of text at the end of a prompt", "add text after the image"
-    require(ends, ShapeError, SUBJECT, expected, "an image token", fix)
+    require(ends_in_text, ShapeError, SUBJECT, expected, "an image token", fix)
     masks = _masks_with_spans(arguments.get("attention_mask"))
     edges = next((mask.mask.spans for mask in masks.values() if mask.mask.spans), ())
     spans = [*zip(edges[::2], edges[1::2], strict=True)]
@@ -126,7 +126,7 @@ def merge_images(
         is_image[:, start:stop] = True
     fingerprints = fingerprints_of(ids, {**images, "spans": torch.tensor(spans).view(-1, 2)})
     return MergedPrompt(
-        decoder, kept, arguments.get("position_ids"), Pictures(is_image, fingerprints), masks, spans, {}
+        decoder, text_inputs, arguments.get("position_ids"), Pictures(is_image, fingerprints), masks, spans, {}
     )
 
 
@@ -139,47 +139,47 @@ def _go_on_from_last(model: PreTrainedModel, positions: Tensor | None) -> None:
         return
     behind = positions[..., -1].amax(0) - positions.amax((0, 2))
     for module in model.modules():
-        if (kept := vars(module).get("rope_deltas")) is not None:
-            vars(module)["rope_deltas"] = kept + behind[:, None]
+        if (deltas := vars(module).get("rope_deltas")) is not None:
+            vars(module)["rope_deltas"] = deltas + behind[:, None]
 
 
 def text_arguments(subject: str, name: str, decoder: nn.Module, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a text model that have values per token. Raise if the model passes it others."""
-    passed_by = SET_HERE | (IMAGE_INPUTS - signature(decoder.forward).parameters.keys())
-    kept = {key: value for key, value in arguments.items() if key not in passed_by and value is not None}
-    crossed = {FEATURES, "input_ids", *PER_QUERY} if FEATURES in kept else set()
-    unknown = sorted(kept.keys() - PER_TOKEN - PER_IMAGE_TOKEN - crossed)
+    ignored = SET_HERE | (IMAGE_INPUTS - signature(decoder.forward).parameters.keys())
+    text_inputs = {key: value for key, value in arguments.items() if key not in ignored and value is not None}
+    crossed = {FEATURES, "input_ids", *PER_QUERY} if FEATURES in text_inputs else set()
+    unknown = sorted(text_inputs.keys() - PER_TOKEN - PER_IMAGE_TOKEN - crossed)
     expected = "a model that merges images into the embeddings of its text model"
-    takes = f"takes {', '.join(unknown)}" if unknown else "is not called"
-    given = f"{name}, whose text model {takes}"
-    fits = not unknown and ("inputs_embeds" in kept or bool(crossed))
+    reason = f"takes {', '.join(unknown)}" if unknown else "is not called"
+    given = f"{name}, whose text model {reason}"
+    fits = not unknown and ("inputs_embeds" in text_inputs or bool(crossed))
     require(fits, KernelError, subject, expected, given, SDPA)
-    return kept
+    return text_inputs
 
 
-def _masks_with_spans(given: Any) -> dict[str, MaskSpec]:
+def _masks_with_spans(attention_mask: Any) -> dict[str, MaskSpec]:
     """Return the masks that a model passes to its text model, if some have spans."""
-    masks = given if isinstance(given, dict) else {"": given}
-    known = {kind: mask for kind, mask in masks.items() if isinstance(mask, MaskSpec)}
-    differ = any(mask.rows for mask in known.values())
+    masks = attention_mask if isinstance(attention_mask, dict) else {"": attention_mask}
+    specs = {kind: mask for kind, mask in masks.items() if isinstance(mask, MaskSpec)}
+    differ = any(mask.rows for mask in specs.values())
     given = "sequences with images in other places"
     require(not differ, MaskError, "attention mask", SAME_PLACES, given, ONE_PROMPT)
-    return known if any(mask.has_spans for mask in known.values()) else {}
+    return specs if any(mask.has_spans for mask in specs.values()) else {}
 
 
 def _reach(model: PreTrainedModel, decoder: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments with which the model calls its text model."""
 
-    def stop(_: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
-        raise _Reached(named if not positional else {**named, "positional arguments": positional})
+    def stop(_: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        raise _Reached(keywords if not positional else {**keywords, "positional arguments": positional})
 
     handle = decoder.register_forward_pre_hook(stop, with_kwargs=True)
     try:
         with torch.no_grad():
             model(**arguments, use_cache=True)
     except _Reached as reached:
-        found: dict[str, Any] = reached.args[0]
-        return found
+        text_inputs: dict[str, Any] = reached.args[0]
+        return text_inputs
     except InputError:
         raise
     except (ValueError, RuntimeError, LookupError, TypeError, AttributeError, StopIteration) as error:

@@ -15,7 +15,7 @@ FRAME_SECONDS = ("second_per_grid_ts", "video_second_per_grid")
 """Seconds between the frames of each video, which positions are computed from."""
 
 TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
-"""Names of inputs that say of each token what it is; 0 for text."""
+"""Names of inputs with the type of each token; 0 for text."""
 
 IMAGE_INPUTS = {
     *("pixel_values", "pixel_mask", "pixel_attention_mask", "pixel_values_local", "pixel_values_images"),
@@ -56,8 +56,8 @@ class Pictures(NamedTuple):
 def image_inputs(model: Any) -> set[str]:
     """Return the names of the inputs for images that the model takes; none if it takes no images."""
     names = signature(model.forward).parameters if hasattr(model, "forward") else ()
-    found = IMAGE_INPUTS & {*names}
-    return found if any("pixel" in name or "patches" in name for name in found) else set()
+    taken = IMAGE_INPUTS & {*names}
+    return taken if any("pixel" in name or "patches" in name for name in taken) else set()
 
 
 def without_absent(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,9 +79,9 @@ def check_cross_mask(subject: str, ids: Tensor, images: Mapping[str, Any]) -> No
         return
     expected, given = "pixel_values beside cross_attention_mask", "none"
     require(pixels is not None, ArgumentError, subject, expected, given, OWN_PROCESSOR)
-    wanted = *ids.shape, *torch.as_tensor(pixels).shape[1:3]
-    expected, given = f"cross_attention_mask of shape {wanted}", f"{tuple(torch.as_tensor(mask).shape)}"
-    require(torch.as_tensor(mask).shape == wanted, ShapeError, subject, expected, given, OWN_PROCESSOR)
+    shape = *ids.shape, *torch.as_tensor(pixels).shape[1:3]
+    expected, given = f"cross_attention_mask of shape {shape}", f"{tuple(torch.as_tensor(mask).shape)}"
+    require(torch.as_tensor(mask).shape == shape, ShapeError, subject, expected, given, OWN_PROCESSOR)
 
 
 def unless_text(images: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,8 +116,8 @@ def _digests(value: Any, ids: Tensor) -> Tensor:
 def _digests_of_rows(x: Tensor) -> Tensor:
     """Return two int64 values for each row, which nobody finds another row of: a client may not guess at images."""
     rows = x.detach().cpu()[:, None].flatten(1).clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy()
-    kind = f"{x.dtype} {[*x.shape[1:]]} ".encode()
-    digests = b"".join(blake2b(kind + row.tobytes(), digest_size=16).digest() for row in rows)
+    header = f"{x.dtype} {[*x.shape[1:]]} ".encode()
+    digests = b"".join(blake2b(header + row.tobytes(), digest_size=16).digest() for row in rows)
     return torch.tensor(memoryview(digests).cast("q"), dtype=torch.int64).view(-1, 2)
 
 
@@ -137,21 +137,21 @@ def shared_with_images(
     image token has the k-th feature. So the images of a prefix are the same if those of the cache, `held`, are the
     first ones of the prompt, or the other way round.
     """
-    marked = tokens <= IMAGE_MARK
-    inside = int(marked[:, :shared].sum())
-    if not inside:
+    is_image = tokens <= IMAGE_MARK
+    image_tokens = int(is_image[:, :shared].sum())
+    if not image_tokens:
         return shared
     assert pictures is not None  # or no token of the prompt would have a mark
-    whole = inside in (int(marked.sum()), int(pictures.is_image.sum()))
-    if held is not None and whole and _are_first(held, pictures.fingerprints, exactly=len(tokens) > 1):
+    is_whole = image_tokens in (int(is_image.sum()), int(pictures.is_image.sum()))
+    if held is not None and is_whole and _are_first(held, pictures.fingerprints, exactly=len(tokens) > 1):
         return shared
-    return min(shared, int(marked.any(0).long().argmax()))
+    return min(shared, int(is_image.any(0).long().argmax()))
 
 
-def _are_first(held: Mapping[str, Tensor], given: Mapping[str, Tensor], *, exactly: bool) -> bool:
+def _are_first(cached: Mapping[str, Tensor], prompt: Mapping[str, Tensor], *, exactly: bool) -> bool:
     """Return whether the rows of one side are the first ones of the other. The rows of a batch must be equal."""
-    if held.keys() != given.keys():
+    if cached.keys() != prompt.keys():
         return False
-    counts = {name: min(len(held[name]), len(given[name])) for name in held}
-    alike = all(torch.equal(held[name][:count], given[name][:count]) for name, count in counts.items())
-    return alike and (not exactly or all(len(held[name]) == len(given[name]) for name in held))
+    counts = {name: min(len(cached[name]), len(prompt[name])) for name in cached}
+    alike = all(torch.equal(cached[name][:count], prompt[name][:count]) for name, count in counts.items())
+    return alike and (not exactly or all(len(cached[name]) == len(prompt[name]) for name in cached))

@@ -34,7 +34,7 @@ def other_spans(sees: Callable[[Tensor, Tensor], Tensor], spans: Sequence[Span],
     >>> other_spans(lambda query, key: query // 10 == key // 10, [(3, 5), (7, 9)], 8)
     'images whose tokens see those of later images'
     """
-    if any(sees(torch.tensor(one), torch.tensor(other)) for (one, _), (other, _) in pairwise(spans)):
+    if any(sees(torch.tensor(earlier), torch.tensor(later)) for (earlier, _), (later, _) in pairwise(spans)):
         return "images whose tokens see those of later images"
     for start, stop in spans:
         if stop - start > window and sees(torch.tensor(stop - 1), torch.tensor(start)):
@@ -59,7 +59,7 @@ def uncut(chunks: Sequence[Chunk], spans: Sequence[Span]) -> list[Chunk]:
     joined: list[Chunk] = []
     for start, stop, sharded in chunks:
         if joined and any(first < start < last for first, last in spans):
-            start, _, before = joined.pop()
-            sharded = sharded and before
+            start, _, was_sharded = joined.pop()
+            sharded = sharded and was_sharded
         joined.append((start, stop, sharded))
     return joined

@@ -32,12 +32,12 @@ def in_tower(config: Any) -> bool:
     return kind.base_config_key not in TEXT_KEYS or not (has_words or "text_config" in kind.sub_configs)
 
 
-def attend_in_tower(module: Any, query: Tensor, key: Any, value: Any, mask: Any, **more: Any) -> Any:
+def attend_in_tower(module: Any, query: Tensor, key: Any, value: Any, mask: Any, **options: Any) -> Any:
     """Return attention of a tower's layer, as "sdpa" computes it."""
     if (kind := module.config.__class__) not in SAID:
         SAID.add(kind)
         _say(kind)
-    return sdpa_attention(module, query, key, value, mask, **more)
+    return sdpa_attention(module, query, key, value, mask, **options)
 
 
 def _say(kind: type) -> None:

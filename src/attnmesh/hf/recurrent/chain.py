@@ -76,17 +76,17 @@ class Chain:
     def halo(self, x: Tensor, size: int, dim: int) -> Tensor:
         """Return the `size` tokens before this rank's part."""
         x = x if self.tokens else x.narrow(dim, 0, 0)
-        wanted = size + self.kept
-        owners, lengths, own = self.owners, self.lengths, x
+        width = size + self.kept
+        owners, lengths, own_tokens = self.owners, self.lengths, x
         if self.continues:  # the tokens before the first part are a part of their own
-            owners, lengths = [owners[0], *owners], [wanted, *lengths]
-            own = torch.cat([self._entering.popleft(), x], dim) if self.index == 0 else x
-        before = halo_of_parts(own, wanted, self.axis, owners, lengths, dim=dim)
-        before = before.narrow(dim, before.shape[dim] - wanted, wanted)
+            owners, lengths = [owners[0], *owners], [width, *lengths]
+            own_tokens = torch.cat([self._entering.popleft(), x], dim) if self.index == 0 else x
+        halo = halo_of_parts(own_tokens, width, self.axis, owners, lengths, dim=dim)
+        halo = halo.narrow(dim, halo.shape[dim] - width, width)
         if self.kept or self._is_last:
-            whole = torch.cat([before, x], dim)
-            self.leaving.append(whole.narrow(dim, whole.shape[dim] - wanted, wanted))
-        return before.narrow(dim, self.kept, size)
+            joined = torch.cat([halo, x], dim)
+            self.leaving.append(joined.narrow(dim, joined.shape[dim] - width, width))
+        return halo.narrow(dim, self.kept, size)
 
     def convolve(self, x: Tensor, size: int, function: Callable[[Tensor], Tensor]) -> Tensor:
         """Return a function of the tokens (batch, channels, tokens) and the `size` tokens before them."""
@@ -100,12 +100,12 @@ class Chain:
         part = part if self.tokens else _without_tokens(part)
         if resets := any(self.resets[self.index : self.index + 1]):
             part = AffineMap(torch.zeros_like(part.linear), part.bias)
-        first = self.continues and self.index == 0
+        is_first = self.continues and self.index == 0
         entered = torch.zeros_like(part.bias)
-        if first:
+        if is_first:
             entered = self._entering.popleft()
             entered = convert(entered).to(part.bias.dtype) if self.kept else entered
-        element = AffineMap(part.linear, part(entered)) if first and not resets else part
+        element = AffineMap(part.linear, part(entered)) if is_first and not resets else part
         state = scan(element, self.axis, self.owners, whole=False, resets=self.resets).bias + entered
         if self._is_last:
             self.leaving.append(part.bias if resets else part(state))
@@ -132,9 +132,9 @@ class HeadChain:
         self.layer = layer
         self.axis = parts[0].axis
         self.documents = list(documents)
-        self.owners = [owner for each in parts for owner in each.owners]
-        self.lengths = [length for each in parts for length in each.lengths]
-        self.pieces = [tokens for each in parts for tokens in each.pieces]
+        self.owners = [owner for part in parts for owner in part.owners]
+        self.lengths = [length for part in parts for length in part.lengths]
+        self.pieces = [tokens for part in parts for tokens in part.pieces]
         self._parts = parts
         self._chain = self.axis, self.owners, self.lengths
 
@@ -150,15 +150,15 @@ class HeadChain:
 
     def gather(self, *tensors: Tensor) -> list[Tensor]:
         """Return all tokens of this rank's heads, for each (batch, own tokens, heads, ...): one exchange per dtype."""
-        found: dict[int, Tensor] = {}
+        gathered: dict[int, Tensor] = {}
         for dtype in dict.fromkeys(x.dtype for x in tensors):
-            chosen = [number for number, x in enumerate(tensors) if x.dtype == dtype]
-            shares = [tensors[number].unflatten(2, (self.axis.size, -1)).flatten(3) for number in chosen]
+            indices = [index for index, x in enumerate(tensors) if x.dtype == dtype]
+            shares = [tensors[index].unflatten(2, (self.axis.size, -1)).flatten(3) for index in indices]
             joined = tokens_to_heads(torch.cat(shares, -1), *self._chain)
             widths = [share.shape[-1] for share in shares]
-            for number, x in zip(chosen, joined.split(widths, -1), strict=True):
-                found[number] = x.unflatten(-1, (-1, *tensors[number].shape[3:]))
-        return [found[number] for number in range(len(tensors))]
+            for index, x in zip(indices, joined.split(widths, -1), strict=True):
+                gathered[index] = x.unflatten(-1, (-1, *tensors[index].shape[3:]))
+        return [gathered[index] for index in range(len(tensors))]
 
     def scatter(self, x: Tensor) -> Tensor:
         """Return this rank's tokens of all heads, from (batch, all tokens, own heads, width)."""
@@ -182,20 +182,20 @@ class HeadChain:
         raise KernelError("shard_batch exchange", expected, self.layer, 'pass exchange="scan"')
 
 
-def _after_halo(halo: Tensor, x: Tensor, pieces: Sequence[int], before: int) -> list[Tensor]:
+def _after_halo(halo: Tensor, x: Tensor, pieces: Sequence[int], tokens_before: int) -> list[Tensor]:
     """Return the pieces of a part (batch, channels, tokens). Before each is its halo, zeros for other documents."""
-    others = max(halo.shape[2] - before, 0)
+    foreign = max(halo.shape[2] - tokens_before, 0)
     zeros = torch.zeros_like(halo)
     first, *later = split(x, pieces, 2)
-    return [pad(halo[..., others:], (others, 0)), first, *chain.from_iterable((zeros, piece) for piece in later)]
+    return [pad(halo[..., foreign:], (foreign, 0)), first, *chain.from_iterable((zeros, piece) for piece in later)]
 
 
 def _convolve(halos_and_pieces: list[Tensor], function: Callable[[Tensor], Tensor]) -> Tensor:
     """Return a function of the pieces, each after its halo. Only the last one keeps results beyond its tokens."""
     out = function(torch.cat(halos_and_pieces, 2))
     lengths = [x.shape[2] for x in halos_and_pieces[1:-1]]
-    kept = split(out, [*lengths, out.shape[2] - sum(lengths)], 2)[::2]  # the others read two pieces
-    return kept[0] if len(kept) == 1 else torch.cat(kept, 2)
+    outputs = split(out, [*lengths, out.shape[2] - sum(lengths)], 2)[::2]  # the others read two pieces
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 
 
 def split(x: Tensor, lengths: Sequence[int], dim: int) -> tuple[Tensor, ...]:
@@ -221,20 +221,20 @@ def running(chain: AnyChain) -> Iterator[AnyChain]:
 @cached_per_world(64)
 def parts_of(layout: Layout, length: int, mesh: DeviceMesh | None, mask: Mask = Full()) -> list[Parts]:
     """Return the parts of each chain of a layout, early parts before late ones."""
-    found = []
+    all_parts = []
     begin = 0
     first_tokens = (0, *mask.ends)
     for axis, owners, lengths in _chains(layout, length, mesh):
         edges = [*accumulate(lengths, initial=begin)]
         index = owners.index(axis.index)
-        own = Parts(axis, owners, lengths, pieces_of(mask, *edges[index : index + 2]))
+        own_parts = Parts(axis, owners, lengths, pieces_of(mask, *edges[index : index + 2]))
         if mask.ends:
-            before = edges[index] - max(token for token in first_tokens if token <= edges[index])
+            tokens_before = edges[index] - max(token for token in first_tokens if token <= edges[index])
             resets = [any(start <= token < stop for token in first_tokens) for start, stop in pairwise(edges)]
-            own = own._replace(before=before, resets=resets)
-        found.append(own)
+            own_parts = own_parts._replace(before=tokens_before, resets=resets)
+        all_parts.append(own_parts)
         begin = edges[-1]
-    return found
+    return all_parts
 
 
 def pieces_of(mask: Mask, start: int, stop: int) -> list[int]:
@@ -266,12 +266,12 @@ def _chain_axis(mesh: DeviceMesh | None) -> tuple[Axis, list[int]]:
     if axis.size == 1 or mesh is None:
         return axis, [0]
     shape = Mesh.of(mesh).shape
-    mine = attention_dims(mesh)
+    names = attention_dims(mesh)
     sizes = dict(zip(AXES, shape, strict=True))
     shards = []  # by index of the flat axis
-    for indices in product(*(range(sizes[name]) for name in mine)):
-        by_axis = dict.fromkeys(AXES, 0) | dict(zip(mine, indices, strict=True))
-        shards.append(shape.shard(*(by_axis[name] for name in AXES)))
+    for indices in product(*(range(sizes[name]) for name in names)):
+        axis_index = dict.fromkeys(AXES, 0) | dict(zip(names, indices, strict=True))
+        shards.append(shape.shard(*(axis_index[name] for name in AXES)))
     return axis, [shards.index(shard) for shard in range(axis.size)]
 
 

@@ -27,9 +27,9 @@ def recurrence_of(layer: type) -> Recurrence | None:
 
     Subclasses of a class of transformers are of its kind. So are copies of one, as models with code of their own have.
     """
-    known = recurrences()
-    found = (each.__name__ for each in layer.__mro__ if each.__module__.startswith("transformers"))
-    return next((known[name] for name in found if name in known), None)
+    records = recurrences()
+    names = (each.__name__ for each in layer.__mro__ if each.__module__.startswith("transformers"))
+    return next((records[name] for name in names if name in records), None)
 
 
 def check_layer(layer: nn.Module) -> None:
@@ -55,10 +55,10 @@ def _misfits(layer: nn.Module, kind: Recurrence) -> Iterator[tuple[str, str, str
     for name in (name for name in kind.reads if name not in names):
         yield f"a forward that reads {name}", f"{installed}, in which it does not", fix
     for name in (name for name, replacement in kind.functions.items() if replacement is not None):
-        known = kind.functions[name].parameters
-        found = _parameters(called[name])
-        if found != known:
-            yield f"{name}({', '.join(known)})", f"{installed} with {name}({', '.join(found)})", fix
+        expected = kind.functions[name].parameters
+        parameters = _parameters(called[name])
+        if parameters != expected:
+            yield f"{name}({', '.join(expected)})", f"{installed} with {name}({', '.join(parameters)})", fix
     for name in sorted(called.keys() - {*kind.functions, *kind.unchanged, *upstream.UNCHANGED}):
         yield "a forward of known functions", f"{installed}, in which it calls {name}", fix
     for name in sorted(signature(forward).parameters.keys() - {*upstream.ARGUMENTS}):
@@ -82,14 +82,14 @@ def _functions(forward: FunctionType) -> dict[str, Callable[..., Any]]:
 
     Beside the package `kernels` they are modules that call the function, without its name.
     """
-    found = {name: forward.__globals__.get(name) for name in _names(forward.__code__)}
-    return {name: value for name, value in found.items() if callable(value) and not isclass(value)}
+    values = {name: forward.__globals__.get(name) for name in _names(forward.__code__)}
+    return {name: value for name, value in values.items() if callable(value) and not isclass(value)}
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
     """Return the names of a function's parameters before its `**kwargs`."""
-    described = type(function).forward if isinstance(function, nn.Module) else function
-    parameters = signature(described).parameters.values()
+    forward = type(function).forward if isinstance(function, nn.Module) else function
+    parameters = signature(forward).parameters.values()
     return tuple(p.name for p in parameters if p.kind is not Parameter.VAR_KEYWORD and p.name != "self")
 
 
@@ -111,18 +111,20 @@ def forward_on_shards(layer: type) -> Callable[..., Any]:
 def _replaced(forward: FunctionType, kind: Recurrence) -> Callable[..., Any]:
     if kind.forward is not None:
         return kind.forward
-    replaced = {name: _replacement(given, forward.__globals__[name]) for name, given in kind.functions.items()}
+    replaced = {
+        name: _replacement(replacement, forward.__globals__[name]) for name, replacement in kind.functions.items()
+    }
     names = forward.__globals__ | replaced
     copied = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     copied.__kwdefaults__ = forward.__kwdefaults__
     return copied
 
 
-def _replacement(given: Convolution | Rule | None, stock: Callable[..., Any]) -> Callable[..., Any]:
+def _replacement(replacement: Convolution | Rule | None, stock: Callable[..., Any]) -> Callable[..., Any]:
     """Return what replaces a function: one without a replacement returns None, as where there is no such kernel."""
-    if given is None:
+    if replacement is None:
         return lambda *_, **__: None
-    return given.of(stock) if isinstance(given, Convolution) else _rule(given, stock)
+    return replacement.of(stock) if isinstance(replacement, Convolution) else _rule(replacement, stock)
 
 
 def _rule(rule: Rule, stock: Any) -> Callable[..., Any]:
@@ -132,10 +134,13 @@ def _rule(rule: Rule, stock: Any) -> Callable[..., Any]:
         chain = current_chain.get()
         if isinstance(chain, HeadChain) and rule.by_heads is not None:
             rule.check_rows(kwargs)
-            whole = partial(rule.outputs, stock, chain.documents)
-            out = rule.by_heads(whole, chain, *args, **{**kwargs, rule.returns_state: False})
+            whole_rule = partial(rule.outputs, stock, chain.documents)
+            out = rule.by_heads(whole_rule, chain, *args, **{**kwargs, rule.returns_state: False})
             return rule.returned(chain.scatter(out), None, False)
-        links = [rule(stock, *own, **named) for own, named in rule.cut(chain.pieces, args, kwargs)]
+        links = [
+            rule(stock, *piece_args, **piece_kwargs)
+            for piece_args, piece_kwargs in rule.cut(chain.pieces, args, kwargs)
+        ]
         out, leaving = run_links(links, rule.dim, rule.from_stock)
         return rule.returned(out, leaving, bool(kwargs.get(rule.returns_state)))
 

@@ -42,23 +42,23 @@ class RecurrentLayer:
         layer: Any = self
         stock = stock_of(layer)
         bound = signature(stock.forward).bind(layer, *args, **kwargs)
-        named = {**bound.arguments, **bound.arguments.pop("kwargs", {})}
-        named.pop("self")
-        shards = next((x for x in map(_shards_of, named.values()) if x is not None), None)
-        if shards is None and next(iter(named.values())).shape[1] == 1:
+        arguments = {**bound.arguments, **bound.arguments.pop("kwargs", {})}
+        arguments.pop("self")
+        shards = next((x for x in map(_shards_of, arguments.values()) if x is not None), None)
+        if shards is None and next(iter(arguments.values())).shape[1] == 1:
             shards = self.call.shards  # transformers passes no mask with one token
         if shards is None:
             return stock.forward(layer, *args, **kwargs)
         shards.count_layer(type(layer).__name__, self.call.layers, recurrent=True)
         if not shards.cached:
-            check_same_weights(layer, shards, next(iter(named.values())).device)
-        named = {name: x.plain() if isinstance(x, ShardTensor) else x for name, x in named.items()}
+            check_same_weights(layer, shards, next(iter(arguments.values())).device)
+        arguments = {name: x.plain() if isinstance(x, ShardTensor) else x for name, x in arguments.items()}
         run = partial(forward_on_shards(stock), layer)
         if shards.cached:
-            return _prefill(run, layer, named, shards)
-        named[_mask_name(named)] = None  # padding is on the right
+            return _prefill(run, layer, arguments, shards)
+        arguments[_mask_name(arguments)] = None  # padding is on the right
         train = _train_by_heads if shards.exchange == "heads" else _train
-        return train(run, layer, named, shards)
+        return train(run, layer, arguments, shards)
 
 
 class ModelCall:
@@ -80,7 +80,7 @@ class ModelCall:
         self.shards = next((x for x in map(_shards_of, (*args, *kwargs.values())) if x is not None), None)
 
 
-def _train(run: Callable[..., Any], layer: Any, named: dict[str, Any], shards: Shards) -> Any:
+def _train(run: Callable[..., Any], layer: Any, arguments: dict[str, Any], shards: Shards) -> Any:
     """Return the layer's output for this rank's tokens: of a zigzag layout the early part, then the late one."""
     entering = None
     outputs = []
@@ -88,7 +88,7 @@ def _train(run: Callable[..., Any], layer: Any, named: dict[str, Any], shards: S
     per_token = _kind(layer).outputs
     for parts in parts_of(shards.layout, shards.length, shards.mesh, shards.documents):
         with running(Chain(parts, entering)) as chain:
-            outputs.append(_run_part(run, named, first, chain.tokens, per_token))
+            outputs.append(_run_part(run, arguments, first, chain.tokens, per_token))
         first = first + chain.tokens
         entering = chain.leaving
     if isinstance(outputs[0], Tensor):
@@ -97,31 +97,31 @@ def _train(run: Callable[..., Any], layer: Any, named: dict[str, Any], shards: S
     return *joined, *outputs[0][per_token:]
 
 
-def _train_by_heads(run: Callable[..., Any], layer: Any, named: dict[str, Any], shards: Shards) -> Any:
+def _train_by_heads(run: Callable[..., Any], layer: Any, arguments: dict[str, Any], shards: Shards) -> Any:
     """Return the layer's output for this rank's tokens. Its rule runs over the whole sequence for this rank's heads."""
     parts = parts_of(shards.layout, shards.length, shards.mesh, shards.documents)
     with running(HeadChain(type(layer).__name__, parts, pieces_of(shards.documents, 0, shards.length))):
-        return run(**named)
+        return run(**arguments)
 
 
-def _prefill(run: Callable[..., Any], layer: Any, named: dict[str, Any], shards: Shards) -> Any:
+def _prefill(run: Callable[..., Any], layer: Any, arguments: dict[str, Any], shards: Shards) -> Any:
     """Return the layer's output for this rank's tokens. Every rank's cache gets the state after the last one's."""
     (parts,) = parts_of(shards.layout, shards.length, shards.mesh)
-    name = next(name for name in CACHES if name in named)
-    states = (_kind(layer).states or PrefillStates)(named[name], layer)
+    name = next(name for name in CACHES if name in arguments)
+    states = (_kind(layer).states or PrefillStates)(arguments[name], layer)
     mask = None if shards.token_mask is None else shards.token_mask[:, shards.positions() - shards.start]
-    named |= {name: states, _mask_name(named): mask}
+    arguments |= {name: states, _mask_name(arguments): mask}
     with running(Chain(parts, states.entering(), kept=1)) as chain:
-        out = _run_part(run, named, 0, chain.tokens, _kind(layer).outputs)
+        out = _run_part(run, arguments, 0, chain.tokens, _kind(layer).outputs)
     states.store(chain)
     return out
 
 
-def _run_part(run: Callable[..., Any], named: dict[str, Any], first: int, tokens: int, per_token: int) -> Any:
+def _run_part(run: Callable[..., Any], arguments: dict[str, Any], first: int, tokens: int, per_token: int) -> Any:
     """Return the layer's output for some of this rank's tokens. Without tokens, all ranks still exchange."""
-    part = dict(named)
-    for name in (name for name in PER_TOKEN if isinstance(named.get(name), Tensor)):
-        x = named[name]
+    part = dict(arguments)
+    for name in (name for name in PER_TOKEN if isinstance(arguments.get(name), Tensor)):
+        x = arguments[name]
         part[name] = x[:, first : first + tokens] if tokens else x.new_zeros(len(x), 1, *x.shape[2:])
     out = run(**part)
     if tokens:
@@ -129,9 +129,9 @@ def _run_part(run: Callable[..., Any], named: dict[str, Any], first: int, tokens
     return out[:, :0] if isinstance(out, Tensor) else (*(x[:, :0] for x in out[:per_token]), *out[per_token:])
 
 
-def _mask_name(named: dict[str, Any]) -> str:
+def _mask_name(arguments: dict[str, Any]) -> str:
     """Return the name of the padding among a layer's arguments."""
-    return next((name for name in MASKS if name in named), MASKS[0])
+    return next((name for name in MASKS if name in arguments), MASKS[0])
 
 
 def _kind(layer: Any) -> Recurrence:
@@ -159,7 +159,7 @@ def prepare_layers(model: nn.Module) -> list[ModelCall]:
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and all(module not in set(other.modules()) for other in outer):
             outer.append(module)
-    return [call for one in outer or [model] if (call := _prepare_model(one)) is not None]
+    return [call for outermost in outer or [model] if (call := _prepare_model(outermost)) is not None]
 
 
 def _prepare_model(model: Any) -> ModelCall | None:
@@ -169,19 +169,19 @@ def _prepare_model(model: Any) -> ModelCall | None:
     new = [layer for layer in layers if not _is_prepared(layer)]
     for layer in new:
         check_layer(layer)
-    known = sum(_kind(layer).base is None for layer in layers)
+    recognised = sum(_kind(layer).base is None for layer in layers)
     expected = recurrent_layers(model.config) if isinstance(model, PreTrainedModel) else 0
-    given = f"{known} of {expected} of them in the {type(model).__name__} of {TRANSFORMERS.installed}"
-    fits = known >= expected
+    given = f"{recognised} of {expected} of them in the {type(model).__name__} of {TRANSFORMERS.installed}"
+    fits = recognised >= expected
     fix = TRANSFORMERS.fix
     require(fits, KernelError, SUBJECT, "recurrent layers of known classes", given, fix)
     if not new:
         return None
     models = [x for x in model.modules() if x is model or isinstance(x, PreTrainedModel)]
     call = ModelCall(models, mixing_layers(model.config) if isinstance(model, PreTrainedModel) else 1)
-    for one in families().values():
-        if one.prepare is not None:
-            one.prepare(model)
+    for family in families().values():
+        if family.prepare is not None:
+            family.prepare(model)
     for layer in new:
         stock: type = type(layer)
         kind = _kind(layer)
@@ -217,7 +217,7 @@ def restore(model: nn.Module) -> None:
 
 def _restore_layers(model: nn.Module) -> None:
     modules: list[Any] = [*model.modules()]
-    undo = [one.restore for one in families().values() if one.restore is not None]
+    undo = [family.restore for family in families().values() if family.restore is not None]
     for module in modules:
         for restore_module in undo:
             restore_module(module)

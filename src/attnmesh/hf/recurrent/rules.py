@@ -71,24 +71,24 @@ class Rule:
     def __call__(self, stock: Stock, *args: Any, **kwargs: Any) -> ShardOfStates:
         """Return the link of a shard: `link(stock, *args, **kwargs)`, without the request for a state."""
         self.check_rows(kwargs)
-        begins = kwargs.get(self.initial_state or "") is None
+        begins_at_zero = kwargs.get(self.initial_state or "") is None
         fix = "pass it to link.finish"
-        require(begins, ArgumentError, f"recurrent layer {self.initial_state}", "None", "a tensor", fix)
+        require(begins_at_zero, ArgumentError, f"recurrent layer {self.initial_state}", "None", "a tensor", fix)
         ignored = {self.returns_state, self.initial_state}
         return self.link(stock, *args, **{name: value for name, value in kwargs.items() if name not in ignored})
 
     def cut(self, lengths: Sequence[int], args: Sequence[Any], options: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
         """Yield the positional and the named arguments of each run of tokens."""
-        named = [*enumerate(args), *options.items()]
-        tokens = {name: split(x, lengths, self.dim) for name, x in named if isinstance(x, Tensor) and x.ndim > 2}
+        arguments = [*enumerate(args), *options.items()]
+        tokens = {name: split(x, lengths, self.dim) for name, x in arguments if isinstance(x, Tensor) and x.ndim > 2}
         for part in range(len(lengths)):
-            own = {name: tokens[name][part] if name in tokens else x for name, x in named}
-            yield [own.pop(number) for number in range(len(args))], own
+            run_arguments = {name: tokens[name][part] if name in tokens else x for name, x in arguments}
+            yield [run_arguments.pop(number) for number in range(len(args))], run_arguments
 
     def outputs(self, stock: Stock, lengths: Sequence[int], *args: Any, **options: Any) -> Tensor:
         """Return the outputs of the stock rule, which begins anew with each run of tokens."""
-        found = [stock(*own, **named) for own, named in self.cut(lengths, args, options)]
-        return torch.cat([out[0] if self.always_pair else out for out in found], self.dim)
+        results = [stock(*piece_args, **piece_kwargs) for piece_args, piece_kwargs in self.cut(lengths, args, options)]
+        return torch.cat([out[0] if self.always_pair else out for out in results], self.dim)
 
     def check_rows(self, options: Mapping[str, Any]) -> None:
         """Raise if the options begin a new sequence inside the tokens."""
@@ -112,8 +112,8 @@ def joined(links: Sequence[ShardOfStates], dim: int) -> ShardOfStates:
         return first
 
     def finish(entering: Tensor) -> tuple[Tensor, Tensor]:
-        found = [first.finish(entering), *(link.finish(torch.zeros_like(entering)) for link in later)]
-        return torch.cat([outputs for outputs, _ in found], dim), found[-1][1]
+        results = [first.finish(entering), *(link.finish(torch.zeros_like(entering)) for link in later)]
+        return torch.cat([outputs for outputs, _ in results], dim), results[-1][1]
 
     return ShardOfStates(AffineMap(torch.zeros_like(first.map.linear), later[-1].map.bias), finish)
 

@@ -58,7 +58,7 @@ def is_indexer(module: Any) -> bool:
 
 
 def known_part(module: Any) -> Part | None:
-    """Return what a class that runs as a subclass must have; None unless it has that. It is refused when called."""
+    """Return the record of a module that can run as a subclass; None for others. An incomplete one is refused later."""
     kind = type(module)
     part = parts().get(type(module).__name__)
     if part is None or not kind.__module__.startswith("transformers"):

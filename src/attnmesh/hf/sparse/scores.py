@@ -29,7 +29,7 @@ class KeySource(Protocol):
         """Return the best k keys of each query, (batch, queries, k) of int32."""
 
 
-class Found(NamedTuple):
+class TopK(NamedTuple):
     """Result of `topk` for a model."""
 
     indices: Tensor
@@ -91,14 +91,14 @@ class IndexScores(DispatchedTensor):
         if name == "masked_fill" and self.spec is None and isinstance(args[1], IndexMask) and args[2] == -torch.inf:
             return self.of(self.plain(), **{**vars(self), "spec": args[1].spec})
         if name == "topk" and self.spec is not None and self.ndim == 3 and self.shape[2] == KEYS and _is_last(kwargs):
-            return Found(self.source.select(self, args[1]))
+            return TopK(self.source.select(self, args[1]))
         if name not in KEYWISE or any(isinstance(x, Tensor) for x in kwargs.values()):
             Opaque._raise_read(name.strip("_"))
         result = call(*(x.plain() if isinstance(x, IndexScores) else _described(x) for x in args))
         operands, slots = _operands(args, result)
 
-        def recorded(keys: Tensor, given: Sequence[Tensor]) -> Any:
-            return call(*(_argument(x, slot, keys, given) for x, slot in zip(args, slots, strict=True)))
+        def recorded(keys: Tensor, query_operands: Sequence[Tensor]) -> Any:
+            return call(*(_argument(x, slot, keys, query_operands) for x, slot in zip(args, slots, strict=True)))
 
         return self.of(result, **{**vars(self), "operands": operands, "recorded": recorded})
 
@@ -142,8 +142,8 @@ def _operands(args: Sequence[Any], result: Tensor) -> tuple[tuple[Tensor, ...], 
     return tuple(operands), slots
 
 
-def _argument(x: Any, slot: slice | int | None, keys: Tensor, given: Sequence[Tensor]) -> Any:
-    """Return an argument of a recorded function for some keys and queries. Those of queries have places in `given`."""
+def _argument(x: Any, slot: slice | int | None, keys: Tensor, operands: Sequence[Tensor]) -> Any:
+    """Return an argument of a recorded function for some keys and queries. Tensors of queries are in `operands`."""
     if slot is None:
         return x
-    return x.recorded(keys, given[slot]) if isinstance(slot, slice) else given[slot]
+    return x.recorded(keys, operands[slot]) if isinstance(slot, slice) else operands[slot]

@@ -103,9 +103,9 @@ def _check_alone(accelerator: Any) -> None:
 
 def _warn_if_weights_are_whole(accelerator: Any) -> None:
     """Warn if FSDP was asked for on CPUs, where accelerate does without it and says nothing."""
-    asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    is_requested = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     on_cpus = str(accelerator.distributed_type).endswith("MULTI_CPU")
-    if asked and on_cpus and accelerator.is_main_process:
+    if is_requested and on_cpus and accelerator.is_main_process:
         warnings.warn("accelerate ignores FSDP on CPUs: DDP keeps all weights on each rank", stacklevel=2)
 
 
@@ -123,17 +123,17 @@ def _replicas(mesh: DeviceMesh | None, processes: int) -> Replicas:
     world = dist.get_world_size() if dist.is_initialized() else 1
     fix = "start the script with torchrun or accelerate launch, on CPUs with use_cpu=True"
     require(world == processes, MeshError, "on_mesh", f"accelerate on {world} ranks", str(processes), fix)
-    own = [dist.get_rank() if world > 1 else 0] if mesh is None else mesh.mesh.flatten().tolist()
+    mesh_ranks = [dist.get_rank() if world > 1 else 0] if mesh is None else mesh.mesh.flatten().tolist()
     if world == 1:
         return Replicas(0, 1, 1, None)
     table: list[list[int]] = [[] for _ in range(world)]
-    dist.all_gather_object(table, own)
+    dist.all_gather_object(table, mesh_ranks)
     groups = check_groups("on_mesh mesh", table)
     group = None
     if len(groups) > 1:
         group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in zip(*groups, strict=True)])
     index = next(number for number, ranks in enumerate(groups) if dist.get_rank() in ranks)
-    return Replicas(index, len(groups), len(own), group)
+    return Replicas(index, len(groups), len(mesh_ranks), group)
 
 
 class MeshAccelerator:
@@ -158,11 +158,11 @@ class MeshAccelerator:
     @contextmanager
     def dealing(self) -> Iterator[None]:
         """Be the mesh of this rank, in this context: the process that batches are dealt out to."""
-        before, self._deals_batches = self._deals_batches, True
+        was_dealing, self._deals_batches = self._deals_batches, True
         try:
             yield
         finally:
-            self._deals_batches = before
+            self._deals_batches = was_dealing
 
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
         """Return a loader that gives the ranks of a mesh the same batches."""
@@ -182,9 +182,9 @@ class MeshAccelerator:
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """Prepare as accelerate does. FSDP2 adds hooks to a model."""
         prepared: Any = super().prepare(*args, **kwargs)  # type: ignore[misc]
-        for one in prepared if isinstance(prepared, (tuple, list)) else (prepared,):
-            if isinstance(one, nn.Module):
-                self.calls.install(one)
+        for part in prepared if isinstance(prepared, (tuple, list)) else (prepared,):
+            if isinstance(part, nn.Module):
+                self.calls.install(part)
         return prepared
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:

@@ -106,8 +106,8 @@ def shard_agreed(agreed: AgreedBatch, mesh: DeviceMesh | None, layout: Layout, e
     mask = batch.get("attention_mask")
     mask = torch.ones_like(ids) if mask is None else mask
     if images:  # the model merges them into the whole sequence, and computes its positions
-        whole = {"input_ids": PromptIds.of(ids, shards=shards), "attention_mask": PromptMask.of(mask, shards=shards)}
-        return whole | {"use_cache": False} | images | loss
+        prompt = {"input_ids": PromptIds.of(ids, shards=shards), "attention_mask": PromptMask.of(mask, shards=shards)}
+        return prompt | {"use_cache": False} | images | loss
     sequence = {"last": int(positions.max()), "ids": ids if batch.get("position_ids") is None else None}
     return {
         "input_ids": ShardIds.of(part(ids), shards=shards),
@@ -118,33 +118,33 @@ def shard_agreed(agreed: AgreedBatch, mesh: DeviceMesh | None, layout: Layout, e
 
 
 def agree_on_batch(
-    batch: Mapping[str, Any], mesh: DeviceMesh | None, layout: Layout | str, exchange: str, more: Mapping[str, Any]
+    batch: Mapping[str, Any], mesh: DeviceMesh | None, layout: Layout | str, exchange: str, extras: Mapping[str, Any]
 ) -> AgreedBatch:
     """Return the batch if all ranks pass the same valid one."""
     axes = Mesh.of(mesh)
     with Agreement(axes, "shard_batch") as agreement:
         check_layout("shard_batch layout", layout, auto=True)
-        known = isinstance(exchange, str) and exchange in EXCHANGES
+        is_known = isinstance(exchange, str) and exchange in EXCHANGES
         expected = f"one of {', '.join(EXCHANGES)}"
-        require(known, ArgumentError, "shard_batch exchange", expected, short(exchange), 'pass exchange="scan"')
+        require(is_known, ArgumentError, "shard_batch exchange", expected, short(exchange), 'pass exchange="scan"')
         given = type(batch).__name__
         fix = "pass the collator's output, or a dict"
         require(isinstance(batch, Mapping), DtypeError, "shard_batch", "a mapping of names to tensors", given, fix)
-        whole = {**batch, **more}
-        _check_batch(whole, axes.ranks)
-        positions, documents = _positions(whole)
-        _check_packing(whole, documents)
-        check_cross_mask("shard_batch", whole["input_ids"], whole)
-        tensors = {name: x for name, x in whole.items() if isinstance(x, Tensor)}
-        others = {name: describe_value(x) for name, x in whole.items() if name not in tensors}
-        agreement.fields = {"layout": layout, "exchange": exchange, **fingerprints(tensors), **others}
-    return AgreedBatch(whole, positions, documents)
+        entries = {**batch, **extras}
+        _check_batch(entries, axes.ranks)
+        positions, documents = _positions(entries)
+        _check_packing(entries, documents)
+        check_cross_mask("shard_batch", entries["input_ids"], entries)
+        tensors = {name: x for name, x in entries.items() if isinstance(x, Tensor)}
+        described = {name: describe_value(x) for name, x in entries.items() if name not in tensors}
+        agreement.fields = {"layout": layout, "exchange": exchange, **fingerprints(tensors), **described}
+    return AgreedBatch(entries, positions, documents)
 
 
 def _shift_labels(batch: Mapping[str, Any]) -> Tensor | None:
     """Return the target of each token: the next token's label in the whole sequence. None without labels."""
-    if (given := batch.get("shift_labels")) is not None:
-        return given  # type: ignore[no-any-return]
+    if (targets := batch.get("shift_labels")) is not None:
+        return targets  # type: ignore[no-any-return]
     labels = batch.get("labels")
     return None if labels is None else pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:]
 
@@ -183,8 +183,8 @@ def _check_batch(batch: Mapping[str, Any], ranks: int) -> None:
     images = any(name in IMAGE_INPUTS and x is not None for name, x in batch.items())
     for name, x in batch.items():
         fix = "leave it out, or pass it to the model yourself if it has no value per token; else train on one device"
-        known = name in (*accepted, *PACKING_ARGUMENTS, *IMAGE_INPUTS) or name == "use_cache"
-        require(known, ArgumentError, "shard_batch", f"some of {', '.join(accepted)}", repr(name), fix)
+        is_known = name in (*accepted, *PACKING_ARGUMENTS, *IMAGE_INPUTS) or name == "use_cache"
+        require(is_known, ArgumentError, "shard_batch", f"some of {', '.join(accepted)}", repr(name), fix)
         packs = images and x is not None and name in ("position_ids", *PACKING_ARGUMENTS)
         fix = "leave it out: the model computes positions; train packed rows without images"
         require(not packs, ArgumentError, f"shard_batch {name}", "no positions or packing beside images", short(x), fix)
@@ -201,8 +201,8 @@ def _check_batch(batch: Mapping[str, Any], ranks: int) -> None:
         fix = "pass one value per token"
         fix += "; 4D and additive masks are not supported" if name == "attention_mask" else ""
         shapes: set[Any] = {shape, (1, shape[1])} if name == "position_ids" else {shape}
-        found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        require(x is None or found in shapes, ShapeError, f"shard_batch {name}", f"shape {shape}", found, fix)
+        x_shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        require(x is None or x_shape in shapes, ShapeError, f"shard_batch {name}", f"shape {shape}", x_shape, fix)
     count = batch.get("num_items_in_batch")
     is_number = count is None or isinstance(count, Real) or (isinstance(count, Tensor) and count.numel() == 1)
     fix = "count the labels to learn, or leave it out"

@@ -45,13 +45,13 @@ def prepare_caller(shards: Shards) -> None:
     if shards.ranks > 1:
         _check_model(running, shards)
     if any(name in sys.modules for name in prepared_code()):
-        known: set[nn.Module] = set()
+        prepared_modules: set[nn.Module] = set()
         for module, *_ in running:
-            if module not in known:
+            if module not in prepared_modules:
                 prepare_indexers(module)
                 for call in prepare_layers(module):  # the model's own hooks run from its next call on
                     call.shards = shards
-                known.update(module.modules())
+                prepared_modules.update(module.modules())
 
 
 def prepare_caller_with_images(shards: Shards) -> None:
@@ -66,22 +66,22 @@ def _check_model(running: list[RunningCall], shards: Shards) -> None:
     It is the outermost one that was given tensors of a shard: the calls of wrappers have arguments of their own.
     """
     models = (call for call in running if isinstance(call.module, PreTrainedModel))
-    found = ((call.module, call.arguments()) for call in models)
-    model, given = next((pair for pair in found if _has_shards(pair[1])), (None, {}))
+    candidates = ((call.module, call.arguments()) for call in models)
+    model, arguments = next((pair for pair in candidates if _has_shards(pair[1])), (None, {}))
     if model is None:
         return
-    device = next(x for x in given.values() if isinstance(x, ShardTensor)).device
+    device = next(x for x in arguments.values() if isinstance(x, ShardTensor)).device
     try:
         _check_kind(model)
-        _check_arguments(given)
+        _check_arguments(arguments)
     except InputError as error:
         Agreement(Mesh.of(shards.mesh), type(model).__name__, is_compared=may_compare(device)).fail(error)
     shards.forward_pass.has_positions = True
     check_same_weights(model, shards, device)
 
 
-def _has_shards(given: dict[str, Any]) -> bool:
-    return any(isinstance(x, ShardTensor) for x in given.values())
+def _has_shards(arguments: dict[str, Any]) -> bool:
+    return any(isinstance(x, ShardTensor) for x in arguments.values())
 
 
 def _check_kind(model: PreTrainedModel) -> None:
@@ -94,33 +94,35 @@ def _check_kind(model: PreTrainedModel) -> None:
     require("ForSequenceClassification" not in name, KernelError, SUBJECT, expected, name, fix)
 
 
-def _check_arguments(given: dict[str, Any]) -> None:
+def _check_arguments(arguments: dict[str, Any]) -> None:
     """Raise unless positions and labels are those of the batch."""
 
-    def check(name: str, fits: bool, found: str, fix: str = FORWARD_ALL) -> None:
-        require(fits, ArgumentError, f"{SUBJECT} {name}", OF_SHARD_BATCH, found, fix)
+    def check(name: str, fits: bool, given: str, fix: str = FORWARD_ALL) -> None:
+        require(fits, ArgumentError, f"{SUBJECT} {name}", OF_SHARD_BATCH, given, fix)
 
-    if "position_ids" in given and not isinstance(given.get("input_ids"), PromptIds):
-        positions = given["position_ids"]
-        found = "none" if positions is None else "others, which have no place on the mesh"
-        check("position_ids", isinstance(positions, ShardPositions), found)
-    labels = given.get("labels")
+    if "position_ids" in arguments and not isinstance(arguments.get("input_ids"), PromptIds):
+        positions = arguments["position_ids"]
+        given = "none" if positions is None else "others, which have no place on the mesh"
+        check("position_ids", isinstance(positions, ShardPositions), given)
+    labels = arguments.get("labels")
     fix = "pass the labels of the whole batch to hf.shard_batch, beside input_ids"
     is_own = isinstance(labels, Tensor) and not isinstance(labels, GuardedLabels)
     check("labels", not is_own, "others, which the model would shift inside of this rank's shard", fix)
-    targets = given.get("shift_labels")
+    targets = arguments.get("shift_labels")
     is_own = isinstance(targets, Tensor) and not isinstance(targets, ShardLabels)
     check("shift_labels", not is_own, "others, which may be unshifted, or shifted inside of this rank's shard", fix)
-    cuts = [(x.shards.layout, x.shards.length) for x in given.values() if isinstance(x, ShardTensor)]
+    cuts = [(x.shards.layout, x.shards.length) for x in arguments.values() if isinstance(x, ShardTensor)]
     check("arguments", all(cut == cuts[0] for cut in cuts), "those of several calls")
     is_alone = isinstance(labels, GuardedLabels) and targets is None
     check("shift_labels", not is_alone, "none beside its labels")
     expected, fix = "use_cache=False, as shard_batch returns it", "leave use_cache out; call hf.prefill to fill a cache"
-    require(not given.get("use_cache"), ArgumentError, f"{SUBJECT} use_cache", expected, "True", fix)
-    kept = given.get("logits_to_keep")
+    require(not arguments.get("use_cache"), ArgumentError, f"{SUBJECT} use_cache", expected, "True", fix)
+    logits_to_keep = arguments.get("logits_to_keep")
     fix = "leave it out: the last token of a shard is seldom that of the sequence"
-    is_all = kept is None or (isinstance(kept, int) and kept == 0)
-    require(is_all, ArgumentError, f"{SUBJECT} logits_to_keep", "logits of all tokens of a shard", str(kept), fix)
+    is_all = logits_to_keep is None or (isinstance(logits_to_keep, int) and logits_to_keep == 0)
+    require(
+        is_all, ArgumentError, f"{SUBJECT} logits_to_keep", "logits of all tokens of a shard", str(logits_to_keep), fix
+    )
 
 
 def _running_calls() -> list[RunningCall]:
@@ -129,7 +131,7 @@ def _running_calls() -> list[RunningCall]:
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == CALL:  # no other: Python before 3.13 keeps the locals of each frame that was read
-            known = frame.f_locals
-            calls.append(RunningCall(known["self"], known.get("args", ()), known.get("kwargs", {})))
+            variables = frame.f_locals
+            calls.append(RunningCall(variables["self"], variables.get("args", ()), variables.get("kwargs", {})))
         frame = frame.f_back
     return calls[::-1]

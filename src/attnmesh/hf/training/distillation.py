@@ -29,10 +29,10 @@ class MeshDistillation(MeshRollouts):
         super().__init__(*args, **kwargs)
         expected, fix = "a model on the mesh", "pass one whose vocabulary is the student's"
         require(self.teacher_model is not None, KernelError, f"{SUBJECT} teacher_model", expected, "None", fix)
-        given, meshes = self.args, self.accelerator.replicas.groups
-        rows = given.per_device_train_batch_size * meshes * given.gradient_accumulation_steps
+        settings, meshes = self.args, self.accelerator.replicas.groups
+        rows = settings.per_device_train_batch_size * meshes * settings.gradient_accumulation_steps
         self._logs = {name: deque(maxlen=rows) for name in self._logs}  # TRL has counted each rank as a process
-        self.where: dict[Any, tuple[Shards, MovedRows | None]] = {}
+        self.shards_by_layout: dict[Any, tuple[Shards, MovedRows | None]] = {}
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator, to which the ranks of a mesh are one process."""
@@ -57,7 +57,7 @@ class MeshDistillation(MeshRollouts):
         layers = unwrap(model).base_model
         with self.calls.active(True, layers):
             states = layers(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
-        self.where[states.shards.layout, Mesh.of(states.shards.mesh).shape] = states.shards, states.moved
+        self.shards_by_layout[states.shards.layout, Mesh.of(states.shards.mesh).shape] = states.shards, states.moved
         return states.plain()  # type: ignore[no-any-return]
 
     def _divergence(
@@ -67,21 +67,21 @@ class MeshDistillation(MeshRollouts):
         teacher: Tensor,
         *heads: Any,
         num_items_in_batch: Any,
-        **more: Any,
+        **options: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the loss, the sum of entropies and the number of tokens, of the whole batch."""
         *heads_of_models, mask, beta = heads
-        given = " and ".join(map(str, self.where))
+        given = " and ".join(map(str, self.shards_by_layout))
         fix = 'leave layout="auto" and shape="auto" out'
-        (shards, moved), *others = self.where.values()
-        self.where = {}
-        require(not others, KernelError, SUBJECT, "a student and a teacher with the same shards", given, fix)
-        kept = pad(mask, (shards.length - 1 - mask.shape[1], 1))  # a token is predicted from the one before it
-        kept = kept if moved is None else moved.batch({"kept": kept})["kept"]
-        own = shard(kept, shards.mesh, layout=shards.layout, dim=1).bool()
+        (shards, moved), *differing = self.shards_by_layout.values()
+        self.shards_by_layout = {}
+        require(not differing, KernelError, SUBJECT, "a student and a teacher with the same shards", given, fix)
+        target_mask = pad(mask, (shards.length - 1 - mask.shape[1], 1))  # a token is predicted from the one before it
+        target_mask = target_mask if moved is None else moved.batch({"mask": target_mask})["mask"]
+        own_mask = shard(target_mask, shards.mesh, layout=shards.layout, dim=1).bool()
         count = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-        more["num_items_in_batch"] = count / shards.ranks
-        parts = (x[own][None] for x in (student, teacher))
-        loss, entropy, _ = stock(*parts, *heads_of_models, own[own][None], beta, **more)
+        options["num_items_in_batch"] = count / shards.ranks
+        parts = (x[own_mask][None] for x in (student, teacher))
+        loss, entropy, _ = stock(*parts, *heads_of_models, own_mask[own_mask][None], beta, **options)
         loss, entropy = (mean_over_ranks(x, shards.mesh) for x in (loss, entropy.detach()))
         return loss, entropy * shards.ranks, mask.sum()

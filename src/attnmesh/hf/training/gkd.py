@@ -44,12 +44,12 @@ class MeshGKD(MeshRollouts):
         with torch.no_grad():
             teacher: ShardedOutput = self.teacher_model.eval()(**batch).logits
         student: ShardedOutput = outputs.logits
-        same = student.shards == teacher.shards
+        is_same = student.shards == teacher.shards
         fix = 'leave layout="auto" and shape="auto" out'
         given = f"{student.shards.layout} and {teacher.shards.layout}"
-        require(same, KernelError, SUBJECT, "a student and a teacher with the same shards", given, fix)
+        require(is_same, KernelError, SUBJECT, "a student and a teacher with the same shards", given, fix)
         count = (labels != -100).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-        more = {"beta": self.beta, "num_items_in_batch": count / student.shards.ranks}
-        loss = self.generalized_jsd_loss(student.plain(), teacher.plain(), student.share(labels), **more)
+        options = {"beta": self.beta, "num_items_in_batch": count / student.shards.ranks}
+        loss = self.generalized_jsd_loss(student.plain(), teacher.plain(), student.share(labels), **options)
         loss = mean_over_ranks(loss, student.shards.mesh)
         return (loss, outputs) if return_outputs else loss

@@ -51,8 +51,8 @@ class ShardLabels(ShardTensor):
         reduction = kwargs.get("reduction", "mean")
         if reduction == "mean":
             check_even(self)
-        made = LossSum if reduction == "sum" else TokenLosses
-        return call() if reduction == "mean" else made.of(call(), shards=self.shards)
+        loss_type = LossSum if reduction == "sum" else TokenLosses
+        return call() if reduction == "mean" else loss_type.of(call(), shards=self.shards)
 
 
 def check_even(labels: ShardTensor) -> None:

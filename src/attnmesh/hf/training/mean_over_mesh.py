@@ -50,9 +50,9 @@ def mean_over_mesh(values: Tensor, mask: Tensor | None, mesh: DeviceMesh | None)
     require(fits, MeshError, "mean_over_mesh mesh", f"one of {ranks} ranks, as of the values", given, fix)
     values, counts = (x.plain() if isinstance(x, ShardTensor) else x for x in (values, counts))
     total = values.to(sum_dtype(values.dtype)).masked_fill(~counts.bool(), 0.0).sum()
-    others = (counts != counts.bool()).sum()
-    own = torch.stack((total.detach(), counts.bool().sum().to(total), others.to(total)))
-    totals = unshard(own[None], mesh, layout=Contiguous(), dim=0).sum(0)
+    not_boolean = (counts != counts.bool()).sum()
+    own_sums = torch.stack((total.detach(), counts.bool().sum().to(total), not_boolean.to(total)))
+    totals = unshard(own_sums[None], mesh, layout=Contiguous(), dim=0).sum(0)
     expected, given = "True or 1 for tokens that count, False or 0 for others", "other numbers, as labels are"
     fix = "pass targets != -100, and multiply the values by weights of their own"
     require(bool(totals[2] == 0), ArgumentError, "mean_over_mesh mask", expected, given, fix)

@@ -32,8 +32,8 @@ class MeshOnlineDPO(RewardFunctions):
                 rewards = super()._calculate_rewards_from_functions(*args, **kwargs).cpu()  # type: ignore[misc]
             except Exception as raised:  # the other ranks wait
                 error = raised
-        sent: Tensor = self._of_first(rewards, error).to(self.accelerator.device)
-        return sent
+        mesh_rewards: Tensor = self._of_first(rewards, error).to(self.accelerator.device)
+        return mesh_rewards
 
     def _forward(
         self,
@@ -53,5 +53,7 @@ class MeshOnlineDPO(RewardFunctions):
         first = max(ids.shape[1] - count - 1, 0)  # a token is predicted from the one before it
         targets = pad(completion_ids, (first, ids.shape[1] - first - count))
         logprobs = logits.plain().log_softmax(-1).gather(2, logits.share(targets)[..., None])
-        whole = ShardedOutput.of(logprobs, shards=logits.shards, moved=logits.moved, tokens=logits.tokens).whole()
-        return whole[:, first : first + count, 0]
+        whole_logprobs = ShardedOutput.of(
+            logprobs, shards=logits.shards, moved=logits.moved, tokens=logits.tokens
+        ).whole()
+        return whole_logprobs[:, first : first + count, 0]

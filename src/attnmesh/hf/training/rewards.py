@@ -13,7 +13,7 @@ from attnmesh.hf.generate import synchronize_generators
 from attnmesh.hf.training.rollouts import BY_MESH, ON_ONE_DEVICE, SUBJECT, MeshRollouts, refusal
 
 LOGPROBS, STEP = "drawn_logprobs", "drawn_at"
-"""Entries of a batch of completions: the log-probabilities with which their tokens were drawn, and the step then."""
+"""Entries of a batch of completions: the log-probabilities with which their tokens were drawn, and the step of that."""
 
 DIFFERENCE = "sampling/sampling_logp_difference"
 """Metric of TRL: how far the log-probabilities of a rollout are from those of training."""
@@ -31,7 +31,7 @@ class RewardFunctions(MeshRollouts):
             self.calls.install(self.ref_model)  # FSDP2 shards its weights without `accelerator.prepare`
 
     def _checks(self) -> Iterator[Check]:
-        """Yield what holds of a trainer that is served."""
+        """Yield the checks that a trainer has to pass."""
         models = [type(each).__name__ for each in self.reward_funcs if isinstance(each, nn.Module)]
         fix = "call the model in a function, which the first rank of a mesh runs"
         yield not models, KernelError, f"{SUBJECT} reward_funcs", "functions", ", ".join(models), fix
@@ -40,14 +40,14 @@ class RewardFunctions(MeshRollouts):
     def _of_first(self, value: Any, error: Exception | None) -> Any:
         """Return the value of the first rank of this mesh, once rewards are known. Raise if a rank has an error."""
         text = "" if error is None else " ".join(f"{type(error).__name__}: {error}".split())
-        said = self._gather_rows([(text, value)])
+        reports = self._gather_rows([(text, value)])
         if error is not None:
             raise error
-        failed = next((text for text, _ in said if text), "")
+        failure = next((text for text, _ in reports if text), "")
         fix = "see the error of the rank that raised"
-        require(not failed, UnforeseenError, "reward function", "a reward for each completion", failed, fix)
+        require(not failure, UnforeseenError, "reward function", "a reward for each completion", failure, fix)
         synchronize_generators((self.calls.mesh,), self.accelerator.device)  # a reward may have drawn numbers
-        return said[self.accelerator.replicas.own][1]
+        return reports[self.accelerator.replicas.own][1]
 
 
 class MeshRewards(RewardFunctions):
@@ -67,7 +67,7 @@ class MeshRewards(RewardFunctions):
         self._count_generations()
 
     def _checks(self) -> Iterator[Check]:
-        """Yield what holds of a trainer that is served."""
+        """Yield the checks that a trainer has to pass."""
         batching = "use_transformers_continuous_batching"
         yield refusal(batching, getattr(self.args, batching), BY_MESH)
         yield refusal("rollout_func", getattr(self, "rollout_func", None), BY_MESH)  # which GRPO alone takes
@@ -80,11 +80,13 @@ class MeshRewards(RewardFunctions):
         args.generation_batch_size = args.per_device_train_batch_size * meshes * args.steps_per_generation
         sizes = {"per_device_train_batch_size": (args.generation_batch_size, args.num_generations)}
         if args.eval_strategy != "no":
-            evaluated = args.per_device_eval_batch_size * meshes
-            sizes["per_device_eval_batch_size"] = evaluated, args.num_generations_eval or args.num_generations
-        for name, (given, group) in sizes.items():
+            eval_completions = args.per_device_eval_batch_size * meshes
+            sizes["per_device_eval_batch_size"] = eval_completions, args.num_generations_eval or args.num_generations
+        for name, (completions, group) in sizes.items():
             expected, fix = f"a multiple of the {group} generations of a prompt", f"raise {name}, which is per mesh"
-            require(given % group == 0, ShapeError, f"{SUBJECT} {name}", expected, f"{given} completions", fix)
+            require(
+                completions % group == 0, ShapeError, f"{SUBJECT} {name}", expected, f"{completions} completions", fix
+            )
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         """Draw completions and compare their rewards, of all meshes."""
@@ -108,20 +110,20 @@ class MeshRewards(RewardFunctions):
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         """Return the log-probabilities of training, and keep them."""
-        found = super()._get_per_token_logps_and_entropies(*args, **kwargs)  # type: ignore[misc]
-        self.logprobs_of_training = found[0].detach()
-        return found
+        outputs = super()._get_per_token_logps_and_entropies(*args, **kwargs)  # type: ignore[misc]
+        self.logprobs_of_training = outputs[0].detach()
+        return outputs
 
     def _compute_loss(self, model: nn.Module, inputs: Any) -> Tensor:
         """Return the loss. Log how far log-probabilities are from those of the rollout, if weights are the same."""
         loss: Tensor = super()._compute_loss(model, inputs)  # type: ignore[misc]
         if self.state.global_step == inputs[STEP]:
             metrics, mask = self._metrics["train" if self.model.training else "eval"], inputs["completion_mask"]
-            away = (self.logprobs_of_training - inputs[LOGPROBS]).abs() * mask
-            found = torch.stack((away.sum(), mask.sum(), away.max())).unsqueeze(0)
-            total, tokens, most = self.accelerator.gather(found).unbind(1)
+            distances = (self.logprobs_of_training - inputs[LOGPROBS]).abs() * mask
+            sums = torch.stack((distances.sum(), mask.sum(), distances.max())).unsqueeze(0)
+            total, tokens, largest = self.accelerator.gather(sums).unbind(1)
             metrics[f"{DIFFERENCE}/mean"].append((total.sum() / tokens.sum().clamp(min=1)).item())
-            metrics[f"{DIFFERENCE}/max"].append(most.max().item())
+            metrics[f"{DIFFERENCE}/max"].append(largest.max().item())
         return loss
 
 

@@ -56,9 +56,11 @@ class MeshRollouts:
         if self.own_seed:
             set_seed(self.args.seed + self.accelerator.replicas.own)  # of processes, which to TRL are the ranks
         mesh, rank = self.calls.mesh, self.accelerator.state.process_index
-        first = rank if mesh is None else int(mesh.mesh.flatten()[0])
-        self.is_first = rank == first
-        self.firsts: list[int] = self.accelerator.gather(torch.tensor(first, device=self.accelerator.device)).tolist()
+        first_rank = rank if mesh is None else int(mesh.mesh.flatten()[0])
+        self.is_first = rank == first_rank
+        self.firsts: list[int] = self.accelerator.gather(
+            torch.tensor(first_rank, device=self.accelerator.device)
+        ).tolist()
         self.logprobs = torch.empty(0)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -70,7 +72,7 @@ class MeshRollouts:
         self.calls.pads_left, self.calls.hides_padding = True, self.hides_padding
 
     def _checks(self) -> Iterator[Check]:
-        """Yield what holds of a trainer that is served."""
+        """Yield the checks that a trainer has to pass."""
         args = self.args
         for name in ("use_vllm", "cache_implementation"):  # which not all of these trainers take, nor tools
             yield refusal(name, getattr(args, name, None), BY_MESH)
@@ -83,8 +85,8 @@ class MeshRollouts:
     def _drawing(self, model: Any = None) -> Iterator[None]:
         """Draw completions on the mesh, in this context, by the trained model or another."""
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)  # which DDP has not
-        whole = whole_weights(self.model_wrapped, plugin is not None and bool(plugin.reshard_after_forward))
-        with self.calls.active(False), whole, generating_on(self.calls.mesh, unwrap(model or self.model)) as drawn:
+        weights = whole_weights(self.model_wrapped, plugin is not None and bool(plugin.reshard_after_forward))
+        with self.calls.active(False), weights, generating_on(self.calls.mesh, unwrap(model or self.model)) as drawn:
             yield
         self.logprobs = torch.cat(drawn, 1)
 
@@ -102,19 +104,19 @@ class MeshRollouts:
     @contextmanager
     def _replacing(self, **functions: Callable[..., Any]) -> Iterator[None]:
         """Let TRL call these functions in place of those that its trainer's module has by the same names."""
-        of_trl = next(one for one in type(self).__mro__ if one.__module__.startswith("trl."))
-        names = vars(sys.modules[of_trl.__module__])
-        before = {name: names[name] for name in names.keys() & functions.keys()}
-        names |= {name: functions[name] for name in before}
+        trl_class = next(base for base in type(self).__mro__ if base.__module__.startswith("trl."))
+        names = vars(sys.modules[trl_class.__module__])
+        replaced = {name: names[name] for name in names.keys() & functions.keys()}
+        names |= {name: functions[name] for name in replaced}
         try:
             yield
         finally:
-            names |= before
+            names |= replaced
 
     def _gather(self, x: Tensor) -> Tensor:
         """Return the tensors of the first rank of each mesh."""
-        whole: Tensor = ACCELERATE.find("accelerate.utils:gather")(x)
-        return whole.view(-1, *x.shape)[self.firsts].flatten(0, 1)
+        gathered: Tensor = ACCELERATE.find("accelerate.utils:gather")(x)
+        return gathered.view(-1, *x.shape)[self.firsts].flatten(0, 1)
 
     def _gather_rows(self, rows: list[Any]) -> list[Any]:
         """Return the rows of the first rank of each mesh."""
@@ -167,16 +169,16 @@ class DrawnLogprobs(LogitsProcessor):  # type: ignore[misc]
 @contextmanager
 def generating_on(mesh: DeviceMesh | None, model: Any) -> Iterator[list[Tensor]]:
     """Let a model's next `generate` run on a mesh, in this context. Yield the log-probabilities of drawn tokens."""
-    kept: list[Tensor] = []
+    logprobs: list[Tensor] = []
 
-    def on_mesh(input_ids: Tensor, attention_mask: Tensor, generation_config: Any, **more: Any) -> Any:
+    def on_mesh(input_ids: Tensor, attention_mask: Tensor, generation_config: Any, **arguments: Any) -> Any:
         del model.generate  # transformers' own runs inside
-        watch = DrawnLogprobs(generation_config.temperature, kept)
+        watch = DrawnLogprobs(generation_config.temperature, logprobs)
         samples = 1
         if generation_config.do_sample:  # a prompt is computed once for all of its completions
             rows = torch.cat((input_ids, attention_mask), 1)
             samples = gcd(*rows.unique_consecutive(dim=0, return_counts=True)[1].tolist())
-        options = {"generation_config": generation_config, "num_return_sequences": samples, **more}
+        options = {"generation_config": generation_config, "num_return_sequences": samples, **arguments}
         prompts, mask = input_ids[::samples], attention_mask[::samples]
         output = generate(model, prompts, mesh=mesh, attention_mask=mask, logits_processor=[watch], **options)
         watch.take(getattr(output, "sequences", output))
@@ -184,6 +186,6 @@ def generating_on(mesh: DeviceMesh | None, model: Any) -> Iterator[list[Tensor]]
 
     model.generate = on_mesh
     try:
-        yield kept
+        yield logprobs
     finally:
         vars(model).pop("generate", None)

@@ -67,19 +67,19 @@ class ShardedCalls:
         """Shard the calls of installed models in this context, or do not. Install these models first."""
         for model in models:
             self.install(model)
-        before, self.is_active = self.is_active, is_active
+        was_active, self.is_active = self.is_active, is_active
         try:
             yield
         finally:
-            self.is_active, self.shards = before, None
+            self.is_active, self.shards = was_active, None
 
     def install(self, model: nn.Module) -> None:
         """Install hooks on a model and on the model inside its wrappers. The outermost that is called shards."""
         inner: Any = unwrap(model)
-        known = isinstance(inner, PreTrainedModel)
+        is_known = isinstance(inner, PreTrainedModel)
         expected = "a model of transformers, or one in PEFT, DDP or a compiler"
         fix = "pass the model inside, or call it with hf.shard_batch(batch, mesh) in a loop of your own"
-        require(known, KernelError, "on_mesh", expected, type(inner).__name__, fix)
+        require(is_known, KernelError, "on_mesh", expected, type(inner).__name__, fix)
         check_implementation("on_mesh", inner.config)
         self.shapes.set_up(inner.config)
         devices = {*(getattr(inner, "hf_device_map", None) or {}).values()}
@@ -109,14 +109,14 @@ class ShardedCalls:
         """Return the arguments with this rank's tokens, unless a module around this one has done so."""
         if not self.is_active or self.shards is not None:
             return None
-        named = {**dict(zip(signature(unwrap(module).forward).parameters, args, strict=False)), **kwargs}
-        if named.get("past_key_values") is not None:
+        arguments = {**dict(zip(signature(unwrap(module).forward).parameters, args, strict=False)), **kwargs}
+        if arguments.get("past_key_values") is not None:
             return None  # generation, which every rank does alone
-        named.pop("past_key_values", None)
-        batch = {name: named.pop(name) for name in BATCH_ARGUMENTS if named.get(name) is not None}
+        arguments.pop("past_key_values", None)
+        batch = {name: arguments.pop(name) for name in BATCH_ARGUMENTS if arguments.get(name) is not None}
         self.moved = MovedRows.of(batch) if self.pads_left else None
         batch = batch if self.moved is None else self.moved.batch(batch)
-        for name, value in named.items():
+        for name, value in arguments.items():
             expected, fix = "text and images", "leave it out, or shard it yourself and call the model with shard_batch"
             require(not isinstance(value, Tensor), ArgumentError, f"{SUBJECT} {name}", expected, short(value), fix)
         layout = self.layout
@@ -132,8 +132,8 @@ class ShardedCalls:
         if self.hides_padding and not bool(self.whole_mask.all()):
             self.shards.forward_pass.key_lengths = self.whole_mask.sum(1).cpu()  # which each layer reads
         self.shards.forward_pass.gathers_routers = unwrap(module).base_model is not module
-        self.is_shifted = "shift_labels" in batch or not named.get("fused_lm_head")
-        return (), {**{name: None for name in BATCH_ARGUMENTS if name in named}, **named, **part}
+        self.is_shifted = "shift_labels" in batch or not arguments.get("fused_lm_head")
+        return (), {**{name: None for name in BATCH_ARGUMENTS if name in arguments}, **arguments, **part}
 
     def _log_choice(self, batch: AgreedBatch, mesh: DeviceMesh | None, layout: Layout) -> None:
         """Log on the first rank the shape and the layout that "auto" has chosen, once each."""
@@ -145,9 +145,9 @@ class ShardedCalls:
         self.chosen.add(chosen)
         length = batch.positions.shape[1]
         documents = max(1, len(batch.documents.ends))
-        held = f"{length:,} tokens in {documents} document{'s' * (documents > 1)}"
-        where = f"{type(layout).__name__} on {'x'.join(map(str, shape))} ranks (heads x queries x keys)"
-        getLogger(__name__).info("%s: %s", held, where)
+        tokens = f"{length:,} tokens in {documents} document{'s' * (documents > 1)}"
+        place = f"{type(layout).__name__} on {'x'.join(map(str, shape))} ranks (heads x queries x keys)"
+        getLogger(__name__).info("%s: %s", tokens, place)
 
     def _gather_routers(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Return the outputs of the layers with the routers' logits of all tokens, for a loss that balances experts."""
@@ -170,7 +170,7 @@ class ShardedCalls:
         shards, self.shards = self.shards, None
         shape = len(kwargs["input_ids"]), len(shards.positions())
         shards.check_all_layers_counted()
-        order = {"tokens": slice(None) if self.is_shifted else slice(-1), "moved": self.moved}
+        output_options = {"tokens": slice(None) if self.is_shifted else slice(-1), "moved": self.moved}
 
         def whole(name: object, value: Any) -> Any:
             value = value.plain() if isinstance(value, ShardTensor) else value
@@ -179,7 +179,7 @@ class ShardedCalls:
             if isinstance(value, (tuple, list)):
                 return type(value)(whole(None, item) for item in value)
             if isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == shape:
-                return ShardedOutput.of(value, shards=shards, **order)
+                return ShardedOutput.of(value, shards=shards, **output_options)
             is_loss = isinstance(value, Tensor) and not value.ndim
             return mean_over_ranks(value, shards.mesh) if is_loss else value
 
@@ -213,8 +213,8 @@ class ShardedOutput(ShardTensor):
     def whole(self) -> Tensor:
         """Return the outputs of all tokens, with gradients."""
         if self.gathered is None:
-            whole = apply(_Gather, self.plain(), self.shards)
-            self.gathered = (whole if self.moved is None else self.moved.back(whole))[:, self.tokens]
+            outputs = apply(_Gather, self.plain(), self.shards)
+            self.gathered = (outputs if self.moved is None else self.moved.back(outputs))[:, self.tokens]
         return self.gathered
 
 

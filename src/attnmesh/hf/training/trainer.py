@@ -62,8 +62,15 @@ def on_mesh(
     subject, fix = "on_mesh trainer_class", "pass transformers.Trainer or a subclass of it"
     is_class = isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)
     require(is_class, ArgumentError, subject, "a subclass of transformers.Trainer", repr(trainer_class), fix)
-    again = issubclass(trainer_class, MeshTrainer)
-    require(not again, ArgumentError, subject, "a trainer without a mesh", repr(trainer_class), "call on_mesh once")
+    is_mesh_trainer = issubclass(trainer_class, MeshTrainer)
+    require(
+        not is_mesh_trainer,
+        ArgumentError,
+        subject,
+        "a trainer without a mesh",
+        repr(trainer_class),
+        "call on_mesh once",
+    )
     check_trainer(trainer_class)
     bases = _bases_of(trainer_class)
     check_layout("on_mesh layout", layout, auto=True)
@@ -80,18 +87,18 @@ def on_mesh(
 
 def _bases_of(trainer_class: type) -> tuple[type, ...]:
     """Return the first bases of a trainer on a mesh. Raise unless it is served, or a subclass with its user's code."""
-    classes = ((one.__name__, package_of(one)) for one in trainer_class.__mro__)
+    classes = ((base.__name__, package_of(base)) for base in trainer_class.__mro__)
     name, package = next(pair for pair in classes if pair[1] in SERVED)
-    served = name in SERVED[package]
+    is_served = name in SERVED[package]
     expected = f"{', '.join(chain(*SERVED.values()))}, or a subclass of one of them"
     fix = "train with one of these, or in a loop of your own with hf.shard_batch"
-    require(served, KernelError, "on_mesh trainer_class", expected, f"{package}.{name}", fix)
+    require(is_served, KernelError, "on_mesh trainer_class", expected, f"{package}.{name}", fix)
     return SERVED[package][name]
 
 
-def package_of(one: type) -> str:
+def package_of(kind: type) -> str:
     """Return the package of a class. TRL's experimental trainers have names of others."""
-    package, *inner = one.__module__.split(".")
+    package, *inner = kind.__module__.split(".")
     return f"{package}.experimental" if inner[:1] == ["experimental"] else package
 
 
@@ -160,8 +167,8 @@ class MeshTrainer:
 
     def floating_point_ops(self, inputs: Any) -> float:
         """Return this rank's share of the operations of a batch."""
-        whole: float = super().floating_point_ops(inputs)  # type: ignore[misc]
-        return whole / Mesh.of(self.calls.mesh).ranks
+        operations: float = super().floating_point_ops(inputs)  # type: ignore[misc]
+        return operations / Mesh.of(self.calls.mesh).ranks
 
 
 class MeshPreferences:
