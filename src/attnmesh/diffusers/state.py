@@ -147,7 +147,7 @@ class MeshState:
             raise ShapeError(f"{SUBJECT} {split.name}", f"{split.ndim} dims", f"{x.ndim} dims", fix)
         has_one_value = not split.is_stream and x.ndim > split.dim and x.shape[split.dim] == 1
         if has_one_value or (split.ndim is not None and x.ndim < split.ndim):
-            return x  # it is for all tokens
+            return x  # one value for all tokens
         if own:
             return self.streams.split_joined(x, split.dim, own)
         if split.is_stream:

@@ -171,7 +171,7 @@ class ForwardPasses:
         self.start = cache.get_seq_length()
         end = max(ids.shape[1] - left_to_decode(cache.config), 0)
         self.again = ids.shape[1] - end if merged is not None and merged.reaches_end else 0
-        """Tokens that earlier ones see: they are computed here, and again where decoding begins."""
+        """Number of last tokens that earlier tokens see: they are computed here, and again where decoding begins."""
         self.end = end + self.again
         self.token_mask = prompt.token_mask
         self.positions = self._positions()

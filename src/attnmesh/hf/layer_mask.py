@@ -45,7 +45,7 @@ class MaskSpec(LayerMask):
     left_padding: Tensor | None = None
     """Tokens of padding before each sequence, (batch,); None if no mask was given."""
     selected: Selection | None = None
-    """The keys that each query selects, of those that it sees; None for all."""
+    """Keys that each query selects among the keys that it sees; None for all."""
     rows: tuple[Mask, ...] = ()
     """Mask of each sequence, if their images are in different places; `mask` is that of the first."""
     discarded: bool = False

@@ -46,7 +46,7 @@ SCRATCH = "unpacking-"
 """First letters of the folder in which a model is unpacked."""
 
 KEPT = 3
-"""Unpacked models that are kept, those that were used last."""
+"""Number of unpacked models that are kept: the models used last."""
 
 NO_CODE: dict[str, Any] = {"trust_remote_code": False}
 """Option of all that transformers loads: without it, transformers asks on the terminal, and a "y" runs code."""

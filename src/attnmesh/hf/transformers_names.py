@@ -87,7 +87,7 @@ ROLLOUTS = Upstream(
         DIVERGENCE,
     ),
 )
-"""Methods that `on_mesh` overrides of trainers that draw completions, and functions that it replaces meanwhile."""
+"""Methods of trainers that draw completions, which `on_mesh` overrides, and functions that it replaces meanwhile."""
 
 COMPARING = ("_generate", "_calculate_rewards_from_functions", "_forward")
 ONLINE_DPO = Upstream(

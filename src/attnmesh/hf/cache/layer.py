@@ -54,10 +54,10 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
     """Keys and values of one layer of a `ShardedCache`: a `KVCache`, made when the first tokens are stored."""
 
     formats: Mapping[str, str] = {}
-    """Names of the other caches that the layer makes, and the `values=` of each."""
+    """Names of the caches that the layer makes beside `kv`, and the `values=` of each."""
 
     rate = 1
-    """Tokens that a key of the other caches stands for."""
+    """Tokens that a key of these further caches stands for."""
 
     is_croppable = True
     supports_early_init = False
@@ -68,7 +68,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.cache = cache  # the ShardedCache, whose file imports this one
         self.kv: KVCache | None = None
         self.others: dict[str, KVCache] = {}
-        """The other caches that have been made, of keys of one head."""
+        """Other caches of the layer that have been made, with keys of one head."""
         self.projection: Projection | None = None
         self.latent_widths: tuple[int, int] | None = None
         """`latent_widths` of the layer, which `make_layers` sets."""

@@ -260,7 +260,7 @@ class ShardedCache(FolderLayers):
         """Drop all tokens."""
         if self.folder is None:
             super().reset()
-        for kv in self.kvs:  # those of a folder stay
+        for kv in self.kvs:  # caches in a folder stay
             kv.truncate(0)
         self.tokens, self.images, self.shift, self.intact, self._length = None, None, (0, 0), True, 0
 

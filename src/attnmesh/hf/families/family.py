@@ -111,27 +111,27 @@ LENGTH_DEPENDENT_ROPES = Pins(
 
 @dataclass(frozen=True, eq=False)
 class Recurrence:
-    """Parts of a class of recurrent layers that it must have to run on shards. All are replaced there."""
+    """Parts that a class of recurrent layers must have to run on shards, where they are replaced."""
 
     functions: Mapping[str, Any] = field(default_factory=dict)
-    """Functions that its `forward` calls, each with what replaces it: a convolution, a `Rule`, or None.
+    """Functions that the layer's `forward` calls, each with its replacement: a convolution, a `Rule`, or None.
 
-    None is for functions that join a convolution and a rule. They return None where there is no such kernel.
+    None replaces a function that joins a convolution and a rule by one that returns None, as without its kernel.
     """
     unchanged: tuple[str, ...] = ()
-    """Further functions that it may call as they are: none of them mixes the tokens of a shard."""
+    """Further functions that `forward` may call as they are: none of them mixes the tokens of a shard."""
     reads: tuple[str, ...] = ()
-    """Attributes that its `forward` reads."""
+    """Attributes that the layer's `forward` reads."""
     convolution: str | None = None
-    """Name of its causal `nn.Conv1d`, if `forward` calls that instead of a function."""
+    """Name of the layer's causal `nn.Conv1d`, if `forward` calls that instead of a function."""
     outputs: int = 1
-    """Tensors of one value per token that it returns first."""
+    """Number of outputs with one value per token. They come first."""
     forward: Callable[..., Any] | None = None
-    """The replacement of its `forward`, if its recurrence is no function."""
+    """Replacement of the layer's `forward`, if its recurrence is no function."""
     states: type | None = None
-    """Stand-in for the cache in a prefill, if it is another than `PrefillStates`."""
+    """Stand-in for the cache in a prefill; None for `PrefillStates`."""
     base: type | None = None
-    """First base of its subclass, if it is a part of another recurrent layer."""
+    """First base of the layer's subclass, if the layer is a part of another recurrent layer."""
 
 
 class Part(NamedTuple):
@@ -140,11 +140,11 @@ class Part(NamedTuple):
     base: type
     """First base of the subclass."""
     arguments: tuple[str, ...]
-    """Arguments of its `forward`."""
+    """Arguments of the class's `forward`."""
     reads: tuple[str, ...]
-    """Names that its `forward` reads."""
+    """Names that the class's `forward` reads."""
     is_alone: bool = False
-    """True if a rank calls it for its own keys alone: ranks share none of its layers."""
+    """True if a rank calls the class for its own keys alone: ranks share none of its layers."""
 
 
 def _selects_tokens(_layer: Any, indices: Tensor, _spec: Any) -> Selection:
@@ -164,18 +164,18 @@ class Family:
     fields: str = ""
     """Fields of `pins.FIELDS` that the family's configuration has, separated by spaces."""
     stores: Mapping[str, str] = field(default_factory=dict)
-    """Attributes that classes of its code set on their instances."""
+    """Attributes that classes of the family's code set on their instances."""
     sources: Mapping[str, str] = field(default_factory=dict)
-    """Functions of its code whose rule is written again here, or which run in parts: a digest of the source of each."""
+    """Digests of the sources of the family's functions that are written again here, or that run in parts."""
     uses: tuple[Pins, ...] = ()
-    """Names that it needs beside its own code."""
+    """Names that the family needs beside its own code."""
 
     layers: Mapping[str, Layer] = field(default_factory=dict)
-    """Kinds of layers that it may have beside `ATTENDING`."""
+    """Kinds of layers that the family may have beside `ATTENDING`."""
     refused: str = ""
-    """A part of its layers that is not supported, where `config.layer_types` does not say so."""
+    """Part of the family's layers that is not supported, where `config.layer_types` does not say so."""
     repeats_keys: bool = False
-    """True if it repeats its key heads before attention."""
+    """True if the family repeats its key heads before attention."""
     counts_tokens: Callable[[Any], bool] = _never
     """Return whether a model of a configuration counts cached tokens itself: rows of a step have one length then."""
 
@@ -184,7 +184,7 @@ class Family:
     begins_at_zero: bool = False
     """True if the rule of several tokens always begins with a state of zero."""
     keeps_states: bool = False
-    """True if it keeps recurrent states in a cache of its own, or in its layers."""
+    """True if the family keeps recurrent states in a cache of its own, or in its layers."""
 
     parts: Mapping[str, Part] = field(default_factory=dict)
     """Other classes of the family that run as subclasses on a mesh, by name: indexers and compressors."""
@@ -193,7 +193,7 @@ class Family:
     read_selection: Callable[[Any, Any, Any], Selection] = _selects_tokens
     """Return what the queries of a layer select, of this argument and the layer's `MaskSpec`."""
     planned_selection: Callable[[Any, Mapping[str, int], int], Selected] | None = None
-    """Return what a planner has to know of its indexers, from a configuration, their parameters and the key heads."""
+    """Return what a planner has to know of the indexers, from a configuration, their parameters and the key heads."""
 
     temperature: Callable[[Any, Any], Tensor | None] | None = None
     """Return the scale of the queries of a layer and of `Shards`, beside that of a run of tokens; None without one."""
@@ -208,7 +208,7 @@ class Family:
 
     @property
     def code(self) -> str:
-        """The module of transformers with its code."""
+        """The module of transformers with the family's code."""
         name = self.type.removesuffix("_text")
         return f"{MODELS}{name}{MODELING}{name}"
 

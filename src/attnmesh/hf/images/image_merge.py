@@ -42,7 +42,7 @@ SET_HERE = {
     *("output_attentions", "output_hidden_states", "output_router_logits", "cache_position", "num_items_in_batch"),
     *("labels", "shift_labels"),
 }
-"""Arguments of text models that are set for a shard, and those that change no hidden state."""
+"""Arguments of text models that are set for a shard, and arguments that change no hidden state."""
 
 SUBJECT = "generate images"
 

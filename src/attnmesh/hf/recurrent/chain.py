@@ -46,7 +46,7 @@ class Parts(NamedTuple):
     pieces: list[int]
     """Tokens of each document in this rank's part."""
     before: int = FAR
-    """Tokens of the first of these documents before the part; `FAR` if the sequence is not packed."""
+    """Tokens of the part's first document before the part; `FAR` if the sequence is not packed."""
     resets: Sequence[int] = ()
     """1 for each part in which a document begins; none if the sequence is not packed."""
 
@@ -194,7 +194,7 @@ def _convolve(halos_and_pieces: list[Tensor], function: Callable[[Tensor], Tenso
     """Return a function of the pieces, each after its halo. Only the last one keeps results beyond its tokens."""
     out = function(torch.cat(halos_and_pieces, 2))
     lengths = [x.shape[2] for x in halos_and_pieces[1:-1]]
-    outputs = split(out, [*lengths, out.shape[2] - sum(lengths)], 2)[::2]  # the others read two pieces
+    outputs = split(out, [*lengths, out.shape[2] - sum(lengths)], 2)[::2]  # others read two pieces
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 
 

@@ -66,7 +66,7 @@ class Rule:
     parameters: tuple[str, ...] = ()
     """Parameters of the stock rule before its `**kwargs`."""
     dim: int = 1
-    """Dimension of the tokens, in the outputs and in the arguments per token: those with 3 dimensions or more."""
+    """Dimension of the tokens, in the outputs and in the arguments per token, which have 3 dimensions or more."""
 
     def __call__(self, stock: Stock, *args: Any, **kwargs: Any) -> ShardOfStates:
         """Return the link of a shard: `link(stock, *args, **kwargs)`, without the request for a state."""

@@ -18,7 +18,7 @@ Heads = tuple[int, int, int]
 """Query heads, key heads and columns of a head."""
 
 MOST = 4
-"""Shapes that are set up: those that send least under a full mask."""
+"""Number of shapes that are set up: the shapes that send least under a full mask."""
 
 
 def check_shape(shape: object, mesh: DeviceMesh | None) -> None:
@@ -36,7 +36,7 @@ class MeshShapes:
     def __init__(self, mesh: DeviceMesh | None, shape: str | None) -> None:
         self.mesh, self.shape = mesh, shape
         self.by_shape: dict[Shape, DeviceMesh] = {}
-        self.meshes: dict[Heads, list[DeviceMesh]] = {}  # those for the heads of each model
+        self.meshes: dict[Heads, list[DeviceMesh]] = {}  # meshes for the heads of each model
 
     def set_up(self, config: Any) -> None:
         """Make the meshes for a model, once, or raise if the mesh does not fit it. All ranks of the world call it."""

@@ -29,7 +29,7 @@ BY_MESH, ON_ONE_DEVICE = (
     "leave it out: hf.generate draws completions on the mesh",
     "leave it out, or train on one device",
 )
-"""Fixes in errors about other ways to draw, and about what needs one process."""
+"""Fixes in errors about other ways to draw completions, and about options that need one process."""
 
 
 class MeshRollouts:
@@ -74,7 +74,7 @@ class MeshRollouts:
     def _checks(self) -> Iterator[Check]:
         """Yield the checks that a trainer has to pass."""
         args = self.args
-        for name in ("use_vllm", "cache_implementation"):  # which not all of these trainers take, nor tools
+        for name in ("use_vllm", "cache_implementation"):  # some of these trainers take neither, nor tools
             yield refusal(name, getattr(args, name, None), BY_MESH)
         yield refusal("num_beams", (getattr(args, "generation_kwargs", None) or {}).get("num_beams", 1) > 1, BY_MESH)
         yield refusal("tools", getattr(self, "tools", None), ON_ONE_DEVICE)

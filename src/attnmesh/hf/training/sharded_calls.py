@@ -55,11 +55,11 @@ class ShardedCalls:
         self.is_active = False
         self.pads_left = False  # True to take rows that begin with padding
         self.hides_padding = False  # True to hide padding from padding too, where its outputs are read
-        self.moved: MovedRows | None = None  # those of the present call
-        self.shards: Shards | None = None  # of the present call
+        self.moved: MovedRows | None = None  # moved rows of the present call
+        self.shards: Shards | None = None  # shards of the present call
         self.outermost: nn.Module | None = None  # the module that was called
         self.models: WeakSet[nn.Module] = WeakSet()
-        self.layers: WeakSet[nn.Module] = WeakSet()  # of models, whose routers are gathered
+        self.layers: WeakSet[nn.Module] = WeakSet()  # layers of models, whose routers are gathered
         self.last_hooks: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
 
     @contextmanager

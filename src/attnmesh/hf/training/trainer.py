@@ -190,7 +190,7 @@ class MeshPreferences:
 
 
 TRAINS, PREFERS, REWARDS = (MeshTrainer,), (MeshPreferences, MeshTrainer), (MeshRewards, MeshTrainer)
-"""First bases of trainers that are given batches, of those with a reference model, and of those that draw rows."""
+"""First bases of trainers that get batches, of trainers with a reference model, and of trainers that draw rows."""
 
 SERVED: dict[str, dict[str, tuple[type, ...]]] = {
     "transformers": {"Trainer": TRAINS, "Seq2SeqTrainer": TRAINS},
@@ -205,4 +205,4 @@ SERVED: dict[str, dict[str, tuple[type, ...]]] = {
     },
     "trl.experimental": {"OnlineDPOTrainer": (MeshOnlineDPO, MeshTrainer), "GKDTrainer": (MeshGKD, MeshTrainer)},
 }
-"""Trainers that were compared with one process. Others make batches, or losses of whole sequences, by themselves."""
+"""Trainers that were compared with one process. Further ones make batches, or losses of whole sequences, themselves."""
