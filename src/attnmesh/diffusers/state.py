@@ -82,10 +82,10 @@ class MeshState:
         arguments = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
         inputs = {f"{cast(Any, path[0]).key}{keystr(path[1:])}": x for path, x in tree_flatten_with_path(arguments)[0]}
         tensors = {name: x for name, x in inputs.items() if isinstance(x, Tensor)}
-        described = {name: repr(x) for name, x in inputs.items() if isinstance(x, COMPARED_TYPES)}
+        values = {name: repr(x) for name, x in inputs.items() if isinstance(x, COMPARED_TYPES)}
         shapes = [(name, x.dtype, tuple(x.shape)) for name, x in tensors.items()]
-        compared = fingerprints(tensors) if self.compares_values else {"shapes": shapes}
-        with self.calls.agreement(f"{SUBJECT} of {type(model).__name__}", {**compared, **described}):
+        fields = fingerprints(tensors) if self.compares_values else {"shapes": shapes}
+        with self.calls.agreement(f"{SUBJECT} of {type(model).__name__}", {**fields, **values}):
             self._check(model, list(tensors))
 
     def _check(self, model: nn.Module, tensors: Sequence[str]) -> None:

@@ -88,15 +88,9 @@ def _attend_stored(q: Tensor, pending: PendingKV, kv: KVCache, layer: LayerCall,
         out: Tensor = cache.attend(q, kv, partial=other_keys(q, scores.scale), **layer.options)
     else:
         visible = Visible(mask, selected=selected)
-        attend_other_keys = partial(other_keys, scale=scores.scale)
+        attend_others = partial(other_keys, scale=scores.scale)
         out = decode_shard(
-            shards.queries(q),
-            kv,
-            visible,
-            scores,
-            sinks=sinks,
-            kernel=cache.kernel,
-            attend_other_keys=attend_other_keys,
+            shards.queries(q), kv, visible, scores, sinks=sinks, kernel=cache.kernel, attend_other_keys=attend_others
         )
     return out if latents is None else latents.projection.project(out)
 

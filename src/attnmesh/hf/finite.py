@@ -52,13 +52,8 @@ def _first_layer(model: PreTrainedModel, ids: Tensor) -> str | None:
     layers: list[str] = []
 
     def note(name: str, _module: Any, _inputs: Any, output: Any) -> None:
-        tensor = output[0] if isinstance(output, tuple) and output else output
-        if (
-            not layers
-            and isinstance(tensor, Tensor)
-            and tensor.is_floating_point()
-            and not bool(tensor.isfinite().all())
-        ):
+        out = output[0] if isinstance(output, tuple) and output else output
+        if not layers and isinstance(out, Tensor) and out.is_floating_point() and not bool(out.isfinite().all()):
             layers.append(name)
 
     leaves = [(name, module) for name, module in model.named_modules() if not next(module.children(), None)]

@@ -195,7 +195,8 @@ class ForwardPasses:
     def next_chunk(self, size: int, stop_before: int | None) -> Chunk | None:
         """Return the next chunk, of at most `size` tokens; None after the last.
 
-        It ends at `stop_before`, unless fewer than two tokens are left to that."""
+        It ends at `stop_before`, unless fewer than two tokens are left to that.
+        """
         stop = self.end if stop_before is None or stop_before < self.start + 2 else min(self.end, stop_before)
         spans = [] if self.prompt.merged is None else self.prompt.merged.spans
         if self.cache.reproducible:  # models with recurrent layers compute one token by another rule than several

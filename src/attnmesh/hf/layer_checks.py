@@ -92,9 +92,9 @@ def _check_exact(module: nn.Module, mask: Any, dropout: float, arguments: dict[s
 
     Another layer passes if a mask with spans says which later tokens it sees, or for one token, which sees none.
     """
-    is_described = isinstance(mask, MaskSpec) and mask.shards is None and mask.q_length == 1
-    is_described = is_described or (isinstance(mask, MaskSpec) and mask.has_spans)
-    if not is_described and (not getattr(module, "is_causal", True) or arguments.get("is_causal") is False):
+    mask_decides = isinstance(mask, MaskSpec) and mask.shards is None and mask.q_length == 1
+    mask_decides = mask_decides or (isinstance(mask, MaskSpec) and mask.has_spans)
+    if not mask_decides and (not getattr(module, "is_causal", True) or arguments.get("is_causal") is False):
         given = f"{type(module).__name__}, which is not causal"
         raise MaskError(f"{SUBJECT} is_causal", "causal attention", given, "use a causal language model")
     if dropout:
@@ -142,33 +142,24 @@ def _check_alone(spec: MaskSpec, positions: Any) -> None:
         warn_once(f"{SUBJECT}: {cause}, {advice}.")
 
 
-def _check_mask(attention_mask: MaskSpec | Tensor | None, window: int | None) -> MaskSpec:
+def _check_mask(spec: MaskSpec | Tensor | None, window: int | None) -> MaskSpec:
     """Return the mask. Raise unless `mask_function` made it, and for the layer's sliding window."""
     subject, fix = f"{SUBJECT} attention_mask", "pass a 2D attention_mask of padding, or none"
-    if not isinstance(attention_mask, MaskSpec):
-        given = "no mask" if attention_mask is None else f"a mask of shape {list(getattr(attention_mask, 'shape', []))}"
+    if not isinstance(spec, MaskSpec):
+        given = "no mask" if spec is None else f"a mask of shape {list(getattr(spec, 'shape', []))}"
         raise MaskError(subject, "one made by transformers for attnmesh", given, fix)
     expected, fix = "a causal mask, a sliding window or chunks", "use a causal language model"
-    require(attention_mask.mask != Full(), MaskError, subject, expected, "a bidirectional mask", fix)
-    if window is not None and attention_mask.has_spans:
-        rows = [
-            replace(mask, left=window - 1)
-            for mask in (attention_mask.mask, *attention_mask.rows)
-            if mask.left in (FAR, window - 1)
-        ]
-        if len(rows) == 1 + len(attention_mask.rows):
-            return replace(attention_mask, mask=rows[0], rows=tuple(rows[1:]))
-    if (
-        window is not None
-        and attention_mask.mask == Causal()
-        and attention_mask.q_length == 1
-        and attention_mask.q_offset < window
-    ):
-        return replace(attention_mask, mask=Window(window - 1))  # of one token, which sees as much
-    if window is not None and attention_mask.mask != Window(window - 1):
-        given = f"{attention_mask.mask} for a layer with sliding_window={window}"
+    require(spec.mask != Full(), MaskError, subject, expected, "a bidirectional mask", fix)
+    if window is not None and spec.has_spans:
+        rows = [replace(mask, left=window - 1) for mask in (spec.mask, *spec.rows) if mask.left in (FAR, window - 1)]
+        if len(rows) == 1 + len(spec.rows):
+            return replace(spec, mask=rows[0], rows=tuple(rows[1:]))
+    if window is not None and spec.mask == Causal() and spec.q_length == 1 and spec.q_offset < window:
+        return replace(spec, mask=Window(window - 1))  # of one token, which sees as much
+    if window is not None and spec.mask != Window(window - 1):
+        given = f"{spec.mask} for a layer with sliding_window={window}"
         raise MaskError(f"{SUBJECT} sliding_window", f"{Window(window - 1)}", given, "use a released model's code")
-    return attention_mask
+    return spec
 
 
 def _check_shards(

@@ -194,17 +194,17 @@ def mask_spec(
         left_padding = (attention_mask.bool().cumsum(1) == 0).sum(1)
         covered = attention_mask.shape[1] if attention_mask.shape[1] < q_offset + q_length else None
     first = torch.zeros(batch_size, dtype=torch.long) if left_padding is None else left_padding.cpu()
-    described = DescribedMask(function, config, (q_offset, q_length), (kv_offset, kv_length), first)
-    rows = () if isinstance(attention_mask, ShardMask) else _with_spans(described)
+    pattern = DescribedMask(function, config, (q_offset, q_length), (kv_offset, kv_length), first)
+    rows = () if isinstance(attention_mask, ShardMask) else _with_spans(pattern)
     mask = rows[0] if rows else None
     if mask is None and q_length == 1 and local_size is None:
-        mask = _of_one_token(described)
+        mask = _of_one_token(pattern)
     if rows and isinstance(attention_mask, PromptMask):
         check_unpadded(rows, attention_mask.plain().bool())
     if mask is None:
         expected, given = "a causal mask, a sliding window, chunks or spans", "a mask function of the model's own"
         require(not options.get("use_vmap"), MaskError, "attention mask", expected, given, UNTYPED)
-        mask = _recognise(described, local_size)
+        mask = _recognise(pattern, local_size)
     row_masks = rows if len({*rows}) > 1 else ()
     return MaskSpec(mask, q_length, q_offset, kv_offset, token_mask, shards, covered, left_padding, rows=row_masks)
 
@@ -213,22 +213,22 @@ _spec_outside_graphs = torch.compiler.disable(mask_spec)
 """`mask_spec` for a cache of shards, which reads positions: a graph cannot."""
 
 
-def _recognise(described: DescribedMask, local_size: int | None) -> Mask:
+def _recognise(pattern: DescribedMask, local_size: int | None) -> Mask:
     """Return the mask that a function of indices computes, by its values at some positions. Raise on other masks.
 
     Chunks are counted from the first token of a sequence.
     """
-    if local_size == 0 or (local_size is None and described.function is causal_mask_function):  # size 0 means no window
+    if local_size == 0 or (local_size is None and pattern.function is causal_mask_function):  # size 0 means no window
         return Causal()
-    if local_size is None and described.function is bidirectional_mask_function:
+    if local_size is None and pattern.function is bidirectional_mask_function:
         return Full()  # transformers also makes it for cross-attention that is never called
-    seen = _neighbours(described)
-    first = int(described.first[0])
+    seen = _neighbours(pattern)
+    first = int(pattern.first[0])
     if local_size is not None and seen is not None and not bool(seen[0].any()):
-        samples = _sample_pairs(described, local_size, first)
+        samples = _sample_pairs(pattern, local_size, first)
         for mask in (Window(local_size - 1), Causal() & Chunks(local_size)):
-            unbroken = _unbroken(mask, local_size, *described.queries, described.first)
-            if torch.equal(seen[1], unbroken) and _equals(described, mask, *samples, first):
+            unbroken = _unbroken(mask, local_size, *pattern.queries, pattern.first)
+            if torch.equal(seen[1], unbroken) and _equals(pattern, mask, *samples, first):
                 return mask
     given, fix = "another mask", UNTYPED
     if seen is not None and bool(seen[0].any()):
@@ -239,65 +239,65 @@ def _recognise(described: DescribedMask, local_size: int | None) -> Mask:
     raise MaskError("attention mask", "a causal mask, a sliding window or chunks", given, fix)
 
 
-def _with_spans(described: DescribedMask) -> tuple[Mask, ...]:
+def _with_spans(pattern: DescribedMask) -> tuple[Mask, ...]:
     """Return the causal mask with spans that a function of indices computes for each sequence; none if it is another.
 
     It has a window if the function has one.
     """
-    if described.function in (causal_mask_function, bidirectional_mask_function) or described.queries[1] < 2:
+    if pattern.function in (causal_mask_function, bidirectional_mask_function) or pattern.queries[1] < 2:
         return ()  # one token, as in decoding, sees no later one
-    seen = _neighbours(described)
+    seen = _neighbours(pattern)
     if seen is None or not bool(seen[0].any()):
         return ()
     given = "padding before a sequence with images"
-    require(not bool(described.first.any()), MaskError, "attention mask", SAME_PLACES, given, ONE_PROMPT)
-    window = window_of(described.config) or FAR
+    require(not bool(pattern.first.any()), MaskError, "attention mask", SAME_PLACES, given, ONE_PROMPT)
+    window = window_of(pattern.config) or FAR
     masks = list[Mask]()
-    sampled = _sample_pairs(described, min(window, described.queries[1]), 0)
+    sampled = _sample_pairs(pattern, min(window, pattern.queries[1]), 0)
     for row, sees_next in enumerate(seen[0]):
-        spans = spans_of(sees_next, described.queries[0])
+        spans = spans_of(sees_next, pattern.queries[0])
         edges = torch.tensor([edge + near for edge in chain(*spans) for near in (-1, 0, 1)], dtype=torch.long)
         queries, keys = (  # the function may look tokens up in a table
             torch.cat((positions, edges)).clamp(start, start + length - 1).unique()
-            for positions, (start, length) in zip(sampled, (described.queries, described.keys), strict=True)
+            for positions, (start, length) in zip(sampled, (pattern.queries, pattern.keys), strict=True)
         )
         candidates = Spans(spans), Spans(spans, window - 1)
-        mask = next((mask for mask in candidates if _equals(described, mask, queries, keys, 0, row)), None)
+        mask = next((mask for mask in candidates if _equals(pattern, mask, queries, keys, 0, row)), None)
         if mask is None:
-            given = other_spans(partial(described.function, torch.tensor(row), torch.tensor(0)), spans, window)
+            given = other_spans(partial(pattern.function, torch.tensor(row), torch.tensor(0)), spans, window)
             require(not given, MaskError, "attention mask", SPANS, given, SDPA)
             return ()
         masks.append(mask)
     return tuple(masks)
 
 
-def _of_one_token(described: DescribedMask) -> Mask | None:
+def _of_one_token(pattern: DescribedMask) -> Mask | None:
     """Return the causal mask or the window that a function of indices computes for one token, as in decoding; or None.
 
     Both are equal where there are no more keys than the window has: then it is causal.
     """
-    if described.function in (causal_mask_function, bidirectional_mask_function):
+    if pattern.function in (causal_mask_function, bidirectional_mask_function):
         return None
-    rows = torch.arange(len(described.first))[:, None]
-    query = torch.tensor([described.queries[0]])
-    keys = described.keys[0] + torch.arange(described.keys[1])
-    if (seen := described.sees(rows, query[None], keys[None])) is None:
+    rows = torch.arange(len(pattern.first))[:, None]
+    query = torch.tensor([pattern.queries[0]])
+    keys = pattern.keys[0] + torch.arange(pattern.keys[1])
+    if (seen := pattern.sees(rows, query[None], keys[None])) is None:
         return None
-    window = window_of(described.config)
+    window = window_of(pattern.config)
     masks = [Causal(), *([Window(window - 1)] if window else [])]
     seen = seen.expand(len(rows), len(keys))
     return next((mask for mask in masks if torch.equal(mask.visible(query, keys).expand_as(seen), seen)), None)
 
 
-def _neighbours(described: DescribedMask) -> tuple[Tensor, Tensor] | None:
+def _neighbours(pattern: DescribedMask) -> tuple[Tensor, Tensor] | None:
     """Return whether each token sees the next one, and whether the next one sees it, of each sequence; None if unknown.
 
     These are all edges of packed sequences and of blocks, and where they are is known to the batch alone.
     """
-    offset, length = described.queries
-    batch = len(described.first)
+    offset, length = pattern.queries
+    batch = len(pattern.first)
     rows, earlier = torch.arange(batch)[:, None], torch.arange(offset, offset + length - 1)[None]
-    sees_next, seen_by_next = described.sees(rows, earlier, earlier + 1), described.sees(rows, earlier + 1, earlier)
+    sees_next, seen_by_next = pattern.sees(rows, earlier, earlier + 1), pattern.sees(rows, earlier + 1, earlier)
     if sees_next is None or seen_by_next is None:
         return None
     return sees_next.expand(batch, length - 1), seen_by_next.expand(batch, length - 1)
@@ -330,14 +330,14 @@ def check_left_padded(subject: str, token_mask: Tensor) -> None:
     require(not bool(gaps.any()), MaskError, subject, expected, given, fix)
 
 
-def _sample_pairs(described: DescribedMask, size: int, first: int) -> tuple[Tensor, Tensor]:
+def _sample_pairs(pattern: DescribedMask, size: int, first: int) -> tuple[Tensor, Tensor]:
     """Return some positions of queries and keys, from `first` on: of their ranges, and where masks of a size differ.
 
     A shard's range may be too short to tell a window from chunks, so the first edges of chunks are always among them.
     """
     edges = first + (torch.arange(1, 4)[:, None] * size + torch.arange(-1, 2)).flatten()
-    queries = torch.cat((_spread(*described.queries), edges)).clamp(min=first)
-    keys = torch.cat((_spread(*described.keys), edges, queries - size)).clamp(min=first)
+    queries = torch.cat((_spread(*pattern.queries), edges)).clamp(min=first)
+    keys = torch.cat((_spread(*pattern.keys), edges, queries - size)).clamp(min=first)
     return queries.unique(), keys.unique()
 
 
@@ -346,7 +346,7 @@ def _spread(first: int, count: int) -> Tensor:
     return torch.linspace(0, max(count - 1, 0), 17).long() + first
 
 
-def _equals(described: DescribedMask, mask: Mask, queries: Tensor, keys: Tensor, first: int, row: int = 0) -> bool:
+def _equals(pattern: DescribedMask, mask: Mask, queries: Tensor, keys: Tensor, first: int, row: int = 0) -> bool:
     """Return True if a function of indices is this mask at these positions, which the mask counts from `first`."""
-    seen = described.sees(row, queries[:, None], keys[None])
+    seen = pattern.sees(row, queries[:, None], keys[None])
     return seen is not None and torch.equal(seen, mask.visible(queries - first, keys - first))

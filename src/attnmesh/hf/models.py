@@ -171,8 +171,8 @@ def key_heads(config: PreTrainedConfig) -> int | None:
     config = config.get_text_config(decoder=True)
     layers = config.per_layer_config if config.is_heterogeneous else [config]
     names = ("num_key_value_heads", "num_attention_heads")[family_of(config).repeats_keys :]
-    configured = [next(filter(None, (getattr(layer, name, None) for name in names)), None) for layer in layers]
-    counts = [heads for heads in configured if isinstance(heads, int)]
+    layer_heads = [next(filter(None, (getattr(layer, name, None) for name in names)), None) for layer in layers]
+    counts = [heads for heads in layer_heads if isinstance(heads, int)]
     return min(counts) if counts and attends(config) else None
 
 

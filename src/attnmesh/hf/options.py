@@ -125,9 +125,9 @@ def agree_on_call(
     def fields() -> dict[str, object]:
         prompt = fingerprints({"prompt": ids, "attention_mask": attention_mask})
         cached_tokens = 0 if cache is None else cache.get_seq_length()
-        described = {name: describe_value(value) for name, value in sorted(options.items()) if name != "streamer"}
+        values = {name: describe_value(value) for name, value in sorted(options.items()) if name != "streamer"}
         config = {"model's generation_config": describe_value(model.generation_config)}
-        return {**prompt, "held": cached_tokens, **described, **config}
+        return {**prompt, "held": cached_tokens, **values, **config}
 
     with agreement_with_peers(mesh, model, "generate", fields):
         check_model(model)

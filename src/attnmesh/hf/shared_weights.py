@@ -134,11 +134,8 @@ def shared_layers(model: PreTrainedModel) -> tuple[dict[str, Any], list[nn.Modul
 def weights_of(layer: Any) -> Weights:
     """Return the weight, (outputs, columns), and bias of a layer."""
     weight = layer.weight
-    is_transposed = isinstance(layer, Conv1D) and type(weight) in (
-        Tensor,
-        Parameter,
-    )  # else a call takes it in no order
-    return (weight.t() if is_transposed else weight), layer.bias
+    is_turned = isinstance(layer, Conv1D) and type(weight) in (Tensor, Parameter)  # else a call takes it in no order
+    return (weight.t() if is_turned else weight), layer.bias
 
 
 def _is_shared(module: Any) -> bool:
@@ -246,15 +243,11 @@ class SharedSteps:
 
     def begin(self, model: PreTrainedModel, layers: Mapping[str, nn.Module], experts: Sequence[nn.Module]) -> None:
         """Share these layers and experts of a model from its next forward pass on."""
-        first_number = self.boards.take_numbers(MAX_CALL_LAYERS * len(layers))
+        start = self.boards.take_numbers(MAX_CALL_LAYERS * len(layers))
         for index, layer in enumerate(layers.values()):
             layer.__class__ = SHARED[type(layer)]
             shared: Any = layer
-            shared.steps, self.numbers[shared], self.groups[shared] = (
-                self,
-                first_number + index * MAX_CALL_LAYERS,
-                [shared],
-            )
+            shared.steps, self.numbers[shared], self.groups[shared] = self, start + index * MAX_CALL_LAYERS, [shared]
         self.experts = experts
         for expert_layer in experts:
             vars(expert_layer)["forward"] = SharedExperts(expert_layer.forward, self.boards.axis, self.is_within)

@@ -58,15 +58,13 @@ def _is_capturable(model: PreTrainedModel, cache: ShardedCache) -> bool:
     """Return whether a graph holds all of a step: on this GPU alone, and without a part of Python or of a mask."""
     config = model.config
     family = family_of(config)
-    position_rules = family.temperature, family.adds_bias, family.near_bias
+    rules = family.temperature, family.adds_bias, family.near_bias
     return (
         torch.cuda.is_available()
         and {x.device for x in model.parameters()} == {torch.device("cuda", torch.cuda.current_device())}
         and cache.ranks == Mesh.of(tp_mesh(model)).ranks == 1
         and all(type(layer) is ShardedLayer for layer in cache.layers)
-        and not any(
-            (cache.folder, cache.hot, model.training, has_windows(config), rope_switches(config), *position_rules)
-        )
+        and not any((cache.folder, cache.hot, model.training, has_windows(config), rope_switches(config), *rules))
         and config.get_text_config(decoder=True) is config
         and POSITIONS in signature(model.forward).parameters
         and all(map(_is_stock, model.modules()))

@@ -146,29 +146,27 @@ def scan_op(
     index, *order = index_and_order
     axis = Axis(len(order), index, group_named(group))
     ranks = len(order)
-    position = order.index(index)
+    place = order.index(index)
     total = AffineMap(linear, bias)
     prefix = None
     step = 1
     while step < ranks:
         # In the last round only later ranks receive: no total is needed after it.
-        peer = position ^ step
-        is_last = 2 * step >= ranks
+        peer = place ^ step
+        last = 2 * step >= ranks
         if peer < ranks:
-            sends = {order[peer]: tuple(total)} if peer > position or not is_last else {}
+            sends = {order[peer]: tuple(total)} if peer > place or not last else {}
             wanted = {order[peer]: tuple(torch.empty_like(x, device="meta") for x in total)}
-            finish = exchange_messages(
-                sends, wanted if peer < position or not is_last else {}, axis, bias.device, "scanning"
-            )
+            finish = exchange_messages(sends, wanted if peer < place or not last else {}, axis, bias.device, "scanning")
             arrived = finish()
-            if peer < position:
+            if peer < place:
                 earlier = AffineMap(*arrived[order[peer]])
-                first = position & -step  # of the ranks that `total` is the map of
-                if prefix is None or not any(resets[first:position]):
+                first = place & -step  # of the ranks that `total` is the map of
+                if prefix is None or not any(resets[first:place]):
                     prefix = earlier if prefix is None else prefix.after(earlier)
-                if not is_last and not any(resets[first : first + step]):
+                if not last and not any(resets[first : first + step]):
                     total = total.after(earlier)
-            elif not is_last:
+            elif not last:
                 later = AffineMap(*arrived[order[peer]])
                 total = later if any(resets[peer & -step :][:step]) else later.after(total)
         step *= 2

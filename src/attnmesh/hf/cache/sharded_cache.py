@@ -334,9 +334,8 @@ class ShardedCache(FolderLayers):
         with Agreement(Mesh.of(mesh), "ShardedCache.recover"):
             _check_recoverable(cache, recovered)
         kvs, tokens = ([], None) if cache is None else (cache.kvs, cache.tokens)
-        is_complete = (
-            len(kvs) == recovered.caches
-        )  # a prefill interrupted in its first chunk leaves layers without a cache
+        # A prefill that is interrupted in its first chunk leaves layers without a cache.
+        is_complete = len(kvs) == recovered.caches
         recovered._fill(recover(kvs if is_complete else None, mesh, device=device, **recovered._kv_options))
         recovered.tokens = _gather_tokens(tokens, recovered.attention_layers[0].cached)
         recovered.shift = shift_of(recovered.tokens, config)

@@ -131,11 +131,9 @@ class StoredLayers(Cache):  # type: ignore[misc]
             reserved = [name for name in more or {} if name == "held" or name.startswith(STATES)]
             expected = f"names other than held and {STATES}*"
             require(not reserved, StoreError, "save more", expected, ", ".join(reserved), "rename it")
-        token_ids = (
-            {"held": self.tokens.cpu()} if self.tokens is not None and kvs[0].length == self.tokens.shape[1] else {}
-        )
+        ids = {"held": self.tokens.cpu()} if self.tokens is not None and kvs[0].length == self.tokens.shape[1] else {}
         states = {STATES + name: x.cpu().clone() for name, x in self.states.items()}
-        tensors = {**token_ids, **states, **(more or {})}
+        tensors = {**ids, **states, **(more or {})}
         differ = self.tokens_per_key != [1] * self.caches
         return save_layers(kvs, path, more=tensors, note=note, wait=wait, lengths_differ=differ)
 

@@ -227,8 +227,8 @@ def families() -> Mapping[str, Family]:
     """Return the record of each model type that has one."""
     plain = json.loads(Path(__file__).with_name("plain.json").read_text())
     records = {kind: Family(kind, **entry) for kind, entry in plain.items()}
-    for file in iter_modules(import_module(str(__package__)).__path__):
-        module = import_module(f"{__package__}.{file.name}")
+    for info in iter_modules(import_module(str(__package__)).__path__):
+        module = import_module(f"{__package__}.{info.name}")
         records |= {family.type: family for family in getattr(module, "FAMILIES", ())}
     return records
 
@@ -279,8 +279,8 @@ def family_of_class(config: type) -> Family:
 
 def has_entries(layer: Any) -> bool:
     """Return whether a layer attends to entries of compressed tokens."""
-    has_some: bool = _has_entries(type(getattr(layer, "config", None)), getattr(layer, "layer_type", ""))
-    return has_some
+    is_compressed: bool = _has_entries(type(getattr(layer, "config", None)), getattr(layer, "layer_type", ""))
+    return is_compressed
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator] # a graph cannot look families up

@@ -34,9 +34,9 @@ CHECKED: set[object] = set()
 
 def check_family(config: Any) -> None:
     """Raise unless the installed transformers has what a model and its text model need, as attnmesh knows it."""
-    for checked in (config, config.get_text_config(decoder=True)):
-        if type(checked) not in CHECKED:
-            _check_class(checked)
+    for part in (config, config.get_text_config(decoder=True)):
+        if type(part) not in CHECKED:
+            _check_class(part)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator] # it reads files
@@ -81,10 +81,10 @@ def _check_pins(pins: Pins, kind: str) -> None:
 def _check_sources(kind: str, code: "Code", digests: Iterable[tuple[str, str]]) -> None:
     """Raise unless functions have the sources that are followed."""
     for name, digest in digests:
-        installed = code.digest(name)
-        if installed is None:
+        source_digest = code.digest(name)
+        if source_digest is None:
             raise_lost(kind, name)
-        if installed != digest:
+        if source_digest != digest:
             expected = f"{TRANSFORMERS.requirement} with the {name} that attnmesh follows"
             TRANSFORMERS.refuse_or_warn(f"attnmesh.hf {kind}", expected, f"{TRANSFORMERS.installed} with another one")
 
@@ -110,15 +110,15 @@ class Code:
     @cached_property
     def parts(self) -> dict[str, ast.AST]:
         """Functions, classes and methods, by name."""
-        definitions: dict[str, ast.AST] = {}
+        nodes: dict[str, ast.AST] = {}
         for node in ast.parse("\n".join(self.lines)).body:
             if isinstance(node, ast.ClassDef):
-                definitions |= {
+                nodes |= {
                     f"{node.name}.{method.name}": method for method in node.body if isinstance(method, ast.FunctionDef)
                 }
             if isinstance(node, ast.ClassDef | ast.FunctionDef):
-                definitions[node.name] = node
-        return definitions
+                nodes[node.name] = node
+        return nodes
 
     def digest(self, name: str) -> str | None:
         """Return a digest of the source of a function or method; None if there is none. Comments may change."""

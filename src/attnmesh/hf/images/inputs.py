@@ -56,8 +56,8 @@ class Pictures(NamedTuple):
 def image_inputs(model: Any) -> set[str]:
     """Return the names of the inputs for images that the model takes; none if it takes no images."""
     names = signature(model.forward).parameters if hasattr(model, "forward") else ()
-    taken = IMAGE_INPUTS & {*names}
-    return taken if any("pixel" in name or "patches" in name for name in taken) else set()
+    image_names = IMAGE_INPUTS & {*names}
+    return image_names if any("pixel" in name or "patches" in name for name in image_names) else set()
 
 
 def without_absent(options: Mapping[str, Any]) -> dict[str, Any]:

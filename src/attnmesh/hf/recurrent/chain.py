@@ -270,8 +270,8 @@ def _chain_axis(mesh: DeviceMesh | None) -> tuple[Axis, list[int]]:
     sizes = dict(zip(AXES, shape, strict=True))
     shards = []  # by index of the flat axis
     for indices in product(*(range(sizes[name]) for name in names)):
-        axis_index = dict.fromkeys(AXES, 0) | dict(zip(names, indices, strict=True))
-        shards.append(shape.shard(*(axis_index[name] for name in AXES)))
+        index_of = dict.fromkeys(AXES, 0) | dict(zip(names, indices, strict=True))
+        shards.append(shape.shard(*(index_of[name] for name in AXES)))
     return axis, [shards.index(shard) for shard in range(axis.size)]
 
 

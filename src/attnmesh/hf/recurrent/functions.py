@@ -137,10 +137,7 @@ def _rule(rule: Rule, stock: Any) -> Callable[..., Any]:
             whole_rule = partial(rule.outputs, stock, chain.documents)
             out = rule.by_heads(whole_rule, chain, *args, **{**kwargs, rule.returns_state: False})
             return rule.returned(chain.scatter(out), None, False)
-        links = [
-            rule(stock, *piece_args, **piece_kwargs)
-            for piece_args, piece_kwargs in rule.cut(chain.pieces, args, kwargs)
-        ]
+        links = [rule(stock, *inputs, **options) for inputs, options in rule.cut(chain.pieces, args, kwargs)]
         out, leaving = run_links(links, rule.dim, rule.from_stock)
         return rule.returned(out, leaving, bool(kwargs.get(rule.returns_state)))
 

@@ -169,10 +169,10 @@ def _prepare_model(model: Any) -> ModelCall | None:
     new = [layer for layer in layers if not _is_prepared(layer)]
     for layer in new:
         check_layer(layer)
-    recognised = sum(_kind(layer).base is None for layer in layers)
+    known_layers = sum(_kind(layer).base is None for layer in layers)
     expected = recurrent_layers(model.config) if isinstance(model, PreTrainedModel) else 0
-    given = f"{recognised} of {expected} of them in the {type(model).__name__} of {TRANSFORMERS.installed}"
-    fits = recognised >= expected
+    given = f"{known_layers} of {expected} of them in the {type(model).__name__} of {TRANSFORMERS.installed}"
+    fits = known_layers >= expected
     fix = TRANSFORMERS.fix
     require(fits, KernelError, SUBJECT, "recurrent layers of known classes", given, fix)
     if not new:

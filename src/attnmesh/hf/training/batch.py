@@ -136,8 +136,8 @@ def agree_on_batch(
         _check_packing(entries, documents)
         check_cross_mask("shard_batch", entries["input_ids"], entries)
         tensors = {name: x for name, x in entries.items() if isinstance(x, Tensor)}
-        described = {name: describe_value(x) for name, x in entries.items() if name not in tensors}
-        agreement.fields = {"layout": layout, "exchange": exchange, **fingerprints(tensors), **described}
+        values = {name: describe_value(x) for name, x in entries.items() if name not in tensors}
+        agreement.fields = {"layout": layout, "exchange": exchange, **fingerprints(tensors), **values}
     return AgreedBatch(entries, positions, documents)
 
 

@@ -117,12 +117,10 @@ def _check_arguments(arguments: dict[str, Any]) -> None:
     check("shift_labels", not is_alone, "none beside its labels")
     expected, fix = "use_cache=False, as shard_batch returns it", "leave use_cache out; call hf.prefill to fill a cache"
     require(not arguments.get("use_cache"), ArgumentError, f"{SUBJECT} use_cache", expected, "True", fix)
-    logits_to_keep = arguments.get("logits_to_keep")
+    keep = arguments.get("logits_to_keep")
     fix = "leave it out: the last token of a shard is seldom that of the sequence"
-    is_all = logits_to_keep is None or (isinstance(logits_to_keep, int) and logits_to_keep == 0)
-    require(
-        is_all, ArgumentError, f"{SUBJECT} logits_to_keep", "logits of all tokens of a shard", str(logits_to_keep), fix
-    )
+    is_all = keep is None or (isinstance(keep, int) and keep == 0)
+    require(is_all, ArgumentError, f"{SUBJECT} logits_to_keep", "logits of all tokens of a shard", str(keep), fix)
 
 
 def _running_calls() -> list[RunningCall]:

@@ -73,9 +73,9 @@ class MeshDistillation(MeshRollouts):
         *heads_of_models, mask, beta = heads
         given = " and ".join(map(str, self.shards_by_layout))
         fix = 'leave layout="auto" and shape="auto" out'
-        (shards, moved), *differing = self.shards_by_layout.values()
+        (shards, moved), *other_shards = self.shards_by_layout.values()
         self.shards_by_layout = {}
-        require(not differing, KernelError, SUBJECT, "a student and a teacher with the same shards", given, fix)
+        require(not other_shards, KernelError, SUBJECT, "a student and a teacher with the same shards", given, fix)
         target_mask = pad(mask, (shards.length - 1 - mask.shape[1], 1))  # a token is predicted from the one before it
         target_mask = target_mask if moved is None else moved.batch({"mask": target_mask})["mask"]
         own_mask = shard(target_mask, shards.mesh, layout=shards.layout, dim=1).bool()

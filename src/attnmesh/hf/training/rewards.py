@@ -82,11 +82,9 @@ class MeshRewards(RewardFunctions):
         if args.eval_strategy != "no":
             eval_completions = args.per_device_eval_batch_size * meshes
             sizes["per_device_eval_batch_size"] = eval_completions, args.num_generations_eval or args.num_generations
-        for name, (completions, group) in sizes.items():
+        for name, (size, group) in sizes.items():
             expected, fix = f"a multiple of the {group} generations of a prompt", f"raise {name}, which is per mesh"
-            require(
-                completions % group == 0, ShapeError, f"{SUBJECT} {name}", expected, f"{completions} completions", fix
-            )
+            require(size % group == 0, ShapeError, f"{SUBJECT} {name}", expected, f"{size} completions", fix)
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         """Draw completions and compare their rewards, of all meshes."""

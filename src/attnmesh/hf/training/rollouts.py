@@ -56,11 +56,9 @@ class MeshRollouts:
         if self.own_seed:
             set_seed(self.args.seed + self.accelerator.replicas.own)  # of processes, which to TRL are the ranks
         mesh, rank = self.calls.mesh, self.accelerator.state.process_index
-        first_rank = rank if mesh is None else int(mesh.mesh.flatten()[0])
-        self.is_first = rank == first_rank
-        self.firsts: list[int] = self.accelerator.gather(
-            torch.tensor(first_rank, device=self.accelerator.device)
-        ).tolist()
+        first = rank if mesh is None else int(mesh.mesh.flatten()[0])
+        self.is_first = rank == first
+        self.firsts: list[int] = self.accelerator.gather(torch.tensor(first, device=self.accelerator.device)).tolist()
         self.logprobs = torch.empty(0)
 
     def create_accelerator_and_postprocess(self) -> None:

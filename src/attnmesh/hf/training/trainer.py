@@ -62,15 +62,9 @@ def on_mesh(
     subject, fix = "on_mesh trainer_class", "pass transformers.Trainer or a subclass of it"
     is_class = isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)
     require(is_class, ArgumentError, subject, "a subclass of transformers.Trainer", repr(trainer_class), fix)
-    is_mesh_trainer = issubclass(trainer_class, MeshTrainer)
-    require(
-        not is_mesh_trainer,
-        ArgumentError,
-        subject,
-        "a trainer without a mesh",
-        repr(trainer_class),
-        "call on_mesh once",
-    )
+    is_on_mesh = issubclass(trainer_class, MeshTrainer)
+    expected, fix = "a trainer without a mesh", "call on_mesh once"
+    require(not is_on_mesh, ArgumentError, subject, expected, repr(trainer_class), fix)
     check_trainer(trainer_class)
     bases = _bases_of(trainer_class)
     check_layout("on_mesh layout", layout, auto=True)
