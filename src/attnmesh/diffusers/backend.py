@@ -93,14 +93,14 @@ def _attend_visible(
     """
     with Agreement(streams.mesh, SUBJECT, {"mask": [attn_mask.ndim, attn_mask.dtype], "batch": len(q)}):
         visible = visible_keys(attn_mask, len(q), q.shape[2], k.shape[2])
-    alike = bool((visible == visible[:1]).all())
-    table = dist_all_gather_ints([alike, *visible.sum(1).tolist()], streams.mesh.axes)
+    is_equal = bool((visible == visible[:1]).all())
+    table = dist_all_gather_ints([is_equal, *visible.sum(1).tolist()], streams.mesh.axes)
     rows = [slice(None)] if all(row[0] for row in table) else [slice(b, b + 1) for b in range(len(q))]
     outputs = []
     for index, row in enumerate(rows):
         sizes = tuple(counts[1 + index] for counts in table)
-        shown = visible[row][0].nonzero().flatten()
-        keys, values = (x[row].index_select(2, shown) if len(shown) < x.shape[2] else x[row] for x in (k, v))
+        indices = visible[row][0].nonzero().flatten()
+        keys, values = (x[row].index_select(2, indices) if len(indices) < x.shape[2] else x[row] for x in (k, v))
         outputs.append(attention(q[row], keys, values, key_layout=Split(sizes), key_length=sum(sizes), **options))
     return torch.cat(outputs)
 
@@ -120,8 +120,8 @@ def visible_keys(attn_mask: Tensor, batch: int, queries: int, keys: int) -> Tens
     mask = mask[:, 0].expand(batch, -1, -1)
     if mask.shape[1] == 1:
         return mask[:, 0]
-    shown = mask.any(1)
-    hidden = ~mask.any(2, keepdim=True)  # rows of padding see nothing, which changes no row that is seen
-    if not bool((hidden | (mask == shown[:, None])).all()):
+    visible = mask.any(1)
+    is_padding = ~mask.any(2, keepdim=True)  # rows of padding see nothing, which changes no row that is seen
+    if not bool((is_padding | (mask == visible[:, None])).all()):
         raise MaskError(SUBJECT, expected, f"{given}, in which queries see different keys", fix)
-    return shown
+    return visible

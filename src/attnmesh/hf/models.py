@@ -124,8 +124,8 @@ def layer_kinds(config: PreTrainedConfig) -> list[str]:
     ['full_attention', 'full_attention']
     """
     config = config.get_text_config(decoder=True)
-    alike = "sliding_attention" if window_of(config) else "full_attention"
-    return list(getattr(config, "layer_types", None) or [alike] * getattr(config, "num_hidden_layers", 1))
+    default_kind = "sliding_attention" if window_of(config) else "full_attention"
+    return list(getattr(config, "layer_types", None) or [default_kind] * getattr(config, "num_hidden_layers", 1))
 
 
 def layers_of(config: PreTrainedConfig) -> list[Layer]:

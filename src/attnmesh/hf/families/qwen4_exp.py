@@ -39,9 +39,9 @@ class PooledScores:
 
     def run(self, keys: Tensor, operands: Sequence[Tensor]) -> Tensor:
         """Return the scores of some means for some queries, (batch, queries, keys)."""
-        q, means, hidden = operands[0], keys[:, None, :, :-1], keys[:, None, :, -1]
+        q, means, bias = operands[0], keys[:, None, :, :-1], keys[:, None, :, -1]
         scores = (q.transpose(1, 2).float() @ means.float().mT).relu().sum(1)
-        return scores / sqrt(q.shape[-1]) + hidden
+        return scores / sqrt(q.shape[-1]) + bias
 
 
 class PooledIndexer:
@@ -76,8 +76,8 @@ class PooledIndexer:
         first = slice(0, means.shape[1])  # a mean stands where its block begins
         means = rope(indexer.k_layernorm(means)[:, :, None], cos=cos[:, first], sin=sin[:, first], unsqueeze_dim=2)
         ends = (positions >= 0) & ((positions + 1) % ratio == 0)
-        hidden = torch.zeros_like(means[..., 0]).masked_fill(~ends[..., None], -torch.inf)
-        source.new_index = torch.cat((means[:, :, 0], hidden), -1)
+        bias = torch.zeros_like(means[..., 0]).masked_fill(~ends[..., None], -torch.inf)
+        source.new_index = torch.cat((means[:, :, 0], bias), -1)
         blocks = source.select(PooledScores(q, spec), indexer.block_topk)
         if spec.shards is None:
             tokens = source.get_seq_length() + torch.arange(rows.shape[1])

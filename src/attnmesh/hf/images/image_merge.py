@@ -137,10 +137,10 @@ def _go_on_from_last(model: PreTrainedModel, positions: Tensor | None) -> None:
     """
     if positions is None or positions.ndim < 3:
         return
-    behind = positions[..., -1].amax(0) - positions.amax((0, 2))
+    lag = positions[..., -1].amax(0) - positions.amax((0, 2))
     for module in model.modules():
         if (deltas := vars(module).get("rope_deltas")) is not None:
-            vars(module)["rope_deltas"] = deltas + behind[:, None]
+            vars(module)["rope_deltas"] = deltas + lag[:, None]
 
 
 def text_arguments(subject: str, name: str, decoder: nn.Module, arguments: Mapping[str, Any]) -> dict[str, Any]:

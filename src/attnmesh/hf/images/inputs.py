@@ -153,5 +153,5 @@ def _are_first(cached: Mapping[str, Tensor], prompt: Mapping[str, Tensor], *, ex
     if cached.keys() != prompt.keys():
         return False
     counts = {name: min(len(cached[name]), len(prompt[name])) for name in cached}
-    alike = all(torch.equal(cached[name][:count], prompt[name][:count]) for name, count in counts.items())
-    return alike and (not exactly or all(len(cached[name]) == len(prompt[name]) for name in cached))
+    is_equal = all(torch.equal(cached[name][:count], prompt[name][:count]) for name, count in counts.items())
+    return is_equal and (not exactly or all(len(cached[name]) == len(prompt[name]) for name in cached))

@@ -210,9 +210,9 @@ def _check_batch(batch: Mapping[str, Any], ranks: int) -> None:
     _check_padding(batch)
     _check_shifts(batch)
     positions = batch.get("position_ids")
-    alike = positions is None or torch.equal(positions.diff(), positions[:1].expand_as(positions).diff())
+    is_equal = positions is None or torch.equal(positions.diff(), positions[:1].expand_as(positions).diff())
     fix = "pack all rows of a batch alike, or into one row"
-    require(alike, MaskError, "shard_batch position_ids", "the same positions in each row", "rows that differ", fix)
+    require(is_equal, MaskError, "shard_batch position_ids", "the same positions in each row", "rows that differ", fix)
 
 
 def _check_whole(batch: Mapping[str, Any]) -> None:
