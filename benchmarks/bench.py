@@ -34,10 +34,10 @@ def counts_of(option: str, given: str) -> tuple[int, ...]:
     >>> counts_of("--clients", "1,16")
     (1, 16)
     """
-    parts = given.split(",")
-    fits = all(part.isascii() and part.isdigit() and 0 < int(part) < 10**6 for part in parts)
+    numbers = given.split(",")
+    fits = all(part.isascii() and part.isdigit() and 0 < int(part) < 10**6 for part in numbers)
     require(fits, ArgumentError, option, "whole numbers above 0, as 1,2,4", repr(given), "separate them by commas")
-    return tuple(map(int, parts))
+    return tuple(map(int, numbers))
 
 
 def write_json(file: Path, record: dict[str, Any]) -> None:
@@ -46,10 +46,10 @@ def write_json(file: Path, record: dict[str, Any]) -> None:
     if file.is_symlink() or not (file.is_file() and os.access(file.parent, os.W_OK)):
         file.write_text(text)
         return
-    part = file.with_name(f".attnmesh-{os.getpid()}.json")
-    part.write_text(text)
-    shutil.copymode(file, part)
-    os.replace(part, file)
+    temporary = file.with_name(f".attnmesh-{os.getpid()}.json")
+    temporary.write_text(text)
+    shutil.copymode(file, temporary)
+    os.replace(temporary, file)
 
 
 def published(report: dict[str, Any], as_json: bool, out: Path | None) -> bool:
@@ -155,8 +155,8 @@ def bench_command(app: typer.Typer, name: str, short_help: str, explained: str) 
                     console.print(explained)
             raise typer.Exit(bench.code)
 
-        _, *own = inspect.signature(measure).parameters.values()
-        parameters = [*own, *inspect.signature(_shared).parameters.values()]
+        _, *own_parameters = inspect.signature(measure).parameters.values()
+        parameters = [*own_parameters, *inspect.signature(_shared).parameters.values()]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         run.__doc__ = measure.__doc__

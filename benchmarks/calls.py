@@ -62,26 +62,26 @@ def _contenders() -> tuple[dict[str, Call], dict[str, float]]:
     goals = {}
     for shape in SHAPES:
         mesh, layout = am.init_mesh(shape), am.Zigzag()
-        parts = [am.shard(x, mesh, layout=layout) for x in (q, k, v)]
+        shards = [am.shard(x, mesh, layout=layout) for x in (q, k, v)]
         for checked in (None, False):
             run = partial(am.attention, mesh=mesh, layout=layout, length=TOKENS, checked=checked)
             for kind, make in (("forward", _forward), ("forward and backward", _both)):
                 name = f"{'x'.join(map(str, shape))}, {kind}{', unchecked' * (checked is False)}"
-                calls[name] = make(run, parts)
+                calls[name] = make(run, shards)
                 if checked is None:
                     goals[name] = GOALS[kind]
     return calls, goals
 
 
-def _forward(run: Callable[..., Tensor], parts: list[Tensor]) -> Call:
+def _forward(run: Callable[..., Tensor], shards: list[Tensor]) -> Call:
     def call() -> Tensor:
         with torch.no_grad():
-            return run(*parts)
+            return run(*shards)
 
     return call
 
 
-def _both(run: Callable[..., Tensor], parts: list[Tensor]) -> Call:
-    learned = [x.clone().requires_grad_() for x in parts]
-    dout = torch.randn_like(parts[0])
+def _both(run: Callable[..., Tensor], shards: list[Tensor]) -> Call:
+    learned = [x.clone().requires_grad_() for x in shards]
+    dout = torch.randn_like(shards[0])
     return lambda: torch.autograd.grad(run(*learned), learned, dout)

@@ -111,8 +111,8 @@ def bench_prefill(
 
     world = world_of(ranks, hosts)
     run.step(f"measuring times on {world}{' ranks' * (hosts is None)}")
-    wanted = prefill_bench.Selection(case, tuple(shape or ()), rounds)
-    prefill_bench.rows(world, length, wanted, run.table("rows"))
+    selection = prefill_bench.Selection(case, tuple(shape or ()), rounds)
+    prefill_bench.rows(world, length, selection, run.table("rows"))
     add = run.table("memory")
     if hosts is None and not case:
         run.step(f"measuring memory on {ranks} ranks")
@@ -177,18 +177,18 @@ def bench_decode(
     if count & (count - 1):
         raise typer.BadParameter("a power of two, as the same bits on any number of ranks are measured too")
     add = run.table("rows")
-    for name, part in decode_bench.parts(world).items():
+    for name, measure in decode_bench.parts(world).items():
         run.step(f"measuring {name} on {count} ranks")
-        part(add)
+        measure(add)
     add = run.table("memory")
     if hosts is None:
         run.step(f"measuring memory on {ranks} ranks")
         decode_bench.memory(ranks, add)
-    shown = by_case(partial(tables.decode_table, count), run.tables["rows"])
+    timing_tables = by_case(partial(tables.decode_table, count), run.tables["rows"])
     memories = titled("keys, values and what a step allocates, per rank", "case", "contender", "MB")
     for memory in run.tables["memory"]:
         memories.add_row(memory.case, memory.contender, f"{memory.megabytes:.1f}")
-    return [pairs("this machine", machine()), *shown, *[memories] * bool(memories.rows)]
+    return [pairs("this machine", machine()), *timing_tables, *[memories] * bool(memories.rows)]
 
 
 MODEL_EXPLAINED = """\
@@ -307,16 +307,16 @@ def bench_rollouts(
     from benchmarks import rollouts as rollouts_bench
 
     request = rollouts_bench.Request(tokens, counts_of("--contexts", contexts), completions, new, (ranks, 2), rounds)
-    shown = []
+    report_tables = []
     if new:
         run.step("drawing completions")
         rollouts_bench.speed(request, run.table("rows"))
-        shown.append(tables.rollouts_table(run.tables["rows"]))
+        report_tables.append(tables.rollouts_table(run.tables["rows"]))
     if tokens:
         run.step(f"training on completions of {tokens:,} tokens")
         rollouts_bench.memory(request, run.table("memory"))
-        shown.append(tables.steps_table(run.tables["memory"]))
-    return [pairs("this machine", machine()), *shown]
+        report_tables.append(tables.steps_table(run.tables["memory"]))
+    return [pairs("this machine", machine()), *report_tables]
 
 
 def pages() -> str:
@@ -484,9 +484,9 @@ def bench_prefixes(
     from attnmesh.hf.load import locate
     from benchmarks import prefixes as prefixes_bench
 
-    before, *others = counts_of("--ranks", ranks)
-    require(len(others) == 1, ArgumentError, "--ranks", "two numbers, as 4,3", repr(ranks), "name both servers' ranks")
-    request = prefixes_bench.Request(locate(model), pages(), letters, (before, others[0]), max_gap)
+    before, *after = counts_of("--ranks", ranks)
+    require(len(after) == 1, ArgumentError, "--ranks", "two numbers, as 4,3", repr(ranks), "name both servers' ranks")
+    request = prefixes_bench.Request(locate(model), pages(), letters, (before, after[0]), max_gap)
     prefixes_bench.rows(request, run.table("rows"), run.step)
     return [pairs("this machine", machine()), tables.prefixes_table(run.tables["rows"])]
 
@@ -527,9 +527,9 @@ def bench_probe(
     """Measure hosts made on this machine, as attnmesh probe measures true ones, for attnmesh plan --cluster FILE."""
     world = Hosts.parse(hosts)
     run.step(f"measuring {world}")
-    found = run_on_hosts(world, measured)[0]
-    run.report.set(cluster=found.record())
-    return [pairs(f"{found.hosts} hosts of {found.ranks} ranks", described(found))]
+    cluster = run_on_hosts(world, measured)[0]
+    run.report.set(cluster=cluster.record())
+    return [pairs(f"{cluster.hosts} hosts of {cluster.ranks} ranks", described(cluster))]
 
 
 PLAN_EXPLAINED = """\
@@ -568,8 +568,10 @@ def bench_plan(
         reports.append(plan_bench.report(world, length, most, rounds, show))
     summary = plan_bench.summary(reports)
     run.report.set(summary=summary)
-    shown = [table for one in reports for table in by_case(partial(tables.plan_table, one.world), one.rows, "workload")]
-    return [*shown, pairs("in short", summary)]
+    plan_tables = [
+        table for one in reports for table in by_case(partial(tables.plan_table, one.world), one.rows, "workload")
+    ]
+    return [*plan_tables, pairs("in short", summary)]
 
 
 LATENT_EXPLAINED = """\

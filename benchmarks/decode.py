@@ -97,30 +97,30 @@ def _merges() -> Iterator[Row]:
 
 
 def _merge(batch: int) -> list[Row]:
-    own, group = Partial(torch.randn(batch, 32, 1, WIDTH), torch.randn(batch, 32, 1)), dist.group.WORLD
+    local, group = Partial(torch.randn(batch, 32, 1, WIDTH), torch.randn(batch, 32, 1)), dist.group.WORLD
     options: dict[str, dict[str, Any]] = {how: {"how": how} for how in ("auto", *MERGES)}
     options["tree, out in bfloat16"] = {"how": "tree", "wire": torch.bfloat16}
     options["to each its heads (Helix: one all-to-all)"] = {"output": "heads"}
     contenders: dict[str, Call] = {
-        name: partial(am.merge_across, own, group, checked=False, **each) for name, each in options.items()
+        name: partial(am.merge_across, local, group, checked=False, **each) for name, each in options.items()
     }
-    contenders["gather lse, reduce-scatter out (vLLM)"] = partial(_reduce_scattered, own)
-    contenders["limit: log2(p) bare exchanges"] = partial(_bare_exchanges, own.out)
-    short = {name: contenders.pop(name) for name in ("auto", "tree", "direct")}
+    contenders["gather lse, reduce-scatter out (vLLM)"] = partial(_reduce_scattered, local)
+    contenders["limit: log2(p) bare exchanges"] = partial(_bare_exchanges, local.out)
+    quick = {name: contenders.pop(name) for name in ("auto", "tree", "direct")}
     case = Case(f"merge, batch {batch}: 32 heads of 128, float32", (32, 32), 0)
     # What takes a tenth of the others is repeated more often, or a turn ends before ranks have settled to share cores.
-    rows = _raced(replace(case, repeat=100, rounds=15), short, "auto")
-    beside = _raced(case, {"auto": short["auto"], **contenders}, "auto")
+    rows = _raced(replace(case, repeat=100, rounds=15), quick, "auto")
+    beside = _raced(case, {"auto": quick["auto"], **contenders}, "auto")
     return [*rows, *(row for row in beside if row.contender != "auto")]
 
 
-def _reduce_scattered(own: Partial) -> Tensor:
+def _reduce_scattered(local: Partial) -> Tensor:
     """Merge as vLLM's decode context parallelism: all-gather the lse, then reduce-scatter the weighted out by heads."""
     ranks = dist.get_world_size()
-    lses = [torch.empty_like(own.lse) for _ in range(ranks)]
-    dist.all_gather(lses, own.lse)
+    lses = [torch.empty_like(local.lse) for _ in range(ranks)]
+    dist.all_gather(lses, local.lse)
     lse = torch.logsumexp(torch.stack(lses), 0)
-    weighed = (own.out * torch.exp(own.lse - lse).unsqueeze(-1)).transpose(0, 1).contiguous()
+    weighed = (local.out * torch.exp(local.lse - lse).unsqueeze(-1)).transpose(0, 1).contiguous()
     mine = weighed.new_empty(weighed.shape[0] // ranks, *weighed.shape[1:])
     dist.reduce_scatter_tensor(mine, weighed)
     return mine.transpose(0, 1)
@@ -176,11 +176,11 @@ def _step(case: Case) -> list[Row]:
     cache, q = _cache(case), _query(case)
     keys, values = (x[:, :, : cache.used] for x in (cache.keys, cache.values))
     out, counts = torch.empty(1, case.heads[0], 1, values.shape[3] + 1), [cache.used] * dist.get_world_size()
-    held = keys.contiguous(), values.contiguous()
-    new = torch.randn(1, case.heads[1], 1, case.width).to(case.dtype)
+    shard = keys.contiguous(), values.contiguous()
+    new_key = torch.randn(1, case.heads[1], 1, case.width).to(case.dtype)
 
     def whole() -> None:
-        cache.append(new, None if case.prefix else new)
+        cache.append(new_key, None if case.prefix else new_key)
         am.decode(q, cache)
         cache.truncate(case.tokens)
 
@@ -190,7 +190,7 @@ def _step(case: Case) -> list[Row]:
         "three all-reduces": lambda: am.merge_across(
             am.attend(q, keys, values), dist.group.WORLD, how="allreduce", checked=False
         ),
-        "ring, overlapped": lambda: ring(q, held, counts),
+        "ring, overlapped": lambda: ring(q, shard, counts),
         "local attention": lambda: am.attend(q, keys, values),
         "bare exchanges": lambda: _bare_exchanges(out),
     }
@@ -214,21 +214,21 @@ def _limit(case: Case, rows: list[Row]) -> Row:
     return Row(case.name, "limit: local attention + log2(p) exchanges", limit, round(limit.median / ours.median, 3))
 
 
-def ring(q: Tensor, held: Sequence[Tensor], counts: Sequence[int]) -> Partial:
+def ring(q: Tensor, shard: Sequence[Tensor], counts: Sequence[int]) -> Partial:
     """Decode by ring: pass keys and values on while the last chunk is attended; `counts` are the tokens per rank."""
     rank, ranks, partials = dist.get_rank(), dist.get_world_size(), []
     for step in range(ranks):
-        coming, works = held, []
+        coming, works = shard, []
         if step + 1 < ranks:
             tokens = counts[(rank - step - 1) % ranks]
-            coming = [x.new_empty(*x.shape[:2], tokens, x.shape[3]) for x in held]
+            coming = [x.new_empty(*x.shape[:2], tokens, x.shape[3]) for x in shard]
             posts = [dist.P2POp(dist.irecv, x, (rank - 1) % ranks) for x in coming]
-            works = dist.batch_isend_irecv(posts + [dist.P2POp(dist.isend, x, (rank + 1) % ranks) for x in held])
-        out, lse = am.attend(q, *held)
+            works = dist.batch_isend_irecv(posts + [dist.P2POp(dist.isend, x, (rank + 1) % ranks) for x in shard])
+        out, lse = am.attend(q, *shard)
         partials.append(Partial(out.float(), lse))
         for work in works:
             work.wait()
-        held = coming
+        shard = coming
     return merge_partials(partials)
 
 
@@ -275,10 +275,10 @@ def _windows() -> Iterator[Row]:
     for name, heads, width, window in (("gpt-oss", (64, 8), 64, 128), ("Gemma 3 12B", (16, 8), 256, 1024)):
         mask, calls = am.Window(window - 1), dict[str, Call]()
         case = Case(f"{name} layer, window of {window:,}, bfloat16", heads, 100_000, torch.bfloat16, 4, width=width)
-        q, new = _query(case), torch.randn(1, heads[1], 1, width).to(case.dtype)
+        q, new_key = _query(case), torch.randn(1, heads[1], 1, width).to(case.dtype)
 
-        def step(cache: am.KVCache, q: Tensor = q, new: Tensor = new, mask: am.Mask = mask) -> None:
-            cache.append(new, new)
+        def step(cache: am.KVCache, q: Tensor = q, new_key: Tensor = new_key, mask: am.Mask = mask) -> None:
+            cache.append(new_key, new_key)
             am.decode(q, cache, mask=mask)
 
         calls["forgets, 2 windows"] = partial(step, _cache(replace(case, tokens=2 * window), mask=mask))
@@ -294,13 +294,13 @@ def _window_memories() -> Iterator[Memory]:
         ("Gemma 3 12B, 48 layers", 8, 256, 1024, (40, 8)),
     ):
         case = Case("", (kv_heads, kv_heads), 100_000, torch.bfloat16, width=width)
-        local, whole = (
+        window_bytes, full_bytes = (
             cache.keys.nbytes + cache.values.nbytes
             for cache in (_cache(case, mask=am.Window(window - 1)), _cache(case))
         )
         for contender, total in (
-            ("every token", sum(layers) * whole),
-            ("windows", layers[0] * local + layers[1] * whole),
+            ("every token", sum(layers) * full_bytes),
+            ("windows", layers[0] * window_bytes + layers[1] * full_bytes),
         ):
             yield Memory(f"{name}, window of {window:,}, 100,000 tokens", contender, round(total / 1e6, 1))
 
@@ -313,15 +313,15 @@ def _memories() -> Iterator[Memory]:
         case = Case(f"Llama-3.1-8B layer, 32/8 heads, {k}k tokens, bfloat16", (32, 8), k * 1024, torch.bfloat16)
         cache, q = _cache(case), _query(case)
         keys, values = (x[:, :, : cache.used] for x in (cache.keys, cache.values))
-        held = 2 * keys.numel() * keys.element_size()
+        held_bytes = 2 * keys.numel() * keys.element_size()
         calls: dict[str, Call] = {
             "tree": partial(am.decode, q, cache),
             "ring": partial(ring, q, (keys.contiguous(), values.contiguous()), [cache.used] * dist.get_world_size()),
         }
         for name, call in calls.items():
-            most = torch.tensor([held + (peak_memory(call, torch.device("cpu")) or 0)], dtype=torch.float64)
-            dist.all_reduce(most, dist.ReduceOp.MAX)
-            yield Memory(case.name, name, round(float(most) / 1e6, 1))
+            peak = torch.tensor([held_bytes + (peak_memory(call, torch.device("cpu")) or 0)], dtype=torch.float64)
+            dist.all_reduce(peak, dist.ReduceOp.MAX)
+            yield Memory(case.name, name, round(float(peak) / 1e6, 1))
 
 
 def _query(case: Case) -> Tensor:
@@ -342,8 +342,8 @@ def _cache(case: Case, block: int = 16, mask: am.Mask | None = None) -> am.KVCac
     cache = am.KVCache(_mesh(), dtype=case.dtype, mask=mask, **sizes)  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(0)
     for start in range(0, case.tokens, PIECE):
-        more = min(PIECE, case.tokens - start)
-        k, v = torch.randn(2, 1, case.heads[1], more, case.width, generator=generator).to(case.dtype)
+        tokens = min(PIECE, case.tokens - start)
+        k, v = torch.randn(2, 1, case.heads[1], tokens, case.width, generator=generator).to(case.dtype)
         cache.append(k, None if case.prefix else v)
     return cache
 

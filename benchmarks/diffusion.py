@@ -75,10 +75,10 @@ def rows(request: Request, world: World, add: Send) -> None:
 
 def workload_of(name: str, request: Request) -> Workload:
     """Return a layer of a preset, in float32, with the tokens of the request."""
-    whole = workload_preset(name)
-    length = request.length or whole.length // request.scale
+    preset = workload_preset(name)
+    length = request.length or preset.length // request.scale
     return Workload(
-        whole.q_heads, whole.kv_heads, whole.head_dim, length, dtype="float32", mask=am.Full(), phase="prefill"
+        preset.q_heads, preset.kv_heads, preset.head_dim, length, dtype="float32", mask=am.Full(), phase="prefill"
     )
 
 
@@ -87,31 +87,31 @@ def contenders(work: Workload, ranks: int, hosts: Hosts | None) -> dict[str, Con
     a_host = ranks if hosts is None else hosts.ranks
     per_host = max(n for n in range(1, a_host + 1) if ranks % n == 0)
     heads = max(n for n in range(1, ranks + 1) if ranks % n == 0 and work.kv_heads >= n)
-    part = heads if heads < ranks else max(n for n in range(1, ranks) if ranks % n == 0)
+    usp_heads = heads if heads < ranks else max(n for n in range(1, ranks) if ranks % n == 0)
     columns = max(n for n in range(1, ranks + 1) if ranks % n == 0 and n * n <= ranks)
     shapes = {
         RING: (Shape(1, ranks, 1), "ring"),
         "Ulysses": (Shape(ranks, 1, 1), "pipelined"),
-        "USP": (Shape(part, ranks // part, 1), "ring"),
+        "USP": (Shape(usp_heads, ranks // usp_heads, 1), "ring"),
         "2D": (Shape(1, ranks // columns, columns), "pipelined"),
     }
     if heads < ranks:
         del shapes["Ulysses"]
-    found = {name: Contender(shape, _tile(shape, per_host), exchange) for name, (shape, exchange) in shapes.items()}
+    schemes = {name: Contender(shape, _tile(shape, per_host), exchange) for name, (shape, exchange) in shapes.items()}
     if hosts is None:  # the planner has no link to price
-        return found
-    best = plan(work, links_alone(hosts))[0]
-    exchange = "ring" if best.exchange == "ring" else "pipelined"  # all at once is as fast, but for kernels
-    planned = Contender(best.shape, best.tile, exchange)
-    return found if planned in found.values() else {**found, "planned": planned}
+        return schemes
+    fastest = plan(work, links_alone(hosts))[0]
+    exchange = "ring" if fastest.exchange == "ring" else "pipelined"  # all at once is as fast, but for kernels
+    planned = Contender(fastest.shape, fastest.tile, exchange)
+    return schemes if planned in schemes.values() else {**schemes, "planned": planned}
 
 
 def _tile(shape: Shape, a_host: int) -> Shape:
     """Return the part of a mesh on one host: the axes that come first fill it."""
-    sizes, left = [], a_host
+    sizes, ranks_left = [], a_host
     for size in shape:
-        sizes.append(max(n for n in range(1, left + 1) if left % n == 0 and size % n == 0))
-        left //= sizes[-1]
+        sizes.append(max(n for n in range(1, ranks_left + 1) if ranks_left % n == 0 and size % n == 0))
+        ranks_left //= sizes[-1]
     return Shape(*sizes)
 
 
@@ -125,26 +125,26 @@ def _contest(name: str, request: Request) -> list[Row]:
     work, ranks = workload_of(name, request), dist.get_world_size()
     case = f"{name}: {work.length:,} tokens, {work.q_heads} heads of {work.head_dim}"
     torch.manual_seed(0)
-    whole = list(torch.randn(3, 1, work.length, work.q_heads, work.head_dim).unbind())
-    done: dict[str, Row] = {}
+    qkv = list(torch.randn(3, 1, work.length, work.q_heads, work.head_dim).unbind())
+    rows: dict[str, Row] = {}
     runs: dict[str, Run] = {}
-    for scheme, one in contenders(work, ranks, request.hosts).items():
-        label = f"{scheme}, {one.name}"
-        runs[label] = our_run(work, whole, one)
-        done[label] = Row(case, label, received=_received(runs[label].call))
+    for scheme, contender in contenders(work, ranks, request.hosts).items():
+        label = f"{scheme}, {contender.name}"
+        runs[label] = our_run(work, qkv, contender)
+        rows[label] = Row(case, label, received=_received(runs[label].call))
         if request.hosts is not None:
-            way = Way(one.shape, one.tile, am.Contiguous(), one.exchange)
-            done[label] = replace(done[label], limit_ms=milliseconds_of_bytes(work, way, request.hosts))
-    peer = diffusers_run(whole)
-    done[PEER] = Row(case, PEER, note=peer if isinstance(peer, str) else None)
+            way = Way(contender.shape, contender.tile, am.Contiguous(), contender.exchange)
+            rows[label] = replace(rows[label], limit_ms=milliseconds_of_bytes(work, way, request.hosts))
+    peer = diffusers_run(qkv)
+    rows[PEER] = Row(case, PEER, note=peer if isinstance(peer, str) else None)
     if not isinstance(peer, str):
         runs[PEER] = peer
     for label, run in runs.items():
-        done[label] = replace(done[label], error=_error(run, whole))
+        rows[label] = replace(rows[label], error=_error(run, qkv))
     calls = {label: _until_all(run.call) for label, run in runs.items()}
     timings = race(calls, torch.device("cpu"), seconds=0, rounds=request.rounds, before=dist.barrier)
-    ring = next(row for label, row in done.items() if label.startswith(RING))
-    return [_timed(row, timings.get(label), ring, timings[ring.contender]) for label, row in done.items()]
+    ring = next(row for label, row in rows.items() if label.startswith(RING))
+    return [_timed(row, timings.get(label), ring, timings[ring.contender]) for label, row in rows.items()]
 
 
 def _timed(row: Row, timing: Timing | None, ring: Row, beside: Timing) -> Row:
@@ -165,30 +165,30 @@ class Run(NamedTuple):
     positions: Tensor
 
 
-def our_run(work: Workload, whole: list[Tensor], one: Contender) -> Run:
+def our_run(work: Workload, qkv: list[Tensor], contender: Contender) -> Run:
     """Return our attention of this rank's tokens, with the dims in diffusers' order."""
-    mesh, ranks = mesh_of(one.shape, one.tile), one.shape.ranks
+    mesh, ranks = mesh_of(contender.shape, contender.tile), contender.shape.ranks
     layout = am.Split(run_sizes(work.length, ranks))
-    q, k, v = (am.shard(x, mesh, layout=layout, dim=1).transpose(1, 2) for x in whole)
+    q, k, v = (am.shard(x, mesh, layout=layout, dim=1).transpose(1, 2) for x in qkv)
 
     def call() -> Tensor:
         with torch.no_grad():
-            own: Any = {"mesh": mesh, "layout": layout, "length": work.length, "exchange": one.exchange}
-            return am.attention(q, k, v, mask=am.Full(), checked=False, **own).transpose(1, 2)
+            options: Any = {"mesh": mesh, "layout": layout, "length": work.length, "exchange": contender.exchange}
+            return am.attention(q, k, v, mask=am.Full(), checked=False, **options).transpose(1, 2)
 
     return Run(call, layout.positions(work.length, ranks, Mesh.of(mesh).shard))
 
 
-def diffusers_run(whole: list[Tensor]) -> Run | str:
+def diffusers_run(qkv: list[Tensor]) -> Run | str:
     """Return diffusers' Ulysses attention of this rank's tokens, or why it does not run."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    tokens, heads = whole[0].shape[1:3]
+    tokens, heads = qkv[0].shape[1:3]
     uneven = heads % ranks != 0 or tokens % ranks != 0
     config = ContextParallelConfig(ulysses_degree=ranks, ulysses_anything=uneven)
     parallel = ParallelConfig(context_parallel_config=config)
     mesh = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("ring", "ulysses"))
     parallel.setup(rank, ranks, torch.device("cpu"), mesh=mesh)
-    q, k, v = (x.tensor_split(ranks, 1)[rank] for x in whole)
+    q, k, v = (x.tensor_split(ranks, 1)[rank] for x in qkv)
 
     def call() -> Tensor:
         with torch.no_grad():
@@ -202,9 +202,9 @@ def diffusers_run(whole: list[Tensor]) -> Run | str:
     return Run(call, torch.arange(tokens).tensor_split(ranks)[rank])
 
 
-def _error(run: Run, whole: list[Tensor]) -> float:
+def _error(run: Run, qkv: list[Tensor]) -> float:
     """Return the largest error of some outputs of one head, beside float64, on all ranks."""
-    out, (q, k, v) = run.call(), (x[0, :, -1].double() for x in whole)
+    out, (q, k, v) = run.call(), (x[0, :, -1].double() for x in qkv)
     some = torch.arange(0, len(run.positions), max(1, len(run.positions) // 8))
     weights = (q[run.positions[some]] @ k.T / q.shape[1] ** 0.5).softmax(-1)
     figure = (out[0, some, -1] - weights @ v).abs().max()

@@ -100,14 +100,14 @@ def _recovered(
     served: Any, mesh: Any, cache: hf.ShardedCache, options: dict[str, Any], prefill: float, rounds: int
 ) -> Comparison:
     """Compare recovery from copies, with one new rank, to a new prefill."""
-    kept = None if dist.get_rank() == 1 else cache
+    survived = None if dist.get_rank() == 1 else cache
     seconds = []
     for _ in range(rounds + 1):
         dist.barrier()
         start = perf_counter()
-        found = hf.ShardedCache.recover(kept, served.config, mesh, **options)
+        recovered = hf.ShardedCache.recover(survived, served.config, mesh, **options)
         dist.barrier()
         seconds.append(perf_counter() - start)
-        del found
+        del recovered
     case = f"{cache.get_seq_length():,} tokens of {len(cache.layers)} layers after a loss"
     return Comparison(case, "a new prefill", Timing.of([prefill] * 2), Timing.of(seconds[1:]), 5.0)

@@ -85,23 +85,23 @@ def rows(sizes: tuple[int, int], parent: Path | None, rounds: int, add: Send) ->
 def _measure(request: Request, add: Send) -> None:
     tokens = request.size // TOKEN_BYTES
     plain, cache = cache_of(None, tokens), cache_of(request.folder, tokens)
-    drawn = torch.randn(2, 1, KV_HEADS, PIECE, DIM, generator=torch.Generator().manual_seed(0)).bfloat16()
+    random_rows = torch.randn(2, 1, KV_HEADS, PIECE, DIM, generator=torch.Generator().manual_seed(0)).bfloat16()
     while plain.length < tokens:
-        k, v = drawn.roll(plain.length // PIECE, 3)[:, :, :, : tokens - plain.length]
+        k, v = random_rows.roll(plain.length // PIECE, 3)[:, :, :, : tokens - plain.length]
         plain.append(k, v)
         cache.append(k, v)
-    wanted = am.decode(queries(), plain).float().flatten().tolist()
+    expected = am.decode(queries(), plain).float().flatten().tolist()
     os.sync()
     for file in request.folder.rglob("*.*"):
         _drop(file)
     del plain, cache
-    run_on_ranks(1, send_rows, _rows, request, wanted, on_message=add)
+    run_on_ranks(1, send_rows, _rows, request, expected, on_message=add)
 
 
-def _rows(request: Request, wanted: list[float]) -> Iterator[Row]:
+def _rows(request: Request, expected: list[float]) -> Iterator[Row]:
     with _bounded(request.memory) as memory:
         cache = cache_of(request.folder, request.size // TOKEN_BYTES)
-        yield _step(cache, request, wanted, memory)
+        yield _step(cache, request, expected, memory)
         for tokens in (1, 64, PIECE):
             yield _append(cache, tokens, request, memory)
         del cache
@@ -130,22 +130,22 @@ def _bounded(size: int) -> Iterator[int | None]:
     yield None
 
 
-def _step(cache: am.KVCache, request: Request, wanted: list[float], memory: int | None) -> Row:
+def _step(cache: am.KVCache, request: Request, expected: list[float], memory: int | None) -> Row:
     """Return a step beside reading the files of whole pieces."""
     files = [blocks.file.path for blocks in cache.shard.shared if blocks.file is not None]
     reads, steps, out = list[float](), list[float](), None
     for _ in range(request.rounds):
         begun = time.perf_counter()
-        read = sum(map(_read, files))
-        reads.append((time.perf_counter() - begun) * cache.nbytes / read)
+        file_bytes = sum(map(_read, files))
+        reads.append((time.perf_counter() - begun) * cache.nbytes / file_bytes)
         begun = time.perf_counter()
         out = am.decode(queries(), cache)
         steps.append(time.perf_counter() - begun)
     assert out is not None
-    different = sum(one != other for one, other in zip(out.float().flatten().tolist(), wanted, strict=True))
+    different = sum(one != other for one, other in zip(out.float().flatten().tolist(), expected, strict=True))
     ratio = median(step / read for step, read in zip(steps, reads, strict=True))
-    found = Timing.of(reads), Timing.of(steps), round(ratio, 3)
-    return Row(f"a step over {cache.nbytes / 1e9:.1f} GB", cache.nbytes, *found, GOAL, memory, different)
+    figures = Timing.of(reads), Timing.of(steps), round(ratio, 3)
+    return Row(f"a step over {cache.nbytes / 1e9:.1f} GB", cache.nbytes, *figures, GOAL, memory, different)
 
 
 def _append(cache: am.KVCache, tokens: int, request: Request, memory: int | None) -> Row:
@@ -174,9 +174,9 @@ def _append(cache: am.KVCache, tokens: int, request: Request, memory: int | None
     places.close()
     for file in path.parent.glob(f"{path.name} *"):
         file.unlink()
-    found = Timing.of(writes), Timing.of(appends), round(median(appends) / median(writes), 3)
+    figures = Timing.of(writes), Timing.of(appends), round(median(appends) / median(writes), 3)
     case = f"an append of {tokens:,} token{'s' * (tokens > 1)}" + (f", hot={hot:,}" if hot else "")
-    return Row(case, tokens * TOKEN_BYTES, *found, APPEND_GOAL, memory, in_memory=Timing.of(plain_appends))
+    return Row(case, tokens * TOKEN_BYTES, *figures, APPEND_GOAL, memory, in_memory=Timing.of(plain_appends))
 
 
 class Places:
@@ -216,17 +216,17 @@ class Places:
 
 def _read(file: Path) -> int:
     """Return the bytes of a file, read from the disk."""
-    memory, found = bytearray(CHUNK), 0
+    memory, size = bytearray(CHUNK), 0
     handle = os.open(file, os.O_RDONLY)
     try:
         os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
         os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         while count := os.readv(handle, [memory]):
-            found += count
+            size += count
     finally:
         os.close(handle)
     _drop(file)
-    return found
+    return size
 
 
 def _drop(file: Path) -> None:

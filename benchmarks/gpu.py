@@ -42,28 +42,28 @@ def steps() -> dict[str, tuple[str, list[str]]]:
 
 def main() -> int:
     """Run the steps and write their results, also if a step failed. Return the number of failures."""
-    found = torch.cuda.is_available()
-    name = torch.cuda.get_device_name() if found else "name-of-the-gpu"
+    has_gpu = torch.cuda.is_available()
+    name = torch.cuda.get_device_name() if has_gpu else "name-of-the-gpu"
     date = time.strftime("%Y-%m-%d")
-    results = RESULTS / f"gpu_{name.lower().replace(' ', '-')}_{date}.json"
-    print(f"on {name}, torch {torch.__version__}:" if found else "PyTorch sees no GPU here. On one, this would run:")
+    path = RESULTS / f"gpu_{name.lower().replace(' ', '-')}_{date}.json"
+    print(f"on {name}, torch {torch.__version__}:" if has_gpu else "PyTorch sees no GPU here. On one, this would run:")
     report: dict[str, Any] = {"command": "make gpu", "date": date, "machine": machine()}
     failed = []
     for step, (purpose, command) in steps().items():
         print(f"- {purpose}: {' '.join(map(str, command))}", flush=True)
-        if not found:
+        if not has_gpu:
             continue
         start = time.monotonic()
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-        failed += [step] if done.returncode else []
-        output: Any = done.stdout.splitlines()[-20:]
+        process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        failed += [step] if process.returncode else []
+        output: Any = process.stdout.splitlines()[-20:]
         if "--json" in command:
             with suppress(ValueError):
-                output = json.loads(done.stdout)
-        report[step] = {"seconds": round(time.monotonic() - start, 1), "code": done.returncode, "said": output}
-        results.write_text(json.dumps(report, indent=2) + "\n")
-        print(f"  {'failed' if done.returncode else 'done'} in {report[step]['seconds']} s", flush=True)
-    print(f"and all of it would be written to {results}" if not found else f"written to {results}; failed: {failed}")
+                output = json.loads(process.stdout)
+        report[step] = {"seconds": round(time.monotonic() - start, 1), "code": process.returncode, "said": output}
+        path.write_text(json.dumps(report, indent=2) + "\n")
+        print(f"  {'failed' if process.returncode else 'done'} in {report[step]['seconds']} s", flush=True)
+    print(f"and all of it would be written to {path}" if not has_gpu else f"written to {path}; failed: {failed}")
     return len(failed)
 
 

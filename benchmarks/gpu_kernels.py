@@ -106,8 +106,8 @@ def _filled(
     cache = am.KVCache(None, **shape, dtype=torch.bfloat16, device=device, storage=storage, **options)
     step = 8_192
     for start in range(0, keys, step):
-        more = min(step, keys - start)
-        cache.append(*torch.randn(2, batch, sizes.heads[1], more, WIDTH, device=device, dtype=torch.bfloat16))
+        tokens = min(step, keys - start)
+        cache.append(*torch.randn(2, batch, sizes.heads[1], tokens, WIDTH, device=device, dtype=torch.bfloat16))
     return cache
 
 
@@ -162,7 +162,7 @@ def _tiers(device: torch.device, sizes: Sizes) -> Iterator[Comparison]:
     Times are those of a clock: the host works too.
     """
     keys, hot = sizes.tiers
-    whole, cache = _filled(device, sizes, 1, keys), _filled(device, sizes, 1, keys, hot=hot)
+    plain, cache = _filled(device, sizes, 1, keys), _filled(device, sizes, 1, keys, hot=hot)
     older = keys - cache.shard.used
     size = cache.nbytes * older // keys
     pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
@@ -171,7 +171,7 @@ def _tiers(device: torch.device, sizes: Sizes) -> Iterator[Comparison]:
         q = torch.randn(1, sizes.heads[0], queries, WIDTH, device=device, dtype=torch.bfloat16)
         calls: dict[str, Call] = {
             "copying the older keys": lambda: here.copy_(pinned, non_blocking=True),
-            "all on the device": partial(am.decode, q, whole),
+            "all on the device": partial(am.decode, q, plain),
             "older where they lie": _one_way(partial(am.decode, q, cache), brought=False),
             "older brought": _one_way(partial(am.decode, q, cache), brought=True),
             "chosen": partial(am.decode, q, cache),
@@ -214,8 +214,8 @@ def _wall(call: Call, device: torch.device, seconds: float) -> Timing:
 def _prefill(device: torch.device, sizes: Sizes, length: int) -> Iterator[Comparison]:
     """Yield causal attention beside PyTorch's kernels, then shards of it at equal time per query-key pair."""
     heads = _heads(device, sizes, length)
-    for gradients, what in ((False, "forward"), (True, "forward + backward")):
-        case = f"causal bfloat16: {length:,} tokens, {sizes.heads[0]}/{sizes.heads[1]} heads of {WIDTH}, {what}"
+    for gradients, direction in ((False, "forward"), (True, "forward + backward")):
+        case = f"causal bfloat16: {length:,} tokens, {sizes.heads[0]}/{sizes.heads[1]} heads of {WIDTH}, {direction}"
         rivals: dict[str, Call] = {
             f"PyTorch's {name}": partial(_sdpa, *heads, backend) for name, backend in _backends(device).items()
         }
@@ -242,8 +242,8 @@ def _shard(
     ours = _raced({"ours": _with(lambda: call().out, heads, gradients)}, device, sizes)["ours"]
     share = float((positions + 1).sum()) / (length * (length + 1) / 2)
     theirs = Timing(*(round(x * share, 4) for x in (plain.median, plain.low, plain.high)))
-    what = "forward + backward" if gradients else "forward"
-    case = f"shard 1 of {sizes.shards}, {layout}: {length:,} tokens, {what}"
+    direction = "forward + backward" if gradients else "forward"
+    case = f"shard 1 of {sizes.shards}, {layout}: {length:,} tokens, {direction}"
     return Comparison(case, "plain causal, by pairs", theirs, ours, 0.85)
 
 
@@ -307,9 +307,9 @@ def _tokens(device: torch.device, sizes: Sizes) -> Iterator[Comparison]:
                 steps[name] += times.seconds[8:]  # which captures a graph
                 prompts[name].append(times.times[1] - began)
     size = f"a Llama of {sizes.layers} layers of {width}, {sizes.prompt:,} tokens"
-    for what, found in (("token", steps), ("prompt", prompts)):
+    for unit, seconds in (("token", steps), ("prompt", prompts)):
         for rival in names[:-1]:
-            yield Comparison(f"{what} of {size}", rival, Timing.of(found[rival]), Timing.of(found[OURS]), 0.95)
+            yield Comparison(f"{unit} of {size}", rival, Timing.of(seconds[rival]), Timing.of(seconds[OURS]), 0.95)
 
 
 # --- how it is measured ---

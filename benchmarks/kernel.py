@@ -183,8 +183,8 @@ def _capped(device: torch.device, dtype: torch.dtype) -> Iterator[Comparison]:
             yield _row(f"{case}, forward", "without a cap", 0.67, device, theirs, ours)
         if dtype != torch.float32:
             continue
-        both = [_backward(call(), (q, k, v)) for call in (theirs, ours)]
-        yield _row(f"{case}, backward", "without a cap", 0.67, device, *both)
+        calls = [_backward(call(), (q, k, v)) for call in (theirs, ours)]
+        yield _row(f"{case}, backward", "without a cap", 0.67, device, *calls)
 
 
 def _backward(out: Tensor, heads: Heads) -> Call:
@@ -204,8 +204,8 @@ def _beside_causal(case: str, rival: str, goal: float, heads: Heads, mask: Mask)
 
     with torch.no_grad():
         yield _row(f"{case}, forward", rival, goal, q.device, theirs, ours)
-    both = (_differentiated(call, heads) for call in (theirs, ours))
-    yield _row(f"{case}, forward + backward", rival, goal, q.device, *both)
+    calls = (_differentiated(call, heads) for call in (theirs, ours))
+    yield _row(f"{case}, forward + backward", rival, goal, q.device, *calls)
 
 
 def _row(

@@ -98,14 +98,14 @@ def _ours(request: Request, ranks: int) -> Row:
     sizes = {"batch": 1, "kv_heads": 1, "head_dim": 576, "value_dim": 512, "capacity": request.tokens + 16}
     kv = cache.layers[0].kv = KVCache(mesh, dtype=layer.dtype, values="prefix", **sizes)  # type: ignore[arg-type]
     kv.append(torch.cat((layer.latents, layer.rotated), -1))
-    held = sum(size for (size,) in dist_all_gather_ints([cache.held_bytes], Mesh.of(mesh).axes))
+    held_bytes = sum(size for (size,) in dist_all_gather_ints([cache.held_bytes], Mesh.of(mesh).axes))
     layer.step(cache, mask)
     seconds, layer.expanded = [], 0
     for _ in range(request.steps):
         kv.truncate(request.tokens)
         seconds.append(layer.step(cache, mask))
     name = f"{ranks} rank{'s' * (ranks > 1)}, latents in place"
-    return Row(name, Timing.of(seconds), held / 1e6, layer.expanded // request.steps)
+    return Row(name, Timing.of(seconds), held_bytes / 1e6, layer.expanded // request.steps)
 
 
 def _one_process(request: Request) -> Iterator[Row]:

@@ -102,13 +102,13 @@ def rows(name: str, tokens: int, rounds: int) -> Iterator[MaskRow]:
             for turn in range(rounds + 1):
                 start = perf_counter()
                 grammars.begin(hf.Grammar(text), ()).mask()
-                first = perf_counter() - start
+                first_seconds = perf_counter() - start
                 stream = engine.submit(ids, max_new_tokens=tokens, grammar=hf.Grammar(text))
                 between = _gaps(stream)
                 plain = _gaps(engine.submit(ids, max_new_tokens=tokens))
                 if turn:  # the first is warm-up
                     assert isinstance(stream.grammar, TimedState)
-                    firsts, masks = [*firsts, first], masks + stream.grammar.seconds
+                    firsts, masks = [*firsts, first_seconds], masks + stream.grammar.seconds
                     gaps, steps = gaps + between, steps + plain
             yield MaskRow(case, Timing.of(firsts), Timing.of(masks), Timing.of(gaps), Timing.of(steps))
     finally:

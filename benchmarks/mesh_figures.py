@@ -229,9 +229,9 @@ def draw_selection(ranks: int = 4, tokens: int = 32, k: int = 4) -> "Figure":
     mine = [best(pack(scores[holder == rank], (holder == rank).nonzero()[:, 0]), k) for rank in range(ranks)]
     states, messages = [mine], tree_messages([[*range(ranks)]])
     for pairs in messages:
-        last = states[-1]
-        joined = {receiver: best(torch.cat((last[receiver], last[sender])), k) for sender, receiver in pairs}
-        states.append([joined.get(rank, last[rank]) for rank in range(ranks)])
+        before = states[-1]
+        joined = {receiver: best(torch.cat((before[receiver], before[sender])), k) for sender, receiver in pairs}
+        states.append([joined.get(rank, before[rank]) for rank in range(ranks)])
     figure = Figure((2.4 + 2.3 * len(messages), 0.7 + 0.5 * ranks), dpi=DPI, facecolor="white")
     axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
     axes.set_axis_off()
@@ -240,16 +240,16 @@ def draw_selection(ranks: int = 4, tokens: int = 32, k: int = 4) -> "Figure":
     for column, lists in enumerate(states):
         title = "best of each rank" if column == 0 else f"after round {column}"
         axes.text(2.3 * column + 0.55, 0.75, title, ha="center", fontsize=8, color=INK)
-        for rank, found in enumerate(lists):
+        for rank, candidates in enumerate(lists):
             if column == 0:
                 axes.text(-0.3, -rank, f"rank {rank}", ha="right", va="center", fontsize=8, color=INK)
-            for place, token in enumerate(unpack(found)[1].tolist()):
+            for place, token in enumerate(unpack(candidates)[1].tolist()):
                 colour = colorsys.hls_to_rgb(HUES[int(holder[token])], 0.42, 0.6)
-                at, box = (
+                position, box = (
                     (2.3 * column + 0.36 * place, -rank),
                     {"boxstyle": "round,pad=0.25", "fc": colour, "ec": "none"},
                 )
-                axes.text(*at, f"{token:2d}", ha="center", va="center", fontsize=7, color="white", bbox=box)
+                axes.text(*position, f"{token:2d}", ha="center", va="center", fontsize=7, color="white", bbox=box)
     for column, pairs in enumerate(messages):
         for sender, receiver in pairs:
             arrow = {"arrowstyle": "-|>", "color": INSIDE_HOST, "linewidth": 1.1}

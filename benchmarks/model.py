@@ -98,7 +98,7 @@ def rows(request: Request, threads: int, world: World, add: Send, rounds: int, *
 
     With `alone`, attnmesh on that process takes turns with stock transformers, and one process has one thread.
     """
-    found: dict[str, list[Measured]] = {}
+    by_contender: dict[str, list[Measured]] = {}
 
     clusters: list[Cluster] = []
 
@@ -106,7 +106,7 @@ def rows(request: Request, threads: int, world: World, add: Send, rounds: int, *
         if isinstance(measured, Cluster):
             clusters.append(measured)
         else:
-            found.setdefault(measured.contender, []).append(measured)
+            by_contender.setdefault(measured.contender, []).append(measured)
 
     for _ in range(rounds):
         run_on_ranks(1, send_rows, _one_process, request, "1 process", alone, threads=threads, on_message=note)
@@ -114,7 +114,7 @@ def rows(request: Request, threads: int, world: World, add: Send, rounds: int, *
             run_on_ranks(1, send_rows, _one_process, request, "1 thread", False, threads=1, on_message=note)
         share = max(1, threads // request.shape.ranks)
         run_on(world, send_rows, _ranks, request, threads=share, on_message=note)
-    for turns in found.values():
+    for turns in by_contender.values():
         add(_row_of(turns))
     return clusters[-1]
 
@@ -148,13 +148,13 @@ class Times(BaseStreamer):  # type: ignore[misc]
         return [later - earlier for earlier, later in zip(self.times[1:], self.times[2:], strict=False)]
 
 
-def _one_process(request: Request, title: str, both: bool) -> list[Measured]:
-    """Return the turn of stock transformers, and with `both` that of attnmesh, which takes turns with it."""
+def _one_process(request: Request, title: str, with_attnmesh: bool) -> list[Measured]:
+    """Return the turn of stock transformers, and with `with_attnmesh` that of attnmesh, which takes turns with it."""
     logging.disable_progress_bar()
     ids = torch.tensor([request.ids])
     models = {"stock transformers": AutoModelForCausalLM.from_pretrained(request.model).eval()}
     caches: dict[str, Any] = {name: DynamicCache(config=model.config) for name, model in models.items()}
-    if both:
+    if with_attnmesh:
         models["attnmesh"] = open_model(request.model, "auto", torch.device("cpu"))
         caches["attnmesh"] = hf.ShardedCache(models["attnmesh"].config, None, capacity=ids.shape[1] + request.new)
     prefills = {}
@@ -165,24 +165,24 @@ def _one_process(request: Request, title: str, both: bool) -> list[Measured]:
         prefills[name] = round(perf_counter() - start, 2)
     seconds: dict[str, list[float]] = {name: [] for name in models}
     tokens: dict[str, list[int]] = {}
-    for _ in range(TURNS if both else 1):
+    for _ in range(TURNS if with_attnmesh else 1):
         for name, model in models.items():
             cache, times = caches[name], Times()
             options = {"max_new_tokens": request.new, "do_sample": False, "streamer": times}
-            made = model.generate(ids, past_key_values=cache, **options)
-            tokens[name] = made[0, ids.shape[1] :].tolist()
+            output = model.generate(ids, past_key_values=cache, **options)
+            tokens[name] = output[0, ids.shape[1] :].tolist()
             seconds[name] += times.seconds
             cache.crop(ids.shape[1] - 1 - cache.get_seq_length())
-    held = 2 * sum(x.nbytes for x in [layer.keys for layer in caches["stock transformers"].layers])
+    cache_bytes = 2 * sum(x.nbytes for x in [layer.keys for layer in caches["stock transformers"].layers])
     return [
         Measured(
             f"{title}, {name}",
             tokens[name],
-            found,
+            token_seconds,
             prefills[name],
-            (held, resident("VmRSS"), weights_in_memory(models[name])),
+            (cache_bytes, resident("VmRSS"), weights_in_memory(models[name])),
         )
-        for name, found in seconds.items()
+        for name, token_seconds in seconds.items()
     ]
 
 
@@ -223,47 +223,49 @@ def _ranks(request: Request) -> Iterator[Measured | Cluster]:
     prices = {f"{ranks} ranks, {name}": foretold(size, cluster, shape, merge, False) for name, merge in merges.items()}
     prices[shared] = foretold(size, cluster, shape, "tree", True)
     caches[shared] = partial(hf.ShardedCache, model.config, mesh, capacity=capacity, checked=False)
-    prefill, first = 0.0, None
+    prefill, first_cache = 0.0, None
     for name, make in caches.items():
         cache = make()
-        if first is None or name == chunked:
+        if first_cache is None or name == chunked:
             dist.barrier()
             start = perf_counter()
             hf.prefill(model, ids, cache, chunk_size=request.chunk if name == chunked else None)
             prefill = perf_counter() - start
         else:  # the keys and values of the first cache
-            first.crop(ids.shape[1] - 1 - first.get_seq_length())
-            cache.layers, first.layers = first.layers, cache.layers
-            cache.tokens = first.tokens
+            first_cache.crop(ids.shape[1] - 1 - first_cache.get_seq_length())
+            cache.layers, first_cache.layers = first_cache.layers, cache.layers
+            cache.tokens = first_cache.tokens
             for layer in cache.layers:
                 layer.cache = cache
-        first, times = cache, Times()
+        first_cache, times = cache, Times()
         if name == shared and not _shares(model, mesh):
             continue
         dist.barrier()
-        made = hf.generate(model, ids, cache=cache, max_new_tokens=request.new, do_sample=False, streamer=times)
+        output = hf.generate(model, ids, cache=cache, max_new_tokens=request.new, do_sample=False, streamer=times)
         sizes = cache.held_bytes, resident("VmRSS"), weights_in_memory(model)
-        held, most, weights = map(max, zip(*dist_all_gather_ints(sizes, Mesh.of(mesh).axes), strict=True))
-        tokens, found = made[0, ids.shape[1] :].tolist(), (held, most, weights)
-        yield Measured(name, tokens, times.seconds, round(prefill, 2), found, prices.get(name))
+        cache_bytes, resident_bytes, weights = map(
+            max, zip(*dist_all_gather_ints(sizes, Mesh.of(mesh).axes), strict=True)
+        )
+        tokens, rank_bytes = output[0, ids.shape[1] :].tolist(), (cache_bytes, resident_bytes, weights)
+        yield Measured(name, tokens, times.seconds, round(prefill, 2), rank_bytes, prices.get(name))
     away = over_hosts(size, cluster)
     if away is not None and size.shared is not None:
         name, price = f"{ranks} ranks, outputs of shared layers sent alone", dict(away.parts)["outputs"]
-        seconds = _outputs_sent(size.shared.outputs, max(Mesh.of(mesh).axes, key=lambda one: one.size), request.new)
-        yield Measured(name, tokens, seconds, round(prefill, 2), found, price)
+        seconds = _outputs_sent(size.shared.outputs, max(Mesh.of(mesh).axes, key=lambda axis: axis.size), request.new)
+        yield Measured(name, tokens, seconds, round(prefill, 2), rank_bytes, price)
 
 
 def _outputs_sent(outputs: Sequence[int], axis: Axis, turns: int) -> list[float]:
     """Return the seconds in which ranks send each other the outputs of each call of a step, in so many turns."""
-    transport, found = transport_of(axis, torch.device("cpu")), []
+    transport, seconds = transport_of(axis, torch.device("cpu")), []
     messages = [torch.zeros(-(-count // axis.size) * OUTPUT_BYTES, dtype=torch.uint8) for count in outputs]
     for _ in range(turns):
         dist.barrier()
         start = perf_counter()
         for message in messages:
             transport.swap([message] * axis.size)
-        found.append(perf_counter() - start)
-    return found
+        seconds.append(perf_counter() - start)
+    return seconds
 
 
 def foretold(model: ModelSizes, cluster: Cluster, shape: Shape, merge: str, together: bool) -> float | None:

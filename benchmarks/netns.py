@@ -72,19 +72,19 @@ class Hosts:
     @staticmethod
     def parse(text: str) -> "Hosts":
         """Return the hosts that `--hosts` describes."""
-        found = re.fullmatch(r"([0-9]{1,9})x([0-9]{1,9})@([0-9]{1,9}(?:\.[0-9]{1,9})?)(kbit|mbit|gbit)", text.strip())
-        if not found:
+        match = re.fullmatch(r"([0-9]{1,9})x([0-9]{1,9})@([0-9]{1,9}(?:\.[0-9]{1,9})?)(kbit|mbit|gbit)", text.strip())
+        if not match:
             fix = "write hosts x ranks a host @ the rate of a host's link"
             raise ClusterError("--hosts", "as in 8x2@250mbit", repr(text), fix)
-        hosts, ranks, number, unit = found.groups()
-        made = Hosts(int(hosts), int(ranks), float(number) * UNITS[unit])
-        for name, count, most in (("hosts", made.hosts, MAX_HOSTS), ("ranks a host", made.ranks, 64)):
-            if not 1 <= count <= most:
-                raise ClusterError("--hosts", f"1 to {most} {name}", str(count), "ask for what one machine can run")
-        if not 1e5 <= made.rate <= 1e10:
+        hosts, ranks, number, unit = match.groups()
+        parsed = Hosts(int(hosts), int(ranks), float(number) * UNITS[unit])
+        for name, count, limit in (("hosts", parsed.hosts, MAX_HOSTS), ("ranks a host", parsed.ranks, 64)):
+            if not 1 <= count <= limit:
+                raise ClusterError("--hosts", f"1 to {limit} {name}", str(count), "ask for what one machine can run")
+        if not 1e5 <= parsed.rate <= 1e10:
             given = f"{number}{unit}"
             raise ClusterError("--hosts", "a rate from 100kbit to 10gbit", given, "shape links to what can be shaped")
-        return made
+        return parsed
 
     def __str__(self) -> str:
         unit, size = next((u, n) for u, n in reversed(UNITS.items()) if self.rate >= n or u == "kbit")
@@ -145,16 +145,16 @@ def run_on_hosts(
         door.listen(hosts.world)
         (folder / "script").write_text(script(hosts, folder))
         with (folder / "log").open("wb") as log:
-            first = subprocess.Popen([*FIRST, "sh", str(folder / "script")], stdin=-3, stdout=log, stderr=log)
+            init = subprocess.Popen([*FIRST, "sh", str(folder / "script")], stdin=-3, stdout=log, stderr=log)
         pipes: list[Connection] = []
         try:
-            pipes = _accept(door, first, hosts, folder, end)
+            pipes = _accept(door, init, hosts, folder, end)
             for pipe in pipes:
                 pipe.send((function, arguments, on_message is not None))
             return results(pipes, lambda rank: _death(rank, folder), on_message, end - time.monotonic())
         finally:
-            first.kill()  # ends all processes of its namespaces
-            first.wait()
+            init.kill()  # ends all processes of its namespaces
+            init.wait()
             for pipe in pipes:
                 pipe.close()
 
@@ -241,7 +241,7 @@ def check_here() -> None:
         raise ClusterError("hosts on one machine", "root on Linux, to make network namespaces", given, fix)
 
 
-def _accept(door: socket.socket, first: subprocess.Popen[bytes], hosts: Hosts, folder: Path, end: float) -> list[Any]:
+def _accept(door: socket.socket, init: subprocess.Popen[bytes], hosts: Hosts, folder: Path, end: float) -> list[Any]:
     """Return a pipe to each rank, in order of rank, once all ranks have connected."""
     door.settimeout(0.2)
     pipes: dict[int, Connection] = {}
@@ -250,7 +250,7 @@ def _accept(door: socket.socket, first: subprocess.Popen[bytes], hosts: Hosts, f
             pipe = Connection(door.accept()[0].detach())
             pipes[pipe.recv()] = pipe
         except TimeoutError:
-            if first.poll() is not None:
+            if init.poll() is not None:
                 raise RankError(f"the hosts could not be made:\n{_log(folder)}") from None
             if time.monotonic() > end:
                 raise RankError(f"ranks did not start in time:\n{_log(folder)}") from None
@@ -284,15 +284,15 @@ class Wire(NamedTuple):
 
 def wires() -> tuple[Wire, Wire]:
     """Return the counters of this host: of its loopback, and of its link."""
-    found = {}
+    wire_of = {}
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
         if numbers:
             received, received_packets, *_, sent, sent_packets = (int(x) for x in numbers.split()[:10])
-            found[name.strip()] = Wire(sent, sent_packets, received, received_packets)
-    if LINK not in found:
+            wire_of[name.strip()] = Wire(sent, sent_packets, received, received_packets)
+    if LINK not in wire_of:
         raise ClusterError("wires", f"a host made here, with an interface {LINK}", "none", "run it by run_on_hosts")
-    return found["lo"], found[LINK]
+    return wire_of["lo"], wire_of[LINK]
 
 
 def _rank(door: str) -> None:

@@ -94,12 +94,12 @@ class Request(NamedTuple):
 
 def corpora(files: Sequence[Path] | None) -> tuple[Path, ...]:
     """Return the files given, or those of this folder."""
-    found = tuple(files or sorted(LENGTHS.glob("*.json")))
-    for file in found:
+    paths = tuple(files or sorted(LENGTHS.glob("*.json")))
+    for file in paths:
         fits, fix = isfile(file), "correct its path"
         require(fits, ArgumentError, "--lengths", "a file of shares by length", short(str(file)), fix)
         _shares(file)
-    return found
+    return paths
 
 
 def _shares(file: Path) -> dict[tuple[int, int], float]:
@@ -122,11 +122,11 @@ def draw(file: Path, total: int, random: Random) -> list[int]:
     """Return lengths of documents that fill a batch."""
     shares = _shares(file)
     documents: list[int] = []
-    left = total
-    while left:
+    remaining = total
+    while remaining:
         start, stop = random.choices([*shares], weights=[*shares.values()])[0]
-        documents.append(min(left, random.randrange(max(1, start), max(stop, 2))))
-        left -= documents[-1]
+        documents.append(min(remaining, random.randrange(max(1, start), max(stop, 2))))
+        remaining -= documents[-1]
     return documents
 
 
@@ -141,7 +141,7 @@ def counts(files: Sequence[Path], batches: int, add: Send) -> None:
 
 
 def _counts(case: str, shape: Shape, batches: Sequence[list[int]]) -> Iterator[Count]:
-    found: dict[str, list[tuple[float, float]]] = {}
+    counts_of: dict[str, list[tuple[float, float]]] = {}
     seconds = []
     for documents in batches:
         pack.cache_clear()
@@ -157,16 +157,18 @@ def _counts(case: str, shape: Shape, batches: Sequence[list[int]]) -> Iterator[C
             "Striped(64)": am.Striped(64),
         }
         for name, layout in layouts.items():
-            found.setdefault(name, []).append(count(mask, layout, shape))
-    for name, results in found.items():
-        imbalances, received = zip(*results, strict=True)
-        beside, made = None, None
+            counts_of.setdefault(name, []).append(count(mask, layout, shape))
+    for name, counts in counts_of.items():
+        imbalances, received = zip(*counts, strict=True)
+        beside, milliseconds = None, None
         if name == "Packed":
-            least = [min(x[1] for x in of_batch if x[0] < 1.1) for of_batch in zip(*found.values(), strict=True)]
-            beside = round(max(own / best for own, best in zip(received, least, strict=True)), 2)
-            made = round(1e3 * sorted(seconds)[len(seconds) // 2], 1)
+            fewest = [min(x[1] for x in of_batch if x[0] < 1.1) for of_batch in zip(*counts_of.values(), strict=True)]
+            beside = round(max(own / best for own, best in zip(received, fewest, strict=True)), 2)
+            milliseconds = round(1e3 * sorted(seconds)[len(seconds) // 2], 1)
         title = "x".join(map(str, shape))
-        yield Count(case, title, name, round(max(imbalances), 3), round(sum(received) / len(received), 3), beside, made)
+        yield Count(
+            case, title, name, round(max(imbalances), 3), round(sum(received) / len(received), 3), beside, milliseconds
+        )
 
 
 def count(mask: Mask, layout: Layout, shape: Shape) -> tuple[float, float]:
@@ -204,29 +206,31 @@ def _probe() -> None:
 
 def _contest(file: Path, request: Request) -> list[Row]:
     ranks = dist.get_world_size()
-    whole = draw(file, TOKENS * ranks, Random(ranks))
-    edges = [round(end * request.tokens / TOKENS) for end in accumulate(whole, initial=0)]
+    lengths = draw(file, TOKENS * ranks, Random(ranks))
+    edges = [round(end * request.tokens / TOKENS) for end in accumulate(lengths, initial=0)]
     documents = [stop - start for start, stop in pairwise(edges) if stop > start]
     mask, length = am.Causal() & am.Documents(documents), edges[-1]
     case = Case(file.stem, mask, am.Contiguous(), HEADS, length)
-    tensors, calls, done = inputs(case), {}, {}
-    known = [*contenders(ranks, documents)]
-    tiles = {shape: Shape(*(1 if request.hosts else n for n in shape)) for _, shape, *_ in known}
-    for name, shape, layout, exchange in (*known, chosen(case, tiles)):
-        one = Contender(shape, tiles[shape], exchange)
-        own = Case(file.stem, mask, layout, HEADS, length)
-        calls[name], done[name] = attention_call(own, tensors, one), Row(file.stem, name)
+    tensors, calls, rows = inputs(case), {}, {}
+    schemes = [*contenders(ranks, documents)]
+    tiles = {shape: Shape(*(1 if request.hosts else n for n in shape)) for _, shape, *_ in schemes}
+    for name, shape, layout, exchange in (*schemes, chosen(case, tiles)):
+        contender = Contender(shape, tiles[shape], exchange)
+        layout_case = Case(file.stem, mask, layout, HEADS, length)
+        calls[name], rows[name] = attention_call(layout_case, tensors, contender), Row(file.stem, name)
     for name, make in PEERS.items():
         peer = make(case, tensors)
-        done[name] = Row(file.stem, name, note=peer if isinstance(peer, str) else wrong_gradients(peer, case, tensors))
+        rows[name] = Row(file.stem, name, note=peer if isinstance(peer, str) else wrong_gradients(peer, case, tensors))
         if not isinstance(peer, str):
             calls[name] = peer.call
     timings = race({name: between_barriers(call) for name, call in calls.items()}, torch.device("cpu"), seconds=0,
                    rounds=request.rounds)  # fmt: skip
-    best = next(timing.median for name, timing in timings.items() if name.startswith("packed, 2D"))
+    packed_median = next(timing.median for name, timing in timings.items() if name.startswith("packed, 2D"))
     return [
-        Row(row.case, name, timings[name], round(timings[name].median / best, 2), row.note) if name in timings else row
-        for name, row in done.items()
+        Row(row.case, name, timings[name], round(timings[name].median / packed_median, 2), row.note)
+        if name in timings
+        else row
+        for name, row in rows.items()
     ]
 
 

@@ -40,19 +40,21 @@ class Peer:
     layout: Layout
 
 
-def wrong_gradients(peer: Peer, case: Case, whole: list[Tensor]) -> str | None:
+def wrong_gradients(peer: Peer, case: Case, qkv: list[Tensor]) -> str | None:
     """Return which gradients of a package differ on any rank from attention on one device, or None."""
-    tensors = [x.clone().requires_grad_() for x in whole]
+    tensors = [x.clone().requires_grad_() for x in qkv]
     out = am.attention(*tensors, mesh=None, mask=case.mask)
     expected = [_share(x, peer.layout) for x in torch.autograd.grad(out.sum(), tensors)]
-    given = [x if x.shape == other.shape else x.transpose(1, 2) for x, other in zip(peer.call(), expected, strict=True)]
-    off = torch.tensor([float((x - other).abs().max()) for x, other in zip(given, expected, strict=True)])
+    gradients = [
+        x if x.shape == other.shape else x.transpose(1, 2) for x, other in zip(peer.call(), expected, strict=True)
+    ]
+    off = torch.tensor([float((x - other).abs().max()) for x, other in zip(gradients, expected, strict=True)])
     dist.all_reduce(off, dist.ReduceOp.MAX)
     names = [name for name, error in zip(("dq", "dk", "dv"), off.tolist(), strict=True) if not error < 1e-2]
     return f"its {', '.join(names)} are wrong" if names else None
 
 
-def _ring_attention_pytorch(case: Case, whole: list[Tensor]) -> Peer | str:
+def _ring_attention_pytorch(case: Case, qkv: list[Tensor]) -> Peer | str:
     if find_spec("ring_attention_pytorch") is None:
         return "not installed: pip install 'attnmesh[bench]'"
     if case.mask not in (am.Causal(), am.Full()):
@@ -61,7 +63,7 @@ def _ring_attention_pytorch(case: Case, whole: list[Tensor]) -> Peer | str:
 
     causal, ranks = case.mask == am.Causal(), dist.get_world_size()
     layout = am.Striped() if causal else am.Contiguous()
-    q, k, v = (_share(x, layout).transpose(1, 2) for x in whole)
+    q, k, v = (_share(x, layout).transpose(1, 2) for x in qkv)
     q = q.unflatten(2, (case.heads[1], -1)).transpose(2, 3).flatten(2, 3)  # its grouped heads are interleaved
     q, k, v = (x.contiguous().requires_grad_() for x in (q, k, v))
     dout = torch.ones_like(q)
@@ -74,7 +76,7 @@ def _ring_attention_pytorch(case: Case, whole: list[Tensor]) -> Peer | str:
     return Peer(call, layout)
 
 
-def _ringmaster(case: Case, whole: list[Tensor]) -> Peer | str:
+def _ringmaster(case: Case, qkv: list[Tensor]) -> Peer | str:
     if find_spec("ringmaster") is None:
         return "not installed: pip install 'attnmesh[bench]'"
     if case.mask != am.Causal():
@@ -84,7 +86,7 @@ def _ringmaster(case: Case, whole: list[Tensor]) -> Peer | str:
     from ringmaster import RotateMethod
     from ringmaster.ring import ring_attention
 
-    q, k, v = (_share(x, am.Contiguous()).requires_grad_() for x in whole)
+    q, k, v = (_share(x, am.Contiguous()).requires_grad_() for x in qkv)
     group, scale = dist.group.WORLD, case.width**-0.5
     kernel = {"provider": "math", "attn_implementation": "math", "rotate_method": RotateMethod.ALLTOALL}
 

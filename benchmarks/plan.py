@@ -71,12 +71,12 @@ class Report:
 
 def workloads(length: int) -> list[Workload]:
     """Return workloads of each phase with 1, 4 and 8 query heads per key head; decoding over 16 times the tokens."""
-    found = []
+    grid = []
     for phase in ("decode", "prefill", "training"):  # short steps first: each new mesh starts threads
         for kv_heads in (8, 2, 1):
             tokens = 16 * length if phase == "decode" else length
-            found.append(Workload(8, kv_heads, 64, tokens, phase=phase, dtype="float32", mask=am.Causal()))
-    return found
+            grid.append(Workload(8, kv_heads, 64, tokens, phase=phase, dtype="float32", mask=am.Causal()))
+    return grid
 
 
 def described(workload: Workload) -> str:
@@ -85,7 +85,7 @@ def described(workload: Workload) -> str:
     return f"{workload.phase}, {workload.length:,} tokens, {heads}, {workload.dtype}"
 
 
-def report(world: World, length: int, most: int, rounds: int, show: Callable[[Report], None]) -> Report:
+def report(world: World, length: int, max_plans: int, rounds: int, show: Callable[[Report], None]) -> Report:
     """Return the measurements of a world: its constants, and its plans. `show` is called after each."""
     measured: list[Report] = []
 
@@ -96,78 +96,80 @@ def report(world: World, length: int, most: int, rounds: int, show: Callable[[Re
             measured[0].rows.append(message)
         show(measured[0])
 
-    run_on(world, send_rows, _on_rank, workloads(length), most, rounds, isinstance(world, Hosts), on_message=add)
+    run_on(world, send_rows, _on_rank, workloads(length), max_plans, rounds, isinstance(world, Hosts), on_message=add)
     return measured[0]
 
 
-def _on_rank(todo: list[Workload], most: int, rounds: int, wired: bool) -> Iterator[Cluster | Ran]:
+def _on_rank(todo: list[Workload], max_plans: int, rounds: int, wired: bool) -> Iterator[Cluster | Ran]:
     line = Shape(1, 1, dist.get_world_size())
     cluster = Cluster.measure(mesh_of(line, line))
     yield cluster
     for workload in todo:
-        yield from _contest(workload, cluster, most, rounds, wired)
+        yield from _contest(workload, cluster, max_plans, rounds, wired)
 
 
-def contenders(plans: list[Plan], most: int) -> list[Plan]:
+def contenders(plans: list[Plan], max_plans: int) -> list[Plan]:
     """Return the picked plan, its other placements, and the best of each other shape, exchange and scheme."""
-    found: dict[tuple[Any, ...], Plan] = {}
-    for each in plans:
-        found.setdefault((each.shape, each.exchange), each)
-    chosen = list(found.values())[:most]
+    by_shape: dict[tuple[Any, ...], Plan] = {}
+    for proposal in plans:
+        by_shape.setdefault((proposal.shape, proposal.exchange), proposal)
+    shortlist = list(by_shape.values())[:max_plans]
     names: dict[str, Plan] = {}
-    for each in plans:
-        names.setdefault(each.known_as, each)
-    others = [each for each in plans if each.shape == plans[0].shape and each.exchange == plans[0].exchange]
-    chosen += [each for each in (*names.values(), *others) if each not in chosen]
-    return chosen
+    for proposal in plans:
+        names.setdefault(proposal.known_as, proposal)
+    placements = [
+        proposal for proposal in plans if proposal.shape == plans[0].shape and proposal.exchange == plans[0].exchange
+    ]
+    shortlist += [proposal for proposal in (*names.values(), *placements) if proposal not in shortlist]
+    return shortlist
 
 
-def _contest(workload: Workload, cluster: Cluster, most: int, rounds: int, wired: bool) -> list[Ran]:
-    plans = contenders(plan(workload, cluster), most)
-    calls = [_repeated(each) for each in plans]
+def _contest(workload: Workload, cluster: Cluster, max_plans: int, rounds: int, wired: bool) -> list[Ran]:
+    plans = contenders(plan(workload, cluster), max_plans)
+    calls = [_repeated(candidate) for candidate in plans]
     times: list[list[float]] = [[] for _ in calls]
     for number in range(rounds + 1):
-        for (call, repeat), taken in zip(calls, times, strict=True):
+        for (call, repeat), seconds in zip(calls, times, strict=True):
             dist.barrier()
             start = time.perf_counter()
             for _ in range(repeat):
                 call()
             dist.barrier()
             if number:
-                taken.append((time.perf_counter() - start) / repeat)
-    best = min(statistics.median(taken) for taken in times)
+                seconds.append((time.perf_counter() - start) / repeat)
+    best_median = min(statistics.median(seconds) for seconds in times)
     return [
         Ran(
             workload=described(workload),
-            plan=each.name,
-            known_as=each.known_as,
-            layout=str(each.layout),
-            picked=each is plans[0],
-            predicted_ms=round(1e3 * each.seconds, 3),
-            timing=Timing.of(taken),
-            beside_best=round(statistics.median(taken) / best, 3),
-            between=crossing(each, call) if wired else None,
+            plan=candidate.name,
+            known_as=candidate.known_as,
+            layout=str(candidate.layout),
+            picked=candidate is plans[0],
+            predicted_ms=round(1e3 * candidate.seconds, 3),
+            timing=Timing.of(seconds),
+            beside_best=round(statistics.median(seconds) / best_median, 3),
+            between=crossing(candidate, call) if wired else None,
         )
-        for each, (call, _), taken in zip(plans, calls, times, strict=True)
+        for candidate, (call, _), seconds in zip(plans, calls, times, strict=True)
     ]
 
 
-def _repeated(each: Plan) -> tuple[Callable[[], Any], int]:
+def _repeated(plan: Plan) -> tuple[Callable[[], Any], int]:
     """Return the call of a plan, and how often to repeat it between barriers. The count is equal on all ranks."""
-    return call_of(each), max(1, min(20, int(0.1 / each.seconds)))
+    return call_of(plan), max(1, min(20, int(0.1 / plan.seconds)))
 
 
-def crossing(each: Plan, call: Callable[[], Any]) -> Crossed:
+def crossing(plan: Plan, call: Callable[[], Any]) -> Crossed:
     """Return the bytes that one call sends between hosts, from enough calls to outweigh the counting itself.
 
     The first call is not counted: in it ranks find each other, and measure what "auto" takes.
     """
     call()
-    per_host = max(1.0, (each.bytes.between + GLOO * each.messages) / each.cluster.hosts)
+    per_host = max(1.0, (plan.bytes.between + GLOO * plan.messages) / plan.cluster.hosts)
     repeat = max(1, min(200, int(1e6 / per_host)))
     quiet, busy = _quiet(), counted(lambda: [call() for _ in range(repeat)])
     payload, headers = ((x - y) / repeat for x, y in ((busy.payload, quiet.payload), (_headers(busy), _headers(quiet))))
-    return Crossed(*(round(x) for x in (each.bytes.between, GLOO * each.messages, payload, headers)))
+    return Crossed(*(round(x) for x in (plan.bytes.between, GLOO * plan.messages, payload, headers)))
 
 
 @lru_cache
@@ -206,20 +208,20 @@ def _wait_until_quiet() -> None:
         before = now
 
 
-def call_of(each: Plan) -> Callable[[], Any]:
+def call_of(plan: Plan) -> Callable[[], Any]:
     """Return the call that a plan describes. Every rank of its mesh calls it."""
-    work, mesh = each.workload, mesh_of(each.shape, each.tile)
+    work, mesh = plan.workload, mesh_of(plan.shape, plan.tile)
     torch.manual_seed(0)
     if work.phase == "decode":
-        return _decode_call(each, mesh)
-    tokens = len(each.layout.positions(work.length, each.shape.ranks, Mesh.of(mesh).shard))
+        return _decode_call(plan, mesh)
+    tokens = len(plan.layout.positions(work.length, plan.shape.ranks, Mesh.of(mesh).shard))
     heads, dtype = (work.q_heads, work.kv_heads, work.kv_heads), getattr(torch, str(work.dtype))
     q, k, v = (torch.randn(1, n, tokens, work.head_dim).to(dtype) for n in heads)
     options: dict[str, Any] = {
         "mesh": mesh,
         "mask": work.mask,
-        "layout": each.layout,
-        "exchange": each.exchange,
+        "layout": plan.layout,
+        "exchange": plan.exchange,
         "length": work.length,
     }
     if work.phase == "prefill":
@@ -229,16 +231,16 @@ def call_of(each: Plan) -> Callable[[], Any]:
     return lambda: torch.autograd.grad(am.attention(*inputs, **options), inputs, dout)
 
 
-def _decode_call(each: Plan, mesh: DeviceMesh) -> Callable[[], Any]:
-    work = each.workload
+def _decode_call(plan: Plan, mesh: DeviceMesh) -> Callable[[], Any]:
+    work = plan.workload
     sizes = {"batch": 1, "kv_heads": work.kv_heads, "head_dim": work.head_dim, "capacity": work.length}
     dtype = getattr(torch, str(work.dtype))
     cache = am.KVCache(mesh, dtype=dtype, **sizes)  # type: ignore[arg-type]
     for start in range(0, work.length, 8192):
-        more = min(8192, work.length - start)
-        cache.append(*torch.randn(2, 1, work.kv_heads, more, work.head_dim).to(dtype).unbind())
+        tokens = min(8192, work.length - start)
+        cache.append(*torch.randn(2, 1, work.kv_heads, tokens, work.head_dim).to(dtype).unbind())
     q = torch.randn(1, work.q_heads, 1, work.head_dim).to(dtype)
-    return lambda: am.decode(q, cache, merge=each.exchange)
+    return lambda: am.decode(q, cache, merge=plan.exchange)
 
 
 def summary(reports: list[Report]) -> dict[str, Any]:

@@ -59,10 +59,10 @@ def sizes(cluster: Cluster) -> list[tuple[int, int]]:
     >>> sizes(Cluster.preset("dgx-h100", hosts=12))
     [(1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (4, 8), (8, 8), (12, 8), (16, 8)]
     """
-    one = {(1, ranks) for ranks in doubling(cluster.ranks)}
-    most = max(cluster.hosts, -(-MIN_DEVICES // cluster.ranks)) if cluster.between != NO_LINK else 1
-    more = {(hosts, cluster.ranks) for hosts in {*doubling(most), cluster.hosts}}
-    return sorted(one | more)
+    one_host = {(1, ranks) for ranks in doubling(cluster.ranks)}
+    most_hosts = max(cluster.hosts, -(-MIN_DEVICES // cluster.ranks)) if cluster.between != NO_LINK else 1
+    many_hosts = {(hosts, cluster.ranks) for hosts in {*doubling(most_hosts), cluster.hosts}}
+    return sorted(one_host | many_hosts)
 
 
 def over_sizes(workload: Workload, cluster: Cluster) -> Iterator[tuple[int, Schemes]]:
@@ -79,11 +79,11 @@ def over_lengths(workload: Workload, cluster: Cluster) -> Iterator[tuple[int, Sc
 
 def curves(points: Iterable[tuple[int, Schemes]]) -> dict[str, list[tuple[int, float]]]:
     """Return points (x, seconds) by scheme, in the order of `SCHEMES`, without those that do not fit the memory."""
-    found: dict[str, list[tuple[int, float]]] = {name: [] for name in SCHEMES}
-    for at, schemes in points:
+    curve_points: dict[str, list[tuple[int, float]]] = {name: [] for name in SCHEMES}
+    for x, schemes in points:
         for name, best in schemes.items():
-            found[name].append((at, best.seconds))
-    return {name: points for name, points in found.items() if points}
+            curve_points[name].append((x, best.seconds))
+    return {name: points for name, points in curve_points.items() if points}
 
 
 def draw_plan(workload: Workload, cluster: Cluster, best: Schemes, devices: Points, tokens: Points) -> "Figure":
@@ -139,10 +139,10 @@ def _label(axes: "Axes", points: Points) -> None:
     names = sorted(points, key=lambda name: (points[name][-1][1], name))
     texts = {name: _folded(name) for name in names}
     sizes = [SIDE * (1 + texts[name].count("\n")) + 0.012 for name in names]
-    wanted = [
+    heights = [
         float(axes.transAxes.inverted().transform(axes.transData.transform(points[name][-1]))[1]) for name in names
     ]
-    for name, height in zip(names, spread(wanted, sizes), strict=True):
+    for name, height in zip(names, spread(heights, sizes), strict=True):
         axes.annotate(
             texts[name],
             points[name][-1],
@@ -168,7 +168,7 @@ def _folded(name: str) -> str:
     return textwrap.fill(name, 24, break_on_hyphens=False)
 
 
-def spread(wanted: Sequence[float], sizes: Sequence[float]) -> list[float]:
+def spread(heights: Sequence[float], sizes: Sequence[float]) -> list[float]:
     """Return ascending places near the wanted ones that do not overlap, within 0 to 1 if there is room.
 
     >>> [round(place, 2) for place in spread([0.5, 0.5, 0.98], [0.1, 0.1, 0.1])]
@@ -176,7 +176,7 @@ def spread(wanted: Sequence[float], sizes: Sequence[float]) -> list[float]:
     """
     places: list[float] = []
     bottom = 0.0
-    for place, size in zip(wanted, sizes, strict=True):
+    for place, size in zip(heights, sizes, strict=True):
         places.append(max(place, bottom + size / 2))
         bottom = places[-1] + size / 2
     top = max(1.0, sum(sizes))
@@ -186,27 +186,27 @@ def spread(wanted: Sequence[float], sizes: Sequence[float]) -> list[float]:
     return places
 
 
-def _ticks(found: Iterable[int]) -> list[int]:
+def _ticks(numbers: Iterable[int]) -> list[int]:
     """Return the numbers to write on an axis, each at least 1.9 times the one before."""
-    kept: list[int] = []
-    for number in sorted(found):
-        if not kept or number >= 1.9 * kept[-1]:
-            kept.append(number)
-    return kept
+    ticks: list[int] = []
+    for number in sorted(numbers):
+        if not ticks or number >= 1.9 * ticks[-1]:
+            ticks.append(number)
+    return ticks
 
 
 def _bars(axes: "Axes", best: Schemes, title: str) -> None:
     """Draw two bars per scheme, the fastest scheme on top."""
     _style(axes, title)
-    most = max((max(one.bytes) for one in best.values()), default=0.0) or 1.0
-    for place, (name, one) in enumerate(best.items()):
-        both = ("between", one.bytes.between, -0.19, 1.0), ("inside", one.bytes.inside, 0.19, 0.4)
-        for links, sent, offset, alpha in both:
-            at = place + offset
-            axes.barh(at, sent, 0.36, color=SCHEMES[name].colour, alpha=alpha)
+    most_bytes = max((max(proposal.bytes) for proposal in best.values()), default=0.0) or 1.0
+    for place, (name, proposal) in enumerate(best.items()):
+        bars = ("between", proposal.bytes.between, -0.19, 1.0), ("inside", proposal.bytes.inside, 0.19, 0.4)
+        for links, size, offset, alpha in bars:
+            y = place + offset
+            axes.barh(y, size, 0.36, color=SCHEMES[name].colour, alpha=alpha)
             style: dict[str, Any] = {"va": "center", "fontsize": 7.5, "color": FAINT}
-            axes.annotate(f"{in_bytes(sent)} {links}", (sent, at), (4, 0), textcoords="offset points", **style)
-    axes.set(ylim=(len(best) - 0.4, -0.6), xlim=(0, 1.5 * most))
+            axes.annotate(f"{in_bytes(size)} {links}", (size, y), (4, 0), textcoords="offset points", **style)
+    axes.set(ylim=(len(best) - 0.4, -0.6), xlim=(0, 1.5 * most_bytes))
     axes.set_yticks(range(len(best)), [_folded(name) for name in best])
     for label, name in zip(axes.get_yticklabels(), best, strict=True):
         label.set(color=SCHEMES[name].colour, fontsize=8.5)

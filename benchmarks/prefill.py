@@ -127,11 +127,11 @@ def rows(world: World, length: int, selection: Selection, add: Send) -> None:
 
 def _check_selection(ranks: int, length: int, selection: Selection) -> None:
     """Raise unless the selected cases and shapes exist."""
-    known = [case for case in cases(length) if selection.case in case.name]
-    if not known:
+    selected = [case for case in cases(length) if selection.case in case.name]
+    if not selected:
         names = ", ".join(repr(case.name) for case in cases(length))
         raise ArgumentError("--case", f"a part of {names}", repr(selection.case), "leave it out for all of them")
-    can = {"x".join(map(str, shape)) for case in known for shape, _ in shapes(ranks, case.heads[1])}
+    can = {"x".join(map(str, shape)) for case in selected for shape, _ in shapes(ranks, case.heads[1])}
     for name in selection.shapes:
         if name not in can:
             expected = f"one of {', '.join(sorted(can))}, of {ranks} ranks"
@@ -148,8 +148,8 @@ def _one_rank(length: int) -> list[Row]:
     """Return the time of a mesh of one rank beside SDPA, the same kernel without the mesh."""
     case = cases(length)[0]
     q, k, v = (x.requires_grad_() for x in inputs(case))
-    one = Shape(1, 1, 1)
-    ours = attention_call(case, inputs(case), Contender(one, one, "auto"))
+    shape = Shape(1, 1, 1)
+    ours = attention_call(case, inputs(case), Contender(shape, shape, "auto"))
 
     def kernel() -> Any:
         out = scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -171,34 +171,34 @@ def _memories(length: int) -> Iterator[Memory]:
     for heads in ((8, 8), (8, 2)):
         case = Case(f"full, {heads[0]}/{heads[1]} heads", am.Full(), am.Contiguous(), heads, length)
         for shape, exchange in shapes(ranks, heads[1]):
-            one = Contender(shape, shape, exchange)
-            peak = peak_memory(attention_call(case, inputs(case), one), torch.device("cpu"))
+            contender = Contender(shape, shape, exchange)
+            peak = peak_memory(attention_call(case, inputs(case), contender), torch.device("cpu"))
             figure = torch.tensor([peak or 0], dtype=torch.float64)
             dist.all_reduce(figure, dist.ReduceOp.MAX)
             formula = 4 * case.width * length / ranks * peak_activations(shape, *heads, EXCHANGES[exchange])
             if float(figure) > 0:
-                yield Memory(case.name, one.name, round(float(figure) / 1e6, 1), round(formula / 1e6, 1))
+                yield Memory(case.name, contender.name, round(float(figure) / 1e6, 1), round(formula / 1e6, 1))
 
 
 def _contest(case: Case, selection: Selection) -> list[Row]:
     """Time all contenders in turns; every rank returns the same rows."""
-    ranks, whole = dist.get_world_size(), inputs(case)
+    ranks, qkv = dist.get_world_size(), inputs(case)
     calls: dict[str, Callable[[], Any]] = {}
-    done: dict[str, Row] = {}
-    for one in contenders(ranks, case.heads[1], selection.a_host):
-        if selection.shapes and one.name.split()[0] not in (*selection.shapes, f"1x{ranks}x1"):
+    rows: dict[str, Row] = {}
+    for contender in contenders(ranks, case.heads[1], selection.a_host):
+        if selection.shapes and contender.name.split()[0] not in (*selection.shapes, f"1x{ranks}x1"):
             continue
-        calls[one.name] = attention_call(case, whole, one)
-        done[one.name] = replace(
-            count_elements(case, one, calls[one.name]), limit_ms=_limit(case, one, selection.hosts)
+        calls[contender.name] = attention_call(case, qkv, contender)
+        rows[contender.name] = replace(
+            count_elements(case, contender, calls[contender.name]), limit_ms=_limit(case, contender, selection.hosts)
         )
     for name, make in PEERS.items():
-        peer = make(case, whole)
+        peer = make(case, qkv)
         if isinstance(peer, str):
-            done[name] = Row(case.name, name, note=peer)
+            rows[name] = Row(case.name, name, note=peer)
         else:
             calls[name] = peer.call
-            done[name] = Row(case.name, name, note=wrong_gradients(peer, case, whole))
+            rows[name] = Row(case.name, name, note=wrong_gradients(peer, case, qkv))
     timings = race(
         {name: between_barriers(call) for name, call in calls.items()},
         torch.device("cpu"),
@@ -206,7 +206,7 @@ def _contest(case: Case, selection: Selection) -> list[Row]:
         rounds=selection.rounds,
     )
     ring = min(timing.median for name, timing in timings.items() if name.startswith(f"1x{ranks}x1 ring"))
-    return [_timed(row, timings.get(name), ring) for name, row in done.items()]
+    return [_timed(row, timings.get(name), ring) for name, row in rows.items()]
 
 
 def _timed(row: Row, timing: Timing | None, ring: float) -> Row:
@@ -244,36 +244,36 @@ def _group_of(lines: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup:
     return group
 
 
-def attention_call(case: Case, whole: list[Tensor], one: Contender) -> Callable[[], Any]:
+def attention_call(case: Case, qkv: list[Tensor], contender: Contender) -> Callable[[], Any]:
     """Return a call of our attention, forward and backward, on this rank's shard."""
-    mesh = mesh_of(one.shape, one.tile)
-    q, k, v = (am.shard(x, mesh, layout=case.layout).requires_grad_() for x in whole)
+    mesh = mesh_of(contender.shape, contender.tile)
+    q, k, v = (am.shard(x, mesh, layout=case.layout).requires_grad_() for x in qkv)
     dout = torch.ones_like(q)
 
     def call() -> Any:
-        options = {"mask": case.mask, "layout": case.layout, "exchange": one.exchange, "length": case.length}
+        options = {"mask": case.mask, "layout": case.layout, "exchange": contender.exchange, "length": case.length}
         out = am.attention(q, k, v, mesh=mesh, **options)  # type: ignore[arg-type]
         return torch.autograd.grad(out, (q, k, v), dout)
 
     return call
 
 
-def count_elements(case: Case, one: Contender, call: Callable[[], Any]) -> Row:
+def count_elements(case: Case, contender: Contender, call: Callable[[], Any]) -> Row:
     """Return the elements that the busiest rank received, and the prediction."""
     with counted() as traffic:
         call()
-    figures = torch.tensor([traffic.vectors, predicted(case, one.shape, one.exchange)])
+    figures = torch.tensor([traffic.vectors, predicted(case, contender.shape, contender.exchange)])
     dist.all_reduce(figures, dist.ReduceOp.MAX)
     received, expected = figures.tolist()
-    return Row(case.name, one.name, counted=received, predicted=expected)
+    return Row(case.name, contender.name, counted=received, predicted=expected)
 
 
-def _limit(case: Case, one: Contender, hosts: Hosts | None) -> float | None:
+def _limit(case: Case, contender: Contender, hosts: Hosts | None) -> float | None:
     """Return milliseconds of the exchanges alone, over the links between hosts."""
     if hosts is None:
         return None
     work = Workload(*case.heads, case.width, case.length, dtype="float32", mask=case.mask)
-    return milliseconds_of_bytes(work, Way(one.shape, one.tile, case.layout, one.exchange), hosts)
+    return milliseconds_of_bytes(work, Way(contender.shape, contender.tile, case.layout, contender.exchange), hosts)
 
 
 def links_alone(hosts: Hosts) -> Cluster:

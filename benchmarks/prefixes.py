@@ -66,8 +66,8 @@ def rows(request: Request, add: Callable[[PrefixRow], None], step: Callable[[str
             for prompt, beside in zip(prompts, (False, True), strict=True):
                 add(_asked(port, request, prompt, "computed", before, beside, texts))
             until_stored(port)
-            for one in family(process.pid):
-                os.kill(one, signal.SIGKILL)
+            for pid in family(process.pid):
+                os.kill(pid, signal.SIGKILL)
         step(f"a server on {after} ranks, after the first was killed")
         with running(request, after, folder) as (port, _):
             stream(port, request.model, BESIDE, 8)
@@ -81,18 +81,18 @@ def _asked(
     """Ask for a prompt, with another client beside it or alone."""
     before = figure(port, "store_disk_tokens_total")
     with ThreadPoolExecutor(1) as pool:
-        other: Future[Answer] | None = pool.submit(stream, port, request.model, BESIDE, 400) if beside else None
+        other_client: Future[Answer] | None = pool.submit(stream, port, request.model, BESIDE, 400) if beside else None
         sleep(3.0 if beside else 0.0)  # until it has some tokens
-        asked = perf_counter()
-        found = stream(port, request.model, prompt, 16)
+        start = perf_counter()
+        answer = stream(port, request.model, prompt, 16)
         ended = perf_counter()
-        gap = 0.0 if other is None else longest_gap(other.result().times, asked, ended)
+        gap = 0.0 if other_client is None else longest_gap(other_client.result().times, start, ended)
     cached = int(figure(port, "store_disk_tokens_total") - before)
-    texts.append(found.text)
-    same = texts.index(found.text) == (len(texts) - 1) % 2
+    texts.append(answer.text)
+    is_same = texts.index(answer.text) == (len(texts) - 1) % 2
     name = f"{case}, beside a client" if beside else case
-    first = round(found.times[0] - found.asked, 2)
-    return PrefixRow(name, ranks, tokens_of(port, request.model, prompt), cached, first, round(gap), same)
+    first_token = round(answer.times[0] - answer.asked, 2)
+    return PrefixRow(name, ranks, tokens_of(port, request.model, prompt), cached, first_token, round(gap), is_same)
 
 
 def longest_gap(times: tuple[float, ...], start: float, stop: float) -> float:
@@ -129,10 +129,10 @@ def until_stored(port: int) -> None:
     before, end = 0.0, monotonic() + PATIENCE
     while monotonic() < end:
         sleep(5.0)
-        found = figure(port, "store_disk_bytes")
-        if found and found == before:
+        stored_bytes = figure(port, "store_disk_bytes")
+        if stored_bytes and stored_bytes == before:
             return
-        before = found
+        before = stored_bytes
 
 
 @contextmanager

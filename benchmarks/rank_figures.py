@@ -84,16 +84,16 @@ def draw_tiers() -> "Figure":
     figure = Figure(figsize=(7.6, 3.0), dpi=DPI, layout="constrained")
     axes, shades = figure.subplots(), colours(6)
     old, hot, leaving = (tuple(shades[number].tolist()) for number in (2, 0, 1))
-    blocks, first = 14, 9  # of all tokens, and the first one that is on the device
+    blocks, first_hot = 14, 9  # of all tokens, and the first one that is on the device
     for number in range(blocks):
-        on_device = number >= first
-        colour = leaving if number == first else hot if on_device else old
+        on_device = number >= first_hot
+        colour = leaving if number == first_hot else hot if on_device else old
         axes.add_patch(Rectangle((number, 1.25 if on_device else 0), 0.94, 0.7, facecolor=colour, edgecolor="white"))
     axes.add_patch(Rectangle((blocks, 1.25), 0.94, 0.7, fill=False, edgecolor=FAINT, linestyle="--"))
     down = {"arrowstyle": "-|>", "color": FAINT, "linewidth": 1.2, "linestyle": "--"}
-    axes.annotate("", (first + 0.47, 0.35), (first + 0.47, 1.2), arrowprops=down)
-    axes.text(first + 0.65, 0.72, "the oldest blocks leave in one copy", va="center", **SMALL)
-    axes.text(first - 0.2, 1.6, "the device: hot= newest tokens", ha="right", va="center", fontsize=9, color=INK)
+    axes.annotate("", (first_hot + 0.47, 0.35), (first_hot + 0.47, 1.2), arrowprops=down)
+    axes.text(first_hot + 0.65, 0.72, "the oldest blocks leave in one copy", va="center", **SMALL)
+    axes.text(first_hot - 0.2, 1.6, "the device: hot= newest tokens", ha="right", va="center", fontsize=9, color=INK)
     axes.text(0, 0.82, "host memory, or files of folder=", va="bottom", fontsize=9, color=INK)
     axes.text(blocks + 0.47, 2.0, "append", ha="center", va="bottom", **SMALL)
     for start, stop, text in (
@@ -116,10 +116,10 @@ def holders(layout: Layout, length: int, ranks: int) -> Tensor:
     >>> holders(Zigzag(), 8, 2).tolist()
     [0, 0, 1, 1, 1, 1, 0, 0]
     """
-    found = torch.empty(length, dtype=torch.long)
+    holder = torch.empty(length, dtype=torch.long)
     for rank in range(ranks):
-        found[layout.positions(length, ranks, rank)] = rank
-    return found
+        holder[layout.positions(length, ranks, rank)] = rank
+    return holder
 
 
 def owners(holder: Tensor, columns: int) -> Tensor:
@@ -161,15 +161,18 @@ def draw_keys_tp(hosts: int = 2, tp: int = 8, q_heads: int = 64, kv_heads: int =
     axes, palette, queries = figure.subplots(), colours(hosts), q_heads // tp
     for rank in range(hosts * tp):
         host, place = divmod(rank, tp)
-        at, y = (1.25 * place, -2 * host), -2 * host
+        xy, y = (1.25 * place, -2 * host), -2 * host
         axes.add_patch(
-            FancyBboxPatch(at, 1.0, 0.9, boxstyle="round,pad=0.04", fc=palette[host].tolist(), ec="none", alpha=0.8)
+            FancyBboxPatch(xy, 1.0, 0.9, boxstyle="round,pad=0.04", fc=palette[host].tolist(), ec="none", alpha=0.8)
         )
         text = f"rank {rank}\nq {place * queries}-{(place + 1) * queries - 1}\nk {place * kv_heads // tp}"
-        axes.text(at[0] + 0.5, y + 0.45, text, ha="center", va="center", fontsize=8, color="white")
+        axes.text(xy[0] + 0.5, y + 0.45, text, ha="center", va="center", fontsize=8, color="white")
         if host:
             axes.annotate(
-                "", (at[0] + 0.5, y + 1.0), (at[0] + 0.5, y + 1.95), arrowprops={**ARROW, "color": BETWEEN_HOSTS}
+                "",
+                (xy[0] + 0.5, y + 1.0),
+                (xy[0] + 0.5, y + 1.95),
+                arrowprops={**ARROW, "color": BETWEEN_HOSTS},
             )
     for host in range(hosts):
         line = -2 * host - 0.3 if host else 1.2
@@ -233,8 +236,8 @@ def draw_joint(text: int = 8, image: int = 40, rows: int = 2, columns: int = 2) 
     holder, palette = torch.cat([torch.arange(ranks).repeat_interleave(size) for size in sizes]), colours(ranks)
     figure = blank(8.4, 4.2)
     strip, pairs = figure.subplots(1, 2)
-    own = torch.stack([torch.where(holder == rank, rank, ranks) for rank in range(ranks)])
-    strips(strip, own, palette, [f"rank {rank}" for rank in range(ranks)])
+    strip_rows = torch.stack([torch.where(holder == rank, rank, ranks) for rank in range(ranks)])
+    strips(strip, strip_rows, palette, [f"rank {rank}" for rank in range(ranks)])
     strip.set_title("each rank holds a part of the text and of the image", **TITLE)
     pairs.imshow(palette[owners(holder, columns)].numpy(), extent=(0, len(holder), len(holder), 0), aspect="auto")
     pairs.set_title(f"the rank that computes each pair, {rows} x {columns}", **TITLE)

@@ -110,18 +110,18 @@ def layer_call(
 def calls_of(request: Request, mesh: DeviceMesh, *, backward: bool) -> dict[str, Callable[[], Any]]:
     """Return the call of each contender on this rank; ranks that have no part in one do nothing."""
     layer, ranks = layer_of(request), dist.get_world_size()
-    whole = torch.randn(1, request.tokens, layer.hidden_size, generator=torch.Generator().manual_seed(1))
-    share = am.shard(whole, mesh, layout=Contiguous(), dim=1)
+    states = torch.randn(1, request.tokens, layer.hidden_size, generator=torch.Generator().manual_seed(1))
+    share = am.shard(states, mesh, layout=Contiguous(), dim=1)
 
     def sharded(layout: Layout, exchange: str) -> Callable[[], Any]:
         shards = Shards(mesh, layout, request.tokens, exchange=exchange)
-        return layer_call(layer, am.shard(whole, mesh, layout=layout, dim=1), shards, backward)
+        return layer_call(layer, am.shard(states, mesh, layout=layout, dim=1), shards, backward)
 
     def alone(hidden: Tensor) -> Callable[[], Any]:
         return layer_call(layer, hidden, None, backward) if dist.get_rank() == 0 else lambda: None
 
     return {
-        WHOLE: alone(whole),
+        WHOLE: alone(states),
         SHARE: alone(share),
         SHARES: layer_call(layer, share, None, backward),
         SCANNED: layer_call(layer, share, Shards(None, Contiguous(), share.shape[1]), backward),

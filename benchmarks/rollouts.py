@@ -196,10 +196,10 @@ def _seconds(model: Any, ids: Tensor, request: Request, mesh: DeviceMesh | None)
     begun = time.perf_counter()
     options = {"attention_mask": torch.ones_like(ids), "generation_config": draws}
     if mesh is None:
-        drawn = model.generate(ids, **options)
+        output = model.generate(ids, **options)
     else:
         with generating_on(mesh, model):
-            drawn = model.generate(ids, **options)
+            output = model.generate(ids, **options)
     seconds = time.perf_counter() - begun
-    assert drawn.shape[1] == ids.shape[1] + request.new
+    assert output.shape[1] == ids.shape[1] + request.new
     return seconds

@@ -85,7 +85,7 @@ def _ranks(request: Request) -> Iterator[Row]:
 
 def _compared(model: Any, texts: list[list[int]], caches: list[hf.ShardedCache], rounds: int) -> Row:
     """Decode together and one after the other, in turns, of which the first is not counted."""
-    others, other_texts = [deepcopy(cache) for cache in caches], [[*text] for text in texts]
+    copies, copy_texts = [deepcopy(cache) for cache in caches], [[*text] for text in texts]
     together: list[float] = []
     alone: list[float] = []
     cpu = [0.0, 0.0]
@@ -100,17 +100,17 @@ def _compared(model: Any, texts: list[list[int]], caches: list[hf.ShardedCache],
             for text, token in zip(texts, tokens, strict=True):
                 text.append(token)
         middle = process_time()
-        for row, cache in enumerate(others):
-            times, ids = Times(), torch.tensor([other_texts[row]])
+        for row, cache in enumerate(copies):
+            times, ids = Times(), torch.tensor([copy_texts[row]])
             options: dict[str, Any] = {
                 "attention_mask": torch.ones_like(ids),
                 "max_new_tokens": STEPS,
                 "do_sample": False,
             }
-            made = hf.generate(model, ids, cache=cache, streamer=times, **options)
-            other_texts[row] = made[0].tolist()
+            output = hf.generate(model, ids, cache=cache, streamer=times, **options)
+            copy_texts[row] = output[0].tolist()
             alone += times.seconds
         cpu[0], cpu[1] = cpu[0] + middle - start, cpu[1] + process_time() - middle
     made_tokens = rounds * STEPS * len(texts)
     per_token = 1e3 * cpu[0] / made_tokens, 1e3 * cpu[1] / made_tokens
-    return Row(len(texts), Timing.of(together), Timing.of(alone), per_token, texts == other_texts)
+    return Row(len(texts), Timing.of(together), Timing.of(alone), per_token, texts == copy_texts)

@@ -120,12 +120,12 @@ class _Layer:
         """Return the nanoseconds of a step, and those of it that select tokens; all tokens are attended with 0."""
         start = perf_counter_ns()
         self.index.append(self.key)
-        chosen = None
+        selection = None
         if selected:
             indices = top_k_tokens(self.index, _score, self.operands, selected)
-            chosen = Selection(indices[:, None])
+            selection = Selection(indices[:, None])
         middle = perf_counter_ns()
-        decode(self.q, self.latents, k=self.latent, selected=chosen)
+        decode(self.q, self.latents, k=self.latent, selected=selection)
         stop = perf_counter_ns()
         self.index.truncate(self.tokens)
         self.latents.truncate(self.tokens)
@@ -173,9 +173,9 @@ def _row(layer: _Layer | _Stock, contender: str, extra: float | None) -> Row:
         times.append(tuple(map(max, zip(*table, strict=True))))
     with counted() as traffic:
         step()
-    most = max(count for (count,) in dist_all_gather_ints([traffic.bytes], axes))
-    whole, selecting = (Timing.of([1e-9 * x for x in column]) for column in zip(*times[1:], strict=True))
-    return Row(layer.tokens, contender, whole, selecting.median, most / 1e3, extra)
+    most_bytes = max(count for (count,) in dist_all_gather_ints([traffic.bytes], axes))
+    step_timing, selecting = (Timing.of([1e-9 * x for x in column]) for column in zip(*times[1:], strict=True))
+    return Row(layer.tokens, contender, step_timing, selecting.median, most_bytes / 1e3, extra)
 
 
 def _score(keys: Tensor, operands: Sequence[Tensor]) -> Tensor:

@@ -78,9 +78,9 @@ Turn = tuple[list[Answer], float]
 def commands(request: Request, port: int) -> dict[str, list[str]]:
     """Return the command of each server. All have the cores of this machine, and weights in float32."""
     bin, model = Path(sys.executable).parent, request.model
-    most = max(request.clients)
-    own = ["serve", "--model", model, "--mesh", f"keys={request.ranks}", "--dtype", "float32", "--port", str(port)]
-    blocks = most * (max(request.contexts) * 3 // 2 + request.new) // 256 + most + 1
+    most_clients = max(request.clients)
+    serve = ["serve", "--model", model, "--mesh", f"keys={request.ranks}", "--dtype", "float32", "--port", str(port)]
+    blocks = most_clients * (max(request.contexts) * 3 // 2 + request.new) // 256 + most_clients + 1
     paged = ["--cb-block-size", "256", "--cb-num-blocks", str(blocks), "--cb-max-batch-tokens", "512"]
     stock = [
         "serve",
@@ -94,7 +94,7 @@ def commands(request: Request, port: int) -> dict[str, list[str]]:
         "--port",
         str(port),
     ]
-    ranks = [str(bin / "attnmesh"), *own, "--max-rows", str(most)]
+    ranks = [str(bin / "attnmesh"), *serve, "--max-rows", str(most_clients)]
     return {
         f"attnmesh, {request.ranks} ranks": ranks,
         f"attnmesh, {request.ranks} ranks, whole weights": [*ranks, "--weights", "whole"],
@@ -104,7 +104,7 @@ def commands(request: Request, port: int) -> dict[str, list[str]]:
 
 def rows(request: Request, add: Callable[[Row], None], step: Callable[[str], None]) -> None:
     """Measure each server with each number of clients, the servers in turns."""
-    seen: dict[tuple[str, int, int], list[Turn]] = {}
+    turns_by_case: dict[tuple[str, int, int], list[Turn]] = {}
     for turn in range(request.rounds):
         for name in commands(request, 0):
             step(f"turn {turn + 1} of {request.rounds}: {name}")
@@ -114,12 +114,12 @@ def rows(request: Request, add: Callable[[Row], None], step: Callable[[str], Non
                     for clients in request.clients:
                         prompts = prompts_of(request.text, context, clients, turn)
                         memory.highest = 0
-                        seen.setdefault((name, context, clients), []).append(
+                        turns_by_case.setdefault((name, context, clients), []).append(
                             (ask(port, request.model, prompts, request.new), memory.highest / 1e6)
                         )
-    first = next(iter(seen))[0]
-    for (name, context, clients), turns in seen.items():
-        add(summary(name, context, clients, turns, texts_of(seen[first, context, clients])))
+    first_server = next(iter(turns_by_case))[0]
+    for (name, context, clients), turns in turns_by_case.items():
+        add(summary(name, context, clients, turns, texts_of(turns_by_case[first_server, context, clients])))
 
 
 def prompts_of(text: str, context: int, clients: int, turn: int) -> list[str]:
@@ -135,7 +135,7 @@ def texts_of(turns: list[Turn]) -> list[str]:
     return [answer.text for found, _ in turns for answer in found]
 
 
-def summary(server: str, context: int, clients: int, turns: list[Turn], wanted: list[str]) -> Row:
+def summary(server: str, context: int, clients: int, turns: list[Turn], expected: list[str]) -> Row:
     """Return the row of all turns with so many clients."""
     answers = [answer for found, _ in turns for answer in found]
     gaps = [late - early for one in answers for early, late in zip(one.times, one.times[1:], strict=False)]
@@ -149,7 +149,7 @@ def summary(server: str, context: int, clients: int, turns: list[Turn], wanted: 
         Timing.of(at_least_two(gaps)),
         round(1e3 * max(gaps), 1),
         round(max(megabytes for _, megabytes in turns)),
-        sum(map(str.__eq__, texts_of(turns), wanted)) / len(wanted),
+        sum(map(str.__eq__, texts_of(turns), expected)) / len(expected),
     )
 
 
@@ -239,16 +239,16 @@ def wait_until_ready(process: subprocess.Popen[bytes], port: int) -> None:
 # --- clients ---
 
 
-def ask(port: int, model: str, prompts: list[str], new: int) -> list[Answer]:
+def ask(port: int, model: str, prompts: list[str], new_tokens: int) -> list[Answer]:
     """Return the answers to prompts that are sent at the same time."""
     with ThreadPoolExecutor(len(prompts)) as pool:
-        return [*pool.map(lambda prompt: stream(port, model, prompt, new), prompts)]
+        return [*pool.map(lambda prompt: stream(port, model, prompt, new_tokens), prompts)]
 
 
-def stream(port: int, model: str, prompt: str, new: int) -> Answer:
+def stream(port: int, model: str, prompt: str, new_tokens: int) -> Answer:
     """Read one answer as it comes."""
     connection = HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
-    body = {"model": model, "prompt": prompt, "max_tokens": new, "temperature": 0, "stream": True}
+    body = {"model": model, "prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "stream": True}
     asked = perf_counter()
     connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
     response = connection.getresponse()

@@ -84,7 +84,7 @@ def rows(request: Request, threads: int, add: Send) -> None:
 
 def prompts(tokenizer: Any, case: str, count: int, turn: int) -> list[Prompt]:
     """Return prompts whose answers copy a file, quote it, or are stories, drawn at a temperature or the likeliest."""
-    made = []
+    drawn = []
     for row in range(count):
         number = 7 * turn + row
         if case in DRAFTED:
@@ -92,12 +92,12 @@ def prompts(tokenizer: Any, case: str, count: int, turn: int) -> list[Prompt]:
             options: dict[str, Any] = {"temperature": 0.8, "seed": number} if case == DRAFTED[0] else {}
         else:
             source = _file(number)
-            first = "\n".join(source.splitlines()[: 2 + row % 3])
+            head = "\n".join(source.splitlines()[: 2 + row % 3])
             title = f"The file, version {turn}.{row}"  # a small model copies what it has seen twice
-            text = f"{title}:\n\n{source}\n\n{title}:\n\n{source}\n\n{title}:\n\n{first}\n"
+            text = f"{title}:\n\n{source}\n\n{title}:\n\n{source}\n\n{title}:\n\n{head}\n"
             options = {} if case == "a file" else {"temperature": 0.3, "seed": number}
-        made.append(Prompt(tuple(tokenizer(text)["input_ids"]), tuple(options.items())))
-    return made
+        drawn.append(Prompt(tuple(tokenizer(text)["input_ids"]), tuple(options.items())))
+    return drawn
 
 
 def _file(number: int) -> str:
@@ -128,8 +128,8 @@ def _ranks(request: Request) -> Iterator[Row]:
         draft, model = model, grown(model, request.draft)
     mesh = init_mesh("cpu", request.shape, *request.heads) if request.shape.ranks > 1 else None
     if mesh is not None:
-        for one in filter(None, (model, draft)):
-            hf.share_weights(one, mesh)
+        for shared_model in filter(None, (model, draft)):
+            hf.share_weights(shared_model, mesh)
     tokenizer = open_tokenizer(request.model)
     for case in DRAFTED if request.draft else CASES:
         for clients in request.clients:
@@ -145,8 +145,8 @@ def grown(model: Any, times: int) -> Any:
         source = model.model.layers[number % len(model.model.layers)]
         layer = deepcopy(source, {id(weight): weight for weight in source.parameters()})
         layer.self_attn.layer_idx = number
-        for last in (layer.self_attn.o_proj, layer.mlp.down_proj):
-            last.weight = torch.nn.Parameter(torch.full_like(last.weight, 0.0), requires_grad=False)
+        for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            projection.weight = torch.nn.Parameter(torch.full_like(projection.weight, 0.0), requires_grad=False)
         layers.append(layer)
     larger.config = larger.model.config = deepcopy(model.config)
     larger.config.num_hidden_layers = len(layers)
@@ -158,18 +158,18 @@ def grown(model: Any, times: int) -> Any:
 
 def _compared(models: tuple[Any, Any], mesh: DeviceMesh | None, tokenizer: Any, case: str, request: Request) -> Row:
     """Answer in turns; the first turn is not counted."""
-    (clients,), rates, same, counts = request.clients, list[tuple[float, float]](), list[bool](), [0.0, 0.0, 0.0]
+    (clients,), rates, same_texts, counts = request.clients, list[tuple[float, float]](), list[bool](), [0.0, 0.0, 0.0]
     for turn in range(request.rounds + 1):
-        asked, results = prompts(tokenizer, case, clients, turn), dict[bool, Answers]()
+        questions, answers_of = prompts(tokenizer, case, clients, turn), dict[bool, Answers]()
         model, draft = models
         guessing: dict[str, Any] = {"speculate": request.speculate} if draft is None else {"draft": draft}
         for guesses in (False, True) if turn % 2 else (True, False):
             engine = hf.Engine(model, mesh, tokens_end=(), **(guessing if guesses else {}))
-            results[guesses] = _answered(engine, asked, request.new)
-        (plain, _), (guessed, figures) = results[False], results[True]
+            answers_of[guesses] = _answered(engine, questions, request.new)
+        (plain, _), (guessed, figures) = answers_of[False], answers_of[True]
         if turn and plain:
             rates.append((rate(plain), rate(guessed)))
-            same += [one.text == other.text for one, other in zip(plain, guessed, strict=True)]
+            same_texts += [one.text == other.text for one, other in zip(plain, guessed, strict=True)]
             names = ("tokens", "drafted_tokens", "accepted_tokens")
             counts = [count + figures[name] for count, name in zip(counts, names, strict=True)]
     if not rates:  # on other ranks
@@ -177,10 +177,10 @@ def _compared(models: tuple[Any, Any], mesh: DeviceMesh | None, tokenizer: Any, 
     before, after = (round(median(each), 1) for each in zip(*rates, strict=True))
     ratio = round(median(own / other for other, own in rates), 2)
     drafted, accepted = (round(100 * count / counts[0]) for count in counts[1:])
-    return Row(case, clients, before, after, ratio, drafted, accepted, sum(same) / len(same))
+    return Row(case, clients, before, after, ratio, drafted, accepted, sum(same_texts) / len(same_texts))
 
 
-def _answered(engine: hf.Engine, asked: Sequence[Prompt], new: int) -> Answers:
+def _answered(engine: hf.Engine, questions: Sequence[Prompt], new_tokens: int) -> Answers:
     """Return the answers on rank 0, and the engine's figures; the other ranks follow."""
     if dist.get_rank():
         engine.follow()
@@ -188,10 +188,10 @@ def _answered(engine: hf.Engine, asked: Sequence[Prompt], new: int) -> Answers:
     thread = Thread(target=engine.run)
     thread.start()
     try:
-        with ThreadPoolExecutor(len(asked)) as pool:
-            for stream in [engine.submit(one.ids, max_new_tokens=1) for one in asked]:
+        with ThreadPoolExecutor(len(questions)) as pool:
+            for stream in [engine.submit(one.ids, max_new_tokens=1) for one in questions]:
                 list(stream)  # prompts are kept: else the first answer ends before the last one begins
-            streams = [engine.submit(one.ids, max_new_tokens=new, **dict(one.options)) for one in asked]
+            streams = [engine.submit(one.ids, max_new_tokens=new_tokens, **dict(one.options)) for one in questions]
             answers = [*pool.map(_read, streams)]
         return answers, engine.metrics()
     finally:

@@ -70,13 +70,13 @@ class Grain(NamedTuple):
 
     def round(self, x: Tensor, storage: str) -> Tensor:
         """Return the numbers after they were stored, with scales in float32."""
-        by, padded = STORAGES[storage], pad(x, (0, 0, 0, -x.shape[2] % max(1, self.tokens)))
+        number_format, padded = STORAGES[storage], pad(x, (0, 0, 0, -x.shape[2] % max(1, self.tokens)))
         sizes = zip((self.heads, self.tokens, self.columns), padded.shape[1:], strict=True)
         heads, tokens, columns = (size or whole for size, whole in sizes)
-        parts = padded.unflatten(3, (-1, columns)).unflatten(2, (-1, tokens)).unflatten(1, (-1, heads))
-        scale = parts.abs().amax((2, 4, 6), keepdim=True).clamp(min=1e-30) / by.largest
-        numbers = parts / scale
-        rounded = (numbers.round() if storage == "int8" else numbers).to(by.dtype).to(x.dtype) * scale
+        blocks = padded.unflatten(3, (-1, columns)).unflatten(2, (-1, tokens)).unflatten(1, (-1, heads))
+        scale = blocks.abs().amax((2, 4, 6), keepdim=True).clamp(min=1e-30) / number_format.largest
+        numbers = blocks / scale
+        rounded = (numbers.round() if storage == "int8" else numbers).to(number_format.dtype).to(x.dtype) * scale
         stored: Tensor = rounded.reshape(padded.shape)[:, :, : x.shape[2]]
         return stored
 
@@ -105,10 +105,10 @@ class _Layer(DynamicLayer):  # type: ignore[misc]
         self.rounds = rounds
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = super().update(
+        updated: tuple[Tensor, Tensor] = super().update(
             self.rounds(key_states), self.rounds(value_states), *args, **kwargs
         )
-        return found
+        return updated
 
 
 Keys = Sequence[tuple[Tensor, Tensor]]
@@ -151,8 +151,8 @@ def _readers(stock: Any, ours: Any, shape: Sequence[int]) -> Iterator[tuple[str,
     """Yield (name, bits of a number, reader, whether it looks for needles), bfloat16 first."""
     yield "bfloat16", 16, partial(_stock, stock, lambda x: x.bfloat16().to(x.dtype)), True
     yield "float32", 32, partial(_stock, stock, lambda x: x), True
-    for name, by in STORAGES.items():
-        bits = 8 * by.row_width(shape[2]) / shape[2]
+    for name, number_format in STORAGES.items():
+        bits = 8 * number_format.row_width(shape[2]) / shape[2]
         yield f'storage="{name}"', bits, partial(_ours, ours, name), True
     for name in STORAGES:
         for grain in GRAINS:
@@ -172,17 +172,17 @@ def rows(request: Request, add: Send) -> None:
     contexts = [_Haystack.of(tokenizer, ids[0, : request.context], turn) for turn in range(len(DEPTHS))]
     haystacks = [(each, _computed(stock, each.ids)) for each in contexts]
     plain, answers = 0.0, None
-    for name, bits, read, looks in _readers(stock, ours, keys[0][0].shape[1:]):
-        perplexity = _perplexity(read(keys, ids[:, request.context :]), ids[0, request.context :])
+    for name, bits, reader, looks in _readers(stock, ours, keys[0][0].shape[1:]):
+        perplexity = _perplexity(reader(keys, ids[:, request.context :]), ids[0, request.context :])
         plain = plain or perplexity
         row = Row(name, round(bits, 3), round(perplexity, 5), round(100 * (perplexity / plain - 1), 3))
         if looks:
-            given = [each.answers(read(computed, each.questions)) for each, computed in haystacks]
-            answers = answers or given
-            right = [each.right(tokens) for each, tokens in zip(contexts, given, strict=True)]
-            found = tuple(sum(depths.count(depth) for depths in right) for depth in DEPTHS)
-            same = sum(one == other for one, other in zip(chain(*given), chain(*answers), strict=True))
-            row = replace(row, found=found, same_answers=same)
+            replies = [each.answers(reader(computed, each.questions)) for each, computed in haystacks]
+            answers = answers or replies
+            right = [each.right(tokens) for each, tokens in zip(contexts, replies, strict=True)]
+            found_by_depth = tuple(sum(depths.count(depth) for depths in right) for depth in DEPTHS)
+            same_count = sum(one == other for one, other in zip(chain(*replies), chain(*answers), strict=True))
+            row = replace(row, found=found_by_depth, same_answers=same_count)
         add(row)
 
 
@@ -213,19 +213,19 @@ class _Haystack(NamedTuple):
         depths = tuple(DEPTHS[(number + turn) % len(DEPTHS)] for number in range(NEEDLES))
         needles = [f"\nThe code of {place} is {code}.\n" for place, code in zip(PLACES, numbers, strict=True)]
         encoded = [tokenizer(needle)["input_ids"] for needle in needles]
-        left = len(text) - sum(map(len, encoded))
+        filler = len(text) - sum(map(len, encoded))
         pieces, before = list[Tensor](), 0
         for depth in DEPTHS:
-            pieces.append(text[before : round(depth * left)])
-            before = round(depth * left)
+            pieces.append(text[before : round(depth * filler)])
+            before = round(depth * filler)
             pieces += [torch.tensor(ids) for ids, its in zip(encoded, depths, strict=True) if its == depth]
-        asked, spans = list[int](), list[tuple[int, int]]()
+        questions, spans = list[int](), list[tuple[int, int]]()
         for place, code in zip(PLACES, numbers, strict=True):
-            asked += tokenizer(f"\nThe code of {place} is")["input_ids"]
+            questions += tokenizer(f"\nThe code of {place} is")["input_ids"]
             answer = tokenizer(f" {code}")["input_ids"]
-            spans.append((len(asked), len(asked) + len(answer)))
-            asked += [*answer, *tokenizer(".")["input_ids"]]
-        return _Haystack(torch.cat(pieces)[None], torch.tensor([asked]), tuple(spans), depths)
+            spans.append((len(questions), len(questions) + len(answer)))
+            questions += [*answer, *tokenizer(".")["input_ids"]]
+        return _Haystack(torch.cat(pieces)[None], torch.tensor([questions]), tuple(spans), depths)
 
     def answers(self, logits: Tensor) -> list[list[int]]:
         """Return the likeliest tokens where the answers stand."""

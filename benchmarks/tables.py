@@ -133,8 +133,8 @@ def requests_table(rows: "list[requests.Row]", ranks: int) -> Table:
     title = f"{ranks} ranks, {torch.get_num_threads()} threads in all"
     table = titled(title, "requests", figures=figures)
     for row in rows:
-        (together, alone), (own, other) = row.rates, row.cpu
-        rates = (f"{together:.1f}", f"{alone:.1f}", f"{together / alone:.2f}", f"{other / own:.2f}")
+        (together, alone), (together_cpu, alone_cpu) = row.rates, row.cpu
+        rates = (f"{together:.1f}", f"{alone:.1f}", f"{together / alone:.2f}", f"{alone_cpu / together_cpu:.2f}")
         table.add_row(str(row.requests), row.together.in_two_lines, row.alone.in_two_lines, *rates)
     return table
 
@@ -248,9 +248,9 @@ def storage_table(rows: "list[storage.Row]") -> Table:
     figures = ("bits", "perplexity", "beside\nbfloat16", "needles\nby depth", "same\nanswers")
     table = titled("a cache by its storage, and by what shares a scale", "stored as", figures=figures)
     for row in rows:
-        found = "" if row.found is None else " ".join(map(str, row.found))
-        same = "" if row.same_answers is None else f"{row.same_answers}"
-        cells = f"{row.bits:.2f}", f"{row.perplexity:.4f}", f"{row.beside:+.2f} %", found, same
+        needles = "" if row.found is None else " ".join(map(str, row.found))
+        same_answers = "" if row.same_answers is None else f"{row.same_answers}"
+        cells = f"{row.bits:.2f}", f"{row.perplexity:.4f}", f"{row.beside:+.2f} %", needles, same_answers
         table.add_row(row.contender, *cells)
     return table
 
@@ -270,9 +270,9 @@ def folder_table(rows: "list[folder.Row]") -> Table:
 def rollouts_table(rows: "list[rollouts.Speed]") -> Table:
     """Return the rates of completions beside those of the first contender."""
     table = titled("completions of one prompt", "contender", figures=("prompt", "seconds", "tokens/s", "times\n(goal)"))
-    first = {row.context: row.rate for row in reversed(rows)}
+    baseline = {row.context: row.rate for row in reversed(rows)}
     for row in rows:
-        times, timing = row.rate / first[row.context], row.timing
+        times, timing = row.rate / baseline[row.context], row.timing
         seconds = f"{timing.median / 1e3:.1f}\n[{timing.low / 1e3:.1f}, {timing.high / 1e3:.1f}]"
         table.add_row(row.contender, f"{row.context:,}", seconds, f"{row.rate:,.0f}", f"{times:.2f} ({row.goal})")
     return table

@@ -47,17 +47,17 @@ def trace(exchange: str, length: int = LENGTH) -> list[Span]:
     """Return the ranges of a step, forward and backward, of this rank. Both ranks call it."""
     mesh, layout = am.init_mesh("cpu", (1, 2, 1)), am.Zigzag()
     torch.manual_seed(0)
-    whole = torch.randn(3, 1, HEADS, length, 64).unbind()
-    q, k, v = (am.shard(x, mesh, layout=layout).requires_grad_() for x in whole)
+    qkv = torch.randn(3, 1, HEADS, length, 64).unbind()
+    q, k, v = (am.shard(x, mesh, layout=layout).requires_grad_() for x in qkv)
 
     def step() -> None:
         am.attention(q, k, v, mesh=mesh, layout=layout, exchange=exchange).sum().backward()
 
     for _ in range(2):
         step()
-    with profile() as found:
+    with profile() as profiled:
         step()
-    return spans_of(found)
+    return spans_of(profiled)
 
 
 def draw_timelines(traces: dict[str, list[Span]]) -> "Figure":
@@ -65,12 +65,12 @@ def draw_timelines(traces: dict[str, list[Span]]) -> "Figure":
     from matplotlib.figure import Figure
 
     figure = Figure((8.4, 1.35 * len(traces) + 0.5), dpi=DPI, facecolor="white", layout="constrained")
-    rows, end = list(COLOURS), max(one.end for spans in traces.values() for one in spans) / 1e3
+    rows, end = list(COLOURS), max(span.end for spans in traces.values() for span in spans) / 1e3
     for axes, (exchange, spans) in zip(figure.subplots(len(traces), 1, sharex=True), traces.items(), strict=True):
-        for one in spans:
-            row = rows.index(EXCHANGE if one.name in MESSAGE else one.name)
-            colour, above = ("#f3d5bd", 1) if one.name in MESSAGE else (COLOURS[one.name], 2)
-            left, width = one.start / 1e3, (one.end - one.start) / 1e3
+        for span in spans:
+            row = rows.index(EXCHANGE if span.name in MESSAGE else span.name)
+            colour, above = ("#f3d5bd", 1) if span.name in MESSAGE else (COLOURS[span.name], 2)
+            left, width = span.start / 1e3, (span.end - span.start) / 1e3
             axes.barh(-row, width, left=left, height=0.7, color=colour, edgecolor=colour, linewidth=0.8, zorder=above)
         axes.set_yticks([-row for row in range(len(rows))], [name.removeprefix("attnmesh: ") for name in rows])
         axes.set_title(f'exchange="{exchange}"', loc="left", fontsize=9, color=INK)

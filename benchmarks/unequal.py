@@ -67,12 +67,12 @@ def rows(tokens: int, part: float, rounds: int, add: Send) -> None:
 @contextmanager
 def held_to(part: float) -> Iterator[None]:
     """Hold this process to a part of a core, by a control group of Linux. It needs root."""
-    old = (GROUPS / "cpu").is_dir()
-    group = (GROUPS / "cpu" if old else GROUPS) / f"attnmesh-unequal-{os.getpid()}"
+    is_version_1 = (GROUPS / "cpu").is_dir()
+    group = (GROUPS / "cpu" if is_version_1 else GROUPS) / f"attnmesh-unequal-{os.getpid()}"
     period = str(int(max(PERIOD, LEAST_QUOTA / part)))
     quota = str(int(part * int(period)) + 1)
     limits = {"cpu.weight": "10000", "cpu.max": f"{quota} {period}"}
-    if old:  # of version 1
+    if is_version_1:
         limits = {"cpu.shares": "262144", "cpu.cfs_period_us": period, "cpu.cfs_quota_us": quota}
     try:
         group.mkdir()
@@ -106,22 +106,22 @@ def _of_cores(tokens: int, part: float, rounds: int) -> Iterator[Row]:
                     start = perf_counter()
                     am.decode(q, cache)
                     times[name] += [perf_counter() - start] * (turn > 0)
-    found = [statistics.median(rate) for rate in zip(*rates[1:], strict=True)]
-    bound = 1e3 * caches["even"].sizes.nbytes / sum(found)
+    median_rates = [statistics.median(rate) for rate in zip(*rates[1:], strict=True)]
+    bound = 1e3 * caches["even"].sizes.nbytes / sum(median_rates)
     for name, cache in caches.items():
         counts = [turn.count(tokens) for turn in cache.shard.block_cyclic.turns]
         shares = "even" if cache.shares is None else f"{name}: {_text(cache.shares)}"
-        gigabytes = [round(rate / 1e9, 2) for rate in found]
+        gigabytes = [round(rate / 1e9, 2) for rate in median_rates]
         yield Row(f"rank 1 has {part:g} of a core", shares, counts, Timing.of(times[name]), gigabytes, bound)
 
 
 def _of_memory(tokens: int) -> Iterator[Row]:
     """Try a cache on ranks of which one may take three times as much memory as the other."""
     rank, mesh = dist.get_rank(), init_mesh("cpu", Shape(1, 1, 2), HEADS, HEADS)
-    whole = 2 * tokens * HEADS * WIDTH * 4
+    context_bytes = 2 * tokens * HEADS * WIDTH * 4
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    most = int((0.3, 0.9)[rank] * whole) + SPARE
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + most, resource.RLIM_INFINITY))
+    most_bytes = int((0.3, 0.9)[rank] * context_bytes) + SPARE
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + most_bytes, resource.RLIM_INFINITY))
     limits = "memory for 0.3 and 0.9 of the context"
     for shares in (None, (1, 3)):
         text = "even" if shares is None else _text(shares)

@@ -89,7 +89,7 @@ def _training(gpus: str, model: str, length: int) -> dict[str, Any]:
     side = round(cluster.world**0.5)
     mesh, row = Shape(1, side, side), Shape(1, 1, cluster.ranks)  # ranks in order: those of a host share a row
     ring = Way(Shape(1, cluster.world, 1), Shape(1, cluster.ranks, 1), am.Zigzag(), "ring")
-    best = am.plan(workload, cluster)[0]
+    fastest = am.plan(workload, cluster)[0]
     return {
         "gpus": gpus,
         "model": model,
@@ -98,16 +98,16 @@ def _training(gpus: str, model: str, length: int) -> dict[str, Any]:
         "pipelined": cost(Way(mesh, row, am.Zigzag(), "pipelined"), workload, cluster).seconds,
         "ring": cost(ring, workload, cluster).seconds,
         "ring in turn": sequential(ring, workload, cluster),
-        "best": best.seconds,
-        "plan": best.name,
+        "best": fastest.seconds,
+        "plan": fastest.name,
     }
 
 
 def gains(details: list[dict[str, Any]]) -> list[Row]:
     """Speed-ups over a ring, over all models and lengths."""
-    most = ("64 A100 on 16 hosts, at most", "64 A100", 5.0, UNSEEN), ("64 H100, at most", "64 H100", 9.4, ONE_CARD)
+    at_most = ("64 A100 on 16 hosts, at most", "64 A100", 5.0, UNSEEN), ("64 H100, at most", "64 H100", 9.4, ONE_CARD)
     rows = []
-    for case, gpus, figure, why in most:
+    for case, gpus, figure, why in at_most:
         gain, best = (one(_over(details, gpus, way)[1]) for way in ("bulk", "best"))
         rows.append(Row(case, "x", one(figure), gain, best, why=why))
     ranges = [

@@ -79,12 +79,12 @@ class Report:
             f"{self.title} ({self.paper})", "case", "published", "predicted", "ratio", "attnmesh", "why"
         )
         for row in self.rows:
-            told = "unpublished here" if row.published is None else _told(row.published, row.unit)
+            published_text = "unpublished here" if row.published is None else _told(row.published, row.unit)
             source = "" if row.source == "the paper" else f" ({row.source})"
-            best = "" if row.best is None else f"{_told(row.best, row.unit)}\n{row.plan}".strip()
+            best_text = "" if row.best is None else f"{_told(row.best, row.unit)}\n{row.plan}".strip()
             why = str(whys.index(row.why) + 1) if row.why else ""
             ratio = "" if row.ratio is None else _told(row.ratio, "")
-            table.add_row(row.case, told + source, _told(row.predicted, row.unit), ratio, best, why)
+            table.add_row(row.case, published_text + source, _told(row.predicted, row.unit), ratio, best_text, why)
         output.console.print(table)
         for number, why in enumerate(whys, 1):
             output.console.print(f"{number}. {why}", highlight=False, markup=False)

@@ -72,17 +72,17 @@ def report() -> Report:
 
 def decodes() -> list[dict[str, Any]]:
     """One layer, 16 heads of 128, on 8 to 128 H100: warm seconds of each."""
-    found = []
+    records = []
     for ranks in (8, 16, 32, 64, 128):
         cluster = Cluster.preset("dgx-h100", hosts=ranks // 8)
         for tokens in (80_000, 320_000, 1_280_000, 5_120_000):
             workload = Workload(HEADS, HEADS, WIDTH, tokens, phase="decode")
             shard = workload.kept_bytes / ranks
-            best = am.plan(workload, cluster)[0]
+            fastest = am.plan(workload, cluster)[0]
             tree, ring = baselines.algorithm_3(cluster, shard, HEADS, WIDTH), baselines.ring_decode(cluster, shard)
             case = {"case": "one layer", "gpus": ranks, "tokens": tokens}
-            found.append({**case, "tree": tree, "ring": ring, "best": best.seconds, "plan": best.name})
-    return found
+            records.append({**case, "tree": tree, "ring": ring, "best": fastest.seconds, "plan": fastest.name})
+    return records
 
 
 def generations() -> list[dict[str, Any]]:
@@ -118,18 +118,18 @@ def headline(details: list[dict[str, Any]]) -> list[Row]:
 
 def lengths(details: list[dict[str, Any]]) -> list[Row]:
     """Llama-3.1-8B on 8 H100."""
-    known = {32: (0.60, 2.57), 64: (1.08, 4.42)}
+    paper = {32: (0.60, 2.57), 64: (1.08, 4.42)}
     rows = []
     for k in (32, 64, 128, 256):
         case = next(x for x in details if x.get("cluster") == "dgx-h100" and x["tokens"] == k * 1024)
         name, best = f"Llama-3.1-8B, 8 H100, {k}k", (one(case["best"]), case["plan"])
-        tree, ring, gain = (one(known[k][0]), one(known[k][1]), one(known[k][1] / known[k][0])) if k in known else NONE
-        found = [
+        tree, ring, gain = (one(paper[k][0]), one(paper[k][1]), one(paper[k][1] / paper[k][0])) if k in paper else NONE
+        case_rows = [
             Row(f"{name}, tree", "s", tree, one(case["tree"]), *best, why=STEPS),
             Row(f"{name}, ring", "s", ring, one(case["ring"]), why=HOPS),
             Row(f"{name}, speed-up", "x", gain, *_gains([case]), why=HOPS),
         ]
-        rows += [row if row.off else replace(row, why="" if row.published else UNKNOWN) for row in found]
+        rows += [row if row.off else replace(row, why="" if row.published else UNKNOWN) for row in case_rows]
     return rows
 
 
@@ -148,24 +148,27 @@ def memory(tokens: int = 64_000) -> list[Row]:
         heads = hidden // WIDTH
         by_formula = baselines.ring_memory(tokens, hidden) - baselines.tree_memory(tokens, hidden, heads)
         workload = Workload(heads, heads, WIDTH, tokens * DGX.world, phase="decode")
-        held = cost(Way(Shape(1, 1, 8), Shape(1, 1, 8), am.Striped(16), "allreduce"), workload, DGX).memory
-        gaps = {"the paper's formulas": by_formula, "the library's, a ring holding one shard more": 2 * held - held}
-        for how, found in gaps.items():
+        shard_bytes = cost(Way(Shape(1, 1, 8), Shape(1, 1, 8), am.Striped(16), "allreduce"), workload, DGX).memory
+        gaps = {
+            "the paper's formulas": by_formula,
+            "the library's, a ring holding one shard more": 2 * shard_bytes - shard_bytes,
+        }
+        for how, gap_bytes in gaps.items():
             case = f"gap in memory, hidden {hidden}, 64,000 tokens a device, by {how}"
-            rows.append(Row(case, "MB", one(gap), one(found / 1e6)))
+            rows.append(Row(case, "MB", one(gap), one(gap_bytes / 1e6)))
     return rows
 
 
 def messages() -> list[Row]:
     """What a merge moves and takes, beside what was derived from the paper's formulas and NCCL's constants."""
     workload = Workload(HEADS, HEADS, WIDTH, 80_000, phase="decode")
-    spent = cost(Way(Shape(1, 1, 8), Shape(1, 1, 8), am.Striped(16), "allreduce"), workload, DGX)
+    price = cost(Way(Shape(1, 1, 8), Shape(1, 1, 8), am.Striped(16), "allreduce"), workload, DGX)
     volume = one(baselines.tree_volume(8, HEADS * WIDTH, HEADS) / 1e3)
     three = baselines.algorithm_3(DGX, 0.0, HEADS, WIDTH) - DGX.device.call
     direct = MERGES["direct"].seconds(MergeGroup(8, 8), Payload(HEADS * 4.0, WIDTH), DGX)
     case = "8 H100, one layer: "
     return [
-        Row(f"{case}bytes a rank, by its formula", "kB", volume, one(spent.inside / 8e3), why=WIDE),
+        Row(f"{case}bytes a rank, by its formula", "kB", volume, one(price.inside / 8e3), why=WIDE),
         Row(f"{case}three all-reduces", "us", (36, 100), one(three * 1e6), why=STARTS, source="derived"),
         Row(f"{case}one exchange at once", "us", (5, 10), one(direct * 1e6), why=ONE_SHOT, source="derived"),
     ]

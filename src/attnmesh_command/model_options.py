@@ -250,15 +250,15 @@ class ServeOptions:
 
     def api_keys(self) -> tuple[str, ...]:
         """Return the keys of clients, or raise on one that no header can carry."""
-        found = {"--api-key": self.api_key or []}
+        keys_by_option = {"--api-key": self.api_key or []}
         if self.api_key_file is not None:
-            found["--api-key-file"] = lines_of(self.api_key_file)
-        for name, keys in found.items():
+            keys_by_option["--api-key-file"] = lines_of(self.api_key_file)
+        for name, keys in keys_by_option.items():
             fits = all(key.isascii() and key.isprintable() and " " not in key and key for key in keys)
             fits = fits and bool(keys or name == "--api-key")
             fix = "take letters and digits"
             check_option(fits, name, "printable ASCII without spaces", "other characters, or none", fix)
-        return tuple(key for keys in found.values() for key in keys)
+        return tuple(key for keys in keys_by_option.values() for key in keys)
 
 
 def check_speculate(given: str | None) -> None:

@@ -31,25 +31,25 @@ def axes_of(text: str) -> dict[str, int]:
     >>> axes_of("tp=2,keys=4"), axes_of("tp=keys=8"), axes_of("auto")
     ({'tp': 2, 'keys': 4}, {'tp=keys': 8}, {})
     """
-    found: dict[str, int] = {}
+    axes: dict[str, int] = {}
     for part in text.lower().split(",") if text != "auto" else ():
         name, _, size = part.strip().rpartition("=")
-        known = name in (TP, *AXES, f"{TP}=keys", f"keys={TP}") and name not in found
-        fits = known and re.fullmatch("[0-9]{1,9}", size) and int(size) > 0
-        check_option(bool(fits), "--mesh", MESHES, repr(text), _fix_of_mesh(text, part.strip(), found))
-        found[f"{TP}=keys" if "=" in name else name] = int(size)
-    alone = f"{TP}=keys" not in found or len(found) == 1
+        is_axis = name in (TP, *AXES, f"{TP}=keys", f"keys={TP}") and name not in axes
+        fits = is_axis and re.fullmatch("[0-9]{1,9}", size) and int(size) > 0
+        check_option(bool(fits), "--mesh", MESHES, repr(text), _fix_of_mesh(text, part.strip(), axes))
+        axes[f"{TP}=keys" if "=" in name else name] = int(size)
+    alone = f"{TP}=keys" not in axes or len(axes) == 1
     fix = "give these ranks to it, or name tp and keys apart"
     check_option(alone, "--mesh", "tp=keys alone", repr(text), fix)
-    return found
+    return axes
 
 
-def _fix_of_mesh(text: str, part: str, found: dict[str, int]) -> str:
+def _fix_of_mesh(text: str, part: str, axes: dict[str, int]) -> str:
     """Return the fix of a part of `--mesh`: an axis of another name, without ranks, or one that was named before."""
     if sizes := re.fullmatch("([0-9]{1,4})x([0-9]{1,4})x([0-9]{1,4})", text):
         return f"write --mesh {','.join(f'{axis}={n}' for axis, n in zip(AXES, sizes.groups(), strict=True))}"
     name, _, size = part.partition("=")
-    if name in found:
+    if name in axes:
         return f"name {name} once"
     if near := nearest(name, (TP, *AXES)):
         return f"write {near}={size if re.fullmatch('[1-9][0-9]{0,8}', size) else 2}"
@@ -142,9 +142,9 @@ def cluster_size_of(text: str) -> tuple[str, int | None, int | None]:
         read_cluster(name)
         return name, hosts, ranks
     check_named("--cluster", name, ("local", *CLUSTERS), ", or a file of attnmesh probe")
-    most = CLUSTERS[name][1] if name in CLUSTERS else sys.maxsize
-    given, expected = f"{ranks} ranks a host", f"at most {most} ranks a host"
-    check_option(ranks is None or ranks <= most, f"--cluster {name}", expected, given, "take more hosts")
+    most_ranks = CLUSTERS[name][1] if name in CLUSTERS else sys.maxsize
+    given, expected = f"{ranks} ranks a host", f"at most {most_ranks} ranks a host"
+    check_option(ranks is None or ranks <= most_ranks, f"--cluster {name}", expected, given, "take more hosts")
     return name, hosts, cores() if name == "local" and ranks is None else ranks
 
 
@@ -208,22 +208,22 @@ def recurrent_of(text: str) -> dict[str, Any]:
     {'heads': 32, 'key_dim': 128, 'value_dim': 128, 'transition': 'scalar', 'layers': 36}
     """
     sizes, *settings = text.split(":")
-    found = re.fullmatch(f"{COUNT}x{COUNT}x{COUNT}", sizes)
-    if found is None:
+    state_sizes = re.fullmatch(f"{COUNT}x{COUNT}x{COUNT}", sizes)
+    if state_sizes is None:
         raise OptionError("--recurrent", "HEADSxROWSxCOLUMNS of a state", repr(text[:60]), "write 32x128x128:matrix")
-    options: dict[str, Any] = dict(zip(("heads", "key_dim", "value_dim"), map(int, found.groups()), strict=True))
+    options: dict[str, Any] = dict(zip(("heads", "key_dim", "value_dim"), map(int, state_sizes.groups()), strict=True))
     for setting in settings:
         if setting in TRANSITIONS:
-            one: dict[str, Any] = {"transition": setting}
+            fields: dict[str, Any] = {"transition": setting}
         elif match := re.fullmatch(f"layers={COUNT}", setting):
-            one = {"layers": int(match[1])}
+            fields = {"layers": int(match[1])}
         elif match := re.fullmatch(f"conv={COUNT}x{COUNT}", setting):
-            one = {"conv_channels": int(match[1]), "conv_width": int(match[2])}
+            fields = {"conv_channels": int(match[1]), "conv_width": int(match[2])}
         else:
             expected = f"{', '.join(TRANSITIONS)}, layers=N or conv=CHANNELSxWIDTH after each colon"
             fix = "write 32x128x128:matrix:layers=36:conv=8192x4"
             raise OptionError("--recurrent", expected, repr(setting[:60]), fix)
         fix = "leave one out, or give another kind a --recurrent of its own"
-        check_option(not options.keys() & one.keys(), "--recurrent", "each setting once", repr(text[:60]), fix)
-        options |= one
+        check_option(not options.keys() & fields.keys(), "--recurrent", "each setting once", repr(text[:60]), fix)
+        options |= fields
     return options

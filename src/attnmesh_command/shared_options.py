@@ -103,8 +103,8 @@ def check_caches(dtype: str, merge: str, reproducible: bool, kv: str, mesh: str,
     check_named("--dtype", dtype, ("auto", *DTYPES))
     check_named("--merge", merge, MERGE_CHOICES)
     check_kv(kv)
-    named = axes_of(mesh)
-    check_reproducible(reproducible, named.get("queries", 1) * named.get("keys", named.get("tp=keys", 1)), merge)
+    axes = axes_of(mesh)
+    check_reproducible(reproducible, axes.get("queries", 1) * axes.get("keys", axes.get("tp=keys", 1)), merge)
 
 
 def check_reproducible(reproducible: bool, ranks: int, merge: str) -> None:
@@ -125,25 +125,25 @@ def shares_of(text: str | None) -> tuple[float, ...] | str | None:
     if text is None or text == "auto":
         return text
     try:
-        found = tuple(map(float, text.split(",")))
+        ratios = tuple(map(float, text.split(",")))
     except ValueError:
-        found = ()
-    fits = bool(found) and all(isfinite(share) and share > 0 for share in found)
+        ratios = ()
+    fits = bool(ratios) and all(isfinite(share) and share > 0 for share in ratios)
     check_option(fits, "--shares", "auto, or a number above 0 for each rank", repr(text), "write one as 3,1")
-    return found
+    return ratios
 
 
 def mesh_of_shares(mesh: str, shares: str | None, ranks: int | None) -> str:
     """Return the mesh that goes with `--shares`: a keys axis, unless one is named. Raise on other numbers of ranks."""
-    given = shares_of(shares)
-    if given is None:
+    ratios = shares_of(shares)
+    if ratios is None:
         return mesh
     if mesh == "auto":
         started = int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
-        mesh = f"keys={ranks or started or (1 if isinstance(given, str) else len(given))}"
-    named = axes_of(mesh)
-    holding = named.get("queries", 1) * named.get("keys", named.get("tp=keys", 1))
-    fits = isinstance(given, str) or len(given) == holding
+        mesh = f"keys={ranks or started or (1 if isinstance(ratios, str) else len(ratios))}"
+    axes = axes_of(mesh)
+    holding = axes.get("queries", 1) * axes.get("keys", axes.get("tp=keys", 1))
+    fits = isinstance(ratios, str) or len(ratios) == holding
     fix = "name one for each rank along queries and keys"
     check_option(fits, "--shares", f"{holding} of them, for {mesh}", repr(shares), fix)
     return mesh

@@ -20,21 +20,21 @@ def check(options: CheckOptions) -> None:
     """Prove the kernels, and show which ones are chosen."""
     with Status("the reference against the energy's gradient") as status:
         law = proofs.law_error()
-        results = []
-        for result in proofs.proofs():
-            status.update(f"proving kernel {result.kernel} in {result.dtype} on {result.device}")
-            results.append(result)
-    sound = law < proofs.LAW and all(result.holds for result in results)
+        kernel_proofs = []
+        for proof in proofs.proofs():
+            status.update(f"proving kernel {proof.kernel} in {proof.dtype} on {proof.device}")
+            kernel_proofs.append(proof)
+    sound = law < proofs.LAW and all(proof.holds for proof in kernel_proofs)
     if options.as_json:
-        records = [{**asdict(result), "holds": result.holds} for result in results]
-        chosen = [asdict(choice) for choice in proofs.choices()]
-        report = {"machine": machine(), "energy_law_error": law, "proofs": records, "choices": chosen, "sound": sound}
+        records = [{**asdict(proof), "holds": proof.holds} for proof in kernel_proofs]
+        choices = [asdict(choice) for choice in proofs.choices()]
+        report = {"machine": machine(), "energy_law_error": law, "proofs": records, "choices": choices, "sound": sound}
         print_json(report)
     else:
         console.print(pairs("this installation", machine()))
         console.print(_choice_table())
-        console.print(_proof_table(results))
-        for absence in _absences([result for result in results if options.verbose or not result.is_elsewhere]):
+        console.print(_proof_table(kernel_proofs))
+        for absence in _absences([proof for proof in kernel_proofs if options.verbose or not proof.is_elsewhere]):
             console.print(absence)
         console.print(f"The reference in float64 equals the energy's gradient, and gradients of that, to {law:.1e}.")
         if options.verbose:
@@ -56,14 +56,16 @@ that serves it. {made_for}.
 int8 and fp8_e4m3 are decode steps on caches with that storage, beside float64 over the numbers that they store."""
 
 
-def _proof_table(results: list[Proof]) -> Table:
+def _proof_table(kernel_proofs: list[Proof]) -> Table:
     figures = ("out error", "gradient error", "allowed")
     table = titled("each kernel beside attention in float64", "kernel", "device", "dtype", figures=figures)
     table.add_column("verdict")
-    for r in results:
-        if r.absent is None:
-            errors = ["-" if x is None else f"{x:.1e}" for x in (r.out_error, r.gradient_error, r.allowed)]
-            table.add_row(r.kernel, r.device, r.dtype, *errors, "exact" if r.holds else "[bold red]WRONG")
+    for proof in kernel_proofs:
+        if proof.absent is None:
+            errors = ["-" if x is None else f"{x:.1e}" for x in (proof.out_error, proof.gradient_error, proof.allowed)]
+            table.add_row(
+                proof.kernel, proof.device, proof.dtype, *errors, "exact" if proof.holds else "[bold red]WRONG"
+            )
     return table
 
 
@@ -74,12 +76,12 @@ def _choice_table() -> Table:
     return table
 
 
-def _absences(results: list[Proof]) -> Iterator[str]:
+def _absences(kernel_proofs: list[Proof]) -> Iterator[str]:
     """Yield the unsupported kernels, with the reason."""
     dtypes = defaultdict[tuple[str, str, str], list[str]](list)
-    for result in results:
-        if result.absent is not None:
-            dtypes[result.kernel, result.device, result.absent].append(result.dtype)
+    for proof in kernel_proofs:
+        if proof.absent is not None:
+            dtypes[proof.kernel, proof.device, proof.absent].append(proof.dtype)
     for (kernel, device, reason), names in dtypes.items():
-        which = "" if len(names) == len(proofs.DTYPES) + len(STORAGES) else f" in {', '.join(names)}"
-        yield f"Kernel {kernel} does not serve {device} tensors{which}: {reason}."
+        in_dtypes = "" if len(names) == len(proofs.DTYPES) + len(STORAGES) else f" in {', '.join(names)}"
+        yield f"Kernel {kernel} does not serve {device} tensors{in_dtypes}: {reason}."

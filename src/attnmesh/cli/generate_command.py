@@ -30,9 +30,9 @@ def generate(options: GenerateOptions) -> None:
     set_deadline(options.deadline)
     world = enter_world(options.ranks, options.mesh)
     with Status("reading the prompt") as status:
-        asked = PromptOptions(options.prompt, options.prompt_file, options.raw, tuple(options.image or ()))
-        needed = options.model, asked, options.max_new_tokens, world, mesh_options(options), status
-        prepared = prepare_prompt(*needed, revision=options.revision)
+        prompt = PromptOptions(options.prompt, options.prompt_file, options.raw, tuple(options.image or ()))
+        arguments = options.model, prompt, options.max_new_tokens, world, mesh_options(options), status
+        prepared = prepare_prompt(*arguments, revision=options.revision)
         request = GenerateRequest(
             prompt=prepared if options.stop else prepared.for_ranks,  # ranks find stop strings with the tokenizer
             max_new_tokens=options.max_new_tokens,
@@ -52,8 +52,8 @@ def generate(options: GenerateOptions) -> None:
     if is_first_rank():
         text = display.end()
         if options.as_json:
-            found = {"model": prepared.path, "mesh": str(prepared.mesh), "why": prepared.mesh.reason}
-            print_json({**asdict(result), "text": text, **found, "machine": machine()})
+            model_and_mesh = {"model": prepared.path, "mesh": str(prepared.mesh), "why": prepared.mesh.reason}
+            print_json({**asdict(result), "text": text, **model_and_mesh, "machine": machine()})
         else:
             _print_table(result, prepared, options.verbose)
 
@@ -143,9 +143,9 @@ def _run(request: Any, world: int, display: Send) -> Any:
 
 def enter_world(ranks: int | None, mesh: str) -> int:
     """Return the number of ranks, those of the named axes by default; under torchrun, join the process group."""
-    named = ranks_of_axes(mesh)
+    named_ranks = ranks_of_axes(mesh)
     if not under_torchrun():
-        return ranks or named
+        return ranks or named_ranks
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))

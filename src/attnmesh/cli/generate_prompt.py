@@ -91,7 +91,7 @@ class Prepared(NamedTuple):
 def prepare_prompt(
     model: str,
     prompt: PromptOptions,
-    new: int,
+    new_tokens: int,
     ranks: int,
     mesh: MeshOptions,
     status: Status,
@@ -100,16 +100,16 @@ def prepare_prompt(
 ) -> Prepared:
     """Read the prompt, find the model, and choose the mesh."""
     text = prompt.read()
-    found, config = _found(model, status, images=bool(prompt.images), revision=revision)
+    prepared, config = _read_model(model, status, images=bool(prompt.images), revision=revision)
     if prompt.images:
-        inputs = prompt.with_images(found.processor, text)
+        inputs = prompt.with_images(prepared.processor, text)
         inputs.pop("attention_mask", None)
         ids = inputs.pop("input_ids")[0].tolist()
-        found = found._replace(images=inputs)
+        prepared = prepared._replace(images=inputs)
     else:
-        ids = prompt.ids(found.tokenizer, text)
-    _check_length(len(ids), new, found.longest)
-    return _on_mesh(found, config, mesh, ranks, len(ids) + new)._replace(ids=tuple(ids))
+        ids = prompt.ids(prepared.tokenizer, text)
+    _check_length(len(ids), new_tokens, prepared.longest)
+    return _on_mesh(prepared, config, mesh, ranks, len(ids) + new_tokens)._replace(ids=tuple(ids))
 
 
 def find_model(
@@ -122,8 +122,8 @@ def find_model(
     revision: str | None = None,
 ) -> Prepared:
     """Find the model, and choose the mesh. It is one of images and text if `images`; None looks at the model."""
-    found, config = _found(model, status, images=images, revision=revision)
-    return _on_mesh(found, config, mesh, ranks, min(found.longest or TYPICAL, TYPICAL))
+    prepared, config = _read_model(model, status, images=images, revision=revision)
+    return _on_mesh(prepared, config, mesh, ranks, min(prepared.longest or TYPICAL, TYPICAL))
 
 
 def find_draft(draft: str, tokenizer: Any, status: Status) -> str:
@@ -131,11 +131,13 @@ def find_draft(draft: str, tokenizer: Any, status: Status) -> str:
     from attnmesh.hf.models import is_recurrent
 
     try:
-        found, config = _found(draft, status, images=False, revision=None)
+        prepared, config = _read_model(draft, status, images=False, revision=None)
     except InputError as error:
         raise type(error)("--draft", *error.args[1:]) from None
-    own, other = tokenizer.get_vocab(), found.tokenizer.get_vocab()
-    differ = sorted(token for token in {*own, *other} if own.get(token) != other.get(token))
+    vocabulary, draft_vocabulary = tokenizer.get_vocab(), prepared.tokenizer.get_vocab()
+    differ = sorted(
+        token for token in {*vocabulary, *draft_vocabulary} if vocabulary.get(token) != draft_vocabulary.get(token)
+    )
     given, fix = (
         f"one in which {len(differ)} differ, such as {short(repr(differ[:1]))}",
         "name a smaller model of its kind",
@@ -143,11 +145,11 @@ def find_draft(draft: str, tokenizer: Any, status: Status) -> str:
     require(not differ, ModelError, "--draft", "a model with the same tokens", given, fix)
     expected, given = "a model whose caches take tokens back", f"a {config.model_type}, whose states do not"
     require(not is_recurrent(config), ModelError, "--draft", expected, given, "name another, or leave it out")
-    return found.path
+    return prepared.path
 
 
-def _found(model: str, status: Status, *, images: bool | None, revision: str | None) -> tuple[Prepared, Any]:
-    """Return the path of a model, on one rank so far, and its configuration."""
+def _read_model(model: str, status: Status, *, images: bool | None, revision: str | None) -> tuple[Prepared, Any]:
+    """Return what is known of a model before its mesh is chosen, on one rank so far, and its configuration."""
     from transformers.utils import logging
 
     from attnmesh.hf.latent_states import latent_widths
@@ -176,7 +178,7 @@ def _found(model: str, status: Status, *, images: bool | None, revision: str | N
     return Prepared(path, (), heads, alone, longest, tokenizer, processor, {} if images else None), config
 
 
-def _on_mesh(found: Prepared, config: Any, options: MeshOptions, ranks: int, length: int) -> Prepared:
+def _on_mesh(prepared: Prepared, config: Any, options: MeshOptions, ranks: int, length: int) -> Prepared:
     """Choose the mesh, and who computes the layers, for contexts of this length."""
 
     def sized() -> ModelSizes:
@@ -185,16 +187,16 @@ def _on_mesh(found: Prepared, config: Any, options: MeshOptions, ranks: int, len
         dtype = str(getattr(config, "dtype", None) or "float32") if options.dtype == "auto" else options.dtype
         return model_size(config, dtype.removeprefix("torch."), length=length, phase="decode")
 
-    mesh, layers = choose_mesh(options, ranks, *found.heads, sized)
-    return found._replace(mesh=mesh, layers=layers)
+    mesh, layers = choose_mesh(options, ranks, *prepared.heads, sized)
+    return prepared._replace(mesh=mesh, layers=layers)
 
 
-def _check_length(tokens: int, new: int, longest: int | None) -> None:
+def _check_length(tokens: int, new_tokens: int, longest: int | None) -> None:
     """Raise if there are no tokens, or more than fit the model's context."""
-    if longest is not None and tokens + new > longest:
-        fix = f"shorten the prompt by {tokens + new - longest} tokens, or use a model with a longer context"
+    if longest is not None and tokens + new_tokens > longest:
+        fix = f"shorten the prompt by {tokens + new_tokens - longest} tokens, or use a model with a longer context"
         fix = f"pass --max-new-tokens {longest - tokens} or less" if tokens < longest // 2 else fix
-        given = f"{tokens} and {new} new ones"
+        given = f"{tokens} and {new_tokens} new ones"
         raise ModelError("prompt", f"at most {longest} tokens, the model's context", given, fix)
     fix = "check the tokenizer's files"
     require(tokens > 0, ModelError, "prompt", "at least one token", "none by this tokenizer", fix)

@@ -108,10 +108,10 @@ def run_request(send: Send, request: GenerateRequest) -> Result:
     ones, "prefilled" the tokens of the prompt that are in the cache, and "token" a new token.
     """
     set_deadline(request.deadline)
-    first = dist.get_rank() == 0
-    generation = _Generation(send if first else lambda _: None, request)
+    is_first = dist.get_rank() == 0
+    generation = _Generation(send if is_first else lambda _: None, request)
     prefill_seconds = generation.prefill()
-    streamer = _TokenSender(send, len(request.prompt.ids), generation.ends) if first else None
+    streamer = _TokenSender(send, len(request.prompt.ids), generation.ends) if is_first else None
     return generation.decode(prefill_seconds, streamer)
 
 
@@ -169,10 +169,12 @@ class _Generation:
             output = hf.generate(self.model, ids, cache=cache, streamer=streamer, **self.images, **self.options)
         seconds = perf_counter() - start
         tokens = output[0, ids.shape[1] :].tolist()
-        new = max(1, output.shape[1] - self.reached.shape[1])
+        new_tokens = max(1, output.shape[1] - self.reached.shape[1])
         axes = everyone().axes
-        own = cache.held, cache.held_bytes, weights_in_memory(self.model), traffic.bytes // new
-        keys, cache_bytes, weight_bytes, bytes_per_token = map(list, zip(*dist_all_gather_ints(own, axes), strict=True))
+        rank_figures = cache.held, cache.held_bytes, weights_in_memory(self.model), traffic.bytes // new_tokens
+        keys, cache_bytes, weight_bytes, bytes_per_token = map(
+            list, zip(*dist_all_gather_ints(rank_figures, axes), strict=True)
+        )
         merges = dist_all_gather_ints([int(1e9 * merge) for merge in traffic.merges], axes)
         return Result(
             tokens=tokens,
@@ -180,7 +182,7 @@ class _Generation:
             prompt_tokens=ids.shape[1],
             load_seconds=self.load_seconds,
             prefill_seconds=prefill_seconds,
-            seconds_per_token=seconds / new,
+            seconds_per_token=seconds / new_tokens,
             merging_share=sum(map(min, zip(*merges, strict=True))) / 1e9 / seconds,
             keys=keys,
             cache_bytes=cache_bytes,

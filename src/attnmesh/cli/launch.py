@@ -90,12 +90,12 @@ def run_on_ranks(
                 for rank in range(ranks):
                     rank_options = (rank, ranks, threads, gpus, Path(folder) / "store", leftovers)
                     starter.submit(processes.start, _rank, rank_options, work).result()
-            found = results(processes.pipes, lambda rank: _death(rank, processes.started[rank]), on_message, seconds)
+            answers = results(processes.pipes, lambda rank: _death(rank, processes.started[rank]), on_message, seconds)
         except BaseException:
             processes.end()
             raise
         processes.end(1)
-        return found
+        return answers
 
 
 def run_on_machine(
@@ -168,8 +168,8 @@ def leaving_tidily() -> Iterator[None]:
     ending = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
 
     def leave(number: int, _: FrameType | None) -> None:
-        for other in ending:
-            signal.signal(other, signal.SIG_IGN)  # a second one would cut the clearing short
+        for ignored in ending:
+            signal.signal(ignored, signal.SIG_IGN)  # a second one would cut the clearing short
         raise SystemExit(128 + number)
 
     for number in ending:
@@ -185,37 +185,37 @@ def results(
     pipes: list[Connection], death: Callable[[int], RankError], on_message: Send | None, seconds: float | None
 ) -> list[Any]:
     """Return the results of all ranks, or raise the first error; `death` makes the error of a rank that died."""
-    done: dict[int, Any] = {}
+    answers: dict[int, Any] = {}
     failures: dict[int, BaseException] = {}
     end = None if seconds is None else time.monotonic() + seconds
     waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
     while waiting:
-        left = None if end is None else end - time.monotonic()
-        if left is not None and left <= 0:
+        remaining = None if end is None else end - time.monotonic()
+        if remaining is not None and remaining <= 0:
             break
-        ready: list[Any] = wait(list(waiting), timeout=left)
+        ready: list[Any] = wait(list(waiting), timeout=remaining)
         for pipe in ready:
             rank = waiting[pipe]
             try:
-                kind, value = pipe.recv()
+                kind, content = pipe.recv()
             except EOFError:
                 kind = "failed"
-                value = death(rank)
+                content = death(rank)
             if kind == "message" and on_message is not None:
-                on_message(value)
+                on_message(content)
                 continue
             waiting.pop(pipe)
             if kind == "done":
-                done[rank] = value
+                answers[rank] = content
             else:
-                failures[rank] = value
-                grace = time.monotonic() + (0 if isinstance(value, RankDeath) else GRACE_PERIOD)
+                failures[rank] = content
+                grace = time.monotonic() + (0 if isinstance(content, RankDeath) else GRACE_PERIOD)
                 end = grace if end is None else min(end, grace)
     if failures:
         raise min(failures.values(), key=_order_of_causes)
     if waiting:
         raise RankError(f"ranks {sorted(waiting.values())} did not answer within {seconds} s")
-    return [done[rank] for rank in range(len(pipes))]
+    return [answers[rank] for rank in range(len(pipes))]
 
 
 def _order_of_causes(error: BaseException) -> int:
@@ -275,9 +275,9 @@ def perform(pipe: Connection, enter: Callable[[], None], work: Work) -> None:
         dist.destroy_process_group()
     except Exception as error:
         # Our errors can be pickled; of an unknown class only the text is sent.
-        known = isinstance(error, (InputError, RankFailure))
-        which = f"rank {dist.get_rank()}" if dist.is_initialized() else "a rank"
-        pipe.send(("failed", error if known else RankError(f"on {which}:\n{traceback.format_exc()}")))
+        can_pickle = isinstance(error, (InputError, RankFailure))
+        place = f"rank {dist.get_rank()}" if dist.is_initialized() else "a rank"
+        pipe.send(("failed", error if can_pickle else RankError(f"on {place}:\n{traceback.format_exc()}")))
 
 
 def leave_with_parent(leftovers: Sequence[str] = ()) -> None:

@@ -75,29 +75,27 @@ def choose_mesh(
     Axes of attention that are not named, and who computes, are those of the planner's first way that keeps whole
     weights, or the named part of them by tp, on every rank. Without the sizes of the model a prompt sends least.
     """
-    text = options.mesh
-    named = axes_of(options.mesh)
-    check_ranks_of_mesh(text, ranks)
-    if joint := named.get(f"{TP}=keys"):
+    sizes = axes_of(options.mesh)
+    check_ranks_of_mesh(options.mesh, ranks)
+    if joint := sizes.get(f"{TP}=keys"):
         return MeshChoice(Shape(1, 1, joint), 1, joint > 1, "as --mesh says"), LayersChoice()
-    tp = named.get(TP, 1)
-    fits = ranks % tp == 0 and q_heads % tp == 0 and share_evenly(kv_heads, tp)
-    given = f"{text} on {ranks} ranks, with {q_heads}/{kv_heads} heads"
+    tp = sizes.get(TP, 1)
+    tp_divides = ranks % tp == 0 and q_heads % tp == 0 and share_evenly(kv_heads, tp)
+    given = f"{options.mesh} on {ranks} ranks, with {q_heads}/{kv_heads} heads"
     fix = "take another number, or give the ranks to the keys axis"
-    require(fits, MeshError, "--mesh", "a tp that divides the ranks and the heads", given, fix)
+    require(tp_divides, MeshError, "--mesh", "a tp that divides the ranks and the heads", given, fix)
     heads = (q_heads // tp, max(1, kv_heads // tp))
-    shape = None
-    if len(named) > (TP in named):
-        shape = Shape(*(named.get(name, 1) for name in AXES))
-        fits = heads[1] % shape.heads == 0
+    shape = Shape(*(sizes.get(axis, 1) for axis in AXES)) if sizes.keys() - {TP} else None
+    if shape is not None and heads[1] % shape.heads:
         expected = f"a heads axis that divides {heads[1]} key heads"
-        given, fix = f"{text}, with {heads[0]}/{heads[1]} heads on a rank", "give its ranks to another axis"
-        require(fits, MeshError, "--mesh", expected, given, fix)
-    priced = None if ranks == 1 or sized is None else _priced(options, ranks, sized, tp, shape)
-    found, layers = (None, LayersChoice()) if priced is None else priced
+        given = f"{options.mesh}, with {heads[0]}/{heads[1]} heads on a rank"
+        raise MeshError("--mesh", expected, given, "give its ranks to another axis")
+    plan, layers = None, LayersChoice()
+    if ranks > 1 and sized is not None:
+        plan, layers = _priced(options, ranks, sized, tp, shape)
     if shape is not None:
         return MeshChoice(shape, tp, False, "as --mesh says"), layers
-    return MeshChoice(*_best(ranks // tp, tp, heads, found)), layers
+    return MeshChoice(*_best(ranks // tp, tp, heads, plan)), layers
 
 
 def cluster_here(ranks: int) -> Cluster:
@@ -109,36 +107,36 @@ def cluster_here(ranks: int) -> Cluster:
 
 def _priced(
     options: MeshOptions, ranks: int, sized: Callable[[], ModelSizes], tp: int, shape: Shape | None
-) -> tuple[ServingPlan, LayersChoice] | None:
-    """Return the way that the planner chooses, and who computes the layers; None for a model without a price."""
+) -> tuple[ServingPlan | None, LayersChoice]:
+    """Return the planner's way, None for a model without a price, and who computes the layers."""
     cluster = cluster_here(ranks)
     try:
         model = sized()
         ways = serving(model, cluster, shape)
-        found = chosen(ways, ranks, tp, options.together)
+        plan = chosen(ways, ranks, tp, options.together)
     except InputError:
-        return None
+        return None, LayersChoice()
     if tp > 1:
-        return found, LayersChoice(shared=False)
+        return plan, LayersChoice(shared=False)
     why = why_whole(model, cluster)
     if why is not None:
-        return found, LayersChoice(shared=False, reason=why)
-    joined, apart = (in_seconds(chosen(ways, ranks, tp, together).seconds) for together in (True, False))
-    one, other = (joined, apart) if found.sharding.together else (apart, joined)
-    words = "whole" if found.sharding.together else "shared"
-    return found, LayersChoice(found.sharding.together, f"{one} a token by the planner, {words} {other}")
+        return plan, LayersChoice(shared=False, reason=why)
+    shared, whole = (in_seconds(chosen(ways, ranks, tp, together).seconds) for together in (True, False))
+    seconds, rival = (shared, f"whole {whole}") if plan.sharding.together else (whole, f"shared {shared}")
+    return plan, LayersChoice(plan.sharding.together, f"{seconds} a token by the planner, {rival}")
 
 
-def _best(ranks: int, tp: int, heads: tuple[int, int], found: ServingPlan | None) -> tuple[Shape, int, bool, str]:
+def _best(ranks: int, tp: int, heads: tuple[int, int], plan: ServingPlan | None) -> tuple[Shape, int, bool, str]:
     """Return the mesh of the planner's way, or else the one that sends least in prefill, and the reason."""
     shapes = mesh_shapes(ranks, *heads, training=False)
-    shape = shapes[0] if found is None else found.shape
-    others = [one for one in shapes if one != shape]
-    if not others:
+    shape = shapes[0] if plan is None else plan.shape
+    rivals = [rival for rival in shapes if rival != shape]
+    if not rivals:
         reason = "" if tp == 1 else "as --mesh says"
         return shape, tp, False, reason if ranks == 1 else f"no other shape serves {heads[0]}/{heads[1]} heads"
-    sent, least = (sum(elements(one, *heads, training=False)) for one in (shape, others[0]))
-    other = MeshChoice(others[0], tp, False, "")
-    if sent > least:
-        return shape, tp, False, f"a new token takes least time so; a prompt sends least with {other}"
-    return shape, tp, False, f"a prompt sends least so; with {other} it sends {least / sent:.1f} times as much"
+    sent, rival_sent = (sum(elements(mesh, *heads, training=False)) for mesh in (shape, rivals[0]))
+    rival_mesh = MeshChoice(rivals[0], tp, False, "")
+    if sent > rival_sent:
+        return shape, tp, False, f"a new token takes least time so; a prompt sends least with {rival_mesh}"
+    times = f"{rival_sent / sent:.1f} times"
+    return shape, tp, False, f"a prompt sends least so; with {rival_mesh} it sends {times} as much"

@@ -112,13 +112,13 @@ def titled(title: str, *columns: str, figures: Iterable[str] = ()) -> Table:
     return Table(*columns, *right, title=escape(title), title_justify="left", title_style="bold")
 
 
-def numbered(title: str, columns: dict[str, list[str]], left: Container[str], caption: str) -> Table:
+def numbered(title: str, columns: dict[str, list[str]], left_columns: Container[str], caption: str) -> Table:
     """Return a table of numbered rows that fits 80 characters. Columns are figures, but for those on the left."""
     table = titled(title, "")
     table.box, table.show_edge, table.padding = SIMPLE_HEAD, False, (0, 0, 0, 0)  # an edge of this box is a blank line
     table.caption, table.caption_justify = caption, "left"
     for name in columns:
-        table.add_column(name, justify="left" if name in left else "right", no_wrap=name != "known as")
+        table.add_column(name, justify="left" if name in left_columns else "right", no_wrap=name != "known as")
     for number, cells in enumerate(zip(*columns.values(), strict=True), 1):
         table.add_row(str(number), *cells)
     return table
@@ -139,7 +139,7 @@ def command_line(command: str, options: dict[str, Any]) -> str:
     for name, value in options.items():
         if name in ("as_json", "verbose", "out") or (name == "ranks" and options.get("hosts")):
             continue
-        for each in value if isinstance(value, (list, tuple)) else [value]:
-            if each is not False and each not in (None, ""):
-                words += [f"--{name.replace('_', '-')}", *([] if each is True else [str(each)])]
+        for argument in value if isinstance(value, (list, tuple)) else [value]:
+            if argument is not False and argument not in (None, ""):
+                words += [f"--{name.replace('_', '-')}", *([] if argument is True else [str(argument)])]
     return shlex.join(words)

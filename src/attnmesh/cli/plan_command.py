@@ -50,11 +50,11 @@ def plan(options: PlanOptions) -> None:
         plans = plans_for(work, machines, progress=lambda done, of: status.update(f"priced {done:,} of {of:,} plans"))
         if options.report is not None:
             write_report(options.report, work, machines, status.update)
-    shown = distinct(plans)[: options.top]
+    top_plans = distinct(plans)[: options.top]
     if options.as_json:
-        print_record(options, machines, _plans_record(work, shown) | source_of(options.workload, work.length))
+        print_record(options, machines, _plans_record(work, top_plans) | source_of(options.workload, work.length))
     else:
-        _print(options.workload, shown, options.report, options.verbose)
+        _print(options.workload, top_plans, options.report, options.verbose)
 
 
 # --- options ---
@@ -63,9 +63,9 @@ def plan(options: PlanOptions) -> None:
 def _workload(options: PlanOptions, common: dict[str, Any]) -> Workload:
     """Return the attention of a model, or that of the options."""
     if options.model is not None:
-        found, config = model_of(options.model, common)
-        warn_of_length(config, found.workload.length)
-        return found.workload
+        sizes, config = model_of(options.model, common)
+        warn_of_length(config, sizes.workload.length)
+        return sizes.workload
     q_heads, kv_heads = heads_of(options.heads or "")
     return Workload(
         q_heads,
@@ -91,13 +91,13 @@ def named_cluster(text: str) -> Cluster:
         return this_machine(ranks or 1, hosts=hosts or 1)
     if not os.path.isfile(name):
         return Cluster.preset(name, hosts, ranks)
-    found = _measured(name)
-    for what, given, count in (("hosts", hosts, found.hosts), ("ranks a host", ranks, found.ranks)):
-        if count == 1 and given not in (None, 1):  # there was no link to measure
-            fix = f"measure with attnmesh probe on more {what}"
-            expected = f"1 of {what}, as in the measurement"
-            raise ClusterError(f"--cluster {name}", expected, f"{given} {what}", fix)
-    return found.sized(hosts or found.hosts, ranks or found.ranks)
+    measured = _measured(name)
+    for unit, wanted, count in (("hosts", hosts, measured.hosts), ("ranks a host", ranks, measured.ranks)):
+        if count == 1 and wanted not in (None, 1):  # there was no link to measure
+            fix = f"measure with attnmesh probe on more {unit}"
+            expected = f"1 of {unit}, as in the measurement"
+            raise ClusterError(f"--cluster {name}", expected, f"{wanted} {unit}", fix)
+    return measured.sized(hosts or measured.hosts, ranks or measured.ranks)
 
 
 def _measured(file: str) -> Cluster:
@@ -117,10 +117,10 @@ def _mask(window: int | None, full: bool) -> Mask:
 
 def distinct(plans: Sequence[Plan]) -> list[Plan]:
     """Return the best placement on hosts of each shape, exchange and shares."""
-    best: dict[object, Plan] = {}
-    for one in plans:
-        best.setdefault((one.shape, one.exchange, one.shares), one)
-    return list(best.values())
+    first_plans: dict[object, Plan] = {}
+    for plan in plans:
+        first_plans.setdefault((plan.shape, plan.exchange, plan.shares), plan)
+    return list(first_plans.values())
 
 
 def code_to_run(plan: Plan) -> str:
@@ -134,19 +134,19 @@ def code_to_run(plan: Plan) -> str:
     mesh = f"  mesh = am.init_mesh({tuple(plan.shape)})"
     exchange = f'"{plan.exchange}"' + ("" if plan.workload.selected is None else ", selected=am.Selection(indices)")
     if plan.workload.phase == "decode":
-        made = "" if plan.shares is None else f"\n  cache = am.KVCache(mesh, ..., shares={plan.shares})"
-        return f"{mesh}{made}\n  out = am.decode(q, cache, merge={exchange})"
+        cache_line = "" if plan.shares is None else f"\n  cache = am.KVCache(mesh, ..., shares={plan.shares})"
+        return f"{mesh}{cache_line}\n  out = am.decode(q, cache, merge={exchange})"
     if plan.workload.latent is not None and plan.workload.phase == "prefill":
         return f'{mesh}\n  cache = hf.ShardedCache(model.config, mesh, exchange="{plan.exchange}")'
     return f"{mesh}\n  out = am.attention(q, k, v, mesh=mesh, layout=am.{plan.layout}, exchange={exchange})"
 
 
-def _print(workload: str | None, shown: Sequence[Plan], report: Path | None, verbose: bool) -> None:
-    best = shown[0]
-    machines = shown[0].cluster
+def _print(workload: str | None, plans: Sequence[Plan], report: Path | None, verbose: bool) -> None:
+    best = plans[0]
+    machines = plans[0].cluster
     for name, value in source_of(workload, best.workload.length).items():
         console.print(f"{name}: {value}", highlight=False, markup=False)
-    console.print(_plans_table(shown))
+    console.print(_plans_table(plans))
     console.print(best.explain(), highlight=False, markup=False)
     code = code_to_run(best) if workload is None else enabling_code(best)
     console.print(f"In Python:\n{code}", highlight=False, markup=False, soft_wrap=True)
@@ -158,30 +158,30 @@ def _print(workload: str | None, shown: Sequence[Plan], report: Path | None, ver
         console.print(f"Written: {printable(str(report))}", highlight=False, markup=False)
 
 
-def _plans_table(shown: Sequence[Plan]) -> Table:
-    work, machines = shown[0].workload, shown[0].cluster
+def _plans_table(plans: Sequence[Plan]) -> Table:
+    work, machines = plans[0].workload, plans[0].cluster
     words = {
-        "heads x\nqueries x\nkeys": [by(one.shape) for one in shown],
-        "known as": [one.known_as for one in shown],
-        "exchange": [one.exchange for one in shown],
-        "layout": [_layout(one) for one in shown],
+        "heads x\nqueries x\nkeys": [by(plan.shape) for plan in plans],
+        "known as": [plan.known_as for plan in plans],
+        "exchange": [plan.exchange for plan in plans],
+        "layout": [_layout(plan) for plan in plans],
     }
     figures = {
-        "tile\na host": [by(one.tile) for one in shown],
-        "time": [in_seconds(one.seconds) for one in shown],
-        "between\nhosts": [in_bytes(one.bytes.between) for one in shown],
-        "inside\nhosts": [in_bytes(one.bytes.inside) for one in shown],
-        "memory\na rank": [in_bytes(one.memory) for one in shown],
+        "tile\na host": [by(plan.tile) for plan in plans],
+        "time": [in_seconds(plan.seconds) for plan in plans],
+        "between\nhosts": [in_bytes(plan.bytes.between) for plan in plans],
+        "inside\nhosts": [in_bytes(plan.bytes.inside) for plan in plans],
+        "memory\na rank": [in_bytes(plan.memory) for plan in plans],
     }
     if 1 in (machines.hosts, machines.ranks):  # one class of links only
         del figures["tile\na host"], figures["between\nhosts" if machines.hosts == 1 else "inside\nhosts"]
     return numbered(f"{work.title}; {machines.title}", words | figures, words, CAPTION)
 
 
-def _layout(one: Plan) -> str:
+def _layout(plan: Plan) -> str:
     """Return the name of a layout, with the shares of unequal ranks."""
-    shares = () if one.shares is None else (f"{share}" for share in one.shares)
-    return f"{type(one.layout).__name__.lower()} {':'.join(shares)}".rstrip()
+    shares = () if plan.shares is None else (f"{share}" for share in plan.shares)
+    return f"{type(plan.layout).__name__.lower()} {':'.join(shares)}".rstrip()
 
 
 CAPTION = """\
@@ -190,24 +190,24 @@ Bytes are the sum over all ranks. Memory is that of attention, without
 weights: --model with --decode or --training counts them."""
 
 
-def _plans_record(work: Workload, shown: Sequence[Plan]) -> dict[str, Any]:
+def _plans_record(work: Workload, plans: Sequence[Plan]) -> dict[str, Any]:
     return {
         "workload": asdict(work) | {"mask": repr(work.mask)},
-        "plans": [_plan_record(one) for one in shown],
-        "explanation": shown[0].explain(),
+        "plans": [_plan_record(plan) for plan in plans],
+        "explanation": plans[0].explain(),
     }
 
 
-def _plan_record(one: Plan) -> dict[str, Any]:
+def _plan_record(plan: Plan) -> dict[str, Any]:
     return {
-        "shape": list(one.shape),
-        "tile": list(one.tile),
-        "exchange": one.exchange,
-        "layout": repr(one.layout),
-        "known_as": one.known_as,
-        "seconds": one.seconds,
-        "bytes": {"inside": one.bytes.inside, "between": one.bytes.between},
-        "memory": one.memory,
-        "parts": dict(one.parts),
-        "recurrent": recurrent_record(one.recurrent) if one.workload.recurrent else None,
+        "shape": list(plan.shape),
+        "tile": list(plan.tile),
+        "exchange": plan.exchange,
+        "layout": repr(plan.layout),
+        "known_as": plan.known_as,
+        "seconds": plan.seconds,
+        "bytes": {"inside": plan.bytes.inside, "between": plan.bytes.between},
+        "memory": plan.memory,
+        "parts": dict(plan.parts),
+        "recurrent": recurrent_record(plan.recurrent) if plan.workload.recurrent else None,
     }

@@ -55,49 +55,49 @@ def print_serving(options: PlanOptions, machines: Cluster, workload: dict[str, A
     model, config = model_of(name, workload)
     left_out = other_layers(config)
     with Status("pricing"):
-        found = serving(model, machines)
-    _check_fits(found, model, machines)
+        ways = serving(model, machines)
+    _check_fits(ways, model, machines)
     warn_of_length(config, model.workload.length)
     if not options.as_json:
-        console.print(_ways_table(found, model, machines))
-        console.print(_text(found, model, machines, left_out), highlight=False, markup=False)
-        console.print(_commands(name, found[0], machines), highlight=False, markup=False, soft_wrap=True)
+        console.print(_ways_table(ways, model, machines))
+        console.print(_text(ways, model, machines, left_out), highlight=False, markup=False)
+        console.print(_commands(name, ways[0], machines), highlight=False, markup=False, soft_wrap=True)
         return
     sizes = {"weights": model.weights(1, False), "windows": model.windows, "left_out": left_out}
-    print_record(options, machines, sizes | {"ways": [_way_record(one) for one in found]})
+    print_record(options, machines, sizes | {"ways": [_way_record(way) for way in ways]})
 
 
-def _mesh(one: ServingPlan) -> str:
+def _mesh(way: ServingPlan) -> str:
     """Return the text of `--mesh` for a way to spread weights and keys."""
-    return str(MeshChoice(one.shape, 1 if one.sharding.is_joint else one.sharding.tp, one.sharding.is_joint, ""))
+    return str(MeshChoice(way.shape, 1 if way.sharding.is_joint else way.sharding.tp, way.sharding.is_joint, ""))
 
 
-def _check_fits(found: Sequence[ServingPlan], model: ModelSizes, cluster: Cluster) -> None:
+def _check_fits(ways: Sequence[ServingPlan], model: ModelSizes, cluster: Cluster) -> None:
     """Raise unless the tokens fit in one way at least."""
-    most = max(one.tokens for one in found)
+    most_tokens = max(way.tokens for way in ways)
     length = model.workload.length
-    if most < length:
-        least = min(one.weights for one in found)
-        weights = f"{in_bytes(least)} of weights or more on each rank of {in_bytes(cluster.device.memory)}"
-        fix = "take fewer tokens, or more hosts" if most else "take more hosts"
-        if 2 * least > model.weights(1, False):
+    if most_tokens < length:
+        least_weights = min(way.weights for way in ways)
+        weights = f"{in_bytes(least_weights)} of weights or more on each rank of {in_bytes(cluster.device.memory)}"
+        fix = "take fewer tokens, or more hosts" if most_tokens else "take more hosts"
+        if 2 * least_weights > model.weights(1, False):
             fix = "take devices with more memory: the model's plan in transformers does not split its weights"
         raise ClusterError(
-            "plan for decode", f"at most {most:,} tokens of each sequence", f"{length:,}, beside {weights}", fix
+            "plan for decode", f"at most {most_tokens:,} tokens of each sequence", f"{length:,}, beside {weights}", fix
         )
 
 
-def _ways_table(found: Sequence[ServingPlan], model: ModelSizes, cluster: Cluster) -> Table:
+def _ways_table(ways: Sequence[ServingPlan], model: ModelSizes, cluster: Cluster) -> Table:
     """Return the ways to spread weights and keys as a table."""
-    layers = {"layers": [_layers(one) for one in found], "weights\nread": [in_bytes(one.read) for one in found]}
+    layers = {"layers": [_layers(way) for way in ways], "weights\nread": [in_bytes(way.read) for way in ways]}
     columns = {
-        "mesh": [_mesh(one) for one in found],
-        **(layers if cluster.on_cpus else {"weights\na rank": [in_bytes(one.weights) for one in found]}),
-        "keys\na rank": [in_bytes(one.keys) for one in found],
-        "tokens\nthat fit": [f"{one.tokens:,}" if one.tokens else "none" for one in found],
-        "first\ntoken": [in_seconds(one.first) if one.fits and one.first else "-" for one in found],
-        "attention": [in_seconds(one.plan.seconds) if one.fits else "-" for one in found],
-        "a token": [in_seconds(one.seconds) if one.fits else "does not fit" for one in found],
+        "mesh": [_mesh(way) for way in ways],
+        **(layers if cluster.on_cpus else {"weights\na rank": [in_bytes(way.weights) for way in ways]}),
+        "keys\na rank": [in_bytes(way.keys) for way in ways],
+        "tokens\nthat fit": [f"{way.tokens:,}" if way.tokens else "none" for way in ways],
+        "first\ntoken": [in_seconds(way.first) if way.fits and way.first else "-" for way in ways],
+        "attention": [in_seconds(way.plan.seconds) if way.fits else "-" for way in ways],
+        "a token": [in_seconds(way.seconds) if way.fits else "does not fit" for way in ways],
     }
     caption = CAPTION + ON_CPUS * cluster.on_cpus
     return numbered(f"{model.workload.title}; {cluster.title}", columns, ["mesh", "layers"], caption)
@@ -115,21 +115,21 @@ Layers: shared, each rank computes a part of each layer; whole, each computes al
 Weights read: by a rank for a token. On CPUs its small calls and exchanges count."""
 
 
-def _layers(one: ServingPlan) -> str:
+def _layers(way: ServingPlan) -> str:
     """Return who computes the layers of a step."""
-    return "shared" if one.sharding.together else "by tp" if one.sharding.tp > 1 else "whole"
+    return "shared" if way.sharding.together else "by tp" if way.sharding.tp > 1 else "whole"
 
 
-def _of_layers(found: Sequence[ServingPlan], model: ModelSizes, cluster: Cluster) -> str:
+def _of_layers(ways: Sequence[ServingPlan], model: ModelSizes, cluster: Cluster) -> str:
     """Return in a sentence what shared layers save, or why ranks share none."""
     if why := why_whole(model, cluster):
         away = over_hosts(model, cluster)
-        whole = in_seconds(chosen(found, cluster.world).seconds)
-        more = "" if away is None else f" By sockets a token would take {in_seconds(away.seconds)}, and not {whole}."
-        return f"The ranks do not share layers: {why}.{more}"
-    joined, apart = (chosen(found, cluster.world, together=wanted) for wanted in (True, False))
+        whole = in_seconds(chosen(ways, cluster.world).seconds)
+        sockets = "" if away is None else f" By sockets a token would take {in_seconds(away.seconds)}, and not {whole}."
+        return f"The ranks do not share layers: {why}.{sockets}"
+    joined, apart = (chosen(ways, cluster.world, together=wanted) for wanted in (True, False))
     sizes, times = (
-        [show(getattr(one, name)) for one in (joined, apart)]
+        [show(getattr(way, name)) for way in (joined, apart)]
         for show, name in ((in_bytes, "read"), (in_seconds, "seconds"))
     )
     return (
@@ -138,36 +138,41 @@ def _of_layers(found: Sequence[ServingPlan], model: ModelSizes, cluster: Cluster
     )
 
 
-def _text(found: Sequence[ServingPlan], model: ModelSizes, cluster: Cluster, left_out: dict[str, int]) -> str:
+def _text(ways: Sequence[ServingPlan], model: ModelSizes, cluster: Cluster, left_out: dict[str, int]) -> str:
     """Return the best way in words."""
-    best = found[0]
+    best = ways[0]
     work = model.workload
     token, index = (in_bytes(size / work.kept / work.batch) for size in (work.kept_bytes, work.index_bytes))
-    more = f" and {index} of index keys" if work.selected is not None else ""
+    index_text = f" and {index} of index keys" if work.selected is not None else ""
     lines = [
-        f"{in_bytes(model.weights(1, False))} of weights; a token of a sequence has {token} of keys and values{more}.",
+        f"{in_bytes(model.weights(1, False))} of weights; a token of a sequence has {token} of keys and values"
+        f"{index_text}.",
         f"Recommended is {_mesh(best)}: of the ways that fit, a token takes least time. A rank holds "
         f"{in_bytes(best.weights)} of weights and {in_bytes(best.keys)} of keys.",
     ]
     if cluster.on_cpus and cluster.world > 1:
-        lines.append(_of_layers(found, model, cluster))
+        lines.append(_of_layers(ways, model, cluster))
     if windowed := left_out.get("with windows"):
-        kept = in_bytes(model.windows)
-        lines.append(f"Left out is the time of {windowed} layers with windows, which keep {kept} of keys on all ranks.")
+        window_keys = in_bytes(model.windows)
+        lines.append(
+            f"Left out is the time of {windowed} layers with windows, which keep {window_keys} of keys on all ranks."
+        )
     if recurrent := left_out.get("recurrent"):
         lines.append(f"Left out are {recurrent} recurrent layers, whose states do not grow with the length.")
-    most = max(found, key=lambda one: one.tokens)
-    if most.tokens > best.tokens:
-        lines.append(f"Most tokens fit with {_mesh(most)}: {most.tokens:,}.")
+    longest = max(ways, key=lambda way: way.tokens)
+    if longest.tokens > best.tokens:
+        lines.append(f"Most tokens fit with {_mesh(longest)}: {longest.tokens:,}.")
     return "\n".join(lines)
 
 
 def _commands(name: str, best: ServingPlan, cluster: Cluster) -> str:
     """Return the commands that generate and serve in the best way."""
-    each = "" if cluster.hosts == 1 else " on each host, where HEAD is the first one"
+    where = "" if cluster.hosts == 1 else " on each host, where HEAD is the first one"
     generate, serve = (_launch_command(command, name, best, cluster) for command in ("generate", "serve"))
     door = " --host 0.0.0.0" if cluster.hosts > 1 else ""  # else this host alone reaches it
-    return f"Type{each}:\n{generate} \\\n    --prompt-file FILE --max-new-tokens 500\nOr serve requests:\n{serve}{door}"
+    return (
+        f"Type{where}:\n{generate} \\\n    --prompt-file FILE --max-new-tokens 500\nOr serve requests:\n{serve}{door}"
+    )
 
 
 def _launch_command(command: str, name: str, way: ServingPlan, cluster: Cluster) -> str:
@@ -184,21 +189,21 @@ def _launch_command(command: str, name: str, way: ServingPlan, cluster: Cluster)
     return f"{start} {command} --model {model}{mesh}{shares}{kv}"
 
 
-def _way_record(one: ServingPlan) -> dict[str, Any]:
+def _way_record(way: ServingPlan) -> dict[str, Any]:
     """Return one way as JSON."""
     return {
-        "mesh": _mesh(one),
-        "tp": one.sharding.tp,
-        "shared": one.sharding.is_joint,
-        "shape": list(one.shape),
-        "sharing": one.together,
-        "weights": one.weights,
-        "weights_read": one.read,
-        "keys": one.keys,
-        "tokens": one.tokens,
-        "attention_seconds": one.plan.seconds,
-        "seconds": one.seconds,
-        "parts": dict(one.parts),
-        "first_token_seconds": one.first,
-        "fits": one.fits,
+        "mesh": _mesh(way),
+        "tp": way.sharding.tp,
+        "shared": way.sharding.is_joint,
+        "shape": list(way.shape),
+        "sharing": way.together,
+        "weights": way.weights,
+        "weights_read": way.read,
+        "keys": way.keys,
+        "tokens": way.tokens,
+        "attention_seconds": way.plan.seconds,
+        "seconds": way.seconds,
+        "parts": dict(way.parts),
+        "first_token_seconds": way.first,
+        "fits": way.fits,
     }

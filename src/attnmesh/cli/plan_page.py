@@ -72,9 +72,9 @@ def data(workload: Workload, cluster: Cluster, grid: PagePoints, status: Callabl
     for number, point in enumerate(sorted(all_points, key=lambda point: point[1] * point[2]), 1):
         status(f"pricing point {number:,} of {len(all_points):,} of the page")
         kv_heads, ranks, hosts, length = point
-        found = best_by_scheme(replace(workload, kv_heads=kv_heads, length=length), cluster.sized(hosts, ranks))
-        points[point] = [_figures(one, names) for one in found.values()]
-        reasons[point] = next(iter(found.values())).explain() if found else ""
+        schemes = best_by_scheme(replace(workload, kv_heads=kv_heads, length=length), cluster.sized(hosts, ranks))
+        points[point] = [_figures(plan, names) for plan in schemes.values()]
+        reasons[point] = next(iter(schemes.values())).explain() if schemes else ""
     return {
         "cluster": cluster.name,
         "titles": [cluster.title, workload.title],
@@ -90,11 +90,11 @@ def data(workload: Workload, cluster: Cluster, grid: PagePoints, status: Callabl
     }
 
 
-def _figures(one: Plan, names: dict[str, int]) -> list[float]:
+def _figures(plan: Plan, names: dict[str, int]) -> list[float]:
     """Return the indices of a plan's scheme and name, its seconds, bytes between and inside hosts, and memory."""
-    named = names.setdefault(one.name, len(names))
-    figures = one.seconds, one.bytes.between, one.bytes.inside, one.memory
-    return [list(SCHEMES).index(one.known_as), named, *(_short(x) for x in figures)]
+    name_index = names.setdefault(plan.name, len(names))
+    figures = plan.seconds, plan.bytes.between, plan.bytes.inside, plan.memory
+    return [list(SCHEMES).index(plan.known_as), name_index, *(_short(x) for x in figures)]
 
 
 def _short(value: float) -> float:

@@ -25,37 +25,37 @@ def print_training(options: PlanOptions, machines: Cluster, workload: dict[str, 
     method = Method(loss, options.offload, options.ddp or bool(options.rollout), options.rollout)
     price = partial(ways_to_train, cluster=machines, method=method)
     with Status("pricing"):
-        found = price(model)
-    best = found[0]
+        ways = price(model)
+    best = ways[0]
     length = model.workload.length
     if best.tokens < length:
-        longest = replace(model.workload, length=max(1, max(one.tokens for one in found)))
-        most = max(one.tokens for one in price(replace(model, workload=longest)))
-        expected = f"at most {most:,} tokens of a sequence"
-        asked = f"{length:,}, beside {in_bytes(best.states)} of weights and optimizer on each rank"
-        fix = FEWER if most else "leave --ddp and --rollout out" if method.ddp else "take more hosts"
-        raise ClusterError("plan for training", expected, asked, fix)
+        longest = replace(model.workload, length=max(1, max(way.tokens for way in ways)))
+        most_tokens = max(way.tokens for way in price(replace(model, workload=longest)))
+        expected = f"at most {most_tokens:,} tokens of a sequence"
+        given = f"{length:,}, beside {in_bytes(best.states)} of weights and optimizer on each rank"
+        fix = FEWER if most_tokens else "leave --ddp and --rollout out" if method.ddp else "take more hosts"
+        raise ClusterError("plan for training", expected, given, fix)
     if options.as_json:
-        ways = [one._asdict() | {"plan": by(one.plan.shape), "memory": one.memory} for one in found]
+        records = [way._asdict() | {"plan": by(way.plan.shape), "memory": way.memory} for way in ways]
         sizes = {"parameters": model.parameters, "trained": model.trained, "checkpoint": model.checkpoint_bytes}
-        print_record(options, machines, sizes | method._asdict() | {"ways": ways})
+        print_record(options, machines, sizes | method._asdict() | {"ways": records})
         return
     inputs = "inputs on\nthe host" if options.offload else "inputs of\nlayers"
     columns = {
-        "data x\ncontext": [f"{one.data} x {one.context}" for one in found],
-        "weights,\noptimizer": [in_bytes(one.states) for one in found],
-        inputs: [in_bytes(one.host or one.inputs) for one in found],
-        "one\nlayer": [in_bytes(one.layer) for one in found],
-        "logits": [in_bytes(one.logits) for one in found],
-        "keys of\nrollouts": [in_bytes(one.completions) for one in found],
-        "memory\na rank": [f"{in_bytes(one.memory)}{'!' * (one.tokens < length)}" for one in found],
-        "tokens\nthat fit": [f"{one.tokens:,}" if one.tokens else "none" for one in found],
-        "attention": [in_seconds(one.plan.seconds) for one in found],
+        "data x\ncontext": [f"{way.data} x {way.context}" for way in ways],
+        "weights,\noptimizer": [in_bytes(way.states) for way in ways],
+        inputs: [in_bytes(way.host or way.inputs) for way in ways],
+        "one\nlayer": [in_bytes(way.layer) for way in ways],
+        "logits": [in_bytes(way.logits) for way in ways],
+        "keys of\nrollouts": [in_bytes(way.completions) for way in ways],
+        "memory\na rank": [f"{in_bytes(way.memory)}{'!' * (way.tokens < length)}" for way in ways],
+        "tokens\nthat fit": [f"{way.tokens:,}" if way.tokens else "none" for way in ways],
+        "attention": [in_seconds(way.plan.seconds) for way in ways],
     }
     if not method.rollout:
         del columns["keys of\nrollouts"]
-    held = f"{ADAPTER if model.adapter else ALL_TRAINED},\n{ON_EACH if method.ddp else SHARDED}"
-    caption = f"{held}\n{FUSED if loss == 'fused' else FULL}\n{CAPTION}"
+    states_text = f"{ADAPTER if model.adapter else ALL_TRAINED},\n{ON_EACH if method.ddp else SHARDED}"
+    caption = f"{states_text}\n{FUSED if loss == 'fused' else FULL}\n{CAPTION}"
     console.print(numbered(f"{model.workload.title}; {machines.title}", columns, ["data x\ncontext"], caption))
     shared = f"{best.context} ranks share a sequence, as {by(best.plan.shape)} (heads x queries x keys)"
     shared = shared if best.context > 1 else "Each rank has sequences of its own"

@@ -11,10 +11,10 @@ def source_of(name: str | None, length: int) -> dict[str, str]:
     """Return the name of a preset, how `length` tokens come about, and its source; nothing without a preset."""
     if name is None:
         return {}
-    found = WORKLOADS[name]
-    text = f"and {found.text} of text" if found.text else "without text"
-    tokens = f"{' x '.join(map(str, found.grid))} {text}" if length == found.length else "given by --length"
-    return {"preset": name, "tokens": tokens, "source": found.source}
+    preset = WORKLOADS[name]
+    text = f"and {preset.text} of text" if preset.text else "without text"
+    tokens = f"{' x '.join(map(str, preset.grid))} {text}" if length == preset.length else "given by --length"
+    return {"preset": name, "tokens": tokens, "source": preset.source}
 
 
 def enabling_code(plan: Plan) -> str:

@@ -29,26 +29,26 @@ def probe(options: ProbeOptions) -> None:
     if torchrun:
         check_master()
         dist.init_process_group()
-    first = not torchrun or dist.get_rank() == 0
+    is_first = not torchrun or dist.get_rank() == 0
     with Status("measuring the ranks of torchrun" if torchrun else f"measuring {ranks} ranks"):
-        found = measured() if torchrun else run_on_ranks(ranks, measured)[0]
+        cluster = measured() if torchrun else run_on_ranks(ranks, measured)[0]
     kind = device_type_of(dist.group.WORLD) if torchrun else "cpu"
     first_of_host = os.environ.get("LOCAL_RANK", "0") == "0"  # also without torchrun
-    kept = keep_machine(found, kind) if first_of_host else None
+    file = keep_machine(cluster, kind) if first_of_host else None
     if torchrun:
         dist.destroy_process_group()
-    if not first:
+    if not is_first:
         return
     command = "torchrun ... attnmesh probe" if torchrun else command_line("attnmesh probe", {"ranks": ranks})
-    report = {"command": command, "machine": machine(), "cluster": found.record(), "kept": kept and str(kept)}
+    report = {"command": command, "machine": machine(), "cluster": cluster.record(), "kept": file and str(file)}
     if options.out is not None:
         options.out.write_text(json.dumps(report, indent=2) + "\n")
     if options.as_json:
         print_json(report)
         return
-    console.print(pairs(found.title, described(found)))
-    if kept is not None:
-        console.print(f'exchange="auto" reads them from {kept}')
+    console.print(pairs(cluster.title, described(cluster)))
+    if file is not None:
+        console.print(f'exchange="auto" reads them from {file}')
     if options.verbose:
         console.print(PROBE_EXPLAINED)
 

@@ -110,8 +110,8 @@ def make_own_folder(folder: Path) -> bool:
     try:
         folder.mkdir(mode=0o700)
     except FileExistsError:
-        found = folder.lstat()
-        is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+        entry = folder.lstat()
+        is_own = stat.S_ISDIR(entry.st_mode) and entry.st_uid == os.getuid() and not entry.st_mode & 0o077
         require(is_own, ClusterError, "serve", f"{folder} to be of this user alone", "another's", "remove it")
         return False
     return True

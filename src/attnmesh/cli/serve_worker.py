@@ -62,19 +62,19 @@ def read_grammars(path: str) -> hf.GrammarTokens | None:
 def serve_rank(settings: ServeSettings, address: str) -> None:
     """Serve as one of several ranks; rank 0 connects to the front at the address, and says what it does."""
     set_deadline(max(settings.deadline, LOADING))
-    first = dist.get_rank() == 0
+    is_first = dist.get_rank() == 0
     start = perf_counter()
-    if first:
+    if is_first:
         print_message("loading weights")
     reproducible = bool(settings.engine.get("reproducible"))
     loaded = load_model(settings.model, settings.dtype, settings.weights, reproducible=reproducible)
     model, mesh, weights = loaded
     options: dict[str, Any] = {"output": settings.model.mesh.output, **settings.engine}
     options["draft"] = None if settings.draft is None else load_draft(settings.draft, settings.dtype, loaded)
-    grammars = read_grammars(settings.model.path) if first else None
+    grammars = read_grammars(settings.model.path) if is_first else None
     engine = hf.Engine(model, mesh, grammars=grammars, **options)
     set_deadline(settings.deadline)
-    if first:
+    if is_first:
         print_message(f"weights loaded in {perf_counter() - start:.1f} s, layers {weights}")
         facts = {"max_model_len": engine.longest, "cache_bytes": engine.scheduler.memory}
         try:

@@ -120,9 +120,9 @@ class Mesh:
             return MESH_OF_ONE_RANK
         if torch.compiler.is_compiling():
             return _mesh_in(device_mesh)
-        if (known := _known_meshes().get(id(device_mesh))) is None:
-            known = _known_meshes().keep(id(device_mesh), (device_mesh, _mesh_in(device_mesh)))
-        return known[1]
+        if (entry := _known_meshes().get(id(device_mesh))) is None:
+            entry = _known_meshes().keep(id(device_mesh), (device_mesh, _mesh_in(device_mesh)))
+        return entry[1]
 
     @staticmethod
     def named(sizes: Sequence[int], indices: Sequence[int], group_names: Sequence[str]) -> "Mesh":

@@ -130,8 +130,8 @@ class Cluster:
         >>> Cluster.preset("dgx-h100").sized(2, 4).world
         8
         """
-        same = hosts == self.hosts and ranks == self.ranks  # else rates would be those of other ranks
-        rates, memories = (self.rates, self.memories) if same else ((), ())
+        is_same = hosts == self.hosts and ranks == self.ranks  # else rates would be those of other ranks
+        rates, memories = (self.rates, self.memories) if is_same else ((), ())
         return replace(self, hosts=hosts, ranks=ranks, rates=rates, memories=memories)
 
     @staticmethod
@@ -161,11 +161,11 @@ class Cluster:
         """
         fix = "pass one of these, describe yours as a Cluster, or measure it with attnmesh probe"
         check_choice("Cluster.preset", name, PRESETS, fix, ClusterError)
-        found = PRESETS[name]
-        fits = name == "local" or not isinstance(ranks, int) or ranks <= found.ranks
-        expected, given = f"at most {found.ranks} ranks a host", f"{ranks} ranks a host"
+        preset = PRESETS[name]
+        fits = name == "local" or not isinstance(ranks, int) or ranks <= preset.ranks
+        expected, given = f"at most {preset.ranks} ranks a host", f"{ranks} ranks a host"
         require(fits, ClusterError, f"Cluster.preset {name}", expected, given, "take more hosts")
-        return found.sized(found.hosts if hosts is None else hosts, found.ranks if ranks is None else ranks)
+        return preset.sized(preset.hosts if hosts is None else hosts, preset.ranks if ranks is None else ranks)
 
     @staticmethod
     def measure(mesh: DeviceMesh | None, dtype: torch.dtype | None = None) -> "Cluster":
@@ -195,9 +195,11 @@ class Cluster:
         if not isinstance(record, dict):
             raise ClusterError("Cluster file", "a JSON object that probe wrote", type(record).__name__, fix)
         try:
-            given = dict(record)
-            parts = {"device": Device(**given.pop("device"))} | {k: Link(**given.pop(k)) for k in ("inside", "between")}
-            return Cluster(**given | parts | {"sources": tuple(dict(given.get("sources", {})).items())})
+            fields = dict(record)
+            rates = {"device": Device(**fields.pop("device"))} | {
+                k: Link(**fields.pop(k)) for k in ("inside", "between")
+            }
+            return Cluster(**fields | rates | {"sources": tuple(dict(fields.get("sources", {})).items())})
         except ClusterError:
             raise
         except (TypeError, KeyError, ValueError, AttributeError) as error:

@@ -96,8 +96,8 @@ def attention_cost(way: Way, work: LayerWork, cluster: Cluster) -> Cost:
     add_agreement(way, cluster, total)
     if work.latent is not None and not work.backward:
         total.add_stage("kernel", _expansion(way, work, cluster.device))
-    for one in _passes(work, cluster.device):
-        _add_pass(job, one, total)
+    for one_pass in _passes(work, cluster.device):
+        _add_pass(job, one_pass, total)
     return total
 
 
@@ -207,18 +207,22 @@ class LayerJob:
         )
         return Flow(inside, between, shape.heads - 1)
 
-    def kernel(self, pairs: Pairs, one: Pass, head_start: float = 0.0) -> float:
+    def kernel(self, pairs: Pairs, one_pass: Pass, head_start: float = 0.0) -> float:
         """Return the seconds of kernels and their launches. Each query reads the keys that it selects."""
-        pair = 2 * one.products * self.work.batch * self.work.q_heads / one.rate
+        pair = 2 * one_pass.products * self.work.batch * self.work.q_heads / one_pass.rate
         if self.work.selected is not None:
-            pair = max(pair, (one.keys + one.keys_back) / self.cluster.device.memory_rate)
+            pair = max(pair, (one_pass.keys + one_pass.keys_back) / self.cluster.device.memory_rate)
         pairs = self._attended(pairs)
         shares = self.share(), 1 / self.way.shape.heads
         most, mean = (pair * n * share for n, share in zip(pairs, shares, strict=True))
         device = self.cluster.device
         further = self.runs - 1
         launches = self.groups * (device.call + further * (device.call if device.run is None else device.run))
-        return max(mean - head_start, most / device.alone) + launches + min(1, further) * self.sum_seconds(one.columns)
+        return (
+            max(mean - head_start, most / device.alone)
+            + launches
+            + min(1, further) * self.sum_seconds(one_pass.columns)
+        )
 
     @cached_property
     def runs(self) -> int:
@@ -335,47 +339,50 @@ def attended_share(work: LayerWork, selected: int) -> float:
     return float(seen.clamp(max=selected).sum() / seen.sum())
 
 
-def _add_pass(job: LayerJob, one: Pass, total: Cost) -> None:
+def _add_pass(job: LayerJob, one_pass: Pass, total: Cost) -> None:
     """Add a pass: swap tokens for heads, queries along rows, keys along columns, the kernel, and all the way back.
 
     Beside each group's kernel run the exchanges of other groups, of which each is counted once elsewhere.
     """
     moves, groups = job.traffic, job.groups
-    rows, back = Transfer(moves.rows, one.rows), Transfer(moves.rows, one.back)
-    keys, keys_back = Transfer(moves.columns, one.keys), Transfer(moves.columns, one.keys_back)
-    swaps = [Transfer(job.swap, size) for size in one.swaps]
+    rows, back = Transfer(moves.rows, one_pass.rows), Transfer(moves.rows, one_pass.back)
+    keys, keys_back = Transfer(moves.columns, one_pass.keys), Transfer(moves.columns, one_pass.keys_back)
+    swaps = [Transfer(job.swap, size) for size in one_pass.swaps]
     total.add_stage("heads", sum(job.exchanged([each], total).of_group(groups).seconds for each in swaps))
     if job.exchange.ring and job.way.shape.queries > 1:
-        _add_ring(job, one, rows, total)
+        _add_ring(job, one_pass, rows, total)
     else:
         gather = job.exchanged([rows, keys], total).of_group(groups)
         total.add_stage("gather", gather.seconds)
-        kernel = job.kernel(moves.pairs, one, gather.head_start)
+        kernel = job.kernel(moves.pairs, one_pass, gather.head_start)
         total.add_stage("kernel", kernel)
-        both_ways = Transfer(moves.both_ways, (one.rows + one.back) / 2)
+        both_ways = Transfer(moves.both_ways, (one_pass.rows + one_pass.back) / 2)
         overlapped = job.exchanged([both_ways, keys, *swaps], Cost()).of_group(groups)
         total.add_stage("waiting", (groups - 1) * job.waiting(overlapped, kernel / groups))
-        if one.keys_back:
+        if one_pass.keys_back:
             total.add_stage("give back", job.exchanged([keys_back], total).seconds)
     total.add_stage("give back", job.exchanged([back], total).of_group(groups).seconds)
 
 
-def _add_ring(job: LayerJob, one: Pass, rows: Transfer, total: Cost) -> None:
+def _add_ring(job: LayerJob, one_pass: Pass, rows: Transfer, total: Cost) -> None:
     """Add a gather of queries and the steps of a ring, with one exchange beside each step.
 
     Beside all steps of a group, other groups are swapped, and their queries and results travel along rows.
     """
-    steps = [job.kernel(pairs, one) for pairs in job.traffic.steps]
+    steps = [job.kernel(pairs, one_pass) for pairs in job.traffic.steps]
     steps = [
         steps[0],
-        *(step + job.sum_seconds(one.columns) for step in steps[1:]),
+        *(step + job.sum_seconds(one_pass.columns) for step in steps[1:]),
     ]  # all but the first add to a running sum
     further = len(steps) - 1
     groups = job.groups
-    hops = [Transfer(job.traffic.hop, one.keys, further), Transfer(job.traffic.hop_back, one.keys_back, further)]
-    hops = hops if one.keys_back else hops[:1]
-    others = (1 - 1 / groups) / further
-    swaps, rows_both = sum(one.swaps) * others, (one.rows + one.back) / 2 * others
+    hops = [
+        Transfer(job.traffic.hop, one_pass.keys, further),
+        Transfer(job.traffic.hop_back, one_pass.keys_back, further),
+    ]
+    hops = hops if one_pass.keys_back else hops[:1]
+    share = (1 - 1 / groups) / further
+    swaps, rows_both = sum(one_pass.swaps) * share, (one_pass.rows + one_pass.back) / 2 * share
     sides = [Transfer(job.swap, swaps), Transfer(job.traffic.both_ways, rows_both)]
 
     def beside(transfers: list[Transfer]) -> ExchangeTime:
@@ -384,18 +391,18 @@ def _add_ring(job: LayerJob, one: Pass, rows: Transfer, total: Cost) -> None:
     job.exchanged(hops, total)
     keys_hop = beside(hops[:1])
     overlapped = [keys_hop] * further
-    last = 0.0
-    if one.keys_back:
+    last_hop = 0.0
+    if one_pass.keys_back:
         # Keys travel during each step but the last. The gradients of step 2 travel during step 3, and so on.
         gradients_hop = beside(hops[1:])
         overlapped = [keys_hop, keys_hop, *[beside(hops)] * (further - 2), gradients_hop]
         overlapped = overlapped[: further + (further > 1)]
-        last = gradients_hop.seconds
+        last_hop = gradients_hop.seconds
     waits = (job.waiting(hop, step / groups) for hop, step in zip(overlapped, steps, strict=False))
     total.add_stage("gather", job.exchanged([rows], total).of_group(groups).seconds)
     total.add_stage("kernel", sum(steps))
     total.add_stage("waiting", groups * sum(waits))
-    total.add_stage("give back", groups * last)
+    total.add_stage("give back", groups * last_hop)
 
 
 def peak_activations(shape: Shape, q_heads: int, kv_heads: int, exchange: Exchange) -> float:
@@ -425,17 +432,17 @@ def peak_activations(shape: Shape, q_heads: int, kv_heads: int, exchange: Exchan
     at_once = 1 if exchange.ring else rows
     row = share * columns * q
     standing = (q + 2 * k) * (1 + share * (groups > 2)) + row * (3 if columns > 1 else 1)
-    made = row + share * 2 * at_once * k
+    gradients = row + share * 2 * at_once * k
     gathered = share * 2 * at_once * k if rows > 1 else 0
     back = share * (2 * columns - 1) * q if columns > 1 else 0
     coming = share * (2 * columns * q * (columns > 1) + 2 * rows * k * (rows > 1)) if groups > 1 else 0
     in_flight = 0.0
     if exchange.ring and rows > 1:
         in_flight = row + share * (8 * k if rows > 2 else 2 * k)
-    both = {1: 0, 2: max(coming, back)}.get(groups, coming + back)
+    exchanged = {1: 0, 2: max(coming, back)}.get(groups, coming + back)
     moments = (
-        standing + row + made + gathered + in_flight + both,
-        standing + made + coming + (share * (4 * rows - 2) * k if rows > 1 and not exchange.ring else 0),
+        standing + row + gradients + gathered + in_flight + exchanged,
+        standing + gradients + coming + (share * (4 * rows - 2) * k if rows > 1 and not exchange.ring else 0),
         standing + row + coming + back,
     )
     return max(moments)

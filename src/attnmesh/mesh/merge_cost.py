@@ -90,14 +90,14 @@ def add_collective(stage: str, group: MergeGroup, size: float, passes: int, clus
     crossing = hosts if hosts > 1 else 0
     link = cluster.between if crossing else cluster.inside
     inside = cluster.inside.collective_step
-    parts = group.groups * steps
-    messages = min(SEGMENTS, size / ELEMENT) * parts * crossing
-    total.add_traffic(parts * (group.ranks - crossing) * size, parts * crossing * size, messages)
+    chunks = group.groups * steps
+    messages = min(SEGMENTS, size / ELEMENT) * chunks * crossing
+    total.add_traffic(chunks * (group.ranks - crossing) * size, chunks * crossing * size, messages)
     by_tree = passes > 1 and cluster.short_collectives == "tree"
     away = passes * (ceil(log2(hosts)) if by_tree else hosts - 1) * cluster.between.collective_step
     near = passes * (group.near - 1) * (1 if by_tree else hosts) * inside
-    first = max(0.0, link.merge_latency - link.collective_step)
-    total.add_stage(stage, first + away + near + steps * size / link.rate + cluster.device.call)
+    start_up = max(0.0, link.merge_latency - link.collective_step)
+    total.add_stage(stage, start_up + away + near + steps * size / link.rate + cluster.device.call)
 
 
 class TreeRound(NamedTuple):
@@ -111,24 +111,26 @@ class TreeRound(NamedTuple):
 @lru_cache(maxsize=256)
 def tree_rounds(ranks: int, near: int) -> tuple[TreeRound, ...]:
     """Return the rounds of the reduction tree of `ranks` ranks, `near` of them on each host."""
-    whole = tree([list(range(start, start + near)) for start in range(0, ranks, near)])
-    found = []
-    for index in range(max(map(len, whole.values()))):
-        sent = {rank: rounds[index].send for rank, rounds in whole.items() if index < len(rounds)}
-        leaving = Counter(a // near for a, peers in sent.items() for b in peers if a // near != b // near)
-        counts = [len(peers) for peers in sent.values()]
-        found.append(TreeRound(max(counts), sum(counts), max(leaving.values(), default=0)))
-    return tuple(found)
+    by_rank = tree([list(range(start, start + near)) for start in range(0, ranks, near)])
+    rounds = []
+    for index in range(max(map(len, by_rank.values()))):
+        sends = {rank: own_rounds[index].send for rank, own_rounds in by_rank.items() if index < len(own_rounds)}
+        leaving = Counter(a // near for a, peers in sends.items() for b in peers if a // near != b // near)
+        counts = [len(peers) for peers in sends.values()]
+        rounds.append(TreeRound(max(counts), sum(counts), max(leaving.values(), default=0)))
+    return tuple(rounds)
 
 
-def _round(one: TreeRound, group: MergeGroup, size: float, cluster: Cluster, total: Cost) -> float:
+def _round(tree_round: TreeRound, group: MergeGroup, size: float, cluster: Cluster, total: Cost) -> float:
     """Return the seconds of one round of a tree merge, and add its traffic."""
-    link = cluster.between if one.out_of_host else cluster.inside
-    messages = group.groups * one.in_all
-    inside, between = (0, messages) if one.out_of_host else (messages, 0)
+    link = cluster.between if tree_round.out_of_host else cluster.inside
+    messages = group.groups * tree_round.in_all
+    inside, between = (0, messages) if tree_round.out_of_host else (messages, 0)
     total.add_traffic(inside * size, between * size, between)
-    transfer = max(one.of_rank * size / link.rate, one.out_of_host * group.groups_per_host * size / link.host_rate)
-    return link.merge_latency + (one.of_rank - 1) * link.message + transfer
+    transfer = max(
+        tree_round.of_rank * size / link.rate, tree_round.out_of_host * group.groups_per_host * size / link.host_rate
+    )
+    return link.merge_latency + (tree_round.of_rank - 1) * link.message + transfer
 
 
 def add_tree(stage: str, group: MergeGroup, size: float, cluster: Cluster, total: Cost) -> None:

@@ -92,11 +92,11 @@ class Link:
         return self.merge_latency if self.step is None else self.step
 
 
-def _check_numbers(value: Device | Link) -> None:
+def _check_numbers(rates: Device | Link) -> None:
     """Raise unless each field is a number within its limits, or None where None is the default."""
-    for field in fields(value):
-        given = getattr(value, field.name)
-        subject = f"{type(value).__name__} {field.name}"
+    for field in fields(rates):
+        given = getattr(rates, field.name)
+        subject = f"{type(rates).__name__} {field.name}"
         if given is None and field.default is None:
             continue
         least, most, fix = 1.0, BOUNDLESS, "measure it with attnmesh probe"

@@ -42,9 +42,9 @@ class Exchange(NamedTuple):
         swaps of heads come before and after them.
         """
         by_groups = self.by_heads or (self.ring and shape.heads > 1)
-        least = 6 if shape.heads > 1 else 4
-        wanted = max(least, shape.queries // 2, shape.keys // 2) if by_groups else 1
-        return min(wanted, -(-kv_heads // shape.heads))
+        least_groups = 6 if shape.heads > 1 else 4
+        groups = max(least_groups, shape.queries // 2, shape.keys // 2) if by_groups else 1
+        return min(groups, -(-kv_heads // shape.heads))
 
 
 EXCHANGES = {"bulk": Exchange(), "pipelined": Exchange(by_heads=True), "ring": Exchange(ring=True)}
@@ -245,7 +245,7 @@ def _ring_steps(problem: Problem, r: int, c: int) -> Iterator[ExchangeStep]:
     held_by_step = [
         _held_at_steps(problem.mask, chunk, rows[owner:] + rows[:owner]) for owner, chunk in enumerate(chunks)
     ]
-    last = [_not_forwarded(steps) for steps in held_by_step]
+    not_forwarded = [_not_forwarded(steps) for steps in held_by_step]
     nothing = torch.empty(0, dtype=torch.long)
     before, after = (r - 1) % size, (r + 1) % size
     for t in range(size):
@@ -259,25 +259,25 @@ def _ring_steps(problem: Problem, r: int, c: int) -> Iterator[ExchangeStep]:
             keep=nothing if t else keys,
             permutation=None,
             positions=chunks[owner][keys],
-            return_to=_tokens_by_peer([(owner, torch.searchsorted(keys, last[owner][t]))]),
-            return_from=_tokens_by_peer([(last_reader, last[r][t])]),
+            return_to=_tokens_by_peer([(owner, torch.searchsorted(keys, not_forwarded[owner][t]))]),
+            return_from=_tokens_by_peer([(last_reader, not_forwarded[r][t])]),
         )
 
 
 def _held_at_steps(mask: Mask, keys: Tensor, rows: list[Tensor]) -> list[Tensor]:
     """Return for each step the keys of a chunk that its row or a later one needs; `rows` start at the owner's."""
-    needed = torch.zeros(len(keys), dtype=torch.bool)
+    is_needed = torch.zeros(len(keys), dtype=torch.bool)
     steps = []
     for row in reversed(rows):
-        needed = needed.index_fill(0, _keys_seen_by(mask, row, keys), True)
-        steps.append(needed.nonzero().flatten())
+        is_needed = is_needed.index_fill(0, _keys_seen_by(mask, row, keys), True)
+        steps.append(is_needed.nonzero().flatten())
     return [torch.arange(len(keys)), *steps[::-1][1:]]
 
 
-def _not_forwarded(held: list[Tensor]) -> list[Tensor]:
+def _not_forwarded(held_keys: list[Tensor]) -> list[Tensor]:
     """Return for each step the keys that are not forwarded. The owner keeps all its keys at step 0."""
-    forwarded = [held[0][:0], *held[2:], held[0][:0]]
-    return [keys[torch.isin(keys, after, invert=True)] for keys, after in zip(held, forwarded, strict=False)]
+    forwarded = [held_keys[0][:0], *held_keys[2:], held_keys[0][:0]]
+    return [keys[torch.isin(keys, after, invert=True)] for keys, after in zip(held_keys, forwarded, strict=False)]
 
 
 def _queries_that_see(mask: Mask, queries: Tensor, keys: Tensor) -> Tensor:

@@ -87,9 +87,9 @@ def even_slice(count: int, parts: int, index: int) -> slice:
     >>> [even_slice(5, 3, index) for index in range(3)]
     [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
     """
-    size, more = divmod(count, parts)
-    start = index * size + min(index, more)
-    return slice(start, start + size + (index < more))
+    size, larger = divmod(count, parts)
+    start = index * size + min(index, larger)
+    return slice(start, start + size + (index < larger))
 
 
 def share_evenly(parts: int, ranks: int) -> bool:

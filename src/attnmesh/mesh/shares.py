@@ -20,11 +20,11 @@ def check_shares(subject: str, shares: object, ranks: int, *, auto: bool = True)
     """Return the shares as a tuple; None for even shares and for "auto". Raise unless each rank has a positive one."""
     if shares is None or (auto and isinstance(shares, str) and shares == "auto"):
         return None
-    wanted, expected = f"{ranks} positive numbers, one a rank that tokens are sharded over", "numbers above 0"
+    expected_count, expected = f"{ranks} positive numbers, one a rank that tokens are sharded over", "numbers above 0"
     numbers = tuple(shares) if isinstance(shares, (tuple, list)) else ()
     real = all(isinstance(x, Real) and not isinstance(x, bool) for x in numbers)
     fix = 'pass ratios, as (3, 1), or "auto" to measure them' if auto else "pass ratios, as (3, 1)"
-    require(real and len(numbers) == ranks, ShapeError, f"{subject} shares", wanted, repr(shares), fix)
+    require(real and len(numbers) == ranks, ShapeError, f"{subject} shares", expected_count, repr(shares), fix)
     fits = all(isfinite(x) and x > 0 for x in numbers)
     require(
         fits, ShapeError, f"{subject} shares", expected, repr(shares), "leave a rank without tokens out of the mesh"
@@ -48,23 +48,25 @@ def recommended_shares(rates: Sequence[float], memory: Sequence[float] = (), nee
     >>> recommended_shares((4e9, 1e9), (40e9, 200e9), 100e9)
     (3, 7)
     """
-    parts = dict(enumerate(_alike(rates)))
-    most = {rank: OF_MEMORY * free / needed for rank, free in enumerate(memory)} if needed else {}
-    if sum(most.values()) < 1:
-        most = {}
-    found = dict[int, float]()
-    left = 1.0
+    open_rates = dict(enumerate(_alike(rates)))
+    limits = {rank: OF_MEMORY * free / needed for rank, free in enumerate(memory)} if needed else {}
+    if sum(limits.values()) < 1:
+        limits = {}
+    shares = dict[int, float]()
+    remaining = 1.0
     while True:
-        whole = sum(parts.values())
-        full = [rank for rank, rate in parts.items() if rank in most and left * rate / whole > most[rank]]
+        rate_sum = sum(open_rates.values())
+        full = [
+            rank for rank, rate in open_rates.items() if rank in limits and remaining * rate / rate_sum > limits[rank]
+        ]
         if not full:
             break
         for rank in full:
-            found[rank] = most[rank]
-            left -= found[rank]
-            del parts[rank]
-    found |= {rank: left * rate / whole for rank, rate in parts.items()}
-    parts_of_1000 = [max(1, round(1000 * found[rank])) for rank in range(len(rates))]
+            shares[rank] = limits[rank]
+            remaining -= shares[rank]
+            del open_rates[rank]
+    shares |= {rank: remaining * rate / rate_sum for rank, rate in open_rates.items()}
+    parts_of_1000 = [max(1, round(1000 * shares[rank])) for rank in range(len(rates))]
     common = gcd(*parts_of_1000)
     return tuple(part // common for part in parts_of_1000)
 

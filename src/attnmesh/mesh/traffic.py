@@ -79,8 +79,8 @@ def tiles(shape: Shape, ranks: int) -> Iterator[Shape]:
     """
     for h in divisors(math.gcd(ranks, shape.heads)):
         for r in divisors(math.gcd(ranks // h, shape.queries)):
-            c, rest = divmod(ranks, h * r)
-            if rest == 0 and shape.keys % c == 0:
+            c, remainder = divmod(ranks, h * r)
+            if remainder == 0 and shape.keys % c == 0:
                 yield Shape(h, r, c)
 
 
@@ -93,13 +93,13 @@ def divisors(number: int) -> list[int]:
 def traffic(problem: Problem, tile: Shape) -> PlannedTraffic:
     """Return the traffic of a problem on hosts that each hold a tile."""
     near, repeats = cropped(problem)
-    short, scale = downscaled(near)
-    counted = _count_exchanges(short, tile)
-    flows = {name: _scaled(getattr(counted, name), scale) for name in FLOWS}
-    wider = _width(near) / _width(short) if near.mask.reach < FAR else scale
+    sample, scale = downscaled(near)
+    sampled = _count_exchanges(sample, tile)
+    flows = {name: _scaled(getattr(sampled, name), scale) for name in FLOWS}
+    wider = _width(near) / _width(sample) if near.mask.reach < FAR else scale
     pairs = repeats * scale * wider
-    steps = tuple(step.times(pairs) for step in counted.steps)
-    return PlannedTraffic(**flows, pairs=counted.pairs.times(pairs), steps=steps)
+    steps = tuple(step.times(pairs) for step in sampled.steps)
+    return PlannedTraffic(**flows, pairs=sampled.pairs.times(pairs), steps=steps)
 
 
 FLOWS = ("rows", "both_ways", "columns", "hop", "hop_back")
@@ -119,14 +119,14 @@ def _count_exchanges(problem: Problem, tile: Shape) -> PlannedTraffic:
     size = problem.shape.queries
     source = torch.arange(size)
     # At step t of a ring, the rank t after the source holds its tokens; they came from the rank before.
-    at = [(source + t) % size for t in range(size + 1)]
-    onward = [_shift(ring[:, :, t], at[t - 1], at[t], across) for t in range(1, size)]
+    holders = [(source + t) % size for t in range(size + 1)]
+    onward = [_shift(ring[:, :, t], holders[t - 1], holders[t], across) for t in range(1, size)]
     further = [*ring.unbind(2)[2:], torch.zeros_like(ring[:, :, 0])][: size - 1]
     back = [
-        _shift(on, at[t], at[t + 1], across) + _shift(ring[:, :, t] - on, at[t], source, across)
+        _shift(on, holders[t], holders[t + 1], across) + _shift(ring[:, :, t] - on, holders[t], source, across)
         for t, on in zip(range(1, size), further, strict=True)
     ]
-    whole = pairs.sum(1)
+    rank_pairs = pairs.sum(1)
     steps = [pairs[source, (source - t) % size] for t in range(size)]
     return PlannedTraffic(
         rows=_flow([_lines(rows, down)], problem.shape.keys - 1, tile),
@@ -134,7 +134,7 @@ def _count_exchanges(problem: Problem, tile: Shape) -> PlannedTraffic:
         columns=_flow([_lines(columns, across, columns=True)], size - 1, tile),
         hop=_flow(onward, 1, tile),
         hop_back=_flow(back, 1, tile),
-        pairs=Pairs(float(whole.max()), float(whole.mean())),
+        pairs=Pairs(float(rank_pairs.max()), float(rank_pairs.mean())),
         steps=tuple(Pairs(float(step.max()), float(step.mean())) for step in steps),
     )
 
@@ -167,11 +167,11 @@ def _width(problem: Problem) -> float:
 def downscaled(problem: Problem) -> tuple[Problem, float]:
     """Return a shorter problem with the same proportions, and the ratio of the lengths."""
     ranks = problem.shape.ranks
-    most = max(SAMPLE, (16 if problem.mask.reach >= FAR else 64) * ranks)
+    most_tokens = max(SAMPLE, (16 if problem.mask.reach >= FAR else 64) * ranks)
     longest = max(problem.length, problem.key_length)
-    if longest <= most:
+    if longest <= most_tokens:
         return problem, 1.0
-    scale = longest / (most // (2 * ranks) * 2 * ranks)
+    scale = longest / (most_tokens // (2 * ranks) * 2 * ranks)
 
     def shorter(tokens: int) -> int:
         return tokens if tokens >= FAR else round(tokens / scale)
@@ -198,18 +198,18 @@ def count_tokens(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ranks = problem.shape.ranks
     q_chunk = _shards(problem.layout, problem.length, ranks) % (rows * columns)  # r * C + c
     k_chunk = _shards(problem.key_layout, problem.key_length, ranks) % (rows * columns)
-    first, last = problem.mask.bounds(torch.arange(problem.length))
+    start, last = problem.mask.bounds(torch.arange(problem.length))
     stop = (last + 1).clamp(max=problem.key_length)
-    first = torch.minimum(first, stop)
+    start = torch.minimum(start, stop)
     edges = torch.zeros(rows, problem.key_length + 1)
-    for bound, sign in ((first, 1.0), (stop, -1.0)):
+    for bound, sign in ((start, 1.0), (stop, -1.0)):
         edges.index_put_((q_chunk // columns, bound), torch.tensor(sign), accumulate=True)
     seeing = edges.cumsum(1)[:, :-1]  # (row, key)
     seen = seeing > 0.5
     before = torch.zeros(columns, problem.key_length + 1)
     before[k_chunk % columns, torch.arange(1, problem.key_length + 1)] = 1.0
     before = before.cumsum(1)
-    visible = before[:, stop] - before[:, first]  # (column, query)
+    visible = before[:, stop] - before[:, start]  # (column, query)
     pairs = torch.zeros(rows, rows * columns).index_add_(1, k_chunk, seeing).unflatten(1, (rows, columns))
     queries = _by_chunk(visible > 0.5, q_chunk, problem.shape).permute(1, 2, 0)
     keys = _by_chunk(seen, k_chunk, problem.shape).permute(2, 1, 0)
@@ -236,8 +236,8 @@ def _ring_tokens(seen: Tensor, chunk: Tensor, shape: Shape) -> Tensor:
     counts = torch.empty(shape.keys, shape.queries, shape.queries)
     for source in range(shape.queries):
         tokens = (chunk // shape.keys == source).nonzero().flatten()
-        needed = seen[:, tokens].roll(-source, 0).flip(0).float().cummax(0).values.flip(0)  # (step, token)
-        columns = torch.zeros(shape.queries, shape.keys).index_add_(1, chunk[tokens] % shape.keys, needed)
+        is_needed = seen[:, tokens].roll(-source, 0).flip(0).float().cummax(0).values.flip(0)  # (step, token)
+        columns = torch.zeros(shape.queries, shape.keys).index_add_(1, chunk[tokens] % shape.keys, is_needed)
         counts[:, source] = columns.T
     return counts
 
@@ -254,14 +254,14 @@ def _lines(counts: Tensor, tile: int, *, columns: bool = False) -> Tensor:
     return torch.stack(parts).mT if columns else torch.stack(parts)
 
 
-def _shift(held: Tensor, source: Tensor, target: Tensor, tile: int) -> Tensor:
+def _shift(tokens: Tensor, source: Tensor, target: Tensor, tile: int) -> Tensor:
     """Return the exchange of tokens (column, n), sent from row `source[n]` to row `target[n]`."""
     near = source // tile == target // tile
-    parts = []
-    for moving in (held * near, held * ~near):
+    loads = []
+    for moving in (tokens * near, tokens * ~near):
         sides = ((source, moving), (target, moving), (source, (moving > 0.5).float()))
-        parts.append(torch.stack([torch.zeros_like(held).index_copy_(1, index, x) for index, x in sides]))
-    return torch.stack(parts).mT
+        loads.append(torch.stack([torch.zeros_like(tokens).index_copy_(1, index, x) for index, x in sides]))
+    return torch.stack(loads).mT
 
 
 def _flow(exchanges: list[Tensor], peers: int, tile: Shape) -> Flow:
@@ -272,11 +272,11 @@ def _flow(exchanges: list[Tensor], peers: int, tile: Shape) -> Flow:
     return Flow(inside, between, peers)
 
 
-def _load(both: Tensor, tile: Shape) -> Load:
+def _load(counts: Tensor, tile: Shape) -> Load:
     """Return the mean load of exchanges, from counts (exchange, (out, in, messages), r, c)."""
-    both, messages = both[:, :2], both[:, 2].sum((1, 2)).mean()
-    hosts = both.unflatten(2, (-1, tile.queries)).unflatten(4, (-1, tile.keys)).sum((3, 5))
-    total = both[:, 0].sum((1, 2))
-    rank = both.flatten(1).amax(1)
+    counts, messages = counts[:, :2], counts[:, 2].sum((1, 2)).mean()
+    hosts = counts.unflatten(2, (-1, tile.queries)).unflatten(4, (-1, tile.keys)).sum((3, 5))
+    total = counts[:, 0].sum((1, 2))
+    rank = counts.flatten(1).amax(1)
     host = hosts.flatten(1).amax(1)
     return Load(float(total.mean()), float(rank.mean()), float(host.mean()), float(messages))

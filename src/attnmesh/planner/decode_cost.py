@@ -84,10 +84,10 @@ class Experts(NamedTuple):
         return self.weights / self.each * (distinct if ranks == 1 else ceil(distinct / ranks))
 
 
-def add_weights(read: float, used: float, rows: int, itemsize: int, cluster: Cluster, total: Cost) -> None:
+def add_weights(read_bytes: float, used_bytes: float, rows: int, itemsize: int, cluster: Cluster, total: Cost) -> None:
     """Add the time of weights: bytes are read once, and those that each row uses are multiplied with all rows."""
-    products = FLOPS * rows * used / itemsize / cluster.device.forward_rate
-    total.add_stage("weights", max(read / cluster.device.memory_rate, products))
+    product_seconds = FLOPS * rows * used_bytes / itemsize / cluster.device.forward_rate
+    total.add_stage("weights", max(read_bytes / cluster.device.memory_rate, product_seconds))
 
 
 def add_small_calls(layers: int, cluster: Cluster, total: Cost) -> None:
@@ -100,11 +100,11 @@ def add_outputs(shared: SharedLayers, ranks: int, rows: int, cluster: Cluster, t
     """Add the exchanges of outputs. Ranks of a host read those of the others from shared memory; hosts send them."""
     if cluster.hosts > 1:
         for outputs in shared.outputs:
-            one = Cost()
+            price = Cost()
             message = Payload(OUTPUT_BYTES * rows * outputs / ranks, 0)
-            MERGES["direct"].price(MergeGroup(ranks, cluster.ranks), message, cluster, one)
-            total.add_stage("outputs", one.seconds)
-            total.add_traffic(one.inside, one.between, one.messages)
+            MERGES["direct"].price(MergeGroup(ranks, cluster.ranks), message, cluster, price)
+            total.add_stage("outputs", price.seconds)
+            total.add_traffic(price.inside, price.between, price.messages)
         return
     exchanges = shared.exchanges(ranks, rows)
     device = cluster.device
@@ -122,8 +122,8 @@ def add_results(experts: Experts, ranks: int, size: float, cluster: Cluster, tot
     link = cluster.inside if cluster.hosts == 1 else cluster.between
     rate = (device.copy_rate or device.memory_rate) if cluster.hosts == 1 else link.rate
     total.add_stage("results", layers * (MERGE_CALLS * device.call + link.merge_latency + received / rate))
-    sent = layers * ranks * received
-    total.add_traffic(sent * (cluster.hosts == 1), sent * (cluster.hosts > 1), 0)
+    sent_bytes = layers * ranks * received
+    total.add_traffic(sent_bytes * (cluster.hosts == 1), sent_bytes * (cluster.hosts > 1), 0)
 
 
 def decode_cost(way: Way, workload: Workload, cluster: Cluster) -> Cost:
@@ -133,14 +133,16 @@ def decode_cost(way: Way, workload: Workload, cluster: Cluster) -> Cost:
     queries = workload.q_len or 1
     rows = queries * workload.batch * workload.q_heads / shape.heads
     total = Cost()
-    seen = _most_seen(way, workload, cluster)
+    tokens = _most_seen(way, workload, cluster)
     reads = 1
     if workload.selected is not None:  # each query reads its own
-        seen = min(seen, ceil(workload.selected.tokens / group.ranks))
+        tokens = min(tokens, ceil(workload.selected.tokens / group.ranks))
         reads = queries
-    read = reads * seen / workload.kept * workload.kept_bytes / workload.layers / shape.heads / device.memory_rate
-    products = 2 * rows * seen * sum(workload.decoded) / device.forward_rate
-    total.add_stage("kernel", device.call + max(read, products))
+    read_seconds = (
+        reads * tokens / workload.kept * workload.kept_bytes / workload.layers / shape.heads / device.memory_rate
+    )
+    product_seconds = 2 * rows * tokens * sum(workload.decoded) / device.forward_rate
+    total.add_stage("kernel", device.call + max(read_seconds, product_seconds))
     merge = MERGES[way.exchange]
     if merge.pattern is Pattern.COLLECTIVE:
         add_agreement(way, cluster, total)
@@ -163,9 +165,9 @@ def selection_cost(way: Way, workload: Workload, selected: Selected, cluster: Cl
     device = cluster.device
     queries = workload.q_len or 1
     keys = workload.batch * _most_seen(way, workload, cluster)
-    read = keys * selected.index_dim * workload.itemsize / device.memory_rate
-    products = 2 * queries * selected.index_heads * keys * selected.index_dim / device.forward_rate
-    total.add_stage("score", device.call + max(read, products))
+    read_seconds = keys * selected.index_dim * workload.itemsize / device.memory_rate
+    product_seconds = 2 * queries * selected.index_heads * keys * selected.index_dim / device.forward_rate
+    total.add_stage("score", device.call + max(read_seconds, product_seconds))
     message = workload.batch * queries * selected.heads * selected.k * CANDIDATE_BYTES
     add_tree("candidates", group, message, cluster, total)
     return total
@@ -173,13 +175,13 @@ def selection_cost(way: Way, workload: Workload, selected: Selected, cluster: Cl
 
 def _most_seen(way: Way, workload: Workload, cluster: Cluster) -> int:
     """Return the tokens that the new queries see on the rank that takes longest, at the rate of the slowest rank."""
-    first, _ = workload.mask.bounds(torch.tensor([max(0, workload.length - (workload.q_len or 1))]))
-    seen = workload.length - int(first)
+    first_key, _ = workload.mask.bounds(torch.tensor([max(0, workload.length - (workload.q_len or 1))]))
+    tokens = workload.length - int(first_key)
     shape = way.shape
     turns = turns_of(way)
     slower = [min(cluster.rates) / rate for rate in cluster.rates] if shape.heads == 1 and cluster.rates else []
-    each = zip(turns, slower or [1.0] * len(turns), strict=True)
-    return ceil(max(min(seen, ceil(seen / turn.period) * turn.width) * times for turn, times in each))
+    by_rank = zip(turns, slower or [1.0] * len(turns), strict=True)
+    return ceil(max(min(tokens, ceil(tokens / turn.period) * turn.width) * times for turn, times in by_rank))
 
 
 def _gather_heads(way: Way, size: float, cluster: Cluster, total: Cost) -> None:

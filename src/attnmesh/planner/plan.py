@@ -185,19 +185,19 @@ class Plan:
         return index_cost(self._way, self.workload, self.cluster)
 
     def _selection_line(self) -> str:
-        found, layers = self.selection, self.workload.indexers
+        price, layers = self.selection, self.workload.indexers
         messages = "candidates" if self.workload.phase == "decode" else "index keys"
-        sent = f"{messages} send {in_bytes(found.inside + found.between)}, " if self.shape.ranks > 1 else ""
+        sent = f"{messages} send {in_bytes(price.inside + price.between)}, " if self.shape.ranks > 1 else ""
         held = "index keys and selected indices take" if self.workload.phase != "decode" else "index keys take"
-        return f"Indexers ({layers}) take {in_seconds(found.seconds)}: {sent}{held} {in_bytes(found.memory)} a rank."
+        return f"Indexers ({layers}) take {in_seconds(price.seconds)}: {sent}{held} {in_bytes(price.memory)} a rank."
 
     def _recurrent_line(self) -> str:
         scan, halo, memory = self.recurrent
         layers = sum(kind.layers for kind in self.workload.recurrent_kinds)
-        named = {"scans": (scan, scan.inside + scan.between), "halos": (halo, halo.inside + halo.between)}
-        sent = [f"{name} send {in_bytes(x)} in {in_seconds(one.seconds)}" for name, (one, x) in named.items() if x]
-        what = f"are included: {', '.join(sent)}" if sent else "send nothing"
-        return f"Recurrent layers ({layers}) {what}; each rank holds {in_bytes(memory)} of states."
+        exchanges = {"scans": (scan, scan.inside + scan.between), "halos": (halo, halo.inside + halo.between)}
+        sends = [f"{name} send {in_bytes(x)} in {in_seconds(one.seconds)}" for name, (one, x) in exchanges.items() if x]
+        clause = f"are included: {', '.join(sends)}" if sends else "send nothing"
+        return f"Recurrent layers ({layers}) {clause}; each rank holds {in_bytes(memory)} of states."
 
     def _sent(self) -> str:
         return f"{in_bytes(self.bytes.between)} between hosts and {in_bytes(self.bytes.inside)} inside hosts"
@@ -214,13 +214,15 @@ class Plan:
     def _comparison(self, other: "Plan") -> str:
         """Return which plan is faster, and the stage that makes most of the difference."""
         ahead, behind = sorted((self, other), key=lambda plan: plan.seconds)
-        names = [one.name if ahead.name != behind.name else f"{one.name} in {one.layout}" for one in (ahead, behind)]
+        names = [
+            plan.name if ahead.name != behind.name else f"{plan.name} in {plan.layout}" for plan in (ahead, behind)
+        ]
         if behind.seconds < 1.005 * ahead.seconds:
             return f"{names[0]} and {names[1]} take the same time, within half a percent."
-        one, two = dict(ahead.parts), dict(behind.parts)
-        differences = {name: two.get(name, 0.0) - one.get(name, 0.0) for name in {**one, **two}}
+        fast, slow = dict(ahead.parts), dict(behind.parts)
+        differences = {name: slow.get(name, 0.0) - fast.get(name, 0.0) for name in {**fast, **slow}}
         stage = max(differences, key=lambda name: differences[name])
-        times = [in_seconds(parts.get(stage, 0.0)) for parts in (one, two)]
+        times = [in_seconds(parts.get(stage, 0.0)) for parts in (fast, slow)]
         lines = [
             f"{names[0]} is {_times(behind.seconds, ahead.seconds)} as fast as {names[1]}, mainly because "
             f"{STAGES[stage]} takes {times[0]} instead of {times[1]}."
@@ -287,23 +289,23 @@ def plan(workload: Workload, cluster: Cluster, *, progress: Callable[[int, int],
     require(fits, ClusterError, "plan", "a Workload and a Cluster", given, fix)
     expected, fix = f"a cluster of at most {MAX_RANKS:,} ranks", "plan for a part of it, with Cluster.sized"
     require(cluster.world <= MAX_RANKS, ClusterError, "plan", expected, f"{cluster.world:,}", fix)
-    found = list(all_ways(workload, cluster))
+    ways = list(all_ways(workload, cluster))
     plans = []
-    for number, way in enumerate(found, 1):
+    for number, way in enumerate(ways, 1):
         shape, tile, layout, exchange = way
         price = cost(way, workload, cluster)
-        sent = Bytes(price.inside, price.between)
+        sent_bytes = Bytes(price.inside, price.between)
         parts = tuple(price.parts.items())
-        figures = price.seconds, sent, price.messages, price.memory, parts
+        figures = price.seconds, sent_bytes, price.messages, price.memory, parts
         plans.append(Plan(shape, exchange, layout, tile, *figures, workload, cluster))
         if progress is not None:
-            progress(number, len(found))
+            progress(number, len(ways))
     fitting = [one for one in plans if _fits(one)]
     if not fitting:
         raise _memory_error(min(one.memory for one in plans), workload, cluster)
-    best, *others = sorted(fitting, key=lambda one: (one.seconds, one.bytes.between, one.memory))
-    runner_up = next((one for one in others if one.shape != best.shape), others[0] if others else None)
-    return [replace(best, runner_up=runner_up), *(replace(other, runner_up=best) for other in others)]
+    fastest, *slower = sorted(fitting, key=lambda one: (one.seconds, one.bytes.between, one.memory))
+    runner_up = next((one for one in slower if one.shape != fastest.shape), slower[0] if slower else None)
+    return [replace(fastest, runner_up=runner_up), *(replace(other, runner_up=fastest) for other in slower)]
 
 
 def all_ways(workload: Workload, cluster: Cluster) -> Iterator[Way]:
@@ -339,34 +341,34 @@ def layouts_for(workload: Workload, shape: Shape, cluster: Cluster) -> list[Layo
     return [layout for layout in layouts if not (workload.recurrent and isinstance(layout, Packed))]
 
 
-def _fits(one: Plan) -> bool:
+def _fits(plan: Plan) -> bool:
     """Return whether each rank has the memory that it needs."""
-    cluster = one.cluster
-    fits = one.memory <= one.cluster.device.memory
-    if one.workload.phase != "decode" or not cluster.memories or one.shape.keys < cluster.world:
+    cluster = plan.cluster
+    fits = plan.memory <= plan.cluster.device.memory
+    if plan.workload.phase != "decode" or not cluster.memories or plan.shape.keys < cluster.world:
         return fits
-    held = cached_bytes(one._way, one.workload)
-    return all(needed <= free for needed, free in zip(held, cluster.memories, strict=True))
+    rank_bytes = cached_bytes(plan._way, plan.workload)
+    return all(needed <= free for needed, free in zip(rank_bytes, cluster.memories, strict=True))
 
 
 def _exchanges(workload: Workload, shape: Shape) -> list[str]:
     """Return the exchanges that differ on this shape: one group is no pipeline, and one rank of queries no ring."""
     if workload.phase == "decode":
         return list(MERGES)[: 1 if shape.queries * shape.keys == 1 else None]
-    found = ["bulk"]
+    exchanges = ["bulk"]
     if EXCHANGES["pipelined"].head_groups(shape, workload.travelling[0]) > 1 and shape.ranks > 1:
-        found.append("pipelined")
-    return found + ["ring"] * (shape.queries > 1)
+        exchanges.append("pipelined")
+    return exchanges + ["ring"] * (shape.queries > 1)
 
 
-def _memory_error(least: float, workload: Workload, cluster: Cluster) -> ClusterError:
-    """Return an error with the number of hosts whose memory would do, where `least` bytes per rank are too many."""
-    most = cluster.device.memory
-    over = f"{(least - most) / 1e9:,.1f} GB too many"
-    given = f"{least / 1e9:,.1f} GB without weights in the plan that needs least, {over}, on {cluster.world} ranks"
-    left = most - workload.state_bytes  # of which every rank holds all
-    hosts = ceil(min_memory(workload) / max(1.0, left) / cluster.ranks)
-    many = hosts * cluster.ranks > MAX_RANKS
-    fix = "take fewer tokens" if many else f"take about {hosts:,} hosts, more for the weights, or fewer tokens"
-    fix = "take fewer sequences or smaller states" if left < 0 else fix
-    return ClusterError(f"plan for {workload.phase}", f"at most {most / 1e9:,.1f} GB a rank", given, fix)
+def _memory_error(rank_bytes: float, workload: Workload, cluster: Cluster) -> ClusterError:
+    """Return an error with the number of hosts whose memory would do, where so many bytes of a rank are too many."""
+    memory = cluster.device.memory
+    over = f"{(rank_bytes - memory) / 1e9:,.1f} GB too many"
+    given = f"{rank_bytes / 1e9:,.1f} GB without weights in the plan that needs least, {over}, on {cluster.world} ranks"
+    free = memory - workload.state_bytes  # of which every rank holds all
+    hosts = ceil(min_memory(workload) / max(1.0, free) / cluster.ranks)
+    too_many = hosts * cluster.ranks > MAX_RANKS
+    fix = "take fewer tokens" if too_many else f"take about {hosts:,} hosts, more for the weights, or fewer tokens"
+    fix = "take fewer sequences or smaller states" if free < 0 else fix
+    return ClusterError(f"plan for {workload.phase}", f"at most {memory / 1e9:,.1f} GB a rank", given, fix)

@@ -54,12 +54,12 @@ def index_memory(shape: Shape, workload: Workload) -> float:
     selected, phase = workload.selected, workload.phase
     if selected is None:
         return 0.0
-    kept = 0.0 if phase == "training" else workload.index_bytes / shape.ranks
+    index_keys = 0.0 if phase == "training" else workload.index_bytes / shape.ranks
     if phase == "decode":
-        return kept
+        return index_keys
     arriving = workload.batch * workload.length * selected.index_dim * workload.itemsize
     indices = workload.batch * workload.length / shape.ranks * selected.heads * selected.k * INDEX_BYTES
-    return kept + arriving + indices * (workload.indexers if phase == "training" else 1)
+    return index_keys + arriving + indices * (workload.indexers if phase == "training" else 1)
 
 
 def min_memory(workload: Workload) -> float:

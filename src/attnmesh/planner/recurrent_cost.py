@@ -33,9 +33,9 @@ class RecurrentCost(NamedTuple):
 
     def add_to(self, total: Cost) -> None:
         """Add the stages "scan" and "halo", their traffic, and the states."""
-        for name, one in (("scan", self.scan), ("halo", self.halo)):
-            total.add_stage(name, one.seconds)
-            total.add_traffic(one.inside, one.between, one.messages)
+        for name, price in (("scan", self.scan), ("halo", self.halo)):
+            total.add_stage(name, price.seconds)
+            total.add_traffic(price.inside, price.between, price.messages)
         total.memory += self.memory
 
 
@@ -109,9 +109,9 @@ def _messages(sources: Tensor, targets: Tensor, hosts: Tensor) -> Messages:
     """Return the loads of messages from each source to its target."""
     near = hosts[sources] == hosts[targets]
 
-    def load(chosen: Tensor) -> Load:
-        sides = sources[chosen], targets[chosen]
-        total = float(chosen.sum())
+    def load(subset: Tensor) -> Load:
+        sides = sources[subset], targets[subset]
+        total = float(subset.sum())
         rank, host = (
             max((float(torch.bincount(side).max()) for side in ends if len(side)), default=0.0)
             for ends in (sides, [hosts[side] for side in sides])

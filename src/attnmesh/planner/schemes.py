@@ -61,10 +61,10 @@ def best_by_scheme(workload: Workload, cluster: Cluster) -> Schemes:
 
 def best_of(plans: Iterable[Plan]) -> dict[str, Plan]:
     """Return the first plan of each scheme, from plans sorted by time."""
-    best: dict[str, Plan] = {}
-    for one in plans:
-        best.setdefault(one.known_as, one)
-    return best
+    by_scheme: dict[str, Plan] = {}
+    for proposal in plans:
+        by_scheme.setdefault(proposal.known_as, proposal)
+    return by_scheme
 
 
 def lengths(length: int) -> list[int]:
@@ -73,10 +73,10 @@ def lengths(length: int) -> list[int]:
     >>> lengths(100_000)
     [8192, 32768, 100000, 131072]
     """
-    found = [8192]
-    while found[-1] < length:
-        found.append(4 * found[-1])
-    return sorted({*found, length})
+    powers = [8192]
+    while powers[-1] < length:
+        powers.append(4 * powers[-1])
+    return sorted({*powers, length})
 
 
 def doubling(most: int) -> list[int]:

@@ -134,12 +134,12 @@ def serving(model: ModelSizes, cluster: Cluster, shape: Shape | None = None) -> 
     shardings = [sharding for sharding in shardings if share_evenly(cluster.ranks, sharding.tp)]
     if shape is not None:
         shardings = [sharding for sharding in shardings if shape.ranks * sharding.tp == world and not sharding.is_joint]
-    found = [_serving(model, cluster, sharding, shape) for sharding in shardings]
+    plans = [_serving(model, cluster, sharding, shape) for sharding in shardings]
     given = f"{q_heads}/{kv_heads} heads on {world}"
-    require(bool(found), ClusterError, "plan", "ranks that divide the heads", given, "take another number of ranks")
+    require(bool(plans), ClusterError, "plan", "ranks that divide the heads", given, "take another number of ranks")
     if cluster.hosts == 1 < world and shape is None:
-        found.append(_serving(model, _one_rank(cluster), WeightSharding(1), None))
-    return sorted(found, key=lambda one: (not one.fits, one.seconds, one.first or 0.0, -one.ranks))
+        plans.append(_serving(model, _one_rank(cluster), WeightSharding(1), None))
+    return sorted(plans, key=lambda one: (not one.fits, one.seconds, one.first or 0.0, -one.ranks))
 
 
 def chosen(plans: Sequence[ServingPlan], ranks: int, tp: int = 1, together: bool | None = None) -> ServingPlan:
@@ -191,13 +191,13 @@ def _serving(model: ModelSizes, cluster: Cluster, sharding: WeightSharding, shap
     """Return a way with its price, on this shape of attention or on the best."""
     attention = _attention(model.workload, cluster, sharding, shape)
     shape = shape or _shape_of_prompts(attention, sharding)
-    step, read = _layers_cost(model, cluster, sharding, max(shape) if sharding.together else 1)
+    step, read_bytes = _layers_cost(model, cluster, sharding, max(shape) if sharding.together else 1)
     weights = _held(model, cluster, sharding)
     keys, tokens = _room(model, cluster.device.memory - weights, attention)
     seconds = attention.seconds + step.seconds
     parts = (*attention.parts, *step.parts.items())
-    first = _first_seconds(model, cluster, sharding, attention, shape)
-    return ServingPlan(sharding, shape, attention, weights, read, keys, tokens, seconds, parts, first)
+    first_seconds = _first_seconds(model, cluster, sharding, attention, shape)
+    return ServingPlan(sharding, shape, attention, weights, read_bytes, keys, tokens, seconds, parts, first_seconds)
 
 
 def _attention(work: Workload, cluster: Cluster, sharding: WeightSharding, shape: Shape | None) -> Plan:
@@ -241,24 +241,24 @@ def _layers_cost(model: ModelSizes, cluster: Cluster, sharding: WeightSharding, 
     total = Cost()
     rows = model.rows
     itemsize = model.workload.itemsize
-    read = used = float(model.weights(sharding.tp, sharding.is_joint))
-    split = read / model.weights(1, False)  # a rank's part of the experts, too
+    read_bytes = used_bytes = float(model.weights(sharding.tp, sharding.is_joint))
+    share = read_bytes / model.weights(1, False)  # a rank's part of the experts, too
     if together > 1 and model.shared is not None:
-        read = used = read - model.shared.weights * (together - 1) / together
+        read_bytes = used_bytes = read_bytes - model.shared.weights * (together - 1) / together
         add_outputs(model.shared, together, rows, cluster, total)
     if (experts := model.experts) is not None:
         ranks = together if experts.shared_layers else 1
-        read -= (experts.weights - experts.read(rows, ranks)) * split
-        used -= (experts.weights - experts.used / ranks) * split
+        read_bytes -= (experts.weights - experts.read(rows, ranks)) * share
+        used_bytes -= (experts.weights - experts.used / ranks) * share
         if ranks > 1:
             add_results(experts, ranks, rows * experts.chosen * model.hidden * itemsize, cluster, total)
-    add_weights(read, used, rows, itemsize, cluster, total)
+    add_weights(read_bytes, used_bytes, rows, itemsize, cluster, total)
     add_small_calls(model.layers, cluster, total)
     if sharding.tp > 1:
         reduced = rows * model.hidden * itemsize
         group = _group(sharding, cluster)
         total.add_stage("all-reduces", ALL_REDUCES * model.layers * all_reduce_seconds(group, reduced, cluster))
-    return total, read
+    return total, read_bytes
 
 
 def _group(sharding: WeightSharding, cluster: Cluster) -> MergeGroup:
@@ -272,13 +272,13 @@ def _shape_of_prompts(attention: Plan, sharding: WeightSharding) -> Shape:
     if sharding.is_joint:
         return step
     kv_heads = work.travelling[0]
-    others = step.queries * step.keys
-    shapes = [Shape(step.heads, queries, others // queries) for queries in divisors(others)]
+    token_ranks = step.queries * step.keys
+    shapes = [Shape(step.heads, queries, token_ranks // queries) for queries in divisors(token_ranks)]
     if _on_one_axis(sharding):
-        shapes = [one for one in shapes if max(one) == others]
+        shapes = [shape for shape in shapes if max(shape) == token_ranks]
     if work.selected is not None:
-        shapes = [one for one in shapes if one.keys == 1]
-    return min(shapes, key=lambda one: sum(elements(one, work.q_heads, kv_heads, training=False)))
+        shapes = [shape for shape in shapes if shape.keys == 1]
+    return min(shapes, key=lambda shape: sum(elements(shape, work.q_heads, kv_heads, training=False)))
 
 
 def _first_seconds(
@@ -290,15 +290,15 @@ def _first_seconds(
     work = replace(step.workload, phase="prefill", q_len=None, storage=None)
     tokens = work.batch * work.length
     world = cluster.world
-    ways = [one for one in all_ways(work, step.cluster) if one.shape == shape]
-    seconds = min(cost(one, work, step.cluster).seconds for one in ways)
+    ways = [way for way in all_ways(work, step.cluster) if way.shape == shape]
+    seconds = min(cost(way, work, step.cluster).seconds for way in ways)
     seconds += FLOPS * model.active * tokens / world / cluster.device.forward_rate
     if sharding.tp > 1:
         group = _group(sharding, cluster)
         links = (cluster.inside.rate, cluster.between.host_rate)  # a long message leaves by all cards of a host
         rate = links[0] if group.ranks <= cluster.ranks else links[1] if group.near == 1 else min(links)
-        sent = 2 * (group.ranks - 1) / world * tokens * model.hidden * work.itemsize / rate
-        seconds += ALL_REDUCES * model.layers * (sent + all_reduce_seconds(group, 0, cluster))
+        transfer = 2 * (group.ranks - 1) / world * tokens * model.hidden * work.itemsize / rate
+        seconds += ALL_REDUCES * model.layers * (transfer + all_reduce_seconds(group, 0, cluster))
     return seconds
 
 

@@ -167,7 +167,7 @@ def training(model: TrainedModel, cluster: Cluster, method: Method = STOCK) -> l
     contexts = [context for context in divisors(cluster.world) if _fits_hosts(cluster, context)]
     ways = [_training_on(model, cluster, context, method) for context in contexts]
     length = model.workload.length
-    return sorted(ways, key=lambda one: (one.tokens < length, one.plan.seconds * one.context, one.context))
+    return sorted(ways, key=lambda way: (way.tokens < length, way.plan.seconds * way.context, way.context))
 
 
 def _fits_hosts(cluster: Cluster, context: int) -> bool:
@@ -179,8 +179,8 @@ def _training_on(model: TrainedModel, cluster: Cluster, context: int, method: Me
     """Return the way in which so many ranks share each sequence."""
     work = model.workload
     hosts = max(1, context // cluster.ranks)
-    part = replace(cluster.sized(hosts, context // hosts), device=replace(cluster.device, memory=UNLIMITED_MEMORY))
-    best = plan(work, part)[0]
+    machines = replace(cluster.sized(hosts, context // hosts), device=replace(cluster.device, memory=UNLIMITED_MEMORY))
+    attention = plan(work, machines)[0]
     tokens = work.batch * ceil(work.length / context)
     kinds = [_beside_ddp] if method.ddp else [_beside_fsdp]
     if cluster.world == 1 and not method.ddp:  # FSDP2 of torchrun's one rank; python's one process goes without
@@ -189,10 +189,10 @@ def _training_on(model: TrainedModel, cluster: Cluster, context: int, method: Me
     states, gradients = _state_bytes(model, cluster, method.ddp)
     width = WEIGHT_BYTES if casts or model.adapter else work.itemsize  # embeddings, or adapters, are of float32
     inputs = tokens * model.layers * model.hidden * width
-    first = inputs / model.layers
-    here, host = (first, inputs) if method.offload else (inputs, 0.0)
+    layer_input = inputs / model.layers
+    on_device, host = (layer_input, inputs) if method.offload else (inputs, 0.0)
     hidden = tokens * HIDDEN_BYTES * model.hidden
-    layer = _layer_bytes(model, best, tokens, width)
+    layer = _layer_bytes(model, attention, tokens, width)
     keys = method.rollout * replace(work, phase="prefill").kept_bytes / context
     logits = [float(tokens * model.vocabulary * size) for size in LOGIT_BYTES]
     tiles = [0.0] * len(LOGIT_BYTES)
@@ -202,34 +202,34 @@ def _training_on(model: TrainedModel, cluster: Cluster, context: int, method: Me
         tiles = [_tile_bytes(model, tokens, size * on_host, casts) for size in TILE_HOST_BYTES]
     beside = [max(sizes) for sizes in zip(*(kind(model, cluster, method.loss) for kind in kinds), strict=True)]
     fixed = [states + size + tile for size, tile in zip_longest((*beside, 0.0), tiles, fillvalue=0.0)]
-    growing = *(here + hidden + size for size in logits), here + layer, first + layer, hidden, keys
-    most = min((cluster.device.memory - one) / size for one, size in zip(fixed, growing, strict=True) if size)
+    growing = *(on_device + hidden + size for size in logits), on_device + layer, layer_input + layer, hidden, keys
+    ratio = min((cluster.device.memory - one) / size for one, size in zip(fixed, growing, strict=True) if size)
     moments = dict(zip(MOMENTS, map(sum, zip(fixed, growing, strict=True)), strict=True))
-    sizes = states, gradients, here, layer, tiles[1] + hidden + logits[1], host, keys
-    return Training(cluster.world // context, context, best, *sizes, max(0, int(work.length * most)), moments)
+    sizes = states, gradients, on_device, layer, tiles[1] + hidden + logits[1], host, keys
+    return Training(cluster.world // context, context, attention, *sizes, max(0, int(work.length * ratio)), moments)
 
 
-def _layer_bytes(model: TrainedModel, best: Plan, tokens: int, width: int) -> float:
+def _layer_bytes(model: TrainedModel, attention: Plan, tokens: int, width: int) -> float:
     """Return the bytes of the layer that is computed again, whose input has values of `width` bytes.
 
     In the backward pass its feed-forward network and the exchange of its attention follow each other.
     """
     work = model.workload
-    plans = [one for one in plan(replace(work, layers=1), best.cluster) if one.shape == best.shape]
-    one = min(plans, key=attrgetter("memory"))
-    exchange = layer_memory(Way(one.shape, one.tile, one.layout, one.exchange), work.one_layer, 0, 0)
+    plans = [layer for layer in plan(replace(work, layers=1), attention.cluster) if layer.shape == attention.shape]
+    layer = min(plans, key=attrgetter("memory"))
+    exchange = layer_memory(Way(layer.shape, layer.tile, layer.layout, layer.exchange), work.one_layer, 0, 0)
     inner = INNER_VALUES * work.itemsize + (WEIGHT_BYTES if model.adapter else 0)  # an adapter reads float32
     hidden = HIDDEN_BYTES + HIDDEN_VALUES * (width - work.itemsize)
-    return one.memory + tokens * hidden * model.hidden + max(0.0, tokens * inner * model.inner - exchange)
+    return layer.memory + tokens * hidden * model.hidden + max(0.0, tokens * inner * model.inner - exchange)
 
 
 def _state_bytes(model: TrainedModel, cluster: Cluster, ddp: bool) -> tuple[float, float]:
     """Return a rank's bytes of weights and optimizer, with DDP's buckets for gradients; and of gradients."""
     gradients = WEIGHT_BYTES * model.trained
-    kept = 8 * ROW if cluster.on_cpus else 0  # weights of digests
+    digests = 8 * ROW if cluster.on_cpus else 0  # weights of digests
     if ddp:
-        return model.state_bytes + (gradients if cluster.world > 1 else 0) + kept, gradients
-    return model.state_bytes / cluster.world + kept, gradients / cluster.world
+        return model.state_bytes + (gradients if cluster.world > 1 else 0) + digests, gradients
+    return model.state_bytes / cluster.world + digests, gradients / cluster.world
 
 
 def _beside_ddp(model: TrainedModel, cluster: Cluster, loss: str) -> tuple[float, ...]:
@@ -264,15 +264,15 @@ def _beside_fsdp(model: TrainedModel, cluster: Cluster, loss: str) -> tuple[floa
     head, layer = size * model.head, size * model.layer
     trained_head, trained_layer = model.trained_parts
     gradients = WEIGHT_BYTES * (model.trained - trained_head) / world
-    sent = size * trained_head
+    sent_head = size * trained_head
     gradient = WEIGHT_BYTES * trained_head if loss == "fused" else 0
-    reduced = (2 + cluster.on_cpus) * sent + (sent + WEIGHT_BYTES * trained_head) / world  # gloo sends a copy
+    reduced = (2 + cluster.on_cpus) * sent_head + (sent_head + WEIGHT_BYTES * trained_head) / world  # gloo sends a copy
     return (
         head * (1 if model.tied or world == 1 else 2),
         head + layer + gradient,
-        layer + max(reduced, head + sent + gradient),
-        WEIGHT_BYTES * trained_head / world + sent + 2 * layer + size * trained_layer,
-        gradients + head + (sent if model.tied else 0) + layer + 2 * size * trained_layer,
+        layer + max(reduced, head + sent_head + gradient),
+        WEIGHT_BYTES * trained_head / world + sent_head + 2 * layer + size * trained_layer,
+        gradients + head + (sent_head if model.tied else 0) + layer + 2 * size * trained_layer,
         gradients + reduced,
     )
 

@@ -186,8 +186,8 @@ class Workload:
         heads, columns = self.travelling
         row = columns * self.itemsize
         if self.storage is not None:
-            parts = (self.head_dim, self.values) if self.latent is None else (sum(self.latent),)
-            row = sum(map(STORAGES[self.storage].row_width, parts))
+            widths = (self.head_dim, self.values) if self.latent is None else (sum(self.latent),)
+            row = sum(map(STORAGES[self.storage].row_width, widths))
         return self.layers * self.batch * self.kept * heads * row
 
     @property
@@ -276,13 +276,13 @@ class Workload:
         width = f"{self.head_dim}" if self.value_dim is None else f"{self.head_dim} and {self.value_dim}"
         mask = {Causal(): "causal", Full(): "no mask"}.get(self.mask, repr(self.mask))
         counts = {"batch of {}": self.batch, "{} layers": self.layers, "{} new tokens": self.q_len or 1}
-        more = [words.format(count) for words, count in counts.items() if count > 1]
-        more += [] if self.storage is None else [f"cached in {self.storage}"]
+        extras = [words.format(count) for words, count in counts.items() if count > 1]
+        extras += [] if self.storage is None else [f"cached in {self.storage}"]
         heads = f"{self.q_heads}/{self.kv_heads} heads of {width}"
         heads += "" if self.latent is None else f", latents of {self.latent[0]} and {self.latent[1]}"
-        more = [*([] if self.selected is None else [self.selected.title]), *more]
-        more += [kind.title for kind in self.recurrent_kinds]
-        return ", ".join((self.phase, f"{self.length:,} tokens", heads, str(self.dtype), mask, *more))
+        extras = [*([] if self.selected is None else [self.selected.title]), *extras]
+        extras += [kind.title for kind in self.recurrent_kinds]
+        return ", ".join((self.phase, f"{self.length:,} tokens", heads, str(self.dtype), mask, *extras))
 
 
 def runs_per_shard(subject: str, layout: Layout) -> int:

@@ -131,6 +131,6 @@ def workload_preset(name: str, **changes: Any) -> Workload:
     75600
     """
     check_choice("workload", name, tuple(WORKLOADS), f"pass {next(iter(WORKLOADS))!r}")
-    found = WORKLOADS[name]
-    sizes = {"layers": found.layers, "length": found.length, "phase": "prefill", "mask": Full()}
-    return Workload(found.heads, found.heads, found.head_dim, **{**sizes, **changes})
+    preset = WORKLOADS[name]
+    sizes = {"layers": preset.layers, "length": preset.length, "phase": "prefill", "mask": Full()}
+    return Workload(preset.heads, preset.heads, preset.head_dim, **{**sizes, **changes})

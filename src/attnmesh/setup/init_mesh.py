@@ -57,18 +57,18 @@ def init_mesh(
         fits = device_type != "cuda" or torch.cuda.is_available()
         fix = 'pass "cpu", or leave the device type out'
         require(fits, DeviceError, "init_mesh", "a device of this machine", "cuda, without a GPU", fix)
-        found = _checked_shape(shape)
-        check_heads("init_mesh", found.ranks, q_heads, kv_heads)
+        checked_shape = _checked_shape(shape)
+        check_heads("init_mesh", checked_shape.ranks, q_heads, kv_heads)
         world = _world_size()
         fix = "start more ranks, or ask mesh_shape for a smaller one"
-        given = "x".join(map(str, found))
-        require(found.ranks <= world, MeshError, "init_mesh", f"at most the world's {world} ranks", given, fix)
+        given = "x".join(map(str, checked_shape))
+        require(checked_shape.ranks <= world, MeshError, "init_mesh", f"at most the world's {world} ranks", given, fix)
         _set_gpu(device_type)
-        options = {"device_type": device_type, "shape": found, "q_heads": q_heads, "kv_heads": kv_heads}
+        options = {"device_type": device_type, "shape": checked_shape, "q_heads": q_heads, "kv_heads": kv_heads}
         agreement.fields = with_versions(options)
-    sent = elements(found, q_heads, kv_heads)._asdict()
-    names = tuple(sorted(AXES, key=lambda name: sent[name]))
-    sizes = tuple(getattr(found, name) for name in names)
+    sent_by_axis = elements(checked_shape, q_heads, kv_heads)._asdict()
+    names = tuple(sorted(AXES, key=lambda name: sent_by_axis[name]))
+    sizes = tuple(getattr(checked_shape, name) for name in names)
     mesh = init_device_mesh(cast(str, device_type), sizes, mesh_dim_names=names)
     if is_first:  # before, there was nobody to compare with
         Agreement(everyone(), "init_mesh", with_versions(options)).compare_now()
@@ -108,15 +108,17 @@ def split_mesh(
         fits = isinstance(mesh, DeviceMesh) and mesh.ndim == 1
         fix = 'slice one axis, as mesh["cp"]'
         require(fits, MeshError, "split_mesh mesh", "a DeviceMesh of one axis", given, fix)
-        found = mesh_shape(mesh.size(), q_heads, kv_heads) if shape == "auto" else _checked_shape(shape, "split_mesh")
-        fits = found.ranks == mesh.size()
-        given = "x".join(map(str, found))
+        split_shape = (
+            mesh_shape(mesh.size(), q_heads, kv_heads) if shape == "auto" else _checked_shape(shape, "split_mesh")
+        )
+        fits = split_shape.ranks == mesh.size()
+        given = "x".join(map(str, split_shape))
         fix = 'pass shape="auto"'
         require(fits, MeshError, "split_mesh shape", f"a shape of {mesh.size()} ranks", given, fix)
-        agreement.fields = with_versions({"shape": found, "q_heads": q_heads, "kv_heads": kv_heads})
+        agreement.fields = with_versions({"shape": split_shape, "q_heads": q_heads, "kv_heads": kv_heads})
     # As many numbers on every rank: the shapes were compared.
     groups = check_groups("split_mesh mesh", all_gather_ints(mesh.mesh.flatten().tolist(), everyone()))
-    grid = torch.tensor(groups).view(len(groups), *found)
+    grid = torch.tensor(groups).view(len(groups), *split_shape)
     return DeviceMesh(mesh.device_type, grid, mesh_dim_names=("others", *AXES))[AXES]
 
 
@@ -200,16 +202,16 @@ def device_for(mesh: DeviceMesh | None, device: object) -> torch.device:
     return torch.device("cpu") if found.type == "cpu" else found
 
 
-def device_fault(subject: str, found: torch.device, device: object) -> DeviceError | None:
-    """Return the error of a device that was given as `device` and read as `found`, or None."""
+def device_fault(subject: str, parsed: torch.device, device: object) -> DeviceError | None:
+    """Return the error of a device that was given as `device` and read as `parsed`, or None."""
     fix = "leave it out for the mesh's device type"
-    if device is not None and str(device).split(":")[0] != found.type:
+    if device is not None and str(device).split(":")[0] != parsed.type:
         return DeviceError(f"{subject} device", "a device that PyTorch knows", repr(device), fix)
     try:
-        torch.empty(0, device=found)
+        torch.empty(0, device=parsed)
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # each device type of PyTorch raises another
         why = str(error).splitlines()[0].rstrip(".")
-        return DeviceError(f"{subject} device", "a device that is there", f"{str(found)!r} ({why})", fix)
+        return DeviceError(f"{subject} device", "a device that is there", f"{str(parsed)!r} ({why})", fix)
     return None
 
 

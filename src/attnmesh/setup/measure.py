@@ -132,32 +132,34 @@ def measure_device(world: MeasuredRanks, dtype: torch.dtype) -> Device:
         torch.autograd.grad(out.sum(), learned)
 
     with torch.no_grad():
-        whole = attending(q, k, v)
-        forward = world.median(whole, until_all=True)
-        one = world.median(lambda: whole() if world.axis.index == 0 else None, until_all=True)
+        attend_all = attending(q, k, v)
+        forward = world.median(attend_all, until_all=True)
+        alone_seconds = world.median(lambda: attend_all() if world.axis.index == 0 else None, until_all=True)
         few = [x[:, :, :8].contiguous() for x in (q, k, v)]
         call = world.short(attending(*few))
         head = [x[:, :1] for x in (q, k, v)]
         block = tokens // RUNS
         at_once = attending(head[0], *(x[:, :, :block] for x in head[1:]))
         in_runs = attending(*head, mask=FULL & Documents([block] * RUNS))
-        each = max(0.0, world.short(in_runs) - world.short(at_once)) / (RUNS - 1)
+        run_seconds = max(0.0, world.short(in_runs) - world.short(at_once)) / (RUNS - 1)
         keys = torch.randn(2, 1, 8, 2**20 if gpu else 2**15, width, device=world.device, dtype=dtype)
-        read = world.median(attending(few[0][:, :, :1], *keys.unbind()))
+        read_seconds = world.median(attending(few[0][:, :, :1], *keys.unbind()))
         copy = world.median(keys.clone)
     backward = max(world.median(both, until_all=True) - forward, forward)
     bytes_read = keys.numel() * keys.element_size()
-    rates = flops / forward, 2.5 * flops / backward, bytes_read / max(read - call, 1e-9)
-    speed_up = max(1.0, forward / one)  # of a rank that works alone
+    rates = flops / forward, 2.5 * flops / backward, bytes_read / max(read_seconds - call, 1e-9)
+    speed_up = max(1.0, forward / alone_seconds)  # of a rank that works alone
     # A run is two calls: of its own keys, and of those before.
-    return Device(*rates, _memory(world), copy_rate=2 * bytes_read / copy, call=call, run=2 * each, alone=speed_up)
+    return Device(
+        *rates, _memory(world), copy_rate=2 * bytes_read / copy, call=call, run=2 * run_seconds, alone=speed_up
+    )
 
 
 def measure_link(world: MeasuredRanks, *, between: bool) -> Link:
     """Return the rates of the links inside hosts or between them, if there are any."""
     _, index = world.host_and_index
     lines = world.lines(between=between)
-    most = max(map(len, world.hosts))
+    most_ranks = max(map(len, world.hosts))
     line = world.line(between=between)
     if max(map(len, lines)) < 2:
         return NO_LINK
@@ -169,12 +171,12 @@ def measure_link(world: MeasuredRanks, *, between: bool) -> Link:
     bytes_ = int(min(1 << 24, max(1 << 18, bytes_ * LONG_MESSAGE / once)))
     together = world.median(lambda: _exchange(world, line, bytes_), 3)
     alone = world.median(lambda: _exchange(world, line if index == 0 or not between else [], bytes_), 3)
-    host_rate = most * bytes_ / max(together - latency, 1e-9)
-    short = latency if between else world.short(lambda: _swap_near(world, line))
+    host_rate = most_ranks * bytes_ / max(together - latency, 1e-9)
+    short_latency = latency if between else world.short(lambda: _swap_near(world, line))
     rank_rate = bytes_ / max((alone if between else together) - latency, 1e-9)
     message = max(0.0, (many - latency) / max(1, several - 1))
-    step = _step(world, lines, short)
-    return Link(latency, rank_rate, max(host_rate, rank_rate), short=short, step=step, message=message)
+    step = _step(world, lines, short_latency)
+    return Link(latency, rank_rate, max(host_rate, rank_rate), short=short_latency, step=step, message=message)
 
 
 def measure_wait(world: MeasuredRanks, alone: float) -> float:
@@ -189,26 +191,26 @@ def measure_wait(world: MeasuredRanks, alone: float) -> float:
     return max(0.0, world.short(lambda: (work(), send())) - world.short(work) - world.short(send))
 
 
-def _step(world: MeasuredRanks, lines: list[list[int]], first: float) -> float:
+def _step(world: MeasuredRanks, lines: list[list[int]], first_step: float) -> float:
     """Return the seconds of each step of a collective, whose first step takes at least as long as a message."""
     mine = next(line for line in lines if world.axis.index in line)
     number = torch.zeros(1, 4, dtype=torch.int64, device=world.device)
     group = kept_group(world.axis, tuple(mine))
     numbers = [torch.empty_like(number) for _ in mine]
     took = world.short(lambda: dist.all_gather(numbers, number, group=group))
-    further = (took - first) / max(1, len(mine) - 2)
-    return further if len(mine) > 2 and 0 < further <= first else took / (len(mine) - 1)
+    further = (took - first_step) / max(1, len(mine) - 2)
+    return further if len(mine) > 2 and 0 < further <= first_step else took / (len(mine) - 1)
 
 
 def _exchange(world: MeasuredRanks, line: Sequence[int], size: int, peers: int = 1) -> None:
     """Send to the next ranks of a line that begins with this rank, and receive from the last."""
     message = torch.empty(size, dtype=torch.uint8, device=world.device)
     group = world.axis.group
-    others = line[1:]
+    other_ranks = line[1:]
     posts = [
-        dist.P2POp(dist.irecv, torch.empty_like(message), group=group, group_peer=peer) for peer in others[-peers:]
+        dist.P2POp(dist.irecv, torch.empty_like(message), group=group, group_peer=peer) for peer in other_ranks[-peers:]
     ]
-    posts += [dist.P2POp(dist.isend, message, group=group, group_peer=peer) for peer in others[:peers]]
+    posts += [dist.P2POp(dist.isend, message, group=group, group_peer=peer) for peer in other_ranks[:peers]]
     for work in dist.batch_isend_irecv(posts) if posts else []:
         work.wait()
 
@@ -245,10 +247,10 @@ def measure(mesh: DeviceMesh | None, dtype: torch.dtype | None = None) -> Cluste
     collectives = "ring" if device.type == "cpu" else "tree"
     source = (("all", f"measured on {world.axis.size} ranks in {dtype}, all at work, torch {torch.__version__}"),)
     name = f"measured {len(world.hosts)}x{ranks}"
-    found = Cluster(
+    cluster = Cluster(
         name, len(world.hosts), ranks, device_rates, inside, between, short_collectives=collectives, sources=source
     )
-    return found if axis.size == 1 else with_rates(found, axes, device)
+    return cluster if axis.size == 1 else with_rates(cluster, axes, device)
 
 
 def _memory(world: MeasuredRanks) -> float:

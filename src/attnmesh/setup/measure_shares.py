@@ -34,8 +34,8 @@ def measured_shares(mesh: Mesh, device: torch.device, needed: float = 0.0) -> tu
         return (1,)
     rates = read_rates(mesh, device)
     free = free_of_ranks(mesh, device)
-    each = [range(first, mesh.ranks, tokens) for first in range(tokens)]  # ranks along the heads axis share tokens
-    rates, free = ([min(found[shard] for shard in shards) for shards in each] for found in (rates, free))
+    sharing = [range(first, mesh.ranks, tokens) for first in range(tokens)]  # ranks along the heads axis share tokens
+    rates, free = ([min(by_rank[shard] for shard in shards) for shards in sharing] for by_rank in (rates, free))
     return recommended_shares(rates, free, needed / mesh.heads.size)
 
 
