@@ -20,7 +20,7 @@ from attnmesh.runtime.machine import machine
 from attnmesh_command.shared_options import AsJson, OutFile, Verbose
 
 Measure = Callable[..., Iterable[Table | str]]
-"""Measures a bench, given its `Bench` and its options, and returns tables and lines to print."""
+"""Function that measures a bench, by its `Bench` and its options, and returns tables and lines to print."""
 
 HostsOption = Annotated[
     str | None,

@@ -54,7 +54,7 @@ class Row:
     beside_ring: float | None = None
     """Speedup over our ring."""
     of_bytes: float | None = None
-    """The speedup over the one that bytes allow."""
+    """Speedup over our ring, divided by the one that bytes allow."""
     received: int | None = None
     """Bytes that the busiest rank receives, of ours alone."""
     limit_ms: float | None = None

@@ -30,7 +30,7 @@ GOAL, APPEND_GOAL = 1.2, 2.0
 """Most time of a step over that of reading its bytes, and of an append over that of writing its rows."""
 
 GROUPS = {"memory.limit_in_bytes": Path("/sys/fs/cgroup/memory"), "memory.max": Path("/sys/fs/cgroup")}
-"""Where control groups of versions 1 and 2 are, by the name of their limit."""
+"""Folders of control groups of versions 1 and 2, by the name of their limit."""
 
 CHUNK = 1 << 24
 """Bytes of one read."""
@@ -62,7 +62,7 @@ class Row:
     different: int | None = None
     """Numbers of the output that are not those of a cache in memory."""
     in_memory: Timing | None = None
-    """The same append to a cache in memory."""
+    """Time of the same append to a cache in memory."""
 
 
 def cache_of(folder: Path | None, tokens: int, hot: int | None = None) -> am.KVCache:

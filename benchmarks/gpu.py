@@ -14,10 +14,10 @@ import torch
 from attnmesh.runtime.machine import machine
 
 TESTS = ["tests/kernels", "tests/hf/test_step_graph.py", "tests/cli/test_generate_command.py"]
-"""Where tests need a GPU."""
+"""Folders and files with tests that need a GPU."""
 
 WORKERS = str(min(12, os.cpu_count() or 1))
-"""Most of the time is Triton's compiler, on the CPU."""
+"""Processes of pytest: most of the time is Triton's compiler, on the CPU."""
 
 RESULTS = Path(__file__).parent / "results"
 

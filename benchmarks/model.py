@@ -69,7 +69,7 @@ class Measured(NamedTuple):
     seconds: list[float]
     prefill_seconds: float
     bytes: tuple[int, int, int]
-    """Of keys and values, of the process, and of weights."""
+    """Bytes of keys and values, of the process, and of weights."""
     foretold: float | None = None
     """Seconds of a token by the planner."""
 

@@ -172,7 +172,7 @@ FIRST = [
     "--kill-child",
     "--mount-proc",
 ]
-"""Starts the first process of new namespaces; it ends when this process ends."""
+"""Command that starts the first process of new namespaces, which ends when this process ends."""
 
 
 SETTINGS = "net.ipv4.tcp_slow_start_after_idle=0 net.ipv4.tcp_congestion_control=reno"

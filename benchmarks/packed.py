@@ -79,7 +79,7 @@ class Row:
     contender: str
     timing: Timing | None = None
     beside_packed: float | None = None
-    """Its time over that of `Packed` on the 2D mesh."""
+    """Time over that of `Packed` on the 2D mesh."""
     note: str | None = None
 
 

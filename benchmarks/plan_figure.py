@@ -30,7 +30,7 @@ SIDE = 0.045
 """Height of one line of a curve's label, as a share of the panel."""
 
 MIN_DEVICES = 128
-"""Curves go to this number of devices, or to the cluster's if it has more."""
+"""Devices to which curves go, or to the cluster's if it has more."""
 
 Points = Mapping[str, Sequence[tuple[int, float]]]
 
@@ -169,7 +169,7 @@ def _folded(name: str) -> str:
 
 
 def spread(heights: Sequence[float], sizes: Sequence[float]) -> list[float]:
-    """Return ascending places near the wanted ones that do not overlap, within 0 to 1 if there is room.
+    """Return ascending places near the heights that do not overlap, within 0 to 1 if there is room.
 
     >>> [round(place, 2) for place in spread([0.5, 0.5, 0.98], [0.1, 0.1, 0.1])]
     [0.5, 0.6, 0.95]

@@ -38,8 +38,8 @@ ARROW: dict[str, Any] = {"arrowstyle": "<|-|>", "linewidth": 1.2, "shrinkA": 0, 
 def colours(count: int) -> Tensor:
     """Return a colour for each rank or document, and one for nothing as the last."""
     shades = (0.56, 0.42, 0.70)
-    made = [colorsys.hls_to_rgb(HUES[i % 6], shades[i // 6 % 3], 0.62) for i in range(count)]
-    return torch.tensor([*made, UNSEEN])
+    palette = [colorsys.hls_to_rgb(HUES[i % 6], shades[i // 6 % 3], 0.62) for i in range(count)]
+    return torch.tensor([*palette, UNSEEN])
 
 
 def draw_folder() -> "Figure":

@@ -135,7 +135,7 @@ def _trained(request: Request) -> Iterator[Memory]:
     watch, rows = Watch(request.tokens), [{"prompt": " ".join(f"w{5 + n}" for n in range(PROMPT))}] * 8
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TRL's own
-        given = trl.GRPOConfig(
+        config = trl.GRPOConfig(
             folder, use_cpu=True, bf16=False, max_steps=2, per_device_train_batch_size=GROUP, num_generations=GROUP,
             gradient_accumulation_steps=1, max_completion_length=SHORT, gradient_checkpointing=False, report_to=[],
             save_strategy="no", disable_tqdm=True, ddp_find_unused_parameters=False,
@@ -143,7 +143,7 @@ def _trained(request: Request) -> Iterator[Memory]:
         )  # fmt: skip
         trainer: Any = hf.on_mesh(trl.GRPOTrainer, mesh_of_ranks())
         watch.trainer = trainer(
-            model=model_of(WIDE, "attnmesh"), reward_funcs=_reward, args=given, train_dataset=dataset.from_list(rows),
+            model=model_of(WIDE, "attnmesh"), reward_funcs=_reward, args=config, train_dataset=dataset.from_list(rows),
             processing_class=_words(), callbacks=[watch],
         )  # fmt: skip
         watch.trainer.train()

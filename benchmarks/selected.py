@@ -63,7 +63,7 @@ class Row:
     timing: Timing
     """Milliseconds of a step."""
     selecting: float
-    """Milliseconds of it in which tokens are scored and selected, the median."""
+    """Milliseconds of a step in which tokens are scored and selected, the median."""
     kilobytes: float
     """Bytes that the busiest rank receives in a step."""
     extra_megabytes: float | None
@@ -113,8 +113,8 @@ class _Layer:
     def contenders(self) -> dict[str, Step]:
         """Steps by name. One rank attends all tokens, too."""
         place, selected = f"{self.ranks} rank{'s' * (self.ranks > 1)}", self.request.selected
-        found: dict[str, Step] = {f"{place}, {selected:,} selected": partial(self.step, selected)}
-        return found if self.ranks > 1 else found | {f"{place}, all tokens": partial(self.step, 0)}
+        steps: dict[str, Step] = {f"{place}, {selected:,} selected": partial(self.step, selected)}
+        return steps if self.ranks > 1 else steps | {f"{place}, all tokens": partial(self.step, 0)}
 
     def step(self, selected: int) -> tuple[int, int]:
         """Return the nanoseconds of a step, and those of it that select tokens; all tokens are attended with 0."""

@@ -50,7 +50,7 @@ class Row:
     context: int
     clients: int
     tokens_a_second: float
-    """Of all clients, from the moment that all have a token to the first end; the median of the rounds."""
+    """Tokens in a second of all clients, from when all have a token to the first end; the median of the rounds."""
     first: Timing
     """Milliseconds to a client's first token."""
     gap: Timing

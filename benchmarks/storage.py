@@ -32,7 +32,7 @@ PLACES = (
 )
 
 Rounding = Callable[[Tensor], Tensor]
-"""What becomes of new keys or values, (batch, heads, tokens, columns), when they are stored."""
+"""Function that returns new keys or values, (batch, heads, tokens, columns), as they are stored."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ Keys = Sequence[tuple[Tensor, Tensor]]
 """The keys and values of each layer, as they were computed."""
 
 Reader = Callable[[Keys, Tensor], Tensor]
-"""Stores keys and values, reads on with tokens (1, count), and returns the logits, (count, words)."""
+"""Function that stores keys and values, reads on with tokens (1, count), and returns the logits, (count, words)."""
 
 
 def _stock(model: Any, rounds: Rounding, keys: Keys, ids: Tensor) -> Tensor:
@@ -234,5 +234,5 @@ class _Haystack(NamedTuple):
 
     def right(self, answers: Sequence[list[int]]) -> list[float]:
         """Return the depths of the needles that were found."""
-        asked = zip(answers, self.spans, self.depths, strict=True)
-        return [depth for given, (start, stop), depth in asked if given == self.questions[0, start:stop].tolist()]
+        needles = zip(answers, self.spans, self.depths, strict=True)
+        return [depth for answer, (start, stop), depth in needles if answer == self.questions[0, start:stop].tolist()]

@@ -320,8 +320,8 @@ def counts_table(case: str, rows: "list[packed.Count]") -> Table:
     columns = ("busiest\nof mean", "tokens\nreceived", "beside\nleast", "made in\nms")
     table = titled(f"packed batches of {case}, {rows[0].tokens:,} tokens a rank", "mesh", "layout", figures=columns)
     for row in rows:
-        made = ("" if x is None else f"{x}" for x in (row.beside_least, row.made_ms))
-        table.add_row(row.shape, row.layout, f"{row.imbalance:.2f}", f"{row.received:.2f}", *made)
+        cells = ("" if x is None else f"{x}" for x in (row.beside_least, row.made_ms))
+        table.add_row(row.shape, row.layout, f"{row.imbalance:.2f}", f"{row.received:.2f}", *cells)
     return table
 
 

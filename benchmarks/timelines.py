@@ -35,12 +35,12 @@ class Span(NamedTuple):
     end: float
 
 
-def spans_of(found: profile) -> list[Span]:
+def spans_of(profiled: profile) -> list[Span]:
     """Return the named ranges and the messages of a profile, from the first range on."""
-    spans = [Span(event.name, event.time_range.start, event.time_range.end) for event in found.events()]
-    spans = [one for one in spans if one.name in (*COLOURS, *MESSAGE)]
-    first = min(one.start for one in spans)
-    return sorted(Span(one.name, one.start - first, one.end - first) for one in spans)
+    spans = [Span(event.name, event.time_range.start, event.time_range.end) for event in profiled.events()]
+    spans = [span for span in spans if span.name in (*COLOURS, *MESSAGE)]
+    start = min(span.start for span in spans)
+    return sorted(Span(span.name, span.start - start, span.end - start) for span in spans)
 
 
 def trace(exchange: str, length: int = LENGTH) -> list[Span]:

@@ -9,7 +9,7 @@ from attnmesh.cli import output
 from benchmarks import bench
 
 TOLERATED = 0.25
-"""How far a prediction may be from the published figure before it needs a reason."""
+"""Relative error up to which a prediction of a published figure needs no reason."""
 
 Span = tuple[float, float]
 """The least and the most of several cases; both the same where there is one."""

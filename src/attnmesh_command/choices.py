@@ -84,4 +84,4 @@ MAX_RANKS = 1024
 """Ranks on one machine at most; a typing error beyond would exhaust the machine."""
 
 MAX_DEADLINE = 1e8
-"""Seconds of a deadline stay below this."""
+"""Seconds that a deadline stays below."""

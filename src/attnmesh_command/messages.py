@@ -24,11 +24,11 @@ def check_option(fits: bool, option: str, expected: str, given: object, fix: str
         raise OptionError(option, expected, str(given), fix)
 
 
-def check_named(option: str, value: str, names: Collection[str], more: str = "") -> None:
+def check_named(option: str, value: str, names: Collection[str], suffix: str = "") -> None:
     """Raise unless the value is one of the names; the fix has the nearest one."""
     near = nearest(value, names)
     fix = f"write {option} {near}" if near else "name one of these"
-    check_option(value in names, option, f"one of {', '.join(names)}{more}", f"{value[:60]!r}", fix)
+    check_option(value in names, option, f"one of {', '.join(names)}{suffix}", f"{value[:60]!r}", fix)
 
 
 def nearest(value: str, names: Collection[str]) -> str:

@@ -109,9 +109,9 @@ GenerationSource = Annotated[
 
 def check_world(mesh: str, ranks: int | None) -> None:
     """Raise on a mesh that is none, or of other ranks; torchrun's are compared when they have met."""
-    named = ranks_of_axes(mesh)
+    named_ranks = ranks_of_axes(mesh)
     if not under_torchrun():
-        check_ranks(ranks or named)
+        check_ranks(ranks or named_ranks)
         if ranks is not None:
             check_ranks_of_mesh(mesh, ranks)
 
@@ -263,8 +263,8 @@ class ServeOptions:
 
 def check_speculate(given: str | None) -> None:
     """Raise unless the option names a way to guess, and a possible number."""
-    found = re.fullmatch("ngram(?::([1-9][0-9]?))?", given or "ngram")
-    fits = found is not None and int(found[1] or 1) <= MOST_GUESSES
+    match = re.fullmatch("ngram(?::([1-9][0-9]?))?", given or "ngram")
+    fits = match is not None and int(match[1] or 1) <= MOST_GUESSES
     expected, fix = f"ngram, or ngram:N with N from 1 to {MOST_GUESSES}", "write one of these, or leave it out"
     check_option(fits, "--speculate", expected, repr(given), fix)
 

@@ -63,9 +63,9 @@ def ranks_of_axes(text: str) -> int:
 
 def check_ranks_of_mesh(text: str, ranks: int) -> None:
     """Raise unless the axes have so many ranks; axes of attention that are not named take what is left of tp's."""
-    named = axes_of(text)
+    sizes = axes_of(text)
     count = ranks_of_axes(text)
-    fits = ranks == count or not named or ([*named] == [TP] and ranks % count == 0)
+    fits = ranks == count or not sizes or ([*sizes] == [TP] and ranks % count == 0)
     given, fix = f"{text}, which is {count}", "change --mesh or --ranks, or leave one out"
     check_option(fits, "--mesh", f"{ranks} ranks", given, fix)
 

@@ -80,8 +80,8 @@ def _memories(options: GenerateOptions) -> dict[str, Any]:
 def _sampling(temperature: float | None, top_k: int | None, top_p: float | None) -> dict[str, Any]:
     """Return the options of transformers' `generate`; none of them is greedy decoding."""
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    given = {name: value for name, value in options.items() if value is not None}
-    return {"do_sample": True, **given} if given and temperature != 0 else {}
+    settings = {name: value for name, value in options.items() if value is not None}
+    return {"do_sample": True, **settings} if settings and temperature != 0 else {}
 
 
 class Display:

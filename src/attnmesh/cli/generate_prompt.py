@@ -75,7 +75,7 @@ class Prepared(NamedTuple):
     longest: int | None
     """Tokens of the model's context; None if it has no limit."""
     tokenizer: Any = None
-    """None on ranks, but for stop strings."""
+    """Tokenizer of the model; None on ranks, but for stop strings."""
     processor: Any = None
     """The processor of a model of images; None on ranks."""
     images: dict[str, Any] | None = None

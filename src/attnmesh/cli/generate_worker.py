@@ -53,7 +53,7 @@ class Result:
 
     tokens: list[int]
     ended: str
-    """Reason for which they end: "stop" at a stop string or at a token that ends answers, or "length"."""
+    """Reason for which the tokens end: "stop" at a stop string or at a token that ends answers, or "length"."""
     prompt_tokens: int
     load_seconds: float
     prefill_seconds: float

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from attnmesh.errors import InputError, RankFailure
 
 Send = Callable[[Any], None]
-"""Sends a message of a rank, before its result, to the process that started it."""
+"""Function that sends a message of a rank, before its result, to the process that started it."""
 
 Work = tuple[Callable[..., Any], tuple[Any, ...], bool]
 """A function, its arguments, and whether its first argument is a `Send`."""

@@ -92,11 +92,11 @@ def named_cluster(text: str) -> Cluster:
     if not os.path.isfile(name):
         return Cluster.preset(name, hosts, ranks)
     measured = _measured(name)
-    for unit, wanted, count in (("hosts", hosts, measured.hosts), ("ranks a host", ranks, measured.ranks)):
-        if count == 1 and wanted not in (None, 1):  # there was no link to measure
+    for unit, option, count in (("hosts", hosts, measured.hosts), ("ranks a host", ranks, measured.ranks)):
+        if count == 1 and option not in (None, 1):  # there was no link to measure
             fix = f"measure with attnmesh probe on more {unit}"
             expected = f"1 of {unit}, as in the measurement"
-            raise ClusterError(f"--cluster {name}", expected, f"{wanted} {unit}", fix)
+            raise ClusterError(f"--cluster {name}", expected, f"{option} {unit}", fix)
     return measured.sized(hosts or measured.hosts, ranks or measured.ranks)
 
 

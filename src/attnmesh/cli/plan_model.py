@@ -15,9 +15,9 @@ from attnmesh.planner.units import in_bytes, in_seconds
 from attnmesh_command.plan_options import PlanOptions
 
 
-def print_record(options: PlanOptions, machines: Cluster, found: dict[str, Any]) -> None:
-    """Print what was found for the options that were given, as JSON."""
-    print_json({"command": command_line("attnmesh plan", asdict(options)), "cluster": machines.record(), **found})
+def print_record(options: PlanOptions, machines: Cluster, figures: dict[str, Any]) -> None:
+    """Print the command, the cluster and the figures of a plan as JSON."""
+    print_json({"command": command_line("attnmesh plan", asdict(options)), "cluster": machines.record(), **figures})
 
 
 def config_of(name: str) -> Any:

@@ -26,7 +26,7 @@ def enabling_code(plan: Plan) -> str:
 def recurrent_record(cost: RecurrentCost) -> dict[str, Any]:
     """Return the figures of all recurrent layers as a JSON object."""
     exchanges = {
-        name: {"seconds": one.seconds, "bytes": {"inside": one.inside, "between": one.between}}
-        for name, one in (("scan", cost.scan), ("halo", cost.halo))
+        name: {"seconds": price.seconds, "bytes": {"inside": price.inside, "between": price.between}}
+        for name, price in (("scan", cost.scan), ("halo", cost.halo))
     }
     return {**exchanges, "memory": cost.memory}

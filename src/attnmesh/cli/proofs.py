@@ -139,18 +139,18 @@ def _stored_proof(kernel: Kernel, device: torch.device, storage: Storage) -> Pro
         cache = KVCache(None, device=device, dtype=torch.float32, **sizes)  # type: ignore[arg-type]
         cache.append(k, v)
         at = torch.arange(300)
-        given = (q.cpu().double(), *numbers)
-        truth = attend(*given, mask=mask, q_positions=at[-3:], k_positions=at, kernel="reference").out
+        operands = (q.cpu().double(), *numbers)
+        truth = attend(*operands, mask=mask, q_positions=at[-3:], k_positions=at, kernel="reference").out
         errors.append(_error(decode(q, cache, mask=mask, kernel=kernel.name).cpu(), truth))
     return Proof(*names, out_error=max(errors), allowed=torch.finfo(torch.float32).eps * 64)
 
 
 def _errors(kernel: str, device: torch.device, dtype: torch.dtype, mask: Mask, rows: int) -> tuple[float, float]:
     """Return the error of out, and that of the worst gradient."""
-    given = _problem(dtype, device, rows)
-    exact = [x.detach().cpu().double().requires_grad_() for x in given[:3]]
-    ours = _outputs(given, mask, kernel)
-    truth = _outputs([*exact, given[3].cpu().double()], mask, "reference")
+    problem = _problem(dtype, device, rows)
+    exact = [x.detach().cpu().double().requires_grad_() for x in problem[:3]]
+    ours = _outputs(problem, mask, kernel)
+    truth = _outputs([*exact, problem[3].cpu().double()], mask, "reference")
     out_error, *errors = (_error(one.cpu(), other) for one, other in zip(ours, truth, strict=True))
     return out_error, max(errors)
 

@@ -108,8 +108,8 @@ def _store(options: ServeOptions, prepared: Prepared) -> Any:
     from attnmesh.cli.serve_worker import prefix_store
 
     sizes = {"memory": options.store_memory, "disk": options.store_disk}
-    given = {name: round(size * 1e9) for name, size in sizes.items() if size is not None}
-    return None if options.store is None else prefix_store(options.store.absolute(), prepared, given)
+    limits = {name: round(size * 1e9) for name, size in sizes.items() if size is not None}
+    return None if options.store is None else prefix_store(options.store.absolute(), prepared, limits)
 
 
 def _serve(
@@ -158,17 +158,17 @@ def _ready(app: Any, host: str, port: int, prepared: Prepared, on_hosts: bool, f
     place = f", revision {printable(commit)}" if commit else ""
     place += f", front {os.getpid()} on {gethostname()}" if on_hosts else ""
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    values = ", ".join(f"{name} {value}" for name, value in app.defaults.items())
+    defaults = ", ".join(f"{name} {value}" for name, value in app.defaults.items())
     place += f", {facts.get('cache_bytes', 0) / 1e9:.1f} GB of caches a rank"
     place += f"; {app.formats}" if str(app.formats) else ""
-    place += f"; defaults of the model: {values}" if values else ""
+    place += f"; defaults of the model: {defaults}" if defaults else ""
     return str(escape(f"serving {printable(', '.join(app.names))} on {url}, mesh {prepared.mesh}{place}"))
 
 
-def _longest(asked: int | None, of_model: int | None) -> int:
+def _longest(option: int | None, of_model: int | None) -> int:
     """Return the longest context, or raise if the model has a shorter one, or none."""
     fix = "name a length that the memory holds"
-    require(bool(asked or of_model), ArgumentError, "--max-model-len", "a length: the model has none", "none", fix)
-    fits = asked is None or of_model is None or asked <= of_model
-    require(fits, ArgumentError, "--max-model-len", f"at most {of_model}", asked, "take a model with a longer context")
-    return int(asked or of_model or 0)
+    require(bool(option or of_model), ArgumentError, "--max-model-len", "a length: the model has none", "none", fix)
+    fits = option is None or of_model is None or option <= of_model
+    require(fits, ArgumentError, "--max-model-len", f"at most {of_model}", option, "take a model with a longer context")
+    return int(option or of_model or 0)

@@ -35,7 +35,7 @@ class ServeSettings:
     engine: dict[str, Any]
     """Options of `hf.Engine`."""
     draft: str | None = None
-    """The place of its draft model."""
+    """Place of the draft model; None without one."""
 
 
 def prefix_store(folder: Path, prepared: Prepared, sizes: dict[str, int]) -> hf.PrefixStore:

@@ -33,8 +33,8 @@ def backends(group: ProcessGroup) -> dict[str, str]:
 
 def device_type_of(group: ProcessGroup | None) -> str:
     """Return the type of device that a group was made for. Gloo can send tensors of a GPU, but through the host."""
-    found = {} if group is None else backends(group)
-    return "cuda" if found.get("cuda", "gloo") != "gloo" else "cpu"
+    by_type = {} if group is None else backends(group)
+    return "cuda" if by_type.get("cuda", "gloo") != "gloo" else "cpu"
 
 
 def device_of(mesh: DeviceMesh | None) -> torch.device:

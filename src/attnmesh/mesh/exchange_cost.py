@@ -192,8 +192,8 @@ class LayerJob:
     def share(self, ranks: int = 1) -> float:
         """Return the most heads that so many ranks along the heads axis have, of all. Shares may differ by one head."""
         heads = self.work.travelling[0]
-        size, more = divmod(heads, self.way.shape.heads)
-        return (ranks * size + min(ranks, more)) / heads
+        size, larger = divmod(heads, self.way.shape.heads)
+        return (ranks * size + min(ranks, larger)) / heads
 
     @cached_property
     def swap(self) -> Flow:

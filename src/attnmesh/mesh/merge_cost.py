@@ -42,7 +42,7 @@ CHECKSUM_BYTES = 8.0
 """Bytes of the call checksum in each message."""
 
 SEGMENTS, ELEMENT = 2, 4
-"""gloo sends each part of a ring collective in 2 messages, none smaller than an element of 4 bytes."""
+"""Messages in which gloo sends each part of a ring collective, and the bytes of the least: one element."""
 
 
 class Payload(NamedTuple):
@@ -58,7 +58,7 @@ class Payload(NamedTuple):
 
 
 TYPICAL_PAYLOAD = Payload(128.0, 128)
-"""32 rows of 128 columns, by which "auto" chooses: a rank whose call fails does not know the real size."""
+"""Payload by which "auto" chooses, 32 rows of 128 columns: a rank whose call fails does not know the real size."""
 
 
 def all_reduce_seconds(group: MergeGroup, size: float, cluster: Cluster) -> float:
@@ -135,5 +135,5 @@ def _round(tree_round: TreeRound, group: MergeGroup, size: float, cluster: Clust
 
 def add_tree(stage: str, group: MergeGroup, size: float, cluster: Cluster, total: Cost) -> None:
     """Add a merge along the tree, of a message of `size` bytes in each round."""
-    for one in tree_rounds(group.ranks, group.near):
-        total.add_stage(stage, _round(one, group, size, cluster, total) + cluster.device.call)
+    for tree_round in tree_rounds(group.ranks, group.near):
+        total.add_stage(stage, _round(tree_round, group, size, cluster, total) + cluster.device.call)

@@ -205,15 +205,15 @@ def count_tokens(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     for bound, sign in ((start, 1.0), (stop, -1.0)):
         edges.index_put_((q_chunk // columns, bound), torch.tensor(sign), accumulate=True)
     seeing = edges.cumsum(1)[:, :-1]  # (row, key)
-    seen = seeing > 0.5
+    is_seen = seeing > 0.5
     before = torch.zeros(columns, problem.key_length + 1)
     before[k_chunk % columns, torch.arange(1, problem.key_length + 1)] = 1.0
     before = before.cumsum(1)
     visible = before[:, stop] - before[:, start]  # (column, query)
     pairs = torch.zeros(rows, rows * columns).index_add_(1, k_chunk, seeing).unflatten(1, (rows, columns))
     queries = _by_chunk(visible > 0.5, q_chunk, problem.shape).permute(1, 2, 0)
-    keys = _by_chunk(seen, k_chunk, problem.shape).permute(2, 1, 0)
-    return queries, keys, _ring_tokens(seen, k_chunk, problem.shape), pairs
+    keys = _by_chunk(is_seen, k_chunk, problem.shape).permute(2, 1, 0)
+    return queries, keys, _ring_tokens(is_seen, k_chunk, problem.shape), pairs
 
 
 @lru_cache(maxsize=64)
@@ -231,12 +231,12 @@ def _by_chunk(wanted: Tensor, chunk: Tensor, shape: Shape) -> Tensor:
     return counts.reshape(-1, shape.queries, shape.keys)
 
 
-def _ring_tokens(seen: Tensor, chunk: Tensor, shape: Shape) -> Tensor:
+def _ring_tokens(is_seen: Tensor, chunk: Tensor, shape: Shape) -> Tensor:
     """Return (column, source, step): tokens of `source` that the rank `step` steps on receives, to use or pass on."""
     counts = torch.empty(shape.keys, shape.queries, shape.queries)
     for source in range(shape.queries):
         tokens = (chunk // shape.keys == source).nonzero().flatten()
-        is_needed = seen[:, tokens].roll(-source, 0).flip(0).float().cummax(0).values.flip(0)  # (step, token)
+        is_needed = is_seen[:, tokens].roll(-source, 0).flip(0).float().cummax(0).values.flip(0)  # (step, token)
         columns = torch.zeros(shape.queries, shape.keys).index_add_(1, chunk[tokens] % shape.keys, is_needed)
         counts[:, source] = columns.T
     return counts

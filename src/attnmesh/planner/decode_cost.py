@@ -37,7 +37,7 @@ class SharedLayers(NamedTuple):
     """The linear layers of a model that the ranks of a host can compute together, in steps of few rows."""
 
     weights: int
-    """Bytes of their weights."""
+    """Bytes of the weights of these layers."""
     outputs: tuple[int, ...]
     """Outputs of each call. Layers of one input are one call."""
     most_rows: int

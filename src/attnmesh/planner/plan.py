@@ -227,9 +227,9 @@ class Plan:
             f"{names[0]} is {_times(behind.seconds, ahead.seconds)} as fast as {names[1]}, mainly because "
             f"{STAGES[stage]} takes {times[0]} instead of {times[1]}."
         ]
-        sent = [plan.bytes.between for plan in (ahead, behind)]
-        if max(sent) > 1.05 * min(sent):
-            lines.append(f"It sends {_times(*sent)} as many bytes between hosts.")
+        between = [plan.bytes.between for plan in (ahead, behind)]
+        if max(between) > 1.05 * min(between):
+            lines.append(f"It sends {_times(*between)} as many bytes between hosts.")
         if (ahead.shape, ahead.exchange, ahead.layout) == (behind.shape, behind.exchange, behind.layout):
             lines.append("They differ only in which ranks share a host.")
         return " ".join(lines)
@@ -257,8 +257,8 @@ def by(shape: Shape) -> str:
     return "x".join(map(str, shape))
 
 
-def _times(one: float, other: float) -> str:
-    return f"{one / other:.2f} times" if other else "many times"
+def _times(number: float, base: float) -> str:
+    return f"{number / base:.2f} times" if base else "many times"
 
 
 def plan(workload: Workload, cluster: Cluster, *, progress: Callable[[int, int], None] | None = None) -> list[Plan]:

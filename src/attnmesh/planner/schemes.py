@@ -79,10 +79,10 @@ def lengths(length: int) -> list[int]:
     return sorted({*powers, length})
 
 
-def doubling(most: int) -> list[int]:
-    """Return powers of 2 up to `most`, and `most`.
+def doubling(limit: int) -> list[int]:
+    """Return powers of 2 up to `limit`, and `limit`.
 
     >>> doubling(12)
     [1, 2, 4, 8, 12]
     """
-    return sorted({*(1 << n for n in range(most.bit_length())), most})
+    return sorted({*(1 << n for n in range(limit.bit_length())), limit})

@@ -139,7 +139,7 @@ def serving(model: ModelSizes, cluster: Cluster, shape: Shape | None = None) -> 
     require(bool(plans), ClusterError, "plan", "ranks that divide the heads", given, "take another number of ranks")
     if cluster.hosts == 1 < world and shape is None:
         plans.append(_serving(model, _one_rank(cluster), WeightSharding(1), None))
-    return sorted(plans, key=lambda one: (not one.fits, one.seconds, one.first or 0.0, -one.ranks))
+    return sorted(plans, key=lambda plan: (not plan.fits, plan.seconds, plan.first or 0.0, -plan.ranks))
 
 
 def chosen(plans: Sequence[ServingPlan], ranks: int, tp: int = 1, together: bool | None = None) -> ServingPlan:
@@ -147,9 +147,9 @@ def chosen(plans: Sequence[ServingPlan], ranks: int, tp: int = 1, together: bool
 
     `together` takes those alone in which ranks share layers, or do not, if there are any.
     """
-    fitting = [one for one in plans if (one.ranks, one.sharding.tp, one.sharding.is_joint) == (ranks, tp, False)]
-    wanted = [one for one in fitting if together in (None, one.sharding.together)]
-    return (wanted or fitting)[0]
+    fitting = [plan for plan in plans if (plan.ranks, plan.sharding.tp, plan.sharding.is_joint) == (ranks, tp, False)]
+    preferred = [plan for plan in fitting if together in (None, plan.sharding.together)]
+    return (preferred or fitting)[0]
 
 
 def why_whole(model: ModelSizes, cluster: Cluster) -> str | None:

@@ -30,13 +30,13 @@ LOGIT_BYTES = 10, 12, 2
 gradient, and the logit's own, in float32; at the gradient of the head the last alone, in the dtype of the model."""
 
 LOSSES = ("full", "fused")
-"""How a loss is computed: from the logits of all tokens, or tile by tile, as TRL's trainers do."""
+"""Ways to compute a loss: from the logits of all tokens, or tile by tile, as TRL's trainers do."""
 
 TILE = 4096, 32768
 """Tokens and logits of a tile."""
 
 TILE_HOST_BYTES = 13, 29, 0
-"""Bytes of a logit of a tile on CPUs at these moments: there each operation on a tile makes another."""
+"""Bytes of a logit of a tile on CPUs at the moments of `LOGIT_BYTES`: there each operation on a tile makes another."""
 
 INNER_VALUES, HIDDEN_VALUES, HIDDEN_BYTES = 6, 4, 24
 """Values of a feed-forward network's inner width; and for each column of a token in norms and residuals, values of a

@@ -217,8 +217,8 @@ def device_fault(subject: str, parsed: torch.device, device: object) -> DeviceEr
 
 def check_device_type(subject: str, device_type: object) -> None:
     """Raise unless PyTorch knows such devices."""
-    found = _parsed(device_type)
-    fits = found is not None and found.type == device_type
+    parsed = _parsed(device_type)
+    fits = parsed is not None and parsed.type == device_type
     fix = 'pass "cpu" or "cuda", without a number'
     expected = 'a type of devices, as "cpu" or "cuda"'
     require(fits, DeviceError, f"{subject} device_type", expected, repr(device_type), fix)

@@ -65,8 +65,8 @@ class MeasuredRanks:
     @staticmethod
     def of(axis: Axis, device: torch.device) -> "MeasuredRanks":
         """Return the ranks of an axis. All of them call it at once."""
-        found = hosts(axis) if axis.size > 1 else [[0]]
-        return MeasuredRanks(axis, device, tuple(map(tuple, found)))
+        host_ranks = hosts(axis) if axis.size > 1 else [[0]]
+        return MeasuredRanks(axis, device, tuple(map(tuple, host_ranks)))
 
     @property
     def host_and_index(self) -> tuple[int, int]:
