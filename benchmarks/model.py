@@ -187,7 +187,7 @@ def _one_process(request: Request, title: str, with_attnmesh: bool) -> list[Meas
 
 
 class _RingCache(hf.ShardedCache):
-    """Decodes single tokens by ring."""
+    """Cache that decodes single tokens by ring."""
 
     def attend(self, q: Tensor, kv: KVCache, **layer: Any) -> Tensor:
         if q.shape[2] > 1 or layer["softcap"] is not None:

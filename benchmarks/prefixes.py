@@ -40,7 +40,7 @@ class Request:
 
 @dataclass(frozen=True)
 class PrefixRow:
-    """What a client saw of one prompt, and another one meanwhile."""
+    """Times of a client for one prompt, and the longest gap of another client meanwhile."""
 
     case: str
     ranks: int

@@ -38,7 +38,7 @@ PROMPT, SHORT, GROUP = 16, 16, 2
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked: tokens of a completion in training; prompts, completions and their tokens in drawing; ranks."""
+    """Sizes of a run: tokens of a completion in training; prompts, completions and their tokens in drawing; ranks."""
 
     tokens: int
     contexts: tuple[int, ...]

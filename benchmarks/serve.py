@@ -44,7 +44,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Row:
-    """What so many clients saw of a server."""
+    """Figures of a server, as so many clients saw them."""
 
     server: str
     context: int
@@ -170,7 +170,7 @@ def rate(answers: list[Answer]) -> float:
 
 
 class Memory(threading.Thread):
-    """Watches the memory of a process and its children (Linux)."""
+    """Thread that watches the memory of a process and its children (Linux)."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)

@@ -70,7 +70,7 @@ TRANSPOSE = (
 
 @cache
 def report() -> Report:
-    """All its figures."""
+    """Return all figures of the paper."""
     details = trainings()
     return Report(
         "ATTENTION2D", "arXiv 2503.15758", (*gains(details), *volumes()), tuple(details), tuple(CLUSTERS.values())

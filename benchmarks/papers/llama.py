@@ -48,7 +48,7 @@ class Llama:
         return self.layers * (attention + 3 * self.hidden * self.inner) + self.hidden * self.words
 
     def workload(self, tokens: int, phase: str, *, repeated: bool = False) -> Workload:
-        """Its attention in all layers."""
+        """Return the attention of the model in all layers."""
         kv_heads = self.q_heads if repeated else self.kv_heads
         return Workload(self.q_heads, kv_heads, self.head_dim, tokens, layers=self.layers, phase=phase)
 
@@ -81,7 +81,7 @@ def generated_best(model: Llama, tokens: int, cluster: Cluster) -> tuple[float, 
 
 
 def _rest(model: Llama, tokens: int, cluster: Cluster) -> float:
-    """All but attention: products at the rate that attention reaches, then weights read and calls made each token."""
+    """Return all seconds but of attention: products at the rate that attention reaches, then weights read and calls made each token."""
     device = cluster.device
     prompt = 2 * model.weights * tokens / cluster.world / device.forward_rate
     token = HALF * model.weights / device.memory_rate + model.layers * CALLS * device.call

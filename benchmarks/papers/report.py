@@ -37,11 +37,11 @@ class Row:
 
     @property
     def off(self) -> bool:
-        """Whether it differs by so much that a reason is owed."""
+        """True if the prediction differs by so much that a reason is owed."""
         return self.ratio is not None and any(abs(end - 1) > TOLERATED for end in self.ratio)
 
     def record(self) -> dict[str, Any]:
-        """As JSON holds it."""
+        """Return the row as JSON holds it."""
         return {
             "case": self.case,
             "unit": self.unit,
@@ -67,7 +67,7 @@ class Report:
     clusters: tuple[am.Cluster, ...]
 
     def record(self) -> dict[str, Any]:
-        """As JSON holds it."""
+        """Return the report as JSON holds it."""
         clusters = [cluster.record() for cluster in self.clusters]
         rows = [row.record() for row in self.rows]
         return {"paper": self.paper, "rows": rows, "details": list(self.details), "clusters": clusters}

@@ -64,7 +64,7 @@ UNKNOWN = "The paper's figure for this length is not among what is known here."
 
 @cache
 def report() -> Report:
-    """All its figures."""
+    """Return all figures of the paper."""
     details = decodes() + generations()
     rows = (*headline(details), *lengths(details), *elsewhere(details), *memory(), *messages())
     return Report("Tree Attention", "arXiv 2408.04093", rows, tuple(details), (DGX, MI300X, RTX4090))
@@ -134,7 +134,7 @@ def lengths(details: list[dict[str, Any]]) -> list[Row]:
 
 
 def elsewhere(details: list[dict[str, Any]]) -> list[Row]:
-    """On other devices."""
+    """Return the figures on other devices."""
     return [
         Row("Llama-3.1-8B, 4 MI300X", "x", (2, 3), *_gains(details, cluster="mi300x"), ROCM),
         Row("Llama-3.2-1B, 2 RTX 4090", "x", (4, 5), *_gains(details, cluster="rtx4090"), PCIE),
@@ -142,7 +142,7 @@ def elsewhere(details: list[dict[str, Any]]) -> list[Row]:
 
 
 def memory(tokens: int = 64_000) -> list[Row]:
-    """What a ring holds beyond a tree, in MB: by the paper's formulas, and by the library's memory of a plan."""
+    """Return what a ring holds beyond a tree, in MB: by the paper's formulas, and by the library's memory of a plan."""
     rows = []
     for hidden, gap in ((2048, 524), (4096, 1040)):
         heads = hidden // WIDTH
@@ -160,7 +160,7 @@ def memory(tokens: int = 64_000) -> list[Row]:
 
 
 def messages() -> list[Row]:
-    """What a merge moves and takes, beside what was derived from the paper's formulas and NCCL's constants."""
+    """Return what a merge moves and takes, beside what was derived from the paper's formulas and NCCL's constants."""
     workload = Workload(HEADS, HEADS, WIDTH, 80_000, phase="decode")
     price = cost(Way(Shape(1, 1, 8), Shape(1, 1, 8), am.Striped(16), "allreduce"), workload, DGX)
     volume = one(baselines.tree_volume(8, HEADS * WIDTH, HEADS) / 1e3)

@@ -72,7 +72,7 @@ class Result:
 
 
 class _TokenSender(BaseStreamer):  # type: ignore[misc]
-    """Sends each new token that transformers streams, but for those that end answers: no text shows them."""
+    """Streamer that sends each new token, but for those that end answers: no text shows them."""
 
     def __init__(self, send: Send, prompt_tokens: int, ends: list[int]) -> None:
         self.send, self.skip, self.ends = send, prompt_tokens, ends
@@ -89,7 +89,7 @@ class _TokenSender(BaseStreamer):  # type: ignore[misc]
 
 
 class _StopStrings(StoppingCriteria):  # type: ignore[misc]
-    """Ends generation on all ranks at the token that completes a stop string: they have the same tokens."""
+    """Criterion that ends generation on all ranks at the token that completes a stop string, which all have."""
 
     def __init__(self, text: Text, prompt_tokens: int) -> None:
         self.text, self.read = text, prompt_tokens

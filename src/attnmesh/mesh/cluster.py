@@ -99,7 +99,7 @@ class Cluster:
 
     @property
     def world(self) -> int:
-        """All ranks."""
+        """Number of all ranks."""
         return self.hosts * self.ranks
 
     @property

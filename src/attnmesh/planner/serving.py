@@ -101,7 +101,7 @@ class ServingPlan(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """All ranks."""
+        """Number of all ranks."""
         return self.shape.ranks * (1 if self.sharding.is_joint else self.sharding.tp)
 
     @property

@@ -103,7 +103,7 @@ class TrainedModel:
 
 
 class Method(NamedTuple):
-    """How a trainer trains."""
+    """Loss, offloading, parallelism and rollouts of a trainer."""
 
     loss: str = "full"
     """One of `LOSSES`."""
