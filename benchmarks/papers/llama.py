@@ -81,7 +81,7 @@ def generated_best(model: Llama, tokens: int, cluster: Cluster) -> tuple[float, 
 
 
 def _rest(model: Llama, tokens: int, cluster: Cluster) -> float:
-    """Return all seconds but of attention: products at the rate that attention reaches, then weights read and calls made each token."""
+    """Return the seconds of all but attention: products at its rate, then weights read and calls made each token."""
     device = cluster.device
     prompt = 2 * model.weights * tokens / cluster.world / device.forward_rate
     token = HALF * model.weights / device.memory_rate + model.layers * CALLS * device.call
