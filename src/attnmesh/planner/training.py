@@ -215,12 +215,14 @@ def _layer_bytes(model: TrainedModel, attention: Plan, tokens: int, width: int) 
     In the backward pass its feed-forward network and the exchange of its attention follow each other.
     """
     work = model.workload
-    plans = [layer for layer in plan(replace(work, layers=1), attention.cluster) if layer.shape == attention.shape]
-    layer = min(plans, key=attrgetter("memory"))
-    exchange = layer_memory(Way(layer.shape, layer.tile, layer.layout, layer.exchange), work.one_layer, 0, 0)
+    plans = [way for way in plan(replace(work, layers=1), attention.cluster) if way.shape == attention.shape]
+    smallest = min(plans, key=attrgetter("memory"))
+    exchange = layer_memory(
+        Way(smallest.shape, smallest.tile, smallest.layout, smallest.exchange), work.one_layer, 0, 0
+    )
     inner = INNER_VALUES * work.itemsize + (WEIGHT_BYTES if model.adapter else 0)  # an adapter reads float32
     hidden = HIDDEN_BYTES + HIDDEN_VALUES * (width - work.itemsize)
-    return layer.memory + tokens * hidden * model.hidden + max(0.0, tokens * inner * model.inner - exchange)
+    return smallest.memory + tokens * hidden * model.hidden + max(0.0, tokens * inner * model.inner - exchange)
 
 
 def _state_bytes(model: TrainedModel, cluster: Cluster, ddp: bool) -> tuple[float, float]:
