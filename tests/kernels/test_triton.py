@@ -350,7 +350,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from attnmesh.kernels.programs import attend, decode, peers
 
-POINTERS = {"low": "*i32", "high": "*i32", "begin": "*i32", "finish": "*i32", "bits": "*i16", "more": "*i16"}
+POINTERS = {"low": "*i32", "high": "*i32", "begin": "*i32", "finish": "*i32", "bits": "*i16", "other_bits": "*i16"}
 POINTERS |= dict.fromkeys(("positions", "token_index", "state", "firsts", "lasts"), "*i64")
 POINTERS |= dict.fromkeys(("q", "k", "v", "dout"), "*bf16")
 POINTERS |= dict.fromkeys(("out", "lse", "delta", "dq", "dk", "dv", "outs", "lses"), "*fp32")
