@@ -118,7 +118,7 @@ def _step_of_code(names: str, numbers: tuple[int, ...]) -> DecodeStep:
 
 
 class StepOptions(NamedTuple):
-    """What a caller passes beside tensors, in the order of the last fields of a `DecodeStep`, and not yet checked."""
+    """Values that a caller passes beside tensors, as the last fields of a `DecodeStep` have them, not yet checked."""
 
     mask: Mask
     scale: float | None

@@ -133,7 +133,7 @@ class PreparedStep(NamedTuple):
         if selected is not None:
             tensors.append(selected.indices)
         for number, view in enumerate(views[1:], 2):  # a sum that tells when the lengths of two caches were swapped
-            state = state[:1] + number * view.state[:1]
+            state = state + number * view.state[:1]
         if host is not None and message is not None:
             merge = in_range(MERGE, host.run) if is_profiled() else host.run
             length = state.tolist()[0]  # tokens of the caches, which are compared too

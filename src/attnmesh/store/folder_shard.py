@@ -261,9 +261,9 @@ class FolderShard(OrderedShard):
     def _checksums(self) -> Sequence[int] | None:
         """Return the checksums of the last piece, if the last native call has written all of it; None otherwise."""
         digest, *checksums = self.digests
-        rows = self.journal.records[1:]
-        one_run = [(row.stop - row.start, row.digest) for row in rows] == [(PIECE, digest)]
-        return checksums[: len(self.stored) + 1] if one_run else None
+        first, last = self.journal.records[0], self.journal.last
+        is_one_run = last.start == first.stop and last.stop - last.start == PIECE and last.digest == digest
+        return checksums[: len(self.stored) + 1] if is_one_run else None
 
     def _next_piece(self) -> None:
         """Give the last piece, which is full, its name, and begin another one."""
