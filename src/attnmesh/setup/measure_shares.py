@@ -17,8 +17,8 @@ from attnmesh.runtime.memory import free_memory
 READ_SECONDS = 0.5
 """Seconds for which each rank reads: several periods of a limit on its cores."""
 
-TOKENS = {"cpu": 2**13, "cuda": 2**18}
-"""Tokens that are read by 8 heads of 64 columns in float32: more than a cache of a CPU or a GPU holds."""
+TOKENS = {"cpu": 2**15, "cuda": 2**18}
+"""Tokens that are read by 8 heads of 64 columns in float32: more than a CPU of many cores, or a GPU, caches for one."""
 
 
 def measured_shares(mesh: Mesh, device: torch.device, needed: float = 0.0) -> tuple[int, ...]:
