@@ -21,7 +21,7 @@ class Cluster:
     Args:
         name: The name in tables and explanations, on one line.
         hosts: Hosts.
-        ranks: Ranks per host.
+        ranks: Ranks of each host. `world` is the number of all ranks, and so is `ranks` of a `Shape`.
         device: The device of each rank.
         inside: The links between ranks of a host.
         between: The links between hosts.
