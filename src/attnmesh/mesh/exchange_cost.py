@@ -62,11 +62,14 @@ class LayerWork:
         return max(4, self.itemsize)
 
     @property
-    def travelling(self) -> tuple[int, int]:
-        """Key heads that travel, and their columns, those of values included."""
-        if self.latent is None or self.backward:
-            return self.kv_heads, self.head_dim + self.value_dim
-        return 1, sum(self.latent)
+    def travelling_heads(self) -> int:
+        """Key heads that travel. Latents are one head, but with gradients they are expanded first."""
+        return self.kv_heads if self.latent is None or self.backward else 1
+
+    @property
+    def travelling_width(self) -> int:
+        """Columns of a key head that travels, those of its value included."""
+        return self.head_dim + self.value_dim if self.latent is None or self.backward else sum(self.latent)
 
 
 def fastest_way(ways: Iterable[Way], work: LayerWork, cluster: Cluster) -> Way:
@@ -107,10 +110,9 @@ def layer_memory(way: Way, work: LayerWork, key_layers: int = 1, query_layers: i
     The peak is that of the backward pass, which is an upper bound for the forward pass. Latents are expanded in parts.
     """
     tokens = work.batch * work.length / way.shape.ranks
-    k, columns = work.travelling
-    q = work.q_heads
+    q, k = work.q_heads, work.travelling_heads
     width = work.head_dim + work.value_dim
-    queries, keys = q * (width * work.itemsize + work.sum_itemsize), k * columns * work.itemsize
+    queries, keys = q * (width * work.itemsize + work.sum_itemsize), k * work.travelling_width * work.itemsize
     peak = peak_activations(way.shape, q, k, EXCHANGES[way.exchange]) * work.sum_itemsize * width / 2
     expanded = EXPANDED_BYTES if work.latent is not None and not work.backward else 0
     return tokens * (key_layers * keys + query_layers * queries + peak) + expanded
@@ -182,7 +184,7 @@ class LayerJob:
     @cached_property
     def groups(self) -> int:
         """Groups of heads, which run one after the other."""
-        return self.exchange.head_groups(self.way.shape, self.work.travelling[0])
+        return self.exchange.head_groups(self.way.shape, self.work.travelling_heads)
 
     @property
     def copy_rate(self) -> float:
@@ -191,7 +193,7 @@ class LayerJob:
 
     def share(self, ranks: int = 1) -> float:
         """Return the most heads that so many ranks along the heads axis have, of all. Shares may differ by one head."""
-        heads = self.work.travelling[0]
+        heads = self.work.travelling_heads
         size, larger = divmod(heads, self.way.shape.heads)
         return (ranks * size + min(ranks, larger)) / heads
 
@@ -296,7 +298,7 @@ class LayerJob:
 
 def _passes(work: LayerWork, device: Device) -> Iterator[Pass]:
     """Yield the forward pass, and the backward pass in training. Partials and gradients are wide."""
-    q, k = work.batch * work.q_heads, work.batch * work.travelling[0] * work.travelling[1]
+    q, k = work.batch * work.q_heads, work.batch * work.travelling_heads * work.travelling_width
     width = work.head_dim + work.value_dim
     keys, values = k * work.itemsize, q * work.value_dim * work.itemsize
     latent = None if work.selected is None or work.backward else work.latent  # whose queries are absorbed

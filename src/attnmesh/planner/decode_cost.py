@@ -141,20 +141,20 @@ def decode_cost(way: Way, workload: Workload, cluster: Cluster) -> Cost:
     read_seconds = (
         reads * tokens / workload.kept * workload.kept_bytes / workload.layers / shape.heads / device.memory_rate
     )
-    product_seconds = 2 * rows * tokens * sum(workload.decoded) / device.forward_rate
+    product_seconds = 2 * rows * tokens * sum(workload.cached_widths) / device.forward_rate
     total.add_stage("kernel", device.call + max(read_seconds, product_seconds))
     merge = MERGES[way.exchange]
     if merge.pattern is Pattern.COLLECTIVE:
         add_agreement(way, cluster, total)
     if group.ranks > 1:
-        merge.price(group, Payload(rows * workload.sum_itemsize, workload.decoded[1]), cluster, total)
+        merge.price(group, Payload(rows * workload.sum_itemsize, workload.cached_widths[1]), cluster, total)
         total.add_stage("merge", device.wait)
         if cluster.on_cpus and group.ranks > group.near:
             rounds = tree_rounds(group.ranks, group.near)
             times = sum(one.out_of_host > 0 for one in rounds) if merge.pattern is Pattern.ROUNDS else 1
             total.add_stage("merge", times * (MERGE_CALLS - 1) * device.call)
     if shape.heads > 1:
-        _gather_heads(way, rows * workload.values * workload.itemsize, cluster, total)
+        _gather_heads(way, rows * workload.value_width * workload.itemsize, cluster, total)
     return total
 
 

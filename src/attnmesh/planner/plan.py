@@ -316,7 +316,7 @@ def all_ways(workload: Workload, cluster: Cluster) -> Iterator[Way]:
     world = cluster.world
     decodes = workload.phase == "decode"
     selects = workload.selected is not None
-    kv_heads = 1 if selects else workload.travelling[0]
+    kv_heads = 1 if selects else workload.travelling_heads
     for heads in divisors(gcd(world, kv_heads) if decodes else world):
         if heads > kv_heads:
             break
@@ -356,7 +356,7 @@ def _exchanges(workload: Workload, shape: Shape) -> list[str]:
     if workload.phase == "decode":
         return list(MERGES)[: 1 if shape.queries * shape.keys == 1 else None]
     exchanges = ["bulk"]
-    if EXCHANGES["pipelined"].head_groups(shape, workload.travelling[0]) > 1 and shape.ranks > 1:
+    if EXCHANGES["pipelined"].head_groups(shape, workload.travelling_heads) > 1 and shape.ranks > 1:
         exchanges.append("pipelined")
     return exchanges + ["ring"] * (shape.queries > 1)
 

@@ -130,7 +130,7 @@ class Workload:
         require(fits, ShapeError, "Workload selected", f"at most {self.layers} layers, and indexers", given, fix)
 
     @property
-    def values(self) -> int:
+    def value_width(self) -> int:
         """Columns of a value."""
         return self.head_dim if self.value_dim is None else self.value_dim
 
@@ -147,7 +147,7 @@ class Workload:
     @property
     def one_layer(self) -> LayerWork:
         """Attention of one layer, in training or prefill."""
-        widths = (self.head_dim, self.values)
+        widths = (self.head_dim, self.value_width)
         selected = None if self.selected is None else self.selected.tokens
         sizes: dict[str, Any] = {
             "length": self.length,
@@ -169,26 +169,28 @@ class Workload:
         return min(self.length, self.mask.longest_row(MAX_COUNT) + (self.q_len or 1) - 1)
 
     @property
-    def travelling(self) -> tuple[int, int]:
-        """Key heads that travel and are cached, and their columns, those of values included."""
-        if self.latent is None or self.phase == "training":
-            return self.kv_heads, self.head_dim + self.values
-        return 1, sum(self.latent)
+    def travelling_heads(self) -> int:
+        """Key heads that travel and are cached. Latents are one head, but in training they are expanded first."""
+        return self.kv_heads if self.latent is None or self.phase == "training" else 1
 
     @property
-    def decoded(self) -> tuple[int, int]:
+    def travelling_width(self) -> int:
+        """Columns of a key head that travels, those of its value included."""
+        return self.head_dim + self.value_width if self.latent is None or self.phase == "training" else sum(self.latent)
+
+    @property
+    def cached_widths(self) -> tuple[int, int]:
         """Columns of a cached key and of a cached value that a decode step reads."""
-        return (self.head_dim, self.values) if self.latent is None else (sum(self.latent), self.latent[0])
+        return (self.head_dim, self.value_width) if self.latent is None else (sum(self.latent), self.latent[0])
 
     @property
     def kept_bytes(self) -> int:
         """Bytes of the keys and values, or latents, that are kept in all layers."""
-        heads, columns = self.travelling
-        row = columns * self.itemsize
+        row = self.travelling_width * self.itemsize
         if self.storage is not None:
-            widths = (self.head_dim, self.values) if self.latent is None else (sum(self.latent),)
+            widths = self.cached_widths if self.latent is None else (sum(self.latent),)
             row = sum(map(STORAGES[self.storage].row_width, widths))
-        return self.layers * self.batch * self.kept * heads * row
+        return self.layers * self.batch * self.kept * self.travelling_heads * row
 
     @property
     def selecting(self) -> int:
