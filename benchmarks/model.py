@@ -35,7 +35,7 @@ from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.shapes import Shape
 from attnmesh.planner.decode_cost import OUTPUT_BYTES
 from attnmesh.planner.plan import plan
-from attnmesh.planner.serving import ModelSizes, chosen, over_hosts, serving, why_whole
+from attnmesh.planner.serving import ModelSizes, choose_plan, over_hosts, serving_plans, why_not_shared
 from attnmesh.setup.init_mesh import init_mesh
 from benchmarks.decode import ring
 from benchmarks.netns import World, run_on, send_rows
@@ -270,9 +270,9 @@ def _outputs_sent(outputs: Sequence[int], axis: Axis, turns: int) -> list[float]
 
 def foretold(model: ModelSizes, cluster: Cluster, shape: Shape, merge: str, together: bool) -> float | None:
     """Return the seconds of a token by the planner, with this merge; None where ranks cannot share layers."""
-    if together and why_whole(model, cluster) is not None:
+    if together and why_not_shared(model, cluster) is not None:
         return None
-    way = chosen(serving(model, cluster, shape), shape.ranks, together=together)
+    way = choose_plan(serving_plans(model, cluster, shape), shape.ranks, together=together)
     steps = [one for one in plan(way.plan.workload, cluster) if one.shape.heads == shape.heads]
     return way.seconds - way.plan.seconds + next((one for one in steps if one.exchange == merge), way.plan).seconds
 

@@ -6,7 +6,7 @@ import pytest
 
 from attnmesh.cli.mesh_option import MeshChoice, MeshOptions, choose_mesh
 from attnmesh.errors import ModelError
-from attnmesh.planner.serving import ModelSizes, serving
+from attnmesh.planner.serving import ModelSizes, serving_plans
 from attnmesh.planner.units import in_seconds
 from attnmesh_command.messages import OptionError
 from tests.support.planned import cpus, model_of_cpus
@@ -33,7 +33,7 @@ def test_the_mesh_and_who_computes_are_those_of_the_plan(
 ) -> None:
     model, machine = model_of_cpus(), replace(cpus(ranks=ranks), inside=replace(cpus().inside, short=short))
     monkeypatch.setattr("attnmesh.cli.mesh_option.this_machine", lambda *_: machine)
-    ways = (one for one in serving(model, machine) if one.ranks == ranks)
+    ways = (one for one in serving_plans(model, machine) if one.ranks == ranks)
     plans = [one for one in ways if one.sharding.tp == 1 and not one.sharding.is_joint]
     mesh, layers = choose_mesh(MeshOptions(), ranks, 9, 3, lambda: model)
     assert (mesh.shape, mesh.tp, layers.shared) == (plans[0].shape, 1, plans[0].sharding.together)

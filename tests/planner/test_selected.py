@@ -12,7 +12,7 @@ from attnmesh.hf.model_size import model_size
 from attnmesh.mesh.shapes import Shape
 from attnmesh.mesh.way import Way
 from attnmesh.planner.cost import cost, index_cost
-from attnmesh.planner.serving import serving
+from attnmesh.planner.serving import serving_plans
 from attnmesh.runtime.counters import counted
 from tests.support.families import prompt
 from tests.support.models.tiny_models import Case, build
@@ -134,10 +134,10 @@ def test_tokens_that_fit_leave_room_for_index_keys() -> None:
     model = model_size(DeepseekV32Config(num_hidden_layers=61), length=MILLION, phase="decode")
     assert model.workload.selected == am.Selected(2048, 64, 128, layers=61, indexers=61)
     token = 61 * (512 + 64 + 128) * 2
-    for one in serving(model, am.Cluster.preset("dgx-h100", 4)):
+    for one in serving_plans(model, am.Cluster.preset("dgx-h100", 4)):
         ranks = 32 // one.sharding.tp  # that share the keys
-        assert one.keys == pytest.approx(MILLION * token / ranks)
-        assert one.tokens == max(0, int((80e9 - one.weights) * ranks / token))
+        assert one.key_bytes == pytest.approx(MILLION * token / ranks)
+        assert one.tokens == max(0, int((80e9 - one.weight_bytes) * ranks / token))
 
 
 def test_the_plan_says_what_indexers_cost() -> None:

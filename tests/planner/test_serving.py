@@ -13,7 +13,7 @@ from attnmesh.hf.model_size import model_size, other_layers
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.rates import NO_LINK
 from attnmesh.planner.decode_cost import Experts
-from attnmesh.planner.serving import ModelSizes, ServingPlan, chosen, over_hosts, serving, why_whole
+from attnmesh.planner.serving import ModelSizes, ServingPlan, choose_plan, over_hosts, serving_plans, why_not_shared
 from tests.support import families
 from tests.support.families import prompt
 from tests.support.models.tiny_models import Case, build
@@ -24,7 +24,8 @@ def ways(length: int = 1_000_000, hosts: int = 2) -> dict[tuple[int, bool], Serv
     """Return the ways to serve Llama 3 70B by the ranks that share its weights."""
     model = model_size(LLAMA_70B, length=length, phase="decode")
     return {
-        (one.sharding.tp, one.sharding.is_joint): one for one in serving(model, am.Cluster.preset("dgx-h100", hosts))
+        (one.sharding.tp, one.sharding.is_joint): one
+        for one in serving_plans(model, am.Cluster.preset("dgx-h100", hosts))
     }
 
 
@@ -40,13 +41,13 @@ def test_weights_and_keys_are_those_of_the_sizes() -> None:
     norms, found = (2 * 80 + 1) * 8192, ways()
     token = 80 * 2 * 8 * 128 * 2  # layers, keys and values, heads, columns, bytes
     assert set(found) == {(1, False), (2, False), (4, False), (8, False), (16, False), (16, True)}
-    assert found[1, False].weights == 2 * (matrices + norms)
+    assert found[1, False].weight_bytes == 2 * (matrices + norms)
     for (tp, shared), one in found.items():
         copied = 80 * 2 * 8192 * 128 * 2 - 80 * 2 * 8192 * 1024 * 2 / 16 if (tp, shared) == (16, False) else 0
-        assert one.weights == pytest.approx(2 * (matrices / tp + norms) + copied)
+        assert one.weight_bytes == pytest.approx(2 * (matrices / tp + norms) + copied)
         ranks = 8 if (tp, shared) == (16, False) else 16  # each of 8 key heads lies on two ranks
-        assert one.keys == pytest.approx(1_000_000 * token / ranks)
-        free = 80e9 - one.weights
+        assert one.key_bytes == pytest.approx(1_000_000 * token / ranks)
+        free = 80e9 - one.weight_bytes
         assert one.tokens == (pytest.approx(free * ranks / token, abs=1) if free > 0 else 0)
 
 
@@ -63,12 +64,14 @@ def test_the_first_token_takes_products_attention_and_all_reduces() -> None:
     length, layers, rate = 1000, 80, 648e12
     matrices = layers * (2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672)
     pairs = layers * 4 * 128 * 64 * length * (length + 1) / 2
-    one = serving(model_size(LLAMA_70B, length=length, phase="decode"), am.Cluster.preset("dgx-h200", 1, 1))[0]
-    assert one.first == pytest.approx((2 * matrices * length + pairs) / rate, rel=0.02)  # and a start of each kernel
+    one = serving_plans(model_size(LLAMA_70B, length=length, phase="decode"), am.Cluster.preset("dgx-h200", 1, 1))[0]
+    assert one.first_token_seconds == pytest.approx(
+        (2 * matrices * length + pairs) / rate, rel=0.02
+    )  # and a start of each kernel
     found = ways(length)
     sent = {tp: 2 * layers * 2 * (tp - 1) / 16 * length * 8192 * 2 / rate for tp, rate in ((8, 360e9), (16, 360e9))}
     for tp, bytes_alone in sent.items():
-        assert found[tp, False].first > one.first / 16 + bytes_alone
+        assert found[tp, False].first_token_seconds > one.first_token_seconds / 16 + bytes_alone
 
 
 def test_a_token_is_multiplied_by_the_experts_that_it_takes() -> None:
@@ -120,7 +123,9 @@ def test_a_window_of_a_layer_with_a_state_is_counted_as_one() -> None:
 
 def test_twice_as_many_tokens_fit_in_8_bits() -> None:
     plain, stored = (
-        serving(model_size(LLAMA_70B, length=10**6, phase="decode", storage=storage), am.Cluster.preset("dgx-h100", 2))
+        serving_plans(
+            model_size(LLAMA_70B, length=10**6, phase="decode", storage=storage), am.Cluster.preset("dgx-h100", 2)
+        )
         for storage in (None, "int8")
     )
     tokens, keys = (
@@ -144,26 +149,26 @@ def test_a_storage_is_planned_in_decoding_alone() -> None:
 def test_ranks_that_divide_no_heads_are_refused() -> None:
     work = am.Workload(7, 7, 64, 1000, phase="decode")
     model = ModelSizes(work, 448, 2, lambda ranks, _: 1000 // ranks)
-    found = serving(model, am.Cluster.preset("dgx-h100", 1))
+    found = serving_plans(model, am.Cluster.preset("dgx-h100", 1))
     assert {one.sharding.tp: one.plan.shape for one in found if one.ranks == 8} == {1: (1, 1, 8)}
-    sum_itemsize = serving(model, am.Cluster.preset("dgx-h100", 1, 7))
+    sum_itemsize = serving_plans(model, am.Cluster.preset("dgx-h100", 1, 7))
     assert {(one.sharding.tp, one.sharding.is_joint) for one in sum_itemsize} == {(1, False), (7, False), (7, True)}
 
 
 def test_weights_that_do_not_fit_leave_no_token() -> None:
     model = ModelSizes(am.Workload(8, 8, 64, 1000, phase="decode"), 512, 2, lambda ranks, _: 10**13 // ranks)
-    assert {one.tokens for one in serving(model, am.Cluster.preset("dgx-h100", 1))} == {0}
+    assert {one.tokens for one in serving_plans(model, am.Cluster.preset("dgx-h100", 1))} == {0}
     with pytest.raises(ClusterError):
         am.plan(am.Workload(8, 8, 64, 10**12, phase="decode"), am.Cluster.preset("dgx-h100", 1))
 
 
 def test_ranks_that_share_layers_read_their_part_and_exchange_outputs() -> None:
-    ways = serving(model_of_cpus(), cpus())
-    together, apart = (chosen(ways, 2, together=wanted) for wanted in (True, False))
-    assert (together.read, apart.read) == (101 * 10**6, 201 * 10**6)
-    assert together.weights == apart.weights == 100_500_000  # both map the pages of one file
+    ways = serving_plans(model_of_cpus(), cpus())
+    together, apart = (choose_plan(ways, 2, together=wanted) for wanted in (True, False))
+    assert (together.read_bytes, apart.read_bytes) == (101 * 10**6, 201 * 10**6)
+    assert together.weight_bytes == apart.weight_bytes == 100_500_000  # both map the pages of one file
     (alone,) = [way for way in ways if way.ranks == 1]
-    assert alone.weights == 201 * 10**6
+    assert alone.weight_bytes == 201 * 10**6
     for way in (together, apart):
         assert way.tokens == pytest.approx((6e9 - 100.5e6) / (30 * 3 * 128 * 4 / 2), abs=1)
     parts, others = dict(together.parts), dict(apart.parts)
@@ -182,9 +187,9 @@ def test_ranks_that_share_layers_read_their_part_and_exchange_outputs() -> None:
 def test_ranks_of_a_host_hold_its_pages_once_and_those_of_gpus_hold_copies() -> None:
     whole = model_of_cpus().weights(1, False)
     for cluster, held in ((cpus(2, 2), whole / 2), (cpus(2, 1), whole), (am.Cluster.preset("dgx-h100", 1), whole)):
-        assert {way.weights for way in serving(model_of_cpus(), cluster) if way.sharding.tp == 1} == {held}
-    split = [way for way in serving(model_of_cpus(), cpus(ranks=3)) if way.sharding.tp == 3]
-    assert {way.weights for way in split} == {whole // 3}
+        assert {way.weight_bytes for way in serving_plans(model_of_cpus(), cluster) if way.sharding.tp == 1} == {held}
+    split = [way for way in serving_plans(model_of_cpus(), cpus(ranks=3)) if way.sharding.tp == 3]
+    assert {way.weight_bytes for way in split} == {whole // 3}
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 40])
@@ -194,19 +199,19 @@ def test_rows_read_the_experts_that_they_choose(rows: int) -> None:
     distinct = sum(len(draw.unique()) for draw in draws) / len(draws)
     assert experts.read(rows) == pytest.approx(1e6 * distinct, rel=0.01)  # 2,000 draws
     model = replace(model_of_cpus(rows), experts=experts)
-    (apart,) = [way for way in serving(model, cpus(), am.Shape(1, 1, 2)) if way.together == 1]
-    assert apart.read == pytest.approx(201e6 - 16e6 + experts.read(rows))
+    (apart,) = [way for way in serving_plans(model, cpus(), am.Shape(1, 1, 2)) if way.together == 1]
+    assert apart.read_bytes == pytest.approx(201e6 - 16e6 + experts.read(rows))
     used = 201e6 - 16e6 + 3e6  # of which each row is multiplied by its own
-    assert dict(apart.parts)["weights"] == pytest.approx(max(apart.read / 8e9, 2 * rows * used / 4 / 2.7e10))
-    joined = [way.read for way in serving(model, cpus(), am.Shape(1, 1, 2)) if way.together == 2]
-    assert joined == ([] if rows > 32 else [pytest.approx(apart.read - 1e8)])  # experts are read by every rank
+    assert dict(apart.parts)["weights"] == pytest.approx(max(apart.read_bytes / 8e9, 2 * rows * used / 4 / 2.7e10))
+    joined = [way.read_bytes for way in serving_plans(model, cpus(), am.Shape(1, 1, 2)) if way.together == 2]
+    assert joined == ([] if rows > 32 else [pytest.approx(apart.read_bytes - 1e8)])  # experts are read by every rank
 
 
 def test_ranks_that_share_experts_read_their_part_and_exchange_results() -> None:
     experts = Experts(16 * 10**6, 16, 3, shared_layers=4)
     model = replace(model_of_cpus(), experts=experts)
-    (joined,) = [way for way in serving(model, cpus(), am.Shape(1, 1, 2)) if way.together == 2]
-    assert joined.read == pytest.approx(101e6 - 16e6 + 2e6)  # the busiest rank computes two of three
+    (joined,) = [way for way in serving_plans(model, cpus(), am.Shape(1, 1, 2)) if way.together == 2]
+    assert joined.read_bytes == pytest.approx(101e6 - 16e6 + 2e6)  # the busiest rank computes two of three
     assert dict(joined.parts)["results"] == pytest.approx(4 * (16 * 4e-4 + 1e-4 + 3 * 576 * 4 / 2 / 4e9))
 
 
@@ -217,13 +222,13 @@ def test_outputs_that_do_not_fit_the_boards_are_exchanged_in_pieces() -> None:
 
 def test_many_rows_take_as_long_as_their_products() -> None:
     for rows, seconds in ((1, 201e6 / 8e9), (64, 2 * 64 * 201e6 / 4 / 2.7e10)):
-        way = chosen(serving(model_of_cpus(rows), cpus()), 2, together=False)
+        way = choose_plan(serving_plans(model_of_cpus(rows), cpus()), 2, together=False)
         assert dict(way.parts)["weights"] == pytest.approx(seconds)
 
 
 def test_ranks_that_share_cores_wait_for_one_at_each_merge() -> None:
     model, waiting = model_of_cpus(), replace(cpus(), device=replace(cpus().device, wait=1e-3))
-    plain, waits = (chosen(serving(model, each), 2, together=False) for each in (cpus(), waiting))
+    plain, waits = (choose_plan(serving_plans(model, each), 2, together=False) for each in (cpus(), waiting))
     assert waits.seconds - plain.seconds == pytest.approx(1e-3 * model.workload.layers)
     assert dict(waits.parts)["merge"] - dict(plain.parts)["merge"] == pytest.approx(waits.seconds - plain.seconds)
     assert replace(waiting.device, alone=2.0).of_cores(1.5).wait == 1e-3
@@ -233,11 +238,11 @@ def test_ranks_that_share_cores_wait_for_one_at_each_merge() -> None:
 def test_the_fastest_way_is_chosen_and_it_depends_on_the_price_of_an_exchange() -> None:
     slow = replace(cpus(), inside=replace(cpus().inside, short=1e-3))
     for cluster, together in ((cpus(), 2), (slow, 1)):
-        ways = serving(model_of_cpus(), cluster)
-        found = chosen(ways, 2)
+        ways = serving_plans(model_of_cpus(), cluster)
+        found = choose_plan(ways, 2)
         assert found.together == together
         assert found.seconds == min(way.seconds for way in ways if way.ranks == 2 and way.sharding.tp == 1)
-        assert chosen(ways, 2, together=False).together == 1
+        assert choose_plan(ways, 2, together=False).together == 1
         assert found.shape == (1, 2, 1)  # a prompt sends its keys, which are fewer than its queries
 
 
@@ -254,9 +259,9 @@ def test_the_fastest_way_is_chosen_and_it_depends_on_the_price_of_an_exchange() 
 )
 def test_ranks_that_share_no_layers_are_told_why(rows: int, cluster: Cluster, why: str | None) -> None:
     model = model_of_cpus(rows)
-    assert why_whole(model, cluster) == why
-    assert any(way.sharding.together for way in serving(model, cluster)) == (why is None)
-    assert why_whole(replace(model, shared=None), cpus()) == "none of them is a linear layer that ranks can share"
+    assert why_not_shared(model, cluster) == why
+    assert any(way.sharding.together for way in serving_plans(model, cluster)) == (why is None)
+    assert why_not_shared(replace(model, shared=None), cpus()) == "none of them is a linear layer that ranks can share"
 
 
 def test_sharing_over_hosts_takes_an_exchange_a_layer() -> None:
@@ -268,7 +273,7 @@ def test_sharing_over_hosts_takes_an_exchange_a_layer() -> None:
     sent = 3 * (outputs * 4 / 4 + 8 * len(LAYERS.outputs)) / link.rate
     waits = len(LAYERS.outputs) * (link.merge_latency + 2 * link.message + hosts.device.call)
     assert dict(way.parts)["outputs"] == pytest.approx(waits + sent)
-    assert way.read == 51 * 10**6
+    assert way.read_bytes == 51 * 10**6
     assert over_hosts(model, cpus()) is None
     assert over_hosts(model, replace(cpus(), between=NO_LINK)) is None
     assert over_hosts(replace(model, shared=None), hosts) is None
@@ -278,7 +283,7 @@ def test_a_merge_of_hosts_is_many_small_calls_on_cpus() -> None:
     """A native call merges in a host, and one launch on GPUs."""
     shape, call = am.Shape(1, 1, 2), cpus().device.call
     for cluster, calls in ((cpus(2, 1), 16), (cpus(), 1), (replace(cpus(2, 1), short_collectives="tree"), 1)):
-        (one,) = [way for way in serving(model_of_cpus(), cluster, shape) if way.together == 1]
+        (one,) = [way for way in serving_plans(model_of_cpus(), cluster, shape) if way.together == 1]
         link = cluster.between if cluster.hosts > 1 else cluster.inside
         size = 9 * 65 * 4 + 8
         seconds = 30 * (link.merge_latency + size / link.rate + calls * call)
@@ -288,19 +293,19 @@ def test_a_merge_of_hosts_is_many_small_calls_on_cpus() -> None:
 def test_more_ranks_than_cores_read_from_one_memory() -> None:
     """Two cores read as much, by two ranks or by four; one rank with all cores is one of the ways."""
     crowded = replace(cpus(ranks=4), device=cpus().device.of_cores(0.5))
-    two, four = serving(model_of_cpus(), cpus()), serving(model_of_cpus(), crowded)
+    two, four = serving_plans(model_of_cpus(), cpus()), serving_plans(model_of_cpus(), crowded)
     weights = {way.ranks: dict(way.parts)["weights"] for way in (*two, *four) if way.together == 1}
     assert weights[4] == pytest.approx(2 * weights[2])
     assert weights[1] == pytest.approx(weights[2] / 2)
     alone = [next(way for way in ways if way.ranks == 1) for ways in (two, four)]
     assert alone[0].seconds == pytest.approx(alone[1].seconds)
-    shared = [dict(chosen(ways, ranks, together=True).parts)["weights"] for ways, ranks in ((two, 2), (four, 4))]
+    shared = [dict(choose_plan(ways, ranks, together=True).parts)["weights"] for ways, ranks in ((two, 2), (four, 4))]
     assert shared[0] == pytest.approx(shared[1], rel=0.01)  # each rank reads 1 MB beside the 200
 
 
 def test_a_given_shape_is_priced_alone() -> None:
     for shape, together in (((1, 2, 2), 2), ((1, 1, 4), 4)):
-        found = serving(model_of_cpus(), cpus(ranks=4), am.Shape(*shape))
+        found = serving_plans(model_of_cpus(), cpus(ranks=4), am.Shape(*shape))
         assert {one.shape for one in found} == {shape}
         assert {one.together for one in found} == {1, together}
 

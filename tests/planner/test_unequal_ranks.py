@@ -12,7 +12,7 @@ from attnmesh.cli.probe_command import described
 from attnmesh.errors import ClusterError
 from attnmesh.hf.model_size import model_size
 from attnmesh.mesh.shapes import Shape
-from attnmesh.planner.serving import serving
+from attnmesh.planner.serving import serving_plans
 from tests.support import families
 
 EQUAL = am.Cluster.preset("local", ranks=2)
@@ -56,8 +56,8 @@ def test_unequal_ranks_are_kept_in_a_file_and_other_counts_drop_them() -> None:
 
 def test_ways_to_run_a_model_are_priced_on_unequal_ranks() -> None:
     model = model_size(families.CONFIGS["llama"], length=1 << 16, phase="decode")
-    assert {one.plan.shares for one in serving(model, UNEQUAL) if one.plan.shape == Shape(1, 1, 2)} == {(4, 1)}
-    assert len(serving(model, replace(UNEQUAL, hosts=2, rates=(4e9,) * 4, memories=()))) > 0
+    assert {one.plan.shares for one in serving_plans(model, UNEQUAL) if one.plan.shape == Shape(1, 1, 2)} == {(4, 1)}
+    assert len(serving_plans(model, replace(UNEQUAL, hosts=2, rates=(4e9,) * 4, memories=()))) > 0
 
 
 @pytest.mark.parametrize("rates", [(1e9,), (1e9, -1.0), (1e9, "fast"), 3])

@@ -12,7 +12,7 @@ from attnmesh.errors import InputError, MeshError, require
 from attnmesh.mesh.axes import device_type_of
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.shapes import AXES, Shape, elements, mesh_shapes, share_evenly
-from attnmesh.planner.serving import ModelSizes, ServingPlan, chosen, serving, why_whole
+from attnmesh.planner.serving import ModelSizes, ServingPlan, choose_plan, serving_plans, why_not_shared
 from attnmesh.planner.units import in_seconds
 from attnmesh.setup.init_mesh import everyone
 from attnmesh_command.messages import under_torchrun
@@ -112,16 +112,16 @@ def _priced(
     cluster = cluster_here(ranks)
     try:
         model = sized()
-        ways = serving(model, cluster, shape)
-        plan = chosen(ways, ranks, tp, options.together)
+        ways = serving_plans(model, cluster, shape)
+        plan = choose_plan(ways, ranks, tp, options.together)
     except InputError:
         return None, LayersChoice()
     if tp > 1:
         return plan, LayersChoice(shared=False)
-    why = why_whole(model, cluster)
+    why = why_not_shared(model, cluster)
     if why is not None:
         return plan, LayersChoice(shared=False, reason=why)
-    shared, whole = (in_seconds(chosen(ways, ranks, tp, together).seconds) for together in (True, False))
+    shared, whole = (in_seconds(choose_plan(ways, ranks, tp, together).seconds) for together in (True, False))
     seconds, rival = (shared, f"whole {whole}") if plan.sharding.together else (whole, f"shared {shared}")
     return plan, LayersChoice(plan.sharding.together, f"{seconds} a token by the planner, {rival}")
 

@@ -10,7 +10,7 @@ from attnmesh.cli.mesh_option import MeshChoice
 from attnmesh.cli.output import Status, command_line, console, numbered, print_json, print_message
 from attnmesh.errors import ClusterError
 from attnmesh.mesh.cluster import Cluster
-from attnmesh.planner.serving import ModelSizes, ServingPlan, chosen, over_hosts, serving, why_whole
+from attnmesh.planner.serving import ModelSizes, ServingPlan, choose_plan, over_hosts, serving_plans, why_not_shared
 from attnmesh.planner.units import in_bytes, in_seconds
 from attnmesh_command.plan_options import PlanOptions
 
@@ -55,7 +55,7 @@ def print_serving(options: PlanOptions, machines: Cluster, workload: dict[str, A
     model, config = model_of(name, workload)
     left_out = other_layers(config)
     with Status("pricing"):
-        ways = serving(model, machines)
+        ways = serving_plans(model, machines)
     _check_fits(ways, model, machines)
     warn_of_length(config, model.workload.length)
     if not options.as_json:
@@ -77,7 +77,7 @@ def _check_fits(ways: Sequence[ServingPlan], model: ModelSizes, cluster: Cluster
     most_tokens = max(way.tokens for way in ways)
     length = model.workload.length
     if most_tokens < length:
-        least_weights = min(way.weights for way in ways)
+        least_weights = min(way.weight_bytes for way in ways)
         weights = f"{in_bytes(least_weights)} of weights or more on each rank of {in_bytes(cluster.device.memory)}"
         fix = "take fewer tokens, or more hosts" if most_tokens else "take more hosts"
         if 2 * least_weights > model.weights(1, False):
@@ -89,13 +89,15 @@ def _check_fits(ways: Sequence[ServingPlan], model: ModelSizes, cluster: Cluster
 
 def _ways_table(ways: Sequence[ServingPlan], model: ModelSizes, cluster: Cluster) -> Table:
     """Return the ways to spread weights and keys as a table."""
-    layers = {"layers": [_layers(way) for way in ways], "weights\nread": [in_bytes(way.read) for way in ways]}
+    layers = {"layers": [_layers(way) for way in ways], "weights\nread": [in_bytes(way.read_bytes) for way in ways]}
     columns = {
         "mesh": [_mesh(way) for way in ways],
-        **(layers if cluster.on_cpus else {"weights\na rank": [in_bytes(way.weights) for way in ways]}),
-        "keys\na rank": [in_bytes(way.keys) for way in ways],
+        **(layers if cluster.on_cpus else {"weights\na rank": [in_bytes(way.weight_bytes) for way in ways]}),
+        "keys\na rank": [in_bytes(way.key_bytes) for way in ways],
         "tokens\nthat fit": [f"{way.tokens:,}" if way.tokens else "none" for way in ways],
-        "first\ntoken": [in_seconds(way.first) if way.fits and way.first else "-" for way in ways],
+        "first\ntoken": [
+            in_seconds(way.first_token_seconds) if way.fits and way.first_token_seconds else "-" for way in ways
+        ],
         "attention": [in_seconds(way.plan.seconds) if way.fits else "-" for way in ways],
         "a token": [in_seconds(way.seconds) if way.fits else "does not fit" for way in ways],
     }
@@ -122,12 +124,12 @@ def _layers(way: ServingPlan) -> str:
 
 def _of_layers(ways: Sequence[ServingPlan], model: ModelSizes, cluster: Cluster) -> str:
     """Return in a sentence what shared layers save, or why ranks share none."""
-    if why := why_whole(model, cluster):
+    if why := why_not_shared(model, cluster):
         away = over_hosts(model, cluster)
-        whole = in_seconds(chosen(ways, cluster.world).seconds)
+        whole = in_seconds(choose_plan(ways, cluster.world).seconds)
         sockets = "" if away is None else f" By sockets a token would take {in_seconds(away.seconds)}, and not {whole}."
         return f"The ranks do not share layers: {why}.{sockets}"
-    joined, apart = (chosen(ways, cluster.world, together=wanted) for wanted in (True, False))
+    joined, apart = (choose_plan(ways, cluster.world, together=wanted) for wanted in (True, False))
     sizes, times = (
         [show(getattr(way, name)) for way in (joined, apart)]
         for show, name in ((in_bytes, "read"), (in_seconds, "seconds"))
@@ -148,7 +150,7 @@ def _text(ways: Sequence[ServingPlan], model: ModelSizes, cluster: Cluster, left
         f"{in_bytes(model.weights(1, False))} of weights; a token of a sequence has {token} of keys and values"
         f"{index_text}.",
         f"Recommended is {_mesh(best)}: of the ways that fit, a token takes least time. A rank holds "
-        f"{in_bytes(best.weights)} of weights and {in_bytes(best.keys)} of keys.",
+        f"{in_bytes(best.weight_bytes)} of weights and {in_bytes(best.key_bytes)} of keys.",
     ]
     if cluster.on_cpus and cluster.world > 1:
         lines.append(_of_layers(ways, model, cluster))
@@ -197,13 +199,13 @@ def _way_record(way: ServingPlan) -> dict[str, Any]:
         "shared": way.sharding.is_joint,
         "shape": list(way.shape),
         "sharing": way.together,
-        "weights": way.weights,
-        "weights_read": way.read,
-        "keys": way.keys,
+        "weights": way.weight_bytes,
+        "weights_read": way.read_bytes,
+        "keys": way.key_bytes,
         "tokens": way.tokens,
         "attention_seconds": way.plan.seconds,
         "seconds": way.seconds,
         "parts": dict(way.parts),
-        "first_token_seconds": way.first,
+        "first_token_seconds": way.first_token_seconds,
         "fits": way.fits,
     }

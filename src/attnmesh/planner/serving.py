@@ -84,11 +84,11 @@ class ServingPlan(NamedTuple):
     """Ranks along the axes of attention. A step is the same along queries and keys, a prompt is not."""
     plan: Plan
     """Attention of the ranks that divide the keys."""
-    weights: int
+    weight_bytes: int
     """Bytes of weights that a rank holds: of pages of a file that several map, its part."""
-    read: float
+    read_bytes: float
     """Bytes of weights that a rank reads in a step."""
-    keys: float
+    key_bytes: float
     """Bytes of keys, values and index keys of a rank, at the length that is planned for."""
     tokens: int
     """Most tokens of each sequence whose keys fit beside the weights; 0 if the weights alone are too large."""
@@ -96,7 +96,7 @@ class ServingPlan(NamedTuple):
     """Predicted seconds of a step: the sum of `parts`."""
     parts: tuple[tuple[str, float], ...]
     """Pairs of a stage of a step and its seconds, those of attention and of `layers` apart."""
-    first: float | None
+    first_token_seconds: float | None
     """Predicted seconds to the first token of prompts of this length, or None if the active weights are not known."""
 
     @property
@@ -115,7 +115,7 @@ class ServingPlan(NamedTuple):
         return self.tokens >= self.plan.workload.length
 
 
-def serving(model: ModelSizes, cluster: Cluster, shape: Shape | None = None) -> list[ServingPlan]:
+def serving_plans(model: ModelSizes, cluster: Cluster, shape: Shape | None = None) -> list[ServingPlan]:
     """Return all ways to spread weights and keys, those that fit the planned length first, then the fastest first.
 
     With a shape, the ways of attention on this shape alone. Left out are activations, and the time of layers with
@@ -128,7 +128,7 @@ def serving(model: ModelSizes, cluster: Cluster, shape: Shape | None = None) -> 
     shardings = [WeightSharding(tp) for tp in divisors(world) if q_heads % tp == 0 and share_evenly(kv_heads, tp)]
     if world > 1 and q_heads % world == 0 and model.workload.latent is None:
         shardings.append(WeightSharding(world, is_joint=True))
-    if world > 1 and why_whole(model, cluster) is None:
+    if world > 1 and why_not_shared(model, cluster) is None:
         shardings.append(WeightSharding(1, together=True))
     # The ranks that split weights are a part of each host, or whole hosts.
     shardings = [sharding for sharding in shardings if share_evenly(cluster.ranks, sharding.tp)]
@@ -139,10 +139,10 @@ def serving(model: ModelSizes, cluster: Cluster, shape: Shape | None = None) -> 
     require(bool(plans), ClusterError, "plan", "ranks that divide the heads", given, "take another number of ranks")
     if cluster.hosts == 1 < world and shape is None:
         plans.append(_serving(model, _one_rank(cluster), WeightSharding(1), None))
-    return sorted(plans, key=lambda plan: (not plan.fits, plan.seconds, plan.first or 0.0, -plan.ranks))
+    return sorted(plans, key=lambda plan: (not plan.fits, plan.seconds, plan.first_token_seconds or 0.0, -plan.ranks))
 
 
-def chosen(plans: Sequence[ServingPlan], ranks: int, tp: int = 1, together: bool | None = None) -> ServingPlan:
+def choose_plan(plans: Sequence[ServingPlan], ranks: int, tp: int = 1, together: bool | None = None) -> ServingPlan:
     """Return the way that is taken for so many ranks: of those with this `tp` the first, which fits and is fastest.
 
     `together` takes those alone in which ranks share layers, or do not, if there are any.
@@ -152,7 +152,7 @@ def chosen(plans: Sequence[ServingPlan], ranks: int, tp: int = 1, together: bool
     return (preferred or fitting)[0]
 
 
-def why_whole(model: ModelSizes, cluster: Cluster) -> str | None:
+def why_not_shared(model: ModelSizes, cluster: Cluster) -> str | None:
     """Return why ranks cannot share the layers of a step, or None if they can."""
     shared, rows = model.shared, model.rows
     if not cluster.on_cpus:
@@ -174,7 +174,7 @@ def over_hosts(model: ModelSizes, cluster: Cluster) -> ServingPlan | None:
     if cluster.hosts == 1:
         return None
     one_host = replace(cluster.sized(1, cluster.ranks), inside=cluster.between)
-    if why_whole(model, one_host) is not None:
+    if why_not_shared(model, one_host) is not None:
         return None
     return _serving(model, cluster, WeightSharding(1, together=True), None)
 
@@ -192,12 +192,14 @@ def _serving(model: ModelSizes, cluster: Cluster, sharding: WeightSharding, shap
     attention = _attention(model.workload, cluster, sharding, shape)
     shape = shape or _shape_of_prompts(attention, sharding)
     step, read_bytes = _layers_cost(model, cluster, sharding, max(shape) if sharding.together else 1)
-    weights = _held(model, cluster, sharding)
-    keys, tokens = _room(model, cluster.device.memory - weights, attention)
+    weight_bytes = _held_weight_bytes(model, cluster, sharding)
+    key_bytes, tokens = _key_bytes_and_tokens(model, cluster.device.memory - weight_bytes, attention)
     seconds = attention.seconds + step.seconds
     parts = (*attention.parts, *step.parts.items())
-    first_seconds = _first_seconds(model, cluster, sharding, attention, shape)
-    return ServingPlan(sharding, shape, attention, weights, read_bytes, keys, tokens, seconds, parts, first_seconds)
+    first_token = _first_token_seconds(model, cluster, sharding, attention, shape)
+    return ServingPlan(
+        sharding, shape, attention, weight_bytes, read_bytes, key_bytes, tokens, seconds, parts, first_token
+    )
 
 
 def _attention(work: Workload, cluster: Cluster, sharding: WeightSharding, shape: Shape | None) -> Plan:
@@ -219,18 +221,18 @@ def _on_one_axis(sharding: WeightSharding) -> bool:
     return sharding.is_joint or sharding.together
 
 
-def _held(model: ModelSizes, cluster: Cluster, sharding: WeightSharding) -> int:
+def _held_weight_bytes(model: ModelSizes, cluster: Cluster, sharding: WeightSharding) -> int:
     """Return the bytes of weights that a rank holds. Ranks of CPUs that load whole weights map the same pages."""
     maps = cluster.on_cpus and sharding.tp == 1
     return ceil(model.weights(sharding.tp, sharding.is_joint) / (cluster.ranks if maps else 1))
 
 
-def _room(model: ModelSizes, memory: float, attention: Plan) -> tuple[float, int]:
+def _key_bytes_and_tokens(model: ModelSizes, memory: float, attention: Plan) -> tuple[float, int]:
     """Return the bytes of keys on a rank, and the most tokens of each sequence that fit in what weights leave."""
     work, ranks = attention.workload, attention.shape.ranks
-    keys = (work.kept_bytes + work.index_bytes) / ranks
+    key_bytes = (work.kept_bytes + work.index_bytes) / ranks
     free = memory - model.windows / ranks - work.state_bytes
-    return keys, max(0, int(free * work.kept / keys))
+    return key_bytes, max(0, int(free * work.kept / key_bytes))
 
 
 def _layers_cost(model: ModelSizes, cluster: Cluster, sharding: WeightSharding, together: int) -> tuple[Cost, float]:
@@ -271,7 +273,7 @@ def _shape_of_prompts(attention: Plan, sharding: WeightSharding) -> Shape:
     work, step = attention.workload, attention.shape
     if sharding.is_joint:
         return step
-    kv_heads = work.travelling[0]
+    kv_heads = work.travelling_heads
     token_ranks = step.queries * step.keys
     shapes = [Shape(step.heads, queries, token_ranks // queries) for queries in divisors(token_ranks)]
     if _on_one_axis(sharding):
@@ -281,7 +283,7 @@ def _shape_of_prompts(attention: Plan, sharding: WeightSharding) -> Shape:
     return min(shapes, key=lambda shape: sum(elements(shape, work.q_heads, kv_heads, training=False)))
 
 
-def _first_seconds(
+def _first_token_seconds(
     model: ModelSizes, cluster: Cluster, sharding: WeightSharding, step: Plan, shape: Shape
 ) -> float | None:
     """Return the seconds of a prompt: products with weights at attention's rate, attention, and all-reduces."""
