@@ -711,7 +711,7 @@ def test_schemas_that_end_make_grammars(tokens: GrammarTokens) -> None:
 
 def test_who_waits_for_its_turn_is_told_to_ask_again(monkeypatch: pytest.MonkeyPatch) -> None:
     free, began, made_once = threading.Event(), threading.Semaphore(0), Grammars._checked
-    monkeypatch.setattr(grammars, "SECONDS", 0.3)
+    monkeypatch.setattr(grammars, "GRAMMAR_TIMEOUT", 0.3)
 
     def slow(*arguments: Any) -> Grammar:
         began.release()
@@ -720,7 +720,7 @@ def test_who_waits_for_its_turn_is_told_to_ask_again(monkeypatch: pytest.MonkeyP
 
     async def ask_three(made: Grammars) -> list[Any]:
         fields = read_fields(chat(response_format={"type": "json_object"}), CHAT)
-        first = [asyncio.create_task(made.of(fields, "")) for _ in range(grammars.THREADS)]
+        first = [asyncio.create_task(made.of(fields, "")) for _ in range(grammars.GRAMMAR_THREADS)]
         await asyncio.gather(*first, return_exceptions=True)
         found = [one.exception() for one in first]
         try:
@@ -728,13 +728,13 @@ def test_who_waits_for_its_turn_is_told_to_ask_again(monkeypatch: pytest.MonkeyP
         except Refused as error:
             found.append(error)
         free.set()
-        monkeypatch.setattr(grammars, "SECONDS", 10.0)
+        monkeypatch.setattr(grammars, "GRAMMAR_TIMEOUT", 10.0)
         return [*found, await made.of(fields, "")]
 
     with grammars_of(byte_tokenizer(HERMES.replace("</think>", ""))) as (made, _):
         monkeypatch.setattr(Grammars, "_checked", slow)
         *late, waited, last = asyncio.run(ask_three(made))
-        assert [one.status for one in late] == [400] * grammars.THREADS
+        assert [one.status for one in late] == [400] * grammars.GRAMMAR_THREADS
         assert (waited.status, "retry-after" in waited.headers) == (503, True)
         assert last["text"].startswith("%llguidance")
         threads = [one for one in threading.enumerate() if one.name == "grammar"]

@@ -125,13 +125,13 @@ def test_images_are_bounded(running: Served, monkeypatch: pytest.MonkeyPatch) ->
         429,
         "The images of open requests take all of their memory",
     )
-    monkeypatch.setattr(images, "PIXELS", 100)
+    monkeypatch.setattr(images, "MAX_PIXELS", 100)
     code, answer = running.ask("/v1/chat/completions", chat(shown("w4", SMALL, SMALL)))
     assert (code, answer["error"]["message"]) == (
         400,
         "messages[0].content[2]: expected images of at most 100 pixels together",
     )
-    monkeypatch.setattr(images, "MOST", 1)
+    monkeypatch.setattr(images, "MAX_IMAGES", 1)
     code, answer = running.ask("/v1/chat/completions", chat(shown("w4", SMALL, SMALL)))
     assert (code, answer["error"]["message"]) == (400, "messages[0].content[2]: expected at most 1 images in a request")
 

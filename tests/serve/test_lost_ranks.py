@@ -193,7 +193,7 @@ class Stalled(ThreadWorld):
 
 
 def test_ranks_that_see_no_deadline_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "PATIENCE", 0.2)
+    monkeypatch.setattr(supervisor, "ENDING_SECONDS", 0.2)
     with served(Stalled(), deadline=0.2) as one:
         lines = list[str]()
         one.front.log = lines.append

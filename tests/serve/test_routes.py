@@ -404,7 +404,7 @@ def test_a_client_that_goes_cancels_its_request(stream: bool, half: bool, world:
 
 def test_slow_clients_are_cut_off(running: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "HEADER_SECONDS", 0.3)
-    monkeypatch.setattr(body, "SECONDS", 0.3)
+    monkeypatch.setattr(body, "BODY_TIMEOUT", 0.3)
     for sent in (b"", b"POST /v1", b"GET / HTTP/1.1\r\nhost: loc"):
         with closing(raw(running)) as one:
             one.sendall(sent)
@@ -415,7 +415,7 @@ def test_slow_clients_are_cut_off(running: Served, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_client_that_does_not_read_is_cut_off(running: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "STALL", 0.3)
+    monkeypatch.setattr(server, "STALL_SECONDS", 0.3)
     monkeypatch.setattr(running.app, "_page", "x" * (64 << 20))
     stalled, abort = threading.Event(), server.LimitedProtocol._abort
 

@@ -108,7 +108,7 @@ class Failing:
 
 
 def test_a_request_that_loses_each_world_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "REPLAYS", 1)
+    monkeypatch.setattr(supervisor, "MAX_REPLAYS", 1)
     with served(Failing(), max_restarts=9) as one:
         code, said = one.ask("/v1/chat/completions", chat(max_tokens=200))
         assert (code, said["error"]["message"]) == (500, "Ranks were lost 2 times during this request.")
@@ -157,7 +157,7 @@ def test_a_request_that_loses_ranks_ends_alone(place: int, monkeypatch: pytest.M
 
 @pytest.mark.parametrize(("times", "state"), [((2.4, 4.8, 9.2, 17.7), "stopping"), ((1.0, 1.5, 2.0, 2.5), "failed")])
 def test_losses_count_within_a_window(times: tuple[float, ...], state: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "WINDOW", 3.0)
+    monkeypatch.setattr(supervisor, "LOSS_WINDOW_SECONDS", 3.0)
     monkeypatch.setattr(supervisor, "LONGEST_PAUSE", 0.0)
     one = Supervisor(ThreadWorld(), max_requests=1, max_restarts=3, metrics=Metrics())
     one.facts, losses = {"max_model_len": 9}, iter(times)
@@ -195,7 +195,7 @@ def test_a_world_that_cannot_start_is_not_tried_again() -> None:
 
 @pytest.mark.long
 def test_streams_outlive_twenty_losses_of_each_rank(running: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "WINDOW", 0.0)  # each loss is the first one
+    monkeypatch.setattr(supervisor, "LOSS_WINDOW_SECONDS", 0.0)  # each loss is the first one
     options: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1, "seed": 3}]
     for lost in (0, 1) * 20:
         texts: list[list[str]] = [[], []]

@@ -27,10 +27,10 @@ from attnmesh.runtime.processes import RunningProcess
 FRONT = "ATTNMESH_FRONT"
 """Environment of a front: its folder, the process of torchrun's agent, and the number of ranks."""
 
-PATIENCE = 120.0
+LISTENING_SECONDS = 120.0
 """Seconds that a front has to listen."""
 
-POLL = 0.1
+POLL_SECONDS = 0.1
 """Seconds between two looks at a file or a process."""
 
 
@@ -59,9 +59,9 @@ class TorchrunRanks:
         replace(published, address)
         try:
             while self.agent.is_alive() and not rank.exists():
-                time.sleep(POLL)
+                time.sleep(POLL_SECONDS)
             while self.agent.is_alive() and RunningProcess.parse(rank.read_text()).is_alive():
-                time.sleep(POLL)
+                time.sleep(POLL_SECONDS)
         finally:
             published.unlink(missing_ok=True)
         if not self.agent.is_alive():
@@ -119,7 +119,7 @@ def make_own_folder(folder: Path) -> bool:
 
 def _address(folder: Path) -> str:
     """Wait for the front's address, and leave the front the number of this process."""
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + LISTENING_SECONDS
     front, published = folder / "front", folder / "address"
     while time.monotonic() < end:
         if published.exists():
@@ -128,9 +128,9 @@ def _address(folder: Path) -> str:
             return address
         if front.exists() and not RunningProcess.parse(front.read_text()).is_alive():
             break
-        time.sleep(POLL)
+        time.sleep(POLL_SECONDS)
     fix = f"read its messages, and remove {folder}"
-    raise ClusterError("serve", f"a front that listens within {PATIENCE:.0f} s", "none", fix)
+    raise ClusterError("serve", f"a front that listens within {LISTENING_SECONDS:.0f} s", "none", fix)
 
 
 def replace(file: Path, text: str) -> None:

@@ -20,7 +20,7 @@ from attnmesh.hf.serving.grammar_masks import has_grammars
 from attnmesh.serve.rank_requests import serve_rank_0
 from attnmesh.store.block_folder import FolderLock, check_private
 
-LOADING = 1800.0
+LOADING_SECONDS = 1800.0
 """Seconds that one rank may take longer than another to load the model."""
 
 
@@ -61,7 +61,7 @@ def read_grammars(path: str) -> hf.GrammarTokens | None:
 
 def serve_rank(settings: ServeSettings, address: str) -> None:
     """Serve as one of several ranks; rank 0 connects to the front at the address, and says what it does."""
-    set_deadline(max(settings.deadline, LOADING))
+    set_deadline(max(settings.deadline, LOADING_SECONDS))
     is_first = dist.get_rank() == 0
     start = perf_counter()
     if is_first:

@@ -17,11 +17,11 @@ NAME = "pt_gloo"
 POLL_INTERVAL = 0.01
 """Seconds between two polls: twice the time that a Python thread keeps the GIL when others request it."""
 
-TIMEOUT = 10.0
+SHUTDOWN_SECONDS = 10.0
 """Seconds after which busy threads are no longer waited for."""
 
 
-def wait_until_idle(seconds: float = TIMEOUT) -> bool:
+def wait_until_idle(seconds: float = SHUTDOWN_SECONDS) -> bool:
     """Return True once all gloo threads are idle, or False after a timeout.
 
     They are idle if each sleeps at two consecutive polls and has not run in between. All then slept at the same time,

@@ -15,13 +15,13 @@ from attnmesh.serve.refused import Refused
 
 T = TypeVar("T")
 
-SECONDS = 60.0
+BODY_TIMEOUT = 60.0
 """Time that a client has to send a body."""
 
-DISCARDING = 10.0
+DISCARD_TIMEOUT = 10.0
 """Time in which the rest of a body that is too large is read and thrown away."""
 
-TOGETHER = 8
+MAX_LARGEST_BODIES = 8
 """Bodies of the largest size that are held at a time; further bytes are refused."""
 
 
@@ -64,11 +64,11 @@ class Bodies:
 
     async def _value(self, http: HttpRequest, body: Body, take: Callable[[str], T]) -> T:
         try:
-            async with asyncio.timeout(SECONDS):
+            async with asyncio.timeout(BODY_TIMEOUT):
                 await self._receive(http, body)
                 return await asyncio.to_thread(lambda: take("".join(body.parts)))
         except TimeoutError:
-            raise Refused(408, f"body: expected in {SECONDS:.0f} s") from None
+            raise Refused(408, f"body: expected in {BODY_TIMEOUT:.0f} s") from None
         except ClientDisconnect:
             raise Refused(400, "body: the client has closed the connection") from None
         except UnicodeDecodeError:
@@ -82,7 +82,7 @@ class Bodies:
             self.held += len(part)
             if body.nbytes > self.max_body:
                 await self._refuse_size(received)
-            if self.held > TOGETHER * self.max_body:
+            if self.held > MAX_LARGEST_BODIES * self.max_body:
                 raise Refused(503, "The server receives as many bytes as it can hold. Ask again.")
             body.parts.append(decoder.decode(part))
         body.parts.append(decoder.decode(b"", final=True))
@@ -90,7 +90,7 @@ class Bodies:
     async def _refuse_size(self, parts: AsyncIterator[bytes]) -> NoReturn:
         """Read the rest for a while: most clients send the whole body before they look for an answer."""
         with suppress(TimeoutError, ClientDisconnect):
-            async with asyncio.timeout(DISCARDING):
+            async with asyncio.timeout(DISCARD_TIMEOUT):
                 async for _ in parts:
                     pass
         raise Refused(413, f"body: expected at most {self.max_body} bytes. Start the server with --max-body.")

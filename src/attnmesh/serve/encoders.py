@@ -15,7 +15,7 @@ from attnmesh.serve.refused import Refused
 
 T = TypeVar("T")
 
-LONG = 1 << 16
+LONG_BODY_BYTES = 1 << 16
 """Bytes of a body from which on its prompt counts as long. A prompt with images is long, too."""
 
 COMPOSED = 4

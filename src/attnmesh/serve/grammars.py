@@ -21,10 +21,10 @@ from attnmesh.serve.tool_schemas import check_schema
 
 T = TypeVar("T")
 
-SECONDS = 10.0
+GRAMMAR_TIMEOUT = 10.0
 """Time in which a grammar is made, and time that a grammar waits for its turn."""
 
-THREADS = 2
+GRAMMAR_THREADS = 2
 """Grammars that are made at the same time."""
 
 MAX_PROPERTIES = 1000
@@ -83,7 +83,7 @@ class Grammars:
         self.template = several if isinstance(several, str) else "".join(several.values())
         self.thought = CHANNELS if formats.calls is not None and formats.calls.has_thoughts else formats.thought
         self._tokenizer = tokenizer
-        self._room = asyncio.Semaphore(THREADS)
+        self._room = asyncio.Semaphore(GRAMMAR_THREADS)
         self._tokens: Future[GrammarTokens] | None = None
 
     def start(self) -> None:
@@ -106,7 +106,7 @@ class Grammars:
             text = f"{asked.field}: expected none: grammars need a package. {INSTALL}, and start the server again."
             raise Refused(400, text, asked.field, "unsupported_parameter")
         try:
-            async with asyncio.timeout(SECONDS):
+            async with asyncio.timeout(GRAMMAR_TIMEOUT):
                 tokens = await asyncio.shield(asyncio.wrap_future(self._tokens))
                 await self._room.acquire()
         except TimeoutError:
@@ -115,11 +115,11 @@ class Grammars:
             raise Refused(400, str(error), error.args[0]) from None
         made = in_thread(lambda: self._checked(tokens, asked, prompt_end), self._leave(asyncio.get_running_loop()))
         try:
-            async with asyncio.timeout(SECONDS):
+            async with asyncio.timeout(GRAMMAR_TIMEOUT):
                 grammar = await asyncio.wrap_future(made)
                 return asdict(grammar)
         except TimeoutError:
-            text = f"{asked.field}: expected a grammar that is made within {SECONDS:.0f} s. Simplify it."
+            text = f"{asked.field}: expected a grammar that is made within {GRAMMAR_TIMEOUT:.0f} s. Simplify it."
             raise Refused(400, text, asked.field) from None
         except GrammarError as error:
             raise Refused(400, str(error), error.args[0]) from None

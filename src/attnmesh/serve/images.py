@@ -17,10 +17,10 @@ from attnmesh.serve.schema import shown
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 """Formats of images, as OpenAI takes them. Other decoders of Pillow are not run on what clients send."""
 
-MOST = 32
+MAX_IMAGES = 32
 """Images of a request at most."""
 
-PIXELS = 1 << 24
+MAX_PIXELS = 1 << 24
 """Pixels of all images of a request at most."""
 
 
@@ -34,9 +34,9 @@ def read_image(param: str, part: dict[str, Any], before: list[Any]) -> Any:
     head, found, data = url.partition(";base64,")
     if not found or not head.startswith("data:image/"):
         raise Refused(400, f"{param}: expected a data URL, as data:image/png;base64,..., given {shown(url)}", param)
-    if len(before) >= MOST:
-        raise Refused(400, f"{param}: expected at most {MOST} images in a request", param)
-    left = PIXELS - sum(picture.width * picture.height for picture in before)
+    if len(before) >= MAX_IMAGES:
+        raise Refused(400, f"{param}: expected at most {MAX_IMAGES} images in a request", param)
+    left = MAX_PIXELS - sum(picture.width * picture.height for picture in before)
     return _opened(param, data, left)
 
 
@@ -53,7 +53,7 @@ def _opened(param: str, data: str, left: int) -> Any:
         said = f"{type(error).__name__}"
         raise Refused(400, f"{param}: expected an image of {', '.join(FORMATS)} in base64: {said}", param) from None
     if picture is None:
-        raise Refused(400, f"{param}: expected images of at most {PIXELS:,} pixels together", param)
+        raise Refused(400, f"{param}: expected images of at most {MAX_PIXELS:,} pixels together", param)
     return picture
 
 

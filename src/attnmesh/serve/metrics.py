@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 STATES = ("starting", "ready", "restarting", "stopping", "failed")
 """States of the server."""
 
-SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
+BUCKET_SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 """Upper bounds of the histograms' buckets."""
 
 
@@ -64,7 +64,7 @@ class Metrics(Collector):
         self.restarts = Counter("attnmesh_restarts", "Times that lost ranks were replaced.", **make)
         self.tokens = Counter("attnmesh_tokens", "New tokens that were sent to clients.", **make)
         self.prompt_tokens = Counter("attnmesh_prompt_tokens", "Tokens of the prompts of accepted requests.", **make)
-        make["buckets"] = SECONDS
+        make["buckets"] = BUCKET_SECONDS
         self.first_token = Histogram(
             "attnmesh_first_token_seconds", "Seconds from a request to its first token.", **make
         )

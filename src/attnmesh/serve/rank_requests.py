@@ -23,7 +23,7 @@ from attnmesh.serve.rank_socket import RankSocket, packed
 OF_RANKS = (DeviceError, KernelError, MeshError, ModelError, UnforeseenError)
 """Errors that no other request avoids, whose text is not for clients."""
 
-INTERVAL = 0.5
+FIGURES_SECONDS = 0.5
 """Seconds from one message of figures to the next."""
 
 LOWEST_LOGPROB = -9999.0
@@ -133,7 +133,7 @@ class RankRequests:
 
     def send_figures(self) -> None:
         """Send the engine's figures from time to time."""
-        while not self.done.wait(INTERVAL):
+        while not self.done.wait(FIGURES_SECONDS):
             self.send("metrics", self.engine.metrics())
 
 

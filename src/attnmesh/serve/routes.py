@@ -34,7 +34,7 @@ from attnmesh.serve.chat import (
     has_images,
     offered_tools,
 )
-from attnmesh.serve.encoders import LONG, Encoders, too_long
+from attnmesh.serve.encoders import LONG_BODY_BYTES, Encoders, too_long
 from attnmesh.serve.grammars import Grammars, content_format
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.reply import EventStream, Gone, Reply, while_there
@@ -205,7 +205,7 @@ class App:
             if fields["model"] is not None:
                 self._check_model(fields["model"], "model")
             with self.supervisor.room(fields.get("n", 1)):
-                is_long = nbytes > LONG or has_images(fields)
+                is_long = nbytes > LONG_BODY_BYTES or has_images(fields)
                 work = self._encoders.run(convert, fields, is_long, longest)
                 return fields, await while_there(http.receive, work)
 

@@ -25,11 +25,11 @@ HEADER_BYTES = 32 << 10
 HEADER_SECONDS = 20.0
 """Time that a client has to send them."""
 
-STALL = 60.0
+STALL_SECONDS = 60.0
 """Seconds after which a client that does not read its response is cut off."""
 
 
-STEP = 0.05
+POLL_SECONDS = 0.05
 """Seconds between two looks at open requests while the server ends."""
 
 
@@ -83,7 +83,7 @@ class LimitedProtocol(H11Protocol):
         """Limit the time in which a client reads nothing."""
         super().pause_writing()
         if self._stalled is None:
-            self._stalled = self.loop.call_later(STALL, self._abort)
+            self._stalled = self.loop.call_later(STALL_SECONDS, self._abort)
 
     def resume_writing(self) -> None:
         """Go on with a client that reads."""
@@ -121,8 +121,8 @@ class DrainingServer(uvicorn.Server):
                 f"the server ends; open requests, which have {left:g} s to end: {len(self.supervisor.open)}"
             )
         while (self.supervisor.open or self.supervisor.coming) and left > 0 and not self.force_exit:
-            await asyncio.sleep(STEP)
-            left -= STEP
+            await asyncio.sleep(POLL_SECONDS)
+            left -= POLL_SECONDS
         if cut := self.supervisor.cut_off("The server ended before this answer did."):
             self.supervisor.log(f"requests that the end of the server cut off: {cut}")
         self.config.timeout_graceful_shutdown = max(1, round(left))

@@ -20,22 +20,22 @@ from attnmesh.serve.rank_socket import message_parts, read_message
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.text import SentToken
 
-WINDOW = 600.0
+LOSS_WINDOW_SECONDS = 600.0
 """Seconds in which losses count together."""
 
-REPLAYS = 2
+MAX_REPLAYS = 2
 """Times that a request goes on in another world. A request in more lost worlds may be the cause."""
 
 LONGEST_PAUSE = 30.0
 """Seconds before ranks are started again, at most. Each loss doubles them."""
 
-PROOF = 3
+PROOF_TOKENS = 3
 """Tokens in one world after which a request did not cause the loss before. A loss may take the last tokens along."""
 
-BUSY = 5
+MAX_BUSY_DEADLINES = 5
 """Deadlines that one step may take on ranks that still send figures, such as one with many images."""
 
-PATIENCE = 10.0
+ENDING_SECONDS = 10.0
 """Seconds that ranks get to end by themselves."""
 
 IMAGE_BYTES = 2 << 30
@@ -87,7 +87,7 @@ class OpenRequest:
     @property
     def is_proven(self) -> bool:
         """True if the request ran in this world without harm."""
-        return self.fresh is not None and self.fresh >= PROOF
+        return self.fresh is not None and self.fresh >= PROOF_TOKENS
 
 
 class Supervisor:
@@ -114,7 +114,7 @@ class Supervisor:
         self.log: Callable[[str], None] = lambda _: None
         self._numbers = 0
         self._losses: list[float] = []
-        """Times of the losses of the last `WINDOW`."""
+        """Times of the losses of the last `LOSS_WINDOW_SECONDS`."""
         self._heard, self._stepped, self._is_late = 0.0, 0.0, False
         """The times of a message and of the end of a step, 0 without a world, and whether the next end is overdue."""
         self._writer: asyncio.StreamWriter | None = None
@@ -189,9 +189,9 @@ class Supervisor:
         loss finds so is its cause.
         """
         left = [request for request in self.open.values() if request.fresh is None and self._stepped]
-        for request in sorted(left, key=lambda one: one.replays or REPLAYS + 1):
+        for request in sorted(left, key=lambda one: one.replays or MAX_REPLAYS + 1):
             unproven = [one for one in self.open.values() if not one.is_proven]
-            careful = any(one.replays >= REPLAYS for one in unproven)
+            careful = any(one.replays >= MAX_REPLAYS for one in unproven)
             if careful and any(one.fresh is not None for one in unproven):
                 return
             request.fresh = 0
@@ -232,14 +232,14 @@ class Supervisor:
         self.state = "stopping"
         self._send(["close"])
         if self._writer is not None:
-            await asyncio.wait({self._living}, timeout=PATIENCE)
+            await asyncio.wait({self._living}, timeout=ENDING_SECONDS)
         while not self._living.done():
             self.world.kill()
             await asyncio.wait({self._living}, timeout=1)
 
     def abandon(self) -> None:
         """End the ranks after the event loop was cut short, as by a second interrupt."""
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + ENDING_SECONDS
         while self._running is not None and self._running.is_alive() and time.monotonic() < end:
             self.world.kill()
             self._running.join(1)
@@ -253,7 +253,7 @@ class Supervisor:
             if self._is_stopping():
                 return
             now = loop.time()
-            self._losses = [*(loss for loss in self._losses if now - loss < WINDOW), now]
+            self._losses = [*(loss for loss in self._losses if now - loss < LOSS_WINDOW_SECONDS), now]
             number = len(self._losses)
             if not self.facts or number > self.max_restarts:  # a world that never was ready will not be
                 self._fail(error)
@@ -271,14 +271,16 @@ class Supervisor:
         """Say that no requests are served when a step is overdue, and end ranks that do not find out by themselves."""
         loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(min(deadline, PATIENCE) / 10)
+            await asyncio.sleep(min(deadline, ENDING_SECONDS) / 10)
             late = loop.time() - self._stepped
             if self._writer is None or not self._stepped or late < deadline:
                 continue
             if self.state == "ready":
                 self.state, self._is_late = "restarting", True
                 self.log(f"the ranks ended no step within {deadline:g} s")
-            if self._is_late and (loop.time() - self._heard > deadline + PATIENCE or late > BUSY * deadline):
+            if self._is_late and (
+                loop.time() - self._heard > deadline + ENDING_SECONDS or late > MAX_BUSY_DEADLINES * deadline
+            ):
                 self._is_late = False
                 self.world.kill(again=True)
 
@@ -363,10 +365,10 @@ class Supervisor:
         if self.state == "ready":
             self.state = "restarting"
         there = [request for request in self.open.values() if request.fresh is not None]
-        careful = any(request.replays >= REPLAYS for request in there)
+        careful = any(request.replays >= MAX_REPLAYS for request in there)
         for request in [one for one in there if careful and not one.is_proven] or there:
             request.replays += 1
-            if request.replays > REPLAYS:
+            if request.replays > MAX_REPLAYS:
                 self._drop(request, Refused(500, f"Ranks were lost {request.replays} times during this request."))
         for request in self.open.values():
             request.fresh = None
@@ -418,7 +420,7 @@ class Supervisor:
                 self._drop(request, End(reason))
             case "refused", [status, text, code]:
                 self._drop(request, Refused(status, text, None, code))
-        if request.fresh == PROOF or request.number not in self.open:
+        if request.fresh == PROOF_TOKENS or request.number not in self.open:
             self._submit_next()
 
     def _observe(self, request: OpenRequest) -> None:

@@ -14,7 +14,7 @@ MAX_TOOLS = 1024
 MAX_CHARACTERS = 1 << 20
 """Characters of all tools of a request at most."""
 
-DEPTH = 32
+MAX_SCHEMA_DEPTH = 32
 """Schemas inside each other at most."""
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -69,12 +69,12 @@ def properties_of(tools: list[dict[str, Any]]) -> Tools:
     return {one["name"]: (one.get("parameters") or {}).get("properties") or {} for one in functions}
 
 
-def check_schema(field: str, schema: Any, depth: int = DEPTH) -> None:
+def check_schema(field: str, schema: Any, depth: int = MAX_SCHEMA_DEPTH) -> None:
     """Raise unless a value is a schema, as far as chat templates read it."""
     if isinstance(schema, bool):
         return
     if not isinstance(schema, dict) or not depth:
-        raise wrong_value(field, f"a schema of at most {DEPTH} inside each other", schema)
+        raise wrong_value(field, f"a schema of at most {MAX_SCHEMA_DEPTH} inside each other", schema)
     types = schema.get("type", [])
     for one in types if isinstance(types, list) else [types]:
         if one not in TYPES:

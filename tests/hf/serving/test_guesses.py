@@ -336,7 +336,7 @@ def test_trials_take_a_small_share_and_find_when_guesses_pay() -> None:
     assert sum(map(bool, counts)) == 3
     assert not any(counts[5:])
     later, counts = lost_share(times, 1000, 0.03)
-    assert later < 0.012  # TRIALS, and a trial that is not yet made up for
+    assert later < 0.012  # TRIAL_TIME_SHARE, and a trial that is not yet made up for
     assert any(counts)
     assert lost_share(times, 600, 0.002)[0] < -1.0
     after, counts = lost_share(times, 600, 0.03)

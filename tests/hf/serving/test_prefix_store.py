@@ -303,7 +303,7 @@ def check_refused_folders(ranks: int, folder: Path) -> None:
 
     def said(place: Path, **options: Any) -> str:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("attnmesh.hf.serving.prefix_store.PATIENCE", 0.0)
+            patch.setattr("attnmesh.hf.serving.prefix_store.RELEASE_SECONDS", 0.0)
             with pytest.raises(InputError) as raised:
                 Engine(model, mesh, store=hf.PrefixStore(place, **options))
         return str(raised.value)

@@ -18,7 +18,7 @@ from attnmesh.setup.measure_shares import free_of_ranks
 Place = tuple[Turn, int, torch.device]
 """Turn of the rank that holds most tokens of a cache, number of ranks that share its heads, and its device."""
 
-SHARE = 0.75
+FREE_MEMORY_SHARE = 0.75
 """Share of the free memory that caches take, if no other limit is given. Prefill takes the rest."""
 
 
@@ -79,7 +79,7 @@ def memory_share(meshes: tuple[Mesh, Mesh], device: torch.device, shares: Sequen
     free = free_of_ranks(mesh, device, min(free_of_ranks(peers, device)))
     ratios = shares or (1.0,)
     most = (max(ratios) / ratios[shard % len(ratios)] * each for shard, each in enumerate(free))
-    return max(1, int(SHARE * min(most)))
+    return max(1, int(FREE_MEMORY_SHARE * min(most)))
 
 
 def never_fits(needed: int, memory: int) -> TooLong:

@@ -26,10 +26,10 @@ LAST_STEPS = 5
 LEAST_DIFFERENCE = 4
 """Guesses by which two steps differ at least whose times show what each guess takes."""
 
-TRIAL = 8
+TRIAL_GUESSES = 8
 """Guesses of a step that tries whether they are worth their time."""
 
-TRIALS = 0.01
+TRIAL_TIME_SHARE = 0.01
 """Share of the time that trials may lose, after the first ones."""
 
 REPAID = 256
@@ -91,7 +91,7 @@ class StepTimes:
     def add(self, rows: int, guesses: int, seconds: float, accepted: int = 0, guessing: float = 0.0) -> None:
         """Take the time of a step, how many of its guesses were accepted, and the seconds of guessing."""
         plain = self.plain(rows)
-        lost = guessing - TRIALS * seconds
+        lost = guessing - TRIAL_TIME_SHARE * seconds
         if guesses:
             self.added.append((rows, guesses, seconds / plain - 1 if plain else 0.0))
             self.since[rows] += 1 if seconds > (1 - ALIKE) * plain else LATER  # guesses add time to a step
@@ -100,7 +100,7 @@ class StepTimes:
             self.plain.add(rows, seconds)
             self.since[rows], self.wait = 0, LATER if self.pays else SOON
         if not self.pays:
-            self.debt = min(max(0.0, self.debt + lost), REPAID * TRIALS * plain)
+            self.debt = min(max(0.0, self.debt + lost), REPAID * TRIAL_TIME_SHARE * plain)
 
     def choose(
         self, rates: Sequence[float], offered: Sequence[int], passes: Sequence[float] = (), *, tries: bool = True
@@ -155,7 +155,7 @@ class StepTimes:
     def _trial(self, rows: int) -> int:
         """Return how many guesses are tried: no more than take about as long as a step."""
         each = self._prices()[1] if self.added else 0.0
-        return max(1, int(min(TRIAL, self.plain(rows) / each))) if each else TRIAL
+        return max(1, int(min(TRIAL_GUESSES, self.plain(rows) / each))) if each else TRIAL_GUESSES
 
     def _prices(self) -> tuple[float, float]:
         """Return the seconds that guesses add to a step, however many there are, and those of each guess.

@@ -25,7 +25,7 @@ from attnmesh.store.block_names import BYTES, GRAIN
 VERSION = 1
 """Version of what a block's keys depend on. Blocks of another one are not found."""
 
-PATIENCE = 10.0
+RELEASE_SECONDS = 10.0
 """Seconds in which ranks that were ended let go of a folder."""
 
 
@@ -81,7 +81,7 @@ def open_store(store: PrefixStore, model: PreTrainedModel, cache: ShardedCache) 
         with Agreement(axes, SUBJECT, fields) as agreement:
             store.check(model, cache)
             if not axes.shard:
-                locks.append(FolderLock(check_private(store.folder), patience=PATIENCE))
+                locks.append(FolderLock(check_private(store.folder), patience=RELEASE_SECONDS))
             agreement.payload = [lock.write_number() for lock in locks] or [0]
         folder = check_private(store.folder)
         with Agreement(axes, SUBJECT):

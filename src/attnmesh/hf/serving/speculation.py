@@ -18,13 +18,13 @@ from attnmesh.hf.serving.rank_worker import RankWorker
 
 SPECULATE, DRAFT = "hf.Engine speculate", "hf.Engine draft"
 
-MOST = 8
+MAX_GUESSES = 8
 """Guesses of a row in a step at most, if no other number is given."""
 
 MOST_GUESSES = 64
 """The largest number that may be given."""
 
-PADDING = 128
+VOCABULARY_PADDING = 128
 """Tokens by which the vocabularies of a model and its draft may differ: matrices are padded to such multiples."""
 
 OF_DRAFT = ("merge", "kernel", "exchange", "checked", "copies", "storage", "shares")
@@ -36,7 +36,7 @@ class Speculation:
     """Settings of guesses, at most so many of each row in a step: of a draft model, or else of a look-up."""
 
     subject: str
-    most: int = MOST
+    most: int = MAX_GUESSES
     draft: PreTrainedModel | None = None
 
     @staticmethod
@@ -51,7 +51,7 @@ class Speculation:
         if speculate is None:
             return None
         found = re.fullmatch("ngram(?::([1-9][0-9]?))?", speculate) if isinstance(speculate, str) else None
-        most = MOST if found is None or found[1] is None else int(found[1])
+        most = MAX_GUESSES if found is None or found[1] is None else int(found[1])
         expected, fix = f"ngram, or ngram:N with N from 1 to {MOST_GUESSES}", "write one of these, or leave it out"
         require(found is not None and most <= MOST_GUESSES, ArgumentError, SPECULATE, expected, repr(speculate), fix)
         return Speculation(SPECULATE, most)
@@ -81,8 +81,8 @@ def _of_draft(model: PreTrainedModel, draft: Any, most: Any) -> Speculation:
         raise type(error)(DRAFT, *error.args[1:]) from None
     sizes = [one.config.get_text_config(decoder=True).vocab_size for one in (model, draft)]
     expected, fix = f"a model of the same {sizes[0]} tokens", "use a model with the same tokenizer"
-    require(abs(sizes[0] - sizes[1]) <= PADDING, ArgumentError, DRAFT, expected, f"one of {sizes[1]}", fix)
-    most = MOST if most is None else most
+    require(abs(sizes[0] - sizes[1]) <= VOCABULARY_PADDING, ArgumentError, DRAFT, expected, f"one of {sizes[1]}", fix)
+    most = MAX_GUESSES if most is None else most
     check_count(f"{DRAFT}_tokens", most, "pass a positive int")
     fix = "pass a smaller number"
     require(most <= MOST_GUESSES, ArgumentError, f"{DRAFT}_tokens", f"at most {MOST_GUESSES}", most, fix)

@@ -26,10 +26,10 @@ from attnmesh.store.block_folder import SUBJECT
 from attnmesh.store.block_names import GRAIN, BlockNames, StoredBlock
 from attnmesh.store.block_tiers import BlockTiers, Held
 
-STEP = 0.05
+COPY_SECONDS = 0.05
 """Seconds that a step may copy blocks while no rows decode."""
 
-PATIENCE = 0.005
+LOAD_WAIT_SECONDS = 0.005
 """Seconds that a step without rows waits for a block that is being read."""
 
 NOTE = 16
@@ -187,7 +187,7 @@ class StoreSchedule(NoStore):
 
     def before(self, drops: Collection[int], seconds: float | None) -> list[list[Any]]:
         """Return operations that come before those of a step, which take so many seconds; None without rows."""
-        left = int(self.rate * (STEP if seconds is None else seconds))
+        left = int(self.rate * (COPY_SECONDS if seconds is None else seconds))
         saves = []
         self.saving = deque(one for one in self.saving if one.number in self.worker.caches)
         self.copied = 0
@@ -203,7 +203,7 @@ class StoreSchedule(NoStore):
         self.closing = None
         if self.loading is not None and self.opening is None and not loads:
             most = max(1, (left - self.copied) // self.worker.axes.ranks)
-            loads = [["load", self.loading.number, most, PATIENCE if seconds is None else 0.0]]
+            loads = [["load", self.loading.number, most, LOAD_WAIT_SECONDS if seconds is None else 0.0]]
         forgets = [["forget", *gone]] if any(gone := self.tiers.take_gone()) else []
         return [*forgets, *saves, *loads]
 
