@@ -12,9 +12,9 @@ Queries travel along the keys axis, to the ranks that hold other keys for them; 
 `mesh/axes.py`).
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
 from itertools import chain
 
 import torch
@@ -63,12 +63,12 @@ class Task:
     selected: Sequence[SelectedKeys] = ()
     """Selected keys of each step, where queries do not attend to all that they see."""
 
-    @cached_property
+    @functools.cached_property
     def sequential(self) -> bool:
         """True if heads go in one group. Then no two exchanges along an axis are under way at once, but a ring's."""
         return len(self.groups) == 1
 
-    @cached_property
+    @functools.cached_property
     def swaps(self) -> "HeadSwaps":
         """Swaps of tokens for heads, and back."""
         return HeadSwaps(self.mesh.heads, self.schedule, self.sequential)
@@ -116,8 +116,10 @@ def forward(q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None = None, own
     value_dim = kv[-1].shape[-1] if task.projection is None else task.projection.value_dim
     schedule = task.schedule
     dtype = sum_dtype(q.dtype)
-    # Memory for results is taken when the first are complete.
-    total = cache(lambda: Partial(empty_length_major(q, value_dim), q.new_empty(q.shape[:-1], dtype=dtype)))
+
+    @functools.cache  # memory for results is taken when the first are complete
+    def total() -> Partial:
+        return Partial(empty_length_major(q, value_dim), q.new_empty(q.shape[:-1], dtype=dtype))
 
     def swap_back(partial: Partial, group: HeadGroup) -> Iterator[None]:
         out, lse = with_sinks(partial, None if sinks is None else sinks[group[task.mesh.heads.index].queries])
@@ -181,7 +183,7 @@ def backward(own_heads: Tensors, saved: BackwardInputs, task: Task) -> Gradients
     key_heads = task.groups[-1][-1].keys.stop  # key heads of all ranks: the last group of the last rank ends there
     keys = len(schedule.key_indices[task.mesh.heads.index])
 
-    @cache
+    @functools.cache
     def total() -> Gradients:
         return Gradients(empty_length_major(saved.dout, q.shape[3]), *(empty_tokens(x, key_heads, keys) for x in kv))
 

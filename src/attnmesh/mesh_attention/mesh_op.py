@@ -97,7 +97,7 @@ def _are_equal(numbers: Tensor, mesh: Mesh) -> Tensor:
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
     *qkv, sinks, key_lengths, indices = inputs[:6]
     out, lse, *own_heads = output
-    ctx.mesh_call = inputs[6:]  # the call, or the names and numbers of an operator
+    ctx.call_or_code = inputs[6:]  # (mesh_call,), or (names, numbers) of an operator
     ctx.save_for_backward(*(own_heads or qkv), sinks, key_lengths, indices, out, lse)
     ctx.mark_non_differentiable(lse, *own_heads)
     ctx.set_materialize_grads(False)
@@ -106,13 +106,14 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tenso
 def _gradients(ctx: Any, dout: Any, *_: None) -> tuple[Tensor | None, ...]:
     q, k, v, sinks, key_lengths, indices, out, lse = ctx.saved_tensors
     dsinks = None
-    if len(ctx.mesh_call) > 1:
-        dout = dout[0]
-        dq, dk, dv = mesh_backward_op([q, k, v], [out, lse], dout, key_lengths, indices, *ctx.mesh_call)
+    if len(ctx.call_or_code) > 1:
+        (names, numbers), dout = ctx.call_or_code, dout[0]
+        dq, dk, dv = mesh_backward_op([q, k, v], [out, lse], dout, key_lengths, indices, names, numbers)
         if sinks is not None:
             dsinks = sink_gradient(sinks, out, lse, dout)
     else:
-        dq, dk, dv = once_differentiable(_backward, *ctx.mesh_call, key_lengths, indices, q, k, v, out, lse, dout)
+        (mesh_call,) = ctx.call_or_code
+        dq, dk, dv = once_differentiable(_backward, mesh_call, key_lengths, indices, q, k, v, out, lse, dout)
         if sinks is not None:
             dsinks = once_differentiable(sink_gradient, sinks, out, lse, dout)
     return dq, dk, dv, dsinks
@@ -125,8 +126,17 @@ attend_with_grad = recorded(_run_call, _save_for_backward, _gradients)
 # --- operators: a `MeshCall` is packed into names and numbers ---
 
 
-def _fake_outputs(q: Tensor, k: Tensor, v: Tensor, *mesh_call: Any) -> list[Tensor]:
-    mesh, problem, *_ = MeshCall.from_code(*mesh_call[3:])
+def _fake_outputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    key_lengths: Tensor | None,
+    indices: Tensor | None,
+    names: str,
+    numbers: Sequence[int],
+) -> list[Tensor]:
+    mesh, problem, *_ = MeshCall.from_code(names, numbers)
     coordinate = mesh.queries.index, mesh.keys.index
     chunk = ChunkSize(problem.queries(*coordinate).shape[0], problem.keys(*coordinate).shape[0])
     out = empty_length_major(q, v.shape[-1])
@@ -158,10 +168,16 @@ def mesh_op(
 
 
 def _fake_gradients(
-    inputs: Sequence[Tensor], outputs: Sequence[Tensor], dout: Tensor, key_lengths: Any, indices: Any, *mesh_call: Any
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    dout: Tensor,
+    key_lengths: Tensor | None,
+    indices: Tensor | None,
+    names: str,
+    numbers: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = inputs
-    mesh, problem, *_ = MeshCall.from_code(*mesh_call)
+    mesh, problem, *_ = MeshCall.from_code(names, numbers)
     heads = dout.shape[1] * k.shape[1] // q.shape[1]
     shard = problem.shard(mesh.shard)
     tokens = problem.key_layout.positions(problem.key_length, problem.shape.ranks, shard).shape[0]
