@@ -65,7 +65,7 @@ def check_model(model: PreTrainedModel) -> None:
     check_keys(model.config)
     kind = model.config.get_text_config(decoder=True).model_type
     expected, description = "a model whose cache holds its recurrent states", f"{kind}, which keeps them elsewhere"
-    require(not family_of(model.config).keeps_states, KernelError, "generate", expected, description, USE_SUPPORTED)
+    require(not family_of(model.config).hides_states, KernelError, "generate", expected, description, USE_SUPPORTED)
     module = sys.modules.get(type(model).__module__)
     selectable = (
         model.is_backend_compatible() or hasattr(module, "ALL_ATTENTION_FUNCTIONS") or not attends(model.config)

@@ -40,19 +40,22 @@ def _is_shared(experts: Any) -> bool:
 
 
 class SharedExperts:
-    """The forward function of experts, in place of `forward`, which computes them on one rank."""
+    """The forward function of experts, in place of `forward`, which computes them on one rank.
 
-    def __init__(self, forward: Callable[..., Tensor], axis: Axis, is_within: Callable[[], bool]) -> None:
-        self.forward, self.axis, self.is_within = forward, axis, is_within
+    `shares_step` returns whether the ranks share the step that this thread runs.
+    """
+
+    def __init__(self, forward: Callable[..., Tensor], axis: Axis, shares_step: Callable[[], bool]) -> None:
+        self.forward, self.axis, self.shares_step = forward, axis, shares_step
 
     def __call__(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return the sum of the chosen experts' outputs for each token."""
-        if not self.is_within() or tokens.dim() != 2 or torch.compiler.is_compiling():
+        if not self.shares_step() or tokens.dim() != 2 or torch.compiler.is_compiling():
             return self.forward(tokens, chosen, weights)
         experts, order = chosen.flatten().sort(stable=True)
-        _, choices = experts.unique_consecutive(return_counts=True)
-        edges = [0, *choices.cumsum(0).tolist()]
-        parts = [Axis(self.axis.size, rank).slice_of(len(choices)) for rank in range(self.axis.size)]
+        _, choice_counts = experts.unique_consecutive(return_counts=True)
+        edges = [0, *choice_counts.cumsum(0).tolist()]
+        parts = [Axis(self.axis.size, rank).slice_of(len(choice_counts)) for rank in range(self.axis.size)]
         counts = [edges[part.stop] - edges[part.start] for part in parts]
         own_part = parts[self.axis.index]
         own_choices = order[edges[own_part.start] : edges[own_part.stop]]

@@ -267,7 +267,7 @@ class SharedSteps:
                 del vars(layer)["steps"]
         for expert_layer in self.experts:
             forward = vars(expert_layer).get("forward")
-            if isinstance(forward, SharedExperts) and forward.is_within == self.is_within:
+            if isinstance(forward, SharedExperts) and forward.shares_step == self.is_within:
                 del vars(expert_layer)["forward"]
 
     def __reduce__(self) -> NoReturn:

@@ -183,8 +183,8 @@ class Family:
     """Classes of the family's recurrent layers, by name."""
     begins_at_zero: bool = False
     """True if the rule of several tokens always begins with a state of zero."""
-    keeps_states: bool = False
-    """True if the family keeps recurrent states in a cache of its own, or in its layers."""
+    hides_states: bool = False
+    """True if recurrent states are in a cache of the family's own, or in its layers, where ours has none: training alone."""
 
     parts: Mapping[str, Part] = field(default_factory=dict)
     """Other classes of the family that run as subclasses on a mesh, by name: indexers and compressors."""

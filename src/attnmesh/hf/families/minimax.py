@@ -73,6 +73,6 @@ FAMILIES = (
         uses=(RECURRENT_STATES,),
         layers=RECURRENT,
         recurrences={"MiniMaxLightningAttention": LIGHTNING},
-        keeps_states=True,
+        hides_states=True,
     ),
 )

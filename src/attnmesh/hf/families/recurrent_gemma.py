@@ -78,6 +78,6 @@ FAMILIES = (
             "RecurrentGemmaRecurrentBlock": Recurrence(reads=("rg_lru",), convolution="conv_1d"),
             "RecurrentGemmaRglru": Recurrence(reads=("_rnn_scan",), base=ShardedRglru),
         },
-        keeps_states=True,
+        hides_states=True,
     ),
 )
