@@ -214,9 +214,10 @@ class Mask:
     @staticmethod
     def from_code(code: Sequence[int]) -> "Mask":
         """Return the mask of a code from `to_code`."""
-        left, right, chunks, *edges = code
-        ends = tuple(edge for edge in edges[chunks:] if edge >= 0)
-        return Mask(left, right, ends, tuple(edges[:chunks]), tuple(-1 - edge for edge in edges[chunks:] if edge < 0))
+        left, right, chunk_count, *numbers = code
+        chunks, edges = tuple(numbers[:chunk_count]), numbers[chunk_count:]
+        ends = tuple(edge for edge in edges if edge >= 0)
+        return Mask(left, right, ends, chunks, tuple(-1 - edge for edge in edges if edge < 0))
 
     def check_length(self, subject: str, length: int) -> None:
         """Raise unless the documents, if any, add up to `length` tokens."""

@@ -43,7 +43,10 @@ class PreparedStep(NamedTuple):
     compared: tuple[Any, ...] = ()  # facts of each call that ranks compare, by their hash
 
     def run(self, inputs: StepInputs, checked: bool | None) -> Tensor:
-        """Return the output, or raise the same error on all ranks if their calls differ. Uncompared calls give NaN."""
+        """Return the output, or raise the same error on all ranks if their calls differ.
+
+        Calls that differ and are not compared give NaN.
+        """
         q, caches, _, key_lengths, *_ = inputs
         step, views, values = self.step, [], []
         for cache in caches:

@@ -43,7 +43,8 @@ def signature_of(
         if any_keys and k.ndim == v.ndim == 4:
             batch, heads, keys, dim = k.shape
             value_batch, value_heads, values, width = v.shape
-            tensors += batch, heads, dim, value_batch, value_heads, width, keys == values != 0 or (keys, values)
+            lengths = "equal" if keys == values > 0 else (keys, values)
+            tensors += batch, heads, dim, value_batch, value_heads, width, lengths
         else:
             tensors += k.shape, v.shape
     else:

@@ -113,7 +113,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
                 columns = k.shape[3] if self.projection is None else self.projection.latent_width
                 options |= {"value_dim": columns, "values": "prefix"}
             if self.cache.windows and row < FAR:
-                # Where a chunk ends it equals a window, and transformers has one function for both.
+                # A chunk of n tokens sees no more than `Window(n - 1)`; transformers gives both by one mask function.
                 options |= {"mask": Window(row - 1), "keep": self.cache.keep}
             else:
                 options["hot"] = self.cache.hot
