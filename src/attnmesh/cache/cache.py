@@ -3,6 +3,8 @@
 Blocks of tokens go to ranks round robin (block-cyclic), so shards stay even as the cache grows, or in the ratio of
 unequal `shares`. After a sharded prefill tokens stay on the rank that computed them: each slot records its token index,
 so nothing moves. Memory is reserved once and lengths live on the device: a step neither copies the cache nor waits.
+
+`KVCache` is a `PagedCache`, which hands its blocks to engines and is itself a `CacheProperties`, and a `SavedCache`.
 """
 
 from collections.abc import Iterator, Sequence

@@ -12,12 +12,9 @@ from attnmesh.cache.cache_shard import CacheShard, usual_slots
 from attnmesh.cache.window import first_needed
 from attnmesh.comm.p2p import exchange_messages, meta_like
 from attnmesh.comm.topology import dist_all_gather_ints, hosts
-from attnmesh.core.digest import history_checksum
-from attnmesh.core.layout import Striped
 from attnmesh.core.mask import Mask
 from attnmesh.errors import KernelError, ShapeError, require
 from attnmesh.guard.agreement import is_capturing, may_compare
-from attnmesh.kernels.padding import Padding
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.shares import check_shares
 from attnmesh.runtime.tensors import Tensors
@@ -262,85 +259,6 @@ class LocalShards:
             if self.forgets is not None:
                 shard.make_room(len(token_index), lambda: first, forget=first > shard.length)
             shard.append_at(tuple(copied), token_index, new_count, token_mask)
-
-
-class CacheProperties:
-    """Properties of a cache, from the shards that this rank keeps, and the checksum of its padding and orders."""
-
-    shards: LocalShards
-    history_checksum: int
-
-    @property
-    def shard(self) -> CacheShard:
-        """This rank's own shard."""
-        return self.shards.own
-
-    @property
-    def sizes(self) -> CacheSizes:
-        """Sizes of this layer over all ranks."""
-        return self.shard.sizes
-
-    @property
-    def keys(self) -> Tensor:
-        """This rank's keys, (batch, heads, slots, dim), of which the first `used` slots hold tokens.
-
-        A forked cache first copies the tokens that it shares, and one with `hot` its newest to the host, where all
-        then are. With `storage=` they are rows of bytes:
-        `core.storage.storage_of(rows).dequantize(rows)` returns their numbers.
-        """
-        return self.shard.whole().view.keys
-
-    @property
-    def values(self) -> Tensor:
-        """This rank's values, in the slots of its keys. In 8 bits a prefix of the keys is their rows."""
-        return self.shard.whole().view.values
-
-    @property
-    def padding(self) -> Padding | None:
-        """Padding of the batch, or None if all tokens are real."""
-        return self.shard.padding
-
-    @property
-    def length(self) -> int:
-        """Cached tokens per sequence on all ranks, padding included."""
-        return self.shards.length
-
-    @property
-    def used(self) -> int:
-        """Cached tokens per sequence on this rank."""
-        return self.shard.used + self.shard.shared_tokens
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the cached tokens in this rank's own shard, scales of 8 bits included."""
-        return self.shard.token_bytes
-
-    @property
-    def lengths(self) -> Tensor:
-        """Real tokens of each sequence on all ranks, (batch,)."""
-        length = self.shard.state[0].expand(self.sizes.batch)
-        return (length if self.padding is None else self.padding.lengths).clone()
-
-    @property
-    def shares(self) -> tuple[float, ...] | None:
-        """Ratios of the tokens of each rank; None for even shares."""
-        return self.shard.block_cyclic.shares
-
-    @property
-    def layout(self) -> Striped:
-        """Layout of a sharded prefill of an empty cache, after which its tokens are block-cyclic."""
-        return Striped(self.shard.block_cyclic.block)
-
-    @property
-    def is_block_cyclic(self) -> bool:
-        """True if all tokens lie where the block-cyclic layout puts them, as after `append` alone."""
-        return self.shards.counts.start == 0
-
-    def record_padding(self, new_count: int, token_mask: Tensor | None) -> None:
-        """Add `new_count` tokens to the history checksum, once the batch has padding."""
-        if not torch.compiler.is_compiling() and (token_mask is not None or self.padding is not None):
-            mask = torch.ones(self.sizes.batch, new_count) > 0 if token_mask is None else token_mask
-            self.history_checksum = history_checksum(self.history_checksum, mask)
 
 
 def keepers_by_rank(hosts: Sequence[Sequence[int]], copies: int) -> dict[int, list[int]]:

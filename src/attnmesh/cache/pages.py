@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from attnmesh.cache.cache_config import check_no_gradients
+from attnmesh.cache.cache_properties import CacheProperties
 from attnmesh.cache.cache_shard import CacheShard
-from attnmesh.cache.local_shards import CacheProperties, LocalShards
+from attnmesh.cache.local_shards import LocalShards
 from attnmesh.cache.shared_blocks import SharedBlocks
 from attnmesh.errors import DtypeError, KernelError, ShapeError, require, type_and_shape
 from attnmesh.guard.agreement import CallRecord
