@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnmesh.core.digest import digest
 from attnmesh.core.layout import Contiguous, Layout, check_layout
 from attnmesh.core.mask import Causal, Mask, check_mask
 from attnmesh.core.scaling import Scaling, with_distance_bias
@@ -121,6 +122,11 @@ class Call(NamedTuple):
         if self.selected is None or self.q.device.type != "cpu" or torch.compiler.is_compiling():
             return RankNumbers(*self.tokens, -1)
         return RankNumbers(*self.tokens, self.selected.highest())
+
+    def digest_of_some_keys(self) -> int:
+        """Return a digest of some keys of the first head; 0 if they are all alike."""
+        sample = self.k[:1, :1, :: max(1, self.k.shape[2] // 64)]
+        return 0 if self.k.is_meta or bool((sample == sample[:, :, :1]).all()) else int(digest(sample))
 
     def checked_text(self, mesh: Mesh, checked: bool | None) -> str:
         """Return the text that ranks compare, or raise unless each argument can be served on this mesh."""

@@ -1,4 +1,4 @@
-"""A problem on a mesh and how it is solved, and all that is settled for calls of one signature."""
+"""A problem on a mesh and how it is solved, and this rank's task of it."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -118,26 +118,6 @@ class MeshCall(NamedTuple):
             selection = selection.of_queries(on_device(queries.keep, indices.device))
         mask, positions = self.problem.mask, queries.positions
         return [SelectedKeys.of(selection, mask, positions, step.positions, key_lengths) for step in schedule.key_steps]
-
-
-class PreparedCall(NamedTuple):
-    """`MeshCall` and task of calls of one signature, settled once: no later call checks, chooses or makes them anew."""
-
-    mesh_call: MeshCall
-    task: Task | None = None
-    """This rank's part. None where autograd or a graph makes it, or where key lengths or a selection change it."""
-    text: str = ""
-    """The text that ranks compare."""
-    rank_numbers: Sequence[int] = ()
-    """Numbers that this rank sends beside the text."""
-    numbers_by_rank: Sequence[Sequence[int]] = ()
-    """Numbers that all ranks send when they know the call; none where nobody has counted their tokens."""
-
-
-@cached_per_world()
-def prepared_calls() -> Memo[PreparedCall]:
-    """Return what is prepared, by the signatures of calls."""
-    return Memo(2048)
 
 
 @cached_per_world()

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm.transport import all_gather_ints, flat_axis
-from attnmesh.core.digest import digest
 from attnmesh.core.mask import FAR, check_mask
 from attnmesh.errors import MaskError, ShapeError, require, warn_once
 from attnmesh.guard.agreement import Agreement, may_compare
@@ -19,7 +18,8 @@ from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.mesh.schedule import Problem
 from attnmesh.mesh.shapes import AXES
 from attnmesh.mesh_attention.call import Call, HeadSizes, Options, QueryKeyCounts, RankNumbers, check_call
-from attnmesh.mesh_attention.mesh_call import MeshCall, PreparedCall, prepared_calls
+from attnmesh.mesh_attention.mesh_call import MeshCall
+from attnmesh.mesh_attention.prepared_call import PreparedCall, prepared_calls
 from attnmesh.runtime.world import cached_per_world
 
 
@@ -46,8 +46,8 @@ def prepare_call(mesh: Mesh, call: Call, checked: bool | None, latent: tuple[int
                 agreement.text, agreement.payload = known_call.text, known_call.rank_numbers
             else:
                 agreement.text = call.checked_text(mesh, checked)
-                digest_of_keys = 0 if signature is None else _digest_of_some(k)
-                agreement.payload = call.rank_numbers._replace(digest=digest_of_keys)
+                digest = 0 if signature is None else call.digest_of_some_keys()
+                agreement.payload = call.rank_numbers._replace(digest=digest)
             _check_marks(mesh, call)
         if known_call and known_call.numbers_by_rank == agreement.table:
             return known_call
@@ -109,12 +109,6 @@ def _check_marks(mesh: Mesh, call: Call) -> None:
             continue
         if mark.layout is not layout or mark.mesh is not mesh or mark.dim != 2:
             mark.check(f"attention {name}", layout, options.applied_mask, mesh, 2)
-
-
-def _digest_of_some(k: Tensor) -> int:
-    """Return a digest of some keys of the first head; 0 if they are all alike."""
-    sample = k[:1, :1, :: max(1, k.shape[2] // 64)]
-    return 0 if k.is_meta or bool((sample == sample[:, :, :1]).all()) else int(digest(sample))
 
 
 def _warn_of_whole_keys(digests: Sequence[int]) -> None:
