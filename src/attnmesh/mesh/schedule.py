@@ -35,11 +35,10 @@ class Exchange(NamedTuple):
     by_heads: bool = False
 
     def head_groups(self, shape: Shape, kv_heads: int) -> int:
-        """Return the number of head groups.
+        """Return the number of head groups: 1 where all heads go together, and at most the key heads of a rank.
 
-        One of R / 2 groups of gathered keys is the memory of two shards, which a ring of R ranks holds. Nothing hides
-        the exchanges of the first group and of the last: a quarter of all of 4 groups each, and a sixth of 6, where
-        swaps of heads come before and after them.
+        With R / 2 groups, a group of gathered keys takes as much memory as two shards, as a ring does. The first and
+        last exchanges are not hidden, so there are at least 4 groups, 6 with a heads axis.
         """
         by_groups = self.by_heads or (self.ring and shape.heads > 1)
         least_groups = 6 if shape.heads > 1 else 4

@@ -184,7 +184,7 @@ class Family:
     begins_at_zero: bool = False
     """True if the rule of several tokens always begins with a state of zero."""
     hides_states: bool = False
-    """True if recurrent states are in a cache of the family's own, or in its layers, where ours has none: training alone."""
+    """True if recurrent states are in a cache of the family's own, or in its layers, not in ours: training alone."""
 
     parts: Mapping[str, Part] = field(default_factory=dict)
     """Other classes of the family that run as subclasses on a mesh, by name: indexers and compressors."""
