@@ -17,8 +17,10 @@ import attnmesh as am
 from attnmesh.comm import transport
 from attnmesh.core.digest import digest
 from attnmesh.errors import InputError, MeshError, UnforeseenError
+from attnmesh.guard.agreement import Agreement
 from attnmesh.kernels.implementations.native import BoundNative
 from attnmesh.kernels.native.build import library
+from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.interpreted import interpreting
 from tests.support.mesh_problems import named_mesh
@@ -331,6 +333,21 @@ def _odd_dtype(odd: int) -> str:
 def test_a_table_of_calls_names_ranks_of_the_world(odd: int, pool: Pool) -> None:
     for message in pool.run(4, _odd_dtype, odd):
         assert re.search(rf"\n    {odd}  +torch\.bfloat16", message), message
+
+
+@on_each_rank
+def _differ_in_a_note(blank: str) -> str:
+    """On a rank: the error of a call in which rank 1 has another text than blanks."""
+    mesh = Mesh.of(am.init_mesh((1, 1, 2)))
+    with pytest.raises(MeshError) as caught, Agreement(mesh, "save", {"note": "b c" if mesh.keys.index else blank}):
+        pass
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("blank", ["", " ", "\n\t"])
+def test_a_table_of_calls_shows_that_a_text_is_blank(blank: str, pool: Pool) -> None:
+    for message in pool.run(2, _differ_in_a_note, blank):
+        assert "\n    ranks  note\n    0      -\n    1      b c" in message
 
 
 @on_each_rank

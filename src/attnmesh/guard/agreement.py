@@ -307,8 +307,8 @@ def describe_call(name: str, /, **fields: object) -> str:
     'decode\\ntokens: 60'
     """
     host = f"{HOST_FIELD}{fields.pop(HOST_FIELD)}" if HOST_FIELD in fields else ""
-    lines = [f"{field}: {'-' if value == '' else value}" for field, value in fields.items() if value is not None]
-    return "\n".join([name, *(" ".join(line.split()) for line in lines)]) + host
+    values = {field: " ".join(str(value).split()) for field, value in fields.items() if value is not None}
+    return "\n".join([name, *(f"{field}: {value or '-'}" for field, value in values.items())]) + host
 
 
 @lru_cache(1024)

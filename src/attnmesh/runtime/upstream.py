@@ -83,7 +83,7 @@ class Upstream:
 
 
 def _version_numbers(text: str) -> tuple[int, ...]:
-    """Return the numbers of a version, which compare as versions do: up to the first part that is not a number."""
-    parts = text.split(".")
+    """Return the numbers of a version up to the first part that is none: those of "2.11.0+cpu" are 2, 11 and 0."""
+    parts = text.partition("+")[0].split(".")
     count = next((index for index, part in enumerate(parts) if not part.isdigit()), len(parts))
     return tuple(map(int, parts[:count]))
