@@ -132,7 +132,7 @@ def _of_layers(ways: Sequence[ServingPlan], model: ModelSizes, cluster: Cluster)
     joined, apart = (choose_plan(ways, cluster.world, together=wanted) for wanted in (True, False))
     sizes, times = (
         [show(getattr(way, name)) for way in (joined, apart)]
-        for show, name in ((in_bytes, "read"), (in_seconds, "seconds"))
+        for show, name in ((in_bytes, "read_bytes"), (in_seconds, "seconds"))
     )
     return (
         f"Where the ranks share layers, each reads {sizes[0]} of weights for a token, and not {sizes[1]}: "

@@ -90,9 +90,9 @@ def add_collective(stage: str, group: MergeGroup, size: float, passes: int, clus
     crossing = hosts if hosts > 1 else 0
     link = cluster.between if crossing else cluster.inside
     inside = cluster.inside.collective_step
-    chunks = group.groups * steps
-    messages = min(SEGMENTS, size / ELEMENT) * chunks * crossing
-    total.add_traffic(chunks * (group.ranks - crossing) * size, chunks * crossing * size, messages)
+    parts = group.groups * steps
+    messages = min(SEGMENTS, size / ELEMENT) * parts * crossing
+    total.add_traffic(parts * (group.ranks - crossing) * size, parts * crossing * size, messages)
     by_tree = passes > 1 and cluster.short_collectives == "tree"
     away = passes * (ceil(log2(hosts)) if by_tree else hosts - 1) * cluster.between.collective_step
     near = passes * (group.near - 1) * (1 if by_tree else hosts) * inside
