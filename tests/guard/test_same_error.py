@@ -1,7 +1,7 @@
 """One rank is given a bad argument: all raise the same error, which tells what is wrong, and all can go on.
 
-A row of the tables in `tests/guard/refusals` is a call, what one rank alone is given instead of something good, and
-what X ask each other by. There a bad thing on one rank is that rank's own error, and all are given it.
+A row of the tables in `tests/guard/refusals` is a call, the bad argument, the error, and a pattern of its message.
+Where a call compares nothing, a bad argument is an error of its rank alone: in `ALONE` all ranks are given it.
 """
 
 import re
@@ -29,7 +29,7 @@ from tests.support.tolerances import FLOAT32_SUMS
 ROOMS = (attention_rows, cache_rows, decode_rows, across_rows, setup_rows)
 ALIKE: Table = {call: rows for room in ROOMS for call, rows in room.ALIKE.items()}
 ALONE: Table = {call: rows for room in ROOMS for call, rows in room.ALONE.items()}
-"""Not counted as messages that are agreed on: there is nobody to agree with."""
+"""Errors of one rank, without an agreement."""
 TABLES = {"alike": ALIKE, "of transformers": hf_rows.OF_TRANSFORMERS, "alone": ALONE}
 
 
