@@ -130,7 +130,7 @@ def test_twice_as_many_tokens_fit_in_8_bits() -> None:
     )
     tokens, keys = (
         [{(one.sharding.tp, one.sharding.is_joint): getattr(one, field) for one in found} for found in (plain, stored)]
-        for field in ("tokens", "keys")
+        for field in ("tokens", "key_bytes")
     )
     for way in tokens[0]:
         assert keys[1][way] == pytest.approx(keys[0][way] * 130 / 256)
