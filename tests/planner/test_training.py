@@ -33,36 +33,36 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "finetune.py"
 
 
 @contextmanager
-def tracked(*parts: Any) -> Iterator[MemTracker]:
+def memory_tracker(*parts: Any) -> Iterator[MemTracker]:
     """Count the bytes that are alive. The tracker hooks all weights, of which frozen ones take no hooks."""
 
-    def hook(register: Callable[..., Any]) -> Callable[..., Any]:
+    def for_trained(register: Callable[..., Any]) -> Callable[..., Any]:
         return lambda x, function: register(x, function) if x.requires_grad else MagicMock()
 
     names = ("register_hook", "register_post_accumulate_grad_hook")
     tracker = MemTracker()
-    with patch.multiple(Tensor, **{name: hook(getattr(Tensor, name)) for name in names}), tracker:
+    with patch.multiple(Tensor, **{name: for_trained(getattr(Tensor, name)) for name in names}), tracker:
         tracker.track_external(*parts)
         yield tracker
 
 
 @on_each_rank
-def peak(words: list[str], sizes: dict[str, Any], loss: str) -> int:
+def peak_bytes(words: list[str], sizes: dict[str, Any], loss: str) -> int:
     """On a rank: run the script with a model of these sizes, and return the most bytes alive in its second step.
 
     The first step makes the moments of AdamW. The script writes nothing.
     """
     config, training_step, trackers = AutoConfig.from_pretrained, Trainer.training_step, []
 
-    def with_sizes(*args: Any, **more: Any) -> Any:
+    def config_with_sizes(*args: Any, **more: Any) -> Any:
         return config(*args, **more | sizes)
 
-    def tracked_step(self: Trainer, model: Any, *args: Any) -> Tensor:
+    def loss_of_step(self: Trainer, model: Any, *args: Any) -> Tensor:
         if self.state.global_step == 1:
-            trackers.append(second.enter_context(tracked(model, self.optimizer.optimizer)))
+            trackers.append(second.enter_context(memory_tracker(model, self.optimizer.optimizer)))
         return training_step(self, model, *args)
 
-    def evaluate(self: Trainer, **_: Any) -> dict[str, float]:
+    def made_up_loss(self: Trainer, **_: Any) -> dict[str, float]:
         second.close()
         return {"eval_loss": 0.0}
 
@@ -72,9 +72,9 @@ def peak(words: list[str], sizes: dict[str, Any], loss: str) -> int:
     with started, fsdp_on_cpus(), saving, ExitStack() as second, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with (
-            patch.object(AutoConfig, "from_pretrained", with_sizes),
-            patch.object(Trainer, "training_step", tracked_step),
-            patch.multiple(SFTTrainer, evaluate=evaluate, **full),
+            patch.object(AutoConfig, "from_pretrained", config_with_sizes),
+            patch.object(Trainer, "training_step", loss_of_step),
+            patch.multiple(SFTTrainer, evaluate=made_up_loss, **full),
             patch.object(dist, "destroy_process_group"),
             patch.object(sys, "argv", [str(SCRIPT), *words]),
         ):
@@ -113,7 +113,7 @@ def test_memory_is_an_upper_bound_of_what_a_step_takes(
     data = tmp_path / "documents.jsonl"
     data.write_text("".join(json.dumps({"text": chr(97 + number) * 3000}) + "\n" for number in range(20)))
     words = f"--data {data} --folder {tmp_path} --context {context} --packs {ranks // context} --length {length} {more}"
-    measured = pool.run(ranks, peak, f"{words} --bf16 --steps 2 --save-every 9".split(), sizes, loss)
+    measured = pool.run(ranks, peak_bytes, f"{words} --bf16 --steps 2 --save-every 9".split(), sizes, loss)
     model = training_size(script_config(**sizes), 8 if "--lora" in more else 0, length=length, phase="training")
     ways = training(model, am.Cluster.preset("local", 1, ranks), Method(loss, ddp="--fsdp" not in more))
     (one,) = (way for way in ways if way.context == context)

@@ -3,7 +3,7 @@
 import signal
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -21,58 +21,66 @@ from tests.support.served import NAME, Served, served, until
 TOKENS, OTHER, NEW = 8000, 600, 8
 
 
-def settings_of(place: str, ranks: int, folder: Path) -> tuple[Prepared, ServeSettings]:
+def model_and_settings(place: str, ranks: int, folder: Path) -> tuple[Prepared, ServeSettings]:
     found = find_model(place, ranks, MeshOptions(f"keys={ranks}"), Status(""))
     engine: dict[str, Any] = {"max_rows": 4, "max_queue": 16, "max_model_len": TOKENS + 100}
     return found, ServeSettings(found.for_ranks, "auto", "auto", 60.0, engine | {"store": PrefixStore(folder)})
 
 
-def ask(running: Served, prompt: list[int], new: int = NEW) -> tuple[str, int, float]:
-    """Return the text of a completion, the tokens of its prompt that were stored, and the seconds of one token."""
+class Completion(NamedTuple):
+    """A completion of a prompt, some of whose tokens were stored."""
+
+    text: str
+    stored_tokens: int
+    first_token_seconds: float
+
+
+def completion(running: Served, prompt: list[int], new: int = NEW) -> Completion:
     body = {"model": NAME, "prompt": prompt, "temperature": 0}
     start = time.monotonic()
     status, first = running.ask("/v1/completions", {**body, "max_tokens": 1})
     seconds = time.monotonic() - start
     assert status == 200, first
-    cached = first["usage"]["prompt_tokens_details"]["cached_tokens"]
+    stored = first["usage"]["prompt_tokens_details"]["cached_tokens"]
     _, whole = running.ask("/v1/completions", {**body, "max_tokens": new})
-    return whole["choices"][0]["text"], cached, seconds
+    return Completion(whole["choices"][0]["text"], stored, seconds)
 
 
-def after_a_kill(place: str, folder: Path) -> tuple[float, float]:
-    """Kill four ranks that have stored a prompt. Return the seconds of a first token before, and on three ranks."""
+def first_token_seconds(place: str, folder: Path) -> tuple[float, float]:
+    """Kill four ranks that have stored a prompt. Return the seconds before on them, and after on three ranks."""
     prompt = [5 + (7 * n + n // 50) % 80 for n in range(TOKENS)]
-    found, settings = settings_of(place, 4, folder)
+    found, settings = model_and_settings(place, 4, folder)
     with served(LocalRanks(4, settings), tokenizer=found.tokenizer) as running:
-        ask(running, prompt[::-1][:OTHER], 1)  # not the first prompt of these ranks
-        text, cached, cold = ask(running, prompt)
-        assert cached == 0
+        completion(running, prompt[::-1][:OTHER], 1)  # not the first prompt of these ranks
+        before = completion(running, prompt)
+        assert before.stored_tokens == 0
         until(lambda: running.figure("attnmesh_engine_store_disk_bytes") > 0)
         written = lambda: running.figure("attnmesh_engine_store_blocks_written_total")  # noqa: E731
         until(lambda: written() >= OTHER // 16 + -(-TOKENS // 128))
         for process in running.children.alive():
             process.kill()
         assert [process.exitcode for process in running.children.alive() if process.exitcode] in ([], [-signal.SIGKILL])
-    found, settings = settings_of(place, 3, folder)
+    found, settings = model_and_settings(place, 3, folder)
     with served(LocalRanks(3, settings), tokenizer=found.tokenizer) as running:
-        _, first, _ = ask(running, prompt[::-1][:OTHER], 1)
-        again, cached, warm = ask(running, prompt)
-        assert again == text
-        assert cached == TOKENS - 1
-        until(lambda: running.figure("attnmesh_engine_store_disk_tokens_total") == first + cached)
+        other = completion(running, prompt[::-1][:OTHER], 1)
+        after = completion(running, prompt)
+        assert after.text == before.text
+        assert after.stored_tokens == TOKENS - 1
+        stored = other.stored_tokens + after.stored_tokens
+        until(lambda: running.figure("attnmesh_engine_store_disk_tokens_total") == stored)
         assert running.figure("attnmesh_engine_store_blocks_damaged_total") == 0
-    return cold, warm
+    return before.first_token_seconds, after.first_token_seconds
 
 
 @pytest.mark.long
 def test_a_prompt_outlives_ranks_that_are_killed(tmp_path: Path) -> None:
     place = save_tiny(tmp_path / "model", max_position_embeddings=2 * TOKENS)
-    cold, warm = after_a_kill(place, tmp_path / "store")
+    cold, warm = first_token_seconds(place, tmp_path / "store")
     assert warm < cold
 
 
 @pytest.mark.long
 @needs_smollm2
 def test_the_first_token_comes_in_a_tenth_of_the_time(tmp_path: Path) -> None:
-    cold, warm = after_a_kill(PACKAGED, tmp_path / "store")
+    cold, warm = first_token_seconds(PACKAGED, tmp_path / "store")
     assert warm < 0.1 * cold
