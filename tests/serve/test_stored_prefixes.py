@@ -67,7 +67,9 @@ def first_token_seconds(place: str, folder: Path) -> tuple[float, float]:
         assert after.text == before.text
         assert after.stored_tokens == TOKENS - 1
         stored = other.stored_tokens + after.stored_tokens
-        until(lambda: running.figure("attnmesh_engine_store_disk_tokens_total") == stored)
+        name = "attnmesh_engine_store_disk_tokens_total"
+        until(lambda: f"\n{name} " in running.ask("/metrics")[1])  # ranks that have just begun have sent no figures
+        until(lambda: running.figure(name) == stored)
         assert running.figure("attnmesh_engine_store_blocks_damaged_total") == 0
     return before.first_token_seconds, after.first_token_seconds
 
