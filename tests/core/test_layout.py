@@ -151,6 +151,10 @@ def test_sizes_of_other_shards_raise(length: int, shards: int) -> None:
         am.Split((3, 3, 2)).positions(length, shards, 0)
 
 
+def test_a_block_for_all_shards_is_one_number() -> None:
+    assert am.Striped((3,)) == am.Striped(3)
+
+
 @pytest.mark.parametrize("block", [0, -2, 1.5, True])
 def test_blocks_of_no_tokens_raise(block: object) -> None:
     with pytest.raises(errors.LayoutError, match="Striped block: expected a whole number, 1 or more, given"):

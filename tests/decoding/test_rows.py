@@ -113,6 +113,32 @@ OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+@on_each_rank
+def padded_rows(shape: Shape, queries: int, mask: am.Mask) -> None:
+    """Rows of caches with padding, of caches with padding that is none, and of caches without."""
+    tokens = 21
+    padding = torch.arange(tokens) >= torch.tensor([[5], [0], [0], [8]])
+    caches = []
+    for row, token_mask in enumerate(padding):
+        sizes: dict[str, Any] = {"batch": 1, "kv_heads": KV_HEADS, "head_dim": DIM, "capacity": 40, "block": 4}
+        cache = am.KVCache(named_mesh(shape, AXES), dtype=torch.float32, **sizes)
+        k, v = (random(1, KV_HEADS, tokens, DIM, seed=10 * row + kind) for kind in range(2))
+        cache.append(k, v, token_mask=None if row == 2 else token_mask[None])
+        caches.append(cache)
+    q = random(len(caches), HEADS, queries, DIM, seed=99)
+    for _ in range(2):  # the second call finds its step prepared
+        out = am.decode_rows(q, caches, mask=mask)
+        expected = [am.decode(q[row : row + 1], cache, mask=mask) for row, cache in enumerate(caches)]
+        torch.testing.assert_close(out, torch.cat(expected), atol=FLOAT32, rtol=FLOAT32)
+
+
+@pytest.mark.parametrize("mask", [am.Causal(), am.Window(6)], ids=str)
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("shape", [Shape(1, 1, 1), Shape(1, 1, 3), Shape(2, 1, 1)], ids=str)
+def test_padded_rows_are_those_of_each_cache(shape: Shape, queries: int, mask: am.Mask, pool: Pool) -> None:
+    pool.run(shape.ranks, padded_rows, shape, queries, mask)
+
+
 def test_few_queries_see_what_their_bounds_say() -> None:
     """The host counts the keys of few queries one by one: the same runs as of many."""
     for seed in range(60):

@@ -216,6 +216,13 @@ def bad_call(name: str) -> str:
     return "nothing"
 
 
+def test_one_rank_checks_its_call_and_clears_rows_without_keys() -> None:
+    out, lse = torch.full((2, 1, 3), torch.nan), torch.tensor([[torch.inf], [torch.nan]])
+    assert torch.equal(combine(out, lse, cp_group=None), torch.zeros(2, 1, 3))
+    with pytest.raises(errors.KernelError, match="merge_across output: expected one of"):
+        combine(out, lse, cp_group=None, output="rows")
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_bad_calls_raise_alike(name: str, pool: Pool) -> None:
     answers = pool.run(3, bad_call, name)

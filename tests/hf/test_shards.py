@@ -187,7 +187,7 @@ def chunked_loss() -> list[float]:
         output = families.model("llama", "attnmesh")(**part)
     chunks = zip(output.logits[0].split(4), part["shift_labels"][0].split(4), strict=True)
     total = sum(nn.functional.cross_entropy(logits, labels, reduction="sum") for logits, labels in chunks)
-    return [float(output.loss), float(total / part["num_items_in_batch"])]
+    return [float(output.loss), float(torch.div(total, other=part["num_items_in_batch"]))]
 
 
 def test_a_loss_can_be_computed_twice(pool: Pool) -> None:

@@ -150,7 +150,7 @@ class HostLinear:
         count_messages(self.axis.size - 1, 4 * rows * self.out_features // self.axis.size)
         if len(self.sizes) == 1:
             return [out.view(*x.shape[:-1], self.out_features)]
-        parts = out.split([rows * size for size in self.sizes])
+        parts = out.split_with_sizes([rows * size for size in self.sizes])
         return [part.view(*x.shape[:-1], size) for part, size in zip(parts, self.sizes, strict=True)]
 
     def _share(self, mailboxes: Mailboxes, fields: bytes, rows: int, pieces_before: int) -> int:

@@ -111,7 +111,7 @@ class Striped:
             return
         widths = _counts("Striped block", self.block, "one a shard")
         require(0 not in widths, LayoutError, "Striped block", "a whole number, 1 or more", repr(self.block), fix)
-        object.__setattr__(self, "block", widths)
+        object.__setattr__(self, "block", widths if len(widths) > 1 else widths[0])
 
     def turns(self, shards: int) -> tuple[Turn, ...]:
         """Return the turn of each of so many shards.

@@ -60,8 +60,6 @@ def combine(
         _check_partials(partial_output, partial_lse, seq_lens, query_start_loc)
     except InputError as error:
         merge_agreement((partial_output, partial_lse), axis, how, output).fail(error)
-    if axis.size == 1:
-        return (partial_output, partial_lse) if return_lse else partial_output
     lse = partial_lse.to(sum_dtype(partial_output.dtype))
     lse = lse.masked_fill(~lse.isfinite(), -torch.inf)  # kernels mark rows without keys by NaN or either infinity
     if seq_lens is not None:

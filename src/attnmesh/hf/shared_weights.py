@@ -280,10 +280,16 @@ class SharedSteps:
 
     def run(self, layer: SharedLayer, x: Tensor) -> Tensor:
         """Return the outputs of a layer, from all ranks if the rows are few. An error of one rank all ranks raise."""
-        if not self._takes(layer, x):
+        if torch.is_autocast_enabled("cpu"):
+            return layer.alone(x)
+        last = self.last if self.last is not None and self.last.is_of(x) else None
+        if last is not None and (output := last.ahead.pop(layer, None)) is not None:
+            return output
+        weight, _ = weights_of(layer)
+        if not self._takes(weight, x):
             return layer.alone(x)
         try:
-            return self._run(layer, x)
+            return self._run(layer, x, last)
         except CallsDifferError:
             self._agreement(layer, x).raise_unequal()
         except (InputError, RankFailure):
@@ -296,23 +302,20 @@ class SharedSteps:
         return Agreement(self.mesh, "a layer of shared weights", names)
 
     @staticmethod
-    def _takes(layer: SharedLayer, x: Tensor) -> bool:
+    def _takes(weight: Tensor, x: Tensor) -> bool:
         """Return whether a call takes this input."""
-        weight, _ = weights_of(layer)
         columns = weight.shape[1]
         has_few_rows = 0 < x.numel() <= MAX_SHARED_ROWS.get(x.dtype, 0) * columns and x.shape[-1] == columns
-        is_plain = type(x) is Tensor and x.is_cpu and not torch.is_autocast_enabled("cpu")
-        return has_few_rows and is_plain and x.dtype == weight.dtype
+        return has_few_rows and type(x) is Tensor and x.is_cpu and x.dtype == weight.dtype
 
-    def _run(self, layer: SharedLayer, x: Tensor) -> Tensor:
-        if self.last is None or not self.last.is_of(x):
+    def _run(self, layer: SharedLayer, x: Tensor, last: LastCall | None) -> Tensor:
+        """Return the outputs of a layer, `last` being the call before if it had this input."""
+        if last is None:
             version = x.clone() if x.is_inference() else x._version
             out, *ahead = self._compute(self.groups[layer], x)
             self.last = LastCall(layer, x, version, dict(zip(self.groups[layer][1:], ahead, strict=True)))
             return out
-        if (output := self.last.ahead.pop(layer, None)) is not None:
-            return output
-        group = self.groups[self.last.first]
+        group = self.groups[last.first]
         if layer not in group and len(group) < MAX_CALL_LAYERS:
             group.append(layer)  # from the next step on
         return self._compute([layer], x)[0]

@@ -64,7 +64,7 @@ def runs_of(
             elif selected is not None:
                 runs += _selected(query, view, piece, selected)
             elif piece.padding is not None:
-                runs += _of_sequences(query, piece, piece.padding)
+                runs += _of_sequences(query, sequences, piece, piece.padding)
             elif not is_one or q.shape[3] > piece.keys.shape[3]:
                 runs += _of_tokens(query, sequences, piece)
             else:  # the last token sees all from its first one on
@@ -114,7 +114,7 @@ def _first_keys(counts: tuple[int, ...]) -> Band:
         return Band(torch.zeros(len(counts), dtype=torch.int64, device="cpu"), torch.tensor(counts, device="cpu"))
 
 
-def _of_sequences(query: DecodeQuery, piece: CacheView, padding: Padding) -> list[SlotRun]:
+def _of_sequences(query: DecodeQuery, sequences: slice, piece: CacheView, padding: Padding) -> list[SlotRun]:
     """Return the runs of each sequence of a padded batch. Padding cuts its keys into runs, mostly one."""
     length, used, *_ = piece.state.tolist()
     tokens = torch.arange(length - query.q.shape[2], length, device=padding.positions.device)
@@ -133,7 +133,7 @@ def _of_sequences(query: DecodeQuery, piece: CacheView, padding: Padding) -> lis
     counts = seen.sum(1)
     ends = (seen.argmax(1), used - seen.flip(1).argmax(1)) if used else (counts, counts)
     for index, (count, start, stop) in enumerate(torch.stack((counts, *ends), 1).tolist()):
-        sequence, view = (ALL, piece) if len(real) == 1 else (slice(index, index + 1), _sequence(piece, index))
+        sequence, view = (sequences, piece) if len(real) == 1 else (slice(index, index + 1), _sequence(piece, index))
         for begin, end in ([(start, stop)] if stop - start == count else _runs_of_true(seen[index])) if count else []:
             if is_one and not is_biased:
                 runs.append(SlotRun(sequence, view, begin, end))

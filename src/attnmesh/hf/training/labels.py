@@ -85,7 +85,7 @@ class LossSum(ShardTensor):
             return self.wrap(call())
         if name.strip("_") not in ("div", "true_divide", "divide", "truediv", "itruediv") or self.shards.ranks == 1:
             return call()
-        divisor = args[1]
+        divisor = args[1] if len(args) > 1 else kwargs["other"]
         count = self.shards.forward_pass.item_count
         comparable = isinstance(divisor, Tensor | Real) and isinstance(count, Tensor | Real)
         if divisor is count or (comparable and bool(divisor == count)):
