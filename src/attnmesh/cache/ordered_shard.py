@@ -33,8 +33,11 @@ class OrderedShard(CacheShard):
 
     def append_at(self, new: Tensors, tokens: Tensor, new_count: int, token_mask: Tensor | None) -> None:
         """Add rows of the given tokens with this rank's heads; all ranks together add `new_count`."""
-        order = tokens.argsort()
-        self._add([x.index_select(2, order) for x in new], tokens[order].cpu(), self.length + new_count)
+        tokens = tokens.cpu()
+        if bool((tokens.diff() < 0).any()):
+            order = tokens.argsort()
+            new, tokens = tuple(x.index_select(2, order.to(x.device)) for x in new), tokens[order]
+        self._add(new, tokens, self.length + new_count)
 
     def own_rows(self, new: Tensors, length: int) -> tuple[list[Tensor], Tensor]:
         """Return this rank's rows of new tokens, which have all heads and follow `length` others; and these tokens."""

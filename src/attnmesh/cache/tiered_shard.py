@@ -171,9 +171,10 @@ class TieredShard(OrderedShard):
         if leaving := self._leaving(len(tokens)):
             at_once = max(0, leaving - used)  # new ones that do not stay
             following = torch.cat((self.token_index[leaving:used][:1].cpu(), tokens[at_once:]))
-            cold_rows = [
-                torch.cat((x[:, :, : min(leaving, used)], row[:, :, :at_once]), 2) for x, row in self._beside(rows)
-            ]
+            cold_rows = [x[:, :, : min(leaving, used)] for x in self.stored]
+            if at_once:
+                pairs = zip(cold_rows, rows, strict=True)
+                cold_rows = [torch.cat((x, row[:, :, :at_once]), 2) for x, row in pairs]
             cold_tokens = torch.cat((self.token_index[: min(leaving, used)].cpu(), tokens[:at_once]))
             alone = self.heads.size == 1 and self.turn.period == self.turn.width
             retry = f"append again from token {length_before} on: the cache has those before" if alone else ""
