@@ -157,7 +157,8 @@ def _append(cache: am.KVCache, tokens: int, request: Request, memory: int | None
     writes, appends, path = list[float](), list[float](), request.folder / "plain"
     content = [memoryview(x.view(torch.uint8).numpy().tobytes()) for x in (*k[0], *v[0])]
     places = Places(path, cache.shard.used)
-    plain, plain_appends, rounds = cache_of(None, 0), list[float](), max(request.rounds, min(100, PIECE // tokens))
+    plain, plain_appends = cache_of(None, 0), list[float]()
+    rounds = max(request.rounds, min(1000, PIECE // tokens)) if times == 1 else request.rounds
     for _ in range(min(rounds, 16 * PIECE // tokens)):
         begun = time.process_time()
         for _ in range(times):

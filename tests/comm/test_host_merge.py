@@ -13,10 +13,10 @@ from attnmesh.comm.message import call_checksum, checksum_of
 from attnmesh.comm.rank_merge import chosen_merge, merge_ranks
 from attnmesh.comm.topology import host_mailboxes
 from attnmesh.comm.transport import transport_of
-from attnmesh.core.digest import ROW, digest
+from attnmesh.core.digest import ROW, digest, digest_of_run, wide_bits
 from attnmesh.errors import InputError, KernelError
 from attnmesh.kernels.native.build import Library, library
-from attnmesh.kernels.native.native_digest import digest_on_host, wrapped
+from attnmesh.kernels.native.native_digest import digest_of_rows, digest_on_host, wrapped
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.merges import MERGES
 from tests.support.pool import Pool, on_each_rank
@@ -177,6 +177,24 @@ def test_digests_on_the_host_are_those_of_the_formula(dtype: torch.dtype, count:
     like, number = torch.zeros(2), wrapped(7 + 5 + int(digest(x)))
     checksum = call_checksum([x], 7, state, like, None)
     assert checksum.tolist() == [number % ((1 << 24) - 3), -(number % ((1 << 24) - 3))]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width"), [(torch.bfloat16, 4), (torch.bfloat16, 3), (torch.float32, 3), (torch.int8, 5)]
+)
+@pytest.mark.parametrize(("heads", "slots"), [(1, 20), (3, 9000)])
+def test_digests_of_runs_are_those_of_tensors_with_zeros(
+    dtype: torch.dtype, width: int, heads: int, slots: int
+) -> None:
+    whole = torch.zeros(2, heads, slots, width, dtype=dtype)
+    run = whole[:, :, 5:18]
+    run.copy_((100 * torch.randn(run.shape)).to(dtype))
+    expected = int(digest(wide_bits(whole)))
+    assert digest_of_rows(run, 5, slots) == digest_of_rows(run.contiguous(), 5, slots) == expected
+    assert int(digest_of_run(run.flatten(0, 1), 5, slots)) == expected
+    tokens = torch.zeros(slots, dtype=torch.int64)
+    tokens[3:9] = torch.randint(2**62, (6,))
+    assert digest_of_rows(tokens[3:9], 3, slots) == int(digest(tokens))
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float64])

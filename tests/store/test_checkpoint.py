@@ -408,7 +408,7 @@ def test_damaged_files_raise_or_load_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"version": 1}, "a cache of version 6, given version 1"),
+        ({"version": 1}, "a cache of version 7, given version 1"),
         ({"length": 10**9}, "the sizes of a cache"),
         ({"heads": 3}, "the sizes of a cache"),
         ({"ranks": 0}, "the sizes of a cache"),

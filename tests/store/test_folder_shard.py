@@ -60,11 +60,37 @@ def test_a_folder_has_the_bits_of_memory(tmp_path: Path, sizes: dict[str, Any]) 
 
 
 @pytest.mark.skipif(library().append_to_file is None, reason="no native library")
-def test_a_piece_of_one_append_is_not_read_again(tmp_path: Path) -> None:
-    cache = opened(tmp_path)
-    grow(cache, PIECE)
+@pytest.mark.parametrize("parts", [(PIECE,), (3, 1, PIECE - 4)], ids=["one append", "three appends"])
+@pytest.mark.parametrize("sizes", [{}, {"batch": 2, "value_dim": 3, "dtype": torch.bfloat16}], ids=str)
+def test_a_piece_that_appends_have_filled_is_not_read_again(
+    tmp_path: Path, parts: tuple[int, ...], sizes: dict[str, Any]
+) -> None:
+    cache, twin = opened(tmp_path, **sizes), am.KVCache(None, **{**SIZES, **sizes})
+    shapes = twin.sizes
     with patch.object(layer_files, "checksum_of", side_effect=AssertionError):
-        grow(cache, 1)
+        for part in (*parts, 1):
+            both = [torch.randn(shapes.batch, shapes.kv_heads, part, width) for width in shapes.columns]
+            new = [x.to(shapes.dtype) for x in both]
+            cache.append(*new)
+            twin.append(*new)
+    del cache
+    assert same_outputs(opened(tmp_path, **sizes), twin)
+
+
+@pytest.mark.parametrize("change", ["truncated", "in Python", "reopened"])
+def test_a_piece_of_other_changes_is_read_again(tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = opened(tmp_path)
+    grow(cache, 7)
+    if change == "truncated":
+        cache.truncate(4)
+    elif change == "reopened":
+        del cache
+        cache = opened(tmp_path)
+    else:
+        with monkeypatch.context() as patched:
+            patched.setattr(folder_shard, "append", lambda *_: False)
+            grow(cache, 2)
+    grow(cache, PIECE + 1 - cache.length)
     del cache
     assert same_outputs(opened(tmp_path), in_memory(PIECE + 1))
 
@@ -256,7 +282,7 @@ def test_what_is_no_folder_of_this_cache_is_refused(tmp_path: Path) -> None:
     fields = json.loads(manifest.read_text())
     manifest.write_text(json.dumps({**fields, "version": 4}))
     with pytest.raises(
-        StoreError, match=r"expected a cache of version 6, given version 4 .*Fix: load it with the attn"
+        StoreError, match=r"expected a cache of version 7, given version 4 .*Fix: load it with the attn"
     ):
         opened(tmp_path / "a")
     manifest.write_text(json.dumps(fields)[:-30])

@@ -26,7 +26,7 @@ from attnmesh.mesh.axes import Mesh
 from attnmesh.runtime.tensors import Tensors
 from attnmesh.runtime.unbroken import unbroken
 
-MOVED = 8
+MOVED = 4
 """Part of the hot tokens that leave together: few moves, of few tokens each."""
 
 

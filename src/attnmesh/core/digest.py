@@ -25,9 +25,14 @@ def bits(x: Tensor) -> Tensor:
     return x.contiguous().reshape(-1).view(_INTEGERS[x.element_size()])
 
 
+def wide_size(row_bytes: int) -> int:
+    """Return the bytes of the widest integers that rows of so many bytes are made of: the fewest to add up."""
+    return math.gcd(row_bytes, 8)
+
+
 def wide_bits(x: Tensor) -> Tensor:
-    """Return the bits of rows as the widest integers that each is made of: there are fewer of them to add up."""
-    size = math.gcd(x.shape[-1] * x.element_size(), 8)
+    """Return the bits of rows as the widest integers that each is made of."""
+    size = wide_size(x.shape[-1] * x.element_size())
     x = x.contiguous().reshape(-1)
     return (x.clone() if x.data_ptr() % size else x).view(_INTEGERS[size])
 
@@ -47,6 +52,25 @@ def digest(x: Tensor) -> Tensor:
         rows = pad(numbers, (0, -len(numbers) % ROW)).view(-1, ROW)
         numbers = _fold((rows * weights).sum(1))
     return (numbers * weights[: len(numbers)]).sum()
+
+
+def digest_of_sums(sums: Tensor) -> Tensor:
+    """Return the digest of the elements whose weighted sums, row by row, are these."""
+    return sums[0] if len(sums) == 1 else digest(sums)
+
+
+def digest_of_run(runs: Tensor, start: int, slots: int) -> Tensor:
+    """Return the digest of a tensor on the host, (heads, slots, width), that is zeros but for rows from `start` on.
+
+    `runs` are these rows, (heads, rows, width). Digests of runs need no memory for the zeros.
+    """
+    numbers = wide_bits(runs).view(len(runs), -1)
+    row = numbers.shape[1] // runs.shape[1]
+    heads = torch.arange(len(runs))[:, None] * slots * row
+    places = heads + start * row + torch.arange(numbers.shape[1])
+    sums = torch.zeros(-(-len(runs) * slots * row // ROW), dtype=torch.int64)
+    sums.index_add_(0, (places // ROW).flatten(), (_fold(numbers) * cpu_weights()[places % ROW]).flatten())
+    return digest_of_sums(sums)
 
 
 def digest_each(rows: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ from attnmesh.store.layer_files import COLUMNS, PIECE, FillingFile, LayerFiles, 
 from attnmesh.store.tensor_file import FIX, TensorFile, check_size
 from attnmesh.store.token_ids import TokenIds
 
-VERSION = 6
+VERSION = 7
 
 MANIFEST, MORE = "cache.json", "more.safetensors"
 """Names of the files of a save: its manifest, and the tensors that belong to no rank."""

@@ -32,6 +32,7 @@ from attnmesh.store.layer_files import (
     PIECE,
     FilePiece,
     LayerFiles,
+    PieceSums,
     RowShapes,
     chained,
     check_chain,
@@ -67,7 +68,7 @@ class FolderShard(OrderedShard):
         self.fail = fail
         self.journal = files.journal()
         self.chains = [0]  # digests that chain the checksums of the first pieces
-        self.digests = (c_int64 * 4)()  # digests of the rows of the last native call: of all, and of each tensor
+        self.digest = c_int64()  # of the rows of the last native call
         super().__init__(sizes, heads, BlockCyclic(sizes.block, ranks), torch.device("cpu"), index)
 
     @property
@@ -160,6 +161,7 @@ class FolderShard(OrderedShard):
     def _fill(self, piece: FilePiece, used: int, length: int) -> None:
         """Let new tokens go to a piece, of which some rows are tokens."""
         self.piece, self.stored, self.token_index = piece, piece.stored, piece.columns
+        self.sums = PieceSums(self.shapes, used)
         self._set(length, used)
 
     def _turn_to(self, shared: tuple[SharedBlocks, ...], piece: FilePiece, used: int, length: int) -> None:
@@ -205,11 +207,10 @@ class FolderShard(OrderedShard):
     def _mend(self, counts: tuple[int, int]) -> None:
         """Let the journal say what the shard has, where an error or Ctrl-C came between a record and its tokens."""
         length, used = counts
-        journal = self.journal
         base = self.pieces * PIECE
-        if (journal.records[0].stop, journal.last.stop, journal.last.length) != (base, base + used, length):
+        if self.journal.end != (base, base + used, length):
             end = [(base + used, self.piece.digest(0, used))] if used else []
-            journal.begin(base, length, self.chains[self.pieces], end)
+            self.journal.begin(base, length, self.chains[self.pieces], end)
 
     def _write_rows(self, rows: Sequence[Tensor], tokens: Tensor | None, counts: tuple[int, int], length: int) -> None:
         """Write rows after those in the last piece, and then a record of them, in one native call where there is one.
@@ -225,7 +226,7 @@ class FolderShard(OrderedShard):
             self._mend(counts)
             serial = self.journal.last.serial + 1
             if append(self.stored, rows, self.token_index, self.state, self._fields(tokens, length, serial)):
-                self.journal.note(Record(serial, base + used, base + stop, length, self.digests[0]))
+                self.journal.note(Record(serial, base + used, base + stop, length, self.digest.value))
                 return
             for x, row in zip(self.stored, rows, strict=True):
                 self.piece.file.write(x[:, :, used:stop], row)
@@ -242,7 +243,8 @@ class FolderShard(OrderedShard):
             file.address,
             cpu_weights().data_ptr(),
             0 if tokens is None else tokens.data_ptr(),
-            addressof(self.digests),
+            addressof(self.digest),
+            addressof(self.sums.memory),
             file.handle,
             journal.handle,
             journal.stop,
@@ -258,19 +260,12 @@ class FolderShard(OrderedShard):
         digest = self.piece.digest(start, stop, rows) if start < stop else 0
         self.journal.add(base + start, base + stop, length, digest)
 
-    def _checksums(self) -> Sequence[int] | None:
-        """Return the checksums of the last piece, if the last native call has written all of it; None otherwise."""
-        digest, *checksums = self.digests
-        first, last = self.journal.records[0], self.journal.last
-        is_one_run = last.start == first.stop and last.stop - last.start == PIECE and last.digest == digest
-        return checksums[: len(self.stored) + 1] if is_one_run else None
-
     def _next_piece(self) -> None:
         """Give the last piece, which is full, its name, and begin another one."""
         with self._writing():
             following = make_filling(self.files, self.pieces + 1, self.shapes)
             length = self.length
-            file, piece = make_whole(self.files, self.pieces, self.shapes, self.piece, self._checksums())
+            file, piece = make_whole(self.files, self.pieces, self.shapes, self.piece, self.sums.checksums())
             self._keep(piece)
             self._turn_to(self._with_whole(file, piece), following, 0, length)
             self._mend((length, 0))
@@ -287,6 +282,7 @@ class FolderShard(OrderedShard):
                 return
             start = max((each.start for each in self.journal.records[1:] if each.start <= count), default=count)
             digest = self.piece.digest(start - base, count - base) if start < count else 0
+            self.sums.forget()
             self.journal.add(start, count, length, digest)
             self._set(length, count - base)
 

@@ -106,6 +106,12 @@ class Journal:
         return self.records[-1]
 
     @property
+    def end(self) -> tuple[int, int, int]:
+        """Rows in whole pieces, all rows, and the tokens of all ranks, by the records."""
+        first, last = self.records[0], self.records[-1]
+        return first.stop, last.stop, last.length
+
+    @property
     def stop(self) -> int:
         """Bytes of the file that are records."""
         return (self.last.serial - self.records[0].serial + 1) * SIZE if self.records else 0

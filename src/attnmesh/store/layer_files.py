@@ -7,17 +7,19 @@
 A piece of a save may have all layers. One that this layer has filled since has its tokens alone, and comes first.
 """
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from ctypes import c_int64
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from attnmesh.core.digest import history_checksum
+from attnmesh.core.digest import ROW, digest_of_sums, history_checksum, wide_size
 from attnmesh.errors import StoreError, require
-from attnmesh.kernels.native.native_digest import wrapped
+from attnmesh.kernels.native.native_digest import digest_of_rows, wrapped
 from attnmesh.runtime.mapped_file import MappedFile
 from attnmesh.store.journal import Journal
 from attnmesh.store.tensor_file import FIX, PRIVATE_FILE, TensorFile, checksum_of, header_of
@@ -86,9 +88,41 @@ class FilePiece(NamedTuple):
     columns: Tensor
 
     def digest(self, start: int, stop: int, rows: Sequence[Tensor] | None = None) -> int:
-        """Return the digest of some rows, which a caller may have beside those in the file."""
+        """Return the digest of some rows, which a caller may have beside those in the file.
+
+        It is made of the checksums of the piece if all other rows were zeros.
+        """
         rows = [x[:, :, start:stop] for x in self.stored] if rows is None else rows
-        return wrapped(sum((2 * n + 1) * checksum_of(x) for n, x in enumerate((*rows, self.columns[start:stop]))))
+        digests = [digest_of_rows(x, start, PIECE) for x in (*rows, self.columns[start:stop])]
+        return wrapped(sum((2 * n + 1) * digest for n, digest in enumerate(digests)))
+
+
+class PieceSums:
+    """Weighted sums of the rows of a piece, from which its checksums follow. Native calls add those of new tokens.
+
+    Elsewhere tokens come and go without them: then checksums are computed from the piece.
+    """
+
+    def __init__(self, shapes: RowShapes, used: int) -> None:
+        entries = shapes.named(0).values()
+        bytes_of = [
+            (dtype.itemsize * math.prod(shape), wide_size(dtype.itemsize * shape[-1])) for dtype, shape in entries
+        ]
+        self.counts = [-(-size // number // ROW) for size, number in bytes_of]
+        self.memory = (c_int64 * (1 + sum(self.counts)))()
+        """The number of tokens that the sums are of, and the sums of each tensor."""
+        if used:
+            self.forget()
+
+    def forget(self) -> None:
+        """Add up no more tokens of this piece."""
+        self.memory[0] = -1
+
+    def checksums(self) -> list[int] | None:
+        """Return the checksums of a full piece; None if the sums are not of all its tokens."""
+        if self.memory[0] != PIECE:
+            return None
+        return [int(digest_of_sums(sums)) for sums in torch.tensor(self.memory[1:]).split(self.counts)]
 
 
 def chained(chain: int, file: TensorFile, names: Sequence[str]) -> int:

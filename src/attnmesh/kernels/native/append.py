@@ -11,7 +11,7 @@ from attnmesh.kernels.native.build import library
 FIELDS = struct.Struct("6P23q")
 """Fields of `Append` in `cache.cpp`."""
 
-FILE_FIELDS = struct.Struct("4P7q")
+FILE_FIELDS = struct.Struct("5P7q")
 """Fields of `FileAppend` after those."""
 
 

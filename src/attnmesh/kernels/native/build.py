@@ -50,6 +50,7 @@ class Library(NamedTuple):
     exchange: Callable[[bytes, int], int] | None = None
     linear: Callable[[bytes, int], int] | None = None
     digest: Callable[[int, int, int, int], int] | None = None
+    digest_run: Function | None = None
     reason: str | None = None
 
 

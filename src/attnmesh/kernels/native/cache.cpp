@@ -25,10 +25,19 @@ struct FileAppend {
     const char* place;       // where the file begins in memory
     const int64_t* weights;  // of digests
     const int64_t* tokens;
-    int64_t* digests;              // of the rows: of all, and of keys, values and tokens each
+    int64_t* digest;               // of the new rows
+    int64_t* sums;                 // how many tokens of the piece they are of, and the sums of its rows for its checksums
     int64_t file, journal, at;     // handles, and where the record goes in the journal
     int64_t key, serial, base;     // the journal's key, the record's number, and rows in whole pieces before
     int64_t length;                // tokens on all ranks after this
+};
+
+// A run of rows in each head of a tensor.
+struct Run {
+    const char* x;  // the first element
+    const int64_t* weights;
+    int64_t size, heads, step, count;        // bytes of an element, heads, bytes between these, elements of each run
+    int64_t place, head_elements, elements;  // elements of the tensor: before the first run, of a head, of all
 };
 
 namespace {
@@ -75,48 +84,56 @@ int64_t write_head(const FileAppend& f, int64_t x, int64_t b, int64_t h) {
     return 0;
 }
 
-// Writes the rows of a tensor, and returns their digest: each head is read from memory once for both.
+// Writes the rows of a tensor, and adds them up: each head is read from memory once for both.
 template <class T>
-int64_t write_tensor(const FileAppend& f, int64_t x, int64_t* digest) {
+int64_t write_tensor(const FileAppend& f, int64_t x, RowSums& sums) {
     const Append& a = f.rows;
-    Digest<T> found(f.weights);
     int64_t row = a.row_bytes(x) / (int64_t)sizeof(T);
     bool is_whole = a.given_strides[x][2] == a.widths[x];
+    int64_t at_once = is_whole ? a.tokens : 1;
     for (int64_t b = 0; b < a.batch; b++)
         for (int64_t h = 0; h < a.heads; h++) {
-            for (int64_t t = 0; t < (is_whole ? 1 : a.tokens); t++)
-                found.add(row_from(a, x, b, h, t), is_whole ? row * a.tokens : row);
+            for (int64_t t = 0; t < a.tokens; t += at_once) {
+                int64_t place = row_to(a, x, b, h, a.state[1] + t) - (char*)a.stored[x];
+                sums.add<T>(row_from(a, x, b, h, t), row * at_once, place / (int64_t)sizeof(T));
+            }
             if (int64_t failed = write_head(f, x, b, h)) return failed;
         }
-    *digest = found.value();
     return 0;
 }
 
-// Writes the rows, with their digests of `layer_files.py`: of the widest integers that they are made of, and of tokens.
-int64_t write_rows(const FileAppend& f) {
+// Writes the rows, and adds them up as the widest integers that they are made of, and their tokens. `sums` are of each.
+int64_t write_rows(const FileAppend& f, std::vector<RowSums>& sums) {
     const Append& a = f.rows;
-    int64_t digests[3] = {};
     for (int64_t x = 0; x < a.tensors; x++) {
-        int64_t bytes = a.row_bytes(x) % 8;
-        int64_t failed = !bytes        ? write_tensor<int64_t>(f, x, &digests[x])
-                         : bytes == 4  ? write_tensor<int32_t>(f, x, &digests[x])
-                         : bytes % 2   ? write_tensor<int8_t>(f, x, &digests[x])
-                                       : write_tensor<int16_t>(f, x, &digests[x]);
+        int64_t bytes = a.row_bytes(x) % 8, size = !bytes ? 8 : bytes == 4 ? 4 : bytes % 2 ? 1 : 2;
+        RowSums& own = sums.emplace_back(a.batch * a.stored_strides[x][0] * a.element / size, f.weights);
+        int64_t failed = size == 8   ? write_tensor<int64_t>(f, x, own)
+                         : size == 4 ? write_tensor<int32_t>(f, x, own)
+                         : size == 2 ? write_tensor<int16_t>(f, x, own)
+                                     : write_tensor<int8_t>(f, x, own);
         if (failed) return failed;
     }
     note_tokens(a, f.tokens);
-    digests[a.tensors] = digest<int64_t>(a.token_index + a.state[1], a.tokens, f.weights);
-    uint64_t sum = 0;
-    for (int64_t x = 0; x <= a.tensors; x++) sum += (uint64_t)(2 * x + 1) * (uint64_t)digests[x];
-    f.digests[0] = (int64_t)sum;
-    std::copy(digests, digests + 3, f.digests + 1);
+    sums.emplace_back(a.state[1] + a.tokens, f.weights).add<int64_t>(a.token_index + a.state[1], a.tokens, a.state[1]);
+    uint64_t digest = 0, weight = 1;
+    for (const RowSums& own : sums) digest += weight * (uint64_t)own.value(), weight += 2;
+    *f.digest = (int64_t)digest;
     return 0;
+}
+
+// Adds these sums to those of the piece, if they are of all tokens before.
+void add_sums(const FileAppend& f, const std::vector<RowSums>& sums) {
+    if (f.sums[0] != f.rows.state[1]) return;
+    int64_t* at = f.sums + 1;
+    for (const RowSums& own : sums) own.add_to(at), at += own.count();
+    f.sums[0] += f.rows.tokens;
 }
 
 // Writes the record of `journal.py`.
 int64_t write_record(const FileAppend& f) {
     int64_t start = f.base + f.rows.state[1];
-    int64_t fields[6] = {f.key, f.serial, start, start + f.rows.tokens, f.length, f.digests[0]};
+    int64_t fields[6] = {f.key, f.serial, start, start + f.rows.tokens, f.length, *f.digest};
     int64_t record[8] = {fields[1], fields[2], fields[3], fields[4], fields[5], digest<int64_t>(fields, 6, f.weights)};
     return write_all(f.journal, (const char*)record, sizeof(record), f.at);
 }
@@ -137,10 +154,30 @@ extern "C" int64_t attnmesh_append_to_file(const FileAppend* f) {
     struct stat found;
     if (fstat((int)f->journal, &found)) return errno;
     if (!found.st_nlink) return ENOENT;  // nobody would find what is written
-    if (int64_t failed = write_rows(*f)) return failed;
+    std::vector<RowSums> sums;
+    if (int64_t failed = write_rows(*f, sums)) return failed;
     if (int64_t failed = write_record(*f)) return failed;
+    add_sums(*f, sums);
     f->rows.state[0] = f->length, f->rows.state[1] += f->rows.tokens;
     return 0;
+}
+
+// Returns the digest of a tensor that is zeros but for a run of rows in each head.
+extern "C" int64_t attnmesh_digest_run(const Run* r) {
+    RowSums sums(r->elements, r->weights);
+    for (int64_t h = 0; h < r->heads; h++) {
+        const char* x = r->x + h * r->step;
+        int64_t place = r->place + h * r->head_elements;
+        if (r->size == 8)
+            sums.add<int64_t>(x, r->count, place);
+        else if (r->size == 4)
+            sums.add<int32_t>(x, r->count, place);
+        else if (r->size == 2)
+            sums.add<int16_t>(x, r->count, place);
+        else
+            sums.add<int8_t>(x, r->count, place);
+    }
+    return sums.value();
 }
 
 extern "C" int64_t attnmesh_digest(const void* x, int64_t count, int64_t bytes, const int64_t* weights) {

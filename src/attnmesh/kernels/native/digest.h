@@ -18,6 +18,13 @@ int64_t folded(T x) {
     return sizeof(T) == 8 ? (int64_t)((uint64_t)x ^ (uint64_t)x >> 32) : (int64_t)x;
 }
 
+template <class T>
+int64_t number_of(const char* x, int64_t i) {
+    T found;
+    std::memcpy(&found, x + i * (int64_t)sizeof(T), sizeof(T));
+    return folded(found);
+}
+
 // The digest of elements that come one run after the other.
 template <class T>
 class Digest {
@@ -49,11 +56,7 @@ class Digest {
     }
 
   private:
-    static int64_t number(const char* x, int64_t i) {
-        T found;
-        std::memcpy(&found, x + i * (int64_t)sizeof(T), sizeof(T));
-        return folded(found);
-    }
+    static int64_t number(const char* x, int64_t i) { return number_of<T>(x, i); }
 
     // Adds whole rows. Each weight is read once for all of them: weights are more bytes than most rows.
     void add_rows(const char* x) {
@@ -76,5 +79,35 @@ int64_t digest(const void* x, int64_t count, const int64_t* weights) {
     found.add(x, count);
     return found.value();
 }
+
+// Sums of the rows of some elements, of which no other one counts: those of all elements are the sums of them.
+class RowSums {
+  public:
+    RowSums(int64_t elements, const int64_t* weights) : sums((elements + ROW - 1) / ROW), weights(weights) {}
+
+    // Adds elements that stand at a place and after it.
+    template <class T>
+    void add(const void* from, int64_t count, int64_t place) {
+        const char* x = (const char*)from;  // at any address
+        while (count > 0) {
+            int64_t first = place % ROW, part = std::min(count, ROW - first);
+            uint64_t more = 0;
+            for (int64_t i = 0; i < part; i++) more += (uint64_t)number_of<T>(x, i) * (uint64_t)weights[first + i];
+            sums[place / ROW] += more;
+            place += part, count -= part, x += part * (int64_t)sizeof(T);
+        }
+    }
+
+    void add_to(int64_t* others) const {
+        for (size_t i = 0; i < sums.size(); i++) others[i] = (int64_t)((uint64_t)others[i] + sums[i]);
+    }
+
+    int64_t count() const { return (int64_t)sums.size(); }
+    int64_t value() const { return count() == 1 ? (int64_t)sums[0] : digest<int64_t>(sums.data(), count(), weights); }
+
+  private:
+    std::vector<uint64_t> sums;
+    const int64_t* weights;
+};
 
 }  // namespace

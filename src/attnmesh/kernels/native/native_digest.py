@@ -1,10 +1,15 @@
 """Digests of tensors on the host, by one native call where there is a library."""
 
+import struct
+
 import torch
 from torch import Tensor
 
-from attnmesh.core.digest import cpu_weights, digest
+from attnmesh.core.digest import cpu_weights, digest, digest_of_run, wide_size
 from attnmesh.kernels.native.build import library
+
+RUN_FIELDS = struct.Struct("2P7q")
+"""Fields of `Run` in `cache.cpp`."""
 
 
 def digest_on_host(x: Tensor) -> int:
@@ -14,6 +19,25 @@ def digest_on_host(x: Tensor) -> int:
         return int(digest(x))
     x = x.contiguous()
     return function(x.data_ptr(), x.numel(), x.element_size(), cpu_weights().data_ptr())
+
+
+def digest_of_rows(x: Tensor, start: int, slots: int) -> int:
+    """Return the digest of a tensor of so many slots that is zeros but for x, which has its rows from `start` on.
+
+    Slots are its third dimension, or its only one. The digest is of the widest integers that rows are made of.
+    """
+    runs = x.flatten(0, 1) if x.ndim == 4 else x[None, :, None]
+    function = library().digest_run
+    if function is None:
+        return int(digest_of_run(runs, start, slots))
+    heads, count, width = runs.shape
+    runs = runs if runs.stride()[1:] == (width, 1) else runs.contiguous()
+    row_bytes = width * runs.itemsize
+    size = wide_size(row_bytes)
+    row = row_bytes // size
+    step = runs.stride(0) * runs.itemsize
+    numbers = size, heads, step, count * row, start * row, slots * row, heads * slots * row
+    return function(RUN_FIELDS.pack(runs.data_ptr(), cpu_weights().data_ptr(), *numbers))
 
 
 def wrapped(number: int) -> int:
