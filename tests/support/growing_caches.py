@@ -38,7 +38,8 @@ def in_memory(length: int, mesh: Any = None, **sizes: Any) -> am.KVCache:
 def decoded(cache: am.KVCache, queries: int = 1, **options: Any) -> torch.Tensor:
     """Return the output of fixed queries."""
     generator = torch.Generator().manual_seed(1)
-    return am.decode(torch.randn(cache.sizes.batch, 4, queries, 16, generator=generator), cache, **options)
+    q = torch.randn(cache.sizes.batch, 4, queries, 16, generator=generator).to(cache.sizes.dtype)
+    return am.decode(q, cache, **options)
 
 
 def same_outputs(one: am.KVCache, other: am.KVCache, queries: int = 1) -> bool:
