@@ -21,6 +21,6 @@ def test_rows_are_those_of_a_cache_in_memory(tmp_path: Path) -> None:
     assert row.different == 0
     assert row.bytes == (PIECE + 9) * folder.TOKEN_BYTES
     assert folder._append(cache, 3, request, None).bytes == 3 * folder.TOKEN_BYTES
-    assert cache.length == PIECE + 9 + 3 * 100
+    assert cache.length == PIECE + 9 + 3 * 1000
     (file,) = tmp_path.glob("1-*/*.safetensors")
     assert folder._read(file) == file.stat().st_size
