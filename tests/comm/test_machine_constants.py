@@ -16,6 +16,7 @@ from attnmesh.comm import machine_constants
 from attnmesh.comm.topology import surroundings
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.cluster import Cluster
+from attnmesh.mesh.shapes import Shape
 from attnmesh.runtime.world import WORLD
 from tests.support.command import run
 from tests.support.pool import on_each_rank
@@ -145,3 +146,19 @@ def test_probe_keeps_the_constants_of_this_machine(file: Path) -> None:
     assert code == 0
     assert "reads them from" in text
     assert json.loads(file.read_text())["device"] == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "shape", "tile"),
+    [
+        ((0, 0, 1, 1), Shape(1, 1, 4), Shape(1, 1, 2)),
+        ((0, 1, 0, 1), Shape(1, 2, 2), Shape(1, 2, 1)),
+        ((0, 1, 0, 1), Shape(1, 1, 4), Shape(1, 1, 1)),  # neighbours are on two hosts
+        ((0, 0, 1, 0), Shape(1, 2, 2), Shape(1, 1, 1)),
+        ((0, 0, 1), Shape(1, 1, 3), Shape(1, 1, 1)),
+    ],
+)
+def test_a_tile_is_what_each_host_holds(hosts: tuple[int, ...], shape: Shape, tile: Shape) -> None:
+    cluster, found = machine_constants.cluster_and_tile(hosts, shape, Cluster.preset("local"), "local")
+    assert found == tile
+    assert cluster.world == shape.ranks

@@ -18,8 +18,9 @@ from attnmesh.comm import transport
 from attnmesh.core.digest import digest
 from attnmesh.errors import InputError, MeshError, UnforeseenError
 from attnmesh.guard.agreement import Agreement
+from attnmesh.kernels.implementations import native
 from attnmesh.kernels.implementations.native import BoundNative
-from attnmesh.kernels.native.build import library
+from attnmesh.kernels.native.build import Library, library
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.interpreted import interpreting
@@ -373,3 +374,54 @@ PAIRS = [*permutations(("tree", "direct", "gather", "allreduce"), 2), ("xx", "al
 def test_ranks_that_merge_in_other_ways_raise_alike_and_go_on(ranks: int, odd: int, pool: Pool) -> None:
     first, *others = pool.run(ranks, _differ_in_how, PAIRS[:: 3 if ranks == 3 else 7], odd)
     assert all(messages == first for messages in others)
+
+
+@on_each_rank
+def _without_a_compiler_on_rank_1() -> list[str]:
+    """On a rank: the error of a call with a kernel that rank 1 does not have, and whether the next call is right."""
+    mesh, reason = am.init_mesh((1, 2, 1)), "there is no C++ compiler"
+    q, k, v = torch.randn(3, 1, 2, 8, 4, generator=torch.Generator().manual_seed(0)).unbind()
+    layout = am.Contiguous()
+    shards = [am.shard(x, mesh, layout=layout) for x in (q, k, v)]
+    missing = Library(reason=reason) if mesh.get_rank() else library()
+    messages = []
+    for graded in (False, True):
+        given = [x.detach().requires_grad_(graded) for x in shards]
+        with mock.patch.object(native, "library", return_value=missing), pytest.raises(InputError) as caught:
+            am.attention(*given, mesh=mesh, layout=layout, kernel="native")
+        assert reason in str(caught.value)
+        messages.append(f"{type(caught.value).__name__}: {caught.value}")
+    out = am.attention(*shards, mesh=mesh, layout=layout, kernel="native")
+    assert torch.allclose(am.unshard(out, mesh, layout=layout), am.attend(q, k, v, mask=am.Causal()).out, atol=1e-6)
+    return messages
+
+
+@pytest.mark.skipif(library().attend is None, reason="no native library")
+def test_a_kernel_that_one_rank_lacks_is_refused_on_all(pool: Pool) -> None:
+    first, second = pool.run(2, _without_a_compiler_on_rank_1)
+    assert first == second
+
+
+@on_each_rank
+def _append_that_fails_on_rank_1(rows: bool) -> str:
+    """On a rank: the error of a step whose new token has no memory on rank 1."""
+    mesh = am.init_mesh((1, 1, 2))
+    cache = am.KVCache(mesh, batch=1, kv_heads=2, head_dim=4, capacity=64, dtype=torch.float32)
+    q, k, v = torch.randn(3, 1, 2, 1, 4, generator=torch.Generator().manual_seed(0)).unbind()
+    step: Any = (lambda: am.decode_rows(q, [cache], k=k, v=v)) if rows else (lambda: am.decode(q, cache, k=k, v=v))
+    for _ in range(2):
+        step()
+    failing = MemoryError("no more") if mesh.get_rank() else None
+    with mock.patch.object(am.KVCache, "append", side_effect=failing):
+        try:
+            step()
+        except (MemoryError, UnforeseenError) as error:
+            return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize("rows", [False, True], ids=["decode", "decode_rows"])
+def test_a_step_whose_token_one_rank_cannot_store_raises_on_all(rows: bool, pool: Pool) -> None:
+    first, second = pool.run(2, _append_that_fails_on_rank_1, rows)
+    assert second == "MemoryError: no more"
+    assert "expected what each rank can do, given MemoryError: no more" in first

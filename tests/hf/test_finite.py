@@ -25,7 +25,7 @@ BROKEN = {
     "an overflow": (
         "model.layers.1.mlp.up_proj.weight",
         1e38,
-        "They begin in the output of model.layers.1.mlp.up_proj.",
+        "They begin in the output of model.layers.1.mlp.up_proj. Fix: look for weights of extreme size",
     ),
 }
 

@@ -13,6 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from attnmesh.errors import ClusterError, warn_once
 from attnmesh.mesh.cluster import Cluster
@@ -134,7 +135,15 @@ def cluster_and_tile(
     lines = (where[:, 0, 0], where[0, :, 0], where[0, 0, :])
     tile = Shape(*(int((line == 0).sum()) for line in lines))
     count = len(set(hosts))
-    if count * tile.ranks != shape.ranks:
+    if count * tile.ranks != shape.ranks or not _is_tiled(where, tile):
         count = shape.ranks
         tile = Shape(1, 1, 1)
     return cluster_of(count, tile.ranks, base, preset, share), tile
+
+
+def _is_tiled(where: Tensor, tile: Shape) -> bool:
+    """Return whether each tile of the mesh is on one host, which `where` has for each rank."""
+    if any(ranks % part for ranks, part in zip(where.shape, tile, strict=True)):
+        return False
+    tiles = where.unflatten(2, (-1, tile.keys)).unflatten(1, (-1, tile.queries)).unflatten(0, (-1, tile.heads))
+    return bool((tiles == tiles[:, :1, :, :1, :, :1]).all())

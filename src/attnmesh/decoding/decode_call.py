@@ -20,7 +20,7 @@ from attnmesh.decoding.prepared_step import find_step, prepare_step
 from attnmesh.decoding.step_agreement import agreement_on
 from attnmesh.decoding.step_checks import check_bias, check_other_keys, check_step
 from attnmesh.decoding.step_op import decode_op, tensors_of
-from attnmesh.errors import DtypeError, InputError, KernelError, require
+from attnmesh.errors import DtypeError, KernelError, RankFailure, require
 from attnmesh.guard.argument_checks import check_comparison, warn_if_swapped
 
 
@@ -98,7 +98,9 @@ def decode(
     if k is not None or v is not None:
         try:
             cache.append(cast(Tensor, k), v)
-        except InputError as error:  # others may be in the merge of the step already
+        except RankFailure:
+            raise
+        except Exception as error:  # others may be in the merge of the step already
             agreement_on((cache,), options.step_on(cache), checked).fail(error)
     caches = (cache,)
     signature = None

@@ -19,10 +19,10 @@ from attnmesh.decoding.step_checks import check_step
 from attnmesh.errors import (
     ArgumentError,
     DtypeError,
-    InputError,
     KernelError,
     LayoutError,
     MeshError,
+    RankFailure,
     ShapeError,
     require,
 )
@@ -94,7 +94,9 @@ def decode_rows(
         _check_caches(q, caches, k, v)
         if k is not None or v is not None:
             _append(k, v, caches)
-    except InputError as error:
+    except RankFailure:
+        raise
+    except Exception as error:  # others may be in the merge of the step already
         agreement_on(caches, options.step_on(first), checked).fail(error)
     inputs = StepInputs(q, caches, sinks)
     prepared = _prepared_steps_of(caches)

@@ -42,9 +42,13 @@ def find_nan(model: PreTrainedModel, ids: Tensor) -> str:
     if damaged is not None:
         return f"The weights {damaged} are not finite. Fix: load the model again, or download it again."
     layer = None if tp_mesh(model) is not None else _first_layer(model, ids)
-    if layer is not None:
-        return f"They begin in the output of {layer}. Fix: use a dtype of a wider range, such as bfloat16."
-    return "No layer makes them from the first tokens alone. Fix: use a dtype of a wider range, such as bfloat16."
+    fix = "look for weights of extreme size, and on several ranks pass ShardedCache(checked=True) to find unequal calls"
+    if model.dtype == torch.float16:
+        fix = "use a dtype of a wider range, such as bfloat16"
+    source = (
+        "No layer makes them from the first tokens alone" if layer is None else f"They begin in the output of {layer}"
+    )
+    return f"{source}. Fix: {fix}."
 
 
 def _first_layer(model: PreTrainedModel, ids: Tensor) -> str | None:

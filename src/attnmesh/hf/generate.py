@@ -6,7 +6,7 @@ sample the same tokens.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnmesh.comm.topology import dist_all_gather_ints
-from attnmesh.errors import KernelError, MaskError, require
+from attnmesh.errors import KernelError, MaskError, RankFailure, require
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.finite import NanWatch
 from attnmesh.hf.forward_passes import CHUNK, Prompt
@@ -186,14 +186,20 @@ def _run_generate(model: PreTrainedModel, ids: Tensor, cache: ShardedCache, opti
     """Run transformers' `generate`. The last token is not cached."""
     watch = NanWatch()
     name = cache_argument(signature(model.forward).parameters)
+    first = Mesh.of(cache.mesh).shard == 0
     cache.intact = False
     processors = [*(options.get("logits_processor") or []), watch]
     options = {**options, "logits_processor": processors, "cache_implementation": None, "use_cache": True}
     try:
         with _continuing(model, cache) if name == "cache_params" else nullcontext():
             output = model.generate(ids, **{name: cache}, **options)
-    finally:
-        watch.report(model, ids, first=Mesh.of(cache.mesh).shard == 0)
+    except RankFailure:  # to look for a layer would wait for the lost rank
+        raise
+    except Exception:  # NaN may be why
+        with suppress(Exception):
+            watch.report(model, ids, first=first)
+        raise
+    watch.report(model, ids, first=first)
     cache.intact = True
     cache.count(getattr(output, "sequences", output).shape[1] - 1)
     return output

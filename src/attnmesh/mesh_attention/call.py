@@ -23,7 +23,8 @@ from attnmesh.guard.argument_checks import (
     heads_and_length,
     with_swap_hint,
 )
-from attnmesh.kernels.choice import check_kernel
+from attnmesh.kernels.choice import check_kernel, choose
+from attnmesh.kernels.kernel import Need
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.schedule import Problem, check_exchange
 from attnmesh.mesh.shapes import check_heads_axis
@@ -164,6 +165,8 @@ def check_call(mesh: Mesh, call: Call, checked: bool | None) -> None:
         scaling = options.scaling(q.shape[-1])
         check_sinks("attention sinks", sinks, q)
         check_distance_bias("attention", distance_bias, q, scaling, options.kernel, selected)
+        if options.kernel != "auto" and not torch.compiler.is_compiling():  # raises here, where all ranks raise alike
+            choose(Need.of(q, k, v, scaling), options.kernel)
         check_key_lengths("attention key_lengths", key_lengths, q.shape[0])
         check_selection("attention selected", selected, q, k.shape[1], options.kernel)
         if selected is not None:

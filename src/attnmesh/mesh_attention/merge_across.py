@@ -38,8 +38,8 @@ def merge_across(
 ) -> Partial:
     """Return the merge of the partials of all ranks: attention over the keys of all of them, for any engine.
 
-    Partials have no gradients here. Ranks whose calls differ all raise the same error, or get NaN where calls are not
-    compared: with `checked=False`, and by default on GPUs after the first call of a signature.
+    Partials have no gradients here. Ranks whose calls differ all raise the same error, or get NaN as `out` where calls
+    are not compared: with `checked=False`, and by default on GPUs after the first call of a signature.
 
     Args:
         partial: `out` (batch, heads, length, dim) and `lse` (batch, heads, length) of this rank's keys.

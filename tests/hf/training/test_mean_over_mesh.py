@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy, kl_div
 
 import attnmesh as am
 import attnmesh.hf as hf
+from attnmesh.errors import InputError
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support import families
 from tests.support.families import prompt
@@ -83,6 +84,22 @@ def test_a_loss_of_ones_own_is_that_of_one_device(pool: Pool) -> None:
         assert len({*values}) == 1 or "mean" not in name, name
         mean = torch.stack([answer[name][1] for answer in answers]).mean(0)
         assert torch.allclose(mean, gradient, atol=1e-5), name  # rotary angles are float32
+
+
+@on_each_rank
+def a_mask_of_another_shape_on_rank_1() -> str:
+    mesh = named_mesh(Shape(1, 2, 1), AXES)
+    values = torch.ones(1, 4)
+    with pytest.raises(InputError) as caught:
+        hf.mean_over_mesh(values, torch.ones(1, 3 if mesh.get_rank() else 4, dtype=torch.bool), mesh)
+    assert float(hf.mean_over_mesh(values, None, mesh)) == 1.0
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_a_wrong_mask_of_one_rank_raises_on_all(pool: Pool) -> None:
+    first, second = pool.run(2, a_mask_of_another_shape_on_rank_1)
+    assert first == second
+    assert "mean_over_mesh mask: expected a tensor of shape (1, 4), given" in first
 
 
 def test_a_mean_keeps_its_precision() -> None:

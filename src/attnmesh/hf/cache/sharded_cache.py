@@ -399,7 +399,7 @@ def _gather_tokens(tokens: Tensor | None, kv: KVCache) -> Tensor | None:
     length = min((n for n in lengths if n), default=0)
     if not length or length < kv.length:
         return None
-    own_ids = own_ids[:, :length] if len(own_ids) else torch.zeros(kv.sizes.batch, length, dtype=torch.int64)
+    own_ids = own_ids[:, :length] if own_ids.shape[1] else torch.zeros(kv.sizes.batch, length, dtype=torch.int64)
     rows = dist_all_gather_ints(own_ids.flatten().tolist(), kv.mesh.axes)
     ids = next(row for row, n in zip(rows, lengths, strict=True) if n)
     return torch.tensor(ids).view(kv.sizes.batch, length).to(kv.device)

@@ -42,7 +42,8 @@ class RecurrentLayer:
         layer: Any = self
         stock = stock_of(layer)
         bound = signature(stock.forward).bind(layer, *args, **kwargs)
-        arguments = {**bound.arguments, **bound.arguments.pop("kwargs", {})}
+        further = bound.arguments.pop("kwargs", {})
+        arguments = {**bound.arguments, **further}
         arguments.pop("self")
         shards = next((x for x in map(_shards_of, arguments.values()) if x is not None), None)
         if shards is None and next(iter(arguments.values())).shape[1] == 1:

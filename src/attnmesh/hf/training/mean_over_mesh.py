@@ -8,7 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.core.layout import Contiguous
 from attnmesh.core.partial import sum_dtype
-from attnmesh.errors import ArgumentError, DtypeError, MeshError, ShapeError, require, type_and_shape
+from attnmesh.errors import ArgumentError, DtypeError, InputError, MeshError, ShapeError, require, type_and_shape
+from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.shards import ShardTensor
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh_attention.sharding import unshard
@@ -35,19 +36,12 @@ def mean_over_mesh(values: Tensor, mask: Tensor | None, mesh: DeviceMesh | None)
     >>> mean_over_mesh(torch.tensor([1.0, 2.0, 6.0]), torch.tensor([True, True, False]), None)
     tensor(1.5000)
     """
-    is_float = isinstance(values, Tensor) and values.is_floating_point()
-    fix = "pass losses with reduction='none'"
-    require(is_float, DtypeError, "mean_over_mesh values", "a tensor of floats", type_and_shape(values), fix)
-    counts = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
-    fits = isinstance(counts, Tensor) and counts.shape == values.shape
-    fix = "pass one value for each token"
-    given = type_and_shape(counts)
-    expected = f"a tensor of shape {tuple(values.shape)}"
-    require(fits, ShapeError, "mean_over_mesh mask", expected, given, fix)
-    ranks = values.shards.ranks if isinstance(values, ShardTensor) else Mesh.of(mesh).ranks
-    given, fix = f"one of {Mesh.of(mesh).ranks}", "pass the mesh of shard_batch"
-    fits = Mesh.of(mesh).ranks == ranks
-    require(fits, MeshError, "mean_over_mesh mesh", f"one of {ranks} ranks, as of the values", given, fix)
+    counts = torch.ones_like(values, dtype=torch.bool) if mask is None and isinstance(values, Tensor) else mask
+    try:
+        _check(values, counts, Mesh.of(mesh).ranks)
+    except InputError as error:  # others may be in the sum of all ranks already
+        Agreement(Mesh.of(mesh), "mean_over_mesh").fail(error)
+    assert counts is not None
     values, counts = (x.plain() if isinstance(x, ShardTensor) else x for x in (values, counts))
     total = values.to(sum_dtype(values.dtype)).masked_fill(~counts.bool(), 0.0).sum()
     not_boolean = (counts != counts.bool()).sum()
@@ -59,6 +53,19 @@ def mean_over_mesh(values: Tensor, mask: Tensor | None, mesh: DeviceMesh | None)
     fix = "leave batches without labels out"
     require(bool(totals[1] > 0), ShapeError, "mean_over_mesh mask", "a token that counts on some rank", "none", fix)
     return mean_over_ranks(total * Mesh.of(mesh).ranks / totals[1], mesh)
+
+
+def _check(values: Any, counts: Any, ranks: int) -> None:
+    """Raise unless there is a value for each token of this rank, and whether it counts."""
+    is_float = isinstance(values, Tensor) and values.is_floating_point()
+    fix = "pass losses with reduction='none'"
+    require(is_float, DtypeError, "mean_over_mesh values", "a tensor of floats", type_and_shape(values), fix)
+    fits = isinstance(counts, Tensor) and counts.shape == values.shape
+    expected, fix = f"a tensor of shape {tuple(values.shape)}", "pass one value for each token"
+    require(fits, ShapeError, "mean_over_mesh mask", expected, type_and_shape(counts), fix)
+    ranks_of_values = values.shards.ranks if isinstance(values, ShardTensor) else ranks
+    expected, fix = f"one of {ranks_of_values} ranks, as of the values", "pass the mesh of shard_batch"
+    require(ranks == ranks_of_values, MeshError, "mean_over_mesh mesh", expected, f"one of {ranks}", fix)
 
 
 def mean_over_ranks(loss: Tensor, mesh: DeviceMesh | None) -> Tensor:
