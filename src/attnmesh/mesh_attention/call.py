@@ -165,14 +165,14 @@ def check_call(mesh: Mesh, call: Call, checked: bool | None) -> None:
         scaling = options.scaling(q.shape[-1])
         check_sinks("attention sinks", sinks, q)
         check_distance_bias("attention", distance_bias, q, scaling, options.kernel, selected)
-        if options.kernel != "auto" and not torch.compiler.is_compiling():  # raises here, where all ranks raise alike
-            choose(Need.of(q, k, v, scaling), options.kernel)
         check_key_lengths("attention key_lengths", key_lengths, q.shape[0])
         check_selection("attention selected", selected, q, k.shape[1], options.kernel)
         if selected is not None:
             _check_uncompiled(mesh)
         else:
             check_heads_axis("attention", mesh.shape, k.shape[1])
+            if options.kernel != "auto" and not torch.compiler.is_compiling():  # here, where all ranks can raise alike
+                choose(Need.of(q, k, v, scaling), options.kernel)
     except (MaskError, ShapeError) as error:
         raise with_swap_hint(error, heads_and_length(q), heads_and_length(k)) from None
 
