@@ -250,13 +250,13 @@ class MergeAgreement(Agreement):
         by_default = not (self.asks_when_new and self.ask is not None and self.signature in self.calls.known)
         self.wants_comparison = self.is_compared and (by_default if self.checked is None else self.checked)
         if self.wants_comparison and self.asks_when_new:
-            return self.is_new_to_all() and super().compare_now()
+            return self.ask_all_ranks() and super().compare_now()
         if self.wants_comparison and is_collective(self.merge):
             super().compare_now()
         return True
 
-    def is_new_to_all(self) -> bool:
-        """Ask: repeat the last exchange, which ranks that know their call are in. Return whether all ranks ask."""
+    def ask_all_ranks(self) -> bool:
+        """Repeat the last exchange, which ranks that know their call are in. Return whether all ranks ask."""
         repeat = self.calls.last_exchange
         return repeat is None or float(repeat().sum()) == 0
 
@@ -278,7 +278,7 @@ class MergeAgreement(Agreement):
         """
         tells_others = self.checked is not False
         if self.is_compared and self.asks_when_new and tells_others:
-            if self.is_new_to_all():
+            if self.ask_all_ranks():
                 self.share_error(error)
         elif self.is_compared and self.asks_when_new:
             (self.calls.last_exchange or self.poison)()
