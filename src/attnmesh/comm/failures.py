@@ -63,7 +63,7 @@ def is_timeout(seconds: object) -> bool:
     return isinstance(seconds, (int, float)) and not isinstance(seconds, bool) and 0 < seconds < MAX_DEADLINE
 
 
-def awaited(work: Any, device_type: str, axis: Axis, step: str, peer: int | None = None) -> None:
+def wait_for(work: Any, device_type: str, axis: Axis, step: str, peer: int | None = None) -> None:
     """Wait for a message or a collective on devices of this type, until the deadline at most.
 
     NCCL keeps the timeout of its process group: a deadline here would block the host.
@@ -85,7 +85,7 @@ def collective(axis: Axis, step: str, call: Any, *arguments: Any) -> None:
     device_type = "cpu"
     for x in arguments:
         device_type = x.device.type if isinstance(x, torch.Tensor) else device_type
-    awaited(work, device_type, axis, step)
+    wait_for(work, device_type, axis, step)
 
 
 def failure(axis: Axis, step: str, peer: int | None, error: RuntimeError) -> RankFailure:
@@ -125,9 +125,9 @@ def _report(suspects: Sequence[int], step: str, axis: Axis, why: str) -> None:
     """
     if not WORLD.has_failed:
         WORLD.has_failed = True
-        awaited = f"rank{'s' * (len(suspects) > 1)} {', '.join(map(str, suspects))}"
+        peers = f"rank{'s' * (len(suspects) > 1)} {', '.join(map(str, suspects))}"
         where, advice = f"along the {axis.name} axis, {step}: {why}", "Ranks that work all have to make this call."
-        print(f"attnmesh: rank {dist.get_rank()} waited for {awaited} {where}. {advice}", file=sys.stderr, flush=True)
+        print(f"attnmesh: rank {dist.get_rank()} waited for {peers} {where}. {advice}", file=sys.stderr, flush=True)
 
 
 def _missing(ranks: Sequence[int], *, late: bool) -> list[int]:

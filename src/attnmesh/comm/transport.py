@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm.failures import awaited, collective, failure
+from attnmesh.comm.failures import collective, failure, wait_for
 from attnmesh.comm.host_merge import merge_in_host
 from attnmesh.comm.mailbox_queue import Letter, begin_letters, finish_letter
 from attnmesh.comm.mailboxes import MAX_NUMBERS, MESSAGE_BYTES, Mailboxes, PeerLostError
@@ -85,7 +85,7 @@ class Transport:
         except RuntimeError as error:
             raise failure(self.axis, step, peers[0], error) from error
         pairs = zip(works, peers if len(works) == len(peers) else [None], strict=True)
-        return [partial(awaited, work, self.device.type, self.axis, step, peer) for work, peer in pairs]
+        return [partial(wait_for, work, self.device.type, self.axis, step, peer) for work, peer in pairs]
 
     def gather(self, message: Tensor) -> Tensor:
         """Return the messages of all ranks as rows, by a collective."""
