@@ -115,9 +115,11 @@ class HostLinear:
             board, DTYPES[weight.dtype], weight.shape[1], *boards, self.out_features, len(layers)
         )
         for weight, bias in layers:
-            first = 0 if bias is None else bias.data_ptr()
+            bias_address = 0 if bias is None else bias.data_ptr()
             turned = weight.stride(1) != 1
-            self.fixed_fields += LAYER.pack(weight.data_ptr(), first, len(weight), weight.stride(int(turned)), turned)
+            self.fixed_fields += LAYER.pack(
+                weight.data_ptr(), bias_address, len(weight), weight.stride(int(turned)), turned
+            )
 
     @staticmethod
     def takes(weight: Tensor, bias: Tensor | None) -> bool:
