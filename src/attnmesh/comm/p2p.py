@@ -110,12 +110,16 @@ def begin_swap(
     return finished
 
 
+def is_run(tokens: Tensor) -> bool:
+    """Return whether ascending indices are consecutive, and at least one: `taken` then returns views."""
+    return len(tokens) > 0 and int(tokens[-1]) - int(tokens[0]) == len(tokens) - 1
+
+
 def taken(tensors: Tensors, tokens: Tensor, *, in_order: bool = True) -> Tensors:
     """Return the tokens at some indices, ascending unless `in_order` is False: views where they are consecutive."""
-    count = len(tokens)
-    first = int(tokens[0]) if len(tokens) else 0
     parts = []
-    if in_order and count and int(tokens[-1]) - first == count - 1:
+    if in_order and is_run(tokens):
+        first, count = int(tokens[0]), len(tokens)
         for x in tensors:
             parts.append(x if x.shape[2] == count else x.narrow(2, first, count))
     else:

@@ -20,7 +20,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from attnmesh.comm.p2p import begin_swap, gather, meta_like, return_to_owners, taken
+from attnmesh.comm.p2p import begin_swap, gather, is_run, meta_like, return_to_owners, taken
 from attnmesh.core.band import Band
 from attnmesh.core.partial import Partial, identity, merge_into, sum_dtype, with_sinks
 from attnmesh.core.scaling import Scaling
@@ -318,7 +318,7 @@ def _merge_in(parts: Returned, total: Tensors) -> None:
     for tokens, part in parts:
         merged = taken(total, tokens)
         merge_into(Partial(*merged), Partial(*part))
-        if len(tokens) and int(tokens[-1]) - int(tokens[0]) == len(tokens) - 1:
+        if is_run(tokens):
             continue  # they were taken as views
         for into, rows in zip(total, merged, strict=True):
             into.index_copy_(2, on_device(tokens, rows.device), rows)
