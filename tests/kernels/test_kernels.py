@@ -1,6 +1,7 @@
 """Each kernel, forward and gradients, against float64: random problems, then the inputs that break kernels."""
 
 import math
+import weakref
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -12,8 +13,9 @@ import attnmesh as am
 from attnmesh.core.band import Band
 from attnmesh.core.scaling import Scaling
 from attnmesh.kernels.choice import KERNELS, choose
+from attnmesh.kernels.implementations.cpu import FlashCPU
 from attnmesh.kernels.kernel import Need
-from attnmesh.kernels.rectangles import cut, tiles
+from attnmesh.kernels.rectangles import Rectangle, cut, tiles
 from benchmarks.timing import peak_memory
 from tests.support.dense import COARSE_EXPONENTIAL, truth
 from tests.support.problems import DTYPES, draw
@@ -272,6 +274,17 @@ def test_doubtful_rows_are_recomputed_by_tiles(kernel: str) -> None:
     assert torch.isneginf(calls().lse).all()
     peak = peak_memory(calls, torch.device("cpu"))
     assert peak is None or peak < 25e6  # 3,000 squared in float32 is 36 MB
+
+
+def test_a_mask_that_is_kept_keeps_the_lower_bounds_it_is_known_by() -> None:
+    """Else those of another band with the same upper bounds could get their id, and its mask."""
+    high, low = torch.arange(1, 9), torch.zeros(8, dtype=torch.long)
+    x, lives = torch.randn(1, 1, 8, 4), weakref.ref(low)
+    FlashCPU().attend(x, x, x, Rectangle(slice(0, 8), slice(0, 8), band=Band(low, high)), Scaling(1.0))
+    del low
+    assert lives() is not None
+    del high
+    assert lives() is None
 
 
 def test_results_may_be_written_to() -> None:

@@ -4,10 +4,9 @@ A kernel attends one. The loop merges the partials and sums the gradients, in fl
 depend on masks, layouts or positions.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,12 +15,16 @@ from attnmesh.core.band import Band
 from attnmesh.core.partial import Partial
 from attnmesh.core.scaling import Scaling
 from attnmesh.kernels.kernel import Kernel
-from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Rectangle, attend_rectangles, backward_rectangles
+from attnmesh.kernels.rectangles import (
+    BackwardInputs,
+    Gradients,
+    Rectangle,
+    attend_rectangles,
+    backward_rectangles,
+    made_once,
+)
 from attnmesh.kernels.selected_keys import SelectedKeys, attend_selected, backward_selected
 from attnmesh.kernels.traced import without_autocast
-from attnmesh.runtime.memo import TENSOR_MEMO
-
-T = TypeVar("T")
 
 KeyCounts = Sequence[int] | None
 """Number of leading keys that each sequence of a batch sees; None for all keys."""
@@ -129,7 +132,7 @@ def _empty_rows(rectangle: Rectangle, device: torch.device) -> Tensor:
     if rectangle.band is None or device.type == "cpu":
         return rectangle.empty_rows().to(device)
     name = "empty rows", rectangle.keys.stop - rectangle.keys.start, device
-    return _memoized(rectangle.band, name, lambda: rectangle.empty_rows().to(device), lambda x: x.nbytes)
+    return made_once(rectangle.band, name, lambda: rectangle.empty_rows().to(device), lambda x: x.nbytes)
 
 
 def _cut(kernel: Kernel, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Rectangle]:
@@ -137,16 +140,7 @@ def _cut(kernel: Kernel, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Re
     if 0 in q.shape[:2]:
         return []
     signature = kernel.name, q.shape, k.shape, v.shape, q.dtype, q.device
-    return _memoized(band, signature, lambda: kernel.cut(band, q, k, v), _bytes)
-
-
-def _memoized(band: Band, name: Hashable, make: Callable[[], T], size: Callable[[T], int]) -> T:
-    """Return what was made of a band, now or at an earlier call."""
-
-    def with_low() -> tuple[Tensor, T]:  # the band then lives on, so that no other tensor gets its id
-        return band.low, make()
-
-    return TENSOR_MEMO.get_or_make(band.high, (id(band.low), name), with_low, lambda found: size(found[1]))[1]
+    return made_once(band, signature, lambda: kernel.cut(band, q, k, v), _bytes)
 
 
 def _bytes(rectangles: Sequence[Rectangle]) -> int:

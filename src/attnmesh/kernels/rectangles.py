@@ -11,16 +11,19 @@ A causal square is one call, packed documents are one call each, and a window is
 keys are in no rectangle. A dense mask is never larger than one tile's rows by their visible keys.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from attnmesh.core.band import Band
 from attnmesh.core.partial import Partial, identity, merge_into, sum_dtype
+from attnmesh.runtime.memo import TENSOR_MEMO
+
+T = TypeVar("T")
 
 TILE = 128
 """Rows of a masked tile: enough for an efficient matrix product, few enough to waste little along a window's edges."""
@@ -100,6 +103,15 @@ class BackwardInputs:
     def sequences(self, rows: slice) -> "BackwardInputs":
         """Return the tensors of some sequences."""
         return BackwardInputs(*(x[rows] for x in (self.out, self.lse, self.dout)))
+
+
+def made_once(band: Band, name: Hashable, make: Callable[[], T], size: Callable[[T], int]) -> T:
+    """Return what was made of a band, now or at an earlier call. `size` counts its bytes."""
+
+    def with_low() -> tuple[Tensor, T]:  # the band then lives on, so that no other tensor gets its id
+        return band.low, make()
+
+    return TENSOR_MEMO.get_or_make(band.high, (id(band.low), name), with_low, lambda found: size(found[1]))[1]
 
 
 def cut(band: Band) -> list[Rectangle]:

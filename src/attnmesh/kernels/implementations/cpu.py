@@ -16,8 +16,7 @@ from attnmesh.core.partial import Partial
 from attnmesh.core.scaling import Scaling
 from attnmesh.kernels.implementations.reference import Reference
 from attnmesh.kernels.kernel import Kernel, Need
-from attnmesh.kernels.rectangles import TILE, BackwardInputs, Gradients, Rectangle
-from attnmesh.runtime.memo import TENSOR_MEMO
+from attnmesh.kernels.rectangles import TILE, BackwardInputs, Gradients, Rectangle, made_once
 
 MAX_PACKED_ROWS = 32
 """Queries up to which reading the keys is the cost. The heads that share a key head are then packed into one."""
@@ -120,8 +119,7 @@ def _mask(rectangle: Rectangle, dtype: torch.dtype) -> Tensor:
     keys = rectangle.keys.stop - rectangle.keys.start
     if rectangle.band is None or len(rectangle.band.low) * keys > MAX_KEPT_ELEMENTS:
         return make()
-    name = "mask", id(rectangle.band.low), keys, dtype
-    return TENSOR_MEMO.get_or_make(rectangle.band.high, name, make, lambda mask: mask.nbytes)
+    return made_once(rectangle.band, ("mask", keys, dtype), make, lambda mask: mask.nbytes)
 
 
 def _width(q: Tensor, v: Tensor) -> int:
