@@ -52,8 +52,8 @@ def run(model: nn.Module, given: Inputs) -> tuple[Tensor, list[Tensor | None]]:
 
 
 @on_each_rank
-def errors(cases: list[Case]) -> list[tuple[Case, float, float]]:
-    """Relative errors of outputs and of summed gradients, on one rank."""
+def deviations(cases: list[Case]) -> list[tuple[Case, float, float]]:
+    """Relative deviations of outputs and of summed gradients, on one rank."""
     found = []
     for case in cases:
         name, shape, exchange, rows, batch = case
@@ -88,7 +88,7 @@ SAMPLED = [*((2 + number % 2, name) for number, name in enumerate(MODELS) if num
 )
 def test_outputs_and_gradients_are_those_of_one_device(pool: Pool, ranks: int, name: str) -> None:
     few = (ranks, name) in SAMPLED
-    for rank in pool.run(ranks, errors, [*cases(name, ranks)][:: 2 if few else 1]):
+    for rank in pool.run(ranks, deviations, [*cases(name, ranks)][:: 2 if few else 1]):
         for case, output, gradient in rank:
             assert output < OUTPUT, case
             assert gradient < GRADIENT, case
