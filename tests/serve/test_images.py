@@ -96,6 +96,13 @@ def test_images_of_responses_are_those_of_chats(running: Served, monkeypatch: py
     assert lanes == [True], "an image takes long, however short its data"
 
 
+@pytest.mark.parametrize("detail", ["auto", None])
+def test_an_image_has_its_own_detail(detail: str | None, running: Served) -> None:
+    part = {"type": "image_url", "image_url": {"url": url(SMALL), "detail": detail}}
+    code, said = running.ask("/v1/chat/completions", chat([part], max_tokens=1))
+    assert code == 200, said
+
+
 SMALL = Image.new("RGB", (8, 8))
 WRONG: dict[str, tuple[Any, str]] = {
     "a URL": ({"url": "https://example.com/a.png"}, "expected a data URL"),
@@ -104,7 +111,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "no image": ({"url": "data:image/png;base64,aGk="}, "in base64: UnidentifiedImageError"),
     "half an image": ({"url": url(pictures()[0])[:200]}, "in base64"),
     "another format": ({"url": url(SMALL, "bmp")}, "in base64: UnidentifiedImageError"),
-    "another detail": ({"url": url(SMALL), "detail": "high"}, "detail auto"),
+    "another detail": ({"url": url(SMALL), "detail": "high"}, 'expected detail auto, given "high"'),
     "another field": ({"url": url(SMALL), "size": 3}, "expected image_url with a url"),
     "no object": ("text", "expected image_url with a url"),
 }

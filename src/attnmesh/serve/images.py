@@ -29,8 +29,11 @@ def read_image(param: str, part: dict[str, Any], before: list[Any]) -> Any:
     given = part["image_url"] if isinstance(part.get("image_url"), dict) else {}
     url = given.get("url")
     fits = part.keys() == {"type", "image_url"} and given.keys() <= {"url", "detail"}
-    if not isinstance(url, str) or not fits or given.get("detail", "auto") != "auto":
-        raise Refused(400, f"{param}: expected image_url with a url, and detail auto, given {shown(part)}", param)
+    if not isinstance(url, str) or not fits:
+        raise Refused(400, f"{param}: expected image_url with a url, given {shown(part)}", param)
+    detail = given.get("detail")
+    if detail not in ("auto", None):
+        raise Refused(400, f"{param}: expected detail auto, given {shown(detail)}", param)
     head, found, data = url.partition(";base64,")
     if not found or not head.startswith("data:image/"):
         raise Refused(400, f"{param}: expected a data URL, as data:image/png;base64,..., given {shown(url)}", param)
