@@ -162,3 +162,22 @@ def test_a_tile_is_what_each_host_holds(hosts: tuple[int, ...], shape: Shape, ti
     cluster, found = machine_constants.cluster_and_tile(hosts, shape, Cluster.preset("local"), "local")
     assert found == tile
     assert cluster.world == shape.ranks
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100x4"),
+        ("NVIDIA RTX A1000", "dgx-h100"),
+        ("NVIDIA H100 80GB HBM3", "dgx-h100"),
+        ("NVIDIA H200", "dgx-h200"),
+        ("NVIDIA B200", "dgx-b200"),
+        ("NVIDIA GB200", "gb200-nvl72"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("AMD Instinct MI300A", "mi300x"),
+    ],
+)
+def test_a_gpu_has_the_preset_of_a_word_of_its_name(monkeypatch: pytest.MonkeyPatch, name: str, preset: str) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    assert machine_constants.preset_for(torch.device("cuda")) == preset

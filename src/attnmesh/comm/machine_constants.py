@@ -6,6 +6,7 @@ taken. Callers pass which ranks share a host.
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -25,20 +26,21 @@ PRESET_OF_GPU = {
     "H100": "dgx-h100",
     "H200": "dgx-h200",
     "A100": "a100x4",
-    "MI300": "mi300x",
+    "MI300X": "mi300x",
+    "MI300A": "mi300x",
     "4090": "rtx4090",
     "GB200": "gb200-nvl72",
     "B200": "dgx-b200",
 }
-"""Presets by a part of the GPU's name."""
+"""Presets by a word of the GPU's name."""
 
 
 def preset_for(device: torch.device) -> str:
     """Return the name of the preset most like this rank's device."""
     if device.type == "cpu":
         return "local"
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((preset for part, preset in PRESET_OF_GPU.items() if part in name), "dgx-h100")
+    words = re.split(r"\W+", torch.cuda.get_device_name(device)) if device.type == "cuda" else []
+    return next((preset for word, preset in PRESET_OF_GPU.items() if word in words), "dgx-h100")
 
 
 def machine_file(device_type: str) -> Path | None:
