@@ -110,13 +110,13 @@ CASES = (greedy, short, shortest, sampled, beams, padded, padded_beams, chunked,
 
 
 @lru_cache
-def expected(family: str, case: Callable[[Generate, str], Tensor]) -> Tensor:
+def stock_tokens(family: str, case: Callable[[Generate, str], Tensor]) -> Tensor:
     """Return the tokens of stock transformers."""
     return case(families.model(family, STOCK[family]).generate, family)
 
 
 @on_each_rank
-def ours(family: str, shape: Shape, cases: Sequence[Callable[[Generate, str], Tensor]]) -> dict[str, Tensor]:
+def tokens_on_mesh(family: str, shape: Shape, cases: Sequence[Callable[[Generate, str], Tensor]]) -> dict[str, Tensor]:
     """Return the tokens of the cases on a rank."""
     model, mesh = families.model(family, "attnmesh"), named_mesh(shape, AXES)
 
@@ -144,10 +144,10 @@ def test_each_family_gives_the_tokens_of_stock_transformers(family: str, shape: 
 
 
 def check_tokens(family: str, shape: Shape, cases: Sequence[Callable[[Generate, str], Tensor]], pool: Pool) -> None:
-    answers = pool.run(shape.ranks, ours, family, shape, cases)
+    answers = pool.run(shape.ranks, tokens_on_mesh, family, shape, cases)
     for case in cases:
         for answer in answers:
-            assert answer[case.__name__].tolist() == expected(family, case).tolist(), case.__name__
+            assert answer[case.__name__].tolist() == stock_tokens(family, case).tolist(), case.__name__
 
 
 @on_each_rank
@@ -252,7 +252,7 @@ def refusal(name: str, shape: Shape) -> str:
     """Return the error of an unsupported call on a rank."""
     mesh, model = named_mesh(shape, AXES), families.model("llama", "attnmesh")
     try:
-        REFUSED[name](model, mesh)
+        REFUSED[name][0](model, mesh)
     except errors.InputError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
@@ -271,51 +271,6 @@ def _with_default(model: Any, mesh: Any, **defaults: Any) -> None:
 def _forward(model: Any, **options: Any) -> None:
     with torch.no_grad():
         model(prompt(40), **options)
-
-
-REFUSED: dict[str, Callable[[Any, Any], None]] = {
-    "an empty prompt": lambda m, mesh: _with(m, mesh, ids=prompt(0)),
-    "an unknown token": lambda m, mesh: _with(m, mesh, ids=prompt(40) + 90),
-    "a negative token": lambda m, mesh: _with(m, mesh, ids=prompt(40) - 9),
-    "a default of the model": lambda m, mesh: _with_default(m, mesh, guidance_scale=2.0),
-    "a capacity beyond memory": lambda m, mesh: _with(m, mesh, cache=hf.ShardedCache(m.config, mesh, capacity=2**47)),
-    "stop strings alone": lambda m, mesh: _with(m, mesh, stop_strings=["a"]),
-    "too long": lambda m, mesh: _with(m, mesh, ids=prompt(2049)),
-    "words": lambda m, mesh: _with(m, mesh, ids="what?"),
-    "a 4D mask": lambda m, mesh: _with(m, mesh, attention_mask=torch.ones(1, 1, 40, 40)),
-    "a stock cache": lambda m, mesh: _with(m, mesh, cache=DynamicCache()),
-    "a stock model": lambda _, mesh: _with(families.model("llama", "sdpa"), mesh),
-    "no model": lambda _, mesh: _with(torch.nn.Linear(2, 2), mesh),
-    "assisted on a full cache": lambda m, mesh: _with(
-        m, mesh, cache=_filled(m, mesh), prompt_lookup_num_tokens=3, ids=prompt(41)
-    ),
-    "another batch": lambda m, mesh: _with(m, mesh, cache=_filled(m, mesh), ids=prompt(40, batch=2)),
-    "forward with a 4D mask": lambda m, _: _forward(m, attention_mask=torch.zeros(1, 1, 40, 40), use_cache=False),
-    "forward of packed sequences": lambda m, _: _forward(m, position_ids=torch.arange(40)[None] % 13, use_cache=False),
-    "a clock": lambda m, mesh: _with(m, mesh, max_time=0.5),
-    "no cache at all": lambda m, mesh: _with(m, mesh, use_cache=False),
-    "a static cache": lambda m, mesh: _with(m, mesh, cache_implementation="static"),
-    "other positions": lambda m, mesh: _with(m, mesh, position_ids=torch.arange(40)[None] * 3),
-    "hidden states": lambda m, mesh: _with(m, mesh, output_hidden_states=True, return_dict_in_generate=True),
-    "right padding": lambda m, mesh: _with(m, mesh, attention_mask=torch.arange(40)[None].lt(30).long()),
-    "inferred right padding": lambda m, mesh: _with(m, mesh, ids=prompt(40) * torch.arange(40).lt(30)),
-    "other options": lambda m, mesh: hf.generate(
-        m, prompt(40), mesh=mesh, max_new_tokens=3 + torch.distributed.get_rank()
-    ),
-    "checkpointing": lambda _, mesh: _with(_checkpointing(), mesh),
-    "the bits of three ranks": lambda m, mesh: hf.ShardedCache(m.config, mesh, reproducible=True, merge="direct"),
-    "a cache that is not used": lambda m, mesh: m.generate(
-        prompt(40), past_key_values=hf.ShardedCache(m.config), use_cache=False, max_new_tokens=3
-    ),
-    "keys that are read": lambda *_: _forward(
-        AutoModelForCausalLM.from_config(DOGE, attn_implementation="attnmesh"), past_key_values=hf.ShardedCache(DOGE)
-    ),
-    "weights": lambda m, _: _forward(m, output_attentions=True, use_cache=False),
-    "an unknown argument": lambda m, _: _forward(m, cu_seq_lens_q=torch.arange(3), use_cache=False),
-    "a stock model with our cache": lambda _, mesh: _forward(
-        (stock := families.model("llama", "sdpa")), past_key_values=hf.ShardedCache(stock.config, mesh)
-    ),
-}
 
 
 def _checkpointing() -> Any:
@@ -337,47 +292,150 @@ def _filled(model: Any, mesh: Any) -> hf.ShardedCache:
     return cache
 
 
-ERRORS = {
-    "an empty prompt": "ShapeError: generate input_ids: expected at least one token, given an empty prompt",
-    "an unknown token": "ArgumentError: generate input_ids: expected tokens from 0 to 96, the model's vocabular",
-    "a negative token": "ArgumentError: generate input_ids: expected tokens from 0 to 96, the model's vocabular",
-    "a default of the model": "ArgumentError: generate: expected options that work on a mesh, given guidance_scale=2.0"
-    " in model.generation_config. Fix: set model.generation_config.guidance_scale = None.",
-    "a capacity beyond memory": "ShapeError: KVCache capacity: expected tokens that fit the device's memory, given",
-    "stop strings alone": "ArgumentError: generate: expected a tokenizer beside stop strings, given stop_strings=['a']",
-    "too long": "ShapeError: generate input_ids: expected at most 2048 tokens, the model's context, given 2049",
-    "words": "DtypeError: generate input_ids: expected int64 token ids (batch, length), given str",
-    "a 4D mask": "ShapeError: generate attention_mask: expected 2D, (1, 40), given (1, 1, 40, 40)",
-    "a stock cache": "KernelError: generate cache: expected a ShardedCache, given DynamicCache",
-    "a stock model": "KernelError: generate: expected a model with attn_implementation 'attnmesh', given 'sdpa'",
-    "no model": "KernelError: generate: expected a causal language model of transformers, given Linear",
-    "assisted on a full cache": "KernelError: generate: expected an empty cache for assisted decoding, given 39 toke",
-    "another batch": "ShapeError: generate: expected as many sequences as the cache holds, given 2 and 1 in the cach",
-    "forward with a 4D mask": "MaskError: attnmesh.hf attention_mask: expected one made by transformer",
-    "forward of packed sequences": "MaskError: attention mask: expected a causal mask, a sliding window or chunks, gi",
-    "a clock": "ArgumentError: generate: expected options that work on a mesh, given max_time=0.5. Fix: p",
-    "no cache at all": "ArgumentError: generate: expected options that work on a mesh, given use_cache=Fa",
-    "a static cache": "ArgumentError: generate: expected options that work on a mesh, given cache_impleme",
-    "other positions": "ArgumentError: generate: expected options of transformers' generation, given position_ids=",
-    "hidden states": "ArgumentError: generate: expected options that work on a mesh, given output_hidden_",
-    "right padding": "MaskError: generate attention_mask: expected no padding at the end of a sequence, given pa",
-    "inferred right padding": "MaskError: generate attention_mask: expected no padding at the end of a sequence,",
-    "other options": "MeshError: generate: expected the same call on every rank, given:\n    ranks  max_new_tokens",
-    "checkpointing": "KernelError: generate: expected a model that uses its cache, given one in training with gradie",
-    "the bits of three ranks": "KernelError: ShardedCache reproducible: expected 1, 2, 4, 8, ... ranks along queries",
-    "a cache that is not used": "KernelError: attnmesh.hf use_cache: expected use_cache=True with a",
-    "keys that are read": "KernelError: attnmesh.hf: expected a model that passes masks and cache",
-    "weights": "KernelError: attnmesh.hf output_attentions: expected outputs without attention weights, given True",
-    "an unknown argument": "KernelError: attnmesh.hf cu_seq_lens_q: expected exact softmax attention",
-    "a stock model with our cache": "KernelError: ShardedCache: expected a model with attn_implementation 'attnmesh'",
+REFUSED: dict[str, tuple[Callable[[Any, Any], None], str]] = {
+    "an empty prompt": (
+        lambda m, mesh: _with(m, mesh, ids=prompt(0)),
+        "ShapeError: generate input_ids: expected at least one token, given an empty prompt",
+    ),
+    "an unknown token": (
+        lambda m, mesh: _with(m, mesh, ids=prompt(40) + 90),
+        "ArgumentError: generate input_ids: expected tokens from 0 to 96, the model's vocabular",
+    ),
+    "a negative token": (
+        lambda m, mesh: _with(m, mesh, ids=prompt(40) - 9),
+        "ArgumentError: generate input_ids: expected tokens from 0 to 96, the model's vocabular",
+    ),
+    "a default of the model": (
+        lambda m, mesh: _with_default(m, mesh, guidance_scale=2.0),
+        (
+            "ArgumentError: generate: expected options that work on a mesh, given guidance_scale=2.0"
+            " in model.generation_config. Fix: set model.generation_config.guidance_scale = None."
+        ),
+    ),
+    "a capacity beyond memory": (
+        lambda m, mesh: _with(m, mesh, cache=hf.ShardedCache(m.config, mesh, capacity=2**47)),
+        "ShapeError: KVCache capacity: expected tokens that fit the device's memory, given",
+    ),
+    "stop strings alone": (
+        lambda m, mesh: _with(m, mesh, stop_strings=["a"]),
+        "ArgumentError: generate: expected a tokenizer beside stop strings, given stop_strings=['a']",
+    ),
+    "too long": (
+        lambda m, mesh: _with(m, mesh, ids=prompt(2049)),
+        "ShapeError: generate input_ids: expected at most 2048 tokens, the model's context, given 2049",
+    ),
+    "words": (
+        lambda m, mesh: _with(m, mesh, ids="what?"),
+        "DtypeError: generate input_ids: expected int64 token ids (batch, length), given str",
+    ),
+    "a 4D mask": (
+        lambda m, mesh: _with(m, mesh, attention_mask=torch.ones(1, 1, 40, 40)),
+        "ShapeError: generate attention_mask: expected 2D, (1, 40), given (1, 1, 40, 40)",
+    ),
+    "a stock cache": (
+        lambda m, mesh: _with(m, mesh, cache=DynamicCache()),
+        "KernelError: generate cache: expected a ShardedCache, given DynamicCache",
+    ),
+    "a stock model": (
+        lambda _, mesh: _with(families.model("llama", "sdpa"), mesh),
+        "KernelError: generate: expected a model with attn_implementation 'attnmesh', given 'sdpa'",
+    ),
+    "no model": (
+        lambda _, mesh: _with(torch.nn.Linear(2, 2), mesh),
+        "KernelError: generate: expected a causal language model of transformers, given Linear",
+    ),
+    "assisted on a full cache": (
+        lambda m, mesh: _with(m, mesh, cache=_filled(m, mesh), prompt_lookup_num_tokens=3, ids=prompt(41)),
+        "KernelError: generate: expected an empty cache for assisted decoding, given 39 toke",
+    ),
+    "another batch": (
+        lambda m, mesh: _with(m, mesh, cache=_filled(m, mesh), ids=prompt(40, batch=2)),
+        "ShapeError: generate: expected as many sequences as the cache holds, given 2 and 1 in the cach",
+    ),
+    "forward with a 4D mask": (
+        lambda m, _: _forward(m, attention_mask=torch.zeros(1, 1, 40, 40), use_cache=False),
+        "MaskError: attnmesh.hf attention_mask: expected one made by transformer",
+    ),
+    "forward of packed sequences": (
+        lambda m, _: _forward(m, position_ids=torch.arange(40)[None] % 13, use_cache=False),
+        "MaskError: attention mask: expected a causal mask, a sliding window or chunks, gi",
+    ),
+    "a clock": (
+        lambda m, mesh: _with(m, mesh, max_time=0.5),
+        "ArgumentError: generate: expected options that work on a mesh, given max_time=0.5. Fix: p",
+    ),
+    "no cache at all": (
+        lambda m, mesh: _with(m, mesh, use_cache=False),
+        "ArgumentError: generate: expected options that work on a mesh, given use_cache=Fa",
+    ),
+    "a static cache": (
+        lambda m, mesh: _with(m, mesh, cache_implementation="static"),
+        "ArgumentError: generate: expected options that work on a mesh, given cache_impleme",
+    ),
+    "other positions": (
+        lambda m, mesh: _with(m, mesh, position_ids=torch.arange(40)[None] * 3),
+        "ArgumentError: generate: expected options of transformers' generation, given position_ids=",
+    ),
+    "hidden states": (
+        lambda m, mesh: _with(m, mesh, output_hidden_states=True, return_dict_in_generate=True),
+        "ArgumentError: generate: expected options that work on a mesh, given output_hidden_",
+    ),
+    "right padding": (
+        lambda m, mesh: _with(m, mesh, attention_mask=torch.arange(40)[None].lt(30).long()),
+        "MaskError: generate attention_mask: expected no padding at the end of a sequence, given pa",
+    ),
+    "inferred right padding": (
+        lambda m, mesh: _with(m, mesh, ids=prompt(40) * torch.arange(40).lt(30)),
+        "MaskError: generate attention_mask: expected no padding at the end of a sequence,",
+    ),
+    "other options": (
+        lambda m, mesh: hf.generate(m, prompt(40), mesh=mesh, max_new_tokens=3 + torch.distributed.get_rank()),
+        "MeshError: generate: expected the same call on every rank, given:\n    ranks  max_new_tokens",
+    ),
+    "checkpointing": (
+        lambda _, mesh: _with(_checkpointing(), mesh),
+        "KernelError: generate: expected a model that uses its cache, given one in training with gradie",
+    ),
+    "the bits of three ranks": (
+        lambda m, mesh: hf.ShardedCache(m.config, mesh, reproducible=True, merge="direct"),
+        "KernelError: ShardedCache reproducible: expected 1, 2, 4, 8, ... ranks along queries",
+    ),
+    "a cache that is not used": (
+        lambda m, mesh: m.generate(
+            prompt(40), past_key_values=hf.ShardedCache(m.config), use_cache=False, max_new_tokens=3
+        ),
+        "KernelError: attnmesh.hf use_cache: expected use_cache=True with a",
+    ),
+    "keys that are read": (
+        lambda *_: _forward(
+            AutoModelForCausalLM.from_config(DOGE, attn_implementation="attnmesh"),
+            past_key_values=hf.ShardedCache(DOGE),
+        ),
+        "KernelError: attnmesh.hf: expected a model that passes masks and cache",
+    ),
+    "weights": (
+        lambda m, _: _forward(m, output_attentions=True, use_cache=False),
+        "KernelError: attnmesh.hf output_attentions: expected outputs without attention weights, given True",
+    ),
+    "an unknown argument": (
+        lambda m, _: _forward(m, cu_seq_lens_q=torch.arange(3), use_cache=False),
+        "KernelError: attnmesh.hf cu_seq_lens_q: expected exact softmax attention",
+    ),
+    "a stock model with our cache": (
+        lambda _, mesh: _forward(
+            (stock := families.model("llama", "sdpa")), past_key_values=hf.ShardedCache(stock.config, mesh)
+        ),
+        "KernelError: ShardedCache: expected a model with attn_implementation 'attnmesh'",
+    ),
 }
+"""Each call that is refused, and how its error begins."""
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_unsupported_calls_raise_the_same_error_on_all_ranks(name: str, pool: Pool) -> None:
     answers = pool.run(4, refusal, name, Shape(1, 2, 2))
     assert len(set(answers)) == 1
-    assert answers[0].startswith(ERRORS[name]), answers[0]
+    assert answers[0].startswith(REFUSED[name][1]), answers[0]
     assert answers[0].endswith(".")
 
 
@@ -424,15 +482,15 @@ def test_dropout_is_refused() -> None:
         model(prompt(20), use_cache=False)
 
 
-def _by_config(ours: bool) -> list[Any]:
+def _by_config(*, on_mesh: bool) -> list[Any]:
     """Return the tokens of generations whose settings come from configurations."""
-    model = families.model("llama", "attnmesh" if ours else "sdpa")
-    generate = (lambda ids, **more: hf.generate(model, ids, **more)) if ours else model.generate
+    model = families.model("llama", "attnmesh" if on_mesh else "sdpa")
+    generate = (lambda ids, **more: hf.generate(model, ids, **more)) if on_mesh else model.generate
     outputs = []
     for changes in ({"prompt_lookup_num_tokens": 3}, {"num_beams": 3}, {"num_return_sequences": 2, "num_beams": 2}):
         config = GenerationConfig(max_new_tokens=9, do_sample=False, **changes)
         outputs.append(generate(prompt(20).repeat(1, 6), generation_config=config).tolist())
-    if ours:
+    if on_mesh:
         model.config.use_cache = model.generation_config.use_cache = False  # as in many checkpoints after training
     outputs.append(generate(prompt(70), max_new_tokens=9, do_sample=False).tolist())
     ids = prompt(70, batch=2)
@@ -442,7 +500,7 @@ def _by_config(ours: bool) -> list[Any]:
 
 
 def test_settings_of_configurations_work_like_options() -> None:
-    assert _by_config(True) == _by_config(False)
+    assert _by_config(on_mesh=True) == _by_config(on_mesh=False)
 
 
 def test_the_cache_that_a_model_asks_for_is_not_needed() -> None:
