@@ -54,7 +54,7 @@ def is_capturing(device: torch.device) -> bool:
 class Agreement:
     """One call on which all ranks of a mesh agree, as a `with` around checks, or other work, that may fail on one rank.
 
-    `conclude` compares the call at the end of the `with`, before any tensor is sent; `compare_now` does so earlier.
+    `conclude` compares the call at the end of the `with`, before any tensor is sent; `compare_or_skip` does so earlier.
     `fail` compares the error that has ended the `with`: then all ranks raise it, or none does. Without `is_compared` a
     rank is alone.
 
@@ -95,7 +95,7 @@ class Agreement:
         """Return the text of the call."""
         return self.text or describe_call(self.name, **(self.fields() if callable(self.fields) else self.fields))
 
-    def compare_now(self) -> bool:
+    def compare_or_skip(self) -> bool:
         """Compare the call now. Return whether the ranks make it, which only a call that ends in a merge may deny."""
         self.compare(self.described())
         return True
@@ -213,13 +213,13 @@ class MergeAgreement(Agreement):
     `poison` takes part in the merge without a call, so that the other ranks find this rank's error.
     """
 
-    # Set before `compare_now`:
+    # Set before `compare_or_skip`:
     signature: Hashable = None
     state: tuple[Hashable, ...] = ()  # values that change between calls of one signature
     ask: Callable[[], Tensor] | None = None  # part in a merge by a question; None where a host reads the messages
     # Set after the merge:
     checksum: Tensor | None = None  # checksum of all ranks' calls
-    # Found by `compare_now`:
+    # Found by `compare_or_skip`:
     wants_comparison = False
 
     def __init__(
@@ -244,15 +244,15 @@ class MergeAgreement(Agreement):
         """The hash of the call, which its messages carry."""
         return hash_of_call(self.signature, *self.state)
 
-    def compare_now(self) -> bool:
+    def compare_or_skip(self) -> bool:
         """Compare the call before messages that need it. Return False if this rank asked and not all ranks did."""
         # A host that reads the checksum compares each call.
         by_default = not (self.asks_when_new and self.ask is not None and self.signature in self.calls.known)
         self.wants_comparison = self.is_compared and (by_default if self.checked is None else self.checked)
         if self.wants_comparison and self.asks_when_new:
-            return self.ask_all_ranks() and super().compare_now()
+            return self.ask_all_ranks() and super().compare_or_skip()
         if self.wants_comparison and is_collective(self.merge):
-            super().compare_now()
+            super().compare_or_skip()
         return True
 
     def ask_all_ranks(self) -> bool:
@@ -296,7 +296,7 @@ def prepare_merges(axis: Axis) -> None:
 
     They compare this first: else its exchanges could meet those of another call.
     """
-    Agreement(mesh_of(axis), "the first merge along an axis").compare_now()
+    Agreement(mesh_of(axis), "the first merge along an axis").compare_or_skip()
     transport_of(axis, torch.device("cpu")).fastest()
 
 

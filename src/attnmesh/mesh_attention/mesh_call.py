@@ -33,8 +33,8 @@ class MeshCall(NamedTuple):
     scaling: Scaling
     index_block: int = 0
     """Keys per index of a selection; 0 if there is none."""
-    even: bool = False
-    """True where nobody counted the tokens of other shards: in a graph without `length`."""
+    counts_assumed: bool = False
+    """True where nobody counted the tokens of other shards, so that they count as even: in a graph without `length`."""
 
     def check_own_shard(self, queries: int, keys: int) -> None:
         """Raise unless this rank holds as many tokens as its layout gives it."""
@@ -51,7 +51,7 @@ class MeshCall(NamedTuple):
     def explained(self, failure: RankFailure) -> RankFailure:
         """Return the failure of an exchange, with the cause that it may have in a graph."""
         ranks, step, axis, why = failure.args
-        cause = "; or shards are uneven: then pass length= to attention in torch.compile" * self.even
+        cause = "; or shards are uneven: then pass length= to attention in torch.compile" * self.counts_assumed
         return RankFailure(ranks, step, axis, why + cause)
 
     def to_code(self) -> tuple[str, list[int]]:
@@ -60,7 +60,7 @@ class MeshCall(NamedTuple):
             *self.mesh.group_names,
             self.exchange,
             self.kernel,
-            *map(repr, (*self.scaling, self.index_block, int(self.even))),
+            *map(repr, (*self.scaling, self.index_block, int(self.counts_assumed))),
         ]
         sizes_and_indices = [*self.mesh.shape, *(axis.index for axis in self.mesh.axes)]
         return ",".join(names), [*sizes_and_indices, *self.problem.to_code()]
@@ -128,11 +128,17 @@ def _tasks() -> Memo[Task]:
 
 @cached_per_world(1024)
 def _call_of_code(names: str, numbers: tuple[int, ...]) -> MeshCall:
-    *groups, exchange, kernel, scale, softcap, index_block, even = names.split(",")
+    *groups, exchange, kernel, scale, softcap, index_block, counts_assumed = names.split(",")
     mesh = Mesh.named(numbers[:3], numbers[3:6], groups)
     scaling = Scaling(float(scale), float(softcap))
     return MeshCall(
-        mesh, Problem.from_code(mesh.shape, numbers[6:]), exchange, kernel, scaling, int(index_block), even == "1"
+        mesh,
+        Problem.from_code(mesh.shape, numbers[6:]),
+        exchange,
+        kernel,
+        scaling,
+        int(index_block),
+        counts_assumed == "1",
     )
 
 

@@ -29,7 +29,7 @@ def prepare_call(mesh: Mesh, call: Call, checked: bool | None, latent: tuple[int
     `latent` are the columns of latents that travel instead of keys and values.
     """
     if mesh.ranks == 1 or torch.compiler.is_compiling():
-        return PreparedCall(_even_call(mesh, call, checked))
+        return PreparedCall(_call_of_assumed_counts(mesh, call, checked))
     q, k, v, sinks, _, options, *_ = call
     signature = None
     if call.has_signature:
@@ -85,14 +85,14 @@ def _uncompared(mesh: Mesh, call: Call, checked: bool | None) -> PreparedCall:
     return PreparedCall(mesh_call, None, "" if call.key_lengths is not None else call.describe(), call.rank_numbers)
 
 
-def _even_call(mesh: Mesh, call: Call, checked: bool | None) -> MeshCall:
+def _call_of_assumed_counts(mesh: Mesh, call: Call, checked: bool | None) -> MeshCall:
     """Return the call of one rank, or of a graph: ranks are compiled apart, so their shards count as even."""
     check_call(mesh, call, checked)
     numbers, options = call.rank_numbers, call.options
     tokens = numbers.queries * mesh.ranks, numbers.keys * mesh.ranks
     if options.length is not None and numbers.queries == numbers.keys:  # keys of the queries' sequence
         tokens = options.length, options.length
-    mesh_call = _make_call(mesh, options, call.sizes, tokens)._replace(even=options.length is None)
+    mesh_call = _make_call(mesh, options, call.sizes, tokens)._replace(counts_assumed=options.length is None)
     _check_highest(numbers.highest, mesh_call)
     return mesh_call
 
