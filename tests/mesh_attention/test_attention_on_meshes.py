@@ -451,6 +451,21 @@ def dtensors(length: int, sizes: tuple[int, ...], names: tuple[str, ...]) -> boo
     )
 
 
+@on_each_rank
+def dtensors_of_two_sequences(mask: am.Mask, key_length: int | None) -> bool:
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("queries",))
+    torch.manual_seed(0)
+    whole = torch.randn(1, 4, 13, 8), *torch.randn(2, 1, 2, 30, 8)
+    out = am.attention(*(distribute_tensor(x, mesh, [Shard(2)]) for x in whole), mask=mask, key_length=key_length)
+    expected = am.attention(*whole, mesh=None, mask=mask, key_length=30)
+    return torch.allclose(out.full_tensor(), expected, atol=FLOAT32_SUMS)
+
+
+@pytest.mark.parametrize(("mask", "key_length"), [(am.Full(), None), (am.Full(), 30), (am.Causal(), 30)])
+def test_dtensors_of_two_sequences(pool: Pool, mask: am.Mask, key_length: int | None) -> None:
+    assert pool.run(4, dtensors_of_two_sequences, mask, key_length) == [True] * 4
+
+
 @pytest.mark.parametrize(
     ("length", "sizes", "names"),
     [
@@ -470,6 +485,7 @@ def refused_dtensors() -> list[str]:
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("keys", "queries"))
     x = torch.randn(1, 4, 24, 8)
     good = distribute_tensor(x, row, [Shard(2)])
+    longer = distribute_tensor(torch.randn(1, 4, 48, 8), row, [Shard(2)])
     calls = [
         lambda: am.attention(good, good, good, layout=am.Zigzag()),
         lambda: am.attention(good, good, good, key_layout=am.Striped()),
@@ -477,6 +493,9 @@ def refused_dtensors() -> list[str]:
         lambda: am.attention(good, good, x, layout=am.Contiguous()),
         lambda: am.attention(*[distribute_tensor(x, square, [Shard(2)] * 2)] * 3, layout=am.Contiguous()),
         lambda: am.attention(good, good, good, layout=am.Contiguous(), mesh=square),
+        lambda: am.attention(good, longer, longer, mask=am.Causal()),
+        lambda: am.attention(good, good, good, length=25),
+        lambda: am.attention(good, longer, longer, mask=am.Full(), key_length=24),
     ]
     said = []
     for call in calls:
@@ -489,7 +508,7 @@ def refused_dtensors() -> list[str]:
 
 
 def test_other_placements_are_refused_by_name(pool: Pool) -> None:
-    for zigzag, striped, heads, mixed, order, foreign in pool.run(4, refused_dtensors):
+    for zigzag, striped, heads, mixed, order, foreign, cross, length, key_length in pool.run(4, refused_dtensors):
         assert (
             "LayoutError attention of DTensors: expected layout=Contiguous(), the layout of Shard(2), given Zig"
             in zigzag
@@ -499,3 +518,6 @@ def test_other_placements_are_refused_by_name(pool: Pool) -> None:
         assert "expected q, k and v as DTensors of one mesh and one placement, given v Tensor" in mixed
         assert "expected axes in the order heads, queries, keys" in order
         assert "MeshError attention mesh: expected the DTensors' own mesh" in foreign
+        assert "expected as many queries as keys under a mask of positions, given 24 queries, 48 keys" in cross
+        assert "expected length=24, the tokens of all shards, given length=25. Fix: leave length out" in length
+        assert "expected key_length=48, the tokens of all shards, given key_length=24" in key_length

@@ -199,6 +199,13 @@ ROWS: list[Mistake] = [
         "call append_shard with its positions",
     ),
     Mistake(
+        "appends its shard after whole tokens of the same shape",
+        lambda mesh: cache(mesh, TOKENS // 2).append(*parts(mesh)[1:]),
+        LayoutError,
+        "append k: expected all tokens, given a shard of 2 ranks",
+        "call append_shard with its positions",
+    ),
+    Mistake(
         "appends shards to a cache without the mesh",
         lambda mesh: cache(None).append(*parts(mesh)[1:]),
         LayoutError,

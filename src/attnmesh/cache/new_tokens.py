@@ -11,7 +11,7 @@ from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.local_shards import LocalShards
 from attnmesh.comm.p2p import meta_like, swap
 from attnmesh.guard.argument_checks import check_positions
-from attnmesh.guard.shard_marks import check_equal_cuts, check_not_cut
+from attnmesh.guard.shard_marks import check_equal_cuts, check_not_cut, shard_marks
 from attnmesh.kernels.traced import are_plain
 from attnmesh.mesh.axes import Mesh
 from attnmesh.runtime.memo import Memo
@@ -67,6 +67,8 @@ def append_known(signatures: Memo[bool], k: Tensor, v: Tensor | None, shards: Lo
     shard = shards.own
     if not signatures or append_signature(k, v, shard) not in signatures:
         return False
+    if (marks := shard_marks()) and (id(k) in marks or id(v) in marks):
+        return False  # a shard, which is refused
     counts = shards.counts_of(shard)
     new_count = k.shape[2]
     if counts is None or not new_count or counts[0] + new_count > shard.sizes.capacity:

@@ -9,12 +9,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from attnmesh.core.layout import Contiguous
-from attnmesh.errors import InputError, LayoutError, MeshError
+from attnmesh.errors import InputError, LayoutError, MeshError, ShapeError, require
 from attnmesh.guard.agreement import Agreement
 from attnmesh.guard.argument_checks import swap_first
 from attnmesh.mesh.axes import Mesh, attention_dims
 from attnmesh.mesh.shapes import AXES
 from attnmesh.mesh_attention.call import Call
+from attnmesh.mesh_attention.prepare_call import check_cross
 
 
 def attend_dtensors(
@@ -28,6 +29,7 @@ def attend_dtensors(
     axes = Mesh.of(first.device_mesh)
     try:
         q, k, v = _checked_dtensors(call, first, mesh)
+        check_cross(call.options, q.shape[2], k.shape[2], axes.ranks)
     except InputError as error:
         is_compared = checked is not False and not torch.compiler.is_compiling()
         Agreement(axes, "attention", is_compared=is_compared).fail(error)
@@ -57,6 +59,10 @@ def _checked_dtensors(call: Call, first: DTensor, mesh: DeviceMesh | None) -> li
             expected = f"{name}=Contiguous(), the layout of Shard(2)"
             fix = "leave it out, or shard with am.shard and pass plain tensors"
             raise LayoutError("attention of DTensors", expected, repr(layout), fix)
+    lengths = {"length": call.options.length, "key_length": call.options.key_length}
+    for (name, length), x in zip(lengths.items(), dtensors[:2], strict=True):
+        expected, given = f"{name}={x.shape[2]}, the tokens of all shards", f"{name}={length!r}"
+        require(length in (None, x.shape[2]), ShapeError, "attention of DTensors", expected, given, f"leave {name} out")
     _check_placements(dtensors[0])
     _check_nesting(*dtensors[:2])
     return dtensors

@@ -132,7 +132,7 @@ def _make_call(
     try:
         _check_shards(problem, table)
         check_mask("attention mask", problem.mask, problem.length, problem.key_length)
-        _check_cross(options, problem.length, problem.key_length, mesh.ranks)
+        check_cross(options, problem.length, problem.key_length, mesh.ranks)
     except (MaskError, ShapeError) as error:
         raise with_swap_hint(error, (q_heads, tokens[0]), (k_heads, tokens[1]), first=True) from None
     exchange = "bulk" if index_block and options.exchange == "auto" else options.exchange
@@ -165,7 +165,7 @@ def _check_highest(highest: int, mesh_call: MeshCall) -> None:
         require(highest < blocks, ShapeError, "attention selected indices", expected, str(highest), fix)
 
 
-def _check_cross(options: Options, length: int, key_length: int, ranks: int) -> None:
+def check_cross(options: Options, length: int, key_length: int, ranks: int) -> None:
     """Raise where the keys that a query sees cannot be known.
 
     Queries and keys of unequal lengths may belong to two sequences, or the queries may be the last tokens of the keys.
