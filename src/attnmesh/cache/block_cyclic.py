@@ -102,7 +102,7 @@ class TokenCounts:
 
 def _check_cover(total: int, start: int, new_count: int) -> None:
     """Raise unless `total` is the position sum of `start` to `start + new_count - 1`, each on exactly one rank."""
-    if (total - position_sum(torch.arange(start, start + new_count))) % 2**64:
+    if (total - position_sum(torch.arange(start, start + new_count, device="cpu"))) % 2**64:
         expected = f"positions from {start} to {start + new_count - 1}, each on one rank"
         fix = "pass layout.positions(length, shards, index), counted from the cache's length"
         raise LayoutError("append_shard", expected, f"{new_count} positions with gaps or repeats", fix)

@@ -86,5 +86,6 @@ class CacheProperties:
     def record_padding(self, new_count: int, token_mask: Tensor | None) -> None:
         """Add `new_count` tokens to the history checksum, once the batch has padding."""
         if not torch.compiler.is_compiling() and (token_mask is not None or self.padding is not None):
-            mask = torch.ones(self.sizes.batch, new_count) > 0 if token_mask is None else token_mask
+            all_real = torch.ones(self.sizes.batch, new_count, dtype=torch.bool, device="cpu")
+            mask = all_real if token_mask is None else token_mask
             self.history_checksum = history_checksum(self.history_checksum, mask)

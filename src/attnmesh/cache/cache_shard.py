@@ -349,7 +349,7 @@ class CacheShard:
         """Mark the tokens from `first` up to `length` as present. Return how many of them this rank holds."""
         gone = self.turn.count(first)
         used = self.filled = self.turn.count(length) - gone
-        self.state.copy_(torch.tensor([length, used, gone // self.sizes.block][: len(self.state)]))
+        self.state.copy_(torch.tensor([length, used, gone // self.sizes.block][: len(self.state)], device="cpu"))
         if token_mask is not None:
             zero = torch.zeros_like(self.state[0])
             slots = torch.arange(used, device=self.device)

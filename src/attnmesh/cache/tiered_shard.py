@@ -132,7 +132,7 @@ class TieredShard(OrderedShard):
         """Return the view of a piece of the old tier, whose numbers are in the memory of the host."""
         rows = self.sizes.keys_and_values(blocks.stored)
         with torch.inference_mode(False):
-            state = torch.tensor([self.known_length, blocks.used])
+            state = torch.tensor([self.known_length, blocks.used], device="cpu")
         return CacheView(*rows, blocks.token_index, state, None, self.sizes.value_dim, file=blocks.file)
 
     def _set_length(self, piece: CacheView) -> None:

@@ -100,7 +100,7 @@ def choices() -> Iterator[Choice]:
 def _chosen(q: Tensor, k: Tensor, mask: Mask) -> str:
     """Return the name of the kernel, or of PyTorch's CUDA operator."""
     kernel = choice.choose(Need.of(q, k, k, LOGITS))
-    (rectangle, *_) = kernel.cut(Band.of(mask, torch.arange(q.shape[2]), k.shape[2]), q, k, k)
+    (rectangle, *_) = kernel.cut(Band.of(mask, torch.arange(q.shape[2], device="cpu"), k.shape[2]), q, k, k)
     return kernel.operator_name(*rectangle.slices(q, k, k), rectangle)
 
 
@@ -138,7 +138,7 @@ def _stored_proof(kernel: Kernel, device: torch.device, storage: Storage) -> Pro
         sizes = {"batch": 2, "kv_heads": 2, "head_dim": 32, "value_dim": 24, "capacity": 300, "storage": storage.name}
         cache = KVCache(None, device=device, dtype=torch.float32, **sizes)  # type: ignore[arg-type]
         cache.append(k, v)
-        at = torch.arange(300)
+        at = torch.arange(300, device="cpu")
         operands = (q.cpu().double(), *numbers)
         truth = attend(*operands, mask=mask, q_positions=at[-3:], k_positions=at, kernel="reference").out
         errors.append(_error(decode(q, cache, mask=mask, kernel=kernel.name).cpu(), truth))
@@ -158,7 +158,7 @@ def _errors(kernel: str, device: torch.device, dtype: torch.dtype, mask: Mask, r
 def _outputs(problem: list[Tensor], mask: Mask, kernel: str) -> tuple[Tensor, ...]:
     """Return out and the gradients of q, k and v."""
     q, k, v, dout = problem
-    keys = torch.arange(k.shape[2])
+    keys = torch.arange(k.shape[2], device="cpu")
     out = attend(q, k, v, mask=mask, q_positions=keys[-q.shape[2] :], k_positions=keys, kernel=kernel).out
     return out.detach(), *torch.autograd.grad(out, (q, k, v), dout)
 
@@ -167,5 +167,5 @@ def _problem(dtype: torch.dtype, device: torch.device, rows: int) -> list[Tensor
     """Return q, k, v and dout from a fixed seed."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((2, 6, rows, 32), (2, 2, 300, 32), (2, 2, 300, 24), (2, 6, rows, 24))
-    tensors = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+    tensors = [torch.randn(shape, generator=generator, dtype=dtype, device="cpu").to(device) for shape in shapes]
     return [*(x.requires_grad_() for x in tensors[:3]), tensors[3]]

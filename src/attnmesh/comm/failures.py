@@ -240,4 +240,4 @@ def _close_connections() -> None:
         if isinstance(group, ProcessGroup) and group.size() > 1 and backends(group).get("cpu") == "gloo":
             for peer in (peer for peer in range(group.size()) if peer != group.rank()):
                 with suppress(RuntimeError, ValueError):
-                    group.recv([torch.empty(1)], peer, 2**30).wait(INSTANT)
+                    group.recv([torch.empty(1, device="cpu")], peer, 2**30).wait(INSTANT)

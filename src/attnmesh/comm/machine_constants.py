@@ -133,7 +133,7 @@ def cluster_and_tile(
 
     `hosts` has the host number of each shard. If hosts hold different tiles, each rank counts as a host.
     """
-    where = torch.tensor([hosts.index(host) for host in hosts]).reshape(tuple(shape))
+    where = torch.tensor([hosts.index(host) for host in hosts], device="cpu").reshape(tuple(shape))
     lines = (where[:, 0, 0], where[0, :, 0], where[0, 0, :])
     tile = Shape(*(int((line == 0).sum()) for line in lines))
     count = len(set(hosts))

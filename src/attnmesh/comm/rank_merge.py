@@ -89,7 +89,7 @@ def send_poison(
 
     The other ranks then detect this rank's error instead of hanging. `like` has the device and dtype of checksums.
     """
-    like = torch.empty(0, device=device_type_of(axis.group)) if like is None else like
+    like = torch.empty(0, device=device_type_of(axis.group), dtype=torch.float32) if like is None else like
     merge, output = (name if name in names else "auto" for name, names in ((merge, [*MERGES]), (output, OUTPUTS)))
     return exchange_checksums(axis, merge, output, like.new_full((2,), POISON), reproducible=reproducible)
 

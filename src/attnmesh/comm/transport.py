@@ -274,7 +274,7 @@ class Nccl(Transport):
     def __init__(self, axis: Axis, device: torch.device) -> None:
         super().__init__(axis, device)
         if axis.group is not None and backends(axis.group).get(device.type) == "nccl":
-            number = torch.zeros(1, device=device)
+            number = torch.zeros(1, device=device, dtype=torch.float32)
             collective(
                 axis, "connecting", dist.all_gather, [torch.empty_like(number) for _ in range(axis.size)], number
             )

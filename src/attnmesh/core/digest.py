@@ -66,9 +66,9 @@ def digest_of_run(runs: Tensor, start: int, slots: int) -> Tensor:
     """
     numbers = wide_bits(runs).view(len(runs), -1)
     row = numbers.shape[1] // runs.shape[1]
-    heads = torch.arange(len(runs))[:, None] * slots * row
-    places = heads + start * row + torch.arange(numbers.shape[1])
-    sums = torch.zeros(-(-len(runs) * slots * row // ROW), dtype=torch.int64)
+    heads = torch.arange(len(runs), device="cpu")[:, None] * slots * row
+    places = heads + start * row + torch.arange(numbers.shape[1], device="cpu")
+    sums = torch.zeros(-(-len(runs) * slots * row // ROW), dtype=torch.int64, device="cpu")
     sums.index_add_(0, (places // ROW).flatten(), (_fold(numbers) * cpu_weights()[places % ROW]).flatten())
     return digest_of_sums(sums)
 

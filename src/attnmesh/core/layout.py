@@ -63,7 +63,7 @@ class Contiguous:
         """Return the run of shard `index`; see `Layout.positions`."""
         length, shards, index = _check_range(length, shards, index)
         size = -(-length // shards)
-        return torch.arange(min(index * size, length), min((index + 1) * size, length))
+        return torch.arange(min(index * size, length), min((index + 1) * size, length), device="cpu")
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Zigzag:
         edges = [chunk * length // (2 * shards) for chunk in range(2 * shards + 1)]
         early = index
         late = 2 * shards - 1 - index
-        return torch.cat([torch.arange(edges[chunk], edges[chunk + 1]) for chunk in (early, late)])
+        return torch.cat([torch.arange(edges[chunk], edges[chunk + 1], device="cpu") for chunk in (early, late)])
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class Split:
         """Return the run of shard `index`; see `Layout.positions`. The sizes give `length` and `shards`."""
         index = _check_parts(self, (len(self.sizes), sum(self.sizes)), (shards, length), index)
         start = sum(self.sizes[:index])
-        return torch.arange(start, start + self.sizes[index])
+        return torch.arange(start, start + self.sizes[index], device="cpu")
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class Packed:
         """Return the tokens of shard `index`; see `Layout.positions`. The documents and the shape give the others."""
         index = _check_parts(self, (math.prod(self.shape), sum(self.documents)), (shards, length), index)
         runs = pack(self.documents, *self.shape)[index]
-        return torch.cat([torch.arange(0), *(torch.arange(start, stop) for start, stop in runs)])
+        return torch.cat([torch.arange(start, stop, device="cpu") for start, stop in ((0, 0), *runs)])
 
 
 LAYOUTS = (Contiguous, Zigzag, Striped, Split, Packed)

@@ -237,7 +237,7 @@ class Mask:
         >>> (am.Causal() & am.Documents((4, 1, 1))).draw(6, am.Packed((4, 1, 1), am.Shape(1, 1, 2)))
         ['0 . . . . .', '0 1 . . . .', '0 1 1 . . .', '0 1 1 0 . .', '. . . . 0 .', '. . . . . 1']
         """
-        positions = torch.arange(_count("draw", length))
+        positions = torch.arange(_count("draw", length), device="cpu")
         return drawn(self.visible(positions, positions), layout, shape)
 
     def __and__(self, other: "Mask") -> "Mask":

@@ -17,7 +17,7 @@ def drawn(visible: Tensor, layout: Layout | None, shape: tuple[int, int, int] | 
     length = len(visible)
     own = layout.shape if isinstance(layout, Packed) else (1, 1, 1)
     heads, rows, columns = own if shape is None else check_shape("draw shape", shape)
-    cells = torch.empty(length, dtype=torch.long)
+    cells = torch.empty(length, dtype=torch.long, device="cpu")
     for shard in range(heads * rows * columns):
         cells[layout.positions(length, heads * rows * columns, shard)] = shard % (rows * columns)
     ranks = cells[:, None] // columns * columns + cells % columns

@@ -54,7 +54,8 @@ class Turn(NamedTuple):
     def positions(self, length: int) -> Tensor:
         """Return this rank's tokens among the first `length`."""
         first, step = min(self.start, length), min(self.period, max(length, 1))
-        tokens = (torch.arange(first, length, step)[:, None] + torch.arange(min(self.width, length))).flatten()
+        starts = torch.arange(first, length, step, device="cpu")
+        tokens = (starts[:, None] + torch.arange(min(self.width, length), device="cpu")).flatten()
         return tokens[tokens < length]
 
 

@@ -26,7 +26,7 @@ from attnmesh.kernels.traced import are_plain
 from attnmesh.runtime.memo import Memo
 from attnmesh.runtime.ranges import ATTENTION, MERGE, in_range, is_profiled
 
-UNEQUAL = torch.ones(2)
+UNEQUAL = torch.ones(2, dtype=torch.float32, device="cpu")
 """Checksum of calls that a merge on the host has found to differ."""
 
 

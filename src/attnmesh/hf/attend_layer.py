@@ -138,12 +138,12 @@ def _store(pending: PendingKV, mask: Mask, spec: MaskSpec, new: int) -> KVCache:
 def _attend_local(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, spec: MaskSpec) -> Tensor:
     """Return attention on one device, with keys of a transformers cache and padding if there are any."""
     check_covers(spec.covered, spec.kv_offset + k.shape[2])
-    queries = torch.arange(q.shape[2]) + spec.q_offset
-    keys = torch.arange(k.shape[2]) + spec.kv_offset
+    queries = torch.arange(q.shape[2], device="cpu") + spec.q_offset
+    keys = torch.arange(k.shape[2], device="cpu") + spec.kv_offset
     first = spec.left_padding if layer.mask.chunks else None  # chunks begin at a sequence's first token
     if spec.token_mask is None and (first is None or not bool(first.any())):
         return _attend_at(q, k, v, layer, queries, keys)
-    token_mask = torch.ones(len(q), 0, dtype=torch.bool) if spec.token_mask is None else spec.token_mask
+    token_mask = torch.ones(len(q), 0, dtype=torch.bool, device="cpu") if spec.token_mask is None else spec.token_mask
     token_mask = pad(token_mask, (0, k.shape[2] - token_mask.shape[1]), value=spec.token_mask is None)
     rows = []
     for number, tokens in enumerate(token_mask):  # padding differs between sequences

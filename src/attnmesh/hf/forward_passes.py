@@ -228,7 +228,7 @@ class ForwardPasses:
         ids = self.prompt.ids
         merged = self.prompt.merged
         stop = shards.start + shards.length
-        index = shards.positions() if sharded else torch.arange(shards.start, stop)
+        index = shards.positions() if sharded else torch.arange(shards.start, stop, device="cpu")
         index = index.to(ids.device)
         mask: Any = None if self.token_mask is None else self.token_mask[:, :stop].long()
         if sharded:

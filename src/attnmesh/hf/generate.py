@@ -245,4 +245,4 @@ def synchronize_generators(meshes: Iterable[DeviceMesh | None], device: torch.de
             continue
         for source in dict.fromkeys((torch.device("cpu"), device)):
             state = dist_all_gather_ints(random_state(source).tolist(), axes.axes)[0]
-            set_random_state(source, torch.tensor(state, dtype=torch.uint8))
+            set_random_state(source, torch.tensor(state, dtype=torch.uint8, device="cpu"))

@@ -229,7 +229,7 @@ def _identify_call(model: PreTrainedModel, ids: Tensor, settings: GenerationSett
 
 def _restore_state(ids: Tensor, extras: Mapping[str, Tensor], saved_length: int) -> Tensor:
     """Return the saved tokens and set the random state; return the prompt if no new token was saved."""
-    tokens = extras.get("tokens", torch.empty(0))
+    tokens = extras.get("tokens", torch.empty(0, device="cpu"))
     valid = tokens.dtype == torch.int64 and tokens.ndim == 2 and len(tokens) == 1
     given = type_and_shape(tokens)
     require(valid, StoreError, SUBJECT, "the tokens of one sequence", given, "remove the folder")

@@ -80,8 +80,8 @@ class MaskSpec(LayerMask):
 
     def seen(self, keys: int) -> Tensor:
         """Return which keys each query sees on one device, (1 or batch, queries, keys)."""
-        positions = torch.arange(keys) + self.kv_offset
-        queries = torch.arange(self.q_length) + self.q_offset
+        positions = torch.arange(keys, device="cpu") + self.kv_offset
+        queries = torch.arange(self.q_length, device="cpu") + self.q_offset
         seen = torch.stack([mask.visible(queries, positions) for mask in self.rows or (self.mask,)])
         if self.token_mask is None:
             return seen
@@ -120,7 +120,7 @@ class DescribedMask(NamedTuple):
 
     def sees(self, rows: Tensor | int, queries: Tensor, keys: Tensor) -> Tensor | None:
         """Return where queries see keys; None if the function looks positions up in a table of other tokens."""
-        zero = torch.zeros((), dtype=torch.long)
+        zero = torch.zeros((), dtype=torch.long, device="cpu")
         try:
             return self.function(zero + rows, zero, queries, keys).cpu()
         except (IndexError, RuntimeError):
@@ -155,7 +155,7 @@ def _with_lost_mask(arguments: dict[str, Any]) -> dict[str, Any]:
     is_known = isinstance(mask, ShardMask | PromptMask | LayerMask)
     if shards is None or is_known or (shards.ranks > 1 and tokens == shards.length):  # another model, of all tokens
         return arguments
-    ones = torch.ones(arguments["batch_size"], len(shards.positions()), dtype=torch.long)
+    ones = torch.ones(arguments["batch_size"], len(shards.positions()), dtype=torch.long, device="cpu")
     fits = tokens == ones.shape[1] and (mask is None or (mask.shape == ones.shape and bool(mask.all())))
     if not fits:
         BEGUN.shards = None
@@ -193,7 +193,7 @@ def mask_spec(
         token_mask = _token_mask(attention_mask, kv_length, kv_offset)
         left_padding = (attention_mask.bool().cumsum(1) == 0).sum(1)
         covered = attention_mask.shape[1] if attention_mask.shape[1] < q_offset + q_length else None
-    first = torch.zeros(batch_size, dtype=torch.long) if left_padding is None else left_padding.cpu()
+    first = torch.zeros(batch_size, dtype=torch.long, device="cpu") if left_padding is None else left_padding.cpu()
     pattern = DescribedMask(function, config, (q_offset, q_length), (kv_offset, kv_length), first)
     rows = () if isinstance(attention_mask, ShardMask) else _with_spans(pattern)
     mask = rows[0] if rows else None
@@ -256,7 +256,8 @@ def _with_spans(pattern: DescribedMask) -> tuple[Mask, ...]:
     sampled = _sample_pairs(pattern, min(window, pattern.queries[1]), 0)
     for row, sees_next in enumerate(seen[0]):
         spans = spans_of(sees_next, pattern.queries[0])
-        edges = torch.tensor([edge + near for edge in chain(*spans) for near in (-1, 0, 1)], dtype=torch.long)
+        beside = [edge + near for edge in chain(*spans) for near in (-1, 0, 1)]
+        edges = torch.tensor(beside, dtype=torch.long, device="cpu")
         queries, keys = (  # the function may look tokens up in a table
             torch.cat((positions, edges)).clamp(start, start + length - 1).unique()
             for positions, (start, length) in zip(sampled, (pattern.queries, pattern.keys), strict=True)
@@ -264,7 +265,8 @@ def _with_spans(pattern: DescribedMask) -> tuple[Mask, ...]:
         candidates = Spans(spans), Spans(spans, window - 1)
         mask = next((mask for mask in candidates if _equals(pattern, mask, queries, keys, 0, row)), None)
         if mask is None:
-            given = other_spans(partial(pattern.function, torch.tensor(row), torch.tensor(0)), spans, window)
+            row_and_head = torch.tensor([row, 0], device="cpu")
+            given = other_spans(partial(pattern.function, *row_and_head), spans, window)
             require(not given, MaskError, "attention mask", SPANS, given, SDPA)
             return ()
         masks.append(mask)
@@ -278,9 +280,9 @@ def _of_one_token(pattern: DescribedMask) -> Mask | None:
     """
     if pattern.function in (causal_mask_function, bidirectional_mask_function):
         return None
-    rows = torch.arange(len(pattern.first))[:, None]
-    query = torch.tensor([pattern.queries[0]])
-    keys = pattern.keys[0] + torch.arange(pattern.keys[1])
+    rows = torch.arange(len(pattern.first), device="cpu")[:, None]
+    query = torch.tensor([pattern.queries[0]], device="cpu")
+    keys = pattern.keys[0] + torch.arange(pattern.keys[1], device="cpu")
     if (seen := pattern.sees(rows, query[None], keys[None])) is None:
         return None
     window = window_of(pattern.config)
@@ -296,7 +298,8 @@ def _neighbours(pattern: DescribedMask) -> tuple[Tensor, Tensor] | None:
     """
     offset, length = pattern.queries
     batch = len(pattern.first)
-    rows, earlier = torch.arange(batch)[:, None], torch.arange(offset, offset + length - 1)[None]
+    rows = torch.arange(batch, device="cpu")[:, None]
+    earlier = torch.arange(offset, offset + length - 1, device="cpu")[None]
     sees_next, seen_by_next = pattern.sees(rows, earlier, earlier + 1), pattern.sees(rows, earlier + 1, earlier)
     if sees_next is None or seen_by_next is None:
         return None
@@ -305,8 +308,8 @@ def _neighbours(pattern: DescribedMask) -> tuple[Tensor, Tensor] | None:
 
 def _unbroken(mask: Mask, size: int, offset: int, length: int, first: Tensor) -> Tensor:
     """Return whether each token but the first of a range sees the one before it, (batch, length - 1)."""
-    later = torch.arange(offset + 1, offset + length) - first[:, None]
-    return later % size != 0 if mask.chunks else torch.full(later.shape, size > 1)
+    later = torch.arange(offset + 1, offset + length, device="cpu") - first[:, None]
+    return later % size != 0 if mask.chunks else torch.full(later.shape, size > 1, device="cpu")
 
 
 def _token_mask(attention_mask: Tensor, kv_length: int, kv_offset: int) -> Tensor | None:
@@ -335,7 +338,7 @@ def _sample_pairs(pattern: DescribedMask, size: int, first: int) -> tuple[Tensor
 
     A shard's range may be too short to tell a window from chunks, so the first edges of chunks are always among them.
     """
-    edges = first + (torch.arange(1, 4)[:, None] * size + torch.arange(-1, 2)).flatten()
+    edges = first + (torch.arange(1, 4, device="cpu")[:, None] * size + torch.arange(-1, 2, device="cpu")).flatten()
     queries = torch.cat((_spread(*pattern.queries), edges)).clamp(min=first)
     keys = torch.cat((_spread(*pattern.keys), edges, queries - size)).clamp(min=first)
     return queries.unique(), keys.unique()
@@ -343,7 +346,7 @@ def _sample_pairs(pattern: DescribedMask, size: int, first: int) -> tuple[Tensor
 
 def _spread(first: int, count: int) -> Tensor:
     """Return some positions of a range, evenly spread from its first to its last."""
-    return torch.linspace(0, max(count - 1, 0), 17).long() + first
+    return torch.linspace(0, max(count - 1, 0), 17, dtype=torch.float32, device="cpu").long() + first
 
 
 def _equals(pattern: DescribedMask, mask: Mask, queries: Tensor, keys: Tensor, first: int, row: int = 0) -> bool:

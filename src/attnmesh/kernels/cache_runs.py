@@ -380,7 +380,7 @@ def _blocks(run: CacheKernel, q: Tensor, keys: Tensor, values: Tensor, band: Ban
     first = -(-int(band.low[-1]) // block)
     last = int(band.high[0]) // block
     whole_blocks = range(first, max(first, last))
-    full = Band(torch.zeros(rows, dtype=torch.long), torch.full((rows,), block))
+    full = Band(torch.zeros(rows, dtype=torch.long, device="cpu"), torch.full((rows,), block, device="cpu"))
     for row in range(q.shape[0] if whole_blocks else 0):
         # A view: (blocks, heads, tokens of a block, dim). One call for all sequences would have to copy the keys.
         some_keys, some_values = (

@@ -37,7 +37,8 @@ class Need(NamedTuple):
         if positions is None or not need.biased:
             return need
         queries, keys = (
-            torch.arange(x.shape[2]) if at is None else at for x, at in zip((q, k), positions, strict=True)
+            torch.arange(x.shape[2], device="cpu") if at is None else at
+            for x, at in zip((q, k), positions, strict=True)
         )
         return need._replace(positions=(queries, keys))
 

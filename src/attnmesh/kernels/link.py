@@ -26,7 +26,7 @@ class Buffer:
 
     def __init__(self, size: int, device: torch.device) -> None:
         with torch.inference_mode(False):
-            self.host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            self.host = torch.empty(size, dtype=torch.uint8, pin_memory=True, device="cpu")
             self.device = torch.empty(size, dtype=torch.uint8, device=device)
         self.copied, self.attended = torch.cuda.Event(), torch.cuda.Event()
         self.attended.record(torch.cuda.current_stream(device))  # what had this memory before may still be at work
@@ -51,7 +51,7 @@ class DeviceLink:
         for number, first in enumerate(range(start, stop, step)):
             last = min(stop, first + step)
             slots = slice(first, last + 1)  # one more slot follows, as kernels expect
-            tensors = [torch.tensor([int(piece.state[0]), last - first]), piece.token_index[slots]]
+            tensors = [torch.tensor([int(piece.state[0]), last - first], device="cpu"), piece.token_index[slots]]
             tensors += [x[:, :, slots] for x in rows]
             buffer = self._buffer(number % 2, tensors)
             offsets = _offsets(tensors, self.device)

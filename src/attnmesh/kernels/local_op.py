@@ -202,11 +202,11 @@ def _band(
             raise LayoutError("attend k_positions", "each position once, for selected keys", "one twice", fix)
         of_queries = torch.arange(q.shape[2], device=q.device) if q_positions is None else q_positions
         return SelectedKeys.of(selected, mask, of_queries, keys, key_lengths), None, None, k_order
-    positions = torch.arange(k.shape[2]) if keys is None and key_lengths is not None else keys
+    positions = torch.arange(k.shape[2], device="cpu") if keys is None and key_lengths is not None else keys
     counts = None if positions is None else visible_counts(positions, key_lengths)
     if queries is None and keys is None:
         return whole_band(mask, q.shape[2], k.shape[2]), counts, q_order, k_order
-    queries = torch.arange(q.shape[2]) if queries is None else queries
+    queries = torch.arange(q.shape[2], device="cpu") if queries is None else queries
     return Band.of(mask, queries, k.shape[2] if keys is None else keys), counts, q_order, k_order
 
 

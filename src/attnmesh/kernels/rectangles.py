@@ -56,8 +56,8 @@ class Rectangle:
         if self.band is not None:
             return self.band
         rows, keys = (part.stop - part.start for part in (self.queries, self.keys))
-        high = torch.arange(1, rows + 1) if self.causal else torch.full((rows,), keys)
-        return Band(torch.zeros(rows, dtype=torch.long), high)
+        high = torch.arange(1, rows + 1, device="cpu") if self.causal else torch.full((rows,), keys, device="cpu")
+        return Band(torch.zeros(rows, dtype=torch.long, device="cpu"), high)
 
     def visible(self) -> Tensor:
         """Return the dense mask, (queries, keys)."""
@@ -66,7 +66,7 @@ class Rectangle:
     def empty_rows(self) -> Tensor:
         """Return the indices of rows that see no key of the rectangle."""
         if self.band is None:
-            return torch.empty(0, dtype=torch.long)
+            return torch.empty(0, dtype=torch.long, device="cpu")
         keys = self.keys.stop - self.keys.start
         return (self.band.high.clamp(max=keys) <= self.band.low.clamp(min=0)).nonzero().flatten()
 

@@ -120,7 +120,8 @@ def _gpu_fault(device: torch.device) -> str | None:
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
         return f"{torch.cuda.get_device_name(device)} has no bfloat16 products"
     try:
-        stack = Partial(torch.ones(2, 1, 1, 1, 16, device=device), torch.zeros(2, 1, 1, 1, device=device))
+        floats: Any = {"dtype": torch.float32, "device": device}
+        stack = Partial(torch.ones(2, 1, 1, 1, 16, **floats), torch.zeros(2, 1, 1, 1, **floats))
         merged = Partial(torch.zeros_like(stack.out[0]), torch.zeros_like(stack.lse[0]))
         _launch(stack, merged, None, None, None)
     except Exception as error:  # a compiler may raise any exception

@@ -336,7 +336,7 @@ def _expansion(way: Way, work: LayerWork, device: Device) -> float:
 def attended_share(work: LayerWork, selected: int) -> float:
     """Return the keys that queries select over those that they see, counted on evenly spaced queries."""
     count = min(work.length, SAMPLE)
-    first, last = work.mask.bounds(torch.arange(count) * work.length // count)
+    first, last = work.mask.bounds(torch.arange(count, device="cpu") * work.length // count)
     seen = (last.clamp(max=work.length - 1) - first + 1).double()
     return float(seen.clamp(max=selected).sum() / seen.sum())
 

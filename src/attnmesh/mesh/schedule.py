@@ -245,7 +245,7 @@ def _ring_steps(problem: Problem, r: int, c: int) -> Iterator[ExchangeStep]:
         _held_at_steps(problem.mask, chunk, rows[owner:] + rows[:owner]) for owner, chunk in enumerate(chunks)
     ]
     not_forwarded = [_not_forwarded(steps) for steps in held_by_step]
-    nothing = torch.empty(0, dtype=torch.long)
+    nothing = torch.empty(0, dtype=torch.long, device="cpu")
     before, after = (r - 1) % size, (r + 1) % size
     for t in range(size):
         owner, last_reader = (r - t) % size, (r + t) % size
@@ -265,12 +265,12 @@ def _ring_steps(problem: Problem, r: int, c: int) -> Iterator[ExchangeStep]:
 
 def _held_at_steps(mask: Mask, keys: Tensor, rows: list[Tensor]) -> list[Tensor]:
     """Return for each step the keys of a chunk that its row or a later one needs; `rows` start at the owner's."""
-    is_needed = torch.zeros(len(keys), dtype=torch.bool)
+    is_needed = torch.zeros(len(keys), dtype=torch.bool, device="cpu")
     steps = []
     for row in reversed(rows):
         is_needed = is_needed.index_fill(0, _keys_seen_by(mask, row, keys), True)
         steps.append(is_needed.nonzero().flatten())
-    return [torch.arange(len(keys)), *steps[::-1][1:]]
+    return [torch.arange(len(keys), device="cpu"), *steps[::-1][1:]]
 
 
 def _not_forwarded(held_keys: list[Tensor]) -> list[Tensor]:
@@ -289,7 +289,7 @@ def _keys_seen_by(mask: Mask, queries: Tensor, keys: Tensor) -> Tensor:
     """Return the indices of keys that any of the queries sees; both ascending."""
     band = Band.of(mask, queries, keys)
     rows = band.high > band.low
-    change = torch.zeros(len(keys) + 1, dtype=torch.long)
+    change = torch.zeros(len(keys) + 1, dtype=torch.long, device="cpu")
     for bound, sign in ((band.low, 1), (band.high, -1)):
         change.index_add_(0, bound[rows], torch.full_like(bound[rows], sign))
     return (change.cumsum(0)[:-1] > 0).nonzero().flatten()

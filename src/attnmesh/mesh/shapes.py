@@ -121,5 +121,7 @@ def mesh_shape(ranks: int, q_heads: int, kv_heads: int) -> Shape:
 
 def rank_grid(shape: Shape, tile: Shape) -> Tensor:
     """Return the rank at each coordinate (h, r, c) of a mesh. Ranks of one host, which hold a tile, are consecutive."""
-    grid = torch.arange(shape.ranks).reshape([n // t for n, t in zip(shape, tile, strict=True)] + list(tile))
+    grid = torch.arange(shape.ranks, device="cpu").reshape(
+        [n // t for n, t in zip(shape, tile, strict=True)] + list(tile)
+    )
     return grid.permute(0, 3, 1, 4, 2, 5).reshape(tuple(shape))

@@ -117,7 +117,7 @@ def _count_exchanges(problem: Problem, tile: Shape) -> PlannedTraffic:
     rows, columns, ring, pairs = count_tokens(problem)
     _, across, down = tile
     size = problem.shape.queries
-    source = torch.arange(size)
+    source = torch.arange(size, device="cpu")
     # At step t of a ring, the rank t after the source holds its tokens; they came from the rank before.
     holders = [(source + t) % size for t in range(size + 1)]
     onward = [_shift(ring[:, :, t], holders[t - 1], holders[t], across) for t in range(1, size)]
@@ -160,7 +160,7 @@ def _width(problem: Problem) -> float:
     mask = problem.mask
     if not mask.spans:
         return min(mask.left + mask.right + 1.0, mask.longest)
-    first, last = mask.bounds(torch.arange(problem.length))
+    first, last = mask.bounds(torch.arange(problem.length, device="cpu"))
     return float((last.clamp(max=problem.key_length - 1) - first + 1).double().mean())
 
 
@@ -198,19 +198,19 @@ def count_tokens(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ranks = problem.shape.ranks
     q_chunk = _shards(problem.layout, problem.length, ranks) % (rows * columns)  # r * C + c
     k_chunk = _shards(problem.key_layout, problem.key_length, ranks) % (rows * columns)
-    start, last = problem.mask.bounds(torch.arange(problem.length))
+    start, last = problem.mask.bounds(torch.arange(problem.length, device="cpu"))
     stop = (last + 1).clamp(max=problem.key_length)
     start = torch.minimum(start, stop)
-    edges = torch.zeros(rows, problem.key_length + 1)
+    edges = torch.zeros(rows, problem.key_length + 1, dtype=torch.float32, device="cpu")
     for bound, sign in ((start, 1.0), (stop, -1.0)):
-        edges.index_put_((q_chunk // columns, bound), torch.tensor(sign), accumulate=True)
+        edges.index_put_((q_chunk // columns, bound), edges.new_tensor(sign), accumulate=True)
     seeing = edges.cumsum(1)[:, :-1]  # (row, key)
     is_seen = seeing > 0.5
-    before = torch.zeros(columns, problem.key_length + 1)
-    before[k_chunk % columns, torch.arange(1, problem.key_length + 1)] = 1.0
+    before = torch.zeros(columns, problem.key_length + 1, dtype=torch.float32, device="cpu")
+    before[k_chunk % columns, torch.arange(1, problem.key_length + 1, device="cpu")] = 1.0
     before = before.cumsum(1)
     visible = before[:, stop] - before[:, start]  # (column, query)
-    pairs = torch.zeros(rows, rows * columns).index_add_(1, k_chunk, seeing).unflatten(1, (rows, columns))
+    pairs = seeing.new_zeros(rows, rows * columns).index_add_(1, k_chunk, seeing).unflatten(1, (rows, columns))
     queries = _by_chunk(visible > 0.5, q_chunk, problem.shape).permute(1, 2, 0)
     keys = _by_chunk(is_seen, k_chunk, problem.shape).permute(2, 1, 0)
     return queries, keys, _ring_tokens(is_seen, k_chunk, problem.shape), pairs
@@ -219,7 +219,7 @@ def count_tokens(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 @lru_cache(maxsize=64)
 def _shards(layout: Layout, length: int, ranks: int) -> Tensor:
     """Return the shard of each position."""
-    owners = torch.empty(length, dtype=torch.long)
+    owners = torch.empty(length, dtype=torch.long, device="cpu")
     for shard in range(ranks):
         owners[layout.positions(length, ranks, shard)] = shard
     return owners
@@ -227,17 +227,18 @@ def _shards(layout: Layout, length: int, ranks: int) -> Tensor:
 
 def _by_chunk(wanted: Tensor, chunk: Tensor, shape: Shape) -> Tensor:
     """Return how many tokens of each chunk are wanted: (receiver, row, column)."""
-    counts = torch.zeros(wanted.shape[0], shape.queries * shape.keys).index_add_(1, chunk, wanted.float())
+    is_wanted = wanted.to(torch.float32)
+    counts = is_wanted.new_zeros(wanted.shape[0], shape.queries * shape.keys).index_add_(1, chunk, is_wanted)
     return counts.reshape(-1, shape.queries, shape.keys)
 
 
 def _ring_tokens(is_seen: Tensor, chunk: Tensor, shape: Shape) -> Tensor:
     """Return (column, source, step): tokens of `source` that the rank `step` steps on receives, to use or pass on."""
-    counts = torch.empty(shape.keys, shape.queries, shape.queries)
+    counts = torch.empty(shape.keys, shape.queries, shape.queries, dtype=torch.float32, device="cpu")
     for source in range(shape.queries):
         tokens = (chunk // shape.keys == source).nonzero().flatten()
         is_needed = is_seen[:, tokens].roll(-source, 0).flip(0).float().cummax(0).values.flip(0)  # (step, token)
-        columns = torch.zeros(shape.queries, shape.keys).index_add_(1, chunk[tokens] % shape.keys, is_needed)
+        columns = counts.new_zeros(shape.queries, shape.keys).index_add_(1, chunk[tokens] % shape.keys, is_needed)
         counts[:, source] = columns.T
     return counts
 
@@ -247,9 +248,9 @@ def _ring_tokens(is_seen: Tensor, chunk: Tensor, shape: Shape) -> Tensor:
 
 def _lines(counts: Tensor, tile: int, *, columns: bool = False) -> Tensor:
     """Return the exchange of tokens (line, from, to) along one axis, without those that stay."""
-    host = torch.arange(counts.shape[1]) // tile
+    host = torch.arange(counts.shape[1], device="cpu") // tile
     near = host[:, None] == host
-    moving = counts * (1 - torch.eye(len(host)))
+    moving = counts * (1 - torch.eye(len(host), dtype=counts.dtype, device="cpu"))
     parts = [torch.stack((x.sum(2), x.sum(1), (x > 0.5).float().sum(2))) for x in (moving * near, moving * ~near)]
     return torch.stack(parts).mT if columns else torch.stack(parts)
 

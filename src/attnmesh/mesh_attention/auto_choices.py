@@ -68,7 +68,7 @@ def price(layout: Layout | str, mask: Mask, length: int, mesh: Mesh, heads: tupl
         ways = (Way(mesh.shape, tile, layout, name) for name in EXCHANGES)
         return min(attention_seconds(way, work, cluster) for way in ways)
 
-    with torch.device("cpu"), torch.inference_mode(False):
+    with torch.inference_mode(False):
         layouts = _filled(balanced_layouts(mask, mesh.shape), length, mesh) if isinstance(layout, str) else [layout]
         return min((Price(seconds(one), one) for one in layouts), key=lambda found: found.seconds)
 

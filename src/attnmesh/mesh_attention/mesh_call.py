@@ -78,7 +78,7 @@ class MeshCall(NamedTuple):
         q, k, v = qkv
         signature = self, q_heads, q.shape, k.shape, v.shape, q.dtype, q.device, latent
         if (task := _tasks().get(signature)) is None:
-            with torch.device("cpu"), torch.inference_mode(False):  # it is kept for later calls, in any mode
+            with torch.inference_mode(False):  # it is kept for later calls, in any mode
                 task = _tasks().keep(signature, self._new_task(q_heads, q, k, v, latent))
         return task
 

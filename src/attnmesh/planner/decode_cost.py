@@ -175,7 +175,7 @@ def selection_cost(way: Way, workload: Workload, selected: Selected, cluster: Cl
 
 def _most_seen(way: Way, workload: Workload, cluster: Cluster) -> int:
     """Return the tokens that the new queries see on the rank that takes longest, at the rate of the slowest rank."""
-    first_key, _ = workload.mask.bounds(torch.tensor([max(0, workload.length - (workload.q_len or 1))]))
+    first_key, _ = workload.mask.bounds(torch.tensor([max(0, workload.length - (workload.q_len or 1))], device="cpu"))
     tokens = workload.length - int(first_key)
     shape = way.shape
     turns = turns_of(way)

@@ -80,8 +80,8 @@ def _scan_rounds(shape: Shape, tile: Shape, reverse: bool) -> tuple[Messages, ..
     """
     ranks = shape.ranks
     hosts = _hosts(shape, tile)
-    order = torch.arange(ranks).flip(0) if reverse else torch.arange(ranks)
-    rank = torch.arange(ranks)
+    order = torch.arange(ranks, device="cpu").flip(0) if reverse else torch.arange(ranks, device="cpu")
+    rank = torch.arange(ranks, device="cpu")
     rounds = []
     for step in (1 << number for number in range((ranks - 1).bit_length())):
         sends = (rank ^ step) < ranks
@@ -94,7 +94,7 @@ def _scan_rounds(shape: Shape, tile: Shape, reverse: bool) -> tuple[Messages, ..
 @lru_cache(maxsize=4096)
 def _halo(shape: Shape, tile: Shape, directions: tuple[bool, ...]) -> Messages:
     """Return one exchange of halos: to the next rank, to the rank before, or both."""
-    first = torch.arange(shape.ranks - 1)
+    first = torch.arange(shape.ranks - 1, device="cpu")
     pairs = [(first + 1, first) if reverse else (first, first + 1) for reverse in directions]
     sources, targets = (torch.cat(side) for side in zip(*pairs, strict=True))
     return _messages(sources, targets, _hosts(shape, tile))

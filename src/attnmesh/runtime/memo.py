@@ -60,7 +60,7 @@ class TensorMemo:
             if key in self.values:
                 self.values.move_to_end(key)
                 return cast(T, self.values[key][0])
-        with torch.device("cpu"), torch.inference_mode(False):  # later calls may be in any mode
+        with torch.inference_mode(False):  # later calls may be in any mode
             value = make()
         with self.lock:
             if key not in self.values:

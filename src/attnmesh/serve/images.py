@@ -89,7 +89,7 @@ def images_of(descriptions: list[list[Any]], data: bytes) -> dict[str, Any]:
         part = (
             torch.frombuffer(bytearray(data[offset : offset + size]), dtype=torch.uint8)
             if size
-            else torch.empty(0, dtype=torch.uint8)
+            else torch.empty(0, dtype=torch.uint8, device="cpu")
         )
         found[name] = value if dtype is None else part.view(getattr(torch, dtype)).view(value)
         offset += size

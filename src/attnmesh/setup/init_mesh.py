@@ -118,7 +118,7 @@ def split_mesh(
         agreement.fields = with_versions({"shape": split_shape, "q_heads": q_heads, "kv_heads": kv_heads})
     # As many numbers on every rank: the shapes were compared.
     groups = check_groups("split_mesh mesh", all_gather_ints(mesh.mesh.flatten().tolist(), everyone()))
-    grid = torch.tensor(groups).view(len(groups), *split_shape)
+    grid = torch.tensor(groups, device="cpu").view(len(groups), *split_shape)
     return DeviceMesh(mesh.device_type, grid, mesh_dim_names=("others", *AXES))[AXES]
 
 

@@ -184,7 +184,7 @@ def measure_wait(world: MeasuredRanks, alone: float) -> float:
     if world.axis.size == 1 or world.device.type != "cpu" or alone < LEAST_ALONE:
         return 0.0
     between = len(world.hosts) > 1
-    factor = torch.randn(WORK, WORK)
+    factor = torch.randn(WORK, WORK, dtype=torch.float32, device="cpu")
     line = world.line(between=between)
     work = partial(torch.mm, factor, factor)
     send = partial(_exchange, world, line, MERGE_BYTES) if between else partial(_swap_near, world, line)

@@ -50,8 +50,8 @@ def with_rates(cluster: Cluster, mesh: Mesh, device: torch.device) -> Cluster:
 def read_rates(mesh: Mesh, device: torch.device) -> list[int]:
     """Return the bytes/s that each rank reads as a decode step does, by shard, while all read."""
     shape = 2, 1, 8, TOKENS[device.type], 64
-    k, v = torch.zeros(shape, device=device).unbind()
-    q = torch.zeros(1, 8, 1, 64, device=device)
+    k, v = torch.zeros(shape, device=device, dtype=torch.float32).unbind()
+    q = torch.zeros(1, 8, 1, 64, device=device, dtype=torch.float32)
     prepared = PreparedLocal.of(q, k, v, FULL, Scaling(0.125), "auto")
     reads = 0
     with torch.no_grad():

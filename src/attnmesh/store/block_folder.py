@@ -163,7 +163,7 @@ class BlockFolder:
 
     def write_layers(self, name: str, layers: Sequence[CacheSizes]) -> None:
         """Write the sizes of a model's layers."""
-        tensors = {str(n): torch.tensor(sizes.to_code()) for n, sizes in enumerate(layers)}
+        tensors = {str(n): torch.tensor(sizes.to_code(), device="cpu") for n, sizes in enumerate(layers)}
         with_name = {NAME: _bytes_of(name), **tensors}
         write_tensors(self.path / f"{name}{LAYERS}", with_name, checksums_of(with_name), waits_for_disk=False)
 
@@ -180,11 +180,11 @@ class BlockFolder:
 def _tensors_of(path: Path, name: str) -> dict[str, Tensor]:
     file = TensorFile(path)
     tensors = {each: file.read(each) for each in file.entries}
-    own = tensors.pop(NAME, torch.empty(0, dtype=torch.uint8))
+    own = tensors.pop(NAME, torch.empty(0, dtype=torch.uint8, device="cpu"))
     is_own = own.dtype == torch.uint8 and bytes(own.flatten().tolist()).hex() == name
     require(is_own, StoreError, "load", f"a file of {name}", f"another's in {path}", FIX)
     return tensors
 
 
 def _bytes_of(name: str) -> Tensor:
-    return torch.tensor([*bytes.fromhex(name)], dtype=torch.uint8)
+    return torch.tensor([*bytes.fromhex(name)], dtype=torch.uint8, device="cpu")

@@ -54,10 +54,10 @@ def rows_of_block(kvs: Sequence[KVCache], block: StoredBlock) -> dict[str, Tenso
                     rows[f"{kind} {layer}"] = _joined(tensors, bounds, 2)
     if rows or block.is_state:
         heads = kvs[0].shard.heads if kvs else Axis(1, 0)
-        rows[HEADS] = torch.tensor([heads.index, heads.size])
+        rows[HEADS] = torch.tensor([heads.index, heads.size], device="cpu")
     if block.is_state:
         floors = [(kv.shards.first(), kv.shards.floor) if kv.sizes.mask is not None else (0, 0) for kv in kvs]
-        rows[FLOORS] = torch.tensor(floors, dtype=torch.int64).view(-1, 2)
+        rows[FLOORS] = torch.tensor(floors, dtype=torch.int64, device="cpu").view(-1, 2)
     return rows
 
 
@@ -99,7 +99,7 @@ class Filling:
 
     def begin(self, block: StoredBlock, pieces: Sequence[Mapping[str, Tensor]]) -> None:
         """Make room for the rows of a state, and for the tokens before it."""
-        floors = pieces[0].get(FLOORS, torch.empty(0)).tolist()
+        floors = pieces[0].get(FLOORS, torch.empty(0, device="cpu")).tolist()
         require(len(floors) == len(self.kvs), StoreError, "load", "a state of each layer", f"{len(floors)}", FIX)
         self.floors = [(int(first), int(floor)) for first, floor in floors]
         for kv, starts in zip(self.kvs, self.floors, strict=True):
@@ -111,7 +111,7 @@ class Filling:
             first = self.kvs[group[0]]
             needed = self._wanted(group, block)
             heads = first.shard.heads.slice_of(first.sizes.kv_heads)
-            counts = torch.zeros(heads.stop - heads.start, len(needed), dtype=torch.int64)
+            counts = torch.zeros(heads.stop - heads.start, len(needed), dtype=torch.int64, device="cpu")
             for rows in pieces:
                 if (mapping := self._row_mapping(group, rows, needed, counts)) is not None:
                     for layer in group:
@@ -123,7 +123,7 @@ class Filling:
         """Return the tokens of a block that this rank holds, in the layers of a group."""
         shard = self.kvs[group[0]].shard
         forgets = self.kvs[group[0]].sizes.mask is not None
-        tokens = torch.arange(self.floors[group[0]][0] if forgets else block.start, block.stop)
+        tokens = torch.arange(self.floors[group[0]][0] if forgets else block.start, block.stop, device="cpu")
         return tokens[shard.turn.holds(tokens)]
 
     def _row_mapping(
@@ -132,7 +132,7 @@ class Filling:
         """Return where rows of a piece go, and count them by head and token; None if this rank needs none of them."""
         shard, sizes = self.kvs[group[0]].shard, self.kvs[group[0]].sizes
         columns = rows.get(columns_of(self.kvs, group), needed[:0])
-        index, number = rows.get(HEADS, torch.tensor([0, 0])).tolist()
+        index, number = rows.get(HEADS, torch.tensor([0, 0], device="cpu")).tolist()
         fits = columns.dtype == torch.int64 and 0 <= index < number and sizes.kv_heads % number == 0
         require(fits, StoreError, "load", "tokens and heads of a cache", f"{index} of {number} heads", FIX)
         saved_heads = Axis(number, index).slice_of(sizes.kv_heads)
@@ -141,7 +141,7 @@ class Filling:
         if to.start >= to.stop or not len(chosen):
             return None
         indices = torch.searchsorted(needed, columns[chosen])
-        counts[to].index_add_(1, indices, torch.ones(to.stop - to.start, len(indices), dtype=torch.int64))
+        counts[to].index_add_(1, indices, torch.ones(to.stop - to.start, len(indices), dtype=torch.int64, device="cpu"))
         gone = shard.turn.count(self.floors[group[0]][0]) if self.floors else 0
         slots = shard.turn.slot(columns[chosen]) - gone
         return RowMapping(to, source, saved_heads.stop - saved_heads.start, chosen, slots.to(shard.device))

@@ -465,7 +465,8 @@ def _fill_group(shards: Mapping[int, CacheShard], path: Path, manifest: Manifest
     end = manifest.length_of(leader)
     forgotten = first.turn.count(start)
     used = first.turn.count(end) - forgotten
-    filled = torch.zeros(manifest.heads, used, dtype=torch.bool)  # tokens read, by their file's index along heads
+    # Tokens read, by their file's index along heads.
+    filled = torch.zeros(manifest.heads, used, dtype=torch.bool, device="cpu")
     for piece in pieces:
         file = piece.opened()
         tokens = file.read(COLUMNS, torch.int64, (piece.stop - piece.start,))

@@ -84,7 +84,7 @@ class FolderShard(OrderedShard):
 
     def _memory(self) -> tuple[list[Tensor], Tensor]:
         """Return no memory: `begin`, `resume` and `take_over` map files."""
-        return [], torch.zeros(PIECE + 1, dtype=torch.int64)
+        return [], torch.zeros(PIECE + 1, dtype=torch.int64, device="cpu")
 
     def _usual_slots(self, sizes: CacheSizes) -> int:
         """Return as many slots as there may be tokens: files grow."""
@@ -230,7 +230,8 @@ class FolderShard(OrderedShard):
                 return
             for x, row in zip(self.stored, rows, strict=True):
                 self.piece.file.write(x[:, :, used:stop], row)
-            self.token_index[used:stop] = torch.arange(length - count, length) if tokens is None else tokens
+            own_tokens = torch.arange(length - count, length, device="cpu") if tokens is None else tokens
+            self.token_index[used:stop] = own_tokens
             self._record(used, stop, length, rows)
         except OSError as error:
             raise self._named(error) from error
@@ -334,7 +335,7 @@ class FolderShard(OrderedShard):
 
     def reorder(self, index: Tensor) -> None:
         """Refuse to move sequences, unless each stays."""
-        if not torch.equal(index, torch.arange(self.sizes.batch)):
+        if not torch.equal(index, torch.arange(self.sizes.batch, device="cpu")):
             self._refuse("sequences that stay in their order", f"{index.tolist()}")
 
     def _refuse(self, expected: str, given: str) -> NoReturn:

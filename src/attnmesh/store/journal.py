@@ -193,4 +193,4 @@ class Journal:
     def _checks(self, records: Sequence[Record]) -> list[int]:
         """Return the digest of each record with the key."""
         keyed = [(self.key, *record) for record in records]
-        return digest_each(torch.tensor(keyed, dtype=torch.int64).view(len(keyed), 6)).tolist()
+        return digest_each(torch.tensor(keyed, dtype=torch.int64, device="cpu").view(len(keyed), 6)).tolist()

@@ -171,7 +171,7 @@ class KeyFolder:
         }
         whole_pieces = 0
         parts = list[list[Tensor]]()
-        columns = [torch.empty(0, dtype=torch.int64)]
+        columns = [torch.empty(0, dtype=torch.int64, device="cpu")]
         for start, stop, path in saved_pieces(files, paths):
             if stop - start == PIECE and not parts:
                 whole_pieces += 1

@@ -122,12 +122,12 @@ class PieceSums:
         """Return the checksums of a full piece; None if the sums are not of all its tokens."""
         if self.memory[0] != PIECE:
             return None
-        return [int(digest_of_sums(sums)) for sums in torch.tensor(self.memory[1:]).split(self.counts)]
+        return [int(digest_of_sums(sums)) for sums in torch.tensor(self.memory[1:], device="cpu").split(self.counts)]
 
 
 def chained(chain: int, file: TensorFile, names: Sequence[str]) -> int:
     """Return the chain of checksums of the pieces so far and of one more."""
-    return history_checksum(chain, torch.tensor([file.entry(name).checksum for name in names]))
+    return history_checksum(chain, torch.tensor([file.entry(name).checksum for name in names], device="cpu"))
 
 
 def check_chain(files: LayerFiles, journal: Journal, chain: int) -> None:

@@ -122,7 +122,7 @@ class _Moves:
             json.loads(text) for text in all_gather_texts(counts, self.mesh)
         ]
         for layer, first in enumerate(firsts):
-            expected = len({heads for heads, _ in sources}) * position_sum(torch.arange(first, length))
+            expected = len({heads for heads, _ in sources}) * position_sum(torch.arange(first, length, device="cpu"))
             total = sum(counts.pop() for layers in self.counts for counts in layers[layer].values())
             if (total - expected) % 2**64:
                 given = f"gaps or repeats in layer {layer}"

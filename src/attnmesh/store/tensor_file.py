@@ -211,7 +211,7 @@ class TensorFile:
         if size > SMALL and size > host_memory():
             given = f"{size / 1e9:,.1f} GB in {name!r} in {self.path}"
             raise StoreError("load", f"at most this host's {host_memory() / 1e9:,.1f} GB", given, FIX)
-        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        tensor = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
         try:
             with self.path.open("rb") as file:
                 file.seek(self.start + entry.start)

@@ -35,7 +35,9 @@ class TokenIds:
         except FileNotFoundError as error:
             raise StoreError("load", "the ids of all tokens", f"no {self.path}", FIX) from error
         whole = len(content) // 8 // batch * batch
-        ids = torch.frombuffer(content, dtype=torch.int64, count=whole) if whole else torch.empty(0, dtype=torch.int64)
+        ids = torch.empty(0, dtype=torch.int64, device="cpu")
+        if whole:
+            ids = torch.frombuffer(content, dtype=torch.int64, count=whole)
         rows = ids.view(-1, batch)
         for start, stop, digest in ((0, first.stop, first.digest), *((x.start, x.stop, x.digest) for x in later)):
             fits = stop <= len(rows) and (start == stop or digest_on_host(rows[start:stop]) == digest)

@@ -71,7 +71,7 @@ class CompressedLayer(StatefulLayer):
         if shards is not None and self.stays:
             self.queries = shards.positions()
         else:
-            self.queries = self.get_seq_length() + torch.arange(new if shards is None else shards.length)
+            self.queries = self.get_seq_length() + torch.arange(new if shards is None else shards.length, device="cpu")
 
     def store_compression_weights(self, name: str, kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, int]:
         """Return what whole blocks of tokens are compressed of, and their first token. Keep the rest."""
@@ -147,7 +147,7 @@ class CompressedLayer(StatefulLayer):
         """Return the entries that this rank attends to, (batch, 1, entries, dim), and their numbers, in parts."""
         if self.stays:
             new = self.new["compressor"]
-            return [(new[:, None], torch.arange(new.shape[1]))]
+            return [(new[:, None], torch.arange(new.shape[1], device="cpu"))]
         view = entries.shard.view
         shards = [(shard, int(shard.state[1])) for shard in (*view.shared, view)]
         return [(shard.keys[:, :, :count], shard.token_index[:count].cpu()) for shard, count in shards]

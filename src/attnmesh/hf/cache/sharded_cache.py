@@ -289,7 +289,7 @@ class ShardedCache(FolderLayers):
                 for layer in self.attention_layers:
                     layer.replace(KVCache.fork)
                 self.folder = None  # the new tokens are in memory
-            self.reorder_cache(torch.arange(self.batch_size).repeat_interleave(repeats))
+            self.reorder_cache(torch.arange(self.batch_size, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep some sequences.
@@ -394,12 +394,14 @@ def _gather_tokens(tokens: Tensor | None, kv: KVCache) -> Tensor | None:
 
     Ranks may differ by the newest token, so the ids are cut to the shortest.
     """
-    own_ids = tokens if tokens is not None and len(tokens) == kv.sizes.batch else torch.empty(0, 0, dtype=torch.int64)
+    own_ids = torch.zeros(kv.sizes.batch, 0, dtype=torch.int64, device="cpu")
+    if tokens is not None and len(tokens) == kv.sizes.batch:
+        own_ids = tokens
     lengths = [row[0] for row in dist_all_gather_ints([own_ids.shape[1]], kv.mesh.axes)]
     length = min((n for n in lengths if n), default=0)
     if not length or length < kv.length:
         return None
-    own_ids = own_ids[:, :length] if own_ids.shape[1] else torch.zeros(kv.sizes.batch, length, dtype=torch.int64)
+    own_ids = own_ids[:, :length] if own_ids.shape[1] else own_ids.new_zeros(kv.sizes.batch, length)
     rows = dist_all_gather_ints(own_ids.flatten().tolist(), kv.mesh.axes)
     ids = next(row for row, n in zip(rows, lengths, strict=True) if n)
-    return torch.tensor(ids).view(kv.sizes.batch, length).to(kv.device)
+    return torch.tensor(ids, device="cpu").view(kv.sizes.batch, length).to(kv.device)

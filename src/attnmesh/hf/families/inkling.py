@@ -97,7 +97,7 @@ def temperature(layer: Any, shards: Shards) -> Tensor | None:
         return (1.0 + layer.config.log_scaling_alpha * growth).double()  # of numbers in float32, as stock
 
     positions = shards.positions()
-    ratio: Tensor = scale(positions) / scale(shards.start + torch.arange(len(positions)))
+    ratio: Tensor = scale(positions) / scale(shards.start + torch.arange(len(positions), device="cpu"))
     return ratio
 
 

@@ -20,7 +20,7 @@ def temperature(layer: Any, shards: Shards) -> Tensor | None:
 
     tokens = shards.positions()
     positions = tokens - shards.documents.bounds(tokens)[0]  # in each token's document
-    ratio: Tensor = scale(positions) / scale(shards.start + torch.arange(len(tokens)))
+    ratio: Tensor = scale(positions) / scale(shards.start + torch.arange(len(tokens), device="cpu"))
     return ratio
 
 

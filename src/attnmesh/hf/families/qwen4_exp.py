@@ -80,7 +80,7 @@ class PooledIndexer:
         source.new_index = torch.cat((means[:, :, 0], bias), -1)
         blocks = source.select(PooledScores(q, spec), indexer.block_topk)
         if spec.shards is None:
-            tokens = source.get_seq_length() + torch.arange(rows.shape[1])
+            tokens = source.get_seq_length() + torch.arange(rows.shape[1], device="cpu")
             own_positions = positions
         else:
             tokens = spec.shards.positions()
@@ -98,7 +98,7 @@ def _positions(lengths: Tensor | int, rows: Tensor, spec: Any) -> Tensor:
     positions = (earlier + is_real.cumsum(1) - 1).masked_fill(~is_real, -1)
     if spec.shards is None or not spec.shards.documents.ends:
         return positions
-    first, _ = spec.shards.documents.bounds(torch.arange(positions.shape[1]))
+    first, _ = spec.shards.documents.bounds(torch.arange(positions.shape[1], device="cpu"))
     in_document: Tensor = positions - first.to(positions.device)
     return in_document
 

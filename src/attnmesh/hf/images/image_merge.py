@@ -124,7 +124,7 @@ def merge_images(
     spans = [*zip(edges[::2], edges[1::2], strict=True)]
     for start, stop in spans:
         is_image[:, start:stop] = True
-    fingerprints = fingerprints_of(ids, {**images, "spans": torch.tensor(spans).view(-1, 2)})
+    fingerprints = fingerprints_of(ids, {**images, "spans": torch.tensor(spans, device="cpu").view(-1, 2)})
     return MergedPrompt(
         decoder, text_inputs, arguments.get("position_ids"), Pictures(is_image, fingerprints), masks, spans, {}
     )

@@ -118,7 +118,7 @@ def _digests_of_rows(x: Tensor) -> Tensor:
     rows = x.detach().cpu()[:, None].flatten(1).clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy()
     header = f"{x.dtype} {[*x.shape[1:]]} ".encode()
     digests = b"".join(blake2b(header + row.tobytes(), digest_size=16).digest() for row in rows)
-    return torch.tensor(memoryview(digests).cast("q"), dtype=torch.int64).view(-1, 2)
+    return torch.tensor(memoryview(digests).cast("q"), dtype=torch.int64, device="cpu").view(-1, 2)
 
 
 def shift_of(tokens: Tensor | None, config: PreTrainedConfig) -> tuple[int, int] | None:

@@ -34,10 +34,11 @@ def other_spans(sees: Callable[[Tensor, Tensor], Tensor], spans: Sequence[Span],
     >>> other_spans(lambda query, key: query // 10 == key // 10, [(3, 5), (7, 9)], 8)
     'images whose tokens see those of later images'
     """
-    if any(sees(torch.tensor(earlier), torch.tensor(later)) for (earlier, _), (later, _) in pairwise(spans)):
+    starts = [torch.tensor(start, device="cpu") for start, _ in spans]
+    if any(sees(earlier, later) for earlier, later in pairwise(starts)):
         return "images whose tokens see those of later images"
     for start, stop in spans:
-        if stop - start > window and sees(torch.tensor(stop - 1), torch.tensor(start)):
+        if stop - start > window and sees(torch.tensor(stop - 1, device="cpu"), torch.tensor(start, device="cpu")):
             return f"a run of {stop - start} image tokens that see each other beyond the window of {window}"
     return ""
 

@@ -63,7 +63,7 @@ def draw_token(probabilities: Tensor, generator: torch.Generator) -> int:
 
 
 def _exponentials(count: int, generator: torch.Generator) -> Tensor:
-    uniform = torch.empty(count, dtype=torch.float64).uniform_(generator=generator)
+    uniform = torch.empty(count, dtype=torch.float64, device="cpu").uniform_(generator=generator)
     return uniform.neg_().log1p_().neg_().float()
 
 
@@ -71,19 +71,19 @@ def _exponentials(count: int, generator: torch.Generator) -> Tensor:
 def _draws_exponentials(vocabulary: int) -> bool:
     """Return whether PyTorch draws a token of a vocabulary by the numbers of `_exponentials`."""
     one, other, drawn = (torch.Generator().manual_seed(0) for _ in range(3))
-    expected = torch.empty(vocabulary).exponential_(generator=one)
+    expected = torch.empty(vocabulary, dtype=torch.float32, device="cpu").exponential_(generator=one)
     same = torch.allclose(_exponentials(vocabulary, other), expected, rtol=1e-6, atol=0.0)
     _draw(vocabulary, drawn)
     return vocabulary > 1 and same and all(one.get_state().equal(x.get_state()) for x in (other, drawn))
 
 
 def _skip(words: int, generator: torch.Generator) -> torch.Generator:
-    torch.empty(words, dtype=torch.int32).random_(generator=generator)
+    torch.empty(words, dtype=torch.int32, device="cpu").random_(generator=generator)
     return generator
 
 
 def _draw(vocabulary: int, generator: torch.Generator) -> None:
-    torch.multinomial(torch.ones(1, vocabulary), 1, generator=generator)
+    torch.multinomial(torch.ones(1, vocabulary, dtype=torch.float32, device="cpu"), 1, generator=generator)
 
 
 @cache

@@ -171,11 +171,11 @@ class GrammarState:
     def _mask(self) -> TokenMask:
         size = self.tokens.tokens.vocab_size
         if self.is_thinking:
-            allowed = torch.ones(size, dtype=torch.bool)
+            allowed = torch.ones(size, dtype=torch.bool, device="cpu")
             allowed[self._within(size)] = False
             return TokenMask(allowed, False)
         if self.is_off:
-            allowed = torch.zeros(size, dtype=torch.bool)
+            allowed = torch.zeros(size, dtype=torch.bool, device="cpu")
             is_whole = False
         else:
             is_whole = self.matcher.is_stopped()

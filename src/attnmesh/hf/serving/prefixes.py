@@ -70,7 +70,7 @@ class Prefixes:
         ids = stream.ids_tensor
         for number in self._caches(stream, others):
             cache = self.worker.caches[number]
-            held = torch.empty(0) if cache.tokens is None else cache.tokens[0].cpu()
+            held = torch.empty(0, device="cpu") if cache.tokens is None else cache.tokens[0].cpu()
             same = self._shared(held, ids, pictured=stream.images is not None)
             score = same, self.images_digests.get(number) == stream.images_digest
             if score > best and self._serves(cache, same, len(held)):

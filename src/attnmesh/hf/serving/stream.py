@@ -115,7 +115,7 @@ class Sampling:
         """Return the scores with the biases, and then with the penalties."""
         if self.logit_bias:
             ids, values = zip(*self.logit_bias, strict=True)
-            scores = scores.index_add(1, torch.tensor(ids), torch.tensor([values], dtype=scores.dtype))
+            scores = scores.index_add(1, torch.tensor(ids, device="cpu"), scores.new_tensor([values]))
         if before is not None and self.repetition_penalty != 1:
             scores = RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty))(before[None], scores)
         if counts is not None:
@@ -220,7 +220,7 @@ class Stream:
     def ids_tensor(self) -> Tensor:
         """The prompt and the answer so far, as a tensor that is kept until the answer grows."""
         if self._ids is None or len(self._ids) != len(self.prompt) + len(self.answer):
-            self._ids = torch.tensor(self.ids)
+            self._ids = torch.tensor(self.ids, device="cpu")
         return self._ids
 
     def add(self, logits: Tensor) -> bool:
@@ -231,9 +231,11 @@ class Stream:
         if self.generator is None:
             self.generator = self.sampling.generator(len(self.answer), len(logits))
         if self.before is None and self.sampling.repetition_penalty != 1:
-            self.before = torch.tensor(self.ids).unique()
+            self.before = torch.tensor(self.ids, device="cpu").unique()
         if self.counts is None and (self.sampling.frequency_penalty or self.sampling.presence_penalty):
-            self.counts = torch.bincount(torch.tensor(self.answer, dtype=torch.int64), minlength=len(logits)).float()
+            self.counts = torch.bincount(
+                torch.tensor(self.answer, dtype=torch.int64, device="cpu"), minlength=len(logits)
+            ).float()
         token = self.sampling.draw(logits, self.generator, self.before, self.counts, mask and mask.allowed)
         if token.id in self.ends:
             return self.end("stop")
@@ -241,7 +243,7 @@ class Stream:
         if self.grammar is not None:
             self.grammar.advance(token.id)
         if self.before is not None:
-            self.before = torch.cat((self.before, torch.tensor([token.id])))
+            self.before = torch.cat((self.before, torch.tensor([token.id], device="cpu")))
         if self.counts is not None:
             self.counts[token.id] += 1
         self.tokens.put(token)

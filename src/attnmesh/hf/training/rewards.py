@@ -59,7 +59,7 @@ class MeshRewards(RewardFunctions):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.logprobs_of_training = torch.empty(0)
+        self.logprobs_of_training = torch.empty(0, device="cpu")
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator, to which the ranks of a mesh are one process."""
@@ -90,7 +90,7 @@ class MeshRewards(RewardFunctions):
         """Draw completions and compare their rewards, of all meshes."""
         batch = super()._generate_and_score_completions(inputs)
         logprobs = pad(self.logprobs, (0, batch["completion_ids"].shape[1] - self.logprobs.shape[1]))
-        return {**batch, LOGPROBS: logprobs, STEP: torch.tensor(self.state.global_step)}
+        return {**batch, LOGPROBS: logprobs, STEP: torch.tensor(self.state.global_step, device="cpu")}
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, *args: Any) -> Any:
         """Return the rewards of all meshes, computed on the first rank of each. One that fails raises on all ranks."""
@@ -100,7 +100,9 @@ class MeshRewards(RewardFunctions):
             rewards = super()._calculate_rewards(inputs, prompts, *args)  # type: ignore[misc]
         except Exception as raised:  # before the rewards are gathered, for which the other ranks wait
             error = raised
-            rewards = self._gather(torch.zeros(len(prompts), len(functions), device=self.accelerator.device))
+            rewards = self._gather(
+                torch.zeros(len(prompts), len(functions), device=self.accelerator.device, dtype=torch.float32)
+            )
         finally:
             self.reward_funcs = functions
         self._pending_metrics = defaultdict(list, self._of_first(dict(self._pending_metrics), error))

@@ -59,7 +59,7 @@ class MeshRollouts:
         first = rank if mesh is None else int(mesh.mesh.flatten()[0])
         self.is_first = rank == first
         self.firsts: list[int] = self.accelerator.gather(torch.tensor(first, device=self.accelerator.device)).tolist()
-        self.logprobs = torch.empty(0)
+        self.logprobs = torch.empty(0, device="cpu")
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator, to which the ranks of a mesh are one process."""

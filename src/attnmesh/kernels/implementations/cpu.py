@@ -114,7 +114,7 @@ def _mask(rectangle: Rectangle, dtype: torch.dtype) -> Tensor:
 
     def make() -> Tensor:
         visible = rectangle.visible()
-        return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)
+        return torch.zeros(visible.shape, dtype=dtype, device="cpu").masked_fill_(~visible, -torch.inf)
 
     keys = rectangle.keys.stop - rectangle.keys.start
     if rectangle.band is None or len(rectangle.band.low) * keys > MAX_KEPT_ELEMENTS:

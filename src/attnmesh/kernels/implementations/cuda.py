@@ -226,7 +226,7 @@ def _is_correct(
     """Return True if an operator, or its gradients, agree with the reference on this device; warn once if not."""
     generator = torch.Generator(device).manual_seed(0)
     q, k, v, dout = (
-        torch.randn(2, heads, 96, width, device=device, generator=generator).to(dtype)
+        torch.randn(2, heads, 96, width, device=device, generator=generator, dtype=torch.float32).to(dtype)
         for heads in (4, 2 if grouped else 4, 2 if grouped else 4, 4)
     )
     rectangle = Rectangle(slice(0, 96), slice(0, 96), causal=causal)

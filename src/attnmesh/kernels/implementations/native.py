@@ -94,7 +94,7 @@ class Native(Kernel):
             tile_q = q[:, :, tile]
             into = Partial(out[:, :, tile], lse[:, :, tile])
             if not BoundNative.of(tile_q, k, v, scaling, q.shape[2]).run(tile_q, k, v, into, bounds):
-                refused = rectangle.select(torch.arange(start, min(start + rows, q.shape[2])))
+                refused = rectangle.select(torch.arange(start, min(start + rows, q.shape[2]), device="cpu"))
                 exact = Reference().attend(tile_q, k, v, refused, scaling)
                 into.out.copy_(exact.out)
                 into.lse.copy_(exact.lse)
