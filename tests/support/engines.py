@@ -65,6 +65,12 @@ def greedy(model: PreTrainedModel, text: list[int], new: int, **options: Any) ->
     return whole[0, len(text) :].tolist()
 
 
+def stock_draws(model: PreTrainedModel, text: list[int], new: int, seed: int, **options: Any) -> list[int]:
+    """Return the new tokens that `generate` draws."""
+    torch.manual_seed(seed)
+    return greedy(model, text, new, do_sample=True, **options)
+
+
 def assert_greedy(model: PreTrainedModel, text: list[int], new: list[int]) -> None:
     """Assert that each new token is the likeliest one after those before it, all in one forward pass."""
     with torch.no_grad():
