@@ -1,30 +1,17 @@
-import json
-import re
-import socket
-import threading
+"""Routes of the server: answers have the shape of OpenAI's, and so has what is refused."""
+
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, suppress
-from pathlib import Path
-from random import Random
 from typing import Any
 
 import openai
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
-from attnmesh.hf.serving.engine import Engine
-from attnmesh.hf.serving.prefix_store import PrefixStore
-from attnmesh.serve import body, reply, routes, server
 from attnmesh.serve.access import Limits
-from attnmesh.serve.chat import encode_text
-from attnmesh.serve.metrics import ENGINE
-from attnmesh.serve.schema import CHAT
-from tests.support import families
 from tests.support.fake_engine import LONGEST, POISON, ThreadWorld, answer, byte_tokenizer
-from tests.support.served import NAME, OTHER_NAME, Served, chat, served, until
+from tests.support.served import NAME, OTHER_NAME, Served, chat, expected, served, talk, until
 
-GREEDY = {"temperature": 0}
 TOKENIZER = byte_tokenizer()
+GREEDY = {"temperature": 0}
 
 
 @pytest.fixture(scope="module")
@@ -36,23 +23,6 @@ def world() -> ThreadWorld:
 def running(world: ThreadWorld) -> Iterator[Served]:
     with served(world, limits=Limits(max_body=1 << 20)) as one:
         yield one
-
-
-@pytest.fixture(scope="module")
-def client(running: Served) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=running.url + "/v1", api_key="none", max_retries=0, timeout=60) as one:
-        yield one
-
-
-def expected(content: str, count: int, **options: Any) -> str:
-    return answer(TOKENIZER(f"<user>{content}<assistant>")["input_ids"], {"temperature": 0, **options}, count)
-
-
-def talk(client: openai.OpenAI, content: str, **fields: Any) -> Any:
-    return client.chat.completions.create(model=NAME, messages=[{"role": "user", "content": content}], **fields)
-
-
-# --- answers ---
 
 
 def test_a_chat_is_answered_whole_and_in_a_stream(client: openai.OpenAI) -> None:
@@ -167,9 +137,8 @@ def test_texts_become_tokens_and_tokens_texts(running: Served) -> None:
         assert (code, said["error"]["param"]) == (404 if field == "model" else 400, field), said
 
 
-# --- what is refused ---
-
 LONG = [7] * LONGEST
+
 REFUSED: dict[str, tuple[str, Any, int, str | None]] = {
     "no JSON": ("chat", b"{", 400, None),
     "no object": ("chat", [1], 400, None),
@@ -229,13 +198,9 @@ def test_unknown_paths_name_the_known_ones(running: Served) -> None:
         assert said["error"]["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
 
 
-def test_other_paths_methods_and_types_are_refused(running: Served) -> None:
-    for status, (code, said) in {
-        404: running.ask("/v1/embeddings", {}),
-        405: running.ask("/v1/chat/completions"),
-        415: running.ask("/v1/chat/completions", chat(), content_type="text/plain"),
-        403: running.ask("/v1/chat/completions", chat(), host="evil.example:80"),
-    }.items():
+def test_other_types_and_hosts_are_refused(running: Served) -> None:
+    for status, changed in ((415, {"content_type": "text/plain"}), (403, {"host": "evil.example:80"})):
+        code, said = running.ask("/v1/chat/completions", chat(), **changed)
         assert code == status
         assert said["error"]["message"]
 
@@ -280,49 +245,6 @@ def test_clients_of_another_key_or_salt_share_no_prefix() -> None:
     assert not any("one" in salt for salt in salts)
 
 
-# --- a server that ends, and streams that are silent ---
-
-
-def test_a_server_that_ends_says_so_until_its_open_requests_have_ended(world: ThreadWorld) -> None:
-    slow = ThreadWorld(pause=0.05)
-    with served(slow) as one:
-        found: list[Any] = []
-        thread = threading.Thread(target=lambda: found.append(one.ask("/v1/chat/completions", chat(max_tokens=60))))
-        thread.start()
-        until(lambda: slow.engine.streams)
-        one.front.on_failure()  # ends the server, as a signal does
-        until(lambda: one.front.draining)
-        assert one.ask("/health") == (503, {"status": "stopping"})
-        code, said = one.ask("/v1/chat/completions", chat())
-        assert (code, said["error"]["message"]) == (503, "The server is stopping. Ask again.")
-        assert one.figure('attnmesh_state{state="stopping"}') == 1
-        thread.join()
-        assert found[0][0] == 200
-        one.thread.join(30)
-        with pytest.raises(ConnectionError):
-            raw(one)
-
-
-def test_an_answer_that_the_end_of_the_server_cuts_short_is_an_error() -> None:
-    slow, lines = ThreadWorld(pause=0.05), []
-    with served(slow, drain=0.1) as one:
-        one.front.log = lines.append
-        with closing(raw(one)) as client:
-            client.sendall(posted(chat(max_tokens=300, stream=True)))
-            got = b""
-            while b"content" not in got:
-                got += client.recv(1 << 16)
-            one.front.on_failure()  # ends the server, as a signal does
-            while more := client.recv(1 << 16):
-                got += more
-    last = got.split(b"data: ")[-1]
-    assert b"The server ended before this answer did." in last
-    assert lines == [
-        "the server ends; open requests, which have 0.1 s to end: 1",
-        "requests that the end of the server cut off: 1",
-    ]
-
-
 def test_an_error_of_the_server_s_own_is_logged_without_its_text(
     running: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,327 +264,3 @@ def test_more_choices_than_may_ever_wait_are_refused_for_good() -> None:
         code, said = one.ask("/v1/chat/completions", chat(n=4))
         assert (code, said["error"]["param"]) == (400, "n")
         assert one.ask("/v1/chat/completions", chat(n=3))[0] == 200
-
-
-def test_an_answer_that_the_end_of_the_engine_cuts_short_is_an_error() -> None:
-    slow = ThreadWorld(pause=0.05)
-    with served(slow) as one:
-        found: list[Any] = []
-        thread = threading.Thread(target=lambda: found.append(one.ask("/v1/chat/completions", chat(max_tokens=300))))
-        thread.start()
-        until(lambda: slow.engine.tokens > 2)
-        for stream in slow.engine.streams:
-            stream.cancel()
-        thread.join()
-        code, said = found[0]
-        assert (code, said["error"]["message"]) == (503, "The server ends.")
-
-
-def test_a_silent_stream_has_a_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reply, "HEARTBEAT", 0.01)
-    slow = ThreadWorld(pause=0.15)
-    with served(slow) as one:
-        with closing(raw(one)) as client:
-            client.sendall(posted(chat(max_tokens=3, stream=True)))
-            got = b""
-            while b"[DONE]" not in got:
-                got += client.recv(1 << 16)
-        assert got.count(b": waiting\n\n") > 3
-        with openai.OpenAI(base_url=one.url + "/v1", api_key="none", max_retries=0, timeout=60) as client:
-            said = "".join(
-                chunk.choices[0].delta.content or ""
-                for chunk in talk(client, "Hi", max_tokens=3, temperature=0, stream=True)
-            )
-        assert said == expected("Hi", 3)
-
-
-# --- clients that go, stall or send nonsense ---
-
-
-def raw(running: Served) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", running.port), timeout=30)
-
-
-def posted(body: dict[str, Any], path: str = "chat/completions") -> bytes:
-    data = json.dumps(body).encode()
-    head = f"POST /v1/{path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-    return f"{head}content-length: {len(data)}\r\n\r\n".encode() + data
-
-
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("half", [True, False])
-def test_a_client_that_goes_cancels_its_request(stream: bool, half: bool, world: ThreadWorld, running: Served) -> None:
-    with closing(raw(running)) as one:
-        one.sendall(posted(chat(max_tokens=350, stream=stream)))
-        until(lambda: world.engine.streams)
-        if half:
-            one.shutdown(socket.SHUT_WR)
-            until(lambda: not world.engine.streams)
-    until(lambda: not world.engine.streams)
-    until(lambda: not running.front.open)
-
-
-def test_slow_clients_are_cut_off(running: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "HEADER_SECONDS", 0.3)
-    monkeypatch.setattr(body, "BODY_TIMEOUT", 0.3)
-    for sent in (b"", b"POST /v1", b"GET / HTTP/1.1\r\nhost: loc"):
-        with closing(raw(running)) as one:
-            one.sendall(sent)
-            assert one.recv(1) == b""
-    with closing(raw(running)) as one:
-        one.sendall(posted(chat())[:-5])
-        assert one.recv(100).startswith(b"HTTP/1.1 408")
-
-
-def test_a_client_that_does_not_read_is_cut_off(running: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "STALL_SECONDS", 0.3)
-    monkeypatch.setattr(running.app, "_page", "x" * (64 << 20))
-    stalled, abort = threading.Event(), server.LimitedProtocol._abort
-
-    def cut_off(connection: server.LimitedProtocol) -> None:
-        abort(connection)
-        stalled.set()
-
-    monkeypatch.setattr(server.LimitedProtocol, "_abort", cut_off)
-    with closing(raw(running)) as one:
-        one.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
-        assert stalled.wait(60)
-        got = 0
-        with suppress(ConnectionError):
-            while part := one.recv(1 << 20):
-                got += len(part)
-    assert got < 64 << 20
-
-
-def test_connections_beyond_the_limit_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "CONNECTIONS", 3)
-    with served(ThreadWorld()) as one, ExitStack() as stack:
-        many = [stack.enter_context(closing(raw(one))) for _ in range(8)]
-        ended = []
-        for client in many:
-            with suppress(ConnectionError):
-                client.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
-            try:
-                ended.append(not client.recv(100))
-            except ConnectionError:
-                ended.append(True)
-        assert ended == [False] * 3 + [True] * 5
-
-
-NONSENSE = [
-    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
-    b"GET / HTTP/9.9\r\n\r\n",
-    b"GET / HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n",
-    b"GET /\xff\xfe HTTP/1.1\r\nhost: localhost\r\n\r\n",
-    b"GET / HTTP/1.1\r\n" + b"x: " + b"y" * 100_000 + b"\r\n\r\n",
-    b"GET /../../etc/passwd HTTP/1.1\r\nhost: localhost\r\n\r\n",
-    b"GET /v1/models/..%2f..%2fetc%2fpasswd HTTP/1.1\r\nhost: localhost\r\n\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: -5\r\n\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5\r\n"
-    b"transfer-encoding: chunked\r\n\r\n0\r\n\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-    b"transfer-encoding: chunked\r\n\r\nzz\r\n",
-    b"GET / HTTP/1.1\r\nhost: localhost\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\n",
-]
-
-
-@pytest.mark.parametrize("sent", NONSENSE, ids=range(len(NONSENSE)))
-def test_nonsense_is_refused_and_harms_nobody(sent: bytes, running: Served) -> None:
-    with closing(raw(running)) as one:
-        one.sendall(sent)
-        one.shutdown(socket.SHUT_WR)
-        got = one.recv(200)
-    assert not got or got.startswith((b"HTTP/1.1 4", b"HTTP/1.1 200")), got
-    assert b"root:" not in got
-    assert running.ask("/health")[0] == 200
-
-
-def test_requests_at_a_time_do_not_mix(running: Served) -> None:
-    found: dict[int, list[str]] = {}
-
-    def ask(number: int) -> None:
-        said = [running.ask("/v1/chat/completions", chat(f"I am {number}", temperature=0)) for _ in range(5)]
-        found[number] = [one["choices"][0]["message"]["content"] for code, one in said if code == 200]
-
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {number: [expected(f"I am {number}", 20)] * 5 for number in range(8)}
-
-
-def test_figures_count_what_was_served(running: Served) -> None:
-    before, tokens = running.figure('attnmesh_responses_total{status="200"}'), running.figure("attnmesh_tokens_total")
-    assert running.ask("/v1/chat/completions", chat())[0] == 200
-    assert running.figure('attnmesh_responses_total{status="200"}') == before + 1
-    assert running.figure("attnmesh_tokens_total") == tokens + 20
-    assert running.figure("attnmesh_gap_seconds_count") > 0
-    until(lambda: running.figure('attnmesh_engine_cache_bytes{rank="1"}') == 12)
-    assert running.figure('attnmesh_state{state="ready"}') == 1
-
-
-@pytest.mark.parametrize("path", ["/health", "/metrics"])
-def test_what_is_polled_is_not_counted(path: str, running: Served) -> None:
-    before = running.ask("/metrics")[1].splitlines()
-    for _ in range(3):
-        assert running.ask(path)[0] == 200
-    counts = [
-        [line for line in lines if line.startswith("attnmesh_responses_total")]
-        for lines in (before, running.ask("/metrics")[1].splitlines())
-    ]
-    assert counts[0] == counts[1]
-
-
-def test_figures_have_types_names_and_texts_as_prometheus_has_them(running: Served) -> None:
-    until(lambda: "attnmesh_engine_" in running.ask("/metrics")[1])
-    families = [*text_string_to_metric_families(running.ask("/metrics")[1])]
-    kinds = {family.name: family.type for family in families if not family.name.endswith("_created")}
-    assert kinds["attnmesh_responses"] == kinds["attnmesh_engine_tokens"] == "counter"
-    assert kinds["attnmesh_first_token_seconds"] == "histogram"
-    assert kinds["attnmesh_engine_running"] == kinds["attnmesh_engine_cache_bytes"] == "gauge"
-    for family in families:
-        assert re.fullmatch("attnmesh(_[a-z0-9]+)+", family.name), family.name
-        assert not family.name.endswith(("_total", "_count", "_sum", "_bucket")), family.name
-        assert len(family.documentation.split()) > 2, family.name
-        assert family.documentation.endswith("."), family.name
-        endings = {"counter": "_total", "gauge": ""}.get(family.type)
-        assert endings is None or {sample.name for sample in family.samples} == {family.name + endings}
-
-
-def test_each_figure_of_an_engine_has_a_text(tmp_path: Path) -> None:
-    model, folder = families.model("llama", "attnmesh"), tmp_path / "prefixes"
-    folder.mkdir(mode=0o700)
-    engine = Engine(model, None, store=PrefixStore(folder), draft=families.model("llama", "attnmesh"))
-    assert engine.metrics().keys() == ENGINE.keys()
-
-
-def hostile(random: Random) -> bytes:
-    """Return a request that is wrong somewhere, or cut short, or merely strange."""
-    values: list[Any] = [
-        None,
-        True,
-        -1,
-        0,
-        1e300,
-        10**30,
-        "",
-        "x" * 999,
-        "\ud800",
-        [],
-        {},
-        [[]],
-        {"a": {}},
-        "\x00",
-        "é😀",
-    ]
-    fields = chat("x" * random.choice([0, 1, 300, 900]), max_tokens=random.choice([1, 5]), stream=random.random() < 0.5)
-    for _ in range(random.choice([0, 0, 1, 3])):
-        fields[random.choice([*CHAT, "extra"])] = random.choice(values)
-    sent = json.dumps(fields).encode(random.choice(["utf-8", "utf-8", "utf-16"]))
-    if random.random() < 0.3:
-        at = random.randrange(len(sent))
-        sent = sent[:at] + random.randbytes(random.choice([0, 1, 50])) + sent[at + random.choice([0, 1, 20]) :]
-    length = len(sent) + random.choice([0, 0, 0, 0, 1, -1, 10**7, -(10**7)])
-    path = random.choice(["/v1/chat/completions"] * 4 + ["/v1/completions", "/", "/v1/%00", "/metrics?x=1"])
-    head = f"{random.choice(['POST'] * 5 + ['GET', 'DELETE', 'X' * 50])} {path} HTTP/1.1\r\nhost: localhost\r\n"
-    whole = f"{head}content-type: application/json\r\ncontent-length: {length}\r\n\r\n".encode() + sent
-    return whole[: random.randrange(len(whole))] if random.random() < 0.2 else whole
-
-
-@pytest.mark.parametrize("count", [80, pytest.param(1000, marks=pytest.mark.long)])
-def test_hostile_requests_crash_nothing_and_leak_nothing(count: int, world: ThreadWorld, running: Served) -> None:
-    random = Random(7)
-    files = len([*Path("/proc/self/fd").iterdir()]) if Path("/proc/self/fd").exists() else 0
-    for _ in range(count):
-        with closing(raw(running)) as one, suppress(ConnectionError, TimeoutError):
-            one.settimeout(random.choice([0.02, 0.5]))
-            one.sendall(hostile(random))
-            if random.random() < 0.3:
-                one.shutdown(socket.SHUT_WR)
-            got = one.recv(1 << 16)
-            assert not got or re.match(rb"HTTP/1.1 [245]\d\d ", got), got
-            assert not got.startswith(b"HTTP/1.1 500"), got
-    until(lambda: not running.front.open and not world.engine.streams)
-    until(lambda: running.app._bodies.held == 0)  # the last clients may have only just gone
-    if files:
-        until(lambda: len([*Path("/proc/self/fd").iterdir()]) <= files + 2)
-    said = running.ask("/v1/chat/completions", chat("Hi", temperature=0))[1]
-    assert said["choices"][0]["message"]["content"] == expected("Hi", 20)
-
-
-# --- prompts that take long to encode ---
-
-
-class Gate:
-    """Holds prompts of many characters back where they are encoded."""
-
-    def __init__(self) -> None:
-        self.begun, self.open = threading.Semaphore(0), threading.Event()
-        self.prompts: list[str] = []
-
-    def encode(self, encoder: Any, fields: dict[str, Any], check: Any) -> Any:
-        self.prompts.append(fields["prompt"][:1])
-        if len(fields["prompt"]) > 1000:
-            self.begun.release()
-            assert self.open.wait(100)
-        return encode_text(encoder, fields, lambda text: None)
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    made = Gate()
-    monkeypatch.setattr(routes, "encode_text", made.encode)
-    yield made
-    made.open.set()
-
-
-def ask_long(running: Served, sign: str, into: list[int]) -> threading.Thread:
-    body = {"model": NAME, "prompt": sign * (1 << 17)}
-    thread = threading.Thread(target=lambda: into.append(running.ask("/v1/completions", body)[0]))
-    thread.start()
-    return thread
-
-
-def test_a_short_prompt_waits_for_no_long_one(gate: Gate) -> None:
-    codes: list[int] = []
-    with served(ThreadWorld(), max_requests=3) as one:
-        threads = [ask_long(one, sign, codes) for sign in "ab"]
-        assert gate.begun.acquire(timeout=100)
-        until(lambda: one.front.coming == 2)
-        assert one.ask("/v1/completions", {"model": NAME, "prompt": "Go on"})[0] == 200
-        assert one.app._bodies.held > 2 << 17
-        code, said = one.ask("/v1/completions", {"model": NAME, "prompt": "Go on", "n": 2})
-        assert (code, said["error"]["message"]) == (429, "2 requests run or wait, of 3. Ask again.")
-        gate.open.set()
-        for thread in threads:
-            thread.join()
-        assert codes == [400, 400]
-        assert one.app._bodies.held == one.front.coming == 0
-
-
-def test_a_prompt_is_not_encoded_for_a_client_that_has_gone(gate: Gate) -> None:
-    codes: list[int] = []
-    with served(ThreadWorld()) as one:
-        thread = ask_long(one, "a", codes)
-        assert gate.begun.acquire(timeout=100)
-        with closing(raw(one)) as gone:
-            gone.sendall(posted({"model": NAME, "prompt": "b" * (1 << 17)}, "completions"))
-            until(lambda: one.front.coming == 2)
-        until(lambda: one.front.coming == 1)
-        gate.open.set()
-        thread.join()
-        assert one.ask("/v1/completions", {"model": NAME, "prompt": "c"})[0] == 200
-        assert gate.prompts == ["a", "c"]
-
-
-def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(
-    running: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("attnmesh.serve.chat._token_ids", None)
-    longest = 5 * (LONGEST - 1)  # the longest token, "<end>", has five characters
-    for path, sent in (("chat/completions", chat("x" * longest)), ("completions", {"prompt": "x" * (longest + 1)})):
-        code, said = running.ask(f"/v1/{path}", {"model": NAME, **sent})
-        assert (code, said["error"]["code"]) == (400, "context_length_exceeded")
-        assert "characters, of which a token has at most 5, and" in said["error"]["message"]
-    assert running.ask("/v1/completions", {"model": NAME, "prompt": "x" * longest})[0] == 500  # it went on

@@ -21,7 +21,7 @@ from attnmesh.serve.metrics import Metrics
 from attnmesh.serve.routes import App
 from attnmesh.serve.server import listen, run
 from attnmesh.serve.supervisor import RankWorld, Supervisor
-from tests.support.fake_engine import byte_tokenizer, fake_rank
+from tests.support.fake_engine import answer, byte_tokenizer, fake_rank
 
 NAME, OTHER_NAME = "fake", "org/fake"
 PATIENCE = 300
@@ -86,8 +86,8 @@ class Served:
         names = {name.replace("_", "-"): value for name, value in headers.items()}
         request = Request(self.url + path, data, {"content-type": "application/json", **names})
         try:
-            with urlopen(request, timeout=PATIENCE) as answer:
-                status, text = answer.status, answer.read()
+            with urlopen(request, timeout=PATIENCE) as response:
+                status, text = response.status, response.read()
         except HTTPError as error:
             status, text = error.code, error.read()
             error.close()
@@ -144,6 +144,29 @@ def until(fits: Callable[[], Any], seconds: float = 200) -> None:
 def chat(content: Any = "Hi", **fields: Any) -> dict[str, Any]:
     """Return the body of a chat."""
     return {"model": NAME, "messages": [{"role": "user", "content": content}], "max_tokens": 20, **fields}
+
+
+def talk(client: Any, content: str, **fields: Any) -> Any:
+    """Return the answer to a chat of OpenAI's client."""
+    return client.chat.completions.create(model=NAME, messages=[{"role": "user", "content": content}], **fields)
+
+
+def expected(content: str, count: int, **options: Any) -> str:
+    """Return the text of an answer to a chat, of so many tokens."""
+    ids = byte_tokenizer()(f"<user>{content}<assistant>")["input_ids"]
+    return answer(ids, {"temperature": 0, **options}, count)
+
+
+def raw(running: Served) -> socket.socket:
+    """Return a connection to the server."""
+    return socket.create_connection(("127.0.0.1", running.port), timeout=30)
+
+
+def posted(body: dict[str, Any], path: str = "chat/completions") -> bytes:
+    """Return the bytes of a request."""
+    data = json.dumps(body).encode()
+    head = f"POST /v1/{path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(data)}\r\n\r\n".encode() + data
 
 
 class FakeRanks:
