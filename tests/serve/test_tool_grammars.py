@@ -1,0 +1,213 @@
+"""Calls that must be, strict tools, and thoughts: answers are as each family writes them, and readers read them so."""
+
+import json
+import re
+from random import Random
+from typing import Any
+
+import pytest
+
+from attnmesh.errors import GrammarError
+from attnmesh.hf.serving.grammar_masks import Grammar, GrammarTokens
+from attnmesh.serve.answer_parts import find_formats
+from attnmesh.serve.grammars import CHANNELS
+from attnmesh.serve.refused import Refused
+from attnmesh.serve.tool_formats import FORMATS, ContentText, ToolCall
+from attnmesh.serve.tool_grammars import SHAPES
+from tests.support.fake_engine import byte_tokenizer
+from tests.support.grammars import END, WEATHER, allowed, grammar_of, grammars_of, ids_of, is_valid, tool, walk
+from tests.support.tool_calls import PAIRED, parts_of, tokenizer_of
+
+
+def calls_of(tokenizer: Any, text: str) -> tuple[list[ToolCall], str]:
+    split = find_formats(tokenizer).parts([tool(), tool("weather.2")], "")
+    assert split is not None
+    parts = parts_of(tokenizer, split(), tokenizer(text)["input_ids"])
+    calls = [part for part in parts if isinstance(part, ToolCall)]
+    return calls, "".join(part.text for part in parts if isinstance(part, ContentText))
+
+
+KINDS = [(name, number, special) for name in SHAPES for number in range(len(SHAPES[name])) for special in (False, True)]
+
+
+@pytest.mark.parametrize(("name", "number", "special"), KINDS)
+def test_calls_are_forced_as_each_family_writes_them(name: str, number: int, special: bool) -> None:
+    tokenizer, draw = tokenizer_of(name, number, special=special), Random(7)
+    both, named = [tool(), tool("weather.2")], {"type": "function", "function": {"name": "weather.2"}}
+    with grammars_of(tokenizer) as (made, tokens):
+        for choice in ("required", named):
+            text = walk(tokens, grammar_of(made, tools=both, tool_choice=choice), tokenizer, draw)
+            calls, content = calls_of(tokenizer, text)
+            assert calls, text
+            assert content == "", text
+            assert len(calls) == 1 or choice == "required"
+            for call in calls:
+                assert call.name in (("weather", "weather.2") if choice == "required" else ("weather.2",)), text
+                assert is_valid(call.arguments, WEATHER | {"additionalProperties": False})
+        auto = grammar_of(made, tools=[tool(strict=True), tool("weather.2")])
+        bad = text.replace("weather.2", "weather.3")
+        before = "" if name in ("harmony", "llama") else "Hm <"
+        tokens.begin(auto, [], tokenizer(before + text)["input_ids"])
+        with pytest.raises(GrammarError, match="an answer that follows it"):
+            tokens.begin(auto, [], tokenizer(before + bad)["input_ids"])
+        said = "<|channel|>final<|message|>Hm." if name == "harmony" else "Hm."
+        tokens.begin(auto, [], tokenizer(said)["input_ids"])
+
+
+def test_each_format_has_a_shape_or_is_refused_by_name() -> None:
+    assert FORMATS.keys() - SHAPES.keys() == {"gemma", "function_gemma"}
+    tokenizer = byte_tokenizer("{{ messages }}{{ tools }}<|tool_call>call:")
+    with grammars_of(tokenizer) as (made, _), pytest.raises(Refused, match="written as gemma") as raised:
+        grammar_of(made, tools=[tool()], tool_choice="required")
+    assert raised.value.param == "tool_choice"
+
+
+def test_texts_without_quotes_may_be_any() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"anyOf": [{"type": "string"}]}}}
+    tokenizer = tokenizer_of("qwen_coder", special=True)
+    with grammars_of(tokenizer) as (made, tokens):
+        grammar = grammar_of(made, tools=[tool(parameters=schema)], tool_choice="required")
+        text = '<tool_call>\n<function=weather>\n<parameter=a>\n</b> "é"\n\n</parameter>\n'
+        text += '<parameter=b>\n"x"\n</parameter>\n</function>\n</tool_call>'
+        state = tokens.begin(grammar, [END], tokenizer(text)["input_ids"])
+        assert END in state.mask().allowed.nonzero()
+        for kind, field in (("pattern", "properties.a.pattern"), ("maxLength", "properties.a.maxLength")):
+            bad = {"type": "object", "properties": {"a": {"type": "string", kind: {"pattern": "x"}.get(kind, 3)}}}
+            with pytest.raises(Refused, match="without quotes") as raised:
+                grammar_of(made, tools=[tool(parameters=bad)], tool_choice="required")
+            assert raised.value.param == f"tools[0].function.parameters.{field}"
+
+
+def fits(tokens: GrammarTokens, grammar: Grammar, tokenizer: Any, text: str) -> bool:
+    """Return whether an answer may be a text."""
+    try:
+        state = tokens.begin(grammar, [END], tokenizer(text)["input_ids"])
+        return bool(state.mask().allowed[END])
+    except GrammarError:
+        return False
+
+
+@pytest.mark.parametrize("name", PAIRED)
+@pytest.mark.parametrize("special", [False, True])
+def test_texts_without_quotes_end_where_readers_end_them(name: str, special: bool) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+    tokenizer, shape = tokenizer_of(name, special=special), SHAPES[name][0]
+    mark = shape.pair.split("$value")[1].strip("\n")
+    with grammars_of(tokenizer) as (made, tokens):
+        grammar = grammar_of(made, tools=[tool(parameters=schema)], tool_choice="required")
+        assert fits(tokens, grammar, tokenizer, PAIRED[name].replace("$value", "x <y"))
+        assert not fits(tokens, grammar, tokenizer, PAIRED[name].replace("$value", f"x{mark}y"))
+        asked = schema | {"properties": {"a": {"type": "string", "enum": [f"x{mark}y"]}}}
+        with pytest.raises(Refused, match="enum: expected texts"):
+            grammar_of(made, tools=[tool(parameters=asked)], tool_choice="required")
+
+
+@pytest.mark.parametrize("name", PAIRED)
+def test_texts_may_be_null_where_the_schema_takes_it(name: str) -> None:
+    tokenizer = tokenizer_of(name, special=True)
+    either = [{"type": ["string", "null"]}, {"anyOf": [{"type": "string", "title": "A"}, {"type": "null"}]}]
+    chosen: list[dict[str, Any]] = [{"type": ["string", "null"], "enum": ["x", None]}]
+    text, bare = PAIRED[name], PAIRED[name].replace('string="true"', 'string="false"')
+    with grammars_of(tokenizer) as (made, tokens):
+        for schema in either + chosen:
+            tools = [tool(parameters={"type": "object", "properties": {"a": schema}, "required": ["a"]})]
+            grammar = grammar_of(made, tools=tools, tool_choice="required")
+            assert fits(tokens, grammar, tokenizer, text.replace("$value", "x"))
+            assert fits(tokens, grammar, tokenizer, text.replace("$value", "y")) == (schema in either)
+            null = bare.replace("$value", "null")
+            assert fits(tokens, grammar, tokenizer, null)
+            split = find_formats(tokenizer).parts(tools, "")
+            assert split is not None
+            (call,) = parts_of(tokenizer, split(), tokenizer(null)["input_ids"])
+            assert isinstance(call, ToolCall)
+            assert json.loads(call.arguments) == {"a": None}
+        for bad in ({"type": ["string", "null"], "enum": ["null"]}, {"type": "string", "enum": ["x", None]}):
+            with pytest.raises(Refused, match="enum: expected texts"):
+                grammar_of(made, tools=[tool(parameters={"properties": {"a": bad}})], tool_choice="required")
+
+
+@pytest.mark.parametrize("name", ["glm", "qwen_coder"])
+@pytest.mark.parametrize("special", [False, True])
+def test_content_in_a_format_may_quote_a_call(name: str, special: bool) -> None:
+    tokenizer = tokenizer_of(name, special=special)
+    call = PAIRED[name].replace("<parameter=a>\n$value\n</parameter>\n", "").replace("\n", "")
+    content = json.dumps({"a": call})
+    with grammars_of(tokenizer) as (made, tokens):
+        grammar = grammar_of(made, tools=[tool()], response_format={"type": "json_object"})
+        state = tokens.begin(grammar, [END], ids_of(content))
+        assert END in state.mask().allowed.nonzero()
+    split = find_formats(tokenizer).parts([tool()], "", either=True)
+    assert split is not None
+    found = parts_of(tokenizer, split(), ids_of(content))
+    assert "".join(one.text for one in found if isinstance(one, ContentText)) == content
+
+
+def test_formats_whose_calls_look_like_content_are_refused_beside_it() -> None:
+    tokenizer, asked = tokenizer_of("llama", special=True), {"response_format": {"type": "json_object"}}
+    with grammars_of(tokenizer) as (made, tokens):
+        for tools in ([tool()], [tool(strict=True)]):
+            with pytest.raises(Refused, match=r"response_format: expected none beside tools.*tool_choice") as raised:
+                grammar_of(made, tools=tools, **asked)
+            assert raised.value.param == "response_format"
+        for choice in ("none", "required"):
+            grammar = grammar_of(made, tools=[tool()], tool_choice=choice, **asked)
+            assert fits(tokens, grammar, tokenizer, '{"name": "Ann"}') == (choice == "none")
+
+
+NOT_IN_PAIRS: dict[str, dict[str, Any]] = {
+    "required": {"properties": {"a": {}}, "required": ["b"]},
+    "minProperties": {"properties": {"a": {}}, "required": ["a"], "minProperties": 1},
+    "properties": {"additionalProperties": {"type": "integer"}},
+    "anyOf": {"properties": {}, "anyOf": [{"required": ["a"]}]},
+    "properties.a>b": {"properties": {"a>b": {}}},
+    'properties.a"b': {"properties": {'a"b': {"type": "string"}}},
+    "properties. a": {"properties": {" a": {"type": "string"}}},
+    "properties.[TOOL_CALLS]": {"properties": {"[TOOL_CALLS]": {}}},
+}
+
+
+@pytest.mark.parametrize("name", ["qwen_coder", "glm"])
+def test_what_pairs_cannot_say_is_refused_by_name(name: str) -> None:
+    tokenizer = tokenizer_of(name, special=True)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]})
+    with grammars_of(tokenizer) as (made, _):
+        for keyword, schema in NOT_IN_PAIRS.items():
+            with pytest.raises(Refused, match=re.escape(f"parameters.{keyword}: expected ")):
+                grammar_of(made, tools=[tool(parameters=schema)], tool_choice="required")
+        never = {"properties": {"a": False, "b": {"type": "integer"}}, "required": ["b"]}
+        assert '"not"' not in grammar_of(made, tools=[tool(parameters=never)], tool_choice="required").text
+
+
+THOUGHTS = [("<|assistant|>", False, True), ("<think>\n", True, False), ("<think>\n\n</think>\n\n", False, False)]
+
+
+@pytest.mark.parametrize(("end", "is_thinking", "may_think"), THOUGHTS)
+def test_thoughts_are_free(end: str, is_thinking: bool, may_think: bool) -> None:
+    tokenizer = byte_tokenizer("{{ messages }}<think></think>")
+    with grammars_of(tokenizer) as (made, tokens):
+        grammar = grammar_of(made, end, response_format={"type": "json_object"})
+        assert (grammar.is_thinking, bool(grammar.thought_begin)) == (is_thinking, may_think)
+        first = allowed(tokens.begin(grammar, [END]))
+        assert ("{" in first, "<" in first, "END" in first) == (True, is_thinking or may_think, False)
+        thought = "" if is_thinking else "<think>"
+        if is_thinking or may_think:
+            state = tokens.begin(grammar, [END], ids_of(f"{thought}Hm {{</think>\n\n"))
+            assert allowed(state) == {"{"}
+
+
+def test_harmony_thinks_in_a_channel_of_its_own() -> None:
+    tokenizer = tokenizer_of("harmony", special=True)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|start|>", "<|end|>"]})
+    thought = f"{CHANNELS.begin}Hm{CHANNELS.end}"
+    with grammars_of(tokenizer) as (made, tokens):
+        asked = {"tools": [tool()], "response_format": {"type": "json_object"}}
+        for before in ("", thought):
+            grammar = grammar_of(made, CHANNELS.end, **asked)
+            for answer in ('<|channel|>final<|message|>{"a": 1}', f"<|channel|>{calls_head('weather')}"):
+                tokens.begin(grammar, [END], tokenizer(before + answer)["input_ids"])
+            with pytest.raises(GrammarError):
+                tokens.begin(grammar, [END], tokenizer(before + "<|channel|>final<|message|>Hm")["input_ids"])
+
+
+def calls_head(name: str) -> str:
+    return f'commentary to=functions.{name} <|constrain|>json<|message|>{{"city": "'
