@@ -18,18 +18,18 @@ from attnmesh.comm.topology import whole_mailboxes
 from attnmesh.comm.transport import transport_of
 from attnmesh.errors import InputError
 from attnmesh.guard.agreement import Agreement
-from attnmesh.kernels.native.build import library
 from attnmesh.mesh.axes import Axis, mesh_of
 from attnmesh.mesh.merges import MERGES
 from attnmesh.mesh.shapes import Shape
 from attnmesh.runtime.counters import counted
 from tests.support import worlds
+from tests.support.needs import needs_library
 from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import some
 from tests.support.tolerances import FLOAT32_SUMS
 from tests.support.worlds import START_TIMEOUT, Job, Ranks
 
-pytestmark = pytest.mark.skipif(library().reason is not None, reason="there is no native library")
+pytestmark = needs_library
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

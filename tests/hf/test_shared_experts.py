@@ -13,12 +13,12 @@ import attnmesh as am
 import attnmesh.hf as hf
 from attnmesh.hf import shared_experts
 from attnmesh.hf.shared_experts import SharedExperts
-from attnmesh.kernels.native.build import library
 from attnmesh.mesh.axes import Axis
 from tests.support.models.tiny_models import Case, build
+from tests.support.needs import needs_library
 from tests.support.pool import Pool, on_each_rank
 
-pytestmark = pytest.mark.skipif(library().reason is not None, reason="there is no native library")
+pytestmark = needs_library
 
 FAMILIES = ("mixtral", "gpt_oss", "deepseek_v3", "qwen3_next", "jamba")
 """Plain experts, transposed ones with biases, groups of experts beside a shared one, and recurrent layers."""

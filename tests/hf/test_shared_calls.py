@@ -1,0 +1,155 @@
+"""Shared layers where ranks differ: another thread, inference mode, or no memory on one of them."""
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import attnmesh as am
+import attnmesh.hf as hf
+from attnmesh import errors
+from attnmesh.comm.host_linear import HostLinear
+from attnmesh.kernels.native.abi import NO_MEMORY
+from tests.support.families import prompt
+from tests.support.needs import needs_library
+from tests.support.pool import Pool, on_each_rank
+from tests.support.shared_weights import counted_calls, load, mesh_of, saved_stock
+
+pytestmark = needs_library
+SECONDS_TO_NAME = 2.0
+"""Seconds of a call in which another rank fails: ranks that wait look twice, half a second apart."""
+
+
+@on_each_rank
+def of_one_in_inference_mode(folder: str) -> tuple[list[list[int]], list[int]]:
+    mesh = am.init_mesh((1, 2, 2))
+    with counted_calls() as calls, torch.inference_mode(dist.get_rank() == 0):
+        model = hf.share_weights(load(folder), mesh)
+        tokens = hf.generate(model, prompt(30), mesh=mesh, max_new_tokens=4, do_sample=False)
+    return tokens.tolist(), calls
+
+
+def test_inference_mode_of_one_rank_changes_nothing(pool: Pool, tmp_path: Path) -> None:
+    expected = saved_stock(tmp_path, 30, 4)
+    (tokens, calls), *others = pool.run(4, of_one_in_inference_mode, str(tmp_path))
+    assert tokens == expected
+    assert calls
+    assert others == [(tokens, calls)] * 3
+
+
+@on_each_rank
+def beside_a_thread(folder: str) -> list[list[int]]:
+    """Tokens of ranks of which one calls the model in another thread, without a cache, within each step."""
+    mesh = mesh_of(2)
+    with counted_calls():
+        model = hf.share_weights(load(folder), mesh)
+        expected = torch.equal(model(prompt(2)).logits, load(folder)(prompt(2)).logits)
+        layer, alike = model.model.layers[0].mlp, [expected]
+
+        def call() -> None:
+            with torch.no_grad():
+                alike.append(torch.equal(model(prompt(2)).logits, load(folder)(prompt(2)).logits))
+
+        def hook(_: Any, args: Any) -> None:
+            if main == threading.get_ident() and args[0].shape[1] == 1 and dist.get_rank():
+                thread = threading.Thread(target=call)
+                thread.start()
+                thread.join()
+
+        main = threading.get_ident()
+        layer.register_forward_pre_hook(hook)
+        tokens = hf.generate(model, prompt(30), mesh=mesh, max_new_tokens=3, do_sample=False)
+    assert all(alike)
+    return tokens.tolist()
+
+
+def test_another_thread_computes_alone(pool: Pool, tmp_path: Path) -> None:
+    expected = saved_stock(tmp_path, 30, 3)
+    assert pool.run(2, beside_a_thread, str(tmp_path)) == [expected] * 2
+
+
+@on_each_rank
+def beside_a_thread_with_a_cache(folder: str) -> tuple[list[list[int]], set[str]]:
+    """Tokens of a rank, and what a thread is told that calls the model with a cache on the mesh within each step."""
+    mesh, told, main = mesh_of(2), set[str](), threading.get_ident()
+    with counted_calls():
+        model = hf.share_weights(load(folder), mesh)
+        cache = hf.ShardedCache(model.config, mesh)
+
+        def call() -> None:
+            try:
+                with torch.no_grad():
+                    model(prompt(1), past_key_values=cache)
+            except errors.InputError as error:
+                told.add(f"{type(error).__name__}: {error}")
+
+        def hook(_: Any, args: Any) -> None:
+            if main == threading.get_ident() and args[0].shape[1] == 1:
+                thread = threading.Thread(target=call)
+                thread.start()
+                thread.join()
+
+        model.model.layers[0].mlp.register_forward_pre_hook(hook)
+        tokens = hf.generate(model, prompt(30), mesh=mesh, max_new_tokens=3, do_sample=False)
+        alone = threading.Thread(target=call)  # which shares the next step
+        alone.start()
+        alone.join()
+    assert cache.get_seq_length() == 1
+    return tokens.tolist(), told
+
+
+def test_a_second_thread_with_a_cache_is_refused(pool: Pool, tmp_path: Path) -> None:
+    expected = saved_stock(tmp_path, 30, 3)
+    for tokens, told in pool.run(2, beside_a_thread_with_a_cache, str(tmp_path)):
+        assert tokens == expected
+        assert len(told) == 1
+        assert told.pop().startswith("MeshError: share_weights: expected steps of one thread at a time")
+
+
+@on_each_rank
+def without_memory(folder: str, where: str) -> tuple[str, float, list[list[int]]]:
+    """What a rank is told when the last one gets no memory in a shared layer, the seconds to it, and later tokens."""
+    mesh, run, left = mesh_of(dist.get_world_size()), HostLinear.run, [5]
+
+    def fail(call: HostLinear, x: Tensor) -> Any:
+        left[0] -= 1
+        if left[0] == 0 and where == "native":
+            call.function = lambda *_: NO_MEMORY
+        if left[0] == 0 and where == "PyTorch":
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return run(call, x)
+
+    said, began = "nothing", 0.0
+    with counted_calls():
+        model = hf.share_weights(load(folder), mesh)
+        hf.generate(model, prompt(30), mesh=mesh, max_new_tokens=2, do_sample=False)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            HostLinear.run = fail  # type: ignore[method-assign]
+        began = time.monotonic()
+        try:
+            hf.generate(model, prompt(30), mesh=mesh, max_new_tokens=3, do_sample=False)
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+        seconds = time.monotonic() - began
+        HostLinear.run = run  # type: ignore[method-assign]
+        tokens = hf.generate(model, prompt(30), mesh=mesh, max_new_tokens=3, do_sample=False)
+    return said, seconds, tokens.tolist()
+
+
+@pytest.mark.parametrize(("ranks", "where"), [(2, "native"), (3, "PyTorch")])
+def test_a_rank_without_memory_is_named_by_all(ranks: int, where: str, pool: Pool, tmp_path: Path) -> None:
+    expected = saved_stock(tmp_path, 30, 3)
+    own = {"native": "MemoryError: ", "PyTorch": "RuntimeError: DefaultCPUAllocator"}[where]
+    *others, (last, _, _) = found = pool.run(ranks, without_memory, str(tmp_path), where)
+    assert last.startswith(own)
+    assert len({said for said, _, _ in others}) == 1
+    assert others[0][0].startswith("UnforeseenError: a layer of shared weights: expected what each rank can do, given")
+    assert own.partition(":")[0] in others[0][0]
+    for _, seconds, tokens in found:
+        assert seconds < SECONDS_TO_NAME
+        assert tokens == expected
