@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,29 +43,40 @@ def test_inference_mode_of_one_rank_changes_nothing(pool: Pool, tmp_path: Path) 
     assert others == [(tokens, calls)] * 3
 
 
+def run_in_thread(call: Callable[[], None]) -> None:
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+
+
+def call_within_each_step(model: Any, call: Callable[[], None]) -> None:
+    """Call in another thread while this one is within a step of the model."""
+    main = threading.get_ident()
+
+    def hook(_: Any, args: Any) -> None:
+        if main == threading.get_ident() and args[0].shape[1] == 1:
+            run_in_thread(call)
+
+    model.model.layers[0].mlp.register_forward_pre_hook(hook)
+
+
 @on_each_rank
 def beside_a_thread(folder: str) -> list[list[int]]:
     """Tokens of ranks of which one calls the model in another thread, without a cache, within each step."""
-    mesh = mesh_of(2)
+    mesh, alike = mesh_of(2), list[bool]()
     with counted_calls():
         model = hf.share_weights(load(folder), mesh)
-        expected = torch.equal(model(prompt(2)).logits, load(folder)(prompt(2)).logits)
-        layer, alike = model.model.layers[0].mlp, [expected]
 
         def call() -> None:
             with torch.no_grad():
                 alike.append(torch.equal(model(prompt(2)).logits, load(folder)(prompt(2)).logits))
 
-        def hook(_: Any, args: Any) -> None:
-            if main == threading.get_ident() and args[0].shape[1] == 1 and dist.get_rank():
-                thread = threading.Thread(target=call)
-                thread.start()
-                thread.join()
-
-        main = threading.get_ident()
-        layer.register_forward_pre_hook(hook)
+        call()
+        if dist.get_rank():
+            call_within_each_step(model, call)
         tokens = hf.generate(model, prompt(30), mesh=mesh, max_new_tokens=3, do_sample=False)
     assert all(alike)
+    assert len(alike) > dist.get_rank()
     return tokens.tolist()
 
 
@@ -76,7 +88,7 @@ def test_another_thread_computes_alone(pool: Pool, tmp_path: Path) -> None:
 @on_each_rank
 def beside_a_thread_with_a_cache(folder: str) -> tuple[list[list[int]], set[str]]:
     """Tokens of a rank, and what a thread is told that calls the model with a cache on the mesh within each step."""
-    mesh, told, main = mesh_of(2), set[str](), threading.get_ident()
+    mesh, told = mesh_of(2), set[str]()
     with counted_calls():
         model = hf.share_weights(load(folder), mesh)
         cache = hf.ShardedCache(model.config, mesh)
@@ -88,17 +100,9 @@ def beside_a_thread_with_a_cache(folder: str) -> tuple[list[list[int]], set[str]
             except errors.InputError as error:
                 told.add(f"{type(error).__name__}: {error}")
 
-        def hook(_: Any, args: Any) -> None:
-            if main == threading.get_ident() and args[0].shape[1] == 1:
-                thread = threading.Thread(target=call)
-                thread.start()
-                thread.join()
-
-        model.model.layers[0].mlp.register_forward_pre_hook(hook)
+        call_within_each_step(model, call)
         tokens = hf.generate(model, prompt(30), mesh=mesh, max_new_tokens=3, do_sample=False)
-        alone = threading.Thread(target=call)  # which shares the next step
-        alone.start()
-        alone.join()
+        run_in_thread(call)  # which shares the next step
     assert cache.get_seq_length() == 1
     return tokens.tolist(), told
 

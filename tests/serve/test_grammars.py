@@ -105,37 +105,33 @@ RECURSIVE = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, 
 
 WIDE = {"type": "object", "properties": {f"p{i}": {} for i in range(MAX_PROPERTIES + 1)}}
 
+NOT = {"type": "object", "not": {}}
+OTHER_TOOL = {"type": "function", "function": {"name": "g"}}
+
+BAD_SCHEMAS: dict[str, tuple[Any, str]] = {
+    "recursion without end": (RECURSIVE, ""),
+    "itself": ({"$ref": "#"}, ""),
+    "nothing fits": ({"type": "integer", "minimum": 3, "maximum": 1}, ""),
+    "wide": (WIDE, ""),
+    "long": ({"enum": ["x" * 200_000]}, ""),
+    "look-around": ({"pattern": "(?=x)y"}, ""),
+    "a pattern that is none": ({"type": "string", "pattern": "("}, ""),
+    "another place": ({"$ref": "http://x/y"}, ".$ref"),
+    "no type": ({"type": "text"}, ".type"),
+}
+"""Schemas of contents, and the keyword that is named."""
+
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "kind": ({"response_format": {"type": "xml"}}, "response_format"),
     "no schema": ({"response_format": {"type": "json_schema", "json_schema": {"name": "f"}}}, "response_format"),
-    "recursion without end": ({"response_format": json_schema(RECURSIVE)}, "response_format.json_schema.schema"),
-    "itself": ({"response_format": json_schema({"$ref": "#"})}, "response_format.json_schema.schema"),
-    "nothing fits": (
-        {"response_format": json_schema({"type": "integer", "minimum": 3, "maximum": 1})},
-        "response_format.json_schema.schema",
-    ),
-    "wide": ({"response_format": json_schema(WIDE)}, "response_format.json_schema.schema"),
-    "long": ({"response_format": json_schema({"enum": ["x" * 200_000]})}, "response_format.json_schema.schema"),
-    "look-around": ({"response_format": json_schema({"pattern": "(?=x)y"})}, "response_format.json_schema.schema"),
-    "a pattern that is none": (
-        {"response_format": json_schema({"type": "string", "pattern": "("})},
-        "response_format.json_schema.schema",
-    ),
-    "another place": (
-        {"response_format": json_schema({"$ref": "http://x/y"})},
-        "response_format.json_schema.schema.$ref",
-    ),
-    "no type": ({"response_format": json_schema({"type": "text"})}, "response_format.json_schema.schema.type"),
+    **{
+        name: ({"response_format": json_schema(schema)}, f"response_format.json_schema.schema{keyword}")
+        for name, (schema, keyword) in BAD_SCHEMAS.items()
+    },
     "strict is a text": ({"tools": [tool(strict="yes")]}, "tools[0].function.strict"),
-    "strict and not served": (
-        {"tools": [tool(strict=True, parameters={"type": "object", "not": {}})]},
-        "tools[0].function.parameters",
-    ),
+    "strict and not served": ({"tools": [tool(strict=True, parameters=NOT)]}, "tools[0].function.parameters"),
     "no tools": ({"tool_choice": "required"}, "tool_choice"),
-    "no such tool": (
-        {"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "g"}}},
-        "tool_choice",
-    ),
+    "no such tool": ({"tools": [tool()], "tool_choice": OTHER_TOOL}, "tool_choice"),
     "choice": ({"tools": [tool()], "tool_choice": "any"}, "tool_choice"),
 }
 

@@ -3,9 +3,11 @@
 import os
 import resource
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -20,29 +22,51 @@ from tests.support.pool import Pool, on_each_rank
 from tests.support.saves import cache_of, decoded, hold_first_save, is_save_of, only_save_in, save_until_killed
 
 
-@on_each_rank
-def save_with_one_full_disk(path: Path) -> list[str]:
-    """Fill the disk of rank 1. Return the rank's error, and "True" if it still loads the previous save."""
-    first, second = cache_of(20, 2), cache_of(20_000, 2)
-    first.save(path)
+def files_in(path: Path) -> set[str]:
+    """Return the names of all files and folders."""
+    return {str(file.relative_to(path)) for file in path.rglob("*")}
+
+
+@contextmanager
+def full_disk(files: int) -> Iterator[None]:
+    """Let no file of this rank be longer than 64 kB, once so many are written."""
+    write, count = tensor_file.write_tensors, iter(range(files))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if dist.get_rank() == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+
+    def write_some(*arguments: Any) -> None:
+        if next(count, None) is None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+        write(*arguments)
+
     try:
-        second.save(path)
-        message = "no error"
-    except StoreError as error:
-        message = str(error)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    same = torch.equal(decoded(am.KVCache.load(path, first.device_mesh)), decoded(first))
-    return [message, str(same)]
+        with patch.object(tensor_file, "write_tensors", write_some):
+            yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_full_disk_of_one_rank_raises_on_all(pool: Pool, tmp_path: Path) -> None:
-    one, other = pool.run(2, save_with_one_full_disk, tmp_path)
+@on_each_rank
+def save_with_one_full_disk(path: Path, files: int) -> tuple[str, bool, bool]:
+    """Fill the disk of rank 1. Return the error, whether its files are gone, and whether the previous save loads."""
+    first, second, message = cache_of(20, 2), cache_of(20_000, 2), "no error"
+    first.save(path)
+    before = files_in(path)
+    with full_disk(files) if dist.get_rank() else nullcontext():
+        try:
+            second.save(path)
+        except StoreError as error:
+            message = str(error)
+    dist.barrier()
+    loaded = am.KVCache.load(path, first.device_mesh)
+    return message, files_in(path) == before, torch.equal(decoded(loaded), decoded(first))
+
+
+@pytest.mark.parametrize("files", [0, 1])
+def test_full_disk_of_one_rank_raises_on_all_and_leaves_nothing(pool: Pool, tmp_path: Path, files: int) -> None:
+    one, other = pool.run(2, save_with_one_full_disk, tmp_path, files)
     assert one == other
     assert "File too large" in one[0]
-    assert one[1] == "True"
+    assert one[1:] == (True, True)
 
 
 def test_interrupted_save_changes_nothing(tmp_path: Path) -> None:
@@ -57,11 +81,6 @@ def test_interrupted_save_changes_nothing(tmp_path: Path) -> None:
     small.save(tmp_path)
     assert is_save_of(tmp_path, small)
     assert sorted(path.name for path in tmp_path.iterdir()) == [only_save_in(tmp_path).name, "cache.json"]
-
-
-def files_in(path: Path) -> set[str]:
-    """Return the names of all files and folders."""
-    return {str(file.relative_to(path)) for file in path.rglob("*")}
 
 
 def fail_after(files: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,31 +110,6 @@ def test_a_save_that_fails_leaves_nothing(tmp_path: Path, files: int, monkeypatc
     monkeypatch.undo()
     large.save(tmp_path)
     assert is_save_of(tmp_path, large)
-
-
-@on_each_rank
-def fail_on_one_rank(path: Path) -> bool:
-    """Fill the disk of rank 1. Return whether all files of both are gone."""
-    cache, count = cache_of(5000, 2), iter(range(1))
-    write = tensor_file.write_tensors
-
-    def write_one(*arguments: Any) -> None:
-        if dist.get_rank() and next(count, None) is None:
-            raise OSError(28, "No space left on device")
-        write(*arguments)
-
-    tensor_file.write_tensors = write_one
-    try:
-        with pytest.raises(StoreError, match="No space left on device"):
-            cache.save(path)
-    finally:
-        tensor_file.write_tensors = write
-    dist.barrier()
-    return files_in(path) == set()
-
-
-def test_a_save_that_fails_on_one_rank_leaves_nothing_of_any(pool: Pool, tmp_path: Path) -> None:
-    assert pool.run(2, fail_on_one_rank, tmp_path) == [True] * 2
 
 
 def test_files_of_a_living_writer_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
