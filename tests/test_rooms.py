@@ -1,6 +1,7 @@
 """Each room imports only along these arrows, and no two files import each other."""
 
 import ast
+from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -48,3 +49,7 @@ def test_no_file_imports_from_a_file_of_tests() -> None:
     names = [(file, name) for file, n in froms for name in (*str(n.module).split("."), *(x.name for x in n.names))]
     assert any(name == "support" for _, name in names)
     assert not [(str(file), name) for file, name in names if name.startswith("test_")], "share it in tests/support"
+
+
+def test_each_file_of_tests_has_a_name_of_its_own() -> None:
+    assert max(Counter(file.stem for file in Path(__file__).parent.rglob("test_*.py")).values()) == 1
