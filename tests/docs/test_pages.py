@@ -37,6 +37,16 @@ def test_linked_files_and_pictures_are_tracked_by_git(name: str) -> None:
     assert not files - tracked()
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_tests_that_a_page_names_are_there(name: str) -> None:
+    files, text = [*(ROOT / "tests").rglob("test_*.py")], ""
+    for path, test in re.findall(r"`((?:\w+/)*test_\w+\.py)?(?:::(test_\w+))?`", page(name)):
+        if path:
+            (file,) = (file for file in files if file.as_posix().endswith(f"/{path}"))
+            text = file.read_text()
+        assert not test or f"def {test}(" in text, test
+
+
 # --- messages ---
 
 VALUE = "\0"
