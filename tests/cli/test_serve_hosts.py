@@ -162,8 +162,8 @@ def test_ranks_are_lost_with_rank_0(tmp_path: Path) -> None:
 
 def test_rank_0_alone_is_ended_for_torchrun_to_start_ranks_anew(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as rank:
-        ranks = TorchrunRanks(tmp_path, os.getpid(), 2)
-        replace(tmp_path / "rank", str(rank.pid))
+        ranks = TorchrunRanks(tmp_path, RunningProcess.of(), 2)
+        replace(tmp_path / "rank", str(RunningProcess.of(rank.pid)))  # as rank 0 does
         ranks.kill(again=True)
         assert rank.wait(60) == -signal.SIGKILL
         ranks.kill(again=True)  # it has ended: nothing happens
@@ -206,4 +206,5 @@ def test_a_process_of_a_number_that_is_used_again_is_another_one(tmp_path: Path)
         ranks.run("a socket")
     with mock.patch("os.kill") as kill:
         TorchrunRanks(tmp_path, taken, 2).kill()
+        ranks.kill(again=True)
     assert not kill.called

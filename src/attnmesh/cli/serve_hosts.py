@@ -72,7 +72,9 @@ class TorchrunRanks:
         """End torchrun, which ends the ranks; with `again` rank 0 alone, after which torchrun starts all of them."""
         with suppress(OSError):  # it has ended
             if again:
-                os.kill(int((self.folder / "rank").read_text()), SIGKILL)
+                rank = RunningProcess.parse((self.folder / "rank").read_text())
+                if rank.is_alive():
+                    os.kill(rank.pid, SIGKILL)
             elif self.agent.is_alive():
                 os.kill(self.agent.pid, SIGTERM)
 
