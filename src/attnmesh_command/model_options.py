@@ -2,6 +2,8 @@
 
 import re
 from dataclasses import dataclass
+from functools import cached_property
+from math import isfinite
 from pathlib import Path
 from typing import Annotated
 
@@ -159,8 +161,10 @@ class GenerateOptions:
         check_model(self.model, self.revision)
         for file in self.image or ():
             check_option(file.is_file(), "--image", "a file with an image", f"{str(file)!r}", "name another")
-        if str(self.prompt_file) != "-":  # standard input can be read once
-            read_prompt(self.prompt, self.prompt_file)
+        file = self.prompt_file
+        once = file is not None and (str(file) == "-" or (file.exists() and not file.is_file()))
+        if not once:  # as standard input, and what a shell has for <(command)
+            read_prompt(self.prompt, file)
         announce_model(self.model)
 
     def _check_sampling(self) -> None:
@@ -240,10 +244,16 @@ class ServeOptions:
             given, fix = f"--speculate {self.speculate}", "leave one of them out"
             check_option(self.speculate is None, "--draft", "no --speculate beside it", given, fix)
             check_model(draft_of(self.draft)[0], subject="--draft")
-        for name, size in (("--store-memory", self.store_memory), ("--store-disk", self.store_disk)):
+        sizes = {"--store-memory": self.store_memory, "--store-disk": self.store_disk}
+        for name, size in sizes.items():
             fits = self.store is not None or size is None
             fix = "name a folder, or leave this out"
             check_option(fits, name, "a --store beside it", size, fix)
+        for name, size in (sizes | {"--cache-memory": self.cache_memory}).items():
+            check_option(size is None or isfinite(size), name, "a number of GB", size, "write one, as 100")
+        for name in self.served_name or [self.model]:
+            fits = not any("\ud800" <= sign <= "\udfff" for sign in name)  # invalid bytes of a command line
+            check_option(fits, "--served-name", "text in UTF-8", repr(name[:60]), "name the model in other letters")
         check_model(self.model, self.revision)
         announce_model(self.model)
         print_note(f"importing PyTorch and transformers, to serve {self.model}")
@@ -252,13 +262,18 @@ class ServeOptions:
         """Return the keys of clients, or raise on one that no header can carry."""
         keys_by_option = {"--api-key": self.api_key or []}
         if self.api_key_file is not None:
-            keys_by_option["--api-key-file"] = lines_of(self.api_key_file)
+            keys_by_option["--api-key-file"] = self._keys_of_file
         for name, keys in keys_by_option.items():
             fits = all(key.isascii() and key.isprintable() and " " not in key and key for key in keys)
             fits = fits and bool(keys or name == "--api-key")
             fix = "take letters and digits"
             check_option(fits, name, "printable ASCII without spaces", "other characters, or none", fix)
         return tuple(key for keys in keys_by_option.values() for key in keys)
+
+    @cached_property
+    def _keys_of_file(self) -> list[str]:
+        """The lines of `--api-key-file`, which may be a pipe that can be read once."""
+        return lines_of(self.api_key_file or Path())
 
 
 def check_speculate(given: str | None) -> None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from attnmesh.cli.serve_command import holding
 from attnmesh.errors import ArgumentError
 from attnmesh_command import app, show_errors
 from attnmesh_command.messages import OptionError
-from attnmesh_command.model_options import GenerateOptions
+from attnmesh_command.model_options import GenerateOptions, ServeOptions
+from attnmesh_command.option_texts import read_prompt
 from tests.support.command import planned_serve
 from tests.support.fake_engine import SERVE, answer, byte_tokenizer, save_tiny
 from tests.support.served import until
@@ -286,6 +287,43 @@ def test_a_model_that_is_nowhere_here_is_said_before_the_hub_is_asked(capsys: py
     for name in ("gpt2", "Qwen/Qwen3-4B", "owner/smolm2"):
         GenerateOptions(model=name, prompt="a")
         assert capsys.readouterr().err == f"{name} is no folder or file here: asking the hub for it\n"
+
+
+def test_gigabytes_without_an_end_are_refused() -> None:
+    options: dict[str, Any] = {"model": "smollm2", "store": Path("prefixes")}
+    for name in ("cache_memory", "store_memory", "store_disk"):
+        with pytest.raises(OptionError, match=f"--{name.replace('_', '-')}: expected a number of GB, given inf"):
+            ServeOptions(**options, **{name: float("inf")})
+
+
+def test_names_that_no_response_can_have_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "model\udcff"
+    folder.mkdir()
+    for names in (None, ["small", "sm\udcff"]):
+        with pytest.raises(OptionError, match="--served-name: expected text in UTF-8"):
+            ServeOptions(model=str(folder) if names is None else "smollm2", served_name=names)
+    ServeOptions(model=str(folder), served_name=["small"])
+
+
+@contextmanager
+def piped(text: str) -> Iterator[Path]:
+    """Give the file that a shell has for `<(command)`, which can be read once."""
+    reading, writing = os.pipe()
+    os.write(writing, text.encode())
+    os.close(writing)
+    try:
+        yield Path(f"/dev/fd/{reading}")
+    finally:
+        os.close(reading)
+
+
+def test_what_can_be_read_once_is_read_once() -> None:
+    with piped("a long text") as file:
+        GenerateOptions(model="smollm2", prompt="Sum it up.", prompt_file=file)
+        assert read_prompt("Sum it up.", file) == "a long text\n\nSum it up."
+    with piped("secret\n") as file:
+        options = ServeOptions(model="smollm2", api_key_file=file)
+        assert options.api_keys() == options.api_keys() == ("secret",)
 
 
 def test_a_misspelt_packaged_model_is_refused_without_asking_the_hub() -> None:
