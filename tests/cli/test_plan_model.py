@@ -8,6 +8,7 @@ from transformers import DeepseekV3Config, DeepseekV4Config, Gemma3TextConfig, G
 from typer.testing import CliRunner
 
 from attnmesh_command import app, show_errors
+from tests.support.command import planned_serve
 from tests.support.planned import LLAMA_70B
 
 HOSTS = ("--cluster", "dgx-h100:2", "--length", "1M")
@@ -53,6 +54,12 @@ def test_rows_that_do_not_fit_have_no_times_and_one_is_typed(folder: Path) -> No
     )
     typed = " ".join(text.replace("\\\n", "").split())
     assert f"{command} --model {folder / 'llama'} --mesh {first} --kv int8 --prompt-file FILE" in typed
+
+
+def test_a_folder_with_a_space_is_one_word_of_the_command(folder: Path) -> None:
+    place = (folder / "llama").rename(folder / "my llama")
+    words = planned_serve(str(place), "dgx-h100:2")
+    assert words[words.index("--model") + 1] == str(place)
 
 
 @pytest.mark.parametrize("phase", ["--decode", "--prefill"])

@@ -1,5 +1,6 @@
 """The option `--model` of `attnmesh plan`: sizes from a configuration, and what a rank holds of weights and keys."""
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -185,7 +186,7 @@ def _launch_command(command: str, name: str, way: ServingPlan, cluster: Cluster)
         ranks = f"--nnodes {cluster.hosts} --nproc-per-node {cluster.ranks}"
         restarts = " --max-restarts 3" if command == "serve" else ""
         start = f"torchrun {ranks} --rdzv-backend c10d --rdzv-endpoint HEAD:29500{restarts} \\\n    -m attnmesh"
-    model = "MODEL" if name.endswith(".json") else name
+    model = "MODEL" if name.endswith(".json") else shlex.quote(name)
     mesh = f" --mesh {_mesh(way)}" if way.ranks > 1 else ""
     shares = "" if way.plan.shares is None else f" --shares {','.join(map(str, way.plan.shares))}"
     return f"{start} {command} --model {model}{mesh}{shares}{kv}"
