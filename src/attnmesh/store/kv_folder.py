@@ -118,7 +118,8 @@ class KeyFolder:
             require(not files, StoreError, self.subject, "an empty folder", f"{files[:3]} in {self.path}", fix)
             return Manifest((), False, False, 0, heads, ranks, 1, "", name, growing=True)
         manifest = read_manifest(self.path)
-        fix = "load it with KVCache.load, or append to a new folder"
+        fix = "load it with KVCache.load" if self.subject == SUBJECT else "take as many ranks, restore it into memory"
+        fix += ", or append to a new folder"
         expected = f"a folder of {heads} x {ranks} ranks (heads x tokens)"
         given = f"{manifest.heads} x {manifest.ranks}"
         require((manifest.heads, manifest.ranks) == (heads, ranks), StoreError, self.subject, expected, given, fix)

@@ -1,5 +1,6 @@
 """Folders that a cache cannot go on with: named, and left as they are."""
 
+import gc
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -10,9 +11,12 @@ import torch
 import attnmesh as am
 import attnmesh.hf as hf
 from attnmesh.errors import KernelError, StoreError
+from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store.token_ids import TokenIds
 from tests.support import families
 from tests.support.families import prompt
+from tests.support.mesh_problems import named_mesh
+from tests.support.pool import Pool, on_each_rank
 
 SIZES: dict[str, Any] = {"batch": 1, "kv_heads": 2, "head_dim": 8, "capacity": 9000, "dtype": torch.float32}
 
@@ -77,3 +81,23 @@ def test_pages_are_those_of_memory(tmp_path: Path) -> None:
     with pytest.raises(KernelError, match="pages: expected a cache in memory"):
         cache.pages()
     assert cache.length == 0
+
+
+@on_each_rank
+def filled_by_ranks(folder: Path, ranks: int, fix: str | None) -> None:
+    """Fill a folder, or find what is to be done with one of other ranks."""
+    model, mesh = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, ranks), AXES)
+    if fix is None:
+        hf.generate(model, prompt(40), cache=hf.ShardedCache(model.config, mesh, folder=folder), max_new_tokens=2)
+        gc.collect()  # before the others open it
+        return
+    with pytest.raises(StoreError, match=fix):
+        hf.ShardedCache(model.config, mesh, folder=folder)
+    restored = hf.ShardedCache(model.config, mesh)
+    restored.restore(folder)
+    assert restored.get_seq_length() == 41
+
+
+def test_a_folder_of_other_ranks_says_what_reads_it(pool: Pool, tmp_path: Path) -> None:
+    pool.run(1, filled_by_ranks, tmp_path, 1, None)
+    pool.run(2, filled_by_ranks, tmp_path, 2, "Fix: take as many ranks, restore it into memory, or append to a new")

@@ -102,6 +102,18 @@ def test_beams_and_a_saved_cache_give_stock_tokens(tmp_path: Path) -> None:
     assert restored.tokens.equal(longer[:, :-1])
 
 
+def test_a_folder_is_opened_for_more_tokens(tmp_path: Path) -> None:
+    """`attnmesh generate --kv-folder` reserves for one prompt and its answer."""
+    model, stock = families.model("llama", "attnmesh"), families.model("llama", STOCK["llama"])
+    for length in (30, 90, 60):
+        options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
+        options["attention_mask"] = torch.ones(1, length).long()
+        cache = hf.ShardedCache(model.config, folder=tmp_path, capacity=length + 5)
+        ids = hf.generate(model, prompt(90)[:, :length], cache=cache, **options)
+        assert ids.equal(stock.generate(prompt(90)[:, :length], **options))
+        del cache
+
+
 def test_beams_leave_the_newest_tokens_in_the_folder(tmp_path: Path) -> None:
     model = families.model("llama", "attnmesh")
     cache = hf.ShardedCache(model.config, folder=tmp_path, hot=16)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.cache.cache import KVCache
+from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.cache.saved_cache import FolderLayer
 from attnmesh.comm.transport import flat_axis
 from attnmesh.errors import KernelError, StoreError, require
@@ -75,7 +76,7 @@ class FolderLayers(StoredLayers):
         device = "cpu" if self.hot is None else None  # that of the mesh
         kvs = [
             KVCache(self.mesh, **vars(sizes), device=device, checked=self.checked, folder=FolderLayer(opened, index))
-            for index, sizes in enumerate(replace(sizes, hot=self.hot) for sizes in layer_sizes)
+            for index, sizes in enumerate(self._sizes_now(sizes) for sizes in layer_sizes)
         ]
         if ids is None:
             return
@@ -88,6 +89,11 @@ class FolderLayers(StoredLayers):
             kv.truncate(length)
         self.tokens = ids[:, :length]
         self.shift = shift_of(self.tokens, self.config)
+
+    def _sizes_now(self, sizes: CacheSizes) -> CacheSizes:
+        """Return the sizes of a layer of a folder with the room of this cache, which may be opened for more tokens."""
+        capacity = sizes.capacity if self.capacity is None else self.capacity
+        return replace(sizes, hot=self.hot, capacity=capacity)
 
     def folder_of(self, layer: ShardedLayer) -> FolderLayer | None:
         """Return a layer with its folder; None without a folder."""
