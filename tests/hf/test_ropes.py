@@ -1,6 +1,7 @@
 """Length-dependent ropes use the length of the whole sequence on shards, as in stock transformers."""
 
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -129,6 +130,17 @@ def test_keys_of_another_rope_are_recomputed() -> None:
     for length, kept in ((100, cache), (250, None), (100, cache), (100, cache)):
         given = hf.generate(ours, prompt(length), cache=kept, mesh=None, **options)
         assert given.tolist() == stock.generate(prompt(length), **options).tolist()
+
+
+def test_keys_of_another_rope_are_not_taken_from_a_folder(tmp_path: Path) -> None:
+    """What the cache had before says nothing of the keys that it is given."""
+    ours, stock, ids = model("longrope", "attnmesh"), model("longrope", "sdpa"), prompt(150)
+    short, cache = hf.ShardedCache(ours.config), hf.ShardedCache(ours.config)
+    hf.generate(ours, ids[:, :40], cache=short, **GREEDY)
+    short.save(tmp_path)
+    hf.generate(ours, ids, cache=cache, **GREEDY)
+    cache.restore(tmp_path)
+    assert hf.generate(ours, ids, cache=cache, **GREEDY).equal(stock.generate(ids, **GREEDY))
 
 
 def test_padding_does_not_count_for_the_length() -> None:
