@@ -248,6 +248,8 @@ def refused() -> None:
         Engine(model, None, capacity=20).submit([3] * 10, max_new_tokens=30)
     with pytest.raises(errors.ArgumentError, match="max_gap"):
         Engine(model, None, max_gap=-1.0)
+    with pytest.raises(errors.ArgumentError, match=r"hf\.Engine folder: .* Fix: pass store=hf\.PrefixStore\(folder\)"):
+        Engine(model, None, folder="kept")
     with pytest.raises(errors.InputError, match="max_rows"):
         Engine(model, None, max_rows=0)
 

@@ -74,9 +74,9 @@ class Engine:
             place of a look-up. All ranks have it, and share its keys. It may be the model itself.
         draft_tokens: Guesses of a draft model for each request in a step at most; 8 by default.
         grammars: The model's tokens, by which rank 0 follows grammars; None if no request has one, and on other ranks.
-        cache_options: Options of each request's `ShardedCache`. With `storage=`, tokens may depend on what else runs:
-            the first chunk of a prompt attends its keys before they are rounded, and chunks are shorter beside others.
-            With `shares="auto"` ranks are measured once, here.
+        cache_options: Options of each request's `ShardedCache`, but for `folder=`. With `storage=`, tokens may depend
+            on what else runs: the first chunk of a prompt attends its keys before they are rounded, and chunks are
+            shorter beside others. With `shares="auto"` ranks are measured once, here.
 
     Raises:
         InputError: An argument is not supported, or ranks differ in one.
@@ -133,6 +133,9 @@ class Engine:
             fix = "pass one, or leave it out"
             fits = store is None or isinstance(store, PrefixStore)
             require(fits, ArgumentError, f"{SUBJECT} store", "a PrefixStore", given, fix)
+            given, fix = repr(cache_options.get("folder")), "pass store=hf.PrefixStore(folder)"
+            fits = cache_options.get("folder") is None
+            require(fits, ArgumentError, f"{SUBJECT} folder", "no folder, which one cache takes", given, fix)
             fits = max_model_len is None or context is None or max_model_len <= context
             expected = f"at most {context}"
             require(fits, ArgumentError, f"{SUBJECT} max_model_len", expected, max_model_len, "leave it out")
