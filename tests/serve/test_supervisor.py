@@ -2,8 +2,10 @@
 
 import asyncio
 import re
+import tempfile
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -36,6 +38,18 @@ def stream(running: Served, into: list[str], **options: Any) -> None:
     with openai.OpenAI(base_url=running.url + "/v1", api_key="none", max_retries=0, timeout=60) as client:
         events = client.completions.create(model=NAME, prompt="Go on", max_tokens=NEW, stream=True, **options)
         into.extend(one.choices[0].text for one in events)
+
+
+def test_a_temporary_folder_of_a_long_name_is_refused_by_its_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / ("long" * 25)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    with served(ThreadWorld()) as one:
+        one.thread.join(30)
+    assert "TMPDIR: expected room for an address of 103 bytes, given one of" in str(one.error)
+    assert not [*folder.iterdir()]
 
 
 @pytest.mark.parametrize("lost", [0, 1])

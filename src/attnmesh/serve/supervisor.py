@@ -4,6 +4,7 @@ All methods run on the event loop of the front's process. Ranks run in processes
 """
 
 import asyncio
+import os
 import shutil
 import tempfile
 import threading
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from attnmesh.errors import ArgumentError, require
 from attnmesh.serve.chat import Encoded
 from attnmesh.serve.metrics import Metrics
 from attnmesh.serve.rank_socket import message_parts, read_message
@@ -37,6 +39,9 @@ MAX_BUSY_DEADLINES = 5
 
 ENDING_SECONDS = 10.0
 """Seconds that ranks get to end by themselves."""
+
+LONGEST_ADDRESS = 103
+"""Bytes of the name of a socket at most, on all systems."""
 
 IMAGE_BYTES = 2 << 30
 """Bytes of the images of all open requests, which are kept to be sent to another world."""
@@ -289,7 +294,7 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         try:
             address = await self._listen()
-        except OSError as error:
+        except (OSError, ArgumentError) as error:
             return error
         ended: asyncio.Future[BaseException] = loop.create_future()
 
@@ -313,6 +318,9 @@ class Supervisor:
         """Listen for rank 0 in a folder that other users cannot enter, and return the address."""
         self._folder = tempfile.mkdtemp(prefix="attnmesh-serve-")
         address = str(Path(self._folder) / "front")
+        given, fix = f"one of {len(os.fsencode(address))} beneath it", "set TMPDIR to a folder with a shorter name"
+        fits = len(os.fsencode(address)) <= LONGEST_ADDRESS
+        require(fits, ArgumentError, "TMPDIR", f"room for an address of {LONGEST_ADDRESS} bytes", given, fix)
         self._server = await asyncio.start_unix_server(self._connected, address)
         return address
 
