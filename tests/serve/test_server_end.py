@@ -12,9 +12,10 @@ from tests.support.fake_engine import ThreadWorld
 from tests.support.served import chat, expected, posted, raw, served, talk, until
 
 
-def test_a_server_that_ends_says_so_until_its_open_requests_have_ended() -> None:
+@pytest.mark.parametrize("drain", [5, float("inf")])
+def test_a_server_that_ends_says_so_until_its_open_requests_have_ended(drain: float) -> None:
     slow = ThreadWorld(pause=0.05)
-    with served(slow) as one:
+    with served(slow, drain=drain) as one:
         found: list[Any] = []
         thread = threading.Thread(target=lambda: found.append(one.ask("/v1/chat/completions", chat(max_tokens=60))))
         thread.start()

@@ -5,6 +5,7 @@ import gc
 import json
 import socket
 from errno import EACCES, EADDRINUSE
+from math import isfinite
 from typing import Any
 
 import h11
@@ -125,7 +126,7 @@ class DrainingServer(uvicorn.Server):
             left -= POLL_SECONDS
         if cut := self.supervisor.cut_off("The server ended before this answer did."):
             self.supervisor.log(f"requests that the end of the server cut off: {cut}")
-        self.config.timeout_graceful_shutdown = max(1, round(left))
+        self.config.timeout_graceful_shutdown = max(1, round(left)) if isfinite(left) else None
         await super().shutdown(sockets)
 
 
