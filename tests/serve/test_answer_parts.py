@@ -130,6 +130,8 @@ def test_effort_and_values_reach_templates_that_take_them() -> None:
         ({"reasoning_effort": "low"}, "reasoning_effort"),
         ({"chat_template_kwargs": {"other": 1}}, "chat_template_kwargs.other"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        ({"chat_template_kwargs": {"think": False}}, "chat_template_kwargs.think"),
+        ({"chat_template_kwargs": {"role": 1}}, "chat_template_kwargs.role"),
         ({"chat_template_kwargs": {"m.role": 1}}, "chat_template_kwargs.m.role"),
         ({"chat_template_kwargs": {"\ud800": 1}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize"),

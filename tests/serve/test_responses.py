@@ -246,6 +246,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "later": ({"background": True}, "background"),
     "a field of chats": ({"messages": []}, "messages"),
     "no input": ({"input": None}, "input"),
+    "usage, which always comes": ({"stream_options": {"include_usage": True}}, "stream_options"),
     "an item": ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
     "a part": ({"input": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "input[0].content[0].type"),
     "a part that is none": (said(TEXT, "Hi"), "input[1].content[1]"),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from attnmesh.serve.chat import encode_chat, encode_text, template_message
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.responses import RESPONSES
-from attnmesh.serve.schema import CHAT, COMPLETION, Only, Schema, read_fields, table
+from attnmesh.serve.schema import CHAT, COMPLETION, OF_MESSAGES, TOKENIZE, Only, Schema, read_fields, table
 from tests.support.fake_engine import byte_tokenizer, sentencepiece_tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
@@ -112,6 +112,16 @@ def test_invalid_values_are_refused_by_name(name: str) -> None:
             read_fields(LEAST["chat"] | {name: value}, CHAT)
         assert (raised.value.status, raised.value.param) == (400, name)
         assert name in str(raised.value)
+
+
+@pytest.mark.parametrize("name", OF_MESSAGES)
+def test_a_prompt_is_no_chat(name: str) -> None:
+    """What changes the tokens of messages alone is refused beside a text."""
+    values = {"tools": [{}], "tool_choice": "none", "reasoning_effort": "low", "chat_template_kwargs": {"a": 1}}
+    assert read_fields({"messages": [{}], name: values[name]}, TOKENIZE)[name] == values[name]
+    with pytest.raises(Refused) as raised:
+        read_fields({"prompt": "Hi", name: values[name]}, TOKENIZE)
+    assert raised.value.param == name
 
 
 def test_half_a_character_as_a_name_is_answered() -> None:

@@ -203,6 +203,12 @@ def test_a_call_is_found_after_a_mark_that_is_none(name: str) -> None:
         assert (content, found) == (f"{mark}?!", calls)
 
 
+def test_a_number_that_no_float_holds_is_text() -> None:
+    """Python would read it as infinite, which JSON cannot spell."""
+    text = "<tool_call>weather<arg_key>days</arg_key><arg_value>1e999</arg_value></tool_call>"
+    assert parts_of("glm", [text]) == ("", "", [("weather", {"days": "1e999"})])
+
+
 def test_an_object_that_calls_no_tool_stays_text() -> None:
     for text in (
         '{"name": "Ann", "parameters": {}}',

@@ -2,6 +2,8 @@
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
+from functools import lru_cache
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -106,16 +108,34 @@ def _values_of(template: str, fields: dict[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, value in (fields.get("chat_template_kwargs") or {}).items():
         field = f"chat_template_kwargs.{name[:60]}"
-        if not is_text(name) or name in RESERVED or not _uses(template, name):
+        if not is_text(name) or name in RESERVED or name not in variables_of(template):
             field = field if is_text(field) else "chat_template_kwargs"
             raise Refused(400, f"{field}: the model's chat template takes no such value. Leave it out.", field)
         values[name] = value
     if (effort := fields.get("reasoning_effort")) is not None:
-        if not _uses(template, "reasoning_effort"):
+        if "reasoning_effort" not in variables_of(template):
             text = "reasoning_effort: the model's chat template takes none. Leave it out."
             raise Refused(400, text, "reasoning_effort", "unsupported_parameter")
         values["reasoning_effort"] = effort
     return values
+
+
+@lru_cache(maxsize=8)
+def variables_of(template: str) -> frozenset[str]:
+    """Return the names of a chat template's variables, of which it sets some itself; none of one that is no template.
+
+    >>> sorted(variables_of("Think. {{ '<think>' }}{% for m in messages if think_long %}{{ m.role }}{% endfor %}"))
+    ['endfor', 'for', 'if', 'in', 'm', 'messages', 'think_long']
+    """
+    from jinja2 import Environment, TemplateSyntaxError
+
+    found, before = set[str](), ""
+    with suppress(TemplateSyntaxError):
+        for _, kind, value in Environment().lex(template):
+            if kind == "name" and before != ".":
+                found.add(value)
+            before = before if kind == "whitespace" else value
+    return frozenset(found)
 
 
 def _uses(template: str, name: str) -> bool:

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Generator, Iterable
+from math import isfinite
 from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
@@ -199,7 +200,7 @@ def begun(text: str, marks: tuple[str, ...]) -> int:
 def read_json(text: str) -> Any:
     """Return a value of JSON, or raise on a text that the server would not read."""
     try:
-        return json.loads(text, parse_constant=_refuse, object_pairs_hook=_unlike)
+        return json.loads(text, parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_unlike)
     except (ValueError, RecursionError):
         raise NoMatch from None
 
@@ -214,6 +215,11 @@ def read_object(text: str) -> dict[str, Any]:
 
 def _refuse(name: str) -> NoReturn:
     raise ValueError(name)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    return value if isfinite(value) else _refuse(text)
 
 
 def _unlike(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

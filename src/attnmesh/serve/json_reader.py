@@ -3,6 +3,7 @@
 import json
 import re
 from json.decoder import scanstring  # type: ignore[attr-defined]
+from math import isfinite
 from typing import Any, NoReturn
 
 from attnmesh.serve.refused import Refused
@@ -122,8 +123,12 @@ class JsonReader:
         def refuse(name: str) -> NoReturn:
             raise Refused(400, f"body: expected JSON, given {name}")
 
+        def number(text: str) -> float:
+            value = float(text)
+            return value if isfinite(value) else refuse(f"a number beyond those of 64 bits: {text[:60]}")
+
         try:
-            return json.loads(text, parse_constant=refuse)
+            return json.loads(text, parse_constant=refuse, parse_float=number)
         except ValueError:
             self._fail("a value")
 

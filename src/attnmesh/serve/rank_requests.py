@@ -144,5 +144,9 @@ def read_grammar(fields: dict[str, Any]) -> Grammar:
 
 
 def finite(logprob: float | None) -> float | None:
-    """Return a log-probability that JSON can spell."""
-    return None if logprob is None else max(logprob, LOWEST_LOGPROB)
+    """Return a log-probability that JSON can spell.
+
+    >>> finite(float("nan")), finite(-0.5)
+    (-9999.0, -0.5)
+    """
+    return None if logprob is None else max(LOWEST_LOGPROB, logprob)  # of a NaN the first

@@ -39,6 +39,12 @@ def is_text_format(value: Any) -> bool:
     return isinstance(value, dict) and value.keys() <= {"format", "verbosity"} and value.get("verbosity") is None
 
 
+def is_stream_of_events(value: Any) -> bool:
+    """Return whether a value is an object of stream options that asks for no obfuscation. Usage always comes."""
+    known = isinstance(value, dict) and value.keys() <= {"include_obfuscation"}
+    return known and value.get("include_obfuscation") in (None, False)
+
+
 def is_named(value: Any) -> bool:
     """Return whether a value names a function."""
     named = isinstance(value, dict) and value.keys() == {"type", "name"} and value["type"] == "function"
@@ -98,7 +104,7 @@ RESPONSES: Schema = {
     "safety_identifier": CHAT["safety_identifier"],
     "prompt_cache_key": CHAT["prompt_cache_key"],
     "stream_options": Served(
-        lambda value: isinstance(value, dict) and value.get("include_obfuscation") in (None, False),
+        is_stream_of_events,
         "{include_obfuscation: false}",
         None,
     ),

@@ -301,6 +301,9 @@ COMPLETION: Schema = {
 
 NAMED = Served(is_text, "the name that the server gives its model", None)
 
+OF_MESSAGES = ("tools", "tool_choice", "reasoning_effort", "chat_template_kwargs")
+"""Fields of chats that say how messages become tokens."""
+
 TOKENIZE: Schema = {
     "model": NAMED,
     "prompt": Served(is_text, "text", None, "it or messages"),
@@ -309,7 +312,7 @@ TOKENIZE: Schema = {
     "return_token_strs": Served(is_flag, "true or false", False),
     "add_generation_prompt": Only((True,)),
     "continue_final_message": Only((False,)),
-    **{name: CHAT[name] for name in ("tools", "tool_choice", "reasoning_effort", "chat_template_kwargs")},
+    **{name: CHAT[name] for name in OF_MESSAGES},
 }
 """Fields of /tokenize."""
 
@@ -341,6 +344,9 @@ def _check_together(fields: dict[str, Any]) -> None:
     """Raise on fields that need another one, or exclude it."""
     if "prompt" in fields and "messages" in fields and (fields["prompt"] is None) == (fields["messages"] is None):
         raise Refused(400, "prompt: expected it or messages, given both or none", "prompt")
+    for name in OF_MESSAGES if fields.get("prompt") is not None else ():
+        if fields.get(name):
+            raise Refused(400, f"{name}: expected messages beside it, and no prompt", name)
     if fields.get("stream_options") is not None and not fields["stream"]:
         raise Refused(400, "stream_options: expected stream true beside it", "stream_options")
     if fields.get("top_logprobs") is not None and not fields["logprobs"]:
