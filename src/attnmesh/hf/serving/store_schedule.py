@@ -5,6 +5,7 @@ longest prefix is stored gets a cache, which the ranks fill between steps before
 """
 
 import os
+import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import copy
@@ -187,7 +188,7 @@ class StoreSchedule(NoStore):
 
     def before(self, drops: Collection[int], seconds: float | None) -> list[list[Any]]:
         """Return operations that come before those of a step, which take so many seconds; None without rows."""
-        left = int(self.rate * (COPY_SECONDS if seconds is None else seconds))
+        left = int(min(self.rate * (COPY_SECONDS if seconds is None else seconds), sys.maxsize))  # a pause may be inf
         saves = []
         self.saving = deque(one for one in self.saving if one.number in self.worker.caches)
         self.copied = 0
@@ -218,6 +219,9 @@ class StoreSchedule(NoStore):
         whole = one.stop // GRAIN * GRAIN if any(kv.sizes.mask is None for kv in cache.kvs) else 0
         if one.at < 0:
             self._note_layers(cache)
+        if self.stopped:  # a disk that is full from the start
+            return None
+        if one.at < 0:
             path = self.tiers.path(one.names, one.ids, whole)
             state = self._state_of(one)
             self._touch([*path, *state])
