@@ -25,7 +25,7 @@ class StoredBlock(NamedTuple):
     stop: int
     is_state: bool = False
     pieces: int = 1
-    """Number of its files: of key heads that ranks share, and of a state one by each rank."""
+    """Number of its files: of key heads that ranks share; one by each rank of a state, and with unequal shares."""
 
     def file(self, piece: int) -> str:
         """Return the name of the file of a piece.

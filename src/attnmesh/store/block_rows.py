@@ -37,8 +37,11 @@ def columns_of(kvs: Sequence[KVCache], group: Sequence[int]) -> str:
     return COLUMNS if kvs[group[0]].sizes.mask is None else f"{COLUMNS} {group[0]}"
 
 
-def rows_of_block(kvs: Sequence[KVCache], block: StoredBlock) -> dict[str, Tensor]:
-    """Return copies of this rank's rows of a block, named as in the files of a saved cache; none if it has no token."""
+def rows_of_block(kvs: Sequence[KVCache], block: StoredBlock, *, is_apart: bool = False) -> dict[str, Tensor]:
+    """Return copies of this rank's rows of a block, named as in the files of a saved cache; none if it has no token.
+
+    Where each rank has a piece of its own (`is_apart`), one without tokens says so.
+    """
     rows: dict[str, Tensor] = {}
     for group in groups_of(kvs, block):
         first = kvs[group[0]]
@@ -52,7 +55,7 @@ def rows_of_block(kvs: Sequence[KVCache], block: StoredBlock) -> dict[str, Tenso
                 held = [*(blocks.stored for blocks in shard.shared), shard.stored]
                 for kind, tensors in zip(("keys", "values"), zip(*held, strict=True), strict=False):
                     rows[f"{kind} {layer}"] = _joined(tensors, bounds, 2)
-    if rows or block.is_state:
+    if rows or is_apart:
         heads = kvs[0].shard.heads if kvs else Axis(1, 0)
         rows[HEADS] = torch.tensor([heads.index, heads.size], device="cpu")
     if block.is_state:

@@ -296,6 +296,42 @@ def test_a_full_disk_ends_the_storing_alone(pool: Pool, tmp_path: Path) -> None:
 
 
 @on_each_rank
+def full_at_first(folder: Path) -> None:
+    """Fill the disk before the sizes of layers are written."""
+
+    def failing(*_: Any) -> None:
+        raise OSError(ENOSPC, os.strerror(ENOSPC))
+
+    model, text = model_of("llama"), ids(TEXT)
+    with pytest.MonkeyPatch.context() as patch, pytest.WarningsRecorder(_ispytest=True):
+        patch.setattr(BlockFolder, "write_layers", failing)
+        with running(model, None, store=hf.PrefixStore(folder / PLACE)) as engine:
+            assert engine is not None
+            asked(engine, text)
+            until(lambda: bool(engine.metrics()["store_stopped"]) and not engine.scheduler.busy)
+            assert not schedule_of(engine).is_writing
+
+
+def test_a_disk_that_is_full_at_first_keeps_no_engine_busy(pool: Pool, tmp_path: Path) -> None:
+    pool.run(1, full_at_first, tmp_path)
+
+
+@on_each_rank
+def without_a_pause(folder: Path) -> None:
+    """Store while a row decodes that may pause as long as it takes."""
+    model, text = model_of("llama"), ids(TEXT)
+    with storing(model, None, folder, max_gap=float("inf")) as engine:
+        assert engine is not None
+        beside = engine.submit(text, max_new_tokens=100)
+        assert asked(engine, ids(TEXT, seed=1))[0]
+        assert len(tokens(beside)) == 100
+
+
+def test_a_pause_may_have_no_limit(pool: Pool, tmp_path: Path) -> None:
+    pool.run(1, without_a_pause, tmp_path)
+
+
+@on_each_rank
 def check_refused_folders(ranks: int, folder: Path) -> None:
     """Open a folder that another engine has, and folders of others."""
     model, mesh = model_of("llama"), named_mesh(Shape(1, 1, ranks), AXES)
@@ -369,6 +405,33 @@ def from_memory(ranks: int, folder: Path) -> None:
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_prefixes_go_from_caches_to_memory(ranks: int, pool: Pool, tmp_path: Path) -> None:
     pool.run(ranks, from_memory, ranks, tmp_path)
+
+
+@on_each_rank
+def of_unequal_ranks(folder: Path) -> None:
+    """Store blocks that lie on two ranks, and read them for a prompt whose runs are longer."""
+    model, mesh = model_of("llama"), named_mesh(Shape(1, 1, 2), AXES)
+    text = ids(TEXT)
+    longer = text + ids(250, seed=1)
+    options: dict[str, Any] = {"shares": (3, 1), "max_rows": 1}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("attnmesh.hf.cache.sharded_cache.ROUNDS", 1)
+        wanted = greedy(model, longer, NEW, cache=hf.ShardedCache(model.config, mesh, shares=(3, 1)))
+        others = [ids(TEXT, seed=seed) for seed in range(2, 5)]  # for which the cache of the first is dropped
+        for before, least in (([text, *others], 144), ([], 384)):  # then from the folder alone
+            with storing(model, mesh, folder, **options) as engine:
+                if engine is not None:
+                    for one in before:
+                        asked(engine, one)
+                    until_stored(engine)
+                    given, held = asked(engine, longer)
+                    assert given == wanted
+                    assert held >= least, (held, engine.metrics())
+                    assert engine.metrics()["store_blocks_damaged"] == 0
+
+
+def test_blocks_of_unequal_ranks_are_whole_for_other_runs(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, of_unequal_ranks, tmp_path)
 
 
 @on_each_rank

@@ -19,7 +19,7 @@ from attnmesh.hf.forward_passes import Prompt
 from attnmesh.hf.serving.prefix_store import OpenStore
 from attnmesh.mesh.axes import Mesh
 from attnmesh.store.block_names import StoredBlock
-from attnmesh.store.block_rows import Filling, rows_of_block
+from attnmesh.store.block_rows import COLUMNS, Filling, rows_of_block
 
 ON_DISK, IN_MEMORY, STAYS = range(3)
 """Source of a block that is read: from its file, from memory, or from its file into memory."""
@@ -74,14 +74,15 @@ class RankStore:
         cache = self.caches[number]
         for *fields, to_disk in blocks:
             block = StoredBlock(*fields)
-            rows = rows_of_block(cache.kvs, block)
+            is_apart = block.is_state or block.pieces > self.axes.heads.size  # each rank has a piece
+            rows = rows_of_block(cache.kvs, block, is_apart=is_apart)
             states = {}
             if block.is_state:
                 states = {STATES + name: x.to("cpu", copy=True) for name, x in cache.states.items()}
             if rows or states:
                 self.memory[block] = rows | states
             mine = {} if self.axes.shard else states  # they are the same on all ranks
-            piece = self.axes.shard if block.is_state else self.axes.heads.index
+            piece = self.axes.shard if is_apart else self.axes.heads.index
             self._work.put((self._write, block, piece, rows | mine if to_disk else {}))
 
     def do_forget(self, in_memory: Sequence[Sequence[Any]], on_disk: Sequence[Sequence[Any]]) -> None:
@@ -182,9 +183,14 @@ class RankStore:
         if not one.filling.needs(block):
             return []
         held = self.memory.get(block)
-        if held is not None and (place == IN_MEMORY or not block.is_state):
+        if held is not None and (place == IN_MEMORY or _is_whole(held, block)):
             return [held]
         return [self.folder.read(block, piece) for piece in range(block.pieces)]
+
+
+def _is_whole(rows: Rows, block: StoredBlock) -> bool:
+    """Return whether rows are of all tokens of a block: ranks of unequal shares may hold parts of it."""
+    return not block.is_state and len(rows.get(COLUMNS, ())) == block.stop - block.start
 
 
 def name_tokens(cache: ShardedCache, prompt: Prompt) -> None:

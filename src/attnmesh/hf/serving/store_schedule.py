@@ -233,7 +233,7 @@ class StoreSchedule(NoStore):
                 return entry
         while one.at < whole:
             stop = min((one.at // cache.block + 1) * cache.block, whole)
-            block = StoredBlock(one.names.at(one.ids, stop), one.at, stop, pieces=self.worker.axes.heads.size)
+            block = StoredBlock(one.names.at(one.ids, stop), one.at, stop, pieces=self._pieces_of(cache))
             entry = None
             if not self.tiers.has(block):  # else another cache has stored it meanwhile
                 entry = self._admitted(one, block, NOTE + (stop - one.at) * self._token_bytes(cache))
@@ -244,6 +244,11 @@ class StoreSchedule(NoStore):
                 return entry
         one.at = one.stop
         return None
+
+    def _pieces_of(self, cache: ShardedCache) -> int:
+        """Return the files of a block: with unequal shares of tokens several ranks may have some of it."""
+        even = all(kv.shard.block_cyclic.is_even for kv in cache.kvs)
+        return self.worker.axes.heads.size if even else self.worker.axes.ranks
 
     def _state_of(self, one: SavingCache) -> list[StoredBlock]:
         """Return the state at the end of a cache; none if no layer forgets."""
