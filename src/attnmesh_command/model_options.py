@@ -161,10 +161,10 @@ class GenerateOptions:
         check_model(self.model, self.revision)
         for file in self.image or ():
             check_option(file.is_file(), "--image", "a file with an image", f"{str(file)!r}", "name another")
-        file = self.prompt_file
-        once = file is not None and (str(file) == "-" or (file.exists() and not file.is_file()))
+        begin = self.prompt_file
+        once = begin is not None and (str(begin) == "-" or (begin.exists() and not begin.is_file()))
         if not once:  # as standard input, and what a shell has for <(command)
-            read_prompt(self.prompt, file)
+            read_prompt(self.prompt, begin)
         announce_model(self.model)
 
     def _check_sampling(self) -> None:
