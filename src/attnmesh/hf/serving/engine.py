@@ -133,9 +133,7 @@ class Engine:
             fix = "pass one, or leave it out"
             fits = store is None or isinstance(store, PrefixStore)
             require(fits, ArgumentError, f"{SUBJECT} store", "a PrefixStore", given, fix)
-            given, fix = repr(cache_options.get("folder")), "pass store=hf.PrefixStore(folder)"
-            fits = cache_options.get("folder") is None
-            require(fits, ArgumentError, f"{SUBJECT} folder", "no folder, which one cache takes", given, fix)
+            _check_no_folder(cache_options.get("folder"))
             fits = max_model_len is None or context is None or max_model_len <= context
             expected = f"at most {context}"
             require(fits, ArgumentError, f"{SUBJECT} max_model_len", expected, max_model_len, "leave it out")
@@ -355,3 +353,9 @@ class Engine:
             if operation[0] == "start":
                 operation[-1] = self.link.share(operation[-1], images, self.model.device)
         return self.worker.run(plan)
+
+
+def _check_no_folder(folder: object) -> None:
+    """Raise for a folder of keys: one cache has it, and each request has a cache."""
+    fix = "pass store=hf.PrefixStore(folder)"
+    require(folder is None, ArgumentError, f"{SUBJECT} folder", "no folder, which one cache takes", repr(folder), fix)
