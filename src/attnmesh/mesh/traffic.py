@@ -237,7 +237,8 @@ def _ring_tokens(is_seen: Tensor, chunk: Tensor, shape: Shape) -> Tensor:
     counts = torch.empty(shape.keys, shape.queries, shape.queries, dtype=torch.float32, device="cpu")
     for source in range(shape.queries):
         tokens = (chunk // shape.keys == source).nonzero().flatten()
-        is_needed = is_seen[:, tokens].roll(-source, 0).flip(0).float().cummax(0).values.flip(0)  # (step, token)
+        uses = is_seen[:, tokens].roll(-source, 0).flip(0).to(counts.dtype)
+        is_needed = uses.cummax(0).values.flip(0)  # (step, token)
         columns = counts.new_zeros(shape.queries, shape.keys).index_add_(1, chunk[tokens] % shape.keys, is_needed)
         counts[:, source] = columns.T
     return counts
