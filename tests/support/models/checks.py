@@ -252,16 +252,19 @@ def check_finite(result: Result) -> Result:
     return result
 
 
+AS_THEY_ARE = ("attnmesh.core.candidates", "attnmesh.mesh.traffic")
+"""Modules that compute in float32 whatever the model: with the bits of numbers, and with counts of tokens."""
+
+
 class DoublePrecision(TorchFunctionMode):
     """Compute in float64 what a float64 model casts to float32.
 
     Rules of recurrent layers compute in float32 in any model. Their errors there are as large as those allowed here.
-    The bits of candidates stay those of float32.
     """
 
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name in ("__get__", "view") or sys._getframe(1).f_globals.get("__name__") == "attnmesh.core.candidates":
+        if name in ("__get__", "view") or sys._getframe(1).f_globals.get("__name__") in AS_THEY_ARE:
             return func(*args, **(kwargs or {}))  # attributes and views cast nothing
         doubled = lambda x: torch.float64 if x is torch.float32 else x  # noqa: E731
         kwargs = {name: doubled(value) for name, value in (kwargs or {}).items()}
