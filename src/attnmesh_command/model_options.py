@@ -63,7 +63,7 @@ KvFolder = Annotated[
 ]
 Hot = Annotated[
     int | None,
-    typer.Option(min=1, help="Newest tokens to hold on the device; older ones are in host memory, or in --kv-folder."),
+    typer.Option(min=1, help="Newest tokens to hold on the device; older ones are in CPU memory, or in --kv-folder."),
 ]
 Host = Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 is any, and lets other machines in.")]
 ServedName = Annotated[

@@ -61,7 +61,7 @@ LossOption = Annotated[
 ]
 OffloadOption = Annotated[
     bool,
-    typer.Option("--offload", help="With --model --training: inputs of checkpointed layers wait in the host's memory."),
+    typer.Option("--offload", help="With --model --training: inputs of checkpointed layers wait in CPU memory."),
 ]
 DdpOption = Annotated[
     bool, typer.Option("--ddp", help="With --model --training: each rank holds all weights, where FSDP2 shards them.")

@@ -16,7 +16,7 @@ from attnmesh.comm.transport import transport_of
 from attnmesh.core.digest import ROW, digest, digest_of_run, wide_bits
 from attnmesh.errors import InputError, KernelError
 from attnmesh.kernels.native.build import Library, library
-from attnmesh.kernels.native.native_digest import digest_of_rows, digest_on_host, wrapped
+from attnmesh.kernels.native.native_digest import digest_of_rows, digest_on_cpu, wrapped
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.merges import MERGES
 from tests.support.pool import Pool, on_each_rank
@@ -171,8 +171,8 @@ def test_the_measured_choice_is_the_same_on_all_ranks(ranks: int, pool: Pool) ->
 @pytest.mark.parametrize("count", [0, 1, 1000, ROW, ROW + 1, 4 * ROW, 9 * ROW + 5])
 def test_digests_on_the_host_are_those_of_the_formula(dtype: torch.dtype, count: int) -> None:
     x = (100 * torch.randn(count)).to(dtype)
-    assert digest_on_host(x) == int(digest(x))
-    assert digest_on_host(x[::2]) == int(digest(x[::2]))
+    assert digest_on_cpu(x) == int(digest(x))
+    assert digest_on_cpu(x[::2]) == int(digest(x[::2]))
     state = torch.tensor([5, 3])
     like, number = torch.zeros(2), wrapped(7 + 5 + int(digest(x)))
     checksum = call_checksum([x], 7, state, like, None)
@@ -208,7 +208,7 @@ def test_other_bits_have_another_digest(dtype: torch.dtype, count: int) -> None:
         bits ^ 1,
         bits.roll(1) if count > 1 else -bits,
     ]
-    found = [digest_on_host(x.view(dtype)) for x in (bits, *others)]
+    found = [digest_on_cpu(x.view(dtype)) for x in (bits, *others)]
     assert len({*found}) == len(found)
     assert found == [int(digest(x.view(dtype))) for x in (bits, *others)]
 

@@ -140,7 +140,7 @@ def test_padded_rows_are_those_of_each_cache(shape: Shape, queries: int, mask: a
 
 
 def test_few_queries_see_what_their_bounds_say() -> None:
-    """The host counts the keys of few queries one by one: the same runs as of many."""
+    """The CPU counts the keys of few queries one by one: the same runs as of many."""
     for seed in range(60):
         noise = torch.Generator().manual_seed(seed)
         length = int(torch.randint(9, 40, (1,), generator=noise))

@@ -1,4 +1,4 @@
-"""The emulated GPU computes as one, and records each wait of the host."""
+"""The emulated GPU computes as one, and records each wait of the CPU."""
 
 from collections.abc import Callable
 
@@ -58,8 +58,8 @@ WAITS: dict[str, tuple[list[str], Callable[[Tensor], object]]] = {
     "item": (["read"], lambda x: x[0].item()),
     "bool": (["read"], lambda x: bool(x[0])),
     "tolist": (["read"], lambda x: x.tolist()),
-    "to the host": (["read"], lambda x: x.cpu()),
-    "a copy on the host": (["read"], lambda x: torch.empty(3).copy_(x)),
+    "to the CPU": (["read"], lambda x: x.cpu()),
+    "a copy on the CPU": (["read"], lambda x: torch.empty(3).copy_(x)),
     "nonzero": (["read"], lambda x: x.nonzero()),
     "mask": (["read"], lambda x: x[x > 0]),
     "equal": (["read"], lambda x: torch.equal(x, x)),

@@ -132,7 +132,7 @@ def test_errors_come_back_as_they_are():
 
 
 @on_each_rank
-def gather_on_host(gpu: EmulatedGPU) -> list[int]:
+def gather_on_cpu(gpu: EmulatedGPU) -> list[int]:
     """Gather numbers of the CPU."""
     x = torch.tensor([dist.get_rank()])
     tables = [torch.empty_like(x) for _ in range(2)]
@@ -141,8 +141,8 @@ def gather_on_host(gpu: EmulatedGPU) -> list[int]:
 
 
 def test_tensors_of_the_host_need_gloo():
-    assert world(2, gather_on_host, backend="cpu:gloo,cuda:nccl").results() == [[0, 1], [0, 1]]
-    outcome = world(2, gather_on_host, backend="nccl")
+    assert world(2, gather_on_cpu, backend="cpu:gloo,cuda:nccl").results() == [[0, 1], [0, 1]]
+    outcome = world(2, gather_on_cpu, backend="nccl")
     assert all("No backend type associated with device type cpu" in str(x) for x in outcome.answers)
 
 

@@ -86,7 +86,7 @@ def test_a_cache_that_grows_is_captured_again(gpu, graphs):
 
 
 def test_a_cache_goes_on_after_its_graph(gpu, graphs):
-    """The host counts again, and a truncation or a second generation is no graph's."""
+    """The CPU counts again, and a truncation or a second generation is no graph's."""
     model = model_of(LLAMA)
     cache, _ = both(model)
     cache.crop(-TOKENS)
@@ -115,7 +115,7 @@ class Counting(LlamaForCausalLM):
 
 
 class Reading(LlamaForCausalLM):
-    """A model in which the host reads a number."""
+    """A model in which the CPU reads a number."""
 
     def forward(self, *args: Any, position_ids: Tensor | None = None, **inputs: Any) -> Any:
         """Read the first token."""

@@ -1,4 +1,4 @@
-"""What a CUDA graph of a step would meet: nothing that the host waits for, or an error that names it."""
+"""What a CUDA graph of a step would meet: nothing that the CPU waits for, or an error that names it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +31,7 @@ CAPTURED = {
 
 
 def waits_of_capture(gpu: EmulatedGPU, call: Callable[[], object]) -> list[str] | InputError:
-    """Return what the host waits for in a capture, or the error of a refusal."""
+    """Return what the CPU waits for in a capture, or the error of a refusal."""
     with gpu.capturing() as waits:
         try:
             call()
@@ -67,7 +67,7 @@ def test_a_step_has_nothing_to_wait_for(shape: tuple[int, int, int]):
 
 @on_each_rank
 def errors_in_capture(gpu: EmulatedGPU) -> dict[str, Any]:
-    """Return what calls raise in a capture that read the device or copy from the host."""
+    """Return what calls raise in a capture that read the device or copy from the CPU."""
     mesh = init_device_mesh("cuda", (1, 1, 2), mesh_dim_names=AXES)
     q, k, v = (random(seed, 2, heads, 1, 16) for seed, heads in ((3, 4), (4, 2), (5, 2)))
     cache, wide = filled_cache(mesh), filled_cache(mesh, torch.float64)
@@ -100,7 +100,7 @@ def test_what_reads_the_host_is_refused_by_name():
 
 @on_each_rank
 def replayed_state(gpu: EmulatedGPU) -> tuple[int, int, list[Any]]:
-    """Return the length of a cache in host's and the device's count after appends of a graph, and a step's output."""
+    """Return the length of a cache as the CPU and the device count it after appends of a graph, and a step's output."""
     mesh = init_device_mesh("cuda", (1, 1, 2), mesh_dim_names=AXES)
     q, k, v = (random(seed, 2, heads, 1, 16) for seed, heads in ((3, 4), (4, 2), (5, 2)))
     cache, other = filled_cache(mesh), filled_cache(mesh)
@@ -113,8 +113,8 @@ def replayed_state(gpu: EmulatedGPU) -> tuple[int, int, list[Any]]:
 
 
 def test_the_length_is_right_after_a_graph_appends():
-    for by_host, on_device, (out, expected) in world(2, replayed_state).results():
-        assert by_host == on_device == 21
+    for by_cpu, on_device, (out, expected) in world(2, replayed_state).results():
+        assert by_cpu == on_device == 21
         assert torch.equal(out, expected)
 
 

@@ -1,4 +1,4 @@
-"""Steps over selected tokens on GPUs, where the host reads neither indices nor how many tokens a rank holds."""
+"""Steps over selected tokens on GPUs, where the CPU reads neither indices nor how many tokens a rank holds."""
 
 import pytest
 import torch

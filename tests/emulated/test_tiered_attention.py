@@ -1,4 +1,4 @@
-"""Caches whose older tokens are in host memory, or in files, beside a GPU: attended there, or brought in parts."""
+"""Caches whose older tokens are in CPU memory, or in files, beside a GPU: attended there, or brought in parts."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -69,7 +69,7 @@ def test_a_gpu_has_a_context_in_a_folder(brought: bool, tmp_path: Path) -> None:
 
 @on_each_rank
 def model_tokens(gpu: EmulatedGPU) -> list[int]:
-    """Return new tokens of a model whose older keys are on the host, after those of one whose keys are on the GPU."""
+    """Return new tokens of a model whose older keys are on the CPU, after those of one whose keys are on the GPU."""
     mesh = init_device_mesh("cuda", (1, 1, 2), mesh_dim_names=AXES)
     torch.manual_seed(0)
     model = on_gpu(tiny_model())

@@ -81,7 +81,7 @@ def _decode_on_gpu(gpu: EmulatedGPU, *arguments: Any) -> dict[str, Any]:
 def test_all_gpus_notice_an_odd_step(
     backend: str, shape: tuple[int, int, int], options: dict[str, Any], before: int
 ) -> None:
-    """First steps are compared by the hosts, as those of `test_all_ranks_notice_an_odd_step` are."""
+    """First steps are compared by the CPUs, as those of `test_all_ranks_notice_an_odd_step` are."""
     ranks = shape[0] * shape[1] * shape[2]
     found = world(ranks, _decode_on_gpu, shape, before, options, backend=backend)
     check(found.results(), before, compares_all=False)
@@ -99,7 +99,7 @@ def _attend_on_gpu(gpu: EmulatedGPU, *arguments: Any) -> dict[str, Any]:
     [("nccl", (1, 3, 1), 2), pytest.param("cpu:gloo,cuda:nccl", (2, 1, 2), 0, marks=pytest.mark.long)],
 )
 def test_all_gpus_notice_an_odd_call(backend: str, shape: tuple[int, int, int], before: int) -> None:
-    """Hosts compare every call, except `key_lengths` that are on a device."""
+    """CPUs compare every call, except `key_lengths` that are on a device."""
     found = world(shape[0] * shape[1] * shape[2], _attend_on_gpu, shape, before, backend=backend)
     check(found.results(), before, compares_all=False)
 

@@ -52,7 +52,7 @@ def test_nan_logits_are_reported_once(name: str, pool: Pool) -> None:
 
 
 class Reads(TorchDispatchMode):
-    """Counts the values that the host reads."""
+    """Counts the values that the CPU reads."""
 
     count = 0
 

@@ -74,7 +74,7 @@ def test_each_replay_of_a_model_has_the_bits_of_its_own_pass(graphs: list[StepGr
 
 
 class Reading(LlamaForCausalLM):
-    """A model in which the host reads a number of the GPU."""
+    """A model in which the CPU reads a number of the GPU."""
 
     def forward(self, input_ids: Tensor, position_ids: Any = None, past_key_values: Any = None, **inputs: Any) -> Any:
         """Read the first token."""

@@ -118,7 +118,7 @@ def test_bits_are_the_same_on_any_power_of_two(pool: Pool, dtype: torch.dtype, m
 
 
 class NoHostReads(TorchDispatchMode):
-    """Fails if the host reads a value from the device, which a CUDA graph cannot do."""
+    """Fails if the CPU reads a value from the device, which a CUDA graph cannot do."""
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         assert function is not torch.ops.aten._local_scalar_dense.default

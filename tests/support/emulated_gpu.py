@@ -48,7 +48,7 @@ HAS_A_SIZE_ON_THE_DEVICE = {
     *("nonzero", "masked_select", "unique_consecutive", "unique_dim", "_unique2", "bincount"),
     *("equal", "_local_scalar_dense", "is_nonzero"),
 }
-"""Operators whose result, or its size, the host reads."""
+"""Operators whose result, or its size, the CPU reads."""
 
 
 class DeviceRuleError(RuntimeError):
@@ -56,7 +56,7 @@ class DeviceRuleError(RuntimeError):
 
 
 class Wait(NamedTuple):
-    """A moment when the host waits for the GPU: a read of device memory, or a copy from host memory to the device."""
+    """A moment when the CPU waits for the GPU: a read of device memory, or a copy from CPU memory to the device."""
 
     kind: str  # "read" or "copy"
     operator: str
@@ -125,7 +125,7 @@ class EmulatedGPU(TorchDispatchMode):
 
     @contextmanager
     def recording(self) -> Iterator[list[Wait]]:
-        """Record when the host waits, and which Triton programs are launched."""
+        """Record when the CPU waits, and which Triton programs are launched."""
         self.waits, self.launches = [], []
         self.is_recording = True
         try:
@@ -194,7 +194,7 @@ class EmulatedGPU(TorchDispatchMode):
             self.record("read", "copy_")
         elif not isinstance(source, EmulatedTensor) and source.dim() and source.numel():
             self.record("copy", "copy_")
-        self._do(lambda: on_host(target).copy_(on_host(source)), [target, source], [target])
+        self._do(lambda: cpu_values(target).copy_(cpu_values(source)), [target, source], [target])
         return target
 
     def _do(self, call: Callable[[], Any], inputs: Sequence[Any], written: Sequence[Any]) -> Any:
@@ -205,7 +205,7 @@ class EmulatedGPU(TorchDispatchMode):
         was_here = isinstance(source, EmulatedTensor)
         target = source.device if target is None else target
         options = {**kwargs, "device": "meta" if target.type == "meta" else "cpu"}
-        values = self._do(lambda: operator(on_host(source), **options), [source], [])
+        values = self._do(lambda: operator(cpu_values(source), **options), [source], [])
         if target.type != "cuda":
             if target.type == "cpu" and was_here:
                 self.record("read", "to")
@@ -237,11 +237,13 @@ class EmulatedGPU(TorchDispatchMode):
         self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], target: torch.device | None
     ) -> Any:
         """Return the result of the CPU's operator or of a formula, on the target device or the GPU."""
-        on_cpu = dict(tree_map(on_host, dict(kwargs)))
+        on_cpu = dict(tree_map(cpu_values, dict(kwargs)))
         if target is not None:
             on_cpu["device"] = "meta" if target.type == "meta" else "cpu"
         written, formula = _written(operator, args, kwargs), FORMULAS.get(operator._schema.name, operator)
-        out = self._do(lambda: formula(*tree_map(on_host, tuple(args)), **on_cpu), tree_leaves((args, kwargs)), written)
+        out = self._do(
+            lambda: formula(*tree_map(cpu_values, tuple(args)), **on_cpu), tree_leaves((args, kwargs)), written
+        )
         if written and operator._schema.returns:
             many = isinstance(out, (tuple, list))
             return tuple(written[: len(out)]) if many else written[0]
@@ -257,7 +259,7 @@ class EmulatedGPU(TorchDispatchMode):
                 raise DeviceRuleError(f"program {name}: {key} is on {x.device}, the launch on {device}")
         self.launches.append(name)
         tensors = [x for x in arguments.values() if isinstance(x, Tensor)]
-        on_cpu = {key: on_host(x) for key, x in arguments.items()}
+        on_cpu = {key: cpu_values(x) for key, x in arguments.items()}
 
         def call() -> None:
             with _disable_current_modes():
@@ -276,11 +278,11 @@ class EmulatedGraph:
 
     def run(self, call: Callable[[], Any], inputs: Sequence[Any], written: Sequence[Any]) -> Any:
         """Return the result of a call that is captured."""
-        for x in map(on_host, written):
+        for x in map(cpu_values, written):
             storage = x.untyped_storage()
             self.before.setdefault(storage.data_ptr(), (storage, storage.clone()))
         made = call()
-        self.calls.append((call, made, {_memory(x) for x in map(on_host, inputs) if isinstance(x, Tensor)}))
+        self.calls.append((call, made, {_memory(x) for x in map(cpu_values, inputs) if isinstance(x, Tensor)}))
         return made
 
     def restore(self) -> None:
@@ -417,7 +419,7 @@ def _patch_package(gpu: EmulatedGPU, stack: ExitStack) -> None:
     stack.enter_context(patch.multiple(traced, PLAIN_TENSORS=plain, modes=lambda: 0))
 
 
-def on_host(x: Any) -> Any:
+def cpu_values(x: Any) -> Any:
     """Return the values of an emulated tensor, without a record, and anything else as it is."""
     return x.values if isinstance(x, EmulatedTensor) else x
 

@@ -212,7 +212,7 @@ class Switch:
         if rank in self.answers:
             return f"answered {type(self.answers[rank]).__name__}"
         if rank not in self.waiting:
-            return "on the host"
+            return "on the CPU"
         what = self.waiting[rank]
         if what.operation is None:
             joined, (name, ranks) = sorted(self.joined[what.communicator]), what.communicator

@@ -78,7 +78,7 @@ def decode_calls(mesh: DeviceMesh) -> dict[str, Call]:
         "decode, window": {"mask": am.Window(5)},
         "decode, softcap and sinks": {"softcap": 3.0, "sinks": sinks},
         "decode, key_lengths on the GPU": {"key_lengths": few},
-        "decode, key_lengths on the host": {"key_lengths": few.cpu()},
+        "decode, key_lengths on the CPU": {"key_lengths": few.cpu()},
         "decode, reproducible": {"reproducible": True},
         "decode, tree": {"merge": "tree"},
         "decode, direct": {"merge": "direct"},

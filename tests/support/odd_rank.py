@@ -241,7 +241,7 @@ MERGES: dict[str, dict[str, Any]] = {
     "another how": {"how": "tree"},
     "output": {"output": "heads"},
     "a lazy partial": {"of": torch._neg_view},
-    "a partial on the host": {"of": Tensor.cpu},
+    "a partial on the CPU": {"of": Tensor.cpu},
     "a bad argument": {"base": "x"},
 }
 
@@ -257,7 +257,7 @@ def merge_outcomes(device: str, ranks: int, before: int, how: str) -> dict[str, 
     """Return on a rank, for each difference: the outcome, and how far an honest merge after it is off."""
     odd, found = dist.get_rank() == ODD, {}
     for name, given in MERGES.items():
-        if given.get("how") == how or name in (ON_CPU if device != "cpu" else ("a partial on the host",)):
+        if given.get("how") == how or name in (ON_CPU if device != "cpu" else ("a partial on the CPU",)):
             continue
         group = dist.new_group()  # on which nothing was merged yet
         for _ in range(before):

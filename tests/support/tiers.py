@@ -20,7 +20,7 @@ class Runs(Protocol):
 
 
 class OneWay:
-    """Ranks on which older tokens are all attended on the host, or are all brought to the device."""
+    """Ranks on which older tokens are all attended on the CPU, or are all brought to the device."""
 
     def __init__(self, ranks: Runs, *, brought: bool) -> None:
         self.ranks, self.brought = ranks, brought

@@ -72,7 +72,7 @@ class KVCache(PagedCache, SavedCache):
         folder: Folder whose files are the keys and values: the cache may exceed memory, and goes on where the folder
             ends. What `append` has returned from stays when the process ends; with `hot`, what `flush` has. On a GPU
             it takes `hot`. None for memory alone.
-        hot: Newest tokens to hold on the device, on all ranks; older ones go to the host's memory, or to the files of
+        hot: Newest tokens to hold on the device, on all ranks; older ones go to CPU memory, or to the files of
             `folder`, in whole blocks. There they are attended where they lie, or brought to the device in pieces.
             None for all tokens on the device, or in the files.
 

@@ -216,7 +216,7 @@ class CacheSizes:
             require(value is None, KernelError, subject, expected, f"one with {option}={value}", fix)
 
     def check_captured(self, subject: str, token_mask: Tensor | None, device: torch.device) -> None:
-        """Raise for a token mask in a CUDA graph: the host reads it, to compare the padding of all ranks."""
+        """Raise for a token mask in a CUDA graph: the CPU reads it, to compare the padding of all ranks."""
         if token_mask is not None and is_capturing(device):
             fix = "append the padded tokens before the capture; real ones need no token_mask"
             raise KernelError(f"{subject} token_mask", "None in a CUDA graph", "a tensor", fix)

@@ -31,7 +31,7 @@ class CacheProperties:
     def keys(self) -> Tensor:
         """This rank's keys, (batch, heads, slots, dim), of which the first `used` slots hold tokens.
 
-        A forked cache first copies the tokens that it shares, and one with `hot` its newest to the host, where all
+        A forked cache first copies the tokens that it shares, and one with `hot` its newest to the CPU, where all
         then are. With `storage=` they are rows of bytes:
         `core.storage.storage_of(rows).dequantize(rows)` returns their numbers.
         """

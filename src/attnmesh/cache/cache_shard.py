@@ -90,7 +90,7 @@ class CacheShard:
             # Tokens on all ranks, tokens on this rank, and blocks of this rank forgotten if the cache forgets any.
             self.state = torch.zeros(2 if sizes.mask is None else 3, dtype=torch.int64, device=device)
         self.padding: Padding | None = None
-        self.filled = 0  # slots in use at most, of a cache that forgets; the host need not ask the device
+        self.filled = 0  # slots in use at most, of a cache that forgets; the CPU need not ask the device
         self.has_spare = False  # a long append has made the shard larger than it has to be
 
     def _memory(self) -> tuple[list[Tensor], Tensor]:

@@ -34,8 +34,8 @@ class LocalShards:
         self.own = make(axis.index)
         self.copies = {index: make(index) for index in keepers if axis.index in keepers[index]}
         self.counts = TokenCounts(self.own.block_cyclic, 0, (0,) * axis.size)
-        self.known_length = 0  # tokens that this host has seen: all of them, or fewer if a graph appends
-        self.in_graphs = False  # a graph holds an append, of whose replays the host sees nothing
+        self.known_length = 0  # tokens that this CPU has seen: all of them, or fewer if a graph appends
+        self.in_graphs = False  # a graph holds an append, of whose replays the CPU sees nothing
         self.forked = False
         """True if other caches may share memory with this one: alike on all ranks, though one may share none."""
         self.floor = 0  # tokens that no query from this one on sees are forgotten
@@ -76,7 +76,7 @@ class LocalShards:
 
     @property
     def length(self) -> int:
-        """Cached tokens on all ranks. The host counts them where it would wait for a GPU, unless a graph appends."""
+        """Cached tokens on all ranks. The CPU counts them where it would wait for a GPU, unless a graph appends."""
         return self.own.length if self.own.device.type != "cuda" or self.in_graphs else self.known_length
 
     def counts_of(self, shard: CacheShard, new_count: int = 0) -> tuple[int, int] | None:
@@ -239,7 +239,7 @@ class LocalShards:
             self.in_graphs = True
 
     def leave_graphs(self) -> None:
-        """Let the host count tokens again: no graph appends any more."""
+        """Let the CPU count tokens again: no graph appends any more."""
         if self.in_graphs:
             self.known_length, self.in_graphs = self.own.length, False
 

@@ -1,10 +1,10 @@
-"""Shard of a cache in two memories: the newest tokens on the device, older ones on the host, in memory or in files.
+"""Shard of a cache in two memories: the newest tokens on the device, older ones on the CPU, in memory or in files.
 
         token      0 ............ 63 | 64 ....... 95
-        old        in host memory, or in files      | may have copies of hot tokens, once `flush` was called
+        old        in CPU memory, or in files      | may have copies of hot tokens, once `flush` was called
         hot                            on the device
 
-The old tier is an ordinary shard of the host. What it has of the first tokens are pieces of the cache, as blocks that
+The old tier is an ordinary shard on the CPU. What it has of the first tokens are pieces of the cache, as blocks that
 forks share. Where the hot tier is full, its oldest blocks move there in one copy.
 """
 
@@ -33,7 +33,7 @@ MOVED = 4
 def shards_in_memory(
     sizes: CacheSizes, mesh: Mesh, device: torch.device, shares: Sequence[float] | str | None
 ) -> Callable[[int], CacheShard]:
-    """Return what makes a shard in memory, of the host where the newest tokens alone are on the device.
+    """Return what makes a shard in memory, on the CPU where the newest tokens alone are on the device.
 
     All ranks call it at once, as `assigned`.
     """
@@ -65,7 +65,7 @@ class TieredShard(OrderedShard):
         super().__init__(sizes, old.heads, old.block_cyclic, device, old.index)
         self.fail = fail
         self.old, self.is_in_files = old, old.is_in_files
-        self.known_length = 0  # the host counts tokens of all ranks, and in `filled` those in the hot tier
+        self.known_length = 0  # the CPU counts tokens of all ranks, and in `filled` those in the hot tier
         self.warm()
 
     def _usual_slots(self, sizes: CacheSizes) -> int:
@@ -129,7 +129,7 @@ class TieredShard(OrderedShard):
         self.shared = tuple(pieces)
 
     def _view(self, blocks: SharedBlocks) -> CacheView:
-        """Return the view of a piece of the old tier, whose numbers are in the memory of the host."""
+        """Return the view of a piece of the old tier, whose numbers are in CPU memory."""
         rows = self.sizes.keys_and_values(blocks.stored)
         with torch.inference_mode(False):
             state = torch.tensor([self.known_length, blocks.used], device="cpu")
@@ -247,7 +247,7 @@ class TieredShard(OrderedShard):
         return TieredShard(self.old, self.sizes, device, fail)
 
     def whole(self) -> CacheShard:
-        """Return the shard of the host, with all tokens."""
+        """Return the shard on the CPU, with all tokens."""
         old = self.old.whole()  # refused in files, before anything is written
         self.flush()
         self._show(self.shared_tokens)

@@ -16,7 +16,7 @@ from attnmesh.comm.mailboxes import UNEQUAL_CHECKSUM, CallsDifferError, Mailboxe
 from attnmesh.comm.message import MODULUS, MessageForm
 from attnmesh.comm.topology import rounds, whole_mailboxes
 from attnmesh.core.partial import Partial
-from attnmesh.kernels.native.native_digest import digest_on_host, wrapped
+from attnmesh.kernels.native.native_digest import digest_on_cpu, wrapped
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.merges import Merge, Pattern
 from attnmesh.mesh.reduction_tree import Round
@@ -59,7 +59,7 @@ class HostMerge:
 
     def run(self, message: Tensor, call_hash: int, tensors: Sequence[Tensor] = ()) -> bool:
         """Merge the messages of all ranks in place. Return whether their numbers, and bits of tensors, are equal."""
-        number = wrapped(call_hash + sum(map(digest_on_host, tensors))) % MODULUS
+        number = wrapped(call_hash + sum(map(digest_on_cpu, tensors))) % MODULUS
         start = message.data_ptr()
         memmove(start, CHECKSUM.pack(number, -number), CHECKSUM.size)
         traffic = current_traffic.get()

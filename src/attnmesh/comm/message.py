@@ -20,7 +20,7 @@ from torch import Tensor
 from attnmesh.comm.mailboxes import MESSAGE_BYTES
 from attnmesh.core.digest import ROW, digest
 from attnmesh.core.partial import Partial, merge_stack
-from attnmesh.kernels.native.native_digest import digest_on_host, wrapped
+from attnmesh.kernels.native.native_digest import digest_on_cpu, wrapped
 from attnmesh.kernels.stacked_merge import launch_checksum, merge_stacked, use_triton
 from attnmesh.kernels.triton_runtime import interpreted
 
@@ -125,7 +125,7 @@ def call_checksum(tensors: Sequence[Tensor], call: int, state: Tensor, like: Ten
     if fits and use_triton(like):
         return launch_checksum(tensors, call, state, MODULUS, like.new_empty(2) if into is None else into)
     if state.device.type == "cpu":
-        number: int | Tensor = wrapped(call + int(state.tolist()[0]) + sum(map(digest_on_host, tensors)))
+        number: int | Tensor = wrapped(call + int(state.tolist()[0]) + sum(map(digest_on_cpu, tensors)))
     else:
         number = sum(map(digest, tensors), start=call + state[0])
     checksum = checksum_of(number, like)
@@ -141,7 +141,7 @@ def question_like(like: Tensor) -> Tensor:
 
 def checksum_of(number: int | Tensor, like: Tensor) -> Tensor:
     """Return (number, -number): the maxima over all ranks sum to 0 if the numbers are equal."""
-    if isinstance(number, int):  # without a copy from the host, which a CUDA graph cannot have
+    if isinstance(number, int):  # without a copy from the CPU, which a CUDA graph cannot have
         checksum = like.new_full((2,), number % MODULUS)
         checksum[1].neg_()
         return checksum

@@ -72,7 +72,7 @@ def merge_ranks(
 
 
 def nan_unless_equal(partial: Partial, checksum: Tensor) -> Partial:
-    """Return the partial, with NaN for `out` if the checksums of the ranks differ. The host reads nothing."""
+    """Return the partial, with NaN for `out` if the checksums of the ranks differ. The CPU reads nothing."""
     return Partial(torch.where(checksum.sum() == 0, partial.out, torch.nan), partial.lse)
 
 

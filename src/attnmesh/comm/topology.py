@@ -32,15 +32,15 @@ def dist_all_gather_ints(numbers: Sequence[int], axes: Sequence[Axis]) -> list[l
     for axis in reversed(axes):
         if axis.group is not None:
             tables = [torch.empty_like(table) for _ in range(axis.size)]
-            collective(with_host_group(axis), "comparing calls", dist.all_gather, tables, table)
+            collective(with_cpu_group(axis), "comparing calls", dist.all_gather, tables, table)
             table = torch.cat(tables)
     rows: list[list[int]] = table.tolist()
     return rows
 
 
 @cached_per_world()
-def with_host_group(axis: Axis) -> Axis:
-    """Return the axis with a group that sends what the host holds. All ranks make the first call at once.
+def with_cpu_group(axis: Axis) -> Axis:
+    """Return the axis with a group that sends what the CPU holds. All ranks make the first call at once.
 
     A group of NCCL gets one of gloo beside it: on NCCL a rank that compares alone would hold up the device, without a
     deadline.
@@ -119,8 +119,8 @@ def whole_mailboxes(axis: Axis) -> Mailboxes | None:
 
 
 def _timeout(axis: Axis) -> float:
-    """Return the timeout of the axis' process group in seconds, of the one that sends what the host holds."""
-    group = with_host_group(axis).group
+    """Return the timeout of the axis' process group in seconds, of the one that sends what the CPU holds."""
+    group = with_cpu_group(axis).group
     try:
         return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())  # type: ignore[union-attr]
     except (AttributeError, RuntimeError):

@@ -4,7 +4,7 @@
 `HostTransport` mailboxes for short messages inside a host, and sockets for all others
 `Nccl`          GPUs; a merge is one launch where these see each other's memory
 
-A transport posts messages, gathers them, merges partials, and gathers numbers that hosts hold. `all_gather_ints` does
+A transport posts messages, gathers them, merges partials, and gathers numbers that CPUs hold. `all_gather_ints` does
 the last along all axes of a mesh. `flat_axis` makes one axis of several. Others ask one thing alone: whether all ranks
 of an axis share mailboxes (`whole_mailboxes`), which native calls need.
 """
@@ -95,7 +95,7 @@ class Transport:
         return torch.stack(rows)
 
     def all_gather_ints(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the int64 values of all ranks, which hosts hold."""
+        """Return the int64 values of all ranks, which CPUs hold."""
         return dist_all_gather_ints(numbers, [self.axis])
 
     def direct(self, message: Tensor, form: MessageForm) -> CheckedPartial:

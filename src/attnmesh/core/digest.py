@@ -60,7 +60,7 @@ def digest_of_sums(sums: Tensor) -> Tensor:
 
 
 def digest_of_run(runs: Tensor, start: int, slots: int) -> Tensor:
-    """Return the digest of a tensor on the host, (heads, slots, width), that is zeros but for rows from `start` on.
+    """Return the digest of a tensor on the CPU, (heads, slots, width), that is zeros but for rows from `start` on.
 
     `runs` are these rows, (heads, rows, width). Digests of runs need no memory for the zeros.
     """
@@ -74,7 +74,7 @@ def digest_of_run(runs: Tensor, start: int, slots: int) -> Tensor:
 
 
 def digest_each(rows: Tensor) -> Tensor:
-    """Return the digest of each row of a matrix of int64 on the host, of no more columns than a weighted sum has."""
+    """Return the digest of each row of a matrix of int64 on the CPU, of no more columns than a weighted sum has."""
     return (_fold(rows) * cpu_weights()[: rows.shape[1]]).sum(1)
 
 
@@ -93,7 +93,7 @@ def _weights(count: int, device: torch.device) -> Tensor:
 
 @lru_cache
 def cpu_weights() -> Tensor:
-    """Return the weights of a row on the host."""
+    """Return the weights of a row on the CPU."""
     with torch.inference_mode(False):
         return _weights(ROW, torch.device("cpu"))
 

@@ -27,7 +27,7 @@ from attnmesh.runtime.memo import Memo
 from attnmesh.runtime.ranges import ATTENTION, MERGE, in_range, is_profiled
 
 UNEQUAL = torch.ones(2, dtype=torch.float32, device="cpu")
-"""Checksum of calls that a merge on the host has found to differ."""
+"""Checksum of calls that a merge on the CPU has found to differ."""
 
 
 class PreparedStep(NamedTuple):
@@ -39,7 +39,7 @@ class PreparedStep(NamedTuple):
     output_heads: slice | None  # heads of that merge's output; None for all
     is_alone: bool  # True where there are no other ranks
     sizes: CacheSizes | None = None
-    stays_on_device: bool = False  # True where the host waits for nothing of a device
+    stays_on_device: bool = False  # True where the CPU waits for nothing of a device
     compared: tuple[Any, ...] = ()  # facts of each call that ranks compare, by their hash
 
     def run(self, inputs: StepInputs, checked: bool | None) -> Tensor:
@@ -54,7 +54,7 @@ class PreparedStep(NamedTuple):
             values.append(cache.history_checksum)
         if self.is_alone:
             return self.compute(inputs, views, 0)[0]
-        # Lengths on a GPU are part of the checksum instead: to read them here, the host would wait for it.
+        # Lengths on a GPU are part of the checksum instead: to read them here, the CPU would wait for it.
         if key_lengths is not None and key_lengths.device.type == "cpu":
             values += key_lengths.tolist()
         if self.host_merge is None:
@@ -88,7 +88,7 @@ class PreparedStep(NamedTuple):
 
         The sum of the checksum is 0 if the calls are equal. It is None if `host_merge` has compared them and they are,
         or if there are no other ranks. The output is NaN if the calls differ. `views` is the cache of all rows of q, or
-        a cache for each row. The host reads nothing of a device.
+        a cache for each row. The CPU reads nothing of a device.
         """
         q, _, sinks, key_lengths, selected, other_keys = inputs
         step = self.step
@@ -123,7 +123,7 @@ class PreparedStep(NamedTuple):
         message: Tensor | None,
         checksum: Tensor | None,
     ) -> tuple[Partial, Tensor | None]:
-        """Return the partial of all ranks, and the checksum of their calls; None if the host knows that they are equal.
+        """Return the partial of all ranks, and the checksum of their calls; None if the CPU knows that they are equal.
 
         `message` holds the partial, where there is one, and `checksum` is a view of it.
         """

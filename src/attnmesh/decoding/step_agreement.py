@@ -44,7 +44,7 @@ def compared_fields(inputs: StepInputs, step: DecodeStep) -> Mapping[str, object
 
 
 def runs_on_device(cache: KVCache, step: DecodeStep) -> bool:
-    """Return whether the host waits for nothing of the device during the step. A wrong kernel counts as "auto"."""
+    """Return whether the CPU waits for nothing of the device during the step. A wrong kernel counts as "auto"."""
     if step.index_block is not None:
         return cache.device.type != "cpu" and not is_collective(step.merge)
     try:

@@ -94,7 +94,7 @@ def check_step(inputs: StepInputs, step: DecodeStep, unsupported: Mapping[str, N
         if q.shape[2] > 1 or sizes.hot is not None:
             sizes.check_eager("decode", q.device)
         if is_capturing(q.device):
-            _check_captured(cache, step, on_host=key_lengths is not None and not on_device)
+            _check_captured(cache, step, on_cpu=key_lengths is not None and not on_device)
         return step
     _check_lengths(q, cache, step.mask)
     if not on_device:
@@ -152,19 +152,17 @@ def check_bias(inputs: StepInputs, bias: Tensor | None, step: DecodeStep) -> Dec
 
 
 def reads_length_on_device(view: CacheView, kernel: str, dtype: torch.dtype) -> bool:
-    """Return whether the kernel reads the number of tokens on the device, so that the host does not wait."""
+    """Return whether the kernel reads the number of tokens on the device, so that the CPU does not wait."""
     if view.keys.device.type == "cpu" and not interpreted():  # the common case
         return False
     need = Need.of_cache(view.attended(dtype)[0], view, Scaling(1.0))
     return choose(need, kernel).reads_cache
 
 
-def _check_captured(cache: KVCache, step: DecodeStep, *, on_host: bool) -> None:
-    """Raise unless the host reads nothing of the device and copies nothing to it: a CUDA graph could not."""
+def _check_captured(cache: KVCache, step: DecodeStep, *, on_cpu: bool) -> None:
+    """Raise unless the CPU reads nothing of the device and copies nothing to it: a CUDA graph could not."""
     fix = "pass key_lengths.cuda(), made before the capture"
-    require(
-        not on_host, DeviceError, "decode key_lengths", "a tensor on the GPU in a CUDA graph", "one on the CPU", fix
-    )
+    require(not on_cpu, DeviceError, "decode key_lengths", "a tensor on the GPU in a CUDA graph", "one on the CPU", fix)
     expected = "one that reads the cache's length on the GPU, in a CUDA graph"
     fix = 'use kernel="auto" and a cache of bfloat16, float16 or float32, or leave the graph out'
     given = f"kernel={step.kernel!r} on {cache.sizes.dtype}"

@@ -47,7 +47,7 @@ def enable(
         exchange: How keys travel: "bulk", "pipelined", "ring" or "auto", as in `attnmesh.attention`.
         kernel: Kernel of one device, as in `attnmesh.attention`.
         checked: How ranks compare the inputs of the model at every forward pass. True: by their values. False: not at
-            all. None: by their values on CPUs, by their shapes on GPUs, where the host would wait for values.
+            all. None: by their values on CPUs, by their shapes on GPUs, where the CPU would wait for values.
 
     Raises:
         ModelError: The model has no plan, is on a mesh already, or has layers that a mesh cannot serve.

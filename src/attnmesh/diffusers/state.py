@@ -43,7 +43,7 @@ class MeshState:
         self.plan = plan
         self.streams = Streams(mesh)
         self.calls = CallRecord(mesh, device, checked is not False)
-        self.compares_values = checked is True or device.type == "cpu"  # elsewhere the host would wait for them
+        self.compares_values = checked is True or device.type == "cpu"  # elsewhere the CPU would wait for them
         self.processors: dict[Any, Any] = {module: module.processor for module in split_attention(model, plan).values()}
         self.modules = {name: modules_named(model, name) for name in (*plan.splits, *plan.gathers)}
         self.backend: Any = None

@@ -97,7 +97,7 @@ def _check_partials(out: Tensor, lse: Tensor, seq_lens: Tensor | None, query_sta
 
 
 def _without_keys(tokens: int, seq_lens: Tensor, query_start_loc: Tensor | None) -> Tensor:
-    """Return True for tokens of sequences that have no keys on this rank, (tokens,). Reads nothing on the host."""
+    """Return True for tokens of sequences that have no keys on this rank, (tokens,). Reads nothing on the CPU."""
     sequence = torch.arange(tokens, device=seq_lens.device)
     if query_start_loc is not None:
         sequence = torch.searchsorted(query_start_loc[1:].contiguous(), sequence, right=True)

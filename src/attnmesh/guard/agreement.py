@@ -47,7 +47,7 @@ def may_compare(device: torch.device) -> bool:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Return whether a CUDA graph is being captured, which the host must not wait for."""
+    """Return whether a CUDA graph is being captured, which the CPU must not wait for."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -173,7 +173,7 @@ class CallRecord:
         self.known: Memo[bool] = Memo()  # names of calls, or signatures of steps, that ranks have compared
         self.last_signature: object = None  # signature of the last call that asked, or need not ask
         self.last_exchange: Callable[[], Tensor] | None = None
-        """Repeats the last exchange that no host looked at, with `QUESTION` for a checksum. Returns the merged one."""
+        """Repeats the last exchange that no CPU looked at, with `QUESTION` for a checksum. Returns the merged one."""
 
     def will_compare(self, name: str, *, always: bool = False) -> bool:
         """Return whether ranks compare the next call of this name."""
@@ -186,7 +186,7 @@ class CallRecord:
     def fail(self, name: str, error: InputError) -> NoReturn:
         """Raise an error of this rank in a call that ranks do not compare. Others of its host raise it when they merge.
 
-        Others would wait for messages of this rank, and not for its comparison. Those on GPUs do not merge on the host,
+        Others would wait for messages of this rank, and not for its comparison. Those on GPUs do not merge on the CPU,
         so there it raises alone.
         """
         tells = self.device.type == "cpu" and not self.is_alone and self.checked is not False
@@ -203,10 +203,10 @@ class CallRecord:
 class MergeAgreement(Agreement):
     """An agreement on a call that ends in a merge, whose messages carry the hash of the call at no cost.
 
-    - On a CPU, for any call: the host reads the merged checksum. Where calls differ, ranks exchange texts and raise.
-    - On a GPU, for a call whose signature this rank knows: no host reads it. Where calls differ, outputs are NaN.
+    - On a CPU, for any call: the CPU reads the merged checksum. Where calls differ, ranks exchange texts and raise.
+    - On a GPU, for a call whose signature this rank knows: no CPU reads it. Where calls differ, outputs are NaN.
     - On a GPU, for a new one: this rank asks. It repeats the last exchange, with a question in place of a checksum. If
-      all ranks ask, they compare on the host. Else some rank is in a call that it knows, and all get NaN.
+      all ranks ask, they compare on the CPU. Else some rank is in a call that it knows, and all get NaN.
 
     Merges by a collective, which hang or crash on messages of unequal sizes, are compared before, on CPUs too.
 
@@ -216,7 +216,7 @@ class MergeAgreement(Agreement):
     # Set before `compare_or_skip`:
     signature: Hashable = None
     state: tuple[Hashable, ...] = ()  # values that change between calls of one signature
-    ask: Callable[[], Tensor] | None = None  # part in a merge by a question; None where a host reads the messages
+    ask: Callable[[], Tensor] | None = None  # part in a merge by a question; None where the CPU reads the messages
     # Set after the merge:
     checksum: Tensor | None = None  # checksum of all ranks' calls
     # Found by `compare_or_skip`:
@@ -234,7 +234,7 @@ class MergeAgreement(Agreement):
         super().__init__(calls.mesh, name, is_compared=not calls.is_alone and may_compare(device))
         self.calls, self.merge, self.checked, self.poison = calls, merge, checked, poison
         self.asks_when_new = device.type != "cpu" or interpreted() or calls.last_exchange is not None
-        """True if no host reads the merged checksum, so that a rank asks about a call that is new to it.
+        """True if no CPU reads the merged checksum, so that a rank asks about a call that is new to it.
 
         So it is on GPUs, where their programs run on a CPU, and once an earlier call on the object was so.
         """
@@ -246,7 +246,7 @@ class MergeAgreement(Agreement):
 
     def compare_or_skip(self) -> bool:
         """Compare the call before messages that need it. Return False if this rank asked and not all ranks did."""
-        # A host that reads the checksum compares each call.
+        # A CPU that reads the checksum compares each call.
         by_default = not (self.asks_when_new and self.ask is not None and self.signature in self.calls.known)
         self.wants_comparison = self.is_compared and (by_default if self.checked is None else self.checked)
         if self.wants_comparison and self.asks_when_new:

@@ -154,7 +154,7 @@ def check_positions(subject: str, positions: Tensor, length: int) -> None:
 def check_key_lengths(subject: str, key_lengths: Tensor | None, batch: int, *, on_device: bool = False) -> None:
     """Raise unless key_lengths is None or counts keys: a dense int64 tensor with a number of 0 or more per sequence.
 
-    Numbers are read unless they are `on_device`, where the host would wait for them.
+    Numbers are read unless they are `on_device`, where the CPU would wait for them.
     """
     if key_lengths is None:
         return

@@ -28,7 +28,7 @@ from attnmesh.hf.shards import ShardMask, ShardPositions
 from attnmesh.hf.shared_experts import SharedExperts, experts_of
 from attnmesh.hf.transformers_names import Conv1D
 from attnmesh.kernels.native.build import library
-from attnmesh.kernels.native.native_digest import digest_on_host
+from attnmesh.kernels.native.native_digest import digest_on_cpu
 from attnmesh.mesh.axes import Mesh
 from attnmesh.runtime.memory import mapped_files
 
@@ -149,7 +149,7 @@ def _is_shared(module: Any) -> bool:
 def _described(layers: Mapping[str, Any]) -> str:
     """Return what ranks compare of layers: their sizes, their dtypes, and a digest of the first row of each."""
     weights = [layer.weight.detach() for layer in layers.values()]
-    rows = sum(index * digest_on_host(weight[0]) for index, weight in enumerate(weights, 1)) % 2**64
+    rows = sum(index * digest_on_cpu(weight[0]) for index, weight in enumerate(weights, 1)) % 2**64
     dtypes = sorted({str(weight.dtype) for weight in weights})
     return f"{len(weights)} of {sum(map(torch.numel, weights))} weights in {', '.join(dtypes)}, of digest {rows}"
 

@@ -113,7 +113,7 @@ class StepGraph:
         return self._compared(step_inputs) if self.replays <= COMPARED_REPLAYS else self._replay(step_inputs)
 
     def drop(self) -> None:
-        """Drop the graph. The host counts the cache's tokens again."""
+        """Drop the graph. The CPU counts the cache's tokens again."""
         self.graph = self.output = self.bound_to = None
         self.replays = self.room = 0
         for kv in self.cache.kvs:
@@ -154,7 +154,7 @@ class StepGraph:
         return options == bound_options and len(memory) == len(bound_memory) and all(map(is_, memory, bound_memory))
 
     def _watched(self, inputs: dict[str, Any]) -> Any:
-        """Return the model's pass, and give up if the host waits in it: no graph can."""
+        """Return the model's pass, and give up if the CPU waits in it: no graph can."""
         self.is_watched = True
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

@@ -2,7 +2,7 @@
 
 `runs_of` makes the runs of a cache, of its forks, its padding, a window or a selection. `CachedAttention` attends them:
 in one launch where a kernel takes them at once, in a loop elsewhere. A kernel that reads a cache in place finds the
-slots on its device, where no host may look.
+slots on its device, where no CPU may look.
 """
 
 from bisect import bisect_right
@@ -163,7 +163,7 @@ def _trimmed(run: SlotRun) -> list[SlotRun]:
 
 
 def _selected(query: DecodeQuery, view: CacheView, piece: CacheView, selection: Selection) -> Iterator[SlotRun]:
-    """Yield the runs of the selected tokens of a piece, each of all its slots. The host reads nothing of a device.
+    """Yield the runs of the selected tokens of a piece, each of all its slots. The CPU reads nothing of a device.
 
     Tokens are selected by their number in the cache, padding included; masks and `key_lengths` count the real ones.
     """

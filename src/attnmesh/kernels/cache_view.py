@@ -1,6 +1,6 @@
 """Input of a kernel in a decode step: its queries, and the tensors of a rank's cache shard, on its device.
 
-The number of tokens is in a tensor too, so that a kernel that reads them in place needs no value from the host.
+The number of tokens is in a tensor too, so that a kernel that reads them in place needs no value from the CPU.
 """
 
 from typing import NamedTuple
@@ -71,7 +71,7 @@ class CacheView(NamedTuple):
     def without_free_slots(self) -> "CacheView":
         """Return the slots that hold tokens, without those of `shared`.
 
-        On a device all slots stay, for the host does not read how many hold tokens: the others are at `NOWHERE`.
+        On a device all slots stay, for the CPU does not read how many hold tokens: the others are at `NOWHERE`.
         """
         if self.state.device.type == "cpu":
             used = int(self.state.tolist()[1])
@@ -83,8 +83,8 @@ class CacheView(NamedTuple):
         return self._replace(token_index=self.token_index.where(held, NOWHERE), padding=padding, shared=())
 
     @property
-    def on_host(self) -> "CacheView | None":
-        """View of the earlier tokens that are in host memory, where the slots are on a device; None without any."""
+    def on_cpu(self) -> "CacheView | None":
+        """View of the earlier tokens that are in CPU memory, where the slots are on a device; None without any."""
         if not self.shared or self.keys.device.type == "cpu":
             return None
         pieces = [piece for piece in self.shared if piece.keys.device.type == "cpu"]
@@ -92,7 +92,7 @@ class CacheView(NamedTuple):
 
     @property
     def on_device(self) -> "CacheView":
-        """The view without what is in host memory."""
+        """The view without what is in CPU memory."""
         return self._replace(shared=tuple(piece for piece in self.shared if piece.keys.device.type != "cpu"))
 
     def first(self, slots: int) -> "CacheView":

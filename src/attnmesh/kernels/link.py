@@ -1,7 +1,7 @@
-"""Rows of a cache on their way from host memory to a device: one part is copied while another is attended.
+"""Rows of a cache on their way from CPU memory to a device: one part is copied while another is attended.
 
 A part goes to memory that the device reads by itself, and from there by a stream of its own. There are two of each, so
-that the host fills one while the other is on its way.
+that the CPU fills one while the other is on its way.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,11 +22,11 @@ ALIGNED = 256
 
 
 class Buffer:
-    """A part on the host and on the device, and when each may be written again."""
+    """A part on the CPU and on the device, and when each may be written again."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         with torch.inference_mode(False):
-            self.host = torch.empty(size, dtype=torch.uint8, pin_memory=True, device="cpu")
+            self.cpu = torch.empty(size, dtype=torch.uint8, pin_memory=True, device="cpu")
             self.device = torch.empty(size, dtype=torch.uint8, device=device)
         self.copied, self.attended = torch.cuda.Event(), torch.cuda.Event()
         self.attended.record(torch.cuda.current_stream(device))  # what had this memory before may still be at work
@@ -56,11 +56,11 @@ class DeviceLink:
             buffer = self._buffer(number % 2, tensors)
             offsets = _offsets(tensors, self.device)
             buffer.copied.synchronize()
-            for x, to in zip(tensors, _views(buffer.host, tensors, offsets), strict=True):
+            for x, to in zip(tensors, _views(buffer.cpu, tensors, offsets), strict=True):
                 to.copy_(x)
             with torch.cuda.stream(self.stream):
                 self.stream.wait_event(buffer.attended)
-                buffer.device[: offsets[-1]].copy_(buffer.host[: offsets[-1]], non_blocking=True)
+                buffer.device[: offsets[-1]].copy_(buffer.cpu[: offsets[-1]], non_blocking=True)
                 buffer.copied.record(self.stream)
             current.wait_event(buffer.copied)
             state, token_index, keys, *values = _views(buffer.device, tensors, offsets)
@@ -71,7 +71,7 @@ class DeviceLink:
     def _buffer(self, number: int, tensors: Sequence[Tensor]) -> Buffer:
         """Return one of the buffers, with room for such tensors."""
         needed = _offsets(tensors, self.device)[-1]
-        if len(self.buffers) <= number or len(self.buffers[number].host) < needed:
+        if len(self.buffers) <= number or len(self.buffers[number].cpu) < needed:
             self.stream.synchronize()
             self.buffers[number : number + 1] = [Buffer(needed, self.device)]
         return self.buffers[number]

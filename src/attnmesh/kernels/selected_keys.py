@@ -45,7 +45,7 @@ class SelectedKeys:
     def of(
         selection: Selection, mask: Mask, queries: Tensor, keys: Tensor | None, key_lengths: Tensor | None
     ) -> "SelectedKeys":
-        """Return the selected keys of queries under a mask. Positions of keys are ascending, and on the host."""
+        """Return the selected keys of queries under a mask. Positions of keys are ascending, and on the CPU."""
         device = selection.indices.device
         first, last = mask.bounds(on_device(queries, device))
         in_order = keys is None or not len(keys) or int(keys[-1]) == len(keys) - 1
@@ -196,7 +196,7 @@ def without_faulty(out: Tensor, selected: Selection, length: int | None = None) 
 def nan_where_faulty(out: Tensor, selected: Selection, length: int | Tensor | None) -> Tensor:
     """Return `out` with NaN where a row of indices is faulty, of a sequence of so many keys, or of any number.
 
-    The host reads nothing.
+    The CPU reads nothing.
     """
     faulty = selected.faulty(length).repeat_interleave(out.shape[1] // selected.heads, 1)
     return out.masked_fill(faulty.unsqueeze(-1), torch.nan)

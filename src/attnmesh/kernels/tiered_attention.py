@@ -1,6 +1,6 @@
-"""Attention of a device's queries to a cache whose older tokens are in host memory.
+"""Attention of a device's queries to a cache whose older tokens are in CPU memory.
 
-The host's kernel attends them where they lie, or they are brought to the device part by part. A sample of both is
+The CPU's kernel attends them where they lie, or they are brought to the device part by part. A sample of both is
 timed, and the faster one serves all steps of that kind. Selected rows are few, and always read where they lie. In each
 case only the slots that some query sees are read. The device attends its own slots meanwhile.
 """
@@ -40,15 +40,15 @@ def attention_to_cache(kernel: Kernel, scaling: Scaling, value_dim: int, device:
 
 
 class TieredAttention(CachedAttention):
-    """Steps of one signature on a device, over caches whose older tokens may be in host memory."""
+    """Steps of one signature on a device, over caches whose older tokens may be in CPU memory."""
 
     def __init__(self, kernel: Kernel, scaling: Scaling, value_dim: int) -> None:
         super().__init__(kernel, scaling, value_dim)
-        self.on_host = Memo[CachedAttention](most=64)  # attention on the host, by shape of the queries
+        self.on_cpu = Memo[CachedAttention](most=64)  # attention on the CPU, by shape of the queries
 
     def attend(self, query: DecodeQuery, views: Sequence[CacheView], selected: Selection | None = None) -> Partial:
         """Return the partial of one cache of all rows, or of a cache for each row; in `query.into` if that is given."""
-        tiers = [view.on_host for view in views]
+        tiers = [view.on_cpu for view in views]
         if not any(tiers):
             return super().attend(query, views, selected)
         plain = query._replace(sinks=None, into=None, other_keys=None)
@@ -61,7 +61,7 @@ class TieredAttention(CachedAttention):
         return copy_into(with_sinks(merge_partials(parts), query.sinks), query.into)
 
     def _begin(self, query: DecodeQuery, tier: CacheView | None, selected: Selection | None) -> Callable[[], Partial]:
-        """Copy to the host what it needs of a query, before the device is busy. Return what attends the tier."""
+        """Copy to the CPU what it needs of a query, before the device is busy. Return what attends the tier."""
         if tier is None:
             return lambda: identity(query.q, self.cache_kernel.value_dim, query.q.dtype)
         lengths = None if query.key_lengths is None else query.key_lengths.cpu()
@@ -69,21 +69,21 @@ class TieredAttention(CachedAttention):
             return lambda: self._attend_brought(query, query._replace(key_lengths=lengths), tier)
         chosen = None if selected is None else Selection(selected.indices.cpu(), selected.block)
         moved = query._replace(q=query.q.cpu(), key_lengths=lengths)
-        return lambda: Partial(*(x.to(query.q.device) for x in self._attend_on_host(moved, tier, chosen)))
+        return lambda: Partial(*(x.to(query.q.device) for x in self._attend_on_cpu(moved, tier, chosen)))
 
-    def _attend_on_host(self, query: DecodeQuery, tier: CacheView, selected: Selection | None = None) -> Partial:
-        """Return the partial of the host's kernel."""
-        attention = self.on_host.find(query.q.shape)
+    def _attend_on_cpu(self, query: DecodeQuery, tier: CacheView, selected: Selection | None = None) -> Partial:
+        """Return the partial of the CPU's kernel."""
+        attention = self.on_cpu.find(query.q.shape)
         if attention is None:
             _, scaling, value_dim = self.cache_kernel
             kernel = choose(Need.of_cache(query.q, tier, scaling), "auto" if selected is None else "reference")
-            attention = self.on_host.keep(query.q.shape, CachedAttention(kernel, scaling, value_dim))
+            attention = self.on_cpu.keep(query.q.shape, CachedAttention(kernel, scaling, value_dim))
         return attention.attend(query, [tier], selected)
 
-    def _attend_brought(self, query: DecodeQuery, on_host: DecodeQuery, tier: CacheView) -> Partial:
+    def _attend_brought(self, query: DecodeQuery, on_cpu: DecodeQuery, tier: CacheView) -> Partial:
         """Return the partial of the slots that are seen, which come to the device part by part."""
         total = identity(query.q, self.cache_kernel.value_dim, query.q.dtype)
-        for part in _brought(query.q.device, on_host, tier):
+        for part in _brought(query.q.device, on_cpu, tier):
             partial = super().attend(query._replace(into=self._blank(query.q)), [part])
             total = merge_partials([total, partial])
         return total
@@ -104,7 +104,7 @@ class TieredAttention(CachedAttention):
         sampler = TieredAttention(*self.cache_kernel)
         moved = sample_query._replace(q=sample_query.q.cpu())
         seconds = [
-            _seconds(lambda: sampler._attend_on_host(moved, sample), sample_query.q),
+            _seconds(lambda: sampler._attend_on_cpu(moved, sample), sample_query.q),
             _seconds(lambda: sampler._attend_brought(sample_query, sample_query, sample), sample_query.q),
         ]
         return IS_LINK_FASTER.keep((*kind, query.q.device), seconds[1] < seconds[0])

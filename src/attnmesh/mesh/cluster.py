@@ -300,7 +300,7 @@ CLUSTERS = (
         Link(14.1e-6, 13e9, 26e9, short=7.6e-6, step=1e-6, message=1e-6),
         Link(22.4e-6, 1.1e9, 1.1e9, short=9.3e-6, step=2.7e-6, message=1e-6),
         device="datasheet: 165 TFLOP/s, 1.008 TB/s, 24 GB; 91% of it in attention, as on its successor",
-        inside="through the host's memory, tinygrad/open-gpu-kernel-modules issue 6: 13 GB/s; NCCL: 8.4 + 5.7 us",
+        inside="through CPU memory, tinygrad/open-gpu-kernel-modules issue 6: 13 GB/s; NCCL: 8.4 + 5.7 us",
         between="assumed: 10 Gbit/s Ethernet",
     ),
     _gpus(

@@ -80,7 +80,7 @@ class RankNumbers(NamedTuple):
 
     queries: int  # tokens on this rank
     keys: int
-    highest: int  # index that a query selects, where the host reads it; -1 for none
+    highest: int  # index that a query selects, where the CPU reads it; -1 for none
     digest: int = 0  # digest of some keys, in the first call of a signature
 
 

@@ -168,7 +168,7 @@ def _merge(
 
 @cached_per_world()
 def _calls_along(axis: Axis) -> CallRecord:
-    """Return the record of the merges along an axis that no host looks at."""
+    """Return the record of the merges along an axis that no CPU looks at."""
     return CallRecord(mesh_of(axis), torch.device(device_type_of(axis.group)), None)
 
 

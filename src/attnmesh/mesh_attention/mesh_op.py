@@ -83,7 +83,7 @@ def _backward(
 
 
 def _are_equal(numbers: Tensor, mesh: Mesh) -> Tensor:
-    """Return whether all ranks of a mesh hold the same integers, on the device: the host reads nothing."""
+    """Return whether all ranks of a mesh hold the same integers, on the device: the CPU reads nothing."""
     highest = torch.stack((numbers, -numbers))
     for axis in mesh.axes:
         if axis.group is not None:

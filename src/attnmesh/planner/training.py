@@ -35,7 +35,7 @@ LOSSES = ("full", "fused")
 TILE = 4096, 32768
 """Tokens and logits of a tile."""
 
-TILE_HOST_BYTES = 13, 29, 0
+TILE_CPU_BYTES = 13, 29, 0
 """Bytes of a logit of a tile on CPUs at the moments of `LOGIT_BYTES`: there each operation on a tile makes another."""
 
 INNER_VALUES, HIDDEN_VALUES, HIDDEN_BYTES = 6, 4, 24
@@ -108,7 +108,7 @@ class Method(NamedTuple):
     loss: str = "full"
     """One of `LOSSES`."""
     offload: bool = False
-    """True if the inputs of layers wait in the host's memory."""
+    """True if the inputs of layers wait in CPU memory."""
     ddp: bool = False
     """True if each rank holds all weights, False for a share of them with FSDP2."""
     rollout: int = 0
@@ -139,7 +139,7 @@ class Training(NamedTuple):
     logits: float
     """Bytes a rank of logits and their gradients."""
     host: float
-    """Bytes a rank of the inputs of layers in the host's memory."""
+    """Bytes a rank of the inputs of layers in CPU memory."""
     completions: float
     """Bytes a rank of the keys and values of completions that are drawn."""
     tokens: int
@@ -197,9 +197,9 @@ def _training_on(model: TrainedModel, cluster: Cluster, context: int, method: Me
     logits = [float(tokens * model.vocabulary * size) for size in LOGIT_BYTES]
     tiles = [0.0] * len(LOGIT_BYTES)
     if method.loss == "fused":
-        on_host = cluster.on_cpus
+        on_cpu = cluster.on_cpus
         logits = tiles
-        tiles = [_tile_bytes(model, tokens, size * on_host, casts) for size in TILE_HOST_BYTES]
+        tiles = [_tile_bytes(model, tokens, size * on_cpu, casts) for size in TILE_CPU_BYTES]
     beside = [max(sizes) for sizes in zip(*(kind(model, cluster, method.loss) for kind in kinds), strict=True)]
     fixed = [states + size + tile for size, tile in zip_longest((*beside, 0.0), tiles, fillvalue=0.0)]
     growing = *(on_device + hidden + size for size in logits), on_device + layer, layer_input + layer, hidden, keys

@@ -42,7 +42,7 @@ class Memo(dict[Hashable, T]):
 
 
 class TensorMemo:
-    """Values by the tensor that they were made of, such as its copy on a GPU, for which the host would wait.
+    """Values by the tensor that they were made of, such as its copy on a GPU, for which the CPU would wait.
 
     They go with that tensor, or when others were used more lately.
     """
@@ -87,7 +87,7 @@ TENSOR_MEMO = TensorMemo()
 
 
 def on_device(index: Tensor, device: torch.device) -> Tensor:
-    """Return an index tensor of the host on a device, copied once as long as it lives.
+    """Return an index tensor of the CPU on a device, copied once as long as it lives.
 
     >>> order = torch.tensor([1, 0])
     >>> on_device(order, torch.device("cpu")) is order

@@ -72,7 +72,7 @@ def _bounds(shard: CacheShard, start: int, stop: int) -> list[tuple[int, int]]:
 
 
 def _joined(parts: Sequence[Tensor], bounds: Sequence[tuple[int, int]], dim: int) -> Tensor:
-    """Return some slots of each part as one tensor in the memory of the host, which is a copy."""
+    """Return some slots of each part as one tensor in CPU memory, which is a copy."""
     own = [x.narrow(dim, low, high - low) for x, (low, high) in zip(parts, bounds, strict=True) if low < high]
     return torch.cat(own or [parts[-1].narrow(dim, 0, 0)], dim).cpu()
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from attnmesh.core.digest import wide_bits
 from attnmesh.errors import StoreError
-from attnmesh.kernels.native.native_digest import digest_on_host
+from attnmesh.kernels.native.native_digest import digest_on_cpu
 from attnmesh.runtime.mapped_file import PAGE, MappedFile
 from attnmesh.runtime.memory import host_memory
 
@@ -113,7 +113,7 @@ def checksums_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 def checksum_of(x: Tensor) -> int:
     """Return the checksum of a tensor in a file: the digest of the widest integers that its rows are made of."""
-    return digest_on_host(wide_bits(torch.atleast_1d(x)))
+    return digest_on_cpu(wide_bits(torch.atleast_1d(x)))
 
 
 def write_tensors(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.errors import StoreError, require
-from attnmesh.kernels.native.native_digest import digest_on_host
+from attnmesh.kernels.native.native_digest import digest_on_cpu
 from attnmesh.store.journal import Journal, read_file
 from attnmesh.store.tensor_file import FIX, PRIVATE_FILE
 
@@ -40,7 +40,7 @@ class TokenIds:
             ids = torch.frombuffer(content, dtype=torch.int64, count=whole)
         rows = ids.view(-1, batch)
         for start, stop, digest in ((0, first.stop, first.digest), *((x.start, x.stop, x.digest) for x in later)):
-            fits = stop <= len(rows) and (start == stop or digest_on_host(rows[start:stop]) == digest)
+            fits = stop <= len(rows) and (start == stop or digest_on_cpu(rows[start:stop]) == digest)
             require(fits, StoreError, "load", "the ids of all tokens", f"damage in {self.path}", FIX)
         self.written = rows[: self.journal.last.stop]
         return self.written.t().contiguous()
@@ -54,10 +54,10 @@ class TokenIds:
             self.journal.open()
         if ids_before is None:
             ids_before = rows[:0]
-            self.journal.begin(0, 0, digest_on_host(ids_before))
+            self.journal.begin(0, 0, digest_on_cpu(ids_before))
         start = _shared(rows, ids_before)
         if start < len(ids_before) or len(self.journal.records) > MAX_RECORDS:
-            self.journal.begin(start, start, digest_on_host(rows[:start]))
+            self.journal.begin(start, start, digest_on_cpu(rows[:start]))
         self.written = rows[:start]
         if start == len(rows):
             return
@@ -67,7 +67,7 @@ class TokenIds:
             os.pwrite(handle, struct.pack(f"{len(ids)}q", *ids), start * 8 * rows.shape[1])
         finally:
             os.close(handle)
-        self.journal.add(start, len(rows), len(rows), digest_on_host(rows[start:]))
+        self.journal.add(start, len(rows), len(rows), digest_on_cpu(rows[start:]))
         self.written = rows
 
 

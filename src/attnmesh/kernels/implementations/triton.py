@@ -275,7 +275,7 @@ def _rectangle_arguments(
 ) -> dict[str, Any]:
     """Return the arguments that all programs over a rectangle share."""
     keys = k.shape[2]
-    if rectangle.band is None and not rectangle.causal:  # created on the device, without a copy from the host
+    if rectangle.band is None and not rectangle.causal:  # created on the device, without a copy from the CPU
         low, high = (torch.full((q.shape[2],), n, dtype=torch.int32, device=q.device) for n in (0, keys))
     else:
         bounds = rectangle.bounds()

@@ -1,4 +1,4 @@
-"""Digests of tensors on the host, by one native call where there is a library."""
+"""Digests of tensors on the CPU, by one native call where there is a library."""
 
 import struct
 
@@ -12,7 +12,7 @@ RUN_FIELDS = struct.Struct("2P7q")
 """Fields of `Run` in `cache.cpp`."""
 
 
-def digest_on_host(x: Tensor) -> int:
+def digest_on_cpu(x: Tensor) -> int:
     """Return the int64 digest of a tensor's bits, as `core.digest` defines it."""
     function = library().digest
     if function is None or not x.is_cpu or type(x) is not Tensor:

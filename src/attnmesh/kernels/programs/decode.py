@@ -1,6 +1,6 @@
 """Triton programs for decoding: attention over the slots of a cache, merges of partials, checksums of calls.
 
-They need no value from the host. The number of tokens and the position of each slot's token are on the device, and the
+They need no value from the CPU. The number of tokens and the position of each slot's token are on the device, and the
 grid covers all slots. So one captured CUDA graph is valid while the cache grows.
 """
 

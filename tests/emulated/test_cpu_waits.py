@@ -1,4 +1,4 @@
-"""When the host waits for the GPU: reads of its memory and copies from pageable memory, pinned as numbers.
+"""When the CPU waits for the GPU: reads of its memory and copies from pageable memory, pinned as numbers.
 
 docs/gpus.md has the same table in words.
 """
@@ -11,13 +11,13 @@ from tests.support.emulated_nccl import world
 from tests.support.emulated_waits import measure, model_waits
 
 DECODING = {
-    "decode, key_lengths on the host": ["copy"],
+    "decode, key_lengths on the CPU": ["copy"],
     "decode, documents": ["copy"],  # of a new mask; each step needs one, as documents cover all tokens
     "decode, checked=True": ["read", "read"],
-    "decode, gather": ["read", "read"],  # the question after a step that no host looked at, and the comparison
+    "decode, gather": ["read", "read"],  # the question after a step that no CPU looked at, and the comparison
     "append with token_mask": ["read"],
 }
-"""Calls in which the host waits. In all others it does not."""
+"""Calls in which the CPU waits. In all others it does not."""
 
 
 def kinds(waits: list[str]) -> list[str]:
@@ -48,12 +48,12 @@ def test_attention_copies_nothing_after_the_first_call_of_a_kind(backend: str, s
         assert not any(table.values()), table
 
 
-def test_attention_on_one_gpu_never_waits_for_the_host():
+def test_attention_on_one_gpu_never_waits_for_the_cpu():
     (table,) = world(1, measure, "attention", (1, 1, 1)).results()
     assert not any(table.values()), table
 
 
 @pytest.mark.parametrize("capacity", [None, pytest.param(200, marks=pytest.mark.long)])
-def test_a_token_of_a_model_never_waits_for_the_host(capacity: int | None):
+def test_a_token_of_a_model_never_waits_for_the_cpu(capacity: int | None):
     for table in world(2, model_waits, capacity, backend="cpu:gloo,cuda:nccl").results():
         assert table == {"token": []}, Counter(table["token"])
