@@ -280,7 +280,7 @@ class KVCache(PagedCache, SavedCache):
             NewTokens(k, v, token_mask).check_shard(self.sizes, self.device, positions, self.mesh.ranks)
             check_count("append_shard queries", queries, "count the last tokens to decode")
             agreement.payload = self.shard.block_cyclic.numbers_of(self.token_axis.index, positions)
-        table = agreement.table
+        table = agreement.payloads_by_shard
         counts = self.shards.counts.with_shards(start, table)
         new_count = sum(count for count, *_ in table)
         self.sizes.check_token_mask("append_shard", token_mask, new_count)
@@ -327,7 +327,7 @@ class KVCache(PagedCache, SavedCache):
             if always:
                 agreement.payload = self.token_axis.index, self.shard.count_before(length)
         with self._on_files("truncate"):
-            self.shards.truncate(length, agreement.table)
+            self.shards.truncate(length, agreement.payloads_by_shard)
         self.saved.forget(self.used)
         self.changes += 1
 

@@ -111,7 +111,7 @@ def decode(
     if prepared_step is not None:
         return prepared_step.run(inputs, checked)
     step = options.step_on(cache)
-    with agreement_on(caches, step, checked):  # tells others of an error here; the call is compared as it runs
+    with agreement_on(caches, step, checked):  # compares nothing here: an error poisons the merge of the others
         check_comparison("decode", checked)
         step = check_step(inputs, step, unsupported)
         check_other_keys(inputs, step)

@@ -98,7 +98,7 @@ class StepInputs(NamedTuple):
         """Indices of the selected tokens."""
         return None if self.selected is None else self.selected.indices
 
-    def compared(self, step: DecodeStep) -> tuple[Any, ...]:
+    def compared_facts(self, step: DecodeStep) -> tuple[Any, ...]:
         """Return the options of a step, and the dtypes and shapes of its tensors, of which ranks compare a hash."""
         sinks = None if self.sinks is None else self.sinks.dtype
         indices = None if self.indices is None else self.indices.shape

@@ -40,7 +40,7 @@ class PreparedStep(NamedTuple):
     is_alone: bool  # True where there are no other ranks
     sizes: CacheSizes | None = None
     stays_on_device: bool = False  # True where the CPU waits for nothing of a device
-    compared: tuple[Any, ...] = ()  # facts of each call that ranks compare, by their hash
+    compared_facts: tuple[Any, ...] = ()  # what ranks compare of each call, by its hash
 
     def run(self, inputs: StepInputs, checked: bool | None) -> Tensor:
         """Return the output, or raise the same error on all ranks if their calls differ.
@@ -59,7 +59,7 @@ class PreparedStep(NamedTuple):
             values += key_lengths.tolist()
         if self.host_merge is None:
             agreement = agreement_on(caches, step, checked)
-            agreement.signature, agreement.state = self.compared, tuple(values)
+            agreement.compared_facts, agreement.state = self.compared_facts, tuple(values)
             agreement.fields = functools.partial(compared_fields, inputs, step)
             if self.stays_on_device:
                 like = q.new_empty(0), q.shape, caches[0].sizes.value_dim
@@ -71,7 +71,7 @@ class PreparedStep(NamedTuple):
                 out, agreement.checksum = self.compute(inputs, views, call_hash)
             return out
         try:  # without an agreement, which takes longer to make than to hash the call
-            call_hash = hash_of_call(self.compared, *values)
+            call_hash = hash_of_call(self.compared_facts, *values)
             out, checksum = self.compute(inputs, views, call_hash)
         except RankFailure:
             raise
@@ -245,7 +245,8 @@ def prepare_step(
             if cache.shards.forked and on_device:
                 cache.shards.unshare()  # the kernel merges the blocks of one tensor
     prepared_step = new_prepared_step(q, first.shard.view, step)
-    prepared_step = prepared_step._replace(sizes=first.sizes, stays_on_device=on_device, compared=inputs.compared(step))
+    facts = inputs.compared_facts(step)
+    prepared_step = prepared_step._replace(sizes=first.sizes, stays_on_device=on_device, compared_facts=facts)
     if signature is not None and not step.mask.ends:
         prepared.keep(signature, prepared_step)
     return prepared_step

@@ -1,4 +1,6 @@
-"""The guard: ranks say what they call before one waits for another, or as they merge. Unless all say one, all raise.
+"""The guard: ranks say what they call before one waits for another, or as they merge.
+
+If any rank's call differs, all ranks raise.
 
 What a rank says is a text, with a line for each argument that must be equal, or the error that it has found. A hash
 of it is compared: in a small all-gather, or in the messages of a merge. Texts are exchanged where the numbers differ.
@@ -62,16 +64,16 @@ class Agreement:
             check(x)                                    # an error here is raised on all ranks
             agreement.fields = {"dtype": x.dtype}       # must be equal
             agreement.payload = [len(x)]                # may differ
-        lengths = [row[0] for row in agreement.table]   # lengths on all ranks, by shard
+        lengths = [row[0] for row in agreement.payloads_by_shard]
     """
 
     # Set inside the `with`, like `fields`:
     text = ""  # words of the call, in place of its fields
     payload: Sequence[int] = ()  # up to `AGREEMENT_PAYLOAD` numbers of this rank
     # Set before it, by `CallRecord`:
-    known: Memo[bool] | None = None  # names on which all ranks have agreed
+    compared_calls: Memo[bool] | None = None  # names of calls that ranks have compared
     # Read after it:
-    table: Sequence[Sequence[int]] = ()  # payloads by shard
+    payloads_by_shard: Sequence[Sequence[int]] = ()
     is_raised = False  # set where all ranks raise, so that the end of the `with` compares nothing
 
     def __init__(self, mesh: Mesh, name: str, fields: Fields = dict, *, is_compared: bool = True) -> None:
@@ -103,15 +105,15 @@ class Agreement:
     def conclude(self) -> None:
         """Compare the call at the end of the `with`."""
         if not self.is_compared:
-            self.table = [[*self.payload]]
+            self.payloads_by_shard = [[*self.payload]]
             return
         try:
             text = self.described()
         except Exception as error:
             self.fail(error)
-        self.table = self.compare(text, self.payload)
-        if self.known is not None:
-            self.known.keep(self.name, True)
+        self.payloads_by_shard = self.compare(text, self.payload)
+        if self.compared_calls is not None:
+            self.compared_calls.keep(self.name, True)
 
     def fail(self, error: Exception) -> NoReturn:
         """Raise an error of this rank, on all ranks if they compare the call."""
@@ -170,16 +172,16 @@ class CallRecord:
     def __init__(self, mesh: Mesh, device: torch.device, checked: bool | None) -> None:
         self.mesh, self.device, self.checked = mesh, device, checked
         self.is_alone = mesh.ranks == 1
-        self.known: Memo[bool] = Memo()  # names of calls, or signatures of steps, that ranks have compared
-        self.last_signature: object = None  # signature of the last call that asked, or need not ask
+        self.compared_calls: Memo[bool] = Memo()  # by name, or by compared facts
+        self.last_facts: object = None  # compared facts of the last call that asked, or need not ask
         self.last_exchange: Callable[[], Tensor] | None = None
-        """Repeats the last exchange that no CPU looked at, with `QUESTION` for a checksum. Returns the merged one."""
+        """Replays the last merge whose checksum stayed on the device, sending `QUESTION`. Returns the merged one."""
 
     def will_compare(self, name: str, *, always: bool = False) -> bool:
         """Return whether ranks compare the next call of this name."""
         if self.is_alone:
             return False
-        is_new = not self.known if self.device.type == "cuda" else name not in self.known
+        is_new = not self.compared_calls if self.device.type == "cuda" else name not in self.compared_calls
         compares = always or (is_new if self.checked is None else self.checked)
         return compares and may_compare(self.device)
 
@@ -196,7 +198,7 @@ class CallRecord:
     def agreement(self, name: str, fields: Fields = dict, *, always: bool = False) -> Agreement:
         """Return the agreement on the next call of this name."""
         agreement = Agreement(self.mesh, name, fields, is_compared=self.will_compare(name, always=always))
-        agreement.known = self.known
+        agreement.compared_calls = self.compared_calls
         return agreement
 
 
@@ -204,7 +206,7 @@ class MergeAgreement(Agreement):
     """An agreement on a call that ends in a merge, whose messages carry the hash of the call at no cost.
 
     - On a CPU, for any call: the CPU reads the merged checksum. Where calls differ, ranks exchange texts and raise.
-    - On a GPU, for a call whose signature this rank knows: no CPU reads it. Where calls differ, outputs are NaN.
+    - On a GPU, for a call that this rank knows: no CPU reads it. Where calls differ, outputs are NaN.
     - On a GPU, for a new one: this rank asks. It repeats the last exchange, with a question in place of a checksum. If
       all ranks ask, they compare on the CPU. Else some rank is in a call that it knows, and all get NaN.
 
@@ -214,13 +216,13 @@ class MergeAgreement(Agreement):
     """
 
     # Set before `compare_or_skip`:
-    signature: Hashable = None
-    state: tuple[Hashable, ...] = ()  # values that change between calls of one signature
+    compared_facts: Hashable = None  # all that must be equal, by its hash; the text has it in words
+    state: tuple[Hashable, ...] = ()  # values that change between calls of the same facts
     ask: Callable[[], Tensor] | None = None  # part in a merge by a question; None where the CPU reads the messages
     # Set after the merge:
     checksum: Tensor | None = None  # checksum of all ranks' calls
     # Found by `compare_or_skip`:
-    wants_comparison = False
+    compares_now = False
 
     def __init__(
         self,
@@ -233,8 +235,8 @@ class MergeAgreement(Agreement):
     ) -> None:
         super().__init__(calls.mesh, name, is_compared=not calls.is_alone and may_compare(device))
         self.calls, self.merge, self.checked, self.poison = calls, merge, checked, poison
-        self.asks_when_new = device.type != "cpu" or interpreted() or calls.last_exchange is not None
-        """True if no CPU reads the merged checksum, so that a rank asks about a call that is new to it.
+        self.checksum_stays_on_device = device.type != "cpu" or interpreted() or calls.last_exchange is not None
+        """True if no CPU reads the merged checksum. So a rank asks about a call that is new to it.
 
         So it is on GPUs, where their programs run on a CPU, and once an earlier call on the object was so.
         """
@@ -242,16 +244,17 @@ class MergeAgreement(Agreement):
     @property
     def call_hash(self) -> int:
         """The hash of the call, which its messages carry."""
-        return hash_of_call(self.signature, *self.state)
+        return hash_of_call(self.compared_facts, *self.state)
 
     def compare_or_skip(self) -> bool:
         """Compare the call before messages that need it. Return False if this rank asked and not all ranks did."""
         # A CPU that reads the checksum compares each call.
-        by_default = not (self.asks_when_new and self.ask is not None and self.signature in self.calls.known)
-        self.wants_comparison = self.is_compared and (by_default if self.checked is None else self.checked)
-        if self.wants_comparison and self.asks_when_new:
+        is_known = self.compared_facts in self.calls.compared_calls
+        by_default = not (self.checksum_stays_on_device and self.ask is not None and is_known)
+        self.compares_now = self.is_compared and (by_default if self.checked is None else self.checked)
+        if self.compares_now and self.checksum_stays_on_device:
             return self.ask_all_ranks() and super().compare_or_skip()
-        if self.wants_comparison and is_collective(self.merge):
+        if self.compares_now and is_collective(self.merge):
             super().compare_or_skip()
         return True
 
@@ -264,12 +267,12 @@ class MergeAgreement(Agreement):
         """Raise on all ranks if their numbers differ. Where ranks ask, keep how to repeat the messages instead."""
         if self.checksum is None:
             return
-        if not self.asks_when_new:
-            if self.wants_comparison and float(self.checksum.sum()) != 0:
+        if not self.checksum_stays_on_device:
+            if self.compares_now and float(self.checksum.sum()) != 0:
                 self.raise_unequal()
-        elif self.signature != self.calls.last_signature:
-            self.calls.known.keep(self.signature, True)
-            self.calls.last_signature, self.calls.last_exchange = self.signature, self.ask or self.calls.last_exchange
+        elif self.compared_facts != self.calls.last_facts:
+            self.calls.compared_calls.keep(self.compared_facts, True)
+            self.calls.last_facts, self.calls.last_exchange = self.compared_facts, self.ask or self.calls.last_exchange
 
     def fail(self, error: Exception) -> NoReturn:
         """Raise an error of this rank, on all ranks if they compare their calls. Else the others get NaN.
@@ -277,10 +280,10 @@ class MergeAgreement(Agreement):
         Where ranks ask, it is raised on all if the call is new to all.
         """
         tells_others = self.checked is not False
-        if self.is_compared and self.asks_when_new and tells_others:
+        if self.is_compared and self.checksum_stays_on_device and tells_others:
             if self.ask_all_ranks():
                 self.share_error(error)
-        elif self.is_compared and self.asks_when_new:
+        elif self.is_compared and self.checksum_stays_on_device:
             (self.calls.last_exchange or self.poison)()
         elif self.is_compared:
             if not is_collective(self.merge):

@@ -75,12 +75,12 @@ class Options(NamedTuple):
         return Problem(self.applied_mask, mesh.shape, layout, key_layout, length, key_length)
 
 
-class RankNumbers(NamedTuple):
+class CallPayload(NamedTuple):
     """Numbers that a rank sends to all others beside the text of its call. They may differ."""
 
     queries: int  # tokens on this rank
     keys: int
-    highest: int  # index that a query selects, where the CPU reads it; -1 for none
+    highest_selected: int  # index that a query selects, where the CPU reads it; -1 for none
     digest: int = 0  # digest of some keys, in the first call of a signature
 
 
@@ -118,11 +118,11 @@ class Call(NamedTuple):
         return self.q.shape[2], self.k.shape[2]
 
     @property
-    def rank_numbers(self) -> RankNumbers:
+    def payload(self) -> CallPayload:
         """Numbers that this rank sends beside the text, but for a digest."""
         if self.selected is None or self.q.device.type != "cpu" or torch.compiler.is_compiling():
-            return RankNumbers(*self.tokens, -1)
-        return RankNumbers(*self.tokens, self.selected.highest())
+            return CallPayload(*self.tokens, -1)
+        return CallPayload(*self.tokens, self.selected.highest())
 
     def digest_of_some_keys(self) -> int:
         """Return a digest of some keys of the first head; 0 if they are all alike."""

@@ -150,7 +150,7 @@ def _merge(
     """Return the merge in new tensors."""
     device = partial.lse.device
     text = call_text(partial.out.shape, partial.out.dtype, merge, output, wire, base, device.type)
-    agreement.text = agreement.signature = text
+    agreement.text = agreement.compared_facts = text
     if merge == "auto" or MERGES[merge].is_packed:
         like = partial.out.new_empty(0), partial.lse.new_empty(0), partial.out.shape
         agreement.ask = partial_of(_ask, *like, axis, merge, output, wire)
@@ -168,7 +168,7 @@ def _merge(
 
 @cached_per_world()
 def _calls_along(axis: Axis) -> CallRecord:
-    """Return the record of the merges along an axis that no CPU looks at."""
+    """Return the record of the merges along an axis whose checksums stay on the device."""
     return CallRecord(mesh_of(axis), torch.device(device_type_of(axis.group)), None)
 
 

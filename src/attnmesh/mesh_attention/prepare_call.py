@@ -17,7 +17,7 @@ from attnmesh.kernels.traced import needs_grad
 from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.mesh.schedule import Problem
 from attnmesh.mesh.shapes import AXES
-from attnmesh.mesh_attention.call import Call, HeadSizes, Options, QueryKeyCounts, RankNumbers, check_call
+from attnmesh.mesh_attention.call import Call, CallPayload, HeadSizes, Options, QueryKeyCounts, check_call
 from attnmesh.mesh_attention.mesh_call import MeshCall
 from attnmesh.mesh_attention.prepared_call import PreparedCall, prepared_calls
 from attnmesh.runtime.world import cached_per_world
@@ -34,66 +34,66 @@ def prepare_call(mesh: Mesh, call: Call, checked: bool | None, latent: tuple[int
     signature = None
     if call.has_signature:
         signature = signature_of(q, k, v, sinks, (mesh, latent, *options, checked))
-    known_call = prepared_calls().find(signature)
+    known = prepared_calls().find(signature)
     # Ranks may leave the comparison out, know the call and the numbers of all ranks, or prepare it now.
     device = q.device if isinstance(q, Tensor) else torch.device(mesh.device_type)
     if options.length is not None and (checked is False or not may_compare(device)):
-        prepared = known_call or _uncompared(mesh, call, checked)
+        prepared = known or _prepare_uncompared(mesh, call, checked)
         _check_marks(mesh, call)
     else:
         with Agreement(mesh, "attention") as agreement:
-            if known_call:
-                agreement.text, agreement.payload = known_call.text, known_call.rank_numbers
+            if known:
+                agreement.text, agreement.payload = known.text, known.payload
             else:
                 agreement.text = call.checked_text(mesh, checked)
                 digest = 0 if signature is None else call.digest_of_some_keys()
-                agreement.payload = call.rank_numbers._replace(digest=digest)
+                agreement.payload = call.payload._replace(digest=digest)
             _check_marks(mesh, call)
-        if known_call and known_call.numbers_by_rank == agreement.table:
-            return known_call
-        prepared = _compared(mesh, call, agreement)
-    if prepared is known_call or signature is None:
+        if known and known.payloads_by_shard == agreement.payloads_by_shard:
+            return known
+        prepared = _prepare_compared(mesh, call, agreement)
+    if prepared is known or signature is None:
         return prepared
     task = None if needs_grad(q, k, v, sinks) else prepared.mesh_call.task(q.shape[1], (q, k, v), latent)
     return prepared_calls().keep(signature, prepared._replace(task=task))
 
 
-def _compared(mesh: Mesh, call: Call, agreement: Agreement) -> PreparedCall:
+def _prepare_compared(mesh: Mesh, call: Call, agreement: Agreement) -> PreparedCall:
     """Return what is prepared for a call that ranks have compared."""
-    by_rank = [RankNumbers(*row) for row in agreement.table]
-    tokens = tuple((numbers.queries, numbers.keys) for numbers in by_rank)
+    payloads = [CallPayload(*row) for row in agreement.payloads_by_shard]
+    tokens = tuple((payload.queries, payload.keys) for payload in payloads)
     queries, keys = map(sum, zip(*tokens, strict=True))
-    mesh_call = _known_call(mesh, call.options, call.sizes, (queries, keys), tokens)
-    _check_highest(max(numbers.highest for numbers in by_rank), mesh_call)
-    _warn_of_whole_keys([numbers.digest for numbers in by_rank])
-    next_by_rank = [[*numbers._replace(digest=0)] for numbers in by_rank]  # a call that is known sends no digest
-    return PreparedCall(mesh_call, None, agreement.text, call.rank_numbers, next_by_rank)
+    mesh_call = _cached_mesh_call(mesh, call.options, call.sizes, (queries, keys), tokens)
+    _check_highest_selected(max(payload.highest_selected for payload in payloads), mesh_call)
+    _warn_of_whole_keys([payload.digest for payload in payloads])
+    known_payloads = [[*payload._replace(digest=0)] for payload in payloads]  # a call that is known sends no digest
+    return PreparedCall(mesh_call, None, agreement.text, call.payload, known_payloads)
 
 
-def _uncompared(mesh: Mesh, call: Call, checked: bool | None) -> PreparedCall:
+def _prepare_uncompared(mesh: Mesh, call: Call, checked: bool | None) -> PreparedCall:
     """Return what is prepared for a call that ranks do not compare. Nothing is counted: other shards are not known."""
     check_call(mesh, call, checked)
     length = call.options.length
     assert length is not None
-    mesh_call = _known_call(mesh, call.options, call.sizes, (length, length))
-    _check_highest(call.rank_numbers.highest, mesh_call)
+    mesh_call = _cached_mesh_call(mesh, call.options, call.sizes, (length, length))
+    _check_highest_selected(call.payload.highest_selected, mesh_call)
     try:
         mesh_call.check_own_shard(*call.tokens)
     except ShapeError as error:
         raise with_swap_hint(error, heads_and_length(call.q), heads_and_length(call.k)) from None
     # The text would have the numbers of `key_lengths`, which a device may hold.
-    return PreparedCall(mesh_call, None, "" if call.key_lengths is not None else call.describe(), call.rank_numbers)
+    return PreparedCall(mesh_call, None, "" if call.key_lengths is not None else call.describe(), call.payload)
 
 
 def _call_of_assumed_counts(mesh: Mesh, call: Call, checked: bool | None) -> MeshCall:
     """Return the call of one rank, or of a graph: ranks are compiled apart, so their shards count as even."""
     check_call(mesh, call, checked)
-    numbers, options = call.rank_numbers, call.options
-    tokens = numbers.queries * mesh.ranks, numbers.keys * mesh.ranks
-    if options.length is not None and numbers.queries == numbers.keys:  # keys of the queries' sequence
+    payload, options = call.payload, call.options
+    tokens = payload.queries * mesh.ranks, payload.keys * mesh.ranks
+    if options.length is not None and payload.queries == payload.keys:  # keys of the queries' sequence
         tokens = options.length, options.length
-    mesh_call = _make_call(mesh, options, call.sizes, tokens)._replace(counts_assumed=options.length is None)
-    _check_highest(numbers.highest, mesh_call)
+    mesh_call = _make_mesh_call(mesh, options, call.sizes, tokens)._replace(counts_assumed=options.length is None)
+    _check_highest_selected(payload.highest_selected, mesh_call)
     return mesh_call
 
 
@@ -118,19 +118,23 @@ def _warn_of_whole_keys(digests: Sequence[int]) -> None:
         warn_once(f"attention: k is the same on all {len(digests)} ranks, and counts as {len(digests)} shards; {fix}.")
 
 
-def _make_call(
-    mesh: Mesh, options: Options, sizes: HeadSizes, tokens: QueryKeyCounts, table: tuple[QueryKeyCounts, ...] = ()
+def _make_mesh_call(
+    mesh: Mesh,
+    options: Options,
+    sizes: HeadSizes,
+    tokens: QueryKeyCounts,
+    tokens_by_shard: tuple[QueryKeyCounts, ...] = (),
 ) -> MeshCall:
     """Return the call, or raise where its mask, lengths and shards do not fit. All ranks pass the same values.
 
-    `tokens` are those of all ranks, and `table` has each rank's by shard, where they were counted.
+    `tokens` are those of all ranks, and `tokens_by_shard` has each rank's by shard, where they were counted.
 
     Where keys are selected, in blocks, queries stay on their rank: all ranks are one column, along which keys travel.
     """
     q_heads, k_heads, dim, index_block = sizes
     problem = options.problem(mesh, tokens)
     try:
-        _check_shards(problem, table)
+        _check_shards(problem, tokens_by_shard)
         check_mask("attention mask", problem.mask, problem.length, problem.key_length)
         check_cross(options, problem.length, problem.key_length, mesh.ranks)
     except (MaskError, ShapeError) as error:
@@ -142,8 +146,8 @@ def _make_call(
     return MeshCall(mesh, problem, exchange, options.kernel, options.scaling(dim), index_block)
 
 
-_known_call = cached_per_world(2048)(_make_call)
-"""Returns the call, made once: a graph traces `_make_call` itself."""
+_cached_mesh_call = cached_per_world(2048)(_make_mesh_call)
+"""Returns the call, made once: a graph traces `_make_mesh_call` itself."""
 
 
 @cached_per_world()
@@ -155,7 +159,7 @@ def _one_column(mesh: Mesh) -> tuple[Mesh, tuple[int, ...]]:
     return Mesh(Axis(), axis, Axis()), tuple(sorted(range(len(indices)), key=indices.__getitem__))
 
 
-def _check_highest(highest: int, mesh_call: MeshCall) -> None:
+def _check_highest_selected(highest: int, mesh_call: MeshCall) -> None:
     """Raise if a query selects a key beyond the sequence; -1 for none."""
     if highest >= 0:
         keys, block = mesh_call.problem.key_length, mesh_call.index_block
@@ -187,12 +191,12 @@ def check_cross(options: Options, length: int, key_length: int, ranks: int) -> N
     raise ShapeError("attention", "as many queries as keys under a mask of positions", given, "; ".join(fixes))
 
 
-def _check_shards(problem: Problem, table: Sequence[Sequence[int]]) -> None:
+def _check_shards(problem: Problem, tokens_by_shard: Sequence[Sequence[int]]) -> None:
     """Raise unless every rank holds as many tokens as its layout gives it."""
     sequences = (("length", problem.layout, problem.length), ("key_length", problem.key_layout, problem.key_length))
     for column, (name, layout, length) in enumerate(sequences):
-        expected = [len(layout.positions(length, len(table), shard)) for shard in range(len(table))]
-        given = [row[column] for row in table]
+        expected = [len(layout.positions(length, len(tokens_by_shard), shard)) for shard in range(len(tokens_by_shard))]
+        given = [row[column] for row in tokens_by_shard]
         if given != expected:
             fix = f"shard with am.shard and this layout, or correct {name}"
             counts = f"{given}, {sum(given)} in all"

@@ -17,9 +17,9 @@ class PreparedCall(NamedTuple):
     """This rank's part. None where autograd or a graph makes it, or where key lengths or a selection change it."""
     text: str = ""
     """The text that ranks compare."""
-    rank_numbers: Sequence[int] = ()
+    payload: Sequence[int] = ()
     """Numbers that this rank sends beside the text."""
-    numbers_by_rank: Sequence[Sequence[int]] = ()
+    payloads_by_shard: Sequence[Sequence[int]] = ()
     """Numbers that all ranks send when they know the call; none where nobody has counted their tokens."""
 
 

@@ -108,7 +108,7 @@ def unshard(
         options = {"layout": layout, "length": length, "mask": mask}
         agreement.fields = {"dtype": x.dtype, "other_dims": other_dims, "dim": dim, **options}
         agreement.payload = [x.shape[dim]]
-    counts = [row[0] for row in agreement.table]
+    counts = [row[0] for row in agreement.payloads_by_shard]
     length = sum(counts) if length is None else length
     check_mask("unshard mask", applied_mask, length)
     positions = _positions(chosen_layout(layout, applied_mask, axes), length, counts)

@@ -58,7 +58,7 @@ def halo(x: Tensor, size: int, group: ProcessGroup | DeviceMesh | None, *, dim: 
         requires_grad = torch.is_grad_enabled() and x.requires_grad
         options = {"size": size, "dim": dim % x.ndim, "requires_grad": requires_grad}
         agreement.fields, agreement.payload = {"others": other_sizes, "dtype": x.dtype, **options}, [x.shape[dim]]
-    return halo_of_parts(x, size, axis, range(axis.size), [row[0] for row in agreement.table], dim=dim)
+    return halo_of_parts(x, size, axis, range(axis.size), [row[0] for row in agreement.payloads_by_shard], dim=dim)
 
 
 def halo_of_parts(

@@ -303,10 +303,11 @@ def load_layers(
             saved = None if saved_layers is None else saved_layers.manifest
             agreement.fields = {"of": None if again else saved, "capacity": to_load.capacity, "shares": shares}
             agreement.payload = [0, 0] if saved is None else [int(saved.name, 16) >> 2, saved.length]
-        if saved_layers is None or len({name for name, _ in agreement.table}) > 1:
+        if saved_layers is None or len({name for name, _ in agreement.payloads_by_shard}) > 1:
             return None
         manifest, folder, sizes, token_mask, extra_tensors = saved_layers
-        manifest = manifest._replace(length=min(length for _, length in agreement.table))  # it may grow meanwhile
+        length = min(length for _, length in agreement.payloads_by_shard)  # it may grow meanwhile
+        manifest = manifest._replace(length=length)
         caches = make_alike(make, mesh, sizes, device=device, checked=checked, copies=copies, shares=shares)
 
         def read() -> bool:
@@ -316,7 +317,7 @@ def load_layers(
         with torch.no_grad():
             with Agreement(axes, "load") as agreement:
                 agreement.payload = [bool(_unless_changed(read, path, before, again=again))]
-            if not all(done for (done,) in agreement.table):
+            if not all(done for (done,) in agreement.payloads_by_shard):
                 return None
             for layer, (cache, (first, _)) in enumerate(zip(caches, manifest.forgotten, strict=True)):
                 cache.shards.mark_present(manifest.length_of(layer), token_mask, first)

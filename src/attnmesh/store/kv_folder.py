@@ -54,7 +54,7 @@ class KeyFolder:
                     self._take()
                 agreement.fields = {"folder": str(path)}
                 agreement.payload = [randbits(62)]
-            name = f"{agreement.table[0][0]:016x}"
+            name = f"{agreement.payloads_by_shard[0][0]:016x}"
             with Agreement(mesh, subject) as agreement, opening(self.path, subject):
                 self._check_private(self.path)
                 self.manifest = self._read(name)
@@ -190,12 +190,12 @@ class KeyFolder:
         shard = shards.own
         with Agreement(self.mesh, self.subject) as agreement:
             agreement.payload = [shard.length]
-        length = min(each for (each,) in agreement.table)
+        length = min(each for (each,) in agreement.payloads_by_shard)
         with Agreement(self.mesh, self.subject) as agreement:
             shard.truncate(length)
             parts = [*(blocks.token_index[:-1] for blocks in shard.shared), shard.token_index[: shard.used].cpu()]
             agreement.payload = shard.block_cyclic.numbers_of(shard.index, torch.cat(parts))
-        table = sorted(set(map(tuple, agreement.table)))  # ranks along the heads axis hold the same tokens
+        table = sorted(set(map(tuple, agreement.payloads_by_shard)))  # ranks along the heads axis hold the same tokens
         fits = sum(count for count, *_ in table) == length
         given = f"{sum(count for count, *_ in table)} of {length} tokens in {self.path}"
         require(fits, StoreError, self.subject, "every token once", given, "restore the folder from a copy")

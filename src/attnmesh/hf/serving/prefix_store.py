@@ -85,7 +85,7 @@ def open_store(store: PrefixStore, model: PreTrainedModel, cache: ShardedCache) 
             agreement.payload = [lock.write_number() for lock in locks] or [0]
         folder = check_private(store.folder)
         with Agreement(axes, SUBJECT):
-            check_seen(folder, agreement.table[0][0])
+            check_seen(folder, agreement.payloads_by_shard[0][0])
         return OpenStore(BlockFolder(folder), _name_of(store, model, cache), locks[0] if locks else None)
     except BaseException:
         for lock in locks:
