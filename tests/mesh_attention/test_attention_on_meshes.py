@@ -56,16 +56,16 @@ def test_random_problems_on_a_mesh_agree_with_float64(pool: Pool, ranks: int, se
 @on_each_rank
 def run_in_turn(problems: list[MeshProblem]) -> tuple[list[list[Tensor]], int]:
     """Run problems with all messages sent by gloo, as between hosts, and taken for long ones. Count those in turn."""
-    turns, takes_turns = list[bool](), Transport.takes_turns
+    turns, sends_in_turn = list[bool](), Transport.sends_in_turn
 
     def counted(*message: Any) -> bool:
-        turns.append(takes_turns(*message))
+        turns.append(sends_in_turn(*message))
         return turns[-1]
 
     with (
         mock.patch.object(p2p, "OUT_OF_TURN", 0),
         mock.patch.object(p2p, "transport_of", Transport),
-        mock.patch.object(Transport, "takes_turns", counted),
+        mock.patch.object(Transport, "sends_in_turn", counted),
     ):
         return run_each(problems), sum(turns)
 

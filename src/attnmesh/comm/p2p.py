@@ -157,7 +157,7 @@ def exchange_messages(
             packed[id(tensors)] = _pack(tensors)
         message = packed[id(tensors)]
         is_long = sequential and len(sends) > 2 and message.nbytes > OUT_OF_TURN
-        is_queued = is_long and transport.takes_turns(peer, message)
+        is_queued = is_long and transport.sends_in_turn(peer, message)
         (queued if is_queued else posts).append((dist.isend, peer, message))
     packed.clear()
     queued.sort(key=lambda post: (post[1] - axis.index) % axis.size)

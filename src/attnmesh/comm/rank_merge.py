@@ -52,7 +52,7 @@ def merge_ranks(
         chosen = chosen_merge(axis, merge, output, checksum.device, reproducible=reproducible)
         form = MessageForm(tuple(partial.out.shape), dtype, wire if wire and chosen.is_packed else dtype)
         # A rank that expects a shorter message cannot receive this one: compare checksums in a short message first.
-        if chosen.pattern is not Pattern.COLLECTIVE and form.size > transport.most_unequal:
+        if chosen.pattern is not Pattern.COLLECTIVE and form.size > transport.max_mismatch_bytes:
             compared = exchange_checksums(axis, merge, output, checksum, reproducible=reproducible)
             if float(compared.sum()) != 0:
                 return nan_unless_equal(own_partial, compared), compared

@@ -159,9 +159,9 @@ def surroundings(mesh: Mesh, device: torch.device) -> tuple[Cluster, Shape]:
 def best_merge(axis: Axis, device: torch.device) -> Merge:
     """Return the fastest merge of short messages along an axis. All ranks call it at once, the first time."""
     ranks_by_host = hosts(axis)
-    near = len(ranks_by_host[0]) if len({len(host) for host in ranks_by_host}) == 1 else 1
-    cluster = machine_constants.cluster_of(axis.size // near, near, *_constants((axis,), device))
-    return fastest_merge(MergeGroup(axis.size, near), cluster)
+    ranks_per_host = len(ranks_by_host[0]) if len({len(host) for host in ranks_by_host}) == 1 else 1
+    cluster = machine_constants.cluster_of(axis.size // ranks_per_host, ranks_per_host, *_constants((axis,), device))
+    return fastest_merge(MergeGroup(axis.size, ranks_per_host), cluster)
 
 
 def _constants(axes: Sequence[Axis], device: torch.device) -> tuple[Cluster, str, float]:

@@ -1,8 +1,8 @@
 """Transports: how messages travel along an axis. One is chosen for an axis and a device.
 
-`Transport`     the process group, over sockets with gloo
-`HostTransport` mailboxes for short messages inside a host, and sockets for all others
-`Nccl`          GPUs; a merge is one launch where these see each other's memory
+`Transport`       the process group, over sockets with gloo
+`HostTransport`   mailboxes for short messages inside a host, and sockets for all others
+`DeviceTransport` GPUs; a merge is one launch where these see each other's memory
 
 A transport posts messages, gathers them, merges partials, and gathers numbers that CPUs hold. `all_gather_ints` does
 the last along all axes of a mesh. `flat_axis` makes one axis of several. Others ask one thing alone: whether all ranks
@@ -61,7 +61,7 @@ class Transport:
     posts_ahead = True
     """True if receives may be posted before the messages of earlier rounds have come: in half the time."""
 
-    most_unequal: float = MESSAGE_BYTES
+    max_mismatch_bytes: float = MESSAGE_BYTES
     """Bytes up to which a message of another size than is expected still arrives, and its checksum tells."""
 
     def __init__(self, axis: Axis, device: torch.device) -> None:
@@ -134,14 +134,14 @@ class Transport:
         """Return the fastest merge, alike on all ranks. All ranks call it at once, the first time."""
         return fastest_by_time(self)
 
-    def takes_turns(self, peer: int, message: Tensor) -> bool:
+    def sends_in_turn(self, peer: int, message: Tensor) -> bool:
         """Return whether messages to several ranks go sooner one after the other.
 
         With gloo what a rank acknowledges waits behind all that it sends.
         """
         return True
 
-    def room(self, peer: int, message: Tensor) -> int:
+    def receive_bytes(self, peer: int, message: Tensor) -> int:
         """Return the bytes to reserve for a peer's message that should be as long as this rank's.
 
         Gloo accepts any message that fits. With room for `MESSAGE_BYTES`, ranks with messages of different sizes still
@@ -155,7 +155,7 @@ class Transport:
         `merge` takes the two messages as rows of bytes and returns one message of the same size.
         """
         size = len(message)
-        buffers = [message.new_empty(2, self.room(own_round.recv, message)) for own_round in own_rounds]
+        buffers = [message.new_empty(2, self.receive_bytes(own_round.recv, message)) for own_round in own_rounds]
         receives: list[Post] = [
             (dist.irecv, own_round.recv, into[1]) for own_round, into in zip(own_rounds, buffers, strict=True)
         ]
@@ -179,15 +179,15 @@ class Transport:
         """Send `messages[p]` to each rank p. Return what comes from rank p in row p, as long as this rank's own."""
         index = self.axis.index
         own_message = messages[self.axis.index]
-        rooms = {peer: self.room(peer, own_message) for peer in range(self.axis.size) if peer != index}
-        rows = own_message.new_empty(self.axis.size, max([len(own_message), *rooms.values()]))
-        posts: list[Post] = [(dist.irecv, peer, rows[peer, :room]) for peer, room in rooms.items()]
-        posts += [(dist.isend, peer, messages[peer]) for peer in rooms]
+        sizes = {peer: self.receive_bytes(peer, own_message) for peer in range(self.axis.size) if peer != index}
+        rows = own_message.new_empty(self.axis.size, max([len(own_message), *sizes.values()]))
+        posts: list[Post] = [(dist.irecv, peer, rows[peer, :size]) for peer, size in sizes.items()]
+        posts += [(dist.isend, peer, messages[peer]) for peer in sizes]
         waits = self.post(posts, "merging")
         rows[index, : len(own_message)] = own_message
         for wait in waits:
             wait()
-        count_messages(len(rooms), len(own_message))
+        count_messages(len(sizes), len(own_message))
         return rows[:, : len(own_message)]
 
 
@@ -208,19 +208,21 @@ class HostTransport(Transport):
         most_letters = MAX_LETTERS if exact else 1
         far = list[Post]()
         letters = list[Letter]()
-        lost = partial(failure, self.axis, step)
+        failure_of = partial(failure, self.axis, step)
         for call, peer, x in posts:
             if not self.serves(peer, x.nbytes, most_letters):
                 far.append((call, peer, x))
             elif x.numel():
                 for part in x.split(MESSAGE_BYTES) if x.nbytes > MESSAGE_BYTES else (x,):
-                    letters.append(Letter(self.mailboxes, peer, part, lost, sends=call is dist.isend, exact=exact))
+                    letters.append(
+                        Letter(self.mailboxes, peer, part, failure_of, sends=call is dist.isend, exact=exact)
+                    )
         waits = super().post(far, step) if far else []
         if letters:
             try:
                 begin_letters(letters)
             except PeerLostError as error:
-                raise lost(error.peer, error) from error
+                raise failure_of(error.peer, error) from error
         for letter in letters:
             waits.append(partial(finish_letter, letter))
         return waits
@@ -253,23 +255,23 @@ class HostTransport(Transport):
         """Return whether all ranks share the host, and the native library merges such messages."""
         return self.is_whole and form.is_native
 
-    def takes_turns(self, peer: int, message: Tensor) -> bool:
+    def sends_in_turn(self, peer: int, message: Tensor) -> bool:
         """Return whether a message goes by sockets."""
         return not self.serves(peer, message.nbytes, MAX_LETTERS)
 
-    def room(self, peer: int, message: Tensor) -> int:
+    def receive_bytes(self, peer: int, message: Tensor) -> int:
         """Return the message's own length in a mailbox, which has room for every message that it takes."""
-        return len(message) if self.serves(peer, message.nbytes) else super().room(peer, message)
+        return len(message) if self.serves(peer, message.nbytes) else super().receive_bytes(peer, message)
 
 
-class Nccl(Transport):
+class DeviceTransport(Transport):
     """Messages between GPUs, also by gloo where there is no NCCL. All ranks make it at once, and join NCCL's group.
 
     Else messages between some of them would wait for the others, which exchange nothing yet.
     """
 
     posts_ahead = False  # NCCL would wait for all of them in the first round
-    most_unequal = math.inf
+    max_mismatch_bytes = math.inf
 
     def __init__(self, axis: Axis, device: torch.device) -> None:
         super().__init__(axis, device)
@@ -283,11 +285,11 @@ class Nccl(Transport):
         """Return the fastest merge by the constants of the ranks' machines."""
         return best_merge(self.axis, self.device)
 
-    def takes_turns(self, peer: int, message: Tensor) -> bool:
+    def sends_in_turn(self, peer: int, message: Tensor) -> bool:
         """Return False: messages are posted at once."""
         return False
 
-    def room(self, peer: int, message: Tensor) -> int:
+    def receive_bytes(self, peer: int, message: Tensor) -> int:
         """Return the message's own length: NCCL accepts no other."""
         return len(message)
 
@@ -325,7 +327,7 @@ def _wide(form: MessageForm) -> MessageForm:
 def transport_of(axis: Axis, device: torch.device) -> Transport:
     """Return the transport of an axis for tensors of a device. All ranks of the axis make the first call at once."""
     if device.type != "cpu":
-        return Nccl(axis, device)
+        return DeviceTransport(axis, device)
     mailboxes = host_mailboxes(axis)
     return Transport(axis, device) if mailboxes is None else HostTransport(axis, device, mailboxes)
 
@@ -339,10 +341,10 @@ def fastest_by_time(transport: Transport) -> Merge:
     short ones alone, once a turn.
     """
     forms = [MessageForm((batch, 32, 1, 128), torch.float32, torch.float32) for batch in TRIAL_BATCHES]
-    near = transport.merges_whole(forms[0])
+    in_one_host = transport.merges_whole(forms[0])
     losses = []
-    for form in forms if near else forms[:1]:
-        own = _time_merges(transport, form, TRIAL_CALLS if near else 1)
+    for form in forms if in_one_host else forms[:1]:
+        own = _time_merges(transport, form, TRIAL_CALLS if in_one_host else 1)
         slowest = [max(column) for column in zip(*dist_all_gather_ints(own, [transport.axis]), strict=True)]
         losses.append([count / min(slowest) for count in slowest])
     most = dict(zip(native_merges(), map(max, zip(*losses, strict=True)), strict=True))

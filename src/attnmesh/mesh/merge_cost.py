@@ -23,7 +23,7 @@ class MergeGroup(NamedTuple):
     """Ranks that merge with each other. `groups` of them merge at the same time."""
 
     ranks: int
-    near: int  # ranks of the group on one host
+    ranks_per_host: int  # of the group
     groups: int = 1
     groups_per_host: int = 1
 
@@ -31,9 +31,9 @@ class MergeGroup(NamedTuple):
 def add_agreement(way: Way, cluster: Cluster, total: Cost) -> None:
     """Add the all-gathers that compare the calls of all ranks, one per mesh axis."""
     size = 8.0 * AGREEMENT_VALUES
-    for ranks, near in reversed(tuple(zip(way.shape, way.tile, strict=True))):
+    for ranks, ranks_per_host in reversed(tuple(zip(way.shape, way.tile, strict=True))):
         if ranks > 1:
-            group = MergeGroup(ranks, near, way.shape.ranks // ranks, way.tile.ranks // near)
+            group = MergeGroup(ranks, ranks_per_host, way.shape.ranks // ranks, way.tile.ranks // ranks_per_host)
             add_collective("agree", group, size, 1, cluster, total)
             size *= ranks
 
@@ -70,10 +70,10 @@ def all_reduce_seconds(group: MergeGroup, size: float, cluster: Cluster) -> floa
 
 def add_swap(stage: str, group: MergeGroup, size: float, cluster: Cluster, total: Cost) -> None:
     """Add a merge of messages of `size` bytes from every rank to every other at once."""
-    near, away, ranks = group.near - 1, group.ranks - group.near, group.groups * group.ranks
+    near, away, ranks = group.ranks_per_host - 1, group.ranks - group.ranks_per_host, group.groups * group.ranks
     link = cluster.between if away else cluster.inside
     total.add_traffic(ranks * near * size, ranks * away * size, ranks * away)
-    leaving = away * group.near * group.groups_per_host * size
+    leaving = away * group.ranks_per_host * group.groups_per_host * size
     transfer = max((away or near) * size / link.rate, leaving / link.host_rate)
     waits = link.merge_latency + (group.ranks - 2) * link.message
     total.add_stage(stage, waits + transfer + cluster.device.call)
@@ -85,7 +85,7 @@ def add_collective(stage: str, group: MergeGroup, size: float, passes: int, clus
     Parts of `size` bytes go round the ring `passes` times: once in an all-gather, twice in an all-reduce.
     The first link costs a latency, each further link a step. Some backends all-reduce short messages by a tree.
     """
-    hosts = group.ranks // group.near
+    hosts = group.ranks // group.ranks_per_host
     steps = passes * (group.ranks - 1)
     crossing = hosts if hosts > 1 else 0
     link = cluster.between if crossing else cluster.inside
@@ -95,7 +95,7 @@ def add_collective(stage: str, group: MergeGroup, size: float, passes: int, clus
     total.add_traffic(parts * (group.ranks - crossing) * size, parts * crossing * size, messages)
     by_tree = passes > 1 and cluster.short_collectives == "tree"
     away = passes * (ceil(log2(hosts)) if by_tree else hosts - 1) * cluster.between.collective_step
-    near = passes * (group.near - 1) * (1 if by_tree else hosts) * inside
+    near = passes * (group.ranks_per_host - 1) * (1 if by_tree else hosts) * inside
     start_up = max(0.0, link.merge_latency - link.collective_step)
     total.add_stage(stage, start_up + away + near + steps * size / link.rate + cluster.device.call)
 
@@ -109,13 +109,18 @@ class TreeRound(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def tree_rounds(ranks: int, near: int) -> tuple[TreeRound, ...]:
-    """Return the rounds of the reduction tree of `ranks` ranks, `near` of them on each host."""
-    by_rank = tree([list(range(start, start + near)) for start in range(0, ranks, near)])
+def tree_rounds(ranks: int, ranks_per_host: int) -> tuple[TreeRound, ...]:
+    """Return the rounds of the reduction tree of `ranks` ranks, `ranks_per_host` of them on each host."""
+    by_rank = tree([list(range(start, start + ranks_per_host)) for start in range(0, ranks, ranks_per_host)])
     rounds = []
     for index in range(max(map(len, by_rank.values()))):
         sends = {rank: own_rounds[index].send for rank, own_rounds in by_rank.items() if index < len(own_rounds)}
-        leaving = Counter(a // near for a, peers in sends.items() for b in peers if a // near != b // near)
+        leaving = Counter(
+            a // ranks_per_host
+            for a, peers in sends.items()
+            for b in peers
+            if a // ranks_per_host != b // ranks_per_host
+        )
         counts = [len(peers) for peers in sends.values()]
         rounds.append(TreeRound(max(counts), sum(counts), max(leaving.values(), default=0)))
     return tuple(rounds)
@@ -135,5 +140,5 @@ def _round(tree_round: TreeRound, group: MergeGroup, size: float, cluster: Clust
 
 def add_tree(stage: str, group: MergeGroup, size: float, cluster: Cluster, total: Cost) -> None:
     """Add a merge along the tree, of a message of `size` bytes in each round."""
-    for tree_round in tree_rounds(group.ranks, group.near):
+    for tree_round in tree_rounds(group.ranks, group.ranks_per_host):
         total.add_stage(stage, _round(tree_round, group, size, cluster, total) + cluster.device.call)

@@ -149,8 +149,8 @@ def decode_cost(way: Way, workload: Workload, cluster: Cluster) -> Cost:
     if group.ranks > 1:
         merge.price(group, Payload(rows * workload.sum_itemsize, workload.cached_widths[1]), cluster, total)
         total.add_stage("merge", device.wait)
-        if cluster.on_cpus and group.ranks > group.near:
-            rounds = tree_rounds(group.ranks, group.near)
+        if cluster.on_cpus and group.ranks > group.ranks_per_host:
+            rounds = tree_rounds(group.ranks, group.ranks_per_host)
             times = sum(one.out_of_host > 0 for one in rounds) if merge.pattern is Pattern.ROUNDS else 1
             total.add_stage("merge", times * (MERGE_CALLS - 1) * device.call)
     if shape.heads > 1:
@@ -186,10 +186,14 @@ def _most_seen(way: Way, workload: Workload, cluster: Cluster) -> int:
 
 def _gather_heads(way: Way, size: float, cluster: Cluster, total: Cost) -> None:
     """Add an all-gather of heads, after a short message that compares the calls."""
-    heads, near = way.shape.heads, way.tile.heads
-    link = cluster.between if near < heads else cluster.inside
+    heads, heads_per_host = way.shape.heads, way.tile.heads
+    link = cluster.between if heads_per_host < heads else cluster.inside
     ranks = way.shape.ranks
-    transfer = max((heads - 1) * size / link.rate, (heads - near) * size * way.tile.ranks / link.host_rate)
+    transfer = max((heads - 1) * size / link.rate, (heads - heads_per_host) * size * way.tile.ranks / link.host_rate)
     waits = link.merge_latency + link.latency + 2 * (heads - 2) * link.message
     total.add_stage("heads", 2 * cluster.device.call + waits + transfer)
-    total.add_traffic(ranks * (near - 1) * size, ranks * (heads - near) * size, 2 * ranks * (heads - near))
+    total.add_traffic(
+        ranks * (heads_per_host - 1) * size,
+        ranks * (heads - heads_per_host) * size,
+        2 * ranks * (heads - heads_per_host),
+    )

@@ -208,10 +208,12 @@ def _attention(work: Workload, cluster: Cluster, sharding: WeightSharding, shape
     if not sharding.is_joint:  # each competes for its host's links with the ranks that it splits weights with
         if work.latent is None:  # else each rank computes all heads
             work = _with_heads(work, work.q_heads // sharding.tp, max(1, work.kv_heads // sharding.tp))
-        near = min(sharding.tp, cluster.ranks)
+        ranks_per_host = min(sharding.tp, cluster.ranks)
         hosts = cluster.hosts if sharding.tp <= cluster.ranks else cluster.world // sharding.tp
-        inside, between = (replace(link, host_rate=link.host_rate / near) for link in (cluster.inside, cluster.between))
-        cluster = replace(cluster.sized(hosts, cluster.ranks // near), inside=inside, between=between)
+        inside, between = (
+            replace(link, host_rate=link.host_rate / ranks_per_host) for link in (cluster.inside, cluster.between)
+        )
+        cluster = replace(cluster.sized(hosts, cluster.ranks // ranks_per_host), inside=inside, between=between)
     roomy = replace(cluster, device=replace(cluster.device, memory=UNLIMITED_MEMORY), memories=())
     return next(one for one in plan(work, roomy) if heads in (None, one.shape.heads))
 
@@ -298,7 +300,7 @@ def _first_token_seconds(
     if sharding.tp > 1:
         group = _group(sharding, cluster)
         links = (cluster.inside.rate, cluster.between.host_rate)  # a long message leaves by all cards of a host
-        rate = links[0] if group.ranks <= cluster.ranks else links[1] if group.near == 1 else min(links)
+        rate = links[0] if group.ranks <= cluster.ranks else links[1] if group.ranks_per_host == 1 else min(links)
         transfer = 2 * (group.ranks - 1) / world * tokens * model.hidden * work.itemsize / rate
         seconds += ALL_REDUCES * model.layers * (transfer + all_reduce_seconds(group, 0, cluster))
     return seconds
