@@ -25,7 +25,7 @@ OUT_OF_TURN = 1 << 15
 """Bytes of a message up to which it does not wait for its turn."""
 
 
-def gather(tensors: Tensors, step: ExchangeStep, axis: Axis, *, sequential: bool = False) -> Callable[[], Tensors]:
+def gather(tensors: Tensors, step: ExchangeStep, axis: Axis, *, one_at_a_time: bool = False) -> Callable[[], Tensors]:
     """Begin to gather the tokens of a step. The result has the tokens kept and received, in order of position."""
     if not step.send and not step.receive:
         transport_of(axis, tensors[0].device)  # all ranks make the first call at once, also those that send nothing
@@ -37,7 +37,7 @@ def gather(tensors: Tensors, step: ExchangeStep, axis: Axis, *, sequential: bool
             parts[id(tokens)] = taken(tensors, tokens)
     receives = {peer: tuple(map(meta_like, tensors, repeat(count))) for peer, count in step.receive}
     sends = {peer: parts[id(tokens)] for peer, tokens in step.send}
-    finish = exchange_messages(sends, receives, axis, tensors[0].device, "gathering", sequential=sequential)
+    finish = exchange_messages(sends, receives, axis, tensors[0].device, "gathering", one_at_a_time=one_at_a_time)
     source = [tensors] if len(step.keep) or not receives else []  # else memory is freed before the messages arrive
 
     def finished() -> Tensors:
@@ -46,7 +46,7 @@ def gather(tensors: Tensors, step: ExchangeStep, axis: Axis, *, sequential: bool
         for peer, _ in step.receive:
             pieces.append(arrived[peer])
         whole = pieces[0] if len(pieces) == 1 else tuple(map(_joined, zip(*pieces, strict=True)))
-        return whole if step.permutation is None else taken(whole, step.permutation, in_order=False)
+        return whole if step.permutation is None else taken(whole, step.permutation, ascending=False)
 
     return finished
 
@@ -56,7 +56,7 @@ def _joined(pieces: tuple[Tensor, ...]) -> Tensor:
 
 
 def return_to_owners(
-    tensors: Tensors, step: ExchangeStep, axis: Axis, *, sequential: bool = False
+    tensors: Tensors, step: ExchangeStep, axis: Axis, *, one_at_a_time: bool = False
 ) -> Callable[[], list[tuple[Tensor, Tensors]]]:
     """Begin to send results back to the ranks that own their tokens.
 
@@ -71,7 +71,9 @@ def return_to_owners(
         for peer, tokens in step.return_from
         if peer != axis.index
     }
-    finish = exchange_messages(shares, receives, axis, tensors[0].device, "returning results", sequential=sequential)
+    finish = exchange_messages(
+        shares, receives, axis, tensors[0].device, "returning results", one_at_a_time=one_at_a_time
+    )
 
     def finished() -> list[tuple[Tensor, Tensors]]:
         arrived = finish()
@@ -84,7 +86,7 @@ def return_to_owners(
 
 def swap(parts: Sequence[Tensors], shapes: Sequence[Tensors], axis: Axis) -> list[Tensors]:
     """Send `parts[p]` to each rank p. Return what comes from rank p, shaped like `shapes[p]`."""
-    return begin_swap(parts, shapes, axis, sequential=True)()
+    return begin_swap(parts, shapes, axis, one_at_a_time=True)()
 
 
 def swap_tokens(parts: Sequence[Tensor], counts: Sequence[int], axis: Axis, dim: int = 2) -> list[Tensor]:
@@ -95,12 +97,12 @@ def swap_tokens(parts: Sequence[Tensor], counts: Sequence[int], axis: Axis, dim:
 
 
 def begin_swap(
-    parts: Sequence[Tensors], shapes: Sequence[Tensors], axis: Axis, *, sequential: bool = False
+    parts: Sequence[Tensors], shapes: Sequence[Tensors], axis: Axis, *, one_at_a_time: bool = False
 ) -> Callable[[], list[Tensors]]:
     """Begin to send `parts[p]` to each rank p. The result lists what comes from rank p, shaped like `shapes[p]`."""
     sends, receives = dict(enumerate(parts)), dict(enumerate(shapes))
     own_part, _ = sends.pop(axis.index), receives.pop(axis.index)
-    finish = exchange_messages(sends, receives, axis, own_part[0].device, "swapping", sequential=sequential)
+    finish = exchange_messages(sends, receives, axis, own_part[0].device, "swapping", one_at_a_time=one_at_a_time)
 
     def finished() -> list[Tensors]:
         arrived = finish()
@@ -115,10 +117,10 @@ def is_run(tokens: Tensor) -> bool:
     return len(tokens) > 0 and int(tokens[-1]) - int(tokens[0]) == len(tokens) - 1
 
 
-def taken(tensors: Tensors, tokens: Tensor, *, in_order: bool = True) -> Tensors:
-    """Return the tokens at some indices, ascending unless `in_order` is False: views where they are consecutive."""
+def taken(tensors: Tensors, tokens: Tensor, *, ascending: bool = True) -> Tensors:
+    """Return the tokens at some indices: views where these are `ascending` and consecutive."""
     parts = []
-    if in_order and is_run(tokens):
+    if ascending and is_run(tokens):
         first, count = int(tokens[0]), len(tokens)
         for x in tensors:
             parts.append(x if x.shape[2] == count else x.narrow(2, first, count))
@@ -135,14 +137,14 @@ def exchange_messages(
     device: torch.device,
     step: str,
     *,
-    sequential: bool = False,
+    one_at_a_time: bool = False,
 ) -> Callable[[], dict[int, Tensors]]:
     """Begin to send and receive one message per peer. `receives` are shaped like the tensors to receive.
 
     Receives are posted first. Gloo announces a receive on the connection that carries this rank's own message; behind
     that message the announcement would wait, and the link would serve one direction at a time.
 
-    With `sequential` long messages to three or more ranks may be sent one after the other when the exchange is
+    With `one_at_a_time` long messages to three or more ranks may be sent one after the other when the exchange is
     finished: to the next rank, to the one after it, and so on. Each link then carries one message each way at a time.
     No other exchange along the axis may begin before.
     """
@@ -156,7 +158,7 @@ def exchange_messages(
         if id(tensors) not in packed:  # the same for several peers is packed once
             packed[id(tensors)] = _pack(tensors)
         message = packed[id(tensors)]
-        is_long = sequential and len(sends) > 2 and message.nbytes > OUT_OF_TURN
+        is_long = one_at_a_time and len(sends) > 2 and message.nbytes > OUT_OF_TURN
         is_queued = is_long and transport.sends_in_turn(peer, message)
         (queued if is_queued else posts).append((dist.isend, peer, message))
     packed.clear()

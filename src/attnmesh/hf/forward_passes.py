@@ -20,7 +20,7 @@ from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.families.family import USE_SUPPORTED, family_of
 from attnmesh.hf.images.image_merge import MergedPrompt
 from attnmesh.hf.images.inputs import Pictures
-from attnmesh.hf.images.spans import Chunk, uncut
+from attnmesh.hf.images.spans import Chunk, join_chunks_at_spans
 from attnmesh.hf.latent_states import latent_widths
 from attnmesh.hf.models import is_recurrent
 from attnmesh.hf.recurrent.prepare_recurrent import prepared
@@ -201,7 +201,7 @@ class ForwardPasses:
         spans = [] if self.prompt.merged is None else self.prompt.merged.spans
         if self.cache.reproducible:  # models with recurrent layers compute one token by another rule than several
             size = min(size, max(SAME_TOKENS // len(self.prompt.ids), 3 if self.recurrent else 1))
-        chunks = uncut(chunks_of(self.cache, self.start, stop, size), spans)
+        chunks = join_chunks_at_spans(chunks_of(self.cache, self.start, stop, size), spans)
         return chunks[0] if chunks else None
 
     def run(self, chunk: Chunk) -> None:

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 from attnmesh.core.mask import FAR, Causal, Chunks, Full, Mask, Spans, Window
 from attnmesh.core.selection import Selection
 from attnmesh.errors import MaskError, ShapeError, require
-from attnmesh.hf.images.spans import check_unpadded, other_spans, spans_of
+from attnmesh.hf.images.spans import check_unpadded, spans_of, unsupported_span
 from attnmesh.hf.images.towers import in_tower
 from attnmesh.hf.models import SUBJECT, check_layers, window_of
 from attnmesh.hf.shards import BEGUN, FORWARD_ALL, OF_SHARD_BATCH, PromptMask, ShardMask, Shards
@@ -266,7 +266,7 @@ def _with_spans(pattern: DescribedMask) -> tuple[Mask, ...]:
         mask = next((mask for mask in candidates if _equals(pattern, mask, queries, keys, 0, row)), None)
         if mask is None:
             row_and_head = torch.tensor([row, 0], device="cpu")
-            given = other_spans(partial(pattern.function, *row_and_head), spans, window)
+            given = unsupported_span(partial(pattern.function, *row_and_head), spans, window)
             require(not given, MaskError, "attention mask", SPANS, given, SDPA)
             return ()
         masks.append(mask)

@@ -30,7 +30,7 @@ ALL = slice(None)
 """All sequences of a batch."""
 
 MAX_COUNTED_QUERIES = 64
-"""Queries whose keys are counted one by one, if each sees all before its own."""
+"""Queries whose keys are counted one by one, under a causal mask without a window."""
 
 AHEAD = 3
 """Runs of files that are read while another one is attended."""

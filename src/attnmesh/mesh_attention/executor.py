@@ -4,7 +4,7 @@ One loop serves every exchange. Keys that arrive at once are one step, and keys 
 Heads travel all together or in groups. The next exchange is always under way while a kernel runs. So the code says when
 an exchange begins and when it is awaited:
 
-- A call begins an exchange, and returns the function that awaits it (`Finish`).
+- A call begins an exchange, and returns the function that awaits it (`Await`).
 - A generator yields once for each exchange of its own that is under way. `next` awaits it, and goes on to the next one.
 - `del` frees tensors before the next ones arrive: without it a frame would hold both.
 
@@ -38,11 +38,11 @@ from attnmesh.runtime.tensors import Tensors, empty_length_major
 Returned = list[tuple[Tensor, Tensors]]
 """Results for this rank's tokens: the indices of some tokens, and the results for them."""
 
-Finish = Callable[[], Tensors]
+Await = Callable[[], Tensors]
 """Awaits an exchange under way, and returns what has arrived."""
 
-Put = Callable[[Returned, Tensors], None]
-"""Puts results for this rank's tokens into tensors of its chunk."""
+Combine = Callable[[Returned, Tensors], None]
+"""Adds or merges results for this rank's tokens into tensors of its chunk."""
 
 DONE = object()
 """Stands for the end of an iterator."""
@@ -64,14 +64,14 @@ class Task:
     """Selected keys of each step, where queries do not attend to all that they see."""
 
     @functools.cached_property
-    def sequential(self) -> bool:
+    def one_at_a_time(self) -> bool:
         """True if heads go in one group. Then no two exchanges along an axis are under way at once, but a ring's."""
         return len(self.groups) == 1
 
     @functools.cached_property
     def swaps(self) -> "HeadSwaps":
         """Swaps of tokens for heads, and back."""
-        return HeadSwaps(self.mesh.heads, self.schedule, self.sequential)
+        return HeadSwaps(self.mesh.heads, self.schedule, self.one_at_a_time)
 
     def bands(self, group: HeadGroup) -> Sequence[Band | SelectedKeys]:
         """Return the keys of each step that the row's queries attend, in a group of heads."""
@@ -86,11 +86,11 @@ class Task:
             return self.projection.attend(kernel, q, kv[0], band, self.scaling, counts)
         return attend_band(kernel, q, kv[0], kv[1], band, self.scaling, counts)
 
-    def heads_of(self, group: HeadGroup, own_heads: Tensors) -> Tensors:
-        """Return a group's heads of q, k and v, of which `own_heads` has this rank's heads of all groups, as views."""
+    def heads_of(self, group: HeadGroup, saved_qkv: Tensors) -> Tensors:
+        """Return a group's heads of q, k and v, of which `saved_qkv` has this rank's heads of all groups, as views."""
         first, heads = self.groups[0][self.mesh.heads.index], group[self.mesh.heads.index]
         within = (slice(x.start - y.start, x.stop - y.start) for x, y in zip(heads, first, strict=True))
-        return some_heads(own_heads, 1, Heads(*within))
+        return some_heads(saved_qkv, 1, Heads(*within))
 
 
 @dataclass(frozen=True)
@@ -98,20 +98,20 @@ class Arrivals:
     """One group of heads under way: tensors of the row's queries, and the column's keys and values by step."""
 
     group: HeadGroup
-    queries: Finish
+    await_queries: Await
     kv_by_step: Iterator[Tensors]
 
 
-def forward(q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None = None, own_heads: Tensors = ()) -> Partial:
+def forward(q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None = None, saved_qkv: Tensors = ()) -> Partial:
     """Return the partial of this rank's queries over the keys of all ranks and sinks, with out in q's dtype.
 
-    `kv` are this rank's keys and values, or its latents. `own_heads`, if it is given, is memory for q, k and v of this
+    `kv` are this rank's keys and values, or its latents. `saved_qkv`, if it is given, is memory for q, k and v of this
     rank's heads, which the backward pass takes.
     """
 
-    def swap_in(group: HeadGroup) -> Finish:
-        into = task.heads_of(group, own_heads) if own_heads else ()
-        return task.swaps.to_heads((q, *kv), group, into, query_count=1)
+    def swap_in(group: HeadGroup) -> Await:
+        into = task.heads_of(group, saved_qkv) if saved_qkv else ()
+        return task.swaps.swap_in((q, *kv), group, into, query_count=1)
 
     value_dim = kv[-1].shape[-1] if task.projection is None else task.projection.value_dim
     schedule = task.schedule
@@ -121,32 +121,32 @@ def forward(q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None = None, own
     def total() -> Partial:
         return Partial(empty_length_major(q, value_dim), q.new_empty(q.shape[:-1], dtype=dtype))
 
-    def swap_back(partial: Partial, group: HeadGroup) -> Iterator[None]:
+    def swap_out(partial: Partial, group: HeadGroup) -> Iterator[None]:
         out, lse = with_sinks(partial, None if sinks is None else sinks[group[task.mesh.heads.index].queries])
         results = out.to(q.dtype), lse
         del partial, out, lse
-        yield from task.swaps.to_tokens(results, total(), group, query_count=2)
+        yield from task.swaps.swap_out(results, total(), group, query_count=2)
 
     pending = PendingReturns()
     for arrivals in _arrivals(swap_in, task):
         own_partial = partial = _attend_heads(arrivals, task)
-        sending_back: Iterable[None] = ()
+        returning: Iterable[None] = ()
         some_see_no_key = len(schedule.query_step.keep) < schedule.chunk.queries
         if task.mesh.keys.size > 1 or some_see_no_key:  # else the partial is whole, and of this rank's queries alone
             batch, heads, _, width = partial.out.shape
             own_partial = identity(q.new_empty(batch, heads, schedule.chunk.queries, 0), width, dtype)
-            sending_back = _send_back(
-                partial, schedule.query_step, task.mesh.keys, _merge_in, own_partial, task.sequential
+            returning = _return_results(
+                partial, schedule.query_step, task.mesh.keys, _merge_in, own_partial, task.one_at_a_time
             )
-        pending.add(chain(sending_back, swap_back(own_partial, arrivals.group)))
-        del own_partial, partial, sending_back
+        pending.add(chain(returning, swap_out(own_partial, arrivals.group)))
+        del own_partial, partial, returning
     pending.finish()
     return total()
 
 
 def _attend_heads(arrivals: Arrivals, task: Task) -> Partial:
     """Return the partial of the row's queries over the column's keys, for one group of heads."""
-    (q,) = arrivals.queries()
+    (q,) = arrivals.await_queries()
     total: Partial | None = None
     attend = in_range(ATTENTION, task.attend) if is_profiled() else task.attend
     merge = in_range(MERGE, merge_into) if is_profiled() else merge_into
@@ -163,21 +163,21 @@ def _attend_heads(arrivals: Arrivals, task: Task) -> Partial:
     return total
 
 
-def _send_back(
-    results: Tensors, step: ExchangeStep, axis: Axis, put: Put, totals: Tensors, sequential: bool
+def _return_results(
+    results: Tensors, step: ExchangeStep, axis: Axis, combine: Combine, totals: Tensors, one_at_a_time: bool
 ) -> Iterator[None]:
-    """Return results to their owners. Results for this rank's tokens are put into `totals` when they arrive."""
-    arriving = return_to_owners(results, step, axis, sequential=sequential)
+    """Return results to their owners. Results for this rank's tokens are combined into `totals` when they arrive."""
+    arriving = return_to_owners(results, step, axis, one_at_a_time=one_at_a_time)
     del results
     if axis.size > 1:
         yield
-    put = in_range(MERGE, put) if is_profiled() else put
-    put(arriving(), totals)
+    combine = in_range(MERGE, combine) if is_profiled() else combine
+    combine(arriving(), totals)
 
 
-def backward(own_heads: Tensors, saved: BackwardInputs, task: Task) -> Gradients:
-    """Return the gradients of this rank's q, k and v. `own_heads` has its heads of them, of all tokens of its chunk."""
-    q, *kv = own_heads
+def backward(saved_qkv: Tensors, saved: BackwardInputs, task: Task) -> Gradients:
+    """Return the gradients of this rank's q, k and v. `saved_qkv` has its heads of them, of all tokens of its chunk."""
+    q, *kv = saved_qkv
     schedule = task.schedule
     delta = (saved.out.to(sum_dtype(q.dtype)) * saved.dout).sum(-1)
     key_heads = task.groups[-1][-1].keys.stop  # key heads of all ranks: the last group of the last rank ends there
@@ -187,23 +187,23 @@ def backward(own_heads: Tensors, saved: BackwardInputs, task: Task) -> Gradients
     def total() -> Gradients:
         return Gradients(empty_length_major(saved.dout, q.shape[3]), *(empty_tokens(x, key_heads, keys) for x in kv))
 
-    def swap_in(group: HeadGroup) -> Finish:
-        finish = task.swaps.to_heads((saved.dout, saved.lse, delta), group, query_count=3)
-        some_q, *some_kv = task.heads_of(group, own_heads)
+    def swap_in(group: HeadGroup) -> Await:
+        finish = task.swaps.swap_in((saved.dout, saved.lse, delta), group, query_count=3)
+        some_q, *some_kv = task.heads_of(group, saved_qkv)
         return lambda: (some_q, *finish(), *some_kv)
 
-    def swap_back(own: Gradients, group: HeadGroup) -> Iterator[None]:
+    def swap_out(own: Gradients, group: HeadGroup) -> Iterator[None]:
         gradients = tuple(x.to(q.dtype) for x in own)
         del own
-        yield from task.swaps.to_tokens(gradients, total(), group, query_count=1)
+        yield from task.swaps.swap_out(gradients, total(), group, query_count=1)
 
     pending = PendingReturns()
     for arrivals in _arrivals(swap_in, task):
-        own = Gradients(*(torch.zeros_like(x, dtype=delta.dtype) for x in task.heads_of(arrivals.group, own_heads)))
+        own = Gradients(*(torch.zeros_like(x, dtype=delta.dtype) for x in task.heads_of(arrivals.group, saved_qkv)))
         dq = _backward_heads(arrivals, task, pending, own[1:])
-        sending_back = _send_back((dq,), schedule.query_step, task.mesh.keys, _add_in, own[:1], task.sequential)
-        pending.add(chain(sending_back, swap_back(own, arrivals.group)))
-        del dq, own, sending_back
+        returning = _return_results((dq,), schedule.query_step, task.mesh.keys, _add_in, own[:1], task.one_at_a_time)
+        pending.add(chain(returning, swap_out(own, arrivals.group)))
+        del dq, own, returning
     pending.finish()
     return total()
 
@@ -214,10 +214,10 @@ def _backward_heads(arrivals: Arrivals, task: Task, pending: "PendingReturns", o
     dk and dv return to the owners of their keys, where they are added to `own_kv`. Gradients of keys that travel on
     travel with them, and each rank adds its part.
     """
-    q, dout, lse, delta = arrivals.queries()
+    q, dout, lse, delta = arrivals.await_queries()
     saved = BackwardInputs(_equivalent_out(dout, delta), lse, dout)
     dq: Tensor | None = None
-    arriving: Finish | None = None  # gradients that earlier ranks computed for the keys of this step
+    arriving: Await | None = None  # gradients that earlier ranks computed for the keys of this step
     schedule = task.schedule
     bands = task.bands(arrivals.group)
     attend_backward = in_range(ATTENTION, backward_band) if is_profiled() else backward_band
@@ -231,7 +231,7 @@ def _backward_heads(arrivals: Arrivals, task: Task, pending: "PendingReturns", o
         del part
         if arriving is not None:
             _add(kv_gradients, arriving())
-        pending.add(_send_back(kv_gradients, step, task.mesh.queries, _add_in, own_kv, task.sequential))
+        pending.add(_return_results(kv_gradients, step, task.mesh.queries, _add_in, own_kv, task.one_at_a_time))
         arriving = None if onward is None else gather(kv_gradients, onward, task.mesh.queries)
         del kv_gradients
     assert dq is not None  # every schedule has a step
@@ -245,7 +245,7 @@ class PendingReturns:
         self.under_way: list[Iterator[None]] = []
 
     def add(self, *returns: Iterator[None]) -> None:
-        """Finish the exchanges under way, and begin the next ones, those of `returns` last."""
+        """Await the exchanges under way, and begin the next ones, those of `returns` last."""
         exchanges = (*self.under_way, *returns)
         self.under_way = []
         for exchange in exchanges:
@@ -258,7 +258,7 @@ class PendingReturns:
             self.add()
 
 
-def _arrivals(swap_in: Callable[[HeadGroup], Finish], task: Task) -> Iterator[Arrivals]:
+def _arrivals(swap_in: Callable[[HeadGroup], Await], task: Task) -> Iterator[Arrivals]:
     """Yield one group of heads after the other. Exchanges of the next groups begin before a group is attended.
 
     first group     swap in   gather    attend
@@ -273,7 +273,9 @@ def _arrivals(swap_in: Callable[[HeadGroup], Finish], task: Task) -> Iterator[Ar
             yield None
         tensors = swapped()
         query_count = len(tensors) - (2 if task.projection is None else 1)
-        arriving = gather(tensors[:query_count], task.schedule.query_step, task.mesh.keys, sequential=task.sequential)
+        arriving = gather(
+            tensors[:query_count], task.schedule.query_step, task.mesh.keys, one_at_a_time=task.one_at_a_time
+        )
         kv_by_step = _kv_by_step(tensors[query_count:], task)
         del swapped, tensors
         if gathers:
@@ -298,7 +300,7 @@ def _kv_by_step(kv: Tensors, task: Task) -> Iterator[Tensors]:
     A ring's first step is this rank's own keys, so its first exchange is that of the second step.
     """
     steps, axis = task.schedule.key_steps, task.mesh.queries
-    first = gather(kv, steps[0], axis, sequential=task.sequential)
+    first = gather(kv, steps[0], axis, one_at_a_time=task.one_at_a_time)
 
     def arrivals() -> Iterator[Tensors]:
         finish = first
@@ -362,13 +364,13 @@ def some_heads(tensors: Tensors, query_count: int, heads: Heads) -> Tensors:
 
 @dataclass(frozen=True)
 class HeadSwaps:
-    """Swaps along the heads axis. With `sequential` no other exchange along it begins before one has ended."""
+    """Swaps along the heads axis. With `one_at_a_time` no other exchange along it begins before one has ended."""
 
     axis: Axis
     schedule: Schedule
-    sequential: bool
+    one_at_a_time: bool
 
-    def to_heads(self, tensors: Tensors, group: HeadGroup, into: Tensors = (), *, query_count: int) -> Finish:
+    def swap_in(self, tensors: Tensors, group: HeadGroup, into: Tensors = (), *, query_count: int) -> Await:
         """Begin to swap tokens for this rank's heads of a group. The result is in `into`, or else in new memory.
 
         The first `query_count` tensors have query heads.
@@ -380,7 +382,7 @@ class HeadSwaps:
         indices = [self.schedule.query_indices] * query_count + [self.schedule.key_indices] * key_count
         shapes = [tuple(map(meta_like, views, map(len, slices))) for slices in zip(*indices, strict=True)]
         parts = [some_heads(tensors, query_count, heads) for heads in group]
-        finish = begin_swap(parts, shapes, self.axis, sequential=self.sequential)
+        finish = begin_swap(parts, shapes, self.axis, one_at_a_time=self.one_at_a_time)
 
         def finished() -> Tensors:
             chunk = into or tuple(
@@ -393,7 +395,7 @@ class HeadSwaps:
 
         return finished
 
-    def to_tokens(self, computed: Tensors, results: Tensors, group: HeadGroup, *, query_count: int) -> Iterator[None]:
+    def swap_out(self, computed: Tensors, results: Tensors, group: HeadGroup, *, query_count: int) -> Iterator[None]:
         """Swap heads for tokens: put results for this rank's tokens in place.
 
         It yields while the exchange is under way.
@@ -405,7 +407,7 @@ class HeadSwaps:
             for q_tokens, k_tokens in zip(self.schedule.query_indices, self.schedule.key_indices, strict=True):
                 keys = taken(computed[query_count:], k_tokens) if len(computed) > query_count else ()
                 parts.append(taken(computed[:query_count], q_tokens) + keys)
-            finish = begin_swap(parts, views, self.axis, sequential=self.sequential)
+            finish = begin_swap(parts, views, self.axis, one_at_a_time=self.one_at_a_time)
             del computed, arrived, parts
             yield
             arrived = finish()

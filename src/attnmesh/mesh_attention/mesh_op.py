@@ -57,9 +57,9 @@ def _run_call(
 ) -> tuple[Tensor, ...]:
     """Return (out, lse) of this rank's queries, and with a heads axis its heads of q, k and v."""
     task = mesh_call.with_visible_keys(mesh_call.task(q.shape[1], (q, k, v)), key_lengths, indices)
-    own_heads = _blank_heads((q, k, v), task.schedule.chunk, mesh_call.mesh.heads)
-    out, lse = forward(q, (k, v), task, sinks, own_heads)
-    return length_major(out, q.dtype), lse, *own_heads
+    saved_qkv = _blank_heads((q, k, v), task.schedule.chunk, mesh_call.mesh.heads)
+    out, lse = forward(q, (k, v), task, sinks, saved_qkv)
+    return length_major(out, q.dtype), lse, *saved_qkv
 
 
 def _blank_heads(qkv: Tensors, chunk: ChunkSize, axis: Axis) -> Tensors:
@@ -96,10 +96,10 @@ def _are_equal(numbers: Tensor, mesh: Mesh) -> Tensor:
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
     *qkv, sinks, key_lengths, indices = inputs[:6]
-    out, lse, *own_heads = output
+    out, lse, *saved_qkv = output
     ctx.call_or_code = inputs[6:]  # (mesh_call,), or (names, numbers) of an operator
-    ctx.save_for_backward(*(own_heads or qkv), sinks, key_lengths, indices, out, lse)
-    ctx.mark_non_differentiable(lse, *own_heads)
+    ctx.save_for_backward(*(saved_qkv or qkv), sinks, key_lengths, indices, out, lse)
+    ctx.mark_non_differentiable(lse, *saved_qkv)
     ctx.set_materialize_grads(False)
 
 

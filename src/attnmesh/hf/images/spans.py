@@ -17,7 +17,7 @@ Chunk = tuple[int, int, bool]
 
 
 def spans_of(sees_next: Tensor, first: int) -> list[Span]:
-    """Return the spans of a sequence, of which each token but the last sees the next one or not.
+    """Return the spans of a sequence, the maximal runs of True: `sees_next[i]` says whether token i sees token i + 1.
 
     >>> import torch
     >>> spans_of(torch.tensor([False, True, True, False, True]), 10)
@@ -28,10 +28,10 @@ def spans_of(sees_next: Tensor, first: int) -> list[Span]:
     return [(first + start, first + stop) for start, stop in runs if stop - start > 1]
 
 
-def other_spans(sees: Callable[[Tensor, Tensor], Tensor], spans: Sequence[Span], window: int) -> str:
-    """Return what tokens of spans see that `Spans` does not show, by a function of a query and a key; "" if unknown.
+def unsupported_span(sees: Callable[[Tensor, Tensor], Tensor], spans: Sequence[Span], window: int) -> str:
+    """Return what tokens of spans see that `Spans` does not show, by a function of a query and a key; "" for nothing.
 
-    >>> other_spans(lambda query, key: query // 10 == key // 10, [(3, 5), (7, 9)], 8)
+    >>> unsupported_span(lambda query, key: query // 10 == key // 10, [(3, 5), (7, 9)], 8)
     'images whose tokens see those of later images'
     """
     starts = [torch.tensor(start, device="cpu") for start, _ in spans]
@@ -51,10 +51,10 @@ def check_unpadded(rows: Sequence[Mask], token_mask: Tensor) -> None:
     require(unpadded, MaskError, "attention mask", expected, "padding in a span", fix)
 
 
-def uncut(chunks: Sequence[Chunk], spans: Sequence[Span]) -> list[Chunk]:
-    """Return chunks of a prefill that cut no span: chunks that share a span are one.
+def join_chunks_at_spans(chunks: Sequence[Chunk], spans: Sequence[Span]) -> list[Chunk]:
+    """Return chunks of a prefill that cut no span: those that share one are joined.
 
-    >>> uncut([(0, 4, False), (4, 16, True), (16, 28, True), (28, 40, True)], [(14, 20)])
+    >>> join_chunks_at_spans([(0, 4, False), (4, 16, True), (16, 28, True), (28, 40, True)], [(14, 20)])
     [(0, 4, False), (4, 28, True), (28, 40, True)]
     """
     joined: list[Chunk] = []
