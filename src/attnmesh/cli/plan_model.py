@@ -56,29 +56,29 @@ def print_serving(options: PlanOptions, machines: Cluster, workload: dict[str, A
     model, config = model_of(name, workload)
     left_out = other_layers(config)
     with Status("pricing"):
-        ways = serving_plans(model, machines)
-    _check_fits(ways, model, machines)
+        plans = serving_plans(model, machines)
+    _check_fits(plans, model, machines)
     warn_of_length(config, model.workload.length)
     if not options.as_json:
-        console.print(_ways_table(ways, model, machines))
-        console.print(_text(ways, model, machines, left_out), highlight=False, markup=False)
-        console.print(_commands(name, ways[0], machines), highlight=False, markup=False, soft_wrap=True)
+        console.print(_plans_table(plans, model, machines))
+        console.print(_text(plans, model, machines, left_out), highlight=False, markup=False)
+        console.print(_commands(name, plans[0], machines), highlight=False, markup=False, soft_wrap=True)
         return
     sizes = {"weights": model.weights(1, False), "windows": model.windows, "left_out": left_out}
-    print_record(options, machines, sizes | {"ways": [_way_record(way) for way in ways]})
+    print_record(options, machines, sizes | {"ways": [_plan_record(plan) for plan in plans]})
 
 
-def _mesh(way: ServingPlan) -> str:
+def _mesh(plan: ServingPlan) -> str:
     """Return the text of `--mesh` for a way to spread weights and keys."""
-    return str(MeshChoice(way.shape, 1 if way.sharding.is_joint else way.sharding.tp, way.sharding.is_joint, ""))
+    return str(MeshChoice(plan.shape, 1 if plan.sharding.is_joint else plan.sharding.tp, plan.sharding.is_joint, ""))
 
 
-def _check_fits(ways: Sequence[ServingPlan], model: ModelSizes, cluster: Cluster) -> None:
+def _check_fits(plans: Sequence[ServingPlan], model: ModelSizes, cluster: Cluster) -> None:
     """Raise unless the tokens fit in one way at least."""
-    most_tokens = max(way.tokens for way in ways)
+    most_tokens = max(plan.tokens for plan in plans)
     length = model.workload.length
     if most_tokens < length:
-        least_weights = min(way.weight_bytes for way in ways)
+        least_weights = min(plan.weight_bytes for plan in plans)
         weights = f"{in_bytes(least_weights)} of weights or more on each rank of {in_bytes(cluster.device.memory)}"
         fix = "take fewer tokens, or more hosts" if most_tokens else "take more hosts"
         if 2 * least_weights > model.weights(1, False):
@@ -88,19 +88,22 @@ def _check_fits(ways: Sequence[ServingPlan], model: ModelSizes, cluster: Cluster
         )
 
 
-def _ways_table(ways: Sequence[ServingPlan], model: ModelSizes, cluster: Cluster) -> Table:
+def _plans_table(plans: Sequence[ServingPlan], model: ModelSizes, cluster: Cluster) -> Table:
     """Return the ways to spread weights and keys as a table."""
-    layers = {"layers": [_layers(way) for way in ways], "weights\nread": [in_bytes(way.read_bytes) for way in ways]}
+    layers = {
+        "layers": [_layers(plan) for plan in plans],
+        "weights\nread": [in_bytes(plan.read_bytes) for plan in plans],
+    }
     columns = {
-        "mesh": [_mesh(way) for way in ways],
-        **(layers if cluster.on_cpus else {"weights\na rank": [in_bytes(way.weight_bytes) for way in ways]}),
-        "keys\na rank": [in_bytes(way.key_bytes) for way in ways],
-        "tokens\nthat fit": [f"{way.tokens:,}" if way.tokens else "none" for way in ways],
+        "mesh": [_mesh(plan) for plan in plans],
+        **(layers if cluster.on_cpus else {"weights\na rank": [in_bytes(plan.weight_bytes) for plan in plans]}),
+        "keys\na rank": [in_bytes(plan.key_bytes) for plan in plans],
+        "tokens\nthat fit": [f"{plan.tokens:,}" if plan.tokens else "none" for plan in plans],
         "first\ntoken": [
-            in_seconds(way.first_token_seconds) if way.fits and way.first_token_seconds else "-" for way in ways
+            in_seconds(plan.first_token_seconds) if plan.fits and plan.first_token_seconds else "-" for plan in plans
         ],
-        "attention": [in_seconds(way.plan.seconds) if way.fits else "-" for way in ways],
-        "a token": [in_seconds(way.seconds) if way.fits else "does not fit" for way in ways],
+        "attention": [in_seconds(plan.plan.seconds) if plan.fits else "-" for plan in plans],
+        "a token": [in_seconds(plan.seconds) if plan.fits else "does not fit" for plan in plans],
     }
     caption = CAPTION + ON_CPUS * cluster.on_cpus
     return numbered(f"{model.workload.title}; {cluster.title}", columns, ["mesh", "layers"], caption)
@@ -118,21 +121,21 @@ Layers: shared, each rank computes a part of each layer; whole, each computes al
 Weights read: by a rank for a token. On CPUs its small calls and exchanges count."""
 
 
-def _layers(way: ServingPlan) -> str:
+def _layers(plan: ServingPlan) -> str:
     """Return who computes the layers of a step."""
-    return "shared" if way.sharding.together else "by tp" if way.sharding.tp > 1 else "whole"
+    return "shared" if plan.sharding.together else "by tp" if plan.sharding.tp > 1 else "whole"
 
 
-def _of_layers(ways: Sequence[ServingPlan], model: ModelSizes, cluster: Cluster) -> str:
+def _of_layers(plans: Sequence[ServingPlan], model: ModelSizes, cluster: Cluster) -> str:
     """Return in a sentence what shared layers save, or why ranks share none."""
     if why := why_not_shared(model, cluster):
         away = over_hosts(model, cluster)
-        whole = in_seconds(choose_plan(ways, cluster.world).seconds)
+        whole = in_seconds(choose_plan(plans, cluster.world).seconds)
         sockets = "" if away is None else f" By sockets a token would take {in_seconds(away.seconds)}, and not {whole}."
         return f"The ranks do not share layers: {why}.{sockets}"
-    joined, apart = (choose_plan(ways, cluster.world, together=wanted) for wanted in (True, False))
+    joined, apart = (choose_plan(plans, cluster.world, together=wanted) for wanted in (True, False))
     sizes, times = (
-        [show(getattr(way, name)) for way in (joined, apart)]
+        [show(getattr(plan, name)) for plan in (joined, apart)]
         for show, name in ((in_bytes, "read_bytes"), (in_seconds, "seconds"))
     )
     return (
@@ -141,9 +144,9 @@ def _of_layers(ways: Sequence[ServingPlan], model: ModelSizes, cluster: Cluster)
     )
 
 
-def _text(ways: Sequence[ServingPlan], model: ModelSizes, cluster: Cluster, left_out: dict[str, int]) -> str:
-    """Return the best way in words."""
-    best = ways[0]
+def _text(plans: Sequence[ServingPlan], model: ModelSizes, cluster: Cluster, left_out: dict[str, int]) -> str:
+    """Return the best plan in words."""
+    best = plans[0]
     work = model.workload
     token, index = (in_bytes(size / work.kept / work.batch) for size in (work.kept_bytes, work.index_bytes))
     index_text = f" and {index} of index keys" if work.selected is not None else ""
@@ -154,7 +157,7 @@ def _text(ways: Sequence[ServingPlan], model: ModelSizes, cluster: Cluster, left
         f"{in_bytes(best.weight_bytes)} of weights and {in_bytes(best.key_bytes)} of keys.",
     ]
     if cluster.on_cpus and cluster.world > 1:
-        lines.append(_of_layers(ways, model, cluster))
+        lines.append(_of_layers(plans, model, cluster))
     if windowed := left_out.get("with windows"):
         window_keys = in_bytes(model.windows)
         lines.append(
@@ -162,14 +165,14 @@ def _text(ways: Sequence[ServingPlan], model: ModelSizes, cluster: Cluster, left
         )
     if recurrent := left_out.get("recurrent"):
         lines.append(f"Left out are {recurrent} recurrent layers, whose states do not grow with the length.")
-    longest = max(ways, key=lambda way: way.tokens)
+    longest = max(plans, key=lambda plan: plan.tokens)
     if longest.tokens > best.tokens:
         lines.append(f"Most tokens fit with {_mesh(longest)}: {longest.tokens:,}.")
     return "\n".join(lines)
 
 
 def _commands(name: str, best: ServingPlan, cluster: Cluster) -> str:
-    """Return the commands that generate and serve in the best way."""
+    """Return the commands that generate and serve in the best plan."""
     where = "" if cluster.hosts == 1 else " on each host, where HEAD is the first one"
     generate, serve = (_launch_command(command, name, best, cluster) for command in ("generate", "serve"))
     door = " --host 0.0.0.0" if cluster.hosts > 1 else ""  # else this host alone reaches it
@@ -178,35 +181,35 @@ def _commands(name: str, best: ServingPlan, cluster: Cluster) -> str:
     )
 
 
-def _launch_command(command: str, name: str, way: ServingPlan, cluster: Cluster) -> str:
+def _launch_command(command: str, name: str, plan: ServingPlan, cluster: Cluster) -> str:
     """Return a command that runs a way; on several hosts, the one to type on each."""
-    kv = "" if way.plan.workload.storage is None else f" --kv {way.plan.workload.storage}"
+    kv = "" if plan.plan.workload.storage is None else f" --kv {plan.plan.workload.storage}"
     start = "attnmesh"
-    if way.ranks > cluster.ranks:
+    if plan.ranks > cluster.ranks:
         ranks = f"--nnodes {cluster.hosts} --nproc-per-node {cluster.ranks}"
         restarts = " --max-restarts 3" if command == "serve" else ""
         start = f"torchrun {ranks} --rdzv-backend c10d --rdzv-endpoint HEAD:29500{restarts} \\\n    -m attnmesh"
     model = "MODEL" if name.endswith(".json") else shlex.quote(name)
-    mesh = f" --mesh {_mesh(way)}" if way.ranks > 1 else ""
-    shares = "" if way.plan.shares is None else f" --shares {','.join(map(str, way.plan.shares))}"
+    mesh = f" --mesh {_mesh(plan)}" if plan.ranks > 1 else ""
+    shares = "" if plan.plan.shares is None else f" --shares {','.join(map(str, plan.plan.shares))}"
     return f"{start} {command} --model {model}{mesh}{shares}{kv}"
 
 
-def _way_record(way: ServingPlan) -> dict[str, Any]:
+def _plan_record(plan: ServingPlan) -> dict[str, Any]:
     """Return one way as JSON."""
     return {
-        "mesh": _mesh(way),
-        "tp": way.sharding.tp,
-        "shared": way.sharding.is_joint,
-        "shape": list(way.shape),
-        "sharing": way.together,
-        "weights": way.weight_bytes,
-        "weights_read": way.read_bytes,
-        "keys": way.key_bytes,
-        "tokens": way.tokens,
-        "attention_seconds": way.plan.seconds,
-        "seconds": way.seconds,
-        "parts": dict(way.parts),
-        "first_token_seconds": way.first_token_seconds,
-        "fits": way.fits,
+        "mesh": _mesh(plan),
+        "tp": plan.sharding.tp,
+        "shared": plan.sharding.is_joint,
+        "shape": list(plan.shape),
+        "sharing": plan.together,
+        "weights": plan.weight_bytes,
+        "weights_read": plan.read_bytes,
+        "keys": plan.key_bytes,
+        "tokens": plan.tokens,
+        "attention_seconds": plan.plan.seconds,
+        "seconds": plan.seconds,
+        "parts": dict(plan.parts),
+        "first_token_seconds": plan.first_token_seconds,
+        "fits": plan.fits,
     }

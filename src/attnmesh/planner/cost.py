@@ -14,15 +14,15 @@ from attnmesh.planner.workload import Workload
 
 def cost(way: Way, workload: Workload, cluster: Cluster) -> Cost:
     """Return the cost of all layers of a workload, run that way."""
-    decodes = workload.phase == "decode"
-    selecting = workload.selecting
-    total = Cost(memory=max(cached_bytes(way, workload)) if decodes else rank_memory(way, workload))
-    if selecting:
-        total.add(_one_layer(way, workload, cluster).of_layers(selecting))
+    is_decode = workload.phase == "decode"
+    selecting_layers = workload.selecting
+    total = Cost(memory=max(cached_bytes(way, workload)) if is_decode else rank_memory(way, workload))
+    if selecting_layers:
+        total.add(_one_layer(way, workload, cluster).of_layers(selecting_layers))
         total.add(index_cost(way, workload, cluster))
         workload = replace(workload, selected=None)
-    if workload.layers > selecting:
-        total.add(_one_layer(way, workload, cluster).of_layers(workload.layers - selecting))
+    if workload.layers > selecting_layers:
+        total.add(_one_layer(way, workload, cluster).of_layers(workload.layers - selecting_layers))
     if workload.recurrent:
         recurrent_cost(way, workload, cluster).add_to(total)
     return total

@@ -314,15 +314,15 @@ def all_ways(workload: Workload, cluster: Cluster) -> Iterator[Way]:
     Where queries select their keys, they stay on their rank, and index keys have one head: all ranks are one axis.
     """
     world = cluster.world
-    decodes = workload.phase == "decode"
+    is_decode = workload.phase == "decode"
     selects = workload.selected is not None
     kv_heads = 1 if selects else workload.travelling_heads
-    for heads in divisors(gcd(world, kv_heads) if decodes else world):
+    for heads in divisors(gcd(world, kv_heads) if is_decode else world):
         if heads > kv_heads:
             break
         for queries in divisors(world // heads):
             shape = Shape(heads, queries, world // heads // queries)
-            if (decodes and queries > 1) or (selects and not decodes and shape.keys > 1):
+            if (is_decode and queries > 1) or (selects and not is_decode and shape.keys > 1):
                 continue  # a decode step has few queries: all ranks beyond the heads axis hold keys
             layouts = layouts_for(workload, shape, cluster)
             choices = product(tiles(shape, cluster.ranks), layouts, _exchanges(workload, shape))

@@ -3,7 +3,7 @@
 from dataclasses import KW_ONLY, dataclass
 
 from attnmesh.errors import ShapeError, check_choice, require
-from attnmesh.planner.counts import checked_count
+from attnmesh.planner.checks import checked_count
 
 TRANSITIONS = ("matrix", "diagonal", "scalar")
 """Forms of a recurrent layer's `A` per head."""

@@ -2,7 +2,7 @@
 
 from dataclasses import KW_ONLY, dataclass
 
-from attnmesh.planner.counts import checked_count
+from attnmesh.planner.checks import checked_count
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from attnmesh.core.partial import DTYPES
 from attnmesh.core.storage import STORAGES
 from attnmesh.errors import ClusterError, DtypeError, ShapeError, check_choice, require, short
 from attnmesh.mesh.exchange_cost import LayerWork
-from attnmesh.planner.counts import MAX_COUNT, checked_count
+from attnmesh.planner.checks import MAX_COUNT, checked_count
 from attnmesh.planner.recurrent import Recurrent
 from attnmesh.planner.selected import Selected
 

@@ -1,4 +1,4 @@
-"""Counts of the planner's values."""
+"""Checks of the counts that the planner takes."""
 
 from typing import Any
 
