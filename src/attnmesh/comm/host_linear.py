@@ -35,7 +35,7 @@ CALL, FIXED, LAYER = struct.Struct("2P4q"), struct.Struct("P10q"), struct.Struct
 MAX_SHARED_ROWS = {torch.float32: 160, torch.bfloat16: 16, torch.float16: 16}
 """Rows of a call at most. PyTorch multiplies more of them sooner on one rank, on some processors."""
 
-COLUMNS = 32
+COLUMN_MULTIPLE = 32
 """Divisor of the columns of a weight: the widest vectors hold so many numbers of two loads."""
 
 HALF = MESSAGE_BYTES // 2
@@ -110,15 +110,15 @@ class HostLinear:
         if mailboxes is not None:
             board = mailboxes.start + min(mailboxes.output_boards.values())
             spin = mailboxes.spin
-        boards = HEAD + MESSAGE_BYTES, HALF, axis.size, axis.index, spin, int(CHECK_INTERVAL * 1e9)
+        exchange_fields = HEAD + MESSAGE_BYTES, HALF, axis.size, axis.index, spin, int(CHECK_INTERVAL * 1e9)
         self.fixed_fields = FIXED.pack(
-            board, DTYPES[weight.dtype], weight.shape[1], *boards, self.out_features, len(layers)
+            board, DTYPES[weight.dtype], weight.shape[1], *exchange_fields, self.out_features, len(layers)
         )
         for weight, bias in layers:
             bias_address = 0 if bias is None else bias.data_ptr()
-            turned = weight.stride(1) != 1
+            transposed = weight.stride(1) != 1
             self.fixed_fields += LAYER.pack(
-                weight.data_ptr(), bias_address, len(weight), weight.stride(int(turned)), turned
+                weight.data_ptr(), bias_address, len(weight), weight.stride(int(transposed)), transposed
             )
 
     @staticmethod
@@ -132,7 +132,9 @@ class HostLinear:
         tensors = [weight] if bias is None else [weight, bias]
         plain = all(type(one) in (Tensor, Parameter) and 1 in one.stride() for one in tensors)
         alike = bias is None or (bias.dtype == weight.dtype and bias.shape == weight.shape[:1])
-        return plain and alike and weight.dtype in DTYPES and weight.shape[1] % COLUMNS == 0 and weight.numel() > 0
+        return (
+            plain and alike and weight.dtype in DTYPES and weight.shape[1] % COLUMN_MULTIPLE == 0 and weight.numel() > 0
+        )
 
     def run(self, x: Tensor) -> Sequence[Tensor]:
         """Return the outputs of each layer for a contiguous input of at most `MAX_SHARED_ROWS`.
@@ -157,21 +159,23 @@ class HostLinear:
 
     def _share(self, mailboxes: Mailboxes, fields: bytes, rows: int, pieces_before: int) -> int:
         """Compute and exchange the outputs piece by piece. Return what the native call returns."""
-        published = -(-self.out_features // (self.axis.size * (BOARD_BYTES // 4 // rows)))
-        turns = self.axis.size + 1
+        pieces = -(-self.out_features // (self.axis.size * (BOARD_BYTES // 4 // rows)))
+        operations_per_piece = self.axis.size + 1
         try:
             if mailboxes.has_left:
                 raise mailboxes.error_after_loss(next(one for one in mailboxes.members if one != self.axis.index))
             if WORLD.letters:
                 finish_letters_of(mailboxes)
             code = self.function(fields, 0)
-            if 0 <= code < published * turns:
+            if 0 <= code < pieces * operations_per_piece:
 
-                def awaited(done: int) -> Awaited:  # the first turn of each piece computes, and waits for no rank
-                    piece, turn = divmod(done, turns)
-                    return Awaited(turn - 1, mailboxes.output_boards[turn - 1] // 8, pieces_before + piece + 1)
+                def awaited(done: int) -> Awaited:  # the first operation of each piece computes, and waits for no rank
+                    piece, operation = divmod(done, operations_per_piece)
+                    return Awaited(
+                        operation - 1, mailboxes.output_boards[operation - 1] // 8, pieces_before + piece + 1
+                    )
 
-                code = mailboxes.go_on(partial(self.function, fields), code, published * turns, awaited)
+                code = mailboxes.go_on(partial(self.function, fields), code, pieces * operations_per_piece, awaited)
         except PeerLostError as error:
             raise failure(self.axis, "sharing a layer", error.peer, error) from error
         if code == DIFFERENT_CALL:

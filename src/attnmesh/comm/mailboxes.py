@@ -73,18 +73,18 @@ MAX_NUMBERS = MESSAGE_BYTES // 16
 """Numbers of an exchange by the boards at most: half of a board."""
 
 NativeExchange = Callable[[bytes, int], int]
-"""A native call of packed fields and of steps that are done. Returns how many steps are done."""
+"""A native call of packed fields and of operations that are done. Returns how many operations are done."""
 
 MailboxOperation = tuple[int, int, int, int]
-"""Kind of a step, the peer that it waits for, the offset of its box, and its count of messages."""
+"""Kind of an operation, the peer that it waits for, the offset of its box, and its count of messages."""
 
-FIELDS, STEP = struct.Struct("2P6q"), struct.Struct("3q")
-"""Fields of `Exchange` and `Step` in `mailbox.cpp`."""
+FIELDS, OPERATION = struct.Struct("2P6q"), struct.Struct("3q")
+"""Fields of `Exchange` and `Op` in `mailbox.cpp`."""
 
 SEND, COPY, MERGE, AWAIT, OWN, TELL, FULL, EMPTY = range(8)
-"""Kinds of steps, as in `mailbox.cpp`: send; take a message, alone or merged into the own; wait for one of many that
-are merged at the end, and the own among these; count what was written on the board; wait until a box has a message, or
-has none."""
+"""Kinds of operations, as in `mailbox.cpp`: send; take a message, alone or merged into the own; wait for one of many
+that are merged at the end, and the own among these; count what was written on the board; wait until a box has a
+message, or has none."""
 
 
 class Awaited(NamedTuple):
@@ -193,26 +193,26 @@ class Mailboxes:
         own = self.boards[self.index]
         first = own // 8 + half
         self.words[first : first + len(numbers)] = memoryview(array("q", numbers))
-        steps = [(TELL, self.index, own, self.gathers)]
-        steps += [(FULL, peer, board, self.gathers) for peer, board in self.boards.items() if board != own]
-        self._exchange(steps)
+        operations = [(TELL, self.index, own, self.gathers)]
+        operations += [(FULL, peer, board, self.gathers) for peer, board in self.boards.items() if board != own]
+        self._exchange(operations)
         starts = [board // 8 + half for board in self.boards.values()]
         return [self.words[start : start + len(numbers)].tolist() for start in starts]
 
     def merge_along_tree(self, message: Tensor, rounds: Iterable[Round], rows: int, width: int) -> None:
         """Merge a message in float32 with those of the other ranks, in place, by the rounds of a tree."""
-        steps = []
+        operations = []
         for send, recv in rounds:
-            steps += [self._sending(peer) for peer in send]
-            steps.append(self._receiving(MERGE, recv))
-        self._exchange(steps, message, rows, width)
+            operations += [self._sending(peer) for peer in send]
+            operations.append(self._receiving(MERGE, recv))
+        self._exchange(operations, message, rows, width)
 
     def merge_all(self, message: Tensor, rows: int, width: int) -> None:
         """Merge a message in float32 with those of all members, in place, in their order: one exchange."""
-        steps = [self._sending(peer) for peer in self.members if peer != self.index]
+        operations = [self._sending(peer) for peer in self.members if peer != self.index]
         for peer in self.members:
-            steps.append((OWN, peer, 0, 0) if peer == self.index else self._receiving(AWAIT, peer))
-        self._exchange(steps, message, rows, width)
+            operations.append((OWN, peer, 0, 0) if peer == self.index else self._receiving(AWAIT, peer))
+        self._exchange(operations, message, rows, width)
 
     def _next(self, peer: int, *, sends: bool) -> tuple[int, int]:
         """Return the box of the next message to a peer, or from it, and the count that it waits for."""
@@ -224,57 +224,57 @@ class Mailboxes:
         return Awaited(peer, box // 8 + RECEIVED_WORD * sends, count)
 
     def _sending(self, peer: int) -> MailboxOperation:
-        """Return the step that sends the next message to a peer."""
-        step = SEND, peer, *self._next(peer, sends=True)
+        """Return the operation that sends the next message to a peer."""
+        operation = SEND, peer, *self._next(peer, sends=True)
         self.sent[peer] += 1
-        return step
+        return operation
 
     def _receiving(self, kind: int, peer: int) -> MailboxOperation:
-        """Return the step that receives the next message of a peer."""
-        step = kind, peer, *self._next(peer, sends=False)
+        """Return the operation that receives the next message of a peer."""
+        operation = kind, peer, *self._next(peer, sends=False)
         self.received[peer] += 1
-        return step
+        return operation
 
     def _exchange(
         self,
-        steps: Sequence[MailboxOperation],
+        operations: Sequence[MailboxOperation],
         message: Tensor | None = None,
         rows: int = 0,
         width: int = 0,
         max_wait: float | None = None,
     ) -> None:
-        """Perform steps in one native call, which returns now and then to look after silent ranks.
+        """Perform operations in one native call, which returns now and then to look after silent ranks.
 
         With `max_wait`, wait for no longer than so many seconds.
         """
         if self.has_left:
-            raise self.error_after_loss(steps[0][1])
+            raise self.error_after_loss(operations[0][1])
         buffer = (self.start, 0) if message is None else (message.data_ptr(), message.nbytes)
         longest = int((CHECK_INTERVAL if max_wait is None else max_wait) * 1e9)
-        fields = FIELDS.pack(self.start, *buffer, rows, width, self.spin, longest, len(steps))
-        for kind, _, box, count in steps:
-            fields += STEP.pack(kind, box, count)
+        fields = FIELDS.pack(self.start, *buffer, rows, width, self.spin, longest, len(operations))
+        for kind, _, box, count in operations:
+            fields += OPERATION.pack(kind, box, count)
         function = cast(NativeExchange, library().exchange)
         done = function(fields, 0)
-        if done < len(steps) and max_wait is None:
+        if done < len(operations) and max_wait is None:
 
             def awaited(done: int) -> Awaited:
-                kind, peer, box, count = steps[done]
+                kind, peer, box, count = operations[done]
                 return Awaited(peer, box // 8 + RECEIVED_WORD * (kind in (SEND, EMPTY)), count)
 
-            self.go_on(partial(function, fields), done, len(steps), awaited)
+            self.go_on(partial(function, fields), done, len(operations), awaited)
 
-    def go_on(self, function: Callable[[int], int], done: int, steps: int, awaited: Callable[[int], Awaited]) -> int:
-        """Call a native function, which goes on after the steps that are done, until all are. Return what it returns.
+    def go_on(self, function: Callable[[int], int], done: int, count: int, awaited: Callable[[int], Awaited]) -> int:
+        """Call a native function, which goes on after the operations that are done, until all are. Return its result.
 
-        It returns now and then to look after silent ranks: `awaited` is what a step waits for. Raise if that rank makes
-        another call.
+        It returns now and then to look after silent ranks: `awaited` is what an operation waits for. Raise if that
+        rank makes another call.
         """
         blocked = -1
         since = 0.0
         watch = MismatchWatch(self)
         try:
-            while 0 <= done < steps:
+            while 0 <= done < count:
                 if done != blocked:
                     blocked = done
                     since = monotonic()

@@ -99,14 +99,16 @@ def host_mailboxes(axis: Axis) -> Mailboxes | None:
         name = names[members[0]]
         if size and not is_first:
             memory = open_mailboxes(name, size, new=False)
-        space = _inode(Path("/proc/self/ns/pid"))
-        rows = dist_all_gather_ints([memory is not None, os.getpid(), space, library().exchange is not None], [axis])
+        pid_namespace = _inode(Path("/proc/self/ns/pid"))
+        rows = dist_all_gather_ints(
+            [memory is not None, os.getpid(), pid_namespace, library().exchange is not None], [axis]
+        )
     finally:
         if is_first and size:
             unlink_mailboxes(name)
     if memory is None or not all(rows[rank][0] and rows[rank][3] for rank in members):
         return None
-    processes = [rows[rank][1] if rows[rank][2] == space else 0 for rank in members]
+    processes = [rows[rank][1] if rows[rank][2] == pid_namespace else 0 for rank in members]
     mailboxes = Mailboxes(memory, members, axis.index, processes, _timeout(axis))
     mailboxes.ranks = frozenset(dist.get_process_group_ranks(axis.group))
     return mailboxes

@@ -12,14 +12,14 @@
 
 namespace {
 
-constexpr int64_t BLOCK = 16384;  // sums of a turned weight that stay in a near cache
-constexpr int TURNED = std::min(16, PAIR);  // columns of one that are read at a time
+constexpr int64_t BLOCK = 16384;  // sums of a transposed weight that stay in a near cache
+constexpr int TRANSPOSED = std::min(16, PAIR);  // columns of one that are read at a time
 constexpr int64_t TAG_BYTES = 64;  // before the outputs on a half: the call that they are of
 constexpr int64_t DIFFERENT_CALL = -3;  // what a call returns if another rank has made another one
 
 struct Layer {
-    const void *weight, *bias;         // (outputs, columns), or (columns, outputs) if it is turned; bias may be null
-    int64_t outputs, stride, turned;  // `stride` is between rows of the weight
+    const void *weight, *bias;            // (outputs, columns), or (columns, outputs) if it is transposed; bias may be null
+    int64_t outputs, stride, transposed;  // `stride` is between rows of the weight
 };
 
 struct Linear {
@@ -75,23 +75,23 @@ inline Floats load_one(const Float16* x) {
     return widen(half);
 }
 
-// The products of all rows with n outputs of a turned weight. Each is a sum in the order of the columns, whatever n is: the
-// outputs after the last whole vector are copied to one. Rows of `out` are `tile` numbers apart, n in whole vectors at least.
+// The products of all rows with n outputs of a transposed weight. Each is a sum in the order of the columns, whatever n is:
+// the outputs after the last whole vector are copied to one. Rows of `out` are `tile` numbers apart, n in whole vectors at least.
 template <class T>
-void turned_products(Queries q, const T* weight, int64_t stride, int64_t n, float* out, int64_t tile) {
+void transposed_products(Queries q, const T* weight, int64_t stride, int64_t n, float* out, int64_t tile) {
     std::fill(out, out + q.rows * tile, 0.0f);
     int64_t block = std::max<int64_t>(1, BLOCK / W / q.rows) * W;
     for (int64_t first = 0; first < n; first += block) {
         int64_t stop = std::min(n, first + block), whole = stop / W * W;
-        for (int64_t d = 0; d < q.width; d += TURNED) {
-            T rest[TURNED][W] = {};
-            for (int j = 0; j < TURNED; j++) std::memcpy(rest[j], weight + (d + j) * stride + whole, (stop - whole) * sizeof(T));
+        for (int64_t d = 0; d < q.width; d += TRANSPOSED) {
+            T rest[TRANSPOSED][W] = {};
+            for (int j = 0; j < TRANSPOSED; j++) std::memcpy(rest[j], weight + (d + j) * stride + whole, (stop - whole) * sizeof(T));
             for (int64_t i = first; i < stop; i += W) {
-                Floats read[TURNED];
-                for (int j = 0; j < TURNED; j++) read[j] = load_one(i < whole ? weight + (d + j) * stride + i : rest[j]);
+                Floats read[TRANSPOSED];
+                for (int j = 0; j < TRANSPOSED; j++) read[j] = load_one(i < whole ? weight + (d + j) * stride + i : rest[j]);
                 for (int64_t r = 0; r < q.rows; r++) {
                     Floats sum = load(out + r * tile + i);
-                    for (int j = 0; j < TURNED; j++) sum += q.first[r * q.width + place_of<T>(d + j)] * read[j];
+                    for (int j = 0; j < TRANSPOSED; j++) sum += q.first[r * q.width + place_of<T>(d + j)] * read[j];
                     store(out + r * tile + i, sum);
                 }
             }
@@ -119,9 +119,9 @@ void compute(const Linear& l, const Layer& layer, const float* x, int64_t first,
             for (int64_t at; !code && (at = next.fetch_add(some)) < stop;) {
                 int64_t n = std::min(some, stop - at), tile = (n + W - 1) / W * W;
                 float* found = own.fit(l.rows * tile);
-                const T* weight = (const T*)layer.weight + at * (layer.turned ? 1 : layer.stride);
-                if (layer.turned)
-                    turned_products<T>({x, l.rows, l.columns}, weight, layer.stride, n, found, tile);
+                const T* weight = (const T*)layer.weight + at * (layer.transposed ? 1 : layer.stride);
+                if (layer.transposed)
+                    transposed_products<T>({x, l.rows, l.columns}, weight, layer.stride, n, found, tile);
                 else
                     all_products<T>({x, l.rows, l.columns}, weight, l.columns, layer.stride, n, Rows(), found, tile);
                 for (int64_t r = 0; r < l.rows; r++)
@@ -167,11 +167,11 @@ int64_t run(const Linear& l, int64_t done) {
         put<T>(l, 0, l.outputs, found);
         return 1;
     }
-    int64_t size = piece_of(l), pieces = (l.outputs + size - 1) / size, turns = l.ranks + 1;
-    for (int64_t piece = done / turns; piece < pieces; piece++) {
+    int64_t size = piece_of(l), pieces = (l.outputs + size - 1) / size, ops_per_piece = l.ranks + 1;
+    for (int64_t piece = done / ops_per_piece; piece < pieces; piece++) {
         int64_t first = piece * size, outputs = std::min(size, l.outputs - first), exchange = l.exchanges + piece + 1;
         auto from = [&](int64_t rank) { return first + cut(outputs, rank, l.ranks); };
-        if (done <= piece * turns) {
+        if (done <= piece * ops_per_piece) {
             int64_t low = from(l.rank), high = from(l.rank + 1);
             Half own = half_of(l, l.rank, exchange);
             *own.tag = l.tag;
@@ -180,19 +180,19 @@ int64_t run(const Linear& l, int64_t done) {
         }
         for (int64_t rank = 0; rank < l.ranks; rank++)
             if (rank != l.rank && !reached(((Box*)(l.boards + rank * l.board_bytes))->sent, exchange, l.spin, l.sleep))
-                return piece * turns + 1 + rank;
+                return piece * ops_per_piece + 1 + rank;
         for (int64_t rank = 0; rank < l.ranks; rank++) {
             Half half = half_of(l, rank, exchange);
             if (*half.tag != l.tag) return DIFFERENT_CALL;
             put<T>(l, from(rank), from(rank + 1), half.outputs);
         }
     }
-    return pieces * turns;
+    return pieces * ops_per_piece;
 }
 
 }  // namespace
 
-// Goes on after `done` turns: of each piece one to compute, and one to wait for each rank. Returns how many are done, which
+// Goes on after `done` ops: of each piece one to compute, and one to wait for each rank. Returns how many are done, which
 // are fewer than all if a wait was long; or a code.
 extern "C" int64_t attnmesh_linear(const Linear* linear, int64_t done) {
     try {

@@ -68,65 +68,65 @@ enum Kind {
     SEND,   // put the message into a box
     COPY,   // take a message from a box
     MERGE,  // take a message, and merge it into this rank's
-    AWAIT,  // wait for a message of which all are merged at the end, in the order of these steps
+    AWAIT,  // wait for a message of which all are merged at the end, in the order of these operations
     OWN,    // this rank's own message among those
     TELL,   // count a message that this rank has written into the box itself
     FULL,   // wait until a box has a message, and leave it there
     EMPTY,  // wait until the message in a box is received
 };
 
-struct Step {
+struct Op {
     int64_t kind, box, count;  // the box as an offset; messages sent before, or received with this one
 };
 
 // The messages of one merge, or one message. A message that is merged is in float32. `spin` and `sleep` are nanoseconds.
 struct Exchange {
     char *memory, *message;
-    int64_t size, rows, width, spin, sleep, steps;
-    Step step[];
+    int64_t size, rows, width, spin, sleep, ops;
+    Op op[];
 };
 
-// Performs the steps from `done` on. Returns how many are done: fewer than all if a wait was long, or interrupted.
+// Performs the operations from `done` on. Returns how many are done: fewer than all if a wait was long, or interrupted.
 extern "C" int64_t attnmesh_exchange(const Exchange* e, int64_t done) {
     const float* given[MOST_RANKS];
     int64_t count = 0;
-    for (int64_t i = 0; i < e->steps; i++) {
-        const Step& step = e->step[i];
-        Box& box = *(Box*)(e->memory + step.box);
-        if (step.kind == AWAIT || step.kind == OWN) given[count++] = (float*)(step.kind == OWN ? e->message : box.message);
-        if (i < done || step.kind == OWN) continue;
-        if (step.kind == TELL) {
-            raise_to(box.sent, step.count);
+    for (int64_t i = 0; i < e->ops; i++) {
+        const Op& op = e->op[i];
+        Box& box = *(Box*)(e->memory + op.box);
+        if (op.kind == AWAIT || op.kind == OWN) given[count++] = (float*)(op.kind == OWN ? e->message : box.message);
+        if (i < done || op.kind == OWN) continue;
+        if (op.kind == TELL) {
+            raise_to(box.sent, op.count);
             continue;
         }
-        bool is_sent = step.kind == SEND || step.kind == EMPTY;
-        if (!reached(is_sent ? box.received : box.sent, step.count, e->spin, e->sleep)) return i;
-        if (step.kind == FULL || step.kind == EMPTY) continue;
-        if (step.kind == SEND) {
+        bool is_sent = op.kind == SEND || op.kind == EMPTY;
+        if (!reached(is_sent ? box.received : box.sent, op.count, e->spin, e->sleep)) return i;
+        if (op.kind == FULL || op.kind == EMPTY) continue;
+        if (op.kind == SEND) {
             std::memcpy(box.message, e->message, e->size);
             box.sent.size = e->size;
-            raise_to(box.sent, step.count + 1);
-        } else if (step.kind != AWAIT) {
+            raise_to(box.sent, op.count + 1);
+        } else if (op.kind != AWAIT) {
             const float* both[2] = {(float*)e->message, (float*)box.message};
             if (box.sent.size != e->size)
                 mark_different(box, e->message, e->size);
-            else if (step.kind == COPY)
+            else if (op.kind == COPY)
                 std::memcpy(e->message, box.message, e->size);
             else
                 merge(both, 2, e->rows, e->width, (float*)e->message);
-            raise_to(box.received, step.count);
+            raise_to(box.received, op.count);
         }
     }
     const Box* other = nullptr;
-    for (int64_t i = 0; i < e->steps; i++) {
-        const Box* box = (Box*)(e->memory + e->step[i].box);
-        if (e->step[i].kind == AWAIT && box->sent.size != e->size) other = box;
+    for (int64_t i = 0; i < e->ops; i++) {
+        const Box* box = (Box*)(e->memory + e->op[i].box);
+        if (e->op[i].kind == AWAIT && box->sent.size != e->size) other = box;
     }
     if (other)
         mark_different(*other, e->message, e->size);
     else if (count)
         merge(given, count, e->rows, e->width, (float*)e->message);
-    for (int64_t i = 0; i < e->steps; i++)
-        if (e->step[i].kind == AWAIT) raise_to(((Box*)(e->memory + e->step[i].box))->received, e->step[i].count);
-    return e->steps;
+    for (int64_t i = 0; i < e->ops; i++)
+        if (e->op[i].kind == AWAIT) raise_to(((Box*)(e->memory + e->op[i].box))->received, e->op[i].count);
+    return e->ops;
 }
