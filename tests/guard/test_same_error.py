@@ -19,18 +19,18 @@ from attnmesh.errors import ShapeError
 from attnmesh.guard.agreement import Agreement
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.guard.refusals import across_rows, attention_rows, cache_rows, decode_rows, hf_rows, setup_rows
+from tests.guard.refusals import across_cases, attention_cases, cache_cases, decode_cases, hf_cases, setup_cases
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool, on_each_rank
 from tests.support.problems import numbers
 from tests.support.refusals import HEADS, Q_HEADS, SIZES, WIDTH, Place, Table, new_cache
 from tests.support.tolerances import FLOAT32_SUMS
 
-ROOMS = (attention_rows, cache_rows, decode_rows, across_rows, setup_rows)
+ROOMS = (attention_cases, cache_cases, decode_cases, across_cases, setup_cases)
 ALIKE: Table = {call: rows for room in ROOMS for call, rows in room.ALIKE.items()}
 ALONE: Table = {call: rows for room in ROOMS for call, rows in room.ALONE.items()}
 """Errors of one rank, without an agreement."""
-TABLES = {"alike": ALIKE, "of transformers": hf_rows.OF_TRANSFORMERS, "alone": ALONE}
+TABLES = {"alike": ALIKE, "of transformers": hf_cases.OF_TRANSFORMERS, "alone": ALONE}
 
 
 @dataclass(frozen=True)

@@ -220,7 +220,7 @@ def fine() -> bool:
     return float(total) == dist.get_world_size()
 
 
-DISAGREEMENTS = [  # beside those of tests/guard/refusals/attention_rows.py
+DISAGREEMENTS = [  # beside those of tests/guard/refusals/attention_cases.py
     ([{"d": 6}], errors.MeshError, r"q .*\n    0      \[1, 2, 6\].*\n    1      \[1, 2, 4\]"),
     (
         [{"n": 3}],

@@ -1,6 +1,6 @@
 """One row for each mistake: what a user does, and the error that all ranks raise.
 
-Rows stand in files by what is called, whose names end in `_rows`. `docs/mistakes.md` shows them all. To write it anew:
+Cases stand in files by what is called, whose names end in `_cases`. `docs/mistakes.md` shows them all. To write it anew:
 
     python -m tests.mistakes.table
 """
@@ -19,14 +19,14 @@ from attnmesh import errors
 FOLDER = Path(__file__).parent
 PAGE = FOLDER.parent.parent / "docs" / "mistakes.md"
 HEADS = {
-    "batch_rows": "Batches: `hf.shard_batch`",
-    "call_rows": "Calls of a model with a shard",
-    "loss_rows": "Losses of your own",
-    "trainer_rows": "Trainers: `hf.on_mesh`, `hf.prepare`",
-    "generate_rows": "Generation: `hf.generate`",
-    "attention_rows": "Attention and decoding: `am.attention`, `am.shard`, `am.decode`",
+    "batch_cases": "Batches: `hf.shard_batch`",
+    "call_cases": "Calls of a model with a shard",
+    "loss_cases": "Losses of your own",
+    "trainer_cases": "Trainers: `hf.on_mesh`, `hf.prepare`",
+    "generate_cases": "Generation: `hf.generate`",
+    "attention_cases": "Attention and decoding: `am.attention`, `am.shard`, `am.decode`",
 }
-"""Heading of each file of rows on the page, in order."""
+"""Heading of each file of cases on the page, in order."""
 
 BEGIN, END = "<!-- rows -->\n", "<!-- end of rows -->\n"
 
@@ -47,14 +47,14 @@ class Mistake(NamedTuple):
     ranks: int = 2
 
 
-def rows_of(file: str) -> list[Mistake]:
-    """Return the rows of a file."""
-    rows: list[Mistake] = import_module(f"tests.mistakes.{file}").ROWS
-    return rows
+def cases_of(file: str) -> list[Mistake]:
+    """Return the cases of a file."""
+    cases: list[Mistake] = import_module(f"tests.mistakes.{file}").CASES
+    return cases
 
 
 def files() -> list[str]:
-    """Return the files of rows that there are, in order of the page."""
+    """Return the files of cases that there are, in order of the page."""
     return [file for file in HEADS if (FOLDER / f"{file}.py").exists()]
 
 
@@ -76,7 +76,7 @@ def table() -> str:
     parts = []
     for file in files():
         lines = [f"## {HEADS[file]}", "", "| you | attnmesh says | fix |", "|---|---|---|"]
-        cells = ([row.what, f"`{row.error.__name__}`: {row.says}", row.fix] for row in rows_of(file))
+        cells = ([row.what, f"`{row.error.__name__}`: {row.says}", row.fix] for row in cases_of(file))
         lines += [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in cells]
         parts.append("\n".join(lines) + "\n")
     return "\n" + "\n".join(parts) + "\n"

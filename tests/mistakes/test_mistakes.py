@@ -3,7 +3,7 @@
 import pytest
 
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.mistakes.table import PAGE, files, raised, rows_of, with_table
+from tests.mistakes.table import PAGE, cases_of, files, raised, with_table
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool, on_each_rank
 
@@ -12,13 +12,13 @@ from tests.support.pool import Pool, on_each_rank
 def outcomes(file: str, ranks: int) -> list[tuple[str, str]]:
     """Return what this rank raises for each row of a file that is for so many ranks."""
     mesh = named_mesh(Shape(1, ranks, 1), AXES)
-    return [raised(row, mesh) for row in rows_of(file) if row.ranks == ranks]
+    return [raised(row, mesh) for row in cases_of(file) if row.ranks == ranks]
 
 
 @pytest.mark.parametrize("file", files())
 def test_each_mistake_raises_on_all_ranks_alike(file: str, pool: Pool) -> None:
-    for ranks in sorted({row.ranks for row in rows_of(file)}):
-        rows = [row for row in rows_of(file) if row.ranks == ranks]
+    for ranks in sorted({row.ranks for row in cases_of(file)}):
+        rows = [row for row in cases_of(file) if row.ranks == ranks]
         answers = pool.run(ranks, outcomes, file, ranks)
         for row, *given in zip(rows, *answers, strict=True):
             assert len(set(given)) == 1, (row.what, given)
@@ -29,7 +29,7 @@ def test_each_mistake_raises_on_all_ranks_alike(file: str, pool: Pool) -> None:
 
 
 def test_there_are_many_rows_and_each_is_another_mistake() -> None:
-    rows = [row for file in files() for row in rows_of(file)]
+    rows = [row for file in files() for row in cases_of(file)]
     assert len({row.what for row in rows}) == len(rows) >= 40
 
 

@@ -1,4 +1,4 @@
-"""Merges between ranks of one host as one native call, whose operations are worked out once for each kind of partial."""
+"""Merges between ranks of one host as one native call, with operations that are found once for each kind of partial."""
 
 import math
 import struct

@@ -86,7 +86,7 @@ def parallel(mesh: DeviceMesh) -> Any:
     return train(mesh, parallelism_config=ParallelismConfig(cp_size=2))
 
 
-ROWS = [
+CASES = [
     served("trl.experimental.async_grpo", "AsyncGRPOTrainer", ", an experimental one that draws completions"),
     served("trl.experimental.gold", "GOLDTrainer", ", an experimental subclass of a trainer that is served"),
     Mistake(

@@ -55,7 +55,7 @@ def partial() -> am.Partial:
 
 DOCUMENTS = am.Causal() & am.Documents([20, 12])
 
-ROWS: list[Mistake] = [
+CASES: list[Mistake] = [
     Mistake(
         "cuts shards in one layout and names another",
         lambda mesh: attend(mesh, parts(mesh, am.Contiguous())),

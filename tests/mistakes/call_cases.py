@@ -145,7 +145,7 @@ def dropping() -> nn.Module:
     return families.model("llama", "attnmesh", attention_dropout=0.1).train()
 
 
-ROWS = [
+CASES = [
     call(
         "wrap a model in a module that forwards `input_ids` alone",
         errors.ArgumentError,

@@ -39,7 +39,7 @@ def twice(mesh: DeviceMesh) -> Any:
 
 Batch, Packing = {"input_ids": IDS}, torch.cat((torch.arange(5), torch.arange(7)))[None]
 
-ROWS = [
+CASES = [
     Mistake(
         "pass each rank a batch of its own",
         lambda mesh: hf.shard_batch({"input_ids": of_rank()}, mesh),

@@ -52,7 +52,7 @@ def at_labels(values: Tensor, part: Any) -> Tensor:
     return values.gather(-1, targets)[:, 0]
 
 
-ROWS = [
+CASES = [
     row(
         "shift `logits[:-1]` and `input_ids[1:]` on each shard",
         SHIFTED,

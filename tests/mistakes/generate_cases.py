@@ -36,7 +36,7 @@ def in_training(mesh: DeviceMesh) -> Any:
     return hf.generate(model, IDS, mesh=mesh, max_new_tokens=2)
 
 
-ROWS = [
+CASES = [
     row(
         "generate with a model that was loaded without `attn_implementation`",
         errors.KernelError,
