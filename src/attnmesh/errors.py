@@ -180,6 +180,13 @@ def check_count(subject: str, value: int, fix: str, *, least: int = 1, error: ty
     return count
 
 
+def check_int(subject: str, number: int, least: int, fix: str) -> int:
+    """Return the number, or raise unless it is an int of Python of at least `least`: JSON has no other integers."""
+    fits = type(number) is int and number >= least
+    require(fits, ShapeError, subject, f"a whole number, {least} or more", repr(number), fix)
+    return number
+
+
 def check_choice(
     subject: str,
     value: str,

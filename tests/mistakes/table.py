@@ -1,6 +1,6 @@
-"""One row for each mistake: what a user does, and the error that all ranks raise.
+"""One case for each mistake: what a user does, and the error that all ranks raise.
 
-Cases stand in files by what is called, whose names end in `_cases`. `docs/mistakes.md` shows them all. To write it anew:
+Cases stand in files by what is called, whose names end in `_cases`. `docs/mistakes.md` shows them. To write it anew:
 
     python -m tests.mistakes.table
 """

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnmesh.cache.window import check_whole, check_window
+from attnmesh.cache.window import check_window
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import DTYPES
 from attnmesh.core.storage import STORAGES, Storage
-from attnmesh.errors import ArgumentError, DtypeError, KernelError, ShapeError, check_choice, require
+from attnmesh.errors import ArgumentError, DtypeError, KernelError, ShapeError, check_choice, check_int, require
 from attnmesh.guard.agreement import is_capturing, may_compare
 from attnmesh.guard.argument_checks import check_same_kind, swap_first
 from attnmesh.runtime.machine import is_out_of_memory
@@ -100,7 +100,7 @@ class CacheSizes:
         """Raise unless every size is supported and the heads axis divides the key heads."""
         for name in NUMBERS:
             least = 0 if name == "value_dim" and self.values == "none" else 1
-            number = check_whole(f"KVCache {name}", getattr(self, name), least, "count it as an int")
+            number = check_int(f"KVCache {name}", getattr(self, name), least, "count it as an int")
             expected, fix = f"at most {LARGEST:,}", "pass a smaller one"
             require(number <= LARGEST, ShapeError, f"KVCache {name}", expected, f"{number:,}", fix)
         is_supported = isinstance(self.dtype, torch.dtype) and str(self.dtype).removeprefix("torch.") in DTYPES
@@ -130,7 +130,7 @@ class CacheSizes:
         """Raise unless the newest tokens can be in a memory of their own."""
         if self.hot is None:
             return
-        check_whole("KVCache hot", self.hot, 1, "count the newest tokens to keep on the device, or leave it out")
+        check_int("KVCache hot", self.hot, 1, "count the newest tokens to keep on the device, or leave it out")
         given, fix = f"mask={self.mask}", "leave hot= out: the window alone is in memory"
         require(self.mask is None, KernelError, "KVCache hot", "a cache that keeps all tokens", given, fix)
         given, fix = f"values={self.values!r}", "leave hot= out: all of these keys are read at each step"

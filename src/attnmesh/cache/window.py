@@ -8,12 +8,12 @@ are left to new memory with some slots to spare, about eight moves per token.
 from torch import Tensor
 
 from attnmesh.core.mask import Mask, check_mask
-from attnmesh.errors import MaskError, ShapeError, require
+from attnmesh.errors import MaskError, ShapeError, check_int, require
 
 
 def check_window(mask: Mask | None, keep: int) -> None:
     """Raise unless a cache can forget tokens by this mask, and keep this many for truncation."""
-    check_whole("KVCache keep", keep, 0, "count the tokens to go back as an int")
+    check_int("KVCache keep", keep, 0, "count the tokens to go back as an int")
     if mask is None:
         fix = "pass mask= too, or leave keep out: truncate goes back to any token"
         require(keep == 0, ShapeError, "KVCache keep", "0 without mask=", repr(keep), fix)
@@ -22,13 +22,6 @@ def check_window(mask: Mask | None, keep: int) -> None:
         expected = "a mask that does not depend on the length"
         fix = "pass the mask without documents, and decode with mask & Documents(lengths)"
         require(not mask.ends, MaskError, "KVCache mask", expected, repr(mask), fix)
-
-
-def check_whole(subject: str, number: int, least: int, fix: str) -> int:
-    """Return a number that a file and a message can hold. Raise unless it is an int of Python, `least` or more."""
-    whole = type(number) is int and number >= least
-    require(whole, ShapeError, subject, f"a whole number, {least} or more", repr(number), fix)
-    return number
 
 
 def first_needed(mask: Mask, query: int, block: int, token_mask: Tensor | None) -> int:

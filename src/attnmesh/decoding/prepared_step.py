@@ -26,7 +26,7 @@ from attnmesh.kernels.traced import are_plain
 from attnmesh.runtime.memo import Memo
 from attnmesh.runtime.ranges import ATTENTION, MERGE, in_range, is_profiled
 
-UNEQUAL = torch.ones(2, dtype=torch.float32, device="cpu")
+CALLS_DIFFER = torch.ones(2, dtype=torch.float32, device="cpu")
 """Checksum of calls that a merge on the CPU has found to differ."""
 
 
@@ -77,7 +77,7 @@ class PreparedStep(NamedTuple):
             raise
         except Exception as error:
             agreement_on(caches, step, checked).fail(error)
-        if checksum is UNEQUAL and checked is not False:
+        if checksum is CALLS_DIFFER and checked is not False:
             agreement = agreement_on(caches, step, checked)
             agreement.fields = functools.partial(compared_fields, inputs, step)
             agreement.raise_unequal()
@@ -143,7 +143,7 @@ class PreparedStep(NamedTuple):
             if merge(message, call_hash + length, tensors):
                 return partial, None
             partial.out.fill_(torch.nan)
-            return partial, UNEQUAL
+            return partial, CALLS_DIFFER
         checksum = call_checksum(tensors, call_hash, state, partial.lse, checksum)
         along = step.token_axis, step.merge, step.output
         return merge_ranks(partial, checksum, *along, reproducible=step.reproducible, message=message)

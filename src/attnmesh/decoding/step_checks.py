@@ -44,7 +44,7 @@ from attnmesh.mesh.merges import MERGES, Pattern
 
 
 def check_step(inputs: StepInputs, step: DecodeStep, unsupported: Mapping[str, Never]) -> DecodeStep:
-    """Return the step on one cache with its logits, or raise unless each argument can be served."""
+    """Return the step on one cache with its scaling, or raise unless each argument can be served."""
     q, (cache,), sinks, key_lengths, selected, _ = inputs
     sizes = cache.sizes
     check_no_gradients("decode", {"q": q, "sinks": sinks})

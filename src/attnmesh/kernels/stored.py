@@ -24,7 +24,7 @@ TILE = 512
 
 
 class CacheKernel(NamedTuple):
-    """A kernel with its logits, for keys and values of a cache."""
+    """A kernel with a scaling, for keys and values of a cache."""
 
     kernel: Kernel
     scaling: Scaling

@@ -50,7 +50,7 @@ DONE = object()
 
 @dataclass(frozen=True)
 class Task:
-    """This rank's schedule, with the mesh, the kernel of each step and logits to run it."""
+    """This rank's schedule, with the mesh, the kernel of each step and the scaling to run it."""
 
     mesh: Mesh
     schedule: Schedule
