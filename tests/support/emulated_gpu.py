@@ -1,4 +1,4 @@
-"""An emulated GPU: tensors that hold CPU values and say cuda, CUDA's rules on devices, and a record of host waits.
+"""An emulated GPU: tensors that hold CPU values and say cuda, CUDA's rules on devices, and a record of CPU waits.
 
     with emulated_gpu() as gpu:
         x = torch.randn(4, 8).cuda()

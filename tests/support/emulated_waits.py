@@ -1,4 +1,4 @@
-"""Calls whose host waits are pinned: each is made once before, so that what a first call of a kind does is done."""
+"""Calls whose CPU waits are pinned: each is made once before, so that what a first call of a kind does is done."""
 
 from collections.abc import Callable
 from typing import Any
