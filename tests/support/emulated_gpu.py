@@ -214,11 +214,11 @@ class EmulatedGPU(TorchDispatchMode):
             self.record("copy", "to")
         return EmulatedTensor(values, self)
 
-    def _check(self, operator: Any, ours: Sequence[Tensor], hosts: Sequence[Tensor]) -> None:
-        """Raise where CUDA would: numbers of the host are welcome, tensors and indices are not."""
+    def _check(self, operator: Any, ours: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+        """Raise where CUDA would: numbers of the CPU are welcome, tensors and indices are not."""
         name = _name(operator)
         strict = name.startswith(TAKES_NO_HOST_SCALARS)
-        wrong = [tuple(x.shape) for x in hosts if x.device.type == "cpu" and (x.dim() or strict)]
+        wrong = [tuple(x.shape) for x in others if x.device.type == "cpu" and (x.dim() or strict)]
         if ours and wrong and name not in TAKES_HOST_INDICES:
             raise DeviceRuleError(f"{operator}: tensors on the GPU and on the CPU, of shapes {wrong}")
 

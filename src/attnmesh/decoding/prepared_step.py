@@ -128,7 +128,7 @@ class PreparedStep(NamedTuple):
         `message` holds the partial, where there is one, and `checksum` is a view of it.
         """
         q, _, sinks, key_lengths, selected, _ = inputs
-        step, host = self.step, self.host_merge
+        step, host_merge = self.step, self.host_merge
         tensors = [q] if sinks is None else [q, sinks]
         state = views[0].state
         if key_lengths is not None and key_lengths.device.type != "cpu":
@@ -137,8 +137,8 @@ class PreparedStep(NamedTuple):
             tensors.append(selected.indices)
         for number, view in enumerate(views[1:], 2):  # a sum that tells when the lengths of two caches were swapped
             state = state + number * view.state[:1]
-        if host is not None and message is not None:
-            merge = in_range(MERGE, host.run) if is_profiled() else host.run
+        if host_merge is not None and message is not None:
+            merge = in_range(MERGE, host_merge.run) if is_profiled() else host_merge.run
             length = state.tolist()[0]  # tokens of the caches, which are compared too
             if merge(message, call_hash + length, tensors):
                 return partial, None
@@ -256,10 +256,10 @@ def new_prepared_step(q: Tensor, view: CacheView, step: DecodeStep) -> PreparedS
     """Return what steps with such queries run: the launches of a kernel, and the merge."""
     attention = step.attention_for(q, view)
     axis = step.token_axis
-    host, heads = None, None
+    host_merge, heads = None, None
     may_merge_natively = axis.size > 1 and step.head_axis.size == 1 and q.device.type == "cpu" and not step.reproducible
     if may_merge_natively and attention.in_place_kernel is None and sum_dtype(q.dtype) == torch.float32:
         merge = chosen_merge(axis, step.merge, step.output, q.device)
-        host = host_merge_for(axis, (*q.shape[:-1], step.value_dim), merge)
-        heads = None if host is None else host.heads_of_output(step.output)
-    return PreparedStep(step, attention, host, heads, is_alone=axis.size == step.head_axis.size == 1)
+        host_merge = host_merge_for(axis, (*q.shape[:-1], step.value_dim), merge)
+        heads = None if host_merge is None else host_merge.heads_of_output(step.output)
+    return PreparedStep(step, attention, host_merge, heads, is_alone=axis.size == step.head_axis.size == 1)
