@@ -249,8 +249,8 @@ class MergeAgreement(Agreement):
     def compare_or_skip(self) -> bool:
         """Compare the call before messages that need it. Return False if this rank asked and not all ranks did."""
         # A CPU that reads the checksum compares each call.
-        is_known = self.compared_facts in self.calls.compared_calls
-        by_default = not (self.checksum_stays_on_device and self.ask is not None and is_known)
+        known = self.calls.compared_calls
+        by_default = not (self.checksum_stays_on_device and self.ask is not None and self.compared_facts in known)
         self.compares_now = self.is_compared and (by_default if self.checked is None else self.checked)
         if self.compares_now and self.checksum_stays_on_device:
             return self.ask_all_ranks() and super().compare_or_skip()
