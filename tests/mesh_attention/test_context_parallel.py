@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 import attnmesh as am
 from attnmesh import errors
@@ -198,6 +199,8 @@ def bad_call(name: str) -> str:
                 attend(Plain(dropout_p=0.1), x, x, x)
             case "groups of heads":
                 attend(Plain(), x, x[:, :1], x[:, :1])
+            case "checkpoint" | "reentrant checkpoint":
+                attend(Checkpointed(name), x.requires_grad_())
             case "layout":
                 am.ContextParallel(layout="zigzag")  # type: ignore[arg-type]
             case "tensor mask":
@@ -218,6 +221,38 @@ class Plain(nn.Module):
         return scaled_dot_product_attention(q, k, v, **self.options)
 
 
+class Checkpointed(nn.Module):
+    """Attention in a checkpoint, which calls it again in the backward pass."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.inner, self.reentrant = Plain(is_causal=True), kind == "reentrant checkpoint"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, x, x, use_reentrant=self.reentrant)  # type: ignore[no-any-return]
+
+
+@on_each_rank
+def checkpoints_that_fit() -> list[float]:
+    """Return the largest distances from one device: of gradients of a checkpoint around, and of a forward pass."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    whole = torch.randn(1, 2, 14, 8, dtype=torch.float64, requires_grad=True)
+    expected = scaled_dot_product_attention(whole, whole, whole, is_causal=True)
+    (gradient,) = torch.autograd.grad(expected.sum(), whole)
+    x = am.shard(whole.detach(), mesh, layout=am.Zigzag()).requires_grad_()
+    around = parallelize_module(Plain(is_causal=True), mesh, am.ContextParallel())
+    checkpoint(around, x, x, x, use_reentrant=True).sum().backward()
+    with torch.no_grad():
+        out = parallelize_module(Checkpointed("reentrant checkpoint"), mesh, am.ContextParallel())(x)
+    pairs = (x.grad, gradient), (out, expected.detach())
+    return [float((am.unshard(a, mesh, layout=am.Zigzag()) - b).abs().max()) for a, b in pairs]
+
+
+def test_a_checkpoint_around_a_planned_module_is_right_and_one_inside_in_a_forward_pass(pool: Pool) -> None:
+    for given in pool.run(2, checkpoints_that_fit):
+        assert max(given) < 1e-12  # float64
+
+
 BAD = {
     "axes": "MeshError: split_mesh mesh: expected a DeviceMesh of one axis, given 2 axes. Fix: slice",
     "sizes": "MeshError: split_mesh shape: expected a shape of 2 ranks, given 1x2x2. Fix: pass shape=",
@@ -226,6 +261,8 @@ BAD = {
     "mask": "MaskError: ContextParallel attn_mask: expected no mask tensor, given a tensor (4, 4).",
     "dropout": "KernelError: ContextParallel dropout_p: expected attention without dropout, given 0.1.",
     "groups of heads": "ArgumentError: ContextParallel: expected as many key heads as query heads without",
+    "checkpoint": "KernelError: ContextParallel: expected a checkpoint around the modules of the plan, given one",
+    "reentrant checkpoint": "KernelError: ContextParallel: expected a checkpoint around the modules of the plan, given",
     "layout": "LayoutError: ContextParallel layout: expected",
     "tensor mask": "MaskError: ContextParallel mask: expected Full()",
 }

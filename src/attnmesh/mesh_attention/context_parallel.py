@@ -5,15 +5,19 @@
 Inside the modules of the plan, `scaled_dot_product_attention` is attention over the shards of all ranks.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
+from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 
 from attnmesh.core.layout import Layout, Zigzag, check_layout
 from attnmesh.core.mask import Causal, Full, Mask, check_mask
@@ -45,7 +49,7 @@ class ContextParallel(ParallelStyle):
     Raises:
         InputError: An argument is not supported. The model's forward raises it if a module does not call
             `scaled_dot_product_attention`, or calls it with a mask tensor, dropout or other dims than (batch, heads,
-            tokens, dim).
+            tokens, dim), or in a checkpoint of its own, whose backward pass would attend to this rank's tokens alone.
 
     >>> import torch
     >>> ContextParallel(mask=Causal()).layout
@@ -88,7 +92,7 @@ class ContextParallel(ParallelStyle):
     def _on_mesh(self, forward: Callable[..., Any], module: str, mesh: DeviceMesh) -> Callable[..., Any]:
         @wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            mode = _AttentionMode(self, mesh)
+            mode = _AttentionMode(self, mesh, torch.is_grad_enabled())
             with mode:
                 out = forward(*args, **kwargs)
             given, fix = f"{module}, which does not", "plan the module whose forward calls it"
@@ -129,12 +133,26 @@ class ContextParallel(ParallelStyle):
 class _AttentionMode(TorchFunctionMode):
     """Mode in which PyTorch's attention function is attention over a mesh."""
 
-    def __init__(self, style: ContextParallel, mesh: DeviceMesh) -> None:
+    def __init__(self, style: ContextParallel, mesh: DeviceMesh, with_grad: bool) -> None:
         super().__init__()
-        self.style, self.mesh, self.calls = style, mesh, 0
+        self.style, self.mesh, self.with_grad, self.calls = style, mesh, with_grad, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         self.calls += 1
+        if self.with_grad and not torch.compiler.is_compiling():
+            expected, fix = "a checkpoint around the modules of the plan", 'plan those inside, as "layers.*.attention"'
+            require(not _in_checkpoint(), KernelError, SUBJECT, expected, "one inside, whose backward leaves it", fix)
         return self.style.attend(self.mesh, *args, **(kwargs or {}))  # the mode is off in here
+
+
+def _in_checkpoint() -> bool:
+    """Return whether a planned module calls a checkpoint, which calls attention again when the mode is off."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        if file == checkpoint.__file__ or (file == __file__ and name == "run"):
+            return file == checkpoint.__file__
+        frame = frame.f_back
+    return False
