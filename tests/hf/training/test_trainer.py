@@ -29,6 +29,7 @@ from tests.support.trainers import (
     examples,
     fsdp_on_cpus,
     launched,
+    mesh_of,
     on_rank,
     settings,
     train,
@@ -188,6 +189,23 @@ def test_each_model_has_meshes_for_its_heads_and_logs_each_choice_once(pool: Poo
         assert said == [f"{begin} {'x'.join(map(str, shape))} {end}" for shape in (many, one) if rank == 0]
 
 
+@on_each_rank
+def drawn_by_a_worker(folder: str) -> float:
+    """Return a number that a worker of the loader draws, as a collator that masks tokens does."""
+    with launched(), torch.random.fork_rng():
+        given = settings(TrainingArguments, folder, dataloader_num_workers=1)
+        made = hf.on_mesh(Trainer, mesh_of(2, Shape(1, 1, 2)))
+        trainer = made(model=families.model("llama", "attnmesh"), args=given, train_dataset=examples())
+        trainer.get_train_dataloader().worker_init_fn(0)
+        return torch.rand(1).item()
+
+
+def test_workers_of_the_ranks_of_a_mesh_draw_the_same_numbers(pool: Pool, tmp_path: Path) -> None:
+    first, *others = pool.run(4, drawn_by_a_worker, str(tmp_path))
+    assert others[0] == first
+    assert others[1] == others[2] != first
+
+
 # --- accelerate ---
 
 
@@ -228,6 +246,30 @@ def test_a_loop_with_accelerate_is_that_of_one_process(pool: Pool) -> None:
         assert given == pytest.approx(expected, rel=TRAINED)
 
 
+@on_each_rank
+def after_an_error(shape: Shape) -> tuple[str, Any, float]:
+    """Return the error of a batch, and the shards and the loss of the next one, in a loop that goes on."""
+    with launched():
+        from accelerate import Accelerator
+
+        model = hf.prepare(Accelerator(cpu=True), families.model("qwen3", "attnmesh"), named_mesh(shape, AXES))
+        ids = prompt(33)
+        try:
+            model(input_ids=ids + 1000, labels=ids)
+            raised = "none"
+        except IndexError as error:
+            raised = type(error).__name__
+        output = model(input_ids=ids, labels=ids)
+        return raised, type(output.logits).__name__, output.loss.item()
+
+
+def test_a_loop_goes_on_after_a_batch_whose_call_raised(pool: Pool) -> None:
+    ids = prompt(33)
+    expected = families.model("qwen3", "sdpa")(input_ids=ids, labels=ids).loss.item()
+    for given in pool.run(2, after_an_error, Shape(1, 1, 2)):
+        assert given == ("IndexError", "ShardedOutput", pytest.approx(expected, rel=TRAINED))
+
+
 # --- bad input ---
 
 
@@ -262,7 +304,7 @@ def loss_or_error(name: str) -> str:
             options["parallelism_config"] = ParallelismConfig(**size)
         case "half compiled":
             model.model = torch.compile(model.model, backend="eager")
-        case "compiled" | "objects" | "dispatch" | "FSDP1" | "evaluation first":
+        case "compiled" | "objects" | "dispatch" | "FSDP1" | "evaluation first" | "rebalanced":
             options = case["options"]
     try:
         with launched(), fsdp_on_cpus() if options.get("fsdp") else nullcontext(), warnings.catch_warnings():
@@ -316,6 +358,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "objects": (
         {"options": {"eval_use_gather_object": True}},
         "KernelError: on_mesh: expected evaluation that gathers",
+    ),
+    "rebalanced": (
+        {"options": {"train_sampling_strategy": "batch_rebalance"}},
+        "KernelError: on_mesh train_sampling_strategy: expected batches that all ranks of a mesh get, given",
     ),
     "dispatch": (
         {"options": {"accelerator_config": {"dispatch_batches": True}}},

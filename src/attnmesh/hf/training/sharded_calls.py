@@ -107,8 +107,8 @@ class ShardedCalls:
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the arguments with this rank's tokens, unless a module around this one has done so."""
-        if not self.is_active or self.shards is not None:
-            return None
+        if not self.is_active or (self.shards is not None and module is not self.outermost):
+            return None  # the outermost has shards already only where its call before has raised
         arguments = {**dict(zip(signature(unwrap(module).forward).parameters, args, strict=False)), **kwargs}
         if arguments.get("past_key_values") is not None:
             return None  # generation, which every rank does alone

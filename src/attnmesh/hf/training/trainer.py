@@ -5,6 +5,7 @@ shards, see `sharded_calls`.
 """
 
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -114,11 +115,23 @@ class MeshTrainer:
         compiles = bool(arguments.torch_compile)
         fix = "leave it out"
         require(not compiles, KernelError, "on_mesh torch_compile", "a model that is not compiled", "True", fix)
+        strategy = getattr(arguments, "train_sampling_strategy", None)
+        deals_to_ranks = strategy == "batch_rebalance" and Mesh.of(self.calls.mesh).ranks > 1
+        expected, fix = "batches that all ranks of a mesh get", 'pass "group_by_length"'
+        require(not deals_to_ranks, KernelError, "on_mesh train_sampling_strategy", expected, repr(strategy), fix)
         given, fix = "eval_use_gather_object=True", "leave it out: tensors are gathered"
         fits = not arguments.eval_use_gather_object
         require(fits, KernelError, "on_mesh", "evaluation that gathers tensors", given, fix)
         as_one_process(self.accelerator, self.calls)
         self.gather_function = self.accelerator.gather_for_metrics
+
+    def get_train_dataloader(self) -> Any:
+        """Return the batches of this rank's mesh. Workers of all its ranks draw the same numbers, as of one process."""
+        loader: Any = super().get_train_dataloader()  # type: ignore[misc]
+        seed = getattr(loader, "worker_init_fn", None)  # a loader of a subclass may be of any class
+        if isinstance(seed, partial) and "rank" in seed.keywords:
+            loader.worker_init_fn = partial(seed, rank=self.accelerator.replicas.own)
+        return loader
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         """Run a training step on shards."""
