@@ -144,7 +144,9 @@ class PlanOptions:
         elif self.length is None:
             raise OptionError("attnmesh plan", "--length or --workload", "neither", "write --length 128k")
         if self.length is not None:
-            length_of(self.length)
+            tokens, new = length_of(self.length), self.q_len or 1
+            expected, fix = f"at most the {tokens:,} tokens of --length, of which they are the last", "raise --length"
+            check_option(new <= tokens, "--q-len", expected, new, fix)
         self._check_sizes()
         self._check_report()
 

@@ -144,6 +144,9 @@ INVALID = {
         "int8",
     ): "--dtype: expected one of float64, float32, bfloat16, float16, given 'int8'",
     ("dgx-h100", "32/8", "9k", "--q-len", "2"): "--q-len: expected --decode beside it, given 2. Fix: add --decode",
+    ("dgx-h100", "32/8", "9", "--decode", "--q-len", "10"): (
+        "--q-len: expected at most the 9 tokens of --length, of which they are the last, given 10. Fix: raise --length."
+    ),
     (
         "dgx-h100",
         "32/8",
