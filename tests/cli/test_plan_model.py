@@ -4,7 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import DeepseekV3Config, DeepseekV4Config, Gemma3TextConfig, Gemma4TextConfig, MambaConfig, T5Config
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV4Config,
+    Gemma3TextConfig,
+    Gemma4TextConfig,
+    GPT2Config,
+    MambaConfig,
+    T5Config,
+)
 from typer.testing import CliRunner
 
 from attnmesh_command import app, show_errors
@@ -26,6 +34,7 @@ def folder(tmp_path: Path) -> Path:
     Gemma3TextConfig(num_hidden_layers=6, layer_types=kinds, sliding_window=1024).save_pretrained(tmp_path / "gemma")
     DeepseekV3Config(num_hidden_layers=2).save_pretrained(tmp_path / "latent")
     DeepseekV4Config(num_hidden_layers=2).save_pretrained(tmp_path / "entries")
+    GPT2Config(n_embd=8192, n_head=64, n_layer=40).save_pretrained(tmp_path / "unsplit")
     T5Config().save_pretrained(tmp_path / "t5")
     MambaConfig(num_hidden_layers=1).save_pretrained(tmp_path / "mamba")
     Gemma4TextConfig(num_hidden_layers=6, layer_types=kinds, global_head_dim=64).save_pretrained(tmp_path / "layers")
@@ -139,3 +148,24 @@ def test_bad_input_is_one_line(
     shown = capsys.readouterr()
     assert error in shown.err
     assert shown.err.count("\n") == 1
+
+
+MORE_MEMORY = "take devices with more memory: the model's plan in transformers does not split its weights"
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "length", "fix"),
+    [
+        ("gemma", "dgx-h100:1x1", "99M", "take fewer tokens, or more hosts"),  # one GPU splits nothing
+        ("gemma", "dgx-h100:1x2", "99M", "take fewer tokens, or more hosts"),  # two split all but a part
+        ("unsplit", "dgx-h100:1x2", "99M", "take fewer tokens, or more hosts"),  # the weights fit on each
+        ("llama", "rtx4090:1x1", "1k", "take more hosts"),
+        ("unsplit", "rtx4090:1x2", "1k", MORE_MEMORY),
+    ],
+)
+def test_the_fix_of_tokens_that_do_not_fit_helps(
+    model: str, cluster: str, length: str, fix: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["plan", "--cluster", cluster, "--length", length, "--model", str(folder / model), "--decode"]
+    assert show_errors(lambda: app(command, standalone_mode=False), verbose=False) == 1
+    assert capsys.readouterr().err.rstrip().endswith(f". Fix: {fix}.")

@@ -80,8 +80,9 @@ def _check_fits(plans: Sequence[ServingPlan], model: ModelSizes, cluster: Cluste
     if most_tokens < length:
         least_weights = min(plan.weight_bytes for plan in plans)
         weights = f"{in_bytes(least_weights)} of weights or more on each rank of {in_bytes(cluster.device.memory)}"
+        is_split = model.weights(2, False) < model.weights(1, False)
         fix = "take fewer tokens, or more hosts" if most_tokens else "take more hosts"
-        if 2 * least_weights > model.weights(1, False):
+        if not most_tokens and not is_split:
             fix = "take devices with more memory: the model's plan in transformers does not split its weights"
         raise ClusterError(
             "plan for decode", f"at most {most_tokens:,} tokens of each sequence", f"{length:,}, beside {weights}", fix
