@@ -93,11 +93,25 @@ ALIKE: Table = {
             r"decode selected: expected a Selection, given Tensor\. Fix: pass",
         ),
         ({"selected": tokens(1.5)}, DtypeError, r"selected indices: .* torch.int32, given torch.float32\. Fix: pass"),
-        ({"selected": tokens([[1], [2]])}, ShapeError, r"selected indices: expected shape \(1, 1 or 6, 1, 1 or more\)"),
+        (
+            {"selected": tokens([[1], [2]])},
+            ShapeError,
+            r"selected indices: expected shape \(1, 1 or 6, 1, 1 or more\), .*\. Fix: select keys for each of q's",
+        ),
+        (
+            {"selected": am.Selection(torch.ones(1, Q_HEADS, 1, 3, dtype=torch.int32))},
+            ShapeError,
+            r"selected indices: expected .*, given shape \(1, 12, 1, 3\)\. Fix: pass one row a key head, or one",
+        ),
+        (
+            {"selected": am.Selection(torch.ones(1, 3, dtype=torch.int32))},
+            ShapeError,
+            r"selected indices: expected shape .*, given shape \(1, 3\)\. Fix: add the missing dims",
+        ),
         (
             {"selected": tokens([])},
             ShapeError,
-            r"decode selected indices: expected shape .*, given shape \(1, 1, 1, 0\)",
+            r"decode selected indices: expected shape .*, given shape \(1, 1, 1, 0\)\. Fix: select at least one key",
         ),
         ({"selected": tokens([10])}, ShapeError, r"selected indices: .*each once in a row, of 10 keys, given 10\. Fix"),
         (
