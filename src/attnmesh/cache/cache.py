@@ -210,6 +210,9 @@ class KVCache(PagedCache, SavedCache):
     def append(self, k: Tensor, v: Tensor | None = None, *, token_mask: Tensor | None = None) -> None:
         """Add new tokens, the same on every rank; each rank keeps its share.
 
+        Ranks compare the first append of a cache, on GPUs the first call on it, and each with `checked=True`: there all
+        ranks raise. Other appends raise on the rank at fault alone.
+
         Args:
             k: Keys with all heads, (batch, kv_heads, tokens, head_dim).
             v: Values with all heads, (batch, kv_heads, tokens, value_dim); None if they are a prefix of the keys, or if
@@ -306,6 +309,10 @@ class KVCache(PagedCache, SavedCache):
     def truncate(self, length: int) -> None:
         """Remove the tokens from `length` on, as after a rejected speculation. Wait first for a save that is writing.
 
+        Ranks compare the first truncation of a cache, on GPUs the first call on it, and each with `checked=True` or of
+        tokens in another layout than `append` gives them: there all ranks raise. Other truncations raise on the rank at
+        fault alone.
+
         Args:
             length: Tokens to keep.
 
@@ -387,6 +394,9 @@ class KVCache(PagedCache, SavedCache):
     @torch.no_grad()
     def reorder(self, batch_index: Tensor) -> None:
         """Replace sequence b by sequence `batch_index[b]`, as beam search does. Wait first for a save that is writing.
+
+        Ranks compare the first reorder of a cache, on GPUs the first call on it, and each with `checked=True`: there
+        all ranks raise. Other reorders raise on the rank at fault alone.
 
         Args:
             batch_index: Indices of sequences, int64; there may be more or fewer than before.
