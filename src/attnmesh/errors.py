@@ -66,7 +66,10 @@ class KernelError(InputError):
 
 
 class ArgumentError(InputError, TypeError):
-    """Raised when a function has no such argument; also a `TypeError`, as for any Python function."""
+    """Raised when an argument does not exist, is missing, or has a value that the function does not take.
+
+    Also a `TypeError`, as for any Python function.
+    """
 
 
 class UnforeseenError(InputError):

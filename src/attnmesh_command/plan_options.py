@@ -105,7 +105,9 @@ class PlanOptions:
     head_dim: HeadDimOption = None
     value_dim: Annotated[int | None, typer.Option(min=1, help="Columns of a value, if not --head-dim.")] = None
     latent: LatentOption = None
-    training: Annotated[bool, typer.Option("--training", help="Forward and backward (the default).")] = False
+    training: Annotated[
+        bool, typer.Option("--training", help="Forward and backward; the default without --workload.")
+    ] = False
     prefill: Annotated[bool, typer.Option("--prefill", help="Forward only.")] = False
     lora: LoraOption = 0
     loss: LossOption = None

@@ -17,8 +17,11 @@ from attnmesh.planner.plan import Plan
 from attnmesh.planner.schemes import SCHEMES, best_by_scheme, doubling, lengths
 from attnmesh.planner.workload import Workload
 
-HOSTS, RANKS = 64, 8
-"""Least maximum of the hosts and ranks-per-host sliders."""
+HOSTS = 64
+"""The hosts slider goes up to so many at least."""
+
+RANKS = 8
+"""The ranks-per-host slider has powers of two up to this, and the cluster's own number, which none exceeds."""
 
 GROUPS = (1, 2, 4, 8, 16)
 """Query heads per key head."""

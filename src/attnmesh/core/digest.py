@@ -60,9 +60,10 @@ def digest_of_sums(sums: Tensor) -> Tensor:
 
 
 def digest_of_run(runs: Tensor, start: int, slots: int) -> Tensor:
-    """Return the digest of a tensor on the CPU, (heads, slots, width), that is zeros but for rows from `start` on.
+    """Return the digest of `wide_bits` of a tensor on the CPU that is zeros but for rows from `start` on.
 
-    `runs` are these rows, (heads, rows, width). Digests of runs need no memory for the zeros.
+    The tensor is (heads, slots, width), and `runs` are these rows, (heads, rows, width). Digests of runs need no memory
+    for the zeros.
     """
     numbers = wide_bits(runs).view(len(runs), -1)
     row = numbers.shape[1] // runs.shape[1]
