@@ -266,6 +266,8 @@ def refusal(shape: Shape, wrong: str, rank: int | None, warm: bool) -> str:
         q = q.double()
     elif mine and wrong == "another scale":
         options["scale"] = 0.3
+    elif mine and wrong == "a scale that is none":
+        options["scale"] = torch.nan
     elif mine and wrong == "no room":
         k, v = rows.new(count, 40, 3)
     elif mine and wrong == "another order":
@@ -295,8 +297,9 @@ WRONG = {
     "fewer rows": "decode_rows q: expected 4 dims, of which the first has 5 rows",
     "one cache twice": "decode_rows caches: expected each cache once, given one cache twice. Fix: pass cache.fork()",
     "another width": "append k: expected shape",
-    "a mask that is none": "decode mask",
-    "another dtype": "decode q: expected torch.float32",
+    "a mask that is none": "decode_rows mask: expected Full",
+    "another dtype": "decode_rows q of row 0: expected torch.float32",
+    "a scale that is none": "decode_rows scale: expected None, 0 or a number",
     "no room": "append: expected room for the new tokens",
 }
 
@@ -334,3 +337,17 @@ def test_caches_of_other_kinds_are_refused() -> None:
         cache.append(*random(2, 1, 2, 5, 8))
     with pytest.raises(errors.LayoutError, match=r"caches of one block size, given \[4, 8\]"):
         am.decode_rows(q, blocks, reproducible=True)
+
+
+def test_the_row_whose_cache_is_too_short_is_named() -> None:
+    sizes: dict[str, Any] = {"batch": 1, "kv_heads": 2, "head_dim": 8, "capacity": 9, "dtype": torch.float32}
+    caches = [am.KVCache(None, **sizes) for _ in range(2)]
+    for tokens, cache in zip((5, 1), caches, strict=True):
+        cache.append(*random(2, 1, 2, tokens, 8))
+    expected = (
+        "decode_rows q of row 1: expected as many queries as tokens in the cache, or fewer, given 3 queries and 1 of"
+    )
+    with pytest.raises(errors.ShapeError, match=expected):
+        am.decode_rows(random(2, 4, 3, 8), caches)
+    with pytest.raises(errors.MaskError, match="decode_rows mask of row 0: expected documents that add up to 5 tokens"):
+        am.decode_rows(random(2, 4, 1, 8), caches, mask=am.Causal() & am.Documents([1]))

@@ -177,7 +177,10 @@ def _append(k: Tensor | None, v: Tensor | None, caches: Sequence[KVCache]) -> No
 
 def _checked_step(q: Tensor, caches: Sequence[KVCache], sinks: Tensor | None, step: DecodeStep) -> DecodeStep:
     """Return the step with its scaling, or raise unless each row can be served."""
-    steps = [check_step(StepInputs(q[row : row + 1], (cache,), sinks), step, {}) for row, cache in enumerate(caches)]
+    steps = [
+        check_step(StepInputs(q[row : row + 1], (cache,), sinks), step, {}, SUBJECT, row)
+        for row, cache in enumerate(caches)
+    ]
     blocks = sorted({cache.sizes.block for cache in caches})
     fits = not step.reproducible or len(blocks) == 1
     fix = "make all caches with one block="

@@ -43,62 +43,72 @@ from attnmesh.kernels.triton_runtime import interpreted
 from attnmesh.mesh.merges import MERGES, Pattern
 
 
-def check_step(inputs: StepInputs, step: DecodeStep, unsupported: Mapping[str, Never]) -> DecodeStep:
-    """Return the step on one cache with its scaling, or raise unless each argument can be served."""
+def check_step(
+    inputs: StepInputs,
+    step: DecodeStep,
+    unsupported: Mapping[str, Never],
+    subject: str = "decode",
+    row: int | None = None,
+) -> DecodeStep:
+    """Return the step on one cache with its scaling, or raise unless each argument can be served.
+
+    Errors name the function `subject`, and the row of its queries that these are.
+    """
+    of_row = "" if row is None else f" of row {row}"
     q, (cache,), sinks, key_lengths, selected, _ = inputs
     sizes = cache.sizes
-    check_no_gradients("decode", {"q": q, "sinks": sinks})
-    check_unknown_options("decode", unsupported)
+    check_no_gradients(subject, {"q": q, "sinks": sinks})
+    check_unknown_options(subject, unsupported)
     fix = 'append values too, to a cache without values="none"'
-    require(sizes.values != "none", ArgumentError, "decode cache", "a cache with values", "one of keys alone", fix)
-    check_same_kind("decode", {"q": q})
+    require(sizes.values != "none", ArgumentError, f"{subject} cache", "a cache with values", "one of keys alone", fix)
+    check_same_kind(subject, {"q": q})
     shape = (sizes.batch, "heads", "length", sizes.head_dim)
     if q.ndim != 4 or (q.shape[0], q.shape[3]) != (sizes.batch, sizes.head_dim) or not q.shape[2]:
         fix = "pass the queries of the cache's last tokens"
-        raise ShapeError("decode q", f"shape {shape}", f"{tuple(q.shape)}", fix)
+        raise ShapeError(f"{subject} q{of_row}", f"shape {shape}", f"{tuple(q.shape)}", fix)
     if q.shape[1] % sizes.kv_heads or not q.shape[1]:
         given = f"{q.shape[1]} query heads on {sizes.kv_heads} key heads"
         fix = swap_first("pass the model's heads", q.shape[1] > 0 and q.shape[2] % sizes.kv_heads == 0)
-        raise ShapeError("decode q", "query heads a multiple of key heads", given, fix)
-    sizes.check_dtype("decode q", q, cache.device)
-    check_mask("decode mask", step.mask)
+        raise ShapeError(f"{subject} q{of_row}", "query heads a multiple of key heads", given, fix)
+    sizes.check_dtype(f"{subject} q{of_row}", q, cache.device)
+    check_mask(f"{subject} mask", step.mask)
     if sizes.mask is not None and not step.mask.is_within(sizes.mask):
         expected = f"{sizes.mask}, by which the cache forgets tokens, or a narrower mask"
-        raise MaskError("decode mask", expected, f"{step.mask}", "pass mask=cache.sizes.mask")
-    check_merge("decode", step.merge, step.output)
-    step = step._replace(scaling=Scaling.of("decode", *step.scaling, q.shape[-1]))
+        raise MaskError(f"{subject} mask", expected, f"{step.mask}", "pass mask=cache.sizes.mask")
+    check_merge(subject, step.merge, step.output)
+    step = step._replace(scaling=Scaling.of(subject, *step.scaling, q.shape[-1]))
     if step.kernel != "auto" and not torch.compiler.is_compiling():  # raises here, where all ranks can raise alike
         choose(Need.of_cache(q, cache.shard.view, step.scaling), step.kernel)
-    check_sinks("decode sinks", sinks, q)
+    check_sinks(f"{subject} sinks", sinks, q)
     on_device = isinstance(key_lengths, Tensor) and key_lengths.device.type == "cuda"
-    check_key_lengths("decode key_lengths", key_lengths, sizes.batch, on_device=on_device)
+    check_key_lengths(f"{subject} key_lengths", key_lengths, sizes.batch, on_device=on_device)
     if cache.padding is not None and step.mask.ends:
         fix = "keep documents in sequences of their own"
-        raise MaskError("decode mask", "no documents in a padded batch", f"{step.mask}", fix)
+        raise MaskError(f"{subject} mask{of_row}", "no documents in a padded batch", f"{step.mask}", fix)
     if selected is not None:
         step = _with_selection(q, cache, selected, step)
-    check_reproducible("decode reproducible", step.reproducible, step.token_axis.size, step.merge)
+    check_reproducible(f"{subject} reproducible", step.reproducible, step.token_axis.size, step.merge)
     if step.reproducible and (cache.padding is not None or not cache.is_block_cyclic):
         given = "a padded batch" if cache.padding is not None else "tokens in the layout of a sharded prefill"
         fix = "fill it with append, or prefill in cache.layout"
-        raise LayoutError("decode reproducible", "a cache with block-cyclic tokens", given, fix)
+        raise LayoutError(f"{subject} reproducible{of_row}", "a cache with block-cyclic tokens", given, fix)
     if step.reproducible:
-        check_even_shares("decode reproducible", cache.shares, even=cache.shard.block_cyclic.is_even)
+        check_even_shares(f"{subject} reproducible", cache.shares, even=cache.shard.block_cyclic.is_even)
         given, fix = f"hot={sizes.hot} on {cache.device.type}", 'leave one of them out, or pass device="cpu"'
         in_one_memory = sizes.hot is None or cache.device.type == "cpu"
-        require(in_one_memory, KernelError, "decode reproducible", "keys that one kernel reads", given, fix)
+        require(in_one_memory, KernelError, f"{subject} reproducible", "keys that one kernel reads", given, fix)
     if step.reproducible and key_lengths is not None:
         expected, fix = "no key_lengths= beside reproducible=True", "leave one of them out"
-        raise KernelError("decode reproducible", expected, f"key_lengths of {len(key_lengths)} sequences", fix)
+        raise KernelError(f"{subject} reproducible", expected, f"key_lengths of {len(key_lengths)} sequences", fix)
     if not may_compare(q.device):  # a graph does not read the length
         if q.shape[2] > 1 or sizes.hot is not None:
-            sizes.check_eager("decode", q.device)
+            sizes.check_eager(subject, q.device)
         if is_capturing(q.device):
             _check_captured(cache, step, on_cpu=key_lengths is not None and not on_device)
         return step
-    _check_lengths(q, cache, step.mask)
+    _check_lengths(q, cache, step.mask, subject, of_row)
     if not on_device:
-        check_lengths_within("decode key_lengths", key_lengths, cache.length)
+        check_lengths_within(f"{subject} key_lengths", key_lengths, cache.length)
     return step
 
 
@@ -170,23 +180,25 @@ def _check_captured(cache: KVCache, step: DecodeStep, *, on_cpu: bool) -> None:
     require(fits, KernelError, "decode kernel", expected, given, fix)
 
 
-def _check_lengths(q: Tensor, cache: KVCache, mask: Mask) -> None:
+def _check_lengths(q: Tensor, cache: KVCache, mask: Mask, subject: str, of_row: str) -> None:
     """Raise unless the cache holds what the queries see."""
     sizes = cache.sizes
     if not cache.shards.holds(q.shape[2]):
         given = f"{q.shape[2]} queries and {cache.length} of {cache.sizes.capacity} tokens in the cache"
         fits = q.shape[2] % cache.sizes.kv_heads == 0 and cache.shards.holds(q.shape[1])
-        fix = swap_first("append before decode", fits)
-        raise ShapeError("decode q", "as many queries as tokens in the cache, or fewer", given, fix)
+        fix = swap_first(f"append before {subject}", fits)
+        raise ShapeError(f"{subject} q{of_row}", "as many queries as tokens in the cache, or fewer", given, fix)
     if sizes.mask is not None and not cache.shards.serves(cache.shards.known_length - q.shape[2]):
         floor = cache.shards.floor
         first = cache.length - q.shape[2]
         expected = f"queries of token {floor} and later ones: the cache has forgotten what earlier tokens see"
         fix = "decode after each append, or pass queries= to append_shard"
         fix = fix if cache.length > floor else "append the next token first"
-        raise ShapeError("decode q", expected, f"queries of the tokens from {first} to {cache.length - 1}", fix)
+        raise ShapeError(
+            f"{subject} q{of_row}", expected, f"queries of the tokens from {first} to {cache.length - 1}", fix
+        )
     if mask.ends:
-        mask.check_length("decode mask", cache.length)
+        mask.check_length(f"{subject} mask{of_row}", cache.length)
 
 
 def check_even_shares(subject: str, shares: object, *, even: bool) -> None:
