@@ -51,7 +51,10 @@ TAG_ROWS = 256
 """Number of rows that no call has, by which the tags of calls differ."""
 
 DIFFERENT_CALL = -3
-"""Code of a call if another rank has made another one. Other codes below 0 are of exceptions in C++."""
+"""Code of a call if rank 0 of the axis has made another one, and one less for each next rank.
+
+Other codes below 0 are of exceptions in C++.
+"""
 
 Weights = tuple[Tensor, Tensor | None]
 """Weight, (outputs, columns) in either order of memory, and bias of a layer."""
@@ -178,6 +181,6 @@ class HostLinear:
                 code = mailboxes.go_on(partial(self.function, fields), code, pieces * operations_per_piece, awaited)
         except PeerLostError as error:
             raise failure(self.axis, "sharing a layer", error.peer, error) from error
-        if code == DIFFERENT_CALL:
-            raise CallsDifferError(self.axis.index)
+        if code <= DIFFERENT_CALL:
+            raise CallsDifferError(DIFFERENT_CALL - code)
         return code

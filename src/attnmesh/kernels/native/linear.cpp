@@ -15,7 +15,7 @@ namespace {
 constexpr int64_t BLOCK = 16384;  // sums of a transposed weight that stay in a near cache
 constexpr int TRANSPOSED = std::min(16, PAIR);  // columns of one that are read at a time
 constexpr int64_t TAG_BYTES = 64;  // before the outputs on a half: the call that they are of
-constexpr int64_t DIFFERENT_CALL = -3;  // what a call returns if another rank has made another one
+constexpr int64_t DIFFERENT_CALL = -3;  // less the index of a rank: what a call returns if that rank made another one
 
 struct Layer {
     const void *weight, *bias;            // (outputs, columns), or (columns, outputs) if it is transposed; bias may be null
@@ -183,7 +183,7 @@ int64_t run(const Linear& l, int64_t done) {
                 return piece * ops_per_piece + 1 + rank;
         for (int64_t rank = 0; rank < l.ranks; rank++) {
             Half half = half_of(l, rank, exchange);
-            if (*half.tag != l.tag) return DIFFERENT_CALL;
+            if (*half.tag != l.tag) return DIFFERENT_CALL - rank;
             put<T>(l, from(rank), from(rank + 1), half.outputs);
         }
     }
