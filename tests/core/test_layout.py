@@ -95,9 +95,9 @@ def test_documents_that_fit_a_cell_send_nothing(lengths: list[int]) -> None:
     mask = am.Causal() & am.Documents(layout.documents)
     problem = Problem(mask, am.Shape(1, 4, 4), layout, layout, 1600, 1600)
     for r, c in product(range(4), range(4)):
-        steps = schedule(problem, r, c, ring=False)
-        assert not steps.query_step.receive
-        assert not steps.key_steps[0].receive
+        own_schedule = schedule(problem, r, c, ring=False)
+        assert not own_schedule.query_step.receive
+        assert not own_schedule.key_steps[0].receive
 
 
 @pytest.mark.parametrize(

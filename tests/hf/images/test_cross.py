@@ -15,7 +15,7 @@ from tests.support.mesh_problems import named_mesh
 from tests.support.models.image_checks import model_of
 from tests.support.models.image_inputs import random_pixels
 from tests.support.models.image_prompts import OPTIONS, logits
-from tests.support.models.image_training import trained_once
+from tests.support.models.image_training import loss_and_gradients_in_place
 from tests.support.pool import Pool, on_each_rank
 from tests.support.tolerances import FLOAT64_LOSS, FLOAT64_MODEL
 
@@ -107,21 +107,23 @@ def error_of_next_turn() -> tuple[float, int]:
 
 
 def test_a_turn_continues_a_prompt_with_the_same_images(pool: Pool) -> None:
-    for off, taken in pool.run(2, error_of_next_turn):
-        assert off < FLOAT64_MODEL
+    for max_error, taken in pool.run(2, error_of_next_turn):
+        assert max_error < FLOAT64_MODEL
         assert taken == sum(ONE)
 
 
 @on_each_rank
 def trained_on_mesh(shape: Shape, batch: Batch) -> tuple[float, dict[str, Tensor]]:
-    return trained_once(model_of("mllama", "attnmesh", DOUBLE), hf.shard_batch(batch, named_mesh(shape, AXES)))
+    return loss_and_gradients_in_place(
+        model_of("mllama", "attnmesh", DOUBLE), hf.shard_batch(batch, named_mesh(shape, AXES))
+    )
 
 
 @pytest.mark.parametrize("shape", [Shape(1, 1, 3), Shape(2, 1, 1)], ids=str)
 def test_loss_and_gradients_are_those_of_one_device(shape: Shape, pool: Pool) -> None:
     batch = inputs(TWO, ONE, side="right")
     batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-    expected, gradients = trained_once(model_of("mllama", None, DOUBLE), {**batch, "use_cache": False})
+    expected, gradients = loss_and_gradients_in_place(model_of("mllama", None, DOUBLE), {**batch, "use_cache": False})
     losses, found = zip(*pool.run(shape.ranks, trained_on_mesh, shape, batch), strict=True)
     assert sum(losses) / shape.ranks == pytest.approx(expected, rel=FLOAT64_LOSS)
     assert sum("vision" in name and bool(x.any()) for name, x in gradients.items()) > 10

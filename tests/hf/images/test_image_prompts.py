@@ -21,7 +21,7 @@ from tests.support.models.image_prompts import (
     answer_logits,
     inputs,
     logits,
-    off,
+    max_error,
     stock,
     vision_model,
 )
@@ -100,7 +100,7 @@ def turns(kind: str) -> list[tuple[float, int]]:
     text = {"input_ids": inputs(FIRST)["input_ids"]}
     for batch in (inputs(FIRST), inputs(SECOND), inputs(FIRST), inputs(FIRST, seed=1), text, inputs(FIRST)):
         found = hf.generate(model, **batch, cache=cache, **OPTIONS)
-        errors.append(off(found, stock(kind, batch)))
+        errors.append(max_error(found, stock(kind, batch)))
     return [*zip(errors, taken, strict=True)]
 
 
@@ -121,7 +121,7 @@ def of_one_text(kind: str) -> float:
     cache = hf.ShardedCache(model.config, named_mesh(Shape(1, 1, 2), AXES), block=4)
     hf.generate(model, **{name: torch.cat((x, other[name])) for name, x in one.items()}, cache=cache, **OPTIONS)
     cache.batch_select_indices(torch.tensor([1]))
-    return off(hf.generate(model, **one, cache=cache, **OPTIONS), stock(kind, one))
+    return max_error(hf.generate(model, **one, cache=cache, **OPTIONS), stock(kind, one))
 
 
 def test_a_sequence_kept_of_a_batch_is_not_taken_for_another(pool: Pool) -> None:
@@ -134,7 +134,7 @@ def prefilled(kind: str, shape: Shape) -> float:
     cache = hf.ShardedCache(model.config, named_mesh(shape, AXES), block=4)
     hf.prefill(model, cache=cache, **batch)
     assert cache.get_seq_length() == batch["input_ids"].shape[1] - 1
-    return off(hf.generate(model, **batch, cache=cache, **OPTIONS), stock(kind, batch))
+    return max_error(hf.generate(model, **batch, cache=cache, **OPTIONS), stock(kind, batch))
 
 
 @pytest.mark.parametrize("shape", [Shape(2, 1, 1), Shape(1, 3, 1)], ids=str)
@@ -147,7 +147,7 @@ def answer_processed(shape: Shape) -> float:
     ours, stock = (build_images(image_case("llava"), attention, torch.float64) for attention in ("attnmesh", "sdpa"))
     expected = logits(stock.generate(**processed(), **OPTIONS))
     found = hf.generate(ours, **processed(), mesh=named_mesh(shape, AXES), **OPTIONS)
-    return off(found, expected)
+    return max_error(found, expected)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -24,7 +24,15 @@ from tests.support.mesh_problems import named_mesh
 from tests.support.models import image_prompts, image_spans, processed_images
 from tests.support.models.image_models import build_images, image_batch, image_case
 from tests.support.models.image_prompts import IMAGES, vision_model
-from tests.support.models.image_training import BUILT, SPANS, Batch, check, labelled, model_of, trained_once
+from tests.support.models.image_training import (
+    BUILT,
+    SPANS,
+    Batch,
+    check,
+    labelled,
+    loss_and_gradients_in_place,
+    model_of,
+)
 from tests.support.pool import Pool, on_each_rank
 from tests.support.tolerances import FLOAT32_SUMS, FLOAT64_LOSS, FLOAT64_MODEL, TRAINED
 from tests.support.trainers import FSDP, LOGGED, fsdp_on_cpus, launched, settings, trainer_class
@@ -93,10 +101,10 @@ def test_a_batch_may_have_text_alone(kind: str, types: list[str], pool: Pool) ->
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "paligemma"])
 def test_one_device_is_a_mesh_too(kind: str) -> None:
-    expected, gradients = trained_once(model_of(kind, "sdpa"), {**batch_of(kind), "use_cache": False})
+    expected, gradients = loss_and_gradients_in_place(model_of(kind, "sdpa"), {**batch_of(kind), "use_cache": False})
     whole = {**batch_of(kind), "use_cache": False}
     for batch in (hf.shard_batch(batch_of(kind), None), whole):
-        loss, found = trained_once(model_of(kind, "attnmesh"), batch)
+        loss, found = loss_and_gradients_in_place(model_of(kind, "attnmesh"), batch)
         assert loss == pytest.approx(expected, rel=FLOAT64_LOSS)
         assert all(torch.allclose(found[name], x, atol=FLOAT64_LOSS) for name, x in gradients.items())
 

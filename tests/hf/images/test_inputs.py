@@ -68,8 +68,8 @@ def text_after_an_image(kind: str) -> list[float]:
 
 @pytest.mark.parametrize("kind", IMAGES)
 def test_text_after_an_image_is_continued_as_without_it(kind: str, pool: Pool) -> None:
-    for off in pool.run(2, text_after_an_image, kind):
-        assert max(off) < FLOAT64_MODEL
+    for errors in pool.run(2, text_after_an_image, kind):
+        assert max(errors) < FLOAT64_MODEL
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "llama"])

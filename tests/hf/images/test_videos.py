@@ -28,7 +28,7 @@ from tests.support.models.image_prompts import (
     Part,
     answer_logits,
     logits,
-    off,
+    max_error,
     pixels,
     stock,
     vision_model,
@@ -141,7 +141,7 @@ def turns(kind: str) -> list[tuple[float, int]]:
     if kind == "qwen2_5_vl":
         slower["second_per_grid_ts"] = 3 * slower["second_per_grid_ts"]
     batches = inputs(kind, FIRST), inputs(kind, SECOND), inputs(kind, FIRST), slower, inputs(kind, FIRST, seed=1)
-    errors = [off(hf.generate(model, **batch, cache=cache, **OPTIONS), stock(kind, batch)) for batch in batches]
+    errors = [max_error(hf.generate(model, **batch, cache=cache, **OPTIONS), stock(kind, batch)) for batch in batches]
     return [*zip(errors, taken, strict=True)]
 
 
@@ -255,7 +255,7 @@ def models_of(kind: str) -> tuple[Any, Any]:
 def answer_processed(kind: str, shape: Shape, batch: Batch) -> float:
     model, ours = models_of(kind)
     found = hf.generate(ours, **batch, mesh=named_mesh(shape, AXES), **OPTIONS)
-    return off(found, logits(model.generate(**batch, **OPTIONS)))
+    return max_error(found, logits(model.generate(**batch, **OPTIONS)))
 
 
 @pytest.mark.parametrize("kind", ["internvl", *IMAGES])

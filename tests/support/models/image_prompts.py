@@ -98,8 +98,8 @@ def stock(kind: str, batch: dict[str, Tensor], **options: Any) -> Tensor:
     return logits(vision_model(kind, "sdpa").generate(**batch, **{**OPTIONS, **options}))
 
 
-def off(found: Any, expected: Tensor) -> float:
-    """How far the logits of an output are off."""
+def max_error(found: Any, expected: Tensor) -> float:
+    """Return the largest error of the logits of an output."""
     return float((logits(found) - expected).abs().max())
 
 

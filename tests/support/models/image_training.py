@@ -21,7 +21,13 @@ from tests.support.tolerances import FLOAT64_LOSS, FLOAT64_MODEL
 
 Batch = dict[str, Tensor]
 
-IMAGE, SPANS, BUILT = 90, ("gemma3", "paligemma"), ("llava", "idefics3", "internvl")
+IMAGE_TOKEN_ID = 90
+
+SPANS = ("gemma3", "paligemma")
+"""Models whose images see themselves whole, of `image_spans`."""
+
+BUILT = ("llava", "idefics3", "internvl")
+"""Models of `image_models`."""
 
 
 @lru_cache
@@ -36,11 +42,11 @@ def model_of(kind: str, attention: str) -> PreTrainedModel:
 def labelled(batch: Batch) -> Batch:
     """Learn the text after the first three tokens."""
     ids = batch["input_ids"]
-    unlearned = (ids == IMAGE) | (batch["attention_mask"] == 0) | (torch.arange(ids.shape[1]) < 3)
+    unlearned = (ids == IMAGE_TOKEN_ID) | (batch["attention_mask"] == 0) | (torch.arange(ids.shape[1]) < 3)
     return {**batch, "labels": ids.masked_fill(unlearned, -100)}
 
 
-def trained_once(model: PreTrainedModel, batch: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
+def loss_and_gradients_in_place(model: PreTrainedModel, batch: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
     """Return the loss and gradients of a model that is kept for others."""
     model.zero_grad()
     found = loss_and_gradients(model, batch)
@@ -51,12 +57,12 @@ def trained_once(model: PreTrainedModel, batch: dict[str, Any]) -> tuple[float, 
 @on_each_rank
 def on_rank(kind: str, shape: Shape, layout: Any, batch: Batch) -> tuple[float, dict[str, Tensor]]:
     part = hf.shard_batch(batch, named_mesh(shape, AXES), layout)
-    return trained_once(model_of(kind, "attnmesh"), part)
+    return loss_and_gradients_in_place(model_of(kind, "attnmesh"), part)
 
 
 def check(kind: str, shape: Shape, batch: Batch, pool: Pool) -> dict[str, Tensor]:
     """Compare the loss and gradients of a mesh with those of one device, and return them."""
-    expected, gradients = trained_once(model_of(kind, "sdpa"), {**batch, "use_cache": False})
+    expected, gradients = loss_and_gradients_in_place(model_of(kind, "sdpa"), {**batch, "use_cache": False})
     layout = am.Striped(4) if shape.ranks == 3 else am.Zigzag()
     losses, found = zip(*pool.run(shape.ranks, on_rank, kind, shape, layout, batch), strict=True)
     assert sum(losses) / shape.ranks == pytest.approx(expected, rel=FLOAT64_LOSS)

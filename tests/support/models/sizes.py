@@ -73,7 +73,7 @@ SHARED_BLOCKS = ["linear_attention", "hybrid", "linear_attention", "hybrid"]
 ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
-NOTE = {
+DOTS3_NOTE = {
     "num_hidden_layers": 4, "num_key_value_heads": 4, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4,
     "swa_q_lora_rank": 16, "swa_kv_lora_rank": 16, "head_dim": 12, "swa_head_dim": 12, "swa_qk_nope_head_dim": 8,
     "swa_v_head_dim": 8, "n_group": 1, "topk_group": 1, "index_n_heads": 64,
@@ -102,7 +102,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "index_topk": 3,
     },
     "dots3_note_audio_encoder": {"adapter_input_size": 32, "adapter_out_dim": 32},
-    "dots3_note_text": NOTE,
+    "dots3_note_text": DOTS3_NOTE,
     "dots3_note_vision_encoder": {"adapter_in_dim": 32, "adapter_out_dim": 32},
     "falcon_h1": {"mamba_d_ssm": 64},
     "gemma3n_text": {**SHARING, "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0]},
