@@ -23,8 +23,22 @@ layouts = st.one_of(
 )
 
 
-@given(layouts, st.integers(0, 200), st.integers(1, 17))
-def test_the_shards_are_a_permutation_each_in_order(layout: Layout, length: int, shards: int) -> None:
+unequal_layouts = st.builds(am.Striped, st.lists(st.integers(1, 9), min_size=2, max_size=4))
+"""Block-cyclic ones with a block for each of a few shards, which so many shards, or a multiple, share."""
+
+
+def of_shards(layout: am.Striped) -> st.SearchStrategy[tuple[Layout, int]]:
+    assert isinstance(layout.block, tuple)
+    count = len(layout.block)
+    return st.tuples(st.just(layout), st.integers(1, 4).map(lambda times: times * count))
+
+
+layouts_and_shards = st.tuples(layouts, st.integers(1, 17)) | unequal_layouts.flatmap(of_shards)
+
+
+@given(layouts_and_shards, st.integers(0, 200))
+def test_the_shards_are_a_permutation_each_in_order(case: tuple[Layout, int], length: int) -> None:
+    layout, shards = case
     parts = [layout.positions(length, shards, index) for index in range(shards)]
     assert torch.equal(torch.cat(parts).sort().values, torch.arange(length))
     for part in parts:
