@@ -78,13 +78,13 @@ def _callers() -> dict[str, set[str]]:
 
 
 def test_the_page_of_the_code_draws_the_first_call() -> None:
-    drawn = PAGE.read_text().split("The first call of a signature goes another way")[1].split("```\n")[1]
+    drawn = PAGE.read_text().split("## A first call")[1].split("```\n")[1]
     fresh, path = Pool(), list[tuple[int, str]]()
     try:
         found, _ = fresh.run(2, _callers)
     finally:
         fresh.close()
-    assert drawn.count("\n") == 8
+    assert drawn.count("\n") == 16
     for line in drawn.splitlines():
         file, function = line.split()[:2]
         depth = line.index(function, len(file))
