@@ -88,18 +88,8 @@ def check_step(
     if selected is not None:
         step = _with_selection(q, cache, selected, step)
     check_reproducible(f"{subject} reproducible", step.reproducible, step.token_axis.size, step.merge)
-    if step.reproducible and (cache.padding is not None or not cache.is_block_cyclic):
-        given = "a padded batch" if cache.padding is not None else "tokens in the layout of a sharded prefill"
-        fix = "fill it with append, or prefill in cache.layout"
-        raise LayoutError(f"{subject} reproducible{of_row}", "a cache with block-cyclic tokens", given, fix)
     if step.reproducible:
-        check_even_shares(f"{subject} reproducible", cache.shares, even=cache.shard.block_cyclic.is_even)
-        given, fix = f"hot={sizes.hot} on {cache.device.type}", 'leave one of them out, or pass device="cpu"'
-        in_one_memory = sizes.hot is None or cache.device.type == "cpu"
-        require(in_one_memory, KernelError, f"{subject} reproducible", "keys that one kernel reads", given, fix)
-    if step.reproducible and key_lengths is not None:
-        expected, fix = "no key_lengths= beside reproducible=True", "leave one of them out"
-        raise KernelError(f"{subject} reproducible", expected, f"key_lengths of {len(key_lengths)} sequences", fix)
+        _check_reproducible_cache(cache, key_lengths, f"{subject} reproducible", of_row)
     if not may_compare(q.device):  # a graph does not read the length
         if q.shape[2] > 1 or sizes.hot is not None:
             sizes.check_eager(subject, q.device)
@@ -110,6 +100,21 @@ def check_step(
     if not on_device:
         check_lengths_within(f"{subject} key_lengths", key_lengths, cache.length)
     return step
+
+
+def _check_reproducible_cache(cache: KVCache, key_lengths: Tensor | None, subject: str, of_row: str) -> None:
+    """Raise unless the keys of a step with `reproducible=True` are blocks of one tree, which one kernel reads."""
+    if cache.padding is not None or not cache.is_block_cyclic:
+        given = "a padded batch" if cache.padding is not None else "tokens in the layout of a sharded prefill"
+        fix = "fill it with append, or prefill in cache.layout"
+        raise LayoutError(f"{subject}{of_row}", "a cache with block-cyclic tokens", given, fix)
+    check_even_shares(subject, cache.shares, even=cache.shard.block_cyclic.is_even)
+    given, fix = f"hot={cache.sizes.hot} on {cache.device.type}", 'leave one of them out, or pass device="cpu"'
+    in_one_memory = cache.sizes.hot is None or cache.device.type == "cpu"
+    require(in_one_memory, KernelError, subject, "keys that one kernel reads", given, fix)
+    if key_lengths is not None:
+        expected, fix = "no key_lengths= beside reproducible=True", "leave one of them out"
+        raise KernelError(subject, expected, f"key_lengths of {len(key_lengths)} sequences", fix)
 
 
 def _with_selection(q: Tensor, cache: KVCache, selected: Selection, step: DecodeStep) -> DecodeStep:
