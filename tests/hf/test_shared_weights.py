@@ -129,7 +129,7 @@ def one_model(folder: str) -> dict[str, bool]:
         model(ids, labels=ids).loss.backward()
         plain(ids, labels=ids).loss.backward()
         gradients = [(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True)]
-        same["gradients"] = all(torch.equal(a, b) for a, b in gradients if a is not None)
+        same["gradients"] = all(a is not None and b is not None and torch.equal(a, b) for a, b in gradients)
         with torch.no_grad():
             alone = hf.ShardedCache(model.config, None)
             found = model(ids[:, :1], past_key_values=alone).logits
