@@ -10,10 +10,10 @@ from inspect import signature
 from math import inf
 from typing import Any, NoReturn
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from attnmesh.errors import KernelError, ShapeError, require
+from attnmesh.errors import ArgumentError, Check, KernelError, ShapeError, require
 from attnmesh.hf.families.family import ATTENDING, LENGTH_DEPENDENT_ROPES, USE_SUPPORTED, Layer, family_of
 from attnmesh.hf.families.pins import check_family, check_pins, raise_lost
 from attnmesh.hf.transformers_names import PEFT
@@ -248,6 +248,20 @@ def unwrap(model: Any) -> Any:
         return base()
     inner = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
     return unwrap(inner) if isinstance(inner, nn.Module) else model
+
+
+def vocabulary_size(model: PreTrainedModel) -> int:
+    """Return how many tokens have an embedding."""
+    embeddings = model.get_input_embeddings()
+    return int(getattr(embeddings, "num_embeddings", model.config.get_text_config(decoder=True).vocab_size))
+
+
+def tokens_check(subject: str, ids: Tensor, model: PreTrainedModel) -> Check:
+    """Return the check that the model has an embedding for each token, so that no rank alone fails in a look-up."""
+    last_known = vocabulary_size(model) - 1
+    first, last = (int(end) for end in ids.aminmax())
+    expected, fix = f"tokens from 0 to {last_known}, the model's vocabulary", "use the tokenizer of this model"
+    return first >= 0 and last <= last_known, ArgumentError, subject, expected, first if first < 0 else last, fix
 
 
 def forget_images(model: nn.Module) -> None:

@@ -29,7 +29,15 @@ from attnmesh.guard.agreement import Agreement, Fields
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.images.inputs import IMAGE_INPUTS, OWN_PROCESSOR, image_inputs, split_images
 from attnmesh.hf.layer_mask import check_left_padded
-from attnmesh.hf.models import check_model, check_rope_switch, has_windows, is_compressed, is_recurrent, rope_regime
+from attnmesh.hf.models import (
+    check_model,
+    check_rope_switch,
+    has_windows,
+    is_compressed,
+    is_recurrent,
+    rope_regime,
+    tokens_check,
+)
 from attnmesh.hf.tensor_parallel import tp_mesh
 from attnmesh.mesh.axes import Mesh
 
@@ -230,11 +238,7 @@ def _prompt_checks(model: PreTrainedModel, ids: Tensor, attention_mask: Tensor |
     valid = isinstance(ids, Tensor) and ids.ndim == 2 and ids.dtype == torch.int64
     yield valid, DtypeError, subject, "int64 token ids (batch, length)", type_and_shape(ids), USE_TOKENIZER
     yield ids.numel() > 0, ShapeError, subject, "at least one token", "an empty prompt", "begin with a token"
-    words = getattr(model.get_input_embeddings(), "num_embeddings", config.vocab_size)
-    first, last = (int(end) for end in ids.aminmax())
-    expected = f"tokens from 0 to {words - 1}, the model's vocabulary"
-    fits = first >= 0 and last < words
-    yield fits, ArgumentError, subject, expected, first if first < 0 else last, "use the tokenizer of this model"
+    yield tokens_check(subject, ids, model)
     longest = None if rope_regime(config, 0) else getattr(config, "max_position_embeddings", None)
     expected = f"at most {longest} tokens, the model's context"
     length = ids.shape[1]

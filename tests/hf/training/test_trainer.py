@@ -291,6 +291,8 @@ def loss_or_error(name: str) -> str:
             mesh = part if rank < 2 else None
         case "other batches":
             data = examples(first=rank)
+        case "unknown token":
+            collator = with_unknown_token
         case "left padding":
             collator = left
         case "images":
@@ -321,6 +323,13 @@ def loss_or_error(name: str) -> str:
     return f"trained to a loss of {loss:.6f}"
 
 
+def with_unknown_token(batch: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Collate a batch whose last token, which one rank alone holds, is not in the vocabulary."""
+    collated = collate(batch)
+    collated["input_ids"][0, -1] = 999
+    return collated
+
+
 def left(batch: list[dict[str, Any]]) -> dict[str, Tensor]:
     """Pad the sequences of a batch on the left."""
     size = max(len(row["input_ids"]) for row in batch)
@@ -339,6 +348,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "MeshError: on_mesh mesh: expected meshes of one size that cover the 4 ranks, given",
     ),
     "other batches": ({}, "MeshError: shard_batch: expected the same call on every rank, given:"),
+    "unknown token": (
+        {},
+        "ArgumentError: attnmesh.hf on_mesh input_ids: expected tokens from 0 to 96, the model's voc",
+    ),
     "left padding": ({}, "MaskError: shard_batch attention_mask: expected padding on the right, if any, given"),
     "images": (
         {},

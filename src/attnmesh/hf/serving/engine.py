@@ -24,7 +24,7 @@ from attnmesh.errors import (
     short,
 )
 from attnmesh.hf.images.inputs import OWN_PROCESSOR, image_inputs, unless_text, without_absent
-from attnmesh.hf.models import check_rope_switch, check_rows, rope_regime, unwrap
+from attnmesh.hf.models import check_rope_switch, check_rows, rope_regime, unwrap, vocabulary_size
 from attnmesh.hf.options import agreement_with_peers, describe_value
 from attnmesh.hf.serving.footprint import memory_share, never_fits
 from attnmesh.hf.serving.grammar_masks import Grammar, GrammarTokens
@@ -239,7 +239,7 @@ class Engine:
     def _check(self, stream: Stream) -> None:
         """Raise unless the model can serve the request."""
         config = self.model.config.get_text_config(decoder=True)
-        words = getattr(self.model.get_input_embeddings(), "num_embeddings", config.vocab_size)
+        words = vocabulary_size(self.model)
         check_count("submit max_new_tokens", stream.max_new_tokens, "count the tokens of the answer")
         known = all(type(token) is int and 0 <= token < words for token in stream.ids)
         expected, fix = f"tokens from 0 to {words - 1}, as ints", "use this model's tokenizer, and tokens.tolist()"

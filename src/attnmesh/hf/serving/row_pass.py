@@ -14,7 +14,7 @@ from attnmesh.errors import ArgumentError, KernelError, MaskError, MeshError, Sh
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.families.family import family_of
 from attnmesh.hf.forward_passes import run_model
-from attnmesh.hf.models import attends, check_rows, indexed_layers, is_compressed, rope_regime, unwrap
+from attnmesh.hf.models import attends, check_rows, indexed_layers, is_compressed, rope_regime, unwrap, vocabulary_size
 from attnmesh.hf.options import agreement_with_peers
 from attnmesh.hf.prefill import prepare_model
 from attnmesh.hf.serving.rows_cache import RowsCache
@@ -143,7 +143,7 @@ def _check_rows(model: PreTrainedModel, tokens: Any, caches: Any) -> None:
     fits = fits and all(type(token) is int for token in chain(*new))
     require(fits, ShapeError, f"{SUBJECT} tokens", f"a list of {len(caches)} ints", given, fix)
     config = model.config.get_text_config(decoder=True)
-    words = getattr(model.get_input_embeddings(), "num_embeddings", config.vocab_size)
+    words = vocabulary_size(model)
     wrong = [token for token in chain(*new) if not 0 <= token < words]
     expected = f"tokens from 0 to {words - 1}"
     require(not wrong, ArgumentError, f"{SUBJECT} tokens", expected, f"{wrong}", "use the tokenizer of this model")

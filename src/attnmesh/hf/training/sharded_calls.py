@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from attnmesh.core.layout import Layout, Zigzag
 from attnmesh.errors import ArgumentError, KernelError, require, short
 from attnmesh.hf.images.inputs import IMAGE_INPUTS
-from attnmesh.hf.models import check_implementation, is_recurrent, unwrap
+from attnmesh.hf.models import check_implementation, is_recurrent, tokens_check, unwrap
 from attnmesh.hf.shards import Shards, ShardTensor
 from attnmesh.hf.training.batch import PACKING_ARGUMENTS, TOKEN_ARGUMENTS, AgreedBatch, agree_on_batch, shard_agreed
 from attnmesh.hf.training.left_padding import MovedRows
@@ -123,6 +123,7 @@ class ShardedCalls:
         if isinstance(layout, str) and is_recurrent(unwrap(module).config):
             layout = Zigzag()  # a state passes through runs of tokens
         agreed = agree_on_batch(batch, self.mesh, layout, self.exchange, {})
+        require(*tokens_check(f"{SUBJECT} input_ids", agreed.entries["input_ids"], unwrap(module)))
         mesh, layout = self.shapes.choose(agreed, layout, unwrap(module).config)
         self._log_choice(agreed, mesh, layout)
         part = shard_agreed(agreed, mesh, layout, self.exchange)
