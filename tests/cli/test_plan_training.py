@@ -97,8 +97,10 @@ def test_an_adapter_takes_less_memory_than_the_model() -> None:
 
 
 def test_too_many_tokens_are_refused() -> None:
-    with pytest.raises(ClusterError, match="expected at most 944,980 tokens of a sequence, given 10,000,000"):
+    with pytest.raises(ClusterError, match="expected at most 944,984 tokens of a sequence, given 10,000,000"):
         app([*PLAN, "10M"], standalone_mode=False)
-    app([*PLAN, "944980"], standalone_mode=False)
+    app([*PLAN, "944984"], standalone_mode=False)  # 8 ranks have as many tokens each
+    with pytest.raises(ClusterError, match="expected at most 944,984 tokens of a sequence, given 944,985"):
+        app([*PLAN, "944985"], standalone_mode=False)
     with pytest.raises(ClusterError, match="Fix: leave --ddp and --rollout out"):
         app([*PLAN, "1k", "--ddp"], standalone_mode=False)

@@ -181,7 +181,8 @@ def _training_on(model: TrainedModel, cluster: Cluster, context: int, method: Me
     hosts = max(1, context // cluster.ranks)
     machines = replace(cluster.sized(hosts, context // hosts), device=replace(cluster.device, memory=UNLIMITED_MEMORY))
     attention = plan(work, machines)[0]
-    tokens = work.batch * ceil(work.length / context)
+    tokens_of_rank = ceil(work.length / context)
+    tokens = work.batch * tokens_of_rank
     kinds = [_beside_ddp] if method.ddp else [_beside_fsdp]
     if cluster.world == 1 and not method.ddp:  # FSDP2 of torchrun's one rank; python's one process goes without
         kinds.append(_beside_ddp)
@@ -206,7 +207,8 @@ def _training_on(model: TrainedModel, cluster: Cluster, context: int, method: Me
     ratio = min((cluster.device.memory - one) / size for one, size in zip(fixed, growing, strict=True) if size)
     moments = dict(zip(MOMENTS, map(sum, zip(fixed, growing, strict=True)), strict=True))
     sizes = states, gradients, on_device, layer, tiles[1] + hidden + logits[1], host, keys
-    return Training(cluster.world // context, context, attention, *sizes, max(0, int(work.length * ratio)), moments)
+    fitting = max(0, int(tokens_of_rank * ratio)) * context
+    return Training(cluster.world // context, context, attention, *sizes, fitting, moments)
 
 
 def _layer_bytes(model: TrainedModel, attention: Plan, tokens: int, width: int) -> float:
