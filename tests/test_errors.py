@@ -240,6 +240,12 @@ def test_options_of_other_attention_functions_raise(name: str) -> None:
         attention(mesk=am.Causal())()
 
 
+def test_options_that_say_what_is_done_anyway_are_taken() -> None:
+    expected = attention()()
+    for options in ({"dropout_p": 0.0, "attn_mask": None}, {"dropout_p": 0, "is_causal": True, "enable_gqa": False}):
+        assert torch.equal(attention(**options)(), expected)
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # PyTorch's own jvp
 def test_forward_mode_raises() -> None:
     q, k, v = heads()

@@ -243,6 +243,27 @@ def test_a_row_that_is_not_finite_spoils_no_other(pool: Pool) -> None:
 
 
 @on_each_rank
+def one_full_cache(shape: Shape) -> None:
+    """A step that a full cache refuses leaves the other caches as they were."""
+    rows, full = Rows(shape), 3
+    cache = rows.caches[full]
+    cache.append(*rows.new(1, cache.sizes.capacity - cache.length, 5))
+    lengths = [cache.length for cache in rows.caches]
+    q, (k, v) = random(len(lengths), HEADS, 1, DIM), rows.new(len(lengths), 1, 3)
+    with pytest.raises(errors.ShapeError, match=rf"decode_rows k of row {full}: expected room .* call cache.reserve"):
+        am.decode_rows(q, rows.caches, k=k, v=v)
+    assert [cache.length for cache in rows.caches] == lengths
+    cache.reserve(cache.length + 1)
+    am.decode_rows(q, rows.caches, k=k, v=v)
+    assert [cache.length for cache in rows.caches] == [length + 1 for length in lengths]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_full_cache_leaves_the_others_as_they_were(shape: Shape, pool: Pool) -> None:
+    pool.run(shape.ranks, one_full_cache, shape)
+
+
+@on_each_rank
 def refusal(shape: Shape, wrong: str, rank: int | None, warm: bool) -> str:
     """Return the error of a call that is wrong on one rank, or on all; the caches serve the next call."""
     rows = Rows(shape)
@@ -300,7 +321,7 @@ WRONG = {
     "a mask that is none": "decode_rows mask: expected Full",
     "another dtype": "decode_rows q of row 0: expected torch.float32",
     "a scale that is none": "decode_rows scale: expected None, 0 or a number",
-    "no room": "append: expected room for the new tokens",
+    "no room": "decode_rows k of row 0: expected room for the new tokens",
 }
 
 

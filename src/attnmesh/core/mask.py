@@ -366,11 +366,11 @@ def Chunks(size: int) -> Mask:
 
 
 def Spans(ranges: Iterable[Sequence[int]], left: int = FAR) -> Mask:
-    """Return the causal mask under which the tokens of a span see each other both ways, as those of an image do.
+    """Return the causal mask under which the tokens of a span also see its later ones, as those of an image do.
 
     Args:
         ranges: The start and the stop of each span, in order and apart, as of a Python range.
-        left: Positions before the query's own, 0 or more.
+        left: Positions before the query's own, 0 or more, also in its span.
 
     Raises:
         MaskError: If starts and stops are not whole numbers that ascend.

@@ -65,7 +65,8 @@ def decode(
             `append`, and blocks of 128 tokens or more to be fast.
         kernel: Kernel of one device: "auto", or the name of one of `attnmesh.kernels.choice.KERNELS`.
         checked: When ranks compare their calls; the cache's own unless it is given: see `KVCache`. Ranks whose calls
-            differ and are not compared get NaN, or wait for the deadline in "gather" and "allreduce".
+            differ and are not compared get NaN, or wait for the deadline: in "gather" and "allreduce", and on GPUs
+            where messages of another size are expected.
         selected: The tokens that each query attends, of those that it sees, equal on all ranks. An
             index counts tokens of the cache, padding included. Each rank reads those that it holds. On a GPU, where
             the CPU reads no index, rows with an invalid one give NaN. None for all tokens.

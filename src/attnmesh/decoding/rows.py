@@ -58,8 +58,8 @@ def decode_rows(
     Args:
         q: Queries of the last tokens, (caches, heads, length, dim), equal on every rank.
         caches: Caches of one sequence each, on one mesh. Their lengths, capacities and blocks may differ.
-        k: Keys of new tokens, (caches, kv_heads, tokens, dim): row r is appended to cache r first. They stay in the
-            caches if the step raises.
+        k: Keys of new tokens, (caches, kv_heads, tokens, dim): row r is appended to cache r first, or no row where a
+            cache has no room. They stay in the caches if the step raises.
         v: Values of new tokens.
         mask: Which keys a query sees.
         scale: Factor of the logits; 1/sqrt(dim) unless it is given.
@@ -169,7 +169,12 @@ def _check_caches(q: Tensor, caches: Sequence[Any], k: Any, v: Any) -> None:
 
 
 def _append(k: Tensor | None, v: Tensor | None, caches: Sequence[KVCache]) -> None:
-    """Append row r to cache r."""
+    """Append row r to cache r. Raise before any is appended where a cache has no room for its row."""
+    new_count = k.shape[2] if k is not None else 0
+    for row, cache in enumerate(caches):
+        shards = cache.shards
+        if shards.known_length + new_count > cache.sizes.capacity or shards.counts.start:
+            shards.check_fits(f"{SUBJECT} k of row {row}", new_count, shards.counts)
     for row, cache in enumerate(caches):
         rows = slice(row, row + 1)
         cache.append(cast(Tensor, k if k is None else k[rows]), v if v is None else v[rows])

@@ -288,9 +288,14 @@ def without_redundant(options: Mapping[str, object], mask: Mask) -> dict[str, ob
 
     Heads are grouped by their numbers, whatever `enable_gqa` says.
     """
-    causal = isinstance(mask, Mask) and mask.is_causal
-    redundant = {"is_causal": (causal,), "enable_gqa": (True, False)}
-    return {name: x for name, x in options.items() if type(x) is not bool or x not in redundant.get(name, ())}
+    redundant: dict[str, tuple[object, ...]] = {
+        "is_causal": (isinstance(mask, Mask) and mask.is_causal,),
+        "enable_gqa": (True, False),
+        "dropout_p": (0, 0.0),
+        "attn_mask": (None,),
+    }
+    plain = (bool, int, float, type(None))  # values that may be compared
+    return {name: x for name, x in options.items() if type(x) not in plain or x not in redundant.get(name, ())}
 
 
 def heads_and_length(x: object) -> tuple[int, int]:

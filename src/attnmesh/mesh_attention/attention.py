@@ -82,8 +82,8 @@ def attention(
         distance_bias: Numbers to add to the logits of near keys, (batch, heads, tokens, distances), for this rank's
             queries, with gradients. Column d is for the key d positions before the query. Keys farther away, or after
             it, have none.
-        **others: `is_causal` and `enable_gqa` of PyTorch's attention, where they say what is done anyway. Other options
-            of other functions raise an error that names a substitute.
+        **others: `is_causal`, `enable_gqa`, `dropout_p` and `attn_mask` of PyTorch's attention, where they say what is
+            done anyway. Other options of other functions raise an error that names a substitute.
 
     Returns:
         The output for this rank's queries, (batch, heads, tokens, value dim). A `DTensor` if q, k and v are DTensors

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from attnmesh.core.layout import Contiguous
 from attnmesh.errors import InputError, LayoutError, MeshError, ShapeError, require
-from attnmesh.guard.agreement import Agreement
+from attnmesh.guard.agreement import Agreement, may_compare
 from attnmesh.guard.argument_checks import swap_first
 from attnmesh.mesh.axes import Mesh, attention_dims
 from attnmesh.mesh.shapes import AXES
@@ -31,7 +31,7 @@ def attend_dtensors(
         q, k, v = _checked_dtensors(call, first, mesh)
         check_cross(call.options, q.shape[2], k.shape[2], axes.ranks)
     except InputError as error:
-        is_compared = checked is not False and not torch.compiler.is_compiling()
+        is_compared = checked is not False and may_compare(torch.device(axes.device_type))
         Agreement(axes, "attention", is_compared=is_compared).fail(error)
     options = call.options._replace(
         layout=Contiguous(), key_layout=Contiguous(), length=q.shape[2], key_length=k.shape[2]

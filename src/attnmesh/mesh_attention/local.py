@@ -65,7 +65,7 @@ def attend(
             position. Keys that are not in k add nothing, so partials of all parts of k merge. None for all keys.
         distance_bias: Numbers to add to the logits of near keys, (batch, heads, q_len, distances), differentiable.
             Column d is for the key d positions before the query. Keys farther away, or after it, have none.
-        **others: `is_causal` and `enable_gqa`, as in `attention`. Other options raise an error that names a substitute.
+        **others: Options of PyTorch's attention, as in `attention`. Others raise an error that names a substitute.
 
     Returns:
         The normalised output in q's dtype, and its lse in float32 or wider; both differentiable once.

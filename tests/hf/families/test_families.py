@@ -65,6 +65,7 @@ OPTIONAL = {
     "of some outputs and heads": "router_logits score",
     "of some tokenizers and processors": "backend_tokenizer chat_template",
     "of some errors of the system": "errno",
+    "of loaders of data, which may be of any class": "worker_init_fn",
     "of experts, which each rank computes without it": "_is_expert_parallel",
 }
 """Names that are read with a default beside those of records, and why a default is right."""

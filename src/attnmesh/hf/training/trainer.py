@@ -115,7 +115,7 @@ class MeshTrainer:
         compiles = bool(arguments.torch_compile)
         fix = "leave it out"
         require(not compiles, KernelError, "on_mesh torch_compile", "a model that is not compiled", "True", fix)
-        strategy = getattr(arguments, "train_sampling_strategy", None)
+        strategy = arguments.train_sampling_strategy
         deals_to_ranks = strategy == "batch_rebalance" and Mesh.of(self.calls.mesh).ranks > 1
         expected, fix = "batches that all ranks of a mesh get", 'pass "group_by_length"'
         require(not deals_to_ranks, KernelError, "on_mesh train_sampling_strategy", expected, repr(strategy), fix)
