@@ -392,7 +392,9 @@ def inspect(
     folder = check_folder("load", path)
     manifest = grown(folder, read_manifest(folder))
     if to_load.layers not in (None, len(manifest.sizes)):
-        given, fix = f"{len(manifest.sizes)} in {folder}", "call hf.ShardedCache(config, mesh).restore(path)"
+        of_a_model = "pass the configuration of the model that was saved"
+        fix = "call hf.ShardedCache(config, mesh).restore(path)" if to_load.layers == 1 else of_a_model
+        given = f"{len(manifest.sizes)} in {folder}"
         raise StoreError("load", f"a cache of {to_load.layers} layer{'s' * (to_load.layers != 1)}", given, fix)
     sizes = to_load.sizes(manifest.sizes)
     if manifest.growing and to_load.capacity is None:

@@ -43,6 +43,16 @@ def test_a_folder_of_fewer_layers_stays(tmp_path: Path) -> None:
     assert hf.ShardedCache(model.config, folder=tmp_path).get_seq_length() == 41
 
 
+def test_a_save_of_fewer_layers_needs_its_configuration(tmp_path: Path) -> None:
+    model, deeper = (families.model("llama", "attnmesh", num_hidden_layers=layers) for layers in (1, 2))
+    saved = hf.ShardedCache(model.config)
+    hf.generate(model, prompt(20), cache=saved, max_new_tokens=2)
+    saved.save(tmp_path)
+    message = r"a cache of 2 layers, given 1 in .*\. Fix: pass the configuration of the model that was saved\."
+    with pytest.raises(StoreError, match=message):
+        hf.ShardedCache(deeper.config).restore(tmp_path)
+
+
 def test_another_prompt_has_its_own_ids(tmp_path: Path) -> None:
     model = families.model("llama", "attnmesh")
     cache = hf.ShardedCache(model.config, folder=tmp_path / "a")
