@@ -22,6 +22,7 @@ from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store import checkpoint, folder_shard
 from attnmesh.store.journal import Journal
 from attnmesh.store.layer_files import PIECE
+from attnmesh.store.token_ids import TokenIds
 from tests.support.growing_caches import SIZES, decoded, flip, full_journal, grow, in_memory, opened, rows, same_outputs
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool, on_each_rank
@@ -233,6 +234,40 @@ def test_a_reader_beside_a_writer_reads_a_whole_state(tmp_path: Path) -> None:
 
     with patch.object(checkpoint, "FillingFile", beside):
         assert same_outputs(am.KVCache.load(tmp_path, None), twin)
+
+
+@on_each_rank
+def load_while_it_grows(path: Path, tokens: int) -> tuple[int, int, list[list[int]]]:
+    """On a rank: the length, the capacity and the ids loaded, where tokens arrive between the looks of two ranks."""
+    original, late = checkpoint.inspect, dist.get_rank() == 1
+
+    def write(length: int) -> None:
+        TokenIds(path / checkpoint.read_manifest(path).folder).write(torch.arange(length)[None])
+        cache.reserve(max(length, 60))
+        grow(cache, length - cache.length)
+
+    if late:
+        cache = opened(path, capacity=60)
+        write(50)
+    dist.barrier()
+
+    def inspected(*arguments: Any) -> Any:
+        if late:
+            dist.barrier()
+            write(tokens)
+            return original(*arguments)
+        saved_layers = original(*arguments)
+        dist.barrier()
+        return saved_layers
+
+    with patch.object(checkpoint, "inspect", inspected):
+        (loaded,), tensors, _ = checkpoint.load_layers(am.KVCache, path, named_mesh(TWO, AXES))
+    return loaded.length, loaded.sizes.capacity, tensors["held"].tolist()
+
+
+@pytest.mark.parametrize("tokens", [55, 70])
+def test_ranks_load_the_tokens_that_all_have_seen(tokens: int, pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(2, load_while_it_grows, tmp_path, tokens) == [(50, 60, [[*range(50)]])] * 2
 
 
 def test_a_reader_of_a_folder_that_never_rests_says_so(tmp_path: Path) -> None:

@@ -305,9 +305,12 @@ def load_layers(
             agreement.payload = [0, 0] if saved is None else [int(saved.name, 16) >> 2, saved.length]
         if saved_layers is None or len({name for name, _ in agreement.payloads_by_shard}) > 1:
             return None
-        manifest, folder, sizes, token_mask, extra_tensors = saved_layers
+        manifest, folder, token_mask, extra_tensors = saved_layers
         length = min(length for _, length in agreement.payloads_by_shard)  # it may grow meanwhile
         manifest = manifest._replace(length=length)
+        if manifest.growing and "held" in extra_tensors:
+            extra_tensors["held"] = extra_tensors["held"][:, :length]
+        sizes = _sizes_of(manifest, to_load)
         caches = make_alike(make, mesh, sizes, device=device, checked=checked, copies=copies, shares=shares)
 
         def read() -> bool:
@@ -373,7 +376,6 @@ class SavedLayers(NamedTuple):
 
     manifest: Manifest
     folder: Path
-    sizes: tuple[CacheSizes, ...]  # sizes of the caches to be filled
     token_mask: Tensor | None
     extra_tensors: dict[str, Tensor]  # tensors that belong to no rank
 
@@ -396,9 +398,7 @@ def inspect(
         fix = "call hf.ShardedCache(config, mesh).restore(path)" if to_load.layers == 1 else of_a_model
         given = f"{len(manifest.sizes)} in {folder}"
         raise StoreError("load", f"a cache of {to_load.layers} layer{'s' * (to_load.layers != 1)}", given, fix)
-    sizes = to_load.sizes(manifest.sizes)
-    if manifest.growing and to_load.capacity is None:
-        sizes = tuple(replace(each, capacity=max(each.capacity, manifest.length)) for each in sizes)
+    sizes = _sizes_of(manifest, to_load)
     for layer, each in enumerate(sizes):
         each.check(mesh.heads.size)
         if manifest.length_of(layer) > each.capacity:
@@ -406,15 +406,23 @@ def inspect(
             raise ShapeError("load", "room for the tokens that were saved", given, fix)
     _check_memory(sizes, mesh, device, part, padded=manifest.padded)
     ids = ids_in(TokenIds(folder / manifest.folder), manifest) if manifest.sizes else None
-    extra_tensors = {} if ids is None else {"held": ids[:, : manifest.length] if manifest.growing else ids}
+    extra_tensors = {} if ids is None else {"held": ids}
     if not manifest.more:
-        return SavedLayers(manifest, folder, sizes, None, extra_tensors)
+        return SavedLayers(manifest, folder, None, extra_tensors)
     file = TensorFile(folder / manifest.folder / MORE)
     shape = manifest.sizes[0].batch, manifest.length
     token_mask = file.read("real", torch.bool, shape) if manifest.padded else None
     names = (name for name in file.entries if name.startswith("more ") and name != HELD)
     extra_tensors |= {name.removeprefix("more "): file.read(name) for name in names}
-    return SavedLayers(manifest, folder, sizes, token_mask, extra_tensors)
+    return SavedLayers(manifest, folder, token_mask, extra_tensors)
+
+
+def _sizes_of(manifest: Manifest, to_load: LayersToLoad) -> tuple[CacheSizes, ...]:
+    """Return the sizes of the caches to be filled, with room for all tokens of a folder that grows."""
+    sizes = to_load.sizes(manifest.sizes)
+    if manifest.growing and to_load.capacity is None:
+        return tuple(replace(each, capacity=max(each.capacity, manifest.length)) for each in sizes)
+    return sizes
 
 
 def ids_in(written: TokenIds, manifest: Manifest) -> Tensor | None:
