@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 import attnmesh as am
-from attnmesh.errors import StoreError
+from attnmesh.cache.saved_cache import LayersToLoad
+from attnmesh.errors import ShapeError, StoreError
 from attnmesh.store import tensor_file
 from attnmesh.store.checkpoint import load_layers
 from attnmesh.store.checkpoint_writer import save_layers
@@ -269,6 +270,20 @@ def test_layers_of_a_model_need_restore(tmp_path: Path) -> None:
     message = r"a cache of 1 layer, given 2 in .*\. Fix: call hf\.ShardedCache\(config, mesh\)\.restore\(path\)\."
     with pytest.raises(StoreError, match=message):
         am.KVCache.load(tmp_path, None)
+
+
+def test_too_little_room_is_told_in_the_tokens_that_keys_stand_for(tmp_path: Path) -> None:
+    """The second layer has a key of every 3 tokens, and is loaded as one with a key of every 10."""
+    save_layers([cache_of(30), cache_of(10)], tmp_path, lengths_differ=True)
+    with pytest.raises(
+        ShapeError, match=r"keys that were saved, given 30 in a capacity of 20\. Fix: pass capacity=30\."
+    ):
+        load_layers(am.KVCache, tmp_path, None, LayersToLoad(2, 20, [1, 3]))
+    with pytest.raises(
+        ShapeError, match=r"keys that were saved, given 10 in a capacity of 3\. Fix: pass capacity=100\."
+    ):
+        load_layers(am.KVCache, tmp_path, None, LayersToLoad(2, 30, [1, 10]))
+    assert load_layers(am.KVCache, tmp_path, None, LayersToLoad(2, 100, [1, 10]))[0][1].length == 10
 
 
 def test_layers_in_another_order_are_written_anew(tmp_path: Path) -> None:

@@ -401,9 +401,12 @@ def inspect(
     sizes = _sizes_of(manifest, to_load)
     for layer, each in enumerate(sizes):
         each.check(mesh.heads.size)
-        if manifest.length_of(layer) > each.capacity:
-            given, fix = f"{manifest.length} in a capacity of {each.capacity}", f"pass capacity={manifest.length}"
-            raise ShapeError("load", "room for the tokens that were saved", given, fix)
+        keys = manifest.length_of(layer)
+        if keys > each.capacity:
+            fix = f"pass capacity={keys * to_load.rates(len(sizes))[layer]}"
+            raise ShapeError(
+                "load", "room for the keys that were saved", f"{keys} in a capacity of {each.capacity}", fix
+            )
     _check_memory(sizes, mesh, device, part, padded=manifest.padded)
     ids = ids_in(TokenIds(folder / manifest.folder), manifest) if manifest.sizes else None
     extra_tensors = {} if ids is None else {"held": ids}
