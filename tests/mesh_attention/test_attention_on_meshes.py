@@ -519,5 +519,7 @@ def test_other_placements_are_refused_by_name(pool: Pool) -> None:
         assert "expected axes in the order heads, queries, keys" in order
         assert "MeshError attention mesh: expected the DTensors' own mesh" in foreign
         assert "expected as many queries as keys under a mask of positions, given 24 queries, 48 keys" in cross
+        assert "; append the keys to an am.KVCache of the mesh and call am.decode for the last queries" in cross
+        assert "am.attend" not in cross, "which takes no mesh"
         assert "expected length=24, the tokens of all shards, given length=25. Fix: leave length out" in length
         assert "expected key_length=48, the tokens of all shards, given key_length=24" in key_length

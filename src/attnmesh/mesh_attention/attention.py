@@ -59,7 +59,8 @@ def attention(
         mesh: A `DeviceMesh` with axes named heads, queries, keys, or some of them. None: this rank's own tokens alone.
             If it is left out on several ranks, it is None with a warning.
         mask: Which keys a query sees: `Causal()` unless it is given. Cross-attention takes `Full()`. Other masks over
-            the keys of another sequence need `key_length`. For the last queries of a longer sequence use `attend`.
+            the keys of another sequence need `key_length`. The last queries of a longer sequence take `attend`, and on
+            several ranks `decode` with a `KVCache`.
         layout: Which tokens each rank holds, or "auto" for the choice of `shard(layout="auto", mask=mask)`. Required
             on several ranks: shards of another layout would give a wrong result without an error.
         exchange: How keys travel: "bulk" (at once), "pipelined" (a group of heads at a time), "ring" (one chunk under

@@ -185,7 +185,9 @@ def check_cross(options: Options, length: int, key_length: int, ranks: int) -> N
         fixes.insert(0, "shard k and v as q, if they are the whole sequence")
     if length < key_length:
         positions = f"torch.arange({key_length - length}, {key_length})"
-        fixes.append(f"call am.attend with q_positions={positions} for the last queries of a longer sequence")
+        in_cache = "append the keys to an am.KVCache of the mesh and call am.decode"
+        call = f"call am.attend with q_positions={positions}" if ranks == 1 else in_cache
+        fixes.append(f"{call} for the last queries of a longer sequence")
     mask_argument = "mask=am.Causal(), " * (options.mask is None)
     fixes.append(f"pass {mask_argument}key_length={key_length} for {mask} over another sequence")
     raise ShapeError("attention", "as many queries as keys under a mask of positions", given, "; ".join(fixes))
