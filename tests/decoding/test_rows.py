@@ -10,6 +10,7 @@ from torch import Tensor
 import attnmesh as am
 from attnmesh import errors
 from attnmesh.core.band import Band
+from attnmesh.core.partial import Partial
 from attnmesh.core.scaling import Scaling
 from attnmesh.kernels import cache_runs
 from attnmesh.kernels.cache_runs import runs_of
@@ -157,6 +158,19 @@ def test_few_queries_see_what_their_bounds_say() -> None:
             if isinstance(one.seen, Band) and isinstance(other.seen, Band):
                 assert one.seen.low.equal(other.seen.low)
                 assert one.seen.high.equal(other.seen.high)
+
+
+def test_the_query_of_a_sequence_has_its_own_tensors() -> None:
+    q, lengths, partial = random(3, 1, 2, DIM), torch.tensor([4, 5, 6]), Partial(random(3, 1, 2, DIM), random(3, 1, 2))
+    options = {"into": partial, "key_lengths": lengths, "other_keys": partial}
+    query = DecodeQuery(q, am.Causal(), Scaling(1.0), 50, **options).sequence(1)
+    assert query.q.equal(q[1:2])
+    assert query.key_lengths is not None
+    assert query.key_lengths.tolist() == [5]
+    for part in (query.into, query.other_keys):
+        assert part is not None
+        assert part.out.equal(partial.out[1:2])
+        assert part.lse.equal(partial.lse[1:2])
 
 
 @pytest.mark.parametrize(("shape", "number"), rotated(SHAPES, range(len(OPTIONS)), every=2))

@@ -3,8 +3,9 @@
 import gc
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attnmesh.runtime.memo import TensorMemo
+from attnmesh.runtime.memo import TensorMemo, on_device
 
 
 def nbytes(x: torch.Tensor) -> int:
@@ -36,3 +37,10 @@ def test_a_value_that_is_too_large_is_not_kept():
     kept, owner = TensorMemo(most=8), torch.arange(4)
     assert torch.equal(kept.get_or_make(owner, "same", owner.clone, nbytes), owner)
     assert (len(kept.values), kept.size) == (0, 0)
+
+
+def test_an_index_of_one_gpu_is_copied_to_another():
+    with FakeTensorMode():
+        index = torch.zeros(2, dtype=torch.int64, device="cuda:0")
+        assert on_device(index, index.device) is index
+        assert on_device(index, torch.device("cuda:1")).device == torch.device("cuda:1")

@@ -35,8 +35,9 @@ class DecodeQuery(NamedTuple):
     def sequence(self, index: int) -> "DecodeQuery":
         """Return the query of one sequence, which has a cache of its own."""
         row = slice(index, index + 1)
-        into = None if self.into is None else Partial(*(x[row] for x in self.into))
-        return self._replace(q=self.q[row], into=into)
+        into, other_keys = (part and Partial(*(x[row] for x in part)) for part in (self.into, self.other_keys))
+        key_lengths = None if self.key_lengths is None else self.key_lengths[row]
+        return self._replace(q=self.q[row], into=into, key_lengths=key_lengths, other_keys=other_keys)
 
 
 class CacheView(NamedTuple):

@@ -87,12 +87,12 @@ TENSOR_MEMO = TensorMemo()
 
 
 def on_device(index: Tensor, device: torch.device) -> Tensor:
-    """Return an index tensor of the CPU on a device, copied once as long as it lives.
+    """Return an index tensor on a device, copied once as long as it lives if it is on another.
 
     >>> order = torch.tensor([1, 0])
     >>> on_device(order, torch.device("cpu")) is order
     True
     """
-    if index.device.type == device.type:
+    if index.device == device:
         return index
     return TENSOR_MEMO.get_or_make(index, device, lambda: index.to(device), lambda copy: copy.nbytes)
