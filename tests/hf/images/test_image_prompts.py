@@ -4,9 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import attnmesh.hf as hf
 from attnmesh import errors
+from attnmesh.hf.images.image_merge import text_arguments
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.families import prompt
 from tests.support.mesh_problems import named_mesh
@@ -199,3 +201,13 @@ def test_images_that_do_not_fit_are_refused_on_all_ranks_alike(case: str, pool: 
     first, second = pool.run(2, refusal, "qwen3_vl", case)
     assert first == second
     assert REFUSED[case] in first
+
+
+def test_features_without_their_places_are_refused_by_name() -> None:
+    arguments = {"inputs_embeds": torch.zeros(1, 3, 8), "deepstack_visual_embeds": [torch.zeros(2, 8)]}
+    with pytest.raises(errors.KernelError, match="given Odd, whose text model takes deepstack_visual_embeds"):
+        text_arguments("generate images", "Odd", nn.Identity(), arguments)
+    places = {"visual_pos_masks": torch.tensor([[True, False, True]])}
+    assert (
+        text_arguments("generate images", "Odd", nn.Identity(), arguments | places).keys() == arguments.keys() | places
+    )

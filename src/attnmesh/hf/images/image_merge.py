@@ -148,7 +148,8 @@ def text_arguments(subject: str, name: str, decoder: nn.Module, arguments: Mappi
     ignored = SET_HERE | (IMAGE_INPUTS - signature(decoder.forward).parameters.keys())
     text_inputs = {key: value for key, value in arguments.items() if key not in ignored and value is not None}
     crossed = {FEATURES, "input_ids", *PER_QUERY} if FEATURES in text_inputs else set()
-    unknown = sorted(text_inputs.keys() - PER_TOKEN - PER_IMAGE_TOKEN - crossed)
+    placed = PER_IMAGE_TOKEN if text_inputs.keys() & {*VISUAL} else set()  # no one knows whose other features are
+    unknown = sorted(text_inputs.keys() - PER_TOKEN - placed - crossed)
     expected = "a model that merges images into the embeddings of its text model"
     reason = f"takes {', '.join(unknown)}" if unknown else "is not called"
     given = f"{name}, whose text model {reason}"
