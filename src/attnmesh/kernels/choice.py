@@ -25,8 +25,10 @@ def choose(need: Need, name: str = "auto") -> Kernel:
     """
     check_kernel(name)
     kernel = best_kernel(need) if name == "auto" else next(kernel for kernel in KERNELS if kernel.name == name)
-    reason = "none does" if kernel is None else kernel.refusal(need)
-    if kernel is None or reason is not None:
+    if kernel is None:
+        reasons = "; ".join(f"{each.name}: {each.refusal(need)}" for each in KERNELS)
+        raise KernelError("kernel auto", "tensors that a kernel supports", reasons, "change what one of these names")
+    if (reason := kernel.refusal(need)) is not None:
         raise KernelError(f"kernel {name}", "tensors that it supports", f"others: {reason}", 'leave it at "auto"')
     return kernel if need.positions is None else kernel.with_positions(*need.positions)
 
