@@ -93,6 +93,7 @@ def on_device(index: Tensor, device: torch.device) -> Tensor:
     >>> on_device(order, torch.device("cpu")) is order
     True
     """
-    if index.device == device:
+    own, other = index.device.index, device.index  # None for the current device
+    if index.device.type == device.type and (own == other or None in (own, other)):
         return index
     return TENSOR_MEMO.get_or_make(index, device, lambda: index.to(device), lambda copy: copy.nbytes)
