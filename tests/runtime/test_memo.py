@@ -43,4 +43,5 @@ def test_an_index_of_one_gpu_is_copied_to_another():
     with FakeTensorMode():
         index = torch.zeros(2, dtype=torch.int64, device="cuda:0")
         assert on_device(index, index.device) is index
+        assert on_device(index, torch.device("cuda")) is index
         assert on_device(index, torch.device("cuda:1")).device == torch.device("cuda:1")
