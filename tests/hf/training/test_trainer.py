@@ -255,7 +255,7 @@ def after_an_error(shape: Shape) -> tuple[str, Any, float]:
         model = hf.prepare(Accelerator(cpu=True), families.model("qwen3", "attnmesh"), named_mesh(shape, AXES))
         ids = prompt(33)
         try:
-            model(input_ids=ids + 1000, labels=ids)
+            model(input_ids=ids, labels=ids + 1000)
             raised = "none"
         except IndexError as error:
             raised = type(error).__name__
