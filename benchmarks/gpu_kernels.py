@@ -23,7 +23,7 @@ from attnmesh.core.scaling import Scaling
 from attnmesh.core.storage import STORAGES
 from attnmesh.kernels.cache_view import DecodeQuery
 from attnmesh.kernels.choice import choose
-from attnmesh.kernels.kernel import Need
+from attnmesh.kernels.kernel import KernelRequest
 from attnmesh.kernels.tiered_attention import TieredAttention
 from benchmarks.model import Times
 from benchmarks.timing import Call, Comparison, Timing, race
@@ -142,7 +142,7 @@ def _overhead(device: torch.device, sizes: Sizes) -> Comparison:
     cache = _filled(device, sizes, 1, 256)
     q = torch.randn(1, sizes.heads[0], 1, WIDTH, device=device, dtype=torch.bfloat16)
     scaling = Scaling(WIDTH**-0.5)
-    kernel = choose(Need.of_cache(q, cache.shard.view, scaling))
+    kernel = choose(KernelRequest.of_cache(q, cache.shard.view, scaling))
     calls: dict[str, Call] = {"step": lambda: am.decode(q, cache)}
     if kernel.reads_cache:
         calls["kernel"] = lambda: kernel.attend_cache(DecodeQuery(q, am.Causal(), scaling, 257), cache.shard.view)
@@ -172,8 +172,8 @@ def _tiers(device: torch.device, sizes: Sizes) -> Iterator[Comparison]:
         calls: dict[str, Call] = {
             "copying the older keys": lambda: here.copy_(pinned, non_blocking=True),
             "all on the device": partial(am.decode, q, plain),
-            "older where they lie": _one_way(partial(am.decode, q, cache), brought=False),
-            "older brought": _one_way(partial(am.decode, q, cache), brought=True),
+            "older where they lie": _one_way(partial(am.decode, q, cache), uploaded=False),
+            "older brought": _one_way(partial(am.decode, q, cache), uploaded=True),
             "chosen": partial(am.decode, q, cache),
         }
         timings = {name: _wall(call, device, sizes.seconds) for name, call in calls.items()}
@@ -185,11 +185,11 @@ def _tiers(device: torch.device, sizes: Sizes) -> Iterator[Comparison]:
             yield Comparison(case, name, timing, chosen, None, reached)
 
 
-def _one_way(call: Call, *, brought: bool) -> Call:
-    """Return the call with all older keys attended where they lie, or all brought."""
+def _one_way(call: Call, *, uploaded: bool) -> Call:
+    """Return the call with all older keys attended where they lie, or all uploaded."""
 
     def called() -> object:
-        with patch.object(TieredAttention, "_is_link_faster", lambda *_: brought):
+        with patch.object(TieredAttention, "_is_upload_faster", lambda *_: uploaded):
             return call()
 
     return called

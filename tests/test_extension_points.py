@@ -19,7 +19,7 @@ from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial
 from attnmesh.core.scaling import Scaling
 from attnmesh.kernels import choice
-from attnmesh.kernels.kernel import Kernel, Need
+from attnmesh.kernels.kernel import Kernel, KernelRequest
 from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Rectangle
 from attnmesh.mesh.merge_cost import add_swap
 from attnmesh.mesh.merges import MERGES, CheckedPartial, Merge, MergeTransport
@@ -41,7 +41,7 @@ class Dense(Kernel):
 
     name, calls = "dense", 0
 
-    def unsupported_reason(self, need: Need) -> str | None:
+    def unsupported_reason(self, request: KernelRequest) -> str | None:
         return None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, scaling: Scaling) -> Partial:

@@ -1,4 +1,4 @@
-"""Caches whose older tokens are in CPU memory, or in files, beside a GPU: attended there, or brought in parts."""
+"""Caches whose older tokens are in CPU memory, or in files, beside a GPU: attended there, or uploaded in parts."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -26,11 +26,11 @@ from tests.support.tiers import OneWay, one_way
 from tests.support.tolerances import FLOAT32_SUMS
 
 
-@pytest.mark.parametrize(("seed", "brought"), pairs(range(60), [False, True], 4))
-def test_random_histories_agree_with_float64(seed: int, brought: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("seed", "uploaded"), pairs(range(60), [False, True], 4))
+def test_random_histories_agree_with_float64(seed: int, uploaded: bool, tmp_path: Path) -> None:
     history = histories.in_tiers(histories.draw(seed + 300, sizes=(1, 2), most=8), (1, 9, 16)[seed % 3])
     history = replace(history, phases=history.phases[:1], storage=[*STORAGES][seed % 2] if seed % 4 == 3 else None)
-    histories.check(history, OneWay(Ranks([*BACKENDS][seed % 2]), brought=brought), tmp_path)  # type: ignore[arg-type]
+    histories.check(history, OneWay(Ranks([*BACKENDS][seed % 2]), uploaded=uploaded), tmp_path)  # type: ignore[arg-type]
 
 
 def outputs(gpu: EmulatedGPU, folder: Path) -> list[Tensor]:
@@ -56,13 +56,13 @@ def outputs(gpu: EmulatedGPU, folder: Path) -> list[Tensor]:
 
 
 @on_each_rank
-def outputs_one_way(gpu: EmulatedGPU, brought: bool, folder: Path) -> list[Tensor]:
-    return one_way(brought, outputs, gpu, folder)
+def outputs_one_way(gpu: EmulatedGPU, uploaded: bool, folder: Path) -> list[Tensor]:
+    return one_way(uploaded, outputs, gpu, folder)
 
 
-@pytest.mark.parametrize("brought", [pytest.param(False, marks=pytest.mark.long), True])
-def test_a_gpu_has_a_context_in_a_folder(brought: bool, tmp_path: Path) -> None:
-    for found in world(2, outputs_one_way, brought, tmp_path).results():
+@pytest.mark.parametrize("uploaded", [pytest.param(False, marks=pytest.mark.long), True])
+def test_a_gpu_has_a_context_in_a_folder(uploaded: bool, tmp_path: Path) -> None:
+    for found in world(2, outputs_one_way, uploaded, tmp_path).results():
         for ours, plain in zip(found[:4], found[4:], strict=True):
             assert torch.allclose(ours, plain, atol=FLOAT32_SUMS)
 
@@ -168,7 +168,7 @@ def sample_and_choice(gpu: EmulatedGPU) -> dict[str, bool]:
         cache.append(k, v)
     found = [am.decode(q, cache, mask=am.Window(300)).cpu() for cache in (*caches, caches[0])]
     right = torch.allclose(found[0], found[1], atol=FLOAT32_SUMS)
-    return {"right": right, "kept": len(tiered_attention.IS_LINK_FASTER) == 1}
+    return {"right": right, "kept": len(tiered_attention.IS_UPLOAD_FASTER) == 1}
 
 
 def test_a_sample_chooses_the_way() -> None:

@@ -10,7 +10,7 @@ import attnmesh as am
 from attnmesh.core.scaling import Scaling
 from attnmesh.errors import KernelError
 from attnmesh.kernels.implementations.cuda import CUDA
-from attnmesh.kernels.kernel import Need
+from attnmesh.kernels.kernel import KernelRequest
 from benchmarks.timing import peak_memory
 from tests.support.dense import truth
 from tests.support.tolerances import FLOAT32
@@ -103,6 +103,6 @@ def test_memory_of_logits_is_that_of_one_tile(kernel: str) -> None:
 
 def test_operators_of_cuda_refuse_a_cap_by_name() -> None:
     x = torch.zeros(1, 1, 4, 8, device="meta")
-    assert CUDA().refusal(Need.of(x, x, x, Scaling(1.0, 2.0))) == "it runs on CUDA, the tensors are on meta"
+    assert CUDA().refusal(KernelRequest.of(x, x, x, Scaling(1.0, 2.0))) == "it runs on CUDA, the tensors are on meta"
     with pytest.raises(KernelError, match="kernel cuda: expected tensors that it supports"):
         am.attend(*(torch.zeros(1, 1, 4, 8) for _ in range(3)), softcap=2.0, kernel="cuda")

@@ -12,13 +12,13 @@ from attnmesh.errors import KernelError
 from attnmesh.kernels import choice
 from attnmesh.kernels.choice import KERNELS, best_kernel, choose
 from attnmesh.kernels.implementations.reference import Reference
-from attnmesh.kernels.kernel import Kernel, Need
+from attnmesh.kernels.kernel import Kernel, KernelRequest
 from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Rectangle
 from tests.support.dense import dense
 
 pytestmark = pytest.mark.quick
 
-NEED = Need.of(*torch.zeros(3, 1, 2, 100, 8), Scaling(1.0))
+REQUEST = KernelRequest.of(*torch.zeros(3, 1, 2, 100, 8), Scaling(1.0))
 
 
 class Dense(Kernel):
@@ -29,11 +29,11 @@ class Dense(Kernel):
     def __init__(self) -> None:
         self.calls = 0
 
-    def unsupported_reason(self, need: Need) -> str | None:
-        return "it is made for float32" if need.dtype != torch.float32 else None
+    def unsupported_reason(self, request: KernelRequest) -> str | None:
+        return "it is made for float32" if request.dtype != torch.float32 else None
 
-    def suits(self, need: Need) -> bool:
-        return need.rows <= 64
+    def is_made_for(self, request: KernelRequest) -> bool:
+        return request.rows <= 64
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Rectangle, scaling: Scaling) -> Partial:
         self.calls += 1
@@ -79,7 +79,7 @@ def test_it_decodes_from_a_cache_too(made_up: Dense) -> None:
 
 def test_it_is_named_proved_and_refused_as_others_are(made_up: Dense) -> None:
     x = torch.zeros(1, 1, 4, 8)
-    assert choose(NEED, "dense") is made_up
+    assert choose(REQUEST, "dense") is made_up
     assert next(proofs.proofs()).kernel == "dense"
     with pytest.raises(KernelError, match=r"kernel dense: .*others: it has no soft cap"):
         am.attend(x, x, x, softcap=2.0, kernel="dense")
@@ -100,11 +100,11 @@ def test_it_is_named_proved_and_refused_as_others_are(made_up: Dense) -> None:
     ],
 )
 def test_the_first_that_is_made_for_a_call_is_taken(changes: dict[str, object], expected: str, made_up: Dense) -> None:
-    assert choose(NEED._replace(**changes)).name == expected  # type: ignore[arg-type]
+    assert choose(REQUEST._replace(**changes)).name == expected  # type: ignore[arg-type]
 
 
 def test_a_call_that_no_kernel_serves_is_refused() -> None:
-    assert best_kernel(NEED._replace(scattered=True, dtype=torch.float64)) is None
+    assert best_kernel(REQUEST._replace(scattered=True, dtype=torch.float64)) is None
     message = "native: it computes in float32, the tensors are float64; .*Fix: change what one of these names"
     with pytest.raises(KernelError, match=message):
-        choose(NEED._replace(scattered=True, dtype=torch.float64))
+        choose(REQUEST._replace(scattered=True, dtype=torch.float64))

@@ -15,7 +15,7 @@ from attnmesh.core.partial import Partial
 from attnmesh.core.scaling import Scaling
 from attnmesh.kernels.implementations import cuda
 from attnmesh.kernels.implementations.reference import Reference
-from attnmesh.kernels.kernel import Need
+from attnmesh.kernels.kernel import KernelRequest
 from attnmesh.kernels.rectangles import BackwardInputs, Rectangle, cut
 from tests.support.interpreted import interpreting
 from tests.support.problems import draw
@@ -130,9 +130,9 @@ def test_masked_and_many_blocks_are_one_launch_of_triton(mask: Mask) -> None:
 def test_float64_and_other_devices_have_a_reason() -> None:
     with FakeTensorMode():
         x = torch.empty(1, 2, 100, 64, dtype=torch.float64, device="cuda")
-        assert "float64 of width 64" in str(cuda.CUDA().refusal(Need.of(x, x, x, Scaling(1.0))))
+        assert "float64 of width 64" in str(cuda.CUDA().refusal(KernelRequest.of(x, x, x, Scaling(1.0))))
     x = torch.empty(1, 2, 100, 64)
-    assert cuda.CUDA().refusal(Need.of(x, x, x, Scaling(1.0))) == "it runs on CUDA, the tensors are on cpu"
+    assert cuda.CUDA().refusal(KernelRequest.of(x, x, x, Scaling(1.0))) == "it runs on CUDA, the tensors are on cpu"
 
 
 @pytest.mark.gpu

@@ -47,11 +47,11 @@ def test_random_histories_of_a_cache_agree_with_float64(
 
 
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("brought", [False, True])
-def test_histories_in_two_memories_agree_with_float64(nccl: Pool, tmp_path: Path, brought: bool, seed: int) -> None:
+@pytest.mark.parametrize("uploaded", [False, True])
+def test_histories_in_two_memories_agree_with_float64(nccl: Pool, tmp_path: Path, uploaded: bool, seed: int) -> None:
     dtype = (torch.float32, torch.bfloat16, torch.float64)[seed % 3]
     history = histories.in_tiers(histories.draw(seed, (1,), (dtype,)), (1, 9, 16)[seed % 3])
-    histories.check(history, OneWay(nccl, brought=brought), tmp_path)  # type: ignore[arg-type]
+    histories.check(history, OneWay(nccl, uploaded=uploaded), tmp_path)  # type: ignore[arg-type]
 
 
 @on_each_rank

@@ -14,7 +14,7 @@ from attnmesh.core.band import Band
 from attnmesh.core.scaling import Scaling
 from attnmesh.kernels.choice import KERNELS, choose
 from attnmesh.kernels.implementations.cpu import FlashCPU
-from attnmesh.kernels.kernel import Need
+from attnmesh.kernels.kernel import KernelRequest
 from attnmesh.kernels.rectangles import Rectangle, cut, tiles
 from benchmarks.timing import peak_memory
 from tests.support.dense import COARSE_EXPONENTIAL, truth
@@ -23,8 +23,8 @@ from tests.support.tolerances import FLOAT32, FLOAT32_SUMS
 
 pytestmark = pytest.mark.quick
 
-NEED = Need.of(*torch.zeros(3, 1, 1, 1, 8), Scaling(1.0))
-SUPPORTED = [kernel.name for kernel in KERNELS if kernel.refusal(NEED) is None]
+REQUEST = KernelRequest.of(*torch.zeros(3, 1, 1, 1, 8), Scaling(1.0))
+SUPPORTED = [kernel.name for kernel in KERNELS if kernel.refusal(REQUEST) is None]
 each_kernel = pytest.mark.parametrize("kernel", SUPPORTED)
 each_kind = pytest.mark.parametrize(
     ("kernel", "dtype"), [kind for kind in product(SUPPORTED, DTYPES) if kind != ("native", torch.float64)]
@@ -193,12 +193,12 @@ def test_few_queries_at_the_end_of_many_keys(dtype: torch.dtype, rows: int, mask
 
 
 def test_auto_takes_the_best_supported_kernel() -> None:
-    assert choose(NEED).name == ("native" if "native" in SUPPORTED else "cpu")
-    assert choose(NEED._replace(rows=65)).name == "cpu"
-    assert choose(NEED._replace(dtype=torch.float64)).name == "cpu"
-    assert choose(NEED._replace(device=torch.device("meta"))).name == "reference"
-    assert choose(NEED._replace(biased=True)).name == "reference"
-    assert choose(NEED, "reference").name == "reference"
+    assert choose(REQUEST).name == ("native" if "native" in SUPPORTED else "cpu")
+    assert choose(REQUEST._replace(rows=65)).name == "cpu"
+    assert choose(REQUEST._replace(dtype=torch.float64)).name == "cpu"
+    assert choose(REQUEST._replace(device=torch.device("meta"))).name == "reference"
+    assert choose(REQUEST._replace(biased=True)).name == "reference"
+    assert choose(REQUEST, "reference").name == "reference"
 
 
 def test_the_reference_never_holds_the_square() -> None:

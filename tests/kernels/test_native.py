@@ -26,7 +26,7 @@ from attnmesh.core.scaling import Scaling
 from attnmesh.errors import KernelError
 from attnmesh.kernels.choice import choose
 from attnmesh.kernels.implementations import native as kernel
-from attnmesh.kernels.kernel import Need
+from attnmesh.kernels.kernel import KernelRequest
 from attnmesh.kernels.native import build
 from attnmesh.kernels.native.build import SOURCES, library
 from attnmesh.mesh_attention import local as attend_module
@@ -248,7 +248,7 @@ def test_without_a_library_others_serve(change: dict[str, str], reason: str, mon
         monkeypatch.setenv(name, value)
     library.cache_clear()
     q, k, v = problem(keys=50)
-    assert choose(Need.of(q, k, v, Scaling(1.0))).name == "cpu"
+    assert choose(KernelRequest.of(q, k, v, Scaling(1.0))).name == "cpu"
     torch.testing.assert_close(am.attend(q, k, v).out, am.attend(q, k, v, kernel="reference").out)
     with pytest.raises(KernelError) as raised:
         am.attend(q, k, v, kernel="native")

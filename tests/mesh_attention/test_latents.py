@@ -7,7 +7,7 @@ import attnmesh as am
 from attnmesh.core.band import Band
 from attnmesh.core.scaling import Scaling
 from attnmesh.kernels.choice import choose
-from attnmesh.kernels.kernel import Need
+from attnmesh.kernels.kernel import KernelRequest
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.mesh_attention import latents as latent
@@ -46,7 +46,7 @@ def test_heads_are_expanded_in_groups(size: int, monkeypatch: pytest.MonkeyPatch
     visible = am.Window(4).visible(torch.arange(TOKENS), torch.arange(TOKENS))
     expected, lse, _ = dense(q, *projection.expand(latents), visible, 0.3)
     partial = projection.attend(
-        choose(Need.of(q, *projection.expand(latents), Scaling(0.3))), q, latents, band, Scaling(0.3)
+        choose(KernelRequest.of(q, *projection.expand(latents), Scaling(0.3))), q, latents, band, Scaling(0.3)
     )
     torch.testing.assert_close(partial.out, expected)
     torch.testing.assert_close(partial.lse, lse)

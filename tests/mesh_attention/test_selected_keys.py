@@ -19,7 +19,7 @@ from attnmesh.errors import DtypeError, InputError, KernelError, LayoutError, Sh
 from attnmesh.kernels import selected_keys as kernel
 from attnmesh.kernels.choice import choose
 from attnmesh.kernels.implementations.native import NATIVE
-from attnmesh.kernels.kernel import Need
+from attnmesh.kernels.kernel import KernelRequest
 from attnmesh.kernels.rectangles import TILE_ELEMENTS, BackwardInputs
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.mesh_attention import latents as latent
@@ -309,4 +309,4 @@ def test_absorbed_queries_attend_selected_latents(size: int, monkeypatch: pytest
     k, v = projection.expand(tokens)
     expected = am.attend(q, k, v, mask=am.Causal(), scale=0.3, selected=selected)
     keys = kernel.SelectedKeys.of(selected, am.Causal(), torch.arange(11), None, None)
-    close(projection.attend(choose(Need.of(q, k, v, Scaling(0.3))), q, tokens, keys, Scaling(0.3)), expected)
+    close(projection.attend(choose(KernelRequest.of(q, k, v, Scaling(0.3))), q, tokens, keys, Scaling(0.3)), expected)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 from unittest.mock import patch
 
-from attnmesh.kernels import link, tiered_attention
+from attnmesh.kernels import tiered_attention, upload
 from tests.support.pool import on_each_rank
 
 PART = 2048
@@ -20,19 +20,19 @@ class Runs(Protocol):
 
 
 class OneWay:
-    """Ranks on which older tokens are all attended on the CPU, or are all brought to the device."""
+    """Ranks on which older tokens are all attended on the CPU, or are all uploaded to the device."""
 
-    def __init__(self, ranks: Runs, *, brought: bool) -> None:
-        self.ranks, self.brought = ranks, brought
+    def __init__(self, ranks: Runs, *, uploaded: bool) -> None:
+        self.ranks, self.uploaded = ranks, uploaded
 
     def run(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Return every rank's result."""
-        return self.ranks.run(size, one_way, self.brought, function, *arguments)
+        return self.ranks.run(size, one_way, self.uploaded, function, *arguments)
 
 
 @on_each_rank
-def one_way(brought: bool, function: Callable[..., Any], *arguments: Any) -> Any:
+def one_way(uploaded: bool, function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function on a rank, with all older tokens going one way."""
-    choice = patch.object(tiered_attention.TieredAttention, "_is_link_faster", lambda *_: brought)
-    with choice, patch.object(link, "PART", PART):
+    choice = patch.object(tiered_attention.TieredAttention, "_is_upload_faster", lambda *_: uploaded)
+    with choice, patch.object(upload, "PART", PART):
         return function(*arguments)

@@ -1,4 +1,4 @@
-"""`save` and `load` of a `KVCache`, and what a cache knows of its saves. `store` supplies the work on files."""
+"""`save` and `load` of a `KVCache`, and what a cache knows of its saves. `store` binds the work on files."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +15,7 @@ from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.errors import StoreError, require
 from attnmesh.guard.agreement import Agreement
 from attnmesh.mesh.axes import Mesh
-from attnmesh.runtime.supplied import Supplied
+from attnmesh.runtime.late_bound import LateBound
 from attnmesh.runtime.world import WORLD
 
 POLL_INTERVAL = 1.0
@@ -165,13 +165,13 @@ class LayersToLoad(NamedTuple):
         return self.tokens_per_key or [1] * layers
 
 
-save_caches = Supplied[..., Saving]()
+save_caches = LateBound[..., Saving]()
 """Write caches to a folder: `store.checkpoint_writer.save_layers`."""
 
-open_folder = Supplied[..., Any]()
+open_folder = LateBound[..., Any]()
 """Return a folder in which caches live: `store.kv_folder.KeyFolder`."""
 
-load_caches = Supplied[..., tuple[list[Any], dict[str, Tensor], str]]()
+load_caches = LateBound[..., tuple[list[Any], dict[str, Tensor], str]]()
 """Return the caches of a folder, further tensors and a note: `store.checkpoint.load_layers`."""
 
 

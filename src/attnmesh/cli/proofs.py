@@ -13,7 +13,7 @@ from attnmesh.core.scaling import Scaling
 from attnmesh.core.storage import STORAGES, Storage
 from attnmesh.decoding.decode_call import decode
 from attnmesh.kernels import choice
-from attnmesh.kernels.kernel import Kernel, Need
+from attnmesh.kernels.kernel import Kernel, KernelRequest
 from attnmesh.mesh_attention.local import attend
 from attnmesh.mesh_attention.partials import energy
 
@@ -93,13 +93,13 @@ def choices() -> Iterator[Choice]:
             q, k = (torch.zeros(1, heads, 256, 128, device=device, dtype=dtype) for heads in (4, 1))
             plain, masked = (_chosen(q, k, mask) for mask in (Causal(), Window(40)))
             name = str(dtype).removeprefix("torch.")
-            step = Need.of(q[:, :, -1:], k, k, LOGITS)._replace(cached=True)
+            step = KernelRequest.of(q[:, :, -1:], k, k, LOGITS)._replace(cached=True)
             yield Choice(device.type, name, plain, masked, choice.choose(step).name)
 
 
 def _chosen(q: Tensor, k: Tensor, mask: Mask) -> str:
     """Return the name of the kernel, or of PyTorch's CUDA operator."""
-    kernel = choice.choose(Need.of(q, k, k, LOGITS))
+    kernel = choice.choose(KernelRequest.of(q, k, k, LOGITS))
     (rectangle, *_) = kernel.cut(Band.of(mask, torch.arange(q.shape[2], device="cpu"), k.shape[2]), q, k, k)
     return kernel.operator_name(*rectangle.slices(q, k, k), rectangle)
 
@@ -116,7 +116,7 @@ def law_error() -> float:
 def _proof(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> Proof:
     names = (kernel.name, device.type, str(dtype).removeprefix("torch."))
     q, k, v, _ = _problem(dtype, device, 300)
-    if (reason := kernel.refusal(Need.of(q, k, v, LOGITS))) is not None:
+    if (reason := kernel.refusal(KernelRequest.of(q, k, v, LOGITS))) is not None:
         return Proof(*names, absent=reason)
     errors = [_errors(kernel.name, device, dtype, mask, rows) for mask in CASES for rows in (300, 3)]
     # Half precision rounds the weights, the result and its copy for the backward pass. In float32 and float64 sums of
@@ -130,7 +130,7 @@ def _stored_proof(kernel: Kernel, device: torch.device, storage: Storage) -> Pro
     """Return the proof of decoding from a cache in 8 bits: attention in float64 over the numbers that it stores."""
     names = (kernel.name, device.type, storage.name)
     q, k, v, _ = (x.detach() for x in _problem(torch.float32, device, 3))
-    if (reason := kernel.refusal(Need.of(q, k, v, LOGITS))) is not None:
+    if (reason := kernel.refusal(KernelRequest.of(q, k, v, LOGITS))) is not None:
         return Proof(*names, absent=reason)
     numbers = [storage.dequantize(storage.quantize(x.cpu()), torch.float64) for x in (k, v)]
     errors = []

@@ -47,11 +47,11 @@ def with_cpu_group(axis: Axis) -> Axis:
     """
     if axis.group is None or "cpu" in backends(axis.group):
         return axis
-    return replace(axis, group=kept_group(axis, tuple(range(axis.size)), "gloo"))
+    return replace(axis, group=subgroup_of(axis, tuple(range(axis.size)), "gloo"))
 
 
 @cached_per_world()
-def kept_group(axis: Axis, members: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
+def subgroup_of(axis: Axis, members: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
     """Return a group of some ranks of an axis, and keep it. All ranks of the axis make the first call at once.
 
     PyTorch names such a group by its ranks and the number of groups that each of them knows: where one is in more
@@ -152,7 +152,7 @@ def host_numbers(axes: tuple[Axis, ...]) -> list[int]:
 
 
 @cached_per_world()  # all ranks make the first call at once: an unbounded cache forgets on none of them
-def surroundings(mesh: Mesh, device: torch.device) -> tuple[Cluster, Shape]:
+def cluster_and_tile_of(mesh: Mesh, device: torch.device) -> tuple[Cluster, Shape]:
     """Return the cluster that a mesh is on, and the tile of the mesh that one host holds."""
     return machine_constants.cluster_and_tile(mesh_hosts(mesh), mesh.shape, *_constants(mesh.axes, device))
 

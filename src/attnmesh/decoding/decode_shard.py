@@ -55,7 +55,7 @@ def decode_shard(
         step = check_step(inputs._replace(q=whole) if selected is None else inputs, step, {})
         step = check_bias(inputs, scores.distance_bias, step)
     heads = cache.mesh.heads
-    every = owners.bring(scores.widened(q))
+    every = owners.gather_queries(scores.widened(q))
     if selected is not None:
         indices = unshard(selected.indices, cache.device_mesh, layout=layout, length=length)
         selected = selection_of_rank(Selection(indices, selected.block), heads)

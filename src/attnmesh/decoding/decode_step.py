@@ -17,7 +17,7 @@ from attnmesh.core.selection import Selection
 from attnmesh.kernels.cache_runs import CachedAttention
 from attnmesh.kernels.cache_view import CacheView
 from attnmesh.kernels.choice import choose
-from attnmesh.kernels.kernel import Need
+from attnmesh.kernels.kernel import KernelRequest
 from attnmesh.kernels.tiered_attention import attention_to_cache
 from attnmesh.mesh.axes import Axis, group_named
 from attnmesh.runtime.world import cached_from_code, cached_per_world
@@ -67,7 +67,7 @@ class DecodeStep(NamedTuple):
     def attention_for(self, q: Tensor, view: CacheView) -> CachedAttention:
         """Return the attention of such queries, with the step's kernel. That of selected tokens is the reference."""
         name = self.kernel if self.index_block is None else "reference"
-        kernel = choose(Need.of_cache(q, view, self.scaling), name)
+        kernel = choose(KernelRequest.of_cache(q, view, self.scaling), name)
         return attention_to_cache(kernel, self.scaling, self.value_dim, q.device)
 
     def output_shape(self, q: Tensor) -> tuple[int, ...]:

@@ -46,7 +46,7 @@ class QueryOwners(NamedTuple):
     chunks: tuple[Tensor, ...]  # tokens in the chunk of each rank along the axis of tokens
     order: Tensor
 
-    def bring(self, q: Tensor) -> Tensor:
+    def gather_queries(self, q: Tensor) -> Tensor:
         """Return the queries of all tokens, of this rank's heads, from those of this rank's tokens."""
         if self.heads.size > 1:
             q = torch.cat(swap_tokens(q.chunk(self.heads.size, 1), self.own, self.heads), 2)

@@ -38,7 +38,7 @@ from attnmesh.guard.argument_checks import (
 )
 from attnmesh.kernels.cache_view import CacheView
 from attnmesh.kernels.choice import choose
-from attnmesh.kernels.kernel import Need
+from attnmesh.kernels.kernel import KernelRequest
 from attnmesh.kernels.triton_runtime import interpreted
 from attnmesh.mesh.merges import MERGES, Pattern
 
@@ -78,7 +78,7 @@ def check_step(
     check_merge(subject, step.merge, step.output)
     step = step._replace(scaling=Scaling.of(subject, *step.scaling, q.shape[-1]))
     if step.kernel != "auto" and not torch.compiler.is_compiling():  # raises here, where all ranks can raise alike
-        choose(Need.of_cache(q, cache.shard.view, step.scaling), step.kernel)
+        choose(KernelRequest.of_cache(q, cache.shard.view, step.scaling), step.kernel)
     check_sinks(f"{subject} sinks", sinks, q)
     on_device = isinstance(key_lengths, Tensor) and key_lengths.device.type == "cuda"
     check_key_lengths(f"{subject} key_lengths", key_lengths, sizes.batch, on_device=on_device)
@@ -170,8 +170,8 @@ def reads_length_on_device(view: CacheView, kernel: str, dtype: torch.dtype) -> 
     """Return whether the kernel reads the number of tokens on the device, so that the CPU does not wait."""
     if view.keys.device.type == "cpu" and not interpreted():  # the common case
         return False
-    need = Need.of_cache(view.attended(dtype)[0], view, Scaling(1.0))
-    return choose(need, kernel).reads_cache
+    request = KernelRequest.of_cache(view.attended(dtype)[0], view, Scaling(1.0))
+    return choose(request, kernel).reads_cache
 
 
 def _check_captured(cache: KVCache, step: DecodeStep, *, on_cpu: bool) -> None:

@@ -5,7 +5,7 @@ from pkgutil import iter_modules
 
 from attnmesh.errors import KernelError, check_choice
 from attnmesh.kernels import implementations
-from attnmesh.kernels.kernel import Kernel, Need
+from attnmesh.kernels.kernel import Kernel, KernelRequest
 
 _FILES = [import_module(f"{implementations.__name__}.{file.name}") for file in iter_modules(implementations.__path__)]
 
@@ -15,33 +15,33 @@ KERNELS: tuple[Kernel, ...] = tuple(
 """Kernels in the order of `best_kernel`. The last one serves all calls but those that read scattered keys."""
 
 
-def choose(need: Need, name: str = "auto") -> Kernel:
+def choose(request: KernelRequest, name: str = "auto") -> Kernel:
     """Return the kernel of that name, or for "auto" the best one, or raise if it does not serve the call.
 
     >>> import torch
     >>> from attnmesh.core.scaling import Scaling
-    >>> choose(Need.of(*torch.zeros(3, 1, 1, 100, 8), Scaling(1.0))).name
+    >>> choose(KernelRequest.of(*torch.zeros(3, 1, 1, 100, 8), Scaling(1.0))).name
     'cpu'
     """
     check_kernel(name)
-    kernel = best_kernel(need) if name == "auto" else next(kernel for kernel in KERNELS if kernel.name == name)
+    kernel = best_kernel(request) if name == "auto" else next(kernel for kernel in KERNELS if kernel.name == name)
     if kernel is None:
-        reasons = "; ".join(f"{each.name}: {each.refusal(need)}" for each in KERNELS)
+        reasons = "; ".join(f"{kernel.name}: {kernel.refusal(request)}" for kernel in KERNELS)
         raise KernelError("kernel auto", "tensors that a kernel supports", reasons, "change what one of these names")
-    if (reason := kernel.refusal(need)) is not None:
+    if (reason := kernel.refusal(request)) is not None:
         raise KernelError(f"kernel {name}", "tensors that it supports", f"others: {reason}", 'leave it at "auto"')
-    return kernel if need.positions is None else kernel.with_positions(*need.positions)
+    return kernel if request.positions is None else kernel.with_positions(*request.positions)
 
 
-def best_kernel(need: Need) -> Kernel | None:
+def best_kernel(request: KernelRequest) -> Kernel | None:
     """Return the kernel that "auto" takes, of those that serve a call, or None if none does.
 
-    Kernels that are made for such calls, as `suits` says, come before all others. Then a lower `priority` comes first,
-    and where that is equal, the first name.
+    Kernels that are made for such calls, as `is_made_for` says, come before all others. Then a lower `priority` comes
+    first, and where that is equal, the first name.
     """
-    for suits in (True, False):
+    for made_for in (True, False):
         for kernel in KERNELS:
-            if kernel.suits(need) == suits and kernel.refusal(need) is None:
+            if kernel.is_made_for(request) == made_for and kernel.refusal(request) is None:
                 return kernel
     return None
 

@@ -1,4 +1,4 @@
-"""The interface of a kernel: what a problem needs, what a kernel can do, and what it computes for a rectangle."""
+"""The interface of a kernel: what a call asks of it, what a kernel can do, and what it computes for a rectangle."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -13,8 +13,8 @@ from attnmesh.kernels.cache_view import CacheView, DecodeQuery
 from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Rectangle, cut
 
 
-class Need(NamedTuple):
-    """Demands of a call on a kernel: all that its choice depends on."""
+class KernelRequest(NamedTuple):
+    """What a call asks of a kernel: all that its choice depends on."""
 
     device: torch.device
     dtype: torch.dtype
@@ -29,27 +29,27 @@ class Need(NamedTuple):
     @staticmethod
     def of(
         q: Tensor, k: Tensor, v: Tensor, scaling: Scaling, positions: tuple[Tensor | None, Tensor | None] | None = None
-    ) -> "Need":
-        """Return the need of such tensors. Positions are 0, 1, 2, ... if one of `positions` is None."""
+    ) -> "KernelRequest":
+        """Return the request for such tensors. Positions are 0, 1, 2, ... if one of `positions` is None."""
         rows = q.shape[1] // max(1, k.shape[1]) * q.shape[2]
         width = max(q.shape[3], v.shape[3])
-        need = Need(q.device, k.dtype, rows, width, scaling.capped, q.shape[3] != k.shape[3])
-        if positions is None or not need.biased:
-            return need
+        request = KernelRequest(q.device, k.dtype, rows, width, scaling.capped, q.shape[3] != k.shape[3])
+        if positions is None or not request.biased:
+            return request
         queries, keys = (
             torch.arange(x.shape[2], device="cpu") if at is None else at
             for x, at in zip((q, k), positions, strict=True)
         )
-        return need._replace(positions=(queries, keys))
+        return request._replace(positions=(queries, keys))
 
     @staticmethod
-    def of_cache(q: Tensor, view: CacheView, scaling: Scaling) -> "Need":
-        """Return the need of a decode step on a view of a cache."""
-        return Need.of(q, *view.attended(q.dtype), scaling)._replace(cached=True)
+    def of_cache(q: Tensor, view: CacheView, scaling: Scaling) -> "KernelRequest":
+        """Return the request for a decode step on a view of a cache."""
+        return KernelRequest.of(q, *view.attended(q.dtype), scaling)._replace(cached=True)
 
 
 class BoundKernel(Protocol):
-    """One call of a kernel for rows that see a run of keys each; of all calls that differ in their memory alone."""
+    """A kernel with its shapes fixed, for rows that see a run of keys each: a call passes memory alone."""
 
     def blank(self) -> Partial:
         """Return memory for a partial."""
@@ -93,7 +93,7 @@ class Kernel:
     name: str
     """The kernel's name, as in `kernel=`."""
     made_for = "all calls"
-    """The calls that `suits` says it is made for."""
+    """The calls of `is_made_for`, in words."""
     priority = 1
     """Number in the order of `best_kernel`: a lower one comes first."""
     caps_logits = True
@@ -107,22 +107,22 @@ class Kernel:
     reads_cache = False
     """True if `attend_cache` reads a cache in place, and on the device how many tokens it holds."""
 
-    def unsupported_reason(self, need: Need) -> str | None:
+    def unsupported_reason(self, request: KernelRequest) -> str | None:
         """Return why the kernel does not support such tensors, or None if it does."""
         raise NotImplementedError
 
-    def refusal(self, need: Need) -> str | None:
+    def refusal(self, request: KernelRequest) -> str | None:
         """Return why the kernel does not serve a call, or None if it does."""
-        if (reason := self.unsupported_reason(need)) is not None:
+        if (reason := self.unsupported_reason(request)) is not None:
             return reason
-        if need.capped and not self.caps_logits:
+        if request.capped and not self.caps_logits:
             return "it has no soft cap"
-        if need.biased and not self.adds_bias:
+        if request.biased and not self.adds_bias:
             return "it adds no bias by distance"
-        return "it reads no scattered keys" if need.scattered and not self.reads_scattered else None
+        return "it reads no scattered keys" if request.scattered and not self.reads_scattered else None
 
-    def suits(self, need: Need) -> bool:
-        """Return whether the kernel is made for such calls."""
+    def is_made_for(self, request: KernelRequest) -> bool:
+        """Return whether the kernel comes before others that serve such calls too."""
         return True
 
     def cut(self, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Rectangle]:

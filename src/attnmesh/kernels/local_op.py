@@ -18,7 +18,7 @@ from attnmesh.core.selection import Visible
 from attnmesh.errors import LayoutError, MaskError
 from attnmesh.kernels.choice import choose
 from attnmesh.kernels.driver import attend_band, backward_band, visible_counts
-from attnmesh.kernels.kernel import Need
+from attnmesh.kernels.kernel import KernelRequest
 from attnmesh.kernels.prepared_local import PreparedLocal, whole_band
 from attnmesh.kernels.rectangles import BackwardInputs
 from attnmesh.kernels.selected_keys import SelectedKeys
@@ -59,7 +59,7 @@ def _attend_visible(
         return PreparedLocal.of(q, k, v, rule[0], scaling, kernel).attend(q, k, v, sinks)
     visible = Visible.of(positions, rule)
     band, counts, q_order, k_order = _band(q, k, visible)
-    chosen = choose(Need.of(q, k, v, scaling, visible[1:3]), kernel)
+    chosen = choose(KernelRequest.of(q, k, v, scaling, visible[1:3]), kernel)
     qkv = _sort(q, q_order), _sort(k, k_order), _sort(v, k_order)
     out, lse = with_sinks(attend_band(chosen, *qkv, band, scaling, counts), sinks)
     return Partial(length_major(_unsort(out, q_order), q.dtype), _unsort(lse, q_order).contiguous())
@@ -80,7 +80,7 @@ def _backward(
     band, counts, q_order, k_order = _band(q, k, visible)
     saved = BackwardInputs(*(_sort(x, q_order) for x in outputs))
     qkv = _sort(q, q_order), _sort(k, k_order), _sort(v, k_order)
-    chosen = choose(Need.of(q, k, v, scaling, visible[1:3]), kernel)
+    chosen = choose(KernelRequest.of(q, k, v, scaling, visible[1:3]), kernel)
     gradients = backward_band(chosen, *qkv, saved, band, scaling, counts)
     orders = (q_order, k_order, k_order)
     dq, dk, dv = (length_major(_unsort(dx, order), q.dtype) for dx, order in zip(gradients, orders, strict=True))

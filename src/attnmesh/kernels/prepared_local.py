@@ -15,7 +15,7 @@ from attnmesh.core.partial import Partial, with_sinks
 from attnmesh.core.scaling import Scaling
 from attnmesh.kernels.choice import choose
 from attnmesh.kernels.driver import attend_band
-from attnmesh.kernels.kernel import BoundKernel, Kernel, Need
+from attnmesh.kernels.kernel import BoundKernel, Kernel, KernelRequest
 from attnmesh.kernels.traced import PLAIN_TENSORS, are_plain, autocast_enabled, is_dense, needs_grad, needs_operator
 from attnmesh.runtime.memo import Memo
 from attnmesh.runtime.tensors import length_major
@@ -72,7 +72,7 @@ class PreparedLocal(NamedTuple):
     @staticmethod
     def of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scaling: Scaling, kernel: str) -> "PreparedLocal":
         """Prepare a call that was checked."""
-        chosen = choose(Need.of(q, k, v, scaling), kernel)
+        chosen = choose(KernelRequest.of(q, k, v, scaling), kernel)
         keys = k.shape[2]
         sees_all = mask == Full() and q.shape[2] > 0 and keys > 0
         band = None if sees_all else whole_band(mask, q.shape[2], keys)

@@ -20,7 +20,7 @@ from attnmesh.core.selection import Selection
 from attnmesh.core.storage import columns_of, storage_of
 from attnmesh.kernels.choice import best_kernel
 from attnmesh.kernels.dense import attend_dense, backward_dense
-from attnmesh.kernels.kernel import Kernel, Need
+from attnmesh.kernels.kernel import Kernel, KernelRequest
 from attnmesh.kernels.rectangles import BackwardInputs, Gradients, tile_elements
 from attnmesh.runtime.memo import on_device
 
@@ -131,9 +131,9 @@ def attend_selected(
     width = v.shape[-1] if value_dim is None else value_dim
     total = identity(q, width, sum_dtype(q.dtype))
     numbers = k[..., : columns_of(k)], v[..., :width]  # scales follow in memory
-    need = Need.of(q, *numbers, scaling)._replace(dtype=q.dtype, scattered=True)
+    request = KernelRequest.of(q, *numbers, scaling)._replace(dtype=q.dtype, scattered=True)
     served = min(x.numel() for x in (q, *numbers)) > 0 and k.stride(-1) == v.stride(-1) == 1 and scaling.scale > 0
-    if served and (reader := best_kernel(need)) is not None:
+    if served and (reader := best_kernel(request)) is not None:
         tiles = _tiles(q, k, selected, _sizes_in_place(q, k, width))
         if all(_attend_in_place(reader, q, *numbers, tile, scaling, total) for tile in tiles):
             return total

@@ -1,6 +1,6 @@
 """Attention of a device's queries to a cache whose older tokens are in CPU memory.
 
-The CPU's kernel attends them where they lie, or they are brought to the device part by part. A sample of both is
+The CPU's kernel attends them where they lie, or they are uploaded to the device part by part. A sample of both is
 timed, and the faster one serves all steps of that kind. Selected rows are few, and always read where they lie. In each
 case only the slots that some query sees are read. The device attends its own slots meanwhile.
 """
@@ -18,9 +18,9 @@ from attnmesh.core.selection import Selection
 from attnmesh.kernels.cache_runs import CachedAttention, runs_of
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery
 from attnmesh.kernels.choice import choose
-from attnmesh.kernels.kernel import Kernel, Need
-from attnmesh.kernels.link import PART, link_to
+from attnmesh.kernels.kernel import Kernel, KernelRequest
 from attnmesh.kernels.stacked_merge import copy_into
+from attnmesh.kernels.upload import PART, uploader_to
 from attnmesh.runtime.memo import Memo
 
 SAMPLE = 4 * PART
@@ -29,8 +29,8 @@ SAMPLE = 4 * PART
 FEWEST = 256
 """Slots that are worth a sample. Fewer are attended where they lie."""
 
-IS_LINK_FASTER = Memo[bool](most=256)
-"""True for steps that are faster if keys are brought, by shapes and dtypes of queries and keys, and the device."""
+IS_UPLOAD_FASTER = Memo[bool](most=256)
+"""True for steps that are faster if keys are uploaded, by shapes and dtypes of queries and keys, and the device."""
 
 
 def attention_to_cache(kernel: Kernel, scaling: Scaling, value_dim: int, device: torch.device) -> CachedAttention:
@@ -65,8 +65,8 @@ class TieredAttention(CachedAttention):
         if tier is None:
             return lambda: identity(query.q, self.cache_kernel.value_dim, query.q.dtype)
         lengths = None if query.key_lengths is None else query.key_lengths.cpu()
-        if selected is None and self._is_link_faster(query, tier):
-            return lambda: self._attend_brought(query, query._replace(key_lengths=lengths), tier)
+        if selected is None and self._is_upload_faster(query, tier):
+            return lambda: self._attend_uploaded(query, query._replace(key_lengths=lengths), tier)
         chosen = None if selected is None else Selection(selected.indices.cpu(), selected.block)
         moved = query._replace(q=query.q.cpu(), key_lengths=lengths)
         return lambda: Partial(*(x.to(query.q.device) for x in self._attend_on_cpu(moved, tier, chosen)))
@@ -76,22 +76,22 @@ class TieredAttention(CachedAttention):
         attention = self.on_cpu.find(query.q.shape)
         if attention is None:
             _, scaling, value_dim = self.cache_kernel
-            kernel = choose(Need.of_cache(query.q, tier, scaling), "auto" if selected is None else "reference")
+            kernel = choose(KernelRequest.of_cache(query.q, tier, scaling), "auto" if selected is None else "reference")
             attention = self.on_cpu.keep(query.q.shape, CachedAttention(kernel, scaling, value_dim))
         return attention.attend(query, [tier], selected)
 
-    def _attend_brought(self, query: DecodeQuery, on_cpu: DecodeQuery, tier: CacheView) -> Partial:
+    def _attend_uploaded(self, query: DecodeQuery, on_cpu: DecodeQuery, tier: CacheView) -> Partial:
         """Return the partial of the slots that are seen, which come to the device part by part."""
         total = identity(query.q, self.cache_kernel.value_dim, query.q.dtype)
-        for part in _brought(query.q.device, on_cpu, tier):
+        for part in _uploaded(query.q.device, on_cpu, tier):
             partial = super().attend(query._replace(into=self._blank(query.q)), [part])
             total = merge_partials([total, partial])
         return total
 
-    def _is_link_faster(self, query: DecodeQuery, tier: CacheView) -> bool:
-        """Return whether the tier is attended faster if it is brought, by a sample of its slots."""
+    def _is_upload_faster(self, query: DecodeQuery, tier: CacheView) -> bool:
+        """Return whether the tier is attended faster if it is uploaded, by a sample of its slots."""
         kind = query.q.shape, query.q.dtype, tier.keys.shape[:2], tier.unscaled[0].shape[3], tier.keys.dtype
-        is_faster = IS_LINK_FASTER.find((*kind, query.q.device))
+        is_faster = IS_UPLOAD_FASTER.find((*kind, query.q.device))
         if is_faster is not None:
             return is_faster
         slots = int(tier.state[1])
@@ -105,16 +105,16 @@ class TieredAttention(CachedAttention):
         moved = sample_query._replace(q=sample_query.q.cpu())
         seconds = [
             _seconds(lambda: sampler._attend_on_cpu(moved, sample), sample_query.q),
-            _seconds(lambda: sampler._attend_brought(sample_query, sample_query, sample), sample_query.q),
+            _seconds(lambda: sampler._attend_uploaded(sample_query, sample_query, sample), sample_query.q),
         ]
-        return IS_LINK_FASTER.keep((*kind, query.q.device), seconds[1] < seconds[0])
+        return IS_UPLOAD_FASTER.keep((*kind, query.q.device), seconds[1] < seconds[0])
 
 
-def _brought(device: torch.device, query: DecodeQuery, tier: CacheView) -> Iterator[CacheView]:
+def _uploaded(device: torch.device, query: DecodeQuery, tier: CacheView) -> Iterator[CacheView]:
     """Yield the slots of a tier that some query sees, on the device."""
     for piece in (*tier.shared, tier._replace(shared=())):
         if runs := runs_of(query, [piece]):
-            yield from link_to(device).bring(piece, min(run.start for run in runs), max(run.stop for run in runs))
+            yield from uploader_to(device).upload(piece, min(run.start for run in runs), max(run.stop for run in runs))
 
 
 def _seconds(call: Callable[[], object], q: Tensor) -> float:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.errors import ClusterError, check_choice, check_count, require
 from attnmesh.mesh.rates import BOUNDLESS, NO_LINK, Device, Link
 from attnmesh.mesh.shares import recommended_shares
-from attnmesh.runtime.supplied import Supplied
+from attnmesh.runtime.late_bound import LateBound
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ def _is_positive(number: object) -> bool:
     return isinstance(number, int | float) and not isinstance(number, bool) and 0 < number < BOUNDLESS
 
 
-measured = Supplied[[DeviceMesh | None, torch.dtype | None], Cluster]()
+measured = LateBound[[DeviceMesh | None, torch.dtype | None], Cluster]()
 """Measure the ranks of a mesh, which exchange messages: `setup.measure`."""
 
 NVLINK = "NCCL 2.28 src/graph/tuning.cc: base 8.4 us + ring step 3.4 us (Simple), 6.6 + 0.6 (LL) for short messages"

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from attnmesh.comm.topology import surroundings
+from attnmesh.comm.topology import cluster_and_tile_of
 from attnmesh.core.layout import Contiguous, Layout, Packed, Split
 from attnmesh.core.mask import Mask
 from attnmesh.errors import LayoutError, require
@@ -57,7 +57,7 @@ class Price(NamedTuple):
 @cached_per_world(1024)
 def price(layout: Layout | str, mask: Mask, length: int, mesh: Mesh, heads: tuple[int, int, int]) -> Price:
     """Return the price of a layout on a mesh, or for "auto" that of the best. Ranks call it together the first time."""
-    cluster, tile = surroundings(mesh, torch.device(mesh.device_type))
+    cluster, tile = cluster_and_tile_of(mesh, torch.device(mesh.device_type))
     q_heads, kv_heads, width = heads
     kv_heads = math.lcm(kv_heads, mesh.shape.heads)
     q_heads = math.lcm(q_heads, kv_heads)
@@ -85,7 +85,7 @@ def chosen_exchange(
     """Return the exchange that takes least. It depends on values that are equal on all ranks."""
     if 0 in (problem.length, problem.key_length, *sizes):
         return EXCHANGES["bulk"]
-    cluster, tile = surroundings(mesh, device)
+    cluster, tile = cluster_and_tile_of(mesh, device)
     layout, work = costing_inputs(dtype, sizes, problem, latent, backward=latent is None)
     ways = [Way(problem.shape, tile, layout, name) for name in EXCHANGES]
     return EXCHANGES[fastest_way(ways, work, cluster).exchange]

@@ -24,7 +24,7 @@ from attnmesh.guard.argument_checks import (
     with_swap_hint,
 )
 from attnmesh.kernels.choice import check_kernel, choose
-from attnmesh.kernels.kernel import Need
+from attnmesh.kernels.kernel import KernelRequest
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.schedule import Problem, check_exchange
 from attnmesh.mesh.shapes import check_heads_axis
@@ -172,7 +172,7 @@ def check_call(mesh: Mesh, call: Call, checked: bool | None) -> None:
         else:
             check_heads_axis("attention", mesh.shape, k.shape[1])
             if options.kernel != "auto" and not torch.compiler.is_compiling():  # here, where all ranks can raise alike
-                choose(Need.of(q, k, v, scaling), options.kernel)
+                choose(KernelRequest.of(q, k, v, scaling), options.kernel)
     except (MaskError, ShapeError) as error:
         raise with_swap_hint(error, heads_and_length(q), heads_and_length(k)) from None
 

@@ -41,7 +41,7 @@ Returned = list[tuple[Tensor, Tensors]]
 Await = Callable[[], Tensors]
 """Awaits an exchange under way, and returns what has arrived."""
 
-Combine = Callable[[Returned, Tensors], None]
+Accumulate = Callable[[Returned, Tensors], None]
 """Adds or merges results for this rank's tokens into tensors of its chunk."""
 
 DONE = object()
@@ -164,15 +164,15 @@ def _attend_heads(arrivals: Arrivals, task: Task) -> Partial:
 
 
 def _return_results(
-    results: Tensors, step: ExchangeStep, axis: Axis, combine: Combine, totals: Tensors, one_at_a_time: bool
+    results: Tensors, step: ExchangeStep, axis: Axis, accumulate: Accumulate, totals: Tensors, one_at_a_time: bool
 ) -> Iterator[None]:
     """Return results to their owners. Results for this rank's tokens are combined into `totals` when they arrive."""
     arriving = return_to_owners(results, step, axis, one_at_a_time=one_at_a_time)
     del results
     if axis.size > 1:
         yield
-    combine = in_range(MERGE, combine) if is_profiled() else combine
-    combine(arriving(), totals)
+    accumulate = in_range(MERGE, accumulate) if is_profiled() else accumulate
+    accumulate(arriving(), totals)
 
 
 def backward(saved_qkv: Tensors, saved: BackwardInputs, task: Task) -> Gradients:
@@ -267,7 +267,7 @@ def _arrivals(swap_in: Callable[[HeadGroup], Await], task: Task) -> Iterator[Arr
     """
     swaps, gathers = task.mesh.heads.size > 1, task.mesh.queries.size * task.mesh.keys.size > 1
 
-    def bring(group: HeadGroup) -> Iterator[Arrivals | None]:
+    def exchange(group: HeadGroup) -> Iterator[Arrivals | None]:
         swapped = swap_in(group)
         if swaps:
             yield None
@@ -285,7 +285,7 @@ def _arrivals(swap_in: Callable[[HeadGroup], Await], task: Task) -> Iterator[Arr
     under_way: list[Iterator[Arrivals | None]] = []
     for group in (*task.groups, *[None] * (swaps + gathers)):  # None: all have begun
         if group is not None:
-            under_way.append(bring(group))
+            under_way.append(exchange(group))
         arrived = None
         for each in reversed(under_way):  # the newest begins before others are awaited; the oldest arrives
             arrived = next(each)

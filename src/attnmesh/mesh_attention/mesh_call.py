@@ -13,7 +13,7 @@ from attnmesh.core.selection import Selection
 from attnmesh.errors import RankFailure, ShapeError
 from attnmesh.kernels.choice import choose
 from attnmesh.kernels.driver import visible_counts
-from attnmesh.kernels.kernel import Need
+from attnmesh.kernels.kernel import KernelRequest
 from attnmesh.kernels.selected_keys import SelectedKeys
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.schedule import EXCHANGES, Problem, Schedule, groups_of_heads, schedule
@@ -107,7 +107,7 @@ class MeshCall(NamedTuple):
         q, k, v = (x.new_empty(1).expand(*x.shape[:2], count, x.shape[3]) for x, count in whole)
         queries = own_schedule.query_step.positions
         call = (q, k, v, self.scaling)
-        kernels = [choose(Need.of(*call, (queries, x.positions)), self.kernel) for x in own_schedule.key_steps]
+        kernels = [choose(KernelRequest.of(*call, (queries, x.positions)), self.kernel) for x in own_schedule.key_steps]
         return Task(mesh, own_schedule, groups, kernels, self.scaling, [None] * len(own_schedule.key_steps))
 
     def _selected(self, schedule: Schedule, key_lengths: Tensor | None, indices: Tensor) -> list[SelectedKeys]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm.topology import surroundings
+from attnmesh.comm.topology import cluster_and_tile_of
 from attnmesh.core.partial import Partial
 from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.mesh.exchange_cost import fastest_way
@@ -60,7 +60,7 @@ def chosen_way(
     """
     if 0 in (problem.length, *sizes):
         return mesh, exchange
-    cluster, tile = surroundings(mesh, device)
+    cluster, tile = cluster_and_tile_of(mesh, device)
     layout, work = costing_inputs(dtype, sizes, problem, latent, backward=False)
     names = EXCHANGES if exchange == "auto" else (exchange,)
     shapes = (mesh.shape, tile), (_turned(mesh.shape), _turned(tile))

@@ -1,9 +1,9 @@
 """Worlds, meshes and measured constants, made once before any call.
 
-It supplies `Cluster.measure`, which needs a world.
+It binds `Cluster.measure`, which needs a world.
 """
 
 from attnmesh.mesh.cluster import measured
 from attnmesh.setup import measure
 
-measured.supply(measure.measure)
+measured.bind(measure.measure)

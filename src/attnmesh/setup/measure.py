@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm.topology import dist_all_gather_ints, host_mailboxes, hosts, kept_group
+from attnmesh.comm.topology import dist_all_gather_ints, host_mailboxes, hosts, subgroup_of
 from attnmesh.comm.transport import flat_axis
 from attnmesh.core.mask import FULL, Documents, Mask
 from attnmesh.core.scaling import Scaling
@@ -195,7 +195,7 @@ def _step(world: MeasuredRanks, lines: list[list[int]], first_step: float) -> fl
     """Return the seconds of each step of a collective, whose first step takes at least as long as a message."""
     mine = next(line for line in lines if world.axis.index in line)
     number = torch.zeros(1, 4, dtype=torch.int64, device=world.device)
-    group = kept_group(world.axis, tuple(mine))
+    group = subgroup_of(world.axis, tuple(mine))
     numbers = [torch.empty_like(number) for _ in mine]
     took = world.short(lambda: dist.all_gather(numbers, number, group=group))
     further = (took - first_step) / max(1, len(mine) - 2)

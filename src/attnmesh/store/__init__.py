@@ -1,8 +1,8 @@
-"""Caches on disk, and recovery after lost ranks. It supplies `save` and `load` of a `KVCache`."""
+"""Caches on disk, and recovery after lost ranks. It binds `save` and `load` of a `KVCache`."""
 
 from attnmesh.cache.saved_cache import load_caches, open_folder, save_caches
 from attnmesh.store import checkpoint, checkpoint_writer, kv_folder
 
-save_caches.supply(checkpoint_writer.save_layers)
-load_caches.supply(checkpoint.load_layers)
-open_folder.supply(kv_folder.KeyFolder)
+save_caches.bind(checkpoint_writer.save_layers)
+load_caches.bind(checkpoint.load_layers)
+open_folder.bind(kv_folder.KeyFolder)

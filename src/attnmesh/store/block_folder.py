@@ -25,7 +25,15 @@ from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.errors import StoreError, require
 from attnmesh.store.block_names import StoredBlock
 from attnmesh.store.checkpoint import check_folder
-from attnmesh.store.tensor_file import FIX, PART, PRIVATE_FILE, PRIVATE_FOLDER, TensorFile, checksums_of, write_tensors
+from attnmesh.store.tensor_file import (
+    DAMAGED_FIX,
+    PART,
+    PRIVATE_FILE,
+    PRIVATE_FOLDER,
+    TensorFile,
+    checksums_of,
+    write_tensors,
+)
 
 SUBJECT = "store"
 """First word of errors about a folder of blocks."""
@@ -174,7 +182,7 @@ class BlockFolder:
             return [CacheSizes.from_code(tensors[str(n)].tolist()) for n in range(len(tensors))]
         except (KeyError, ValueError, IndexError, TypeError) as error:
             given = f"{self.path} ({type(error).__name__})"
-            raise StoreError("load", "sizes of layers", given, FIX) from error
+            raise StoreError("load", "sizes of layers", given, DAMAGED_FIX) from error
 
 
 def _tensors_of(path: Path, name: str) -> dict[str, Tensor]:
@@ -182,7 +190,7 @@ def _tensors_of(path: Path, name: str) -> dict[str, Tensor]:
     tensors = {each: file.read(each) for each in file.entries}
     own = tensors.pop(NAME, torch.empty(0, dtype=torch.uint8, device="cpu"))
     is_own = own.dtype == torch.uint8 and bytes(own.flatten().tolist()).hex() == name
-    require(is_own, StoreError, "load", f"a file of {name}", f"another's in {path}", FIX)
+    require(is_own, StoreError, "load", f"a file of {name}", f"another's in {path}", DAMAGED_FIX)
     return tensors
 
 

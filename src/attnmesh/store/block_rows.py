@@ -12,7 +12,7 @@ from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.errors import StoreError, require
 from attnmesh.mesh.axes import Axis, overlap
 from attnmesh.store.block_names import StoredBlock
-from attnmesh.store.tensor_file import FIX
+from attnmesh.store.tensor_file import DAMAGED_FIX
 
 HEADS, COLUMNS, FLOORS = "heads", "columns", "floors"
 """Names of tensors in a file: its index among ranks that share key heads, and their number; tokens; and, of each layer
@@ -103,7 +103,9 @@ class Filling:
     def begin(self, block: StoredBlock, pieces: Sequence[Mapping[str, Tensor]]) -> None:
         """Make room for the rows of a state, and for the tokens before it."""
         floors = pieces[0].get(FLOORS, torch.empty(0, device="cpu")).tolist()
-        require(len(floors) == len(self.kvs), StoreError, "load", "a state of each layer", f"{len(floors)}", FIX)
+        require(
+            len(floors) == len(self.kvs), StoreError, "load", "a state of each layer", f"{len(floors)}", DAMAGED_FIX
+        )
         self.floors = [(int(first), int(floor)) for first, floor in floors]
         for kv, starts in zip(self.kvs, self.floors, strict=True):
             kv.shards.prepare(block.stop, *starts)
@@ -120,7 +122,7 @@ class Filling:
                     for layer in group:
                         self._put_rows(layer, rows, mapping, needed)
             given, expected = f"{int((counts == 1).sum())} of {counts.numel()}", f"each row of {block.name} once"
-            require(bool((counts == 1).all()), StoreError, "load", expected, given, FIX)
+            require(bool((counts == 1).all()), StoreError, "load", expected, given, DAMAGED_FIX)
 
     def _wanted(self, group: Sequence[int], block: StoredBlock) -> Tensor:
         """Return the tokens of a block that this rank holds, in the layers of a group."""
@@ -137,7 +139,7 @@ class Filling:
         columns = rows.get(columns_of(self.kvs, group), needed[:0])
         index, number = rows.get(HEADS, torch.tensor([0, 0], device="cpu")).tolist()
         fits = columns.dtype == torch.int64 and 0 <= index < number and sizes.kv_heads % number == 0
-        require(fits, StoreError, "load", "tokens and heads of a cache", f"{index} of {number} heads", FIX)
+        require(fits, StoreError, "load", "tokens and heads of a cache", f"{index} of {number} heads", DAMAGED_FIX)
         saved_heads = Axis(number, index).slice_of(sizes.kv_heads)
         to, source = overlap(shard.heads.slice_of(sizes.kv_heads), saved_heads)
         chosen = torch.isin(columns, needed).nonzero().flatten()
@@ -158,7 +160,7 @@ class Filling:
             shape = sizes.batch, mapping.head_count, len(columns), x.shape[3]
             given = f"{saved_rows.dtype} {tuple(saved_rows.shape)}"
             fits = tuple(saved_rows.shape) == shape and saved_rows.dtype == x.dtype
-            require(fits, StoreError, "load", f"{x.dtype} {shape}", given, FIX)
+            require(fits, StoreError, "load", f"{x.dtype} {shape}", given, DAMAGED_FIX)
             new = saved_rows[:, mapping.source, mapping.chosen].to(shard.device)
             x[:, mapping.heads].index_copy_(2, mapping.slots, new)
         shard.token_index.index_copy_(0, mapping.slots, columns[mapping.chosen].to(shard.device))

@@ -39,7 +39,7 @@ from attnmesh.runtime.memory import host_memory
 from attnmesh.setup.init_mesh import device_fault, device_for
 from attnmesh.store.journal import Journal
 from attnmesh.store.layer_files import COLUMNS, PIECE, FillingFile, LayerFiles, RowShapes, chained, check_chain
-from attnmesh.store.tensor_file import FIX, TensorFile, check_size
+from attnmesh.store.tensor_file import DAMAGED_FIX, TensorFile, check_size
 from attnmesh.store.token_ids import TokenIds
 
 VERSION = 7
@@ -165,7 +165,7 @@ def read_manifest(path: Path) -> Manifest:
             raise ValueError("sizes that contradict each other")
     except (ValueError, IndexError, TypeError, ZeroDivisionError) as error:
         given = f"{fields['sizes']!r}, length={length}, heads={heads}, ranks={ranks} in {path}"
-        raise StoreError("load", "the sizes of a cache", given, FIX) from error
+        raise StoreError("load", "the sizes of a cache", given, DAMAGED_FIX) from error
     by_layer = tuple(forgotten), tuple(lengths)
     return Manifest(sizes, padded, has_extra, length, heads, ranks, saving, note, name, *by_layer, growing)
 
@@ -186,8 +186,8 @@ class PieceFile(NamedTuple):
     It has the layers that keep the same tokens as layer `group`.
     """
 
-    heads: int
-    tokens: int
+    head_rank: int
+    token_rank: int
     start: int
     stop: int
     group: int
@@ -205,26 +205,28 @@ def piece_files(path: Path, manifest: Manifest) -> Iterator[PieceFile]:
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:
-        raise StoreError("load", "a folder that KVCache.save wrote", f"{folder} ({error.strerror})", FIX) from error
+        raise StoreError(
+            "load", "a folder that KVCache.save wrote", f"{folder} ({error.strerror})", DAMAGED_FIX
+        ) from error
     for name in names:
         if match := PIECE_NAME.fullmatch(name):
-            heads, tokens, start, stop, group = (int(number or 0) for number in match.groups())
-            if heads < manifest.heads and tokens < manifest.ranks and start < stop <= manifest.length:
-                yield PieceFile(heads, tokens, start, stop, group, folder / name)
+            head_rank, token_rank, start, stop, group = (int(number or 0) for number in match.groups())
+            if head_rank < manifest.heads and token_rank < manifest.ranks and start < stop <= manifest.length:
+                yield PieceFile(head_rank, token_rank, start, stop, group, folder / name)
 
 
 def _layer_files(path: Path, manifest: Manifest, layer: int) -> Iterator[LayerFiles]:
     """Yield where each rank's files of a layer are."""
     leader = next(first for first, layers in manifest.groups.items() if layer in layers)
-    for heads, tokens in product(range(manifest.heads), range(manifest.ranks)):
-        yield LayerFiles(path / manifest.folder, heads, tokens, layer, leader)
+    for head_rank, token_rank in product(range(manifest.heads), range(manifest.ranks)):
+        yield LayerFiles(path / manifest.folder, head_rank, token_rank, layer, leader)
 
 
 def _opened_journal(files: LayerFiles) -> Journal:
     """Return the journal of a rank's layer, read."""
     journal = files.journal()
     if not journal.read():
-        raise StoreError("load", "a journal of each rank and layer", f"no {journal.path}", FIX)
+        raise StoreError("load", "a journal of each rank and layer", f"no {journal.path}", DAMAGED_FIX)
     return journal
 
 
@@ -244,7 +246,7 @@ def _grown_pieces(path: Path, manifest: Manifest, layer: int) -> Iterator[PieceF
         journal = _opened_journal(files)
         base, stop = journal.records[0].stop, journal.last.stop
         number = base // PIECE
-        at = (files.heads, files.tokens)
+        ranks = (files.head_rank, files.token_rank)
         filling = files.filling(number)
         full = stop == base + PIECE and not filling.exists()
         paths = [files.whole_or_shared(whole) for whole in range(number + full)]
@@ -253,9 +255,9 @@ def _grown_pieces(path: Path, manifest: Manifest, layer: int) -> Iterator[PieceF
             chain = chained(chain, TensorFile(path), [*shapes.named(layer)])
         check_chain(files, journal, chain)
         for whole, path in enumerate(paths):
-            yield PieceFile(*at, whole * PIECE, (whole + 1) * PIECE, layer, path)
+            yield PieceFile(*ranks, whole * PIECE, (whole + 1) * PIECE, layer, path)
         if stop > base and not full:
-            yield PieceFile(*at, base, stop, layer, filling, FillingFile(filling, journal, shapes, layer))
+            yield PieceFile(*ranks, base, stop, layer, filling, FillingFile(filling, journal, shapes, layer))
 
 
 ALL_LAYERS = LayersToLoad()
@@ -487,24 +489,30 @@ def _fill_group(shards: Mapping[int, CacheShard], path: Path, manifest: Manifest
         own_rows = (first.turn.holds(tokens) & (tokens < end)).nonzero().flatten()
         slots = first.turn.slot(tokens[own_rows]) - forgotten
         if len(tokens) and (int(tokens.min()) < start or (int(tokens.max()) >= end and not manifest.growing)):
-            raise StoreError("load", "every token once", f"tokens beyond the last in {piece.path}", FIX)
-        if bool(filled[piece.heads, slots].any()) or len(slots.unique()) < len(slots):
-            raise StoreError("load", "every token once", f"some twice in {piece.path}", FIX)
-        filled[piece.heads, slots] = True
+            raise StoreError("load", "every token once", f"tokens beyond the last in {piece.path}", DAMAGED_FIX)
+        if bool(filled[piece.head_rank, slots].any()) or len(slots.unique()) < len(slots):
+            raise StoreError("load", "every token once", f"some twice in {piece.path}", DAMAGED_FIX)
+        filled[piece.head_rank, slots] = True
         for layer, shard in shards.items() if len(own_rows) else ():
-            _copy_heads(shard, file, layer, Axis(manifest.heads, piece.heads), own_rows, slots, len(tokens))
+            _copy_heads(shard, file, layer, Axis(manifest.heads, piece.head_rank), own_rows, slots, len(tokens))
         first.token_index[slots.to(first.device)] = tokens[own_rows].to(first.device)
     for shard in shards.values():
         shared = [_shared_heads(shard, Axis(manifest.heads, h))[0] for h in range(manifest.heads)]
         needed = [to.start < to.stop for to in shared]
         if not bool(filled[needed].all()):
             given = f"{int(filled[needed].all(0).sum())} of this rank's {used} tokens in {path}"
-            raise StoreError("load", "every token once", given, FIX)
+            raise StoreError("load", "every token once", given, DAMAGED_FIX)
         shard.token_index[:used] = first.token_index[:used]
 
 
 def _copy_heads(
-    shard: CacheShard, file: TensorFile | FillingFile, layer: int, saved: Axis, own: Tensor, slots: Tensor, tokens: int
+    shard: CacheShard,
+    file: TensorFile | FillingFile,
+    layer: int,
+    saved: Axis,
+    own_rows: Tensor,
+    slots: Tensor,
+    token_count: int,
 ) -> None:
     """Copy this rank's heads and tokens of a file written at index `saved` along the heads axis."""
     to, source = _shared_heads(shard, saved)
@@ -513,8 +521,10 @@ def _copy_heads(
     sizes = shard.sizes
     heads = saved.slice_of(shard.sizes.kv_heads)
     for kind, x in zip(("keys", "values"), shard.stored, strict=False):
-        saved_rows = file.read(f"{kind} {layer}", x.dtype, (sizes.batch, heads.stop - heads.start, tokens, x.shape[3]))
-        x[:, to].index_copy_(2, slots.to(shard.device), saved_rows[:, source, own].to(shard.device))
+        saved_rows = file.read(
+            f"{kind} {layer}", x.dtype, (sizes.batch, heads.stop - heads.start, token_count, x.shape[3])
+        )
+        x[:, to].index_copy_(2, slots.to(shard.device), saved_rows[:, source, own_rows].to(shard.device))
 
 
 def _shared_heads(shard: CacheShard, saved: Axis) -> tuple[slice, slice]:

@@ -43,7 +43,7 @@ from attnmesh.store.layer_files import (
     open_filling,
     open_whole,
 )
-from attnmesh.store.tensor_file import FIX, TensorFile
+from attnmesh.store.tensor_file import DAMAGED_FIX, TensorFile
 
 SUBJECT = "KVCache folder"
 
@@ -102,7 +102,7 @@ class FolderShard(OrderedShard):
         journal, files = self.journal, self.files
         with opening(files.folder):
             if not journal.read():
-                raise StoreError("load", "a journal of each rank and layer", f"no {journal.path}", FIX)
+                raise StoreError("load", "a journal of each rank and layer", f"no {journal.path}", DAMAGED_FIX)
             journal.open()
             base, last = journal.records[0].stop, journal.last
             number = base // PIECE

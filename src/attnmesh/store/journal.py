@@ -22,7 +22,7 @@ import torch
 
 from attnmesh.core.digest import digest_each
 from attnmesh.errors import StoreError, require
-from attnmesh.store.tensor_file import FIX, PRIVATE_FILE
+from attnmesh.store.tensor_file import DAMAGED_FIX, PRIVATE_FILE
 
 RECORD = struct.Struct("8q")
 """Fields of a record, their digest with the journal's key, and two zeros. Its size divides a page, so that none is
@@ -63,11 +63,11 @@ def read_file(path: Path) -> bytes:
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise StoreError("load", "files as they were written", f"{path} ({error.strerror})", FIX) from error
+        raise StoreError("load", "files as they were written", f"{path} ({error.strerror})", DAMAGED_FIX) from error
     with os.fdopen(handle, "rb") as file:
         fits = S_ISREG(os.fstat(handle).st_mode)
         given = f"{path}, which is no regular file"
-        require(fits, StoreError, "load", "files as they were written", given, FIX)
+        require(fits, StoreError, "load", "files as they were written", given, DAMAGED_FIX)
         return file.read()
 
 
@@ -144,7 +144,7 @@ class Journal:
         return True
 
     def _require(self, fits: object, given: str) -> None:
-        require(bool(fits), StoreError, "load", "a journal as it was written", f"{given} in {self.path}", FIX)
+        require(bool(fits), StoreError, "load", "a journal as it was written", f"{given} in {self.path}", DAMAGED_FIX)
 
     @staticmethod
     def _put(records: list[Record], record: Record) -> None:

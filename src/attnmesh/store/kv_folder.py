@@ -168,7 +168,7 @@ class KeyFolder:
         paths = {
             (each.start, each.stop): each.path
             for each in piece_files(self.path, self.manifest)
-            if (each.heads, each.tokens, each.group) == (files.heads, files.tokens, files.leader)
+            if (each.head_rank, each.token_rank, each.group) == (files.head_rank, files.token_rank, files.leader)
         }
         whole_pieces = 0
         parts = list[list[Tensor]]()

@@ -22,7 +22,7 @@ from attnmesh.errors import StoreError, require
 from attnmesh.kernels.native.native_digest import digest_of_rows, wrapped
 from attnmesh.runtime.mapped_file import MappedFile
 from attnmesh.store.journal import Journal
-from attnmesh.store.tensor_file import FIX, PRIVATE_FILE, TensorFile, checksum_of, header_of
+from attnmesh.store.tensor_file import DAMAGED_FIX, PRIVATE_FILE, TensorFile, checksum_of, header_of
 
 PIECE = 4096
 """Tokens of a whole piece: a number of runs of the native kernel, so that pieces have the bits of one call."""
@@ -35,8 +35,8 @@ class LayerFiles(NamedTuple):
     """Files of a layer: the folder of a save, the rank's indices along heads and tokens, the layer."""
 
     folder: Path
-    heads: int
-    tokens: int
+    head_rank: int
+    token_rank: int
     layer: int
     leader: int
     """First of the layers that keep the same tokens. Files of all these layers have its number."""
@@ -57,12 +57,12 @@ class LayerFiles(NamedTuple):
     def _file(self, number: int, layer: int, kind: str) -> Path:
         suffix = f".{layer}" if layer else ""
         start = number * PIECE
-        return self.folder / f"{self.heads}.{self.tokens}.{start}-{start + PIECE}{suffix}.{kind}"
+        return self.folder / f"{self.head_rank}.{self.token_rank}.{start}-{start + PIECE}{suffix}.{kind}"
 
     def journal(self) -> Journal:
         """Return the journal, unread. Its records are of these files alone."""
-        path = self.folder / f"{self.heads}.{self.tokens}.{self.layer}.journal"
-        return Journal(path, f"{self.folder.name} {self.heads} {self.tokens} {self.layer}")
+        path = self.folder / f"{self.head_rank}.{self.token_rank}.{self.layer}.journal"
+        return Journal(path, f"{self.folder.name} {self.head_rank} {self.token_rank} {self.layer}")
 
 
 class RowShapes(NamedTuple):
@@ -133,7 +133,7 @@ def chained(chain: int, file: TensorFile, names: Sequence[str]) -> int:
 def check_chain(files: LayerFiles, journal: Journal, chain: int) -> None:
     """Raise unless whole pieces with this chain are those before the journal's rows."""
     given = f"a piece of another one in {files.folder}"
-    require(journal.records[0].digest == chain, StoreError, "load", "pieces of this cache", given, FIX)
+    require(journal.records[0].digest == chain, StoreError, "load", "pieces of this cache", given, DAMAGED_FIX)
 
 
 def open_whole(path: Path, layer: int, shapes: RowShapes) -> tuple[TensorFile, FilePiece]:
@@ -216,7 +216,7 @@ class FillingFile:
         try:
             self.piece = _mapped(file, MappedFile(path, private=True), shapes.named(layer))
         except OSError as error:
-            raise StoreError("load", "files as they were written", f"{path} ({error.strerror})", FIX) from error
+            raise StoreError("load", "files as they were written", f"{path} ({error.strerror})", DAMAGED_FIX) from error
         self.count = check_filling(path, self.piece, journal)
         self.tensors = dict(zip(shapes.named(layer), (*self.piece.stored, self.piece.columns), strict=True))
 
@@ -232,7 +232,7 @@ def check_filling(path: Path, piece: FilePiece, journal: Journal) -> int:
     for _, start, stop, _, digest in journal.records[1:]:
         fits = 0 <= start - base <= stop - base <= PIECE
         fits = fits and (start == stop or piece.digest(start - base, stop - base) == digest)
-        require(fits, StoreError, "load", "files as they were written", f"damage in {path}", FIX)
+        require(fits, StoreError, "load", "files as they were written", f"damage in {path}", DAMAGED_FIX)
     return journal.last.stop - base
 
 
@@ -240,7 +240,7 @@ def saved_pieces(files: LayerFiles, paths: Mapping[tuple[int, int], Path]) -> It
     """Yield (start, stop, file) of the pieces of a save, in order and without gaps. Raise where one is missing."""
     end = 0
     for start, stop in sorted(paths):
-        given = f"none of slots {end} to {start} of rank {files.heads}.{files.tokens} in {files.folder}"
-        require(start == end, StoreError, "load", "every token once", given, FIX)
+        given = f"none of slots {end} to {start} of rank {files.head_rank}.{files.token_rank} in {files.folder}"
+        require(start == end, StoreError, "load", "every token once", given, DAMAGED_FIX)
         end = stop
         yield start, stop, paths[start, stop]

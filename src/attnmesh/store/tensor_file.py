@@ -57,7 +57,7 @@ PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
 PART = ".part"
 """End of the name of a file that is being written."""
 
-FIX = "restore the folder from a copy, or save to another"
+DAMAGED_FIX = "restore the folder from a copy, or save to another"
 
 
 class Entry(NamedTuple):
@@ -210,7 +210,7 @@ class TensorFile:
         size = entry.stop - entry.start
         if size > SMALL and size > host_memory():
             given = f"{size / 1e9:,.1f} GB in {name!r} in {self.path}"
-            raise StoreError("load", f"at most this host's {host_memory() / 1e9:,.1f} GB", given, FIX)
+            raise StoreError("load", f"at most this host's {host_memory() / 1e9:,.1f} GB", given, DAMAGED_FIX)
         tensor = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
         try:
             with self.path.open("rb") as file:
@@ -218,17 +218,19 @@ class TensorFile:
                 byte_count = file.readinto(_buffer(tensor))
         except OSError as error:
             given = f"{name!r} in {self.path} ({error.strerror})"
-            raise StoreError("load", "files as they were written", given, FIX) from error
+            raise StoreError("load", "files as they were written", given, DAMAGED_FIX) from error
         self.check(name, tensor, byte_count == size)
         return tensor
 
     def entry(self, name: str, dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = None) -> Entry:
         """Return what the header has of a tensor. Raise if it is missing, or not of the expected dtype and shape."""
         if name not in self.entries:
-            raise StoreError("load", "a cache that KVCache.save wrote", f"no {name!r} in {self.path}", FIX)
+            raise StoreError("load", "a cache that KVCache.save wrote", f"no {name!r} in {self.path}", DAMAGED_FIX)
         entry = self.entries[name]
         if dtype not in (None, entry.dtype) or shape not in (None, entry.shape):
-            raise StoreError("load", f"{name!r} as {dtype} {shape}", f"{entry.dtype} {entry.shape} in {self.path}", FIX)
+            raise StoreError(
+                "load", f"{name!r} as {dtype} {shape}", f"{entry.dtype} {entry.shape} in {self.path}", DAMAGED_FIX
+            )
         return entry
 
     def mapped(self, file: MappedFile, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
@@ -238,7 +240,7 @@ class TensorFile:
     def check(self, name: str, tensor: Tensor, whole: bool = True) -> None:
         """Raise unless a tensor was read whole and is as it was written."""
         if not whole or checksum_of(tensor) != self.entries[name].checksum:
-            raise StoreError("load", "files as they were written", f"damage in {name!r} in {self.path}", FIX)
+            raise StoreError("load", "files as they were written", f"damage in {name!r} in {self.path}", DAMAGED_FIX)
 
 
 def _entries(header: Any, size: int) -> dict[str, Entry]:

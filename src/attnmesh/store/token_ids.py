@@ -10,7 +10,7 @@ from torch import Tensor
 from attnmesh.errors import StoreError, require
 from attnmesh.kernels.native.native_digest import digest_on_cpu
 from attnmesh.store.journal import Journal, read_file
-from attnmesh.store.tensor_file import FIX, PRIVATE_FILE
+from attnmesh.store.tensor_file import DAMAGED_FIX, PRIVATE_FILE
 
 MAX_RECORDS = 4096
 """Records of a journal before it is begun anew, with one for all ids."""
@@ -33,7 +33,7 @@ class TokenIds:
         try:
             content = bytearray(read_file(self.path))
         except FileNotFoundError as error:
-            raise StoreError("load", "the ids of all tokens", f"no {self.path}", FIX) from error
+            raise StoreError("load", "the ids of all tokens", f"no {self.path}", DAMAGED_FIX) from error
         whole = len(content) // 8 // batch * batch
         ids = torch.empty(0, dtype=torch.int64, device="cpu")
         if whole:
@@ -41,7 +41,7 @@ class TokenIds:
         rows = ids.view(-1, batch)
         for start, stop, digest in ((0, first.stop, first.digest), *((x.start, x.stop, x.digest) for x in later)):
             fits = stop <= len(rows) and (start == stop or digest_on_cpu(rows[start:stop]) == digest)
-            require(fits, StoreError, "load", "the ids of all tokens", f"damage in {self.path}", FIX)
+            require(fits, StoreError, "load", "the ids of all tokens", f"damage in {self.path}", DAMAGED_FIX)
         self.written = rows[: self.journal.last.stop]
         return self.written.t().contiguous()
 

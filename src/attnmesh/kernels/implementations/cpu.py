@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from attnmesh.core.partial import Partial
 from attnmesh.core.scaling import Scaling
 from attnmesh.kernels.implementations.reference import Reference
-from attnmesh.kernels.kernel import Kernel, Need
+from attnmesh.kernels.kernel import Kernel, KernelRequest
 from attnmesh.kernels.rectangles import TILE, BackwardInputs, Gradients, Rectangle, made_once
 
 MAX_PACKED_ROWS = 32
@@ -33,10 +33,10 @@ class FlashCPU(Kernel):
 
     name = "cpu"
 
-    def unsupported_reason(self, need: Need) -> str | None:
+    def unsupported_reason(self, request: KernelRequest) -> str | None:
         """Return None on the CPU, where every dtype is supported."""
-        if need.device.type != "cpu":
-            return f"it runs on the CPU, the tensors are on {need.device.type}"
+        if request.device.type != "cpu":
+            return f"it runs on the CPU, the tensors are on {request.device.type}"
         if not hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"):
             return "this PyTorch has no flash attention for CPUs"
         return None

@@ -25,7 +25,7 @@ from attnmesh.core.partial import Partial
 from attnmesh.core.scaling import Scaling
 from attnmesh.kernels.implementations.reference import Reference
 from attnmesh.kernels.implementations.triton import TRITON, Triton
-from attnmesh.kernels.kernel import Kernel, Need
+from attnmesh.kernels.kernel import Kernel, KernelRequest
 from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Rectangle, cut
 
 ALIGNMENT = 8
@@ -152,18 +152,20 @@ class CUDA(Kernel):
 
     name, made_for, caps_logits = "cuda", "all but caches", False
 
-    def unsupported_reason(self, need: Need) -> str | None:
+    def unsupported_reason(self, request: KernelRequest) -> str | None:
         """Return None for CUDA tensors of a dtype and width that the efficient operator supports."""
-        if need.device.type != "cuda":
-            return f"it runs on CUDA, the tensors are on {need.device.type}"
-        few = torch.zeros(1, 1, ALIGNMENT, need.width + -need.width % ALIGNMENT, dtype=need.dtype, device=need.device)
+        if request.device.type != "cuda":
+            return f"it runs on CUDA, the tensors are on {request.device.type}"
+        few = torch.zeros(
+            1, 1, ALIGNMENT, request.width + -request.width % ALIGNMENT, dtype=request.dtype, device=request.device
+        )
         if not can_use_efficient_attention(SDPAParams(few, few, few, None, 0.0, False, False)):
-            return f"PyTorch's operators do not take {need.dtype} of width {need.width} on this device"
+            return f"PyTorch's operators do not take {request.dtype} of width {request.width} on this device"
         return None
 
-    def suits(self, need: Need) -> bool:
+    def is_made_for(self, request: KernelRequest) -> bool:
         """Return False for caches, which it does not read in place."""
-        return not need.cached
+        return not request.cached
 
     def cut(self, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Rectangle]:
         """Return few plain rectangles, or for the Triton kernel one."""
@@ -204,7 +206,7 @@ def operator_of(q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle) -> Operat
 
 def _takes_masks(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return whether the Triton kernel serves masked rectangles of such tensors."""
-    return TRITON.refusal(Need.of(q, k, v, Scaling(1.0))) is None
+    return TRITON.refusal(KernelRequest.of(q, k, v, Scaling(1.0))) is None
 
 
 def flash_override() -> str | None:

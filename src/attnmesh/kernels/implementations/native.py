@@ -19,7 +19,7 @@ from attnmesh.core.scaling import Scaling
 from attnmesh.core.storage import is_prefix
 from attnmesh.kernels.implementations.cpu import FlashCPU
 from attnmesh.kernels.implementations.reference import Reference
-from attnmesh.kernels.kernel import Kernel, Need
+from attnmesh.kernels.kernel import Kernel, KernelRequest
 from attnmesh.kernels.native.abi import DTYPES, STORED, error_of
 from attnmesh.kernels.native.build import Function, library
 from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Rectangle, cut
@@ -45,17 +45,17 @@ class Native(Kernel):
     priority = 0
     reads_scattered = reads_8_bits = True
 
-    def unsupported_reason(self, need: Need) -> str | None:
+    def unsupported_reason(self, request: KernelRequest) -> str | None:
         """Return None on the CPU in float32 and narrower, if there is a library."""
-        if need.device.type != "cpu":
-            return f"it runs on the CPU, the tensors are on {need.device.type}"
-        if need.dtype not in DTYPES:
-            return f"it computes in float32, the tensors are {str(need.dtype).removeprefix('torch.')}"
+        if request.device.type != "cpu":
+            return f"it runs on the CPU, the tensors are on {request.device.type}"
+        if request.dtype not in DTYPES:
+            return f"it computes in float32, the tensors are {str(request.dtype).removeprefix('torch.')}"
         return library().reason
 
-    def suits(self, need: Need) -> bool:
+    def is_made_for(self, request: KernelRequest) -> bool:
         """Return True for few rows, where reading the keys is the cost."""
-        return need.rows <= MAX_ROWS
+        return request.rows <= MAX_ROWS
 
     def bind(self, q: Tensor, k: Tensor, v: Tensor, scaling: Scaling) -> "BoundNative | None":
         """Return the launch of few rows."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.core.scaling import Scaling
 from attnmesh.kernels.dense import attend_dense, backward_dense, widen
-from attnmesh.kernels.kernel import Kernel, Need
+from attnmesh.kernels.kernel import Kernel, KernelRequest
 from attnmesh.kernels.rectangles import (
     BackwardInputs,
     Gradients,
@@ -43,11 +43,11 @@ class Reference(Kernel):
     def __init__(self, positions: tuple[Tensor, Tensor] | None = None) -> None:
         self.positions = positions
 
-    def unsupported_reason(self, need: Need) -> str | None:
+    def unsupported_reason(self, request: KernelRequest) -> str | None:
         """Return None: all tensors are supported."""
         return None
 
-    def suits(self, need: Need) -> bool:
+    def is_made_for(self, request: KernelRequest) -> bool:
         """Return False: others are faster."""
         return False
 

@@ -14,7 +14,7 @@ from attnmesh.core.partial import Partial, with_sinks
 from attnmesh.core.scaling import Scaling
 from attnmesh.core.storage import is_prefix, storage_of
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery
-from attnmesh.kernels.kernel import Kernel, Need
+from attnmesh.kernels.kernel import Kernel, KernelRequest
 from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Rectangle
 from attnmesh.kernels.stacked_merge import (
     by_residue,
@@ -69,19 +69,19 @@ class Triton(Kernel):
     name, made_for, priority = "triton", "caches on GPUs", 0
     reads_scattered = reads_cache = True
 
-    def unsupported_reason(self, need: Need) -> str | None:
+    def unsupported_reason(self, request: KernelRequest) -> str | None:
         """Return None for float32, bfloat16 and float16 on GPUs with bfloat16 tensor cores."""
-        if (reason := unsupported_reason(need.device)) is not None:
+        if (reason := unsupported_reason(request.device)) is not None:
             return reason
-        if need.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            return f"it does not support {need.dtype}"
-        if need.width > MAX_WIDTH:
-            return f"heads are {need.width} wide, of at most {MAX_WIDTH}"
-        return _fault(need.device) if need.device.type == "cuda" else None
+        if request.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return f"it does not support {request.dtype}"
+        if request.width > MAX_WIDTH:
+            return f"heads are {request.width} wide, of at most {MAX_WIDTH}"
+        return _fault(request.device) if request.device.type == "cuda" else None
 
-    def suits(self, need: Need) -> bool:
+    def is_made_for(self, request: KernelRequest) -> bool:
         """Return True for caches on GPUs, which it reads in place."""
-        return need.cached and need.device.type != "cpu"
+        return request.cached and request.device.type != "cpu"
 
     def cut(self, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Rectangle]:
         """Return one rectangle of the keys that any row sees, or none if there are none."""

@@ -32,15 +32,15 @@ class Buffer:
         self.attended.record(torch.cuda.current_stream(device))  # what had this memory before may still be at work
 
 
-class DeviceLink:
-    """The way to one device."""
+class Uploader:
+    """Copies of parts to one device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device)
         self.buffers: list[Buffer] = []
 
-    def bring(self, piece: CacheView, start: int, stop: int) -> Iterator[CacheView]:
+    def upload(self, piece: CacheView, start: int, stop: int) -> Iterator[CacheView]:
         """Yield the slots from `start` to `stop` of a piece on the device, part by part.
 
         A part is valid until the next one is asked for.
@@ -78,9 +78,9 @@ class DeviceLink:
 
 
 @cache
-def link_to(device: torch.device) -> DeviceLink:
-    """Return the way to a device."""
-    return DeviceLink(device)
+def uploader_to(device: torch.device) -> Uploader:
+    """Return what copies parts to a device."""
+    return Uploader(device)
 
 
 def _slots_of_part(rows: Sequence[Tensor]) -> int:
