@@ -50,7 +50,7 @@ MESHES: dict[str, Shape | None] = {
     "plain": Shape(1, 1, 2),
     "padded": Shape(1, 2, 1),
     "chunked": Shape(1, 1, 2),
-    "turns": Shape(1, 2, 1),
+    "conversation": Shape(1, 2, 1),
     "beams": Shape(1, 1, 2),
     "rows": Shape(1, 1, 2),
     "shared": Shape(1, 1, 2),

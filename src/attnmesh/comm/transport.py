@@ -337,8 +337,8 @@ def fastest_by_time(transport: Transport) -> Merge:
     """Return the fastest merge of a transport, measured at the first call, alike on all ranks.
 
     One is chosen for all sizes of messages: a rank that sends poison does not know the size of the others' messages. It
-    is the one that loses least to the other, over short and long messages. Ranks that do not all share a host time
-    short ones alone, once a turn.
+    has the smallest worst-case slowdown over short and long messages. Ranks that do not all share a host time short
+    ones alone, once a turn.
     """
     forms = [MessageForm((batch, 32, 1, 128), torch.float32, torch.float32) for batch in TRIAL_BATCHES]
     in_one_host = transport.merges_whole(forms[0])

@@ -65,7 +65,7 @@ class PreparedStep(NamedTuple):
                 like = q.new_empty(0), q.shape, caches[0].sizes.value_dim
                 agreement.ask = functools.partial(ask_in_step, step, *like)
             with agreement:
-                if not agreement.compare_or_skip():
+                if not agreement.enter_merge():
                     return q.new_full(step.output_shape(q), torch.nan)
                 call_hash = agreement.call_hash
                 out, agreement.checksum = self.compute(inputs, views, call_hash)

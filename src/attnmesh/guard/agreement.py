@@ -56,7 +56,7 @@ def is_capturing(device: torch.device) -> bool:
 class Agreement:
     """One call on which all ranks of a mesh agree, as a `with` around checks, or other work, that may fail on one rank.
 
-    `conclude` compares the call at the end of the `with`, before any tensor is sent; `compare_or_skip` does so earlier.
+    `conclude` compares the call at the end of the `with`, before any tensor is sent; `compare_call` does so earlier.
     `fail` compares the error that has ended the `with`: then all ranks raise it, or none does. Without `is_compared` a
     rank is alone.
 
@@ -97,10 +97,9 @@ class Agreement:
         """Return the text of the call."""
         return self.text or describe_call(self.name, **(self.fields() if callable(self.fields) else self.fields))
 
-    def compare_or_skip(self) -> bool:
-        """Compare the call now. Return whether the ranks make it, which only a call that ends in a merge may deny."""
+    def compare_call(self) -> None:
+        """Compare the call now, before the end of the `with`."""
         self.compare(self.described())
-        return True
 
     def conclude(self) -> None:
         """Compare the call at the end of the `with`."""
@@ -153,7 +152,7 @@ class Agreement:
 
     def raise_unequal(self) -> NoReturn:
         """Raise on all ranks, whose merge has shown that their numbers differ."""
-        self.compare(self.described())
+        self.compare_call()
         all_gather_ints([0], self.mesh)  # a barrier: all are out of the merge
         realign(self.mesh)  # messages of a call that some rank broke off
         all_gather_ints([0], self.mesh)  # a barrier: no rank sends before all have dropped them
@@ -215,13 +214,13 @@ class MergeAgreement(Agreement):
     `poison` takes part in the merge without a call, so that the other ranks find this rank's error.
     """
 
-    # Set before `compare_or_skip`:
+    # Set before `enter_merge`:
     compared_facts: Hashable = None  # all that must be equal, by its hash; the text has it in words
     state: tuple[Hashable, ...] = ()  # values that change between calls of the same facts
     ask: Callable[[], Tensor] | None = None  # part in a merge by a question; None where the CPU reads the messages
     # Set after the merge:
     checksum: Tensor | None = None  # checksum of all ranks' calls
-    # Found by `compare_or_skip`:
+    # Found by `enter_merge`:
     compares_now = False
 
     def __init__(
@@ -238,7 +237,7 @@ class MergeAgreement(Agreement):
         self.checksum_stays_on_device = device.type != "cpu" or interpreted() or calls.last_exchange is not None
         """True if no CPU reads the merged checksum. So a rank asks about a call that is new to it.
 
-        So it is on GPUs, where their programs run on a CPU, and once an earlier call on the object was so.
+        True on GPUs, when GPU kernels are interpreted on a CPU, and once it was True of an earlier call on the object.
         """
 
     @property
@@ -246,16 +245,18 @@ class MergeAgreement(Agreement):
         """The hash of the call, which its messages carry."""
         return hash_of_call(self.compared_facts, *self.state)
 
-    def compare_or_skip(self) -> bool:
+    def enter_merge(self) -> bool:
         """Compare the call before messages that need it. Return False if this rank asked and not all ranks did."""
         # A CPU that reads the checksum compares each call.
         known = self.calls.compared_calls
         by_default = not (self.checksum_stays_on_device and self.ask is not None and self.compared_facts in known)
         self.compares_now = self.is_compared and (by_default if self.checked is None else self.checked)
         if self.compares_now and self.checksum_stays_on_device:
-            return self.ask_all_ranks() and super().compare_or_skip()
-        if self.compares_now and is_collective(self.merge):
-            super().compare_or_skip()
+            if not self.ask_all_ranks():
+                return False
+            self.compare_call()
+        elif self.compares_now and is_collective(self.merge):
+            self.compare_call()
         return True
 
     def ask_all_ranks(self) -> bool:
@@ -299,7 +300,7 @@ def prepare_merges(axis: Axis) -> None:
 
     They compare this first: else its exchanges could meet those of another call.
     """
-    Agreement(mesh_of(axis), "the first merge along an axis").compare_or_skip()
+    Agreement(mesh_of(axis), "the first merge along an axis").compare_call()
     transport_of(axis, torch.device("cpu")).fastest()
 
 

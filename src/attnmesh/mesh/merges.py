@@ -52,7 +52,7 @@ class MergeTransport(Protocol):
 
 
 class Pattern(Enum):
-    """Exchanges of a merge. Where a host or a launch has a native one of `ROUNDS` or `SWAP`, it stands in for `run`."""
+    """Exchanges of a merge. A host, or a launch, may do `ROUNDS` and `SWAP` natively: then `run` is not called."""
 
     ROUNDS = "pairs, along a tree whose canonical order gives the same bits on 1, 2, 4, 8, ... ranks"
     SWAP = "each rank to every other, which gets its own heads alone where it needs no more"
@@ -150,5 +150,5 @@ def native_merges() -> list[Merge]:
 
 
 def fastest_merge(group: MergeGroup, cluster: Cluster) -> Merge:
-    """Return the fastest merge of short messages, of equal ones the last."""
+    """Return the fastest merge of short messages; ties go to the last record."""
     return min(native_merges()[::-1], key=lambda merge: merge.seconds(group, TYPICAL_PAYLOAD, cluster))

@@ -154,7 +154,7 @@ def _merge(
     if merge == "auto" or MERGES[merge].is_packed:
         like = partial.out.new_empty(0), partial.lse.new_empty(0), partial.out.shape
         agreement.ask = partial_of(_ask, *like, axis, merge, output, wire)
-    if not agreement.compare_or_skip():
+    if not agreement.enter_merge():
         return _nan_like(partial, axis, output)
     if axis.size > 1 and device.type == "cpu":
         prepare_merges(axis)

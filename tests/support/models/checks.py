@@ -115,7 +115,7 @@ def chunked(generate: Generate) -> list[Any]:
     return [generate(prompt(), max_new_tokens=NEW, prefill_chunk_size=8)]
 
 
-def turns(generate: Generate) -> list[Any]:
+def conversation(generate: Generate) -> list[Any]:
     """Generate twice. The second prompt begins with the first prompt and its new tokens."""
     first = generate(prompt(), max_new_tokens=5)
     ids = torch.cat((first.sequences, prompt(11, seed=1)), 1)
@@ -136,17 +136,17 @@ def prompts_of_rows() -> list[Tensor]:
 
 
 GENERATIONS: dict[str, Callable[[Generate], list[Any]]] = {
-    check.__name__: check for check in (plain, padded, chunked, turns, beams, rows)
+    check.__name__: check for check in (plain, padded, chunked, conversation, beams, rows)
 }
 
 GENERATIONS["shared"] = plain
 
-WITH_CACHE = dict.fromkeys(("chunked", "turns"), ("fresh", "alike", "uncached"))
+WITH_CACHE = dict.fromkeys(("chunked", "conversation"), ("fresh", "alike", "uncached"))
 
 REFERENCES = {**dict.fromkeys(GENERATIONS, ("fresh", "uncached")), **WITH_CACHE}
 """Ways to run stock transformers as the reference, in order of preference.
 
-"fresh" computes each prompt as a whole. "alike" uses the same chunks, or one cache for both turns. "uncached" computes
+"fresh" computes each prompt as a whole. "alike" uses the same chunks, or one cache for both prompts. "uncached" computes
 all tokens again for each new one, because in some models the stock cache changes the results.
 """
 
@@ -174,7 +174,7 @@ def stock_generation(case: Case, check: str, reference: str, dtype: torch.dtype)
     # Layers are shared in a new model, so that its dynamic ropes have grown as little as this one's.
     model = (build if check == "shared" else _model)(case, "eager", dtype)
     more: dict[str, Any] = {"use_cache": False} if reference == "uncached" else {}
-    if check == "turns" and reference == "alike":
+    if check == "conversation" and reference == "alike":
         more["past_key_values"] = DynamicCache(config=model.config)
 
     def generate(ids: Tensor, **options: Any) -> Any:
@@ -196,7 +196,7 @@ def our_generation(case: Case, check: str, dtype: torch.dtype, shape: Shape | No
         with precisely(model, dtype):
             return _decode_rows(model, mesh, dtype)
     target: dict[str, Any] = {"mesh": mesh}
-    if check in ("chunked", "turns"):  # small blocks, so that a short prompt has several chunks
+    if check in ("chunked", "conversation"):  # small blocks, so that a short prompt has several chunks
         target = {"cache": hf.ShardedCache(model.config, mesh, block=4)}
 
     def generate(ids: Tensor, **options: Any) -> Any:
@@ -298,7 +298,7 @@ def loss_and_gradients(model: torch.nn.Module, batch: dict[str, Any]) -> tuple[f
 def stock_training(case: Case, dtype: torch.dtype) -> Result:
     """Return the loss and gradients of stock transformers."""
     model = _model(case, "eager", dtype)
-    return check_finite(train_once(model, {**batch(), "use_cache": False}, dtype, _reach(model)))
+    return check_finite(train_once(model, {**batch(), "use_cache": False}, dtype, _measured_reach(model)))
 
 
 @on_each_rank
@@ -323,7 +323,7 @@ def train_once(model: PreTrainedModel, arguments: dict[str, Any], dtype: torch.d
     return Result(dtype, loss=loss.item(), gradients=gradients, reach=reach)
 
 
-def _reach(model: PreTrainedModel) -> float:
+def _measured_reach(model: PreTrainedModel) -> float:
     """Return `Result.reach` of a model."""
     ids = prompt()
     other = ids.clone()
