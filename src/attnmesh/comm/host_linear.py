@@ -133,7 +133,7 @@ class HostLinear:
     def would_take(weight: Tensor, bias: Tensor | None) -> bool:
         """Return whether the native call takes a layer of such weights on a CPU: of outputs or columns in a row."""
         tensors = [weight] if bias is None else [weight, bias]
-        plain = all(type(one) in (Tensor, Parameter) and 1 in one.stride() for one in tensors)
+        plain = all(type(x) in (Tensor, Parameter) and 1 in x.stride() for x in tensors)
         alike = bias is None or (bias.dtype == weight.dtype and bias.shape == weight.shape[:1])
         return (
             plain and alike and weight.dtype in DTYPES and weight.shape[1] % COLUMN_MULTIPLE == 0 and weight.numel() > 0

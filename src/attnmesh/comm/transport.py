@@ -247,7 +247,9 @@ class HostTransport(Transport):
         """Merge messages by the rounds inside the host, which come first, in one native call."""
         if form.is_native and not reproducible:
             own_rounds = rounds(self.axis, reproducible)[self.axis.index]
-            done = next((i for i, each in enumerate(own_rounds) if not self.mailboxes.holds(each)), len(own_rounds))
+            done = next(
+                (i for i, own_round in enumerate(own_rounds) if not self.mailboxes.holds(own_round)), len(own_rounds)
+            )
             merge_in_host(message, *form.sizes, self.axis, self.mailboxes, own_rounds[:done])
         return super().tree(message, form, reproducible, done)
 

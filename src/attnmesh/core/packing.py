@@ -185,11 +185,11 @@ class Grid:
         shares = self._shares(length, cells)
         chunks = [share // 2 for share in shares] + [share - share // 2 for share in reversed(shares)]
         runs = list(pairwise(accumulate(chunks, initial=start)))
-        in_rows = [sum(shares[at : at + columns]) for at in range(0, len(shares), columns)]
-        in_columns = [sum(shares[at::columns]) for at in range(columns)]
-        for at, (cell, share) in enumerate(zip(cells, shares, strict=True)):
-            halves = [run for run in (runs[at], runs[-1 - at]) if run[0] < run[1]]
-            self._put(cell, halves, share, in_rows[at // columns] * in_columns[at % columns] / 2)
+        in_rows = [sum(shares[first : first + columns]) for first in range(0, len(shares), columns)]
+        in_columns = [sum(shares[column::columns]) for column in range(columns)]
+        for number, (cell, share) in enumerate(zip(cells, shares, strict=True)):
+            halves = [run for run in (runs[number], runs[-1 - number]) if run[0] < run[1]]
+            self._put(cell, halves, share, in_rows[number // columns] * in_columns[number % columns] / 2)
 
     def _put(self, cell: int, runs: Sequence[TokenRun], tokens: int, pairs: float) -> None:
         self.runs[cell] += runs

@@ -38,8 +38,8 @@ def compared_fields(inputs: StepInputs, step: DecodeStep) -> Mapping[str, object
     tensors = {"q": q[..., :width], "distance_bias": bias, "sinks": sinks, "selected": inputs.indices}
     lengths, histories = [cache.length for cache in caches], [cache.history_checksum for cache in caches]
     held = "tokens in the cache" if len(caches) == 1 else "tokens in the caches"
-    each = {held: lengths, "padding and order": histories}
-    contents = {field: values[0] if len(values) == 1 else values for field, values in each.items()}
+    by_cache = {held: lengths, "padding and order": histories}
+    contents = {field: values[0] if len(values) == 1 else values for field, values in by_cache.items()}
     return {**options, **fingerprints(tensors), **contents}
 
 

@@ -349,20 +349,24 @@ def _table(texts: Sequence[str], ranks: Sequence[int]) -> str:
     for rank, text in sorted(zip(ranks, texts, strict=True)):
         call, _, host = text.partition(HOST_FIELD)
         members[call].append((str(rank), host))
-    fields = []
+    columns_by_call = []
     for call, callers in members.items():
         name, *lines = call.splitlines()
         hosts = [*dict.fromkeys(host for _, host in callers if host)]
         host_names = ", ".join(hosts[:MAX_NAMED_HOSTS])
         host_names += f" and {len(hosts) - MAX_NAMED_HOSTS} more" * (len(hosts) > MAX_NAMED_HOSTS)
-        fields.append(
+        columns_by_call.append(
             {"call": name, **dict(line.split(": ", 1) for line in lines), **({"hosts": host_names} if hosts else {})}
         )
-    names = [name for name in dict.fromkeys(chain(*fields)) if len({each.get(name) for each in fields}) > 1]
+    names = [
+        name
+        for name in dict.fromkeys(chain(*columns_by_call))
+        if len({columns.get(name) for columns in columns_by_call}) > 1
+    ]
     rows = [["ranks", *names]]
     rows += [
-        [", ".join(rank for rank, _ in callers), *(each.get(name, "-") for name in names)]
-        for callers, each in zip(members.values(), fields, strict=True)
+        [", ".join(rank for rank, _ in callers), *(columns.get(name, "-") for name in names)]
+        for callers, columns in zip(members.values(), columns_by_call, strict=True)
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

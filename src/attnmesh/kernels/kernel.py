@@ -37,8 +37,8 @@ class KernelRequest(NamedTuple):
         if positions is None or not request.biased:
             return request
         queries, keys = (
-            torch.arange(x.shape[2], device="cpu") if at is None else at
-            for x, at in zip((q, k), positions, strict=True)
+            torch.arange(x.shape[2], device="cpu") if own_positions is None else own_positions
+            for x, own_positions in zip((q, k), positions, strict=True)
         )
         return request._replace(positions=(queries, keys))
 

@@ -43,7 +43,7 @@ class Padding(NamedTuple):
     def reordered(self, index: Tensor) -> "Padding":
         """Return a padding whose sequence b is the sequence `index[b]` of this one."""
         with torch.inference_mode(False):
-            return Padding(*(each.index_select(0, index) for each in self))
+            return Padding(*(x.index_select(0, index) for x in self))
 
     def resized(self, capacity: int, positions: Tensor) -> "Padding":
         """Return the padding with another capacity and other slots."""

@@ -111,14 +111,17 @@ def made_once(band: Band, name: Hashable, make: Callable[[], T], size: Callable[
     def with_low() -> tuple[Tensor, T]:  # the band then lives on, so that no other tensor gets its id
         return band.low, make()
 
-    return TENSOR_MEMO.get_or_make(band.high, (id(band.low), name), with_low, lambda found: size(found[1]))[1]
+    return TENSOR_MEMO.get_or_make(
+        band.high, (id(band.low), name), with_low, lambda low_and_made: size(low_and_made[1])
+    )[1]
 
 
 def cut(band: Band) -> list[Rectangle]:
     """Return rectangles that contain every visible pair of the band exactly once.
 
     >>> import attnmesh as am
-    >>> [(one.queries, one.keys) for one in cut(Band.of(am.Documents((100, 200)), torch.arange(300), 300))]
+    >>> rectangles = cut(Band.of(am.Documents((100, 200)), torch.arange(300), 300))
+    >>> [(rectangle.queries, rectangle.keys) for rectangle in rectangles]
     [(slice(0, 100, None), slice(0, 100, None)), (slice(100, 300, None), slice(100, 300, None))]
     """
     rectangles, stairs = list[Rectangle](), list[list[Rectangle]]()

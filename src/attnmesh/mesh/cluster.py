@@ -79,7 +79,7 @@ class Cluster:
             numbers = getattr(self, name)
             numbers = tuple(numbers) if isinstance(numbers, (tuple, list)) else (0,)
             object.__setattr__(self, name, numbers)
-            fits = not numbers or (len(numbers) == self.world and all(_is_positive(one) for one in numbers))
+            fits = not numbers or (len(numbers) == self.world and all(map(_is_positive, numbers)))
             expected, fix = f"a positive number of each of {self.world} ranks, or none", "measure with attnmesh probe"
             require(fits, ClusterError, f"Cluster {name}", expected, f"{numbers!r:.60}", fix)
 

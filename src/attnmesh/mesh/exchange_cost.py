@@ -350,7 +350,7 @@ def _add_pass(job: LayerJob, one_pass: Pass, total: Cost) -> None:
     rows, back = Transfer(moves.rows, one_pass.rows), Transfer(moves.rows, one_pass.back)
     keys, keys_back = Transfer(moves.columns, one_pass.keys), Transfer(moves.columns, one_pass.keys_back)
     swaps = [Transfer(job.swap, size) for size in one_pass.swaps]
-    total.add_stage("heads", sum(job.exchanged([each], total).of_group(groups).seconds for each in swaps))
+    total.add_stage("heads", sum(job.exchanged([swap], total).of_group(groups).seconds for swap in swaps))
     if job.exchange.ring and job.way.shape.queries > 1:
         _add_ring(job, one_pass, rows, total)
     else:

@@ -70,7 +70,7 @@ def price(layout: Layout | str, mask: Mask, length: int, mesh: Mesh, heads: tupl
 
     with torch.inference_mode(False):
         layouts = _filled(balanced_layouts(mask, mesh.shape), length, mesh) if isinstance(layout, str) else [layout]
-        return min((Price(seconds(one), one) for one in layouts), key=lambda found: found.seconds)
+        return min((Price(seconds(layout), layout) for layout in layouts), key=lambda price: price.seconds)
 
 
 @cached_per_world(1024)

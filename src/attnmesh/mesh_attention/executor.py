@@ -287,8 +287,8 @@ def _arrivals(swap_in: Callable[[HeadGroup], Await], task: Task) -> Iterator[Arr
         if group is not None:
             under_way.append(exchange(group))
         arrived = None
-        for each in reversed(under_way):  # the newest begins before others are awaited; the oldest arrives
-            arrived = next(each)
+        for arrivals in reversed(under_way):  # the newest begins before others are awaited; the oldest arrives
+            arrived = next(arrivals)
         if arrived is not None:
             del under_way[0]
             yield arrived

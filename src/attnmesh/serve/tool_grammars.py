@@ -19,11 +19,20 @@ TEXT = "(?s:.*)"
 COMBINED = ("anyOf", "oneOf", "allOf", "$ref", "not", "if", "patternProperties")
 """Keywords beside which properties are not all that a schema says of names."""
 
-OF_TEXT = ("pattern", "format", "minLength", "maxLength", *COMBINED)
+TEXT_KEYWORDS = ("pattern", "format", "minLength", "maxLength", *COMBINED)
 """Keywords that say something of a text, which is not served where texts have no quotes."""
 
 
-OF_PAIRS = ("properties", "required", "type", "additionalProperties", "title", "description", "$schema", *DEFINITIONS)
+PAIR_KEYWORDS = (
+    "properties",
+    "required",
+    "type",
+    "additionalProperties",
+    "title",
+    "description",
+    "$schema",
+    *DEFINITIONS,
+)
 """Keywords of parameters that a model writes one after another, as names and values."""
 
 KEY = re.compile(r'[^\s<>"]([^<>"\n]*[^\s<>"])?')
@@ -58,8 +67,8 @@ def listed(begin: str, end: str, *, in_template: str = "") -> CallShape:
 
 BAR, DSML = "\uff5c", "\uff5cDSML\uff5c"
 SEP = f"<{BAR}tool▁sep{BAR}>"
-SECTION = (f"<{BAR}tool▁calls▁begin{BAR}>", f"<{BAR}tool▁calls▁end{BAR}>")
-ONE = (f"<{BAR}tool▁call▁begin{BAR}>", f"<{BAR}tool▁call▁end{BAR}>")
+SECTION_MARKS = (f"<{BAR}tool▁calls▁begin{BAR}>", f"<{BAR}tool▁calls▁end{BAR}>")
+CALL_MARKS = (f"<{BAR}tool▁call▁begin{BAR}>", f"<{BAR}tool▁call▁end{BAR}>")
 
 SHAPES: dict[str, tuple[CallShape, ...]] = {
     "harmony": (
@@ -78,13 +87,13 @@ SHAPES: dict[str, tuple[CallShape, ...]] = {
     ),
     "deepseek": (
         CallShape(
-            f"{ONE[0]}function{SEP}$name\n```json\n$arguments\n```{ONE[1]}",
-            begin=SECTION[0],
+            f"{CALL_MARKS[0]}function{SEP}$name\n```json\n$arguments\n```{CALL_MARKS[1]}",
+            begin=SECTION_MARKS[0],
             join="\n",
-            end=SECTION[1],
+            end=SECTION_MARKS[1],
             in_template="```json",
         ),
-        CallShape(f"{ONE[0]}$name{SEP}$arguments{ONE[1]}", begin=SECTION[0], end=SECTION[1]),
+        CallShape(f"{CALL_MARKS[0]}$name{SEP}$arguments{CALL_MARKS[1]}", begin=SECTION_MARKS[0], end=SECTION_MARKS[1]),
     ),
     "deepseek_v32": (
         CallShape(
@@ -140,7 +149,7 @@ SHAPES: dict[str, tuple[CallShape, ...]] = {
 
 def find_shape(format: str, template: str) -> CallShape | None:
     """Return the shape of a format's calls in a chat template; None if it cannot be forced."""
-    return next((one for one in SHAPES.get(format, ()) if one.in_template in template), None)
+    return next((shape for shape in SHAPES.get(format, ()) if shape.in_template in template), None)
 
 
 class Rules:
@@ -168,18 +177,18 @@ class Rules:
 
     def pieces(self, text: str) -> list[str]:
         """Return the special tokens of a text, and what is between them."""
-        return [one for one in (self._marks.split(text) if self._marks else [text]) if one]
+        return [piece for piece in (self._marks.split(text) if self._marks else [text]) if piece]
 
     def text(self, text: str) -> str:
         """Return an expression of a text, whose special tokens stand as tokens."""
         return " ".join(
-            f"<[{self.special[one]}]>" if one in self.special else literal(one) for one in self.pieces(text)
+            f"<[{self.special[piece]}]>" if piece in self.special else literal(piece) for piece in self.pieces(text)
         )
 
     def until(self, mark: str) -> str:
         """Return an expression of any text up to a mark, and the mark."""
         pieces = self.pieces(mark)
-        place = next((place for place, one in enumerate(pieces) if one in self.special), None)
+        place = next((place for place, piece in enumerate(pieces) if piece in self.special), None)
         if place is None:
             return self.add(f"/{TEXT}/", f"[suffix={literal(mark)}]")
         before = "".join(pieces[:place])
@@ -196,7 +205,7 @@ class Rules:
         """Return an expression of a text, in which names after dollars stand for expressions."""
         parts = re.split(r"\$(\w+)", shape)
         filled = [values[part] if place % 2 else self.text(part) for place, part in enumerate(parts)]
-        return " ".join(one for one in filled if one)
+        return " ".join(expression for expression in filled if expression)
 
     # --- calls ---
 
@@ -204,11 +213,11 @@ class Rules:
         """Return an expression of one call or more. `tools` have the field and the function of each."""
         head, rest = shape.call.split("$name")
         index = "/[0-9]{1,3}/"
-        each = [
-            self.fill(one["name"] + rest, arguments=self.arguments(field, shape, one), index=index)
-            for field, one in tools
+        alternatives = [
+            self.fill(tool["name"] + rest, arguments=self.arguments(field, shape, tool), index=index)
+            for field, tool in tools
         ]
-        call = self.add(f"{self.fill(head, index=index)} ({' | '.join(map(self.add, each))})")
+        call = self.add(f"{self.fill(head, index=index)} ({' | '.join(map(self.add, alternatives))})")
         more = f"({self.text(shape.join)} {call})*" if several and not shape.is_single else ""
         return self.add(f"{self.text(shape.begin)} {call} {more} {self.text(shape.end)}")
 
@@ -222,15 +231,16 @@ class Rules:
             closed = {"additionalProperties": False} if "properties" in schema and not combined else {}
             return self.json({"type": "object", **closed, **schema})
         required, named = schema.get("required") or [], schema.get("properties") or {}
-        others = [name for name in schema if name not in OF_PAIRS]
+        others = [name for name in schema if name not in PAIR_KEYWORDS]
         others += [] if "properties" in schema else ["properties"]
         others += [] if all(named.get(name, False) is not False for name in required) else ["required"]
         if others:
             raise Refused(400, f"{field}.{others[0]}: expected properties alone, as this model writes calls", field)
         pairs = [
-            self.pair(f"{field}.properties.{key[:60]}", shape, key, one, schema) + ("" if key in required else "?")
-            for key, one in named.items()
-            if one is not False
+            self.pair(f"{field}.properties.{key[:60]}", shape, key, named_schema, schema)
+            + ("" if key in required else "?")
+            for key, named_schema in named.items()
+            if named_schema is not False
         ]
         return " ".join(pairs)
 
@@ -243,33 +253,33 @@ class Rules:
         schema = flat(schema) if isinstance(schema, dict) else {}
         types = types_of(schema)
         is_text, is_null = "string" in types, types >= {"string", "null"}
-        head, bare = (self.fill(before, key=self.text(key), quoted=literal(one)) for one in ("true", "false"))
+        head, bare = (self.fill(before, key=self.text(key), quoted=literal(quoted)) for quoted in ("true", "false"))
         if not is_text:
             defined = {name: root[name] for name in DEFINITIONS if name in root}
             return self.add(f"{bare} {self.json({**defined, **schema})} {self.text(after)}")
         null = self.text("null" + after)
         or_null = f" | {bare} {null}" if is_null else ""
-        if unserved := [name for name in OF_TEXT if name in schema]:
+        if unserved := [name for name in TEXT_KEYWORDS if name in schema]:
             text = f"{field}.{unserved[0]}: expected none: this model writes texts without quotes. Leave it out."
             raise Refused(400, text, f"{field}.{unserved[0]}")
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         if values is None:
             rest = after.partition(mark)[2]
             return self.add(f"{head} {self.until(mark)} {self.text(rest)}{or_null if bare != head else ''}")
-        texts = [one for one in values if one is not None or not is_null]
-        if not all(isinstance(one, str) and mark not in one and not (is_null and one == "null") for one in texts):
+        texts = [text for text in values if text is not None or not is_null]
+        if not all(isinstance(text, str) and mark not in text and not (is_null and text == "null") for text in texts):
             raise Refused(400, f"{field}.enum: expected texts, as this model writes them", f"{field}.enum")
-        said = [f"{head} {self.text(one + after)}" for one in texts]
-        return self.add(" | ".join([*said, *([f"{bare} {null}"] if None in values and is_null else [])]))
+        alternatives = [f"{head} {self.text(text + after)}" for text in texts]
+        return self.add(" | ".join([*alternatives, *([f"{bare} {null}"] if None in values and is_null else [])]))
 
     def calls_in_text(
         self, shape: CallShape, tools: Sequence[tuple[str, Mapping[str, Any]]], begins: Sequence[str], *, several: bool
     ) -> str:
         """Return an expression of text with calls in it: what follows the mark of a call is one."""
         if shape.is_single:  # a message of its own
-            said = self.fill(shape.content, content=f"/{TEXT}/")
-            return self.add(f"{said} | {self.calls(shape, tools, several=False)}")
-        mark = next((one for one in begins if (shape.begin + shape.call).startswith(one)), "")
+            message = self.fill(shape.content, content=f"/{TEXT}/")
+            return self.add(f"{message} | {self.calls(shape, tools, several=False)}")
+        mark = next((begin for begin in begins if (shape.begin + shape.call).startswith(begin)), "")
         if not mark:  # calls are objects of JSON, at the beginning alone
             return self.add(f"/([ \\n]*[^\\s{{]{TEXT})?/ | {self.calls(shape, tools, several=several)}")
         part = "begin" if shape.begin else "call"

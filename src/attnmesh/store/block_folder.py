@@ -51,9 +51,9 @@ def check_private(path: object) -> Path:
     """Make a folder of this user alone if it is missing, and return it. Raise if others own it, or can write to it."""
     folder = check_folder(SUBJECT, path)
     try:
-        for each in (*reversed(folder.parents), folder):
-            if not each.is_dir():
-                each.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
+        for directory in (*reversed(folder.parents), folder):
+            if not directory.is_dir():
+                directory.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
         status = folder.stat()
     except OSError as error:
         given, fix = f"{folder} ({error.strerror})", "name another folder"
@@ -128,7 +128,7 @@ class BlockFolder:
             elif (piece := StoredBlock.of_file(entry.name)) is not None and entry.is_file(follow_symlinks=False):
                 stats_by_block.setdefault(piece[0], {})[piece[1]] = entry.stat(follow_symlinks=False)
         block_bytes = {}
-        for block, stats in sorted(stats_by_block.items(), key=lambda one: max(x.st_mtime for x in one[1].values())):
+        for block, stats in sorted(stats_by_block.items(), key=lambda item: max(x.st_mtime for x in item[1].values())):
             if {*stats} == {*range(block.pieces)}:
                 block_bytes[block] = sum(x.st_size for x in stats.values())
             else:
@@ -187,7 +187,7 @@ class BlockFolder:
 
 def _tensors_of(path: Path, name: str) -> dict[str, Tensor]:
     file = TensorFile(path)
-    tensors = {each: file.read(each) for each in file.entries}
+    tensors = {name: file.read(name) for name in file.entries}
     own = tensors.pop(NAME, torch.empty(0, dtype=torch.uint8, device="cpu"))
     is_own = own.dtype == torch.uint8 and bytes(own.flatten().tolist()).hex() == name
     require(is_own, StoreError, "load", f"a file of {name}", f"another's in {path}", DAMAGED_FIX)

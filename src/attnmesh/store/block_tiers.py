@@ -54,7 +54,7 @@ class Tier:
         for block, entry in self.blocks.items() if nbytes <= self.room else ():
             if bytes_left + nbytes <= self.room:
                 break
-            if not any(block in some for some in spared):
+            if not any(block in blocks for blocks in spared):
                 evicted.append(block)
                 bytes_left -= entry.nbytes
         if bytes_left + nbytes > self.room:
@@ -140,7 +140,7 @@ class BlockTiers:
 
     def touch(self, blocks: Iterable[StoredBlock]) -> None:
         """Note that blocks are used now, the last first: without those before it a block is of no use."""
-        for block in sorted(blocks, key=lambda one: one.stop, reverse=True):
+        for block in sorted(blocks, key=lambda block: block.stop, reverse=True):
             self.memory.touch(block)
             self.disk.touch(block)
 
@@ -155,7 +155,11 @@ class BlockTiers:
         last = 0
         for stop in range(GRAIN, most + 1, GRAIN):
             blocks = self.known.get(names.at(ids, stop), {}).values()
-            usable = (one for one in blocks if not one.is_state and one.start in reached and self.has(one, run_tokens))
+            usable = (
+                block
+                for block in blocks
+                if not block.is_state and block.start in reached and self.has(block, run_tokens)
+            )
             if (block := next(usable, None)) is not None:
                 reached[stop], last = block, stop
             elif stop - last > MAX_BLOCK_TOKENS:

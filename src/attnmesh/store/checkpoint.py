@@ -140,7 +140,7 @@ def read_manifest(path: Path) -> Manifest:
         has_extra = padded or fields["more"] is True
         codes = [[x if type(x) is int and x == FAR else check_size(x) for x in code] for code in fields["sizes"]]
         forgotten = [(check_size(first), check_size(floor)) for first, floor in fields.get("forgotten", [])]
-        lengths = [check_size(each) for each in fields.get("lengths", [])]
+        lengths = [check_size(length) for length in fields.get("lengths", [])]
         growing = fields["growing"] is True
         if version != VERSION or not NAME.fullmatch(name):
             raise ValueError("another version, or no name")
@@ -153,14 +153,16 @@ def read_manifest(path: Path) -> Manifest:
         raise StoreError("load", expected, given, "check the path, or save again") from error
     try:
         sizes = tuple(map(CacheSizes.from_code, codes))
-        for each in sizes:
-            each.check(heads)
-        alike = len({(each.block, each.batch) for each in sizes}) == 1
+        for layer_sizes in sizes:
+            layer_sizes.check(heads)
+        alike = len({(layer_sizes.block, layer_sizes.batch) for layer_sizes in sizes}) == 1
         forgotten = forgotten or [(0, 0)] * len(sizes)
         ends = lengths or [length] * len(sizes)
-        windows = [(*starts, end, each) for starts, end, each in zip(forgotten, ends, sizes, strict=True)]
-        alike &= all(first <= floor <= end and (each.mask or not floor) for first, floor, end, each in windows)
-        alike &= all(end <= min(length, each.capacity) for *_, end, each in windows)
+        windows = [(*starts, end, layer_sizes) for starts, end, layer_sizes in zip(forgotten, ends, sizes, strict=True)]
+        alike &= all(
+            first <= floor <= end and (layer_sizes.mask or not floor) for first, floor, end, layer_sizes in windows
+        )
+        alike &= all(end <= min(length, layer_sizes.capacity) for *_, end, layer_sizes in windows)
         if not alike or not heads or not ranks:
             raise ValueError("sizes that contradict each other")
     except (ValueError, IndexError, TypeError, ZeroDivisionError) as error:
@@ -368,7 +370,7 @@ def _state_of(path: object) -> FolderState:
         manifest = read_manifest(folder)
         if not manifest.growing:
             return (manifest.name,)
-        journals = [(each.name, each.stat()) for each in sorted((folder / manifest.folder).glob("*.journal"))]
+        journals = [(journal.name, journal.stat()) for journal in sorted((folder / manifest.folder).glob("*.journal"))]
         return manifest.name, *((name, stat.st_size, stat.st_mtime_ns) for name, stat in journals)
     return ()
 

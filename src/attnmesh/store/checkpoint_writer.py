@@ -127,7 +127,7 @@ def _prepare(
 ) -> tuple[Path, Manifest, dict[str, Tensor]]:
     """Return the folder, the manifest without a name, and on the coordinator copies of tensors of no rank."""
     folder = check_folder("save", path)
-    shards = [each.own for each in layers]
+    shards = [layer.own for layer in layers]
     first = shards[0]
     check_more(more)
     by_layer = tuple(shard.length for shard in shards) if lengths_differ else ()
@@ -139,7 +139,7 @@ def _prepare(
     sizes = tuple(shard.sizes for shard in shards)
     padded = token_mask is not None
     saved_by = first.heads.size, first.block_cyclic.ranks, _next_number(folder)
-    forgotten = tuple((each.first(), each.floor) for each in layers)
+    forgotten = tuple((layer.first(), layer.floor) for layer in layers)
     kind = sizes, padded, padded or bool(more), lengths[0], *saved_by
     manifest = Manifest(*kind, note, f"{0:016x}", forgotten, by_layer)
     manifest.to_json()  # raises if it could not be read back
@@ -259,14 +259,14 @@ def _write(
     """Write this rank's tokens, linking to files of earlier saves that hold the same."""
     folder = path / manifest.folder
     with _store_errors(path):
-        for each in (path, folder):
-            _make_private(each)
+        for directory in (path, folder):
+            _make_private(directory)
         lock.take(folder)
         with suppress(StoreError):
             _sweep(path, manifest, wholly=False)
         saves = [other for other in save_folders(path) if other != folder]
         earlier = [*saves[:2], *saves[2:][-1:]]  # not all: a full disk may leave many interrupted saves
-        for group, (start, stop) in ((each, piece) for each in groups for piece in pieces(len(each.token_index))):
+        for group, (start, stop) in ((group, piece) for group in groups for piece in pieces(len(group.token_index))):
             tensors = {name: x[:, :, start:stop] for name, x in group.tensors.items()}
             tensors |= {COLUMNS: group.token_index[start:stop]}
             suffix = f".{group.leader}" if group.leader else ""

@@ -281,7 +281,8 @@ class FolderShard(OrderedShard):
             if count < base:
                 self._cut(count, length)
                 return
-            start = max((each.start for each in self.journal.records[1:] if each.start <= count), default=count)
+            starts = (record.start for record in self.journal.records[1:])
+            start = max((start for start in starts if start <= count), default=count)
             digest = self.piece.digest(start - base, count - base) if start < count else 0
             self.sums.forget()
             self.journal.add(start, count, length, digest)

@@ -126,7 +126,7 @@ class Journal:
         serial = None
         stop = 0
         fields = [*RECORD.iter_unpack(content[: len(content) // SIZE * SIZE])]
-        checks = self._checks([Record(*each[:5]) for each in fields])
+        checks = self._checks([Record(*numbers[:5]) for numbers in fields])
         for (*of_record, check, zero, zero_too), right in zip(fields, checks, strict=True):
             self._require((check, zero, zero_too) == (right, 0, 0), f"damage at byte {stop}")
             record = Record(*of_record)
@@ -185,7 +185,7 @@ class Journal:
         if not os.fstat(self.handle).st_nlink:
             raise OSError(ENOENT, os.strerror(ENOENT))
         packed = b"".join(
-            RECORD.pack(*each, check, 0, 0) for each, check in zip(records, self._checks(records), strict=True)
+            RECORD.pack(*record, check, 0, 0) for record, check in zip(records, self._checks(records), strict=True)
         )
         if os.pwrite(self.handle, packed, offset) != len(packed):
             raise OSError(ENOSPC, os.strerror(ENOSPC))

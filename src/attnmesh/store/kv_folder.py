@@ -113,7 +113,7 @@ class KeyFolder:
         """Return the manifest, or that of a new folder. Raise unless these ranks can go on where it ends."""
         heads, ranks = self.mesh.heads.size, self.token_axis.size
         if not os.path.lexists(self.path / MANIFEST):
-            files = [each.name for each in self.path.iterdir() if not each.name.startswith("1-")]
+            files = [file.name for file in self.path.iterdir() if not file.name.startswith("1-")]
             fix = "pass a new folder, or one of KVCache.save"
             require(not files, StoreError, self.subject, "an empty folder", f"{files[:3]} in {self.path}", fix)
             return Manifest((), False, False, 0, heads, ranks, 1, "", name, growing=True)
@@ -166,9 +166,9 @@ class KeyFolder:
     def _take_over(self, shard: FolderShard, files: LayerFiles) -> None:
         """Open the files of a save."""
         paths = {
-            (each.start, each.stop): each.path
-            for each in piece_files(self.path, self.manifest)
-            if (each.head_rank, each.token_rank, each.group) == (files.head_rank, files.token_rank, files.leader)
+            (piece.start, piece.stop): piece.path
+            for piece in piece_files(self.path, self.manifest)
+            if (piece.head_rank, piece.token_rank, piece.group) == (files.head_rank, files.token_rank, files.leader)
         }
         whole_pieces = 0
         parts = list[list[Tensor]]()
@@ -190,7 +190,7 @@ class KeyFolder:
         shard = shards.own
         with Agreement(self.mesh, self.subject) as agreement:
             agreement.payload = [shard.length]
-        length = min(each for (each,) in agreement.payloads_by_shard)
+        length = min(own_length for (own_length,) in agreement.payloads_by_shard)
         with Agreement(self.mesh, self.subject) as agreement:
             shard.truncate(length)
             parts = [*(blocks.token_index[:-1] for blocks in shard.shared), shard.token_index[: shard.used].cpu()]

@@ -80,13 +80,13 @@ def recover(
             cache.shards.unshare()
         text = json.dumps(_describe(caches))
     by_rank = [json.loads(description) for description in all_gather_texts(text, axes)]
-    descriptions = [each for each in by_rank if each]
-    length = min((each["length"] for each in descriptions), default=0)
+    descriptions = [description for description in by_rank if description]
+    length = min((description["length"] for description in descriptions), default=0)
     # Per layer the first token that any rank needs, and the first query that all ranks can decode.
-    by_layer = zip(*(each["forgotten"] for each in descriptions), strict=False)
+    by_layer = zip(*(description["forgotten"] for description in descriptions), strict=False)
     starts = [(max(first for first, _ in rows), max(floor for _, floor in rows)) for rows in by_layer]
     _check_alike(descriptions, capacity, length, starts)  # raises the same on all ranks: all have the same texts
-    capacity = max(each["capacity"] for each in descriptions) if capacity is None else capacity
+    capacity = max(description["capacity"] for description in descriptions) if capacity is None else capacity
     sizes = [replace(CacheSizes.from_code(code), capacity=capacity) for code in descriptions[0]["sizes"]]
     new_caches = make_alike(KVCache, mesh, sizes, device=device, checked=checked, copies=copies, shares=shares)
     for cache, (first, floor) in zip(new_caches, starts, strict=True):
@@ -247,21 +247,23 @@ def _check_caches(caches: object, unsupported: dict[str, Never]) -> None:
         raise MeshError("recover", "caches of one mesh", f"caches of {meshes} meshes", fix)
 
 
-def _check_alike(ranks: list[dict[str, Any]], capacity: object, length: int, starts: Sequence[tuple[int, int]]) -> None:
+def _check_alike(
+    descriptions: list[dict[str, Any]], capacity: object, length: int, starts: Sequence[tuple[int, int]]
+) -> None:
     """Raise unless the ranks' caches can be recovered together."""
-    if not ranks:
+    if not descriptions:
         raise MeshError("recover", "caches on some rank", "None on all", "pass the caches on every surviving rank")
-    first = ranks[0]
+    first = descriptions[0]
     one_model = "pass the caches of one model on every rank, one per layer"
     heads, tokens = first["mesh"]
-    held_shards = {tuple(shard) for each in ranks for shard in each["held"]}
+    held_shards = {tuple(shard) for description in descriptions for shard in description["held"]}
     lost = [(h, t) for h in range(heads) for t in range(tokens) if (h, t) not in held_shards]
     same_caches, same_changes = "the same caches on every rank", "caches truncated and reordered equally often"
-    counts = [each["changes"] for each in ranks]
-    paddings = {min(each["padding"], length) for each in ranks}
+    counts = [description["changes"] for description in descriptions]
+    paddings = {min(description["padding"], length) for description in descriptions}
     for fits, expected, given, fix in (
-        (all(each["sizes"] == first["sizes"] for each in ranks), same_caches, "ranks whose sizes differ", one_model),
-        (all(each["mesh"] == first["mesh"] for each in ranks), same_caches, "ranks whose mesh differ", one_model),
+        (all(x["sizes"] == first["sizes"] for x in descriptions), same_caches, "ranks whose sizes differ", one_model),
+        (all(x["mesh"] == first["mesh"] for x in descriptions), same_caches, "ranks whose mesh differ", one_model),
         (all(count == counts[0] for count in counts), same_changes, f"counts {counts}", LOAD_INSTEAD),
         (len(paddings) == 1, "the same padding on every rank", "ranks whose padding differs", LOAD_INSTEAD),
         (
@@ -283,8 +285,8 @@ def _sources(by_rank: list[dict[str, Any] | None]) -> dict[OldShard, int]:
     """Return the new rank that sends each old shard: its owner, or else the first rank with a copy."""
     sources: dict[OldShard, int] = {}
     for copy in (False, True):
-        for rank, each in enumerate(by_rank):
-            for heads, tokens in (each["held"][1:] if copy else each["held"][:1]) if each else ():
+        for rank, description in enumerate(by_rank):
+            for heads, tokens in (description["held"][1:] if copy else description["held"][:1]) if description else ():
                 sources.setdefault((heads, tokens), rank)
     return sources
 

@@ -146,8 +146,8 @@ WITH_CACHE = dict.fromkeys(("chunked", "conversation"), ("fresh", "alike", "unca
 REFERENCES = {**dict.fromkeys(GENERATIONS, ("fresh", "uncached")), **WITH_CACHE}
 """Ways to run stock transformers as the reference, in order of preference.
 
-"fresh" computes each prompt as a whole. "alike" uses the same chunks, or one cache for both prompts. "uncached" computes
-all tokens again for each new one, because in some models the stock cache changes the results.
+"fresh" computes each prompt as a whole. "alike" uses the same chunks, or one cache for both prompts. "uncached"
+computes all tokens again for each new one, because in some models the stock cache changes the results.
 """
 
 
