@@ -61,7 +61,7 @@ def encode_chat(encoder: Any, fields: dict[str, Any], check: Check = bool) -> En
     `encoder` is a tokenizer, or the processor of a model of images and text. `check` raises on a text that is too long.
     """
     pictures: list[Any] | None = [] if hasattr(encoder, "image_processor") else None
-    messages = [template_message(f"messages[{i}]", one, pictures) for i, one in enumerate(fields["messages"])]
+    messages = [template_message(f"messages[{i}]", message, pictures) for i, message in enumerate(fields["messages"])]
     check_tools(fields["tools"] or [])
     tools = offered_tools(fields)
     if not encoder.chat_template:
@@ -97,10 +97,10 @@ def encode_chat(encoder: Any, fields: dict[str, Any], check: Check = bool) -> En
     if pictures is None:
         return Encoded(_token_ids(encoder, text, add_special_tokens=False), None, text[-END:])
     options |= {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
-    found = dict(encoder.apply_chat_template(messages, **options))
-    ids = found.pop("input_ids")[0].tolist()
-    _ = found.pop("attention_mask", None)
-    return Encoded(ids, found if pictures else None, text[-END:])
+    inputs = dict(encoder.apply_chat_template(messages, **options))
+    ids = inputs.pop("input_ids")[0].tolist()
+    _ = inputs.pop("attention_mask", None)
+    return Encoded(ids, inputs if pictures else None, text[-END:])
 
 
 def _values_of(template: str, fields: dict[str, Any]) -> dict[str, Any]:
@@ -129,13 +129,13 @@ def variables_of(template: str) -> frozenset[str]:
     """
     from jinja2 import Environment, TemplateSyntaxError
 
-    found, before = set[str](), ""
+    names, before = set[str](), ""
     with suppress(TemplateSyntaxError):
         for _, kind, value in Environment().lex(template):
             if kind == "name" and before != ".":
-                found.add(value)
+                names.add(value)
             before = before if kind == "whitespace" else value
-    return frozenset(found)
+    return frozenset(names)
 
 
 def _uses(template: str, name: str) -> bool:
@@ -180,7 +180,7 @@ def shapes_of(encoder: Any, template: str, role: str, tools: Any = None) -> tupl
     kept = {
         shape: _shows(encoder, {"chat_template": template, "tools": tools or None}, role, shape) for shape in SHAPES
     }
-    raises = all(one is None for one in kept.values())
+    raises = all(content is None for content in kept.values())
     return ("text",) if raises else tuple(shape for shape in SHAPES if kept[shape])
 
 
@@ -219,7 +219,9 @@ def _shape_arguments(encoder: Any, template: str, messages: list[dict[str, Any]]
     calls = [call["function"] for message in messages for call in message.get("tool_calls", ())]
     if not calls:
         return
-    as_object, as_text = (_shown_arguments(encoder, template, one) for one in ({PROBE: 1}, f'{{"{PROBE}": 1}}'))
+    as_object, as_text = (
+        _shown_arguments(encoder, template, arguments) for arguments in ({PROBE: 1}, f'{{"{PROBE}": 1}}')
+    )
     if as_text is None or (as_object is not None and as_object != as_text):
         for function in calls:
             function["arguments"] = JsonReader(function["arguments"], VALUES).read()
@@ -251,7 +253,7 @@ def _shown_arguments(encoder: Any, template: str, arguments: Any) -> str | None:
         for made in SHAPES.values()
         for user in [{"role": "user", "content": made("a")}]
     ]
-    return next((one for one in texts if one is not None and PROBE in one), None)
+    return next((text for text in texts if text is not None and PROBE in text), None)
 
 
 CALL = {"id": "a12345678", "type": "function", "function": {"name": "f", "arguments": {}}}
@@ -309,7 +311,9 @@ def template_message(param: str, message: dict[str, Any], pictures: list[Any] | 
     parts = read_parts(f"{param}.content", content, shows, optional=optional)
     text = "\n".join(part["text"] for part in parts if part["type"] == "text")
     read = {"role": role, "content": parts if isinstance(content, list) else text}
-    read |= {"tool_calls": [read_call(f"{param}.tool_calls[{i}]", one) for i, one in enumerate(calls)]} if calls else {}
+    read |= (
+        {"tool_calls": [read_call(f"{param}.tool_calls[{i}]", call) for i, call in enumerate(calls)]} if calls else {}
+    )
     more = {"name": name, "tool_call_id": answers, "reasoning_content": thought}
     return read | {key: value for key, value in more.items() if value is not None}
 
@@ -361,15 +365,15 @@ def encode_text(encoder: Any, fields: dict[str, Any], check: Check = bool) -> En
     """Return the tokens of a completion's prompt: those given, or those of its text."""
     tokenizer = getattr(encoder, "tokenizer", encoder)
     prompt = fields["prompt"]
-    one = prompt[0] if isinstance(prompt, list) and not isinstance(prompt[0], int) else prompt
-    if isinstance(one, str):
-        check(one)
-        ids = _token_ids(tokenizer, one)
+    prompt = prompt[0] if isinstance(prompt, list) and not isinstance(prompt[0], int) else prompt
+    if isinstance(prompt, str):
+        check(prompt)
+        ids = _token_ids(tokenizer, prompt)
         mark = tokenizer.bos_token_id
         return Encoded(ids[1:] if mark is not None and ids[:2] == [mark, mark] else ids)  # the text brings its own
-    if not all(0 <= token < len(tokenizer) for token in one):
+    if not all(0 <= token < len(tokenizer) for token in prompt):
         raise Refused(400, f"prompt: expected token ids of 0 to {len(tokenizer) - 1}", "prompt")
-    return Encoded([*one])
+    return Encoded([*prompt])
 
 
 def encode_either(encoder: Any, fields: dict[str, Any], check: Check = bool) -> tuple[list[int], list[str] | None]:

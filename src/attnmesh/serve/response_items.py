@@ -105,8 +105,8 @@ class ResponseItems:
 
     def fail(self, error: Refused, usage: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield both events of an error: `error` and `failed`. Most clients know one of them."""
-        said = {name: error.body["error"][name] for name in ("code", "message", "param")}
-        yield self.event("error", **said) | {"type": "error"}
+        shown = {name: error.body["error"][name] for name in ("code", "message", "param")}
+        yield self.event("error", **shown) | {"type": "error"}
         if self.is_open:
             self.items[-1]["status"] = "incomplete"
         code = ERRORS.get(error.status, "server_error" if error.status >= 500 else "invalid_prompt")
@@ -146,7 +146,7 @@ class ResponseItems:
 
 def echoed(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a response repeats of its request, with what holds where the request left it out."""
-    tool = {"description": None, "parameters": None, "strict": False}
+    tool_defaults = {"description": None, "parameters": None, "strict": False}
     format = (fields["text"] or {}).get("format") or {"type": "text"}
     more = {"description": None, "strict": False} if format["type"] == "json_schema" else {}
     return FIXED | {
@@ -154,13 +154,13 @@ def echoed(fields: Mapping[str, Any]) -> dict[str, Any]:
         "reasoning": {"effort": (fields["reasoning"] or {}).get("effort"), "summary": None},
         "text": {"format": more | given(format)},
         "tool_choice": fields["tool_choice"] or "auto",
-        "tools": [tool | given(one) for one in fields["tools"] or []],
+        "tools": [tool_defaults | given(tool) for tool in fields["tools"] or []],
     }
 
 
 def given(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that have a value."""
-    return {name: one for name, one in fields.items() if one is not None}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def copied(item: dict[str, Any]) -> dict[str, Any]:
@@ -189,8 +189,8 @@ class ResponseReply(Reply):
     async def whole(self) -> bytes:
         """Return the response, as JSON."""
         last: dict[str, Any] = {}
-        async for one in self._grown():
-            last = one
+        async for event in self._grown():
+            last = event
         return await encoded(last["response"])
 
     async def events(self, include_usage: bool) -> AsyncIterator[bytes]:
@@ -198,21 +198,21 @@ class ResponseReply(Reply):
         try:
             for kind in ("created", "in_progress"):
                 yield await named_event(self.items.event(kind, response=self.items.response("in_progress")))
-            async for one in self._grown():
-                yield await named_event(one)
+            async for event in self._grown():
+                yield await named_event(event)
         except Refused as error:
-            for one in self.items.fail(self.request.renamed(error), self.usage()):
-                yield await named_event(one)
+            for event in self.items.fail(self.request.renamed(error), self.usage()):
+                yield await named_event(event)
 
     async def _grown(self) -> AsyncIterator[dict[str, Any]]:
         """Yield the events of all items, and of the whole response."""
         status = "completed"
         async for choice in self.choices():
-            for one in self.items.add(choice["delta"]):
-                yield one
+            for event in self.items.add(choice["delta"]):
+                yield event
             status = "incomplete" if choice["finish_reason"] == "length" else status
-        for one in self.items.end(status):
-            yield one
+        for event in self.items.end(status):
+            yield event
         yield self.items.event(status, response=self.items.response(status, self.usage()))
 
 

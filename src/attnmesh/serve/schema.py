@@ -66,8 +66,8 @@ class Only:
 
     def read(self, name: str, value: Any) -> Any:
         """Return the value, or raise."""
-        if value is not None and not any(type(value) is type(one) and value == one for one in self.neutral):
-            known = " or ".join(json.dumps(one) for one in (None, *self.neutral))
+        if value is not None and not any(type(value) is type(neutral) and value == neutral for neutral in self.neutral):
+            known = " or ".join(json.dumps(neutral) for neutral in (None, *self.neutral))
             fix = "Leave it out."
             raise Refused(400, f"{name}: expected {known}, given {shown(value)}. {fix}", name, "unsupported_parameter")
         return value
@@ -75,7 +75,9 @@ class Only:
     @property
     def row(self) -> str:
         """The text of a table."""
-        values = [json.dumps(one) for index, one in enumerate(self.neutral) if one not in self.neutral[:index]]
+        values = [
+            json.dumps(neutral) for index, neutral in enumerate(self.neutral) if neutral not in self.neutral[:index]
+        ]
         return f"refused, unless it is {' or '.join(values)}" if values else "refused"
 
 
@@ -107,7 +109,7 @@ def wrong_value(field: str, expected: str, given: Any) -> Refused:
 def _beginning(value: Any) -> Any:
     """Return a value without most of what is long in it."""
     if isinstance(value, dict):
-        return {name[:SHOWN]: _beginning(one) for name, one in islice(value.items(), SHOWN)}
+        return {name[:SHOWN]: _beginning(inner) for name, inner in islice(value.items(), SHOWN)}
     if isinstance(value, list):
         return [*map(_beginning, value[:SHOWN])]
     return value[:SHOWN] if isinstance(value, str) else value
@@ -130,7 +132,7 @@ def is_flag(value: Any) -> bool:
 
 def is_list_of(kind: type, least: int = 1) -> Callable[[Any], bool]:
     """Return a test of lists whose items are of one type."""
-    return lambda value: isinstance(value, list) and len(value) >= least and all(type(one) is kind for one in value)
+    return lambda value: isinstance(value, list) and len(value) >= least and all(type(item) is kind for item in value)
 
 
 def is_text(value: Any) -> bool:
@@ -153,13 +155,13 @@ def is_name(value: Any) -> bool:
 def is_stop(value: Any) -> bool:
     """Return whether a value is a stop string, or a list of them."""
     stops = value if isinstance(value, list) else [value]
-    return len(stops) <= MAX_STOPS and all(is_text(one) and 0 < len(one) <= MAX_STOP for one in stops)
+    return len(stops) <= MAX_STOPS and all(is_text(stop) and 0 < len(stop) <= MAX_STOP for stop in stops)
 
 
 def is_prompt(value: Any) -> bool:
     """Return whether a value is a prompt of a completion: text or token ids, or a list of one of them."""
-    one = value[0] if isinstance(value, list) and len(value) == 1 and not isinstance(value[0], int) else value
-    return (is_text(one) and one != "") or is_list_of(int)(one)
+    prompt = value[0] if isinstance(value, list) and len(value) == 1 and not isinstance(value[0], int) else value
+    return (is_text(prompt) and prompt != "") or is_list_of(int)(prompt)
 
 
 def is_bias(value: Any) -> bool:
@@ -171,13 +173,15 @@ def is_bias(value: Any) -> bool:
     if not isinstance(value, dict) or len(value) > MAX_BIASES:
         return False
     fits = is_number(-100, 100)
-    return all(name.isascii() and name.isdecimal() and len(name) < 10 and fits(one) for name, one in value.items())
+    return all(
+        name.isascii() and name.isdecimal() and len(name) < 10 and fits(number) for name, number in value.items()
+    )
 
 
 def is_stream_options(value: Any) -> bool:
     """Return whether a value is an object of stream options; obfuscation is not served."""
     known = isinstance(value, dict) and value.keys() <= {"include_usage", "include_obfuscation"}
-    return known and all(is_flag(one) for one in value.values()) and value.get("include_obfuscation") is not True
+    return known and all(is_flag(flag) for flag in value.values()) and value.get("include_obfuscation") is not True
 
 
 def is_tool_choice(value: Any) -> bool:

@@ -65,52 +65,54 @@ class SchemaGraph:
                 self._collect(place, inner)
 
     def _reached(self) -> dict[int, tuple[Any, list[Any]]]:
-        found = dict[int, tuple[Any, list[Any]]]()
+        reached = dict[int, tuple[Any, list[Any]]]()
         left = [self.root]
         while left:
             schema = left.pop()
-            if id(schema) not in found:
-                found[id(schema)] = schema, [self.target(one) for one in within(schema) if "$ref" in one]
-                left += found[id(schema)][1]
-        return found
+            if id(schema) not in reached:
+                reached[id(schema)] = schema, [self.target(inner) for inner in within(schema) if "$ref" in inner]
+                left += reached[id(schema)][1]
+        return reached
 
     def target(self, schema: Mapping[str, Any]) -> Any:
         """Return what a schema refers to, or raise."""
         pointer = schema["$ref"]
         field = f"{self.fields[id(schema)]}.$ref"
         is_pointer = isinstance(pointer, str) and (pointer == "#" or pointer.startswith("#/"))
-        found = self.root
+        target = self.root
         for step in unquote(pointer).split("/")[1:] if is_pointer else ():
             name = step.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, list):
-                found = found[int(name)] if name.isdecimal() and int(name[:9]) < len(found) else None
+            if isinstance(target, list):
+                target = target[int(name)] if name.isdecimal() and int(name[:9]) < len(target) else None
             else:
-                found = found.get(name) if isinstance(found, dict) else None
-        if not is_pointer or not (isinstance(found, bool) or id(found) in self.fields):
+                target = target.get(name) if isinstance(target, dict) else None
+        if not is_pointer or not (isinstance(target, bool) or id(target) in self.fields):
             refuse(field, f'"#", or "#/" and the place of a schema within, given {shown(pointer)}')
-        return found
+        return target
 
     def _sorted(self) -> tuple[list[Any], list[Any]]:
         """Return definitions, those without references first, and those that lead to circles."""
         waits = {key: len(refs) for key, (_, refs) in self.defined.items()}
         users: dict[int, list[int]] = {key: [] for key in self.defined}
         for key, (_, refs) in self.defined.items():
-            for one in refs:
-                users[id(one)].append(key)
+            for target in refs:
+                users[id(target)].append(key)
         ready = [key for key, count in waits.items() if not count]
         for key in ready:  # grows
             for user in users[key]:
                 waits[user] -= 1
                 if not waits[user]:
                     ready.append(user)
-        return [self.defined[key][0] for key in ready], [one for key, (one, _) in self.defined.items() if waits[key]]
+        return [self.defined[key][0] for key in ready], [
+            schema for key, (schema, _) in self.defined.items() if waits[key]
+        ]
 
     def check_levels(self) -> None:
         """Raise if schemas are inside each other too deep."""
         levels = dict[int, int]()
         for schema in self.leaves_first:
             _, refs = self.defined[id(schema)]
-            levels[id(schema)] = depth_of(schema) + max((levels[id(one)] for one in refs), default=0)
+            levels[id(schema)] = depth_of(schema) + max((levels[id(target)] for target in refs), default=0)
         if sum(map(depth_of, self.circles)) + max(levels.values(), default=0) > LEVELS:
             refuse(self.field, f"schemas of at most {LEVELS} inside each other, over references")
 
@@ -119,14 +121,14 @@ class SchemaGraph:
         finite = set[int]()
         left = [*self.leaves_first, *self.circles[::-1]]
         while left:
-            found = list[Any]()
+            ending = list[Any]()
             for schema in left:  # in this order most end after one pass
                 if self._ends(schema, finite):
                     finite.add(id(schema))
-                    found.append(schema)
-            if not found:
+                    ending.append(schema)
+            if not ending:
                 refuse(self.field, "schemas of values that end. One refers to itself without an end")
-            left = [one for one in left if id(one) not in finite]
+            left = [schema for schema in left if id(schema) not in finite]
 
     def _ends(self, schema: Any, finite: set[int]) -> bool:
         """Return whether a value of a schema ends, if values of the `finite` definitions do."""
@@ -134,17 +136,17 @@ class SchemaGraph:
             return True
         if "$ref" in schema and id(self.target(schema)) not in finite:
             return False
-        if not all(self._ends(one, finite) for one in listed(schema, "allOf")):
+        if not all(self._ends(inner, finite) for inner in listed(schema, "allOf")):
             return False
         for name in CHOICES:
-            if name in schema and not any(self._ends(one, finite) for one in listed(schema, name)):
+            if name in schema and not any(self._ends(inner, finite) for inner in listed(schema, name)):
                 return False
         types = schema.get("type", OF_NOTHING)
         types = [types] if isinstance(types, str) else types
-        if "enum" in schema or "const" in schema or any(one in OF_NOTHING for one in types):
+        if "enum" in schema or "const" in schema or any(kind in OF_NOTHING for kind in types):
             return True
         needed = {"object": self._members, "array": self._items}
-        return not types or any(all(self._ends(inner, finite) for inner in needed[one](schema)) for one in types)
+        return not types or any(all(self._ends(inner, finite) for inner in needed[kind](schema)) for kind in types)
 
     def _members(self, schema: Mapping[str, Any]) -> Iterator[Any]:
         """Yield the schemas of members that an object must have."""
@@ -159,7 +161,7 @@ class SchemaGraph:
         rest = schema.get("items", True)
         least = least if isinstance(least, int | float) else 0
         first, rest = (rest, schema.get("additionalItems", True)) if isinstance(rest, list) else (first, rest)
-        yield from (one for i, one in enumerate(first) if i < least)
+        yield from (item for i, item in enumerate(first) if i < least)
         if least > len(first):
             yield rest
 
@@ -179,22 +181,22 @@ class SchemaGraph:
             apart += [
                 self._work(inner, known) for keyword, inner in children(schema) if keyword not in ("allOf", *CHOICES)
             ]
-            parts = [either(apart), *(self._work(one, known) for one in listed(schema, "allOf"))]
-            parts += [either([self._work(one, known) for one in listed(schema, name)]) for name in CHOICES]
+            parts = [either(apart), *(self._work(inner, known) for inner in listed(schema, "allOf"))]
+            parts += [either([self._work(inner, known) for inner in listed(schema, name)]) for name in CHOICES]
             parts += [self._work(self.target(schema), known)] if "$ref" in schema else []
-            product = math.prod(one.divisor for one in parts)
-            known[id(schema)] = Work(sum(one.patterns for one in parts), min(product, DIVISORS + 1))
+            product = math.prod(part.divisor for part in parts)
+            known[id(schema)] = Work(sum(part.patterns for part in parts), min(product, DIVISORS + 1))
         return known[id(schema)]
 
     def divisors(self) -> int:
         """Return the sum of all `multipleOf`, each times those that may hold for the same value."""
-        schemas = (one for schema, _ in self.defined.values() for one in within(schema))
-        found = [whole(one["multipleOf"]) for one in schemas if "multipleOf" in one]
-        return sum(found) * max(1, self.work().divisor // max(found)) if found else 0
+        schemas = (inner for schema, _ in self.defined.values() for inner in within(schema))
+        divisors = [whole(inner["multipleOf"]) for inner in schemas if "multipleOf" in inner]
+        return sum(divisors) * max(1, self.work().divisor // max(divisors)) if divisors else 0
 
     def check_keywords(self) -> None:
         """Raise on schemas with an address of their own (`$id`), and on too many patterns of names."""
-        for schema in (one for defined, _ in self.defined.values() for one in within(defined)):
+        for schema in (inner for defined, _ in self.defined.values() for inner in within(defined)):
             field = self.fields[id(schema)]
             names = schema.get("patternProperties", ())
             for name in ("$id", "id"):
@@ -246,14 +248,14 @@ def listed(schema: Mapping[str, Any], keyword: str) -> list[Any]:
 
 def either(works: Iterable[Work]) -> Work:
     """Return what holds at most for a value of one of several schemas."""
-    found = [Work(), *works]
-    return Work(max(one.patterns for one in found), max(one.divisor for one in found))
+    works = [Work(), *works]
+    return Work(max(work.patterns for work in works), max(work.divisor for work in works))
 
 
 def whole(number: Any) -> int:
     """Return the digits of a number as a whole one, at most one more than `DIVISORS`.
 
-    >>> [whole(one) for one in (0.01, 12.5, 60, 1e9, "a")]
+    >>> [whole(number) for number in (0.01, 12.5, 60, 1e9, "a")]
     [1, 125, 60, 100001, 1]
     """
     if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):

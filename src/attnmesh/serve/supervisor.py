@@ -139,7 +139,10 @@ class Supervisor:
     ) -> list[OpenRequest]:
         """Send a request to the ranks for each choice; `put` gets the events, each with its choice's index."""
         self._check_room(len(choices))
-        if sum({one.group: one.prompt.nbytes for one in self.open.values()}.values()) + prompt.nbytes > IMAGE_BYTES:
+        if (
+            sum({request.group: request.prompt.nbytes for request in self.open.values()}.values()) + prompt.nbytes
+            > IMAGE_BYTES
+        ):
             raise Refused(429, "The images of open requests take all of their memory. Ask again.")
         requests, group = [], self._numbers
         for index, options in enumerate(choices):
@@ -194,10 +197,10 @@ class Supervisor:
         loss finds so is its cause.
         """
         left = [request for request in self.open.values() if request.fresh is None and self._stepped]
-        for request in sorted(left, key=lambda one: one.replays or MAX_REPLAYS + 1):
-            unproven = [one for one in self.open.values() if not one.is_proven]
-            careful = any(one.replays >= MAX_REPLAYS for one in unproven)
-            if careful and any(one.fresh is not None for one in unproven):
+        for request in sorted(left, key=lambda request: request.replays or MAX_REPLAYS + 1):
+            unproven = [request for request in self.open.values() if not request.is_proven]
+            careful = any(request.replays >= MAX_REPLAYS for request in unproven)
+            if careful and any(request.fresh is not None for request in unproven):
                 return
             request.fresh = 0
             again = request.sent if request.accepted or request.replays else None  # a loss may hide the acceptance
@@ -208,7 +211,7 @@ class Supervisor:
 
     def _forget(self, request: OpenRequest) -> None:
         """Let the ranks forget a prompt that no open request has."""
-        if request.group in self._there and all(one.group != request.group for one in self.open.values()):
+        if request.group in self._there and all(other.group != request.group for other in self.open.values()):
             self._there.discard(request.group)
             self._send(["forget", request.group])
 
@@ -374,7 +377,7 @@ class Supervisor:
             self.state = "restarting"
         there = [request for request in self.open.values() if request.fresh is not None]
         careful = any(request.replays >= MAX_REPLAYS for request in there)
-        for request in [one for one in there if careful and not one.is_proven] or there:
+        for request in [request for request in there if careful and not request.is_proven] or there:
             request.replays += 1
             if request.replays > MAX_REPLAYS:
                 self._drop(request, Refused(500, f"Ranks were lost {request.replays} times during this request."))

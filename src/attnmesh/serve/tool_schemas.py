@@ -66,7 +66,7 @@ def check_tools(tools: list[dict[str, Any]]) -> None:
 def properties_of(tools: list[dict[str, Any]]) -> Tools:
     """Return the properties of each tool's parameters."""
     functions = [tool["function"] for tool in tools]
-    return {one["name"]: (one.get("parameters") or {}).get("properties") or {} for one in functions}
+    return {function["name"]: (function.get("parameters") or {}).get("properties") or {} for function in functions}
 
 
 def check_schema(field: str, schema: Any, depth: int = MAX_SCHEMA_DEPTH) -> None:
@@ -76,8 +76,8 @@ def check_schema(field: str, schema: Any, depth: int = MAX_SCHEMA_DEPTH) -> None
     if not isinstance(schema, dict) or not depth:
         raise wrong_value(field, f"a schema of at most {MAX_SCHEMA_DEPTH} inside each other", schema)
     types = schema.get("type", [])
-    for one in types if isinstance(types, list) else [types]:
-        if one not in TYPES:
+    for kind in types if isinstance(types, list) else [types]:
+        if kind not in TYPES:
             raise wrong_value(f"{field}.type", f"one of {', '.join(TYPES)}, or a list of them", types)
     for keyword, kind in (("required", list), ("enum", list), ("description", str), ("title", str)):
         value = schema.get(keyword)
@@ -90,7 +90,7 @@ def check_schema(field: str, schema: Any, depth: int = MAX_SCHEMA_DEPTH) -> None
 
 
 def _are_names(values: Any) -> bool:
-    return all(isinstance(one, str) for one in values)
+    return all(isinstance(value, str) for value in values)
 
 
 def inner_schemas(field: str, schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -100,14 +100,14 @@ def inner_schemas(field: str, schema: dict[str, Any]) -> Iterator[tuple[str, Any
         if keyword in OF_SCHEMAS:
             if not isinstance(value, dict):
                 raise wrong_value(place, "an object of schemas", value)
-            yield from ((f"{place}.{name[:60]}", one) for name, one in value.items())
+            yield from ((f"{place}.{name[:60]}", inner) for name, inner in value.items())
         elif keyword in LISTS:
             if not isinstance(value, list):
                 raise wrong_value(place, "a list of schemas", value)
-            yield from ((f"{place}[{i}]", one) for i, one in enumerate(value))
+            yield from ((f"{place}[{i}]", inner) for i, inner in enumerate(value))
         elif keyword in SINGLE:
             several = isinstance(value, list) and keyword == "items"
-            yield from ((f"{place}[{i}]", one) for i, one in enumerate(value)) if several else [(place, value)]
+            yield from ((f"{place}[{i}]", inner) for i, inner in enumerate(value)) if several else [(place, value)]
 
 
 def _texts(value: Any, place: str) -> Iterator[tuple[str, str]]:
@@ -117,9 +117,9 @@ def _texts(value: Any, place: str) -> Iterator[tuple[str, str]]:
             raise wrong_value(place, "text in UTF-8", value)
         yield place, value
     elif isinstance(value, dict):
-        for name, one in value.items():
+        for name, inner in value.items():
             yield from _texts(name, place)
-            yield from _texts(one, f"{place}.{name[:60]}" if is_text(name) else place)
+            yield from _texts(inner, f"{place}.{name[:60]}" if is_text(name) else place)
     elif isinstance(value, list):
-        for i, one in enumerate(value):
-            yield from _texts(one, f"{place}[{i}]")
+        for i, inner in enumerate(value):
+            yield from _texts(inner, f"{place}[{i}]")

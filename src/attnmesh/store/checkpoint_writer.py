@@ -266,7 +266,8 @@ def _write(
             _sweep(path, manifest, wholly=False)
         saves = [other for other in save_folders(path) if other != folder]
         earlier = [*saves[:2], *saves[2:][-1:]]  # not all: a full disk may leave many interrupted saves
-        for group, (start, stop) in ((group, piece) for group in groups for piece in pieces(len(group.token_index))):
+        group_pieces = ((group, piece) for group in groups for piece in pieces(len(group.token_index)))
+        for group, (start, stop) in group_pieces:
             tensors = {name: x[:, :, start:stop] for name, x in group.tensors.items()}
             tensors |= {COLUMNS: group.token_index[start:stop]}
             suffix = f".{group.leader}" if group.leader else ""
