@@ -51,7 +51,7 @@ class PromptOptions(NamedTuple):
             pictures = [_open_image(path) for path in self.images]
             if self.raw or not getattr(processor, "chat_template", None):
                 return dict(processor(text=text, images=pictures, return_tensors="pt"))
-            content = [*({"type": "image", "image": one} for one in pictures), {"type": "text", "text": text}]
+            content = [*({"type": "image", "image": picture} for picture in pictures), {"type": "text", "text": text}]
             template = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
             return dict(processor.apply_chat_template([{"role": "user", "content": content}], **template))
 

@@ -50,7 +50,7 @@ def grid_of(workload: Workload, cluster: Cluster) -> PagePoints:
     ranks = {n for n in doubling(cluster.ranks) if n <= RANKS} | {cluster.ranks}
     counts = {1} if cluster.between == NO_LINK else {*doubling(max(HOSTS, cluster.hosts)), cluster.hosts}
     sets = (kv_heads, ranks, counts, lengths(workload.length))
-    return PagePoints(*(tuple(sorted(each)) for each in sets))
+    return PagePoints(*(tuple(sorted(points)) for points in sets))
 
 
 def write_report(file: Path, workload: Workload, cluster: Cluster, status: Callable[[str], None]) -> None:

@@ -151,7 +151,7 @@ def _errors(kernel: str, device: torch.device, dtype: torch.dtype, mask: Mask, r
     exact = [x.detach().cpu().double().requires_grad_() for x in problem[:3]]
     ours = _outputs(problem, mask, kernel)
     truth = _outputs([*exact, problem[3].cpu().double()], mask, "reference")
-    out_error, *errors = (_error(one.cpu(), other) for one, other in zip(ours, truth, strict=True))
+    out_error, *errors = (_error(x.cpu(), other) for x, other in zip(ours, truth, strict=True))
     return out_error, max(errors)
 
 

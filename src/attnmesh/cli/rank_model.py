@@ -60,7 +60,7 @@ def load_model(prompt: Prepared, dtype: str, weights: str, *, reproducible: bool
 def load_draft(path: str, dtype: str, beside: Loaded) -> PreTrainedModel:
     """Load a draft model on all ranks. They share its layers where they share those of the model, and can."""
     draft = open_model(path, dtype, beside.model.device)
-    if any(isinstance(one, SharedLayer) for one in beside.model.modules()):
+    if any(isinstance(module, SharedLayer) for module in beside.model.modules()):
         with suppress(InputError):
             hf.share_weights(draft, beside.mesh)
     return draft

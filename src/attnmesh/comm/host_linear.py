@@ -166,7 +166,9 @@ class HostLinear:
         operations_per_piece = self.axis.size + 1
         try:
             if mailboxes.has_left:
-                raise mailboxes.error_after_loss(next(one for one in mailboxes.members if one != self.axis.index))
+                raise mailboxes.error_after_loss(
+                    next(member for member in mailboxes.members if member != self.axis.index)
+                )
             if WORLD.letters:
                 finish_letters_of(mailboxes)
             code = self.function(fields, 0)

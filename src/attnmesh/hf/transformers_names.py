@@ -120,7 +120,7 @@ sdpa_mask: Any = TRANSFORMERS.find("transformers.masking_utils:sdpa_mask")
 def check_trainer(trainer: type) -> None:
     """Raise unless a class of trainers has the methods that are overridden, and its package is tested."""
     TRAINER.check()
-    if any(each.__module__.split(".")[0] == "trl" for each in trainer.__mro__):
+    if any(kind.__module__.split(".")[0] == "trl" for kind in trainer.__mro__):
         TRL.check()
 
 

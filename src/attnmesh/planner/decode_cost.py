@@ -151,7 +151,7 @@ def decode_cost(way: Way, workload: Workload, cluster: Cluster) -> Cost:
         total.add_stage("merge", device.wait)
         if cluster.on_cpus and group.ranks > group.ranks_per_host:
             rounds = tree_rounds(group.ranks, group.ranks_per_host)
-            times = sum(one.out_of_host > 0 for one in rounds) if merge.pattern is Pattern.ROUNDS else 1
+            times = sum(merge_round.out_of_host > 0 for merge_round in rounds) if merge.pattern is Pattern.ROUNDS else 1
             total.add_stage("merge", times * (MERGE_CALLS - 1) * device.call)
     if shape.heads > 1:
         _gather_heads(way, rows * workload.value_width * workload.itemsize, cluster, total)

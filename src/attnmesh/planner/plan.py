@@ -195,7 +195,9 @@ class Plan:
         scan, halo, memory = self.recurrent
         layers = sum(kind.layers for kind in self.workload.recurrent_kinds)
         exchanges = {"scans": (scan, scan.inside + scan.between), "halos": (halo, halo.inside + halo.between)}
-        sends = [f"{name} send {in_bytes(x)} in {in_seconds(one.seconds)}" for name, (one, x) in exchanges.items() if x]
+        sends = [
+            f"{name} send {in_bytes(x)} in {in_seconds(price.seconds)}" for name, (price, x) in exchanges.items() if x
+        ]
         clause = f"are included: {', '.join(sends)}" if sends else "send nothing"
         return f"Recurrent layers ({layers}) {clause}; each rank holds {in_bytes(memory)} of states."
 
@@ -300,11 +302,11 @@ def plan(workload: Workload, cluster: Cluster, *, progress: Callable[[int, int],
         plans.append(Plan(shape, exchange, layout, tile, *figures, workload, cluster))
         if progress is not None:
             progress(number, len(ways))
-    fitting = [one for one in plans if _fits(one)]
+    fitting = [plan for plan in plans if _fits(plan)]
     if not fitting:
-        raise _memory_error(min(one.memory for one in plans), workload, cluster)
-    fastest, *slower = sorted(fitting, key=lambda one: (one.seconds, one.bytes.between, one.memory))
-    runner_up = next((one for one in slower if one.shape != fastest.shape), slower[0] if slower else None)
+        raise _memory_error(min(plan.memory for plan in plans), workload, cluster)
+    fastest, *slower = sorted(fitting, key=lambda plan: (plan.seconds, plan.bytes.between, plan.memory))
+    runner_up = next((plan for plan in slower if plan.shape != fastest.shape), slower[0] if slower else None)
     return [replace(fastest, runner_up=runner_up), *(replace(other, runner_up=fastest) for other in slower)]
 
 

@@ -47,7 +47,7 @@ def recurrent_cost(way: Way, workload: Workload, cluster: Cluster) -> RecurrentC
     both_ways = runs_per_shard("plan", way.layout) == 2
     for backward in (False, True)[: workload.passes]:
         directions = (False, True) if both_ways else (backward,)
-        scans = [one for reverse in directions for one in _scan_rounds(way.shape, way.tile, reverse)]
+        scans = [scan for reverse in directions for scan in _scan_rounds(way.shape, way.tile, reverse)]
         halos = [_halo(way.shape, way.tile, directions)]
         for kind in workload.recurrent_kinds:
             map_bytes = workload.batch * kind.map_numbers * workload.sum_itemsize

@@ -215,7 +215,7 @@ def _attention(work: Workload, cluster: Cluster, sharding: WeightSharding, shape
         )
         cluster = replace(cluster.sized(hosts, cluster.ranks // ranks_per_host), inside=inside, between=between)
     roomy = replace(cluster, device=replace(cluster.device, memory=UNLIMITED_MEMORY), memories=())
-    return next(one for one in plan(work, roomy) if heads in (None, one.shape.heads))
+    return next(candidate for candidate in plan(work, roomy) if heads in (None, candidate.shape.heads))
 
 
 def _on_one_axis(sharding: WeightSharding) -> bool:

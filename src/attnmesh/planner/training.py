@@ -161,7 +161,7 @@ def training(model: TrainedModel, cluster: Cluster, method: Method = STOCK) -> l
 
     >>> work = Workload(32, 8, 128, 131_072, layers=32, phase="training")
     >>> model = TrainedModel(work, 32, 4096, 14336, 128_256, 8_030_261_248)
-    >>> [(one.data, one.context, one.tokens > 131_072) for one in training(model, Cluster.preset("dgx-h100", 1))]
+    >>> [(way.data, way.context, way.tokens > 131_072) for way in training(model, Cluster.preset("dgx-h100", 1))]
     [(2, 4, True), (1, 8, True), (8, 1, False), (4, 2, False)]
     """
     contexts = [context for context in divisors(cluster.world) if _fits_hosts(cluster, context)]
@@ -204,7 +204,9 @@ def _training_on(model: TrainedModel, cluster: Cluster, context: int, method: Me
     beside = [max(sizes) for sizes in zip(*(kind(model, cluster, method.loss) for kind in kinds), strict=True)]
     fixed = [states + size + tile for size, tile in zip_longest((*beside, 0.0), tiles, fillvalue=0.0)]
     growing = *(on_device + hidden + size for size in logits), on_device + layer, layer_input + layer, hidden, keys
-    ratio = min((cluster.device.memory - one) / size for one, size in zip(fixed, growing, strict=True) if size)
+    ratio = min(
+        (cluster.device.memory - fixed_bytes) / size for fixed_bytes, size in zip(fixed, growing, strict=True) if size
+    )
     moments = dict(zip(MOMENTS, map(sum, zip(fixed, growing, strict=True)), strict=True))
     sizes = states, gradients, on_device, layer, tiles[1] + hidden + logits[1], host, keys
     fitting = max(0, int(tokens_of_rank * ratio)) * context

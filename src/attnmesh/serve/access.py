@@ -69,10 +69,10 @@ class Door:
         if not self.limits.api_keys or path in OPEN:
             return ""
         kind, _, key = headers.get("authorization", "").partition(" ")
-        found = [one for one in self.limits.api_keys if is_same(key.strip(), one)]
-        if kind.lower() != "bearer" or not found:
+        matches = [own_key for own_key in self.limits.api_keys if is_same(key.strip(), own_key)]
+        if kind.lower() != "bearer" or not matches:
             raise Refused(401, "authorization: expected Bearer and a key of the server", None, "invalid_api_key")
-        return found[0]
+        return matches[0]
 
 
 def is_same(given: str, secret: str) -> bool:

@@ -57,7 +57,7 @@ class Answers:
         """Return a choice for each new part: the first has the log-probabilities, the last the reason."""
         deltas = [delta for part in parts for delta in deltas_of(part)] or [{}]
         pieces, reasons = [piece] + [Piece("")] * (len(deltas) - 1), [None] * (len(deltas) - 1) + [reason]
-        return [self.choice(index, *one) for one in zip(pieces, reasons, deltas, strict=True)]
+        return [self.choice(index, *arguments) for arguments in zip(pieces, reasons, deltas, strict=True)]
 
     def choice(
         self, index: int, piece: Piece, reason: str | None, delta: dict[str, Any] | None = None
@@ -68,7 +68,9 @@ class Answers:
             shown = None if self.top is None else self._completion_logprobs(piece)
             return {**shared, "text": piece.text, "logprobs": shown}
         shown = (
-            None if self.top is None else {"content": [self._logprob(one) for _, one in piece.tokens], "refusal": None}
+            None
+            if self.top is None
+            else {"content": [self._logprob(token) for _, token in piece.tokens], "refusal": None}
         )
         delta = ({"content": piece.text} if piece.text else {}) if delta is None else delta
         return {**shared, "delta": delta, "logprobs": shown}
@@ -104,10 +106,10 @@ class Answers:
 
         Of tokens that are written alike, the drawn one counts, then the likeliest.
         """
-        found = {self.spelling.written(token.id, RAW): token.logprob}
+        by_text = {self.spelling.written(token.id, RAW): token.logprob}
         for id, logprob in token.top[: self.top]:
-            found.setdefault(self.spelling.written(id, RAW), logprob)
-        return found
+            by_text.setdefault(self.spelling.written(id, RAW), logprob)
+        return by_text
 
 
 def deltas_of(part: AnswerPart) -> Iterator[dict[str, Any]]:
@@ -137,12 +139,12 @@ def joined_deltas(deltas: Sequence[dict[str, Any]]) -> dict[str, Any]:
     thought = "".join(delta.get("reasoning_content", "") for delta in deltas)
     calls: list[dict[str, Any]] = []
     for delta in deltas:
-        for one in delta.get("tool_calls", ()):
-            if "id" in one:
-                shown = {key: value for key, value in one.items() if key != "index"}
-                calls.append({**shown, "function": {**one["function"]}})
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                shown = {key: value for key, value in call.items() if key != "index"}
+                calls.append({**shown, "function": {**call["function"]}})
             else:
-                calls[one["index"]]["function"]["arguments"] += one["function"]["arguments"]
+                calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
     message: dict[str, Any] = {"content": content or (None if calls else "")}
     return message | ({"reasoning_content": thought} if thought else {}) | ({"tool_calls": calls} if calls else {})
 

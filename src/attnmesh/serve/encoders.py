@@ -83,11 +83,11 @@ def _shrinks(step: dict[str, Any]) -> int | None:
     match step:
         case {"type": "Sequence", **inner}:
             factor = 1
-            for one in inner.get("normalizers") or inner.get("pretokenizers") or ():
-                of_one = _shrinks(one)
-                if of_one is None:
+            for inner_step in inner.get("normalizers") or inner.get("pretokenizers") or ():
+                inner_factor = _shrinks(inner_step)
+                if inner_factor is None:
                     return None
-                factor *= of_one
+                factor *= inner_factor
             return factor
         case {"type": "NFC" | "NFKC"}:
             return COMPOSED

@@ -58,16 +58,18 @@ class AskedGrammar:
         choice = fields["tool_choice"]
         tools = fields["tools"] or []
         named = choice["function"]["name"] if isinstance(choice, dict) else None
-        functions = tuple((f"tools[{i}].function", one["function"]) for i, one in enumerate(tools))
-        found = tuple(one for one in functions if named in (None, one[1]["name"]))
+        functions = tuple((f"tools[{i}].function", tool["function"]) for i, tool in enumerate(tools))
+        allowed = tuple((field, function) for field, function in functions if named in (None, function["name"]))
         must_call = named is not None or choice == "required"
-        if must_call and not found:
+        if must_call and not allowed:
             given = "none" if named is None else f"none named {named}"
             raise Refused(400, f"tool_choice: expected a tool of tools, given {given}", "tool_choice")
         if must_call:
             several = named is None and fields["parallel_tool_calls"]
-            return AskedGrammar(found, True, several, None, "tool_choice")
-        strict = next((field for field, one in functions if one.get("strict")), None) if choice != "none" else None
+            return AskedGrammar(allowed, True, several, None, "tool_choice")
+        strict = (
+            next((field for field, function in functions if function.get("strict")), None) if choice != "none" else None
+        )
         content = content_format(fields)
         field = f"{strict}.strict" if strict else "" if content is None else "response_format"
         offered = functions if field and choice != "none" else ()
@@ -151,12 +153,12 @@ class Grammars:
         rules = Rules(special)
         shape = self._shape(asked)
         content = None if asked.content is None else rules.json(asked.content)
-        said = content and (rules.fill(shape.content, content=content) if shape else content)
+        message = content and (rules.fill(shape.content, content=content) if shape else content)
         if not asked.tools or shape is None:
-            start = said or ""
-        elif asked.must_call or said:
+            start = message or ""
+        elif asked.must_call or message:
             calls = rules.calls(shape, asked.tools, several=asked.several)
-            start = f"({calls} | {said})" if said else calls
+            start = f"({calls} | {message})" if message else calls
         else:
             assert self.formats.calls is not None
             start = rules.calls_in_text(shape, asked.tools, self.formats.calls.begins, several=asked.several)
@@ -213,13 +215,13 @@ def in_thread(work: Callable[[], T], leave: Callable[[], None] = lambda: None) -
 
     def run() -> None:
         try:
-            found = work()
+            result = work()
         except BaseException as error:
             leave()
             made.set_exception(error)
         else:
             leave()
-            made.set_result(found)
+            made.set_result(result)
 
     Thread(target=run, name="grammar", daemon=True).start()
     return made
@@ -227,7 +229,7 @@ def in_thread(work: Callable[[], T], leave: Callable[[], None] = lambda: None) -
 
 def schemas_of(asked: AskedGrammar) -> list[tuple[str, Any]]:
     """Return the schemas of a grammar with their fields."""
-    tools = [(f"{field}.parameters", OBJECT | (one.get("parameters") or {})) for field, one in asked.tools]
+    tools = [(f"{field}.parameters", OBJECT | (function.get("parameters") or {})) for field, function in asked.tools]
     return [*tools, *([] if asked.content is None else [("response_format.json_schema.schema", asked.content)])]
 
 

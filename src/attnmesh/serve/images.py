@@ -50,11 +50,11 @@ def _opened(param: str, data: str, left: int) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the pixels are counted here
-            found = Image.open(io.BytesIO(b64decode(data, validate=True)), formats=FORMATS)
-            picture = found.convert("RGB") if found.width * found.height <= left else None
+            image = Image.open(io.BytesIO(b64decode(data, validate=True)), formats=FORMATS)
+            picture = image.convert("RGB") if image.width * image.height <= left else None
     except (OSError, ValueError, SyntaxError, EOFError, binascii.Error, Image.DecompressionBombError) as error:
-        said = f"{type(error).__name__}"
-        raise Refused(400, f"{param}: expected an image of {', '.join(FORMATS)} in base64: {said}", param) from None
+        name = type(error).__name__
+        raise Refused(400, f"{param}: expected an image of {', '.join(FORMATS)} in base64: {name}", param) from None
     if picture is None:
         raise Refused(400, f"{param}: expected images of at most {MAX_PIXELS:,} pixels together", param)
     return picture
@@ -84,13 +84,13 @@ def images_of(descriptions: list[list[Any]], data: bytes) -> dict[str, Any]:
     >>> images_of([["pixel_values", "uint8", [1, 2], 2], ["crops", None, [3], 0]], b"ab")
     {'pixel_values': tensor([[97, 98]], dtype=torch.uint8), 'crops': [3]}
     """
-    found, offset = {}, 0
+    images, offset = {}, 0
     for name, dtype, value, size in descriptions:
         part = (
             torch.frombuffer(bytearray(data[offset : offset + size]), dtype=torch.uint8)
             if size
             else torch.empty(0, dtype=torch.uint8, device="cpu")
         )
-        found[name] = value if dtype is None else part.view(getattr(torch, dtype)).view(value)
+        images[name] = value if dtype is None else part.view(getattr(torch, dtype)).view(value)
         offset += size
-    return found
+    return images

@@ -57,8 +57,8 @@ class Spelling:
         sign = str(self.tokenizer.convert_ids_to_tokens(id))
         if byte := BYTE.fullmatch(sign):
             return bytes.fromhex(byte[1])
-        in_bytes = all(one in SIGNS for one in sign)
-        return bytes(SIGNS[one] for one in sign) if in_bytes else str(both[len(before) :]).encode()
+        in_bytes = all(character in SIGNS for character in sign)
+        return bytes(SIGNS[character] for character in sign) if in_bytes else str(both[len(before) :]).encode()
 
     def written(self, id: int, escape: str = "") -> str:
         """Return a token as responses write it: its text, or its bytes where they are not whole characters."""

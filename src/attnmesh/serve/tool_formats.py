@@ -101,7 +101,9 @@ def flat(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     several = schema.get("anyOf")
     if not isinstance(several, list) or "type" in schema or not all(map(is_plain, several)):
         return schema
-    return {name: one for name, one in schema.items() if name != "anyOf"} | {"type": [one["type"] for one in several]}
+    return {name: value for name, value in schema.items() if name != "anyOf"} | {
+        "type": [plain["type"] for plain in several]
+    }
 
 
 def is_plain(schema: Any) -> bool:
@@ -396,5 +398,5 @@ def find_format(template: str) -> ToolFormat | None:
     >>> find_format("{{ '<tool_call>' + (call | tojson) }}") is FORMATS["hermes"], find_format("{{ messages }}")
     (True, None)
     """
-    found = (one for one in FORMATS.values() if all(text in template for text in one.in_template))
-    return next(found, None)
+    shown = (format for format in FORMATS.values() if all(text in template for text in format.in_template))
+    return next(shown, None)

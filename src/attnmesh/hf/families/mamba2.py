@@ -58,7 +58,7 @@ def chunk_scan_by_heads(
     """Return what the rule of Mamba-2 returns for all tokens of this rank's heads. Groups go with their heads."""
     chain.check_divided({"heads": hidden_states.shape[2], "groups": writes.shape[2]})
     hidden_states, dt, writes, reads = chain.gather(hidden_states, dt, writes, reads)
-    for per_head in (each for each in ("D", "dt_bias") if options.get(each) is not None):
+    for per_head in (name for name in ("D", "dt_bias") if options.get(name) is not None):
         options[per_head] = chain.own_heads(options[per_head])
     return stock(hidden_states, dt, chain.own_heads(rates), writes, reads, **options)
 

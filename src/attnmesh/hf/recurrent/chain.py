@@ -144,7 +144,7 @@ class HeadChain:
         Only the last part keeps results beyond its tokens.
         """
         halos = halo_of_parts(x, size, *self._chain, dim=2)
-        parts = zip(halos.split(size, 2), x.split([sum(each.pieces) for each in self._parts], 2), strict=True)
+        parts = zip(halos.split(size, 2), x.split([sum(part.pieces) for part in self._parts], 2), strict=True)
         pieces = [_after_halo(*part, own.pieces, own.before) for part, own in zip(parts, self._parts, strict=True)]
         return _convolve([*chain.from_iterable(pieces)], function)
 

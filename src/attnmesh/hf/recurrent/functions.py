@@ -28,7 +28,7 @@ def recurrence_of(layer: type) -> Recurrence | None:
     Subclasses of a class of transformers are of its kind. So are copies of one, as models with code of their own have.
     """
     records = recurrences()
-    names = (each.__name__ for each in layer.__mro__ if each.__module__.startswith("transformers"))
+    names = (kind.__name__ for kind in layer.__mro__ if kind.__module__.startswith("transformers"))
     return next((records[name] for name in names if name in records), None)
 
 

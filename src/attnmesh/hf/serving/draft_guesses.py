@@ -217,7 +217,7 @@ class DraftGuesses(NoGuesses):
             return None
         row = rows[place := min(worth, key=unread.__getitem__)]
         whole = 0 if row.read or self.footprint is None else self.footprint(row.length + row.stream.room)
-        as_read = [self._most(one, times) for one in rows]
+        as_read = [self._most(other, times) for other in rows]
         return row if 2 * whole <= free() and self._choose(rows, as_read, times, tries=tries)[place] else None
 
     def _reads(self, row: DraftRow, size: int) -> list[Any]:
@@ -227,7 +227,7 @@ class DraftGuesses(NoGuesses):
         if not row.is_reading:
             source, moves = number, True
             if not row.read:  # it may go on from the cache of another row that begins alike
-                others = [one.stream for one in self.rows.values() if one.read]
+                others = [other.stream for other in self.rows.values() if other.read]
                 source, _, moves = self.prefixes.find(row.stream, others)
                 self.prefixes.use(source, moves=moves)
             row.read, row.guessed, row.is_reading = row.length, [], True
@@ -262,7 +262,7 @@ class DraftGuesses(NoGuesses):
         draws = {number: self._drawing(self.rows[number].stream) for number in chosen}
         while plan or tokens:
             start = perf_counter()
-            reading = next((one[1] for one in plan if one[0] == "fill"), None)
+            reading = next((operation[1] for operation in plan if operation[0] == "fill"), None)
             results = self.run([*plan, *([["rows", [*tokens.items()], grows]] if tokens else [])])
             others = sum(self.worker.seconds.get(name, 0.0) for name in ("start", "fill"))
             if reading is not None:

@@ -70,11 +70,11 @@ def _exponentials(count: int, generator: torch.Generator) -> Tensor:
 @cache
 def _draws_exponentials(vocabulary: int) -> bool:
     """Return whether PyTorch draws a token of a vocabulary by the numbers of `_exponentials`."""
-    one, other, drawn = (torch.Generator().manual_seed(0) for _ in range(3))
-    expected = torch.empty(vocabulary, dtype=torch.float32, device="cpu").exponential_(generator=one)
-    same = torch.allclose(_exponentials(vocabulary, other), expected, rtol=1e-6, atol=0.0)
+    direct, replayed, drawn = (torch.Generator().manual_seed(0) for _ in range(3))
+    expected = torch.empty(vocabulary, dtype=torch.float32, device="cpu").exponential_(generator=direct)
+    same = torch.allclose(_exponentials(vocabulary, replayed), expected, rtol=1e-6, atol=0.0)
     _draw(vocabulary, drawn)
-    return vocabulary > 1 and same and all(one.get_state().equal(x.get_state()) for x in (other, drawn))
+    return vocabulary > 1 and same and all(direct.get_state().equal(x.get_state()) for x in (replayed, drawn))
 
 
 def _skip(words: int, generator: torch.Generator) -> torch.Generator:

@@ -59,6 +59,6 @@ class NgramGuesses(NoGuesses):
             text.add(stream.answer[text.answered :])
             stream.guesses.draft = text.found(min(self.most, stream.room))
         guesses = [stream.guesses for stream in rows]
-        counts = times.choose([one.acceptance_rate for one in guesses], [len(one.draft) for one in guesses])
-        for one, count in zip(guesses, counts, strict=True):
-            one.checked = one.draft[:count]
+        counts = times.choose([guess.acceptance_rate for guess in guesses], [len(guess.draft) for guess in guesses])
+        for guess, count in zip(guesses, counts, strict=True):
+            guess.checked = guess.draft[:count]

@@ -110,11 +110,11 @@ def _name_of(store: PrefixStore, model: PreTrainedModel, cache: ShardedCache) ->
 
 def _weights_digest(model: PreTrainedModel) -> int:
     """Return a digest of all weights that this rank has, by their names, dtypes and shapes."""
-    found = blake2b(digest_size=7)
+    hasher = blake2b(digest_size=7)
     for name, x in (*model.named_parameters(), *model.named_buffers()):
         own = x.to_local() if isinstance(x, DTensor) else x
         bits = own.detach().contiguous().flatten().view(torch.uint8)
-        found.update(f"{name} {x.dtype} {[*x.shape]} {'' if bits.is_cpu else int(digest(bits))};".encode())
+        hasher.update(f"{name} {x.dtype} {[*x.shape]} {'' if bits.is_cpu else int(digest(bits))};".encode())
         if bits.is_cpu:
-            found.update(bits.numpy().data)
-    return int.from_bytes(found.digest(), "little")
+            hasher.update(bits.numpy().data)
+    return int.from_bytes(hasher.digest(), "little")

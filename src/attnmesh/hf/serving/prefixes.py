@@ -99,7 +99,9 @@ class Prefixes:
     def _caches(self, stream: Stream, others: Iterable[Stream]) -> list[int]:
         """Return the caches of a request's salt that hold tokens as a prompt has them."""
         ended = self.snapshots if self.worker.by_steps else self.kept
-        salts = {n: salt for n, salt in self.kept.items() if n in ended} | {one.number: one.salt for one in others}
+        salts = {n: salt for n, salt in self.kept.items() if n in ended} | {
+            other.number: other.salt for other in others
+        }
         return [n for n, salt in salts.items() if salt == stream.salt and n in self.worker.caches]
 
     def _shared(self, held: Tensor, ids: Tensor, *, pictured: bool = False) -> int:

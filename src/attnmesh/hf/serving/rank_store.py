@@ -64,7 +64,7 @@ class RankStore:
     @property
     def numbers(self) -> list[int]:
         """Return the blocks that were written, or -1 less an error; and the blocks that were read."""
-        done = next((one.done for one in self.readings.values()), 0)
+        done = next((reading.done for reading in self.readings.values()), 0)
         return [-1 - self.fault if self.fault else self.written, done]
 
     # --- operations of plans ---
@@ -99,40 +99,42 @@ class RankStore:
 
     def do_load(self, number: int, nbytes: int, patience: float) -> None:
         """Copy blocks that have been read to the cache, of about so many bytes. Wait so long for the first one."""
-        one = self.readings[number]
-        while 0 <= one.done < len(one.blocks) and nbytes > 0:
+        reading = self.readings[number]
+        while 0 <= reading.done < len(reading.blocks) and nbytes > 0:
             try:
-                pieces = one.ready.get(timeout=patience) if patience else one.ready.get_nowait()
+                pieces = reading.ready.get(timeout=patience) if patience else reading.ready.get_nowait()
             except queue.Empty:
                 return
             patience = 0.0
-            block, place = one.blocks[one.done]
+            block, place = reading.blocks[reading.done]
             nbytes -= sum(x.nbytes for rows in pieces or () for x in rows.values())
-            if not self._copied(one, block, pieces):
-                one.done = -1 - one.done
+            if not self._copied(reading, block, pieces):
+                reading.done = -1 - reading.done
             else:
-                one.done += 1
+                reading.done += 1
                 if place == STAYS and pieces:
                     self.memory[block] = pieces[0]
 
     def do_close(self, number: int, length: int) -> None:
         """End a reading: the cache has the first `length` tokens."""
-        one = self.readings.pop(number)
-        one.is_closed = True
+        reading = self.readings.pop(number)
+        reading.is_closed = True
         if length:
-            one.filling.finish(length)
-            one.cache.count(length)
+            reading.filling.finish(length)
+            reading.cache.count(length)
 
-    def _copied(self, one: Reading, block: StoredBlock, pieces: list[Rows] | None) -> bool:
+    def _copied(self, reading: Reading, block: StoredBlock, pieces: list[Rows] | None) -> bool:
         """Copy a block to a cache. Return False if it is damaged."""
         if not pieces:
             return pieces is not None
         try:
             if block.is_state:
-                one.filling.begin(block, pieces)
+                reading.filling.begin(block, pieces)
                 names = [name for name in pieces[0] if name.startswith(STATES)]
-                one.cache.set_states({n.removeprefix(STATES): pieces[0][n].to(one.device, copy=True) for n in names})
-            one.filling.put(block, pieces)
+                reading.cache.set_states(
+                    {n.removeprefix(STATES): pieces[0][n].to(reading.device, copy=True) for n in names}
+                )
+            reading.filling.put(block, pieces)
         except Exception:  # what a file of any contents may raise: its tokens are computed again
             return False
         return True
@@ -167,20 +169,20 @@ class RankStore:
         except Exception as error:  # of one file: requests go on, and rank 0 says so
             self.fault = getattr(error, "errno", None) or EIO
 
-    def _read(self, one: Reading) -> None:
+    def _read(self, reading: Reading) -> None:
         """Read blocks until one is damaged."""
-        for block, place in one.blocks:
-            if one.is_closed:
+        for block, place in reading.blocks:
+            if reading.is_closed:
                 return
             try:
-                one.ready.put(self._pieces(one, block, place))
+                reading.ready.put(self._pieces(reading, block, place))
             except Exception:  # what a file of any contents may raise: its tokens are computed again
-                one.ready.put(None)
+                reading.ready.put(None)
                 return
 
-    def _pieces(self, one: Reading, block: StoredBlock, place: int) -> list[Rows]:
+    def _pieces(self, reading: Reading, block: StoredBlock, place: int) -> list[Rows]:
         """Return the pieces of a block; none if this rank needs no row of it."""
-        if not one.filling.needs(block):
+        if not reading.filling.needs(block):
             return []
         held = self.memory.get(block)
         if held is not None and (place == IN_MEMORY or _is_whole(held, block)):

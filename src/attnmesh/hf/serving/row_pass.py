@@ -73,8 +73,8 @@ def decode_rows(model: PreTrainedModel, tokens: Sequence[NextTokens], caches: Se
     logits = dict[int, Tensor]()
     for members in groups.values():
         own = [rows[row] for row in members]
-        found = _step(model, own, [caches[row] for row in members])
-        logits.update(zip(members, found.split([*map(len, own)]), strict=True))
+        own_logits = _step(model, own, [caches[row] for row in members])
+        logits.update(zip(members, own_logits.split([*map(len, own)]), strict=True))
     return torch.cat([logits[row] for row in sorted(logits)])
 
 

@@ -143,7 +143,7 @@ class RowsCache(ShardedCache):
         queries = self.row_tokens.split(q)
         outs = dict[int, Tensor]()
         longest = self.row_tokens.size
-        whole = all(one.sizes.mask is None and one.length >= longest for one in kv.caches)
+        whole = all(cache.sizes.mask is None and cache.length >= longest for cache in kv.caches)
         steps = {count: longest if whole else count for count in self.row_tokens}
         for size in sorted({*steps.values()}):
             rows = [row for row, count in enumerate(self.row_tokens) if steps[count] == size]

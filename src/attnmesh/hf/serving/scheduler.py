@@ -131,7 +131,7 @@ class Scheduler:
             self.drops = []
         step.rows = [stream for stream in self.rows if stream.held is None]
         if step.rows:
-            rows = [[one.number, [one.answer[-1], *one.guesses.checked]] for one in step.rows]
+            rows = [[row.number, [row.answer[-1], *row.guesses.checked]] for row in step.rows]
             step.operations.append(["rows", rows, grows])
         step.operations += [*prompts, *self.store.after()]
         return step
@@ -379,13 +379,13 @@ class Scheduler:
         """Begin the prompt of a request, if there is room for it. Return the operation."""
         if not self.waiting or len(self.running) >= self.max_rows or self.drops or (self.is_full and self.filling):
             return None
-        first = (one for one in islice(self.waiting, LOOKAHEAD) if not self.store.holds_up(one))
-        stream = next((one for one in first if not self._has_to_wait(one)), None)
-        stream = next((one for one in self.waiting if self.store.found(one) is not None), stream)
-        found = None if stream is None or self._loads(stream) else self._source(stream)
-        if stream is None or found is None:
+        ready = (stream for stream in islice(self.waiting, LOOKAHEAD) if not self.store.holds_up(stream))
+        stream = next((candidate for candidate in ready if not self._has_to_wait(candidate)), None)
+        stream = next((candidate for candidate in self.waiting if self.store.found(candidate) is not None), stream)
+        origin = None if stream is None or self._loads(stream) else self._source(stream)
+        if stream is None or origin is None:
             return None
-        source, same, moves = found
+        source, same, moves = origin
         if (loaded := self.store.found(stream)) is not None and loaded[0] != source:
             self.drops.append(loaded[0])
         self.store.begun(stream)
@@ -418,12 +418,12 @@ class Scheduler:
             self.waiting.remove(stream)
             stream.end("length")
             return None
-        found = self.prefixes.find(stream, self._lenders())
+        origin = self.prefixes.find(stream, self._lenders())
         none = (-1, 0, False)
-        if (loaded := self.store.found(stream)) is not None and loaded[1] > found[1]:
-            found = (*loaded, True)
-        if self._has_room(stream, *found):
-            return found
+        if (loaded := self.store.found(stream)) is not None and loaded[1] > origin[1]:
+            origin = (*loaded, True)
+        if self._has_room(stream, *origin):
+            return origin
         if self.running or (self.store.holds_memory and self.store.found(stream) is None):
             return None
         if self._has_room(stream, *none):  # without the cache that it would go on from
@@ -434,7 +434,7 @@ class Scheduler:
 
     def _lenders(self) -> list[Stream]:
         """Return the running requests whose caches hold tokens as prompts have them."""
-        return [one for one in self.filling if not one.answer] if self.worker.by_steps else self.running
+        return [stream for stream in self.filling if not stream.answer] if self.worker.by_steps else self.running
 
     def _has_to_wait(self, stream: Stream) -> bool:
         """Return whether a request is better begun later: another prompt is computing what both begin with."""
@@ -460,7 +460,7 @@ class Scheduler:
 
     def _snapshot(self) -> list[Any] | None:
         """Fork the cache of a prompt that has come to where others part from it. Return the operation."""
-        for stream in (one for one in self.filling if one is not self.step.begun and one.fork_points):
+        for stream in (stream for stream in self.filling if stream is not self.step.begun and stream.fork_points):
             place = min(stream.fork_points)
             if stream.filled < place:
                 continue
@@ -480,7 +480,7 @@ class Scheduler:
     def _fill(self) -> list[Any] | None:
         """Return the operation that computes the next chunk of a prompt, in most turns that with the shortest rest."""
         turn = next(self.chunks) % OLDEST_EVERY == OLDEST_EVERY - 1
-        ordered = self.filling if turn else sorted(self.filling, key=lambda one: len(one.ids) - one.filled)
+        ordered = self.filling if turn else sorted(self.filling, key=lambda stream: len(stream.ids) - stream.filled)
         for stream in ordered:
             stop = min((place for place in stream.fork_points if place > stream.filled), default=len(stream.ids))
             size = min(self._chunk(), stop - stream.filled)

@@ -50,10 +50,10 @@ class Speculation:
         require(draft_tokens is None, ArgumentError, f"{DRAFT}_tokens", expected, repr(draft_tokens), fix)
         if speculate is None:
             return None
-        found = re.fullmatch("ngram(?::([1-9][0-9]?))?", speculate) if isinstance(speculate, str) else None
-        most = MAX_GUESSES if found is None or found[1] is None else int(found[1])
+        match = re.fullmatch("ngram(?::([1-9][0-9]?))?", speculate) if isinstance(speculate, str) else None
+        most = MAX_GUESSES if match is None or match[1] is None else int(match[1])
         expected, fix = f"ngram, or ngram:N with N from 1 to {MOST_GUESSES}", "write one of these, or leave it out"
-        require(found is not None and most <= MOST_GUESSES, ArgumentError, SPECULATE, expected, repr(speculate), fix)
+        require(match is not None and most <= MOST_GUESSES, ArgumentError, SPECULATE, expected, repr(speculate), fix)
         return Speculation(SPECULATE, most)
 
     def begin(self, worker: RankWorker, run: Callable[[list[Any]], dict[str, Any]]) -> NoGuesses:
@@ -79,7 +79,7 @@ def _of_draft(model: PreTrainedModel, draft: Any, most: Any) -> Speculation:
         check_rows(DRAFT, draft)
     except InputError as error:
         raise type(error)(DRAFT, *error.args[1:]) from None
-    sizes = [one.config.get_text_config(decoder=True).vocab_size for one in (model, draft)]
+    sizes = [x.config.get_text_config(decoder=True).vocab_size for x in (model, draft)]
     expected, fix = f"a model of the same {sizes[0]} tokens", "use a model with the same tokenizer"
     require(abs(sizes[0] - sizes[1]) <= VOCABULARY_PADDING, ArgumentError, DRAFT, expected, f"one of {sizes[1]}", fix)
     most = MAX_GUESSES if most is None else most

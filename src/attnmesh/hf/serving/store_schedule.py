@@ -190,16 +190,16 @@ class StoreSchedule(NoStore):
         """Return operations that come before those of a step, which take so many seconds; None without rows."""
         left = int(min(self.rate * (COPY_SECONDS if seconds is None else seconds), sys.maxsize))  # a pause may be inf
         saves = []
-        self.saving = deque(one for one in self.saving if one.number in self.worker.caches)
+        self.saving = deque(saving for saving in self.saving if saving.number in self.worker.caches)
         self.copied = 0
-        for one in sorted(self.saving, key=lambda one: one.number not in drops):
+        for saving in sorted(self.saving, key=lambda saving: saving.number not in drops):
             blocks: list[list[Any]] = []
-            while (self.copied < left or not self.copied) and (entry := self._next_block(one)) is not None:
+            while (self.copied < left or not self.copied) and (entry := self._next_block(saving)) is not None:
                 blocks.append(entry)
             if blocks:
-                saves.append(["save", one.number, blocks])
-        self.saved += [one for one in self.saving if one.at >= one.stop or one.number in drops]
-        self.saving = deque(one for one in self.saving if one.at < one.stop and one.number not in drops)
+                saves.append(["save", saving.number, blocks])
+        self.saved += [saving for saving in self.saving if saving.at >= saving.stop or saving.number in drops]
+        self.saving = deque(saving for saving in self.saving if saving.at < saving.stop and saving.number not in drops)
         loads = [] if self.closing is None else [self.closing]
         self.closing = None
         if self.loading is not None and self.opening is None and not loads:
@@ -213,36 +213,36 @@ class StoreSchedule(NoStore):
         opening, self.opening = self.opening, None
         return [] if opening is None else [opening]
 
-    def _next_block(self, one: SavingCache) -> list[Any] | None:
+    def _next_block(self, saving: SavingCache) -> list[Any] | None:
         """Return the next block of a cache to be stored, and if it goes to the folder; None if no block can go now."""
-        cache = self.worker.caches[one.number]
-        whole = one.stop // GRAIN * GRAIN if any(kv.sizes.mask is None for kv in cache.kvs) else 0
-        if one.at < 0:
+        cache = self.worker.caches[saving.number]
+        whole = saving.stop // GRAIN * GRAIN if any(kv.sizes.mask is None for kv in cache.kvs) else 0
+        if saving.at < 0:
             self._note_layers(cache)
         if self.stopped:  # a disk that is full from the start
             return None
-        if one.at < 0:
-            path = self.tiers.path(one.names, one.ids, whole)
-            state = self._state_of(one)
+        if saving.at < 0:
+            path = self.tiers.path(saving.names, saving.ids, whole)
+            state = self._state_of(saving)
             self._touch([*path, *state])
-            one.at = path[-1].stop if path else 0
+            saving.at = path[-1].stop if path else 0
             if state and not self.tiers.has(state[0]):
-                entry = self._admitted(one, state[0], self._state_bytes(cache, state[0]))
-                if entry is None and one.at < one.stop:
-                    one.at = -1  # the next step looks at the cache again
+                entry = self._admitted(saving, state[0], self._state_bytes(cache, state[0]))
+                if entry is None and saving.at < saving.stop:
+                    saving.at = -1  # the next step looks at the cache again
                 return entry
-        while one.at < whole:
-            stop = min((one.at // cache.block + 1) * cache.block, whole)
-            block = StoredBlock(one.names.at(one.ids, stop), one.at, stop, pieces=self._pieces_of(cache))
+        while saving.at < whole:
+            stop = min((saving.at // cache.block + 1) * cache.block, whole)
+            block = StoredBlock(saving.names.at(saving.ids, stop), saving.at, stop, pieces=self._pieces_of(cache))
             entry = None
             if not self.tiers.has(block):  # else another cache has stored it meanwhile
-                entry = self._admitted(one, block, NOTE + (stop - one.at) * self._token_bytes(cache))
+                entry = self._admitted(saving, block, NOTE + (stop - saving.at) * self._token_bytes(cache))
                 if entry is None:
                     return None
-            one.at = stop
+            saving.at = stop
             if entry is not None:
                 return entry
-        one.at = one.stop
+        saving.at = saving.stop
         return None
 
     def _pieces_of(self, cache: ShardedCache) -> int:
@@ -250,32 +250,32 @@ class StoreSchedule(NoStore):
         even = all(kv.shard.block_cyclic.is_even for kv in cache.kvs)
         return self.worker.axes.heads.size if even else self.worker.axes.ranks
 
-    def _state_of(self, one: SavingCache) -> list[StoredBlock]:
+    def _state_of(self, saving: SavingCache) -> list[StoredBlock]:
         """Return the state at the end of a cache; none if no layer forgets."""
-        name = one.names.state_at(one.ids, one.stop)
-        first = one.stop // GRAIN * GRAIN
-        return [StoredBlock(name, first, one.stop, True, self.worker.axes.ranks)] if self.forgets else []
+        name = saving.names.state_at(saving.ids, saving.stop)
+        first = saving.stop // GRAIN * GRAIN
+        return [StoredBlock(name, first, saving.stop, True, self.worker.axes.ranks)] if self.forgets else []
 
     def _touch(self, blocks: Sequence[StoredBlock]) -> None:
         """Note that blocks are used, also for servers that come later."""
         store = self.worker.store
-        ordered = sorted(blocks, key=lambda one: one.stop, reverse=True)
+        ordered = sorted(blocks, key=lambda block: block.stop, reverse=True)
         self.tiers.touch(ordered)
         if store is not None:
             for block in ordered:
                 store.later(self.folder.touch, block)
 
-    def _admitted(self, one: SavingCache, block: StoredBlock, nbytes: int) -> list[Any] | None:
+    def _admitted(self, saving: SavingCache, block: StoredBlock, nbytes: int) -> list[Any] | None:
         """Make room for a block. Return it for a plan, and whether it goes to the folder.
 
         None if there is no room now, as while blocks before it are written, or none for a block of this size.
         """
-        to_folder = self.tiers.admit(block, Held(nbytes, self.worker.caches[one.number].block))
+        to_folder = self.tiers.admit(block, Held(nbytes, self.worker.caches[saving.number].block))
         if to_folder is None:
-            one.at = one.stop if nbytes > self.tiers.memory.room else one.at
+            saving.at = saving.stop if nbytes > self.tiers.memory.room else saving.at
             return None
         self.copied += nbytes
-        one.last = block
+        saving.last = block
         return [*block, to_folder]
 
     def _token_bytes(self, cache: ShardedCache) -> int:
@@ -325,7 +325,7 @@ class StoreSchedule(NoStore):
         self.tiers.pinned = frozenset(blocks)
         places = [(block, self._place_of(block, run_tokens)) for block in blocks]
         self.loading = LoadingCache(stream, next(numbers), places, tokens)
-        sizes, reading = [one.to_code() for one in self.layers], [[*block, place] for block, place in places]
+        sizes, reading = [layer.to_code() for layer in self.layers], [[*block, place] for block, place in places]
         self.opening = ["open", self.loading.number, sizes, tokens, [*self._rope(stream)], reading]
         return True
 
@@ -398,8 +398,8 @@ class StoreSchedule(NoStore):
                 self.tiers.add(self.tiers.disk, block, Held(nbytes))
                 self.counts["store_blocks_written"] += 1
         while self.saved and self.saved[0].last not in self.tiers.writing:
-            one = self.saved.popleft()  # first tokens stay longest: without them later ones are of no use
-            self._touch(self.tiers.path(one.names, one.ids, one.stop))
+            saving = self.saved.popleft()  # first tokens stay longest: without them later ones are of no use
+            self._touch(self.tiers.path(saving.names, saving.ids, saving.stop))
         self.tiers.make_room(self.tiers.disk, 0)
 
     def _stop(self, error: int, rank: int) -> None:
@@ -411,34 +411,34 @@ class StoreSchedule(NoStore):
 
     def _take_read(self, done: list[int]) -> list[int]:
         """End the loading once all ranks have read what they can."""
-        one = self.loading
-        if one is None or self.opening is not None or self.closing is not None:
+        loading = self.loading
+        if loading is None or self.opening is not None or self.closing is not None:
             return []
-        total = len(one.blocks)
+        total = len(loading.blocks)
         if any(0 <= number < total for number in done):
             return []
         good = min(number if number >= 0 else -1 - number for number in done)
         if good < total:
             self.counts["store_blocks_damaged"] += 1
-            self._drop_damaged(one, good)
-        length = min(max((block.stop for block, _ in one.blocks[:good]), default=0), one.most)
+            self._drop_damaged(loading, good)
+        length = min(max((block.stop for block, _ in loading.blocks[:good]), default=0), loading.most)
         if self.forgets and good < total:
             length = 0
-        self.closing, self.loading, self.tiers.pinned = ["close", one.number, length], None, frozenset()
-        if one.stream.cancelled or one.stream.finish_reason is not None or not length:
-            return [one.number]
-        for block, place in one.blocks[:good]:
+        self.closing, self.loading, self.tiers.pinned = ["close", loading.number, length], None, frozenset()
+        if loading.stream.cancelled or loading.stream.finish_reason is not None or not length:
+            return [loading.number]
+        for block, place in loading.blocks[:good]:
             tier = "memory" if place == IN_MEMORY else "disk"
             self.counts[f"store_{tier}_tokens"] += min(block.stop, length) - block.start
-        self.loaded[one.stream] = one.number, length
+        self.loaded[loading.stream] = loading.number, length
         return []
 
-    def _drop_damaged(self, one: LoadingCache, good: int) -> None:
+    def _drop_damaged(self, loading: LoadingCache, good: int) -> None:
         """Forget a block that could not be read, and the blocks after it that were to stay in memory."""
-        for place, (block, where) in enumerate(one.blocks):
+        for place, (block, where) in enumerate(loading.blocks):
             if place == good or (where == STAYS and place > good):
                 self.tiers.drop(self.tiers.memory, block)
-        self.tiers.drop(self.tiers.disk, one.blocks[good][0])
+        self.tiers.drop(self.tiers.disk, loading.blocks[good][0])
 
     def take(self, results: dict[str, Any], seconds: dict[str, float]) -> None:
         """Take the results of a step."""

@@ -32,7 +32,7 @@ class RewardFunctions(MeshRollouts):
 
     def _checks(self) -> Iterator[Check]:
         """Yield the checks that a trainer has to pass."""
-        models = [type(each).__name__ for each in self.reward_funcs if isinstance(each, nn.Module)]
+        models = [type(function).__name__ for function in self.reward_funcs if isinstance(function, nn.Module)]
         fix = "call the model in a function, which the first rank of a mesh runs"
         yield not models, KernelError, f"{SUBJECT} reward_funcs", "functions", ", ".join(models), fix
         yield from super()._checks()
