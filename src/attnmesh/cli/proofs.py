@@ -138,9 +138,9 @@ def _stored_proof(kernel: Kernel, device: torch.device, storage: Storage) -> Pro
         sizes = {"batch": 2, "kv_heads": 2, "head_dim": 32, "value_dim": 24, "capacity": 300, "storage": storage.name}
         cache = KVCache(None, device=device, dtype=torch.float32, **sizes)  # type: ignore[arg-type]
         cache.append(k, v)
-        at = torch.arange(300, device="cpu")
+        positions = torch.arange(300, device="cpu")
         operands = (q.cpu().double(), *numbers)
-        truth = attend(*operands, mask=mask, q_positions=at[-3:], k_positions=at, kernel="reference").out
+        truth = attend(*operands, mask=mask, q_positions=positions[-3:], k_positions=positions, kernel="reference").out
         errors.append(_error(decode(q, cache, mask=mask, kernel=kernel.name).cpu(), truth))
     return Proof(*names, out_error=max(errors), allowed=torch.finfo(torch.float32).eps * 64)
 

@@ -79,8 +79,8 @@ class MappedFile:
         """Begin to read tensors of this file, or slots of them, unless they are in memory."""
         for start, stop in self._ranges(tensors):
             if not self._in_memory(start, stop):
-                for at in range(start, stop, ADVICE):
-                    self._map.madvise(mmap.MADV_WILLNEED, at, min(ADVICE, stop - at))
+                for first in range(start, stop, ADVICE):
+                    self._map.madvise(mmap.MADV_WILLNEED, first, min(ADVICE, stop - first))
 
     def leave(self, *tensors: Tensor) -> None:
         """Give back the pages of tensors, unless the file is kept. Those that are not written yet stay."""

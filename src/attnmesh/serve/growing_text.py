@@ -75,9 +75,9 @@ class GrowingText:
         """Return whether the text goes on with a mark, and pass it then."""
         while not self.ended and len(self.text) - self.at < len(mark) and mark.startswith(self.text[self.at :]):
             yield None
-        found = self.is_at(mark, self.at)
-        self.at += len(mark) if found else 0
-        return found
+        follows = self.is_at(mark, self.at)
+        self.at += len(mark) if follows else 0
+        return follows
 
     def take(self, *marks: str) -> Steps[str]:
         """Pass one of several marks and return it, or raise."""
@@ -98,10 +98,10 @@ class GrowingText:
 
     def word(self) -> Steps[str]:
         """Pass the name of a function, or an id, and return it."""
-        found = yield from self._run(WORD)
-        if not found:
+        name = yield from self._run(WORD)
+        if not name:
             raise NoMatch
-        return found
+        return name
 
     def _run(self, pattern: re.Pattern[str]) -> Steps[str]:
         """Pass characters as long as they match."""
@@ -124,9 +124,9 @@ class GrowingText:
     def pieces(self, *marks: str) -> Steps[None]:
         """Yield the text before the first of some marks as it comes, or all of it, and pass the mark."""
         while True:
-            found = [(place, mark) for mark in marks if (place := self.find(mark, self.at)) >= 0]
+            begins = [(place, mark) for mark in marks if (place := self.find(mark, self.at)) >= 0]
             held = 0 if self.ended else begun(self.text[self.at :], marks)
-            place, mark = min(found, default=(len(self.text) - held, ""))
+            place, mark = min(begins, default=(len(self.text) - held, ""))
             piece = self.text[self.at : place]
             self.at = place + len(mark)
             if piece:
@@ -162,30 +162,30 @@ class GrowingText:
 
     def _sign(self, pattern: re.Pattern[str]) -> Steps[str]:
         """Pass the next of some signs and return it."""
-        while (found := pattern.search(self.text, self.at)) is None:
+        while (sign := pattern.search(self.text, self.at)) is None:
             self.at = len(self.text)
             yield from self.more()
-        self.at = found.end()
-        return found[0]
+        self.at = sign.end()
+        return sign[0]
 
     def members(self, names: frozenset[str]) -> Steps[dict[str, str]]:
         """Pass an object of JSON that has no other names, and return the text of each value."""
-        found: dict[str, str] = {}
+        members: dict[str, str] = {}
         yield from self.take("{")
         while True:
             yield from self.space()
             yield from self.take('"')
             name = yield from self.word()
-            if name in found or name not in names:
+            if name in members or name not in names:
                 raise NoMatch
             yield from self.take('"')
             yield from self.space()
             yield from self.take(":")
             yield from self.space()
-            found[name] = yield from self.json_text()
+            members[name] = yield from self.json_text()
             yield from self.space()
             if (yield from self.take(",", "}")) == "}":
-                return found
+                return members
 
 
 def begun(text: str, marks: tuple[str, ...]) -> int:
@@ -223,7 +223,7 @@ def _finite(text: str) -> float:
 
 
 def _unlike(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    members = dict(pairs)
+    if len(members) < len(pairs):
         raise ValueError("two names that are alike")
-    return found
+    return members

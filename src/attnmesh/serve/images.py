@@ -34,8 +34,8 @@ def read_image(param: str, part: dict[str, Any], before: list[Any]) -> Any:
     detail = given.get("detail")
     if detail not in ("auto", None):
         raise Refused(400, f"{param}: expected detail auto, given {shown(detail)}", param)
-    head, found, data = url.partition(";base64,")
-    if not found or not head.startswith("data:image/"):
+    head, separator, data = url.partition(";base64,")
+    if not separator or not head.startswith("data:image/"):
         raise Refused(400, f"{param}: expected a data URL, as data:image/png;base64,..., given {shown(url)}", param)
     if len(before) >= MAX_IMAGES:
         raise Refused(400, f"{param}: expected at most {MAX_IMAGES} images in a request", param)

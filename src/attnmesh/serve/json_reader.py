@@ -54,11 +54,11 @@ class JsonReader:
 
     def _take(self, signs: str) -> str:
         """Pass one of some characters and return it, or raise."""
-        found = self._peek()
-        if not found or found not in signs:
+        sign = self._peek()
+        if not sign or sign not in signs:
             self._fail(" or ".join(signs))
         self.at += 1
-        return found
+        return sign
 
     def _count(self, values: int) -> None:
         self.left -= values
@@ -80,43 +80,43 @@ class JsonReader:
 
     def _object(self, depth: int) -> dict[str, Any]:
         self.at += 1
-        found: dict[str, Any] = {}
+        members: dict[str, Any] = {}
         if self._peek() == "}":
             self.at += 1
-            return found
+            return members
         while True:
             if self._peek() != '"':
                 self._fail("a name")
             name = self._string()
-            if name in found:
+            if name in members:
                 raise Refused(400, f"body: expected JSON, given two fields {json.dumps(name[:60])}")
             self._take(":")
-            found[name] = self._value(depth)
+            members[name] = self._value(depth)
             if self._take(",}") == "}":
-                return found
+                return members
 
     def _list(self, depth: int) -> list[Any]:
         self.at += 1
-        found: list[Any] = []
+        items: list[Any] = []
         if self._peek() == "]":
             self.at += 1
-            return found
+            return items
         while True:
             if (numbers := WHOLE_NUMBERS.match(self.text, self.at)) is not None:
                 self.at = numbers.end()
                 more = self._loads(f"[{numbers[0][:-1]}]")
                 self._count(len(more))
-                found += more
-            found.append(self._value(depth))
+                items += more
+            items.append(self._value(depth))
             if self._take(",]") == "]":
-                return found
+                return items
 
     def _plain(self) -> Any:
-        found = PLAIN.match(self.text, self.at)
-        if found is None:
+        match = PLAIN.match(self.text, self.at)
+        if match is None:
             self._fail("a value")
-        value = self._loads(found[0])
-        self.at = found.end()
+        value = self._loads(match[0])
+        self.at = match.end()
         return value
 
     def _loads(self, text: str) -> Any:
@@ -142,10 +142,10 @@ class JsonReader:
             is_last = self.at + size >= len(self.text)
             part = part if is_last else part[: _whole_escapes(part)]
             try:
-                found, end = scanstring(part + '"', 0, True)
+                string, end = scanstring(part + '"', 0, True)
             except ValueError:
                 self._fail("a string")
-            parts[-1:] = _rejoined(parts[-1], found)
+            parts[-1:] = _rejoined(parts[-1], string)
             if end <= len(part):
                 self.at += end
                 return "".join(parts)

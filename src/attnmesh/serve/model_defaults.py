@@ -34,8 +34,8 @@ def read_model_defaults(config: GenerationConfig) -> dict[str, Any]:
         fits = value is None or value == neutral
         given = f"{name} = {str(value)[:60]}"
         require(fits, ModelError, "generation_config", f"fields that are served ({', '.join(SERVED)})", given, NONE)
-    found = {name: getattr(config, name, None) for name in SERVED}
-    return {name: _checked(name, value) for name, value in found.items() if value is not None}
+    values = {name: getattr(config, name, None) for name in SERVED}
+    return {name: _checked(name, value) for name, value in values.items() if value is not None}
 
 
 def _checked(name: str, value: Any) -> Any:

@@ -67,37 +67,37 @@ class Reply:
         """Return when the engine has queued each choice; raise if it refuses one."""
         waiting = len(self.requests)
         while waiting:
-            index, found = await self._events.get()
-            if isinstance(found, Refused):
-                raise found
-            if isinstance(found, Accepted):
+            index, event = await self._events.get()
+            if isinstance(event, Refused):
+                raise event
+            if isinstance(event, Accepted):
                 waiting -= 1
             else:
-                self._early.append((index, found))
+                self._early.append((index, event))
 
     async def choices(self) -> AsyncIterator[dict[str, Any]]:
         """Yield a choice for each of its new parts; the last has the reason of its end."""
         running = set(range(len(self.requests)))
         while running:
-            index, found = self._early.pop(0) if self._early else await self._events.get()
-            if isinstance(found, Refused):
-                raise found
+            index, event = self._early.pop(0) if self._early else await self._events.get()
+            if isinstance(event, Refused):
+                raise event
             if index not in running:
                 continue  # tokens that came before ranks knew of the end
             text = self.texts[index]
             was_thinking = self._is_thinking(index)
             piece = Piece("")
             reason = None
-            match found:
+            match event:
                 case End():
                     piece = text.end()
-                    reason = "stop" if text.stopped else found.reason
+                    reason = "stop" if text.stopped else event.reason
                 case SentToken():
                     self.counts[index] += 1
-                    piece = text.add(found)
+                    piece = text.add(event)
                     reason = "stop" if text.stopped else None
             parts, reason = self._parts(index, piece, reason)
-            if isinstance(found, SentToken):
+            if isinstance(event, SentToken):
                 self.thoughts[index] += was_thinking or self._is_thinking(index)
             if reason is not None:
                 self.supervisor.cancel(self.requests[index])  # of a stop string, which ranks do not know

@@ -101,9 +101,9 @@ class InputMessages:
         else:
             self.messages.append(message)
             self.names[f"messages[{len(self.messages) - 1}]"] = field
-        found = f"messages[{len(self.messages) - 1}].{kind}"
-        self.names.setdefault(found, field + place)
-        return found
+        chat_field = f"messages[{len(self.messages) - 1}].{kind}"
+        self.names.setdefault(chat_field, field + place)
+        return chat_field
 
 
 def _continues(last: dict[str, Any], message: dict[str, Any], kind: str) -> bool:

@@ -165,21 +165,21 @@ def chat_fields(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, st
     body = {name: fields[name] for name in SAMPLING if name in fields and name != "stream_options"}
     body |= {name: fields[name] for name in ("parallel_tool_calls", "chat_template_kwargs")}
     body["max_completion_tokens"] = fields["max_output_tokens"]
-    found = InputMessages()
+    read = InputMessages()
     if fields["instructions"]:
-        found.add("system", fields["instructions"], "instructions")
+        read.add("system", fields["instructions"], "instructions")
     if isinstance(fields["input"], str):
-        found.add("user", fields["input"], "input")
+        read.add("user", fields["input"], "input")
     else:
-        found.add_items(fields["input"])
-    body["messages"] = found.messages
-    body["tools"] = [chat_tool(f"tools[{i}]", one) for i, one in enumerate(fields["tools"] or [])] or None
+        read.add_items(fields["input"])
+    body["messages"] = read.messages
+    body["tools"] = [chat_tool(f"tools[{i}]", tool) for i, tool in enumerate(fields["tools"] or [])] or None
     choice = fields["tool_choice"]
     body["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}} if is_named(choice) else choice
     body["reasoning_effort"] = (fields["reasoning"] or {}).get("effort")
     body["response_format"] = response_format((fields["text"] or {}).get("format"))
     functions = {f"tools[{i}].function": f"tools[{i}]" for i in range(len(body["tools"] or []))}
-    return body, NAMES | functions | found.names
+    return body, NAMES | functions | read.names
 
 
 def response_format(format: Any) -> Any:

@@ -141,8 +141,8 @@ class App:
         """Return the tokens of a text, or of messages."""
         _, (ids, texts) = await self._read_and_run(http, partial(read_fields, schema=TOKENIZE), encode_either)
         longest = self.supervisor.facts["max_model_len"]
-        found = {"count": len(ids), "max_model_len": longest, "tokens": ids, "token_strs": texts}
-        return Response(await encoded(found), media_type="application/json")
+        fields = {"count": len(ids), "max_model_len": longest, "tokens": ids, "token_strs": texts}
+        return Response(await encoded(fields), media_type="application/json")
 
     async def detokenize(self, http: HttpRequest) -> Response:
         """Return the text of tokens."""
@@ -284,8 +284,8 @@ def content_policy(page: str) -> str:
     """Return the policy that lets a page run its own script and style, and reach this server alone."""
     digests = []
     for kind in ("script", "style"):
-        found = re.findall(rf"<{kind}>(.*?)</{kind}>", page, re.DOTALL)
-        hashes = " ".join(f"'sha256-{b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in found)
+        texts = re.findall(rf"<{kind}>(.*?)</{kind}>", page, re.DOTALL)
+        hashes = " ".join(f"'sha256-{b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in texts)
         digests.append(f"{kind}-src {hashes}")
     return "; ".join(("default-src 'none'", *digests, "connect-src 'self'", "frame-ancestors 'none'"))
 

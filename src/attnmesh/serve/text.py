@@ -59,10 +59,10 @@ class Text:
         """Return the held and the new text as far as no stop string may begin in it."""
         self.held += text
         self.made += len(text)
-        found = [index for stop in self.stops if (index := self.held.find(stop)) >= 0]
-        if found:
+        ends = [index for stop in self.stops if (index := self.held.find(stop)) >= 0]
+        if ends:
             self.stopped = True
-            return self._send(self.held[: min(found)])
+            return self._send(self.held[: min(ends)])
         beginnings = (n for stop in self.stops for n in range(1, len(stop)) if self.held.endswith(stop[:n]))
         return self._send(self.held[: len(self.held) - max(beginnings, default=0)])
 

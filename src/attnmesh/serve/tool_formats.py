@@ -53,14 +53,14 @@ KEYS = frozenset(("name", "arguments", "parameters", "id", "type", "tool_name", 
 
 def call_object(text: GrowingText) -> Steps[ToolCall]:
     """Read an object of JSON that has the name and the arguments of a call."""
-    found = yield from text.members(KEYS)
-    names = [found[key] for key in ("name", "tool_name") if key in found]
+    members = yield from text.members(KEYS)
+    names = [members[key] for key in ("name", "tool_name") if key in members]
     name = read_json(names[0]) if names else None
     if not isinstance(name, str) or not name:
         raise NoMatch
-    arguments = found.get("arguments", found.get("parameters", "{}"))
+    arguments = members.get("arguments", members.get("parameters", "{}"))
     read_object(arguments)
-    id = read_json(found.get("id", '""'))
+    id = read_json(members.get("id", '""'))
     return ToolCall(name, arguments, id if isinstance(id, str) else "")
 
 
@@ -208,10 +208,10 @@ def deepseek(name: str) -> str:
 
 def starts(text: GrowingText, mark: str) -> Steps[bool]:
     """Return whether the text goes on with a mark, which is not passed."""
-    at = text.at
-    found = yield from text.has(mark)
-    text.at = at
-    return found
+    start = text.at
+    follows = yield from text.has(mark)
+    text.at = start
+    return follows
 
 
 def read_kimi(text: GrowingText, _: Tools) -> Steps[None]:
@@ -239,16 +239,16 @@ def read_glm(text: GrowingText, tools: Tools) -> Steps[None]:
     yield from text.take("<tool_call>")
     yield from text.space()
     name = yield from text.word()
-    found = dict[str, Any]()
+    arguments = dict[str, Any]()
     while True:
         yield from text.space()
         if (yield from text.take("<arg_key>", "</tool_call>")) == "</tool_call>":
-            yield ToolCall(name, written(found))
+            yield ToolCall(name, written(arguments))
             return
         key = (yield from text.until("</arg_key>")).strip()
         yield from text.space()
         yield from text.take("<arg_value>")
-        found[key] = of_type(tools, name, key, (yield from text.until("</arg_value>")))
+        arguments[key] = of_type(tools, name, key, (yield from text.until("</arg_value>")))
 
 
 def read_qwen_coder(text: GrowingText, tools: Tools) -> Steps[None]:
@@ -257,7 +257,7 @@ def read_qwen_coder(text: GrowingText, tools: Tools) -> Steps[None]:
     yield from text.space()
     yield from text.take("<function=")
     name = yield from text.word()
-    found = dict[str, Any]()
+    arguments = dict[str, Any]()
     yield from text.take(">")
     while True:
         yield from text.space()
@@ -265,9 +265,9 @@ def read_qwen_coder(text: GrowingText, tools: Tools) -> Steps[None]:
             break
         key = yield from text.until(">")
         value = yield from text.until("</parameter>")
-        found[key] = of_type(tools, name, key, value.removeprefix("\n").removesuffix("\n"))
+        arguments[key] = of_type(tools, name, key, value.removeprefix("\n").removesuffix("\n"))
     yield from text.close("</tool_call>")
-    yield ToolCall(name, written(found))
+    yield ToolCall(name, written(arguments))
 
 
 def read_invokes(begin: str, end: str, space: str, text: GrowingText, tools: Tools) -> Steps[None]:
@@ -278,7 +278,7 @@ def read_invokes(begin: str, end: str, space: str, text: GrowingText, tools: Too
     yield from text.take(invoke)
     while True:
         name = yield from text.word()
-        found = dict[str, Any]()
+        arguments = dict[str, Any]()
         yield from text.take('">')
         while True:
             yield from text.space()
@@ -287,8 +287,8 @@ def read_invokes(begin: str, end: str, space: str, text: GrowingText, tools: Too
             key = yield from text.until('"')
             kind = yield from text.until(">")
             value = yield from text.until(f"</{space}parameter>")
-            found[key] = value if 'string="true"' in kind else of_type(tools, name, key, value)
-        yield ToolCall(name, written(found))
+            arguments[key] = value if 'string="true"' in kind else of_type(tools, name, key, value)
+        yield ToolCall(name, written(arguments))
         yield from text.space()
         if (yield from text.take(invoke, end)) == end:
             return

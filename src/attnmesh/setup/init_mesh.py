@@ -198,8 +198,8 @@ def everyone() -> Mesh:
 
 def device_for(mesh: DeviceMesh | None, device: object) -> torch.device:
     """Return the device given, if PyTorch knows it, or else the mesh's."""
-    found = _parsed(device) or device_of(mesh)
-    return torch.device("cpu") if found.type == "cpu" else found
+    parsed = _parsed(device) or device_of(mesh)
+    return torch.device("cpu") if parsed.type == "cpu" else parsed
 
 
 def device_fault(subject: str, parsed: torch.device, device: object) -> DeviceError | None:

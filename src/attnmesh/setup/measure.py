@@ -83,8 +83,8 @@ class MeasuredRanks:
         """Return the ranks of this one's line, from this one on."""
         host, index = self.host_and_index
         lines = self.lines(between=between)
-        mine, at = (lines[index], host) if between else (lines[host], index)
-        return [*mine[at:], *mine[:at]]
+        own_line, place = (lines[index], host) if between else (lines[host], index)
+        return [*own_line[place:], *own_line[:place]]
 
     def median(self, call: Callable[[], Any], rounds: int = ROUNDS, *, until_all: bool = False) -> float:
         """Return the median seconds of a call that all ranks begin together, without the first, of the slowest rank.

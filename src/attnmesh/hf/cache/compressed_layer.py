@@ -88,7 +88,7 @@ class CompressedLayer(StatefulLayer):
         """Return the part of the last block that the next one begins with, None at first. Keep that of these blocks."""
         names = f"{name} kv", f"{name} gate"
         earlier = tuple(map(self.tensors.get, names))
-        self.tensors |= {each: x[:, -1, :, :dim].clone() for each, x in zip(names, (kv, gate), strict=True)}
+        self.tensors |= {key: x[:, -1, :, :dim].clone() for key, x in zip(names, (kv, gate), strict=True)}
         return earlier
 
     @torch.no_grad()

@@ -103,8 +103,8 @@ class GrammarTokens:
         from llguidance import LLMatcher
 
         with self._lock:
-            if (found := self._compiled.find(text)) is not None:
-                return found.deep_copy()
+            if (compiled := self._compiled.find(text)) is not None:
+                return compiled.deep_copy()
         made = LLMatcher(self.tokens, text, log_level=0, limits=self.limits)
         if made.is_error():
             return made

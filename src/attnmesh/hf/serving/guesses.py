@@ -136,7 +136,7 @@ class StepTimes:
         """Return how many of the likeliest guesses give most tokens in a second."""
         if not self.added:
             return 0
-        fixed, each = self._prices()
+        fixed, of_guess = self._prices()
         least = self.plain(rows)
         tokens = float(rows)
         seconds = least + fixed
@@ -144,7 +144,7 @@ class StepTimes:
         taken = 0
         rows_of = Counter[int]()
         for count, (chance, place, _) in enumerate(likely, 1):
-            tokens, seconds = tokens - chance, seconds + each
+            tokens, seconds = tokens - chance, seconds + of_guess
             if passes:
                 seconds += passes[rows_of[place] + 1] - passes[rows_of[place]]
             rows_of[place] += 1
@@ -154,8 +154,8 @@ class StepTimes:
 
     def _trial(self, rows: int) -> int:
         """Return how many guesses are tried: no more than take about as long as a step."""
-        each = self._prices()[1] if self.added else 0.0
-        return max(1, int(min(TRIAL_GUESSES, self.plain(rows) / each))) if each else TRIAL_GUESSES
+        of_guess = self._prices()[1] if self.added else 0.0
+        return max(1, int(min(TRIAL_GUESSES, self.plain(rows) / of_guess))) if of_guess else TRIAL_GUESSES
 
     def _prices(self) -> tuple[float, float]:
         """Return the seconds that guesses add to a step, however many there are, and those of each guess.
@@ -166,8 +166,8 @@ class StepTimes:
         pairs = combinations(steps, 2)
         slopes = [(more - less) / (many - few) for (few, less), (many, more) in pairs if many - few >= LEAST_DIFFERENCE]
         slopes = slopes or [min(self.plain.of_row, median_low(added / guesses for guesses, added in steps))]
-        each = max(0.0, median_low(slopes))
-        return max(0.0, median_low(added - each * guesses for guesses, added in steps)), each
+        of_guess = max(0.0, median_low(slopes))
+        return max(0.0, median_low(added - of_guess * guesses for guesses, added in steps)), of_guess
 
 
 class NoGuesses:

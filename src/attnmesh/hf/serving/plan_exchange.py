@@ -37,10 +37,10 @@ class PlanExchange:
         """Return the plan of the leader, and the numbers of all ranks of this rank's mesh by shard."""
         code = _encoded(plan) if self.leads else []
         first = (code + [0] * FIRST_MESSAGE)[:FIRST_MESSAGE]
-        (size, *found), table = self._shared([len(code), *first], numbers)
+        (size, *leader_code), table = self._shared([len(code), *first], numbers)
         if size > FIRST_MESSAGE:
-            found, _ = self._shared(code if self.leads else [0] * size, [])
-        return _decoded(found[:size]), table
+            leader_code, _ = self._shared(code if self.leads else [0] * size, [])
+        return _decoded(leader_code[:size]), table
 
     def _shared(self, code: list[int], numbers: list[int]) -> tuple[list[int], list[list[int]]]:
         """Return the leader's code, and the numbers by shard."""
