@@ -494,6 +494,7 @@ def refused_dtensors() -> list[str]:
         lambda: am.attention(*[distribute_tensor(x, square, [Shard(2)] * 2)] * 3, layout=am.Contiguous()),
         lambda: am.attention(good, good, good, layout=am.Contiguous(), mesh=square),
         lambda: am.attention(good, longer, longer, mask=am.Causal()),
+        lambda: am.attention(good, longer, longer, mask="causal"),
         lambda: am.attention(good, good, good, length=25),
         lambda: am.attention(good, longer, longer, mask=am.Full(), key_length=24),
     ]
@@ -508,7 +509,7 @@ def refused_dtensors() -> list[str]:
 
 
 def test_other_placements_are_refused_by_name(pool: Pool) -> None:
-    for zigzag, striped, heads, mixed, order, foreign, cross, length, key_length in pool.run(4, refused_dtensors):
+    for zigzag, striped, heads, mixed, order, foreign, cross, mask, length, key_length in pool.run(4, refused_dtensors):
         assert (
             "LayoutError attention of DTensors: expected layout=Contiguous(), the layout of Shard(2), given Zig"
             in zigzag
@@ -521,5 +522,6 @@ def test_other_placements_are_refused_by_name(pool: Pool) -> None:
         assert "expected as many queries as keys under a mask of positions, given 24 queries, 48 keys" in cross
         assert "; append the keys to an am.KVCache of the mesh and call am.decode for the last queries" in cross
         assert "am.attend" not in cross, "which takes no mesh"
+        assert "MaskError attention mask: expected Full(), Causal()" in mask
         assert "expected length=24, the tokens of all shards, given length=25. Fix: leave length out" in length
         assert "expected key_length=48, the tokens of all shards, given key_length=24" in key_length

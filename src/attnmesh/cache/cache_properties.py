@@ -1,4 +1,4 @@
-"""What a cache tells of itself: sizes, lengths, keys and values of this rank, read from its shards."""
+"""Properties of a cache: sizes, lengths, keys and values of this rank, read from its shards."""
 
 import torch
 from torch import Tensor

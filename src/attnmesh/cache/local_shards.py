@@ -102,6 +102,11 @@ class LocalShards:
             length = self.length
         return tokens <= length <= self.own.sizes.capacity
 
+    def check_room(self, subject: str, row: int, new_count: int) -> None:
+        """Raise unless a row of `new_count` tokens fits. The state is read only where there may be no room."""
+        if self.known_length + new_count > self.own.sizes.capacity or self.counts.start:
+            self.check_fits(f"{subject} k of row {row}", new_count, self.counts)
+
     def check_fits(self, subject: str, new_count: int, counts: TokenCounts) -> None:
         """Raise, before anything is written, unless `new_count` tokens fit the capacity and, by `counts`, each rank."""
         if torch.compiler.is_compiling():

@@ -199,13 +199,15 @@ def check_selection(
     batch = len(q)
     queries = q.shape[2]
     expected = f"shape ({batch}, 1 or {kv_heads}, {queries}, 1 or more)"
-    for fits, fix in (
-        (x.ndim == 4, "add the missing dims: (batch, key heads, queries, selected)"),
-        (x.ndim == 4 and (x.shape[0], x.shape[2]) == (batch, queries), "select keys for each of q's queries"),
-        (x.ndim == 4 and x.shape[1] in (1, kv_heads), "pass one row a key head, or one for all"),
-        (x.ndim == 4 and x.shape[3] > 0, "select at least one key for each query, 2**31 - 1 for none"),
-    ):
-        require(fits, ShapeError, f"{subject} indices", expected, f"shape {tuple(x.shape)}", fix)
+    if x.ndim != 4:
+        fix = "add the missing dims: (batch, key heads, queries, selected)"
+    elif (x.shape[0], x.shape[2]) != (batch, queries):
+        fix = "select keys for each of q's queries"
+    elif x.shape[1] not in (1, kv_heads):
+        fix = "pass one row a key head, or one for all"
+    else:
+        fix = "" if x.shape[3] else "select at least one key for each query, 2**31 - 1 for none"
+    require(not fix, ShapeError, f"{subject} indices", expected, f"shape {tuple(x.shape)}", fix)
     check_one_device(subject, {"indices": x, "q": q})
     fix = 'leave it at "auto": selected keys have a kernel of their own'
     require(kernel in ("auto", "reference"), KernelError, f"{subject} with kernel", "auto or reference", kernel, fix)

@@ -14,7 +14,7 @@ from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Rectangle, cu
 
 
 class KernelRequest(NamedTuple):
-    """What a call asks of a kernel: all that its choice depends on."""
+    """A call's request to a kernel: all that its choice depends on."""
 
     device: torch.device
     dtype: torch.dtype

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from attnmesh.core.layout import Contiguous
+from attnmesh.core.mask import check_mask
 from attnmesh.errors import InputError, LayoutError, MeshError, ShapeError, require
 from attnmesh.guard.agreement import Agreement, may_compare
 from attnmesh.guard.argument_checks import swap_first
@@ -29,6 +30,7 @@ def attend_dtensors(
     axes = Mesh.of(first.device_mesh)
     try:
         q, k, v = _checked_dtensors(call, first, mesh)
+        check_mask("attention mask", call.options.applied_mask)
         check_cross(call.options, q.shape[2], k.shape[2], axes.ranks)
     except InputError as error:
         is_compared = checked is not False and may_compare(torch.device(axes.device_type))

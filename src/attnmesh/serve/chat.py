@@ -138,10 +138,6 @@ def variables_of(template: str) -> frozenset[str]:
     return frozenset(names)
 
 
-def _uses(template: str, name: str) -> bool:
-    return name.isidentifier() and re.search(rf"\b{name}\b", template) is not None
-
-
 def offered_tools(fields: dict[str, Any]) -> list[dict[str, Any]] | None:
     """Return the tools that a model may call; None if there are none."""
     return fields["tools"] or None if fields["tool_choice"] != "none" else None
@@ -241,7 +237,7 @@ def _name_thought(template: str, message: dict[str, Any]) -> None:
     thought = message.pop("reasoning_content", None)
     for name in THOUGHTS if thought else ():
         refused = name == "thinking" and message["content"] and "tool_calls" in message  # by the template of gpt-oss
-        if _uses(template, name) and not refused:
+        if re.search(rf"\b{name}\b", template) and not refused:  # a field of messages, which is no variable
             message[name] = thought
 
 

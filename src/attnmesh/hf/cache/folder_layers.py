@@ -1,14 +1,12 @@
 """Layers of a cache that live in a folder: its files are their keys and values, and the tokens' ids stand beside."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from attnmesh.cache.cache import KVCache
-from attnmesh.cache.cache_config import CacheSizes
-from attnmesh.cache.saved_cache import FolderLayer
+from attnmesh.cache.saved_cache import FolderLayer, LayersToLoad
 from attnmesh.comm.transport import flat_axis
 from attnmesh.errors import KernelError, StoreError, require
 from attnmesh.guard.agreement import Agreement, CallRecord
@@ -74,9 +72,10 @@ class FolderLayers(StoredLayers):
             fix = "fill a new one by hf.generate, or restore this one into memory"
             require(not layer_sizes or ids is not None, StoreError, "ShardedCache folder", expected, given, fix)
         device = "cpu" if self.hot is None else None  # that of the mesh
+        room = LayersToLoad(self.caches, self.capacity, self.tokens_per_key, self.hot)
         kvs = [
             KVCache(self.mesh, **vars(sizes), device=device, checked=self.checked, folder=FolderLayer(opened, index))
-            for index, sizes in enumerate(self._sizes_now(sizes) for sizes in layer_sizes)
+            for index, sizes in enumerate(room.sizes(layer_sizes) if layer_sizes else ())
         ]
         if ids is None:
             return
@@ -89,11 +88,6 @@ class FolderLayers(StoredLayers):
             kv.truncate(length)
         self.tokens = ids[:, :length]
         self.shift = shift_of(self.tokens, self.config)
-
-    def _sizes_now(self, sizes: CacheSizes) -> CacheSizes:
-        """Return the sizes of a layer of a folder with the room of this cache, which may be opened for more tokens."""
-        capacity = sizes.capacity if self.capacity is None else self.capacity
-        return replace(sizes, hot=self.hot, capacity=capacity)
 
     def folder_of(self, layer: ShardedLayer) -> FolderLayer | None:
         """Return a layer with its folder; None without a folder."""
