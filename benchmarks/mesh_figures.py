@@ -149,11 +149,11 @@ def _holders(problem: Problem) -> Tensor:
 
 
 def _colours(shape: Shape) -> list[tuple[float, float, float]]:
-    """Return a colour per rank: the hue of its row, in the shade of its column."""
-    _, rows, columns = shape
-    hues = HUES if rows <= len(HUES) else [r / rows for r in range(rows)]
-    shades = [0.46 + 0.34 * (c + 0.5 * (columns == 1)) / max(columns - 1, 1) for c in range(columns)]
-    return [colorsys.hls_to_rgb(hues[r], shade, 0.69) for r in range(rows) for shade in shades]
+    """Return a colour per rank: the hue of its r, in the shade of its c."""
+    _, query_ranks, key_ranks = shape
+    hues = HUES if query_ranks <= len(HUES) else [r / query_ranks for r in range(query_ranks)]
+    shades = [0.46 + 0.34 * (c + 0.5 * (key_ranks == 1)) / max(key_ranks - 1, 1) for c in range(key_ranks)]
+    return [colorsys.hls_to_rgb(hues[r], shade, 0.69) for r in range(query_ranks) for shade in shades]
 
 
 def _lines(shape: Shape, panels: int) -> int:

@@ -122,8 +122,8 @@ def holders(layout: Layout, length: int, ranks: int) -> Tensor:
     return holder
 
 
-def owners(holder: Tensor, columns: int) -> Tensor:
-    """Return the rank that computes each pair: that in the row of the query's holder and the column of the key's.
+def owners(holder: Tensor, key_ranks: int) -> Tensor:
+    """Return the rank that computes each pair: it has the r of the query's holder and the c of the key's.
 
     >>> owners(torch.arange(4), 2)
     tensor([[0, 1, 0, 1],
@@ -131,7 +131,7 @@ def owners(holder: Tensor, columns: int) -> Tensor:
             [2, 3, 2, 3],
             [2, 3, 2, 3]])
     """
-    return holder[:, None] // columns * columns + holder % columns
+    return holder[:, None] // key_ranks * key_ranks + holder % key_ranks
 
 
 def strips(axes: "Axes", rows: Tensor, palette: Tensor, names: Sequence[str]) -> None:

@@ -23,7 +23,7 @@ LAYOUTS = (am.Contiguous(), am.Zigzag(), am.Striped(), am.Striped(3))
 
 
 def places(layout: Layout, shape: am.Shape, length: int) -> Tensor:
-    """The row and the column of the rank that holds each token: shards are numbered heads, queries, keys."""
+    """The r and the c of the rank that holds each token: shards are numbered heads, queries, keys."""
     place = torch.empty(2, length, dtype=torch.long)
     for number in range(shape.ranks):
         r, c = divmod(number % (shape.queries * shape.keys), shape.keys)

@@ -89,7 +89,7 @@ def test_packed_shards_are_a_permutation_of_equal_parts(documents: list[int], sh
 @pytest.mark.parametrize("shape", [(1, 8, 1), (1, 1, 8), (1, 3, 3), (2, 2, 4), (1, 4, 4), (1, 8, 8)])
 @pytest.mark.parametrize("seed", range(2))
 def test_packed_cells_have_equal_pairs(shape: tuple[int, int, int], seed: int) -> None:
-    """A query of row r meets a key of column c at (r, c). Lengths are those of text: many short, a few very long."""
+    """A query at r meets a key at c at rank (r, c). Lengths are those of text: many short, a few very long."""
     random, ranks, documents = Random(seed), prod(shape), list[int]()
     while sum(documents) < 512 * ranks:
         documents.append(min(int(random.lognormvariate(3.5, 1.4)) + 1, 512 * ranks - sum(documents)))
@@ -97,7 +97,7 @@ def test_packed_cells_have_equal_pairs(shape: tuple[int, int, int], seed: int) -
     problem = Problem(mask, am.Shape(*shape), layout, layout, sum(documents), sum(documents))
     pairs = []
     for r, c in product(range(shape[1]), range(shape[2])):
-        band = Band.of(mask, problem.row_queries(r), problem.column_keys(c))
+        band = Band.of(mask, problem.queries_at(r), problem.keys_at(c))
         pairs.append(int((band.high - band.low).clamp(min=0).sum()))
     assert sum(pairs) == sum(n * (n + 1) // 2 for n in documents)
     assert max(pairs) <= 1.06 * sum(pairs) / len(pairs)  # 1.05 without the diagonal, of which shards have equal parts

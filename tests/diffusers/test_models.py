@@ -135,8 +135,8 @@ def test_ranks_receive_what_the_plan_says(pool: Pool, shape: Shape, exchange: st
     tokens, layers, width = 3 * rows * 3, 2, HEADS * 12
     layout = Split(run_sizes(tokens, shape.ranks))
     moves = traffic(Problem(Full(), shape, layout, layout, tokens, tokens), shape)
-    rows_sent, columns_sent = moves.rows.inside.total, moves.columns.inside.total
-    attention = rows_sent * (2 * width + HEADS) + columns_sent * 2 * width  # queries come back as out and lse
+    queries, keys = moves.queries.inside.total, moves.keys.inside.total
+    attention = queries * (2 * width + HEADS) + keys * 2 * width  # queries come back as out and lse
     gathered = tokens * (shape.ranks - 1) * 16  # the output, 4 channels of 2 x 2 pixels a token
     assert sum(pool.run(shape.ranks, bytes_received, shape, exchange, rows)) == 4 * (layers * attention + gathered)
 

@@ -104,7 +104,7 @@ def test_packed_documents_receive_only_their_keys() -> None:
     mask = am.Causal() & am.Documents(lengths)
     problem = Problem(mask, Shape(1, 4, 2), am.Contiguous(), am.Contiguous(), 800, 800)
     for (r, c), plan in all_schedules(problem, ring=False).items():
-        seen = mask.visible(problem.row_queries(r), problem.column_keys(c)).any(0)
+        seen = mask.visible(problem.queries_at(r), problem.keys_at(c)).any(0)
         assert len(plan.key_steps[0].positions) == int(seen.sum())
 
 

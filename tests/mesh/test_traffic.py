@@ -32,8 +32,8 @@ def test_traffic_is_the_sum_over_the_schedules_of_all_ranks(mask: Mask, layout: 
         problem = Problem(mask, shape, layout, layout, 121, 121)
         places = list(product(range(shape.queries), range(shape.keys)))
         bulk, ring = ([schedule(problem, *place, ring) for place in places] for ring in (False, True))
-        rows = sum(count for one in bulk for _, count in one.query_step.receive)
-        columns = sum(count for one in bulk for _, count in one.key_steps[0].receive)
+        queries = sum(count for one in bulk for _, count in one.query_step.receive)
+        keys = sum(count for one in bulk for _, count in one.key_steps[0].receive)
         hops = sum(count for one in ring for step in one.key_steps for _, count in step.receive)
         back = sum(
             len(tokens)
@@ -46,8 +46,8 @@ def test_traffic_is_the_sum_over_the_schedules_of_all_ranks(mask: Mask, layout: 
         for tile in tiles(shape, math.gcd(shape.ranks, 2)):
             moves = traffic(problem, tile)
             for flow, count, times in (
-                (moves.rows, rows, 1),
-                (moves.columns, columns, 1),
+                (moves.queries, queries, 1),
+                (moves.keys, keys, 1),
                 (moves.hop, hops, shape.queries - 1),
                 (moves.hop_back, back, shape.queries - 1),
             ):
@@ -86,7 +86,7 @@ def test_a_short_window_of_a_long_sequence_costs_its_pairs_and_edges(length: int
     shape = Shape(1, 4, 1)
     moves = traffic(Problem(am.Window(left), shape, am.Contiguous(), am.Contiguous(), length, length), Shape(1, 1, 1))
     assert moves.pairs.most == pytest.approx(length / 4 * (left + 1), rel=0.05)
-    assert moves.columns.between.total == pytest.approx(3 * left, rel=0.1)
+    assert moves.keys.between.total == pytest.approx(3 * left, rel=0.1)
 
 
 @pytest.mark.parametrize("length", [10**5, 10**7])
@@ -95,7 +95,7 @@ def test_short_documents_of_a_long_sequence_cost_their_pairs_and_edges(length: i
     mask = am.Causal() & am.Documents([50] * (length // 50))
     moves = traffic(Problem(mask, Shape(1, 8, 1), am.Contiguous(), am.Contiguous(), length, length), Shape(1, 1, 1))
     assert moves.pairs.most == pytest.approx(length / 50 / 8 * 50 * 51 / 2, rel=0.05)
-    assert moves.columns.between.total <= 7 * 50
+    assert moves.keys.between.total <= 7 * 50
 
 
 @pytest.mark.parametrize("left", [16, 1000])
@@ -105,7 +105,7 @@ def test_a_long_span_is_counted_as_it_is(left: int) -> None:
     problem = Problem(am.Spans([(2500, 10_000)], left), shape, am.Contiguous(), am.Contiguous(), 20_000, 20_000)
     found, exact = traffic(problem, tile), _count_exchanges(problem, tile)
     assert found.pairs == pytest.approx(exact.pairs, rel=0.03)
-    assert found.columns.between.total == pytest.approx(exact.columns.between.total, rel=0.03)
+    assert found.keys.between.total == pytest.approx(exact.keys.between.total, rel=0.03)
 
 
 def test_a_host_holds_a_tile() -> None:

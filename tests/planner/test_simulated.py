@@ -74,7 +74,7 @@ def simulated(cluster: Cluster, stages: list[list[Message]]) -> float:
 def along(
     way: Way, keys: bool, steps: dict[tuple[int, int], ExchangeStep], size: float, *, back: bool
 ) -> list[Message]:
-    """Return the messages of one exchange along columns or rows, from the schedules of all ranks."""
+    """Return the messages of one exchange of keys or queries, from the schedules of all ranks."""
     ranks, found = rank_grid(way.shape, way.tile), []
     for h in range(way.shape.heads):
         for (r, c), step in steps.items():

@@ -163,8 +163,8 @@ class Split:
 class Packed:
     """A layout for one batch of packed documents and one mesh: equal tokens, nearly equal pairs, and little to send.
 
-    Short documents lie whole at one row and column of the mesh. Long ones are cut over as few as balance allows. Pairs
-    are those of a causal mask, or a full one, over these documents; attention is exact under any mask.
+    Short documents lie whole at one (r, c), indices along queries and keys. Long ones are cut over as few as balance
+    allows. Pairs are those of a causal mask, or a full one, over these documents; attention is exact under any mask.
 
     Args:
         documents: Tokens of each document, in order, padding as a document of its own.
@@ -216,8 +216,8 @@ def layout_from_code(code: Sequence[int]) -> tuple[Layout, Sequence[int]]:
     parameters = tuple(numbers[:count])
     make = LAYOUTS[kind]
     if make is Packed:
-        heads, rows, columns, *documents = parameters
-        return Packed(tuple(documents), (heads, rows, columns)), numbers[count:]
+        heads, queries, keys, *documents = parameters
+        return Packed(tuple(documents), (heads, queries, keys)), numbers[count:]
     in_parts = make is Split or (make is Striped and len(parameters) > 1)
     layout: Layout = cast(Callable[..., Layout], make)(*((parameters,) if in_parts else parameters))
     return layout, numbers[count:]

@@ -16,10 +16,10 @@ def drawn(visible: Tensor, layout: Layout | None, shape: tuple[int, int, int] | 
     check_layout("draw layout", layout)
     length = len(visible)
     own = layout.shape if isinstance(layout, Packed) else (1, 1, 1)
-    heads, rows, columns = own if shape is None else check_shape("draw shape", shape)
+    heads, query_ranks, key_ranks = own if shape is None else check_shape("draw shape", shape)
     cells = torch.empty(length, dtype=torch.long, device="cpu")
-    for shard in range(heads * rows * columns):
-        cells[layout.positions(length, heads * rows * columns, shard)] = shard % (rows * columns)
-    ranks = cells[:, None] // columns * columns + cells % columns
+    for shard in range(heads * query_ranks * key_ranks):
+        cells[layout.positions(length, heads * query_ranks * key_ranks, shard)] = shard % (query_ranks * key_ranks)
+    ranks = cells[:, None] // key_ranks * key_ranks + cells % key_ranks
     shown = (ranks % len(RANKS) + 1) * visible
     return [" ".join(f".{RANKS}"[rank] for rank in row) for row in shown.tolist()]

@@ -1,6 +1,7 @@
 """The packing of documents on a grid of rows and columns: which tokens of each document a cell holds.
 
-A query of row r and a key of column c meet at cell (r, c). A document inside one cell sends nothing. One with too many
+Row r and column c of the grid are ranks' indices along the queries and the keys axis. A query of row r and a key of
+column c meet at cell (r, c). A document inside one cell sends nothing. One with too many
 pairs for a cell is cut over a block of a rows and b columns, as `Zigzag` cuts a sequence. Under a causal or a full mask
 all cells of the block then have equal pairs. Of n tokens each receives 2 n (a + b - 2) / (a b), where q, out, k and v
 are counted apart.
@@ -42,7 +43,7 @@ PART_LIMITS = (1.0, 0.8, 0.65, 0.5, 0.35, 0.25, 0.12, 0.06)
 
 @lru_cache(maxsize=64)
 def pack(lengths: tuple[int, ...], heads: int, rows: int, columns: int) -> tuple[tuple[TokenRun, ...], ...]:
-    """Return the ascending runs of positions that each shard of a heads x rows x columns mesh holds."""
+    """Return the ascending runs of positions that each shard of a mesh of so many ranks holds."""
     ranks, cells = heads * rows * columns, rows * columns
     sizes = [stop - start for start, stop in pairwise(sum(lengths) * shard // ranks for shard in range(ranks + 1))]
     room = [sum(sizes[cell::cells]) for cell in range(cells)]
@@ -80,7 +81,7 @@ def _cut(runs: Iterable[TokenRun], sizes: Iterable[int]) -> list[tuple[TokenRun,
 
 
 class Grid:
-    """Cells that documents fill. A cell stands for the ranks at one row and column, along all heads."""
+    """Cells that documents fill. A cell stands for all ranks along the heads axis."""
 
     def __init__(self, rows: int, columns: int, room: Sequence[int]) -> None:
         self.rows, self.columns = rows, columns

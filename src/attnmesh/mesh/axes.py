@@ -1,12 +1,12 @@
 """Three named axes over PyTorch's `DeviceMesh`: heads, queries and keys, of which any may be missing.
 
-Rank (h, r, c) holds shard `(h * R + r) * C + c` of the tokens. Its row is the C ranks with the same r, which gather
-queries. Its column is the R ranks with the same c, which gather keys and values. An axis is named for the tensor that
-it divides, not for the one that travels along it: queries travel along the keys axis, keys along the queries axis.
+Rank (h, r, c) holds shard `(h * R + r) * C + c` of the tokens. The C ranks with the same r gather the queries of all of
+them. The R ranks with the same c gather their keys and values. An axis is named for the tensor that it divides, not
+for the one that travels along it: queries travel along the keys axis, keys along the queries axis.
 
                   keys axis: c = 0   1   2
-    queries axis: r = 0      shard 0   1   2     row 0 gathers the queries of shards 0, 1 and 2
-                  r = 1      shard 3   4   5     column 0 gathers the keys of shards 0 and 3
+    queries axis: r = 0      shard 0   1   2     ranks with r = 0 gather the queries of shards 0, 1 and 2
+                  r = 1      shard 3   4   5     ranks with c = 0 gather the keys of shards 0 and 3
 """
 
 from collections.abc import Sequence

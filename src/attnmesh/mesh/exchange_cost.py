@@ -145,13 +145,13 @@ class Pass(NamedTuple):
     """One pass of a layer: what it sends for each token, and what it computes for each pair."""
 
     swaps: tuple[float, float]  # bytes that change ranks along the heads axis, before and after attention
-    rows: float  # bytes of queries
+    queries: float  # bytes of queries
     keys: float  # bytes of keys and values
     keys_back: float  # bytes of their gradients, which return to their owners
     back: float  # bytes of results, which return to theirs
     rate: float  # operations a second
     products: int  # multiply-adds for each pair
-    columns: int  # of the result per query
+    width: int  # columns of the result per query
 
 
 @dataclass(frozen=True)
@@ -221,9 +221,7 @@ class LayerJob:
         further = self.runs - 1
         launches = self.groups * (device.call + further * (device.call if device.run is None else device.run))
         return (
-            max(mean - head_start, most / device.alone)
-            + launches
-            + min(1, further) * self.sum_seconds(one_pass.columns)
+            max(mean - head_start, most / device.alone) + launches + min(1, further) * self.sum_seconds(one_pass.width)
         )
 
     @cached_property
@@ -247,11 +245,11 @@ class LayerJob:
         """Return the seconds that an exchange adds to the kernel beside it."""
         return max(min(1.0, self.cluster.device.alone - 1) * exchange.on_cores, exchange.seconds - kernel)
 
-    def sum_seconds(self, columns: int) -> float:
-        """Return the seconds of adding results of `columns` columns to a running sum."""
+    def sum_seconds(self, width: int) -> float:
+        """Return the seconds of adding results of `width` columns to a running sum."""
         shape, work = self.way.shape, self.work
         tokens = work.batch * work.length / shape.queries
-        return SUM_COPIES * tokens * work.q_heads * self.share() * columns * work.sum_itemsize / self.copy_rate
+        return SUM_COPIES * tokens * work.q_heads * self.share() * width * work.sum_itemsize / self.copy_rate
 
     def exchanged(self, transfers: Iterable[Transfer], total: Cost) -> ExchangeTime:
         """Return the time of transfers that run together, and add their traffic to `total`."""
@@ -304,29 +302,29 @@ def _passes(work: LayerWork, device: Device) -> Iterator[Pass]:
     latent = None if work.selected is None or work.backward else work.latent  # whose queries are absorbed
     yield Pass(
         swaps=(q * work.head_dim * work.itemsize + keys, values + q * work.sum_itemsize),
-        rows=q * work.head_dim * work.itemsize,
+        queries=q * work.head_dim * work.itemsize,
         keys=keys,
         keys_back=0,
         back=q * (work.value_dim + 1) * work.sum_itemsize,
         rate=device.forward_rate,
         products=width if latent is None else sum(latent) + latent[0],
-        columns=work.value_dim,
+        width=work.value_dim,
     )
     if work.backward:
         yield Pass(
             swaps=(values + 2 * q * work.sum_itemsize, q * work.head_dim * work.itemsize + keys),
-            rows=q * (width * work.itemsize + 2 * work.sum_itemsize),
+            queries=q * (width * work.itemsize + 2 * work.sum_itemsize),
             keys=keys,
             keys_back=k * work.sum_itemsize,
             back=q * work.head_dim * work.sum_itemsize,
             rate=device.backward_rate,
             products=3 * work.head_dim + 2 * work.value_dim,
-            columns=work.head_dim,
+            width=work.head_dim,
         )
 
 
 def _expansion(way: Way, work: LayerWork, device: Device) -> float:
-    """Return the seconds of projecting the latents of a column to keys and values, or queries that select latents."""
+    """Return the seconds of projecting the gathered latents to keys and values, or queries that select latents."""
     latent_rank, rotated = work.latent or (0, 0)
     tokens = work.batch * work.length / (way.shape.keys if work.selected is None else way.shape.queries)
     return 2 * tokens * latent_rank * work.q_heads * (work.head_dim - rotated + work.value_dim) / device.forward_rate
@@ -342,23 +340,23 @@ def attended_share(work: LayerWork, selected: int) -> float:
 
 
 def _add_pass(job: LayerJob, one_pass: Pass, total: Cost) -> None:
-    """Add a pass: swap tokens for heads, queries along rows, keys along columns, the kernel, and all the way back.
+    """Add a pass: swap tokens for heads, gather queries and keys, the kernel, and all the way back.
 
     Beside each group's kernel run the exchanges of other groups, of which each is counted once elsewhere.
     """
     moves, groups = job.traffic, job.groups
-    rows, back = Transfer(moves.rows, one_pass.rows), Transfer(moves.rows, one_pass.back)
-    keys, keys_back = Transfer(moves.columns, one_pass.keys), Transfer(moves.columns, one_pass.keys_back)
+    queries, back = Transfer(moves.queries, one_pass.queries), Transfer(moves.queries, one_pass.back)
+    keys, keys_back = Transfer(moves.keys, one_pass.keys), Transfer(moves.keys, one_pass.keys_back)
     swaps = [Transfer(job.swap, size) for size in one_pass.swaps]
     total.add_stage("heads", sum(job.exchanged([swap], total).of_group(groups).seconds for swap in swaps))
     if job.exchange.ring and job.way.shape.queries > 1:
-        _add_ring(job, one_pass, rows, total)
+        _add_ring(job, one_pass, queries, total)
     else:
-        gather = job.exchanged([rows, keys], total).of_group(groups)
+        gather = job.exchanged([queries, keys], total).of_group(groups)
         total.add_stage("gather", gather.seconds)
         kernel = job.kernel(moves.pairs, one_pass, gather.head_start)
         total.add_stage("kernel", kernel)
-        both_ways = Transfer(moves.both_ways, (one_pass.rows + one_pass.back) / 2)
+        both_ways = Transfer(moves.both_ways, (one_pass.queries + one_pass.back) / 2)
         overlapped = job.exchanged([both_ways, keys, *swaps], Cost()).of_group(groups)
         total.add_stage("waiting", (groups - 1) * job.waiting(overlapped, kernel / groups))
         if one_pass.keys_back:
@@ -366,15 +364,15 @@ def _add_pass(job: LayerJob, one_pass: Pass, total: Cost) -> None:
     total.add_stage("give back", job.exchanged([back], total).of_group(groups).seconds)
 
 
-def _add_ring(job: LayerJob, one_pass: Pass, rows: Transfer, total: Cost) -> None:
+def _add_ring(job: LayerJob, one_pass: Pass, queries: Transfer, total: Cost) -> None:
     """Add a gather of queries and the steps of a ring, with one exchange beside each step.
 
-    Beside all steps of a group, other groups are swapped, and their queries and results travel along rows.
+    Beside all steps of a group, other groups are swapped, and their queries and results travel.
     """
     steps = [job.kernel(pairs, one_pass) for pairs in job.traffic.steps]
     steps = [
         steps[0],
-        *(step + job.sum_seconds(one_pass.columns) for step in steps[1:]),
+        *(step + job.sum_seconds(one_pass.width) for step in steps[1:]),
     ]  # all but the first add to a running sum
     further = len(steps) - 1
     groups = job.groups
@@ -384,8 +382,8 @@ def _add_ring(job: LayerJob, one_pass: Pass, rows: Transfer, total: Cost) -> Non
     ]
     hops = hops if one_pass.keys_back else hops[:1]
     share = (1 - 1 / groups) / further
-    swaps, rows_both = sum(one_pass.swaps) * share, (one_pass.rows + one_pass.back) / 2 * share
-    sides = [Transfer(job.swap, swaps), Transfer(job.traffic.both_ways, rows_both)]
+    swaps, both_ways = sum(one_pass.swaps) * share, (one_pass.queries + one_pass.back) / 2 * share
+    sides = [Transfer(job.swap, swaps), Transfer(job.traffic.both_ways, both_ways)]
 
     def beside(transfers: list[Transfer]) -> ExchangeTime:
         return job.exchanged([*transfers, *sides], Cost()).of_group(groups)
@@ -401,7 +399,7 @@ def _add_ring(job: LayerJob, one_pass: Pass, rows: Transfer, total: Cost) -> Non
         overlapped = overlapped[: further + (further > 1)]
         last_hop = gradients_hop.seconds
     waits = (job.waiting(hop, step / groups) for hop, step in zip(overlapped, steps, strict=False))
-    total.add_stage("gather", job.exchanged([rows], total).of_group(groups).seconds)
+    total.add_stage("gather", job.exchanged([queries], total).of_group(groups).seconds)
     total.add_stage("kernel", sum(steps))
     total.add_stage("waiting", groups * sum(waits))
     total.add_stage("give back", groups * last_hop)
@@ -415,7 +413,7 @@ def peak_activations(shape: Shape, q_heads: int, kv_heads: int, exchange: Exchan
     Each term is counted where its axis is longer than 1:
 
         gradients of the shard                q + 2k, and f as many of the group, of 3 groups or more
-        rows: q, dout, out                    f 3C q      out alone without a keys axis
+        gathered q, dout, out                 f 3C q      out alone without a keys axis
         made by a kernel: dq, dk, dv          f (C q + 2R k)
         gathered keys and values              f 2R k      while the kernel runs, and C q of dout masked
         sent, received and kept of dk, dv     f (4R - 2) k    after the kernel
@@ -427,24 +425,26 @@ def peak_activations(shape: Shape, q_heads: int, kv_heads: int, exchange: Exchan
     In a ring, R is 1 for the tensors that a kernel reads and writes. It also holds one chunk being sent, one being
     received, and the same of their gradients, while dq is summed over the steps.
     """
-    _, rows, columns = shape
+    _, query_ranks, key_ranks = shape
     q, k = q_heads, kv_heads  # a heads axis divides the heads and multiplies the tokens, so the product stays
     groups = exchange.head_groups(shape, kv_heads)
     share = 1 / groups
-    at_once = 1 if exchange.ring else rows
-    row = share * columns * q
-    standing = (q + 2 * k) * (1 + share * (groups > 2)) + row * (3 if columns > 1 else 1)
-    gradients = row + share * 2 * at_once * k
-    gathered = share * 2 * at_once * k if rows > 1 else 0
-    back = share * (2 * columns - 1) * q if columns > 1 else 0
-    coming = share * (2 * columns * q * (columns > 1) + 2 * rows * k * (rows > 1)) if groups > 1 else 0
+    at_once = 1 if exchange.ring else query_ranks
+    gathered_q = share * key_ranks * q
+    standing = (q + 2 * k) * (1 + share * (groups > 2)) + gathered_q * (3 if key_ranks > 1 else 1)
+    gradients = gathered_q + share * 2 * at_once * k
+    gathered_kv = share * 2 * at_once * k if query_ranks > 1 else 0
+    back = share * (2 * key_ranks - 1) * q if key_ranks > 1 else 0
+    arriving = 2 * key_ranks * q * (key_ranks > 1) + 2 * query_ranks * k * (query_ranks > 1)
+    coming = share * arriving if groups > 1 else 0
     in_flight = 0.0
-    if exchange.ring and rows > 1:
-        in_flight = row + share * (8 * k if rows > 2 else 2 * k)
+    if exchange.ring and query_ranks > 1:
+        in_flight = gathered_q + share * (8 * k if query_ranks > 2 else 2 * k)
     exchanged = {1: 0, 2: max(coming, back)}.get(groups, coming + back)
+    kept_kv = share * (4 * query_ranks - 2) * k if query_ranks > 1 and not exchange.ring else 0
     moments = (
-        standing + row + gradients + gathered + in_flight + exchanged,
-        standing + gradients + coming + (share * (4 * rows - 2) * k if rows > 1 and not exchange.ring else 0),
-        standing + row + coming + back,
+        standing + gathered_q + gradients + gathered_kv + in_flight + exchanged,
+        standing + gradients + coming + kept_kv,
+        standing + gathered_q + coming + back,
     )
     return max(moments)

@@ -1,8 +1,9 @@
 """Schedules: the tokens that each rank sends and receives, computed from mask, layouts and mesh, without a device.
 
 The pair of a query chunk at (r1, c1) and a key chunk at (r2, c2) is computed at (r1, c2): every pair exactly once, for
-any mesh. Rank (r, c) receives from its row the queries that see a key of its column. It receives from its column the
-keys that a query of its row sees. Under a full mask these are all queries and keys; under a window, few neighbours'.
+any mesh. Rank (r, c) attends the queries at r, of all ranks with its r, over the keys at c, of all ranks with its c. Of
+these it receives the queries that see one of the keys, and the keys that one of the queries sees. Under a full mask
+these are all queries and keys; under a window, few neighbours'.
 
 A chunk is the tokens of all ranks at one (r, c), along the heads axis, sorted by position. These ranks swap tokens for
 heads: each gets its heads of the whole chunk. Keys arrive in `key_steps`: all at once, or one step after another around
@@ -108,13 +109,13 @@ class ChunkSize(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The schedule of one rank: gather the queries of its row, then receive the keys of its column in steps."""
+    """The schedule of one rank: gather the queries at r, then receive the keys at c in steps."""
 
     query_indices: tuple[Tensor, ...]  # into the chunk, per rank along the heads axis that holds them
     key_indices: tuple[Tensor, ...]
     query_step: ExchangeStep
     key_steps: tuple[ExchangeStep, ...]
-    bands: tuple[Band, ...]  # the row's queries over the keys of each step
+    bands: tuple[Band, ...]  # the gathered queries over the keys of each step
 
     @cached_property
     def chunk(self) -> ChunkSize:
@@ -175,12 +176,12 @@ class Problem:
         shards = (self.shard(self.shape.shard(h, r, c)) for h in range(self.shape.heads))
         return [layout.positions(length, self.shape.ranks, shard) for shard in shards]
 
-    def row_queries(self, r: int) -> Tensor:
-        """Return the positions of all queries of a row, ascending."""
+    def queries_at(self, r: int) -> Tensor:
+        """Return the positions of the queries of all ranks at r, ascending."""
         return torch.cat([self.queries(r, c) for c in range(self.shape.keys)]).sort().values
 
-    def column_keys(self, c: int) -> Tensor:
-        """Return the positions of all keys of a column, ascending."""
+    def keys_at(self, c: int) -> Tensor:
+        """Return the positions of the keys of all ranks at c, ascending."""
         return torch.cat([self.keys(r, c) for r in range(self.shape.queries)]).sort().values
 
 
@@ -197,23 +198,23 @@ def schedule(problem: Problem, r: int, c: int, ring: bool) -> Schedule:
 
 def _indices_by_rank(shards: list[Tensor]) -> tuple[Tensor, ...]:
     """Return where the positions of each shard stand among those of all, in order."""
-    columns: tuple[Tensor, ...] = torch.cat(shards).argsort().argsort().split([len(shard) for shard in shards])
-    return columns
+    indices: tuple[Tensor, ...] = torch.cat(shards).argsort().argsort().split([len(shard) for shard in shards])
+    return indices
 
 
 def _query_step(problem: Problem, r: int, c: int) -> ExchangeStep:
-    """Return the exchange of queries along row r. A query goes to each column that has a key it sees."""
+    """Return the exchange of queries between the ranks at r. A query goes to each rank that has a key it sees."""
     chunks = [problem.queries(r, peer) for peer in range(problem.shape.keys)]
-    sent = [_queries_that_see(problem.mask, chunks[c], problem.column_keys(peer)) for peer in range(len(chunks))]
-    received = [_queries_that_see(problem.mask, chunk, problem.column_keys(c)) for chunk in chunks]
+    sent = [_queries_that_see(problem.mask, chunks[c], problem.keys_at(peer)) for peer in range(len(chunks))]
+    received = [_queries_that_see(problem.mask, chunk, problem.keys_at(c)) for chunk in chunks]
     return _exchange_at_once(chunks, c, sent, received)
 
 
 def _key_step(problem: Problem, r: int, c: int) -> ExchangeStep:
-    """Return the exchange of keys along column c. A key goes to each row that has a query which sees it."""
+    """Return the exchange of keys between the ranks at c. A key goes to each rank that has a query which sees it."""
     chunks = [problem.keys(peer, c) for peer in range(problem.shape.queries)]
-    sent = [_keys_seen_by(problem.mask, problem.row_queries(peer), chunks[r]) for peer in range(len(chunks))]
-    received = [_keys_seen_by(problem.mask, problem.row_queries(r), chunk) for chunk in chunks]
+    sent = [_keys_seen_by(problem.mask, problem.queries_at(peer), chunks[r]) for peer in range(len(chunks))]
+    received = [_keys_seen_by(problem.mask, problem.queries_at(r), chunk) for chunk in chunks]
     return _exchange_at_once(chunks, r, sent, received)
 
 
@@ -237,12 +238,12 @@ def _exchange_at_once(chunks: list[Tensor], rank: int, sent: list[Tensor], recei
 
 
 def _ring_steps(problem: Problem, r: int, c: int) -> Iterator[ExchangeStep]:
-    """Yield the steps of a ring along column c. At step t a rank holds needed keys of the rank t before it."""
+    """Yield the steps of a ring of the ranks at c. At step t a rank holds needed keys of the rank t before it."""
     size = problem.shape.queries
     chunks = [problem.keys(peer, c) for peer in range(size)]
-    rows = [problem.row_queries(peer) for peer in range(size)]
+    queries = [problem.queries_at(peer) for peer in range(size)]
     held_by_step = [
-        _held_at_steps(problem.mask, chunk, rows[owner:] + rows[:owner]) for owner, chunk in enumerate(chunks)
+        _held_at_steps(problem.mask, chunk, queries[owner:] + queries[:owner]) for owner, chunk in enumerate(chunks)
     ]
     not_forwarded = [_not_forwarded(steps) for steps in held_by_step]
     nothing = torch.empty(0, dtype=torch.long, device="cpu")
@@ -263,12 +264,12 @@ def _ring_steps(problem: Problem, r: int, c: int) -> Iterator[ExchangeStep]:
         )
 
 
-def _held_at_steps(mask: Mask, keys: Tensor, rows: list[Tensor]) -> list[Tensor]:
-    """Return for each step the keys of a chunk that its row or a later one needs; `rows` start at the owner's."""
+def _held_at_steps(mask: Mask, keys: Tensor, queries_by_step: list[Tensor]) -> list[Tensor]:
+    """Return for each step the keys of a chunk that the queries of this step or of a later one see."""
     is_needed = torch.zeros(len(keys), dtype=torch.bool, device="cpu")
     steps = []
-    for row in reversed(rows):
-        is_needed = is_needed.index_fill(0, _keys_seen_by(mask, row, keys), True)
+    for queries in reversed(queries_by_step):
+        is_needed = is_needed.index_fill(0, _keys_seen_by(mask, queries, keys), True)
         steps.append(is_needed.nonzero().flatten())
     return [torch.arange(len(keys), device="cpu"), *steps[::-1][1:]]
 
@@ -288,10 +289,10 @@ def _queries_that_see(mask: Mask, queries: Tensor, keys: Tensor) -> Tensor:
 def _keys_seen_by(mask: Mask, queries: Tensor, keys: Tensor) -> Tensor:
     """Return the indices of keys that any of the queries sees; both ascending."""
     band = Band.of(mask, queries, keys)
-    rows = band.high > band.low
+    sees_any = band.high > band.low
     change = torch.zeros(len(keys) + 1, dtype=torch.long, device="cpu")
     for bound, sign in ((band.low, 1), (band.high, -1)):
-        change.index_add_(0, bound[rows], torch.full_like(bound[rows], sign))
+        change.index_add_(0, bound[sees_any], torch.full_like(bound[sees_any], sign))
     return (change.cumsum(0)[:-1] > 0).nonzero().flatten()
 
 

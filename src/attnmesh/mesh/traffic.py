@@ -3,7 +3,7 @@
 A host holds a *tile* of the mesh: a number of ranks along each axis. The tile decides which tokens leave a host:
 
         1x4x4 on hosts of 4        tile 1x2x2       tile 1x1x4        ranks with the same letter share a host
-                                   a a b b          a a a a           queries go along rows, keys along columns
+                                   a a b b          a a a a           queries go from left to right, keys up and down
                                    a a b b          b b b b
                                    c c d d          c c c c
                                    c c d d          d d d d
@@ -62,9 +62,9 @@ class Pairs(NamedTuple):
 class PlannedTraffic:
     """Tokens that a pass over a queries x keys mesh sends, and the query-key pairs that it attends."""
 
-    rows: Flow  # queries
+    queries: Flow
     both_ways: Flow  # queries, and at the same time results of others back
-    columns: Flow  # keys
+    keys: Flow
     hop: Flow  # keys of one step of a ring, on average
     hop_back: Flow  # gradients of one step of a ring, on with their keys or back to their owners
     pairs: Pairs
@@ -102,7 +102,7 @@ def traffic(problem: Problem, tile: Shape) -> PlannedTraffic:
     return PlannedTraffic(**flows, pairs=sampled.pairs.times(pairs), steps=steps)
 
 
-FLOWS = ("rows", "both_ways", "columns", "hop", "hop_back")
+FLOWS = ("queries", "both_ways", "keys", "hop", "hop_back")
 
 
 def _scaled(flow: Flow, scale: float) -> Flow:
@@ -114,24 +114,25 @@ def _scaled(flow: Flow, scale: float) -> Flow:
 
 @lru_cache(maxsize=4096)
 def _count_exchanges(problem: Problem, tile: Shape) -> PlannedTraffic:
-    rows, columns, ring, pairs = count_tokens(problem)
-    _, across, down = tile
+    queries, keys, ring, pairs = count_tokens(problem)
+    _, queries_tile, keys_tile = tile
     size = problem.shape.queries
     source = torch.arange(size, device="cpu")
     # At step t of a ring, the rank t after the source holds its tokens; they came from the rank before.
     holders = [(source + t) % size for t in range(size + 1)]
-    onward = [_shift(ring[:, :, t], holders[t - 1], holders[t], across) for t in range(1, size)]
+    onward = [_shift(ring[:, :, t], holders[t - 1], holders[t], queries_tile) for t in range(1, size)]
     further = [*ring.unbind(2)[2:], torch.zeros_like(ring[:, :, 0])][: size - 1]
     back = [
-        _shift(on, holders[t], holders[t + 1], across) + _shift(ring[:, :, t] - on, holders[t], source, across)
+        _shift(on, holders[t], holders[t + 1], queries_tile)
+        + _shift(ring[:, :, t] - on, holders[t], source, queries_tile)
         for t, on in zip(range(1, size), further, strict=True)
     ]
     rank_pairs = pairs.sum(1)
     steps = [pairs[source, (source - t) % size] for t in range(size)]
     return PlannedTraffic(
-        rows=_flow([_lines(rows, down)], problem.shape.keys - 1, tile),
-        both_ways=_flow([_lines(rows + rows.mT, down)], problem.shape.keys - 1, tile),
-        columns=_flow([_lines(columns, across, columns=True)], size - 1, tile),
+        queries=_flow([_lines(queries, keys_tile)], problem.shape.keys - 1, tile),
+        both_ways=_flow([_lines(queries + queries.mT, keys_tile)], problem.shape.keys - 1, tile),
+        keys=_flow([_lines(keys, queries_tile, by_c=True)], size - 1, tile),
         hop=_flow(onward, 1, tile),
         hop_back=_flow(back, 1, tile),
         pairs=Pairs(float(rank_pairs.max()), float(rank_pairs.mean())),
@@ -189,28 +190,29 @@ def downscaled(problem: Problem) -> tuple[Problem, float]:
 
 @lru_cache(maxsize=512)
 def count_tokens(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return counts of queries (row, from, to), keys (column, from, to), ring keys (column, source, step), and pairs.
+    """Return counts of queries (r, from, to), keys (c, from, to), ring keys (c, source, step), and pairs.
 
-    Pairs are counted by (row, source, column). A query sees one run of positions. So a row of the mesh sees a union
-    of runs, and the keys of a column that a query sees are a difference of two cumulative counts.
+    Pairs are counted by (r, source, c). A query sees one run of positions. So the queries at r see a union of runs, and
+    the keys at c that a query sees are a difference of two cumulative counts.
     """
-    _, rows, columns = problem.shape
+    _, query_ranks, key_ranks = problem.shape
     ranks = problem.shape.ranks
-    q_chunk = _shards(problem.layout, problem.length, ranks) % (rows * columns)  # r * C + c
-    k_chunk = _shards(problem.key_layout, problem.key_length, ranks) % (rows * columns)
+    q_chunk = _shards(problem.layout, problem.length, ranks) % (query_ranks * key_ranks)  # r * C + c
+    k_chunk = _shards(problem.key_layout, problem.key_length, ranks) % (query_ranks * key_ranks)
     start, last = problem.mask.bounds(torch.arange(problem.length, device="cpu"))
     stop = (last + 1).clamp(max=problem.key_length)
     start = torch.minimum(start, stop)
-    edges = torch.zeros(rows, problem.key_length + 1, dtype=torch.float32, device="cpu")
+    edges = torch.zeros(query_ranks, problem.key_length + 1, dtype=torch.float32, device="cpu")
     for bound, sign in ((start, 1.0), (stop, -1.0)):
-        edges.index_put_((q_chunk // columns, bound), edges.new_tensor(sign), accumulate=True)
-    seeing = edges.cumsum(1)[:, :-1]  # (row, key)
+        edges.index_put_((q_chunk // key_ranks, bound), edges.new_tensor(sign), accumulate=True)
+    seeing = edges.cumsum(1)[:, :-1]  # (r, key)
     is_seen = seeing > 0.5
-    before = torch.zeros(columns, problem.key_length + 1, dtype=torch.float32, device="cpu")
-    before[k_chunk % columns, torch.arange(1, problem.key_length + 1, device="cpu")] = 1.0
+    before = torch.zeros(key_ranks, problem.key_length + 1, dtype=torch.float32, device="cpu")
+    before[k_chunk % key_ranks, torch.arange(1, problem.key_length + 1, device="cpu")] = 1.0
     before = before.cumsum(1)
-    visible = before[:, stop] - before[:, start]  # (column, query)
-    pairs = seeing.new_zeros(rows, rows * columns).index_add_(1, k_chunk, seeing).unflatten(1, (rows, columns))
+    visible = before[:, stop] - before[:, start]  # (c, query)
+    pairs = seeing.new_zeros(query_ranks, query_ranks * key_ranks).index_add_(1, k_chunk, seeing)
+    pairs = pairs.unflatten(1, (query_ranks, key_ranks))
     queries = _by_chunk(visible > 0.5, q_chunk, problem.shape).permute(1, 2, 0)
     keys = _by_chunk(is_seen, k_chunk, problem.shape).permute(2, 1, 0)
     return queries, keys, _ring_tokens(is_seen, k_chunk, problem.shape), pairs
@@ -226,38 +228,38 @@ def _shards(layout: Layout, length: int, ranks: int) -> Tensor:
 
 
 def _by_chunk(wanted: Tensor, chunk: Tensor, shape: Shape) -> Tensor:
-    """Return how many tokens of each chunk are wanted: (receiver, row, column)."""
+    """Return how many tokens of each chunk are wanted: (receiver, r, c)."""
     is_wanted = wanted.to(torch.float32)
     counts = is_wanted.new_zeros(wanted.shape[0], shape.queries * shape.keys).index_add_(1, chunk, is_wanted)
     return counts.reshape(-1, shape.queries, shape.keys)
 
 
 def _ring_tokens(is_seen: Tensor, chunk: Tensor, shape: Shape) -> Tensor:
-    """Return (column, source, step): tokens of `source` that the rank `step` steps on receives, to use or pass on."""
+    """Return (c, source, step): tokens of `source` that the rank `step` steps on receives, to use or pass on."""
     counts = torch.empty(shape.keys, shape.queries, shape.queries, dtype=torch.float32, device="cpu")
     for source in range(shape.queries):
         tokens = (chunk // shape.keys == source).nonzero().flatten()
         uses = is_seen[:, tokens].roll(-source, 0).flip(0).to(counts.dtype)
         is_needed = uses.cummax(0).values.flip(0)  # (step, token)
-        columns = counts.new_zeros(shape.queries, shape.keys).index_add_(1, chunk[tokens] % shape.keys, is_needed)
-        counts[:, source] = columns.T
+        by_step = counts.new_zeros(shape.queries, shape.keys).index_add_(1, chunk[tokens] % shape.keys, is_needed)
+        counts[:, source] = by_step.T
     return counts
 
 
 # An exchange is a tensor (inside or between hosts; tokens out, tokens in or messages out; r; c).
 
 
-def _lines(counts: Tensor, tile: int, *, columns: bool = False) -> Tensor:
-    """Return the exchange of tokens (line, from, to) along one axis, without those that stay."""
+def _lines(counts: Tensor, tile: int, *, by_c: bool = False) -> Tensor:
+    """Return the exchange of tokens (r or c, from, to) along one axis, without those that stay."""
     host = torch.arange(counts.shape[1], device="cpu") // tile
     near = host[:, None] == host
     moving = counts * (1 - torch.eye(len(host), dtype=counts.dtype, device="cpu"))
     parts = [torch.stack((x.sum(2), x.sum(1), (x > 0.5).float().sum(2))) for x in (moving * near, moving * ~near)]
-    return torch.stack(parts).mT if columns else torch.stack(parts)
+    return torch.stack(parts).mT if by_c else torch.stack(parts)
 
 
 def _shift(tokens: Tensor, source: Tensor, target: Tensor, tile: int) -> Tensor:
-    """Return the exchange of tokens (column, n), sent from row `source[n]` to row `target[n]`."""
+    """Return the exchange of tokens (c, n), sent from `source[n]` to `target[n]` along the queries axis."""
     near = source // tile == target // tile
     loads = []
     for moving in (tokens * near, tokens * ~near):

@@ -74,7 +74,7 @@ class Task:
         return HeadSwaps(self.mesh.heads, self.schedule, self.one_at_a_time)
 
     def bands(self, group: HeadGroup) -> Sequence[Band | SelectedKeys]:
-        """Return the keys of each step that the row's queries attend, in a group of heads."""
+        """Return the keys of each step that the gathered queries attend, in a group of heads."""
         if not self.selected:
             return self.schedule.bands
         heads = group[self.mesh.heads.index].keys
@@ -95,7 +95,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Arrivals:
-    """One group of heads under way: tensors of the row's queries, and the column's keys and values by step."""
+    """One group of heads under way: tensors of gathered queries, and keys and values by step."""
 
     group: HeadGroup
     await_queries: Await
@@ -145,7 +145,7 @@ def forward(q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None = None, sav
 
 
 def _attend_heads(arrivals: Arrivals, task: Task) -> Partial:
-    """Return the partial of the row's queries over the column's keys, for one group of heads."""
+    """Return the partial of the gathered queries over the gathered keys, for one group of heads."""
     (q,) = arrivals.await_queries()
     total: Partial | None = None
     attend = in_range(ATTENTION, task.attend) if is_profiled() else task.attend
@@ -209,7 +209,7 @@ def backward(saved_qkv: Tensors, saved: BackwardInputs, task: Task) -> Gradients
 
 
 def _backward_heads(arrivals: Arrivals, task: Task, pending: "PendingReturns", own_kv: Tensors) -> Tensor:
-    """Return the row's dq from the column's keys, for one group of heads.
+    """Return dq of the gathered queries over the gathered keys, for one group of heads.
 
     dk and dv return to the owners of their keys, where they are added to `own_kv`. Gradients of keys that travel on
     travel with them, and each rank adds its part.
@@ -322,14 +322,14 @@ def _merge_in(parts: Returned, total: Tensors) -> None:
         merge_into(Partial(*merged), Partial(*part))
         if is_run(tokens):
             continue  # they were taken as views
-        for into, rows in zip(total, merged, strict=True):
-            into.index_copy_(2, on_device(tokens, rows.device), rows)
+        for into, x in zip(total, merged, strict=True):
+            into.index_copy_(2, on_device(tokens, x.device), x)
 
 
 def _add_in(parts: Returned, totals: Tensors) -> None:
     for tokens, part in parts:
-        for total, rows in zip(totals, part, strict=True):
-            total.index_add_(2, on_device(tokens, rows.device), rows)
+        for total, x in zip(totals, part, strict=True):
+            total.index_add_(2, on_device(tokens, x.device), x)
 
 
 def _add(sums: Tensors, terms: Tensors) -> None:
@@ -340,8 +340,8 @@ def _add(sums: Tensors, terms: Tensors) -> None:
 def _equivalent_out(dout: Tensor, delta: Tensor) -> Tensor:
     """Return an `out` with `sum(out * dout) = delta`, which is all that a kernel's backward reads of it.
 
-    So only delta is sent, one value per row. The result is the projection of `out` on dout. It is no longer than `out`,
-    so rounding it loses no more.
+    So only delta is sent, one value per query of a head. The result is the projection of `out` on dout. It is no longer
+    than `out`, so rounding it loses no more.
     """
     exact = dout.to(delta.dtype)
     size = exact.abs().amax(-1, keepdim=True)

@@ -129,7 +129,7 @@ def _make_mesh_call(
 
     `tokens` are those of all ranks, and `tokens_by_shard` has each rank's by shard, where they were counted.
 
-    Where keys are selected, in blocks, queries stay on their rank: all ranks are one column, along which keys travel.
+    Where keys are selected, in blocks, queries stay on their rank: all ranks lie along one axis, queries.
     """
     q_heads, k_heads, dim, index_block = sizes
     problem = options.problem(mesh, tokens)
@@ -141,7 +141,7 @@ def _make_mesh_call(
         raise with_swap_hint(error, (q_heads, tokens[0]), (k_heads, tokens[1]), first=True) from None
     exchange = "bulk" if index_block and options.exchange == "auto" else options.exchange
     if index_block and mesh.ranks > 1:
-        mesh, shard_of_rank = _one_column(mesh)
+        mesh, shard_of_rank = _one_axis(mesh)
         problem = replace(problem, shape=mesh.shape, shard_of_rank=shard_of_rank)
     return MeshCall(mesh, problem, exchange, options.kernel, options.scaling(dim), index_block)
 
@@ -151,8 +151,8 @@ _cached_mesh_call = cached_per_world(2048)(_make_mesh_call)
 
 
 @cached_per_world()
-def _one_column(mesh: Mesh) -> tuple[Mesh, tuple[int, ...]]:
-    """Return all ranks of a mesh as one column, and the shard of each. All ranks make the first call at once."""
+def _one_axis(mesh: Mesh) -> tuple[Mesh, tuple[int, ...]]:
+    """Return a mesh of all ranks along one axis, and the shard of each. All ranks make the first call at once."""
     long = [axis for axis in mesh.axes if axis.size > 1]
     axis = long[0] if len(long) == 1 else flat_axis(mesh.device_mesh, AXES)
     indices = [index for (index,) in all_gather_ints([axis.index], mesh)]  # one for each shard
@@ -196,9 +196,9 @@ def check_cross(options: Options, length: int, key_length: int, ranks: int) -> N
 def _check_shards(problem: Problem, tokens_by_shard: Sequence[Sequence[int]]) -> None:
     """Raise unless every rank holds as many tokens as its layout gives it."""
     sequences = (("length", problem.layout, problem.length), ("key_length", problem.key_layout, problem.key_length))
-    for column, (name, layout, length) in enumerate(sequences):
+    for index, (name, layout, length) in enumerate(sequences):
         expected = [len(layout.positions(length, len(tokens_by_shard), shard)) for shard in range(len(tokens_by_shard))]
-        given = [row[column] for row in tokens_by_shard]
+        given = [tokens[index] for tokens in tokens_by_shard]
         if given != expected:
             fix = f"shard with am.shard and this layout, or correct {name}"
             counts = f"{given}, {sum(given)} in all"

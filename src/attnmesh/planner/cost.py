@@ -46,8 +46,8 @@ def index_cost(way: Way, workload: Workload, cluster: Cluster) -> Cost:
         total = Cost()
         job = LayerJob.of(way._replace(exchange="bulk"), work, cluster)
         pairs, width = workload.batch * job.traffic.pairs.most, selected.index_heads * selected.index_dim
-        columns = LayerJob.of(job.way, replace(work, mask=Full()), cluster).traffic.columns
-        keys = Transfer(columns, workload.batch * selected.index_dim * workload.itemsize)
+        flow = LayerJob.of(job.way, replace(work, mask=Full()), cluster).traffic.keys
+        keys = Transfer(flow, workload.batch * selected.index_dim * workload.itemsize)
         total.add_stage("index keys", job.exchanged([keys], total).seconds)
         total.add_stage("score", cluster.device.call + 2 * pairs * width / cluster.device.forward_rate)
     total = total.of_layers(workload.indexers)
