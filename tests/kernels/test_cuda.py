@@ -121,7 +121,10 @@ def test_masked_and_many_blocks_are_one_launch_of_triton(mask: Mask) -> None:
     with interpreting("triton"):
         (rectangle,) = cuda.CUDA().cut(band, x, x, x)
         assert cuda.CUDA().operator_name(x, x, x, rectangle) == "triton"
-        short, tokens = Rectangle(slice(0, 70), slice(0, 70), band=rectangle.bounds().rows(0, 70, 0)), x[:, :, :70]
+        short, tokens = (
+            Rectangle(slice(0, 70), slice(0, 70), band=rectangle.bounds().of_queries(0, 70, 0)),
+            x[:, :, :70],
+        )
         ours = cuda.CUDA().attend(tokens, tokens, tokens, short, Scaling(0.25))
     theirs = am.attend(tokens, tokens, tokens, mask=Mask(mask.left, mask.right), scale=0.25)
     assert torch.allclose(ours.out, theirs.out, atol=FLOAT32)

@@ -53,9 +53,9 @@ class Scores(NamedTuple):
         """Return queries that end with their bias."""
         return with_distance_bias(q, self.distance_bias)
 
-    def of_rows(self, rows: slice) -> "Scores":
+    def of_sequences(self, sequences: slice) -> "Scores":
         """Return the scores of some sequences of a batch."""
-        return self._replace(distance_bias=None if self.distance_bias is None else self.distance_bias[rows])
+        return self._replace(distance_bias=None if self.distance_bias is None else self.distance_bias[sequences])
 
 
 def with_distance_bias(q: Tensor, bias: Tensor | None) -> Tensor:

@@ -150,7 +150,7 @@ def _attend_local(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, spec: MaskS
         real = tokens.nonzero().flatten()
         row = slice(number, number + 1)
         selected = layer.selected and replace(layer.selected, indices=layer.selected.indices[row])
-        row_layer = layer._replace(selected=selected, scores=layer.scores.of_rows(row))
+        row_layer = layer._replace(selected=selected, scores=layer.scores.of_sequences(row))
         shift = 0 if first is None else -int(first[number]) % lcm(*layer.mask.chunks)
         positions = queries + shift, keys[real.cpu()] + shift
         rows.append(_attend_at(q[row], k[row, :, real], v[row, :, real], row_layer, *positions))

@@ -39,7 +39,7 @@ AHEAD = 3
 class SlotRun(NamedTuple):
     """Queries of some sequences, and the slots of one piece of a cache that they see."""
 
-    sequences: slice  # rows of the batch
+    sequences: slice  # of the batch
     piece: CacheView  # memory of these sequences
     start: int = 0
     stop: int = 0
@@ -51,11 +51,11 @@ class SlotRun(NamedTuple):
 def runs_of(
     query: DecodeQuery, views: Sequence[CacheView], selected: Selection | None = None, *, in_place: bool = False
 ) -> list[SlotRun]:
-    """Return the runs of a cache of all rows, or of a cache for each row. A run `in_place` has all slots of a piece."""
+    """Return the runs of a cache of all sequences, or of one for each. A run `in_place` has all slots of a piece."""
     runs = list[SlotRun]()
     q = query.q
     mask = query.mask
-    is_one = q.shape[2] == 1 and query.key_lengths is None and query.partial_block is None and not mask.ends
+    has_band = q.shape[2] > 1 or query.key_lengths is not None or query.partial_block is not None or bool(mask.ends)
     for index, view in enumerate(views):
         sequences = slice(index, index + 1) if len(views) > 1 else ALL
         for piece in (*view.shared, view):
@@ -65,7 +65,7 @@ def runs_of(
                 runs += _selected(query, view, piece, selected)
             elif piece.padding is not None:
                 runs += _of_sequences(query, sequences, piece, piece.padding)
-            elif not is_one or q.shape[3] > piece.keys.shape[3]:
+            elif has_band or q.shape[3] > piece.keys.shape[3]:
                 runs += _of_tokens(query, sequences, piece)
             else:  # the last token sees all from its first one on
                 length, used, *_ = piece.state.tolist()
@@ -124,18 +124,18 @@ def _of_sequences(query: DecodeQuery, sequences: slice, piece: CacheView, paddin
     positions = padding.positions[:, :used].cpu()
     runs = list[SlotRun]()
     first, last = query.mask.bounds(queries)
-    is_one = len(tokens) == 1 and query.key_lengths is None
+    is_last_alone = len(tokens) == 1 and query.key_lengths is None
     is_biased = query.q.shape[3] > piece.keys.shape[3]
     if query.key_lengths is not None:
         last = torch.minimum(last, query.key_lengths.cpu()[:, None] - 1)
     seen = positions >= first[:, :1]
-    seen = (seen & real if is_one else seen & (positions <= last[:, -1:]) & real.any(1, True)).int()
+    seen = (seen & real if is_last_alone else seen & (positions <= last[:, -1:]) & real.any(1, True)).int()
     counts = seen.sum(1)
     ends = (seen.argmax(1), used - seen.flip(1).argmax(1)) if used else (counts, counts)
     for index, (count, start, stop) in enumerate(torch.stack((counts, *ends), 1).tolist()):
         sequence, view = (sequences, piece) if len(real) == 1 else (slice(index, index + 1), _sequence(piece, index))
         for begin, end in ([(start, stop)] if stop - start == count else _runs_of_true(seen[index])) if count else []:
-            if is_one and not is_biased:
+            if is_last_alone and not is_biased:
                 runs.append(SlotRun(sequence, view, begin, end))
                 continue
             keys = positions[index, begin:end]
@@ -189,8 +189,8 @@ def _selected(query: DecodeQuery, view: CacheView, piece: CacheView, selection: 
 
 def _sequence(piece: CacheView, index: int) -> CacheView:
     """Return a piece of one sequence of the batch."""
-    row = slice(index, index + 1)
-    return piece._replace(keys=piece.keys[row], values=piece.values[row], shared=(), file=None)
+    one = slice(index, index + 1)
+    return piece._replace(keys=piece.keys[one], values=piece.values[one], shared=(), file=None)
 
 
 def _runs_of_true(flags: Tensor) -> list[tuple[int, int]]:
@@ -218,7 +218,7 @@ class CachedAttention:
         self.bound_kernels: dict[tuple[int, ...], BoundKernel | None] = {}
 
     def attend(self, query: DecodeQuery, views: Sequence[CacheView], selected: Selection | None = None) -> Partial:
-        """Return the partial of one cache of all rows, or of a cache for each row; in `query.into` if that is given."""
+        """Return the partial of a cache of all sequences, or of one for each; in `query.into` if that is given."""
         if self.in_place_kernel is not None:
             total = self._attend_in_place(query, runs_of(query, views, in_place=True))
             return (
@@ -371,26 +371,27 @@ def _by_sequences(runs: Sequence[SlotRun]) -> list[list[SlotRun]]:
     return [*groups.values()]
 
 
-def _blocks(run: CacheKernel, q: Tensor, keys: Tensor, values: Tensor, band: Band, block: int) -> Partial:
-    """Return a stack of one partial per block. Blocks that every row sees whole take one call."""
-    used, rows = keys.shape[2], q.shape[2]
+def _blocks(kernel: CacheKernel, q: Tensor, keys: Tensor, values: Tensor, band: Band, block: int) -> Partial:
+    """Return a stack of one partial per block. Blocks that every query sees whole take one call."""
+    used, queries = keys.shape[2], q.shape[2]
     count = -(-used // block)
-    out = q.new_zeros((count, *q.shape[:-1], run.value_dim), dtype=sum_dtype(q.dtype))
+    out = q.new_zeros((count, *q.shape[:-1], kernel.value_dim), dtype=sum_dtype(q.dtype))
     lse = q.new_full((count, *q.shape[:-1]), -torch.inf, dtype=sum_dtype(q.dtype))
     first = -(-int(band.low[-1]) // block)
     last = int(band.high[0]) // block
     whole_blocks = range(first, max(first, last))
-    full = Band(torch.zeros(rows, dtype=torch.long, device="cpu"), torch.full((rows,), block, device="cpu"))
-    for row in range(q.shape[0] if whole_blocks else 0):
+    full = Band(torch.zeros(queries, dtype=torch.long, device="cpu"), torch.full((queries,), block, device="cpu"))
+    for sequence in range(q.shape[0] if whole_blocks else 0):
         # A view: (blocks, heads, tokens of a block, dim). One call for all sequences would have to copy the keys.
         some_keys, some_values = (
-            x[row, :, first * block : last * block].unflatten(1, (-1, block)).transpose(0, 1) for x in (keys, values)
+            x[sequence, :, first * block : last * block].unflatten(1, (-1, block)).transpose(0, 1)
+            for x in (keys, values)
         )
-        row_q = q[row].expand(len(whole_blocks), *q.shape[1:])
-        out[first:last, row], lse[first:last, row] = run(row_q, some_keys, some_values, full)
+        some_q = q[sequence].expand(len(whole_blocks), *q.shape[1:])
+        out[first:last, sequence], lse[first:last, sequence] = kernel(some_q, some_keys, some_values, full)
     for index in set(range(int(band.low[0]) // block, min(count, -(-int(band.high[-1]) // block)))) - set(whole_blocks):
         start = index * block
         stop = min(used, (index + 1) * block)
         seen = band.within(start, stop)
-        out[index], lse[index] = run(q, keys[:, :, start:stop], values[:, :, start:stop], seen)
+        out[index], lse[index] = kernel(q, keys[:, :, start:stop], values[:, :, start:stop], seen)
     return Partial(out, lse)

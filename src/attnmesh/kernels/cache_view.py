@@ -34,10 +34,10 @@ class DecodeQuery(NamedTuple):
 
     def sequence(self, index: int) -> "DecodeQuery":
         """Return the query of one sequence, which has a cache of its own."""
-        row = slice(index, index + 1)
-        into, other_keys = (part and Partial(*(x[row] for x in part)) for part in (self.into, self.other_keys))
-        key_lengths = None if self.key_lengths is None else self.key_lengths[row]
-        return self._replace(q=self.q[row], into=into, key_lengths=key_lengths, other_keys=other_keys)
+        one = slice(index, index + 1)
+        into, other_keys = (part and Partial(*(x[one] for x in part)) for part in (self.into, self.other_keys))
+        key_lengths = None if self.key_lengths is None else self.key_lengths[one]
+        return self._replace(q=self.q[one], into=into, key_lengths=key_lengths, other_keys=other_keys)
 
 
 class CacheView(NamedTuple):
@@ -106,9 +106,9 @@ class CacheView(NamedTuple):
         state = torch.stack((self.state[0], torch.full_like(self.state[0], slots)))
         return CacheView(keys, values, index, state, None, self.value_dim, file=self.file)
 
-    def bounds(self, rows: int, mask: Mask) -> tuple[Tensor, Tensor]:
-        """Return the first and the last position that each of the last `rows` queries sees, (1 or batch, rows)."""
-        tokens = (self.state[0] - rows + torch.arange(rows, device=self.state.device)).clamp(min=0)
+    def bounds(self, queries: int, mask: Mask) -> tuple[Tensor, Tensor]:
+        """Return the first and the last position that each of the last queries sees, (1 or batch, queries)."""
+        tokens = (self.state[0] - queries + torch.arange(queries, device=self.state.device)).clamp(min=0)
         if self.padding is None:
             return mask.bounds(tokens[None])
         real, positions = self.padding.last(tokens)

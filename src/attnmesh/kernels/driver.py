@@ -93,7 +93,7 @@ def backward_band(
             return backward_selected(q, k, v, _without_empty_rows(saved), band, scaling)
     if counts:
         parts = [
-            backward_band(kernel, q[some], k[some], v[some], saved.sequences(some), band.first(count), scaling)
+            backward_band(kernel, q[some], k[some], v[some], saved.of_sequences(some), band.first(count), scaling)
             for some, count in _sequences(counts)
         ]
         return parts[0] if len(parts) == 1 else Gradients(*(torch.cat(x) for x in zip(*parts, strict=True)))
@@ -153,5 +153,5 @@ def _is_one_rectangle(rectangles: Sequence[Rectangle], q: Tensor, k: Tensor) -> 
     """Return True if one rectangle is the whole problem, so that nothing is copied, merged or summed."""
     if len(rectangles) != 1:
         return False
-    rows, keys = rectangles[0].queries, rectangles[0].keys
-    return (rows.start, rows.stop, keys.start, keys.stop) == (0, q.shape[2], 0, k.shape[2])
+    queries, keys = rectangles[0].queries, rectangles[0].keys
+    return (queries.start, queries.stop, keys.start, keys.stop) == (0, q.shape[2], 0, k.shape[2])

@@ -31,13 +31,13 @@ class IndexKeys(NamedTuple):
     keys: Tensor  # (batch, keys, dim)
     tokens: Tensor  # (keys,), number of each in the whole sequence
     positions: Tensor  # (1 or batch, keys), position of each in its sequence, -1 for padding
-    dtype: torch.dtype | None = None  # dtype in which a score takes keys that are rows in 8 bits
+    dtype: torch.dtype | None = None  # dtype in which a score takes keys in 8 bits
 
-    def read(self, columns: slice) -> Tensor:
+    def read(self, some: slice) -> Tensor:
         """Return some keys as numbers."""
-        rows = self.keys[:, columns]
-        storage = storage_of(rows)
-        return rows if storage is None else storage.dequantize(rows).to(self.dtype)
+        keys = self.keys[:, some]
+        storage = storage_of(keys)
+        return keys if storage is None else storage.dequantize(keys).to(self.dtype)
 
 
 def indexer_top_k(
@@ -66,29 +66,29 @@ def indexer_top_k(
     >>> torch.allclose(unpack(found)[0], right.values)
     True
     """
-    rows, count = first.shape[1], keys.keys.shape[1]
-    queries, columns, at_once = _tile(operands, keys.keys, rows, k)
-    best_by_rows = list[Tensor]()
-    for row in range(0, max(rows, 1), queries):
-        tile_rows = slice(row, row + queries)
+    queries, count = first.shape[1], keys.keys.shape[1]
+    tile_queries, tile_keys, at_once = _tile(operands, keys.keys, queries, k)
+    best_by_tile = list[Tensor]()
+    for query in range(0, max(queries, 1), tile_queries):
+        some_queries = slice(query, query + tile_queries)
         tiles = list[Tensor]()  # one at most: the best so far
-        tile_operands = [x[:, tile_rows] for x in operands]
-        for column in range(0, max(count, 1), columns):
-            tile_columns = slice(column, column + columns)
-            positions = keys.positions[:, None, tile_columns]
-            hidden = (positions < first[:, tile_rows, None]) | (positions > last[:, tile_rows, None])
+        tile_operands = [x[:, some_queries] for x in operands]
+        for key in range(0, max(count, 1), tile_keys):
+            some_keys = slice(key, key + tile_keys)
+            positions = keys.positions[:, None, some_keys]
+            hidden = (positions < first[:, some_queries, None]) | (positions > last[:, some_queries, None])
             if tiles and hidden.device.type == "cpu" and bool(hidden.all()):
                 continue
-            scores = torch.cat([score(part, tile_operands) for part in keys.read(tile_columns).split(at_once, 1)], -1)
+            scores = torch.cat([score(part, tile_operands) for part in keys.read(some_keys).split(at_once, 1)], -1)
             scores = scores.masked_fill(hidden if scores.ndim == 3 else hidden[:, None], -torch.inf)
-            indices = keys.tokens[tile_columns] if block == 1 else keys.tokens[tile_columns] // block
+            indices = keys.tokens[some_keys] if block == 1 else keys.tokens[some_keys] // block
             new = pack(scores, indices)
             tiles = [best(torch.cat((*tiles, new), -1), k, unique=block > 1)]
-        best_by_rows += tiles
-    return torch.cat(best_by_rows, -2)
+        best_by_tile += tiles
+    return torch.cat(best_by_tile, -2)
 
 
-def _tile(operands: Sequence[Tensor], keys: Tensor, rows: int, k: int) -> tuple[int, int, int]:
+def _tile(operands: Sequence[Tensor], keys: Tensor, queries: int, k: int) -> tuple[int, int, int]:
     """Return the queries and the keys of a tile, and the keys to score at once.
 
     Fewer keys than k would make the merges dear.
@@ -96,7 +96,7 @@ def _tile(operands: Sequence[Tensor], keys: Tensor, rows: int, k: int) -> tuple[
     heads = max(1, *(x.shape[2:].numel() // columns_of(keys) for x in operands))
     limits = tile_elements(keys.device), tile_elements(keys.device, AT_ONCE)
     area, at_once = (max(1, scores // (heads * max(1, len(keys)))) for scores in limits)
-    queries = max(1, min(rows, isqrt(area)))
-    columns = max(1, min(keys.shape[1], max(area // queries, 2 * k)))
-    queries = max(1, area // columns)
-    return queries, columns, max(1, at_once // queries)
+    tile_queries = max(1, min(queries, isqrt(area)))
+    tile_keys = max(1, min(keys.shape[1], max(area // tile_queries, 2 * k)))
+    tile_queries = max(1, area // tile_keys)
+    return tile_queries, tile_keys, max(1, at_once // tile_queries)

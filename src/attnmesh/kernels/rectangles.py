@@ -96,13 +96,13 @@ class BackwardInputs:
     lse: Tensor
     dout: Tensor
 
-    def rows(self, queries: slice) -> "BackwardInputs":
+    def of_queries(self, queries: slice) -> "BackwardInputs":
         """Return the tensors of some of the queries."""
         return BackwardInputs(*(x[:, :, queries] for x in (self.out, self.lse, self.dout)))
 
-    def sequences(self, rows: slice) -> "BackwardInputs":
+    def of_sequences(self, sequences: slice) -> "BackwardInputs":
         """Return the tensors of some sequences."""
-        return BackwardInputs(*(x[rows] for x in (self.out, self.lse, self.dout)))
+        return BackwardInputs(*(x[sequences] for x in (self.out, self.lse, self.dout)))
 
 
 def made_once(band: Band, name: Hashable, make: Callable[[], T], size: Callable[[T], int]) -> T:
@@ -167,9 +167,9 @@ def tiles(band: Band, rows: int, keys: int) -> list[Rectangle]:
         for start in range(0, width, keys):
             stop = min(start + keys, width)
             full = bounds.low[-1] <= start and stop <= bounds.high[0]
-            run = slice(tile.keys.start + start, tile.keys.start + stop)
+            some_keys = slice(tile.keys.start + start, tile.keys.start + stop)
             rectangles.append(
-                Rectangle(tile.queries, run, band=None if full else bounds.rows(0, len(bounds.low), start))
+                Rectangle(tile.queries, some_keys, band=None if full else bounds.of_queries(0, len(bounds.low), start))
             )
     return rectangles
 
@@ -189,13 +189,13 @@ def attend_rectangles(
     total = identity(q, v.shape[-1], sum_dtype(q.dtype) if overlap else q.dtype)
     done = 0  # rows from here on have no partial yet
     for rectangle in rectangles:
-        rows = Partial(*(x[:, :, rectangle.queries] for x in total))
+        before = Partial(*(x[:, :, rectangle.queries] for x in total))
         partial = attend(*rectangle.slices(q, k, v), rectangle)
         if rectangle.queries.start < done:
-            merge_into(rows, partial)
+            merge_into(before, partial)
         else:
-            rows.out.copy_(partial.out)
-            rows.lse.copy_(partial.lse)
+            before.out.copy_(partial.out)
+            before.lse.copy_(partial.lse)
         done = max(done, rectangle.queries.stop)
     return total
 
@@ -211,7 +211,7 @@ def backward_rectangles(
     """Return the sum of the gradients of rectangles, in float32 or wider."""
     total = Gradients(*(torch.zeros_like(x, dtype=sum_dtype(x.dtype)) for x in (q, k, v)))
     for rectangle in rectangles:
-        part = backward(*rectangle.slices(q, k, v), saved.rows(rectangle.queries), rectangle)
+        part = backward(*rectangle.slices(q, k, v), saved.of_queries(rectangle.queries), rectangle)
         for gradient, share in zip(rectangle.slices(*total), part, strict=True):
             gradient.add_(share)
     return total
@@ -268,7 +268,7 @@ def _tiles(band: Band, start: int, stop: int, rows: int = TILE) -> Iterator[Rect
         end = min(row + rows, stop)
         low, high = int(band.low[row]), int(band.high[end - 1])
         if low < high:
-            yield Rectangle(slice(row, end), slice(low, high), band=band.rows(row, end, low))
+            yield Rectangle(slice(row, end), slice(low, high), band=band.of_queries(row, end, low))
 
 
 _CUT = {FULL: _full, CAUSAL: _causal, MASKED: _tiles}

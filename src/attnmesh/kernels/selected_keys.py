@@ -1,9 +1,8 @@
 """Attention of each query to the keys that are selected for it.
 
-Some kernels read rows of keys and values in place. Elsewhere rows are gathered for a tile of queries, and attended by
-the formula (`dense.py`). Tiles have a bounded number of elements, so memory does not grow with queries times selected
-keys. Query heads that share a key head share its rows. The backward pass gathers
-them, and adds their gradients to the keys.
+Some kernels read keys and values in place. Elsewhere they are gathered for a tile of queries, and attended by the
+formula (`dense.py`). Tiles have a bounded number of elements, so memory does not grow with queries times selected keys.
+Query heads that share a key head share what is gathered. The backward pass gathers too, and adds gradients to the keys.
 """
 
 from collections.abc import Iterator
@@ -76,28 +75,28 @@ class SelectedKeys:
         if slots.device.type == "cpu":  # seen keys come first, in order of memory, and no more than are seen are read
             slots = slots.masked_fill_(~seen, count).sort(-1).values[:, : int(seen.sum(-1).max())]
             seen = slots < count
-        # Rows for hidden keys are those of a seen one: they may not bring in numbers that are not finite.
+        # In place of hidden keys a seen one is read: they may not bring in numbers that are not finite.
         seen_slot = slots.masked_fill(~seen, 0).amax(-1, keepdim=True) if slots.numel() else slots
         return torch.where(seen, slots, seen_slot), ~seen
 
 
 class SelectedTile(NamedTuple):
-    """Some queries of a sequence, some key heads, and the rows of these that are gathered."""
+    """Some queries of a sequence, some key heads, and the keys of these that are gathered."""
 
     sequence: int
     heads: slice  # key heads
     queries: slice
-    rows: Tensor  # (queries, keys), indices of keys
+    indices: Tensor  # (queries, keys), of keys
     hidden: Tensor  # (queries, keys)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return the tile's rows of keys or values, (heads * queries, keys, width)."""
-        index = self.rows.flatten()
+        """Return the tile's keys or values, (heads * queries, keys, width)."""
+        index = self.indices.flatten()
         heads = x[self.sequence, self.heads]
-        rows = x.new_empty(len(heads), len(index), x.shape[-1])
-        for head, into in zip(heads, rows, strict=True):
+        gathered = x.new_empty(len(heads), len(index), x.shape[-1])
+        for head, into in zip(heads, gathered, strict=True):
             torch.index_select(head, 0, index, out=into)
-        return rows.view(-1, self.rows.shape[1], x.shape[-1])
+        return gathered.view(-1, self.indices.shape[1], x.shape[-1])
 
     def view(self, x: Tensor, kv_heads: int) -> Tensor:
         """Return the tile's part of a tensor of queries as a view, (heads, queries, query heads of a key head, ...)."""
@@ -113,8 +112,8 @@ class SelectedTile(NamedTuple):
         """Merge the tile's partial, (heads, queries, query heads of a key head, ...), into that of all queries."""
         whole = Partial(self.view(total.out, kv_heads), self.view(total.lse, kv_heads))
         shaped = Partial(part.out.reshape(whole.out.shape), part.lse.reshape(whole.lse.shape))
-        for into, rows in zip(whole, merge_partials([whole, shaped]), strict=True):
-            into.copy_(rows)
+        for into, merged in zip(whole, merge_partials([whole, shaped]), strict=True):
+            into.copy_(merged)
 
     def mask(self) -> Tensor:
         """Return which keys are hidden, as the product of queries and keys takes it."""
@@ -126,7 +125,7 @@ def attend_selected(
 ) -> Partial:
     """Return attention over the selected keys, in float32 or wider; empty rows give the identity `(0, -inf)`.
 
-    Keys and values may be rows in 8 bits, with `value_dim` columns of values.
+    Keys and values may be in 8 bits, with `value_dim` columns of values.
     """
     width = v.shape[-1] if value_dim is None else value_dim
     total = identity(q, width, sum_dtype(q.dtype))
@@ -153,7 +152,7 @@ def _attend_in_place(
     """Merge the tile's partial into the total, its queries being a batch of a kernel. Return False if not."""
     some_q = tile.view(q, k.shape[1]).transpose(0, 1).flatten(1, 2).unsqueeze(2)  # (queries, heads, 1, dim)
     keys, values = (x[tile.sequence, tile.heads].expand(len(some_q), -1, -1, -1) for x in (k, v))
-    part = reader.attend_scattered(some_q, keys, values, tile.rows, tile.hidden, scaling)
+    part = reader.attend_scattered(some_q, keys, values, tile.indices, tile.hidden, scaling)
     if part is None:
         return False
     heads = len(keys[0]), -1
@@ -165,24 +164,24 @@ def backward_selected(
     q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, selected: SelectedKeys, scaling: Scaling
 ) -> Gradients:
     """Return the gradients over the selected keys, in float32 or wider. Empty rows have lse +inf and dout 0."""
-    # Rows are added to memory in order: with other strides that takes ten times as long.
+    # Gradients are added to memory in order: with other strides that takes ten times as long.
     total = Gradients(*(x.new_zeros(x.shape, dtype=sum_dtype(x.dtype)) for x in (q, k, v)))
     kv_heads = k.shape[1]
     delta = (saved.out.to(sum_dtype(q.dtype)) * saved.dout).sum(-1, keepdim=True)
     for tile in _tiles(q, k, selected, _sizes(q, k, v)):
-        saved_rows = [tile.take(x, kv_heads) for x in (saved.lse.unsqueeze(-1), saved.dout, delta)]
+        saved_parts = [tile.take(x, kv_heads) for x in (saved.lse.unsqueeze(-1), saved.dout, delta)]
         hidden = tile.mask()
-        part = backward_dense(tile.take(q, kv_heads), tile.gather(k), tile.gather(v), saved_rows, hidden, scaling)
-        nothing = hidden.all(-1, keepdim=True)  # such a query has rows of any key, with any numbers
+        part = backward_dense(tile.take(q, kv_heads), tile.gather(k), tile.gather(v), saved_parts, hidden, scaling)
+        nothing = hidden.all(-1, keepdim=True)  # such a query has gathered any key, with any numbers
         part.q.masked_fill_(nothing, 0.0)
         part.k.masked_fill_(nothing, 0.0)
         into = tile.view(total.q, kv_heads)
         into.add_(part.q.view(into.shape))
-        index = tile.rows.flatten()
+        index = tile.indices.flatten()
         for kv_total, kv_part in ((total.k, part.k), (total.v, part.v)):
             by_head = kv_part.view(tile.heads.stop - tile.heads.start, len(index), -1)
-            for head, rows in zip(kv_total[tile.sequence, tile.heads], by_head, strict=True):
-                head.index_add_(0, index, rows)
+            for head, gradients in zip(kv_total[tile.sequence, tile.heads], by_head, strict=True):
+                head.index_add_(0, index, gradients)
     return total
 
 
@@ -203,20 +202,24 @@ def nan_where_faulty(out: Tensor, selected: Selection, length: int | Tensor | No
 
 
 def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int]:
-    """Return the most queries, heads, and queries times heads times keys of a tile whose rows are gathered."""
+    """Return the most queries, heads, and queries times heads times keys of a tile whose keys are gathered."""
     most = tile_elements(q.device) // (k.shape[-1] + v.shape[-1] + q.shape[1] // k.shape[1])
     return most, most, max(1, most)
 
 
 def _sizes_in_place(q: Tensor, k: Tensor, width: int) -> tuple[int, int, int]:
-    """Return the most queries, heads, and queries times heads times keys of a tile whose rows are read in place."""
+    """Return the most queries, heads, and queries times heads times keys of a tile whose keys are read in place."""
     most = tile_elements(q.device)
     queries = min(most // (q.shape[1] * width), MAX_PROGRAMS // k.shape[1])  # their outputs are no more elements
-    return queries, k.shape[1], most if q.device.type == "cpu" else most // width  # rows and their search take memory
+    return (
+        queries,
+        k.shape[1],
+        most if q.device.type == "cpu" else most // width,
+    )  # indices and their search take memory
 
 
 def _tiles(q: Tensor, k: Tensor, selected: SelectedKeys, sizes: tuple[int, int, int]) -> Iterator[SelectedTile]:
-    """Yield tiles that cover all queries, key heads and selected keys, with rows to read."""
+    """Yield tiles that cover all queries, key heads and selected keys, with keys to read."""
     most_queries, most_heads, most_keys = sizes
     selection = selected.selection
     key_count, shared = selection.indices.shape[-1] * selection.block, k.shape[1] // selection.heads
@@ -236,7 +239,7 @@ def _tiles(q: Tensor, k: Tensor, selected: SelectedKeys, sizes: tuple[int, int, 
 
 
 def _numbers(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return keys or values, of rows in 8 bits their numbers."""
+    """Return keys or values as numbers."""
     storage = storage_of(x)
     return x if storage is None else storage.dequantize(x, sum_dtype(dtype))
 

@@ -47,10 +47,10 @@ class CacheKernel(NamedTuple):
         most = max(1, tile_elements(q.device) // max(1, elements))
         total = identity(q, self.value_dim, q.dtype)
         for start in range(0, len(q), most):
-            rows = slice(start, start + most)
-            part = self._attend_tiles(q[rows], keys[rows], values[rows], band, counts and counts[rows])
+            some = slice(start, start + most)
+            part = self._attend_tiles(q[some], keys[some], values[some], band, counts and counts[some])
             for into, x in zip(total, part, strict=True):
-                into[rows] = x
+                into[some] = x
         return total
 
     def with_positions(self, q: Tensor, keys: Tensor, positions: tuple[Tensor, Tensor]) -> "CacheKernel":
@@ -63,10 +63,10 @@ class CacheKernel(NamedTuple):
         """Return the partial of the kernel's launch, or None if that does not serve it or a number is not finite."""
         if counts:
             assert band is not None
-            rows = [slice(row, row + 1) for row in range(len(q))]
+            sequences = [slice(index, index + 1) for index in range(len(q))]
             partials = [
                 self._launch(q[x], keys[x], values[x], band.first(count), None)
-                for x, count in zip(rows, counts, strict=True)
+                for x, count in zip(sequences, counts, strict=True)
             ]
             complete = [part for part in partials if part is not None]
             return Partial(*map(torch.cat, zip(*complete, strict=True))) if len(complete) == len(partials) else None
@@ -80,7 +80,7 @@ class CacheKernel(NamedTuple):
         return into if bound.run(q, *numbers, into, bounds) else None
 
     def _attend_tiles(self, q: Tensor, keys: Tensor, values: Tensor, band: Band | None, counts: KeyCounts) -> Partial:
-        """Return the merge of the partials of tiles of rows."""
+        """Return the merge of the partials of tiles of keys."""
         total = None
         storage = storage_of(keys)
         assert storage is not None

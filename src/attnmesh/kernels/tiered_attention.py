@@ -1,7 +1,7 @@
 """Attention of a device's queries to a cache whose older tokens are in CPU memory.
 
 The CPU's kernel attends them where they lie, or they are uploaded to the device part by part. A sample of both is
-timed, and the faster one serves all steps of that kind. Selected rows are few, and always read where they lie. In each
+timed, and the faster one serves all steps of that kind. Selected keys are few, and always read where they lie. In each
 case only the slots that some query sees are read. The device attends its own slots meanwhile.
 """
 
@@ -47,13 +47,13 @@ class TieredAttention(CachedAttention):
         self.on_cpu = Memo[CachedAttention](most=64)  # attention on the CPU, by shape of the queries
 
     def attend(self, query: DecodeQuery, views: Sequence[CacheView], selected: Selection | None = None) -> Partial:
-        """Return the partial of one cache of all rows, or of a cache for each row; in `query.into` if that is given."""
+        """Return the partial of a cache of all sequences, or of one for each; in `query.into` if that is given."""
         tiers = [view.on_cpu for view in views]
         if not any(tiers):
             return super().attend(query, views, selected)
         plain = query._replace(sinks=None, into=None, other_keys=None)
-        rows = [plain.sequence(index) for index in range(len(views))] if len(views) > 1 else [plain]
-        begun = [self._begin(row, tier, selected) for row, tier in zip(rows, tiers, strict=True)]
+        queries = [plain.sequence(index) for index in range(len(views))] if len(views) > 1 else [plain]
+        begun = [self._begin(own, tier, selected) for own, tier in zip(queries, tiers, strict=True)]
         newer = super().attend(plain._replace(into=self._blank(query.q)), [v.on_device for v in views], selected)
         older = [end() for end in begun]
         parts = [newer, Partial(*(torch.cat(x) for x in zip(*older, strict=True))) if len(older) > 1 else older[0]]
@@ -97,8 +97,8 @@ class TieredAttention(CachedAttention):
         slots = int(tier.state[1])
         if slots < FEWEST:
             return False
-        row = sum(x[:, :, :1].nbytes for x in (tier.keys, tier.values))
-        sample = tier.first(min(slots, max(FEWEST, SAMPLE // row)))
+        slot_bytes = sum(x[:, :, :1].nbytes for x in (tier.keys, tier.values))
+        sample = tier.first(min(slots, max(FEWEST, SAMPLE // slot_bytes)))
         sample_query = query._replace(mask=Causal(), key_lengths=None)
         # Launches that are prepared for a step have its mask, so the sample has launches of its own.
         sampler = TieredAttention(*self.cache_kernel)

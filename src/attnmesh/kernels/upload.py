@@ -1,4 +1,4 @@
-"""Rows of a cache on their way from CPU memory to a device: one part is copied while another is attended.
+"""Tokens of a cache on their way from CPU memory to a device: one part is copied while another is attended.
 
 A part goes to memory that the device reads by itself, and from there by a stream of its own. There are two of each, so
 that the CPU fills one while the other is on its way.
@@ -45,14 +45,14 @@ class Uploader:
 
         A part is valid until the next one is asked for.
         """
-        rows = [piece.keys] if is_prefix(piece.values, piece.keys) else [piece.keys, piece.values]
-        step = _slots_of_part(rows)
+        stored = [piece.keys] if is_prefix(piece.values, piece.keys) else [piece.keys, piece.values]
+        part_slots = _slots_of_part(stored)
         current = torch.cuda.current_stream(self.device)
-        for number, first in enumerate(range(start, stop, step)):
-            last = min(stop, first + step)
+        for number, first in enumerate(range(start, stop, part_slots)):
+            last = min(stop, first + part_slots)
             slots = slice(first, last + 1)  # one more slot follows, as kernels expect
             tensors = [torch.tensor([int(piece.state[0]), last - first], device="cpu"), piece.token_index[slots]]
-            tensors += [x[:, :, slots] for x in rows]
+            tensors += [x[:, :, slots] for x in stored]
             buffer = self._buffer(number % 2, tensors)
             offsets = _offsets(tensors, self.device)
             buffer.copied.synchronize()
@@ -83,9 +83,9 @@ def uploader_to(device: torch.device) -> Uploader:
     return Uploader(device)
 
 
-def _slots_of_part(rows: Sequence[Tensor]) -> int:
-    """Return the slots of a part of rows."""
-    size = sum(x.shape[0] * x.shape[1] * x.shape[3] * x.itemsize for x in rows)
+def _slots_of_part(stored: Sequence[Tensor]) -> int:
+    """Return the slots of a part of keys, or of keys and values."""
+    size = sum(x.shape[0] * x.shape[1] * x.shape[3] * x.itemsize for x in stored)
     return max(1, PART // size)
 
 

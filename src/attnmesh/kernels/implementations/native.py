@@ -71,8 +71,8 @@ class Native(Kernel):
         indices = indices.int()
         counts = (~hidden).sum(-1)
         into = bound.blank()
-        read = indices.data_ptr(), counts.data_ptr()
-        return into if bound.run(q, k, v, into, None, 0, indices.shape[1], read) else None
+        scattered = indices.data_ptr(), counts.data_ptr()
+        return into if bound.run(q, k, v, into, None, 0, indices.shape[1], scattered) else None
 
     def cut(self, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Rectangle]:
         """Return the fewest rectangles: rows may see different runs of keys."""
@@ -80,7 +80,7 @@ class Native(Kernel):
             return cut(band)
         count = len(band.low)
         low, high = (int(band.low[0]), int(band.high[-1])) if count else (0, 0)
-        return [Rectangle(slice(0, count), slice(low, high), band=band.rows(0, count, low))] if low < high else []
+        return [Rectangle(slice(0, count), slice(low, high), band=band.of_queries(0, count, low))] if low < high else []
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, scaling: Scaling) -> Partial:
         """Return the rectangle's partial, in float32."""
@@ -148,13 +148,13 @@ class BoundNative(NamedTuple):
         bounds: Band | None = None,
         first: int = 0,
         keys: int | None = None,
-        rows: tuple[int, int] = (0, 0),
+        scattered: tuple[int, int] = (0, 0),
     ) -> bool:
         """Write the partial of `keys` keys, by default all, from index `first` on.
 
-        Rows see all of them, or those between their bounds, which count from `first`. `rows` are the addresses of rows
-        of keys and of their counts, if not all are read. Return False if a number is not finite, or the last stride of
-        a tensor is not 1.
+        Rows see all of them, or those between their bounds, which count from `first`. `scattered` are the addresses
+        of indices of keys and of their counts, if not all are read. Return False if a number is not finite, or the
+        last stride of a tensor is not 1.
         """
         q_strides, k_strides, v_strides, strides = q.stride(), k.stride(), v.stride(), into.out.stride()
         if not q_strides[3] == k_strides[3] == v_strides[3] == 1:
@@ -168,7 +168,7 @@ class BoundNative(NamedTuple):
             into.lse.data_ptr(),
             low,
             high,
-            *rows,
+            *scattered,
             *q_strides,
             *k_strides,
             *v_strides,
