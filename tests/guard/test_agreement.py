@@ -300,7 +300,7 @@ def _step_without_memory(before: int, options: dict[str, Any]) -> list[str]:
     step = partial(am.decode, torch.ones(1, 4, 1, 4), cache, **options)
     for _ in range(before):
         step()
-    fails = mock.patch.object(BoundNative, "run", side_effect=MemoryError("no more"))
+    fails = mock.patch.object(BoundNative, "attend", side_effect=MemoryError("no more"))
     try:
         with fails if dist.get_rank() else nullcontext():
             found = f"nan: {bool(step().isnan().all())}"

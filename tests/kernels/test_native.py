@@ -72,11 +72,11 @@ def test_parts_of_whole_runs_have_the_bits_of_one_call(banded: bool) -> None:
     bound = kernel.BoundNative.of(q, k, v, Scaling(0.125))
     whole, found, count = bound.blank(), bound.blank(), k.shape[2]
     low, high = torch.tensor([0, 5, kernel.RUN + 9]), torch.tensor([count - 2, count - 1, count])
-    assert bound.run(q, k, v, whole, Band(low, high) if banded else None)
+    assert bound.attend(q, k, v, whole, Band(low, high) if banded else None)
     sizes, start = (kernel.RUN, 2 * kernel.RUN, 77), 0
     for part, size in zip(bound.parts(sizes), sizes, strict=True):
         seen = Band((low - start).clamp(0, size), (high - start).clamp(0, size)) if banded else None
-        assert part.run(q, k, v, found, seen, start, size)
+        assert part.attend(q, k, v, found, seen, start, size)
         start += size
     assert torch.equal(found.out, whole.out)
     assert torch.equal(found.lse, whole.lse)

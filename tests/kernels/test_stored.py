@@ -159,13 +159,13 @@ def test_a_known_step_is_one_launch(storage: str, dtype: torch.dtype, monkeypatc
     k, v = torch.randn(2, 2, 2, 500, 64).to(dtype)
     cache.append(k, v)
     q = torch.randn(2, 8, 1, 64).to(dtype)
-    expected, launches, launch = am.decode(q, cache), [], BoundNative.run
+    expected, launches, launch = am.decode(q, cache), [], BoundNative.attend
 
     def count(*arguments: Any) -> bool:
         launches.append(arguments)
         return launch(*arguments)
 
-    monkeypatch.setattr(BoundNative, "run", count)
+    monkeypatch.setattr(BoundNative, "attend", count)
     monkeypatch.setattr(CacheKernel, "__call__", refuse)
     assert torch.equal(am.decode(q, cache), expected)
     assert len(launches) == 1

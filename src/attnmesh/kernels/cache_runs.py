@@ -233,7 +233,7 @@ class CachedAttention:
             if (  # the condition of `_attend`, which would be a frame more of each step
                 bound is None
                 or isinstance(seen, SelectedKeys)
-                or not bound.run(q, piece.keys, piece.values, total, seen, start, stop - start)
+                or not bound.attend(q, piece.keys, piece.values, total, seen, start, stop - start)
             ):
                 self._compute(q, run, total)
         else:
@@ -291,7 +291,7 @@ class CachedAttention:
         parts = bound.parts([run.stop - run.start for run in group])
         for (_, piece, start, stop, seen, *_), part in zip(_read_ahead(group), parts, strict=True):
             assert not isinstance(seen, SelectedKeys)
-            if not part.run(q, piece.keys, piece.values, into, seen, start, stop - start):
+            if not part.attend(q, piece.keys, piece.values, into, seen, start, stop - start):
                 return False
         return True
 
@@ -302,7 +302,7 @@ class CachedAttention:
         if (
             bound is None
             or isinstance(seen, SelectedKeys)
-            or not bound.run(q, piece.keys, piece.values, into, seen, start, stop - start)
+            or not bound.attend(q, piece.keys, piece.values, into, seen, start, stop - start)
         ):
             self._compute(q, run, into)
 

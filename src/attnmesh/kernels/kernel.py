@@ -55,7 +55,7 @@ class BoundKernel(Protocol):
         """Return memory for a partial."""
         ...
 
-    def run(
+    def attend(
         self,
         q: Tensor,
         k: Tensor,

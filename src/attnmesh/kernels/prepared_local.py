@@ -85,7 +85,7 @@ class PreparedLocal(NamedTuple):
         """Return the partial, with out in q's dtype."""
         if self.bound is not None and sinks is None:
             partial = self.bound.blank()
-            if self.bound.run(q, k, v, partial, self.band):
+            if self.bound.attend(q, k, v, partial, self.band):
                 return Partial(partial.out.to(q.dtype), partial.lse)
         band = self.band
         if band is None and self.bound is None:

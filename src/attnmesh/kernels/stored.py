@@ -77,7 +77,7 @@ class CacheKernel(NamedTuple):
         q = q if q.stride(-1) == 1 else q.contiguous()
         into = bound.blank()
         bounds = band and Band(band.low.contiguous(), band.high.contiguous())
-        return into if bound.run(q, *numbers, into, bounds) else None
+        return into if bound.attend(q, *numbers, into, bounds) else None
 
     def _attend_tiles(self, q: Tensor, keys: Tensor, values: Tensor, band: Band | None, counts: KeyCounts) -> Partial:
         """Return the merge of the partials of tiles of keys."""

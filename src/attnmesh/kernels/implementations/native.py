@@ -72,7 +72,7 @@ class Native(Kernel):
         counts = (~hidden).sum(-1)
         into = bound.blank()
         scattered = indices.data_ptr(), counts.data_ptr()
-        return into if bound.run(q, k, v, into, None, 0, indices.shape[1], scattered) else None
+        return into if bound.attend(q, k, v, into, None, 0, indices.shape[1], scattered) else None
 
     def cut(self, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Rectangle]:
         """Return the fewest rectangles: rows may see different runs of keys."""
@@ -93,7 +93,7 @@ class Native(Kernel):
             bounds = None if band is None else Band(band.low[tile].contiguous(), band.high[tile].contiguous())
             tile_q = q[:, :, tile]
             into = Partial(out[:, :, tile], lse[:, :, tile])
-            if not BoundNative.of(tile_q, k, v, scaling, q.shape[2]).run(tile_q, k, v, into, bounds):
+            if not BoundNative.of(tile_q, k, v, scaling, q.shape[2]).attend(tile_q, k, v, into, bounds):
                 refused = rectangle.select(torch.arange(start, min(start + rows, q.shape[2]), device="cpu"))
                 exact = Reference().attend(tile_q, k, v, refused, scaling)
                 into.out.copy_(exact.out)
@@ -139,7 +139,7 @@ class BoundNative(NamedTuple):
             self._replace(fields=begin + PART.pack(first, sum(runs))) for first, _ in zip(firsts, runs, strict=False)
         ]
 
-    def run(
+    def attend(
         self,
         q: Tensor,
         k: Tensor,
