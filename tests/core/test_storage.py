@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attnmesh.core.storage import GROUP, LEAST_SCALE, STORAGES, Storage, _rounded_up, columns_of, storage_of
+from attnmesh.core.storage import LEAST_SCALE, SCALE_COLUMNS, STORAGES, Storage, _rounded_up, columns_of, storage_of
 from attnmesh.errors import ShapeError
 
 pytestmark = pytest.mark.quick
@@ -19,7 +19,7 @@ each_storage = pytest.mark.parametrize("storage", STORAGES.values(), ids=STORAGE
 def moved(storage: Storage, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return how far numbers move, and by how much they may, from the largest of their group."""
     error = (storage.dequantize(storage.quantize(x), torch.float64) - x.double()).abs()
-    largest = torch.cat([part.abs().amax(-1, True).expand_as(part) for part in x.double().split(GROUP, -1)], -1)
+    largest = torch.cat([part.abs().amax(-1, True).expand_as(part) for part in x.double().split(SCALE_COLUMNS, -1)], -1)
     scale = (largest / storage.largest * (1 + 2**-7)).clamp(min=LEAST_SCALE)
     if storage.name == "int8":
         return error, scale * 0.5001
@@ -82,8 +82,8 @@ def test_a_group_that_is_not_finite_is_nan(storage: Storage, fault: float) -> No
     x = torch.randn(3, 192)
     x[1, 5] = fault
     values = storage.dequantize(storage.quantize(x))
-    assert bool(values[1, :GROUP].isnan().all())
-    assert bool(values[1, GROUP:].isfinite().all())
+    assert bool(values[1, :SCALE_COLUMNS].isnan().all())
+    assert bool(values[1, SCALE_COLUMNS:].isfinite().all())
     assert bool(values[[0, 2]].isfinite().all())
 
 

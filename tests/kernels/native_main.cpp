@@ -50,7 +50,7 @@ bool run(Dtype kv_dtype, Dtype dtype) {
     p.dim = draw(1, 150), p.value_dim = draw(0, 1) ? p.dim : draw(1, 150), p.threads = draw(1, 4), p.dtype = dtype;
     if (draw(0, 1)) p.dim = p.value_dim = 64 * draw(1, 4);
     p.kv_dtype = kv_dtype, p.k_scales = p.dim, p.v_scales = p.value_dim;
-    auto width = [](int64_t columns) { return columns + (STORED<T> ? 2 * ((columns + GROUP - 1) / GROUP) : 0); };
+    auto width = [](int64_t columns) { return columns + (STORED<T> ? 2 * ((columns + SCALE_COLUMNS - 1) / SCALE_COLUMNS) : 0); };
     int64_t k_width = width(p.dim), v_width = width(p.value_dim);
     p.scale = 0.1, p.softcap = draw(0, 3) ? 0 : 5;
     int64_t heads = p.kv_heads * p.group;

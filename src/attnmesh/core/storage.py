@@ -12,8 +12,8 @@ from torch import Tensor
 
 from attnmesh.errors import ShapeError, require
 
-GROUP = 128
-"""Columns of a row that share a scale."""
+SCALE_COLUMNS = 128
+"""Columns of a row that share a scale: a group."""
 
 ALIGNMENT = 16
 """Bytes of the widest load of a GPU. Rows of bytes begin at multiples of it there, or each byte is a load."""
@@ -38,7 +38,7 @@ class Storage:
 
     def row_width(self, columns: int) -> int:
         """Return the bytes of a row: an even number of columns, and 2 for each scale."""
-        return columns + 2 * -(-columns // GROUP)
+        return columns + 2 * -(-columns // SCALE_COLUMNS)
 
     def quantize(self, x: Tensor) -> Tensor:
         """Return rows of bytes. A group with an infinity or NaN is stored as NaN.
@@ -49,11 +49,11 @@ class Storage:
         require(columns % 2 == 0, ShapeError, "quantize", "an even number of columns", columns, "pad the rows")
         rows = torch.empty(*x.shape[:-1], self.row_width(columns), dtype=self.dtype, device=x.device)
         scales = rows[..., columns:].view(torch.bfloat16)
-        for number, group in enumerate(x.to(torch.float32).split(GROUP, -1)):
+        for number, group in enumerate(x.to(torch.float32).split(SCALE_COLUMNS, -1)):
             scale = _rounded_up(group.abs().amax(-1, keepdim=True) / self.largest).clamp(min=LEAST_SCALE)
             finite = scale.isfinite()
             numbers = (group / scale).where(finite, 0.0)
-            start = number * GROUP
+            start = number * SCALE_COLUMNS
             rows[..., start : start + group.shape[-1]] = numbers.round() if self.dtype == torch.int8 else numbers
             scales[..., number : number + 1] = scale.where(finite, torch.nan)
         return rows
@@ -63,7 +63,7 @@ class Storage:
         columns = columns_of(rows)
         numbers = rows[..., :columns]
         scales = rows[..., columns:].view(torch.bfloat16)
-        parts = zip(numbers.split(GROUP, -1), scales.split(1, -1), strict=True)
+        parts = zip(numbers.split(SCALE_COLUMNS, -1), scales.split(1, -1), strict=True)
         return torch.cat([part.to(dtype) * scale.to(dtype) for part, scale in parts], -1)
 
 
@@ -88,8 +88,8 @@ def columns_of(x: Tensor) -> int:
     width = x.shape[-1]
     if x.dtype not in _BY_DTYPE:
         return width
-    columns = width - 2 * -(-width // (GROUP + 2))
-    fits = columns > 0 and columns % 2 == 0 and columns + 2 * -(-columns // GROUP) == width
+    columns = width - 2 * -(-width // (SCALE_COLUMNS + 2))
+    fits = columns > 0 and columns % 2 == 0 and columns + 2 * -(-columns // SCALE_COLUMNS) == width
     require(fits, ShapeError, "stored rows", "numbers and then scales", f"{width} bytes", "pass whole rows")
     return columns
 

@@ -21,7 +21,7 @@ namespace {
 
 constexpr int64_t AHEAD = 8;              // rows that are fetched before they are read, where they are scattered
 constexpr int64_t RUN = 2048;            // keys of a task
-constexpr int64_t GROUP = 128;           // columns of a scale, in rows that are stored in 8 bits
+constexpr int64_t SCALE_COLUMNS = 128;   // columns of a scale, in rows that are stored in 8 bits
 constexpr int64_t TILE_BYTES = 1 << 18;  // keys and values of a tile, in float32; those in 8 bits are half as many
 constexpr int64_t MOST_KEYS = 256;       // of a tile
 constexpr int64_t NEAR_BYTES = 1 << 15;  // values of a tile that stay in the nearest cache for all rows
@@ -60,7 +60,7 @@ struct Problem {
     const void *q, *k, *v;
     float *out, *lse;           // lse may be null
     const int64_t *low, *high;  // keys that each query sees, [low, high); null where all see all
-    const int32_t* rows;        // (batch, keys), the keys of each sequence, by place in k and v; null for 0, 1, 2, ...
+    const int32_t* indices;     // (batch, keys), the keys of each sequence, by place in k and v; null for 0, 1, 2, ...
     const int64_t* counts;      // how many of these a sequence has
     int64_t q_strides[4], k_strides[4], v_strides[4], keys, threads;
     // Fields of all calls of a kind.
@@ -85,7 +85,7 @@ Shape shape_of(const Problem& p) {
     s.value_dim = (p.value_dim + PAIR - 1) / PAIR * PAIR;
     s.tile = std::clamp<int64_t>(TILE_BYTES / ((p.kv_dtype < INT8 ? 4 : 8) * (s.dim + s.value_dim)) / 16 * 16, 16, MOST_KEYS);
     s.runs = std::max<int64_t>(1, (p.keys + RUN - 1) / RUN);
-    s.packs = p.rows || p.dim % PAIR || p.value_dim % PAIR;
+    s.packs = p.indices || p.dim % PAIR || p.value_dim % PAIR;
     return s;
 }
 
@@ -138,17 +138,17 @@ inline BFloat16 scale_of(const void* row, int64_t scales, int64_t group) {
 }
 
 template <class T>
-void pack(const T* x, const int32_t* rows, int64_t stride, int64_t scales, int64_t n, int64_t dim, int64_t width, float* out) {
+void pack(const T* x, const int32_t* indices, int64_t stride, int64_t scales, int64_t n, int64_t dim, int64_t width, float* out) {
     Rows lines = rows_of(x, stride, dim);
     for (int64_t t = 0; t < n; t++) {
-        if (rows && t + AHEAD < n) lines.prefetch<T>(rows[t + AHEAD], lines.bytes);
-        const T* from = x + (rows ? rows[t] : t) * stride;
+        if (indices && t + AHEAD < n) lines.prefetch<T>(indices[t + AHEAD], lines.bytes);
+        const T* from = x + (indices ? indices[t] : t) * stride;
         for (int64_t d = 0; d < width; d += PAIR) {
             T rest[PAIR] = {};
             if (d + PAIR > dim) std::copy(from + d, from + dim, rest);
             Pair both = load_pair(d + PAIR > dim ? rest : from + d);
             if (STORED<T>) {
-                float scale = value(scale_of(from, scales, d / GROUP));
+                float scale = value(scale_of(from, scales, d / SCALE_COLUMNS));
                 both.a = both.a * UNIT<T> * scale, both.b = both.b * UNIT<T> * scale;
             }
             store(out + t * width + d, both.a), store(out + t * width + d + W, both.b);
@@ -170,10 +170,10 @@ void all_values(const Shape& s, const float* weights, const T* v, int64_t column
 template <class T, class Work>
 void by_groups(const T* x, int64_t width, int64_t stride, int64_t scales, int64_t n, float factor, float* own, Work work) {
     BFloat16 read[MOST_KEYS];
-    for (int64_t d = 0; d < width; d += GROUP) {
-        for (int64_t t = 0; t < n; t++) read[t] = scale_of(x + t * stride, scales, d / GROUP);
+    for (int64_t d = 0; d < width; d += SCALE_COLUMNS) {
+        for (int64_t t = 0; t < n; t++) read[t] = scale_of(x + t * stride, scales, d / SCALE_COLUMNS);
         for (int64_t t = 0; t < n; t += W) store(own + t, widen(read + t) * factor);
-        work(d, std::min(GROUP, width - d));
+        work(d, std::min(SCALE_COLUMNS, width - d));
     }
 }
 
@@ -318,10 +318,10 @@ void read_queries(const Problem& p, const Shape& s, const Q* q, float* out) {
 template <class T>
 bool run_task(const Problem& p, const Shape& s, int64_t task, Memory& memory, float* sums_of_task) {
     memory.fit(s);
-    int64_t run = task % s.runs, head = task / s.runs % p.kv_heads, row = task / s.runs / p.kv_heads;
-    int64_t q = row * p.q_strides[0] + head * p.group * p.q_strides[1];
-    const T* k = (const T*)p.k + row * p.k_strides[0] + head * p.k_strides[1];
-    const T* v = (const T*)p.v + row * p.v_strides[0] + head * p.v_strides[1];
+    int64_t run = task % s.runs, head = task / s.runs % p.kv_heads, sequence = task / s.runs / p.kv_heads;
+    int64_t q = sequence * p.q_strides[0] + head * p.group * p.q_strides[1];
+    const T* k = (const T*)p.k + sequence * p.k_strides[0] + head * p.k_strides[1];
+    const T* v = (const T*)p.v + sequence * p.v_strides[0] + head * p.v_strides[1];
     if constexpr (DOTTED<T>)
         read_queries<T>(p, s, (const BFloat16*)p.q + q, memory.q);
     else if (p.dtype == FLOAT32)
@@ -339,19 +339,19 @@ bool run_task(const Problem& p, const Shape& s, int64_t task, Memory& memory, fl
             if (p.low[i] < p.high[i]) least = std::min(least, p.low[i]), last = std::max(last, p.high[i]);
         first = std::max(first, least / s.tile * s.tile), stop = std::min(stop, last);
     }
-    const int32_t* rows = p.rows ? p.rows + row * p.keys : nullptr;
+    const int32_t* indices = p.indices ? p.indices + sequence * p.keys : nullptr;
     Queries queries{memory.q, s.rows, s.dim};
-    if (rows) stop = std::min(stop, p.counts[row]);
+    if (indices) stop = std::min(stop, p.counts[sequence]);
     for (int64_t at = first; at < stop; at += s.tile) {
         int64_t n = std::min(s.tile, stop - at);
         if (!is_seen(p, at, at + n)) continue;
-        int64_t place = rows ? 0 : at;
+        int64_t place = indices ? 0 : at;
         const T *keys = k + place * p.k_strides[2], *values = v + place * p.v_strides[2];
         Rows next = rows_of(values, p.v_strides[2], p.value_dim);
         if constexpr (DOTTED<T>) {
             stored_products(p, s, keys, n, next, memory);  // never copied
         } else if (s.packs) {
-            const int32_t* some = rows ? rows + at : nullptr;
+            const int32_t* some = indices ? indices + at : nullptr;
             pack(keys, some, p.k_strides[2], p.k_scales, n, p.dim, s.dim, memory.keys);
             pack(values, some, p.v_strides[2], p.v_scales, n, p.value_dim, s.value_dim, memory.values);
             all_products(queries, memory.keys, s.dim, s.dim, n, Rows(), memory.logits, s.tile);
@@ -432,7 +432,7 @@ int attend(const Problem& p) {
 
 int attend_by_dtype(const Problem& p) {
 #if defined(DOTS)
-    if (p.dtype == BFLOAT16 && p.kv_dtype >= INT8 && p.dim % PAIR == 0 && p.value_dim % PAIR == 0 && !p.rows)
+    if (p.dtype == BFLOAT16 && p.kv_dtype >= INT8 && p.dim % PAIR == 0 && p.value_dim % PAIR == 0 && !p.indices)
         return p.kv_dtype == INT8 ? attend<Dotted<Int8>>(p) : attend<Dotted<Float8>>(p);
 #endif
     switch (p.kv_dtype) {

@@ -11,7 +11,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-GROUP = tl.constexpr(128)
+SCALE_COLUMNS = tl.constexpr(128)
 
 program = partial(
     triton.jit,
@@ -89,7 +89,7 @@ def add_weighted(sum_0, sum_1, weights, x_0, x_1, SECOND: tl.constexpr, PRECISIO
     return sum_0, sum_1
 
 
-# --- rows stored in 8 bits: numbers, and then a scale for each GROUP of them ---
+# --- rows stored in 8 bits: numbers, and then a scale for each SCALE_COLUMNS of them ---
 
 
 @triton.jit
@@ -104,8 +104,8 @@ def _numbers(x, FLOAT8: tl.constexpr):
 
 @triton.jit
 def _scales(base, offsets, valid, row, START: tl.constexpr):
-    """Return the scale of each row for the GROUP that begins at a column."""
-    at = (base + offsets + row).to(tl.pointer_type(tl.bfloat16), bitcast=True) + START // GROUP
+    """Return the scale of each row for the SCALE_COLUMNS from a column on."""
+    at = (base + offsets + row).to(tl.pointer_type(tl.bfloat16), bitcast=True) + START // SCALE_COLUMNS
     return tl.load(at, mask=valid, other=0.0).to(tl.float32)
 
 
@@ -113,7 +113,7 @@ def _scales(base, offsets, valid, row, START: tl.constexpr):
 def _scaled(x, base, offsets, valid, row, START: tl.constexpr, FLOAT8: tl.constexpr, PART: tl.constexpr):
     """Return the values of bytes of several groups, in float32."""
     columns = START + tl.arange(0, PART)
-    at = (base + offsets[:, None] + row).to(tl.pointer_type(tl.bfloat16), bitcast=True) + columns // GROUP
+    at = (base + offsets[:, None] + row).to(tl.pointer_type(tl.bfloat16), bitcast=True) + columns // SCALE_COLUMNS
     scales = tl.load(at, mask=valid[:, None] & (columns < row), other=0.0).to(tl.float32)
     return _numbers(x, FLOAT8).to(tl.float32) * scales
 
@@ -138,7 +138,7 @@ def _stored_products(
 ):  # fmt: skip
     """Return the dot products of a part of the columns of q with that of stored rows."""
     x = _read_part(base, offsets, valid, width, START, PART)
-    if PART > GROUP:
+    if PART > SCALE_COLUMNS:
         values = _scaled(x, base, offsets, valid, ROW, START, FLOAT8, PART)
         return _dot(q.to(tl.float32), tl.trans(values), PRECISION)
     return _exact_dot(q, tl.trans(_numbers(x, FLOAT8)), PRECISION) * _scales(base, offsets, valid, ROW, START)[None, :]
@@ -151,7 +151,7 @@ def _stored_sum(
 ):  # fmt: skip
     """Return the weighted sum of a part of the columns of stored rows."""
     x = _read_part(base, offsets, valid, width, START, PART)
-    if PART > GROUP:
+    if PART > SCALE_COLUMNS:
         return _dot(weights, _scaled(x, base, offsets, valid, ROW, START, FLOAT8, PART), PRECISION)
     return _exact_dot(weights * _scales(base, offsets, valid, ROW, START)[None, :], _numbers(x, FLOAT8), PRECISION)
 
