@@ -76,10 +76,10 @@ def wait_for(work: Any, device_type: str, axis: Axis, step: str, peer: int | Non
         raise failure(axis, step, peer, error) from error
 
 
-def collective(axis: Axis, step: str, call: Any, *arguments: Any) -> None:
+def collective(axis: Axis, step: str, op: Any, *arguments: Any) -> None:
     """Run a collective of `torch.distributed` along an axis, until the deadline at most."""
     try:
-        work = call(*arguments, group=axis.group, async_op=True)
+        work = op(*arguments, group=axis.group, async_op=True)
     except RuntimeError as error:
         raise failure(axis, step, None, error) from error
     device_type = "cpu"

@@ -135,11 +135,13 @@ def exchange_messages(
     receives: Mapping[int, Tensors],
     axis: Axis,
     device: torch.device,
-    step: str,
+    what: str,
     *,
     one_at_a_time: bool = False,
 ) -> Callable[[], dict[int, Tensors]]:
     """Begin to send and receive one message per peer. `receives` are shaped like the tensors to receive.
+
+    `what` says in a `RankFailure` which operation it is.
 
     Receives are posted first. Gloo announces a receive on the connection that carries this rank's own message; behind
     that message the announcement would wait, and the link would serve one direction at a time.
@@ -164,19 +166,19 @@ def exchange_messages(
     packed.clear()
     queued.sort(key=lambda post: (post[1] - axis.index) % axis.size)
     post = in_range(EXCHANGE, transport.post) if is_profiled() else transport.post
-    waits = post(posts, step, exact=True)
+    waits = post(posts, what, exact=True)
     count_received(receives)
 
     def finished() -> dict[int, Tensors]:
         try:
             while queued:
-                waits.extend(post([queued.pop(0)], step, exact=True))
+                waits.extend(post([queued.pop(0)], what, exact=True))
                 waits.pop()()
             while waits:
                 waits.pop()()
         except CallsDifferError as error:  # its messages are out of step with this rank's from now on
             why = RuntimeError("it compares its call, while this rank waits for a message of another call")
-            raise failure(axis, step, error.peer, why) from error
+            raise failure(axis, what, error.peer, why) from error
         arrived = {}
         for (_, peer, message), shapes in zip(posts, receives.values(), strict=False):  # receives come first
             arrived[peer] = _unpack(message, shapes)

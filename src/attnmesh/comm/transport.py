@@ -69,7 +69,7 @@ class Transport:
         if axis.size > 1:
             hosts(axis)  # exchanged now rather than in the first merge
 
-    def post(self, posts: Sequence[Post], step: str, *, exact: bool = False) -> list[Wait]:
+    def post(self, posts: Sequence[Post], what: str, *, exact: bool = False) -> list[Wait]:
         """Post messages all at once. Return their waits, which have a deadline; one wait for all with NCCL.
 
         With `exact` a message of another size is one of another call; else its checksum shows that.
@@ -80,12 +80,12 @@ class Transport:
         peers: list[int | None] = [peer for _, peer, _ in posts]
         try:
             works = dist.batch_isend_irecv(
-                [dist.P2POp(post, x, group=self.axis.group, group_peer=peer) for post, peer, x in posts]
+                [dist.P2POp(op, x, group=self.axis.group, group_peer=peer) for op, peer, x in posts]
             )
         except RuntimeError as error:
-            raise failure(self.axis, step, peers[0], error) from error
+            raise failure(self.axis, what, peers[0], error) from error
         pairs = zip(works, peers if len(works) == len(peers) else [None], strict=True)
-        return [partial(wait_for, work, self.device.type, self.axis, step, peer) for work, peer in pairs]
+        return [partial(wait_for, work, self.device.type, self.axis, what, peer) for work, peer in pairs]
 
     def gather(self, message: Tensor) -> Tensor:
         """Return the messages of all ranks as rows, by a collective."""
@@ -203,21 +203,19 @@ class HostTransport(Transport):
         """Return whether a message of that size, to or from a rank, goes through the mailboxes in so many letters."""
         return size <= letters * MESSAGE_BYTES and peer in self.mailboxes.members
 
-    def post(self, posts: Sequence[Post], step: str, *, exact: bool = False) -> list[Wait]:
+    def post(self, posts: Sequence[Post], what: str, *, exact: bool = False) -> list[Wait]:
         """Post messages all at once. With `exact` longer ones are cut in up to `MAX_LETTERS` letters."""
         most_letters = MAX_LETTERS if exact else 1
         far = list[Post]()
         letters = list[Letter]()
-        failure_of = partial(failure, self.axis, step)
-        for call, peer, x in posts:
+        failure_of = partial(failure, self.axis, what)
+        for op, peer, x in posts:
             if not self.serves(peer, x.nbytes, most_letters):
-                far.append((call, peer, x))
+                far.append((op, peer, x))
             elif x.numel():
                 for part in x.split(MESSAGE_BYTES) if x.nbytes > MESSAGE_BYTES else (x,):
-                    letters.append(
-                        Letter(self.mailboxes, peer, part, failure_of, sends=call is dist.isend, exact=exact)
-                    )
-        waits = super().post(far, step) if far else []
+                    letters.append(Letter(self.mailboxes, peer, part, failure_of, sends=op is dist.isend, exact=exact))
+        waits = super().post(far, what) if far else []
         if letters:
             try:
                 begin_letters(letters)
