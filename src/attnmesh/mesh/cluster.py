@@ -61,10 +61,10 @@ class Cluster:
             count = check_count(f"Cluster {name}", getattr(self, name), fix, error=ClusterError)
             object.__setattr__(self, name, count)
         for name, kind in (("device", Device), ("inside", Link), ("between", Link)):
-            given = getattr(self, name)
+            part = getattr(self, name)
             expected = f"a {kind.__name__}"
             fix = f"pass {expected}, as Cluster.preset does"
-            require(isinstance(given, kind), ClusterError, f"Cluster {name}", expected, type(given).__name__, fix)
+            require(isinstance(part, kind), ClusterError, f"Cluster {name}", expected, type(part).__name__, fix)
         for count, link, where in ((self.hosts, self.between, "between hosts"), (self.ranks, self.inside, "in a host")):
             fits = count == 1 or link != NO_LINK
             expected = f"links {where} for {count} of them"

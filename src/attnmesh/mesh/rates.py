@@ -95,9 +95,9 @@ class Link:
 def _check_numbers(rates: Device | Link) -> None:
     """Raise unless each field is a number within its limits, or None where None is the default."""
     for field in fields(rates):
-        given = getattr(rates, field.name)
+        number = getattr(rates, field.name)
         subject = f"{type(rates).__name__} {field.name}"
-        if given is None and field.default is None:
+        if number is None and field.default is None:
             continue
         least, most, fix = 1.0, BOUNDLESS, "measure it with attnmesh probe"
         expected = f"a rate or size of 1 to {most:.0e}"
@@ -106,8 +106,8 @@ def _check_numbers(rates: Device | Link) -> None:
             most = DAY
             fix = f"{fix}, or leave it at 0"
             expected = f"seconds, 0 to {most:,}"
-        if not isinstance(given, int | float) or isinstance(given, bool) or not least <= given <= most:
-            raise ClusterError(subject, expected, f"{given!r:.40}", fix)
+        if not isinstance(number, int | float) or isinstance(number, bool) or not least <= number <= most:
+            raise ClusterError(subject, expected, f"{number!r:.40}", fix)
 
 
 NO_LINK = Link(0.0, 1e18, 1e18)

@@ -198,10 +198,10 @@ def _check_shards(problem: Problem, tokens_by_shard: Sequence[Sequence[int]]) ->
     sequences = (("length", problem.layout, problem.length), ("key_length", problem.key_layout, problem.key_length))
     for index, (name, layout, length) in enumerate(sequences):
         expected = [len(layout.positions(length, len(tokens_by_shard), shard)) for shard in range(len(tokens_by_shard))]
-        given = [tokens[index] for tokens in tokens_by_shard]
-        if given != expected:
+        counts = [tokens[index] for tokens in tokens_by_shard]
+        if counts != expected:
             fix = f"shard with am.shard and this layout, or correct {name}"
-            counts = f"{given}, {sum(given)} in all"
+            given = f"{counts}, {sum(counts)} in all"
             raise ShapeError(
-                "attention", f"shards of {layout} of {name} {length}: {expected} tokens by shard", counts, fix
+                "attention", f"shards of {layout} of {name} {length}: {expected} tokens by shard", given, fix
             )
