@@ -13,7 +13,7 @@ from attnmesh.comm.message import call_checksum, checksum_of
 from attnmesh.comm.rank_merge import chosen_merge, merge_ranks
 from attnmesh.comm.topology import host_mailboxes
 from attnmesh.comm.transport import transport_of
-from attnmesh.core.digest import ROW, digest, digest_of_run, wide_bits
+from attnmesh.core.digest import SUM_ELEMENTS, digest, digest_of_run, wide_bits
 from attnmesh.errors import InputError, KernelError
 from attnmesh.kernels.native.build import Library, library
 from attnmesh.kernels.native.native_digest import digest_of_rows, digest_on_cpu, wrapped
@@ -168,7 +168,7 @@ def test_the_measured_choice_is_the_same_on_all_ranks(ranks: int, pool: Pool) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.int64])
-@pytest.mark.parametrize("count", [0, 1, 1000, ROW, ROW + 1, 4 * ROW, 9 * ROW + 5])
+@pytest.mark.parametrize("count", [0, 1, 1000, SUM_ELEMENTS, SUM_ELEMENTS + 1, 4 * SUM_ELEMENTS, 9 * SUM_ELEMENTS + 5])
 def test_digests_on_the_host_are_those_of_the_formula(dtype: torch.dtype, count: int) -> None:
     x = (100 * torch.randn(count)).to(dtype)
     assert digest_on_cpu(x) == int(digest(x))
@@ -198,7 +198,7 @@ def test_digests_of_runs_are_those_of_tensors_with_zeros(
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
-@pytest.mark.parametrize("count", [1, 5, ROW + 1])
+@pytest.mark.parametrize("count", [1, 5, SUM_ELEMENTS + 1])
 def test_other_bits_have_another_digest(dtype: torch.dtype, count: int) -> None:
     bits = torch.randint(-(2**62), 2**62, (count,))
     others = [

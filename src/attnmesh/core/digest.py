@@ -13,7 +13,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 LOW = (1 << 32) - 1
 """The low half of the bits of an int64."""
 
-ROW = 1 << 16
+SUM_ELEMENTS = 1 << 16
 """Elements in one weighted sum. The Triton program for digests takes at most this many."""
 
 DIGEST_VALUES = 1024
@@ -21,7 +21,7 @@ DIGEST_VALUES = 1024
 
 
 def bits(x: Tensor) -> Tensor:
-    """Return the bit patterns of a tensor's elements as one row of integers."""
+    """Return the bit patterns of a tensor's elements as integers, one after the other."""
     return x.contiguous().reshape(-1).view(_INTEGERS[x.element_size()])
 
 
@@ -45,32 +45,34 @@ def hash_each(numbers: Tensor) -> Tensor:
 
 
 def digest(x: Tensor) -> Tensor:
-    """Return an int64 digest of a tensor's bits: weighted sums of rows modulo 2^64, then of their sums."""
+    """Return an int64 digest of a tensor's bits: weighted sums modulo 2^64, then of these sums."""
     numbers = _fold(bits(x))
-    weights = cpu_weights() if x.device.type == "cpu" else _weights(min(len(numbers), ROW), x.device)
-    while len(numbers) > ROW:
-        rows = pad(numbers, (0, -len(numbers) % ROW)).view(-1, ROW)
-        numbers = _fold((rows * weights).sum(1))
+    weights = cpu_weights() if x.device.type == "cpu" else _weights(min(len(numbers), SUM_ELEMENTS), x.device)
+    while len(numbers) > SUM_ELEMENTS:
+        parts = pad(numbers, (0, -len(numbers) % SUM_ELEMENTS)).view(-1, SUM_ELEMENTS)
+        numbers = _fold((parts * weights).sum(1))
     return (numbers * weights[: len(numbers)]).sum()
 
 
 def digest_of_sums(sums: Tensor) -> Tensor:
-    """Return the digest of the elements whose weighted sums, row by row, are these."""
+    """Return the digest of the elements whose weighted sums are these."""
     return sums[0] if len(sums) == 1 else digest(sums)
 
 
-def digest_of_run(runs: Tensor, start: int, slots: int) -> Tensor:
-    """Return the digest of `wide_bits` of a tensor on the CPU that is zeros but for rows from `start` on.
+def digest_of_run(run: Tensor, start: int, slots: int) -> Tensor:
+    """Return the digest of `wide_bits` of a tensor on the CPU that is zeros but for a run of slots from `start` on.
 
-    The tensor is (heads, slots, width), and `runs` are these rows, (heads, rows, width). Digests of runs need no memory
-    for the zeros.
+    The tensor is (heads, slots, width), and the run (heads, slots of it, width). Digests of runs need no memory for the
+    zeros.
     """
-    numbers = wide_bits(runs).view(len(runs), -1)
-    row = numbers.shape[1] // runs.shape[1]
-    heads = torch.arange(len(runs), device="cpu")[:, None] * slots * row
-    places = heads + start * row + torch.arange(numbers.shape[1], device="cpu")
-    sums = torch.zeros(-(-len(runs) * slots * row // ROW), dtype=torch.int64, device="cpu")
-    sums.index_add_(0, (places // ROW).flatten(), (_fold(numbers) * cpu_weights()[places % ROW]).flatten())
+    numbers = wide_bits(run).view(len(run), -1)
+    width = numbers.shape[1] // run.shape[1]
+    heads = torch.arange(len(run), device="cpu")[:, None] * slots * width
+    places = heads + start * width + torch.arange(numbers.shape[1], device="cpu")
+    sums = torch.zeros(-(-len(run) * slots * width // SUM_ELEMENTS), dtype=torch.int64, device="cpu")
+    sums.index_add_(
+        0, (places // SUM_ELEMENTS).flatten(), (_fold(numbers) * cpu_weights()[places % SUM_ELEMENTS]).flatten()
+    )
     return digest_of_sums(sums)
 
 
@@ -94,9 +96,9 @@ def _weights(count: int, device: torch.device) -> Tensor:
 
 @lru_cache
 def cpu_weights() -> Tensor:
-    """Return the weights of a row on the CPU."""
+    """Return the weights of a sum on the CPU."""
     with torch.inference_mode(False):
-        return _weights(ROW, torch.device("cpu"))
+        return _weights(SUM_ELEMENTS, torch.device("cpu"))
 
 
 def history_checksum(before: int, values: Tensor | None) -> int:

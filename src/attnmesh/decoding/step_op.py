@@ -35,7 +35,8 @@ def decode_op(
     selected = None if indices is None else Selection(indices, step.index_block or 1)
     inputs = StepInputs(q, (), sinks, key_lengths, selected)
     out, _ = new_prepared_step(q, view, step).compute(inputs, [view], call_hash)
-    return torch.where(view.state[0] <= step.capacity, out, torch.nan)
+    length = view.state[0]
+    return torch.where(length <= step.capacity, out, torch.nan)
 
 
 def tensors_of(view: CacheView) -> list[Tensor]:

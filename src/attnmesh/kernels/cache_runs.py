@@ -239,7 +239,8 @@ class CachedAttention:
         else:
             self._attend_groups(query._replace(q=q), runs, total)
         if selected is not None:
-            total.out.copy_(nan_where_faulty(total.out, selected, views[0].state[0]))
+            length = views[0].state[0]
+            total.out.copy_(nan_where_faulty(total.out, selected, length))
         if query.sinks is not None:
             total = copy_into(with_sinks(total, query.sinks), query.into)
         return total if query.other_keys is None else copy_into(merge_partials([total, query.other_keys]), query.into)

@@ -46,7 +46,7 @@ class CacheView(NamedTuple):
     keys: Tensor  # (batch, kv_heads, slots, dim), or rows of `core.storage`
     values: Tensor  # (batch, kv_heads, slots, value_dim), or rows: those of the keys if values are a prefix of them
     token_index: Tensor  # (slots,), the token in each slot
-    state: Tensor  # tokens of all ranks, tokens in these slots; of a cache that forgets, also the blocks forgotten
+    state: Tensor  # length: tokens of all ranks; used: tokens in these slots; if the cache forgets, forgotten blocks
     padding: Padding | None
     value_dim: int
     shared: "tuple[CacheView, ...]" = ()  # earlier tokens of this rank, in memory that other caches read too
@@ -108,7 +108,8 @@ class CacheView(NamedTuple):
 
     def bounds(self, queries: int, mask: Mask) -> tuple[Tensor, Tensor]:
         """Return the first and the last position that each of the last queries sees, (1 or batch, queries)."""
-        tokens = (self.state[0] - queries + torch.arange(queries, device=self.state.device)).clamp(min=0)
+        length = self.state[0]
+        tokens = (length - queries + torch.arange(queries, device=self.state.device)).clamp(min=0)
         if self.padding is None:
             return mask.bounds(tokens[None])
         real, positions = self.padding.last(tokens)

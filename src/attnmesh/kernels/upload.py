@@ -51,7 +51,8 @@ class Uploader:
         for number, first in enumerate(range(start, stop, part_slots)):
             last = min(stop, first + part_slots)
             slots = slice(first, last + 1)  # one more slot follows, as kernels expect
-            tensors = [torch.tensor([int(piece.state[0]), last - first], device="cpu"), piece.token_index[slots]]
+            length = int(piece.state[0])
+            tensors = [torch.tensor([length, last - first], device="cpu"), piece.token_index[slots]]
             tensors += [x[:, :, slots] for x in stored]
             buffer = self._buffer(number % 2, tensors)
             offsets = _offsets(tensors, self.device)

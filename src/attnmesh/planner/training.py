@@ -10,7 +10,7 @@ from math import ceil
 from operator import attrgetter
 from typing import NamedTuple
 
-from attnmesh.core.digest import ROW
+from attnmesh.core.digest import SUM_ELEMENTS
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.exchange_cost import layer_memory
 from attnmesh.mesh.traffic import divisors
@@ -232,7 +232,7 @@ def _layer_bytes(model: TrainedModel, attention: Plan, tokens: int, width: int) 
 def _state_bytes(model: TrainedModel, cluster: Cluster, ddp: bool) -> tuple[float, float]:
     """Return a rank's bytes of weights and optimizer, with DDP's buckets for gradients; and of gradients."""
     gradients = WEIGHT_BYTES * model.trained
-    digests = 8 * ROW if cluster.on_cpus else 0  # weights of digests
+    digests = 8 * SUM_ELEMENTS if cluster.on_cpus else 0  # weights of digests
     if ddp:
         return model.state_bytes + (gradients if cluster.world > 1 else 0) + digests, gradients
     return model.state_bytes / cluster.world + digests, gradients / cluster.world

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.core.digest import ROW, digest_of_sums, history_checksum, wide_size
+from attnmesh.core.digest import SUM_ELEMENTS, digest_of_sums, history_checksum, wide_size
 from attnmesh.errors import StoreError, require
 from attnmesh.kernels.native.native_digest import digest_of_rows, wrapped
 from attnmesh.runtime.mapped_file import MappedFile
@@ -98,7 +98,7 @@ class FilePiece(NamedTuple):
 
 
 class PieceSums:
-    """Weighted sums of the rows of a piece, from which its checksums follow. Native calls add those of new tokens.
+    """Weighted sums of the elements of a piece, from which its checksums follow. Native calls add those of new tokens.
 
     Elsewhere tokens come and go without them: then checksums are computed from the piece.
     """
@@ -108,7 +108,7 @@ class PieceSums:
         bytes_of = [
             (dtype.itemsize * math.prod(shape), wide_size(dtype.itemsize * shape[-1])) for dtype, shape in entries
         ]
-        self.counts = [-(-size // number // ROW) for size, number in bytes_of]
+        self.counts = [-(-size // number // SUM_ELEMENTS) for size, number in bytes_of]
         self.memory = (c_int64 * (1 + sum(self.counts)))()
         """The number of tokens that the sums are of, and the sums of each tensor."""
         if used:

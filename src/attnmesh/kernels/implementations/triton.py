@@ -165,8 +165,9 @@ class TritonCachedAttention:
             partials = _launch_cache(*launch, tensors, view.value_dim)
         if query.partial_block is None:
             return merge_launched(partials, query.into, query.sinks)
-        if len(view.state) > 2:  # the cache forgets blocks
-            partials = by_residue(partials, view.state[2])
+        if len(view.state) > 2:
+            forgotten = view.state[2]
+            partials = by_residue(partials, forgotten)
         return copy_into(with_sinks(merge_along_tree(partials), query.sinks), query.into)
 
     @staticmethod

@@ -86,7 +86,7 @@ int64_t write_head(const FileAppend& f, int64_t x, int64_t b, int64_t h) {
 
 // Writes the rows of a tensor, and adds them up: each head is read from memory once for both.
 template <class T>
-int64_t write_tensor(const FileAppend& f, int64_t x, RowSums& sums) {
+int64_t write_tensor(const FileAppend& f, int64_t x, PartSums& sums) {
     const Append& a = f.rows;
     int64_t row = a.row_bytes(x) / (int64_t)sizeof(T);
     bool is_whole = a.given_strides[x][2] == a.widths[x];
@@ -103,11 +103,11 @@ int64_t write_tensor(const FileAppend& f, int64_t x, RowSums& sums) {
 }
 
 // Writes the rows, and adds them up as the widest integers that they are made of, and their tokens. `sums` are of each.
-int64_t write_rows(const FileAppend& f, std::vector<RowSums>& sums) {
+int64_t write_rows(const FileAppend& f, std::vector<PartSums>& sums) {
     const Append& a = f.rows;
     for (int64_t x = 0; x < a.tensors; x++) {
         int64_t bytes = a.row_bytes(x) % 8, size = !bytes ? 8 : bytes == 4 ? 4 : bytes % 2 ? 1 : 2;
-        RowSums& own = sums.emplace_back(a.batch * a.stored_strides[x][0] * a.element / size, f.weights);
+        PartSums& own = sums.emplace_back(a.batch * a.stored_strides[x][0] * a.element / size, f.weights);
         int64_t failed = size == 8   ? write_tensor<int64_t>(f, x, own)
                          : size == 4 ? write_tensor<int32_t>(f, x, own)
                          : size == 2 ? write_tensor<int16_t>(f, x, own)
@@ -117,16 +117,16 @@ int64_t write_rows(const FileAppend& f, std::vector<RowSums>& sums) {
     note_tokens(a, f.tokens);
     sums.emplace_back(a.state[1] + a.tokens, f.weights).add<int64_t>(a.token_index + a.state[1], a.tokens, a.state[1]);
     uint64_t digest = 0, weight = 1;
-    for (const RowSums& own : sums) digest += weight * (uint64_t)own.value(), weight += 2;
+    for (const PartSums& own : sums) digest += weight * (uint64_t)own.value(), weight += 2;
     *f.digest = (int64_t)digest;
     return 0;
 }
 
 // Adds these sums to those of the piece, if they are of all tokens before.
-void add_sums(const FileAppend& f, const std::vector<RowSums>& sums) {
+void add_sums(const FileAppend& f, const std::vector<PartSums>& sums) {
     if (f.sums[0] != f.rows.state[1]) return;
     int64_t* at = f.sums + 1;
-    for (const RowSums& own : sums) own.add_to(at), at += own.count();
+    for (const PartSums& own : sums) own.add_to(at), at += own.count();
     f.sums[0] += f.rows.tokens;
 }
 
@@ -154,7 +154,7 @@ extern "C" int64_t attnmesh_append_to_file(const FileAppend* f) {
     struct stat found;
     if (fstat((int)f->journal, &found)) return errno;
     if (!found.st_nlink) return ENOENT;  // nobody would find what is written
-    std::vector<RowSums> sums;
+    std::vector<PartSums> sums;
     if (int64_t failed = write_rows(*f, sums)) return failed;
     if (int64_t failed = write_record(*f)) return failed;
     add_sums(*f, sums);
@@ -164,7 +164,7 @@ extern "C" int64_t attnmesh_append_to_file(const FileAppend* f) {
 
 // Returns the digest of a tensor that is zeros but for a run of rows in each head.
 extern "C" int64_t attnmesh_digest_run(const Run* r) {
-    RowSums sums(r->elements, r->weights);
+    PartSums sums(r->elements, r->weights);
     for (int64_t h = 0; h < r->heads; h++) {
         const char* x = r->x + h * r->step;
         int64_t place = r->place + h * r->head_elements;

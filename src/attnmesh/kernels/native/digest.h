@@ -9,8 +9,8 @@
 
 namespace {
 
-constexpr int64_t ROW = 1 << 16;  // elements in one weighted sum, and weights
-constexpr int64_t AT_ONCE = 4;    // rows that are added together
+constexpr int64_t SUM_ELEMENTS = 1 << 16;  // elements in one weighted sum, and weights
+constexpr int64_t AT_ONCE = 4;             // parts that are added together
 
 // Bits of an int64 with the high ones copied into the low ones, of any other integer as they are.
 template <class T>
@@ -34,13 +34,13 @@ class Digest {
     void add(const void* from, int64_t count) {
         const char* x = (const char*)from;  // at any address
         while (count > 0) {
-            if (place == ROW) rows.push_back((int64_t)sum), sum = place = 0;
-            if (place == 0 && count >= AT_ONCE * ROW) {
-                add_rows(x);
-                x += AT_ONCE * ROW * (int64_t)sizeof(T), count -= AT_ONCE * ROW;
+            if (place == SUM_ELEMENTS) parts.push_back((int64_t)sum), sum = place = 0;
+            if (place == 0 && count >= AT_ONCE * SUM_ELEMENTS) {
+                add_parts(x);
+                x += AT_ONCE * SUM_ELEMENTS * (int64_t)sizeof(T), count -= AT_ONCE * SUM_ELEMENTS;
                 continue;
             }
-            int64_t part = std::min(count, ROW - place);
+            int64_t part = std::min(count, SUM_ELEMENTS - place);
             uint64_t more = 0;
             for (int64_t i = 0; i < part; i++) more += (uint64_t)number(x, i) * (uint64_t)weights[place + i];
             sum += more, place += part, x += part * (int64_t)sizeof(T), count -= part;
@@ -48,29 +48,29 @@ class Digest {
     }
 
     int64_t value() {
-        if (rows.empty()) return (int64_t)sum;
-        rows.push_back((int64_t)sum);
-        Digest<int64_t> of_rows(weights);
-        of_rows.add(rows.data(), (int64_t)rows.size());
-        return of_rows.value();
+        if (parts.empty()) return (int64_t)sum;
+        parts.push_back((int64_t)sum);
+        Digest<int64_t> of_parts(weights);
+        of_parts.add(parts.data(), (int64_t)parts.size());
+        return of_parts.value();
     }
 
   private:
     static int64_t number(const char* x, int64_t i) { return number_of<T>(x, i); }
 
-    // Adds whole rows. Each weight is read once for all of them: weights are more bytes than most rows.
-    void add_rows(const char* x) {
+    // Adds whole parts, of `SUM_ELEMENTS` each. Each weight is read once for all of them: weights are more bytes than most parts.
+    void add_parts(const char* x) {
         uint64_t sums[AT_ONCE] = {};
-        for (int64_t i = 0; i < ROW; i++)
-            for (int64_t n = 0; n < AT_ONCE; n++) sums[n] += (uint64_t)number(x, n * ROW + i) * (uint64_t)weights[i];
-        rows.insert(rows.end(), sums, sums + AT_ONCE - 1);
-        sum = sums[AT_ONCE - 1], place = ROW;
+        for (int64_t i = 0; i < SUM_ELEMENTS; i++)
+            for (int64_t n = 0; n < AT_ONCE; n++) sums[n] += (uint64_t)number(x, n * SUM_ELEMENTS + i) * (uint64_t)weights[i];
+        parts.insert(parts.end(), sums, sums + AT_ONCE - 1);
+        sum = sums[AT_ONCE - 1], place = SUM_ELEMENTS;
     }
 
     const int64_t* weights;
     uint64_t sum = 0;
     int64_t place = 0;
-    std::vector<int64_t> rows;  // sums of whole rows, of more elements than one has
+    std::vector<int64_t> parts;  // sums of whole parts, where there are several
 };
 
 template <class T>
@@ -80,20 +80,20 @@ int64_t digest(const void* x, int64_t count, const int64_t* weights) {
     return found.value();
 }
 
-// Sums of the rows of some elements, of which no other one counts: those of all elements are the sums of them.
-class RowSums {
+// Sums of the parts of some elements, of which no other one counts: those of all elements are the sums of them.
+class PartSums {
   public:
-    RowSums(int64_t elements, const int64_t* weights) : sums((elements + ROW - 1) / ROW), weights(weights) {}
+    PartSums(int64_t elements, const int64_t* weights) : sums((elements + SUM_ELEMENTS - 1) / SUM_ELEMENTS), weights(weights) {}
 
     // Adds elements that stand at a place and after it.
     template <class T>
     void add(const void* from, int64_t count, int64_t place) {
         const char* x = (const char*)from;  // at any address
         while (count > 0) {
-            int64_t first = place % ROW, part = std::min(count, ROW - first);
+            int64_t first = place % SUM_ELEMENTS, part = std::min(count, SUM_ELEMENTS - first);
             uint64_t more = 0;
             for (int64_t i = 0; i < part; i++) more += (uint64_t)number_of<T>(x, i) * (uint64_t)weights[first + i];
-            sums[place / ROW] += more;
+            sums[place / SUM_ELEMENTS] += more;
             place += part, count -= part, x += part * (int64_t)sizeof(T);
         }
     }

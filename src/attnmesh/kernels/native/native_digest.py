@@ -22,22 +22,22 @@ def digest_on_cpu(x: Tensor) -> int:
 
 
 def digest_of_rows(x: Tensor, start: int, slots: int) -> int:
-    """Return the digest of a tensor of so many slots that is zeros but for x, which has its rows from `start` on.
+    """Return the digest of a tensor of so many slots that is zeros but for x, a run of them from `start` on.
 
     Slots are its third dimension, or its only one. The digest is of the widest integers that rows are made of.
     """
-    runs = x.flatten(0, 1) if x.ndim == 4 else x[None, :, None]
+    run = x.flatten(0, 1) if x.ndim == 4 else x[None, :, None]
     function = library().digest_run
     if function is None:
-        return int(digest_of_run(runs, start, slots))
-    heads, count, width = runs.shape
-    runs = runs if runs.stride()[1:] == (width, 1) else runs.contiguous()
-    row_bytes = width * runs.itemsize
+        return int(digest_of_run(run, start, slots))
+    heads, count, width = run.shape
+    run = run if run.stride()[1:] == (width, 1) else run.contiguous()
+    row_bytes = width * run.itemsize
     size = wide_size(row_bytes)
     row = row_bytes // size
-    step = runs.stride(0) * runs.itemsize
-    numbers = size, heads, step, count * row, start * row, slots * row, heads * slots * row
-    return function(RUN_FIELDS.pack(runs.data_ptr(), cpu_weights().data_ptr(), *numbers))
+    stride = run.stride(0) * run.itemsize
+    numbers = size, heads, stride, count * row, start * row, slots * row, heads * slots * row
+    return function(RUN_FIELDS.pack(run.data_ptr(), cpu_weights().data_ptr(), *numbers))
 
 
 def wrapped(number: int) -> int:
