@@ -241,14 +241,14 @@ def check_shape(subject: str, shape: Sequence[int]) -> tuple[int, int, int]:
     return counts
 
 
-def _counts(subject: str, values: Sequence[int], each: str) -> tuple[int, ...]:
+def _counts(subject: str, values: Sequence[int], meaning: str) -> tuple[int, ...]:
     """Return whole numbers of 0 or more as Python ints, or raise unless they are some."""
     counts: tuple[int, ...] = ()
     if isinstance(values, (tuple, list)) and not any(isinstance(value, bool) for value in values):
         with suppress(TypeError):  # a value may be no whole number
             counts = tuple(map(operator.index, values))
     if not counts or min(counts) < 0:
-        raise LayoutError(subject, f"whole numbers of 0 or more, {each}", repr(values), "count them as Python ints")
+        raise LayoutError(subject, f"whole numbers of 0 or more, {meaning}", repr(values), "count them as Python ints")
     return counts
 
 

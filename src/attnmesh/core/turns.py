@@ -53,8 +53,8 @@ class Turn(NamedTuple):
 
     def positions(self, length: int) -> Tensor:
         """Return this rank's tokens among the first `length`."""
-        first, step = min(self.start, length), min(self.period, max(length, 1))
-        starts = torch.arange(first, length, step, device="cpu")
+        first, period = min(self.start, length), min(self.period, max(length, 1))
+        starts = torch.arange(first, length, period, device="cpu")
         tokens = (starts[:, None] + torch.arange(min(self.width, length), device="cpu")).flatten()
         return tokens[tokens < length]
 
@@ -75,14 +75,14 @@ def widths_of(shares: tuple[float, ...], block: int) -> tuple[int, ...]:
     ((24, 8), (16, 16), (1000, 1))
     """
     whole = sum(shares)
-    step = ceil(round(whole / min(shares), 6))
-    size = step * ceil(block * len(shares) / step)
+    multiple = ceil(round(whole / min(shares), 6))
+    size = multiple * ceil(block * len(shares) / multiple)
     while True:
         exact = [size * share / whole for share in shares]
         widths = _rounded(exact, size)
         if all(abs(width - wanted) <= CLOSE * wanted for width, wanted in zip(widths, exact, strict=True)):
             return widths
-        size += step
+        size += multiple
 
 
 def _rounded(exact: Sequence[float], total: int) -> tuple[int, ...]:

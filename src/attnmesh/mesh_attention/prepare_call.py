@@ -186,8 +186,8 @@ def check_cross(options: Options, length: int, key_length: int, ranks: int) -> N
     if length < key_length:
         positions = f"torch.arange({key_length - length}, {key_length})"
         in_cache = "append the keys to an am.KVCache of the mesh and call am.decode"
-        call = f"call am.attend with q_positions={positions}" if ranks == 1 else in_cache
-        fixes.append(f"{call} for the last queries of a longer sequence")
+        how = f"call am.attend with q_positions={positions}" if ranks == 1 else in_cache
+        fixes.append(f"{how} for the last queries of a longer sequence")
     mask_argument = "mask=am.Causal(), " * (options.mask is None)
     fixes.append(f"pass {mask_argument}key_length={key_length} for {mask} over another sequence")
     raise ShapeError("attention", "as many queries as keys under a mask of positions", given, "; ".join(fixes))
