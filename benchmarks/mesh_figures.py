@@ -32,9 +32,9 @@ LEFT, RIGHT, TOP, BOTTOM, LINE = 66, 16, 66, 56, 22
 """Pixels: the margins of a panel, and the height of a line of the legend."""
 
 HUES = (0.58, 0.07, 0.42, 0.90, 0.75, 0.16)
-"""Hues of the mesh rows. Blue and orange come first, since they can be told apart with any colour vision."""
+"""Hues by r. Blue and orange come first, since they can be told apart with any colour vision."""
 
-CAPTION = """A pair is computed in its query's row and its key's column.
+CAPTION = """Rank (r, c) computes the pairs of a query that ranks (r, ·) hold and a key that ranks (·, c) hold.
 Bars: the holder of each query (left) and of each key (top)."""
 
 
@@ -157,7 +157,7 @@ def _colours(shape: Shape) -> list[tuple[float, float, float]]:
 
 
 def _lines(shape: Shape, panels: int) -> int:
-    """Return the number of lines of the legend: one per mesh row, or more if a row is too long."""
+    """Return the number of lines of the legend: one for each r, or more if that is too long."""
     return -(-shape.queries * shape.keys // min(shape.keys, 4 * panels))
 
 
