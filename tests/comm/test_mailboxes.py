@@ -162,7 +162,7 @@ def _talk_after_calls_that_differ() -> int:
     if axis.index == 0:
         own.send(1, _message(Random("lost"), 100))
     with pytest.raises(MeshError, match="the same call on every rank"):
-        Agreement(mesh_of(axis), f"call {axis.index == 0}").compare_call()
+        Agreement(mesh_of(axis), f"call {axis.index == 0}").compare()
     return _talk(10)
 
 

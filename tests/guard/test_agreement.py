@@ -352,6 +352,33 @@ def test_a_table_of_calls_shows_that_a_text_is_blank(blank: str, pool: Pool) -> 
 
 
 @on_each_rank
+def _compared_in_the_with(fails: bool) -> tuple[object, int]:
+    """On a rank: the payloads of all, or the error of rank 1 as it describes its call; and the exchanges."""
+    mesh = Mesh.of(am.init_mesh((1, 1, 2)))
+    found: object = None
+    exchanges, share = [], transport.all_gather_ints
+    with mock.patch("attnmesh.guard.agreement.all_gather_ints", lambda *given: (exchanges.append(1), share(*given))[1]):
+        try:
+            with Agreement(mesh, "save") as agreement:
+                found = agreement.compare(
+                    lambda: {"note": 1 // (1 - mesh.keys.index * fails)}, payload=[mesh.keys.index]
+                )
+        except (ZeroDivisionError, UnforeseenError) as error:
+            found = type(error)
+    return found, len(exchanges)
+
+
+def test_ranks_compare_once_where_the_with_compares(pool: Pool) -> None:
+    assert pool.run(2, _compared_in_the_with, False) == [([[0], [1]], 1)] * 2
+
+
+def test_an_error_in_what_a_rank_compares_is_raised_on_all(pool: Pool) -> None:
+    (first, count), (second, other_count) = pool.run(2, _compared_in_the_with, True)
+    assert (first, second) == (UnforeseenError, ZeroDivisionError)
+    assert count == other_count == 2  # the comparison, and the numbers of the ranks for its table
+
+
+@on_each_rank
 def _differ_in_how(pairs: list[tuple[str, str]], odd: int) -> list[str]:
     """On a rank: the errors of merges in which one rank has another `how`, each after a merge that is right."""
     rank, ranks, messages = dist.get_rank(), dist.get_world_size(), []

@@ -279,11 +279,11 @@ class KVCache(PagedCache, SavedCache):
             sizes = {"tokens": start, "capacity": self.sizes.capacity, "queries": queries}
             return {**sizes, "padding": padding, "checksum": checksum}
 
-        with self.calls.agreement("append_shard", fields, always=True) as agreement:
+        with self.calls.agreement("append_shard", always=True) as agreement:
             NewTokens(k, v, token_mask).check_shard(self.sizes, self.device, positions, self.mesh.ranks)
             check_count("append_shard queries", queries, "count the last tokens to decode")
-            agreement.payload = self.shard.block_cyclic.numbers_of(self.token_axis.index, positions)
-        table = agreement.payloads_by_shard
+            numbers = self.shard.block_cyclic.numbers_of(self.token_axis.index, positions)
+            table = agreement.compare(fields, payload=numbers)
         counts = self.shards.counts.with_shards(start, table)
         new_count = sum(count for count, *_ in table)
         self.sizes.check_token_mask("append_shard", token_mask, new_count)
@@ -329,12 +329,12 @@ class KVCache(PagedCache, SavedCache):
         self.saved.finish_writing()
         before = self.length
         always = not self.is_block_cyclic  # then only the other ranks know how many tokens they keep
-        with self.calls.agreement("truncate", {"to": length, "tokens": before}, always=always) as agreement:
+        with self.calls.agreement("truncate", always=always) as agreement:
             self.shards.check_length(length, before)
-            if always:
-                agreement.payload = self.token_axis.index, self.shard.count_before(length)
+            numbers = (self.token_axis.index, self.shard.count_before(length)) if always else ()
+            table = agreement.compare({"to": length, "tokens": before}, payload=numbers)
         with self._on_files("truncate"):
-            self.shards.truncate(length, agreement.payloads_by_shard)
+            self.shards.truncate(length, table)
         self.saved.forget(self.used)
         self.changes += 1
 

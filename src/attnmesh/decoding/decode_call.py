@@ -112,7 +112,7 @@ def decode(
     if prepared_step is not None:
         return prepared_step.run(inputs, checked)
     step = options.step_on(cache)
-    with agreement_on(caches, step, checked):  # compares nothing here: an error poisons the merge of the others
+    with agreement_on(caches, step, checked):  # an error here poisons the merge of the others
         check_comparison("decode", checked)
         step = check_step(inputs, step, unsupported)
         check_other_keys(inputs, step)

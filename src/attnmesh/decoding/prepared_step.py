@@ -6,7 +6,7 @@ others have a `MergeAgreement` around it.
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from attnmesh.core.partial import Partial, sum_dtype, with_sinks
 from attnmesh.decoding.decode_step import DecodeStep, StepInputs, gather_heads, of_own_heads
 from attnmesh.decoding.step_agreement import agreement_on, ask_in_step, compared_fields, runs_on_device
 from attnmesh.errors import RankFailure
-from attnmesh.guard.agreement import hash_of_call, is_capturing
+from attnmesh.guard.agreement import MergeCall, hash_of_call, is_capturing
 from attnmesh.kernels.cache_runs import CachedAttention
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery
 from attnmesh.kernels.traced import are_plain
@@ -58,17 +58,18 @@ class PreparedStep(NamedTuple):
         if key_lengths is not None and key_lengths.device.type == "cpu":
             values += key_lengths.tolist()
         if self.host_merge is None:
-            agreement = agreement_on(caches, step, checked)
-            agreement.compared_facts, agreement.state = self.compared_facts, tuple(values)
-            agreement.fields = functools.partial(compared_fields, inputs, step)
+            ask = None
             if self.stays_on_device:
                 like = q.new_empty(0), q.shape, caches[0].sizes.value_dim
-                agreement.ask = functools.partial(ask_in_step, step, *like)
+                ask = functools.partial(ask_in_step, step, *like)
+            fields = functools.partial(compared_fields, inputs, step)
+            call = MergeCall(self.compared_facts, fields, tuple(values), ask)
+            agreement = agreement_on(caches, step, checked)
+            if (call_hash := agreement.begin(call)) is None:
+                return q.new_full(step.output_shape(q), torch.nan)
             with agreement:
-                if not agreement.enter_merge():
-                    return q.new_full(step.output_shape(q), torch.nan)
-                call_hash = agreement.call_hash
-                out, agreement.checksum = self.compute(inputs, views, call_hash)
+                out, merged_checksum = self.compute(inputs, views, call_hash)
+            agreement.compare(call, cast(Tensor, merged_checksum))
             return out
         try:  # without an agreement, which takes longer to make than to hash the call
             call_hash = hash_of_call(self.compared_facts, *values)
@@ -78,9 +79,7 @@ class PreparedStep(NamedTuple):
         except Exception as error:
             agreement_on(caches, step, checked).fail(error)
         if checksum is CALLS_DIFFER and checked is not False:
-            agreement = agreement_on(caches, step, checked)
-            agreement.fields = functools.partial(compared_fields, inputs, step)
-            agreement.raise_unequal()
+            agreement_on(caches, step, checked).raise_unequal(functools.partial(compared_fields, inputs, step))
         return out
 
     def compute(self, inputs: StepInputs, views: Sequence[CacheView], call_hash: int) -> tuple[Tensor, Tensor | None]:

@@ -104,7 +104,7 @@ def decode_rows(
     if prepared_step is not None:
         return prepared_step.run(inputs, checked)
     step = options.step_on(first)
-    with agreement_on(caches, step, checked):  # compares nothing here: an error poisons the merge of the others
+    with agreement_on(caches, step, checked):  # an error here poisons the merge of the others
         check_comparison(SUBJECT, checked)
         step = _checked_step(q, caches, sinks, step)
     with torch.no_grad():

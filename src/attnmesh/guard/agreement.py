@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import chain
-from typing import NoReturn, Self
+from typing import NamedTuple, NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -28,8 +28,8 @@ from attnmesh.mesh.merges import is_collective
 from attnmesh.runtime.memo import Memo
 from attnmesh.runtime.world import cached_per_world
 
-Fields = Mapping[str, object] | Callable[[], Mapping[str, object]]
-"""Arguments that must be equal, by name, or what returns them once they are checked."""
+Fields = Mapping[str, object] | Callable[[], Mapping[str, object]] | str
+"""Arguments that must be equal: by name, or what returns them once they are checked, or the text of the call."""
 
 SEPARATOR = "\x1f"
 
@@ -56,92 +56,93 @@ def is_capturing(device: torch.device) -> bool:
 class Agreement:
     """One call on which all ranks of a mesh agree, as a `with` around checks, or other work, that may fail on one rank.
 
-    `conclude` compares the call at the end of the `with`, before any tensor is sent; `compare_call` does so earlier.
-    `fail` compares the error that has ended the `with`: then all ranks raise it, or none does. Without `is_compared` a
-    rank is alone.
+    Ranks compare once: by `compare`, as the last line of the `with`, or else at its end. That comes before any tensor
+    is sent. A rank on which an error ends the `with` compares the error instead. Then all ranks raise it. Without
+    `is_compared` a rank is alone.
 
         with Agreement(mesh, "halo") as agreement:
-            check(x)                                    # an error here is raised on all ranks
-            agreement.fields = {"dtype": x.dtype}       # must be equal
-            agreement.payload = [len(x)]                # may differ
-        lengths = [row[0] for row in agreement.payloads_by_shard]
+            check(x)  # an error here is raised on all ranks
+            table = agreement.compare({"dtype": x.dtype}, payload=[len(x)])  # what must be equal, and what may differ
+        lengths = [row[0] for row in table]
     """
 
-    # Set inside the `with`, like `fields`:
-    text = ""  # words of the call, in place of its fields
-    payload: Sequence[int] = ()  # up to `AGREEMENT_PAYLOAD` numbers of this rank
-    # Set before it, by `CallRecord`:
-    compared_calls: Memo[bool] | None = None  # names of calls that ranks have compared
-    # Read after it:
-    payloads_by_shard: Sequence[Sequence[int]] = ()
-    is_raised = False  # set where all ranks raise, so that the end of the `with` compares nothing
-
-    def __init__(self, mesh: Mesh, name: str, fields: Fields = dict, *, is_compared: bool = True) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        name: str,
+        fields: Fields = dict,
+        *,
+        is_compared: bool = True,
+        compared_calls: Memo[bool] | None = None,
+    ) -> None:
         self.mesh, self.name, self.fields, self.is_compared = mesh, name, fields, is_compared
+        self.compared_calls = compared_calls  # gets the name of the call
+        self.is_over = False  # True once ranks compare: the end of the `with` has nothing to say
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if self.is_over:
+            return
         if error is None:
-            self.conclude()
-        elif isinstance(error, Exception) and not isinstance(error, RankFailure) and not self.is_raised:
+            self.compare()
+        elif isinstance(error, Exception) and not isinstance(error, RankFailure):
             self.fail(error)
 
-    @property
-    def call_hash(self) -> int:
-        """The hash of the call, which a merge carries."""
-        return hash_of_call(self.described())
+    def compare(self, fields: Fields | None = None, payload: Sequence[int] = ()) -> list[list[int]]:
+        """Return the payloads of all ranks by shard, if all make this call; else raise the same error on all.
 
-    def described(self) -> str:
-        """Return the text of the call."""
-        return self.text or describe_call(self.name, **(self.fields() if callable(self.fields) else self.fields))
-
-    def compare_call(self) -> None:
-        """Compare the call now, before the end of the `with`."""
-        self.compare(self.described())
-
-    def conclude(self) -> None:
-        """Compare the call at the end of the `with`."""
+        Args:
+            fields: What must be equal; that which the agreement was made with unless it is given.
+            payload: Up to `AGREEMENT_PAYLOAD` numbers of this rank, which may differ.
+        """
         if not self.is_compared:
-            self.payloads_by_shard = [[*self.payload]]
-            return
+            return [[*payload]]
+        fields = self.fields if fields is None else fields
         try:
-            text = self.described()
+            fields = fields() if callable(fields) else fields
+            text = fields if isinstance(fields, str) else describe_call(self.name, **fields)
         except Exception as error:
             self.fail(error)
-        self.payloads_by_shard = self.compare(text, self.payload)
+        payloads = self._exchange(text, payload)
         if self.compared_calls is not None:
             self.compared_calls.keep(self.name, True)
+        return payloads
 
     def fail(self, error: Exception) -> NoReturn:
-        """Raise an error of this rank, on all ranks if they compare the call."""
+        """Raise an error of this rank, on all ranks if they compare the call.
+
+        It is compared in place of the call. No text of a call equals it. All raise the error of the first shard that
+        has one. What no check has found this rank raises as it is, and the others as an `UnforeseenError`.
+        """
         if self.is_compared:
-            self.share_error(error)
+            shared = error
+            if not isinstance(error, InputError):
+                given = " ".join(f"{type(error).__name__}: {error}".split())
+                fix = "see the error of the rank that raised"
+                shared = UnforeseenError(self.name, "what each rank can do", given, fix)
+            self._exchange(SEPARATOR.join((type(shared).__name__, *shared.args)), error=error)
         raise error
 
-    def share_error(self, error: Exception) -> None:
-        """Compare an error of this rank in place of its call. No text of a call equals it, so all ranks raise.
+    def raise_unequal(self) -> NoReturn:
+        """Raise on all ranks, whose merge has shown that their numbers differ."""
+        self.compare()
+        all_gather_ints([0], self.mesh)  # a barrier: all are out of the merge
+        realign(self.mesh)  # messages of a call that some rank broke off
+        all_gather_ints([0], self.mesh)  # a barrier: no rank sends before all have dropped them
+        given, fix = "different checksums of equal calls", "report this bug, with the arguments of each rank"
+        raise MeshError(self.name, "the same checksum on every rank", given, fix)
 
-        They raise the error of the first shard that has one. What no check has found this rank raises as it is, and the
-        others as an `UnforeseenError`.
-        """
-        given = " ".join(f"{type(error).__name__}: {error}".split())
-        fix = "see the error of the rank that raised"
-        shared = error
-        if not isinstance(error, InputError):
-            shared = UnforeseenError(self.name, "what each rank can do", given, fix)
-        self.compare(SEPARATOR.join((type(shared).__name__, *shared.args)), error=error)
-
-    def compare(self, text: str, payload: Sequence[int] = (), error: Exception | None = None) -> list[list[int]]:
-        """Return the numbers of all ranks by shard, if all say this text; else raise the same error on all."""
+    def _exchange(self, text: str, payload: Sequence[int] = (), error: Exception | None = None) -> list[list[int]]:
+        """Return the payloads of all ranks by shard, if all say this text; else raise the same error on all."""
         assert len(payload) <= AGREEMENT_PAYLOAD
+        self.is_over = True
         enter_agreement(self.mesh)
         padded = [*payload, *[0] * (AGREEMENT_PAYLOAD - len(payload))]
         table = all_gather_ints([hash_of_call(text), error is not None, *padded], self.mesh)
         hashes, failed, *_ = zip(*table, strict=True)
         if any(failed) or len(set(hashes)) > 1:
-            self.is_raised = True
             realign(self.mesh)  # a merge along a tree sends other messages than one that is direct
             texts = all_gather_texts(text, self.mesh)
             ranks = all_gather_ints([dist.get_rank() if dist.is_initialized() else 0], self.mesh)
@@ -149,15 +150,6 @@ class Agreement:
                 raise error
             _raise(texts, failed, [rank for (rank,) in ranks])
         return [row[2 : 2 + len(payload)] for row in table]
-
-    def raise_unequal(self) -> NoReturn:
-        """Raise on all ranks, whose merge has shown that their numbers differ."""
-        self.compare_call()
-        all_gather_ints([0], self.mesh)  # a barrier: all are out of the merge
-        realign(self.mesh)  # messages of a call that some rank broke off
-        all_gather_ints([0], self.mesh)  # a barrier: no rank sends before all have dropped them
-        given, fix = "different checksums of equal calls", "report this bug, with the arguments of each rank"
-        raise MeshError(self.name, "the same checksum on every rank", given, fix)
 
 
 class CallRecord:
@@ -196,12 +188,20 @@ class CallRecord:
 
     def agreement(self, name: str, fields: Fields = dict, *, always: bool = False) -> Agreement:
         """Return the agreement on the next call of this name."""
-        agreement = Agreement(self.mesh, name, fields, is_compared=self.will_compare(name, always=always))
-        agreement.compared_calls = self.compared_calls
-        return agreement
+        is_compared = self.will_compare(name, always=always)
+        return Agreement(self.mesh, name, fields, is_compared=is_compared, compared_calls=self.compared_calls)
 
 
-class MergeAgreement(Agreement):
+class MergeCall(NamedTuple):
+    """A call that ends in a merge, as ranks compare it."""
+
+    facts: Hashable  # all that must be equal, by its hash, but for the state
+    fields: Fields  # facts and state in words, for the table of calls that differ
+    state: tuple[Hashable, ...] = ()  # values that change between calls of the same facts
+    ask: Callable[[], Tensor] | None = None  # part in the merge by a question; None where the CPU reads the messages
+
+
+class MergeAgreement:
     """An agreement on a call that ends in a merge, whose messages carry the hash of the call at no cost.
 
     - On a CPU, for any call: the CPU reads the merged checksum. Where calls differ, ranks exchange texts and raise.
@@ -211,17 +211,15 @@ class MergeAgreement(Agreement):
 
     Merges by a collective, which hang or crash on messages of unequal sizes, are compared before, on CPUs too.
 
-    `poison` takes part in the merge without a call, so that the other ranks find this rank's error.
-    """
+    The `with` compares nothing. It tells the other ranks of an error of this one, for which they would wait. `poison`
+    takes part in the merge without a call, so that they find it.
 
-    # Set before `enter_merge`:
-    compared_facts: Hashable = None  # all that must be equal, by its hash; the text has it in words
-    state: tuple[Hashable, ...] = ()  # values that change between calls of the same facts
-    ask: Callable[[], Tensor] | None = None  # part in a merge by a question; None where the CPU reads the messages
-    # Set after the merge:
-    checksum: Tensor | None = None  # checksum of all ranks' calls
-    # Found by `enter_merge`:
-    compares_now = False
+        call_hash = agreement.begin(call)
+        if call_hash is not None:
+            with agreement:
+                out, checksum = merge(partial, call_hash)
+            agreement.compare(call, checksum)
+    """
 
     def __init__(
         self,
@@ -232,66 +230,70 @@ class MergeAgreement(Agreement):
         name: str,
         poison: Callable[[], object],
     ) -> None:
-        super().__init__(calls.mesh, name, is_compared=not calls.is_alone and may_compare(device))
-        self.calls, self.merge, self.checked, self.poison = calls, merge, checked, poison
+        self.calls, self.merge, self.checked, self.name, self.poison = calls, merge, checked, name, poison
+        self.is_compared = not calls.is_alone and may_compare(device)
         self.checksum_stays_on_device = device.type != "cpu" or interpreted() or calls.last_exchange is not None
         """True if no CPU reads the merged checksum. So a rank asks about a call that is new to it.
 
         True on GPUs, when GPU kernels are interpreted on a CPU, and once it was True of an earlier call on the object.
         """
 
-    @property
-    def call_hash(self) -> int:
-        """The hash of the call, which its messages carry."""
-        return hash_of_call(self.compared_facts, *self.state)
+    def __enter__(self) -> None: ...
 
-    def enter_merge(self) -> bool:
-        """Compare the call before messages that need it. Return False if this rank asked and not all ranks did."""
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, RankFailure):
+            self.fail(error)
+
+    def begin(self, call: MergeCall) -> int | None:
+        """Return the hash of a call, for its messages; None if this rank asked and not all ranks did.
+
+        Ranks compare the call here where they ask, or where its messages need it.
+        """
         # A CPU that reads the checksum compares each call.
-        known = self.calls.compared_calls
-        by_default = not (self.checksum_stays_on_device and self.ask is not None and self.compared_facts in known)
-        self.compares_now = self.is_compared and (by_default if self.checked is None else self.checked)
-        if self.compares_now and self.checksum_stays_on_device:
-            if not self.ask_all_ranks():
-                return False
-            self.compare_call()
-        elif self.compares_now and is_collective(self.merge):
-            self.compare_call()
-        return True
+        on_device = self.checksum_stays_on_device
+        is_known = on_device and call.ask is not None and call.facts in self.calls.compared_calls
+        if self.is_compared and (not is_known if self.checked is None else self.checked):
+            if on_device and not self.ask_all_ranks():
+                return None
+            if on_device or is_collective(self.merge):
+                Agreement(self.calls.mesh, self.name, call.fields).compare()
+        return hash_of_call(call.facts, *call.state)
+
+    def compare(self, call: MergeCall, checksum: Tensor) -> None:
+        """Raise on all ranks if the merged checksum shows that their calls differ.
+
+        Where no CPU reads it, keep how to repeat the messages instead.
+        """
+        if not self.checksum_stays_on_device:
+            if self.is_compared and self.checked is not False and float(checksum.sum()) != 0:
+                self.raise_unequal(call.fields)
+        elif call.facts != self.calls.last_facts:
+            self.calls.compared_calls.keep(call.facts, True)
+            self.calls.last_facts, self.calls.last_exchange = call.facts, call.ask or self.calls.last_exchange
+
+    def raise_unequal(self, fields: Fields) -> NoReturn:
+        """Raise on all ranks, whose merge has shown that their calls differ."""
+        Agreement(self.calls.mesh, self.name, fields).raise_unequal()
 
     def ask_all_ranks(self) -> bool:
         """Repeat the last exchange, which ranks that know their call are in. Return whether all ranks ask."""
         repeat = self.calls.last_exchange
         return repeat is None or float(repeat().sum()) == 0
 
-    def conclude(self) -> None:
-        """Raise on all ranks if their numbers differ. Where ranks ask, keep how to repeat the messages instead."""
-        if self.checksum is None:
-            return
-        if not self.checksum_stays_on_device:
-            if self.compares_now and float(self.checksum.sum()) != 0:
-                self.raise_unequal()
-        elif self.compared_facts != self.calls.last_facts:
-            self.calls.compared_calls.keep(self.compared_facts, True)
-            self.calls.last_facts, self.calls.last_exchange = self.compared_facts, self.ask or self.calls.last_exchange
-
     def fail(self, error: Exception) -> NoReturn:
         """Raise an error of this rank, on all ranks if they compare their calls. Else the others get NaN.
 
         Where ranks ask, it is raised on all if the call is new to all.
         """
-        tells_others = self.checked is not False
-        if self.is_compared and self.checksum_stays_on_device and tells_others:
-            if self.ask_all_ranks():
-                self.share_error(error)
-        elif self.is_compared and self.checksum_stays_on_device:
-            (self.calls.last_exchange or self.poison)()
-        elif self.is_compared:
-            if not is_collective(self.merge):
-                self.poison()
-            if tells_others:
-                self.share_error(error)
-        raise error
+        is_shared = self.is_compared and self.checked is not False
+        if self.is_compared and self.checksum_stays_on_device:
+            if is_shared:
+                is_shared = self.ask_all_ranks()
+            else:
+                (self.calls.last_exchange or self.poison)()
+        elif self.is_compared and not is_collective(self.merge):
+            self.poison()
+        Agreement(self.calls.mesh, self.name, is_compared=is_shared).fail(error)
 
 
 @cached_per_world()
@@ -300,7 +302,7 @@ def prepare_merges(axis: Axis) -> None:
 
     They compare this first: else its exchanges could meet those of another call.
     """
-    Agreement(mesh_of(axis), "the first merge along an axis").compare_call()
+    Agreement(mesh_of(axis), "the first merge along an axis").compare()
     transport_of(axis, torch.device("cpu")).fastest()
 
 

@@ -105,7 +105,7 @@ class Checkpoint:
             check_writable(self.folder)
             self.note = _identify_call(model, ids, settings)
             saved_length = self._saved_length() if os.path.lexists(self.folder / MANIFEST) else 0
-            agreement.fields = {"held": saved_length, **json.loads(self.note)}
+            agreement.compare({"held": saved_length, **json.loads(self.note)})
         self._saving, self.start_ids = None, ids
         if saved_length:
             capacity = None if cache.capacity is None else max(cache.capacity, saved_length)

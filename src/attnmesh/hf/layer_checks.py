@@ -222,7 +222,7 @@ def check_same_weights(module: nn.Module, shards: Shards, device: torch.device) 
     heads = {name: x.detach().flatten()[:DIGEST_VALUES] for name, x in weights.items()}
     trained = {f"{name}.requires_grad": x.requires_grad for name, x in weights.items()}
     fields = {"module": type(module).__name__, **fingerprints(heads), **trained}
-    Agreement(axes, f"{SUBJECT} weights", fields).compare_call()
+    Agreement(axes, f"{SUBJECT} weights", fields).compare()
     _compared(axes).update({module, *(part for part in module.modules() if not any(map(_is_part, part.parameters())))})
 
 

@@ -14,7 +14,15 @@ from attnmesh.comm.message import checksum_of, question_like
 from attnmesh.comm.rank_merge import chosen_merge, merge_ranks, send_poison
 from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.errors import DeviceError, DtypeError, InputError, KernelError, ShapeError, check_choice, require
-from attnmesh.guard.agreement import Agreement, CallRecord, MergeAgreement, describe_call, hash_of_call, prepare_merges
+from attnmesh.guard.agreement import (
+    Agreement,
+    CallRecord,
+    MergeAgreement,
+    MergeCall,
+    describe_call,
+    hash_of_call,
+    prepare_merges,
+)
 from attnmesh.guard.argument_checks import check_comparison, check_dtype, check_merge, check_one_device, check_tensor
 from attnmesh.kernels.traced import are_plain
 from attnmesh.mesh.axes import Axis, axis_of, device_type_of, group_named, mesh_of
@@ -150,18 +158,20 @@ def _merge(
     """Return the merge in new tensors."""
     device = partial.lse.device
     text = call_text(partial.out.shape, partial.out.dtype, merge, output, wire, base, device.type)
-    agreement.text = agreement.compared_facts = text
+    ask = None
     if merge == "auto" or MERGES[merge].is_packed:
         like = partial.out.new_empty(0), partial.lse.new_empty(0), partial.out.shape
-        agreement.ask = partial_of(_ask, *like, axis, merge, output, wire)
-    if not agreement.enter_merge():
+        ask = partial_of(_ask, *like, axis, merge, output, wire)
+    call = MergeCall(text, text, ask=ask)
+    if (call_hash := agreement.begin(call)) is None:
         return _nan_like(partial, axis, output)
     if axis.size > 1 and device.type == "cpu":
         prepare_merges(axis)
     with agreement:
-        checksum = checksum_of(agreement.call_hash, partial.lse)
+        checksum = checksum_of(call_hash, partial.lse)
         merged, checksum = merge_ranks(partial, checksum, axis, merge, output, wire)
-        agreement.checksum = checksum if axis.size > 1 else None
+    if axis.size > 1:
+        agreement.compare(call, checksum)
     pairs = zip(merged, partial, strict=True)
     return Partial(*(x.to(like.dtype, copy=True).contiguous() for x, like in pairs))
 
@@ -205,9 +215,7 @@ def merge_as_one_call(partial: Partial, host_merge: HostMerge, text: str, output
     merged.lse.copy_(partial.lse)
     if not host_merge.run(message, hash_of_call(text)):
         if is_compared:
-            differs = Agreement(mesh_of(host_merge.axis), "merge_across")
-            differs.text = text
-            differs.raise_unequal()
+            Agreement(mesh_of(host_merge.axis), "merge_across", text).raise_unequal()
         merged.out.fill_(torch.nan)  # ranks whose calls differ get NaN
     heads = host_merge.heads_of_output(output)
     return merged if heads is None else Partial(*(x[:, heads].contiguous() for x in merged))

@@ -43,31 +43,32 @@ def prepare_call(mesh: Mesh, call: Call, checked: bool | None, latent: tuple[int
     else:
         with Agreement(mesh, "attention") as agreement:
             if known:
-                agreement.text, agreement.payload = known.text, known.payload
+                text, payload = known.text, known.payload
             else:
-                agreement.text = call.checked_text(mesh, checked)
+                text = call.checked_text(mesh, checked)
                 digest = 0 if signature is None else call.digest_of_some_keys()
-                agreement.payload = call.payload._replace(digest=digest)
+                payload = call.payload._replace(digest=digest)
             _check_marks(mesh, call)
-        if known and known.payloads_by_shard == agreement.payloads_by_shard:
+            table = agreement.compare(text, payload)
+        if known and known.payloads_by_shard == table:
             return known
-        prepared = _prepare_compared(mesh, call, agreement)
+        prepared = _prepare_compared(mesh, call, text, table)
     if prepared is known or signature is None:
         return prepared
     task = None if needs_grad(q, k, v, sinks) else prepared.mesh_call.task(q.shape[1], (q, k, v), latent)
     return prepared_calls().keep(signature, prepared._replace(task=task))
 
 
-def _prepare_compared(mesh: Mesh, call: Call, agreement: Agreement) -> PreparedCall:
-    """Return what is prepared for a call that ranks have compared."""
-    payloads = [CallPayload(*row) for row in agreement.payloads_by_shard]
+def _prepare_compared(mesh: Mesh, call: Call, text: str, table: Sequence[Sequence[int]]) -> PreparedCall:
+    """Return what is prepared for a call that ranks have compared, with this text and a table of their payloads."""
+    payloads = [CallPayload(*row) for row in table]
     tokens = tuple((payload.queries, payload.keys) for payload in payloads)
     queries, keys = map(sum, zip(*tokens, strict=True))
     mesh_call = _cached_mesh_call(mesh, call.options, call.sizes, (queries, keys), tokens)
     _check_highest_selected(max(payload.highest_selected for payload in payloads), mesh_call)
     _warn_of_whole_keys([payload.digest for payload in payloads])
     known_payloads = [[*payload._replace(digest=0)] for payload in payloads]  # a call that is known sends no digest
-    return PreparedCall(mesh_call, None, agreement.text, call.payload, known_payloads)
+    return PreparedCall(mesh_call, None, text, call.payload, known_payloads)
 
 
 def _prepare_uncompared(mesh: Mesh, call: Call, checked: bool | None) -> PreparedCall:

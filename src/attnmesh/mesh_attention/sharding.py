@@ -55,7 +55,7 @@ def shard(
         fits = mark is None or not mark.cuts_again(axes, dim)
         fix = "cut the whole tensor once"
         require(fits, LayoutError, "shard", "a whole tensor", "a shard of this mesh", fix)
-        agreement.fields = {"tokens": x.shape[dim], "layout": layout, "mask": mask}
+        agreement.compare({"tokens": x.shape[dim], "layout": layout, "mask": mask})
     check_mask("shard mask", applied_mask, x.shape[dim])
     chosen = chosen_layout(layout, applied_mask, axes)
     part = x.index_select(dim, chosen.positions(x.shape[dim], axes.ranks, axes.shard).to(x.device))
@@ -106,9 +106,9 @@ def unshard(
             raise KernelError("unshard", "a tensor without gradients", given, fix)
         other_dims = [n for other, n in enumerate(x.shape) if other != dim]
         options = {"layout": layout, "length": length, "mask": mask}
-        agreement.fields = {"dtype": x.dtype, "other_dims": other_dims, "dim": dim, **options}
-        agreement.payload = [x.shape[dim]]
-    counts = [row[0] for row in agreement.payloads_by_shard]
+        fields = {"dtype": x.dtype, "other_dims": other_dims, "dim": dim, **options}
+        table = agreement.compare(fields, payload=[x.shape[dim]])
+    counts = [row[0] for row in table]
     length = sum(counts) if length is None else length
     check_mask("unshard mask", applied_mask, length)
     positions = _positions(chosen_layout(layout, applied_mask, axes), length, counts)

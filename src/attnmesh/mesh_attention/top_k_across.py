@@ -51,7 +51,7 @@ def top_k_across(
     is_compared = axis.size > 1 and may_compare(device)
     with Agreement(mesh_of(axis), "top_k_across", is_compared=is_compared) as agreement:
         _check_candidates(scores, indices, k, unique)
-        agreement.fields = {"rows": list(scores.shape[:-1]), "k": k, "unique": unique}
+        agreement.compare({"rows": list(scores.shape[:-1]), "k": k, "unique": unique})
     wrong = (indices < 0) | (indices > NONE)
     candidates = pack(scores.masked_fill(wrong, torch.nan), indices.masked_fill(wrong, 0).expand_as(scores))
     top: Tensor = best_op(best(candidates, k, unique=unique), axis.group_name, [axis.size, axis.index], unique)

@@ -57,8 +57,9 @@ def halo(x: Tensor, size: int, group: ProcessGroup | DeviceMesh | None, *, dim: 
         other_sizes = [n for other, n in enumerate(x.shape) if other != dim % x.ndim]
         requires_grad = torch.is_grad_enabled() and x.requires_grad
         options = {"size": size, "dim": dim % x.ndim, "requires_grad": requires_grad}
-        agreement.fields, agreement.payload = {"others": other_sizes, "dtype": x.dtype, **options}, [x.shape[dim]]
-    return halo_of_parts(x, size, axis, range(axis.size), [row[0] for row in agreement.payloads_by_shard], dim=dim)
+        fields = {"others": other_sizes, "dtype": x.dtype, **options}
+        table = agreement.compare(fields, payload=[x.shape[dim]])
+    return halo_of_parts(x, size, axis, range(axis.size), [row[0] for row in table], dim=dim)
 
 
 def halo_of_parts(

@@ -65,13 +65,13 @@ def init_mesh(
         require(checked_shape.ranks <= world, MeshError, "init_mesh", f"at most the world's {world} ranks", given, fix)
         _set_gpu(device_type)
         options = {"device_type": device_type, "shape": checked_shape, "q_heads": q_heads, "kv_heads": kv_heads}
-        agreement.fields = with_versions(options)
+        agreement.compare(with_versions(options))
     sent_by_axis = elements(checked_shape, q_heads, kv_heads)._asdict()
     names = tuple(sorted(AXES, key=lambda name: sent_by_axis[name]))
     sizes = tuple(getattr(checked_shape, name) for name in names)
     mesh = init_device_mesh(cast(str, device_type), sizes, mesh_dim_names=names)
     if is_first:  # before, there was nobody to compare with
-        Agreement(everyone(), "init_mesh", with_versions(options)).compare_call()
+        Agreement(everyone(), "init_mesh", with_versions(options)).compare()
     return mesh
 
 
@@ -115,7 +115,7 @@ def split_mesh(
         given = "x".join(map(str, split_shape))
         fix = 'pass shape="auto"'
         require(fits, MeshError, "split_mesh shape", f"a shape of {mesh.size()} ranks", given, fix)
-        agreement.fields = with_versions({"shape": split_shape, "q_heads": q_heads, "kv_heads": kv_heads})
+        agreement.compare(with_versions({"shape": split_shape, "q_heads": q_heads, "kv_heads": kv_heads}))
     # As many numbers on every rank: the shapes were compared.
     groups = check_groups("split_mesh mesh", all_gather_ints(mesh.mesh.flatten().tolist(), everyone()))
     grid = torch.tensor(groups, device="cpu").view(len(groups), *split_shape)

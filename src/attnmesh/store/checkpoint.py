@@ -305,12 +305,13 @@ def load_layers(
         with Agreement(axes, "load") as agreement:
             saved_layers = _unless_changed(check, path, before, again=again)
             saved = None if saved_layers is None else saved_layers.manifest
-            agreement.fields = {"of": None if again else saved, "capacity": to_load.capacity, "shares": shares}
-            agreement.payload = [0, 0] if saved is None else [int(saved.name, 16) >> 2, saved.length]
-        if saved_layers is None or len({name for name, _ in agreement.payloads_by_shard}) > 1:
+            fields = {"of": None if again else saved, "capacity": to_load.capacity, "shares": shares}
+            numbers = [0, 0] if saved is None else [int(saved.name, 16) >> 2, saved.length]
+            table = agreement.compare(fields, payload=numbers)
+        if saved_layers is None or len({name for name, _ in table}) > 1:
             return None
         manifest, folder, token_mask, extra_tensors = saved_layers
-        length = min(length for _, length in agreement.payloads_by_shard)  # it may grow meanwhile
+        length = min(length for _, length in table)  # it may grow meanwhile
         manifest = manifest._replace(length=length)
         if manifest.growing and "held" in extra_tensors:
             extra_tensors["held"] = extra_tensors["held"][:, :length]
@@ -323,8 +324,9 @@ def load_layers(
 
         with torch.no_grad():
             with Agreement(axes, "load") as agreement:
-                agreement.payload = [bool(_unless_changed(read, path, before, again=again))]
-            if not all(done for (done,) in agreement.payloads_by_shard):
+                is_read = bool(_unless_changed(read, path, before, again=again))
+                table = agreement.compare(payload=[is_read])
+            if not all(done for (done,) in table):
                 return None
             for layer, (cache, (first, _)) in enumerate(zip(caches, manifest.forgotten, strict=True)):
                 cache.shards.mark_present(manifest.length_of(layer), token_mask, first)

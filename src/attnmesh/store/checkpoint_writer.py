@@ -102,8 +102,8 @@ def save_layers(
     with Agreement(mesh, "save") as agreement:
         prepared = _prepare(path, shards, more or {}, note, is_coordinator, lengths_differ)
         folder, manifest, tensors = prepared
-        agreement.fields, agreement.payload = {"saving": manifest.saving, "note": note}, [randbits(62)]
-    manifest = manifest._replace(name=f"{agreement.payloads_by_shard[0][0]:016x}")
+        table = agreement.compare({"saving": manifest.saving, "note": note}, payload=[randbits(62)])
+    manifest = manifest._replace(name=f"{table[0][0]:016x}")
     groups = [SavedGroup.of(own_shards, layers, manifest) for layers in manifest.groups.values()]
     coordinates = (own_shards[0].heads.index, own_shards[0].index)
     lock = WriterLock()

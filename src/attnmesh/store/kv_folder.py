@@ -52,15 +52,14 @@ class KeyFolder:
                 self.path = check_folder(subject, path)
                 if self.is_first:
                     self._take()
-                agreement.fields = {"folder": str(path)}
-                agreement.payload = [randbits(62)]
-            name = f"{agreement.payloads_by_shard[0][0]:016x}"
+                table = agreement.compare({"folder": str(path)}, payload=[randbits(62)])
+            name = f"{table[0][0]:016x}"
             with Agreement(mesh, subject) as agreement, opening(self.path, subject):
                 self._check_private(self.path)
                 self.manifest = self._read(name)
-                agreement.fields = {"of": self.manifest.name, "grows": self.manifest.growing}
                 self.folder = self.path / self.manifest.folder
                 self._make(self.folder)
+                agreement.compare({"of": self.manifest.name, "grows": self.manifest.growing})
         self.ids = TokenIds(self.folder)
         self.journals.append(self.ids.journal)
         own_hosts = [host for host in hosts(token_axis) if token_axis.index in host] if token_axis.size > 1 else [[0]]
@@ -189,13 +188,14 @@ class KeyFolder:
         """Cut a layer to the tokens that all ranks have, and count those of each. Every rank calls it."""
         shard = shards.own
         with Agreement(self.mesh, self.subject) as agreement:
-            agreement.payload = [shard.length]
-        length = min(own_length for (own_length,) in agreement.payloads_by_shard)
+            lengths = agreement.compare(payload=[shard.length])
+        length = min(own_length for (own_length,) in lengths)
         with Agreement(self.mesh, self.subject) as agreement:
             shard.truncate(length)
             parts = [*(blocks.token_index[:-1] for blocks in shard.shared), shard.token_index[: shard.used].cpu()]
-            agreement.payload = shard.block_cyclic.numbers_of(shard.index, torch.cat(parts))
-        table = sorted(set(map(tuple, agreement.payloads_by_shard)))  # ranks along the heads axis hold the same tokens
+            numbers = shard.block_cyclic.numbers_of(shard.index, torch.cat(parts))
+            rows = agreement.compare(payload=numbers)
+        table = sorted({tuple(row) for row in rows})  # ranks along the heads axis hold the same tokens
         fits = sum(count for count, *_ in table) == length
         given = f"{sum(count for count, *_ in table)} of {length} tokens in {self.path}"
         require(fits, StoreError, self.subject, "every token once", given, "restore the folder from a copy")

@@ -78,14 +78,14 @@ def open_store(store: PrefixStore, model: PreTrainedModel, cache: ShardedCache) 
     locks = list[FolderLock]()
     try:
         fields = {"memory": store.memory, "disk": store.disk, "source": store.source}
-        with Agreement(axes, SUBJECT, fields) as agreement:
+        with Agreement(axes, SUBJECT) as agreement:
             store.check(model, cache)
             if not axes.shard:
                 locks.append(FolderLock(check_private(store.folder), patience=RELEASE_SECONDS))
-            agreement.payload = [lock.write_number() for lock in locks] or [0]
+            table = agreement.compare(fields, payload=[lock.write_number() for lock in locks] or [0])
         folder = check_private(store.folder)
         with Agreement(axes, SUBJECT):
-            check_seen(folder, agreement.payloads_by_shard[0][0])
+            check_seen(folder, table[0][0])
         return OpenStore(BlockFolder(folder), _name_of(store, model, cache), locks[0] if locks else None)
     except BaseException:
         for lock in locks:

@@ -137,7 +137,7 @@ def agree_on_batch(
         check_cross_mask("shard_batch", entries["input_ids"], entries)
         tensors = {name: x for name, x in entries.items() if isinstance(x, Tensor)}
         values = {name: describe_value(x) for name, x in entries.items() if name not in tensors}
-        agreement.fields = {"layout": layout, "exchange": exchange, **fingerprints(tensors), **values}
+        agreement.compare({"layout": layout, "exchange": exchange, **fingerprints(tensors), **values})
     return AgreedBatch(entries, positions, documents)
 
 
