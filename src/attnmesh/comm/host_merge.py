@@ -38,20 +38,20 @@ class HostMerge:
         self.width = shape[-1]
         self.rounds = rounds(axis, False)[axis.index] if merge.pattern is Pattern.ROUNDS else None
 
-    def blank(self) -> Tensor:
-        """Return memory for a message: the checksum, the lse of each row, and the rows of out, as in a `MessageForm`.
+    def make_room(self) -> tuple[Tensor, None, Partial]:
+        """Return memory for a message, and views of the partial in it; its checksum is written by `run`.
+
+        It has the checksum, the lse of each row, and the rows of out, as in a `MessageForm`.
 
         Rows of out begin at a multiple of 64 bytes, as in a tensor of their own. Products of matrices may round
         otherwise elsewhere, and ranks would go on with other bits.
         """
         head = 2 + self.rows
         before = -head % ALIGNMENT
-        return torch.empty(before + head + self.rows * self.width, dtype=torch.float32, device="cpu")[before:]
-
-    def partial_in(self, message: Tensor) -> Partial:
-        """Return views of the partial in a message."""
-        stop = 2 + self.rows
-        return Partial(message[stop:].view(self.shape), message[2:stop].view(self.shape[:-1]))
+        rows = self.rows * self.width
+        message = torch.empty(before + head + rows, dtype=torch.float32, device="cpu")[before:]
+        out, lse = message[head:].view(self.shape), message[2:head].view(self.shape[:-1])
+        return message, None, Partial(out, lse)
 
     def heads_of_output(self, output: str) -> slice | None:
         """Return this rank's share of the heads, or None for all."""

@@ -14,6 +14,7 @@ from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial
 from attnmesh.core.scaling import Scaling
 from attnmesh.core.selection import Selection
+from attnmesh.guard.agreement import hash_of_call
 from attnmesh.kernels.cache_runs import CachedAttention
 from attnmesh.kernels.cache_view import CacheView
 from attnmesh.kernels.choice import choose
@@ -83,6 +84,10 @@ FIRST_OPTION = DecodeStep._fields.index("mask")
 """Index in a step of the first value of its caller."""
 
 
+Compared = tuple[Sequence[Tensor], int, Tensor]
+"""What ranks compare in a merge: tensors by their bits, a hash of the call, and tokens, which a tensor begins with."""
+
+
 class StepInputs(NamedTuple):
     """Inputs of a step: queries, the cache of all rows or one a row, and what a call may pass beside them."""
 
@@ -104,6 +109,31 @@ class StepInputs(NamedTuple):
         indices = None if self.indices is None else self.indices.shape
         partial_field = () if self.other_keys is None else ("partial",)
         return step.options, self.q.dtype, self.q.shape, sinks, self.key_lengths is not None, indices, *partial_field
+
+    def of_own_heads(self, step: DecodeStep) -> "StepInputs":
+        """Return the inputs with the queries, sinks and selection of this rank's heads."""
+        q, caches, sinks, key_lengths, selected, other_keys = self
+        heads = step.head_axis.slice_of(q.shape[1])
+        own_sinks = None if sinks is None else sinks[heads]
+        own_selected = selected and selection_of_rank(selected, step.head_axis)
+        return StepInputs(q[:, heads], caches, own_sinks, key_lengths, own_selected, other_keys)
+
+    def compared(self, facts: tuple[Any, ...], views: Sequence[CacheView]) -> Compared:
+        """Return what ranks compare of a call, by a hash of its facts and of what changes between calls of them."""
+        q, caches, sinks, key_lengths, selected, _ = self
+        tensors, values = [q] if sinks is None else [q, sinks], list[int]()
+        for cache in caches:
+            values.append(cache.history_checksum)
+        if key_lengths is not None and key_lengths.device.type == "cpu":
+            values += key_lengths.tolist()
+        elif key_lengths is not None:  # to read them here, the CPU would wait for the device
+            tensors.append(key_lengths)
+        if selected is not None:
+            tensors.append(selected.indices)
+        state = views[0].state
+        for number, view in enumerate(views[1:], 2):  # a sum that tells when the lengths of two caches were swapped
+            state = state + number * view.state[:1]
+        return tensors, hash_of_call(facts, *values), state
 
 
 @cached_per_world(1024)
@@ -144,15 +174,6 @@ def named_options(step: DecodeStep) -> dict[str, Any]:
 def selection_of_rank(selection: Selection, heads: Axis) -> Selection:
     """Return the selection of the heads of a rank, its own where each head has one."""
     return selection.of_heads(heads.slice_of(selection.heads)) if selection.heads > 1 else selection
-
-
-def of_own_heads(
-    step: DecodeStep, q: Tensor, sinks: Tensor | None, selected: Selection | None
-) -> tuple[Tensor, Tensor | None, Selection | None]:
-    """Return the queries, sinks and selection of this rank's heads."""
-    heads = step.head_axis.slice_of(q.shape[1])
-    own_sinks = None if sinks is None else sinks[heads]
-    return q[:, heads], own_sinks, selected and selection_of_rank(selected, step.head_axis)
 
 
 def gather_heads(out: Tensor, checksum: Tensor, step: DecodeStep, heads: int) -> tuple[Tensor, Tensor]:

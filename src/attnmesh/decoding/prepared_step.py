@@ -1,12 +1,17 @@
 """Prepared steps: what was checked and chosen for steps of one signature, and how they run.
 
-All steps `compute` alike. Ranks of one host that merge natively compare their calls by that merge (`HostMerge`). All
-others have a `MergeAgreement` around it.
+A step attends this rank's keys, merges the partial with those of the other ranks, and makes the output of it. Steps
+differ in how ranks merge, and so in how they find out whether their calls are equal:
+
+    LoneStep        there are no other ranks
+    HostMergedStep  ranks of one host merge natively, and compare their calls by that merge
+    AgreedStep      all others: a `MergeAgreement` is around the merge
 """
 
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,177 +21,157 @@ from attnmesh.comm.host_merge import HostMerge, host_merge_for
 from attnmesh.comm.message import blank_message, call_checksum
 from attnmesh.comm.rank_merge import chosen_merge, merge_ranks
 from attnmesh.core.partial import Partial, sum_dtype, with_sinks
-from attnmesh.decoding.decode_step import DecodeStep, StepInputs, gather_heads, of_own_heads
+from attnmesh.decoding.decode_step import Compared, DecodeStep, StepInputs, gather_heads
 from attnmesh.decoding.step_agreement import agreement_on, ask_in_step, compared_fields, runs_on_device
 from attnmesh.errors import RankFailure
-from attnmesh.guard.agreement import MergeCall, hash_of_call, is_capturing
+from attnmesh.guard.agreement import MergeCall, is_capturing
 from attnmesh.kernels.cache_runs import CachedAttention
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery
 from attnmesh.kernels.traced import are_plain
 from attnmesh.runtime.memo import Memo
 from attnmesh.runtime.ranges import ATTENTION, MERGE, in_range, is_profiled
 
-CALLS_DIFFER = torch.ones(2, dtype=torch.float32, device="cpu")
-"""Checksum of calls that a merge on the CPU has found to differ."""
+Room = tuple[Tensor | None, Tensor | None, Partial | None]
+"""Memory that a kernel writes its partial into: a message of the merge, the checksum in it, and the partial in it."""
+
+NO_ROOM: Room = None, None, None
 
 
-class PreparedStep(NamedTuple):
-    """Steps of one signature on caches of one size: their options, the launches of a kernel, and the merge of ranks."""
+@dataclass(eq=False)
+class PreparedStep:
+    """Steps of one signature on caches of one size: their options, the launches of a kernel, and what ranks compare."""
 
     step: DecodeStep
     attention: CachedAttention
-    host_merge: HostMerge | None  # None unless all ranks share a host whose native library merges
-    output_heads: slice | None  # heads of that merge's output; None for all
-    is_alone: bool  # True where there are no other ranks
-    sizes: CacheSizes | None = None
-    stays_on_device: bool = False  # True where the CPU waits for nothing of a device
-    compared_facts: tuple[Any, ...] = ()  # what ranks compare of each call, by its hash
+    make_room: Callable[[], Room] | None  # None where a kernel makes room itself
+    compared_facts: tuple[Any, ...]  # compared by their hash
+    sizes: CacheSizes | None  # None in a graph, which has no caches
+    output_heads: slice | None = None  # heads of the output in a merged partial; None for all
+
+    is_alone: ClassVar[bool] = False
 
     def run(self, inputs: StepInputs, checked: bool | None) -> Tensor:
         """Return the output, or raise the same error on all ranks if their calls differ.
 
         Calls that differ and are not compared give NaN.
         """
-        q, caches, _, key_lengths, *_ = inputs
-        step, views, values = self.step, [], []
-        for cache in caches:
-            views.append(cache.shards.own.view)
-            values.append(cache.history_checksum)
-        if self.is_alone:
-            return self.compute(inputs, views, 0)[0]
-        # Lengths on a GPU are part of the checksum instead: to read them here, the CPU would wait for it.
-        if key_lengths is not None and key_lengths.device.type == "cpu":
-            values += key_lengths.tolist()
-        if self.host_merge is None:
-            ask = None
-            if self.stays_on_device:
-                like = q.new_empty(0), q.shape, caches[0].sizes.value_dim
-                ask = functools.partial(ask_in_step, step, *like)
-            fields = functools.partial(compared_fields, inputs, step)
-            call = MergeCall(self.compared_facts, fields, tuple(values), ask)
-            agreement = agreement_on(caches, step, checked)
-            if (call_hash := agreement.begin(call)) is None:
-                return q.new_full(step.output_shape(q), torch.nan)
-            with agreement:
-                out, merged_checksum = self.compute(inputs, views, call_hash)
-            agreement.compare(call, cast(Tensor, merged_checksum))
-            return out
-        try:  # without an agreement, which takes longer to make than to hash the call
-            call_hash = hash_of_call(self.compared_facts, *values)
-            out, checksum = self.compute(inputs, views, call_hash)
-        except RankFailure:
-            raise
-        except Exception as error:
-            agreement_on(caches, step, checked).fail(error)
-        if checksum is CALLS_DIFFER and checked is not False:
-            agreement_on(caches, step, checked).raise_unequal(functools.partial(compared_fields, inputs, step))
-        return out
+        raise NotImplementedError
 
-    def compute(self, inputs: StepInputs, views: Sequence[CacheView], call_hash: int) -> tuple[Tensor, Tensor | None]:
-        """Return this rank's output, and the checksum that the merge has found of the ranks' calls.
+    def merge(self, partial: Partial, room: Room, compared: Compared) -> tuple[Partial, Any]:
+        """Return the partial of all ranks, and what the merge has found of their calls."""
+        raise NotImplementedError
 
-        The sum of the checksum is 0 if the calls are equal. It is None if `host_merge` has compared them and they are,
-        or if there are no other ranks. The output is NaN if the calls differ. `views` is the cache of all rows of q, or
-        a cache for each row. The CPU reads nothing of a device.
+    def compute(self, inputs: StepInputs, views: Sequence[CacheView] | None = None) -> tuple[Tensor, Any]:
+        """Return this rank's output, NaN if the ranks' calls differ, and what `merge` has found of them.
+
+        `views` are given in a graph, which has no caches. The CPU reads nothing of a device.
         """
-        q, _, sinks, key_lengths, selected, other_keys = inputs
         step = self.step
-        own_q, own_sinks, own_selected = q, sinks, selected  # those of this rank's heads
-        if step.head_axis.size > 1:
-            own_q, own_sinks, own_selected = of_own_heads(step, q, sinks, selected)
-        message = checksum = into = None
-        if self.host_merge is not None:
-            message = self.host_merge.blank()
-            into = self.host_merge.partial_in(message)
-        elif self.attention.in_place_kernel is not None:
-            message, checksum, into = self._message(own_q)
+        if views is None:
+            views = []
+            for cache in inputs.caches:  # in place: a function of it would be one more frame of each step
+                views.append(cache.shards.own.view)
+        own = inputs if step.head_axis.size == 1 else inputs.of_own_heads(step)
+        q, _, sinks, key_lengths, selected, other_keys = own
+        room = NO_ROOM if self.make_room is None else self.make_room()
         # The first rank adds the sinks; a reproducible step adds them after the merge, on any number of ranks.
-        added = own_sinks if step.token_axis.index == 0 and not step.reproducible else None
-        partial_block = step.block if step.reproducible else None
+        added = sinks if step.token_axis.index == 0 and not step.reproducible else None
+        block = step.block if step.reproducible else None
         lengths = None if key_lengths is None else key_lengths.to(q.device)
-        query = DecodeQuery(
-            own_q, step.mask, step.scaling, step.capacity, added, partial_block, into, lengths, other_keys
-        )
+        query = DecodeQuery(q, step.mask, step.scaling, step.capacity, added, block, room[2], lengths, other_keys)
         attend = in_range(ATTENTION, self.attention.attend) if is_profiled() else self.attention.attend
-        partial = attend(query, views, own_selected)
+        partial = attend(query, views, selected)
+        found: Any = None
         if not self.is_alone:
-            partial, checksum = self._merge(partial, inputs, views, call_hash, message, checksum)
-        return self._finish(partial, checksum, inputs, own_sinks, lengths, views)
+            partial, found = self.merge(partial, room, inputs.compared(self.compared_facts, views))
+        out = self.finish(partial, query, sinks, views)
+        return (out, found) if step.head_axis.size == 1 else gather_heads(out, found, step, inputs.q.shape[1])
 
-    def _merge(
-        self,
-        partial: Partial,
-        inputs: StepInputs,
-        views: Sequence[CacheView],
-        call_hash: int,
-        message: Tensor | None,
-        checksum: Tensor | None,
-    ) -> tuple[Partial, Tensor | None]:
-        """Return the partial of all ranks, and the checksum of their calls; None if the CPU knows that they are equal.
-
-        `message` holds the partial, where there is one, and `checksum` is a view of it.
-        """
-        q, _, sinks, key_lengths, selected, _ = inputs
-        step, host_merge = self.step, self.host_merge
-        tensors = [q] if sinks is None else [q, sinks]
-        state = views[0].state
-        if key_lengths is not None and key_lengths.device.type != "cpu":
-            tensors.append(key_lengths)  # else part of the hash
-        if selected is not None:
-            tensors.append(selected.indices)
-        for number, view in enumerate(views[1:], 2):  # a sum that tells when the lengths of two caches were swapped
-            state = state + number * view.state[:1]
-        if host_merge is not None and message is not None:
-            merge = in_range(MERGE, host_merge.run) if is_profiled() else host_merge.run
-            length = state.tolist()[0]  # tokens of the caches, which are compared too
-            if merge(message, call_hash + length, tensors):
-                return partial, None
-            partial.out.fill_(torch.nan)
-            return partial, CALLS_DIFFER
-        checksum = call_checksum(tensors, call_hash, state, partial.lse, checksum)
-        along = step.token_axis, step.merge, step.output
-        return merge_ranks(partial, checksum, *along, reproducible=step.reproducible, message=message)
-
-    def _finish(
-        self,
-        partial: Partial,
-        checksum: Tensor | None,
-        inputs: StepInputs,
-        sinks: Tensor | None,
-        lengths: Tensor | None,
-        views: Sequence[CacheView],
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the output of the merged partial, and the checksum of all ranks of both axes.
-
-        `sinks` are those of this rank's heads, and `lengths` the real keys of each sequence, on the device.
-        """
-        q, step = inputs.q, self.step
+    def finish(self, partial: Partial, query: DecodeQuery, sinks: Tensor | None, views: Sequence[CacheView]) -> Tensor:
+        """Return the output of a merged partial. `sinks` are those of this rank's heads."""
+        step = self.step
         out = partial.out if self.output_heads is None else partial.out[:, self.output_heads]
         if step.reproducible:
             if sinks is not None and step.output == "heads":
                 sinks = sinks[step.token_axis.slice_of(len(sinks))]
             # Merging with an empty partial turns -0.0 into 0.0, and more ranks mean more empty partials.
             out = with_sinks(partial, sinks).out + 0.0
-        out = out.to(q.dtype).contiguous()
-        if lengths is not None:  # NaN where no such number of keys is cached
-            wrong = (lengths < 0) | (lengths > views[0].state[0])
+        out = out.to(query.q.dtype).contiguous()
+        if query.key_lengths is not None:  # NaN where no such number of keys is cached
+            wrong = (query.key_lengths < 0) | (query.key_lengths > views[0].state[0])
             out = out.masked_fill(wrong[:, None, None, None], torch.nan)
-        if checksum is not None and step.head_axis.size > 1:
-            out, checksum = gather_heads(out, checksum, step, q.shape[1])
-        return out, checksum
+        return out
 
-    def _message(self, q: Tensor) -> tuple[Tensor | None, Tensor | None, Partial | None]:
-        """Return a message with its checksum and the partial in it, which a kernel that reads the cache writes.
 
-        One rank has the partial alone; a reproducible one merges into new memory.
-        """
-        shape = (*q.shape[:-1], self.step.value_dim)
-        dtype = sum_dtype(q.dtype)
-        if self.step.token_axis.size > 1:
-            return blank_message(shape, dtype, q.device)
-        if self.step.reproducible:
-            return None, None, None
-        return None, None, Partial(q.new_empty(shape), q.new_empty(shape[:-1], dtype=dtype))
+class LoneStep(PreparedStep):
+    """A step of a rank without others."""
+
+    is_alone = True
+
+    def run(self, inputs: StepInputs, checked: bool | None) -> Tensor:
+        """Return the output."""
+        return self.compute(inputs)[0]
+
+
+@dataclass(eq=False, kw_only=True)
+class HostMergedStep(PreparedStep):
+    """A step of ranks that share a host, whose native library merges, and says whether their calls are equal."""
+
+    host_merge: HostMerge
+
+    def run(self, inputs: StepInputs, checked: bool | None) -> Tensor:
+        """Return the output, or raise. An agreement takes longer to make than to merge: it is made to raise alone."""
+        try:
+            out, is_equal = self.compute(inputs)
+        except RankFailure:
+            raise
+        except Exception as error:
+            agreement_on(inputs.caches, self.step, checked).fail(error)
+        if not is_equal and checked is not False:
+            fields = functools.partial(compared_fields, inputs, self.step)
+            agreement_on(inputs.caches, self.step, checked).raise_unequal(fields)
+        return out
+
+    def merge(self, partial: Partial, room: Room, compared: Compared) -> tuple[Partial, bool]:
+        """Return the partial of all ranks, which is merged in its message, and whether their calls are equal."""
+        message, _, _ = room
+        tensors, call_hash, state = compared
+        assert message is not None
+        merge = in_range(MERGE, self.host_merge.run) if is_profiled() else self.host_merge.run
+        is_equal = merge(message, call_hash + state.tolist()[0], tensors)
+        if not is_equal:
+            partial.out.fill_(torch.nan)
+        return partial, is_equal
+
+
+@dataclass(eq=False, kw_only=True)
+class AgreedStep(PreparedStep):
+    """A step with an agreement around its merge."""
+
+    stays_on_device: bool  # True where the CPU waits for nothing of a device
+
+    def run(self, inputs: StepInputs, checked: bool | None) -> Tensor:
+        """Return the output, or raise; NaN if this rank asked the others about a new call and not all ranks did."""
+        q, step = inputs.q, self.step
+        fields, ask = functools.partial(compared_fields, inputs, step), None
+        if self.stays_on_device:
+            ask = functools.partial(ask_in_step, step, q.new_empty(0), q.shape, step.value_dim)
+        call = MergeCall(self.compared_facts, fields, ask)
+        agreement = agreement_on(inputs.caches, step, checked)
+        if not agreement.begin(call):
+            return q.new_full(step.output_shape(q), torch.nan)
+        with agreement:
+            out, checksum = self.compute(inputs)
+        agreement.compare(call, checksum)
+        return out
+
+    def merge(self, partial: Partial, room: Room, compared: Compared) -> tuple[Partial, Tensor]:
+        """Return the partial of all ranks, and the checksum of their calls. Its sum is 0 if these are equal."""
+        step = self.step
+        message, checksum, _ = room
+        checksum = call_checksum(*compared, partial.lse, checksum)
+        along = step.token_axis, step.merge, step.output
+        return merge_ranks(partial, checksum, *along, reproducible=step.reproducible, message=message)
 
 
 def find_step(
@@ -243,22 +228,56 @@ def prepare_step(
         for cache in caches:
             if cache.shards.forked and on_device:
                 cache.shards.unshare()  # the kernel merges the blocks of one tensor
-    prepared_step = new_prepared_step(q, first.shard.view, step)
     facts = inputs.compared_facts(step)
-    prepared_step = prepared_step._replace(sizes=first.sizes, stays_on_device=on_device, compared_facts=facts)
+    prepared_step = new_prepared_step(q, first.shard.view, step, facts, first.sizes, stays_on_device=on_device)
     if signature is not None and not step.mask.ends:
         prepared.keep(signature, prepared_step)
     return prepared_step
 
 
-def new_prepared_step(q: Tensor, view: CacheView, step: DecodeStep) -> PreparedStep:
+def new_prepared_step(
+    q: Tensor,
+    view: CacheView,
+    step: DecodeStep,
+    facts: tuple[Any, ...],
+    sizes: CacheSizes | None = None,
+    *,
+    stays_on_device: bool = False,
+) -> PreparedStep:
     """Return what steps with such queries run: the launches of a kernel, and the merge."""
     attention = step.attention_for(q, view)
+    make_room = None if attention.in_place_kernel is None else _room_in_place(q, step)
+    if step.token_axis.size == step.head_axis.size == 1:
+        return LoneStep(step, attention, make_room, facts, sizes)
+    if make_room is None and (host_merge := _host_merge_of(q, step)) is not None:
+        heads = host_merge.heads_of_output(step.output)
+        return HostMergedStep(step, attention, host_merge.make_room, facts, sizes, heads, host_merge=host_merge)
+    return AgreedStep(step, attention, make_room, facts, sizes, stays_on_device=stays_on_device)
+
+
+def _host_merge_of(q: Tensor, step: DecodeStep) -> HostMerge | None:
+    """Return the native merge of such steps; None unless all ranks share a host whose native library merges them."""
     axis = step.token_axis
-    host_merge, heads = None, None
     may_merge_natively = axis.size > 1 and step.head_axis.size == 1 and q.device.type == "cpu" and not step.reproducible
-    if may_merge_natively and attention.in_place_kernel is None and sum_dtype(q.dtype) == torch.float32:
-        merge = chosen_merge(axis, step.merge, step.output, q.device)
-        host_merge = host_merge_for(axis, (*q.shape[:-1], step.value_dim), merge)
-        heads = None if host_merge is None else host_merge.heads_of_output(step.output)
-    return PreparedStep(step, attention, host_merge, heads, is_alone=axis.size == step.head_axis.size == 1)
+    if not may_merge_natively or sum_dtype(q.dtype) != torch.float32:
+        return None
+    merge = chosen_merge(axis, step.merge, step.output, q.device)
+    return host_merge_for(axis, (*q.shape[:-1], step.value_dim), merge)
+
+
+def _room_in_place(q: Tensor, step: DecodeStep) -> Callable[[], Room] | None:
+    """Return what makes room for a kernel that reads the cache, in a message if others merge with this rank.
+
+    One rank has the partial alone; a reproducible one merges into new memory.
+    """
+    heads = step.head_axis.slice_of(q.shape[1])
+    shape = q.shape[0], heads.stop - heads.start, q.shape[2], step.value_dim
+    dtype = sum_dtype(q.dtype)
+    if step.token_axis.size > 1:
+        return functools.partial(blank_message, shape, dtype, q.device)
+    return None if step.reproducible else functools.partial(_blank_partial, shape, q.dtype, dtype, q.device)
+
+
+def _blank_partial(shape: Sequence[int], dtype: torch.dtype, lse_dtype: torch.dtype, device: torch.device) -> Room:
+    out, lse = torch.empty(shape, dtype=dtype, device=device), torch.empty(shape[:-1], dtype=lse_dtype, device=device)
+    return None, None, Partial(out, lse)

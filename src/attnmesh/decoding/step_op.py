@@ -31,10 +31,10 @@ def decode_op(
 ) -> Tensor:
     """Run a step inside a graph, which cannot raise: all ranks get NaN if their calls differ."""
     view = view_of(cache, (step := DecodeStep.from_code(names, numbers)).value_dim)
-    call_hash = DecodeStep.hash_of_code(names, numbers)
+    facts = (DecodeStep.hash_of_code(names, numbers),)
     selected = None if indices is None else Selection(indices, step.index_block or 1)
     inputs = StepInputs(q, (), sinks, key_lengths, selected)
-    out, _ = new_prepared_step(q, view, step).compute(inputs, [view], call_hash)
+    out, _ = new_prepared_step(q, view, step, facts).compute(inputs, [view])
     length = view.state[0]
     return torch.where(length <= step.capacity, out, torch.nan)
 

@@ -195,10 +195,9 @@ class CallRecord:
 class MergeCall(NamedTuple):
     """A call that ends in a merge, as ranks compare it."""
 
-    facts: Hashable  # all that must be equal, by its hash, but for the state
-    fields: Fields  # facts and state in words, for the table of calls that differ
-    state: tuple[Hashable, ...] = ()  # values that change between calls of the same facts
-    ask: Callable[[], Tensor] | None = None  # part in the merge by a question; None where the CPU reads the messages
+    facts: Hashable  # all that a call needs to be known
+    fields: Fields  # all that must be equal, in words: it is compared where ranks ask, or found that calls differ
+    ask: Callable[[], Tensor] | None  # part in the merge by a question; None where the CPU reads the messages
 
 
 class MergeAgreement:
@@ -214,10 +213,9 @@ class MergeAgreement:
     The `with` compares nothing. It tells the other ranks of an error of this one, for which they would wait. `poison`
     takes part in the merge without a call, so that they find it.
 
-        call_hash = agreement.begin(call)
-        if call_hash is not None:
+        if agreement.begin(call):
             with agreement:
-                out, checksum = merge(partial, call_hash)
+                out, checksum = merge(partial, hash_of_call(call.facts))
             agreement.compare(call, checksum)
     """
 
@@ -244,20 +242,17 @@ class MergeAgreement:
         if isinstance(error, Exception) and not isinstance(error, RankFailure):
             self.fail(error)
 
-    def begin(self, call: MergeCall) -> int | None:
-        """Return the hash of a call, for its messages; None if this rank asked and not all ranks did.
-
-        Ranks compare the call here where they ask, or where its messages need it.
-        """
+    def begin(self, call: MergeCall) -> bool:
+        """Compare a call where ranks ask, or its messages need it. Return False if this rank asked and not all did."""
         # A CPU that reads the checksum compares each call.
         on_device = self.checksum_stays_on_device
         is_known = on_device and call.ask is not None and call.facts in self.calls.compared_calls
         if self.is_compared and (not is_known if self.checked is None else self.checked):
             if on_device and not self.ask_all_ranks():
-                return None
+                return False
             if on_device or is_collective(self.merge):
                 Agreement(self.calls.mesh, self.name, call.fields).compare()
-        return hash_of_call(call.facts, *call.state)
+        return True
 
     def compare(self, call: MergeCall, checksum: Tensor) -> None:
         """Raise on all ranks if the merged checksum shows that their calls differ.

@@ -162,13 +162,13 @@ def _merge(
     if merge == "auto" or MERGES[merge].is_packed:
         like = partial.out.new_empty(0), partial.lse.new_empty(0), partial.out.shape
         ask = partial_of(_ask, *like, axis, merge, output, wire)
-    call = MergeCall(text, text, ask=ask)
-    if (call_hash := agreement.begin(call)) is None:
+    call = MergeCall(text, text, ask)
+    if not agreement.begin(call):
         return _nan_like(partial, axis, output)
     if axis.size > 1 and device.type == "cpu":
         prepare_merges(axis)
     with agreement:
-        checksum = checksum_of(call_hash, partial.lse)
+        checksum = checksum_of(hash_of_call(text), partial.lse)
         merged, checksum = merge_ranks(partial, checksum, axis, merge, output, wire)
     if axis.size > 1:
         agreement.compare(call, checksum)
@@ -209,8 +209,7 @@ def is_plain(partial: object, merge: object, output: object, wire: object, base:
 
 def merge_as_one_call(partial: Partial, host_merge: HostMerge, text: str, output: str, *, is_compared: bool) -> Partial:
     """Return the merge in new tensors, as one native call. `text` is what ranks compare."""
-    message = host_merge.blank()
-    merged = host_merge.partial_in(message)
+    message, _, merged = host_merge.make_room()
     merged.out.copy_(partial.out)
     merged.lse.copy_(partial.lse)
     if not host_merge.run(message, hash_of_call(text)):
