@@ -161,6 +161,21 @@ def test_step_is_one_graph_for_all_lengths(pool: Pool, shape: tuple[int, ...]) -
 
 
 @on_each_rank
+def compiled_with_lengths(odd: int) -> str:
+    """On a rank: the output of a graph in which rank 1 has `odd` more real keys."""
+    cache = cache_of((1, 1, 2), 30)
+    step = torch.compile(lambda q, lengths: am.decode(q, cache, key_lengths=lengths), fullgraph=True, backend="eager")
+    with torch.no_grad():
+        out = step(query(1), torch.tensor([20 + odd * dist.get_rank()]))
+    return "NaN" if bool(out.isnan().all()) else "numbers" if bool(out.isfinite().all()) else "some NaN"
+
+
+@pytest.mark.parametrize(("odd", "found"), [(0, "numbers"), (1, "NaN")])
+def test_key_lengths_that_differ_in_a_graph_give_nan(odd: int, found: str, pool: Pool) -> None:
+    assert pool.run(2, compiled_with_lengths, odd) == [found] * 2
+
+
+@on_each_rank
 def compiled_latent_steps() -> bool:
     sizes = {"batch": 1, "kv_heads": 1, "head_dim": WIDTH, "value_dim": WIDTH - 2, "capacity": 40, "values": "prefix"}
     caches = [am.KVCache(named_mesh(Shape(1, 1, 2), AXES), dtype=torch.float32, **sizes) for _ in range(2)]
