@@ -80,6 +80,8 @@ class ForwardPass:
         """True if the logits of routers are gathered, so that a loss of routers counts the tokens of all ranks."""
         self.key_lengths: Tensor | None = None
         """Tokens of each row before its padding, (batch,), to hide padding from padding; None if nothing reads it."""
+        self.token_ends: dict[str, Tensor] = {}
+        """Smallest and largest token of all ranks, by argument; none in generation."""
         self.begin()
 
     def begin(self) -> None:

@@ -206,3 +206,33 @@ def generated_on_mesh() -> bool:
 
 def test_a_model_of_a_trainer_on_a_mesh_generates(pool: Pool) -> None:
     assert pool.run(2, generated_on_mesh) == [True, True]
+
+
+UNKNOWN = {
+    "input_ids": "ArgumentError: attnmesh.hf input_ids: expected tokens from 0 to 96, the model's vocabulary, given",
+    "labels": "ArgumentError: attnmesh.hf labels: expected tokens from 0 to 96, or -100, given 999. Fix: use the token",
+}
+
+
+@on_each_rank
+def with_unknown_token(name: str) -> tuple[str, float]:
+    """Return the error of a batch with a token that one rank alone has, and the loss of the next batch."""
+    mesh = named_mesh(Shape(1, 2, 1), AXES)
+    model = families.model("llama", "attnmesh", num_hidden_layers=1)
+    whole = {"input_ids": prompt(LENGTH, batch=2), "labels": prompt(LENGTH, batch=2)}
+    whole[name][0, -1] = 999
+    error = ""
+    try:
+        model(**hf.shard_batch(whole, mesh))
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    whole[name][0, -1] = 0
+    return error, float(model(**hf.shard_batch(whole, mesh)).loss.detach())
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_a_token_that_no_model_has_raises_on_all_ranks(name: str, pool: Pool) -> None:
+    answers = pool.run(2, with_unknown_token, name)
+    for error, loss in answers:
+        assert error.startswith(UNKNOWN[name]), error
+        assert loss > 0

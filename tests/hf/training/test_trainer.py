@@ -257,7 +257,7 @@ def after_an_error(shape: Shape) -> tuple[str, Any, float]:
         try:
             model(input_ids=ids, labels=ids + 1000)
             raised = "none"
-        except IndexError as error:
+        except errors.ArgumentError as error:
             raised = type(error).__name__
         output = model(input_ids=ids, labels=ids)
         return raised, type(output.logits).__name__, output.loss.item()
@@ -267,7 +267,7 @@ def test_a_loop_goes_on_after_a_batch_whose_call_raised(pool: Pool) -> None:
     ids = prompt(33)
     expected = families.model("qwen3", "sdpa")(input_ids=ids, labels=ids).loss.item()
     for given in pool.run(2, after_an_error, Shape(1, 1, 2)):
-        assert given == ("IndexError", "ShardedOutput", pytest.approx(expected, rel=TRAINED))
+        assert given == ("ArgumentError", "ShardedOutput", pytest.approx(expected, rel=TRAINED))
 
 
 # --- bad input ---
@@ -293,6 +293,8 @@ def loss_or_error(name: str) -> str:
             data = examples(first=rank)
         case "unknown token":
             collator = with_unknown_token
+        case "unknown label":
+            collator = with_unknown_label
         case "left padding":
             collator = left
         case "images":
@@ -330,6 +332,13 @@ def with_unknown_token(batch: list[dict[str, Any]]) -> dict[str, Tensor]:
     return collated
 
 
+def with_unknown_label(batch: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Collate a batch whose last label, which one rank alone holds, is not in the vocabulary."""
+    collated = collate(batch)
+    collated["labels"][0, -1] = 999
+    return collated
+
+
 def left(batch: list[dict[str, Any]]) -> dict[str, Tensor]:
     """Pad the sequences of a batch on the left."""
     size = max(len(row["input_ids"]) for row in batch)
@@ -352,6 +361,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {},
         "ArgumentError: attnmesh.hf on_mesh input_ids: expected tokens from 0 to 96, the model's voc",
     ),
+    "unknown label": ({}, "ArgumentError: attnmesh.hf labels: expected tokens from 0 to 96, or -100, given 999. Fix"),
     "left padding": ({}, "MaskError: shard_batch attention_mask: expected padding on the right, if any, given"),
     "images": (
         {},

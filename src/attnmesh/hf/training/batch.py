@@ -98,6 +98,7 @@ def shard_agreed(agreed: AgreedBatch, mesh: DeviceMesh | None, layout: Layout, e
     shards = Shards(mesh, layout, ids.shape[1], documents, label_counts=label_counts, exchange=exchange)
     images = {name: x for name, x in batch.items() if name in IMAGE_INPUTS and x is not None}
     shards.forward_pass.on_begin = prepare_caller_with_images if images else prepare_caller
+    shards.forward_pass.token_ends = _token_ends(ids, labels)
 
     def part(x: Tensor) -> Tensor:
         return shard(x, mesh, layout=layout, dim=1)
@@ -115,6 +116,15 @@ def shard_agreed(agreed: AgreedBatch, mesh: DeviceMesh | None, layout: Layout, e
         "attention_mask": ShardMask.of(part(mask), shards=shards),
         "use_cache": False,
     } | loss
+
+
+def _token_ends(ids: Tensor, labels: Tensor | None) -> dict[str, Tensor]:
+    """Return the smallest and the largest token of all ranks, and those of the labels to learn."""
+    tokens = {"input_ids": ids}
+    if labels is not None:
+        tokens["labels"] = labels.masked_fill(labels == IGNORE_INDEX, 0)
+    ends = torch.stack([end.long() for x in tokens.values() for end in x.aminmax()]).cpu()  # read once
+    return dict(zip(tokens, ends.split(2), strict=True))
 
 
 def agree_on_batch(

@@ -18,9 +18,18 @@ from attnmesh.guard.agreement import Agreement, may_compare
 from attnmesh.hf.families.family import family_of, prepared_code
 from attnmesh.hf.images.cut import prepare_text_model
 from attnmesh.hf.layer_checks import check_same_weights
-from attnmesh.hf.models import SUBJECT, check_implementation
+from attnmesh.hf.models import SUBJECT, check_implementation, tokens_check
 from attnmesh.hf.recurrent.prepare_recurrent import prepare_layers
-from attnmesh.hf.shards import CALL, FORWARD_ALL, OF_SHARD_BATCH, PromptIds, ShardPositions, Shards, ShardTensor
+from attnmesh.hf.shards import (
+    CALL,
+    FORWARD_ALL,
+    OF_SHARD_BATCH,
+    PromptIds,
+    ShardIds,
+    ShardPositions,
+    Shards,
+    ShardTensor,
+)
 from attnmesh.hf.sparse.prepare_indexer import prepare_indexers
 from attnmesh.hf.training.labels import GuardedLabels, ShardLabels
 from attnmesh.mesh.axes import Mesh
@@ -74,6 +83,7 @@ def _check_model(running: list[RunningCall], shards: Shards) -> None:
     try:
         _check_kind(model)
         _check_arguments(arguments)
+        _check_tokens(model, arguments, shards.forward_pass.token_ends)
     except InputError as error:
         Agreement(Mesh.of(shards.mesh), type(model).__name__, is_compared=may_compare(device)).fail(error)
     shards.forward_pass.has_positions = True
@@ -121,6 +131,19 @@ def _check_arguments(arguments: dict[str, Any]) -> None:
     fix = "leave it out: the last token of a shard is seldom that of the sequence"
     is_all = keep is None or (isinstance(keep, int) and keep == 0)
     require(is_all, ArgumentError, f"{SUBJECT} logits_to_keep", "logits of all tokens of a shard", str(keep), fix)
+
+
+def _check_tokens(model: PreTrainedModel, arguments: dict[str, Any], ends: dict[str, Tensor]) -> None:
+    """Raise unless the model has all tokens and labels of all ranks: the rank that holds another would fail alone."""
+    if isinstance(arguments.get("input_ids"), ShardIds):
+        require(*tokens_check(f"{SUBJECT} input_ids", ends["input_ids"], model))
+    outputs = getattr(model.get_output_embeddings(), "out_features", None)
+    if outputs is None or not isinstance(arguments.get("labels"), GuardedLabels):
+        return
+    first, last = ends["labels"].tolist()
+    fits, expected = first >= 0 and last < outputs, f"tokens from 0 to {outputs - 1}, or -100"
+    fix = "use the tokenizer of this model, and -100 for tokens that are not learned"
+    require(fits, ArgumentError, f"{SUBJECT} labels", expected, first if first < 0 else last, fix)
 
 
 def _running_calls() -> list[RunningCall]:
