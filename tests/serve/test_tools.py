@@ -139,6 +139,7 @@ BAD: dict[str, tuple[list[Any], str]] = {
         [parameters(x={"enum": ["\ud800"]})],
         "tools[0].function.parameters.properties.x.enum[0]",
     ),
+    "half a character as a name": ([parameters(**{"\ud800": 1})], "tools[0].function.parameters.properties.?"),
     "strict": ([function(strict="yes")], "tools[0].function.strict"),
     "parameters": ([function(parameters=[])], "tools[0].function.parameters"),
     "another type": ([function(parameters={"type": "array"})], "tools[0].function.parameters"),
@@ -161,6 +162,14 @@ def test_a_tool_that_is_none_is_refused_by_its_field(name: str) -> None:
         encode_chat(byte_tokenizer(HERMES), fields)
     assert (raised.value.status, raised.value.param) == (400, field)
     assert str(raised.value).startswith(f"{field}: expected ")
+
+
+def test_a_format_beside_calls_that_must_be_is_text_in_utf_8_too() -> None:
+    """A response of /v1/responses repeats it, though no grammar is made of it."""
+    format = {"type": "json_schema", "json_schema": {"name": "f", "schema": {"enum": ["\ud800"]}}}
+    fields = read_fields(chat(tools=TOOLS, tool_choice="required", response_format=format), CHAT)
+    with pytest.raises(Refused, match=r"^response_format\.json_schema\.schema\.enum\[0\]: expected text in UTF-8"):
+        encode_chat(byte_tokenizer(HERMES), fields)
 
 
 def test_schemas_of_frameworks_are_taken() -> None:

@@ -14,7 +14,7 @@ from attnmesh.serve.json_reader import VALUES, JsonReader
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.schema import is_text, shown, wrong_value
 from attnmesh.serve.spelling import OPTIONS
-from attnmesh.serve.tool_schemas import check_tools
+from attnmesh.serve.tool_schemas import check_texts, check_tools
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles of messages. The chat template decides on what a model knows."""
@@ -63,6 +63,7 @@ def encode_chat(encoder: Any, fields: dict[str, Any], check: Check = bool) -> En
     pictures: list[Any] | None = [] if hasattr(encoder, "image_processor") else None
     messages = [template_message(f"messages[{i}]", message, pictures) for i, message in enumerate(fields["messages"])]
     check_tools(fields["tools"] or [])
+    check_texts("response_format", fields.get("response_format"))
     tools = offered_tools(fields)
     if not encoder.chat_template:
         raise Refused(400, "messages: the model has no chat template. Use /v1/completions.", "messages")

@@ -12,13 +12,15 @@ TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_e
 class Refused(Exception):
     """Raised when a request is not served: a status, a message and the field at fault.
 
+    Names of fields come from clients, and may hold half of a surrogate pair, which no response can have.
+
     >>> Refused(400, "n: expected 1 to 16, given 0", "n").body["error"]["type"]
     'invalid_request_error'
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.param, self.code = status, param, code
+        super().__init__(_in_utf_8(message))
+        self.status, self.param, self.code = status, param and _in_utf_8(param), code
 
     @property
     def body(self) -> dict[str, Any]:
@@ -32,3 +34,7 @@ class Refused(Exception):
         if self.status == 401:
             return {"www-authenticate": "Bearer"}
         return {"retry-after": str(RETRY_AFTER)} if self.status in (429, 503) else {}
+
+
+def _in_utf_8(text: str) -> str:
+    return text.encode(errors="replace").decode()

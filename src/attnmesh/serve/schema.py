@@ -336,8 +336,7 @@ def read_fields(body: Any, schema: Schema, defaults: Mapping[str, Any] = Mapping
         raise Refused(400, f"body: expected a JSON object, given {shown(body)}")
     for name in body:
         if name not in schema:
-            param = name[:SHOWN].encode(errors="replace").decode()  # JSON may hold half of a surrogate pair
-            raise Refused(400, f"body: unknown field {shown(name)}. Leave it out.", param, "unknown_parameter")
+            raise Refused(400, f"body: unknown field {shown(name)}. Leave it out.", name[:SHOWN], "unknown_parameter")
     given = {**defaults, **{name: value for name, value in body.items() if value is not None}}
     fields = {name: field.read(name, given.get(name)) for name, field in schema.items()}
     _check_together(fields)

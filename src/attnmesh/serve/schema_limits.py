@@ -258,7 +258,7 @@ def whole(number: Any) -> int:
     >>> [whole(number) for number in (0.01, 12.5, 60, 1e9, "a")]
     [1, 125, 60, 100001, 1]
     """
-    if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+    if isinstance(number, bool) or not isinstance(number, int | float):
         return 1
     if abs(number) > DIVISORS:
         return DIVISORS + 1

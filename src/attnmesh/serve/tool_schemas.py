@@ -24,7 +24,7 @@ TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
 OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords whose value has schemas by name."""
 LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-SINGLE = ("items", "additionalProperties", "not", "contains", "propertyNames", "if", "then", "else")
+SINGLE = ("items", "additionalItems", "additionalProperties", "not", "contains", "propertyNames", "if", "then", "else")
 
 
 def check_tools(tools: list[dict[str, Any]]) -> None:
@@ -87,6 +87,12 @@ def check_schema(field: str, schema: Any, depth: int = MAX_SCHEMA_DEPTH) -> None
             )
     for place, inner in inner_schemas(field, schema):
         check_schema(place, inner, depth - 1)
+
+
+def check_texts(field: str, value: Any) -> None:
+    """Raise on a text within a value that is no UTF-8."""
+    for _ in _texts(value, field):
+        pass
 
 
 def _are_names(values: Any) -> bool:
