@@ -1,6 +1,10 @@
-"""The bound of characters a token: a text that fits is never refused by it."""
+"""The bound of characters a token: a text that fits is never refused by it; and the threads that encode."""
 
+import asyncio
+import gc
+import threading
 from typing import Any
+from weakref import ref
 
 import pytest
 from hypothesis import given, settings
@@ -9,7 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE, Unigram, WordPiece
 from transformers import PreTrainedTokenizerFast
 
-from attnmesh.serve.encoders import characters_a_token
+from attnmesh.serve.encoders import Encoders, characters_a_token
 
 SIGNS = sorted(pre_tokenizers.ByteLevel.alphabet())
 WORDS = ["Ġ" * 2, "Ġ" * 4, "Ġ" * 8, "th", "the"]
@@ -81,3 +85,37 @@ def test_a_token_has_no_more_characters_than_the_bound(name: str, text: str) -> 
 @pytest.mark.parametrize("name", UNBOUNDED)
 def test_no_bound_is_taken_where_characters_may_be_dropped(name: str) -> None:
     assert characters_a_token(UNBOUNDED[name]) is None
+
+
+class Fields(dict[str, Any]):
+    """Fields of a request, which may be referred to weakly."""
+
+
+def test_a_prompt_whose_client_has_gone_is_kept_by_no_queue() -> None:
+    """Else clients that come and go while a long prompt is encoded fill the memory."""
+    begun, open_gate = threading.Event(), threading.Event()
+
+    def encode(_: Any, fields: Any, __: Any) -> int:
+        begun.set()
+        assert open_gate.wait(60)
+        return len(fields)
+
+    async def run() -> Any:
+        encoders = Encoders(BOUNDED["bytes"][0])
+        first = asyncio.create_task(encoders.run(encode, Fields(), True, 100))
+        assert await asyncio.to_thread(begun.wait, 60)
+        fields = Fields(prompt="a")
+        left = ref(fields)
+        second = asyncio.create_task(encoders.run(encode, fields, True, 100))
+        await asyncio.sleep(0)
+        second.cancel()
+        await asyncio.gather(second, return_exceptions=True)
+        del fields, second
+        gc.collect()
+        kept = left()
+        open_gate.set()
+        assert await first == 0
+        encoders.close()
+        return kept
+
+    assert asyncio.run(run()) is None

@@ -73,6 +73,8 @@ class Bodies:
             raise Refused(400, "body: the client has closed the connection") from None
         except UnicodeDecodeError:
             raise Refused(400, "body: expected JSON in UTF-8") from None
+        finally:
+            body.parts.clear()  # what was read of them is enough
 
     async def _receive(self, http: HttpRequest, body: Body) -> None:
         decoder = getincrementaldecoder("utf-8")()

@@ -36,7 +36,14 @@ class Encoders:
         """Return what `encode` makes of a value; raise on a text that has `longest` tokens or more for certain."""
         pool, encoder = self._long if is_long else self._short
         check = partial(self._check, longest)
-        return await asyncio.get_running_loop().run_in_executor(pool, encode, encoder, value, check)
+        values = [value]
+        del value
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(pool, lambda: encode(encoder, values.pop(), check))
+        except asyncio.CancelledError:  # until the thread is free its queue keeps the error, and the frames it came by
+            values.clear()
+            raise asyncio.CancelledError from None
 
     def close(self) -> None:
         """End the threads."""
