@@ -2,6 +2,7 @@
 
 import os
 import struct
+from errno import ENOSPC
 from pathlib import Path
 
 import torch
@@ -50,8 +51,8 @@ class TokenIds:
         rows = tokens.t().cpu().contiguous()
         ids_before = self.written
         if not self.opened:
-            self.opened = True
             self.journal.open()
+            self.opened = True
         if ids_before is None:
             ids_before = rows[:0]
             self.journal.begin(0, 0, digest_on_cpu(ids_before))
@@ -64,7 +65,9 @@ class TokenIds:
         handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, PRIVATE_FILE)
         try:
             ids = rows[start:].flatten().tolist()
-            os.pwrite(handle, struct.pack(f"{len(ids)}q", *ids), start * 8 * rows.shape[1])
+            packed = struct.pack(f"{len(ids)}q", *ids)
+            if os.pwrite(handle, packed, start * 8 * rows.shape[1]) != len(packed):
+                raise OSError(ENOSPC, os.strerror(ENOSPC))
         finally:
             os.close(handle)
         self.journal.add(start, len(rows), len(rows), digest_on_cpu(rows[start:]))

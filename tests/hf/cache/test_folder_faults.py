@@ -1,6 +1,7 @@
 """Folders that a cache cannot go on with: named, and left as they are."""
 
 import gc
+import os
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -111,3 +112,29 @@ def filled_by_ranks(folder: Path, ranks: int, fix: str | None) -> None:
 def test_a_folder_of_other_ranks_says_what_reads_it(pool: Pool, tmp_path: Path) -> None:
     pool.run(1, filled_by_ranks, tmp_path, 1, None)
     pool.run(2, filled_by_ranks, tmp_path, 2, "Fix: take as many ranks, restore it into memory, or append to a new")
+
+
+@pytest.mark.parametrize("name", ["journal", "ids"])
+def test_ids_that_found_a_full_disk_are_written_once_there_is_space(name: str, tmp_path: Path) -> None:
+    model = families.model("llama", "attnmesh")
+    cache = hf.ShardedCache(model.config, folder=tmp_path)
+    opened, written = os.open, os.pwrite
+    is_full = True
+
+    def open_one(path: Any, *arguments: Any) -> int:
+        if is_full and name == "journal" and str(path).endswith("tokens.journal"):
+            raise OSError(28, "No space left on device")
+        return opened(path, *arguments)
+
+    def write_half(handle: int, data: Any, offset: int) -> int:
+        half = is_full and name == "ids" and os.readlink(f"/proc/self/fd/{handle}").endswith("tokens.ids")
+        return written(handle, data[: len(data) // 2] if half else data, offset)
+
+    with patch.object(os, "open", open_one), patch.object(os, "pwrite", write_half):
+        with pytest.raises(StoreError, match=r"\(No space left on device\). Fix: free space there"):
+            hf.generate(model, prompt(40), cache=cache, max_new_tokens=2)
+        is_full = False
+        hf.generate(model, prompt(40), cache=cache, max_new_tokens=2)
+    del cache
+    gc.collect()
+    assert hf.ShardedCache(model.config, folder=tmp_path).get_seq_length() == 41
