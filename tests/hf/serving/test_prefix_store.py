@@ -57,6 +57,21 @@ def a_turn(name: str, shape: Shape, folder: Path, cached: tuple[int, int]) -> No
                 assert held >= least, (held, least)
 
 
+@on_each_rank
+def with_a_store_on_one_rank(folder: Path) -> str:
+    model, mesh = model_of("llama"), named_mesh(Shape(1, 1, 2), AXES)
+    store = None if torch.distributed.get_rank() else hf.PrefixStore(folder)
+    with pytest.raises(InputError) as raised:
+        Engine(model, mesh, store=store)
+    return str(raised.value)
+
+
+def test_a_store_on_some_ranks_alone_is_refused_on_all(pool: Pool, tmp_path: Path) -> None:
+    for text in pool.run(2, with_a_store_on_one_rank, tmp_path):
+        assert text.startswith("hf.Engine: expected the same call on every rank")
+        assert "store" in text
+
+
 STATES = ["gemma3_text", "qwen3_next", "mamba2", "falcon_h1", "mistral"]
 """Models with windows or recurrent states, whose prefixes end where a cache did. The first three are not long.
 

@@ -117,11 +117,10 @@ class Engine:
         place = Mesh.of(mesh)
         limits: dict[str, Any] = {"max_rows": max_rows, "max_queue": max_queue}
         limits |= {"cache_memory": cache_memory, "max_model_len": max_model_len}
-
         context = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-
         guessing = {"speculate": speculate, "draft": describe_value(draft), "draft_tokens": draft_tokens}
-        with agreement_with_peers(place, self.model, SUBJECT, {**limits, "max_gap": max_gap, **guessing}):
+        others = {"max_gap": max_gap, "store": describe_value(store), **guessing}
+        with agreement_with_peers(place, self.model, SUBJECT, {**limits, **others}):
             check_rows(SUBJECT, self.model)
             for name, limit in limits.items():
                 if limit is not None or name in ("max_rows", "max_queue"):
