@@ -306,8 +306,11 @@ def test_invalid_saved_tokens_are_refused(tmp_path: Path, tokens: torch.Tensor) 
     cache = hf.ShardedCache(model.config)
     cache.restore(tmp_path)
     cache.save(tmp_path, more={"tokens": tokens}, note=checkpoint.note)
+    checkpoint = hf.Checkpoint(tmp_path)
     with pytest.raises(StoreError, match="generate checkpoint: expected the tokens of "):
-        hf.generate(model, prompt(), max_new_tokens=6, do_sample=False, checkpoint=hf.Checkpoint(tmp_path))
+        hf.generate(model, prompt(), max_new_tokens=6, do_sample=False, checkpoint=checkpoint)
+    with pytest.raises(StoreError, match="given another prompt in "):  # and not the tokens of the call before
+        hf.generate(model, prompt() + 1, max_new_tokens=6, do_sample=False, checkpoint=checkpoint)
 
 
 @pytest.mark.filterwarnings("ignore:Using the model-agnostic default:UserWarning")

@@ -154,12 +154,12 @@ def _generate_with_checkpoint(
     synchronize_generators((cache.mesh, tp_mesh(model)), prompt.device)
     start_ids = checkpoint.start_ids
     ids = checkpoint.begin(model, prompt, cache, settings) if start_ids is None else start_ids
+    checkpoint.start_ids = None  # the next call reads the folder again
     length = prompt.shape[1]
     total = settings.total(prompt.shape[1])
     constant = rope_regime(model.config, length) == rope_regime(model.config, total)
     given, fix = "one that the length of the text changes", "leave checkpoint= out, or generate fewer tokens"
     require(constant, KernelError, CHECKPOINT, "a rope that stays the same", given, fix)
-    checkpoint.start_ids = None  # the next call reads the folder again
     if ids.shape[1] >= total:
         if (streamer := options.get("streamer")) is not None:
             streamer.put(ids[:, :total])

@@ -106,15 +106,16 @@ class Checkpoint:
             self.note = _identify_call(model, ids, settings)
             saved_length = self._saved_length() if os.path.lexists(self.folder / MANIFEST) else 0
             agreement.compare({"held": saved_length, **json.loads(self.note)})
-        self._saving, self.start_ids = None, ids
+        self._saving, start_ids = None, ids
         if saved_length:
             capacity = None if cache.capacity is None else max(cache.capacity, saved_length)
             extras, _ = cache.restore(self.folder, device=ids.device, capacity=capacity)
             saved_length = cache.get_seq_length()  # of a newer save, if another process has published one meanwhile
             with Agreement(axes, "generate checkpoint"):
-                self.start_ids = _restore_state(ids, extras, saved_length)
+                start_ids = _restore_state(ids, extras, saved_length)
             cache.tokens = extras["tokens"][:, :saved_length].to(ids.device)
-        return self.start_ids
+        self.start_ids = start_ids
+        return start_ids
 
     def _saved_length(self) -> int:
         """Return the number of saved tokens. Raise if the folder is of another call."""
