@@ -76,7 +76,8 @@ class Engine:
         grammars: The model's tokens, by which rank 0 follows grammars; None if no request has one, and on other ranks.
         cache_options: Options of each request's `ShardedCache`, but for `folder=`. With `storage=`, tokens may depend
             on what else runs: the first chunk of a prompt attends its keys before they are rounded, and chunks are
-            shorter beside others. With `shares="auto"` ranks are measured once, here.
+            shorter beside others. With `shares="auto"` ranks are measured once, here. With `hot=` older tokens in CPU
+            memory count as `cache_memory`, too.
 
     Raises:
         InputError: An argument is not supported, or ranks differ in one.
