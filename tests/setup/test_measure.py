@@ -1,5 +1,6 @@
 """Measured clusters: the same on all ranks, within seconds."""
 
+from itertools import cycle
 from unittest.mock import patch
 
 import pytest
@@ -38,6 +39,23 @@ def measured() -> Cluster:
     ):
         measure_link(MeasuredRanks.of(flat_axis(mesh, AXES), torch.device("cpu")), between=False)
         return Cluster.measure(mesh)
+
+
+def test_the_wait_is_what_a_merge_takes_longer_between_pieces_of_work(pool: Pool) -> None:
+    assert pool.run(2, waits) == [[3.5, 0.0, 0.0]] * 2
+
+
+@on_each_rank
+def waits() -> list[float]:
+    """Return the waits of ranks that share cores, whose merges take longer or shorter, and that have cores alone."""
+    axis = flat_axis(init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=AXES), AXES)
+    ranks = MeasuredRanks.of(axis, torch.device("cpu"))
+    longer, shorter = (9.0 + axis.index, 4.0, 2.0), (5.0, 4.0, 2.0)
+    found = []
+    for seconds, alone in ((longer, 2.0), (shorter, 2.0), (longer, 1.0)):
+        with patch.object(MeasuredRanks, "seconds", side_effect=cycle(x * measure.IN_A_ROW for x in seconds)):
+            found.append(measure.measure_wait(ranks, alone))
+    return found
 
 
 def test_one_rank_is_measured_too() -> None:

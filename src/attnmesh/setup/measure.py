@@ -16,13 +16,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from attnmesh.comm.rank_merge import merge_ranks
 from attnmesh.comm.topology import dist_all_gather_ints, host_mailboxes, hosts, subgroup_of
 from attnmesh.comm.transport import flat_axis
 from attnmesh.core.mask import FULL, Documents, Mask
+from attnmesh.core.partial import Partial
 from attnmesh.core.scaling import Scaling
 from attnmesh.core.selection import Visible
 from attnmesh.errors import ClusterError, require
-from attnmesh.guard.agreement import Agreement
+from attnmesh.guard.agreement import Agreement, prepare_merges
 from attnmesh.guard.argument_checks import check_dtype
 from attnmesh.kernels.local_op import run_attend
 from attnmesh.kernels.prepared_local import PreparedLocal
@@ -91,17 +93,20 @@ class MeasuredRanks:
 
         With `until_all` the time runs until all ranks are done.
         """
-        times = []
-        for _ in range(rounds + 1):
-            self.synchronize()
-            start = time.perf_counter()
-            call()
-            self.synchronize(together=until_all)
-            times.append(time.perf_counter() - start)
+        times = [self.seconds(call, until_all=until_all) for _ in range(rounds + 1)]
         seconds = statistics.median(times[1:])
         if self.axis.group is None:
             return seconds
         return max(row[0] for row in dist_all_gather_ints([int(seconds * 1e9)], [self.axis])) / 1e9
+
+    def seconds(self, call: Callable[[], Any], times: int = 1, *, until_all: bool = False) -> float:
+        """Return the seconds of a call, or of several in a row, that all ranks begin together."""
+        self.synchronize()
+        start = time.perf_counter()
+        for _ in range(times):
+            call()
+        self.synchronize(together=until_all)
+        return time.perf_counter() - start
 
     def short(self, call: Callable[[], Any]) -> float:
         """Return the median seconds of a short call, measured over several in a row."""
@@ -180,15 +185,27 @@ def measure_link(world: MeasuredRanks, *, between: bool) -> Link:
 
 
 def measure_wait(world: MeasuredRanks, alone: float) -> float:
-    """Return the seconds that a short message takes longer between pieces of work, where ranks share cores."""
+    """Return the seconds that a merge takes longer between pieces of work than alone, where ranks share cores.
+
+    Each round times all three, since what else runs on a machine changes its speed. The result is the mean of the
+    ranks, which begin a merge one after the other and end it together.
+    """
     if world.axis.size == 1 or world.device.type != "cpu" or alone < LEAST_ALONE:
         return 0.0
-    between = len(world.hosts) > 1
     factor = torch.randn(WORK, WORK, dtype=torch.float32, device="cpu")
-    line = world.line(between=between)
+    out = factor.new_zeros(1, 1, 1, MERGE_BYTES // factor.itemsize)
+    prepare_merges(world.axis)
+
+    def merge() -> None:
+        merge_ranks(Partial(out, out[..., 0]), factor.new_zeros(2), world.axis, "tree", "replicated")
+
     work = partial(torch.mm, factor, factor)
-    send = partial(_exchange, world, line, MERGE_BYTES) if between else partial(_swap_near, world, line)
-    return max(0.0, world.short(lambda: (work(), send())) - world.short(work) - world.short(send))
+    waits = []
+    for _ in range(2 * ROUNDS + 1):
+        both_seconds, *seconds = [world.seconds(call, IN_A_ROW) for call in (lambda: (work(), merge()), work, merge)]
+        waits.append((both_seconds - sum(seconds)) / IN_A_ROW)
+    wait = statistics.median(waits[1:])
+    return max(0.0, statistics.mean(row[0] for row in dist_all_gather_ints([int(wait * 1e9)], [world.axis])) / 1e9)
 
 
 def _step(world: MeasuredRanks, lines: list[list[int]], first_step: float) -> float:
