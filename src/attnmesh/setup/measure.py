@@ -199,11 +199,15 @@ def measure_wait(world: MeasuredRanks, alone: float) -> float:
     def merge() -> None:
         merge_ranks(Partial(out, out[..., 0]), factor.new_zeros(2), world.axis, "tree", "replicated")
 
+    def work_and_merge() -> None:
+        work()
+        merge()
+
     work = partial(torch.mm, factor, factor)
     waits = []
     for _ in range(2 * ROUNDS + 1):
-        both_seconds, *seconds = [world.seconds(call, IN_A_ROW) for call in (lambda: (work(), merge()), work, merge)]
-        waits.append((both_seconds - sum(seconds)) / IN_A_ROW)
+        together, *apart = [world.seconds(call, IN_A_ROW) for call in (work_and_merge, work, merge)]
+        waits.append((together - sum(apart)) / IN_A_ROW)
     wait = statistics.median(waits[1:])
     return max(0.0, statistics.mean(row[0] for row in dist_all_gather_ints([int(wait * 1e9)], [world.axis])) / 1e9)
 
