@@ -157,8 +157,9 @@ BAD = [
         attention(q=T(1, 4, 1, 8)),
         errors.ShapeError,
         r"as many queries as keys .* given 1 queries, 6 keys and the default mask Causal\(\)\. "
-        r"Fix: pass mask=am.Full\(\) for cross-attention; call am.attend with q_positions=torch.arange\(5, 6\) for the "
-        r"last queries of a longer sequence; pass mask=am.Causal\(\), key_length=6 for Causal\(\) over another",
+        r"Fix: pass mask=am.Full\(\) for cross-attention; call am.attend with mask=am.Causal\(\) and "
+        r"q_positions=torch.arange\(5, 6\) for the last queries of a longer sequence; "
+        r"pass mask=am.Causal\(\), key_length=6 for Causal\(\) over another",
     ),
     (
         attention(q=T(1, 4, 1, 8), key_length=6),

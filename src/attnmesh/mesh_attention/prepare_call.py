@@ -187,7 +187,9 @@ def check_cross(options: Options, length: int, key_length: int, ranks: int) -> N
     if length < key_length:
         positions = f"torch.arange({key_length - length}, {key_length})"
         in_cache = "append the keys to an am.KVCache of the mesh and call am.decode"
-        how = f"call am.attend with q_positions={positions}" if ranks == 1 else in_cache
+        same_mask = f"am.{mask}".replace(" & ", " & am.")
+        in_place = f"call am.attend with mask={same_mask} and q_positions={positions}"
+        how = in_place if ranks == 1 else in_cache
         fixes.append(f"{how} for the last queries of a longer sequence")
     mask_argument = "mask=am.Causal(), " * (options.mask is None)
     fixes.append(f"pass {mask_argument}key_length={key_length} for {mask} over another sequence")
