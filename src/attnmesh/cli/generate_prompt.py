@@ -11,7 +11,7 @@ import torch.distributed as dist
 from attnmesh.cli.launch import leaving_tidily
 from attnmesh.cli.mesh_option import LayersChoice, MeshChoice, MeshOptions, choose_mesh
 from attnmesh.cli.output import Status
-from attnmesh.errors import InputError, ModelError, require, short
+from attnmesh.errors import InputError, ModelError, require
 from attnmesh.mesh.shapes import Shape
 from attnmesh.planner.serving import ModelSizes
 from attnmesh_command.messages import under_torchrun
@@ -139,7 +139,7 @@ def find_draft(draft: str, tokenizer: Any, status: Status) -> str:
         token for token in {*vocabulary, *draft_vocabulary} if vocabulary.get(token) != draft_vocabulary.get(token)
     )
     given, fix = (
-        f"one in which {len(differ)} differ, such as {short(repr(differ[:1]))}",
+        f"one in which {len(differ)} differ, such as {differ[:1]!r:.40}",
         "name a smaller model of its kind",
     )
     require(not differ, ModelError, "--draft", "a model with the same tokens", given, fix)

@@ -126,8 +126,9 @@ def _check_heads(model: Any, mesh: DeviceMesh | None, output: str) -> None:
     """Raise unless the model's heads can be shared by the ranks of the mesh."""
     check_choice(f"{SUBJECT} output", output, OUTPUTS, 'use "replicated"')
     fits = mesh is None or (isinstance(mesh, DeviceMesh) and mesh.ndim == 1)
+    given = f"{mesh.ndim} axes" if isinstance(mesh, DeviceMesh) else short(mesh)
     fix = 'slice one axis, as whole["tp"]'
-    require(fits, MeshError, f"{SUBJECT} mesh", "a DeviceMesh of one axis, or None", short(mesh), fix)
+    require(fits, MeshError, f"{SUBJECT} mesh", "a DeviceMesh of one axis, or None", given, fix)
     check_model(model)
     sharded = any(isinstance(weight, DTensor) for weight in model.parameters())
     require(not sharded, ModelError, SUBJECT, "whole weights", "sharded ones", "load the model without sharding it")

@@ -236,7 +236,8 @@ def _check_caches(caches: object, unsupported: dict[str, Never]) -> None:
         isinstance(caches, (list, tuple)) and caches and all(isinstance(cache, KVCache) for cache in caches)
     ):
         fix = "pass [cache], or None on a new rank"
-        raise DtypeError("recover", "a list of caches, one per layer", type(caches).__name__, fix)
+        given = "no cache" if isinstance(caches, (list, tuple)) and not caches else type(caches).__name__
+        raise DtypeError("recover", "a list of caches, one per layer", given, fix)
     check_unknown_options("recover", unsupported)
     tiers = {cache.sizes.hot for cache in caches or ()} - {None}
     given = f"hot={min(tiers, default=None)}"

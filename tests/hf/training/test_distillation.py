@@ -43,7 +43,7 @@ def test_distillation_on_a_mesh_is_that_of_stock_trl(name: str, pool: Pool, tmp_
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"use_vllm": True}, "on_mesh use_vllm: expected a trainer without it, given bool. Fix: leave it out: hf.gen"),
+        ({"use_vllm": True}, "on_mesh use_vllm: expected a trainer without it, given True. Fix: leave it out: hf.gen"),
         ({"tools": [len]}, "on_mesh tools: expected a trainer without it, given list. Fix: leave it out, or train on"),
         ({"teacher_model": None}, "on_mesh teacher_model: expected a model on the mesh, given None. Fix: pass one"),
         ({"attention": "sdpa"}, "on_mesh: expected a model with attn_implementation 'attnmesh', given 'sdpa'. Fix"),

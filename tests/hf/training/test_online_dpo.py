@@ -96,11 +96,14 @@ class Images(ProcessorMixin):  # type: ignore[misc]
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"use_vllm": True, "vllm_mode": "server"}, "use_vllm: expected a trainer without it, given bool. Fix: leave"),
-        ({"use_vllm": True, "vllm_mode": "colocate"}, "use_vllm: expected a trainer without it, given bool. Fix"),
-        ({"cache_implementation": "static"}, "cache_implementation: expected a trainer without it, given str. Fix"),
-        ({"use_liger_kernel": True}, "use_liger_kernel: expected a trainer without it, given bool. Fix: leave"),
-        ({"generation_kwargs": {"num_beams": 2}}, "num_beams: expected a trainer without it, given bool. Fix: leave"),
+        ({"use_vllm": True, "vllm_mode": "server"}, "use_vllm: expected a trainer without it, given True. Fix: leave"),
+        ({"use_vllm": True, "vllm_mode": "colocate"}, "use_vllm: expected a trainer without it, given True. Fix"),
+        (
+            {"cache_implementation": "static"},
+            "cache_implementation: expected a trainer without it, given 'static'. Fix",
+        ),
+        ({"use_liger_kernel": True}, "use_liger_kernel: expected a trainer without it, given True. Fix: leave"),
+        ({"generation_kwargs": {"num_beams": 2}}, "num_beams: expected a trainer without it, given 2. Fix: leave"),
         ({"reward": families.model("llama", "attnmesh")}, "reward_funcs: expected functions, given LlamaFor.* Fix: ca"),
         ({"words": Images()}, "processing_class: expected a tokenizer, given a processor of images. Fix: pass one"),
     ],

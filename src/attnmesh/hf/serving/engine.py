@@ -21,7 +21,6 @@ from attnmesh.errors import (
     TooLong,
     check_count,
     require,
-    short,
 )
 from attnmesh.hf.images.inputs import OWN_PROCESSOR, image_inputs, unless_text, without_absent
 from attnmesh.hf.models import check_rope_switch, check_rows, rope_regime, unwrap, vocabulary_size
@@ -216,7 +215,7 @@ class Engine:
         sampling.check()
         stops = [*stop_ids]
         known = all(type(token) is int for token in stops)
-        given = short(repr(stops))
+        given = f"{stops!r:.40}"
         fix = "pass tokens.tolist()"
         require(known, ArgumentError, "submit stop_ids", "a list of ints", given, fix)
         inputs = unless_text(without_absent(images or {})) or None
@@ -264,6 +263,7 @@ class Engine:
         expected, fix = "tensors, numbers and text", 'make them with return_tensors="pt"'
         require(not others, ArgumentError, "submit images", expected, f"others: {others}", fix)
         check_rope_switch(config, prompt - 1, total)
+        given, fix = f"{prompt} and {stream.max_new_tokens} new ones", "pass a smaller max_new_tokens"
         same = rope_regime(config, prompt) == rope_regime(config, total)
         require(same, ShapeError, "submit ids", "a rope that stays the same", given, fix)
 

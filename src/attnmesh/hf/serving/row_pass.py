@@ -133,7 +133,7 @@ def _agree(model: PreTrainedModel, tokens: Sequence[NextTokens], caches: Sequenc
 def _check_rows(model: PreTrainedModel, tokens: Any, caches: Any) -> None:
     """Raise unless each request has a token and a cache of its own, and one forward pass serves them."""
     check_rows(SUBJECT, model)
-    given = type(caches).__name__
+    given = "none" if isinstance(caches, Sequence) and not len(caches) else type(caches).__name__
     fix = "pass a list of hf.ShardedCache"
     require(isinstance(caches, Sequence) and len(caches) > 0, KernelError, f"{SUBJECT} caches", "caches", given, fix)
     fits = isinstance(tokens, Sequence) and all(type(row) is int or (isinstance(row, list) and row) for row in tokens)

@@ -16,7 +16,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from attnmesh.errors import ArgumentError, ModelError, require, short
+from attnmesh.errors import ArgumentError, ModelError, require
 from attnmesh.hf.serving.draws import draw_token, generator_after
 from attnmesh.hf.serving.grammar_masks import GrammarState, apply_mask
 from attnmesh.hf.serving.row_guesses import RowGuesses
@@ -71,7 +71,7 @@ class Sampling:
         biases = [value for _, value in self.logit_bias]
         fits = all(type(value) in (int, float) and abs(value) <= MOST_BIAS for value in biases)
         expected, fix = f"numbers from -{MOST_BIAS} to {MOST_BIAS}", "pass such numbers"
-        require(fits, ArgumentError, "submit logit_bias", expected, short(repr(biases)), fix)
+        require(fits, ArgumentError, "submit logit_bias", expected, f"{biases!r:.40}", fix)
         fits = type(self.seed) is int and 0 <= self.seed < 2**63
         require(fits, ArgumentError, "submit seed", "an int from 0 to 2^63 - 1", repr(self.seed), "pass one, or None")
 

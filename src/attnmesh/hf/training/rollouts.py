@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from transformers import LogitsProcessor, ProcessorMixin, set_seed
 
-from attnmesh.errors import Check, KernelError, require, require_all
+from attnmesh.errors import Check, KernelError, require, require_all, short
 from attnmesh.hf.generate import generate
 from attnmesh.hf.models import unwrap
 from attnmesh.hf.training.sharded_calls import ShardedCalls
@@ -74,7 +74,8 @@ class MeshRollouts:
         args = self.args
         for name in ("use_vllm", "cache_implementation"):  # some of these trainers take neither, nor tools
             yield refusal(name, getattr(args, name, None), BY_MESH)
-        yield refusal("num_beams", (getattr(args, "generation_kwargs", None) or {}).get("num_beams", 1) > 1, BY_MESH)
+        beams = (getattr(args, "generation_kwargs", None) or {}).get("num_beams", 1)
+        yield refusal("num_beams", beams if beams > 1 else None, BY_MESH)
         yield refusal("tools", getattr(self, "tools", None), ON_ONE_DEVICE)
         fix = "leave it out: attnmesh brings the kernels of attention"
         yield refusal("use_liger_kernel", args.use_liger_kernel, fix)
@@ -142,7 +143,7 @@ def whole_weights(model: nn.Module, reshards: bool) -> Iterator[None]:
 
 def refusal(name: str, given: Any, fix: str) -> Check:
     """Return the check that an argument of a trainer is left out."""
-    return not given, KernelError, f"{SUBJECT} {name}", "a trainer without it", type(given).__name__, fix
+    return not given, KernelError, f"{SUBJECT} {name}", "a trainer without it", short(given), fix
 
 
 class DrawnLogprobs(LogitsProcessor):  # type: ignore[misc]
