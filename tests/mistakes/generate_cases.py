@@ -77,7 +77,7 @@ CASES = [
         "pass an option that does not exist",
         errors.ArgumentError,
         "generate: expected options of transformers' generation, given temprature=0.5",
-        "leave it out",
+        "write temperature=",
         temprature=0.5,
     ),
     row(

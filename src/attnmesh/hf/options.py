@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from numbers import Number
 from pathlib import Path
 from types import NoneType
@@ -207,8 +208,16 @@ def _option_checks(model: PreTrainedModel, options: dict[str, Any]) -> Iterator[
     yield not refused, ArgumentError, "generate images", expected, refused, fix
     for name, value in options.items():
         is_known = name in ACCEPTED or name == "chunk_size" or name in image_inputs(model)
-        fix = OWN_PROCESSOR if name in IMAGE_INPUTS else TEXT_ALONE
+        fix = "" if is_known else _fix_of_unknown(name)
         yield is_known, ArgumentError, "generate", "options of transformers' generation", f"{name}={short(value)}", fix
+
+
+def _fix_of_unknown(name: str) -> str:
+    """Return the fix of an option that `generate` does not take: the one that is spelled most like it, if any."""
+    if name in IMAGE_INPUTS:
+        return OWN_PROCESSOR
+    nearest = get_close_matches(name, ACCEPTED, 1, 0.8)
+    return f"write {nearest[0]}=" if nearest else TEXT_ALONE
 
 
 def check_padding(config: PreTrainedConfig, attention_mask: Tensor) -> None:

@@ -138,7 +138,11 @@ OF_TRANSFORMERS: Table = {
         ({"reproducible": "yes"}, KernelError, r"ShardedCache reproducible: expected True or .* given 'yes'"),
     ],
     crop: [
-        ({"tokens_to_remove": 3}, ShapeError, r"crop: expected 0 or a negative number, given 3\. Fix: pass a negative"),
+        (
+            {"tokens_to_remove": 3},
+            ShapeError,
+            r"crop: expected 0 or a negative number, given 3\. Fix: pass length - cache",
+        ),
         ({"tokens_to_remove": "x"}, ShapeError, r"crop: expected 0 or a negative number, given 'x'\. Fix: pass"),
     ],
     reorder_cache: [

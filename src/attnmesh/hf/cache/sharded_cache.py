@@ -241,8 +241,8 @@ class ShardedCache(FolderLayers):
         kvs = self.kvs
         with kvs[0].calls.agreement("crop", {"by": tokens_to_remove}) if kvs else nullcontext():
             fits = type(tokens_to_remove) is int and tokens_to_remove <= 0
-            given = repr(tokens_to_remove)
-            require(fits, ShapeError, "crop", "0 or a negative number", given, "pass a negative number of tokens")
+            given, fix = repr(tokens_to_remove), "pass length - cache.get_seq_length() to keep so many tokens"
+            require(fits, ShapeError, "crop", "0 or a negative number", given, fix)
             remaining = max(0, length + tokens_to_remove)
             given, fix = f"{remaining} of {length} tokens", "make the cache with windows=False, or a larger keep="
             expected = "tokens that layers with a window still know"
