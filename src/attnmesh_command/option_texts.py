@@ -195,7 +195,7 @@ def length_of(text: str) -> int:
     """
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?(?:e[0-9]{1,2})?)(|k|m|ki|mi)", text.lower())
     tokens = float(match[1]) * UNITS[match[2]] if match else 0.5
-    fix = "k and M count in thousands, Ki and Mi in 1,024s"
+    fix = "write 128k: k and M count in thousands, Ki and Mi in 1,024s"
     fits = tokens == int(tokens) > 0
     check_option(fits, "--length", "tokens, as 4096, 128k, 5M, 128Ki or 1Mi", repr(text[:60]), fix)
     return int(tokens)

@@ -68,7 +68,7 @@ def test_one_shard_is_the_order_of_the_tokens(layout: Layout, length: int) -> No
 @pytest.mark.parametrize("arguments", [(-1, 2, 0), (4, 0, 0), (4, 2, 2), (4, 2, -1)])
 def test_shards_that_do_not_exist_raise(arguments: tuple[int, int, int]) -> None:
     with pytest.raises(
-        errors.LayoutError, match=r"expected length >= 0, .* given length .*\. Fix: pass this rank's index"
+        errors.LayoutError, match=r"expected length >= 0, .* given length .*\. Fix: pass the length of the whole"
     ):
         am.Zigzag().positions(*arguments)
 
@@ -120,7 +120,7 @@ def test_documents_that_fit_a_cell_send_nothing(lengths: list[int]) -> None:
         ((3, -1), (1, 1, 2), "Packed documents: expected whole numbers of 0 or more, one a document, given"),
         ([], (1, 1, 2), "Packed documents"),
         (5, (1, 1, 2), "Packed documents"),
-        ([torch.tensor(4.0)], (1, 1, 2), r"Packed documents: .*, given \[tensor\(4\.\)\]\. Fix: count them"),
+        ([torch.tensor(4.0)], (1, 1, 2), r"Packed documents: .*, given \[tensor\(4\.\)\]\. Fix: pass a tuple"),
         ([torch.tensor([4, 4])], (1, 1, 2), "Packed documents"),
         ([4], (2, 2), r"Packed shape: expected ranks along heads, queries and keys, given \(2, 2\)"),
         ([4], (1, 0, 2), "Packed shape"),

@@ -100,7 +100,7 @@ class CacheSizes:
         """Raise unless every size is supported and the heads axis divides the key heads."""
         for name in NUMBERS:
             least = 0 if name == "value_dim" and self.values == "none" else 1
-            number = check_int(f"KVCache {name}", getattr(self, name), least, "count it as an int")
+            number = check_int(f"KVCache {name}", getattr(self, name), least, f"pass a Python int of {least} or more")
             expected, fix = f"at most {LARGEST:,}", "pass a smaller one"
             require(number <= LARGEST, ShapeError, f"KVCache {name}", expected, f"{number:,}", fix)
         is_supported = isinstance(self.dtype, torch.dtype) and str(self.dtype).removeprefix("torch.") in DTYPES
@@ -112,7 +112,7 @@ class CacheSizes:
             expected = f"no more than head_dim {self.head_dim} for a prefix of the keys"
             raise ShapeError("KVCache value_dim", expected, f"{self.value_dim}", 'leave out values="prefix"')
         if self.values == "none" and self.value_dim:
-            raise ShapeError("KVCache value_dim", "None for keys alone", f"{self.value_dim}", 'leave out values="none"')
+            raise ShapeError("KVCache value_dim", "None for keys alone", f"{self.value_dim}", "leave out value_dim")
         if self.storage is not None:
             self._check_storage()
         check_window(self.mask, self.keep)

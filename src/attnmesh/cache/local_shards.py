@@ -154,8 +154,9 @@ class LocalShards:
             raise ShapeError("truncate", f"a length from 0 to {before}", given, fix)
         if length and not self.serves(length):
             expected = f"0, or at least {self.floor}: the cache has forgotten what earlier tokens see"
-            keep = self.own.sizes.keep
-            fix = f"make the cache with keep above {keep}, counted from the longest length so far; or truncate to 0"
+            fix = (
+                f"make the cache with keep={before - length} or more, counted from the longest length; or truncate to 0"
+            )
             raise ShapeError("truncate", expected, f"{length} of {before} tokens", fix)
 
     def first(self, token_mask: Tensor | None = None, new_count: int = 0) -> int:

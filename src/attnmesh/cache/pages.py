@@ -171,7 +171,8 @@ def _check_pools(shard: CacheShard, pools: tuple[Tensor, ...], table: Tensor) ->
     for name, pool, width in zip(("keys", "values"), pools, sizes.row_widths, strict=False):
         check_tensor(f"append_pages {name}", pool)
         fits = pool.ndim == 4 and tuple(pool.shape[1:]) == (sizes.block, heads, width)
-        expected, fix = f"shape (blocks, {sizes.block}, {heads}, {width})", "make the cache with the engine's block"
+        expected = f"shape (blocks, {sizes.block}, {heads}, {width})"
+        fix = "make the cache with the engine's block, heads and widths"
         require(fits, ShapeError, f"append_pages {name}", expected, f"{tuple(pool.shape)}", fix)
         sizes.check_dtype(f"append_pages {name}", pool, shard.device, rows=True)
         check_no_gradients("append_pages", {name: pool})

@@ -248,7 +248,7 @@ def _counts(subject: str, values: Sequence[int], meaning: str) -> tuple[int, ...
         with suppress(TypeError):  # a value may be no whole number
             counts = tuple(map(operator.index, values))
     if not counts or min(counts) < 0:
-        raise LayoutError(subject, f"whole numbers of 0 or more, {meaning}", repr(values), "count them as Python ints")
+        raise LayoutError(subject, f"whole numbers of 0 or more, {meaning}", repr(values), "pass a tuple of Python ints")
     return counts
 
 
@@ -273,5 +273,6 @@ def _check_range(length: int, shards: int, index: int) -> tuple[int, int, int]:
     if length < 0 or shards < 1 or not 0 <= index < shards:
         expected = "length >= 0, shards >= 1 and 0 <= index < shards"
         given = f"length {length}, shards {shards}, index {index}"
-        raise LayoutError("layout positions", expected, given, "pass this rank's index among its shards")
+        fix = "pass the length of the whole sequence, its number of shards, and this shard's index"
+        raise LayoutError("layout positions", expected, given, fix)
     return length, shards, index

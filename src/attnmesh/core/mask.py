@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import accumulate, chain, pairwise
+from types import FunctionType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -260,7 +262,8 @@ class Mask:
             return second.spans
         if not second.spans and second.right >= FAR:
             return first.spans
-        expected, fix = "the same spans, or a mask that shows all later tokens", "pass a window as Spans(ranges, left)"
+        expected = "the same spans, or a mask that shows all later tokens"
+        fix = "pass all spans, and the window of earlier tokens, to one Spans(ranges, left)"
         raise MaskError("mask &", expected, f"{self} & {other}", fix)
 
     def __repr__(self) -> str:
@@ -387,14 +390,26 @@ def Spans(ranges: Iterable[Sequence[int]], left: int = FAR) -> Mask:
         raise MaskError("Spans", expected, repr(ranges), fix) from None
 
 
+_CALLS: dict[Any, str] = {
+    Mask: "Mask()",
+    Full: "Full()",
+    Causal: "Causal()",
+    Window: "Window(left)",
+    Spans: "Spans(ranges)",
+    Documents: "Causal() & Documents(lengths)",
+    Chunks: "Causal() & Chunks(size)",
+}
+"""Call of each function of masks, for an error."""
+
+
 def check_mask(subject: str, mask: Mask, *lengths: int) -> None:
     """Raise unless mask is a `Mask`, and its documents, if any, add up to each of the lengths."""
     if not isinstance(mask, Mask):
         expected = "Full(), Causal(), Window(left), Spans(ranges), or one of them & Documents(lengths) or Chunks(size)"
-        if callable(mask) and hasattr(mask, "__name__"):
-            raise MaskError(subject, expected, f"{mask.__name__} itself", f"call it: {mask.__name__}()")
+        if isinstance(mask, (FunctionType, type)) and mask in _CALLS:
+            raise MaskError(subject, expected, f"{mask.__name__} itself", f"call it: {_CALLS[mask]}")
         given = repr(mask) if mask is None or isinstance(mask, str) else type(mask).__name__
-        fix = "use Full() for no mask; say which keys a query sees by position, not with a tensor"
+        fix = "use Full() for no mask; say which keys a query sees by position, not with a tensor or a function"
         raise MaskError(subject, expected, given, fix)
     for length in lengths:
         mask.check_length(subject, length)

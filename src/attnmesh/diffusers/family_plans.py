@@ -134,7 +134,7 @@ def plan_of(model: nn.Module) -> TokenPlan:
     replaces = getattr(getattr(model, "config", None), "image_condition_type", None) == "token_replace"
     expected = "a model that treats all tokens alike"
     given = f"{name} that replaces the first frame's tokens (image_condition_type='token_replace')"
-    require(not replaces, ModelError, subject, expected, given, "use 'latent_concat'")
+    require(not replaces, ModelError, subject, expected, given, "use a model of 'latent_concat'")
     plan = _entry(OWN, model)
     if plan is None:
         cp_plan: Any = getattr(model, "_cp_plan", None)

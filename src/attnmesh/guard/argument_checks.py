@@ -94,11 +94,12 @@ def check_same_kind(subject: str, tensors: Mapping[str, Tensor]) -> None:
 def check_tensor(subject: str, x: Tensor) -> None:
     """Raise unless x is a dense tensor, whose gradients are those of autograd."""
     if not isinstance(x, Tensor):
-        raise DtypeError(subject, "a tensor of floats", type(x).__name__, "use torch.as_tensor")
+        raise DtypeError(subject, "a tensor of floats", type(x).__name__, "use torch.as_tensor on numbers")
+    if x.is_nested:
+        fix = "call .to_padded_tensor(0.0), and hide the padding, as by key_lengths="
+        raise DtypeError(subject, "a dense tensor", "a nested tensor", fix)
     if x.layout != torch.strided:
         raise DtypeError(subject, "a dense tensor", str(x.layout), "call .to_dense()")
-    if x.is_nested:
-        raise DtypeError(subject, "a dense tensor", "a nested tensor", "call .to_padded_tensor(0.0)")
     if not torch.compiler.is_compiling() and x.is_neg():  # kernels would read its numbers with the other sign
         raise DtypeError(subject, "a tensor whose memory holds its numbers", "a lazy -x", "call .resolve_neg()")
     # The operators have no forward-mode rule, and PyTorch would take a missing rule for a tangent of zero.
@@ -280,7 +281,7 @@ def check_unknown_options(subject: str, options: Mapping[str, object]) -> None:
         given = f"{name}={short(value)}"
         fix = next((fix for part, fix in UNSUPPORTED_OPTIONS.items() if part in plain), None)
         if fix is None:
-            fix = ELSEWHERE.get(name, f"see help({subject})")
+            fix = ELSEWHERE.get(name, f"see help(attnmesh.{subject})")
             raise ArgumentError(subject, "the arguments of its signature", given, fix)
         raise KernelError(subject, "exact softmax attention under a mask of positions", given, fix)
 

@@ -158,7 +158,8 @@ def _check_mask(spec: MaskSpec | Tensor | None, window: int | None) -> MaskSpec:
         return replace(spec, mask=Window(window - 1))  # of one token, which sees as much
     if window is not None and spec.mask != Window(window - 1):
         given = f"{spec.mask} for a layer with sliding_window={window}"
-        raise MaskError(f"{SUBJECT} sliding_window", f"{Window(window - 1)}", given, "use a released model's code")
+        fix = "use the layers of a release of transformers, unchanged"
+        raise MaskError(f"{SUBJECT} sliding_window", f"{Window(window - 1)}", given, fix)
     return spec
 
 
@@ -200,7 +201,7 @@ def _check_window(pending: PendingKV, spec: MaskSpec) -> None:
     window = pending.layer.cache.stock_window
     if window and spec.mask == Causal():
         given = f"a causal mask in {pending.layer.cache.config.model_type}, whose stock cache keeps {window} tokens"
-        fix = "set config.sliding_window = None"
+        fix = "set model.config.sliding_window = None"
         raise MaskError(f"{SUBJECT} sliding_window", f"{Window(window - 1)}", given, fix)
 
 

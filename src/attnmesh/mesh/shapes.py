@@ -68,7 +68,8 @@ def mesh_shapes(ranks: int, q_heads: int, kv_heads: int, *, training: bool = Tru
 def check_heads(subject: str, ranks: int, q_heads: int, kv_heads: int) -> None:
     """Raise unless the counts are at least 1 and the heads can be grouped."""
     fits = all(type(n) is int and n >= 1 for n in (ranks, q_heads, kv_heads)) and q_heads % kv_heads == 0
-    given, fix = f"{ranks!r} ranks, {q_heads!r} query heads, {kv_heads!r} key heads", "pass the model's head counts"
+    given = f"{ranks!r} ranks, {q_heads!r} query heads, {kv_heads!r} key heads"
+    fix = "pass the number of ranks and the model's head counts, as Python ints"
     require(fits, MeshError, subject, "at least one of each, whole groups of heads", given, fix)
 
 

@@ -204,7 +204,8 @@ def _check_lengths(call: Call, ranks: int) -> None:
     lengths = {"length": call.options.length, "key_length": call.options.key_length}
     for (name, length), tokens in zip(lengths.items(), call.tokens, strict=True):
         if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 0):
-            raise ShapeError(f"attention {name}", "a whole number", repr(length), "count the tokens of all ranks")
+            fix = "count the tokens of all ranks as a Python int"
+            raise ShapeError(f"attention {name}", "a whole number", repr(length), fix)
         if ranks == 1 and length not in (None, tokens):
             given, fix = f"{name}={length!r} with {tokens} tokens", f"leave {name} out on one device"
             raise ShapeError("attention", f"{name} to count the tokens given", given, fix)

@@ -234,10 +234,11 @@ def check_partial(partial: Partial, wire: torch.dtype | None, base: str) -> None
     require(not out.is_meta, DeviceError, "merge_across", "a partial with values", "one on the meta device", fix)
     if not out.is_floating_point() or lse.dtype != sum_dtype(out.dtype):
         given = f"out {out.dtype}, lse {lse.dtype}"
-        raise DtypeError("merge_across", "out in floats and lse in float32, or both in float64", given, "cast lse")
+        fix = "cast lse" if out.is_floating_point() else "cast out to floats"
+        raise DtypeError("merge_across", "out in floats and lse in float32, or both in float64", given, fix)
     if out.ndim != 4 or lse.shape != out.shape[:-1]:
         expected, given = "out (batch, heads, length, dim) and its lse", f"{tuple(out.shape)} and {tuple(lse.shape)}"
-        raise ShapeError("merge_across", expected, given, "put the heads before the length")
+        raise ShapeError("merge_across", expected, given, "add missing dims, and put the heads before the length")
     requires_grad = out.requires_grad or lse.requires_grad
     fix = "call it under torch.no_grad(), or train with attention"
     fits = not (torch.is_grad_enabled() and requires_grad)

@@ -69,7 +69,7 @@ def _check_candidates(scores: Tensor, indices: Tensor, k: int, unique: bool) -> 
     """Raise unless `top_k_across` serves these arguments."""
     check_tensor("top_k_across scores", scores)
     dtype = str(scores.dtype).removeprefix("torch.")
-    fix = "pass the scores of this rank's keys, (..., n)"
+    fix = "pass the scores of this rank's keys in floats, (..., n)"
     fits = dtype in DTYPES and scores.ndim > 0
     require(fits, DtypeError, "top_k_across scores", "a tensor of floats", type_and_shape(scores), fix)
     fits = not (torch.is_grad_enabled() and scores.requires_grad)

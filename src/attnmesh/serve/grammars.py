@@ -105,7 +105,7 @@ class Grammars:
         if not asked.field:
             return None
         if self._tokens is None:
-            text = f"{asked.field}: expected none: grammars need a package. {INSTALL}, and start the server again."
+            text = f"{asked.field}: expected none: grammars need a package: {INSTALL}, and start the server again."
             raise Refused(400, text, asked.field, "unsupported_parameter")
         try:
             async with asyncio.timeout(GRAMMAR_TIMEOUT):

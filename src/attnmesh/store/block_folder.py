@@ -62,7 +62,7 @@ def check_private(path: object) -> Path:
     require(status.st_uid == os.getuid(), StoreError, SUBJECT, expected, f"{folder}, which is another's", fix)
     safe = not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     given = f"{folder}, which others can write to"
-    require(safe, StoreError, SUBJECT, "a folder that only this user can write to", given, f"chmod 700 {folder}")
+    require(safe, StoreError, SUBJECT, "a folder that only this user can write to", given, f"run chmod 700 {folder}")
     return folder
 
 

@@ -117,7 +117,7 @@ ALIKE: Table = {
         (
             {"values": "none", "value_dim": 4},
             ShapeError,
-            r"KVCache value_dim: expected None for keys alone, given 4\. Fix: leave out values",
+            r"KVCache value_dim: expected None for keys alone, given 4\. Fix: leave out value_dim",
         ),
         ({"values": "prefix"}, MeshError, r"KVCache: expected the same call .*:\n    ranks  values\n(.*\n)*.*prefix"),
         (

@@ -165,7 +165,7 @@ def check_entries(
         return
     layer: Any = None if pending is None else pending.layer
     expected, given = "a ShardedCache, which keeps the entries of compressed tokens", "another cache, or none"
-    fix = 'call hf.generate; or call model.set_attn_implementation("eager"), to train too, on one device'
+    fix = 'call hf.generate; to train, call model.set_attn_implementation("eager"), on one device'
     require(isinstance(layer, CompressedLayer), KernelError, f"{SUBJECT} past_key_values", expected, given, fix)
     if layer.queries is None or layer.shards is not shards:
         raise KernelError(*UNPREPARED)

@@ -27,7 +27,7 @@ COMPILED = 8
 LIMITS: dict[str, Any] = {"max_grammar_size": 200_000, "step_lexer_fuel": 200_000, "verbose_errors": False}
 """Limits of llguidance: symbols of a grammar, and work for one mask, which is about 15 ms."""
 
-INSTALL = 'pip install "attnmesh[grammar]"'
+INSTALL = 'run pip install "attnmesh[grammar]"'
 
 
 @dataclass(frozen=True)

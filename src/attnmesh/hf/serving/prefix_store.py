@@ -54,7 +54,8 @@ class PrefixStore:
         given, fix = f"{model.config.model_type}, which compresses them", "leave the store out"
         require(not is_compressed(model.config), KernelError, SUBJECT, "a model that keeps keys of tokens", given, fix)
         apart = tp_mesh(model) is not None and cache.output != "heads"
-        given, fix = "ranks that share weights and heads beside the mesh", "share the weights along keys: tp=keys=4"
+        given = "ranks that share weights and heads beside the mesh"
+        fix = 'write --mesh tp=keys=4, or pass output="heads" to hf.tensor_parallel and hf.Engine'
         require(not apart, KernelError, SUBJECT, "ranks that hold all key heads of their tokens", given, fix)
         given, fix = f"blocks of {cache.block}", f"leave block= out, or take a multiple of {GRAIN}"
         require(cache.block % GRAIN == 0, KernelError, SUBJECT, f"blocks of {GRAIN} tokens", given, fix)

@@ -97,7 +97,8 @@ def _check_alone(accelerator: Any) -> None:
     supported = given in ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
     require(supported, KernelError, "on_mesh", "DDP, FSDP2 or one process", given, fix)
     dispatches = accelerator.dataloader_config.dispatch_batches or accelerator.dataloader_config.split_batches
-    given, fix = "dispatch_batches or split_batches", "leave them out of accelerator_config"
+    given = "dispatch_batches or split_batches"
+    fix = "leave them out of accelerator_config, or of DataLoaderConfiguration"
     require(not dispatches, KernelError, "on_mesh", "data that each rank reads", given, fix)
 
 
