@@ -1,0 +1,601 @@
+"""A user who does what the fix of an error says gets what was meant: the call works, and its numbers are exact."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import cross_entropy, pad, scaled_dot_product_attention
+
+import attnmesh as am
+import attnmesh.hf as hf
+from attnmesh import errors
+from tests.support import families
+from tests.support.tolerances import FLOAT32_MODEL, FLOAT32_SUMS
+
+HEADS, KEY_HEADS, LENGTH, WIDTH = 4, 2, 12, 8
+GENERATOR = torch.Generator().manual_seed(0)
+Q, K, V = (torch.randn(1, heads, LENGTH, WIDTH, generator=GENERATOR) for heads in (HEADS, KEY_HEADS, KEY_HEADS))
+IDS = families.prompt(10)
+
+
+def truth(
+    visible: Tensor | None = None, q: Tensor = Q, k: Tensor = K, v: Tensor = V, scale: float | None = None
+) -> Tensor:
+    """Return dense attention of PyTorch."""
+    return scaled_dot_product_attention(q, k, v, visible, scale=scale, enable_gqa=True)
+
+
+def band(left: int = LENGTH, queries: int = LENGTH) -> Tensor:
+    """Return the mask of the last queries under a causal window."""
+    distance = torch.arange(LENGTH - queries, LENGTH)[:, None] - torch.arange(LENGTH)
+    return (distance >= 0) & (distance <= left)
+
+
+def attend(**changes: Any) -> Tensor:
+    return am.attend(**{"q": Q, "k": K, "v": V} | changes).out
+
+
+def attention(**changes: Any) -> Tensor:
+    return am.attention(**{"q": Q, "k": K, "v": V} | changes)
+
+
+def cache(tokens: int = 0, **options: Any) -> am.KVCache:
+    sizes: dict[str, Any] = {"batch": 1, "kv_heads": KEY_HEADS, "head_dim": WIDTH, "capacity": LENGTH}
+    made = am.KVCache(None, **sizes | {"dtype": torch.float32} | options)
+    if tokens:
+        made.append(K[:, :, :tokens], V[:, :, :tokens])
+    return made
+
+
+class Fixed(NamedTuple):
+    """A mistake, the fix that its error gives, and the call that follows it."""
+
+    mistake: Callable[[], Any]
+    fix: str
+    """A part of the fix."""
+    mended: Callable[[], Any]
+    expected: Callable[[], Any]
+
+
+def all_but_last() -> Tensor:
+    return truth(band(queries=2), Q[:, :, -2:])
+
+
+FEW = Q[:, :, -2:]
+MASKS = [
+    Fixed(lambda: attend(mask=am.Causal), "call it: Causal()", lambda: attend(mask=am.Causal()), lambda: truth(band())),
+    Fixed(
+        lambda: attend(mask=am.Window),
+        "call it: Window(left)",
+        lambda: attend(mask=am.Window(3)),
+        lambda: truth(band(3)),
+    ),
+    Fixed(
+        lambda: attend(mask=am.Chunks),
+        "call it: Causal() & Chunks(size)",
+        lambda: attend(mask=am.Causal() & am.Chunks(LENGTH)),
+        lambda: truth(band()),
+    ),
+    Fixed(
+        lambda: attend(mask=lambda batch, head, query, key: query >= key),
+        "by position, not with a tensor or a function",
+        lambda: attend(mask=am.Causal()),
+        lambda: truth(band()),
+    ),
+    Fixed(
+        lambda: am.Spans([(1, 3)]) & am.Spans([(5, 8)]),
+        "pass all spans, and the window of earlier tokens, to one Spans(ranges, left)",
+        lambda: attend(mask=am.Spans([(1, 3), (5, 8)])),
+        lambda: truth(band() | spans((1, 3), (5, 8))),
+    ),
+    Fixed(
+        lambda: am.Spans([(1, 3)]) & am.Window(4, 1),
+        "pass all spans, and the window of earlier tokens, to one Spans(ranges, left)",
+        lambda: attend(mask=am.Spans([(1, 3)], 4)),
+        lambda: truth(band(4) | spans((1, 3))),
+    ),
+    Fixed(
+        lambda: attend(mask=am.Full() & am.Documents([5, 5])),
+        "let Documents(lengths) cover every token, padding as a document of its own",
+        lambda: attend(mask=am.Full() & am.Documents([5, 5, 2]))[:, :, :10],
+        lambda: truth(torch.block_diag(torch.ones(5, 5), torch.ones(5, 5), torch.ones(2, 2)).bool())[:, :, :10],
+    ),
+    Fixed(
+        lambda: am.Documents(5),  # type: ignore[arg-type]
+        "list each document's number of tokens",
+        lambda: am.Documents([5]).ends,
+        lambda: (5,),
+    ),
+    Fixed(
+        lambda: am.Split(torch.tensor([5, 7])),  # type: ignore[arg-type]
+        "pass a tuple of Python ints",
+        lambda: am.Split((5, 7)).positions(12, 2, 1),
+        lambda: torch.arange(5, 12),
+    ),
+    Fixed(
+        lambda: am.Zigzag().positions(-1, 2, 0),
+        "pass the length of the whole sequence, its number of shards, and this shard's index",
+        lambda: am.Zigzag().positions(8, 2, 0),
+        lambda: torch.tensor([0, 1, 6, 7]),
+    ),
+    Fixed(
+        lambda: am.Packed([3, 3], (1, 2)),  # type: ignore[arg-type]
+        "pass am.Shape(heads, queries, keys)",
+        lambda: am.Packed([3, 3], am.Shape(1, 1, 2)).shape,
+        lambda: (1, 1, 2),
+    ),
+]
+
+
+def spans(*ranges: tuple[int, int]) -> Tensor:
+    """Return which keys queries see beside earlier ones: those of their own span."""
+    visible = torch.zeros(LENGTH, LENGTH, dtype=torch.bool)
+    for start, stop in ranges:
+        visible[start:stop, start:stop] = True
+    return visible
+
+
+def by_key_lengths() -> Tensor:
+    k, v = (x.to_padded_tensor(0.0) for x in nested())
+    out = attend(q=Q.expand(2, -1, -1, -1), k=k, v=v, key_lengths=torch.tensor([LENGTH, 7]))
+    return out[1:]
+
+
+def nested() -> tuple[Tensor, Tensor]:
+    """Return keys and values of sequences of 12 and 7 tokens."""
+    k, v = ([x[0].transpose(0, 1), x[0, :, :7].transpose(0, 1)] for x in (K, V))
+    k, v = (torch.nested.nested_tensor(x, layout=torch.jagged).transpose(1, 2) for x in (k, v))
+    return k, v
+
+
+def second_gradient(run: Callable[[Tensor], Tensor]) -> Tensor:
+    q = Q.double().requires_grad_()
+    (first,) = torch.autograd.grad(run(q).square().sum(), q, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), q)
+    return second
+
+
+def by_energy(q: Tensor) -> Tensor:
+    source = torch.zeros_like(q, requires_grad=True)
+    (out,) = torch.autograd.grad(am.energy(q, K.to(q), V.to(q), source).sum(), source, create_graph=True)
+    return out
+
+
+def of_pytorch(q: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        return scaled_dot_product_attention(q, K.to(q), V.to(q), is_causal=True, enable_gqa=True)
+
+
+def by_hand(q: Tensor, visible: Tensor | None = None) -> Tensor:
+    k, v = (x.to(q).repeat_interleave(2, 1) for x in (K, V))
+    logits = q @ k.transpose(-1, -2) * WIDTH**-0.5
+    logits = logits if visible is None else logits.masked_fill(~visible, -torch.inf)
+    return logits.softmax(-1) @ v
+
+
+def capped() -> Tensor:
+    k, v = (x.repeat_interleave(2, 1) for x in (K, V))
+    return (2.0 * torch.tanh(Q @ k.transpose(-1, -2) * WIDTH**-0.5 / 2.0)).softmax(-1) @ v
+
+
+ATTENTION = [
+    Fixed(
+        lambda: attend(k=K.tolist()),
+        "use torch.as_tensor on numbers",
+        lambda: attend(k=torch.as_tensor(K.tolist())),
+        truth,
+    ),
+    Fixed(lambda: attend(k=K.to_sparse()), "call .to_dense()", lambda: attend(k=K.to_sparse().to_dense()), truth),
+    Fixed(
+        lambda: attend(k=nested()[0], v=nested()[1]),
+        "call .to_padded_tensor(0.0), and hide the padding, as by key_lengths=",
+        by_key_lengths,
+        lambda: truth(k=K[:, :, :7], v=V[:, :, :7]),
+    ),
+    Fixed(
+        lambda: attend(q=torch._neg_view(-Q)),
+        "call .resolve_neg()",
+        lambda: attend(q=torch._neg_view(-Q).resolve_neg()),
+        truth,
+    ),
+    Fixed(lambda: attend(q=Q[0]), "add or split the missing dims", lambda: attend(q=Q[0][None]), truth),
+    Fixed(lambda: attend(q=Q.double()), "cast them with .to(dtype)", lambda: attend(q=Q.double().to(K.dtype)), truth),
+    Fixed(
+        lambda: attend(scale=np.array(0.5)), "pass a Python float", lambda: attend(scale=0.5), lambda: truth(scale=0.5)
+    ),
+    Fixed(lambda: attend(logits_soft_cap=2.0), "pass softcap=", lambda: attend(softcap=2.0), capped),
+    Fixed(lambda: attend(kernel="cuda"), 'leave it at "auto"', lambda: attend(kernel="auto"), truth),
+    Fixed(lambda: attend(dropout_p=0.1), "leave it out", attend, truth),
+    Fixed(
+        lambda: attention(window_size=(3, 0)),
+        "pass mask=am.Window(left)",
+        lambda: attention(mask=am.Window(3)),
+        lambda: truth(band(3)),
+    ),
+    Fixed(lambda: attention(is_causal=False), "or am.Full()", lambda: attention(mask=am.Full()), truth),
+    Fixed(
+        lambda: attention(q=FEW),
+        "pass mask=am.Full() for cross-attention",
+        lambda: attention(q=FEW, mask=am.Full()),
+        lambda: truth(q=FEW),
+    ),
+    Fixed(
+        lambda: attention(q=FEW),
+        "call am.attend with mask=am.Causal() and q_positions=torch.arange(10, 12) for the last queries",
+        lambda: am.attend(FEW, K, V, mask=am.Causal(), q_positions=torch.arange(10, 12)).out,
+        all_but_last,
+    ),
+    Fixed(
+        lambda: attention(q=FEW, mask=am.Window(3)),
+        "call am.attend with mask=am.Window(3) and q_positions=torch.arange(10, 12)",
+        lambda: am.attend(FEW, K, V, mask=am.Window(3), q_positions=torch.arange(10, 12)).out,
+        lambda: truth(band(3, 2), FEW),
+    ),
+    Fixed(
+        lambda: attention(q=FEW),
+        "pass mask=am.Causal(), key_length=12 for Causal() over another sequence",
+        lambda: attention(q=FEW, mask=am.Causal(), key_length=12),
+        lambda: truth(band()[:2], FEW),
+    ),
+    Fixed(lambda: attention(length=7), "leave length out", attention, lambda: truth(band())),
+    Fixed(
+        lambda: attention(length=np.int64(LENGTH)),
+        "count the tokens of all ranks as a Python int",
+        lambda: attention(length=int(np.int64(LENGTH))),
+        lambda: truth(band()),
+    ),
+    Fixed(
+        lambda: attend(key_lengths=torch.tensor([7], dtype=torch.int32)),
+        "pass torch.tensor([...]), the number of real keys",
+        lambda: attend(key_lengths=torch.tensor([7])),
+        lambda: truth(k=K[:, :, :7], v=V[:, :, :7]),
+    ),
+    Fixed(
+        lambda: attend(selected=torch.arange(LENGTH).expand(1, 1, LENGTH, LENGTH)),
+        "pass am.Selection(indices), indices of dtype torch.int32",
+        lambda: attend(selected=am.Selection(torch.arange(LENGTH, dtype=torch.int32).expand(1, 1, LENGTH, LENGTH))),
+        truth,
+    ),
+    Fixed(
+        lambda: attend(distance_bias=torch.zeros(HEADS, 3)),
+        "expand a bias of each head: bias[None, :, None].expand(batch, -1, length, -1)",
+        lambda: attend(distance_bias=torch.zeros(HEADS, 3)[None, :, None].expand(1, -1, LENGTH, -1)),
+        truth,
+    ),
+    Fixed(
+        lambda: second_gradient(lambda q: attend(q=q, k=K.to(q), v=V.to(q))),
+        "differentiate energy, which is dense and without a mask",
+        lambda: second_gradient(by_energy),
+        lambda: second_gradient(by_hand),
+    ),
+    Fixed(
+        lambda: second_gradient(lambda q: attention(q=q, k=K.to(q), v=V.to(q))),
+        "or PyTorch's attention under SDPBackend.MATH",
+        lambda: second_gradient(of_pytorch),
+        lambda: second_gradient(lambda q: by_hand(q, band())),
+    ),
+    Fixed(
+        lambda: torch.func.grad(lambda q: attend(q=q).sum())(Q),
+        "use torch.autograd.grad or backward",
+        lambda: torch.autograd.grad(attend(q=(q := Q.clone().requires_grad_())).sum(), q)[0],
+        lambda: torch.autograd.grad(by_hand(q := Q.clone().requires_grad_()).sum(), q)[0],
+    ),
+]
+
+
+def partials(dtype: torch.dtype = torch.float32) -> list[am.Partial]:
+    """Return attention over two parts of the keys, with the log-sum-exp in this dtype."""
+    parts = (am.attend(Q, K[:, :, part], V[:, :, part]) for part in (slice(5), slice(5, None)))
+    return [am.Partial(out, lse.to(dtype)) for out, lse in parts]
+
+
+def reserved() -> Tensor:
+    kv = cache(10, capacity=10)
+    with pytest.raises(errors.ShapeError) as error:
+        kv.append(K[:, :, 10:], V[:, :, 10:])
+    kv.reserve(int(re.search(r"cache.reserve\((\d+)\)", str(error.value))[1]))  # type: ignore[index]
+    kv.append(K[:, :, 10:], V[:, :, 10:])
+    return am.decode(FEW, kv)
+
+
+def forked() -> Tensor:
+    kv = cache(LENGTH)
+    return am.decode_rows(Q[:, :, -1:].expand(2, -1, -1, -1), [kv, kv.fork()])
+
+
+def gone_back(keep: int) -> Tensor:
+    """Append tokens to a cache with a window, go back by 30, and decode the last one."""
+    k, v = (torch.cat([x] * 20, 2) for x in (K, V))
+    kv = cache(capacity=240, mask=am.Window(3), keep=keep, block=1)
+    for token in range(200):
+        kv.append(k[:, :, token : token + 1], v[:, :, token : token + 1])
+    kv.truncate(170)
+    return am.decode(Q[:, :, -1:], kv, mask=kv.sizes.mask or am.Full())
+
+
+def last_of_170() -> Tensor:
+    k, v = (torch.cat([x] * 20, 2)[:, :, 166:170] for x in (K, V))
+    return truth(q=Q[:, :, -1:], k=k, v=v)
+
+
+def appended(**options: Any) -> Tensor:
+    kv = cache(**options)
+    kv.append(K, V)
+    return am.decode(FEW, kv, mask=kv.sizes.mask or am.Causal())
+
+
+def fail_to_append(*tensors: Any, **options: Any) -> None:
+    cache(**options).append(*tensors)
+
+
+CACHES = [
+    Fixed(
+        lambda: cache(capacity=np.int64(LENGTH)),
+        "pass a Python int of 1 or more",
+        lambda: appended(capacity=int(np.int64(LENGTH))),
+        all_but_last,
+    ),
+    Fixed(
+        lambda: am.merge(partials()),
+        "pass each as an argument: merge(*partials)",
+        lambda: am.merge(*partials()).out,
+        truth,
+    ),  # type: ignore[arg-type]
+    Fixed(
+        lambda: am.merge_across(partials(torch.float64)[0], None),
+        "cast lse",
+        lambda: (
+            am.merge(*(am.merge_across(am.Partial(out, lse.float()), None) for out, lse in partials(torch.float64))).out
+        ),
+        truth,
+    ),
+    Fixed(lambda: fail_to_append(K, V, capacity=8), "call cache.reserve(12) on every rank", reserved, all_but_last),
+    Fixed(lambda: fail_to_append(K.half(), V.half()), "call .to() with the cache's dtype", appended, all_but_last),
+    Fixed(lambda: fail_to_append(K), "pass v, or make the cache with values=", appended, all_but_last),
+    Fixed(lambda: am.decode(FEW, cache()), "append before decode", lambda: am.decode(FEW, cache(LENGTH)), all_but_last),
+    Fixed(
+        lambda: am.decode(FEW, cache(LENGTH, mask=am.Window(3))),
+        "pass mask=cache.sizes.mask",
+        lambda: appended(mask=am.Window(3)),
+        lambda: truth(band(3, 2), FEW),
+    ),
+    Fixed(
+        lambda: am.decode(Q[:, :, -1:].transpose(1, 2), cache(LENGTH)),
+        "if these are (batch, length, heads, dim), pass x.transpose(1, 2)",
+        lambda: am.decode(Q[:, :, -1:].transpose(1, 2).transpose(1, 2), cache(LENGTH)),
+        lambda: truth(q=Q[:, :, -1:]),
+    ),
+    Fixed(lambda: gone_back(0), "make the cache with keep=30 or more", lambda: gone_back(30), last_of_170),
+    Fixed(
+        lambda: am.decode_rows(Q[:, :, -1:].expand(2, -1, -1, -1), [cache(LENGTH)] * 2),
+        "pass cache.fork()",
+        forked,
+        lambda: truth(q=Q[:, :, -1:]).expand(2, -1, -1, -1),
+    ),
+    Fixed(
+        lambda: cache(LENGTH).reorder([0]),  # type: ignore[arg-type]
+        "pass torch.tensor([...])",
+        lambda: (kv := cache(LENGTH)).reorder(torch.tensor([0])) or am.decode(FEW, kv),
+        all_but_last,
+    ),
+    Fixed(
+        lambda: cache(head_dim=7, storage="int8"),
+        "leave out storage=",
+        lambda: cache(head_dim=7).sizes.storage,
+        lambda: None,
+    ),
+    Fixed(lambda: cache(copies=2), "pass copies=1", lambda: appended(copies=1), all_but_last),
+    Fixed(
+        lambda: cache(values="none", value_dim=8),
+        "leave out value_dim",
+        lambda: cache(values="none").sizes.value_dim,
+        lambda: 0,
+    ),
+    Fixed(
+        lambda: cache(LENGTH).append_pages(K, V, torch.tensor([[0]])),
+        "append the pages first, or make a new cache",
+        lambda: paged(),
+        all_but_last,
+    ),
+]
+
+
+def paged() -> Tensor:
+    kv = cache(block=4)
+    pools = (x[0].transpose(0, 1).reshape(3, 4, KEY_HEADS, WIDTH) for x in (K, V))
+    kv.append_pages(*pools, torch.arange(3)[None])
+    return am.decode(FEW, kv)
+
+
+def model(attention: str = "attnmesh") -> Any:
+    return families.model("llama", attention, num_hidden_layers=1)
+
+
+def generated(ids: Tensor = IDS, **options: Any) -> Tensor:
+    options = {"mesh": None, "max_new_tokens": 3} | options
+    return hf.generate(model(), ids, **options)  # type: ignore[no-any-return]
+
+
+def of_stock(ids: Tensor = IDS, **options: Any) -> Tensor:
+    return model("sdpa").generate(ids, max_new_tokens=3, **options)  # type: ignore[no-any-return]
+
+
+def switched() -> Tensor:
+    changed = model("sdpa")
+    changed.set_attn_implementation("attnmesh")
+    return hf.generate(changed, IDS, mesh=None, max_new_tokens=3)  # type: ignore[no-any-return]
+
+
+def prefilled(tokens: int = 10) -> hf.ShardedCache:
+    kv = hf.ShardedCache(model().config)
+    hf.prefill(model(), IDS[:, :tokens], kv)
+    return kv
+
+
+def cropped() -> Tensor:
+    kv = prefilled()
+    kv.crop(6 - kv.get_seq_length())
+    return generated(cache=kv)
+
+
+PADDED = (torch.arange(10) >= 3)[None].long()
+LABELS = IDS.masked_fill(PADDED.flip(1) == 0, -100)
+
+
+def loss(**batch: Any) -> Any:
+    return model()(**hf.shard_batch({"input_ids": IDS} | batch, None)).loss
+
+
+def stock_loss() -> Any:
+    logits = model("sdpa")(IDS, attention_mask=PADDED.flip(1)).logits
+    return cross_entropy(logits[0, :-1], LABELS[0, 1:])
+
+
+def submitted(ids: Any, **options: Any) -> Tensor:
+    engine = hf.Engine(model(), None, max_model_len=16)
+    engine.submit(ids, **{"max_new_tokens": 3} | options)
+    return IDS
+
+
+MODELS = [
+    Fixed(
+        lambda: hf.generate(model("sdpa"), IDS), 'call model.set_attn_implementation("attnmesh")', switched, of_stock
+    ),
+    Fixed(lambda: generated(IDS.int()), "pass tokenizer(text, ", lambda: generated(IDS.int().long()), of_stock),
+    Fixed(
+        lambda: generated(temprature=1.0, do_sample=False),
+        "write temperature=",
+        lambda: generated(temperature=1.0, do_sample=False),
+        of_stock,
+    ),
+    Fixed(lambda: generated(max_tokens=3), "write max_new_tokens=", lambda: generated(max_new_tokens=3), of_stock),
+    Fixed(
+        lambda: generated(position_ids=torch.arange(10)[None]),
+        "leave it out: prefill takes only token ids, attention_mask and images",
+        generated,
+        of_stock,
+    ),
+    Fixed(
+        lambda: generated(attention_mask=PADDED.flip(1)),
+        "set the tokenizer's padding_side to 'left'",
+        lambda: generated(attention_mask=PADDED),
+        lambda: of_stock(attention_mask=PADDED),
+    ),
+    Fixed(
+        lambda: generated(IDS.expand(2, -1), cache=prefilled()),
+        "pass a new cache",
+        lambda: generated(IDS.expand(2, -1), cache=hf.ShardedCache(model().config)),
+        lambda: of_stock().expand(2, -1),
+    ),
+    Fixed(
+        lambda: generated(past_key_values=prefilled()),
+        "pass a ShardedCache as cache=",
+        lambda: generated(cache=prefilled()),
+        of_stock,
+    ),
+    Fixed(
+        lambda: prefilled().crop(6), "pass length - cache.get_seq_length() to keep so many tokens", cropped, of_stock
+    ),
+    Fixed(
+        lambda: loss(attention_mask=PADDED.flip(1), labels=IDS),
+        "set them with labels.masked_fill(attention_mask == 0, -100)",
+        lambda: loss(attention_mask=PADDED.flip(1), labels=IDS.masked_fill(PADDED.flip(1) == 0, -100)),
+        stock_loss,
+    ),
+    Fixed(
+        lambda: loss(labels=pad(LABELS, (0, 1), value=-100)[:, 1:]),
+        "pass them as shift_labels",
+        lambda: loss(shift_labels=pad(LABELS, (0, 1), value=-100)[:, 1:], attention_mask=PADDED.flip(1)),
+        stock_loss,
+    ),
+    Fixed(
+        lambda: hf.mean_over_mesh(torch.ones(10), LABELS[0], None),
+        "pass targets != -100",
+        lambda: hf.mean_over_mesh(torch.arange(10.0), LABELS[0] != -100, None),
+        lambda: torch.arange(7.0).mean(),
+    ),
+    Fixed(lambda: submitted(IDS[0]), "and tokens.tolist()", lambda: submitted(IDS[0].tolist()), lambda: IDS),
+    Fixed(
+        lambda: submitted(IDS[0].tolist(), max_new_tokens=30),
+        "shorten the prompt, or pass a smaller max_new_tokens",
+        lambda: submitted(IDS[0].tolist(), max_new_tokens=6),
+        lambda: IDS,
+    ),
+]
+
+
+def hosts_of_fix() -> int:
+    """Return whether the number of hosts that the error names is enough, and the number before it is not."""
+    with pytest.raises(errors.ClusterError) as error:
+        am.plan(WORK, am.Cluster.preset("dgx-h100", hosts=1))
+    hosts = int(re.search(r"about ([\d,]+) hosts", str(error.value))[1].replace(",", ""))  # type: ignore[index]
+    return len(am.plan(WORK, am.Cluster.preset("dgx-h100", hosts=hosts))) > 0
+
+
+WORK = am.Workload(64, 8, 128, 100_000_000, phase="decode", layers=80)
+PLANS = [
+    Fixed(lambda: am.plan(WORK, am.Cluster.preset("dgx-h100", hosts=1)), "take about", hosts_of_fix, lambda: True),
+    Fixed(
+        lambda: am.mesh_shape(np.int64(4), 8, 8),  # type: ignore[arg-type]
+        "pass the number of ranks and the model's head counts, as Python ints",
+        lambda: am.mesh_shape(4, 8, 8).ranks,
+        lambda: 4,
+    ),
+    Fixed(
+        lambda: am.init_mesh((1, 1, 1)),
+        "or pass mesh=None for one process",
+        lambda: attention(mesh=None),
+        lambda: truth(band()),
+    ),
+    Fixed(lambda: am.set_deadline(0), "pass seconds, or None", lambda: am.set_deadline(None), lambda: None),
+    Fixed(
+        lambda: am.top_k_across(torch.arange(4), torch.arange(4), 2, None),
+        "pass the scores of this rank's keys in floats",
+        lambda: am.top_k_across(torch.arange(4.0), torch.arange(4), 2, None)[1],
+        lambda: torch.tensor([3, 2]),
+    ),
+]
+
+
+@pytest.mark.parametrize("row", [*MASKS, *ATTENTION, *CACHES, *MODELS, *PLANS], ids=lambda row: row.fix[:60])
+def test_a_call_that_follows_the_fix_is_exact(row: Fixed) -> None:
+    with pytest.raises(errors.InputError) as error:
+        row.mistake()
+    assert row.fix in str(error.value).split("Fix: ")[-1]
+    found, expected = row.mended(), row.expected()
+    if not isinstance(expected, Tensor):
+        assert found == expected
+    elif expected.is_floating_point():
+        tolerance = FLOAT32_MODEL if row in MODELS else FLOAT32_SUMS
+        assert torch.allclose(found.to(expected), expected, rtol=tolerance, atol=tolerance)
+    else:
+        assert found.tolist() == expected.tolist()
+
+
+def test_a_cache_of_several_layers_is_restored_as_its_fix_says(tmp_path: Path) -> None:
+    two = families.model("llama", "attnmesh", num_hidden_layers=2)
+    kv = hf.ShardedCache(two.config)
+    hf.prefill(two, IDS, kv)
+    kv.save(tmp_path)
+    with pytest.raises(errors.StoreError, match=r"Fix: call hf.ShardedCache\(config, mesh\).restore\(path\)"):
+        am.KVCache.load(tmp_path, None)
+    restored = hf.ShardedCache(two.config, None)
+    restored.restore(tmp_path)
+    assert restored.get_seq_length() == kv.get_seq_length()
+    with pytest.raises(errors.ShapeError, match=r"Fix: pass capacity=9\."):
+        hf.ShardedCache(two.config, None).restore(tmp_path, capacity=5)
+    restored.restore(tmp_path, capacity=9)
+    assert restored.get_seq_length() == kv.get_seq_length()
+
+
+def test_a_cache_in_a_folder_has_pages_after_a_fork(tmp_path: Path) -> None:
+    kv = cache(LENGTH, folder=tmp_path / "keys")
+    with pytest.raises(errors.KernelError, match=r"Fix: call cache.fork\(\) first"):
+        kv.pages()
+    assert kv.fork().pages()
