@@ -457,8 +457,13 @@ def stock_loss() -> Any:
     return cross_entropy(logits[0, :-1], LABELS[0, 1:])
 
 
-def submitted(ids: Any, **options: Any) -> Tensor:
-    engine = hf.Engine(model(), None, max_model_len=16)
+def of_dynamic_rope() -> Any:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 12}
+    return families.model("llama", "attnmesh", rope_parameters=rope, max_position_embeddings=16)
+
+
+def submitted(ids: Any, served: Any = None, **options: Any) -> Tensor:
+    engine = hf.Engine(served or model(), None, max_model_len=16)
     engine.submit(ids, **{"max_new_tokens": 3} | options)
     return IDS
 
@@ -525,6 +530,12 @@ MODELS = [
         lambda: submitted(IDS[0].tolist(), max_new_tokens=30),
         "shorten the prompt, or pass a smaller max_new_tokens",
         lambda: submitted(IDS[0].tolist(), max_new_tokens=6),
+        lambda: IDS,
+    ),
+    Fixed(
+        lambda: submitted(IDS[0].tolist(), of_dynamic_rope(), max_new_tokens=4),
+        "stay within 12 tokens, or call hf.generate",
+        lambda: submitted(IDS[0].tolist(), of_dynamic_rope(), max_new_tokens=2),
         lambda: IDS,
     ),
 ]

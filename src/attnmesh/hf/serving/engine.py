@@ -23,7 +23,7 @@ from attnmesh.errors import (
     require,
 )
 from attnmesh.hf.images.inputs import OWN_PROCESSOR, image_inputs, unless_text, without_absent
-from attnmesh.hf.models import check_rope_switch, check_rows, rope_regime, unwrap, vocabulary_size
+from attnmesh.hf.models import check_rope_switch, check_rows, rope_regime, rope_switches, unwrap, vocabulary_size
 from attnmesh.hf.options import agreement_with_peers, describe_value
 from attnmesh.hf.serving.footprint import memory_share, never_fits
 from attnmesh.hf.serving.grammar_masks import Grammar, GrammarTokens
@@ -263,7 +263,8 @@ class Engine:
         expected, fix = "tensors, numbers and text", 'make them with return_tensors="pt"'
         require(not others, ArgumentError, "submit images", expected, f"others: {others}", fix)
         check_rope_switch(config, prompt - 1, total)
-        given, fix = f"{prompt} and {stream.max_new_tokens} new ones", "pass a smaller max_new_tokens"
+        given = f"{prompt} and {stream.max_new_tokens} new ones"
+        fix = f"stay within {min(rope_switches(config), default=0)} tokens, or call hf.generate"
         same = rope_regime(config, prompt) == rope_regime(config, total)
         require(same, ShapeError, "submit ids", "a rope that stays the same", given, fix)
 
