@@ -3,9 +3,11 @@
 import pytest
 
 from attnmesh.mesh.shapes import AXES, Shape
+from tests.mistakes.mended import MENDED
 from tests.mistakes.table import PAGE, cases_of, files, raised, with_table
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool, on_each_rank
+from tests.support.tolerances import FLOAT32_MODEL
 
 
 @on_each_rank
@@ -26,6 +28,20 @@ def test_each_mistake_raises_on_all_ranks_alike(file: str, pool: Pool) -> None:
             assert name == row.error.__name__, (row.what, given[0])
             assert row.says in message, (row.what, message)
             assert row.fix in message.split("Fix: ")[-1], (row.what, message)
+
+
+@on_each_rank
+def differences() -> dict[str, float]:
+    """Return, by mistake, how far what follows its fix is from one device."""
+    mesh = named_mesh(Shape(1, 2, 1), AXES)
+    pairs = {what: act(mesh) for what, act in MENDED.items()}
+    return {what: float((found - expected).abs().max()) for what, (found, expected) in pairs.items()}
+
+
+def test_what_follows_a_fix_is_exact(pool: Pool) -> None:
+    assert MENDED.keys() <= {row.what for file in files() for row in cases_of(file)}
+    for by_mistake in pool.run(2, differences):
+        assert max(by_mistake.values()) <= FLOAT32_MODEL, by_mistake
 
 
 def test_there_are_many_rows_and_each_is_another_mistake() -> None:
