@@ -152,7 +152,7 @@ def recover_wrongly(kind: str) -> str:
 
 WRONG_CALLS = {
     "no list": "recover: expected a list of caches, one per layer, given KVCache. Fix: pass [cache]",
-    "no cache": "recover: expected a list of caches, one per layer, given no cache. Fix: pass [cache]",
+    "no cache": "recover: expected a list of caches, one per layer, given list. Fix: pass [cache]",
     "unknown option": "recover: expected the arguments of its signature, given block=3. Fix: see help",
     "copies": "recover: expected the same call on every rank, given:\n    ranks  copies\n    0      1\n    1  ",
     "capacity": "recover: expected room for the tokens that are left, given 61 in a capacity of 30. Fix: pass capa",

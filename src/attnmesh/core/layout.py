@@ -248,7 +248,9 @@ def _counts(subject: str, values: Sequence[int], meaning: str) -> tuple[int, ...
         with suppress(TypeError):  # a value may be no whole number
             counts = tuple(map(operator.index, values))
     if not counts or min(counts) < 0:
-        raise LayoutError(subject, f"whole numbers of 0 or more, {meaning}", repr(values), "pass a tuple of Python ints")
+        raise LayoutError(
+            subject, f"whole numbers of 0 or more, {meaning}", repr(values), "pass a tuple of Python ints"
+        )
     return counts
 
 
