@@ -463,6 +463,7 @@ def of_dynamic_rope() -> Any:
 
 
 def submitted(ids: Any, served: Any = None, **options: Any) -> Tensor:
+    """Return the prompt once an engine has taken it."""
     engine = hf.Engine(served or model(), None, max_model_len=16)
     engine.submit(ids, **{"max_new_tokens": 3} | options)
     return IDS
@@ -541,8 +542,8 @@ MODELS = [
 ]
 
 
-def hosts_of_fix() -> int:
-    """Return whether the number of hosts that the error names is enough, and the number before it is not."""
+def hosts_of_fix() -> bool:
+    """Return whether a plan fits the number of hosts that the error names."""
     with pytest.raises(errors.ClusterError) as error:
         am.plan(WORK, am.Cluster.preset("dgx-h100", hosts=1))
     hosts = int(re.search(r"about ([\d,]+) hosts", str(error.value))[1].replace(",", ""))  # type: ignore[index]
