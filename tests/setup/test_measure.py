@@ -13,8 +13,8 @@ from attnmesh.comm.transport import flat_axis
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.shapes import AXES
 from attnmesh.planner.workload import Workload
-from attnmesh.setup import measure, measure_shares
-from attnmesh.setup.measure import MeasuredRanks, measure_link
+from attnmesh.setup import measure_link, measure_shares, measured_ranks
+from attnmesh.setup.measured_ranks import IN_A_ROW, MeasuredRanks
 from tests.support.pool import Pool, on_each_rank
 
 pytestmark = pytest.mark.quick
@@ -35,9 +35,10 @@ def measured() -> Cluster:
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=AXES)
     with (
         patch.object(measure_shares, "READ_SECONDS", 0.05),
-        patch.multiple(measure, IN_A_ROW=1, ROUNDS=1, LONG_MESSAGE=0.01),
+        patch.multiple(measured_ranks, IN_A_ROW=1, ROUNDS=1),
+        patch.multiple(measure_link, IN_A_ROW=1, ROUNDS=1, LONG_MESSAGE=0.01),
     ):
-        measure_link(MeasuredRanks.of(flat_axis(mesh, AXES), torch.device("cpu")), between=False)
+        measure_link.measure_link(MeasuredRanks.of(flat_axis(mesh, AXES), torch.device("cpu")), between=False)
         return Cluster.measure(mesh)
 
 
@@ -53,8 +54,8 @@ def waits() -> list[float]:
     longer, shorter = (9.0 + axis.index, 4.0, 2.0), (5.0, 4.0, 2.0)
     found = []
     for seconds, alone in ((longer, 2.0), (shorter, 2.0), (longer, 1.0)):
-        with patch.object(MeasuredRanks, "seconds", side_effect=cycle(x * measure.IN_A_ROW for x in seconds)):
-            found.append(measure.measure_wait(ranks, alone))
+        with patch.object(MeasuredRanks, "seconds", side_effect=cycle(x * IN_A_ROW for x in seconds)):
+            found.append(measure_link.measure_wait(ranks, alone))
     return found
 
 

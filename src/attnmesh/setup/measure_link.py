@@ -1,0 +1,114 @@
+"""Rates of the links between ranks, and how long a merge waits where ranks share cores."""
+
+import statistics
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from attnmesh.comm.rank_merge import merge_ranks
+from attnmesh.comm.topology import dist_all_gather_ints, host_mailboxes, subgroup_of
+from attnmesh.core.partial import Partial
+from attnmesh.guard.agreement import prepare_merges
+from attnmesh.mesh.rates import NO_LINK, Link
+from attnmesh.setup.measured_ranks import IN_A_ROW, ROUNDS, MeasuredRanks
+
+MERGE_BYTES = 16384
+"""Bytes of a short message, such as a merge sends."""
+
+WORK = 512
+"""Rows and columns of a product that is about as much work as a layer of a small model."""
+
+LEAST_ALONE = 1.5
+"""Least `Device.alone` of ranks that share cores. Ranks with cores of their own may be slower too, by memory."""
+
+LONG_MESSAGE = 0.12
+"""Seconds that one long message should take at most."""
+
+
+def measure_link(world: MeasuredRanks, *, between: bool) -> Link:
+    """Return the rates of the links inside hosts or between them, if there are any."""
+    _, index = world.host_and_index
+    lines = world.lines(between=between)
+    most_ranks = max(map(len, world.hosts))
+    line = world.line(between=between)
+    if max(map(len, lines)) < 2:
+        return NO_LINK
+    latency = world.short(lambda: _exchange(world, line, MERGE_BYTES))
+    several = min(15, len(line) - 1)
+    many = world.short(lambda: _exchange(world, line, MERGE_BYTES, several))
+    bytes_ = 1 << 18
+    once = world.median(lambda: _exchange(world, line, bytes_), 2)
+    bytes_ = int(min(1 << 24, max(1 << 18, bytes_ * LONG_MESSAGE / once)))
+    together = world.median(lambda: _exchange(world, line, bytes_), 3)
+    alone = world.median(lambda: _exchange(world, line if index == 0 or not between else [], bytes_), 3)
+    host_rate = most_ranks * bytes_ / max(together - latency, 1e-9)
+    short_latency = latency if between else world.short(lambda: _swap_near(world, line))
+    rank_rate = bytes_ / max((alone if between else together) - latency, 1e-9)
+    message = max(0.0, (many - latency) / max(1, several - 1))
+    step = _step(world, lines, short_latency)
+    return Link(latency, rank_rate, max(host_rate, rank_rate), short=short_latency, step=step, message=message)
+
+
+def measure_wait(world: MeasuredRanks, alone: float) -> float:
+    """Return the seconds that a merge takes longer between pieces of work than alone, where ranks share cores.
+
+    Each round times all three, since what else runs on a machine changes its speed. The result is the mean of the
+    ranks, which begin a merge one after the other and end it together.
+    """
+    if world.axis.size == 1 or world.device.type != "cpu" or alone < LEAST_ALONE:
+        return 0.0
+    factor = torch.randn(WORK, WORK, dtype=torch.float32, device="cpu")
+    out = factor.new_zeros(1, 1, 1, MERGE_BYTES // factor.itemsize)
+    prepare_merges(world.axis)
+
+    def merge() -> None:
+        merge_ranks(Partial(out, out[..., 0]), factor.new_zeros(2), world.axis, "tree", "replicated")
+
+    def work_and_merge() -> None:
+        work()
+        merge()
+
+    work = partial(torch.mm, factor, factor)
+    waits = []
+    for _ in range(2 * ROUNDS + 1):
+        together, *apart = [world.seconds(call, IN_A_ROW) for call in (work_and_merge, work, merge)]
+        waits.append((together - sum(apart)) / IN_A_ROW)
+    wait = statistics.median(waits[1:])
+    return max(0.0, statistics.mean(row[0] for row in dist_all_gather_ints([int(wait * 1e9)], [world.axis])) / 1e9)
+
+
+def _step(world: MeasuredRanks, lines: list[list[int]], first_step: float) -> float:
+    """Return the seconds of each step of a collective, whose first step takes at least as long as a message."""
+    mine = next(line for line in lines if world.axis.index in line)
+    number = torch.zeros(1, 4, dtype=torch.int64, device=world.device)
+    group = subgroup_of(world.axis, tuple(mine))
+    numbers = [torch.empty_like(number) for _ in mine]
+    took = world.short(lambda: dist.all_gather(numbers, number, group=group))
+    further = (took - first_step) / max(1, len(mine) - 2)
+    return further if len(mine) > 2 and 0 < further <= first_step else took / (len(mine) - 1)
+
+
+def _exchange(world: MeasuredRanks, line: Sequence[int], size: int, peers: int = 1) -> None:
+    """Send to the next ranks of a line that begins with this rank, and receive from the last."""
+    message = torch.empty(size, dtype=torch.uint8, device=world.device)
+    group = world.axis.group
+    other_ranks = line[1:]
+    posts = [
+        dist.P2POp(dist.irecv, torch.empty_like(message), group=group, group_peer=peer) for peer in other_ranks[-peers:]
+    ]
+    posts += [dist.P2POp(dist.isend, message, group=group, group_peer=peer) for peer in other_ranks[:peers]]
+    for work in dist.batch_isend_irecv(posts) if posts else []:
+        work.wait()
+
+
+def _swap_near(world: MeasuredRanks, line: Sequence[int]) -> None:
+    """Send and receive a short message inside a host, as a merge does."""
+    mailboxes = host_mailboxes(world.axis) if world.device.type == "cpu" else None
+    message = torch.empty(MERGE_BYTES, dtype=torch.uint8, device=world.device)
+    if mailboxes is None or len(line) < 2:
+        _exchange(world, line, MERGE_BYTES)
+        return
+    mailboxes.send(line[1], message)
+    mailboxes.recv(line[-1], message.clone())
