@@ -16,6 +16,12 @@ from tests.support.scripts import run_script
 README = Path(__file__).parents[2] / "README.md"
 
 
+def block_with(start: str, words: str) -> str:
+    """Return the first block of the page that begins so and has these words."""
+    blocks = (after.split("```")[0] for after in README.read_text().split(start)[1:])
+    return next(block for block in blocks if words in block)
+
+
 @on_each_rank
 def lines_on_a_mesh() -> list[str]:
     """On a rank: run the lines, and return what failed."""
@@ -31,8 +37,8 @@ def test_the_lines_run_on_ranks(pool: Pool) -> None:
     assert pool.run(4, lines_on_a_mesh) == [[]] * 4
 
 
-def test_the_first_block_is_a_script_that_runs(tmp_path: Path) -> None:
-    block, text = README.read_text().split("```python\n")[1].split("```")[0], "Once upon a time"
+def test_the_block_of_a_model_is_a_script_that_runs(tmp_path: Path) -> None:
+    block, text = block_with("```python\n", "from_pretrained"), "Once upon a time"
     tokenizer, model = byte_tokenizer(), families.model("llama", "sdpa", vocab_size=257)
     tokenizer.save_pretrained(tmp_path)
     model.save_pretrained(tmp_path)
@@ -52,7 +58,7 @@ def test_the_first_block_is_a_script_that_runs(tmp_path: Path) -> None:
 @pytest.mark.timeout(1800)
 def test_the_start_without_a_gpu_works_in_a_fresh_environment(tmp_path: Path) -> None:
     """Its lines as they stand, but for PyTorch, of the version and from the index that the tests have."""
-    block = README.read_text().split("```\n")[1]
+    block = block_with("```\n", "python3 -m venv")
     made, torch, install, generate, serve = (line.split("  #")[0].rstrip() for line in block.splitlines())
     assert made == "python3 -m venv .venv && . .venv/bin/activate"
     venv.create(tmp_path / ".venv", with_pip=True)
