@@ -89,6 +89,11 @@ def test_a_wrong_operator_is_not_used_and_warned_about() -> None:
         def attend(self, q, k, v, rectangle, scaling):  # type: ignore[no-untyped-def]
             return Partial(q, q[..., 0].float())
 
+    class WithoutLse(cuda.Cudnn):
+        def attend(self, q, k, v, rectangle, scaling):  # type: ignore[no-untyped-def]
+            out, lse = Reference().attend(q, k, v, rectangle, scaling)
+            return Partial(out, lse * torch.nan)
+
     class Right(cuda.Cudnn):
         def attend(self, q, k, v, rectangle, scaling):  # type: ignore[no-untyped-def]
             return Reference().attend(q, k, v, rectangle, scaling)
@@ -105,6 +110,8 @@ def test_a_wrong_operator_is_not_used_and_warned_about() -> None:
     where = torch.device("cpu"), torch.bfloat16, 64, True, True
     with pytest.warns(UserWarning, match="does not use PyTorch's wrong operator for torch.bfloat16"):
         assert not cuda._is_correct(Wrong(), *where)
+    with pytest.warns(UserWarning, match="does not use PyTorch's withoutlse operator for torch.bfloat16: off by .*nan"):
+        assert not cuda._is_correct(WithoutLse(), *where)
     assert cuda._is_correct(Right(), *where)
     assert cuda._is_correct(Right(), *where, gradients=True)
     with pytest.warns(

@@ -1,6 +1,6 @@
 """Proofs of `attnmesh check`: each kernel against attention in float64, and the kernels that "auto" chooses."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -75,6 +75,11 @@ def _error(given: Tensor, expected: Tensor) -> float:
     return float((given.double() - expected).abs().max() / expected.abs().max())
 
 
+def _worst(errors: Iterable[float]) -> float:
+    """Return the largest error, NaN if one is: Python's `max` drops a NaN that is not the first."""
+    return float(torch.tensor([*errors], dtype=torch.float64, device="cpu").max())
+
+
 @dataclass(frozen=True)
 class Choice:
     """Kernels that "auto" chooses on a device, in a dtype: for plain blocks, masked blocks, and a decode step."""
@@ -110,7 +115,7 @@ def law_error() -> float:
     source = torch.zeros_like(dout, requires_grad=True)
     (out,) = torch.autograd.grad(energy(q, k, v, source).sum(), source, create_graph=True)
     expected = (out, *torch.autograd.grad(out, (q, k, v), dout))
-    return max(map(_error, _outputs([q, k, v, dout], Full(), "reference"), expected))
+    return _worst(map(_error, _outputs([q, k, v, dout], Full(), "reference"), expected))
 
 
 def _proof(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> Proof:
@@ -122,7 +127,7 @@ def _proof(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> Proof:
     # Half precision rounds the weights, the result and its copy for the backward pass. In float32 and float64 sums of
     # hundreds of terms dominate.
     allowed = torch.finfo(dtype).eps * (4 if dtype.itemsize == 2 else 64)
-    out_error, gradient_error = (max(error) for error in zip(*errors, strict=True))
+    out_error, gradient_error = map(_worst, zip(*errors, strict=True))
     return Proof(*names, out_error=out_error, gradient_error=gradient_error, allowed=allowed)
 
 
@@ -142,7 +147,7 @@ def _stored_proof(kernel: Kernel, device: torch.device, storage: Storage) -> Pro
         operands = (q.cpu().double(), *numbers)
         truth = attend(*operands, mask=mask, q_positions=positions[-3:], k_positions=positions, kernel="reference").out
         errors.append(_error(decode(q, cache, mask=mask, kernel=kernel.name).cpu(), truth))
-    return Proof(*names, out_error=max(errors), allowed=torch.finfo(torch.float32).eps * 64)
+    return Proof(*names, out_error=_worst(errors), allowed=torch.finfo(torch.float32).eps * 64)
 
 
 def _errors(kernel: str, device: torch.device, dtype: torch.dtype, mask: Mask, rows: int) -> tuple[float, float]:
@@ -152,7 +157,7 @@ def _errors(kernel: str, device: torch.device, dtype: torch.dtype, mask: Mask, r
     ours = _outputs(problem, mask, kernel)
     truth = _outputs([*exact, problem[3].cpu().double()], mask, "reference")
     out_error, *errors = (_error(x.cpu(), other) for x, other in zip(ours, truth, strict=True))
-    return out_error, max(errors)
+    return out_error, _worst(errors)
 
 
 def _outputs(problem: list[Tensor], mask: Mask, kernel: str) -> tuple[Tensor, ...]:
