@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+from fractions import Fraction
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -194,9 +195,9 @@ def length_of(text: str) -> int:
     [4096, 128000, 131072, 1500000, 1000000]
     """
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?(?:e[0-9]{1,2})?)(|k|m|ki|mi)", text.lower())
-    tokens = float(match[1]) * UNITS[match[2]] if match else 0.5
+    tokens = Fraction(match[1]) * UNITS[match[2]] if match else Fraction(0)  # 16.1 * 1000 is no integer as a float
     fix = "write 128k: k and M count in thousands, Ki and Mi in 1,024s"
-    fits = tokens == int(tokens) > 0
+    fits = tokens.denominator == 1 and tokens > 0
     check_option(fits, "--length", "tokens, as 4096, 128k, 5M, 128Ki or 1Mi", repr(text[:60]), fix)
     return int(tokens)
 
