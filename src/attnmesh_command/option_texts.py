@@ -34,21 +34,29 @@ def axes_of(text: str) -> dict[str, int]:
     """
     axes: dict[str, int] = {}
     for part in text.lower().split(",") if text != "auto" else ():
-        name, _, size = part.strip().rpartition("=")
-        is_axis = name in (TP, *AXES, f"{TP}=keys", f"keys={TP}") and name not in axes
+        name, size = _name_and_size(part.strip())
+        is_axis = name in (TP, *AXES, f"{TP}=keys") and name not in axes
         fits = is_axis and re.fullmatch("[0-9]{1,9}", size) and int(size) > 0
         check_option(bool(fits), "--mesh", MESHES, repr(text), _fix_of_mesh(text, part.strip(), axes))
-        axes[f"{TP}=keys" if "=" in name else name] = int(size)
+        axes[name] = int(size)
     alone = f"{TP}=keys" not in axes or len(axes) == 1
     fix = "give these ranks to it, or name tp and keys apart"
     check_option(alone, "--mesh", "tp=keys alone", repr(text), fix)
     return axes
 
 
+def _name_and_size(part: str) -> tuple[str, str]:
+    """Return the axis and the size that a part of `--mesh` names: "keys=tp" is "tp=keys"."""
+    name, _, size = part.rpartition("=")
+    return f"{TP}=keys" if name == f"keys={TP}" else name, size
+
+
 def _fix_of_mesh(text: str, part: str, axes: dict[str, int]) -> str:
     """Return the fix of a part of `--mesh`: an axis of another name, without ranks, or one that was named before."""
     if sizes := re.fullmatch("([0-9]{1,4})x([0-9]{1,4})x([0-9]{1,4})", text):
         return f"write --mesh {','.join(f'{axis}={n}' for axis, n in zip(AXES, sizes.groups(), strict=True))}"
+    if (name := _name_and_size(part)[0]) in axes:
+        return f"name {name} once"
     name, _, size = part.partition("=")
     if name in axes:
         return f"name {name} once"
