@@ -28,7 +28,7 @@ from tests.support.dense import dense
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool, on_each_rank
 
-TOKENS, WIDTH, PREFIX = 24, 8, 7
+TOKENS, WIDTH, PREFIX = 40, 8, 7
 
 
 def Prefix(tokens: int) -> Mask:
@@ -39,7 +39,7 @@ def Prefix(tokens: int) -> Mask:
 class Dense(Kernel):
     """A made-up kernel: the formula, with the gradients of autograd. It counts its calls."""
 
-    name, calls = "dense", 0
+    name, calls = "added", 0  # the first of all names
 
     def unsupported_reason(self, request: KernelRequest) -> str | None:
         return None
@@ -86,7 +86,7 @@ def given(heads: int) -> list[Tensor]:
 def run(mask: Mask, kernel: str, merge: str) -> tuple[list[Tensor], Tensor, int]:
     """On a rank: attention of shards with its gradients, a decode step, and the calls of the made-up kernel."""
     made_up, stack = Dense(), ExitStack()
-    stack.enter_context(patch.object(choice, "KERNELS", (*choice.KERNELS, made_up)))
+    stack.enter_context(patch.object(choice, "KERNELS", choice.in_order((*choice.KERNELS, made_up))))
     stack.enter_context(patch.dict(MERGES, {RING.name: RING}))
     with stack:
         mesh, layout = named_mesh(Shape(1, 1, dist.get_world_size()), AXES), am.Contiguous()
@@ -106,9 +106,9 @@ def run(mask: Mask, kernel: str, merge: str) -> tuple[list[Tensor], Tensor, int]
     [
         (Prefix(PREFIX), "auto", "auto"),
         (Prefix(PREFIX), "reference", "tree"),
-        (am.Causal(), "dense", "auto"),
+        (am.Causal(), "added", "auto"),
         (am.Causal(), "auto", "ring"),
-        (Prefix(PREFIX), "dense", "ring"),
+        (Prefix(PREFIX), "added", "ring"),
     ],
 )
 def test_attention_and_decoding_are_exact_with_a_new_mask_kernel_or_merge(
@@ -125,7 +125,7 @@ def test_attention_and_decoding_are_exact_with_a_new_mask_kernel_or_merge(
     expected: list[Any] = [out.detach(), *torch.autograd.grad(out.square().sum(), exact)]
     for found, step, calls in pool.run(ranks, run, mask, kernel, merge):
         torch.testing.assert_close([*found, step], [*expected, expected[0][:, :, -15:]], check_dtype=False)
-        assert (calls > 0) == (kernel == "dense")
+        assert (calls > 0) == (kernel == "added")
 
 
 def test_a_new_merge_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ REQUEST = KernelRequest.of(*torch.zeros(3, 1, 2, 100, 8), Scaling(1.0))
 class Dense(Kernel):
     """All of what a kernel is asked, in the fewest lines; it counts its calls."""
 
-    name, made_for, caps_logits = "dense", "short calls", False
+    name, made_for, priority, caps_logits = "dense", "short calls", 0, False
 
     def __init__(self) -> None:
         self.calls = 0
@@ -51,7 +51,7 @@ class Dense(Kernel):
 def made_up(monkeypatch: pytest.MonkeyPatch) -> Dense:
     """A kernel whose name is in `KERNELS`, and nowhere else."""
     kernel = Dense()
-    monkeypatch.setattr(choice, "KERNELS", (kernel, *KERNELS))
+    monkeypatch.setattr(choice, "KERNELS", choice.in_order((*KERNELS, kernel)))
     return kernel
 
 
@@ -101,6 +101,28 @@ def test_it_is_named_proved_and_refused_as_others_are(made_up: Dense) -> None:
 )
 def test_the_first_that_is_made_for_a_call_is_taken(changes: dict[str, object], expected: str, made_up: Dense) -> None:
     assert choose(REQUEST._replace(**changes)).name == expected  # type: ignore[arg-type]
+
+
+class Unranked(Kernel):
+    """A kernel of the first name that supports all tensors, and says nothing of its place among others."""
+
+    name, adds_bias = "a", True
+
+    def unsupported_reason(self, request: KernelRequest) -> str | None:
+        return None
+
+
+@pytest.mark.parametrize("changes", [{}, {"rows": 65}, {"biased": True}, {"cached": True}, {"capped": True}])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_kernel_that_says_nothing_of_its_place_is_taken_by_name_alone(
+    changes: dict[str, object], device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = REQUEST._replace(device=torch.device(device), dtype=dtype, **changes)  # type: ignore[arg-type]
+    expected = best_kernel(request)
+    monkeypatch.setattr(choice, "KERNELS", choice.in_order((*KERNELS, Unranked())))
+    assert best_kernel(request) is expected
+    assert choose(request, "a").name == "a"
 
 
 def test_a_call_that_no_kernel_serves_is_refused() -> None:

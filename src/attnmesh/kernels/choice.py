@@ -1,5 +1,6 @@
 """The kernels, and the choice of one for a call."""
 
+from collections.abc import Iterable
 from importlib import import_module
 from pkgutil import iter_modules
 
@@ -9,10 +10,14 @@ from attnmesh.kernels.kernel import Kernel, KernelRequest
 
 _FILES = [import_module(f"{implementations.__name__}.{file.name}") for file in iter_modules(implementations.__path__)]
 
-KERNELS: tuple[Kernel, ...] = tuple(
-    sorted((file.KERNEL for file in _FILES), key=lambda kernel: (kernel.priority, kernel.name))
-)
-"""Kernels in the order of `best_kernel`. The last one serves all calls but those that read scattered keys."""
+
+def in_order(kernels: Iterable[Kernel]) -> tuple[Kernel, ...]:
+    """Return kernels in the order of `best_kernel`."""
+    return tuple(sorted(kernels, key=lambda kernel: (kernel.priority, kernel.name)))
+
+
+KERNELS = in_order(file.KERNEL for file in _FILES)
+"""Kernels in their order. The reference serves all calls but those that read scattered keys."""
 
 
 def choose(request: KernelRequest, name: str = "auto") -> Kernel:
@@ -37,7 +42,7 @@ def best_kernel(request: KernelRequest) -> Kernel | None:
     """Return the kernel that "auto" takes, of those that serve a call, or None if none does.
 
     Kernels that are made for such calls, as `is_made_for` says, come before all others. Then a lower `priority` comes
-    first, and where that is equal, the first name.
+    first, and where that is equal, the first name. One that says neither comes after the reference.
     """
     for made_for in (True, False):
         for kernel in KERNELS:

@@ -92,10 +92,10 @@ class Kernel:
 
     name: str
     """The kernel's name, as in `kernel=`."""
-    made_for = "all calls"
+    made_for = "calls that name it"
     """The calls of `is_made_for`, in words."""
-    priority = 1
-    """Number in the order of `best_kernel`: a lower one comes first."""
+    priority = 3
+    """Number in the order of `best_kernel`: a lower one comes first. The reference, which serves all calls, has 2."""
     caps_logits = True
     """True if logits may have a soft cap."""
     adds_bias = False
@@ -123,7 +123,7 @@ class Kernel:
 
     def is_made_for(self, request: KernelRequest) -> bool:
         """Return whether the kernel comes before others that serve such calls too."""
-        return True
+        return False
 
     def cut(self, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Rectangle]:
         """Return the rectangles into which such a problem is cut for this kernel: the fewest."""

@@ -31,7 +31,7 @@ CACHE_BYTES = 1 << 21
 class FlashCPU(Kernel):
     """`aten::_scaled_dot_product_flash_attention_for_cpu`, and the reference for soft-capped logits."""
 
-    name = "cpu"
+    name, made_for, priority = "cpu", "all calls", 1
 
     def unsupported_reason(self, request: KernelRequest) -> str | None:
         """Return None on the CPU, where every dtype is supported."""
@@ -40,6 +40,10 @@ class FlashCPU(Kernel):
         if not hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"):
             return "this PyTorch has no flash attention for CPUs"
         return None
+
+    def is_made_for(self, request: KernelRequest) -> bool:
+        """Return True: it comes before the reference."""
+        return True
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, scaling: Scaling) -> Partial:
         """Return the rectangle's partial."""

@@ -150,7 +150,7 @@ Operator = Flash | Triton | Efficient
 class CUDA(Kernel):
     """The best operator for a rectangle; one launch of a Triton program for masked or many rectangles."""
 
-    name, made_for, caps_logits = "cuda", "all but caches", False
+    name, made_for, priority, caps_logits = "cuda", "all but caches", 1, False
 
     def unsupported_reason(self, request: KernelRequest) -> str | None:
         """Return None for CUDA tensors of a dtype and width that the efficient operator supports."""

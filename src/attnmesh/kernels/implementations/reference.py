@@ -47,10 +47,6 @@ class Reference(Kernel):
         """Return None: all tensors are supported."""
         return None
 
-    def is_made_for(self, request: KernelRequest) -> bool:
-        """Return False: others are faster."""
-        return False
-
     def with_positions(self, queries: Tensor, keys: Tensor) -> "Reference":
         """Return the kernel for a bias by distance between these positions."""
         return Reference((queries.cpu().sort().values, keys.cpu().sort().values))
