@@ -1,4 +1,4 @@
-"""Seconds and bytes as text."""
+"""Seconds and bytes as text: they are rounded, and then have the largest unit of which they are 1 or more."""
 
 
 def in_seconds(seconds: float, digits: int = 2) -> str:
@@ -7,23 +7,23 @@ def in_seconds(seconds: float, digits: int = 2) -> str:
     >>> in_seconds(1.5), in_seconds(0.0123), in_seconds(0.123, 3), in_seconds(4e-6)
     ('1.5 s', '12 ms', '123 ms', '4 us')
     """
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{_rounded(seconds / size, digits):g} {unit}"
-    return f"{_rounded(seconds / 1e-6, digits):g} us"
+    rounded = _rounded(seconds, digits)
+    unit, size = next((one for one in (("s", 1.0), ("ms", 1e-3)) if rounded >= one[1]), ("us", 1e-6))
+    return f"{rounded / size:,.15g} {unit}"
+
+
+def in_bytes(count: float) -> str:
+    """Return a count of bytes in kB, MB, GB, TB or PB.
+
+    >>> in_bytes(80e9), in_bytes(999_999), in_bytes(12)
+    ('80 GB', '1 MB', '12 bytes')
+    """
+    rounded = _rounded(count, 3)
+    for unit, size in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if rounded >= size:
+            return f"{rounded / size:,.15g} {unit}"
+    return f"{count:.0f} bytes"
 
 
 def _rounded(value: float, digits: int) -> float:
     return float(f"{value:.{digits}g}")
-
-
-def in_bytes(count: float) -> str:
-    """Return a count of bytes in kB, MB, GB or TB.
-
-    >>> in_bytes(80e9), in_bytes(12)
-    ('80 GB', '12 bytes')
-    """
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.0f} bytes"
