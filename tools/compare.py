@@ -64,7 +64,7 @@ def compare_training(expected: Result, given: Sequence[Result]) -> Verdict:
     """Compare the mean of the ranks' losses, and the mean of their gradients of every weight."""
     loss = sum(result.loss for result in given) / len(given)
     errors = {"loss": abs(loss - expected.loss) / max(1.0, abs(expected.loss))}
-    largest = max(float(x.abs().max()) for x in expected.gradients.values() if x.numel())
+    largest = float(torch.stack([x.abs().max().double() for x in expected.gradients.values() if x.numel()]).max())
     for name in sorted({name for result in (expected, *given) for name in result.gradients}):
         errors[name] = _gradient_error(name, expected, given, largest)
     worst = max(errors, key=lambda name: errors[name])
@@ -81,4 +81,4 @@ def _gradient_error(name: str, expected: Result, given: Sequence[Result], larges
     if not reference.numel():
         return 0.0
     gap = float((sum(parts, torch.zeros_like(reference)) / len(given) - reference).abs().nan_to_num(float("inf")).max())
-    return gap / max(float(reference.abs().max()), largest / 100)
+    return gap / float(reference.abs().max().clamp(min=largest / 100))

@@ -11,6 +11,7 @@ from benchmarks import recurrent
 from benchmarks.commands import app
 from tests.support.command import run
 from tests.support.pool import Pool, on_each_rank
+from tests.support.tolerances import worst
 
 SMALL = recurrent.Request(tokens=70, key_heads=2, head_dim=8, rounds=2)
 
@@ -37,7 +38,7 @@ def largest_errors() -> list[float]:
 def test_all_ways_compute_the_same_layer(pool: Pool) -> None:
     for errors in pool.run(2, largest_errors):
         assert len(errors) == 3 * 8
-        assert max(errors) < 1e-4  # float32, whose roundings the rule carries from token to token
+        assert worst(errors) < 1e-4  # float32, whose roundings the rule carries from token to token
 
 
 def test_the_bench_measures_and_is_shown() -> None:

@@ -23,7 +23,7 @@ from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.diffusion import MODELS, Inputs
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT32, FLOAT32_SUMS
+from tests.support.tolerances import FLOAT32, FLOAT32_SUMS, worst
 
 
 def registered() -> tuple[Any, ...]:
@@ -77,7 +77,7 @@ def with_one_time(name: str) -> float:
 
 @pytest.mark.parametrize("name", ["wan", "ltx"])
 def test_one_time_is_for_all_tokens(pool: Pool, name: str) -> None:
-    assert max(pool.run(2, with_one_time, name)) < FLOAT32_SUMS
+    assert worst(pool.run(2, with_one_time, name)) < FLOAT32_SUMS
 
 
 def test_a_model_on_a_mesh_is_saved(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from attnmesh.mesh.merges import MERGES
 from attnmesh.runtime.counters import counted
 from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import rotated
-from tests.support.tolerances import FLOAT32, FLOAT32_SUMS
+from tests.support.tolerances import FLOAT32, FLOAT32_SUMS, worst
 
 _groups: dict[int, dist.ProcessGroup] = {}
 
@@ -212,4 +212,4 @@ def _share(heads: int) -> slice:
 @pytest.mark.parametrize("how", ["tree", "direct", "gather"])
 def test_messages_of_any_number_of_elements_are_merged(how: str, output: str, pool: Pool) -> None:
     for found in pool.run(3, _odd_widths, how, output):
-        assert max(found) < 0.05  # bfloat16 has 8 bits, and a few elements are summed
+        assert worst(found) < 0.05  # bfloat16 has 8 bits, and a few elements are summed

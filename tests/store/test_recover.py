@@ -22,7 +22,7 @@ from tests.support import families
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import pairs
-from tests.support.tolerances import FLOAT32_SUMS
+from tests.support.tolerances import FLOAT32_SUMS, worst
 
 SIZES: dict[str, Any] = {"batch": 2, "kv_heads": 4, "head_dim": 6, "value_dim": 5, "capacity": 120}
 
@@ -72,18 +72,18 @@ def recovery_error(
             cache.calls.checked = False
             cache.append(*new_tokens(1, 77))
     found = am.recover(None if rank in lost else caches, other, copies=min(2, Shape(*after).ranks // after[0]))
-    worst = 0.0
+    errors = []
     for layer, cache in enumerate(found):
         alone = filled(None, 1, padded, 100 * layer)
-        worst = max(worst, float((decoded(cache) - decoded(alone)).abs().max()))
+        errors.append(float((decoded(cache) - decoded(alone)).abs().max()))
         for each in (cache, alone):
             each.append(*new_tokens(3, 5))
-        worst = max(worst, float((decoded(cache) - decoded(alone)).abs().max()))
+        errors.append(float((decoded(cache) - decoded(alone)).abs().max()))
     again = am.recover(found, other)  # from caches that were recovered
     same = all(
         torch.allclose(decoded(one), decoded(two), atol=FLOAT32_SUMS) for one, two in zip(again, found, strict=True)
     )
-    return worst, same
+    return worst(errors), same
 
 
 @pytest.mark.parametrize(
@@ -104,8 +104,8 @@ def test_surviving_shards_and_copies_restore_the_cache(
     pool: Pool, places: tuple[tuple[int, int, int], tuple[int, int, int], list[int]], padded: bool
 ) -> None:
     before, after, lost = places
-    for worst, same in pool.run(Shape(*before).ranks, recovery_error, before, after, lost, padded, 2):
-        assert worst < FLOAT32_SUMS, "float32, merged in another order"
+    for error, same in pool.run(Shape(*before).ranks, recovery_error, before, after, lost, padded, 2):
+        assert error < FLOAT32_SUMS, "float32, merged in another order"
         assert same
 
 
@@ -208,7 +208,7 @@ def recover_uneven_layers(kind: str) -> float | str:
         found = am.recover(None if rank == 1 else caches, other, copies=2)
     except MeshError as error:
         return str(error)
-    return max(float((decoded(one) - decoded(short_cache(None, n, 1))).abs().max()) for n, one in enumerate(found))
+    return worst(float((decoded(one) - decoded(short_cache(None, n, 1))).abs().max()) for n, one in enumerate(found))
 
 
 @pytest.mark.parametrize("kind", ["blocks", "layouts", "truncations", "padding ahead"])

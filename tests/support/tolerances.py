@@ -3,6 +3,10 @@
 One key too many among some hundreds changes an output by about 1e-3. A tolerance of one test has its reason beside it.
 """
 
+from collections.abc import Iterable
+
+import torch
+
 FLOAT32 = 1e-6
 """Outputs of one call in float32, of size 1: sums in another order differ by a few roundings of 6e-8."""
 
@@ -23,3 +27,8 @@ FLOAT64_LOSS = 1e-6
 
 TRAINED = 1e-4
 """Losses of float32 models after some steps: each step moves weights by what the steps before were rounded by."""
+
+
+def worst(errors: Iterable[float]) -> float:
+    """Return the largest error, NaN if one is: Python's `max` drops a NaN that is not the first."""
+    return float(torch.tensor([*errors], dtype=torch.float64).max())

@@ -14,6 +14,7 @@ import attnmesh.hf as hf
 from attnmesh.mesh.shapes import Shape
 from tests.support import families
 from tests.support.pool import Pool, on_each_rank
+from tests.support.tolerances import worst
 from tests.support.trainers import FSDP, collate, examples, fsdp_on_cpus, launched, mesh_of, on_rank
 
 PAIR = Shape(1, 1, 2)
@@ -106,7 +107,7 @@ def test_the_best_model_is_loaded_at_the_end_and_saved_whole(pool: Pool, tmp_pat
         answers = pool.run(4, on_rank, "Trainer", "llama", 2, PAIR, str(tmp_path / kind), options)
         first, last = (load_file(tmp_path / "FULL" / f"checkpoint-{step}" / "model.safetensors") for step in (2, 5))
         saved = load_file(tmp_path / kind / "final" / "model.safetensors")
-        assert max(float((first[name] - x).abs().max()) for name, x in last.items()) > 0.1
+        assert worst(float((first[name] - x).abs().max()) for name, x in last.items()) > 0.1
         for _, _, weights in answers:
             assert all(torch.equal(weights[name], x) and torch.equal(saved[name], x) for name, x in first.items())
 
