@@ -12,7 +12,7 @@ STORAGES = ("int8", "fp8_e4m3")
 
 def _merges() -> list[str]:
     """Return the names of the records of merges, which are read from their file and not imported."""
-    tree = ast.parse((Path(__file__).parents[1] / "attnmesh" / "mesh" / "merges.py").read_text())
+    tree = ast.parse((Path(__file__).parents[1] / "attnmesh" / "mesh" / "merges.py").read_text(encoding="utf-8"))
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "Merge")
     return [ast.literal_eval(call.args[0]) for call in calls]
 
@@ -23,7 +23,7 @@ MERGE_CHOICES = ("auto", *_merges())
 
 def _tool_formats() -> list[str]:
     """Return the names of the formats of calls, in the same way."""
-    tree = ast.parse((Path(__file__).parents[1] / "attnmesh" / "serve" / "tool_formats.py").read_text())
+    tree = ast.parse((Path(__file__).parents[1] / "attnmesh" / "serve" / "tool_formats.py").read_text(encoding="utf-8"))
     tables = [
         node.value for node in tree.body if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "FORMATS"
     ]

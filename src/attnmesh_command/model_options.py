@@ -302,7 +302,7 @@ def draft_of(given: str) -> tuple[str, int | None]:
 def lines_of(file: Path) -> list[str]:
     """Return the lines of `--api-key-file` that are not empty."""
     try:
-        return [line.strip() for line in file.read_text().splitlines() if line.strip()]
+        return [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         given, fix = f"{file}: {getattr(error, 'strerror', None) or 'no text'}", "name a file that can be read"
         raise OptionError("--api-key-file", "a file with a key on each line", given, fix) from None

@@ -113,7 +113,7 @@ def announce_model(name: str) -> None:
 def read_prompt(prompt: str, file: Path | None) -> str:
     """Return the text of a file, then the given one."""
     try:
-        begin = "" if file is None else sys.stdin.read() if str(file) == "-" else file.read_text()
+        begin = "" if file is None else sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise OptionError("--prompt-file", "a file of text", f"{file}: {error}", "name another") from None
     text = "\n\n".join(part for part in (begin, prompt) if part.strip())
@@ -161,7 +161,7 @@ def read_cluster(file: str) -> Any:
     """Return the record of a cluster in a file of `attnmesh probe`."""
     fix = "write one with attnmesh probe --out"
     try:
-        record = json.loads(Path(file).read_text())
+        record = json.loads(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise OptionError("--cluster", "a JSON file that probe wrote", f"{file}: {error}", fix) from None
     fits = isinstance(record, dict) and "cluster" in record

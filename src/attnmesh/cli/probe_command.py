@@ -42,7 +42,7 @@ def probe(options: ProbeOptions) -> None:
     command = "torchrun ... attnmesh probe" if torchrun else command_line("attnmesh probe", {"ranks": ranks})
     report = {"command": command, "machine": machine(), "cluster": cluster.record(), "kept": file and str(file)}
     if options.out is not None:
-        options.out.write_text(json.dumps(report, indent=2) + "\n")
+        options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     if options.as_json:
         print_json(report)
         return

@@ -60,7 +60,7 @@ class TorchrunRanks:
         try:
             while self.agent.is_alive() and not rank.exists():
                 time.sleep(POLL_SECONDS)
-            while self.agent.is_alive() and RunningProcess.parse(rank.read_text()).is_alive():
+            while self.agent.is_alive() and RunningProcess.parse(rank.read_text(encoding="utf-8")).is_alive():
                 time.sleep(POLL_SECONDS)
         finally:
             published.unlink(missing_ok=True)
@@ -72,7 +72,7 @@ class TorchrunRanks:
         """End torchrun, which ends the ranks; with `again` rank 0 alone, after which torchrun starts all of them."""
         with suppress(OSError):  # it has ended
             if again:
-                rank = RunningProcess.parse((self.folder / "rank").read_text())
+                rank = RunningProcess.parse((self.folder / "rank").read_text(encoding="utf-8"))
                 if rank.is_alive():
                     os.kill(rank.pid, SIGKILL)
             elif self.agent.is_alive():
@@ -125,10 +125,10 @@ def _address(folder: Path) -> str:
     front, published = folder / "front", folder / "address"
     while time.monotonic() < end:
         if published.exists():
-            address = published.read_text()
+            address = published.read_text(encoding="utf-8")
             replace(folder / "rank", str(RunningProcess.of()))
             return address
-        if front.exists() and not RunningProcess.parse(front.read_text()).is_alive():
+        if front.exists() and not RunningProcess.parse(front.read_text(encoding="utf-8")).is_alive():
             break
         time.sleep(POLL_SECONDS)
     fix = f"read its messages, and remove {folder}"
@@ -138,5 +138,5 @@ def _address(folder: Path) -> str:
 def replace(file: Path, text: str) -> None:
     """Write a file that readers find whole, or not."""
     part = file.with_name(f".{file.name}")
-    part.write_text(text)
+    part.write_text(text, encoding="utf-8")
     part.replace(file)

@@ -64,7 +64,7 @@ def keep_machine(cluster: Cluster, device_type: str) -> Path | None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         scratch = file.with_suffix(f".{os.getpid()}")
-        scratch.write_text(json.dumps({"device": device_type, "cluster": cluster.record()}, indent=1))
+        scratch.write_text(json.dumps({"device": device_type, "cluster": cluster.record()}, indent=1), encoding="utf-8")
         scratch.replace(file)  # at once: another process may read it
     except OSError:
         return None

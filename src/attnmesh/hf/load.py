@@ -235,7 +235,7 @@ def _write_unpacked(file: Path, folder: Path) -> None:
         model.save_pretrained(target)
         tokenizer.save_pretrained(target)
         sizes = {written.name: written.stat().st_size for written in target.iterdir()}
-        (target / SIZES).write_text(json.dumps(sizes))
+        (target / SIZES).write_text(json.dumps(sizes), encoding="utf-8")
         rmtree(folder, ignore_errors=True)
         try:
             os.rename(target, folder)
@@ -250,7 +250,7 @@ def _write_unpacked(file: Path, folder: Path) -> None:
 def is_complete(folder: Path) -> bool:
     """Return whether the folder holds every file that was unpacked, in its whole length."""
     try:
-        sizes = json.loads((folder / SIZES).read_text())
+        sizes = json.loads((folder / SIZES).read_text(encoding="utf-8"))
         return all((folder / name).stat().st_size == size for name, size in sizes.items())
     except (OSError, ValueError, AttributeError):
         return False

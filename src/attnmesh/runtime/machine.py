@@ -27,7 +27,7 @@ def cores_here() -> int:
 def cpu_facts(*names: str) -> list[str]:
     """Return the lines of these names that the system has on its processors, each once; none where it has no list."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
     except OSError:
         return []
     return sorted({line for line in lines if line.startswith(names)})
@@ -60,7 +60,7 @@ def _driver() -> str | None:
     if tool is None:
         return None
     command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
-    lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
+    lines = subprocess.run(command, capture_output=True, errors="replace", check=False).stdout.splitlines()
     return lines[0] if lines else None
 
 

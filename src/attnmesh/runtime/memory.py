@@ -98,6 +98,6 @@ def _limits(root: Path) -> Iterator[tuple[int, int]]:
 
 def _text_of(file: Path) -> str:
     try:
-        return file.read_text()
+        return file.read_text("utf-8", "replace")
     except OSError:
         return ""

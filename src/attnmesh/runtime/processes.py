@@ -16,10 +16,10 @@ class RunningProcess(NamedTuple):
         """Return the process of that number, this one by default. A zombie has ended."""
         pid = os.getpid() if pid is None else pid
         try:
-            state, *fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+            state, *fields = Path(f"/proc/{pid}/stat").read_bytes().rsplit(b")", 1)[1].split()
         except OSError:
             return RunningProcess(pid, 0)
-        return RunningProcess(pid, 0 if state in "ZX" else int(fields[18]))  # field 22 of proc(5)
+        return RunningProcess(pid, 0 if state in b"ZX" else int(fields[18]))  # field 22 of proc(5)
 
     @staticmethod
     def parse(text: str) -> "RunningProcess":

@@ -45,7 +45,8 @@ def _threads() -> dict[str, str | None]:
     by_thread: dict[str, str | None] = {}
     for task in TASKS.glob("*/status"):
         with suppress(OSError):  # the thread has just ended
-            status = dict(line.split(":\t", 1) for line in task.read_text().splitlines() if ":\t" in line)
+            text = task.read_text("utf-8", "replace")  # a name of 15 bytes may end within a character
+            status = dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
             if status["Name"].startswith(NAME):
                 asleep = status["State"].startswith("S")
                 switches = f"{status['voluntary_ctxt_switches']} {status['nonvoluntary_ctxt_switches']}"

@@ -77,7 +77,7 @@ class App:
         self.spelling, self.grammars = Spelling(tokenizer), Grammars(tokenizer, self.formats)
         self._bodies = Bodies(limits.max_body)
         self._encoders = Encoders(processor or tokenizer)  # copies: the tokenizer itself decodes meanwhile
-        self._page = files("attnmesh.serve").joinpath("page.html").read_text()
+        self._page = files("attnmesh.serve").joinpath("page.html").read_text(encoding="utf-8")
         self._page_headers = {"content-security-policy": content_policy(self._page)}
 
     def asgi(self) -> ASGIApp:

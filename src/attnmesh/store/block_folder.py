@@ -104,7 +104,7 @@ class FolderLock:
 def check_seen(folder: Path, number: int) -> None:
     """Raise unless the lock of a folder has this number."""
     with suppress(OSError, ValueError):
-        if int((folder / LOCK).read_text()) == number:
+        if int((folder / LOCK).read_text(encoding="utf-8")) == number:
             return
     given, fix = f"{folder} of another host", "name a folder on a disk that all ranks share"
     raise StoreError(SUBJECT, "a folder that all ranks see", given, fix)

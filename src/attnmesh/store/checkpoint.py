@@ -128,7 +128,7 @@ def read_manifest(path: Path) -> Manifest:
     try:
         if not (path / MANIFEST).is_file():
             raise FileNotFoundError(MANIFEST)
-        with (path / MANIFEST).open() as file:
+        with (path / MANIFEST).open(encoding="utf-8") as file:
             fields = json.loads(file.read(MAX_MANIFEST))
         if fields["format"] != "attnmesh cache":
             raise ValueError("another format")

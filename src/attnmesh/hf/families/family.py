@@ -225,7 +225,7 @@ class Family:
 @cache
 def families() -> Mapping[str, Family]:
     """Return the record of each model type that has one."""
-    plain = json.loads(Path(__file__).with_name("plain.json").read_text())
+    plain = json.loads(Path(__file__).with_name("plain.json").read_text(encoding="utf-8"))
     records = {kind: Family(kind, **entry) for kind, entry in plain.items()}
     for info in iter_modules(import_module(str(__package__)).__path__):
         module = import_module(f"{__package__}.{info.name}")

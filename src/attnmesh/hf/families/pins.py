@@ -105,7 +105,7 @@ class Code:
     def lines(self) -> list[str]:
         """The lines of the file; none if there is no file."""
         path = Path(import_module(self.module).__file__ or "")
-        return path.read_text().splitlines() if path.is_file() else []
+        return path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
 
     @cached_property
     def parts(self) -> dict[str, ast.AST]:

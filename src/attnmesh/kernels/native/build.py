@@ -106,7 +106,7 @@ def _built() -> Path:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             _keep_others_out(path)
         if not _is_whole(file):
-            with (folder / "lock").open("w") as lock:
+            with (folder / "lock").open("wb") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)  # one of several ranks compiles
                 if not _is_whole(file):
                     _compile(compiler, folder, file)
@@ -156,7 +156,7 @@ def _compile(compiler: str, folder: Path, file: Path) -> None:
 def _output(command: list[str]) -> str:
     """Return what a command prints. Raise with its first error if it fails."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=MAX_COMPILE_SECONDS, check=False)
+        done = subprocess.run(command, capture_output=True, errors="replace", timeout=MAX_COMPILE_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise _MissingError(f"{command[0]} does not run: {_line(str(error))}") from None
     if done.returncode:
