@@ -31,7 +31,7 @@ from attnmesh.errors import LayoutError, check_count, require
 
 
 class Layout(Hashable, Protocol):
-    """Type of the argument `layout=`."""
+    """Type of the argument `layout=`, which takes the layouts of this file alone: `LAYOUTS`."""
 
     def positions(self, length: int, shards: int, index: int) -> Tensor:
         """Return the positions of one shard.
