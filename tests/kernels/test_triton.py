@@ -20,8 +20,8 @@ from attnmesh.core.digest import digest
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial, merge_stack, with_sinks
 from attnmesh.core.scaling import Scaling
-from attnmesh.decoding.decode_step import DecodeStep, StepInputs
 from attnmesh.decoding.prepared_step import new_prepared_step
+from attnmesh.decoding.step_arguments import DecodeStep, StepInputs
 from attnmesh.errors import KernelError
 from attnmesh.kernels import selected_keys as selected
 from attnmesh.kernels import stacked_merge as merging

@@ -12,7 +12,7 @@ from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.mesh_attention import latents as latent
 from attnmesh.mesh_attention.attention import attend_shards
-from attnmesh.mesh_attention.call import Call
+from attnmesh.mesh_attention.call_arguments import Call
 from attnmesh.mesh_attention.latents import Latents, Projection
 from attnmesh.runtime.counters import counted
 from tests.support.dense import dense

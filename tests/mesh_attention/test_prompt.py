@@ -13,7 +13,7 @@ import attnmesh as am
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.mesh_attention import prompt
-from attnmesh.mesh_attention.call import Call
+from attnmesh.mesh_attention.call_arguments import Call
 from attnmesh.mesh_attention.latents import Latents
 from attnmesh.mesh_attention.prompt import attend_prompt, chosen_way
 from tests.support.mesh_problems import MeshProblem, call_options, check, draw, named_mesh, shard_positions

@@ -12,7 +12,7 @@ import attnmesh as am
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh_attention import mesh_op as operators
 from attnmesh.mesh_attention.attention import attend_shards
-from attnmesh.mesh_attention.call import Call
+from attnmesh.mesh_attention.call_arguments import Call
 from attnmesh.mesh_attention.latents import Latents, Projection
 from tests.support.emulated_gpu import EmulatedGPU
 from tests.support.emulated_nccl import world

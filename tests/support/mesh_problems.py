@@ -16,7 +16,7 @@ from attnmesh.core.mask import FAR, Mask
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.mesh_attention.attention import attend_shards
-from attnmesh.mesh_attention.call import Call, Options
+from attnmesh.mesh_attention.call_arguments import Call, Options
 from attnmesh.mesh_attention.latents import Latents, Projection
 from tests.support.dense import truth
 from tests.support.pool import on_each_rank

@@ -15,9 +15,9 @@ from attnmesh.core.mask import Causal, Mask
 from attnmesh.core.partial import Partial
 from attnmesh.core.scaling import with_distance_bias
 from attnmesh.core.selection import Selection
-from attnmesh.decoding.decode_step import StepInputs, StepOptions
 from attnmesh.decoding.prepared_step import find_step, prepare_step
 from attnmesh.decoding.step_agreement import agreement_on
+from attnmesh.decoding.step_arguments import StepInputs, StepOptions
 from attnmesh.decoding.step_checks import check_bias, check_other_keys, check_step
 from attnmesh.decoding.step_op import decode_op, tensors_of
 from attnmesh.errors import DtypeError, KernelError, RankFailure, require

@@ -9,8 +9,8 @@ from attnmesh.cache.cache import KVCache
 from attnmesh.core.partial import Partial, merge_partials, with_sinks
 from attnmesh.core.scaling import Scores
 from attnmesh.core.selection import Selection, Visible
-from attnmesh.decoding.decode_step import StepInputs, StepOptions, named_options, selection_of_rank
 from attnmesh.decoding.query_shard import QueryShard
+from attnmesh.decoding.step_arguments import StepInputs, StepOptions, named_options, selection_of_rank
 from attnmesh.decoding.step_checks import check_bias, check_step
 from attnmesh.guard.agreement import Agreement, may_compare
 from attnmesh.kernels.cache_view import DecodeQuery

@@ -21,8 +21,8 @@ from attnmesh.comm.host_merge import HostMerge, host_merge_for
 from attnmesh.comm.message import blank_message, call_checksum
 from attnmesh.comm.rank_merge import chosen_merge, merge_ranks
 from attnmesh.core.partial import Partial, sum_dtype, with_sinks
-from attnmesh.decoding.decode_step import Compared, DecodeStep, StepInputs, gather_heads
 from attnmesh.decoding.step_agreement import agreement_on, ask_in_step, compared_fields, runs_on_device
+from attnmesh.decoding.step_arguments import Compared, DecodeStep, StepInputs, gather_heads
 from attnmesh.errors import RankFailure
 from attnmesh.guard.agreement import MergeCall, is_capturing
 from attnmesh.kernels.cache_runs import CachedAttention

@@ -12,9 +12,9 @@ from torch import Tensor
 from attnmesh.cache.cache import KVCache
 from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.core.mask import Causal, Mask
-from attnmesh.decoding.decode_step import DecodeStep, StepInputs, StepOptions
 from attnmesh.decoding.prepared_step import PreparedStep, find_step, prepare_step
 from attnmesh.decoding.step_agreement import agreement_on
+from attnmesh.decoding.step_arguments import DecodeStep, StepInputs, StepOptions
 from attnmesh.decoding.step_checks import check_step
 from attnmesh.errors import (
     ArgumentError,

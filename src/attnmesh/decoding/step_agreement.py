@@ -11,7 +11,7 @@ from attnmesh.comm.message import question_like
 from attnmesh.comm.rank_merge import highest_checksum, merge_ranks, send_poison
 from attnmesh.core.digest import fingerprints
 from attnmesh.core.partial import identity, sum_dtype
-from attnmesh.decoding.decode_step import DecodeStep, StepInputs, gather_heads, named_options
+from attnmesh.decoding.step_arguments import DecodeStep, StepInputs, gather_heads, named_options
 from attnmesh.decoding.step_checks import reads_length_on_device
 from attnmesh.errors import InputError
 from attnmesh.guard.agreement import MergeAgreement

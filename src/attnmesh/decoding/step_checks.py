@@ -12,7 +12,7 @@ from attnmesh.core.mask import Mask, check_mask
 from attnmesh.core.partial import sum_dtype
 from attnmesh.core.scaling import Scaling
 from attnmesh.core.selection import Selection
-from attnmesh.decoding.decode_step import DecodeStep, StepInputs
+from attnmesh.decoding.step_arguments import DecodeStep, StepInputs
 from attnmesh.errors import (
     ArgumentError,
     DeviceError,

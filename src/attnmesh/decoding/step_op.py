@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.selection import Selection
-from attnmesh.decoding.decode_step import DecodeStep, StepInputs
 from attnmesh.decoding.prepared_step import new_prepared_step
+from attnmesh.decoding.step_arguments import DecodeStep, StepInputs
 from attnmesh.kernels.cache_view import CacheView
 from attnmesh.kernels.padding import Padding
 from attnmesh.runtime.operators import operator

@@ -22,7 +22,7 @@ from attnmesh.hf.models import SUBJECT
 from attnmesh.hf.shards import Shards
 from attnmesh.kernels.local_op import run_attend
 from attnmesh.mesh_attention.attention import attention
-from attnmesh.mesh_attention.call import Call, Options
+from attnmesh.mesh_attention.call_arguments import Call, Options
 from attnmesh.mesh_attention.prompt import attend_prompt
 
 

@@ -16,11 +16,11 @@ from attnmesh.kernels.prepared_local import PREPARED_LOCAL, PreparedLocal, signa
 from attnmesh.kernels.selected_keys import without_faulty
 from attnmesh.kernels.traced import autocast, needs_grad, needs_operator, without_autocast
 from attnmesh.mesh.axes import Mesh, NotGiven, given_mesh
-from attnmesh.mesh_attention.call import Call, Options
+from attnmesh.mesh_attention.call_arguments import Call, Options
 from attnmesh.mesh_attention.latents import Latents
+from attnmesh.mesh_attention.mesh_call import PreparedCall
 from attnmesh.mesh_attention.mesh_op import attend_alone, attend_by_task, attend_with_grad, mesh_op
 from attnmesh.mesh_attention.prepare_call import prepare_call
-from attnmesh.mesh_attention.prepared_call import PreparedCall
 
 ATTENDS_ALONE = "each rank attends to its own tokens only. Pass mesh= for attention over the tokens of all ranks"
 

@@ -15,7 +15,7 @@ from attnmesh.guard.agreement import Agreement, may_compare
 from attnmesh.guard.argument_checks import swap_first
 from attnmesh.mesh.axes import Mesh, attention_dims
 from attnmesh.mesh.shapes import AXES
-from attnmesh.mesh_attention.call import Call
+from attnmesh.mesh_attention.call_arguments import Call
 from attnmesh.mesh_attention.prepare_call import check_cross
 
 

@@ -1,4 +1,4 @@
-"""A problem on a mesh and how it is solved, and this rank's task of it."""
+"""A problem on a mesh and how it is solved, this rank's task of it, and what is prepared for calls of one signature."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -118,6 +118,26 @@ class MeshCall(NamedTuple):
             selection = selection.of_queries(on_device(queries.keep, indices.device))
         mask, positions = self.problem.mask, queries.positions
         return [SelectedKeys.of(selection, mask, positions, step.positions, key_lengths) for step in schedule.key_steps]
+
+
+class PreparedCall(NamedTuple):
+    """`MeshCall` and task of calls of one signature, settled once: no later call checks, chooses or makes them anew."""
+
+    mesh_call: MeshCall
+    task: Task | None = None
+    """This rank's part. None where autograd or a graph makes it, or where key lengths or a selection change it."""
+    text: str = ""
+    """The text that ranks compare."""
+    payload: Sequence[int] = ()
+    """Numbers that this rank sends beside the text."""
+    payloads_by_shard: Sequence[Sequence[int]] = ()
+    """Numbers that all ranks send when they know the call; none where nobody has counted their tokens."""
+
+
+@cached_per_world()
+def prepared_calls() -> Memo[PreparedCall]:
+    """Return what is prepared, by the signatures of calls."""
+    return Memo(2048)
 
 
 @cached_per_world()

@@ -20,7 +20,7 @@ from attnmesh.kernels.rectangles import BackwardInputs
 from attnmesh.kernels.traced import OnceDifferentiable, once_differentiable
 from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.mesh.schedule import ChunkSize
-from attnmesh.mesh_attention.call import Call
+from attnmesh.mesh_attention.call_arguments import Call
 from attnmesh.mesh_attention.executor import Task, backward, empty_tokens, forward
 from attnmesh.mesh_attention.mesh_call import MeshCall
 from attnmesh.runtime.operators import operator, recorded

@@ -17,9 +17,8 @@ from attnmesh.kernels.traced import needs_grad
 from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.mesh.schedule import Problem
 from attnmesh.mesh.shapes import AXES
-from attnmesh.mesh_attention.call import Call, CallPayload, HeadSizes, Options, QueryKeyCounts, check_call
-from attnmesh.mesh_attention.mesh_call import MeshCall
-from attnmesh.mesh_attention.prepared_call import PreparedCall, prepared_calls
+from attnmesh.mesh_attention.call_arguments import Call, CallPayload, HeadSizes, Options, QueryKeyCounts, check_call
+from attnmesh.mesh_attention.mesh_call import MeshCall, PreparedCall, prepared_calls
 from attnmesh.runtime.world import cached_per_world
 
 

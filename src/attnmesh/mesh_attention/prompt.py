@@ -20,7 +20,7 @@ from attnmesh.mesh.shapes import Shape
 from attnmesh.mesh.way import Way
 from attnmesh.mesh_attention.attention import attend_shards
 from attnmesh.mesh_attention.auto_choices import Widths, costing_inputs
-from attnmesh.mesh_attention.call import Call
+from attnmesh.mesh_attention.call_arguments import Call
 from attnmesh.mesh_attention.latents import Latents
 from attnmesh.runtime.world import cached_per_world
 
