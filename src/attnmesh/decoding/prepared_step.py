@@ -158,11 +158,11 @@ class AgreedStep(PreparedStep):
             ask = functools.partial(ask_in_step, step, q.new_empty(0), q.shape, step.value_dim)
         call = MergeCall(self.compared_facts, fields, ask)
         agreement = agreement_on(inputs.caches, step, checked)
-        if not agreement.begin(call):
+        if not agreement.compare_before_merge(call):
             return q.new_full(step.output_shape(q), torch.nan)
         with agreement:
             out, checksum = self.compute(inputs)
-        agreement.compare(call, checksum)
+        agreement.check_merged(call, checksum)
         return out
 
     def merge(self, partial: Partial, room: Room, compared: Compared) -> tuple[Partial, Tensor]:

@@ -213,10 +213,10 @@ class MergeAgreement:
     The `with` compares nothing. It tells the other ranks of an error of this one, for which they would wait. `poison`
     takes part in the merge without a call, so that they find it.
 
-        if agreement.begin(call):
+        if agreement.compare_before_merge(call):
             with agreement:
                 out, checksum = merge(partial, hash_of_call(call.facts))
-            agreement.compare(call, checksum)
+            agreement.check_merged(call, checksum)
     """
 
     def __init__(
@@ -242,8 +242,11 @@ class MergeAgreement:
         if isinstance(error, Exception) and not isinstance(error, RankFailure):
             self.fail(error)
 
-    def begin(self, call: MergeCall) -> bool:
-        """Compare a call where ranks ask, or its messages need it. Return False if this rank asked and not all did."""
+    def compare_before_merge(self, call: MergeCall) -> bool:
+        """Compare a call where ranks ask, or its messages need it. Return False if this rank asked and not all did.
+
+        On a CPU nothing is sent here, but for a merge by a collective.
+        """
         # A CPU that reads the checksum compares each call.
         on_device = self.checksum_stays_on_device
         is_known = on_device and call.ask is not None and call.facts in self.calls.compared_calls
@@ -254,7 +257,7 @@ class MergeAgreement:
                 Agreement(self.calls.mesh, self.name, call.fields).compare()
         return True
 
-    def compare(self, call: MergeCall, checksum: Tensor) -> None:
+    def check_merged(self, call: MergeCall, checksum: Tensor) -> None:
         """Raise on all ranks if the merged checksum shows that their calls differ.
 
         Where no CPU reads it, keep how to repeat the messages instead.

@@ -163,7 +163,7 @@ def _merge(
         like = partial.out.new_empty(0), partial.lse.new_empty(0), partial.out.shape
         ask = partial_of(_ask, *like, axis, merge, output, wire)
     call = MergeCall(text, text, ask)
-    if not agreement.begin(call):
+    if not agreement.compare_before_merge(call):
         return _nan_like(partial, axis, output)
     if axis.size > 1 and device.type == "cpu":
         prepare_merges(axis)
@@ -171,7 +171,7 @@ def _merge(
         checksum = checksum_of(hash_of_call(text), partial.lse)
         merged, checksum = merge_ranks(partial, checksum, axis, merge, output, wire)
     if axis.size > 1:
-        agreement.compare(call, checksum)
+        agreement.check_merged(call, checksum)
     pairs = zip(merged, partial, strict=True)
     return Partial(*(x.to(like.dtype, copy=True).contiguous() for x, like in pairs))
 
