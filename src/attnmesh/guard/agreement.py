@@ -177,10 +177,11 @@ class CallRecord:
         return compares and may_compare(self.device)
 
     def fail(self, name: str, error: InputError) -> NoReturn:
-        """Raise an error of this rank in a call that ranks do not compare. Others of its host raise it when they merge.
+        """Raise an error of this rank in a call that ranks do not compare, such as a later `append`.
 
-        Others would wait for messages of this rank, and not for its comparison. Those on GPUs do not merge on the CPU,
-        so there it raises alone.
+            ranks                          who raises
+            CPUs of one host               all: those that wait in the next merge find that this rank compares
+            any others, or checked=False   this rank: they would wait for its message, and not for its comparison
         """
         tells = self.device.type == "cpu" and not self.is_alone and self.checked is not False
         whole = tells and all(whole_mailboxes(axis) is not None for axis in self.mesh.axes if axis.size > 1)
@@ -203,10 +204,19 @@ class MergeCall(NamedTuple):
 class MergeAgreement:
     """An agreement on a call that ends in a merge, whose messages carry the hash of the call at no cost.
 
-    - On a CPU, for any call: the CPU reads the merged checksum. Where calls differ, ranks exchange texts and raise.
-    - On a GPU, for a call that this rank knows: no CPU reads it. Where calls differ, outputs are NaN.
-    - On a GPU, for a new one: this rank asks. It repeats the last exchange, with a question in place of a checksum. If
-      all ranks ask, they compare on the CPU. Else some rank is in a call that it knows, and all get NaN.
+    Ranks whose calls differ all raise, or all get NaN, by `checked`:
+
+        device  the call is       None       True       False
+        CPU     new or known      all raise  all raise  NaN    the CPU reads the merged checksum
+        GPU     new to all ranks  all raise  all raise  NaN    all ask, and compare before they merge
+        GPU     new to some       NaN        all raise  NaN    those ask the others, which do not compare
+        GPU     known to all      NaN        all raise  NaN    no CPU waits for the checksum
+        any     in a graph        NaN        NaN        NaN    nothing can raise
+
+    An error of one rank is raised there. The others raise it too where the table says so, and get NaN elsewhere.
+
+    A rank asks by the last exchange: it repeats that, with a question in place of a checksum. The maximum of the
+    checksums says whether all ranks ask.
 
     Merges by a collective, which hang or crash on messages of unequal sizes, are compared before, on CPUs too.
 
@@ -279,10 +289,7 @@ class MergeAgreement:
         return repeat is None or float(repeat().sum()) == 0
 
     def fail(self, error: Exception) -> NoReturn:
-        """Raise an error of this rank, on all ranks if they compare their calls. Else the others get NaN.
-
-        Where ranks ask, it is raised on all if the call is new to all.
-        """
+        """Raise an error of this rank, and let the others raise it or get NaN, as the table of the class says."""
         is_shared = self.is_compared and self.checked is not False
         if self.is_compared and self.checksum_stays_on_device:
             if is_shared:
