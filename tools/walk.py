@@ -47,8 +47,8 @@ DRAWN = {
     "decode, 2 ranks": (
         "Decoding: a step on the CPUs of one host.",
         "`HostMerge.run` is one native call: `merge` of `kernels/native/mailbox.cpp` merges the partials. `finish`\n"
-        "makes the output of the merged partial. The kernel writes into the message of the merge: `make_room` returns\n"
-        "views of it, and `query.into` hands them to the kernel.",
+        "makes the output of the merged partial. The kernel writes into the message of the merge: `blank_message`\n"
+        "returns views of it, and `query.into` hands them to the kernel.",
     ),
     "append, 2 ranks": (
         "Appending: `cache.append(k, v)`, which `decode(q, cache, k=k, v=v)` calls first.",

@@ -169,7 +169,9 @@ def errors_of_odd_calls(mistake: str) -> list[str]:
         elif mistake == "a merge" and last:
             merge = host_merge_for(along, (1, 2, 1, 8), MERGES["tree"])
             assert merge is not None
-            message, _, partial = merge.make_room()
+            message, _, partial = merge.blank_message()
+            assert message is not None
+            assert partial is not None
             partial.out.zero_()
             partial.lse.zero_()
             if not merge.run(message, 7):
@@ -210,7 +212,8 @@ def beside_a_stopped_rank() -> bool:
     boxes, merge = whole_mailboxes(along), host_merge_for(along, (1, 2, 1, 8), MERGES["tree"])
     assert boxes is not None
     assert merge is not None
-    message, _, _ = merge.make_room()
+    message = merge.blank_message().message
+    assert message is not None
     message.zero_()
     if along.index == 0:
         peer = boxes.processes[1]

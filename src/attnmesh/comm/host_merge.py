@@ -13,7 +13,7 @@ from torch import Tensor
 from attnmesh.comm.failures import failure
 from attnmesh.comm.mailbox_queue import finish_letters_of
 from attnmesh.comm.mailboxes import UNEQUAL_CHECKSUM, CallsDifferError, Mailboxes, PeerLostError
-from attnmesh.comm.message import MODULUS, MessageForm
+from attnmesh.comm.message import MODULUS, BlankMessage, MessageForm
 from attnmesh.comm.topology import rounds, whole_mailboxes
 from attnmesh.core.partial import Partial
 from attnmesh.kernels.native.native_digest import digest_on_cpu, wrapped
@@ -38,8 +38,8 @@ class HostMerge:
         self.width = shape[-1]
         self.rounds = rounds(axis, False)[axis.index] if merge.pattern is Pattern.ROUNDS else None
 
-    def make_room(self) -> tuple[Tensor, None, Partial]:
-        """Return memory for a message, and views of the partial in it; its checksum is written by `run`.
+    def blank_message(self) -> BlankMessage:
+        """Return memory for a message, whose checksum is written by `run`.
 
         It has the checksum, the lse of each row, and the rows of out, as in a `MessageForm`.
 
@@ -51,7 +51,7 @@ class HostMerge:
         rows = self.rows * self.width
         message = torch.empty(before + head + rows, dtype=torch.float32, device="cpu")[before:]
         out, lse = message[head:].view(self.shape), message[2:head].view(self.shape[:-1])
-        return message, None, Partial(out, lse)
+        return BlankMessage(message, None, Partial(out, lse))
 
     def heads_of_output(self, output: str) -> slice | None:
         """Return this rank's share of the heads, or None for all."""

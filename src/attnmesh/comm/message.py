@@ -13,6 +13,7 @@ The checksum is two numbers, of which each rank gets the maximum over all ranks.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -112,11 +113,23 @@ class MessageForm:
         return checksum, merge_stacked(partials, checksums=checksums, checksum=checksum)
 
 
-def blank_message(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Partial]:
-    """Return memory for a message, and views of the checksum and the partial in it."""
+class BlankMessage(NamedTuple):
+    """Memory for a message of a merge, and views of the checksum and the partial in it. A kernel writes the partial."""
+
+    message: Tensor | None
+    checksum: Tensor | None  # None where the merge writes it
+    partial: Partial | None
+
+
+NO_MESSAGE = BlankMessage(None, None, None)
+"""Stands for memory that a kernel takes itself."""
+
+
+def blank_message(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> BlankMessage:
+    """Return memory for a message."""
     form = MessageForm(shape, dtype, dtype)
     message = form.blank(device)
-    return message, *form.partial_in(message)
+    return BlankMessage(message, *form.partial_in(message))
 
 
 def call_checksum(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.comm.host_merge import HostMerge, host_merge_for
-from attnmesh.comm.message import blank_message, call_checksum
+from attnmesh.comm.message import NO_MESSAGE, BlankMessage, blank_message, call_checksum
 from attnmesh.comm.rank_merge import chosen_merge, merge_ranks
 from attnmesh.core.partial import Partial, sum_dtype, with_sinks
 from attnmesh.decoding.step_agreement import agreement_on, ask_in_step, compared_fields, runs_on_device
@@ -31,11 +31,6 @@ from attnmesh.kernels.traced import are_plain
 from attnmesh.runtime.memo import Memo
 from attnmesh.runtime.ranges import ATTENTION, MERGE, in_range, is_profiled
 
-Room = tuple[Tensor | None, Tensor | None, Partial | None]
-"""Memory that a kernel writes its partial into: a message of the merge, the checksum in it, and the partial in it."""
-
-NO_ROOM: Room = None, None, None
-
 
 @dataclass(eq=False)
 class PreparedStep:
@@ -43,7 +38,7 @@ class PreparedStep:
 
     step: DecodeStep
     attention: CachedAttention
-    make_room: Callable[[], Room] | None  # None where a kernel makes room itself
+    blank_message: Callable[[], BlankMessage] | None  # None where a kernel takes memory itself
     compared_facts: tuple[Any, ...]  # compared by their hash
     sizes: CacheSizes | None  # None in a graph, which has no caches
     output_heads: slice | None = None  # heads of the output in a merged partial; None for all
@@ -57,7 +52,7 @@ class PreparedStep:
         """
         raise NotImplementedError
 
-    def merge(self, partial: Partial, room: Room, compared: Compared) -> tuple[Partial, Any]:
+    def merge(self, partial: Partial, blank: BlankMessage, compared: Compared) -> tuple[Partial, Any]:
         """Return the partial of all ranks, and what the merge has found of their calls."""
         raise NotImplementedError
 
@@ -73,17 +68,17 @@ class PreparedStep:
                 views.append(cache.shards.own.view)
         own = inputs if step.head_axis.size == 1 else inputs.of_own_heads(step)
         q, _, sinks, key_lengths, selected, other_keys = own
-        room = NO_ROOM if self.make_room is None else self.make_room()
+        blank = NO_MESSAGE if self.blank_message is None else self.blank_message()
         # The first rank adds the sinks; a reproducible step adds them after the merge, on any number of ranks.
         added = sinks if step.token_axis.index == 0 and not step.reproducible else None
         block = step.block if step.reproducible else None
         lengths = None if key_lengths is None else key_lengths.to(q.device)
-        query = DecodeQuery(q, step.mask, step.scaling, step.capacity, added, block, room[2], lengths, other_keys)
+        query = DecodeQuery(q, step.mask, step.scaling, step.capacity, added, block, blank.partial, lengths, other_keys)
         attend = in_range(ATTENTION, self.attention.attend) if is_profiled() else self.attention.attend
         partial = attend(query, views, selected)
         found: Any = None
         if not self.is_alone:
-            partial, found = self.merge(partial, room, inputs.compared(self.compared_facts, views))
+            partial, found = self.merge(partial, blank, inputs.compared(self.compared_facts, views))
         out = self.finish(partial, query, sinks, views)
         return (out, found) if step.head_axis.size == 1 else gather_heads(out, found, step, inputs.q.shape[1])
 
@@ -132,13 +127,12 @@ class HostMergedStep(PreparedStep):
             agreement_on(inputs.caches, self.step, checked).raise_unequal(fields)
         return out
 
-    def merge(self, partial: Partial, room: Room, compared: Compared) -> tuple[Partial, bool]:
+    def merge(self, partial: Partial, blank: BlankMessage, compared: Compared) -> tuple[Partial, bool]:
         """Return the partial of all ranks, which is merged in its message, and whether their calls are equal."""
-        message, _, _ = room
         tensors, call_hash, state = compared
-        assert message is not None
+        assert blank.message is not None
         merge = in_range(MERGE, self.host_merge.run) if is_profiled() else self.host_merge.run
-        is_equal = merge(message, call_hash + state.tolist()[0], tensors)
+        is_equal = merge(blank.message, call_hash + state.tolist()[0], tensors)
         if not is_equal:
             partial.out.fill_(torch.nan)
         return partial, is_equal
@@ -165,13 +159,12 @@ class AgreedStep(PreparedStep):
         agreement.check_merged(call, checksum)
         return out
 
-    def merge(self, partial: Partial, room: Room, compared: Compared) -> tuple[Partial, Tensor]:
+    def merge(self, partial: Partial, blank: BlankMessage, compared: Compared) -> tuple[Partial, Tensor]:
         """Return the partial of all ranks, and the checksum of their calls. Its sum is 0 if these are equal."""
         step = self.step
-        message, checksum, _ = room
-        checksum = call_checksum(*compared, partial.lse, checksum)
+        checksum = call_checksum(*compared, partial.lse, blank.checksum)
         along = step.token_axis, step.merge, step.output
-        return merge_ranks(partial, checksum, *along, reproducible=step.reproducible, message=message)
+        return merge_ranks(partial, checksum, *along, reproducible=step.reproducible, message=blank.message)
 
 
 def find_step(
@@ -246,13 +239,13 @@ def new_prepared_step(
 ) -> PreparedStep:
     """Return what steps with such queries run: the launches of a kernel, and the merge."""
     attention = step.attention_for(q, view)
-    make_room = None if attention.in_place_kernel is None else _room_in_place(q, step)
+    blank = None if attention.in_place_kernel is None else _blank_in_place(q, step)
     if step.token_axis.size == step.head_axis.size == 1:
-        return LoneStep(step, attention, make_room, facts, sizes)
-    if make_room is None and (host_merge := _host_merge_of(q, step)) is not None:
+        return LoneStep(step, attention, blank, facts, sizes)
+    if blank is None and (host_merge := _host_merge_of(q, step)) is not None:
         heads = host_merge.heads_of_output(step.output)
-        return HostMergedStep(step, attention, host_merge.make_room, facts, sizes, heads, host_merge=host_merge)
-    return AgreedStep(step, attention, make_room, facts, sizes, stays_on_device=stays_on_device)
+        return HostMergedStep(step, attention, host_merge.blank_message, facts, sizes, heads, host_merge=host_merge)
+    return AgreedStep(step, attention, blank, facts, sizes, stays_on_device=stays_on_device)
 
 
 def _host_merge_of(q: Tensor, step: DecodeStep) -> HostMerge | None:
@@ -265,8 +258,8 @@ def _host_merge_of(q: Tensor, step: DecodeStep) -> HostMerge | None:
     return host_merge_for(axis, (*q.shape[:-1], step.value_dim), merge)
 
 
-def _room_in_place(q: Tensor, step: DecodeStep) -> Callable[[], Room] | None:
-    """Return what makes room for a kernel that reads the cache, in a message if others merge with this rank.
+def _blank_in_place(q: Tensor, step: DecodeStep) -> Callable[[], BlankMessage] | None:
+    """Return what takes memory for a kernel that reads the cache, in a message if others merge with this rank.
 
     One rank has the partial alone; a reproducible one merges into new memory.
     """
@@ -278,6 +271,8 @@ def _room_in_place(q: Tensor, step: DecodeStep) -> Callable[[], Room] | None:
     return None if step.reproducible else functools.partial(_blank_partial, shape, q.dtype, dtype, q.device)
 
 
-def _blank_partial(shape: Sequence[int], dtype: torch.dtype, lse_dtype: torch.dtype, device: torch.device) -> Room:
+def _blank_partial(
+    shape: Sequence[int], dtype: torch.dtype, lse_dtype: torch.dtype, device: torch.device
+) -> BlankMessage:
     out, lse = torch.empty(shape, dtype=dtype, device=device), torch.empty(shape[:-1], dtype=lse_dtype, device=device)
-    return None, None, Partial(out, lse)
+    return BlankMessage(None, None, Partial(out, lse))

@@ -179,9 +179,9 @@ class CallRecord:
     def fail(self, name: str, error: InputError) -> NoReturn:
         """Raise an error of this rank in a call that ranks do not compare, such as a later `append`.
 
-            ranks                          who raises
-            CPUs of one host               all: those that wait in the next merge find that this rank compares
-            any others, or checked=False   this rank: they would wait for its message, and not for its comparison
+        ranks                          who raises
+        CPUs of one host               all: those that wait in the next merge find that this rank compares
+        any others, or checked=False   this rank: they would wait for its message, and not for its comparison
         """
         tells = self.device.type == "cpu" and not self.is_alone and self.checked is not False
         whole = tells and all(whole_mailboxes(axis) is not None for axis in self.mesh.axes if axis.size > 1)

@@ -209,7 +209,9 @@ def is_plain(partial: object, merge: object, output: object, wire: object, base:
 
 def merge_as_one_call(partial: Partial, host_merge: HostMerge, text: str, output: str, *, is_compared: bool) -> Partial:
     """Return the merge in new tensors, as one native call. `text` is what ranks compare."""
-    message, _, merged = host_merge.make_room()
+    message, _, merged = host_merge.blank_message()
+    assert message is not None
+    assert merged is not None
     merged.out.copy_(partial.out)
     merged.lse.copy_(partial.lse)
     if not host_merge.run(message, hash_of_call(text)):
