@@ -1,6 +1,6 @@
 """Preparation of a call of `attention` on a mesh, once all ranks agree on it: its checks, its `MeshCall`, its task."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,12 +17,13 @@ from attnmesh.kernels.traced import needs_grad
 from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.mesh.schedule import Problem
 from attnmesh.mesh.shapes import AXES
+from attnmesh.mesh_attention.auto_choices import Widths
 from attnmesh.mesh_attention.call_arguments import Call, CallPayload, HeadSizes, Options, QueryKeyCounts, check_call
 from attnmesh.mesh_attention.mesh_call import MeshCall, PreparedCall, prepared_calls
 from attnmesh.runtime.world import cached_per_world
 
 
-def prepare_call(mesh: Mesh, call: Call, checked: bool | None, latent: tuple[int, int] | None = None) -> PreparedCall:
+def prepare_call(mesh: Mesh, call: Call, checked: bool | None, latent: Widths | None = None) -> PreparedCall:
     """Check a call, compare it across ranks, and return what is prepared for it. Raise the same error on all ranks.
 
     `latent` are the columns of latents that travel instead of keys and values.
@@ -34,26 +35,35 @@ def prepare_call(mesh: Mesh, call: Call, checked: bool | None, latent: tuple[int
     if call.has_signature:
         signature = signature_of(q, k, v, sinks, (mesh, latent, *options, checked))
     known = prepared_calls().find(signature)
-    # Ranks may leave the comparison out, know the call and the numbers of all ranks, or prepare it now.
     device = q.device if isinstance(q, Tensor) else torch.device(mesh.device_type)
     if options.length is not None and (checked is False or not may_compare(device)):
-        prepared = known or _prepare_uncompared(mesh, call, checked)
+        prepared = known or _keep(signature, call, latent, _prepare_uncompared(mesh, call, checked))
         _check_marks(mesh, call)
-    else:
-        with Agreement(mesh, "attention") as agreement:
-            if known:
-                text, payload = known.text, known.payload
-            else:
-                text = call.checked_text(mesh, checked)
-                digest = 0 if signature is None else call.digest_of_some_keys()
-                payload = call.payload._replace(digest=digest)
-            _check_marks(mesh, call)
-            table = agreement.compare(text, payload)
-        if known and known.payloads_by_shard == table:
-            return known
-        prepared = _prepare_compared(mesh, call, text, table)
-    if prepared is known or signature is None:
         return prepared
+    with Agreement(mesh, "attention") as agreement:
+        if known:
+            text, payload = known.text, known.payload
+        else:
+            text, payload = _check_new(mesh, call, checked, has_signature=signature is not None)
+        _check_marks(mesh, call)
+        table = agreement.compare(text, payload)
+    if known and known.payloads_by_shard == table:
+        return known
+    return _keep(signature, call, latent, _prepare_compared(mesh, call, text, table))
+
+
+def _check_new(mesh: Mesh, call: Call, checked: bool | None, *, has_signature: bool) -> tuple[str, CallPayload]:
+    """Return what ranks compare of a call that this rank does not know, or raise unless this mesh can serve it."""
+    text = call.checked_text(mesh, checked)
+    digest = call.digest_of_some_keys() if has_signature else 0
+    return text, call.payload._replace(digest=digest)
+
+
+def _keep(signature: Hashable, call: Call, latent: Widths | None, prepared: PreparedCall) -> PreparedCall:
+    """Return what is prepared for a call, with the task where no gradients are needed, and keep it by its signature."""
+    if signature is None:
+        return prepared
+    q, k, v, sinks, *_ = call
     task = None if needs_grad(q, k, v, sinks) else prepared.mesh_call.task(q.shape[1], (q, k, v), latent)
     return prepared_calls().keep(signature, prepared._replace(task=task))
 
