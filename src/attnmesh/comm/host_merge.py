@@ -36,6 +36,9 @@ class HostMerge:
         self.axis, self.shape, self.mailboxes = axis, shape, mailboxes
         self.rows = math.prod(shape[:-1])
         self.width = shape[-1]
+        self.head = 2 + self.rows  # numbers before the rows of out
+        self.before = -self.head % ALIGNMENT  # unused numbers
+        self.numbers = self.before + self.head + self.rows * self.width
         self.rounds = rounds(axis, False)[axis.index] if merge.pattern is Pattern.ROUNDS else None
 
     def blank_message(self) -> BlankMessage:
@@ -46,10 +49,8 @@ class HostMerge:
         Rows of out begin at a multiple of 64 bytes, as in a tensor of their own. Products of matrices may round
         otherwise elsewhere, and ranks would go on with other bits.
         """
-        head = 2 + self.rows
-        before = -head % ALIGNMENT
-        rows = self.rows * self.width
-        message = torch.empty(before + head + rows, dtype=torch.float32, device="cpu")[before:]
+        head = self.head
+        message = torch.empty(self.numbers, dtype=torch.float32, device="cpu")[self.before :]
         out, lse = message[head:].view(self.shape), message[2:head].view(self.shape[:-1])
         return BlankMessage(message, None, Partial(out, lse))
 
