@@ -107,6 +107,23 @@ def refusal(layout: bool) -> str:
 
 
 @on_each_rank
+def error_of_one_selection() -> str:
+    mesh, layout = named_mesh(Shape(1, 1, 2), AXES), am.Striped(BLOCK)
+    own = am.shard(numbers(2, HEADS[0], NEW, WIDTH), mesh, layout=layout)
+    indices = torch.zeros(2, 1, own.shape[2], 1, dtype=torch.int32)
+    visible = Visible(am.Causal(), selected=Selection(indices) if dist.get_rank() else None)
+    with pytest.raises(errors.MeshError) as raised:
+        decode_shard(QueryShard(own, layout, NEW), cache_of(mesh), visible, SCORES)
+    return str(raised.value)
+
+
+def test_a_selection_of_one_rank_alone_is_refused(pool: Pool) -> None:
+    first, second = pool.run(2, error_of_one_selection, deadline=30.0)
+    assert first == second
+    assert "index_block" in first
+
+
+@on_each_rank
 def error_of_a_count() -> str:
     mesh = named_mesh(Shape(1, 1, 2), AXES)
     cache, layout = cache_of(mesh, am.Window(6)), am.Striped(BLOCK)

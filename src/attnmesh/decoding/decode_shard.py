@@ -1,6 +1,7 @@
 """Decoding of a shard: each rank has the queries of some of the cache's last tokens, and gets their outputs."""
 
 from collections.abc import Callable
+from functools import partial as partial_of
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from attnmesh.core.partial import Partial, merge_partials, with_sinks
 from attnmesh.core.scaling import Scores
 from attnmesh.core.selection import Selection, Visible
 from attnmesh.decoding.query_shard import QueryShard
-from attnmesh.decoding.step_arguments import StepInputs, StepOptions, named_options, selection_of_rank
+from attnmesh.decoding.step_arguments import DecodeStep, StepInputs, StepOptions, named_options, selection_of_rank
 from attnmesh.decoding.step_checks import check_bias, check_step
 from attnmesh.guard.agreement import Agreement, may_compare
 from attnmesh.kernels.cache_view import DecodeQuery
@@ -42,18 +43,14 @@ def decode_shard(
     assert limits == [None, None, None]  # positions are those of the last tokens, and all keys are real
     step = StepOptions(mask, scores.scale, scores.softcap, "auto", "replicated", False, kernel).step_on(cache)
 
-    def fields() -> dict[str, object]:
-        contents = {"tokens in the cache": cache.length, "padding and order": cache.history_checksum}
-        own = {"dtype": q.dtype, "heads": q.shape[1], "layout": layout, "length": length}
-        return {**own, **contents, **named_options(step)}
-
     is_compared = cache.mesh.ranks > 1 and cache.calls.checked is not False and may_compare(q.device)
-    with Agreement(cache.mesh, "decode_shard", fields, is_compared=is_compared):
+    with Agreement(cache.mesh, "decode_shard", is_compared=is_compared) as agreement:
         owners = queries.owners(cache.mesh, cache.token_axis)
         whole = q.new_empty(1).expand(*q.shape[:2], length, q.shape[3])
         inputs = StepInputs(q, (cache,), sinks, selected=selected)
         step = check_step(inputs._replace(q=whole) if selected is None else inputs, step, {})
         step = check_bias(inputs, scores.distance_bias, step)
+        agreement.compare(partial_of(_compared_fields, queries, cache, step))
     heads = cache.mesh.heads
     every = owners.gather_queries(scores.widened(q))
     if selected is not None:
@@ -69,3 +66,11 @@ def decode_shard(
     merged = owners.merge_at_owners(partial)
     rank_sinks = None if sinks is None else sinks[heads.slice_of(q.shape[1])]
     return owners.all_heads(with_sinks(merged, rank_sinks).out.to(q.dtype))
+
+
+def _compared_fields(queries: QueryShard, cache: KVCache, step: DecodeStep) -> dict[str, object]:
+    """Return the arguments that ranks compare: with those of the checked step, such as whether tokens are selected."""
+    q, layout, length = queries
+    contents = {"tokens in the cache": cache.length, "padding and order": cache.history_checksum}
+    own = {"dtype": q.dtype, "heads": q.shape[1], "layout": layout, "length": length}
+    return {**own, **contents, **named_options(step)}
