@@ -53,9 +53,9 @@ def test_check_reads_as_a_table_and_says_why_a_kernel_is_absent() -> None:
 
 
 def test_check_names_kernels_of_other_devices_when_it_explains(monkeypatch: pytest.MonkeyPatch) -> None:
-    reasons = ("it runs on CUDA, the tensors are on cpu", "a compiler is missing")
     absent = [
-        proofs.Proof(name, "cpu", "float32", reason) for name, reason in zip(("cuda", "native"), reasons, strict=True)
+        proofs.Proof("cuda", "cpu", "float32", "it runs on CUDA, the tensors are on cpu", is_elsewhere=True),
+        proofs.Proof("native", "cpu", "float32", "a compiler is missing"),
     ]
     monkeypatch.setattr(proofs, "proofs", lambda: iter(absent))
     text, explained = run("check")[1], run("check", "-v")[1]

@@ -43,11 +43,8 @@ class Proof:
     out_error: float | None = None
     gradient_error: float | None = None
     allowed: float | None = None
-
-    @property
-    def is_elsewhere(self) -> bool:
-        """True for a kernel of other devices, such as those of GPUs on a CPU."""
-        return self.absent is not None and self.absent.endswith(f"the tensors are on {self.device}")
+    is_elsewhere: bool = False
+    """True for a kernel of other devices, such as those of GPUs on a CPU."""
 
     @property
     def holds(self) -> bool:
@@ -122,7 +119,7 @@ def _proof(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> Proof:
     names = (kernel.name, device.type, str(dtype).removeprefix("torch."))
     q, k, v, _ = _problem(dtype, device, 300)
     if (reason := kernel.refusal(KernelRequest.of(q, k, v, LOGITS))) is not None:
-        return Proof(*names, absent=reason)
+        return Proof(*names, absent=reason, is_elsewhere=kernel.is_elsewhere(device))
     errors = [_errors(kernel.name, device, dtype, mask, rows) for mask in CASES for rows in (300, 3)]
     # Half precision rounds the weights, the result and its copy for the backward pass. In float32 and float64 sums of
     # hundreds of terms dominate.
@@ -136,7 +133,7 @@ def _stored_proof(kernel: Kernel, device: torch.device, storage: Storage) -> Pro
     names = (kernel.name, device.type, storage.name)
     q, k, v, _ = (x.detach() for x in _problem(torch.float32, device, 3))
     if (reason := kernel.refusal(KernelRequest.of(q, k, v, LOGITS))) is not None:
-        return Proof(*names, absent=reason)
+        return Proof(*names, absent=reason, is_elsewhere=kernel.is_elsewhere(device))
     numbers = [storage.dequantize(storage.quantize(x.cpu()), torch.float64) for x in (k, v)]
     errors = []
     for mask in (Causal(), Window(40, 7)):

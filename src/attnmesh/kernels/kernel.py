@@ -12,6 +12,9 @@ from attnmesh.core.scaling import Scaling
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery
 from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Rectangle, cut
 
+DEVICES = {"cpu": "the CPU", "cuda": "CUDA"}
+"""Names of types of devices in messages."""
+
 
 class KernelRequest(NamedTuple):
     """A call's request to a kernel: all that its choice depends on."""
@@ -92,6 +95,8 @@ class Kernel:
 
     name: str
     """The kernel's name, as in `kernel=`."""
+    device_type: str | None = None
+    """The type of the devices that it runs on; None for all."""
     made_for = "calls that name it"
     """The calls of `is_made_for`, in words."""
     priority = 3
@@ -107,12 +112,18 @@ class Kernel:
     reads_cache = False
     """True if `attend_cache` reads a cache in place, and on the device how many tokens it holds."""
 
+    def is_elsewhere(self, device: torch.device) -> bool:
+        """Return whether the kernel runs on devices of another type alone."""
+        return self.device_type not in (None, device.type)
+
     def unsupported_reason(self, request: KernelRequest) -> str | None:
-        """Return why the kernel does not support such tensors, or None if it does."""
+        """Return why the kernel does not support such tensors on devices that it runs on, or None if it does."""
         raise NotImplementedError
 
     def refusal(self, request: KernelRequest) -> str | None:
         """Return why the kernel does not serve a call, or None if it does."""
+        if self.is_elsewhere(request.device):
+            return f"it runs on {DEVICES[self.device_type or 'cpu']}, the tensors are on {request.device.type}"
         if (reason := self.unsupported_reason(request)) is not None:
             return reason
         if request.capped and not self.caps_logits:

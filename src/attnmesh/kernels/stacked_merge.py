@@ -106,12 +106,10 @@ def copy_into(partial: Partial, into: Partial | None) -> Partial:
 
 
 def unsupported_reason(device: torch.device) -> str | None:
-    """Return why Triton programs do not run on a device, or None if they do."""
+    """Return why Triton programs do not run on a GPU, or on the CPU when they are interpreted; None if they do."""
     if not installed():
         return "Triton is not installed"
-    if device.type == "cuda":
-        return _gpu_fault(device)
-    return None if interpreted() else f"it runs on CUDA, the tensors are on {device.type}"
+    return _gpu_fault(device) if device.type == "cuda" else None
 
 
 @cache

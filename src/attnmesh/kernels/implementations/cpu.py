@@ -31,12 +31,11 @@ CACHE_BYTES = 1 << 21
 class FlashCPU(Kernel):
     """`aten::_scaled_dot_product_flash_attention_for_cpu`, and the reference for soft-capped logits."""
 
-    name, made_for, priority = "cpu", "all calls", 1
+    name = device_type = "cpu"
+    made_for, priority = "all calls", 1
 
     def unsupported_reason(self, request: KernelRequest) -> str | None:
-        """Return None on the CPU, where every dtype is supported."""
-        if request.device.type != "cpu":
-            return f"it runs on the CPU, the tensors are on {request.device.type}"
+        """Return None: every dtype is supported."""
         if not hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"):
             return "this PyTorch has no flash attention for CPUs"
         return None

@@ -150,12 +150,11 @@ Operator = Flash | Triton | Efficient
 class CUDA(Kernel):
     """The best operator for a rectangle; one launch of a Triton program for masked or many rectangles."""
 
-    name, made_for, priority, caps_logits = "cuda", "all but caches", 1, False
+    name = device_type = "cuda"
+    made_for, priority, caps_logits = "all but caches", 1, False
 
     def unsupported_reason(self, request: KernelRequest) -> str | None:
-        """Return None for CUDA tensors of a dtype and width that the efficient operator supports."""
-        if request.device.type != "cuda":
-            return f"it runs on CUDA, the tensors are on {request.device.type}"
+        """Return None for tensors of a dtype and width that the efficient operator supports."""
         few = torch.zeros(
             1, 1, ALIGNMENT, request.width + -request.width % ALIGNMENT, dtype=request.dtype, device=request.device
         )

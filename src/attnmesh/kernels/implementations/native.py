@@ -40,15 +40,13 @@ RUN = 2048
 class Native(Kernel):
     """`attend.cpp`; the reference for rows with numbers that are not finite, PyTorch's operator backward."""
 
-    name = "native"
+    name, device_type = "native", "cpu"
     made_for = f"up to {MAX_ROWS} rows of queries a key head"
     priority = 0
     reads_scattered = reads_8_bits = True
 
     def unsupported_reason(self, request: KernelRequest) -> str | None:
-        """Return None on the CPU in float32 and narrower, if there is a library."""
-        if request.device.type != "cpu":
-            return f"it runs on the CPU, the tensors are on {request.device.type}"
+        """Return None in float32 and narrower, if there is a library."""
         if request.dtype not in DTYPES:
             return f"it computes in float32, the tensors are {str(request.dtype).removeprefix('torch.')}"
         return library().reason

@@ -66,8 +66,12 @@ class ProgramTile(NamedTuple):
 class Triton(Kernel):
     """The programs of `kernels/programs`, on GPUs, and with `TRITON_INTERPRET=1` on the CPU."""
 
-    name, made_for, priority = "triton", "caches on GPUs", 0
+    name, device_type, made_for, priority = "triton", "cuda", "caches on GPUs", 0
     reads_scattered = reads_cache = True
+
+    def is_elsewhere(self, device: torch.device) -> bool:
+        """Return whether the device is no GPU, unless programs are interpreted."""
+        return super().is_elsewhere(device) and not interpreted()
 
     def unsupported_reason(self, request: KernelRequest) -> str | None:
         """Return None for float32, bfloat16 and float16 on GPUs with bfloat16 tensor cores."""
