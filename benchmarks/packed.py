@@ -25,7 +25,7 @@ from attnmesh.cli.probe_command import measured
 from attnmesh.comm.machine_constants import keep_machine, measured_machine
 from attnmesh.core.layout import Layout
 from attnmesh.core.mask import Mask
-from attnmesh.core.packing import pack
+from attnmesh.core.packing import pack_documents
 from attnmesh.errors import ArgumentError, require, short
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.schedule import Problem
@@ -144,7 +144,7 @@ def _counts(case: str, shape: Shape, batches: Sequence[list[int]]) -> Iterator[C
     counts_of: dict[str, list[tuple[float, float]]] = {}
     seconds = []
     for documents in batches:
-        pack.cache_clear()
+        pack_documents.cache_clear()
         start = time.perf_counter()
         am.Packed(tuple(documents), shape).positions(sum(documents), shape.ranks, 0)
         seconds.append(time.perf_counter() - start)

@@ -31,6 +31,7 @@ ENGINE = ("core", "runtime", "mesh", "kernels", "comm", "guard", "setup", "mesh_
 """Rooms that need no prices before a run."""
 
 Found = list[str]
+FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def modules(source: Path = SOURCE) -> dict[str, ast.Module]:
@@ -54,9 +55,24 @@ def shared_functions(trees: dict[str, ast.Module]) -> Found:
     positions = defaultdict(set)
     for name, tree in trees.items():
         for node in tree.body:
-            if isinstance(node, ast.FunctionDef) and node.name != "_":
+            if isinstance(node, FUNCTION) and node.name != "_":
                 positions[node.name].add(name)
     return _several(positions, MAX_NAMESAKES)
+
+
+def shared_plain_functions(trees: dict[str, ast.Module]) -> Found:
+    """Return names of functions without an underscore that stand in several files.
+
+    Public names may: users find `plan` in Python and in the command. A family names a function for the field it fills.
+    """
+    positions = defaultdict(set)
+    for name, tree in trees.items():
+        for node in tree.body:
+            if isinstance(node, FUNCTION) and not node.name.startswith("_") and not name.startswith("hf.families."):
+                positions[node.name].add(name)
+    fronts = (tree for name, tree in trees.items() if name in ("__init__", "hf.__init__"))
+    front = {one.asname for tree in fronts for one in _imported_names(tree)}
+    return _several({name: files for name, files in positions.items() if name not in front})
 
 
 def shared_stems(trees: dict[str, ast.Module]) -> Found:
@@ -147,6 +163,7 @@ COUNTS = {
     f"files of more than {MAX_FILE} lines": (long_files, 0),
     f"functions of more than {MAX_FUNCTION} lines": (long_functions, 0),
     f"functions of one name in more than {MAX_NAMESAKES} files": (shared_functions, 0),
+    "functions without an underscore of one name in several files": (shared_plain_functions, 0),
     "classes of one name in several files": (shared_classes, 0),
     "files of one name in several rooms": (shared_stems, 0),
     "rooms under a public name": (shadowed_rooms, 0),
@@ -165,6 +182,10 @@ def _several(positions: dict[str, set[str]], most: int = 1) -> Found:
 def _imported(tree: ast.Module) -> set[str]:
     froms = (node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
     return {module for module in froms if module.startswith("attnmesh.")}
+
+
+def _imported_names(tree: ast.Module) -> Iterable[ast.alias]:
+    return (one for node in tree.body if isinstance(node, ast.ImportFrom) for one in node.names)
 
 
 def _names(tree: ast.Module) -> set[str]:

@@ -98,16 +98,16 @@ def check_ranks(ranks: int) -> int:
 def check_caches(dtype: str, merge: str, reproducible: bool, kv: str, mesh: str, shares: str | None) -> None:
     """Raise on options of caches that there are not, or that do not go together."""
     given, fix = f"--shares {shares}", "leave one of them out"
-    even = shares is None or (shares != "auto" and len({*(shares_of(shares) or ())}) == 1)
+    even = shares is None or (shares != "auto" and len({*(named_shares(shares) or ())}) == 1)
     check_option(not reproducible or even, "--reproducible", "even shares", given, fix)
     check_named("--dtype", dtype, ("auto", *DTYPES))
     check_named("--merge", merge, MERGE_CHOICES)
     check_kv(kv)
     axes = axes_of(mesh)
-    check_reproducible(reproducible, axes.get("queries", 1) * axes.get("keys", axes.get("tp=keys", 1)), merge)
+    check_reproducible_option(reproducible, axes.get("queries", 1) * axes.get("keys", axes.get("tp=keys", 1)), merge)
 
 
-def check_reproducible(reproducible: bool, ranks: int, merge: str) -> None:
+def check_reproducible_option(reproducible: bool, ranks: int, merge: str) -> None:
     """Raise unless the bits can be the same on any number of ranks along queries and keys, where that is wanted."""
     fits = not reproducible or (not ranks & (ranks - 1) and merge in ("auto", "tree"))
     expected = "1, 2, 4, 8, ... ranks along queries and keys, and a tree"
@@ -116,7 +116,7 @@ def check_reproducible(reproducible: bool, ranks: int, merge: str) -> None:
     check_option(fits, "--reproducible", expected, f"{ranks} ranks and merge {merge!r}", fix)
 
 
-def shares_of(text: str | None) -> tuple[float, ...] | str | None:
+def named_shares(text: str | None) -> tuple[float, ...] | str | None:
     """Return the ratios that are named, "auto", or None without any.
 
     >>> shares_of("3,1"), shares_of("auto"), shares_of(None)
@@ -135,7 +135,7 @@ def shares_of(text: str | None) -> tuple[float, ...] | str | None:
 
 def mesh_of_shares(mesh: str, shares: str | None, ranks: int | None) -> str:
     """Return the mesh that goes with `--shares`: a keys axis, unless one is named. Raise on other numbers of ranks."""
-    ratios = shares_of(shares)
+    ratios = named_shares(shares)
     if ratios is None:
         return mesh
     if mesh == "auto":

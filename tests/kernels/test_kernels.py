@@ -15,7 +15,7 @@ from attnmesh.core.scaling import Scaling
 from attnmesh.kernels.choice import KERNELS, choose
 from attnmesh.kernels.implementations.cpu import FlashCPU
 from attnmesh.kernels.kernel import KernelRequest
-from attnmesh.kernels.rectangles import Rectangle, cut, tiles
+from attnmesh.kernels.rectangles import Rectangle, cut, cut_into_tiles
 from benchmarks.timing import peak_memory
 from tests.support.dense import COARSE_EXPONENTIAL, truth
 from tests.support.problems import DTYPES, draw
@@ -204,7 +204,7 @@ def test_auto_takes_the_best_supported_kernel() -> None:
 def test_the_reference_never_holds_the_square() -> None:
     band = Band.of(am.Causal(), torch.arange(10_000), 10_000)
     assert len(cut(band)) == 1
-    sizes = [(b.queries.stop - b.queries.start, b.keys.stop - b.keys.start) for b in tiles(band, 128, 512)]
+    sizes = [(b.queries.stop - b.queries.start, b.keys.stop - b.keys.start) for b in cut_into_tiles(band, 128, 512)]
     assert max(sizes) == (128, 512)
     x = torch.zeros(1, 1, 3000, 8)
     peak = peak_memory(lambda: am.attend(x, x, x, mask=am.Causal(), kernel="reference"), torch.device("cpu"))

@@ -9,7 +9,7 @@ import attnmesh as am
 from attnmesh.core.band import Band
 from attnmesh.core.layout import Layout
 from attnmesh.core.mask import Mask
-from attnmesh.kernels.rectangles import TILE, Rectangle, cut, tiles
+from attnmesh.kernels.rectangles import TILE, Rectangle, cut, cut_into_tiles
 from tests.support.problems import draw
 
 pytestmark = pytest.mark.quick
@@ -35,7 +35,7 @@ def test_every_visible_pair_is_in_one_rectangle_and_no_other_pair(seed: int) -> 
         for p, n in zip((problem.q_positions, problem.k_positions), problem.lengths, strict=True)
     ]
     one = Band.of(problem.mask, *total)
-    for rectangles in (cut(one), tiles(one, 128, 64), tiles(one, 3, 5)):
+    for rectangles in (cut(one), cut_into_tiles(one, 128, 64), cut_into_tiles(one, 3, 5)):
         assert torch.equal(cover_counts(rectangles, *map(len, total)), problem.mask.visible(*total).long())
         assert [b.queries.start for b in rectangles] == sorted(b.queries.start for b in rectangles)
 

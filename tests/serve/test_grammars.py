@@ -215,7 +215,7 @@ TOO_MUCH: dict[str, Any] = {
 def test_schemas_of_too_much_work_are_refused_before_a_grammar_is_made(name: str) -> None:
     asked = AskedGrammar(content=TOO_MUCH[name], field="response_format")
     with pytest.raises(Refused, match=r"^response_format\.json_schema\.schema.*: expected ") as raised:
-        grammars.check_size(asked)
+        grammars.check_schema_size(asked)
     assert raised.value.status == 400
 
 
@@ -234,8 +234,8 @@ SERVED: list[dict[str, Any]] = [
 def test_schemas_that_end_make_grammars() -> None:
     tokens = GrammarTokens(BYTES)
     for schema in SERVED:
-        grammars.check_size(AskedGrammar(content=schema, field="response_format"))
-        grammars.check(tokens, Grammar(Rules({}).alone(schema)))
+        grammars.check_schema_size(AskedGrammar(content=schema, field="response_format"))
+        grammars.check_grammar(tokens, Grammar(Rules({}).alone(schema)))
     tokens.close()
 
 

@@ -67,7 +67,7 @@ def test_a_piece_that_appends_have_filled_is_not_read_again(
 ) -> None:
     cache, twin = opened(tmp_path, **sizes), am.KVCache(None, **{**SIZES, **sizes})
     shapes = twin.sizes
-    with patch.object(layer_files, "checksum_of", side_effect=AssertionError):
+    with patch.object(layer_files, "tensor_checksum", side_effect=AssertionError):
         for part in (*parts, 1):
             both = [torch.randn(shapes.batch, shapes.kv_heads, part, width) for width in shapes.columns]
             new = [x.to(shapes.dtype) for x in both]

@@ -29,6 +29,15 @@ FOUND = {
         {f"core.f{n}": "def plan(): ..." for n in range(house.MAX_NAMESAKES + 1)},
         "plan: core.f0, core.f1, core.f2, core.f3, core.f4",
     ),
+    "plain functions": (
+        house.shared_plain_functions,
+        {
+            "__init__": "from attnmesh.core.one import plan as plan",
+            "core.one": "def plan(): ...\ndef check(): ...\ndef _is_known(): ...",
+            "cli.two": "def plan(): ...\nasync def check(): ...\ndef _is_known(): ...",
+        },
+        "check: cli.two, core.one",
+    ),
     "files": (house.shared_stems, {"core.plan": "", "comm.plan": ""}, "plan: comm.plan, core.plan"),
     "long files": (house.long_files, {"core.one": "x = 1\n" * (house.MAX_FILE + 1)}, "core.one: 651"),
     "functions": (house.long_functions, {"core.one": STEPS}, "core.one.long: 61"),

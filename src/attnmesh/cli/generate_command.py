@@ -20,7 +20,7 @@ from attnmesh.setup.rendezvous import enter
 from attnmesh_command.messages import is_first_rank, under_torchrun
 from attnmesh_command.model_options import GenerateOptions, ServeOptions
 from attnmesh_command.option_texts import ranks_of_axes
-from attnmesh_command.shared_options import check_reproducible, shares_of
+from attnmesh_command.shared_options import check_reproducible_option, named_shares
 
 
 def generate(options: GenerateOptions) -> None:
@@ -66,9 +66,9 @@ def mesh_options(options: GenerateOptions | ServeOptions) -> MeshOptions:
 def cache_options(options: GenerateOptions | ServeOptions, prepared: Prepared) -> dict[str, Any]:
     """Return the options of caches, or raise if the mesh that was chosen cannot be reproducible."""
     shape, reproducible = prepared.mesh.shape, options.reproducible
-    check_reproducible(reproducible, shape.queries * shape.keys, options.merge)
+    check_reproducible_option(reproducible, shape.queries * shape.keys, options.merge)
     block, storage = 128 if reproducible else None, None if options.kv == "auto" else options.kv
-    caches = {"block": block, "storage": storage, "shares": shares_of(options.shares)}
+    caches = {"block": block, "storage": storage, "shares": named_shares(options.shares)}
     return {"merge": options.merge, "reproducible": reproducible, **caches}
 
 

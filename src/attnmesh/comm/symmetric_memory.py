@@ -11,7 +11,7 @@ from torch import Tensor
 from attnmesh.comm.topology import dist_all_gather_ints, hosts
 from attnmesh.core.partial import Partial
 from attnmesh.kernels.stacked_merge import supports
-from attnmesh.kernels.triton_runtime import launch, parts
+from attnmesh.kernels.triton_runtime import launch, powers_covering
 from attnmesh.mesh.axes import Axis
 from attnmesh.runtime.counters import count_messages
 from attnmesh.runtime.world import cached_per_world
@@ -52,7 +52,7 @@ class SymmetricMemory:
         ranks = len(self.addresses)
         rows = math.prod(shape[:-1])
         checksum, out, lse = (numbers.new_empty(size) for size in ((2,), shape, shape[:-1]))
-        first, second = parts(shape[-1])
+        first, second = powers_covering(shape[-1])
         if put:
             self.steps.add_(1)
         launch(

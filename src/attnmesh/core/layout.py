@@ -25,7 +25,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from attnmesh.core.packing import pack
+from attnmesh.core.packing import pack_documents
 from attnmesh.core.turns import Turn, turns
 from attnmesh.errors import LayoutError, check_count, require
 
@@ -189,7 +189,7 @@ class Packed:
     def positions(self, length: int, shards: int, index: int) -> Tensor:
         """Return the tokens of shard `index`; see `Layout.positions`. The documents and the shape give the others."""
         index = _check_parts(self, (math.prod(self.shape), sum(self.documents)), (shards, length), index)
-        runs = pack(self.documents, *self.shape)[index]
+        runs = pack_documents(self.documents, *self.shape)[index]
         return torch.cat([torch.arange(start, stop, device="cpu") for start, stop in ((0, 0), *runs)])
 
 

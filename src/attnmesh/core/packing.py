@@ -42,7 +42,7 @@ PART_LIMITS = (1.0, 0.8, 0.65, 0.5, 0.35, 0.25, 0.12, 0.06)
 
 
 @lru_cache(maxsize=64)
-def pack(lengths: tuple[int, ...], heads: int, rows: int, columns: int) -> tuple[tuple[TokenRun, ...], ...]:
+def pack_documents(lengths: tuple[int, ...], heads: int, rows: int, columns: int) -> tuple[tuple[TokenRun, ...], ...]:
     """Return the ascending runs of positions that each shard of a mesh of so many ranks holds."""
     ranks, cells = heads * rows * columns, rows * columns
     sizes = [stop - start for start, stop in pairwise(sum(lengths) * shard // ranks for shard in range(ranks + 1))]

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 from attnmesh.core.mask import FAR, Causal, Chunks, Full, Mask, Spans, Window
 from attnmesh.core.selection import Selection
 from attnmesh.errors import MaskError, ShapeError, require
-from attnmesh.hf.images.spans import check_unpadded, spans_of, unsupported_span
+from attnmesh.hf.images.spans import check_spans_unpadded, spans_of, unsupported_span
 from attnmesh.hf.images.towers import in_tower
 from attnmesh.hf.models import SUBJECT, check_layers, window_of
 from attnmesh.hf.shards import BEGUN, FORWARD_ALL, OF_SHARD_BATCH, PromptMask, ShardMask, Shards
@@ -200,7 +200,7 @@ def mask_spec(
     if mask is None and q_length == 1 and local_size is None:
         mask = _of_one_token(pattern)
     if rows and isinstance(attention_mask, PromptMask):
-        check_unpadded(rows, attention_mask.plain().bool())
+        check_spans_unpadded(rows, attention_mask.plain().bool())
     if mask is None:
         expected, given = "a causal mask, a sliding window, chunks or spans", "a mask function of the model's own"
         require(not options.get("use_vmap"), MaskError, "attention mask", expected, given, UNTYPED)

@@ -53,7 +53,7 @@ for _name in (
     setattr(Opaque, f"__{_name}__", lambda self, *_, name=_name: self._raise_read(name))
 
 
-def check_model(model: PreTrainedModel) -> None:
+def check_can_generate(model: PreTrainedModel) -> None:
     """Raise unless `generate` supports the model: causal, with a cache, and with attention set to attnmesh."""
     given = type(model).__name__
     supported = isinstance(model, PreTrainedModel) and model.can_generate() and not model.config.is_encoder_decoder
@@ -79,8 +79,8 @@ def check_model(model: PreTrainedModel) -> None:
 
 
 def check_rows(subject: str, model: PreTrainedModel) -> None:
-    """Raise unless one forward pass can decode requests of the model: `check_model`, and no images of their own."""
-    check_model(model)
+    """Raise unless one forward pass can decode rows of the model: `check_can_generate`, and no images of their own."""
+    check_can_generate(model)
     expected = "a model without cross-attention over images"
     given = type(model).__name__
     require(not cross_layers(model.config), KernelError, subject, expected, given, "call hf.generate for each request")

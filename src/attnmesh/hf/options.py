@@ -31,7 +31,7 @@ from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.images.inputs import IMAGE_INPUTS, OWN_PROCESSOR, image_inputs, split_images
 from attnmesh.hf.layer_mask import check_left_padded
 from attnmesh.hf.models import (
-    check_model,
+    check_can_generate,
     check_rope_switch,
     has_windows,
     is_compressed,
@@ -139,7 +139,7 @@ def agree_on_call(
         return {**prompt, "held": cached_tokens, **values, **config}
 
     with agreement_with_peers(mesh, model, "generate", fields):
-        check_model(model)
+        check_can_generate(model)
         require_all(_prompt_checks(model, ids, attention_mask))
         require_all(_option_checks(model, options))
         for name in ("chunk_size", "prefill_chunk_size"):

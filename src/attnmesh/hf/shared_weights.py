@@ -23,7 +23,7 @@ from attnmesh.errors import InputError, KernelError, MeshError, ModelError, Rank
 from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.families.family import family_of
-from attnmesh.hf.models import check_model, unwrap
+from attnmesh.hf.models import check_can_generate, unwrap
 from attnmesh.hf.shards import ShardMask, ShardPositions
 from attnmesh.hf.shared_experts import SharedExperts, experts_of
 from attnmesh.hf.transformers_names import Conv1D
@@ -161,7 +161,7 @@ def _sizes(experts: Sequence[nn.Module]) -> list[int]:
 
 def _check(model: Any) -> None:
     """Raise unless the model decodes over a mesh, and has whole weights on the CPU."""
-    check_model(model)
+    check_can_generate(model)
     sharded = any(isinstance(weight, DTensor) for weight in model.parameters())
     require(not sharded, ModelError, SUBJECT, "whole weights", "sharded ones", "load the model without sharding it")
     device = next(model.parameters()).device.type

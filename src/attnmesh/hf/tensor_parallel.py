@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from attnmesh.errors import KernelError, MeshError, ModelError, ShapeError, check_choice, require, short
 from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.latent_states import latent_widths
-from attnmesh.hf.models import check_model, indexed_layers, unwrap
+from attnmesh.hf.models import check_can_generate, indexed_layers, unwrap
 from attnmesh.hf.shared_weights import restore_shared
 from attnmesh.hf.transformers_names import TENSOR_PARALLEL, apply_tensor_parallelism
 from attnmesh.mesh.merges import OUTPUTS
@@ -129,7 +129,7 @@ def _check_heads(model: Any, mesh: DeviceMesh | None, output: str) -> None:
     given = f"{mesh.ndim} axes" if isinstance(mesh, DeviceMesh) else short(mesh)
     fix = 'slice one axis, as whole["tp"]'
     require(fits, MeshError, f"{SUBJECT} mesh", "a DeviceMesh of one axis, or None", given, fix)
-    check_model(model)
+    check_can_generate(model)
     sharded = any(isinstance(weight, DTensor) for weight in model.parameters())
     require(not sharded, ModelError, SUBJECT, "whole weights", "sharded ones", "load the model without sharding it")
     quantized = getattr(model, "hf_quantizer", None) is not None

@@ -158,7 +158,7 @@ def _tall_rectangles(steps: Sequence[Rectangle], first: int) -> Iterator[Rectang
     yield from _tall_rectangles(steps[middle + 1 :], stop)
 
 
-def tiles(band: Band, rows: int, keys: int) -> list[Rectangle]:
+def cut_into_tiles(band: Band, rows: int, keys: int) -> list[Rectangle]:
     """Return the same pairs in tiles of few rows and keys, for a kernel that needs memory for each pair."""
     rectangles = []
     for tile in _tiles(band, 0, len(band.low), rows):

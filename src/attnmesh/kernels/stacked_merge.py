@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attnmesh.core.digest import bits
 from attnmesh.core.partial import Partial, merge_stack, sum_dtype, with_sinks
-from attnmesh.kernels.triton_runtime import installed, interpreted, launch, parts
+from attnmesh.kernels.triton_runtime import installed, interpreted, launch, powers_covering
 
 PROGRAM_ROWS = 16
 """Rows per program instance. A decode step has few rows, and small tiles spread them over the chip."""
@@ -175,7 +175,7 @@ def _launch(
 def _sizes(outs: tuple[int, ...]) -> tuple[tuple[int, ...], dict[str, Any]]:
     """Return the grid of a merge of outs of this shape, and its arguments that depend on nothing else."""
     splits, *shape, value_width = outs
-    first, second = parts(value_width)
+    first, second = powers_covering(value_width)
     rows = math.prod(shape)
     numbers = {"splits": splits, "rows": rows, "queries": shape[-1], "heads": shape[-2] if len(shape) > 1 else 1}
     constants = {"value_width": value_width, "ROWS": PROGRAM_ROWS, "V_0": first, "V_1": second}

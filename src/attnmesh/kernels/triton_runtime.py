@@ -35,7 +35,7 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def parts(width: int) -> tuple[int, int]:
+def powers_covering(width: int) -> tuple[int, int]:
     """Return two powers of two, 16 or more, that cover a width. The second is 0 if the first is enough.
 
     >>> [parts(width) for width in (8, 64, 80, 192, 576)]

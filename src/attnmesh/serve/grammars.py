@@ -137,12 +137,12 @@ class Grammars:
 
     def _checked(self, tokens: GrammarTokens, asked: AskedGrammar, prompt_end: str) -> Grammar:
         """Return the grammar, whose first mask can be made, or raise with the field at fault."""
-        check_size(asked)
+        check_schema_size(asked)
         special = self._special(tokens)
         for field, schema in schemas_of(asked):  # alone, so that errors name the field
-            check(tokens, Grammar(Rules(special).alone(schema), field))
+            check_grammar(tokens, Grammar(Rules(special).alone(schema), field))
         grammar = self._grammar(asked, special, prompt_end)
-        check(tokens, grammar)
+        check_grammar(tokens, grammar)
         return grammar
 
     def _special(self, tokens: GrammarTokens) -> dict[str, int]:
@@ -233,12 +233,12 @@ def schemas_of(asked: AskedGrammar) -> list[tuple[str, Any]]:
     return [*tools, *([] if asked.content is None else [("response_format.json_schema.schema", asked.content)])]
 
 
-def check(tokens: GrammarTokens, grammar: Grammar) -> None:
+def check_grammar(tokens: GrammarTokens, grammar: Grammar) -> None:
     """Raise unless a grammar is possible, and its first mask can be made."""
     tokens.begin(grammar, ()).mask()
 
 
-def check_size(asked: AskedGrammar) -> None:
+def check_schema_size(asked: AskedGrammar) -> None:
     """Raise on schemas that are none, or too large."""
     properties, characters, divisors = 0, 0, 0
     for field, schema in schemas_of(asked):

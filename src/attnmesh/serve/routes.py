@@ -94,7 +94,12 @@ class App:
             Route("/metrics", self.metrics),
             Route("/", self.page),
         ]
-        handlers: Any = {Refused: refuse, HTTPException: refuse_http, Gone: leave, Exception: self.refuse_unforeseen}
+        handlers: Any = {
+            Refused: refuse_request,
+            HTTPException: refuse_http,
+            Gone: answer_nobody,
+            Exception: self.refuse_unforeseen,
+        }
         app = Starlette(routes=routes, exception_handlers=handlers, lifespan=self.lifespan)
         return Door(app, self.limits, self.supervisor.metrics)
 
@@ -290,7 +295,7 @@ def content_policy(page: str) -> str:
     return "; ".join(("default-src 'none'", *digests, "connect-src 'self'", "frame-ancestors 'none'"))
 
 
-async def refuse(_: HttpRequest, error: Exception) -> Response:
+async def refuse_request(_: HttpRequest, error: Exception) -> Response:
     """Return what was refused, in OpenAI's shape."""
     assert isinstance(error, Refused)
     return JSONResponse(error.body, error.status, error.headers)
@@ -308,6 +313,6 @@ async def refuse_http(http: HttpRequest, error: Exception) -> Response:
     return JSONResponse(Refused(error.status_code, text).body, error.status_code, error.headers)
 
 
-async def leave(_: HttpRequest, error: Exception) -> Response:
+async def answer_nobody(_: HttpRequest, error: Exception) -> Response:
     """Return something that nobody reads: the client has gone."""
     return Response(status_code=499)

@@ -115,7 +115,7 @@ def _beginning(value: Any) -> Any:
     return value[:SHOWN] if isinstance(value, str) else value
 
 
-def is_whole(low: int, high: int) -> Callable[[Any], bool]:
+def whole_number_in(low: int, high: int) -> Callable[[Any], bool]:
     """Return a test of whole numbers in a range."""
     return lambda value: type(value) is int and low <= value <= high
 
@@ -224,13 +224,13 @@ SAMPLING: Schema = {
     "model": Served(is_text, "the name that the server gives its model", REQUIRED),
     "temperature": Served(is_number(0, 2), "0 to 2", 1.0, "0 is greedy"),
     "top_p": Served(is_number(0, 1), "0 to 1", 1.0, "0 is greedy"),
-    "top_k": Served(is_whole(0, 1 << 31), "a whole number", 0, f"0 is all; {NOT_OPENAI}"),
+    "top_k": Served(whole_number_in(0, 1 << 31), "a whole number", 0, f"0 is all; {NOT_OPENAI}"),
     "min_p": Served(is_number(0, 1), "0 to 1", 0.0, f"share of the likeliest token's probability; {NOT_OPENAI}"),
     "repetition_penalty": Served(is_number(0.01, 100), "0.01 to 100", 1.0, f"1 is none; {NOT_OPENAI}"),
     "seed": Served(
-        is_whole(-(1 << 63), (1 << 63) - 1), "-2^63 to 2^63 - 1", None, "choice i draws by seed + i, modulo 2^63"
+        whole_number_in(-(1 << 63), (1 << 63) - 1), "-2^63 to 2^63 - 1", None, "choice i draws by seed + i, modulo 2^63"
     ),
-    "n": Served(is_whole(1, MAX_CHOICES), f"1 to {MAX_CHOICES}", 1),
+    "n": Served(whole_number_in(1, MAX_CHOICES), f"1 to {MAX_CHOICES}", 1),
     "stop": Served(is_stop, f"a string of 1 to {MAX_STOP} characters, or up to {MAX_STOPS} of them", None),
     "stream": Served(is_flag, "true or false", False),
     "stream_options": Served(is_stream_options, "{include_usage: true or false}", None, "with stream alone"),
@@ -265,10 +265,10 @@ CHAT: Schema = {
         "content is text, or parts of type text and image_url",
     ),
     **SAMPLING,
-    "max_completion_tokens": Served(is_whole(1, 1 << 31), NEW, None, "by default 2048, or what is left"),
-    "max_tokens": Served(is_whole(1, 1 << 31), NEW, None, "an older name of max_completion_tokens"),
+    "max_completion_tokens": Served(whole_number_in(1, 1 << 31), NEW, None, "by default 2048, or what is left"),
+    "max_tokens": Served(whole_number_in(1, 1 << 31), NEW, None, "an older name of max_completion_tokens"),
     "logprobs": Served(is_flag, "true or false", False),
-    "top_logprobs": Served(is_whole(0, 20), "0 to 20", None, "with logprobs alone"),
+    "top_logprobs": Served(whole_number_in(0, 20), "0 to 20", None, "with logprobs alone"),
     "tools": Served(
         is_list_of(dict, 0), "a list of functions", None, "the chat template shows them; calls come as tool_calls"
     ),
@@ -294,8 +294,8 @@ CHAT: Schema = {
 COMPLETION: Schema = {
     "prompt": Served(is_prompt, "text, or a list of token ids, or a list of one such prompt", REQUIRED),
     **SAMPLING,
-    "max_tokens": Served(is_whole(1, 1 << 31), NEW, None, "by default 16, or what is left"),
-    "logprobs": Served(is_whole(0, 5), "0 to 5", None),
+    "max_tokens": Served(whole_number_in(1, 1 << 31), NEW, None, "by default 16, or what is left"),
+    "logprobs": Served(whole_number_in(0, 5), "0 to 5", None),
     "best_of": Only((1,)),
     "echo": Only((False,)),
     "suffix": Only(("",)),

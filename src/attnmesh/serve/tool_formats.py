@@ -99,14 +99,14 @@ def types_of(schema: Any) -> set[str]:
 def flat(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a schema with a list of types in place of alternatives that name a type each, and nothing else."""
     several = schema.get("anyOf")
-    if not isinstance(several, list) or "type" in schema or not all(map(is_plain, several)):
+    if not isinstance(several, list) or "type" in schema or not all(map(is_type_alone, several)):
         return schema
     return {name: value for name, value in schema.items() if name != "anyOf"} | {
         "type": [plain["type"] for plain in several]
     }
 
 
-def is_plain(schema: Any) -> bool:
+def is_type_alone(schema: Any) -> bool:
     """Return whether a schema names one type, and holds a value to nothing else."""
     named = isinstance(schema, dict) and isinstance(schema.get("type"), str)
     return named and schema.keys() <= {"type", "title", "description"}

@@ -60,7 +60,7 @@ class CallShape:
 NAMED = '{"name": "$name", "arguments": $arguments}'
 
 
-def listed(begin: str, end: str, *, in_template: str = "") -> CallShape:
+def list_between(begin: str, end: str, *, in_template: str = "") -> CallShape:
     """Return the shape of a list of objects between marks."""
     return CallShape(NAMED, begin=f"{begin}[", join=", ", end=f"]{end}", in_template=in_template)
 
@@ -127,8 +127,8 @@ SHAPES: dict[str, tuple[CallShape, ...]] = {
     ),
     "mistral": (
         CallShape("[TOOL_CALLS]$name[ARGS]$arguments", in_template="[ARGS]"),
-        listed("[TOOL_CALLS] ", "", in_template="[TOOL_CALLS] ["),
-        listed("[TOOL_CALLS]", ""),
+        list_between("[TOOL_CALLS] ", "", in_template="[TOOL_CALLS] ["),
+        list_between("[TOOL_CALLS]", ""),
     ),
     "command": (
         CallShape(
@@ -138,9 +138,12 @@ SHAPES: dict[str, tuple[CallShape, ...]] = {
             end="\n]<|END_ACTION|>",
         ),
     ),
-    "nemotron": (listed("<TOOLCALL>", "</TOOLCALL>"),),
-    "jamba": (listed("<tool_calls>", "</tool_calls>"),),
-    "granite": (listed("<|tool_call|>", "<|/tool_call|>", in_template="<|/tool_call|>"), listed("<|tool_call|>", "")),
+    "nemotron": (list_between("<TOOLCALL>", "</TOOLCALL>"),),
+    "jamba": (list_between("<tool_calls>", "</tool_calls>"),),
+    "granite": (
+        list_between("<|tool_call|>", "<|/tool_call|>", in_template="<|/tool_call|>"),
+        list_between("<|tool_call|>", ""),
+    ),
     "hermes": (CallShape(f"<tool_call>\n{NAMED}\n</tool_call>", join="\n"),),
     "llama": (CallShape('{"name": "$name", "parameters": $arguments}', join="; "),),
 }

@@ -32,7 +32,7 @@ def groups_of(kvs: Sequence[KVCache], block: StoredBlock) -> list[list[int]]:
     return [*groups.values(), *(forgetting if block.is_state else ())]
 
 
-def columns_of(kvs: Sequence[KVCache], group: Sequence[int]) -> str:
+def name_of_group(kvs: Sequence[KVCache], group: Sequence[int]) -> str:
     """Return the name of the tokens of a group in a block."""
     return COLUMNS if kvs[group[0]].sizes.mask is None else f"{COLUMNS} {group[0]}"
 
@@ -49,7 +49,7 @@ def rows_of_block(kvs: Sequence[KVCache], block: StoredBlock, *, is_apart: bool 
         bounds = _bounds(first.shard, start, block.stop)
         if any(low < high for low, high in bounds) or block.is_state:
             indices = (*(blocks.token_index for blocks in first.shard.shared), first.shard.token_index)
-            rows[columns_of(kvs, group)] = _joined(indices, bounds, 0)
+            rows[name_of_group(kvs, group)] = _joined(indices, bounds, 0)
             for layer in group:
                 shard = kvs[layer].shard
                 held = [*(blocks.stored for blocks in shard.shared), shard.stored]
@@ -136,7 +136,7 @@ class Filling:
     ) -> RowMapping | None:
         """Return where rows of a piece go, and count them by head and token; None if this rank needs none of them."""
         shard, sizes = self.kvs[group[0]].shard, self.kvs[group[0]].sizes
-        columns = rows.get(columns_of(self.kvs, group), needed[:0])
+        columns = rows.get(name_of_group(self.kvs, group), needed[:0])
         index, number = rows.get(HEADS, torch.tensor([0, 0], device="cpu")).tolist()
         fits = columns.dtype == torch.int64 and 0 <= index < number and sizes.kv_heads % number == 0
         require(fits, StoreError, "load", "tokens and heads of a cache", f"{index} of {number} heads", DAMAGED_FIX)
@@ -154,7 +154,7 @@ class Filling:
     def _put_rows(self, layer: int, rows: Mapping[str, Tensor], mapping: RowMapping, needed: Tensor) -> None:
         """Write rows of a piece into the shard of a layer."""
         shard, sizes = self.kvs[layer].shard, self.kvs[layer].sizes
-        columns = rows[columns_of(self.kvs, [layer])]
+        columns = rows[name_of_group(self.kvs, [layer])]
         for kind, x in zip(("keys", "values"), shard.stored, strict=False):
             saved_rows = rows.get(f"{kind} {layer}", needed[:0])
             shape = sizes.batch, mapping.head_count, len(columns), x.shape[3]

@@ -297,7 +297,7 @@ def load_layers(
         if fault := device_fault("load", target, device):
             raise fault
         parts = check_placement("load", copies, shares, axes.queries.size * axes.keys.size)
-        share = 0.0 if shares == "auto" else part_of(parts, axes)
+        share = 0.0 if shares == "auto" else held_part(parts, axes)
         return inspect(path, axes, memory, to_load, copies * share)
 
     def attempt(*, again: bool) -> tuple[list[Cache], dict[str, Tensor], str] | None:
@@ -443,7 +443,7 @@ def ids_in(written: TokenIds, manifest: Manifest) -> Tensor | None:
     return ids
 
 
-def part_of(shares: Sequence[float] | None, mesh: Mesh) -> float:
+def held_part(shares: Sequence[float] | None, mesh: Mesh) -> float:
     """Return the part of all tokens that this rank's shard holds."""
     if shares is None:
         return 1 / (mesh.queries.size * mesh.keys.size)

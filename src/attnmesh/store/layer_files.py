@@ -22,7 +22,7 @@ from attnmesh.errors import StoreError, require
 from attnmesh.kernels.native.native_digest import digest_of_rows, wrapped
 from attnmesh.runtime.mapped_file import MappedFile
 from attnmesh.store.journal import Journal
-from attnmesh.store.tensor_file import DAMAGED_FIX, PRIVATE_FILE, TensorFile, checksum_of, header_of
+from attnmesh.store.tensor_file import DAMAGED_FIX, PRIVATE_FILE, TensorFile, header_of, tensor_checksum
 
 PIECE = 4096
 """Tokens of a whole piece: a number of runs of the native kernel, so that pieces have the bits of one call."""
@@ -188,7 +188,7 @@ def make_whole(
     if whole_file.exists() and not path.exists():
         return open_whole(whole_file, files.layer, shapes)
     rows = (*(x[:, :, :PIECE] for x in piece.stored), piece.columns)
-    begin, _ = header_of(entries, dict(zip(entries, checksums or map(checksum_of, rows), strict=True)))
+    begin, _ = header_of(entries, dict(zip(entries, checksums or map(tensor_checksum, rows), strict=True)))
     handle = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.pwrite(handle, begin, 0)

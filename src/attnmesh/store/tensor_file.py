@@ -108,10 +108,10 @@ def _holds(path: Path, tensors: Mapping[str, Tensor], checksums: Mapping[str, in
 
 def checksums_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Return the checksum of each tensor."""
-    return {name: checksum_of(x.cpu()) for name, x in tensors.items()}
+    return {name: tensor_checksum(x.cpu()) for name, x in tensors.items()}
 
 
-def checksum_of(x: Tensor) -> int:
+def tensor_checksum(x: Tensor) -> int:
     """Return the checksum of a tensor in a file: the digest of the widest integers that its rows are made of."""
     return digest_on_cpu(wide_bits(torch.atleast_1d(x)))
 
@@ -239,7 +239,7 @@ class TensorFile:
 
     def check(self, name: str, tensor: Tensor, whole: bool = True) -> None:
         """Raise unless a tensor was read whole and is as it was written."""
-        if not whole or checksum_of(tensor) != self.entries[name].checksum:
+        if not whole or tensor_checksum(tensor) != self.entries[name].checksum:
             raise StoreError("load", "files as they were written", f"damage in {name!r} in {self.path}", DAMAGED_FIX)
 
 

@@ -29,7 +29,7 @@ from attnmesh.hf.families.family import (
     Family,
     families,
     family_of_class,
-    parts,
+    known_parts,
     recurrences,
 )
 from attnmesh.hf.families.pins import FIELDS, Code, check_family
@@ -314,7 +314,7 @@ def made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     records = tmp_path / "records"
     records.mkdir()
     (records / "made_up.py").write_text(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[0])
-    known, loaded = (families, recurrences, parts, family_of_class), {*sys.modules}
+    known, loaded = (families, recurrences, known_parts, family_of_class), {*sys.modules}
     with monkeypatch.context() as patch:
         patch.setattr(transformers.models, "__path__", [*transformers.models.__path__, str(tmp_path)])
         patch.setattr(room, "__path__", [*room.__path__, str(records)])

@@ -240,7 +240,7 @@ def recurrences() -> Mapping[str, Recurrence]:
 
 
 @cache
-def parts() -> Mapping[str, Part]:
+def known_parts() -> Mapping[str, Part]:
     """Return the known classes that run as subclasses on a mesh, by name."""
     return {name: part for family in families().values() for name, part in family.parts.items()}
 

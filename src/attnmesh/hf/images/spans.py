@@ -43,7 +43,7 @@ def unsupported_span(sees: Callable[[Tensor, Tensor], Tensor], spans: Sequence[S
     return ""
 
 
-def check_unpadded(rows: Sequence[Mask], token_mask: Tensor) -> None:
+def check_spans_unpadded(rows: Sequence[Mask], token_mask: Tensor) -> None:
     """Raise if tokens of a span see padding, which a mask of positions does not hide."""
     spans = [(row, *span) for row, mask in enumerate(rows) for span in mask.span_pairs]
     unpadded = all(bool(token_mask[row, start:stop].all()) for row, start, stop in spans)

@@ -105,7 +105,7 @@ class Rule:
         return (outputs, None) if self.always_pair else outputs
 
 
-def joined(links: Sequence[ShardOfStates], dim: int) -> ShardOfStates:
+def link_of_documents(links: Sequence[ShardOfStates], dim: int) -> ShardOfStates:
     """Return the link of several documents, of the links of each. No state passes from one to the next, so A is 0."""
     first, *later = links
     if not later:
@@ -137,7 +137,7 @@ def run_links(
 
     `convert` is that of `Chain.enter`.
     """
-    link = joined(links, dim)
+    link = link_of_documents(links, dim)
     return link.finish(current_chain.get().enter(link.map, convert))
 
 

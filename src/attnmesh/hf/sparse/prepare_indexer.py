@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from attnmesh.hf.families.family import Part, parts
+from attnmesh.hf.families.family import Part, known_parts
 from attnmesh.hf.sparse.scores import IndexMask
 from attnmesh.hf.sparse.select import ShardKeys
 from attnmesh.hf.transformers_names import stock_of, subclass
@@ -30,7 +30,7 @@ def restore_indexer(module: nn.Module) -> None:
     """Give an indexer back what it had."""
     if module in HOOKS:
         HOOKS.pop(module).remove()
-    if isinstance(module, tuple(part.base for part in parts().values())):
+    if isinstance(module, tuple(part.base for part in known_parts().values())):
         module.__class__ = stock_of(module)
 
 
@@ -51,7 +51,7 @@ def _reduce(module: nn.Module, _: Any) -> tuple[Any, ...]:
 
 def is_indexer(module: Any) -> bool:
     """Return whether a module scores keys that its cache returns: its `forward` calls `update_indexer`."""
-    if type(module).__name__ in parts():
+    if type(module).__name__ in known_parts():
         return False
     code = getattr(unwrap(type(module).forward), "__code__", None)
     return code is not None and "update_indexer" in code.co_names
@@ -60,7 +60,7 @@ def is_indexer(module: Any) -> bool:
 def known_part(module: Any) -> Part | None:
     """Return the record of a module that can run as a subclass; None for others. An incomplete one is refused later."""
     kind = type(module)
-    part = parts().get(type(module).__name__)
+    part = known_parts().get(type(module).__name__)
     if part is None or not kind.__module__.startswith("transformers"):
         return None
     reads = {*part.reads} <= {*kind.forward.__code__.co_names}

@@ -21,7 +21,7 @@ MOST = 4
 """Number of shapes that are set up: the shapes that send least under a full mask."""
 
 
-def check_shape(shape: object, mesh: DeviceMesh | None) -> None:
+def check_mesh_shape(shape: object, mesh: DeviceMesh | None) -> None:
     """Raise unless `shape` is None, or "auto" beside a mesh of one axis."""
     fix = 'pass shape="auto", or a mesh of that shape'
     require(shape in (None, "auto"), ArgumentError, "on_mesh shape", 'None or "auto"', short(shape), fix)

@@ -17,7 +17,7 @@ from attnmesh.errors import ArgumentError, KernelError, require
 from attnmesh.hf.training.accelerator import as_one_process, check_parallelism
 from attnmesh.hf.training.distillation import MeshDistillation
 from attnmesh.hf.training.gkd import MeshGKD
-from attnmesh.hf.training.mesh_shapes import check_shape
+from attnmesh.hf.training.mesh_shapes import check_mesh_shape
 from attnmesh.hf.training.online_dpo import MeshOnlineDPO
 from attnmesh.hf.training.rewards import MeshRewards
 from attnmesh.hf.training.sharded_calls import ShardedCalls
@@ -70,7 +70,7 @@ def on_mesh(
     bases = _bases_of(trainer_class)
     check_layout("on_mesh layout", layout, auto=True)
     Mesh.of(mesh)
-    check_shape(shape, mesh)
+    check_mesh_shape(shape, mesh)
 
     def calls(self: Any) -> ShardedCalls:
         return ShardedCalls(mesh, layout, exchange, shape)

@@ -18,7 +18,7 @@ from attnmesh.kernels.rectangles import (
     Rectangle,
     attend_rectangles,
     backward_rectangles,
-    tiles,
+    cut_into_tiles,
 )
 
 TILE_HEADS = 8
@@ -109,7 +109,7 @@ KERNEL = Reference()
 def _tiles(rectangle: Rectangle, q: Tensor, k: Tensor) -> list[Rectangle]:
     group = q.shape[1] // k.shape[1]
     queries = max(1, TILE_ROWS // group)
-    return tiles(rectangle.bounds(), queries, max(1, TILE_LOGITS // (group * min(queries, q.shape[2]))))
+    return cut_into_tiles(rectangle.bounds(), queries, max(1, TILE_LOGITS // (group * min(queries, q.shape[2]))))
 
 
 def _hidden(tile: Rectangle, q: Tensor, k: Tensor) -> Tensor | None:

@@ -25,7 +25,7 @@ from attnmesh.kernels.stacked_merge import (
     unsupported_reason,
     warn_unsupported,
 )
-from attnmesh.kernels.triton_runtime import interpreted, launch, parts
+from attnmesh.kernels.triton_runtime import interpreted, launch, powers_covering
 from attnmesh.runtime.memo import TENSOR_MEMO, Memo
 
 Result = TypeVar("Result")
@@ -312,8 +312,8 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor, tile: ProgramTile) -> dict[str, Any]
     dims = ("batch", "head", "row")
     strides = {f"{name}_{dim}": x.stride(i) for name, x in (("q", q), ("k", k), ("v", v)) for i, dim in enumerate(dims)}
     group = q.shape[1] // k.shape[1]
-    q_parts = parts(q.shape[-1])
-    v_parts = parts(v.shape[-1])
+    q_parts = powers_covering(q.shape[-1])
+    v_parts = powers_covering(v.shape[-1])
     return {
         **strides,
         "rows": q.shape[2] * group,
