@@ -58,7 +58,10 @@ GRACE = 5.0
 
 
 def on_each_rank(function: Sent) -> Sent:
-    """Mark a function that tests send to ranks, and return it as it is."""
+    """Mark a function that tests send to ranks, and return it as it is.
+
+    The mark tells readers where a function runs. `tests/tools/test_pool.py` finds functions that are sent without it.
+    """
     return function
 
 
