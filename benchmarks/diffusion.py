@@ -176,7 +176,7 @@ def our_run(work: Workload, qkv: list[Tensor], contender: Contender) -> Run:
             options: Any = {"mesh": mesh, "layout": layout, "length": work.length, "exchange": contender.exchange}
             return am.attention(q, k, v, mask=am.Full(), checked=False, **options).transpose(1, 2)
 
-    return Run(call, layout.positions(work.length, ranks, Mesh.of(mesh).shard))
+    return Run(call, layout.positions(work.length, ranks, Mesh.of(mesh).shard_index))
 
 
 def diffusers_run(qkv: list[Tensor]) -> Run | str:

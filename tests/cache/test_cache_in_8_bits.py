@@ -73,7 +73,7 @@ def life(shape: tuple[int, ...], storage: str, values: str, folder: Path, lost: 
         k, v = numbers(2, 2, HEADS[1], tokens, WIDTH, seed=seed)
         return k, v if values == "separate" else None
 
-    (keys, v), mine = new(37, 0), am.Zigzag().positions(37, place.shape.ranks, place.shard)
+    (keys, v), mine = new(37, 0), am.Zigzag().positions(37, place.shape.ranks, place.shard_index)
     cache.append_shard(keys[:, :, mine], None if v is None else v[:, :, mine], mine)
     right = {"fill": is_held(cache, keys, storage)}
     for step, tokens in enumerate((9, 1, 1, 5)):

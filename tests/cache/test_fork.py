@@ -253,7 +253,7 @@ def badly_paged(shape: Shape, name: str) -> str:
     sizes: dict[str, Any] = {"kv_heads": 2, "head_dim": 8, "capacity": 200, "dtype": torch.float32, "block": 4}
     cache = am.KVCache(named_mesh(shape, AXES), batch=1, **sizes)
     good = {"keys": torch.zeros(8, 4, 2, 8), "values": torch.zeros(8, 4, 2, 8), "table": torch.tensor([[3]])}
-    bad = cache.mesh.shard == shape.ranks - 1 or name == "capacity"
+    bad = cache.mesh.shard_index == shape.ranks - 1 or name == "capacity"
     call = good | (BAD_PAGES[name][0] if bad else {})
     try:
         cache.append_pages(call["keys"], call["values"], call["table"])

@@ -46,7 +46,7 @@ def life(shape: tuple[int, ...], folder: Path, lost: int, padded: bool) -> dict[
     assert cache.values.numel() == 0
     mask = torch.rand(BATCH, 37, generator=torch.Generator().manual_seed(0)) < 0.7
     keys = new_keys(37, 0)
-    mine = am.Zigzag().positions(37, place.shape.ranks, place.shard)
+    mine = am.Zigzag().positions(37, place.shape.ranks, place.shard_index)
     cache.append_shard(keys[:, :, mine], None, mine, token_mask=mask if padded else None)
     right = {"fill": is_held(cache, keys)}
     cache.append(new_keys(9, 1))

@@ -88,7 +88,7 @@ def prefills(shape: Shape, layout: Any, padded: bool) -> tuple[float, int, int]:
     for length, queries in ((700, 1), (90, 90), (400, 5)):
         q, k, v = new(length)
         real = torch.rand(2, length, generator=torch.Generator().manual_seed(1)) > 0.3 if padded else None
-        mine = layout.positions(length, place.shape.ranks, place.shard)
+        mine = layout.positions(length, place.shape.ranks, place.shard_index)
         for cache in caches:
             positions = cache.length + mine
             cache.append_shard(k[:, :, mine], v[:, :, mine], positions, token_mask=real, queries=queries)

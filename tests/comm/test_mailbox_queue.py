@@ -67,7 +67,7 @@ def _share() -> bool:
     mesh = Mesh.of(named_mesh(Shape(1, 2, 2), AXES))
     right = True
     for count in (1, 6, 3, MESSAGE_BYTES // 64, MESSAGE_BYTES // 16, 7) * 5:
-        table = all_gather_ints([mesh.shard * count + i for i in range(count)], mesh)
+        table = all_gather_ints([mesh.shard_index * count + i for i in range(count)], mesh)
         right &= table == [[shard * count + i for i in range(count)] for shard in range(4)]
     return right
 

@@ -102,7 +102,7 @@ def refusal(layout: bool) -> str:
     own = own if layout or not rank else own.float()
     with pytest.raises(errors.InputError) as raised:
         decode_shard(QueryShard(own, given, NEW), cache, Visible(am.Causal()), SCORES)
-    assert Mesh.of(mesh).shard == rank
+    assert Mesh.of(mesh).shard_index == rank
     return str(raised.value)
 
 

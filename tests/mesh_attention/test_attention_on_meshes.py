@@ -123,7 +123,7 @@ def attend_packed(shape: Shape, documents: list[int]) -> tuple[bool, list[Tensor
 
     out = am.attention(*tensors[:3], mesh=mesh, length=length, key_length=length, **where)
     results = out.detach(), *torch.autograd.grad(out, tensors[:3], tensors[3].detach())
-    chosen = chosen_layout("auto", mask, Mesh.of(mesh)).positions(length, shape.ranks, Mesh.of(mesh).shard)
+    chosen = chosen_layout("auto", mask, Mesh.of(mesh)).positions(length, shape.ranks, Mesh.of(mesh).shard_index)
     same = torch.equal(am.shard(torch.arange(length), mesh, dim=0, **where), chosen)
     return same, [am.unshard(x, mesh, **where) for x in results]
 

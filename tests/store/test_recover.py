@@ -38,7 +38,7 @@ def filled(mesh: Any, copies: int, padded: bool, seed: int = 0) -> am.KVCache:
     cache = am.KVCache(mesh, **SIZES, dtype=torch.float32, block=4, copies=copies)
     axes = Mesh.of(mesh)
     (k, v), mask = new_tokens(37, seed), torch.rand(2, 37, generator=torch.Generator().manual_seed(0)) > 0.3
-    mine = am.Zigzag().positions(37, axes.shape.ranks, axes.shard)
+    mine = am.Zigzag().positions(37, axes.shape.ranks, axes.shard_index)
     cache.append_shard(k[:, :, mine], v[:, :, mine], mine, token_mask=mask if padded else None)
     cache.append(*new_tokens(20, seed + 1))
     cache.truncate(50)
@@ -173,7 +173,7 @@ def short_cache(mesh: Any, layer: int, copies: int = 2, block: int = 4, zigzag: 
     """Return a layer's cache of 37 tokens, block-cyclic or after a sharded prefill."""
     cache = am.KVCache(mesh, **SIZES, dtype=torch.float32, block=block, copies=copies)
     (k, v), axes = new_tokens(37, layer), Mesh.of(mesh)
-    mine = am.Zigzag().positions(37, axes.shape.ranks, axes.shard)
+    mine = am.Zigzag().positions(37, axes.shape.ranks, axes.shard_index)
     if zigzag:
         cache.append_shard(k[:, :, mine], v[:, :, mine], mine)
     else:

@@ -58,7 +58,7 @@ class Streams:
 
     def split(self, x: Tensor, dim: int) -> Tensor:
         """Return this rank's run of a tensor."""
-        run = even_slice(operator.index(x.shape[dim]), self.mesh.ranks, self.mesh.shard)
+        run = even_slice(operator.index(x.shape[dim]), self.mesh.ranks, self.mesh.shard_index)
         return x.narrow(dim, run.start, run.stop - run.start)
 
     def split_joined(self, x: Tensor, dim: int, own: Sequence[int]) -> Tensor:
@@ -116,7 +116,7 @@ class Streams:
         stream_sizes = [run_sizes(length, ranks) for length in self.lengths.values()]
         all_sizes = dict.fromkeys([*stream_sizes, tuple(map(sum, zip(*stream_sizes, strict=True)))])
         is_unique = all(len(set(column)) == len(all_sizes) for column in zip(*all_sizes, strict=True))
-        self.sizes_by_own = {sizes[self.mesh.shard]: sizes for sizes in all_sizes} if is_unique else None
+        self.sizes_by_own = {sizes[self.mesh.shard_index]: sizes for sizes in all_sizes} if is_unique else None
 
 
 def _is_in_backward() -> bool:

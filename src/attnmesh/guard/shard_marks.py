@@ -35,7 +35,7 @@ class ShardMark(NamedTuple):
         fits = expected_layout is not None or self.mask in (None, mask)
         fix = "pass one mask to am.shard and to this call"
         require(fits, LayoutError, subject, f'a shard of layout="auto" for {mask}', f"one for {self.mask}", fix)
-        expected_shard, own_shard = (f"shard {axes.shard} of {axes.ranks}" for axes in (mesh, self.mesh))
+        expected_shard, own_shard = (f"shard {axes.shard_index} of {axes.ranks}" for axes in (mesh, self.mesh))
         fix = "call am.shard with the mesh of this call"
         require(own_shard == expected_shard, LayoutError, subject, expected_shard, own_shard, fix)
         given, fix = f"one cut along dim {self.dim}", f"call am.shard with dim={dim} on the whole tensor"

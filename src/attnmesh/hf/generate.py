@@ -186,7 +186,7 @@ def _run_generate(model: PreTrainedModel, ids: Tensor, cache: ShardedCache, opti
     """Run transformers' `generate`. The last token is not cached."""
     watch = NanWatch()
     name = cache_argument(signature(model.forward).parameters)
-    first = Mesh.of(cache.mesh).shard == 0
+    first = Mesh.of(cache.mesh).shard_index == 0
     cache.intact = False
     processors = [*(options.get("logits_processor") or []), watch]
     options = {**options, "logits_processor": processors, "cache_implementation": None, "use_cache": True}

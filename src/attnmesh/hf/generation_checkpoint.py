@@ -166,7 +166,7 @@ class Checkpoint:
         """
         self.wait()
         tensors = {"tokens": tokens.cpu(), "random": random_state(tokens.device)}
-        self._is_first = Mesh.of(cache.mesh).shard == 0
+        self._is_first = Mesh.of(cache.mesh).shard_index == 0
         with self._failures_reported():
             self._saving = cache.save(self.folder, more=tensors, note=self.note, wait=False)
 

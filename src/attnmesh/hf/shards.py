@@ -147,7 +147,7 @@ class Shards:
 
     def positions(self) -> Tensor:
         """Return the positions of this rank's tokens in the whole sequence, cached tokens included."""
-        return self.start + self.layout.positions(self.length, self.ranks, Mesh.of(self.mesh).shard)
+        return self.start + self.layout.positions(self.length, self.ranks, Mesh.of(self.mesh).shard_index)
 
     def all_tokens(self, x: Tensor) -> Tensor:
         """Return a tensor of this rank's tokens, along dim 1, as one of all ranks' tokens."""

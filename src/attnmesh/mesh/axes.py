@@ -147,7 +147,7 @@ class Mesh:
         return self.heads.size * self.queries.size * self.keys.size
 
     @property
-    def shard(self) -> int:
+    def shard_index(self) -> int:
         """Number of this rank's shard."""
         return self.shape.shard(self.heads.index, self.queries.index, self.keys.index)
 

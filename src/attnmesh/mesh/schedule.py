@@ -159,9 +159,9 @@ class Problem:
         shard_of_rank = tuple(rest[:count])
         return Problem(mask, shape, layout, key_layout, length, key_length, shard_of_rank)
 
-    def shard(self, index: int) -> int:
-        """Return the shard of the rank at an index of the mesh, counted as shards are."""
-        return self.shard_of_rank[index] if self.shard_of_rank else index
+    def shard_index(self, place: int) -> int:
+        """Return the number of the shard of the rank at a place of the mesh: the same, unless ranks are reordered."""
+        return self.shard_of_rank[place] if self.shard_of_rank else place
 
     def queries(self, r: int, c: int) -> Tensor:
         """Return the positions of the query chunk at (r, c), ascending."""
@@ -173,8 +173,8 @@ class Problem:
 
     def shards(self, layout: Layout, length: int, r: int, c: int) -> list[Tensor]:
         """Return the positions that each rank along the heads axis has of the chunk at (r, c), in a layout."""
-        shards = (self.shard(self.shape.shard(h, r, c)) for h in range(self.shape.heads))
-        return [layout.positions(length, self.shape.ranks, shard) for shard in shards]
+        indices = (self.shard_index(self.shape.shard(h, r, c)) for h in range(self.shape.heads))
+        return [layout.positions(length, self.shape.ranks, index) for index in indices]
 
     def queries_at(self, r: int) -> Tensor:
         """Return the positions of the queries of all ranks at r, ascending."""

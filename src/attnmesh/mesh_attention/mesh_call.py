@@ -39,7 +39,7 @@ class MeshCall(NamedTuple):
     def check_own_shard(self, queries: int, keys: int) -> None:
         """Raise unless this rank holds as many tokens as its layout gives it."""
         problem = self.problem
-        expected = _shard_sizes(self.problem, self.problem.shard(self.mesh.shard))
+        expected = _shard_sizes(self.problem, self.problem.shard_index(self.mesh.shard_index))
         if (queries, keys) != expected:
             given = f"{queries} queries and {keys} keys"
             shape = (
@@ -163,8 +163,8 @@ def _call_of_code(names: str, numbers: tuple[int, ...]) -> MeshCall:
 
 
 @lru_cache(maxsize=1024)
-def _shard_sizes(problem: Problem, shard: int) -> tuple[int, int]:
+def _shard_sizes(problem: Problem, index: int) -> tuple[int, int]:
     """Return the tokens of queries and of keys in a shard."""
     ranks = problem.shape.ranks
-    queries = problem.layout.positions(problem.length, ranks, shard)
-    return len(queries), len(problem.key_layout.positions(problem.key_length, ranks, shard))
+    queries = problem.layout.positions(problem.length, ranks, index)
+    return len(queries), len(problem.key_layout.positions(problem.key_length, ranks, index))

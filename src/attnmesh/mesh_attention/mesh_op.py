@@ -179,8 +179,8 @@ def _fake_gradients(
     q, k, v = inputs
     mesh, problem, *_ = MeshCall.from_code(names, numbers)
     heads = dout.shape[1] * k.shape[1] // q.shape[1]
-    shard = problem.shard(mesh.shard)
-    tokens = problem.key_layout.positions(problem.key_length, problem.shape.ranks, shard).shape[0]
+    index = problem.shard_index(mesh.shard_index)
+    tokens = problem.key_layout.positions(problem.key_length, problem.shape.ranks, index).shape[0]
     return empty_length_major(dout, q.shape[3]), empty_tokens(k, heads, tokens), empty_tokens(v, heads, tokens)
 
 

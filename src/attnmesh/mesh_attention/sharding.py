@@ -58,7 +58,7 @@ def shard(
         agreement.compare({"tokens": x.shape[dim], "layout": layout, "mask": mask})
     check_mask("shard mask", applied_mask, x.shape[dim])
     chosen = chosen_layout(layout, applied_mask, axes)
-    part = x.index_select(dim, chosen.positions(x.shape[dim], axes.ranks, axes.shard).to(x.device))
+    part = x.index_select(dim, chosen.positions(x.shape[dim], axes.ranks, axes.shard_index).to(x.device))
     return marked(part, ShardMark(chosen, mask if chooses else None, axes, dim))
 
 
@@ -134,8 +134,8 @@ def _fake_whole(x: Tensor, dim: int, groups: str, sizes_and_indices: Sequence[in
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, ctx.dim, _, sizes_and_indices, sizes = inputs
-    shard = Shape(*sizes_and_indices[:3]).shard(*sizes_and_indices[3:])
-    ctx.start, ctx.size = sum(sizes[:shard]), sizes[shard]
+    index = Shape(*sizes_and_indices[:3]).shard(*sizes_and_indices[3:])
+    ctx.start, ctx.size = sum(sizes[:index]), sizes[index]
 
 
 def _gradient(ctx: Any, dout: Tensor) -> list[Tensor]:
@@ -155,7 +155,7 @@ def _gather_shards(x: Tensor, mesh: Mesh, counts: list[int]) -> Tensor:
     gathered = 1  # shards gathered so far, from `first` on
     for axis in reversed(mesh.axes):
         if axis.group is not None:
-            first = mesh.shard - mesh.shard % (gathered * axis.size)
+            first = mesh.shard_index - mesh.shard_index % (gathered * axis.size)
             starts = [first + index * gathered for index in range(axis.size)]
             lengths = [sum(counts[start : start + gathered]) for start in starts]
             x = torch.cat(swap_tokens([x] * axis.size, lengths, axis, dim=0))

@@ -98,7 +98,7 @@ def save_layers(
     shards = [cache.shards for cache in caches]
     if saved.cache_ids != tuple(map(id, caches)) or any(cache.saved is not saved for cache in caches):
         saved = SavedPieces(caches)
-    is_coordinator = mesh.shard == 0
+    is_coordinator = mesh.shard_index == 0
     with Agreement(mesh, "save") as agreement:
         prepared = _prepare(path, shards, more or {}, note, is_coordinator, lengths_differ)
         folder, manifest, tensors = prepared

@@ -42,7 +42,7 @@ class KeyFolder:
         """Open a folder, or make it. Every rank calls it."""
         self.mesh = mesh
         self.token_axis = token_axis
-        self.is_first = mesh.shard == 0
+        self.is_first = mesh.shard_index == 0
         self.subject = subject
         self._lock = -1
         self.journals = list[Journal]()

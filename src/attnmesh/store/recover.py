@@ -131,7 +131,7 @@ class _Moves:
     def _counts(self, layer: int) -> dict[str, list[int]]:
         """Return, for each old shard that this rank sends, its tokens per new rank and its position sum."""
         counts_by_shard = {}
-        for old in self._sent_by(self.mesh.shard):
+        for old in self._sent_by(self.mesh.shard_index):
             shard = _shard(self.old[layer], old)
             tokens = shard.token_index[self._slots(layer, shard)]
             counts = [int(turn.holds(tokens).sum()) for turn in self.new[layer].shard.block_cyclic.turns]
@@ -166,7 +166,7 @@ class _Moves:
         sends: list[tuple[Tensor, ...]] = [(empty,)] * len(self.ranks)
         receives = sends.copy()
         for rank, (peer, heads, index) in enumerate(self.ranks):
-            for old, source, _ in self._shared(layer, self.mesh.shard, heads):
+            for old, source, _ in self._shared(layer, self.mesh.shard_index, heads):
                 shard = _shard(self.old[layer], old)
                 saved = self._slots(layer, shard)
                 tokens = shard.token_index[saved]
@@ -195,7 +195,7 @@ class _Moves:
         peer = self.ranks[first][0]
         shape = (self.new[0].sizes.batch, self.length)
         mask = empty = torch.empty(0, dtype=torch.bool, device=self.new[0].device)
-        if self.mesh.shard == first and (padding := self.old[0].padding) is not None:
+        if self.mesh.shard_index == first and (padding := self.old[0].padding) is not None:
             mask = padding.token_mask[:, : self.length]
         receives = [(empty,)] * len(self.ranks)
         receives[peer] = (torch.empty(shape, dtype=torch.bool, device="meta"),)

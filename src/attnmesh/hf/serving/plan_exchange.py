@@ -31,7 +31,7 @@ class PlanExchange:
 
     def __init__(self, mesh: Mesh, peers: Mesh) -> None:
         self.meshes = (peers, mesh)
-        self.leads = mesh.shard == peers.shard == 0
+        self.leads = mesh.shard_index == peers.shard_index == 0
 
     def exchange(self, plan: list[Any] | None, numbers: list[int]) -> tuple[list[Any], list[list[int]]]:
         """Return the plan of the leader, and the numbers of all ranks of this rank's mesh by shard."""

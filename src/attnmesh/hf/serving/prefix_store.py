@@ -81,7 +81,7 @@ def open_store(store: PrefixStore, model: PreTrainedModel, cache: ShardedCache) 
         fields = {"memory": store.memory, "disk": store.disk, "source": store.source}
         with Agreement(axes, SUBJECT) as agreement:
             store.check(model, cache)
-            if not axes.shard:
+            if not axes.shard_index:
                 locks.append(FolderLock(check_private(store.folder), patience=RELEASE_SECONDS))
             table = agreement.compare(fields, payload=[lock.write_number() for lock in locks] or [0])
         folder = check_private(store.folder)
@@ -99,7 +99,7 @@ def _name_of(store: PrefixStore, model: PreTrainedModel, cache: ShardedCache) ->
     from attnmesh import __version__
 
     is_shared = tp_mesh(model) is not None
-    first = not Mesh.of(cache.mesh).shard
+    first = not Mesh.of(cache.mesh).shard_index
     weights = [_weights_digest(model) if is_shared or first else 0]
     if is_shared:  # each rank has its share of the weights
         weights = [row[0] for row in dist_all_gather_ints(weights, Mesh.of(cache.mesh).axes)]

@@ -81,15 +81,15 @@ class RankStore:
                 states = {STATES + name: x.to("cpu", copy=True) for name, x in cache.states.items()}
             if rows or states:
                 self.memory[block] = rows | states
-            mine = {} if self.axes.shard else states  # they are the same on all ranks
-            piece = self.axes.shard if is_apart else self.axes.heads.index
+            mine = {} if self.axes.shard_index else states  # they are the same on all ranks
+            piece = self.axes.shard_index if is_apart else self.axes.heads.index
             self._work.put((self._write, block, piece, rows | mine if to_disk else {}))
 
     def do_forget(self, in_memory: Sequence[Sequence[Any]], on_disk: Sequence[Sequence[Any]]) -> None:
         """Forget blocks in memory. Rank 0 removes files."""
         for fields in in_memory:
             self.memory.pop(StoredBlock(*fields), None)
-        for fields in () if self.axes.shard else on_disk:
+        for fields in () if self.axes.shard_index else on_disk:
             self.folder.remove(StoredBlock(*fields))
 
     def begin_reading(self, number: int, reading: Reading) -> None:

@@ -475,6 +475,6 @@ def begin_store(settings: PrefixStore | None, worker: RankWorker) -> NoStore:
         return NoStore()
     opened = open_store(settings, worker.model, worker.template)
     with Agreement(worker.axes, SUBJECT):  # the first rank reads what is there
-        schedule = NoStore() if worker.axes.shard else StoreSchedule(settings, opened, worker)
+        schedule = NoStore() if worker.axes.shard_index else StoreSchedule(settings, opened, worker)
     worker.store = RankStore(opened, worker.axes, worker.caches)
     return schedule
