@@ -1,4 +1,13 @@
-"""Attention over a mesh of devices: a rank passes its shards of q, k and v, and gets its shard of the output."""
+"""Attention over a mesh of devices: a rank passes its shards of q, k and v, and gets its shard of the output.
+
+attention                    any call
+  _attend_without_mesh       of this rank's tokens alone, prepared once
+  attend_shards              of a shard
+    attend_on_one_rank       where the mesh has one rank
+    _attend_on_mesh          where it has more
+      attend_with_grad       recorded by autograd; in a graph `mesh_op`
+      attend_without_grad    not recorded
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -19,7 +28,7 @@ from attnmesh.mesh.axes import Mesh, NotGiven, given_mesh
 from attnmesh.mesh_attention.call_arguments import Call, Options
 from attnmesh.mesh_attention.latents import Latents
 from attnmesh.mesh_attention.mesh_call import PreparedCall
-from attnmesh.mesh_attention.mesh_op import attend_alone, attend_by_task, attend_with_grad, mesh_op
+from attnmesh.mesh_attention.mesh_op import attend_on_one_rank, attend_with_grad, attend_without_grad, mesh_op
 from attnmesh.mesh_attention.prepare_call import prepare_call
 
 ATTENDS_ALONE = "each rank attends to its own tokens only. Pass mesh= for attention over the tokens of all ranks"
@@ -112,14 +121,14 @@ def attention(
 
         out = attend_dtensors(call, None if isinstance(mesh, NotGiven) else mesh, checked, attend_shards)
     elif (mesh := given_mesh("attention", mesh, ATTENDS_ALONE)) is None:
-        return _attend_locally(call, checked)
+        return _attend_without_mesh(call, checked)
     else:
         out = attend_shards(call, Mesh.of(mesh), checked)
     warn_if_swapped("attention", q, k.shape[2])  # last: where warnings are errors, one rank alone would raise
     return out
 
 
-def _attend_locally(call: Call, checked: bool | None) -> Tensor:
+def _attend_without_mesh(call: Call, checked: bool | None) -> Tensor:
     """Return attention on one device, prepared once for calls of one signature."""
     q, k, v, sinks, _, options, *_ = call
     signature = None
@@ -158,7 +167,7 @@ def attend_shards(
         call = call.with_wide_queries()
     with without_autocast(q):
         if mesh.ranks == 1:
-            out = attend_alone(call, mesh_call, other_keys)
+            out = attend_on_one_rank(call, mesh_call, other_keys)
         else:
             out = _attend_on_mesh(call, prepared, latents, other_keys)
     return out if selected is None else without_faulty(out, selected, mesh_call.problem.key_length)
@@ -182,4 +191,4 @@ def _attend_on_mesh(call: Call, prepared: PreparedCall, latents: Latents | None,
             task = mesh_call.with_visible_keys(mesh_call.task(q.shape[1], (q, k, v), widths), key_lengths, indices)
         if latents is not None:  # latents are expanded where they are attended
             task = replace(task, projection=latents.projection)
-        return attend_by_task(q, (k, v) if latents is None else (latents.tokens,), task, sinks, other_keys)
+        return attend_without_grad(q, (k, v) if latents is None else (latents.tokens,), task, sinks, other_keys)

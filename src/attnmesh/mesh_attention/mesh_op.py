@@ -29,14 +29,14 @@ from attnmesh.runtime.tensors import Tensors, empty_length_major, length_major
 # --- attention ---
 
 
-def attend_alone(call: Call, mesh_call: MeshCall, other_keys: Partial | None = None) -> Tensor:
+def attend_on_one_rank(call: Call, mesh_call: MeshCall, other_keys: Partial | None = None) -> Tensor:
     """Return attention on one rank."""
     visible = Visible(mesh_call.problem.mask, key_lengths=call.key_lengths, selected=call.selected)
     partial = run_attend(call.q, call.k, call.v, visible, mesh_call.scaling, mesh_call.kernel, call.sinks)
     return partial.out if other_keys is None else merge_partials([Partial(*partial), other_keys]).out.to(call.q.dtype)
 
 
-def attend_by_task(
+def attend_without_grad(
     q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None, other_keys: Partial | None = None
 ) -> Tensor:
     """Return attention of this rank's queries over all ranks, without gradients."""
