@@ -107,6 +107,11 @@ def forward(q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None = None, sav
 
     `kv` are this rank's keys and values, or its latents. `saved_qkv`, if it is given, is memory for q, k and v of this
     rank's heads, which the backward pass takes.
+
+        first group     swap in   gather    attend    return    swap out
+        second group              swap in   gather    attend    return    swap out
+
+    Memory for the results of all groups is taken at the first swap out. What a group gathered is freed before that.
     """
 
     def swap_in(group: HeadGroup) -> Await:
@@ -116,16 +121,16 @@ def forward(q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None = None, sav
     value_dim = kv[-1].shape[-1] if task.projection is None else task.projection.value_dim
     schedule = task.schedule
     dtype = sum_dtype(q.dtype)
-
-    @functools.cache  # memory for results is taken when the first are complete
-    def total() -> Partial:
-        return Partial(empty_length_major(q, value_dim), q.new_empty(q.shape[:-1], dtype=dtype))
+    total: Partial | None = None
 
     def swap_out(partial: Partial, group: HeadGroup) -> Iterator[None]:
+        nonlocal total
         out, lse = with_sinks(partial, None if sinks is None else sinks[group[task.mesh.heads.index].queries])
         results = out.to(q.dtype), lse
         del partial, out, lse
-        yield from task.swaps.swap_out(results, total(), group, query_count=2)
+        if total is None:
+            total = Partial(empty_length_major(q, value_dim), q.new_empty(q.shape[:-1], dtype=dtype))
+        yield from task.swaps.swap_out(results, total, group, query_count=2)
 
     pending = PendingReturns()
     for arrivals in _arrivals(swap_in, task):
@@ -141,7 +146,8 @@ def forward(q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None = None, sav
         pending.add(chain(returning, swap_out(own_partial, arrivals.group)))
         del own_partial, partial, returning
     pending.finish()
-    return total()
+    assert total is not None  # every schedule has a group
+    return total
 
 
 def _attend_heads(arrivals: Arrivals, task: Task) -> Partial:
@@ -182,10 +188,7 @@ def backward(saved_qkv: Tensors, saved: BackwardInputs, task: Task) -> Gradients
     delta = (saved.out.to(sum_dtype(q.dtype)) * saved.dout).sum(-1)
     key_heads = task.groups[-1][-1].keys.stop  # key heads of all ranks: the last group of the last rank ends there
     keys = len(schedule.key_indices[task.mesh.heads.index])
-
-    @functools.cache
-    def total() -> Gradients:
-        return Gradients(empty_length_major(saved.dout, q.shape[3]), *(empty_tokens(x, key_heads, keys) for x in kv))
+    total: Gradients | None = None
 
     def swap_in(group: HeadGroup) -> Await:
         finish = task.swaps.swap_in((saved.dout, saved.lse, delta), group, query_count=3)
@@ -193,9 +196,13 @@ def backward(saved_qkv: Tensors, saved: BackwardInputs, task: Task) -> Gradients
         return lambda: (some_q, *finish(), *some_kv)
 
     def swap_out(own: Gradients, group: HeadGroup) -> Iterator[None]:
+        nonlocal total
         gradients = tuple(x.to(q.dtype) for x in own)
         del own
-        yield from task.swaps.swap_out(gradients, total(), group, query_count=1)
+        if total is None:  # as in `forward`
+            dq = empty_length_major(saved.dout, q.shape[3])
+            total = Gradients(dq, *(empty_tokens(x, key_heads, keys) for x in kv))
+        yield from task.swaps.swap_out(gradients, total, group, query_count=1)
 
     pending = PendingReturns()
     for arrivals in _arrivals(swap_in, task):
@@ -205,7 +212,8 @@ def backward(saved_qkv: Tensors, saved: BackwardInputs, task: Task) -> Gradients
         pending.add(chain(returning, swap_out(own, arrivals.group)))
         del dq, own, returning
     pending.finish()
-    return total()
+    assert total is not None  # every schedule has a group
+    return total
 
 
 def _backward_heads(arrivals: Arrivals, task: Task, pending: "PendingReturns", own_kv: Tensors) -> Tensor:
