@@ -1,5 +1,6 @@
 """Masks equal their definitions, `&` is the intersection, and bounds never decrease."""
 
+import pickle
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -188,4 +189,7 @@ def test_documents_and_chunks_alone_ask_whether_later_tokens_are_seen(
         for said in (Full() & alone, Causal() & alone, alone & Window(1, 1)):
             call(said)
     assert Full() & alone == alone
+    assert pickle.loads(pickle.dumps(alone)).is_undirected
+    assert alone.scaled(lambda tokens: tokens).is_undirected
+    assert not (Full() & alone).scaled(lambda tokens: tokens).is_undirected
     assert repr(alone).startswith("Full() & ")

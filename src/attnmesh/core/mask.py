@@ -17,11 +17,11 @@ intersection of masks is again a mask, but for some with spans, which raise.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, chain, pairwise
 from types import FunctionType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -48,7 +48,6 @@ class Mask:
         ends: The end of each document, ascending. Empty if there are no documents.
         chunks: Sizes of chunks, ascending. A query sees the keys of its own chunk of each size.
         spans: The start and the end of each span, one after the other. A query sees the keys up to the end of its span.
-        directed: False if nobody has said whether queries see later tokens. It makes no difference between masks.
 
     Raises:
         MaskError: If a value is no whole number, `left` or `right` is negative, `right` is not 0 with spans, `ends` or
@@ -68,7 +67,9 @@ class Mask:
     ends: tuple[int, ...] = ()
     chunks: tuple[int, ...] = ()
     spans: tuple[int, ...] = ()
-    directed: bool = field(default=True, compare=False)
+    is_undirected: ClassVar[bool] = False
+    """True of a mask of which nobody has said whether queries see later tokens, which will be refused: no part of the
+    value, set by `_undirected`."""
 
     def __post_init__(self) -> None:
         for name in ("ends", "chunks", "spans"):
@@ -159,7 +160,8 @@ class Mask:
         pairs = ((tokens(start), tokens(stop)) for start, stop in self.span_pairs)
         spans = chain(*(pair for pair in pairs if pair[0] < pair[1]))
         left, right = tokens(self.left), tokens(self.right)
-        return Mask(left, right, tuple(ends), tuple(chunks), tuple(spans), self.directed)
+        scaled = Mask(left, right, tuple(ends), tuple(chunks), tuple(spans))
+        return _undirected(scaled) if self.is_undirected else scaled
 
     def bounds(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the first and the last position that each query sees. Neither decreases along ascending positions.
@@ -253,7 +255,8 @@ class Mask:
         chunks = tuple(size for n, size in enumerate(sizes) if all(size % smaller for smaller in sizes[:n]))
         reach = (min(self.left, other.left), min(self.right, other.right))
         spans = self._common_spans(other)
-        return Mask(*reach, ends, chunks, spans, self.directed or other.directed)
+        both = Mask(*reach, ends, chunks, spans)
+        return _undirected(both) if self.is_undirected and other.is_undirected else both
 
     def _common_spans(self, other: "Mask") -> tuple[int, ...]:
         """Return the spans of an intersection: none if queries see no later tokens in one mask. Raise if unknown."""
@@ -345,7 +348,7 @@ def Documents(lengths: Iterable[int]) -> Mask:
         raise MaskError("Documents", f"at most {FAR} tokens", f"{sum(sizes)} tokens", "check the unit of the lengths")
     if not any(sizes):
         raise MaskError("Documents", "at least one token", f"lengths {sizes}", "use Full() when there are no documents")
-    return Mask(ends=tuple(sorted({*accumulate(sizes)} - {0})), directed=False)
+    return _undirected(Mask(ends=tuple(sorted({*accumulate(sizes)} - {0}))))
 
 
 def Chunks(size: int) -> Mask:
@@ -365,7 +368,7 @@ def Chunks(size: int) -> Mask:
     ['# . . .', '# # . .', '. . # .', '. . # #']
     """
     size = check_count("Chunks size", size, "count the tokens of a chunk as a Python int", least=1, error=MaskError)
-    return Mask(chunks=(size,) if size < FAR else (), directed=False)
+    return _undirected(Mask(chunks=(size,) if size < FAR else ()))
 
 
 def Spans(ranges: Iterable[Sequence[int]], left: int = FAR) -> Mask:
@@ -413,10 +416,16 @@ def check_mask(subject: str, mask: Mask, *lengths: int) -> None:
         raise MaskError(subject, expected, given, fix)
     for length in lengths:
         mask.check_length(subject, length)
-    if not (mask.directed or torch.compiler.is_compiling()):
+    if mask.is_undirected and not torch.compiler.is_compiling():
         alone = "Documents(lengths)" if mask.ends else "Chunks(size)"
         which = f"Say which: am.Causal() & am.{alone} hides later tokens, am.Full() & am.{alone} shows them"
         warn_once(f"{subject}: {alone} alone shows later tokens, and will be refused. {which}.", FutureWarning)
+
+
+def _undirected(mask: Mask) -> Mask:
+    """Mark a new mask of documents or chunks alone, and return it."""
+    object.__setattr__(mask, "is_undirected", True)
+    return mask
 
 
 def _count(subject: str, value: int) -> int:
