@@ -34,7 +34,7 @@ class LocalShards:
         self.own = make(axis.index)
         self.copies = {index: make(index) for index in keepers if axis.index in keepers[index]}
         self.counts = TokenCounts(self.own.block_cyclic, 0, (0,) * axis.size)
-        self.known_length = 0  # tokens that this CPU has seen: all of them, or fewer if a graph appends
+        self.known_length = 0  # tokens that this CPU has counted, without those that graphs append
         self.in_graphs = False  # a graph holds an append, of whose replays the CPU sees nothing
         self.forked = False
         """True if other caches may share memory with this one: alike on all ranks, though one may share none."""

@@ -11,7 +11,7 @@ from attnmesh.errors import StoreError
 from attnmesh.runtime.tensors import Tensors
 
 Fail = Callable[[str, StoreError], NoReturn]
-"""Raises an error of this rank in a call of that name, which other ranks may have done."""
+"""Raises an error of this rank in a call of that name. Other ranks may have ended the call already."""
 
 
 class OrderedShard(CacheShard):

@@ -1,4 +1,4 @@
-"""Words of ranks to each other about a step of decoding, and how one that cannot run it lets the others know."""
+"""What ranks compare of a step of decoding, and how a rank that cannot run it lets the others know."""
 
 import functools
 from collections.abc import Mapping, Sequence

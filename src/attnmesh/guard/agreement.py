@@ -284,7 +284,7 @@ class MergeAgreement:
         Agreement(self.calls.mesh, self.name, fields).raise_unequal()
 
     def ask_all_ranks(self) -> bool:
-        """Repeat the last exchange, which ranks that know their call are in. Return whether all ranks ask."""
+        """Repeat the last exchange, in which ranks wait that know their call. Return whether all ranks ask."""
         repeat = self.calls.last_exchange
         return repeat is None or float(repeat().sum()) == 0
 

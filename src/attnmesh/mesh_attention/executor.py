@@ -143,6 +143,7 @@ def forward(q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None = None, sav
             returning = _return_results(
                 partial, schedule.query_step, task.mesh.keys, _merge_in, own_partial, task.one_at_a_time
             )
+        # `swap_out` begins once `returning` has ended: until then parts from other ranks are merged into `own_partial`.
         pending.add(chain(returning, swap_out(own_partial, arrivals.group)))
         del own_partial, partial, returning
     pending.finish()
@@ -209,7 +210,7 @@ def backward(saved_qkv: Tensors, saved: BackwardInputs, task: Task) -> Gradients
         own = Gradients(*(torch.zeros_like(x, dtype=delta.dtype) for x in task.heads_of(arrivals.group, saved_qkv)))
         dq = _backward_heads(arrivals, task, pending, own[1:])
         returning = _return_results((dq,), schedule.query_step, task.mesh.keys, _add_in, own[:1], task.one_at_a_time)
-        pending.add(chain(returning, swap_out(own, arrivals.group)))
+        pending.add(chain(returning, swap_out(own, arrivals.group)))  # in this order, as in `forward`
         del dq, own, returning
     pending.finish()
     assert total is not None  # every schedule has a group
@@ -305,7 +306,8 @@ def _arrivals(swap_in: Callable[[HeadGroup], Await], task: Task) -> Iterator[Arr
 def _kv_by_step(kv: Tensors, task: Task) -> Iterator[Tensors]:
     """Return the keys and values by step. The first exchange begins at once, and each next one when a step arrives.
 
-    A ring's first step is this rank's own keys, so its first exchange is that of the second step.
+    A ring's first step is this rank's own keys, which arrive without an exchange. It is taken here, so that the
+    exchange of the second step begins at once too.
     """
     steps, axis = task.schedule.key_steps, task.mesh.queries
     first = gather(kv, steps[0], axis, one_at_a_time=task.one_at_a_time)

@@ -62,7 +62,7 @@ OPTIONAL = {
     "of a caller's value": "mesh sequences to_dict generation_config",
     "of modules whose mask says the same": "is_causal",
     "of all modules of attention but those of towers": "config",
-    "of some outputs and heads": "router_logits score",
+    "of some outputs and heads": "router_logits score out_features",
     "of some tokenizers and processors": "backend_tokenizer chat_template",
     "of some errors of the system": "errno",
     "of loaders of data, which may be of any class": "worker_init_fn",
