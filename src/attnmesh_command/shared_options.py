@@ -119,7 +119,7 @@ def check_reproducible_option(reproducible: bool, ranks: int, merge: str) -> Non
 def named_shares(text: str | None) -> tuple[float, ...] | str | None:
     """Return the ratios that are named, "auto", or None without any.
 
-    >>> shares_of("3,1"), shares_of("auto"), shares_of(None)
+    >>> named_shares("3,1"), named_shares("auto"), named_shares(None)
     ((3.0, 1.0), 'auto', None)
     """
     if text is None or text == "auto":

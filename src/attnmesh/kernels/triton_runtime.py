@@ -38,7 +38,7 @@ def interpreted() -> bool:
 def powers_covering(width: int) -> tuple[int, int]:
     """Return two powers of two, 16 or more, that cover a width. The second is 0 if the first is enough.
 
-    >>> [parts(width) for width in (8, 64, 80, 192, 576)]
+    >>> [powers_covering(width) for width in (8, 64, 80, 192, 576)]
     [(16, 0), (64, 0), (64, 16), (128, 64), (512, 64)]
     """
     first = max(16, 1 << (width.bit_length() - 1))
