@@ -332,7 +332,7 @@ class KVCache(PagedCache, SavedCache):
         with self.calls.agreement("truncate", always=always) as agreement:
             self.shards.check_length(length, before)
             numbers = (self.token_axis.index, self.shard.count_before(length)) if always else ()
-            table = agreement.compare({"to": length, "tokens": before}, payload=numbers)
+            table = agreement.compare({"to": length}, payload=numbers)
         with self._on_files("truncate"):
             self.shards.truncate(length, table)
         self.saved.forget(self.used)
