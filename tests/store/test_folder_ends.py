@@ -144,6 +144,35 @@ def test_a_full_disk_of_one_rank_raises_on_all(shape: Shape, shards: bool, pool:
     assert "(No space left on device). Fix: free space there, and open the folder again" in one
 
 
+@on_each_rank
+def fill_one_disk_in_a_step(path: Path, one_row: bool) -> str:
+    """On a rank: what steps that append say where the disk of rank 1 alone is full. All ranks go on after it."""
+    am.set_deadline(20)
+    cache = am.KVCache(named_mesh(TWO, AXES), **SIZES, folder=path)
+    grow(cache, 20)
+
+    def step() -> torch.Tensor:
+        q, (k, v) = torch.ones(1, 4, 1, 16), rows(cache.length, cache.length + 1)
+        return am.decode_rows(q, [cache], k=k, v=v) if one_row else am.decode(q, cache, k=k, v=v)
+
+    step()
+    step()
+    with full_journal(cache) if dist.get_rank() == 1 else nullcontext(), pytest.raises(StoreError) as caught:
+        step()
+    cache.truncate(22)
+    assert torch.allclose(decoded(cache), decoded(in_memory(22)), atol=FLOAT32)
+    step()
+    assert torch.allclose(decoded(cache), decoded(in_memory(23)), atol=FLOAT32)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("one_row", [False, True])
+def test_a_full_disk_of_one_rank_within_a_step_raises_on_all(one_row: bool, pool: Pool, tmp_path: Path) -> None:
+    one, other = pool.run(2, fill_one_disk_in_a_step, tmp_path, one_row)
+    assert one == other
+    assert "No space left on device" in one
+
+
 def a_pipe(folder: Path) -> Path:
     (journal,) = folder.glob("1-*/*.journal")
     journal.unlink()

@@ -42,6 +42,9 @@ VERSIONS = "versions: "
 MAX_NAMED_HOSTS = 3
 """Hosts that a row of the table names."""
 
+SHARED = "raised_on_all_ranks"
+"""Attribute of an error that all ranks of a mesh raise, so that none shares it again with ranks that have left."""
+
 
 def may_compare(device: torch.device) -> bool:
     """Return whether ranks may compare calls now: not while a graph is compiled or captured."""
@@ -147,7 +150,7 @@ class Agreement:
             texts = all_gather_texts(text, self.mesh)
             ranks = all_gather_ints([dist.get_rank() if dist.is_initialized() else 0], self.mesh)
             if error is not None and not isinstance(error, InputError):
-                raise error
+                raise _marked(error)
             _raise(texts, failed, [rank for (rank,) in ranks])
         return [row[2 : 2 + len(payload)] for row in table]
 
@@ -289,7 +292,12 @@ class MergeAgreement:
         return repeat is None or float(repeat().sum()) == 0
 
     def fail(self, error: Exception) -> NoReturn:
-        """Raise an error of this rank, and let the others raise it or get NaN, as the table of the class says."""
+        """Raise an error of this rank, and let the others raise it or get NaN, as the table of the class says.
+
+        An error that all ranks raise already, as of an append within the call, is raised as it is: none waits.
+        """
+        if hasattr(error, SHARED):
+            raise error
         is_shared = self.is_compared and self.checked is not False
         if self.is_compared and self.checksum_stays_on_device:
             if is_shared:
@@ -334,14 +342,20 @@ def _raise(texts: Sequence[str], failed: Sequence[int], ranks: Sequence[int]) ->
     for text, is_error in zip(texts, failed, strict=True):
         if is_error:
             name, *parts = text.split(SEPARATOR)
-            raise getattr(errors, name)(*parts) from None
+            raise _marked(getattr(errors, name)(*parts)) from None
     subject = texts[0].splitlines()[0]
     fix = "call it alike on all ranks of the mesh"
     if len({line for text in texts for line in [*text.splitlines(), ""] if line.startswith(VERSIONS)}) > 1:
         fix = "install the same versions of attnmesh and PyTorch on all hosts"
     if any(" of digest " in text for text in texts):
         fix += ", with the same inputs and, in a model, the same weights"
-    raise MeshError(subject, "the same call on every rank", _table(texts, ranks), fix) from None
+    raise _marked(MeshError(subject, "the same call on every rank", _table(texts, ranks), fix)) from None
+
+
+def _marked(error: Exception) -> Exception:
+    """Return an error with the mark that all ranks raise it."""
+    setattr(error, SHARED, True)
+    return error
 
 
 def _table(texts: Sequence[str], ranks: Sequence[int]) -> str:
