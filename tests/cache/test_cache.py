@@ -1,13 +1,18 @@
 """A cache by itself: tokens are appended in place, its sizes are checked, and it outlives inference mode."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 import attnmesh as am
 from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool, on_each_rank
+from tests.support.tolerances import FLOAT32
 
 
 @on_each_rank
@@ -57,3 +62,81 @@ def test_invalid_cache_sizes_raise(changes: dict[str, object], kind: type[Except
     options = {"batch": 1, "kv_heads": 2, "head_dim": 8, "capacity": 10, "dtype": torch.float32} | changes
     with pytest.raises(kind, match=message):
         am.KVCache(None, **options)
+
+
+PADDED = torch.tensor([[False] * 3 + [True] * 7, [False] + [True] * 9])
+"""Token masks of two sequences."""
+
+
+def call_rank_one_fails(cache: am.KVCache, kind: str) -> None:
+    """Append or reorder with an argument that is wrong on rank 1, and raise there."""
+    odd = dist.get_rank() == 1
+    new = torch.ones(2, 1, 2, 8, dtype=torch.float64 if odd else torch.float32)
+    with pytest.raises(errors.DtypeError) if odd else nullcontext():
+        if kind == "reorder":
+            cache.reorder(torch.tensor([1, 0], dtype=torch.int32 if odd else torch.int64))
+        else:
+            cache.append(new, new, token_mask=PADDED[:, 2:4] if kind == "padding" else None)
+
+
+@on_each_rank
+def steps_after_a_failed_call(kind: str, first_mask: Tensor | None, left: int) -> bool:
+    """Return whether ranks go on after a call that rank 1 alone has not done, and a truncation to `left` tokens."""
+    k, v, more = torch.randn(3, 2, 1, 10, 8, generator=torch.Generator().manual_seed(1))
+    mesh, right = named_mesh(Shape(1, 1, 2), AXES), list[bool]()
+    cache, alone = (
+        am.KVCache(one, batch=2, kv_heads=1, head_dim=8, capacity=60, block=4, dtype=torch.float32)
+        for one in (mesh, None)
+    )
+    for each in (cache, alone):
+        each.append(k, v, token_mask=first_mask)
+        each.reorder(torch.tensor([1, 0]))
+    am.decode(torch.ones(2, 1, 1, 8), cache)
+    call_rank_one_fails(cache, kind)
+    for each in (cache, alone):
+        each.truncate(left)
+    for mask in (None, PADDED):
+        outputs = []
+        for each in (cache, alone):
+            each.append(more, more, token_mask=mask)
+            outputs.append(am.decode(torch.ones(2, 1, 1, 8), each))
+        right.append(torch.allclose(*outputs, atol=FLOAT32, rtol=FLOAT32))
+    return all(right)
+
+
+@pytest.mark.parametrize(
+    ("kind", "first_mask", "left"),
+    [
+        ("padding", PADDED, 10),
+        ("padding", PADDED, 2),
+        ("padding", PADDED, 0),
+        ("padding", None, 10),  # no token that is left is padding, but one rank has had some
+        ("tokens", PADDED, 10),
+        ("reorder", PADDED, 0),
+    ],
+    ids=lambda x: "padded" if isinstance(x, Tensor) else str(x),
+)
+def test_truncation_undoes_a_call_that_one_rank_has_not_done(
+    kind: str, first_mask: Tensor | None, left: int, pool: Pool
+) -> None:
+    assert pool.run(2, steps_after_a_failed_call, kind, first_mask, left) == [True, True]
+
+
+@on_each_rank
+def step_after_other_padding(left: int) -> str:
+    """Return what a step says where the padding of the first tokens differs between ranks, after a truncation."""
+    mesh, k = named_mesh(Shape(1, 1, 2), AXES), torch.ones(2, 1, 10, 8)
+    cache = am.KVCache(mesh, batch=2, kv_heads=1, head_dim=8, capacity=60, dtype=torch.float32, checked=False)
+    cache.append(k, k, token_mask=PADDED if dist.get_rank() else PADDED.flip(0))
+    cache.truncate(left)
+    try:
+        am.decode(torch.ones(2, 1, 1, 8), cache, checked=True)
+    except errors.MeshError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_truncation_within_padding_does_not_hide_that_it_differs(pool: Pool) -> None:
+    for said in pool.run(2, step_after_other_padding, 9):
+        assert "padding and order" in said
+    assert pool.run(2, step_after_other_padding, 1) == ["no error"] * 2

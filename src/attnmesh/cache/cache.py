@@ -138,6 +138,7 @@ class KVCache(PagedCache, SavedCache):
         self.token_axis = flat_axis(mesh, ("queries", "keys"))  # makes a group, which all ranks have to do together
         self.calls = CallRecord(self.mesh, self.device, checked)
         self.history_checksum = 0  # checksum of padding and reorders so far
+        self.order_checksum = 0  # checksum of reorders alone
         self.changes = 0  # truncations and reorders so far: `recover` needs caches that have grown alike
         self.saved = SavedPieces()
         self.known_appends = Memo[bool]()  # signatures of new tokens that this cache and its forks have checked
@@ -240,9 +241,9 @@ class KVCache(PagedCache, SavedCache):
             new.check(self.sizes, self.device)
             self.shards.check_unpadded("append", token_mask)
             self.shards.check_fits("append", k.shape[2], self.shards.counts)
-        self.record_padding(k.shape[2], token_mask)
         with torch.no_grad():
             self.shards.append(stored(k, v), token_mask)
+        self.record_padding(token_mask, k.shape[2])
         if (signature := append_signature(k, v, self.shard)) is not None and k.shape[2]:
             self.known_appends.keep(signature, True)
 
@@ -296,7 +297,7 @@ class KVCache(PagedCache, SavedCache):
             with self._on_files("append_shard"):
                 self.shards.append_at(new, tokens, new_count, token_mask, queries)
         self.shards.counts = counts
-        self.record_padding(new_count, token_mask)
+        self.record_padding(token_mask, new_count)
 
     def _on_files(self, name: str) -> Agreement:
         """Return the agreement on work on files: no rank goes on before all have done it, or raises alone.
@@ -337,6 +338,10 @@ class KVCache(PagedCache, SavedCache):
             self.shards.truncate(length, table)
         self.saved.forget(self.used)
         self.changes += 1
+        # Derived from what is left, since one rank alone may have done a call that this undoes.
+        self.order_checksum *= length > 0
+        self.history_checksum = self.order_checksum
+        self.record_padding(self.shard.token_mask, length)
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -417,4 +422,6 @@ class KVCache(PagedCache, SavedCache):
         for shard in self.shards.all:
             shard.reorder(index)
         self.saved.forget()
-        self.history_checksum, self.changes = history_checksum(self.history_checksum, index), self.changes + 1
+        self.order_checksum = history_checksum(self.order_checksum, index)
+        self.history_checksum = history_checksum(self.history_checksum, index)
+        self.changes += 1

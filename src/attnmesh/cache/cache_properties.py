@@ -83,9 +83,14 @@ class CacheProperties:
         """True if all tokens lie where the block-cyclic layout puts them, as after `append` alone."""
         return self.shards.counts.start == 0
 
-    def record_padding(self, new_count: int, token_mask: Tensor | None) -> None:
-        """Add `new_count` tokens to the history checksum, once the batch has padding."""
-        if not torch.compiler.is_compiling() and (token_mask is not None or self.padding is not None):
-            all_real = torch.ones(self.sizes.batch, new_count, dtype=torch.bool, device="cpu")
-            mask = all_real if token_mask is None else token_mask
-            self.history_checksum = history_checksum(self.history_checksum, mask)
+    def record_padding(self, token_mask: Tensor | None, new_count: int) -> None:
+        """Add the last `new_count` tokens to the history checksum, if any of them is padding.
+
+        Real tokens are left out: a rank on which an append has failed may not know that the batch had padding.
+        """
+        if token_mask is None or torch.compiler.is_compiling():
+            return
+        places = (~token_mask).nonzero()  # few, and faster to add up than a mask of all tokens
+        if len(places):
+            start = self.length - new_count
+            self.history_checksum = history_checksum(self.history_checksum + start, places)
