@@ -10,6 +10,7 @@ import torch
 
 import attnmesh as am
 from attnmesh import errors
+from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool, on_each_rank
@@ -268,3 +269,23 @@ def test_bad_pages_raise_alike(name: str, pool: Pool) -> None:
     answers = pool.run(2, badly_paged, Shape(1, 1, 2), name)
     assert len(set(answers)) == 1
     assert re.search(BAD_PAGES[name][1], answers[0]), answers[0]
+
+
+@pytest.mark.parametrize("point", ["resize", "append_at"])
+def test_pages_that_find_no_memory_leave_the_cache_empty(point: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = am.KVCache(None, batch=1, kv_heads=2, head_dim=8, capacity=60, dtype=torch.float32, block=4)
+    keys, values, table = numbers(8, 4, 2, 8, seed=1), numbers(8, 4, 2, 8, seed=2), torch.tensor([[2, 3, 4]])
+
+    def no_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CacheShard, point, no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            cache.append_pages(keys, values, table)
+    assert (cache.length, cache.used, cache.shard.shared, cache.shards.forked) == (0, 0, (), False)
+    assert (cache.shards.known_length, cache.shard.token_bytes) == (0, 0)
+    cache.append_pages(keys, values, table)
+    cache.append(*numbers(2, 1, 2, 48, 8, seed=3))
+    assert cache.keys[0, :, :12].equal(keys[2:5].flatten(0, 1).transpose(0, 1))
+    assert cache.keys[0, :, 12:60].equal(numbers(2, 1, 2, 48, 8, seed=3)[0, 0])

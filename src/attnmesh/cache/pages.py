@@ -136,13 +136,18 @@ def _append(shards: LocalShards, pools: tuple[Tensor, ...], table: Tensor) -> No
     slots = torch.arange(count * size, device=shard.device)
     tokens = (slots // size * ranks + shard.index) * size + slots % size
     rows = [_rows(pool, table.to(pool.device)) for pool in pools]  # (batch, heads, tokens, width)
-    shared = (count - 1) * size
-    if shared > 0:  # with one more slot, as `SharedBlocks` says
-        shard.shared = (SharedBlocks([x[:, :, : shared + 1] for x in rows], tokens[: shared + 1], None),)
-        shards.forked = True
-        shard.resize(shard.sizes, shard.slots - shared)
-    shards.known_length += count * size * ranks
-    shard.append_at(tuple(x[:, :, shared:] for x in rows), tokens[shared:], count * size * ranks, None)
+    shared = max(0, count - 1) * size
+    new_count = count * size * ranks
+    shard.append_at(tuple(x[:, :, shared:] for x in rows), tokens[shared:], new_count, None)
+    if shared:  # with one more slot, as `SharedBlocks` says
+        blocks = SharedBlocks([x[:, :, : shared + 1] for x in rows], tokens[: shared + 1], None)
+        try:
+            shard.resize(shard.sizes, shard.slots - shared)
+        except BaseException:  # there may be no memory, and the cache is empty still
+            shard.truncate(0)
+            raise
+        shard.shared, shards.forked = (blocks,), True
+    shards.known_length += new_count
 
 
 def _rows(pool: Tensor, table: Tensor) -> Tensor:
