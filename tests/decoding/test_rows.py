@@ -354,6 +354,33 @@ def test_calls_that_differ_are_refused_alike(wrong: str, warm: bool, pool: Pool)
     assert "MeshError" in answers[0]
 
 
+@on_each_rank
+def error_of_lengths(by_rank: list[tuple[int, ...]], options: dict[str, Any]) -> str:
+    """Return the error of a known step on caches of other lengths on each rank."""
+    own = by_rank[torch.distributed.get_rank()]
+    sizes: dict[str, Any] = {"batch": 1, "kv_heads": KV_HEADS, "head_dim": DIM, "capacity": 30, "block": 4}
+    caches = [am.KVCache(named_mesh(Shape(1, 1, 2), AXES), dtype=torch.float32, **sizes) for _ in own]
+    for cache in caches:
+        cache.append(*random(2, 1, KV_HEADS, 8, DIM))
+    q = random(len(own), HEADS, 1, DIM)
+    am.decode_rows(q, caches, **options)
+    for cache, length in zip(caches, own, strict=True):
+        cache.append(*random(2, 1, KV_HEADS, length - 8, DIM))
+    with pytest.raises(errors.MeshError) as caught:
+        am.decode_rows(q, caches, **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("options", [{}, {"merge": "gather"}, {"reproducible": True}], ids=str)
+@pytest.mark.parametrize("by_rank", [[(10, 20), (12, 19)], [(10, 20, 12), (9, 19, 13)], [(10, 20), (20, 10)]], ids=str)
+def test_lengths_that_differ_are_refused_alike(
+    by_rank: list[tuple[int, ...]], options: dict[str, Any], pool: Pool
+) -> None:
+    first, second = pool.run(2, error_of_lengths, by_rank, options)
+    assert first == second
+    assert "tokens in the caches" in first
+
+
 def test_caches_of_other_kinds_are_refused() -> None:
     sizes: dict[str, Any] = {"kv_heads": 2, "head_dim": 8, "capacity": 9, "dtype": torch.float32}
     one, other = am.KVCache(None, batch=1, **sizes), am.KVCache(None, batch=2, **sizes)

@@ -84,6 +84,10 @@ FIRST_OPTION = DecodeStep._fields.index("mask")
 """Index in a step of the first value of its caller."""
 
 
+LENGTH_WEIGHT = -7046029254386353131
+"""Weight of a cache's length over that of the next one, in what ranks compare: odd, of 64 bits without a pattern."""
+
+
 Compared = tuple[Sequence[Tensor], int, Tensor]
 """What ranks compare in a merge: tensors by their bits, a hash of the call, and tokens, which a tensor begins with."""
 
@@ -131,8 +135,8 @@ class StepInputs(NamedTuple):
         if selected is not None:
             tensors.append(selected.indices)
         state = views[0].state
-        for number, view in enumerate(views[1:], 2):  # a sum that tells when the lengths of two caches were swapped
-            state = state + number * view.state[:1]
+        for view in views[1:]:  # small numbers as weights would give other lengths the same sum
+            state = torch.add(view.state[:1], state, alpha=LENGTH_WEIGHT)  # modulo 2^64
         return tensors, hash_of_call(facts, *values), state
 
 
