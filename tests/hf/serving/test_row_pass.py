@@ -184,6 +184,109 @@ def test_a_layer_takes_one_merge_for_all_rows(pool: Pool) -> None:
     assert pool.run(2, merges_of_a_step) == [(1, 1)] * 2
 
 
+# --- interrupted calls ---
+
+
+def fail(*_: Any) -> None:
+    raise MemoryError
+
+
+def interrupt(model: PreTrainedModel, tokens: list[int], caches: list[Any], part: str, *, on_all: bool) -> None:
+    """Raise in a part of the model, on all ranks or on rank 1 alone: rank 0 finds it in the next call of rank 1."""
+    if not on_all and torch.distributed.get_rank() == 0:
+        with pytest.raises(errors.MeshError):
+            hf.decode_rows(model, tokens, caches)
+        return
+    handle = model.get_submodule(part).register_forward_pre_hook(fail)
+    with pytest.raises(MemoryError):
+        hf.decode_rows(model, tokens, caches)
+    handle.remove()
+    if not on_all:
+        with pytest.raises(errors.MeshError):
+            hf.decode_rows(model, tokens, caches)
+
+
+@on_each_rank
+def logits_after_interruption(family: str, ranks: int, lengths: list[int], part: str, on_all: bool) -> None:
+    """Interrupt a call, and make it again: the logits are those of a call that nothing interrupted."""
+    model, mesh = families.model(family, "attnmesh"), named_mesh(Shape(1, 1, ranks), AXES)
+    tokens, caches = [5 + row for row in range(len(lengths))], [hf.ShardedCache(model.config, mesh) for _ in lengths]
+    for length, cache in zip(lengths, caches, strict=True):
+        if length:
+            hf.prefill(model, prompt(length + 1, seed=length), cache)
+    expected = [hf.decode_rows(model, [token], [cache.fork()]) for token, cache in zip(tokens, caches, strict=True)]
+    interrupt(model, tokens, caches, part, on_all=on_all)
+    logits = hf.decode_rows(model, tokens, caches)
+    for row, (length, cache) in enumerate(zip(lengths, caches, strict=True)):
+        assert [kv.length for kv in cache.kvs] == [length + 1] * len(cache.kvs)
+        assert cache.tokens.shape[1] == length + 1
+        difference = float((logits[row : row + 1] - expected[row]).abs().max())
+        assert difference <= FLOAT32_PART * float(expected[row].std())
+
+
+PLACES = [(ranks, part, True) for ranks in (1, 2) for part in ("model.layers.1", "model.layers.1.mlp", "lm_head")]
+"""Ranks, a part that raises, and whether it does on all ranks. On one alone, the others have one more merge."""
+
+
+@pytest.mark.parametrize("lengths", [[9], [9, 30], [9, 30, 0]], ids=str)
+@pytest.mark.parametrize(("ranks", "part", "on_all"), [*PLACES, (2, "model.layers.1", False)])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_call_that_raised_adds_no_tokens(
+    family: str, ranks: int, part: str, on_all: bool, lengths: list[int], pool: Pool
+) -> None:
+    pool.run(ranks, logits_after_interruption, family, ranks, lengths, part, on_all)
+
+
+@on_each_rank
+def refusal_after_interruption() -> str:
+    """Interrupt a call on rank 1 after the last merge of rank 0, whose call ends. Return the error of the next."""
+    model, mesh = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, 2), AXES)
+    cache = hf.ShardedCache(model.config, mesh)
+    hf.prefill(model, prompt(10), cache)
+    if torch.distributed.get_rank() == 0:
+        hf.decode_rows(model, [5], [cache])
+    else:
+        interrupt(model, [5], [cache], "lm_head", on_all=True)
+    with pytest.raises(errors.MeshError) as caught:
+        hf.decode_rows(model, [5], [cache])
+    return str(caught.value)
+
+
+def test_a_call_that_raised_on_one_rank_alone_is_told_by_its_tokens(pool: Pool) -> None:
+    first, second = pool.run(2, refusal_after_interruption)
+    assert first == second
+    assert "lengths" in first
+    assert "10" in first
+
+
+def test_an_interrupted_generation_is_refused_until_its_prompt_is_prefilled() -> None:
+    model = families.model("llama", "attnmesh")
+    cache = hf.ShardedCache(model.config)
+    handle = model.model.layers[1].register_forward_pre_hook(fail)
+    ids = prompt(9)
+    with pytest.raises(MemoryError):
+        hf.generate(model, ids, cache=cache, max_new_tokens=2)
+    handle.remove()
+    with pytest.raises(errors.KernelError, match="a cache that no error interrupted, given an interrupted one"):
+        hf.decode_rows(model, [5], [cache])
+    for _ in range(2):  # the second computes nothing
+        hf.prefill(model, ids, cache)
+    assert hf.decode_rows(model, [5], [cache]).shape == (1, 97)
+
+
+def test_caches_that_cannot_go_back_are_refused_after_an_error() -> None:
+    model = build(Case("qwen3_next", "qwen3_next"), "attnmesh", torch.float32)
+    caches = [hf.ShardedCache(model.config) for _ in range(2)]
+    for length, cache in zip((9, 30), caches, strict=True):
+        hf.prefill(model, prompt(length), cache)
+    interrupt(model, [5, 6], caches, "lm_head", on_all=True)
+    with pytest.raises(errors.KernelError, match="a cache that no error interrupted, given an interrupted one"):
+        hf.decode_rows(model, [5, 6], caches)
+    for length, cache in zip((9, 30), caches, strict=True):
+        hf.prefill(model, prompt(length), cache)
+    assert hf.decode_rows(model, [5, 6], caches).shape == (2, 97)
+
+
 # --- refusals ---
 
 Spoil = Callable[[PreTrainedModel, list[int], list[Any]], Any]

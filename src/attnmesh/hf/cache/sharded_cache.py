@@ -128,6 +128,7 @@ class ShardedCache(FolderLayers):
         self.rope: tuple[int, ...] | None = None
         """`rope_regime` of the cached keys; None if they were not cached by `attnmesh.hf.generate`."""
         self.intact = True  # False while the model runs: after an error, recurrent states may be ahead of the tokens
+        self.before_step: int | None = None  # tokens before a call of `decode_rows` that has not ended
         self._length = 0  # of models without attention, which count no tokens
         super().__init__(layers=make_layers(self.config, self))
         if folder is not None:
@@ -216,6 +217,30 @@ class ShardedCache(FolderLayers):
             length = self.prefix(min(lengths))
             for kv in self.kvs:
                 kv.truncate(length)
+        self.intact, self.before_step = True, None
+
+    @property
+    def length_before_step(self) -> int:
+        """Cached tokens, without those of an interrupted step of rows."""
+        return self.get_seq_length() if self.before_step is None else self.before_step
+
+    @property
+    def goes_on(self) -> bool:
+        """True if no error interrupted the cache, or only a step of rows, before which all layers can go back."""
+        length = self.before_step
+        if length is None:
+            return self.intact
+        serves = [kv.length >= length and (not length or kv.shards.serves(length)) for kv in self.kvs]
+        return not self.state_layers and all(serves)
+
+    def take_back_step(self) -> None:
+        """Remove the tokens of an interrupted step of rows. Every rank calls it."""
+        if self.before_step is None:
+            return
+        for kv in self.kvs:
+            kv.truncate(self.before_step)
+        self.tokens = None if self.tokens is None else self.tokens[:, : self.before_step]
+        self.intact, self.before_step = True, None
 
     @property
     def goes_back(self) -> bool:
@@ -263,6 +288,7 @@ class ShardedCache(FolderLayers):
         for kv in self.kvs:  # caches in a folder stay
             kv.truncate(0)
         self.tokens, self.images, self.shift, self.intact, self._length = None, None, (0, 0), True, 0
+        self.before_step = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace sequence b by sequence `beam_idx[b]`. The batch may grow or shrink.

@@ -48,6 +48,7 @@ class StoredLayers(Cache):  # type: ignore[misc]
     shift: tuple[int, int] | None
     rope: tuple[int, ...] | None
     intact: bool
+    before_step: int | None
 
     @property
     def attention_layers(self) -> list[ShardedLayer]:
@@ -165,7 +166,7 @@ class StoredLayers(Cache):  # type: ignore[misc]
         self.set_states({name.removeprefix(STATES): tensors.pop(name).to(kvs[0].device) for name in names})
         self.capacity = capacity
         self.tokens, self.images = tensors.pop("held", None), None
-        self.rope, self.intact = None, True  # of the keys before them
+        self.rope, self.intact, self.before_step = None, True, None  # of the keys before them
         self.shift = shift_of(self.tokens, self.config)
         return tensors, note
 

@@ -36,6 +36,8 @@ def decode_rows(model: PreTrainedModel, tokens: Sequence[NextTokens], caches: Se
 
     Row r is what the model computes from `tokens[r]` and `caches[r]` alone. Every rank makes the same call. Models that
     take no position_ids, count tokens of the cache themselves, select keys or compress them run a row at a time.
+    The tokens of a call that raised are removed by the next one. Recurrent states are not, nor tokens that a window has
+    forgotten: such caches are refused.
 
     Args:
         model: A causal language model with `attn_implementation="attnmesh"`.
@@ -62,6 +64,8 @@ def decode_rows(model: PreTrainedModel, tokens: Sequence[NextTokens], caches: Se
     """
     model = unwrap(model)
     _agree(model, tokens, caches)
+    for cache in caches:
+        cache.take_back_step()
     prepare_model(model)
     rows = [_tokens_of(row) for row in tokens]
     groups = defaultdict(list)
@@ -70,11 +74,15 @@ def decode_rows(model: PreTrainedModel, tokens: Sequence[NextTokens], caches: Se
         new = len(rows[row])
         together = length and _runs_rows(model) and (new == 1 or not cache.state_layers)
         groups[-1 if together else row, rope_regime(cache.config, length + new)].append(row)
+    for cache in caches:
+        cache.before_step = cache.get_seq_length()
     logits = dict[int, Tensor]()
     for members in groups.values():
         own = [rows[row] for row in members]
         own_logits = _step(model, own, [caches[row] for row in members])
         logits.update(zip(members, own_logits.split([*map(len, own)]), strict=True))
+    for cache in caches:  # of all groups: if one fails, no row keeps its tokens
+        cache.before_step = None
     return torch.cat([logits[row] for row in sorted(logits)])
 
 
@@ -122,7 +130,7 @@ def _agree(model: PreTrainedModel, tokens: Sequence[NextTokens], caches: Sequenc
     """Raise the same error on all ranks unless all make the same valid call."""
 
     def fields() -> dict[str, object]:
-        return {"tokens": [*map(_tokens_of, tokens)], "lengths": [cache.get_seq_length() for cache in caches]}
+        return {"tokens": [*map(_tokens_of, tokens)], "lengths": [cache.length_before_step for cache in caches]}
 
     first = caches[0] if isinstance(caches, Sequence) and len(caches) else None
     place = first.mesh if isinstance(first, ShardedCache) else None
@@ -153,7 +161,7 @@ def _check_rows(model: PreTrainedModel, tokens: Any, caches: Any) -> None:
     for cache, row in zip(caches, new, strict=True):
         _check_cache(cache, caches[0], len(row))
     longest = None if rope_regime(config, 0) else getattr(config, "max_position_embeddings", None)
-    length = max(cache.get_seq_length() + len(row) for cache, row in zip(caches, new, strict=True))
+    length = max(cache.length_before_step + len(row) for cache, row in zip(caches, new, strict=True))
     expected = f"at most {longest} tokens, the model's context"
     fix = "end the request, or use a model with a longer context"
     require(longest is None or length <= longest, ShapeError, SUBJECT, expected, f"{length}", fix)
@@ -181,9 +189,8 @@ def _check_cache(cache: Any, first: Any, new: int) -> None:
     fix = "prefill the prompt without its padding"
     require(not padded, MaskError, subject, "caches without padding", "padding", fix)
     fix = "prefill the prompt again"
-    intact = cache.intact or not cache.state_layers
-    require(intact, KernelError, subject, "a cache that no error interrupted", "an interrupted one", fix)
-    length = cache.get_seq_length()
+    require(cache.goes_on, KernelError, subject, "a cache that no error interrupted", "an interrupted one", fix)
+    length = cache.length_before_step
     known = cache.shift is not None and cache.shift[0] <= length
     expected = "caches whose images are whole and known"
     require(known or not length, ShapeError, subject, expected, "another", "prefill the prompt again, with its images")
