@@ -399,6 +399,24 @@ def test_caches_of_other_kinds_are_refused() -> None:
         am.decode_rows(q, blocks, reproducible=True)
 
 
+@pytest.mark.parametrize("known", [[0, 1], [2, 3]], ids=["first", "second"])
+def test_caches_of_several_blocks_are_refused_in_known_steps(known: list[int]) -> None:
+    """A step on caches of one block does not make a step known on caches of several."""
+    sizes: dict[str, Any] = {"kv_heads": KV_HEADS, "head_dim": DIM, "capacity": 40, "dtype": torch.float32}
+    caches = [am.KVCache(None, batch=1, **sizes, block=block) for block in (16, 16, 32, 32)]
+    for cache in caches:
+        cache.append(*random(2, 1, KV_HEADS, 35, DIM))
+    q = random(2, HEADS, 1, DIM)
+    for _ in range(2):
+        am.decode_rows(q, [caches[number] for number in known], reproducible=True)
+    with pytest.raises(errors.LayoutError, match=r"caches of one block size, given \[16, 32\]"):
+        am.decode_rows(q, caches[1:3], reproducible=True)
+    out = am.decode_rows(q, caches[2:], reproducible=True)
+    assert torch.equal(
+        out, torch.cat([am.decode(q[:1], caches[2], reproducible=True), am.decode(q[1:], caches[3], reproducible=True)])
+    )
+
+
 def test_the_row_whose_cache_is_too_short_is_named() -> None:
     sizes: dict[str, Any] = {"batch": 1, "kv_heads": 2, "head_dim": 8, "capacity": 9, "dtype": torch.float32}
     caches = [am.KVCache(None, **sizes) for _ in range(2)]

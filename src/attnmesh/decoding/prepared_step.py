@@ -214,6 +214,8 @@ def find_step(
         if step.reproducible:
             if shard.padding is not None or shards.counts.start or shards.forked:
                 return signature, None  # its tokens are no blocks of one tensor, in turn
+            if own_sizes.block != step.block:
+                return signature, None  # rows have blocks of several sizes
             if not shard.block_cyclic.is_even:
                 return signature, None  # the blocks of a rank are no subtree of the tree
     return signature, prepared_step
