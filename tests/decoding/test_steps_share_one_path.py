@@ -78,7 +78,9 @@ def traced(call: Callable[[], object]) -> list[str]:
     def on_frame(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
         is_of_room = code.co_filename.startswith(ROOM) and not code.co_filename.endswith(CHECKS)
-        if event == "call" and is_of_room and not code.co_qualname.startswith("StepInputs."):  # a record
+        if (
+            event == "call" and is_of_room and not code.co_qualname.startswith(("StepInputs.", "StepOptions."))
+        ):  # records
             found.append(f"{Path(code.co_filename).name} {code.co_name}")
 
     call_watched(call, on_frame)

@@ -51,10 +51,10 @@ def _steps(gpu: EmulatedGPU, mesh: Any, name: str, options: dict[str, Any]) -> t
     for cache in caches:
         cache.append(random(1, 2, 2, 20, 16), random(2, 2, 2, 20, 16), token_mask=real)
     kept = [cache.fork() for cache in caches] if name == "a fork" else []
-    same, checks, check = [], 0, decode_call.check_step
+    same, checks, check = [], 0, decode_call.checked_step
     for number in range(5):
         k, v, q = (random(3 * number + part, 2, heads, 1, 16) for part, heads in ((4, 2), (5, 2), (6, 4)))
-        with mock.patch.object(decode_call, "check_step", side_effect=check) as checked, gpu.recording() as waits:
+        with mock.patch.object(decode_call, "checked_step", side_effect=check) as checked, gpu.recording() as waits:
             caches[0].append(k, v)
             out = am.decode(q, caches[0], **given)
         assert number < 2 or not waits or "forgets" in name, waits  # tokens that are left move now and then

@@ -18,7 +18,7 @@ from attnmesh.core.selection import Selection
 from attnmesh.decoding.prepared_step import find_step, prepare_step
 from attnmesh.decoding.step_agreement import agreement_on
 from attnmesh.decoding.step_arguments import StepInputs, StepOptions
-from attnmesh.decoding.step_checks import check_bias, check_other_keys, check_step
+from attnmesh.decoding.step_checks import check_other_keys, checked_step, step_with_bias
 from attnmesh.decoding.step_op import decode_op, tensors_of
 from attnmesh.errors import DtypeError, KernelError, RankFailure, require
 from attnmesh.guard.argument_checks import check_comparison, warn_if_swapped
@@ -102,7 +102,7 @@ def decode(
         except RankFailure:
             raise
         except Exception as error:  # others may be in the merge of the step already
-            agreement_on((cache,), options.step_on(cache), checked).fail(error)
+            agreement_on((cache,), options, checked).fail(error)
     caches = (cache,)
     signature = None
     prepared_step = None
@@ -111,12 +111,11 @@ def decode(
         signature, prepared_step = find_step(inputs, options, checked, cache.prepared_steps)
     if prepared_step is not None:
         return prepared_step.run(inputs, checked)
-    step = options.step_on(cache)
-    with agreement_on(caches, step, checked):  # an error here poisons the merge of the others
+    with agreement_on(caches, options, checked):  # an error here poisons the merge of the others
         check_comparison("decode", checked)
-        step = check_step(inputs, step, unsupported)
+        step = checked_step(inputs, options, unsupported)
         check_other_keys(inputs, step)
-        step = check_bias(inputs, distance_bias, step)
+        step = step_with_bias(inputs, distance_bias, step)
     inputs = inputs._replace(q=with_distance_bias(q, distance_bias))
     if torch.compiler.is_compiling():
         in_files, fix = cache.shard.is_in_files, "decode with copy.deepcopy(cache)"

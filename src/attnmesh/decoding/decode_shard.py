@@ -12,7 +12,7 @@ from attnmesh.core.scaling import Scores
 from attnmesh.core.selection import Selection, Visible
 from attnmesh.decoding.query_shard import QueryShard
 from attnmesh.decoding.step_arguments import DecodeStep, StepInputs, StepOptions, named_options, selection_of_rank
-from attnmesh.decoding.step_checks import check_bias, check_step
+from attnmesh.decoding.step_checks import checked_step, step_with_bias
 from attnmesh.guard.agreement import Agreement, may_compare
 from attnmesh.kernels.cache_view import DecodeQuery
 from attnmesh.mesh_attention.sharding import unshard
@@ -41,15 +41,15 @@ def decode_shard(
     q, layout, length = queries
     mask, *limits, selected = visible
     assert limits == [None, None, None]  # positions are those of the last tokens, and all keys are real
-    step = StepOptions(mask, scores.scale, scores.softcap, "auto", "replicated", False, kernel).step_on(cache)
+    options = StepOptions(mask, scores.scale, scores.softcap, "auto", "replicated", False, kernel)
 
     is_compared = cache.mesh.ranks > 1 and cache.calls.checked is not False and may_compare(q.device)
     with Agreement(cache.mesh, "decode_shard", is_compared=is_compared) as agreement:
         owners = queries.owners(cache.mesh, cache.token_axis)
         whole = q.new_empty(1).expand(*q.shape[:2], length, q.shape[3])
         inputs = StepInputs(q, (cache,), sinks, selected=selected)
-        step = check_step(inputs._replace(q=whole) if selected is None else inputs, step, {})
-        step = check_bias(inputs, scores.distance_bias, step)
+        step = checked_step(inputs._replace(q=whole) if selected is None else inputs, options, {})
+        step = step_with_bias(inputs, scores.distance_bias, step)
         agreement.compare(partial_of(_compared_fields, queries, cache, step))
     heads = cache.mesh.heads
     every = owners.gather_queries(scores.widened(q))

@@ -15,7 +15,7 @@ from attnmesh.core.mask import Causal, Mask
 from attnmesh.decoding.prepared_step import PreparedStep, find_step, prepare_step
 from attnmesh.decoding.step_agreement import agreement_on
 from attnmesh.decoding.step_arguments import DecodeStep, StepInputs, StepOptions
-from attnmesh.decoding.step_checks import check_step
+from attnmesh.decoding.step_checks import checked_step
 from attnmesh.errors import (
     ArgumentError,
     DtypeError,
@@ -97,16 +97,15 @@ def decode_rows(
     except RankFailure:
         raise
     except Exception as error:  # others may be in the merge of the step already
-        agreement_on(caches, options.step_on(first), checked).fail(error)
+        agreement_on(caches, options, checked).fail(error)
     inputs = StepInputs(q, caches, sinks)
     prepared = _prepared_steps_of(caches)
     signature, prepared_step = find_step(inputs, options, checked, prepared)
     if prepared_step is not None:
         return prepared_step.run(inputs, checked)
-    step = options.step_on(first)
-    with agreement_on(caches, step, checked):  # an error here poisons the merge of the others
+    with agreement_on(caches, options, checked):  # an error here poisons the merge of the others
         check_comparison(SUBJECT, checked)
-        step = _checked_step(q, caches, sinks, step)
+        step = _checked_step_of_rows(q, caches, sinks, options)
     with torch.no_grad():
         out = prepare_step(inputs, step, signature, prepared).run(inputs, checked)
     warn_if_swapped(SUBJECT, q, first.sizes.kv_heads)
@@ -178,14 +177,16 @@ def _append(k: Tensor | None, v: Tensor | None, caches: Sequence[KVCache]) -> No
         cache.append(cast(Tensor, k if k is None else k[rows]), v if v is None else v[rows])
 
 
-def _checked_step(q: Tensor, caches: Sequence[KVCache], sinks: Tensor | None, step: DecodeStep) -> DecodeStep:
-    """Return the step with its scaling, or raise unless each row can be served."""
+def _checked_step_of_rows(
+    q: Tensor, caches: Sequence[KVCache], sinks: Tensor | None, options: StepOptions
+) -> DecodeStep:
+    """Return the step of all rows, or raise unless each row can be served."""
     steps = [
-        check_step(StepInputs(q[row : row + 1], (cache,), sinks), step, {}, SUBJECT, row)
+        checked_step(StepInputs(q[row : row + 1], (cache,), sinks), options, {}, SUBJECT, row)
         for row, cache in enumerate(caches)
     ]
     blocks = sorted({cache.sizes.block for cache in caches})
-    fits = not step.reproducible or len(blocks) == 1
+    fits = not options.reproducible or len(blocks) == 1
     fix = "make all caches with one block="
     require(fits, LayoutError, f"{SUBJECT} reproducible", "caches of one block size", f"{blocks}", fix)
     return steps[0]._replace(capacity=max(cache.sizes.capacity for cache in caches))

@@ -11,19 +11,19 @@ from attnmesh.comm.message import question_like
 from attnmesh.comm.rank_merge import highest_checksum, merge_ranks, send_poison
 from attnmesh.core.digest import fingerprints
 from attnmesh.core.partial import identity, sum_dtype
-from attnmesh.decoding.step_arguments import DecodeStep, StepInputs, gather_heads, named_options
+from attnmesh.decoding.step_arguments import DecodeStep, StepInputs, StepOptions, gather_heads, named_options
 from attnmesh.decoding.step_checks import reads_length_on_device
 from attnmesh.errors import InputError
 from attnmesh.guard.agreement import MergeAgreement
 from attnmesh.mesh.merges import is_collective
 
 
-def agreement_on(caches: Sequence[KVCache], step: DecodeStep, checked: bool | None) -> MergeAgreement:
-    """Return the agreement on a step, whose arguments may not be checked yet."""
+def agreement_on(caches: Sequence[KVCache], options: StepOptions | DecodeStep, checked: bool | None) -> MergeAgreement:
+    """Return the agreement on a step, of which there may be no more yet than options that nothing has checked."""
     first = caches[0]
     name = "decode" if len(caches) == 1 else "decode_rows"
-    poison = functools.partial(_send_poison, first, step)
-    return MergeAgreement(first.calls, first.device, step.merge, checked, name, poison)
+    poison = functools.partial(_send_poison, first, options)
+    return MergeAgreement(first.calls, first.device, options.merge, checked, name, poison)
 
 
 def compared_fields(inputs: StepInputs, step: DecodeStep) -> Mapping[str, object]:
@@ -67,12 +67,12 @@ def ask_in_step(step: DecodeStep, like: Tensor, shape: Sequence[int], value_dim:
     return gather_heads(partial.out.to(q.dtype).contiguous(), checksum, step, shape[1])[1]
 
 
-def _send_poison(cache: KVCache, step: DecodeStep) -> None:
+def _send_poison(cache: KVCache, options: StepOptions | DecodeStep) -> None:
     """Run the exchanges of a step whose arguments are wrong on this rank, so that the others detect it."""
     ranks = cache.token_axis.size
-    reproducible = step.reproducible is True  # other values are invalid on other ranks too
+    reproducible = options.reproducible is True  # other values are invalid on other ranks too
     reproducible = reproducible and not ranks & (ranks - 1)
     like = torch.empty(0, dtype=sum_dtype(cache.sizes.dtype), device=cache.device)
-    checksum = send_poison(cache.token_axis, step.merge, step.output, like, reproducible=reproducible)
+    checksum = send_poison(cache.token_axis, options.merge, options.output, like, reproducible=reproducible)
     if cache.mesh.heads.size > 1:
         highest_checksum(checksum, cache.mesh.heads)

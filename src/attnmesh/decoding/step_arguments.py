@@ -1,7 +1,7 @@
 """A step of decoding: its options with the axes and sizes of its cache, which an operator can carry; and its inputs."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
@@ -162,11 +162,10 @@ class StepOptions(NamedTuple):
     reproducible: bool
     kernel: str
 
-    def step_on(self, cache: KVCache) -> DecodeStep:
-        """Return the step on a cache, whose scale and cap may be None until they are checked."""
+    def step_on(self, cache: KVCache, scaling: Scaling) -> DecodeStep:
+        """Return the step on a cache, with the scale and cap that the check of these values has made."""
         sizes = cache.sizes
         placement = cache.mesh.heads, cache.token_axis, sizes.block, sizes.capacity, sizes.value_dim
-        scaling = Scaling(cast(float, self.scale), cast(float, self.softcap))
         return DecodeStep(*placement, self.mask, scaling, self.merge, self.output, self.reproducible, self.kernel)
 
 

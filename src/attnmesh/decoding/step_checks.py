@@ -12,7 +12,7 @@ from attnmesh.core.mask import Mask, check_mask
 from attnmesh.core.partial import sum_dtype
 from attnmesh.core.scaling import Scaling
 from attnmesh.core.selection import Selection
-from attnmesh.decoding.step_arguments import DecodeStep, StepInputs
+from attnmesh.decoding.step_arguments import DecodeStep, StepInputs, StepOptions
 from attnmesh.errors import (
     ArgumentError,
     DeviceError,
@@ -43,14 +43,14 @@ from attnmesh.kernels.triton_runtime import interpreted
 from attnmesh.mesh.merges import MERGES, Pattern
 
 
-def check_step(
+def checked_step(
     inputs: StepInputs,
-    step: DecodeStep,
+    options: StepOptions,
     unsupported: Mapping[str, Never],
     subject: str = "decode",
     row: int | None = None,
 ) -> DecodeStep:
-    """Return the step on one cache with its scaling, or raise unless each argument can be served.
+    """Return the step on one cache, or raise unless each argument can be served.
 
     Errors name the function `subject`, and the row of its queries that these are.
     """
@@ -71,12 +71,12 @@ def check_step(
         fix = swap_first("pass the model's heads", q.shape[1] > 0 and q.shape[2] % sizes.kv_heads == 0)
         raise ShapeError(f"{subject} q{of_row}", "query heads a multiple of key heads", given, fix)
     sizes.check_dtype(f"{subject} q{of_row}", q, cache.device)
-    check_mask(f"{subject} mask", step.mask)
-    if sizes.mask is not None and not step.mask.is_within(sizes.mask):
+    check_mask(f"{subject} mask", options.mask)
+    if sizes.mask is not None and not options.mask.is_within(sizes.mask):
         expected = f"{sizes.mask}, by which the cache forgets tokens, or a narrower mask"
-        raise MaskError(f"{subject} mask", expected, f"{step.mask}", "pass mask=cache.sizes.mask")
-    check_merge(subject, step.merge, step.output)
-    step = step._replace(scaling=Scaling.of(subject, *step.scaling, q.shape[-1]))
+        raise MaskError(f"{subject} mask", expected, f"{options.mask}", "pass mask=cache.sizes.mask")
+    check_merge(subject, options.merge, options.output)
+    step = options.step_on(cache, Scaling.of(subject, options.scale, options.softcap, q.shape[-1]))
     if step.kernel != "auto" and not torch.compiler.is_compiling():  # raises here, where all ranks can raise alike
         choose(KernelRequest.of_cache(q, cache.shard.view, step.scaling), step.kernel)
     check_sinks(f"{subject} sinks", sinks, q)
@@ -151,7 +151,7 @@ def check_other_keys(inputs: StepInputs, step: DecodeStep) -> None:
     require(not step.reproducible, KernelError, "decode reproducible", expected, "a Partial", fix)
 
 
-def check_bias(inputs: StepInputs, bias: Tensor | None, step: DecodeStep) -> DecodeStep:
+def step_with_bias(inputs: StepInputs, bias: Tensor | None, step: DecodeStep) -> DecodeStep:
     """Return the checked step with the kernel of a bias by distance, or raise unless bias is None or can be served."""
     if bias is None:
         return step
