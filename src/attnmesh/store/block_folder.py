@@ -123,9 +123,11 @@ class BlockFolder:
         """
         stats_by_block: dict[StoredBlock, dict[int, os.stat_result]] = {}
         for entry in os.scandir(self.path):
+            if not entry.is_file(follow_symlinks=False):
+                continue
             if entry.name.endswith(PART):
                 Path(entry.path).unlink(missing_ok=True)
-            elif (piece := StoredBlock.of_file(entry.name)) is not None and entry.is_file(follow_symlinks=False):
+            elif (piece := StoredBlock.of_file(entry.name)) is not None:
                 stats_by_block.setdefault(piece[0], {})[piece[1]] = entry.stat(follow_symlinks=False)
         block_bytes = {}
         for block, stats in sorted(stats_by_block.items(), key=lambda item: max(x.st_mtime for x in item[1].values())):

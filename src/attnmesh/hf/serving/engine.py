@@ -288,12 +288,15 @@ class Engine:
     def follow(self) -> None:
         """Do what rank 0 plans, until it closes."""
         require(not self.link.leads, MeshError, f"{SUBJECT} follow", "a rank other than 0", "rank 0", "call run")
-        while True:
-            plan, _ = self.link.exchange(None, self.worker.numbers)
-            if plan == [["end"]]:
-                self.worker.close()
-                return
-            self._run(plan, None)
+        ended = False
+        try:
+            while not ended:
+                plan, _ = self.link.exchange(None, self.worker.numbers)
+                ended = plan == [["end"]]
+                if not ended:
+                    self._run(plan, None)
+        finally:
+            self.worker.close(at_once=not ended)
 
     def close(self) -> None:
         """End `run`: streams that are open are cancelled."""

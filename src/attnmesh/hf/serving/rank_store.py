@@ -146,19 +146,24 @@ class RankStore:
         self._work.put((work, *arguments))
 
     def close(self, *, at_once: bool) -> None:
-        """Let others have the folder, unless `at_once` after what is left was written, for some seconds at most."""
+        """End the thread: `at_once` after the file that it writes, else after what is left, in some seconds at most."""
         self._work.put((self._end,))
-        self._thread.join(0.0 if at_once else LONGEST_END)
-        if self.lock is not None:
-            self.lock.release()
+        if not at_once:
+            self._thread.join(LONGEST_END)
+        self._end()
 
     def _end(self) -> None:
         self._is_open = False
 
     def _run(self) -> None:
-        while self._is_open:
-            work, *arguments = self._work.get()
-            work(*arguments)
+        """Work until the end, and let others have the folder then: the next engine removes what is half written."""
+        try:
+            while self._is_open:
+                work, *arguments = self._work.get()
+                work(*arguments)
+        finally:
+            if self.lock is not None:
+                self.lock.release()
 
     def _write(self, block: StoredBlock, piece: int, rows: Rows) -> None:
         """Write a piece of a block, unless one could not be written before."""

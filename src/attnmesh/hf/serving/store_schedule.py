@@ -442,6 +442,8 @@ class StoreSchedule(NoStore):
 
     def take(self, results: dict[str, Any], seconds: dict[str, float]) -> None:
         """Take the results of a step."""
+        if isinstance(error := results.get("save"), InputError):
+            raise error  # caches differ from what is known of them
         if seconds.get("save") and self.copied:
             self.rate = 0.7 * self.rate + 0.3 * self.copied / seconds["save"]
         if isinstance(results.get("open"), InputError):  # no memory: all ranks raise
@@ -474,7 +476,12 @@ def begin_store(settings: PrefixStore | None, worker: RankWorker) -> NoStore:
     if settings is None:
         return NoStore()
     opened = open_store(settings, worker.model, worker.template)
-    with Agreement(worker.axes, SUBJECT):  # the first rank reads what is there
-        schedule = NoStore() if worker.axes.shard_index else StoreSchedule(settings, opened, worker)
-    worker.store = RankStore(opened, worker.axes, worker.caches)
+    try:
+        with Agreement(worker.axes, SUBJECT):  # the first rank reads what is there
+            schedule = NoStore() if worker.axes.shard_index else StoreSchedule(settings, opened, worker)
+        worker.store = RankStore(opened, worker.axes, worker.caches)
+    except BaseException:
+        if opened.lock is not None:
+            opened.lock.release()
+        raise
     return schedule
