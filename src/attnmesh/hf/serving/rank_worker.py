@@ -50,7 +50,7 @@ class RankWorker:
         """Tokens of the prompts that are computed, by number: those of answers come after them."""
         self.size, self.stop = 0, 0  # tokens of the chunk that is computed, and the token before which it ends
         self.nbytes, self.steps = 0, 0
-        self.seconds: dict[str, float] = {}  # seconds of each operation of the last plan
+        self.seconds: dict[str, float] = {}  # seconds of the last plan, by the names of operations
 
     @property
     def scale(self) -> float:
@@ -59,17 +59,23 @@ class RankWorker:
         return float(max(shares) / shares[0])
 
     def run(self, plan: Sequence[Any]) -> dict[str, Any]:
-        """Run the operations in order, and return their results by name. An `InputError` is a result, too."""
+        """Run the operations in order, and return their results by name. An `InputError` is a result, too.
+
+        Of operations of one name the first error stays, or else the last result.
+        """
         results: dict[str, Any] = {}
         self.seconds = {}
         for name, *arguments in plan:
             start = perf_counter()
             owner = self.store if name in OF_STORE else self
+            result: Any
             try:
-                results[name] = getattr(owner, f"do_{name}")(*arguments)
+                result = getattr(owner, f"do_{name}")(*arguments)
             except InputError as error:
-                results[name] = error
-            self.seconds[name] = perf_counter() - start
+                result = error
+            if not isinstance(results.get(name), InputError):
+                results[name] = result
+            self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - start
         return results
 
     @property

@@ -1,0 +1,24 @@
+"""Operations of a plan on a rank: their results, and how long they take."""
+
+from time import sleep
+
+from attnmesh.errors import StoreError
+from attnmesh.hf.serving.rank_worker import RankWorker
+from tests.support.engines import model_of
+
+
+class TwoSaves:
+    """A store of which the first save of a plan fails."""
+
+    def do_save(self, number: int) -> None:
+        sleep(0.05)
+        if not number:
+            raise StoreError("save", "a", "b", "c")
+
+
+def test_operations_of_one_name_count_together() -> None:
+    worker = RankWorker(model_of("llama"), None, {})
+    worker.store = TwoSaves()  # type: ignore[assignment]
+    results = worker.run([["save", 0], ["save", 1]])
+    assert worker.seconds["save"] >= 0.1
+    assert isinstance(results["save"], StoreError)
