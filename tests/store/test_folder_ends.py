@@ -235,6 +235,18 @@ def test_an_error_that_is_kept_keeps_no_lock(tmp_path: Path) -> None:
     assert kept.value.__traceback__ is not None
 
 
+def test_a_cache_holds_its_folder_by_name(tmp_path: Path) -> None:
+    cache = opened(tmp_path)
+    grow(cache, 9)
+    cache.shard.keeps = lambda _: True  # type: ignore[attr-defined]
+    gc.collect()
+    with pytest.raises(StoreError, match="one writer of a folder"):
+        opened(tmp_path)
+    del cache
+    gc.collect()
+    assert same_outputs(opened(tmp_path), in_memory(9))
+
+
 def test_a_folder_that_goes_under_a_cache_is_named(tmp_path: Path) -> None:
     cache = opened(tmp_path / "a")
     grow(cache, 30)

@@ -66,6 +66,8 @@ class FolderShard(OrderedShard):
         self.files = files
         self.keeps = keeps
         self.fail = fail
+        self.opened_in: object = None
+        """The folder, whose lock and journals live as long as its shards."""
         self.journal = files.journal()
         self.chains = [0]  # digests that chain the checksums of the first pieces
         self.digest = c_int64()  # of the rows of the last native call

@@ -138,6 +138,7 @@ class KeyFolder:
         def opened(index: int) -> FolderShard:
             files = LayerFiles(self.folder, self.mesh.heads.index, index, layer, leader)
             shard = FolderShard(files, self._keeps, fail, sizes, self.mesh.heads, self.token_axis.size, index)
+            shard.opened_in = self
             self.journals.append(shard.journal)
             if layer >= len(self.manifest.sizes):
                 shard.begin()
