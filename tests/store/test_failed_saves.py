@@ -69,6 +69,31 @@ def test_full_disk_of_one_rank_raises_on_all_and_leaves_nothing(pool: Pool, tmp_
     assert one[1:] == (True, True)
 
 
+@on_each_rank
+def save_after_a_full_disk(path: Path) -> tuple[str, bool]:
+    """Save again after a save that failed. Return the error, and whether a third one loads."""
+    cache, message = cache_of(20_000, 2), "no error"
+    with full_disk(1) if dist.get_rank() else nullcontext():
+        saving = cache.save(path, wait=False)
+        saving.finish_writing()
+    try:
+        cache.save(path, wait=False)
+    except StoreError as error:
+        message = str(error)
+    assert not (path / "cache.json").exists()
+    cache.save(path)
+    return message, torch.equal(decoded(am.KVCache.load(path, cache.device_mesh)), decoded(cache))
+
+
+def test_a_save_after_one_that_failed_says_that_neither_is_made(pool: Pool, tmp_path: Path) -> None:
+    one, other = pool.run(2, save_after_a_full_disk, tmp_path)
+    assert one == other
+    assert one[0].startswith("save: expected the save before to be written, given")
+    assert "File too large" in one[0]
+    assert "neither save was made" in one[0]
+    assert one[1]
+
+
 def test_interrupted_save_changes_nothing(tmp_path: Path) -> None:
     small = cache_of(20)
     small.save(tmp_path)

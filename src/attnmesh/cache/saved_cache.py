@@ -189,7 +189,8 @@ class SavedCache:
             The save, concluded if `wait`.
 
         Raises:
-            StoreError: The folder cannot be written to, or holds something else.
+            StoreError: The folder cannot be written to, or holds something else; or the save before has failed, for
+                which nobody waited. Then neither save is made.
 
         >>> import tempfile
         >>> from attnmesh import KVCache

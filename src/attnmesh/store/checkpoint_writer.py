@@ -91,7 +91,7 @@ def save_layers(
     """
     for cache in caches:
         if cache.saved.last is not None and not cache.saved.last.concluded:
-            cache.saved.last.wait()  # two saves at once would write the same files
+            _wait_for_last(cache.saved.last)  # two saves at once would write the same files
     own_shards = [cache.shards.whole() for cache in caches]
     mesh = caches[0].mesh
     saved = caches[0].saved
@@ -115,6 +115,16 @@ def save_layers(
     if wait:
         saved.last.wait()
     return saved.last
+
+
+def _wait_for_last(last: Saving) -> None:
+    """Wait until the save before is made, on all ranks. Raise if it failed: nobody has been told so far."""
+    try:
+        last.wait()
+    except StoreError as error:
+        _, _, reason, fix = error.args
+        given, fix = f"one that failed: {reason}", f"{fix}, and call save again: neither save was made"
+        raise StoreError("save", "the save before to be written", given, fix) from error
 
 
 def _prepare(
