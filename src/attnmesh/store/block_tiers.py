@@ -95,7 +95,10 @@ class BlockTiers:
         return blocks is not None
 
     def admit(self, block: StoredBlock, entry: Held) -> bool | None:
-        """Add a block to memory. Return whether it goes to the folder too; None if there is no room in memory now."""
+        """Make room for a new block and add it to memory.
+
+        Return whether it goes to the folder too; None if there is no room in memory now.
+        """
         if not self.make_room(self.memory, entry.nbytes):
             return None
         goes_on = self.make_room(self.disk, entry.nbytes + sum(self.writing.values()))
@@ -103,8 +106,8 @@ class BlockTiers:
         self.writing[block] = entry.nbytes if goes_on else 0
         return goes_on
 
-    def keep(self, block: StoredBlock, entry: Held) -> bool:
-        """Add a block of the folder to memory too, if there is room."""
+    def keep_in_memory(self, block: StoredBlock, entry: Held) -> bool:
+        """Make room for a block of the folder and add it to memory too. Return whether there was room."""
         if fits := self.make_room(self.memory, entry.nbytes):
             self.add(self.memory, block, entry)
         return fits

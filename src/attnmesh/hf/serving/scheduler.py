@@ -313,8 +313,8 @@ class Scheduler:
         scale = self.worker.scale
         return int(self.memory - scale * held - max(0.0, most - scale * self.nbytes[0]) - self.step.promised)
 
-    def _fits(self, more: int, spared: Collection[int] = ()) -> bool:
-        """Return if `more` bytes fit, after kept caches were dropped for them, least recently used first.
+    def _make_room(self, more: int, spared: Collection[int] = ()) -> bool:
+        """Drop kept caches, least recently used first, until `more` bytes fit. Return whether they do.
 
         Caches of guesses go last.
         """
@@ -343,11 +343,11 @@ class Scheduler:
     def _fit_rows(self) -> bool:
         """Put the youngest requests back into the queue until the others can grow. Return whether they grow."""
         more = self._growth_of_rows()
-        if not self._fits(more):
+        if not self._make_room(more):
             for stream in self.rows:  # guesses go before a row does
                 stream.guesses.checked = []
             more = self._growth_of_rows()
-        while not self._fits(more) and self.running:
+        while not self._make_room(more) and self.running:
             self._preempt(more)
             more = self._growth_of_rows()
         self.step.promised = more
@@ -380,9 +380,9 @@ class Scheduler:
         if not self.waiting or len(self.running) >= self.max_rows or self.drops or (self.is_full and self.filling):
             return None
         ready = (stream for stream in islice(self.waiting, LOOKAHEAD) if not self.store.holds_up(stream))
-        stream = next((candidate for candidate in ready if not self._has_to_wait(candidate)), None)
+        stream = next((candidate for candidate in ready if not self._let_wait(candidate)), None)
         stream = next((candidate for candidate in self.waiting if self.store.found(candidate) is not None), stream)
-        origin = None if stream is None or self._loads(stream) else self._source(stream)
+        origin = None if stream is None or self._begin_loading(stream) else self._source(stream)
         if stream is None or origin is None:
             return None
         source, same, moves = origin
@@ -404,10 +404,12 @@ class Scheduler:
         begun = None if source < 0 else source
         return ["start", stream.number, stream.ids, begun, moves, later, specs_of(stream.images)]
 
-    def _loads(self, stream: Stream) -> bool:
-        """Return whether a cache is loaded now of the prefix of a prompt, which is stored and longer than others."""
+    def _begin_loading(self, stream: Stream) -> bool:
+        """Begin to load the prefix of a prompt, if one is stored that is longer than others. Return whether it is."""
         same = self.prefixes.find(stream, self._lenders())[1]
-        return self.store.begins(stream, same, self.numbers, lambda: self._has_room(stream, -1, 0, moves=False))
+        return self.store.begin_loading(
+            stream, same, self.numbers, lambda: self._reserve_room(stream, -1, 0, moves=False)
+        )
 
     def _source(self, stream: Stream) -> tuple[int, int, bool] | None:
         """Return the cache that a prompt goes on from, its tokens, and if the prompt takes it; None if no room is left.
@@ -422,11 +424,11 @@ class Scheduler:
         none = (-1, 0, False)
         if (loaded := self.store.found(stream)) is not None and loaded[1] > origin[1]:
             origin = (*loaded, True)
-        if self._has_room(stream, *origin):
+        if self._reserve_room(stream, *origin):
             return origin
         if self.running or (self.store.holds_memory and self.store.found(stream) is None):
             return None
-        if self._has_room(stream, *none):  # without the cache that it would go on from
+        if self._reserve_room(stream, *none):  # without the cache that it would go on from
             return none
         self.waiting.remove(stream)
         stream.end(never_fits(self._bytes_of(len(stream.ids)), self.memory))
@@ -436,8 +438,8 @@ class Scheduler:
         """Return the running requests whose caches hold tokens as prompts have them."""
         return [stream for stream in self.filling if not stream.answer] if self.worker.by_steps else self.running
 
-    def _has_to_wait(self, stream: Stream) -> bool:
-        """Return whether a request is better begun later: another prompt is computing what both begin with."""
+    def _let_wait(self, stream: Stream) -> bool:
+        """Let a request wait for a prompt that computes what both begin with, and forks there. Return if it waits."""
         if stream.suspected and any(other.suspected for other in self.running):
             return True
         for other in self.filling:
@@ -449,12 +451,15 @@ class Scheduler:
                 return True
         return False
 
-    def _has_room(self, stream: Stream, source: int, same: int, moves: bool) -> bool:
-        """Return whether a prompt fits beside what others will need. Drop kept caches for it, but not its source."""
+    def _reserve_room(self, stream: Stream, source: int, same: int, moves: bool) -> bool:
+        """Make room for a prompt beside what others will need, and promise it. Return whether it fits.
+
+        Kept caches are dropped for it, but not its source.
+        """
         tokens = len(stream.ids)
         need = growth(self.worker.caches[source], tokens - same) if moves else self._bytes_of(tokens, same)
         rests = (self._bytes_of(len(other.ids)) - self._bytes_of(other.filled) for other in self.filling)
-        fits = self._fits(need + sum(rests), [source])
+        fits = self._make_room(need + sum(rests), [source])
         self.step.promised += need if fits else 0
         return fits
 
@@ -484,7 +489,7 @@ class Scheduler:
         for stream in ordered:
             stop = min((place for place in stream.fork_points if place > stream.filled), default=len(stream.ids))
             size = min(self._chunk(), stop - stream.filled)
-            while not (fits := self._fits(more := self._growth_of_chunk(stream, size))) and size > LEAST_SHARED:
+            while not (fits := self._make_room(more := self._growth_of_chunk(stream, size))) and size > LEAST_SHARED:
                 size = max(LEAST_SHARED, size // 2)
             if fits:
                 self.step.filled, self.step.promised, self.is_full = stream, self.step.promised + more, False

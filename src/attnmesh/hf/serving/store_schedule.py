@@ -82,8 +82,8 @@ class NoStore:
     def keep(self, stream: Stream, number: int, rejected: int = 0) -> None:
         """Store the prefix in a cache from now on, but for its last tokens that were rejected."""
 
-    def begins(self, stream: Stream, same: int, numbers: Iterator[int], fits: Callable[[], bool]) -> bool:
-        """Return whether a cache is now loaded for a stream, if it fits.
+    def begin_loading(self, stream: Stream, same: int, numbers: Iterator[int], reserve: Callable[[], bool]) -> bool:
+        """Begin to load a cache for a stream, if `reserve` has made room for it. Return whether it is loaded now.
 
         Another cache has a prefix of `same` tokens.
         """
@@ -308,8 +308,8 @@ class StoreSchedule(NoStore):
 
     # --- loading ---
 
-    def begins(self, stream: Stream, same: int, numbers: Iterator[int], fits: Callable[[], bool]) -> bool:
-        """Return whether a cache is now loaded for a stream, if it fits.
+    def begin_loading(self, stream: Stream, same: int, numbers: Iterator[int], reserve: Callable[[], bool]) -> bool:
+        """Begin to load a cache for a stream, if `reserve` has made room for it. Return whether it is loaded now.
 
         Another cache has a prefix of `same` tokens.
         """
@@ -318,12 +318,12 @@ class StoreSchedule(NoStore):
         tokens = self._computed(stream)
         blocks, run_tokens = self._find(stream, tokens)
         stop = max((block.stop for block in blocks), default=0)
-        if min(stop, tokens) < same + GRAIN or not fits():
+        if min(stop, tokens) < same + GRAIN or not reserve():
             return False
         self.looked.add(stream)
         self._touch(blocks)
         self.tiers.pinned = frozenset(blocks)
-        places = [(block, self._place_of(block, run_tokens)) for block in blocks]
+        places = [(block, self._choose_place(block, run_tokens)) for block in blocks]
         self.loading = LoadingCache(stream, next(numbers), places, tokens)
         sizes, reading = [layer.to_code() for layer in self.layers], [[*block, place] for block, place in places]
         self.opening = ["open", self.loading.number, sizes, tokens, [*self._rope(stream)], reading]
@@ -366,17 +366,16 @@ class StoreSchedule(NoStore):
                 return [state, *path], run_tokens
         return [], run_tokens
 
-    def _place_of(self, block: StoredBlock, run_tokens: int) -> int:
-        """Return where a block is read. One that a rank reads whole stays in memory, if there is room."""
+    def _choose_place(self, block: StoredBlock, run_tokens: int) -> int:
+        """Return where a block is read. Keep one in memory that a rank reads whole, if there is room."""
         held = self.tiers.memory.blocks.get(block)
         if held is not None and held.run_tokens == run_tokens:
             return IN_MEMORY
         whole = block.pieces == self.worker.axes.heads.size == 1 and not block.is_state
         if not whole or block.start // run_tokens != (block.stop - 1) // run_tokens or held is not None:
             return ON_DISK
-        return (
-            STAYS if self.tiers.keep(block, self.tiers.disk.blocks[block]._replace(run_tokens=run_tokens)) else ON_DISK
-        )
+        entry = self.tiers.disk.blocks[block]._replace(run_tokens=run_tokens)
+        return STAYS if self.tiers.keep_in_memory(block, entry) else ON_DISK
 
     def hear(self, numbers: Sequence[Sequence[int]]) -> list[int]:
         """Take what ranks say of their blocks. Return caches that nobody needs."""
