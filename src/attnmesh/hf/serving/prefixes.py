@@ -34,6 +34,8 @@ class Prefixes:
         self.snapshots: set[int] = set()
         self.images_digests: dict[int, bytes] = {}
         """Digests of the images of each cache that has images."""
+        self.ids: dict[int, tuple[Tensor | None, Tensor]] = {}
+        """The tokens of each cache that was looked at, and their copy in CPU memory."""
 
     def keep(self, stream: Stream, *, snapshot: int | None = None) -> None:
         """Keep a request's cache, or a snapshot of it, which stays whole when a request goes on from it."""
@@ -44,12 +46,14 @@ class Prefixes:
     def remove(self, number: int) -> None:
         """Keep a cache no longer."""
         self.kept.pop(number, None)
+        self.ids.pop(number, None)
         self.snapshots.discard(number)
 
     def forget(self, numbers: Iterable[int]) -> None:
-        """Forget the images of caches that are dropped."""
+        """Forget the images and tokens of caches that are dropped."""
         for number in numbers:
             self.images_digests.pop(number, None)
+            self.ids.pop(number, None)
 
     def use(self, number: int, *, moves: bool) -> None:
         """Note that a request goes on from a cache, which it takes, or forks."""
@@ -69,8 +73,7 @@ class Prefixes:
         moves = False
         ids = stream.ids_tensor
         for number in self._caches(stream, others):
-            cache = self.worker.caches[number]
-            held = torch.empty(0, device="cpu") if cache.tokens is None else cache.tokens[0].cpu()
+            cache, held = self.worker.caches[number], self._ids_of(number)
             same = self._shared(held, ids, pictured=stream.images is not None)
             score = same, self.images_digests.get(number) == stream.images_digest
             if score > best and self._serves(cache, same, len(held)):
@@ -83,10 +86,8 @@ class Prefixes:
     def parting(self, stream: Stream, others: Iterable[Stream]) -> int:
         """Return the most tokens that a prompt shares with those of other caches, also of those that cannot go back."""
         ids, most = stream.ids_tensor, 0
-        for number in self._caches(stream, others):
-            cache = self.worker.caches[number]
-            if cache.tokens is not None and stream.images is None:
-                most = max(most, self._shared(cache.tokens[0].cpu(), ids))
+        for number in self._caches(stream, others) if stream.images is None else ():
+            most = max(most, self._shared(self._ids_of(number), ids))
         return most
 
     def shared(self, stream: Stream, other: Stream) -> int:
@@ -103,6 +104,14 @@ class Prefixes:
             other.number: other.salt for other in others
         }
         return [n for n, salt in salts.items() if salt == stream.salt and n in self.worker.caches]
+
+    def _ids_of(self, number: int) -> Tensor:
+        """Return the tokens of a cache in CPU memory, copied once they are others: a copy waits for the GPU."""
+        tokens = self.worker.caches[number].tokens
+        if number not in self.ids or self.ids[number][0] is not tokens:
+            copied = torch.empty(0, device="cpu") if tokens is None else tokens[0].cpu()
+            self.ids[number] = tokens, copied
+        return self.ids[number][1]
 
     def _shared(self, held: Tensor, ids: Tensor, *, pictured: bool = False) -> int:
         most = max(0, min(len(held), len(ids) - self.left))
