@@ -33,7 +33,7 @@ class RowTokens(tuple[int, ...]):
 
     @property
     def size(self) -> int:
-        """Queries that each row has in a step of all: of few numbers, as each kind of step is prepared."""
+        """Queries of each row in a step of all: rounded up to 2, 3, 5, 9, ... so that few signatures are prepared."""
         return 1 + (1 << (max(self) - 2).bit_length()) if max(self) > 1 else 1
 
 
