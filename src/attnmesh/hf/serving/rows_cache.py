@@ -22,6 +22,11 @@ from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.cache.state_layer import HybridLayer, StateLayer
 from attnmesh.hf.transformers_names import LinearAttentionLayer
 
+OPTIONS: tuple[str, ...] = ("config", "stock_window", "mesh", "ranks", "capacity", "block", "block_is_free", "merge")
+OPTIONS += ("output", "reproducible", "kernel", "exchange", "checked", "copies", "windows", "keep", "storage", "shares")
+OPTIONS += ("window_storage", "hot", "layer_class_to_replicate", "offloading")
+"""What the first row's cache was made with: a step has it too, and nothing of that row's tokens."""
+
 
 class RowTokens(tuple[int, ...]):
     """The new tokens of each row, and how tensors of all of them are cut into rows."""
@@ -117,12 +122,15 @@ class RowsCache(ShardedCache):
     """`past_key_values` of one step, with the options of the first row's cache."""
 
     def __init__(self, caches: Sequence[ShardedCache], tokens: Sequence[int]) -> None:
-        self.__dict__ |= {**caches[0].__dict__, "rows": caches, "row_tokens": RowTokens(tokens)}
+        first = caches[0].__dict__
+        self.__dict__ |= {name: first[name] for name in OPTIONS}
+        self.rows, self.row_tokens = caches, RowTokens(tokens)
         layers = zip(*(cache.layers for cache in caches), strict=True)
         self.layers = [_layer_of(self, rows) for rows in layers]
 
     rows: Sequence[ShardedCache]
     row_tokens: RowTokens
+    images = shift = rope = None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of cached tokens of the longest row."""
