@@ -10,6 +10,7 @@ from dataclasses import fields
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,9 +21,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 import attnmesh.hf as hf
 import attnmesh.hf.families as room
 from attnmesh import errors
+from attnmesh.core.mask import FULL
 from attnmesh.hf import models
 from attnmesh.hf import transformers_names as upstream
-from attnmesh.hf.families import pins
+from attnmesh.hf.families import llama4, pins
 from attnmesh.hf.families.family import (
     LENGTH_DEPENDENT_ROPES,
     RECURRENT_STATES,
@@ -69,6 +71,23 @@ OPTIONAL = {
     "of experts, which each rank computes without it": "_is_expert_parallel",
 }
 """Names that are read with a default beside those of records, and why a default is right."""
+
+
+def test_the_temperature_of_llama4_does_not_depend_on_the_default_dtype() -> None:
+    layer = SimpleNamespace(attn_temperature_tuning=True, use_rope=False, floor_scale=8192, attn_scale=0.1)
+    tokens = torch.arange(8180, 8200)
+    shards: Any = SimpleNamespace(positions=lambda: tokens, documents=FULL, start=0)
+    expected = llama4.temperature(layer, shards)
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        found = llama4.temperature(layer, shards)
+    finally:
+        torch.set_default_dtype(before)
+    assert expected is not None
+    assert found is not None
+    assert torch.equal(found, expected)
+    assert len(expected.unique()) == 2
 
 
 @pytest.fixture(autouse=True)

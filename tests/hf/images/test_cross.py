@@ -88,6 +88,21 @@ def test_text_sees_images(name: str, shape: Shape, pool: Pool) -> None:
             assert float((turn - logits_of_stock).abs().max()) < FLOAT64_MODEL
 
 
+def test_a_restored_text_sees_no_image_of_before(tmp_path: Path) -> None:
+    model, text = model_of("mllama", "attnmesh", DOUBLE), text_of(13)
+    saved = hf.ShardedCache(model.config, None)
+    sequences = hf.generate(model, **text, cache=saved, max_new_tokens=4)
+    saved.save(tmp_path / "text")
+    cache = hf.ShardedCache(model.config, None)
+    hf.generate(model, **inputs(ONE), cache=cache, max_new_tokens=4)
+    cache.restore(tmp_path / "text")
+    longer = text_of(13)
+    longer["input_ids"] = torch.cat((sequences, prompt(9) % 80 + 5), 1)
+    longer["attention_mask"] = torch.ones_like(longer["input_ids"])
+    found = logits(hf.generate(model, **longer, cache=cache, **OPTIONS))
+    assert float((found - stock(longer)).abs().max()) < FLOAT64_MODEL
+
+
 @on_each_rank
 def error_of_next_turn() -> tuple[float, int]:
     """Return how far logits are off after a turn that continues another, and the tokens that it took from the cache."""

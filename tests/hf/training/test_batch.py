@@ -44,6 +44,18 @@ def packed() -> Batch:
 BATCHES = {"plain": plain_batch, "masked labels": masked_labels, "packed": packed}
 
 
+def test_counts_of_labels_do_not_depend_on_the_default_dtype() -> None:
+    """A count of 1,001 is none in bfloat16."""
+    ids = prompt(1002)
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        batch = hf.shard_batch({"input_ids": ids, "labels": ids}, None)
+    finally:
+        torch.set_default_dtype(before)
+    assert float(batch["num_items_in_batch"]) == 1001
+
+
 def stock_results(family: str, name: str) -> tuple[float, dict[str, Tensor]]:
     """Return the results of stock transformers. It gets packed sequences one by one, because some families mix them."""
     stock = families.model(family, STOCK[family], torch.float64).train()

@@ -162,6 +162,8 @@ class StoredLayers(Cache):  # type: ignore[misc]
         layers = LayersToLoad(self.caches, capacity, self.tokens_per_key, self.hot)
         kvs, tensors, note = load_layers(KVCache, path, self.mesh, layers, device=device, **options)
         self._fill(kvs)
+        for layer in self.cross_layers:  # a cache with images is not saved
+            layer.reset()
         names = [name for name in tensors if name.startswith(STATES)]
         self.set_states({name.removeprefix(STATES): tensors.pop(name).to(kvs[0].device) for name in names})
         self.capacity = capacity

@@ -15,7 +15,7 @@ def temperature(layer: Any, shards: Shards) -> Tensor | None:
         return None
 
     def scale(positions: Tensor) -> Any:
-        growth = torch.log1p(torch.floor((positions + 1.0) / layer.floor_scale))
+        growth = torch.log1p(torch.floor((positions.float() + 1.0) / layer.floor_scale))
         return (growth * layer.attn_scale + 1.0).double()  # of numbers in float32, as stock
 
     tokens = shards.positions()

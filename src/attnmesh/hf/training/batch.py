@@ -165,8 +165,13 @@ def _loss_arguments(labels: Tensor, count: Any, part: Callable[[Tensor], Tensor]
     return {
         "labels": GuardedLabels.of(part(labels), shards=shards),
         "shift_labels": ShardLabels.of(part(labels), shards=shards),
-        "num_items_in_batch": ItemCount.of(count.to(labels.device) / shards.ranks, shards=shards),
+        "num_items_in_batch": ItemCount.of(per_rank(count.to(labels.device), shards.ranks), shards=shards),
     }
+
+
+def per_rank(count: Any, ranks: int) -> Any:
+    """Return a count divided by ranks. A tensor is in float32: the default dtype of PyTorch may round it."""
+    return (count.float() if isinstance(count, Tensor) else count) / ranks
 
 
 def _positions(batch: Mapping[str, Any]) -> tuple[Tensor, Mask]:

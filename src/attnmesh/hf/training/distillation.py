@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 from attnmesh.errors import KernelError, require
 from attnmesh.hf.models import unwrap
 from attnmesh.hf.shards import Shards
+from attnmesh.hf.training.batch import per_rank
 from attnmesh.hf.training.left_padding import MovedRows
 from attnmesh.hf.training.mean_over_mesh import mean_over_ranks
 from attnmesh.hf.training.rollouts import SUBJECT, MeshRollouts
@@ -80,7 +81,7 @@ class MeshDistillation(MeshRollouts):
         target_mask = target_mask if moved is None else moved.batch({"mask": target_mask})["mask"]
         own_mask = shard(target_mask, shards.mesh, layout=shards.layout, dim=1).bool()
         count = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-        options["num_items_in_batch"] = count / shards.ranks
+        options["num_items_in_batch"] = per_rank(count, shards.ranks)
         parts = (x[own_mask][None] for x in (student, teacher))
         loss, entropy, _ = stock(*parts, *heads_of_models, own_mask[own_mask][None], beta, **options)
         loss, entropy = (mean_over_ranks(x, shards.mesh) for x in (loss, entropy.detach()))

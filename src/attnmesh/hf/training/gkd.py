@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attnmesh.errors import KernelError, require
+from attnmesh.hf.training.batch import per_rank
 from attnmesh.hf.training.mean_over_mesh import mean_over_ranks
 from attnmesh.hf.training.rollouts import SUBJECT, MeshRollouts
 from attnmesh.hf.training.sharded_calls import ShardedOutput
@@ -49,7 +50,7 @@ class MeshGKD(MeshRollouts):
         given = f"{student.shards.layout} and {teacher.shards.layout}"
         require(is_same, KernelError, SUBJECT, "a student and a teacher with the same shards", given, fix)
         count = (labels != -100).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-        options = {"beta": self.beta, "num_items_in_batch": count / student.shards.ranks}
+        options = {"beta": self.beta, "num_items_in_batch": per_rank(count, student.shards.ranks)}
         loss = self.generalized_jsd_loss(student.plain(), teacher.plain(), student.share(labels), **options)
         loss = mean_over_ranks(loss, student.shards.mesh)
         return (loss, outputs) if return_outputs else loss

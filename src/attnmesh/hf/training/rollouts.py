@@ -114,6 +114,7 @@ class MeshRollouts:
 
     def _gather(self, x: Tensor) -> Tensor:
         """Return the tensors of the first rank of each mesh."""
+        x = x if x.ndim else x[None]
         gathered: Tensor = ACCELERATE.find("accelerate.utils:gather")(x)
         return gathered.view(-1, *x.shape)[self.firsts].flatten(0, 1)
 
@@ -130,10 +131,10 @@ def whole_weights(model: nn.Module, reshards: bool) -> Iterator[None]:
     `reshards` says whether layers free them after each forward pass outside it.
     """
     parts = [part for part in model.modules() if isinstance(part, FSDPModule)]
-    for part in parts:
-        part.unshard()
-        part.set_reshard_after_forward(False, recurse=False)
     try:
+        for part in parts:
+            part.unshard()
+            part.set_reshard_after_forward(False, recurse=False)
         yield
     finally:
         for part in parts:
