@@ -80,6 +80,15 @@ def prepared(mesh: DeviceMesh) -> Any:
         return hf.prepare(Accelerator(cpu=True), Wrapped(), mesh)
 
 
+def gathered(mesh: DeviceMesh) -> Any:
+    from accelerate import Accelerator
+
+    with launched():
+        accelerator = Accelerator(cpu=True)
+        hf.prepare(accelerator, families.model("llama", "attnmesh"), mesh)
+        return accelerator.gather_for_metrics(["a", "b"])
+
+
 def parallel(mesh: DeviceMesh) -> Any:
     from accelerate import ParallelismConfig
 
@@ -151,6 +160,13 @@ CASES = [
         errors.KernelError,
         "on_mesh: expected a model of transformers, or one in PEFT, DDP or a compiler, given Wrapped",
         "pass the model inside, or call it with hf.shard_batch(batch, mesh)",
+    ),
+    Mistake(
+        "gather strings by the accelerator of `hf.prepare`",
+        gathered,
+        errors.KernelError,
+        "gather_for_metrics: expected tensors, given list",
+        "gather tensors",
     ),
     Mistake(
         "train with `torch_compile=True`",

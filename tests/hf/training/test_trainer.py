@@ -247,6 +247,27 @@ def test_a_loop_with_accelerate_is_that_of_one_process(pool: Pool) -> None:
 
 
 @on_each_rank
+def reduced(data: int, shape: Shape) -> list[Any]:
+    """Return sums and means over meshes of numbers that ranks of a mesh have alike."""
+    with launched():
+        from accelerate import Accelerator
+
+        accelerator, mesh = Accelerator(cpu=True), mesh_of(data, shape)
+        hf.prepare(accelerator, families.model("qwen3", "attnmesh"), mesh)
+        own = 3 + dist.get_rank() // shape.ranks
+        sums = accelerator.reduce({"x": torch.tensor(own / 4), "n": [torch.tensor(own)]}, "sum")
+        mean = accelerator.reduce(torch.tensor(own / 4), "mean")
+        return [sums["x"], sums["n"][0], mean]
+
+
+@pytest.mark.parametrize(("data", "x", "n", "mean"), [(1, 0.75, 3, 0.75), (2, 1.75, 7, 0.875)])
+def test_an_accelerator_reduces_over_meshes(data: int, x: float, n: int, mean: float, pool: Pool) -> None:
+    for given in pool.run(2 * data, reduced, data, Shape(1, 1, 2)):
+        assert [value.item() for value in given] == [x, n, mean]
+        assert given[1].dtype == torch.int64
+
+
+@on_each_rank
 def after_an_error(shape: Shape) -> tuple[str, Any, float]:
     """Return the error of a batch, and the shards and the loss of the next one, in a loop that goes on."""
     with launched():

@@ -6,7 +6,7 @@ gradients over all ranks. Files are saved and loaded by all ranks too: with FSDP
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.core.layout import Layout, Zigzag, check_layout
-from attnmesh.errors import KernelError, MeshError, require
+from attnmesh.errors import KernelError, MeshError, require, short
 from attnmesh.hf.training.sharded_calls import ShardedCalls
 from attnmesh.hf.transformers_names import ACCELERATE
 from attnmesh.runtime.world import cached_per_world
@@ -209,20 +209,27 @@ class MeshAccelerator:
 
     def gather(self, tensor: Any) -> Any:
         """Return the tensors of all meshes, from one rank of each."""
-        recursively_apply = ACCELERATE.find("accelerate.utils.operations:recursively_apply")
-        return recursively_apply(self._gather_one, tensor, error_on_other_type=True)
+        return _apply(self._gather_one, tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Return the tensors of all meshes without the samples that fill the last batch."""
-        given, fix = "use_gather_object=True", "gather tensors"
-        require(not use_gather_object, KernelError, "gather_for_metrics", "tensors", given, fix)
+        given = "use_gather_object=True" if use_gather_object else short(input_data)
+        # accelerate gathers what has no tensors from each rank.
+        fits = not use_gather_object and _holds_tensors_only(input_data)
+        require(fits, KernelError, "gather_for_metrics", "tensors", given, "gather tensors")
         return super().gather_for_metrics(input_data)  # type: ignore[misc]
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Return the sum or mean over meshes."""
-        if reduction == "sum":
-            scale = scale / self.replicas.ranks
-        return super().reduce(tensor, reduction, scale)  # type: ignore[misc]
+        """Return the sum or mean over meshes. accelerate sums over ranks, and ignores `scale` but on XLA."""
+        reduced = super().reduce(tensor, reduction, scale)  # type: ignore[misc]
+        return reduced if reduction in ("mean", "max") else _apply(self._per_mesh, reduced)
+
+    def _per_mesh(self, total: Tensor) -> Tensor:
+        """Return a sum over meshes, given one over ranks. Ranks of a mesh have equal tensors, so integers are exact."""
+        ranks = self.replicas.ranks
+        if ranks == 1 or total.dtype == torch.bool:
+            return total
+        return total / ranks if total.is_floating_point() or total.is_complex() else total // ranks
 
     def _gather_one(self, tensor: Tensor) -> Tensor:
         tensor = (tensor[None] if not tensor.ndim else tensor).contiguous()
@@ -231,6 +238,20 @@ class MeshAccelerator:
         parts = [torch.empty_like(tensor) for _ in range(self.replicas.groups)]
         dist.all_gather(parts, tensor, group=self.replicas.group)
         return torch.cat(parts)
+
+
+def _apply(function: Callable[[Tensor], Tensor], data: Any) -> Any:
+    """Return nested data with a function of each tensor. Raise TypeError if it holds other things."""
+    recursively_apply = ACCELERATE.find("accelerate.utils.operations:recursively_apply")
+    return recursively_apply(function, data, error_on_other_type=True)
+
+
+def _holds_tensors_only(data: Any) -> bool:
+    try:
+        _apply(lambda x: x, data)
+    except TypeError:
+        return False
+    return True
 
 
 @cached_per_world(8)
