@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import Trainer, TrainingArguments
 
 import attnmesh.hf as hf
-from attnmesh import errors
+from attnmesh import Zigzag, errors
 from tests.mistakes.table import Mistake
 from tests.support import families
 from tests.support.families import prompt
@@ -78,6 +78,15 @@ def prepared(mesh: DeviceMesh) -> Any:
 
     with launched():
         return hf.prepare(Accelerator(cpu=True), Wrapped(), mesh)
+
+
+def prepared_twice(mesh: DeviceMesh) -> Any:
+    from accelerate import Accelerator
+
+    with launched():
+        accelerator = Accelerator(cpu=True)
+        for layout in ("auto", Zigzag()):
+            hf.prepare(accelerator, families.model("llama", "attnmesh"), mesh, layout)
 
 
 def gathered(mesh: DeviceMesh) -> Any:
@@ -160,6 +169,13 @@ CASES = [
         errors.KernelError,
         "on_mesh: expected a model of transformers, or one in PEFT, DDP or a compiler, given Wrapped",
         "pass the model inside, or call it with hf.shard_batch(batch, mesh)",
+    ),
+    Mistake(
+        "prepare two models by one accelerator with two layouts",
+        prepared_twice,
+        errors.ArgumentError,
+        "prepare: expected the mesh, layout and exchange of the accelerator's first model, given others",
+        "pass the same ones for each model",
     ),
     Mistake(
         "gather strings by the accelerator of `hf.prepare`",

@@ -268,6 +268,28 @@ def test_an_accelerator_reduces_over_meshes(data: int, x: float, n: int, mean: f
 
 
 @on_each_rank
+def losses_of_two_models(shape: Shape) -> list[float]:
+    """Return losses of two models that one accelerator prepares, one of them twice."""
+    with launched():
+        from accelerate import Accelerator
+
+        accelerator, mesh, ids = Accelerator(cpu=True), named_mesh(shape, AXES), prompt(33)
+        models = [families.model(family, "attnmesh") for family in ("qwen3", "llama", "qwen3")]
+        models[2] = models[0]
+        prepared = [hf.prepare(accelerator, model, mesh) for model in models]
+        return [model(input_ids=ids, labels=ids).loss.item() for model in prepared]
+
+
+def test_an_accelerator_prepares_several_models_and_one_twice(pool: Pool) -> None:
+    ids = prompt(33)
+    first, second = (
+        families.model(family, "sdpa")(input_ids=ids, labels=ids).loss.item() for family in ("qwen3", "llama")
+    )
+    for given in pool.run(2, losses_of_two_models, Shape(1, 1, 2)):
+        assert given == pytest.approx([first, second, first], rel=FLOAT32_SUMS)
+
+
+@on_each_rank
 def after_an_error(shape: Shape) -> tuple[str, Any, float]:
     """Return the error of a batch, and the shards and the loss of the next one, in a loop that goes on."""
     with launched():

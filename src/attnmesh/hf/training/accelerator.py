@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.core.layout import Layout, Zigzag, check_layout
-from attnmesh.errors import KernelError, MeshError, require, short
+from attnmesh.errors import ArgumentError, KernelError, MeshError, require, short
 from attnmesh.hf.training.sharded_calls import ShardedCalls
 from attnmesh.hf.transformers_names import ACCELERATE
 from attnmesh.runtime.world import cached_per_world
@@ -67,11 +67,22 @@ def prepare(
     True
     """
     check_layout("prepare layout", layout, auto=True)
-    calls = ShardedCalls(mesh, layout, exchange)
+    calls = _calls_of(accelerator, mesh, layout, exchange)
     calls.install(model)
     as_one_process(accelerator, calls)
     calls.is_active = True
     return model
+
+
+def _calls_of(accelerator: Any, mesh: DeviceMesh | None, layout: Layout | str, exchange: str) -> ShardedCalls:
+    """Return the calls of the models of this accelerator. Raise if it has prepared a model for others."""
+    if not isinstance(accelerator, MeshAccelerator):
+        return ShardedCalls(mesh, layout, exchange)
+    calls = accelerator.calls
+    is_same = (calls.mesh, calls.layout, calls.exchange) == (mesh, layout, exchange)
+    expected, given = "the mesh, layout and exchange of the accelerator's first model", "others"
+    require(is_same, ArgumentError, "prepare", expected, given, "pass the same ones for each model")
+    return calls
 
 
 def as_one_process(accelerator: Any, calls: ShardedCalls) -> None:
