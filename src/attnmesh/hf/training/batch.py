@@ -26,7 +26,7 @@ from attnmesh.mesh_attention.sharding import shard
 IGNORE_INDEX = -100
 """Label of tokens that are not learned, as in transformers."""
 
-EXCHANGES = ("scan", "heads")
+RECURRENT_EXCHANGES = ("scan", "heads")
 """Exchanges of ranks in recurrent layers: their states, or the tokens of their heads."""
 
 TOKEN_ARGUMENTS = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids")
@@ -134,8 +134,8 @@ def agree_on_batch(
     axes = Mesh.of(mesh)
     with Agreement(axes, "shard_batch") as agreement:
         check_layout("shard_batch layout", layout, auto=True)
-        is_known = isinstance(exchange, str) and exchange in EXCHANGES
-        expected = f"one of {', '.join(EXCHANGES)}"
+        is_known = isinstance(exchange, str) and exchange in RECURRENT_EXCHANGES
+        expected = f"one of {', '.join(RECURRENT_EXCHANGES)}"
         require(is_known, ArgumentError, "shard_batch exchange", expected, short(exchange), 'pass exchange="scan"')
         given = type(batch).__name__
         fix = "pass the collator's output, or a dict"
