@@ -339,7 +339,8 @@ class KVCache(PagedCache, SavedCache):
         self.saved.forget(self.used)
         self.changes += 1
         # Derived from what is left, since one rank alone may have done a call that this undoes.
-        self.order_checksum *= length > 0
+        if not length:
+            self.order_checksum = 0
         self.history_checksum = self.order_checksum
         self.record_padding(self.shard.token_mask, length)
 

@@ -1,4 +1,4 @@
-"""What ranks compare of a step of decoding, and how a rank that cannot run it lets the others know."""
+"""Comparison of a step of decoding by its ranks, and the poison of a rank that cannot run it."""
 
 import functools
 from collections.abc import Mapping, Sequence

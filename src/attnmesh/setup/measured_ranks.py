@@ -51,13 +51,15 @@ class MeasuredRanks:
         own_line, place = (lines[index], host) if between else (lines[host], index)
         return [*own_line[place:], *own_line[:place]]
 
-    def median(self, call: Callable[[], Any], rounds: int = ROUNDS, *, until_all: bool = False) -> float:
-        """Return the median seconds of a call that all ranks begin together, without the first, of the slowest rank.
+    def median(
+        self, call: Callable[[], Any], rounds: int = ROUNDS, times: int = 1, *, until_all: bool = False
+    ) -> float:
+        """Return the median seconds of a call, or of several in a row, without the first, of the slowest rank.
 
         With `until_all` the time runs until all ranks are done.
         """
-        times = [self.seconds(call, until_all=until_all) for _ in range(rounds + 1)]
-        seconds = statistics.median(times[1:])
+        measured = [self.seconds(call, times, until_all=until_all) for _ in range(rounds + 1)]
+        seconds = statistics.median(measured[1:])
         if self.axis.group is None:
             return seconds
         return max(row[0] for row in dist_all_gather_ints([int(seconds * 1e9)], [self.axis])) / 1e9
@@ -73,7 +75,7 @@ class MeasuredRanks:
 
     def short(self, call: Callable[[], Any]) -> float:
         """Return the median seconds of a short call, measured over several in a row."""
-        return self.median(lambda: [call() for _ in range(IN_A_ROW)], 2 * ROUNDS) / IN_A_ROW
+        return self.median(call, 2 * ROUNDS, IN_A_ROW) / IN_A_ROW
 
     def synchronize(self, *, together: bool = True) -> None:
         """Wait for the device, and with `together` for the other ranks."""

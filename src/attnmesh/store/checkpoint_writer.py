@@ -118,7 +118,7 @@ def save_layers(
 
 
 def _wait_for_last(last: Saving) -> None:
-    """Wait until the save before is made, on all ranks. Raise if it failed: nobody has been told so far."""
+    """Wait until the save before is made, on all ranks. Raise if it failed, which no call has raised so far."""
     try:
         last.wait()
     except StoreError as error:
