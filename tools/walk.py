@@ -50,6 +50,11 @@ DRAWN = {
         "makes the output of the merged partial. The kernel writes into the message of the merge: `blank_message`\n"
         "returns views of it, and `query.into` hands them to the kernel.",
     ),
+    "decode, 2 ranks, float64": (
+        "The same step in float64, which no native merge takes: what it runs through beside these.",
+        "Here `agreement` is a `MergeAgreement`: its `with` is around `compute`. The record of a merge names a method of\n"
+        "the axis's transport, which sends the messages: `direct`, or `tree` or `collective`.",
+    ),
     "append, 2 ranks": (
         "Appending: `cache.append(k, v)`, which `decode(q, cache, k=k, v=v)` calls first.",
         "Ranks compare the first append of a cache. Later ones write, and the next step compares how many tokens\n"
@@ -59,6 +64,8 @@ DRAWN = {
 """Walks that are drawn: what each is of, and where its partials are merged or its gradients summed."""
 LEFT_OUT = ("core/", "mesh/", "runtime/", "kernels/traced", "kernels/rectangles", "kernels/native/native_digest")
 """Files of values and of questions, whose functions a drawing leaves out."""
+TRANSPORT = "comm/transport.py"
+"""The file whose functions are drawn also where `merge_ranks` of comm calls them."""
 
 MOST = {"attention, 1 rank": 50, "attention, 2 ranks": 200, "decode, 1 rank": 12, "decode, 2 ranks": 30}
 """Frames that calls may take at most, by how their names begin."""
@@ -99,7 +106,7 @@ class Stop:
     def line(self, width: int = 130) -> str:
         """Return the line of a drawing, with as much of the sentence as fits."""
         start = f"{self.file:<28} {'  ' * self.depth}{self.name}"
-        line = f"{start:<65}{self.sentence}"
+        line = f"{start:<64} {self.sentence}"
         return line if len(line) <= width else f"{line[: width - 4].rsplit(' ', 1)[0].rstrip(',;:')} ..."
 
 
@@ -143,7 +150,8 @@ def _is_waiting(frame: FrameType) -> bool:
 def stops(call: Callable[[], object]) -> list[Stop]:
     """Return what a call runs through, each function once: public ones, and private ones that lead to others.
 
-    What rooms do for themselves is left out: values (core, mesh, runtime), and what a function of comm calls in turn.
+    What rooms do for themselves is left out: values (core, mesh, runtime), and what a function of comm calls in turn,
+    but for the transport of a merge.
     """
     for _ in range(WARM):
         call()
@@ -162,6 +170,7 @@ def stops(call: Callable[[], object]) -> list[Stop]:
         file, docstring = str(Path(code.co_filename).relative_to(PACKAGE)), next(iter(code.co_consts), None)
         hidden = file.startswith(LEFT_OUT) or "<" in code.co_qualname or code.co_qualname.startswith("Call.")
         inside = above is not None and _room(above[0]) == "comm" == _room(code.co_filename)
+        inside = inside and not (file == TRANSPORT and any(name == "merge_ranks" for _, name in entered))
         if key not in parents and isinstance(docstring, str) and not hidden and not inside:
             parents[key] = next((other for other in reversed(entered[:-1]) if other in parents), None)
             depth = sum(other in parents for other in entered[:-1])
@@ -215,15 +224,16 @@ def decode_call(shape: tuple[int, int, int] | None, kind: str = "") -> Callable[
     sizes: dict[str, Any] = {"batch": 1, "kv_heads": KV_HEADS, "head_dim": DIM, "capacity": 256}
     if kind == "window":
         sizes["mask"] = options["mask"] = am.Window(20)
+    dtype = torch.float64 if kind == "float64" else torch.float32
     torch.manual_seed(0)
-    cache = am.KVCache(mesh, **sizes, dtype=torch.float32)
+    cache = am.KVCache(mesh, **sizes, dtype=dtype)
     real = torch.arange(TOKENS)[None] > 2 if kind == "padding" else None
-    cache.append(*torch.randn(2, 1, KV_HEADS, TOKENS, DIM).unbind(), token_mask=real)
+    cache.append(*torch.randn(2, 1, KV_HEADS, TOKENS, DIM, dtype=dtype).unbind(), token_mask=real)
     if kind == "sinks":
         options["sinks"] = torch.zeros(HEADS)
     if kind == "heads":
         options["output"] = "heads"
-    q = torch.randn(1, HEADS, 1, DIM)
+    q = torch.randn(1, HEADS, 1, DIM, dtype=dtype)
     return lambda: am.decode(q, cache, **options)
 
 
@@ -251,6 +261,7 @@ ON_TWO: dict[str, Callable[[], Callable[[], object]]] = {
 }
 ALL_DRAWN = ON_TWO | {
     "training, 2 ranks, keys": lambda: attention_call((1, 1, 2), with_grad=True),
+    "decode, 2 ranks, float64": lambda: decode_call((1, 1, 2), "float64"),
     "append, 2 ranks": lambda: append_call((1, 1, 2)),
 }
 
