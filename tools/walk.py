@@ -52,8 +52,8 @@ DRAWN = {
     ),
     "decode, 2 ranks, float64": (
         "The same step in float64, which no native merge takes: what it runs through beside these.",
-        "Here `agreement` is a `MergeAgreement`: its `with` is around `compute`. The record of a merge names a method of\n"
-        "the axis's transport, which sends the messages: `direct`, or `tree` or `collective`.",
+        "Here `agreement` is a `MergeAgreement`: its `with` is around `compute`. The record of a merge names a method\n"
+        "of the axis's transport, which sends the messages: `direct`, or `tree` or `collective`.",
     ),
     "append, 2 ranks": (
         "Appending: `cache.append(k, v)`, which `decode(q, cache, k=k, v=v)` calls first.",
