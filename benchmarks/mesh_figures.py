@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from attnmesh.core.candidates import best, pack, unpack
+from attnmesh.core.candidates import best_candidates, pack_candidates, unpack_candidates
 from attnmesh.core.layout import Layout, Packed, check_layout
 from attnmesh.core.mask import Mask, check_mask
 from attnmesh.errors import LayoutError, MeshError, check_count
-from attnmesh.mesh.reduction_tree import tree
+from attnmesh.mesh.reduction_tree import reduction_rounds
 from attnmesh.mesh.schedule import Problem, schedule
 from attnmesh.mesh.shapes import Shape
 
@@ -144,7 +144,7 @@ def _holders(problem: Problem) -> Tensor:
     holders = torch.empty(problem.length, dtype=torch.long)
     for r in range(problem.shape.queries):
         for c in range(problem.shape.keys):
-            holders[problem.queries(r, c)] = r * problem.shape.keys + c
+            holders[problem.query_positions(r, c)] = r * problem.shape.keys + c
     return holders
 
 
@@ -181,7 +181,7 @@ def tree_messages(hosts: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]
     >>> tree_messages([[0, 1], [2, 3]])
     [[(1, 0), (0, 1), (3, 2), (2, 3)], [(2, 0), (3, 1), (0, 2), (1, 3)]]
     """
-    rounds = tree(hosts)
+    rounds = reduction_rounds(hosts)
     pairs: list[list[tuple[int, int]]] = [[] for _ in range(max(map(len, rounds.values())))]
     for rank, steps in sorted(rounds.items()):
         for number, step in enumerate(steps, start=len(pairs) - len(steps)):
@@ -226,11 +226,16 @@ def draw_selection(ranks: int = 4, tokens: int = 32, k: int = 4) -> "Figure":
     from matplotlib.figure import Figure
 
     scores, holder = torch.rand(tokens, generator=torch.Generator().manual_seed(3)), torch.arange(tokens) // 4 % ranks
-    mine = [best(pack(scores[holder == rank], (holder == rank).nonzero()[:, 0]), k) for rank in range(ranks)]
+    mine = [
+        best_candidates(pack_candidates(scores[holder == rank], (holder == rank).nonzero()[:, 0]), k)
+        for rank in range(ranks)
+    ]
     states, messages = [mine], tree_messages([[*range(ranks)]])
     for pairs in messages:
         before = states[-1]
-        joined = {receiver: best(torch.cat((before[receiver], before[sender])), k) for sender, receiver in pairs}
+        joined = {
+            receiver: best_candidates(torch.cat((before[receiver], before[sender])), k) for sender, receiver in pairs
+        }
         states.append([joined.get(rank, before[rank]) for rank in range(ranks)])
     figure = Figure((2.4 + 2.3 * len(messages), 0.7 + 0.5 * ranks), dpi=DPI, facecolor="white")
     axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
@@ -243,7 +248,7 @@ def draw_selection(ranks: int = 4, tokens: int = 32, k: int = 4) -> "Figure":
         for rank, candidates in enumerate(lists):
             if column == 0:
                 axes.text(-0.3, -rank, f"rank {rank}", ha="right", va="center", fontsize=8, color=INK)
-            for place, token in enumerate(unpack(candidates)[1].tolist()):
+            for place, token in enumerate(unpack_candidates(candidates)[1].tolist()):
                 colour = colorsys.hls_to_rgb(HUES[int(holder[token])], 0.42, 0.6)
                 position, box = (
                     (2.3 * column + 0.36 * place, -rank),

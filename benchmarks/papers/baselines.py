@@ -6,7 +6,7 @@ p ranks, on each a shard of S bytes of keys and values; `link` is the slowest cl
 from dataclasses import replace
 
 from attnmesh.mesh.cluster import Cluster
-from attnmesh.mesh.merge_cost import MergeGroup, Payload
+from attnmesh.mesh.merge_cost import MergeGroup, MessageSize
 from attnmesh.mesh.merges import MERGES
 from attnmesh.mesh.rates import BOUNDLESS, Link
 from attnmesh.mesh.way import Way
@@ -40,7 +40,7 @@ def ring_decode(cluster: Cluster, shard: float) -> float:
 
 def algorithm_3(cluster: Cluster, shard: float, heads: int, width: int) -> float:
     """A shard attended, then three all-reduces: of the maximum, the numerator, the denominator."""
-    line, payload = MergeGroup(cluster.world, cluster.ranks), Payload(heads * FLOAT, width)
+    line, payload = MergeGroup(cluster.world, cluster.ranks), MessageSize(heads * FLOAT, width)
     return attended(cluster, shard) + MERGES["allreduce"].seconds(line, payload, cluster)
 
 

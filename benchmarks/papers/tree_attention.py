@@ -11,7 +11,7 @@ import typer
 
 import attnmesh as am
 from attnmesh.mesh.cluster import Cluster
-from attnmesh.mesh.merge_cost import MergeGroup, Payload
+from attnmesh.mesh.merge_cost import MergeGroup, MessageSize
 from attnmesh.mesh.merges import MERGES
 from attnmesh.mesh.shapes import Shape
 from attnmesh.mesh.way import Way
@@ -165,7 +165,7 @@ def messages() -> list[Row]:
     price = cost(Way(Shape(1, 1, 8), Shape(1, 1, 8), am.Striped(16), "allreduce"), workload, DGX)
     volume = one(baselines.tree_volume(8, HEADS * WIDTH, HEADS) / 1e3)
     three = baselines.algorithm_3(DGX, 0.0, HEADS, WIDTH) - DGX.device.call
-    direct = MERGES["direct"].seconds(MergeGroup(8, 8), Payload(HEADS * 4.0, WIDTH), DGX)
+    direct = MERGES["direct"].seconds(MergeGroup(8, 8), MessageSize(HEADS * 4.0, WIDTH), DGX)
     case = "8 H100, one layer: "
     return [
         Row(f"{case}bytes a rank, by its formula", "kB", volume, one(price.inside / 8e3), why=WIDE),

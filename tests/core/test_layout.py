@@ -97,7 +97,7 @@ def test_packed_cells_have_equal_pairs(shape: tuple[int, int, int], seed: int) -
     problem = Problem(mask, am.Shape(*shape), layout, layout, sum(documents), sum(documents))
     pairs = []
     for r, c in product(range(shape[1]), range(shape[2])):
-        band = Band.of(mask, problem.queries_at(r), problem.keys_at(c))
+        band = Band.of(mask, problem.query_positions_at(r), problem.key_positions_at(c))
         pairs.append(int((band.high - band.low).clamp(min=0).sum()))
     assert sum(pairs) == sum(n * (n + 1) // 2 for n in documents)
     assert max(pairs) <= 1.06 * sum(pairs) / len(pairs)  # 1.05 without the diagonal, of which shards have equal parts

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import attnmesh as am
-from attnmesh.core.selection import NONE
+from attnmesh.core.selection import NO_INDEX
 from attnmesh.decoding.index_search import top_k_tokens
 from attnmesh.errors import ShapeError
 from attnmesh.mesh.shapes import AXES, Shape
@@ -131,7 +131,7 @@ def test_a_step_sends_what_one_over_all_tokens_sends(pool: Pool) -> None:
 
 def test_an_empty_selection_gives_zeros() -> None:
     cache, q = cache_of(1, "prefix"), numbers(2, HEADS[0], 2, WIDTH, seed=2)
-    nothing = am.Selection(torch.full((2, 1, 2, 3), NONE, dtype=torch.int32))
+    nothing = am.Selection(torch.full((2, 1, 2, 3), NO_INDEX, dtype=torch.int32))
     assert not am.decode(q, cache, selected=nothing).any()
 
 
@@ -187,7 +187,7 @@ def test_the_best_tokens_do_not_depend_on_the_ranks(pool: Pool, padded: bool) ->
     seen = am.Causal().visible(torch.arange(TOKENS - 3, TOKENS), torch.arange(TOKENS)) & real[:, None]
     seen = seen & real[:, -3:, None]
     order = score(keys, operands).masked_fill(~seen, -torch.inf).sort(-1, descending=True)
-    right = order.indices.masked_fill(order.values == -torch.inf, NONE)
+    right = order.indices.masked_fill(order.values == -torch.inf, NO_INDEX)
     assert torch.equal(alone[0][..., :TOKENS].long(), right)
-    assert (alone[0][..., TOKENS:] == NONE).all()
+    assert (alone[0][..., TOKENS:] == NO_INDEX).all()
     assert torch.equal(alone[0], alone[2])

@@ -13,7 +13,7 @@ from attnmesh.diffusers import disable, enable
 from attnmesh.diffusers.tokens import run_sizes
 from attnmesh.mesh.schedule import EXCHANGES, Problem
 from attnmesh.mesh.shapes import AXES, Shape
-from attnmesh.mesh.traffic import traffic
+from attnmesh.mesh.traffic import planned_traffic
 from attnmesh.runtime.counters import counted
 from tests.support.diffusion import MODELS, PIPELINES, Inputs, pipeline_steps
 from tests.support.mesh_problems import named_mesh
@@ -134,7 +134,7 @@ def bytes_received(shape: Shape, exchange: str, rows: int) -> int:
 def test_ranks_receive_what_the_plan_says(pool: Pool, shape: Shape, exchange: str, rows: int) -> None:
     tokens, layers, width = 3 * rows * 3, 2, HEADS * 12
     layout = Split(run_sizes(tokens, shape.ranks))
-    moves = traffic(Problem(Full(), shape, layout, layout, tokens, tokens), shape)
+    moves = planned_traffic(Problem(Full(), shape, layout, layout, tokens, tokens), shape)
     queries, keys = moves.queries.inside.total, moves.keys.inside.total
     attention = queries * (2 * width + HEADS) + keys * 2 * width  # queries come back as out and lse
     gathered = tokens * (shape.ranks - 1) * 16  # the output, 4 channels of 2 x 2 pixels a token

@@ -5,7 +5,7 @@ import torch
 
 from attnmesh.comm.transport import DeviceTransport, Post, Wait
 from attnmesh.mesh.axes import Axis
-from attnmesh.mesh.reduction_tree import tree
+from attnmesh.mesh.reduction_tree import reduction_rounds
 
 
 @pytest.mark.parametrize("rank", range(4))
@@ -19,6 +19,6 @@ def test_nccl_receives_only_the_messages_of_the_round_that_it_sends(rank: int, m
 
     monkeypatch.setattr(DeviceTransport, "post", post)
     message = torch.empty(8, dtype=torch.uint8, device="meta")
-    rounds = tree([range(4)])[rank]
+    rounds = reduction_rounds([range(4)])[rank]
     DeviceTransport(Axis(4, rank), message.device).reduce(message, rounds, lambda rows: rows[0])
     assert batches == [[("irecv", step.recv), *(("isend", peer) for peer in step.send)] for step in rounds]

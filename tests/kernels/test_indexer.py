@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import attnmesh as am
-from attnmesh.core.candidates import best, pack, unpack
+from attnmesh.core.candidates import best_candidates, pack_candidates, unpack_candidates
 from attnmesh.core.mask import Mask
 from attnmesh.kernels import indexer
 from attnmesh.kernels.indexer import IndexKeys, indexer_top_k
@@ -39,7 +39,7 @@ def dense(scores: Tensor, visible: Tensor, k: int, block: int) -> list[Tensor]:
     blocks = torch.arange(scores.shape[-1]) // block
     shape = *scores.shape[:-1], -(-scores.shape[-1] // block)
     whole = torch.full(shape, -torch.inf).scatter_reduce(-1, blocks.expand_as(scores), scores, "amax")
-    return [*unpack(best(pack(whole, torch.arange(shape[-1])), k))]
+    return [*unpack_candidates(best_candidates(pack_candidates(whole, torch.arange(shape[-1])), k))]
 
 
 @given(
@@ -68,7 +68,9 @@ def test_tiles_give_the_top_k_of_dense_scores(
     first, last = mask.bounds(queries[None])
     tile, at_once = elements
     with mock.patch.dict(TILE_ELEMENTS, {"cpu": tile}), mock.patch.dict(indexer.AT_ONCE, {"cpu": at_once}):
-        found = unpack(indexer_top_k(function, operands, IndexKeys(keys, tokens, positions), first, last, k, block))
+        found = unpack_candidates(
+            indexer_top_k(function, operands, IndexKeys(keys, tokens, positions), first, last, k, block)
+        )
     right = dense(function(keys, operands), mask.visible(queries, tokens) & ~padding[:, None], k, block)
     torch.testing.assert_close(found[0], right[0])
     agree = found[1] == right[1]  # the products of a tile may round otherwise
@@ -80,7 +82,7 @@ def test_no_queries_or_no_keys(rows: int, count: int) -> None:
     operands = torch.randn(1, rows, HEADS, WIDTH), torch.rand(1, rows, HEADS)
     keys = IndexKeys(torch.randn(1, count, WIDTH), torch.arange(count), torch.arange(count)[None])
     bounds = torch.zeros(1, rows, dtype=torch.int64), torch.full((1, rows), 9)
-    scores, _ = unpack(indexer_top_k(score, operands, keys, *bounds, 3))
+    scores, _ = unpack_candidates(indexer_top_k(score, operands, keys, *bounds, 3))
     assert torch.equal(scores, torch.full((1, rows, 3), -torch.inf))
 
 

@@ -9,7 +9,7 @@ import attnmesh as am
 from attnmesh.core.band import Band
 from attnmesh.core.layout import Layout
 from attnmesh.core.mask import Mask
-from attnmesh.kernels.rectangles import TILE, Rectangle, cut, cut_into_tiles
+from attnmesh.kernels.rectangles import MASKED_TILE_ROWS, Rectangle, cut, cut_into_tiles
 from tests.support.problems import draw
 
 pytestmark = pytest.mark.quick
@@ -89,8 +89,8 @@ def test_work_and_masks_grow_with_the_length_alone(mask: Mask) -> None:
     masked = [
         (b.queries.stop - b.queries.start) * (b.keys.stop - b.keys.start) for b in rectangles if b.band is not None
     ]
-    assert max(masked, default=0) <= TILE * (TILE + 256)
+    assert max(masked, default=0) <= MASKED_TILE_ROWS * (MASKED_TILE_ROWS + 256)
 
 
 def test_short_documents_share_tiles() -> None:
-    assert len(cut(band(am.Causal() & am.Documents([3] * 1000), 3000))) == -(-3000 // TILE)
+    assert len(cut(band(am.Causal() & am.Documents([3] * 1000), 3000))) == -(-3000 // MASKED_TILE_ROWS)

@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnmesh.mesh.reduction_tree import bit_reversed, tree
+from attnmesh.mesh.reduction_tree import bit_reversed, reduction_rounds
 
 pytestmark = pytest.mark.quick
 
 
 def contributions_by_round(hosts: list[list[int]]) -> dict[int, list[frozenset[int]]]:
     """Return the contributions that each rank has merged after each of its rounds."""
-    rounds = tree(hosts)
+    rounds = reduction_rounds(hosts)
     held = {rank: [frozenset([rank])] for rank in rounds}
     waiting = dict.fromkeys(rounds, 0)
     sent: dict[tuple[int, int], list[frozenset[int]]] = {}

@@ -46,11 +46,13 @@ def test_sent_tokens_are_received_and_results_return_to_their_owner(problem: Pro
     plans = all_schedules(problem, ring)
     for (r, c), plan in plans.items():
         row = {peer: plans[r, peer].query_step for peer in range(problem.shape.keys)}
-        _check_step(plan.query_step, c, row, problem.queries(r, c), {p: problem.queries(r, p) for p in row})
-        held, befores = problem.keys(r, c), {p: problem.keys(p, c) for p in range(problem.shape.queries)}
+        sent = {p: problem.query_positions(r, p) for p in row}
+        _check_step(plan.query_step, c, row, problem.query_positions(r, c), sent)
+        held = problem.key_positions(r, c)
+        befores = {p: problem.key_positions(p, c) for p in range(problem.shape.queries)}
         for t, step in enumerate(plan.key_steps):
             column = {peer: plans[peer, c].key_steps[t] for peer in range(problem.shape.queries)}
-            _check_step(step, r, column, problem.keys(r, c), befores, held)
+            _check_step(step, r, column, problem.key_positions(r, c), befores, held)
             held, befores = step.positions, {peer: other.positions for peer, other in column.items()}
 
 
@@ -104,7 +106,7 @@ def test_packed_documents_receive_only_their_keys() -> None:
     mask = am.Causal() & am.Documents(lengths)
     problem = Problem(mask, Shape(1, 4, 2), am.Contiguous(), am.Contiguous(), 800, 800)
     for (r, c), plan in all_schedules(problem, ring=False).items():
-        seen = mask.visible(problem.queries_at(r), problem.keys_at(c)).any(0)
+        seen = mask.visible(problem.query_positions_at(r), problem.key_positions_at(c)).any(0)
         assert len(plan.key_steps[0].positions) == int(seen.sum())
 
 

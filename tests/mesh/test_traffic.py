@@ -9,7 +9,7 @@ import attnmesh as am
 from attnmesh.core.mask import Mask
 from attnmesh.mesh.schedule import Problem, schedule
 from attnmesh.mesh.shapes import Shape, rank_grid
-from attnmesh.mesh.traffic import FLOWS, _count_exchanges, tiles, traffic
+from attnmesh.mesh.traffic import FLOWS, _count_exchanges, planned_traffic, tiles
 from tests.support.seeds import pairs
 
 pytestmark = pytest.mark.quick
@@ -44,7 +44,7 @@ def test_traffic_is_the_sum_over_the_schedules_of_all_ranks(mask: Mask, layout: 
         )
         back += sum(count for one in ring for step in one.gradient_steps if step for _, count in step.receive)
         for tile in tiles(shape, math.gcd(shape.ranks, 2)):
-            moves = traffic(problem, tile)
+            moves = planned_traffic(problem, tile)
             for flow, count, times in (
                 (moves.queries, queries, 1),
                 (moves.keys, keys, 1),
@@ -71,7 +71,7 @@ def test_traffic_is_the_sum_over_the_schedules_of_all_ranks(mask: Mask, layout: 
 def test_a_long_problem_is_counted_on_a_short_one(mask: Mask) -> None:
     shape = Shape(1, 4, 2)
     one, two = (
-        traffic(Problem(m, shape, am.Zigzag(), am.Zigzag(), n, n), Shape(1, 2, 1))
+        planned_traffic(Problem(m, shape, am.Zigzag(), am.Zigzag(), n, n), Shape(1, 2, 1))
         for m, n in ((mask, 4096), (Mask(min(mask.left * 64, 1 << 60), mask.right), 4096 * 64))
     )
     for name in FLOWS:
@@ -84,7 +84,9 @@ def test_a_long_problem_is_counted_on_a_short_one(mask: Mask) -> None:
 def test_a_short_window_of_a_long_sequence_costs_its_pairs_and_edges(length: int, left: int) -> None:
     """By hand: each query has left + 1 pairs, and left keys cross each of the 3 edges between runs."""
     shape = Shape(1, 4, 1)
-    moves = traffic(Problem(am.Window(left), shape, am.Contiguous(), am.Contiguous(), length, length), Shape(1, 1, 1))
+    moves = planned_traffic(
+        Problem(am.Window(left), shape, am.Contiguous(), am.Contiguous(), length, length), Shape(1, 1, 1)
+    )
     assert moves.pairs.most == pytest.approx(length / 4 * (left + 1), rel=0.05)
     assert moves.keys.between.total == pytest.approx(3 * left, rel=0.1)
 
@@ -93,7 +95,9 @@ def test_a_short_window_of_a_long_sequence_costs_its_pairs_and_edges(length: int
 def test_short_documents_of_a_long_sequence_cost_their_pairs_and_edges(length: int) -> None:
     """By hand: a document of 50 has 50 * 51 / 2 pairs; only keys of documents on an edge between runs travel."""
     mask = am.Causal() & am.Documents([50] * (length // 50))
-    moves = traffic(Problem(mask, Shape(1, 8, 1), am.Contiguous(), am.Contiguous(), length, length), Shape(1, 1, 1))
+    moves = planned_traffic(
+        Problem(mask, Shape(1, 8, 1), am.Contiguous(), am.Contiguous(), length, length), Shape(1, 1, 1)
+    )
     assert moves.pairs.most == pytest.approx(length / 50 / 8 * 50 * 51 / 2, rel=0.05)
     assert moves.keys.between.total <= 7 * 50
 
@@ -103,7 +107,7 @@ def test_a_long_span_is_counted_as_it_is(left: int) -> None:
     """A query at the start of a span sees its end, however near the keys before it are."""
     shape, tile = Shape(1, 4, 1), Shape(1, 1, 1)
     problem = Problem(am.Spans([(2500, 10_000)], left), shape, am.Contiguous(), am.Contiguous(), 20_000, 20_000)
-    found, exact = traffic(problem, tile), _count_exchanges(problem, tile)
+    found, exact = planned_traffic(problem, tile), _count_exchanges(problem, tile)
     assert found.pairs == pytest.approx(exact.pairs, rel=0.03)
     assert found.keys.between.total == pytest.approx(exact.keys.between.total, rel=0.03)
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import attnmesh as am
 from attnmesh.core import selection as core
 from attnmesh.core.scaling import Scaling
-from attnmesh.core.selection import NONE
+from attnmesh.core.selection import NO_INDEX
 from attnmesh.errors import DtypeError, InputError, KernelError, LayoutError, ShapeError
 from attnmesh.kernels import selected_keys as kernel
 from attnmesh.kernels.choice import choose
@@ -101,15 +101,15 @@ def test_a_selection_of_all_keys_is_causal_attention(case: Drawn) -> None:
 def test_a_block_is_its_keys(case: Drawn) -> None:
     q, k, v, selected = case
     first = selected.indices.long().unsqueeze(-1) * selected.block
-    each = torch.where(first < k.shape[2], first + torch.arange(selected.block), NONE).flatten(-2)
-    keys = am.Selection(each.masked_fill(each >= k.shape[2], NONE).int())
+    each = torch.where(first < k.shape[2], first + torch.arange(selected.block), NO_INDEX).flatten(-2)
+    keys = am.Selection(each.masked_fill(each >= k.shape[2], NO_INDEX).int())
     close(am.attend(q, k, v, selected=keys), am.attend(q, k, v, selected=selected))
 
 
 @given(cases())
 def test_rows_with_nothing_are_the_identity(case: Drawn) -> None:
     q, k, v, selected = case
-    nothing = am.Selection(torch.full_like(selected.indices, NONE))
+    nothing = am.Selection(torch.full_like(selected.indices, NO_INDEX))
     partial = am.attend(q, k, v, selected=nothing)
     assert not partial.out.any()
     assert torch.isneginf(partial.lse).all()
@@ -156,7 +156,7 @@ def test_memory_does_not_grow_with_queries_times_keys(in_place: bool, monkeypatc
 
 def test_numbers_of_keys_that_are_not_selected_do_not_matter() -> None:
     q, k, v = torch.randn(3, 1, 2, 6, 4).unbind()
-    rows = torch.tensor([[1, NONE], [1, 2], [NONE, 2], [1, 5], [5, 4], [1, 2]], dtype=torch.int32)
+    rows = torch.tensor([[1, NO_INDEX], [1, 2], [NO_INDEX, 2], [1, 5], [5, 4], [1, 2]], dtype=torch.int32)
     expected = am.attend(q, k, v, mask=am.Causal(), selected=am.Selection(rows[None, None]))
     k[:, :, [0, 3]], v[:, :, [0, 3]] = torch.nan, torch.inf
     given = am.attend(q, k, v, mask=am.Causal(), selected=am.Selection(rows[None, None]))
@@ -165,7 +165,7 @@ def test_numbers_of_keys_that_are_not_selected_do_not_matter() -> None:
 
 def test_numbers_of_keys_that_are_not_selected_change_no_gradient() -> None:
     q, k, v, dout = torch.randn(4, 1, 2, 6, 4, dtype=torch.float64).unbind()
-    rows = torch.tensor([[1, NONE], [NONE, NONE], [NONE, 2], [1, 5], [5, 4], [1, 2]], dtype=torch.int32)
+    rows = torch.tensor([[1, NO_INDEX], [NO_INDEX, NO_INDEX], [NO_INDEX, 2], [1, 5], [5, 4], [1, 2]], dtype=torch.int32)
 
     def gradients() -> tuple[Tensor, ...]:
         inputs = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -286,7 +286,7 @@ def faulty_on_a_gpu(gpu: EmulatedGPU, shape: Shape) -> list[int]:
     """Return the rows of this rank that are NaN."""
     mesh = init_device_mesh("cuda", tuple(shape), mesh_dim_names=AXES)
     q = torch.randn(1, 4, 5, 8, generator=torch.Generator().manual_seed(0)).cuda()
-    rows = torch.tensor([[0, 1], [1, 1], [-1, 2], [NONE, NONE], [3, 10]], dtype=torch.int32)
+    rows = torch.tensor([[0, 1], [1, 1], [-1, 2], [NO_INDEX, NO_INDEX], [3, 10]], dtype=torch.int32)
     where = {"mesh": mesh, "layout": am.Contiguous(), "mask": am.Full(), "length": 10}
     with torch.no_grad():
         out = am.attention(q, q, q, selected=am.Selection(rows[None, None].cuda()), **where)

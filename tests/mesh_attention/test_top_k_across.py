@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import attnmesh as am
-from attnmesh.core.selection import NONE
+from attnmesh.core.selection import NO_INDEX
 from attnmesh.errors import DtypeError
-from attnmesh.mesh.reduction_tree import tree
+from attnmesh.mesh.reduction_tree import reduction_rounds
 from attnmesh.runtime.counters import counted
 from tests.support.pool import Pool, on_each_rank
 
@@ -50,13 +50,13 @@ def test_the_lowest_numbers_of_float64_are_scores() -> None:
 @pytest.mark.parametrize(("ties", "k"), [(False, 7), (True, 7), (True, 60)])
 def test_top_k_across_is_the_stable_top_k_of_all_ranks(pool: Pool, ranks: int, ties: bool, k: int) -> None:
     scores, order = scores_of_all(ties).sort(dim=-1, descending=True, stable=True)
-    keys = order.masked_fill(scores == -torch.inf, NONE)
+    keys = order.masked_fill(scores == -torch.inf, NO_INDEX)
     results = pool.run(ranks, found, ties, k)
     for got_scores, got_keys, _ in results:
         assert torch.equal(got_scores[..., :KEYS], scores[..., :k])
         assert torch.equal(got_keys[..., :KEYS], keys[..., :k])
         assert (got_scores[..., KEYS:] == -torch.inf).all()
-        assert (got_keys[..., KEYS:] == NONE).all()
+        assert (got_keys[..., KEYS:] == NO_INDEX).all()
     assert max(received for *_, received in results) == math.ceil(math.log2(ranks)) * math.prod(ROWS) * k * 8
 
 
@@ -101,4 +101,4 @@ def test_nan_is_returned_first() -> None:
 
 @pytest.mark.parametrize("ranks", range(1, 18))
 def test_the_tree_has_the_fewest_rounds(ranks: int) -> None:
-    assert max(map(len, tree([[*range(ranks)]]).values())) == math.ceil(math.log2(ranks))
+    assert max(map(len, reduction_rounds([[*range(ranks)]]).values())) == math.ceil(math.log2(ranks))

@@ -14,7 +14,7 @@ from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.rates import Device, Link
 from attnmesh.mesh.schedule import Problem
 from attnmesh.mesh.shapes import Shape, elements
-from attnmesh.mesh.traffic import traffic
+from attnmesh.mesh.traffic import planned_traffic
 from attnmesh.mesh.way import Way
 from attnmesh.planner.cost import cost
 from attnmesh.planner.plan import all_ways
@@ -35,7 +35,7 @@ def test_documents_of_unequal_lengths_are_packed(cluster: str) -> None:
     assert best.layout == am.Packed(documents, best.shape)
     zigzag = next(one for one in others if one.shape == best.shape and one.layout == am.Zigzag())
     assert zigzag.seconds > 1.3 * best.seconds
-    counted = traffic(Problem(mask, best.shape, best.layout, best.layout, *[sum(documents)] * 2), best.tile)
+    counted = planned_traffic(Problem(mask, best.shape, best.layout, best.layout, *[sum(documents)] * 2), best.tile)
     assert counted.pairs.most < 1.1 * counted.pairs.mean
 
 

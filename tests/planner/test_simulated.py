@@ -19,7 +19,7 @@ from attnmesh.core.layout import Layout
 from attnmesh.core.mask import Mask
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.rates import Device, Link
-from attnmesh.mesh.reduction_tree import tree
+from attnmesh.mesh.reduction_tree import reduction_rounds
 from attnmesh.mesh.schedule import EXCHANGES, ExchangeStep, Problem, schedule
 from attnmesh.mesh.shapes import Shape, rank_grid
 from attnmesh.mesh.traffic import tiles
@@ -157,7 +157,7 @@ def test_a_tree_takes_as_long_as_simulated(world: tuple[int, int]) -> None:
     work = Workload(64, 8, 128, 16384, phase="decode", q_len=16)
     shape, tile = Shape(1, 1, ranks), Shape(1, 1, machines.ranks)
     size = work.q_heads * 16 * 129 * 4 + 8.0
-    whole = tree([list(range(start, start + machines.ranks)) for start in range(0, ranks, machines.ranks)])
+    whole = reduction_rounds([list(range(start, start + machines.ranks)) for start in range(0, ranks, machines.ranks)])
     rounds: list[list[Message]] = [[] for _ in range(max(map(len, whole.values())))]
     for rank, turns in whole.items():
         for number, turn in enumerate(turns):

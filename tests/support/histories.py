@@ -11,7 +11,7 @@ from torch import Tensor
 import attnmesh as am
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import sum_dtype
-from attnmesh.core.selection import NONE
+from attnmesh.core.selection import NO_INDEX
 from attnmesh.core.storage import STORAGES
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.dense import truth
@@ -105,7 +105,7 @@ class History:
         scores = torch.rand(event.batch, heads, event.number, -(-length // block), generator=generator)
         indices = scores.argsort(-1)[..., : 1 + event.seed // 27 % 30]
         none = torch.rand(indices.shape, generator=generator) < 0.1
-        return am.Selection(indices.masked_fill(none, NONE).int(), block)
+        return am.Selection(indices.masked_fill(none, NO_INDEX).int(), block)
 
     def order(self, event: Event) -> Tensor:
         """Return the batch index of a reorder event."""

@@ -9,7 +9,7 @@ from torch import Tensor
 import attnmesh as am
 from attnmesh.core.layout import Layout
 from attnmesh.core.mask import FAR, Mask
-from attnmesh.core.selection import NONE
+from attnmesh.core.selection import NO_INDEX
 from tests.support.dense import truth
 
 LENGTHS = (0, 1, 2, 3, 7, 31, 33, 64, 65, 127, 130, 200, 257, 333)
@@ -137,9 +137,9 @@ def selection(random: Random, sizes: tuple[int, int], queries: int, keys: int) -
     block = random.choice((1, 1, 2, 7))
     shape = sizes[0], random.choice((1, sizes[1])), queries
     k, blocks = random.randint(1, max(1, keys) + 2), -(-keys // block)
-    drawn = torch.full((*shape, k), NONE)
+    drawn = torch.full((*shape, k), NO_INDEX)
     some = torch.rand(*shape, blocks, generator=generator).argsort(-1)[..., :k]
-    drawn[..., : some.shape[-1]] = some.masked_fill(torch.rand(some.shape, generator=generator) < 0.2, NONE)
+    drawn[..., : some.shape[-1]] = some.masked_fill(torch.rand(some.shape, generator=generator) < 0.2, NO_INDEX)
     return am.Selection(drawn[..., torch.randperm(k, generator=generator)].int(), block)
 
 

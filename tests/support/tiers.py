@@ -34,5 +34,5 @@ class OneWay:
 def one_way(uploaded: bool, function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function on a rank, with all older tokens going one way."""
     choice = patch.object(tiered_attention.TieredAttention, "_is_upload_faster", lambda *_: uploaded)
-    with choice, patch.object(upload, "PART", PART):
+    with choice, patch.object(upload, "PART_BYTES", PART):
         return function(*arguments)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnmesh.cache.window import check_window
 from attnmesh.core.mask import Mask
-from attnmesh.core.partial import DTYPES
+from attnmesh.core.partial import DTYPE_NAMES
 from attnmesh.core.storage import STORAGES, Storage
 from attnmesh.errors import ArgumentError, DtypeError, KernelError, ShapeError, check_choice, check_int, require
 from attnmesh.guard.agreement import is_capturing, may_compare
@@ -103,8 +103,8 @@ class CacheSizes:
             number = check_int(f"KVCache {name}", getattr(self, name), least, f"pass a Python int of {least} or more")
             expected, fix = f"at most {LARGEST:,}", "pass a smaller one"
             require(number <= LARGEST, ShapeError, f"KVCache {name}", expected, f"{number:,}", fix)
-        is_supported = isinstance(self.dtype, torch.dtype) and str(self.dtype).removeprefix("torch.") in DTYPES
-        expected, fix = f"one of {', '.join(DTYPES)}", "pass the model's dtype"
+        is_supported = isinstance(self.dtype, torch.dtype) and str(self.dtype).removeprefix("torch.") in DTYPE_NAMES
+        expected, fix = f"one of {', '.join(DTYPE_NAMES)}", "pass the model's dtype"
         require(is_supported, DtypeError, "KVCache dtype", expected, repr(self.dtype), fix)
         fix = 'leave it out, or pass "prefix" for latents and "none" for keys alone'
         check_choice("KVCache values", self.values, VALUES, fix, ArgumentError)
@@ -149,7 +149,10 @@ class CacheSizes:
 
     def to_code(self) -> list[int]:
         """Return the sizes as integers, for a file or a message."""
-        numbers = [*(getattr(self, name) for name in NUMBERS), DTYPES.index(str(self.dtype).removeprefix("torch."))]
+        numbers = [
+            *(getattr(self, name) for name in NUMBERS),
+            DTYPE_NAMES.index(str(self.dtype).removeprefix("torch.")),
+        ]
         window = [] if self.mask is None else [self.keep, *self.mask.to_code()]
         storage = 0 if self.storage is None else 1 + [*STORAGES].index(self.storage)
         return [*numbers, VALUES.index(self.values) + len(VALUES) * storage, *window]
@@ -158,7 +161,7 @@ class CacheSizes:
     def from_code(code: list[int]) -> "CacheSizes":
         """Return the sizes that `to_code` wrote."""
         batch, kv_heads, head_dim, value_dim, capacity, block, dtype, *optional = code
-        numbers = batch, kv_heads, head_dim, value_dim, capacity, block, getattr(torch, DTYPES[dtype])
+        numbers = batch, kv_heads, head_dim, value_dim, capacity, block, getattr(torch, DTYPE_NAMES[dtype])
         storage, values = divmod(optional[0] if optional else 0, len(VALUES))
         sizes = CacheSizes(*numbers, VALUES[values], storage=(None, *STORAGES)[storage])
         return replace(sizes, keep=optional[1], mask=Mask.from_code(optional[2:])) if optional[1:] else sizes

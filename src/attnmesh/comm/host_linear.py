@@ -23,7 +23,7 @@ from attnmesh.comm.mailboxes import (
     PeerLostError,
 )
 from attnmesh.comm.topology import whole_mailboxes
-from attnmesh.kernels.native.abi import DTYPES, error_of
+from attnmesh.kernels.native.abi import DTYPE_CODES, error_of
 from attnmesh.kernels.native.build import library
 from attnmesh.mesh.axes import Axis
 from attnmesh.runtime.counters import count_messages
@@ -115,7 +115,7 @@ class HostLinear:
             spin = mailboxes.spin
         exchange_fields = HEAD + MESSAGE_BYTES, HALF, axis.size, axis.index, spin, int(CHECK_INTERVAL * 1e9)
         self.fixed_fields = FIXED.pack(
-            board, DTYPES[weight.dtype], weight.shape[1], *exchange_fields, self.out_features, len(layers)
+            board, DTYPE_CODES[weight.dtype], weight.shape[1], *exchange_fields, self.out_features, len(layers)
         )
         for weight, bias in layers:
             bias_address = 0 if bias is None else bias.data_ptr()
@@ -136,7 +136,11 @@ class HostLinear:
         plain = all(type(x) in (Tensor, Parameter) and 1 in x.stride() for x in tensors)
         alike = bias is None or (bias.dtype == weight.dtype and bias.shape == weight.shape[:1])
         return (
-            plain and alike and weight.dtype in DTYPES and weight.shape[1] % COLUMN_MULTIPLE == 0 and weight.numel() > 0
+            plain
+            and alike
+            and weight.dtype in DTYPE_CODES
+            and weight.shape[1] % COLUMN_MULTIPLE == 0
+            and weight.numel() > 0
         )
 
     def run(self, x: Tensor) -> Sequence[Tensor]:

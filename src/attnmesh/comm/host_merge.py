@@ -25,7 +25,7 @@ from attnmesh.runtime.world import WORLD, cached_per_world
 
 CHECKSUM = struct.Struct("2f")
 
-ALIGNMENT = 16
+ALIGN_FLOATS = 16
 """Numbers in 64 bytes, at multiples of which PyTorch's allocator begins a tensor."""
 
 
@@ -37,7 +37,7 @@ class HostMerge:
         self.rows = math.prod(shape[:-1])
         self.width = shape[-1]
         self.head = 2 + self.rows  # numbers before the rows of out
-        self.before = -self.head % ALIGNMENT  # unused numbers
+        self.before = -self.head % ALIGN_FLOATS  # unused numbers
         self.numbers = self.before + self.head + self.rows * self.width
         self.rounds = rounds(axis, False)[axis.index] if merge.pattern is Pattern.ROUNDS else None
 

@@ -9,7 +9,7 @@ from attnmesh.comm.mailboxes import UNEQUAL_CHECKSUM, CallsDifferError
 from attnmesh.comm.message import POISON, MessageForm
 from attnmesh.comm.topology import rounds
 from attnmesh.comm.transport import transport_of
-from attnmesh.core.candidates import best
+from attnmesh.core.candidates import best_candidates
 from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.errors import KernelError, require
 from attnmesh.kernels.stacked_merge import use_triton
@@ -141,7 +141,7 @@ def best_across(candidates: Tensor, axis: Axis, *, unique: bool = False) -> Tens
 
     def merge(messages: Tensor) -> Tensor:
         both = messages.view(torch.int64).unflatten(-1, candidates.shape).movedim(0, -2).flatten(-2)
-        return best(both, k, unique=unique).view(torch.uint8).reshape(-1)
+        return best_candidates(both, k, unique=unique).view(torch.uint8).reshape(-1)
 
     message = candidates.contiguous().view(torch.uint8).reshape(-1)
     merged = transport_of(axis, candidates.device).reduce(message, rounds(axis, False)[axis.index], merge)

@@ -21,7 +21,7 @@ from attnmesh.mesh.axes import Axis, Mesh, backends, device_type_of
 from attnmesh.mesh.cluster import PRESETS, Cluster
 from attnmesh.mesh.merge_cost import MergeGroup
 from attnmesh.mesh.merges import Merge, fastest_merge
-from attnmesh.mesh.reduction_tree import Round, bit_reversed, tree
+from attnmesh.mesh.reduction_tree import Round, bit_reversed, reduction_rounds
 from attnmesh.mesh.shapes import Shape
 from attnmesh.runtime.world import WORLD, Process, cached_per_world
 
@@ -72,7 +72,7 @@ def subgroup_of(axis: Axis, members: tuple[int, ...], backend: str | None = None
 @cached_per_world()  # all ranks make the first call at once: an unbounded cache forgets on none of them
 def rounds(axis: Axis, reproducible: bool) -> dict[int, list[Round]]:
     """Return the rounds of an axis' tree by rank. The first call is an all-gather of hosts."""
-    return tree([bit_reversed(axis.size)] if reproducible else hosts(axis))
+    return reduction_rounds([bit_reversed(axis.size)] if reproducible else hosts(axis))
 
 
 def mesh_hosts(mesh: Mesh) -> list[int]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-DTYPES = ("float64", "float32", "bfloat16", "float16")
+DTYPE_NAMES = ("float64", "float32", "bfloat16", "float16")
 
 
 class Partial(NamedTuple):

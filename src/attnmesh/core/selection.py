@@ -14,13 +14,13 @@ from torch import Tensor
 from attnmesh.core.mask import Mask
 from attnmesh.errors import ShapeError, check_count, require
 
-NONE = 2**31 - 1
+NO_INDEX = 2**31 - 1
 """Index that selects nothing, after those of all tokens."""
 
 MAX_INDEX_KEYS = 1 << 16
 """Keys of an index at most: time grows with indices times keys."""
 
-ELEMENTS = 1 << 22
+INDICES_AT_ONCE = 1 << 22
 """Indices that are looked at together."""
 
 
@@ -69,14 +69,14 @@ class Selection:
         """Return the positions of some of the keys that rows of indices select, or -1 for none: (..., keys)."""
         if self.block == 1:
             indices = rows[..., keys].long()
-            return indices.masked_fill(indices == NONE, -1)
+            return indices.masked_fill(indices == NO_INDEX, -1)
         key = torch.arange(keys.start, keys.stop, device=rows.device)
         indices = rows.index_select(-1, key // self.block).long()
-        return (indices * self.block + key % self.block).masked_fill(indices == NONE, -1)
+        return (indices * self.block + key % self.block).masked_fill(indices == NO_INDEX, -1)
 
     def highest(self) -> int:
         """Return the highest index, or -1 if nothing is selected."""
-        parts = (int(rows.masked_fill(rows == NONE, -1).max()) for rows in self._parts())
+        parts = (int(rows.masked_fill(rows == NO_INDEX, -1).max()) for rows in self._parts())
         return max(parts, default=-1)
 
     def faulty(self, length: int | Tensor | None) -> Tensor:
@@ -84,13 +84,13 @@ class Selection:
 
         Memory for it does not grow with the selection.
         """
-        blocks = NONE if length is None else -(-length // self.block)
+        blocks = NO_INDEX if length is None else -(-length // self.block)
         flags = []
         for rows in self._parts():
             ordered = rows.sort(-1).values
             beyond = ordered >= blocks
             twice = (ordered[..., 1:] == ordered[..., :-1]) & ~beyond[..., 1:]
-            flags.append(twice.any(-1) | (ordered[..., 0] < 0) | (beyond & (ordered != NONE)).any(-1))
+            flags.append(twice.any(-1) | (ordered[..., 0] < 0) | (beyond & (ordered != NO_INDEX)).any(-1))
         shape = self.indices.shape[:-1]
         return torch.cat(flags).view(shape) if flags else self.indices.new_zeros(shape, dtype=torch.bool)
 
@@ -98,7 +98,7 @@ class Selection:
         """Yield the rows of indices, (rows, k), a few at a time."""
         size = self.indices.shape[-1]
         if self.indices.numel():
-            yield from self.indices.reshape(-1, size).split(max(1, ELEMENTS // size))
+            yield from self.indices.reshape(-1, size).split(max(1, INDICES_AT_ONCE // size))
 
 
 class Visible(NamedTuple):
@@ -116,14 +116,14 @@ class Visible(NamedTuple):
         return *self[1:4], None if self.selected is None else self.selected.indices
 
     @property
-    def rule(self) -> tuple[Mask, int]:
+    def mask_and_block(self) -> tuple[Mask, int]:
         """The mask, and the keys per index: what `tensors` leaves out."""
         return self.mask, 1 if self.selected is None else self.selected.block
 
     @staticmethod
-    def of(tensors: tuple[Tensor | None, ...], rule: tuple[Mask, int]) -> "Visible":
-        """Return what `tensors` and `rule` were taken from."""
+    def of(tensors: tuple[Tensor | None, ...], mask_and_block: tuple[Mask, int]) -> "Visible":
+        """Return what `tensors` and `mask_and_block` were taken from."""
         queries, keys, key_lengths, indices = tensors
-        mask, block = rule
+        mask, block = mask_and_block
         selected = None if indices is None else Selection(indices, block)
         return Visible(mask, queries, keys, key_lengths, selected)

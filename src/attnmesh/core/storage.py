@@ -15,7 +15,7 @@ from attnmesh.errors import ShapeError, require
 SCALE_COLUMNS = 128
 """Columns of a row that share a scale: a group."""
 
-ALIGNMENT = 16
+ROW_ALIGN_BYTES = 16
 """Bytes of the widest load of a GPU. Rows of bytes begin at multiples of it there, or each byte is a load."""
 
 LEAST_SCALE = torch.finfo(torch.bfloat16).tiny
@@ -102,7 +102,7 @@ def empty_rows(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
 
 def width_in_memory(width: int, dtype: torch.dtype, device: torch.device) -> int:
     """Return the elements from one row of `empty_rows` to the next."""
-    return width + -width % ALIGNMENT if dtype in _BY_DTYPE and device.type == "cuda" else width
+    return width + -width % ROW_ALIGN_BYTES if dtype in _BY_DTYPE and device.type == "cuda" else width
 
 
 _BY_DTYPE = {storage.dtype: storage for storage in STORAGES.values()}

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attnmesh.cache.cache import KVCache
 from attnmesh.comm.rank_merge import best_across
-from attnmesh.core.candidates import best, unpack
+from attnmesh.core.candidates import best_candidates, unpack_candidates
 from attnmesh.core.mask import Causal, Mask
 from attnmesh.kernels.indexer import IndexKeys, Score, indexer_top_k
 
@@ -52,5 +52,5 @@ def top_k_tokens(
         filled = piece.without_free_slots()
         keys = IndexKeys(filled.keys[:, 0], filled.token_index, filled.positions(), cache.sizes.dtype)
         parts.append(indexer_top_k(score, operands, keys, *bounds, k, block))
-    candidates = parts[0] if len(parts) == 1 else best(torch.cat(parts, -1), k, unique=block > 1)
-    return unpack(best_across(candidates, cache.token_axis, unique=block > 1))[1]
+    candidates = parts[0] if len(parts) == 1 else best_candidates(torch.cat(parts, -1), k, unique=block > 1)
+    return unpack_candidates(best_across(candidates, cache.token_axis, unique=block > 1))[1]

@@ -11,7 +11,7 @@ from attnmesh.decoding.prepared_step import new_prepared_step
 from attnmesh.decoding.step_arguments import DecodeStep, StepInputs
 from attnmesh.kernels.cache_view import CacheView
 from attnmesh.kernels.padding import Padding
-from attnmesh.runtime.operators import operator
+from attnmesh.runtime.operators import custom_operator
 
 
 def _fake_output(q: Tensor, *inputs: Any) -> Tensor:
@@ -19,7 +19,7 @@ def _fake_output(q: Tensor, *inputs: Any) -> Tensor:
     return q.new_empty(DecodeStep.from_code(names, numbers).output_shape(q))
 
 
-@operator("decode", _fake_output)
+@custom_operator("decode", _fake_output)
 def decode_op(
     q: Tensor,
     cache: Sequence[Tensor],

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from attnmesh.core.mask import Mask
-from attnmesh.core.partial import DTYPES
+from attnmesh.core.partial import DTYPE_NAMES
 from attnmesh.core.scaling import Scaling
 from attnmesh.core.selection import Selection
 from attnmesh.errors import (
@@ -85,9 +85,9 @@ def check_same_kind(subject: str, tensors: Mapping[str, Tensor]) -> None:
     for name, x in tensors.items():
         check_tensor(f"{subject} {name}", x)
     dtypes = {name: str(x.dtype).removeprefix("torch.") for name, x in tensors.items()}
-    if len(set(dtypes.values())) > 1 or not set(dtypes.values()) <= set(DTYPES):
+    if len(set(dtypes.values())) > 1 or not set(dtypes.values()) <= set(DTYPE_NAMES):
         given = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
-        raise DtypeError(subject, f"one dtype of {', '.join(DTYPES)}", given, "cast them with .to(dtype)")
+        raise DtypeError(subject, f"one dtype of {', '.join(DTYPE_NAMES)}", given, "cast them with .to(dtype)")
     check_one_device(subject, tensors)
 
 
@@ -257,10 +257,10 @@ def check_merge(subject: str, merge: str, output: str) -> None:
 
 
 def check_dtype(subject: str, dtype: object, fix: str) -> None:
-    """Raise unless dtype is None or one of `DTYPES`."""
-    is_supported = isinstance(dtype, torch.dtype) and str(dtype).removeprefix("torch.") in DTYPES
+    """Raise unless dtype is None or one of `DTYPE_NAMES`."""
+    is_supported = isinstance(dtype, torch.dtype) and str(dtype).removeprefix("torch.") in DTYPE_NAMES
     if dtype is not None and not is_supported:
-        raise DtypeError(subject, f"None or one of {', '.join(DTYPES)}", repr(dtype), fix)
+        raise DtypeError(subject, f"None or one of {', '.join(DTYPE_NAMES)}", repr(dtype), fix)
 
 
 def check_comparison(subject: str, checked: object) -> None:

@@ -24,7 +24,7 @@ from attnmesh.hf.models import SUBJECT
 from attnmesh.hf.shards import Shards
 from attnmesh.hf.traced_mask import TracedMask, attend_traced
 from attnmesh.hf.transformers_names import sdpa_attention
-from attnmesh.kernels.traced import autocast, without_autocast
+from attnmesh.kernels.traced import cast_for_autocast, without_autocast
 
 ARGUMENTS = ("s_aux", "softcap", "position_bias")
 """Further arguments of layers that change their attention, as transformers names them."""
@@ -62,7 +62,7 @@ def attention_function(
     if (selection := arguments.get(family.selection_argument)) is not None:
         selected = family.read_selection(module, selection, spec)
     k, v = (key.k, key.v) if isinstance(key, PendingKV) else (key, value)
-    q, k, v = autocast(query, k, v)  # type: ignore[arg-type] # ropes leave q and k in float32, v is bfloat16
+    q, k, v = cast_for_autocast(query, k, v)  # type: ignore[arg-type] # ropes leave q and k in float32, v is bfloat16
     sinks, softcap = arguments.get("s_aux"), arguments.get("softcap")
     if isinstance(spec, TracedMask):
         with without_autocast(q):

@@ -16,7 +16,7 @@ from torch import Tensor
 from attnmesh.core.band import Band
 from attnmesh.core.partial import Partial, merge_partials, sum_dtype, with_sinks
 from attnmesh.core.scaling import Scaling
-from attnmesh.core.selection import NONE, Selection
+from attnmesh.core.selection import NO_INDEX, Selection
 from attnmesh.core.storage import storage_of
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery
 from attnmesh.kernels.driver import visible_counts
@@ -24,7 +24,7 @@ from attnmesh.kernels.kernel import BoundKernel, Kernel
 from attnmesh.kernels.padding import Padding
 from attnmesh.kernels.selected_keys import SelectedKeys, nan_where_faulty
 from attnmesh.kernels.stacked_merge import by_residue, copy_into, merge_along_tree
-from attnmesh.kernels.stored import CacheKernel
+from attnmesh.kernels.stored import StoredKVKernel
 
 ALL = slice(None)
 """All sequences of a batch."""
@@ -203,10 +203,10 @@ def _positions(selection: Selection, padding: Padding) -> Selection:
     """Return the selection by position in each sequence instead of by token, without padding."""
     tokens = selection.positions(selection.indices, slice(0, selection.indices.shape[-1] * selection.block))
     real = padding.token_mask
-    positions = (real.cumsum(1) - 1).masked_fill(~real, NONE).to(torch.int32)
+    positions = (real.cumsum(1) - 1).masked_fill(~real, NO_INDEX).to(torch.int32)
     inside = (tokens >= 0) & (tokens < positions.shape[1])
     by_position = positions[:, None, None].expand(*tokens.shape[:3], -1).gather(-1, tokens.where(inside, 0))
-    return Selection(by_position.where(inside, NONE))
+    return Selection(by_position.where(inside, NO_INDEX))
 
 
 class CachedAttention:
@@ -214,7 +214,7 @@ class CachedAttention:
 
     def __init__(self, kernel: Kernel, scaling: Scaling, value_dim: int) -> None:
         self.in_place_kernel = kernel.bind_cache() if kernel.reads_cache else None
-        self.cache_kernel = CacheKernel(kernel, scaling, value_dim)
+        self.cache_kernel = StoredKVKernel(kernel, scaling, value_dim)
         self.bound_kernels: dict[tuple[int, ...], BoundKernel | None] = {}
 
     def attend(self, query: DecodeQuery, views: Sequence[CacheView], selected: Selection | None = None) -> Partial:
@@ -372,7 +372,7 @@ def _by_sequences(runs: Sequence[SlotRun]) -> list[list[SlotRun]]:
     return [*groups.values()]
 
 
-def _blocks(kernel: CacheKernel, q: Tensor, keys: Tensor, values: Tensor, band: Band, block: int) -> Partial:
+def _blocks(kernel: StoredKVKernel, q: Tensor, keys: Tensor, values: Tensor, band: Band, block: int) -> Partial:
     """Return a stack of one partial per block. Blocks that every query sees whole take one call."""
     used, queries = keys.shape[2], q.shape[2]
     count = -(-used // block)

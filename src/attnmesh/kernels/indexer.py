@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.core.candidates import best, pack
+from attnmesh.core.candidates import best_candidates, pack_candidates
 from attnmesh.core.storage import columns_of, storage_of
 from attnmesh.kernels.rectangles import tile_elements
 
@@ -54,7 +54,7 @@ def indexer_top_k(
         k: Candidates of a query.
         block: Keys per index. The score of a block is the highest of its keys that are seen.
 
-    >>> from attnmesh.core.candidates import unpack
+    >>> from attnmesh.core.candidates import unpack_candidates
     >>> def score(keys, operands):
     ...     q, weights = operands
     ...     return torch.einsum("bqh,bhqn->bqn", weights, (q.transpose(1, 2) @ keys[:, None].mT).relu())
@@ -63,7 +63,7 @@ def indexer_top_k(
     >>> found = indexer_top_k(score, (q, weights), IndexKeys(keys, index, index[None]), 0 * positions, positions, 2)
     >>> hidden = index > positions[..., None]
     >>> right = score(keys, (q, weights)).masked_fill(hidden, -torch.inf).topk(2)
-    >>> torch.allclose(unpack(found)[0], right.values)
+    >>> torch.allclose(unpack_candidates(found)[0], right.values)
     True
     """
     queries, count = first.shape[1], keys.keys.shape[1]
@@ -82,8 +82,8 @@ def indexer_top_k(
             scores = torch.cat([score(part, tile_operands) for part in keys.read(some_keys).split(at_once, 1)], -1)
             scores = scores.masked_fill(hidden if scores.ndim == 3 else hidden[:, None], -torch.inf)
             indices = keys.tokens[some_keys] if block == 1 else keys.tokens[some_keys] // block
-            new = pack(scores, indices)
-            tiles = [best(torch.cat((*tiles, new), -1), k, unique=block > 1)]
+            new = pack_candidates(scores, indices)
+            tiles = [best_candidates(torch.cat((*tiles, new), -1), k, unique=block > 1)]
         best_by_tile += tiles
     return torch.cat(best_by_tile, -2)
 

@@ -22,14 +22,14 @@ from attnmesh.kernels.kernel import KernelRequest
 from attnmesh.kernels.prepared_local import PreparedLocal, whole_band
 from attnmesh.kernels.rectangles import BackwardInputs
 from attnmesh.kernels.selected_keys import SelectedKeys
-from attnmesh.kernels.traced import OnceDifferentiable, needs_grad, needs_operator, once_differentiable
-from attnmesh.runtime.operators import operator, recorded
+from attnmesh.kernels.traced import OnceDifferentiable, needs_grad, needs_operator, run_once_differentiable
+from attnmesh.runtime.operators import autograd_function, custom_operator
 from attnmesh.runtime.tensors import empty_length_major, length_major
 
 VisibleTensors = tuple[Tensor | None, ...]
 """The tensors of `Visible`."""
 
-Rule = tuple[Mask, int]
+MaskAndBlock = tuple[Mask, int]
 """The mask of `Visible` and the keys per index of its selection; an operator carries them as numbers."""
 
 
@@ -38,7 +38,7 @@ def run_attend(
 ) -> Partial:
     """Return attention of checked arguments, by an operator where PyTorch traces or transforms calls."""
     tensors = q, k, v, sinks, visible.tensors
-    mask, block = visible.rule
+    mask, block = visible.mask_and_block
     if needs_operator(q, k, v, sinks):
         return Partial(*attend_op(*tensors, [block, *mask.to_code()], scaling, kernel))
     attend = _attend_with_grad if needs_grad(q, k, v, sinks) else _attend_visible
@@ -50,14 +50,14 @@ def _attend_visible(
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None,
-    positions: VisibleTensors,
-    rule: Rule,
+    visible_tensors: VisibleTensors,
+    mask_and_block: MaskAndBlock,
     scaling: Scaling,
     kernel: str,
 ) -> Partial:
-    if all(x is None for x in positions) and q.shape[-1] == k.shape[-1]:
-        return PreparedLocal.of(q, k, v, rule[0], scaling, kernel).attend(q, k, v, sinks)
-    visible = Visible.of(positions, rule)
+    if all(x is None for x in visible_tensors) and q.shape[-1] == k.shape[-1]:
+        return PreparedLocal.of(q, k, v, mask_and_block[0], scaling, kernel).attend(q, k, v, sinks)
+    visible = Visible.of(visible_tensors, mask_and_block)
     band, counts, q_order, k_order = _band(q, k, visible)
     chosen = choose(KernelRequest.of(q, k, v, scaling, visible[1:3]), kernel)
     qkv = _sort(q, q_order), _sort(k, k_order), _sort(v, k_order)
@@ -70,13 +70,13 @@ def _backward(
     k: Tensor,
     v: Tensor,
     outputs: Sequence[Tensor],
-    positions: VisibleTensors,
-    rule: Rule,
+    visible_tensors: VisibleTensors,
+    mask_and_block: MaskAndBlock,
     scaling: Scaling,
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv), given out and lse over all keys, and the gradient of out."""
-    visible = Visible.of(positions, rule)
+    visible = Visible.of(visible_tensors, mask_and_block)
     band, counts, q_order, k_order = _band(q, k, visible)
     saved = BackwardInputs(*(_sort(x, q_order) for x in outputs))
     qkv = _sort(q, q_order), _sort(k, k_order), _sort(v, k_order)
@@ -88,14 +88,14 @@ def _backward(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, positions, ctx.rule, ctx.scaling, ctx.kernel = inputs
-    ctx.save_for_backward(*tensors, *positions, *output)
+    *tensors, visible_tensors, ctx.mask_or_code, ctx.scaling, ctx.kernel = inputs
+    ctx.save_for_backward(*tensors, *visible_tensors, *output)
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, sinks, *positions, out, lse = ctx.saved_tensors
-    options = tuple(positions), ctx.rule, ctx.scaling, ctx.kernel
+    q, k, v, sinks, *visible_tensors, out, lse = ctx.saved_tensors
+    options = tuple(visible_tensors), ctx.mask_or_code, ctx.scaling, ctx.kernel
     dout = torch.zeros_like(out) if dout is None else dout
     dq, dk, dv = _run_backward(q, k, v, [out, lse, dout], *options)
     if dlse is not None:
@@ -104,11 +104,15 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tens
     dsinks = None
     if sinks is not None:
         inputs = sinks, out, lse, dout, dlse
-        dsinks = once_differentiable(sink_gradient, *inputs) if _is_plain(ctx.rule) else sink_gradient(*inputs)
+        dsinks = (
+            run_once_differentiable(sink_gradient, *inputs)
+            if _is_untraced(ctx.mask_or_code)
+            else sink_gradient(*inputs)
+        )
     return dq, dk, dv, dsinks
 
 
-_attend_with_grad = recorded(_attend_visible, _save, _gradients)
+_attend_with_grad = autograd_function(_attend_visible, _save, _gradients)
 
 
 def _fake_outputs(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -119,50 +123,50 @@ def _fake_gradients(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, .
     return tuple(empty_length_major(x, x.shape[-1]) for x in (q, k, v))
 
 
-@operator("attend", _fake_outputs, _save, _gradients)
+@custom_operator("attend", _fake_outputs, _save, _gradients)
 def attend_op(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None,
-    positions: Sequence[Tensor | None],
-    rule: Sequence[int],
+    visible_tensors: Sequence[Tensor | None],
+    mask_code: Sequence[int],
     scaling: Sequence[float],
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse)."""
-    return _attend_visible(q, k, v, sinks, tuple(positions), _decoded(rule), Scaling(*scaling), kernel)
+    return _attend_visible(q, k, v, sinks, tuple(visible_tensors), _decoded(mask_code), Scaling(*scaling), kernel)
 
 
-@operator("attend_backward", _fake_gradients, backward=OnceDifferentiable.backward)
+@custom_operator("attend_backward", _fake_gradients, backward=OnceDifferentiable.backward)
 def attend_backward_op(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     outputs: Sequence[Tensor],
-    positions: Sequence[Tensor | None],
-    rule: Sequence[int],
+    visible_tensors: Sequence[Tensor | None],
+    mask_code: Sequence[int],
     scaling: Sequence[float],
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv), given out and lse over all keys, and the gradient of out."""
-    return _backward(q, k, v, outputs, tuple(positions), _decoded(rule), Scaling(*scaling), kernel)
+    return _backward(q, k, v, outputs, tuple(visible_tensors), _decoded(mask_code), Scaling(*scaling), kernel)
 
 
-def _decoded(rule: Sequence[int]) -> Rule:
-    return Mask.from_code(rule[1:]), rule[0]
+def _decoded(mask_code: Sequence[int]) -> MaskAndBlock:
+    return Mask.from_code(mask_code[1:]), mask_code[0]
 
 
-def _is_plain(rule: Rule | Sequence[int]) -> bool:
-    """Return whether a rule is that of a call that PyTorch does not trace: no list of numbers."""
-    return isinstance(rule[0], Mask)
+def _is_untraced(mask_or_code: MaskAndBlock | Sequence[int]) -> bool:
+    """Return whether PyTorch does not trace a call: one in a graph has the numbers of its mask."""
+    return isinstance(mask_or_code[0], Mask)
 
 
 def _run_backward(q: Tensor, k: Tensor, v: Tensor, outputs: list[Tensor], *options: Any) -> tuple[Tensor, ...]:
     """Return (dq, dk, dv), by an operator where the forward pass was one."""
     inputs: Any = (q, k, v, outputs, *options)
     gradients: tuple[Tensor, ...] = (
-        once_differentiable(_backward, *inputs) if _is_plain(options[1]) else attend_backward_op(*inputs)
+        run_once_differentiable(_backward, *inputs) if _is_untraced(options[1]) else attend_backward_op(*inputs)
     )
     return gradients
 

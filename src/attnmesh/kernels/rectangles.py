@@ -25,7 +25,7 @@ from attnmesh.runtime.memo import TENSOR_MEMO
 
 T = TypeVar("T")
 
-TILE = 128
+MASKED_TILE_ROWS = 128
 """Rows of a masked tile: enough for an efficient matrix product, few enough to waste little along a window's edges."""
 
 TILE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}
@@ -263,7 +263,7 @@ def _causal(band: Band, start: int, stop: int) -> Iterator[Rectangle]:
         yield Rectangle(slice(start, stop), slice(high - 1, high - 1 + stop - start), causal=True)
 
 
-def _tiles(band: Band, start: int, stop: int, rows: int = TILE) -> Iterator[Rectangle]:
+def _tiles(band: Band, start: int, stop: int, rows: int = MASKED_TILE_ROWS) -> Iterator[Rectangle]:
     for row in range(start, stop, rows):
         end = min(row + rows, stop)
         low, high = int(band.low[row]), int(band.high[end - 1])

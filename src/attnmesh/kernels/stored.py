@@ -19,11 +19,11 @@ from attnmesh.kernels.rectangles import tile_elements
 from attnmesh.kernels.selected_keys import SelectedKeys, attend_selected
 from attnmesh.kernels.traced import without_autocast
 
-TILE = 512
+STORED_TILE_KEYS = 512
 """Keys of a tile. It is the same for any number of heads and ranks, so that bits are."""
 
 
-class CacheKernel(NamedTuple):
+class StoredKVKernel(NamedTuple):
     """A kernel with a scaling, for keys and values of a cache."""
 
     kernel: Kernel
@@ -43,7 +43,7 @@ class CacheKernel(NamedTuple):
         if isinstance(band, SelectedKeys):
             with without_autocast(q):
                 return attend_selected(q, keys, values, band, self.scaling, self.value_dim)
-        elements = keys.shape[1] * min(TILE, keys.shape[2]) * (columns_of(keys) + self.value_dim)
+        elements = keys.shape[1] * min(STORED_TILE_KEYS, keys.shape[2]) * (columns_of(keys) + self.value_dim)
         most = max(1, tile_elements(q.device) // max(1, elements))
         total = identity(q, self.value_dim, q.dtype)
         for start in range(0, len(q), most):
@@ -53,7 +53,7 @@ class CacheKernel(NamedTuple):
                 into[some] = x
         return total
 
-    def with_positions(self, q: Tensor, keys: Tensor, positions: tuple[Tensor, Tensor]) -> "CacheKernel":
+    def with_positions(self, q: Tensor, keys: Tensor, positions: tuple[Tensor, Tensor]) -> "StoredKVKernel":
         """Return the kernel for queries and keys at these positions, which those with a bias by distance need."""
         if q.shape[-1] == columns_of(keys):
             return self
@@ -84,8 +84,8 @@ class CacheKernel(NamedTuple):
         total = None
         storage = storage_of(keys)
         assert storage is not None
-        for start in range(0, keys.shape[2], TILE):
-            stop = min(start + TILE, keys.shape[2])
+        for start in range(0, keys.shape[2], STORED_TILE_KEYS):
+            stop = min(start + STORED_TILE_KEYS, keys.shape[2])
             inside = None
             if band is not None:
                 inside = band.within(start, stop)

@@ -20,10 +20,10 @@ from attnmesh.kernels.cache_view import CacheView, DecodeQuery
 from attnmesh.kernels.choice import choose
 from attnmesh.kernels.kernel import Kernel, KernelRequest
 from attnmesh.kernels.stacked_merge import copy_into
-from attnmesh.kernels.upload import PART, uploader_to
+from attnmesh.kernels.upload import PART_BYTES, uploader_to
 from attnmesh.runtime.memo import Memo
 
-SAMPLE = 4 * PART
+SAMPLE_BYTES = 4 * PART_BYTES
 """Bytes of keys and values that both ways are timed on: parts enough that launches weigh as little as in a step."""
 
 FEWEST = 256
@@ -98,7 +98,7 @@ class TieredAttention(CachedAttention):
         if slots < FEWEST:
             return False
         slot_bytes = sum(x[:, :, :1].nbytes for x in (tier.keys, tier.values))
-        sample = tier.first(min(slots, max(FEWEST, SAMPLE // slot_bytes)))
+        sample = tier.first(min(slots, max(FEWEST, SAMPLE_BYTES // slot_bytes)))
         sample_query = query._replace(mask=Causal(), key_lengths=None)
         # Launches that are prepared for a step have its mask, so the sample has launches of its own.
         sampler = TieredAttention(*self.cache_kernel)

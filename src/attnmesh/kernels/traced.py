@@ -67,7 +67,7 @@ class OnceDifferentiable(torch.autograd.Function):
         raise KernelError("attention", expected, "a gradient of a gradient", fix)
 
 
-once_differentiable: Callable[..., Any] = OnceDifferentiable.apply
+run_once_differentiable: Callable[..., Any] = OnceDifferentiable.apply
 """Run a backward pass."""
 
 
@@ -94,7 +94,7 @@ def autocast_enabled(x: Any) -> bool:
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
-def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Return the tensors, cast as autocast casts those of PyTorch's own attention."""
     if not all(map(autocast_enabled, tensors)):
         return tensors

@@ -14,10 +14,10 @@ from torch import Tensor
 from attnmesh.core.storage import is_prefix, storage_of, width_in_memory
 from attnmesh.kernels.cache_view import CacheView
 
-PART = 1 << 24
+PART_BYTES = 1 << 24
 """Bytes of a part, about."""
 
-ALIGNED = 256
+PART_ALIGN_BYTES = 256
 """Bytes at which each tensor of a part begins."""
 
 
@@ -87,7 +87,7 @@ def uploader_to(device: torch.device) -> Uploader:
 def _slots_of_part(stored: Sequence[Tensor]) -> int:
     """Return the slots of a part of keys, or of keys and values."""
     size = sum(x.shape[0] * x.shape[1] * x.shape[3] * x.itemsize for x in stored)
-    return max(1, PART // size)
+    return max(1, PART_BYTES // size)
 
 
 def _shape(x: Tensor, device: torch.device) -> tuple[int, ...]:
@@ -99,7 +99,7 @@ def _offsets(tensors: Sequence[Tensor], device: torch.device) -> list[int]:
     """Return where each tensor begins in a buffer, and the bytes of all."""
     offsets = [0]
     for x in tensors:
-        offsets.append(offsets[-1] + -(-prod(_shape(x, device)) * x.itemsize // ALIGNED) * ALIGNED)
+        offsets.append(offsets[-1] + -(-prod(_shape(x, device)) * x.itemsize // PART_ALIGN_BYTES) * PART_ALIGN_BYTES)
     return offsets
 
 

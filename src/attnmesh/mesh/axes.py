@@ -84,10 +84,10 @@ class Axis:
         return even_slice(count, self.size, self.index)
 
 
-def overlap(one: slice, other: slice) -> tuple[slice, slice]:
+def intersect(one: slice, other: slice) -> tuple[slice, slice]:
     """Return where the intersection of two slices lies within the one, and within the other.
 
-    >>> overlap(slice(0, 4), slice(3, 9))
+    >>> intersect(slice(0, 4), slice(3, 9))
     (slice(3, 4, None), slice(0, 1, None))
     """
     start = max(one.start, other.start)

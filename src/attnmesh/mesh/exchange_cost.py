@@ -18,7 +18,7 @@ from attnmesh.mesh.merge_cost import add_agreement
 from attnmesh.mesh.rates import Device, Link
 from attnmesh.mesh.schedule import EXCHANGES, Exchange, Problem
 from attnmesh.mesh.shapes import Shape
-from attnmesh.mesh.traffic import SAMPLE, Flow, Load, Pairs, PlannedTraffic, traffic
+from attnmesh.mesh.traffic import SAMPLE_TOKENS, Flow, Load, Pairs, PlannedTraffic, planned_traffic
 from attnmesh.mesh.way import Cost, Way
 
 MEMORY_SHARE = 1 / 8
@@ -144,11 +144,11 @@ class Transfer(NamedTuple):
 class Pass(NamedTuple):
     """One pass of a layer: what it sends for each token, and what it computes for each pair."""
 
-    swaps: tuple[float, float]  # bytes that change ranks along the heads axis, before and after attention
-    queries: float  # bytes of queries
-    keys: float  # bytes of keys and values
-    keys_back: float  # bytes of their gradients, which return to their owners
-    back: float  # bytes of results, which return to theirs
+    head_bytes: tuple[float, float]  # bytes that change ranks along the heads axis, before and after attention
+    query_bytes: float  # bytes of queries
+    key_bytes: float  # bytes of keys and values
+    key_gradient_bytes: float  # bytes of their gradients, which return to their owners
+    result_bytes: float  # bytes of results, which return to theirs
     rate: float  # operations a second
     products: int  # multiply-adds for each pair
     width: int  # columns of the result per query
@@ -179,7 +179,7 @@ class LayerJob:
         """Return the job of a layer, with its tokens counted."""
         layout, length = way.layout, work.length
         problem = Problem(work.mask, way.shape, layout, layout, length, length)
-        return LayerJob(way, work, cluster, EXCHANGES[way.exchange], traffic(problem, way.tile))
+        return LayerJob(way, work, cluster, EXCHANGES[way.exchange], planned_traffic(problem, way.tile))
 
     @cached_property
     def groups(self) -> int:
@@ -191,7 +191,7 @@ class LayerJob:
         """Bytes/s that copies read and write."""
         return self.cluster.device.copy_rate or self.cluster.device.memory_rate
 
-    def share(self, ranks: int = 1) -> float:
+    def head_share(self, ranks: int = 1) -> float:
         """Return the most heads that so many ranks along the heads axis have, of all. Shares may differ by one head."""
         heads = self.work.travelling_heads
         size, larger = divmod(heads, self.way.shape.heads)
@@ -209,23 +209,23 @@ class LayerJob:
         )
         return Flow(inside, between, shape.heads - 1)
 
-    def kernel(self, pairs: Pairs, one_pass: Pass, head_start: float = 0.0) -> float:
+    def kernel_seconds(self, pairs: Pairs, one_pass: Pass, head_start: float = 0.0) -> float:
         """Return the seconds of kernels and their launches. Each query reads the keys that it selects."""
         pair = 2 * one_pass.products * self.work.batch * self.work.q_heads / one_pass.rate
         if self.work.selected is not None:
-            pair = max(pair, (one_pass.keys + one_pass.keys_back) / self.cluster.device.memory_rate)
+            pair = max(pair, (one_pass.key_bytes + one_pass.key_gradient_bytes) / self.cluster.device.memory_rate)
         pairs = self._attended(pairs)
-        shares = self.share(), 1 / self.way.shape.heads
+        shares = self.head_share(), 1 / self.way.shape.heads
         most, mean = (pair * n * share for n, share in zip(pairs, shares, strict=True))
         device = self.cluster.device
-        further = self.runs - 1
+        further = self.run_count - 1
         launches = self.groups * (device.call + further * (device.call if device.run is None else device.run))
         return (
             max(mean - head_start, most / device.alone) + launches + min(1, further) * self.sum_seconds(one_pass.width)
         )
 
     @cached_property
-    def runs(self) -> int:
+    def run_count(self) -> int:
         """Runs of consecutive tokens in a shard. Each is a kernel, and its results are merged with others."""
         if isinstance(self.way.layout, Striped):
             ranks = self.way.shape.ranks
@@ -241,7 +241,7 @@ class LayerJob:
         most = work.length / self.way.shape.queries * work.selected
         return some._replace(most=min(some.most, most))
 
-    def waiting(self, exchange: ExchangeTime, kernel: float) -> float:
+    def waiting_seconds(self, exchange: ExchangeTime, kernel: float) -> float:
         """Return the seconds that an exchange adds to the kernel beside it."""
         return max(min(1.0, self.cluster.device.alone - 1) * exchange.on_cores, exchange.seconds - kernel)
 
@@ -249,9 +249,9 @@ class LayerJob:
         """Return the seconds of adding results of `width` columns to a running sum."""
         shape, work = self.way.shape, self.work
         tokens = work.batch * work.length / shape.queries
-        return SUM_COPIES * tokens * work.q_heads * self.share() * width * work.sum_itemsize / self.copy_rate
+        return SUM_COPIES * tokens * work.q_heads * self.head_share() * width * work.sum_itemsize / self.copy_rate
 
-    def exchanged(self, transfers: Iterable[Transfer], total: Cost) -> ExchangeTime:
+    def add_transfers(self, transfers: Iterable[Transfer], total: Cost) -> ExchangeTime:
         """Return the time of transfers that run together, and add their traffic to `total`."""
         transfers = list(transfers)
         for flow, size, times in transfers:
@@ -269,7 +269,7 @@ class LayerJob:
             )
             if busiest[-1]:
                 latency = max(latency, link.latency + (peers - 1) * link.message)
-                moved += sum([load.rank * size for load, _, size in loads]) * self.share()
+                moved += sum([load.rank * size for load, _, size in loads]) * self.head_share()
         if moved:
             latency += self.cluster.device.call  # packing and unpacking
         core_work = latency + COPIES * moved / self.copy_rate
@@ -286,7 +286,7 @@ class LayerJob:
     def _transfer_time(self, link: Link, loads: Iterable[tuple[Load, int, float]]) -> float:
         """Return the seconds of the busiest rank, the busiest host or the busiest pair of ranks: the longest."""
         rank = host = pair = 0.0
-        of_rank, of_host = self.share(), self.share(self.way.tile.heads)
+        of_rank, of_host = self.head_share(), self.head_share(self.way.tile.heads)
         for load, peers, size in loads:
             rank += load.rank * size * of_rank
             host += load.host * size * of_host
@@ -301,22 +301,22 @@ def _passes(work: LayerWork, device: Device) -> Iterator[Pass]:
     keys, values = k * work.itemsize, q * work.value_dim * work.itemsize
     latent = None if work.selected is None or work.backward else work.latent  # whose queries are absorbed
     yield Pass(
-        swaps=(q * work.head_dim * work.itemsize + keys, values + q * work.sum_itemsize),
-        queries=q * work.head_dim * work.itemsize,
-        keys=keys,
-        keys_back=0,
-        back=q * (work.value_dim + 1) * work.sum_itemsize,
+        head_bytes=(q * work.head_dim * work.itemsize + keys, values + q * work.sum_itemsize),
+        query_bytes=q * work.head_dim * work.itemsize,
+        key_bytes=keys,
+        key_gradient_bytes=0,
+        result_bytes=q * (work.value_dim + 1) * work.sum_itemsize,
         rate=device.forward_rate,
         products=width if latent is None else sum(latent) + latent[0],
         width=work.value_dim,
     )
     if work.backward:
         yield Pass(
-            swaps=(values + 2 * q * work.sum_itemsize, q * work.head_dim * work.itemsize + keys),
-            queries=q * (width * work.itemsize + 2 * work.sum_itemsize),
-            keys=keys,
-            keys_back=k * work.sum_itemsize,
-            back=q * work.head_dim * work.sum_itemsize,
+            head_bytes=(values + 2 * q * work.sum_itemsize, q * work.head_dim * work.itemsize + keys),
+            query_bytes=q * (width * work.itemsize + 2 * work.sum_itemsize),
+            key_bytes=keys,
+            key_gradient_bytes=k * work.sum_itemsize,
+            result_bytes=q * work.head_dim * work.sum_itemsize,
             rate=device.backward_rate,
             products=3 * work.head_dim + 2 * work.value_dim,
             width=work.head_dim,
@@ -333,7 +333,7 @@ def _expansion(way: Way, work: LayerWork, device: Device) -> float:
 @lru_cache(maxsize=256)
 def attended_share(work: LayerWork, selected: int) -> float:
     """Return the keys that queries select over those that they see, counted on evenly spaced queries."""
-    count = min(work.length, SAMPLE)
+    count = min(work.length, SAMPLE_TOKENS)
     first, last = work.mask.bounds(torch.arange(count, device="cpu") * work.length // count)
     seen = (last.clamp(max=work.length - 1) - first + 1).double()
     return float(seen.clamp(max=selected).sum() / seen.sum())
@@ -345,23 +345,23 @@ def _add_pass(job: LayerJob, one_pass: Pass, total: Cost) -> None:
     Beside each group's kernel run the exchanges of other groups, of which each is counted once elsewhere.
     """
     moves, groups = job.traffic, job.groups
-    queries, back = Transfer(moves.queries, one_pass.queries), Transfer(moves.queries, one_pass.back)
-    keys, keys_back = Transfer(moves.keys, one_pass.keys), Transfer(moves.keys, one_pass.keys_back)
-    swaps = [Transfer(job.swap, size) for size in one_pass.swaps]
-    total.add_stage("heads", sum(job.exchanged([swap], total).of_group(groups).seconds for swap in swaps))
+    queries, back = Transfer(moves.queries, one_pass.query_bytes), Transfer(moves.queries, one_pass.result_bytes)
+    keys, keys_back = Transfer(moves.keys, one_pass.key_bytes), Transfer(moves.keys, one_pass.key_gradient_bytes)
+    swaps = [Transfer(job.swap, size) for size in one_pass.head_bytes]
+    total.add_stage("heads", sum(job.add_transfers([swap], total).of_group(groups).seconds for swap in swaps))
     if job.exchange.ring and job.way.shape.queries > 1:
         _add_ring(job, one_pass, queries, total)
     else:
-        gather = job.exchanged([queries, keys], total).of_group(groups)
+        gather = job.add_transfers([queries, keys], total).of_group(groups)
         total.add_stage("gather", gather.seconds)
-        kernel = job.kernel(moves.pairs, one_pass, gather.head_start)
+        kernel = job.kernel_seconds(moves.pairs, one_pass, gather.head_start)
         total.add_stage("kernel", kernel)
-        both_ways = Transfer(moves.both_ways, (one_pass.queries + one_pass.back) / 2)
-        overlapped = job.exchanged([both_ways, keys, *swaps], Cost()).of_group(groups)
-        total.add_stage("waiting", (groups - 1) * job.waiting(overlapped, kernel / groups))
-        if one_pass.keys_back:
-            total.add_stage("give back", job.exchanged([keys_back], total).seconds)
-    total.add_stage("give back", job.exchanged([back], total).of_group(groups).seconds)
+        both_ways = Transfer(moves.both_ways, (one_pass.query_bytes + one_pass.result_bytes) / 2)
+        overlapped = job.add_transfers([both_ways, keys, *swaps], Cost()).of_group(groups)
+        total.add_stage("waiting", (groups - 1) * job.waiting_seconds(overlapped, kernel / groups))
+        if one_pass.key_gradient_bytes:
+            total.add_stage("give back", job.add_transfers([keys_back], total).seconds)
+    total.add_stage("give back", job.add_transfers([back], total).of_group(groups).seconds)
 
 
 def _add_ring(job: LayerJob, one_pass: Pass, queries: Transfer, total: Cost) -> None:
@@ -369,7 +369,7 @@ def _add_ring(job: LayerJob, one_pass: Pass, queries: Transfer, total: Cost) -> 
 
     Beside all steps of a group, other groups are swapped, and their queries and results travel.
     """
-    steps = [job.kernel(pairs, one_pass) for pairs in job.traffic.steps]
+    steps = [job.kernel_seconds(pairs, one_pass) for pairs in job.traffic.steps]
     steps = [
         steps[0],
         *(step + job.sum_seconds(one_pass.width) for step in steps[1:]),
@@ -377,29 +377,29 @@ def _add_ring(job: LayerJob, one_pass: Pass, queries: Transfer, total: Cost) -> 
     further = len(steps) - 1
     groups = job.groups
     hops = [
-        Transfer(job.traffic.hop, one_pass.keys, further),
-        Transfer(job.traffic.hop_back, one_pass.keys_back, further),
+        Transfer(job.traffic.hop, one_pass.key_bytes, further),
+        Transfer(job.traffic.hop_back, one_pass.key_gradient_bytes, further),
     ]
-    hops = hops if one_pass.keys_back else hops[:1]
+    hops = hops if one_pass.key_gradient_bytes else hops[:1]
     share = (1 - 1 / groups) / further
-    swaps, both_ways = sum(one_pass.swaps) * share, (one_pass.queries + one_pass.back) / 2 * share
+    swaps, both_ways = sum(one_pass.head_bytes) * share, (one_pass.query_bytes + one_pass.result_bytes) / 2 * share
     sides = [Transfer(job.swap, swaps), Transfer(job.traffic.both_ways, both_ways)]
 
     def beside(transfers: list[Transfer]) -> ExchangeTime:
-        return job.exchanged([*transfers, *sides], Cost()).of_group(groups)
+        return job.add_transfers([*transfers, *sides], Cost()).of_group(groups)
 
-    job.exchanged(hops, total)
+    job.add_transfers(hops, total)
     keys_hop = beside(hops[:1])
     overlapped = [keys_hop] * further
     last_hop = 0.0
-    if one_pass.keys_back:
+    if one_pass.key_gradient_bytes:
         # Keys travel during each step but the last. The gradients of step 2 travel during step 3, and so on.
         gradients_hop = beside(hops[1:])
         overlapped = [keys_hop, keys_hop, *[beside(hops)] * (further - 2), gradients_hop]
         overlapped = overlapped[: further + (further > 1)]
         last_hop = gradients_hop.seconds
-    waits = (job.waiting(hop, step / groups) for hop, step in zip(overlapped, steps, strict=False))
-    total.add_stage("gather", job.exchanged([queries], total).of_group(groups).seconds)
+    waits = (job.waiting_seconds(hop, step / groups) for hop, step in zip(overlapped, steps, strict=False))
+    total.add_stage("gather", job.add_transfers([queries], total).of_group(groups).seconds)
     total.add_stage("kernel", sum(steps))
     total.add_stage("waiting", groups * sum(waits))
     total.add_stage("give back", groups * last_hop)

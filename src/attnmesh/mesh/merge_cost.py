@@ -6,7 +6,7 @@ from math import ceil, log2
 from typing import NamedTuple
 
 from attnmesh.mesh.cluster import Cluster
-from attnmesh.mesh.reduction_tree import tree
+from attnmesh.mesh.reduction_tree import reduction_rounds
 from attnmesh.mesh.way import Cost, Way
 
 AGREEMENT_PAYLOAD = 4
@@ -45,7 +45,7 @@ SEGMENTS, ELEMENT = 2, 4
 """Messages in which gloo sends each part of a ring collective, and the bytes of the least: one element."""
 
 
-class Payload(NamedTuple):
+class MessageSize(NamedTuple):
     """The message of one partial: bytes of a column, which has a number for each row, and the columns of `out`."""
 
     column_bytes: float
@@ -57,7 +57,7 @@ class Payload(NamedTuple):
         return self.column_bytes * (self.columns + 1) + CHECKSUM_BYTES
 
 
-TYPICAL_PAYLOAD = Payload(128.0, 128)
+TYPICAL_MESSAGE = MessageSize(128.0, 128)
 """Payload by which "auto" chooses, 32 rows of 128 columns: a rank whose call fails does not know the real size."""
 
 
@@ -100,7 +100,7 @@ def add_collective(stage: str, group: MergeGroup, size: float, passes: int, clus
     total.add_stage(stage, start_up + away + near + steps * size / link.rate + cluster.device.call)
 
 
-class TreeRound(NamedTuple):
+class PricedRound(NamedTuple):
     """Messages of one round of a tree merge."""
 
     of_rank: int  # of the busiest rank
@@ -109,9 +109,11 @@ class TreeRound(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def tree_rounds(ranks: int, ranks_per_host: int) -> tuple[TreeRound, ...]:
+def tree_rounds(ranks: int, ranks_per_host: int) -> tuple[PricedRound, ...]:
     """Return the rounds of the reduction tree of `ranks` ranks, `ranks_per_host` of them on each host."""
-    by_rank = tree([list(range(start, start + ranks_per_host)) for start in range(0, ranks, ranks_per_host)])
+    by_rank = reduction_rounds(
+        [list(range(start, start + ranks_per_host)) for start in range(0, ranks, ranks_per_host)]
+    )
     rounds = []
     for index in range(max(map(len, by_rank.values()))):
         sends = {rank: own_rounds[index].send for rank, own_rounds in by_rank.items() if index < len(own_rounds)}
@@ -122,11 +124,11 @@ def tree_rounds(ranks: int, ranks_per_host: int) -> tuple[TreeRound, ...]:
             if a // ranks_per_host != b // ranks_per_host
         )
         counts = [len(peers) for peers in sends.values()]
-        rounds.append(TreeRound(max(counts), sum(counts), max(leaving.values(), default=0)))
+        rounds.append(PricedRound(max(counts), sum(counts), max(leaving.values(), default=0)))
     return tuple(rounds)
 
 
-def _round(tree_round: TreeRound, group: MergeGroup, size: float, cluster: Cluster, total: Cost) -> float:
+def _round(tree_round: PricedRound, group: MergeGroup, size: float, cluster: Cluster, total: Cost) -> float:
     """Return the seconds of one round of a tree merge, and add its traffic."""
     link = cluster.between if tree_round.out_of_host else cluster.inside
     messages = group.groups * tree_round.in_all

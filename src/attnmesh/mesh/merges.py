@@ -14,9 +14,9 @@ from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.merge_cost import (
     CHECKSUM_BYTES,
-    TYPICAL_PAYLOAD,
+    TYPICAL_MESSAGE,
     MergeGroup,
-    Payload,
+    MessageSize,
     add_collective,
     add_swap,
     add_tree,
@@ -68,7 +68,7 @@ class Merge(NamedTuple):
 
     name: str
     run: Callable[[MergeTransport, Tensor, Any, bool], CheckedPartial]
-    price: Callable[[MergeGroup, Payload, Cluster, Cost], None]
+    price: Callable[[MergeGroup, MessageSize, Cluster, Cost], None]
     published_as: str = ""  # the scheme of decoding with it, where one is published
     pattern: Pattern | None = None  # None for one of its own, which always runs by `run`
     is_packed: bool = True  # messages travel as they are; else the numbers in them are summed, in the dtype of lse
@@ -83,14 +83,14 @@ class Merge(NamedTuple):
         """True if one native call of a host, or one launch, may stand in for `run`."""
         return self.pattern in (Pattern.ROUNDS, Pattern.SWAP)
 
-    def seconds(self, group: MergeGroup, payload: Payload, cluster: Cluster) -> float:
+    def seconds(self, group: MergeGroup, payload: MessageSize, cluster: Cluster) -> float:
         """Return the predicted seconds of one merge."""
         total = Cost()
         self.price(group, payload, cluster, total)
         return total.seconds
 
 
-def _price_allreduce(group: MergeGroup, payload: Payload, cluster: Cluster, total: Cost) -> None:
+def _price_allreduce(group: MergeGroup, payload: MessageSize, cluster: Cluster, total: Cost) -> None:
     """Add the maximum, numerator and denominator, each a reduce-scatter and an all-gather."""
     column = payload.column_bytes
     for part in (column + CHECKSUM_BYTES, column * payload.columns, column):
@@ -151,4 +151,4 @@ def native_merges() -> list[Merge]:
 
 def fastest_merge(group: MergeGroup, cluster: Cluster) -> Merge:
     """Return the fastest merge of short messages; ties go to the last record."""
-    return min(native_merges()[::-1], key=lambda merge: merge.seconds(group, TYPICAL_PAYLOAD, cluster))
+    return min(native_merges()[::-1], key=lambda merge: merge.seconds(group, TYPICAL_MESSAGE, cluster))

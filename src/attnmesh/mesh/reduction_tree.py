@@ -23,10 +23,10 @@ class Round(NamedTuple):
     recv: int
 
 
-def tree(hosts: Sequence[Sequence[int]]) -> dict[int, list[Round]]:
+def reduction_rounds(hosts: Sequence[Sequence[int]]) -> dict[int, list[Round]]:
     """Return the rounds of each rank; `hosts` lists the ranks of each host, in merge order.
 
-    >>> tree([[0, 1, 2]])
+    >>> reduction_rounds([[0, 1, 2]])
     {0: [Round(send=(1,), recv=1), Round(send=(2,), recv=2)], 1: [Round(send=(0,), recv=0), Round(send=(), recv=2)], \
 2: [Round(send=(0, 1), recv=0)]}
     """

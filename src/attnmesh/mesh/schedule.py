@@ -55,30 +55,30 @@ def check_exchange(subject: str, exchange: str) -> None:
     check_choice(subject, exchange, ("auto", *EXCHANGES))
 
 
-class Heads(NamedTuple):
+class HeadSlices(NamedTuple):
     """Some key heads, and the query heads that share them."""
 
-    queries: slice
-    keys: slice
+    q_heads: slice
+    kv_heads: slice
 
 
-HeadGroup = tuple[Heads, ...]
+HeadGroup = tuple[HeadSlices, ...]
 """Heads that are attended together: those of each rank along the heads axis."""
 
 
 def groups_of_heads(q_heads: int, kv_heads: int, ranks: int, groups: int) -> tuple[HeadGroup, ...]:
     """Return so many groups of heads. A rank along the heads axis has none in some groups if it has fewer key heads.
 
-    >>> [[heads.keys for heads in group] for group in groups_of_heads(6, 3, 2, 2)]
+    >>> [[heads.kv_heads for heads in group] for group in groups_of_heads(6, 3, 2, 2)]
     [[slice(0, 1, None), slice(2, 2, None)], [slice(1, 2, None), slice(2, 3, None)]]
     """
-    shared = q_heads // kv_heads
+    heads_per_kv = q_heads // kv_heads
 
-    def heads(rank: int, group: int) -> Heads:
+    def heads(rank: int, group: int) -> HeadSlices:
         mine = even_slice(kv_heads, ranks, rank)
         count = mine.stop - mine.start
         start, stop = (mine.start + edge * count // groups for edge in (group, group + 1))
-        return Heads(slice(start * shared, stop * shared), slice(start, stop))
+        return HeadSlices(slice(start * heads_per_kv, stop * heads_per_kv), slice(start, stop))
 
     return tuple(tuple(heads(rank, group) for rank in range(ranks)) for group in range(groups))
 
@@ -163,11 +163,11 @@ class Problem:
         """Return the number of the shard of the rank at a place of the mesh: the same, unless ranks are reordered."""
         return self.shard_of_rank[place] if self.shard_of_rank else place
 
-    def queries(self, r: int, c: int) -> Tensor:
+    def query_positions(self, r: int, c: int) -> Tensor:
         """Return the positions of the query chunk at (r, c), ascending."""
         return torch.cat(self.shards(self.layout, self.length, r, c)).sort().values
 
-    def keys(self, r: int, c: int) -> Tensor:
+    def key_positions(self, r: int, c: int) -> Tensor:
         """Return the positions of the key chunk at (r, c), ascending."""
         return torch.cat(self.shards(self.key_layout, self.key_length, r, c)).sort().values
 
@@ -176,13 +176,13 @@ class Problem:
         indices = (self.shard_index(self.shape.shard(h, r, c)) for h in range(self.shape.heads))
         return [layout.positions(length, self.shape.ranks, index) for index in indices]
 
-    def queries_at(self, r: int) -> Tensor:
+    def query_positions_at(self, r: int) -> Tensor:
         """Return the positions of the queries of all ranks at r, ascending."""
-        return torch.cat([self.queries(r, c) for c in range(self.shape.keys)]).sort().values
+        return torch.cat([self.query_positions(r, c) for c in range(self.shape.keys)]).sort().values
 
-    def keys_at(self, c: int) -> Tensor:
+    def key_positions_at(self, c: int) -> Tensor:
         """Return the positions of the keys of all ranks at c, ascending."""
-        return torch.cat([self.keys(r, c) for r in range(self.shape.queries)]).sort().values
+        return torch.cat([self.key_positions(r, c) for r in range(self.shape.queries)]).sort().values
 
 
 @lru_cache(maxsize=256)
@@ -204,17 +204,17 @@ def _indices_by_rank(shards: list[Tensor]) -> tuple[Tensor, ...]:
 
 def _query_step(problem: Problem, r: int, c: int) -> ExchangeStep:
     """Return the exchange of queries between the ranks at r. A query goes to each rank that has a key it sees."""
-    chunks = [problem.queries(r, peer) for peer in range(problem.shape.keys)]
-    sent = [_queries_that_see(problem.mask, chunks[c], problem.keys_at(peer)) for peer in range(len(chunks))]
-    received = [_queries_that_see(problem.mask, chunk, problem.keys_at(c)) for chunk in chunks]
+    chunks = [problem.query_positions(r, peer) for peer in range(problem.shape.keys)]
+    sent = [_queries_that_see(problem.mask, chunks[c], problem.key_positions_at(peer)) for peer in range(len(chunks))]
+    received = [_queries_that_see(problem.mask, chunk, problem.key_positions_at(c)) for chunk in chunks]
     return _exchange_at_once(chunks, c, sent, received)
 
 
 def _key_step(problem: Problem, r: int, c: int) -> ExchangeStep:
     """Return the exchange of keys between the ranks at c. A key goes to each rank that has a query which sees it."""
-    chunks = [problem.keys(peer, c) for peer in range(problem.shape.queries)]
-    sent = [_keys_seen_by(problem.mask, problem.queries_at(peer), chunks[r]) for peer in range(len(chunks))]
-    received = [_keys_seen_by(problem.mask, problem.queries_at(r), chunk) for chunk in chunks]
+    chunks = [problem.key_positions(peer, c) for peer in range(problem.shape.queries)]
+    sent = [_keys_seen_by(problem.mask, problem.query_positions_at(peer), chunks[r]) for peer in range(len(chunks))]
+    received = [_keys_seen_by(problem.mask, problem.query_positions_at(r), chunk) for chunk in chunks]
     return _exchange_at_once(chunks, r, sent, received)
 
 
@@ -240,8 +240,8 @@ def _exchange_at_once(chunks: list[Tensor], rank: int, sent: list[Tensor], recei
 def _ring_steps(problem: Problem, r: int, c: int) -> Iterator[ExchangeStep]:
     """Yield the steps of a ring of the ranks at c. At step t a rank holds needed keys of the rank t before it."""
     size = problem.shape.queries
-    chunks = [problem.keys(peer, c) for peer in range(size)]
-    queries = [problem.queries_at(peer) for peer in range(size)]
+    chunks = [problem.key_positions(peer, c) for peer in range(size)]
+    queries = [problem.query_positions_at(peer) for peer in range(size)]
     held_by_step = [
         _held_at_steps(problem.mask, chunk, queries[owner:] + queries[:owner]) for owner, chunk in enumerate(chunks)
     ]

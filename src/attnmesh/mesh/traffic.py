@@ -26,7 +26,7 @@ from attnmesh.core.mask import FAR
 from attnmesh.mesh.schedule import Problem
 from attnmesh.mesh.shapes import Shape
 
-SAMPLE = 4096
+SAMPLE_TOKENS = 4096
 """Tokens up to which a problem is counted at full length. More ranks raise it, to 16 tokens per rank."""
 
 
@@ -90,7 +90,7 @@ def divisors(number: int) -> list[int]:
 
 
 @lru_cache(maxsize=4096)
-def traffic(problem: Problem, tile: Shape) -> PlannedTraffic:
+def planned_traffic(problem: Problem, tile: Shape) -> PlannedTraffic:
     """Return the traffic of a problem on hosts that each hold a tile."""
     near, repeats = cropped(problem)
     sample, scale = downscaled(near)
@@ -168,7 +168,7 @@ def _width(problem: Problem) -> float:
 def downscaled(problem: Problem) -> tuple[Problem, float]:
     """Return a shorter problem with the same proportions, and the ratio of the lengths."""
     ranks = problem.shape.ranks
-    most_tokens = max(SAMPLE, (16 if problem.mask.reach >= FAR else 64) * ranks)
+    most_tokens = max(SAMPLE_TOKENS, (16 if problem.mask.reach >= FAR else 64) * ranks)
     longest = max(problem.length, problem.key_length)
     if longest <= most_tokens:
         return problem, 1.0

@@ -23,7 +23,7 @@ from attnmesh.core.selection import Selection
 from attnmesh.guard.argument_checks import check_lengths_within, warn_if_swapped, without_redundant
 from attnmesh.kernels.prepared_local import PREPARED_LOCAL, PreparedLocal, signature_of
 from attnmesh.kernels.selected_keys import without_faulty
-from attnmesh.kernels.traced import autocast, needs_grad, needs_operator, without_autocast
+from attnmesh.kernels.traced import cast_for_autocast, needs_grad, needs_operator, without_autocast
 from attnmesh.mesh.axes import Mesh, NotGiven, given_mesh
 from attnmesh.mesh_attention.call_arguments import Call, Options
 from attnmesh.mesh_attention.latents import Latents
@@ -157,7 +157,7 @@ def attend_shards(
     With `latents`, these travel instead of the keys and values that are expanded from them. `other_keys` is the partial
     of this rank's queries over keys that do not travel. With either there are no gradients.
     """
-    q, k, v = autocast(call.q, call.k, call.v)
+    q, k, v = cast_for_autocast(call.q, call.k, call.v)
     call = call._replace(q=q, k=k, v=v)
     prepared = prepare_call(mesh, call, checked, None if latents is None else latents.widths)
     mesh_call, selected = prepared.mesh_call, call.selected

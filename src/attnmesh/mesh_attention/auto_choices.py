@@ -86,12 +86,12 @@ def chosen_exchange(
     if 0 in (problem.length, problem.key_length, *sizes):
         return EXCHANGES["bulk"]
     cluster, tile = cluster_and_tile_of(mesh, device)
-    layout, work = costing_inputs(dtype, sizes, problem, latent, backward=latent is None)
+    layout, work = cost_inputs(dtype, sizes, problem, latent, backward=latent is None)
     ways = [Way(problem.shape, tile, layout, name) for name in EXCHANGES]
     return EXCHANGES[fastest_way(ways, work, cluster).exchange]
 
 
-def costing_inputs(
+def cost_inputs(
     dtype: torch.dtype, sizes: tuple[int, ...], problem: Problem, latent: Widths | None, *, backward: bool
 ) -> tuple[Layout, LayerWork]:
     """Return the layout and the work that stand for a problem in prices."""

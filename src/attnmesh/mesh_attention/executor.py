@@ -29,7 +29,7 @@ from attnmesh.kernels.kernel import Kernel
 from attnmesh.kernels.rectangles import BackwardInputs, Gradients
 from attnmesh.kernels.selected_keys import SelectedKeys
 from attnmesh.mesh.axes import Axis, Mesh
-from attnmesh.mesh.schedule import ExchangeStep, HeadGroup, Heads, Schedule
+from attnmesh.mesh.schedule import ExchangeStep, HeadGroup, HeadSlices, Schedule
 from attnmesh.mesh_attention.latents import Projection
 from attnmesh.runtime.memo import on_device
 from attnmesh.runtime.ranges import ATTENTION, MERGE, in_range, is_profiled
@@ -77,7 +77,7 @@ class Task:
         """Return the keys of each step that the gathered queries attend, in a group of heads."""
         if not self.selected:
             return self.schedule.bands
-        heads = group[self.mesh.heads.index].keys
+        heads = group[self.mesh.heads.index].kv_heads
         return [keys.of_heads(heads) for keys in self.selected]
 
     def attend(self, kernel: Kernel, q: Tensor, kv: Tensors, band: Band | SelectedKeys, counts: KeyCounts) -> Partial:
@@ -90,7 +90,7 @@ class Task:
         """Return a group's heads of q, k and v, of which `saved_qkv` has this rank's heads of all groups, as views."""
         first, heads = self.groups[0][self.mesh.heads.index], group[self.mesh.heads.index]
         within = (slice(x.start - y.start, x.stop - y.start) for x, y in zip(heads, first, strict=True))
-        return some_heads(saved_qkv, 1, Heads(*within))
+        return some_heads(saved_qkv, 1, HeadSlices(*within))
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def forward(q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None = None, sav
 
     def swap_out(partial: Partial, group: HeadGroup) -> Iterator[None]:
         nonlocal total
-        out, lse = with_sinks(partial, None if sinks is None else sinks[group[task.mesh.heads.index].queries])
+        out, lse = with_sinks(partial, None if sinks is None else sinks[group[task.mesh.heads.index].q_heads])
         results = out.to(q.dtype), lse
         del partial, out, lse
         if total is None:
@@ -187,7 +187,7 @@ def backward(saved_qkv: Tensors, saved: BackwardInputs, task: Task) -> Gradients
     q, *kv = saved_qkv
     schedule = task.schedule
     delta = (saved.out.to(sum_dtype(q.dtype)) * saved.dout).sum(-1)
-    key_heads = task.groups[-1][-1].keys.stop  # key heads of all ranks: the last group of the last rank ends there
+    key_heads = task.groups[-1][-1].kv_heads.stop  # key heads of all ranks: the last group of the last rank ends there
     keys = len(schedule.key_indices[task.mesh.heads.index])
     total: Gradients | None = None
 
@@ -363,11 +363,11 @@ def _equivalent_out(dout: Tensor, delta: Tensor) -> Tensor:
 # --- the heads axis ---
 
 
-def some_heads(tensors: Tensors, query_count: int, heads: Heads) -> Tensors:
+def some_heads(tensors: Tensors, query_count: int, heads: HeadSlices) -> Tensors:
     """Return some of the heads, as views where these are not all. The first `query_count` tensors have query heads."""
     views = []
     for index, x in enumerate(tensors):
-        head_slice = heads.queries if index < query_count else heads.keys
+        head_slice = heads.q_heads if index < query_count else heads.kv_heads
         views.append(x if head_slice.stop - head_slice.start >= x.shape[1] else x[:, head_slice])
     return tuple(views)
 

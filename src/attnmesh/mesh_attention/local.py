@@ -26,7 +26,7 @@ from attnmesh.kernels.choice import check_kernel
 from attnmesh.kernels.local_op import run_attend
 from attnmesh.kernels.prepared_local import PREPARED_LOCAL, PreparedLocal, signature_of
 from attnmesh.kernels.selected_keys import without_faulty
-from attnmesh.kernels.traced import autocast, without_autocast
+from attnmesh.kernels.traced import cast_for_autocast, without_autocast
 
 
 def attend(
@@ -90,7 +90,7 @@ def attend(
     if (prepared := PREPARED_LOCAL.find(signature)) is not None:
         return prepared.attend(q, k, v, None)
     check_unknown_options("attend", others)
-    q, k, v = autocast(q, k, v)
+    q, k, v = cast_for_autocast(q, k, v)
     try:
         check_qkv("attend", q, k, v)
         in_order = [x.shape[2] for x, positions in ((q, q_positions), (k, k_positions)) if positions is None]

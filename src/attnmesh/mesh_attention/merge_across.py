@@ -27,7 +27,7 @@ from attnmesh.guard.argument_checks import check_comparison, check_dtype, check_
 from attnmesh.kernels.traced import are_plain
 from attnmesh.mesh.axes import Axis, axis_of, device_type_of, group_named, mesh_of
 from attnmesh.mesh.merges import MERGES, OUTPUTS
-from attnmesh.runtime.operators import operator
+from attnmesh.runtime.operators import custom_operator
 from attnmesh.runtime.world import cached_per_world
 
 BASES = {"e": 1.0, "2": math.log(2.0)}
@@ -135,7 +135,7 @@ def _fake_merge(
     return Partial(*(x.new_empty(x[:, heads].shape) for x in (out, lse)))
 
 
-@operator("merge_across", _fake_merge)
+@custom_operator("merge_across", _fake_merge)
 def merge_op(
     out: Tensor, lse: Tensor, group: str, size_and_index: Sequence[int], merge: str, output: str, wire: str
 ) -> tuple[Tensor, Tensor]:

@@ -17,13 +17,13 @@ from attnmesh.core.selection import Visible
 from attnmesh.errors import RankFailure
 from attnmesh.kernels.local_op import run_attend, sink_gradient
 from attnmesh.kernels.rectangles import BackwardInputs
-from attnmesh.kernels.traced import OnceDifferentiable, once_differentiable
+from attnmesh.kernels.traced import OnceDifferentiable, run_once_differentiable
 from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.mesh.schedule import ChunkSize
 from attnmesh.mesh_attention.call_arguments import Call
 from attnmesh.mesh_attention.executor import Task, backward, empty_tokens, forward
 from attnmesh.mesh_attention.mesh_call import MeshCall
-from attnmesh.runtime.operators import operator, recorded
+from attnmesh.runtime.operators import autograd_function, custom_operator
 from attnmesh.runtime.tensors import Tensors, empty_length_major, length_major
 
 # --- attention ---
@@ -67,10 +67,10 @@ def _blank_heads(qkv: Tensors, chunk: ChunkSize, axis: Axis) -> Tensors:
     if axis.size == 1:
         return ()
     q, *kv = qkv
-    key_heads = axis.slice_of(int(kv[0].shape[1]))  # in a graph of any heads, a symbol
-    heads = key_heads.stop - key_heads.start
-    shared = q.shape[1] // kv[0].shape[1]
-    return empty_tokens(q, heads * shared, chunk.queries), *(empty_tokens(x, heads, chunk.keys) for x in kv)
+    kv_heads = axis.slice_of(int(kv[0].shape[1]))  # in a graph of any heads, a symbol
+    heads = kv_heads.stop - kv_heads.start
+    heads_per_kv = q.shape[1] // kv[0].shape[1]
+    return empty_tokens(q, heads * heads_per_kv, chunk.queries), *(empty_tokens(x, heads, chunk.keys) for x in kv)
 
 
 def _backward(
@@ -113,13 +113,13 @@ def _gradients(ctx: Any, dout: Any, *_: None) -> tuple[Tensor | None, ...]:
             dsinks = sink_gradient(sinks, out, lse, dout)
     else:
         (mesh_call,) = ctx.call_or_code
-        dq, dk, dv = once_differentiable(_backward, mesh_call, key_lengths, indices, q, k, v, out, lse, dout)
+        dq, dk, dv = run_once_differentiable(_backward, mesh_call, key_lengths, indices, q, k, v, out, lse, dout)
         if sinks is not None:
-            dsinks = once_differentiable(sink_gradient, sinks, out, lse, dout)
+            dsinks = run_once_differentiable(sink_gradient, sinks, out, lse, dout)
     return dq, dk, dv, dsinks
 
 
-attend_with_grad = recorded(_run_call, _save_for_backward, _gradients)
+attend_with_grad = autograd_function(_run_call, _save_for_backward, _gradients)
 """Attention on a mesh, recorded by autograd."""
 
 
@@ -138,13 +138,13 @@ def _fake_outputs(
 ) -> list[Tensor]:
     mesh, problem, *_ = MeshCall.from_code(names, numbers)
     coordinate = mesh.queries.index, mesh.keys.index
-    chunk = ChunkSize(problem.queries(*coordinate).shape[0], problem.keys(*coordinate).shape[0])
+    chunk = ChunkSize(problem.query_positions(*coordinate).shape[0], problem.key_positions(*coordinate).shape[0])
     out = empty_length_major(q, v.shape[-1])
     lse = q.new_empty(q.shape[:-1], dtype=sum_dtype(q.dtype))
     return [out, lse, *_blank_heads((q, k, v), chunk, mesh.heads)]
 
 
-@operator("mesh_attention", _fake_outputs, _save_for_backward, _gradients)
+@custom_operator("mesh_attention", _fake_outputs, _save_for_backward, _gradients)
 def mesh_op(
     q: Tensor,
     k: Tensor,
@@ -184,7 +184,7 @@ def _fake_gradients(
     return empty_length_major(dout, q.shape[3]), empty_tokens(k, heads, tokens), empty_tokens(v, heads, tokens)
 
 
-@operator("mesh_attention_backward", _fake_gradients, backward=OnceDifferentiable.backward)
+@custom_operator("mesh_attention_backward", _fake_gradients, backward=OnceDifferentiable.backward)
 def mesh_backward_op(
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],

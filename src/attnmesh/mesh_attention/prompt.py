@@ -19,7 +19,7 @@ from attnmesh.mesh.schedule import EXCHANGES, Problem
 from attnmesh.mesh.shapes import Shape
 from attnmesh.mesh.way import Way
 from attnmesh.mesh_attention.attention import attend_shards
-from attnmesh.mesh_attention.auto_choices import Widths, costing_inputs
+from attnmesh.mesh_attention.auto_choices import Widths, cost_inputs
 from attnmesh.mesh_attention.call_arguments import Call
 from attnmesh.mesh_attention.latents import Latents
 from attnmesh.runtime.world import cached_per_world
@@ -61,7 +61,7 @@ def chosen_way(
     if 0 in (problem.length, *sizes):
         return mesh, exchange
     cluster, tile = cluster_and_tile_of(mesh, device)
-    layout, work = costing_inputs(dtype, sizes, problem, latent, backward=False)
+    layout, work = cost_inputs(dtype, sizes, problem, latent, backward=False)
     names = EXCHANGES if exchange == "auto" else (exchange,)
     shapes = (mesh.shape, tile), (_turned(mesh.shape), _turned(tile))
     ways = [Way(*shape, layout, name) for shape, name in product(shapes, names)]

@@ -17,7 +17,7 @@ from attnmesh.guard.shard_marks import ShardMark, marked, shard_marks
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import Shape
 from attnmesh.mesh_attention.auto_choices import check_auto, chosen_layout
-from attnmesh.runtime.operators import operator
+from attnmesh.runtime.operators import custom_operator
 
 
 def shard(
@@ -142,7 +142,7 @@ def _gradient(ctx: Any, dout: Tensor) -> list[Tensor]:
     return [dout.narrow(ctx.dim, ctx.start, ctx.size)]
 
 
-@operator("unshard", _fake_whole, _save_for_backward, _gradient)
+@custom_operator("unshard", _fake_whole, _save_for_backward, _gradient)
 def unshard_op(x: Tensor, dim: int, groups: str, sizes_and_indices: Sequence[int], sizes: Sequence[int]) -> Tensor:
     """Gather runs of these sizes along `dim`."""
     mesh = Mesh.named(sizes_and_indices[:3], sizes_and_indices[3:], groups.split(","))

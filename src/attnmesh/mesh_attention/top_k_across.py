@@ -8,14 +8,14 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm.rank_merge import best_across
-from attnmesh.core.candidates import best, pack, unpack
-from attnmesh.core.partial import DTYPES
-from attnmesh.core.selection import NONE
+from attnmesh.core.candidates import best_candidates, pack_candidates, unpack_candidates
+from attnmesh.core.partial import DTYPE_NAMES
+from attnmesh.core.selection import NO_INDEX
 from attnmesh.errors import ArgumentError, DtypeError, KernelError, ShapeError, check_count, require, type_and_shape
 from attnmesh.guard.agreement import Agreement, may_compare
 from attnmesh.guard.argument_checks import check_one_device, check_tensor
 from attnmesh.mesh.axes import Axis, axis_of, group_named, mesh_of
-from attnmesh.runtime.operators import operator
+from attnmesh.runtime.operators import custom_operator
 
 
 def top_k_across(
@@ -52,13 +52,15 @@ def top_k_across(
     with Agreement(mesh_of(axis), "top_k_across", is_compared=is_compared) as agreement:
         _check_candidates(scores, indices, k, unique)
         agreement.compare({"rows": list(scores.shape[:-1]), "k": k, "unique": unique})
-    wrong = (indices < 0) | (indices > NONE)
-    candidates = pack(scores.masked_fill(wrong, torch.nan), indices.masked_fill(wrong, 0).expand_as(scores))
-    top: Tensor = best_op(best(candidates, k, unique=unique), axis.group_name, [axis.size, axis.index], unique)
-    return unpack(top)
+    wrong = (indices < 0) | (indices > NO_INDEX)
+    candidates = pack_candidates(scores.masked_fill(wrong, torch.nan), indices.masked_fill(wrong, 0).expand_as(scores))
+    top: Tensor = best_op(
+        best_candidates(candidates, k, unique=unique), axis.group_name, [axis.size, axis.index], unique
+    )
+    return unpack_candidates(top)
 
 
-@operator("best_across", lambda candidates, *_: torch.empty_like(candidates))
+@custom_operator("best_across", lambda candidates, *_: torch.empty_like(candidates))
 def best_op(candidates: Tensor, group: str, size_and_index: Sequence[int], unique: bool) -> Tensor:
     """Merge candidates as an operator, which is one node of a compiled graph."""
     top = best_across(candidates, Axis(size_and_index[0], size_and_index[1], group_named(group)), unique=unique)
@@ -70,7 +72,7 @@ def _check_candidates(scores: Tensor, indices: Tensor, k: int, unique: bool) -> 
     check_tensor("top_k_across scores", scores)
     dtype = str(scores.dtype).removeprefix("torch.")
     fix = "pass the scores of this rank's keys in floats, (..., n)"
-    fits = dtype in DTYPES and scores.ndim > 0
+    fits = dtype in DTYPE_NAMES and scores.ndim > 0
     require(fits, DtypeError, "top_k_across scores", "a tensor of floats", type_and_shape(scores), fix)
     fits = not (torch.is_grad_enabled() and scores.requires_grad)
     fix = "call it under torch.no_grad()"
@@ -86,7 +88,12 @@ def _check_candidates(scores: Tensor, indices: Tensor, k: int, unique: bool) -> 
     if indices.device.type == "cpu" and indices.numel() and may_compare(indices.device):
         first, last = (int(x) for x in indices.aminmax())
         require(
-            first >= 0 and last <= NONE, ShapeError, subject, f"numbers from 0 to {NONE}", f"{first} to {last}", fix
+            first >= 0 and last <= NO_INDEX,
+            ShapeError,
+            subject,
+            f"numbers from 0 to {NO_INDEX}",
+            f"{first} to {last}",
+            fix,
         )
     if type(k) is not int:
         raise ShapeError("top_k_across k", "a whole number, 1 or more", repr(k), "count the keys to find as an int")

@@ -48,7 +48,7 @@ def index_cost(way: Way, workload: Workload, cluster: Cluster) -> Cost:
         pairs, width = workload.batch * job.traffic.pairs.most, selected.index_heads * selected.index_dim
         flow = LayerJob.of(job.way, replace(work, mask=Full()), cluster).traffic.keys
         keys = Transfer(flow, workload.batch * selected.index_dim * workload.itemsize)
-        total.add_stage("index keys", job.exchanged([keys], total).seconds)
+        total.add_stage("index keys", job.add_transfers([keys], total).seconds)
         total.add_stage("score", cluster.device.call + 2 * pairs * width / cluster.device.forward_rate)
     total = total.of_layers(workload.indexers)
     total.memory = index_memory(way.shape, workload)

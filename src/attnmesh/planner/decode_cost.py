@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from attnmesh.mesh.cluster import Cluster
-from attnmesh.mesh.merge_cost import MergeGroup, Payload, add_agreement, add_tree, tree_rounds
+from attnmesh.mesh.merge_cost import MergeGroup, MessageSize, add_agreement, add_tree, tree_rounds
 from attnmesh.mesh.merges import MERGES, Pattern
 from attnmesh.mesh.way import Cost, Way
 from attnmesh.planner.rank_bytes import turns_of
@@ -101,7 +101,7 @@ def add_outputs(shared: SharedLayers, ranks: int, rows: int, cluster: Cluster, t
     if cluster.hosts > 1:
         for outputs in shared.outputs:
             price = Cost()
-            message = Payload(OUTPUT_BYTES * rows * outputs / ranks, 0)
+            message = MessageSize(OUTPUT_BYTES * rows * outputs / ranks, 0)
             MERGES["direct"].price(MergeGroup(ranks, cluster.ranks), message, cluster, price)
             total.add_stage("outputs", price.seconds)
             total.add_traffic(price.inside, price.between, price.messages)
@@ -147,7 +147,7 @@ def decode_cost(way: Way, workload: Workload, cluster: Cluster) -> Cost:
     if merge.pattern is Pattern.COLLECTIVE:
         add_agreement(way, cluster, total)
     if group.ranks > 1:
-        merge.price(group, Payload(rows * workload.sum_itemsize, workload.cached_widths[1]), cluster, total)
+        merge.price(group, MessageSize(rows * workload.sum_itemsize, workload.cached_widths[1]), cluster, total)
         total.add_stage("merge", device.wait)
         if cluster.on_cpus and group.ranks > group.ranks_per_host:
             rounds = tree_rounds(group.ranks, group.ranks_per_host)

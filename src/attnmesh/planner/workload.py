@@ -7,7 +7,7 @@ import torch
 
 from attnmesh.core.layout import Contiguous, Layout, Zigzag
 from attnmesh.core.mask import Causal, Full, Mask, check_mask
-from attnmesh.core.partial import DTYPES
+from attnmesh.core.partial import DTYPE_NAMES
 from attnmesh.core.storage import STORAGES
 from attnmesh.errors import ClusterError, DtypeError, ShapeError, check_choice, require, short
 from attnmesh.mesh.exchange_cost import LayerWork
@@ -87,7 +87,7 @@ class Workload:
             object.__setattr__(self, name, checked_count(f"Workload {name}", given))
         given, fix = f"{self.q_heads} query heads on {self.kv_heads} key heads", "pass the model's head counts"
         require(self.q_heads % self.kv_heads == 0, ShapeError, "Workload", "whole groups of query heads", given, fix)
-        check_choice("Workload dtype", str(self.dtype), DTYPES, "name the dtype of q, k and v", DtypeError)
+        check_choice("Workload dtype", str(self.dtype), DTYPE_NAMES, "name the dtype of q, k and v", DtypeError)
         check_choice("Workload phase", self.phase, PHASES, 'pass "training"')
         fits = self.q_len is None or self.phase == "decode"
         given = f"q_len={self.q_len} in {self.phase}"

@@ -22,7 +22,7 @@ from attnmesh.guard.agreement import Agreement
 from attnmesh.guard.argument_checks import check_tensor
 from attnmesh.mesh.axes import Axis, axis_of, group_named, mesh_of
 from attnmesh.recurrent.head_exchange import first_tokens, own_tokens
-from attnmesh.runtime.operators import operator
+from attnmesh.runtime.operators import custom_operator
 
 Segment = tuple[int, int, int]
 """Consecutive tokens of one rank: the rank, the first of them, and their number."""
@@ -89,7 +89,7 @@ def _halo_back(ctx: Any, dout: Tensor) -> list[Tensor]:
     return [halo_op(dout.contiguous(), not ctx.back, *ctx.numbers)]
 
 
-@operator("halo", _fake_halos, _keep_numbers, _halo_back)
+@custom_operator("halo", _fake_halos, _keep_numbers, _halo_back)
 def halo_op(
     x: Tensor,
     back: bool,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from attnmesh.comm.p2p import swap_tokens
 from attnmesh.mesh.axes import Axis, group_named
-from attnmesh.runtime.operators import operator
+from attnmesh.runtime.operators import custom_operator
 
 
 def tokens_to_heads(x: Tensor, axis: Axis, owners: Sequence[int], lengths: Sequence[int]) -> Tensor:
@@ -54,7 +54,7 @@ def _exchange_back(ctx: Any, dout: Tensor) -> list[Tensor]:
     return [heads_op(dout.contiguous(), not ctx.back, *ctx.numbers)]
 
 
-@operator("heads", _fake_heads, _keep_numbers, _exchange_back)
+@custom_operator("heads", _fake_heads, _keep_numbers, _exchange_back)
 def heads_op(
     x: Tensor, back: bool, group: str, size_and_index: Sequence[int], owners: Sequence[int], lengths: Sequence[int]
 ) -> Tensor:

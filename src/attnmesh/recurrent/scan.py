@@ -27,7 +27,7 @@ from attnmesh.guard.agreement import Agreement, may_compare
 from attnmesh.guard.argument_checks import check_comparison, check_one_device, check_tensor
 from attnmesh.kernels.traced import without_autocast
 from attnmesh.mesh.axes import Axis, axis_of, group_named, mesh_of
-from attnmesh.runtime.operators import operator
+from attnmesh.runtime.operators import custom_operator
 
 
 class AffineMap(NamedTuple):
@@ -138,7 +138,7 @@ def _scan_back(ctx: Any, dlinear: Tensor | None, dbias: Tensor) -> tuple[Tensor 
     return dlinear, later[..., : prefix_bias.shape[-1]]
 
 
-@operator("scan_across", _fake_states, _save_for_backward, _scan_back)
+@custom_operator("scan_across", _fake_states, _save_for_backward, _scan_back)
 def scan_op(
     linear: Tensor, bias: Tensor, group: str, index_and_order: Sequence[int], whole: bool, resets: Sequence[int]
 ) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ Gradient = Callable[..., Sequence[Tensor | None]]
 """Returns the gradients of a function's first arguments; the others have none."""
 
 
-def operator(
+def custom_operator(
     name: str, fake: Callable[..., Any], save: Callable[..., None] | None = None, backward: Gradient | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a function the operator of that name.
@@ -29,7 +29,7 @@ def operator(
     return make
 
 
-def recorded(run: Callable[..., Any], save: Callable[..., None], backward: Gradient) -> Callable[..., Any]:
+def autograd_function(run: Callable[..., Any], save: Callable[..., None], backward: Gradient) -> Callable[..., Any]:
     """Return the function with these gradients, for calls that PyTorch does not trace."""
     methods = {"forward": run, "setup_context": save, "backward": _for_all_arguments(run, backward)}
     function = type("Recorded", (torch.autograd.Function,), {name: staticmethod(f) for name, f in methods.items()})

@@ -10,7 +10,7 @@ from torch import Tensor
 from attnmesh.cache.cache import KVCache
 from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.errors import StoreError, require
-from attnmesh.mesh.axes import Axis, overlap
+from attnmesh.mesh.axes import Axis, intersect
 from attnmesh.store.block_names import StoredBlock
 from attnmesh.store.tensor_file import DAMAGED_FIX
 
@@ -141,7 +141,7 @@ class Filling:
         fits = columns.dtype == torch.int64 and 0 <= index < number and sizes.kv_heads % number == 0
         require(fits, StoreError, "load", "tokens and heads of a cache", f"{index} of {number} heads", DAMAGED_FIX)
         saved_heads = Axis(number, index).slice_of(sizes.kv_heads)
-        to, source = overlap(shard.heads.slice_of(sizes.kv_heads), saved_heads)
+        to, source = intersect(shard.heads.slice_of(sizes.kv_heads), saved_heads)
         chosen = torch.isin(columns, needed).nonzero().flatten()
         if to.start >= to.stop or not len(chosen):
             return None

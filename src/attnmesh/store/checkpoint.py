@@ -34,7 +34,7 @@ from attnmesh.cache.saved_cache import LayersToLoad
 from attnmesh.core.mask import FAR
 from attnmesh.errors import ShapeError, StoreError
 from attnmesh.guard.agreement import Agreement
-from attnmesh.mesh.axes import Axis, Mesh, overlap
+from attnmesh.mesh.axes import Axis, Mesh, intersect
 from attnmesh.runtime.memory import host_memory
 from attnmesh.setup.init_mesh import device_fault, device_for
 from attnmesh.store.journal import Journal
@@ -533,4 +533,4 @@ def _copy_heads(
 
 def _shared_heads(shard: CacheShard, saved: Axis) -> tuple[slice, slice]:
     """Return slices of the heads of a shard and of a saved file that are the same heads; they may be empty."""
-    return overlap(shard.heads.slice_of(shard.sizes.kv_heads), saved.slice_of(shard.sizes.kv_heads))
+    return intersect(shard.heads.slice_of(shard.sizes.kv_heads), saved.slice_of(shard.sizes.kv_heads))

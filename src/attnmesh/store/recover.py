@@ -22,7 +22,7 @@ from attnmesh.comm.transport import all_gather_texts, flat_axis
 from attnmesh.errors import DtypeError, KernelError, MeshError, ShapeError, require
 from attnmesh.guard.agreement import Agreement
 from attnmesh.guard.argument_checks import check_unknown_options
-from attnmesh.mesh.axes import Axis, Mesh, overlap
+from attnmesh.mesh.axes import Axis, Mesh, intersect
 from attnmesh.mesh.shapes import AXES
 from attnmesh.store.checkpoint import make_alike
 
@@ -154,7 +154,7 @@ class _Moves:
         before = 1 + max(h for h, _ in self.sources)
         for old in self._sent_by(rank):
             saved_heads = Axis(before, old[0]).slice_of(count)
-            source, target = overlap(saved_heads, Axis(self.mesh.heads.size, heads).slice_of(count))
+            source, target = intersect(saved_heads, Axis(self.mesh.heads.size, heads).slice_of(count))
             if source.start < source.stop:
                 yield old, source, target
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from attnmesh.cache.cache import KVCache
-from attnmesh.core.candidates import unpack
+from attnmesh.core.candidates import unpack_candidates
 from attnmesh.core.mask import Causal
 from attnmesh.core.partial import Partial, merge_partials
 from attnmesh.core.selection import Selection
@@ -114,8 +114,8 @@ class CompressedLayer(StatefulLayer):
             keys = self.new["indexer"]
             positions = torch.arange(index.length, device=last.device)
             bounds = torch.zeros_like(last)[None], last[None]
-            best = indexer_top_k(score, operands, IndexKeys(keys, positions, positions[None]), *bounds, k)
-            indices = unpack(best)[1]
+            candidates = indexer_top_k(score, operands, IndexKeys(keys, positions, positions[None]), *bounds, k)
+            indices = unpack_candidates(candidates)[1]
         else:
             all_operands = operands if self.shards is None else [self.shards.all_tokens(x) for x in operands]
             indices = top_k_tokens(index, score, all_operands, k, last=last)

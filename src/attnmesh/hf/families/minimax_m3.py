@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnmesh.core.selection import NONE, Selection
+from attnmesh.core.selection import NO_INDEX, Selection
 from attnmesh.errors import KernelError, MaskError, require
 from attnmesh.hf.families.family import ATTENTION_FIELDS, INDEXED, Family, Layer, Part
 from attnmesh.hf.models import SUBJECT, Opaque
@@ -61,8 +61,8 @@ def _joined(local: Tensor, blocks: Tensor) -> Tensor:
     is_local = (blocks[..., None] == local[..., None, :]).any(-1)
     local = local.expand(*blocks.shape[:-1], -1)
     repeated = (local[..., None] == local[..., None, :]).tril(-1).any(-1)
-    candidates = torch.cat((local.masked_fill(repeated, NONE), blocks.masked_fill(is_local, NONE)), -1)
-    order = (candidates == NONE).to(torch.int8).sort(dim=-1, stable=True).indices[..., : blocks.shape[-1]]
+    candidates = torch.cat((local.masked_fill(repeated, NO_INDEX), blocks.masked_fill(is_local, NO_INDEX)), -1)
+    order = (candidates == NO_INDEX).to(torch.int8).sort(dim=-1, stable=True).indices[..., : blocks.shape[-1]]
     return candidates.gather(-1, order)
 
 
@@ -100,7 +100,7 @@ def selected_blocks(module: Any, blocks: Any, spec: Any) -> Selection:
     fix = "call hf.generate, or update attnmesh"
     require(spec.shards is None, KernelError, f"{SUBJECT} indexer", expected, given, fix)
     check_unpadded(spec)
-    return Selection(blocks.masked_fill(blocks < 0, NONE).to(torch.int32), module.indexer.block_size)
+    return Selection(blocks.masked_fill(blocks < 0, NO_INDEX).to(torch.int32), module.indexer.block_size)
 
 
 def _size(config: Any, counts: Mapping[str, int], kv_heads: int) -> Selected:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnmesh.core.selection import NONE, Selection
+from attnmesh.core.selection import NO_INDEX, Selection
 from attnmesh.hf.families.delta_rules import GATED_DELTA, GATED_DELTA_SOURCES
 from attnmesh.hf.families.family import (
     ATTENTION_FIELDS,
@@ -106,9 +106,9 @@ def _positions(lengths: Tensor | int, rows: Tensor, spec: Any) -> Tensor:
 def _tokens(ends: Tensor, queries: Tensor, positions: Tensor, ratio: int) -> Tensor:
     """Return the tokens of blocks, of which the last are given, and those of each query's incomplete block."""
     offsets = torch.arange(ratio, dtype=ends.dtype, device=ends.device)
-    blocks = (ends[..., None] - offsets).masked_fill((ends == NONE)[..., None], NONE).flatten(-2)
+    blocks = (ends[..., None] - offsets).masked_fill((ends == NO_INDEX)[..., None], NO_INDEX).flatten(-2)
     tail = (queries[:, None] - offsets[:-1]).expand(*positions.shape, -1)
-    tail = tail.masked_fill(offsets[:-1] >= (positions[..., None] + 1) % ratio, NONE)
+    tail = tail.masked_fill(offsets[:-1] >= (positions[..., None] + 1) % ratio, NO_INDEX)
     return torch.cat((blocks, tail), -1)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attnmesh.core.candidates import unpack
+from attnmesh.core.candidates import unpack_candidates
 from attnmesh.hf.shards import Shards
 from attnmesh.hf.sparse.scores import IndexScores
 from attnmesh.kernels.indexer import IndexKeys, indexer_top_k
@@ -34,7 +34,7 @@ def select_in_shards(scores: KeyScores, new: Tensor, shards: Shards, k: int) -> 
     tokens = torch.arange(shards.length, device=device)
     first, last = (x.to(device)[None] for x in shards.mask_of(scores.spec.mask).bounds(shards.positions()))
     index = IndexKeys(keys, tokens, tokens[None])
-    return unpack(indexer_top_k(scores.run, scores.operands, index, first, last, k, scores.block))[1]
+    return unpack_candidates(indexer_top_k(scores.run, scores.operands, index, first, last, k, scores.block))[1]
 
 
 class ShardKeys:

@@ -16,7 +16,7 @@ from attnmesh.core.partial import Partial
 from attnmesh.core.scaling import Scaling
 from attnmesh.kernels.implementations.reference import Reference
 from attnmesh.kernels.kernel import Kernel, KernelRequest
-from attnmesh.kernels.rectangles import TILE, BackwardInputs, Gradients, Rectangle, made_once
+from attnmesh.kernels.rectangles import MASKED_TILE_ROWS, BackwardInputs, Gradients, Rectangle, made_once
 
 MAX_PACKED_ROWS = 32
 """Queries up to which reading the keys is the cost. The heads that share a key head are then packed into one."""
@@ -87,7 +87,7 @@ def _use_tiles(q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle) -> bool:
 def _attend_tiles(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
     """Return the partial of few rows, from tiles of keys that are converted to float32 in the core's cache."""
     rows = q.float().reshape(q.shape[0], k.shape[1], -1, q.shape[3]) * scale
-    size = max(TILE, CACHE_BYTES // (4 * k.shape[1] * _width(q, v)))
+    size = max(MASKED_TILE_ROWS, CACHE_BYTES // (4 * k.shape[1] * _width(q, v)))
     tile = rows.new_empty(*k.shape[:2], min(size, k.shape[2]), _width(q, v))  # reused: new memory costs more
 
     def copy_to_tile(x: Tensor) -> Tensor:

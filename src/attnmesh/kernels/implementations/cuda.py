@@ -28,7 +28,7 @@ from attnmesh.kernels.implementations.triton import TRITON, Triton
 from attnmesh.kernels.kernel import Kernel, KernelRequest
 from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Rectangle, cut
 
-ALIGNMENT = 8
+WIDTH_MULTIPLE = 8
 """Columns that widths and biases are padded to multiples of, as the operators need."""
 
 MIN_CUDNN_TOKENS = 64
@@ -156,7 +156,12 @@ class CUDA(Kernel):
     def unsupported_reason(self, request: KernelRequest) -> str | None:
         """Return None for tensors of a dtype and width that the efficient operator supports."""
         few = torch.zeros(
-            1, 1, ALIGNMENT, request.width + -request.width % ALIGNMENT, dtype=request.dtype, device=request.device
+            1,
+            1,
+            WIDTH_MULTIPLE,
+            request.width + -request.width % WIDTH_MULTIPLE,
+            dtype=request.dtype,
+            device=request.device,
         )
         if not can_use_efficient_attention(SDPAParams(few, few, few, None, 0.0, False, False)):
             return f"PyTorch's operators do not take {request.dtype} of width {request.width} on this device"
@@ -259,7 +264,7 @@ def _is_correct(
 
 def _width(q: Tensor, v: Tensor) -> int:
     width = max(q.shape[-1], v.shape[-1])
-    return width + -width % ALIGNMENT
+    return width + -width % WIDTH_MULTIPLE
 
 
 def _pad(tensors: Sequence[Tensor], width: int) -> tuple[Tensor, ...]:
@@ -278,6 +283,6 @@ def _bias(q: Tensor, rectangle: Rectangle) -> Any:
         return None
     visible = rectangle.visible()
     keys = visible.shape[1]
-    bias = torch.zeros(visible.shape[0], keys + -keys % ALIGNMENT, dtype=q.dtype, device=q.device)
+    bias = torch.zeros(visible.shape[0], keys + -keys % WIDTH_MULTIPLE, dtype=q.dtype, device=q.device)
     bias[:, :keys].masked_fill_(~visible.to(q.device), -torch.inf)
     return bias[:, :keys].expand(*q.shape[:2], -1, -1)

@@ -20,7 +20,7 @@ from attnmesh.core.storage import is_prefix
 from attnmesh.kernels.implementations.cpu import FlashCPU
 from attnmesh.kernels.implementations.reference import Reference
 from attnmesh.kernels.kernel import Kernel, KernelRequest
-from attnmesh.kernels.native.abi import DTYPES, STORED, error_of
+from attnmesh.kernels.native.abi import DTYPE_CODES, STORED, error_of
 from attnmesh.kernels.native.build import Function, library
 from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Rectangle, cut
 
@@ -30,7 +30,7 @@ MAX_ROWS = 64
 CALL, FIXED, STRIDES = struct.Struct("9P14q"), struct.Struct("16q2d2q"), struct.Struct("3q")
 """Fields of `Problem` in `attend.cpp`: of each call, of all calls of one launch, and strides of `out` in the latter."""
 
-PART = struct.Struct("2q")
+PART_FIELDS = struct.Struct("2q")
 """Last fields of a kind: the first run of a part of the keys, and the runs of all parts."""
 
 RUN = 2048
@@ -47,7 +47,7 @@ class Native(Kernel):
 
     def unsupported_reason(self, request: KernelRequest) -> str | None:
         """Return None in float32 and narrower, if there is a library."""
-        if request.dtype not in DTYPES:
+        if request.dtype not in DTYPE_CODES:
             return f"it computes in float32, the tensors are {str(request.dtype).removeprefix('torch.')}"
         return library().reason
 
@@ -57,7 +57,7 @@ class Native(Kernel):
 
     def bind(self, q: Tensor, k: Tensor, v: Tensor, scaling: Scaling) -> "BoundNative | None":
         """Return the launch of few rows."""
-        few = q.dtype in DTYPES and q.shape[1] // max(1, k.shape[1]) * q.shape[2] <= MAX_ROWS
+        few = q.dtype in DTYPE_CODES and q.shape[1] // max(1, k.shape[1]) * q.shape[2] <= MAX_ROWS
         served = few and min(q.numel(), k.numel(), v.numel()) > 0 and scaling.scale > 0
         return BoundNative.of(q, k, v, scaling) if served else None
 
@@ -132,9 +132,10 @@ class BoundNative(NamedTuple):
         """Return the launches of parts of so many keys, one after the other: the last writes the partial of all."""
         runs = [-(-count // RUN) for count in keys]
         firsts = accumulate(runs, initial=0)
-        begin = self.fields[: -PART.size]
+        begin = self.fields[: -PART_FIELDS.size]
         return [
-            self._replace(fields=begin + PART.pack(first, sum(runs))) for first, _ in zip(firsts, runs, strict=False)
+            self._replace(fields=begin + PART_FIELDS.pack(first, sum(runs)))
+            for first, _ in zip(firsts, runs, strict=False)
         ]
 
     def attend(
@@ -194,7 +195,7 @@ def _bound_to(
 ) -> BoundNative:
     batch, heads, rows, dim = shape
     strides, lse = (tokens * heads * width, width, heads * width, 1), (batch, heads, tokens)
-    codes = [(DTYPES | STORED)[dtype] for dtype in dtypes]
+    codes = [(DTYPE_CODES | STORED)[dtype] for dtype in dtypes]
     scales = (dim, dim if is_prefix else width)
     sizes = batch, kv_heads, heads // kv_heads, rows, dim, width, *codes, *scales
     cap = scaling.softcap if scaling.capped else 0.0

@@ -105,9 +105,9 @@ class Triton(Kernel):
         """Return the partial of the last queries, merged from one partial per block or per program instance."""
         return self.bind_cache().attend_cache(query, view)
 
-    def bind_cache(self) -> "TritonCachedAttention":
+    def bind_cache(self) -> "BoundTritonCache":
         """Return the launch of steps whose queries differ in their tensors alone."""
-        return TritonCachedAttention()
+        return BoundTritonCache()
 
     def attend_scattered(
         self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, hidden: Tensor, scaling: Scaling
@@ -139,7 +139,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, scaling: Scal
     return Partial(out[0], lse[0]) if splits == 1 else merge_stacked(partials)
 
 
-class TritonCachedAttention:
+class BoundTritonCache:
     """Attention of steps of one signature to a cache, in two launches, whose arguments but for tensors are made once.
 
     The steps have one mask, capacity, block and logits.

@@ -2,7 +2,7 @@
 
 import torch
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 STORED = {torch.int8: 3, torch.float8_e4m3fn: 4}
 """Dtypes of numbers of rows in 8 bits. A kernel takes them without the scales, which follow them in memory."""
 
