@@ -37,7 +37,7 @@ DRAWN = {
         "`merge_into` of `core/partial.py` merges partials: in `_merge_in` of ranks, in `_attend_heads` of steps.\n"
         "`gather` and `return_to_owners` return a function that waits: `_arrivals` calls the first, `PendingReturns`\n"
         "the other. "
-        "`HeadSwaps` swaps nothing here: there is no heads axis.",
+        "`HeadAllToAll` swaps nothing here: there is no heads axis.",
     ),
     "training, 2 ranks, keys": (
         "Training: what the same call with gradients runs through beside these, forward and then backward.",

@@ -1,7 +1,7 @@
-"""Point-to-point exchanges along an axis: gather tokens, return results, swap heads.
+"""Point-to-point exchanges along an axis: gather tokens, return results, swap tokens for heads.
 
-They begin at once and return a function that finishes them, so that a kernel can run in between; `swap` and
-`swap_tokens` block. Gathers and returns send only tokens that the schedule names.
+They begin at once and return a function that finishes them, so that a kernel can run in between; `all_to_all` and
+`all_to_all_tokens` block. Gathers and returns send only tokens that the schedule names.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -84,19 +84,19 @@ def return_to_owners(
     return finished
 
 
-def swap(parts: Sequence[Tensors], shapes: Sequence[Tensors], axis: Axis) -> list[Tensors]:
+def all_to_all(parts: Sequence[Tensors], shapes: Sequence[Tensors], axis: Axis) -> list[Tensors]:
     """Send `parts[p]` to each rank p. Return what comes from rank p, shaped like `shapes[p]`."""
-    return begin_swap(parts, shapes, axis, one_at_a_time=True)()
+    return begin_all_to_all(parts, shapes, axis, one_at_a_time=True)()
 
 
-def swap_tokens(parts: Sequence[Tensor], counts: Sequence[int], axis: Axis, dim: int = 2) -> list[Tensor]:
+def all_to_all_tokens(parts: Sequence[Tensor], counts: Sequence[int], axis: Axis, dim: int = 2) -> list[Tensor]:
     """Send `parts[p]` to each rank p. Return what comes from rank p: `counts[p]` tokens, else like this rank's own."""
     shapes = [(meta_like(parts[axis.index], count, dim),) for count in counts]
     messages = {id(part): (part,) for part in parts}  # the same for several ranks is packed once
-    return [x for (x,) in swap([messages[id(part)] for part in parts], shapes, axis)]
+    return [x for (x,) in all_to_all([messages[id(part)] for part in parts], shapes, axis)]
 
 
-def begin_swap(
+def begin_all_to_all(
     parts: Sequence[Tensors], shapes: Sequence[Tensors], axis: Axis, *, one_at_a_time: bool = False
 ) -> Callable[[], list[Tensors]]:
     """Begin to send `parts[p]` to each rank p. The result lists what comes from rank p, shaped like `shapes[p]`."""

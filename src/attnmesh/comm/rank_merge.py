@@ -58,7 +58,7 @@ def merge_ranks(
                 return nan_unless_equal(own_partial, compared), compared
         with timed_merge():
             form = transport.form_of(form, chosen)
-            if chosen.pattern is Pattern.SWAP and output == "heads" and not transport.merges_whole(form):
+            if chosen.pattern is Pattern.ALL_TO_ALL and output == "heads" and not transport.merges_whole(form):
                 checksum, own_partial = send_heads(partial, checksum, form, axis)
                 return nan_unless_equal(own_partial, checksum), checksum
             message = form.message(checksum, partial) if message is None else message
@@ -109,7 +109,7 @@ def chosen_merge(axis: Axis, merge: str, output: str, device: torch.device, *, r
             "pass one of these",
         )
         return MERGES[merge]
-    return first_of(Pattern.SWAP) if output == "heads" else fastest
+    return first_of(Pattern.ALL_TO_ALL) if output == "heads" else fastest
 
 
 def send_heads(partial: Partial, checksum: Tensor, form: MessageForm, axis: Axis) -> CheckedPartial:
@@ -118,13 +118,13 @@ def send_heads(partial: Partial, checksum: Tensor, form: MessageForm, axis: Axis
     messages = [form.message(checksum, Partial(*(x[:, heads] for x in partial))) for heads in heads_by_rank]
     own_heads = heads_by_rank[axis.index]
     form = replace(form, shape=(form.shape[0], own_heads.stop - own_heads.start, *form.shape[2:]))
-    return form.merge(transport_of(axis, checksum.device).swap(messages))
+    return form.merge(transport_of(axis, checksum.device).all_to_all(messages))
 
 
 def highest_checksum(checksum: Tensor, axis: Axis) -> Tensor:
     """Return the maximum of the checksums of all ranks of an axis."""
     try:
-        rows = transport_of(axis, checksum.device).swap([checksum.view(torch.uint8)] * axis.size)
+        rows = transport_of(axis, checksum.device).all_to_all([checksum.view(torch.uint8)] * axis.size)
     except CallsDifferError:  # a peer compares its call: give up the merge as unequal, and compare too
         return torch.full_like(checksum, UNEQUAL_CHECKSUM)
     return rows.view(checksum.dtype).amax(0)

@@ -100,7 +100,7 @@ class Transport:
 
     def direct(self, message: Tensor, form: MessageForm) -> CheckedPartial:
         """Send a message to every other rank, and merge all at once."""
-        return form.merge(self.swap([message] * self.axis.size))
+        return form.merge(self.all_to_all([message] * self.axis.size))
 
     def tree(self, message: Tensor, form: MessageForm, reproducible: bool, done: int = 0) -> CheckedPartial:
         """Merge two messages in each round of a tree that is not done. Which comes first makes no difference."""
@@ -175,7 +175,7 @@ class Transport:
         count_messages(len(own_rounds), size)
         return message
 
-    def swap(self, messages: Sequence[Tensor]) -> Tensor:
+    def all_to_all(self, messages: Sequence[Tensor]) -> Tensor:
         """Send `messages[p]` to each rank p. Return what comes from rank p in row p, as long as this rank's own."""
         index = self.axis.index
         own_message = messages[self.axis.index]
@@ -306,7 +306,7 @@ class DeviceTransport(Transport):
 
     def form_of(self, form: MessageForm, merge: Merge) -> MessageForm:
         """Return the form of symmetric memory, if that takes the message."""
-        return _wide(form) if merge.pattern is Pattern.SWAP and self.memory_for(form) is not None else form
+        return _wide(form) if merge.pattern is Pattern.ALL_TO_ALL and self.memory_for(form) is not None else form
 
     def merges_whole(self, form: MessageForm) -> bool:
         """Return whether symmetric memory merges such messages."""

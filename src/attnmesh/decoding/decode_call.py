@@ -21,7 +21,7 @@ from attnmesh.decoding.step_arguments import StepInputs, StepOptions
 from attnmesh.decoding.step_checks import check_other_keys, checked_step, step_with_bias
 from attnmesh.decoding.step_op import decode_op, tensors_of
 from attnmesh.errors import DtypeError, KernelError, RankFailure, require
-from attnmesh.guard.argument_checks import check_comparison, warn_if_swapped
+from attnmesh.guard.argument_checks import check_comparison, warn_if_transposed
 
 
 def decode(
@@ -126,5 +126,5 @@ def decode(
         return cast(Tensor, decode_op(*tensors, *step.to_code()))
     with torch.no_grad():
         out = prepare_step(inputs, step, signature, cache.prepared_steps).run(inputs, checked)
-    warn_if_swapped("decode", q, cache.sizes.kv_heads)
+    warn_if_transposed("decode", q, cache.sizes.kv_heads)
     return out

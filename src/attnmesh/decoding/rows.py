@@ -27,7 +27,7 @@ from attnmesh.errors import (
     require,
 )
 from attnmesh.guard.agreement import may_compare
-from attnmesh.guard.argument_checks import check_comparison, warn_if_swapped
+from attnmesh.guard.argument_checks import check_comparison, warn_if_transposed
 from attnmesh.mesh.axes import Axis
 from attnmesh.runtime.memo import Memo
 from attnmesh.runtime.world import cached_per_world
@@ -108,7 +108,7 @@ def decode_rows(
         step = _checked_step_of_rows(q, caches, sinks, options)
     with torch.no_grad():
         out = prepare_step(inputs, step, signature, prepared).run(inputs, checked)
-    warn_if_swapped(SUBJECT, q, first.sizes.kv_heads)
+    warn_if_transposed(SUBJECT, q, first.sizes.kv_heads)
     return out
 
 

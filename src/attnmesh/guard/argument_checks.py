@@ -26,13 +26,13 @@ from attnmesh.mesh.merges import MERGES, OUTPUTS
 
 SHAPE = "(batch, heads, length, dim)"
 
-SWAP_HINT = "if these are (batch, length, heads, dim), pass x.transpose(1, 2)"
+TRANSPOSE_HINT = "if these are (batch, length, heads, dim), pass x.transpose(1, 2)"
 
 MAX_HEADS = 256
 """More query heads than released models have: Falcon-180B has 232, Llama 3.1 405B and DeepSeek-V3 have 128."""
 
-MAX_SWAPPED_LENGTH = 128
-"""The longest q that may be swapped: beyond it, a length is too large to be a number of heads."""
+MAX_TRANSPOSED_LENGTH = 128
+"""The longest q that may be transposed: beyond it, a length is too large to be a number of heads."""
 
 WRAP = "pass am.Selection(indices), indices of dtype torch.int32"
 
@@ -306,25 +306,28 @@ def heads_and_length(x: object) -> tuple[int, int]:
     return (x.shape[1], x.shape[2]) if isinstance(x, Tensor) and x.ndim == 4 else (0, 0)
 
 
-def with_swap_hint(error: InputError, q: tuple[int, int], k: tuple[int, int], *, first: bool = False) -> InputError:
-    """Return the error, with `SWAP_HINT` last or first in its fix if q and k seem to be in flash-attn's order.
+def with_transpose_hint(
+    error: InputError, q_sizes: tuple[int, int], k_sizes: tuple[int, int], *, hint_first: bool = False
+) -> InputError:
+    """Return the error, with `TRANSPOSE_HINT` last or first in its fix if q and k seem to be in flash-attn's order.
 
-    `q` and `k` are (heads, length) as passed. They seem swapped if k has more heads than keys, and the number of keys
-    would divide q's heads, as passed or swapped, as a number of key heads.
+    Sizes are (heads, length) as passed. They seem transposed if k has more heads than keys, and the number of keys
+    would divide q's heads, as passed or transposed, as a number of key heads.
     """
-    keys = k[1]
-    if not 0 < keys < k[0] or (q[0] % keys and q[1] % keys):
+    key_heads, keys = k_sizes
+    if not 0 < keys < key_heads or all(size % keys for size in q_sizes):
         return error
     subject, expected, given, fix = error.args
-    return type(error)(subject, expected, given, swap_first(fix, True) if first else f"{fix}; {SWAP_HINT}")
+    fix = transpose_hint_first(fix, True) if hint_first else f"{fix}; {TRANSPOSE_HINT}"
+    return type(error)(subject, expected, given, fix)
 
 
-def swap_first(fix: str, fits: bool) -> str:
-    """Return the fix, after `SWAP_HINT` if the dims fit the other way round."""
-    return f"{SWAP_HINT}; if not, {fix}" if fits else fix
+def transpose_hint_first(fix: str, fits: bool) -> str:
+    """Return the fix, after `TRANSPOSE_HINT` if the dims fit the other way round."""
+    return f"{TRANSPOSE_HINT}; if not, {fix}" if fits else fix
 
 
-def warn_if_swapped(subject: str, q: Tensor, key_heads: int) -> None:
+def warn_if_transposed(subject: str, q: Tensor, key_heads: int) -> None:
     """Warn once if a valid call very likely has its dims in flash-attn's order.
 
     Such a q has more heads than any model, and a length that is a multiple of `key_heads`. A decode step of 1 to 16
@@ -333,6 +336,6 @@ def warn_if_swapped(subject: str, q: Tensor, key_heads: int) -> None:
     if torch.compiler.is_compiling():
         return
     _, heads, length, _ = q.shape
-    if heads > MAX_HEADS and 0 < length <= MAX_SWAPPED_LENGTH and key_heads > 0 and length % key_heads == 0:
-        given = f"q has more than {MAX_HEADS} heads and at most {MAX_SWAPPED_LENGTH} tokens in dims {SHAPE}"
-        warn_once(f"{subject}: {given}; {SWAP_HINT}.")
+    if heads > MAX_HEADS and 0 < length <= MAX_TRANSPOSED_LENGTH and key_heads > 0 and length % key_heads == 0:
+        given = f"q has more than {MAX_HEADS} heads and at most {MAX_TRANSPOSED_LENGTH} tokens in dims {SHAPE}"
+        warn_once(f"{subject}: {given}; {TRANSPOSE_HINT}.")

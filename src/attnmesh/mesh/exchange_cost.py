@@ -198,7 +198,7 @@ class LayerJob:
         return (ranks * size + min(ranks, larger)) / heads
 
     @cached_property
-    def swap(self) -> Flow:
+    def all_to_all_flow(self) -> Flow:
         """All-to-all of the heads axis: every other rank receives its heads of a rank's tokens."""
         shape, tile = self.way.shape, self.way.tile
         tokens = self.work.length / shape.ranks
@@ -347,7 +347,7 @@ def _add_pass(job: LayerJob, one_pass: Pass, total: Cost) -> None:
     moves, groups = job.traffic, job.groups
     queries, back = Transfer(moves.queries, one_pass.queries), Transfer(moves.queries, one_pass.back)
     keys, keys_back = Transfer(moves.keys, one_pass.keys), Transfer(moves.keys, one_pass.keys_back)
-    swaps = [Transfer(job.swap, size) for size in one_pass.swaps]
+    swaps = [Transfer(job.all_to_all_flow, size) for size in one_pass.swaps]
     total.add_stage("heads", sum(job.exchanged([swap], total).of_group(groups).seconds for swap in swaps))
     if job.exchange.ring and job.way.shape.queries > 1:
         _add_ring(job, one_pass, queries, total)
@@ -383,7 +383,7 @@ def _add_ring(job: LayerJob, one_pass: Pass, queries: Transfer, total: Cost) -> 
     hops = hops if one_pass.keys_back else hops[:1]
     share = (1 - 1 / groups) / further
     swaps, both_ways = sum(one_pass.swaps) * share, (one_pass.queries + one_pass.back) / 2 * share
-    sides = [Transfer(job.swap, swaps), Transfer(job.traffic.both_ways, both_ways)]
+    sides = [Transfer(job.all_to_all_flow, swaps), Transfer(job.traffic.both_ways, both_ways)]
 
     def beside(transfers: list[Transfer]) -> ExchangeTime:
         return job.exchanged([*transfers, *sides], Cost()).of_group(groups)

@@ -20,7 +20,7 @@ from attnmesh.core.layout import Layout
 from attnmesh.core.mask import CAUSAL, FULL, Mask
 from attnmesh.core.partial import Partial
 from attnmesh.core.selection import Selection
-from attnmesh.guard.argument_checks import check_lengths_within, warn_if_swapped, without_redundant
+from attnmesh.guard.argument_checks import check_lengths_within, warn_if_transposed, without_redundant
 from attnmesh.kernels.prepared_local import PREPARED_LOCAL, PreparedLocal, signature_of
 from attnmesh.kernels.selected_keys import without_faulty
 from attnmesh.kernels.traced import autocast, needs_grad, needs_operator, without_autocast
@@ -124,7 +124,7 @@ def attention(
         return _attend_without_mesh(call, checked)
     else:
         out = attend_shards(call, Mesh.of(mesh), checked)
-    warn_if_swapped("attention", q, k.shape[2])  # last: where warnings are errors, one rank alone would raise
+    warn_if_transposed("attention", q, k.shape[2])  # last: where warnings are errors, one rank alone would raise
     return out
 
 
@@ -139,12 +139,14 @@ def _attend_without_mesh(call: Call, checked: bool | None) -> Tensor:
             return prepared.attend(q, k, v, sinks).out
     if signature is None:
         out = attend_shards(call, Mesh.of(None), checked)
-        warn_if_swapped("attention", q, k.shape[2])
+        warn_if_transposed("attention", q, k.shape[2])
         return out
     whole = prepare_call(Mesh.of(None), call, checked).mesh_call
     prepared = PreparedLocal.of(q, k, v, whole.problem.mask, whole.scaling, options.kernel)
     out = prepared.attend(q, k, v, sinks).out
-    warn_if_swapped("attention", q, k.shape[2])  # before the call is known: where warnings are errors, each one raises
+    warn_if_transposed(
+        "attention", q, k.shape[2]
+    )  # before the call is known: where warnings are errors, each one raises
     PREPARED_LOCAL.keep(signature, prepared)
     return out
 

@@ -21,7 +21,7 @@ from attnmesh.guard.argument_checks import (
     check_sinks,
     check_unknown_options,
     heads_and_length,
-    with_swap_hint,
+    with_transpose_hint,
 )
 from attnmesh.kernels.choice import check_kernel, choose
 from attnmesh.kernels.kernel import KernelRequest
@@ -174,7 +174,7 @@ def check_call(mesh: Mesh, call: Call, checked: bool | None) -> None:
             if options.kernel != "auto" and not torch.compiler.is_compiling():  # here, where all ranks can raise alike
                 choose(KernelRequest.of(q, k, v, scaling), options.kernel)
     except (MaskError, ShapeError) as error:
-        raise with_swap_hint(error, heads_and_length(q), heads_and_length(k)) from None
+        raise with_transpose_hint(error, heads_and_length(q), heads_and_length(k)) from None
 
 
 def _check_uncompiled(mesh: Mesh) -> None:

@@ -12,7 +12,7 @@ from attnmesh.core.layout import Contiguous
 from attnmesh.core.mask import check_mask
 from attnmesh.errors import InputError, LayoutError, MeshError, ShapeError, require
 from attnmesh.guard.agreement import Agreement, may_compare
-from attnmesh.guard.argument_checks import swap_first
+from attnmesh.guard.argument_checks import transpose_hint_first
 from attnmesh.mesh.axes import Mesh, attention_dims
 from attnmesh.mesh.shapes import AXES
 from attnmesh.mesh_attention.call_arguments import Call
@@ -78,7 +78,7 @@ def _check_placements(q: DTensor) -> None:
         allowed: tuple[Placement, ...] = (Shard(2),) if dim in dims else (Shard(0), Shard(1), Replicate())
         if size > 1 and placement not in allowed:
             expected = f"{' or '.join(map(str, allowed))} along axis {name}"
-            fix = swap_first("redistribute q, k and v", placement == Shard(1) and q.shape[1] > q.shape[2])
+            fix = transpose_hint_first("redistribute q, k and v", placement == Shard(1) and q.shape[1] > q.shape[2])
             raise LayoutError("attention of DTensors", expected, str(placement), fix)
 
 

@@ -20,7 +20,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from attnmesh.comm.p2p import begin_swap, gather, is_run, meta_like, return_to_owners, taken
+from attnmesh.comm.p2p import begin_all_to_all, gather, is_run, meta_like, return_to_owners, taken
 from attnmesh.core.band import Band
 from attnmesh.core.partial import Partial, identity, merge_into, sum_dtype, with_sinks
 from attnmesh.core.scaling import Scaling
@@ -69,9 +69,9 @@ class Task:
         return len(self.groups) == 1
 
     @functools.cached_property
-    def swaps(self) -> "HeadSwaps":
-        """Swaps of tokens for heads, and back."""
-        return HeadSwaps(self.mesh.heads, self.schedule, self.one_at_a_time)
+    def head_all_to_all(self) -> "HeadAllToAll":
+        """Exchange of tokens for heads, and back."""
+        return HeadAllToAll(self.mesh.heads, self.schedule, self.one_at_a_time)
 
     def bands(self, group: HeadGroup) -> Sequence[Band | SelectedKeys]:
         """Return the keys of each step that the gathered queries attend, in a group of heads."""
@@ -116,7 +116,7 @@ def forward(q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None = None, sav
 
     def swap_in(group: HeadGroup) -> Await:
         into = task.heads_of(group, saved_qkv) if saved_qkv else ()
-        return task.swaps.swap_in((q, *kv), group, into, query_count=1)
+        return task.head_all_to_all.swap_in((q, *kv), group, into, query_count=1)
 
     value_dim = kv[-1].shape[-1] if task.projection is None else task.projection.value_dim
     schedule = task.schedule
@@ -130,7 +130,7 @@ def forward(q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None = None, sav
         del partial, out, lse
         if total is None:
             total = Partial(empty_length_major(q, value_dim), q.new_empty(q.shape[:-1], dtype=dtype))
-        yield from task.swaps.swap_out(results, total, group, query_count=2)
+        yield from task.head_all_to_all.swap_out(results, total, group, query_count=2)
 
     pending = PendingReturns()
     for arrivals in _arrivals(swap_in, task):
@@ -192,7 +192,7 @@ def backward(saved_qkv: Tensors, saved: BackwardInputs, task: Task) -> Gradients
     total: Gradients | None = None
 
     def swap_in(group: HeadGroup) -> Await:
-        finish = task.swaps.swap_in((saved.dout, saved.lse, delta), group, query_count=3)
+        finish = task.head_all_to_all.swap_in((saved.dout, saved.lse, delta), group, query_count=3)
         some_q, *some_kv = task.heads_of(group, saved_qkv)
         return lambda: (some_q, *finish(), *some_kv)
 
@@ -203,7 +203,7 @@ def backward(saved_qkv: Tensors, saved: BackwardInputs, task: Task) -> Gradients
         if total is None:  # as in `forward`
             dq = empty_length_major(saved.dout, q.shape[3])
             total = Gradients(dq, *(empty_tokens(x, key_heads, keys) for x in kv))
-        yield from task.swaps.swap_out(gradients, total, group, query_count=1)
+        yield from task.head_all_to_all.swap_out(gradients, total, group, query_count=1)
 
     pending = PendingReturns()
     for arrivals in _arrivals(swap_in, task):
@@ -373,8 +373,8 @@ def some_heads(tensors: Tensors, query_count: int, heads: Heads) -> Tensors:
 
 
 @dataclass(frozen=True)
-class HeadSwaps:
-    """Swaps along the heads axis. With `one_at_a_time` no other exchange along it begins before one has ended."""
+class HeadAllToAll:
+    """All-to-alls along the heads axis. With `one_at_a_time` no other exchange along it begins before one has ended."""
 
     axis: Axis
     schedule: Schedule
@@ -392,7 +392,7 @@ class HeadSwaps:
         indices = [self.schedule.query_indices] * query_count + [self.schedule.key_indices] * key_count
         shapes = [tuple(map(meta_like, views, map(len, slices))) for slices in zip(*indices, strict=True)]
         parts = [some_heads(tensors, query_count, heads) for heads in group]
-        finish = begin_swap(parts, shapes, self.axis, one_at_a_time=self.one_at_a_time)
+        finish = begin_all_to_all(parts, shapes, self.axis, one_at_a_time=self.one_at_a_time)
 
         def finished() -> Tensors:
             chunk = into or tuple(
@@ -417,7 +417,7 @@ class HeadSwaps:
             for q_tokens, k_tokens in zip(self.schedule.query_indices, self.schedule.key_indices, strict=True):
                 keys = taken(computed[query_count:], k_tokens) if len(computed) > query_count else ()
                 parts.append(taken(computed[:query_count], q_tokens) + keys)
-            finish = begin_swap(parts, views, self.axis, one_at_a_time=self.one_at_a_time)
+            finish = begin_all_to_all(parts, views, self.axis, one_at_a_time=self.one_at_a_time)
             del computed, arrived, parts
             yield
             arrived = finish()

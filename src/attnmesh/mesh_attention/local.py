@@ -18,8 +18,8 @@ from attnmesh.guard.argument_checks import (
     check_selection,
     check_unknown_options,
     heads_and_length,
-    warn_if_swapped,
-    with_swap_hint,
+    warn_if_transposed,
+    with_transpose_hint,
     without_redundant,
 )
 from attnmesh.kernels.choice import check_kernel
@@ -103,11 +103,11 @@ def attend(
         if k_positions is None:
             check_lengths_within("attend key_lengths", key_lengths, k.shape[2])
     except (MaskError, ShapeError) as error:
-        raise with_swap_hint(error, heads_and_length(q), heads_and_length(k)) from None
+        raise with_transpose_hint(error, heads_and_length(q), heads_and_length(k)) from None
     scaling = Scaling.of("attend", scale, softcap, q.shape[-1])
     check_kernel(kernel)
     check_distance_bias("attend", distance_bias, q, scaling, kernel, selected)
-    warn_if_swapped("attend", q, k.shape[2])
+    warn_if_transposed("attend", q, k.shape[2])
     if signature is not None:
         return PREPARED_LOCAL.keep(signature, PreparedLocal.of(q, k, v, mask, scaling, kernel)).attend(q, k, v, None)
     q = with_distance_bias(q, distance_bias)

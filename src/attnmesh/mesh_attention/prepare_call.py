@@ -10,7 +10,7 @@ from attnmesh.comm.transport import all_gather_ints, flat_axis
 from attnmesh.core.mask import FAR, check_mask
 from attnmesh.errors import MaskError, ShapeError, require, warn_once
 from attnmesh.guard.agreement import Agreement, may_compare
-from attnmesh.guard.argument_checks import heads_and_length, with_swap_hint
+from attnmesh.guard.argument_checks import heads_and_length, with_transpose_hint
 from attnmesh.guard.shard_marks import shard_marks
 from attnmesh.kernels.prepared_local import signature_of
 from attnmesh.kernels.traced import needs_grad
@@ -90,7 +90,7 @@ def _prepare_uncompared(mesh: Mesh, call: Call, checked: bool | None) -> Prepare
     try:
         mesh_call.check_own_shard(*call.tokens)
     except ShapeError as error:
-        raise with_swap_hint(error, heads_and_length(call.q), heads_and_length(call.k)) from None
+        raise with_transpose_hint(error, heads_and_length(call.q), heads_and_length(call.k)) from None
     # The text would have the numbers of `key_lengths`, which a device may hold.
     return PreparedCall(mesh_call, None, "" if call.key_lengths is not None else call.describe(), call.payload)
 
@@ -148,7 +148,7 @@ def _make_mesh_call(
         check_mask("attention mask", problem.mask, problem.length, problem.key_length)
         check_cross(options, problem.length, problem.key_length, mesh.ranks)
     except (MaskError, ShapeError) as error:
-        raise with_swap_hint(error, (q_heads, tokens[0]), (k_heads, tokens[1]), first=True) from None
+        raise with_transpose_hint(error, (q_heads, tokens[0]), (k_heads, tokens[1]), hint_first=True) from None
     exchange = "bulk" if index_block and options.exchange == "auto" else options.exchange
     if index_block and mesh.ranks > 1:
         mesh, shard_of_rank = _one_axis(mesh)

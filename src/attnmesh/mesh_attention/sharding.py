@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm.p2p import swap_tokens
+from attnmesh.comm.p2p import all_to_all_tokens
 from attnmesh.core.layout import Layout, check_layout
 from attnmesh.core.mask import FULL, Mask, check_mask
 from attnmesh.errors import KernelError, LayoutError, ShapeError, require, warn_once
@@ -158,7 +158,7 @@ def _gather_shards(x: Tensor, mesh: Mesh, counts: list[int]) -> Tensor:
             first = mesh.shard_index - mesh.shard_index % (gathered * axis.size)
             starts = [first + index * gathered for index in range(axis.size)]
             lengths = [sum(counts[start : start + gathered]) for start in starts]
-            x = torch.cat(swap_tokens([x] * axis.size, lengths, axis, dim=0))
+            x = torch.cat(all_to_all_tokens([x] * axis.size, lengths, axis, dim=0))
         gathered *= axis.size
     return x
 
