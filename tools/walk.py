@@ -41,8 +41,8 @@ DRAWN = {
     ),
     "training, 2 ranks, keys": (
         "Training: what the same call with gradients runs through beside these, forward and then backward.",
-        "`attend_with_grad` is `_run_call` recorded by autograd. The backward pass runs the same schedule: gradients\n"
-        "of keys return to their owners too, and `_add_in` of the executor sums those of ranks.",
+        "`attend_with_grad` is `_attend_spec` recorded by autograd. The backward pass runs the same schedule:\n"
+        "gradients of keys return to their owners too, and `_add_in` of the executor sums those of ranks.",
     ),
     "decode, 2 ranks": (
         "Decoding: a step on the CPUs of one host.",
@@ -160,7 +160,9 @@ def stops(call: Callable[[], object]) -> list[Stop]:
         key, above = (code.co_filename, code.co_qualname), entered[-1] if entered else None
         entered.append(key)
         file, docstring = str(Path(code.co_filename).relative_to(PACKAGE)), next(iter(code.co_consts), None)
-        hidden = file.startswith(LEFT_OUT) or "<" in code.co_qualname or code.co_qualname.startswith("Call.")
+        hidden = (
+            file.startswith(LEFT_OUT) or "<" in code.co_qualname or code.co_qualname.startswith("AttentionArguments.")
+        )
         inside = above is not None and _room(above[0]) == "comm" == _room(code.co_filename)
         if key not in parents and isinstance(docstring, str) and not hidden and not inside:
             parents[key] = next((other for other in reversed(entered[:-1]) if other in parents), None)

@@ -12,7 +12,7 @@ from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.mesh_attention import latents as latent
 from attnmesh.mesh_attention.attention import attend_shards
-from attnmesh.mesh_attention.call_arguments import Call
+from attnmesh.mesh_attention.attention_arguments import AttentionArguments
 from attnmesh.mesh_attention.latents import Latents, Projection
 from attnmesh.runtime.counters import counted
 from tests.support.dense import dense
@@ -64,7 +64,10 @@ def received_elements(shape: Shape) -> int:
     tokens = torch.randn(1, 1, n, LATENT_RANK + ROTATED)
     with counted() as traffic:
         attend_shards(
-            Call(q, k, v[..., :VALUES], None, None, options), Mesh.of(mesh), None, Latents(tokens, projection)
+            AttentionArguments(q, k, v[..., :VALUES], None, None, options),
+            Mesh.of(mesh),
+            None,
+            Latents(tokens, projection),
         )
     return traffic.vectors
 

@@ -19,14 +19,14 @@ from attnmesh.mesh.schedule import EXCHANGES, Problem
 from attnmesh.mesh.shapes import Shape
 from attnmesh.mesh.way import Way
 from attnmesh.mesh_attention.attention import attend_shards
+from attnmesh.mesh_attention.attention_arguments import AttentionArguments
 from attnmesh.mesh_attention.auto_choices import Widths, costing_inputs
-from attnmesh.mesh_attention.call_arguments import Call
 from attnmesh.mesh_attention.latents import Latents
 from attnmesh.runtime.world import cached_per_world
 
 
 def attend_prompt(
-    call: Call,
+    arguments: AttentionArguments,
     device_mesh: DeviceMesh | None,
     checked: bool | None,
     latents: Latents | None = None,
@@ -34,14 +34,15 @@ def attend_prompt(
 ) -> Tensor:
     """Return attention of one rank's shards as `attend_shards` does, without gradients, in the way that takes least."""
     mesh = Mesh.of(device_mesh)
-    q, k, v, *_, options, selected, _ = call
-    if mesh.keys.size > 1 and mesh.queries.size == 1 and selected is None:
+    q, k, v = arguments[:3]
+    options = arguments.options
+    if mesh.keys.size > 1 and mesh.queries.size == 1 and arguments.selected is None:
         sizes = q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3]
-        problem = options.problem(mesh, call.tokens)
+        problem = options.problem(mesh, arguments.tokens)
         widths = None if latents is None else latents.widths
         mesh, exchange = chosen_way(mesh, q.device, q.dtype, sizes, problem, widths, options.exchange)
-        call = call._replace(options=options._replace(exchange=exchange))
-    return attend_shards(call, mesh, checked, latents, other_keys)
+        arguments = arguments._replace(options=options._replace(exchange=exchange))
+    return attend_shards(arguments, mesh, checked, latents, other_keys)
 
 
 @cached_per_world(1024)

@@ -23,7 +23,7 @@ from attnmesh.runtime.memo import Memo, on_device
 from attnmesh.runtime.world import cached_from_code, cached_per_world
 
 
-class MeshCall(NamedTuple):
+class AttentionSpec(NamedTuple):
     """A problem on a mesh and how it is solved, the same on all ranks, with this rank's axes."""
 
     mesh: Mesh
@@ -66,9 +66,9 @@ class MeshCall(NamedTuple):
         return ",".join(names), [*sizes_and_indices, *self.problem.to_code()]
 
     @staticmethod
-    def from_code(names: str, numbers: Sequence[int]) -> "MeshCall":
-        """Return the call that `to_code` wrote."""
-        return cached_from_code(_call_of_code, names, numbers)
+    def from_code(names: str, numbers: Sequence[int]) -> "AttentionSpec":
+        """Return the spec that `to_code` wrote."""
+        return cached_from_code(_spec_of_code, names, numbers)
 
     def task(self, q_heads: int, qkv: tuple[Tensor, ...], latent: Widths | None = None) -> Task:
         """Return this rank's part for so many query heads of all ranks, made once for tensors of these shapes.
@@ -106,8 +106,8 @@ class MeshCall(NamedTuple):
         whole = zip((q, k, v), tokens, strict=True)  # tensors of the whole chunk
         q, k, v = (x.new_empty(1).expand(*x.shape[:2], count, x.shape[3]) for x, count in whole)
         queries = own_schedule.query_step.positions
-        call = (q, k, v, self.scaling)
-        kernels = [choose(KernelRequest.of(*call, (queries, x.positions)), self.kernel) for x in own_schedule.key_steps]
+        requests = [KernelRequest.of(q, k, v, self.scaling, (queries, x.positions)) for x in own_schedule.key_steps]
+        kernels = [choose(request, self.kernel) for request in requests]
         return Task(mesh, own_schedule, groups, kernels, self.scaling, [None] * len(own_schedule.key_steps))
 
     def _selected(self, schedule: Schedule, key_lengths: Tensor | None, indices: Tensor) -> list[SelectedKeys]:
@@ -120,10 +120,10 @@ class MeshCall(NamedTuple):
         return [SelectedKeys.of(selection, mask, positions, step.positions, key_lengths) for step in schedule.key_steps]
 
 
-class PreparedCall(NamedTuple):
-    """`MeshCall` and task of calls of one signature, settled once: no later call checks, chooses or makes them anew."""
+class PreparedAttention(NamedTuple):
+    """Spec and task of calls of one signature, settled once: no later call checks, chooses or makes them anew."""
 
-    mesh_call: MeshCall
+    spec: AttentionSpec
     task: Task | None = None
     """This rank's part. None where autograd or a graph makes it, or where key lengths or a selection change it."""
     text: str = ""
@@ -135,23 +135,23 @@ class PreparedCall(NamedTuple):
 
 
 @cached_per_world()
-def prepared_calls() -> Memo[PreparedCall]:
+def prepared_attentions() -> Memo[PreparedAttention]:
     """Return what is prepared, by the signatures of calls."""
     return Memo(2048)
 
 
 @cached_per_world()
 def _tasks() -> Memo[Task]:
-    """Return this rank's tasks, by their `MeshCall` and the shapes of tensors."""
+    """Return this rank's tasks, by their `AttentionSpec` and the shapes of tensors."""
     return Memo(2048)
 
 
 @cached_per_world(1024)
-def _call_of_code(names: str, numbers: tuple[int, ...]) -> MeshCall:
+def _spec_of_code(names: str, numbers: tuple[int, ...]) -> AttentionSpec:
     *groups, exchange, kernel, scale, softcap, index_block, counts_assumed = names.split(",")
     mesh = Mesh.named(numbers[:3], numbers[3:6], groups)
     scaling = Scaling(float(scale), float(softcap))
-    return MeshCall(
+    return AttentionSpec(
         mesh,
         Problem.from_code(mesh.shape, numbers[6:]),
         exchange,
