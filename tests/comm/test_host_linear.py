@@ -181,7 +181,7 @@ def errors_of_odd_calls(mistake: str) -> list[str]:
             for wait in transport.post([(dist.irecv, 0, torch.empty(5, dtype=torch.uint8))], "exchanging"):
                 wait()
         elif last:
-            Agreement(mesh_of(along), "an error elsewhere").fail(ValueError("broken"))
+            Agreement(mesh_of(along), "an error elsewhere").raise_on_all(ValueError("broken"))
         else:
             one.run(random_rows(1, 64))
     except CallsDifferError as error:

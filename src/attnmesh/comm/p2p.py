@@ -37,7 +37,7 @@ def gather(tensors: Tensors, step: ExchangeStep, axis: Axis, *, one_at_a_time: b
             parts[id(tokens)] = taken(tensors, tokens)
     receives = {peer: tuple(map(meta_like, tensors, repeat(count))) for peer, count in step.receive}
     sends = {peer: parts[id(tokens)] for peer, tokens in step.send}
-    finish = exchange_messages(sends, receives, axis, tensors[0].device, "gathering", one_at_a_time=one_at_a_time)
+    finish = begin_messages(sends, receives, axis, tensors[0].device, "gathering", one_at_a_time=one_at_a_time)
     source = [tensors] if len(step.keep) or not receives else []  # else memory is freed before the messages arrive
 
     def finished() -> Tensors:
@@ -71,9 +71,7 @@ def return_to_owners(
         for peer, tokens in step.return_from
         if peer != axis.index
     }
-    finish = exchange_messages(
-        shares, receives, axis, tensors[0].device, "returning results", one_at_a_time=one_at_a_time
-    )
+    finish = begin_messages(shares, receives, axis, tensors[0].device, "returning results", one_at_a_time=one_at_a_time)
 
     def finished() -> list[tuple[Tensor, Tensors]]:
         arrived = finish()
@@ -102,7 +100,7 @@ def begin_all_to_all(
     """Begin to send `parts[p]` to each rank p. The result lists what comes from rank p, shaped like `shapes[p]`."""
     sends, receives = dict(enumerate(parts)), dict(enumerate(shapes))
     own_part, _ = sends.pop(axis.index), receives.pop(axis.index)
-    finish = exchange_messages(sends, receives, axis, own_part[0].device, "swapping", one_at_a_time=one_at_a_time)
+    finish = begin_messages(sends, receives, axis, own_part[0].device, "swapping", one_at_a_time=one_at_a_time)
 
     def finished() -> list[Tensors]:
         arrived = finish()
@@ -130,7 +128,7 @@ def taken(tensors: Tensors, tokens: Tensor, *, ascending: bool = True) -> Tensor
     return tuple(parts)
 
 
-def exchange_messages(
+def begin_messages(
     sends: Mapping[int, Tensors],
     receives: Mapping[int, Tensors],
     axis: Axis,

@@ -53,7 +53,7 @@ def merge_ranks(
         form = MessageForm(tuple(partial.out.shape), dtype, wire if wire and chosen.is_packed else dtype)
         # A rank that expects a shorter message cannot receive this one: compare checksums in a short message first.
         if chosen.pattern is not Pattern.COLLECTIVE and form.size > transport.max_mismatch_bytes:
-            compared = exchange_checksums(axis, merge, output, checksum, reproducible=reproducible)
+            compared = merge_checksums(axis, merge, output, checksum, reproducible=reproducible)
             if float(compared.sum()) != 0:
                 return nan_unless_equal(own_partial, compared), compared
         with timed_merge():
@@ -76,7 +76,7 @@ def nan_unless_equal(partial: Partial, checksum: Tensor) -> Partial:
     return Partial(torch.where(checksum.sum() == 0, partial.out, torch.nan), partial.lse)
 
 
-def exchange_checksums(axis: Axis, merge: str, output: str, checksum: Tensor, *, reproducible: bool = False) -> Tensor:
+def merge_checksums(axis: Axis, merge: str, output: str, checksum: Tensor, *, reproducible: bool = False) -> Tensor:
     """Merge empty partials, and return the maximum of the checksums of all ranks."""
     nothing = Partial(checksum.new_zeros(1, 0, 0, 1), checksum.new_zeros(1, 0, 0))
     return merge_ranks(nothing, checksum, axis, merge, output, reproducible=reproducible)[1]
@@ -91,7 +91,7 @@ def send_poison(
     """
     like = torch.empty(0, device=device_type_of(axis.group), dtype=torch.float32) if like is None else like
     merge, output = (name if name in names else "auto" for name, names in ((merge, [*MERGES]), (output, OUTPUTS)))
-    return exchange_checksums(axis, merge, output, like.new_full((2,), POISON), reproducible=reproducible)
+    return merge_checksums(axis, merge, output, like.new_full((2,), POISON), reproducible=reproducible)
 
 
 def chosen_merge(axis: Axis, merge: str, output: str, device: torch.device, *, reproducible: bool = False) -> Merge:

@@ -27,7 +27,7 @@ from attnmesh.core.partial import Partial, sum_dtype, with_sinks
 from attnmesh.decoding.step_agreement import agreement_on, ask_in_step, compared_fields, runs_on_device
 from attnmesh.decoding.step_arguments import Compared, DecodeStep, StepInputs, gather_heads
 from attnmesh.errors import RankFailure
-from attnmesh.guard.agreement import MergeCall, is_capturing
+from attnmesh.guard.agreement import MergeDescription, is_capturing
 from attnmesh.kernels.cache_runs import CachedAttention
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery
 from attnmesh.kernels.traced import are_plain
@@ -124,7 +124,7 @@ class HostMergedStep(PreparedStep):
         except RankFailure:
             raise
         except Exception as error:
-            agreement_on(inputs.caches, self.step, checked).fail(error)
+            agreement_on(inputs.caches, self.step, checked).raise_through_merge(error)
         if not is_equal and checked is not False:
             fields = functools.partial(compared_fields, inputs, self.step)
             agreement_on(inputs.caches, self.step, checked).raise_unequal(fields)
@@ -153,13 +153,13 @@ class AgreedStep(PreparedStep):
         fields, ask = functools.partial(compared_fields, inputs, step), None
         if self.stays_on_device:
             ask = functools.partial(ask_in_step, step, q.new_empty(0), q.shape, step.value_dim)
-        call = MergeCall(self.compared_facts, fields, ask)
+        description = MergeDescription(self.compared_facts, fields, ask)
         agreement = agreement_on(inputs.caches, step, checked)
-        if not agreement.compare_before_merge(call):
+        if not agreement.compare_before_merge(description):
             return q.new_full(step.output_shape(q), torch.nan)
         with agreement:
             out, checksum = self.compute(inputs)
-        agreement.check_merged(call, checksum)
+        agreement.check_merged(description, checksum)
         return out
 
     def merge(self, partial: Partial, blank: BlankMessage, compared: Compared) -> tuple[Partial, Tensor]:

@@ -42,7 +42,7 @@ VERSIONS = "versions: "
 MAX_NAMED_HOSTS = 3
 """Hosts that a row of the table names."""
 
-SHARED = "raised_on_all_ranks"
+RAISED_ON_ALL_RANKS = "raised_on_all_ranks"
 """Attribute of an error that all ranks of a mesh raise, so that none shares it again with ranks that have left."""
 
 
@@ -76,10 +76,10 @@ class Agreement:
         fields: Fields = dict,
         *,
         is_compared: bool = True,
-        compared_calls: Memo[bool] | None = None,
+        known_calls: Memo[bool] | None = None,
     ) -> None:
         self.mesh, self.name, self.fields, self.is_compared = mesh, name, fields, is_compared
-        self.compared_calls = compared_calls  # gets the name of the call
+        self.known_calls = known_calls  # gets the name of the call
         self.is_over = False  # True once ranks compare: the end of the `with` has nothing to say
 
     def __enter__(self) -> Self:
@@ -91,7 +91,7 @@ class Agreement:
         if error is None:
             self.compare()
         elif isinstance(error, Exception) and not isinstance(error, RankFailure):
-            self.fail(error)
+            self.raise_on_all(error)
 
     def compare(self, fields: Fields | None = None, payload: Sequence[int] = ()) -> list[list[int]]:
         """Return the payloads of all ranks by shard, if all make this call; else raise the same error on all.
@@ -107,13 +107,13 @@ class Agreement:
             fields = fields() if callable(fields) else fields
             text = fields if isinstance(fields, str) else describe_call(self.name, **fields)
         except Exception as error:
-            self.fail(error)
-        payloads = self._exchange(text, payload)
-        if self.compared_calls is not None:
-            self.compared_calls.keep(self.name, True)
+            self.raise_on_all(error)
+        payloads = self._compare_texts(text, payload)
+        if self.known_calls is not None:
+            self.known_calls.keep(self.name, True)
         return payloads
 
-    def fail(self, error: Exception) -> NoReturn:
+    def raise_on_all(self, error: Exception) -> NoReturn:
         """Raise an error of this rank, on all ranks if they compare the call.
 
         It is compared in place of the call. No text of a call equals it. All raise the error of the first shard that
@@ -125,7 +125,7 @@ class Agreement:
                 given = " ".join(f"{type(error).__name__}: {error}".split())
                 fix = "see the error of the rank that raised"
                 shared = UnforeseenError(self.name, "what each rank can do", given, fix)
-            self._exchange(SEPARATOR.join((type(shared).__name__, *shared.args)), error=error)
+            self._compare_texts(SEPARATOR.join((type(shared).__name__, *shared.args)), error=error)
         raise error
 
     def raise_unequal(self) -> NoReturn:
@@ -137,7 +137,7 @@ class Agreement:
         given, fix = "different checksums of equal calls", "report this bug, with the arguments of each rank"
         raise MeshError(self.name, "the same checksum on every rank", given, fix)
 
-    def _exchange(self, text: str, payload: Sequence[int] = (), error: Exception | None = None) -> list[list[int]]:
+    def _compare_texts(self, text: str, payload: Sequence[int] = (), error: Exception | None = None) -> list[list[int]]:
         """Return the payloads of all ranks by shard, if all say this text; else raise the same error on all."""
         assert len(payload) <= AGREEMENT_PAYLOAD
         self.is_over = True
@@ -155,31 +155,31 @@ class Agreement:
         return [row[2 : 2 + len(payload)] for row in table]
 
 
-class CallRecord:
+class ComparedCalls:
     """The calls on one object that its ranks have compared, by its `checked`: always, never, or when they are new.
 
     On a GPU, ranks that know a call begin its exchange without a comparison, and a rank to which it is new would wait
     for them in vain. So there the first call on the object is compared at once. A later one that ends in a merge joins
-    the exchange of the others first, with a question: see `MergeAgreement`.
+    the merge of the others first, with a question: see `MergeAgreement`.
     """
 
     def __init__(self, mesh: Mesh, device: torch.device, checked: bool | None) -> None:
         self.mesh, self.device, self.checked = mesh, device, checked
         self.is_alone = mesh.ranks == 1
-        self.compared_calls: Memo[bool] = Memo()  # by name, or by compared facts
-        self.last_facts: object = None  # compared facts of the last call that asked, or need not ask
-        self.last_exchange: Callable[[], Tensor] | None = None
+        self.known: Memo[bool] = Memo()  # by name, or by compared facts
+        self.last_known: object = None  # compared facts of the last call that asked, or need not ask
+        self.repeat_last_merge: Callable[[], Tensor] | None = None
         """Replays the last merge whose checksum stayed on the device, sending `QUESTION`. Returns the merged one."""
 
     def will_compare(self, name: str, *, always: bool = False) -> bool:
         """Return whether ranks compare the next call of this name."""
         if self.is_alone:
             return False
-        is_new = not self.compared_calls if self.device.type == "cuda" else name not in self.compared_calls
+        is_new = not self.known if self.device.type == "cuda" else name not in self.known
         compares = always or (is_new if self.checked is None else self.checked)
         return compares and may_compare(self.device)
 
-    def fail(self, name: str, error: InputError) -> NoReturn:
+    def raise_uncompared(self, name: str, error: InputError) -> NoReturn:
         """Raise an error of this rank in a call that ranks do not compare, such as a later `append`.
 
         ranks                          who raises
@@ -188,15 +188,15 @@ class CallRecord:
         """
         tells = self.device.type == "cpu" and not self.is_alone and self.checked is not False
         whole = tells and all(whole_mailboxes(axis) is not None for axis in self.mesh.axes if axis.size > 1)
-        Agreement(self.mesh, name, is_compared=whole).fail(error)
+        Agreement(self.mesh, name, is_compared=whole).raise_on_all(error)
 
     def agreement(self, name: str, fields: Fields = dict, *, always: bool = False) -> Agreement:
         """Return the agreement on the next call of this name."""
         is_compared = self.will_compare(name, always=always)
-        return Agreement(self.mesh, name, fields, is_compared=is_compared, compared_calls=self.compared_calls)
+        return Agreement(self.mesh, name, fields, is_compared=is_compared, known_calls=self.known)
 
 
-class MergeCall(NamedTuple):
+class MergeDescription(NamedTuple):
     """A call that ends in a merge, as ranks compare it."""
 
     facts: Hashable  # all that a call needs to be known
@@ -218,7 +218,7 @@ class MergeAgreement:
 
     An error of one rank is raised there. The others raise it too where the table says so, and get NaN elsewhere.
 
-    A rank asks by the last exchange: it repeats that, with a question in place of a checksum. The maximum of the
+    A rank asks by the last merge: it repeats that, with a question in place of a checksum. The maximum of the
     checksums says whether all ranks ask.
 
     Merges by a collective, which hang or crash on messages of unequal sizes, are compared before, on CPUs too.
@@ -226,15 +226,15 @@ class MergeAgreement:
     The `with` compares nothing. It tells the other ranks of an error of this one, for which they would wait. `poison`
     takes part in the merge without a call, so that they find it.
 
-        if agreement.compare_before_merge(call):
+        if agreement.compare_before_merge(description):
             with agreement:
-                out, checksum = merge(partial, hash_of_call(call.facts))
-            agreement.check_merged(call, checksum)
+                out, checksum = merge(partial, hash_of_call(description.facts))
+            agreement.check_merged(description, checksum)
     """
 
     def __init__(
         self,
-        calls: CallRecord,
+        calls: ComparedCalls,
         device: torch.device,
         merge: str,
         checked: bool | None,
@@ -243,7 +243,7 @@ class MergeAgreement:
     ) -> None:
         self.calls, self.merge, self.checked, self.name, self.poison = calls, merge, checked, name, poison
         self.is_compared = not calls.is_alone and may_compare(device)
-        self.checksum_stays_on_device = device.type != "cpu" or interpreted() or calls.last_exchange is not None
+        self.checksum_stays_on_device = device.type != "cpu" or interpreted() or calls.repeat_last_merge is not None
         """True if no CPU reads the merged checksum. So a rank asks about a call that is new to it.
 
         True on GPUs, when GPU kernels are interpreted on a CPU, and once it was True of an earlier call on the object.
@@ -253,60 +253,61 @@ class MergeAgreement:
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if isinstance(error, Exception) and not isinstance(error, RankFailure):
-            self.fail(error)
+            self.raise_through_merge(error)
 
-    def compare_before_merge(self, call: MergeCall) -> bool:
+    def compare_before_merge(self, description: MergeDescription) -> bool:
         """Compare a call where ranks ask, or its messages need it. Return False if this rank asked and not all did.
 
         On a CPU nothing is sent here, but for a merge by a collective.
         """
         # A CPU that reads the checksum compares each call.
         on_device = self.checksum_stays_on_device
-        is_known = on_device and call.ask is not None and call.facts in self.calls.compared_calls
+        is_known = on_device and description.ask is not None and description.facts in self.calls.known
         if self.is_compared and (not is_known if self.checked is None else self.checked):
             if on_device and not self.ask_all_ranks():
                 return False
             if on_device or is_collective(self.merge):
-                Agreement(self.calls.mesh, self.name, call.fields).compare()
+                Agreement(self.calls.mesh, self.name, description.fields).compare()
         return True
 
-    def check_merged(self, call: MergeCall, checksum: Tensor) -> None:
+    def check_merged(self, description: MergeDescription, checksum: Tensor) -> None:
         """Raise on all ranks if the merged checksum shows that their calls differ.
 
         Where no CPU reads it, keep how to repeat the messages instead.
         """
         if not self.checksum_stays_on_device:
             if self.is_compared and self.checked is not False and float(checksum.sum()) != 0:
-                self.raise_unequal(call.fields)
-        elif call.facts != self.calls.last_facts:
-            self.calls.compared_calls.keep(call.facts, True)
-            self.calls.last_facts, self.calls.last_exchange = call.facts, call.ask or self.calls.last_exchange
+                self.raise_unequal(description.fields)
+        elif description.facts != self.calls.last_known:
+            calls = self.calls
+            calls.known.keep(description.facts, True)
+            calls.last_known, calls.repeat_last_merge = description.facts, description.ask or calls.repeat_last_merge
 
     def raise_unequal(self, fields: Fields) -> NoReturn:
         """Raise on all ranks, whose merge has shown that their calls differ."""
         Agreement(self.calls.mesh, self.name, fields).raise_unequal()
 
     def ask_all_ranks(self) -> bool:
-        """Repeat the last exchange, in which ranks wait that know their call. Return whether all ranks ask."""
-        repeat = self.calls.last_exchange
+        """Repeat the last merge, in which ranks wait that know their call. Return whether all ranks ask."""
+        repeat = self.calls.repeat_last_merge
         return repeat is None or float(repeat().sum()) == 0
 
-    def fail(self, error: Exception) -> NoReturn:
+    def raise_through_merge(self, error: Exception) -> NoReturn:
         """Raise an error of this rank, and let the others raise it or get NaN, as the table of the class says.
 
         An error that all ranks raise already, as of an append within the call, is raised as it is: none waits.
         """
-        if hasattr(error, SHARED):
+        if hasattr(error, RAISED_ON_ALL_RANKS):
             raise error
         is_shared = self.is_compared and self.checked is not False
         if self.is_compared and self.checksum_stays_on_device:
             if is_shared:
                 is_shared = self.ask_all_ranks()
             else:
-                (self.calls.last_exchange or self.poison)()
+                (self.calls.repeat_last_merge or self.poison)()
         elif self.is_compared and not is_collective(self.merge):
             self.poison()
-        Agreement(self.calls.mesh, self.name, is_compared=is_shared).fail(error)
+        Agreement(self.calls.mesh, self.name, is_compared=is_shared).raise_on_all(error)
 
 
 @cached_per_world()
@@ -354,7 +355,7 @@ def _raise(texts: Sequence[str], failed: Sequence[int], ranks: Sequence[int]) ->
 
 def _marked(error: Exception) -> Exception:
     """Return an error with the mark that all ranks raise it."""
-    setattr(error, SHARED, True)
+    setattr(error, RAISED_ON_ALL_RANKS, True)
     return error
 
 

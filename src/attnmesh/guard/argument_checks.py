@@ -263,7 +263,7 @@ def check_dtype(subject: str, dtype: object, fix: str) -> None:
         raise DtypeError(subject, f"None or one of {', '.join(DTYPES)}", repr(dtype), fix)
 
 
-def check_comparison(subject: str, checked: object) -> None:
+def check_compare_option(subject: str, checked: object) -> None:
     """Raise unless `checked`, which says whether ranks compare calls, is None, True or False."""
     if checked is not None and not isinstance(checked, bool):
         fix = "leave it out, or pass True to compare every call across ranks"

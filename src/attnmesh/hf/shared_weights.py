@@ -295,7 +295,7 @@ class SharedSteps:
         except (InputError, RankFailure):
             raise
         except Exception as error:
-            self._agreement(layer, x).fail(error)
+            self._agreement(layer, x).raise_on_all(error)
 
     def _agreement(self, layer: SharedLayer, x: Tensor) -> Agreement:
         names = {"layer": self.numbers[layer], "layers": len(self.groups[layer]), "input": tuple(x.shape)}

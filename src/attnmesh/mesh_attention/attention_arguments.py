@@ -13,7 +13,7 @@ from attnmesh.core.selection import Selection
 from attnmesh.errors import KernelError, LayoutError, MaskError, ShapeError
 from attnmesh.guard.agreement import describe_call
 from attnmesh.guard.argument_checks import (
-    check_comparison,
+    check_compare_option,
     check_distance_bias,
     check_key_lengths,
     check_qkv,
@@ -129,7 +129,7 @@ class AttentionArguments(NamedTuple):
         sample = self.k[:1, :1, :: max(1, self.k.shape[2] // 64)]
         return 0 if self.k.is_meta or bool((sample == sample[:, :, :1]).all()) else int(digest(sample))
 
-    def checked_text(self, mesh: Mesh, checked: bool | None) -> str:
+    def check_and_describe(self, mesh: Mesh, checked: bool | None) -> str:
         """Return the text that ranks compare, or raise unless each argument can be served on this mesh."""
         check_arguments(mesh, self, checked)
         return self.describe()
@@ -153,7 +153,7 @@ class AttentionArguments(NamedTuple):
 def check_arguments(mesh: Mesh, arguments: AttentionArguments, checked: bool | None) -> None:
     """Raise unless each argument can be served on this mesh."""
     q, k, v, sinks, key_lengths, options, selected, distance_bias = arguments
-    check_comparison("attention", checked)
+    check_compare_option("attention", checked)
     try:
         check_unknown_options("attention", options.unsupported or {})
         check_qkv("attention", q, k, v)

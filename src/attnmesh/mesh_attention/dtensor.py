@@ -34,7 +34,7 @@ def attend_dtensors(
         check_cross(arguments.options, q.shape[2], k.shape[2], axes.ranks)
     except InputError as error:
         is_compared = checked is not False and may_compare(torch.device(axes.device_type))
-        Agreement(axes, "attention", is_compared=is_compared).fail(error)
+        Agreement(axes, "attention", is_compared=is_compared).raise_on_all(error)
     options = arguments.options._replace(
         layout=Contiguous(), key_layout=Contiguous(), length=q.shape[2], key_length=k.shape[2]
     )

@@ -16,14 +16,20 @@ from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.errors import DeviceError, DtypeError, InputError, KernelError, ShapeError, check_choice, require
 from attnmesh.guard.agreement import (
     Agreement,
-    CallRecord,
+    ComparedCalls,
     MergeAgreement,
-    MergeCall,
+    MergeDescription,
     describe_call,
     hash_of_call,
     prepare_merges,
 )
-from attnmesh.guard.argument_checks import check_comparison, check_dtype, check_merge, check_one_device, check_tensor
+from attnmesh.guard.argument_checks import (
+    check_compare_option,
+    check_dtype,
+    check_merge,
+    check_one_device,
+    check_tensor,
+)
 from attnmesh.kernels.traced import are_plain
 from attnmesh.mesh.axes import Axis, axis_of, device_type_of, group_named, mesh_of
 from attnmesh.mesh.merges import MERGES, OUTPUTS
@@ -81,10 +87,10 @@ def merge_across(
         return merge_as_one_call(Partial(*partial), *merge_and_text, output, is_compared=checked is not False)
     try:
         check_merge("merge_across", how, output)
-        check_comparison("merge_across", checked)
+        check_compare_option("merge_across", checked)
         check_partial(partial, wire, base)
     except InputError as error:
-        merge_agreement(partial, axis, how, output, checked).fail(error)
+        merge_agreement(partial, axis, how, output, checked).raise_through_merge(error)
     out, lse = partial
     natural = lse if base == "e" else lse * BASES[base]
     if torch.compiler.is_compiling():
@@ -106,7 +112,7 @@ def host_merge_and_text(axis: Axis, shape: tuple[int, ...], merge: str, output: 
         return None
     prepare_merges(axis)
     host_merge = host_merge_for(axis, tuple(shape), chosen_merge(axis, merge, output, torch.device("cpu")))
-    return None if host_merge is None else (host_merge, call_text(shape, torch.float32, merge, output))
+    return None if host_merge is None else (host_merge, describe_merge(shape, torch.float32, merge, output))
 
 
 def merge_agreement(
@@ -157,13 +163,13 @@ def _merge(
 ) -> Partial:
     """Return the merge in new tensors."""
     device = partial.lse.device
-    text = call_text(partial.out.shape, partial.out.dtype, merge, output, wire, base, device.type)
+    text = describe_merge(partial.out.shape, partial.out.dtype, merge, output, wire, base, device.type)
     ask = None
     if merge == "auto" or MERGES[merge].is_packed:
         like = partial.out.new_empty(0), partial.lse.new_empty(0), partial.out.shape
         ask = partial_of(_ask, *like, axis, merge, output, wire)
-    call = MergeCall(text, text, ask)
-    if not agreement.compare_before_merge(call):
+    description = MergeDescription(text, text, ask)
+    if not agreement.compare_before_merge(description):
         return _nan_like(partial, axis, output)
     if axis.size > 1 and device.type == "cpu":
         prepare_merges(axis)
@@ -171,15 +177,15 @@ def _merge(
         checksum = checksum_of(hash_of_call(text), partial.lse)
         merged, checksum = merge_ranks(partial, checksum, axis, merge, output, wire)
     if axis.size > 1:
-        agreement.check_merged(call, checksum)
+        agreement.check_merged(description, checksum)
     pairs = zip(merged, partial, strict=True)
     return Partial(*(x.to(like.dtype, copy=True).contiguous() for x, like in pairs))
 
 
 @cached_per_world()
-def _calls_along(axis: Axis) -> CallRecord:
+def _calls_along(axis: Axis) -> ComparedCalls:
     """Return the record of the merges along an axis whose checksums stay on the device."""
-    return CallRecord(mesh_of(axis), torch.device(device_type_of(axis.group)), None)
+    return ComparedCalls(mesh_of(axis), torch.device(device_type_of(axis.group)), None)
 
 
 def _ask(
@@ -249,7 +255,7 @@ def check_partial(partial: Partial, wire: torch.dtype | None, base: str) -> None
     check_choice("merge_across base", base, BASES, 'pass "2" if the engine took base-2 logarithms')
 
 
-def call_text(
+def describe_merge(
     shape: tuple[int, ...],
     dtype: torch.dtype,
     merge: str,

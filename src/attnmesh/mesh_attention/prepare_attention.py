@@ -66,7 +66,7 @@ def _check_new(
     mesh: Mesh, arguments: AttentionArguments, checked: bool | None, *, has_signature: bool
 ) -> tuple[str, CallPayload]:
     """Return what ranks compare of a call that this rank does not know, or raise unless this mesh can serve it."""
-    text = arguments.checked_text(mesh, checked)
+    text = arguments.check_and_describe(mesh, checked)
     digest = arguments.digest_of_some_keys() if has_signature else 0
     return text, arguments.payload._replace(digest=digest)
 
