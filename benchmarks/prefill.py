@@ -21,7 +21,7 @@ from attnmesh.errors import ArgumentError
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.exchange_cost import peak_activations
 from attnmesh.mesh.rates import BOUNDLESS, Device, Link
-from attnmesh.mesh.schedule import EXCHANGES, Problem, Schedule, schedule
+from attnmesh.mesh.schedule import EXCHANGE_MODES, Problem, Schedule, schedule
 from attnmesh.mesh.shapes import AXES, Shape, elements, mesh_shapes, rank_grid
 from attnmesh.mesh.traffic import tiles
 from attnmesh.mesh.way import Way
@@ -175,7 +175,7 @@ def _memories(length: int) -> Iterator[Memory]:
             peak = peak_memory(attention_call(case, inputs(case), contender), torch.device("cpu"))
             figure = torch.tensor([peak or 0], dtype=torch.float64)
             dist.all_reduce(figure, dist.ReduceOp.MAX)
-            formula = 4 * case.width * length / ranks * peak_activations(shape, *heads, EXCHANGES[exchange])
+            formula = 4 * case.width * length / ranks * peak_activations(shape, *heads, EXCHANGE_MODES[exchange])
             if float(figure) > 0:
                 yield Memory(case.name, contender.name, round(float(figure) / 1e6, 1), round(formula / 1e6, 1))
 

@@ -19,7 +19,7 @@ from attnmesh.comm.mailboxes import (
     Awaited,
     CallsDifferError,
     Mailboxes,
-    NativeExchange,
+    NativeCall,
     PeerLostError,
 )
 from attnmesh.comm.topology import whole_mailboxes
@@ -108,7 +108,7 @@ class HostLinear:
         weight, _ = layers[0]
         self.sizes, self.memories = [len(weight) for weight, _ in layers], [memory_of(*layer) for layer in layers]
         self.out_features = sum(self.sizes)
-        self.function = cast(NativeExchange, library().linear)
+        self.function = cast(NativeCall, library().linear)
         board, spin = 0, 0
         if mailboxes is not None:
             board = mailboxes.start + min(mailboxes.output_boards.values())

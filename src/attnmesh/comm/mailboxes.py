@@ -72,7 +72,7 @@ SECONDS_TO_LOCK = 60.0
 MAX_NUMBERS = MESSAGE_BYTES // 16
 """Numbers of an exchange by the boards at most: half of a board."""
 
-NativeExchange = Callable[[bytes, int], int]
+NativeCall = Callable[[bytes, int], int]
 """A native call of packed fields and of operations that are done. Returns how many operations are done."""
 
 MailboxOperation = tuple[int, int, int, int]
@@ -170,17 +170,17 @@ class Mailboxes:
 
     def wait(self, peer: int, *, sends: bool, seconds: float, since: float) -> None:
         """Wait so long until `is_ready`, at most. Raise if the peer is lost, or has not answered since long ago."""
-        self._exchange([(EMPTY if sends else FULL, peer, *self._next(peer, sends=sends))], max_wait=seconds)
+        self._run_operations([(EMPTY if sends else FULL, peer, *self._next(peer, sends=sends))], max_wait=seconds)
         if not self.is_ready(peer, sends=sends):
             self._check_alive(peer, since)
 
     def send(self, peer: int, message: Tensor) -> None:
         """Copy a message of bytes into the box to a peer, once the previous one is received."""
-        self._exchange([self._sending(peer)], message)
+        self._run_operations([self._sending(peer)], message)
 
     def recv(self, peer: int, into: Tensor) -> None:
         """Wait for the next message of a peer, and copy it. One of another size gets `UNEQUAL_CHECKSUM`."""
-        self._exchange([self._receiving(COPY, peer)], into)
+        self._run_operations([self._receiving(COPY, peer)], into)
 
     def all_gather(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return the numbers of all members, at most `MAX_NUMBERS` each, in their order.
@@ -195,7 +195,7 @@ class Mailboxes:
         self.words[first : first + len(numbers)] = memoryview(array("q", numbers))
         operations = [(TELL, self.index, own, self.gathers)]
         operations += [(FULL, peer, board, self.gathers) for peer, board in self.boards.items() if board != own]
-        self._exchange(operations)
+        self._run_operations(operations)
         starts = [board // 8 + half for board in self.boards.values()]
         return [self.words[start : start + len(numbers)].tolist() for start in starts]
 
@@ -205,14 +205,14 @@ class Mailboxes:
         for send, recv in rounds:
             operations += [self._sending(peer) for peer in send]
             operations.append(self._receiving(MERGE, recv))
-        self._exchange(operations, message, rows, width)
+        self._run_operations(operations, message, rows, width)
 
     def merge_all(self, message: Tensor, rows: int, width: int) -> None:
         """Merge a message in float32 with those of all members, in place, in their order: one exchange."""
         operations = [self._sending(peer) for peer in self.members if peer != self.index]
         for peer in self.members:
             operations.append((OWN, peer, 0, 0) if peer == self.index else self._receiving(AWAIT, peer))
-        self._exchange(operations, message, rows, width)
+        self._run_operations(operations, message, rows, width)
 
     def _next(self, peer: int, *, sends: bool) -> tuple[int, int]:
         """Return the box of the next message to a peer, or from it, and the count that it waits for."""
@@ -235,7 +235,7 @@ class Mailboxes:
         self.received[peer] += 1
         return operation
 
-    def _exchange(
+    def _run_operations(
         self,
         operations: Sequence[MailboxOperation],
         message: Tensor | None = None,
@@ -254,7 +254,7 @@ class Mailboxes:
         fields = FIELDS.pack(self.start, *buffer, rows, width, self.spin, longest, len(operations))
         for kind, _, box, count in operations:
             fields += OPERATION.pack(kind, box, count)
-        function = cast(NativeExchange, library().exchange)
+        function = cast(NativeCall, library().exchange)
         done = function(fields, 0)
         if done < len(operations) and max_wait is None:
 

@@ -15,7 +15,7 @@ from attnmesh.comm.failures import failure
 from attnmesh.comm.mailboxes import CallsDifferError
 from attnmesh.comm.transport import Post, transport_of
 from attnmesh.mesh.axes import Axis
-from attnmesh.mesh.schedule import ExchangeStep
+from attnmesh.mesh.schedule import GatherStep
 from attnmesh.runtime.counters import bytes_of, count_received
 from attnmesh.runtime.memo import on_device
 from attnmesh.runtime.ranges import EXCHANGE, in_range, is_profiled
@@ -25,7 +25,7 @@ OUT_OF_TURN = 1 << 15
 """Bytes of a message up to which it does not wait for its turn."""
 
 
-def gather(tensors: Tensors, step: ExchangeStep, axis: Axis, *, one_at_a_time: bool = False) -> Callable[[], Tensors]:
+def gather(tensors: Tensors, step: GatherStep, axis: Axis, *, one_at_a_time: bool = False) -> Callable[[], Tensors]:
     """Begin to gather the tokens of a step. The result has the tokens kept and received, in order of position."""
     if not step.send and not step.receive:
         transport_of(axis, tensors[0].device)  # all ranks make the first call at once, also those that send nothing
@@ -56,7 +56,7 @@ def _joined(pieces: tuple[Tensor, ...]) -> Tensor:
 
 
 def return_to_owners(
-    tensors: Tensors, step: ExchangeStep, axis: Axis, *, one_at_a_time: bool = False
+    tensors: Tensors, step: GatherStep, axis: Axis, *, one_at_a_time: bool = False
 ) -> Callable[[], list[tuple[Tensor, Tensors]]]:
     """Begin to send results back to the ranks that own their tokens.
 

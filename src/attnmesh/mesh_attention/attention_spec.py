@@ -16,8 +16,8 @@ from attnmesh.kernels.driver import visible_counts
 from attnmesh.kernels.kernel import KernelRequest
 from attnmesh.kernels.selected_keys import SelectedKeys
 from attnmesh.mesh.axes import Mesh
-from attnmesh.mesh.schedule import EXCHANGES, Problem, Schedule, groups_of_heads, schedule
-from attnmesh.mesh_attention.auto_choices import Widths, chosen_exchange
+from attnmesh.mesh.schedule import EXCHANGE_MODES, Problem, Schedule, groups_of_heads, schedule
+from attnmesh.mesh_attention.auto_choices import Widths, chosen_mode
 from attnmesh.mesh_attention.executor import Task
 from attnmesh.runtime.memo import Memo, on_device
 from attnmesh.runtime.world import cached_from_code, cached_per_world
@@ -96,11 +96,11 @@ class AttentionSpec(NamedTuple):
         kv_heads = q_heads * k.shape[1] // q.shape[1]
         sizes = q.shape[0], q_heads, kv_heads, q.shape[3], v.shape[3]  # all but tokens, of which a rank may have 0
         if self.exchange == "auto":
-            exchange = chosen_exchange(mesh, q.device, q.dtype, sizes, problem, latent)
+            mode = chosen_mode(mesh, q.device, q.dtype, sizes, problem, latent)
         else:
-            exchange = EXCHANGES[self.exchange]
-        own_schedule = schedule(problem, mesh.queries.index, mesh.keys.index, exchange.ring)
-        group_count = 1 if latent else exchange.head_groups(mesh.shape, kv_heads)
+            mode = EXCHANGE_MODES[self.exchange]
+        own_schedule = schedule(problem, mesh.queries.index, mesh.keys.index, mode.ring)
+        group_count = 1 if latent else mode.head_groups(mesh.shape, kv_heads)
         groups = groups_of_heads(q_heads, kv_heads, mesh.shape.heads, group_count)
         tokens = own_schedule.chunk.queries, own_schedule.chunk.keys, own_schedule.chunk.keys
         whole = zip((q, k, v), tokens, strict=True)  # tensors of the whole chunk

@@ -13,7 +13,7 @@ from attnmesh.errors import LayoutError, require
 from attnmesh.guard.shard_marks import unpriced_layout
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.exchange_cost import LayerWork, attention_seconds, balanced_layouts, fastest_way
-from attnmesh.mesh.schedule import EXCHANGES, Exchange, Problem
+from attnmesh.mesh.schedule import EXCHANGE_MODES, ExchangeMode, Problem
 from attnmesh.mesh.way import Way
 from attnmesh.runtime.world import cached_per_world
 
@@ -65,7 +65,7 @@ def price(layout: Layout | str, mask: Mask, length: int, mesh: Mesh, heads: tupl
     work = LayerWork(q_heads, kv_heads, width, width, length=length, itemsize=dtype.itemsize, mask=mask)
 
     def seconds(layout: Layout) -> float:
-        ways = (Way(mesh.shape, tile, layout, name) for name in EXCHANGES)
+        ways = (Way(mesh.shape, tile, layout, name) for name in EXCHANGE_MODES)
         return min(attention_seconds(way, work, cluster) for way in ways)
 
     with torch.inference_mode(False):
@@ -74,21 +74,21 @@ def price(layout: Layout | str, mask: Mask, length: int, mesh: Mesh, heads: tupl
 
 
 @cached_per_world(1024)
-def chosen_exchange(
+def chosen_mode(
     mesh: Mesh,
     device: torch.device,
     dtype: torch.dtype,
     sizes: tuple[int, ...],
     problem: Problem,
     latent: Widths | None,
-) -> Exchange:
+) -> ExchangeMode:
     """Return the exchange that takes least. It depends on values that are equal on all ranks."""
     if 0 in (problem.length, problem.key_length, *sizes):
-        return EXCHANGES["bulk"]
+        return EXCHANGE_MODES["bulk"]
     cluster, tile = cluster_and_tile_of(mesh, device)
     layout, work = costing_inputs(dtype, sizes, problem, latent, backward=latent is None)
-    ways = [Way(problem.shape, tile, layout, name) for name in EXCHANGES]
-    return EXCHANGES[fastest_way(ways, work, cluster).exchange]
+    ways = [Way(problem.shape, tile, layout, name) for name in EXCHANGE_MODES]
+    return EXCHANGE_MODES[fastest_way(ways, work, cluster).exchange]
 
 
 def costing_inputs(

@@ -29,7 +29,7 @@ from attnmesh.kernels.kernel import Kernel
 from attnmesh.kernels.rectangles import BackwardInputs, Gradients
 from attnmesh.kernels.selected_keys import SelectedKeys
 from attnmesh.mesh.axes import Axis, Mesh
-from attnmesh.mesh.schedule import ExchangeStep, HeadGroup, Heads, Schedule
+from attnmesh.mesh.schedule import GatherStep, HeadGroup, Heads, Schedule
 from attnmesh.mesh_attention.latents import Projection
 from attnmesh.runtime.memo import on_device
 from attnmesh.runtime.ranges import ATTENTION, MERGE, in_range, is_profiled
@@ -171,7 +171,7 @@ def _attend_heads(arrivals: Arrivals, task: Task) -> Partial:
 
 
 def _return_results(
-    results: Tensors, step: ExchangeStep, axis: Axis, accumulate: Accumulate, totals: Tensors, one_at_a_time: bool
+    results: Tensors, step: GatherStep, axis: Axis, accumulate: Accumulate, totals: Tensors, one_at_a_time: bool
 ) -> Iterator[None]:
     """Return results to their owners. Results for this rank's tokens are combined into `totals` when they arrive."""
     arriving = return_to_owners(results, step, axis, one_at_a_time=one_at_a_time)
@@ -255,11 +255,11 @@ class PendingReturns:
 
     def add(self, *returns: Iterator[None]) -> None:
         """Await the exchanges under way, and begin the next ones, those of `returns` last."""
-        exchanges = (*self.under_way, *returns)
+        going_on = (*self.under_way, *returns)
         self.under_way = []
-        for exchange in exchanges:
-            if next(exchange, DONE) is not DONE:  # its next exchange is under way
-                self.under_way.append(exchange)
+        for result in going_on:
+            if next(result, DONE) is not DONE:  # its next exchange is under way
+                self.under_way.append(result)
 
     def finish(self) -> None:
         """Wait until all results are with their owners."""
@@ -276,7 +276,7 @@ def _arrivals(swap_in: Callable[[HeadGroup], Await], task: Task) -> Iterator[Arr
     """
     swaps, gathers = task.mesh.heads.size > 1, task.mesh.queries.size * task.mesh.keys.size > 1
 
-    def exchange(group: HeadGroup) -> Iterator[Arrivals | None]:
+    def stages(group: HeadGroup) -> Iterator[Arrivals | None]:
         swapped = swap_in(group)
         if swaps:
             yield None
@@ -294,7 +294,7 @@ def _arrivals(swap_in: Callable[[HeadGroup], Await], task: Task) -> Iterator[Arr
     under_way: list[Iterator[Arrivals | None]] = []
     for group in (*task.groups, *[None] * (swaps + gathers)):  # None: all have begun
         if group is not None:
-            under_way.append(exchange(group))
+            under_way.append(stages(group))
         arrived = None
         for arrivals in reversed(under_way):  # the newest begins before others are awaited; the oldest arrives
             arrived = next(arrivals)

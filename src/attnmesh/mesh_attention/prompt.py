@@ -15,7 +15,7 @@ from attnmesh.comm.topology import cluster_and_tile_of
 from attnmesh.core.partial import Partial
 from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.mesh.exchange_cost import fastest_way
-from attnmesh.mesh.schedule import EXCHANGES, Problem
+from attnmesh.mesh.schedule import EXCHANGE_MODES, Problem
 from attnmesh.mesh.shapes import Shape
 from attnmesh.mesh.way import Way
 from attnmesh.mesh_attention.attention import attend_shards
@@ -63,7 +63,7 @@ def chosen_way(
         return mesh, exchange
     cluster, tile = cluster_and_tile_of(mesh, device)
     layout, work = costing_inputs(dtype, sizes, problem, latent, backward=False)
-    names = EXCHANGES if exchange == "auto" else (exchange,)
+    names = EXCHANGE_MODES if exchange == "auto" else (exchange,)
     shapes = (mesh.shape, tile), (_turned(mesh.shape), _turned(tile))
     ways = [Way(*shape, layout, name) for shape, name in product(shapes, names)]
     fastest = fastest_way(ways, work, cluster)
