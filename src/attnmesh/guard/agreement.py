@@ -236,12 +236,12 @@ class MergeAgreement:
         self,
         calls: ComparedCalls,
         device: torch.device,
-        merge: str,
+        merge_name: str,
         checked: bool | None,
         name: str,
         poison: Callable[[], object],
     ) -> None:
-        self.calls, self.merge, self.checked, self.name, self.poison = calls, merge, checked, name, poison
+        self.calls, self.merge_name, self.checked, self.name, self.poison = calls, merge_name, checked, name, poison
         self.is_compared = not calls.is_alone and may_compare(device)
         self.checksum_stays_on_device = device.type != "cpu" or interpreted() or calls.repeat_last_merge is not None
         """True if no CPU reads the merged checksum. So a rank asks about a call that is new to it.
@@ -266,7 +266,7 @@ class MergeAgreement:
         if self.is_compared and (not is_known if self.checked is None else self.checked):
             if on_device and not self.ask_all_ranks():
                 return False
-            if on_device or is_collective(self.merge):
+            if on_device or is_collective(self.merge_name):
                 Agreement(self.calls.mesh, self.name, description.fields).compare()
         return True
 
@@ -305,7 +305,7 @@ class MergeAgreement:
                 is_shared = self.ask_all_ranks()
             else:
                 (self.calls.repeat_last_merge or self.poison)()
-        elif self.is_compared and not is_collective(self.merge):
+        elif self.is_compared and not is_collective(self.merge_name):
             self.poison()
         Agreement(self.calls.mesh, self.name, is_compared=is_shared).raise_on_all(error)
 

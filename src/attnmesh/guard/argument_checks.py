@@ -250,9 +250,10 @@ def check_distance_bias(
         require(fits, KernelError, subject, expected, given, "leave one of them out")
 
 
-def check_merge(subject: str, merge: str, output: str) -> None:
-    """Raise unless `merge` names a merge and `output` names an output."""
-    check_choice(f"{subject} {'how' if subject == 'merge_across' else 'merge'}", merge, ("auto", *MERGES), 'use "auto"')
+def check_merge(subject: str, merge_name: str, output: str) -> None:
+    """Raise unless `merge_name` names a merge and `output` an output."""
+    option = "how" if subject == "merge_across" else "merge"
+    check_choice(f"{subject} {option}", merge_name, ("auto", *MERGES), 'use "auto"')
     check_choice(f"{subject} output", output, OUTPUTS, 'use "replicated"')
 
 

@@ -103,38 +103,40 @@ def merge_across(
 
 
 @cached_per_world(1024)
-def host_merge_and_text(axis: Axis, shape: tuple[int, ...], merge: str, output: str) -> tuple[HostMerge, str] | None:
+def host_merge_and_text(
+    axis: Axis, shape: tuple[int, ...], merge_name: str, output: str
+) -> tuple[HostMerge, str] | None:
     """Return the native merge of partials of this shape, and the text that ranks compare; None if there is none.
 
     The first call along an axis is collective.
     """
-    if axis.size == 1 or merge not in ("auto", *MERGES):
+    if axis.size == 1 or merge_name not in ("auto", *MERGES):
         return None
     prepare_merges(axis)
-    host_merge = host_merge_for(axis, tuple(shape), chosen_merge(axis, merge, output, torch.device("cpu")))
-    return None if host_merge is None else (host_merge, describe_merge(shape, torch.float32, merge, output))
+    host_merge = host_merge_for(axis, tuple(shape), chosen_merge(axis, merge_name, output, torch.device("cpu")))
+    return None if host_merge is None else (host_merge, describe_merge(shape, torch.float32, merge_name, output))
 
 
 def merge_agreement(
-    partial: object, axis: Axis, merge: str, output: str, checked: bool | None = None
+    partial: object, axis: Axis, merge_name: str, output: str, checked: bool | None = None
 ) -> MergeAgreement:
     """Return the agreement on a merge, of a partial that is not checked yet."""
     device_types = {x.device.type for x in partial if isinstance(x, Tensor)} if isinstance(partial, tuple) else set()
     # The other ranks' tensors are where this rank's are, if one of these is where tensors can be merged.
     device = torch.device(next((x for x in ("cuda", "cpu") if x in device_types), device_type_of(axis.group)))
-    poison = partial_of(_poison, axis, merge, output)
-    return MergeAgreement(_calls_along(axis), device, merge, checked, "merge_across", poison)
+    poison = partial_of(_poison, axis, merge_name, output)
+    return MergeAgreement(_calls_along(axis), device, merge_name, checked, "merge_across", poison)
 
 
-def _poison(axis: Axis, merge: str, output: str) -> None:
+def _poison(axis: Axis, merge_name: str, output: str) -> None:
     """Take part in a merge with an invalid checksum."""
     if device_type_of(axis.group) == "cpu":
         prepare_merges(axis)
-    send_poison(axis, merge, output)
+    send_poison(axis, merge_name, output)
 
 
 def _fake_merge(
-    out: Tensor, lse: Tensor, group: str, size_and_index: Sequence[int], merge: str, output: str, _: str
+    out: Tensor, lse: Tensor, group: str, size_and_index: Sequence[int], merge_name: str, output: str, _: str
 ) -> Partial:
     size, index = size_and_index
     heads = Axis(size, index).slice_of(out.shape[1]) if output == "heads" else slice(0, out.shape[1])
@@ -143,31 +145,31 @@ def _fake_merge(
 
 @operator("merge_across", _fake_merge)
 def merge_op(
-    out: Tensor, lse: Tensor, group: str, size_and_index: Sequence[int], merge: str, output: str, wire: str
+    out: Tensor, lse: Tensor, group: str, size_and_index: Sequence[int], merge_name: str, output: str, wire: str
 ) -> tuple[Tensor, Tensor]:
     """Run the merge as an operator, which is one node of a compiled graph."""
     dtype = getattr(torch, wire) if wire else None
     partial = Partial(out, lse)
     axis = Axis(size_and_index[0], size_and_index[1], group_named(group))
-    return _merge(merge_agreement(partial, axis, merge, output), partial, axis, merge, output, dtype)
+    return _merge(merge_agreement(partial, axis, merge_name, output), partial, axis, merge_name, output, dtype)
 
 
 def _merge(
     agreement: MergeAgreement,
     partial: Partial,
     axis: Axis,
-    merge: str,
+    merge_name: str,
     output: str,
     wire: torch.dtype | None,
     base: str = "e",
 ) -> Partial:
     """Return the merge in new tensors."""
     device = partial.lse.device
-    text = describe_merge(partial.out.shape, partial.out.dtype, merge, output, wire, base, device.type)
+    text = describe_merge(partial.out.shape, partial.out.dtype, merge_name, output, wire, base, device.type)
     ask = None
-    if merge == "auto" or MERGES[merge].is_packed:
+    if merge_name == "auto" or MERGES[merge_name].is_packed:
         like = partial.out.new_empty(0), partial.lse.new_empty(0), partial.out.shape
-        ask = partial_of(_ask, *like, axis, merge, output, wire)
+        ask = partial_of(_ask, *like, axis, merge_name, output, wire)
     description = MergeDescription(text, text, ask)
     if not agreement.compare_before_merge(description):
         return _nan_like(partial, axis, output)
@@ -175,7 +177,7 @@ def _merge(
         prepare_merges(axis)
     with agreement:
         checksum = checksum_of(hash_of_call(text), partial.lse)
-        merged, checksum = merge_ranks(partial, checksum, axis, merge, output, wire)
+        merged, checksum = merge_ranks(partial, checksum, axis, merge_name, output, wire)
     if axis.size > 1:
         agreement.check_merged(description, checksum)
     pairs = zip(merged, partial, strict=True)
@@ -189,11 +191,11 @@ def _calls_along(axis: Axis) -> ComparedCalls:
 
 
 def _ask(
-    out: Tensor, lse: Tensor, shape: Sequence[int], axis: Axis, merge: str, output: str, wire: torch.dtype | None
+    out: Tensor, lse: Tensor, shape: Sequence[int], axis: Axis, merge_name: str, output: str, wire: torch.dtype | None
 ) -> Tensor:
     """Take part in a merge with no keys, and a question for a checksum. Return the merged checksum."""
     nothing = Partial(out.new_zeros(shape), lse.new_full(shape[:-1], -torch.inf))
-    return merge_ranks(nothing, question_like(lse), axis, merge, output, wire)[1]
+    return merge_ranks(nothing, question_like(lse), axis, merge_name, output, wire)[1]
 
 
 def _nan_like(partial: Partial, axis: Axis, output: str) -> Partial:
@@ -201,9 +203,9 @@ def _nan_like(partial: Partial, axis: Axis, output: str) -> Partial:
     return Partial(torch.full_like(partial.out[:, heads], torch.nan), partial.lse[:, heads].clone())
 
 
-def is_plain(partial: object, merge: object, output: object, wire: object, base: object, checked: object) -> bool:
+def is_plain(partial: object, merge_name: object, output: object, wire: object, base: object, checked: object) -> bool:
     """Return True for a partial in float32 on the CPU, with its lse, and the usual options."""
-    usual = isinstance(merge, str) and output in OUTPUTS and wire is None and base == "e"
+    usual = isinstance(merge_name, str) and output in OUTPUTS and wire is None and base == "e"
     if not usual or type(checked) not in (bool, type(None)):
         return False
     if not isinstance(partial, tuple) or len(partial) != 2 or not are_plain(*partial):
@@ -258,12 +260,12 @@ def check_partial(partial: Partial, wire: torch.dtype | None, base: str) -> None
 def describe_merge(
     shape: tuple[int, ...],
     dtype: torch.dtype,
-    merge: str,
+    merge_name: str,
     output: str,
     wire: torch.dtype | None = None,
     base: str = "e",
     device: str = "cpu",
 ) -> str:
     """Return the text of a call that ranks compare."""
-    options = {"how": merge, "output": output, "wire": wire, "base": base}
+    options = {"how": merge_name, "output": output, "wire": wire, "base": base}
     return describe_call("merge_across", device=device, out=list(shape), dtype=dtype, **options)
