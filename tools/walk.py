@@ -35,9 +35,8 @@ DRAWN = {
     "attention, 2 ranks, keys": (
         "Prefill: `attention` on two ranks of a keys axis, with `length=`, without gradients.",
         "`merge_into` of `core/partial.py` merges partials: in `_merge_in` of ranks, in `_attend_heads` of steps.\n"
-        "`gather` and `return_to_owners` return a function that waits: `_arrivals` calls the first, `PendingReturns`\n"
-        "the other. "
-        "`HeadAllToAll` swaps nothing here: there is no heads axis.",
+        "`begin_gather` and `begin_return` return a function that waits: `_attend_heads` calls the first,\n"
+        "`PendingReturns` the other. `HeadAllToAll` swaps nothing here: there is no heads axis.",
     ),
     "training, 2 ranks, keys": (
         "Training: what the same call with gradients runs through beside these, forward and then backward.",

@@ -16,8 +16,8 @@ from attnmesh.comm.mailboxes import (
     CHECK_INTERVAL,
     HEAD,
     MESSAGE_BYTES,
-    Awaited,
     CallsDifferError,
+    CounterWait,
     Mailboxes,
     NativeCall,
     PeerLostError,
@@ -174,11 +174,11 @@ class HostLinear:
             code = self.function(fields, 0)
             if 0 <= code < pieces * operations_per_piece:
 
-                def awaited(done: int) -> Awaited:  # the first operation of each piece computes, and waits for no rank
+                def awaited(done: int) -> CounterWait:
+                    # The first operation of each piece computes, and waits for no rank.
                     piece, operation = divmod(done, operations_per_piece)
-                    return Awaited(
-                        operation - 1, mailboxes.output_boards[operation - 1] // 8, pieces_before + piece + 1
-                    )
+                    member = operation - 1
+                    return CounterWait(member, mailboxes.output_boards[member] // 8, pieces_before + piece + 1)
 
                 code = mailboxes.go_on(partial(self.function, fields), code, pieces * operations_per_piece, awaited)
         except PeerLostError as error:

@@ -87,7 +87,7 @@ that are merged at the end, and the own among these; count what was written on t
 message, or has none."""
 
 
-class Awaited(NamedTuple):
+class CounterWait(NamedTuple):
     """A wait of a rank: until a member's messages reach a count, as one word of the memory says."""
 
     peer: int
@@ -218,10 +218,10 @@ class Mailboxes:
         """Return the box of the next message to a peer, or from it, and the count that it waits for."""
         return (self.boxes_to[peer], self.sent[peer]) if sends else (self.boxes_from[peer], self.received[peer] + 1)
 
-    def awaited(self, peer: int, *, sends: bool) -> Awaited:
+    def awaited(self, peer: int, *, sends: bool) -> CounterWait:
         """Return what the next message to a peer, or from it, waits for."""
         box, count = self._next(peer, sends=sends)
-        return Awaited(peer, box // 8 + RECEIVED_WORD * sends, count)
+        return CounterWait(peer, box // 8 + RECEIVED_WORD * sends, count)
 
     def _sending(self, peer: int) -> MailboxOperation:
         """Return the operation that sends the next message to a peer."""
@@ -258,13 +258,15 @@ class Mailboxes:
         done = function(fields, 0)
         if done < len(operations) and max_wait is None:
 
-            def awaited(done: int) -> Awaited:
+            def awaited(done: int) -> CounterWait:
                 kind, peer, box, count = operations[done]
-                return Awaited(peer, box // 8 + RECEIVED_WORD * (kind in (SEND, EMPTY)), count)
+                return CounterWait(peer, box // 8 + RECEIVED_WORD * (kind in (SEND, EMPTY)), count)
 
             self.go_on(partial(function, fields), done, len(operations), awaited)
 
-    def go_on(self, function: Callable[[int], int], done: int, count: int, awaited: Callable[[int], Awaited]) -> int:
+    def go_on(
+        self, function: Callable[[int], int], done: int, count: int, awaited: Callable[[int], CounterWait]
+    ) -> int:
         """Call a native function, which goes on after the operations that are done, until all are. Return its result.
 
         It returns now and then to look after silent ranks: `awaited` is what an operation waits for. Raise if that
@@ -296,16 +298,16 @@ class Mailboxes:
         """Return the error of a rank that has lost another: its messages are out of step with those of the others."""
         return PeerLostError(peer, "this rank has lost a rank before: start the ranks again")
 
-    def crosses(self, awaited: Awaited) -> bool:
+    def crosses(self, wait: CounterWait) -> bool:
         """Return whether that member waits for this rank with a call of another kind: neither would ever go on.
 
         What a member says that it waits for may have come since.
         """
-        peer = awaited.peer
+        peer = wait.peer
         own = self.output_boards[self.index] // 8
         expected, counter = divmod(self.words[self.boards[peer] // 8 + AWAITED_WORD], WORDS)
         messages = self.boxes_to[peer] // 8, self.boxes_from[peer] // 8 + RECEIVED_WORD
-        counters = messages if awaited.counter == self.output_boards[peer] // 8 else (own,)
+        counters = messages if wait.counter == self.output_boards[peer] // 8 else (own,)
         return counter in counters and bool(self.words[counter] < expected)
 
     def say_awaited(self, counter: int = 0, messages: int = 0) -> None:
@@ -370,22 +372,22 @@ class MismatchWatch:
         self.agreements: int | None = None  # comparisons of this rank, while the member makes another call
         self.since = 0.0
 
-    def poll(self, awaited: Awaited) -> None:
+    def poll(self, wait: CounterWait) -> None:
         """Say that this rank waits. Raise if the member has made another call since `CHECK_INTERVAL` ago.
 
         A wait between two polls would have found its message. Another thread may compare this rank's calls meanwhile.
         """
         boxes = self.mailboxes
         now = monotonic()
-        if awaited.counter == boxes.boards[awaited.peer] // 8:
+        if wait.counter == boxes.boards[wait.peer] // 8:
             return  # the numbers of a comparison
-        boxes.say_awaited(awaited.counter, awaited.messages)
-        if not (boxes.is_ahead(awaited.peer) or boxes.crosses(awaited)):
+        boxes.say_awaited(wait.counter, wait.messages)
+        if not (boxes.is_ahead(wait.peer) or boxes.crosses(wait)):
             self.agreements = None
         elif self.agreements != boxes.agreements:
             self.agreements, self.since = boxes.agreements, now
         elif now - self.since >= CHECK_INTERVAL:
-            raise CallsDifferError(awaited.peer)
+            raise CallsDifferError(wait.peer)
 
 
 def mailboxes_size(ranks: int) -> int:

@@ -25,7 +25,9 @@ OUT_OF_TURN = 1 << 15
 """Bytes of a message up to which it does not wait for its turn."""
 
 
-def gather(tensors: Tensors, step: GatherStep, axis: Axis, *, one_at_a_time: bool = False) -> Callable[[], Tensors]:
+def begin_gather(
+    tensors: Tensors, step: GatherStep, axis: Axis, *, one_at_a_time: bool = False
+) -> Callable[[], Tensors]:
     """Begin to gather the tokens of a step. The result has the tokens kept and received, in order of position."""
     if not step.send and not step.receive:
         transport_of(axis, tensors[0].device)  # all ranks make the first call at once, also those that send nothing
@@ -55,7 +57,7 @@ def _joined(pieces: tuple[Tensor, ...]) -> Tensor:
     return torch.cat(pieces, dim=2)
 
 
-def return_to_owners(
+def begin_return(
     tensors: Tensors, step: GatherStep, axis: Axis, *, one_at_a_time: bool = False
 ) -> Callable[[], list[tuple[Tensor, Tensors]]]:
     """Begin to send results back to the ranks that own their tokens.

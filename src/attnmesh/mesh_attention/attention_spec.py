@@ -17,8 +17,9 @@ from attnmesh.kernels.kernel import KernelRequest
 from attnmesh.kernels.selected_keys import SelectedKeys
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.schedule import EXCHANGE_MODES, Problem, Schedule, groups_of_heads, schedule
-from attnmesh.mesh_attention.auto_choices import Widths, chosen_mode
+from attnmesh.mesh_attention.auto_choices import chosen_mode
 from attnmesh.mesh_attention.executor import Task
+from attnmesh.mesh_attention.latents import LatentWidths
 from attnmesh.runtime.memo import Memo, on_device
 from attnmesh.runtime.world import cached_from_code, cached_per_world
 
@@ -70,16 +71,16 @@ class AttentionSpec(NamedTuple):
         """Return the spec that `to_code` wrote."""
         return cached_from_code(_spec_of_code, names, numbers)
 
-    def task(self, q_heads: int, qkv: tuple[Tensor, ...], latent: Widths | None = None) -> Task:
+    def task(self, q_heads: int, qkv: tuple[Tensor, ...], latent_widths: LatentWidths | None = None) -> Task:
         """Return this rank's part for so many query heads of all ranks, made once for tensors of these shapes.
 
         The tensors may have this rank's share of the heads alone.
         """
         q, k, v = qkv
-        signature = self, q_heads, q.shape, k.shape, v.shape, q.dtype, q.device, latent
+        signature = self, q_heads, q.shape, k.shape, v.shape, q.dtype, q.device, latent_widths
         if (task := _tasks().get(signature)) is None:
             with torch.inference_mode(False):  # it is kept for later calls, in any mode
-                task = _tasks().keep(signature, self._new_task(q_heads, q, k, v, latent))
+                task = _tasks().keep(signature, self._new_task(q_heads, q, k, v, latent_widths))
         return task
 
     def with_visible_keys(self, task: Task, key_lengths: Tensor | None, indices: Tensor | None) -> Task:
@@ -90,17 +91,17 @@ class AttentionSpec(NamedTuple):
             return task
         return replace(task, counts=[visible_counts(step.positions, key_lengths) for step in task.schedule.key_steps])
 
-    def _new_task(self, q_heads: int, q: Tensor, k: Tensor, v: Tensor, latent: Widths | None) -> Task:
+    def _new_task(self, q_heads: int, q: Tensor, k: Tensor, v: Tensor, latent_widths: LatentWidths | None) -> Task:
         """Choose an exchange and a kernel for each step, make this rank's schedule, and cut the heads into groups."""
         mesh, problem = self.mesh, self.problem
         kv_heads = q_heads * k.shape[1] // q.shape[1]
         sizes = q.shape[0], q_heads, kv_heads, q.shape[3], v.shape[3]  # all but tokens, of which a rank may have 0
         if self.exchange == "auto":
-            mode = chosen_mode(mesh, q.device, q.dtype, sizes, problem, latent)
+            mode = chosen_mode(mesh, q.device, q.dtype, sizes, problem, latent_widths)
         else:
             mode = EXCHANGE_MODES[self.exchange]
         own_schedule = schedule(problem, mesh.queries.index, mesh.keys.index, mode.ring)
-        group_count = 1 if latent else mode.head_groups(mesh.shape, kv_heads)
+        group_count = 1 if latent_widths is not None else mode.head_groups(mesh.shape, kv_heads)
         groups = groups_of_heads(q_heads, kv_heads, mesh.shape.heads, group_count)
         tokens = own_schedule.chunk.queries, own_schedule.chunk.keys, own_schedule.chunk.keys
         whole = zip((q, k, v), tokens, strict=True)  # tensors of the whole chunk

@@ -15,10 +15,8 @@ from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.exchange_cost import LayerWork, attention_seconds, balanced_layouts, fastest_way
 from attnmesh.mesh.schedule import EXCHANGE_MODES, ExchangeMode, Problem
 from attnmesh.mesh.way import Way
+from attnmesh.mesh_attention.latents import LatentWidths
 from attnmesh.runtime.world import cached_per_world
-
-Widths = tuple[int, int]
-"""Columns of a latent that are projected, and its rotated ones."""
 
 HEADS = (32, 8, 128)
 """Query heads, key heads and columns for which layouts are priced. `shard` knows no model, and has to choose alike."""
@@ -80,19 +78,19 @@ def chosen_mode(
     dtype: torch.dtype,
     sizes: tuple[int, ...],
     problem: Problem,
-    latent: Widths | None,
+    latent_widths: LatentWidths | None,
 ) -> ExchangeMode:
     """Return the exchange that takes least. It depends on values that are equal on all ranks."""
     if 0 in (problem.length, problem.key_length, *sizes):
         return EXCHANGE_MODES["bulk"]
     cluster, tile = cluster_and_tile_of(mesh, device)
-    layout, work = costing_inputs(dtype, sizes, problem, latent, backward=latent is None)
+    layout, work = costing_inputs(dtype, sizes, problem, latent_widths, backward=latent_widths is None)
     ways = [Way(problem.shape, tile, layout, name) for name in EXCHANGE_MODES]
     return EXCHANGE_MODES[fastest_way(ways, work, cluster).exchange]
 
 
 def costing_inputs(
-    dtype: torch.dtype, sizes: tuple[int, ...], problem: Problem, latent: Widths | None, *, backward: bool
+    dtype: torch.dtype, sizes: tuple[int, ...], problem: Problem, latent_widths: LatentWidths | None, *, backward: bool
 ) -> tuple[Layout, LayerWork]:
     """Return the layout and the work that stand for a problem in prices."""
     batch, *heads_and_widths = sizes
@@ -104,7 +102,7 @@ def costing_inputs(
         mask=Mask() if cross else problem.mask,
         batch=batch,
         backward=backward,
-        latent=latent,
+        latent=latent_widths,
     )
     # Sizes may be those of one part alone.
     cut = isinstance(problem.layout, Split) or (cross and isinstance(problem.layout, Packed))

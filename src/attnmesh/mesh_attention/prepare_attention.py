@@ -26,16 +26,16 @@ from attnmesh.mesh_attention.attention_arguments import (
     check_arguments,
 )
 from attnmesh.mesh_attention.attention_spec import AttentionSpec, PreparedAttention, prepared_attentions
-from attnmesh.mesh_attention.auto_choices import Widths
+from attnmesh.mesh_attention.latents import LatentWidths
 from attnmesh.runtime.world import cached_per_world
 
 
 def prepare_attention(
-    mesh: Mesh, arguments: AttentionArguments, checked: bool | None, latent: Widths | None = None
+    mesh: Mesh, arguments: AttentionArguments, checked: bool | None, latent_widths: LatentWidths | None = None
 ) -> PreparedAttention:
     """Check a call, compare it across ranks, and return what is prepared for it. Raise the same error on all ranks.
 
-    `latent` are the columns of latents that travel instead of keys and values.
+    `latent_widths` are the columns of latents that travel instead of keys and values.
     """
     if mesh.ranks == 1 or torch.compiler.is_compiling():
         return PreparedAttention(_spec_of_assumed_counts(mesh, arguments, checked))
@@ -43,11 +43,11 @@ def prepare_attention(
     options = arguments.options
     signature = None
     if arguments.has_signature:
-        signature = signature_of(q, k, v, sinks, (mesh, latent, *options, checked))
+        signature = signature_of(q, k, v, sinks, (mesh, latent_widths, *options, checked))
     known = prepared_attentions().find(signature)
     device = q.device if isinstance(q, Tensor) else torch.device(mesh.device_type)
     if options.length is not None and (checked is False or not may_compare(device)):
-        prepared = known or _keep(signature, arguments, latent, _prepare_uncompared(mesh, arguments, checked))
+        prepared = known or _keep(signature, arguments, latent_widths, _prepare_uncompared(mesh, arguments, checked))
         _check_marks(mesh, arguments)
         return prepared
     with Agreement(mesh, "attention") as agreement:
@@ -59,7 +59,7 @@ def prepare_attention(
         table = agreement.compare(text, payload)
     if known and known.payloads_by_shard == table:
         return known
-    return _keep(signature, arguments, latent, _prepare_compared(mesh, arguments, text, table))
+    return _keep(signature, arguments, latent_widths, _prepare_compared(mesh, arguments, text, table))
 
 
 def _check_new(
@@ -72,13 +72,13 @@ def _check_new(
 
 
 def _keep(
-    signature: Hashable, arguments: AttentionArguments, latent: Widths | None, prepared: PreparedAttention
+    signature: Hashable, arguments: AttentionArguments, latent_widths: LatentWidths | None, prepared: PreparedAttention
 ) -> PreparedAttention:
     """Return what is prepared for a call, with the task where no gradients are needed, and keep it by its signature."""
     if signature is None:
         return prepared
     q, k, v, sinks = arguments[:4]
-    task = None if needs_grad(q, k, v, sinks) else prepared.spec.task(q.shape[1], (q, k, v), latent)
+    task = None if needs_grad(q, k, v, sinks) else prepared.spec.task(q.shape[1], (q, k, v), latent_widths)
     return prepared_attentions().keep(signature, prepared._replace(task=task))
 
 

@@ -20,8 +20,8 @@ from attnmesh.mesh.shapes import Shape
 from attnmesh.mesh.way import Way
 from attnmesh.mesh_attention.attention import attend_shards
 from attnmesh.mesh_attention.attention_arguments import AttentionArguments
-from attnmesh.mesh_attention.auto_choices import Widths, costing_inputs
-from attnmesh.mesh_attention.latents import Latents
+from attnmesh.mesh_attention.auto_choices import costing_inputs
+from attnmesh.mesh_attention.latents import Latents, LatentWidths
 from attnmesh.runtime.world import cached_per_world
 
 
@@ -52,7 +52,7 @@ def chosen_way(
     dtype: torch.dtype,
     sizes: tuple[int, ...],
     problem: Problem,
-    latent: Widths | None,
+    latent_widths: LatentWidths | None,
     exchange: str,
 ) -> tuple[Mesh, str]:
     """Return the mesh and the exchange that take least: this mesh or the turned one, and a given exchange or any.
@@ -62,7 +62,7 @@ def chosen_way(
     if 0 in (problem.length, *sizes):
         return mesh, exchange
     cluster, tile = cluster_and_tile_of(mesh, device)
-    layout, work = costing_inputs(dtype, sizes, problem, latent, backward=False)
+    layout, work = costing_inputs(dtype, sizes, problem, latent_widths, backward=False)
     names = EXCHANGE_MODES if exchange == "auto" else (exchange,)
     shapes = (mesh.shape, tile), (_turned(mesh.shape), _turned(tile))
     ways = [Way(*shape, layout, name) for shape, name in product(shapes, names)]
