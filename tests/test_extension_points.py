@@ -68,7 +68,7 @@ def merge_around(ranks: MergeTransport, message: Tensor, form: MessageForm, _: b
         for wait in ranks.post([(dist.isend, ring[0], rows[-1]), (dist.irecv, ring[1], into)], "merging"):
             wait()
         rows.append(into)
-    return form.merge(torch.stack([rows[(rank - other) % size] for other in range(size)]))
+    return form.merged_partial(torch.stack([rows[(rank - other) % size] for other in range(size)]))
 
 
 RING = Merge(

@@ -5,7 +5,7 @@
 
 A call is traced after it has been made a few times. A frame is a call of a Python function of the package. A change of
 file is a frame in another file than the one before. Lines are counted as they run, a loop's each time.
-What a rank does while it waits for another, and to move letters that wait, is not counted.
+What a rank does while it waits for another, and to move messages that wait, is not counted.
 """
 
 import sys
@@ -62,7 +62,7 @@ LEFT_OUT = ("core/", "mesh/", "runtime/", "kernels/traced", "kernels/rectangles"
 MOST = {"attention, 1 rank": 50, "attention, 2 ranks": 200, "decode, 1 rank": 12, "decode, 2 ranks": 30}
 """Frames that calls may take at most, by how their names begin."""
 
-WAITS = {mailbox_queue.finish_letter.__code__, mailbox_queue._move.__code__}
+WAITS = {mailbox_queue.finish_pending.__code__, mailbox_queue._move.__code__}
 """Functions whose calls depend on when the other rank sends."""
 
 MOST_OF_GUARD = 0.15
@@ -132,7 +132,7 @@ def _traced(call: Callable[[], object]) -> Walk:
 
 
 def _is_waiting(frame: FrameType) -> bool:
-    """Return True for what a rank does to wait for letters or to move them: it depends on when others send."""
+    """Return True for what a rank does to wait for messages or to move them: it depends on when others send."""
     above = frame.f_back
     while above is not None and above.f_code not in WAITS:
         above = above.f_back

@@ -35,7 +35,7 @@ def _message(number: int, source: int, target: int, size: int) -> torch.Tensor:
 
 @on_each_rank
 def _exchange_in_any_order(seed: int) -> tuple[int, int]:
-    """On a rank: messages that came wrong, of exchanges of which up to five are under way; and letters left."""
+    """On a rank: messages that came wrong, of exchanges of which up to five are under way; and messages left."""
     axis = Axis(dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
     common, own = Random(seed), Random(f"{seed} {axis.index}")
     under_way, wrong = [], 0
@@ -52,7 +52,7 @@ def _exchange_in_any_order(seed: int) -> tuple[int, int]:
             finished, length, finish = under_way.pop()
             for peer, (x,) in finish().items():
                 wrong += not torch.equal(x, _message(finished, peer, axis.index, length))
-    return wrong, len(WORLD.letters)
+    return wrong, len(WORLD.pending_messages)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

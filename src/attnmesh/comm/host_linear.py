@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from attnmesh.comm.failures import failure
-from attnmesh.comm.mailbox_queue import finish_letters_of
+from attnmesh.comm.failures import disconnect_and_diagnose
+from attnmesh.comm.mailbox_queue import finish_pending_of
 from attnmesh.comm.mailboxes import (
+    BOX_HEADER_BYTES,
     CHECK_INTERVAL,
-    HEAD,
     MESSAGE_BYTES,
     CallsDifferError,
     CounterWait,
@@ -22,7 +22,7 @@ from attnmesh.comm.mailboxes import (
     NativeCall,
     PeerLostError,
 )
-from attnmesh.comm.topology import whole_mailboxes
+from attnmesh.comm.topology import mailboxes_of_all_ranks
 from attnmesh.kernels.native.abi import DTYPES, error_of
 from attnmesh.kernels.native.build import library
 from attnmesh.mesh.axes import Axis
@@ -76,9 +76,9 @@ class LayerBoards:
         self.taken = 0
 
     @property
-    def realigned(self) -> int:
+    def drops(self) -> int:
         """How often the ranks have dropped messages of calls that differ."""
-        return 0 if self.mailboxes is None else self.mailboxes.realigned
+        return 0 if self.mailboxes is None else self.mailboxes.drops
 
     def take_numbers(self, count: int) -> int:
         """Return the first of so many numbers of layers that no other layer has."""
@@ -93,7 +93,7 @@ def layer_boards(axis: Axis) -> LayerBoards | None:
 
 @cached_per_world()
 def _boards_of_ranks(axis: Axis) -> LayerBoards | None:
-    mailboxes = whole_mailboxes(axis)
+    mailboxes = mailboxes_of_all_ranks(axis)
     return None if mailboxes is None else LayerBoards(axis, mailboxes)
 
 
@@ -113,7 +113,7 @@ class HostLinear:
         if mailboxes is not None:
             board = mailboxes.start + min(mailboxes.output_boards.values())
             spin = mailboxes.spin
-        exchange_fields = HEAD + MESSAGE_BYTES, HALF, axis.size, axis.index, spin, int(CHECK_INTERVAL * 1e9)
+        exchange_fields = BOX_HEADER_BYTES + MESSAGE_BYTES, HALF, axis.size, axis.index, spin, int(CHECK_INTERVAL * 1e9)
         self.fixed_fields = FIXED.pack(
             board, DTYPES[weight.dtype], weight.shape[1], *exchange_fields, self.out_features, len(layers)
         )
@@ -169,8 +169,8 @@ class HostLinear:
                 raise mailboxes.error_after_loss(
                     next(member for member in mailboxes.members if member != self.axis.index)
                 )
-            if WORLD.letters:
-                finish_letters_of(mailboxes)
+            if WORLD.pending_messages:
+                finish_pending_of(mailboxes)
             code = self.function(fields, 0)
             if 0 <= code < pieces * operations_per_piece:
 
@@ -182,7 +182,7 @@ class HostLinear:
 
                 code = mailboxes.go_on(partial(self.function, fields), code, pieces * operations_per_piece, awaited)
         except PeerLostError as error:
-            raise failure(self.axis, "sharing a layer", error.peer, error) from error
+            raise disconnect_and_diagnose(self.axis, "sharing a layer", error.peer, error) from error
         if code <= DIFFERENT_CALL:
             raise CallsDifferError(DIFFERENT_CALL - code)
         return code

@@ -36,10 +36,12 @@ MESSAGE_BYTES = 1 << 18
 MAX_MEMORY = 1 << 26
 """Bytes of the mailboxes of a host at most."""
 
-HEAD = 128
+BOX_HEADER_BYTES = 128
 """Bytes before a message: one cache line for each counter."""
 
-MAX_MEMBERS = max(ranks for ranks in range(64) if ranks * (ranks + 1) * (HEAD + MESSAGE_BYTES) <= MAX_MEMORY)
+MAX_MEMBERS = max(
+    ranks for ranks in range(64) if ranks * (ranks + 1) * (BOX_HEADER_BYTES + MESSAGE_BYTES) <= MAX_MEMORY
+)
 """Ranks of a host at most, 15. More of them use sockets."""
 
 SIZE_WORD, RECEIVED_WORD = 2, 8
@@ -127,7 +129,7 @@ class Mailboxes:
         timeout: float,
     ) -> None:
         count = len(members)
-        size = HEAD + MESSAGE_BYTES
+        size = BOX_HEADER_BYTES + MESSAGE_BYTES
         own_member = list(members).index(index)
         self.members = tuple(members)
         self.index = index
@@ -148,7 +150,7 @@ class Mailboxes:
         """Comparisons of calls that this rank has begun with the other members."""
         self.has_left = False
         """True once this rank has lost another one."""
-        self.gathers, self.realigned = 0, 0
+        self.gathers, self.drops = 0, 0
         """Exchanges of numbers by the boards, and how often the ranks have dropped messages of calls that differ."""
         self.ranks = frozenset[int]()
         """Ranks of the world along the axis, for which `topology` made these boxes."""
@@ -189,7 +191,7 @@ class Mailboxes:
         another still reads.
         """
         self.gathers += 1
-        half = HEAD // 8 + self.gathers % 2 * MAX_NUMBERS
+        half = BOX_HEADER_BYTES // 8 + self.gathers % 2 * MAX_NUMBERS
         own = self.boards[self.index]
         first = own // 8 + half
         self.words[first : first + len(numbers)] = memoryview(array("q", numbers))
@@ -328,7 +330,7 @@ class Mailboxes:
         if monotonic() - since > timeout:
             raise PeerLostError(peer, f"timed out: it has sent nothing for {timeout:.0f} seconds")
 
-    def enter_agreement(self) -> None:
+    def announce_comparison(self) -> None:
         """Publish that this rank begins to compare its call with those of the other members, before it waits for them.
 
         A member that waits for a message of another call then raises `CallsDifferError`, and joins them.
@@ -337,15 +339,15 @@ class Mailboxes:
             self.agreements += 1
             self.words[self.boards[self.index] // 8 + AGREEMENTS_WORD] = self.agreements
 
-    def realign(self) -> None:
+    def drop_unreceived(self) -> None:
         """Drop the messages that no call of this rank has received, after ranks have made calls that differ.
 
         No rank sends meanwhile: all ranks are between two exchanges of their agreement. Of a call that was broken off,
         only the messages in the boxes were sent.
         """
-        self.realigned += 1
+        self.drops += 1
         with WORLD.lock:
-            WORLD.letters[:] = [letter for letter in WORLD.letters if letter.mailboxes is not self]
+            WORLD.pending_messages[:] = [pending for pending in WORLD.pending_messages if pending.mailboxes is not self]
         for peer in self.members:
             if peer != self.index:
                 box = self.boxes_from[peer] // 8
@@ -392,7 +394,7 @@ class MismatchWatch:
 
 def mailboxes_size(ranks: int) -> int:
     """Return the bytes of the mailboxes of so many ranks; 0 where there can be none."""
-    size = ranks * (ranks + 1) * (HEAD + MESSAGE_BYTES)
+    size = ranks * (ranks + 1) * (BOX_HEADER_BYTES + MESSAGE_BYTES)
     able = platform.machine() in PROCESSORS and FOLDER.is_dir() and hasattr(os, "posix_fallocate")
     return size if able and 1 < ranks <= MAX_MEMBERS else 0
 

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attnmesh.comm.failures import failure
+from attnmesh.comm.failures import disconnect_and_diagnose
 from attnmesh.comm.mailboxes import CallsDifferError
-from attnmesh.comm.transport import Post, transport_of
+from attnmesh.comm.transport import P2PMessage, transport_of
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.schedule import GatherStep
 from attnmesh.runtime.counters import bytes_of, count_received
@@ -135,7 +135,7 @@ def begin_messages(
     receives: Mapping[int, Tensors],
     axis: Axis,
     device: torch.device,
-    what: str,
+    activity: str,
     *,
     one_at_a_time: bool = False,
 ) -> Callable[[], dict[int, Tensors]]:
@@ -151,8 +151,8 @@ def begin_messages(
     No other exchange along the axis may begin before.
     """
     transport = transport_of(axis, device)
-    posts: list[Post] = []
-    queued: list[Post] = []
+    posts: list[P2PMessage] = []
+    queued: list[P2PMessage] = []
     for peer, shapes in receives.items():
         posts.append((dist.irecv, peer, torch.empty(bytes_of(shapes), dtype=torch.uint8, device=device)))
     packed: dict[int, Tensor] = {}
@@ -166,19 +166,19 @@ def begin_messages(
     packed.clear()
     queued.sort(key=lambda post: (post[1] - axis.index) % axis.size)
     post = in_range(EXCHANGE, transport.post) if is_profiled() else transport.post
-    waits = post(posts, what, exact=True)
+    waits = post(posts, activity, is_fixed_size=True)
     count_received(receives)
 
     def finished() -> dict[int, Tensors]:
         try:
             while queued:
-                waits.extend(post([queued.pop(0)], what, exact=True))
+                waits.extend(post([queued.pop(0)], activity, is_fixed_size=True))
                 waits.pop()()
             while waits:
                 waits.pop()()
         except CallsDifferError as error:  # its messages are out of step with this rank's from now on
             why = RuntimeError("it compares its call, while this rank waits for a message of another call")
-            raise failure(axis, what, error.peer, why) from error
+            raise disconnect_and_diagnose(axis, activity, error.peer, why) from error
         arrived = {}
         for (_, peer, message), shapes in zip(posts, receives.values(), strict=False):  # receives come first
             arrived[peer] = _unpack(message, shapes)

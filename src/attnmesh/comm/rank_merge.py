@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attnmesh.comm.mailboxes import UNEQUAL_CHECKSUM, CallsDifferError
 from attnmesh.comm.message import POISON, MessageForm
-from attnmesh.comm.topology import rounds
+from attnmesh.comm.topology import merge_rounds
 from attnmesh.comm.transport import transport_of
 from attnmesh.core.candidates import best
 from attnmesh.core.partial import Partial, sum_dtype
@@ -58,10 +58,10 @@ def merge_ranks(
                 return nan_unless_equal(own_partial, compared), compared
         with timed_merge():
             form = transport.form_of(form, merge)
-            if merge.pattern is Pattern.ALL_TO_ALL and output == "heads" and not transport.merges_whole(form):
+            if merge.pattern is Pattern.ALL_TO_ALL and output == "heads" and not transport.merges_all_heads(form):
                 checksum, own_partial = send_heads(partial, checksum, form, axis)
                 return nan_unless_equal(own_partial, checksum), checksum
-            message = form.message(checksum, partial) if message is None else message
+            message = form.packed(checksum, partial) if message is None else message
             checksum, whole = merge.run(transport, message, form, reproducible)
     except CallsDifferError:  # a peer compares its call: give up the merge as unequal, and compare too
         checksum = torch.full_like(checksum, UNEQUAL_CHECKSUM)
@@ -114,10 +114,10 @@ def chosen_merge(
 def send_heads(partial: Partial, checksum: Tensor, form: MessageForm, axis: Axis) -> CheckedPartial:
     """Send each rank the partials of its own heads."""
     heads_by_rank = [Axis(axis.size, rank).slice_of(form.shape[1]) for rank in range(axis.size)]
-    messages = [form.message(checksum, Partial(*(x[:, heads] for x in partial))) for heads in heads_by_rank]
+    messages = [form.packed(checksum, Partial(*(x[:, heads] for x in partial))) for heads in heads_by_rank]
     own_heads = heads_by_rank[axis.index]
     form = replace(form, shape=(form.shape[0], own_heads.stop - own_heads.start, *form.shape[2:]))
-    return form.merge(transport_of(axis, checksum.device).all_to_all(messages))
+    return form.merged_partial(transport_of(axis, checksum.device).all_to_all(messages))
 
 
 def highest_checksum(checksum: Tensor, axis: Axis) -> Tensor:
@@ -143,5 +143,7 @@ def best_across(candidates: Tensor, axis: Axis, *, unique: bool = False) -> Tens
         return best(both, k, unique=unique).view(torch.uint8).reshape(-1)
 
     message = candidates.contiguous().view(torch.uint8).reshape(-1)
-    merged = transport_of(axis, candidates.device).reduce(message, rounds(axis, False)[axis.index], merge_messages)
+    merged = transport_of(axis, candidates.device).reduce(
+        message, merge_rounds(axis, reproducible=False)[axis.index], merge_messages
+    )
     return merged.view(torch.int64).view(candidates.shape)

@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 
 from attnmesh.comm import machine_constants
-from attnmesh.comm.failures import collective
+from attnmesh.comm.failures import run_collective
 from attnmesh.comm.mailboxes import Mailboxes, mailboxes_size, open_mailboxes, unlink_mailboxes
 from attnmesh.kernels.native.build import library
 from attnmesh.mesh.axes import Axis, Mesh, backends, device_type_of
@@ -32,7 +32,7 @@ def dist_all_gather_ints(numbers: Sequence[int], axes: Sequence[Axis]) -> list[l
     for axis in reversed(axes):
         if axis.group is not None:
             tables = [torch.empty_like(table) for _ in range(axis.size)]
-            collective(with_cpu_group(axis), "comparing calls", dist.all_gather, tables, table)
+            run_collective(with_cpu_group(axis), "comparing calls", dist.all_gather, tables, table)
             table = torch.cat(tables)
     rows: list[list[int]] = table.tolist()
     return rows
@@ -61,7 +61,7 @@ def subgroup_of(axis: Axis, members: tuple[int, ...], backend: str | None = None
     assert axis.group is not None
     group_count = torch.tensor([len(distributed_c10d._world.pg_names)], device=device_type_of(axis.group))
     numbers = [torch.empty_like(group_count) for _ in range(axis.size)]
-    collective(axis, "counting groups", dist.all_gather, numbers, group_count)
+    run_collective(axis, "counting groups", dist.all_gather, numbers, group_count)
     for _ in range(int(torch.cat(numbers).max() - group_count)):
         dist.new_group([dist.get_rank()], backend=backend, use_local_synchronization=True)
     ranks = [dist.get_global_rank(axis.group, rank) for rank in members]
@@ -70,7 +70,7 @@ def subgroup_of(axis: Axis, members: tuple[int, ...], backend: str | None = None
 
 
 @cached_per_world()  # all ranks make the first call at once: an unbounded cache forgets on none of them
-def rounds(axis: Axis, reproducible: bool) -> dict[int, list[Round]]:
+def merge_rounds(axis: Axis, *, reproducible: bool) -> dict[int, list[Round]]:
     """Return the rounds of an axis' tree by rank. The first call is an all-gather of hosts."""
     return tree([bit_reversed(axis.size)] if reproducible else hosts(axis))
 
@@ -114,7 +114,7 @@ def host_mailboxes(axis: Axis) -> Mailboxes | None:
     return mailboxes
 
 
-def whole_mailboxes(axis: Axis) -> Mailboxes | None:
+def mailboxes_of_all_ranks(axis: Axis) -> Mailboxes | None:
     """Return the mailboxes that connect all ranks of an axis, or None. The first call along an axis is collective."""
     mailboxes = host_mailboxes(axis)
     return mailboxes if mailboxes is not None and len(mailboxes.members) == axis.size else None

@@ -18,8 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attnmesh import errors
-from attnmesh.comm.topology import whole_mailboxes
-from attnmesh.comm.transport import all_gather_ints, all_gather_texts, enter_agreement, realign, transport_of
+from attnmesh.comm.topology import mailboxes_of_all_ranks
+from attnmesh.comm.transport import (
+    all_gather_ints,
+    all_gather_texts,
+    announce_comparison,
+    drop_unreceived,
+    transport_of,
+)
 from attnmesh.errors import InputError, MeshError, RankFailure, UnforeseenError
 from attnmesh.kernels.triton_runtime import interpreted
 from attnmesh.mesh.axes import Axis, Mesh, mesh_of
@@ -132,7 +138,7 @@ class Agreement:
         """Raise on all ranks, whose merge has shown that their numbers differ."""
         self.compare()
         all_gather_ints([0], self.mesh)  # a barrier: all are out of the merge
-        realign(self.mesh)  # messages of a call that some rank broke off
+        drop_unreceived(self.mesh)  # messages of a call that some rank broke off
         all_gather_ints([0], self.mesh)  # a barrier: no rank sends before all have dropped them
         given, fix = "different checksums of equal calls", "report this bug, with the arguments of each rank"
         raise MeshError(self.name, "the same checksum on every rank", given, fix)
@@ -141,12 +147,12 @@ class Agreement:
         """Return the payloads of all ranks by shard, if all say this text; else raise the same error on all."""
         assert len(payload) <= AGREEMENT_PAYLOAD
         self.is_over = True
-        enter_agreement(self.mesh)
+        announce_comparison(self.mesh)
         padded = [*payload, *[0] * (AGREEMENT_PAYLOAD - len(payload))]
         table = all_gather_ints([hash_of_call(text), error is not None, *padded], self.mesh)
         hashes, failed, *_ = zip(*table, strict=True)
         if any(failed) or len(set(hashes)) > 1:
-            realign(self.mesh)  # a merge along a tree sends other messages than one that is direct
+            drop_unreceived(self.mesh)  # a merge along a tree sends other messages than one that is direct
             texts = all_gather_texts(text, self.mesh)
             ranks = all_gather_ints([dist.get_rank() if dist.is_initialized() else 0], self.mesh)
             if error is not None and not isinstance(error, InputError):
@@ -187,7 +193,7 @@ class ComparedCalls:
         any others, or checked=False   this rank: they would wait for its message, and not for its comparison
         """
         tells = self.device.type == "cpu" and not self.is_alone and self.checked is not False
-        whole = tells and all(whole_mailboxes(axis) is not None for axis in self.mesh.axes if axis.size > 1)
+        whole = tells and all(mailboxes_of_all_ranks(axis) is not None for axis in self.mesh.axes if axis.size > 1)
         Agreement(self.mesh, name, is_compared=whole).raise_on_all(error)
 
     def agreement(self, name: str, fields: Fields = dict, *, always: bool = False) -> Agreement:

@@ -35,7 +35,7 @@ class MergeTransport(Protocol):
 
     axis: Axis
 
-    def post(self, posts: Any, what: str) -> Any:
+    def post(self, posts: Any, activity: str) -> Any:
         """Begin to send and receive tensors. Return what waits for each."""
 
     def tree(self, message: Tensor, form: Any, reproducible: bool) -> CheckedPartial:
@@ -116,7 +116,7 @@ MERGES = {
         ),
         Merge(  # the same by an all-gather
             "gather",
-            lambda transport, message, form, _: form.merge(transport.gather(message)),
+            lambda transport, message, form, _: form.merged_partial(transport.gather(message)),
             lambda group, payload, cluster, total: add_collective("merge", group, payload.size, 1, cluster, total),
             "gathered partials",
             pattern=Pattern.COLLECTIVE,

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attnmesh.comm.failures import collective
+from attnmesh.comm.failures import run_collective
 from attnmesh.core.partial import Partial, merge_partials, sum_dtype
 from attnmesh.core.selection import Visible
 from attnmesh.errors import RankFailure
@@ -89,7 +89,7 @@ def _are_equal(numbers: Tensor, mesh: Mesh) -> Tensor:
     highest = torch.stack((numbers, -numbers))
     for axis in mesh.axes:
         if axis.group is not None:
-            collective(axis, "comparing key_lengths", dist.all_reduce, highest, dist.ReduceOp.MAX)
+            run_collective(axis, "comparing key_lengths", dist.all_reduce, highest, dist.ReduceOp.MAX)
     return (highest.sum(0) == 0).all()
 
 

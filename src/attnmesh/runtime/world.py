@@ -30,8 +30,8 @@ class World:
         self.has_failed = False  # True once an exchange of this world has
         self.processes: dict[int, Process] = {}  # processes of ranks whose host is known
         self.mailboxes: WeakSet[Any] = WeakSet()
-        self.letters: list[Any] = []  # messages under way through mailboxes, of all threads
-        self.lock = Lock()  # guards the letters
+        self.pending_messages: list[Any] = []  # messages under way through mailboxes, of all threads
+        self.lock = Lock()  # guards the pending messages
         self._caches: list[Callable[[], None]] = []
 
     @cached_property
@@ -60,7 +60,7 @@ class World:
         self.clear_caches()
         self.has_failed = False
         self.processes.clear()
-        self.letters.clear()
+        self.pending_messages.clear()
 
 
 WORLD = World()

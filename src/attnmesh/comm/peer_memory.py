@@ -30,7 +30,7 @@ MAX_POLLS = 1 << 26
 
 
 @dataclass(frozen=True)
-class SymmetricMemory:
+class PeerMemory:
     """Addresses of the memories of all ranks of an axis. `kept` holds references that must live as long."""
 
     addresses: Tensor
@@ -90,7 +90,7 @@ def memory_size(ranks: int) -> int:
 
 
 @cached_per_world()
-def symmetric_memory_of(axis: Axis, device: torch.device) -> SymmetricMemory | None:
+def peer_memory_of(axis: Axis, device: torch.device) -> PeerMemory | None:
     """Return the memories of an axis whose ranks share a host, or None on all ranks. All ranks call it at once."""
     if device.type != "cuda" or axis.size == 1:
         return None
@@ -107,7 +107,7 @@ def symmetric_memory_of(axis: Axis, device: torch.device) -> SymmetricMemory | N
     memory.zero_()
     handle.barrier()  # no rank writes before all have cleared their memory
     addresses = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
-    return SymmetricMemory(addresses, axis.index, torch.zeros(1, dtype=torch.int32, device=device), (memory, handle))
+    return PeerMemory(addresses, axis.index, torch.zeros(1, dtype=torch.int32, device=device), (memory, handle))
 
 
 SYMMETRIC = "torch.distributed._symmetric_memory"
