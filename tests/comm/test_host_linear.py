@@ -18,7 +18,7 @@ from attnmesh.comm.topology import mailboxes_of_all_ranks
 from attnmesh.comm.transport import transport_of
 from attnmesh.errors import InputError
 from attnmesh.guard.agreement import Agreement
-from attnmesh.mesh.axes import Axis, mesh_of
+from attnmesh.mesh.axes import Axis, mesh_of_axis
 from attnmesh.mesh.merges import MERGES
 from attnmesh.mesh.shapes import Shape
 from attnmesh.runtime.counters import counted
@@ -181,14 +181,14 @@ def errors_of_odd_calls(mistake: str) -> list[str]:
             for wait in transport.post([(dist.irecv, 0, torch.empty(5, dtype=torch.uint8))], "exchanging"):
                 wait()
         elif last:
-            Agreement(mesh_of(along), "an error elsewhere").raise_on_all(ValueError("broken"))
+            Agreement(mesh_of_axis(along), "an error elsewhere").raise_on_all(ValueError("broken"))
         else:
             one.run(random_rows(1, 64))
     except CallsDifferError as error:
         if error.peer == along.index:
             said.append("a rank names itself")
         try:
-            Agreement(mesh_of(along), "a layer", {"index": along.index}).raise_unequal()
+            Agreement(mesh_of_axis(along), "a layer", {"index": along.index}).raise_unequal()
         except InputError as error:
             said.append(type(error).__name__)
     except ValueError as error:

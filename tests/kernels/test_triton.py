@@ -158,9 +158,7 @@ def test_random_messages_are_merged_in_one_launch(seed: int, monkeypatch: pytest
     ranks = random.choice((2, 2, 3, 5))
     memories = [torch.zeros(peer_memory.memory_size(ranks)) for _ in range(ranks)]
     addresses = torch.tensor([x.data_ptr() for x in memories])
-    everyone = [
-        peer_memory.PeerMemory(addresses, rank, torch.zeros(1, dtype=torch.int32)) for rank in range(ranks)
-    ]
+    everyone = [peer_memory.PeerMemory(addresses, rank, torch.zeros(1, dtype=torch.int32)) for rank in range(ranks)]
     for _ in range(random.choice((1, 2, 3))):
         shape = (random.choice((1, 2)), random.choice((1, 3)), random.choice((1, 3)), random.choice((8, 64, 80)))
         partials = Partial(torch.randn(ranks, *shape), 30 * torch.randn(ranks, *shape[:-1]))

@@ -53,7 +53,7 @@ def attended_tokens(problem: MeshProblem, way: str) -> tuple[Tensor, Chosen]:
     def noted(place: Mesh, *arguments: object) -> tuple[Mesh, str]:
         found, exchange = chosen_way(place, *arguments)
         if way != "chosen":
-            found = place if way == "keys" else prompt.turned(place)
+            found = place if way == "keys" else prompt.keys_as_queries(place)
         chosen.append((found.shape, exchange))
         return found, exchange
 

@@ -28,7 +28,7 @@ from attnmesh.comm.transport import (
 )
 from attnmesh.errors import InputError, MeshError, RankFailure, UnforeseenError
 from attnmesh.kernels.triton_runtime import interpreted
-from attnmesh.mesh.axes import Axis, Mesh, mesh_of
+from attnmesh.mesh.axes import Axis, Mesh, mesh_of_axis
 from attnmesh.mesh.merge_cost import AGREEMENT_PAYLOAD
 from attnmesh.mesh.merges import is_collective
 from attnmesh.runtime.memo import Memo
@@ -322,7 +322,7 @@ def prepare_merges(axis: Axis) -> None:
 
     They compare this first: else its exchanges could meet those of another call.
     """
-    Agreement(mesh_of(axis), "the first merge along an axis").compare()
+    Agreement(mesh_of_axis(axis), "the first merge along an axis").compare()
     transport_of(axis, torch.device("cpu")).fastest()
 
 

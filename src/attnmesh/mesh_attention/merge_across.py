@@ -31,7 +31,7 @@ from attnmesh.guard.argument_checks import (
     check_tensor,
 )
 from attnmesh.kernels.traced import are_plain
-from attnmesh.mesh.axes import Axis, axis_of, device_type_of, group_named, mesh_of
+from attnmesh.mesh.axes import Axis, axis_of, device_type_of, group_named, mesh_of_axis
 from attnmesh.mesh.merges import MERGES, OUTPUTS
 from attnmesh.runtime.operators import operator
 from attnmesh.runtime.world import cached_per_world
@@ -187,7 +187,7 @@ def _merge(
 @cached_per_world()
 def _calls_along(axis: Axis) -> ComparedCalls:
     """Return the record of the merges along an axis whose checksums stay on the device."""
-    return ComparedCalls(mesh_of(axis), torch.device(device_type_of(axis.group)), None)
+    return ComparedCalls(mesh_of_axis(axis), torch.device(device_type_of(axis.group)), None)
 
 
 def _ask(
@@ -224,7 +224,7 @@ def merge_as_one_call(partial: Partial, host_merge: HostMerge, text: str, output
     merged.lse.copy_(partial.lse)
     if not host_merge.run(message, hash_of_call(text)):
         if is_compared:
-            Agreement(mesh_of(host_merge.axis), "merge_across", text).raise_unequal()
+            Agreement(mesh_of_axis(host_merge.axis), "merge_across", text).raise_unequal()
         merged.out.fill_(torch.nan)  # ranks whose calls differ get NaN
     heads = host_merge.heads_of_output(output)
     return merged if heads is None else Partial(*(x[:, heads].contiguous() for x in merged))

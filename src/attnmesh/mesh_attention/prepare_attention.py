@@ -169,7 +169,7 @@ def _make_spec(
         raise with_transpose_hint(error, (q_heads, tokens[0]), (k_heads, tokens[1]), hint_first=True) from None
     exchange = "bulk" if index_block and options.exchange == "auto" else options.exchange
     if index_block and mesh.ranks > 1:
-        mesh, shard_of_rank = _one_axis(mesh)
+        mesh, shard_of_rank = _flatten_to_one_axis(mesh)
         problem = replace(problem, shape=mesh.shape, shard_of_rank=shard_of_rank)
     return AttentionSpec(mesh, problem, exchange, options.kernel, options.scaling(dim), index_block)
 
@@ -179,7 +179,7 @@ _cached_spec = cached_per_world(2048)(_make_spec)
 
 
 @cached_per_world()
-def _one_axis(mesh: Mesh) -> tuple[Mesh, tuple[int, ...]]:
+def _flatten_to_one_axis(mesh: Mesh) -> tuple[Mesh, tuple[int, ...]]:
     """Return a mesh of all ranks along one axis, and the shard of each. All ranks make the first call at once."""
     long = [axis for axis in mesh.axes if axis.size > 1]
     axis = long[0] if len(long) == 1 else flat_axis(mesh.device_mesh, AXES)

@@ -55,7 +55,7 @@ def chosen_way(
     latent_widths: LatentWidths | None,
     exchange: str,
 ) -> tuple[Mesh, str]:
-    """Return the mesh and the exchange that take least: this mesh or the turned one, and a given exchange or any.
+    """Return the mesh and the exchange that take least: this mesh or `keys_as_queries` of it, a given exchange or any.
 
     The choice depends on values that are equal on all ranks, which make the first call at once.
     """
@@ -64,16 +64,16 @@ def chosen_way(
     cluster, tile = cluster_and_tile_of(mesh, device)
     layout, work = costing_inputs(dtype, sizes, problem, latent_widths, backward=False)
     names = EXCHANGE_MODES if exchange == "auto" else (exchange,)
-    shapes = (mesh.shape, tile), (_turned(mesh.shape), _turned(tile))
+    shapes = (mesh.shape, tile), (_shape_with_keys_as_queries(mesh.shape), _shape_with_keys_as_queries(tile))
     ways = [Way(*shape, layout, name) for shape, name in product(shapes, names)]
     fastest = fastest_way(ways, work, cluster)
-    return mesh if fastest.shape == mesh.shape else turned(mesh), fastest.exchange
+    return mesh if fastest.shape == mesh.shape else keys_as_queries(mesh), fastest.exchange
 
 
-def turned(mesh: Mesh) -> Mesh:
+def keys_as_queries(mesh: Mesh) -> Mesh:
     """Return a mesh of the same ranks and shards with its keys axis for a queries axis, which has one rank."""
     return Mesh(mesh.heads, mesh.keys, Axis(), mesh.device_mesh)
 
 
-def _turned(shape: Shape) -> Shape:
+def _shape_with_keys_as_queries(shape: Shape) -> Shape:
     return Shape(shape.heads, shape.keys, shape.queries)

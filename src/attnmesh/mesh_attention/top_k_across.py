@@ -14,7 +14,7 @@ from attnmesh.core.selection import NONE
 from attnmesh.errors import ArgumentError, DtypeError, KernelError, ShapeError, check_count, require, type_and_shape
 from attnmesh.guard.agreement import Agreement, may_compare
 from attnmesh.guard.argument_checks import check_one_device, check_tensor
-from attnmesh.mesh.axes import Axis, axis_of, group_named, mesh_of
+from attnmesh.mesh.axes import Axis, axis_of, group_named, mesh_of_axis
 from attnmesh.runtime.operators import operator
 
 
@@ -47,9 +47,9 @@ def top_k_across(
     ([2.0, 2.0], [3, 8])
     """
     axis = axis_of(group, "top_k_across")
-    device = scores.device if isinstance(scores, Tensor) else torch.device(mesh_of(axis).device_type)
+    device = scores.device if isinstance(scores, Tensor) else torch.device(mesh_of_axis(axis).device_type)
     is_compared = axis.size > 1 and may_compare(device)
-    with Agreement(mesh_of(axis), "top_k_across", is_compared=is_compared) as agreement:
+    with Agreement(mesh_of_axis(axis), "top_k_across", is_compared=is_compared) as agreement:
         _check_candidates(scores, indices, k, unique)
         agreement.compare({"rows": list(scores.shape[:-1]), "k": k, "unique": unique})
     wrong = (indices < 0) | (indices > NONE)

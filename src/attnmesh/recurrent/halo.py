@@ -20,7 +20,7 @@ from attnmesh.comm.p2p import begin_messages
 from attnmesh.errors import DtypeError, ShapeError, check_count, require
 from attnmesh.guard.agreement import Agreement
 from attnmesh.guard.argument_checks import check_tensor
-from attnmesh.mesh.axes import Axis, axis_of, group_named, mesh_of
+from attnmesh.mesh.axes import Axis, axis_of, group_named, mesh_of_axis
 from attnmesh.recurrent.head_exchange import first_tokens, own_tokens
 from attnmesh.runtime.operators import operator
 
@@ -52,7 +52,7 @@ def halo(x: Tensor, size: int, group: ProcessGroup | DeviceMesh | None, *, dim: 
     tensor([[0., 0., 1., 2., 3., 4., 5.]])
     """
     axis = axis_of(group, "halo")
-    with Agreement(mesh_of(axis), "halo") as agreement:
+    with Agreement(mesh_of_axis(axis), "halo") as agreement:
         _check_halo(x, size, dim)
         other_sizes = [n for other, n in enumerate(x.shape) if other != dim % x.ndim]
         requires_grad = torch.is_grad_enabled() and x.requires_grad

@@ -26,7 +26,7 @@ from attnmesh.errors import ArgumentError, DtypeError, ShapeError, require
 from attnmesh.guard.agreement import Agreement, may_compare
 from attnmesh.guard.argument_checks import check_compare_option, check_one_device, check_tensor
 from attnmesh.kernels.traced import without_autocast
-from attnmesh.mesh.axes import Axis, axis_of, group_named, mesh_of
+from attnmesh.mesh.axes import Axis, axis_of, group_named, mesh_of_axis
 from attnmesh.runtime.operators import operator
 
 
@@ -80,9 +80,9 @@ def scan_across(
     tensor(0.)
     """
     axis = axis_of(group, "scan_across")
-    device = bias.device if isinstance(bias, Tensor) else torch.device(mesh_of(axis).device_type)
+    device = bias.device if isinstance(bias, Tensor) else torch.device(mesh_of_axis(axis).device_type)
     is_compared = axis.size > 1 and checked is not False and may_compare(device)
-    with Agreement(mesh_of(axis), "scan_across", lambda: _fields(linear, bias, reverse), is_compared=is_compared):
+    with Agreement(mesh_of_axis(axis), "scan_across", lambda: _fields(linear, bias, reverse), is_compared=is_compared):
         _check_maps(linear, bias, reverse, checked)
     dtype = torch.promote_types(sum_dtype(linear.dtype), sum_dtype(bias.dtype))
     order = range(axis.size)[:: -1 if reverse else 1]
