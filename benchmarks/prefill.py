@@ -27,7 +27,7 @@ from attnmesh.mesh.traffic import tiles
 from attnmesh.mesh.way import Way
 from attnmesh.planner.cost import cost
 from attnmesh.planner.workload import Workload
-from attnmesh.runtime.counters import counted
+from attnmesh.runtime.counters import count_traffic
 from benchmarks.netns import Hosts, World, ranks_of, run_on, send_rows
 from benchmarks.peers import PEERS, Case, inputs, wrong_gradients
 from benchmarks.timing import Timing, exact_memory, peak_memory, race
@@ -260,7 +260,7 @@ def attention_call(case: Case, qkv: list[Tensor], contender: Contender) -> Calla
 
 def count_elements(case: Case, contender: Contender, call: Callable[[], Any]) -> Row:
     """Return the elements that the busiest rank received, and the prediction."""
-    with counted() as traffic:
+    with count_traffic() as traffic:
         call()
     figures = torch.tensor([traffic.vectors, predicted(case, contender.shape, contender.exchange)])
     dist.all_reduce(figures, dist.ReduceOp.MAX)

@@ -21,7 +21,7 @@ from attnmesh.guard.agreement import Agreement
 from attnmesh.mesh.axes import Axis, mesh_of_axis
 from attnmesh.mesh.merges import MERGES
 from attnmesh.mesh.shapes import Shape
-from attnmesh.runtime.counters import counted
+from attnmesh.runtime.counters import count_traffic
 from tests.support import worlds
 from tests.support.needs import needs_library
 from tests.support.pool import Pool, on_each_rank
@@ -146,7 +146,7 @@ def test_numbers_that_are_not_finite_pass(pool: Pool) -> None:
 def bytes_received() -> int:
     along = axis()
     call = HostLinear(0, weights(64, 600), along, mailboxes_of_all_ranks(along))
-    with counted() as traffic:
+    with count_traffic() as traffic:
         call.run(random_rows(2, 64))
     return traffic.bytes
 

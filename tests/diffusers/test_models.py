@@ -14,7 +14,7 @@ from attnmesh.diffusers.tokens import run_sizes
 from attnmesh.mesh.schedule import EXCHANGE_MODES, Problem
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.mesh.traffic import traffic
-from attnmesh.runtime.counters import counted
+from attnmesh.runtime.counters import count_traffic
 from tests.support.diffusion import MODELS, PIPELINES, Inputs, pipeline_steps
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool, on_each_rank
@@ -123,7 +123,7 @@ def bytes_received(shape: Shape, exchange: str, rows: int) -> int:
     """Bytes that a forward pass receives on this rank."""
     model, given = MODELS["wan"].model(), MODELS["wan"].given(rows)
     enable(model, named_mesh(shape, AXES), exchange)
-    with torch.no_grad(), counted() as received:
+    with torch.no_grad(), count_traffic() as received:
         model(**given)
     return received.bytes
 

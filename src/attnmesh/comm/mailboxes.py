@@ -192,11 +192,11 @@ class Mailboxes:
         """
         self.gathers += 1
         half = BOX_HEADER_BYTES // 8 + self.gathers % 2 * MAX_NUMBERS
-        own = self.boards[self.index]
-        first = own // 8 + half
+        own_board = self.boards[self.index]
+        first = own_board // 8 + half
         self.words[first : first + len(numbers)] = memoryview(array("q", numbers))
-        operations = [(TELL, self.index, own, self.gathers)]
-        operations += [(FULL, peer, board, self.gathers) for peer, board in self.boards.items() if board != own]
+        operations = [(TELL, self.index, own_board, self.gathers)]
+        operations += [(FULL, peer, board, self.gathers) for peer, board in self.boards.items() if board != own_board]
         self._run_operations(operations)
         starts = [board // 8 + half for board in self.boards.values()]
         return [self.words[start : start + len(numbers)].tolist() for start in starts]
@@ -306,10 +306,10 @@ class Mailboxes:
         What a member says that it waits for may have come since.
         """
         peer = wait.peer
-        own = self.output_boards[self.index] // 8
+        own_counter = self.output_boards[self.index] // 8
         expected, counter = divmod(self.words[self.boards[peer] // 8 + AWAITED_WORD], WORDS)
         messages = self.boxes_to[peer] // 8, self.boxes_from[peer] // 8 + RECEIVED_WORD
-        counters = messages if wait.counter == self.output_boards[peer] // 8 else (own,)
+        counters = messages if wait.counter == self.output_boards[peer] // 8 else (own_counter,)
         return counter in counters and bool(self.words[counter] < expected)
 
     def say_awaited(self, counter: int = 0, messages: int = 0) -> None:

@@ -18,7 +18,7 @@ from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.schedule import GatherStep
 from attnmesh.runtime.counters import bytes_of, count_received
 from attnmesh.runtime.memo import on_device
-from attnmesh.runtime.ranges import EXCHANGE, in_range, is_profiled
+from attnmesh.runtime.ranges import EXCHANGE, is_profiled, profiled_as
 from attnmesh.runtime.tensors import Tensors
 
 OUT_OF_TURN = 1 << 15
@@ -47,8 +47,8 @@ def begin_gather(
         pieces = [taken(source.pop(), step.keep)] if source else []
         for peer, _ in step.receive:
             pieces.append(arrived[peer])
-        whole = pieces[0] if len(pieces) == 1 else tuple(map(_joined, zip(*pieces, strict=True)))
-        return whole if step.permutation is None else taken(whole, step.permutation, ascending=False)
+        gathered = pieces[0] if len(pieces) == 1 else tuple(map(_joined, zip(*pieces, strict=True)))
+        return gathered if step.permutation is None else taken(gathered, step.permutation, ascending=False)
 
     return finished
 
@@ -165,7 +165,7 @@ def begin_messages(
         (queued if is_queued else posts).append((dist.isend, peer, message))
     packed.clear()
     queued.sort(key=lambda post: (post[1] - axis.index) % axis.size)
-    post = in_range(EXCHANGE, transport.post) if is_profiled() else transport.post
+    post = profiled_as(EXCHANGE, transport.post) if is_profiled() else transport.post
     waits = post(posts, activity, is_fixed_size=True)
     count_received(receives)
 
@@ -185,7 +185,7 @@ def begin_messages(
         posts.clear()  # messages had to live until they were sent
         return arrived
 
-    return in_range(EXCHANGE, finished) if is_profiled() else finished
+    return profiled_as(EXCHANGE, finished) if is_profiled() else finished
 
 
 def _pack(tensors: Tensors) -> Tensor:

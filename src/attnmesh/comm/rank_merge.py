@@ -62,11 +62,11 @@ def merge_ranks(
                 checksum, own_partial = send_heads(partial, checksum, form, axis)
                 return nan_unless_equal(own_partial, checksum), checksum
             message = form.packed(checksum, partial) if message is None else message
-            checksum, whole = merge.run(transport, message, form, reproducible)
+            checksum, all_heads = merge.run(transport, message, form, reproducible)
     except CallsDifferError:  # a peer compares its call: give up the merge as unequal, and compare too
         checksum = torch.full_like(checksum, UNEQUAL_CHECKSUM)
         return nan_unless_equal(own_partial, checksum), checksum
-    merged = Partial(*(x[:, heads] for x in whole))
+    merged = Partial(*(x[:, heads] for x in all_heads))
     has_nan_already = use_triton(merged.lse) and merge.is_packed
     return (merged if has_nan_already else nan_unless_equal(merged, checksum)), checksum
 

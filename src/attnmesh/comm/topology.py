@@ -23,7 +23,7 @@ from attnmesh.mesh.merge_cost import MergeGroup
 from attnmesh.mesh.merges import Merge, fastest_merge
 from attnmesh.mesh.reduction_tree import Round, bit_reversed, tree
 from attnmesh.mesh.shapes import Shape
-from attnmesh.runtime.world import WORLD, Process, cached_per_world
+from attnmesh.runtime.world import WORLD, RankProcess, cached_per_world
 
 
 def dist_all_gather_ints(numbers: Sequence[int], axes: Sequence[Axis]) -> list[list[int]]:
@@ -147,7 +147,7 @@ def host_numbers(axes: tuple[Axis, ...]) -> list[int]:
     number = int.from_bytes(blake2b(name.encode(), digest_size=7).digest())
     rank = dist.get_rank() if any(axis.group is not None for axis in axes) else 0
     rows = dist_all_gather_ints([number, rank, WORLD.random_id], axes)
-    WORLD.processes.update({rank: Process(host, number) for host, rank, number in rows})
+    WORLD.processes.update({rank: RankProcess(host, number) for host, rank, number in rows})
     return [host for host, *_ in rows]
 
 

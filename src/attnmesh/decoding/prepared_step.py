@@ -32,7 +32,7 @@ from attnmesh.kernels.cache_runs import CachedAttention
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery
 from attnmesh.kernels.traced import are_plain
 from attnmesh.runtime.memo import Memo
-from attnmesh.runtime.ranges import ATTENTION, MERGE, in_range, is_profiled
+from attnmesh.runtime.ranges import ATTENTION, MERGE, is_profiled, profiled_as
 
 
 @dataclass(eq=False)
@@ -77,7 +77,7 @@ class PreparedStep:
         block = step.block if step.reproducible else None
         lengths = None if key_lengths is None else key_lengths.to(q.device)
         query = DecodeQuery(q, step.mask, step.scaling, step.capacity, added, block, blank.partial, lengths, other_keys)
-        attend = in_range(ATTENTION, self.attention.attend) if is_profiled() else self.attention.attend
+        attend = profiled_as(ATTENTION, self.attention.attend) if is_profiled() else self.attention.attend
         partial = attend(query, views, selected)
         found: Any = None
         if not self.is_alone:
@@ -134,7 +134,7 @@ class HostMergedStep(PreparedStep):
         """Return the partial of all ranks, which is merged in its message, and whether their calls are equal."""
         tensors, call_hash, state = compared
         assert blank.message is not None
-        merge = in_range(MERGE, self.host_merge.run) if is_profiled() else self.host_merge.run
+        merge = profiled_as(MERGE, self.host_merge.run) if is_profiled() else self.host_merge.run
         is_equal = merge(blank.message, call_hash + state.tolist()[0], tensors)
         if not is_equal:
             partial.out.fill_(torch.nan)

@@ -14,7 +14,7 @@ from attnmesh.core.partial import Partial, merge_partials
 from attnmesh.errors import ShapeError, require
 from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.runtime.memo import on_device
-from attnmesh.runtime.ranges import MERGE, in_range, is_profiled
+from attnmesh.runtime.ranges import MERGE, is_profiled, profiled_as
 from attnmesh.runtime.world import cached_per_world
 
 
@@ -57,7 +57,7 @@ class QueryOwners(NamedTuple):
         """Return the merge of all ranks' partials, for the tokens of this rank's chunk."""
         returned = [tuple(x.index_select(2, on_device(chunk, x.device)) for x in partial) for chunk in self.chunks]
         own = tuple(meta_like(x, sum(self.own)) for x in partial)
-        merge = in_range(MERGE, merge_partials) if is_profiled() else merge_partials
+        merge = profiled_as(MERGE, merge_partials) if is_profiled() else merge_partials
         return merge([Partial(*part) for part in all_to_all(returned, [own] * self.token_axis.size, self.token_axis)])
 
     def all_heads(self, out: Tensor) -> Tensor:

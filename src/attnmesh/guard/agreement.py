@@ -193,8 +193,8 @@ class ComparedCalls:
         any others, or checked=False   this rank: they would wait for its message, and not for its comparison
         """
         tells = self.device.type == "cpu" and not self.is_alone and self.checked is not False
-        whole = tells and all(mailboxes_of_all_ranks(axis) is not None for axis in self.mesh.axes if axis.size > 1)
-        Agreement(self.mesh, name, is_compared=whole).raise_on_all(error)
+        share_host = tells and all(mailboxes_of_all_ranks(axis) is not None for axis in self.mesh.axes if axis.size > 1)
+        Agreement(self.mesh, name, is_compared=share_host).raise_on_all(error)
 
     def agreement(self, name: str, fields: Fields = dict, *, always: bool = False) -> Agreement:
         """Return the agreement on the next call of this name."""

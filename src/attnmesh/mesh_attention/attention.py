@@ -54,7 +54,7 @@ def attention(
     checked: bool | None = None,
     selected: Selection | None = None,
     distance_bias: Tensor | None = None,
-    **others: Any,
+    **sdpa_options: Any,
 ) -> Tensor:
     """Return attention of this rank's queries over the keys of all ranks of the mesh, with gradients.
 
@@ -92,8 +92,8 @@ def attention(
         distance_bias: Numbers to add to the logits of near keys, (batch, heads, tokens, distances), for this rank's
             queries, with gradients. Column d is for the key d positions before the query. Keys farther away, or after
             it, have none.
-        **others: `is_causal`, `enable_gqa`, `dropout_p` and `attn_mask` of PyTorch's attention, where they say what is
-            done anyway. Other options of other functions raise an error that names a substitute.
+        **sdpa_options: `is_causal`, `enable_gqa`, `dropout_p` and `attn_mask` of PyTorch's attention, where they say
+            what is done anyway. Other options of other functions raise an error that names a substitute.
 
     Returns:
         The output for this rank's queries, (batch, heads, tokens, value dim). A `DTensor` if q, k and v are DTensors
@@ -109,11 +109,11 @@ def attention(
     >>> torch.allclose(attention(q, k, v), expected, atol=1e-6)
     True
     """
-    if others:
-        others = without_redundant(others, CAUSAL if mask is None else mask)
+    if sdpa_options:
+        sdpa_options = without_redundant(sdpa_options, CAUSAL if mask is None else mask)
     key_layout = layout if key_layout is None else key_layout
     options = AttentionOptions(
-        mask, layout, key_layout, exchange, kernel, scale, softcap, length, key_length, unsupported=others or None
+        mask, layout, key_layout, exchange, kernel, scale, softcap, length, key_length, unsupported=sdpa_options or None
     )
     arguments = AttentionArguments(q, k, v, sinks, key_lengths, options, selected, distance_bias)
     if "DTensor" in (type(q).__name__, type(k).__name__, type(v).__name__):
@@ -142,8 +142,8 @@ def _attend_without_mesh(arguments: AttentionArguments, checked: bool | None) ->
         out = attend_shards(arguments, Mesh.of(None), checked)
         warn_if_transposed("attention", q, k.shape[2])
         return out
-    whole = prepare_attention(Mesh.of(None), arguments, checked).spec
-    prepared = PreparedLocal.of(q, k, v, whole.problem.mask, whole.scaling, options.kernel)
+    spec = prepare_attention(Mesh.of(None), arguments, checked).spec
+    prepared = PreparedLocal.of(q, k, v, spec.problem.mask, spec.scaling, options.kernel)
     out = prepared.attend(q, k, v, sinks).out
     warn_if_transposed(
         "attention", q, k.shape[2]

@@ -32,7 +32,7 @@ from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.mesh.schedule import GatherStep, HeadGroup, Heads, Schedule
 from attnmesh.mesh_attention.latents import Projection
 from attnmesh.runtime.memo import on_device
-from attnmesh.runtime.ranges import ATTENTION, MERGE, in_range, is_profiled
+from attnmesh.runtime.ranges import ATTENTION, MERGE, is_profiled, profiled_as
 from attnmesh.runtime.tensors import Tensors, empty_length_major
 
 Returned = list[tuple[Tensor, Tensors]]
@@ -155,8 +155,8 @@ def _attend_heads(gathered: GatheredGroup, task: Task) -> Partial:
     """Return the partial of the gathered queries over the gathered keys, for one group of heads."""
     (q,) = gathered.finish_queries()
     total: Partial | None = None
-    attend = in_range(ATTENTION, task.attend) if is_profiled() else task.attend
-    merge = in_range(MERGE, merge_into) if is_profiled() else merge_into
+    attend = profiled_as(ATTENTION, task.attend) if is_profiled() else task.attend
+    merge = profiled_as(MERGE, merge_into) if is_profiled() else merge_into
     for kernel, band, counts in zip(task.kernels, task.bands(gathered.group), task.counts, strict=True):
         kv = next(gathered.kv_by_step)
         out, lse = attend(kernel, q, kv, band, counts)
@@ -178,7 +178,7 @@ def _return_results(
     del results
     if axis.size > 1:
         yield
-    accumulate = in_range(MERGE, accumulate) if is_profiled() else accumulate
+    accumulate = profiled_as(MERGE, accumulate) if is_profiled() else accumulate
     accumulate(finish(), totals)
 
 
@@ -229,7 +229,7 @@ def _backward_heads(gathered: GatheredGroup, task: Task, pending: "PendingReturn
     finish_earlier: FinishTensors | None = None  # gradients that earlier ranks computed for the keys of this step
     schedule = task.schedule
     bands = task.bands(gathered.group)
-    attend_backward = in_range(ATTENTION, backward_band) if is_profiled() else backward_band
+    attend_backward = profiled_as(ATTENTION, backward_band) if is_profiled() else backward_band
     steps = zip(task.kernels, bands, task.counts, schedule.key_steps, schedule.gradient_steps, strict=True)
     for kernel, band, counts, step, onward in steps:
         keys, values = next(gathered.kv_by_step)

@@ -43,7 +43,7 @@ def attend(
     kernel: str = "auto",
     selected: Selection | None = None,
     distance_bias: Tensor | None = None,
-    **others: Any,
+    **sdpa_options: Any,
 ) -> Partial:
     """Return attention of q over k and v on one device, as a partial `(out, lse)`.
 
@@ -65,7 +65,8 @@ def attend(
             position. Keys that are not in k add nothing, so partials of all parts of k merge. None for all keys.
         distance_bias: Numbers to add to the logits of near keys, (batch, heads, q_len, distances), differentiable.
             Column d is for the key d positions before the query. Keys farther away, or after it, have none.
-        **others: Options of PyTorch's attention, as in `attention`. Others raise an error that names a substitute.
+        **sdpa_options: Options of PyTorch's attention, as in `attention`. Others raise an error that names a
+            substitute.
 
     Returns:
         The normalised output in q's dtype, and its lse in float32 or wider; both differentiable once.
@@ -80,16 +81,17 @@ def attend(
     >>> torch.allclose(last.out, am.attend(q, k, v, mask=am.Causal()).out[:, :, -1:], atol=1e-6)
     True
     """
-    if others:
-        others = without_redundant(others, mask)
-    plain = all(x is None for x in (q_positions, k_positions, key_lengths, distance_bias, selected)) and not others
+    if sdpa_options:
+        sdpa_options = without_redundant(sdpa_options, mask)
+    seldom_given = q_positions, k_positions, key_lengths, distance_bias, selected
+    plain = not sdpa_options and all(x is None for x in seldom_given)
     options = (mask, scale, softcap, kernel)
     signature = None
     if plain:
         signature = signature_of(q, k, v, None, options, any_keys=mask is FULL, with_grad=False)
     if (prepared := PREPARED_LOCAL.find(signature)) is not None:
         return prepared.attend(q, k, v, None)
-    check_unknown_options("attend", others)
+    check_unknown_options("attend", sdpa_options)
     q, k, v = autocast(q, k, v)
     try:
         check_qkv("attend", q, k, v)

@@ -176,11 +176,11 @@ def _positions(layout: Layout, length: int, counts: list[int]) -> Tensor:
 
 def _warn_of_whole_tensors(x: Tensor, counts: list[int]) -> None:
     """Warn once if all ranks passed the same tokens, which are not all alike: shards of one sequence differ."""
-    own = counts[0]
+    shard_tokens = counts[0]
     ranks = len(counts)
-    if ranks == 1 or own < 2 or {*counts} != {own} or x.is_meta or x.numel() == 0:
+    if ranks == 1 or shard_tokens < 2 or {*counts} != {shard_tokens} or x.is_meta or x.numel() == 0:
         return
-    sample = x.view(ranks, own, -1)[:, :: max(1, own // 64)]
+    sample = x.view(ranks, shard_tokens, -1)[:, :: max(1, shard_tokens // 64)]
     if bool((sample == sample[:1]).all()) and not bool((sample == sample[:, :1]).all()):
         same = f"unshard: x is the same on all {ranks} ranks, and counts as {ranks} shards"
         warn_once(f"{same}; leave unshard out if it is whole.")

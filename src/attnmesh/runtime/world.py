@@ -15,7 +15,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Process(NamedTuple):
+class RankProcess(NamedTuple):
     """The number of a rank's host, and a random number of its process that no other job has."""
 
     host: int
@@ -28,7 +28,7 @@ class World:
     def __init__(self) -> None:
         self.deadline: float | None = None  # seconds; outlives the process groups
         self.has_failed = False  # True once an exchange of this world has
-        self.processes: dict[int, Process] = {}  # processes of ranks whose host is known
+        self.processes: dict[int, RankProcess] = {}  # processes of ranks whose host is known
         self.mailboxes: WeakSet[Any] = WeakSet()
         self.pending_messages: list[Any] = []  # messages under way through mailboxes, of all threads
         self.lock = Lock()  # guards the pending messages
@@ -39,11 +39,11 @@ class World:
         """Random number of this process, drawn at first use: processes are forked from one that imported this."""
         return randbits(62)
 
-    def cached(self, most: int | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    def cached(self, maxsize: int | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
         """Return a decorator like `lru_cache`, whose cache is cleared when the world is closed."""
 
         def decorate(find: Callable[P, R]) -> Callable[P, R]:
-            cached = lru_cache(most)(find)
+            cached = lru_cache(maxsize)(find)
             self._caches.append(cached.cache_clear)
             return cast(Callable[P, R], cached)
 
