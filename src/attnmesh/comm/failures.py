@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from attnmesh.comm.mailbox_queue import moved_by_thread
-from attnmesh.errors import MeshError, RankFailure, require
+from attnmesh.errors import MeshError, RankFailure
 from attnmesh.mesh.axes import Axis, backends
 from attnmesh.runtime.world import WORLD
 
@@ -51,9 +51,9 @@ def set_deadline(seconds: float | None) -> float | None:
     >>> set_deadline(before)
     30.0
     """
-    fits = seconds is None or is_timeout(seconds)
-    fix = "pass seconds, or None for the process groups' own"
-    require(fits, MeshError, "set_deadline", "more than 0 seconds, or None", repr(seconds), fix)
+    if seconds is not None and not is_timeout(seconds):
+        fix = "pass seconds, or None for the process groups' own"
+        raise MeshError("set_deadline", "more than 0 seconds, or None", repr(seconds), fix)
     before, WORLD.deadline = WORLD.deadline, seconds
     return before
 

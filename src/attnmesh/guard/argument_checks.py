@@ -18,7 +18,6 @@ from attnmesh.errors import (
     KernelError,
     ShapeError,
     check_choice,
-    require,
     short,
     warn_once,
 )
@@ -178,8 +177,9 @@ def check_key_lengths(subject: str, key_lengths: Tensor | None, batch: int, *, o
 def check_lengths_within(subject: str, key_lengths: Tensor | None, keys: int) -> None:
     """Raise if a sequence has more real keys than there are keys."""
     if key_lengths is not None and len(key_lengths) and not torch.compiler.is_compiling():
-        most = int(key_lengths.max())
-        require(most <= keys, ShapeError, subject, f"at most {keys}, the number of keys", str(most), "count real keys")
+        longest = int(key_lengths.max())
+        if longest > keys:
+            raise ShapeError(subject, f"at most {keys}, the number of keys", str(longest), "count real keys")
 
 
 def check_selection(
@@ -192,14 +192,15 @@ def check_selection(
     """
     if selected is None:
         return
-    require(isinstance(selected, Selection), DtypeError, subject, "a Selection", type(selected).__name__, WRAP)
+    if not isinstance(selected, Selection):
+        raise DtypeError(subject, "a Selection", type(selected).__name__, WRAP)
     x = selected.indices
     plain = isinstance(x, Tensor) and type(x).__name__ != "DTensor" and x.layout == torch.strided and not x.is_nested
-    given = str(x.dtype) if plain else type(x).__name__
-    require(plain and x.dtype == torch.int32, DtypeError, f"{subject} indices", "a tensor of torch.int32", given, WRAP)
+    if not plain or x.dtype != torch.int32:
+        given = str(x.dtype) if plain else type(x).__name__
+        raise DtypeError(f"{subject} indices", "a tensor of torch.int32", given, WRAP)
     batch = len(q)
     queries = q.shape[2]
-    expected = f"shape ({batch}, 1 or {kv_heads}, {queries}, 1 or more)"
     if x.ndim != 4:
         fix = "add the missing dims: (batch, key heads, queries, selected)"
     elif (x.shape[0], x.shape[2]) != (batch, queries):
@@ -208,10 +209,13 @@ def check_selection(
         fix = "pass one row a key head, or one for all"
     else:
         fix = "" if x.shape[3] else "select at least one key for each query, 2**31 - 1 for none"
-    require(not fix, ShapeError, f"{subject} indices", expected, f"shape {tuple(x.shape)}", fix)
+    if fix:
+        expected = f"shape ({batch}, 1 or {kv_heads}, {queries}, 1 or more)"
+        raise ShapeError(f"{subject} indices", expected, f"shape {tuple(x.shape)}", fix)
     check_one_device(subject, {"indices": x, "q": q})
-    fix = 'leave it at "auto": selected keys have a kernel of their own'
-    require(kernel in ("auto", "reference"), KernelError, f"{subject} with kernel", "auto or reference", kernel, fix)
+    if kernel not in ("auto", "reference"):
+        fix = 'leave it at "auto": selected keys have a kernel of their own'
+        raise KernelError(f"{subject} with kernel", "auto or reference", kernel, fix)
     if x.device.type == "cpu" and not torch.compiler.is_compiling() and bool((faulty := selected.faulty(keys)).any()):
         lowest = int(x[faulty].min())
         highest = selected.highest()
@@ -230,16 +234,15 @@ def check_distance_bias(
         return
     subject = f"{subject} distance_bias"
     check_tensor(subject, bias)
-    require(
-        bias.is_floating_point(), DtypeError, subject, "a tensor of floats", str(bias.dtype), "cast it to q's dtype"
-    )
-    plain = type(bias).__name__ != "DTensor"
-    fix = "pass distance_bias.to_local(), the rows of this rank's queries"
-    require(plain, DtypeError, subject, "a plain tensor", "a DTensor", fix)
-    expected, given = f"shape {(*q.shape[:3], 'distances')}", f"{tuple(bias.shape)}"
-    fix = "expand a bias of each head: bias[None, :, None].expand(batch, -1, length, -1)"
-    fits = bias.ndim == 4 and bias.shape[:3] == q.shape[:3] and bias.shape[3] > 0
-    require(fits, ShapeError, subject, expected, given, fix)
+    if not bias.is_floating_point():
+        raise DtypeError(subject, "a tensor of floats", str(bias.dtype), "cast it to q's dtype")
+    if type(bias).__name__ == "DTensor":
+        fix = "pass distance_bias.to_local(), the rows of this rank's queries"
+        raise DtypeError(subject, "a plain tensor", "a DTensor", fix)
+    if bias.ndim != 4 or bias.shape[:3] != q.shape[:3] or bias.shape[3] == 0:
+        expected, given = f"shape {(*q.shape[:3], 'distances')}", f"{tuple(bias.shape)}"
+        fix = "expand a bias of each head: bias[None, :, None].expand(batch, -1, length, -1)"
+        raise ShapeError(subject, expected, given, fix)
     check_one_device(subject, {"distance_bias": bias, "q": q})
     for fits, expected, given in (
         (kernel in ("auto", "reference"), 'kernel="auto" or "reference"', f"kernel={kernel!r}"),
@@ -247,7 +250,8 @@ def check_distance_bias(
         (not scaling.capped, "no softcap= beside it", f"softcap={scaling.softcap}"),
         (scaling.scale > 0, "a positive scale", f"{scaling.scale}"),
     ):
-        require(fits, KernelError, subject, expected, given, "leave one of them out")
+        if not fits:
+            raise KernelError(subject, expected, given, "leave one of them out")
 
 
 def check_merge(subject: str, merge_name: str, output: str) -> None:

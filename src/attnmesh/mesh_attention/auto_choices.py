@@ -9,7 +9,7 @@ import torch
 from attnmesh.comm.topology import cluster_and_tile_of
 from attnmesh.core.layout import Contiguous, Layout, Packed, Split
 from attnmesh.core.mask import Mask
-from attnmesh.errors import LayoutError, require
+from attnmesh.errors import LayoutError
 from attnmesh.guard.shard_marks import unpriced_layout
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.exchange_cost import LayerWork, attention_seconds, balanced_layouts, fastest_way
@@ -34,9 +34,9 @@ def chosen_layout(layout: Layout | str, mask: Mask, mesh: Mesh) -> Layout:
 
 def check_auto(subject: str, layout: Layout | str | None, mask: Mask | None, ranks: int) -> None:
     """Raise for "auto" without a mask on several ranks: each call would choose by itself, and could choose another."""
-    fits = ranks == 1 or mask is not None or not isinstance(layout, str)
-    fix = "pass the mask of the attention to shard, attention and unshard alike, as mask=am.Causal()"
-    require(fits, LayoutError, f"{subject} layout", 'mask= beside layout="auto"', "no mask", fix)
+    if ranks > 1 and mask is None and isinstance(layout, str):
+        fix = "pass the mask of the attention to shard, attention and unshard alike, as mask=am.Causal()"
+        raise LayoutError(f"{subject} layout", 'mask= beside layout="auto"', "no mask", fix)
 
 
 def _filled(layouts: Sequence[Layout], length: int, mesh: Mesh) -> Sequence[Layout]:

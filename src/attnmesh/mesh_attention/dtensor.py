@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from attnmesh.core.layout import Contiguous
 from attnmesh.core.mask import check_mask
-from attnmesh.errors import InputError, LayoutError, MeshError, ShapeError, require
+from attnmesh.errors import InputError, LayoutError, MeshError, ShapeError
 from attnmesh.guard.agreement import Agreement, may_compare
 from attnmesh.guard.argument_checks import transpose_hint_first
 from attnmesh.mesh.axes import Mesh, attention_dims
@@ -65,8 +65,9 @@ def _checked_dtensors(arguments: AttentionArguments, first: DTensor, mesh: Devic
             raise LayoutError("attention of DTensors", expected, repr(layout), fix)
     lengths = {"length": arguments.options.length, "key_length": arguments.options.key_length}
     for (name, length), x in zip(lengths.items(), dtensors[:2], strict=True):
-        expected, given = f"{name}={x.shape[2]}, the tokens of all shards", f"{name}={length!r}"
-        require(length in (None, x.shape[2]), ShapeError, "attention of DTensors", expected, given, f"leave {name} out")
+        if length not in (None, x.shape[2]):
+            expected, given = f"{name}={x.shape[2]}, the tokens of all shards", f"{name}={length!r}"
+            raise ShapeError("attention of DTensors", expected, given, f"leave {name} out")
     _check_placements(dtensors[0])
     _check_nesting(*dtensors[:2])
     return dtensors

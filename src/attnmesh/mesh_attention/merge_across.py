@@ -13,7 +13,7 @@ from attnmesh.comm.host_merge import HostMerge, host_merge_for
 from attnmesh.comm.message import checksum_of, question_like
 from attnmesh.comm.rank_merge import chosen_merge, merge_ranks, send_poison
 from attnmesh.core.partial import Partial, sum_dtype
-from attnmesh.errors import DeviceError, DtypeError, InputError, KernelError, ShapeError, check_choice, require
+from attnmesh.errors import DeviceError, DtypeError, InputError, KernelError, ShapeError, check_choice
 from attnmesh.guard.agreement import (
     Agreement,
     ComparedCalls,
@@ -232,16 +232,16 @@ def merge_as_one_call(partial: Partial, host_merge: HostMerge, text: str, output
 
 def check_partial(partial: Partial, wire: torch.dtype | None, base: str) -> None:
     """Raise unless `merge_across` serves these arguments."""
-    fits = isinstance(partial, tuple) and len(partial) == 2 and all(isinstance(x, Tensor) for x in partial)
-    given = type(partial).__name__
-    fix = "pass what attend returned, or Partial(out, lse)"
-    require(fits, DtypeError, "merge_across", "a partial (out, lse)", given, fix)
+    if not (isinstance(partial, tuple) and len(partial) == 2 and all(isinstance(x, Tensor) for x in partial)):
+        fix = "pass what attend returned, or Partial(out, lse)"
+        raise DtypeError("merge_across", "a partial (out, lse)", type(partial).__name__, fix)
     out, lse = partial
     check_tensor("merge_across out", out)
     check_tensor("merge_across lse", lse)
     check_one_device("merge_across", {"out": out, "lse": lse})
-    fix = "compute it on the ranks' device"
-    require(not out.is_meta, DeviceError, "merge_across", "a partial with values", "one on the meta device", fix)
+    if out.is_meta:
+        fix = "compute it on the ranks' device"
+        raise DeviceError("merge_across", "a partial with values", "one on the meta device", fix)
     if not out.is_floating_point() or lse.dtype != sum_dtype(out.dtype):
         given = f"out {out.dtype}, lse {lse.dtype}"
         fix = "cast lse" if out.is_floating_point() else "cast out to floats"
@@ -249,10 +249,9 @@ def check_partial(partial: Partial, wire: torch.dtype | None, base: str) -> None
     if out.ndim != 4 or lse.shape != out.shape[:-1]:
         expected, given = "out (batch, heads, length, dim) and its lse", f"{tuple(out.shape)} and {tuple(lse.shape)}"
         raise ShapeError("merge_across", expected, given, "add missing dims, and put the heads before the length")
-    requires_grad = out.requires_grad or lse.requires_grad
-    fix = "call it under torch.no_grad(), or train with attention"
-    fits = not (torch.is_grad_enabled() and requires_grad)
-    require(fits, KernelError, "merge_across", "a partial without gradients", "one with requires_grad=True", fix)
+    if torch.is_grad_enabled() and (out.requires_grad or lse.requires_grad):
+        fix = "call it under torch.no_grad(), or train with attention"
+        raise KernelError("merge_across", "a partial without gradients", "one with requires_grad=True", fix)
     check_dtype("merge_across wire", wire, "leave it out for float32")
     check_choice("merge_across base", base, BASES, 'pass "2" if the engine took base-2 logarithms')
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attnmesh.comm.transport import all_gather_ints, flat_axis
 from attnmesh.core.mask import FAR, check_mask
-from attnmesh.errors import MaskError, ShapeError, require, warn_once
+from attnmesh.errors import MaskError, ShapeError, warn_once
 from attnmesh.guard.agreement import Agreement, may_compare
 from attnmesh.guard.argument_checks import heads_and_length, with_transpose_hint
 from attnmesh.guard.shard_marks import shard_marks
@@ -189,12 +189,14 @@ def _flatten_to_one_axis(mesh: Mesh) -> tuple[Mesh, tuple[int, ...]]:
 
 def _check_highest_selected(highest: int, spec: AttentionSpec) -> None:
     """Raise if a query selects a key beyond the sequence; -1 for none."""
-    if highest >= 0:
-        keys, block = spec.problem.key_length, spec.index_block
-        blocks = -(-keys // block)
+    if highest < 0:
+        return
+    keys, block = spec.problem.key_length, spec.index_block
+    blocks = -(-keys // block)
+    if highest >= blocks:
         expected = f"indices below {blocks}, of {keys} keys in blocks of {block}"
         fix = "count keys of the whole sequence, or blocks of them, and fill rows up with 2**31 - 1, for none"
-        require(highest < blocks, ShapeError, "attention selected indices", expected, str(highest), fix)
+        raise ShapeError("attention selected indices", expected, str(highest), fix)
 
 
 def check_cross(options: AttentionOptions, length: int, key_length: int, ranks: int) -> None:

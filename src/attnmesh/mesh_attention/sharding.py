@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.comm.p2p import all_to_all_tokens
 from attnmesh.core.layout import Layout, check_layout
 from attnmesh.core.mask import FULL, Mask, check_mask
-from attnmesh.errors import KernelError, LayoutError, ShapeError, require, warn_once
+from attnmesh.errors import KernelError, LayoutError, ShapeError, warn_once
 from attnmesh.guard.agreement import Agreement
 from attnmesh.guard.argument_checks import check_tensor
 from attnmesh.guard.shard_marks import ShardMark, marked, shard_marks
@@ -52,9 +52,8 @@ def shard(
         check_auto("shard", layout, mask, axes.ranks)
         dim = _dim("shard", x, dim)
         mark = shard_marks().get(id(x))
-        fits = mark is None or not mark.cuts_again(axes, dim)
-        fix = "cut the whole tensor once"
-        require(fits, LayoutError, "shard", "a whole tensor", "a shard of this mesh", fix)
+        if mark is not None and mark.cuts_again(axes, dim):
+            raise LayoutError("shard", "a whole tensor", "a shard of this mesh", "cut the whole tensor once")
         agreement.compare({"tokens": x.shape[dim], "layout": layout, "mask": mask})
     check_mask("shard mask", applied_mask, x.shape[dim])
     chosen = chosen_layout(layout, applied_mask, axes)
