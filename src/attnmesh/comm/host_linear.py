@@ -27,7 +27,7 @@ from attnmesh.kernels.native.abi import DTYPES, error_of
 from attnmesh.kernels.native.build import library
 from attnmesh.mesh.axes import Axis
 from attnmesh.runtime.counters import count_messages
-from attnmesh.runtime.world import WORLD, cached_per_world
+from attnmesh.runtime.world import WORLD, collective_once
 
 CALL, FIXED, LAYER = struct.Struct("2P4q"), struct.Struct("P10q"), struct.Struct("2P3q")
 """Fields of `Linear` in `linear.cpp`: those of each call, those of all calls of the layers, and those of each layer."""
@@ -91,7 +91,7 @@ def layer_boards(axis: Axis) -> LayerBoards | None:
     return LayerBoards(axis, None) if axis.size == 1 else _boards_of_ranks(axis)
 
 
-@cached_per_world()
+@collective_once
 def _boards_of_ranks(axis: Axis) -> LayerBoards | None:
     mailboxes = mailboxes_of_all_ranks(axis)
     return None if mailboxes is None else LayerBoards(axis, mailboxes)

@@ -14,7 +14,7 @@ from attnmesh.kernels.stacked_merge import supports
 from attnmesh.kernels.triton_runtime import launch, powers_covering
 from attnmesh.mesh.axes import Axis
 from attnmesh.runtime.counters import count_messages
-from attnmesh.runtime.world import cached_per_world
+from attnmesh.runtime.world import collective_once
 
 ROOM = 1 << 18
 """Elements of the longest message: 1 MiB of float32."""
@@ -89,7 +89,7 @@ def memory_size(ranks: int) -> int:
     return ranks * FLAGS + 2 * ranks * ROOM
 
 
-@cached_per_world()
+@collective_once
 def peer_memory_of(axis: Axis, device: torch.device) -> PeerMemory | None:
     """Return the memories of an axis whose ranks share a host, or None on all ranks. All ranks call it at once."""
     if device.type != "cuda" or axis.size == 1:

@@ -23,7 +23,7 @@ from attnmesh.mesh.merge_cost import MergeGroup
 from attnmesh.mesh.merges import Merge, fastest_merge
 from attnmesh.mesh.reduction_tree import Round, bit_reversed, tree
 from attnmesh.mesh.shapes import Shape
-from attnmesh.runtime.world import WORLD, RankProcess, cached_per_world
+from attnmesh.runtime.world import WORLD, RankProcess, collective_once
 
 
 def dist_all_gather_ints(numbers: Sequence[int], axes: Sequence[Axis]) -> list[list[int]]:
@@ -38,7 +38,7 @@ def dist_all_gather_ints(numbers: Sequence[int], axes: Sequence[Axis]) -> list[l
     return rows
 
 
-@cached_per_world()
+@collective_once
 def with_cpu_group(axis: Axis) -> Axis:
     """Return the axis with a group that sends what the CPU holds. All ranks make the first call at once.
 
@@ -50,7 +50,7 @@ def with_cpu_group(axis: Axis) -> Axis:
     return replace(axis, group=subgroup_of(axis, tuple(range(axis.size)), "gloo"))
 
 
-@cached_per_world()
+@collective_once
 def subgroup_of(axis: Axis, members: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
     """Return a group of some ranks of an axis, and keep it. All ranks of the axis make the first call at once.
 
@@ -69,7 +69,7 @@ def subgroup_of(axis: Axis, members: tuple[int, ...], backend: str | None = None
     return group
 
 
-@cached_per_world()  # all ranks make the first call at once: an unbounded cache forgets on none of them
+@collective_once
 def merge_rounds(axis: Axis, *, reproducible: bool) -> dict[int, list[Round]]:
     """Return the rounds of an axis' tree by rank. The first call is an all-gather of hosts."""
     return tree([bit_reversed(axis.size)] if reproducible else hosts(axis))
@@ -80,7 +80,7 @@ def mesh_hosts(mesh: Mesh) -> list[int]:
     return host_numbers(tuple(axis for axis in mesh.axes if axis.size > 1))
 
 
-@cached_per_world()
+@collective_once
 def host_mailboxes(axis: Axis) -> Mailboxes | None:
     """Return the mailboxes of this rank's host, or None. All ranks of the axis make the first call at once.
 
@@ -133,14 +133,14 @@ def _inode(file: Path) -> int:
     return os.stat(file).st_ino if file.exists() else 0
 
 
-@cached_per_world()
+@collective_once
 def hosts(axis: Axis) -> list[list[int]]:
     """Return the ranks of each host. The first call is an all-gather."""
     numbers = host_numbers((axis,))
     return [[rank for rank, other in enumerate(numbers) if other == host] for host in dict.fromkeys(numbers)]
 
 
-@cached_per_world()  # by axes, which meshes share: where one rank finds them known, all do
+@collective_once  # by axes, which meshes share: where one rank finds them known, all do
 def host_numbers(axes: tuple[Axis, ...]) -> list[int]:
     """Return the host's number of each shard: a digest of its name and network. The first call is an all-gather."""
     name = f"{socket.gethostname()} {_inode(Path('/proc/self/ns/net'))}"
@@ -151,13 +151,13 @@ def host_numbers(axes: tuple[Axis, ...]) -> list[int]:
     return [host for host, *_ in rows]
 
 
-@cached_per_world()  # all ranks make the first call at once: an unbounded cache forgets on none of them
+@collective_once
 def cluster_and_tile_of(mesh: Mesh, device: torch.device) -> tuple[Cluster, Shape]:
     """Return the cluster that a mesh is on, and the tile of the mesh that one host holds."""
     return machine_constants.cluster_and_tile(mesh_hosts(mesh), mesh.shape, *_constants(mesh.axes, device))
 
 
-@cached_per_world()
+@collective_once
 def best_merge(axis: Axis, device: torch.device) -> Merge:
     """Return the fastest merge of short messages along an axis. All ranks call it at once, the first time."""
     ranks_by_host = hosts(axis)

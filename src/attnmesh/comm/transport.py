@@ -35,7 +35,7 @@ from attnmesh.mesh.axes import Axis, Mesh, attention_dims, axis_along, backends
 from attnmesh.mesh.merges import CheckedPartial, Merge, Pattern, native_merges
 from attnmesh.mesh.reduction_tree import Round
 from attnmesh.runtime.counters import count_messages, current_traffic
-from attnmesh.runtime.world import WORLD, cached_per_world
+from attnmesh.runtime.world import WORLD, cached_per_world, collective_once
 
 CPU = torch.device("cpu")
 
@@ -324,7 +324,7 @@ def _wide(form: MessageForm) -> MessageForm:
     return form if form.out_dtype == form.lse_dtype else replace(form, out_dtype=form.lse_dtype)
 
 
-@cached_per_world()
+@collective_once
 def transport_of(axis: Axis, device: torch.device) -> Transport:
     """Return the transport of an axis for tensors of a device. All ranks of the axis make the first call at once."""
     if device.type != "cpu":
@@ -333,7 +333,7 @@ def transport_of(axis: Axis, device: torch.device) -> Transport:
     return Transport(axis, device) if mailboxes is None else HostTransport(axis, device, mailboxes)
 
 
-@cached_per_world()
+@collective_once
 def fastest_by_time(transport: Transport) -> Merge:
     """Return the fastest merge of a transport, measured at the first call, alike on all ranks.
 
@@ -403,7 +403,7 @@ def all_gather_texts(text: str, mesh: Mesh) -> list[str]:
     return [bytes(row[:n]).decode() for row, n in zip(all_gather_ints(padded, mesh), lengths, strict=True)]
 
 
-@cached_per_world()
+@collective_once
 def _transports(mesh: Mesh) -> list[Transport]:
     """Return the transports along the axes of several ranks, the innermost first."""
     mesh_hosts(mesh)  # cached now: after a failure the hosts of lost ranks cannot be found

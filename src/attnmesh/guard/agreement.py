@@ -32,7 +32,7 @@ from attnmesh.mesh.axes import Axis, Mesh, mesh_of_axis
 from attnmesh.mesh.merge_cost import AGREEMENT_PAYLOAD
 from attnmesh.mesh.merges import is_collective
 from attnmesh.runtime.memo import Memo
-from attnmesh.runtime.world import cached_per_world
+from attnmesh.runtime.world import collective_once
 
 Fields = Mapping[str, object] | Callable[[], Mapping[str, object]] | str
 """Arguments that must be equal: by name, or what returns them once they are checked, or the text of the call."""
@@ -316,7 +316,7 @@ class MergeAgreement:
         Agreement(self.calls.mesh, self.name, is_compared=is_shared).raise_on_all(error)
 
 
-@cached_per_world()
+@collective_once
 def prepare_merges(axis: Axis) -> None:
     """Let the ranks of an axis of CPUs find out how they merge, before the first of them does.
 

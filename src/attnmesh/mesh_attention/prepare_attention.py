@@ -1,6 +1,6 @@
 """Preparation of a call of `attention` on a mesh, once all ranks agree on it: its checks, its spec, its task."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -27,7 +27,7 @@ from attnmesh.mesh_attention.attention_arguments import (
 )
 from attnmesh.mesh_attention.attention_spec import AttentionSpec, PreparedAttention, prepared_attentions
 from attnmesh.mesh_attention.latents import LatentWidths
-from attnmesh.runtime.world import cached_per_world
+from attnmesh.runtime.world import cached_per_world, collective_once
 
 
 def prepare_attention(
@@ -47,19 +47,55 @@ def prepare_attention(
     known = prepared_attentions().find(signature)
     device = q.device if isinstance(q, Tensor) else torch.device(mesh.device_type)
     if options.length is not None and (checked is False or not may_compare(device)):
-        prepared = known or _keep(signature, arguments, latent_widths, _prepare_uncompared(mesh, arguments, checked))
-        _check_marks(mesh, arguments)
+        prepared = _prepare_uncompared(mesh, arguments, checked, known)
+    else:
+        prepared = _prepare_compared(mesh, arguments, checked, known, has_signature=signature is not None)
+    if prepared is known or signature is None:
         return prepared
+    task = None if needs_grad(q, k, v, sinks) else prepared.spec.task(q.shape[1], (q, k, v), latent_widths)
+    return prepared_attentions().keep(signature, prepared._replace(task=task))
+
+
+def _spec_of_assumed_counts(mesh: Mesh, arguments: AttentionArguments, checked: bool | None) -> AttentionSpec:
+    """Return the spec of one rank, or of a graph: ranks are compiled apart, so their shards count as even."""
+    check_arguments(mesh, arguments, checked)
+    payload, options = arguments.payload, arguments.options
+    tokens = payload.queries * mesh.ranks, payload.keys * mesh.ranks
+    if options.length is not None and payload.queries == payload.keys:  # keys of the queries' sequence
+        tokens = options.length, options.length
+    spec = _make_spec(mesh, options, arguments.sizes, tokens)._replace(counts_assumed=options.length is None)
+    _check_highest_selected(payload.highest_selected, spec)
+    return spec
+
+
+def _prepare_uncompared(
+    mesh: Mesh, arguments: AttentionArguments, checked: bool | None, known: PreparedAttention | None
+) -> PreparedAttention:
+    """Return what is prepared for a call that ranks do not compare. Nothing is counted: other shards are not known."""
+    prepared = known or _prepare_new_uncompared(mesh, arguments, checked)
+    _check_marks(mesh, arguments)
+    return prepared
+
+
+def _prepare_compared(
+    mesh: Mesh,
+    arguments: AttentionArguments,
+    checked: bool | None,
+    known: PreparedAttention | None,
+    *,
+    has_signature: bool,
+) -> PreparedAttention:
+    """Return what is prepared for a call once all ranks have said that they make it, and how many tokens they have."""
     with Agreement(mesh, "attention") as agreement:
         if known:
             text, payload = known.text, known.payload
         else:
-            text, payload = _check_new(mesh, arguments, checked, has_signature=signature is not None)
+            text, payload = _check_new(mesh, arguments, checked, has_signature=has_signature)
         _check_marks(mesh, arguments)
         table = agreement.compare(text, payload)
     if known and known.payloads_by_shard == table:
         return known
-    return _keep(signature, arguments, latent_widths, _prepare_compared(mesh, arguments, text, table))
+    return _prepare_from_table(mesh, arguments, text, table)
 
 
 def _check_new(
@@ -71,18 +107,7 @@ def _check_new(
     return text, arguments.payload._replace(digest=digest)
 
 
-def _keep(
-    signature: Hashable, arguments: AttentionArguments, latent_widths: LatentWidths | None, prepared: PreparedAttention
-) -> PreparedAttention:
-    """Return what is prepared for a call, with the task where no gradients are needed, and keep it by its signature."""
-    if signature is None:
-        return prepared
-    q, k, v, sinks = arguments[:4]
-    task = None if needs_grad(q, k, v, sinks) else prepared.spec.task(q.shape[1], (q, k, v), latent_widths)
-    return prepared_attentions().keep(signature, prepared._replace(task=task))
-
-
-def _prepare_compared(
+def _prepare_from_table(
     mesh: Mesh, arguments: AttentionArguments, text: str, table: Sequence[Sequence[int]]
 ) -> PreparedAttention:
     """Return what is prepared for a call that ranks have compared, with this text and a table of their payloads."""
@@ -96,8 +121,8 @@ def _prepare_compared(
     return PreparedAttention(spec, None, text, arguments.payload, known_payloads)
 
 
-def _prepare_uncompared(mesh: Mesh, arguments: AttentionArguments, checked: bool | None) -> PreparedAttention:
-    """Return what is prepared for a call that ranks do not compare. Nothing is counted: other shards are not known."""
+def _prepare_new_uncompared(mesh: Mesh, arguments: AttentionArguments, checked: bool | None) -> PreparedAttention:
+    """Check a call that ranks do not compare, and return what is prepared for it."""
     check_arguments(mesh, arguments, checked)
     length = arguments.options.length
     assert length is not None
@@ -111,18 +136,6 @@ def _prepare_uncompared(mesh: Mesh, arguments: AttentionArguments, checked: bool
     return PreparedAttention(
         spec, None, "" if arguments.key_lengths is not None else arguments.describe(), arguments.payload
     )
-
-
-def _spec_of_assumed_counts(mesh: Mesh, arguments: AttentionArguments, checked: bool | None) -> AttentionSpec:
-    """Return the spec of one rank, or of a graph: ranks are compiled apart, so their shards count as even."""
-    check_arguments(mesh, arguments, checked)
-    payload, options = arguments.payload, arguments.options
-    tokens = payload.queries * mesh.ranks, payload.keys * mesh.ranks
-    if options.length is not None and payload.queries == payload.keys:  # keys of the queries' sequence
-        tokens = options.length, options.length
-    spec = _make_spec(mesh, options, arguments.sizes, tokens)._replace(counts_assumed=options.length is None)
-    _check_highest_selected(payload.highest_selected, spec)
-    return spec
 
 
 def _check_marks(mesh: Mesh, arguments: AttentionArguments) -> None:
@@ -178,7 +191,7 @@ _cached_spec = cached_per_world(2048)(_make_spec)
 """Returns the spec, made once: a graph traces `_make_spec` itself."""
 
 
-@cached_per_world()
+@collective_once
 def _flatten_to_one_axis(mesh: Mesh) -> tuple[Mesh, tuple[int, ...]]:
     """Return a mesh of all ranks along one axis, and the shard of each. All ranks make the first call at once."""
     long = [axis for axis in mesh.axes if axis.size > 1]

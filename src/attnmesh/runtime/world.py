@@ -68,6 +68,14 @@ WORLD = World()
 cached_per_world = WORLD.cached
 
 
+def collective_once(find: Callable[P, R]) -> Callable[P, R]:
+    """Return the function with its results cached. All ranks make the first call with the same arguments at once.
+
+    Ranks exchange messages in that call. The cache has no bound: else one rank could forget, and call alone.
+    """
+    return WORLD.cached()(find)
+
+
 def cached_from_code(make: Callable[[str, tuple[int, ...]], R], names: str, numbers: Sequence[int]) -> R:
     """Return what a cached `make` makes of the code of an operator; uncached where a compiler traces sizes."""
     traced = not set(map(type, numbers)) <= {int}  # SymInts, which have no hash
