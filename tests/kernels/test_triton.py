@@ -172,7 +172,7 @@ def test_random_messages_are_merged_in_one_launch(seed: int, monkeypatch: pytest
             if last and fault == "empty message":
                 none = MessageForm((1, 0, 0, 1), torch.float32, torch.float32)
                 inf = torch.full((2,), torch.inf)
-                message = none.message(inf, Partial(torch.zeros(none.shape), torch.zeros(none.shape[:-1])))
+                message = none.packed(inf, Partial(torch.zeros(none.shape), torch.zeros(none.shape[:-1])))
                 everyone[rank].merge(message, none.shape, take=False)
             elif last and fault == "no message":
                 everyone[rank].steps.add_(1)
