@@ -26,7 +26,7 @@ from attnmesh.mesh.way import Way
 from attnmesh.planner.plan import plan
 from attnmesh.planner.workload import Workload
 from attnmesh.planner.workload_presets import WORKLOADS, workload_preset
-from attnmesh.runtime.counters import counted
+from attnmesh.runtime.counters import count_traffic
 from benchmarks.netns import Hosts, World, run_on, send_rows
 from benchmarks.prefill import Contender, links_alone, mesh_of, milliseconds_of_bytes
 from benchmarks.timing import Timing, race
@@ -214,7 +214,7 @@ def _error(run: Run, qkv: list[Tensor]) -> float:
 
 def _received(call: Callable[[], Tensor]) -> int:
     """Return the bytes that the busiest rank receives."""
-    with counted() as traffic:
+    with count_traffic() as traffic:
         call()
     figure = torch.tensor([traffic.bytes])
     dist.all_reduce(figure, dist.ReduceOp.MAX)

@@ -21,13 +21,13 @@ from attnmesh.errors import ArgumentError
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.exchange_cost import peak_activations
 from attnmesh.mesh.rates import BOUNDLESS, Device, Link
-from attnmesh.mesh.schedule import EXCHANGES, Problem, Schedule, schedule
+from attnmesh.mesh.schedule import EXCHANGE_MODES, Problem, Schedule, schedule
 from attnmesh.mesh.shapes import AXES, Shape, elements, mesh_shapes, rank_grid
 from attnmesh.mesh.traffic import tiles
 from attnmesh.mesh.way import Way
 from attnmesh.planner.cost import cost
 from attnmesh.planner.workload import Workload
-from attnmesh.runtime.counters import counted
+from attnmesh.runtime.counters import count_traffic
 from benchmarks.netns import Hosts, World, ranks_of, run_on, send_rows
 from benchmarks.peers import PEERS, Case, inputs, wrong_gradients
 from benchmarks.timing import Timing, exact_memory, peak_memory, race
@@ -175,7 +175,7 @@ def _memories(length: int) -> Iterator[Memory]:
             peak = peak_memory(attention_call(case, inputs(case), contender), torch.device("cpu"))
             figure = torch.tensor([peak or 0], dtype=torch.float64)
             dist.all_reduce(figure, dist.ReduceOp.MAX)
-            formula = 4 * case.width * length / ranks * peak_activations(shape, *heads, EXCHANGES[exchange])
+            formula = 4 * case.width * length / ranks * peak_activations(shape, *heads, EXCHANGE_MODES[exchange])
             if float(figure) > 0:
                 yield Memory(case.name, contender.name, round(float(figure) / 1e6, 1), round(formula / 1e6, 1))
 
@@ -260,7 +260,7 @@ def attention_call(case: Case, qkv: list[Tensor], contender: Contender) -> Calla
 
 def count_elements(case: Case, contender: Contender, call: Callable[[], Any]) -> Row:
     """Return the elements that the busiest rank received, and the prediction."""
-    with counted() as traffic:
+    with count_traffic() as traffic:
         call()
     figures = torch.tensor([traffic.vectors, predicted(case, contender.shape, contender.exchange)])
     dist.all_reduce(figures, dist.ReduceOp.MAX)

@@ -23,7 +23,7 @@ from attnmesh.core.layout import Contiguous, Layout, Zigzag
 from attnmesh.errors import ArgumentError
 from attnmesh.hf.recurrent.prepare_recurrent import prepare_layers
 from attnmesh.hf.shards import ShardMask, Shards
-from attnmesh.runtime.counters import counted
+from attnmesh.runtime.counters import count_traffic
 from attnmesh.setup.init_mesh import init_mesh
 from benchmarks.netns import World, ranks_of, run_on, send_rows
 from benchmarks.timing import Timing, race
@@ -162,7 +162,7 @@ def _contest(request: Request, mesh: DeviceMesh, case: str) -> Iterator[Row]:
 def _received(call: Callable[[], Any]) -> int:
     """Return the bytes that the busiest rank receives in a call after the first, which compares weights."""
     call()
-    with counted() as traffic:
+    with count_traffic() as traffic:
         call()
     figure = torch.tensor([traffic.bytes])
     dist.all_reduce(figure, dist.ReduceOp.MAX)

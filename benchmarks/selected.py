@@ -23,7 +23,7 @@ from attnmesh.core.selection import Selection
 from attnmesh.decoding.decode_call import decode
 from attnmesh.decoding.index_search import top_k_tokens
 from attnmesh.mesh.axes import Mesh
-from attnmesh.runtime.counters import counted
+from attnmesh.runtime.counters import count_traffic
 from attnmesh.setup.init_mesh import init_mesh
 from benchmarks.netns import send_rows
 from benchmarks.timing import Timing, exact_memory, peak_memory
@@ -171,7 +171,7 @@ def _row(layer: _Layer | _Stock, contender: str, extra: float | None) -> Row:
     for _ in range(layer.steps + 1):
         table = dist_all_gather_ints(step(), axes)
         times.append(tuple(map(max, zip(*table, strict=True))))
-    with counted() as traffic:
+    with count_traffic() as traffic:
         step()
     most_bytes = max(count for (count,) in dist_all_gather_ints([traffic.bytes], axes))
     step_timing, selecting = (Timing.of([1e-9 * x for x in column]) for column in zip(*times[1:], strict=True))

@@ -11,7 +11,7 @@ import torch
 from torch.profiler import profile
 
 import attnmesh as am
-from attnmesh.mesh.schedule import EXCHANGES
+from attnmesh.mesh.schedule import EXCHANGE_MODES
 from attnmesh.runtime.ranges import ATTENTION, EXCHANGE, MERGE
 from benchmarks.mesh_figures import DPI, FAINT, INK
 from benchmarks.netns import Hosts, run_on_hosts
@@ -84,7 +84,7 @@ def draw_timelines(traces: dict[str, list[Span]]) -> "Figure":
 
 def main() -> None:
     """Trace the steps, and draw them."""
-    traces = {name: run_on_hosts(HOSTS, trace, name)[0] for name in EXCHANGES}
+    traces = {name: run_on_hosts(HOSTS, trace, name)[0] for name in EXCHANGE_MODES}
     file = Path(__file__).parents[1] / "docs" / "figures" / "timelines.png"
     draw_timelines(traces).savefig(file, metadata={"Software": None})
 

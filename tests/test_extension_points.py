@@ -21,7 +21,7 @@ from attnmesh.core.scaling import Scaling
 from attnmesh.kernels import choice
 from attnmesh.kernels.kernel import Kernel, KernelRequest
 from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Rectangle
-from attnmesh.mesh.merge_cost import add_swap
+from attnmesh.mesh.merge_cost import add_all_to_all
 from attnmesh.mesh.merges import MERGES, CheckedPartial, Merge, MergeTransport
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.dense import dense
@@ -68,13 +68,15 @@ def merge_around(ranks: MergeTransport, message: Tensor, form: MessageForm, _: b
         for wait in ranks.post([(dist.isend, ring[0], rows[-1]), (dist.irecv, ring[1], into)], "merging"):
             wait()
         rows.append(into)
-    return form.merge(torch.stack([rows[(rank - other) % size] for other in range(size)]))
+    return form.merged_partial(torch.stack([rows[(rank - other) % size] for other in range(size)]))
 
 
 RING = Merge(
-    "ring", merge_around, lambda group, payload, *to: add_swap("merge", group, (group.ranks - 1) * payload.size, *to)
+    "ring",
+    merge_around,
+    lambda group, payload, *to: add_all_to_all("merge", group, (group.ranks - 1) * payload.size, *to),
 )
-"""A made-up merge. It is as dear as a swap of all that goes round."""
+"""A made-up merge. It is as dear as an all-to-all of all that goes round."""
 
 
 def given(heads: int) -> list[Tensor]:

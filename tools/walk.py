@@ -5,7 +5,7 @@
 
 A call is traced after it has been made a few times. A frame is a call of a Python function of the package. A change of
 file is a frame in another file than the one before. Lines are counted as they run, a loop's each time.
-What a rank does while it waits for another, and to move letters that wait, is not counted.
+What a rank does while it waits for another, and to move messages that wait, is not counted.
 """
 
 import sys
@@ -35,14 +35,13 @@ DRAWN = {
     "attention, 2 ranks, keys": (
         "Prefill: `attention` on two ranks of a keys axis, with `length=`, without gradients.",
         "`merge_into` of `core/partial.py` merges partials: in `_merge_in` of ranks, in `_attend_heads` of steps.\n"
-        "`gather` and `return_to_owners` return a function that waits: `_arrivals` calls the first, `PendingReturns`\n"
-        "the other. "
-        "`HeadSwaps` swaps nothing here: there is no heads axis.",
+        "`begin_gather` and `begin_return` return a function that waits: `_attend_heads` calls the first,\n"
+        "`PendingReturns` the other. `HeadAllToAll` swaps nothing here: there is no heads axis.",
     ),
     "training, 2 ranks, keys": (
         "Training: what the same call with gradients runs through beside these, forward and then backward.",
-        "`attend_with_grad` is `_run_call` recorded by autograd. The backward pass runs the same schedule: gradients\n"
-        "of keys return to their owners too, and `_add_in` of the executor sums those of ranks.",
+        "`attend_with_grad` is `_attend_spec` recorded by autograd. The backward pass runs the same schedule:\n"
+        "gradients of keys return to their owners too, and `_add_in` of the executor sums those of ranks.",
     ),
     "decode, 2 ranks": (
         "Decoding: a step on the CPUs of one host.",
@@ -70,7 +69,7 @@ TRANSPORT = "comm/transport.py"
 MOST = {"attention, 1 rank": 50, "attention, 2 ranks": 200, "decode, 1 rank": 12, "decode, 2 ranks": 30}
 """Frames that calls may take at most, by how their names begin."""
 
-WAITS = {mailbox_queue.finish_letter.__code__, mailbox_queue._move.__code__}
+WAITS = {mailbox_queue.finish_pending.__code__, mailbox_queue._move.__code__}
 """Functions whose calls depend on when the other rank sends."""
 
 MOST_OF_GUARD = 0.15
@@ -140,7 +139,7 @@ def _traced(call: Callable[[], object]) -> Walk:
 
 
 def _is_waiting(frame: FrameType) -> bool:
-    """Return True for what a rank does to wait for letters or to move them: it depends on when others send."""
+    """Return True for what a rank does to wait for messages or to move them: it depends on when others send."""
     above = frame.f_back
     while above is not None and above.f_code not in WAITS:
         above = above.f_back
@@ -168,7 +167,9 @@ def stops(call: Callable[[], object]) -> list[Stop]:
         key, above = (code.co_filename, code.co_qualname), entered[-1] if entered else None
         entered.append(key)
         file, docstring = str(Path(code.co_filename).relative_to(PACKAGE)), next(iter(code.co_consts), None)
-        hidden = file.startswith(LEFT_OUT) or "<" in code.co_qualname or code.co_qualname.startswith("Call.")
+        hidden = (
+            file.startswith(LEFT_OUT) or "<" in code.co_qualname or code.co_qualname.startswith("AttentionArguments.")
+        )
         inside = above is not None and _room(above[0]) == "comm" == _room(code.co_filename)
         inside = inside and not (file == TRANSPORT and any(name == "merge_ranks" for _, name in entered))
         if key not in parents and isinstance(docstring, str) and not hidden and not inside:

@@ -14,14 +14,14 @@ from torch import Tensor
 from attnmesh.comm.host_linear import MAX_SHARED_ROWS, HostLinear
 from attnmesh.comm.host_merge import host_merge_for
 from attnmesh.comm.mailboxes import CHECK_INTERVAL, CallsDifferError
-from attnmesh.comm.topology import whole_mailboxes
+from attnmesh.comm.topology import mailboxes_of_all_ranks
 from attnmesh.comm.transport import transport_of
 from attnmesh.errors import InputError
 from attnmesh.guard.agreement import Agreement
-from attnmesh.mesh.axes import Axis, mesh_of
+from attnmesh.mesh.axes import Axis, mesh_of_axis
 from attnmesh.mesh.merges import MERGES
 from attnmesh.mesh.shapes import Shape
-from attnmesh.runtime.counters import counted
+from attnmesh.runtime.counters import count_traffic
 from tests.support import worlds
 from tests.support.needs import needs_library
 from tests.support.pool import Pool, on_each_rank
@@ -67,7 +67,7 @@ def axis() -> Axis:
 @on_each_rank
 def outputs(columns: int, sizes: tuple[int, ...], dtype: torch.dtype, rows: tuple[int, ...]) -> list[list[Tensor]]:
     along = axis()
-    call = HostLinear(3, weights(columns, *sizes, dtype=dtype), along, whole_mailboxes(along))
+    call = HostLinear(3, weights(columns, *sizes, dtype=dtype), along, mailboxes_of_all_ranks(along))
     return [[out.clone() for out in call.run(random_rows(count, columns, dtype))] for count in rows]
 
 
@@ -132,7 +132,7 @@ def not_finite() -> list[Tensor]:
     x[1, 5] = torch.nan
     weight = weights(64, 40)
     weight[0][0][7, 3] = torch.inf
-    return [HostLinear(0, weight, along, whole_mailboxes(along)).run(x)[0]]
+    return [HostLinear(0, weight, along, mailboxes_of_all_ranks(along)).run(x)[0]]
 
 
 def test_numbers_that_are_not_finite_pass(pool: Pool) -> None:
@@ -145,8 +145,8 @@ def test_numbers_that_are_not_finite_pass(pool: Pool) -> None:
 @on_each_rank
 def bytes_received() -> int:
     along = axis()
-    call = HostLinear(0, weights(64, 600), along, whole_mailboxes(along))
-    with counted() as traffic:
+    call = HostLinear(0, weights(64, 600), along, mailboxes_of_all_ranks(along))
+    with count_traffic() as traffic:
         call.run(random_rows(2, 64))
     return traffic.bytes
 
@@ -159,7 +159,7 @@ def test_outputs_of_others_are_counted(pool: Pool) -> None:
 def errors_of_odd_calls(mistake: str) -> list[str]:
     """A call that differs on the last rank, and then one on which all agree again."""
     along = axis()
-    boxes, last, said = whole_mailboxes(along), axis().index == axis().size - 1, []
+    boxes, last, said = mailboxes_of_all_ranks(along), axis().index == axis().size - 1, []
     one, other = (HostLinear(number, weights(64, 40), along, boxes) for number in (0, 1))
     try:
         if mistake == "another layer":
@@ -176,19 +176,19 @@ def errors_of_odd_calls(mistake: str) -> list[str]:
             partial.lse.zero_()
             if not merge.run(message, 7):
                 raise CallsDifferError(0)
-        elif mistake == "a letter" and last:
+        elif mistake == "a pending message" and last:
             transport = transport_of(along, torch.device("cpu"))
             for wait in transport.post([(dist.irecv, 0, torch.empty(5, dtype=torch.uint8))], "exchanging"):
                 wait()
         elif last:
-            Agreement(mesh_of(along), "an error elsewhere").fail(ValueError("broken"))
+            Agreement(mesh_of_axis(along), "an error elsewhere").raise_on_all(ValueError("broken"))
         else:
             one.run(random_rows(1, 64))
     except CallsDifferError as error:
         if error.peer == along.index:
             said.append("a rank names itself")
         try:
-            Agreement(mesh_of(along), "a layer", {"index": along.index}).raise_unequal()
+            Agreement(mesh_of_axis(along), "a layer", {"index": along.index}).raise_unequal()
         except InputError as error:
             said.append(type(error).__name__)
     except ValueError as error:
@@ -199,7 +199,7 @@ def errors_of_odd_calls(mistake: str) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("mistake", ["another layer", "other rows", "an error", "a merge", "a letter"])
+@pytest.mark.parametrize("mistake", ["another layer", "other rows", "an error", "a merge", "a pending message"])
 def test_calls_that_differ_are_found_and_forgotten(mistake: str, pool: Pool) -> None:
     expected = ["UnforeseenError", "UnforeseenError", "ValueError"] if mistake == "an error" else ["MeshError"] * 3
     assert pool.run(3, errors_of_odd_calls, mistake) == [[name] for name in expected]
@@ -209,7 +209,7 @@ def test_calls_that_differ_are_found_and_forgotten(mistake: str, pool: Pool) -> 
 def beside_a_stopped_rank() -> bool:
     """A layer after a merge in which rank 1 waited for rank 0, and is stopped before it finds the message."""
     along = axis()
-    boxes, merge = whole_mailboxes(along), host_merge_for(along, (1, 2, 1, 8), MERGES["tree"])
+    boxes, merge = mailboxes_of_all_ranks(along), host_merge_for(along, (1, 2, 1, 8), MERGES["tree"])
     assert boxes is not None
     assert merge is not None
     message = merge.blank_message().message

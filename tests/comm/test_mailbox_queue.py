@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import attnmesh as am
 from attnmesh.cli.launch import run_on_ranks
 from attnmesh.comm.mailboxes import MESSAGE_BYTES
-from attnmesh.comm.p2p import exchange_messages
+from attnmesh.comm.p2p import begin_messages
 from attnmesh.comm.transport import all_gather_ints
 from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.mesh.shapes import AXES, Shape
@@ -35,7 +35,7 @@ def _message(number: int, source: int, target: int, size: int) -> torch.Tensor:
 
 @on_each_rank
 def _exchange_in_any_order(seed: int) -> tuple[int, int]:
-    """On a rank: messages that came wrong, of exchanges of which up to five are under way; and letters left."""
+    """On a rank: messages that came wrong, of exchanges of which up to five are under way; and messages left."""
     axis = Axis(dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
     common, own = Random(seed), Random(f"{seed} {axis.index}")
     under_way, wrong = [], 0
@@ -46,13 +46,13 @@ def _exchange_in_any_order(seed: int) -> tuple[int, int]:
         peers = [peer for peer in range(axis.size) if peer != axis.index and common.random() < 2]
         sends = {peer: (_message(number, axis.index, peer, size),) for peer in peers}
         wanted = {peer: (torch.empty(size, dtype=torch.uint8, device="meta"),) for peer in peers}
-        under_way.append((number, size, exchange_messages(sends, wanted, axis, CPU, "testing")))
+        under_way.append((number, size, begin_messages(sends, wanted, axis, CPU, "testing")))
         own.shuffle(under_way)
         while len(under_way) > own.randrange(1, 6) or (under_way and number == 29):
             finished, length, finish = under_way.pop()
             for peer, (x,) in finish().items():
                 wrong += not torch.equal(x, _message(finished, peer, axis.index, length))
-    return wrong, len(WORLD.letters)
+    return wrong, len(WORLD.pending_messages)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

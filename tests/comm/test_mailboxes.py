@@ -22,7 +22,7 @@ from attnmesh.comm.mailboxes import MESSAGE_BYTES, Mailboxes, mailboxes_size
 from attnmesh.comm.topology import host_mailboxes
 from attnmesh.errors import MeshError
 from attnmesh.guard.agreement import Agreement
-from attnmesh.mesh.axes import Axis, mesh_of
+from attnmesh.mesh.axes import Axis, mesh_of_axis
 from attnmesh.runtime.processes import RunningProcess
 from tests.support.pool import Pool, on_each_rank
 
@@ -162,7 +162,7 @@ def _talk_after_calls_that_differ() -> int:
     if axis.index == 0:
         own.send(1, _message(Random("lost"), 100))
     with pytest.raises(MeshError, match="the same call on every rank"):
-        Agreement(mesh_of(axis), f"call {axis.index == 0}").compare()
+        Agreement(mesh_of_axis(axis), f"call {axis.index == 0}").compare()
     return _talk(10)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 import attnmesh as am
 from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
-from attnmesh.runtime.counters import counted
+from attnmesh.runtime.counters import count_traffic
 from benchmarks.timing import resident
 from tests.support import histories
 from tests.support.mesh_problems import named_mesh
@@ -213,7 +213,7 @@ def test_compiled_step_past_capacity_returns_nan(pool: Pool) -> None:
 @on_each_rank
 def traffic(tokens: int) -> tuple[int, int]:
     cache = cache_of((1, 1, 4), tokens)
-    with counted() as received:
+    with count_traffic() as received:
         am.decode(query(1), cache, merge="tree")
     return received.bytes, cache.used
 

@@ -15,7 +15,7 @@ from attnmesh.decoding.decode_shard import decode_shard
 from attnmesh.decoding.query_shard import QueryShard
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES, Shape
-from attnmesh.runtime.counters import counted
+from attnmesh.runtime.counters import count_traffic
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool, on_each_rank
 from tests.support.tolerances import FLOAT64, worst
@@ -79,9 +79,9 @@ def received_bytes() -> tuple[int, int]:
     mesh, layout = named_mesh(Shape(1, 1, 2), AXES), am.Striped(BLOCK)
     q, cache = numbers(2, HEADS[0], NEW, WIDTH, seed=2), cache_of(mesh)
     own = am.shard(q, mesh, layout=layout)
-    with counted() as shards:
+    with count_traffic() as shards:
         decode_shard(QueryShard(own, layout, NEW), cache, Visible(am.Causal()), SCORES)
-    with counted() as whole:
+    with count_traffic() as whole:
         am.decode(am.unshard(own, mesh, layout=layout), cache, **HOW)
     return shards.bytes, whole.bytes
 

@@ -10,7 +10,7 @@ from torch import Tensor
 import attnmesh as am
 from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
-from attnmesh.runtime.counters import counted
+from attnmesh.runtime.counters import count_traffic
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool, on_each_rank
 from tests.support.tolerances import FLOAT64, worst
@@ -73,7 +73,7 @@ def test_one_softmax_covers_the_cache_further_keys_and_sinks(pool: Pool, ranks: 
 def received_bytes(other_keys: bool) -> int:
     cache, q = cache_of(4, None, torch.float32), numbers(2, HEADS[0], 1, WIDTH, seed=2, dtype=torch.float32)
     partial = part_of(q, dist.get_rank(), 4) if other_keys else None
-    with counted() as traffic:
+    with count_traffic() as traffic:
         am.decode(q, cache, partial=partial, merge="tree")
     return traffic.bytes
 

@@ -16,7 +16,7 @@ from attnmesh.kernels import cache_runs
 from attnmesh.kernels.cache_runs import runs_of
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery
 from attnmesh.mesh.shapes import AXES, Shape
-from attnmesh.runtime.counters import counted
+from attnmesh.runtime.counters import count_traffic
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import rotated
@@ -227,7 +227,7 @@ def merges(shape: Shape) -> None:
     rows = Rows(shape)
     for _ in range(2):
         rows.step()
-    with counted() as traffic:
+    with count_traffic() as traffic:
         rows.step()
     assert len(traffic.merges) == 1
 

@@ -12,7 +12,7 @@ from attnmesh.core.selection import NO_INDEX
 from attnmesh.decoding.index_search import top_k_tokens
 from attnmesh.errors import ShapeError
 from attnmesh.mesh.shapes import AXES, Shape
-from attnmesh.runtime.counters import counted
+from attnmesh.runtime.counters import count_traffic
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool, on_each_rank
 from tests.support.problems import numbers
@@ -119,7 +119,7 @@ def test_selections_that_differ_by_rank_are_nan_where_nothing_is_compared(pool: 
 def received_bytes(tokens: int) -> int:
     cache, q = cache_of(4), numbers(2, HEADS[0], 1, WIDTH, seed=2)
     chosen = am.Selection(indices(1, tokens))
-    with counted() as traffic:
+    with count_traffic() as traffic:
         am.decode(q, cache, selected=chosen, merge="tree")
     return traffic.bytes
 

@@ -11,10 +11,10 @@ from attnmesh.core.layout import Split
 from attnmesh.core.mask import Full
 from attnmesh.diffusers import disable, enable
 from attnmesh.diffusers.tokens import run_sizes
-from attnmesh.mesh.schedule import EXCHANGES, Problem
+from attnmesh.mesh.schedule import EXCHANGE_MODES, Problem
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.mesh.traffic import planned_traffic
-from attnmesh.runtime.counters import counted
+from attnmesh.runtime.counters import count_traffic
 from tests.support.diffusion import MODELS, PIPELINES, Inputs, pipeline_steps
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool, on_each_rank
@@ -35,7 +35,7 @@ Case = tuple[str, Shape, str, int, int]
 
 def cases(name: str, ranks: int) -> Iterator[Case]:
     """Every mesh of so many ranks, each with the next exchange, number of rows and batch."""
-    names = ("auto", *EXCHANGES)
+    names = ("auto", *EXCHANGE_MODES)
     sizes = [(4, 1), (5, 2), (1, 1), (3, 2)]  # 1 row: some ranks have few tokens, or none
     shapes = [Shape(h, r, c) for h in (1, 2, 4) for r in range(1, 9) for c in range(1, 9) if h * r * c == ranks]
     for turn, shape in enumerate(shapes):
@@ -123,13 +123,13 @@ def bytes_received(shape: Shape, exchange: str, rows: int) -> int:
     """Bytes that a forward pass receives on this rank."""
     model, given = MODELS["wan"].model(), MODELS["wan"].given(rows)
     enable(model, named_mesh(shape, AXES), exchange)
-    with torch.no_grad(), counted() as received:
+    with torch.no_grad(), count_traffic() as received:
         model(**given)
     return received.bytes
 
 
 @pytest.mark.parametrize("rows", [4, 5])
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("exchange", EXCHANGE_MODES)
 @pytest.mark.parametrize("shape", [Shape(1, 2, 2), Shape(1, 3, 1), Shape(1, 1, 4)], ids=str)
 def test_ranks_receive_what_the_plan_says(pool: Pool, shape: Shape, exchange: str, rows: int) -> None:
     tokens, layers, width = 3 * rows * 3, 2, HEADS * 12

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attnmesh.comm.transport import DeviceTransport, Post, Wait
+from attnmesh.comm.transport import DeviceTransport, P2PMessage, Wait
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.reduction_tree import reduction_rounds
 
@@ -13,7 +13,7 @@ def test_nccl_receives_only_the_messages_of_the_round_that_it_sends(rank: int, m
     """NCCL ends no message of a batch before all of them: a receive of a later round would wait for itself."""
     batches: list[list[tuple[str, int]]] = []
 
-    def post(self: DeviceTransport, posts: list[Post], what: str) -> list[Wait]:
+    def post(self: DeviceTransport, posts: list[P2PMessage], what: str) -> list[Wait]:
         batches.append([(call.__name__, peer) for call, peer, _ in posts])
         return [lambda: None]
 

@@ -111,7 +111,7 @@ def answer_where_one_refuses() -> str:
     mesh = named_mesh(Shape(2, 2, 2), AXES)
     try:
         if dist.get_rank() == 3:
-            Agreement(Mesh.of(mesh), "forward").fail(ShapeError("forward", "this", "that", "pass this"))
+            Agreement(Mesh.of(mesh), "forward").raise_on_all(ShapeError("forward", "this", "that", "pass this"))
         am.KVCache(mesh, **SIZES)
     except ShapeError as error:
         return str(error)

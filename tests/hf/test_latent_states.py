@@ -15,7 +15,7 @@ from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
 import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
-from attnmesh.runtime.counters import counted
+from attnmesh.runtime.counters import count_traffic
 from tests.support.families import prompt
 from tests.support.mesh_problems import named_mesh
 from tests.support.models.tiny_models import Case, build, randomise
@@ -155,7 +155,7 @@ def bytes_and_elements(shape: Shape, length: int) -> tuple[int, int, list[int], 
     """Return the bytes that a rank holds, the elements that it receives in prefill, and the rows that it expands."""
     small, rows = model("deepseek_v3", "attnmesh"), []
     cache = hf.ShardedCache(small.config, named_mesh(shape, AXES), exchange="bulk")
-    with counted() as traffic:
+    with count_traffic() as traffic:
         hf.prefill(small, prompt(length), cache)
     held, tokens = cache.held_bytes, cache.held
     hook = small.model.layers[0].self_attn.kv_b_proj.register_forward_hook(

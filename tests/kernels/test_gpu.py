@@ -11,7 +11,7 @@ from torch import Tensor
 
 import attnmesh as am
 from attnmesh.cli.launch import run_on_ranks
-from attnmesh.comm.symmetric_memory import SymmetricMemory, symmetric_memory_of
+from attnmesh.comm.peer_memory import PeerMemory, peer_memory_of
 from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.core.partial import Partial, merge_stack
 from attnmesh.mesh.axes import Axis
@@ -134,8 +134,8 @@ def shared(ranks: int, steps: int) -> list[float]:
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     torch.cuda.set_device(0)
     axis = Axis(ranks, dist.get_rank(), dist.group.WORLD)
-    peers = symmetric_memory_of(axis, torch.device("cuda", 0))
-    assert isinstance(peers, SymmetricMemory), "no symmetric memory"
+    peers = peer_memory_of(axis, torch.device("cuda", 0))
+    assert isinstance(peers, PeerMemory), "no symmetric memory"
     errors = []
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)

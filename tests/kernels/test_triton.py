@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnmesh as am
-from attnmesh.comm import symmetric_memory
+from attnmesh.comm import peer_memory
 from attnmesh.comm.message import MODULUS, MessageForm, checksum_of
 from attnmesh.core.digest import digest
 from attnmesh.core.mask import Mask
@@ -150,17 +150,15 @@ def test_a_step_reads_nothing_from_the_device(mask: Mask, padded: bool, reproduc
 @pytest.mark.parametrize("seed", seeds(10, 100))
 def test_random_messages_are_merged_in_one_launch(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One process plays all ranks: each sends its message to all, then each receives."""
-    monkeypatch.setattr(symmetric_memory, "FLAGS", 3)
-    monkeypatch.setattr(symmetric_memory, "ROOM", 1 << 12)
-    monkeypatch.setattr(symmetric_memory, "MAX_POLLS", 3)
+    monkeypatch.setattr(peer_memory, "FLAGS", 3)
+    monkeypatch.setattr(peer_memory, "ROOM", 1 << 12)
+    monkeypatch.setattr(peer_memory, "MAX_POLLS", 3)
     random = Random(seed)
     torch.manual_seed(seed)
     ranks = random.choice((2, 2, 3, 5))
-    memories = [torch.zeros(symmetric_memory.memory_size(ranks)) for _ in range(ranks)]
+    memories = [torch.zeros(peer_memory.memory_size(ranks)) for _ in range(ranks)]
     addresses = torch.tensor([x.data_ptr() for x in memories])
-    everyone = [
-        symmetric_memory.SymmetricMemory(addresses, rank, torch.zeros(1, dtype=torch.int32)) for rank in range(ranks)
-    ]
+    everyone = [peer_memory.PeerMemory(addresses, rank, torch.zeros(1, dtype=torch.int32)) for rank in range(ranks)]
     for _ in range(random.choice((1, 2, 3))):
         shape = (random.choice((1, 2)), random.choice((1, 3)), random.choice((1, 3)), random.choice((8, 64, 80)))
         partials = Partial(torch.randn(ranks, *shape), 30 * torch.randn(ranks, *shape[:-1]))
@@ -174,13 +172,13 @@ def test_random_messages_are_merged_in_one_launch(seed: int, monkeypatch: pytest
             if last and fault == "empty message":
                 none = MessageForm((1, 0, 0, 1), torch.float32, torch.float32)
                 inf = torch.full((2,), torch.inf)
-                message = none.message(inf, Partial(torch.zeros(none.shape), torch.zeros(none.shape[:-1])))
+                message = none.packed(inf, Partial(torch.zeros(none.shape), torch.zeros(none.shape[:-1])))
                 everyone[rank].merge(message, none.shape, take=False)
             elif last and fault == "no message":
                 everyone[rank].steps.add_(1)
             else:
                 checksum = torch.tensor([number, -number])
-                everyone[rank].merge(form.message(checksum, Partial(out, lse)), shape, take=False)
+                everyone[rank].merge(form.packed(checksum, Partial(out, lse)), shape, take=False)
         exact = merge_stack(Partial(*(x.double() for x in partials)))
         for rank in range(ranks):
             if rank == ranks - 1 and fault.endswith("message"):
@@ -252,8 +250,8 @@ def test_random_merges_agree_with_float64(seed: int) -> None:
         numbers = [17.0] * (shape[0] - 1) + [17.0 if agreed else 18.0]
         rows = torch.zeros(shape[0], form.size + 12, dtype=torch.uint8)
         for row, number, out, lse in zip(rows, numbers, *partials, strict=True):
-            row[: form.size] = form.message(torch.tensor([number, -number]), Partial(out, lse))
-        checksum, whole = form.partial_in(form.merge_messages(rows[:, : form.size]))
+            row[: form.size] = form.packed(torch.tensor([number, -number]), Partial(out, lse))
+        checksum, whole = form.partial_views(form.merged_message(rows[:, : form.size]))
         assert checksum.tolist() == [max(numbers), -min(numbers)]
         if min(numbers) < max(numbers):
             assert whole.out.isnan().all()

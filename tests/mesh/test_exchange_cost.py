@@ -7,7 +7,7 @@ import pytest
 
 import attnmesh as am
 from attnmesh.mesh.exchange_cost import LayerWork, attention_seconds, fastest_way, peak_activations
-from attnmesh.mesh.schedule import EXCHANGES
+from attnmesh.mesh.schedule import EXCHANGE_MODES
 from attnmesh.mesh.shapes import Shape
 from attnmesh.mesh.way import Way
 from attnmesh.planner.cost import cost
@@ -41,13 +41,13 @@ def measured_peak(shape: Shape, exchange: str, kv_heads: int) -> float:
 
 @on_each_rank
 def all_peaks(kv_heads: int) -> list[float]:
-    return [measured_peak(shape, exchange, kv_heads) for exchange in EXCHANGES for shape in SHAPES]
+    return [measured_peak(shape, exchange, kv_heads) for exchange in EXCHANGE_MODES for shape in SHAPES]
 
 
 @pytest.mark.parametrize("kv_heads", [8, 2])
 def test_predicted_memory_is_the_measured_peak(pool: Pool, kv_heads: int) -> None:
     """The formula leaves out lse and delta, one column of 64 each, and counts all that a rank may hold at once."""
-    predicted = [peak_activations(shape, 8, kv_heads, exchange) for exchange in EXCHANGES.values() for shape in SHAPES]
+    predicted = [peak_activations(shape, 8, kv_heads, mode) for mode in EXCHANGE_MODES.values() for shape in SHAPES]
     for peak, expected in zip(pool.run(6, all_peaks, kv_heads)[0], predicted, strict=True):
         assert peak == pytest.approx(expected, rel=0.15)
 
@@ -56,7 +56,7 @@ def test_predicted_memory_is_the_measured_peak(pool: Pool, kv_heads: int) -> Non
 def test_pipelined_holds_about_what_a_ring_does(heads: tuple[int, int]) -> None:
     for ranks in (2, 3, 4, 6, 8, 16):
         pipelined, ring = (
-            peak_activations(Shape(1, ranks, 1), *heads, EXCHANGES[name]) for name in ("pipelined", "ring")
+            peak_activations(Shape(1, ranks, 1), *heads, EXCHANGE_MODES[name]) for name in ("pipelined", "ring")
         )
         assert pipelined <= 1.3 * ring
 
@@ -80,7 +80,7 @@ def test_auto_takes_the_fastest_exchange_within_the_memory_share(batch: int, by_
     shape = Shape(1, 4, 1)
     workload = am.Workload(8, 8, 64, 4096, batch=batch, dtype="float32")
     cluster = am.Cluster.preset("local")
-    ways = [Way(shape, shape, am.Zigzag(), name) for name in EXCHANGES]
+    ways = [Way(shape, shape, am.Zigzag(), name) for name in EXCHANGE_MODES]
     costs = {way: cost(way, workload, cluster) for way in ways}
     first = min(costs, key=lambda way: costs[way].memory if by_memory else costs[way].seconds)
     assert fastest_way(ways, workload.one_layer, cluster) == first

@@ -21,7 +21,7 @@ from attnmesh.core.layout import Layout
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES, Shape, elements
 from attnmesh.mesh_attention.auto_choices import chosen_layout
-from attnmesh.runtime.counters import Traffic, counted
+from attnmesh.runtime.counters import ReceivedTraffic, count_traffic
 from tests.support.mesh_problems import SAMPLES, MeshProblem, check, draw, named_mesh, run, traits
 from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import batches_by_ranks, rotated
@@ -166,13 +166,13 @@ def test_auto_layouts_of_documents_are_refused_in_a_graph(pool: Pool) -> None:
 
 
 @on_each_rank
-def traffic_of(shape: Shape, exchange: str, n: int, heads: tuple[int, int]) -> tuple[Traffic, Traffic]:
+def traffic_of(shape: Shape, exchange: str, n: int, heads: tuple[int, int]) -> tuple[ReceivedTraffic, ReceivedTraffic]:
     mesh, ranks = mesh_of(shape), dist.get_world_size()
     q = torch.randn(1, heads[0], n, 8, requires_grad=True)
     k, v = (torch.randn(1, heads[1], n, 8, requires_grad=True) for _ in range(2))
-    with counted() as forward:
+    with count_traffic() as forward:
         out = am.attention(q, k, v, mesh=mesh, layout=am.Zigzag(), mask=am.Full(), exchange=exchange, length=n * ranks)
-    with counted() as backward:
+    with count_traffic() as backward:
         out.sum().backward()
     return forward, backward
 
@@ -369,7 +369,7 @@ def compiled_of_uneven_shards() -> list[str]:
 
     compiled, said = torch.compile(layer, fullgraph=True, backend="aot_eager"), []
     broken = mock.patch(
-        "attnmesh.mesh_attention.mesh_op._run_call", side_effect=errors.RankFailure([1], "gathering", "", "gone")
+        "attnmesh.mesh_attention.mesh_op._attend_spec", side_effect=errors.RankFailure([1], "gathering", "", "gone")
     )
     for length in (103, 109, None):
         with broken if length is None else nullcontext():

@@ -12,9 +12,9 @@ from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.mesh_attention import latents as latent
 from attnmesh.mesh_attention.attention import attend_shards
-from attnmesh.mesh_attention.call_arguments import Call
+from attnmesh.mesh_attention.attention_arguments import AttentionArguments
 from attnmesh.mesh_attention.latents import Latents, Projection
-from attnmesh.runtime.counters import counted
+from attnmesh.runtime.counters import count_traffic
 from tests.support.dense import dense
 from tests.support.mesh_problems import call_options, named_mesh
 from tests.support.pool import Pool, on_each_rank
@@ -62,9 +62,12 @@ def received_elements(shape: Shape) -> int:
     layouts = dict.fromkeys(("layout", "key_layout"), am.Zigzag())
     options = call_options(mask=am.Full(), exchange="bulk", **layouts, **lengths)
     tokens = torch.randn(1, 1, n, LATENT_RANK + ROTATED)
-    with counted() as traffic:
+    with count_traffic() as traffic:
         attend_shards(
-            Call(q, k, v[..., :VALUES], None, None, options), Mesh.of(mesh), None, Latents(tokens, projection)
+            AttentionArguments(q, k, v[..., :VALUES], None, None, options),
+            Mesh.of(mesh),
+            None,
+            Latents(tokens, projection),
         )
     return traffic.vectors
 

@@ -12,7 +12,7 @@ from attnmesh import errors
 from attnmesh.comm.topology import hosts
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.merges import MERGES
-from attnmesh.runtime.counters import counted
+from attnmesh.runtime.counters import count_traffic
 from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import rotated
 from tests.support.tolerances import FLOAT32, FLOAT32_SUMS, worst
@@ -97,7 +97,7 @@ def test_base_two_is_accepted_by_name(pool: Pool) -> None:
 
 @on_each_rank
 def sent_bytes(wire: torch.dtype | None) -> int:
-    with counted() as traffic:
+    with count_traffic() as traffic:
         am.merge_across(partial_of(dist.get_rank(), torch.bfloat16), dist.group.WORLD, how="tree", wire=wire)
     return traffic.bytes
 

@@ -13,7 +13,7 @@ import attnmesh as am
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.mesh_attention import prompt
-from attnmesh.mesh_attention.call_arguments import Call
+from attnmesh.mesh_attention.attention_arguments import AttentionArguments
 from attnmesh.mesh_attention.latents import Latents
 from attnmesh.mesh_attention.prompt import attend_prompt, chosen_way
 from tests.support.mesh_problems import MeshProblem, call_options, check, draw, named_mesh, shard_positions
@@ -47,20 +47,20 @@ def attended_tokens(problem: MeshProblem, way: str) -> tuple[Tensor, Chosen]:
     q, k, v, _, *sinks = problem.whole()
     options = problem.options(*problem.lengths)
     mine_of_each = {name: x[:, :, mine] for name, x in (("q", q), ("k", k), ("v", v))}
-    call = Call(**mine_of_each, sinks=sinks[0] if sinks else None, key_lengths=None, options=options)
+    arguments = AttentionArguments(**mine_of_each, sinks=sinks[0] if sinks else None, key_lengths=None, options=options)
     whole = problem.latents() if problem.latent else None
 
     def noted(place: Mesh, *arguments: object) -> tuple[Mesh, str]:
         found, exchange = chosen_way(place, *arguments)
         if way != "chosen":
-            found = place if way == "keys" else prompt.turned(place)
+            found = place if way == "keys" else prompt.keys_as_queries(place)
         chosen.append((found.shape, exchange))
         return found, exchange
 
     mode = torch.inference_mode() if problem.seed // 100 % 2 else torch.no_grad()
     with mode, mock.patch.object(prompt, "chosen_way", noted):
         latents = None if whole is None else Latents(whole.tokens[:, :, mine], whole.projection)
-        return attend_prompt(call, mesh, None, latents), chosen[0] if chosen else (problem.shape, "alone")
+        return attend_prompt(arguments, mesh, None, latents), chosen[0] if chosen else (problem.shape, "alone")
 
 
 @on_each_rank

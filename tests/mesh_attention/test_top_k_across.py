@@ -11,7 +11,7 @@ import attnmesh as am
 from attnmesh.core.selection import NO_INDEX
 from attnmesh.errors import DtypeError
 from attnmesh.mesh.reduction_tree import reduction_rounds
-from attnmesh.runtime.counters import counted
+from attnmesh.runtime.counters import count_traffic
 from tests.support.pool import Pool, on_each_rank
 
 ROWS, KEYS = (2, 3), 50
@@ -33,7 +33,7 @@ def own(ranks: int) -> Tensor:
 @on_each_rank
 def found(ties: bool, k: int) -> tuple[Tensor, Tensor, int]:
     mine = own(dist.get_world_size())
-    with counted() as received:
+    with count_traffic() as received:
         scores, indices = am.top_k_across(scores_of_all(ties)[..., mine], mine, k, dist.group.WORLD)
     return scores, indices, received.bytes
 

@@ -13,7 +13,7 @@ from attnmesh.mesh.shapes import Shape
 from attnmesh.mesh.way import Way
 from attnmesh.planner.cost import cost, index_cost
 from attnmesh.planner.serving import serving_plans
-from attnmesh.runtime.counters import counted
+from attnmesh.runtime.counters import count_traffic
 from tests.support.families import prompt
 from tests.support.models.tiny_models import Case, build
 from tests.support.pool import Pool, on_each_rank
@@ -103,9 +103,9 @@ def sent_by_a_step() -> tuple[int, int]:
     latents.append(torch.randn(1, 1, 50, 24))
     index.append(torch.randn(1, 1, 50, 8))
     q, asked = torch.randn(1, 4, 1, 24), torch.randn(1, 1, 8)
-    with counted() as candidates:
+    with count_traffic() as candidates:
         chosen = top_k_tokens(index, lambda keys, operands: operands[0] @ keys.mT, [asked], 6)
-    with counted() as partials:
+    with count_traffic() as partials:
         am.decode(q, latents, selected=am.Selection(chosen[:, None]), merge="tree", checked=False)
     return candidates.bytes, partials.bytes
 

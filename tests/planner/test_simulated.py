@@ -20,7 +20,7 @@ from attnmesh.core.mask import Mask
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.rates import Device, Link
 from attnmesh.mesh.reduction_tree import reduction_rounds
-from attnmesh.mesh.schedule import EXCHANGES, ExchangeStep, Problem, schedule
+from attnmesh.mesh.schedule import EXCHANGE_MODES, GatherStep, Problem, schedule
 from attnmesh.mesh.shapes import Shape, rank_grid
 from attnmesh.mesh.traffic import tiles
 from attnmesh.mesh.way import Way
@@ -71,9 +71,7 @@ def simulated(cluster: Cluster, stages: list[list[Message]]) -> float:
     return float(json.loads(done.stdout)[0])
 
 
-def along(
-    way: Way, keys: bool, steps: dict[tuple[int, int], ExchangeStep], size: float, *, back: bool
-) -> list[Message]:
+def along(way: Way, keys: bool, steps: dict[tuple[int, int], GatherStep], size: float, *, back: bool) -> list[Message]:
     """Return the messages of one exchange of keys or queries, from the schedules of all ranks."""
     ranks, found = rank_grid(way.shape, way.tile), []
     for h in range(way.shape.heads):
@@ -90,7 +88,7 @@ def along(
 def stages(way: Way, work: Workload) -> list[list[Message]]:
     """Return the messages of each stage, forward and backward, without the comparison of calls before them."""
     problem = Problem(work.mask, way.shape, way.layout, way.layout, work.length, work.length)
-    ring = EXCHANGES[way.exchange].ring
+    ring = EXCHANGE_MODES[way.exchange].ring
     places = [(r, c) for r in range(way.shape.queries) for c in range(way.shape.keys)]
     plans = {place: schedule(problem, *place, ring) for place in places}
     rows = {place: one.query_step for place, one in plans.items()}

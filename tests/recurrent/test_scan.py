@@ -11,7 +11,7 @@ from torch import Tensor
 import attnmesh as am
 from attnmesh.mesh.axes import Axis
 from attnmesh.recurrent.scan import scan
-from attnmesh.runtime.counters import counted
+from attnmesh.runtime.counters import count_traffic
 from tests.support.pool import Pool, on_each_rank
 
 FORMS = ("scalar", "diagonal", "matrix")
@@ -195,9 +195,9 @@ def received(ranks: int, form: str) -> tuple[int, int] | None:
     if group is None:
         return None
     own = element(dist.get_rank(), form, (2, 3, 4, 5), torch.float32)
-    with counted() as forward:
+    with count_traffic() as forward:
         result = am.scan_across(*own, group, checked=False)
-    with counted() as backward:
+    with count_traffic() as backward:
         loss(result, 0).backward()
     return forward.bytes, backward.bytes
 

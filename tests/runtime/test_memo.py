@@ -25,7 +25,7 @@ def test_a_value_is_made_once_as_long_as_its_tensor_lives():
 
 
 def test_what_was_used_least_lately_goes_first():
-    kept = TensorMemo(most=64)
+    kept = TensorMemo(max_bytes=64)
     owners = [torch.arange(4) for _ in range(3)]
     for number in (0, 1, 0, 2):
         kept.get_or_make(owners[number], "double", owners[number].double, nbytes)
@@ -34,7 +34,7 @@ def test_what_was_used_least_lately_goes_first():
 
 
 def test_a_value_that_is_too_large_is_not_kept():
-    kept, owner = TensorMemo(most=8), torch.arange(4)
+    kept, owner = TensorMemo(max_bytes=8), torch.arange(4)
     assert torch.equal(kept.get_or_make(owner, "same", owner.clone, nbytes), owner)
     assert (len(kept.values), kept.size) == (0, 0)
 

@@ -38,7 +38,7 @@ LAUNCHERS = (
     "kernels.triton_runtime",
     "kernels.implementations.triton",
     "kernels.stacked_merge",
-    "comm.symmetric_memory",
+    "comm.peer_memory",
 )
 """Modules of the package that launch Triton programs."""
 

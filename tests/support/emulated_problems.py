@@ -12,7 +12,7 @@ import attnmesh as am
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh_attention import mesh_op as operators
 from attnmesh.mesh_attention.attention import attend_shards
-from attnmesh.mesh_attention.call_arguments import Call
+from attnmesh.mesh_attention.attention_arguments import AttentionArguments
 from attnmesh.mesh_attention.latents import Latents, Projection
 from tests.support.emulated_gpu import EmulatedGPU
 from tests.support.emulated_nccl import world
@@ -111,5 +111,5 @@ def _attend_latents(
     tokens, projection = problem.latents()
     moved = Projection(projection.keys.cuda(), projection.values.cuda())
     with torch.no_grad():
-        call = Call(*shards, None, options, selected)
-        return attend_shards(call, Mesh.of(mesh), checked, Latents(tokens[:, :, keys].cuda(), moved)).cpu()
+        arguments = AttentionArguments(*shards, None, options, selected)
+        return attend_shards(arguments, Mesh.of(mesh), checked, Latents(tokens[:, :, keys].cuda(), moved)).cpu()

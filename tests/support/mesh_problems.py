@@ -16,7 +16,7 @@ from attnmesh.core.mask import FAR, Mask
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.mesh_attention.attention import attend_shards
-from attnmesh.mesh_attention.call_arguments import Call, Options
+from attnmesh.mesh_attention.attention_arguments import AttentionArguments, AttentionOptions
 from attnmesh.mesh_attention.latents import Latents, Projection
 from tests.support.dense import truth
 from tests.support.pool import on_each_rank
@@ -60,7 +60,7 @@ class MeshProblem:
         matrix = torch.nn.functional.one_hot(columns, self.RANK).to(self.dtype)
         return Latents(tokens.to(self.dtype), Projection(matrix[:, :plain], matrix[:, plain:]))
 
-    def options(self, length: int | None = None, key_length: int | None = None) -> Options:
+    def options(self, length: int | None = None, key_length: int | None = None) -> AttentionOptions:
         """Options of the call, with lengths if it says any."""
         layouts = dict(zip(("layout", "key_layout"), self.layouts, strict=True))
         scores = {"scale": self.scale, "softcap": self.softcap, "length": length, "key_length": key_length}
@@ -78,10 +78,10 @@ class MeshProblem:
         return [x.to(self.dtype) for x in [*tensors, *([torch.randn(hq, generator=generator)] if self.sinks else [])]]
 
 
-def call_options(**given: Any) -> Options:
+def call_options(**given: Any) -> AttentionOptions:
     """Return the options of a call: what is not given is left to it."""
-    named: dict[str, Any] = dict.fromkeys(Options._fields)
-    return Options(**named | {"exchange": "auto", "kernel": "auto"} | given)
+    named: dict[str, Any] = dict.fromkeys(AttentionOptions._fields)
+    return AttentionOptions(**named | {"exchange": "auto", "kernel": "auto"} | given)
 
 
 def draw(seed: int, ranks: int) -> MeshProblem:
@@ -204,9 +204,9 @@ def run(problem: MeshProblem, bias: Tensor | None = None) -> list[Tensor]:
     sink = inputs[3] if sinks else None
     if problem.latent:
         said = lengths.get("length"), lengths.get("key_length")
-        call = Call(*inputs[:3], sink, None, problem.options(*said), selected)
+        arguments = AttentionArguments(*inputs[:3], sink, None, problem.options(*said), selected)
         tokens, projection = problem.latents()
-        return [attend_shards(call, Mesh.of(mesh), None, Latents(tokens[:, :, mine[1]], projection)).cpu()]
+        return [attend_shards(arguments, Mesh.of(mesh), None, Latents(tokens[:, :, mine[1]], projection)).cpu()]
     options |= {"exchange": problem.exchange, "sinks": sink, "selected": selected, "distance_bias": bias}
     learned = inputs if bias is None else [*inputs, bias]
     out = am.attention(*inputs[:3], mesh=mesh, **options, **lengths)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import attnmesh as am
 from attnmesh.comm.host_linear import HostLinear
-from attnmesh.comm.topology import whole_mailboxes
+from attnmesh.comm.topology import mailboxes_of_all_ranks
 from attnmesh.errors import StoreError
 from attnmesh.mesh.axes import Mesh
 from attnmesh.store import checkpoint
@@ -50,7 +50,7 @@ def _decoding(mesh: Any, _: Path, __: dict[str, Any]) -> Step:
 def _sharing(mesh: Any, _: Path, __: dict[str, Any]) -> Step:
     """Compute layers that the ranks of an axis share; decode where these are on several hosts."""
     axis = max(Mesh.of(mesh).axes, key=lambda one: one.size)
-    if (boxes := whole_mailboxes(axis)) is None:
+    if (boxes := mailboxes_of_all_ranks(axis)) is None:
         return _decoding(mesh, _, __)
     noise = torch.Generator().manual_seed(2)
     layers = [(torch.randn(outputs, 64, generator=noise), None) for outputs in (300, 7, 90000)]

@@ -70,11 +70,11 @@ def test_each_count_finds_what_it_counts(name: str) -> None:
 def test_each_file_can_be_imported_under_another_name() -> None:
     import attnmesh.cache.cache as cache
     import attnmesh.decoding.prepared_step as prepared_step
-    import attnmesh.mesh_attention.mesh_call as mesh_call
+    import attnmesh.mesh_attention.attention_spec as attention_spec
 
     assert cache.KVCache.__module__ == "attnmesh.cache.cache"
     assert prepared_step.PreparedStep.__module__ == "attnmesh.decoding.prepared_step"
-    assert mesh_call.MeshCall.__module__ == "attnmesh.mesh_attention.mesh_call"
+    assert attention_spec.AttentionSpec.__module__ == "attnmesh.mesh_attention.attention_spec"
 
 
 def test_code_is_counted_without_blank_lines_comments_and_docstrings() -> None:

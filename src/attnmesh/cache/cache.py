@@ -29,8 +29,8 @@ from attnmesh.comm.transport import flat_axis, transport_of
 from attnmesh.core.digest import fingerprints, history_checksum
 from attnmesh.core.mask import Mask
 from attnmesh.errors import StoreError, check_count, require
-from attnmesh.guard.agreement import Agreement, CallRecord, prepare_merges
-from attnmesh.guard.argument_checks import check_comparison
+from attnmesh.guard.agreement import Agreement, ComparedCalls, prepare_merges
+from attnmesh.guard.argument_checks import check_compare_option
 from attnmesh.mesh.axes import Mesh
 from attnmesh.runtime.memo import Memo
 from attnmesh.setup.init_mesh import device_fault, device_for
@@ -127,7 +127,7 @@ class KVCache(PagedCache, SavedCache):
         fields = {**vars(sizes), "device": self.device.type, "checked": checked, "copies": copies}
         ranks = self.mesh.queries.size * self.mesh.keys.size
         with Agreement(self.mesh, "KVCache", {**fields, "shares": shares, "folder": folder is not None}):
-            check_comparison("KVCache", checked)
+            check_compare_option("KVCache", checked)
             check_placement("KVCache", copies, shares, ranks)
             sizes.check(self.mesh.heads.size)
             if fault := device_fault("KVCache", self.device, device):
@@ -136,7 +136,7 @@ class KVCache(PagedCache, SavedCache):
             if folder is not None:
                 check_in_folder(sizes, self.device, copies, shares)
         self.token_axis = flat_axis(mesh, ("queries", "keys"))  # makes a group, which all ranks have to do together
-        self.calls = CallRecord(self.mesh, self.device, checked)
+        self.calls = ComparedCalls(self.mesh, self.device, checked)
         self.history_checksum = 0  # checksum of padding and reorders so far
         self.order_checksum = 0  # checksum of reorders alone
         self.changes = 0  # truncations and reorders so far: `recover` needs caches that have grown alike
@@ -150,8 +150,9 @@ class KVCache(PagedCache, SavedCache):
         in_memory = shards_in_memory(sizes, self.mesh, self.device, shares)
         with self._opened(folder) as opened:
             with Agreement(self.mesh, "KVCache"):
-                old = in_memory if opened is None else opened.folder.shards(opened.layer, sizes, self.calls.fail)
-                make = in_tiers(old, sizes, self.device, self.calls.fail)
+                fail = self.calls.raise_uncompared
+                old = in_memory if opened is None else opened.folder.shards(opened.layer, sizes, fail)
+                make = in_tiers(old, sizes, self.device, fail)
                 self.shards = sizes.allocating()(partial(LocalShards, self.token_axis, copies, make))()
             if opened is not None:
                 opened.folder.settle(opened.layer, self.shards)
@@ -372,8 +373,8 @@ class KVCache(PagedCache, SavedCache):
         """Let the newest tokens of one rank be on another device."""
         own, self.device = self.shard, device
         assert isinstance(own, TieredShard)
-        self.calls = CallRecord(self.mesh, device, self.calls.checked)
-        self.shards.own = own.moved(device, self.calls.fail)
+        self.calls = ComparedCalls(self.mesh, device, self.calls.checked)
+        self.shards.own = own.moved(device, self.calls.raise_uncompared)
         self.shards.known_length = self.shard.length
 
     @torch.no_grad()

@@ -15,7 +15,7 @@ from attnmesh.core.partial import DTYPE_NAMES
 from attnmesh.core.storage import STORAGES, Storage
 from attnmesh.errors import ArgumentError, DtypeError, KernelError, ShapeError, check_choice, check_int, require
 from attnmesh.guard.agreement import is_capturing, may_compare
-from attnmesh.guard.argument_checks import check_same_kind, swap_first
+from attnmesh.guard.argument_checks import check_same_kind, transpose_hint_first
 from attnmesh.runtime.machine import is_out_of_memory
 
 NUMBERS = ("batch", "kv_heads", "head_dim", "value_dim", "capacity", "block")
@@ -181,7 +181,7 @@ class CacheSizes:
             if x.ndim != 4 or (x.shape[0], x.shape[1], x.shape[3]) != (self.batch, self.kv_heads, width):
                 expected = f"shape ({self.batch}, {self.kv_heads}, tokens, {width})"
                 fits = x.ndim == 4 and (x.shape[0], x.shape[2], x.shape[3]) == (self.batch, self.kv_heads, width)
-                fix = swap_first("pass what the cache was made for", fits)
+                fix = transpose_hint_first("pass what the cache was made for", fits)
                 raise ShapeError(f"{subject} {name}", expected, f"{tuple(x.shape)}", fix)
             self.check_dtype(f"{subject} {name}", x, device)
         check_no_gradients(subject, tensors)

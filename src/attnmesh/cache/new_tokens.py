@@ -9,7 +9,7 @@ from torch import Tensor
 from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.local_shards import LocalShards
-from attnmesh.comm.p2p import meta_like, swap
+from attnmesh.comm.p2p import all_to_all, meta_like
 from attnmesh.guard.argument_checks import check_positions
 from attnmesh.guard.shard_marks import check_equal_cuts, check_not_cut, shard_marks
 from attnmesh.kernels.traced import are_plain
@@ -31,7 +31,7 @@ def swap_tokens_for_heads(new: Tensors, positions: Tensor, counts: Sequence[int]
     sends = [(*part, positions) for part in zip(*(x.chunk(axis.size, 1) for x in new), strict=True)]
     shards = [shape.shard(h, mesh.queries.index, mesh.keys.index) for h in range(axis.size)]
     shapes = [tuple(meta_like(x, counts[shard], 2 if x.ndim == 4 else 0) for x in sends[0]) for shard in shards]
-    received = zip(*swap(sends, shapes, axis), strict=True)
+    received = zip(*all_to_all(sends, shapes, axis), strict=True)
     *heads, positions = (torch.cat(x, dim=-2 if x[0].ndim == 4 else 0) for x in received)
     return tuple(heads), positions
 

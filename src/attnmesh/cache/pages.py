@@ -11,7 +11,7 @@ from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.local_shards import LocalShards
 from attnmesh.cache.shared_blocks import SharedBlocks
 from attnmesh.errors import DtypeError, KernelError, ShapeError, require, type_and_shape
-from attnmesh.guard.agreement import CallRecord
+from attnmesh.guard.agreement import ComparedCalls
 from attnmesh.guard.argument_checks import check_tensor
 
 
@@ -33,7 +33,7 @@ class Pages(NamedTuple):
 class PagedCache(CacheProperties):
     """A cache whose blocks an engine reads and provides."""
 
-    calls: CallRecord
+    calls: ComparedCalls
 
     def pages(self) -> list[Pages]:
         """Return this rank's blocks without copying them: those that forks share, if any, and then its own.

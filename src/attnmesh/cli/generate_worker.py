@@ -20,10 +20,10 @@ from attnmesh.hf.forward_passes import CHUNK
 from attnmesh.hf.images.inputs import on_model
 from attnmesh.hf.options import GenerationSettings
 from attnmesh.hf.shared_weights import weights_in_memory
-from attnmesh.runtime.counters import counted
+from attnmesh.runtime.counters import count_traffic
 from attnmesh.serve.spelling import Spelling
 from attnmesh.serve.text import SentToken, Text
-from attnmesh.setup.init_mesh import everyone
+from attnmesh.setup.init_mesh import world_mesh
 
 
 @dataclass(frozen=True)
@@ -165,12 +165,12 @@ class _Generation:
         """Decode the new tokens and gather the figures of all ranks."""
         ids, cache = self.ids, self.cache
         start = perf_counter()
-        with counted() as traffic:
+        with count_traffic() as traffic:
             output = hf.generate(self.model, ids, cache=cache, streamer=streamer, **self.images, **self.options)
         seconds = perf_counter() - start
         tokens = output[0, ids.shape[1] :].tolist()
         new_tokens = max(1, output.shape[1] - self.reached.shape[1])
-        axes = everyone().axes
+        axes = world_mesh().axes
         rank_figures = cache.held, cache.held_bytes, weights_in_memory(self.model), traffic.bytes // new_tokens
         keys, cache_bytes, weight_bytes, bytes_per_token = map(
             list, zip(*dist_all_gather_ints(rank_figures, axes), strict=True)

@@ -14,7 +14,7 @@ from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.shapes import AXES, Shape, elements, mesh_shapes, share_evenly
 from attnmesh.planner.serving import ModelSizes, ServingPlan, choose_plan, serving_plans, why_not_shared
 from attnmesh.planner.units import in_seconds
-from attnmesh.setup.init_mesh import everyone
+from attnmesh.setup.init_mesh import world_mesh
 from attnmesh_command.messages import under_torchrun
 from attnmesh_command.option_texts import TP, axes_of, check_ranks_of_mesh
 
@@ -101,7 +101,7 @@ def choose_mesh(
 def cluster_here(ranks: int) -> Cluster:
     """Return the cluster of the ranks that torchrun has started, or of so many to be started on this machine."""
     if under_torchrun() and dist.is_initialized():
-        return cluster_and_tile_of(everyone(), torch.device(device_type_of(dist.group.WORLD)))[0]
+        return cluster_and_tile_of(world_mesh(), torch.device(device_type_of(dist.group.WORLD)))[0]
     return this_machine(ranks, "cuda" if torch.cuda.device_count() >= ranks else "cpu")
 
 

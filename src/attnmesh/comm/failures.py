@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from attnmesh.comm.mailbox_queue import moved_by_thread
-from attnmesh.errors import MeshError, RankFailure, require
+from attnmesh.errors import MeshError, RankFailure
 from attnmesh.mesh.axes import Axis, backends
 from attnmesh.runtime.world import WORLD
 
@@ -51,9 +51,9 @@ def set_deadline(seconds: float | None) -> float | None:
     >>> set_deadline(before)
     30.0
     """
-    fits = seconds is None or is_timeout(seconds)
-    fix = "pass seconds, or None for the process groups' own"
-    require(fits, MeshError, "set_deadline", "more than 0 seconds, or None", repr(seconds), fix)
+    if seconds is not None and not is_timeout(seconds):
+        fix = "pass seconds, or None for the process groups' own"
+        raise MeshError("set_deadline", "more than 0 seconds, or None", repr(seconds), fix)
     before, WORLD.deadline = WORLD.deadline, seconds
     return before
 
@@ -63,41 +63,41 @@ def is_timeout(seconds: object) -> bool:
     return isinstance(seconds, (int, float)) and not isinstance(seconds, bool) and 0 < seconds < MAX_DEADLINE
 
 
-def wait_for(work: Any, device_type: str, axis: Axis, step: str, peer: int | None = None) -> None:
+def wait_for(work: Any, device_type: str, axis: Axis, activity: str, peer: int | None = None) -> None:
     """Wait for a message or a collective on devices of this type, until the deadline at most.
 
     NCCL keeps the timeout of its process group: a deadline here would block the host.
     """
     seconds = WORLD.deadline if axis.group is None or backends(axis.group)[device_type] == "gloo" else None
     try:
-        with moved_by_thread() if WORLD.letters else nullcontext():
+        with moved_by_thread() if WORLD.pending_messages else nullcontext():
             work.wait(*() if seconds is None else (timedelta(seconds=seconds),))
     except RuntimeError as error:
-        raise failure(axis, step, peer, error) from error
+        raise disconnect_and_diagnose(axis, activity, peer, error) from error
 
 
-def collective(axis: Axis, step: str, op: Any, *arguments: Any) -> None:
+def run_collective(axis: Axis, activity: str, op: Any, *arguments: Any) -> None:
     """Run a collective of `torch.distributed` along an axis, until the deadline at most."""
     try:
         work = op(*arguments, group=axis.group, async_op=True)
     except RuntimeError as error:
-        raise failure(axis, step, None, error) from error
+        raise disconnect_and_diagnose(axis, activity, None, error) from error
     device_type = "cpu"
     for x in arguments:
         device_type = x.device.type if isinstance(x, torch.Tensor) else device_type
-    wait_for(work, device_type, axis, step)
+    wait_for(work, device_type, axis, activity)
 
 
-def failure(axis: Axis, step: str, peer: int | None, error: RuntimeError) -> RankFailure:
-    """Return the failure of a peer along the axis, or of any of its ranks, that an exchange's error stands for.
+def disconnect_and_diagnose(axis: Axis, activity: str, peer: int | None, error: RuntimeError) -> RankFailure:
+    """Leave a note, close the connections, and return the failure that an exchange's error stands for.
 
-    Leave a note, and close the connections.
+    It is of a peer along the axis, or of any of its ranks. Waits for the notes of others.
     """
     ranks = dist.get_process_group_ranks(axis.group)
     suspects = [rank for rank in ranks if rank != dist.get_rank()] if peer is None else [ranks[peer]]
     late = peer is None or "timed out" in str(error).lower()  # else a connection broke: its peer is lost, or closed it
     why = str(error).splitlines()[0] if str(error) else type(error).__name__
-    _report(suspects, step, axis, why)
+    _report(suspects, activity, axis, why)
     reachable = _leave_note([])  # alive, and no suspicion yet
     _close_connections()  # so that all ranks find an error and leave notes
     missing = _missing(suspects, late=late) if reachable else _cut_off(suspects)
@@ -105,7 +105,7 @@ def failure(axis: Axis, step: str, peer: int | None, error: RuntimeError) -> Ran
         _leave_note(missing)
     if dist.get_rank() == 0:
         _outlast_readers(missing)
-    return RankFailure(missing, step, axis.name, why + _likely_cause(late, dist.get_rank() in missing))
+    return RankFailure(missing, activity, axis.name, why + _likely_cause(late, dist.get_rank() in missing))
 
 
 def _likely_cause(late: bool, is_this_rank: bool) -> str:
@@ -117,7 +117,7 @@ def _likely_cause(late: bool, is_this_rank: bool) -> str:
     return cause
 
 
-def _report(suspects: Sequence[int], step: str, axis: Axis, why: str) -> None:
+def _report(suspects: Sequence[int], activity: str, axis: Axis, why: str) -> None:
     """Print the first failure of this rank before the others learn of it.
 
     They may wait elsewhere, as in a barrier, and end with an error of the backend; then torchrun ends this rank before
@@ -126,7 +126,7 @@ def _report(suspects: Sequence[int], step: str, axis: Axis, why: str) -> None:
     if not WORLD.has_failed:
         WORLD.has_failed = True
         peers = f"rank{'s' * (len(suspects) > 1)} {', '.join(map(str, suspects))}"
-        where, advice = f"along the {axis.name} axis, {step}: {why}", "Ranks that work all have to make this call."
+        where, advice = f"along the {axis.name} axis, {activity}: {why}", "Ranks that work all have to make this call."
         print(f"attnmesh: rank {dist.get_rank()} waited for {peers} {where}. {advice}", file=sys.stderr, flush=True)
 
 

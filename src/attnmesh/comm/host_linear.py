@@ -10,24 +10,24 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from attnmesh.comm.failures import failure
-from attnmesh.comm.mailbox_queue import finish_letters_of
+from attnmesh.comm.failures import disconnect_and_diagnose
+from attnmesh.comm.mailbox_queue import finish_pending_of
 from attnmesh.comm.mailboxes import (
+    BOX_HEADER_BYTES,
     CHECK_INTERVAL,
-    HEAD,
     MESSAGE_BYTES,
-    Awaited,
     CallsDifferError,
+    CounterWait,
     Mailboxes,
-    NativeExchange,
+    NativeCall,
     PeerLostError,
 )
-from attnmesh.comm.topology import whole_mailboxes
+from attnmesh.comm.topology import mailboxes_of_all_ranks
 from attnmesh.kernels.native.abi import DTYPE_CODES, error_of
 from attnmesh.kernels.native.build import library
 from attnmesh.mesh.axes import Axis
 from attnmesh.runtime.counters import count_messages
-from attnmesh.runtime.world import WORLD, cached_per_world
+from attnmesh.runtime.world import WORLD, collective_once
 
 CALL, FIXED, LAYER = struct.Struct("2P4q"), struct.Struct("P10q"), struct.Struct("2P3q")
 """Fields of `Linear` in `linear.cpp`: those of each call, those of all calls of the layers, and those of each layer."""
@@ -76,9 +76,9 @@ class LayerBoards:
         self.taken = 0
 
     @property
-    def realigned(self) -> int:
+    def drops(self) -> int:
         """How often the ranks have dropped messages of calls that differ."""
-        return 0 if self.mailboxes is None else self.mailboxes.realigned
+        return 0 if self.mailboxes is None else self.mailboxes.drops
 
     def take_numbers(self, count: int) -> int:
         """Return the first of so many numbers of layers that no other layer has."""
@@ -91,9 +91,9 @@ def layer_boards(axis: Axis) -> LayerBoards | None:
     return LayerBoards(axis, None) if axis.size == 1 else _boards_of_ranks(axis)
 
 
-@cached_per_world()
+@collective_once
 def _boards_of_ranks(axis: Axis) -> LayerBoards | None:
-    mailboxes = whole_mailboxes(axis)
+    mailboxes = mailboxes_of_all_ranks(axis)
     return None if mailboxes is None else LayerBoards(axis, mailboxes)
 
 
@@ -108,12 +108,12 @@ class HostLinear:
         weight, _ = layers[0]
         self.sizes, self.memories = [len(weight) for weight, _ in layers], [memory_of(*layer) for layer in layers]
         self.out_features = sum(self.sizes)
-        self.function = cast(NativeExchange, library().linear)
+        self.function = cast(NativeCall, library().linear)
         board, spin = 0, 0
         if mailboxes is not None:
             board = mailboxes.start + min(mailboxes.output_boards.values())
             spin = mailboxes.spin
-        exchange_fields = HEAD + MESSAGE_BYTES, HALF, axis.size, axis.index, spin, int(CHECK_INTERVAL * 1e9)
+        exchange_fields = BOX_HEADER_BYTES + MESSAGE_BYTES, HALF, axis.size, axis.index, spin, int(CHECK_INTERVAL * 1e9)
         self.fixed_fields = FIXED.pack(
             board, DTYPE_CODES[weight.dtype], weight.shape[1], *exchange_fields, self.out_features, len(layers)
         )
@@ -173,20 +173,20 @@ class HostLinear:
                 raise mailboxes.error_after_loss(
                     next(member for member in mailboxes.members if member != self.axis.index)
                 )
-            if WORLD.letters:
-                finish_letters_of(mailboxes)
+            if WORLD.pending_messages:
+                finish_pending_of(mailboxes)
             code = self.function(fields, 0)
             if 0 <= code < pieces * operations_per_piece:
 
-                def awaited(done: int) -> Awaited:  # the first operation of each piece computes, and waits for no rank
+                def awaited(done: int) -> CounterWait:
+                    # The first operation of each piece computes, and waits for no rank.
                     piece, operation = divmod(done, operations_per_piece)
-                    return Awaited(
-                        operation - 1, mailboxes.output_boards[operation - 1] // 8, pieces_before + piece + 1
-                    )
+                    member = operation - 1
+                    return CounterWait(member, mailboxes.output_boards[member] // 8, pieces_before + piece + 1)
 
                 code = mailboxes.go_on(partial(self.function, fields), code, pieces * operations_per_piece, awaited)
         except PeerLostError as error:
-            raise failure(self.axis, "sharing a layer", error.peer, error) from error
+            raise disconnect_and_diagnose(self.axis, "sharing a layer", error.peer, error) from error
         if code <= DIFFERENT_CALL:
             raise CallsDifferError(DIFFERENT_CALL - code)
         return code

@@ -10,11 +10,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from attnmesh.comm.failures import failure
-from attnmesh.comm.mailbox_queue import finish_letters_of
+from attnmesh.comm.failures import disconnect_and_diagnose
+from attnmesh.comm.mailbox_queue import finish_pending_of
 from attnmesh.comm.mailboxes import UNEQUAL_CHECKSUM, CallsDifferError, Mailboxes, PeerLostError
 from attnmesh.comm.message import MODULUS, BlankMessage, MessageForm
-from attnmesh.comm.topology import rounds, whole_mailboxes
+from attnmesh.comm.topology import mailboxes_of_all_ranks, merge_rounds
 from attnmesh.core.partial import Partial
 from attnmesh.kernels.native.native_digest import digest_on_cpu, wrapped
 from attnmesh.mesh.axes import Axis
@@ -36,10 +36,10 @@ class HostMerge:
         self.axis, self.shape, self.mailboxes = axis, shape, mailboxes
         self.rows = math.prod(shape[:-1])
         self.width = shape[-1]
-        self.head = 2 + self.rows  # numbers before the rows of out
-        self.before = -self.head % ALIGN_FLOATS  # unused numbers
-        self.numbers = self.before + self.head + self.rows * self.width
-        self.rounds = rounds(axis, False)[axis.index] if merge.pattern is Pattern.ROUNDS else None
+        self.header_numbers = 2 + self.rows  # numbers before the rows of out
+        self.padding_numbers = -self.header_numbers % ALIGN_FLOATS  # unused numbers
+        self.numbers = self.padding_numbers + self.header_numbers + self.rows * self.width
+        self.rounds = merge_rounds(axis, reproducible=False)[axis.index] if merge.pattern is Pattern.ROUNDS else None
 
     def blank_message(self) -> BlankMessage:
         """Return memory for a message, whose checksum is written by `run`.
@@ -49,8 +49,8 @@ class HostMerge:
         Rows of out begin at a multiple of 64 bytes, as in a tensor of their own. Products of matrices may round
         otherwise elsewhere, and ranks would go on with other bits.
         """
-        head = self.head
-        message = torch.empty(self.numbers, dtype=torch.float32, device="cpu")[self.before :]
+        head = self.header_numbers
+        message = torch.empty(self.numbers, dtype=torch.float32, device="cpu")[self.padding_numbers :]
         out, lse = message[head:].view(self.shape), message[2:head].view(self.shape[:-1])
         return BlankMessage(message, None, Partial(out, lse))
 
@@ -82,7 +82,7 @@ def host_merge_for(axis: Axis, shape: tuple[int, ...], merge: Merge) -> HostMerg
 
     The first call along an axis is collective.
     """
-    mailboxes = whole_mailboxes(axis)
+    mailboxes = mailboxes_of_all_ranks(axis)
     form = MessageForm(shape, torch.float32, torch.float32)
     if mailboxes is None or not form.is_native or not merge.is_native:
         return None
@@ -94,12 +94,12 @@ def merge_in_host(
 ) -> None:
     """Merge with ranks of this host in one native call, in place: by rounds of a tree, or all at once without any."""
     try:
-        if WORLD.letters:
-            finish_letters_of(mailboxes)
+        if WORLD.pending_messages:
+            finish_pending_of(mailboxes)
         if own_rounds is None:
             mailboxes.merge_all(message, rows, width)
         else:
             mailboxes.merge_along_tree(message, own_rounds, rows, width)
     except PeerLostError as error:
-        raise failure(axis, "merging", error.peer, error) from error
+        raise disconnect_and_diagnose(axis, "merging", error.peer, error) from error
     count_messages(axis.size - 1 if own_rounds is None else len(own_rounds), message.nbytes)

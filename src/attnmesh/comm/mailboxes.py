@@ -36,10 +36,12 @@ MESSAGE_BYTES = 1 << 18
 MAX_MEMORY = 1 << 26
 """Bytes of the mailboxes of a host at most."""
 
-HEAD = 128
+BOX_HEADER_BYTES = 128
 """Bytes before a message: one cache line for each counter."""
 
-MAX_MEMBERS = max(ranks for ranks in range(64) if ranks * (ranks + 1) * (HEAD + MESSAGE_BYTES) <= MAX_MEMORY)
+MAX_MEMBERS = max(
+    ranks for ranks in range(64) if ranks * (ranks + 1) * (BOX_HEADER_BYTES + MESSAGE_BYTES) <= MAX_MEMORY
+)
 """Ranks of a host at most, 15. More of them use sockets."""
 
 SIZE_WORD, RECEIVED_WORD = 2, 8
@@ -72,7 +74,7 @@ SECONDS_TO_LOCK = 60.0
 MAX_NUMBERS = MESSAGE_BYTES // 16
 """Numbers of an exchange by the boards at most: half of a board."""
 
-NativeExchange = Callable[[bytes, int], int]
+NativeCall = Callable[[bytes, int], int]
 """A native call of packed fields and of operations that are done. Returns how many operations are done."""
 
 MailboxOperation = tuple[int, int, int, int]
@@ -87,7 +89,7 @@ that are merged at the end, and the own among these; count what was written on t
 message, or has none."""
 
 
-class Awaited(NamedTuple):
+class CounterWait(NamedTuple):
     """A wait of a rank: until a member's messages reach a count, as one word of the memory says."""
 
     peer: int
@@ -127,7 +129,7 @@ class Mailboxes:
         timeout: float,
     ) -> None:
         count = len(members)
-        size = HEAD + MESSAGE_BYTES
+        size = BOX_HEADER_BYTES + MESSAGE_BYTES
         own_member = list(members).index(index)
         self.members = tuple(members)
         self.index = index
@@ -148,7 +150,7 @@ class Mailboxes:
         """Comparisons of calls that this rank has begun with the other members."""
         self.has_left = False
         """True once this rank has lost another one."""
-        self.gathers, self.realigned = 0, 0
+        self.gathers, self.drops = 0, 0
         """Exchanges of numbers by the boards, and how often the ranks have dropped messages of calls that differ."""
         self.ranks = frozenset[int]()
         """Ranks of the world along the axis, for which `topology` made these boxes."""
@@ -170,17 +172,17 @@ class Mailboxes:
 
     def wait(self, peer: int, *, sends: bool, seconds: float, since: float) -> None:
         """Wait so long until `is_ready`, at most. Raise if the peer is lost, or has not answered since long ago."""
-        self._exchange([(EMPTY if sends else FULL, peer, *self._next(peer, sends=sends))], max_wait=seconds)
+        self._run_operations([(EMPTY if sends else FULL, peer, *self._next(peer, sends=sends))], max_wait=seconds)
         if not self.is_ready(peer, sends=sends):
             self._check_alive(peer, since)
 
     def send(self, peer: int, message: Tensor) -> None:
         """Copy a message of bytes into the box to a peer, once the previous one is received."""
-        self._exchange([self._sending(peer)], message)
+        self._run_operations([self._sending(peer)], message)
 
     def recv(self, peer: int, into: Tensor) -> None:
         """Wait for the next message of a peer, and copy it. One of another size gets `UNEQUAL_CHECKSUM`."""
-        self._exchange([self._receiving(COPY, peer)], into)
+        self._run_operations([self._receiving(COPY, peer)], into)
 
     def all_gather(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return the numbers of all members, at most `MAX_NUMBERS` each, in their order.
@@ -189,13 +191,13 @@ class Mailboxes:
         another still reads.
         """
         self.gathers += 1
-        half = HEAD // 8 + self.gathers % 2 * MAX_NUMBERS
-        own = self.boards[self.index]
-        first = own // 8 + half
+        half = BOX_HEADER_BYTES // 8 + self.gathers % 2 * MAX_NUMBERS
+        own_board = self.boards[self.index]
+        first = own_board // 8 + half
         self.words[first : first + len(numbers)] = memoryview(array("q", numbers))
-        operations = [(TELL, self.index, own, self.gathers)]
-        operations += [(FULL, peer, board, self.gathers) for peer, board in self.boards.items() if board != own]
-        self._exchange(operations)
+        operations = [(TELL, self.index, own_board, self.gathers)]
+        operations += [(FULL, peer, board, self.gathers) for peer, board in self.boards.items() if board != own_board]
+        self._run_operations(operations)
         starts = [board // 8 + half for board in self.boards.values()]
         return [self.words[start : start + len(numbers)].tolist() for start in starts]
 
@@ -205,23 +207,23 @@ class Mailboxes:
         for send, recv in rounds:
             operations += [self._sending(peer) for peer in send]
             operations.append(self._receiving(MERGE, recv))
-        self._exchange(operations, message, rows, width)
+        self._run_operations(operations, message, rows, width)
 
     def merge_all(self, message: Tensor, rows: int, width: int) -> None:
         """Merge a message in float32 with those of all members, in place, in their order: one exchange."""
         operations = [self._sending(peer) for peer in self.members if peer != self.index]
         for peer in self.members:
             operations.append((OWN, peer, 0, 0) if peer == self.index else self._receiving(AWAIT, peer))
-        self._exchange(operations, message, rows, width)
+        self._run_operations(operations, message, rows, width)
 
     def _next(self, peer: int, *, sends: bool) -> tuple[int, int]:
         """Return the box of the next message to a peer, or from it, and the count that it waits for."""
         return (self.boxes_to[peer], self.sent[peer]) if sends else (self.boxes_from[peer], self.received[peer] + 1)
 
-    def awaited(self, peer: int, *, sends: bool) -> Awaited:
+    def awaited(self, peer: int, *, sends: bool) -> CounterWait:
         """Return what the next message to a peer, or from it, waits for."""
         box, count = self._next(peer, sends=sends)
-        return Awaited(peer, box // 8 + RECEIVED_WORD * sends, count)
+        return CounterWait(peer, box // 8 + RECEIVED_WORD * sends, count)
 
     def _sending(self, peer: int) -> MailboxOperation:
         """Return the operation that sends the next message to a peer."""
@@ -235,7 +237,7 @@ class Mailboxes:
         self.received[peer] += 1
         return operation
 
-    def _exchange(
+    def _run_operations(
         self,
         operations: Sequence[MailboxOperation],
         message: Tensor | None = None,
@@ -254,17 +256,19 @@ class Mailboxes:
         fields = FIELDS.pack(self.start, *buffer, rows, width, self.spin, longest, len(operations))
         for kind, _, box, count in operations:
             fields += OPERATION.pack(kind, box, count)
-        function = cast(NativeExchange, library().exchange)
+        function = cast(NativeCall, library().exchange)
         done = function(fields, 0)
         if done < len(operations) and max_wait is None:
 
-            def awaited(done: int) -> Awaited:
+            def awaited(done: int) -> CounterWait:
                 kind, peer, box, count = operations[done]
-                return Awaited(peer, box // 8 + RECEIVED_WORD * (kind in (SEND, EMPTY)), count)
+                return CounterWait(peer, box // 8 + RECEIVED_WORD * (kind in (SEND, EMPTY)), count)
 
             self.go_on(partial(function, fields), done, len(operations), awaited)
 
-    def go_on(self, function: Callable[[int], int], done: int, count: int, awaited: Callable[[int], Awaited]) -> int:
+    def go_on(
+        self, function: Callable[[int], int], done: int, count: int, awaited: Callable[[int], CounterWait]
+    ) -> int:
         """Call a native function, which goes on after the operations that are done, until all are. Return its result.
 
         It returns now and then to look after silent ranks: `awaited` is what an operation waits for. Raise if that
@@ -296,16 +300,16 @@ class Mailboxes:
         """Return the error of a rank that has lost another: its messages are out of step with those of the others."""
         return PeerLostError(peer, "this rank has lost a rank before: start the ranks again")
 
-    def crosses(self, awaited: Awaited) -> bool:
+    def crosses(self, wait: CounterWait) -> bool:
         """Return whether that member waits for this rank with a call of another kind: neither would ever go on.
 
         What a member says that it waits for may have come since.
         """
-        peer = awaited.peer
-        own = self.output_boards[self.index] // 8
+        peer = wait.peer
+        own_counter = self.output_boards[self.index] // 8
         expected, counter = divmod(self.words[self.boards[peer] // 8 + AWAITED_WORD], WORDS)
         messages = self.boxes_to[peer] // 8, self.boxes_from[peer] // 8 + RECEIVED_WORD
-        counters = messages if awaited.counter == self.output_boards[peer] // 8 else (own,)
+        counters = messages if wait.counter == self.output_boards[peer] // 8 else (own_counter,)
         return counter in counters and bool(self.words[counter] < expected)
 
     def say_awaited(self, counter: int = 0, messages: int = 0) -> None:
@@ -326,7 +330,7 @@ class Mailboxes:
         if monotonic() - since > timeout:
             raise PeerLostError(peer, f"timed out: it has sent nothing for {timeout:.0f} seconds")
 
-    def enter_agreement(self) -> None:
+    def announce_comparison(self) -> None:
         """Publish that this rank begins to compare its call with those of the other members, before it waits for them.
 
         A member that waits for a message of another call then raises `CallsDifferError`, and joins them.
@@ -335,15 +339,15 @@ class Mailboxes:
             self.agreements += 1
             self.words[self.boards[self.index] // 8 + AGREEMENTS_WORD] = self.agreements
 
-    def realign(self) -> None:
+    def drop_unreceived(self) -> None:
         """Drop the messages that no call of this rank has received, after ranks have made calls that differ.
 
         No rank sends meanwhile: all ranks are between two exchanges of their agreement. Of a call that was broken off,
         only the messages in the boxes were sent.
         """
-        self.realigned += 1
+        self.drops += 1
         with WORLD.lock:
-            WORLD.letters[:] = [letter for letter in WORLD.letters if letter.mailboxes is not self]
+            WORLD.pending_messages[:] = [pending for pending in WORLD.pending_messages if pending.mailboxes is not self]
         for peer in self.members:
             if peer != self.index:
                 box = self.boxes_from[peer] // 8
@@ -370,27 +374,27 @@ class MismatchWatch:
         self.agreements: int | None = None  # comparisons of this rank, while the member makes another call
         self.since = 0.0
 
-    def poll(self, awaited: Awaited) -> None:
+    def poll(self, wait: CounterWait) -> None:
         """Say that this rank waits. Raise if the member has made another call since `CHECK_INTERVAL` ago.
 
         A wait between two polls would have found its message. Another thread may compare this rank's calls meanwhile.
         """
         boxes = self.mailboxes
         now = monotonic()
-        if awaited.counter == boxes.boards[awaited.peer] // 8:
+        if wait.counter == boxes.boards[wait.peer] // 8:
             return  # the numbers of a comparison
-        boxes.say_awaited(awaited.counter, awaited.messages)
-        if not (boxes.is_ahead(awaited.peer) or boxes.crosses(awaited)):
+        boxes.say_awaited(wait.counter, wait.messages)
+        if not (boxes.is_ahead(wait.peer) or boxes.crosses(wait)):
             self.agreements = None
         elif self.agreements != boxes.agreements:
             self.agreements, self.since = boxes.agreements, now
         elif now - self.since >= CHECK_INTERVAL:
-            raise CallsDifferError(awaited.peer)
+            raise CallsDifferError(wait.peer)
 
 
 def mailboxes_size(ranks: int) -> int:
     """Return the bytes of the mailboxes of so many ranks; 0 where there can be none."""
-    size = ranks * (ranks + 1) * (HEAD + MESSAGE_BYTES)
+    size = ranks * (ranks + 1) * (BOX_HEADER_BYTES + MESSAGE_BYTES)
     able = platform.machine() in PROCESSORS and FOLDER.is_dir() and hasattr(os, "posix_fallocate")
     return size if able and 1 < ranks <= MAX_MEMBERS else 0
 

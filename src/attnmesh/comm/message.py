@@ -65,17 +65,17 @@ class MessageForm:
         """Return memory for one message."""
         return torch.empty(self.size, dtype=torch.uint8, device=device)
 
-    def partial_in(self, message: Tensor) -> tuple[Tensor, Partial]:
+    def partial_views(self, message: Tensor) -> tuple[Tensor, Partial]:
         """Return views of the checksum and the partial inside a message, to be written."""
         checksum, (out, lse) = self.read(message[None])
         return checksum[0], Partial(out[0], lse[0])
 
-    def partial(self, message: Tensor) -> tuple[Tensor, Partial]:
+    def unpacked(self, message: Tensor) -> tuple[Tensor, Partial]:
         """Return the checksum and the partial of a message, with `out` in the dtype of lse."""
-        checksum, (out, lse) = self.partial_in(message)
+        checksum, (out, lse) = self.partial_views(message)
         return checksum, Partial(out.to(self.lse_dtype), lse)
 
-    def message(self, checksum: Tensor, partial: Partial) -> Tensor:
+    def packed(self, checksum: Tensor, partial: Partial) -> Tensor:
         """Return the message of one rank."""
         out = partial.out.to(self.out_dtype).reshape(-1)
         if self.out_dtype == self.lse_dtype:
@@ -94,17 +94,17 @@ class MessageForm:
         out = messages[:, middle : middle + count * self.shape[-1] * self.out_dtype.itemsize].view(self.out_dtype)
         return messages[:, :first].view(self.lse_dtype), Partial(out.view(len(messages), *self.shape), lse)
 
-    def merge_messages(self, messages: Tensor) -> Tensor:
+    def merged_message(self, messages: Tensor) -> Tensor:
         """Return the merge of several messages as one message."""
         checksums, partials = self.read(messages)
         if not use_triton(partials.lse):
-            return self.message(checksums.amax(0), merge_stack(partials))
+            return self.packed(checksums.amax(0), merge_stack(partials))
         message = self.blank(messages.device)
-        checksum, partial = self.partial_in(message)
+        checksum, partial = self.partial_views(message)
         merge_stacked(partials, partial, checksums=checksums, checksum=checksum)
         return message
 
-    def merge(self, messages: Tensor) -> tuple[Tensor, Partial]:
+    def merged_partial(self, messages: Tensor) -> tuple[Tensor, Partial]:
         """Return the maximum of the checksums and the merge of the partials of several messages."""
         checksums, partials = self.read(messages)
         if not use_triton(partials.lse):
@@ -129,7 +129,7 @@ def blank_message(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
     """Return memory for a message."""
     form = MessageForm(shape, dtype, dtype)
     message = form.blank(device)
-    return BlankMessage(message, *form.partial_in(message))
+    return BlankMessage(message, *form.partial_views(message))
 
 
 def call_checksum(

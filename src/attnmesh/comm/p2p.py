@@ -1,7 +1,7 @@
-"""Point-to-point exchanges along an axis: gather tokens, return results, swap heads.
+"""Point-to-point exchanges along an axis: gather tokens, return results, swap tokens for heads.
 
-They begin at once and return a function that finishes them, so that a kernel can run in between; `swap` and
-`swap_tokens` block. Gathers and returns send only tokens that the schedule names.
+They begin at once and return a function that finishes them, so that a kernel can run in between; `all_to_all` and
+`all_to_all_tokens` block. Gathers and returns send only tokens that the schedule names.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,21 +11,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attnmesh.comm.failures import failure
+from attnmesh.comm.failures import disconnect_and_diagnose
 from attnmesh.comm.mailboxes import CallsDifferError
-from attnmesh.comm.transport import Post, transport_of
+from attnmesh.comm.transport import P2PMessage, transport_of
 from attnmesh.mesh.axes import Axis
-from attnmesh.mesh.schedule import ExchangeStep
+from attnmesh.mesh.schedule import GatherStep
 from attnmesh.runtime.counters import bytes_of, count_received
 from attnmesh.runtime.memo import on_device
-from attnmesh.runtime.ranges import EXCHANGE, in_range, is_profiled
+from attnmesh.runtime.ranges import EXCHANGE, is_profiled, profiled_as
 from attnmesh.runtime.tensors import Tensors
 
 OUT_OF_TURN = 1 << 15
 """Bytes of a message up to which it does not wait for its turn."""
 
 
-def gather(tensors: Tensors, step: ExchangeStep, axis: Axis, *, one_at_a_time: bool = False) -> Callable[[], Tensors]:
+def begin_gather(
+    tensors: Tensors, step: GatherStep, axis: Axis, *, one_at_a_time: bool = False
+) -> Callable[[], Tensors]:
     """Begin to gather the tokens of a step. The result has the tokens kept and received, in order of position."""
     if not step.send and not step.receive:
         transport_of(axis, tensors[0].device)  # all ranks make the first call at once, also those that send nothing
@@ -37,7 +39,7 @@ def gather(tensors: Tensors, step: ExchangeStep, axis: Axis, *, one_at_a_time: b
             parts[id(tokens)] = taken(tensors, tokens)
     receives = {peer: tuple(map(meta_like, tensors, repeat(count))) for peer, count in step.receive}
     sends = {peer: parts[id(tokens)] for peer, tokens in step.send}
-    finish = exchange_messages(sends, receives, axis, tensors[0].device, "gathering", one_at_a_time=one_at_a_time)
+    finish = begin_messages(sends, receives, axis, tensors[0].device, "gathering", one_at_a_time=one_at_a_time)
     source = [tensors] if len(step.keep) or not receives else []  # else memory is freed before the messages arrive
 
     def finished() -> Tensors:
@@ -45,8 +47,8 @@ def gather(tensors: Tensors, step: ExchangeStep, axis: Axis, *, one_at_a_time: b
         pieces = [taken(source.pop(), step.keep)] if source else []
         for peer, _ in step.receive:
             pieces.append(arrived[peer])
-        whole = pieces[0] if len(pieces) == 1 else tuple(map(_joined, zip(*pieces, strict=True)))
-        return whole if step.permutation is None else taken(whole, step.permutation, ascending=False)
+        gathered = pieces[0] if len(pieces) == 1 else tuple(map(_joined, zip(*pieces, strict=True)))
+        return gathered if step.permutation is None else taken(gathered, step.permutation, ascending=False)
 
     return finished
 
@@ -55,8 +57,8 @@ def _joined(pieces: tuple[Tensor, ...]) -> Tensor:
     return torch.cat(pieces, dim=2)
 
 
-def return_to_owners(
-    tensors: Tensors, step: ExchangeStep, axis: Axis, *, one_at_a_time: bool = False
+def begin_return(
+    tensors: Tensors, step: GatherStep, axis: Axis, *, one_at_a_time: bool = False
 ) -> Callable[[], list[tuple[Tensor, Tensors]]]:
     """Begin to send results back to the ranks that own their tokens.
 
@@ -71,9 +73,7 @@ def return_to_owners(
         for peer, tokens in step.return_from
         if peer != axis.index
     }
-    finish = exchange_messages(
-        shares, receives, axis, tensors[0].device, "returning results", one_at_a_time=one_at_a_time
-    )
+    finish = begin_messages(shares, receives, axis, tensors[0].device, "returning results", one_at_a_time=one_at_a_time)
 
     def finished() -> list[tuple[Tensor, Tensors]]:
         arrived = finish()
@@ -84,25 +84,25 @@ def return_to_owners(
     return finished
 
 
-def swap(parts: Sequence[Tensors], shapes: Sequence[Tensors], axis: Axis) -> list[Tensors]:
+def all_to_all(parts: Sequence[Tensors], shapes: Sequence[Tensors], axis: Axis) -> list[Tensors]:
     """Send `parts[p]` to each rank p. Return what comes from rank p, shaped like `shapes[p]`."""
-    return begin_swap(parts, shapes, axis, one_at_a_time=True)()
+    return begin_all_to_all(parts, shapes, axis, one_at_a_time=True)()
 
 
-def swap_tokens(parts: Sequence[Tensor], counts: Sequence[int], axis: Axis, dim: int = 2) -> list[Tensor]:
+def all_to_all_tokens(parts: Sequence[Tensor], counts: Sequence[int], axis: Axis, dim: int = 2) -> list[Tensor]:
     """Send `parts[p]` to each rank p. Return what comes from rank p: `counts[p]` tokens, else like this rank's own."""
     shapes = [(meta_like(parts[axis.index], count, dim),) for count in counts]
     messages = {id(part): (part,) for part in parts}  # the same for several ranks is packed once
-    return [x for (x,) in swap([messages[id(part)] for part in parts], shapes, axis)]
+    return [x for (x,) in all_to_all([messages[id(part)] for part in parts], shapes, axis)]
 
 
-def begin_swap(
+def begin_all_to_all(
     parts: Sequence[Tensors], shapes: Sequence[Tensors], axis: Axis, *, one_at_a_time: bool = False
 ) -> Callable[[], list[Tensors]]:
     """Begin to send `parts[p]` to each rank p. The result lists what comes from rank p, shaped like `shapes[p]`."""
     sends, receives = dict(enumerate(parts)), dict(enumerate(shapes))
     own_part, _ = sends.pop(axis.index), receives.pop(axis.index)
-    finish = exchange_messages(sends, receives, axis, own_part[0].device, "swapping", one_at_a_time=one_at_a_time)
+    finish = begin_messages(sends, receives, axis, own_part[0].device, "swapping", one_at_a_time=one_at_a_time)
 
     def finished() -> list[Tensors]:
         arrived = finish()
@@ -130,12 +130,12 @@ def taken(tensors: Tensors, tokens: Tensor, *, ascending: bool = True) -> Tensor
     return tuple(parts)
 
 
-def exchange_messages(
+def begin_messages(
     sends: Mapping[int, Tensors],
     receives: Mapping[int, Tensors],
     axis: Axis,
     device: torch.device,
-    what: str,
+    activity: str,
     *,
     one_at_a_time: bool = False,
 ) -> Callable[[], dict[int, Tensors]]:
@@ -151,8 +151,8 @@ def exchange_messages(
     No other exchange along the axis may begin before.
     """
     transport = transport_of(axis, device)
-    posts: list[Post] = []
-    queued: list[Post] = []
+    posts: list[P2PMessage] = []
+    queued: list[P2PMessage] = []
     for peer, shapes in receives.items():
         posts.append((dist.irecv, peer, torch.empty(bytes_of(shapes), dtype=torch.uint8, device=device)))
     packed: dict[int, Tensor] = {}
@@ -165,27 +165,27 @@ def exchange_messages(
         (queued if is_queued else posts).append((dist.isend, peer, message))
     packed.clear()
     queued.sort(key=lambda post: (post[1] - axis.index) % axis.size)
-    post = in_range(EXCHANGE, transport.post) if is_profiled() else transport.post
-    waits = post(posts, what, exact=True)
+    post = profiled_as(EXCHANGE, transport.post) if is_profiled() else transport.post
+    waits = post(posts, activity, is_fixed_size=True)
     count_received(receives)
 
     def finished() -> dict[int, Tensors]:
         try:
             while queued:
-                waits.extend(post([queued.pop(0)], what, exact=True))
+                waits.extend(post([queued.pop(0)], activity, is_fixed_size=True))
                 waits.pop()()
             while waits:
                 waits.pop()()
         except CallsDifferError as error:  # its messages are out of step with this rank's from now on
             why = RuntimeError("it compares its call, while this rank waits for a message of another call")
-            raise failure(axis, what, error.peer, why) from error
+            raise disconnect_and_diagnose(axis, activity, error.peer, why) from error
         arrived = {}
         for (_, peer, message), shapes in zip(posts, receives.values(), strict=False):  # receives come first
             arrived[peer] = _unpack(message, shapes)
         posts.clear()  # messages had to live until they were sent
         return arrived
 
-    return in_range(EXCHANGE, finished) if is_profiled() else finished
+    return profiled_as(EXCHANGE, finished) if is_profiled() else finished
 
 
 def _pack(tensors: Tensors) -> Tensor:

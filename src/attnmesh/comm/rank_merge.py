@@ -7,11 +7,11 @@ from torch import Tensor
 
 from attnmesh.comm.mailboxes import UNEQUAL_CHECKSUM, CallsDifferError
 from attnmesh.comm.message import POISON, MessageForm
-from attnmesh.comm.topology import rounds
+from attnmesh.comm.topology import merge_rounds
 from attnmesh.comm.transport import transport_of
 from attnmesh.core.candidates import best_candidates
 from attnmesh.core.partial import Partial, sum_dtype
-from attnmesh.errors import KernelError, require
+from attnmesh.errors import KernelError
 from attnmesh.kernels.stacked_merge import use_triton
 from attnmesh.mesh.axes import Axis, device_type_of
 from attnmesh.mesh.merges import MERGES, OUTPUTS, CheckedPartial, Merge, Pattern, first_of
@@ -22,7 +22,7 @@ def merge_ranks(
     partial: Partial,
     checksum: Tensor,
     axis: Axis,
-    merge: str,
+    merge_name: str,
     output: str,
     wire: torch.dtype | None = None,
     *,
@@ -35,7 +35,7 @@ def merge_ranks(
         partial: Attention over this rank's keys.
         checksum: Checksum of the call, as `checksum_of` returns it.
         axis: The ranks that merge.
-        merge: The merge, as `merge_across` names it.
+        merge_name: The merge, as `merge_across` names it.
         output: Heads of the result, as in `merge_across`.
         wire: Dtype in which partials travel; None for that of their sums.
         reproducible: Merge even ranks with odd ranks last, as in `decode(reproducible=True)`. Otherwise ranks of a host
@@ -45,30 +45,37 @@ def merge_ranks(
     if axis.size == 1:
         return partial, checksum
     heads = axis.slice_of(partial.out.shape[1]) if output == "heads" else slice(None)
-    own_partial = Partial(*(x[:, heads] for x in partial))
-    dtype = sum_dtype(partial.out.dtype)
     transport = transport_of(axis, checksum.device)
+    merge = chosen_merge(axis, merge_name, output, checksum.device, reproducible=reproducible)
+    dtype = sum_dtype(partial.out.dtype)
+    form = MessageForm(tuple(partial.out.shape), dtype, wire if wire and merge.is_packed else dtype)
+    # A rank that expects a shorter message cannot receive this one: compare checksums in a short message first.
+    if merge.pattern is not Pattern.COLLECTIVE and form.size > transport.max_mismatch_bytes:
+        compared = merge_checksums(axis, merge_name, output, checksum, reproducible=reproducible)
+        if float(compared.sum()) != 0:
+            return nan_unless_equal(_some_heads(partial, heads), compared), compared
+    form = transport.form_of(form, merge)
+    gets_own_heads = merge.pattern is Pattern.ALL_TO_ALL and output == "heads" and not transport.merges_all_heads(form)
     try:
-        chosen = chosen_merge(axis, merge, output, checksum.device, reproducible=reproducible)
-        form = MessageForm(tuple(partial.out.shape), dtype, wire if wire and chosen.is_packed else dtype)
-        # A rank that expects a shorter message cannot receive this one: compare checksums in a short message first.
-        if chosen.pattern is not Pattern.COLLECTIVE and form.size > transport.max_mismatch_bytes:
-            compared = exchange_checksums(axis, merge, output, checksum, reproducible=reproducible)
-            if float(compared.sum()) != 0:
-                return nan_unless_equal(own_partial, compared), compared
         with timed_merge():
-            form = transport.form_of(form, chosen)
-            if chosen.pattern is Pattern.SWAP and output == "heads" and not transport.merges_whole(form):
-                checksum, own_partial = send_heads(partial, checksum, form, axis)
-                return nan_unless_equal(own_partial, checksum), checksum
-            message = form.message(checksum, partial) if message is None else message
-            checksum, whole = chosen.run(transport, message, form, reproducible)
+            if gets_own_heads:
+                checksum, merged = send_heads(partial, checksum, form, axis)
+            else:
+                message = form.packed(checksum, partial) if message is None else message
+                checksum, merged = merge.run(transport, message, form, reproducible)
     except CallsDifferError:  # a peer compares its call: give up the merge as unequal, and compare too
         checksum = torch.full_like(checksum, UNEQUAL_CHECKSUM)
-        return nan_unless_equal(own_partial, checksum), checksum
-    merged = Partial(*(x[:, heads] for x in whole))
-    has_nan_already = use_triton(merged.lse) and chosen.is_packed
+        return nan_unless_equal(_some_heads(partial, heads), checksum), checksum
+    if gets_own_heads:
+        return nan_unless_equal(merged, checksum), checksum
+    merged = _some_heads(merged, heads)
+    has_nan_already = use_triton(merged.lse) and merge.is_packed
     return (merged if has_nan_already else nan_unless_equal(merged, checksum)), checksum
+
+
+def _some_heads(partial: Partial, heads: slice) -> Partial:
+    """Return views of some heads of a partial."""
+    return Partial(partial.out[:, heads], partial.lse[:, heads])
 
 
 def nan_unless_equal(partial: Partial, checksum: Tensor) -> Partial:
@@ -76,55 +83,54 @@ def nan_unless_equal(partial: Partial, checksum: Tensor) -> Partial:
     return Partial(torch.where(checksum.sum() == 0, partial.out, torch.nan), partial.lse)
 
 
-def exchange_checksums(axis: Axis, merge: str, output: str, checksum: Tensor, *, reproducible: bool = False) -> Tensor:
+def merge_checksums(
+    axis: Axis, merge_name: str, output: str, checksum: Tensor, *, reproducible: bool = False
+) -> Tensor:
     """Merge empty partials, and return the maximum of the checksums of all ranks."""
     nothing = Partial(checksum.new_zeros(1, 0, 0, 1), checksum.new_zeros(1, 0, 0))
-    return merge_ranks(nothing, checksum, axis, merge, output, reproducible=reproducible)[1]
+    return merge_ranks(nothing, checksum, axis, merge_name, output, reproducible=reproducible)[1]
 
 
 def send_poison(
-    axis: Axis, merge: str, output: str, like: Tensor | None = None, *, reproducible: bool = False
+    axis: Axis, merge_name: str, output: str, like: Tensor | None = None, *, reproducible: bool = False
 ) -> Tensor:
     """Run the merge with an empty partial and an invalid checksum, and return the checksum.
 
     The other ranks then detect this rank's error instead of hanging. `like` has the device and dtype of checksums.
     """
     like = torch.empty(0, device=device_type_of(axis.group), dtype=torch.float32) if like is None else like
-    merge, output = (name if name in names else "auto" for name, names in ((merge, [*MERGES]), (output, OUTPUTS)))
-    return exchange_checksums(axis, merge, output, like.new_full((2,), POISON), reproducible=reproducible)
+    merge_name = merge_name if merge_name in [*MERGES] else "auto"  # a list: what was passed may have no hash
+    output = output if output in OUTPUTS else "auto"
+    return merge_checksums(axis, merge_name, output, like.new_full((2,), POISON), reproducible=reproducible)
 
 
-def chosen_merge(axis: Axis, merge: str, output: str, device: torch.device, *, reproducible: bool = False) -> Merge:
-    """Return the record that `merge` names. The first call along an axis is collective, for any name."""
+def chosen_merge(
+    axis: Axis, merge_name: str, output: str, device: torch.device, *, reproducible: bool = False
+) -> Merge:
+    """Return the record of that name, or that "auto" stands for. The first call is collective, for any name."""
     fastest = transport_of(axis, device).fastest()
-    if reproducible and not (merge in MERGES and MERGES[merge].pattern is Pattern.ROUNDS):
+    if reproducible and not (merge_name in MERGES and MERGES[merge_name].pattern is Pattern.ROUNDS):
         return first_of(Pattern.ROUNDS)
-    if merge != "auto":
-        require(
-            merge in MERGES,
-            KernelError,
-            "merge",
-            f"auto or one of {', '.join(MERGES)}",
-            repr(merge),
-            "pass one of these",
-        )
-        return MERGES[merge]
-    return first_of(Pattern.SWAP) if output == "heads" else fastest
+    if merge_name != "auto":
+        if merge_name not in MERGES:
+            raise KernelError("merge", f"auto or one of {', '.join(MERGES)}", repr(merge_name), "pass one of these")
+        return MERGES[merge_name]
+    return first_of(Pattern.ALL_TO_ALL) if output == "heads" else fastest
 
 
 def send_heads(partial: Partial, checksum: Tensor, form: MessageForm, axis: Axis) -> CheckedPartial:
     """Send each rank the partials of its own heads."""
     heads_by_rank = [Axis(axis.size, rank).slice_of(form.shape[1]) for rank in range(axis.size)]
-    messages = [form.message(checksum, Partial(*(x[:, heads] for x in partial))) for heads in heads_by_rank]
+    messages = [form.packed(checksum, Partial(*(x[:, heads] for x in partial))) for heads in heads_by_rank]
     own_heads = heads_by_rank[axis.index]
     form = replace(form, shape=(form.shape[0], own_heads.stop - own_heads.start, *form.shape[2:]))
-    return form.merge(transport_of(axis, checksum.device).swap(messages))
+    return form.merged_partial(transport_of(axis, checksum.device).all_to_all(messages))
 
 
 def highest_checksum(checksum: Tensor, axis: Axis) -> Tensor:
     """Return the maximum of the checksums of all ranks of an axis."""
     try:
-        rows = transport_of(axis, checksum.device).swap([checksum.view(torch.uint8)] * axis.size)
+        rows = transport_of(axis, checksum.device).all_to_all([checksum.view(torch.uint8)] * axis.size)
     except CallsDifferError:  # a peer compares its call: give up the merge as unequal, and compare too
         return torch.full_like(checksum, UNEQUAL_CHECKSUM)
     return rows.view(checksum.dtype).amax(0)
@@ -139,10 +145,12 @@ def best_across(candidates: Tensor, axis: Axis, *, unique: bool = False) -> Tens
         return candidates
     k = candidates.shape[-1]
 
-    def merge(messages: Tensor) -> Tensor:
+    def merge_messages(messages: Tensor) -> Tensor:
         both = messages.view(torch.int64).unflatten(-1, candidates.shape).movedim(0, -2).flatten(-2)
         return best_candidates(both, k, unique=unique).view(torch.uint8).reshape(-1)
 
     message = candidates.contiguous().view(torch.uint8).reshape(-1)
-    merged = transport_of(axis, candidates.device).reduce(message, rounds(axis, False)[axis.index], merge)
+    merged = transport_of(axis, candidates.device).reduce(
+        message, merge_rounds(axis, reproducible=False)[axis.index], merge_messages
+    )
     return merged.view(torch.int64).view(candidates.shape)

@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 
 from attnmesh.comm import machine_constants
-from attnmesh.comm.failures import collective
+from attnmesh.comm.failures import run_collective
 from attnmesh.comm.mailboxes import Mailboxes, mailboxes_size, open_mailboxes, unlink_mailboxes
 from attnmesh.kernels.native.build import library
 from attnmesh.mesh.axes import Axis, Mesh, backends, device_type_of
@@ -23,7 +23,7 @@ from attnmesh.mesh.merge_cost import MergeGroup
 from attnmesh.mesh.merges import Merge, fastest_merge
 from attnmesh.mesh.reduction_tree import Round, bit_reversed, reduction_rounds
 from attnmesh.mesh.shapes import Shape
-from attnmesh.runtime.world import WORLD, Process, cached_per_world
+from attnmesh.runtime.world import WORLD, RankProcess, collective_once
 
 
 def dist_all_gather_ints(numbers: Sequence[int], axes: Sequence[Axis]) -> list[list[int]]:
@@ -32,13 +32,13 @@ def dist_all_gather_ints(numbers: Sequence[int], axes: Sequence[Axis]) -> list[l
     for axis in reversed(axes):
         if axis.group is not None:
             tables = [torch.empty_like(table) for _ in range(axis.size)]
-            collective(with_cpu_group(axis), "comparing calls", dist.all_gather, tables, table)
+            run_collective(with_cpu_group(axis), "comparing calls", dist.all_gather, tables, table)
             table = torch.cat(tables)
     rows: list[list[int]] = table.tolist()
     return rows
 
 
-@cached_per_world()
+@collective_once
 def with_cpu_group(axis: Axis) -> Axis:
     """Return the axis with a group that sends what the CPU holds. All ranks make the first call at once.
 
@@ -50,7 +50,7 @@ def with_cpu_group(axis: Axis) -> Axis:
     return replace(axis, group=subgroup_of(axis, tuple(range(axis.size)), "gloo"))
 
 
-@cached_per_world()
+@collective_once
 def subgroup_of(axis: Axis, members: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
     """Return a group of some ranks of an axis, and keep it. All ranks of the axis make the first call at once.
 
@@ -61,7 +61,7 @@ def subgroup_of(axis: Axis, members: tuple[int, ...], backend: str | None = None
     assert axis.group is not None
     group_count = torch.tensor([len(distributed_c10d._world.pg_names)], device=device_type_of(axis.group))
     numbers = [torch.empty_like(group_count) for _ in range(axis.size)]
-    collective(axis, "counting groups", dist.all_gather, numbers, group_count)
+    run_collective(axis, "counting groups", dist.all_gather, numbers, group_count)
     for _ in range(int(torch.cat(numbers).max() - group_count)):
         dist.new_group([dist.get_rank()], backend=backend, use_local_synchronization=True)
     ranks = [dist.get_global_rank(axis.group, rank) for rank in members]
@@ -69,8 +69,8 @@ def subgroup_of(axis: Axis, members: tuple[int, ...], backend: str | None = None
     return group
 
 
-@cached_per_world()  # all ranks make the first call at once: an unbounded cache forgets on none of them
-def rounds(axis: Axis, reproducible: bool) -> dict[int, list[Round]]:
+@collective_once
+def merge_rounds(axis: Axis, *, reproducible: bool) -> dict[int, list[Round]]:
     """Return the rounds of an axis' tree by rank. The first call is an all-gather of hosts."""
     return reduction_rounds([bit_reversed(axis.size)] if reproducible else hosts(axis))
 
@@ -80,7 +80,7 @@ def mesh_hosts(mesh: Mesh) -> list[int]:
     return host_numbers(tuple(axis for axis in mesh.axes if axis.size > 1))
 
 
-@cached_per_world()
+@collective_once
 def host_mailboxes(axis: Axis) -> Mailboxes | None:
     """Return the mailboxes of this rank's host, or None. All ranks of the axis make the first call at once.
 
@@ -114,7 +114,7 @@ def host_mailboxes(axis: Axis) -> Mailboxes | None:
     return mailboxes
 
 
-def whole_mailboxes(axis: Axis) -> Mailboxes | None:
+def mailboxes_of_all_ranks(axis: Axis) -> Mailboxes | None:
     """Return the mailboxes that connect all ranks of an axis, or None. The first call along an axis is collective."""
     mailboxes = host_mailboxes(axis)
     return mailboxes if mailboxes is not None and len(mailboxes.members) == axis.size else None
@@ -133,31 +133,31 @@ def _inode(file: Path) -> int:
     return os.stat(file).st_ino if file.exists() else 0
 
 
-@cached_per_world()
+@collective_once
 def hosts(axis: Axis) -> list[list[int]]:
     """Return the ranks of each host. The first call is an all-gather."""
     numbers = host_numbers((axis,))
     return [[rank for rank, other in enumerate(numbers) if other == host] for host in dict.fromkeys(numbers)]
 
 
-@cached_per_world()  # by axes, which meshes share: where one rank finds them known, all do
+@collective_once  # by axes, which meshes share: where one rank finds them known, all do
 def host_numbers(axes: tuple[Axis, ...]) -> list[int]:
     """Return the host's number of each shard: a digest of its name and network. The first call is an all-gather."""
     name = f"{socket.gethostname()} {_inode(Path('/proc/self/ns/net'))}"
     number = int.from_bytes(blake2b(name.encode(), digest_size=7).digest())
     rank = dist.get_rank() if any(axis.group is not None for axis in axes) else 0
     rows = dist_all_gather_ints([number, rank, WORLD.random_id], axes)
-    WORLD.processes.update({rank: Process(host, number) for host, rank, number in rows})
+    WORLD.processes.update({rank: RankProcess(host, number) for host, rank, number in rows})
     return [host for host, *_ in rows]
 
 
-@cached_per_world()  # all ranks make the first call at once: an unbounded cache forgets on none of them
+@collective_once
 def cluster_and_tile_of(mesh: Mesh, device: torch.device) -> tuple[Cluster, Shape]:
     """Return the cluster that a mesh is on, and the tile of the mesh that one host holds."""
     return machine_constants.cluster_and_tile(mesh_hosts(mesh), mesh.shape, *_constants(mesh.axes, device))
 
 
-@cached_per_world()
+@collective_once
 def best_merge(axis: Axis, device: torch.device) -> Merge:
     """Return the fastest merge of short messages along an axis. All ranks call it at once, the first time."""
     ranks_by_host = hosts(axis)

@@ -6,7 +6,7 @@
 
 A transport posts messages, gathers them, merges partials, and gathers numbers that CPUs hold. `all_gather_ints` does
 the last along all axes of a mesh. `flat_axis` makes one axis of several. Others ask one thing alone: whether all ranks
-of an axis share mailboxes (`whole_mailboxes`), which native calls need.
+of an axis share mailboxes (`mailboxes_of_all_ranks`), which native calls need.
 """
 
 import math
@@ -23,24 +23,24 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm.failures import collective, failure, wait_for
+from attnmesh.comm.failures import disconnect_and_diagnose, run_collective, wait_for
 from attnmesh.comm.host_merge import merge_in_host
-from attnmesh.comm.mailbox_queue import Letter, begin_letters, finish_letter
+from attnmesh.comm.mailbox_queue import PendingMessage, begin_pending, finish_pending
 from attnmesh.comm.mailboxes import MAX_NUMBERS, MESSAGE_BYTES, Mailboxes, PeerLostError
 from attnmesh.comm.message import MessageForm
-from attnmesh.comm.symmetric_memory import SymmetricMemory, symmetric_memory_of
-from attnmesh.comm.topology import best_merge, dist_all_gather_ints, host_mailboxes, hosts, mesh_hosts, rounds
+from attnmesh.comm.peer_memory import PeerMemory, peer_memory_of
+from attnmesh.comm.topology import best_merge, dist_all_gather_ints, host_mailboxes, hosts, merge_rounds, mesh_hosts
 from attnmesh.core.partial import Partial
 from attnmesh.mesh.axes import Axis, Mesh, attention_dims, axis_along, backends
 from attnmesh.mesh.merges import CheckedPartial, Merge, Pattern, native_merges
 from attnmesh.mesh.reduction_tree import Round
 from attnmesh.runtime.counters import count_messages, current_traffic
-from attnmesh.runtime.world import WORLD, cached_per_world
+from attnmesh.runtime.world import WORLD, cached_per_world, collective_once
 
 CPU = torch.device("cpu")
 
-MAX_LETTERS = 16
-"""Letters of a message at most: 4 MB, which 2,700 tokens of a small model take. By sockets it takes longer."""
+MAX_FRAGMENTS = 16
+"""Fragments of a message at most: 4 MB, which 2,700 tokens of a small model take. By sockets it takes longer."""
 
 TRIAL_BATCHES = (1, 8)
 """Batches of 32 heads of 128, in float32, whose merges are timed before "auto" chooses one."""
@@ -51,7 +51,7 @@ TRIALS, TRIAL_CALLS = 5, 5
 Wait = Callable[[], None]
 """Waits until a message has come or gone, and raises RankFailure at the deadline."""
 
-Post = tuple[Callable[..., Any], int, Tensor]
+P2PMessage = tuple[Callable[..., Any], int, Tensor]
 """`dist.isend` or `dist.irecv`, the peer, and the tensor."""
 
 
@@ -69,10 +69,10 @@ class Transport:
         if axis.size > 1:
             hosts(axis)  # exchanged now rather than in the first merge
 
-    def post(self, posts: Sequence[Post], what: str, *, exact: bool = False) -> list[Wait]:
+    def post(self, posts: Sequence[P2PMessage], activity: str, *, is_fixed_size: bool = False) -> list[Wait]:
         """Post messages all at once. Return their waits, which have a deadline; one wait for all with NCCL.
 
-        With `exact` a message of another size is one of another call; else its checksum shows that.
+        With `is_fixed_size` a message of another size is one of another call; else its checksum shows that.
         """
         posts = [post for post in posts if post[2].numel()]
         if not posts:
@@ -83,14 +83,14 @@ class Transport:
                 [dist.P2POp(op, x, group=self.axis.group, group_peer=peer) for op, peer, x in posts]
             )
         except RuntimeError as error:
-            raise failure(self.axis, what, peers[0], error) from error
+            raise disconnect_and_diagnose(self.axis, activity, peers[0], error) from error
         pairs = zip(works, peers if len(works) == len(peers) else [None], strict=True)
-        return [partial(wait_for, work, self.device.type, self.axis, what, peer) for work, peer in pairs]
+        return [partial(wait_for, work, self.device.type, self.axis, activity, peer) for work, peer in pairs]
 
     def gather(self, message: Tensor) -> Tensor:
         """Return the messages of all ranks as rows, by a collective."""
         rows = list(message.new_empty(self.axis.size, len(message)))
-        collective(self.axis, "merging", dist.all_gather, rows, message)
+        run_collective(self.axis, "merging", dist.all_gather, rows, message)
         count_messages(self.axis.size - 1, len(message))
         return torch.stack(rows)
 
@@ -100,23 +100,23 @@ class Transport:
 
     def direct(self, message: Tensor, form: MessageForm) -> CheckedPartial:
         """Send a message to every other rank, and merge all at once."""
-        return form.merge(self.swap([message] * self.axis.size))
+        return form.merged_partial(self.all_to_all([message] * self.axis.size))
 
     def tree(self, message: Tensor, form: MessageForm, reproducible: bool, done: int = 0) -> CheckedPartial:
         """Merge two messages in each round of a tree that is not done. Which comes first makes no difference."""
-        own_rounds = rounds(self.axis, reproducible)[self.axis.index]
-        return form.partial(self.reduce(message, own_rounds[done:], form.merge_messages))
+        own_rounds = merge_rounds(self.axis, reproducible=reproducible)[self.axis.index]
+        return form.unpacked(self.reduce(message, own_rounds[done:], form.merged_message))
 
     def all_reduce(self, message: Tensor, form: MessageForm) -> CheckedPartial:
         """Merge by three all-reduces, as Algorithm 3 of Tree Attention does: maximum, numerator and denominator."""
-        checksum, (out, lse) = form.partial(message)
+        checksum, (out, lse) = form.unpacked(message)
         peaks = torch.cat((checksum, lse.flatten()))
-        collective(self.axis, "merging", dist.all_reduce, peaks, dist.ReduceOp.MAX)
+        run_collective(self.axis, "merging", dist.all_reduce, peaks, dist.ReduceOp.MAX)
         peak = peaks[2:].view(lse.shape)
         denominator = torch.exp(lse - peak.masked_fill(peak == -torch.inf, 0.0))
         numerator = out * denominator.unsqueeze(-1)
-        collective(self.axis, "merging", dist.all_reduce, numerator)
-        collective(self.axis, "merging", dist.all_reduce, denominator)
+        run_collective(self.axis, "merging", dist.all_reduce, numerator)
+        run_collective(self.axis, "merging", dist.all_reduce, denominator)
         sent = sum(x.numel() * x.element_size() for x in (peaks, numerator, denominator))
         count_messages(1, 2 * (self.axis.size - 1) * sent // self.axis.size)  # bytes of a bandwidth-optimal all-reduce
         out = numerator / denominator.masked_fill(denominator == 0, 1.0).unsqueeze(-1)
@@ -126,7 +126,7 @@ class Transport:
         """Return the form in which a partial travels."""
         return form
 
-    def merges_whole(self, form: MessageForm) -> bool:
+    def merges_all_heads(self, form: MessageForm) -> bool:
         """Return whether one call merges all heads directly, sooner than each rank its own."""
         return False
 
@@ -156,14 +156,14 @@ class Transport:
         """
         size = len(message)
         buffers = [message.new_empty(2, self.receive_bytes(own_round.recv, message)) for own_round in own_rounds]
-        receives: list[Post] = [
+        receives: list[P2PMessage] = [
             (dist.irecv, own_round.recv, into[1]) for own_round, into in zip(own_rounds, buffers, strict=True)
         ]
         arrivals = [self.post([receive], "merging") for receive in receives] if self.posts_ahead else []
         sent: list[tuple[Tensor, list[Wait]]] = []  # a message has to live until it is sent
         for index, (own_round, buffer) in enumerate(zip(own_rounds, buffers, strict=True)):
             buffer[0, :size] = message
-            posts: list[Post] = [(dist.isend, peer, message) for peer in own_round.send]
+            posts: list[P2PMessage] = [(dist.isend, peer, message) for peer in own_round.send]
             waits = self.post(posts if self.posts_ahead else [receives[index], *posts], "merging")
             sent.append((message, waits))
             for wait in arrivals[index] if self.posts_ahead else waits:
@@ -175,13 +175,13 @@ class Transport:
         count_messages(len(own_rounds), size)
         return message
 
-    def swap(self, messages: Sequence[Tensor]) -> Tensor:
+    def all_to_all(self, messages: Sequence[Tensor]) -> Tensor:
         """Send `messages[p]` to each rank p. Return what comes from rank p in row p, as long as this rank's own."""
         index = self.axis.index
         own_message = messages[self.axis.index]
         sizes = {peer: self.receive_bytes(peer, own_message) for peer in range(self.axis.size) if peer != index}
         rows = own_message.new_empty(self.axis.size, max([len(own_message), *sizes.values()]))
-        posts: list[Post] = [(dist.irecv, peer, rows[peer, :size]) for peer, size in sizes.items()]
+        posts: list[P2PMessage] = [(dist.irecv, peer, rows[peer, :size]) for peer, size in sizes.items()]
         posts += [(dist.isend, peer, messages[peer]) for peer in sizes]
         waits = self.post(posts, "merging")
         rows[index, : len(own_message)] = own_message
@@ -197,67 +197,68 @@ class HostTransport(Transport):
     def __init__(self, axis: Axis, device: torch.device, mailboxes: Mailboxes) -> None:
         super().__init__(axis, device)
         self.mailboxes = mailboxes
-        self.is_whole = len(mailboxes.members) == axis.size
+        self.holds_all_ranks = len(mailboxes.members) == axis.size
 
-    def serves(self, peer: int, size: int, letters: int = 1) -> bool:
-        """Return whether a message of that size, to or from a rank, goes through the mailboxes in so many letters."""
-        return size <= letters * MESSAGE_BYTES and peer in self.mailboxes.members
+    def serves(self, peer: int, size: int, fragments: int = 1) -> bool:
+        """Return whether a message of that size, to or from a rank, goes through the mailboxes in so many fragments."""
+        return size <= fragments * MESSAGE_BYTES and peer in self.mailboxes.members
 
-    def post(self, posts: Sequence[Post], what: str, *, exact: bool = False) -> list[Wait]:
-        """Post messages all at once. With `exact` longer ones are cut in up to `MAX_LETTERS` letters."""
-        most_letters = MAX_LETTERS if exact else 1
-        far = list[Post]()
-        letters = list[Letter]()
-        failure_of = partial(failure, self.axis, what)
+    def post(self, posts: Sequence[P2PMessage], activity: str, *, is_fixed_size: bool = False) -> list[Wait]:
+        """Post messages all at once. Longer ones of a fixed size are cut in up to `MAX_FRAGMENTS`."""
+        max_fragments = MAX_FRAGMENTS if is_fixed_size else 1
+        far = list[P2PMessage]()
+        pending = list[PendingMessage]()
+        on_lost_peer = partial(disconnect_and_diagnose, self.axis, activity)
         for op, peer, x in posts:
-            if not self.serves(peer, x.nbytes, most_letters):
+            if not self.serves(peer, x.nbytes, max_fragments):
                 far.append((op, peer, x))
             elif x.numel():
                 for part in x.split(MESSAGE_BYTES) if x.nbytes > MESSAGE_BYTES else (x,):
-                    letters.append(Letter(self.mailboxes, peer, part, failure_of, sends=op is dist.isend, exact=exact))
-        waits = super().post(far, what) if far else []
-        if letters:
+                    sends = op is dist.isend
+                    pending.append(PendingMessage(self.mailboxes, peer, part, on_lost_peer, sends, is_fixed_size))
+        waits = super().post(far, activity) if far else []
+        if pending:
             try:
-                begin_letters(letters)
+                begin_pending(pending)
             except PeerLostError as error:
-                raise failure_of(error.peer, error) from error
-        for letter in letters:
-            waits.append(partial(finish_letter, letter))
+                raise on_lost_peer(error.peer, error) from error
+        for message in pending:
+            waits.append(partial(finish_pending, message))
         return waits
 
     def all_gather_ints(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return the values of all ranks, by the boards of one host."""
-        if not self.is_whole or len(numbers) > MAX_NUMBERS:
+        if not self.holds_all_ranks or len(numbers) > MAX_NUMBERS:
             return super().all_gather_ints(numbers)
         try:
             return self.mailboxes.all_gather(numbers)
         except PeerLostError as error:
-            raise failure(self.axis, "comparing calls", error.peer, error) from error
+            raise disconnect_and_diagnose(self.axis, "comparing calls", error.peer, error) from error
 
     def direct(self, message: Tensor, form: MessageForm) -> CheckedPartial:
         """Merge all messages of a host in one native call."""
-        if not self.merges_whole(form):
+        if not self.merges_all_heads(form):
             return super().direct(message, form)
         merge_in_host(message, *form.sizes, self.axis, self.mailboxes, None)
-        return form.partial(message)
+        return form.unpacked(message)
 
     def tree(self, message: Tensor, form: MessageForm, reproducible: bool, done: int = 0) -> CheckedPartial:
         """Merge messages by the rounds inside the host, which come first, in one native call."""
         if form.is_native and not reproducible:
-            own_rounds = rounds(self.axis, reproducible)[self.axis.index]
+            own_rounds = merge_rounds(self.axis, reproducible=reproducible)[self.axis.index]
             done = next(
                 (i for i, own_round in enumerate(own_rounds) if not self.mailboxes.holds(own_round)), len(own_rounds)
             )
             merge_in_host(message, *form.sizes, self.axis, self.mailboxes, own_rounds[:done])
         return super().tree(message, form, reproducible, done)
 
-    def merges_whole(self, form: MessageForm) -> bool:
+    def merges_all_heads(self, form: MessageForm) -> bool:
         """Return whether all ranks share the host, and the native library merges such messages."""
-        return self.is_whole and form.is_native
+        return self.holds_all_ranks and form.is_native
 
     def sends_in_turn(self, peer: int, message: Tensor) -> bool:
         """Return whether a message goes by sockets."""
-        return not self.serves(peer, message.nbytes, MAX_LETTERS)
+        return not self.serves(peer, message.nbytes, MAX_FRAGMENTS)
 
     def receive_bytes(self, peer: int, message: Tensor) -> int:
         """Return the message's own length in a mailbox, which has room for every message that it takes."""
@@ -277,7 +278,7 @@ class DeviceTransport(Transport):
         super().__init__(axis, device)
         if axis.group is not None and backends(axis.group).get(device.type) == "nccl":
             number = torch.zeros(1, device=device, dtype=torch.float32)
-            collective(
+            run_collective(
                 axis, "connecting", dist.all_gather, [torch.empty_like(number) for _ in range(axis.size)], number
             )
 
@@ -294,11 +295,11 @@ class DeviceTransport(Transport):
         return len(message)
 
     @cached_property
-    def memory(self) -> SymmetricMemory | None:
+    def memory(self) -> PeerMemory | None:
         """The memory that all GPUs write to, if there is one. All ranks ask for it at once, the first time."""
-        return symmetric_memory_of(self.axis, self.device)
+        return peer_memory_of(self.axis, self.device)
 
-    def memory_for(self, form: MessageForm) -> SymmetricMemory | None:
+    def memory_for(self, form: MessageForm) -> PeerMemory | None:
         """Return the memory if it takes such messages, with `out` in float32."""
         if form.lse_dtype != torch.float32 or self.memory is None:
             return None
@@ -306,9 +307,9 @@ class DeviceTransport(Transport):
 
     def form_of(self, form: MessageForm, merge: Merge) -> MessageForm:
         """Return the form of symmetric memory, if that takes the message."""
-        return _wide(form) if merge.pattern is Pattern.SWAP and self.memory_for(form) is not None else form
+        return _wide(form) if merge.pattern is Pattern.ALL_TO_ALL and self.memory_for(form) is not None else form
 
-    def merges_whole(self, form: MessageForm) -> bool:
+    def merges_all_heads(self, form: MessageForm) -> bool:
         """Return whether symmetric memory merges such messages."""
         return self.memory_for(form) is not None
 
@@ -323,7 +324,7 @@ def _wide(form: MessageForm) -> MessageForm:
     return form if form.out_dtype == form.lse_dtype else replace(form, out_dtype=form.lse_dtype)
 
 
-@cached_per_world()
+@collective_once
 def transport_of(axis: Axis, device: torch.device) -> Transport:
     """Return the transport of an axis for tensors of a device. All ranks of the axis make the first call at once."""
     if device.type != "cpu":
@@ -332,7 +333,7 @@ def transport_of(axis: Axis, device: torch.device) -> Transport:
     return Transport(axis, device) if mailboxes is None else HostTransport(axis, device, mailboxes)
 
 
-@cached_per_world()
+@collective_once
 def fastest_by_time(transport: Transport) -> Merge:
     """Return the fastest merge of a transport, measured at the first call, alike on all ranks.
 
@@ -341,7 +342,7 @@ def fastest_by_time(transport: Transport) -> Merge:
     ones alone, once a turn.
     """
     forms = [MessageForm((batch, 32, 1, 128), torch.float32, torch.float32) for batch in TRIAL_BATCHES]
-    in_one_host = transport.merges_whole(forms[0])
+    in_one_host = transport.merges_all_heads(forms[0])
     losses = []
     for form in forms if in_one_host else forms[:1]:
         own = _time_merges(transport, form, TRIAL_CALLS if in_one_host else 1)
@@ -402,23 +403,23 @@ def all_gather_texts(text: str, mesh: Mesh) -> list[str]:
     return [bytes(row[:n]).decode() for row, n in zip(all_gather_ints(padded, mesh), lengths, strict=True)]
 
 
-@cached_per_world()
+@collective_once
 def _transports(mesh: Mesh) -> list[Transport]:
     """Return the transports along the axes of several ranks, the innermost first."""
     mesh_hosts(mesh)  # cached now: after a failure the hosts of lost ranks cannot be found
     return [transport_of(axis, CPU) for axis in reversed(mesh.axes) if axis.size > 1]
 
 
-def enter_agreement(mesh: Mesh) -> None:
+def announce_comparison(mesh: Mesh) -> None:
     """Let ranks of the mesh that wait for a message of another call know that this one begins to compare its own."""
     for mailboxes in _mailboxes_of(mesh, len(WORLD.mailboxes)):
-        mailboxes.enter_agreement()
+        mailboxes.announce_comparison()
 
 
-def realign(mesh: Mesh) -> None:
+def drop_unreceived(mesh: Mesh) -> None:
     """Drop the messages that no call has received, between two exchanges of numbers."""
     for mailboxes in _mailboxes_of(mesh, len(WORLD.mailboxes)):
-        mailboxes.realign()
+        mailboxes.drop_unreceived()
 
 
 @cached_per_world(1024)

@@ -74,11 +74,11 @@ def widths_of(shares: tuple[float, ...], block: int) -> tuple[int, ...]:
     >>> widths_of((3, 1), 16), widths_of((1, 1), 16), widths_of((1000, 1), 16)
     ((24, 8), (16, 16), (1000, 1))
     """
-    whole = sum(shares)
-    multiple = ceil(round(whole / min(shares), 6))
+    total_share = sum(shares)
+    multiple = ceil(round(total_share / min(shares), 6))
     size = multiple * ceil(block * len(shares) / multiple)
     while True:
-        exact = [size * share / whole for share in shares]
+        exact = [size * share / total_share for share in shares]
         widths = _rounded(exact, size)
         if all(abs(width - wanted) <= CLOSE * wanted for width, wanted in zip(widths, exact, strict=True)):
             return widths

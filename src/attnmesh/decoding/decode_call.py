@@ -21,7 +21,7 @@ from attnmesh.decoding.step_arguments import StepInputs, StepOptions
 from attnmesh.decoding.step_checks import check_other_keys, checked_step, step_with_bias
 from attnmesh.decoding.step_op import decode_op, tensors_of
 from attnmesh.errors import DtypeError, KernelError, RankFailure, require
-from attnmesh.guard.argument_checks import check_comparison, warn_if_swapped
+from attnmesh.guard.argument_checks import check_compare_option, warn_if_transposed
 
 
 def decode(
@@ -102,7 +102,7 @@ def decode(
         except RankFailure:
             raise
         except Exception as error:  # others may be in the merge of the step already
-            agreement_on((cache,), options, checked).fail(error)
+            agreement_on((cache,), options, checked).raise_through_merge(error)
     caches = (cache,)
     signature = None
     prepared_step = None
@@ -112,7 +112,7 @@ def decode(
     if prepared_step is not None:
         return prepared_step.run(inputs, checked)
     with agreement_on(caches, options, checked):  # an error here poisons the merge of the others
-        check_comparison("decode", checked)
+        check_compare_option("decode", checked)
         step = checked_step(inputs, options, unsupported)
         check_other_keys(inputs, step)
         step = step_with_bias(inputs, distance_bias, step)
@@ -126,5 +126,5 @@ def decode(
         return cast(Tensor, decode_op(*tensors, *step.to_code()))
     with torch.no_grad():
         out = prepare_step(inputs, step, signature, cache.prepared_steps).run(inputs, checked)
-    warn_if_swapped("decode", q, cache.sizes.kv_heads)
+    warn_if_transposed("decode", q, cache.sizes.kv_heads)
     return out

@@ -16,7 +16,7 @@ from attnmesh.decoding.step_checks import checked_step, step_with_bias
 from attnmesh.guard.agreement import Agreement, may_compare
 from attnmesh.kernels.cache_view import DecodeQuery
 from attnmesh.mesh_attention.sharding import unshard
-from attnmesh.runtime.ranges import ATTENTION, in_range, is_profiled
+from attnmesh.runtime.ranges import ATTENTION, is_profiled, profiled_as
 
 AttendOtherKeys = Callable[[Tensor], Partial | None]
 """Returns attention of all queries over other keys of this rank."""
@@ -59,7 +59,7 @@ def decode_shard(
     view = cache.shard.view
     query = DecodeQuery(every, step.mask, step.scaling, step.capacity)
     attention = step.attention_for(every, view)
-    attend = in_range(ATTENTION, attention.attend) if is_profiled() else attention.attend
+    attend = profiled_as(ATTENTION, attention.attend) if is_profiled() else attention.attend
     partial = attend(query, [view], selected)
     if (other_keys := attend_other_keys(every)) is not None:
         partial = merge_partials([partial, other_keys])

@@ -27,12 +27,12 @@ from attnmesh.core.partial import Partial, sum_dtype, with_sinks
 from attnmesh.decoding.step_agreement import agreement_on, ask_in_step, compared_fields, runs_on_device
 from attnmesh.decoding.step_arguments import Compared, DecodeStep, StepInputs, gather_heads
 from attnmesh.errors import RankFailure
-from attnmesh.guard.agreement import MergeCall, is_capturing
+from attnmesh.guard.agreement import MergeDescription, is_capturing
 from attnmesh.kernels.cache_runs import CachedAttention
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery
 from attnmesh.kernels.traced import are_plain
 from attnmesh.runtime.memo import Memo
-from attnmesh.runtime.ranges import ATTENTION, MERGE, in_range, is_profiled
+from attnmesh.runtime.ranges import ATTENTION, MERGE, is_profiled, profiled_as
 
 
 @dataclass(eq=False)
@@ -77,7 +77,7 @@ class PreparedStep:
         block = step.block if step.reproducible else None
         lengths = None if key_lengths is None else key_lengths.to(q.device)
         query = DecodeQuery(q, step.mask, step.scaling, step.capacity, added, block, blank.partial, lengths, other_keys)
-        attend = in_range(ATTENTION, self.attention.attend) if is_profiled() else self.attention.attend
+        attend = profiled_as(ATTENTION, self.attention.attend) if is_profiled() else self.attention.attend
         partial = attend(query, views, selected)
         found: Any = None
         if not self.is_alone:
@@ -124,7 +124,7 @@ class HostMergedStep(PreparedStep):
         except RankFailure:
             raise
         except Exception as error:
-            agreement_on(inputs.caches, self.step, checked).fail(error)
+            agreement_on(inputs.caches, self.step, checked).raise_through_merge(error)
         if not is_equal and checked is not False:
             fields = functools.partial(compared_fields, inputs, self.step)
             agreement_on(inputs.caches, self.step, checked).raise_unequal(fields)
@@ -134,7 +134,7 @@ class HostMergedStep(PreparedStep):
         """Return the partial of all ranks, which is merged in its message, and whether their calls are equal."""
         tensors, call_hash, state = compared
         assert blank.message is not None
-        merge = in_range(MERGE, self.host_merge.run) if is_profiled() else self.host_merge.run
+        merge = profiled_as(MERGE, self.host_merge.run) if is_profiled() else self.host_merge.run
         is_equal = merge(blank.message, call_hash + state.tolist()[0], tensors)
         if not is_equal:
             partial.out.fill_(torch.nan)
@@ -153,13 +153,13 @@ class AgreedStep(PreparedStep):
         fields, ask = functools.partial(compared_fields, inputs, step), None
         if self.stays_on_device:
             ask = functools.partial(ask_in_step, step, q.new_empty(0), q.shape, step.value_dim)
-        call = MergeCall(self.compared_facts, fields, ask)
+        description = MergeDescription(self.compared_facts, fields, ask)
         agreement = agreement_on(inputs.caches, step, checked)
-        if not agreement.compare_before_merge(call):
+        if not agreement.compare_before_merge(description):
             return q.new_full(step.output_shape(q), torch.nan)
         with agreement:
             out, checksum = self.compute(inputs)
-        agreement.check_merged(call, checksum)
+        agreement.check_merged(description, checksum)
         return out
 
     def merge(self, partial: Partial, blank: BlankMessage, compared: Compared) -> tuple[Partial, Tensor]:

@@ -8,13 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.comm.p2p import meta_like, swap, swap_tokens
+from attnmesh.comm.p2p import all_to_all, all_to_all_tokens, meta_like
 from attnmesh.core.layout import Layout
 from attnmesh.core.partial import Partial, merge_partials
 from attnmesh.errors import ShapeError, require
 from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.runtime.memo import on_device
-from attnmesh.runtime.ranges import MERGE, in_range, is_profiled
+from attnmesh.runtime.ranges import MERGE, is_profiled, profiled_as
 from attnmesh.runtime.world import cached_per_world
 
 
@@ -49,23 +49,23 @@ class QueryOwners(NamedTuple):
     def gather_queries(self, q: Tensor) -> Tensor:
         """Return the queries of all tokens, of this rank's heads, from those of this rank's tokens."""
         if self.heads.size > 1:
-            q = torch.cat(swap_tokens(q.chunk(self.heads.size, 1), self.own, self.heads), 2)
-        q = torch.cat(swap_tokens([q] * self.token_axis.size, [*map(len, self.chunks)], self.token_axis), 2)
+            q = torch.cat(all_to_all_tokens(q.chunk(self.heads.size, 1), self.own, self.heads), 2)
+        q = torch.cat(all_to_all_tokens([q] * self.token_axis.size, [*map(len, self.chunks)], self.token_axis), 2)
         return q.index_select(2, on_device(self.order, q.device))
 
     def merge_at_owners(self, partial: Partial) -> Partial:
         """Return the merge of all ranks' partials, for the tokens of this rank's chunk."""
         returned = [tuple(x.index_select(2, on_device(chunk, x.device)) for x in partial) for chunk in self.chunks]
         own = tuple(meta_like(x, sum(self.own)) for x in partial)
-        merge = in_range(MERGE, merge_partials) if is_profiled() else merge_partials
-        return merge([Partial(*part) for part in swap(returned, [own] * self.token_axis.size, self.token_axis)])
+        merge = profiled_as(MERGE, merge_partials) if is_profiled() else merge_partials
+        return merge([Partial(*part) for part in all_to_all(returned, [own] * self.token_axis.size, self.token_axis)])
 
     def all_heads(self, out: Tensor) -> Tensor:
         """Return the outputs of all heads for this rank's tokens, from those of its heads for its chunk."""
         if self.heads.size == 1:
             return out
         count = self.own[self.heads.index]
-        return torch.cat(swap_tokens(out.split(self.own, 2), [count] * self.heads.size, self.heads), 1)
+        return torch.cat(all_to_all_tokens(out.split(self.own, 2), [count] * self.heads.size, self.heads), 1)
 
 
 @cached_per_world(1024)

@@ -27,7 +27,7 @@ from attnmesh.errors import (
     require,
 )
 from attnmesh.guard.agreement import may_compare
-from attnmesh.guard.argument_checks import check_comparison, warn_if_swapped
+from attnmesh.guard.argument_checks import check_compare_option, warn_if_transposed
 from attnmesh.mesh.axes import Axis
 from attnmesh.runtime.memo import Memo
 from attnmesh.runtime.world import cached_per_world
@@ -97,18 +97,18 @@ def decode_rows(
     except RankFailure:
         raise
     except Exception as error:  # others may be in the merge of the step already
-        agreement_on(caches, options, checked).fail(error)
+        agreement_on(caches, options, checked).raise_through_merge(error)
     inputs = StepInputs(q, caches, sinks)
     prepared = _prepared_steps_of(caches)
     signature, prepared_step = find_step(inputs, options, checked, prepared)
     if prepared_step is not None:
         return prepared_step.run(inputs, checked)
     with agreement_on(caches, options, checked):  # an error here poisons the merge of the others
-        check_comparison(SUBJECT, checked)
+        check_compare_option(SUBJECT, checked)
         step = _checked_step_of_rows(q, caches, sinks, options)
     with torch.no_grad():
         out = prepare_step(inputs, step, signature, prepared).run(inputs, checked)
-    warn_if_swapped(SUBJECT, q, first.sizes.kv_heads)
+    warn_if_transposed(SUBJECT, q, first.sizes.kv_heads)
     return out
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.cache.cache import KVCache
-from attnmesh.comm.p2p import swap_tokens
+from attnmesh.comm.p2p import all_to_all_tokens
 from attnmesh.comm.rank_merge import highest_checksum
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial
@@ -188,5 +188,5 @@ def gather_heads(out: Tensor, checksum: Tensor, step: DecodeStep, heads: int) ->
     if step.output != "heads":
         if out.device.type == "cpu" and float(checksum.sum()) != 0:  # shares may have other sizes, too
             return out.new_full((out.shape[0], heads, *out.shape[2:]), torch.nan), checksum
-        out = torch.cat(swap_tokens([out] * axis.size, [out.shape[2]] * axis.size, axis), 1)
+        out = torch.cat(all_to_all_tokens([out] * axis.size, [out.shape[2]] * axis.size, axis), 1)
     return torch.where(checksum.sum() == 0, out, torch.nan), checksum

@@ -34,7 +34,7 @@ from attnmesh.guard.argument_checks import (
     check_selection,
     check_sinks,
     check_unknown_options,
-    swap_first,
+    transpose_hint_first,
 )
 from attnmesh.kernels.cache_view import CacheView
 from attnmesh.kernels.choice import choose
@@ -68,7 +68,7 @@ def checked_step(
         raise ShapeError(f"{subject} q{of_row}", f"shape {shape}", f"{tuple(q.shape)}", fix)
     if q.shape[1] % sizes.kv_heads or not q.shape[1]:
         given = f"{q.shape[1]} query heads on {sizes.kv_heads} key heads"
-        fix = swap_first("pass the model's heads", q.shape[1] > 0 and q.shape[2] % sizes.kv_heads == 0)
+        fix = transpose_hint_first("pass the model's heads", q.shape[1] > 0 and q.shape[2] % sizes.kv_heads == 0)
         raise ShapeError(f"{subject} q{of_row}", "query heads a multiple of key heads", given, fix)
     sizes.check_dtype(f"{subject} q{of_row}", q, cache.device)
     check_mask(f"{subject} mask", options.mask)
@@ -191,7 +191,7 @@ def _check_lengths(q: Tensor, cache: KVCache, mask: Mask, subject: str, of_row: 
     if not cache.shards.holds(q.shape[2]):
         given = f"{q.shape[2]} queries and {cache.length} of {cache.sizes.capacity} tokens in the cache"
         fits = q.shape[2] % cache.sizes.kv_heads == 0 and cache.shards.holds(q.shape[1])
-        fix = swap_first(f"append before {subject}", fits)
+        fix = transpose_hint_first(f"append before {subject}", fits)
         raise ShapeError(f"{subject} q{of_row}", "as many queries as tokens in the cache, or fewer", given, fix)
     if sizes.mask is not None and not cache.shards.serves(cache.shards.known_length - q.shape[2]):
         floor = cache.shards.floor

@@ -13,7 +13,7 @@ from attnmesh.diffusers.family_plans import TokenPlan, plan_of
 from attnmesh.diffusers.state import MeshState, split_attention
 from attnmesh.errors import ModelError, require
 from attnmesh.guard.agreement import Agreement
-from attnmesh.guard.argument_checks import check_comparison
+from attnmesh.guard.argument_checks import check_compare_option
 from attnmesh.kernels.choice import check_kernel
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.schedule import check_exchange
@@ -69,7 +69,7 @@ def enable(
     with Agreement(axes, SUBJECT, fields):
         check_exchange(f"{SUBJECT} exchange", exchange)
         check_kernel(kernel)
-        check_comparison(SUBJECT, checked)
+        check_compare_option(SUBJECT, checked)
         _check_parallelism(model)
         plan = plan_of(model)
         _check_processors(model, plan)

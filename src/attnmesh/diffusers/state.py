@@ -15,7 +15,7 @@ from attnmesh.diffusers.diffusers_names import Attention, AttentionModuleMixin, 
 from attnmesh.diffusers.family_plans import TokenPlan, TokenSplit, modules_named
 from attnmesh.diffusers.tokens import Streams
 from attnmesh.errors import KernelError, ModelError, ShapeError
-from attnmesh.guard.agreement import CallRecord
+from attnmesh.guard.agreement import ComparedCalls
 from attnmesh.mesh.axes import Mesh
 
 SUBJECT = "attnmesh.diffusers forward"
@@ -42,7 +42,7 @@ class MeshState:
         device = torch.device(mesh.device_type)
         self.plan = plan
         self.streams = Streams(mesh)
-        self.calls = CallRecord(mesh, device, checked is not False)
+        self.calls = ComparedCalls(mesh, device, checked is not False)
         self.compares_values = checked is True or device.type == "cpu"  # elsewhere the CPU would wait for them
         self.processors: dict[Any, Any] = {module: module.processor for module in split_attention(model, plan).values()}
         self.modules = {name: modules_named(model, name) for name in (*plan.splits, *plan.gathers)}

@@ -59,7 +59,7 @@ def combine(
     try:
         _check_partials(partial_output, partial_lse, seq_lens, query_start_loc)
     except InputError as error:
-        merge_agreement((partial_output, partial_lse), axis, how, output).fail(error)
+        merge_agreement((partial_output, partial_lse), axis, how, output).raise_through_merge(error)
     lse = partial_lse.to(sum_dtype(partial_output.dtype))
     lse = lse.masked_fill(~lse.isfinite(), -torch.inf)  # kernels mark rows without keys by NaN or either infinity
     if seq_lens is not None:

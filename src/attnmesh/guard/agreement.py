@@ -18,15 +18,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attnmesh import errors
-from attnmesh.comm.topology import whole_mailboxes
-from attnmesh.comm.transport import all_gather_ints, all_gather_texts, enter_agreement, realign, transport_of
+from attnmesh.comm.topology import mailboxes_of_all_ranks
+from attnmesh.comm.transport import (
+    all_gather_ints,
+    all_gather_texts,
+    announce_comparison,
+    drop_unreceived,
+    transport_of,
+)
 from attnmesh.errors import InputError, MeshError, RankFailure, UnforeseenError
 from attnmesh.kernels.triton_runtime import interpreted
-from attnmesh.mesh.axes import Axis, Mesh, mesh_of
+from attnmesh.mesh.axes import Axis, Mesh, mesh_of_axis
 from attnmesh.mesh.merge_cost import AGREEMENT_PAYLOAD
 from attnmesh.mesh.merges import is_collective
 from attnmesh.runtime.memo import Memo
-from attnmesh.runtime.world import cached_per_world
+from attnmesh.runtime.world import collective_once
 
 Fields = Mapping[str, object] | Callable[[], Mapping[str, object]] | str
 """Arguments that must be equal: by name, or what returns them once they are checked, or the text of the call."""
@@ -42,7 +48,7 @@ VERSIONS = "versions: "
 MAX_NAMED_HOSTS = 3
 """Hosts that a row of the table names."""
 
-SHARED = "raised_on_all_ranks"
+RAISED_ON_ALL_RANKS = "raised_on_all_ranks"
 """Attribute of an error that all ranks of a mesh raise, so that none shares it again with ranks that have left."""
 
 
@@ -76,10 +82,10 @@ class Agreement:
         fields: Fields = dict,
         *,
         is_compared: bool = True,
-        compared_calls: Memo[bool] | None = None,
+        known_calls: Memo[bool] | None = None,
     ) -> None:
         self.mesh, self.name, self.fields, self.is_compared = mesh, name, fields, is_compared
-        self.compared_calls = compared_calls  # gets the name of the call
+        self.known_calls = known_calls  # gets the name of the call
         self.is_over = False  # True once ranks compare: the end of the `with` has nothing to say
 
     def __enter__(self) -> Self:
@@ -91,7 +97,7 @@ class Agreement:
         if error is None:
             self.compare()
         elif isinstance(error, Exception) and not isinstance(error, RankFailure):
-            self.fail(error)
+            self.raise_on_all(error)
 
     def compare(self, fields: Fields | None = None, payload: Sequence[int] = ()) -> list[list[int]]:
         """Return the payloads of all ranks by shard, if all make this call; else raise the same error on all.
@@ -107,13 +113,13 @@ class Agreement:
             fields = fields() if callable(fields) else fields
             text = fields if isinstance(fields, str) else describe_call(self.name, **fields)
         except Exception as error:
-            self.fail(error)
-        payloads = self._exchange(text, payload)
-        if self.compared_calls is not None:
-            self.compared_calls.keep(self.name, True)
+            self.raise_on_all(error)
+        payloads = self._compare_texts(text, payload)
+        if self.known_calls is not None:
+            self.known_calls.keep(self.name, True)
         return payloads
 
-    def fail(self, error: Exception) -> NoReturn:
+    def raise_on_all(self, error: Exception) -> NoReturn:
         """Raise an error of this rank, on all ranks if they compare the call.
 
         It is compared in place of the call. No text of a call equals it. All raise the error of the first shard that
@@ -125,28 +131,28 @@ class Agreement:
                 given = " ".join(f"{type(error).__name__}: {error}".split())
                 fix = "see the error of the rank that raised"
                 shared = UnforeseenError(self.name, "what each rank can do", given, fix)
-            self._exchange(SEPARATOR.join((type(shared).__name__, *shared.args)), error=error)
+            self._compare_texts(SEPARATOR.join((type(shared).__name__, *shared.args)), error=error)
         raise error
 
     def raise_unequal(self) -> NoReturn:
         """Raise on all ranks, whose merge has shown that their numbers differ."""
         self.compare()
         all_gather_ints([0], self.mesh)  # a barrier: all are out of the merge
-        realign(self.mesh)  # messages of a call that some rank broke off
+        drop_unreceived(self.mesh)  # messages of a call that some rank broke off
         all_gather_ints([0], self.mesh)  # a barrier: no rank sends before all have dropped them
         given, fix = "different checksums of equal calls", "report this bug, with the arguments of each rank"
         raise MeshError(self.name, "the same checksum on every rank", given, fix)
 
-    def _exchange(self, text: str, payload: Sequence[int] = (), error: Exception | None = None) -> list[list[int]]:
+    def _compare_texts(self, text: str, payload: Sequence[int] = (), error: Exception | None = None) -> list[list[int]]:
         """Return the payloads of all ranks by shard, if all say this text; else raise the same error on all."""
         assert len(payload) <= AGREEMENT_PAYLOAD
         self.is_over = True
-        enter_agreement(self.mesh)
+        announce_comparison(self.mesh)
         padded = [*payload, *[0] * (AGREEMENT_PAYLOAD - len(payload))]
         table = all_gather_ints([hash_of_call(text), error is not None, *padded], self.mesh)
         hashes, failed, *_ = zip(*table, strict=True)
         if any(failed) or len(set(hashes)) > 1:
-            realign(self.mesh)  # a merge along a tree sends other messages than one that is direct
+            drop_unreceived(self.mesh)  # a merge along a tree sends other messages than one that is direct
             texts = all_gather_texts(text, self.mesh)
             ranks = all_gather_ints([dist.get_rank() if dist.is_initialized() else 0], self.mesh)
             if error is not None and not isinstance(error, InputError):
@@ -155,31 +161,31 @@ class Agreement:
         return [row[2 : 2 + len(payload)] for row in table]
 
 
-class CallRecord:
+class ComparedCalls:
     """The calls on one object that its ranks have compared, by its `checked`: always, never, or when they are new.
 
     On a GPU, ranks that know a call begin its exchange without a comparison, and a rank to which it is new would wait
     for them in vain. So there the first call on the object is compared at once. A later one that ends in a merge joins
-    the exchange of the others first, with a question: see `MergeAgreement`.
+    the merge of the others first, with a question: see `MergeAgreement`.
     """
 
     def __init__(self, mesh: Mesh, device: torch.device, checked: bool | None) -> None:
         self.mesh, self.device, self.checked = mesh, device, checked
         self.is_alone = mesh.ranks == 1
-        self.compared_calls: Memo[bool] = Memo()  # by name, or by compared facts
-        self.last_facts: object = None  # compared facts of the last call that asked, or need not ask
-        self.last_exchange: Callable[[], Tensor] | None = None
+        self.known: Memo[bool] = Memo()  # by name, or by compared facts
+        self.last_known: object = None  # compared facts of the last call that asked, or need not ask
+        self.repeat_last_merge: Callable[[], Tensor] | None = None
         """Replays the last merge whose checksum stayed on the device, sending `QUESTION`. Returns the merged one."""
 
     def will_compare(self, name: str, *, always: bool = False) -> bool:
         """Return whether ranks compare the next call of this name."""
         if self.is_alone:
             return False
-        is_new = not self.compared_calls if self.device.type == "cuda" else name not in self.compared_calls
+        is_new = not self.known if self.device.type == "cuda" else name not in self.known
         compares = always or (is_new if self.checked is None else self.checked)
         return compares and may_compare(self.device)
 
-    def fail(self, name: str, error: InputError) -> NoReturn:
+    def raise_uncompared(self, name: str, error: InputError) -> NoReturn:
         """Raise an error of this rank in a call that ranks do not compare, such as a later `append`.
 
         ranks                          who raises
@@ -187,16 +193,16 @@ class CallRecord:
         any others, or checked=False   this rank: they would wait for its message, and not for its comparison
         """
         tells = self.device.type == "cpu" and not self.is_alone and self.checked is not False
-        whole = tells and all(whole_mailboxes(axis) is not None for axis in self.mesh.axes if axis.size > 1)
-        Agreement(self.mesh, name, is_compared=whole).fail(error)
+        share_host = tells and all(mailboxes_of_all_ranks(axis) is not None for axis in self.mesh.axes if axis.size > 1)
+        Agreement(self.mesh, name, is_compared=share_host).raise_on_all(error)
 
     def agreement(self, name: str, fields: Fields = dict, *, always: bool = False) -> Agreement:
         """Return the agreement on the next call of this name."""
         is_compared = self.will_compare(name, always=always)
-        return Agreement(self.mesh, name, fields, is_compared=is_compared, compared_calls=self.compared_calls)
+        return Agreement(self.mesh, name, fields, is_compared=is_compared, known_calls=self.known)
 
 
-class MergeCall(NamedTuple):
+class MergeDescription(NamedTuple):
     """A call that ends in a merge, as ranks compare it."""
 
     facts: Hashable  # all that a call needs to be known
@@ -218,7 +224,7 @@ class MergeAgreement:
 
     An error of one rank is raised there. The others raise it too where the table says so, and get NaN elsewhere.
 
-    A rank asks by the last exchange: it repeats that, with a question in place of a checksum. The maximum of the
+    A rank asks by the last merge: it repeats that, with a question in place of a checksum. The maximum of the
     checksums says whether all ranks ask.
 
     Merges by a collective, which hang or crash on messages of unequal sizes, are compared before, on CPUs too.
@@ -226,24 +232,24 @@ class MergeAgreement:
     The `with` compares nothing. It tells the other ranks of an error of this one, for which they would wait. `poison`
     takes part in the merge without a call, so that they find it.
 
-        if agreement.compare_before_merge(call):
+        if agreement.compare_before_merge(description):
             with agreement:
-                out, checksum = merge(partial, hash_of_call(call.facts))
-            agreement.check_merged(call, checksum)
+                out, checksum = merge(partial, hash_of_call(description.facts))
+            agreement.check_merged(description, checksum)
     """
 
     def __init__(
         self,
-        calls: CallRecord,
+        calls: ComparedCalls,
         device: torch.device,
-        merge: str,
+        merge_name: str,
         checked: bool | None,
         name: str,
         poison: Callable[[], object],
     ) -> None:
-        self.calls, self.merge, self.checked, self.name, self.poison = calls, merge, checked, name, poison
+        self.calls, self.merge_name, self.checked, self.name, self.poison = calls, merge_name, checked, name, poison
         self.is_compared = not calls.is_alone and may_compare(device)
-        self.checksum_stays_on_device = device.type != "cpu" or interpreted() or calls.last_exchange is not None
+        self.checksum_stays_on_device = device.type != "cpu" or interpreted() or calls.repeat_last_merge is not None
         """True if no CPU reads the merged checksum. So a rank asks about a call that is new to it.
 
         True on GPUs, when GPU kernels are interpreted on a CPU, and once it was True of an earlier call on the object.
@@ -253,69 +259,70 @@ class MergeAgreement:
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if isinstance(error, Exception) and not isinstance(error, RankFailure):
-            self.fail(error)
+            self.raise_through_merge(error)
 
-    def compare_before_merge(self, call: MergeCall) -> bool:
+    def compare_before_merge(self, description: MergeDescription) -> bool:
         """Compare a call where ranks ask, or its messages need it. Return False if this rank asked and not all did.
 
         On a CPU nothing is sent here, but for a merge by a collective.
         """
         # A CPU that reads the checksum compares each call.
         on_device = self.checksum_stays_on_device
-        is_known = on_device and call.ask is not None and call.facts in self.calls.compared_calls
+        is_known = on_device and description.ask is not None and description.facts in self.calls.known
         if self.is_compared and (not is_known if self.checked is None else self.checked):
             if on_device and not self.ask_all_ranks():
                 return False
-            if on_device or is_collective(self.merge):
-                Agreement(self.calls.mesh, self.name, call.fields).compare()
+            if on_device or is_collective(self.merge_name):
+                Agreement(self.calls.mesh, self.name, description.fields).compare()
         return True
 
-    def check_merged(self, call: MergeCall, checksum: Tensor) -> None:
+    def check_merged(self, description: MergeDescription, checksum: Tensor) -> None:
         """Raise on all ranks if the merged checksum shows that their calls differ.
 
         Where no CPU reads it, keep how to repeat the messages instead.
         """
         if not self.checksum_stays_on_device:
             if self.is_compared and self.checked is not False and float(checksum.sum()) != 0:
-                self.raise_unequal(call.fields)
-        elif call.facts != self.calls.last_facts:
-            self.calls.compared_calls.keep(call.facts, True)
-            self.calls.last_facts, self.calls.last_exchange = call.facts, call.ask or self.calls.last_exchange
+                self.raise_unequal(description.fields)
+        elif description.facts != self.calls.last_known:
+            calls = self.calls
+            calls.known.keep(description.facts, True)
+            calls.last_known, calls.repeat_last_merge = description.facts, description.ask or calls.repeat_last_merge
 
     def raise_unequal(self, fields: Fields) -> NoReturn:
         """Raise on all ranks, whose merge has shown that their calls differ."""
         Agreement(self.calls.mesh, self.name, fields).raise_unequal()
 
     def ask_all_ranks(self) -> bool:
-        """Repeat the last exchange, in which ranks wait that know their call. Return whether all ranks ask."""
-        repeat = self.calls.last_exchange
+        """Repeat the last merge, in which ranks wait that know their call. Return whether all ranks ask."""
+        repeat = self.calls.repeat_last_merge
         return repeat is None or float(repeat().sum()) == 0
 
-    def fail(self, error: Exception) -> NoReturn:
+    def raise_through_merge(self, error: Exception) -> NoReturn:
         """Raise an error of this rank, and let the others raise it or get NaN, as the table of the class says.
 
         An error that all ranks raise already, as of an append within the call, is raised as it is: none waits.
         """
-        if hasattr(error, SHARED):
+        if hasattr(error, RAISED_ON_ALL_RANKS):
             raise error
         is_shared = self.is_compared and self.checked is not False
         if self.is_compared and self.checksum_stays_on_device:
             if is_shared:
                 is_shared = self.ask_all_ranks()
             else:
-                (self.calls.last_exchange or self.poison)()
-        elif self.is_compared and not is_collective(self.merge):
+                (self.calls.repeat_last_merge or self.poison)()
+        elif self.is_compared and not is_collective(self.merge_name):
             self.poison()
-        Agreement(self.calls.mesh, self.name, is_compared=is_shared).fail(error)
+        Agreement(self.calls.mesh, self.name, is_compared=is_shared).raise_on_all(error)
 
 
-@cached_per_world()
+@collective_once
 def prepare_merges(axis: Axis) -> None:
     """Let the ranks of an axis of CPUs find out how they merge, before the first of them does.
 
     They compare this first: else its exchanges could meet those of another call.
     """
-    Agreement(mesh_of(axis), "the first merge along an axis").compare()
+    Agreement(mesh_of_axis(axis), "the first merge along an axis").compare()
     transport_of(axis, torch.device("cpu")).fastest()
 
 
@@ -354,7 +361,7 @@ def _raise(texts: Sequence[str], failed: Sequence[int], ranks: Sequence[int]) ->
 
 def _marked(error: Exception) -> Exception:
     """Return an error with the mark that all ranks raise it."""
-    setattr(error, SHARED, True)
+    setattr(error, RAISED_ON_ALL_RANKS, True)
     return error
 
 

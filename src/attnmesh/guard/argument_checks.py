@@ -18,7 +18,6 @@ from attnmesh.errors import (
     KernelError,
     ShapeError,
     check_choice,
-    require,
     short,
     warn_once,
 )
@@ -26,13 +25,13 @@ from attnmesh.mesh.merges import MERGES, OUTPUTS
 
 SHAPE = "(batch, heads, length, dim)"
 
-SWAP_HINT = "if these are (batch, length, heads, dim), pass x.transpose(1, 2)"
+TRANSPOSE_HINT = "if these are (batch, length, heads, dim), pass x.transpose(1, 2)"
 
 MAX_HEADS = 256
 """More query heads than released models have: Falcon-180B has 232, Llama 3.1 405B and DeepSeek-V3 have 128."""
 
-MAX_SWAPPED_LENGTH = 128
-"""The longest q that may be swapped: beyond it, a length is too large to be a number of heads."""
+MAX_TRANSPOSED_LENGTH = 128
+"""The longest q that may be transposed: beyond it, a length is too large to be a number of heads."""
 
 WRAP = "pass am.Selection(indices), indices of dtype torch.int32"
 
@@ -178,8 +177,9 @@ def check_key_lengths(subject: str, key_lengths: Tensor | None, batch: int, *, o
 def check_lengths_within(subject: str, key_lengths: Tensor | None, keys: int) -> None:
     """Raise if a sequence has more real keys than there are keys."""
     if key_lengths is not None and len(key_lengths) and not torch.compiler.is_compiling():
-        most = int(key_lengths.max())
-        require(most <= keys, ShapeError, subject, f"at most {keys}, the number of keys", str(most), "count real keys")
+        longest = int(key_lengths.max())
+        if longest > keys:
+            raise ShapeError(subject, f"at most {keys}, the number of keys", str(longest), "count real keys")
 
 
 def check_selection(
@@ -192,14 +192,15 @@ def check_selection(
     """
     if selected is None:
         return
-    require(isinstance(selected, Selection), DtypeError, subject, "a Selection", type(selected).__name__, WRAP)
+    if not isinstance(selected, Selection):
+        raise DtypeError(subject, "a Selection", type(selected).__name__, WRAP)
     x = selected.indices
     plain = isinstance(x, Tensor) and type(x).__name__ != "DTensor" and x.layout == torch.strided and not x.is_nested
-    given = str(x.dtype) if plain else type(x).__name__
-    require(plain and x.dtype == torch.int32, DtypeError, f"{subject} indices", "a tensor of torch.int32", given, WRAP)
+    if not plain or x.dtype != torch.int32:
+        given = str(x.dtype) if plain else type(x).__name__
+        raise DtypeError(f"{subject} indices", "a tensor of torch.int32", given, WRAP)
     batch = len(q)
     queries = q.shape[2]
-    expected = f"shape ({batch}, 1 or {kv_heads}, {queries}, 1 or more)"
     if x.ndim != 4:
         fix = "add the missing dims: (batch, key heads, queries, selected)"
     elif (x.shape[0], x.shape[2]) != (batch, queries):
@@ -208,10 +209,13 @@ def check_selection(
         fix = "pass one row a key head, or one for all"
     else:
         fix = "" if x.shape[3] else "select at least one key for each query, 2**31 - 1 for none"
-    require(not fix, ShapeError, f"{subject} indices", expected, f"shape {tuple(x.shape)}", fix)
+    if fix:
+        expected = f"shape ({batch}, 1 or {kv_heads}, {queries}, 1 or more)"
+        raise ShapeError(f"{subject} indices", expected, f"shape {tuple(x.shape)}", fix)
     check_one_device(subject, {"indices": x, "q": q})
-    fix = 'leave it at "auto": selected keys have a kernel of their own'
-    require(kernel in ("auto", "reference"), KernelError, f"{subject} with kernel", "auto or reference", kernel, fix)
+    if kernel not in ("auto", "reference"):
+        fix = 'leave it at "auto": selected keys have a kernel of their own'
+        raise KernelError(f"{subject} with kernel", "auto or reference", kernel, fix)
     if x.device.type == "cpu" and not torch.compiler.is_compiling() and bool((faulty := selected.faulty(keys)).any()):
         lowest = int(x[faulty].min())
         highest = selected.highest()
@@ -230,16 +234,15 @@ def check_distance_bias(
         return
     subject = f"{subject} distance_bias"
     check_tensor(subject, bias)
-    require(
-        bias.is_floating_point(), DtypeError, subject, "a tensor of floats", str(bias.dtype), "cast it to q's dtype"
-    )
-    plain = type(bias).__name__ != "DTensor"
-    fix = "pass distance_bias.to_local(), the rows of this rank's queries"
-    require(plain, DtypeError, subject, "a plain tensor", "a DTensor", fix)
-    expected, given = f"shape {(*q.shape[:3], 'distances')}", f"{tuple(bias.shape)}"
-    fix = "expand a bias of each head: bias[None, :, None].expand(batch, -1, length, -1)"
-    fits = bias.ndim == 4 and bias.shape[:3] == q.shape[:3] and bias.shape[3] > 0
-    require(fits, ShapeError, subject, expected, given, fix)
+    if not bias.is_floating_point():
+        raise DtypeError(subject, "a tensor of floats", str(bias.dtype), "cast it to q's dtype")
+    if type(bias).__name__ == "DTensor":
+        fix = "pass distance_bias.to_local(), the rows of this rank's queries"
+        raise DtypeError(subject, "a plain tensor", "a DTensor", fix)
+    if bias.ndim != 4 or bias.shape[:3] != q.shape[:3] or bias.shape[3] == 0:
+        expected, given = f"shape {(*q.shape[:3], 'distances')}", f"{tuple(bias.shape)}"
+        fix = "expand a bias of each head: bias[None, :, None].expand(batch, -1, length, -1)"
+        raise ShapeError(subject, expected, given, fix)
     check_one_device(subject, {"distance_bias": bias, "q": q})
     for fits, expected, given in (
         (kernel in ("auto", "reference"), 'kernel="auto" or "reference"', f"kernel={kernel!r}"),
@@ -247,12 +250,14 @@ def check_distance_bias(
         (not scaling.capped, "no softcap= beside it", f"softcap={scaling.softcap}"),
         (scaling.scale > 0, "a positive scale", f"{scaling.scale}"),
     ):
-        require(fits, KernelError, subject, expected, given, "leave one of them out")
+        if not fits:
+            raise KernelError(subject, expected, given, "leave one of them out")
 
 
-def check_merge(subject: str, merge: str, output: str) -> None:
-    """Raise unless `merge` names a merge and `output` names an output."""
-    check_choice(f"{subject} {'how' if subject == 'merge_across' else 'merge'}", merge, ("auto", *MERGES), 'use "auto"')
+def check_merge(subject: str, merge_name: str, output: str) -> None:
+    """Raise unless `merge_name` names a merge and `output` an output."""
+    option = "how" if subject == "merge_across" else "merge"
+    check_choice(f"{subject} {option}", merge_name, ("auto", *MERGES), 'use "auto"')
     check_choice(f"{subject} output", output, OUTPUTS, 'use "replicated"')
 
 
@@ -263,7 +268,7 @@ def check_dtype(subject: str, dtype: object, fix: str) -> None:
         raise DtypeError(subject, f"None or one of {', '.join(DTYPE_NAMES)}", repr(dtype), fix)
 
 
-def check_comparison(subject: str, checked: object) -> None:
+def check_compare_option(subject: str, checked: object) -> None:
     """Raise unless `checked`, which says whether ranks compare calls, is None, True or False."""
     if checked is not None and not isinstance(checked, bool):
         fix = "leave it out, or pass True to compare every call across ranks"
@@ -306,25 +311,28 @@ def heads_and_length(x: object) -> tuple[int, int]:
     return (x.shape[1], x.shape[2]) if isinstance(x, Tensor) and x.ndim == 4 else (0, 0)
 
 
-def with_swap_hint(error: InputError, q: tuple[int, int], k: tuple[int, int], *, first: bool = False) -> InputError:
-    """Return the error, with `SWAP_HINT` last or first in its fix if q and k seem to be in flash-attn's order.
+def with_transpose_hint(
+    error: InputError, q_sizes: tuple[int, int], k_sizes: tuple[int, int], *, hint_first: bool = False
+) -> InputError:
+    """Return the error, with `TRANSPOSE_HINT` last or first in its fix if q and k seem to be in flash-attn's order.
 
-    `q` and `k` are (heads, length) as passed. They seem swapped if k has more heads than keys, and the number of keys
-    would divide q's heads, as passed or swapped, as a number of key heads.
+    Sizes are (heads, length) as passed. They seem transposed if k has more heads than keys, and the number of keys
+    would divide q's heads, as passed or transposed, as a number of key heads.
     """
-    keys = k[1]
-    if not 0 < keys < k[0] or (q[0] % keys and q[1] % keys):
+    key_heads, keys = k_sizes
+    if not 0 < keys < key_heads or all(size % keys for size in q_sizes):
         return error
     subject, expected, given, fix = error.args
-    return type(error)(subject, expected, given, swap_first(fix, True) if first else f"{fix}; {SWAP_HINT}")
+    fix = transpose_hint_first(fix, True) if hint_first else f"{fix}; {TRANSPOSE_HINT}"
+    return type(error)(subject, expected, given, fix)
 
 
-def swap_first(fix: str, fits: bool) -> str:
-    """Return the fix, after `SWAP_HINT` if the dims fit the other way round."""
-    return f"{SWAP_HINT}; if not, {fix}" if fits else fix
+def transpose_hint_first(fix: str, fits: bool) -> str:
+    """Return the fix, after `TRANSPOSE_HINT` if the dims fit the other way round."""
+    return f"{TRANSPOSE_HINT}; if not, {fix}" if fits else fix
 
 
-def warn_if_swapped(subject: str, q: Tensor, key_heads: int) -> None:
+def warn_if_transposed(subject: str, q: Tensor, key_heads: int) -> None:
     """Warn once if a valid call very likely has its dims in flash-attn's order.
 
     Such a q has more heads than any model, and a length that is a multiple of `key_heads`. A decode step of 1 to 16
@@ -333,6 +341,6 @@ def warn_if_swapped(subject: str, q: Tensor, key_heads: int) -> None:
     if torch.compiler.is_compiling():
         return
     _, heads, length, _ = q.shape
-    if heads > MAX_HEADS and 0 < length <= MAX_SWAPPED_LENGTH and key_heads > 0 and length % key_heads == 0:
-        given = f"q has more than {MAX_HEADS} heads and at most {MAX_SWAPPED_LENGTH} tokens in dims {SHAPE}"
-        warn_once(f"{subject}: {given}; {SWAP_HINT}.")
+    if heads > MAX_HEADS and 0 < length <= MAX_TRANSPOSED_LENGTH and key_heads > 0 and length % key_heads == 0:
+        given = f"q has more than {MAX_HEADS} heads and at most {MAX_TRANSPOSED_LENGTH} tokens in dims {SHAPE}"
+        warn_once(f"{subject}: {given}; {TRANSPOSE_HINT}.")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnmesh.core.layout import Layout, Zigzag
 from attnmesh.core.mask import Mask
-from attnmesh.errors import LayoutError, require
+from attnmesh.errors import LayoutError
 from attnmesh.mesh.axes import Mesh
 from attnmesh.runtime.world import cached_per_world
 
@@ -29,17 +29,19 @@ class ShardMark(NamedTuple):
     def check(self, subject: str, layout: Layout | str, mask: Mask, mesh: Mesh, dim: int) -> None:
         """Raise unless the shard was cut like this."""
         expected_layout = unpriced_layout(layout, mask, mesh.ranks)
-        fix = "pass the layout that am.shard got"
-        fits = expected_layout is None or expected_layout == self.layout
-        require(fits, LayoutError, subject, f"a shard of {expected_layout}", f"one of {self.layout}", fix)
-        fits = expected_layout is not None or self.mask in (None, mask)
-        fix = "pass one mask to am.shard and to this call"
-        require(fits, LayoutError, subject, f'a shard of layout="auto" for {mask}', f"one for {self.mask}", fix)
-        expected_shard, own_shard = (f"shard {axes.shard_index} of {axes.ranks}" for axes in (mesh, self.mesh))
-        fix = "call am.shard with the mesh of this call"
-        require(own_shard == expected_shard, LayoutError, subject, expected_shard, own_shard, fix)
-        given, fix = f"one cut along dim {self.dim}", f"call am.shard with dim={dim} on the whole tensor"
-        require(self.dim == dim, LayoutError, subject, f"a shard cut along dim {dim}", given, fix)
+        if expected_layout is not None and expected_layout != self.layout:
+            fix = "pass the layout that am.shard got"
+            raise LayoutError(subject, f"a shard of {expected_layout}", f"one of {self.layout}", fix)
+        if expected_layout is None and self.mask not in (None, mask):
+            fix = "pass one mask to am.shard and to this call"
+            raise LayoutError(subject, f'a shard of layout="auto" for {mask}', f"one for {self.mask}", fix)
+        expected_shard, marked_shard = (f"shard {axes.shard_index} of {axes.ranks}" for axes in (mesh, self.mesh))
+        if marked_shard != expected_shard:
+            fix = "call am.shard with the mesh of this call"
+            raise LayoutError(subject, expected_shard, marked_shard, fix)
+        if self.dim != dim:
+            given, fix = f"one cut along dim {self.dim}", f"call am.shard with dim={dim} on the whole tensor"
+            raise LayoutError(subject, f"a shard cut along dim {dim}", given, fix)
 
     def cuts_again(self, mesh: Mesh, dim: int) -> bool:
         """Return whether `shard` on this mesh, along this dim, would cut the shard once more."""
@@ -68,17 +70,16 @@ def _forget(key: int) -> None:
 def check_not_cut(subject: str, arguments: Mapping[str, object], fix: str) -> None:
     """Raise if one of these is a shard of several ranks."""
     for name, mark in _marks(arguments).items():
-        given = f"a shard of {mark.mesh.ranks} ranks"
-        require(mark.mesh.ranks == 1, LayoutError, f"{subject} {name}", "all tokens", given, fix)
+        if mark.mesh.ranks > 1:
+            raise LayoutError(f"{subject} {name}", "all tokens", f"a shard of {mark.mesh.ranks} ranks", fix)
 
 
 def check_equal_cuts(subject: str, arguments: Mapping[str, object]) -> None:
     """Raise if these are shards of several layouts."""
     marks = _marks(arguments)
-    given = ", ".join(f"{name} of {mark.layout}" for name, mark in marks.items())
-    fits = len({mark.layout for mark in marks.values()}) < 2
-    fix = "cut them with one layout"
-    require(fits, LayoutError, subject, "shards of one layout", given, fix)
+    if len({mark.layout for mark in marks.values()}) > 1:
+        given = ", ".join(f"{name} of {mark.layout}" for name, mark in marks.items())
+        raise LayoutError(subject, "shards of one layout", given, "cut them with one layout")
 
 
 def unpriced_layout(layout: Layout | str, mask: Mask, ranks: int) -> Layout | None:

@@ -22,7 +22,7 @@ from attnmesh.hf.models import SUBJECT
 from attnmesh.hf.shards import Shards
 from attnmesh.kernels.local_op import run_attend
 from attnmesh.mesh_attention.attention import attention
-from attnmesh.mesh_attention.call_arguments import Call, Options
+from attnmesh.mesh_attention.attention_arguments import AttentionArguments, AttentionOptions
 from attnmesh.mesh_attention.prompt import attend_prompt
 
 
@@ -115,10 +115,10 @@ def _prefill(q: Tensor, pending: PendingKV, layer: LayerCall, shards: Shards, is
     if not shards.has_prefix:
         scale, softcap, bias = layer.scores
         settings = cache.exchange, cache.kernel, scale, softcap, shards.length, shards.length, None
-        options = Options(shards.mask_of(layer.mask), shards.layout, shards.layout, *settings)
-        call = Call(q, pending.k, pending.v, layer.sinks, None, options, layer.selected, bias)
+        options = AttentionOptions(shards.mask_of(layer.mask), shards.layout, shards.layout, *settings)
+        arguments = AttentionArguments(q, pending.k, pending.v, layer.sinks, None, options, layer.selected, bias)
         other_keys = pending.layer.other_keys(q, scale)
-        out = attend_prompt(call, shards.mesh, cache.checked, pending.projected_latents, other_keys)
+        out = attend_prompt(arguments, shards.mesh, cache.checked, pending.projected_latents, other_keys)
     if is_new:
         store_shard(kv, *pending.stored, shards)
     return _attend_stored(q, pending, kv, layer, shards) if shards.has_prefix else out

@@ -84,7 +84,8 @@ def _raise_agreed(error: InputError, query: Tensor, pending: PendingKV | None, s
         tokens = query.shape[2] if shards is None else shards.length
         pending.layer.raise_agreed(error, pending, tokens, is_compared=is_compared)
     is_compared = shards is not None and may_compare(query.device)
-    Agreement(Mesh.of(shards.mesh if shards is not None else None), SUBJECT, is_compared=is_compared).fail(error)
+    mesh = Mesh.of(None if shards is None else shards.mesh)
+    Agreement(mesh, SUBJECT, is_compared=is_compared).raise_on_all(error)
 
 
 def _check_exact(module: nn.Module, mask: Any, dropout: float, arguments: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from attnmesh.comm.p2p import swap_tokens
+from attnmesh.comm.p2p import all_to_all_tokens
 from attnmesh.mesh.axes import Axis
 
 LEAST_EXPERT_BYTES = 1 << 20
@@ -64,6 +64,6 @@ class SharedExperts:
             routing = (x.flatten()[own_choices, None] for x in (chosen, weights))
             results = self.forward(tokens[own_choices // chosen.shape[1]], *routing)
         if self.axis.size > 1:
-            results = torch.cat(swap_tokens([results] * self.axis.size, counts, self.axis, 0))
+            results = torch.cat(all_to_all_tokens([results] * self.axis.size, counts, self.axis, 0))
         by_choice = torch.empty_like(results).index_copy_(0, order, results)
         return by_choice.view(*chosen.shape, tokens.shape[1]).sum(1)

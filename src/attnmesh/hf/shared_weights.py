@@ -232,7 +232,7 @@ class SharedSteps:
     last: LastCall | None = None
 
     def __init__(self, mesh: Mesh, boards: LayerBoards) -> None:
-        self.mesh, self.boards, self.realigned = mesh, boards, boards.realigned
+        self.mesh, self.boards, self.drops = mesh, boards, boards.drops
         self.hooks: list[Any] = []
         self.experts: Sequence[nn.Module] = ()
         self.numbers: dict[SharedLayer, int] = {}
@@ -295,7 +295,7 @@ class SharedSteps:
         except (InputError, RankFailure):
             raise
         except Exception as error:
-            self._agreement(layer, x).fail(error)
+            self._agreement(layer, x).raise_on_all(error)
 
     def _agreement(self, layer: SharedLayer, x: Tensor) -> Agreement:
         names = {"layer": self.numbers[layer], "layers": len(self.groups[layer]), "input": tuple(x.shape)}
@@ -358,12 +358,12 @@ class SharedSteps:
                 expected, given = "steps of one thread at a time", "one of a second thread within another"
                 raise MeshError(SUBJECT, expected, given, "wait for the first, or give each thread a mesh of its own")
             self.thread, self.outermost = get_ident(), module
-            if self.realigned != self.boards.realigned:
+            if self.drops != self.boards.drops:
                 self._learn_anew()
 
     def _learn_anew(self) -> None:
         """Forget what was learned: ranks whose calls have differed may have learned other groups."""
-        self.realigned, self.groups = self.boards.realigned, {layer: [layer] for layer in self.numbers}
+        self.drops, self.groups = self.boards.drops, {layer: [layer] for layer in self.numbers}
         self.calls.clear()
 
     def _exit(self, module: nn.Module, *_: Any) -> None:

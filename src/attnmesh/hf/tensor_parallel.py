@@ -23,7 +23,7 @@ from attnmesh.hf.shared_weights import restore_shared
 from attnmesh.hf.transformers_names import TENSOR_PARALLEL, apply_tensor_parallelism
 from attnmesh.mesh.merges import OUTPUTS
 from attnmesh.mesh.shapes import share_evenly
-from attnmesh.setup.init_mesh import everyone
+from attnmesh.setup.init_mesh import world_mesh
 
 AXIS = "tp"
 """Name of the axis of tensor parallelism in a mesh of several axes."""
@@ -65,7 +65,7 @@ def tensor_parallel(model: Any, mesh: DeviceMesh | None, *, output: str = "repli
     True
     """
     inner = unwrap(model)
-    with Agreement(everyone(), "tensor_parallel", {"output": output}):
+    with Agreement(world_mesh(), "tensor_parallel", {"output": output}):
         _check_heads(inner, mesh, output)
     if mesh is None or mesh.size() == 1:
         return model

@@ -29,7 +29,7 @@ SAMPLE_BYTES = 4 * PART_BYTES
 FEWEST = 256
 """Slots that are worth a sample. Fewer are attended where they lie."""
 
-IS_UPLOAD_FASTER = Memo[bool](most=256)
+IS_UPLOAD_FASTER = Memo[bool](maxsize=256)
 """True for steps that are faster if keys are uploaded, by shapes and dtypes of queries and keys, and the device."""
 
 
@@ -44,7 +44,7 @@ class TieredAttention(CachedAttention):
 
     def __init__(self, kernel: Kernel, scaling: Scaling, value_dim: int) -> None:
         super().__init__(kernel, scaling, value_dim)
-        self.on_cpu = Memo[CachedAttention](most=64)  # attention on the CPU, by shape of the queries
+        self.on_cpu = Memo[CachedAttention](maxsize=64)  # attention on the CPU, by shape of the queries
 
     def attend(self, query: DecodeQuery, views: Sequence[CacheView], selected: Selection | None = None) -> Partial:
         """Return the partial of a cache of all sequences, or of one for each; in `query.into` if that is given."""

@@ -161,7 +161,7 @@ MESH_OF_ONE_RANK = Mesh(Axis(), Axis(), Axis())
 """The mesh of one rank."""
 
 
-def mesh_of(axis: Axis) -> Mesh:
+def mesh_of_axis(axis: Axis) -> Mesh:
     """Return a mesh of one axis."""
     return Mesh(Axis(), Axis(), axis)
 

@@ -16,7 +16,7 @@ from attnmesh.core.mask import FAR, Mask
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.merge_cost import add_agreement
 from attnmesh.mesh.rates import Device, Link
-from attnmesh.mesh.schedule import EXCHANGES, Exchange, Problem
+from attnmesh.mesh.schedule import EXCHANGE_MODES, ExchangeMode, Problem
 from attnmesh.mesh.shapes import Shape
 from attnmesh.mesh.traffic import SAMPLE_TOKENS, Flow, Load, Pairs, PlannedTraffic, planned_traffic
 from attnmesh.mesh.way import Cost, Way
@@ -113,12 +113,12 @@ def layer_memory(way: Way, work: LayerWork, key_layers: int = 1, query_layers: i
     q, k = work.q_heads, work.travelling_heads
     width = work.head_dim + work.value_dim
     queries, keys = q * (width * work.itemsize + work.sum_itemsize), k * work.travelling_width * work.itemsize
-    peak = peak_activations(way.shape, q, k, EXCHANGES[way.exchange]) * work.sum_itemsize * width / 2
+    peak = peak_activations(way.shape, q, k, EXCHANGE_MODES[way.exchange]) * work.sum_itemsize * width / 2
     expanded = EXPANDED_BYTES if work.latent is not None and not work.backward else 0
     return tokens * (key_layers * keys + query_layers * queries + peak) + expanded
 
 
-class ExchangeTime(NamedTuple):
+class TransferTime(NamedTuple):
     """Seconds of an exchange, and its parts that the cost model treats apart."""
 
     seconds: float
@@ -126,11 +126,11 @@ class ExchangeTime(NamedTuple):
     latency: float  # independent of the number of bytes
     head_start: float  # how much sooner than the busiest rank an average rank is done
 
-    def of_group(self, groups: int) -> "ExchangeTime":
+    def of_group(self, groups: int) -> "TransferTime":
         """Return the time of one of `groups` groups of heads."""
         latency = self.latency
         seconds, on_cores = (latency + (x - latency) / groups for x in (self.seconds, self.on_cores))
-        return ExchangeTime(seconds, on_cores, latency, self.head_start / groups)
+        return TransferTime(seconds, on_cores, latency, self.head_start / groups)
 
 
 class Transfer(NamedTuple):
@@ -171,7 +171,7 @@ class LayerJob:
     way: Way
     work: LayerWork
     cluster: Cluster
-    exchange: Exchange
+    mode: ExchangeMode
     traffic: PlannedTraffic
 
     @staticmethod
@@ -179,12 +179,12 @@ class LayerJob:
         """Return the job of a layer, with its tokens counted."""
         layout, length = way.layout, work.length
         problem = Problem(work.mask, way.shape, layout, layout, length, length)
-        return LayerJob(way, work, cluster, EXCHANGES[way.exchange], planned_traffic(problem, way.tile))
+        return LayerJob(way, work, cluster, EXCHANGE_MODES[way.exchange], planned_traffic(problem, way.tile))
 
     @cached_property
     def groups(self) -> int:
         """Groups of heads, which run one after the other."""
-        return self.exchange.head_groups(self.way.shape, self.work.travelling_heads)
+        return self.mode.head_groups(self.way.shape, self.work.travelling_heads)
 
     @property
     def copy_rate(self) -> float:
@@ -198,7 +198,7 @@ class LayerJob:
         return (ranks * size + min(ranks, larger)) / heads
 
     @cached_property
-    def swap(self) -> Flow:
+    def all_to_all_flow(self) -> Flow:
         """All-to-all of the heads axis: every other rank receives its heads of a rank's tokens."""
         shape, tile = self.way.shape, self.way.tile
         tokens = self.work.length / shape.ranks
@@ -241,9 +241,9 @@ class LayerJob:
         most = work.length / self.way.shape.queries * work.selected
         return some._replace(most=min(some.most, most))
 
-    def waiting_seconds(self, exchange: ExchangeTime, kernel: float) -> float:
+    def waiting_seconds(self, transfer: TransferTime, kernel: float) -> float:
         """Return the seconds that an exchange adds to the kernel beside it."""
-        return max(min(1.0, self.cluster.device.alone - 1) * exchange.on_cores, exchange.seconds - kernel)
+        return max(min(1.0, self.cluster.device.alone - 1) * transfer.on_cores, transfer.seconds - kernel)
 
     def sum_seconds(self, width: int) -> float:
         """Return the seconds of adding results of `width` columns to a running sum."""
@@ -251,7 +251,7 @@ class LayerJob:
         tokens = work.batch * work.length / shape.queries
         return SUM_COPIES * tokens * work.q_heads * self.head_share() * width * work.sum_itemsize / self.copy_rate
 
-    def add_transfers(self, transfers: Iterable[Transfer], total: Cost) -> ExchangeTime:
+    def add_transfers(self, transfers: Iterable[Transfer], total: Cost) -> TransferTime:
         """Return the time of transfers that run together, and add their traffic to `total`."""
         transfers = list(transfers)
         for flow, size, times in transfers:
@@ -274,7 +274,7 @@ class LayerJob:
             latency += self.cluster.device.call  # packing and unpacking
         core_work = latency + COPIES * moved / self.copy_rate
         head_start = max(busiest) - max(evenly)
-        return ExchangeTime(core_work + max(busiest), core_work + busiest[0], latency, head_start)
+        return TransferTime(core_work + max(busiest), core_work + busiest[0], latency, head_start)
 
     def _average(self, load: Load) -> Load:
         """Return the load of an average rank and an average host."""
@@ -347,9 +347,9 @@ def _add_pass(job: LayerJob, one_pass: Pass, total: Cost) -> None:
     moves, groups = job.traffic, job.groups
     queries, back = Transfer(moves.queries, one_pass.query_bytes), Transfer(moves.queries, one_pass.result_bytes)
     keys, keys_back = Transfer(moves.keys, one_pass.key_bytes), Transfer(moves.keys, one_pass.key_gradient_bytes)
-    swaps = [Transfer(job.swap, size) for size in one_pass.head_bytes]
+    swaps = [Transfer(job.all_to_all_flow, size) for size in one_pass.head_bytes]
     total.add_stage("heads", sum(job.add_transfers([swap], total).of_group(groups).seconds for swap in swaps))
-    if job.exchange.ring and job.way.shape.queries > 1:
+    if job.mode.ring and job.way.shape.queries > 1:
         _add_ring(job, one_pass, queries, total)
     else:
         gather = job.add_transfers([queries, keys], total).of_group(groups)
@@ -383,9 +383,9 @@ def _add_ring(job: LayerJob, one_pass: Pass, queries: Transfer, total: Cost) -> 
     hops = hops if one_pass.key_gradient_bytes else hops[:1]
     share = (1 - 1 / groups) / further
     swaps, both_ways = sum(one_pass.head_bytes) * share, (one_pass.query_bytes + one_pass.result_bytes) / 2 * share
-    sides = [Transfer(job.swap, swaps), Transfer(job.traffic.both_ways, both_ways)]
+    sides = [Transfer(job.all_to_all_flow, swaps), Transfer(job.traffic.both_ways, both_ways)]
 
-    def beside(transfers: list[Transfer]) -> ExchangeTime:
+    def beside(transfers: list[Transfer]) -> TransferTime:
         return job.add_transfers([*transfers, *sides], Cost()).of_group(groups)
 
     job.add_transfers(hops, total)
@@ -405,7 +405,7 @@ def _add_ring(job: LayerJob, one_pass: Pass, queries: Transfer, total: Cost) -> 
     total.add_stage("give back", groups * last_hop)
 
 
-def peak_activations(shape: Shape, q_heads: int, kv_heads: int, exchange: Exchange) -> float:
+def peak_activations(shape: Shape, q_heads: int, kv_heads: int, mode: ExchangeMode) -> float:
     """Return the peak of the backward pass beyond its inputs, under a full mask, with values as wide as keys.
 
     The unit is float32 elements per token of a rank's shard and per column of a head. Let f be the share of the heads
@@ -427,9 +427,9 @@ def peak_activations(shape: Shape, q_heads: int, kv_heads: int, exchange: Exchan
     """
     _, query_ranks, key_ranks = shape
     q, k = q_heads, kv_heads  # a heads axis divides the heads and multiplies the tokens, so the product stays
-    groups = exchange.head_groups(shape, kv_heads)
+    groups = mode.head_groups(shape, kv_heads)
     share = 1 / groups
-    at_once = 1 if exchange.ring else query_ranks
+    at_once = 1 if mode.ring else query_ranks
     gathered_q = share * key_ranks * q
     standing = (q + 2 * k) * (1 + share * (groups > 2)) + gathered_q * (3 if key_ranks > 1 else 1)
     gradients = gathered_q + share * 2 * at_once * k
@@ -438,10 +438,10 @@ def peak_activations(shape: Shape, q_heads: int, kv_heads: int, exchange: Exchan
     arriving = 2 * key_ranks * q * (key_ranks > 1) + 2 * query_ranks * k * (query_ranks > 1)
     coming = share * arriving if groups > 1 else 0
     in_flight = 0.0
-    if exchange.ring and query_ranks > 1:
+    if mode.ring and query_ranks > 1:
         in_flight = gathered_q + share * (8 * k if query_ranks > 2 else 2 * k)
     exchanged = {1: 0, 2: max(coming, back)}.get(groups, coming + back)
-    kept_kv = share * (4 * query_ranks - 2) * k if query_ranks > 1 and not exchange.ring else 0
+    kept_kv = share * (4 * query_ranks - 2) * k if query_ranks > 1 and not mode.ring else 0
     moments = (
         standing + gathered_q + gradients + gathered_kv + in_flight + exchanged,
         standing + gradients + coming + kept_kv,

@@ -68,7 +68,7 @@ def all_reduce_seconds(group: MergeGroup, size: float, cluster: Cluster) -> floa
     return total.seconds
 
 
-def add_swap(stage: str, group: MergeGroup, size: float, cluster: Cluster, total: Cost) -> None:
+def add_all_to_all(stage: str, group: MergeGroup, size: float, cluster: Cluster, total: Cost) -> None:
     """Add a merge of messages of `size` bytes from every rank to every other at once."""
     near, away, ranks = group.ranks_per_host - 1, group.ranks - group.ranks_per_host, group.groups * group.ranks
     link = cluster.between if away else cluster.inside

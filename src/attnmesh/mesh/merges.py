@@ -17,8 +17,8 @@ from attnmesh.mesh.merge_cost import (
     TYPICAL_MESSAGE,
     MergeGroup,
     MessageSize,
+    add_all_to_all,
     add_collective,
-    add_swap,
     add_tree,
 )
 from attnmesh.mesh.way import Cost
@@ -35,7 +35,7 @@ class MergeTransport(Protocol):
 
     axis: Axis
 
-    def post(self, posts: Any, what: str) -> Any:
+    def post(self, posts: Any, activity: str) -> Any:
         """Begin to send and receive tensors. Return what waits for each."""
 
     def tree(self, message: Tensor, form: Any, reproducible: bool) -> CheckedPartial:
@@ -52,10 +52,10 @@ class MergeTransport(Protocol):
 
 
 class Pattern(Enum):
-    """Exchanges of a merge. A host, or a launch, may do `ROUNDS` and `SWAP` natively: then `run` is not called."""
+    """Exchanges of a merge. A host, or a launch, may do `ROUNDS` and `ALL_TO_ALL` natively, without `run`."""
 
     ROUNDS = "pairs, along a tree whose canonical order gives the same bits on 1, 2, 4, 8, ... ranks"
-    SWAP = "each rank to every other, which gets its own heads alone where it needs no more"
+    ALL_TO_ALL = "each rank to every other, which gets its own heads alone where it needs no more"
     COLLECTIVE = "a collective of the backend, which cannot detect a wrong message: ranks compare calls first"
 
 
@@ -81,7 +81,7 @@ class Merge(NamedTuple):
     @property
     def is_native(self) -> bool:
         """True if one native call of a host, or one launch, may stand in for `run`."""
-        return self.pattern in (Pattern.ROUNDS, Pattern.SWAP)
+        return self.pattern in (Pattern.ROUNDS, Pattern.ALL_TO_ALL)
 
     def seconds(self, group: MergeGroup, payload: MessageSize, cluster: Cluster) -> float:
         """Return the predicted seconds of one merge."""
@@ -110,13 +110,13 @@ MERGES = {
         Merge(  # one exchange and one merge; one launch on GPUs of one host
             "direct",
             lambda transport, message, form, _: transport.direct(message, form),
-            lambda group, payload, cluster, total: add_swap("merge", group, payload.size, cluster, total),
+            lambda group, payload, cluster, total: add_all_to_all("merge", group, payload.size, cluster, total),
             "Helix, DCP",
-            pattern=Pattern.SWAP,
+            pattern=Pattern.ALL_TO_ALL,
         ),
         Merge(  # the same by an all-gather
             "gather",
-            lambda transport, message, form, _: form.merge(transport.gather(message)),
+            lambda transport, message, form, _: form.merged_partial(transport.gather(message)),
             lambda group, payload, cluster, total: add_collective("merge", group, payload.size, 1, cluster, total),
             "gathered partials",
             pattern=Pattern.COLLECTIVE,

@@ -26,8 +26,8 @@ from attnmesh.errors import check_choice
 from attnmesh.mesh.shapes import Shape, even_slice
 
 
-class Exchange(NamedTuple):
-    """Exchange of keys: in a ring or at once; all heads together, or by groups, overlapped with computation.
+class ExchangeMode(NamedTuple):
+    """How keys are exchanged: in a ring or at once; all heads together, or by groups, overlapped with computation.
 
     Rings overlap by themselves, but not the swap of tokens for heads. So with a heads axis they run by groups.
     """
@@ -47,12 +47,12 @@ class Exchange(NamedTuple):
         return min(groups, -(-kv_heads // shape.heads))
 
 
-EXCHANGES = {"bulk": Exchange(), "pipelined": Exchange(by_heads=True), "ring": Exchange(ring=True)}
+EXCHANGE_MODES = {"bulk": ExchangeMode(), "pipelined": ExchangeMode(by_heads=True), "ring": ExchangeMode(ring=True)}
 
 
 def check_exchange(subject: str, exchange: str) -> None:
-    """Raise unless exchange is "auto" or a key of `EXCHANGES`."""
-    check_choice(subject, exchange, ("auto", *EXCHANGES))
+    """Raise unless exchange is "auto" or a key of `EXCHANGE_MODES`."""
+    check_choice(subject, exchange, ("auto", *EXCHANGE_MODES))
 
 
 class HeadSlices(NamedTuple):
@@ -88,7 +88,7 @@ TokensByPeer = tuple[tuple[int, Tensor], ...]
 
 
 @dataclass(frozen=True)
-class ExchangeStep:
+class GatherStep:
     """One exchange of one rank along an axis, and the return of results to the owners of the tokens."""
 
     send: TokensByPeer  # indices into the tokens before this step
@@ -113,8 +113,8 @@ class Schedule:
 
     query_indices: tuple[Tensor, ...]  # into the chunk, per rank along the heads axis that holds them
     key_indices: tuple[Tensor, ...]
-    query_step: ExchangeStep
-    key_steps: tuple[ExchangeStep, ...]
+    query_step: GatherStep
+    key_steps: tuple[GatherStep, ...]
     bands: tuple[Band, ...]  # the gathered queries over the keys of each step
 
     @cached_property
@@ -123,7 +123,7 @@ class Schedule:
         return ChunkSize(sum(map(len, self.query_indices)), sum(map(len, self.key_indices)))
 
     @property
-    def gradient_steps(self) -> tuple[ExchangeStep | None, ...]:
+    def gradient_steps(self) -> tuple[GatherStep | None, ...]:
         """Return for each step of the keys the step with which its dk and dv are sent on.
 
         None at step 0, as a rank keeps those of its own keys, and at the last step, as they return to the owner.
@@ -202,7 +202,7 @@ def _indices_by_rank(shards: list[Tensor]) -> tuple[Tensor, ...]:
     return indices
 
 
-def _query_step(problem: Problem, r: int, c: int) -> ExchangeStep:
+def _query_step(problem: Problem, r: int, c: int) -> GatherStep:
     """Return the exchange of queries between the ranks at r. A query goes to each rank that has a key it sees."""
     chunks = [problem.query_positions(r, peer) for peer in range(problem.shape.keys)]
     sent = [_queries_that_see(problem.mask, chunks[c], problem.key_positions_at(peer)) for peer in range(len(chunks))]
@@ -210,7 +210,7 @@ def _query_step(problem: Problem, r: int, c: int) -> ExchangeStep:
     return _exchange_at_once(chunks, c, sent, received)
 
 
-def _key_step(problem: Problem, r: int, c: int) -> ExchangeStep:
+def _key_step(problem: Problem, r: int, c: int) -> GatherStep:
     """Return the exchange of keys between the ranks at c. A key goes to each rank that has a query which sees it."""
     chunks = [problem.key_positions(peer, c) for peer in range(problem.shape.queries)]
     sent = [_keys_seen_by(problem.mask, problem.query_positions_at(peer), chunks[r]) for peer in range(len(chunks))]
@@ -218,7 +218,7 @@ def _key_step(problem: Problem, r: int, c: int) -> ExchangeStep:
     return _exchange_at_once(chunks, r, sent, received)
 
 
-def _exchange_at_once(chunks: list[Tensor], rank: int, sent: list[Tensor], received: list[Tensor]) -> ExchangeStep:
+def _exchange_at_once(chunks: list[Tensor], rank: int, sent: list[Tensor], received: list[Tensor]) -> GatherStep:
     """Return the step that sends `sent[p]` of the rank's tokens to p, and receives `received[p]` of p's tokens."""
     peers = [peer for peer in range(len(chunks)) if peer != rank]
     owners = [rank, *peers]
@@ -226,7 +226,7 @@ def _exchange_at_once(chunks: list[Tensor], rank: int, sent: list[Tensor], recei
     permutation = positions.argsort()
     # Of each owner's tokens, when sorted.
     indices = permutation.argsort().split([len(received[owner]) for owner in owners])
-    return ExchangeStep(
+    return GatherStep(
         send=_tokens_by_peer((peer, sent[peer]) for peer in peers),
         receive=tuple((peer, len(received[peer])) for peer in peers if len(received[peer])),
         keep=received[rank],
@@ -237,7 +237,7 @@ def _exchange_at_once(chunks: list[Tensor], rank: int, sent: list[Tensor], recei
     )
 
 
-def _ring_steps(problem: Problem, r: int, c: int) -> Iterator[ExchangeStep]:
+def _ring_steps(problem: Problem, r: int, c: int) -> Iterator[GatherStep]:
     """Yield the steps of a ring of the ranks at c. At step t a rank holds needed keys of the rank t before it."""
     size = problem.shape.queries
     chunks = [problem.key_positions(peer, c) for peer in range(size)]
@@ -253,7 +253,7 @@ def _ring_steps(problem: Problem, r: int, c: int) -> Iterator[ExchangeStep]:
         keys = held_by_step[owner][t]
         sent_owner = (owner + 1) % size  # the next rank gets what this one held before
         forwarded = torch.searchsorted(*held_by_step[sent_owner][t - 1 : t + 1]) if t else nothing
-        yield ExchangeStep(
+        yield GatherStep(
             send=_tokens_by_peer([(after, forwarded)]),
             receive=((before, len(keys)),) if t and len(keys) else (),
             keep=nothing if t else keys,

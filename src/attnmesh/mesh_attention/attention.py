@@ -20,16 +20,16 @@ from attnmesh.core.layout import Layout
 from attnmesh.core.mask import CAUSAL, FULL, Mask
 from attnmesh.core.partial import Partial
 from attnmesh.core.selection import Selection
-from attnmesh.guard.argument_checks import check_lengths_within, warn_if_swapped, without_redundant
+from attnmesh.guard.argument_checks import check_lengths_within, warn_if_transposed, without_redundant
 from attnmesh.kernels.prepared_local import PREPARED_LOCAL, PreparedLocal, signature_of
 from attnmesh.kernels.selected_keys import without_faulty
 from attnmesh.kernels.traced import cast_for_autocast, needs_grad, needs_operator, without_autocast
 from attnmesh.mesh.axes import Mesh, NotGiven, given_mesh
-from attnmesh.mesh_attention.call_arguments import Call, Options
+from attnmesh.mesh_attention.attention_arguments import AttentionArguments, AttentionOptions
+from attnmesh.mesh_attention.attention_spec import PreparedAttention
 from attnmesh.mesh_attention.latents import Latents
-from attnmesh.mesh_attention.mesh_call import PreparedCall
 from attnmesh.mesh_attention.mesh_op import attend_on_one_rank, attend_with_grad, attend_without_grad, mesh_op
-from attnmesh.mesh_attention.prepare_call import prepare_call
+from attnmesh.mesh_attention.prepare_attention import prepare_attention
 
 ATTENDS_ALONE = "each rank attends to its own tokens only. Pass mesh= for attention over the tokens of all ranks"
 
@@ -54,7 +54,7 @@ def attention(
     checked: bool | None = None,
     selected: Selection | None = None,
     distance_bias: Tensor | None = None,
-    **others: Any,
+    **sdpa_options: Any,
 ) -> Tensor:
     """Return attention of this rank's queries over the keys of all ranks of the mesh, with gradients.
 
@@ -92,8 +92,8 @@ def attention(
         distance_bias: Numbers to add to the logits of near keys, (batch, heads, tokens, distances), for this rank's
             queries, with gradients. Column d is for the key d positions before the query. Keys farther away, or after
             it, have none.
-        **others: `is_causal`, `enable_gqa`, `dropout_p` and `attn_mask` of PyTorch's attention, where they say what is
-            done anyway. Other options of other functions raise an error that names a substitute.
+        **sdpa_options: `is_causal`, `enable_gqa`, `dropout_p` and `attn_mask` of PyTorch's attention, where they say
+            what is done anyway. Other options of other functions raise an error that names a substitute.
 
     Returns:
         The output for this rank's queries, (batch, heads, tokens, value dim). A `DTensor` if q, k and v are DTensors
@@ -109,86 +109,96 @@ def attention(
     >>> torch.allclose(attention(q, k, v), expected, atol=1e-6)
     True
     """
-    if others:
-        others = without_redundant(others, CAUSAL if mask is None else mask)
+    if sdpa_options:
+        sdpa_options = without_redundant(sdpa_options, CAUSAL if mask is None else mask)
     key_layout = layout if key_layout is None else key_layout
-    options = Options(
-        mask, layout, key_layout, exchange, kernel, scale, softcap, length, key_length, unsupported=others or None
+    options = AttentionOptions(
+        mask, layout, key_layout, exchange, kernel, scale, softcap, length, key_length, unsupported=sdpa_options or None
     )
-    call = Call(q, k, v, sinks, key_lengths, options, selected, distance_bias)
+    arguments = AttentionArguments(q, k, v, sinks, key_lengths, options, selected, distance_bias)
     if "DTensor" in (type(q).__name__, type(k).__name__, type(v).__name__):
         from attnmesh.mesh_attention.dtensor import attend_dtensors  # DTensor is slow to import, and seldom used
 
-        out = attend_dtensors(call, None if isinstance(mesh, NotGiven) else mesh, checked, attend_shards)
+        out = attend_dtensors(arguments, None if isinstance(mesh, NotGiven) else mesh, checked, attend_shards)
     elif (mesh := given_mesh("attention", mesh, ATTENDS_ALONE)) is None:
-        return _attend_without_mesh(call, checked)
+        return _attend_without_mesh(arguments, checked)
     else:
-        out = attend_shards(call, Mesh.of(mesh), checked)
-    warn_if_swapped("attention", q, k.shape[2])  # last: where warnings are errors, one rank alone would raise
+        out = attend_shards(arguments, Mesh.of(mesh), checked)
+    warn_if_transposed("attention", q, k.shape[2])  # last: where warnings are errors, one rank alone would raise
     return out
 
 
-def _attend_without_mesh(call: Call, checked: bool | None) -> Tensor:
+def _attend_without_mesh(arguments: AttentionArguments, checked: bool | None) -> Tensor:
     """Return attention on one device, prepared once for calls of one signature."""
-    q, k, v, sinks, _, options, *_ = call
+    q, k, v, sinks = arguments[:4]
+    options = arguments.options
     signature = None
-    if call.has_signature:
+    if arguments.has_signature:
         any_keys = options.mask is FULL and options.length is None and options.key_length is None
         signature = signature_of(q, k, v, sinks, (*options, checked), any_keys=any_keys, with_grad=False)
         if (prepared := PREPARED_LOCAL.find(signature)) is not None:
             return prepared.attend(q, k, v, sinks).out
     if signature is None:
-        out = attend_shards(call, Mesh.of(None), checked)
-        warn_if_swapped("attention", q, k.shape[2])
+        out = attend_shards(arguments, Mesh.of(None), checked)
+        warn_if_transposed("attention", q, k.shape[2])
         return out
-    whole = prepare_call(Mesh.of(None), call, checked).mesh_call
-    prepared = PreparedLocal.of(q, k, v, whole.problem.mask, whole.scaling, options.kernel)
+    spec = prepare_attention(Mesh.of(None), arguments, checked).spec
+    prepared = PreparedLocal.of(q, k, v, spec.problem.mask, spec.scaling, options.kernel)
     out = prepared.attend(q, k, v, sinks).out
-    warn_if_swapped("attention", q, k.shape[2])  # before the call is known: where warnings are errors, each one raises
+    warn_if_transposed(
+        "attention", q, k.shape[2]
+    )  # before the call is known: where warnings are errors, each one raises
     PREPARED_LOCAL.keep(signature, prepared)
     return out
 
 
 def attend_shards(
-    call: Call, mesh: Mesh, checked: bool | None, latents: Latents | None = None, other_keys: Partial | None = None
+    arguments: AttentionArguments,
+    mesh: Mesh,
+    checked: bool | None,
+    latents: Latents | None = None,
+    other_keys: Partial | None = None,
 ) -> Tensor:
     """Return attention of one rank's shards.
 
     With `latents`, these travel instead of the keys and values that are expanded from them. `other_keys` is the partial
     of this rank's queries over keys that do not travel. With either there are no gradients.
     """
-    q, k, v = cast_for_autocast(call.q, call.k, call.v)
-    call = call._replace(q=q, k=k, v=v)
-    prepared = prepare_call(mesh, call, checked, None if latents is None else latents.widths)
-    mesh_call, selected = prepared.mesh_call, call.selected
-    if call.key_lengths is not None:
-        check_lengths_within("attention key_lengths", call.key_lengths, mesh_call.problem.key_length)
-    if call.distance_bias is not None:
-        call = call.with_wide_queries()
+    q, k, v = cast_for_autocast(arguments.q, arguments.k, arguments.v)
+    arguments = arguments._replace(q=q, k=k, v=v)
+    prepared = prepare_attention(mesh, arguments, checked, None if latents is None else latents.widths)
+    spec, selected = prepared.spec, arguments.selected
+    if arguments.key_lengths is not None:
+        check_lengths_within("attention key_lengths", arguments.key_lengths, spec.problem.key_length)
+    if arguments.distance_bias is not None:
+        arguments = arguments.with_wide_queries()
     with without_autocast(q):
         if mesh.ranks == 1:
-            out = attend_on_one_rank(call, mesh_call, other_keys)
+            out = attend_on_one_rank(arguments, spec, other_keys)
         else:
-            out = _attend_on_mesh(call, prepared, latents, other_keys)
-    return out if selected is None else without_faulty(out, selected, mesh_call.problem.key_length)
+            out = _attend_on_mesh(arguments, prepared, latents, other_keys)
+    return out if selected is None else without_faulty(out, selected, spec.problem.key_length)
 
 
-def _attend_on_mesh(call: Call, prepared: PreparedCall, latents: Latents | None, other_keys: Partial | None) -> Tensor:
+def _attend_on_mesh(
+    arguments: AttentionArguments, prepared: PreparedAttention, latents: Latents | None, other_keys: Partial | None
+) -> Tensor:
     """Return attention over all ranks, by an operator where PyTorch traces or transforms calls."""
-    q, k, v, sinks, key_lengths, _, selected, _ = call
-    mesh_call, task = prepared.mesh_call, prepared.task
+    q, k, v, sinks, key_lengths = arguments[:5]
+    selected = arguments.selected
+    spec, task = prepared.spec, prepared.task
     indices = None if selected is None else selected.indices
     if task is None and latents is None and other_keys is None:
         if needs_operator(q, k, v, sinks):
-            out: Tensor = mesh_op(q, k, v, sinks, key_lengths, indices, *mesh_call.to_code())[0]
+            out: Tensor = mesh_op(q, k, v, sinks, key_lengths, indices, *spec.to_code())[0]
             return out
         if needs_grad(q, k, v, sinks):
-            out, *_ = attend_with_grad(q, k, v, sinks, key_lengths, indices, mesh_call)
+            out, *_ = attend_with_grad(q, k, v, sinks, key_lengths, indices, spec)
             return out
     with torch.no_grad():
         if task is None:
             widths = None if latents is None else latents.widths
-            task = mesh_call.with_visible_keys(mesh_call.task(q.shape[1], (q, k, v), widths), key_lengths, indices)
+            task = spec.with_visible_keys(spec.task(q.shape[1], (q, k, v), widths), key_lengths, indices)
         if latents is not None:  # latents are expanded where they are attended
             task = replace(task, projection=latents.projection)
         return attend_without_grad(q, (k, v) if latents is None else (latents.tokens,), task, sinks, other_keys)

@@ -9,16 +9,14 @@ import torch
 from attnmesh.comm.topology import cluster_and_tile_of
 from attnmesh.core.layout import Contiguous, Layout, Packed, Split
 from attnmesh.core.mask import Mask
-from attnmesh.errors import LayoutError, require
+from attnmesh.errors import LayoutError
 from attnmesh.guard.shard_marks import unpriced_layout
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.exchange_cost import LayerWork, attention_seconds, balanced_layouts, fastest_way
-from attnmesh.mesh.schedule import EXCHANGES, Exchange, Problem
+from attnmesh.mesh.schedule import EXCHANGE_MODES, ExchangeMode, Problem
 from attnmesh.mesh.way import Way
+from attnmesh.mesh_attention.latents import LatentWidths
 from attnmesh.runtime.world import cached_per_world
-
-Widths = tuple[int, int]
-"""Columns of a latent that are projected, and its rotated ones."""
 
 HEADS = (32, 8, 128)
 """Query heads, key heads and columns for which layouts are priced. `shard` knows no model, and has to choose alike."""
@@ -36,9 +34,9 @@ def chosen_layout(layout: Layout | str, mask: Mask, mesh: Mesh) -> Layout:
 
 def check_auto(subject: str, layout: Layout | str | None, mask: Mask | None, ranks: int) -> None:
     """Raise for "auto" without a mask on several ranks: each call would choose by itself, and could choose another."""
-    fits = ranks == 1 or mask is not None or not isinstance(layout, str)
-    fix = "pass the mask of the attention to shard, attention and unshard alike, as mask=am.Causal()"
-    require(fits, LayoutError, f"{subject} layout", 'mask= beside layout="auto"', "no mask", fix)
+    if ranks > 1 and mask is None and isinstance(layout, str):
+        fix = "pass the mask of the attention to shard, attention and unshard alike, as mask=am.Causal()"
+        raise LayoutError(f"{subject} layout", 'mask= beside layout="auto"', "no mask", fix)
 
 
 def _filled(layouts: Sequence[Layout], length: int, mesh: Mesh) -> Sequence[Layout]:
@@ -65,7 +63,7 @@ def price(layout: Layout | str, mask: Mask, length: int, mesh: Mesh, heads: tupl
     work = LayerWork(q_heads, kv_heads, width, width, length=length, itemsize=dtype.itemsize, mask=mask)
 
     def seconds(layout: Layout) -> float:
-        ways = (Way(mesh.shape, tile, layout, name) for name in EXCHANGES)
+        ways = (Way(mesh.shape, tile, layout, name) for name in EXCHANGE_MODES)
         return min(attention_seconds(way, work, cluster) for way in ways)
 
     with torch.inference_mode(False):
@@ -74,25 +72,25 @@ def price(layout: Layout | str, mask: Mask, length: int, mesh: Mesh, heads: tupl
 
 
 @cached_per_world(1024)
-def chosen_exchange(
+def chosen_mode(
     mesh: Mesh,
     device: torch.device,
     dtype: torch.dtype,
     sizes: tuple[int, ...],
     problem: Problem,
-    latent: Widths | None,
-) -> Exchange:
+    latent_widths: LatentWidths | None,
+) -> ExchangeMode:
     """Return the exchange that takes least. It depends on values that are equal on all ranks."""
     if 0 in (problem.length, problem.key_length, *sizes):
-        return EXCHANGES["bulk"]
+        return EXCHANGE_MODES["bulk"]
     cluster, tile = cluster_and_tile_of(mesh, device)
-    layout, work = cost_inputs(dtype, sizes, problem, latent, backward=latent is None)
-    ways = [Way(problem.shape, tile, layout, name) for name in EXCHANGES]
-    return EXCHANGES[fastest_way(ways, work, cluster).exchange]
+    layout, work = cost_inputs(dtype, sizes, problem, latent_widths, backward=latent_widths is None)
+    ways = [Way(problem.shape, tile, layout, name) for name in EXCHANGE_MODES]
+    return EXCHANGE_MODES[fastest_way(ways, work, cluster).exchange]
 
 
 def cost_inputs(
-    dtype: torch.dtype, sizes: tuple[int, ...], problem: Problem, latent: Widths | None, *, backward: bool
+    dtype: torch.dtype, sizes: tuple[int, ...], problem: Problem, latent_widths: LatentWidths | None, *, backward: bool
 ) -> tuple[Layout, LayerWork]:
     """Return the layout and the work that stand for a problem in prices."""
     batch, *heads_and_widths = sizes
@@ -104,7 +102,7 @@ def cost_inputs(
         mask=Mask() if cross else problem.mask,
         batch=batch,
         backward=backward,
-        latent=latent,
+        latent=latent_widths,
     )
     # Sizes may be those of one part alone.
     cut = isinstance(problem.layout, Split) or (cross and isinstance(problem.layout, Packed))

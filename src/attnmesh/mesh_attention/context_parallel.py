@@ -21,7 +21,7 @@ from torch.utils import checkpoint
 
 from attnmesh.core.layout import Layout, Zigzag, check_layout
 from attnmesh.core.mask import Causal, Full, Mask, check_mask
-from attnmesh.errors import ArgumentError, KernelError, MaskError, require, short
+from attnmesh.errors import ArgumentError, KernelError, MaskError, short
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh_attention.attention import attention
 from attnmesh.mesh_attention.auto_choices import check_auto
@@ -95,10 +95,9 @@ class ContextParallel(ParallelStyle):
             mode = _AttentionMode(self, mesh, torch.is_grad_enabled())
             with mode:
                 out = forward(*args, **kwargs)
-            given, fix = f"{module}, which does not", "plan the module whose forward calls it"
-            require(
-                mode.calls > 0, KernelError, SUBJECT, "a module that calls scaled_dot_product_attention", given, fix
-            )
+            if mode.calls == 0:
+                given, fix = f"{module}, which does not", "plan the module whose forward calls it"
+                raise KernelError(SUBJECT, "a module that calls scaled_dot_product_attention", given, fix)
             return out
 
         return run
@@ -116,15 +115,14 @@ class ContextParallel(ParallelStyle):
         enable_gqa: bool = False,
     ) -> Tensor:
         """Return what `scaled_dot_product_attention` with these arguments is on the whole sequence."""
-        fix = "pass is_causal, or mask= of ContextParallel"
-        require(attn_mask is None, MaskError, f"{SUBJECT} attn_mask", "no mask tensor", short(attn_mask), fix)
-        fix = "set dropout to 0"
-        require(not dropout_p, KernelError, f"{SUBJECT} dropout_p", "attention without dropout", dropout_p, fix)
-        grouped = query.shape[1] != key.shape[1]
-        fix = "pass enable_gqa=True, or repeat the key heads"
-        given = f"{query.shape[1]} and {key.shape[1]}"
-        fits = enable_gqa or not grouped
-        require(fits, ArgumentError, SUBJECT, "as many key heads as query heads without enable_gqa", given, fix)
+        if attn_mask is not None:
+            fix = "pass is_causal, or mask= of ContextParallel"
+            raise MaskError(f"{SUBJECT} attn_mask", "no mask tensor", short(attn_mask), fix)
+        if dropout_p:
+            raise KernelError(f"{SUBJECT} dropout_p", "attention without dropout", str(dropout_p), "set dropout to 0")
+        if query.shape[1] != key.shape[1] and not enable_gqa:
+            given, fix = f"{query.shape[1]} and {key.shape[1]}", "pass enable_gqa=True, or repeat the key heads"
+            raise ArgumentError(SUBJECT, "as many key heads as query heads without enable_gqa", given, fix)
         mask = (Causal() if is_causal else Full()) if self.mask is None else self.mask
         options: dict[str, Any] = {"mask": mask, "layout": self.layout, "exchange": self.exchange, "scale": scale}
         return attention(query, key, value, mesh=mesh, length=self.length, key_length=self.length, **options)
@@ -141,9 +139,9 @@ class _AttentionMode(TorchFunctionMode):
         if func is not scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         self.calls += 1
-        if self.with_grad and not torch.compiler.is_compiling():
+        if self.with_grad and not torch.compiler.is_compiling() and _in_checkpoint():
             expected, fix = "a checkpoint around the modules of the plan", 'plan those inside, as "layers.*.attention"'
-            require(not _in_checkpoint(), KernelError, SUBJECT, expected, "one inside, whose backward leaves it", fix)
+            raise KernelError(SUBJECT, expected, "one inside, whose backward leaves it", fix)
         return self.style.attend(self.mesh, *args, **(kwargs or {}))  # the mode is off in here
 
 

@@ -10,44 +10,46 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from attnmesh.core.layout import Contiguous
 from attnmesh.core.mask import check_mask
-from attnmesh.errors import InputError, LayoutError, MeshError, ShapeError, require
+from attnmesh.errors import InputError, LayoutError, MeshError, ShapeError
 from attnmesh.guard.agreement import Agreement, may_compare
-from attnmesh.guard.argument_checks import swap_first
+from attnmesh.guard.argument_checks import transpose_hint_first
 from attnmesh.mesh.axes import Mesh, attention_dims
 from attnmesh.mesh.shapes import AXES
-from attnmesh.mesh_attention.call_arguments import Call
-from attnmesh.mesh_attention.prepare_call import check_cross
+from attnmesh.mesh_attention.attention_arguments import AttentionArguments
+from attnmesh.mesh_attention.prepare_attention import check_cross
 
 
 def attend_dtensors(
-    call: Call,
+    arguments: AttentionArguments,
     mesh: DeviceMesh | None,
     checked: bool | None,
-    attend_shards: Callable[[Call, Mesh, bool | None], Tensor],
+    attend_shards: Callable[[AttentionArguments, Mesh, bool | None], Tensor],
 ) -> Tensor:
     """Return attention of DTensors as a DTensor placed like q: `attend_shards` of their local shards."""
-    first = next(x for x in call[:3] if isinstance(x, DTensor))
+    first = next(x for x in arguments[:3] if isinstance(x, DTensor))
     axes = Mesh.of(first.device_mesh)
     try:
-        q, k, v = _checked_dtensors(call, first, mesh)
-        check_mask("attention mask", call.options.applied_mask)
-        check_cross(call.options, q.shape[2], k.shape[2], axes.ranks)
+        q, k, v = _checked_dtensors(arguments, first, mesh)
+        check_mask("attention mask", arguments.options.applied_mask)
+        check_cross(arguments.options, q.shape[2], k.shape[2], axes.ranks)
     except InputError as error:
         is_compared = checked is not False and may_compare(torch.device(axes.device_type))
-        Agreement(axes, "attention", is_compared=is_compared).fail(error)
-    options = call.options._replace(
+        Agreement(axes, "attention", is_compared=is_compared).raise_on_all(error)
+    options = arguments.options._replace(
         layout=Contiguous(), key_layout=Contiguous(), length=q.shape[2], key_length=k.shape[2]
     )
-    out = attend_shards(call._replace(q=q.to_local(), k=k.to_local(), v=v.to_local(), options=options), axes, checked)
+    out = attend_shards(
+        arguments._replace(q=q.to_local(), k=k.to_local(), v=v.to_local(), options=options), axes, checked
+    )
     shape = torch.Size((*q.shape[:-1], v.shape[-1]))
     stride = (shape[1:].numel(), shape[2:].numel(), shape[3], 1)
     return DTensor.from_local(out, q.device_mesh, q.placements, run_check=False, shape=shape, stride=stride)
 
 
-def _checked_dtensors(call: Call, first: DTensor, mesh: DeviceMesh | None) -> list[DTensor]:
+def _checked_dtensors(arguments: AttentionArguments, first: DTensor, mesh: DeviceMesh | None) -> list[DTensor]:
     """Return q, k and v. Raise unless they are DTensors whose tokens are sharded along the mesh's axes."""
     dtensors = []
-    for name, x in zip(("q", "k", "v"), call[:3], strict=True):
+    for name, x in zip(("q", "k", "v"), arguments[:3], strict=True):
         if not isinstance(x, DTensor) or x.device_mesh != first.device_mesh or x.placements != first.placements:
             given = f"{name} {x.placements if isinstance(x, DTensor) else type(x).__name__} beside {first.placements}"
             fix = "redistribute them alike"
@@ -56,15 +58,16 @@ def _checked_dtensors(call: Call, first: DTensor, mesh: DeviceMesh | None) -> li
     if mesh is not None and mesh != first.device_mesh:
         fix = "leave mesh out: DTensors bring their own"
         raise MeshError("attention mesh", "the DTensors' own mesh", f"{mesh} beside {first.device_mesh}", fix)
-    for name, layout in (("layout", call.options.layout), ("key_layout", call.options.key_layout)):
+    for name, layout in (("layout", arguments.options.layout), ("key_layout", arguments.options.key_layout)):
         if layout is not None and layout != Contiguous():
             expected = f"{name}=Contiguous(), the layout of Shard(2)"
             fix = "leave it out, or shard with am.shard and pass plain tensors"
             raise LayoutError("attention of DTensors", expected, repr(layout), fix)
-    lengths = {"length": call.options.length, "key_length": call.options.key_length}
+    lengths = {"length": arguments.options.length, "key_length": arguments.options.key_length}
     for (name, length), x in zip(lengths.items(), dtensors[:2], strict=True):
-        expected, given = f"{name}={x.shape[2]}, the tokens of all shards", f"{name}={length!r}"
-        require(length in (None, x.shape[2]), ShapeError, "attention of DTensors", expected, given, f"leave {name} out")
+        if length not in (None, x.shape[2]):
+            expected, given = f"{name}={x.shape[2]}, the tokens of all shards", f"{name}={length!r}"
+            raise ShapeError("attention of DTensors", expected, given, f"leave {name} out")
     _check_placements(dtensors[0])
     _check_nesting(*dtensors[:2])
     return dtensors
@@ -78,7 +81,7 @@ def _check_placements(q: DTensor) -> None:
         allowed: tuple[Placement, ...] = (Shard(2),) if dim in dims else (Shard(0), Shard(1), Replicate())
         if size > 1 and placement not in allowed:
             expected = f"{' or '.join(map(str, allowed))} along axis {name}"
-            fix = swap_first("redistribute q, k and v", placement == Shard(1) and q.shape[1] > q.shape[2])
+            fix = transpose_hint_first("redistribute q, k and v", placement == Shard(1) and q.shape[1] > q.shape[2])
             raise LayoutError("attention of DTensors", expected, str(placement), fix)
 
 

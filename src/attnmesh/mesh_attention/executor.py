@@ -4,7 +4,7 @@ One loop serves every exchange. Keys that arrive at once are one step, and keys 
 Heads travel all together or in groups. The next exchange is always under way while a kernel runs. So the code says when
 an exchange begins and when it is awaited:
 
-- A call begins an exchange, and returns the function that awaits it (`Await`).
+- A call begins an exchange, and returns the function that awaits it (`FinishTensors`).
 - A generator yields once for each exchange of its own that is under way. `next` awaits it, and goes on to the next one.
 - `del` frees tensors before the next ones arrive: without it a frame would hold both.
 
@@ -20,7 +20,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from attnmesh.comm.p2p import begin_swap, gather, is_run, meta_like, return_to_owners, taken
+from attnmesh.comm.p2p import begin_all_to_all, begin_gather, begin_return, is_run, meta_like, taken
 from attnmesh.core.band import Band
 from attnmesh.core.partial import Partial, identity, merge_into, sum_dtype, with_sinks
 from attnmesh.core.scaling import Scaling
@@ -29,16 +29,16 @@ from attnmesh.kernels.kernel import Kernel
 from attnmesh.kernels.rectangles import BackwardInputs, Gradients
 from attnmesh.kernels.selected_keys import SelectedKeys
 from attnmesh.mesh.axes import Axis, Mesh
-from attnmesh.mesh.schedule import ExchangeStep, HeadGroup, HeadSlices, Schedule
+from attnmesh.mesh.schedule import GatherStep, HeadGroup, HeadSlices, Schedule
 from attnmesh.mesh_attention.latents import Projection
 from attnmesh.runtime.memo import on_device
-from attnmesh.runtime.ranges import ATTENTION, MERGE, in_range, is_profiled
+from attnmesh.runtime.ranges import ATTENTION, MERGE, is_profiled, profiled_as
 from attnmesh.runtime.tensors import Tensors, empty_length_major
 
 Returned = list[tuple[Tensor, Tensors]]
 """Results for this rank's tokens: the indices of some tokens, and the results for them."""
 
-Await = Callable[[], Tensors]
+FinishTensors = Callable[[], Tensors]
 """Awaits an exchange under way, and returns what has arrived."""
 
 Accumulate = Callable[[Returned, Tensors], None]
@@ -69,9 +69,9 @@ class Task:
         return len(self.groups) == 1
 
     @functools.cached_property
-    def swaps(self) -> "HeadSwaps":
-        """Swaps of tokens for heads, and back."""
-        return HeadSwaps(self.mesh.heads, self.schedule, self.one_at_a_time)
+    def head_all_to_all(self) -> "HeadAllToAll":
+        """Exchange of tokens for heads, and back."""
+        return HeadAllToAll(self.mesh.heads, self.schedule, self.one_at_a_time)
 
     def bands(self, group: HeadGroup) -> Sequence[Band | SelectedKeys]:
         """Return the keys of each step that the gathered queries attend, in a group of heads."""
@@ -94,11 +94,11 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Arrivals:
+class GatheredGroup:
     """One group of heads under way: tensors of gathered queries, and keys and values by step."""
 
     group: HeadGroup
-    await_queries: Await
+    finish_queries: FinishTensors
     kv_by_step: Iterator[Tensors]
 
 
@@ -114,9 +114,9 @@ def forward(q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None = None, sav
     Memory for the results of all groups is taken at the first swap out. What a group gathered is freed before that.
     """
 
-    def swap_in(group: HeadGroup) -> Await:
+    def swap_in(group: HeadGroup) -> FinishTensors:
         into = task.heads_of(group, saved_qkv) if saved_qkv else ()
-        return task.swaps.swap_in((q, *kv), group, into, query_count=1)
+        return task.head_all_to_all.swap_in((q, *kv), group, into, query_tensors=1)
 
     value_dim = kv[-1].shape[-1] if task.projection is None else task.projection.value_dim
     schedule = task.schedule
@@ -130,11 +130,11 @@ def forward(q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None = None, sav
         del partial, out, lse
         if total is None:
             total = Partial(empty_length_major(q, value_dim), q.new_empty(q.shape[:-1], dtype=dtype))
-        yield from task.swaps.swap_out(results, total, group, query_count=2)
+        yield from task.head_all_to_all.swap_out(results, total, group, query_tensors=2)
 
     pending = PendingReturns()
-    for arrivals in _arrivals(swap_in, task):
-        own_partial = partial = _attend_heads(arrivals, task)
+    for gathered in _gathered_groups(swap_in, task):
+        own_partial = partial = _attend_heads(gathered, task)
         returning: Iterable[None] = ()
         some_see_no_key = len(schedule.query_step.keep) < schedule.chunk.queries
         if task.mesh.keys.size > 1 or some_see_no_key:  # else the partial is whole, and of this rank's queries alone
@@ -144,21 +144,21 @@ def forward(q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None = None, sav
                 partial, schedule.query_step, task.mesh.keys, _merge_in, own_partial, task.one_at_a_time
             )
         # `swap_out` begins once `returning` has ended: until then parts from other ranks are merged into `own_partial`.
-        pending.add(chain(returning, swap_out(own_partial, arrivals.group)))
+        pending.add(chain(returning, swap_out(own_partial, gathered.group)))
         del own_partial, partial, returning
     pending.finish()
     assert total is not None  # every schedule has a group
     return total
 
 
-def _attend_heads(arrivals: Arrivals, task: Task) -> Partial:
+def _attend_heads(gathered: GatheredGroup, task: Task) -> Partial:
     """Return the partial of the gathered queries over the gathered keys, for one group of heads."""
-    (q,) = arrivals.await_queries()
+    (q,) = gathered.finish_queries()
     total: Partial | None = None
-    attend = in_range(ATTENTION, task.attend) if is_profiled() else task.attend
-    merge = in_range(MERGE, merge_into) if is_profiled() else merge_into
-    for kernel, band, counts in zip(task.kernels, task.bands(arrivals.group), task.counts, strict=True):
-        kv = next(arrivals.kv_by_step)
+    attend = profiled_as(ATTENTION, task.attend) if is_profiled() else task.attend
+    merge = profiled_as(MERGE, merge_into) if is_profiled() else merge_into
+    for kernel, band, counts in zip(task.kernels, task.bands(gathered.group), task.counts, strict=True):
+        kv = next(gathered.kv_by_step)
         out, lse = attend(kernel, q, kv, band, counts)
         del kv  # else it would live until the next keys have arrived
         partial = Partial(out.to(lse.dtype), lse)
@@ -171,15 +171,15 @@ def _attend_heads(arrivals: Arrivals, task: Task) -> Partial:
 
 
 def _return_results(
-    results: Tensors, step: ExchangeStep, axis: Axis, accumulate: Accumulate, totals: Tensors, one_at_a_time: bool
+    results: Tensors, step: GatherStep, axis: Axis, accumulate: Accumulate, totals: Tensors, one_at_a_time: bool
 ) -> Iterator[None]:
     """Return results to their owners. Results for this rank's tokens are combined into `totals` when they arrive."""
-    arriving = return_to_owners(results, step, axis, one_at_a_time=one_at_a_time)
+    finish = begin_return(results, step, axis, one_at_a_time=one_at_a_time)
     del results
     if axis.size > 1:
         yield
-    accumulate = in_range(MERGE, accumulate) if is_profiled() else accumulate
-    accumulate(arriving(), totals)
+    accumulate = profiled_as(MERGE, accumulate) if is_profiled() else accumulate
+    accumulate(finish(), totals)
 
 
 def backward(saved_qkv: Tensors, saved: BackwardInputs, task: Task) -> Gradients:
@@ -191,8 +191,8 @@ def backward(saved_qkv: Tensors, saved: BackwardInputs, task: Task) -> Gradients
     keys = len(schedule.key_indices[task.mesh.heads.index])
     total: Gradients | None = None
 
-    def swap_in(group: HeadGroup) -> Await:
-        finish = task.swaps.swap_in((saved.dout, saved.lse, delta), group, query_count=3)
+    def swap_in(group: HeadGroup) -> FinishTensors:
+        finish = task.head_all_to_all.swap_in((saved.dout, saved.lse, delta), group, query_tensors=3)
         some_q, *some_kv = task.heads_of(group, saved_qkv)
         return lambda: (some_q, *finish(), *some_kv)
 
@@ -203,45 +203,45 @@ def backward(saved_qkv: Tensors, saved: BackwardInputs, task: Task) -> Gradients
         if total is None:  # as in `forward`
             dq = empty_length_major(saved.dout, q.shape[3])
             total = Gradients(dq, *(empty_tokens(x, key_heads, keys) for x in kv))
-        yield from task.swaps.swap_out(gradients, total, group, query_count=1)
+        yield from task.head_all_to_all.swap_out(gradients, total, group, query_tensors=1)
 
     pending = PendingReturns()
-    for arrivals in _arrivals(swap_in, task):
-        own = Gradients(*(torch.zeros_like(x, dtype=delta.dtype) for x in task.heads_of(arrivals.group, saved_qkv)))
-        dq = _backward_heads(arrivals, task, pending, own[1:])
+    for gathered in _gathered_groups(swap_in, task):
+        own = Gradients(*(torch.zeros_like(x, dtype=delta.dtype) for x in task.heads_of(gathered.group, saved_qkv)))
+        dq = _backward_heads(gathered, task, pending, own[1:])
         returning = _return_results((dq,), schedule.query_step, task.mesh.keys, _add_in, own[:1], task.one_at_a_time)
-        pending.add(chain(returning, swap_out(own, arrivals.group)))  # in this order, as in `forward`
+        pending.add(chain(returning, swap_out(own, gathered.group)))  # in this order, as in `forward`
         del dq, own, returning
     pending.finish()
     assert total is not None  # every schedule has a group
     return total
 
 
-def _backward_heads(arrivals: Arrivals, task: Task, pending: "PendingReturns", own_kv: Tensors) -> Tensor:
+def _backward_heads(gathered: GatheredGroup, task: Task, pending: "PendingReturns", own_kv: Tensors) -> Tensor:
     """Return dq of the gathered queries over the gathered keys, for one group of heads.
 
     dk and dv return to the owners of their keys, where they are added to `own_kv`. Gradients of keys that travel on
     travel with them, and each rank adds its part.
     """
-    q, dout, lse, delta = arrivals.await_queries()
+    q, dout, lse, delta = gathered.finish_queries()
     saved = BackwardInputs(_equivalent_out(dout, delta), lse, dout)
     dq: Tensor | None = None
-    arriving: Await | None = None  # gradients that earlier ranks computed for the keys of this step
+    finish_earlier: FinishTensors | None = None  # gradients that earlier ranks computed for the keys of this step
     schedule = task.schedule
-    bands = task.bands(arrivals.group)
-    attend_backward = in_range(ATTENTION, backward_band) if is_profiled() else backward_band
+    bands = task.bands(gathered.group)
+    attend_backward = profiled_as(ATTENTION, backward_band) if is_profiled() else backward_band
     steps = zip(task.kernels, bands, task.counts, schedule.key_steps, schedule.gradient_steps, strict=True)
     for kernel, band, counts, step, onward in steps:
-        keys, values = next(arrivals.kv_by_step)
+        keys, values = next(gathered.kv_by_step)
         part = attend_backward(kernel, q, keys, values, saved, band, task.scaling, counts)
         del keys, values  # else they would live until the next keys have arrived
         dq = part.q.to(delta.dtype) if dq is None else dq.add_(part.q)
         kv_gradients = part.k.to(dq.dtype), part.v.to(dq.dtype)
         del part
-        if arriving is not None:
-            _add(kv_gradients, arriving())
+        if finish_earlier is not None:
+            _add(kv_gradients, finish_earlier())
         pending.add(_return_results(kv_gradients, step, task.mesh.queries, _add_in, own_kv, task.one_at_a_time))
-        arriving = None if onward is None else gather(kv_gradients, onward, task.mesh.queries)
+        finish_earlier = None if onward is None else begin_gather(kv_gradients, onward, task.mesh.queries)
         del kv_gradients
     assert dq is not None  # every schedule has a step
     return dq
@@ -255,11 +255,11 @@ class PendingReturns:
 
     def add(self, *returns: Iterator[None]) -> None:
         """Await the exchanges under way, and begin the next ones, those of `returns` last."""
-        exchanges = (*self.under_way, *returns)
+        going_on = (*self.under_way, *returns)
         self.under_way = []
-        for exchange in exchanges:
-            if next(exchange, DONE) is not DONE:  # its next exchange is under way
-                self.under_way.append(exchange)
+        for result in going_on:
+            if next(result, DONE) is not DONE:  # its next exchange is under way
+                self.under_way.append(result)
 
     def finish(self) -> None:
         """Wait until all results are with their owners."""
@@ -267,40 +267,40 @@ class PendingReturns:
             self.add()
 
 
-def _arrivals(swap_in: Callable[[HeadGroup], Await], task: Task) -> Iterator[Arrivals]:
+def _gathered_groups(swap_in: Callable[[HeadGroup], FinishTensors], task: Task) -> Iterator[GatheredGroup]:
     """Yield one group of heads after the other. Exchanges of the next groups begin before a group is attended.
 
     first group     swap in   gather    attend
     second group              swap in   gather    attend
     third group                         swap in   gather    attend
     """
-    swaps, gathers = task.mesh.heads.size > 1, task.mesh.queries.size * task.mesh.keys.size > 1
+    has_heads_axis, has_gather = task.mesh.heads.size > 1, task.mesh.queries.size * task.mesh.keys.size > 1
 
-    def exchange(group: HeadGroup) -> Iterator[Arrivals | None]:
-        swapped = swap_in(group)
-        if swaps:
+    def stages(group: HeadGroup) -> Iterator[GatheredGroup | None]:
+        finish_swap = swap_in(group)
+        if has_heads_axis:
             yield None
-        tensors = swapped()
-        query_count = len(tensors) - (2 if task.projection is None else 1)
-        arriving = gather(
-            tensors[:query_count], task.schedule.query_step, task.mesh.keys, one_at_a_time=task.one_at_a_time
+        tensors = finish_swap()
+        query_tensors = len(tensors) - (2 if task.projection is None else 1)
+        finish_queries = begin_gather(
+            tensors[:query_tensors], task.schedule.query_step, task.mesh.keys, one_at_a_time=task.one_at_a_time
         )
-        kv_by_step = _kv_by_step(tensors[query_count:], task)
-        del swapped, tensors
-        if gathers:
+        kv_by_step = _kv_by_step(tensors[query_tensors:], task)
+        del finish_swap, tensors
+        if has_gather:
             yield None
-        yield Arrivals(group, arriving, kv_by_step)
+        yield GatheredGroup(group, finish_queries, kv_by_step)
 
-    under_way: list[Iterator[Arrivals | None]] = []
-    for group in (*task.groups, *[None] * (swaps + gathers)):  # None: all have begun
+    under_way: list[Iterator[GatheredGroup | None]] = []
+    for group in (*task.groups, *[None] * (has_heads_axis + has_gather)):  # None: all have begun
         if group is not None:
-            under_way.append(exchange(group))
-        arrived = None
-        for arrivals in reversed(under_way):  # the newest begins before others are awaited; the oldest arrives
-            arrived = next(arrivals)
-        if arrived is not None:
+            under_way.append(stages(group))
+        gathered = None
+        for stage in reversed(under_way):  # the newest begins before others are awaited; the oldest arrives
+            gathered = next(stage)
+        if gathered is not None:
             del under_way[0]
-            yield arrived
+            yield gathered
 
 
 def _kv_by_step(kv: Tensors, task: Task) -> Iterator[Tensors]:
@@ -310,13 +310,13 @@ def _kv_by_step(kv: Tensors, task: Task) -> Iterator[Tensors]:
     exchange of the second step begins at once too.
     """
     steps, axis = task.schedule.key_steps, task.mesh.queries
-    first = gather(kv, steps[0], axis, one_at_a_time=task.one_at_a_time)
+    first = begin_gather(kv, steps[0], axis, one_at_a_time=task.one_at_a_time)
 
     def arrivals() -> Iterator[Tensors]:
         finish = first
         for step in steps[1:]:
             arrived = finish()
-            finish = gather(arrived, step, axis)
+            finish = begin_gather(arrived, step, axis)
             yield arrived
             del arrived
         yield finish()
@@ -363,36 +363,36 @@ def _equivalent_out(dout: Tensor, delta: Tensor) -> Tensor:
 # --- the heads axis ---
 
 
-def some_heads(tensors: Tensors, query_count: int, heads: HeadSlices) -> Tensors:
-    """Return some of the heads, as views where these are not all. The first `query_count` tensors have query heads."""
+def some_heads(tensors: Tensors, query_tensors: int, heads: HeadSlices) -> Tensors:
+    """Return some of the heads, as views where these are not all. The first `query_tensors` have query heads."""
     views = []
     for index, x in enumerate(tensors):
-        head_slice = heads.q_heads if index < query_count else heads.kv_heads
+        head_slice = heads.q_heads if index < query_tensors else heads.kv_heads
         views.append(x if head_slice.stop - head_slice.start >= x.shape[1] else x[:, head_slice])
     return tuple(views)
 
 
 @dataclass(frozen=True)
-class HeadSwaps:
-    """Swaps along the heads axis. With `one_at_a_time` no other exchange along it begins before one has ended."""
+class HeadAllToAll:
+    """All-to-alls along the heads axis. With `one_at_a_time` no other exchange along it begins before one has ended."""
 
     axis: Axis
     schedule: Schedule
     one_at_a_time: bool
 
-    def swap_in(self, tensors: Tensors, group: HeadGroup, into: Tensors = (), *, query_count: int) -> Await:
+    def swap_in(self, tensors: Tensors, group: HeadGroup, into: Tensors = (), *, query_tensors: int) -> FinishTensors:
         """Begin to swap tokens for this rank's heads of a group. The result is in `into`, or else in new memory.
 
-        The first `query_count` tensors have query heads.
+        The first `query_tensors` have query heads.
         """
-        views = some_heads(tensors, query_count, group[self.axis.index])
+        views = some_heads(tensors, query_tensors, group[self.axis.index])
         if self.axis.size == 1:
             return lambda: views
-        key_count = len(tensors) - query_count
-        indices = [self.schedule.query_indices] * query_count + [self.schedule.key_indices] * key_count
+        key_tensors = len(tensors) - query_tensors
+        indices = [self.schedule.query_indices] * query_tensors + [self.schedule.key_indices] * key_tensors
         shapes = [tuple(map(meta_like, views, map(len, slices))) for slices in zip(*indices, strict=True)]
-        parts = [some_heads(tensors, query_count, heads) for heads in group]
-        finish = begin_swap(parts, shapes, self.axis, one_at_a_time=self.one_at_a_time)
+        parts = [some_heads(tensors, query_tensors, heads) for heads in group]
+        finish = begin_all_to_all(parts, shapes, self.axis, one_at_a_time=self.one_at_a_time)
 
         def finished() -> Tensors:
             chunk = into or tuple(
@@ -405,19 +405,19 @@ class HeadSwaps:
 
         return finished
 
-    def swap_out(self, computed: Tensors, results: Tensors, group: HeadGroup, *, query_count: int) -> Iterator[None]:
+    def swap_out(self, computed: Tensors, results: Tensors, group: HeadGroup, *, query_tensors: int) -> Iterator[None]:
         """Swap heads for tokens: put results for this rank's tokens in place.
 
         It yields while the exchange is under way.
         """
-        views = [some_heads(results, query_count, heads) for heads in group]  # one tuple for each rank
+        views = [some_heads(results, query_tensors, heads) for heads in group]  # one tuple for each rank
         arrived = [computed]
         if self.axis.size > 1:
             parts = []
             for q_tokens, k_tokens in zip(self.schedule.query_indices, self.schedule.key_indices, strict=True):
-                keys = taken(computed[query_count:], k_tokens) if len(computed) > query_count else ()
-                parts.append(taken(computed[:query_count], q_tokens) + keys)
-            finish = begin_swap(parts, views, self.axis, one_at_a_time=self.one_at_a_time)
+                keys = taken(computed[query_tensors:], k_tokens) if len(computed) > query_tensors else ()
+                parts.append(taken(computed[:query_tensors], q_tokens) + keys)
+            finish = begin_all_to_all(parts, views, self.axis, one_at_a_time=self.one_at_a_time)
             del computed, arrived, parts
             yield
             arrived = finish()

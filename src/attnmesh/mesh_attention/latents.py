@@ -103,6 +103,13 @@ class Projection:
             yield slice(start, start + size)
 
 
+class LatentWidths(NamedTuple):
+    """Columns of a latent that are projected, and rotated ones."""
+
+    projected: int
+    rotated: int
+
+
 class Latents(NamedTuple):
     """Latents of some tokens, and their projection."""
 
@@ -111,6 +118,7 @@ class Latents(NamedTuple):
     projection: Projection
 
     @property
-    def widths(self) -> tuple[int, int]:
-        """Columns that are projected, and rotated columns."""
-        return self.projection.latent_width, self.tokens.shape[3] - self.projection.latent_width
+    def widths(self) -> LatentWidths:
+        """Columns that are projected, and rotated ones."""
+        projected = self.projection.latent_width
+        return LatentWidths(projected, self.tokens.shape[3] - projected)

@@ -18,8 +18,8 @@ from attnmesh.guard.argument_checks import (
     check_selection,
     check_unknown_options,
     heads_and_length,
-    warn_if_swapped,
-    with_swap_hint,
+    warn_if_transposed,
+    with_transpose_hint,
     without_redundant,
 )
 from attnmesh.kernels.choice import check_kernel
@@ -43,7 +43,7 @@ def attend(
     kernel: str = "auto",
     selected: Selection | None = None,
     distance_bias: Tensor | None = None,
-    **others: Any,
+    **sdpa_options: Any,
 ) -> Partial:
     """Return attention of q over k and v on one device, as a partial `(out, lse)`.
 
@@ -65,7 +65,8 @@ def attend(
             position. Keys that are not in k add nothing, so partials of all parts of k merge. None for all keys.
         distance_bias: Numbers to add to the logits of near keys, (batch, heads, q_len, distances), differentiable.
             Column d is for the key d positions before the query. Keys farther away, or after it, have none.
-        **others: Options of PyTorch's attention, as in `attention`. Others raise an error that names a substitute.
+        **sdpa_options: Options of PyTorch's attention, as in `attention`. Others raise an error that names a
+            substitute.
 
     Returns:
         The normalised output in q's dtype, and its lse in float32 or wider; both differentiable once.
@@ -80,16 +81,17 @@ def attend(
     >>> torch.allclose(last.out, am.attend(q, k, v, mask=am.Causal()).out[:, :, -1:], atol=1e-6)
     True
     """
-    if others:
-        others = without_redundant(others, mask)
-    plain = all(x is None for x in (q_positions, k_positions, key_lengths, distance_bias, selected)) and not others
+    if sdpa_options:
+        sdpa_options = without_redundant(sdpa_options, mask)
+    seldom_given = q_positions, k_positions, key_lengths, distance_bias, selected
+    plain = not sdpa_options and all(x is None for x in seldom_given)
     options = (mask, scale, softcap, kernel)
     signature = None
     if plain:
         signature = signature_of(q, k, v, None, options, any_keys=mask is FULL, with_grad=False)
     if (prepared := PREPARED_LOCAL.find(signature)) is not None:
         return prepared.attend(q, k, v, None)
-    check_unknown_options("attend", others)
+    check_unknown_options("attend", sdpa_options)
     q, k, v = cast_for_autocast(q, k, v)
     try:
         check_qkv("attend", q, k, v)
@@ -103,11 +105,11 @@ def attend(
         if k_positions is None:
             check_lengths_within("attend key_lengths", key_lengths, k.shape[2])
     except (MaskError, ShapeError) as error:
-        raise with_swap_hint(error, heads_and_length(q), heads_and_length(k)) from None
+        raise with_transpose_hint(error, heads_and_length(q), heads_and_length(k)) from None
     scaling = Scaling.of("attend", scale, softcap, q.shape[-1])
     check_kernel(kernel)
     check_distance_bias("attend", distance_bias, q, scaling, kernel, selected)
-    warn_if_swapped("attend", q, k.shape[2])
+    warn_if_transposed("attend", q, k.shape[2])
     if signature is not None:
         return PREPARED_LOCAL.keep(signature, PreparedLocal.of(q, k, v, mask, scaling, kernel)).attend(q, k, v, None)
     q = with_distance_bias(q, distance_bias)

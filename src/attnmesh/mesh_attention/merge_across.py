@@ -13,19 +13,25 @@ from attnmesh.comm.host_merge import HostMerge, host_merge_for
 from attnmesh.comm.message import checksum_of, question_like
 from attnmesh.comm.rank_merge import chosen_merge, merge_ranks, send_poison
 from attnmesh.core.partial import Partial, sum_dtype
-from attnmesh.errors import DeviceError, DtypeError, InputError, KernelError, ShapeError, check_choice, require
+from attnmesh.errors import DeviceError, DtypeError, InputError, KernelError, ShapeError, check_choice
 from attnmesh.guard.agreement import (
     Agreement,
-    CallRecord,
+    ComparedCalls,
     MergeAgreement,
-    MergeCall,
+    MergeDescription,
     describe_call,
     hash_of_call,
     prepare_merges,
 )
-from attnmesh.guard.argument_checks import check_comparison, check_dtype, check_merge, check_one_device, check_tensor
+from attnmesh.guard.argument_checks import (
+    check_compare_option,
+    check_dtype,
+    check_merge,
+    check_one_device,
+    check_tensor,
+)
 from attnmesh.kernels.traced import are_plain
-from attnmesh.mesh.axes import Axis, axis_of, device_type_of, group_named, mesh_of
+from attnmesh.mesh.axes import Axis, axis_of, device_type_of, group_named, mesh_of_axis
 from attnmesh.mesh.merges import MERGES, OUTPUTS
 from attnmesh.runtime.operators import custom_operator
 from attnmesh.runtime.world import cached_per_world
@@ -81,10 +87,10 @@ def merge_across(
         return merge_as_one_call(Partial(*partial), *merge_and_text, output, is_compared=checked is not False)
     try:
         check_merge("merge_across", how, output)
-        check_comparison("merge_across", checked)
+        check_compare_option("merge_across", checked)
         check_partial(partial, wire, base)
     except InputError as error:
-        merge_agreement(partial, axis, how, output, checked).fail(error)
+        merge_agreement(partial, axis, how, output, checked).raise_through_merge(error)
     out, lse = partial
     natural = lse if base == "e" else lse * BASES[base]
     if torch.compiler.is_compiling():
@@ -97,38 +103,40 @@ def merge_across(
 
 
 @cached_per_world(1024)
-def host_merge_and_text(axis: Axis, shape: tuple[int, ...], merge: str, output: str) -> tuple[HostMerge, str] | None:
+def host_merge_and_text(
+    axis: Axis, shape: tuple[int, ...], merge_name: str, output: str
+) -> tuple[HostMerge, str] | None:
     """Return the native merge of partials of this shape, and the text that ranks compare; None if there is none.
 
     The first call along an axis is collective.
     """
-    if axis.size == 1 or merge not in ("auto", *MERGES):
+    if axis.size == 1 or merge_name not in ("auto", *MERGES):
         return None
     prepare_merges(axis)
-    host_merge = host_merge_for(axis, tuple(shape), chosen_merge(axis, merge, output, torch.device("cpu")))
-    return None if host_merge is None else (host_merge, call_text(shape, torch.float32, merge, output))
+    host_merge = host_merge_for(axis, tuple(shape), chosen_merge(axis, merge_name, output, torch.device("cpu")))
+    return None if host_merge is None else (host_merge, describe_merge(shape, torch.float32, merge_name, output))
 
 
 def merge_agreement(
-    partial: object, axis: Axis, merge: str, output: str, checked: bool | None = None
+    partial: object, axis: Axis, merge_name: str, output: str, checked: bool | None = None
 ) -> MergeAgreement:
     """Return the agreement on a merge, of a partial that is not checked yet."""
     device_types = {x.device.type for x in partial if isinstance(x, Tensor)} if isinstance(partial, tuple) else set()
     # The other ranks' tensors are where this rank's are, if one of these is where tensors can be merged.
     device = torch.device(next((x for x in ("cuda", "cpu") if x in device_types), device_type_of(axis.group)))
-    poison = partial_of(_poison, axis, merge, output)
-    return MergeAgreement(_calls_along(axis), device, merge, checked, "merge_across", poison)
+    poison = partial_of(_poison, axis, merge_name, output)
+    return MergeAgreement(_calls_along(axis), device, merge_name, checked, "merge_across", poison)
 
 
-def _poison(axis: Axis, merge: str, output: str) -> None:
+def _poison(axis: Axis, merge_name: str, output: str) -> None:
     """Take part in a merge with an invalid checksum."""
     if device_type_of(axis.group) == "cpu":
         prepare_merges(axis)
-    send_poison(axis, merge, output)
+    send_poison(axis, merge_name, output)
 
 
 def _fake_merge(
-    out: Tensor, lse: Tensor, group: str, size_and_index: Sequence[int], merge: str, output: str, _: str
+    out: Tensor, lse: Tensor, group: str, size_and_index: Sequence[int], merge_name: str, output: str, _: str
 ) -> Partial:
     size, index = size_and_index
     heads = Axis(size, index).slice_of(out.shape[1]) if output == "heads" else slice(0, out.shape[1])
@@ -137,57 +145,57 @@ def _fake_merge(
 
 @custom_operator("merge_across", _fake_merge)
 def merge_op(
-    out: Tensor, lse: Tensor, group: str, size_and_index: Sequence[int], merge: str, output: str, wire: str
+    out: Tensor, lse: Tensor, group: str, size_and_index: Sequence[int], merge_name: str, output: str, wire: str
 ) -> tuple[Tensor, Tensor]:
     """Run the merge as an operator, which is one node of a compiled graph."""
     dtype = getattr(torch, wire) if wire else None
     partial = Partial(out, lse)
     axis = Axis(size_and_index[0], size_and_index[1], group_named(group))
-    return _merge(merge_agreement(partial, axis, merge, output), partial, axis, merge, output, dtype)
+    return _merge(merge_agreement(partial, axis, merge_name, output), partial, axis, merge_name, output, dtype)
 
 
 def _merge(
     agreement: MergeAgreement,
     partial: Partial,
     axis: Axis,
-    merge: str,
+    merge_name: str,
     output: str,
     wire: torch.dtype | None,
     base: str = "e",
 ) -> Partial:
     """Return the merge in new tensors."""
     device = partial.lse.device
-    text = call_text(partial.out.shape, partial.out.dtype, merge, output, wire, base, device.type)
+    text = describe_merge(partial.out.shape, partial.out.dtype, merge_name, output, wire, base, device.type)
     ask = None
-    if merge == "auto" or MERGES[merge].is_packed:
+    if merge_name == "auto" or MERGES[merge_name].is_packed:
         like = partial.out.new_empty(0), partial.lse.new_empty(0), partial.out.shape
-        ask = partial_of(_ask, *like, axis, merge, output, wire)
-    call = MergeCall(text, text, ask)
-    if not agreement.compare_before_merge(call):
+        ask = partial_of(_ask, *like, axis, merge_name, output, wire)
+    description = MergeDescription(text, text, ask)
+    if not agreement.compare_before_merge(description):
         return _nan_like(partial, axis, output)
     if axis.size > 1 and device.type == "cpu":
         prepare_merges(axis)
     with agreement:
         checksum = checksum_of(hash_of_call(text), partial.lse)
-        merged, checksum = merge_ranks(partial, checksum, axis, merge, output, wire)
+        merged, checksum = merge_ranks(partial, checksum, axis, merge_name, output, wire)
     if axis.size > 1:
-        agreement.check_merged(call, checksum)
+        agreement.check_merged(description, checksum)
     pairs = zip(merged, partial, strict=True)
     return Partial(*(x.to(like.dtype, copy=True).contiguous() for x, like in pairs))
 
 
 @cached_per_world()
-def _calls_along(axis: Axis) -> CallRecord:
+def _calls_along(axis: Axis) -> ComparedCalls:
     """Return the record of the merges along an axis whose checksums stay on the device."""
-    return CallRecord(mesh_of(axis), torch.device(device_type_of(axis.group)), None)
+    return ComparedCalls(mesh_of_axis(axis), torch.device(device_type_of(axis.group)), None)
 
 
 def _ask(
-    out: Tensor, lse: Tensor, shape: Sequence[int], axis: Axis, merge: str, output: str, wire: torch.dtype | None
+    out: Tensor, lse: Tensor, shape: Sequence[int], axis: Axis, merge_name: str, output: str, wire: torch.dtype | None
 ) -> Tensor:
     """Take part in a merge with no keys, and a question for a checksum. Return the merged checksum."""
     nothing = Partial(out.new_zeros(shape), lse.new_full(shape[:-1], -torch.inf))
-    return merge_ranks(nothing, question_like(lse), axis, merge, output, wire)[1]
+    return merge_ranks(nothing, question_like(lse), axis, merge_name, output, wire)[1]
 
 
 def _nan_like(partial: Partial, axis: Axis, output: str) -> Partial:
@@ -195,9 +203,9 @@ def _nan_like(partial: Partial, axis: Axis, output: str) -> Partial:
     return Partial(torch.full_like(partial.out[:, heads], torch.nan), partial.lse[:, heads].clone())
 
 
-def is_plain(partial: object, merge: object, output: object, wire: object, base: object, checked: object) -> bool:
+def is_plain(partial: object, merge_name: object, output: object, wire: object, base: object, checked: object) -> bool:
     """Return True for a partial in float32 on the CPU, with its lse, and the usual options."""
-    usual = isinstance(merge, str) and output in OUTPUTS and wire is None and base == "e"
+    usual = isinstance(merge_name, str) and output in OUTPUTS and wire is None and base == "e"
     if not usual or type(checked) not in (bool, type(None)):
         return False
     if not isinstance(partial, tuple) or len(partial) != 2 or not are_plain(*partial):
@@ -216,7 +224,7 @@ def merge_as_one_call(partial: Partial, host_merge: HostMerge, text: str, output
     merged.lse.copy_(partial.lse)
     if not host_merge.run(message, hash_of_call(text)):
         if is_compared:
-            Agreement(mesh_of(host_merge.axis), "merge_across", text).raise_unequal()
+            Agreement(mesh_of_axis(host_merge.axis), "merge_across", text).raise_unequal()
         merged.out.fill_(torch.nan)  # ranks whose calls differ get NaN
     heads = host_merge.heads_of_output(output)
     return merged if heads is None else Partial(*(x[:, heads].contiguous() for x in merged))
@@ -224,16 +232,16 @@ def merge_as_one_call(partial: Partial, host_merge: HostMerge, text: str, output
 
 def check_partial(partial: Partial, wire: torch.dtype | None, base: str) -> None:
     """Raise unless `merge_across` serves these arguments."""
-    fits = isinstance(partial, tuple) and len(partial) == 2 and all(isinstance(x, Tensor) for x in partial)
-    given = type(partial).__name__
-    fix = "pass what attend returned, or Partial(out, lse)"
-    require(fits, DtypeError, "merge_across", "a partial (out, lse)", given, fix)
+    if not (isinstance(partial, tuple) and len(partial) == 2 and all(isinstance(x, Tensor) for x in partial)):
+        fix = "pass what attend returned, or Partial(out, lse)"
+        raise DtypeError("merge_across", "a partial (out, lse)", type(partial).__name__, fix)
     out, lse = partial
     check_tensor("merge_across out", out)
     check_tensor("merge_across lse", lse)
     check_one_device("merge_across", {"out": out, "lse": lse})
-    fix = "compute it on the ranks' device"
-    require(not out.is_meta, DeviceError, "merge_across", "a partial with values", "one on the meta device", fix)
+    if out.is_meta:
+        fix = "compute it on the ranks' device"
+        raise DeviceError("merge_across", "a partial with values", "one on the meta device", fix)
     if not out.is_floating_point() or lse.dtype != sum_dtype(out.dtype):
         given = f"out {out.dtype}, lse {lse.dtype}"
         fix = "cast lse" if out.is_floating_point() else "cast out to floats"
@@ -241,23 +249,22 @@ def check_partial(partial: Partial, wire: torch.dtype | None, base: str) -> None
     if out.ndim != 4 or lse.shape != out.shape[:-1]:
         expected, given = "out (batch, heads, length, dim) and its lse", f"{tuple(out.shape)} and {tuple(lse.shape)}"
         raise ShapeError("merge_across", expected, given, "add missing dims, and put the heads before the length")
-    requires_grad = out.requires_grad or lse.requires_grad
-    fix = "call it under torch.no_grad(), or train with attention"
-    fits = not (torch.is_grad_enabled() and requires_grad)
-    require(fits, KernelError, "merge_across", "a partial without gradients", "one with requires_grad=True", fix)
+    if torch.is_grad_enabled() and (out.requires_grad or lse.requires_grad):
+        fix = "call it under torch.no_grad(), or train with attention"
+        raise KernelError("merge_across", "a partial without gradients", "one with requires_grad=True", fix)
     check_dtype("merge_across wire", wire, "leave it out for float32")
     check_choice("merge_across base", base, BASES, 'pass "2" if the engine took base-2 logarithms')
 
 
-def call_text(
+def describe_merge(
     shape: tuple[int, ...],
     dtype: torch.dtype,
-    merge: str,
+    merge_name: str,
     output: str,
     wire: torch.dtype | None = None,
     base: str = "e",
     device: str = "cpu",
 ) -> str:
     """Return the text of a call that ranks compare."""
-    options = {"how": merge, "output": output, "wire": wire, "base": base}
+    options = {"how": merge_name, "output": output, "wire": wire, "base": base}
     return describe_call("merge_across", device=device, out=list(shape), dtype=dtype, **options)

@@ -1,7 +1,7 @@
 """Attention on a mesh, with gradients.
 
-A function of autograd runs a `MeshCall`, and in a traced graph an operator. Between forward and backward only tensors
-of a shard's size are kept.
+A function of autograd runs an `AttentionSpec`, and in a traced graph an operator. Between forward and backward only
+tensors of a shard's size are kept.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attnmesh.comm.failures import collective
+from attnmesh.comm.failures import run_collective
 from attnmesh.core.partial import Partial, merge_partials, sum_dtype
 from attnmesh.core.selection import Visible
 from attnmesh.errors import RankFailure
@@ -20,20 +20,22 @@ from attnmesh.kernels.rectangles import BackwardInputs
 from attnmesh.kernels.traced import OnceDifferentiable, run_once_differentiable
 from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.mesh.schedule import ChunkSize
-from attnmesh.mesh_attention.call_arguments import Call
+from attnmesh.mesh_attention.attention_arguments import AttentionArguments
+from attnmesh.mesh_attention.attention_spec import AttentionSpec
 from attnmesh.mesh_attention.executor import Task, backward, empty_tokens, forward
-from attnmesh.mesh_attention.mesh_call import MeshCall
 from attnmesh.runtime.operators import autograd_function, custom_operator
 from attnmesh.runtime.tensors import Tensors, empty_length_major, length_major
 
 # --- attention ---
 
 
-def attend_on_one_rank(call: Call, mesh_call: MeshCall, other_keys: Partial | None = None) -> Tensor:
+def attend_on_one_rank(arguments: AttentionArguments, spec: AttentionSpec, other_keys: Partial | None = None) -> Tensor:
     """Return attention on one rank."""
-    visible = Visible(mesh_call.problem.mask, key_lengths=call.key_lengths, selected=call.selected)
-    partial = run_attend(call.q, call.k, call.v, visible, mesh_call.scaling, mesh_call.kernel, call.sinks)
-    return partial.out if other_keys is None else merge_partials([Partial(*partial), other_keys]).out.to(call.q.dtype)
+    visible = Visible(spec.problem.mask, key_lengths=arguments.key_lengths, selected=arguments.selected)
+    partial = run_attend(arguments.q, arguments.k, arguments.v, visible, spec.scaling, spec.kernel, arguments.sinks)
+    return (
+        partial.out if other_keys is None else merge_partials([Partial(*partial), other_keys]).out.to(arguments.q.dtype)
+    )
 
 
 def attend_without_grad(
@@ -46,18 +48,18 @@ def attend_without_grad(
     return length_major(partial.out, q.dtype)
 
 
-def _run_call(
+def _attend_spec(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None,
     key_lengths: Tensor | None,
     indices: Tensor | None,
-    mesh_call: MeshCall,
+    spec: AttentionSpec,
 ) -> tuple[Tensor, ...]:
     """Return (out, lse) of this rank's queries, and with a heads axis its heads of q, k and v."""
-    task = mesh_call.with_visible_keys(mesh_call.task(q.shape[1], (q, k, v)), key_lengths, indices)
-    saved_qkv = _blank_heads((q, k, v), task.schedule.chunk, mesh_call.mesh.heads)
+    task = spec.with_visible_keys(spec.task(q.shape[1], (q, k, v)), key_lengths, indices)
+    saved_qkv = _blank_heads((q, k, v), task.schedule.chunk, spec.mesh.heads)
     out, lse = forward(q, (k, v), task, sinks, saved_qkv)
     return length_major(out, q.dtype), lse, *saved_qkv
 
@@ -74,11 +76,11 @@ def _blank_heads(qkv: Tensors, chunk: ChunkSize, axis: Axis) -> Tensors:
 
 
 def _backward(
-    mesh_call: MeshCall, key_lengths: Tensor | None, indices: Tensor | None, *tensors: Tensor
+    spec: AttentionSpec, key_lengths: Tensor | None, indices: Tensor | None, *tensors: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) of this rank's tokens, from q, k, v, out, lse and the gradient of out."""
     *qkv, out, lse, dout = tensors
-    task = mesh_call.with_visible_keys(mesh_call.task(dout.shape[1], tuple(qkv)), key_lengths, indices)
+    task = spec.with_visible_keys(spec.task(dout.shape[1], tuple(qkv)), key_lengths, indices)
     return backward(tuple(qkv), BackwardInputs(out, lse, dout), task)
 
 
@@ -87,7 +89,7 @@ def _are_equal(numbers: Tensor, mesh: Mesh) -> Tensor:
     highest = torch.stack((numbers, -numbers))
     for axis in mesh.axes:
         if axis.group is not None:
-            collective(axis, "comparing key_lengths", dist.all_reduce, highest, dist.ReduceOp.MAX)
+            run_collective(axis, "comparing key_lengths", dist.all_reduce, highest, dist.ReduceOp.MAX)
     return (highest.sum(0) == 0).all()
 
 
@@ -97,7 +99,7 @@ def _are_equal(numbers: Tensor, mesh: Mesh) -> Tensor:
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
     *qkv, sinks, key_lengths, indices = inputs[:6]
     out, lse, *saved_qkv = output
-    ctx.call_or_code = inputs[6:]  # (mesh_call,), or (names, numbers) of an operator
+    ctx.spec_or_code = inputs[6:]  # (spec,), or (names, numbers) of an operator
     ctx.save_for_backward(*(saved_qkv or qkv), sinks, key_lengths, indices, out, lse)
     ctx.mark_non_differentiable(lse, *saved_qkv)
     ctx.set_materialize_grads(False)
@@ -106,24 +108,24 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tenso
 def _gradients(ctx: Any, dout: Any, *_: None) -> tuple[Tensor | None, ...]:
     q, k, v, sinks, key_lengths, indices, out, lse = ctx.saved_tensors
     dsinks = None
-    if len(ctx.call_or_code) > 1:
-        (names, numbers), dout = ctx.call_or_code, dout[0]
+    if len(ctx.spec_or_code) > 1:
+        (names, numbers), dout = ctx.spec_or_code, dout[0]
         dq, dk, dv = mesh_backward_op([q, k, v], [out, lse], dout, key_lengths, indices, names, numbers)
         if sinks is not None:
             dsinks = sink_gradient(sinks, out, lse, dout)
     else:
-        (mesh_call,) = ctx.call_or_code
-        dq, dk, dv = run_once_differentiable(_backward, mesh_call, key_lengths, indices, q, k, v, out, lse, dout)
+        (spec,) = ctx.spec_or_code
+        dq, dk, dv = run_once_differentiable(_backward, spec, key_lengths, indices, q, k, v, out, lse, dout)
         if sinks is not None:
             dsinks = run_once_differentiable(sink_gradient, sinks, out, lse, dout)
     return dq, dk, dv, dsinks
 
 
-attend_with_grad = autograd_function(_run_call, _save_for_backward, _gradients)
+attend_with_grad = autograd_function(_attend_spec, _save_for_backward, _gradients)
 """Attention on a mesh, recorded by autograd."""
 
 
-# --- operators: a `MeshCall` is packed into names and numbers ---
+# --- operators: an `AttentionSpec` is packed into names and numbers ---
 
 
 def _fake_outputs(
@@ -136,7 +138,7 @@ def _fake_outputs(
     names: str,
     numbers: Sequence[int],
 ) -> list[Tensor]:
-    mesh, problem, *_ = MeshCall.from_code(names, numbers)
+    mesh, problem, *_ = AttentionSpec.from_code(names, numbers)
     coordinate = mesh.queries.index, mesh.keys.index
     chunk = ChunkSize(problem.query_positions(*coordinate).shape[0], problem.key_positions(*coordinate).shape[0])
     out = empty_length_major(q, v.shape[-1])
@@ -155,15 +157,15 @@ def mesh_op(
     names: str,
     numbers: Sequence[int],
 ) -> list[Tensor]:
-    """Return what `_run_call` does, with out NaN if the ranks' `key_lengths` differ, which no graph compares."""
-    mesh_call = MeshCall.from_code(names, numbers)
-    mesh_call.check_own_shard(q.shape[2], k.shape[2])
+    """Return what `_attend_spec` does, with out NaN if the ranks' `key_lengths` differ, which no graph compares."""
+    spec = AttentionSpec.from_code(names, numbers)
+    spec.check_own_shard(q.shape[2], k.shape[2])
     try:
-        out, *saved = _run_call(q, k, v, sinks, key_lengths, indices, mesh_call)
+        out, *saved = _attend_spec(q, k, v, sinks, key_lengths, indices, spec)
     except RankFailure as failure:
-        raise mesh_call.explained(failure) from failure
+        raise spec.explained(failure) from failure
     if key_lengths is not None:
-        out.masked_fill_(~_are_equal(key_lengths.to(q.device), mesh_call.mesh), torch.nan)
+        out.masked_fill_(~_are_equal(key_lengths.to(q.device), spec.mesh), torch.nan)
     return [out, *saved]
 
 
@@ -177,7 +179,7 @@ def _fake_gradients(
     numbers: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = inputs
-    mesh, problem, *_ = MeshCall.from_code(names, numbers)
+    mesh, problem, *_ = AttentionSpec.from_code(names, numbers)
     heads = dout.shape[1] * k.shape[1] // q.shape[1]
     index = problem.shard_index(mesh.shard_index)
     tokens = problem.key_layout.positions(problem.key_length, problem.shape.ranks, index).shape[0]
@@ -195,4 +197,4 @@ def mesh_backward_op(
     numbers: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) of this rank's tokens from its (q, k, v) and (out, lse)."""
-    return _backward(MeshCall.from_code(names, numbers), key_lengths, indices, *inputs, *outputs, dout)
+    return _backward(AttentionSpec.from_code(names, numbers), key_lengths, indices, *inputs, *outputs, dout)

@@ -15,18 +15,18 @@ from attnmesh.comm.topology import cluster_and_tile_of
 from attnmesh.core.partial import Partial
 from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.mesh.exchange_cost import fastest_way
-from attnmesh.mesh.schedule import EXCHANGES, Problem
+from attnmesh.mesh.schedule import EXCHANGE_MODES, Problem
 from attnmesh.mesh.shapes import Shape
 from attnmesh.mesh.way import Way
 from attnmesh.mesh_attention.attention import attend_shards
-from attnmesh.mesh_attention.auto_choices import Widths, cost_inputs
-from attnmesh.mesh_attention.call_arguments import Call
-from attnmesh.mesh_attention.latents import Latents
+from attnmesh.mesh_attention.attention_arguments import AttentionArguments
+from attnmesh.mesh_attention.auto_choices import cost_inputs
+from attnmesh.mesh_attention.latents import Latents, LatentWidths
 from attnmesh.runtime.world import cached_per_world
 
 
 def attend_prompt(
-    call: Call,
+    arguments: AttentionArguments,
     device_mesh: DeviceMesh | None,
     checked: bool | None,
     latents: Latents | None = None,
@@ -34,14 +34,15 @@ def attend_prompt(
 ) -> Tensor:
     """Return attention of one rank's shards as `attend_shards` does, without gradients, in the way that takes least."""
     mesh = Mesh.of(device_mesh)
-    q, k, v, *_, options, selected, _ = call
-    if mesh.keys.size > 1 and mesh.queries.size == 1 and selected is None:
+    q, k, v = arguments[:3]
+    options = arguments.options
+    if mesh.keys.size > 1 and mesh.queries.size == 1 and arguments.selected is None:
         sizes = q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3]
-        problem = options.problem(mesh, call.tokens)
+        problem = options.problem(mesh, arguments.tokens)
         widths = None if latents is None else latents.widths
         mesh, exchange = chosen_way(mesh, q.device, q.dtype, sizes, problem, widths, options.exchange)
-        call = call._replace(options=options._replace(exchange=exchange))
-    return attend_shards(call, mesh, checked, latents, other_keys)
+        arguments = arguments._replace(options=options._replace(exchange=exchange))
+    return attend_shards(arguments, mesh, checked, latents, other_keys)
 
 
 @cached_per_world(1024)
@@ -51,28 +52,28 @@ def chosen_way(
     dtype: torch.dtype,
     sizes: tuple[int, ...],
     problem: Problem,
-    latent: Widths | None,
+    latent_widths: LatentWidths | None,
     exchange: str,
 ) -> tuple[Mesh, str]:
-    """Return the mesh and the exchange that take least: this mesh or the turned one, and a given exchange or any.
+    """Return the mesh and the exchange that take least: this mesh or `keys_as_queries` of it, a given exchange or any.
 
     The choice depends on values that are equal on all ranks, which make the first call at once.
     """
     if 0 in (problem.length, *sizes):
         return mesh, exchange
     cluster, tile = cluster_and_tile_of(mesh, device)
-    layout, work = cost_inputs(dtype, sizes, problem, latent, backward=False)
-    names = EXCHANGES if exchange == "auto" else (exchange,)
-    shapes = (mesh.shape, tile), (_turned(mesh.shape), _turned(tile))
+    layout, work = cost_inputs(dtype, sizes, problem, latent_widths, backward=False)
+    names = EXCHANGE_MODES if exchange == "auto" else (exchange,)
+    shapes = (mesh.shape, tile), (_shape_with_keys_as_queries(mesh.shape), _shape_with_keys_as_queries(tile))
     ways = [Way(*shape, layout, name) for shape, name in product(shapes, names)]
     fastest = fastest_way(ways, work, cluster)
-    return mesh if fastest.shape == mesh.shape else turned(mesh), fastest.exchange
+    return mesh if fastest.shape == mesh.shape else keys_as_queries(mesh), fastest.exchange
 
 
-def turned(mesh: Mesh) -> Mesh:
+def keys_as_queries(mesh: Mesh) -> Mesh:
     """Return a mesh of the same ranks and shards with its keys axis for a queries axis, which has one rank."""
     return Mesh(mesh.heads, mesh.keys, Axis(), mesh.device_mesh)
 
 
-def _turned(shape: Shape) -> Shape:
+def _shape_with_keys_as_queries(shape: Shape) -> Shape:
     return Shape(shape.heads, shape.keys, shape.queries)

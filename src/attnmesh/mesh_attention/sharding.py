@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm.p2p import swap_tokens
+from attnmesh.comm.p2p import all_to_all_tokens
 from attnmesh.core.layout import Layout, check_layout
 from attnmesh.core.mask import FULL, Mask, check_mask
-from attnmesh.errors import KernelError, LayoutError, ShapeError, require, warn_once
+from attnmesh.errors import KernelError, LayoutError, ShapeError, warn_once
 from attnmesh.guard.agreement import Agreement
 from attnmesh.guard.argument_checks import check_tensor
 from attnmesh.guard.shard_marks import ShardMark, marked, shard_marks
@@ -52,9 +52,8 @@ def shard(
         check_auto("shard", layout, mask, axes.ranks)
         dim = _dim("shard", x, dim)
         mark = shard_marks().get(id(x))
-        fits = mark is None or not mark.cuts_again(axes, dim)
-        fix = "cut the whole tensor once"
-        require(fits, LayoutError, "shard", "a whole tensor", "a shard of this mesh", fix)
+        if mark is not None and mark.cuts_again(axes, dim):
+            raise LayoutError("shard", "a whole tensor", "a shard of this mesh", "cut the whole tensor once")
         agreement.compare({"tokens": x.shape[dim], "layout": layout, "mask": mask})
     check_mask("shard mask", applied_mask, x.shape[dim])
     chosen = chosen_layout(layout, applied_mask, axes)
@@ -158,7 +157,7 @@ def _gather_shards(x: Tensor, mesh: Mesh, counts: list[int]) -> Tensor:
             first = mesh.shard_index - mesh.shard_index % (gathered * axis.size)
             starts = [first + index * gathered for index in range(axis.size)]
             lengths = [sum(counts[start : start + gathered]) for start in starts]
-            x = torch.cat(swap_tokens([x] * axis.size, lengths, axis, dim=0))
+            x = torch.cat(all_to_all_tokens([x] * axis.size, lengths, axis, dim=0))
         gathered *= axis.size
     return x
 
@@ -176,11 +175,11 @@ def _positions(layout: Layout, length: int, counts: list[int]) -> Tensor:
 
 def _warn_of_whole_tensors(x: Tensor, counts: list[int]) -> None:
     """Warn once if all ranks passed the same tokens, which are not all alike: shards of one sequence differ."""
-    own = counts[0]
+    shard_tokens = counts[0]
     ranks = len(counts)
-    if ranks == 1 or own < 2 or {*counts} != {own} or x.is_meta or x.numel() == 0:
+    if ranks == 1 or shard_tokens < 2 or {*counts} != {shard_tokens} or x.is_meta or x.numel() == 0:
         return
-    sample = x.view(ranks, own, -1)[:, :: max(1, own // 64)]
+    sample = x.view(ranks, shard_tokens, -1)[:, :: max(1, shard_tokens // 64)]
     if bool((sample == sample[:1]).all()) and not bool((sample == sample[:, :1]).all()):
         same = f"unshard: x is the same on all {ranks} ranks, and counts as {ranks} shards"
         warn_once(f"{same}; leave unshard out if it is whole.")

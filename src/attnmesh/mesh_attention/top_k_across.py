@@ -11,10 +11,10 @@ from attnmesh.comm.rank_merge import best_across
 from attnmesh.core.candidates import best_candidates, pack_candidates, unpack_candidates
 from attnmesh.core.partial import DTYPE_NAMES
 from attnmesh.core.selection import NO_INDEX
-from attnmesh.errors import ArgumentError, DtypeError, KernelError, ShapeError, check_count, require, type_and_shape
+from attnmesh.errors import ArgumentError, DtypeError, KernelError, ShapeError, check_count, type_and_shape
 from attnmesh.guard.agreement import Agreement, may_compare
 from attnmesh.guard.argument_checks import check_one_device, check_tensor
-from attnmesh.mesh.axes import Axis, axis_of, group_named, mesh_of
+from attnmesh.mesh.axes import Axis, axis_of, group_named, mesh_of_axis
 from attnmesh.runtime.operators import custom_operator
 
 
@@ -47,9 +47,9 @@ def top_k_across(
     ([2.0, 2.0], [3, 8])
     """
     axis = axis_of(group, "top_k_across")
-    device = scores.device if isinstance(scores, Tensor) else torch.device(mesh_of(axis).device_type)
+    device = scores.device if isinstance(scores, Tensor) else torch.device(mesh_of_axis(axis).device_type)
     is_compared = axis.size > 1 and may_compare(device)
-    with Agreement(mesh_of(axis), "top_k_across", is_compared=is_compared) as agreement:
+    with Agreement(mesh_of_axis(axis), "top_k_across", is_compared=is_compared) as agreement:
         _check_candidates(scores, indices, k, unique)
         agreement.compare({"rows": list(scores.shape[:-1]), "k": k, "unique": unique})
     wrong = (indices < 0) | (indices > NO_INDEX)
@@ -70,34 +70,27 @@ def best_op(candidates: Tensor, group: str, size_and_index: Sequence[int], uniqu
 def _check_candidates(scores: Tensor, indices: Tensor, k: int, unique: bool) -> None:
     """Raise unless `top_k_across` serves these arguments."""
     check_tensor("top_k_across scores", scores)
-    dtype = str(scores.dtype).removeprefix("torch.")
-    fix = "pass the scores of this rank's keys in floats, (..., n)"
-    fits = dtype in DTYPE_NAMES and scores.ndim > 0
-    require(fits, DtypeError, "top_k_across scores", "a tensor of floats", type_and_shape(scores), fix)
-    fits = not (torch.is_grad_enabled() and scores.requires_grad)
-    fix = "call it under torch.no_grad()"
-    require(fits, KernelError, "top_k_across scores", "a tensor without gradients", "one with requires_grad=True", fix)
-    whole = isinstance(indices, Tensor) and indices.dtype in (torch.int32, torch.int64)
+    if str(scores.dtype).removeprefix("torch.") not in DTYPE_NAMES or scores.ndim == 0:
+        fix = "pass the scores of this rank's keys in floats, (..., n)"
+        raise DtypeError("top_k_across scores", "a tensor of floats", type_and_shape(scores), fix)
+    if torch.is_grad_enabled() and scores.requires_grad:
+        given, fix = "one with requires_grad=True", "call it under torch.no_grad()"
+        raise KernelError("top_k_across scores", "a tensor without gradients", given, fix)
     subject, fix = "top_k_across indices", "pass the index of each key in the whole sequence"
-    require(whole, DtypeError, subject, "a tensor of int32 or int64", type_and_shape(indices), fix)
+    if not isinstance(indices, Tensor) or indices.dtype not in (torch.int32, torch.int64):
+        raise DtypeError(subject, "a tensor of int32 or int64", type_and_shape(indices), fix)
     check_tensor(subject, indices)
-    fits = indices.shape in (scores.shape, scores.shape[-1:])
-    expected = f"shape {tuple(scores.shape)}, as the scores"
-    require(fits, ShapeError, subject, expected, f"{tuple(indices.shape)}", fix)
+    if indices.shape not in (scores.shape, scores.shape[-1:]):
+        expected = f"shape {tuple(scores.shape)}, as the scores"
+        raise ShapeError(subject, expected, f"{tuple(indices.shape)}", fix)
     check_one_device("top_k_across", {"scores": scores, "indices": indices})
     if indices.device.type == "cpu" and indices.numel() and may_compare(indices.device):
         first, last = (int(x) for x in indices.aminmax())
-        require(
-            first >= 0 and last <= NO_INDEX,
-            ShapeError,
-            subject,
-            f"numbers from 0 to {NO_INDEX}",
-            f"{first} to {last}",
-            fix,
-        )
+        if first < 0 or last > NO_INDEX:
+            raise ShapeError(subject, f"numbers from 0 to {NO_INDEX}", f"{first} to {last}", fix)
     if type(k) is not int:
         raise ShapeError("top_k_across k", "a whole number, 1 or more", repr(k), "count the keys to find as an int")
     check_count("top_k_across k", k, "find at least one key")
-    fits = isinstance(unique, bool)
-    fix = "pass unique=True if one index has scores on several ranks"
-    require(fits, ArgumentError, "top_k_across unique", "True or False", repr(unique), fix)
+    if not isinstance(unique, bool):
+        fix = "pass unique=True if one index has scores on several ranks"
+        raise ArgumentError("top_k_across unique", "True or False", repr(unique), fix)

@@ -115,7 +115,7 @@ def add_outputs(shared: SharedLayers, ranks: int, rows: int, cluster: Cluster, t
 
 
 def add_results(experts: Experts, ranks: int, size: float, cluster: Cluster, total: Cost) -> None:
-    """Add the exchanges of results of experts, of so many bytes a layer: letters, which take many small calls."""
+    """Add the exchanges of results of experts, of so many bytes a layer: short messages, of many small calls."""
     device = cluster.device
     layers = experts.shared_layers
     received = size * (ranks - 1) / ranks

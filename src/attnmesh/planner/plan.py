@@ -13,7 +13,7 @@ from attnmesh.errors import ClusterError, require
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.exchange_cost import balanced_layouts
 from attnmesh.mesh.merges import MERGES
-from attnmesh.mesh.schedule import EXCHANGES
+from attnmesh.mesh.schedule import EXCHANGE_MODES
 from attnmesh.mesh.shapes import Shape
 from attnmesh.mesh.traffic import divisors, tiles
 from attnmesh.mesh.way import Cost, Way
@@ -358,7 +358,7 @@ def _exchanges(workload: Workload, shape: Shape) -> list[str]:
     if workload.phase == "decode":
         return list(MERGES)[: 1 if shape.queries * shape.keys == 1 else None]
     exchanges = ["bulk"]
-    if EXCHANGES["pipelined"].head_groups(shape, workload.travelling_heads) > 1 and shape.ranks > 1:
+    if EXCHANGE_MODES["pipelined"].head_groups(shape, workload.travelling_heads) > 1 and shape.ranks > 1:
         exchanges.append("pipelined")
     return exchanges + ["ring"] * (shape.queries > 1)
 

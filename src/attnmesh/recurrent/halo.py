@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm.p2p import exchange_messages
+from attnmesh.comm.p2p import begin_messages
 from attnmesh.errors import DtypeError, ShapeError, check_count, require
 from attnmesh.guard.agreement import Agreement
 from attnmesh.guard.argument_checks import check_tensor
-from attnmesh.mesh.axes import Axis, axis_of, group_named, mesh_of
+from attnmesh.mesh.axes import Axis, axis_of, group_named, mesh_of_axis
 from attnmesh.recurrent.head_exchange import first_tokens, own_tokens
 from attnmesh.runtime.operators import custom_operator
 
@@ -52,7 +52,7 @@ def halo(x: Tensor, size: int, group: ProcessGroup | DeviceMesh | None, *, dim: 
     tensor([[0., 0., 1., 2., 3., 4., 5.]])
     """
     axis = axis_of(group, "halo")
-    with Agreement(mesh_of(axis), "halo") as agreement:
+    with Agreement(mesh_of_axis(axis), "halo") as agreement:
         _check_halo(x, size, dim)
         other_sizes = [n for other, n in enumerate(x.shape) if other != dim % x.ndim]
         requires_grad = torch.is_grad_enabled() and x.requires_grad
@@ -130,7 +130,7 @@ def _add_segments(x: Tensor, out: Tensor, segments: Iterable[tuple[Segment, Segm
             targets[source] = (*targets.get(source, ()), out.narrow(dim, start, count))
     wanted = {peer: tuple(torch.empty_like(into, device="meta") for into in halos) for peer, halos in targets.items()}
     # Also with nothing to send: the first exchange along an axis is collective.
-    finish = exchange_messages(sends, wanted, axis, x.device, "exchanging halos")
+    finish = begin_messages(sends, wanted, axis, x.device, "exchanging halos")
     for source, arrived in finish().items():
         for into, tokens in zip(targets[source], arrived, strict=True):
             into.add_(tokens)

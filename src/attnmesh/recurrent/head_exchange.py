@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnmesh.comm.p2p import swap_tokens
+from attnmesh.comm.p2p import all_to_all_tokens
 from attnmesh.mesh.axes import Axis, group_named
 from attnmesh.runtime.operators import custom_operator
 
@@ -66,8 +66,8 @@ def heads_op(
         for owner, tokens in zip(owners, x.split([*lengths], 1), strict=True):
             parts[owner].append(tokens)
         own_lengths = [token_counts[axis.index]] * axis.size
-        return torch.stack(swap_tokens([torch.cat(tokens, 1) for tokens in parts], own_lengths, axis, dim=1), 2)
-    shares = swap_tokens(x.unbind(2), token_counts, axis, dim=1)
+        return torch.stack(all_to_all_tokens([torch.cat(tokens, 1) for tokens in parts], own_lengths, axis, dim=1), 2)
+    shares = all_to_all_tokens(x.unbind(2), token_counts, axis, dim=1)
     runs = zip(owners, first_tokens(owners, lengths), lengths, strict=True)
     return torch.cat([shares[owner].narrow(1, first, length) for owner, first, length in runs], 1)
 

@@ -20,13 +20,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm.p2p import exchange_messages
+from attnmesh.comm.p2p import begin_messages
 from attnmesh.core.partial import sum_dtype
 from attnmesh.errors import ArgumentError, DtypeError, ShapeError, require
 from attnmesh.guard.agreement import Agreement, may_compare
-from attnmesh.guard.argument_checks import check_comparison, check_one_device, check_tensor
+from attnmesh.guard.argument_checks import check_compare_option, check_one_device, check_tensor
 from attnmesh.kernels.traced import without_autocast
-from attnmesh.mesh.axes import Axis, axis_of, group_named, mesh_of
+from attnmesh.mesh.axes import Axis, axis_of, group_named, mesh_of_axis
 from attnmesh.runtime.operators import custom_operator
 
 
@@ -80,9 +80,9 @@ def scan_across(
     tensor(0.)
     """
     axis = axis_of(group, "scan_across")
-    device = bias.device if isinstance(bias, Tensor) else torch.device(mesh_of(axis).device_type)
+    device = bias.device if isinstance(bias, Tensor) else torch.device(mesh_of_axis(axis).device_type)
     is_compared = axis.size > 1 and checked is not False and may_compare(device)
-    with Agreement(mesh_of(axis), "scan_across", lambda: _fields(linear, bias, reverse), is_compared=is_compared):
+    with Agreement(mesh_of_axis(axis), "scan_across", lambda: _fields(linear, bias, reverse), is_compared=is_compared):
         _check_maps(linear, bias, reverse, checked)
     dtype = torch.promote_types(sum_dtype(linear.dtype), sum_dtype(bias.dtype))
     order = range(axis.size)[:: -1 if reverse else 1]
@@ -157,7 +157,7 @@ def scan_op(
         if peer < ranks:
             sends = {order[peer]: tuple(total)} if peer > place or not last else {}
             wanted = {order[peer]: tuple(torch.empty_like(x, device="meta") for x in total)}
-            finish = exchange_messages(sends, wanted if peer < place or not last else {}, axis, bias.device, "scanning")
+            finish = begin_messages(sends, wanted if peer < place or not last else {}, axis, bias.device, "scanning")
             arrived = finish()
             if peer < place:
                 earlier = AffineMap(*arrived[order[peer]])
@@ -196,7 +196,7 @@ def _fields(linear: Tensor, bias: Tensor, reverse: bool) -> dict[str, object]:
 
 
 def _check_maps(linear: Tensor, bias: Tensor, reverse: bool, checked: bool | None) -> None:
-    check_comparison("scan_across", checked)
+    check_compare_option("scan_across", checked)
     for name, x in (("linear", linear), ("bias", bias)):
         check_tensor(f"scan_across {name}", x)
         fits = x.is_floating_point()

@@ -13,7 +13,7 @@ from attnmesh.runtime.tensors import Tensors
 
 
 @dataclass
-class Traffic:
+class ReceivedTraffic:
     """Counts of what a rank received, and the seconds of each of its merges across ranks.
 
     `vectors` are elements of q, k, v, out and their gradients. `scalars` are elements of lse and other values per row.
@@ -26,13 +26,13 @@ class Traffic:
     merges: list[float] = field(default_factory=list)
 
 
-current_traffic: ContextVar[Traffic | None] = ContextVar("attnmesh traffic", default=None)
+current_traffic: ContextVar[ReceivedTraffic | None] = ContextVar("attnmesh traffic", default=None)
 
 
 @contextmanager
-def counted() -> Iterator[Traffic]:
+def count_traffic() -> Iterator[ReceivedTraffic]:
     """Count what this rank receives, in this thread, while the block runs."""
-    traffic = Traffic()
+    traffic = ReceivedTraffic()
     token = current_traffic.set(traffic)
     try:
         yield traffic

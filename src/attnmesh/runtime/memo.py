@@ -16,15 +16,15 @@ MAX_TENSOR_BYTES = 1 << 27
 
 
 class Memo(dict[Hashable, T]):
-    """Values by the signatures of calls, of up to `most` of them. Beyond that all are made anew.
+    """Values by the signatures of calls, of up to `maxsize` of them. Beyond that all are made anew.
 
-    >>> memo = Memo[str](most=2)
+    >>> memo = Memo[str](maxsize=2)
     >>> memo.keep("one", "first"), memo.find("one"), memo.find([])
     ('first', 'first', None)
     """
 
-    def __init__(self, most: int = 1024) -> None:
-        self.most = most
+    def __init__(self, maxsize: int = 1024) -> None:
+        self.maxsize = maxsize
 
     def find(self, signature: Any) -> T | None:
         """Return the value of a signature; None if there is none, or an option in it has no hash."""
@@ -35,7 +35,7 @@ class Memo(dict[Hashable, T]):
 
     def keep(self, signature: Hashable, value: T) -> T:
         """Keep a value, and return it."""
-        if len(self) >= self.most:
+        if len(self) >= self.maxsize:
             self.clear()
         self[signature] = value
         return value
@@ -47,8 +47,8 @@ class TensorMemo:
     They go with that tensor, or when others were used more lately.
     """
 
-    def __init__(self, most: int = MAX_TENSOR_BYTES) -> None:
-        self.most, self.size = most, 0
+    def __init__(self, max_bytes: int = MAX_TENSOR_BYTES) -> None:
+        self.max_bytes, self.size = max_bytes, 0
         self.values: OrderedDict[tuple[int, Hashable], tuple[Any, int]] = OrderedDict()
         self.watched = set[tuple[int, Hashable]]()  # keys of tensors that live
         self.lock = RLock()  # a backward pass has a thread of its own
@@ -69,7 +69,7 @@ class TensorMemo:
                     self.watched.add(key)
                 self.values[key] = value, size(value)
                 self.size += size(value)
-            while self.size > self.most:
+            while self.size > self.max_bytes:
                 self._drop(next(iter(self.values)))
         return value
 
@@ -93,7 +93,8 @@ def on_device(index: Tensor, device: torch.device) -> Tensor:
     >>> on_device(order, torch.device("cpu")) is order
     True
     """
-    own, other = index.device.index, device.index  # None for the current device
-    if index.device.type == device.type and (own == other or None in (own, other)):
+    device_index, wanted_index = index.device.index, device.index  # None for the current device
+    is_there = device_index == wanted_index or None in (device_index, wanted_index)
+    if index.device.type == device.type and is_there:
         return index
     return TENSOR_MEMO.get_or_make(index, device, lambda: index.to(device), lambda copy: copy.nbytes)

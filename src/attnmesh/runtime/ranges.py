@@ -15,14 +15,14 @@ Arguments = ParamSpec("Arguments")
 Value = TypeVar("Value")
 
 
-def in_range(name: str, function: Callable[Arguments, Value]) -> Callable[Arguments, Value]:
+def profiled_as(name: str, function: Callable[Arguments, Value]) -> Callable[Arguments, Value]:
     """Return the function with its calls as ranges of this name.
 
     Callers ask `is_profiled` themselves: a call that only finds no profiler would be one more of each step.
 
     >>> from torch.profiler import profile
     >>> with profile() as found:
-    ...     _ = in_range(MERGE, max)(1, 2) if is_profiled() else None
+    ...     _ = profiled_as(MERGE, max)(1, 2) if is_profiled() else None
     >>> [event.name for event in found.events()]
     ['attnmesh: merge']
     """

@@ -15,7 +15,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Process(NamedTuple):
+class RankProcess(NamedTuple):
     """The number of a rank's host, and a random number of its process that no other job has."""
 
     host: int
@@ -28,10 +28,10 @@ class World:
     def __init__(self) -> None:
         self.deadline: float | None = None  # seconds; outlives the process groups
         self.has_failed = False  # True once an exchange of this world has
-        self.processes: dict[int, Process] = {}  # processes of ranks whose host is known
+        self.processes: dict[int, RankProcess] = {}  # processes of ranks whose host is known
         self.mailboxes: WeakSet[Any] = WeakSet()
-        self.letters: list[Any] = []  # messages under way through mailboxes, of all threads
-        self.lock = Lock()  # guards the letters
+        self.pending_messages: list[Any] = []  # messages under way through mailboxes, of all threads
+        self.lock = Lock()  # guards the pending messages
         self._caches: list[Callable[[], None]] = []
 
     @cached_property
@@ -39,11 +39,11 @@ class World:
         """Random number of this process, drawn at first use: processes are forked from one that imported this."""
         return randbits(62)
 
-    def cached(self, most: int | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    def cached(self, maxsize: int | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
         """Return a decorator like `lru_cache`, whose cache is cleared when the world is closed."""
 
         def decorate(find: Callable[P, R]) -> Callable[P, R]:
-            cached = lru_cache(most)(find)
+            cached = lru_cache(maxsize)(find)
             self._caches.append(cached.cache_clear)
             return cast(Callable[P, R], cached)
 
@@ -60,12 +60,20 @@ class World:
         self.clear_caches()
         self.has_failed = False
         self.processes.clear()
-        self.letters.clear()
+        self.pending_messages.clear()
 
 
 WORLD = World()
 
 cached_per_world = WORLD.cached
+
+
+def collective_once(find: Callable[P, R]) -> Callable[P, R]:
+    """Return the function with its results cached. All ranks make the first call with the same arguments at once.
+
+    Ranks exchange messages in that call. The cache has no bound: else one rank could forget, and call alone.
+    """
+    return WORLD.cached()(find)
 
 
 def cached_from_code(make: Callable[[str, tuple[int, ...]], R], names: str, numbers: Sequence[int]) -> R:

@@ -52,7 +52,7 @@ def init_mesh(
     device_type = world_device_type() if device_type is None else device_type
     kv_heads = q_heads if kv_heads is None else kv_heads
     is_first = not dist.is_initialized()
-    with Agreement(everyone(), "init_mesh") as agreement:
+    with Agreement(world_mesh(), "init_mesh") as agreement:
         check_device_type("init_mesh", device_type)
         fits = device_type != "cuda" or torch.cuda.is_available()
         fix = 'pass "cpu", or leave the device type out'
@@ -71,7 +71,7 @@ def init_mesh(
     sizes = tuple(getattr(checked_shape, name) for name in names)
     mesh = init_device_mesh(cast(str, device_type), sizes, mesh_dim_names=names)
     if is_first:  # before, there was nobody to compare with
-        Agreement(everyone(), "init_mesh", with_versions(options)).compare()
+        Agreement(world_mesh(), "init_mesh", with_versions(options)).compare()
     return mesh
 
 
@@ -103,7 +103,7 @@ def split_mesh(
     split_mesh mesh: expected a DeviceMesh of one axis, given None
     """
     kv_heads = q_heads if kv_heads is None else kv_heads
-    with Agreement(everyone(), "split_mesh") as agreement:
+    with Agreement(world_mesh(), "split_mesh") as agreement:
         given = f"{mesh.ndim} axes" if isinstance(mesh, DeviceMesh) else repr(mesh)
         fits = isinstance(mesh, DeviceMesh) and mesh.ndim == 1
         fix = 'slice one axis, as mesh["cp"]'
@@ -117,7 +117,7 @@ def split_mesh(
         require(fits, MeshError, "split_mesh shape", f"a shape of {mesh.size()} ranks", given, fix)
         agreement.compare(with_versions({"shape": split_shape, "q_heads": q_heads, "kv_heads": kv_heads}))
     # As many numbers on every rank: the shapes were compared.
-    groups = check_groups("split_mesh mesh", all_gather_ints(mesh.mesh.flatten().tolist(), everyone()))
+    groups = check_groups("split_mesh mesh", all_gather_ints(mesh.mesh.flatten().tolist(), world_mesh()))
     grid = torch.tensor(groups, device="cpu").view(len(groups), *split_shape)
     return DeviceMesh(mesh.device_type, grid, mesh_dim_names=("others", *AXES))[AXES]
 
@@ -180,16 +180,16 @@ def init_plan_mesh(device_type: str, shape: Shape, tile: Shape) -> DeviceMesh:
     """Return the `DeviceMesh` of a plan: the ranks of one host share a tile of it. Every rank calls it."""
     ranks = shape.ranks
     fields = with_versions({"device_type": device_type, "shape": shape, "tile": tile})
-    with Agreement(everyone(), "Plan.init_mesh", fields):
+    with Agreement(world_mesh(), "Plan.init_mesh", fields):
         check_device_type("Plan.init_mesh", device_type)
-        world = everyone().keys.size
+        world = world_mesh().keys.size
         fix = f"start {ranks} ranks, or plan for as many as there are"
         require(world == ranks, MeshError, "Plan.init_mesh", f"a world of {ranks} ranks", world, fix)
         _set_gpu(device_type)
     return DeviceMesh(device_type, rank_grid(shape, tile), mesh_dim_names=AXES)
 
 
-def everyone() -> Mesh:
+def world_mesh() -> Mesh:
     """Return a mesh of one axis with all ranks; of this rank alone before there is a process group."""
     if not dist.is_initialized():
         return Mesh.of(None)

@@ -35,16 +35,16 @@ def measure_link(world: MeasuredRanks, *, between: bool) -> Link:
     line = world.line(between=between)
     if max(map(len, lines)) < 2:
         return NO_LINK
-    latency = world.short(lambda: _exchange(world, line, MERGE_BYTES))
+    latency = world.short(lambda: _send_round(world, line, MERGE_BYTES))
     several = min(15, len(line) - 1)
-    many = world.short(lambda: _exchange(world, line, MERGE_BYTES, several))
+    many = world.short(lambda: _send_round(world, line, MERGE_BYTES, several))
     bytes_ = 1 << 18
-    once = world.median(lambda: _exchange(world, line, bytes_), 2)
+    once = world.median(lambda: _send_round(world, line, bytes_), 2)
     bytes_ = int(min(1 << 24, max(1 << 18, bytes_ * LONG_MESSAGE / once)))
-    together = world.median(lambda: _exchange(world, line, bytes_), 3)
-    alone = world.median(lambda: _exchange(world, line if index == 0 or not between else [], bytes_), 3)
+    together = world.median(lambda: _send_round(world, line, bytes_), 3)
+    alone = world.median(lambda: _send_round(world, line if index == 0 or not between else [], bytes_), 3)
     host_rate = most_ranks * bytes_ / max(together - latency, 1e-9)
-    short_latency = latency if between else world.short(lambda: _swap_near(world, line))
+    short_latency = latency if between else world.short(lambda: _send_round_in_host(world, line))
     rank_rate = bytes_ / max((alone if between else together) - latency, 1e-9)
     message = max(0.0, (many - latency) / max(1, several - 1))
     step = _step(world, lines, short_latency)
@@ -90,7 +90,7 @@ def _step(world: MeasuredRanks, lines: list[list[int]], first_step: float) -> fl
     return further if len(mine) > 2 and 0 < further <= first_step else took / (len(mine) - 1)
 
 
-def _exchange(world: MeasuredRanks, line: Sequence[int], size: int, peers: int = 1) -> None:
+def _send_round(world: MeasuredRanks, line: Sequence[int], size: int, peers: int = 1) -> None:
     """Send to the next ranks of a line that begins with this rank, and receive from the last."""
     message = torch.empty(size, dtype=torch.uint8, device=world.device)
     group = world.axis.group
@@ -103,12 +103,12 @@ def _exchange(world: MeasuredRanks, line: Sequence[int], size: int, peers: int =
         work.wait()
 
 
-def _swap_near(world: MeasuredRanks, line: Sequence[int]) -> None:
+def _send_round_in_host(world: MeasuredRanks, line: Sequence[int]) -> None:
     """Send and receive a short message inside a host, as a merge does."""
     mailboxes = host_mailboxes(world.axis) if world.device.type == "cpu" else None
     message = torch.empty(MERGE_BYTES, dtype=torch.uint8, device=world.device)
     if mailboxes is None or len(line) < 2:
-        _exchange(world, line, MERGE_BYTES)
+        _send_round(world, line, MERGE_BYTES)
         return
     mailboxes.send(line[1], message)
     mailboxes.recv(line[-1], message.clone())

@@ -16,7 +16,7 @@ from attnmesh.cache.block_cyclic import position_sum
 from attnmesh.cache.cache import KVCache
 from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.cache.cache_shard import CacheShard
-from attnmesh.comm.p2p import meta_like, swap
+from attnmesh.comm.p2p import all_to_all, meta_like
 from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.comm.transport import all_gather_texts, flat_axis
 from attnmesh.errors import DtypeError, KernelError, MeshError, ShapeError, require
@@ -177,7 +177,7 @@ class _Moves:
                 count = self.counts[rank][layer][str(old)][cache.token_axis.index]
                 kv = (meta_like(x[:, target], count) for x in own_shard.stored)
                 receives[peer] += meta_like(own_shard.token_index, count, 0), *kv
-        received = swap(sends, receives, self.axis)
+        received = all_to_all(sends, receives, self.axis)
         forgotten = own_shard.turn.count(self.firsts[layer])
         for rank, (peer, _, _) in enumerate(self.ranks):
             arrived = iter(received[peer][1:])
@@ -199,7 +199,7 @@ class _Moves:
             mask = padding.token_mask[:, : self.length]
         receives = [(empty,)] * len(self.ranks)
         receives[peer] = (torch.empty(shape, dtype=torch.bool, device="meta"),)
-        return swap([(mask,)] * len(self.ranks), receives, self.axis)[peer][0]
+        return all_to_all([(mask,)] * len(self.ranks), receives, self.axis)[peer][0]
 
 
 def _describe(caches: Sequence[KVCache] | None) -> dict[str, Any] | None:

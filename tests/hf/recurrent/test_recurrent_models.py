@@ -17,7 +17,7 @@ from attnmesh import errors
 from attnmesh.core.layout import Layout
 from attnmesh.hf.recurrent.prepare_recurrent import RecurrentLayer, prepared
 from attnmesh.mesh.shapes import Shape
-from attnmesh.runtime.counters import counted
+from attnmesh.runtime.counters import count_traffic
 from tests.support.mesh_problems import named_mesh
 from tests.support.models.checks import AXES, DoublePrecision, prompt
 from tests.support.models.tiny_models import Case, build, tiny_config
@@ -196,9 +196,9 @@ def layer_bytes(length: int, layout: Layout) -> tuple[int, int]:
     batch = hf.shard_batch({"input_ids": ids, "labels": ids}, named_mesh(Shape(1, 2, 2), AXES), layout)
     model(**batch)  # weights are compared in the first call
     batch = hf.shard_batch({"input_ids": ids, "labels": ids}, named_mesh(Shape(1, 2, 2), AXES), layout)
-    with counted() as forward:
+    with count_traffic() as forward:
         loss = model(**batch).loss
-    with counted() as backward:
+    with count_traffic() as backward:
         loss.backward()
     return forward.bytes, backward.bytes
 

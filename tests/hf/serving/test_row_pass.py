@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
-from attnmesh.runtime.counters import counted
+from attnmesh.runtime.counters import count_traffic
 from tests.support import families
 from tests.support.families import CONFIGS, FEW, prompt
 from tests.support.mesh_problems import named_mesh
@@ -174,7 +174,7 @@ def merges_of_a_step() -> tuple[float, float]:
     found = []
     for rows in (1, len(LENGTHS)):
         hf.decode_rows(model, [3] * rows, caches[:rows])
-        with counted() as traffic:
+        with count_traffic() as traffic:
             hf.decode_rows(model, [3] * rows, caches[:rows])
         found.append(len(traffic.merges) / model.config.num_hidden_layers)
     return found[0], found[1]

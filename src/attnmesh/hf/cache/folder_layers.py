@@ -9,7 +9,7 @@ from attnmesh.cache.cache import KVCache
 from attnmesh.cache.saved_cache import FolderLayer, LayersToLoad
 from attnmesh.comm.transport import flat_axis
 from attnmesh.errors import KernelError, StoreError, require
-from attnmesh.guard.agreement import Agreement, CallRecord
+from attnmesh.guard.agreement import Agreement, ComparedCalls
 from attnmesh.hf.cache.layer import ShardedLayer
 from attnmesh.hf.cache.stored_layers import StoredLayers
 from attnmesh.hf.images.inputs import shift_of
@@ -42,7 +42,7 @@ class FolderLayers(StoredLayers):
                 self.folder.write_ids(ids)
             except StoreError as error:
                 device = next((kv.device for kv in self.kvs), torch.device("cpu"))
-                CallRecord(Mesh.of(self.mesh), device, self.checked).fail("ShardedCache tokens", error)
+                ComparedCalls(Mesh.of(self.mesh), device, self.checked).raise_uncompared("ShardedCache tokens", error)
 
     def restore(
         self, path: str | Path, *, device: torch.device | str | None = None, capacity: int | None = None

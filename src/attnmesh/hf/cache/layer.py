@@ -199,9 +199,9 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         """
         kv = _extended(self.kv, pending.k.shape[0])
         if kv is None or is_compared or (self.cache.checked is not False and self.must_grow(kv, tokens)):
-            Agreement(Mesh.of(self.cache.mesh), "append").fail(error)
+            Agreement(Mesh.of(self.cache.mesh), "append").raise_on_all(error)
         elif is_compared is None:
-            kv.calls.agreement("append").fail(error)
+            kv.calls.agreement("append").raise_on_all(error)
         raise error
 
     def other_keys(self, q: Tensor, scale: float | None) -> Partial | None:

@@ -9,7 +9,7 @@ from attnmesh.cache.cache_config import check_key_heads, check_ranks_in_folder, 
 from attnmesh.cache.local_shards import check_copies
 from attnmesh.decoding.step_checks import check_even_shares, check_reproducible
 from attnmesh.errors import Check, KernelError, ShapeError, check_count, require_all
-from attnmesh.guard.argument_checks import check_comparison, check_merge
+from attnmesh.guard.argument_checks import check_compare_option, check_merge
 from attnmesh.hf.latent_states import latent_widths
 from attnmesh.hf.models import check_keys, cross_layers, indexed_layers, is_compressed, is_recurrent, key_heads
 from attnmesh.kernels.choice import check_kernel
@@ -48,7 +48,7 @@ def _checks(config: Any, shape: Shape, options: Mapping[str, Any]) -> Iterator[C
     )
     check_kernel(options["kernel"])
     check_exchange("ShardedCache exchange", options["exchange"])
-    check_comparison("ShardedCache", options["checked"])
+    check_compare_option("ShardedCache", options["checked"])
     windows = options["windows"]
     is_bool = isinstance(windows, bool)
     fix = "leave it at True"

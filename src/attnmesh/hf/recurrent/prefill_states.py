@@ -6,7 +6,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from attnmesh.comm.failures import collective
+from attnmesh.comm.failures import run_collective
 from attnmesh.hf.recurrent.chain import Chain
 
 
@@ -61,5 +61,5 @@ def of_last_rank(x: Tensor, chain: Chain) -> Tensor:
     """Return the tensor of the rank with the last part."""
     x = x.contiguous()
     if chain.axis.group is not None:
-        collective(chain.axis, "sending states", partial(dist.broadcast, group_src=chain.owners[-1]), x)
+        run_collective(chain.axis, "sending states", partial(dist.broadcast, group_src=chain.owners[-1]), x)
     return x

@@ -35,7 +35,7 @@ from attnmesh.hf.serving.speculation import Speculation
 from attnmesh.hf.serving.stream import Sampling, Stream
 from attnmesh.hf.tensor_parallel import tp_mesh
 from attnmesh.mesh.axes import Mesh
-from attnmesh.runtime.counters import counted
+from attnmesh.runtime.counters import count_traffic
 
 BEAT = 1.0
 """Seconds of an idle engine between exchanges, in which it finds that a rank is lost."""
@@ -320,7 +320,7 @@ class Engine:
         self._receive(self.pause if self.scheduler.busy else idle)
         step = self.scheduler.plan()
         self.pause = 0.0 if step.operations else POLL
-        with counted() as traffic:
+        with count_traffic() as traffic:
             results = self._exchange(step.operations, None if step.begun is None else step.begun.images)
         self.seconds += sum(self.worker.seconds.values())
         self.merging += sum(traffic.merges)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attnmesh.comm.failures import collective
+from attnmesh.comm.failures import run_collective
 from attnmesh.comm.transport import all_gather_ints
 from attnmesh.mesh.axes import Mesh
 
@@ -62,7 +62,7 @@ class PlanExchange:
             for axis in (axis for mesh in self.meshes for axis in mesh.axes):  # as plans go
                 if axis.size > 1:
                     send = partial(dist.broadcast, group_src=0)
-                    collective(axis, "sharing values of a plan", send, x.flatten().view(torch.uint8))
+                    run_collective(axis, "sharing values of a plan", send, x.flatten().view(torch.uint8))
         return shared
 
 

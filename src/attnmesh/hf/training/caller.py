@@ -85,7 +85,7 @@ def _check_model(running: list[RunningCall], shards: Shards) -> None:
         _check_arguments(arguments)
         _check_tokens(model, arguments, shards.forward_pass.token_ends)
     except InputError as error:
-        Agreement(Mesh.of(shards.mesh), type(model).__name__, is_compared=may_compare(device)).fail(error)
+        Agreement(Mesh.of(shards.mesh), type(model).__name__, is_compared=may_compare(device)).raise_on_all(error)
     shards.forward_pass.has_positions = True
     check_same_weights(model, shards, device)
 

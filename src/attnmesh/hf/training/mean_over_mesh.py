@@ -40,7 +40,7 @@ def mean_over_mesh(values: Tensor, mask: Tensor | None, mesh: DeviceMesh | None)
     try:
         _check(values, counts, Mesh.of(mesh).ranks)
     except InputError as error:  # others may be in the sum of all ranks already
-        Agreement(Mesh.of(mesh), "mean_over_mesh").fail(error)
+        Agreement(Mesh.of(mesh), "mean_over_mesh").raise_on_all(error)
     assert counts is not None
     values, counts = (x.plain() if isinstance(x, ShardTensor) else x for x in (values, counts))
     total = values.to(sum_dtype(values.dtype)).masked_fill(~counts.bool(), 0.0).sum()

@@ -146,7 +146,7 @@ class BoundTritonCache:
     """
 
     def __init__(self) -> None:
-        self.prepared = Memo[tuple[tuple[int, ...], dict[str, Any]]](most=64)  # launches by layout of the tensors
+        self.prepared = Memo[tuple[tuple[int, ...], dict[str, Any]]](maxsize=64)  # launches by layout of the tensors
 
     def attend_cache(self, query: DecodeQuery, view: CacheView) -> Partial:
         """Return the partial of the last queries, merged from one partial per block or per program instance."""

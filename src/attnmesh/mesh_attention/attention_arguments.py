@@ -13,7 +13,7 @@ from attnmesh.core.selection import Selection
 from attnmesh.errors import KernelError, LayoutError, MaskError, ShapeError
 from attnmesh.guard.agreement import describe_call
 from attnmesh.guard.argument_checks import (
-    check_comparison,
+    check_compare_option,
     check_distance_bias,
     check_key_lengths,
     check_qkv,
@@ -21,7 +21,7 @@ from attnmesh.guard.argument_checks import (
     check_sinks,
     check_unknown_options,
     heads_and_length,
-    with_swap_hint,
+    with_transpose_hint,
 )
 from attnmesh.kernels.choice import check_kernel, choose
 from attnmesh.kernels.kernel import KernelRequest
@@ -43,7 +43,7 @@ class HeadSizes(NamedTuple):
     index_block: int
 
 
-class Options(NamedTuple):
+class AttentionOptions(NamedTuple):
     """Arguments that every rank passes alike."""
 
     mask: Mask | None
@@ -84,7 +84,7 @@ class CallPayload(NamedTuple):
     digest: int = 0  # digest of some keys, in the first call of a signature
 
 
-class Call(NamedTuple):
+class AttentionArguments(NamedTuple):
     """Arguments of one call, as this rank passes them."""
 
     q: Tensor
@@ -92,12 +92,12 @@ class Call(NamedTuple):
     v: Tensor
     sinks: Tensor | None
     key_lengths: Tensor | None
-    options: Options
+    options: AttentionOptions
     selected: Selection | None = None
     distance_bias: Tensor | None = None
 
-    def with_wide_queries(self) -> "Call":
-        """Return the call with its bias by distance in the last columns of its queries."""
+    def with_wide_queries(self) -> "AttentionArguments":
+        """Return the arguments with the bias by distance in the last columns of the queries."""
         return self._replace(q=with_distance_bias(self.q, self.distance_bias))
 
     @property
@@ -129,9 +129,9 @@ class Call(NamedTuple):
         sample = self.k[:1, :1, :: max(1, self.k.shape[2] // 64)]
         return 0 if self.k.is_meta or bool((sample == sample[:, :, :1]).all()) else int(digest(sample))
 
-    def checked_text(self, mesh: Mesh, checked: bool | None) -> str:
+    def check_and_describe(self, mesh: Mesh, checked: bool | None) -> str:
         """Return the text that ranks compare, or raise unless each argument can be served on this mesh."""
-        check_call(mesh, self, checked)
+        check_arguments(mesh, self, checked)
         return self.describe()
 
     def describe(self) -> str:
@@ -150,17 +150,17 @@ class Call(NamedTuple):
         return describe_call("attention", **fields, gradients=requires_grad)
 
 
-def check_call(mesh: Mesh, call: Call, checked: bool | None) -> None:
+def check_arguments(mesh: Mesh, arguments: AttentionArguments, checked: bool | None) -> None:
     """Raise unless each argument can be served on this mesh."""
-    q, k, v, sinks, key_lengths, options, selected, distance_bias = call
-    check_comparison("attention", checked)
+    q, k, v, sinks, key_lengths, options, selected, distance_bias = arguments
+    check_compare_option("attention", checked)
     try:
         check_unknown_options("attention", options.unsupported or {})
         check_qkv("attention", q, k, v)
         check_mask("attention mask", options.applied_mask)
         _check_layouts(options, mesh.ranks)
         check_exchange("attention exchange", options.exchange)
-        _check_lengths(call, mesh.ranks)
+        _check_lengths(arguments, mesh.ranks)
         check_kernel(options.kernel)
         scaling = options.scaling(q.shape[-1])
         check_sinks("attention sinks", sinks, q)
@@ -174,7 +174,7 @@ def check_call(mesh: Mesh, call: Call, checked: bool | None) -> None:
             if options.kernel != "auto" and not torch.compiler.is_compiling():  # here, where all ranks can raise alike
                 choose(KernelRequest.of(q, k, v, scaling), options.kernel)
     except (MaskError, ShapeError) as error:
-        raise with_swap_hint(error, heads_and_length(q), heads_and_length(k)) from None
+        raise with_transpose_hint(error, heads_and_length(q), heads_and_length(k)) from None
 
 
 def _check_uncompiled(mesh: Mesh) -> None:
@@ -187,7 +187,7 @@ def _check_uncompiled(mesh: Mesh) -> None:
         raise KernelError("attention selected", "a call outside of compiled graphs on several ranks", "one inside", fix)
 
 
-def _check_layouts(options: Options, ranks: int) -> None:
+def _check_layouts(options: AttentionOptions, ranks: int) -> None:
     """Raise unless the layout is known: shards of another layout may have the same lengths."""
     if options.layout is None and ranks > 1:
         fix = "pass layout=am.Zigzag() if you sharded with am.shard(..., layout=am.Zigzag())"
@@ -199,10 +199,10 @@ def _check_layouts(options: Options, ranks: int) -> None:
         check_auto("attention", layout, options.mask, ranks)
 
 
-def _check_lengths(call: Call, ranks: int) -> None:
+def _check_lengths(arguments: AttentionArguments, ranks: int) -> None:
     """Raise unless lengths count tokens. On one rank its shard is the whole sequence."""
-    lengths = {"length": call.options.length, "key_length": call.options.key_length}
-    for (name, length), tokens in zip(lengths.items(), call.tokens, strict=True):
+    lengths = {"length": arguments.options.length, "key_length": arguments.options.key_length}
+    for (name, length), tokens in zip(lengths.items(), arguments.tokens, strict=True):
         if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 0):
             fix = "count the tokens of all ranks as a Python int"
             raise ShapeError(f"attention {name}", "a whole number", repr(length), fix)

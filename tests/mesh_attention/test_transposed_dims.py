@@ -94,7 +94,7 @@ def long_cache() -> am.KVCache:
         ("decode", lambda: am.decode(T(1, 600, 8, 4), long_cache())),
     ],
 )
-def test_dims_that_are_very_likely_swapped_warn_once(name: str, call: Callable[[], Any]) -> None:
+def test_dims_that_are_very_likely_transposed_warn_once(name: str, call: Callable[[], Any]) -> None:
     text = f"{name}: q has more than 256 heads and at most 128 tokens in dims (batch, heads, length, dim); "
     text += "if these are (batch, length, heads, dim), pass x.transpose(1, 2)."
     assert warnings_of_call(call) == [(text, True)]

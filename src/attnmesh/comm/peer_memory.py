@@ -14,7 +14,7 @@ from attnmesh.kernels.stacked_merge import supports
 from attnmesh.kernels.triton_runtime import launch, powers_covering
 from attnmesh.mesh.axes import Axis
 from attnmesh.runtime.counters import count_messages
-from attnmesh.runtime.world import cached_per_world
+from attnmesh.runtime.world import collective_once
 
 ROOM = 1 << 18
 """Elements of the longest message: 1 MiB of float32."""
@@ -30,7 +30,7 @@ MAX_POLLS = 1 << 26
 
 
 @dataclass(frozen=True)
-class SymmetricMemory:
+class PeerMemory:
     """Addresses of the memories of all ranks of an axis. `kept` holds references that must live as long."""
 
     addresses: Tensor
@@ -89,8 +89,8 @@ def memory_size(ranks: int) -> int:
     return ranks * FLAGS + 2 * ranks * ROOM
 
 
-@cached_per_world()
-def symmetric_memory_of(axis: Axis, device: torch.device) -> SymmetricMemory | None:
+@collective_once
+def peer_memory_of(axis: Axis, device: torch.device) -> PeerMemory | None:
     """Return the memories of an axis whose ranks share a host, or None on all ranks. All ranks call it at once."""
     if device.type != "cuda" or axis.size == 1:
         return None
@@ -107,7 +107,7 @@ def symmetric_memory_of(axis: Axis, device: torch.device) -> SymmetricMemory | N
     memory.zero_()
     handle.barrier()  # no rank writes before all have cleared their memory
     addresses = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
-    return SymmetricMemory(addresses, axis.index, torch.zeros(1, dtype=torch.int32, device=device), (memory, handle))
+    return PeerMemory(addresses, axis.index, torch.zeros(1, dtype=torch.int32, device=device), (memory, handle))
 
 
 SYMMETRIC = "torch.distributed._symmetric_memory"

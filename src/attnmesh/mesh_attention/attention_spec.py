@@ -16,14 +16,15 @@ from attnmesh.kernels.driver import visible_counts
 from attnmesh.kernels.kernel import KernelRequest
 from attnmesh.kernels.selected_keys import SelectedKeys
 from attnmesh.mesh.axes import Mesh
-from attnmesh.mesh.schedule import EXCHANGES, Problem, Schedule, groups_of_heads, schedule
-from attnmesh.mesh_attention.auto_choices import Widths, chosen_exchange
+from attnmesh.mesh.schedule import EXCHANGE_MODES, Problem, Schedule, groups_of_heads, schedule
+from attnmesh.mesh_attention.auto_choices import chosen_mode
 from attnmesh.mesh_attention.executor import Task
+from attnmesh.mesh_attention.latents import LatentWidths
 from attnmesh.runtime.memo import Memo, on_device
 from attnmesh.runtime.world import cached_from_code, cached_per_world
 
 
-class MeshCall(NamedTuple):
+class AttentionSpec(NamedTuple):
     """A problem on a mesh and how it is solved, the same on all ranks, with this rank's axes."""
 
     mesh: Mesh
@@ -66,20 +67,20 @@ class MeshCall(NamedTuple):
         return ",".join(names), [*sizes_and_indices, *self.problem.to_code()]
 
     @staticmethod
-    def from_code(names: str, numbers: Sequence[int]) -> "MeshCall":
-        """Return the call that `to_code` wrote."""
-        return cached_from_code(_call_of_code, names, numbers)
+    def from_code(names: str, numbers: Sequence[int]) -> "AttentionSpec":
+        """Return the spec that `to_code` wrote."""
+        return cached_from_code(_spec_of_code, names, numbers)
 
-    def task(self, q_heads: int, qkv: tuple[Tensor, ...], latent: Widths | None = None) -> Task:
+    def task(self, q_heads: int, qkv: tuple[Tensor, ...], latent_widths: LatentWidths | None = None) -> Task:
         """Return this rank's part for so many query heads of all ranks, made once for tensors of these shapes.
 
         The tensors may have this rank's share of the heads alone.
         """
         q, k, v = qkv
-        signature = self, q_heads, q.shape, k.shape, v.shape, q.dtype, q.device, latent
+        signature = self, q_heads, q.shape, k.shape, v.shape, q.dtype, q.device, latent_widths
         if (task := _tasks().get(signature)) is None:
             with torch.inference_mode(False):  # it is kept for later calls, in any mode
-                task = _tasks().keep(signature, self._new_task(q_heads, q, k, v, latent))
+                task = _tasks().keep(signature, self._new_task(q_heads, q, k, v, latent_widths))
         return task
 
     def with_visible_keys(self, task: Task, key_lengths: Tensor | None, indices: Tensor | None) -> Task:
@@ -90,24 +91,24 @@ class MeshCall(NamedTuple):
             return task
         return replace(task, counts=[visible_counts(step.positions, key_lengths) for step in task.schedule.key_steps])
 
-    def _new_task(self, q_heads: int, q: Tensor, k: Tensor, v: Tensor, latent: Widths | None) -> Task:
+    def _new_task(self, q_heads: int, q: Tensor, k: Tensor, v: Tensor, latent_widths: LatentWidths | None) -> Task:
         """Choose an exchange and a kernel for each step, make this rank's schedule, and cut the heads into groups."""
         mesh, problem = self.mesh, self.problem
         kv_heads = q_heads * k.shape[1] // q.shape[1]
         sizes = q.shape[0], q_heads, kv_heads, q.shape[3], v.shape[3]  # all but tokens, of which a rank may have 0
         if self.exchange == "auto":
-            exchange = chosen_exchange(mesh, q.device, q.dtype, sizes, problem, latent)
+            mode = chosen_mode(mesh, q.device, q.dtype, sizes, problem, latent_widths)
         else:
-            exchange = EXCHANGES[self.exchange]
-        own_schedule = schedule(problem, mesh.queries.index, mesh.keys.index, exchange.ring)
-        group_count = 1 if latent else exchange.head_groups(mesh.shape, kv_heads)
+            mode = EXCHANGE_MODES[self.exchange]
+        own_schedule = schedule(problem, mesh.queries.index, mesh.keys.index, mode.ring)
+        group_count = 1 if latent_widths is not None else mode.head_groups(mesh.shape, kv_heads)
         groups = groups_of_heads(q_heads, kv_heads, mesh.shape.heads, group_count)
         tokens = own_schedule.chunk.queries, own_schedule.chunk.keys, own_schedule.chunk.keys
         whole = zip((q, k, v), tokens, strict=True)  # tensors of the whole chunk
         q, k, v = (x.new_empty(1).expand(*x.shape[:2], count, x.shape[3]) for x, count in whole)
         queries = own_schedule.query_step.positions
-        call = (q, k, v, self.scaling)
-        kernels = [choose(KernelRequest.of(*call, (queries, x.positions)), self.kernel) for x in own_schedule.key_steps]
+        requests = [KernelRequest.of(q, k, v, self.scaling, (queries, x.positions)) for x in own_schedule.key_steps]
+        kernels = [choose(request, self.kernel) for request in requests]
         return Task(mesh, own_schedule, groups, kernels, self.scaling, [None] * len(own_schedule.key_steps))
 
     def _selected(self, schedule: Schedule, key_lengths: Tensor | None, indices: Tensor) -> list[SelectedKeys]:
@@ -120,10 +121,10 @@ class MeshCall(NamedTuple):
         return [SelectedKeys.of(selection, mask, positions, step.positions, key_lengths) for step in schedule.key_steps]
 
 
-class PreparedCall(NamedTuple):
-    """`MeshCall` and task of calls of one signature, settled once: no later call checks, chooses or makes them anew."""
+class PreparedAttention(NamedTuple):
+    """Spec and task of calls of one signature, settled once: no later call checks, chooses or makes them anew."""
 
-    mesh_call: MeshCall
+    spec: AttentionSpec
     task: Task | None = None
     """This rank's part. None where autograd or a graph makes it, or where key lengths or a selection change it."""
     text: str = ""
@@ -135,23 +136,23 @@ class PreparedCall(NamedTuple):
 
 
 @cached_per_world()
-def prepared_calls() -> Memo[PreparedCall]:
+def prepared_attentions() -> Memo[PreparedAttention]:
     """Return what is prepared, by the signatures of calls."""
     return Memo(2048)
 
 
 @cached_per_world()
 def _tasks() -> Memo[Task]:
-    """Return this rank's tasks, by their `MeshCall` and the shapes of tensors."""
+    """Return this rank's tasks, by their `AttentionSpec` and the shapes of tensors."""
     return Memo(2048)
 
 
 @cached_per_world(1024)
-def _call_of_code(names: str, numbers: tuple[int, ...]) -> MeshCall:
+def _spec_of_code(names: str, numbers: tuple[int, ...]) -> AttentionSpec:
     *groups, exchange, kernel, scale, softcap, index_block, counts_assumed = names.split(",")
     mesh = Mesh.named(numbers[:3], numbers[3:6], groups)
     scaling = Scaling(float(scale), float(softcap))
-    return MeshCall(
+    return AttentionSpec(
         mesh,
         Problem.from_code(mesh.shape, numbers[6:]),
         exchange,
