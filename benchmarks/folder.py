@@ -132,7 +132,7 @@ def _bounded(size: int) -> Iterator[int | None]:
 
 def _step(cache: am.KVCache, request: Request, expected: list[float], memory: int | None) -> Row:
     """Return a step beside reading the files of whole pieces."""
-    files = [blocks.file.path for blocks in cache.shard.shared if blocks.file is not None]
+    files = [blocks.file.path for blocks in cache.shard.earlier_pieces if blocks.file is not None]
     reads, steps, out = list[float](), list[float](), None
     for _ in range(request.rounds):
         begun = time.perf_counter()

@@ -85,7 +85,7 @@ def test_the_newest_tokens_alone_are_on_the_device() -> None:
         assert cache.shard.used >= min(HOT, cache.length)
         most = max(most, cache.shard.used)
     assert most <= cache.shard.slots == HOT + 2 * cache.sizes.block
-    assert cache.shard.shared_tokens == cache.length - cache.shard.used
+    assert cache.shard.earlier_tokens == cache.length - cache.shard.used
     assert cache.used == cache.length == 630
     assert cache.nbytes == plain(630).nbytes
     grow(cache, 70)  # more than are hot, at once
@@ -132,7 +132,7 @@ def test_a_save_leaves_the_newest_tokens_on_the_device(tmp_path: Path) -> None:
     saving.wait()
     assert cache.shard.used >= min(hot, HOT)
     loaded = am.KVCache.load(tmp_path, None, hot=HOT)
-    assert loaded.shard.shared_tokens > 200
+    assert loaded.shard.earlier_tokens > 200
     for each in (cache, loaded):
         assert same_bits(each)
     grow(loaded, 50)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attnmesh.cache.block_cyclic import BlockCyclic
 from attnmesh.cache.cache_config import CacheSizes
-from attnmesh.cache.shared_blocks import SharedBlocks, joined
+from attnmesh.cache.frozen_piece import FrozenPiece, joined
 from attnmesh.core.storage import empty_rows, width_in_memory
 from attnmesh.core.turns import Turn
 from attnmesh.kernels.cache_view import CacheView
@@ -62,21 +62,21 @@ def assigned(sizes: CacheSizes, mesh: Mesh, device: torch.device, shares: Sequen
 NEWEST_TOKENS = 16
 """Newest tokens among which one is looked for first."""
 
-NOT_VIEWED: tuple[list[Tensor], tuple[SharedBlocks, ...], None] = [], (), None
+NOT_VIEWED: tuple[list[Tensor], tuple[FrozenPiece, ...], None] = [], (), None
 """Stands for the view of a shard that has not been asked for one."""
 
 
 class CacheShard:
     """Keys and values of one rank's tokens and heads; `index` is the rank's index along the tokens axis.
 
-    `stored` has the keys, and the values if they are separate. In a forked cache, `shared` has the first tokens and
-    `stored` those after them.
+    `stored` has the keys, and the values if they are separate. In a forked cache, in files and in
+    two tiers, `earlier_pieces` have the first tokens and `stored` those after them.
     """
 
     stored: list[Tensor]
-    shared: tuple[SharedBlocks, ...] = ()
+    earlier_pieces: tuple[FrozenPiece, ...] = ()
     is_in_files = False
-    _viewed: tuple[list[Tensor], tuple[SharedBlocks, ...], CacheView | None] = NOT_VIEWED
+    _viewed: tuple[list[Tensor], tuple[FrozenPiece, ...], CacheView | None] = NOT_VIEWED
 
     def __init__(
         self, sizes: CacheSizes, heads: Axis, block_cyclic: BlockCyclic, device: torch.device, index: int
@@ -110,57 +110,55 @@ class CacheShard:
 
     @property
     def used(self) -> int:
-        """Cached tokens on this rank, without shared ones."""
+        """Cached tokens on this rank, without those of earlier pieces."""
         return int(self.state.tolist()[1])
 
     @property
-    def shared_tokens(self) -> int:
-        """Cached tokens on this rank in memory that other caches read too."""
-        return sum(blocks.used for blocks in self.shared)
+    def earlier_tokens(self) -> int:
+        """Cached tokens on this rank in the earlier pieces."""
+        return sum(piece.used for piece in self.earlier_pieces)
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of the cached tokens on this rank, shared ones included."""
+        """Bytes of the cached tokens on this rank, earlier pieces included."""
         own = sum(x[:, :, : self.used].nbytes for x in self.stored)
-        return own + sum(blocks.nbytes for blocks in self.shared)
+        return own + sum(piece.nbytes for piece in self.earlier_pieces)
 
     @property
     def view(self) -> CacheView:
         """View of this shard for kernels, made anew once the memory is another."""
-        stored, shared, view = self._viewed
-        fits = stored is self.stored and shared is self.shared
+        stored, earlier_pieces, view = self._viewed
+        fits = stored is self.stored and earlier_pieces is self.earlier_pieces
         if view is None or not fits or view.token_index is not self.token_index or view.padding is not self.padding:
             view = self.new_view()
-            self._viewed = self.stored, self.shared, view
+            self._viewed = self.stored, self.earlier_pieces, view
         elif view.state is not self.state:
             view = view._replace(state=self.state)
-            self._viewed = self.stored, self.shared, view
-        for piece in view.shared:
+            self._viewed = self.stored, self.earlier_pieces, view
+        for piece in view.earlier_pieces:
             self._set_length(piece)
         return view
 
     def _set_length(self, piece: CacheView) -> None:
-        """Let the view of shared blocks know the tokens on all ranks."""
+        """Let the view of an earlier piece know the tokens on all ranks."""
         piece.state[:1].copy_(self.state[:1])
 
     def new_view(self) -> CacheView:
         """Return the view, for a graph, which cannot keep one."""
         rows = self.sizes.keys_and_values(self.stored)
-        pieces = tuple(map(self._view, self.shared))
+        pieces = tuple(map(self._view, self.earlier_pieces))
         return CacheView(*rows, self.token_index, self.state, self.padding, self.sizes.value_dim, pieces)
 
-    def _view(self, blocks: SharedBlocks) -> CacheView:
-        """Return the view of shared blocks. Their queries are the last ones of this cache."""
-        rows = self.sizes.keys_and_values(blocks.stored)
+    def _view(self, piece: FrozenPiece) -> CacheView:
+        """Return the view of an earlier piece. Its queries are the last ones of this cache."""
+        rows = self.sizes.keys_and_values(piece.stored)
         padding = None
         if self.padding is not None:
-            positions = (
-                blocks.token_index.expand(self.sizes.batch, -1) if blocks.positions is None else blocks.positions
-            )
+            positions = piece.token_index.expand(self.sizes.batch, -1) if piece.positions is None else piece.positions
             padding = self.padding._replace(positions=positions)
         with torch.inference_mode(False):
-            state = torch.stack((self.state[0], torch.full_like(self.state[0], blocks.used)))
-        return CacheView(*rows, blocks.token_index, state, padding, self.sizes.value_dim, file=blocks.file)
+            state = torch.stack((self.state[0], torch.full_like(self.state[0], piece.used)))
+        return CacheView(*rows, piece.token_index, state, padding, self.sizes.value_dim, file=piece.file)
 
     def fork(self) -> "CacheShard":
         """Return a shard of the same tokens, which shares whole blocks of slots and copies the rest."""
@@ -185,12 +183,13 @@ class CacheShard:
         return other
 
     def _share(self) -> None:
-        """Move this shard's whole blocks of slots to `shared`: from now on it writes to the slots after them alone."""
+        """Move whole blocks of slots to an earlier piece: from now on the shard writes to those after them alone."""
         whole_slots = self.used // self.sizes.block * self.sizes.block
         if not whole_slots:
             return
         positions = None if self.padding is None else self.padding.positions
-        self.shared = (*self.shared, SharedBlocks(self.stored, self.token_index, positions).part(0, whole_slots))
+        piece = FrozenPiece(self.stored, self.token_index, positions).part(0, whole_slots)
+        self.earlier_pieces = (*self.earlier_pieces, piece)
         self.stored, self.token_index = [x[:, :, whole_slots:] for x in self.stored], self.token_index[whole_slots:]
         self.padding = self.padding and self.padding._replace(positions=self.padding.positions[:, whole_slots:])
         self.slots -= whole_slots
@@ -198,21 +197,21 @@ class CacheShard:
             self.state = self.state - torch.tensor([0, whole_slots], device=self.device)
 
     def unshare(self, tokens: int | None = None) -> None:
-        """Copy shared tokens to memory of this shard alone. `tokens` drops those after it, and copies the cut block."""
-        stop, stay, forgotten = self.shared_tokens, 0, 0
+        """Copy earlier pieces to this shard's own memory. `tokens` drops those after it, and copies the cut block."""
+        stop, stay, forgotten = self.earlier_tokens, 0, 0
         if tokens is not None:
             stop = tokens
             stay = tokens // self.sizes.block * self.sizes.block
             forgotten = self.used
-        kept_blocks, loose, start = [], [], 0
-        for blocks in self.shared:
-            first, last = (min(max(token - start, 0), blocks.used) for token in (stay, stop))
-            kept_blocks += [blocks.part(0, first)] * (first > 0)
-            loose += [blocks.part(first, last)] * (first < last)
-            start += blocks.used
+        kept_pieces, loose, start = [], [], 0
+        for piece in self.earlier_pieces:
+            first, last = (min(max(token - start, 0), piece.used) for token in (stay, stop))
+            kept_pieces += [piece.part(0, first)] * (first > 0)
+            loose += [piece.part(first, last)] * (first < last)
+            start += piece.used
         if start > stay:
             self.resize(self.sizes, self.slots + start - stay, forgotten, loose)
-            self.shared = tuple(kept_blocks)
+            self.earlier_pieces = tuple(kept_pieces)
 
     def flush(self) -> None:
         """Do nothing: no token is in a second memory."""
@@ -265,7 +264,7 @@ class CacheShard:
     def count_before(self, length: int) -> int:
         """Return how many of the first `length` tokens this rank holds."""
         used = self.used
-        earlier = sum(int(torch.searchsorted(blocks.token_index[:-1], length)) for blocks in self.shared)
+        earlier = sum(int(torch.searchsorted(piece.token_index[:-1], length)) for piece in self.earlier_pieces)
         newest = self.token_index[max(used - NEWEST_TOKENS, 0) : used].tolist()
         if newest and newest[0] < length:  # as where few are taken back
             return earlier + used - len(newest) + bisect_left(newest, length)
@@ -276,16 +275,16 @@ class CacheShard:
         if self.padding is not None:
             self.padding.cut(length, self.length)
         count = self.count_before(length)
-        if count < self.shared_tokens:
+        if count < self.earlier_tokens:
             self.unshare(count)
-        self.filled = count - self.shared_tokens
+        self.filled = count - self.earlier_tokens
         self.state[0], self.state[1] = length, self.filled
         if not length:
             self.state[2:].zero_()
 
     def grow(self, sizes: CacheSizes) -> None:
         """Reserve memory for a larger capacity, copying one tensor at a time."""
-        self.resize(sizes, max(self.slots, self._usual_slots(sizes) - self.shared_tokens))
+        self.resize(sizes, max(self.slots, self._usual_slots(sizes) - self.earlier_tokens))
 
     def make_room(self, new_count: int, first: Callable[[], int], *, forget: bool = False) -> None:
         """Make room for `new_count` tokens, and where it is needed forget those before token `first()`."""
@@ -300,7 +299,7 @@ class CacheShard:
             self.state[2:].fill_(self.turn.count(start) // self.sizes.block)
         self.filled += new_count
 
-    def resize(self, sizes: CacheSizes, slots: int, forgotten: int = 0, before: Sequence[SharedBlocks] = ()) -> None:
+    def resize(self, sizes: CacheSizes, slots: int, forgotten: int = 0, before: Sequence[FrozenPiece] = ()) -> None:
         """Move the tokens after the first `forgotten` to new memory, behind those of `before`, tensor by tensor.
 
         A save may read the old memory.
@@ -343,7 +342,7 @@ class CacheShard:
                     x[:, head, :used] = x[:, head, :used].index_select(0, index)
         if self.padding is not None:
             self.padding = self.padding.reordered(index)
-        self.shared = tuple(blocks.reordered(index, self.sizes.block) for blocks in self.shared)
+        self.earlier_pieces = tuple(piece.reordered(index, self.sizes.block) for piece in self.earlier_pieces)
 
     def mark_present(self, length: int, token_mask: Tensor | None, first: int) -> int:
         """Mark the tokens from `first` up to `length` as present. Return how many of them this rank holds."""

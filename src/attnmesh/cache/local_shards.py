@@ -93,7 +93,7 @@ class LocalShards:
             return None
         if self.forgets is not None:
             return self.known_length, shard.filled - new_count
-        return self.known_length, self.counts.counts(self.known_length)[shard.index] - shard.shared_tokens
+        return self.known_length, self.counts.counts(self.known_length)[shard.index] - shard.earlier_tokens
 
     def holds(self, tokens: int) -> bool:
         """Return True if at least `tokens` are cached within the capacity. Wait for the GPU only if unsure."""
@@ -123,7 +123,7 @@ class LocalShards:
             counts.check(subject, self.known_length + new_count, self._slots)
 
     def _slots(self, rank: int) -> int:
-        """Return the slots of a rank of a cache that keeps every token, shared ones included."""
+        """Return the slots of a rank of a cache that keeps every token, earlier pieces included."""
         return usual_slots(self.own.sizes, self.own.block_cyclic.turns[rank])
 
     def check_unpadded(self, subject: str, token_mask: Tensor | None) -> None:

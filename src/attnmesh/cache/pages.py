@@ -8,8 +8,8 @@ from torch import Tensor
 from attnmesh.cache.cache_config import check_no_gradients
 from attnmesh.cache.cache_properties import CacheProperties
 from attnmesh.cache.cache_shard import CacheShard
+from attnmesh.cache.frozen_piece import FrozenPiece
 from attnmesh.cache.local_shards import LocalShards
-from attnmesh.cache.shared_blocks import SharedBlocks
 from attnmesh.errors import DtypeError, KernelError, ShapeError, require, type_and_shape
 from attnmesh.guard.agreement import CallRecord
 from attnmesh.guard.argument_checks import check_tensor
@@ -55,8 +55,8 @@ class PagedCache(CacheProperties):
         require(self.padding is None, KernelError, "pages", "a batch without padding", given, fix)
         shard = self.shard
         _check_in_memory("pages", shard)
-        own = SharedBlocks(shard.stored, shard.token_index[: shard.used + 1], None)  # one more slot, as it says
-        return [_pages(blocks, shard) for blocks in (*shard.shared, own)]
+        own = FrozenPiece(shard.stored, shard.token_index[: shard.used + 1], None)  # one more slot, as it says
+        return [_pages(piece, shard) for piece in (*shard.earlier_pieces, own)]
 
     def append_pages(self, keys: Tensor, values: Tensor | None, block_table: Tensor) -> None:
         """Add the first tokens from an engine's pool, which stays unchanged while the cache is in use.
@@ -111,12 +111,12 @@ def _check_in_memory(subject: str, shard: CacheShard) -> None:
     require(not shard.is_in_files, KernelError, subject, "a cache in memory", given, fix)
 
 
-def _pages(blocks: SharedBlocks, shard: CacheShard) -> Pages:
+def _pages(piece: FrozenPiece, shard: CacheShard) -> Pages:
     """Return the pages of some slots. A pool's block and head may overlap in memory, since heads are the outer dim."""
-    size, used = shard.sizes.block, blocks.used
+    size, used = shard.sizes.block, piece.used
     count = -(-used // size)
     batch = shard.sizes.batch
-    keys, values = shard.sizes.keys_and_values(blocks.stored)
+    keys, values = shard.sizes.keys_and_values(piece.stored)
     first = torch.arange(batch, device=shard.device) * (values.stride(0) // (size * values.stride(2)))
     table = first[:, None] + torch.arange(count, device=shard.device)
     blocks_in_pool = int(table.max()) + 1 if table.numel() else 0
@@ -126,7 +126,7 @@ def _pages(blocks: SharedBlocks, shard: CacheShard) -> Pages:
         return x.as_strided((blocks_in_pool, size, x.shape[1], x.shape[3]), (size * row, row, heads, column))
 
     lengths = torch.full((batch,), used, dtype=torch.int32, device=shard.device)
-    return Pages(pool(keys), pool(values), table.int(), lengths, blocks.token_index[:-1])
+    return Pages(pool(keys), pool(values), table.int(), lengths, piece.token_index[:-1])
 
 
 def _append(shards: LocalShards, pools: tuple[Tensor, ...], table: Tensor) -> None:
@@ -139,14 +139,14 @@ def _append(shards: LocalShards, pools: tuple[Tensor, ...], table: Tensor) -> No
     shared = max(0, count - 1) * size
     new_count = count * size * ranks
     shard.append_at(tuple(x[:, :, shared:] for x in rows), tokens[shared:], new_count, None)
-    if shared:  # with one more slot, as `SharedBlocks` says
-        blocks = SharedBlocks([x[:, :, : shared + 1] for x in rows], tokens[: shared + 1], None)
+    if shared:  # with one more slot, as `FrozenPiece` says
+        piece = FrozenPiece([x[:, :, : shared + 1] for x in rows], tokens[: shared + 1], None)
         try:
             shard.resize(shard.sizes, shard.slots - shared)
         except BaseException:  # there may be no memory, and the cache is empty still
             shard.truncate(0)
             raise
-        shard.shared, shards.forked = (blocks,), True
+        shard.earlier_pieces, shards.forked = (piece,), True
     shards.known_length += new_count
 
 

@@ -4,8 +4,8 @@
         old        in CPU memory, or in files      | may have copies of hot tokens, once `flush` was called
         hot                            on the device
 
-The old tier is an ordinary shard on the CPU. What it has of the first tokens are pieces of the cache, as blocks that
-forks share. Where the hot tier is full, its oldest blocks move there in one copy.
+The old tier is an ordinary shard on the CPU. What it has of the first tokens are earlier pieces of the cache. Where
+the hot tier is full, its oldest blocks move there in one copy.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.cache.cache_shard import CacheShard, assigned
+from attnmesh.cache.frozen_piece import FrozenPiece
 from attnmesh.cache.ordered_shard import Fail, OrderedShard
-from attnmesh.cache.shared_blocks import SharedBlocks
 from attnmesh.core.turns import Turn
 from attnmesh.errors import KernelError, StoreError
 from attnmesh.kernels.cache_view import CacheView
@@ -59,7 +59,7 @@ def _in_blocks(tokens: int, block: int) -> int:
 
 
 class TieredShard(OrderedShard):
-    """Tokens of one rank: `stored` are the hot ones, `shared` those of the `old` tier before them."""
+    """Tokens of one rank: `stored` are the hot ones, `earlier_pieces` those of the `old` tier before them."""
 
     def __init__(self, old: CacheShard, sizes: CacheSizes, device: torch.device, fail: Fail) -> None:
         super().__init__(sizes, old.heads, old.block_cyclic, device, old.index)
@@ -85,16 +85,16 @@ class TieredShard(OrderedShard):
     @property
     def old_tokens(self) -> int:
         """Tokens that the old tier has, copies of hot ones included."""
-        return self.old.shared_tokens + self.old.used
+        return self.old.earlier_tokens + self.old.used
 
     @property
-    def _old_pieces(self) -> list[SharedBlocks]:
+    def _old_pieces(self) -> list[FrozenPiece]:
         """All tokens that the old tier has."""
         old, used = self.old, self.old.used
         index = old.token_index[: used + 1]
-        index = index if len(index) > used else torch.cat((index, index[-1:]))  # one more slot, as in all blocks
-        newest = SharedBlocks([x[:, :, : used + 1] for x in old.stored], index, None)
-        return [*old.shared, newest] if used else [*old.shared]
+        index = index if len(index) > used else torch.cat((index, index[-1:]))  # one more slot, as in all pieces
+        newest = FrozenPiece([x[:, :, : used + 1] for x in old.stored], index, None)
+        return [*old.earlier_pieces, newest] if used else [*old.earlier_pieces]
 
     def warm(self) -> None:
         """Let the hot tier have the newest tokens of the old one, in whole blocks, as after an open or a cut."""
@@ -102,14 +102,14 @@ class TieredShard(OrderedShard):
         cold = max(0, count - hot_tokens(self.sizes, self.turn)) // block * block
         start = 0
         self._count(self.old.length, count - cold)
-        for blocks in self._old_pieces:
-            first, stop = (min(max(slot - start, 0), blocks.used) for slot in (cold, count))
+        for piece in self._old_pieces:
+            first, stop = (min(max(slot - start, 0), piece.used) for slot in (cold, count))
             to = slice(start + first - cold, start + stop - cold)
             if first < stop:
-                for x, row in zip(self.stored, blocks.stored, strict=True):
+                for x, row in zip(self.stored, piece.stored, strict=True):
                     x[:, :, to] = row[:, :, first:stop]
-                self.token_index[to] = blocks.token_index[first:stop]
-            start += blocks.used
+                self.token_index[to] = piece.token_index[first:stop]
+            start += piece.used
         self._show(cold)
 
     def _count(self, length: int, used: int) -> None:
@@ -119,21 +119,21 @@ class TieredShard(OrderedShard):
 
     def _show(self, cold: int) -> None:
         """Let the first tokens of the old tier be pieces of the cache."""
-        pieces = list[SharedBlocks]()
+        pieces = list[FrozenPiece]()
         start = 0
-        for blocks in self._old_pieces:
-            count = min(cold - start, blocks.used)
+        for piece in self._old_pieces:
+            count = min(cold - start, piece.used)
             if count > 0:
-                pieces.append(blocks if count == blocks.used else blocks.part(0, count))
-            start += blocks.used
-        self.shared = tuple(pieces)
+                pieces.append(piece if count == piece.used else piece.part(0, count))
+            start += piece.used
+        self.earlier_pieces = tuple(pieces)
 
-    def _view(self, blocks: SharedBlocks) -> CacheView:
+    def _view(self, piece: FrozenPiece) -> CacheView:
         """Return the view of a piece of the old tier, whose numbers are in CPU memory."""
-        rows = self.sizes.keys_and_values(blocks.stored)
+        rows = self.sizes.keys_and_values(piece.stored)
         with torch.inference_mode(False):
-            state = torch.tensor([self.known_length, blocks.used], device="cpu")
-        return CacheView(*rows, blocks.token_index, state, None, self.sizes.value_dim, file=blocks.file)
+            state = torch.tensor([self.known_length, piece.used], device="cpu")
+        return CacheView(*rows, piece.token_index, state, None, self.sizes.value_dim, file=piece.file)
 
     def _set_length(self, piece: CacheView) -> None:
         piece.state[0] = self.known_length
@@ -179,7 +179,7 @@ class TieredShard(OrderedShard):
             alone = self.heads.size == 1 and self.turn.period == self.turn.width
             retry = f"append again from token {length_before} on: the cache has those before" if alone else ""
             self._give(cold_rows, cold_tokens, int(following[0]) if len(following) else length, retry)
-            steps += [*self._shift(leaving), partial(self._show, self.shared_tokens + leaving)]
+            steps += [*self._shift(leaving), partial(self._show, self.earlier_tokens + leaving)]
             rows = [row[:, :, at_once:] for row in rows]
             tokens = tokens[at_once:]
             used = max(0, used - leaving)
@@ -223,7 +223,7 @@ class TieredShard(OrderedShard):
         """
         if self.old.length > self.length:  # an append has failed
             self.old.truncate(self.length)
-        written = self.old_tokens - self.shared_tokens
+        written = self.old_tokens - self.earlier_tokens
         if written >= len(tokens) and self.old.length >= length:
             return
         new_count = max(0, length - self.old.length)
@@ -250,13 +250,13 @@ class TieredShard(OrderedShard):
         """Return the shard on the CPU, with all tokens."""
         old = self.old.whole()  # refused in files, before anything is written
         self.flush()
-        self._show(self.shared_tokens)
+        self._show(self.earlier_tokens)
         return old
 
     def truncate(self, length: int) -> None:
         """Remove the tokens from `length` on."""
         count = self.count_before(length)
-        cold = self.shared_tokens
+        cold = self.earlier_tokens
         steps = list[Callable[[], None]]()
         if length < self.old.length:
             steps += [partial(self.old.truncate, length), partial(self._show, min(cold, count))]
@@ -272,13 +272,13 @@ class TieredShard(OrderedShard):
         """Reserve memory for a larger capacity."""
         self.old.grow(sizes)
         self.resize(sizes, max(self.slots, self._usual_slots(sizes)))
-        self._show(self.shared_tokens)
+        self._show(self.earlier_tokens)
 
     def reorder(self, index: Tensor) -> None:
         """Replace sequence b by sequence `index[b]`; the batch may change."""
-        cold = self.shared_tokens
+        cold = self.earlier_tokens
         self.old.reorder(index.cpu())
-        self.shared = ()
+        self.earlier_pieces = ()
         super().reorder(index)
         self._show(cold)
 
@@ -293,7 +293,7 @@ class TieredShard(OrderedShard):
     def _with_old(self, old: CacheShard) -> "TieredShard":
         """Return a copy with another old tier, of the same tokens."""
         other = self._copy()
-        cold = self.shared_tokens
+        cold = self.earlier_tokens
         assert isinstance(other, TieredShard)
         other.old, other.is_in_files = old, old.is_in_files
         self._show(cold)

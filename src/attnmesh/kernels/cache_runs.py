@@ -58,7 +58,7 @@ def runs_of(
     has_band = q.shape[2] > 1 or query.key_lengths is not None or query.partial_block is not None or bool(mask.ends)
     for index, view in enumerate(views):
         sequences = slice(index, index + 1) if len(views) > 1 else ALL
-        for piece in (*view.shared, view):
+        for piece in (*view.earlier_pieces, view):
             if in_place:
                 runs.append(SlotRun(sequences, piece))
             elif selected is not None:
@@ -190,7 +190,7 @@ def _selected(query: DecodeQuery, view: CacheView, piece: CacheView, selection: 
 def _sequence(piece: CacheView, index: int) -> CacheView:
     """Return a piece of one sequence of the batch."""
     one = slice(index, index + 1)
-    return piece._replace(keys=piece.keys[one], values=piece.values[one], shared=(), file=None)
+    return piece._replace(keys=piece.keys[one], values=piece.values[one], earlier_pieces=(), file=None)
 
 
 def _runs_of_true(flags: Tensor) -> list[tuple[int, int]]:

@@ -49,7 +49,7 @@ class CacheView(NamedTuple):
     state: Tensor  # length: tokens of all ranks; used: tokens in these slots; if the cache forgets, forgotten blocks
     padding: Padding | None
     value_dim: int
-    shared: "tuple[CacheView, ...]" = ()  # earlier tokens of this rank, in memory that other caches read too
+    earlier_pieces: "tuple[CacheView, ...]" = ()  # earlier tokens of this rank, in memory or files of their own
     file: MappedFile | None = None  # file whose bytes the slots are
 
     def positions(self) -> Tensor:
@@ -70,7 +70,7 @@ class CacheView(NamedTuple):
         return like.expand(*shape, columns_of(self.keys)), like.expand(*shape, self.value_dim)
 
     def without_free_slots(self) -> "CacheView":
-        """Return the slots that hold tokens, without those of `shared`.
+        """Return the slots that hold tokens, without those of earlier pieces.
 
         On a device all slots stay, for the CPU does not read how many hold tokens: the others are at `NOWHERE`.
         """
@@ -81,20 +81,22 @@ class CacheView(NamedTuple):
             return CacheView(*tensors, self.state, padding, self.value_dim)
         held = torch.arange(self.keys.shape[2], device=self.state.device) < self.state[1]
         padding = self.padding and self.padding._replace(positions=self.padding.positions.where(held, NOWHERE))
-        return self._replace(token_index=self.token_index.where(held, NOWHERE), padding=padding, shared=())
+        return self._replace(token_index=self.token_index.where(held, NOWHERE), padding=padding, earlier_pieces=())
 
     @property
     def on_cpu(self) -> "CacheView | None":
         """View of the earlier tokens that are in CPU memory, where the slots are on a device; None without any."""
-        if not self.shared or self.keys.device.type == "cpu":
+        if not self.earlier_pieces or self.keys.device.type == "cpu":
             return None
-        pieces = [piece for piece in self.shared if piece.keys.device.type == "cpu"]
-        return pieces[-1]._replace(shared=tuple(pieces[:-1])) if pieces else None
+        pieces = [piece for piece in self.earlier_pieces if piece.keys.device.type == "cpu"]
+        return pieces[-1]._replace(earlier_pieces=tuple(pieces[:-1])) if pieces else None
 
     @property
     def on_device(self) -> "CacheView":
         """The view without what is in CPU memory."""
-        return self._replace(shared=tuple(piece for piece in self.shared if piece.keys.device.type != "cpu"))
+        return self._replace(
+            earlier_pieces=tuple(piece for piece in self.earlier_pieces if piece.keys.device.type != "cpu")
+        )
 
     def first(self, slots: int) -> "CacheView":
         """Return the first slots alone, and the one after them, without padding."""

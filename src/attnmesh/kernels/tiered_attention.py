@@ -112,7 +112,7 @@ class TieredAttention(CachedAttention):
 
 def _uploaded(device: torch.device, query: DecodeQuery, tier: CacheView) -> Iterator[CacheView]:
     """Yield the slots of a tier that some query sees, on the device."""
-    for piece in (*tier.shared, tier._replace(shared=())):
+    for piece in (*tier.earlier_pieces, tier._replace(earlier_pieces=())):
         if runs := runs_of(query, [piece]):
             yield from uploader_to(device).upload(piece, min(run.start for run in runs), max(run.stop for run in runs))
 

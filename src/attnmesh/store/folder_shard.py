@@ -19,8 +19,8 @@ from torch import Tensor
 from attnmesh.cache.block_cyclic import BlockCyclic
 from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.cache.cache_shard import CacheShard, usual_slots
+from attnmesh.cache.frozen_piece import FrozenPiece
 from attnmesh.cache.ordered_shard import Fail, OrderedShard
-from attnmesh.cache.shared_blocks import SharedBlocks
 from attnmesh.core.digest import cpu_weights
 from attnmesh.errors import StoreError
 from attnmesh.kernels.native.append import FILE_FIELDS, append
@@ -49,7 +49,7 @@ SUBJECT = "KVCache folder"
 
 
 class FolderShard(OrderedShard):
-    """Tokens of one rank in the files of a layer. `shared` are the whole pieces, `stored` is the last one."""
+    """Tokens of one rank in the files of a layer. `earlier_pieces` are whole, `stored` is the last one."""
 
     is_in_files = True
 
@@ -82,7 +82,7 @@ class FolderShard(OrderedShard):
     @property
     def pieces(self) -> int:
         """Whole pieces."""
-        return len(self.shared)
+        return len(self.earlier_pieces)
 
     def _memory(self) -> tuple[list[Tensor], Tensor]:
         """Return no memory: `begin`, `resume` and `take_over` map files."""
@@ -147,18 +147,18 @@ class FolderShard(OrderedShard):
                 next_piece.file.fetch(*(x[:, :, :PIECE] for x in next_piece.stored))
             check_whole_piece(file, piece, names)
             piece.file.leave(*piece.stored)
-            self.shared = self._with_whole(file, piece)
+            self.earlier_pieces = self._with_whole(file, piece)
 
     def _keep(self, piece: FilePiece) -> None:
         """Let a whole piece stay in memory once it is read, if there is room."""
         piece.file.kept = self.keeps(sum(x.nbytes for x in piece.stored))
 
-    def _with_whole(self, file: TensorFile, piece: FilePiece) -> tuple[SharedBlocks, ...]:
+    def _with_whole(self, file: TensorFile, piece: FilePiece) -> tuple[FrozenPiece, ...]:
         """Return the whole pieces, with one more after them. Note its checksums."""
         chain = chained(self.chains[self.pieces], file, [*self.shapes.named(self.files.layer)])
         self.chains = [*self.chains[: self.pieces + 1], chain]
         index = torch.cat((piece.columns, piece.columns[-1:]))
-        return (*self.shared, SharedBlocks(piece.stored, index, None, piece.file))
+        return (*self.earlier_pieces, FrozenPiece(piece.stored, index, None, piece.file))
 
     def _fill(self, piece: FilePiece, used: int, length: int) -> None:
         """Let new tokens go to a piece, of which some rows are tokens."""
@@ -166,9 +166,9 @@ class FolderShard(OrderedShard):
         self.sums = PieceSums(self.shapes, used)
         self._set(length, used)
 
-    def _turn_to(self, shared: tuple[SharedBlocks, ...], piece: FilePiece, used: int, length: int) -> None:
+    def _turn_to(self, whole_pieces: tuple[FrozenPiece, ...], piece: FilePiece, used: int, length: int) -> None:
         """Replace the whole pieces, and let new tokens go to another piece."""
-        unbroken([partial(setattr, self, "shared", shared), partial(self._fill, piece, used, length)])
+        unbroken([partial(setattr, self, "earlier_pieces", whole_pieces), partial(self._fill, piece, used, length)])
 
     def _set(self, length: int, used: int) -> None:
         self.state[0], self.state[1] = length, used
@@ -293,7 +293,7 @@ class FolderShard(OrderedShard):
     def _cut(self, count: int, length: int) -> None:
         """Keep the first rows alone, and fill the piece that they end in again."""
         number, used = divmod(count, PIECE)
-        last = self.shared[number]
+        last = self.earlier_pieces[number]
         removed = range(number, self.pieces)
         piece = make_filling(self.files, number, self.shapes)
         old = self.files.filling(self.pieces)
@@ -302,7 +302,7 @@ class FolderShard(OrderedShard):
         piece.columns[:used] = last.token_index[:used]
         end = [(count, piece.digest(0, used))] if used else []
         self.journal.begin(number * PIECE, length, self.chains[number], end)
-        self._turn_to(self.shared[:number], piece, used, length)
+        self._turn_to(self.earlier_pieces[:number], piece, used, length)
         old.unlink(missing_ok=True)
         for path in map(self.files.whole, removed):
             if path.exists() and len(TensorFile(path).entries) <= len(self.stored) + 1:  # other layers may need it yet
@@ -314,8 +314,12 @@ class FolderShard(OrderedShard):
         sizes = replace(self.sizes, capacity=1)
         other = CacheShard(sizes, self.heads, self.block_cyclic, self.device, self.index)
         other.stored = [x[:, :, : used + 1] for x in self.stored]
-        other.token_index, other.state, other.shared = self.token_index[: used + 1], self.state.clone(), self.shared
-        other.resize(self.sizes, max(used, usual_slots(self.sizes, self.turn) - self.shared_tokens))
+        other.token_index, other.state, other.earlier_pieces = (
+            self.token_index[: used + 1],
+            self.state.clone(),
+            self.earlier_pieces,
+        )
+        other.resize(self.sizes, max(used, usual_slots(self.sizes, self.turn) - self.earlier_tokens))
         return other
 
     def clone(self) -> CacheShard:
@@ -332,7 +336,7 @@ class FolderShard(OrderedShard):
         """Refuse to copy the pieces to memory."""
         self._refuse("a call that reads pieces where they are", "one that needs all keys in memory, or moves them")
 
-    def resize(self, sizes: CacheSizes, slots: int, forgotten: int = 0, before: Sequence[SharedBlocks] = ()) -> None:
+    def resize(self, sizes: CacheSizes, slots: int, forgotten: int = 0, before: Sequence[FrozenPiece] = ()) -> None:
         """Refuse to move the tokens to memory."""
         self.unshare()
 

@@ -193,7 +193,10 @@ class KeyFolder:
         length = min(own_length for (own_length,) in lengths)
         with Agreement(self.mesh, self.subject) as agreement:
             shard.truncate(length)
-            parts = [*(blocks.token_index[:-1] for blocks in shard.shared), shard.token_index[: shard.used].cpu()]
+            parts = [
+                *(blocks.token_index[:-1] for blocks in shard.earlier_pieces),
+                shard.token_index[: shard.used].cpu(),
+            ]
             numbers = shard.block_cyclic.numbers_of(shard.index, torch.cat(parts))
             rows = agreement.compare(payload=numbers)
         table = sorted({tuple(row) for row in rows})  # ranks along the heads axis hold the same tokens

@@ -149,7 +149,7 @@ class CompressedLayer(StatefulLayer):
             new = self.new["compressor"]
             return [(new[:, None], torch.arange(new.shape[1], device="cpu"))]
         view = entries.shard.view
-        shards = [(shard, int(shard.state[1])) for shard in (*view.shared, view)]
+        shards = [(shard, int(shard.state[1])) for shard in (*view.earlier_pieces, view)]
         return [(shard.keys[:, :, :count], shard.token_index[:count].cpu()) for shard, count in shards]
 
 
