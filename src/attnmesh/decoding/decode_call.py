@@ -18,7 +18,7 @@ from attnmesh.core.selection import Selection
 from attnmesh.decoding.prepared_step import find_step, prepare_step
 from attnmesh.decoding.step_agreement import agreement_on
 from attnmesh.decoding.step_arguments import StepInputs, StepOptions
-from attnmesh.decoding.step_checks import check_other_keys, checked_step, step_with_bias
+from attnmesh.decoding.step_checks import check_other_partial, checked_step, step_with_bias
 from attnmesh.decoding.step_op import decode_op, tensors_of
 from attnmesh.errors import DtypeError, KernelError, RankFailure, require
 from attnmesh.guard.argument_checks import check_comparison, warn_if_swapped
@@ -114,7 +114,7 @@ def decode(
     with agreement_on(caches, options, checked):  # an error here poisons the merge of the others
         check_comparison("decode", checked)
         step = checked_step(inputs, options, unsupported)
-        check_other_keys(inputs, step)
+        check_other_partial(inputs, step)
         step = step_with_bias(inputs, distance_bias, step)
     inputs = inputs._replace(q=with_distance_bias(q, distance_bias))
     if torch.compiler.is_compiling():

@@ -61,8 +61,8 @@ def decode_shard(
     attention = step.attention_for(every, view)
     attend = in_range(ATTENTION, attention.attend) if is_profiled() else attention.attend
     partial = attend(query, [view], selected)
-    if (other_keys := attend_other_keys(every)) is not None:
-        partial = merge_partials([partial, other_keys])
+    if (other_partial := attend_other_keys(every)) is not None:
+        partial = merge_partials([partial, other_partial])
     merged = owners.merge_at_owners(partial)
     rank_sinks = None if sinks is None else sinks[heads.slice_of(q.shape[1])]
     return owners.all_heads(with_sinks(merged, rank_sinks).out.to(q.dtype))

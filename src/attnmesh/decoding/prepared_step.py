@@ -70,13 +70,15 @@ class PreparedStep:
             for cache in inputs.caches:
                 views.append(cache.shards.own.view)
         own = inputs if step.head_axis.size == 1 else inputs.of_own_heads(step)
-        q, _, sinks, key_lengths, selected, other_keys = own
+        q, _, sinks, key_lengths, selected, other_partial = own
         blank = NO_MESSAGE if self.blank_message is None else self.blank_message()
         # The first rank adds the sinks; a reproducible step adds them after the merge, on any number of ranks.
         added = sinks if step.token_axis.index == 0 and not step.reproducible else None
         block = step.block if step.reproducible else None
         lengths = None if key_lengths is None else key_lengths.to(q.device)
-        query = DecodeQuery(q, step.mask, step.scaling, step.capacity, added, block, blank.partial, lengths, other_keys)
+        query = DecodeQuery(
+            q, step.mask, step.scaling, step.capacity, added, block, blank.partial, lengths, other_partial
+        )
         attend = in_range(ATTENTION, self.attention.attend) if is_profiled() else self.attention.attend
         partial = attend(query, views, selected)
         found: Any = None
@@ -177,9 +179,9 @@ def find_step(
 
     `prepared` is the memo that keeps prepared steps. The signature is None for calls that are checked each time.
     """
-    q, caches, sinks, key_lengths, selected, other_keys = inputs
+    q, caches, sinks, key_lengths, selected, other_partial = inputs
     first = caches[0]
-    if key_lengths is not None or selected is not None or other_keys is not None:
+    if key_lengths is not None or selected is not None or other_partial is not None:
         return None, None
     on_gpu = first.device.type == "cuda"
     count = len(caches)

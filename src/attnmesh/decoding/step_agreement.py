@@ -28,11 +28,11 @@ def agreement_on(caches: Sequence[KVCache], options: StepOptions | DecodeStep, c
 
 def compared_fields(inputs: StepInputs, step: DecodeStep) -> Mapping[str, object]:
     """Return the arguments of the call that ranks compare."""
-    q, caches, sinks, key_lengths, _, other_keys = inputs
+    q, caches, sinks, key_lengths, _, other_partial = inputs
     options = named_options(step) | step.scaling._asdict()
     del options["scaling"]
     options["key_lengths"] = None if key_lengths is None else key_lengths.tolist()
-    options |= {} if other_keys is None else {"partial": True}
+    options |= {} if other_partial is None else {"partial": True}
     width = caches[0].sizes.head_dim
     bias = q[..., width:] if q.shape[-1] > width else None  # with which the queries end
     tensors = {"q": q[..., :width], "distance_bias": bias, "sinks": sinks, "selected": inputs.indices}

@@ -100,7 +100,7 @@ class StepInputs(NamedTuple):
     sinks: Tensor | None = None
     key_lengths: Tensor | None = None
     selected: Selection | None = None
-    other_keys: Partial | None = None
+    other_partial: Partial | None = None
 
     @property
     def indices(self) -> Tensor | None:
@@ -111,16 +111,16 @@ class StepInputs(NamedTuple):
         """Return the options of a step, and the dtypes and shapes of its tensors, of which ranks compare a hash."""
         sinks = None if self.sinks is None else self.sinks.dtype
         indices = None if self.indices is None else self.indices.shape
-        partial_field = () if self.other_keys is None else ("partial",)
+        partial_field = () if self.other_partial is None else ("partial",)
         return step.options, self.q.dtype, self.q.shape, sinks, self.key_lengths is not None, indices, *partial_field
 
     def of_own_heads(self, step: DecodeStep) -> "StepInputs":
         """Return the inputs with the queries, sinks and selection of this rank's heads."""
-        q, caches, sinks, key_lengths, selected, other_keys = self
+        q, caches, sinks, key_lengths, selected, other_partial = self
         heads = step.head_axis.slice_of(q.shape[1])
         own_sinks = None if sinks is None else sinks[heads]
         own_selected = selected and selection_of_rank(selected, step.head_axis)
-        return StepInputs(q[:, heads], caches, own_sinks, key_lengths, own_selected, other_keys)
+        return StepInputs(q[:, heads], caches, own_sinks, key_lengths, own_selected, other_partial)
 
     def compared(self, facts: tuple[Any, ...], views: Sequence[CacheView]) -> Compared:
         """Return what ranks compare of a call, by a hash of its facts and of what changes between calls of them."""

@@ -126,27 +126,31 @@ def _with_selection(q: Tensor, cache: KVCache, selected: Selection, step: Decode
     return step._replace(index_block=selected.block)
 
 
-def check_other_keys(inputs: StepInputs, step: DecodeStep) -> None:
+def check_other_partial(inputs: StepInputs, step: DecodeStep) -> None:
     """Raise unless the partial of other keys is None or fits the queries of a checked step."""
-    q, (cache,), *_, other_keys = inputs
-    if other_keys is None:
+    q, (cache,), *_, other_partial = inputs
+    if other_partial is None:
         return
     subject, fix = "decode partial", "call decode outside of torch.compile"
     require(not torch.compiler.is_compiling(), KernelError, subject, "None in a graph", "a Partial", fix)
     fix = "pass what attend returned for the same queries"
-    fits = isinstance(other_keys, tuple) and len(other_keys) == 2 and all(isinstance(x, Tensor) for x in other_keys)
-    require(fits, DtypeError, subject, "a partial (out, lse)", type(other_keys).__name__, fix)
+    fits = (
+        isinstance(other_partial, tuple)
+        and len(other_partial) == 2
+        and all(isinstance(x, Tensor) for x in other_partial)
+    )
+    require(fits, DtypeError, subject, "a partial (out, lse)", type(other_partial).__name__, fix)
     heads = step.head_axis.slice_of(q.shape[1])
     rows = (q.shape[0], heads.stop - heads.start, q.shape[2])
-    given, expected = f"{[tuple(x.shape) for x in other_keys]}", f"{[(*rows, cache.sizes.value_dim), rows]}"
+    given, expected = f"{[tuple(x.shape) for x in other_partial]}", f"{[(*rows, cache.sizes.value_dim), rows]}"
     require(given == expected, ShapeError, subject, f"shapes {expected}", given, fix)
     wide = sum_dtype(q.dtype)
-    given = f"out in {other_keys[0].dtype}, lse in {other_keys[1].dtype}"
+    given = f"out in {other_partial[0].dtype}, lse in {other_partial[1].dtype}"
     expected_dtypes = f"out in {q.dtype} or {wide}, lse in {wide}"
-    fits = other_keys[0].dtype in (q.dtype, wide) and other_keys[1].dtype == wide
+    fits = other_partial[0].dtype in (q.dtype, wide) and other_partial[1].dtype == wide
     require(fits, DtypeError, subject, expected_dtypes, given, fix)
-    check_one_device(subject, {"q": q, "out": other_keys[0], "lse": other_keys[1]})
-    check_no_gradients(subject, {"out": other_keys[0], "lse": other_keys[1]})
+    check_one_device(subject, {"q": q, "out": other_partial[0], "lse": other_partial[1]})
+    check_no_gradients(subject, {"out": other_partial[0], "lse": other_partial[1]})
     expected, fix = "no partial= beside reproducible=True", "leave one of them out"
     require(not step.reproducible, KernelError, "decode reproducible", expected, "a Partial", fix)
 

@@ -221,9 +221,9 @@ class CachedAttention:
         """Return the partial of a cache of all sequences, or of one for each; in `query.into` if that is given."""
         if self.in_place_kernel is not None:
             total = self._attend_in_place(query, runs_of(query, views, in_place=True))
-            return (
-                total if query.other_keys is None else copy_into(merge_partials([total, query.other_keys]), query.into)
-            )
+            if query.other_partial is None:
+                return total
+            return copy_into(merge_partials([total, query.other_partial]), query.into)
         q = query.q if query.q.stride(-1) == 1 else query.q.contiguous()
         runs = runs_of(query, views, selected)
         bound = self.bound_kernels.get(q.shape) or self._bound(q, views[0])
@@ -243,7 +243,9 @@ class CachedAttention:
             total.out.copy_(nan_where_faulty(total.out, selected, length))
         if query.sinks is not None:
             total = copy_into(with_sinks(total, query.sinks), query.into)
-        return total if query.other_keys is None else copy_into(merge_partials([total, query.other_keys]), query.into)
+        if query.other_partial is None:
+            return total
+        return copy_into(merge_partials([total, query.other_partial]), query.into)
 
     def _attend_in_place(self, query: DecodeQuery, runs: Sequence[SlotRun]) -> Partial:
         """Return the partial of runs of all slots of pieces."""

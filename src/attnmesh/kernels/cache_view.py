@@ -30,14 +30,14 @@ class DecodeQuery(NamedTuple):
     partial_block: int | None = None  # slots per block; each block gives one partial, and these are merged along a tree
     into: Partial | None = None  # tensors for the result
     key_lengths: Tensor | None = None  # (batch,), real keys per sequence
-    other_keys: Partial | None = None  # attention of the queries over keys that are not in the cache
+    other_partial: Partial | None = None  # attention of the queries over keys that are not in the cache
 
     def sequence(self, index: int) -> "DecodeQuery":
         """Return the query of one sequence, which has a cache of its own."""
         one = slice(index, index + 1)
-        into, other_keys = (part and Partial(*(x[one] for x in part)) for part in (self.into, self.other_keys))
+        into, other_partial = (part and Partial(*(x[one] for x in part)) for part in (self.into, self.other_partial))
         key_lengths = None if self.key_lengths is None else self.key_lengths[one]
-        return self._replace(q=self.q[one], into=into, key_lengths=key_lengths, other_keys=other_keys)
+        return self._replace(q=self.q[one], into=into, key_lengths=key_lengths, other_partial=other_partial)
 
 
 class CacheView(NamedTuple):

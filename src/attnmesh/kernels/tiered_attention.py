@@ -51,13 +51,13 @@ class TieredAttention(CachedAttention):
         tiers = [view.on_cpu for view in views]
         if not any(tiers):
             return super().attend(query, views, selected)
-        plain = query._replace(sinks=None, into=None, other_keys=None)
+        plain = query._replace(sinks=None, into=None, other_partial=None)
         queries = [plain.sequence(index) for index in range(len(views))] if len(views) > 1 else [plain]
         begun = [self._begin(own, tier, selected) for own, tier in zip(queries, tiers, strict=True)]
         newer = super().attend(plain._replace(into=self._blank(query.q)), [v.on_device for v in views], selected)
         older = [end() for end in begun]
         parts = [newer, Partial(*(torch.cat(x) for x in zip(*older, strict=True))) if len(older) > 1 else older[0]]
-        parts += [] if query.other_keys is None else [query.other_keys]
+        parts += [] if query.other_partial is None else [query.other_partial]
         return copy_into(with_sinks(merge_partials(parts), query.sinks), query.into)
 
     def _begin(self, query: DecodeQuery, tier: CacheView | None, selected: Selection | None) -> Callable[[], Partial]:

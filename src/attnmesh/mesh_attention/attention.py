@@ -150,12 +150,12 @@ def _attend_without_mesh(call: Call, checked: bool | None) -> Tensor:
 
 
 def attend_shards(
-    call: Call, mesh: Mesh, checked: bool | None, latents: Latents | None = None, other_keys: Partial | None = None
+    call: Call, mesh: Mesh, checked: bool | None, latents: Latents | None = None, other_partial: Partial | None = None
 ) -> Tensor:
     """Return attention of one rank's shards.
 
-    With `latents`, these travel instead of the keys and values that are expanded from them. `other_keys` is the partial
-    of this rank's queries over keys that do not travel. With either there are no gradients.
+    With `latents`, these travel instead of the keys and values that are expanded from them. `other_partial` is of this
+    rank's queries over keys that do not travel. With either there are no gradients.
     """
     q, k, v = autocast(call.q, call.k, call.v)
     call = call._replace(q=q, k=k, v=v)
@@ -167,18 +167,20 @@ def attend_shards(
         call = call.with_wide_queries()
     with without_autocast(q):
         if mesh.ranks == 1:
-            out = attend_on_one_rank(call, mesh_call, other_keys)
+            out = attend_on_one_rank(call, mesh_call, other_partial)
         else:
-            out = _attend_on_mesh(call, prepared, latents, other_keys)
+            out = _attend_on_mesh(call, prepared, latents, other_partial)
     return out if selected is None else without_faulty(out, selected, mesh_call.problem.key_length)
 
 
-def _attend_on_mesh(call: Call, prepared: PreparedCall, latents: Latents | None, other_keys: Partial | None) -> Tensor:
+def _attend_on_mesh(
+    call: Call, prepared: PreparedCall, latents: Latents | None, other_partial: Partial | None
+) -> Tensor:
     """Return attention over all ranks, by an operator where PyTorch traces or transforms calls."""
     q, k, v, sinks, key_lengths, _, selected, _ = call
     mesh_call, task = prepared.mesh_call, prepared.task
     indices = None if selected is None else selected.indices
-    if task is None and latents is None and other_keys is None:
+    if task is None and latents is None and other_partial is None:
         if needs_operator(q, k, v, sinks):
             out: Tensor = mesh_op(q, k, v, sinks, key_lengths, indices, *mesh_call.to_code())[0]
             return out
@@ -191,4 +193,4 @@ def _attend_on_mesh(call: Call, prepared: PreparedCall, latents: Latents | None,
             task = mesh_call.with_visible_keys(mesh_call.task(q.shape[1], (q, k, v), widths), key_lengths, indices)
         if latents is not None:  # latents are expanded where they are attended
             task = replace(task, projection=latents.projection)
-        return attend_without_grad(q, (k, v) if latents is None else (latents.tokens,), task, sinks, other_keys)
+        return attend_without_grad(q, (k, v) if latents is None else (latents.tokens,), task, sinks, other_partial)
