@@ -156,7 +156,7 @@ def _append(cache: am.KVCache, tokens: int, request: Request, memory: int | None
     times = 1 if hot is None else hot // MOVED
     writes, appends, path = list[float](), list[float](), request.folder / "plain"
     content = [memoryview(x.view(torch.uint8).numpy().tobytes()) for x in (*k[0], *v[0])]
-    places = Places(path, cache.shard.used)
+    places = Places(path, cache.shard.used_slots)
     plain, plain_appends = cache_of(None, 0), list[float]()
     rounds = max(request.rounds, min(1000, PIECE // tokens)) if times == 1 else request.rounds
     for _ in range(min(rounds, 16 * PIECE // tokens)):

@@ -90,7 +90,7 @@ def check_shared_blocks(shape: Shape) -> None:
     other.reorder(torch.tensor([3, 3, 1, 0]))
     assert pieces(other) == before
     other.truncate(cache.length - 1)
-    kept = sum(blocks.used for blocks in other.shard.earlier_pieces)
+    kept = sum(blocks.token_count for blocks in other.shard.earlier_pieces)
     assert kept >= whole - cache.sizes.block  # the block that was cut is copied, no other
     assert pieces(other) == before
 

@@ -82,14 +82,14 @@ def test_the_newest_tokens_alone_are_on_the_device() -> None:
     cache, most = tiered_cache(), 0
     for _ in range(90):
         grow(cache, 7)
-        assert cache.shard.used >= min(HOT, cache.length)
-        most = max(most, cache.shard.used)
+        assert cache.shard.used_slots >= min(HOT, cache.length)
+        most = max(most, cache.shard.used_slots)
     assert most <= cache.shard.slots == HOT + 2 * cache.sizes.block
-    assert cache.shard.earlier_tokens == cache.length - cache.shard.used
+    assert cache.shard.earlier_tokens == cache.length - cache.shard.used_slots
     assert cache.used == cache.length == 630
     assert cache.nbytes == plain(630).nbytes
     grow(cache, 70)  # more than are hot, at once
-    assert cache.shard.used <= cache.shard.slots
+    assert cache.shard.used_slots <= cache.shard.slots
     assert cache.keys.shape[2] > 700
     assert torch.equal(cache.keys[:, :, :700], plain(700).keys[:, :, :700])
 
@@ -126,11 +126,11 @@ def test_forks_and_copies_go_on_apart() -> None:
 
 def test_a_save_leaves_the_newest_tokens_on_the_device(tmp_path: Path) -> None:
     cache = tiered_cache(300)
-    hot = cache.shard.used
+    hot = cache.shard.used_slots
     saving = cache.save(tmp_path, wait=False)
     grow(cache, 50)
     saving.wait()
-    assert cache.shard.used >= min(hot, HOT)
+    assert cache.shard.used_slots >= min(hot, HOT)
     loaded = am.KVCache.load(tmp_path, None, hot=HOT)
     assert loaded.shard.earlier_tokens > 200
     for each in (cache, loaded):
@@ -159,7 +159,7 @@ def test_a_folder_has_the_older_tokens(tmp_path: Path) -> None:
     del cache
     cache = tiered_cache(folder=tmp_path)
     assert cache.length == 500
-    assert cache.shard.used >= HOT  # they are brought to the device again
+    assert cache.shard.used_slots >= HOT  # they are brought to the device again
     assert same_bits(cache)
     del cache
     assert am.KVCache(None, **SIZES, folder=tmp_path).length == 500
@@ -269,7 +269,7 @@ def test_a_cache_goes_on_after_an_interrupt(
                     cache.truncate(cache.length + more)
             monkeypatch.undo()
             assert torch.allclose(step_output(cache), step_output(plain(cache.length)), atol=FLOAT32)
-            assert cache.shard.state.tolist() == [cache.shard.length, cache.shard.used]
+            assert cache.shard.state.tolist() == [cache.shard.length, cache.shard.used_slots]
     length = cache.length
     if in_files:
         cache.flush()

@@ -251,7 +251,7 @@ def reserve_twice() -> list[Any]:
     copy.grow = grow
     cache.reserve(300)
     cache.append(*new_tokens(100, 1))
-    return [*errors, [shard.length for shard in cache.shards.all], sum(shard.used for shard in cache.shards.all)]
+    return [*errors, [shard.length for shard in cache.shards.all], sum(shard.used_slots for shard in cache.shards.all)]
 
 
 def test_reserve_succeeds_after_a_failure(pool: Pool) -> None:

@@ -55,7 +55,7 @@ class CacheProperties:
     @property
     def used(self) -> int:
         """Cached tokens per sequence on this rank."""
-        return self.shard.used + self.shard.earlier_tokens
+        return self.shard.used_slots + self.shard.earlier_tokens
 
     @property
     def nbytes(self) -> int:

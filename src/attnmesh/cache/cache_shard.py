@@ -90,7 +90,7 @@ class CacheShard:
             # Tokens on all ranks, tokens on this rank, and blocks of this rank forgotten if the cache forgets any.
             self.state = torch.zeros(2 if sizes.mask is None else 3, dtype=torch.int64, device=device)
         self.padding: Padding | None = None
-        self.filled = 0  # slots in use at most, of a cache that forgets; the CPU need not ask the device
+        self.used_at_most = 0  # slots in use at most, of a cache that forgets; the CPU need not ask the device
         self.has_spare = False  # a long append has made the shard larger than it has to be
 
     def _memory(self) -> tuple[list[Tensor], Tensor]:
@@ -109,19 +109,19 @@ class CacheShard:
         return int(self.state.tolist()[0])
 
     @property
-    def used(self) -> int:
+    def used_slots(self) -> int:
         """Cached tokens on this rank, without those of earlier pieces."""
         return int(self.state.tolist()[1])
 
     @property
     def earlier_tokens(self) -> int:
         """Cached tokens on this rank in the earlier pieces."""
-        return sum(piece.used for piece in self.earlier_pieces)
+        return sum(piece.token_count for piece in self.earlier_pieces)
 
     @property
     def token_bytes(self) -> int:
         """Bytes of the cached tokens on this rank, earlier pieces included."""
-        own = sum(x[:, :, : self.used].nbytes for x in self.stored)
+        own = sum(x[:, :, : self.used_slots].nbytes for x in self.stored)
         return own + sum(piece.nbytes for piece in self.earlier_pieces)
 
     @property
@@ -157,7 +157,7 @@ class CacheShard:
             positions = piece.token_index.expand(self.sizes.batch, -1) if piece.positions is None else piece.positions
             padding = self.padding._replace(positions=positions)
         with torch.inference_mode(False):
-            state = torch.stack((self.state[0], torch.full_like(self.state[0], piece.used)))
+            state = torch.stack((self.state[0], torch.full_like(self.state[0], piece.token_count)))
         return CacheView(*rows, piece.token_index, state, padding, self.sizes.value_dim, file=piece.file)
 
     def fork(self) -> "CacheShard":
@@ -175,7 +175,7 @@ class CacheShard:
     def _copy(self) -> "CacheShard":
         """Return a shard with copies of this one's own tokens, which shares what this one shares."""
         other = copy(self)
-        used = self.used
+        used = self.used_slots
         with torch.inference_mode(False):
             other.stored = [joined([x[:, :, :used]], 2, x.shape[2]) for x in self.stored]
             other.token_index, other.state = self.token_index.clone(), self.state.clone()
@@ -184,7 +184,7 @@ class CacheShard:
 
     def _share(self) -> None:
         """Move whole blocks of slots to an earlier piece: from now on the shard writes to those after them alone."""
-        whole_slots = self.used // self.sizes.block * self.sizes.block
+        whole_slots = self.used_slots // self.sizes.block * self.sizes.block
         if not whole_slots:
             return
         positions = None if self.padding is None else self.padding.positions
@@ -202,13 +202,13 @@ class CacheShard:
         if tokens is not None:
             stop = tokens
             stay = tokens // self.sizes.block * self.sizes.block
-            forgotten = self.used
+            forgotten = self.used_slots
         kept_pieces, loose, start = [], [], 0
         for piece in self.earlier_pieces:
-            first, last = (min(max(token - start, 0), piece.used) for token in (stay, stop))
+            first, last = (min(max(token - start, 0), piece.token_count) for token in (stay, stop))
             kept_pieces += [piece.part(0, first)] * (first > 0)
             loose += [piece.part(first, last)] * (first < last)
-            start += piece.used
+            start += piece.token_count
         if start > stay:
             self.resize(self.sizes, self.slots + start - stay, forgotten, loose)
             self.earlier_pieces = tuple(kept_pieces)
@@ -256,14 +256,14 @@ class CacheShard:
     def append_at(self, new: Tensors, tokens: Tensor, new_count: int, token_mask: Tensor | None) -> None:
         """Add rows of the given tokens with this rank's heads; all ranks together add `new_count`."""
         order = tokens.argsort()
-        slots = self.used + torch.arange(len(order), device=self.device)
+        slots = self.used_slots + torch.arange(len(order), device=self.device)
         self._write([x.index_select(2, order) for x in new], tokens[order], slots)
         self._pad(tokens[order], slots, new_count, token_mask)
         self.state[:2] += torch.tensor([new_count, len(order)], device=self.device)
 
     def count_before(self, length: int) -> int:
         """Return how many of the first `length` tokens this rank holds."""
-        used = self.used
+        used = self.used_slots
         earlier = sum(int(torch.searchsorted(piece.token_index[:-1], length)) for piece in self.earlier_pieces)
         newest = self.token_index[max(used - NEWEST_TOKENS, 0) : used].tolist()
         if newest and newest[0] < length:  # as where few are taken back
@@ -277,8 +277,8 @@ class CacheShard:
         count = self.count_before(length)
         if count < self.earlier_tokens:
             self.unshare(count)
-        self.filled = count - self.earlier_tokens
-        self.state[0], self.state[1] = length, self.filled
+        self.used_at_most = count - self.earlier_tokens
+        self.state[0], self.state[1] = length, self.used_at_most
         if not length:
             self.state[2:].zero_()
 
@@ -288,23 +288,23 @@ class CacheShard:
 
     def make_room(self, new_count: int, first: Callable[[], int], *, forget: bool = False) -> None:
         """Make room for `new_count` tokens, and where it is needed forget those before token `first()`."""
-        if forget or self.has_spare or self.filled + new_count > self.slots:
+        if forget or self.has_spare or self.used_at_most + new_count > self.slots:
             start = first()
             gone = self.count_before(start)
-            needed = self.used - gone + new_count
+            needed = self.used_slots - gone + new_count
             usual = self._usual_slots(self.sizes)
             spare = spare_slots(self.sizes, self.turn)
             self.resize(self.sizes, usual if needed <= usual else needed + spare, gone)
             self.has_spare = self.slots > usual and new_count > spare
             self.state[2:].fill_(self.turn.count(start) // self.sizes.block)
-        self.filled += new_count
+        self.used_at_most += new_count
 
     def resize(self, sizes: CacheSizes, slots: int, forgotten: int = 0, before: Sequence[FrozenPiece] = ()) -> None:
         """Move the tokens after the first `forgotten` to new memory, behind those of `before`, tensor by tensor.
 
         A save may read the old memory.
         """
-        used = self.used
+        used = self.used_slots
         rows = self._rows(slots)
         self._viewed = NOT_VIEWED  # it would keep the old memory
         with torch.inference_mode(False):
@@ -323,12 +323,12 @@ class CacheShard:
         # Assigned last: where an allocation above fails, the shard keeps working at its old capacity.
         self.stored, self.sizes, self.slots = stored, sizes, slots
         self.token_index, self.padding, self.state = token_index, padding, state
-        self.filled = used - forgotten + sum(blocks.used for blocks in before)
-        self.state[1] = self.filled
+        self.used_at_most = used - forgotten + sum(blocks.token_count for blocks in before)
+        self.state[1] = self.used_at_most
 
     def reorder(self, index: Tensor) -> None:
         """Replace sequence b by sequence `index[b]`; the batch may change."""
-        used, self._viewed = self.used, NOT_VIEWED
+        used, self._viewed = self.used_slots, NOT_VIEWED
         if len(index) != self.sizes.batch:
             with torch.inference_mode(False):
                 blank = (empty_rows((len(index), *x.shape[1:]), x.dtype, x.device) for x in self.stored)
@@ -347,7 +347,7 @@ class CacheShard:
     def mark_present(self, length: int, token_mask: Tensor | None, first: int) -> int:
         """Mark the tokens from `first` up to `length` as present. Return how many of them this rank holds."""
         gone = self.turn.count(first)
-        used = self.filled = self.turn.count(length) - gone
+        used = self.used_at_most = self.turn.count(length) - gone
         self.state.copy_(torch.tensor([length, used, gone // self.sizes.block][: len(self.state)], device="cpu"))
         if token_mask is not None:
             zero = torch.zeros_like(self.state[0])

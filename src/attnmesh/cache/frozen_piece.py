@@ -22,7 +22,7 @@ class FrozenPiece(NamedTuple):
     """File whose bytes these are; None if they are memory of this process alone."""
 
     @property
-    def used(self) -> int:
+    def token_count(self) -> int:
         """Number of tokens."""
         return len(self.token_index) - 1
 

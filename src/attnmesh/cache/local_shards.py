@@ -92,7 +92,7 @@ class LocalShards:
         if self.in_graphs or is_capturing(shard.device):
             return None
         if self.forgets is not None:
-            return self.known_length, shard.filled - new_count
+            return self.known_length, shard.used_at_most - new_count
         return self.known_length, self.counts.counts(self.known_length)[shard.index] - shard.earlier_tokens
 
     def holds(self, tokens: int) -> bool:

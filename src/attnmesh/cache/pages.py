@@ -55,7 +55,7 @@ class PagedCache(CacheProperties):
         require(self.padding is None, KernelError, "pages", "a batch without padding", given, fix)
         shard = self.shard
         _check_in_memory("pages", shard)
-        own = FrozenPiece(shard.stored, shard.token_index[: shard.used + 1], None)  # one more slot, as it says
+        own = FrozenPiece(shard.stored, shard.token_index[: shard.used_slots + 1], None)  # one more slot, as it says
         return [_pages(piece, shard) for piece in (*shard.earlier_pieces, own)]
 
     def append_pages(self, keys: Tensor, values: Tensor | None, block_table: Tensor) -> None:
@@ -113,7 +113,7 @@ def _check_in_memory(subject: str, shard: CacheShard) -> None:
 
 def _pages(piece: FrozenPiece, shard: CacheShard) -> Pages:
     """Return the pages of some slots. A pool's block and head may overlap in memory, since heads are the outer dim."""
-    size, used = shard.sizes.block, piece.used
+    size, used = shard.sizes.block, piece.token_count
     count = -(-used // size)
     batch = shard.sizes.batch
     keys, values = shard.sizes.keys_and_values(piece.stored)

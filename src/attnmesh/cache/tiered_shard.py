@@ -65,7 +65,7 @@ class TieredShard(OrderedShard):
         super().__init__(sizes, old.heads, old.block_cyclic, device, old.index)
         self.fail = fail
         self.old, self.is_in_files = old, old.is_in_files
-        self.known_length = 0  # the CPU counts tokens of all ranks, and in `filled` those in the hot tier
+        self.known_length = 0  # the CPU counts tokens of all ranks, and in `used_at_most` those in the hot tier
         self.warm()
 
     def _usual_slots(self, sizes: CacheSizes) -> int:
@@ -78,19 +78,19 @@ class TieredShard(OrderedShard):
         return self.known_length
 
     @property
-    def used(self) -> int:
+    def used_slots(self) -> int:
         """Tokens in the hot tier."""
-        return self.filled
+        return self.used_at_most
 
     @property
     def old_tokens(self) -> int:
         """Tokens that the old tier has, copies of hot ones included."""
-        return self.old.earlier_tokens + self.old.used
+        return self.old.earlier_tokens + self.old.used_slots
 
     @property
     def _old_pieces(self) -> list[FrozenPiece]:
         """All tokens that the old tier has."""
-        old, used = self.old, self.old.used
+        old, used = self.old, self.old.used_slots
         index = old.token_index[: used + 1]
         index = index if len(index) > used else torch.cat((index, index[-1:]))  # one more slot, as in all pieces
         newest = FrozenPiece([x[:, :, : used + 1] for x in old.stored], index, None)
@@ -103,18 +103,18 @@ class TieredShard(OrderedShard):
         start = 0
         self._count(self.old.length, count - cold)
         for piece in self._old_pieces:
-            first, stop = (min(max(slot - start, 0), piece.used) for slot in (cold, count))
+            first, stop = (min(max(slot - start, 0), piece.token_count) for slot in (cold, count))
             to = slice(start + first - cold, start + stop - cold)
             if first < stop:
                 for x, row in zip(self.stored, piece.stored, strict=True):
                     x[:, :, to] = row[:, :, first:stop]
                 self.token_index[to] = piece.token_index[first:stop]
-            start += piece.used
+            start += piece.token_count
         self._show(cold)
 
     def _count(self, length: int, used: int) -> None:
         """Set how many tokens there are, on all ranks and in the hot tier."""
-        self.known_length, self.filled = length, used
+        self.known_length, self.used_at_most = length, used
         self.state[0], self.state[1] = length, used
 
     def _show(self, cold: int) -> None:
@@ -122,17 +122,17 @@ class TieredShard(OrderedShard):
         pieces = list[FrozenPiece]()
         start = 0
         for piece in self._old_pieces:
-            count = min(cold - start, piece.used)
+            count = min(cold - start, piece.token_count)
             if count > 0:
-                pieces.append(piece if count == piece.used else piece.part(0, count))
-            start += piece.used
+                pieces.append(piece if count == piece.token_count else piece.part(0, count))
+            start += piece.token_count
         self.earlier_pieces = tuple(pieces)
 
     def _view(self, piece: FrozenPiece) -> CacheView:
         """Return the view of a piece of the old tier, whose numbers are in CPU memory."""
         rows = self.sizes.keys_and_values(piece.stored)
         with torch.inference_mode(False):
-            state = torch.tensor([self.known_length, piece.used], device="cpu")
+            state = torch.tensor([self.known_length, piece.token_count], device="cpu")
         return CacheView(*rows, piece.token_index, state, None, self.sizes.value_dim, file=piece.file)
 
     def _set_length(self, piece: CacheView) -> None:
@@ -145,7 +145,7 @@ class TieredShard(OrderedShard):
         try:
             if not super().append_run(new, new_count, length, used):
                 return False
-            self.known_length, self.filled = length + new_count, used + own_count
+            self.known_length, self.used_at_most = length + new_count, used + own_count
         except BaseException:  # Ctrl-C, after the device has counted them
             self._count(length, used)
             raise
@@ -154,18 +154,18 @@ class TieredShard(OrderedShard):
     def append(self, new: Tensors, token_mask: Tensor | None, counts: tuple[int, int] | None) -> None:
         """Add this rank's share of the new tokens; `new` has all tokens and heads."""
         new_count = new[0].shape[2]
-        if not new_count or not self.append_run(new, new_count, self.length, self.used):
+        if not new_count or not self.append_run(new, new_count, self.length, self.used_slots):
             super().append(new, token_mask, counts)
 
     def _leaving(self, new_count: int) -> int:
         """Return how many tokens leave the hot tier for so many new ones, which may leave at once: whole blocks."""
-        total = self.used + new_count
+        total = self.used_slots + new_count
         block = self.sizes.block
         return 0 if total <= self.slots else (total - hot_tokens(self.sizes, self.turn)) // block * block
 
     def _add(self, rows: Sequence[Tensor], tokens: Tensor, length: int) -> None:
         """Add rows of this rank's tokens, after which there are `length` on all ranks. All are added, or none."""
-        used = self.used
+        used = self.used_slots
         length_before = self.length
         steps = list[Callable[[], None]]()
         if leaving := self._leaving(len(tokens)):
@@ -207,7 +207,7 @@ class TieredShard(OrderedShard):
 
         No step writes what it reads.
         """
-        left = self.used - count
+        left = self.used_slots - count
         return [partial(self._move, start, min(start + count, left), count) for start in range(0, left, count)]
 
     def _move(self, start: int, stop: int, count: int) -> None:
@@ -238,8 +238,9 @@ class TieredShard(OrderedShard):
 
     def flush(self) -> None:
         """Let the old tier have copies of all hot tokens, which stay hot."""
-        rows = [x[:, :, : self.used] for x in self.stored]
-        self._give(rows, self.token_index[: self.used].cpu(), self.length, "flush again: the cache has all its tokens")
+        rows = [x[:, :, : self.used_slots] for x in self.stored]
+        tokens = self.token_index[: self.used_slots].cpu()
+        self._give(rows, tokens, self.length, "flush again: the cache has all its tokens")
 
     def moved(self, device: torch.device, fail: Fail) -> "TieredShard":
         """Return a shard of the same tokens, with the newest on another device."""

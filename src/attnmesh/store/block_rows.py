@@ -66,7 +66,7 @@ def rows_of_block(kvs: Sequence[KVCache], block: StoredBlock, *, is_apart: bool 
 
 def _bounds(shard: CacheShard, start: int, stop: int) -> list[tuple[int, int]]:
     """Return which slots hold the tokens from `start` up to `stop`, in each part of a shard."""
-    parts = [*(blocks.token_index[:-1] for blocks in shard.earlier_pieces), shard.token_index[: shard.used]]
+    parts = [*(blocks.token_index[:-1] for blocks in shard.earlier_pieces), shard.token_index[: shard.used_slots]]
     ends = torch.tensor([start, stop], device=shard.device)
     return [tuple(torch.searchsorted(tokens, ends).tolist()) for tokens in parts]
 

@@ -195,13 +195,13 @@ class FolderShard(OrderedShard):
         done = 0
         count = len(tokens)
         while True:
-            if self.used == PIECE and done < count:
+            if self.used_slots == PIECE and done < count:
                 self._next_piece()
             start = done
-            done = min(count, done + PIECE - self.used)
+            done = min(count, done + PIECE - self.used_slots)
             after = length if done == count else int(tokens[done])
             self._write_rows(
-                [row[:, :, start:done] for row in rows], tokens[start:done], (self.length, self.used), after
+                [row[:, :, start:done] for row in rows], tokens[start:done], (self.length, self.used_slots), after
             )
             if done == count:
                 return
@@ -277,7 +277,7 @@ class FolderShard(OrderedShard):
         """Remove the tokens from `length` on."""
         count = self.count_before(length)
         base = self.pieces * PIECE
-        if (length, count) == (self.length, base + self.used):
+        if (length, count) == (self.length, base + self.used_slots):
             return
         with self._writing():
             if count < base:
@@ -310,7 +310,7 @@ class FolderShard(OrderedShard):
 
     def fork(self) -> CacheShard:
         """Return a shard of the same tokens in memory, which reads whole pieces in place and copies the last one."""
-        used = self.used
+        used = self.used_slots
         sizes = replace(self.sizes, capacity=1)
         other = CacheShard(sizes, self.heads, self.block_cyclic, self.device, self.index)
         other.stored = [x[:, :, : used + 1] for x in self.stored]
@@ -352,7 +352,7 @@ class FolderShard(OrderedShard):
     def _writing(self) -> Iterator[None]:
         """Let the journal be right, and raise the system's errors as `StoreError`, with what is lost."""
         try:
-            self._mend((self.length, self.used))
+            self._mend((self.length, self.used_slots))
             yield
         except OSError as error:
             raise self._named(error) from error

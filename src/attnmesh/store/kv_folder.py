@@ -195,7 +195,7 @@ class KeyFolder:
             shard.truncate(length)
             parts = [
                 *(blocks.token_index[:-1] for blocks in shard.earlier_pieces),
-                shard.token_index[: shard.used].cpu(),
+                shard.token_index[: shard.used_slots].cpu(),
             ]
             numbers = shard.block_cyclic.numbers_of(shard.index, torch.cat(parts))
             rows = agreement.compare(payload=numbers)
