@@ -292,11 +292,11 @@ def test_an_interrupt_adds_no_token() -> None:
 
 def test_shards_that_are_not_written_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = tiered_cache(20)
-    before, known = cache.shards.counts, cache.shards.known_length
+    before, known = cache.shards.rank_counts, cache.shards.known_length
     monkeypatch.setattr(TieredShard, "append_at", fails)
     with pytest.raises(errors.StoreError, match="no space"):
         cache.append_shard(*rows(20, 40), torch.arange(20, 40).flip(0))
-    assert (cache.shards.counts, cache.shards.known_length) == (before, known)
+    assert (cache.shards.rank_counts, cache.shards.known_length) == (before, known)
 
 
 def fails(*_: object) -> None:

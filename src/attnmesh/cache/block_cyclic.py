@@ -63,10 +63,10 @@ class TokenCounts:
     start: int
     initial: tuple[int, ...]
 
-    def counts(self, length: int) -> list[int]:
+    def by_rank(self, length: int) -> list[int]:
         """Return how many of the first `length` tokens each rank holds.
 
-        >>> TokenCounts(BlockCyclic(block=2, ranks=2), start=3, initial=(3, 0)).counts(7)
+        >>> TokenCounts(BlockCyclic(block=2, ranks=2), start=3, initial=(3, 0)).by_rank(7)
         [5, 2]
         """
         count = self.block_cyclic.count
@@ -81,7 +81,7 @@ class TokenCounts:
         _check_cover(sum(total for _, _, total, _ in table), length, new_count)
         if not self.start and all(block_cyclic for *_, block_cyclic in table):
             return self
-        counts = self.counts(length)
+        counts = self.by_rank(length)
         for count, rank, *_ in table:
             counts[rank] += count
         return TokenCounts(self.block_cyclic, length + new_count, tuple(counts))
@@ -90,7 +90,7 @@ class TokenCounts:
         """Raise unless each rank holds its tokens of `length` in its `slots`; block-cyclic tokens always fit."""
         if not self.start:
             return
-        over = {rank: count for rank, count in enumerate(self.counts(length)) if count > slots(rank)}
+        over = {rank: count for rank, count in enumerate(self.by_rank(length)) if count > slots(rank)}
         if over:
             turns = self.block_cyclic.turns
             needed = {rank: -(-count * turns[rank].period // turns[rank].width) for rank, count in over.items()}

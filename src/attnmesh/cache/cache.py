@@ -240,7 +240,7 @@ class KVCache(PagedCache, SavedCache):
         with self.calls.agreement("append", lambda: fingerprints(new._asdict())):
             new.check(self.sizes, self.device)
             self.shards.check_unpadded("append", token_mask)
-            self.shards.check_fits("append", k.shape[2], self.shards.counts)
+            self.shards.check_fits("append", k.shape[2], self.shards.rank_counts)
         with torch.no_grad():
             self.shards.append(stored(k, v), token_mask)
         self.record_padding(token_mask, k.shape[2])
@@ -285,18 +285,18 @@ class KVCache(PagedCache, SavedCache):
             check_count("append_shard queries", queries, "count the last tokens to decode")
             numbers = self.shard.block_cyclic.numbers_of(self.token_axis.index, positions)
             table = agreement.compare(fields, payload=numbers)
-        counts = self.shards.counts.with_shards(start, table)
+        rank_counts = self.shards.rank_counts.with_shards(start, table)
         new_count = sum(count for count, *_ in table)
         self.sizes.check_token_mask("append_shard", token_mask, new_count)
         self.shards.check_unpadded("append_shard", token_mask)
-        self.shards.check_fits("append_shard", new_count, counts)
+        self.shards.check_fits("append_shard", new_count, rank_counts)
         with torch.no_grad():
             per_shard = [count for count, *_ in table]
             rows = tuple(map(self.sizes.rows_of, stored(k, v)))
             new, tokens = swap_tokens_for_heads(rows, positions.to(self.device), per_shard, self.mesh)
             with self._on_files("append_shard"):
                 self.shards.append_at(new, tokens, new_count, token_mask, queries)
-        self.shards.counts = counts
+        self.shards.rank_counts = rank_counts
         self.record_padding(token_mask, new_count)
 
     def _on_files(self, name: str) -> Agreement:

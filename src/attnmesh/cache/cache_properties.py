@@ -81,7 +81,7 @@ class CacheProperties:
     @property
     def is_block_cyclic(self) -> bool:
         """True if all tokens lie where the block-cyclic layout puts them, as after `append` alone."""
-        return self.shards.counts.start == 0
+        return self.shards.rank_counts.start == 0
 
     def record_padding(self, token_mask: Tensor | None, new_count: int) -> None:
         """Add the last `new_count` tokens to the history checksum, if any of them is padding.

@@ -226,14 +226,14 @@ class CacheShard:
         """Mask of the tokens on all ranks, False for padding, (batch, length); None without padding."""
         return None if self.padding is None else self.padding.token_mask[:, : self.length]
 
-    def append(self, new: Tensors, token_mask: Tensor | None, counts: tuple[int, int] | None) -> None:
+    def append(self, new: Tensors, token_mask: Tensor | None, length_and_used: tuple[int, int] | None) -> None:
         """Add this rank's share of the new tokens; `new` has all tokens and heads.
 
-        `counts` are the tokens so far, on all ranks and on this one; None where the device alone knows them.
+        `length_and_used` are the tokens so far, on all ranks and on this one; None where the device alone knows them.
         """
         new_count = new[0].shape[2]
         plain = new_count > 0 and self.padding is None and token_mask is None  # all ranks record padding
-        if counts is not None and plain and self.append_run(new, new_count, *counts):
+        if length_and_used is not None and plain and self.append_run(new, new_count, *length_and_used):
             return
         length, used = self.state[:2].unbind()
         offsets = torch.arange(new_count, device=self.device)

@@ -33,7 +33,7 @@ class LocalShards:
         self.keepers = keepers.get(axis.index, [])
         self.own = make(axis.index)
         self.copies = {index: make(index) for index in keepers if axis.index in keepers[index]}
-        self.counts = TokenCounts(self.own.block_cyclic, 0, (0,) * axis.size)
+        self.rank_counts = TokenCounts(self.own.block_cyclic, 0, (0,) * axis.size)
         self.known_length = 0  # tokens that this CPU has counted, without those that graphs append
         self.in_graphs = False  # a graph holds an append, of whose replays the CPU sees nothing
         self.forked = False
@@ -79,7 +79,7 @@ class LocalShards:
         """Cached tokens on all ranks. The CPU counts them where it would wait for a GPU, unless a graph appends."""
         return self.own.length if self.own.device.type != "cuda" or self.in_graphs else self.known_length
 
-    def counts_of(self, shard: CacheShard, new_count: int = 0) -> tuple[int, int] | None:
+    def length_and_used(self, shard: CacheShard, new_count: int = 0) -> tuple[int, int] | None:
         """Return the tokens of all ranks and those in the memory of a shard; None where the device alone knows them.
 
         A shard that forgets may have room for `new_count` new ones.
@@ -93,7 +93,7 @@ class LocalShards:
             return None
         if self.forgets is not None:
             return self.known_length, shard.used_at_most - new_count
-        return self.known_length, self.counts.counts(self.known_length)[shard.index] - shard.earlier_tokens
+        return self.known_length, self.rank_counts.by_rank(self.known_length)[shard.index] - shard.earlier_tokens
 
     def holds(self, tokens: int) -> bool:
         """Return True if at least `tokens` are cached within the capacity. Wait for the GPU only if unsure."""
@@ -104,11 +104,11 @@ class LocalShards:
 
     def check_room(self, subject: str, row: int, new_count: int) -> None:
         """Raise unless a row of `new_count` tokens fits. The state is read only where there may be no room."""
-        if self.known_length + new_count > self.own.sizes.capacity or self.counts.start:
-            self.check_fits(f"{subject} k of row {row}", new_count, self.counts)
+        if self.known_length + new_count > self.own.sizes.capacity or self.rank_counts.start:
+            self.check_fits(f"{subject} k of row {row}", new_count, self.rank_counts)
 
-    def check_fits(self, subject: str, new_count: int, counts: TokenCounts) -> None:
-        """Raise, before anything is written, unless `new_count` tokens fit the capacity and, by `counts`, each rank."""
+    def check_fits(self, subject: str, new_count: int, rank_counts: TokenCounts) -> None:
+        """Raise, before anything is written, unless `new_count` tokens fit the capacity, and each rank."""
         if torch.compiler.is_compiling():
             return
         capacity = self.own.sizes.capacity
@@ -120,7 +120,7 @@ class LocalShards:
             fix = f"call cache.reserve({self.known_length + new_count}) on every rank"
             raise ShapeError(subject, "room for the new tokens", given, fix)
         if self.forgets is None:  # else shards grow
-            counts.check(subject, self.known_length + new_count, self._slots)
+            rank_counts.check(subject, self.known_length + new_count, self._slots)
 
     def _slots(self, rank: int) -> int:
         """Return the slots of a rank of a cache that keeps every token, earlier pieces included."""
@@ -183,7 +183,7 @@ class LocalShards:
             if self.forgets is not None:
                 own = shard.turn.count(start + new_count) - shard.turn.count(start)
                 shard.make_room(own, self.first)
-            shard.append(new, token_mask, self.counts_of(shard, own))
+            shard.append(new, token_mask, self.length_and_used(shard, own))
         self._advance(new_count)
 
     def append_at(self, new: Tensors, tokens: Tensor, new_count: int, token_mask: Tensor | None, queries: int) -> None:
@@ -206,9 +206,9 @@ class LocalShards:
 
     def truncate(self, length: int, table: Sequence[Sequence[int]]) -> None:
         """Remove the tokens from `length` on; rows are (rank, tokens before `length`)."""
-        if length < self.counts.start:
+        if length < self.rank_counts.start:
             kept = sorted(set(map(tuple, table)))  # ranks along the heads axis hold the same tokens
-            self.counts = TokenCounts(self.own.block_cyclic, length, tuple(count for _, count in kept))
+            self.rank_counts = TokenCounts(self.own.block_cyclic, length, tuple(count for _, count in kept))
         for shard in self.all:
             shard.truncate(length)
         self.known_length, self.floor = length, min(self.floor, length)

@@ -69,18 +69,18 @@ def append_known(signatures: Memo[bool], k: Tensor, v: Tensor | None, shards: Lo
         return False
     if (marks := shard_marks()) and (id(k) in marks or id(v) in marks):
         return False  # a shard, which is refused
-    counts = shards.counts_of(shard)
+    length_and_used = shards.length_and_used(shard)
     new_count = k.shape[2]
-    if counts is None or not new_count or counts[0] + new_count > shard.sizes.capacity:
+    if length_and_used is None or not new_count or length_and_used[0] + new_count > shard.sizes.capacity:
         return False
-    if shard.padding is not None or shards.counts.start:
+    if shard.padding is not None or shards.rank_counts.start:
         return False
     if shards.copies or shards.forgets is not None:
         shards.append(stored(k, v), None)
         return True
-    if not shard.append_run(stored(k, v), new_count, *counts):
+    if not shard.append_run(stored(k, v), new_count, *length_and_used):
         return False
-    shards.known_length = counts[0] + new_count
+    shards.known_length = length_and_used[0] + new_count
     return True
 
 

@@ -96,7 +96,7 @@ class PagedCache(CacheProperties):
             keeps = self.sizes.mask is None
             require(keeps, KernelError, "append_pages", "a cache that keeps every token", given, fix)
             new_count = block_table.shape[1] * self.sizes.block * self.shards.axis.size
-            self.shards.check_fits("append_pages", new_count, self.shards.counts)
+            self.shards.check_fits("append_pages", new_count, self.shards.rank_counts)
         with torch.no_grad():
             rows = tuple(pool.view(torch.int8) for pool in pools) if bytewise else pools
             _append(self.shards, rows, block_table.long())

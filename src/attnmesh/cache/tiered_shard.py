@@ -151,11 +151,11 @@ class TieredShard(OrderedShard):
             raise
         return True
 
-    def append(self, new: Tensors, token_mask: Tensor | None, counts: tuple[int, int] | None) -> None:
+    def append(self, new: Tensors, token_mask: Tensor | None, length_and_used: tuple[int, int] | None) -> None:
         """Add this rank's share of the new tokens; `new` has all tokens and heads."""
         new_count = new[0].shape[2]
         if not new_count or not self.append_run(new, new_count, self.length, self.used_slots):
-            super().append(new, token_mask, counts)
+            super().append(new, token_mask, length_and_used)
 
     def _leaving(self, new_count: int) -> int:
         """Return how many tokens leave the hot tier for so many new ones, which may leave at once: whole blocks."""

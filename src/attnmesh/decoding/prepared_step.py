@@ -214,7 +214,7 @@ def find_step(
         if own_sizes.hot is not None and is_capturing(shard.device):
             return signature, None  # no CUDA graph can hold a step over two tiers
         if step.reproducible:
-            if shard.padding is not None or shards.counts.start or shards.forked:
+            if shard.padding is not None or shards.rank_counts.start or shards.forked:
                 return signature, None  # its tokens are no blocks of one tensor, in turn
             if own_sizes.block != step.block:
                 return signature, None  # rows have blocks of several sizes

@@ -206,26 +206,28 @@ class FolderShard(OrderedShard):
             if done == count:
                 return
 
-    def _mend(self, counts: tuple[int, int]) -> None:
+    def _mend(self, length_and_used: tuple[int, int]) -> None:
         """Let the journal say what the shard has, where an error or Ctrl-C came between a record and its tokens."""
-        length, used = counts
+        length, used = length_and_used
         base = self.pieces * PIECE
         if self.journal.end != (base, base + used, length):
             end = [(base + used, self.piece.digest(0, used))] if used else []
             self.journal.begin(base, length, self.chains[self.pieces], end)
 
-    def _write_rows(self, rows: Sequence[Tensor], tokens: Tensor | None, counts: tuple[int, int], length: int) -> None:
+    def _write_rows(
+        self, rows: Sequence[Tensor], tokens: Tensor | None, length_and_used: tuple[int, int], length: int
+    ) -> None:
         """Write rows after those in the last piece, and then a record of them, in one native call where there is one.
 
-        `tokens` are theirs, by default the next ones. `counts` are the tokens of all ranks and those in the last
-        piece, and `length` those of all ranks after it.
+        `tokens` are theirs, by default the next ones. `length_and_used` are the tokens of all ranks and those in the
+        last piece, and `length` those of all ranks after it.
         """
-        used = counts[1]
+        used = length_and_used[1]
         count = rows[0].shape[2]
         base = self.pieces * PIECE
         stop = used + count
         try:
-            self._mend(counts)
+            self._mend(length_and_used)
             serial = self.journal.last.serial + 1
             if append(self.stored, rows, self.token_index, self.state, self._fields(tokens, length, serial)):
                 self.journal.note(Record(serial, base + used, base + stop, length, self.digest.value))

@@ -203,7 +203,7 @@ class KeyFolder:
         fits = sum(count for count, *_ in table) == length
         given = f"{sum(count for count, *_ in table)} of {length} tokens in {self.path}"
         require(fits, StoreError, self.subject, "every token once", given, "restore the folder from a copy")
-        shards.counts, shards.known_length = shards.counts.with_shards(0, table), length
+        shards.rank_counts, shards.known_length = shards.rank_counts.with_shards(0, table), length
         if length > shard.sizes.capacity:
             shards.grow(replace(shard.sizes, capacity=length))
         self._publish_layer(layer, shard.sizes)
