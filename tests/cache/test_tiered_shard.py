@@ -269,7 +269,7 @@ def test_a_cache_goes_on_after_an_interrupt(
                     cache.truncate(cache.length + more)
             monkeypatch.undo()
             assert torch.allclose(step_output(cache), step_output(plain(cache.length)), atol=FLOAT32)
-            assert cache.shard.state.tolist() == [cache.shard.length, cache.shard.used_slots]
+            assert cache.shard.device_counts.tolist() == [cache.shard.length, cache.shard.used_slots]
     length = cache.length
     if in_files:
         cache.flush()

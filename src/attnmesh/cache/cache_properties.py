@@ -8,6 +8,7 @@ from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.local_shards import LocalShards
 from attnmesh.core.digest import history_checksum
 from attnmesh.core.layout import Striped
+from attnmesh.kernels.cache_view import LENGTH
 from attnmesh.kernels.padding import Padding
 
 
@@ -65,7 +66,7 @@ class CacheProperties:
     @property
     def lengths(self) -> Tensor:
         """Real tokens of each sequence on all ranks, (batch,)."""
-        length = self.shard.state[0].expand(self.sizes.batch)
+        length = self.shard.device_counts[LENGTH].expand(self.sizes.batch)
         return (length if self.padding is None else self.padding.lengths).clone()
 
     @property

@@ -17,7 +17,7 @@ from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.cache.frozen_piece import FrozenPiece, joined
 from attnmesh.core.storage import empty_rows, width_in_memory
 from attnmesh.core.turns import Turn
-from attnmesh.kernels.cache_view import CacheView
+from attnmesh.kernels.cache_view import FORGOTTEN_BLOCKS, LENGTH, LENGTH_AND_USED, USED, CacheView
 from attnmesh.kernels.native.append import append
 from attnmesh.kernels.padding import Padding
 from attnmesh.mesh.axes import Axis, Mesh
@@ -87,8 +87,8 @@ class CacheShard:
         self.slots = self._usual_slots(sizes)
         with torch.inference_mode(False):  # tensors that can be written to in any mode
             self.stored, self.token_index = self._memory()
-            # Tokens on all ranks, tokens on this rank, and blocks of this rank forgotten if the cache forgets any.
-            self.state = torch.zeros(2 if sizes.mask is None else 3, dtype=torch.int64, device=device)
+            last = USED if sizes.mask is None else FORGOTTEN_BLOCKS
+            self.device_counts = torch.zeros(last + 1, dtype=torch.int64, device=device)
         self.padding: Padding | None = None
         self.used_at_most = 0  # slots in use at most, of a cache that forgets; the CPU need not ask the device
         self.has_spare = False  # a long append has made the shard larger than it has to be
@@ -106,12 +106,12 @@ class CacheShard:
     @property
     def length(self) -> int:
         """Cached tokens on all ranks."""
-        return int(self.state.tolist()[0])
+        return int(self.device_counts.tolist()[LENGTH])
 
     @property
     def used_slots(self) -> int:
         """Cached tokens on this rank, without those of earlier pieces."""
-        return int(self.state.tolist()[1])
+        return int(self.device_counts.tolist()[USED])
 
     @property
     def earlier_tokens(self) -> int:
@@ -132,8 +132,8 @@ class CacheShard:
         if view is None or not fits or view.token_index is not self.token_index or view.padding is not self.padding:
             view = self.new_view()
             self._viewed = self.stored, self.earlier_pieces, view
-        elif view.state is not self.state:
-            view = view._replace(state=self.state)
+        elif view.device_counts is not self.device_counts:
+            view = view._replace(device_counts=self.device_counts)
             self._viewed = self.stored, self.earlier_pieces, view
         for piece in view.earlier_pieces:
             self._set_length(piece)
@@ -141,13 +141,13 @@ class CacheShard:
 
     def _set_length(self, piece: CacheView) -> None:
         """Let the view of an earlier piece know the tokens on all ranks."""
-        piece.state[:1].copy_(self.state[:1])
+        piece.device_counts[LENGTH].copy_(self.device_counts[LENGTH])
 
     def new_view(self) -> CacheView:
         """Return the view, for a graph, which cannot keep one."""
         rows = self.sizes.keys_and_values(self.stored)
         pieces = tuple(map(self._view, self.earlier_pieces))
-        return CacheView(*rows, self.token_index, self.state, self.padding, self.sizes.value_dim, pieces)
+        return CacheView(*rows, self.token_index, self.device_counts, self.padding, self.sizes.value_dim, pieces)
 
     def _view(self, piece: FrozenPiece) -> CacheView:
         """Return the view of an earlier piece. Its queries are the last ones of this cache."""
@@ -157,8 +157,9 @@ class CacheShard:
             positions = piece.token_index.expand(self.sizes.batch, -1) if piece.positions is None else piece.positions
             padding = self.padding._replace(positions=positions)
         with torch.inference_mode(False):
-            state = torch.stack((self.state[0], torch.full_like(self.state[0], piece.token_count)))
-        return CacheView(*rows, piece.token_index, state, padding, self.sizes.value_dim, file=piece.file)
+            length = self.device_counts[LENGTH]
+            device_counts = torch.stack((length, torch.full_like(length, piece.token_count)))
+        return CacheView(*rows, piece.token_index, device_counts, padding, self.sizes.value_dim, file=piece.file)
 
     def fork(self) -> "CacheShard":
         """Return a shard of the same tokens, which shares whole blocks of slots and copies the rest."""
@@ -178,7 +179,7 @@ class CacheShard:
         used = self.used_slots
         with torch.inference_mode(False):
             other.stored = [joined([x[:, :, :used]], 2, x.shape[2]) for x in self.stored]
-            other.token_index, other.state = self.token_index.clone(), self.state.clone()
+            other.token_index, other.device_counts = self.token_index.clone(), self.device_counts.clone()
             other.padding = None if self.padding is None else Padding(*(x.clone() for x in self.padding))
         return other
 
@@ -194,7 +195,7 @@ class CacheShard:
         self.padding = self.padding and self.padding._replace(positions=self.padding.positions[:, whole_slots:])
         self.slots -= whole_slots
         with torch.inference_mode(False):
-            self.state = self.state - torch.tensor([0, whole_slots], device=self.device)
+            self.device_counts = self.device_counts - torch.tensor([0, whole_slots], device=self.device)
 
     def unshare(self, tokens: int | None = None) -> None:
         """Copy earlier pieces to this shard's own memory. `tokens` drops those after it, and copies the cut block."""
@@ -235,7 +236,7 @@ class CacheShard:
         plain = new_count > 0 and self.padding is None and token_mask is None  # all ranks record padding
         if length_and_used is not None and plain and self.append_run(new, new_count, *length_and_used):
             return
-        length, used = self.state[:2].unbind()
+        length, used = self.device_counts[LENGTH_AND_USED].unbind()
         offsets = torch.arange(new_count, device=self.device)
         tokens = length + offsets
         alone = self.turn.width == self.turn.period
@@ -248,10 +249,10 @@ class CacheShard:
         self._write(own, tokens, slots)
         self._pad(tokens, slots, new_count, token_mask)
         if alone:
-            self.state[:2].add_(new_count)
-            self.state[1:2].clamp_(max=self.slots)
+            self.device_counts[LENGTH_AND_USED].add_(new_count)
+            self.device_counts[USED].clamp_(max=self.slots)
         else:
-            self.state[:2] += torch.stack((torch.full_like(length, new_count), is_own.sum()))
+            self.device_counts[LENGTH_AND_USED] += torch.stack((torch.full_like(length, new_count), is_own.sum()))
 
     def append_at(self, new: Tensors, tokens: Tensor, new_count: int, token_mask: Tensor | None) -> None:
         """Add rows of the given tokens with this rank's heads; all ranks together add `new_count`."""
@@ -259,7 +260,7 @@ class CacheShard:
         slots = self.used_slots + torch.arange(len(order), device=self.device)
         self._write([x.index_select(2, order) for x in new], tokens[order], slots)
         self._pad(tokens[order], slots, new_count, token_mask)
-        self.state[:2] += torch.tensor([new_count, len(order)], device=self.device)
+        self.device_counts[LENGTH_AND_USED] += torch.tensor([new_count, len(order)], device=self.device)
 
     def count_before(self, length: int) -> int:
         """Return how many of the first `length` tokens this rank holds."""
@@ -278,9 +279,9 @@ class CacheShard:
         if count < self.earlier_tokens:
             self.unshare(count)
         self.used_at_most = count - self.earlier_tokens
-        self.state[0], self.state[1] = length, self.used_at_most
+        self.device_counts[LENGTH], self.device_counts[USED] = length, self.used_at_most
         if not length:
-            self.state[2:].zero_()
+            self.device_counts[FORGOTTEN_BLOCKS:].zero_()
 
     def grow(self, sizes: CacheSizes) -> None:
         """Reserve memory for a larger capacity, copying one tensor at a time."""
@@ -296,7 +297,7 @@ class CacheShard:
             spare = spare_slots(self.sizes, self.turn)
             self.resize(self.sizes, usual if needed <= usual else needed + spare, gone)
             self.has_spare = self.slots > usual and new_count > spare
-            self.state[2:].fill_(self.turn.count(start) // self.sizes.block)
+            self.device_counts[FORGOTTEN_BLOCKS:].fill_(self.turn.count(start) // self.sizes.block)
         self.used_at_most += new_count
 
     def resize(self, sizes: CacheSizes, slots: int, forgotten: int = 0, before: Sequence[FrozenPiece] = ()) -> None:
@@ -310,7 +311,7 @@ class CacheShard:
         with torch.inference_mode(False):
             token_index = joined([*(x.token_index[:-1] for x in before), self.token_index[forgotten:used]], 0, rows)
             padding = self.padding
-            state = self.state.clone()
+            device_counts = self.device_counts.clone()
             if padding is not None:
                 positions = [self._view(blocks).positions()[:, :-1] for blocks in before]
                 padding = padding.resized(
@@ -322,9 +323,9 @@ class CacheShard:
                 stored[number] = joined([*parts, old[:, :, forgotten:used]], 2, rows)
         # Assigned last: where an allocation above fails, the shard keeps working at its old capacity.
         self.stored, self.sizes, self.slots = stored, sizes, slots
-        self.token_index, self.padding, self.state = token_index, padding, state
+        self.token_index, self.padding, self.device_counts = token_index, padding, device_counts
         self.used_at_most = used - forgotten + sum(blocks.token_count for blocks in before)
-        self.state[1] = self.used_at_most
+        self.device_counts[USED] = self.used_at_most
 
     def reorder(self, index: Tensor) -> None:
         """Replace sequence b by sequence `index[b]`; the batch may change."""
@@ -348,9 +349,10 @@ class CacheShard:
         """Mark the tokens from `first` up to `length` as present. Return how many of them this rank holds."""
         gone = self.turn.count(first)
         used = self.used_at_most = self.turn.count(length) - gone
-        self.state.copy_(torch.tensor([length, used, gone // self.sizes.block][: len(self.state)], device="cpu"))
+        counts = [length, used, gone // self.sizes.block][: len(self.device_counts)]
+        self.device_counts.copy_(torch.tensor(counts, device="cpu"))
         if token_mask is not None:
-            zero = torch.zeros_like(self.state[0])
+            zero = torch.zeros_like(self.device_counts[LENGTH])
             slots = torch.arange(used, device=self.device)
             self.padding = Padding.none(self.sizes.batch, self.sizes.capacity, self.token_index, zero)
             self.padding.add(zero, token_mask.to(self.device), self.token_index[:used], slots)
@@ -410,15 +412,15 @@ class CacheShard:
 
     def _skip_run(self, new_count: int, length: int, used: int) -> None:
         """Count new tokens that other ranks hold."""
-        self.state[:1].add_(new_count)
+        self.device_counts[LENGTH].add_(new_count)
 
     def _write_run(self, new: Sequence[Tensor], new_count: int, length: int, used: int) -> None:
         """Write new tokens with this rank's heads after those in the shard."""
-        if self.device.type == "cuda" or not append(self.stored, new, self.token_index, self.state):
+        if self.device.type == "cuda" or not append(self.stored, new, self.token_index, self.device_counts):
             for x, tensor in zip(self.stored, new, strict=True):
                 x[:, :, used : used + new_count] = tensor
             torch.arange(length, length + new_count, out=self.token_index[used : used + new_count])
-            self.state[:2].add_(new_count)
+            self.device_counts[LENGTH_AND_USED].add_(new_count)
 
     def _write(self, new: Sequence[Tensor], tokens: Tensor, slots: Tensor) -> None:
         """Write rows of tokens with this rank's heads into slots."""
@@ -430,7 +432,7 @@ class CacheShard:
         """Record which of `new_count` new tokens are padding, before the length includes them."""
         if token_mask is None and self.padding is None:
             return
-        length = self.state[0]
+        length = self.device_counts[LENGTH]
         sizes = self.sizes
         self.padding = self.padding or Padding.none(sizes.batch, sizes.capacity, self.token_index, length)
         all_real = torch.ones(sizes.batch, new_count, dtype=torch.bool, device=self.device)

@@ -87,7 +87,7 @@ class LocalShards:
         if torch.compiler.is_compiling():
             return None
         if shard.device.type != "cuda":
-            length, used, *_ = shard.state.tolist()
+            length, used, *_ = shard.device_counts.tolist()
             return length, used
         if self.in_graphs or is_capturing(shard.device):
             return None
@@ -103,7 +103,7 @@ class LocalShards:
         return tokens <= length <= self.own.sizes.capacity
 
     def check_room(self, subject: str, row: int, new_count: int) -> None:
-        """Raise unless a row of `new_count` tokens fits. The state is read only where there may be no room."""
+        """Raise unless a row of `new_count` tokens fits. The counts are read only where there may be no room."""
         if self.known_length + new_count > self.own.sizes.capacity or self.rank_counts.start:
             self.check_fits(f"{subject} k of row {row}", new_count, self.rank_counts)
 

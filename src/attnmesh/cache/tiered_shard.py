@@ -21,7 +21,7 @@ from attnmesh.cache.frozen_piece import FrozenPiece
 from attnmesh.cache.ordered_shard import Fail, OrderedShard
 from attnmesh.core.turns import Turn
 from attnmesh.errors import KernelError, StoreError
-from attnmesh.kernels.cache_view import CacheView
+from attnmesh.kernels.cache_view import LENGTH, USED, CacheView
 from attnmesh.mesh.axes import Mesh
 from attnmesh.runtime.tensors import Tensors
 from attnmesh.runtime.unbroken import unbroken
@@ -115,7 +115,7 @@ class TieredShard(OrderedShard):
     def _count(self, length: int, used: int) -> None:
         """Set how many tokens there are, on all ranks and in the hot tier."""
         self.known_length, self.used_at_most = length, used
-        self.state[0], self.state[1] = length, used
+        self.device_counts[LENGTH], self.device_counts[USED] = length, used
 
     def _show(self, cold: int) -> None:
         """Let the first tokens of the old tier be pieces of the cache."""
@@ -132,11 +132,11 @@ class TieredShard(OrderedShard):
         """Return the view of a piece of the old tier, whose numbers are in CPU memory."""
         rows = self.sizes.keys_and_values(piece.stored)
         with torch.inference_mode(False):
-            state = torch.tensor([self.known_length, piece.token_count], device="cpu")
-        return CacheView(*rows, piece.token_index, state, None, self.sizes.value_dim, file=piece.file)
+            counts = torch.tensor([self.known_length, piece.token_count], device="cpu")
+        return CacheView(*rows, piece.token_index, counts, None, self.sizes.value_dim, file=piece.file)
 
     def _set_length(self, piece: CacheView) -> None:
-        piece.state[0] = self.known_length
+        piece.device_counts[LENGTH] = self.known_length
 
     def append_run(self, new: Tensors, new_count: int, length: int, used: int) -> bool:
         """Add new tokens of which this rank owns all or none, if none has to leave; else return False."""

@@ -29,7 +29,7 @@ from attnmesh.decoding.step_arguments import Compared, DecodeStep, StepInputs, g
 from attnmesh.errors import RankFailure
 from attnmesh.guard.agreement import MergeCall, is_capturing
 from attnmesh.kernels.cache_runs import CachedAttention
-from attnmesh.kernels.cache_view import CacheView, DecodeQuery
+from attnmesh.kernels.cache_view import LENGTH, CacheView, DecodeQuery
 from attnmesh.kernels.traced import are_plain
 from attnmesh.runtime.memo import Memo
 from attnmesh.runtime.ranges import ATTENTION, MERGE, in_range, is_profiled
@@ -98,7 +98,7 @@ class PreparedStep:
             out = with_sinks(partial, sinks).out + 0.0
         out = out.to(query.q.dtype).contiguous()
         if query.key_lengths is not None:  # NaN where no such number of keys is cached
-            wrong = (query.key_lengths < 0) | (query.key_lengths > views[0].state[0])
+            wrong = (query.key_lengths < 0) | (query.key_lengths > views[0].device_counts[LENGTH])
             out = out.masked_fill(wrong[:, None, None, None], torch.nan)
         return out
 
@@ -134,10 +134,10 @@ class HostMergedStep(PreparedStep):
 
     def merge(self, partial: Partial, blank: BlankMessage, compared: Compared) -> tuple[Partial, bool]:
         """Return the partial of all ranks, which is merged in its message, and whether their calls are equal."""
-        tensors, call_hash, state = compared
+        tensors, call_hash, device_counts = compared
         assert blank.message is not None
         merge = in_range(MERGE, self.host_merge.run) if is_profiled() else self.host_merge.run
-        is_equal = merge(blank.message, call_hash + state.tolist()[0], tensors)
+        is_equal = merge(blank.message, call_hash + device_counts.tolist()[LENGTH], tensors)
         if not is_equal:
             partial.out.fill_(torch.nan)
         return partial, is_equal
@@ -206,7 +206,7 @@ def find_step(
             return signature, None  # the step is of caches of other sizes
         if not own_sizes.capacity <= step.capacity:
             return signature, None  # its kernel is bound to fewer slots
-        length = shards.known_length if on_gpu else shard.state.tolist()[0]
+        length = shards.known_length if on_gpu else shard.device_counts.tolist()[LENGTH]
         if not rows <= length <= own_sizes.capacity:
             return signature, None  # there are more queries than tokens, or an append was too long
         if own_sizes.mask is not None and not shards.serves(length - rows):

@@ -16,7 +16,7 @@ from attnmesh.core.scaling import Scaling
 from attnmesh.core.selection import Selection
 from attnmesh.guard.agreement import hash_of_call
 from attnmesh.kernels.cache_runs import CachedAttention
-from attnmesh.kernels.cache_view import CacheView
+from attnmesh.kernels.cache_view import LENGTH, CacheView
 from attnmesh.kernels.choice import choose
 from attnmesh.kernels.kernel import KernelRequest
 from attnmesh.kernels.tiered_attention import attention_to_cache
@@ -134,10 +134,11 @@ class StepInputs(NamedTuple):
             tensors.append(key_lengths)
         if selected is not None:
             tensors.append(selected.indices)
-        state = views[0].state
+        device_counts = views[0].device_counts
         for view in views[1:]:  # small numbers as weights would give other lengths the same sum
-            state = torch.add(view.state[:1], state, alpha=LENGTH_WEIGHT)  # modulo 2^64
-        return tensors, hash_of_call(facts, *values), state
+            # modulo 2^64
+            device_counts = torch.add(view.device_counts[LENGTH], device_counts, alpha=LENGTH_WEIGHT)
+        return tensors, hash_of_call(facts, *values), device_counts
 
 
 @cached_per_world(1024)

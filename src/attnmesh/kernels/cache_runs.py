@@ -18,7 +18,7 @@ from attnmesh.core.partial import Partial, merge_partials, sum_dtype, with_sinks
 from attnmesh.core.scaling import Scaling
 from attnmesh.core.selection import NONE, Selection
 from attnmesh.core.storage import storage_of
-from attnmesh.kernels.cache_view import CacheView, DecodeQuery
+from attnmesh.kernels.cache_view import FORGOTTEN_BLOCKS, LENGTH, CacheView, DecodeQuery
 from attnmesh.kernels.driver import visible_counts
 from attnmesh.kernels.kernel import BoundKernel, Kernel
 from attnmesh.kernels.padding import Padding
@@ -68,7 +68,7 @@ def runs_of(
             elif has_band or q.shape[3] > piece.keys.shape[3]:
                 runs += _of_tokens(query, sequences, piece)
             else:  # the last token sees all from its first one on
-                length, used, *_ = piece.state.tolist()
+                length, used, *_ = piece.device_counts.tolist()
                 start = 0 if mask.left >= length and not mask.chunks else mask.first_seen(length - 1)
                 if start and used < length:
                     start = int(torch.searchsorted(piece.token_index[:used], start))
@@ -79,7 +79,7 @@ def runs_of(
 
 def _of_tokens(query: DecodeQuery, sequences: slice, piece: CacheView) -> list[SlotRun]:
     """Return the runs of a piece without padding; with `partial_block` all its slots, taken block by block."""
-    length, used, *_ = piece.state.tolist()
+    length, used, *_ = piece.device_counts.tolist()
     if not used:
         return []
     mask = query.mask
@@ -116,7 +116,7 @@ def _first_keys(counts: tuple[int, ...]) -> Band:
 
 def _of_sequences(query: DecodeQuery, sequences: slice, piece: CacheView, padding: Padding) -> list[SlotRun]:
     """Return the runs of each sequence of a padded batch. Padding cuts its keys into runs, mostly one."""
-    length, used, *_ = piece.state.tolist()
+    length, used, *_ = piece.device_counts.tolist()
     tokens = torch.arange(length - query.q.shape[2], length, device=padding.positions.device)
     real, queries = padding.last(tokens)
     real = real.cpu()
@@ -239,7 +239,7 @@ class CachedAttention:
         else:
             self._attend_groups(query._replace(q=q), runs, total)
         if selected is not None:
-            length = views[0].state[0]
+            length = views[0].device_counts[LENGTH]
             total.out.copy_(nan_where_faulty(total.out, selected, length))
         if query.sinks is not None:
             total = copy_into(with_sinks(total, query.sinks), query.into)
@@ -326,7 +326,7 @@ class CachedAttention:
             keys, values = (x[:, :, : run.stop] for x in (run.piece.keys, run.piece.values))
             assert isinstance(run.seen, Band)
             stack = _blocks(self.cache_kernel, q, keys, values, run.seen, block)
-            forgotten = run.piece.state.tolist()[2:]
+            forgotten = run.piece.device_counts.tolist()[FORGOTTEN_BLOCKS:]
             stacks.append(by_residue(stack, *forgotten) if any(forgotten) else stack)
         return merge_along_tree(Partial(*(torch.cat(x) for x in zip(*stacks, strict=True))))
 

@@ -16,7 +16,7 @@ from attnmesh.core.partial import Partial, identity, merge_partials, with_sinks
 from attnmesh.core.scaling import Scaling
 from attnmesh.core.selection import Selection
 from attnmesh.kernels.cache_runs import CachedAttention, runs_of
-from attnmesh.kernels.cache_view import CacheView, DecodeQuery
+from attnmesh.kernels.cache_view import USED, CacheView, DecodeQuery
 from attnmesh.kernels.choice import choose
 from attnmesh.kernels.kernel import Kernel, KernelRequest
 from attnmesh.kernels.stacked_merge import copy_into
@@ -94,7 +94,7 @@ class TieredAttention(CachedAttention):
         is_faster = IS_UPLOAD_FASTER.find((*kind, query.q.device))
         if is_faster is not None:
             return is_faster
-        slots = int(tier.state[1])
+        slots = int(tier.device_counts[USED])
         if slots < FEWEST:
             return False
         slot_bytes = sum(x[:, :, :1].nbytes for x in (tier.keys, tier.values))

@@ -23,6 +23,7 @@ from attnmesh.cache.frozen_piece import FrozenPiece
 from attnmesh.cache.ordered_shard import Fail, OrderedShard
 from attnmesh.core.digest import cpu_weights
 from attnmesh.errors import StoreError
+from attnmesh.kernels.cache_view import LENGTH, USED
 from attnmesh.kernels.native.append import FILE_FIELDS, append
 from attnmesh.mesh.axes import Axis
 from attnmesh.runtime.tensors import Tensors
@@ -171,7 +172,7 @@ class FolderShard(OrderedShard):
         unbroken([partial(setattr, self, "earlier_pieces", whole_pieces), partial(self._fill, piece, used, length)])
 
     def _set(self, length: int, used: int) -> None:
-        self.state[0], self.state[1] = length, used
+        self.device_counts[LENGTH], self.device_counts[USED] = length, used
 
     def append_run(self, new: Tensors, new_count: int, length: int, used: int) -> bool:
         """Add new tokens that fit the last piece and that one rank owns; else return False."""
@@ -229,7 +230,7 @@ class FolderShard(OrderedShard):
         try:
             self._mend(length_and_used)
             serial = self.journal.last.serial + 1
-            if append(self.stored, rows, self.token_index, self.state, self._fields(tokens, length, serial)):
+            if append(self.stored, rows, self.token_index, self.device_counts, self._fields(tokens, length, serial)):
                 self.journal.note(Record(serial, base + used, base + stop, length, self.digest.value))
                 return
             for x, row in zip(self.stored, rows, strict=True):
@@ -316,9 +317,9 @@ class FolderShard(OrderedShard):
         sizes = replace(self.sizes, capacity=1)
         other = CacheShard(sizes, self.heads, self.block_cyclic, self.device, self.index)
         other.stored = [x[:, :, : used + 1] for x in self.stored]
-        other.token_index, other.state, other.earlier_pieces = (
+        other.token_index, other.device_counts, other.earlier_pieces = (
             self.token_index[: used + 1],
-            self.state.clone(),
+            self.device_counts.clone(),
             self.earlier_pieces,
         )
         other.resize(self.sizes, max(used, usual_slots(self.sizes, self.turn) - self.earlier_tokens))
