@@ -243,7 +243,10 @@ def test_a_full_disk_leaves_the_cache_as_it_was(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("in_files", [False, True])
 @pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("name", ["append", "_give", "_move", "_show", "_put", "_count", "warm", "append_at"])
+@pytest.mark.parametrize(
+    "name",
+    ["append", "_append_cold", "_move", "_set_cold_count", "_write_hot", "_set_counts", "refill_hot", "append_at"],
+)
 def test_a_cache_goes_on_after_an_interrupt(
     name: str, after: bool, in_files: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,7 +286,10 @@ def test_a_cache_goes_on_after_an_interrupt(
 def test_an_interrupt_adds_no_token() -> None:
     cache = tiered_cache(100)
     k, v = rows(100, 200)
-    with patch.object(TieredShard, "_put", side_effect=[KeyboardInterrupt, None]), pytest.raises(KeyboardInterrupt):
+    with (
+        patch.object(TieredShard, "_write_hot", side_effect=[KeyboardInterrupt, None]),
+        pytest.raises(KeyboardInterrupt),
+    ):
         cache.append(k, v)
     assert cache.length == 100
     cache.append(k, v)
@@ -367,12 +373,12 @@ def test_a_flush_that_fails_on_a_rank_fails_on_all(pool: Pool, tmp_path: Path) -
 
 def test_a_save_of_files_is_refused_before_it_writes(tmp_path: Path) -> None:
     cache = tiered_cache(100, folder=tmp_path / "lives")
-    before = cache.shard.old_tokens
+    before = cache.shard.cold_tokens
     with pytest.raises(errors.StoreError, match="KVCache folder"):
         cache.save(tmp_path / "saved")
     with pytest.raises(errors.StoreError, match="KVCache folder"):
         _ = cache.keys
-    assert cache.shard.old_tokens == before < 100
+    assert cache.shard.cold_tokens == before < 100
 
 
 # --- refused ---

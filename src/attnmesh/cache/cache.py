@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.cache.cache_config import CacheSizes, check_hot, check_in_folder
 from attnmesh.cache.local_shards import LocalShards, check_placement
-from attnmesh.cache.new_tokens import NewTokens, append_known, append_signature, stored, swap_tokens_for_heads
+from attnmesh.cache.new_tokens import NewTokens, append_known, append_signature, swap_tokens_for_heads, tensors_to_store
 from attnmesh.cache.pages import PagedCache
 from attnmesh.cache.saved_cache import FolderLayer, SavedCache, SavedPieces, open_folder
 from attnmesh.cache.tiered_shard import TieredShard, in_tiers, shards_in_memory
@@ -242,7 +242,7 @@ class KVCache(PagedCache, SavedCache):
             self.shards.check_unpadded("append", token_mask)
             self.shards.check_fits("append", k.shape[2], self.shards.rank_counts)
         with torch.no_grad():
-            self.shards.append(stored(k, v), token_mask)
+            self.shards.append(tensors_to_store(k, v), token_mask)
         self.record_padding(token_mask, k.shape[2])
         if (signature := append_signature(k, v, self.shard)) is not None and k.shape[2]:
             self.known_appends.keep(signature, True)
@@ -292,7 +292,7 @@ class KVCache(PagedCache, SavedCache):
         self.shards.check_fits("append_shard", new_count, rank_counts)
         with torch.no_grad():
             per_shard = [count for count, *_ in table]
-            rows = tuple(map(self.sizes.rows_of, stored(k, v)))
+            rows = tuple(map(self.sizes.rows_of, tensors_to_store(k, v)))
             new, tokens = swap_tokens_for_heads(rows, positions.to(self.device), per_shard, self.mesh)
             with self._on_files("append_shard"):
                 self.shards.append_at(new, tokens, new_count, token_mask, queries)

@@ -65,8 +65,8 @@ class CacheSizes:
     @property
     def row_widths(self) -> tuple[int, ...]:
         """Elements in a row of each of these tensors in memory."""
-        stored = self.stored_by
-        return self.columns if stored is None else tuple(map(stored.row_width, self.columns))
+        storage_format = self.storage_format
+        return self.columns if storage_format is None else tuple(map(storage_format.row_width, self.columns))
 
     @property
     def row_dtype(self) -> torch.dtype:
@@ -74,7 +74,7 @@ class CacheSizes:
         return self.dtype if self.storage is None else torch.int8
 
     @property
-    def stored_by(self) -> Storage | None:
+    def storage_format(self) -> Storage | None:
         """How numbers are stored in 8 bits; None if they are stored in `dtype`."""
         return None if self.storage is None else STORAGES[self.storage]
 
@@ -85,14 +85,14 @@ class CacheSizes:
 
     def rows_of(self, x: Tensor) -> Tensor:
         """Return new keys or values as rows in memory."""
-        stored = self.stored_by
-        return x if stored is None else stored.quantize(x).view(torch.int8)
+        storage_format = self.storage_format
+        return x if storage_format is None else storage_format.quantize(x).view(torch.int8)
 
     def keys_and_values(self, stored: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return rows in memory as kernels read them: values that are a prefix of keys in 8 bits are the same rows."""
-        by = self.stored_by
-        rows = [*stored] if by is None else [x.view(by.dtype) for x in stored]
-        if by is None and len(rows) == 1:
+        storage_format = self.storage_format
+        rows = [*stored] if storage_format is None else [x.view(storage_format.dtype) for x in stored]
+        if storage_format is None and len(rows) == 1:
             rows.append(rows[0][..., : self.value_dim])
         return rows[0], rows[-1]
 
@@ -189,7 +189,8 @@ class CacheSizes:
 
     def check_dtype(self, subject: str, x: Tensor, device: torch.device, *, rows: bool = False) -> None:
         """Raise unless a tensor has the cache's dtype, or that of its stored rows, and its type of device."""
-        dtype = self.stored_by.dtype if rows and self.stored_by is not None else self.dtype
+        storage_format = self.storage_format if rows else None
+        dtype = self.dtype if storage_format is None else storage_format.dtype
         if x.dtype != dtype or x.device.type != device.type:
             fix = "call .to() with the cache's dtype and device"
             raise DtypeError(subject, f"{dtype} on {device}", f"{x.dtype} on {x.device}", fix)

@@ -53,7 +53,7 @@ class LocalShards:
 
     def fork(self) -> "LocalShards":
         """Return shards that share the memory of whole blocks with these."""
-        self.forked = self.forgets is None
+        self.forked = self.forget_mask is None
         return self._with(lambda shard: shard.fork())
 
     def _with(self, change: Callable[[CacheShard], CacheShard]) -> "LocalShards":
@@ -91,7 +91,7 @@ class LocalShards:
             return length, used
         if self.in_graphs or is_capturing(shard.device):
             return None
-        if self.forgets is not None:
+        if self.forget_mask is not None:
             return self.known_length, shard.used_at_most - new_count
         return self.known_length, self.rank_counts.by_rank(self.known_length)[shard.index] - shard.earlier_tokens
 
@@ -119,7 +119,7 @@ class LocalShards:
             given = f"{self.known_length} tokens and {new_count} more in a cache of {capacity}"
             fix = f"call cache.reserve({self.known_length + new_count}) on every rank"
             raise ShapeError(subject, "room for the new tokens", given, fix)
-        if self.forgets is None:  # else shards grow
+        if self.forget_mask is None:  # else shards grow
             rank_counts.check(subject, self.known_length + new_count, self._slots)
 
     def _slots(self, rank: int) -> int:
@@ -136,16 +136,16 @@ class LocalShards:
         require(fits, KernelError, f"{subject} token_mask", expected, "a mask", fix)
 
     @property
-    def forgets(self) -> Mask | None:
+    def forget_mask(self) -> Mask | None:
         """The mask by which tokens are forgotten, or None."""
         return self.own.sizes.mask
 
     def serves(self, query: int) -> bool:
         """Return whether all tokens that queries from token `query` on see are cached."""
-        if self.forgets is None or query >= self.floor:
+        if self.forget_mask is None or query >= self.floor:
             return True
-        first_seen = 0 if self.own.padding is not None else self.forgets.first_seen(query)
-        return self.forgets.first_seen(self.floor) <= first_seen
+        first_seen = 0 if self.own.padding is not None else self.forget_mask.first_seen(query)
+        return self.forget_mask.first_seen(self.floor) <= first_seen
 
     def check_length(self, length: int, before: int) -> None:
         """Raise unless `before` tokens can be truncated to `length`."""
@@ -161,7 +161,7 @@ class LocalShards:
 
     def first(self, token_mask: Tensor | None = None, new_count: int = 0) -> int:
         """Return the first token that is needed, after `new_count` tokens with this mask."""
-        if self.forgets is None:
+        if self.forget_mask is None:
             return 0
         shard, length, real = self.own, self.known_length, None
         if shard.padding is not None or token_mask is not None:
@@ -170,17 +170,17 @@ class LocalShards:
                 real[:, :length] = shard.padding.token_mask[:, :length]
             if token_mask is not None:
                 real[:, length:] = token_mask.to(shard.device)
-        return first_needed(self.forgets, self.floor, shard.sizes.block, real)
+        return first_needed(self.forget_mask, self.floor, shard.sizes.block, real)
 
     def append(self, new: Tensors, token_mask: Tensor | None) -> None:
         """Add new tokens that are the same on every rank."""
         new_count = new[0].shape[2]
         start = self.known_length
-        if self.forgets is not None:
+        if self.forget_mask is not None:
             self._raise_floor(new_count, new_count)
         for shard in self.all:
             own = 0
-            if self.forgets is not None:
+            if self.forget_mask is not None:
                 own = shard.turn.count(start + new_count) - shard.turn.count(start)
                 shard.make_room(own, self.first)
             shard.append(new, token_mask, self.length_and_used(shard, own))
@@ -192,7 +192,7 @@ class LocalShards:
         The last `queries` of all tokens may be decoded before the next append.
         """
         first = 0
-        if self.forgets is not None:
+        if self.forget_mask is not None:
             self._raise_floor(new_count, queries)
             first = self.first(token_mask, new_count)
             if skips := first > self.known_length:
@@ -222,7 +222,7 @@ class LocalShards:
     def prepare(self, length: int, first: int, floor: int) -> None:
         """Make room for the tokens from `first` up to `length`, to be written at their block-cyclic slots."""
         self.floor, count = floor, self.own.turn.count
-        if self.forgets is not None:
+        if self.forget_mask is not None:
             self.own.make_room(count(length) - count(first), lambda: first)
 
     def mark_present(self, length: int, token_mask: Tensor | None, first: int = 0) -> None:
@@ -262,7 +262,7 @@ class LocalShards:
         received = exchange_messages(sends, receives, self.axis, tokens.device, "copying")()
         for index, shard in self.copies.items():
             *copied, token_index = received[index]
-            if self.forgets is not None:
+            if self.forget_mask is not None:
                 shard.make_room(len(token_index), lambda: first, forget=first > shard.length)
             shard.append_at(tuple(copied), token_index, new_count, token_mask)
 

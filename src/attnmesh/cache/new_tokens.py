@@ -18,7 +18,7 @@ from attnmesh.runtime.memo import Memo
 from attnmesh.runtime.tensors import Tensors
 
 
-def stored(k: Tensor, v: Tensor | None) -> Tensors:
+def tensors_to_store(k: Tensor, v: Tensor | None) -> Tensors:
     """Return the tensors of new tokens that a cache stores."""
     return (k,) if v is None else (k, v)
 
@@ -75,10 +75,10 @@ def append_known(signatures: Memo[bool], k: Tensor, v: Tensor | None, shards: Lo
         return False
     if shard.padding is not None or shards.rank_counts.start:
         return False
-    if shards.copies or shards.forgets is not None:
-        shards.append(stored(k, v), None)
+    if shards.copies or shards.forget_mask is not None:
+        shards.append(tensors_to_store(k, v), None)
         return True
-    if not shard.append_run(stored(k, v), new_count, *length_and_used):
+    if not shard.append_run(tensors_to_store(k, v), new_count, *length_and_used):
         return False
     shards.known_length = length_and_used[0] + new_count
     return True
@@ -86,6 +86,6 @@ def append_known(signatures: Memo[bool], k: Tensor, v: Tensor | None, shards: Lo
 
 def append_signature(k: Tensor, v: Tensor | None, shard: CacheShard) -> tuple[Any, ...] | None:
     """Return all that the checks of new tokens depend on; None where PyTorch has to know of them."""
-    if not are_plain(*stored(k, v), on_gpu=shard.device.type == "cuda"):
+    if not are_plain(*tensors_to_store(k, v), on_gpu=shard.device.type == "cuda"):
         return None
     return (k.shape, k.dtype, shard.sizes) if v is None else (k.shape, v.shape, k.dtype, v.dtype, shard.sizes)
