@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from attnmesh.cache.block_cyclic import ShardReport
 from attnmesh.cache.cache_config import CacheSizes, check_hot, check_in_folder
 from attnmesh.cache.local_shards import LocalShards, check_placement
 from attnmesh.cache.new_tokens import NewTokens, append_known, append_signature, swap_tokens_for_heads, tensors_to_store
@@ -283,15 +284,16 @@ class KVCache(PagedCache, SavedCache):
         with self.calls.agreement("append_shard", always=True) as agreement:
             NewTokens(k, v, token_mask).check_shard(self.sizes, self.device, positions, self.mesh.ranks)
             check_count("append_shard queries", queries, "count the last tokens to decode")
-            numbers = self.shard.block_cyclic.numbers_of(self.token_axis.index, positions)
-            table = agreement.compare(fields, payload=numbers)
-        rank_counts = self.shards.rank_counts.with_shards(start, table)
-        new_count = sum(count for count, *_ in table)
+            report = self.shard.block_cyclic.report_of(self.token_axis.index, positions)
+            table = agreement.compare(fields, payload=report)
+        reports = [ShardReport(*row) for row in table]
+        rank_counts = self.shards.rank_counts.with_shards(start, reports)
+        new_count = sum(report.count for report in reports)
         self.sizes.check_token_mask("append_shard", token_mask, new_count)
         self.shards.check_unpadded("append_shard", token_mask)
         self.shards.check_fits("append_shard", new_count, rank_counts)
         with torch.no_grad():
-            per_shard = [count for count, *_ in table]
+            per_shard = [report.count for report in reports]
             rows = tuple(map(self.sizes.rows_of, tensors_to_store(k, v)))
             new, tokens = swap_tokens_for_heads(rows, positions.to(self.device), per_shard, self.mesh)
             with self._on_files("append_shard"):

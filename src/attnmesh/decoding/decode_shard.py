@@ -11,7 +11,7 @@ from attnmesh.core.partial import Partial, merge_partials, with_sinks
 from attnmesh.core.scaling import Scores
 from attnmesh.core.selection import Selection, Visible
 from attnmesh.decoding.query_shard import QueryShard
-from attnmesh.decoding.step_arguments import DecodeStep, StepInputs, StepOptions, named_options, selection_of_rank
+from attnmesh.decoding.step_arguments import CheckedStep, StepInputs, StepOptions, named_options, selection_of_rank
 from attnmesh.decoding.step_checks import checked_step, step_with_bias
 from attnmesh.guard.agreement import Agreement, may_compare
 from attnmesh.kernels.cache_view import DecodeQuery
@@ -68,7 +68,7 @@ def decode_shard(
     return owners.all_heads(with_sinks(merged, rank_sinks).out.to(q.dtype))
 
 
-def _compared_fields(queries: QueryShard, cache: KVCache, step: DecodeStep) -> dict[str, object]:
+def _compared_fields(queries: QueryShard, cache: KVCache, step: CheckedStep) -> dict[str, object]:
     """Return the arguments that ranks compare: with those of the checked step, such as whether tokens are selected."""
     q, layout, length = queries
     contents = {"tokens in the cache": cache.length, "padding and order": cache.history_checksum}

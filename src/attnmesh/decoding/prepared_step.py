@@ -25,7 +25,7 @@ from attnmesh.comm.message import NO_MESSAGE, BlankMessage, blank_message, call_
 from attnmesh.comm.rank_merge import chosen_merge, merge_ranks
 from attnmesh.core.partial import Partial, sum_dtype, with_sinks
 from attnmesh.decoding.step_agreement import agreement_on, ask_in_step, compared_fields, runs_on_device
-from attnmesh.decoding.step_arguments import Compared, DecodeStep, StepInputs, gather_heads
+from attnmesh.decoding.step_arguments import CheckedStep, Compared, StepInputs, gather_heads
 from attnmesh.errors import RankFailure
 from attnmesh.guard.agreement import MergeCall, is_capturing
 from attnmesh.kernels.cache_runs import CachedAttention
@@ -39,7 +39,7 @@ from attnmesh.runtime.ranges import ATTENTION, MERGE, in_range, is_profiled
 class PreparedStep:
     """Steps of one signature on caches of one size: their options, the launches of a kernel, and what ranks compare."""
 
-    step: DecodeStep
+    step: CheckedStep
     attention: CachedAttention
     blank_message: Callable[[], BlankMessage] | None  # None where a kernel takes memory itself
     compared_facts: tuple[Any, ...]  # compared by their hash
@@ -224,18 +224,18 @@ def find_step(
 
 
 def prepare_step(
-    inputs: StepInputs, step: DecodeStep, signature: tuple[Any, ...] | None, prepared: Memo[PreparedStep]
+    inputs: StepInputs, step: CheckedStep, signature: tuple[Any, ...] | None, prepared: Memo[PreparedStep]
 ) -> PreparedStep:
     """Return the prepared step of a call that was checked, which `prepared` keeps if its signature is known."""
     q, caches, *_ = inputs
     first = caches[0]
-    on_device = runs_on_device(first, step)
+    stays_on_device = runs_on_device(first, step)
     if step.reproducible:
         for cache in caches:
-            if cache.shards.forked and on_device:
+            if cache.shards.forked and stays_on_device:
                 cache.shards.unshare()  # the kernel merges the blocks of one tensor
     facts = inputs.compared_facts(step)
-    prepared_step = new_prepared_step(q, first.shard.view, step, facts, first.sizes, stays_on_device=on_device)
+    prepared_step = new_prepared_step(q, first.shard.view, step, facts, first.sizes, stays_on_device=stays_on_device)
     if signature is not None and not step.mask.ends:
         prepared.keep(signature, prepared_step)
     return prepared_step
@@ -244,7 +244,7 @@ def prepare_step(
 def new_prepared_step(
     q: Tensor,
     view: CacheView,
-    step: DecodeStep,
+    step: CheckedStep,
     facts: tuple[Any, ...],
     sizes: CacheSizes | None = None,
     *,
@@ -261,7 +261,7 @@ def new_prepared_step(
     return AgreedStep(step, attention, blank, facts, sizes, stays_on_device=stays_on_device)
 
 
-def _host_merge_of(q: Tensor, step: DecodeStep) -> HostMerge | None:
+def _host_merge_of(q: Tensor, step: CheckedStep) -> HostMerge | None:
     """Return the native merge of such steps; None unless all ranks share a host whose native library merges them."""
     axis = step.token_axis
     may_merge_natively = axis.size > 1 and step.head_axis.size == 1 and q.device.type == "cpu" and not step.reproducible
@@ -271,7 +271,7 @@ def _host_merge_of(q: Tensor, step: DecodeStep) -> HostMerge | None:
     return host_merge_for(axis, (*q.shape[:-1], step.value_dim), merge)
 
 
-def _blank_in_place(q: Tensor, step: DecodeStep) -> Callable[[], BlankMessage] | None:
+def _blank_in_place(q: Tensor, step: CheckedStep) -> Callable[[], BlankMessage] | None:
     """Return what takes memory for a kernel that reads the cache, in a message if others merge with this rank.
 
     One rank has the partial alone; a reproducible one merges into new memory.

@@ -14,7 +14,7 @@ from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.core.mask import Causal, Mask
 from attnmesh.decoding.prepared_step import PreparedStep, find_step, prepare_step
 from attnmesh.decoding.step_agreement import agreement_on
-from attnmesh.decoding.step_arguments import DecodeStep, StepInputs, StepOptions
+from attnmesh.decoding.step_arguments import CheckedStep, StepInputs, StepOptions
 from attnmesh.decoding.step_checks import checked_step
 from attnmesh.errors import (
     ArgumentError,
@@ -179,7 +179,7 @@ def _append(k: Tensor | None, v: Tensor | None, caches: Sequence[KVCache]) -> No
 
 def _checked_step_of_rows(
     q: Tensor, caches: Sequence[KVCache], sinks: Tensor | None, options: StepOptions
-) -> DecodeStep:
+) -> CheckedStep:
     """Return the step of all rows, or raise unless each row can be served."""
     steps = [
         checked_step(StepInputs(q[row : row + 1], (cache,), sinks), options, {}, SUBJECT, row)

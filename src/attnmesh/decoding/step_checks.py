@@ -12,7 +12,7 @@ from attnmesh.core.mask import Mask, check_mask
 from attnmesh.core.partial import sum_dtype
 from attnmesh.core.scaling import Scaling
 from attnmesh.core.selection import Selection
-from attnmesh.decoding.step_arguments import DecodeStep, StepInputs, StepOptions
+from attnmesh.decoding.step_arguments import CheckedStep, StepInputs, StepOptions
 from attnmesh.errors import (
     ArgumentError,
     DeviceError,
@@ -49,7 +49,7 @@ def checked_step(
     unsupported: Mapping[str, Never],
     subject: str = "decode",
     row: int | None = None,
-) -> DecodeStep:
+) -> CheckedStep:
     """Return the step on one cache, or raise unless each argument can be served.
 
     Errors name the function `subject`, and the row of its queries that these are.
@@ -80,8 +80,8 @@ def checked_step(
     if step.kernel != "auto" and not torch.compiler.is_compiling():  # raises here, where all ranks can raise alike
         choose(KernelRequest.of_cache(q, cache.shard.view, step.scaling), step.kernel)
     check_sinks(f"{subject} sinks", sinks, q)
-    on_device = isinstance(key_lengths, Tensor) and key_lengths.device.type == "cuda"
-    check_key_lengths(f"{subject} key_lengths", key_lengths, sizes.batch, on_device=on_device)
+    lengths_on_gpu = isinstance(key_lengths, Tensor) and key_lengths.device.type == "cuda"
+    check_key_lengths(f"{subject} key_lengths", key_lengths, sizes.batch, on_device=lengths_on_gpu)
     if cache.padding is not None and step.mask.ends:
         fix = "keep documents in sequences of their own"
         raise MaskError(f"{subject} mask{of_row}", "no documents in a padded batch", f"{step.mask}", fix)
@@ -94,10 +94,10 @@ def checked_step(
         if q.shape[2] > 1 or sizes.hot is not None:
             sizes.check_eager(subject, q.device)
         if is_capturing(q.device):
-            _check_captured(cache, step, on_cpu=key_lengths is not None and not on_device)
+            _check_captured(cache, step, on_cpu=key_lengths is not None and not lengths_on_gpu)
         return step
     _check_lengths(q, cache, step.mask, subject, of_row)
-    if not on_device:
+    if not lengths_on_gpu:
         check_lengths_within(f"{subject} key_lengths", key_lengths, cache.length)
     return step
 
@@ -117,7 +117,7 @@ def _check_reproducible_cache(cache: KVCache, key_lengths: Tensor | None, subjec
         raise KernelError(subject, expected, f"key_lengths of {len(key_lengths)} sequences", fix)
 
 
-def _with_selection(q: Tensor, cache: KVCache, selected: Selection, step: DecodeStep) -> DecodeStep:
+def _with_selection(q: Tensor, cache: KVCache, selected: Selection, step: CheckedStep) -> CheckedStep:
     """Return the step over selected tokens, or raise unless they are tokens of the cache."""
     length = cache.length if may_compare(q.device) else None
     check_selection("decode selected", selected, q, cache.sizes.kv_heads, step.kernel, length)
@@ -126,7 +126,7 @@ def _with_selection(q: Tensor, cache: KVCache, selected: Selection, step: Decode
     return step._replace(index_block=selected.block)
 
 
-def check_other_partial(inputs: StepInputs, step: DecodeStep) -> None:
+def check_other_partial(inputs: StepInputs, step: CheckedStep) -> None:
     """Raise unless the partial of other keys is None or fits the queries of a checked step."""
     q, (cache,), *_, other_partial = inputs
     if other_partial is None:
@@ -155,7 +155,7 @@ def check_other_partial(inputs: StepInputs, step: DecodeStep) -> None:
     require(not step.reproducible, KernelError, "decode reproducible", expected, "a Partial", fix)
 
 
-def step_with_bias(inputs: StepInputs, bias: Tensor | None, step: DecodeStep) -> DecodeStep:
+def step_with_bias(inputs: StepInputs, bias: Tensor | None, step: CheckedStep) -> CheckedStep:
     """Return the checked step with the kernel of a bias by distance, or raise unless bias is None or can be served."""
     if bias is None:
         return step
@@ -178,7 +178,7 @@ def reads_length_on_device(view: CacheView, kernel: str, dtype: torch.dtype) -> 
     return choose(request, kernel).reads_cache
 
 
-def _check_captured(cache: KVCache, step: DecodeStep, *, on_cpu: bool) -> None:
+def _check_captured(cache: KVCache, step: CheckedStep, *, on_cpu: bool) -> None:
     """Raise unless the CPU reads nothing of the device and copies nothing to it: a CUDA graph could not."""
     fix = "pass key_lengths.cuda(), made before the capture"
     require(not on_cpu, DeviceError, "decode key_lengths", "a tensor on the GPU in a CUDA graph", "one on the CPU", fix)

@@ -15,6 +15,7 @@ from stat import S_IWGRP, S_IWOTH
 import torch
 from torch import Tensor
 
+from attnmesh.cache.block_cyclic import ShardReport
 from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.local_shards import LocalShards
@@ -197,13 +198,13 @@ class KeyFolder:
                 *(blocks.token_index[:-1] for blocks in shard.earlier_pieces),
                 shard.token_index[: shard.used_slots].cpu(),
             ]
-            numbers = shard.block_cyclic.numbers_of(shard.index, torch.cat(parts))
-            rows = agreement.compare(payload=numbers)
-        table = sorted({tuple(row) for row in rows})  # ranks along the heads axis hold the same tokens
-        fits = sum(count for count, *_ in table) == length
-        given = f"{sum(count for count, *_ in table)} of {length} tokens in {self.path}"
+            report = shard.block_cyclic.report_of(shard.index, torch.cat(parts))
+            rows = agreement.compare(payload=report)
+        reports = sorted({ShardReport(*row) for row in rows})  # ranks along the heads axis hold the same tokens
+        fits = sum(report.count for report in reports) == length
+        given = f"{sum(report.count for report in reports)} of {length} tokens in {self.path}"
         require(fits, StoreError, self.subject, "every token once", given, "restore the folder from a copy")
-        shards.rank_counts, shards.known_length = shards.rank_counts.with_shards(0, table), length
+        shards.rank_counts, shards.known_length = shards.rank_counts.with_shards(0, reports), length
         if length > shard.sizes.capacity:
             shards.grow(replace(shard.sizes, capacity=length))
         self._publish_layer(layer, shard.sizes)
