@@ -25,7 +25,7 @@ from attnmesh.cache.local_shards import LocalShards, check_placement
 from attnmesh.cache.new_tokens import NewTokens, append_known, append_signature, swap_tokens_for_heads, tensors_to_store
 from attnmesh.cache.pages import PagedCache
 from attnmesh.cache.saved_cache import FolderLayer, SavedCache, SavedPieces, open_folder
-from attnmesh.cache.tiered_shard import TieredShard, in_tiers, shards_in_memory
+from attnmesh.cache.tiered_shard import TieredShard, memory_shard_maker, tiered_shard_maker
 from attnmesh.comm.transport import flat_axis, transport_of
 from attnmesh.core.digest import fingerprints, history_checksum
 from attnmesh.core.mask import Mask
@@ -148,12 +148,13 @@ class KVCache(PagedCache, SavedCache):
             transport_of(axis, self.device)
         if self.token_axis.size > 1 and self.device.type == "cpu":
             prepare_merges(self.token_axis)
-        in_memory = shards_in_memory(sizes, self.mesh, self.device, shares)
+        make_shard = memory_shard_maker(sizes, self.mesh, self.device, shares)
         with self._opened(folder) as opened:
             with Agreement(self.mesh, "KVCache"):
-                old = in_memory if opened is None else opened.folder.shards(opened.layer, sizes, self.calls.fail)
-                make = in_tiers(old, sizes, self.device, self.calls.fail)
-                self.shards = sizes.allocating()(partial(LocalShards, self.token_axis, copies, make))()
+                if opened is not None:
+                    make_shard = opened.folder.shards(opened.layer, sizes, self.calls.fail)
+                make_shard = tiered_shard_maker(make_shard, sizes, self.device, self.calls.fail)
+                self.shards = sizes.allocating()(partial(LocalShards, self.token_axis, copies, make_shard))()
             if opened is not None:
                 opened.folder.settle(opened.layer, self.shards)
 

@@ -53,8 +53,8 @@ class CacheSizes:
         return min(self.capacity, self.mask.longest_row(self.capacity) + self.keep)
 
     @cached_property
-    def layer_sizes(self) -> "CacheSizes":
-        """The sizes without those that caches in one call may differ in."""
+    def common_sizes(self) -> "CacheSizes":
+        """The sizes that caches in one call have in common."""
         return replace(self, capacity=1, block=1, keep=0, hot=None)
 
     @property

@@ -53,7 +53,9 @@ def shard_bytes(sizes: CacheSizes, turn: Turn, heads: int, device: torch.device)
     return rows * sizes.batch * (sizes.kv_heads // heads) * width * dtype.itemsize
 
 
-def assigned(sizes: CacheSizes, mesh: Mesh, device: torch.device, shares: Sequence[float] | str | None) -> BlockCyclic:
+def block_cyclic_for(
+    sizes: CacheSizes, mesh: Mesh, device: torch.device, shares: Sequence[float] | str | None
+) -> BlockCyclic:
     """Return the assignment of tokens to ranks. All ranks call it at once: "auto" measures their shares."""
     parts = measured_shares(mesh, device, sizes.nbytes) if isinstance(shares, str) else shares
     return BlockCyclic.of(sizes.block, mesh.queries.size * mesh.keys.size, parts)
@@ -86,14 +88,14 @@ class CacheShard:
         self.turn = block_cyclic.turns[index]
         self.slots = self._usual_slots(sizes)
         with torch.inference_mode(False):  # tensors that can be written to in any mode
-            self.stored, self.token_index = self._memory()
+            self.stored, self.token_index = self._allocate()
             last = USED if sizes.mask is None else FORGOTTEN_BLOCKS
             self.device_counts = torch.zeros(last + 1, dtype=torch.int64, device=device)
         self.padding: Padding | None = None
         self.used_at_most = 0  # slots in use at most, of a cache that forgets; the CPU need not ask the device
         self.has_spare = False  # a long append has made the shard larger than it has to be
 
-    def _memory(self) -> tuple[list[Tensor], Tensor]:
+    def _allocate(self) -> tuple[list[Tensor], Tensor]:
         """Return memory for the keys and values of all slots, and for the token in each."""
         # The extra slot takes writes of other ranks' tokens, so that no step asks the device which rank owns a token.
         sizes = self.sizes

@@ -21,7 +21,7 @@ from attnmesh.runtime.tensors import Tensors
 
 
 class LocalShards:
-    """This rank's `own` shard, and `copies` of other ranks' shards by index along the tokens axis.
+    """This rank's `own` shard, and `copy_shards`, copies of other ranks' shards by index along the tokens axis.
 
     `keepers` are the ranks that keep copies of the own shard.
     """
@@ -32,7 +32,7 @@ class LocalShards:
         self.axis = axis
         self.keepers = keepers.get(axis.index, [])
         self.own = make(axis.index)
-        self.copies = {index: make(index) for index in keepers if axis.index in keepers[index]}
+        self.copy_shards = {index: make(index) for index in keepers if axis.index in keepers[index]}
         self.rank_counts = TokenCounts(self.own.block_cyclic, 0, (0,) * axis.size)
         self.known_length = 0  # tokens that this CPU has counted, without those that graphs append
         self.in_graphs = False  # a graph holds an append, of whose replays the CPU sees nothing
@@ -43,7 +43,7 @@ class LocalShards:
     @property
     def all(self) -> list[CacheShard]:
         """The own shard, then the copies."""
-        return [self.own, *self.copies.values()]
+        return [self.own, *self.copy_shards.values()]
 
     def clone(self) -> "LocalShards":
         """Return a copy with tensors of its own."""
@@ -59,7 +59,10 @@ class LocalShards:
     def _with(self, change: Callable[[CacheShard], CacheShard]) -> "LocalShards":
         """Return shards like these, with another in place of each."""
         other = copy(self)
-        other.own, other.copies = change(self.own), {index: change(shard) for index, shard in self.copies.items()}
+        other.own, other.copy_shards = (
+            change(self.own),
+            {index: change(shard) for index, shard in self.copy_shards.items()},
+        )
         return other
 
     def whole(self) -> CacheShard:
@@ -251,16 +254,16 @@ class LocalShards:
 
     def _exchange(self, new: Tensors, tokens: Tensor, new_count: int, token_mask: Tensor | None, first: int) -> None:
         """Send this rank's new tokens to its keepers, and add the tokens received to the copies."""
-        if not self.keepers and not self.copies:
+        if not self.keepers and not self.copy_shards:
             return
         counts = [row[0] for row in dist_all_gather_ints([len(tokens)], [self.axis])]
         sends = dict.fromkeys(self.keepers, (*new, tokens))
         receives = {
             index: (*(meta_like(x, counts[index]) for x in new), meta_like(tokens, counts[index], 0))
-            for index in self.copies
+            for index in self.copy_shards
         }
         received = exchange_messages(sends, receives, self.axis, tokens.device, "copying")()
-        for index, shard in self.copies.items():
+        for index, shard in self.copy_shards.items():
             *copied, token_index = received[index]
             if self.forget_mask is not None:
                 shard.make_room(len(token_index), lambda: first, forget=first > shard.length)

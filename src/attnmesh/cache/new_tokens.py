@@ -75,7 +75,7 @@ def append_known(signatures: Memo[bool], k: Tensor, v: Tensor | None, shards: Lo
         return False
     if shard.padding is not None or shards.rank_counts.start:
         return False
-    if shards.copies or shards.forget_mask is not None:
+    if shards.copy_shards or shards.forget_mask is not None:
         shards.append(tensors_to_store(k, v), None)
         return True
     if not shard.append_run(tensors_to_store(k, v), new_count, *length_and_used):

@@ -157,12 +157,8 @@ class LayersToLoad(NamedTuple):
         saved = tuple(sizes if sizes.mask is not None else replace(sizes, hot=self.hot) for sizes in saved)
         if self.capacity is None:
             return saved
-        layers = zip(saved, self.rates(len(saved)), strict=True)
+        layers = zip(saved, self.tokens_per_key or [1] * len(saved), strict=True)
         return tuple(replace(sizes, capacity=-(-self.capacity // tokens)) for sizes, tokens in layers)
-
-    def rates(self, layers: int) -> Sequence[int]:
-        """Return the tokens that a key of each of so many layers stands for."""
-        return self.tokens_per_key or [1] * layers
 
 
 save_caches = LateBound[..., Saving]()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.cache.cache_config import CacheSizes
-from attnmesh.cache.cache_shard import CacheShard, assigned
+from attnmesh.cache.cache_shard import CacheShard, block_cyclic_for
 from attnmesh.cache.frozen_piece import FrozenPiece
 from attnmesh.cache.ordered_shard import Fail, OrderedShard
 from attnmesh.core.turns import Turn
@@ -30,22 +30,22 @@ LEAVING_PARTS = 4
 """Part of the hot tokens that leave together: few moves, of few tokens each."""
 
 
-def shards_in_memory(
+def memory_shard_maker(
     sizes: CacheSizes, mesh: Mesh, device: torch.device, shares: Sequence[float] | str | None
 ) -> Callable[[int], CacheShard]:
     """Return what makes a shard in memory, on the CPU where the newest tokens alone are on the device.
 
-    All ranks call it at once, as `assigned`.
+    All ranks call it at once, as `block_cyclic_for`.
     """
-    memory = device if sizes.hot is None else torch.device("cpu")
-    return partial(CacheShard, sizes, mesh.heads, assigned(sizes, mesh, device, shares), memory)
+    shard_device = device if sizes.hot is None else torch.device("cpu")
+    return partial(CacheShard, sizes, mesh.heads, block_cyclic_for(sizes, mesh, device, shares), shard_device)
 
 
-def in_tiers(
-    make: Callable[[int], CacheShard], sizes: CacheSizes, device: torch.device, fail: Fail
+def tiered_shard_maker(
+    make_cold: Callable[[int], CacheShard], sizes: CacheSizes, device: torch.device, fail: Fail
 ) -> Callable[[int], CacheShard]:
-    """Return what makes a shard whose older tokens are in one that `make` returns, if the newest are apart."""
-    return make if sizes.hot is None else lambda index: TieredShard(make(index), sizes, device, fail)
+    """Return what makes a shard whose older tokens are in one that `make_cold` returns, if the newest are apart."""
+    return make_cold if sizes.hot is None else lambda index: TieredShard(make_cold(index), sizes, device, fail)
 
 
 def hot_tokens(sizes: CacheSizes, turn: Turn) -> int:

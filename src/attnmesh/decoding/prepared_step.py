@@ -202,7 +202,7 @@ def find_step(
     for cache in caches:
         shards, shard = cache.shards, cache.shards.own
         own_sizes = shard.sizes
-        if sizes is not own_sizes and (count == 1 or sizes is None or sizes.layer_sizes != own_sizes.layer_sizes):
+        if sizes is not own_sizes and (count == 1 or sizes is None or sizes.common_sizes != own_sizes.common_sizes):
             return signature, None  # the step is of caches of other sizes
         if not own_sizes.capacity <= step.capacity:
             return signature, None  # its kernel is bound to fewer slots

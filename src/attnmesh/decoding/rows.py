@@ -118,12 +118,12 @@ def _prepared_steps_of(caches: Sequence[KVCache]) -> Memo[PreparedStep]:
     sizes = caches[0].sizes
     if len(caches) == 1 or first.device.type != "cpu":
         return first.prepared_steps
-    return _prepared_steps_of_rows(first.token_axis, first.mesh.heads, sizes.layer_sizes, sizes.block, sizes.hot)
+    return _prepared_steps_of_rows(first.token_axis, first.mesh.heads, sizes.common_sizes, sizes.block, sizes.hot)
 
 
 @cached_per_world(1024)
 def _prepared_steps_of_rows(
-    token_axis: Axis, heads: Axis, layer_sizes: CacheSizes, block: int, hot: int | None
+    token_axis: Axis, heads: Axis, common_sizes: CacheSizes, block: int, hot: int | None
 ) -> Memo[PreparedStep]:
     return Memo()
 
@@ -148,7 +148,7 @@ def _check_caches(q: Tensor, caches: Sequence[Any], k: Any, v: Any) -> None:
         same = (cache.token_axis, cache.mesh.heads) == (first.token_axis, first.mesh.heads)
         fix = "make all caches on one mesh"
         require(same, MeshError, subject, "caches on one mesh", "caches on several", fix)
-        alike = cache.sizes.layer_sizes == first.sizes.layer_sizes and cache.device == first.device
+        alike = cache.sizes.common_sizes == first.sizes.common_sizes and cache.device == first.device
         if not alike:  # the text of sizes takes long
             expected, fix = (
                 "caches of equal heads, widths, dtypes and masks",

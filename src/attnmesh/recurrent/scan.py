@@ -90,18 +90,20 @@ def scan_across(
 
 
 def scan(
-    element: AffineMap, axis: Axis, order: Sequence[int], *, whole: bool = True, resets: Sequence[int] = ()
+    element: AffineMap, axis: Axis, order: Sequence[int], *, linear_needs_grad: bool = True, resets: Sequence[int] = ()
 ) -> AffineMap:
     """Return the composition of the maps of the ranks that come before this one in `order`, indices of the axis.
 
-    Without `whole`, only the bias has a gradient: a state that begins as zero needs no more. `resets` has 1 for each
-    rank whose linear part is 0. Nothing is computed from the state before it, which may be infinite or NaN.
+    Without `linear_needs_grad`, only the bias has a gradient: a state that begins as zero needs no more. `resets` has 1
+    for each rank whose linear part is 0. Nothing is computed from the state before it, which may be infinite or NaN.
     """
     linear, bias = element
     if scalar := linear.ndim == bias.ndim - 2:  # a diagonal of one entry on the flattened state
         linear, bias = linear[..., None], bias.flatten(-2)[..., None, :]
     index_and_order = [axis.index, *order]
-    linear, bias = scan_op(linear.contiguous(), bias.contiguous(), axis.group_name, index_and_order, whole, [*resets])
+    linear, bias = scan_op(
+        linear.contiguous(), bias.contiguous(), axis.group_name, index_and_order, linear_needs_grad, [*resets]
+    )
     return AffineMap(linear[..., 0], bias.view(element.bias.shape)) if scalar else AffineMap(linear, bias)
 
 
@@ -110,13 +112,13 @@ def _fake_states(linear: Tensor, bias: Tensor, *_: Any) -> tuple[Tensor, Tensor]
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    linear, _, ctx.group, ctx.index_and_order, ctx.whole, ctx.resets = inputs
+    linear, _, ctx.group, ctx.index_and_order, ctx.linear_needs_grad, ctx.resets = inputs
     ctx.save_for_backward(linear, *output)
-    if not ctx.whole:
+    if not ctx.linear_needs_grad:
         ctx.mark_non_differentiable(output[0])
 
 
-def _scan_back(ctx: Any, dlinear: Tensor | None, dbias: Tensor) -> tuple[Tensor | None, ...]:
+def _scan_backward(ctx: Any, dlinear: Tensor | None, dbias: Tensor) -> tuple[Tensor | None, ...]:
     """Scan the gradients of the states from the last rank to the first.
 
     The state X = [bias | linear] of rank r becomes A X + [B | 0] on rank r + 1. So a gradient G of X on rank r adds to
@@ -125,7 +127,7 @@ def _scan_back(ctx: Any, dlinear: Tensor | None, dbias: Tensor) -> tuple[Tensor 
     linear, prefix_linear, prefix_bias = ctx.saved_tensors
     matrix = linear.ndim == prefix_bias.ndim
     state, dstate = [prefix_bias], [dbias]
-    if ctx.whole:
+    if ctx.linear_needs_grad:
         state.append(prefix_linear if matrix else prefix_linear[..., None])
         dstate.append(dlinear if matrix else dlinear[..., None])  # type: ignore[index, arg-type]
     index, *order = ctx.index_and_order
@@ -138,9 +140,14 @@ def _scan_back(ctx: Any, dlinear: Tensor | None, dbias: Tensor) -> tuple[Tensor 
     return dlinear, later[..., : prefix_bias.shape[-1]]
 
 
-@operator("scan_across", _fake_states, _save_for_backward, _scan_back)
+@operator("scan_across", _fake_states, _save_for_backward, _scan_backward)
 def scan_op(
-    linear: Tensor, bias: Tensor, group: str, index_and_order: Sequence[int], whole: bool, resets: Sequence[int]
+    linear: Tensor,
+    bias: Tensor,
+    group: str,
+    index_and_order: Sequence[int],
+    linear_needs_grad: bool,
+    resets: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """Run the scan as an operator. `index_and_order` is this rank's index and the order of the ranks."""
     index, *order = index_and_order

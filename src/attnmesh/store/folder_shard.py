@@ -85,7 +85,7 @@ class FolderShard(OrderedShard):
         """Whole pieces."""
         return len(self.earlier_pieces)
 
-    def _memory(self) -> tuple[list[Tensor], Tensor]:
+    def _allocate(self) -> tuple[list[Tensor], Tensor]:
         """Return no memory: `begin`, `resume` and `take_over` map files."""
         return [], torch.zeros(PIECE + 1, dtype=torch.int64, device="cpu")
 
