@@ -59,7 +59,7 @@ class BlockCyclic:
 class ShardReport(NamedTuple):
     """What a rank says of new tokens that it has, which ranks send one another as integers."""
 
-    count: int
+    token_count: int
     rank: int
     digest: int
     """The `token_set_digest` of the tokens."""
@@ -89,13 +89,13 @@ class TokenCounts:
 
         Raise unless all tokens together continue the sequence, each on exactly one rank.
         """
-        new_count = sum(report.count for report in reports)
+        new_count = sum(report.token_count for report in reports)
         _check_cover(sum(report.digest for report in reports), length, new_count)
         if not self.start and all(report.is_block_cyclic for report in reports):
             return self
         counts = self.by_rank(length)
         for report in reports:
-            counts[report.rank] += report.count
+            counts[report.rank] += report.token_count
         return TokenCounts(self.block_cyclic, length + new_count, tuple(counts))
 
     def check(self, subject: str, length: int, slots: Callable[[int], int]) -> None:

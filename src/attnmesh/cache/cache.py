@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.cache.block_cyclic import ShardReport
 from attnmesh.cache.cache_config import CacheSizes, check_hot, check_in_folder
+from attnmesh.cache.call_checks import check_order, check_token_mask
 from attnmesh.cache.local_shards import LocalShards, check_placement
 from attnmesh.cache.new_tokens import NewTokens, append_known, append_signature, swap_tokens_for_heads, tensors_to_store
 from attnmesh.cache.pages import PagedCache
@@ -29,7 +30,7 @@ from attnmesh.cache.tiered_shard import TieredShard, memory_shard_maker, tiered_
 from attnmesh.comm.transport import flat_axis, transport_of
 from attnmesh.core.digest import fingerprints, history_checksum
 from attnmesh.core.mask import Mask
-from attnmesh.errors import StoreError, check_count, require
+from attnmesh.errors import StoreError, check_count
 from attnmesh.guard.agreement import Agreement, CallRecord, prepare_merges
 from attnmesh.guard.argument_checks import check_comparison
 from attnmesh.mesh.axes import Mesh
@@ -165,10 +166,10 @@ class KVCache(PagedCache, SavedCache):
             yield folder
             return
         opened = open_folder(folder, self.mesh, self.token_axis)
-        layers = len(opened.manifest.sizes)
-        fix = "call hf.ShardedCache(config, mesh, folder=path)"
         with opened.released_on_error():
-            require(layers <= 1, StoreError, "KVCache folder", "a folder of one layer", f"{layers} in {folder}", fix)
+            if (layers := len(opened.manifest.sizes)) > 1:
+                fix = "call hf.ShardedCache(config, mesh, folder=path)"
+                raise StoreError("KVCache folder", "a folder of one layer", f"{layers} in {folder}", fix)
             yield FolderLayer(opened, 0)
 
     def __repr__(self) -> str:
@@ -289,12 +290,12 @@ class KVCache(PagedCache, SavedCache):
             table = agreement.compare(fields, payload=report)
         reports = [ShardReport(*row) for row in table]
         rank_counts = self.shards.rank_counts.with_shards(start, reports)
-        new_count = sum(report.count for report in reports)
-        self.sizes.check_token_mask("append_shard", token_mask, new_count)
+        new_count = sum(report.token_count for report in reports)
+        check_token_mask("append_shard", self.sizes, token_mask, new_count)
         self.shards.check_unpadded("append_shard", token_mask)
         self.shards.check_fits("append_shard", new_count, rank_counts)
         with torch.no_grad():
-            per_shard = [report.count for report in reports]
+            per_shard = [report.token_count for report in reports]
             rows = tuple(map(self.sizes.rows_of, tensors_to_store(k, v)))
             new, tokens = swap_tokens_for_heads(rows, positions.to(self.device), per_shard, self.mesh)
             with self._on_files("append_shard"):
@@ -373,10 +374,10 @@ class KVCache(PagedCache, SavedCache):
     @torch.no_grad()
     def move_hot(self, device: torch.device) -> None:
         """Let the newest tokens of one rank be on another device."""
-        own, self.device = self.shard, device
-        assert isinstance(own, TieredShard)
+        shard, self.device = self.shard, device
+        assert isinstance(shard, TieredShard)
         self.calls = CallRecord(self.mesh, device, self.calls.checked)
-        self.shards.own = own.moved(device, self.calls.fail)
+        self.shards.own = shard.moved(device, self.calls.fail)
         self.shards.known_length = self.shard.length
 
     @torch.no_grad()
@@ -420,7 +421,7 @@ class KVCache(PagedCache, SavedCache):
         3
         """
         with self.calls.agreement("reorder", lambda: {"to": batch_index.tolist()}):
-            self.sizes.check_order(batch_index)
+            check_order(self.sizes, batch_index)
         self.saved.finish_writing()
         index = batch_index.to(self.device)
         for shard in self.shards.all:

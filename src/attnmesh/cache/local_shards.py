@@ -13,7 +13,7 @@ from attnmesh.cache.window import first_needed
 from attnmesh.comm.p2p import exchange_messages, meta_like
 from attnmesh.comm.topology import dist_all_gather_ints, hosts
 from attnmesh.core.mask import Mask
-from attnmesh.errors import KernelError, ShapeError, require
+from attnmesh.errors import KernelError, ShapeError
 from attnmesh.guard.agreement import is_capturing, may_compare
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.shares import check_shares
@@ -131,12 +131,13 @@ class LocalShards:
 
     def check_unpadded(self, subject: str, token_mask: Tensor | None) -> None:
         """Raise if a cache in a folder, or in two memories, gets padding."""
-        plain = not self.own.is_in_files and self.own.sizes.hot is None
-        fits = token_mask is None or plain or bool(token_mask.all())
+        is_hot = self.own.sizes.hot is not None
+        if token_mask is None or not (is_hot or self.own.is_in_files) or bool(token_mask.all()):
+            return
         expected, fix = "sequences without padding in a folder", "give each sequence a folder of its own"
-        if self.own.sizes.hot is not None:
+        if is_hot:
             expected, fix = "sequences without padding beside hot=", "give each sequence a cache of its own"
-        require(fits, KernelError, f"{subject} token_mask", expected, "a mask", fix)
+        raise KernelError(f"{subject} token_mask", expected, "a mask", fix)
 
     @property
     def forget_mask(self) -> Mask | None:
@@ -182,11 +183,11 @@ class LocalShards:
         if self.forget_mask is not None:
             self._raise_floor(new_count, new_count)
         for shard in self.all:
-            own = 0
+            own_count = 0
             if self.forget_mask is not None:
-                own = shard.turn.count(start + new_count) - shard.turn.count(start)
-                shard.make_room(own, self.first)
-            shard.append(new, token_mask, self.length_and_used(shard, own))
+                own_count = shard.turn.count(start + new_count) - shard.turn.count(start)
+                shard.make_room(own_count, self.first)
+            shard.append(new, token_mask, self.length_and_used(shard, own_count))
         self._advance(new_count)
 
     def append_at(self, new: Tensors, tokens: Tensor, new_count: int, token_mask: Tensor | None, queries: int) -> None:
@@ -205,7 +206,7 @@ class LocalShards:
             self.own.make_room(len(tokens), lambda: first, forget=skips)
         self.own.append_at(new, tokens, new_count, token_mask)
         self._advance(new_count)
-        self._exchange(new, tokens, new_count, token_mask, first)
+        self._send_copies(new, tokens, new_count, token_mask, first)
 
     def truncate(self, length: int, table: Sequence[Sequence[int]]) -> None:
         """Remove the tokens from `length` on; rows are (rank, tokens before `length`)."""
@@ -233,7 +234,7 @@ class LocalShards:
         own = self.own
         used = self.own.mark_present(length, token_mask, first)
         new = tuple(x[:, :, :used] for x in own.stored)
-        self._exchange(new, own.token_index[:used], length, token_mask, first)
+        self._send_copies(new, own.token_index[:used], length, token_mask, first)
         self.known_length = length
 
     def _raise_floor(self, new_count: int, queries: int) -> None:
@@ -252,7 +253,7 @@ class LocalShards:
         if self.in_graphs:
             self.known_length, self.in_graphs = self.own.length, False
 
-    def _exchange(self, new: Tensors, tokens: Tensor, new_count: int, token_mask: Tensor | None, first: int) -> None:
+    def _send_copies(self, new: Tensors, tokens: Tensor, new_count: int, token_mask: Tensor | None, first: int) -> None:
         """Send this rank's new tokens to its keepers, and add the tokens received to the copies."""
         if not self.keepers and not self.copy_shards:
             return

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.cache.cache_shard import CacheShard
+from attnmesh.cache.call_checks import check_captured, check_new, check_token_mask
 from attnmesh.cache.local_shards import LocalShards
 from attnmesh.comm.p2p import meta_like, swap
 from attnmesh.guard.argument_checks import check_positions
@@ -46,20 +47,20 @@ class NewTokens(NamedTuple):
     def check(self, sizes: CacheSizes, device: torch.device) -> None:
         """Raise unless they are all new tokens, for every rank of a cache to keep its share."""
         k, v, token_mask = self
-        sizes.check_new("append", k, v, device)
+        check_new("append", sizes, k, v, device)
         check_not_cut("append", {"k": k, "v": v}, "call append_shard with its positions, on a cache of its mesh")
-        sizes.check_token_mask("append", token_mask, k.shape[2])
-        sizes.check_captured("append", token_mask, device)
+        check_token_mask("append", sizes, token_mask, k.shape[2])
+        check_captured("append", token_mask, device)
 
     def check_shard(self, sizes: CacheSizes, device: torch.device, positions: Tensor, ranks: int) -> None:
         """Raise unless they are the new tokens of one of so many ranks, at these positions."""
         k, v, token_mask = self
-        sizes.check_new("append_shard", k, v, device)
+        check_new("append_shard", sizes, k, v, device)
         check_positions("append_shard positions", positions, k.shape[2])
         check_equal_cuts("append_shard", {"k": k, "v": v, "positions": positions})
         if ranks == 1:
             check_not_cut("append_shard", {"k": k, "v": v}, "make the cache with the mesh of am.shard")
-        sizes.check_token_mask("append_shard", token_mask, None)
+        check_token_mask("append_shard", sizes, token_mask, None)
 
 
 def append_known(signatures: Memo[bool], k: Tensor, v: Tensor | None, shards: LocalShards) -> bool:

@@ -46,9 +46,9 @@ def decode_shard(
     is_compared = cache.mesh.ranks > 1 and cache.calls.checked is not False and may_compare(q.device)
     with Agreement(cache.mesh, "decode_shard", is_compared=is_compared) as agreement:
         owners = queries.owners(cache.mesh, cache.token_axis)
-        whole = q.new_empty(1).expand(*q.shape[:2], length, q.shape[3])
+        like_all_queries = q.new_empty(1).expand(*q.shape[:2], length, q.shape[3])
         inputs = StepInputs(q, (cache,), sinks, selected=selected)
-        step = checked_step(inputs._replace(q=whole) if selected is None else inputs, options, {})
+        step = checked_step(inputs._replace(q=like_all_queries) if selected is None else inputs, options, {})
         step = step_with_bias(inputs, scores.distance_bias, step)
         agreement.compare(partial_of(_compared_fields, queries, cache, step))
     heads = cache.mesh.heads
@@ -72,5 +72,5 @@ def _compared_fields(queries: QueryShard, cache: KVCache, step: CheckedStep) -> 
     """Return the arguments that ranks compare: with those of the checked step, such as whether tokens are selected."""
     q, layout, length = queries
     contents = {"tokens in the cache": cache.length, "padding and order": cache.history_checksum}
-    own = {"dtype": q.dtype, "heads": q.shape[1], "layout": layout, "length": length}
-    return {**own, **contents, **named_options(step)}
+    of_queries = {"dtype": q.dtype, "heads": q.shape[1], "layout": layout, "length": length}
+    return {**of_queries, **contents, **named_options(step)}

@@ -24,7 +24,6 @@ from attnmesh.errors import (
     MeshError,
     RankFailure,
     ShapeError,
-    require,
 )
 from attnmesh.guard.agreement import may_compare
 from attnmesh.guard.argument_checks import check_comparison, warn_if_swapped
@@ -141,30 +140,28 @@ def _check_caches(q: Tensor, caches: Sequence[Any], k: Any, v: Any) -> None:
     first = caches[0]
     subject = f"{SUBJECT} caches"
     for cache in caches:
-        fix = "make them with attnmesh.KVCache"
-        require(isinstance(cache, KVCache), DtypeError, subject, "KVCaches", type(cache).__name__, fix)
-        given, fix = f"one of {cache.sizes.batch}", "decode a batch with attnmesh.decode"
-        require(cache.sizes.batch == 1, ShapeError, subject, "caches of one sequence", given, fix)
-        same = (cache.token_axis, cache.mesh.heads) == (first.token_axis, first.mesh.heads)
-        fix = "make all caches on one mesh"
-        require(same, MeshError, subject, "caches on one mesh", "caches on several", fix)
-        alike = cache.sizes.common_sizes == first.sizes.common_sizes and cache.device == first.device
-        if not alike:  # the text of sizes takes long
-            expected, fix = (
-                "caches of equal heads, widths, dtypes and masks",
-                "decode rows of one model and layer together",
-            )
+        if not isinstance(cache, KVCache):
+            raise DtypeError(subject, "KVCaches", type(cache).__name__, "make them with attnmesh.KVCache")
+        if cache.sizes.batch != 1:
+            fix = "decode a batch with attnmesh.decode"
+            raise ShapeError(subject, "caches of one sequence", f"one of {cache.sizes.batch}", fix)
+        if (cache.token_axis, cache.mesh.heads) != (first.token_axis, first.mesh.heads):
+            raise MeshError(subject, "caches on one mesh", "caches on several", "make all caches on one mesh")
+        if cache.sizes.common_sizes != first.sizes.common_sizes or cache.device != first.device:
+            expected = "caches of equal heads, widths, dtypes and masks"
+            fix = "decode rows of one model and layer together"
             raise ShapeError(subject, expected, f"{cache.sizes} beside {first.sizes}", fix)
-    once = len({id(cache) for cache in caches}) == len(caches)
-    require(once, ArgumentError, subject, "each cache once", "one cache twice", "pass cache.fork()")
-    for name, x in {"q": q, "k": k, "v": v}.items():
-        if x is not None or name == "q":
-            rows = len(x) if isinstance(x, Tensor) and x.ndim == 4 else None
+    if len({id(cache) for cache in caches}) < len(caches):
+        raise ArgumentError(subject, "each cache once", "one cache twice", "pass cache.fork()")
+    new = {name: x for name, x in (("k", k), ("v", v)) if x is not None}
+    for name, x in {"q": q, **new}.items():
+        if not isinstance(x, Tensor) or x.ndim != 4 or len(x) != len(caches):
+            expected = f"4 dims, of which the first has {len(caches)} rows"
             given = f"{tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-            expected, fix = f"4 dims, of which the first has {len(caches)} rows", "pass a row for each cache"
-            require(rows == len(caches), ShapeError, f"{SUBJECT} {name}", expected, given, fix)
-    given, fix = "one", "decode each row with attnmesh.decode"
-    require(may_compare(q.device), KernelError, SUBJECT, "no graph around rows of several caches", given, fix)
+            raise ShapeError(f"{SUBJECT} {name}", expected, given, "pass a row for each cache")
+    if not may_compare(q.device):
+        fix = "decode each row with attnmesh.decode"
+        raise KernelError(SUBJECT, "no graph around rows of several caches", "one", fix)
 
 
 def _append(k: Tensor | None, v: Tensor | None, caches: Sequence[KVCache]) -> None:
@@ -186,7 +183,7 @@ def _checked_step_of_rows(
         for row, cache in enumerate(caches)
     ]
     blocks = sorted({cache.sizes.block for cache in caches})
-    fits = not options.reproducible or len(blocks) == 1
-    fix = "make all caches with one block="
-    require(fits, LayoutError, f"{SUBJECT} reproducible", "caches of one block size", f"{blocks}", fix)
+    if options.reproducible and len(blocks) > 1:
+        fix = "make all caches with one block="
+        raise LayoutError(f"{SUBJECT} reproducible", "caches of one block size", f"{blocks}", fix)
     return steps[0]._replace(capacity=max(cache.sizes.capacity for cache in caches))

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm.p2p import exchange_messages
-from attnmesh.errors import DtypeError, ShapeError, check_count, require
+from attnmesh.errors import DtypeError, ShapeError, check_count
 from attnmesh.guard.agreement import Agreement
 from attnmesh.guard.argument_checks import check_tensor
 from attnmesh.mesh.axes import Axis, axis_of, group_named, mesh_of
@@ -155,10 +155,8 @@ def _segments(size: int, owners: Sequence[int], lengths: Sequence[int]) -> Itera
 
 def _check_halo(x: Tensor, size: int, dim: int) -> None:
     check_tensor("halo x", x)
-    fits = x.is_floating_point()
-    fix = "cast it with .float()"
-    require(fits, DtypeError, "halo x", "a tensor of floats", x.dtype, fix)
+    if not x.is_floating_point():
+        raise DtypeError("halo x", "a tensor of floats", f"{x.dtype}", "cast it with .float()")
     check_count("halo size", size, "pass the width of the convolution less one", least=0)
-    fits = type(dim) is int and -x.ndim <= dim < x.ndim
-    fix = "pass the dim of the tokens"
-    require(fits, ShapeError, "halo dim", f"a dim of the tensor's {x.ndim}", repr(dim), fix)
+    if type(dim) is not int or not -x.ndim <= dim < x.ndim:
+        raise ShapeError("halo dim", f"a dim of the tensor's {x.ndim}", repr(dim), "pass the dim of the tokens")

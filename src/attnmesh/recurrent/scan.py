@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm.p2p import exchange_messages
 from attnmesh.core.partial import sum_dtype
-from attnmesh.errors import ArgumentError, DtypeError, ShapeError, require
+from attnmesh.errors import ArgumentError, DtypeError, ShapeError
 from attnmesh.guard.agreement import Agreement, may_compare
 from attnmesh.guard.argument_checks import check_comparison, check_one_device, check_tensor
 from attnmesh.kernels.traced import without_autocast
@@ -206,17 +206,18 @@ def _check_maps(linear: Tensor, bias: Tensor, reverse: bool, checked: bool | Non
     check_comparison("scan_across", checked)
     for name, x in (("linear", linear), ("bias", bias)):
         check_tensor(f"scan_across {name}", x)
-        fits = x.is_floating_point()
-        fix = "cast it with .float()"
-        require(fits, DtypeError, f"scan_across {name}", "a tensor of floats", x.dtype, fix)
+        if not x.is_floating_point():
+            raise DtypeError(f"scan_across {name}", "a tensor of floats", f"{x.dtype}", "cast it with .float()")
     check_one_device("scan_across", {"linear": linear, "bias": bias})
-    given, fix = f"shape {tuple(bias.shape)}", "pass one state per batch and head; V may be 1"
-    require(bias.ndim == 4, ShapeError, "scan_across bias", "4 dims (batch, heads, K, V)", given, fix)
     shape = tuple(bias.shape)
+    if len(shape) != 4:
+        fix = "pass one state per batch and head; V may be 1"
+        raise ShapeError("scan_across bias", "4 dims (batch, heads, K, V)", f"shape {shape}", fix)
     shapes = [shape[:2], shape[:3], (*shape[:3], shape[2])]
-    expected = f"shape {shapes[0]}, {shapes[1]} or {shapes[2]} for bias {shape}"
-    fix = "pass a factor, a diagonal or a matrix per batch and head"
-    given = f"shape {tuple(linear.shape)}"
-    require(tuple(linear.shape) in shapes, ShapeError, "scan_across linear", expected, given, fix)
-    expected, fix = "True or False", "pass reverse=True to scan from the last rank"
-    require(isinstance(reverse, bool), ArgumentError, "scan_across reverse", expected, repr(reverse), fix)
+    if tuple(linear.shape) not in shapes:
+        expected = f"shape {shapes[0]}, {shapes[1]} or {shapes[2]} for bias {shape}"
+        fix = "pass a factor, a diagonal or a matrix per batch and head"
+        raise ShapeError("scan_across linear", expected, f"shape {tuple(linear.shape)}", fix)
+    if not isinstance(reverse, bool):
+        fix = "pass reverse=True to scan from the last rank"
+        raise ArgumentError("scan_across reverse", "True or False", repr(reverse), fix)

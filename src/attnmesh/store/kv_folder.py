@@ -201,8 +201,8 @@ class KeyFolder:
             report = shard.block_cyclic.report_of(shard.index, torch.cat(parts))
             rows = agreement.compare(payload=report)
         reports = sorted({ShardReport(*row) for row in rows})  # ranks along the heads axis hold the same tokens
-        fits = sum(report.count for report in reports) == length
-        given = f"{sum(report.count for report in reports)} of {length} tokens in {self.path}"
+        fits = sum(report.token_count for report in reports) == length
+        given = f"{sum(report.token_count for report in reports)} of {length} tokens in {self.path}"
         require(fits, StoreError, self.subject, "every token once", given, "restore the folder from a copy")
         shards.rank_counts, shards.known_length = shards.rank_counts.with_shards(0, reports), length
         if length > shard.sizes.capacity:
