@@ -34,6 +34,9 @@ from attnmesh.kernels.traced import are_plain
 from attnmesh.runtime.memo import Memo
 from attnmesh.runtime.ranges import ATTENTION, MERGE, in_range, is_profiled
 
+Verdict = bool | Tensor | None
+"""What a merge has found of the ranks' calls: whether they are equal, or a checksum. None without other ranks."""
+
 
 @dataclass(eq=False)
 class PreparedStep:
@@ -55,11 +58,11 @@ class PreparedStep:
         """
         raise NotImplementedError
 
-    def merge(self, partial: Partial, blank: BlankMessage, compared: Compared) -> tuple[Partial, Any]:
+    def merge(self, partial: Partial, blank: BlankMessage, compared: Compared) -> tuple[Partial, Verdict]:
         """Return the partial of all ranks, and what the merge has found of their calls."""
         raise NotImplementedError
 
-    def compute(self, inputs: StepInputs, views: Sequence[CacheView] | None = None) -> tuple[Tensor, Any]:
+    def compute(self, inputs: StepInputs, views: Sequence[CacheView] | None = None) -> tuple[Tensor, Verdict]:
         """Return this rank's output, NaN if the ranks' calls differ, and what `merge` has found of them.
 
         `views` are given in a graph, which has no caches. The CPU reads nothing of a device.
@@ -69,8 +72,8 @@ class PreparedStep:
             views = []
             for cache in inputs.caches:
                 views.append(cache.shards.own.view)
-        own = inputs if step.head_axis.size == 1 else inputs.of_own_heads(step)
-        q, _, sinks, key_lengths, selected, other_partial = own
+        of_rank = inputs if step.head_axis.size == 1 else inputs.of_own_heads(step)
+        q, _, sinks, key_lengths, selected, other_partial = of_rank
         blank = NO_MESSAGE if self.blank_message is None else self.blank_message()
         # The first rank adds the sinks; a reproducible step adds them after the merge, on any number of ranks.
         added = sinks if step.token_axis.index == 0 and not step.reproducible else None
@@ -81,11 +84,14 @@ class PreparedStep:
         )
         attend = in_range(ATTENTION, self.attention.attend) if is_profiled() else self.attention.attend
         partial = attend(query, views, selected)
-        found: Any = None
+        verdict: Verdict = None
         if not self.is_alone:
-            partial, found = self.merge(partial, blank, inputs.compared(self.compared_facts, views))
+            partial, verdict = self.merge(partial, blank, inputs.compared(self.compared_facts, views))
         out = self.finish(partial, query, sinks, views)
-        return (out, found) if step.head_axis.size == 1 else gather_heads(out, found, step, inputs.q.shape[1])
+        if step.head_axis.size == 1:
+            return out, verdict
+        assert isinstance(verdict, Tensor)  # no other kind of step has a heads axis
+        return gather_heads(out, verdict, step, inputs.q.shape[1])
 
     def finish(self, partial: Partial, query: DecodeQuery, sinks: Tensor | None, views: Sequence[CacheView]) -> Tensor:
         """Return the output of a merged partial. `sinks` are those of this rank's heads."""
@@ -161,6 +167,7 @@ class AgreedStep(PreparedStep):
             return q.new_full(step.output_shape(q), torch.nan)
         with agreement:
             out, checksum = self.compute(inputs)
+        assert isinstance(checksum, Tensor)
         agreement.check_merged(call, checksum)
         return out
 
