@@ -123,8 +123,8 @@ class CacheShard:
     @property
     def token_bytes(self) -> int:
         """Bytes of the cached tokens on this rank, earlier pieces included."""
-        own = sum(x[:, :, : self.used_slots].nbytes for x in self.stored)
-        return own + sum(piece.nbytes for piece in self.earlier_pieces)
+        own_bytes = sum(x[:, :, : self.used_slots].nbytes for x in self.stored)
+        return own_bytes + sum(piece.nbytes for piece in self.earlier_pieces)
 
     @property
     def view(self) -> CacheView:
@@ -247,8 +247,8 @@ class CacheShard:
         else:
             is_own = self.turn.holds(tokens) & (tokens < self.sizes.capacity)
             slots = torch.where(is_own, used + is_own.cumsum(0) - 1, self.slots).clamp(max=self.slots)
-        own = [self.sizes.rows_of(x.chunk(self.heads.size, 1)[self.heads.index]) for x in new]
-        self._write(own, tokens, slots)
+        rows = [self.sizes.rows_of(x.chunk(self.heads.size, 1)[self.heads.index]) for x in new]
+        self._write(rows, tokens, slots)
         self._pad(tokens, slots, new_count, token_mask)
         if alone:
             self.device_counts[LENGTH_AND_USED].add_(new_count)
@@ -391,10 +391,10 @@ class CacheShard:
             return self._append_parts(new, new_count, length, used)
         if stop > self.slots:
             return False
-        own = new if self.heads.size == 1 else [x.chunk(self.heads.size, 1)[self.heads.index] for x in new]
+        rows = new if self.heads.size == 1 else [x.chunk(self.heads.size, 1)[self.heads.index] for x in new]
         if self.sizes.storage is not None:
-            own = [*map(self.sizes.rows_of, own)]
-        self._write_run(own, new_count, length, used)
+            rows = [*map(self.sizes.rows_of, rows)]
+        self._write_run(rows, new_count, length, used)
         return True
 
     def _append_parts(self, new: Tensors, new_count: int, length: int, used: int) -> bool:
@@ -402,8 +402,9 @@ class CacheShard:
         start, width, period = self.turn
         count = self.turn.count
         offset = (length - start) % period
-        first, own = (width if offset < width else period) - offset, count(length + new_count) - count(length)
-        if new_count > width or self.is_in_files or used + own > self.slots:  # a file takes all at once, or none
+        first = (width if offset < width else period) - offset
+        own_count = count(length + new_count) - count(length)
+        if new_count > width or self.is_in_files or used + own_count > self.slots:  # a file takes all at once, or none
             return False
         after = used + first if offset < width else used
         head, tail = (tuple(x[:, :, some] for x in new) for some in (slice(first), slice(first, None)))

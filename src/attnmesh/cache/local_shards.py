@@ -231,10 +231,10 @@ class LocalShards:
 
     def mark_present(self, length: int, token_mask: Tensor | None, first: int = 0) -> None:
         """Mark the tokens that `prepare` made room for as present, once written, and send copies."""
-        own = self.own
-        used = self.own.mark_present(length, token_mask, first)
-        new = tuple(x[:, :, :used] for x in own.stored)
-        self._send_copies(new, own.token_index[:used], length, token_mask, first)
+        shard = self.own
+        used = shard.mark_present(length, token_mask, first)
+        new = tuple(x[:, :, :used] for x in shard.stored)
+        self._send_copies(new, shard.token_index[:used], length, token_mask, first)
         self.known_length = length
 
     def _raise_floor(self, new_count: int, queries: int) -> None:
