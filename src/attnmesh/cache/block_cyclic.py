@@ -55,6 +55,11 @@ class BlockCyclic:
         """Return what a rank says of its new tokens."""
         return ShardReport(len(tokens), rank, token_set_digest(tokens), bool(self.turns[rank].holds(tokens).all()))
 
+    @staticmethod
+    def reports_in(rows: Sequence[Sequence[int]]) -> "list[ShardReport]":
+        """Return the reports that ranks have sent as rows of integers."""
+        return [ShardReport(*row) for row in rows]
+
 
 class ShardReport(NamedTuple):
     """What a rank says of new tokens that it has, which ranks send one another as integers."""

@@ -19,9 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.cache.block_cyclic import ShardReport
 from attnmesh.cache.cache_config import CacheSizes, check_hot, check_in_folder
-from attnmesh.cache.call_checks import check_order, check_token_mask
 from attnmesh.cache.local_shards import LocalShards, check_placement
 from attnmesh.cache.new_tokens import NewTokens, append_known, append_signature, swap_tokens_for_heads, tensors_to_store
 from attnmesh.cache.pages import PagedCache
@@ -30,7 +28,7 @@ from attnmesh.cache.tiered_shard import TieredShard, memory_shard_maker, tiered_
 from attnmesh.comm.transport import flat_axis, transport_of
 from attnmesh.core.digest import fingerprints, history_checksum
 from attnmesh.core.mask import Mask
-from attnmesh.errors import StoreError, check_count
+from attnmesh.errors import DtypeError, ShapeError, StoreError, check_count
 from attnmesh.guard.agreement import Agreement, CallRecord, prepare_merges
 from attnmesh.guard.argument_checks import check_comparison
 from attnmesh.mesh.axes import Mesh
@@ -284,22 +282,23 @@ class KVCache(PagedCache, SavedCache):
             return {**sizes, "padding": padding, "checksum": checksum}
 
         with self.calls.agreement("append_shard", always=True) as agreement:
-            NewTokens(k, v, token_mask).check_shard(self.sizes, self.device, positions, self.mesh.ranks)
+            new = NewTokens(k, v, token_mask)
+            new.check_shard(self.sizes, self.device, positions, self.mesh.ranks)
             check_count("append_shard queries", queries, "count the last tokens to decode")
             report = self.shard.block_cyclic.report_of(self.token_axis.index, positions)
             table = agreement.compare(fields, payload=report)
-        reports = [ShardReport(*row) for row in table]
+        reports = self.shard.block_cyclic.reports_in(table)
         rank_counts = self.shards.rank_counts.with_shards(start, reports)
         new_count = sum(report.token_count for report in reports)
-        check_token_mask("append_shard", self.sizes, token_mask, new_count)
+        new.check_token_mask("append_shard", self.sizes, new_count)
         self.shards.check_unpadded("append_shard", token_mask)
         self.shards.check_fits("append_shard", new_count, rank_counts)
         with torch.no_grad():
             per_shard = [report.token_count for report in reports]
             rows = tuple(map(self.sizes.rows_of, tensors_to_store(k, v)))
-            new, tokens = swap_tokens_for_heads(rows, positions.to(self.device), per_shard, self.mesh)
+            rows, tokens = swap_tokens_for_heads(rows, positions.to(self.device), per_shard, self.mesh)
             with self._on_files("append_shard"):
-                self.shards.append_at(new, tokens, new_count, token_mask, queries)
+                self.shards.append_at(rows, tokens, new_count, token_mask, queries)
         self.shards.rank_counts = rank_counts
         self.record_padding(token_mask, new_count)
 
@@ -421,7 +420,7 @@ class KVCache(PagedCache, SavedCache):
         3
         """
         with self.calls.agreement("reorder", lambda: {"to": batch_index.tolist()}):
-            check_order(self.sizes, batch_index)
+            _check_order(self.sizes, batch_index)
         self.saved.finish_writing()
         index = batch_index.to(self.device)
         for shard in self.shards.all:
@@ -430,3 +429,14 @@ class KVCache(PagedCache, SavedCache):
         self.order_checksum = history_checksum(self.order_checksum, index)
         self.history_checksum = history_checksum(self.history_checksum, index)
         self.changes += 1
+
+
+def _check_order(sizes: CacheSizes, batch_index: Tensor) -> None:
+    """Raise unless `batch_index` holds indices of sequences."""
+    if not isinstance(batch_index, Tensor) or batch_index.dtype != torch.int64:
+        given = str(batch_index.dtype) if isinstance(batch_index, Tensor) else type(batch_index).__name__
+        raise DtypeError("reorder", "a tensor of torch.int64", given, "pass torch.tensor([...])")
+    indices = batch_index.ndim == 1 and len(batch_index) > 0
+    if not indices or not bool(((batch_index >= 0) & (batch_index < sizes.batch)).all()):
+        expected = f"a number of a sequence below {sizes.batch} for each"
+        raise ShapeError("reorder", expected, f"{batch_index.tolist()}", f"pass indices from 0 to {sizes.batch - 1}")

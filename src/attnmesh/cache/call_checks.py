@@ -28,7 +28,7 @@ def check_new(subject: str, sizes: CacheSizes, k: Tensor, v: Tensor | None, devi
             fits = x.ndim == 4 and (x.shape[0], x.shape[2], x.shape[3]) == (sizes.batch, sizes.kv_heads, width)
             fix = swap_first("pass what the cache was made for", fits)
             raise ShapeError(f"{subject} {name}", expected, f"{tuple(x.shape)}", fix)
-        check_dtype(f"{subject} {name}", sizes, x, device)
+        check_dtype_and_device(f"{subject} {name}", sizes, x, device)
     check_no_gradients(subject, tensors)
     check_eager(subject, sizes, device)
     if v is not None and k.shape[2] != v.shape[2]:
@@ -36,25 +36,15 @@ def check_new(subject: str, sizes: CacheSizes, k: Tensor, v: Tensor | None, devi
         raise ShapeError(subject, "k and v of the same tokens", given, "pair each key with its value")
 
 
-def check_dtype(subject: str, sizes: CacheSizes, x: Tensor, device: torch.device, *, rows: bool = False) -> None:
-    """Raise unless a tensor has the cache's dtype, or that of its stored rows, and its type of device."""
+def check_dtype_and_device(
+    subject: str, sizes: CacheSizes, x: Tensor, device: torch.device, *, rows: bool = False
+) -> None:
+    """Raise unless a tensor has the cache's dtype, or that of its stored rows, on its type of device."""
     storage_format = sizes.storage_format if rows else None
     dtype = sizes.dtype if storage_format is None else storage_format.dtype
     if x.dtype != dtype or x.device.type != device.type:
         fix = "call .to() with the cache's dtype and device"
         raise DtypeError(subject, f"{dtype} on {device}", f"{x.dtype} on {x.device}", fix)
-
-
-def check_token_mask(subject: str, sizes: CacheSizes, token_mask: Tensor | None, tokens: int | None) -> None:
-    """Raise unless `token_mask` has one bool per token; `tokens=None` accepts any number."""
-    if token_mask is None:
-        return
-    shape = tuple(token_mask.shape) if isinstance(token_mask, Tensor) else ()
-    expected_shape = (sizes.batch, shape[-1] if tokens is None and len(shape) == 2 else tokens)
-    if not isinstance(token_mask, Tensor) or token_mask.dtype != torch.bool or shape != expected_shape:
-        given = f"{token_mask.dtype} {shape}" if isinstance(token_mask, Tensor) else type(token_mask).__name__
-        fix = "pass attention_mask.bool(), of the new tokens alone"
-        raise ShapeError(f"{subject} token_mask", f"torch.bool {expected_shape}", given, fix)
 
 
 def check_eager(subject: str, sizes: CacheSizes, device: torch.device) -> None:
@@ -73,17 +63,6 @@ def check_captured(subject: str, token_mask: Tensor | None, device: torch.device
     if token_mask is not None and is_capturing(device):
         fix = "append the padded tokens before the capture; real ones need no token_mask"
         raise KernelError(f"{subject} token_mask", "None in a CUDA graph", "a tensor", fix)
-
-
-def check_order(sizes: CacheSizes, batch_index: Tensor) -> None:
-    """Raise unless `batch_index` holds indices of sequences."""
-    if not isinstance(batch_index, Tensor) or batch_index.dtype != torch.int64:
-        given = str(batch_index.dtype) if isinstance(batch_index, Tensor) else type(batch_index).__name__
-        raise DtypeError("reorder", "a tensor of torch.int64", given, "pass torch.tensor([...])")
-    indices = batch_index.ndim == 1 and len(batch_index) > 0
-    if not indices or not bool(((batch_index >= 0) & (batch_index < sizes.batch)).all()):
-        expected = f"a number of a sequence below {sizes.batch} for each"
-        raise ShapeError("reorder", expected, f"{batch_index.tolist()}", f"pass indices from 0 to {sizes.batch - 1}")
 
 
 def check_no_gradients(subject: str, tensors: Mapping[str, Tensor | None]) -> None:

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.cache.cache_shard import CacheShard
-from attnmesh.cache.call_checks import check_captured, check_new, check_token_mask
+from attnmesh.cache.call_checks import check_captured, check_new
 from attnmesh.cache.local_shards import LocalShards
 from attnmesh.comm.p2p import meta_like, swap
+from attnmesh.errors import ShapeError
 from attnmesh.guard.argument_checks import check_positions
 from attnmesh.guard.shard_marks import check_equal_cuts, check_not_cut, shard_marks
 from attnmesh.kernels.traced import are_plain
@@ -49,18 +50,30 @@ class NewTokens(NamedTuple):
         k, v, token_mask = self
         check_new("append", sizes, k, v, device)
         check_not_cut("append", {"k": k, "v": v}, "call append_shard with its positions, on a cache of its mesh")
-        check_token_mask("append", sizes, token_mask, k.shape[2])
+        self.check_token_mask("append", sizes, k.shape[2])
         check_captured("append", token_mask, device)
 
     def check_shard(self, sizes: CacheSizes, device: torch.device, positions: Tensor, ranks: int) -> None:
         """Raise unless they are the new tokens of one of so many ranks, at these positions."""
-        k, v, token_mask = self
+        k, v, _ = self
         check_new("append_shard", sizes, k, v, device)
         check_positions("append_shard positions", positions, k.shape[2])
         check_equal_cuts("append_shard", {"k": k, "v": v, "positions": positions})
         if ranks == 1:
             check_not_cut("append_shard", {"k": k, "v": v}, "make the cache with the mesh of am.shard")
-        check_token_mask("append_shard", sizes, token_mask, None)
+        self.check_token_mask("append_shard", sizes, None)
+
+    def check_token_mask(self, subject: str, sizes: CacheSizes, tokens: int | None) -> None:
+        """Raise unless the mask has one bool per token; `tokens=None` accepts any number."""
+        token_mask = self.token_mask
+        if token_mask is None:
+            return
+        shape = tuple(token_mask.shape) if isinstance(token_mask, Tensor) else ()
+        expected_shape = (sizes.batch, shape[-1] if tokens is None and len(shape) == 2 else tokens)
+        if not isinstance(token_mask, Tensor) or token_mask.dtype != torch.bool or shape != expected_shape:
+            given = f"{token_mask.dtype} {shape}" if isinstance(token_mask, Tensor) else type(token_mask).__name__
+            fix = "pass attention_mask.bool(), of the new tokens alone"
+            raise ShapeError(f"{subject} token_mask", f"torch.bool {expected_shape}", given, fix)
 
 
 def append_known(signatures: Memo[bool], k: Tensor, v: Tensor | None, shards: LocalShards) -> bool:

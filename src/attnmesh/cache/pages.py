@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attnmesh.cache.cache_properties import CacheProperties
 from attnmesh.cache.cache_shard import CacheShard
-from attnmesh.cache.call_checks import check_dtype, check_no_gradients
+from attnmesh.cache.call_checks import check_dtype_and_device, check_no_gradients
 from attnmesh.cache.frozen_piece import FrozenPiece
 from attnmesh.cache.local_shards import LocalShards
 from attnmesh.errors import DtypeError, KernelError, ShapeError, type_and_shape
@@ -189,7 +189,7 @@ def _check_pools(shard: CacheShard, pools: tuple[Tensor, ...], table: Tensor) ->
             expected = f"shape (blocks, {sizes.block}, {heads}, {width})"
             fix = "make the cache with the engine's block, heads and widths"
             raise ShapeError(f"append_pages {name}", expected, f"{tuple(pool.shape)}", fix)
-        check_dtype(f"append_pages {name}", sizes, pool, shard.device, rows=True)
+        check_dtype_and_device(f"append_pages {name}", sizes, pool, shard.device, rows=True)
         check_no_gradients("append_pages", {name: pool})
     subject, fix = "append_pages block_table", "pass one row of block numbers for each sequence"
     if not isinstance(table, Tensor) or table.dtype not in (torch.int32, torch.int64):

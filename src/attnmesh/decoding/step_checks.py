@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.cache.cache import KVCache
-from attnmesh.cache.call_checks import check_dtype, check_eager, check_no_gradients
+from attnmesh.cache.call_checks import check_dtype_and_device, check_eager, check_no_gradients
 from attnmesh.core.mask import Mask, check_mask
 from attnmesh.core.partial import sum_dtype
 from attnmesh.core.scaling import Scaling
@@ -70,7 +70,7 @@ def checked_step(
         given = f"{q.shape[1]} query heads on {sizes.kv_heads} key heads"
         fix = swap_first("pass the model's heads", q.shape[1] > 0 and q.shape[2] % sizes.kv_heads == 0)
         raise ShapeError(f"{subject} q{of_row}", "query heads a multiple of key heads", given, fix)
-    check_dtype(f"{subject} q{of_row}", sizes, q, cache.device)
+    check_dtype_and_device(f"{subject} q{of_row}", sizes, q, cache.device)
     check_mask(f"{subject} mask", options.mask)
     if sizes.mask is not None and not options.mask.is_within(sizes.mask):
         expected = f"{sizes.mask}, by which the cache forgets tokens, or a narrower mask"

@@ -15,7 +15,6 @@ from stat import S_IWGRP, S_IWOTH
 import torch
 from torch import Tensor
 
-from attnmesh.cache.block_cyclic import ShardReport
 from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.local_shards import LocalShards
@@ -200,7 +199,7 @@ class KeyFolder:
             ]
             report = shard.block_cyclic.report_of(shard.index, torch.cat(parts))
             rows = agreement.compare(payload=report)
-        reports = sorted({ShardReport(*row) for row in rows})  # ranks along the heads axis hold the same tokens
+        reports = sorted({*shard.block_cyclic.reports_in(rows)})  # ranks along the heads axis hold the same tokens
         fits = sum(report.token_count for report in reports) == length
         given = f"{sum(report.token_count for report in reports)} of {length} tokens in {self.path}"
         require(fits, StoreError, self.subject, "every token once", given, "restore the folder from a copy")
