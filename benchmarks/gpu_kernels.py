@@ -163,7 +163,7 @@ def _tiers(device: torch.device, sizes: Sizes) -> Iterator[Comparison]:
     """
     keys, hot = sizes.tiers
     plain, cache = _filled(device, sizes, 1, keys), _filled(device, sizes, 1, keys, hot=hot)
-    older = keys - cache.shard.used
+    older = keys - cache.shard.used_slots
     size = cache.nbytes * older // keys
     pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
     here = torch.empty(size, dtype=torch.uint8, device=device)

@@ -59,13 +59,13 @@ def test_few_tokens_of_several_ranks_are_stored_as_all_are_at_once(block: int | 
     while few.length < LENGTH:
         start, number = few.length, number % few.turn.width + 1
         some = slice(start, min(start + number, LENGTH))
-        taken += few.append_run((k[:, :, some], v[:, :, some]), some.stop - start, start, few.used)
+        taken += few.append_run((k[:, :, some], v[:, :, some]), some.stop - start, start, few.used_slots)
     assert taken > LENGTH / few.turn.width / 2
-    assert few.state.equal(whole.state)
+    assert few.device_counts.equal(whole.device_counts)
     for one, other in zip(
         (*few.stored, few.token_index[None, None]), (*whole.stored, whole.token_index[None, None]), strict=True
     ):
-        assert one[:, :, : few.used].equal(other[:, :, : few.used])
+        assert one[:, :, : few.used_slots].equal(other[:, :, : few.used_slots])
 
 
 # --- exact ---

@@ -20,10 +20,12 @@ def append_keeps_addresses() -> bool:
     mesh, sizes = named_mesh(Shape(1, 1, 2), AXES), {"kv_heads": 2, "head_dim": 8, "capacity": 50}
     cache = am.KVCache(mesh, batch=1, dtype=torch.float32, **sizes)
     cache.append(*torch.randn(2, 1, 2, 30, 8).unbind())
-    addresses = [x.data_ptr() for x in (cache.keys, cache.values, cache.shard.token_index, cache.shard.state)]
+    addresses = [x.data_ptr() for x in (cache.keys, cache.values, cache.shard.token_index, cache.shard.device_counts)]
     for _ in range(20):
         cache.append(*torch.randn(2, 1, 2, 1, 8).unbind())
-    return addresses == [x.data_ptr() for x in (cache.keys, cache.values, cache.shard.token_index, cache.shard.state)]
+    return addresses == [
+        x.data_ptr() for x in (cache.keys, cache.values, cache.shard.token_index, cache.shard.device_counts)
+    ]
 
 
 def test_append_writes_in_place(pool: Pool) -> None:

@@ -34,7 +34,7 @@ def cache_of(shape: Shape, batch: int = 1, tokens: int = 61, padded: bool = Fals
 
 def pieces(cache: am.KVCache) -> list[int]:
     """Return the addresses of the keys that the cache shares."""
-    return [blocks.stored[0].data_ptr() for blocks in cache.shard.shared]
+    return [blocks.stored[0].data_ptr() for blocks in cache.shard.earlier_pieces]
 
 
 @on_each_rank
@@ -81,16 +81,16 @@ def check_shared_blocks(shape: Shape) -> None:
     cache = cache_of(shape)
     other = cache.fork()
     whole = cache.used // cache.sizes.block * cache.sizes.block
-    assert cache.shard.shared_tokens == other.shard.shared_tokens == whole
+    assert cache.shard.earlier_tokens == other.shard.earlier_tokens == whole
     assert pieces(cache) == pieces(other)
     before = pieces(cache)
     other.reorder(torch.zeros(4, dtype=torch.long))  # four beams of one prompt
     assert pieces(other) == before
-    assert other.shard.shared[0].stored[0].stride(0) == 0
+    assert other.shard.earlier_pieces[0].stored[0].stride(0) == 0
     other.reorder(torch.tensor([3, 3, 1, 0]))
     assert pieces(other) == before
     other.truncate(cache.length - 1)
-    kept = sum(blocks.used for blocks in other.shard.shared)
+    kept = sum(blocks.token_count for blocks in other.shard.earlier_pieces)
     assert kept >= whole - cache.sizes.block  # the block that was cut is copied, no other
     assert pieces(other) == before
 
@@ -214,7 +214,7 @@ def check_blocks_of_a_pool(shape: Shape, scattered: bool) -> None:
     keys, values = pools[:, :, :, heads].contiguous().unbind()
     caches[0].append_pages(keys, values, table.int())
     caches[1].append(*whole)
-    shared = caches[0].shard.shared[0].stored[0].data_ptr()
+    shared = caches[0].shard.earlier_pieces[0].stored[0].data_ptr()
     assert (shared == keys[1].data_ptr()) is not scattered
     for act in (
         lambda cache: None,
@@ -283,7 +283,7 @@ def test_pages_that_find_no_memory_leave_the_cache_empty(point: str, monkeypatch
         patch.setattr(CacheShard, point, no_memory)
         with pytest.raises(torch.OutOfMemoryError):
             cache.append_pages(keys, values, table)
-    assert (cache.length, cache.used, cache.shard.shared, cache.shards.forked) == (0, 0, (), False)
+    assert (cache.length, cache.used, cache.shard.earlier_pieces, cache.shards.forked) == (0, 0, (), False)
     assert (cache.shards.known_length, cache.shard.token_bytes) == (0, 0)
     cache.append_pages(keys, values, table)
     cache.append(*numbers(2, 1, 2, 48, 8, seed=3))

@@ -82,14 +82,14 @@ def test_the_newest_tokens_alone_are_on_the_device() -> None:
     cache, most = tiered_cache(), 0
     for _ in range(90):
         grow(cache, 7)
-        assert cache.shard.used >= min(HOT, cache.length)
-        most = max(most, cache.shard.used)
+        assert cache.shard.used_slots >= min(HOT, cache.length)
+        most = max(most, cache.shard.used_slots)
     assert most <= cache.shard.slots == HOT + 2 * cache.sizes.block
-    assert cache.shard.shared_tokens == cache.length - cache.shard.used
+    assert cache.shard.earlier_tokens == cache.length - cache.shard.used_slots
     assert cache.used == cache.length == 630
     assert cache.nbytes == plain(630).nbytes
     grow(cache, 70)  # more than are hot, at once
-    assert cache.shard.used <= cache.shard.slots
+    assert cache.shard.used_slots <= cache.shard.slots
     assert cache.keys.shape[2] > 700
     assert torch.equal(cache.keys[:, :, :700], plain(700).keys[:, :, :700])
 
@@ -126,13 +126,13 @@ def test_forks_and_copies_go_on_apart() -> None:
 
 def test_a_save_leaves_the_newest_tokens_on_the_device(tmp_path: Path) -> None:
     cache = tiered_cache(300)
-    hot = cache.shard.used
+    hot = cache.shard.used_slots
     saving = cache.save(tmp_path, wait=False)
     grow(cache, 50)
     saving.wait()
-    assert cache.shard.used >= min(hot, HOT)
+    assert cache.shard.used_slots >= min(hot, HOT)
     loaded = am.KVCache.load(tmp_path, None, hot=HOT)
-    assert loaded.shard.shared_tokens > 200
+    assert loaded.shard.earlier_tokens > 200
     for each in (cache, loaded):
         assert same_bits(each)
     grow(loaded, 50)
@@ -159,7 +159,7 @@ def test_a_folder_has_the_older_tokens(tmp_path: Path) -> None:
     del cache
     cache = tiered_cache(folder=tmp_path)
     assert cache.length == 500
-    assert cache.shard.used >= HOT  # they are brought to the device again
+    assert cache.shard.used_slots >= HOT  # they are brought to the device again
     assert same_bits(cache)
     del cache
     assert am.KVCache(None, **SIZES, folder=tmp_path).length == 500
@@ -243,7 +243,10 @@ def test_a_full_disk_leaves_the_cache_as_it_was(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("in_files", [False, True])
 @pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("name", ["append", "_give", "_move", "_show", "_put", "_count", "warm", "append_at"])
+@pytest.mark.parametrize(
+    "name",
+    ["append", "_append_cold", "_move", "_set_cold_count", "_write_hot", "_set_counts", "refill_hot", "append_at"],
+)
 def test_a_cache_goes_on_after_an_interrupt(
     name: str, after: bool, in_files: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,7 +272,7 @@ def test_a_cache_goes_on_after_an_interrupt(
                     cache.truncate(cache.length + more)
             monkeypatch.undo()
             assert torch.allclose(step_output(cache), step_output(plain(cache.length)), atol=FLOAT32)
-            assert cache.shard.state.tolist() == [cache.shard.length, cache.shard.used]
+            assert cache.shard.device_counts.tolist() == [cache.shard.length, cache.shard.used_slots]
     length = cache.length
     if in_files:
         cache.flush()
@@ -283,7 +286,10 @@ def test_a_cache_goes_on_after_an_interrupt(
 def test_an_interrupt_adds_no_token() -> None:
     cache = tiered_cache(100)
     k, v = rows(100, 200)
-    with patch.object(TieredShard, "_put", side_effect=[KeyboardInterrupt, None]), pytest.raises(KeyboardInterrupt):
+    with (
+        patch.object(TieredShard, "_write_hot", side_effect=[KeyboardInterrupt, None]),
+        pytest.raises(KeyboardInterrupt),
+    ):
         cache.append(k, v)
     assert cache.length == 100
     cache.append(k, v)
@@ -292,11 +298,11 @@ def test_an_interrupt_adds_no_token() -> None:
 
 def test_shards_that_are_not_written_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = tiered_cache(20)
-    before, known = cache.shards.counts, cache.shards.known_length
+    before, known = cache.shards.rank_counts, cache.shards.known_length
     monkeypatch.setattr(TieredShard, "append_at", fails)
     with pytest.raises(errors.StoreError, match="no space"):
         cache.append_shard(*rows(20, 40), torch.arange(20, 40).flip(0))
-    assert (cache.shards.counts, cache.shards.known_length) == (before, known)
+    assert (cache.shards.rank_counts, cache.shards.known_length) == (before, known)
 
 
 def fails(*_: object) -> None:
@@ -367,12 +373,12 @@ def test_a_flush_that_fails_on_a_rank_fails_on_all(pool: Pool, tmp_path: Path) -
 
 def test_a_save_of_files_is_refused_before_it_writes(tmp_path: Path) -> None:
     cache = tiered_cache(100, folder=tmp_path / "lives")
-    before = cache.shard.old_tokens
+    before = cache.shard.cold_tokens
     with pytest.raises(errors.StoreError, match="KVCache folder"):
         cache.save(tmp_path / "saved")
     with pytest.raises(errors.StoreError, match="KVCache folder"):
         _ = cache.keys
-    assert cache.shard.old_tokens == before < 100
+    assert cache.shard.cold_tokens == before < 100
 
 
 # --- refused ---

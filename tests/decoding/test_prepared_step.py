@@ -121,7 +121,7 @@ def _appended(calls: int, more: int) -> tuple[list[Tensor], list[Tensor]]:
             cache.append(*tokens(more, number))
             if not known:
                 _forget(cache)
-        found.append([x[:, :, : cache.used] for x in (cache.keys, cache.values)] + [cache.shard.state])
+        found.append([x[:, :, : cache.used] for x in (cache.keys, cache.values)] + [cache.shard.device_counts])
     return found[0], found[1]
 
 

@@ -162,12 +162,12 @@ def test_few_queries_see_what_their_bounds_say() -> None:
 
 def test_the_query_of_a_sequence_has_its_own_tensors() -> None:
     q, lengths, partial = random(3, 1, 2, DIM), torch.tensor([4, 5, 6]), Partial(random(3, 1, 2, DIM), random(3, 1, 2))
-    options = {"into": partial, "key_lengths": lengths, "other_keys": partial}
+    options = {"into": partial, "key_lengths": lengths, "other_partial": partial}
     query = DecodeQuery(q, am.Causal(), Scaling(1.0), 50, **options).sequence(1)
     assert query.q.equal(q[1:2])
     assert query.key_lengths is not None
     assert query.key_lengths.tolist() == [5]
-    for part in (query.into, query.other_keys):
+    for part in (query.into, query.other_partial):
         assert part is not None
         assert part.out.equal(partial.out[1:2])
         assert part.lse.equal(partial.lse[1:2])

@@ -46,7 +46,7 @@ def outputs(gpu: EmulatedGPU, folder: Path) -> list[Tensor]:
             cache.append(k[:, :, start : start + 50], v[:, :, start : start + 50])
         for rows, options in ((1, {}), (3, {}), (1, {"mask": am.Window(90)}), (1, {"selected": chosen})):
             found.append(am.decode(random(3, 1, 4, rows, 16), cache, **options).cpu())
-    assert caches[0].shard.shared_tokens > 40
+    assert caches[0].shard.earlier_tokens > 40
     caches[0].flush()
     del caches[0], cache
     again = am.KVCache(mesh, **sizes, folder=folder, hot=32)
@@ -84,7 +84,7 @@ def model_tokens(gpu: EmulatedGPU) -> list[int]:
                 found.append(int(token))
                 place = torch.full((1, 1), cache.get_seq_length()).cuda()
                 logits = model(token, past_key_values=cache, position_ids=place).logits
-    assert cache.kvs[0].shard.shared_tokens > 0
+    assert cache.kvs[0].shard.earlier_tokens > 0
     return found
 
 

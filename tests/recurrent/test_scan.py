@@ -148,7 +148,7 @@ def dropping(resets: list[int]) -> tuple[Tensor, Tensor]:
     rank, axis = dist.get_rank(), Axis(8, dist.get_rank(), dist.group.WORLD)
     linear, bias = (x.detach() for x in element(rank, "matrix", (1, 2, 3, 2)))
     own = am.AffineMap(linear * (1 - resets[rank]), (bias * math.nan if rank == 0 else bias).requires_grad_())
-    state = scan(own, axis, range(8), whole=False, resets=resets).bias
+    state = scan(own, axis, range(8), linear_needs_grad=False, resets=resets).bias
     return state.detach(), torch.autograd.grad(state.sum() * (math.nan if rank == 7 else 1), own.bias)[0]
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,9 +51,25 @@ class BlockCyclic:
         """
         return self.turns[rank].count(length)
 
-    def numbers_of(self, rank: int, tokens: Tensor) -> tuple[int, int, int, bool]:
-        """Return what a rank says of its new tokens: count, rank, position sum, and whether they are block-cyclic."""
-        return len(tokens), rank, position_sum(tokens), bool(self.turns[rank].holds(tokens).all())
+    def report_of(self, rank: int, tokens: Tensor) -> "ShardReport":
+        """Return what a rank says of its new tokens."""
+        return ShardReport(len(tokens), rank, token_set_digest(tokens), bool(self.turns[rank].holds(tokens).all()))
+
+    @staticmethod
+    def reports_in(rows: Sequence[Sequence[int]]) -> "list[ShardReport]":
+        """Return the reports that ranks have sent as rows of integers."""
+        return [ShardReport(*row) for row in rows]
+
+
+class ShardReport(NamedTuple):
+    """What a rank says of new tokens that it has, which ranks send one another as integers."""
+
+    token_count: int
+    rank: int
+    digest: int
+    """The `token_set_digest` of the tokens."""
+    is_block_cyclic: int
+    """1 if all of them lie where the block-cyclic layout puts them, else 0."""
 
 
 @dataclass(frozen=True)
@@ -63,34 +80,34 @@ class TokenCounts:
     start: int
     initial: tuple[int, ...]
 
-    def counts(self, length: int) -> list[int]:
+    def by_rank(self, length: int) -> list[int]:
         """Return how many of the first `length` tokens each rank holds.
 
-        >>> TokenCounts(BlockCyclic(block=2, ranks=2), start=3, initial=(3, 0)).counts(7)
+        >>> TokenCounts(BlockCyclic(block=2, ranks=2), start=3, initial=(3, 0)).by_rank(7)
         [5, 2]
         """
         count = self.block_cyclic.count
         return [n + count(rank, length) - count(rank, self.start) for rank, n in enumerate(self.initial)]
 
-    def with_shards(self, length: int, table: Sequence[Sequence[int]]) -> "TokenCounts":
-        """Return the counts after `append_shard` to `length` tokens, by the `numbers_of` each rank.
+    def with_shards(self, length: int, reports: Sequence[ShardReport]) -> "TokenCounts":
+        """Return the counts after `append_shard` to `length` tokens, by the report of each rank.
 
         Raise unless all tokens together continue the sequence, each on exactly one rank.
         """
-        new_count = sum(count for count, *_ in table)
-        _check_cover(sum(total for _, _, total, _ in table), length, new_count)
-        if not self.start and all(block_cyclic for *_, block_cyclic in table):
+        new_count = sum(report.token_count for report in reports)
+        _check_cover(sum(report.digest for report in reports), length, new_count)
+        if not self.start and all(report.is_block_cyclic for report in reports):
             return self
-        counts = self.counts(length)
-        for count, rank, *_ in table:
-            counts[rank] += count
+        counts = self.by_rank(length)
+        for report in reports:
+            counts[report.rank] += report.token_count
         return TokenCounts(self.block_cyclic, length + new_count, tuple(counts))
 
     def check(self, subject: str, length: int, slots: Callable[[int], int]) -> None:
         """Raise unless each rank holds its tokens of `length` in its `slots`; block-cyclic tokens always fit."""
         if not self.start:
             return
-        over = {rank: count for rank, count in enumerate(self.counts(length)) if count > slots(rank)}
+        over = {rank: count for rank, count in enumerate(self.by_rank(length)) if count > slots(rank)}
         if over:
             turns = self.block_cyclic.turns
             needed = {rank: -(-count * turns[rank].period // turns[rank].width) for rank, count in over.items()}
@@ -100,14 +117,14 @@ class TokenCounts:
             raise ShapeError(subject, "tokens spread over the ranks as their shares are", given, fix)
 
 
-def _check_cover(total: int, start: int, new_count: int) -> None:
-    """Raise unless `total` is the position sum of `start` to `start + new_count - 1`, each on exactly one rank."""
-    if (total - position_sum(torch.arange(start, start + new_count, device="cpu"))) % 2**64:
+def _check_cover(digest: int, start: int, new_count: int) -> None:
+    """Raise unless `digest` is that of the tokens from `start` to `start + new_count - 1`, each on exactly one rank."""
+    if (digest - token_set_digest(torch.arange(start, start + new_count, device="cpu"))) % 2**64:
         expected = f"positions from {start} to {start + new_count - 1}, each on one rank"
         fix = "pass layout.positions(length, shards, index), counted from the cache's length"
         raise LayoutError("append_shard", expected, f"{new_count} positions with gaps or repeats", fix)
 
 
-def position_sum(positions: Tensor) -> int:
-    """Return a sum of hashes, modulo 2^64, that distinguishes sets of positions."""
-    return int(hash_each(positions + 1).sum())
+def token_set_digest(tokens: Tensor) -> int:
+    """Return a sum of hashes, modulo 2^64, that distinguishes sets of tokens. Those of disjoint sets add up."""
+    return int(hash_each(tokens + 1).sum())

@@ -21,14 +21,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.cache.cache_config import CacheSizes, check_hot, check_in_folder
 from attnmesh.cache.local_shards import LocalShards, check_placement
-from attnmesh.cache.new_tokens import NewTokens, append_known, append_signature, stored, swap_tokens_for_heads
+from attnmesh.cache.new_tokens import NewTokens, append_known, append_signature, swap_tokens_for_heads, tensors_to_store
 from attnmesh.cache.pages import PagedCache
 from attnmesh.cache.saved_cache import FolderLayer, SavedCache, SavedPieces, open_folder
-from attnmesh.cache.tiered_shard import TieredShard, in_tiers, shards_in_memory
+from attnmesh.cache.tiered_shard import TieredShard, memory_shard_maker, tiered_shard_maker
 from attnmesh.comm.transport import flat_axis, transport_of
 from attnmesh.core.digest import fingerprints, history_checksum
 from attnmesh.core.mask import Mask
-from attnmesh.errors import StoreError, check_count, require
+from attnmesh.errors import DtypeError, ShapeError, StoreError, check_count
 from attnmesh.guard.agreement import Agreement, ComparedCalls, prepare_merges
 from attnmesh.guard.argument_checks import check_compare_option
 from attnmesh.mesh.axes import Mesh
@@ -147,13 +147,14 @@ class KVCache(PagedCache, SavedCache):
             transport_of(axis, self.device)
         if self.token_axis.size > 1 and self.device.type == "cpu":
             prepare_merges(self.token_axis)
-        in_memory = shards_in_memory(sizes, self.mesh, self.device, shares)
+        make_shard = memory_shard_maker(sizes, self.mesh, self.device, shares)
         with self._opened(folder) as opened:
             with Agreement(self.mesh, "KVCache"):
                 fail = self.calls.raise_uncompared
-                old = in_memory if opened is None else opened.folder.shards(opened.layer, sizes, fail)
-                make = in_tiers(old, sizes, self.device, fail)
-                self.shards = sizes.allocating()(partial(LocalShards, self.token_axis, copies, make))()
+                if opened is not None:
+                    make_shard = opened.folder.shards(opened.layer, sizes, fail)
+                make_shard = tiered_shard_maker(make_shard, sizes, self.device, fail)
+                self.shards = sizes.allocating()(partial(LocalShards, self.token_axis, copies, make_shard))()
             if opened is not None:
                 opened.folder.settle(opened.layer, self.shards)
 
@@ -164,10 +165,10 @@ class KVCache(PagedCache, SavedCache):
             yield folder
             return
         opened = open_folder(folder, self.mesh, self.token_axis)
-        layers = len(opened.manifest.sizes)
-        fix = "call hf.ShardedCache(config, mesh, folder=path)"
         with opened.released_on_error():
-            require(layers <= 1, StoreError, "KVCache folder", "a folder of one layer", f"{layers} in {folder}", fix)
+            if (layers := len(opened.manifest.sizes)) > 1:
+                fix = "call hf.ShardedCache(config, mesh, folder=path)"
+                raise StoreError("KVCache folder", "a folder of one layer", f"{layers} in {folder}", fix)
             yield FolderLayer(opened, 0)
 
     def __repr__(self) -> str:
@@ -241,9 +242,9 @@ class KVCache(PagedCache, SavedCache):
         with self.calls.agreement("append", lambda: fingerprints(new._asdict())):
             new.check(self.sizes, self.device)
             self.shards.check_unpadded("append", token_mask)
-            self.shards.check_fits("append", k.shape[2], self.shards.counts)
+            self.shards.check_fits("append", k.shape[2], self.shards.rank_counts)
         with torch.no_grad():
-            self.shards.append(stored(k, v), token_mask)
+            self.shards.append(tensors_to_store(k, v), token_mask)
         self.record_padding(token_mask, k.shape[2])
         if (signature := append_signature(k, v, self.shard)) is not None and k.shape[2]:
             self.known_appends.keep(signature, True)
@@ -282,22 +283,24 @@ class KVCache(PagedCache, SavedCache):
             return {**sizes, "padding": padding, "checksum": checksum}
 
         with self.calls.agreement("append_shard", always=True) as agreement:
-            NewTokens(k, v, token_mask).check_shard(self.sizes, self.device, positions, self.mesh.ranks)
+            new = NewTokens(k, v, token_mask)
+            new.check_shard(self.sizes, self.device, positions, self.mesh.ranks)
             check_count("append_shard queries", queries, "count the last tokens to decode")
-            numbers = self.shard.block_cyclic.numbers_of(self.token_axis.index, positions)
-            table = agreement.compare(fields, payload=numbers)
-        counts = self.shards.counts.with_shards(start, table)
-        new_count = sum(count for count, *_ in table)
-        self.sizes.check_token_mask("append_shard", token_mask, new_count)
+            report = self.shard.block_cyclic.report_of(self.token_axis.index, positions)
+            table = agreement.compare(fields, payload=report)
+        reports = self.shard.block_cyclic.reports_in(table)
+        rank_counts = self.shards.rank_counts.with_shards(start, reports)
+        new_count = sum(report.token_count for report in reports)
+        new.check_token_mask("append_shard", self.sizes, new_count)
         self.shards.check_unpadded("append_shard", token_mask)
-        self.shards.check_fits("append_shard", new_count, counts)
+        self.shards.check_fits("append_shard", new_count, rank_counts)
         with torch.no_grad():
-            per_shard = [count for count, *_ in table]
-            rows = tuple(map(self.sizes.rows_of, stored(k, v)))
-            new, tokens = swap_tokens_for_heads(rows, positions.to(self.device), per_shard, self.mesh)
+            per_shard = [report.token_count for report in reports]
+            rows = tuple(map(self.sizes.rows_of, tensors_to_store(k, v)))
+            rows, tokens = swap_tokens_for_heads(rows, positions.to(self.device), per_shard, self.mesh)
             with self._on_files("append_shard"):
-                self.shards.append_at(new, tokens, new_count, token_mask, queries)
-        self.shards.counts = counts
+                self.shards.append_at(rows, tokens, new_count, token_mask, queries)
+        self.shards.rank_counts = rank_counts
         self.record_padding(token_mask, new_count)
 
     def _on_files(self, name: str) -> Agreement:
@@ -371,10 +374,10 @@ class KVCache(PagedCache, SavedCache):
     @torch.no_grad()
     def move_hot(self, device: torch.device) -> None:
         """Let the newest tokens of one rank be on another device."""
-        own, self.device = self.shard, device
-        assert isinstance(own, TieredShard)
+        shard, self.device = self.shard, device
+        assert isinstance(shard, TieredShard)
         self.calls = ComparedCalls(self.mesh, device, self.calls.checked)
-        self.shards.own = own.moved(device, self.calls.raise_uncompared)
+        self.shards.own = shard.moved(device, self.calls.raise_uncompared)
         self.shards.known_length = self.shard.length
 
     @torch.no_grad()
@@ -418,7 +421,7 @@ class KVCache(PagedCache, SavedCache):
         3
         """
         with self.calls.agreement("reorder", lambda: {"to": batch_index.tolist()}):
-            self.sizes.check_order(batch_index)
+            _check_order(self.sizes, batch_index)
         self.saved.finish_writing()
         index = batch_index.to(self.device)
         for shard in self.shards.all:
@@ -427,3 +430,14 @@ class KVCache(PagedCache, SavedCache):
         self.order_checksum = history_checksum(self.order_checksum, index)
         self.history_checksum = history_checksum(self.history_checksum, index)
         self.changes += 1
+
+
+def _check_order(sizes: CacheSizes, batch_index: Tensor) -> None:
+    """Raise unless `batch_index` holds indices of sequences."""
+    if not isinstance(batch_index, Tensor) or batch_index.dtype != torch.int64:
+        given = str(batch_index.dtype) if isinstance(batch_index, Tensor) else type(batch_index).__name__
+        raise DtypeError("reorder", "a tensor of torch.int64", given, "pass torch.tensor([...])")
+    indices = batch_index.ndim == 1 and len(batch_index) > 0
+    if not indices or not bool(((batch_index >= 0) & (batch_index < sizes.batch)).all()):
+        expected = f"a number of a sequence below {sizes.batch} for each"
+        raise ShapeError("reorder", expected, f"{batch_index.tolist()}", f"pass indices from 0 to {sizes.batch - 1}")

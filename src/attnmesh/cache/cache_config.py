@@ -1,10 +1,9 @@
-"""Sizes of one layer's cache, and the checks of tensors against them."""
+"""Sizes of one layer's cache, their checks, and their codes."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +12,7 @@ from attnmesh.cache.window import check_window
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import DTYPE_NAMES
 from attnmesh.core.storage import STORAGES, Storage
-from attnmesh.errors import ArgumentError, DtypeError, KernelError, ShapeError, check_choice, check_int, require
-from attnmesh.guard.agreement import is_capturing, may_compare
-from attnmesh.guard.argument_checks import check_same_kind, transpose_hint_first
+from attnmesh.errors import ArgumentError, DtypeError, KernelError, ShapeError, check_choice, check_int
 from attnmesh.runtime.machine import is_out_of_memory
 
 NUMBERS = ("batch", "kv_heads", "head_dim", "value_dim", "capacity", "block")
@@ -53,8 +50,8 @@ class CacheSizes:
         return min(self.capacity, self.mask.longest_row(self.capacity) + self.keep)
 
     @cached_property
-    def layer_sizes(self) -> "CacheSizes":
-        """The sizes without those that caches in one call may differ in."""
+    def common_sizes(self) -> "CacheSizes":
+        """The sizes that caches in one call have in common."""
         return replace(self, capacity=1, block=1, keep=0, hot=None)
 
     @property
@@ -65,8 +62,8 @@ class CacheSizes:
     @property
     def row_widths(self) -> tuple[int, ...]:
         """Elements in a row of each of these tensors in memory."""
-        stored = self.stored_by
-        return self.columns if stored is None else tuple(map(stored.row_width, self.columns))
+        storage_format = self.storage_format
+        return self.columns if storage_format is None else tuple(map(storage_format.row_width, self.columns))
 
     @property
     def row_dtype(self) -> torch.dtype:
@@ -74,7 +71,7 @@ class CacheSizes:
         return self.dtype if self.storage is None else torch.int8
 
     @property
-    def stored_by(self) -> Storage | None:
+    def storage_format(self) -> Storage | None:
         """How numbers are stored in 8 bits; None if they are stored in `dtype`."""
         return None if self.storage is None else STORAGES[self.storage]
 
@@ -85,14 +82,14 @@ class CacheSizes:
 
     def rows_of(self, x: Tensor) -> Tensor:
         """Return new keys or values as rows in memory."""
-        stored = self.stored_by
-        return x if stored is None else stored.quantize(x).view(torch.int8)
+        storage_format = self.storage_format
+        return x if storage_format is None else storage_format.quantize(x).view(torch.int8)
 
     def keys_and_values(self, stored: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return rows in memory as kernels read them: values that are a prefix of keys in 8 bits are the same rows."""
-        by = self.stored_by
-        rows = [*stored] if by is None else [x.view(by.dtype) for x in stored]
-        if by is None and len(rows) == 1:
+        storage_format = self.storage_format
+        rows = [*stored] if storage_format is None else [x.view(storage_format.dtype) for x in stored]
+        if storage_format is None and len(rows) == 1:
             rows.append(rows[0][..., : self.value_dim])
         return rows[0], rows[-1]
 
@@ -101,11 +98,12 @@ class CacheSizes:
         for name in NUMBERS:
             least = 0 if name == "value_dim" and self.values == "none" else 1
             number = check_int(f"KVCache {name}", getattr(self, name), least, f"pass a Python int of {least} or more")
-            expected, fix = f"at most {LARGEST:,}", "pass a smaller one"
-            require(number <= LARGEST, ShapeError, f"KVCache {name}", expected, f"{number:,}", fix)
-        is_supported = isinstance(self.dtype, torch.dtype) and str(self.dtype).removeprefix("torch.") in DTYPE_NAMES
-        expected, fix = f"one of {', '.join(DTYPE_NAMES)}", "pass the model's dtype"
-        require(is_supported, DtypeError, "KVCache dtype", expected, repr(self.dtype), fix)
+            if number > LARGEST:
+                raise ShapeError(f"KVCache {name}", f"at most {LARGEST:,}", f"{number:,}", "pass a smaller one")
+        if not isinstance(self.dtype, torch.dtype) or str(self.dtype).removeprefix("torch.") not in DTYPE_NAMES:
+            raise DtypeError(
+                "KVCache dtype", f"one of {', '.join(DTYPE_NAMES)}", repr(self.dtype), "pass the model's dtype"
+            )
         fix = 'leave it out, or pass "prefix" for latents and "none" for keys alone'
         check_choice("KVCache values", self.values, VALUES, fix, ArgumentError)
         if self.values == "prefix" and self.value_dim > self.head_dim:
@@ -123,18 +121,21 @@ class CacheSizes:
         """Raise unless rows can be stored in 8 bits."""
         check_storage("KVCache storage", self.storage)
         for name, columns in zip(("head_dim", "value_dim"), self.columns, strict=False):
-            expected, fix = f"an even number with storage={self.storage!r}", "leave out storage="
-            require(columns % 2 == 0, ShapeError, f"KVCache {name}", expected, columns, fix)
+            if columns % 2:
+                expected = f"an even number with storage={self.storage!r}"
+                raise ShapeError(f"KVCache {name}", expected, f"{columns}", "leave out storage=")
 
     def _check_hot(self) -> None:
         """Raise unless the newest tokens can be in a memory of their own."""
         if self.hot is None:
             return
         check_int("KVCache hot", self.hot, 1, "count the newest tokens to keep on the device, or leave it out")
-        given, fix = f"mask={self.mask}", "leave hot= out: the window alone is in memory"
-        require(self.mask is None, KernelError, "KVCache hot", "a cache that keeps all tokens", given, fix)
-        given, fix = f"values={self.values!r}", "leave hot= out: all of these keys are read at each step"
-        require(self.values != "none", KernelError, "KVCache hot", "a cache with values", given, fix)
+        if self.mask is not None:
+            fix = "leave hot= out: the window alone is in memory"
+            raise KernelError("KVCache hot", "a cache that keeps all tokens", f"mask={self.mask}", fix)
+        if self.values == "none":
+            fix = "leave hot= out: all of these keys are read at each step"
+            raise KernelError("KVCache hot", "a cache with values", f"values={self.values!r}", fix)
 
     @contextmanager
     def allocating(self) -> Iterator[None]:
@@ -166,117 +167,44 @@ class CacheSizes:
         sizes = CacheSizes(*numbers, VALUES[values], storage=(None, *STORAGES)[storage])
         return replace(sizes, keep=optional[1], mask=Mask.from_code(optional[2:])) if optional[1:] else sizes
 
-    def check_new(self, subject: str, k: Tensor, v: Tensor | None, device: torch.device) -> None:
-        """Raise unless k and v are new tokens with all heads."""
-        if v is not None and self.values != "separate":
-            given = f"{tuple(v.shape)}" if isinstance(v, Tensor) else type(v).__name__
-            expected = "None, for values are columns of k" if self.values == "prefix" else "None in a cache of keys"
-            raise ArgumentError(f"{subject} v", expected, given, "pass the keys alone")
-        if v is None and self.values == "separate":
-            fix = 'pass v, or make the cache with values="prefix" if they are columns of the keys, "none" without any'
-            raise ArgumentError(f"{subject} v", "a tensor of values", "None", fix)
-        tensors: dict[str, Any] = dict(zip("kv", (k, v), strict=True)) if self.values == "separate" else {"k": k}
-        check_same_kind(subject, tensors)
-        for (name, x), width in zip(tensors.items(), self.columns, strict=True):
-            if x.ndim != 4 or (x.shape[0], x.shape[1], x.shape[3]) != (self.batch, self.kv_heads, width):
-                expected = f"shape ({self.batch}, {self.kv_heads}, tokens, {width})"
-                fits = x.ndim == 4 and (x.shape[0], x.shape[2], x.shape[3]) == (self.batch, self.kv_heads, width)
-                fix = transpose_hint_first("pass what the cache was made for", fits)
-                raise ShapeError(f"{subject} {name}", expected, f"{tuple(x.shape)}", fix)
-            self.check_dtype(f"{subject} {name}", x, device)
-        check_no_gradients(subject, tensors)
-        self.check_eager(subject, device)
-        if v is not None and k.shape[2] != v.shape[2]:
-            given = f"{k.shape[2]} and {v.shape[2]} tokens"
-            raise ShapeError(subject, "k and v of the same tokens", given, "pair each key with its value")
-
-    def check_dtype(self, subject: str, x: Tensor, device: torch.device, *, rows: bool = False) -> None:
-        """Raise unless a tensor has the cache's dtype, or that of its stored rows, and its type of device."""
-        dtype = self.stored_by.dtype if rows and self.stored_by is not None else self.dtype
-        if x.dtype != dtype or x.device.type != device.type:
-            fix = "call .to() with the cache's dtype and device"
-            raise DtypeError(subject, f"{dtype} on {device}", f"{x.dtype} on {x.device}", fix)
-
-    def check_token_mask(self, subject: str, token_mask: Tensor | None, tokens: int | None) -> None:
-        """Raise unless `token_mask` has one bool per token; `tokens=None` accepts any number."""
-        if token_mask is None:
-            return
-        shape = tuple(token_mask.shape) if isinstance(token_mask, Tensor) else ()
-        expected_shape = (self.batch, shape[-1] if tokens is None and len(shape) == 2 else tokens)
-        if not isinstance(token_mask, Tensor) or token_mask.dtype != torch.bool or shape != expected_shape:
-            given = f"{token_mask.dtype} {shape}" if isinstance(token_mask, Tensor) else type(token_mask).__name__
-            fix = "pass attention_mask.bool(), of the new tokens alone"
-            raise ShapeError(f"{subject} token_mask", f"torch.bool {expected_shape}", given, fix)
-
-    def check_eager(self, subject: str, device: torch.device) -> None:
-        """Raise if a cache that forgets, or has two memories, is changed inside a graph, which cannot move tokens."""
-        if may_compare(device):
-            return
-        for option, kind in (("mask", "forgets"), ("hot", "has two memories")):
-            value = getattr(self, option)
-            fix = f"leave torch.compile and CUDA graphs out, or make the cache without {option}="
-            expected = f"no graph around a cache that {kind}"
-            require(value is None, KernelError, subject, expected, f"one with {option}={value}", fix)
-
-    def check_captured(self, subject: str, token_mask: Tensor | None, device: torch.device) -> None:
-        """Raise for a token mask in a CUDA graph: the CPU reads it, to compare the padding of all ranks."""
-        if token_mask is not None and is_capturing(device):
-            fix = "append the padded tokens before the capture; real ones need no token_mask"
-            raise KernelError(f"{subject} token_mask", "None in a CUDA graph", "a tensor", fix)
-
-    def check_order(self, batch_index: Tensor) -> None:
-        """Raise unless `batch_index` holds indices of sequences."""
-        if not isinstance(batch_index, Tensor) or batch_index.dtype != torch.int64:
-            given = str(batch_index.dtype) if isinstance(batch_index, Tensor) else type(batch_index).__name__
-            raise DtypeError("reorder", "a tensor of torch.int64", given, "pass torch.tensor([...])")
-        indices = batch_index.ndim == 1 and len(batch_index) > 0
-        if not indices or not bool(((batch_index >= 0) & (batch_index < self.batch)).all()):
-            expected = f"a number of a sequence below {self.batch} for each"
-            raise ShapeError("reorder", expected, f"{batch_index.tolist()}", f"pass indices from 0 to {self.batch - 1}")
-
 
 def check_key_heads(subject: str, kv_heads: int, heads_axis: int) -> None:
     """Raise unless the heads axis divides the key heads."""
-    given, fix = f"{kv_heads} key heads and a heads axis of {heads_axis}", "give its ranks to the keys axis"
-    require(kv_heads % heads_axis == 0, ShapeError, subject, "key heads that the heads axis divides", given, fix)
+    if kv_heads % heads_axis:
+        given = f"{kv_heads} key heads and a heads axis of {heads_axis}"
+        raise ShapeError(subject, "key heads that the heads axis divides", given, "give its ranks to the keys axis")
 
 
 def check_storage(subject: str, storage: object) -> None:
     """Raise unless `storage` is None or a name of `STORAGES`."""
-    is_supported = storage is None or (isinstance(storage, str) and storage in STORAGES)
-    expected, fix = f"None or one of {', '.join(STORAGES)}", "pass one of them, or leave it out"
-    require(is_supported, ArgumentError, subject, expected, repr(storage), fix)
+    if storage is not None and (not isinstance(storage, str) or storage not in STORAGES):
+        expected = f"None or one of {', '.join(STORAGES)}"
+        raise ArgumentError(subject, expected, repr(storage), "pass one of them, or leave it out")
 
 
 def check_hot(sizes: CacheSizes, copies: int) -> None:
     """Raise unless the newest tokens of a cache with so many copies can be in a memory of their own."""
-    fix = "leave copies out, or hot"
-    fits = sizes.hot is None or copies == 1
-    require(fits, KernelError, "KVCache hot", "one rank of each token", f"copies={copies}", fix)
+    if sizes.hot is not None and copies != 1:
+        raise KernelError("KVCache hot", "one rank of each token", f"copies={copies}", "leave copies out, or hot")
 
 
 def check_in_folder(sizes: CacheSizes, device: torch.device, copies: int, shares: object) -> None:
     """Raise unless a cache of these sizes can be files of a folder."""
-    subject, fix = "KVCache folder", 'pass hot=, or device="cpu"'
-    fits = device.type == "cpu" or sizes.hot is not None
-    expected = "a cache on a CPU, or one whose newest tokens alone are on a device"
-    require(fits, KernelError, subject, expected, str(device), fix)
-    given, fix = f"mask={sizes.mask}", "leave mask= out, and decode with it"
-    require(sizes.mask is None, KernelError, subject, "a cache that keeps all tokens", given, fix)
+    subject = "KVCache folder"
+    if device.type != "cpu" and sizes.hot is None:
+        expected = "a cache on a CPU, or one whose newest tokens alone are on a device"
+        raise KernelError(subject, expected, str(device), 'pass hot=, or device="cpu"')
+    if sizes.mask is not None:
+        fix = "leave mask= out, and decode with it"
+        raise KernelError(subject, "a cache that keeps all tokens", f"mask={sizes.mask}", fix)
     check_ranks_in_folder(subject, copies, shares)
 
 
 def check_ranks_in_folder(subject: str, copies: int, shares: object) -> None:
     """Raise unless a folder can have the tokens of ranks with such copies and shares."""
-    fix = "leave copies out: files outlive their rank"
-    require(copies == 1, KernelError, subject, "one rank of each token", f"copies={copies}", fix)
-    fix = "leave shares out, or load the folder with shares="
-    require(shares is None, KernelError, subject, "even shares", f"shares={shares!r}", fix)
-
-
-def check_no_gradients(subject: str, tensors: Mapping[str, Tensor | None]) -> None:
-    """Raise if a tensor requires gradients, where they are enabled."""
-    for name, x in tensors.items():
-        if torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad:
-            given, fix = "one with requires_grad=True", "decode under torch.no_grad(), or train with attention"
-            raise KernelError(f"{subject} {name}", "a tensor without gradients", given, fix)
+    if copies != 1:
+        fix = "leave copies out: files outlive their rank"
+        raise KernelError(subject, "one rank of each token", f"copies={copies}", fix)
+    if shares is not None:
+        fix = "leave shares out, or load the folder with shares="
+        raise KernelError(subject, "even shares", f"shares={shares!r}", fix)

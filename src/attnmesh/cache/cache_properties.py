@@ -8,6 +8,7 @@ from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.local_shards import LocalShards
 from attnmesh.core.digest import history_checksum
 from attnmesh.core.layout import Striped
+from attnmesh.kernels.cache_view import LENGTH
 from attnmesh.kernels.padding import Padding
 
 
@@ -55,7 +56,7 @@ class CacheProperties:
     @property
     def used(self) -> int:
         """Cached tokens per sequence on this rank."""
-        return self.shard.used + self.shard.shared_tokens
+        return self.shard.used_slots + self.shard.earlier_tokens
 
     @property
     def nbytes(self) -> int:
@@ -65,7 +66,7 @@ class CacheProperties:
     @property
     def lengths(self) -> Tensor:
         """Real tokens of each sequence on all ranks, (batch,)."""
-        length = self.shard.state[0].expand(self.sizes.batch)
+        length = self.shard.device_counts[LENGTH].expand(self.sizes.batch)
         return (length if self.padding is None else self.padding.lengths).clone()
 
     @property
@@ -81,7 +82,7 @@ class CacheProperties:
     @property
     def is_block_cyclic(self) -> bool:
         """True if all tokens lie where the block-cyclic layout puts them, as after `append` alone."""
-        return self.shards.counts.start == 0
+        return self.shards.rank_counts.start == 0
 
     def record_padding(self, token_mask: Tensor | None, new_count: int) -> None:
         """Add the last `new_count` tokens to the history checksum, if any of them is padding.

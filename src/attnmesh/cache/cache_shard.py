@@ -14,10 +14,10 @@ from torch import Tensor
 
 from attnmesh.cache.block_cyclic import BlockCyclic
 from attnmesh.cache.cache_config import CacheSizes
-from attnmesh.cache.shared_blocks import SharedBlocks, joined
+from attnmesh.cache.frozen_piece import FrozenPiece, joined
 from attnmesh.core.storage import empty_rows, width_in_memory
 from attnmesh.core.turns import Turn
-from attnmesh.kernels.cache_view import CacheView
+from attnmesh.kernels.cache_view import FORGOTTEN_BLOCKS, LENGTH, LENGTH_AND_USED, USED, CacheView
 from attnmesh.kernels.native.append import append
 from attnmesh.kernels.padding import Padding
 from attnmesh.mesh.axes import Axis, Mesh
@@ -53,7 +53,9 @@ def shard_bytes(sizes: CacheSizes, turn: Turn, heads: int, device: torch.device)
     return rows * sizes.batch * (sizes.kv_heads // heads) * width * dtype.itemsize
 
 
-def assigned(sizes: CacheSizes, mesh: Mesh, device: torch.device, shares: Sequence[float] | str | None) -> BlockCyclic:
+def block_cyclic_for(
+    sizes: CacheSizes, mesh: Mesh, device: torch.device, shares: Sequence[float] | str | None
+) -> BlockCyclic:
     """Return the assignment of tokens to ranks. All ranks call it at once: "auto" measures their shares."""
     parts = measured_shares(mesh, device, sizes.nbytes) if isinstance(shares, str) else shares
     return BlockCyclic.of(sizes.block, mesh.queries.size * mesh.keys.size, parts)
@@ -62,21 +64,21 @@ def assigned(sizes: CacheSizes, mesh: Mesh, device: torch.device, shares: Sequen
 NEWEST_TOKENS = 16
 """Newest tokens among which one is looked for first."""
 
-NOT_VIEWED: tuple[list[Tensor], tuple[SharedBlocks, ...], None] = [], (), None
+NOT_VIEWED: tuple[list[Tensor], tuple[FrozenPiece, ...], None] = [], (), None
 """Stands for the view of a shard that has not been asked for one."""
 
 
 class CacheShard:
     """Keys and values of one rank's tokens and heads; `index` is the rank's index along the tokens axis.
 
-    `stored` has the keys, and the values if they are separate. In a forked cache, `shared` has the first tokens and
-    `stored` those after them.
+    `stored` has the keys, and the values if they are separate. In a forked cache, in files and in
+    two tiers, `earlier_pieces` have the first tokens and `stored` those after them.
     """
 
     stored: list[Tensor]
-    shared: tuple[SharedBlocks, ...] = ()
+    earlier_pieces: tuple[FrozenPiece, ...] = ()
     is_in_files = False
-    _viewed: tuple[list[Tensor], tuple[SharedBlocks, ...], CacheView | None] = NOT_VIEWED
+    _viewed: tuple[list[Tensor], tuple[FrozenPiece, ...], CacheView | None] = NOT_VIEWED
 
     def __init__(
         self, sizes: CacheSizes, heads: Axis, block_cyclic: BlockCyclic, device: torch.device, index: int
@@ -86,14 +88,14 @@ class CacheShard:
         self.turn = block_cyclic.turns[index]
         self.slots = self._usual_slots(sizes)
         with torch.inference_mode(False):  # tensors that can be written to in any mode
-            self.stored, self.token_index = self._memory()
-            # Tokens on all ranks, tokens on this rank, and blocks of this rank forgotten if the cache forgets any.
-            self.state = torch.zeros(2 if sizes.mask is None else 3, dtype=torch.int64, device=device)
+            self.stored, self.token_index = self._allocate()
+            last = USED if sizes.mask is None else FORGOTTEN_BLOCKS
+            self.device_counts = torch.zeros(last + 1, dtype=torch.int64, device=device)
         self.padding: Padding | None = None
-        self.filled = 0  # slots in use at most, of a cache that forgets; the CPU need not ask the device
+        self.used_at_most = 0  # slots in use at most, of a cache that forgets; the CPU need not ask the device
         self.has_spare = False  # a long append has made the shard larger than it has to be
 
-    def _memory(self) -> tuple[list[Tensor], Tensor]:
+    def _allocate(self) -> tuple[list[Tensor], Tensor]:
         """Return memory for the keys and values of all slots, and for the token in each."""
         # The extra slot takes writes of other ranks' tokens, so that no step asks the device which rank owns a token.
         sizes = self.sizes
@@ -106,61 +108,60 @@ class CacheShard:
     @property
     def length(self) -> int:
         """Cached tokens on all ranks."""
-        return int(self.state.tolist()[0])
+        return int(self.device_counts.tolist()[LENGTH])
 
     @property
-    def used(self) -> int:
-        """Cached tokens on this rank, without shared ones."""
-        return int(self.state.tolist()[1])
+    def used_slots(self) -> int:
+        """Cached tokens on this rank, without those of earlier pieces."""
+        return int(self.device_counts.tolist()[USED])
 
     @property
-    def shared_tokens(self) -> int:
-        """Cached tokens on this rank in memory that other caches read too."""
-        return sum(blocks.used for blocks in self.shared)
+    def earlier_tokens(self) -> int:
+        """Cached tokens on this rank in the earlier pieces."""
+        return sum(piece.token_count for piece in self.earlier_pieces)
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of the cached tokens on this rank, shared ones included."""
-        own = sum(x[:, :, : self.used].nbytes for x in self.stored)
-        return own + sum(blocks.nbytes for blocks in self.shared)
+        """Bytes of the cached tokens on this rank, earlier pieces included."""
+        own_bytes = sum(x[:, :, : self.used_slots].nbytes for x in self.stored)
+        return own_bytes + sum(piece.nbytes for piece in self.earlier_pieces)
 
     @property
     def view(self) -> CacheView:
         """View of this shard for kernels, made anew once the memory is another."""
-        stored, shared, view = self._viewed
-        fits = stored is self.stored and shared is self.shared
+        stored, earlier_pieces, view = self._viewed
+        fits = stored is self.stored and earlier_pieces is self.earlier_pieces
         if view is None or not fits or view.token_index is not self.token_index or view.padding is not self.padding:
             view = self.new_view()
-            self._viewed = self.stored, self.shared, view
-        elif view.state is not self.state:
-            view = view._replace(state=self.state)
-            self._viewed = self.stored, self.shared, view
-        for piece in view.shared:
+            self._viewed = self.stored, self.earlier_pieces, view
+        elif view.device_counts is not self.device_counts:
+            view = view._replace(device_counts=self.device_counts)
+            self._viewed = self.stored, self.earlier_pieces, view
+        for piece in view.earlier_pieces:
             self._set_length(piece)
         return view
 
     def _set_length(self, piece: CacheView) -> None:
-        """Let the view of shared blocks know the tokens on all ranks."""
-        piece.state[:1].copy_(self.state[:1])
+        """Let the view of an earlier piece know the tokens on all ranks."""
+        piece.device_counts[LENGTH].copy_(self.device_counts[LENGTH])
 
     def new_view(self) -> CacheView:
         """Return the view, for a graph, which cannot keep one."""
         rows = self.sizes.keys_and_values(self.stored)
-        pieces = tuple(map(self._view, self.shared))
-        return CacheView(*rows, self.token_index, self.state, self.padding, self.sizes.value_dim, pieces)
+        pieces = tuple(map(self._view, self.earlier_pieces))
+        return CacheView(*rows, self.token_index, self.device_counts, self.padding, self.sizes.value_dim, pieces)
 
-    def _view(self, blocks: SharedBlocks) -> CacheView:
-        """Return the view of shared blocks. Their queries are the last ones of this cache."""
-        rows = self.sizes.keys_and_values(blocks.stored)
+    def _view(self, piece: FrozenPiece) -> CacheView:
+        """Return the view of an earlier piece. Its queries are the last ones of this cache."""
+        rows = self.sizes.keys_and_values(piece.stored)
         padding = None
         if self.padding is not None:
-            positions = (
-                blocks.token_index.expand(self.sizes.batch, -1) if blocks.positions is None else blocks.positions
-            )
+            positions = piece.token_index.expand(self.sizes.batch, -1) if piece.positions is None else piece.positions
             padding = self.padding._replace(positions=positions)
         with torch.inference_mode(False):
-            state = torch.stack((self.state[0], torch.full_like(self.state[0], blocks.used)))
-        return CacheView(*rows, blocks.token_index, state, padding, self.sizes.value_dim, file=blocks.file)
+            length = self.device_counts[LENGTH]
+            device_counts = torch.stack((length, torch.full_like(length, piece.token_count)))
+        return CacheView(*rows, piece.token_index, device_counts, padding, self.sizes.value_dim, file=piece.file)
 
     def fork(self) -> "CacheShard":
         """Return a shard of the same tokens, which shares whole blocks of slots and copies the rest."""
@@ -177,42 +178,43 @@ class CacheShard:
     def _copy(self) -> "CacheShard":
         """Return a shard with copies of this one's own tokens, which shares what this one shares."""
         other = copy(self)
-        used = self.used
+        used = self.used_slots
         with torch.inference_mode(False):
             other.stored = [joined([x[:, :, :used]], 2, x.shape[2]) for x in self.stored]
-            other.token_index, other.state = self.token_index.clone(), self.state.clone()
+            other.token_index, other.device_counts = self.token_index.clone(), self.device_counts.clone()
             other.padding = None if self.padding is None else Padding(*(x.clone() for x in self.padding))
         return other
 
     def _share(self) -> None:
-        """Move this shard's whole blocks of slots to `shared`: from now on it writes to the slots after them alone."""
-        whole_slots = self.used // self.sizes.block * self.sizes.block
+        """Move whole blocks of slots to an earlier piece: from now on the shard writes to those after them alone."""
+        whole_slots = self.used_slots // self.sizes.block * self.sizes.block
         if not whole_slots:
             return
         positions = None if self.padding is None else self.padding.positions
-        self.shared = (*self.shared, SharedBlocks(self.stored, self.token_index, positions).part(0, whole_slots))
+        piece = FrozenPiece(self.stored, self.token_index, positions).part(0, whole_slots)
+        self.earlier_pieces = (*self.earlier_pieces, piece)
         self.stored, self.token_index = [x[:, :, whole_slots:] for x in self.stored], self.token_index[whole_slots:]
         self.padding = self.padding and self.padding._replace(positions=self.padding.positions[:, whole_slots:])
         self.slots -= whole_slots
         with torch.inference_mode(False):
-            self.state = self.state - torch.tensor([0, whole_slots], device=self.device)
+            self.device_counts = self.device_counts - torch.tensor([0, whole_slots], device=self.device)
 
     def unshare(self, tokens: int | None = None) -> None:
-        """Copy shared tokens to memory of this shard alone. `tokens` drops those after it, and copies the cut block."""
-        stop, stay, forgotten = self.shared_tokens, 0, 0
+        """Copy earlier pieces to this shard's own memory. `tokens` drops those after it, and copies the cut block."""
+        stop, stay, forgotten = self.earlier_tokens, 0, 0
         if tokens is not None:
             stop = tokens
             stay = tokens // self.sizes.block * self.sizes.block
-            forgotten = self.used
-        kept_blocks, loose, start = [], [], 0
-        for blocks in self.shared:
-            first, last = (min(max(token - start, 0), blocks.used) for token in (stay, stop))
-            kept_blocks += [blocks.part(0, first)] * (first > 0)
-            loose += [blocks.part(first, last)] * (first < last)
-            start += blocks.used
+            forgotten = self.used_slots
+        kept_pieces, loose, start = [], [], 0
+        for piece in self.earlier_pieces:
+            first, last = (min(max(token - start, 0), piece.token_count) for token in (stay, stop))
+            kept_pieces += [piece.part(0, first)] * (first > 0)
+            loose += [piece.part(first, last)] * (first < last)
+            start += piece.token_count
         if start > stay:
             self.resize(self.sizes, self.slots + start - stay, forgotten, loose)
-            self.shared = tuple(kept_blocks)
+            self.earlier_pieces = tuple(kept_pieces)
 
     def flush(self) -> None:
         """Do nothing: no token is in a second memory."""
@@ -227,16 +229,16 @@ class CacheShard:
         """Mask of the tokens on all ranks, False for padding, (batch, length); None without padding."""
         return None if self.padding is None else self.padding.token_mask[:, : self.length]
 
-    def append(self, new: Tensors, token_mask: Tensor | None, counts: tuple[int, int] | None) -> None:
+    def append(self, new: Tensors, token_mask: Tensor | None, length_and_used: tuple[int, int] | None) -> None:
         """Add this rank's share of the new tokens; `new` has all tokens and heads.
 
-        `counts` are the tokens so far, on all ranks and on this one; None where the device alone knows them.
+        `length_and_used` are the tokens so far, on all ranks and on this one; None where the device alone knows them.
         """
         new_count = new[0].shape[2]
         plain = new_count > 0 and self.padding is None and token_mask is None  # all ranks record padding
-        if counts is not None and plain and self.append_run(new, new_count, *counts):
+        if length_and_used is not None and plain and self.append_run(new, new_count, *length_and_used):
             return
-        length, used = self.state[:2].unbind()
+        length, used = self.device_counts[LENGTH_AND_USED].unbind()
         offsets = torch.arange(new_count, device=self.device)
         tokens = length + offsets
         alone = self.turn.width == self.turn.period
@@ -245,27 +247,27 @@ class CacheShard:
         else:
             is_own = self.turn.holds(tokens) & (tokens < self.sizes.capacity)
             slots = torch.where(is_own, used + is_own.cumsum(0) - 1, self.slots).clamp(max=self.slots)
-        own = [self.sizes.rows_of(x.chunk(self.heads.size, 1)[self.heads.index]) for x in new]
-        self._write(own, tokens, slots)
+        rows = [self.sizes.rows_of(x.chunk(self.heads.size, 1)[self.heads.index]) for x in new]
+        self._write(rows, tokens, slots)
         self._pad(tokens, slots, new_count, token_mask)
         if alone:
-            self.state[:2].add_(new_count)
-            self.state[1:2].clamp_(max=self.slots)
+            self.device_counts[LENGTH_AND_USED].add_(new_count)
+            self.device_counts[USED].clamp_(max=self.slots)
         else:
-            self.state[:2] += torch.stack((torch.full_like(length, new_count), is_own.sum()))
+            self.device_counts[LENGTH_AND_USED] += torch.stack((torch.full_like(length, new_count), is_own.sum()))
 
     def append_at(self, new: Tensors, tokens: Tensor, new_count: int, token_mask: Tensor | None) -> None:
         """Add rows of the given tokens with this rank's heads; all ranks together add `new_count`."""
         order = tokens.argsort()
-        slots = self.used + torch.arange(len(order), device=self.device)
+        slots = self.used_slots + torch.arange(len(order), device=self.device)
         self._write([x.index_select(2, order) for x in new], tokens[order], slots)
         self._pad(tokens[order], slots, new_count, token_mask)
-        self.state[:2] += torch.tensor([new_count, len(order)], device=self.device)
+        self.device_counts[LENGTH_AND_USED] += torch.tensor([new_count, len(order)], device=self.device)
 
     def count_before(self, length: int) -> int:
         """Return how many of the first `length` tokens this rank holds."""
-        used = self.used
-        earlier = sum(int(torch.searchsorted(blocks.token_index[:-1], length)) for blocks in self.shared)
+        used = self.used_slots
+        earlier = sum(int(torch.searchsorted(piece.token_index[:-1], length)) for piece in self.earlier_pieces)
         newest = self.token_index[max(used - NEWEST_TOKENS, 0) : used].tolist()
         if newest and newest[0] < length:  # as where few are taken back
             return earlier + used - len(newest) + bisect_left(newest, length)
@@ -276,42 +278,42 @@ class CacheShard:
         if self.padding is not None:
             self.padding.cut(length, self.length)
         count = self.count_before(length)
-        if count < self.shared_tokens:
+        if count < self.earlier_tokens:
             self.unshare(count)
-        self.filled = count - self.shared_tokens
-        self.state[0], self.state[1] = length, self.filled
+        self.used_at_most = count - self.earlier_tokens
+        self.device_counts[LENGTH], self.device_counts[USED] = length, self.used_at_most
         if not length:
-            self.state[2:].zero_()
+            self.device_counts[FORGOTTEN_BLOCKS:].zero_()
 
     def grow(self, sizes: CacheSizes) -> None:
         """Reserve memory for a larger capacity, copying one tensor at a time."""
-        self.resize(sizes, max(self.slots, self._usual_slots(sizes) - self.shared_tokens))
+        self.resize(sizes, max(self.slots, self._usual_slots(sizes) - self.earlier_tokens))
 
     def make_room(self, new_count: int, first: Callable[[], int], *, forget: bool = False) -> None:
         """Make room for `new_count` tokens, and where it is needed forget those before token `first()`."""
-        if forget or self.has_spare or self.filled + new_count > self.slots:
+        if forget or self.has_spare or self.used_at_most + new_count > self.slots:
             start = first()
             gone = self.count_before(start)
-            needed = self.used - gone + new_count
+            needed = self.used_slots - gone + new_count
             usual = self._usual_slots(self.sizes)
             spare = spare_slots(self.sizes, self.turn)
             self.resize(self.sizes, usual if needed <= usual else needed + spare, gone)
             self.has_spare = self.slots > usual and new_count > spare
-            self.state[2:].fill_(self.turn.count(start) // self.sizes.block)
-        self.filled += new_count
+            self.device_counts[FORGOTTEN_BLOCKS:].fill_(self.turn.count(start) // self.sizes.block)
+        self.used_at_most += new_count
 
-    def resize(self, sizes: CacheSizes, slots: int, forgotten: int = 0, before: Sequence[SharedBlocks] = ()) -> None:
+    def resize(self, sizes: CacheSizes, slots: int, forgotten: int = 0, before: Sequence[FrozenPiece] = ()) -> None:
         """Move the tokens after the first `forgotten` to new memory, behind those of `before`, tensor by tensor.
 
         A save may read the old memory.
         """
-        used = self.used
+        used = self.used_slots
         rows = self._rows(slots)
         self._viewed = NOT_VIEWED  # it would keep the old memory
         with torch.inference_mode(False):
             token_index = joined([*(x.token_index[:-1] for x in before), self.token_index[forgotten:used]], 0, rows)
             padding = self.padding
-            state = self.state.clone()
+            device_counts = self.device_counts.clone()
             if padding is not None:
                 positions = [self._view(blocks).positions()[:, :-1] for blocks in before]
                 padding = padding.resized(
@@ -323,13 +325,13 @@ class CacheShard:
                 stored[number] = joined([*parts, old[:, :, forgotten:used]], 2, rows)
         # Assigned last: where an allocation above fails, the shard keeps working at its old capacity.
         self.stored, self.sizes, self.slots = stored, sizes, slots
-        self.token_index, self.padding, self.state = token_index, padding, state
-        self.filled = used - forgotten + sum(blocks.used for blocks in before)
-        self.state[1] = self.filled
+        self.token_index, self.padding, self.device_counts = token_index, padding, device_counts
+        self.used_at_most = used - forgotten + sum(blocks.token_count for blocks in before)
+        self.device_counts[USED] = self.used_at_most
 
     def reorder(self, index: Tensor) -> None:
         """Replace sequence b by sequence `index[b]`; the batch may change."""
-        used, self._viewed = self.used, NOT_VIEWED
+        used, self._viewed = self.used_slots, NOT_VIEWED
         if len(index) != self.sizes.batch:
             with torch.inference_mode(False):
                 blank = (empty_rows((len(index), *x.shape[1:]), x.dtype, x.device) for x in self.stored)
@@ -343,15 +345,16 @@ class CacheShard:
                     x[:, head, :used] = x[:, head, :used].index_select(0, index)
         if self.padding is not None:
             self.padding = self.padding.reordered(index)
-        self.shared = tuple(blocks.reordered(index, self.sizes.block) for blocks in self.shared)
+        self.earlier_pieces = tuple(piece.reordered(index, self.sizes.block) for piece in self.earlier_pieces)
 
     def mark_present(self, length: int, token_mask: Tensor | None, first: int) -> int:
         """Mark the tokens from `first` up to `length` as present. Return how many of them this rank holds."""
         gone = self.turn.count(first)
-        used = self.filled = self.turn.count(length) - gone
-        self.state.copy_(torch.tensor([length, used, gone // self.sizes.block][: len(self.state)], device="cpu"))
+        used = self.used_at_most = self.turn.count(length) - gone
+        counts = [length, used, gone // self.sizes.block][: len(self.device_counts)]
+        self.device_counts.copy_(torch.tensor(counts, device="cpu"))
         if token_mask is not None:
-            zero = torch.zeros_like(self.state[0])
+            zero = torch.zeros_like(self.device_counts[LENGTH])
             slots = torch.arange(used, device=self.device)
             self.padding = Padding.none(self.sizes.batch, self.sizes.capacity, self.token_index, zero)
             self.padding.add(zero, token_mask.to(self.device), self.token_index[:used], slots)
@@ -388,10 +391,10 @@ class CacheShard:
             return self._append_parts(new, new_count, length, used)
         if stop > self.slots:
             return False
-        own = new if self.heads.size == 1 else [x.chunk(self.heads.size, 1)[self.heads.index] for x in new]
+        rows = new if self.heads.size == 1 else [x.chunk(self.heads.size, 1)[self.heads.index] for x in new]
         if self.sizes.storage is not None:
-            own = [*map(self.sizes.rows_of, own)]
-        self._write_run(own, new_count, length, used)
+            rows = [*map(self.sizes.rows_of, rows)]
+        self._write_run(rows, new_count, length, used)
         return True
 
     def _append_parts(self, new: Tensors, new_count: int, length: int, used: int) -> bool:
@@ -399,8 +402,9 @@ class CacheShard:
         start, width, period = self.turn
         count = self.turn.count
         offset = (length - start) % period
-        first, own = (width if offset < width else period) - offset, count(length + new_count) - count(length)
-        if new_count > width or self.is_in_files or used + own > self.slots:  # a file takes all at once, or none
+        first = (width if offset < width else period) - offset
+        own_count = count(length + new_count) - count(length)
+        if new_count > width or self.is_in_files or used + own_count > self.slots:  # a file takes all at once, or none
             return False
         after = used + first if offset < width else used
         head, tail = (tuple(x[:, :, some] for x in new) for some in (slice(first), slice(first, None)))
@@ -411,15 +415,15 @@ class CacheShard:
 
     def _skip_run(self, new_count: int, length: int, used: int) -> None:
         """Count new tokens that other ranks hold."""
-        self.state[:1].add_(new_count)
+        self.device_counts[LENGTH].add_(new_count)
 
     def _write_run(self, new: Sequence[Tensor], new_count: int, length: int, used: int) -> None:
         """Write new tokens with this rank's heads after those in the shard."""
-        if self.device.type == "cuda" or not append(self.stored, new, self.token_index, self.state):
+        if self.device.type == "cuda" or not append(self.stored, new, self.token_index, self.device_counts):
             for x, tensor in zip(self.stored, new, strict=True):
                 x[:, :, used : used + new_count] = tensor
             torch.arange(length, length + new_count, out=self.token_index[used : used + new_count])
-            self.state[:2].add_(new_count)
+            self.device_counts[LENGTH_AND_USED].add_(new_count)
 
     def _write(self, new: Sequence[Tensor], tokens: Tensor, slots: Tensor) -> None:
         """Write rows of tokens with this rank's heads into slots."""
@@ -431,7 +435,7 @@ class CacheShard:
         """Record which of `new_count` new tokens are padding, before the length includes them."""
         if token_mask is None and self.padding is None:
             return
-        length = self.state[0]
+        length = self.device_counts[LENGTH]
         sizes = self.sizes
         self.padding = self.padding or Padding.none(sizes.batch, sizes.capacity, self.token_index, length)
         all_real = torch.ones(sizes.batch, new_count, dtype=torch.bool, device=self.device)

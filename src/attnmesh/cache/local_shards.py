@@ -13,7 +13,7 @@ from attnmesh.cache.window import first_needed
 from attnmesh.comm.p2p import begin_messages, meta_like
 from attnmesh.comm.topology import dist_all_gather_ints, hosts
 from attnmesh.core.mask import Mask
-from attnmesh.errors import KernelError, ShapeError, require
+from attnmesh.errors import KernelError, ShapeError
 from attnmesh.guard.agreement import is_capturing, may_compare
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.shares import check_shares
@@ -21,7 +21,7 @@ from attnmesh.runtime.tensors import Tensors
 
 
 class LocalShards:
-    """This rank's `own` shard, and `copies` of other ranks' shards by index along the tokens axis.
+    """This rank's `own` shard, and `copy_shards`, copies of other ranks' shards by index along the tokens axis.
 
     `keepers` are the ranks that keep copies of the own shard.
     """
@@ -32,8 +32,8 @@ class LocalShards:
         self.axis = axis
         self.keepers = keepers.get(axis.index, [])
         self.own = make(axis.index)
-        self.copies = {index: make(index) for index in keepers if axis.index in keepers[index]}
-        self.counts = TokenCounts(self.own.block_cyclic, 0, (0,) * axis.size)
+        self.copy_shards = {index: make(index) for index in keepers if axis.index in keepers[index]}
+        self.rank_counts = TokenCounts(self.own.block_cyclic, 0, (0,) * axis.size)
         self.known_length = 0  # tokens that this CPU has counted, without those that graphs append
         self.in_graphs = False  # a graph holds an append, of whose replays the CPU sees nothing
         self.forked = False
@@ -43,7 +43,7 @@ class LocalShards:
     @property
     def all(self) -> list[CacheShard]:
         """The own shard, then the copies."""
-        return [self.own, *self.copies.values()]
+        return [self.own, *self.copy_shards.values()]
 
     def clone(self) -> "LocalShards":
         """Return a copy with tensors of its own."""
@@ -53,13 +53,16 @@ class LocalShards:
 
     def fork(self) -> "LocalShards":
         """Return shards that share the memory of whole blocks with these."""
-        self.forked = self.forgets is None
+        self.forked = self.forget_mask is None
         return self._with(lambda shard: shard.fork())
 
     def _with(self, change: Callable[[CacheShard], CacheShard]) -> "LocalShards":
         """Return shards like these, with another in place of each."""
         other = copy(self)
-        other.own, other.copies = change(self.own), {index: change(shard) for index, shard in self.copies.items()}
+        other.own, other.copy_shards = (
+            change(self.own),
+            {index: change(shard) for index, shard in self.copy_shards.items()},
+        )
         return other
 
     def whole(self) -> CacheShard:
@@ -79,7 +82,7 @@ class LocalShards:
         """Cached tokens on all ranks. The CPU counts them where it would wait for a GPU, unless a graph appends."""
         return self.own.length if self.own.device.type != "cuda" or self.in_graphs else self.known_length
 
-    def counts_of(self, shard: CacheShard, new_count: int = 0) -> tuple[int, int] | None:
+    def length_and_used(self, shard: CacheShard, new_count: int = 0) -> tuple[int, int] | None:
         """Return the tokens of all ranks and those in the memory of a shard; None where the device alone knows them.
 
         A shard that forgets may have room for `new_count` new ones.
@@ -87,13 +90,13 @@ class LocalShards:
         if torch.compiler.is_compiling():
             return None
         if shard.device.type != "cuda":
-            length, used, *_ = shard.state.tolist()
+            length, used, *_ = shard.device_counts.tolist()
             return length, used
         if self.in_graphs or is_capturing(shard.device):
             return None
-        if self.forgets is not None:
-            return self.known_length, shard.filled - new_count
-        return self.known_length, self.counts.counts(self.known_length)[shard.index] - shard.shared_tokens
+        if self.forget_mask is not None:
+            return self.known_length, shard.used_at_most - new_count
+        return self.known_length, self.rank_counts.by_rank(self.known_length)[shard.index] - shard.earlier_tokens
 
     def holds(self, tokens: int) -> bool:
         """Return True if at least `tokens` are cached within the capacity. Wait for the GPU only if unsure."""
@@ -103,12 +106,12 @@ class LocalShards:
         return tokens <= length <= self.own.sizes.capacity
 
     def check_room(self, subject: str, row: int, new_count: int) -> None:
-        """Raise unless a row of `new_count` tokens fits. The state is read only where there may be no room."""
-        if self.known_length + new_count > self.own.sizes.capacity or self.counts.start:
-            self.check_fits(f"{subject} k of row {row}", new_count, self.counts)
+        """Raise unless a row of `new_count` tokens fits. The counts are read only where there may be no room."""
+        if self.known_length + new_count > self.own.sizes.capacity or self.rank_counts.start:
+            self.check_fits(f"{subject} k of row {row}", new_count, self.rank_counts)
 
-    def check_fits(self, subject: str, new_count: int, counts: TokenCounts) -> None:
-        """Raise, before anything is written, unless `new_count` tokens fit the capacity and, by `counts`, each rank."""
+    def check_fits(self, subject: str, new_count: int, rank_counts: TokenCounts) -> None:
+        """Raise, before anything is written, unless `new_count` tokens fit the capacity, and each rank."""
         if torch.compiler.is_compiling():
             return
         capacity = self.own.sizes.capacity
@@ -119,33 +122,34 @@ class LocalShards:
             given = f"{self.known_length} tokens and {new_count} more in a cache of {capacity}"
             fix = f"call cache.reserve({self.known_length + new_count}) on every rank"
             raise ShapeError(subject, "room for the new tokens", given, fix)
-        if self.forgets is None:  # else shards grow
-            counts.check(subject, self.known_length + new_count, self._slots)
+        if self.forget_mask is None:  # else shards grow
+            rank_counts.check(subject, self.known_length + new_count, self._slots)
 
     def _slots(self, rank: int) -> int:
-        """Return the slots of a rank of a cache that keeps every token, shared ones included."""
+        """Return the slots of a rank of a cache that keeps every token, earlier pieces included."""
         return usual_slots(self.own.sizes, self.own.block_cyclic.turns[rank])
 
     def check_unpadded(self, subject: str, token_mask: Tensor | None) -> None:
         """Raise if a cache in a folder, or in two memories, gets padding."""
-        plain = not self.own.is_in_files and self.own.sizes.hot is None
-        fits = token_mask is None or plain or bool(token_mask.all())
+        is_hot = self.own.sizes.hot is not None
+        if token_mask is None or not (is_hot or self.own.is_in_files) or bool(token_mask.all()):
+            return
         expected, fix = "sequences without padding in a folder", "give each sequence a folder of its own"
-        if self.own.sizes.hot is not None:
+        if is_hot:
             expected, fix = "sequences without padding beside hot=", "give each sequence a cache of its own"
-        require(fits, KernelError, f"{subject} token_mask", expected, "a mask", fix)
+        raise KernelError(f"{subject} token_mask", expected, "a mask", fix)
 
     @property
-    def forgets(self) -> Mask | None:
+    def forget_mask(self) -> Mask | None:
         """The mask by which tokens are forgotten, or None."""
         return self.own.sizes.mask
 
     def serves(self, query: int) -> bool:
         """Return whether all tokens that queries from token `query` on see are cached."""
-        if self.forgets is None or query >= self.floor:
+        if self.forget_mask is None or query >= self.floor:
             return True
-        first_seen = 0 if self.own.padding is not None else self.forgets.first_seen(query)
-        return self.forgets.first_seen(self.floor) <= first_seen
+        first_seen = 0 if self.own.padding is not None else self.forget_mask.first_seen(query)
+        return self.forget_mask.first_seen(self.floor) <= first_seen
 
     def check_length(self, length: int, before: int) -> None:
         """Raise unless `before` tokens can be truncated to `length`."""
@@ -161,7 +165,7 @@ class LocalShards:
 
     def first(self, token_mask: Tensor | None = None, new_count: int = 0) -> int:
         """Return the first token that is needed, after `new_count` tokens with this mask."""
-        if self.forgets is None:
+        if self.forget_mask is None:
             return 0
         shard, length, real = self.own, self.known_length, None
         if shard.padding is not None or token_mask is not None:
@@ -170,20 +174,20 @@ class LocalShards:
                 real[:, :length] = shard.padding.token_mask[:, :length]
             if token_mask is not None:
                 real[:, length:] = token_mask.to(shard.device)
-        return first_needed(self.forgets, self.floor, shard.sizes.block, real)
+        return first_needed(self.forget_mask, self.floor, shard.sizes.block, real)
 
     def append(self, new: Tensors, token_mask: Tensor | None) -> None:
         """Add new tokens that are the same on every rank."""
         new_count = new[0].shape[2]
         start = self.known_length
-        if self.forgets is not None:
+        if self.forget_mask is not None:
             self._raise_floor(new_count, new_count)
         for shard in self.all:
-            own = 0
-            if self.forgets is not None:
-                own = shard.turn.count(start + new_count) - shard.turn.count(start)
-                shard.make_room(own, self.first)
-            shard.append(new, token_mask, self.counts_of(shard, own))
+            own_count = 0
+            if self.forget_mask is not None:
+                own_count = shard.turn.count(start + new_count) - shard.turn.count(start)
+                shard.make_room(own_count, self.first)
+            shard.append(new, token_mask, self.length_and_used(shard, own_count))
         self._advance(new_count)
 
     def append_at(self, new: Tensors, tokens: Tensor, new_count: int, token_mask: Tensor | None, queries: int) -> None:
@@ -192,7 +196,7 @@ class LocalShards:
         The last `queries` of all tokens may be decoded before the next append.
         """
         first = 0
-        if self.forgets is not None:
+        if self.forget_mask is not None:
             self._raise_floor(new_count, queries)
             first = self.first(token_mask, new_count)
             if skips := first > self.known_length:
@@ -202,13 +206,13 @@ class LocalShards:
             self.own.make_room(len(tokens), lambda: first, forget=skips)
         self.own.append_at(new, tokens, new_count, token_mask)
         self._advance(new_count)
-        self._exchange(new, tokens, new_count, token_mask, first)
+        self._send_copies(new, tokens, new_count, token_mask, first)
 
     def truncate(self, length: int, table: Sequence[Sequence[int]]) -> None:
         """Remove the tokens from `length` on; rows are (rank, tokens before `length`)."""
-        if length < self.counts.start:
+        if length < self.rank_counts.start:
             kept = sorted(set(map(tuple, table)))  # ranks along the heads axis hold the same tokens
-            self.counts = TokenCounts(self.own.block_cyclic, length, tuple(count for _, count in kept))
+            self.rank_counts = TokenCounts(self.own.block_cyclic, length, tuple(count for _, count in kept))
         for shard in self.all:
             shard.truncate(length)
         self.known_length, self.floor = length, min(self.floor, length)
@@ -222,15 +226,15 @@ class LocalShards:
     def prepare(self, length: int, first: int, floor: int) -> None:
         """Make room for the tokens from `first` up to `length`, to be written at their block-cyclic slots."""
         self.floor, count = floor, self.own.turn.count
-        if self.forgets is not None:
+        if self.forget_mask is not None:
             self.own.make_room(count(length) - count(first), lambda: first)
 
     def mark_present(self, length: int, token_mask: Tensor | None, first: int = 0) -> None:
         """Mark the tokens that `prepare` made room for as present, once written, and send copies."""
-        own = self.own
-        used = self.own.mark_present(length, token_mask, first)
-        new = tuple(x[:, :, :used] for x in own.stored)
-        self._exchange(new, own.token_index[:used], length, token_mask, first)
+        shard = self.own
+        used = shard.mark_present(length, token_mask, first)
+        new = tuple(x[:, :, :used] for x in shard.stored)
+        self._send_copies(new, shard.token_index[:used], length, token_mask, first)
         self.known_length = length
 
     def _raise_floor(self, new_count: int, queries: int) -> None:
@@ -249,20 +253,20 @@ class LocalShards:
         if self.in_graphs:
             self.known_length, self.in_graphs = self.own.length, False
 
-    def _exchange(self, new: Tensors, tokens: Tensor, new_count: int, token_mask: Tensor | None, first: int) -> None:
+    def _send_copies(self, new: Tensors, tokens: Tensor, new_count: int, token_mask: Tensor | None, first: int) -> None:
         """Send this rank's new tokens to its keepers, and add the tokens received to the copies."""
-        if not self.keepers and not self.copies:
+        if not self.keepers and not self.copy_shards:
             return
         counts = [row[0] for row in dist_all_gather_ints([len(tokens)], [self.axis])]
         sends = dict.fromkeys(self.keepers, (*new, tokens))
         receives = {
             index: (*(meta_like(x, counts[index]) for x in new), meta_like(tokens, counts[index], 0))
-            for index in self.copies
+            for index in self.copy_shards
         }
         received = begin_messages(sends, receives, self.axis, tokens.device, "copying")()
-        for index, shard in self.copies.items():
+        for index, shard in self.copy_shards.items():
             *copied, token_index = received[index]
-            if self.forgets is not None:
+            if self.forget_mask is not None:
                 shard.make_room(len(token_index), lambda: first, forget=first > shard.length)
             shard.append_at(tuple(copied), token_index, new_count, token_mask)
 

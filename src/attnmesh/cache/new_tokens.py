@@ -8,8 +8,10 @@ from torch import Tensor
 
 from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.cache.cache_shard import CacheShard
+from attnmesh.cache.call_checks import check_captured, check_new
 from attnmesh.cache.local_shards import LocalShards
 from attnmesh.comm.p2p import all_to_all, meta_like
+from attnmesh.errors import ShapeError
 from attnmesh.guard.argument_checks import check_positions
 from attnmesh.guard.shard_marks import check_equal_cuts, check_not_cut, shard_marks
 from attnmesh.kernels.traced import are_plain
@@ -18,7 +20,7 @@ from attnmesh.runtime.memo import Memo
 from attnmesh.runtime.tensors import Tensors
 
 
-def stored(k: Tensor, v: Tensor | None) -> Tensors:
+def tensors_to_store(k: Tensor, v: Tensor | None) -> Tensors:
     """Return the tensors of new tokens that a cache stores."""
     return (k,) if v is None else (k, v)
 
@@ -46,20 +48,32 @@ class NewTokens(NamedTuple):
     def check(self, sizes: CacheSizes, device: torch.device) -> None:
         """Raise unless they are all new tokens, for every rank of a cache to keep its share."""
         k, v, token_mask = self
-        sizes.check_new("append", k, v, device)
+        check_new("append", sizes, k, v, device)
         check_not_cut("append", {"k": k, "v": v}, "call append_shard with its positions, on a cache of its mesh")
-        sizes.check_token_mask("append", token_mask, k.shape[2])
-        sizes.check_captured("append", token_mask, device)
+        self.check_token_mask("append", sizes, k.shape[2])
+        check_captured("append", token_mask, device)
 
     def check_shard(self, sizes: CacheSizes, device: torch.device, positions: Tensor, ranks: int) -> None:
         """Raise unless they are the new tokens of one of so many ranks, at these positions."""
-        k, v, token_mask = self
-        sizes.check_new("append_shard", k, v, device)
+        k, v, _ = self
+        check_new("append_shard", sizes, k, v, device)
         check_positions("append_shard positions", positions, k.shape[2])
         check_equal_cuts("append_shard", {"k": k, "v": v, "positions": positions})
         if ranks == 1:
             check_not_cut("append_shard", {"k": k, "v": v}, "make the cache with the mesh of am.shard")
-        sizes.check_token_mask("append_shard", token_mask, None)
+        self.check_token_mask("append_shard", sizes, None)
+
+    def check_token_mask(self, subject: str, sizes: CacheSizes, tokens: int | None) -> None:
+        """Raise unless the mask has one bool per token; `tokens=None` accepts any number."""
+        token_mask = self.token_mask
+        if token_mask is None:
+            return
+        shape = tuple(token_mask.shape) if isinstance(token_mask, Tensor) else ()
+        expected_shape = (sizes.batch, shape[-1] if tokens is None and len(shape) == 2 else tokens)
+        if not isinstance(token_mask, Tensor) or token_mask.dtype != torch.bool or shape != expected_shape:
+            given = f"{token_mask.dtype} {shape}" if isinstance(token_mask, Tensor) else type(token_mask).__name__
+            fix = "pass attention_mask.bool(), of the new tokens alone"
+            raise ShapeError(f"{subject} token_mask", f"torch.bool {expected_shape}", given, fix)
 
 
 def append_known(signatures: Memo[bool], k: Tensor, v: Tensor | None, shards: LocalShards) -> bool:
@@ -69,23 +83,23 @@ def append_known(signatures: Memo[bool], k: Tensor, v: Tensor | None, shards: Lo
         return False
     if (marks := shard_marks()) and (id(k) in marks or id(v) in marks):
         return False  # a shard, which is refused
-    counts = shards.counts_of(shard)
+    length_and_used = shards.length_and_used(shard)
     new_count = k.shape[2]
-    if counts is None or not new_count or counts[0] + new_count > shard.sizes.capacity:
+    if length_and_used is None or not new_count or length_and_used[0] + new_count > shard.sizes.capacity:
         return False
-    if shard.padding is not None or shards.counts.start:
+    if shard.padding is not None or shards.rank_counts.start:
         return False
-    if shards.copies or shards.forgets is not None:
-        shards.append(stored(k, v), None)
+    if shards.copy_shards or shards.forget_mask is not None:
+        shards.append(tensors_to_store(k, v), None)
         return True
-    if not shard.append_run(stored(k, v), new_count, *counts):
+    if not shard.append_run(tensors_to_store(k, v), new_count, *length_and_used):
         return False
-    shards.known_length = counts[0] + new_count
+    shards.known_length = length_and_used[0] + new_count
     return True
 
 
 def append_signature(k: Tensor, v: Tensor | None, shard: CacheShard) -> tuple[Any, ...] | None:
     """Return all that the checks of new tokens depend on; None where PyTorch has to know of them."""
-    if not are_plain(*stored(k, v), on_gpu=shard.device.type == "cuda"):
+    if not are_plain(*tensors_to_store(k, v), on_gpu=shard.device.type == "cuda"):
         return None
     return (k.shape, k.dtype, shard.sizes) if v is None else (k.shape, v.shape, k.dtype, v.dtype, shard.sizes)

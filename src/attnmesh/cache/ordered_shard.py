@@ -23,7 +23,7 @@ class OrderedShard(CacheShard):
         """Write rows of this rank's tokens after those in the shard, after which there are `length` on all ranks."""
         raise NotImplementedError
 
-    def append(self, new: Tensors, token_mask: Tensor | None, counts: tuple[int, int] | None) -> None:
+    def append(self, new: Tensors, token_mask: Tensor | None, length_and_used: tuple[int, int] | None) -> None:
         """Add this rank's share of the new tokens; `new` has all tokens and heads."""
         length = self.length
         try:

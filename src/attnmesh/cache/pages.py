@@ -5,12 +5,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.cache.cache_config import check_no_gradients
 from attnmesh.cache.cache_properties import CacheProperties
 from attnmesh.cache.cache_shard import CacheShard
+from attnmesh.cache.call_checks import check_dtype_and_device, check_no_gradients
+from attnmesh.cache.frozen_piece import FrozenPiece
 from attnmesh.cache.local_shards import LocalShards
-from attnmesh.cache.shared_blocks import SharedBlocks
-from attnmesh.errors import DtypeError, KernelError, ShapeError, require, type_and_shape
+from attnmesh.errors import DtypeError, KernelError, ShapeError, type_and_shape
 from attnmesh.guard.agreement import ComparedCalls
 from attnmesh.guard.argument_checks import check_tensor
 
@@ -51,12 +51,14 @@ class PagedCache(CacheProperties):
         >>> pages.keys[pages.block_table[1].long()].flatten(0, 1)[:20, 0].equal(cache.keys[1, 0, :20])
         True
         """
-        given, fix = "a padded batch", "cache sequences without padding"
-        require(self.padding is None, KernelError, "pages", "a batch without padding", given, fix)
+        if self.padding is not None:
+            fix = "cache sequences without padding"
+            raise KernelError("pages", "a batch without padding", "a padded batch", fix)
         shard = self.shard
         _check_in_memory("pages", shard)
-        own = SharedBlocks(shard.stored, shard.token_index[: shard.used + 1], None)  # one more slot, as it says
-        return [_pages(blocks, shard) for blocks in (*shard.shared, own)]
+        # One more slot follows, as in each piece.
+        own_piece = FrozenPiece(shard.stored, shard.token_index[: shard.used_slots + 1], None)
+        return [_pages(piece, shard) for piece in (*shard.earlier_pieces, own_piece)]
 
     def append_pages(self, keys: Tensor, values: Tensor | None, block_table: Tensor) -> None:
         """Add the first tokens from an engine's pool, which stays unchanged while the cache is in use.
@@ -87,16 +89,9 @@ class PagedCache(CacheProperties):
         with self.calls.agreement("append_pages", lambda: {"blocks": block_table.shape[1]}, always=True):
             _check_pools(self.shard, pools, block_table)
             _check_in_memory("append_pages", self.shard)
-            given, fix = "copies=2 or more", "append copies of the tokens with append"
-            require(not self.shards.keepers, KernelError, "append_pages", "a cache without copies", given, fix)
-            given, fix = f"shares={self.shares}", "leave shares= out, or copy the tokens with append"
-            even = self.shards.own.block_cyclic.is_even
-            require(even, KernelError, "append_pages", "as many blocks on every rank", given, fix)
-            given, fix = f"a cache with mask={self.sizes.mask}", "leave mask= out"
-            keeps = self.sizes.mask is None
-            require(keeps, KernelError, "append_pages", "a cache that keeps every token", given, fix)
+            _check_takes_blocks(self.shards)
             new_count = block_table.shape[1] * self.sizes.block * self.shards.axis.size
-            self.shards.check_fits("append_pages", new_count, self.shards.counts)
+            self.shards.check_fits("append_pages", new_count, self.shards.rank_counts)
         with torch.no_grad():
             rows = tuple(pool.view(torch.int8) for pool in pools) if bytewise else pools
             _append(self.shards, rows, block_table.long())
@@ -104,19 +99,33 @@ class PagedCache(CacheProperties):
 
 def _check_in_memory(subject: str, shard: CacheShard) -> None:
     """Raise for a cache in a folder, or in two memories, whose pieces are no pages of an engine."""
-    fits = shard.sizes.hot is None
-    fix = "make the cache without hot="
-    require(fits, KernelError, subject, "a cache in one memory", f"hot={shard.sizes.hot}", fix)
-    given, fix = "one in a folder", "call cache.fork() first"
-    require(not shard.is_in_files, KernelError, subject, "a cache in memory", given, fix)
+    if shard.sizes.hot is not None:
+        fix = "make the cache without hot="
+        raise KernelError(subject, "a cache in one memory", f"hot={shard.sizes.hot}", fix)
+    if shard.is_in_files:
+        raise KernelError(subject, "a cache in memory", "one in a folder", "call cache.fork() first")
 
 
-def _pages(blocks: SharedBlocks, shard: CacheShard) -> Pages:
+def _check_takes_blocks(shards: LocalShards) -> None:
+    """Raise unless each rank alone keeps all tokens of its blocks, of which all ranks have as many."""
+    subject, shard = "append_pages", shards.own
+    if shards.keepers:
+        fix = "append copies of the tokens with append"
+        raise KernelError(subject, "a cache without copies", "copies=2 or more", fix)
+    if not shard.block_cyclic.is_even:
+        fix = "leave shares= out, or copy the tokens with append"
+        raise KernelError(subject, "as many blocks on every rank", f"shares={shard.block_cyclic.shares}", fix)
+    if shard.sizes.mask is not None:
+        given = f"a cache with mask={shard.sizes.mask}"
+        raise KernelError(subject, "a cache that keeps every token", given, "leave mask= out")
+
+
+def _pages(piece: FrozenPiece, shard: CacheShard) -> Pages:
     """Return the pages of some slots. A pool's block and head may overlap in memory, since heads are the outer dim."""
-    size, used = shard.sizes.block, blocks.used
+    size, used = shard.sizes.block, piece.token_count
     count = -(-used // size)
     batch = shard.sizes.batch
-    keys, values = shard.sizes.keys_and_values(blocks.stored)
+    keys, values = shard.sizes.keys_and_values(piece.stored)
     first = torch.arange(batch, device=shard.device) * (values.stride(0) // (size * values.stride(2)))
     table = first[:, None] + torch.arange(count, device=shard.device)
     blocks_in_pool = int(table.max()) + 1 if table.numel() else 0
@@ -126,7 +135,7 @@ def _pages(blocks: SharedBlocks, shard: CacheShard) -> Pages:
         return x.as_strided((blocks_in_pool, size, x.shape[1], x.shape[3]), (size * row, row, heads, column))
 
     lengths = torch.full((batch,), used, dtype=torch.int32, device=shard.device)
-    return Pages(pool(keys), pool(values), table.int(), lengths, blocks.token_index[:-1])
+    return Pages(pool(keys), pool(values), table.int(), lengths, piece.token_index[:-1])
 
 
 def _append(shards: LocalShards, pools: tuple[Tensor, ...], table: Tensor) -> None:
@@ -136,17 +145,17 @@ def _append(shards: LocalShards, pools: tuple[Tensor, ...], table: Tensor) -> No
     slots = torch.arange(count * size, device=shard.device)
     tokens = (slots // size * ranks + shard.index) * size + slots % size
     rows = [_rows(pool, table.to(pool.device)) for pool in pools]  # (batch, heads, tokens, width)
-    shared = max(0, count - 1) * size
+    shared_slots = max(0, count - 1) * size
     new_count = count * size * ranks
-    shard.append_at(tuple(x[:, :, shared:] for x in rows), tokens[shared:], new_count, None)
-    if shared:  # with one more slot, as `SharedBlocks` says
-        blocks = SharedBlocks([x[:, :, : shared + 1] for x in rows], tokens[: shared + 1], None)
+    shard.append_at(tuple(x[:, :, shared_slots:] for x in rows), tokens[shared_slots:], new_count, None)
+    if shared_slots:  # with one more slot, as `FrozenPiece` says
+        piece = FrozenPiece([x[:, :, : shared_slots + 1] for x in rows], tokens[: shared_slots + 1], None)
         try:
-            shard.resize(shard.sizes, shard.slots - shared)
+            shard.resize(shard.sizes, shard.slots - shared_slots)
         except BaseException:  # there may be no memory, and the cache is empty still
             shard.truncate(0)
             raise
-        shard.shared, shards.forked = (blocks,), True
+        shard.earlier_pieces, shards.forked = (piece,), True
     shards.known_length += new_count
 
 
@@ -168,27 +177,28 @@ def _rows(pool: Tensor, table: Tensor) -> Tensor:
 def _check_pools(shard: CacheShard, pools: tuple[Tensor, ...], table: Tensor) -> None:
     sizes = shard.sizes
     heads = shard.sizes.kv_heads // shard.heads.size
-    fix = "append the pages first, or make a new cache"
-    require(not shard.length, ShapeError, "append_pages", "an empty cache", f"{shard.length} tokens", fix)
-    count = len(sizes.columns)
-    fix = "pass values unless the cache has values='prefix' or 'none'"
-    require(len(pools) == count, ShapeError, "append_pages values", f"{count} pools", f"{len(pools)}", fix)
+    if shard.length:
+        fix = "append the pages first, or make a new cache"
+        raise ShapeError("append_pages", "an empty cache", f"{shard.length} tokens", fix)
+    if len(pools) != len(sizes.columns):
+        fix = "pass values unless the cache has values='prefix' or 'none'"
+        raise ShapeError("append_pages values", f"{len(sizes.columns)} pools", f"{len(pools)}", fix)
     for name, pool, width in zip(("keys", "values"), pools, sizes.row_widths, strict=False):
         check_tensor(f"append_pages {name}", pool)
-        fits = pool.ndim == 4 and tuple(pool.shape[1:]) == (sizes.block, heads, width)
-        expected = f"shape (blocks, {sizes.block}, {heads}, {width})"
-        fix = "make the cache with the engine's block, heads and widths"
-        require(fits, ShapeError, f"append_pages {name}", expected, f"{tuple(pool.shape)}", fix)
-        sizes.check_dtype(f"append_pages {name}", pool, shard.device, rows=True)
+        if pool.ndim != 4 or tuple(pool.shape[1:]) != (sizes.block, heads, width):
+            expected = f"shape (blocks, {sizes.block}, {heads}, {width})"
+            fix = "make the cache with the engine's block, heads and widths"
+            raise ShapeError(f"append_pages {name}", expected, f"{tuple(pool.shape)}", fix)
+        check_dtype_and_device(f"append_pages {name}", sizes, pool, shard.device, rows=True)
         check_no_gradients("append_pages", {name: pool})
-    whole = isinstance(table, Tensor) and table.dtype in (torch.int32, torch.int64)
     subject, fix = "append_pages block_table", "pass one row of block numbers for each sequence"
-    require(whole, DtypeError, subject, "a tensor of int32 or int64", type_and_shape(table), fix)
-    fits = table.ndim == 2 and len(table) == sizes.batch
-    require(fits, ShapeError, subject, f"shape ({sizes.batch}, blocks)", f"{tuple(table.shape)}", fix)
-    lengths = " and ".join(str(len(pool)) for pool in pools)
-    expected, fix = "pools of the same number of blocks", "pass the pools of one layer"
-    require(len({len(pool) for pool in pools}) == 1, ShapeError, "append_pages", expected, lengths, fix)
-    inside = bool(((table >= 0) & (table < len(pools[0]))).all())
-    fix = "pass numbers of blocks in the pools"
-    require(inside, ShapeError, subject, f"numbers from 0 to {len(pools[0]) - 1}", "others", fix)
+    if not isinstance(table, Tensor) or table.dtype not in (torch.int32, torch.int64):
+        raise DtypeError(subject, "a tensor of int32 or int64", type_and_shape(table), fix)
+    if table.ndim != 2 or len(table) != sizes.batch:
+        raise ShapeError(subject, f"shape ({sizes.batch}, blocks)", f"{tuple(table.shape)}", fix)
+    if len({len(pool) for pool in pools}) != 1:
+        lengths = " and ".join(str(len(pool)) for pool in pools)
+        raise ShapeError("append_pages", "pools of the same number of blocks", lengths, "pass the pools of one layer")
+    if not bool(((table >= 0) & (table < len(pools[0]))).all()):
+        expected = f"numbers from 0 to {len(pools[0]) - 1}"
+        raise ShapeError(subject, expected, "others", "pass numbers of blocks in the pools")

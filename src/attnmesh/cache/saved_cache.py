@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.comm.topology import dist_all_gather_ints
-from attnmesh.errors import StoreError, require
+from attnmesh.errors import StoreError
 from attnmesh.guard.agreement import Agreement
 from attnmesh.mesh.axes import Mesh
 from attnmesh.runtime.late_bound import LateBound
@@ -125,8 +125,9 @@ class SavedPieces(dict[tuple[int, int], Mapping[str, int]]):
 
     def check_written(self) -> None:
         """Raise if the last save is still writing."""
-        given, fix = "a cache whose save is writing", "call wait() on the result of save first"
-        require(self.at_rest, StoreError, "fork", "a cache at rest", given, fix)
+        if not self.at_rest:
+            fix = "call wait() on the result of save first"
+            raise StoreError("fork", "a cache at rest", "a cache whose save is writing", fix)
 
     def finish_writing(self) -> None:
         """Wait until the last save has written its files, so that the cache may change. Every rank calls it."""
@@ -157,12 +158,8 @@ class LayersToLoad(NamedTuple):
         saved = tuple(sizes if sizes.mask is not None else replace(sizes, hot=self.hot) for sizes in saved)
         if self.capacity is None:
             return saved
-        layers = zip(saved, self.rates(len(saved)), strict=True)
+        layers = zip(saved, self.tokens_per_key or [1] * len(saved), strict=True)
         return tuple(replace(sizes, capacity=-(-self.capacity // tokens)) for sizes, tokens in layers)
-
-    def rates(self, layers: int) -> Sequence[int]:
-        """Return the tokens that a key of each of so many layers stands for."""
-        return self.tokens_per_key or [1] * layers
 
 
 save_caches = LateBound[..., Saving]()

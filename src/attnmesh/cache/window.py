@@ -8,20 +8,22 @@ are left to new memory with some slots to spare, about eight moves per token.
 from torch import Tensor
 
 from attnmesh.core.mask import Mask, check_mask
-from attnmesh.errors import MaskError, ShapeError, check_int, require
+from attnmesh.errors import MaskError, ShapeError, check_int
 
 
 def check_window(mask: Mask | None, keep: int) -> None:
     """Raise unless a cache can forget tokens by this mask, and keep this many for truncation."""
     check_int("KVCache keep", keep, 0, "count the tokens to go back as an int")
     if mask is None:
-        fix = "pass mask= too, or leave keep out: truncate goes back to any token"
-        require(keep == 0, ShapeError, "KVCache keep", "0 without mask=", repr(keep), fix)
-    else:
-        check_mask("KVCache mask", mask)
+        if keep != 0:
+            fix = "pass mask= too, or leave keep out: truncate goes back to any token"
+            raise ShapeError("KVCache keep", "0 without mask=", repr(keep), fix)
+        return
+    check_mask("KVCache mask", mask)
+    if mask.ends:
         expected = "a mask that does not depend on the length"
         fix = "pass the mask without documents, and decode with mask & Documents(lengths)"
-        require(not mask.ends, MaskError, "KVCache mask", expected, repr(mask), fix)
+        raise MaskError("KVCache mask", expected, repr(mask), fix)
 
 
 def first_needed(mask: Mask, query: int, block: int, token_mask: Tensor | None) -> int:

@@ -42,7 +42,7 @@ def generate(options: GenerateOptions) -> None:
             checkpoint=None if options.checkpoint is None else str(options.checkpoint),
             every=options.every,
             deadline=options.deadline,
-            cache={**cache_options(options, prepared), **_memories(options)},
+            cache={**cache_options(options, prepared), **_token_places(options)},
             options=_sampling(options.temperature, options.top_k, options.top_p),
             stops=tuple(options.stop or ()),
         )
@@ -72,7 +72,7 @@ def cache_options(options: GenerateOptions | ServeOptions, prepared: Prepared) -
     return {"merge": options.merge, "reproducible": reproducible, **caches}
 
 
-def _memories(options: GenerateOptions) -> dict[str, Any]:
+def _token_places(options: GenerateOptions) -> dict[str, Any]:
     """Return where a cache has its tokens."""
     return {"folder": options.kv_folder and str(options.kv_folder), "hot": options.hot}
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from attnmesh.comm.mailboxes import MESSAGE_BYTES
 from attnmesh.core.digest import SUM_ELEMENTS, digest
 from attnmesh.core.partial import Partial, merge_stack
+from attnmesh.kernels.cache_view import LENGTH
 from attnmesh.kernels.native.native_digest import digest_on_cpu, wrapped
 from attnmesh.kernels.stacked_merge import launch_checksum, merge_stacked, use_triton
 from attnmesh.kernels.triton_runtime import interpreted
@@ -133,16 +134,18 @@ def blank_message(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
 
 
 def call_checksum(
-    tensors: Sequence[Tensor], call_hash: int, state: Tensor, like: Tensor, into: Tensor | None
+    tensors: Sequence[Tensor], call_hash: int, device_counts: Tensor, like: Tensor, into: Tensor | None
 ) -> Tensor:
-    """Return the checksum of a call on a cache, whose `state` begins with its length, and of bits of tensors."""
+    """Return the checksum of a call on a cache, whose `device_counts` begin with its length, and of bits of tensors."""
     fits = len(tensors) <= 2 and sum(x.numel() for x in tensors) <= SUM_ELEMENTS  # one program is faster than PyTorch
     if fits and use_triton(like):
-        return launch_checksum(tensors, call_hash, state, MODULUS, like.new_empty(2) if into is None else into)
-    if state.device.type == "cpu":
-        number: int | Tensor = wrapped(call_hash + int(state.tolist()[0]) + sum(map(digest_on_cpu, tensors)))
+        return launch_checksum(tensors, call_hash, device_counts, MODULUS, like.new_empty(2) if into is None else into)
+    if device_counts.device.type == "cpu":
+        number: int | Tensor = wrapped(
+            call_hash + int(device_counts.tolist()[LENGTH]) + sum(map(digest_on_cpu, tensors))
+        )
     else:
-        number = sum(map(digest, tensors), start=call_hash + state[0])
+        number = sum(map(digest, tensors), start=call_hash + device_counts[LENGTH])
     checksum = checksum_of(number, like)
     return checksum if into is None else into.copy_(checksum)
 

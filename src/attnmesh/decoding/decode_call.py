@@ -18,9 +18,9 @@ from attnmesh.core.selection import Selection
 from attnmesh.decoding.prepared_step import find_step, prepare_step
 from attnmesh.decoding.step_agreement import agreement_on
 from attnmesh.decoding.step_arguments import StepInputs, StepOptions
-from attnmesh.decoding.step_checks import check_other_keys, checked_step, step_with_bias
+from attnmesh.decoding.step_checks import check_other_partial, checked_step, step_with_bias
 from attnmesh.decoding.step_op import decode_op, tensors_of
-from attnmesh.errors import DtypeError, KernelError, RankFailure, require
+from attnmesh.errors import DtypeError, KernelError, RankFailure
 from attnmesh.guard.argument_checks import check_compare_option, warn_if_transposed
 
 
@@ -114,14 +114,13 @@ def decode(
     with agreement_on(caches, options, checked):  # an error here poisons the merge of the others
         check_compare_option("decode", checked)
         step = checked_step(inputs, options, unsupported)
-        check_other_keys(inputs, step)
+        check_other_partial(inputs, step)
         step = step_with_bias(inputs, distance_bias, step)
     inputs = inputs._replace(q=with_distance_bias(q, distance_bias))
     if torch.compiler.is_compiling():
-        in_files, fix = cache.shard.is_in_files, "decode with copy.deepcopy(cache)"
-        given = "one in a folder" if in_files else "a forked cache"
-        in_one_piece = not (in_files or cache.shards.forked)
-        require(in_one_piece, KernelError, "decode", "a cache of one piece in a graph", given, fix)
+        if (in_files := cache.shard.is_in_files) or cache.shards.forked:
+            given, fix = "one in a folder" if in_files else "a forked cache", "decode with copy.deepcopy(cache)"
+            raise KernelError("decode", "a cache of one piece in a graph", given, fix)
         tensors = inputs.q, tensors_of(cache.shard.new_view()), sinks, key_lengths, inputs.indices
         return cast(Tensor, decode_op(*tensors, *step.to_code()))
     with torch.no_grad():

@@ -11,7 +11,7 @@ from attnmesh.core.partial import Partial, merge_partials, with_sinks
 from attnmesh.core.scaling import Scores
 from attnmesh.core.selection import Selection, Visible
 from attnmesh.decoding.query_shard import QueryShard
-from attnmesh.decoding.step_arguments import DecodeStep, StepInputs, StepOptions, named_options, selection_of_rank
+from attnmesh.decoding.step_arguments import CheckedStep, StepInputs, StepOptions, named_options, selection_of_rank
 from attnmesh.decoding.step_checks import checked_step, step_with_bias
 from attnmesh.guard.agreement import Agreement, may_compare
 from attnmesh.kernels.cache_view import DecodeQuery
@@ -46,9 +46,9 @@ def decode_shard(
     is_compared = cache.mesh.ranks > 1 and cache.calls.checked is not False and may_compare(q.device)
     with Agreement(cache.mesh, "decode_shard", is_compared=is_compared) as agreement:
         owners = queries.owners(cache.mesh, cache.token_axis)
-        whole = q.new_empty(1).expand(*q.shape[:2], length, q.shape[3])
+        like_all_queries = q.new_empty(1).expand(*q.shape[:2], length, q.shape[3])
         inputs = StepInputs(q, (cache,), sinks, selected=selected)
-        step = checked_step(inputs._replace(q=whole) if selected is None else inputs, options, {})
+        step = checked_step(inputs._replace(q=like_all_queries) if selected is None else inputs, options, {})
         step = step_with_bias(inputs, scores.distance_bias, step)
         agreement.compare(partial_of(_compared_fields, queries, cache, step))
     heads = cache.mesh.heads
@@ -61,16 +61,16 @@ def decode_shard(
     attention = step.attention_for(every, view)
     attend = profiled_as(ATTENTION, attention.attend) if is_profiled() else attention.attend
     partial = attend(query, [view], selected)
-    if (other_keys := attend_other_keys(every)) is not None:
-        partial = merge_partials([partial, other_keys])
+    if (other_partial := attend_other_keys(every)) is not None:
+        partial = merge_partials([partial, other_partial])
     merged = owners.merge_at_owners(partial)
     rank_sinks = None if sinks is None else sinks[heads.slice_of(q.shape[1])]
     return owners.all_heads(with_sinks(merged, rank_sinks).out.to(q.dtype))
 
 
-def _compared_fields(queries: QueryShard, cache: KVCache, step: DecodeStep) -> dict[str, object]:
+def _compared_fields(queries: QueryShard, cache: KVCache, step: CheckedStep) -> dict[str, object]:
     """Return the arguments that ranks compare: with those of the checked step, such as whether tokens are selected."""
     q, layout, length = queries
     contents = {"tokens in the cache": cache.length, "padding and order": cache.history_checksum}
-    own = {"dtype": q.dtype, "heads": q.shape[1], "layout": layout, "length": length}
-    return {**own, **contents, **named_options(step)}
+    of_queries = {"dtype": q.dtype, "heads": q.shape[1], "layout": layout, "length": length}
+    return {**of_queries, **contents, **named_options(step)}

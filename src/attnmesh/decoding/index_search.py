@@ -48,7 +48,7 @@ def top_k_tokens(
     """
     view, parts = cache.shard.view, []
     bounds = view.bounds(operands[0].shape[1], mask) if last is None else (torch.zeros_like(last)[None], last[None])
-    for piece in (*view.shared, view):
+    for piece in (*view.earlier_pieces, view):
         filled = piece.without_free_slots()
         keys = IndexKeys(filled.keys[:, 0], filled.token_index, filled.positions(), cache.sizes.dtype)
         parts.append(indexer_top_k(score, operands, keys, *bounds, k, block))

@@ -25,21 +25,24 @@ from attnmesh.comm.message import NO_MESSAGE, BlankMessage, blank_message, call_
 from attnmesh.comm.rank_merge import chosen_merge, merge_ranks
 from attnmesh.core.partial import Partial, sum_dtype, with_sinks
 from attnmesh.decoding.step_agreement import agreement_on, ask_in_step, compared_fields, runs_on_device
-from attnmesh.decoding.step_arguments import Compared, DecodeStep, StepInputs, gather_heads
+from attnmesh.decoding.step_arguments import CheckedStep, Compared, StepInputs, gather_heads
 from attnmesh.errors import RankFailure
 from attnmesh.guard.agreement import MergeDescription, is_capturing
 from attnmesh.kernels.cache_runs import CachedAttention
-from attnmesh.kernels.cache_view import CacheView, DecodeQuery
+from attnmesh.kernels.cache_view import LENGTH, CacheView, DecodeQuery
 from attnmesh.kernels.traced import are_plain
 from attnmesh.runtime.memo import Memo
 from attnmesh.runtime.ranges import ATTENTION, MERGE, is_profiled, profiled_as
+
+Verdict = bool | Tensor | None
+"""What a merge has found of the ranks' calls: whether they are equal, or a checksum. None without other ranks."""
 
 
 @dataclass(eq=False)
 class PreparedStep:
     """Steps of one signature on caches of one size: their options, the launches of a kernel, and what ranks compare."""
 
-    step: DecodeStep
+    step: CheckedStep
     attention: CachedAttention
     blank_message: Callable[[], BlankMessage] | None  # None where a kernel takes memory itself
     compared_facts: tuple[Any, ...]  # compared by their hash
@@ -55,11 +58,11 @@ class PreparedStep:
         """
         raise NotImplementedError
 
-    def merge(self, partial: Partial, blank: BlankMessage, compared: Compared) -> tuple[Partial, Any]:
+    def merge(self, partial: Partial, blank: BlankMessage, compared: Compared) -> tuple[Partial, Verdict]:
         """Return the partial of all ranks, and what the merge has found of their calls."""
         raise NotImplementedError
 
-    def compute(self, inputs: StepInputs, views: Sequence[CacheView] | None = None) -> tuple[Tensor, Any]:
+    def compute(self, inputs: StepInputs, views: Sequence[CacheView] | None = None) -> tuple[Tensor, Verdict]:
         """Return this rank's output, NaN if the ranks' calls differ, and what `merge` has found of them.
 
         `views` are given in a graph, which has no caches. The CPU reads nothing of a device.
@@ -69,21 +72,26 @@ class PreparedStep:
             views = []
             for cache in inputs.caches:
                 views.append(cache.shards.own.view)
-        own = inputs if step.head_axis.size == 1 else inputs.of_own_heads(step)
-        q, _, sinks, key_lengths, selected, other_keys = own
+        of_rank = inputs if step.head_axis.size == 1 else inputs.of_own_heads(step)
+        q, _, sinks, key_lengths, selected, other_partial = of_rank
         blank = NO_MESSAGE if self.blank_message is None else self.blank_message()
         # The first rank adds the sinks; a reproducible step adds them after the merge, on any number of ranks.
         added = sinks if step.token_axis.index == 0 and not step.reproducible else None
         block = step.block if step.reproducible else None
         lengths = None if key_lengths is None else key_lengths.to(q.device)
-        query = DecodeQuery(q, step.mask, step.scaling, step.capacity, added, block, blank.partial, lengths, other_keys)
+        query = DecodeQuery(
+            q, step.mask, step.scaling, step.capacity, added, block, blank.partial, lengths, other_partial
+        )
         attend = profiled_as(ATTENTION, self.attention.attend) if is_profiled() else self.attention.attend
         partial = attend(query, views, selected)
-        found: Any = None
+        verdict: Verdict = None
         if not self.is_alone:
-            partial, found = self.merge(partial, blank, inputs.compared(self.compared_facts, views))
+            partial, verdict = self.merge(partial, blank, inputs.compared(self.compared_facts, views))
         out = self.finish(partial, query, sinks, views)
-        return (out, found) if step.head_axis.size == 1 else gather_heads(out, found, step, inputs.q.shape[1])
+        if step.head_axis.size == 1:
+            return out, verdict
+        assert isinstance(verdict, Tensor)  # no other kind of step has a heads axis
+        return gather_heads(out, verdict, step, inputs.q.shape[1])
 
     def finish(self, partial: Partial, query: DecodeQuery, sinks: Tensor | None, views: Sequence[CacheView]) -> Tensor:
         """Return the output of a merged partial. `sinks` are those of this rank's heads."""
@@ -96,7 +104,7 @@ class PreparedStep:
             out = with_sinks(partial, sinks).out + 0.0
         out = out.to(query.q.dtype).contiguous()
         if query.key_lengths is not None:  # NaN where no such number of keys is cached
-            wrong = (query.key_lengths < 0) | (query.key_lengths > views[0].state[0])
+            wrong = (query.key_lengths < 0) | (query.key_lengths > views[0].device_counts[LENGTH])
             out = out.masked_fill(wrong[:, None, None, None], torch.nan)
         return out
 
@@ -132,10 +140,10 @@ class HostMergedStep(PreparedStep):
 
     def merge(self, partial: Partial, blank: BlankMessage, compared: Compared) -> tuple[Partial, bool]:
         """Return the partial of all ranks, which is merged in its message, and whether their calls are equal."""
-        tensors, call_hash, state = compared
+        tensors, call_hash, device_counts = compared
         assert blank.message is not None
         merge = profiled_as(MERGE, self.host_merge.run) if is_profiled() else self.host_merge.run
-        is_equal = merge(blank.message, call_hash + state.tolist()[0], tensors)
+        is_equal = merge(blank.message, call_hash + device_counts.tolist()[LENGTH], tensors)
         if not is_equal:
             partial.out.fill_(torch.nan)
         return partial, is_equal
@@ -159,6 +167,7 @@ class AgreedStep(PreparedStep):
             return q.new_full(step.output_shape(q), torch.nan)
         with agreement:
             out, checksum = self.compute(inputs)
+        assert isinstance(checksum, Tensor)
         agreement.check_merged(description, checksum)
         return out
 
@@ -177,9 +186,9 @@ def find_step(
 
     `prepared` is the memo that keeps prepared steps. The signature is None for calls that are checked each time.
     """
-    q, caches, sinks, key_lengths, selected, other_keys = inputs
+    q, caches, sinks, key_lengths, selected, other_partial = inputs
     first = caches[0]
-    if key_lengths is not None or selected is not None or other_keys is not None:
+    if key_lengths is not None or selected is not None or other_partial is not None:
         return None, None
     on_gpu = first.device.type == "cuda"
     count = len(caches)
@@ -200,11 +209,11 @@ def find_step(
     for cache in caches:
         shards, shard = cache.shards, cache.shards.own
         own_sizes = shard.sizes
-        if sizes is not own_sizes and (count == 1 or sizes is None or sizes.layer_sizes != own_sizes.layer_sizes):
+        if sizes is not own_sizes and (count == 1 or sizes is None or sizes.common_sizes != own_sizes.common_sizes):
             return signature, None  # the step is of caches of other sizes
         if not own_sizes.capacity <= step.capacity:
             return signature, None  # its kernel is bound to fewer slots
-        length = shards.known_length if on_gpu else shard.state.tolist()[0]
+        length = shards.known_length if on_gpu else shard.device_counts.tolist()[LENGTH]
         if not rows <= length <= own_sizes.capacity:
             return signature, None  # there are more queries than tokens, or an append was too long
         if own_sizes.mask is not None and not shards.serves(length - rows):
@@ -212,7 +221,7 @@ def find_step(
         if own_sizes.hot is not None and is_capturing(shard.device):
             return signature, None  # no CUDA graph can hold a step over two tiers
         if step.reproducible:
-            if shard.padding is not None or shards.counts.start or shards.forked:
+            if shard.padding is not None or shards.rank_counts.start or shards.forked:
                 return signature, None  # its tokens are no blocks of one tensor, in turn
             if own_sizes.block != step.block:
                 return signature, None  # rows have blocks of several sizes
@@ -222,18 +231,18 @@ def find_step(
 
 
 def prepare_step(
-    inputs: StepInputs, step: DecodeStep, signature: tuple[Any, ...] | None, prepared: Memo[PreparedStep]
+    inputs: StepInputs, step: CheckedStep, signature: tuple[Any, ...] | None, prepared: Memo[PreparedStep]
 ) -> PreparedStep:
     """Return the prepared step of a call that was checked, which `prepared` keeps if its signature is known."""
     q, caches, *_ = inputs
     first = caches[0]
-    on_device = runs_on_device(first, step)
+    stays_on_device = runs_on_device(first, step)
     if step.reproducible:
         for cache in caches:
-            if cache.shards.forked and on_device:
+            if cache.shards.forked and stays_on_device:
                 cache.shards.unshare()  # the kernel merges the blocks of one tensor
     facts = inputs.compared_facts(step)
-    prepared_step = new_prepared_step(q, first.shard.view, step, facts, first.sizes, stays_on_device=on_device)
+    prepared_step = new_prepared_step(q, first.shard.view, step, facts, first.sizes, stays_on_device=stays_on_device)
     if signature is not None and not step.mask.ends:
         prepared.keep(signature, prepared_step)
     return prepared_step
@@ -242,7 +251,7 @@ def prepare_step(
 def new_prepared_step(
     q: Tensor,
     view: CacheView,
-    step: DecodeStep,
+    step: CheckedStep,
     facts: tuple[Any, ...],
     sizes: CacheSizes | None = None,
     *,
@@ -259,7 +268,7 @@ def new_prepared_step(
     return AgreedStep(step, attention, blank, facts, sizes, stays_on_device=stays_on_device)
 
 
-def _host_merge_of(q: Tensor, step: DecodeStep) -> HostMerge | None:
+def _host_merge_of(q: Tensor, step: CheckedStep) -> HostMerge | None:
     """Return the native merge of such steps; None unless all ranks share a host whose native library merges them."""
     axis = step.token_axis
     may_merge_natively = axis.size > 1 and step.head_axis.size == 1 and q.device.type == "cpu" and not step.reproducible
@@ -269,7 +278,7 @@ def _host_merge_of(q: Tensor, step: DecodeStep) -> HostMerge | None:
     return host_merge_for(axis, (*q.shape[:-1], step.value_dim), merge)
 
 
-def _blank_in_place(q: Tensor, step: DecodeStep) -> Callable[[], BlankMessage] | None:
+def _blank_in_place(q: Tensor, step: CheckedStep) -> Callable[[], BlankMessage] | None:
     """Return what takes memory for a kernel that reads the cache, in a message if others merge with this rank.
 
     One rank has the partial alone; a reproducible one merges into new memory.

@@ -11,7 +11,7 @@ from torch import Tensor
 from attnmesh.comm.p2p import all_to_all, all_to_all_tokens, meta_like
 from attnmesh.core.layout import Layout
 from attnmesh.core.partial import Partial, merge_partials
-from attnmesh.errors import ShapeError, require
+from attnmesh.errors import ShapeError
 from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.runtime.memo import on_device
 from attnmesh.runtime.ranges import MERGE, is_profiled, profiled_as
@@ -29,11 +29,11 @@ class QueryShard(NamedTuple):
     def owners(self, mesh: Mesh, token_axis: Axis) -> "QueryOwners":
         """Return where the queries of all ranks are, or raise unless this rank has those of its shard."""
         owners = _owners(mesh, token_axis, self.layout, self.length)
-        count, queries = owners.own[mesh.heads.index], self.q.shape[2]
-        fix = "pass the queries that the layout gives to this rank"
-        fits = queries == count
-        subject = "decode_shard q"
-        require(fits, ShapeError, subject, "a query for each token of the shard", f"{queries} queries of {count}", fix)
+        count, queries = owners.chunk_counts[mesh.heads.index], self.q.shape[2]
+        if queries != count:
+            fix = "pass the queries that the layout gives to this rank"
+            given = f"{queries} queries of {count}"
+            raise ShapeError("decode_shard q", "a query for each token of the shard", given, fix)
         return owners
 
 
@@ -42,30 +42,32 @@ class QueryOwners(NamedTuple):
 
     heads: Axis
     token_axis: Axis
-    own: tuple[int, ...]  # tokens of each rank along the heads axis, in this rank's chunk
+    chunk_counts: tuple[int, ...]  # tokens of each rank along the heads axis, in this rank's chunk
     chunks: tuple[Tensor, ...]  # tokens in the chunk of each rank along the axis of tokens
     order: Tensor
 
     def gather_queries(self, q: Tensor) -> Tensor:
         """Return the queries of all tokens, of this rank's heads, from those of this rank's tokens."""
         if self.heads.size > 1:
-            q = torch.cat(all_to_all_tokens(q.chunk(self.heads.size, 1), self.own, self.heads), 2)
+            q = torch.cat(all_to_all_tokens(q.chunk(self.heads.size, 1), self.chunk_counts, self.heads), 2)
         q = torch.cat(all_to_all_tokens([q] * self.token_axis.size, [*map(len, self.chunks)], self.token_axis), 2)
         return q.index_select(2, on_device(self.order, q.device))
 
     def merge_at_owners(self, partial: Partial) -> Partial:
         """Return the merge of all ranks' partials, for the tokens of this rank's chunk."""
         returned = [tuple(x.index_select(2, on_device(chunk, x.device)) for x in partial) for chunk in self.chunks]
-        own = tuple(meta_like(x, sum(self.own)) for x in partial)
+        for_chunk = tuple(meta_like(x, sum(self.chunk_counts)) for x in partial)
         merge = profiled_as(MERGE, merge_partials) if is_profiled() else merge_partials
-        return merge([Partial(*part) for part in all_to_all(returned, [own] * self.token_axis.size, self.token_axis)])
+        return merge(
+            [Partial(*part) for part in all_to_all(returned, [for_chunk] * self.token_axis.size, self.token_axis)]
+        )
 
     def all_heads(self, out: Tensor) -> Tensor:
         """Return the outputs of all heads for this rank's tokens, from those of its heads for its chunk."""
         if self.heads.size == 1:
             return out
-        count = self.own[self.heads.index]
-        return torch.cat(all_to_all_tokens(out.split(self.own, 2), [count] * self.heads.size, self.heads), 1)
+        count = self.chunk_counts[self.heads.index]
+        return torch.cat(all_to_all_tokens(out.split(self.chunk_counts, 2), [count] * self.heads.size, self.heads), 1)
 
 
 @cached_per_world(1024)
@@ -76,7 +78,8 @@ def _owners(mesh: Mesh, token_axis: Axis, layout: Layout, length: int) -> QueryO
         row, column = divmod(index, shape.keys)
         shards = [shape.shard(head, row, column) for head in range(shape.heads)]
         chunks.append([layout.positions(length, shape.ranks, shard) for shard in shards])
-    whole = [torch.cat(chunk) for chunk in chunks]
+    tokens_by_chunk = [torch.cat(chunk) for chunk in chunks]
+    chunk_counts = tuple(map(len, chunks[token_axis.index]))
     return QueryOwners(
-        mesh.heads, token_axis, tuple(map(len, chunks[token_axis.index])), tuple(whole), torch.cat(whole).argsort()
+        mesh.heads, token_axis, chunk_counts, tuple(tokens_by_chunk), torch.cat(tokens_by_chunk).argsort()
     )

@@ -14,7 +14,7 @@ from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.core.mask import Causal, Mask
 from attnmesh.decoding.prepared_step import PreparedStep, find_step, prepare_step
 from attnmesh.decoding.step_agreement import agreement_on
-from attnmesh.decoding.step_arguments import DecodeStep, StepInputs, StepOptions
+from attnmesh.decoding.step_arguments import CheckedStep, StepInputs, StepOptions
 from attnmesh.decoding.step_checks import checked_step
 from attnmesh.errors import (
     ArgumentError,
@@ -24,7 +24,6 @@ from attnmesh.errors import (
     MeshError,
     RankFailure,
     ShapeError,
-    require,
 )
 from attnmesh.guard.agreement import may_compare
 from attnmesh.guard.argument_checks import check_compare_option, warn_if_transposed
@@ -118,12 +117,12 @@ def _prepared_steps_of(caches: Sequence[KVCache]) -> Memo[PreparedStep]:
     sizes = caches[0].sizes
     if len(caches) == 1 or first.device.type != "cpu":
         return first.prepared_steps
-    return _prepared_steps_of_rows(first.token_axis, first.mesh.heads, sizes.layer_sizes, sizes.block, sizes.hot)
+    return _prepared_steps_of_rows(first.token_axis, first.mesh.heads, sizes.common_sizes, sizes.block, sizes.hot)
 
 
 @cached_per_world(1024)
 def _prepared_steps_of_rows(
-    token_axis: Axis, heads: Axis, layer_sizes: CacheSizes, block: int, hot: int | None
+    token_axis: Axis, heads: Axis, common_sizes: CacheSizes, block: int, hot: int | None
 ) -> Memo[PreparedStep]:
     return Memo()
 
@@ -141,30 +140,28 @@ def _check_caches(q: Tensor, caches: Sequence[Any], k: Any, v: Any) -> None:
     first = caches[0]
     subject = f"{SUBJECT} caches"
     for cache in caches:
-        fix = "make them with attnmesh.KVCache"
-        require(isinstance(cache, KVCache), DtypeError, subject, "KVCaches", type(cache).__name__, fix)
-        given, fix = f"one of {cache.sizes.batch}", "decode a batch with attnmesh.decode"
-        require(cache.sizes.batch == 1, ShapeError, subject, "caches of one sequence", given, fix)
-        same = (cache.token_axis, cache.mesh.heads) == (first.token_axis, first.mesh.heads)
-        fix = "make all caches on one mesh"
-        require(same, MeshError, subject, "caches on one mesh", "caches on several", fix)
-        alike = cache.sizes.layer_sizes == first.sizes.layer_sizes and cache.device == first.device
-        if not alike:  # the text of sizes takes long
-            expected, fix = (
-                "caches of equal heads, widths, dtypes and masks",
-                "decode rows of one model and layer together",
-            )
+        if not isinstance(cache, KVCache):
+            raise DtypeError(subject, "KVCaches", type(cache).__name__, "make them with attnmesh.KVCache")
+        if cache.sizes.batch != 1:
+            fix = "decode a batch with attnmesh.decode"
+            raise ShapeError(subject, "caches of one sequence", f"one of {cache.sizes.batch}", fix)
+        if (cache.token_axis, cache.mesh.heads) != (first.token_axis, first.mesh.heads):
+            raise MeshError(subject, "caches on one mesh", "caches on several", "make all caches on one mesh")
+        if cache.sizes.common_sizes != first.sizes.common_sizes or cache.device != first.device:
+            expected = "caches of equal heads, widths, dtypes and masks"
+            fix = "decode rows of one model and layer together"
             raise ShapeError(subject, expected, f"{cache.sizes} beside {first.sizes}", fix)
-    once = len({id(cache) for cache in caches}) == len(caches)
-    require(once, ArgumentError, subject, "each cache once", "one cache twice", "pass cache.fork()")
-    for name, x in {"q": q, "k": k, "v": v}.items():
-        if x is not None or name == "q":
-            rows = len(x) if isinstance(x, Tensor) and x.ndim == 4 else None
+    if len({id(cache) for cache in caches}) < len(caches):
+        raise ArgumentError(subject, "each cache once", "one cache twice", "pass cache.fork()")
+    new = {name: x for name, x in (("k", k), ("v", v)) if x is not None}
+    for name, x in {"q": q, **new}.items():
+        if not isinstance(x, Tensor) or x.ndim != 4 or len(x) != len(caches):
+            expected = f"4 dims, of which the first has {len(caches)} rows"
             given = f"{tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-            expected, fix = f"4 dims, of which the first has {len(caches)} rows", "pass a row for each cache"
-            require(rows == len(caches), ShapeError, f"{SUBJECT} {name}", expected, given, fix)
-    given, fix = "one", "decode each row with attnmesh.decode"
-    require(may_compare(q.device), KernelError, SUBJECT, "no graph around rows of several caches", given, fix)
+            raise ShapeError(f"{SUBJECT} {name}", expected, given, "pass a row for each cache")
+    if not may_compare(q.device):
+        fix = "decode each row with attnmesh.decode"
+        raise KernelError(SUBJECT, "no graph around rows of several caches", "one", fix)
 
 
 def _append(k: Tensor | None, v: Tensor | None, caches: Sequence[KVCache]) -> None:
@@ -179,14 +176,14 @@ def _append(k: Tensor | None, v: Tensor | None, caches: Sequence[KVCache]) -> No
 
 def _checked_step_of_rows(
     q: Tensor, caches: Sequence[KVCache], sinks: Tensor | None, options: StepOptions
-) -> DecodeStep:
+) -> CheckedStep:
     """Return the step of all rows, or raise unless each row can be served."""
     steps = [
         checked_step(StepInputs(q[row : row + 1], (cache,), sinks), options, {}, SUBJECT, row)
         for row, cache in enumerate(caches)
     ]
     blocks = sorted({cache.sizes.block for cache in caches})
-    fits = not options.reproducible or len(blocks) == 1
-    fix = "make all caches with one block="
-    require(fits, LayoutError, f"{SUBJECT} reproducible", "caches of one block size", f"{blocks}", fix)
+    if options.reproducible and len(blocks) > 1:
+        fix = "make all caches with one block="
+        raise LayoutError(f"{SUBJECT} reproducible", "caches of one block size", f"{blocks}", fix)
     return steps[0]._replace(capacity=max(cache.sizes.capacity for cache in caches))

@@ -11,14 +11,14 @@ from attnmesh.comm.message import question_like
 from attnmesh.comm.rank_merge import highest_checksum, merge_ranks, send_poison
 from attnmesh.core.digest import fingerprints
 from attnmesh.core.partial import identity, sum_dtype
-from attnmesh.decoding.step_arguments import DecodeStep, StepInputs, StepOptions, gather_heads, named_options
+from attnmesh.decoding.step_arguments import CheckedStep, StepInputs, StepOptions, gather_heads, named_options
 from attnmesh.decoding.step_checks import reads_length_on_device
 from attnmesh.errors import InputError
 from attnmesh.guard.agreement import MergeAgreement
 from attnmesh.mesh.merges import is_collective
 
 
-def agreement_on(caches: Sequence[KVCache], options: StepOptions | DecodeStep, checked: bool | None) -> MergeAgreement:
+def agreement_on(caches: Sequence[KVCache], options: StepOptions | CheckedStep, checked: bool | None) -> MergeAgreement:
     """Return the agreement on a step, of which there may be no more yet than options that nothing has checked."""
     first = caches[0]
     name = "decode" if len(caches) == 1 else "decode_rows"
@@ -26,13 +26,13 @@ def agreement_on(caches: Sequence[KVCache], options: StepOptions | DecodeStep, c
     return MergeAgreement(first.calls, first.device, options.merge, checked, name, poison)
 
 
-def compared_fields(inputs: StepInputs, step: DecodeStep) -> Mapping[str, object]:
+def compared_fields(inputs: StepInputs, step: CheckedStep) -> Mapping[str, object]:
     """Return the arguments of the call that ranks compare."""
-    q, caches, sinks, key_lengths, _, other_keys = inputs
+    q, caches, sinks, key_lengths, _, other_partial = inputs
     options = named_options(step) | step.scaling._asdict()
     del options["scaling"]
     options["key_lengths"] = None if key_lengths is None else key_lengths.tolist()
-    options |= {} if other_keys is None else {"partial": True}
+    options |= {} if other_partial is None else {"partial": True}
     width = caches[0].sizes.head_dim
     bias = q[..., width:] if q.shape[-1] > width else None  # with which the queries end
     tensors = {"q": q[..., :width], "distance_bias": bias, "sinks": sinks, "selected": inputs.indices}
@@ -43,18 +43,18 @@ def compared_fields(inputs: StepInputs, step: DecodeStep) -> Mapping[str, object
     return {**options, **fingerprints(tensors), **contents}
 
 
-def runs_on_device(cache: KVCache, step: DecodeStep) -> bool:
+def runs_on_device(cache: KVCache, step: CheckedStep) -> bool:
     """Return whether the CPU waits for nothing of the device during the step. A wrong kernel counts as "auto"."""
     if step.index_block is not None:
         return cache.device.type != "cpu" and not is_collective(step.merge)
     try:
-        on_device = reads_length_on_device(cache.shard.view, step.kernel, cache.sizes.dtype)
+        reads_on_device = reads_length_on_device(cache.shard.view, step.kernel, cache.sizes.dtype)
     except InputError:
-        on_device = reads_length_on_device(cache.shard.view, "auto", cache.sizes.dtype)
-    return on_device and not is_collective(step.merge)
+        reads_on_device = reads_length_on_device(cache.shard.view, "auto", cache.sizes.dtype)
+    return reads_on_device and not is_collective(step.merge)
 
 
-def ask_in_step(step: DecodeStep, like: Tensor, shape: Sequence[int], value_dim: int) -> Tensor:
+def ask_in_step(step: CheckedStep, like: Tensor, shape: Sequence[int], value_dim: int) -> Tensor:
     """Take part in a step with nothing to attend to, and a question for a checksum. Return the merged checksum.
 
     `like` and `shape` are those of the step's queries. The messages have the sizes that the other ranks expect.
@@ -67,7 +67,7 @@ def ask_in_step(step: DecodeStep, like: Tensor, shape: Sequence[int], value_dim:
     return gather_heads(partial.out.to(q.dtype).contiguous(), checksum, step, shape[1])[1]
 
 
-def _send_poison(cache: KVCache, options: StepOptions | DecodeStep) -> None:
+def _send_poison(cache: KVCache, options: StepOptions | CheckedStep) -> None:
     """Run the exchanges of a step whose arguments are wrong on this rank, so that the others detect it."""
     ranks = cache.token_axis.size
     reproducible = options.reproducible is True  # other values are invalid on other ranks too

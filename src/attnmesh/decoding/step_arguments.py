@@ -16,7 +16,7 @@ from attnmesh.core.scaling import Scaling
 from attnmesh.core.selection import Selection
 from attnmesh.guard.agreement import hash_of_call
 from attnmesh.kernels.cache_runs import CachedAttention
-from attnmesh.kernels.cache_view import CacheView
+from attnmesh.kernels.cache_view import LENGTH, CacheView
 from attnmesh.kernels.choice import choose
 from attnmesh.kernels.kernel import KernelRequest
 from attnmesh.kernels.tiered_attention import attention_to_cache
@@ -24,8 +24,8 @@ from attnmesh.mesh.axes import Axis, group_named
 from attnmesh.runtime.world import cached_from_code, cached_per_world
 
 
-class DecodeStep(NamedTuple):
-    """One step: the axes and sizes of its cache, and what its caller passes."""
+class CheckedStep(NamedTuple):
+    """What was checked of a step: the axes and sizes of its cache, and the values that its caller passes."""
 
     # Of the cache:
     head_axis: Axis
@@ -56,7 +56,7 @@ class DecodeStep(NamedTuple):
         return ",".join([*names, *map(repr, self.scaling)]), numbers
 
     @staticmethod
-    def from_code(names: str, numbers: Sequence[int]) -> "DecodeStep":
+    def from_code(names: str, numbers: Sequence[int]) -> "CheckedStep":
         """Return the step that `to_code` wrote."""
         return cached_from_code(_step_of_code, names, numbers)
 
@@ -80,7 +80,7 @@ class DecodeStep(NamedTuple):
         return q.shape[0], heads, q.shape[2], self.value_dim
 
 
-FIRST_OPTION = DecodeStep._fields.index("mask")
+FIRST_OPTION = CheckedStep._fields.index("mask")
 """Index in a step of the first value of its caller."""
 
 
@@ -100,27 +100,27 @@ class StepInputs(NamedTuple):
     sinks: Tensor | None = None
     key_lengths: Tensor | None = None
     selected: Selection | None = None
-    other_keys: Partial | None = None
+    other_partial: Partial | None = None
 
     @property
     def indices(self) -> Tensor | None:
         """Indices of the selected tokens."""
         return None if self.selected is None else self.selected.indices
 
-    def compared_facts(self, step: DecodeStep) -> tuple[Any, ...]:
+    def compared_facts(self, step: CheckedStep) -> tuple[Any, ...]:
         """Return the options of a step, and the dtypes and shapes of its tensors, of which ranks compare a hash."""
         sinks = None if self.sinks is None else self.sinks.dtype
         indices = None if self.indices is None else self.indices.shape
-        partial_field = () if self.other_keys is None else ("partial",)
+        partial_field = () if self.other_partial is None else ("partial",)
         return step.options, self.q.dtype, self.q.shape, sinks, self.key_lengths is not None, indices, *partial_field
 
-    def of_own_heads(self, step: DecodeStep) -> "StepInputs":
+    def of_own_heads(self, step: CheckedStep) -> "StepInputs":
         """Return the inputs with the queries, sinks and selection of this rank's heads."""
-        q, caches, sinks, key_lengths, selected, other_keys = self
+        q, caches, sinks, key_lengths, selected, other_partial = self
         heads = step.head_axis.slice_of(q.shape[1])
         own_sinks = None if sinks is None else sinks[heads]
         own_selected = selected and selection_of_rank(selected, step.head_axis)
-        return StepInputs(q[:, heads], caches, own_sinks, key_lengths, own_selected, other_keys)
+        return StepInputs(q[:, heads], caches, own_sinks, key_lengths, own_selected, other_partial)
 
     def compared(self, facts: tuple[Any, ...], views: Sequence[CacheView]) -> Compared:
         """Return what ranks compare of a call, by a hash of its facts and of what changes between calls of them."""
@@ -134,25 +134,26 @@ class StepInputs(NamedTuple):
             tensors.append(key_lengths)
         if selected is not None:
             tensors.append(selected.indices)
-        state = views[0].state
+        device_counts = views[0].device_counts
         for view in views[1:]:  # small numbers as weights would give other lengths the same sum
-            state = torch.add(view.state[:1], state, alpha=LENGTH_WEIGHT)  # modulo 2^64
-        return tensors, hash_of_call(facts, *values), state
+            # modulo 2^64
+            device_counts = torch.add(view.device_counts[LENGTH], device_counts, alpha=LENGTH_WEIGHT)
+        return tensors, hash_of_call(facts, *values), device_counts
 
 
 @cached_per_world(1024)
-def _step_of_code(names: str, numbers: tuple[int, ...]) -> DecodeStep:
+def _step_of_code(names: str, numbers: tuple[int, ...]) -> CheckedStep:
     heads, tokens, merge, output, kernel, scale, softcap = names.split(",")
     axes = Axis(numbers[0], numbers[1], group_named(heads)), Axis(numbers[2], numbers[3], group_named(tokens))
     block, capacity, value_dim, reproducible, index_block, *mask_code = numbers[4:]
     scaling = Scaling(float(scale), float(softcap))
     sizes = block, capacity, value_dim
     mask = Mask.from_code(mask_code)
-    return DecodeStep(*axes, *sizes, mask, scaling, merge, output, bool(reproducible), kernel, index_block or None)
+    return CheckedStep(*axes, *sizes, mask, scaling, merge, output, bool(reproducible), kernel, index_block or None)
 
 
 class StepOptions(NamedTuple):
-    """Values that a caller passes beside tensors, as the last fields of a `DecodeStep` have them, not yet checked."""
+    """Values that a caller passes beside tensors, as the last fields of a `CheckedStep` have them, not yet checked."""
 
     mask: Mask
     scale: float | None
@@ -162,14 +163,14 @@ class StepOptions(NamedTuple):
     reproducible: bool
     kernel: str
 
-    def step_on(self, cache: KVCache, scaling: Scaling) -> DecodeStep:
+    def step_on(self, cache: KVCache, scaling: Scaling) -> CheckedStep:
         """Return the step on a cache, with the scale and cap that the check of these values has made."""
         sizes = cache.sizes
         placement = cache.mesh.heads, cache.token_axis, sizes.block, sizes.capacity, sizes.value_dim
-        return DecodeStep(*placement, self.mask, scaling, self.merge, self.output, self.reproducible, self.kernel)
+        return CheckedStep(*placement, self.mask, scaling, self.merge, self.output, self.reproducible, self.kernel)
 
 
-def named_options(step: DecodeStep) -> dict[str, Any]:
+def named_options(step: CheckedStep) -> dict[str, Any]:
     """Return the values of a step that its caller passes, by name."""
     return dict(zip(step._fields[FIRST_OPTION:], step.options, strict=True))
 
@@ -179,7 +180,7 @@ def selection_of_rank(selection: Selection, heads: Axis) -> Selection:
     return selection.of_heads(heads.slice_of(selection.heads)) if selection.heads > 1 else selection
 
 
-def gather_heads(out: Tensor, checksum: Tensor, step: DecodeStep, heads: int) -> tuple[Tensor, Tensor]:
+def gather_heads(out: Tensor, checksum: Tensor, step: CheckedStep, heads: int) -> tuple[Tensor, Tensor]:
     """Return the output with the heads of all ranks along the heads axis, or NaN if their calls differ."""
     axis = step.head_axis
     if axis.size == 1:

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from attnmesh.cache.cache import KVCache
-from attnmesh.cache.cache_config import check_no_gradients
+from attnmesh.cache.call_checks import check_dtype_and_device, check_eager, check_no_gradients
 from attnmesh.core.mask import Mask, check_mask
 from attnmesh.core.partial import sum_dtype
 from attnmesh.core.scaling import Scaling
 from attnmesh.core.selection import Selection
-from attnmesh.decoding.step_arguments import DecodeStep, StepInputs, StepOptions
+from attnmesh.decoding.step_arguments import CheckedStep, StepInputs, StepOptions
 from attnmesh.errors import (
     ArgumentError,
     DeviceError,
@@ -21,7 +21,6 @@ from attnmesh.errors import (
     LayoutError,
     MaskError,
     ShapeError,
-    require,
 )
 from attnmesh.guard.agreement import is_capturing, may_compare
 from attnmesh.guard.argument_checks import (
@@ -49,7 +48,7 @@ def checked_step(
     unsupported: Mapping[str, Never],
     subject: str = "decode",
     row: int | None = None,
-) -> DecodeStep:
+) -> CheckedStep:
     """Return the step on one cache, or raise unless each argument can be served.
 
     Errors name the function `subject`, and the row of its queries that these are.
@@ -59,18 +58,19 @@ def checked_step(
     sizes = cache.sizes
     check_no_gradients(subject, {"q": q, "sinks": sinks})
     check_unknown_options(subject, unsupported)
-    fix = 'append values too, to a cache without values="none"'
-    require(sizes.values != "none", ArgumentError, f"{subject} cache", "a cache with values", "one of keys alone", fix)
+    if sizes.values == "none":
+        fix = 'append values too, to a cache without values="none"'
+        raise ArgumentError(f"{subject} cache", "a cache with values", "one of keys alone", fix)
     check_same_kind(subject, {"q": q})
-    shape = (sizes.batch, "heads", "length", sizes.head_dim)
     if q.ndim != 4 or (q.shape[0], q.shape[3]) != (sizes.batch, sizes.head_dim) or not q.shape[2]:
+        shape = (sizes.batch, "heads", "length", sizes.head_dim)
         fix = "pass the queries of the cache's last tokens"
         raise ShapeError(f"{subject} q{of_row}", f"shape {shape}", f"{tuple(q.shape)}", fix)
     if q.shape[1] % sizes.kv_heads or not q.shape[1]:
         given = f"{q.shape[1]} query heads on {sizes.kv_heads} key heads"
         fix = transpose_hint_first("pass the model's heads", q.shape[1] > 0 and q.shape[2] % sizes.kv_heads == 0)
         raise ShapeError(f"{subject} q{of_row}", "query heads a multiple of key heads", given, fix)
-    sizes.check_dtype(f"{subject} q{of_row}", q, cache.device)
+    check_dtype_and_device(f"{subject} q{of_row}", sizes, q, cache.device)
     check_mask(f"{subject} mask", options.mask)
     if sizes.mask is not None and not options.mask.is_within(sizes.mask):
         expected = f"{sizes.mask}, by which the cache forgets tokens, or a narrower mask"
@@ -80,8 +80,8 @@ def checked_step(
     if step.kernel != "auto" and not torch.compiler.is_compiling():  # raises here, where all ranks can raise alike
         choose(KernelRequest.of_cache(q, cache.shard.view, step.scaling), step.kernel)
     check_sinks(f"{subject} sinks", sinks, q)
-    on_device = isinstance(key_lengths, Tensor) and key_lengths.device.type == "cuda"
-    check_key_lengths(f"{subject} key_lengths", key_lengths, sizes.batch, on_device=on_device)
+    lengths_on_gpu = isinstance(key_lengths, Tensor) and key_lengths.device.type == "cuda"
+    check_key_lengths(f"{subject} key_lengths", key_lengths, sizes.batch, on_device=lengths_on_gpu)
     if cache.padding is not None and step.mask.ends:
         fix = "keep documents in sequences of their own"
         raise MaskError(f"{subject} mask{of_row}", "no documents in a padded batch", f"{step.mask}", fix)
@@ -92,12 +92,12 @@ def checked_step(
         _check_reproducible_cache(cache, key_lengths, f"{subject} reproducible", of_row)
     if not may_compare(q.device):  # a graph does not read the length
         if q.shape[2] > 1 or sizes.hot is not None:
-            sizes.check_eager(subject, q.device)
+            check_eager(subject, sizes, q.device)
         if is_capturing(q.device):
-            _check_captured(cache, step, on_cpu=key_lengths is not None and not on_device)
+            _check_captured(cache, step, lengths_on_cpu=key_lengths is not None and not lengths_on_gpu)
         return step
     _check_lengths(q, cache, step.mask, subject, of_row)
-    if not on_device:
+    if not lengths_on_gpu:
         check_lengths_within(f"{subject} key_lengths", key_lengths, cache.length)
     return step
 
@@ -109,60 +109,65 @@ def _check_reproducible_cache(cache: KVCache, key_lengths: Tensor | None, subjec
         fix = "fill it with append, or prefill in cache.layout"
         raise LayoutError(f"{subject}{of_row}", "a cache with block-cyclic tokens", given, fix)
     check_even_shares(subject, cache.shares, even=cache.shard.block_cyclic.is_even)
-    given, fix = f"hot={cache.sizes.hot} on {cache.device.type}", 'leave one of them out, or pass device="cpu"'
-    in_one_memory = cache.sizes.hot is None or cache.device.type == "cpu"
-    require(in_one_memory, KernelError, subject, "keys that one kernel reads", given, fix)
+    if cache.sizes.hot is not None and cache.device.type != "cpu":
+        given = f"hot={cache.sizes.hot} on {cache.device.type}"
+        raise KernelError(subject, "keys that one kernel reads", given, 'leave one of them out, or pass device="cpu"')
     if key_lengths is not None:
         expected, fix = "no key_lengths= beside reproducible=True", "leave one of them out"
         raise KernelError(subject, expected, f"key_lengths of {len(key_lengths)} sequences", fix)
 
 
-def _with_selection(q: Tensor, cache: KVCache, selected: Selection, step: DecodeStep) -> DecodeStep:
+def _with_selection(q: Tensor, cache: KVCache, selected: Selection, step: CheckedStep) -> CheckedStep:
     """Return the step over selected tokens, or raise unless they are tokens of the cache."""
     length = cache.length if may_compare(q.device) else None
     check_selection("decode selected", selected, q, cache.sizes.kv_heads, step.kernel, length)
-    expected, fix = "no selected= beside reproducible=True", "leave one of them out"
-    require(step.reproducible is not True, KernelError, "decode reproducible", expected, "a Selection", fix)
+    if step.reproducible is True:
+        expected = "no selected= beside reproducible=True"
+        raise KernelError("decode reproducible", expected, "a Selection", "leave one of them out")
     return step._replace(index_block=selected.block)
 
 
-def check_other_keys(inputs: StepInputs, step: DecodeStep) -> None:
+def check_other_partial(inputs: StepInputs, step: CheckedStep) -> None:
     """Raise unless the partial of other keys is None or fits the queries of a checked step."""
-    q, (cache,), *_, other_keys = inputs
-    if other_keys is None:
+    q, (cache,), *_, other_partial = inputs
+    if other_partial is None:
         return
-    subject, fix = "decode partial", "call decode outside of torch.compile"
-    require(not torch.compiler.is_compiling(), KernelError, subject, "None in a graph", "a Partial", fix)
+    subject = "decode partial"
+    if torch.compiler.is_compiling():
+        raise KernelError(subject, "None in a graph", "a Partial", "call decode outside of torch.compile")
     fix = "pass what attend returned for the same queries"
-    fits = isinstance(other_keys, tuple) and len(other_keys) == 2 and all(isinstance(x, Tensor) for x in other_keys)
-    require(fits, DtypeError, subject, "a partial (out, lse)", type(other_keys).__name__, fix)
+    is_pair = isinstance(other_partial, tuple) and len(other_partial) == 2
+    if not is_pair or not all(isinstance(x, Tensor) for x in other_partial):
+        raise DtypeError(subject, "a partial (out, lse)", type(other_partial).__name__, fix)
+    out, lse = other_partial
     heads = step.head_axis.slice_of(q.shape[1])
     rows = (q.shape[0], heads.stop - heads.start, q.shape[2])
-    given, expected = f"{[tuple(x.shape) for x in other_keys]}", f"{[(*rows, cache.sizes.value_dim), rows]}"
-    require(given == expected, ShapeError, subject, f"shapes {expected}", given, fix)
+    expected_shapes, shapes = [(*rows, cache.sizes.value_dim), rows], [tuple(out.shape), tuple(lse.shape)]
+    if shapes != expected_shapes:
+        raise ShapeError(subject, f"shapes {expected_shapes}", f"{shapes}", fix)
     wide = sum_dtype(q.dtype)
-    given = f"out in {other_keys[0].dtype}, lse in {other_keys[1].dtype}"
-    expected_dtypes = f"out in {q.dtype} or {wide}, lse in {wide}"
-    fits = other_keys[0].dtype in (q.dtype, wide) and other_keys[1].dtype == wide
-    require(fits, DtypeError, subject, expected_dtypes, given, fix)
-    check_one_device(subject, {"q": q, "out": other_keys[0], "lse": other_keys[1]})
-    check_no_gradients(subject, {"out": other_keys[0], "lse": other_keys[1]})
-    expected, fix = "no partial= beside reproducible=True", "leave one of them out"
-    require(not step.reproducible, KernelError, "decode reproducible", expected, "a Partial", fix)
+    if out.dtype not in (q.dtype, wide) or lse.dtype != wide:
+        expected = f"out in {q.dtype} or {wide}, lse in {wide}"
+        raise DtypeError(subject, expected, f"out in {out.dtype}, lse in {lse.dtype}", fix)
+    check_one_device(subject, {"q": q, "out": out, "lse": lse})
+    check_no_gradients(subject, {"out": out, "lse": lse})
+    if step.reproducible:
+        expected = "no partial= beside reproducible=True"
+        raise KernelError("decode reproducible", expected, "a Partial", "leave one of them out")
 
 
-def step_with_bias(inputs: StepInputs, bias: Tensor | None, step: DecodeStep) -> DecodeStep:
+def step_with_bias(inputs: StepInputs, bias: Tensor | None, step: CheckedStep) -> CheckedStep:
     """Return the checked step with the kernel of a bias by distance, or raise unless bias is None or can be served."""
     if bias is None:
         return step
     check_distance_bias("decode", bias, inputs.q, step.scaling, step.kernel, inputs.selected)
     check_no_gradients("decode", {"distance_bias": bias})
+    subject, fix = "decode distance_bias", "leave one of them out"
     storage = inputs.caches[0].sizes.storage
-    for fits, expected, given in (
-        (storage is None, "a cache of plain numbers", f"storage={storage!r}"),
-        (not step.reproducible, "reproducible=False", "True"),
-    ):
-        require(fits, KernelError, "decode distance_bias", expected, given, "leave one of them out")
+    if storage is not None:
+        raise KernelError(subject, "a cache of plain numbers", f"storage={storage!r}", fix)
+    if step.reproducible:
+        raise KernelError(subject, "reproducible=False", "True", fix)
     return step._replace(kernel="reference")
 
 
@@ -174,15 +179,16 @@ def reads_length_on_device(view: CacheView, kernel: str, dtype: torch.dtype) -> 
     return choose(request, kernel).reads_cache
 
 
-def _check_captured(cache: KVCache, step: DecodeStep, *, on_cpu: bool) -> None:
+def _check_captured(cache: KVCache, step: CheckedStep, *, lengths_on_cpu: bool) -> None:
     """Raise unless the CPU reads nothing of the device and copies nothing to it: a CUDA graph could not."""
-    fix = "pass key_lengths.cuda(), made before the capture"
-    require(not on_cpu, DeviceError, "decode key_lengths", "a tensor on the GPU in a CUDA graph", "one on the CPU", fix)
-    expected = "one that reads the cache's length on the GPU, in a CUDA graph"
-    fix = 'use kernel="auto" and a cache of bfloat16, float16 or float32, or leave the graph out'
-    given = f"kernel={step.kernel!r} on {cache.sizes.dtype}"
-    fits = reads_length_on_device(cache.shard.view, step.kernel, cache.sizes.dtype)
-    require(fits, KernelError, "decode kernel", expected, given, fix)
+    if lengths_on_cpu:
+        expected, fix = "a tensor on the GPU in a CUDA graph", "pass key_lengths.cuda(), made before the capture"
+        raise DeviceError("decode key_lengths", expected, "one on the CPU", fix)
+    if not reads_length_on_device(cache.shard.view, step.kernel, cache.sizes.dtype):
+        expected = "one that reads the cache's length on the GPU, in a CUDA graph"
+        given = f"kernel={step.kernel!r} on {cache.sizes.dtype}"
+        fix = 'use kernel="auto" and a cache of bfloat16, float16 or float32, or leave the graph out'
+        raise KernelError("decode kernel", expected, given, fix)
 
 
 def _check_lengths(q: Tensor, cache: KVCache, mask: Mask, subject: str, of_row: str) -> None:
@@ -195,21 +201,20 @@ def _check_lengths(q: Tensor, cache: KVCache, mask: Mask, subject: str, of_row: 
         raise ShapeError(f"{subject} q{of_row}", "as many queries as tokens in the cache, or fewer", given, fix)
     if sizes.mask is not None and not cache.shards.serves(cache.shards.known_length - q.shape[2]):
         floor = cache.shards.floor
-        first = cache.length - q.shape[2]
         expected = f"queries of token {floor} and later ones: the cache has forgotten what earlier tokens see"
+        given = f"queries of the tokens from {cache.length - q.shape[2]} to {cache.length - 1}"
         fix = "decode after each append, or pass queries= to append_shard"
         fix = fix if cache.length > floor else "append the next token first"
-        raise ShapeError(
-            f"{subject} q{of_row}", expected, f"queries of the tokens from {first} to {cache.length - 1}", fix
-        )
+        raise ShapeError(f"{subject} q{of_row}", expected, given, fix)
     if mask.ends:
         mask.check_length(f"{subject} mask{of_row}", cache.length)
 
 
 def check_even_shares(subject: str, shares: object, *, even: bool) -> None:
     """Raise unless each rank holds every n-th block, so that its blocks are one subtree of the tree over blocks."""
-    fix = "leave shares= out, or reproducible=True"
-    require(even, KernelError, subject, "even shares, whose blocks are subtrees of one tree", f"shares={shares}", fix)
+    if not even:
+        fix = "leave shares= out, or reproducible=True"
+        raise KernelError(subject, "even shares, whose blocks are subtrees of one tree", f"shares={shares}", fix)
 
 
 def check_reproducible(subject: str, reproducible: object, ranks: int, merge: str) -> None:

@@ -8,15 +8,15 @@ from torch import Tensor
 
 from attnmesh.core.selection import Selection
 from attnmesh.decoding.prepared_step import new_prepared_step
-from attnmesh.decoding.step_arguments import DecodeStep, StepInputs
-from attnmesh.kernels.cache_view import CacheView
+from attnmesh.decoding.step_arguments import CheckedStep, StepInputs
+from attnmesh.kernels.cache_view import LENGTH, CacheView
 from attnmesh.kernels.padding import Padding
 from attnmesh.runtime.operators import custom_operator
 
 
 def _fake_output(q: Tensor, *inputs: Any) -> Tensor:
     *_, names, numbers = inputs
-    return q.new_empty(DecodeStep.from_code(names, numbers).output_shape(q))
+    return q.new_empty(CheckedStep.from_code(names, numbers).output_shape(q))
 
 
 @custom_operator("decode", _fake_output)
@@ -30,12 +30,12 @@ def decode_op(
     numbers: Sequence[int],
 ) -> Tensor:
     """Run a step inside a graph, which cannot raise: all ranks get NaN if their calls differ."""
-    view = view_of(cache, (step := DecodeStep.from_code(names, numbers)).value_dim)
-    facts = (DecodeStep.hash_of_code(names, numbers),)
+    view = view_of(cache, (step := CheckedStep.from_code(names, numbers)).value_dim)
+    facts = (CheckedStep.hash_of_code(names, numbers),)
     selected = None if indices is None else Selection(indices, step.index_block or 1)
     inputs = StepInputs(q, (), sinks, key_lengths, selected)
     out, _ = new_prepared_step(q, view, step, facts).compute(inputs, [view])
-    length = view.state[0]
+    length = view.device_counts[LENGTH]
     return torch.where(length <= step.capacity, out, torch.nan)
 
 
@@ -46,5 +46,5 @@ def tensors_of(view: CacheView) -> list[Tensor]:
 
 def view_of(tensors: Sequence[Tensor], value_dim: int) -> CacheView:
     """Return the view that `tensors_of` took apart."""
-    keys, values, token_index, state, *padding = tensors
-    return CacheView(keys, values, token_index, state, Padding(*padding) if padding else None, value_dim)
+    keys, values, token_index, device_counts, *padding = tensors
+    return CacheView(keys, values, token_index, device_counts, Padding(*padding) if padding else None, value_dim)

@@ -117,8 +117,8 @@ def _prefill(q: Tensor, pending: PendingKV, layer: LayerCall, shards: Shards, is
         settings = cache.exchange, cache.kernel, scale, softcap, shards.length, shards.length, None
         options = AttentionOptions(shards.mask_of(layer.mask), shards.layout, shards.layout, *settings)
         arguments = AttentionArguments(q, pending.k, pending.v, layer.sinks, None, options, layer.selected, bias)
-        other_keys = pending.layer.other_keys(q, scale)
-        out = attend_prompt(arguments, shards.mesh, cache.checked, pending.projected_latents, other_keys)
+        other_partial = pending.layer.other_keys(q, scale)
+        out = attend_prompt(arguments, shards.mesh, cache.checked, pending.projected_latents, other_partial)
     if is_new:
         store_shard(kv, *pending.stored, shards)
     return _attend_stored(q, pending, kv, layer, shards) if shards.has_prefix else out

@@ -143,7 +143,9 @@ class StepGraph:
     def _binding(self, inputs: dict[str, Any]) -> tuple[Any, list[Any]]:
         """Return what a graph is bound to: the sizes and options of a pass, and the memory of the cache."""
         shards = [kv.shard for kv in self.cache.kvs]
-        memory = [x for shard in shards for x in (*shard.stored, shard.shared, shard.token_index, shard.state)]
+        memory = [
+            x for shard in shards for x in (*shard.stored, shard.earlier_pieces, shard.token_index, shard.device_counts)
+        ]
         return (inputs[TOKENS].shape, self._options(inputs)), memory
 
     def _is_bound_to(self, inputs: dict[str, Any]) -> bool:

@@ -18,7 +18,7 @@ from attnmesh.core.partial import Partial, merge_partials, sum_dtype, with_sinks
 from attnmesh.core.scaling import Scaling
 from attnmesh.core.selection import NO_INDEX, Selection
 from attnmesh.core.storage import storage_of
-from attnmesh.kernels.cache_view import CacheView, DecodeQuery
+from attnmesh.kernels.cache_view import FORGOTTEN_BLOCKS, LENGTH, CacheView, DecodeQuery
 from attnmesh.kernels.driver import visible_counts
 from attnmesh.kernels.kernel import BoundKernel, Kernel
 from attnmesh.kernels.padding import Padding
@@ -58,7 +58,7 @@ def runs_of(
     has_band = q.shape[2] > 1 or query.key_lengths is not None or query.partial_block is not None or bool(mask.ends)
     for index, view in enumerate(views):
         sequences = slice(index, index + 1) if len(views) > 1 else ALL
-        for piece in (*view.shared, view):
+        for piece in (*view.earlier_pieces, view):
             if in_place:
                 runs.append(SlotRun(sequences, piece))
             elif selected is not None:
@@ -68,7 +68,7 @@ def runs_of(
             elif has_band or q.shape[3] > piece.keys.shape[3]:
                 runs += _of_tokens(query, sequences, piece)
             else:  # the last token sees all from its first one on
-                length, used, *_ = piece.state.tolist()
+                length, used, *_ = piece.device_counts.tolist()
                 start = 0 if mask.left >= length and not mask.chunks else mask.first_seen(length - 1)
                 if start and used < length:
                     start = int(torch.searchsorted(piece.token_index[:used], start))
@@ -79,7 +79,7 @@ def runs_of(
 
 def _of_tokens(query: DecodeQuery, sequences: slice, piece: CacheView) -> list[SlotRun]:
     """Return the runs of a piece without padding; with `partial_block` all its slots, taken block by block."""
-    length, used, *_ = piece.state.tolist()
+    length, used, *_ = piece.device_counts.tolist()
     if not used:
         return []
     mask = query.mask
@@ -116,7 +116,7 @@ def _first_keys(counts: tuple[int, ...]) -> Band:
 
 def _of_sequences(query: DecodeQuery, sequences: slice, piece: CacheView, padding: Padding) -> list[SlotRun]:
     """Return the runs of each sequence of a padded batch. Padding cuts its keys into runs, mostly one."""
-    length, used, *_ = piece.state.tolist()
+    length, used, *_ = piece.device_counts.tolist()
     tokens = torch.arange(length - query.q.shape[2], length, device=padding.positions.device)
     real, queries = padding.last(tokens)
     real = real.cpu()
@@ -190,7 +190,7 @@ def _selected(query: DecodeQuery, view: CacheView, piece: CacheView, selection: 
 def _sequence(piece: CacheView, index: int) -> CacheView:
     """Return a piece of one sequence of the batch."""
     one = slice(index, index + 1)
-    return piece._replace(keys=piece.keys[one], values=piece.values[one], shared=(), file=None)
+    return piece._replace(keys=piece.keys[one], values=piece.values[one], earlier_pieces=(), file=None)
 
 
 def _runs_of_true(flags: Tensor) -> list[tuple[int, int]]:
@@ -221,9 +221,9 @@ class CachedAttention:
         """Return the partial of a cache of all sequences, or of one for each; in `query.into` if that is given."""
         if self.in_place_kernel is not None:
             total = self._attend_in_place(query, runs_of(query, views, in_place=True))
-            return (
-                total if query.other_keys is None else copy_into(merge_partials([total, query.other_keys]), query.into)
-            )
+            if query.other_partial is None:
+                return total
+            return copy_into(merge_partials([total, query.other_partial]), query.into)
         q = query.q if query.q.stride(-1) == 1 else query.q.contiguous()
         runs = runs_of(query, views, selected)
         bound = self.bound_kernels.get(q.shape) or self._bound(q, views[0])
@@ -239,11 +239,13 @@ class CachedAttention:
         else:
             self._attend_groups(query._replace(q=q), runs, total)
         if selected is not None:
-            length = views[0].state[0]
+            length = views[0].device_counts[LENGTH]
             total.out.copy_(nan_where_faulty(total.out, selected, length))
         if query.sinks is not None:
             total = copy_into(with_sinks(total, query.sinks), query.into)
-        return total if query.other_keys is None else copy_into(merge_partials([total, query.other_keys]), query.into)
+        if query.other_partial is None:
+            return total
+        return copy_into(merge_partials([total, query.other_partial]), query.into)
 
     def _attend_in_place(self, query: DecodeQuery, runs: Sequence[SlotRun]) -> Partial:
         """Return the partial of runs of all slots of pieces."""
@@ -324,7 +326,7 @@ class CachedAttention:
             keys, values = (x[:, :, : run.stop] for x in (run.piece.keys, run.piece.values))
             assert isinstance(run.seen, Band)
             stack = _blocks(self.cache_kernel, q, keys, values, run.seen, block)
-            forgotten = run.piece.state.tolist()[2:]
+            forgotten = run.piece.device_counts.tolist()[FORGOTTEN_BLOCKS:]
             stacks.append(by_residue(stack, *forgotten) if any(forgotten) else stack)
         return merge_along_tree(Partial(*(torch.cat(x) for x in zip(*stacks, strict=True))))
 

@@ -15,6 +15,12 @@ from attnmesh.core.storage import columns_of, storage_of
 from attnmesh.kernels.padding import Padding
 from attnmesh.runtime.mapped_file import MappedFile
 
+LENGTH, USED, FORGOTTEN_BLOCKS = range(3)
+"""Indices of `device_counts`: tokens of all ranks, tokens in the slots, and, if the cache forgets, forgotten blocks."""
+
+LENGTH_AND_USED = slice(USED + 1)
+"""The first two of them, which each cache has."""
+
 NOWHERE = 2**63 - 1
 """Position of a slot without a token, which no query sees."""
 
@@ -30,14 +36,14 @@ class DecodeQuery(NamedTuple):
     partial_block: int | None = None  # slots per block; each block gives one partial, and these are merged along a tree
     into: Partial | None = None  # tensors for the result
     key_lengths: Tensor | None = None  # (batch,), real keys per sequence
-    other_keys: Partial | None = None  # attention of the queries over keys that are not in the cache
+    other_partial: Partial | None = None  # attention of the queries over keys that are not in the cache
 
     def sequence(self, index: int) -> "DecodeQuery":
         """Return the query of one sequence, which has a cache of its own."""
         one = slice(index, index + 1)
-        into, other_keys = (part and Partial(*(x[one] for x in part)) for part in (self.into, self.other_keys))
+        into, other_partial = (part and Partial(*(x[one] for x in part)) for part in (self.into, self.other_partial))
         key_lengths = None if self.key_lengths is None else self.key_lengths[one]
-        return self._replace(q=self.q[one], into=into, key_lengths=key_lengths, other_keys=other_keys)
+        return self._replace(q=self.q[one], into=into, key_lengths=key_lengths, other_partial=other_partial)
 
 
 class CacheView(NamedTuple):
@@ -46,10 +52,10 @@ class CacheView(NamedTuple):
     keys: Tensor  # (batch, kv_heads, slots, dim), or rows of `core.storage`
     values: Tensor  # (batch, kv_heads, slots, value_dim), or rows: those of the keys if values are a prefix of them
     token_index: Tensor  # (slots,), the token in each slot
-    state: Tensor  # length: tokens of all ranks; used: tokens in these slots; if the cache forgets, forgotten blocks
+    device_counts: Tensor  # (2 or 3,), by `LENGTH`, `USED` and `FORGOTTEN_BLOCKS`
     padding: Padding | None
     value_dim: int
-    shared: "tuple[CacheView, ...]" = ()  # earlier tokens of this rank, in memory that other caches read too
+    earlier_pieces: "tuple[CacheView, ...]" = ()  # earlier tokens of this rank, in memory or files of their own
     file: MappedFile | None = None  # file whose bytes the slots are
 
     def positions(self) -> Tensor:
@@ -70,31 +76,33 @@ class CacheView(NamedTuple):
         return like.expand(*shape, columns_of(self.keys)), like.expand(*shape, self.value_dim)
 
     def without_free_slots(self) -> "CacheView":
-        """Return the slots that hold tokens, without those of `shared`.
+        """Return the slots that hold tokens, without those of earlier pieces.
 
         On a device all slots stay, for the CPU does not read how many hold tokens: the others are at `NOWHERE`.
         """
-        if self.state.device.type == "cpu":
-            used = int(self.state.tolist()[1])
+        if self.device_counts.device.type == "cpu":
+            used = int(self.device_counts.tolist()[USED])
             padding = self.padding and self.padding._replace(positions=self.padding.positions[:, :used])
             tensors = self.keys[:, :, :used], self.values[:, :, :used], self.token_index[:used]
-            return CacheView(*tensors, self.state, padding, self.value_dim)
-        held = torch.arange(self.keys.shape[2], device=self.state.device) < self.state[1]
+            return CacheView(*tensors, self.device_counts, padding, self.value_dim)
+        held = torch.arange(self.keys.shape[2], device=self.device_counts.device) < self.device_counts[USED]
         padding = self.padding and self.padding._replace(positions=self.padding.positions.where(held, NOWHERE))
-        return self._replace(token_index=self.token_index.where(held, NOWHERE), padding=padding, shared=())
+        return self._replace(token_index=self.token_index.where(held, NOWHERE), padding=padding, earlier_pieces=())
 
     @property
     def on_cpu(self) -> "CacheView | None":
         """View of the earlier tokens that are in CPU memory, where the slots are on a device; None without any."""
-        if not self.shared or self.keys.device.type == "cpu":
+        if not self.earlier_pieces or self.keys.device.type == "cpu":
             return None
-        pieces = [piece for piece in self.shared if piece.keys.device.type == "cpu"]
-        return pieces[-1]._replace(shared=tuple(pieces[:-1])) if pieces else None
+        pieces = [piece for piece in self.earlier_pieces if piece.keys.device.type == "cpu"]
+        return pieces[-1]._replace(earlier_pieces=tuple(pieces[:-1])) if pieces else None
 
     @property
     def on_device(self) -> "CacheView":
         """The view without what is in CPU memory."""
-        return self._replace(shared=tuple(piece for piece in self.shared if piece.keys.device.type != "cpu"))
+        return self._replace(
+            earlier_pieces=tuple(piece for piece in self.earlier_pieces if piece.keys.device.type != "cpu")
+        )
 
     def first(self, slots: int) -> "CacheView":
         """Return the first slots alone, and the one after them, without padding."""
@@ -103,13 +111,14 @@ class CacheView(NamedTuple):
             self.values[:, :, : slots + 1],
             self.token_index[: slots + 1],
         )
-        state = torch.stack((self.state[0], torch.full_like(self.state[0], slots)))
-        return CacheView(keys, values, index, state, None, self.value_dim, file=self.file)
+        length = self.device_counts[LENGTH]
+        device_counts = torch.stack((length, torch.full_like(length, slots)))
+        return CacheView(keys, values, index, device_counts, None, self.value_dim, file=self.file)
 
     def bounds(self, queries: int, mask: Mask) -> tuple[Tensor, Tensor]:
         """Return the first and the last position that each of the last queries sees, (1 or batch, queries)."""
-        length = self.state[0]
-        tokens = (length - queries + torch.arange(queries, device=self.state.device)).clamp(min=0)
+        length = self.device_counts[LENGTH]
+        tokens = (length - queries + torch.arange(queries, device=self.device_counts.device)).clamp(min=0)
         if self.padding is None:
             return mask.bounds(tokens[None])
         real, positions = self.padding.last(tokens)

@@ -54,7 +54,9 @@ def merge_launched(
     return into
 
 
-def launch_checksum(tensors: Sequence[Tensor], call_hash: int, state: Tensor, modulus: int, checksum: Tensor) -> Tensor:
+def launch_checksum(
+    tensors: Sequence[Tensor], call_hash: int, device_counts: Tensor, modulus: int, checksum: Tensor
+) -> Tensor:
     """Write the checksum of a call and its negative: of a number, one or two tensors, and the length of a cache."""
     patterns = [bits(x) for x in tensors]
     counts = [len(x) for x in patterns]
@@ -67,7 +69,7 @@ def launch_checksum(tensors: Sequence[Tensor], call_hash: int, state: Tensor, mo
         count=counts[0],
         other_bits=patterns[-1],
         other_count=sum(counts[1:]),
-        state=state,
+        state=device_counts,
         number=call_hash % modulus,
         checksum=checksum,
         MODULUS=modulus,

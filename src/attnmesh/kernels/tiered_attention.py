@@ -16,7 +16,7 @@ from attnmesh.core.partial import Partial, identity, merge_partials, with_sinks
 from attnmesh.core.scaling import Scaling
 from attnmesh.core.selection import Selection
 from attnmesh.kernels.cache_runs import CachedAttention, runs_of
-from attnmesh.kernels.cache_view import CacheView, DecodeQuery
+from attnmesh.kernels.cache_view import USED, CacheView, DecodeQuery
 from attnmesh.kernels.choice import choose
 from attnmesh.kernels.kernel import Kernel, KernelRequest
 from attnmesh.kernels.stacked_merge import copy_into
@@ -51,13 +51,13 @@ class TieredAttention(CachedAttention):
         tiers = [view.on_cpu for view in views]
         if not any(tiers):
             return super().attend(query, views, selected)
-        plain = query._replace(sinks=None, into=None, other_keys=None)
+        plain = query._replace(sinks=None, into=None, other_partial=None)
         queries = [plain.sequence(index) for index in range(len(views))] if len(views) > 1 else [plain]
         begun = [self._begin(own, tier, selected) for own, tier in zip(queries, tiers, strict=True)]
         newer = super().attend(plain._replace(into=self._blank(query.q)), [v.on_device for v in views], selected)
         older = [end() for end in begun]
         parts = [newer, Partial(*(torch.cat(x) for x in zip(*older, strict=True))) if len(older) > 1 else older[0]]
-        parts += [] if query.other_keys is None else [query.other_keys]
+        parts += [] if query.other_partial is None else [query.other_partial]
         return copy_into(with_sinks(merge_partials(parts), query.sinks), query.into)
 
     def _begin(self, query: DecodeQuery, tier: CacheView | None, selected: Selection | None) -> Callable[[], Partial]:
@@ -94,7 +94,7 @@ class TieredAttention(CachedAttention):
         is_faster = IS_UPLOAD_FASTER.find((*kind, query.q.device))
         if is_faster is not None:
             return is_faster
-        slots = int(tier.state[1])
+        slots = int(tier.device_counts[USED])
         if slots < FEWEST:
             return False
         slot_bytes = sum(x[:, :, :1].nbytes for x in (tier.keys, tier.values))
@@ -112,7 +112,7 @@ class TieredAttention(CachedAttention):
 
 def _uploaded(device: torch.device, query: DecodeQuery, tier: CacheView) -> Iterator[CacheView]:
     """Yield the slots of a tier that some query sees, on the device."""
-    for piece in (*tier.shared, tier._replace(shared=())):
+    for piece in (*tier.earlier_pieces, tier._replace(earlier_pieces=())):
         if runs := runs_of(query, [piece]):
             yield from uploader_to(device).upload(piece, min(run.start for run in runs), max(run.stop for run in runs))
 

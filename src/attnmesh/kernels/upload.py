@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.storage import is_prefix, storage_of, width_in_memory
-from attnmesh.kernels.cache_view import CacheView
+from attnmesh.kernels.cache_view import LENGTH, CacheView
 
 PART_BYTES = 1 << 24
 """Bytes of a part, about."""
@@ -51,7 +51,7 @@ class Uploader:
         for number, first in enumerate(range(start, stop, part_slots)):
             last = min(stop, first + part_slots)
             slots = slice(first, last + 1)  # one more slot follows, as kernels expect
-            length = int(piece.state[0])
+            length = int(piece.device_counts[LENGTH])
             tensors = [torch.tensor([length, last - first], device="cpu"), piece.token_index[slots]]
             tensors += [x[:, :, slots] for x in stored]
             buffer = self._buffer(number % 2, tensors)
@@ -64,9 +64,9 @@ class Uploader:
                 buffer.device[: offsets[-1]].copy_(buffer.cpu[: offsets[-1]], non_blocking=True)
                 buffer.copied.record(self.stream)
             current.wait_event(buffer.copied)
-            state, token_index, keys, *values = _views(buffer.device, tensors, offsets)
+            device_counts, token_index, keys, *values = _views(buffer.device, tensors, offsets)
             prefix = keys if storage_of(keys) is not None else keys[..., : piece.value_dim]
-            yield CacheView(keys, values[0] if values else prefix, token_index, state, None, piece.value_dim)
+            yield CacheView(keys, values[0] if values else prefix, token_index, device_counts, None, piece.value_dim)
             buffer.attended.record(current)
 
     def _buffer(self, number: int, tensors: Sequence[Tensor]) -> Buffer:

@@ -157,12 +157,12 @@ def attend_shards(
     mesh: Mesh,
     checked: bool | None,
     latents: Latents | None = None,
-    other_keys: Partial | None = None,
+    other_partial: Partial | None = None,
 ) -> Tensor:
     """Return attention of one rank's shards.
 
-    With `latents`, these travel instead of the keys and values that are expanded from them. `other_keys` is the partial
-    of this rank's queries over keys that do not travel. With either there are no gradients.
+    With `latents`, these travel instead of the keys and values that are expanded from them. `other_partial` is of this
+    rank's queries over keys that do not travel. With either there are no gradients.
     """
     q, k, v = cast_for_autocast(arguments.q, arguments.k, arguments.v)
     arguments = arguments._replace(q=q, k=k, v=v)
@@ -174,21 +174,21 @@ def attend_shards(
         arguments = arguments.with_wide_queries()
     with without_autocast(q):
         if mesh.ranks == 1:
-            out = attend_on_one_rank(arguments, spec, other_keys)
+            out = attend_on_one_rank(arguments, spec, other_partial)
         else:
-            out = _attend_on_mesh(arguments, prepared, latents, other_keys)
+            out = _attend_on_mesh(arguments, prepared, latents, other_partial)
     return out if selected is None else without_faulty(out, selected, spec.problem.key_length)
 
 
 def _attend_on_mesh(
-    arguments: AttentionArguments, prepared: PreparedAttention, latents: Latents | None, other_keys: Partial | None
+    arguments: AttentionArguments, prepared: PreparedAttention, latents: Latents | None, other_partial: Partial | None
 ) -> Tensor:
     """Return attention over all ranks, by an operator where PyTorch traces or transforms calls."""
     q, k, v, sinks, key_lengths = arguments[:5]
     selected = arguments.selected
     spec, task = prepared.spec, prepared.task
     indices = None if selected is None else selected.indices
-    if task is None and latents is None and other_keys is None:
+    if task is None and latents is None and other_partial is None:
         if needs_operator(q, k, v, sinks):
             out: Tensor = mesh_op(q, k, v, sinks, key_lengths, indices, *spec.to_code())[0]
             return out
@@ -201,4 +201,4 @@ def _attend_on_mesh(
             task = spec.with_visible_keys(spec.task(q.shape[1], (q, k, v), widths), key_lengths, indices)
         if latents is not None:  # latents are expanded where they are attended
             task = replace(task, projection=latents.projection)
-        return attend_without_grad(q, (k, v) if latents is None else (latents.tokens,), task, sinks, other_keys)
+        return attend_without_grad(q, (k, v) if latents is None else (latents.tokens,), task, sinks, other_partial)

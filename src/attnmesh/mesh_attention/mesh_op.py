@@ -29,22 +29,24 @@ from attnmesh.runtime.tensors import Tensors, empty_length_major, length_major
 # --- attention ---
 
 
-def attend_on_one_rank(arguments: AttentionArguments, spec: AttentionSpec, other_keys: Partial | None = None) -> Tensor:
+def attend_on_one_rank(
+    arguments: AttentionArguments, spec: AttentionSpec, other_partial: Partial | None = None
+) -> Tensor:
     """Return attention on one rank."""
     visible = Visible(spec.problem.mask, key_lengths=arguments.key_lengths, selected=arguments.selected)
     partial = run_attend(arguments.q, arguments.k, arguments.v, visible, spec.scaling, spec.kernel, arguments.sinks)
-    return (
-        partial.out if other_keys is None else merge_partials([Partial(*partial), other_keys]).out.to(arguments.q.dtype)
-    )
+    if other_partial is None:
+        return partial.out
+    return merge_partials([Partial(*partial), other_partial]).out.to(arguments.q.dtype)
 
 
 def attend_without_grad(
-    q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None, other_keys: Partial | None = None
+    q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None, other_partial: Partial | None = None
 ) -> Tensor:
     """Return attention of this rank's queries over all ranks, without gradients."""
     partial = forward(q, kv, task, sinks)
-    if other_keys is not None:
-        partial = merge_partials([partial, other_keys])
+    if other_partial is not None:
+        partial = merge_partials([partial, other_partial])
     return length_major(partial.out, q.dtype)
 
 

@@ -30,7 +30,7 @@ def attend_prompt(
     device_mesh: DeviceMesh | None,
     checked: bool | None,
     latents: Latents | None = None,
-    other_keys: Partial | None = None,
+    other_partial: Partial | None = None,
 ) -> Tensor:
     """Return attention of one rank's shards as `attend_shards` does, without gradients, in the way that takes least."""
     mesh = Mesh.of(device_mesh)
@@ -42,7 +42,7 @@ def attend_prompt(
         widths = None if latents is None else latents.widths
         mesh, exchange = chosen_way(mesh, q.device, q.dtype, sizes, problem, widths, options.exchange)
         arguments = arguments._replace(options=options._replace(exchange=exchange))
-    return attend_shards(arguments, mesh, checked, latents, other_keys)
+    return attend_shards(arguments, mesh, checked, latents, other_partial)
 
 
 @cached_per_world(1024)

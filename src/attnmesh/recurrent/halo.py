@@ -17,11 +17,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm.p2p import begin_messages
-from attnmesh.errors import DtypeError, ShapeError, check_count, require
+from attnmesh.errors import DtypeError, ShapeError, check_count
 from attnmesh.guard.agreement import Agreement
 from attnmesh.guard.argument_checks import check_tensor
 from attnmesh.mesh.axes import Axis, axis_of, group_named, mesh_of_axis
-from attnmesh.recurrent.head_exchange import first_tokens, own_tokens
+from attnmesh.recurrent.head_exchange import first_tokens, own_token_count
 from attnmesh.runtime.operators import custom_operator
 
 Segment = tuple[int, int, int]
@@ -76,23 +76,23 @@ def halo_of_parts(
     return halos
 
 
-def _fake_halos(x: Tensor, back: bool, size: int, dim: int, *numbers: Any) -> Tensor:
+def _fake_halos(x: Tensor, to_tokens: bool, size: int, dim: int, *numbers: Any) -> Tensor:
     _, (_, index), owners, lengths = numbers
-    return _empty(x, back, size, dim, index, owners, lengths)
+    return _empty(x, to_tokens, size, dim, index, owners, lengths)
 
 
 def _keep_numbers(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.back, *ctx.numbers = inputs
+    _, ctx.to_tokens, *ctx.numbers = inputs
 
 
-def _halo_back(ctx: Any, dout: Tensor) -> list[Tensor]:
-    return [halo_op(dout.contiguous(), not ctx.back, *ctx.numbers)]
+def _halo_backward(ctx: Any, dout: Tensor) -> list[Tensor]:
+    return [halo_op(dout.contiguous(), not ctx.to_tokens, *ctx.numbers)]
 
 
-@custom_operator("halo", _fake_halos, _keep_numbers, _halo_back)
+@custom_operator("halo", _fake_halos, _keep_numbers, _halo_backward)
 def halo_op(
     x: Tensor,
-    back: bool,
+    to_tokens: bool,
     size: int,
     dim: int,
     group: str,
@@ -100,19 +100,19 @@ def halo_op(
     owners: Sequence[int],
     lengths: Sequence[int],
 ) -> Tensor:
-    """Add each segment of the tokens to its target's halo, or back from the halo to the tokens. Others are zeros."""
+    """Add each segment of the tokens to its target's halo, or back to the tokens if `to_tokens`. Others are zeros."""
     axis = Axis(size_and_index[0], size_and_index[1], group_named(group))
-    out = _empty(x, back, size, dim, axis.index, owners, lengths).zero_()
+    out = _empty(x, to_tokens, size, dim, axis.index, owners, lengths).zero_()
     segments = _segments(size, owners, lengths)
-    _add_segments(x, out, (pair[::-1] for pair in segments) if back else segments, axis, dim)
+    _add_segments(x, out, (pair[::-1] for pair in segments) if to_tokens else segments, axis, dim)
     return out
 
 
 def _empty(
-    x: Tensor, back: bool, size: int, dim: int, index: int, owners: Sequence[int], lengths: Sequence[int]
+    x: Tensor, to_tokens: bool, size: int, dim: int, index: int, owners: Sequence[int], lengths: Sequence[int]
 ) -> Tensor:
-    """Return memory for a rank's tokens if `back`, else for its halos."""
-    tokens = own_tokens(index, owners, lengths) if back else size * list(owners).count(index)
+    """Return memory for a rank's tokens if `to_tokens`, else for its halos."""
+    tokens = own_token_count(index, owners, lengths) if to_tokens else size * list(owners).count(index)
     return x.new_empty(*x.shape[:dim], tokens, *x.shape[dim + 1 :])
 
 
@@ -155,10 +155,8 @@ def _segments(size: int, owners: Sequence[int], lengths: Sequence[int]) -> Itera
 
 def _check_halo(x: Tensor, size: int, dim: int) -> None:
     check_tensor("halo x", x)
-    fits = x.is_floating_point()
-    fix = "cast it with .float()"
-    require(fits, DtypeError, "halo x", "a tensor of floats", x.dtype, fix)
+    if not x.is_floating_point():
+        raise DtypeError("halo x", "a tensor of floats", f"{x.dtype}", "cast it with .float()")
     check_count("halo size", size, "pass the width of the convolution less one", least=0)
-    fits = type(dim) is int and -x.ndim <= dim < x.ndim
-    fix = "pass the dim of the tokens"
-    require(fits, ShapeError, "halo dim", f"a dim of the tensor's {x.ndim}", repr(dim), fix)
+    if type(dim) is not int or not -x.ndim <= dim < x.ndim:
+        raise ShapeError("halo dim", f"a dim of the tensor's {x.ndim}", repr(dim), "pass the dim of the tokens")

@@ -39,29 +39,31 @@ def heads_to_tokens(x: Tensor, axis: Axis, owners: Sequence[int], lengths: Seque
 
 
 def _fake_heads(
-    x: Tensor, back: bool, _: str, size_and_index: Sequence[int], owners: Sequence[int], lengths: Sequence[int]
+    x: Tensor, to_tokens: bool, _: str, size_and_index: Sequence[int], owners: Sequence[int], lengths: Sequence[int]
 ) -> Tensor:
-    if back:
-        return x.new_empty(x.shape[0], own_tokens(size_and_index[1], owners, lengths), size_and_index[0], x.shape[2])
+    if to_tokens:
+        return x.new_empty(
+            x.shape[0], own_token_count(size_and_index[1], owners, lengths), size_and_index[0], x.shape[2]
+        )
     return x.new_empty(x.shape[0], sum(lengths), x.shape[3])
 
 
 def _keep_numbers(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.back, *ctx.numbers = inputs
+    _, ctx.to_tokens, *ctx.numbers = inputs
 
 
-def _exchange_back(ctx: Any, dout: Tensor) -> list[Tensor]:
-    return [heads_op(dout.contiguous(), not ctx.back, *ctx.numbers)]
+def _exchange_backward(ctx: Any, dout: Tensor) -> list[Tensor]:
+    return [heads_op(dout.contiguous(), not ctx.to_tokens, *ctx.numbers)]
 
 
-@custom_operator("heads", _fake_heads, _keep_numbers, _exchange_back)
+@custom_operator("heads", _fake_heads, _keep_numbers, _exchange_backward)
 def heads_op(
-    x: Tensor, back: bool, group: str, size_and_index: Sequence[int], owners: Sequence[int], lengths: Sequence[int]
+    x: Tensor, to_tokens: bool, group: str, size_and_index: Sequence[int], owners: Sequence[int], lengths: Sequence[int]
 ) -> Tensor:
-    """Send each share of the heads to its rank, for this rank's share of all tokens; or `back`."""
+    """Send each share of the heads to its rank, for this rank's share of all tokens; or back, if `to_tokens`."""
     axis = Axis(size_and_index[0], size_and_index[1], group_named(group))
-    token_counts = [own_tokens(rank, owners, lengths) for rank in range(axis.size)]
-    if back:
+    token_counts = [own_token_count(rank, owners, lengths) for rank in range(axis.size)]
+    if to_tokens:
         parts: list[list[Tensor]] = [[] for _ in range(axis.size)]
         for owner, tokens in zip(owners, x.split([*lengths], 1), strict=True):
             parts[owner].append(tokens)
@@ -72,8 +74,8 @@ def heads_op(
     return torch.cat([shares[owner].narrow(1, first, length) for owner, first, length in runs], 1)
 
 
-def own_tokens(rank: int, owners: Sequence[int], lengths: Sequence[int]) -> int:
-    """Return the tokens that a rank holds, in all its parts."""
+def own_token_count(rank: int, owners: Sequence[int], lengths: Sequence[int]) -> int:
+    """Return how many tokens a rank holds, in all its parts."""
     return sum(length for owner, length in zip(owners, lengths, strict=True) if owner == rank)
 
 

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm.p2p import begin_messages
 from attnmesh.core.partial import sum_dtype
-from attnmesh.errors import ArgumentError, DtypeError, ShapeError, require
+from attnmesh.errors import ArgumentError, DtypeError, ShapeError
 from attnmesh.guard.agreement import Agreement, may_compare
 from attnmesh.guard.argument_checks import check_compare_option, check_one_device, check_tensor
 from attnmesh.kernels.traced import without_autocast
@@ -90,18 +90,20 @@ def scan_across(
 
 
 def scan(
-    element: AffineMap, axis: Axis, order: Sequence[int], *, whole: bool = True, resets: Sequence[int] = ()
+    element: AffineMap, axis: Axis, order: Sequence[int], *, linear_needs_grad: bool = True, resets: Sequence[int] = ()
 ) -> AffineMap:
     """Return the composition of the maps of the ranks that come before this one in `order`, indices of the axis.
 
-    Without `whole`, only the bias has a gradient: a state that begins as zero needs no more. `resets` has 1 for each
-    rank whose linear part is 0. Nothing is computed from the state before it, which may be infinite or NaN.
+    Without `linear_needs_grad`, only the bias has a gradient: a state that begins as zero needs no more. `resets` has 1
+    for each rank whose linear part is 0. Nothing is computed from the state before it, which may be infinite or NaN.
     """
     linear, bias = element
     if scalar := linear.ndim == bias.ndim - 2:  # a diagonal of one entry on the flattened state
         linear, bias = linear[..., None], bias.flatten(-2)[..., None, :]
     index_and_order = [axis.index, *order]
-    linear, bias = scan_op(linear.contiguous(), bias.contiguous(), axis.group_name, index_and_order, whole, [*resets])
+    linear, bias = scan_op(
+        linear.contiguous(), bias.contiguous(), axis.group_name, index_and_order, linear_needs_grad, [*resets]
+    )
     return AffineMap(linear[..., 0], bias.view(element.bias.shape)) if scalar else AffineMap(linear, bias)
 
 
@@ -110,13 +112,13 @@ def _fake_states(linear: Tensor, bias: Tensor, *_: Any) -> tuple[Tensor, Tensor]
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    linear, _, ctx.group, ctx.index_and_order, ctx.whole, ctx.resets = inputs
+    linear, _, ctx.group, ctx.index_and_order, ctx.linear_needs_grad, ctx.resets = inputs
     ctx.save_for_backward(linear, *output)
-    if not ctx.whole:
+    if not ctx.linear_needs_grad:
         ctx.mark_non_differentiable(output[0])
 
 
-def _scan_back(ctx: Any, dlinear: Tensor | None, dbias: Tensor) -> tuple[Tensor | None, ...]:
+def _scan_backward(ctx: Any, dlinear: Tensor | None, dbias: Tensor) -> tuple[Tensor | None, ...]:
     """Scan the gradients of the states from the last rank to the first.
 
     The state X = [bias | linear] of rank r becomes A X + [B | 0] on rank r + 1. So a gradient G of X on rank r adds to
@@ -125,7 +127,7 @@ def _scan_back(ctx: Any, dlinear: Tensor | None, dbias: Tensor) -> tuple[Tensor 
     linear, prefix_linear, prefix_bias = ctx.saved_tensors
     matrix = linear.ndim == prefix_bias.ndim
     state, dstate = [prefix_bias], [dbias]
-    if ctx.whole:
+    if ctx.linear_needs_grad:
         state.append(prefix_linear if matrix else prefix_linear[..., None])
         dstate.append(dlinear if matrix else dlinear[..., None])  # type: ignore[index, arg-type]
     index, *order = ctx.index_and_order
@@ -138,9 +140,14 @@ def _scan_back(ctx: Any, dlinear: Tensor | None, dbias: Tensor) -> tuple[Tensor 
     return dlinear, later[..., : prefix_bias.shape[-1]]
 
 
-@custom_operator("scan_across", _fake_states, _save_for_backward, _scan_back)
+@custom_operator("scan_across", _fake_states, _save_for_backward, _scan_backward)
 def scan_op(
-    linear: Tensor, bias: Tensor, group: str, index_and_order: Sequence[int], whole: bool, resets: Sequence[int]
+    linear: Tensor,
+    bias: Tensor,
+    group: str,
+    index_and_order: Sequence[int],
+    linear_needs_grad: bool,
+    resets: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """Run the scan as an operator. `index_and_order` is this rank's index and the order of the ranks."""
     index, *order = index_and_order
@@ -199,17 +206,18 @@ def _check_maps(linear: Tensor, bias: Tensor, reverse: bool, checked: bool | Non
     check_compare_option("scan_across", checked)
     for name, x in (("linear", linear), ("bias", bias)):
         check_tensor(f"scan_across {name}", x)
-        fits = x.is_floating_point()
-        fix = "cast it with .float()"
-        require(fits, DtypeError, f"scan_across {name}", "a tensor of floats", x.dtype, fix)
+        if not x.is_floating_point():
+            raise DtypeError(f"scan_across {name}", "a tensor of floats", f"{x.dtype}", "cast it with .float()")
     check_one_device("scan_across", {"linear": linear, "bias": bias})
-    given, fix = f"shape {tuple(bias.shape)}", "pass one state per batch and head; V may be 1"
-    require(bias.ndim == 4, ShapeError, "scan_across bias", "4 dims (batch, heads, K, V)", given, fix)
     shape = tuple(bias.shape)
+    if len(shape) != 4:
+        fix = "pass one state per batch and head; V may be 1"
+        raise ShapeError("scan_across bias", "4 dims (batch, heads, K, V)", f"shape {shape}", fix)
     shapes = [shape[:2], shape[:3], (*shape[:3], shape[2])]
-    expected = f"shape {shapes[0]}, {shapes[1]} or {shapes[2]} for bias {shape}"
-    fix = "pass a factor, a diagonal or a matrix per batch and head"
-    given = f"shape {tuple(linear.shape)}"
-    require(tuple(linear.shape) in shapes, ShapeError, "scan_across linear", expected, given, fix)
-    expected, fix = "True or False", "pass reverse=True to scan from the last rank"
-    require(isinstance(reverse, bool), ArgumentError, "scan_across reverse", expected, repr(reverse), fix)
+    if tuple(linear.shape) not in shapes:
+        expected = f"shape {shapes[0]}, {shapes[1]} or {shapes[2]} for bias {shape}"
+        fix = "pass a factor, a diagonal or a matrix per batch and head"
+        raise ShapeError("scan_across linear", expected, f"shape {tuple(linear.shape)}", fix)
+    if not isinstance(reverse, bool):
+        fix = "pass reverse=True to scan from the last rank"
+        raise ArgumentError("scan_across reverse", "True or False", repr(reverse), fix)

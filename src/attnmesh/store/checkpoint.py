@@ -291,14 +291,14 @@ def load_layers(
     """
     axes = Mesh.of(mesh)
     target = device_for(mesh, device)
-    memory = target if to_load.hot is None else torch.device("cpu")
+    shard_device = target if to_load.hot is None else torch.device("cpu")
 
     def check() -> SavedLayers:
         if fault := device_fault("load", target, device):
             raise fault
         parts = check_placement("load", copies, shares, axes.queries.size * axes.keys.size)
         share = 0.0 if shares == "auto" else held_part(parts, axes)
-        return inspect(path, axes, memory, to_load, copies * share)
+        return inspect(path, axes, shard_device, to_load, copies * share)
 
     def attempt(*, again: bool) -> tuple[list[Cache], dict[str, Tensor], str] | None:
         before = _state_of(path)
@@ -409,7 +409,8 @@ def inspect(
         each.check(mesh.heads.size)
         keys = manifest.length_of(layer)
         if keys > each.capacity:
-            fix = f"pass capacity={keys * to_load.rates(len(sizes))[layer]}"
+            tokens_per_key = to_load.tokens_per_key[layer] if to_load.tokens_per_key else 1
+            fix = f"pass capacity={keys * tokens_per_key}"
             raise ShapeError(
                 "load", "room for the keys that were saved", f"{keys} in a capacity of {each.capacity}", fix
             )

@@ -66,7 +66,7 @@ class SavedGroup(NamedTuple):
     def of(shards: Sequence[CacheShard], layers: Sequence[int], manifest: Manifest) -> "SavedGroup":
         """Return the group of these layers."""
         first = shards[layers[0]]
-        saved = slice(first.count_before(manifest.forgotten[layers[0]][0]), first.used)
+        saved = slice(first.count_before(manifest.forgotten[layers[0]][0]), first.used_slots)
         stored = {
             f"{kind} {n}": x for n in layers for kind, x in zip(("keys", "values"), shards[n].stored, strict=False)
         }

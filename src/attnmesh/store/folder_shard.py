@@ -19,10 +19,11 @@ from torch import Tensor
 from attnmesh.cache.block_cyclic import BlockCyclic
 from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.cache.cache_shard import CacheShard, usual_slots
+from attnmesh.cache.frozen_piece import FrozenPiece
 from attnmesh.cache.ordered_shard import Fail, OrderedShard
-from attnmesh.cache.shared_blocks import SharedBlocks
 from attnmesh.core.digest import cpu_weights
 from attnmesh.errors import StoreError
+from attnmesh.kernels.cache_view import LENGTH, USED
 from attnmesh.kernels.native.append import FILE_FIELDS, append
 from attnmesh.mesh.axes import Axis
 from attnmesh.runtime.tensors import Tensors
@@ -49,7 +50,7 @@ SUBJECT = "KVCache folder"
 
 
 class FolderShard(OrderedShard):
-    """Tokens of one rank in the files of a layer. `shared` are the whole pieces, `stored` is the last one."""
+    """Tokens of one rank in the files of a layer. `earlier_pieces` are whole, `stored` is the last one."""
 
     is_in_files = True
 
@@ -82,9 +83,9 @@ class FolderShard(OrderedShard):
     @property
     def pieces(self) -> int:
         """Whole pieces."""
-        return len(self.shared)
+        return len(self.earlier_pieces)
 
-    def _memory(self) -> tuple[list[Tensor], Tensor]:
+    def _allocate(self) -> tuple[list[Tensor], Tensor]:
         """Return no memory: `begin`, `resume` and `take_over` map files."""
         return [], torch.zeros(PIECE + 1, dtype=torch.int64, device="cpu")
 
@@ -147,18 +148,18 @@ class FolderShard(OrderedShard):
                 next_piece.file.fetch(*(x[:, :, :PIECE] for x in next_piece.stored))
             check_whole_piece(file, piece, names)
             piece.file.leave(*piece.stored)
-            self.shared = self._with_whole(file, piece)
+            self.earlier_pieces = self._with_whole(file, piece)
 
     def _keep(self, piece: FilePiece) -> None:
         """Let a whole piece stay in memory once it is read, if there is room."""
         piece.file.kept = self.keeps(sum(x.nbytes for x in piece.stored))
 
-    def _with_whole(self, file: TensorFile, piece: FilePiece) -> tuple[SharedBlocks, ...]:
+    def _with_whole(self, file: TensorFile, piece: FilePiece) -> tuple[FrozenPiece, ...]:
         """Return the whole pieces, with one more after them. Note its checksums."""
         chain = chained(self.chains[self.pieces], file, [*self.shapes.named(self.files.layer)])
         self.chains = [*self.chains[: self.pieces + 1], chain]
         index = torch.cat((piece.columns, piece.columns[-1:]))
-        return (*self.shared, SharedBlocks(piece.stored, index, None, piece.file))
+        return (*self.earlier_pieces, FrozenPiece(piece.stored, index, None, piece.file))
 
     def _fill(self, piece: FilePiece, used: int, length: int) -> None:
         """Let new tokens go to a piece, of which some rows are tokens."""
@@ -166,12 +167,12 @@ class FolderShard(OrderedShard):
         self.sums = PieceSums(self.shapes, used)
         self._set(length, used)
 
-    def _turn_to(self, shared: tuple[SharedBlocks, ...], piece: FilePiece, used: int, length: int) -> None:
+    def _turn_to(self, whole_pieces: tuple[FrozenPiece, ...], piece: FilePiece, used: int, length: int) -> None:
         """Replace the whole pieces, and let new tokens go to another piece."""
-        unbroken([partial(setattr, self, "shared", shared), partial(self._fill, piece, used, length)])
+        unbroken([partial(setattr, self, "earlier_pieces", whole_pieces), partial(self._fill, piece, used, length)])
 
     def _set(self, length: int, used: int) -> None:
-        self.state[0], self.state[1] = length, used
+        self.device_counts[LENGTH], self.device_counts[USED] = length, used
 
     def append_run(self, new: Tensors, new_count: int, length: int, used: int) -> bool:
         """Add new tokens that fit the last piece and that one rank owns; else return False."""
@@ -195,39 +196,41 @@ class FolderShard(OrderedShard):
         done = 0
         count = len(tokens)
         while True:
-            if self.used == PIECE and done < count:
+            if self.used_slots == PIECE and done < count:
                 self._next_piece()
             start = done
-            done = min(count, done + PIECE - self.used)
+            done = min(count, done + PIECE - self.used_slots)
             after = length if done == count else int(tokens[done])
             self._write_rows(
-                [row[:, :, start:done] for row in rows], tokens[start:done], (self.length, self.used), after
+                [row[:, :, start:done] for row in rows], tokens[start:done], (self.length, self.used_slots), after
             )
             if done == count:
                 return
 
-    def _mend(self, counts: tuple[int, int]) -> None:
+    def _mend(self, length_and_used: tuple[int, int]) -> None:
         """Let the journal say what the shard has, where an error or Ctrl-C came between a record and its tokens."""
-        length, used = counts
+        length, used = length_and_used
         base = self.pieces * PIECE
         if self.journal.end != (base, base + used, length):
             end = [(base + used, self.piece.digest(0, used))] if used else []
             self.journal.begin(base, length, self.chains[self.pieces], end)
 
-    def _write_rows(self, rows: Sequence[Tensor], tokens: Tensor | None, counts: tuple[int, int], length: int) -> None:
+    def _write_rows(
+        self, rows: Sequence[Tensor], tokens: Tensor | None, length_and_used: tuple[int, int], length: int
+    ) -> None:
         """Write rows after those in the last piece, and then a record of them, in one native call where there is one.
 
-        `tokens` are theirs, by default the next ones. `counts` are the tokens of all ranks and those in the last
-        piece, and `length` those of all ranks after it.
+        `tokens` are theirs, by default the next ones. `length_and_used` are the tokens of all ranks and those in the
+        last piece, and `length` those of all ranks after it.
         """
-        used = counts[1]
+        used = length_and_used[1]
         count = rows[0].shape[2]
         base = self.pieces * PIECE
         stop = used + count
         try:
-            self._mend(counts)
+            self._mend(length_and_used)
             serial = self.journal.last.serial + 1
-            if append(self.stored, rows, self.token_index, self.state, self._fields(tokens, length, serial)):
+            if append(self.stored, rows, self.token_index, self.device_counts, self._fields(tokens, length, serial)):
                 self.journal.note(Record(serial, base + used, base + stop, length, self.digest.value))
                 return
             for x, row in zip(self.stored, rows, strict=True):
@@ -277,7 +280,7 @@ class FolderShard(OrderedShard):
         """Remove the tokens from `length` on."""
         count = self.count_before(length)
         base = self.pieces * PIECE
-        if (length, count) == (self.length, base + self.used):
+        if (length, count) == (self.length, base + self.used_slots):
             return
         with self._writing():
             if count < base:
@@ -293,7 +296,7 @@ class FolderShard(OrderedShard):
     def _cut(self, count: int, length: int) -> None:
         """Keep the first rows alone, and fill the piece that they end in again."""
         number, used = divmod(count, PIECE)
-        last = self.shared[number]
+        last = self.earlier_pieces[number]
         removed = range(number, self.pieces)
         piece = make_filling(self.files, number, self.shapes)
         old = self.files.filling(self.pieces)
@@ -302,7 +305,7 @@ class FolderShard(OrderedShard):
         piece.columns[:used] = last.token_index[:used]
         end = [(count, piece.digest(0, used))] if used else []
         self.journal.begin(number * PIECE, length, self.chains[number], end)
-        self._turn_to(self.shared[:number], piece, used, length)
+        self._turn_to(self.earlier_pieces[:number], piece, used, length)
         old.unlink(missing_ok=True)
         for path in map(self.files.whole, removed):
             if path.exists() and len(TensorFile(path).entries) <= len(self.stored) + 1:  # other layers may need it yet
@@ -310,12 +313,16 @@ class FolderShard(OrderedShard):
 
     def fork(self) -> CacheShard:
         """Return a shard of the same tokens in memory, which reads whole pieces in place and copies the last one."""
-        used = self.used
+        used = self.used_slots
         sizes = replace(self.sizes, capacity=1)
         other = CacheShard(sizes, self.heads, self.block_cyclic, self.device, self.index)
         other.stored = [x[:, :, : used + 1] for x in self.stored]
-        other.token_index, other.state, other.shared = self.token_index[: used + 1], self.state.clone(), self.shared
-        other.resize(self.sizes, max(used, usual_slots(self.sizes, self.turn) - self.shared_tokens))
+        other.token_index, other.device_counts, other.earlier_pieces = (
+            self.token_index[: used + 1],
+            self.device_counts.clone(),
+            self.earlier_pieces,
+        )
+        other.resize(self.sizes, max(used, usual_slots(self.sizes, self.turn) - self.earlier_tokens))
         return other
 
     def clone(self) -> CacheShard:
@@ -332,7 +339,7 @@ class FolderShard(OrderedShard):
         """Refuse to copy the pieces to memory."""
         self._refuse("a call that reads pieces where they are", "one that needs all keys in memory, or moves them")
 
-    def resize(self, sizes: CacheSizes, slots: int, forgotten: int = 0, before: Sequence[SharedBlocks] = ()) -> None:
+    def resize(self, sizes: CacheSizes, slots: int, forgotten: int = 0, before: Sequence[FrozenPiece] = ()) -> None:
         """Refuse to move the tokens to memory."""
         self.unshare()
 
@@ -348,7 +355,7 @@ class FolderShard(OrderedShard):
     def _writing(self) -> Iterator[None]:
         """Let the journal be right, and raise the system's errors as `StoreError`, with what is lost."""
         try:
-            self._mend((self.length, self.used))
+            self._mend((self.length, self.used_slots))
             yield
         except OSError as error:
             raise self._named(error) from error

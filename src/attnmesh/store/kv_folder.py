@@ -193,14 +193,17 @@ class KeyFolder:
         length = min(own_length for (own_length,) in lengths)
         with Agreement(self.mesh, self.subject) as agreement:
             shard.truncate(length)
-            parts = [*(blocks.token_index[:-1] for blocks in shard.shared), shard.token_index[: shard.used].cpu()]
-            numbers = shard.block_cyclic.numbers_of(shard.index, torch.cat(parts))
-            rows = agreement.compare(payload=numbers)
-        table = sorted({tuple(row) for row in rows})  # ranks along the heads axis hold the same tokens
-        fits = sum(count for count, *_ in table) == length
-        given = f"{sum(count for count, *_ in table)} of {length} tokens in {self.path}"
+            parts = [
+                *(blocks.token_index[:-1] for blocks in shard.earlier_pieces),
+                shard.token_index[: shard.used_slots].cpu(),
+            ]
+            report = shard.block_cyclic.report_of(shard.index, torch.cat(parts))
+            rows = agreement.compare(payload=report)
+        reports = sorted({*shard.block_cyclic.reports_in(rows)})  # ranks along the heads axis hold the same tokens
+        fits = sum(report.token_count for report in reports) == length
+        given = f"{sum(report.token_count for report in reports)} of {length} tokens in {self.path}"
         require(fits, StoreError, self.subject, "every token once", given, "restore the folder from a copy")
-        shards.counts, shards.known_length = shards.counts.with_shards(0, table), length
+        shards.rank_counts, shards.known_length = shards.rank_counts.with_shards(0, reports), length
         if length > shard.sizes.capacity:
             shards.grow(replace(shard.sizes, capacity=length))
         self._publish_layer(layer, shard.sizes)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.cache.block_cyclic import position_sum
+from attnmesh.cache.block_cyclic import token_set_digest
 from attnmesh.cache.cache import KVCache
 from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.cache.cache_shard import CacheShard
@@ -122,20 +122,21 @@ class _Moves:
             json.loads(text) for text in all_gather_texts(counts, self.mesh)
         ]
         for layer, first in enumerate(firsts):
-            expected = len({heads for heads, _ in sources}) * position_sum(torch.arange(first, length, device="cpu"))
+            digest = token_set_digest(torch.arange(first, length, device="cpu"))
+            expected = len({heads for heads, _ in sources}) * digest
             total = sum(counts.pop() for layers in self.counts for counts in layers[layer].values())
             if (total - expected) % 2**64:
                 given = f"gaps or repeats in layer {layer}"
                 raise MeshError("recover", f"each of {length} tokens once", given, LOAD_INSTEAD)
 
     def _counts(self, layer: int) -> dict[str, list[int]]:
-        """Return, for each old shard that this rank sends, its tokens per new rank and its position sum."""
+        """Return, for each old shard that this rank sends, its tokens per new rank and a digest of them."""
         counts_by_shard = {}
         for old in self._sent_by(self.mesh.shard_index):
             shard = _shard(self.old[layer], old)
             tokens = shard.token_index[self._slots(layer, shard)]
             counts = [int(turn.holds(tokens).sum()) for turn in self.new[layer].shard.block_cyclic.turns]
-            counts_by_shard[str(old)] = [*counts, position_sum(tokens)]
+            counts_by_shard[str(old)] = [*counts, token_set_digest(tokens)]
         return counts_by_shard
 
     def _slots(self, layer: int, shard: CacheShard) -> slice:

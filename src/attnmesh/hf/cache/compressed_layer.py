@@ -19,6 +19,7 @@ from attnmesh.hf.families.family import has_entries
 from attnmesh.hf.models import SUBJECT, check_implementation
 from attnmesh.hf.shards import Shards
 from attnmesh.hf.sparse.entries import UNPREPARED, IndexEntries
+from attnmesh.kernels.cache_view import USED
 from attnmesh.kernels.indexer import IndexKeys, Score, indexer_top_k
 from attnmesh.mesh_attention.local import attend
 
@@ -149,7 +150,7 @@ class CompressedLayer(StatefulLayer):
             new = self.new["compressor"]
             return [(new[:, None], torch.arange(new.shape[1], device="cpu"))]
         view = entries.shard.view
-        shards = [(shard, int(shard.state[1])) for shard in (*view.shared, view)]
+        shards = [(shard, int(shard.device_counts[USED])) for shard in (*view.earlier_pieces, view)]
         return [(shard.keys[:, :, :count], shard.token_index[:count].cpu()) for shard, count in shards]
 
 

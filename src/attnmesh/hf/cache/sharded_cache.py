@@ -245,7 +245,7 @@ class ShardedCache(FolderLayers):
     @property
     def goes_back(self) -> bool:
         """True if the cache can be cropped to any of its tokens: no layer has a state, or forgets."""
-        return not self.state_layers and all(kv.shards.forgets is None for kv in self.kvs)
+        return not self.state_layers and all(kv.shards.forget_mask is None for kv in self.kvs)
 
     def prefix(self, length: int) -> int:
         """Return the number of tokens, at most `length`, that all layers can go back to: `length`, or else none."""

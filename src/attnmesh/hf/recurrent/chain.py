@@ -106,7 +106,7 @@ class Chain:
             entered = self._entering.popleft()
             entered = convert(entered).to(part.bias.dtype) if self.kept else entered
         element = AffineMap(part.linear, part(entered)) if is_first and not resets else part
-        state = scan(element, self.axis, self.owners, whole=False, resets=self.resets).bias + entered
+        state = scan(element, self.axis, self.owners, linear_needs_grad=False, resets=self.resets).bias + entered
         if self._is_last:
             self.leaving.append(part.bias if resets else part(state))
         if self.before:

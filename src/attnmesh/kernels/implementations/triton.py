@@ -13,7 +13,7 @@ from attnmesh.core.mask import FAR
 from attnmesh.core.partial import Partial, with_sinks
 from attnmesh.core.scaling import Scaling
 from attnmesh.core.storage import is_prefix, storage_of
-from attnmesh.kernels.cache_view import CacheView, DecodeQuery
+from attnmesh.kernels.cache_view import FORGOTTEN_BLOCKS, CacheView, DecodeQuery
 from attnmesh.kernels.kernel import Kernel, KernelRequest
 from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Rectangle
 from attnmesh.kernels.stacked_merge import (
@@ -157,7 +157,7 @@ class BoundTritonCache:
         positions = view.token_index if view.padding is None else view.padding.positions
         bounds = self._bounds(query, view) or (positions, positions)  # not read if they are the places
         tensors = {"q": q, "k": keys, "v": values, "positions": positions, "token_index": view.token_index}
-        tensors |= {"state": view.state, "firsts": bounds[0], "lasts": bounds[1]}
+        tensors |= {"state": view.device_counts, "firsts": bounds[0], "lasts": bounds[1]}
         signature = q.shape, q.stride(), keys.shape, keys.stride(), values.stride(), positions.ndim, bounds[0].shape
         launch = self.prepared.get(signature)
         if launch is None:
@@ -169,9 +169,8 @@ class BoundTritonCache:
             partials = _launch_cache(*launch, tensors, view.value_dim)
         if query.partial_block is None:
             return merge_launched(partials, query.into, query.sinks)
-        if len(view.state) > 2:
-            forgotten = view.state[2]
-            partials = by_residue(partials, forgotten)
+        if len(view.device_counts) > FORGOTTEN_BLOCKS:
+            partials = by_residue(partials, view.device_counts[FORGOTTEN_BLOCKS])
         return copy_into(with_sinks(merge_along_tree(partials), query.sinks), query.into)
 
     @staticmethod

@@ -16,12 +16,12 @@ FILE_FIELDS = struct.Struct("5P7q")
 
 
 def append(
-    stored: Sequence[Tensor], new: Sequence[Tensor], token_index: Tensor, state: Tensor, file: bytes = b""
+    stored: Sequence[Tensor], new: Sequence[Tensor], token_index: Tensor, device_counts: Tensor, file: bytes = b""
 ) -> bool:
     """Write new tokens after those in the shard. Return False where there is no library, or rows are not in one piece.
 
-    `state` has the tokens on all ranks and those in the shard. It is updated. `file` has `FILE_FIELDS` of a shard whose
-    memory is a file. Where the system fails, an `OSError` is raised, and the rows are no tokens.
+    `device_counts` has the tokens on all ranks and those in the shard. It is updated. `file` has `FILE_FIELDS` of a
+    shard whose memory is a file. Where the system fails, an `OSError` is raised, and the rows are no tokens.
     """
     function = library().append_to_file if file else library().append
     if function is None:
@@ -37,7 +37,7 @@ def append(
         new_keys.data_ptr(),
         new_values.data_ptr(),
         token_index.data_ptr(),
-        state.data_ptr(),
+        device_counts.data_ptr(),
         *strides,
         width,
         new_values.shape[3],

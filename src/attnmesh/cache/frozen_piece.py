@@ -1,4 +1,4 @@
-"""Blocks of a rank's slots that several caches read: the memory that `KVCache.fork` does not copy."""
+"""A piece of a rank's slots to which nothing is written any more: it may be shared with a fork, or be a file."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,8 +11,8 @@ from attnmesh.runtime.mapped_file import MappedFile
 from attnmesh.runtime.memory import with_huge_pages
 
 
-class SharedBlocks(NamedTuple):
-    """Whole blocks of slots that several caches read and none writes. One more slot follows, as kernels expect."""
+class FrozenPiece(NamedTuple):
+    """Slots of consecutive tokens of a rank, which no cache writes to. One more slot follows, as kernels expect."""
 
     stored: list[Tensor]
     token_index: Tensor
@@ -22,7 +22,7 @@ class SharedBlocks(NamedTuple):
     """File whose bytes these are; None if they are memory of this process alone."""
 
     @property
-    def used(self) -> int:
+    def token_count(self) -> int:
         """Number of tokens."""
         return len(self.token_index) - 1
 
@@ -31,14 +31,14 @@ class SharedBlocks(NamedTuple):
         """Bytes of the tokens in memory: those of one sequence if all sequences read the same."""
         return sum((x[:1] if x.stride(0) == 0 else x)[:, :, :-1].nbytes for x in self.stored)
 
-    def part(self, start: int, stop: int) -> "SharedBlocks":
+    def part(self, start: int, stop: int) -> "FrozenPiece":
         """Return the tokens from `start` up to `stop`."""
         positions = None if self.positions is None else self.positions[:, start : stop + 1]
         stored = [x[:, :, start : stop + 1] for x in self.stored]
-        return SharedBlocks(stored, self.token_index[start : stop + 1], positions, self.file)
+        return FrozenPiece(stored, self.token_index[start : stop + 1], positions, self.file)
 
-    def reordered(self, index: Tensor, block: int) -> "SharedBlocks":
-        """Return the blocks with sequence `index[b]` in place of b: a view of one sequence, a copy of several.
+    def reordered(self, index: Tensor, block: int) -> "FrozenPiece":
+        """Return the piece with sequence `index[b]` in place of b: a view of one sequence, a copy of several.
 
         A copy has whole blocks of rows in memory, for `KVCache.pages`.
         """
@@ -53,7 +53,7 @@ class SharedBlocks(NamedTuple):
             return joined([x.index_select(0, index)], dim, -(-rows // block) * block).narrow(dim, 0, rows)
 
         positions = None if self.positions is None else select(self.positions, 1)
-        return SharedBlocks([select(x, 2) for x in self.stored], self.token_index, positions, self.file)
+        return FrozenPiece([select(x, 2) for x in self.stored], self.token_index, positions, self.file)
 
 
 def joined(parts: Sequence[Tensor], dim: int, rows: int) -> Tensor:
