@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from attnmesh.core.scaling import Scores
 from attnmesh.core.selection import Selection
-from attnmesh.hf.attend_layer import LayerCall, attend_cached, attend_new
+from attnmesh.hf.attend_layer import LayerArguments, attend_cached, attend_new
 from attnmesh.hf.cache.layer import PendingKV
 from attnmesh.hf.families.family import Family, family_of_layer
 from attnmesh.hf.images.cross import attends_to_images
@@ -76,16 +76,16 @@ def attention_function(
         if not spec.shards.cached:
             check_same_weights(module, spec.shards, query.device)
         q, bias = _tempered(family, module, spec.shards, q, bias)
-    layer = LayerCall(spec.mask, Scores(scaling, softcap, bias), sinks, selected)
+    layer_arguments = LayerArguments(spec.mask, Scores(scaling, softcap, bias), sinks, selected)
     with without_autocast(q):
         if isinstance(key, PendingKV):
             is_new = not getattr(module, "is_kv_shared_layer", False)  # else an earlier layer has stored the keys
             if k is not key.k or v is not key.v or key.latents is not None:  # else autocast has cast nothing
                 latents = None if key.latents is None else key.latents.to(k.dtype)
                 key = replace(key, k=k, v=v, latents=latents)
-            out = attend_cached(q, key, layer, spec, is_new)
+            out = attend_cached(q, key, layer_arguments, spec, is_new)
         else:
-            out = attend_new(q, k, v, layer, spec)
+            out = attend_new(q, k, v, layer_arguments, spec)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -26,7 +26,7 @@ from attnmesh.guard.agreement import Agreement, may_compare
 from attnmesh.hf.cache.compressed_layer import check_entries
 from attnmesh.hf.cache.layer import PendingKV
 from attnmesh.hf.layer_mask import MaskSpec, check_left_padded
-from attnmesh.hf.models import SUBJECT, is_recurrent, mixing_layers
+from attnmesh.hf.models import SUBJECT, is_recurrent, num_mixing_calls
 from attnmesh.hf.shards import FORWARD_ALL, OF_SHARD_BATCH, ShardPositions, Shards
 from attnmesh.hf.traced_mask import TracedMask
 from attnmesh.hf.training.labels import ItemCount
@@ -168,7 +168,7 @@ def _check_shards(
 ) -> None:
     """Raise unless the layer is exact on shards. Count its call, and note the model's `num_items_in_batch`."""
     config = getattr(module, "config", None)
-    layers, recurrent = (1, False) if config is None else (mixing_layers(config), is_recurrent(config))
+    layers, recurrent = (1, False) if config is None else (num_mixing_calls(config), is_recurrent(config))
     shards.count_layer(type(module).__name__, layers, recurrent=recurrent)
     count = arguments.get("num_items_in_batch")
     shards.forward_pass.item_count = None if isinstance(count, ItemCount) else count

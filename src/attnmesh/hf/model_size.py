@@ -18,10 +18,10 @@ from attnmesh.hf.latent_states import latent_widths
 from attnmesh.hf.load import as_model_error
 from attnmesh.hf.models import (
     NAME,
-    cached_layers,
-    indexed_layers,
+    indexed_layer_indices,
     is_compressed,
     layers_of,
+    num_cached_layers,
     window_of,
 )
 from attnmesh.hf.shared_sizes import active_weights, sizes_of_experts, sizes_of_shared
@@ -49,7 +49,7 @@ def model_size(config: PreTrainedConfig, dtype: str = "bfloat16", **workload: An
     """
     config = config.get_text_config(decoder=True)
     attends = config.is_heterogeneous or hasattr(config, "num_attention_heads")
-    full_layers, window_layers = _attention_layers(config) if attends else (0, 0)
+    full_layers, window_layers = _num_attention_layers(config) if attends else (0, 0)
     given, fix = f"{config.model_type} without any", "use a model whose layers attend"
     require(full_layers + window_layers > 0, ModelError, "plan model", "layers of attention", given, fix)
     given, fix = f"{config.model_type}, which compresses them", "write --heads 64/1 with entries as the --length"
@@ -106,18 +106,18 @@ def _adapter(config: PreTrainedConfig, rank: int) -> int:
     return rank * sum(sum(layer.weight.shape) for layer in layers)
 
 
-def other_layers(config: PreTrainedConfig) -> dict[str, int]:
+def other_layer_counts(config: PreTrainedConfig) -> dict[str, int]:
     """Return the layers that the workload of a model leaves out: those with windows, and recurrent ones."""
     config = config.get_text_config(decoder=True)
-    full_layers, window_layers = _attention_layers(config)
+    full_layers, window_layers = _num_attention_layers(config)
     recurrent = sum(layer.recurrent for layer in layers_of(config))
     counts = {"with windows": window_layers if full_layers else 0, "recurrent": recurrent}
     return {name: count for name, count in counts.items() if count}
 
 
-def _attention_layers(config: PreTrainedConfig) -> tuple[int, int]:
+def _num_attention_layers(config: PreTrainedConfig) -> tuple[int, int]:
     """Return the layers that keep keys of all tokens, and those that keep keys of a window or chunk."""
-    layers = [layer for layer in layers_of(config)[: cached_layers(config)] if layer.attends]
+    layers = [layer for layer in layers_of(config)[: num_cached_layers(config)] if layer.attends]
     windows = sum(layer.windowed for layer in layers)
     return len(layers) - windows, windows
 
@@ -160,7 +160,7 @@ def _selected(config: PreTrainedConfig, kv_heads: int) -> Selected | None:
     given, fix = f"{config.model_type} with an indexer", "pass its sizes to am.Workload, with selected="
     if size is None:
         raise ModelError("plan model", "a known indexer", given, fix)
-    return size(config, {"layers": layers, "indexers": len(indexed_layers(config))}, kv_heads)
+    return size(config, {"layers": layers, "indexers": len(indexed_layer_indices(config))}, kv_heads)
 
 
 def _skeleton(config: PreTrainedConfig, dtype: str) -> PreTrainedModel:

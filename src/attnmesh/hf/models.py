@@ -83,7 +83,14 @@ def check_rows(subject: str, model: PreTrainedModel) -> None:
     check_can_generate(model)
     expected = "a model without cross-attention over images"
     given = type(model).__name__
-    require(not cross_layers(model.config), KernelError, subject, expected, given, "call hf.generate for each request")
+    require(
+        not cross_layer_indices(model.config),
+        KernelError,
+        subject,
+        expected,
+        given,
+        "call hf.generate for each request",
+    )
 
 
 def check_implementation(subject: str, config: PreTrainedConfig) -> None:
@@ -176,25 +183,25 @@ def key_heads(config: PreTrainedConfig) -> int | None:
     return min(counts) if counts and attends(config) else None
 
 
-def mixing_layers(config: PreTrainedConfig) -> int:
+def num_mixing_calls(config: PreTrainedConfig) -> int:
     """Return the number of calls that mix tokens in one forward pass. A hybrid layer attends and keeps a state."""
     layers = layers_of(config)
-    calls = sum(layer.attends or layer.recurrent for layer in layers) - len(cross_layers(config))
-    return calls + _states(config) * sum(layer.attends and layer.recurrent for layer in layers)
+    calls = sum(layer.attends or layer.recurrent for layer in layers) - len(cross_layer_indices(config))
+    return calls + _num_conv_states(config) * sum(layer.attends and layer.recurrent for layer in layers)
 
 
-def cross_layers(config: PreTrainedConfig) -> list[int]:
+def cross_layer_indices(config: PreTrainedConfig) -> list[int]:
     """Return the numbers of the layers of cross-attention over images. Text without images skips them."""
     return [*(getattr(config.get_text_config(decoder=True), "cross_attention_layers", None) or ())]
 
 
-def recurrent_layers(config: PreTrainedConfig) -> int:
+def num_recurrent_layers(config: PreTrainedConfig) -> int:
     """Return the number of layers that keep a state, in a model whose recurrent layers can run on shards."""
     count = sum(layer.recurrent for layer in layers_of(config))
-    return count * _states(config) if is_recurrent(config) else 0
+    return count * _num_conv_states(config) if is_recurrent(config) else 0
 
 
-def _states(config: PreTrainedConfig) -> int:
+def _num_conv_states(config: PreTrainedConfig) -> int:
     """Return the convolutions with a state of their own in each layer that keeps states."""
     return getattr(config.get_text_config(decoder=True), "number_of_conv_states", 1)
 
@@ -209,11 +216,11 @@ def check_keys(config: PreTrainedConfig) -> None:
     modes = _sharing_modes(config)
     unknown = bool(getattr(config, "num_kv_shared_layers", None)) and not modes
     expected, given = "a model in which only the last layers share keys", f"{config.model_type} with shared keys"
-    fits = "reuse" not in modes[: cached_layers(config)] and not unknown
+    fits = "reuse" not in modes[: num_cached_layers(config)] and not unknown
     require(fits, KernelError, SUBJECT, expected, given, USE_SUPPORTED)
 
 
-def indexed_layers(config: PreTrainedConfig) -> list[int]:
+def indexed_layer_indices(config: PreTrainedConfig) -> list[int]:
     """Return the numbers of the layers with an indexer of their own. Others select what an earlier layer selected."""
     config = config.get_text_config(decoder=True)
     layers = layers_of(config)
@@ -221,7 +228,7 @@ def indexed_layers(config: PreTrainedConfig) -> list[int]:
     return [n for n, layer in enumerate(layers) if layer.indexed and types[n] == "full"]
 
 
-def cached_layers(config: PreTrainedConfig) -> int:
+def num_cached_layers(config: PreTrainedConfig) -> int:
     """Return the number of layers that compute keys. The layers after them read the keys of an earlier layer."""
     config = config.get_text_config(decoder=True)
     count: int = config.num_hidden_layers

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from attnmesh.errors import KernelError, MeshError, ModelError, ShapeError, check_choice, require, short
 from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.latent_states import latent_widths
-from attnmesh.hf.models import check_can_generate, indexed_layers, unwrap
+from attnmesh.hf.models import check_can_generate, indexed_layer_indices, unwrap
 from attnmesh.hf.shared_weights import restore_shared
 from attnmesh.hf.transformers_names import TENSOR_PARALLEL, apply_tensor_parallelism
 from attnmesh.mesh.merges import OUTPUTS
@@ -150,7 +150,7 @@ def _check_heads(model: Any, mesh: DeviceMesh | None, output: str) -> None:
             attentions and latent_widths(config) is None and not any(attention.is_gated for attention in attentions)
         )
         expected = "layers with q_proj, k_proj and o_proj, without gates or latents or indexers"
-        fits = bool(is_plain) and not indexed_layers(config)
+        fits = bool(is_plain) and not indexed_layer_indices(config)
         require(fits, KernelError, f"{SUBJECT} output", expected, name, 'pass output="replicated"')
     _check_latents(config, plan, ranks)
     for attention in attentions:

@@ -14,7 +14,7 @@ from attnmesh.core.partial import Partial, merge_partials
 from attnmesh.core.selection import Selection
 from attnmesh.decoding.index_search import top_k_tokens
 from attnmesh.errors import KernelError, MaskError, require
-from attnmesh.hf.cache.layer import PendingKV, StatefulLayer
+from attnmesh.hf.cache.layer import PendingKV, TailLayer
 from attnmesh.hf.families.family import has_entries
 from attnmesh.hf.models import SUBJECT, check_implementation
 from attnmesh.hf.shards import Shards
@@ -41,7 +41,7 @@ class JoinedKV(PendingKV):
         return first
 
 
-class CompressedLayer(StatefulLayer):
+class CompressedLayer(TailLayer):
     """Keys of a window of tokens, and entries in caches of their own. What the next entries need is on all ranks."""
 
     def __init__(self, cache: Any, kind: str, entries: Mapping[str, str]) -> None:
@@ -126,7 +126,7 @@ class CompressedLayer(StatefulLayer):
         assert self.queries is not None
         return (self.queries + 1) // self.rate
 
-    def other_keys(self, q: Tensor, scale: float | None) -> Partial | None:
+    def attend_other_keys(self, q: Tensor, scale: float | None) -> Partial | None:
         """Return attention of the queries over the entries on this rank; None if there are no entries yet."""
         entries = self.others["compressor"]
         parts = [self._attend(q, *held, scale) for held in self._held(entries)] if entries.length else []

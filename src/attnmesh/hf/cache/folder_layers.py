@@ -63,16 +63,16 @@ class FolderLayers(StoredLayers):
         """Take the caches and token ids of a folder."""
         folder, layer_sizes = opened.path, opened.manifest.sizes
         with Agreement(opened.mesh, "ShardedCache folder"):
-            fits = len(layer_sizes) in (0, self.caches)
+            fits = len(layer_sizes) in (0, self.num_kvs)
             given = f"{len(layer_sizes)} in {folder}"
-            expected, fix = f"a folder of {self.caches} layers", "pass that of this model, or a new one"
+            expected, fix = f"a folder of {self.num_kvs} layers", "pass that of this model, or a new one"
             require(fits, StoreError, "ShardedCache folder", expected, given, fix)
             ids = opened.read_ids()
             expected, given = "a folder with the ids of its tokens", f"none in {folder}"
             fix = "fill a new one by hf.generate, or restore this one into memory"
             require(not layer_sizes or ids is not None, StoreError, "ShardedCache folder", expected, given, fix)
         device = "cpu" if self.hot is None else None  # that of the mesh
-        room = LayersToLoad(self.caches, self.capacity, self.tokens_per_key, self.hot)
+        room = LayersToLoad(self.num_kvs, self.capacity, self.tokens_per_key, self.hot)
         kvs = [
             KVCache(self.mesh, **vars(sizes), device=device, checked=self.checked, folder=FolderLayer(opened, index))
             for index, sizes in enumerate(room.sizes(layer_sizes) if layer_sizes else ())

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attnmesh.decoding.index_search import top_k_tokens
 from attnmesh.errors import KernelError
-from attnmesh.hf.cache.layer import ShardedLayer, StatefulLayer, store_shard
+from attnmesh.hf.cache.layer import ShardedLayer, TailLayer, store_shard
 from attnmesh.hf.models import SUBJECT
 from attnmesh.hf.shards import Shards
 from attnmesh.hf.sparse.scores import IndexScores
@@ -67,7 +67,7 @@ class IndexedLayer(ShardedLayer):
         return top_k_tokens(self.others["index"], scores.run, operands, k, mask=scores.spec.mask, block=scores.block)
 
 
-class PooledLayer(StatefulLayer, IndexedLayer):
+class PooledLayer(TailLayer, IndexedLayer):
     """An indexed layer whose index keys are means of blocks.
 
     The last tokens, of which the next means are made, are on all ranks.

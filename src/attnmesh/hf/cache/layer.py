@@ -204,7 +204,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
             kv.calls.agreement("append").fail(error)
         raise error
 
-    def other_keys(self, q: Tensor, scale: float | None) -> Partial | None:
+    def attend_other_keys(self, q: Tensor, scale: float | None) -> Partial | None:
         """Return attention of the queries over keys of this rank that are no tokens'; None if there are none."""
         return None
 
@@ -240,7 +240,7 @@ def _extended(kv: KVCache | None, batch: int) -> KVCache | None:
     return None if kv is None or (kv.sizes.batch != batch and not kv.length) else kv
 
 
-class StatefulLayer(ShardedLayer):
+class TailLayer(ShardedLayer):
     """A layer that also keeps tensors of the last tokens, whole on all ranks."""
 
     def __init__(self, cache: Any) -> None:

@@ -18,7 +18,7 @@ from attnmesh.decoding.decode_call import decode
 from attnmesh.errors import KernelError, ShapeError, require
 from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.cache.folder_layers import FolderLayers
-from attnmesh.hf.cache.layer import ShardedLayer, StatefulLayer
+from attnmesh.hf.cache.layer import ShardedLayer, TailLayer
 from attnmesh.hf.cache.rank_shares import prompt_layout, shares_of
 from attnmesh.hf.cache.settings import check_settings
 from attnmesh.hf.cache.state_layer import StateLayer, make_layers
@@ -211,7 +211,7 @@ class ShardedCache(FolderLayers):
         Layers that have forgotten what they need there drop all tokens, and so do the others.
         """
         lengths = {count for layer in self.attention_layers for count in layer.token_counts}
-        if self.state_layers and (not self.intact or len(lengths) > 1):
+        if self.irreversible_layers and (not self.intact or len(lengths) > 1):
             self.reset()
         elif len(lengths) > 1:
             length = self.prefix(min(lengths))
@@ -231,7 +231,7 @@ class ShardedCache(FolderLayers):
         if length is None:
             return self.intact
         serves = [kv.length >= length and (not length or kv.shards.serves(length)) for kv in self.kvs]
-        return not self.state_layers and all(serves)
+        return not self.irreversible_layers and all(serves)
 
     def take_back_step(self) -> None:
         """Remove the tokens of an interrupted step of rows. Every rank calls it."""
@@ -245,11 +245,11 @@ class ShardedCache(FolderLayers):
     @property
     def goes_back(self) -> bool:
         """True if the cache can be cropped to any of its tokens: no layer has a state, or forgets."""
-        return not self.state_layers and all(kv.shards.forgets is None for kv in self.kvs)
+        return not self.irreversible_layers and all(kv.shards.forgets is None for kv in self.kvs)
 
     def prefix(self, length: int) -> int:
         """Return the number of tokens, at most `length`, that all layers can go back to: `length`, or else none."""
-        if self.state_layers:
+        if self.irreversible_layers:
             return length if length == self.get_seq_length() else 0
         return length if all(kv.shards.serves(length) for kv in self.kvs) else 0
 
@@ -271,10 +271,10 @@ class ShardedCache(FolderLayers):
             remaining = max(0, length + tokens_to_remove)
             given, fix = f"{remaining} of {length} tokens", "make the cache with windows=False, or a larger keep="
             expected = "tokens that layers with a window still know"
-            if self.state_layers:
+            if self.irreversible_layers:
                 expected, fix = "all tokens or none, as states cannot go back", "make a new cache"
             require(self.prefix(remaining) == remaining, ShapeError, "ShardedCache crop", expected, given, fix)
-        if (self.state_layers or self.cross_layers) and not remaining:
+        if (self.irreversible_layers or self.cross_layers) and not remaining:
             self.reset()
             return
         super().crop(tokens_to_remove)
@@ -361,7 +361,7 @@ class ShardedCache(FolderLayers):
             _check_recoverable(cache, recovered)
         kvs, tokens = ([], None) if cache is None else (cache.kvs, cache.tokens)
         # A prefill that is interrupted in its first chunk leaves layers without a cache.
-        is_complete = len(kvs) == recovered.caches
+        is_complete = len(kvs) == recovered.num_kvs
         recovered._fill(recover(kvs if is_complete else None, mesh, device=device, **recovered._kv_options))
         recovered.tokens = _gather_tokens(tokens, recovered.attention_layers[0].cached)
         recovered.shift = shift_of(recovered.tokens, config)
@@ -393,7 +393,7 @@ class ShardedCache(FolderLayers):
             if isinstance(layer, ShardedLayer):
                 layer_copy.cache = copied
                 layer_copy.replace(copy_layer)
-            if isinstance(layer, (StateLayer, StatefulLayer)):
+            if isinstance(layer, (StateLayer, TailLayer)):
                 layer_copy.set_tensors(layer.tensors)
             copied.layers.append(layer_copy)
         return copied
@@ -403,7 +403,7 @@ def _check_recoverable(cache: Any, recovered: ShardedCache) -> None:
     """Raise unless the cache is None or has the layers of the recovered one, without recurrent states."""
     expected, given = "a model without states", recovered.config.model_type
     fix = "generate with checkpoint=hf.Checkpoint(path), or prefill again"
-    require(not recovered.state_layers, KernelError, "ShardedCache.recover", expected, given, fix)
+    require(not recovered.irreversible_layers, KernelError, "ShardedCache.recover", expected, given, fix)
     if cache is None:
         return
     subject, fix = "ShardedCache.recover cache", "pass the ShardedCache of this rank, or None on a new rank"

@@ -16,7 +16,7 @@ from attnmesh.cache.saved_cache import LayersToLoad, Saving
 from attnmesh.errors import KernelError, ShapeError, StoreError, require
 from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.cache.compressed_layer import CompressedLayer
-from attnmesh.hf.cache.layer import ShardedLayer, StatefulLayer, growth_capacity
+from attnmesh.hf.cache.layer import ShardedLayer, TailLayer, growth_capacity
 from attnmesh.hf.cache.state_layer import StateLayer
 from attnmesh.hf.images.cross import CrossLayer
 from attnmesh.hf.images.inputs import shift_of
@@ -66,23 +66,25 @@ class StoredLayers(Cache):  # type: ignore[misc]
         return int(self.get_seq_length()) + (0 if self.shift is None else self.shift[1])
 
     @property
-    def caches(self) -> int:
+    def num_kvs(self) -> int:
         """The number of all layers' caches, once they are made."""
         return len(self.tokens_per_key)
 
     @property
-    def state_layers(self) -> list[Any]:
+    def irreversible_layers(self) -> list[Any]:
         """Layers whose states cannot go back to fewer tokens."""
         return [layer for layer in self.layers if isinstance(layer, (StateLayer, CompressedLayer))]
 
     @property
     def states(self) -> dict[str, Tensor]:
         """Tensors that layers keep of recurrences and of the last tokens, by number of the layer and name."""
-        return {f"{number}.{name}": x for number, layer in self._stateful for name, x in layer.tensors.items()}
+        return {
+            f"{number}.{name}": x for number, layer in self._layers_with_tensors for name, x in layer.tensors.items()
+        }
 
     @property
-    def _stateful(self) -> list[tuple[int, Any]]:
-        return [(number, x) for number, x in enumerate(self.layers) if isinstance(x, (StateLayer, StatefulLayer))]
+    def _layers_with_tensors(self) -> list[tuple[int, Any]]:
+        return [(number, x) for number, x in enumerate(self.layers) if isinstance(x, (StateLayer, TailLayer))]
 
     @property
     def cross_layers(self) -> list[CrossLayer]:
@@ -126,7 +128,7 @@ class StoredLayers(Cache):  # type: ignore[misc]
             require(attends, KernelError, "ShardedCache save", expected, given, fix)
             self.check_no_images("ShardedCache save")
             counts = {count for layer in self.attention_layers for count in layer.token_counts}
-            filled = len(kvs) == self.caches and 0 not in counts
+            filled = len(kvs) == self.num_kvs and 0 not in counts
             expected, fix = "a cache with tokens in all layers", "prefill a prompt first"
             require(filled, ShapeError, "ShardedCache save", expected, repr(self.attention_layers[0]), fix)
             given, fix = f"layers of {sorted(counts)} tokens", "call hf.prefill with the prompt"
@@ -137,7 +139,7 @@ class StoredLayers(Cache):  # type: ignore[misc]
         ids = {"held": self.tokens.cpu()} if self.tokens is not None and kvs[0].length == self.tokens.shape[1] else {}
         states = {STATES + name: x.cpu().clone() for name, x in self.states.items()}
         tensors = {**ids, **states, **(more or {})}
-        differ = self.tokens_per_key != [1] * self.caches
+        differ = self.tokens_per_key != [1] * self.num_kvs
         return save_layers(kvs, path, more=tensors, note=note, wait=wait, lengths_differ=differ)
 
     def restore(
@@ -159,7 +161,7 @@ class StoredLayers(Cache):  # type: ignore[misc]
         options = self._kv_options
         capacity = self.capacity if capacity is None else capacity
         del options["capacity"]
-        layers = LayersToLoad(self.caches, capacity, self.tokens_per_key, self.hot)
+        layers = LayersToLoad(self.num_kvs, capacity, self.tokens_per_key, self.hot)
         kvs, tensors, note = load_layers(KVCache, path, self.mesh, layers, device=device, **options)
         self._fill(kvs)
         for layer in self.cross_layers:  # a cache with images is not saved
@@ -179,7 +181,7 @@ class StoredLayers(Cache):  # type: ignore[misc]
 
     def set_states(self, states: Mapping[str, Tensor]) -> None:
         """Replace what layers keep of recurrences and of the last tokens by tensors with the names of `states`."""
-        for number, layer in self._stateful:
+        for number, layer in self._layers_with_tensors:
             layer_states = {name: x for name, x in states.items() if name.startswith(f"{number}.")}
             layer.set_tensors({name.removeprefix(f"{number}."): x for name, x in layer_states.items()})
 

@@ -14,7 +14,15 @@ from attnmesh.errors import ArgumentError, KernelError, MaskError, MeshError, Sh
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.families.family import family_of
 from attnmesh.hf.forward_passes import run_model
-from attnmesh.hf.models import attends, check_rows, indexed_layers, is_compressed, rope_regime, unwrap, vocabulary_size
+from attnmesh.hf.models import (
+    attends,
+    check_rows,
+    indexed_layer_indices,
+    is_compressed,
+    rope_regime,
+    unwrap,
+    vocabulary_size,
+)
 from attnmesh.hf.options import agreement_with_peers
 from attnmesh.hf.prefill import prepare_model
 from attnmesh.hf.serving.rows_cache import RowsCache
@@ -72,7 +80,7 @@ def decode_rows(model: PreTrainedModel, tokens: Sequence[NextTokens], caches: Se
     for row, cache in enumerate(caches):  # a forward pass has one rope, and makes the keys of an empty cache anew
         length = cache.get_seq_length()
         new = len(rows[row])
-        together = length and _runs_rows(model) and (new == 1 or not cache.state_layers)
+        together = length and _runs_rows(model) and (new == 1 or not cache.irreversible_layers)
         groups[-1 if together else row, rope_regime(cache.config, length + new)].append(row)
     for cache in caches:
         cache.before_step = cache.get_seq_length()
@@ -121,7 +129,7 @@ def note_tokens(cache: ShardedCache, ids: Tensor, length: int) -> None:
 def _runs_rows(model: PreTrainedModel) -> bool:
     """Return whether a forward pass may have rows of several lengths: positions come from the caller alone."""
     config = model.config.get_text_config(decoder=True)
-    if family_of(config).counts_tokens(config) or indexed_layers(config) or is_compressed(config):
+    if family_of(config).counts_tokens(config) or indexed_layer_indices(config) or is_compressed(config):
         return False
     return "position_ids" in signature(model.forward).parameters or not attends(config)
 

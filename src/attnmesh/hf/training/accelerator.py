@@ -1,6 +1,6 @@
 """Accelerators whose processes are meshes: the ranks of a mesh get the same batches, and metrics count them once.
 
-A model that such an accelerator prepares computes each batch in shards, see `sharded_calls`. DDP or FSDP2 averages its
+A model that such an accelerator prepares computes each batch in shards, see `batch_sharder`. DDP or FSDP2 averages its
 gradients over all ranks. Files are saved and loaded by all ranks too: with FSDP2 each rank holds a part of the weights.
 """
 
@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.core.layout import Layout, Zigzag, check_layout
 from attnmesh.errors import ArgumentError, KernelError, MeshError, require, short
-from attnmesh.hf.training.sharded_calls import ShardedCalls
+from attnmesh.hf.training.batch_sharder import BatchSharder
 from attnmesh.hf.transformers_names import ACCELERATE
 from attnmesh.runtime.world import cached_per_world
 from attnmesh.setup.init_mesh import check_groups
@@ -67,34 +67,34 @@ def prepare(
     True
     """
     check_layout("prepare layout", layout, auto=True)
-    calls = _calls_of(accelerator, mesh, layout, exchange)
-    calls.install(model)
-    as_one_process(accelerator, calls)
-    calls.is_active = True
+    sharder = _sharder_of(accelerator, mesh, layout, exchange)
+    sharder.install(model)
+    as_one_process(accelerator, sharder)
+    sharder.is_active = True
     return model
 
 
-def _calls_of(accelerator: Any, mesh: DeviceMesh | None, layout: Layout | str, exchange: str) -> ShardedCalls:
-    """Return the calls of the models of this accelerator. Raise if it has prepared a model for others."""
+def _sharder_of(accelerator: Any, mesh: DeviceMesh | None, layout: Layout | str, exchange: str) -> BatchSharder:
+    """Return what shards the batches of this accelerator. Raise if it has prepared a model for others."""
     if not isinstance(accelerator, MeshAccelerator):
-        return ShardedCalls(mesh, layout, exchange)
-    calls = accelerator.calls
-    is_same = (calls.mesh, calls.layout, calls.exchange) == (mesh, layout, exchange)
+        return BatchSharder(mesh, layout, exchange)
+    sharder = accelerator.sharder
+    is_same = (sharder.mesh, sharder.layout, sharder.exchange) == (mesh, layout, exchange)
     expected, given = "the mesh, layout and exchange of the accelerator's first model", "others"
     require(is_same, ArgumentError, "prepare", expected, given, "pass the same ones for each model")
-    return calls
+    return sharder
 
 
-def as_one_process(accelerator: Any, calls: ShardedCalls) -> None:
-    """Make the ranks of each mesh one process of this accelerator, which installs the calls on models it prepares."""
+def as_one_process(accelerator: Any, sharder: BatchSharder) -> None:
+    """Make the ranks of each mesh one process of this accelerator, which installs the sharder on models it prepares."""
     if isinstance(accelerator, MeshAccelerator):
         return
     ACCELERATE.check()
-    replicas = _replicas(calls.mesh, accelerator.state.num_processes)
+    replicas = _replicas(sharder.mesh, accelerator.state.num_processes)
     _check_alone(accelerator)
     _warn_if_weights_are_whole(accelerator)
     accelerator.__class__ = _accelerator_class(type(accelerator))
-    accelerator.replicas, accelerator.calls = replicas, calls
+    accelerator.replicas, accelerator.sharder = replicas, sharder
     if accelerator.dataloader_config.dispatch_batches is None:
         accelerator.dataloader_config.dispatch_batches = False  # each rank reads its batches
 
@@ -152,14 +152,14 @@ class MeshAccelerator:
     """First base of the class of an accelerator whose processes are meshes."""
 
     replicas: Replicas
-    calls: ShardedCalls
+    sharder: BatchSharder
     _deals_batches = False
 
     @property
     def num_processes(self) -> int:
         """Meshes where batches are dealt out and losses are weighed, and ranks where files are saved and loaded."""
         ranks: int = super().num_processes  # type: ignore[misc]
-        return self.replicas.groups if self._deals_batches or self.calls.is_active else ranks
+        return self.replicas.groups if self._deals_batches or self.sharder.is_active else ranks
 
     @property
     def process_index(self) -> int:
@@ -183,12 +183,12 @@ class MeshAccelerator:
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         """Save the state of training, of which each rank holds a part."""
-        with self.calls.active(False):
+        with self.sharder.active(False):
             return super().save_state(*args, **kwargs)  # type: ignore[misc]
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         """Load the state of training, of which each rank holds a part."""
-        with self.calls.active(False):
+        with self.sharder.active(False):
             super().load_state(*args, **kwargs)  # type: ignore[misc]
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
@@ -196,17 +196,17 @@ class MeshAccelerator:
         prepared: Any = super().prepare(*args, **kwargs)  # type: ignore[misc]
         for part in prepared if isinstance(prepared, (tuple, list)) else (prepared,):
             if isinstance(part, nn.Module):
-                self.calls.install(part)
+                self.sharder.install(part)
         return prepared
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
-        """Wrap the model as accelerate does, over all ranks, and install the calls on it."""
+        """Wrap the model as accelerate does, over all ranks, and install the sharder on it."""
         prepared: Any = super().prepare_model(model, device_placement, evaluation_mode)  # type: ignore[misc]
         if evaluation_mode:
             # Else accelerate 1.15 takes a model that was evaluated for one that is wrapped for training already, and
             # trains it without averaging gradients.
             prepared._is_accelerate_prepared = False
-        self.calls.install(prepared)
+        self.sharder.install(prepared)
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:

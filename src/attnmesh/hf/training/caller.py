@@ -35,7 +35,7 @@ from attnmesh.hf.training.labels import GuardedLabels, ShardLabels
 from attnmesh.mesh.axes import Mesh
 
 
-class RunningCall(NamedTuple):
+class CalledModule(NamedTuple):
     """A module that is being called, and its arguments."""
 
     module: nn.Module
@@ -50,32 +50,32 @@ class RunningCall(NamedTuple):
 
 def prepare_caller(shards: Shards) -> None:
     """Check the model that is being called, and prepare its recurrent layers and indexers."""
-    running = _running_calls()
+    called_modules = _called_modules()
     if shards.ranks > 1:
-        _check_model(running, shards)
+        _check_model(called_modules, shards)
     if any(name in sys.modules for name in prepared_code()):
         prepared_modules: set[nn.Module] = set()
-        for module, *_ in running:
+        for module, *_ in called_modules:
             if module not in prepared_modules:
                 prepare_indexers(module)
-                for call in prepare_layers(module):  # the model's own hooks run from its next call on
-                    call.shards = shards
+                for hook in prepare_layers(module):  # the model's own hooks run from its next call on
+                    hook.shards = shards
                 prepared_modules.update(module.modules())
 
 
 def prepare_caller_with_images(shards: Shards) -> None:
     """Prepare the modules that are being called, and let the text model cut the merged sequence to its shards."""
     prepare_caller(shards)
-    prepare_text_model([call.module for call in _running_calls()])
+    prepare_text_model([called.module for called in _called_modules()])
 
 
-def _check_model(running: list[RunningCall], shards: Shards) -> None:
+def _check_model(called_modules: list[CalledModule], shards: Shards) -> None:
     """Raise, on all ranks if they compare their calls, unless the model of transformers is right on shards.
 
     It is the outermost one that was given tensors of a shard: the calls of wrappers have arguments of their own.
     """
-    models = (call for call in running if isinstance(call.module, PreTrainedModel))
-    candidates = ((call.module, call.arguments()) for call in models)
+    models = (called for called in called_modules if isinstance(called.module, PreTrainedModel))
+    candidates = ((called.module, called.arguments()) for called in models)
     model, arguments = next((pair for pair in candidates if _has_shards(pair[1])), (None, {}))
     if model is None:
         return
@@ -146,13 +146,14 @@ def _check_tokens(model: PreTrainedModel, arguments: dict[str, Any], ends: dict[
     require(fits, ArgumentError, f"{SUBJECT} labels", expected, first if first < 0 else last, fix)
 
 
-def _running_calls() -> list[RunningCall]:
+def _called_modules() -> list[CalledModule]:
     """Return the modules that are being called, from the outermost to the innermost."""
-    calls: list[RunningCall] = []
+    called_modules: list[CalledModule] = []
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == CALL:  # no other: Python before 3.13 keeps the locals of each frame that was read
             variables = frame.f_locals
-            calls.append(RunningCall(variables["self"], variables.get("args", ()), variables.get("kwargs", {})))
+            args, kwargs = variables.get("args", ()), variables.get("kwargs", {})
+            called_modules.append(CalledModule(variables["self"], args, kwargs))
         frame = frame.f_back
-    return calls[::-1]
+    return called_modules[::-1]

@@ -50,13 +50,13 @@ class MeshDistillation(MeshRollouts):
         """Return the loss. TRL calls the models with methods of its own, in which `_get_last_hidden_state` shards."""
         divergence = partial(self._divergence, ROLLOUTS.find(DIVERGENCE))
         replacing = self._replacing(**{DIVERGENCE.split(":")[1]: divergence})
-        with self.calls.active(False), self.accelerator.dealing(), replacing:
+        with self.sharder.active(False), self.accelerator.dealing(), replacing:
             return super().compute_loss(*args, **kwargs)  # type: ignore[misc]
 
     def _get_last_hidden_state(self, model: Any, input_ids: Tensor, attention_mask: Tensor, *_: Any) -> Tensor:
         """Return the last states of this rank's tokens."""
         layers = unwrap(model).base_model
-        with self.calls.active(True, layers):
+        with self.sharder.active(True, layers):
             states = layers(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
         self.shards_by_layout[states.shards.layout, Mesh.of(states.shards.mesh).shape] = states.shards, states.moved
         return states.plain()  # type: ignore[no-any-return]

@@ -9,9 +9,9 @@ from torch.nn.functional import pad
 
 from attnmesh.errors import KernelError, require
 from attnmesh.hf.training.batch import per_rank
+from attnmesh.hf.training.batch_sharder import ShardedOutput
 from attnmesh.hf.training.mean_over_mesh import mean_over_ranks
 from attnmesh.hf.training.rollouts import SUBJECT, MeshRollouts
-from attnmesh.hf.training.sharded_calls import ShardedOutput
 from attnmesh.hf.transformers_names import GKD, ROLLOUTS
 
 

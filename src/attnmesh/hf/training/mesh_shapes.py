@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.core.layout import Layout
 from attnmesh.core.mask import Causal
 from attnmesh.errors import ArgumentError, KernelError, MeshError, require, short
-from attnmesh.hf.models import indexed_layers, is_recurrent, key_heads
+from attnmesh.hf.models import indexed_layer_indices, is_recurrent, key_heads
 from attnmesh.hf.training.batch import AgreedBatch
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import Shape, check_heads_axis, mesh_shapes
@@ -41,7 +41,7 @@ class MeshShapes:
     def set_up(self, config: Any) -> None:
         """Make the meshes for a model, once, or raise if the mesh does not fit it. All ranks of the world call it."""
         if self.shape is None or self.mesh is None:
-            kv_heads = None if indexed_layers(config) else key_heads(config)  # selected keys reach all ranks
+            kv_heads = None if indexed_layer_indices(config) else key_heads(config)  # selected keys reach all ranks
             if kv_heads is not None:
                 check_heads_axis("on_mesh mesh", Mesh.of(self.mesh).shape, kv_heads)
             return

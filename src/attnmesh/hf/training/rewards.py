@@ -28,7 +28,7 @@ class RewardFunctions(MeshRollouts):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.ref_model is not None:
-            self.calls.install(self.ref_model)  # FSDP2 shards its weights without `accelerator.prepare`
+            self.sharder.install(self.ref_model)  # FSDP2 shards its weights without `accelerator.prepare`
 
     def _checks(self) -> Iterator[Check]:
         """Yield the checks that a trainer has to pass."""
@@ -46,7 +46,7 @@ class RewardFunctions(MeshRollouts):
         failure = next((text for text, _ in reports if text), "")
         fix = "see the error of the rank that raised"
         require(not failure, UnforeseenError, "reward function", "a reward for each completion", failure, fix)
-        synchronize_generators((self.calls.mesh,), self.accelerator.device)  # a reward may have drawn numbers
+        synchronize_generators((self.sharder.mesh,), self.accelerator.device)  # a reward may have drawn numbers
         return reports[self.accelerator.replicas.own][1]
 
 

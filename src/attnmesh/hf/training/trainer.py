@@ -1,7 +1,7 @@
 """Trainers of transformers, and of libraries built on it, on a mesh.
 
 To the trainer the ranks of a mesh are one process, see `accelerator`. A model that it calls computes each batch in
-shards, see `sharded_calls`.
+shards, see `batch_sharder`.
 """
 
 from collections.abc import Callable
@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.core.layout import Layout, Zigzag, check_layout
 from attnmesh.errors import ArgumentError, KernelError, require
 from attnmesh.hf.training.accelerator import as_one_process, check_parallelism
+from attnmesh.hf.training.batch_sharder import BatchSharder
 from attnmesh.hf.training.distillation import MeshDistillation
 from attnmesh.hf.training.gkd import MeshGKD
 from attnmesh.hf.training.mesh_shapes import check_mesh_shape
 from attnmesh.hf.training.online_dpo import MeshOnlineDPO
 from attnmesh.hf.training.rewards import MeshRewards
-from attnmesh.hf.training.sharded_calls import ShardedCalls
 from attnmesh.hf.transformers_names import check_trainer
 from attnmesh.mesh.axes import Mesh
 
@@ -72,11 +72,11 @@ def on_mesh(
     Mesh.of(mesh)
     check_mesh_shape(shape, mesh)
 
-    def calls(self: Any) -> ShardedCalls:
-        return ShardedCalls(mesh, layout, exchange, shape)
+    def sharder(self: Any) -> BatchSharder:
+        return BatchSharder(mesh, layout, exchange, shape)
 
     text = f"`{trainer_class.__name__}` whose batches are computed on a mesh of ranks."
-    fields = {"_make_calls": calls, "__doc__": text}
+    fields = {"_make_sharder": sharder, "__doc__": text}
     return type(f"{trainer_class.__name__}OnMesh", (*bases, trainer_class), fields)
 
 
@@ -103,26 +103,26 @@ class MeshTrainer:
     accelerator: Any
     args: Any
     model: Any
-    _make_calls: Callable[[], ShardedCalls]
+    _make_sharder: Callable[[], BatchSharder]
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator, to which the ranks of a mesh are one process."""
-        self.calls, arguments = self._make_calls(), self.args
+        self.sharder, arguments = self._make_sharder(), self.args
         check_parallelism(arguments.parallelism_config)
         if self.model is not None:
-            self.calls.install(self.model)
+            self.sharder.install(self.model)
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         compiles = bool(arguments.torch_compile)
         fix = "leave it out"
         require(not compiles, KernelError, "on_mesh torch_compile", "a model that is not compiled", "True", fix)
         strategy = arguments.train_sampling_strategy
-        deals_to_ranks = strategy == "batch_rebalance" and Mesh.of(self.calls.mesh).ranks > 1
+        deals_to_ranks = strategy == "batch_rebalance" and Mesh.of(self.sharder.mesh).ranks > 1
         expected, fix = "batches that all ranks of a mesh get", 'pass "group_by_length"'
         require(not deals_to_ranks, KernelError, "on_mesh train_sampling_strategy", expected, repr(strategy), fix)
         given, fix = "eval_use_gather_object=True", "leave it out: tensors are gathered"
         fits = not arguments.eval_use_gather_object
         require(fits, KernelError, "on_mesh", "evaluation that gathers tensors", given, fix)
-        as_one_process(self.accelerator, self.calls)
+        as_one_process(self.accelerator, self.sharder)
         self.gather_function = self.accelerator.gather_for_metrics
 
     def get_train_dataloader(self) -> Any:
@@ -135,12 +135,12 @@ class MeshTrainer:
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         """Run a training step on shards."""
-        with self.calls.active(True, model, self.model):
+        with self.sharder.active(True, model, self.model):
             return super().training_step(model, *args, **kwargs)  # type: ignore[misc,no-any-return]
 
     def prediction_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run an evaluation step on shards."""
-        with self.calls.active(True, model, self.model):
+        with self.sharder.active(True, model, self.model):
             return super().prediction_step(model, *args, **kwargs)  # type: ignore[misc]
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -170,29 +170,29 @@ class MeshTrainer:
     def get_total_train_batch_size(self, args: Any) -> int:
         """Return the sequences of an optimizer step."""
         total: int = super().get_total_train_batch_size(args)  # type: ignore[misc]
-        return total // Mesh.of(self.calls.mesh).ranks
+        return total // Mesh.of(self.sharder.mesh).ranks
 
     def floating_point_ops(self, inputs: Any) -> float:
         """Return this rank's share of the operations of a batch."""
         operations: float = super().floating_point_ops(inputs)  # type: ignore[misc]
-        return operations / Mesh.of(self.calls.mesh).ranks
+        return operations / Mesh.of(self.sharder.mesh).ranks
 
 
 class MeshPreferences:
     """Base of classes that `on_mesh` returns, before `MeshTrainer`, for trainers with a reference model."""
 
-    calls: ShardedCalls
+    sharder: BatchSharder
     model: Any
     ref_model: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.ref_model is not None:
-            self.calls.install(self.ref_model)  # FSDP2 shards its weights without `accelerator.prepare`
+            self.sharder.install(self.ref_model)  # FSDP2 shards its weights without `accelerator.prepare`
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         """Return a dataset with the log-probabilities of the reference model, computed on shards."""
-        with self.calls.active(True, self.ref_model or self.model):
+        with self.sharder.active(True, self.ref_model or self.model):
             return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc]
 
 

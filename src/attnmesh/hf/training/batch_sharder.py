@@ -40,8 +40,8 @@ SUBJECT = "attnmesh.hf on_mesh"
 """First words of errors of a call with a whole batch."""
 
 
-class ShardedCalls:
-    """Calls of models on a mesh. While `active`, an installed model computes this rank's tokens of a whole batch.
+class BatchSharder:
+    """Hooks on models that shard their batches. While `active`, a model computes this rank's tokens of a whole batch.
 
     The gradients of a call are those of `shard_batch`: their mean over the ranks is the gradient on one device.
     """
