@@ -42,14 +42,14 @@ class LayerArguments(NamedTuple):
 
 def attend_new(q: Tensor, k: Tensor, v: Tensor, arguments: LayerArguments, spec: MaskSpec) -> Tensor:
     """Return attention without a `ShardedCache`, a sequence at a time if their masks differ."""
-    if not spec.rows:
+    if not spec.row_masks:
         shards = spec.shards
         return _attend_local(q, k, v, arguments, spec) if shards is None else _attend_shards(q, k, v, arguments, shards)
     outs = []
-    for number, mask in enumerate(spec.rows):
+    for number, mask in enumerate(spec.row_masks):
         row = slice(number, number + 1)
         padding, left_padding = (None if x is None else x[row] for x in (spec.token_mask, spec.left_padding))
-        row_spec = replace(spec, mask=mask, rows=(), token_mask=padding, left_padding=left_padding)
+        row_spec = replace(spec, mask=mask, row_masks=(), token_mask=padding, left_padding=left_padding)
         outs.append(attend_new(q[row], k[row], v[row], arguments._replace(mask=mask), row_spec))
     return torch.cat(outs)
 
@@ -58,7 +58,7 @@ def attend_new(q: Tensor, k: Tensor, v: Tensor, arguments: LayerArguments, spec:
 def attend_cached(q: Tensor, pending: PendingKV, arguments: LayerArguments, spec: MaskSpec, is_new: bool) -> Tensor:
     """Return attention with a `ShardedCache`, which stores new keys and values."""
     given = "sequences with images in other places"
-    require(not spec.rows, MaskError, "attention mask", SAME_PLACES, given, ONE_PROMPT)
+    require(not spec.row_masks, MaskError, "attention mask", SAME_PLACES, given, ONE_PROMPT)
     if spec.discarded:
         return q.new_zeros(len(q), q.shape[1] // pending.layer.cache.head_ranks, q.shape[2], pending.v.shape[3])
     if spec.shards is not None:

@@ -19,8 +19,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.errors import KernelError, MaskError, RankFailure, require
 from attnmesh.hf.cache.sharded_cache import ShardedCache
+from attnmesh.hf.chunked_prefill import CHUNK, Prompt
 from attnmesh.hf.finite import NanWatch
-from attnmesh.hf.forward_passes import CHUNK, Prompt
 from attnmesh.hf.generation_checkpoint import SUBJECT as CHECKPOINT
 from attnmesh.hf.generation_checkpoint import Checkpoint, TokenCallback, random_state, set_random_state
 from attnmesh.hf.images.inputs import split_images, without_absent

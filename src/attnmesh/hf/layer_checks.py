@@ -151,9 +151,11 @@ def _check_mask(spec: MaskSpec | Tensor | None, window: int | None) -> MaskSpec:
     expected, fix = "a causal mask, a sliding window or chunks", "use a causal language model"
     require(spec.mask != Full(), MaskError, subject, expected, "a bidirectional mask", fix)
     if window is not None and spec.has_spans:
-        rows = [replace(mask, left=window - 1) for mask in (spec.mask, *spec.rows) if mask.left in (FAR, window - 1)]
-        if len(rows) == 1 + len(spec.rows):
-            return replace(spec, mask=rows[0], rows=tuple(rows[1:]))
+        rows = [
+            replace(mask, left=window - 1) for mask in (spec.mask, *spec.row_masks) if mask.left in (FAR, window - 1)
+        ]
+        if len(rows) == 1 + len(spec.row_masks):
+            return replace(spec, mask=rows[0], row_masks=tuple(rows[1:]))
     if window is not None and spec.mask == Causal() and spec.q_length == 1 and spec.q_offset < window:
         return replace(spec, mask=Window(window - 1))  # of one token, which sees as much
     if window is not None and spec.mask != Window(window - 1):

@@ -98,12 +98,12 @@ def training_size(config: PreTrainedConfig, lora: int = 0, **workload: Any) -> T
     return TrainedModel(model.workload, *sizes, _adapter(config, lora) if lora else 0, config.tie_word_embeddings)
 
 
-def _adapter(config: PreTrainedConfig, rank: int) -> int:
+def _adapter(config: PreTrainedConfig, lora_rank: int) -> int:
     """Return the numbers of an adapter on all linear layers but the output head: "all-linear" of peft."""
     skeleton = _skeleton(config, "bfloat16")
     head = skeleton.get_output_embeddings()
     layers = [layer for layer in skeleton.modules() if isinstance(layer, (nn.Linear, Conv1D)) and layer is not head]
-    return rank * sum(sum(layer.weight.shape) for layer in layers)
+    return lora_rank * sum(sum(layer.weight.shape) for layer in layers)
 
 
 def other_layer_counts(config: PreTrainedConfig) -> dict[str, int]:

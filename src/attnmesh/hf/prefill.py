@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.cache.sharded_cache import ShardedCache
-from attnmesh.hf.forward_passes import Prompt, default_size, left_to_decode, prefill_chunks
+from attnmesh.hf.chunked_prefill import Prompt, default_size, left_to_decode, prefill_chunks
 from attnmesh.hf.generation_checkpoint import identify_model
 from attnmesh.hf.images.image_merge import merge_images
 from attnmesh.hf.images.inputs import shared_with_images, split_images, without_absent

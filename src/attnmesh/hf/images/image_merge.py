@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from attnmesh.errors import InputError, KernelError, MaskError, ShapeError, require
 from attnmesh.hf.images.inputs import IMAGE_INPUTS, Pictures, check_cross_mask, fingerprints_of
 from attnmesh.hf.images.spans import Span
-from attnmesh.hf.layer_mask import ONE_PROMPT, SAME_PLACES, SDPA, MaskSpec
+from attnmesh.hf.layer_mask import ONE_PROMPT, SAME_PLACES, USE_SDPA, MaskSpec
 from attnmesh.hf.shards import Shards
 
 PER_TOKEN = {
@@ -154,7 +154,7 @@ def text_arguments(subject: str, name: str, decoder: nn.Module, arguments: Mappi
     reason = f"takes {', '.join(unknown)}" if unknown else "is not called"
     given = f"{name}, whose text model {reason}"
     fits = not unknown and ("inputs_embeds" in text_inputs or bool(crossed))
-    require(fits, KernelError, subject, expected, given, SDPA)
+    require(fits, KernelError, subject, expected, given, USE_SDPA)
     return text_inputs
 
 
@@ -162,7 +162,7 @@ def _masks_with_spans(attention_mask: Any) -> dict[str, MaskSpec]:
     """Return the masks that a model passes to its text model, if some have spans."""
     masks = attention_mask if isinstance(attention_mask, dict) else {"": attention_mask}
     specs = {kind: mask for kind, mask in masks.items() if isinstance(mask, MaskSpec)}
-    differ = any(mask.rows for mask in specs.values())
+    differ = any(mask.row_masks for mask in specs.values())
     given = "sequences with images in other places"
     require(not differ, MaskError, "attention mask", SAME_PLACES, given, ONE_PROMPT)
     return specs if any(mask.has_spans for mask in specs.values()) else {}

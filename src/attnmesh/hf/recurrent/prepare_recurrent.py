@@ -63,7 +63,7 @@ class RecurrentLayer:
 
 
 class ShardsHook:
-    """Hook before `forward` of a model and of the models inside of it. It keeps the shards that they are called with."""
+    """Hook before `forward` of a model and of the models inside of it, to keep the shards that these get."""
 
     def __init__(self, models: Sequence[nn.Module], layers: int) -> None:
         self.layers = layers

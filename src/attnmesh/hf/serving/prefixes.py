@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.hf.cache.sharded_cache import ShardedCache
-from attnmesh.hf.forward_passes import left_to_decode
+from attnmesh.hf.chunked_prefill import left_to_decode
 from attnmesh.hf.images.inputs import IMAGE_MARK
 from attnmesh.hf.models import is_recurrent
 from attnmesh.hf.serving.rank_worker import RankWorker

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.cache.stored_layers import STATES
-from attnmesh.hf.forward_passes import Prompt
+from attnmesh.hf.chunked_prefill import Prompt
 from attnmesh.hf.serving.prefix_store import OpenStore
 from attnmesh.mesh.axes import Mesh
 from attnmesh.store.block_names import StoredBlock

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.errors import InputError
 from attnmesh.hf.cache.sharded_cache import ShardedCache
-from attnmesh.hf.forward_passes import left_to_decode, prefill_chunks, run_model
+from attnmesh.hf.chunked_prefill import left_to_decode, prefill_chunks, run_model
 from attnmesh.hf.images.inputs import on_model
 from attnmesh.hf.models import steps_differ
 from attnmesh.hf.options import agree_on_call

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from attnmesh.errors import ArgumentError, KernelError, MaskError, MeshError, ShapeError, require
 from attnmesh.hf.cache.sharded_cache import ShardedCache
+from attnmesh.hf.chunked_prefill import run_model
 from attnmesh.hf.families.family import family_of
-from attnmesh.hf.forward_passes import run_model
 from attnmesh.hf.models import (
     attends,
     check_rows,
@@ -108,7 +108,7 @@ def _step(model: PreTrainedModel, tokens: Sequence[Sequence[int]], caches: Seque
     ids, positions = (torch.tensor([*chain(*x)], device=model.device).view(batch) for x in (tokens, places))
     for cache in caches:
         cache.intact = False
-    logits = run_model(model, ids, positions, rows or caches[0], last=last)
+    logits = run_model(model, ids, positions, rows or caches[0], logits_to_keep=last)
     if rows is not None:
         rows.finish()
     for own, cache, length in zip(ids.flatten().split(counts), caches, lengths, strict=True):

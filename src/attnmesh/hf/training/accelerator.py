@@ -27,10 +27,10 @@ from attnmesh.setup.init_mesh import check_groups
 class Replicas(NamedTuple):
     """Groups of ranks that share their batches: the number of this rank's group, how many there are, and their size."""
 
-    own: int
-    groups: int
-    ranks: int
-    group: ProcessGroup | None
+    mesh_index: int
+    num_meshes: int
+    ranks_per_mesh: int
+    process_group: ProcessGroup | None
     """Ranks with the same place in each group; None if there is one group."""
 
 
@@ -159,13 +159,13 @@ class MeshAccelerator:
     def num_processes(self) -> int:
         """Meshes where batches are dealt out and losses are weighed, and ranks where files are saved and loaded."""
         ranks: int = super().num_processes  # type: ignore[misc]
-        return self.replicas.groups if self._deals_batches or self.sharder.is_active else ranks
+        return self.replicas.num_meshes if self._deals_batches or self.sharder.is_active else ranks
 
     @property
     def process_index(self) -> int:
         """This rank: one rank writes a file. Where batches are dealt out, the index of its mesh."""
         rank: int = super().process_index  # type: ignore[misc]
-        return self.replicas.own if self._deals_batches else rank
+        return self.replicas.mesh_index if self._deals_batches else rank
 
     @contextmanager
     def dealing(self) -> Iterator[None]:
@@ -211,11 +211,11 @@ class MeshAccelerator:
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Return a scheduler that steps once per training step. accelerate would step once per rank."""
-        fits = 1 in (self.replicas.groups, self.replicas.ranks)
-        given, fix = f"{self.replicas.groups} meshes", "call scheduler.step() yourself, without accelerator.prepare"
+        fits = 1 in (self.replicas.num_meshes, self.replicas.ranks_per_mesh)
+        given, fix = f"{self.replicas.num_meshes} meshes", "call scheduler.step() yourself, without accelerator.prepare"
         require(fits, KernelError, "prepare", "a scheduler that steps by itself on one mesh", given, fix)
         prepared: Any = super().prepare_scheduler(scheduler)  # type: ignore[misc]
-        prepared.split_batches = prepared.split_batches or self.replicas.ranks > 1
+        prepared.split_batches = prepared.split_batches or self.replicas.ranks_per_mesh > 1
         return prepared
 
     def gather(self, tensor: Any) -> Any:
@@ -237,17 +237,17 @@ class MeshAccelerator:
 
     def _per_mesh(self, total: Tensor) -> Tensor:
         """Return a sum over meshes, given one over ranks. Ranks of a mesh have equal tensors, so integers are exact."""
-        ranks = self.replicas.ranks
+        ranks = self.replicas.ranks_per_mesh
         if ranks == 1 or total.dtype == torch.bool:
             return total
         return total / ranks if total.is_floating_point() or total.is_complex() else total // ranks
 
     def _gather_one(self, tensor: Tensor) -> Tensor:
         tensor = (tensor[None] if not tensor.ndim else tensor).contiguous()
-        if self.replicas.group is None:
+        if self.replicas.process_group is None:
             return tensor
-        parts = [torch.empty_like(tensor) for _ in range(self.replicas.groups)]
-        dist.all_gather(parts, tensor, group=self.replicas.group)
+        parts = [torch.empty_like(tensor) for _ in range(self.replicas.num_meshes)]
+        dist.all_gather(parts, tensor, group=self.replicas.process_group)
         return torch.cat(parts)
 
 

@@ -16,7 +16,7 @@ from attnmesh.errors import ArgumentError, DtypeError, MaskError, ShapeError, re
 from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.images.inputs import IMAGE_INPUTS, check_cross_mask
 from attnmesh.hf.options import USE_TOKENIZER, describe_value
-from attnmesh.hf.shards import PromptIds, PromptMask, ShardIds, ShardMask, ShardPositions, Shards, ShardTensor
+from attnmesh.hf.shards import ShardIds, ShardMask, ShardPositions, Shards, ShardTensor, WholeIds, WholeMask
 from attnmesh.hf.training.caller import prepare_caller, prepare_caller_with_images
 from attnmesh.hf.training.labels import GuardedLabels, ItemCount, ShardLabels
 from attnmesh.mesh.axes import Mesh
@@ -98,7 +98,7 @@ def shard_agreed(agreed: AgreedBatch, mesh: DeviceMesh | None, layout: Layout, e
     shards = Shards(mesh, layout, ids.shape[1], documents, label_counts=label_counts, exchange=exchange)
     images = {name: x for name, x in batch.items() if name in IMAGE_INPUTS and x is not None}
     shards.forward_pass.on_begin = prepare_caller_with_images if images else prepare_caller
-    shards.forward_pass.token_ends = _token_ends(ids, labels)
+    shards.forward_pass.token_ranges = _token_ranges(ids, labels)
 
     def part(x: Tensor) -> Tensor:
         return shard(x, mesh, layout=layout, dim=1)
@@ -107,7 +107,7 @@ def shard_agreed(agreed: AgreedBatch, mesh: DeviceMesh | None, layout: Layout, e
     mask = batch.get("attention_mask")
     mask = torch.ones_like(ids) if mask is None else mask
     if images:  # the model merges them into the whole sequence, and computes its positions
-        prompt = {"input_ids": PromptIds.of(ids, shards=shards), "attention_mask": PromptMask.of(mask, shards=shards)}
+        prompt = {"input_ids": WholeIds.of(ids, shards=shards), "attention_mask": WholeMask.of(mask, shards=shards)}
         return prompt | {"use_cache": False} | images | loss
     sequence = {"last": int(positions.max()), "ids": ids if batch.get("position_ids") is None else None}
     return {
@@ -118,7 +118,7 @@ def shard_agreed(agreed: AgreedBatch, mesh: DeviceMesh | None, layout: Layout, e
     } | loss
 
 
-def _token_ends(ids: Tensor, labels: Tensor | None) -> dict[str, Tensor]:
+def _token_ranges(ids: Tensor, labels: Tensor | None) -> dict[str, Tensor]:
     """Return the smallest and the largest token of all ranks, and those of the labels to learn."""
     tokens = {"input_ids": ids}
     if labels is not None:

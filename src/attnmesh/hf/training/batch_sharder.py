@@ -41,7 +41,7 @@ SUBJECT = "attnmesh.hf on_mesh"
 
 
 class BatchSharder:
-    """Hooks on models that shard their batches. While `active`, a model computes this rank's tokens of a whole batch.
+    """Hooks that shard batches of models. While `active`, a model computes this rank's tokens of a whole batch.
 
     The gradients of a call are those of `shard_batch`: their mean over the ranks is the gradient on one device.
     """

@@ -21,14 +21,14 @@ from attnmesh.hf.layer_checks import check_same_weights
 from attnmesh.hf.models import SUBJECT, check_implementation, tokens_check
 from attnmesh.hf.recurrent.prepare_recurrent import prepare_layers
 from attnmesh.hf.shards import (
-    CALL,
     FORWARD_ALL,
+    MODULE_CALL,
     OF_SHARD_BATCH,
-    PromptIds,
     ShardIds,
     ShardPositions,
     Shards,
     ShardTensor,
+    WholeIds,
 )
 from attnmesh.hf.sparse.prepare_indexer import prepare_indexers
 from attnmesh.hf.training.labels import GuardedLabels, ShardLabels
@@ -83,7 +83,7 @@ def _check_model(called_modules: list[CalledModule], shards: Shards) -> None:
     try:
         _check_kind(model)
         _check_arguments(arguments)
-        _check_tokens(model, arguments, shards.forward_pass.token_ends)
+        _check_tokens(model, arguments, shards.forward_pass.token_ranges)
     except InputError as error:
         Agreement(Mesh.of(shards.mesh), type(model).__name__, is_compared=may_compare(device)).fail(error)
     shards.forward_pass.has_positions = True
@@ -110,7 +110,7 @@ def _check_arguments(arguments: dict[str, Any]) -> None:
     def check(name: str, fits: bool, given: str, fix: str = FORWARD_ALL) -> None:
         require(fits, ArgumentError, f"{SUBJECT} {name}", OF_SHARD_BATCH, given, fix)
 
-    if "position_ids" in arguments and not isinstance(arguments.get("input_ids"), PromptIds):
+    if "position_ids" in arguments and not isinstance(arguments.get("input_ids"), WholeIds):
         positions = arguments["position_ids"]
         given = "none" if positions is None else "others, which have no place on the mesh"
         check("position_ids", isinstance(positions, ShardPositions), given)
@@ -133,14 +133,14 @@ def _check_arguments(arguments: dict[str, Any]) -> None:
     require(is_all, ArgumentError, f"{SUBJECT} logits_to_keep", "logits of all tokens of a shard", str(keep), fix)
 
 
-def _check_tokens(model: PreTrainedModel, arguments: dict[str, Any], ends: dict[str, Tensor]) -> None:
+def _check_tokens(model: PreTrainedModel, arguments: dict[str, Any], token_ranges: dict[str, Tensor]) -> None:
     """Raise unless the model has all tokens and labels of all ranks: the rank that holds another would fail alone."""
     if isinstance(arguments.get("input_ids"), ShardIds):
-        require(*tokens_check(f"{SUBJECT} input_ids", ends["input_ids"], model))
+        require(*tokens_check(f"{SUBJECT} input_ids", token_ranges["input_ids"], model))
     outputs = getattr(model.get_output_embeddings(), "out_features", None)
     if outputs is None or not isinstance(arguments.get("labels"), GuardedLabels):
         return
-    first, last = ends["labels"].tolist()
+    first, last = token_ranges["labels"].tolist()
     fits, expected = first >= 0 and last < outputs, f"tokens from 0 to {outputs - 1}, or -100"
     fix = "use the tokenizer of this model, and -100 for tokens that are not learned"
     require(fits, ArgumentError, f"{SUBJECT} labels", expected, first if first < 0 else last, fix)
@@ -151,7 +151,9 @@ def _called_modules() -> list[CalledModule]:
     called_modules: list[CalledModule] = []
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_code.co_name == CALL:  # no other: Python before 3.13 keeps the locals of each frame that was read
+        if (
+            frame.f_code.co_name == MODULE_CALL
+        ):  # no other: Python before 3.13 keeps the locals of each frame that was read
             variables = frame.f_locals
             args, kwargs = variables.get("args", ()), variables.get("kwargs", {})
             called_modules.append(CalledModule(variables["self"], args, kwargs))

@@ -30,7 +30,7 @@ class MeshDistillation(MeshRollouts):
         super().__init__(*args, **kwargs)
         expected, fix = "a model on the mesh", "pass one whose vocabulary is the student's"
         require(self.teacher_model is not None, KernelError, f"{SUBJECT} teacher_model", expected, "None", fix)
-        settings, meshes = self.args, self.accelerator.replicas.groups
+        settings, meshes = self.args, self.accelerator.replicas.num_meshes
         rows = settings.per_device_train_batch_size * meshes * settings.gradient_accumulation_steps
         self._logs = {name: deque(maxlen=rows) for name in self._logs}  # TRL has counted each rank as a process
         self.shards_by_layout: dict[Any, tuple[Shards, MovedRows | None]] = {}

@@ -26,7 +26,7 @@ class MeshGKD(MeshRollouts):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run a training step. The ranks of a mesh draw answers in the same steps, from other checkpoints too."""
-        random.setstate(self._gather_rows([random.getstate()])[self.accelerator.replicas.own])
+        random.setstate(self._gather_rows([random.getstate()])[self.accelerator.replicas.mesh_index])
         loss: Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]
         return loss
 

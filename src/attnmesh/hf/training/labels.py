@@ -50,15 +50,15 @@ class ShardLabels(ShardTensor):
         self.shards.check_all_layers_counted()
         reduction = kwargs.get("reduction", "mean")
         if reduction == "mean":
-            check_even(self)
+            check_even_labels(self)
         loss_type = LossSum if reduction == "sum" else TokenLosses
         return call() if reduction == "mean" else loss_type.of(call(), shards=self.shards)
 
 
-def check_even(labels: ShardTensor) -> None:
+def check_even_labels(labels: ShardTensor) -> None:
     """Raise for a mean over this rank's labels, unless all ranks have equally many."""
     expected, given = "a loss that weighs the tokens of all ranks equally", "a mean over one rank's tokens"
-    require(labels.shards.even, ArgumentError, f"{SUBJECT} num_items_in_batch", expected, given, COUNT_ALL)
+    require(labels.shards.has_even_labels, ArgumentError, f"{SUBJECT} num_items_in_batch", expected, given, COUNT_ALL)
 
 
 class TokenLosses(ShardTensor):
@@ -67,7 +67,7 @@ class TokenLosses(ShardTensor):
     def dispatch(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result. A mean raises if ranks have unequally many labels."""
         if name in ("mean", "nanmean"):
-            check_even(self)
+            check_even_labels(self)
         if name in ("sum", "nansum"):
             return LossSum.of(call(), shards=self.shards)
         return self.wrap(call()) if name in SAME_TOKENS else call()

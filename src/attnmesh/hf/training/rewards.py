@@ -47,7 +47,7 @@ class RewardFunctions(MeshRollouts):
         fix = "see the error of the rank that raised"
         require(not failure, UnforeseenError, "reward function", "a reward for each completion", failure, fix)
         synchronize_generators((self.sharder.mesh,), self.accelerator.device)  # a reward may have drawn numbers
-        return reports[self.accelerator.replicas.own][1]
+        return reports[self.accelerator.replicas.mesh_index][1]
 
 
 class MeshRewards(RewardFunctions):
@@ -76,7 +76,7 @@ class MeshRewards(RewardFunctions):
 
     def _count_generations(self) -> None:
         """Correct the size of a generation batch: TRL has counted each rank as a process. Raise if groups are cut."""
-        args, meshes = self.args, self.accelerator.replicas.groups
+        args, meshes = self.args, self.accelerator.replicas.num_meshes
         args.generation_batch_size = args.per_device_train_batch_size * meshes * args.steps_per_generation
         sizes = {"per_device_train_batch_size": (args.generation_batch_size, args.num_generations)}
         if args.eval_strategy != "no":

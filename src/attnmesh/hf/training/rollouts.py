@@ -54,7 +54,7 @@ class MeshRollouts:
         fix = "pass one, and prompts without images"
         require(is_text, KernelError, f"{SUBJECT} processing_class", "a tokenizer", "a processor of images", fix)
         if self.own_seed:
-            set_seed(self.args.seed + self.accelerator.replicas.own)  # of processes, which to TRL are the ranks
+            set_seed(self.args.seed + self.accelerator.replicas.mesh_index)  # of processes, which to TRL are the ranks
         mesh, rank = self.sharder.mesh, self.accelerator.state.process_index
         first = rank if mesh is None else int(mesh.mesh.flatten()[0])
         self.is_first = rank == first

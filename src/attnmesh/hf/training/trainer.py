@@ -130,7 +130,7 @@ class MeshTrainer:
         loader: Any = super().get_train_dataloader()  # type: ignore[misc]
         seed = getattr(loader, "worker_init_fn", None)  # a loader of a subclass may be of any class
         if isinstance(seed, partial) and "rank" in seed.keywords:
-            loader.worker_init_fn = partial(seed, rank=self.accelerator.replicas.own)
+            loader.worker_init_fn = partial(seed, rank=self.accelerator.replicas.mesh_index)
         return loader
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:

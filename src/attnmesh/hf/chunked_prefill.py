@@ -155,14 +155,14 @@ def prefill_chunks(
     model takes no position_ids, the cache is reproducible, or ranks share heads. Models with recurrent layers, which
     need runs of tokens, compute in the contiguous layout, or with unequal shares in a split one.
     """
-    passes = ForwardPasses(model, prompt, cache)
-    while (chunk := passes.next_chunk(size(), None if stop_before is None else stop_before())) is not None:
-        passes.run(chunk)
+    prefill = ChunkedPrefill(model, prompt, cache)
+    while (chunk := prefill.next_chunk(size(), None if stop_before is None else stop_before())) is not None:
+        prefill.run(chunk)
         yield chunk[1]
-    passes.finish()
+    prefill.finish()
 
 
-class ForwardPasses:
+class ChunkedPrefill:
     """The forward passes that fill a cache with a prompt."""
 
     def __init__(self, model: PreTrainedModel, prompt: Prompt, cache: ShardedCache) -> None:
@@ -175,7 +175,7 @@ class ForwardPasses:
         self.end = end + self.again
         self.token_mask = prompt.token_mask
         self.positions = self._positions()
-        self.last = int(self.positions.max())
+        self.last_position = int(self.positions.max())
         self.recurrent = is_recurrent(cache.config)
         decoder = model if merged is None else merged.decoder
         self.in_shards = self.recurrent or "position_ids" in signature(decoder.forward).parameters
@@ -233,7 +233,9 @@ class ForwardPasses:
         mask: Any = None if self.token_mask is None else self.token_mask[:, :stop].long()
         if sharded:
             mask = ShardMask.of(torch.ones_like(ids[:, index]), shards=shards)
-        position_ids = ShardPositions.of(self.positions[..., index], shards=shards, last=self.last, whole=not sharded)
+        position_ids = ShardPositions.of(
+            self.positions[..., index], shards=shards, last=self.last_position, whole=not sharded
+        )
         if merged is None:
             run_model(self.model, ids[:, index], position_ids, self.cache, mask)
             return
@@ -262,15 +264,15 @@ def run_model(
     cache: ShardedCache,
     mask: Tensor | None = None,
     *,
-    last: int = 1,
+    logits_to_keep: int = 1,
 ) -> Tensor:
-    """Run the model on new tokens, and return the logits of the `last` of each row. It computes as few as it can."""
+    """Run the model on new tokens, and return the logits of the last tokens of each row. It computes as few as it can."""
     parameters = signature(model.forward).parameters
     name = cache_argument(parameters)
     if name == "cache_params" and mask is not None:  # Mamba takes the mask of the new tokens
         mask = mask[:, -ids.shape[1] :]
-    optional = {"logits_to_keep": last, "position_ids": positions}
+    optional = {"logits_to_keep": logits_to_keep, "position_ids": positions}
     optional = {key: value for key, value in optional.items() if key in parameters}
     output = model(input_ids=ids, attention_mask=mask, use_cache=True, **{name: cache}, **optional)
-    logits: Tensor = output.logits[:, -last:].flatten(0, 1)
+    logits: Tensor = output.logits[:, -logits_to_keep:].flatten(0, 1)
     return logits
