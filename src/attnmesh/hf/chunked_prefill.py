@@ -233,9 +233,8 @@ class ChunkedPrefill:
         mask: Any = None if self.token_mask is None else self.token_mask[:, :stop].long()
         if sharded:
             mask = ShardMask.of(torch.ones_like(ids[:, index]), shards=shards)
-        position_ids = ShardPositions.of(
-            self.positions[..., index], shards=shards, last=self.last_position, whole=not sharded
-        )
+        of_sequence: dict[str, Any] = {"last": self.last_position, "whole": not sharded}
+        position_ids = ShardPositions.of(self.positions[..., index], shards=shards, **of_sequence)
         if merged is None:
             run_model(self.model, ids[:, index], position_ids, self.cache, mask)
             return
@@ -266,7 +265,7 @@ def run_model(
     *,
     logits_to_keep: int = 1,
 ) -> Tensor:
-    """Run the model on new tokens, and return the logits of the last tokens of each row. It computes as few as it can."""
+    """Run the model on new tokens, and return the logits of the last ones of each row. It computes as few as it can."""
     parameters = signature(model.forward).parameters
     name = cache_argument(parameters)
     if name == "cache_params" and mask is not None:  # Mamba takes the mask of the new tokens

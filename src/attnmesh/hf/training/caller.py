@@ -151,9 +151,8 @@ def _called_modules() -> list[CalledModule]:
     called_modules: list[CalledModule] = []
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if (
-            frame.f_code.co_name == MODULE_CALL
-        ):  # no other: Python before 3.13 keeps the locals of each frame that was read
+        # No other frame is read: Python before 3.13 keeps the locals of each one that was.
+        if frame.f_code.co_name == MODULE_CALL:
             variables = frame.f_locals
             args, kwargs = variables.get("args", ()), variables.get("kwargs", {})
             called_modules.append(CalledModule(variables["self"], args, kwargs))
