@@ -19,7 +19,7 @@ from attnmesh.errors import KernelError, require
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.families.family import USE_SUPPORTED, family_of
 from attnmesh.hf.images.image_merge import MergedPrompt
-from attnmesh.hf.images.inputs import Pictures
+from attnmesh.hf.images.inputs import NO_SHIFT, Pictures
 from attnmesh.hf.images.spans import Chunk, join_chunks_at_spans
 from attnmesh.hf.latent_states import latent_widths
 from attnmesh.hf.models import is_recurrent
@@ -59,9 +59,9 @@ def chunks_of(cache: ShardedCache, start: int, stop: int, size: int) -> list[Chu
         chunks = _split_whole(start, stop, 1 if recurrent and steps_alone else size)
         return [] if recurrent and not steps_alone and stop - start == 1 else chunks
     if recurrent:
-        unit = cache.ranks if cache.shares is None else cache.round
+        unit = cache.ranks if cache.shares is None else cache.round_tokens
         return _split_evenly(start, stop, unit, size, steps_alone)
-    return _split_prompt(start, stop, cache.round, size)
+    return _split_prompt(start, stop, cache.round_tokens, size)
 
 
 def _split_whole(start: int, stop: int, size: int) -> list[Chunk]:
@@ -179,9 +179,9 @@ class ChunkedPrefill:
         self.recurrent = is_recurrent(cache.config)
         decoder = model if merged is None else merged.decoder
         self.in_shards = self.recurrent or "position_ids" in signature(decoder.forward).parameters
-        cache.begin(self.end)
-        cache.images = None if merged is None else merged.pictures.fingerprints
-        cache.shift = (0, 0) if merged is None else merged.shift
+        cache.choose_block(self.end)
+        cache.history.image_fingerprints = None if merged is None else merged.pictures.fingerprints
+        cache.history.shift = NO_SHIFT if merged is None else merged.shift
 
     def _positions(self) -> Tensor:
         """Return the position of each token, as the model counts them."""
@@ -210,7 +210,7 @@ class ChunkedPrefill:
         padding = None if self.token_mask is None else self.token_mask[:, first:stop]
         layout = self._layout(stop - first)
         shards = Shards(self.cache.mesh, layout, stop - first, start=first, token_mask=padding, cached=True)
-        self.cache.intact = False
+        self.cache.history.is_consistent = False
         with torch.no_grad(), prepared(self.model) if self.recurrent else nullcontext():
             self._call(shards, sharded=sharded and self.in_shards)
         self._record(stop)
@@ -246,9 +246,9 @@ class ChunkedPrefill:
         is_complete = all(layer.get_seq_length() == stop for layer in self.cache.attention_layers)
         given = f"{type(self.model).__name__}, in which some layers cache no keys"
         require(is_complete, KernelError, "generate", "a model whose layers all cache their keys", given, USE_SUPPORTED)
-        self.cache.count(stop)
+        self.cache.set_length(stop)
         self.cache.tokens = self.prompt.mark(self.prompt.ids)[:, :stop]  # to continue from if a rank is lost
-        self.cache.intact, self.start = True, stop
+        self.cache.history.is_consistent, self.start = True, stop
 
     def finish(self) -> None:
         """Drop the tokens that are computed again."""

@@ -187,7 +187,7 @@ def _run_generate(model: PreTrainedModel, ids: Tensor, cache: ShardedCache, opti
     watch = NanWatch()
     name = cache_argument(signature(model.forward).parameters)
     first = Mesh.of(cache.mesh).shard_index == 0
-    cache.intact = False
+    cache.history.is_consistent = False
     processors = [*(options.get("logits_processor") or []), watch]
     options = {**options, "logits_processor": processors, "cache_implementation": None, "use_cache": True}
     try:
@@ -200,8 +200,8 @@ def _run_generate(model: PreTrainedModel, ids: Tensor, cache: ShardedCache, opti
             watch.report(model, ids, first=first)
         raise
     watch.report(model, ids, first=first)
-    cache.intact = True
-    cache.count(getattr(output, "sequences", output).shape[1] - 1)
+    cache.history.is_consistent = True
+    cache.set_length(getattr(output, "sequences", output).shape[1] - 1)
     return output
 
 

@@ -67,7 +67,7 @@ def checked_mask(
         if pending is not None:
             _check_cache_used(pending, query.shape[2], arguments)
             _check_window(pending, spec)
-            pending.layer.project(module, pending)
+            pending.layer.find_projection(module, pending)
         elif shards is None:
             _check_no_shard(arguments)
             _check_alone(spec, arguments.get("position_ids"))

@@ -47,7 +47,7 @@ class CompressedLayer(TailLayer):
     def __init__(self, cache: Any, kind: str, entries: Mapping[str, str]) -> None:
         super().__init__(cache)
         self.formats, config = entries, cache.config
-        self.rate, self.k = int(config.compress_rates[kind]), int(config.index_topk)
+        self.entry_tokens, self.k = int(config.compress_rates[kind]), int(config.index_topk)
         self.new: dict[str, Tensor] = {}
         """Entries of this forward pass, (batch, entries, dim)."""
         self.shards: Shards | None = None
@@ -78,9 +78,9 @@ class CompressedLayer(TailLayer):
         rows = torch.cat((kv, gate), -1)
         rows = rows if self.shards is None else self.shards.all_tokens(rows)
         rows = torch.cat((self.tensors[name], rows), 1) if name in self.tensors else rows
-        blocks_stop = rows.shape[1] // self.rate * self.rate
+        blocks_stop = rows.shape[1] // self.entry_tokens * self.entry_tokens
         self.tensors[name] = rows[:, blocks_stop:].clone()
-        first = self.others[name].length * self.rate if name in self.others else 0
+        first = self.others[name].length * self.entry_tokens if name in self.others else 0
         kv, gate = rows[:, :blocks_stop].chunk(2, -1)
         return kv, gate, first
 
@@ -124,7 +124,7 @@ class CompressedLayer(TailLayer):
     def _seen(self) -> Tensor:
         """Return how many entries each query sees: those of blocks that end with its token or before."""
         assert self.queries is not None
-        return (self.queries + 1) // self.rate
+        return (self.queries + 1) // self.entry_tokens
 
     def attend_other_keys(self, q: Tensor, scale: float | None) -> Partial | None:
         """Return attention of the queries over the entries on this rank; None if there are no entries yet."""

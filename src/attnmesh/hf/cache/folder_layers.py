@@ -22,7 +22,6 @@ class FolderLayers(StoredLayers):
 
     folder: KeyFolder | None = None
     """The folder in which the keys and values are; None if they are in memory."""
-    _tokens: Tensor | None = None
 
     @property
     def tokens(self) -> Tensor | None:
@@ -31,11 +30,11 @@ class FolderLayers(StoredLayers):
         After an interrupted generation, the ids to continue from. None if the tokens were not cached by
         `attnmesh.hf.generate`. A folder has them, too.
         """
-        return self._tokens
+        return self.history.tokens
 
     @tokens.setter
     def tokens(self, tokens: Tensor | None) -> None:
-        previous, self._tokens = self._tokens, tokens
+        previous, self.history.tokens = self.history.tokens, tokens
         ids = previous[:, :0] if tokens is None and previous is not None else tokens
         if self.folder is not None and ids is not None:
             try:
@@ -82,12 +81,12 @@ class FolderLayers(StoredLayers):
         shortest = min(kv.length for kv in kvs)
         given, fix = f"no ids of {shortest} tokens in {folder}", "restore it into memory, or fill a new one"
         require(ids.shape[1] > 0 or shortest == 0, StoreError, "ShardedCache folder", "ids of its tokens", given, fix)
-        self._fill(kvs)
+        self._set_kvs(kvs)
         length = min(ids.shape[1], shortest)
         for kv in kvs:
             kv.truncate(length)
         self.tokens = ids[:, :length]
-        self.shift = shift_of(self.tokens, self.config)
+        self.history.shift = shift_of(self.tokens, self.config)
 
     def folder_of(self, layer: ShardedLayer) -> FolderLayer | None:
         """Return a layer with its folder; None without a folder."""

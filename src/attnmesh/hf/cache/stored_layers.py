@@ -16,6 +16,7 @@ from attnmesh.cache.saved_cache import LayersToLoad, Saving
 from attnmesh.errors import KernelError, ShapeError, StoreError, require
 from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.cache.compressed_layer import CompressedLayer
+from attnmesh.hf.cache.history import CacheHistory
 from attnmesh.hf.cache.layer import ShardedLayer, TailLayer, growth_capacity
 from attnmesh.hf.cache.state_layer import StateLayer
 from attnmesh.hf.images.cross import CrossLayer
@@ -44,11 +45,7 @@ class StoredLayers(Cache):  # type: ignore[misc]
     window_storage: str | None
     hot: int | None
     tokens: Tensor | None
-    images: dict[str, Tensor] | None
-    shift: tuple[int, int] | None
-    rope: tuple[int, ...] | None
-    intact: bool
-    before_step: int | None
+    history: CacheHistory
 
     @property
     def attention_layers(self) -> list[ShardedLayer]:
@@ -63,7 +60,7 @@ class StoredLayers(Cache):  # type: ignore[misc]
     @property
     def next_position(self) -> int:
         """Position of the next token, a text: images before it may have shifted it."""
-        return int(self.get_seq_length()) + (0 if self.shift is None else self.shift[1])
+        return int(self.get_seq_length()) + (0 if self.history.shift is None else self.history.shift.shift)
 
     @property
     def num_kvs(self) -> int:
@@ -163,15 +160,14 @@ class StoredLayers(Cache):  # type: ignore[misc]
         del options["capacity"]
         layers = LayersToLoad(self.num_kvs, capacity, self.tokens_per_key, self.hot)
         kvs, tensors, note = load_layers(KVCache, path, self.mesh, layers, device=device, **options)
-        self._fill(kvs)
+        self._set_kvs(kvs)
         for layer in self.cross_layers:  # a cache with images is not saved
             layer.reset()
         names = [name for name in tensors if name.startswith(STATES)]
         self.set_states({name.removeprefix(STATES): tensors.pop(name).to(kvs[0].device) for name in names})
         self.capacity = capacity
-        self.tokens, self.images = tensors.pop("held", None), None
-        self.rope, self.intact, self.before_step = None, True, None  # of the keys before them
-        self.shift = shift_of(self.tokens, self.config)
+        tokens = tensors.pop("held", None)
+        self.history = CacheHistory(tokens, shift=shift_of(tokens, self.config))
         return tensors, note
 
     def flush(self) -> None:
@@ -193,7 +189,7 @@ class StoredLayers(Cache):  # type: ignore[misc]
         sizes = (replace(kv_sizes, capacity=capacity, block=self.block) for kv_sizes in layers)
         kvs = [KVCache(self.mesh, **{**vars(kv_sizes), **options, "capacity": capacity}) for kv_sizes in sizes]
         if kvs:
-            self._fill(kvs)
+            self._set_kvs(kvs)
         return kvs
 
     @property
@@ -202,7 +198,7 @@ class StoredLayers(Cache):  # type: ignore[misc]
         options = {"checked": self.checked, "copies": self.copies, "shares": self.shares}
         return {"capacity": self.capacity, **options}
 
-    def _fill(self, kvs: Sequence[KVCache]) -> None:
+    def _set_kvs(self, kvs: Sequence[KVCache]) -> None:
         """Set the `KVCache` of each layer. Raise if they are stored in another way than the cache's."""
         storages, allowed = {kv.sizes.storage for kv in kvs} - {None}, {self.storage, self.window_storage} - {None}
         fits = storages <= allowed and (bool(storages) or self.storage is None or has_windows(self.config))
@@ -211,5 +207,5 @@ class StoredLayers(Cache):  # type: ignore[misc]
         require(fits, KernelError, "ShardedCache", expected, given, f"make the cache with {given}")
         remaining = iter(kvs)
         for layer in self.attention_layers:
-            layer.fill([next(remaining) for _ in layer.tokens_per_key])
+            layer.set_kvs([next(remaining) for _ in layer.tokens_per_key])
         self.block = kvs[0].sizes.block

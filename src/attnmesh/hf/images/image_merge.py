@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnmesh.errors import InputError, KernelError, MaskError, ShapeError, require
-from attnmesh.hf.images.inputs import IMAGE_INPUTS, Pictures, check_cross_mask, fingerprints_of
+from attnmesh.hf.images.inputs import IMAGE_INPUTS, Pictures, PositionShift, check_cross_mask, fingerprints_of
 from attnmesh.hf.images.spans import Span
 from attnmesh.hf.layer_mask import ONE_PROMPT, SAME_PLACES, USE_SDPA, MaskSpec
 from attnmesh.hf.shards import Shards
@@ -72,14 +72,14 @@ class MergedPrompt:
         return bool(self.spans) and self.spans[-1][1] == self.pictures.is_image.shape[1]
 
     @property
-    def shift(self) -> tuple[int, int] | None:
+    def shift(self) -> PositionShift | None:
         """The `shift` of a cache after this prompt; None for several sequences, and where new tokens see images."""
         if len(self.pictures.is_image) > 1 or FEATURES in self.arguments:
             return None
         length = self.pictures.is_image.shape[1]
         last = length - 1 if self.positions is None else int(self.positions[..., -1].max())
-        pictures = self.pictures.is_image.nonzero()
-        return int(pictures[-1, 1]) + 1 if len(pictures) else 0, last + 1 - length
+        places = self.pictures.is_image.nonzero()
+        return PositionShift(int(places[-1, 1]) + 1 if len(places) else 0, last + 1 - length)
 
     def mask(self, tokens: int, first: int, shards: Shards | None) -> Any:
         """Return the masks of some tokens from `first` on: of all ranks', or of this rank's share of `shards`."""

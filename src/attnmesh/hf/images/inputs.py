@@ -121,11 +121,21 @@ def _digests_of_rows(x: Tensor) -> Tensor:
     return torch.tensor(memoryview(digests).cast("q"), dtype=torch.int64, device="cpu").view(-1, 2)
 
 
-def shift_of(tokens: Tensor | None, config: PreTrainedConfig) -> tuple[int, int] | None:
+class PositionShift(NamedTuple):
+    """What images do to the positions of a text: its first token after all images, and the shift of its positions."""
+
+    text_start: int
+    shift: int
+
+
+NO_SHIFT = PositionShift(0, 0)
+"""That of a text without images."""
+
+
+def shift_of(tokens: Tensor | None, config: PreTrainedConfig) -> PositionShift | None:
     """Return the `shift` of a cache that was restored with these tokens: that of text, or None after images."""
-    if config.get_text_config(decoder=True) is config:
-        return 0, 0
-    return None if tokens is None or bool((tokens <= IMAGE_MARK).any()) else (0, 0)
+    has_images = config.get_text_config(decoder=True) is not config  # there may be some
+    return None if has_images and (tokens is None or bool((tokens <= IMAGE_MARK).any())) else NO_SHIFT
 
 
 def shared_with_images(

@@ -119,4 +119,4 @@ class Prefixes:
         return int(differs[0]) if len(differs) else most
 
     def _serves(self, cache: ShardedCache, same: int, held: int) -> bool:
-        return same == held if self.recurrent else bool(cache.prefix(same))
+        return same == held if self.recurrent else bool(cache.restorable_length(same))

@@ -121,7 +121,7 @@ class RankStore:
         reading.is_closed = True
         if length:
             reading.filling.finish(length)
-            reading.cache.count(length)
+            reading.cache.set_length(length)
 
     def _copied(self, reading: Reading, block: StoredBlock, pieces: list[Rows] | None) -> bool:
         """Copy a block to a cache. Return False if it is damaged."""
@@ -208,4 +208,4 @@ def name_tokens(cache: ShardedCache, prompt: Prompt) -> None:
     length = cache.get_seq_length()
     cache.tokens = prompt.mark(prompt.ids)[:, :length]
     if prompt.pictures is not None and not bool(prompt.pictures.is_image[:, length:].any()):
-        cache.images = prompt.pictures.fingerprints
+        cache.history.image_fingerprints = prompt.pictures.fingerprints

@@ -95,8 +95,8 @@ class RankWorker:
         """Make a cache for so many tokens, and begin to read stored blocks into it."""
         assert self.store is not None
         cache = ShardedCache(self.model.config, self.mesh, **self.options)
-        cache.begin(tokens)
-        cache.rope = tuple(rope)
+        cache.choose_block(tokens)
+        cache.history.rope_regime = tuple(rope)
         places = [(StoredBlock(*fields), place) for *fields, place in blocks]
         room = max([tokens, *(block.stop for block, _ in places)])
         kvs = cache.make([CacheSizes.from_code(code) for code in layers], room, self.model.device)
@@ -152,7 +152,7 @@ class RankWorker:
             length = cache.get_seq_length()
             rest = ids[:, length : length + self._tokens_at_once(size, self.ends[number] - length)]
             positions = torch.arange(rest.shape[1], device=ids.device)[None] + cache.next_position
-            cache.intact = False
+            cache.history.is_consistent = False
             logits = run_model(self.model, rest, positions, cache)
             note_tokens(cache, rest, length)
             if length + rest.shape[1] < ids.shape[1]:

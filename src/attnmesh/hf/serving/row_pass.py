@@ -83,14 +83,14 @@ def decode_rows(model: PreTrainedModel, tokens: Sequence[NextTokens], caches: Se
         together = length and _runs_rows(model) and (new == 1 or not cache.irreversible_layers)
         groups[-1 if together else row, rope_regime(cache.config, length + new)].append(row)
     for cache in caches:
-        cache.before_step = cache.get_seq_length()
+        cache.history.rollback_length = cache.get_seq_length()
     logits = dict[int, Tensor]()
     for members in groups.values():
         own = [rows[row] for row in members]
         own_logits = _step(model, own, [caches[row] for row in members])
         logits.update(zip(members, own_logits.split([*map(len, own)]), strict=True))
     for cache in caches:  # of all groups: if one fails, no row keeps its tokens
-        cache.before_step = None
+        cache.history.rollback_length = None
     return torch.cat([logits[row] for row in sorted(logits)])
 
 
@@ -107,7 +107,7 @@ def _step(model: PreTrainedModel, tokens: Sequence[Sequence[int]], caches: Seque
     batch, last = ((-1, 1), 1) if max(counts) == 1 else ((1, -1), sum(counts))  # as `RowTokens` cuts it
     ids, positions = (torch.tensor([*chain(*x)], device=model.device).view(batch) for x in (tokens, places))
     for cache in caches:
-        cache.intact = False
+        cache.history.is_consistent = False
     logits = run_model(model, ids, positions, rows or caches[0], logits_to_keep=last)
     if rows is not None:
         rows.finish()
@@ -118,8 +118,8 @@ def _step(model: PreTrainedModel, tokens: Sequence[Sequence[int]], caches: Seque
 
 def note_tokens(cache: ShardedCache, ids: Tensor, length: int) -> None:
     """Record tokens that the model has added to a cache of so many tokens."""
-    cache.intact = True
-    cache.count(length + ids.shape[1])
+    cache.history.is_consistent = True
+    cache.set_length(length + ids.shape[1])
     if cache.tokens is not None and cache.tokens.shape[1] == length:
         cache.tokens = torch.cat((cache.tokens, ids.to(cache.tokens.device)), 1)
     elif not length:
@@ -197,12 +197,13 @@ def _check_cache(cache: Any, first: Any, new: int) -> None:
     fix = "prefill the prompt without its padding"
     require(not padded, MaskError, subject, "caches without padding", "padding", fix)
     fix = "prefill the prompt again"
-    require(cache.goes_on, KernelError, subject, "a cache that no error interrupted", "an interrupted one", fix)
+    require(cache.can_continue, KernelError, subject, "a cache that no error interrupted", "an interrupted one", fix)
     length = cache.length_before_step
-    known = cache.shift is not None and cache.shift[0] <= length
+    shift = cache.history.shift
+    known = shift is not None and shift.text_start <= length
     expected = "caches whose images are whole and known"
     require(known or not length, ShapeError, subject, expected, "another", "prefill the prompt again, with its images")
     regime = rope_regime(cache.config, length + new)
     given, fix = f"{length + new} tokens, where it changes", "call hf.generate with the tokens so far as the prompt"
-    same = cache.rope in (None, regime) or not length
+    same = cache.history.rope_regime in (None, regime) or not length
     require(same, ShapeError, subject, "a rope that stays the same", given, fix)

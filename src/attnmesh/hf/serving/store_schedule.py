@@ -181,7 +181,11 @@ class StoreSchedule(NoStore):
         cache = self.worker.caches.get(number)
         if self.stopped or cache is None or any(layer.is_initialized for layer in cache.cross_layers):
             return
-        if cache.intact and cache.rope == self._rope(stream) and all(kv.is_block_cyclic for kv in cache.kvs):
+        if (
+            cache.history.is_consistent
+            and cache.history.rope_regime == self._rope(stream)
+            and all(kv.is_block_cyclic for kv in cache.kvs)
+        ):
             ids = stream.ids
             held = cache.get_seq_length() - rejected
             self.saving.append(SavingCache(number, ids, self._names(stream), min(held, len(ids))))
@@ -352,7 +356,7 @@ class StoreSchedule(NoStore):
         A state goes first: it says which tokens layers forget.
         """
         sized = copy(self.template)
-        sized.begin(tokens)
+        sized.choose_block(tokens)
         names = self._names(stream)
         ids = stream.ids
         run_tokens = sized.block
