@@ -118,7 +118,7 @@ def crop_to_shared_prefix(model: PreTrainedModel, prompt: Prompt, cache: Sharded
     if held is not None and shared:
         is_same = (prompt.mark(ids)[:, :shared] == held[:, :shared].to(ids.device)).all(0)
         same_tokens = int(is_same.long().cumprod(0).sum())
-        shared = shared_with_images(held, cache.history.image_fingerprints, prompt.pictures, same_tokens)
+        shared = shared_with_images(held, cache.history.image_fingerprints, prompt.image_tokens, same_tokens)
     shared = cache.restorable_length(shared)  # layers that have forgotten what it needs compute it again
     cache.crop(shared - length)
     cache.history.rope_regime = regime

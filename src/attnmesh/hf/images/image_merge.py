@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnmesh.errors import InputError, KernelError, MaskError, ShapeError, require
-from attnmesh.hf.images.inputs import IMAGE_INPUTS, Pictures, PositionShift, check_cross_mask, fingerprints_of
+from attnmesh.hf.images.inputs import IMAGE_INPUTS, ImageTokens, PositionShift, check_cross_mask, fingerprints_of
 from attnmesh.hf.images.spans import Span
 from attnmesh.hf.layer_mask import ONE_PROMPT, SAME_PLACES, USE_SDPA, MaskSpec
 from attnmesh.hf.shards import Shards
@@ -59,7 +59,7 @@ class MergedPrompt:
     arguments: dict[str, Any]
     positions: Tensor | None
     """(batch, length) or (dims, batch, length); None if the text model counts tokens."""
-    pictures: Pictures
+    image_tokens: ImageTokens
     masks: dict[str, MaskSpec]
     """Mask of each kind of layer, if some have spans; "" for all layers."""
     spans: list[Span]
@@ -69,16 +69,16 @@ class MergedPrompt:
     @property
     def reaches_end(self) -> bool:
         """Return whether the last token is in a span: earlier tokens see it."""
-        return bool(self.spans) and self.spans[-1][1] == self.pictures.is_image.shape[1]
+        return bool(self.spans) and self.spans[-1][1] == self.image_tokens.is_image.shape[1]
 
     @property
     def shift(self) -> PositionShift | None:
         """The `shift` of a cache after this prompt; None for several sequences, and where new tokens see images."""
-        if len(self.pictures.is_image) > 1 or FEATURES in self.arguments:
+        if len(self.image_tokens.is_image) > 1 or FEATURES in self.arguments:
             return None
-        length = self.pictures.is_image.shape[1]
+        length = self.image_tokens.is_image.shape[1]
         last = length - 1 if self.positions is None else int(self.positions[..., -1].max())
-        places = self.pictures.is_image.nonzero()
+        places = self.image_tokens.is_image.nonzero()
         return PositionShift(int(places[-1, 1]) + 1 if len(places) else 0, last + 1 - length)
 
     def mask(self, tokens: int, first: int, shards: Shards | None) -> Any:
@@ -112,8 +112,8 @@ def merge_images(
     if FEATURES in text_inputs:
         is_image = torch.ones_like(ids, dtype=torch.bool)
         cross_inputs = {name: x for name, x in images.items() if name in PER_QUERY}
-        pictures = Pictures(is_image, fingerprints_of(ids, images))
-        return MergedPrompt(decoder, text_inputs, arguments.get("position_ids"), pictures, {}, [], cross_inputs)
+        image_tokens = ImageTokens(is_image, fingerprints_of(ids, images))
+        return MergedPrompt(decoder, text_inputs, arguments.get("position_ids"), image_tokens, {}, [], cross_inputs)
     embeds = text_inputs["inputs_embeds"]
     is_image = (embeds != model.get_input_embeddings()(ids).to(embeds.dtype)).any(-1) & mask.bool()
     ends_in_text = not bool(is_image[:, -left:].any())
@@ -126,7 +126,7 @@ def merge_images(
         is_image[:, start:stop] = True
     fingerprints = fingerprints_of(ids, {**images, "spans": torch.tensor(spans, device="cpu").view(-1, 2)})
     return MergedPrompt(
-        decoder, text_inputs, arguments.get("position_ids"), Pictures(is_image, fingerprints), masks, spans, {}
+        decoder, text_inputs, arguments.get("position_ids"), ImageTokens(is_image, fingerprints), masks, spans, {}
     )
 
 

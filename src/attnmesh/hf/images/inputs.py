@@ -36,8 +36,8 @@ IMAGE_MARK = -2
 """Image token `id` stands as `IMAGE_MARK - id` among the tokens of a cache. -1 stands for padding."""
 
 
-class Pictures(NamedTuple):
-    """Places of images in a prompt, and their digests."""
+class ImageTokens(NamedTuple):
+    """Places of the image tokens in a prompt, and digests of the images."""
 
     is_image: Tensor
     """(batch, length), True for tokens with features of images."""
@@ -139,7 +139,7 @@ def shift_of(tokens: Tensor | None, config: PreTrainedConfig) -> PositionShift |
 
 
 def shared_with_images(
-    tokens: Tensor, held: Mapping[str, Tensor] | None, pictures: Pictures | None, shared: int
+    tokens: Tensor, held: Mapping[str, Tensor] | None, image_tokens: ImageTokens | None, shared: int
 ) -> int:
     """Return the part of a prefix that a prompt and a cache share with images: all of it, or that before the first.
 
@@ -148,12 +148,12 @@ def shared_with_images(
     first ones of the prompt, or the other way round.
     """
     is_image = tokens <= IMAGE_MARK
-    image_tokens = int(is_image[:, :shared].sum())
-    if not image_tokens:
+    image_token_count = int(is_image[:, :shared].sum())
+    if not image_token_count:
         return shared
-    assert pictures is not None  # or no token of the prompt would have a mark
-    is_whole = image_tokens in (int(is_image.sum()), int(pictures.is_image.sum()))
-    if held is not None and is_whole and _are_first(held, pictures.fingerprints, exactly=len(tokens) > 1):
+    assert image_tokens is not None  # or no token of the prompt would have a mark
+    is_whole = image_token_count in (int(is_image.sum()), int(image_tokens.is_image.sum()))
+    if held is not None and is_whole and _are_first(held, image_tokens.fingerprints, exactly=len(tokens) > 1):
         return shared
     return min(shared, int(is_image.any(0).long().argmax()))
 

@@ -21,7 +21,7 @@ from attnmesh.hf.families.family import Recurrence, families
 from attnmesh.hf.families.pins import check_family
 from attnmesh.hf.layer_checks import check_same_weights
 from attnmesh.hf.models import SUBJECT, num_mixing_calls, num_recurrent_layers
-from attnmesh.hf.recurrent.chain import Chain, HeadChain, parts_of, pieces_of, running
+from attnmesh.hf.recurrent.chain import Chain, HeadChain, document_lengths_of, parts_of, running
 from attnmesh.hf.recurrent.convolution import ShardedConv1d
 from attnmesh.hf.recurrent.functions import NOTHING, check_layer, forward_on_shards, recurrence_of
 from attnmesh.hf.recurrent.prefill_states import PrefillStates
@@ -101,7 +101,7 @@ def _train(run: Callable[..., Any], layer: Any, arguments: dict[str, Any], shard
 def _train_by_heads(run: Callable[..., Any], layer: Any, arguments: dict[str, Any], shards: Shards) -> Any:
     """Return the layer's output for this rank's tokens. Its rule runs over the whole sequence for this rank's heads."""
     parts = parts_of(shards.layout, shards.length, shards.mesh, shards.documents)
-    with running(HeadChain(type(layer).__name__, parts, pieces_of(shards.documents, 0, shards.length))):
+    with running(HeadChain(type(layer).__name__, parts, document_lengths_of(shards.documents, 0, shards.length))):
         return run(**arguments)
 
 

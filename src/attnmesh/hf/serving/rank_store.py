@@ -207,5 +207,5 @@ def name_tokens(cache: ShardedCache, prompt: Prompt) -> None:
     """
     length = cache.get_seq_length()
     cache.tokens = prompt.mark(prompt.ids)[:, :length]
-    if prompt.pictures is not None and not bool(prompt.pictures.is_image[:, length:].any()):
-        cache.history.image_fingerprints = prompt.pictures.fingerprints
+    if prompt.image_tokens is not None and not bool(prompt.image_tokens.is_image[:, length:].any()):
+        cache.history.image_fingerprints = prompt.image_tokens.fingerprints
