@@ -55,15 +55,17 @@ def attend_new(q: Tensor, k: Tensor, v: Tensor, arguments: LayerArguments, spec:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator] # it waits for ranks
-def attend_cached(q: Tensor, pending: PendingKV, arguments: LayerArguments, spec: MaskSpec, is_new: bool) -> Tensor:
+def attend_cached(
+    q: Tensor, pending: PendingKV, arguments: LayerArguments, spec: MaskSpec, stores_keys: bool
+) -> Tensor:
     """Return attention with a `ShardedCache`, which stores new keys and values."""
     given = "sequences with images in other places"
     require(not spec.row_masks, MaskError, "attention mask", SAME_PLACES, given, ONE_PROMPT)
     if spec.discarded:
         return q.new_zeros(len(q), q.shape[1] // pending.layer.cache.head_ranks, q.shape[2], pending.v.shape[3])
     if spec.shards is not None:
-        return _prefill(q, pending, arguments, spec.shards, is_new)
-    kv = _store(pending, arguments.mask, spec, q.shape[2]) if is_new else pending.layer.cached
+        return _prefill(q, pending, arguments, spec.shards, stores_keys)
+    kv = _store(pending, arguments.mask, spec, q.shape[2]) if stores_keys else pending.layer.cached
     if kv.sizes.storage is not None and pending.layer.is_first(pending) and spec.token_mask is None:
         # As in a sharded prefill, the first tokens attend each other before their keys are rounded.
         out = _attend_local(q, pending.k, pending.v, arguments, spec)
@@ -111,10 +113,10 @@ def _attend_shards(q: Tensor, k: Tensor, v: Tensor, arguments: LayerArguments, s
     return out
 
 
-def _prefill(q: Tensor, pending: PendingKV, arguments: LayerArguments, shards: Shards, is_new: bool) -> Tensor:
+def _prefill(q: Tensor, pending: PendingKV, arguments: LayerArguments, shards: Shards, stores_keys: bool) -> Tensor:
     """Return attention of this rank's tokens of a prompt. Each rank stores the keys that it computed."""
     cache = pending.layer.cache
-    kv = pending.layer.reserve(pending, shards.length, arguments.mask) if is_new else pending.layer.cached
+    kv = pending.layer.reserve(pending, shards.length, arguments.mask) if stores_keys else pending.layer.cached
     if not shards.has_prefix:
         scale, softcap, bias = arguments.scores
         settings = cache.exchange, cache.kernel, scale, softcap, shards.length, shards.length, None
@@ -122,7 +124,7 @@ def _prefill(q: Tensor, pending: PendingKV, arguments: LayerArguments, shards: S
         call = Call(q, pending.k, pending.v, arguments.sinks, None, options, arguments.selected, bias)
         other_keys = pending.layer.attend_other_keys(q, scale)
         out = attend_prompt(call, shards.mesh, cache.checked, pending.projected_latents, other_keys)
-    if is_new:
+    if stores_keys:
         store_shard(kv, *pending.stored, shards)
     return _attend_stored(q, pending, kv, arguments, shards) if shards.has_prefix else out
 

@@ -33,7 +33,7 @@ CHUNK = 8192
 LATENT_CHUNK = 1024
 """Tokens per chunk after cached tokens or with padding in latent attention: queries of cached latents are wide."""
 
-SAME_TOKENS = min(MAX_SHARED_ROWS.values())
+REPRODUCIBLE_CHUNK = min(MAX_SHARED_ROWS.values())
 """Tokens of all sequences per chunk, if bits shall not depend on the ranks: the most that shared layers always take."""
 
 
@@ -97,7 +97,7 @@ def _split_evenly(start: int, stop: int, unit: int, size: int, steps_alone: bool
 
 
 def _split_prompt(start: int, stop: int, unit: int, size: int) -> list[PromptChunk]:
-    """Return chunks of which sharded ones begin at multiples of `unit`, a full round of blocks.
+    """Return chunks, of which sharded ones begin at multiples of `unit`, a full round of blocks.
 
     >>> cases = _split_prompt(0, 100, 32, 64), _split_prompt(20, 100, 32, 100)
     >>> [[tuple(chunk) for chunk in chunks] for chunks in cases]
@@ -202,7 +202,7 @@ class ChunkedPrefill:
         stop = self.end if stop_before is None or stop_before < self.start + 2 else min(self.end, stop_before)
         spans = [] if self.prompt.merged is None else self.prompt.merged.spans
         if self.cache.reproducible:  # models with recurrent layers compute one token by another rule than several
-            size = min(size, max(SAME_TOKENS // len(self.prompt.ids), 3 if self.recurrent else 1))
+            size = min(size, max(REPRODUCIBLE_CHUNK // len(self.prompt.ids), 3 if self.recurrent else 1))
         chunks = join_chunks_at_spans(chunks_of(self.cache, self.start, stop, size), spans)
         return chunks[0] if chunks else None
 

@@ -79,11 +79,11 @@ def attention_function(
     layer_arguments = LayerArguments(spec.mask, Scores(scaling, softcap, bias), sinks, selected)
     with without_autocast(q):
         if isinstance(key, PendingKV):
-            is_new = not getattr(module, "is_kv_shared_layer", False)  # else an earlier layer has stored the keys
+            stores_keys = not getattr(module, "is_kv_shared_layer", False)  # else an earlier layer has stored the keys
             if k is not key.k or v is not key.v or key.latents is not None:  # else autocast has cast nothing
                 latents = None if key.latents is None else key.latents.to(k.dtype)
                 key = replace(key, k=k, v=v, latents=latents)
-            out = attend_cached(q, key, layer_arguments, spec, is_new)
+            out = attend_cached(q, key, layer_arguments, spec, stores_keys)
         else:
             out = attend_new(q, k, v, layer_arguments, spec)
     return out.transpose(1, 2).contiguous(), None

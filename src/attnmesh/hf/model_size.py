@@ -17,7 +17,7 @@ from attnmesh.hf.families.family import family_of
 from attnmesh.hf.latent_states import latent_widths
 from attnmesh.hf.load import as_model_error
 from attnmesh.hf.models import (
-    NAME,
+    ATTN_IMPLEMENTATION,
     indexed_layer_indices,
     is_compressed,
     layers_of,
@@ -165,7 +165,7 @@ def _selected(config: PreTrainedConfig, kv_heads: int) -> Selected | None:
 
 def _skeleton(config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
     """Return the model without its weights. The configuration stays as it is: transformers writes the dtype into it."""
-    options = {"dtype": getattr(torch, dtype), "attn_implementation": NAME}
+    options = {"dtype": getattr(torch, dtype), "attn_implementation": ATTN_IMPLEMENTATION}
     config = deepcopy(config)
     with torch.device("meta"), as_model_error("plan model", "a configuration", config.model_type, "use another model"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **options)

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnmesh.errors import ArgumentError, Check, KernelError, ShapeError, require
-from attnmesh.hf.families.family import ATTENDING, LENGTH_DEPENDENT_ROPES, USE_SUPPORTED, Layer, family_of
+from attnmesh.hf.families.family import ATTENDING, LENGTH_DEPENDENT_ROPES, USE_SUPPORTED, LayerKind, family_of
 from attnmesh.hf.families.pins import check_family, check_pins, raise_lost
 from attnmesh.hf.transformers_names import PEFT
 
-NAME = "attnmesh"
+ATTN_IMPLEMENTATION = "attnmesh"
 """Name of the attention and mask functions in transformers' registries."""
 
 SUBJECT = "attnmesh.hf"
@@ -78,7 +78,7 @@ def check_can_generate(model: PreTrainedModel) -> None:
     check_implementation("generate", model.config)
 
 
-def check_rows(subject: str, model: PreTrainedModel) -> None:
+def check_can_decode_rows(subject: str, model: PreTrainedModel) -> None:
     """Raise unless one forward pass can decode rows of the model: `check_can_generate`, and no images of their own."""
     check_can_generate(model)
     expected = "a model without cross-attention over images"
@@ -96,9 +96,9 @@ def check_rows(subject: str, model: PreTrainedModel) -> None:
 def check_implementation(subject: str, config: PreTrainedConfig) -> None:
     """Raise unless the model's attention is attnmesh: no other attention can read sharded keys."""
     given = config.get_text_config(decoder=True)._attn_implementation
-    if given != NAME:
-        expected = f"a model with attn_implementation {NAME!r}"
-        fix = f'call model.set_attn_implementation("{NAME}") after importing attnmesh.hf'
+    if given != ATTN_IMPLEMENTATION:
+        expected = f"a model with attn_implementation {ATTN_IMPLEMENTATION!r}"
+        fix = f'call model.set_attn_implementation("{ATTN_IMPLEMENTATION}") after importing attnmesh.hf'
         raise KernelError(subject, expected, repr(given), fix)
 
 
@@ -123,11 +123,11 @@ def check_layers(config: PreTrainedConfig) -> None:
     require(not unsupported, KernelError, SUBJECT, expected, given, USE_SUPPORTED)
 
 
-def layer_kinds(config: PreTrainedConfig) -> list[str]:
+def layer_types_of(config: PreTrainedConfig) -> list[str]:
     """Return the kind of each layer, as `config.layer_types` has it. Without it, all layers attend alike.
 
     >>> from transformers import LlamaConfig
-    >>> layer_kinds(LlamaConfig(num_hidden_layers=2))
+    >>> layer_types_of(LlamaConfig(num_hidden_layers=2))
     ['full_attention', 'full_attention']
     """
     config = config.get_text_config(decoder=True)
@@ -135,10 +135,10 @@ def layer_kinds(config: PreTrainedConfig) -> list[str]:
     return list(getattr(config, "layer_types", None) or [default_kind] * getattr(config, "num_hidden_layers", 1))
 
 
-def layers_of(config: PreTrainedConfig) -> list[Layer]:
+def layers_of(config: PreTrainedConfig) -> list[LayerKind]:
     """Return what each layer does."""
     family = family_of(config)
-    return [family.layer(kind) for kind in layer_kinds(config)]
+    return [family.layer(kind) for kind in layer_types_of(config)]
 
 
 def window_of(config: PreTrainedConfig | None) -> int | None:
@@ -157,7 +157,7 @@ def is_recurrent(config: PreTrainedConfig) -> bool:
     return bool(family_of(config).recurrences)
 
 
-def steps_differ(config: PreTrainedConfig) -> bool:
+def one_token_differs(config: PreTrainedConfig) -> bool:
     """Return whether one token is computed by another rule than several: transformers bounds time steps there alone."""
     lowest, highest = getattr(config.get_text_config(decoder=True), "time_step_limit", None) or (0.0, inf)
     return is_recurrent(config) and (lowest > 0 or highest < inf)

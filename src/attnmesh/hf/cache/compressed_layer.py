@@ -51,27 +51,29 @@ class CompressedLayer(TailLayer):
         self.new: dict[str, Tensor] = {}
         """Entries of this forward pass, (batch, entries, dim)."""
         self.shards: Shards | None = None
-        self.stays = False
+        self.attends_locally = False
         """True if queries attend on their own rank, where the entries of all ranks are made."""
-        self.queries: Tensor | None = None
+        self.query_positions: Tensor | None = None
         """Tokens whose queries attend on this rank; None unless a prepared compressor has run in this forward pass."""
         self.selected: Selection | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
         """Return the new keys with their layer, for the attention function to store."""
         check_implementation("ShardedCache", self.cache.config)
-        self.queries = self.selected = None
+        self.query_positions = self.selected = None
         pending = JoinedKV(key_states, value_states, self)
         return pending, pending
 
     def begin_entries(self, new: int, shards: Shards | None) -> None:
         """Begin a forward pass of new tokens on this rank, before the model compresses them."""
         self.shards = shards
-        self.stays = shards is not None and not shards.has_prefix
-        if shards is not None and self.stays:
-            self.queries = shards.positions()
+        self.attends_locally = shards is not None and not shards.has_prefix
+        if shards is not None and self.attends_locally:
+            self.query_positions = shards.positions()
         else:
-            self.queries = self.get_seq_length() + torch.arange(new if shards is None else shards.length, device="cpu")
+            self.query_positions = self.get_seq_length() + torch.arange(
+                new if shards is None else shards.length, device="cpu"
+            )
 
     def store_compression_weights(self, name: str, kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, int]:
         """Return what whole blocks of tokens are compressed of, and their first token. Keep the rest."""
@@ -110,7 +112,7 @@ class CompressedLayer(TailLayer):
         last = seen - 1
         if not k:
             return
-        if self.stays:
+        if self.attends_locally:
             keys = self.new["indexer"]
             positions = torch.arange(index.length, device=last.device)
             bounds = torch.zeros_like(last)[None], last[None]
@@ -123,8 +125,8 @@ class CompressedLayer(TailLayer):
 
     def _seen(self) -> Tensor:
         """Return how many entries each query sees: those of blocks that end with its token or before."""
-        assert self.queries is not None
-        return (self.queries + 1) // self.entry_tokens
+        assert self.query_positions is not None
+        return (self.query_positions + 1) // self.entry_tokens
 
     def attend_other_keys(self, q: Tensor, scale: float | None) -> Partial | None:
         """Return attention of the queries over the entries on this rank; None if there are no entries yet."""
@@ -145,7 +147,7 @@ class CompressedLayer(TailLayer):
 
     def _held(self, entries: KVCache) -> list[tuple[Tensor, Tensor]]:
         """Return the entries that this rank attends to, (batch, 1, entries, dim), and their numbers, in parts."""
-        if self.stays:
+        if self.attends_locally:
             new = self.new["compressor"]
             return [(new[:, None], torch.arange(new.shape[1], device="cpu"))]
         view = entries.shard.view
@@ -167,7 +169,7 @@ def check_entries(
     expected, given = "a ShardedCache, which keeps the entries of compressed tokens", "another cache, or none"
     fix = 'call hf.generate; to train, call model.set_attn_implementation("eager"), on one device'
     require(isinstance(layer, CompressedLayer), KernelError, f"{SUBJECT} past_key_values", expected, given, fix)
-    if layer.queries is None or layer.shards is not shards:
+    if layer.query_positions is None or layer.shards is not shards:
         raise KernelError(*UNPREPARED)
     expected, fix = "sequences without padding in a model that compresses tokens", "pass sequences of one length"
     require(token_mask is None, MaskError, f"{SUBJECT} attention_mask", expected, "padding", fix)

@@ -12,7 +12,7 @@ from attnmesh.hf.cache.layer import ShardedLayer
 from attnmesh.hf.families.family import family_of
 from attnmesh.hf.images.cross import CrossLayer, SomeKeys
 from attnmesh.hf.latent_states import latent_widths
-from attnmesh.hf.models import cross_layer_indices, indexed_layer_indices, layer_kinds, num_cached_layers
+from attnmesh.hf.models import cross_layer_indices, indexed_layer_indices, layer_types_of, num_cached_layers
 from attnmesh.hf.transformers_names import DummyLayer, LinearAttentionLayer
 
 
@@ -81,7 +81,7 @@ def make_layers(config: PreTrainedConfig, cache: Any) -> list[Any]:
     crossed = cross_layer_indices(config)
     layers = [
         CrossLayer() if index in crossed else _make_layer(kind, cache, indexed=index in indexed)
-        for index, kind in enumerate(layer_kinds(config)[: num_cached_layers(config)])
+        for index, kind in enumerate(layer_types_of(config)[: num_cached_layers(config)])
     ]
     for index, layer in enumerate(layers):
         if isinstance(layer, ShardedLayer):

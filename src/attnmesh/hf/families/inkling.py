@@ -17,7 +17,7 @@ from attnmesh.hf.families.family import (
     Family,
 )
 from attnmesh.hf.families.short_convolutions import SHORT_CONVOLUTION
-from attnmesh.hf.models import NAME, SUBJECT
+from attnmesh.hf.models import ATTN_IMPLEMENTATION, SUBJECT
 from attnmesh.hf.recurrent.convolution import CONVOLUTION_SOURCE
 from attnmesh.hf.shards import Shards
 from attnmesh.hf.transformers_names import stock_of, subclass
@@ -48,7 +48,7 @@ class NearLogits:
     def forward(self, relative_states: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         """Return the bias of each query and distance, (batch, heads, queries, distances)."""
         layer: Any = self
-        if layer.config._attn_implementation != NAME:
+        if layer.config._attn_implementation != ATTN_IMPLEMENTATION:
             stock: Any = super()
             dense: Tensor = stock.forward(relative_states, query_positions, key_positions)
             return dense

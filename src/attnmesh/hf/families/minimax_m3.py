@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnmesh.core.selection import NONE, Selection
 from attnmesh.errors import KernelError, MaskError, require
-from attnmesh.hf.families.family import ATTENTION_FIELDS, INDEXED, Family, Layer, Part
+from attnmesh.hf.families.family import ATTENTION_FIELDS, INDEXED, Family, LayerKind, Part
 from attnmesh.hf.models import SUBJECT, Opaque
 from attnmesh.hf.shards import ShardPositions
 from attnmesh.hf.sparse.select import ShardKeys
@@ -86,7 +86,7 @@ class BlockIndexer:
             k = indexer.k_norm(indexer.k_proj(hidden_states).view(shape)).transpose(1, 2)
             rope = rope_of(indexer)
             q, k = rope(q, k, *(x[..., : indexer.head_dim] for x in position_embeddings))
-        source.new_index = k[:, 0]
+        source.new_index_keys = k[:, 0]
         positions = position_ids.plain() if isinstance(position_ids, ShardPositions) else position_ids
         return BlockScores(indexer, q.transpose(1, 2), positions, source)
 
@@ -123,7 +123,7 @@ FAMILIES = (
         f"{ATTENTION_FIELDS} head_dim intermediate_size num_experts num_experts_per_tok num_local_experts "
         "output_router_logits rope_parameters",
         sources={"MiniMaxM3VLIndexer.forward": "eba1b211b25c"},
-        layers={**INDEXED, "minimax_m3_sparse": Layer(indexed=True)},
+        layers={**INDEXED, "minimax_m3_sparse": LayerKind(indexed=True)},
         parts={"MiniMaxM3VLIndexer": INDEXER},
         selection_argument="block_indices",
         read_selection=selected_blocks,

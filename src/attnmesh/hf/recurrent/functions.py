@@ -133,7 +133,7 @@ def _rule(rule: Rule, stock: Any) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         chain = current_chain.get()
         if isinstance(chain, HeadChain) and rule.by_heads is not None:
-            rule.check_rows(kwargs)
+            rule.check_one_sequence(kwargs)
             whole_rule = partial(rule.outputs, stock, chain.all_document_lengths)
             out = rule.by_heads(whole_rule, chain, *args, **{**kwargs, rule.returns_state: False})
             return rule.returned(chain.scatter(out), None, False)

@@ -70,7 +70,7 @@ class Rule:
 
     def __call__(self, stock: Stock, *args: Any, **kwargs: Any) -> StateLink:
         """Return the link of a shard: `link(stock, *args, **kwargs)`, without the request for a state."""
-        self.check_rows(kwargs)
+        self.check_one_sequence(kwargs)
         begins_at_zero = kwargs.get(self.initial_state or "") is None
         fix = "pass it to link.finish"
         require(begins_at_zero, ArgumentError, f"recurrent layer {self.initial_state}", "None", "a tensor", fix)
@@ -90,7 +90,7 @@ class Rule:
         results = [stock(*piece_args, **piece_kwargs) for piece_args, piece_kwargs in self.cut(lengths, args, options)]
         return torch.cat([out[0] if self.always_pair else out for out in results], self.dim)
 
-    def check_rows(self, options: Mapping[str, Any]) -> None:
+    def check_one_sequence(self, options: Mapping[str, Any]) -> None:
         """Raise if the options begin a new sequence inside the tokens."""
         for name in PACKED:
             subject = f"recurrent layer {name}"

@@ -14,7 +14,7 @@ from attnmesh.errors import InputError
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.chunked_prefill import left_to_decode, prefill_chunks, run_model
 from attnmesh.hf.images.inputs import on_model
-from attnmesh.hf.models import steps_differ
+from attnmesh.hf.models import one_token_differs
 from attnmesh.hf.options import agree_on_call
 from attnmesh.hf.prefill import begin_prompt, crop_to_shared_prefix
 from attnmesh.hf.serving.rank_store import OF_STORE, RankStore, Reading, name_tokens
@@ -44,7 +44,7 @@ class RankWorker:
         self.prompts: dict[int, Tensor] = {}
         self.is_causal = all(getattr(module, "is_causal", True) for module in model.get_decoder().modules())
         """True if several tokens of an answer may be computed at once."""
-        self.by_steps = steps_differ(model.config)
+        self.by_steps = one_token_differs(model.config)
         """True if one token is computed by another rule than several: answers that are computed again go by tokens."""
         self.ends: dict[int, int] = {}
         """Tokens of the prompts that are computed, by number: those of answers come after them."""

@@ -16,7 +16,7 @@ from attnmesh.hf.chunked_prefill import run_model
 from attnmesh.hf.families.family import family_of
 from attnmesh.hf.models import (
     attends,
-    check_rows,
+    check_can_decode_rows,
     indexed_layer_indices,
     is_compressed,
     rope_regime,
@@ -148,7 +148,7 @@ def _agree(model: PreTrainedModel, tokens: Sequence[NextTokens], caches: Sequenc
 
 def _check_rows(model: PreTrainedModel, tokens: Any, caches: Any) -> None:
     """Raise unless each request has a token and a cache of its own, and one forward pass serves them."""
-    check_rows(SUBJECT, model)
+    check_can_decode_rows(SUBJECT, model)
     given = "none" if isinstance(caches, Sequence) and not len(caches) else type(caches).__name__
     fix = "pass a list of hf.ShardedCache"
     require(isinstance(caches, Sequence) and len(caches) > 0, KernelError, f"{SUBJECT} caches", "caches", given, fix)

@@ -16,7 +16,7 @@ from attnmesh.hf.shards import COPY_FUNCTIONS, METADATA_FUNCTIONS, VIEW_FUNCTION
 COUNT_ALL = "divide their sum by the batch's num_items_in_batch, or call hf.mean_over_mesh(losses, mask, mesh)"
 """Fix in errors about losses that are weighed by one rank's labels."""
 
-SAME_TOKENS = {
+PER_TOKEN_FUNCTIONS = {
     *VIEW_FUNCTIONS,
     *("clamp", "clamp_min", "clip", "masked_fill", "where", "neg", "__neg__", "negative", "mul", "__mul__", "__rmul__"),
     *("multiply", "masked_select", "add", "__add__", "__radd__", "sub", "__sub__", "rsub", "__rsub__", "subtract"),
@@ -46,7 +46,7 @@ class ShardLabels(ShardTensor):
         if name in ("gather", "take_along_dim", "__getitem__") and not isinstance(args[0], ShardLabels):
             return TokenLosses.of(call(), shards=self.shards)
         if name not in ("cross_entropy", "nll_loss"):
-            return self.wrap(call()) if name in SAME_TOKENS else call()
+            return self.wrap(call()) if name in PER_TOKEN_FUNCTIONS else call()
         self.shards.check_all_layers_counted()
         reduction = kwargs.get("reduction", "mean")
         if reduction == "mean":
@@ -70,7 +70,7 @@ class TokenLosses(ShardTensor):
             check_even_labels(self)
         if name in ("sum", "nansum"):
             return LossSum.of(call(), shards=self.shards)
-        return self.wrap(call()) if name in SAME_TOKENS else call()
+        return self.wrap(call()) if name in PER_TOKEN_FUNCTIONS else call()
 
 
 class LossSum(ShardTensor):

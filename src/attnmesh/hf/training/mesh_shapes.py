@@ -17,7 +17,7 @@ from attnmesh.setup.init_mesh import split_mesh
 Heads = tuple[int, int, int]
 """Query heads, key heads and columns of a head."""
 
-MOST = 4
+MAX_SHAPES = 4
 """Number of shapes that are set up: the shapes that send least under a full mask."""
 
 
@@ -50,7 +50,7 @@ class MeshShapes:
         require(fits, KernelError, "on_mesh shape", "a model without recurrent layers", config.model_type, fix)
         if (heads := _heads(config)) in self.meshes:
             return
-        shapes = mesh_shapes(self.mesh.size(), *heads[:2])[:MOST]
+        shapes = mesh_shapes(self.mesh.size(), *heads[:2])[:MAX_SHAPES]
         for shape in shapes:
             if shape not in self.by_shape:
                 self.by_shape[shape] = split_mesh(self.mesh, shape)
