@@ -41,7 +41,7 @@ class LatentStates(DispatchedTensor):
     def dispatch(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result, of the same latents. Raise for functions that do not expand latents."""
         if name not in EXPANDING:
-            Opaque._raise_read(name.strip("_"))
+            Opaque.raise_read(name.strip("_"))
         result = call()
         return tuple(map(self.wrap, result)) if isinstance(result, (tuple, list)) else self.wrap(result)
 

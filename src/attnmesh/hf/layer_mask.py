@@ -60,7 +60,7 @@ class MaskSpec(LayerMask):
         if rows is None:
             return super().__getitem__(key)
         if (stop, step) != (self.q_length, 1) or (first and self.shards is not None and not in_prefill):
-            self._raise_read("getitem")
+            self.raise_read("getitem")
         offset, length = self.q_offset + first, self.q_length - first
         return replace(self, q_offset=offset, q_length=length, discarded=self.discarded or (bool(first) and in_prefill))
 

@@ -31,15 +31,16 @@ class Opaque:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)  # Python probes every object for special methods
-        self._raise_read(name)
+        self.raise_read(name)
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], *_: Any) -> NoReturn:
         """Raise for every function of PyTorch."""
-        cls._raise_read(func.__name__)
+        cls.raise_read(func.__name__)
 
     @staticmethod
-    def _raise_read(operation: str) -> NoReturn:
+    def raise_read(operation: str) -> NoReturn:
+        """Raise for a model that reads the value by an operation."""
         expected = "a model that passes masks and cached keys to attention unread"
         given = f"one that reads them with {operation}, as custom attention does"
         raise KernelError(SUBJECT, expected, given, USE_SUPPORTED)
@@ -50,7 +51,7 @@ for _name in (
     *(f"{side}{name}" for side in ("", "r", "i") for name in ("add", "sub", "mul", "truediv", "and", "or", "xor")),
 ):
     # Python looks special methods up on the class, past __getattr__.
-    setattr(Opaque, f"__{_name}__", lambda self, *_, name=_name: self._raise_read(name))
+    setattr(Opaque, f"__{_name}__", lambda self, *_, name=_name: self.raise_read(name))
 
 
 def check_can_generate(model: PreTrainedModel) -> None:

@@ -37,7 +37,7 @@ class JoinedKV(PendingKV):
         """Return itself joined with no entries. Raise for other functions."""
         first, *entries = args[0] if func is torch.cat else (None,)
         if not isinstance(first, cls) or any(x.numel() for x in entries):
-            cls._raise_read(func.__name__)
+            cls.raise_read(func.__name__)
         return first
 
 

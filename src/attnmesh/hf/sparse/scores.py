@@ -57,7 +57,7 @@ class IndexMask(Opaque):
     ) -> Any:
         """Return scores of one device with -inf where a query does not see a key. Raise for other functions."""
         if func.__name__ != "masked_fill" or type(args[0]) is not Tensor:
-            cls._raise_read(func.__name__)
+            cls.raise_read(func.__name__)
         scores, mask, value = args
         expected, given = "an indexer that keeps its keys in the cache", "one that scores the keys of a shard alone"
         require(mask.layer_mask.shards is None, KernelError, f"{SUBJECT} indexer", expected, given, USE_SUPPORTED)
@@ -93,7 +93,7 @@ class IndexScores(DispatchedTensor):
         if name == "topk" and self.spec is not None and self.ndim == 3 and self.shape[2] == KEYS and _is_last(kwargs):
             return TopK(self.source.select(self, args[1]))
         if name not in KEYWISE or any(isinstance(x, Tensor) for x in kwargs.values()):
-            Opaque._raise_read(name.strip("_"))
+            Opaque.raise_read(name.strip("_"))
         result = call(*(x.plain() if isinstance(x, IndexScores) else _described(x) for x in args))
         operands, slots = _operands(args, result)
 
