@@ -14,7 +14,7 @@ from attnmesh.core.mask import Mask
 from attnmesh.core.scaling import Scores, check_scale
 from attnmesh.core.selection import Selection, Visible
 from attnmesh.decoding.decode_shard import decode_shard
-from attnmesh.errors import InputError, MaskError, require
+from attnmesh.errors import InputError, MaskError
 from attnmesh.hf.cache.layer import PendingKV, store_shard
 from attnmesh.hf.layer_checks import check_cached_padding
 from attnmesh.hf.layer_mask import ONE_PROMPT, SAME_PLACES, MaskSpec, check_covers
@@ -59,8 +59,8 @@ def attend_cached(
     q: Tensor, pending: PendingKV, arguments: LayerArguments, spec: MaskSpec, stores_keys: bool
 ) -> Tensor:
     """Return attention with a `ShardedCache`, which stores new keys and values."""
-    given = "sequences with images in other places"
-    require(not spec.row_masks, MaskError, "attention mask", SAME_PLACES, given, ONE_PROMPT)
+    if spec.row_masks:
+        raise MaskError("attention mask", SAME_PLACES, "sequences with images in other places", ONE_PROMPT)
     if spec.discarded:
         return q.new_zeros(len(q), q.shape[1] // pending.layer.cache.head_ranks, q.shape[2], pending.v.shape[3])
     if spec.shards is not None:

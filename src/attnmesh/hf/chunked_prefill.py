@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnmesh.comm.host_linear import MAX_SHARED_ROWS
 from attnmesh.core.layout import Contiguous, Layout, Split
-from attnmesh.errors import KernelError, require
+from attnmesh.errors import KernelError
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.families.family import USE_SUPPORTED, family_of
 from attnmesh.hf.images.image_merge import MergedPrompt
@@ -246,8 +246,9 @@ class ChunkedPrefill:
     def _record(self, stop: int) -> None:
         """Record that the cache holds the tokens before one. Raise if some layer does not."""
         is_complete = all(layer.get_seq_length() == stop for layer in self.cache.attention_layers)
-        given = f"{type(self.model).__name__}, in which some layers cache no keys"
-        require(is_complete, KernelError, "generate", "a model whose layers all cache their keys", given, USE_SUPPORTED)
+        if not is_complete:
+            given = f"{type(self.model).__name__}, in which some layers cache no keys"
+            raise KernelError("generate", "a model whose layers all cache their keys", given, USE_SUPPORTED)
         self.cache.set_length(stop)
         self.cache.tokens = self.prompt.mark(self.prompt.ids)[:, :stop]  # to continue from if a rank is lost
         self.cache.history.is_consistent, self.start = True, stop

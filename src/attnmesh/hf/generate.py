@@ -105,9 +105,9 @@ def _generate(
     beams, samples = settings["num_beams"] or 1, settings["num_return_sequences"] or 1
     assisted = any(settings[name] for name in ASSISTED_OPTIONS)
     shared = crop_to_shared_prefix(model, prompt, cache)
-    expected, given = "an empty cache for assisted decoding", f"{shared} tokens in the cache"
-    fits = not (assisted and shared)  # transformers feeds the whole prompt
-    require(fits, KernelError, "generate", expected, given, "pass a new cache, or none")
+    if assisted and shared:  # transformers feeds the whole prompt
+        expected = "an empty cache for assisted decoding"
+        raise KernelError("generate", expected, f"{shared} tokens in the cache", "pass a new cache, or none")
     if not assisted:
         prefill_rest(model, prompt, cache, chunk_size)
         cache.batch_repeat_interleave(max(beams, samples))
@@ -158,8 +158,9 @@ def _generate_with_checkpoint(
     length = prompt.shape[1]
     total = settings.total(prompt.shape[1])
     constant = rope_regime(model.config, length) == rope_regime(model.config, total)
-    given, fix = "one that the length of the text changes", "leave checkpoint= out, or generate fewer tokens"
-    require(constant, KernelError, CHECKPOINT, "a rope that stays the same", given, fix)
+    if not constant:
+        fix = "leave checkpoint= out, or generate fewer tokens"
+        raise KernelError(CHECKPOINT, "a rope that stays the same", "one that the length of the text changes", fix)
     if ids.shape[1] >= total:
         if (streamer := options.get("streamer")) is not None:
             streamer.put(ids[:, :total])

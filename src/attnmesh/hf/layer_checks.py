@@ -56,7 +56,7 @@ def checked_mask(
     sliding_window: int | None,
     arguments: dict[str, Any],
 ) -> MaskSpec:
-    """Return the mask of a call that passes all checks, and count it. Raise on all ranks if they compare their calls."""
+    """Return the mask of a call that passes all checks, and count it. Raise on all ranks if they compare calls."""
     shards = mask.shards if isinstance(mask, MaskSpec) else None
     pending = key if isinstance(key, PendingKV) else None
     try:

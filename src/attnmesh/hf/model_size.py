@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from attnmesh.core.mask import Window
-from attnmesh.errors import ModelError, require
+from attnmesh.errors import ModelError
 from attnmesh.hf.cache.layer import SHORT_WINDOW
 from attnmesh.hf.families.family import family_of
 from attnmesh.hf.latent_states import latent_widths
@@ -50,10 +50,12 @@ def model_size(config: PreTrainedConfig, dtype: str = "bfloat16", **workload: An
     config = config.get_text_config(decoder=True)
     attends = config.is_heterogeneous or hasattr(config, "num_attention_heads")
     full_layers, window_layers = _num_attention_layers(config) if attends else (0, 0)
-    given, fix = f"{config.model_type} without any", "use a model whose layers attend"
-    require(full_layers + window_layers > 0, ModelError, "plan model", "layers of attention", given, fix)
-    given, fix = f"{config.model_type}, which compresses them", "write --heads 64/1 with entries as the --length"
-    require(not is_compressed(config), ModelError, "plan model", "layers that keep keys of tokens", given, fix)
+    if full_layers + window_layers == 0:
+        given = f"{config.model_type} without any"
+        raise ModelError("plan model", "layers of attention", given, "use a model whose layers attend")
+    if is_compressed(config):
+        given, fix = f"{config.model_type}, which compresses them", "write --heads 64/1 with entries as the --length"
+        raise ModelError("plan model", "layers that keep keys of tokens", given, fix)
     skeleton = _skeleton(config, dtype)
     workload["dtype"] = dtype
     windowed_work = _windowed(config, window_layers, workload) if window_layers else None
@@ -91,9 +93,9 @@ def training_size(config: PreTrainedConfig, lora: int = 0, **workload: Any) -> T
     widths = (getattr(config, name, None) for name in ("moe_intermediate_size", "intermediate_size"))
     inner = experts * next(filter(None, widths), 4 * config.hidden_size)
     parameters = model.weights(1, False) // model.workload.itemsize
-    fits = lora <= config.hidden_size
-    fix = "take a smaller one, such as 16"
-    require(fits, ModelError, "lora", f"a rank up to the model's width, {config.hidden_size}", f"{lora:,}", fix)
+    if lora > config.hidden_size:
+        fix = "take a smaller one, such as 16"
+        raise ModelError("lora", f"a rank up to the model's width, {config.hidden_size}", f"{lora:,}", fix)
     sizes = model.layers, model.hidden, inner, config.vocab_size, parameters
     return TrainedModel(model.workload, *sizes, _adapter(config, lora) if lora else 0, config.tie_word_embeddings)
 

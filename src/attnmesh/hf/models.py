@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from attnmesh.errors import ArgumentError, Check, KernelError, ShapeError, require
+from attnmesh.errors import ArgumentError, Check, KernelError, ShapeError
 from attnmesh.hf.families.family import ATTENDING, LENGTH_DEPENDENT_ROPES, USE_SUPPORTED, LayerKind, family_of
 from attnmesh.hf.families.pins import check_family, check_pins, raise_lost
 from attnmesh.hf.transformers_names import PEFT
@@ -58,40 +58,36 @@ def check_can_generate(model: PreTrainedModel) -> None:
     """Raise unless `generate` supports the model: causal, with a cache, and with attention set to attnmesh."""
     given = type(model).__name__
     supported = isinstance(model, PreTrainedModel) and model.can_generate() and not model.config.is_encoder_decoder
-    fix = "load it with AutoModelForCausalLM"
-    require(supported, KernelError, "generate", "a causal language model of transformers", given, fix)
-    expected = "a model whose generate begins with token ids"
+    if not supported:
+        fix = "load it with AutoModelForCausalLM"
+        raise KernelError("generate", "a causal language model of transformers", given, fix)
     takes_ids = "inputs" in signature(model.generate).parameters
-    require(takes_ids, KernelError, "generate", expected, given, USE_SUPPORTED)
+    if not takes_ids:
+        raise KernelError("generate", "a model whose generate begins with token ids", given, USE_SUPPORTED)
     check_keys(model.config)
     kind = model.config.get_text_config(decoder=True).model_type
-    expected, description = "a model whose cache holds its recurrent states", f"{kind}, which keeps them elsewhere"
-    require(not family_of(model.config).hides_states, KernelError, "generate", expected, description, USE_SUPPORTED)
+    if family_of(model.config).hides_states:
+        expected = "a model whose cache holds its recurrent states"
+        raise KernelError("generate", expected, f"{kind}, which keeps them elsewhere", USE_SUPPORTED)
     module = sys.modules.get(type(model).__module__)
     selectable = (
         model.is_backend_compatible() or hasattr(module, "ALL_ATTENTION_FUNCTIONS") or not attends(model.config)
     )
-    given, expected = f"{given} with built-in attention", "a model with selectable attention"
-    require(selectable, KernelError, "generate", expected, given, USE_SUPPORTED)
-    drops_cache = model.training and model.is_activation_checkpointing
-    given = "one in training with gradient checkpointing, which drops the cache"
-    require(not drops_cache, KernelError, "generate", "a model that uses its cache", given, "call model.eval()")
+    if not selectable:
+        given = f"{given} with built-in attention"
+        raise KernelError("generate", "a model with selectable attention", given, USE_SUPPORTED)
+    if model.training and model.is_activation_checkpointing:
+        given = "one in training with gradient checkpointing, which drops the cache"
+        raise KernelError("generate", "a model that uses its cache", given, "call model.eval()")
     check_implementation("generate", model.config)
 
 
 def check_can_decode_rows(subject: str, model: PreTrainedModel) -> None:
     """Raise unless one forward pass can decode rows of the model: `check_can_generate`, and no images of their own."""
     check_can_generate(model)
-    expected = "a model without cross-attention over images"
-    given = type(model).__name__
-    require(
-        not cross_layer_indices(model.config),
-        KernelError,
-        subject,
-        expected,
-        given,
-        "call hf.generate for each request",
-    )
+    if cross_layer_indices(model.config):
+        expected = "a model without cross-attention over images"
+        raise KernelError(subject, expected, type(model).__name__, "call hf.generate for each request")
 
 
 def check_implementation(subject: str, config: PreTrainedConfig) -> None:
@@ -119,9 +115,9 @@ def check_layers(config: PreTrainedConfig) -> None:
         unsupported.append("embeddings of several tokens")
     if family.refused:
         unsupported = [family.refused]
-    expected = f"a model of layers of {', '.join(ATTENDING)}"
-    given = f"{config.model_type} with layers of {', '.join(unsupported)}"
-    require(not unsupported, KernelError, SUBJECT, expected, given, USE_SUPPORTED)
+    if unsupported:
+        given = f"{config.model_type} with layers of {', '.join(unsupported)}"
+        raise KernelError(SUBJECT, f"a model of layers of {', '.join(ATTENDING)}", given, USE_SUPPORTED)
 
 
 def layer_types_of(config: PreTrainedConfig) -> list[str]:
@@ -211,14 +207,16 @@ def check_keys(config: PreTrainedConfig) -> None:
     """Raise unless a cache can keep the keys of all layers, of which the last ones at most share those of others."""
     check_layers(config)
     config = config.get_text_config(decoder=True)
-    given = f"{config.model_type} without num_hidden_layers"
     stacked = hasattr(config, "num_hidden_layers")
-    require(stacked, KernelError, SUBJECT, "a model of one stack of layers", given, USE_SUPPORTED)
+    if not stacked:
+        given = f"{config.model_type} without num_hidden_layers"
+        raise KernelError(SUBJECT, "a model of one stack of layers", given, USE_SUPPORTED)
     modes = _sharing_modes(config)
     unknown = bool(getattr(config, "num_kv_shared_layers", None)) and not modes
-    expected, given = "a model in which only the last layers share keys", f"{config.model_type} with shared keys"
     fits = "reuse" not in modes[: num_cached_layers(config)] and not unknown
-    require(fits, KernelError, SUBJECT, expected, given, USE_SUPPORTED)
+    if not fits:
+        expected = "a model in which only the last layers share keys"
+        raise KernelError(SUBJECT, expected, f"{config.model_type} with shared keys", USE_SUPPORTED)
 
 
 def indexed_layer_indices(config: PreTrainedConfig) -> list[int]:
@@ -247,9 +245,9 @@ def unwrap(model: Any) -> Any:
         return model
     adapters = getattr(model, "peft_config", None) or {}
     virtual = any(getattr(adapter, "is_prompt_learning", False) for adapter in adapters.values())
-    given = type(model).__name__
-    fix = "use adapters that change weights, such as LoRA"
-    require(not virtual, KernelError, "generate", "adapters without virtual tokens", given, fix)
+    if virtual:
+        fix = "use adapters that change weights, such as LoRA"
+        raise KernelError("generate", "adapters without virtual tokens", type(model).__name__, fix)
     if adapters:
         PEFT.check()
         base: Any = model.get_base_model  # LoRA layers are inside the base model
@@ -322,10 +320,10 @@ def check_rope_switch(config: PreTrainedConfig, cached: int, total: int) -> None
     """Raise if generation crosses the length at which a longrope changes, because cached keys would become invalid."""
     for rope, switch in _length_dependent_ropes(config.get_text_config(decoder=True)):
         crosses = rope["rope_type"] == "longrope" and cached <= switch < total
-        expected = f"tokens on one side of {switch}, where the model's longrope changes"
-        given = f"a prompt of {cached + 1} and up to {total} in all"
-        fix = f"generate up to {switch} tokens, then call generate again with the output as the prompt"
-        require(not crosses, ShapeError, "generate", expected, given, fix)
+        if crosses:
+            expected = f"tokens on one side of {switch}, where the model's longrope changes"
+            fix = f"generate up to {switch} tokens, then call generate again with the output as the prompt"
+            raise ShapeError("generate", expected, f"a prompt of {cached + 1} and up to {total} in all", fix)
 
 
 def _length_dependent_ropes(config: PreTrainedConfig) -> list[tuple[dict[str, Any], int]]:

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.core.layout import Layout
 from attnmesh.core.mask import Full, Mask
 from attnmesh.decoding.query_shard import QueryShard
-from attnmesh.errors import ArgumentError, KernelError, require
+from attnmesh.errors import ArgumentError, KernelError
 from attnmesh.hf.families.family import USE_SUPPORTED
 from attnmesh.hf.models import SUBJECT
 from attnmesh.mesh.axes import Mesh
@@ -190,10 +190,10 @@ class Shards:
     def check_all_layers_counted(self) -> None:
         """Raise if a layer has not called attnmesh: it mixed the tokens of this shard alone, or none."""
         calls, layers = self.forward_pass.attention_calls, self.forward_pass.layers
-        expected = "a model whose layers all call attnmesh for attention"
-        given = f"one in which {calls} of {layers} layers do" if calls else "one in which no layer does"
-        fits = calls >= layers or self.ranks == 1
-        require(fits, KernelError, SUBJECT, expected, f"{given}, as in recurrent models", USE_SUPPORTED)
+        if calls < layers and self.ranks > 1:
+            expected = "a model whose layers all call attnmesh for attention"
+            given = f"one in which {calls} of {layers} layers do" if calls else "one in which no layer does"
+            raise KernelError(SUBJECT, expected, f"{given}, as in recurrent models", USE_SUPPORTED)
 
 
 class BegunPass:
@@ -274,9 +274,10 @@ class ShardTensor(DispatchedTensor):
         index = args[1] if name == "__getitem__" and self.shards.ranks > 1 else None
         last = index[-1] if isinstance(index, tuple) and len(index) > 1 else None
         shifted = isinstance(last, slice) and last in (slice(1, None), slice(None, -1))
-        fix = "pass labels to hf.shard_batch, and compare logits and shift_labels of equal places"
-        expected, given = "tokens that are shifted before they are cut", "a shard without its first or last token"
-        require(not shifted, ArgumentError, f"{SUBJECT} labels", expected, given, fix)
+        if shifted:
+            expected = "tokens that are shifted before they are cut"
+            fix = "pass labels to hf.shard_batch, and compare logits and shift_labels of equal places"
+            raise ArgumentError(f"{SUBJECT} labels", expected, "a shard without its first or last token", fix)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self.wrap(deepcopy(self.plain(), memo))
@@ -419,9 +420,9 @@ class ShardPositions(ShardTensor):
 def _check_no_inner_padding(ids: Tensor, padding: int) -> None:
     """Raise if a padding token comes before another token: RoBERTa's positions do not count padding."""
     is_padding = ids == padding
-    at_end = not bool((is_padding[:, :-1] & ~is_padding[:, 1:]).any())
-    expected, given = "padding at the end of a sequence, if any", f"padding token {padding} before another token"
-    require(at_end, KernelError, f"{SUBJECT} input_ids", expected, given, "replace it by another token")
+    if bool((is_padding[:, :-1] & ~is_padding[:, 1:]).any()):
+        expected, given = "padding at the end of a sequence, if any", f"padding token {padding} before another token"
+        raise KernelError(f"{SUBJECT} input_ids", expected, given, "replace it by another token")
 
 
 def _in_module() -> bool:

@@ -166,8 +166,9 @@ def _check(model: Any) -> None:
     require(not sharded, ModelError, SUBJECT, "whole weights", "sharded ones", "load the model without sharding it")
     device = next(model.parameters()).device.type
     require(device == "cpu", KernelError, SUBJECT, "a model on CPUs", f"one on {device}", "use hf.tensor_parallel")
-    fix = "install a C++ compiler, or leave share_weights out"
-    require(library().reason is None, KernelError, SUBJECT, "the native library", library().reason, fix)
+    if (reason := library().reason) is not None:
+        fix = "install a C++ compiler, or leave share_weights out"
+        raise KernelError(SUBJECT, "the native library", reason, fix)
 
 
 class SharedLayer(nn.Module):

@@ -13,7 +13,7 @@ from attnmesh.core.mask import Causal
 from attnmesh.core.partial import Partial, merge_partials
 from attnmesh.core.selection import Selection
 from attnmesh.decoding.index_search import top_k_tokens
-from attnmesh.errors import KernelError, MaskError, require
+from attnmesh.errors import KernelError, MaskError
 from attnmesh.hf.cache.layer import PendingKV, TailLayer
 from attnmesh.hf.families.family import has_entries
 from attnmesh.hf.models import SUBJECT, check_implementation
@@ -166,10 +166,12 @@ def check_entries(
     if not has_entries(module):
         return
     layer: Any = None if pending is None else pending.layer
-    expected, given = "a ShardedCache, which keeps the entries of compressed tokens", "another cache, or none"
-    fix = 'call hf.generate; to train, call model.set_attn_implementation("eager"), on one device'
-    require(isinstance(layer, CompressedLayer), KernelError, f"{SUBJECT} past_key_values", expected, given, fix)
+    if not isinstance(layer, CompressedLayer):
+        expected = "a ShardedCache, which keeps the entries of compressed tokens"
+        fix = 'call hf.generate; to train, call model.set_attn_implementation("eager"), on one device'
+        raise KernelError(f"{SUBJECT} past_key_values", expected, "another cache, or none", fix)
     if layer.query_positions is None or layer.shards is not shards:
         raise KernelError(*UNPREPARED)
-    expected, fix = "sequences without padding in a model that compresses tokens", "pass sequences of one length"
-    require(token_mask is None, MaskError, f"{SUBJECT} attention_mask", expected, "padding", fix)
+    if token_mask is not None:
+        expected = "sequences without padding in a model that compresses tokens"
+        raise MaskError(f"{SUBJECT} attention_mask", expected, "padding", "pass sequences of one length")

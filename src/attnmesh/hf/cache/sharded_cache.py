@@ -15,7 +15,7 @@ from attnmesh.cache.cache import KVCache
 from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.core.layout import Striped
 from attnmesh.decoding.decode_call import decode
-from attnmesh.errors import KernelError, ShapeError, require
+from attnmesh.errors import KernelError, ShapeError
 from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.cache.folder_layers import FolderLayers
 from attnmesh.hf.cache.history import CacheHistory
@@ -181,10 +181,10 @@ class ShardedCache(FolderLayers):
     def decode_options(self, q: Tensor) -> dict[str, Any]:
         """Return the options of `decode` that the cache sets. Raise if ranks share heads and q has not all of them."""
         if self.head_ranks > 1:
-            heads, fix = self.config.num_attention_heads, 'shard the model by tensor_parallel(output="heads")'
-            given = f"{q.shape[1]}"
-            fits = q.shape[1] == heads
-            require(fits, ShapeError, 'ShardedCache output="heads"', f"queries of all {heads} heads", given, fix)
+            heads = self.config.num_attention_heads
+            if q.shape[1] != heads:
+                fix = 'shard the model by tensor_parallel(output="heads")'
+                raise ShapeError('ShardedCache output="heads"', f"queries of all {heads} heads", f"{q.shape[1]}", fix)
         options = {"merge": self.merge, "output": self.output, "kernel": self.kernel}
         return {**options, "reproducible": self.reproducible}
 
@@ -350,9 +350,8 @@ class ShardedCache(FolderLayers):
             InputError: Tokens were lost with their ranks, or the cache is of another model.
         """
         for name in ("folder", "hot"):
-            fits = options.get(name) is None
-            fix = f"leave {name}= out"
-            require(fits, KernelError, "ShardedCache.recover", "a cache in one memory", f"{name}=", fix)
+            if options.get(name) is not None:
+                raise KernelError("ShardedCache.recover", "a cache in one memory", f"{name}=", f"leave {name}= out")
         recovered = cls(config, mesh, **options)
         with Agreement(Mesh.of(mesh), "ShardedCache.recover"):
             _check_recoverable(cache, recovered)
@@ -398,18 +397,20 @@ class ShardedCache(FolderLayers):
 
 def _check_recoverable(cache: Any, recovered: ShardedCache) -> None:
     """Raise unless the cache is None or has the layers of the recovered one, without recurrent states."""
-    expected, given = "a model without states", recovered.config.model_type
-    fix = "generate with checkpoint=hf.Checkpoint(path), or prefill again"
-    require(not recovered.irreversible_layers, KernelError, "ShardedCache.recover", expected, given, fix)
+    if recovered.irreversible_layers:
+        fix = "generate with checkpoint=hf.Checkpoint(path), or prefill again"
+        raise KernelError("ShardedCache.recover", "a model without states", recovered.config.model_type, fix)
     if cache is None:
         return
-    subject, fix = "ShardedCache.recover cache", "pass the ShardedCache of this rank, or None on a new rank"
-    require(isinstance(cache, ShardedCache), KernelError, subject, "a ShardedCache", type(cache).__name__, fix)
+    subject = "ShardedCache.recover cache"
+    if not isinstance(cache, ShardedCache):
+        fix = "pass the ShardedCache of this rank, or None on a new rank"
+        raise KernelError(subject, "a ShardedCache", type(cache).__name__, fix)
     cache.check_no_images(subject)
     layers = len(recovered.layers)
-    given = f"one of {len(cache.layers)} layers"
-    fix = "pass the config of its model"
-    require(len(cache.layers) == layers, KernelError, subject, f"a cache of {layers} layers", given, fix)
+    if len(cache.layers) != layers:
+        given = f"one of {len(cache.layers)} layers"
+        raise KernelError(subject, f"a cache of {layers} layers", given, "pass the config of its model")
 
 
 def _gather_tokens(tokens: Tensor | None, kv: KVCache) -> Tensor | None:

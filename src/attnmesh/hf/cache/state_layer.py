@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from attnmesh.errors import KernelError, require
+from attnmesh.errors import KernelError
 from attnmesh.hf.cache.compressed_layer import CompressedLayer
 from attnmesh.hf.cache.indexed_layer import IndexedLayer, PooledLayer
 from attnmesh.hf.cache.layer import ShardedLayer
@@ -21,9 +21,9 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Do nothing for 0 tokens, and raise otherwise: a state cannot go back."""
-        given, fix = f"{-tokens_to_remove} tokens to remove", "make a new cache, or crop all tokens"
-        expected = "0 tokens to remove from recurrent states"
-        require(tokens_to_remove == 0, KernelError, "ShardedCache crop", expected, given, fix)
+        if tokens_to_remove != 0:
+            expected, given = "0 tokens to remove from recurrent states", f"{-tokens_to_remove} tokens to remove"
+            raise KernelError("ShardedCache crop", expected, given, "make a new cache, or crop all tokens")
 
     @property
     def tensors(self) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from transformers import Cache, PreTrainedConfig
 from attnmesh.cache.cache import KVCache
 from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.cache.saved_cache import LayersToLoad, Saving
-from attnmesh.errors import KernelError, ShapeError, StoreError, require
+from attnmesh.errors import KernelError, ShapeError, StoreError
 from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.cache.compressed_layer import CompressedLayer
 from attnmesh.hf.cache.history import CacheHistory
@@ -95,9 +95,9 @@ class StoredLayers(Cache):  # type: ignore[misc]
 
     def check_no_images(self, subject: str) -> None:
         """Raise if layers of cross-attention have keys of images, which are neither saved nor recovered."""
-        images = any(layer.is_initialized for layer in self.cross_layers)
-        expected, fix = "a cache without images of cross-attention", "prefill the prompt and its images in a new cache"
-        require(not images, KernelError, subject, expected, "one with images", fix)
+        if any(layer.is_initialized for layer in self.cross_layers):
+            fix = "prefill the prompt and its images in a new cache"
+            raise KernelError(subject, "a cache without images of cross-attention", "one with images", fix)
 
     def save(
         self, path: str | Path, *, more: Mapping[str, Tensor] | None = None, note: str = "", wait: bool = True
@@ -119,20 +119,21 @@ class StoredLayers(Cache):  # type: ignore[misc]
         kvs = self.kvs
         with Agreement(Mesh.of(self.mesh), "save"):
             check_more({} if more is None else more)
-            attends = bool(self.attention_layers)
-            given = "recurrent states alone"
-            expected, fix = "a cache with layers of attention", "prefill again instead"
-            require(attends, KernelError, "ShardedCache save", expected, given, fix)
+            if not self.attention_layers:
+                expected = "a cache with layers of attention"
+                raise KernelError("ShardedCache save", expected, "recurrent states alone", "prefill again instead")
             self.check_no_images("ShardedCache save")
             counts = {count for layer in self.attention_layers for count in layer.token_counts}
             filled = len(kvs) == self.num_kvs and 0 not in counts
-            expected, fix = "a cache with tokens in all layers", "prefill a prompt first"
-            require(filled, ShapeError, "ShardedCache save", expected, repr(self.attention_layers[0]), fix)
-            given, fix = f"layers of {sorted(counts)} tokens", "call hf.prefill with the prompt"
-            require(len(counts) == 1, StoreError, "ShardedCache save", "layers of the same tokens", given, fix)
+            if not filled:
+                expected, fix = "a cache with tokens in all layers", "prefill a prompt first"
+                raise ShapeError("ShardedCache save", expected, repr(self.attention_layers[0]), fix)
+            if len(counts) != 1:
+                given, fix = f"layers of {sorted(counts)} tokens", "call hf.prefill with the prompt"
+                raise StoreError("ShardedCache save", "layers of the same tokens", given, fix)
             reserved = [name for name in more or {} if name == "held" or name.startswith(STATES)]
-            expected = f"names other than held and {STATES}*"
-            require(not reserved, StoreError, "save more", expected, ", ".join(reserved), "rename it")
+            if reserved:
+                raise StoreError("save more", f"names other than held and {STATES}*", ", ".join(reserved), "rename it")
         ids = {"held": self.tokens.cpu()} if self.tokens is not None and kvs[0].length == self.tokens.shape[1] else {}
         states = {STATES + name: x.cpu().clone() for name, x in self.states.items()}
         tensors = {**ids, **states, **(more or {})}
@@ -202,9 +203,10 @@ class StoredLayers(Cache):  # type: ignore[misc]
         """Set the `KVCache` of each layer. Raise if they are stored in another way than the cache's."""
         storages, allowed = {kv.sizes.storage for kv in kvs} - {None}, {self.storage, self.window_storage} - {None}
         fits = storages <= allowed and (bool(storages) or self.storage is None or has_windows(self.config))
-        given = f"storage={next(iter(storages), None)!r}"
-        expected = f"keys stored with storage={self.storage!r}, as the cache's"
-        require(fits, KernelError, "ShardedCache", expected, given, f"make the cache with {given}")
+        if not fits:
+            expected = f"keys stored with storage={self.storage!r}, as the cache's"
+            given = f"storage={next(iter(storages), None)!r}"
+            raise KernelError("ShardedCache", expected, given, f"make the cache with {given}")
         remaining = iter(kvs)
         for layer in self.attention_layers:
             layer.set_kvs([next(remaining) for _ in layer.tokens_per_key])

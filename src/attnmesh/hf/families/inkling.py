@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnmesh.errors import KernelError, require
+from attnmesh.errors import KernelError
 from attnmesh.hf.families.family import (
     ATTENTION_FIELDS,
     RECURRENT,
@@ -80,8 +80,9 @@ def near_bias(module: Any, bias: Tensor | None, shards: Shards | None) -> Tensor
     """
     if bias is None or isinstance(module.rel_logits_proj, NearLogits):
         return bias
-    given, fix = "another one", "call hf.generate, or the model with what hf.shard_batch returns"
-    require(shards is None, KernelError, f"{SUBJECT} position_bias", "a model prepared for a mesh", given, fix)
+    if shards is not None:
+        fix = "call hf.generate, or the model with what hf.shard_batch returns"
+        raise KernelError(f"{SUBJECT} position_bias", "a model prepared for a mesh", "another one", fix)
     queries = bias.shape[3] - bias.shape[2] + torch.arange(bias.shape[2], device=bias.device)
     keys = queries[:, None] - torch.arange(module.rel_extent, device=bias.device)
     return bias.gather(-1, keys.clamp(0, bias.shape[3] - 1).expand(*bias.shape[:2], -1, -1))

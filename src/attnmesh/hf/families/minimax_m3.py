@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.selection import NONE, Selection
-from attnmesh.errors import KernelError, MaskError, require
+from attnmesh.errors import KernelError, MaskError
 from attnmesh.hf.families.family import ATTENTION_FIELDS, INDEXED, Family, LayerKind, Part
 from attnmesh.hf.models import SUBJECT, Opaque
 from attnmesh.hf.shards import ShardPositions
@@ -51,9 +51,10 @@ def check_unpadded(spec: Any) -> None:
     masks = [spec.token_mask, *([] if spec.shards is None else [spec.shards.token_mask])]
     packed = spec.shards is not None and bool(spec.shards.documents.ends)
     fits = not packed and all(mask is None for mask in masks)
-    given = "packed sequences" if packed else "padding"
-    expected, fix = "one sequence a row without padding, in a model that selects blocks", "pass sequences of one length"
-    require(fits, MaskError, f"{SUBJECT} attention_mask", expected, given, fix)
+    if not fits:
+        expected = "one sequence a row without padding, in a model that selects blocks"
+        given = "packed sequences" if packed else "padding"
+        raise MaskError(f"{SUBJECT} attention_mask", expected, given, "pass sequences of one length")
 
 
 def _joined(local: Tensor, blocks: Tensor) -> Tensor:
@@ -96,9 +97,9 @@ def selected_blocks(module: Any, blocks: Any, spec: Any) -> Selection:
     """Return the selection of a layer, from `BlockScores`, or on one device from the blocks that the model selected."""
     if isinstance(blocks, BlockScores):
         return blocks.selected(spec)
-    expected, given = "an indexer that keeps its keys in the cache", "one that scores the keys of a shard alone"
-    fix = "call hf.generate, or update attnmesh"
-    require(spec.shards is None, KernelError, f"{SUBJECT} indexer", expected, given, fix)
+    if spec.shards is not None:
+        expected, given = "an indexer that keeps its keys in the cache", "one that scores the keys of a shard alone"
+        raise KernelError(f"{SUBJECT} indexer", expected, given, "call hf.generate, or update attnmesh")
     check_unpadded(spec)
     return Selection(blocks.masked_fill(blocks < 0, NONE).to(torch.int32), module.indexer.block_size)
 

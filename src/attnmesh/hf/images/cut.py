@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from attnmesh.errors import KernelError, require
+from attnmesh.errors import KernelError
 from attnmesh.hf.images.image_merge import SET_HERE, select, text_arguments
 from attnmesh.hf.layer_mask import USE_SDPA, MaskSpec
 from attnmesh.hf.shards import ShardMask, ShardPositions, Shards, WholeIds, WholeMask
@@ -29,13 +29,13 @@ def prepare_text_model(running: Sequence[nn.Module]) -> None:
     if model is None:
         return  # a wrapper moves the batch
     decoder: Any = model.get_decoder()
-    expected = "a model that merges images into the embeddings of its text model"
-    given = type(model).__name__
-    fits = isinstance(decoder, nn.Module) and decoder not in running
-    require(fits, KernelError, "train images", expected, given, f"leave token_type_ids and images out, or {USE_SDPA}")
+    name = type(model).__name__
+    if not isinstance(decoder, nn.Module) or decoder in running:
+        expected = "a model that merges images into the embeddings of its text model"
+        raise KernelError("train images", expected, name, f"leave token_type_ids and images out, or {USE_SDPA}")
     if decoder not in CUTTING:
         CUTTING.add(decoder)
-        decoder.register_forward_pre_hook(partial(_cut, given), with_kwargs=True, prepend=True)
+        decoder.register_forward_pre_hook(partial(_cut, name), with_kwargs=True, prepend=True)
 
 
 def _cut(name: str, decoder: nn.Module, args: tuple[Any, ...], arguments: dict[str, Any]) -> Any:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attnmesh.errors import InputError, KernelError, MaskError, ShapeError, require
+from attnmesh.errors import InputError, KernelError, MaskError, ShapeError
 from attnmesh.hf.images.inputs import IMAGE_INPUTS, ImageTokens, PositionShift, check_cross_mask, fingerprints_of
 from attnmesh.hf.images.spans import Span
 from attnmesh.hf.layer_mask import ONE_PROMPT, SAME_PLACES, USE_SDPA, MaskSpec
@@ -116,9 +116,9 @@ def merge_images(
         return MergedPrompt(decoder, text_inputs, arguments.get("position_ids"), image_tokens, {}, [], cross_inputs)
     embeds = text_inputs["inputs_embeds"]
     is_image = (embeds != model.get_input_embeddings()(ids).to(embeds.dtype)).any(-1) & mask.bool()
-    ends_in_text = not bool(is_image[:, -left:].any())
-    expected, fix = f"{left} tokens of text at the end of a prompt", "add text after the image"
-    require(ends_in_text, ShapeError, SUBJECT, expected, "an image token", fix)
+    if bool(is_image[:, -left:].any()):
+        expected = f"{left} tokens of text at the end of a prompt"
+        raise ShapeError(SUBJECT, expected, "an image token", "add text after the image")
     masks = _masks_with_spans(arguments.get("attention_mask"))
     edges = next((mask.mask.spans for mask in masks.values() if mask.mask.spans), ())
     spans = [*zip(edges[::2], edges[1::2], strict=True)]
@@ -150,11 +150,11 @@ def text_arguments(subject: str, name: str, decoder: nn.Module, arguments: Mappi
     crossed = {FEATURES, "input_ids", *PER_QUERY} if FEATURES in text_inputs else set()
     placed = PER_IMAGE_TOKEN if text_inputs.keys() & {*VISUAL} else set()  # no one knows whose other features are
     unknown = sorted(text_inputs.keys() - PER_TOKEN - placed - crossed)
-    expected = "a model that merges images into the embeddings of its text model"
     reason = f"takes {', '.join(unknown)}" if unknown else "is not called"
-    given = f"{name}, whose text model {reason}"
     fits = not unknown and ("inputs_embeds" in text_inputs or bool(crossed))
-    require(fits, KernelError, subject, expected, given, USE_SDPA)
+    if not fits:
+        expected = "a model that merges images into the embeddings of its text model"
+        raise KernelError(subject, expected, f"{name}, whose text model {reason}", USE_SDPA)
     return text_inputs
 
 
@@ -162,9 +162,8 @@ def _masks_with_spans(attention_mask: Any) -> dict[str, MaskSpec]:
     """Return the masks that a model passes to its text model, if some have spans."""
     masks = attention_mask if isinstance(attention_mask, dict) else {"": attention_mask}
     specs = {kind: mask for kind, mask in masks.items() if isinstance(mask, MaskSpec)}
-    differ = any(mask.row_masks for mask in specs.values())
-    given = "sequences with images in other places"
-    require(not differ, MaskError, "attention mask", SAME_PLACES, given, ONE_PROMPT)
+    if any(mask.row_masks for mask in specs.values()):
+        raise MaskError("attention mask", SAME_PLACES, "sequences with images in other places", ONE_PROMPT)
     return specs if any(mask.has_spans for mask in specs.values()) else {}
 
 

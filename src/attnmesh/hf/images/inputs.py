@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from attnmesh.errors import ArgumentError, ShapeError, require
+from attnmesh.errors import ArgumentError, ShapeError
 
 FRAME_SECONDS = ("second_per_grid_ts", "video_second_per_grid")
 """Seconds between the frames of each video, which positions are computed from."""
@@ -77,11 +77,12 @@ def check_cross_mask(subject: str, ids: Tensor, images: Mapping[str, Any]) -> No
     mask, pixels = images.get("cross_attention_mask"), images.get("pixel_values")
     if mask is None:
         return
-    expected, given = "pixel_values beside cross_attention_mask", "none"
-    require(pixels is not None, ArgumentError, subject, expected, given, OWN_PROCESSOR)
+    if pixels is None:
+        raise ArgumentError(subject, "pixel_values beside cross_attention_mask", "none", OWN_PROCESSOR)
     shape = *ids.shape, *torch.as_tensor(pixels).shape[1:3]
-    expected, given = f"cross_attention_mask of shape {shape}", f"{tuple(torch.as_tensor(mask).shape)}"
-    require(torch.as_tensor(mask).shape == shape, ShapeError, subject, expected, given, OWN_PROCESSOR)
+    if torch.as_tensor(mask).shape != shape:
+        expected = f"cross_attention_mask of shape {shape}"
+        raise ShapeError(subject, expected, f"{tuple(torch.as_tensor(mask).shape)}", OWN_PROCESSOR)
 
 
 def unless_text(images: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.mask import Mask
-from attnmesh.errors import MaskError, require
+from attnmesh.errors import MaskError
 
 Span = tuple[int, int]
 """Start and stop of a run of tokens."""
@@ -54,8 +54,9 @@ def check_spans_unpadded(rows: Sequence[Mask], token_mask: Tensor) -> None:
     """Raise if tokens of a span see padding, which a mask of positions does not hide."""
     spans = [(row, *span) for row, mask in enumerate(rows) for span in mask.span_pairs]
     unpadded = all(bool(token_mask[row, start:stop].all()) for row, start, stop in spans)
-    expected, fix = "padding after all spans", "pass one sequence at a time, without padding"
-    require(unpadded, MaskError, "attention mask", expected, "padding in a span", fix)
+    if not unpadded:
+        fix = "pass one sequence at a time, without padding"
+        raise MaskError("attention mask", "padding after all spans", "padding in a span", fix)
 
 
 def join_chunks_at_spans(chunks: Sequence[PromptChunk], spans: Sequence[Span]) -> list[PromptChunk]:

@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 from attnmesh.comm.transport import flat_axis
 from attnmesh.core.layout import Contiguous, Layout, Split, Zigzag
 from attnmesh.core.mask import FAR, Full, Mask
-from attnmesh.errors import KernelError, LayoutError, ShapeError, require
+from attnmesh.errors import KernelError, LayoutError, ShapeError
 from attnmesh.mesh.axes import Axis, Mesh, attention_dims
 from attnmesh.mesh.shapes import AXES
 from attnmesh.recurrent.halo import halo_of_parts
@@ -174,9 +174,10 @@ class HeadChain:
     def check_divided(self, counts: Mapping[str, int]) -> None:
         """Raise unless the ranks can divide these numbers of heads."""
         for name, count in counts.items():
-            given, fix = f"{count} {name} in {self.layer}", 'pass exchange="scan", or use fewer ranks'
-            expected = f"{name} that {self.axis.size} ranks divide evenly"
-            require(count % self.axis.size == 0, ShapeError, "shard_batch exchange", expected, given, fix)
+            if count % self.axis.size:
+                expected = f"{name} that {self.axis.size} ranks divide evenly"
+                fix = 'pass exchange="scan", or use fewer ranks'
+                raise ShapeError("shard_batch exchange", expected, f"{count} {name} in {self.layer}", fix)
 
     def enter(self, *_: object) -> NoReturn:
         """Raise: the rule is run by a scan alone."""
@@ -251,10 +252,9 @@ def _chains(layout: Layout, length: int, mesh: DeviceMesh | None) -> list[tuple[
     counts = [len(layout.positions(length, axis.size, shard)) for shard in range(axis.size)]
     if isinstance(layout, Contiguous | Split) or axis.size == 1:
         return [(axis, order, counts)]
-    expected = "a layout whose shards are runs of tokens, for a model with recurrent layers"
-    runs = isinstance(layout, Zigzag)
-    fix = "pass layout=am.Zigzag() or am.Contiguous()"
-    require(runs, LayoutError, "attnmesh.hf layout", expected, repr(layout), fix)
+    if not isinstance(layout, Zigzag):
+        expected = "a layout whose shards are runs of tokens, for a model with recurrent layers"
+        raise LayoutError("attnmesh.hf layout", expected, repr(layout), "pass layout=am.Zigzag() or am.Contiguous()")
     edges = [part * length // (2 * axis.size) for part in range(2 * axis.size + 1)]
     early = [edges[part + 1] - edges[part] for part in range(axis.size)]
     late = [count - part for count, part in zip(counts, early, strict=True)]

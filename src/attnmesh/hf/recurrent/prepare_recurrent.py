@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attnmesh.errors import KernelError, require
+from attnmesh.errors import KernelError
 from attnmesh.hf.families.family import Recurrence, families
 from attnmesh.hf.families.pins import check_family
 from attnmesh.hf.layer_checks import check_same_weights
@@ -172,10 +172,9 @@ def _prepare_model(model: Any) -> ShardsHook | None:
         check_layer(layer)
     known_layers = sum(_kind(layer).base is None for layer in layers)
     expected = num_recurrent_layers(model.config) if isinstance(model, PreTrainedModel) else 0
-    given = f"{known_layers} of {expected} of them in the {type(model).__name__} of {TRANSFORMERS.installed}"
-    fits = known_layers >= expected
-    fix = TRANSFORMERS.fix
-    require(fits, KernelError, SUBJECT, "recurrent layers of known classes", given, fix)
+    if known_layers < expected:
+        given = f"{known_layers} of {expected} of them in the {type(model).__name__} of {TRANSFORMERS.installed}"
+        raise KernelError(SUBJECT, "recurrent layers of known classes", given, TRANSFORMERS.fix)
     if not new:
         return None
     models = [x for x in model.modules() if x is model or isinstance(x, PreTrainedModel)]

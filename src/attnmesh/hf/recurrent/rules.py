@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from attnmesh.errors import ArgumentError, MaskError, require
+from attnmesh.errors import ArgumentError, MaskError
 from attnmesh.hf.recurrent.chain import current_chain, split
 from attnmesh.recurrent.scan import AffineMap
 
@@ -71,9 +71,8 @@ class Rule:
     def __call__(self, stock: Stock, *args: Any, **kwargs: Any) -> StateLink:
         """Return the link of a shard: `link(stock, *args, **kwargs)`, without the request for a state."""
         self.check_one_sequence(kwargs)
-        begins_at_zero = kwargs.get(self.initial_state or "") is None
-        fix = "pass it to link.finish"
-        require(begins_at_zero, ArgumentError, f"recurrent layer {self.initial_state}", "None", "a tensor", fix)
+        if kwargs.get(self.initial_state or "") is not None:
+            raise ArgumentError(f"recurrent layer {self.initial_state}", "None", "a tensor", "pass it to link.finish")
         ignored = {self.returns_state, self.initial_state}
         return self.link(stock, *args, **{name: value for name, value in kwargs.items() if name not in ignored})
 
@@ -93,10 +92,10 @@ class Rule:
     def check_one_sequence(self, options: Mapping[str, Any]) -> None:
         """Raise if the options begin a new sequence inside the tokens."""
         for name in PACKED:
-            subject = f"recurrent layer {name}"
             given = options.get(name)
-            fix = "leave it out, and pass shard_batch position_ids that restart in each sequence"
-            require(given is None, MaskError, subject, "None over a mesh", type(given).__name__, fix)
+            if given is not None:
+                fix = "leave it out, and pass shard_batch position_ids that restart in each sequence"
+                raise MaskError(f"recurrent layer {name}", "None over a mesh", type(given).__name__, fix)
 
     def returned(self, outputs: Tensor, state: Tensor | None, requested: bool) -> Any:
         """Return what the stock rule returns for outputs and a leaving state (batch, heads, K, V)."""

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.core.layout import Layout, Zigzag, check_layout
-from attnmesh.errors import ArgumentError, KernelError, MeshError, require, short
+from attnmesh.errors import ArgumentError, KernelError, MeshError, short
 from attnmesh.hf.training.batch_sharder import BatchSharder
 from attnmesh.hf.transformers_names import ACCELERATE
 from attnmesh.runtime.world import cached_per_world
@@ -80,8 +80,9 @@ def _sharder_of(accelerator: Any, mesh: DeviceMesh | None, layout: Layout | str,
         return BatchSharder(mesh, layout, exchange)
     sharder = accelerator.sharder
     is_same = (sharder.mesh, sharder.layout, sharder.exchange) == (mesh, layout, exchange)
-    expected, given = "the mesh, layout and exchange of the accelerator's first model", "others"
-    require(is_same, ArgumentError, "prepare", expected, given, "pass the same ones for each model")
+    if not is_same:
+        expected = "the mesh, layout and exchange of the accelerator's first model"
+        raise ArgumentError("prepare", expected, "others", "pass the same ones for each model")
     return sharder
 
 
@@ -103,14 +104,14 @@ def _check_alone(accelerator: Any) -> None:
     """Raise if accelerate deals out batches, sequences or weights in a way that does not know the mesh."""
     check_parallelism(getattr(accelerator, "parallelism_config", None))
     given = str(accelerator.distributed_type).rsplit(".", 1)[-1]
-    fix = "use DDP or FSDP2"
     given = "FSDP1" if given == "FSDP" and not accelerator.is_fsdp2 else given
     supported = given in ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
-    require(supported, KernelError, "on_mesh", "DDP, FSDP2 or one process", given, fix)
+    if not supported:
+        raise KernelError("on_mesh", "DDP, FSDP2 or one process", given, "use DDP or FSDP2")
     dispatches = accelerator.dataloader_config.dispatch_batches or accelerator.dataloader_config.split_batches
-    given = "dispatch_batches or split_batches"
-    fix = "leave them out of accelerator_config, or of DataLoaderConfiguration"
-    require(not dispatches, KernelError, "on_mesh", "data that each rank reads", given, fix)
+    if dispatches:
+        fix = "leave them out of accelerator_config, or of DataLoaderConfiguration"
+        raise KernelError("on_mesh", "data that each rank reads", "dispatch_batches or split_batches", fix)
 
 
 def _warn_if_weights_are_whole(accelerator: Any) -> None:
@@ -125,16 +126,18 @@ def check_parallelism(parallel: Any) -> None:
     """Raise if accelerate itself shards sequences or weights."""
     for name in ("cp_size", "sp_size", "tp_size"):
         size = getattr(parallel, name, 1) or 1
-        fix = "leave it out: attnmesh shards the sequence" if name != "tp_size" else "use FSDP2 on the other ranks"
-        require(size == 1, KernelError, "on_mesh", f"no ParallelismConfig({name}=) beside a mesh", str(size), fix)
+        if size != 1:
+            fix = "leave it out: attnmesh shards the sequence" if name != "tp_size" else "use FSDP2 on the other ranks"
+            raise KernelError("on_mesh", f"no ParallelismConfig({name}=) beside a mesh", str(size), fix)
 
 
 @cached_per_world(16)
 def _replicas(mesh: DeviceMesh | None, processes: int) -> Replicas:
     """Return the groups of ranks that share their batches. Raise on all ranks unless they cover the world evenly."""
     world = dist.get_world_size() if dist.is_initialized() else 1
-    fix = "start the script with torchrun or accelerate launch, on CPUs with use_cpu=True"
-    require(world == processes, MeshError, "on_mesh", f"accelerate on {world} ranks", str(processes), fix)
+    if world != processes:
+        fix = "start the script with torchrun or accelerate launch, on CPUs with use_cpu=True"
+        raise MeshError("on_mesh", f"accelerate on {world} ranks", str(processes), fix)
     mesh_ranks = [dist.get_rank() if world > 1 else 0] if mesh is None else mesh.mesh.flatten().tolist()
     if world == 1:
         return Replicas(0, 1, 1, None)
@@ -211,9 +214,10 @@ class MeshAccelerator:
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Return a scheduler that steps once per training step. accelerate would step once per rank."""
-        fits = 1 in (self.replicas.num_meshes, self.replicas.ranks_per_mesh)
-        given, fix = f"{self.replicas.num_meshes} meshes", "call scheduler.step() yourself, without accelerator.prepare"
-        require(fits, KernelError, "prepare", "a scheduler that steps by itself on one mesh", given, fix)
+        if 1 not in (self.replicas.num_meshes, self.replicas.ranks_per_mesh):
+            given = f"{self.replicas.num_meshes} meshes"
+            fix = "call scheduler.step() yourself, without accelerator.prepare"
+            raise KernelError("prepare", "a scheduler that steps by itself on one mesh", given, fix)
         prepared: Any = super().prepare_scheduler(scheduler)  # type: ignore[misc]
         prepared.split_batches = prepared.split_batches or self.replicas.ranks_per_mesh > 1
         return prepared
@@ -224,10 +228,11 @@ class MeshAccelerator:
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Return the tensors of all meshes without the samples that fill the last batch."""
-        given = "use_gather_object=True" if use_gather_object else short(input_data)
         # accelerate gathers what has no tensors from each rank.
         fits = not use_gather_object and _holds_tensors_only(input_data)
-        require(fits, KernelError, "gather_for_metrics", "tensors", given, "gather tensors")
+        if not fits:
+            given = "use_gather_object=True" if use_gather_object else short(input_data)
+            raise KernelError("gather_for_metrics", "tensors", given, "gather tensors")
         return super().gather_for_metrics(input_data)  # type: ignore[misc]
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:

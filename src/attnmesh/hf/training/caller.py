@@ -100,8 +100,9 @@ def _check_kind(model: PreTrainedModel) -> None:
     if not (family.refused or family.recurrences):
         check_implementation(SUBJECT, model.config)
     name = type(model).__name__
-    expected, fix = "a model with outputs of tokens", "call hf.on_mesh or hf.prepare, which return whole outputs"
-    require("ForSequenceClassification" not in name, KernelError, SUBJECT, expected, name, fix)
+    if "ForSequenceClassification" in name:
+        fix = "call hf.on_mesh or hf.prepare, which return whole outputs"
+        raise KernelError(SUBJECT, "a model with outputs of tokens", name, fix)
 
 
 def _check_arguments(arguments: dict[str, Any]) -> None:
@@ -125,12 +126,14 @@ def _check_arguments(arguments: dict[str, Any]) -> None:
     check("arguments", all(cut == cuts[0] for cut in cuts), "those of several calls")
     is_alone = isinstance(labels, GuardedLabels) and targets is None
     check("shift_labels", not is_alone, "none beside its labels")
-    expected, fix = "use_cache=False, as shard_batch returns it", "leave use_cache out; call hf.prefill to fill a cache"
-    require(not arguments.get("use_cache"), ArgumentError, f"{SUBJECT} use_cache", expected, "True", fix)
+    if arguments.get("use_cache"):
+        fix = "leave use_cache out; call hf.prefill to fill a cache"
+        raise ArgumentError(f"{SUBJECT} use_cache", "use_cache=False, as shard_batch returns it", "True", fix)
     keep = arguments.get("logits_to_keep")
-    fix = "leave it out: the last token of a shard is seldom that of the sequence"
     is_all = keep is None or (isinstance(keep, int) and keep == 0)
-    require(is_all, ArgumentError, f"{SUBJECT} logits_to_keep", "logits of all tokens of a shard", str(keep), fix)
+    if not is_all:
+        fix = "leave it out: the last token of a shard is seldom that of the sequence"
+        raise ArgumentError(f"{SUBJECT} logits_to_keep", "logits of all tokens of a shard", str(keep), fix)
 
 
 def _check_tokens(model: PreTrainedModel, arguments: dict[str, Any], token_ranges: dict[str, Tensor]) -> None:
@@ -141,9 +144,10 @@ def _check_tokens(model: PreTrainedModel, arguments: dict[str, Any], token_range
     if outputs is None or not isinstance(arguments.get("labels"), GuardedLabels):
         return
     first, last = token_ranges["labels"].tolist()
-    fits, expected = first >= 0 and last < outputs, f"tokens from 0 to {outputs - 1}, or -100"
-    fix = "use the tokenizer of this model, and -100 for tokens that are not learned"
-    require(fits, ArgumentError, f"{SUBJECT} labels", expected, first if first < 0 else last, fix)
+    if first < 0 or last >= outputs:
+        expected = f"tokens from 0 to {outputs - 1}, or -100"
+        fix = "use the tokenizer of this model, and -100 for tokens that are not learned"
+        raise ArgumentError(f"{SUBJECT} labels", expected, str(first if first < 0 else last), fix)
 
 
 def _called_modules() -> list[CalledModule]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attnmesh.errors import KernelError, require
+from attnmesh.errors import KernelError
 from attnmesh.hf.training.batch import per_rank
 from attnmesh.hf.training.batch_sharder import ShardedOutput
 from attnmesh.hf.training.mean_over_mesh import mean_over_ranks
@@ -46,9 +46,10 @@ class MeshGKD(MeshRollouts):
             teacher: ShardedOutput = self.teacher_model.eval()(**batch).logits
         student: ShardedOutput = outputs.logits
         is_same = student.shards == teacher.shards
-        fix = 'leave layout="auto" and shape="auto" out'
-        given = f"{student.shards.layout} and {teacher.shards.layout}"
-        require(is_same, KernelError, SUBJECT, "a student and a teacher with the same shards", given, fix)
+        if not is_same:
+            given = f"{student.shards.layout} and {teacher.shards.layout}"
+            fix = 'leave layout="auto" and shape="auto" out'
+            raise KernelError(SUBJECT, "a student and a teacher with the same shards", given, fix)
         count = (labels != -100).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         options = {"beta": self.beta, "num_items_in_batch": per_rank(count, student.shards.ranks)}
         loss = self.generalized_jsd_loss(student.plain(), teacher.plain(), student.share(labels), **options)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from attnmesh.errors import ArgumentError, KernelError, require
+from attnmesh.errors import ArgumentError, KernelError
 from attnmesh.hf.models import SUBJECT
 from attnmesh.hf.shards import COPY_FUNCTIONS, METADATA_FUNCTIONS, VIEW_FUNCTIONS, ShardTensor
 
@@ -57,8 +57,9 @@ class ShardLabels(ShardTensor):
 
 def check_even_labels(labels: ShardTensor) -> None:
     """Raise for a mean over this rank's labels, unless all ranks have equally many."""
-    expected, given = "a loss that weighs the tokens of all ranks equally", "a mean over one rank's tokens"
-    require(labels.shards.has_even_labels, ArgumentError, f"{SUBJECT} num_items_in_batch", expected, given, COUNT_ALL)
+    if not labels.shards.has_even_labels:
+        expected = "a loss that weighs the tokens of all ranks equally"
+        raise ArgumentError(f"{SUBJECT} num_items_in_batch", expected, "a mean over one rank's tokens", COUNT_ALL)
 
 
 class TokenLosses(ShardTensor):
@@ -96,10 +97,11 @@ class LossSum(ShardTensor):
 
     def _check_own_count(self, count: Any) -> None:
         """Raise for a count that was passed to the model, if it is of one rank's labels."""
-        label_counts, expected = self.shards.label_counts, "the count of the batch"
+        label_counts = self.shards.label_counts
         fits = count >= sum(label_counts) or count not in label_counts
-        given = "the labels of one rank"
-        require(fits, KernelError, f"{SUBJECT} num_items_in_batch", expected, given, COUNT_ALL)
+        if not fits:
+            given = "the labels of one rank"
+            raise KernelError(f"{SUBJECT} num_items_in_batch", "the count of the batch", given, COUNT_ALL)
 
     def _check_divisor(self, divisor: Any) -> None:
         """Raise for a count of labels that is not the batch's: this rank's, or one of all ranks that is not shared."""
@@ -111,7 +113,8 @@ class LossSum(ShardTensor):
         elif divisor in label_counts and divisor * len(label_counts) != sum(label_counts):
             given = "the labels of one rank"
         # Not an ArgumentError: where an operator raises a TypeError, PyTorch computes it in another way.
-        require(not given, KernelError, f"{SUBJECT} num_items_in_batch", "the count of the batch", given, COUNT_ALL)
+        if given:
+            raise KernelError(f"{SUBJECT} num_items_in_batch", "the count of the batch", given, COUNT_ALL)
 
 
 class ItemCount(ShardTensor):

@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.core.layout import Layout
 from attnmesh.core.mask import Causal
-from attnmesh.errors import ArgumentError, KernelError, MeshError, require, short
+from attnmesh.errors import ArgumentError, KernelError, MeshError, short
 from attnmesh.hf.models import indexed_layer_indices, is_recurrent, key_heads
 from attnmesh.hf.training.batch import AgreedBatch
 from attnmesh.mesh.axes import Mesh
@@ -23,11 +23,13 @@ MAX_SHAPES = 4
 
 def check_mesh_shape(shape: object, mesh: DeviceMesh | None) -> None:
     """Raise unless `shape` is None, or "auto" beside a mesh of one axis."""
-    fix = 'pass shape="auto", or a mesh of that shape'
-    require(shape in (None, "auto"), ArgumentError, "on_mesh shape", 'None or "auto"', short(shape), fix)
+    if shape not in (None, "auto"):
+        fix = 'pass shape="auto", or a mesh of that shape'
+        raise ArgumentError("on_mesh shape", 'None or "auto"', short(shape), fix)
     axes = 1 if shape is None or mesh is None else mesh.ndim
-    fix = 'slice one axis, as mesh["cp"]'
-    require(axes == 1, MeshError, "on_mesh mesh", 'a mesh of one axis beside shape="auto"', f"{axes} axes", fix)
+    if axes != 1:
+        fix = 'slice one axis, as mesh["cp"]'
+        raise MeshError("on_mesh mesh", 'a mesh of one axis beside shape="auto"', f"{axes} axes", fix)
 
 
 class MeshShapes:
@@ -45,9 +47,8 @@ class MeshShapes:
             if kv_heads is not None:
                 check_heads_axis("on_mesh mesh", Mesh.of(self.mesh).shape, kv_heads)
             return
-        fits = not is_recurrent(config)
-        fix = "leave shape out"
-        require(fits, KernelError, "on_mesh shape", "a model without recurrent layers", config.model_type, fix)
+        if is_recurrent(config):
+            raise KernelError("on_mesh shape", "a model without recurrent layers", config.model_type, "leave shape out")
         if (heads := _heads(config)) in self.meshes:
             return
         shapes = mesh_shapes(self.mesh.size(), *heads[:2])[:MAX_SHAPES]

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from transformers import LogitsProcessor, ProcessorMixin, set_seed
 
-from attnmesh.errors import Check, KernelError, require, require_all, short
+from attnmesh.errors import Check, KernelError, require_all, short
 from attnmesh.hf.generate import generate
 from attnmesh.hf.models import unwrap
 from attnmesh.hf.training.batch_sharder import BatchSharder
@@ -51,8 +51,9 @@ class MeshRollouts:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         is_text = not isinstance(self.processing_class, ProcessorMixin)
-        fix = "pass one, and prompts without images"
-        require(is_text, KernelError, f"{SUBJECT} processing_class", "a tokenizer", "a processor of images", fix)
+        if not is_text:
+            fix = "pass one, and prompts without images"
+            raise KernelError(f"{SUBJECT} processing_class", "a tokenizer", "a processor of images", fix)
         if self.own_seed:
             set_seed(self.args.seed + self.accelerator.replicas.mesh_index)  # of processes, which to TRL are the ranks
         mesh, rank = self.sharder.mesh, self.accelerator.state.process_index

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.core.layout import Layout, Zigzag, check_layout
-from attnmesh.errors import ArgumentError, KernelError, require
+from attnmesh.errors import ArgumentError, KernelError
 from attnmesh.hf.training.accelerator import as_one_process, check_parallelism
 from attnmesh.hf.training.batch_sharder import BatchSharder
 from attnmesh.hf.training.distillation import MeshDistillation
@@ -60,12 +60,13 @@ def on_mesh(
     """
     from transformers import Trainer
 
-    subject, fix = "on_mesh trainer_class", "pass transformers.Trainer or a subclass of it"
+    subject = "on_mesh trainer_class"
     is_class = isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)
-    require(is_class, ArgumentError, subject, "a subclass of transformers.Trainer", repr(trainer_class), fix)
-    is_on_mesh = issubclass(trainer_class, MeshTrainer)
-    expected, fix = "a trainer without a mesh", "call on_mesh once"
-    require(not is_on_mesh, ArgumentError, subject, expected, repr(trainer_class), fix)
+    if not is_class:
+        fix = "pass transformers.Trainer or a subclass of it"
+        raise ArgumentError(subject, "a subclass of transformers.Trainer", repr(trainer_class), fix)
+    if issubclass(trainer_class, MeshTrainer):
+        raise ArgumentError(subject, "a trainer without a mesh", repr(trainer_class), "call on_mesh once")
     check_trainer(trainer_class)
     bases = _bases_of(trainer_class)
     check_layout("on_mesh layout", layout, auto=True)
@@ -84,10 +85,10 @@ def _bases_of(trainer_class: type) -> tuple[type, ...]:
     """Return the first bases of a trainer on a mesh. Raise unless it is served, or a subclass with its user's code."""
     classes = ((base.__name__, package_of(base)) for base in trainer_class.__mro__)
     name, package = next(pair for pair in classes if pair[1] in SERVED)
-    is_served = name in SERVED[package]
-    expected = f"{', '.join(chain(*SERVED.values()))}, or a subclass of one of them"
-    fix = "train with one of these, or in a loop of your own with hf.shard_batch"
-    require(is_served, KernelError, "on_mesh trainer_class", expected, f"{package}.{name}", fix)
+    if name not in SERVED[package]:
+        expected = f"{', '.join(chain(*SERVED.values()))}, or a subclass of one of them"
+        fix = "train with one of these, or in a loop of your own with hf.shard_batch"
+        raise KernelError("on_mesh trainer_class", expected, f"{package}.{name}", fix)
     return SERVED[package][name]
 
 
@@ -112,16 +113,16 @@ class MeshTrainer:
         if self.model is not None:
             self.sharder.install(self.model)
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        compiles = bool(arguments.torch_compile)
-        fix = "leave it out"
-        require(not compiles, KernelError, "on_mesh torch_compile", "a model that is not compiled", "True", fix)
+        if arguments.torch_compile:
+            raise KernelError("on_mesh torch_compile", "a model that is not compiled", "True", "leave it out")
         strategy = arguments.train_sampling_strategy
         deals_to_ranks = strategy == "batch_rebalance" and Mesh.of(self.sharder.mesh).ranks > 1
-        expected, fix = "batches that all ranks of a mesh get", 'pass "group_by_length"'
-        require(not deals_to_ranks, KernelError, "on_mesh train_sampling_strategy", expected, repr(strategy), fix)
-        given, fix = "eval_use_gather_object=True", "leave it out: tensors are gathered"
-        fits = not arguments.eval_use_gather_object
-        require(fits, KernelError, "on_mesh", "evaluation that gathers tensors", given, fix)
+        if deals_to_ranks:
+            expected = "batches that all ranks of a mesh get"
+            raise KernelError("on_mesh train_sampling_strategy", expected, repr(strategy), 'pass "group_by_length"')
+        if arguments.eval_use_gather_object:
+            fix = "leave it out: tensors are gathered"
+            raise KernelError("on_mesh", "evaluation that gathers tensors", "eval_use_gather_object=True", fix)
         as_one_process(self.accelerator, self.sharder)
         self.gather_function = self.accelerator.gather_for_metrics
 
@@ -146,9 +147,9 @@ class MeshTrainer:
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate on shards. FSDP2 shards the weights together with an optimizer, in training."""
         fits = not self.accelerator.is_fsdp2 or bool(self.accelerator._models)
-        given = "one before train()"
-        fix = "train first, or pass eval_on_start=True in the arguments"
-        require(fits, KernelError, "evaluate", "a model whose weights train() has sharded", given, fix)
+        if not fits:
+            fix = "train first, or pass eval_on_start=True in the arguments"
+            raise KernelError("evaluate", "a model whose weights train() has sharded", "one before train()", fix)
         return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
