@@ -10,9 +10,9 @@ from attnmesh.cache.saved_cache import FolderLayer, LayersToLoad
 from attnmesh.comm.transport import flat_axis
 from attnmesh.errors import KernelError, StoreError
 from attnmesh.guard.agreement import Agreement, CallRecord
+from attnmesh.hf.cache.history import CacheHistory
 from attnmesh.hf.cache.layer import ShardedLayer
 from attnmesh.hf.cache.stored_layers import StoredLayers
-from attnmesh.hf.images.inputs import shift_of
 from attnmesh.mesh.axes import Mesh
 from attnmesh.store.kv_folder import KeyFolder
 
@@ -88,7 +88,7 @@ class FolderLayers(StoredLayers):
         for kv in kvs:
             kv.truncate(length)
         self.tokens = ids[:, :length]
-        self.history.shift = shift_of(self.tokens, self.config)
+        self.history = CacheHistory.of(self.tokens, self.config)
 
     def folder_of(self, layer: ShardedLayer) -> FolderLayer | None:
         """Return a layer with its folder; None without a folder."""

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 from torch import Tensor
+from transformers import PreTrainedConfig
 
-from attnmesh.hf.images.inputs import NO_SHIFT, PositionShift
+from attnmesh.hf.images.inputs import NO_SHIFT, PositionShift, shift_of
 
 
 @dataclass
@@ -23,3 +24,8 @@ class CacheHistory:
     """False while the model runs: after an error, recurrent states may be ahead of the tokens."""
     rollback_length: int | None = None
     """Tokens before a call of `decode_rows` that has not ended."""
+
+    @staticmethod
+    def of(tokens: Tensor | None, config: PreTrainedConfig) -> "CacheHistory":
+        """Return the record of a cache that was restored with these tokens."""
+        return CacheHistory(tokens, shift=shift_of(tokens, config))

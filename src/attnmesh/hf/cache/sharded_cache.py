@@ -23,7 +23,6 @@ from attnmesh.hf.cache.layer import ShardedLayer, TailLayer
 from attnmesh.hf.cache.rank_shares import prompt_layout, shares_of
 from attnmesh.hf.cache.settings import check_settings
 from attnmesh.hf.cache.state_layer import StateLayer, make_layers
-from attnmesh.hf.images.inputs import shift_of
 from attnmesh.hf.models import window_of
 from attnmesh.mesh.axes import Mesh
 from attnmesh.store.recover import recover
@@ -360,7 +359,7 @@ class ShardedCache(FolderLayers):
         is_complete = len(kvs) == recovered.num_kvs
         recovered._set_kvs(recover(kvs if is_complete else None, mesh, device=device, **recovered._kv_options))
         found_tokens = _gather_tokens(tokens, recovered.attention_layers[0].cached)
-        recovered.history = CacheHistory(found_tokens, shift=shift_of(found_tokens, config))
+        recovered.history = CacheHistory.of(found_tokens, config)
         return recovered
 
     def fork(self) -> "ShardedCache":

@@ -20,7 +20,6 @@ from attnmesh.hf.cache.history import CacheHistory
 from attnmesh.hf.cache.layer import ShardedLayer, TailLayer, growth_capacity
 from attnmesh.hf.cache.state_layer import StateLayer
 from attnmesh.hf.images.cross import CrossLayer
-from attnmesh.hf.images.inputs import shift_of
 from attnmesh.hf.models import has_windows
 from attnmesh.mesh.axes import Mesh
 from attnmesh.store.checkpoint import load_layers
@@ -167,8 +166,7 @@ class StoredLayers(Cache):  # type: ignore[misc]
         names = [name for name in tensors if name.startswith(STATES)]
         self.set_states({name.removeprefix(STATES): tensors.pop(name).to(kvs[0].device) for name in names})
         self.capacity = capacity
-        tokens = tensors.pop("held", None)
-        self.history = CacheHistory(tokens, shift=shift_of(tokens, self.config))
+        self.history = CacheHistory.of(tensors.pop("held", None), self.config)
         return tensors, note
 
     def flush(self) -> None:
