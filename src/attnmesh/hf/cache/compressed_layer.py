@@ -71,9 +71,8 @@ class CompressedLayer(TailLayer):
         if shards is not None and self.attends_locally:
             self.query_positions = shards.positions()
         else:
-            self.query_positions = self.get_seq_length() + torch.arange(
-                new if shards is None else shards.length, device="cpu"
-            )
+            tokens = new if shards is None else shards.length
+            self.query_positions = self.get_seq_length() + torch.arange(tokens, device="cpu")
 
     def store_compression_weights(self, name: str, kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, int]:
         """Return what whole blocks of tokens are compressed of, and their first token. Keep the rest."""
