@@ -62,9 +62,9 @@ def drawn(mesh: DeviceMesh, reward: Any = len, **options: Any) -> Any:
 
 def called(mesh: DeviceMesh, model: Any, **arguments: Any) -> Any:
     """Call a model as a trainer on this mesh does."""
-    calls: Any = hf.on_mesh(Trainer, mesh)
-    made = calls._make_calls(None)
-    with made.active(True, model):
+    trainer: Any = hf.on_mesh(Trainer, mesh)
+    sharder = trainer._make_sharder(None)
+    with sharder.active(True, model):
         return model(**arguments)
 
 

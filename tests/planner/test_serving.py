@@ -9,7 +9,7 @@ from transformers import Gemma3TextConfig, GptOssConfig, LlamaConfig
 import attnmesh as am
 import attnmesh.hf as hf
 from attnmesh.errors import ClusterError, KernelError, ShapeError
-from attnmesh.hf.model_size import model_size, other_layers
+from attnmesh.hf.model_size import model_size, other_layer_counts
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.rates import NO_LINK
 from attnmesh.planner.decode_cost import Experts
@@ -92,7 +92,7 @@ def test_windows_are_kept_but_do_not_grow() -> None:
     short, long = (model_size(config, length=length, phase="decode") for length in (10_000, 100_000))
     assert short.windows == long.windows == 5 * 1024 * 2 * config.num_key_value_heads * config.head_dim * 2
     assert short.workload.layers == 1
-    assert other_layers(config) == {"with windows": 5}
+    assert other_layer_counts(config) == {"with windows": 5}
     assert model_size(config, length=600, phase="decode").windows == short.windows * 600 // 1024
 
 
@@ -115,7 +115,7 @@ def test_a_window_of_a_layer_with_a_state_is_counted_as_one() -> None:
     hf.generate(model, prompt(length), cache=cache, max_new_tokens=1, do_sample=False)
     size = model_size(model.config, "float32", length=length - 1, phase="decode")
     assert (size.workload.layers, size.workload.kv_heads) == (1, 2)
-    assert other_layers(model.config) == {"with windows": 2, "recurrent": 3}
+    assert other_layer_counts(model.config) == {"with windows": 2, "recurrent": 3}
     assert size.windows == 2 * 16 * 2 * 4 * 8 * 4
     keys = sum(kv.shard.token_bytes for kv in cache.kvs)  # beside which the layers keep their states
     assert keys == pytest.approx(size.workload.kept_bytes + size.windows, rel=0.1)

@@ -16,7 +16,7 @@ from attnmesh.cli.launch import Send
 from attnmesh.cli.rank_model import load_model
 from attnmesh.comm.failures import set_deadline
 from attnmesh.comm.topology import dist_all_gather_ints
-from attnmesh.hf.forward_passes import CHUNK
+from attnmesh.hf.chunked_prefill import CHUNK
 from attnmesh.hf.images.inputs import on_model
 from attnmesh.hf.options import GenerationSettings
 from attnmesh.hf.shared_weights import weights_in_memory

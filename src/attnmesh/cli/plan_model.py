@@ -50,11 +50,11 @@ def warn_of_length(config: Any, length: int) -> None:
 
 def print_serving(options: PlanOptions, machines: Cluster, workload: dict[str, Any]) -> None:
     """Print the ways to spread a model's weights and keys. Raise if the tokens fit in none."""
-    from attnmesh.hf.model_size import other_layers
+    from attnmesh.hf.model_size import other_layer_counts
 
     name = options.model or ""
     model, config = model_of(name, workload)
-    left_out = other_layers(config)
+    left_out = other_layer_counts(config)
     with Status("pricing"):
         plans = serving_plans(model, machines)
     _check_fits(plans, model, machines)

@@ -152,9 +152,9 @@ def _generation(source: str, prepared: Prepared) -> tuple[tuple[int, ...], dict[
 
 def _ready(app: Any, host: str, port: int, prepared: Prepared, on_hosts: bool, facts: dict[str, Any]) -> str:
     """Return what the command says when requests are served."""
-    from attnmesh.hf.load import pinned
+    from attnmesh.hf.load import split_revision
 
-    commit = pinned(prepared.path)[1].get("revision")  # that ranks which are started again read, too
+    commit = split_revision(prepared.path)[1].get("revision")  # that ranks which are started again read, too
     place = f", revision {printable(commit)}" if commit else ""
     place += f", front {os.getpid()} on {gethostname()}" if on_hosts else ""
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"

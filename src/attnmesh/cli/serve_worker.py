@@ -14,7 +14,7 @@ from attnmesh.cli.output import print_message
 from attnmesh.cli.rank_model import load_draft, load_model
 from attnmesh.comm.failures import set_deadline
 from attnmesh.errors import GrammarError
-from attnmesh.hf.load import open_tokenizer, pinned, tokenizer_text
+from attnmesh.hf.load import open_tokenizer, split_revision, tokenizer_text
 from attnmesh.hf.models import rope_switches
 from attnmesh.hf.serving.grammar_masks import has_grammars
 from attnmesh.serve.rank_requests import serve_rank_0
@@ -41,7 +41,7 @@ class ServeSettings:
 def prefix_store(folder: Path, prepared: Prepared, sizes: dict[str, int]) -> hf.PrefixStore:
     """Return a store of prefixes of this tokenizer and this commit of the model."""
     tokenizer = sha256(tokenizer_text(prepared.tokenizer).encode()).hexdigest()
-    return hf.PrefixStore(folder, source=f"{tokenizer} {pinned(prepared.path)[1]}", **sizes)
+    return hf.PrefixStore(folder, source=f"{tokenizer} {split_revision(prepared.path)[1]}", **sizes)
 
 
 def lock_for_server(folder: Path) -> FolderLock:

@@ -15,7 +15,7 @@ from attnmesh.hf.generate import generate as generate
 from attnmesh.hf.generation_checkpoint import Checkpoint as Checkpoint
 from attnmesh.hf.layer_attention import attention_function
 from attnmesh.hf.layer_mask import mask_function
-from attnmesh.hf.models import NAME
+from attnmesh.hf.models import ATTN_IMPLEMENTATION
 from attnmesh.hf.prefill import prefill as prefill
 from attnmesh.hf.recurrent.prepare_recurrent import restore as restore
 from attnmesh.hf.serving.engine import Engine as Engine
@@ -31,5 +31,5 @@ from attnmesh.hf.training.batch import shard_batch as shard_batch
 from attnmesh.hf.training.mean_over_mesh import mean_over_mesh as mean_over_mesh
 from attnmesh.hf.training.trainer import on_mesh as on_mesh
 
-AttentionInterface.register(NAME, attention_function)
-AttentionMaskInterface.register(NAME, mask_function)
+AttentionInterface.register(ATTN_IMPLEMENTATION, attention_function)
+AttentionMaskInterface.register(ATTN_IMPLEMENTATION, mask_function)

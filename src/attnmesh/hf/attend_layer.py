@@ -14,7 +14,7 @@ from attnmesh.core.mask import Mask
 from attnmesh.core.scaling import Scores, check_scale
 from attnmesh.core.selection import Selection, Visible
 from attnmesh.decoding.decode_shard import decode_shard
-from attnmesh.errors import InputError, MaskError, require
+from attnmesh.errors import InputError, MaskError
 from attnmesh.hf.cache.layer import PendingKV, store_shard
 from attnmesh.hf.layer_checks import check_cached_padding
 from attnmesh.hf.layer_mask import ONE_PROMPT, SAME_PLACES, MaskSpec, check_covers
@@ -26,7 +26,7 @@ from attnmesh.mesh_attention.attention_arguments import AttentionArguments, Atte
 from attnmesh.mesh_attention.prompt import attend_prompt
 
 
-class LayerCall(NamedTuple):
+class LayerArguments(NamedTuple):
     """Arguments of a layer's attention besides queries, keys and values."""
 
     mask: Mask
@@ -40,55 +40,60 @@ class LayerCall(NamedTuple):
         return {"mask": self.mask, "sinks": self.sinks, "selected": self.selected, **self.scores._asdict()}
 
 
-def attend_new(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, spec: MaskSpec) -> Tensor:
+def attend_new(q: Tensor, k: Tensor, v: Tensor, arguments: LayerArguments, spec: MaskSpec) -> Tensor:
     """Return attention without a `ShardedCache`, a sequence at a time if their masks differ."""
-    if not spec.rows:
+    if not spec.row_masks:
         shards = spec.shards
-        return _attend_local(q, k, v, layer, spec) if shards is None else _attend_shards(q, k, v, layer, shards)
+        return _attend_local(q, k, v, arguments, spec) if shards is None else _attend_shards(q, k, v, arguments, shards)
     outs = []
-    for number, mask in enumerate(spec.rows):
+    for number, mask in enumerate(spec.row_masks):
         row = slice(number, number + 1)
         padding, left_padding = (None if x is None else x[row] for x in (spec.token_mask, spec.left_padding))
-        row_spec = replace(spec, mask=mask, rows=(), token_mask=padding, left_padding=left_padding)
-        outs.append(attend_new(q[row], k[row], v[row], layer._replace(mask=mask), row_spec))
+        row_spec = replace(spec, mask=mask, row_masks=(), token_mask=padding, left_padding=left_padding)
+        outs.append(attend_new(q[row], k[row], v[row], arguments._replace(mask=mask), row_spec))
     return torch.cat(outs)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator] # it waits for ranks
-def attend_cached(q: Tensor, pending: PendingKV, layer: LayerCall, spec: MaskSpec, is_new: bool) -> Tensor:
+def attend_cached(
+    q: Tensor, pending: PendingKV, arguments: LayerArguments, spec: MaskSpec, stores_keys: bool
+) -> Tensor:
     """Return attention with a `ShardedCache`, which stores new keys and values."""
-    given = "sequences with images in other places"
-    require(not spec.rows, MaskError, "attention mask", SAME_PLACES, given, ONE_PROMPT)
+    if spec.row_masks:
+        raise MaskError("attention mask", SAME_PLACES, "sequences with images in other places", ONE_PROMPT)
     if spec.discarded:
         return q.new_zeros(len(q), q.shape[1] // pending.layer.cache.head_ranks, q.shape[2], pending.v.shape[3])
     if spec.shards is not None:
-        return _prefill(q, pending, layer, spec.shards, is_new)
-    kv = _store(pending, layer.mask, spec, q.shape[2]) if is_new else pending.layer.cached
+        return _prefill(q, pending, arguments, spec.shards, stores_keys)
+    kv = _store(pending, arguments.mask, spec, q.shape[2]) if stores_keys else pending.layer.cached
     if kv.sizes.storage is not None and pending.layer.is_first(pending) and spec.token_mask is None:
         # As in a sharded prefill, the first tokens attend each other before their keys are rounded.
-        out = _attend_local(q, pending.k, pending.v, layer, spec)
+        out = _attend_local(q, pending.k, pending.v, arguments, spec)
         for axis in (kv.mesh.heads, kv.token_axis) if pending.layer.cache.head_ranks > 1 else ():
             out = out[:, axis.slice_of(out.shape[1])]
         return out
-    return _attend_stored(q, pending, kv, layer, None)
+    return _attend_stored(q, pending, kv, arguments, None)
 
 
-def _attend_stored(q: Tensor, pending: PendingKV, kv: KVCache, layer: LayerCall, shards: Shards | None) -> Tensor:
+def _attend_stored(
+    q: Tensor, pending: PendingKV, kv: KVCache, arguments: LayerArguments, shards: Shards | None
+) -> Tensor:
     """Return attention of the last tokens, or of this rank's share of them, over all that are cached.
 
     Queries of latents are absorbed.
     """
-    latents, cache, other_keys = pending.projected_latents, pending.layer.cache, pending.layer.other_keys
+    latents, cache, attend_other_keys = pending.projected_latents, pending.layer.cache, pending.layer.attend_other_keys
     if latents is not None:
-        scale = check_scale(SUBJECT, layer.scores.scale, q.shape[-1])
-        layer = layer._replace(scores=layer.scores._replace(scale=scale))
+        scale = check_scale(SUBJECT, arguments.scores.scale, q.shape[-1])
+        arguments = arguments._replace(scores=arguments.scores._replace(scale=scale))
         q = latents.projection.absorb(q)
-    mask, scores, sinks, selected = layer
+    mask, scores, sinks, selected = arguments
     if shards is None:
-        out: Tensor = cache.attend(q, kv, partial=other_keys(q, scores.scale), **layer.options)
+        other_partial = attend_other_keys(q, scores.scale)
+        out: Tensor = cache.attend(q, kv, partial=other_partial, **arguments.options)
     else:
         visible = Visible(mask, selected=selected)
-        attend_others = partial(other_keys, scale=scores.scale)
+        attend_others = partial(attend_other_keys, scale=scores.scale)
         out = decode_shard(
             shards.queries(q), kv, visible, scores, sinks=sinks, kernel=cache.kernel, attend_other_keys=attend_others
         )
@@ -99,29 +104,31 @@ _attend_outside_graphs = torch.compiler.disable(attention)
 """`attention` for selected keys. On several ranks it is refused inside a graph."""
 
 
-def _attend_shards(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, shards: Shards) -> Tensor:
+def _attend_shards(q: Tensor, k: Tensor, v: Tensor, arguments: LayerArguments, shards: Shards) -> Tensor:
     """Return attention of this rank's tokens to the tokens of all ranks, with gradients."""
-    options, length = layer._replace(mask=shards.mask_of(layer.mask)).options, shards.length
+    options, length = arguments._replace(mask=shards.mask_of(arguments.mask)).options, shards.length
     options["key_lengths"] = shards.forward_pass.key_lengths
-    attend: Any = attention if layer.selected is None else _attend_outside_graphs
+    attend: Any = attention if arguments.selected is None else _attend_outside_graphs
     out: Tensor = attend(q, k, v, mesh=shards.mesh, layout=shards.layout, length=length, key_length=length, **options)
     return out
 
 
-def _prefill(q: Tensor, pending: PendingKV, layer: LayerCall, shards: Shards, is_new: bool) -> Tensor:
+def _prefill(q: Tensor, pending: PendingKV, arguments: LayerArguments, shards: Shards, stores_keys: bool) -> Tensor:
     """Return attention of this rank's tokens of a prompt. Each rank stores the keys that it computed."""
     cache = pending.layer.cache
-    kv = pending.layer.reserve(pending, shards.length, layer.mask) if is_new else pending.layer.cached
+    kv = pending.layer.reserve(pending, shards.length, arguments.mask) if stores_keys else pending.layer.cached
     if not shards.has_prefix:
-        scale, softcap, bias = layer.scores
+        scale, softcap, bias = arguments.scores
         settings = cache.exchange, cache.kernel, scale, softcap, shards.length, shards.length, None
-        options = AttentionOptions(shards.mask_of(layer.mask), shards.layout, shards.layout, *settings)
-        arguments = AttentionArguments(q, pending.k, pending.v, layer.sinks, None, options, layer.selected, bias)
-        other_partial = pending.layer.other_keys(q, scale)
-        out = attend_prompt(arguments, shards.mesh, cache.checked, pending.projected_latents, other_partial)
-    if is_new:
+        options = AttentionOptions(shards.mask_of(arguments.mask), shards.layout, shards.layout, *settings)
+        of_prompt = AttentionArguments(
+            q, pending.k, pending.v, arguments.sinks, None, options, arguments.selected, bias
+        )
+        other_partial = pending.layer.attend_other_keys(q, scale)
+        out = attend_prompt(of_prompt, shards.mesh, cache.checked, pending.projected_latents, other_partial)
+    if stores_keys:
         store_shard(kv, *pending.stored, shards)
-    return _attend_stored(q, pending, kv, layer, shards) if shards.has_prefix else out
+    return _attend_stored(q, pending, kv, arguments, shards) if shards.has_prefix else out
 
 
 def _store(pending: PendingKV, mask: Mask, spec: MaskSpec, new: int) -> KVCache:
@@ -135,30 +142,30 @@ def _store(pending: PendingKV, mask: Mask, spec: MaskSpec, new: int) -> KVCache:
     return kv
 
 
-def _attend_local(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, spec: MaskSpec) -> Tensor:
+def _attend_local(q: Tensor, k: Tensor, v: Tensor, arguments: LayerArguments, spec: MaskSpec) -> Tensor:
     """Return attention on one device, with keys of a transformers cache and padding if there are any."""
     check_covers(spec.covered, spec.kv_offset + k.shape[2])
     queries = torch.arange(q.shape[2], device="cpu") + spec.q_offset
     keys = torch.arange(k.shape[2], device="cpu") + spec.kv_offset
-    first = spec.left_padding if layer.mask.chunks else None  # chunks begin at a sequence's first token
+    first = spec.left_padding if arguments.mask.chunks else None  # chunks begin at a sequence's first token
     if spec.token_mask is None and (first is None or not bool(first.any())):
-        return _attend_at(q, k, v, layer, queries, keys)
+        return _attend_at(q, k, v, arguments, queries, keys)
     token_mask = torch.ones(len(q), 0, dtype=torch.bool, device="cpu") if spec.token_mask is None else spec.token_mask
     token_mask = pad(token_mask, (0, k.shape[2] - token_mask.shape[1]), value=spec.token_mask is None)
     rows = []
     for number, tokens in enumerate(token_mask):  # padding differs between sequences
         real = tokens.nonzero().flatten()
         row = slice(number, number + 1)
-        selected = layer.selected and replace(layer.selected, indices=layer.selected.indices[row])
-        row_layer = layer._replace(selected=selected, scores=layer.scores.of_sequences(row))
-        shift = 0 if first is None else -int(first[number]) % lcm(*layer.mask.chunks)
+        selected = arguments.selected and replace(arguments.selected, indices=arguments.selected.indices[row])
+        row_arguments = arguments._replace(selected=selected, scores=arguments.scores.of_sequences(row))
+        shift = 0 if first is None else -int(first[number]) % lcm(*arguments.mask.chunks)
         positions = queries + shift, keys[real.cpu()] + shift
-        rows.append(_attend_at(q[row], k[row, :, real], v[row, :, real], row_layer, *positions))
+        rows.append(_attend_at(q[row], k[row, :, real], v[row, :, real], row_arguments, *positions))
     return torch.cat(rows)
 
 
-def _attend_at(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, queries: Tensor, keys: Tensor) -> Tensor:
+def _attend_at(q: Tensor, k: Tensor, v: Tensor, arguments: LayerArguments, queries: Tensor, keys: Tensor) -> Tensor:
     """Return attention of queries to keys at these positions."""
-    scaling = layer.scores.scaling(SUBJECT, q.shape[-1])
-    visible = Visible(layer.mask, queries, keys, selected=layer.selected)
-    return run_attend(layer.scores.widened(q), k, v, visible, scaling, "auto", layer.sinks).out
+    scaling = arguments.scores.scaling(SUBJECT, q.shape[-1])
+    visible = Visible(arguments.mask, queries, keys, selected=arguments.selected)
+    return run_attend(arguments.scores.widened(q), k, v, visible, scaling, "auto", arguments.sinks).out

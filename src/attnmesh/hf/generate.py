@@ -19,8 +19,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.errors import KernelError, MaskError, RankFailure, require
 from attnmesh.hf.cache.sharded_cache import ShardedCache
+from attnmesh.hf.chunked_prefill import CHUNK, Prompt
 from attnmesh.hf.finite import NanWatch
-from attnmesh.hf.forward_passes import CHUNK, Prompt
 from attnmesh.hf.generation_checkpoint import SUBJECT as CHECKPOINT
 from attnmesh.hf.generation_checkpoint import Checkpoint, TokenCallback, random_state, set_random_state
 from attnmesh.hf.images.inputs import split_images, without_absent
@@ -105,9 +105,9 @@ def _generate(
     beams, samples = settings["num_beams"] or 1, settings["num_return_sequences"] or 1
     assisted = any(settings[name] for name in ASSISTED_OPTIONS)
     shared = crop_to_shared_prefix(model, prompt, cache)
-    expected, given = "an empty cache for assisted decoding", f"{shared} tokens in the cache"
-    fits = not (assisted and shared)  # transformers feeds the whole prompt
-    require(fits, KernelError, "generate", expected, given, "pass a new cache, or none")
+    if assisted and shared:  # transformers feeds the whole prompt
+        expected = "an empty cache for assisted decoding"
+        raise KernelError("generate", expected, f"{shared} tokens in the cache", "pass a new cache, or none")
     if not assisted:
         prefill_rest(model, prompt, cache, chunk_size)
         cache.batch_repeat_interleave(max(beams, samples))
@@ -158,8 +158,9 @@ def _generate_with_checkpoint(
     length = prompt.shape[1]
     total = settings.total(prompt.shape[1])
     constant = rope_regime(model.config, length) == rope_regime(model.config, total)
-    given, fix = "one that the length of the text changes", "leave checkpoint= out, or generate fewer tokens"
-    require(constant, KernelError, CHECKPOINT, "a rope that stays the same", given, fix)
+    if not constant:
+        fix = "leave checkpoint= out, or generate fewer tokens"
+        raise KernelError(CHECKPOINT, "a rope that stays the same", "one that the length of the text changes", fix)
     if ids.shape[1] >= total:
         if (streamer := options.get("streamer")) is not None:
             streamer.put(ids[:, :total])
@@ -187,7 +188,7 @@ def _run_generate(model: PreTrainedModel, ids: Tensor, cache: ShardedCache, opti
     watch = NanWatch()
     name = cache_argument(signature(model.forward).parameters)
     first = Mesh.of(cache.mesh).shard_index == 0
-    cache.intact = False
+    cache.history.is_consistent = False
     processors = [*(options.get("logits_processor") or []), watch]
     options = {**options, "logits_processor": processors, "cache_implementation": None, "use_cache": True}
     try:
@@ -200,8 +201,8 @@ def _run_generate(model: PreTrainedModel, ids: Tensor, cache: ShardedCache, opti
             watch.report(model, ids, first=first)
         raise
     watch.report(model, ids, first=first)
-    cache.intact = True
-    cache.count(getattr(output, "sequences", output).shape[1] - 1)
+    cache.history.is_consistent = True
+    cache.set_length(getattr(output, "sequences", output).shape[1] - 1)
     return output
 
 

@@ -18,7 +18,7 @@ from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria
 
 from attnmesh.cache.saved_cache import Saving
 from attnmesh.core.digest import DIGEST_VALUES, digest
-from attnmesh.errors import ArgumentError, KernelError, StoreError, check_count, require, short, type_and_shape
+from attnmesh.errors import ArgumentError, KernelError, StoreError, check_count, short, type_and_shape
 from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.options import ASSISTED_OPTIONS, GenerationSettings, describe_value
@@ -125,23 +125,26 @@ class Checkpoint:
             differences = [DIFFERENCES[name] for name in call if saved_call.get(name) != call[name]]
         except (ValueError, AttributeError):
             differences = ["no checkpoint of generate"]
-        expected, fix = "a folder of this model, prompt and options", "name another folder, or remove this one"
-        given = f"{' and '.join(differences)} in {self.folder}"
-        require(not differences, StoreError, SUBJECT, expected, given, fix)
+        if differences:
+            expected = "a folder of this model, prompt and options"
+            given = f"{' and '.join(differences)} in {self.folder}"
+            raise StoreError(SUBJECT, expected, given, "name another folder, or remove this one")
         return header.length
 
     def _check_call(self, settings: GenerationSettings, ids: Tensor, cache: ShardedCache) -> None:
         """Raise unless the call can be continued from a checkpoint."""
         beams = max(settings["num_beams"] or 1, settings["num_return_sequences"] or 1)
-        given, fix = f"{len(ids)} of {beams} beams or samples", "generate them one by one, each in its own folder"
-        require(len(ids) == 1 and beams == 1, KernelError, SUBJECT, "one sequence", given, fix)
+        if len(ids) != 1 or beams != 1:
+            given, fix = f"{len(ids)} of {beams} beams or samples", "generate them one by one, each in its own folder"
+            raise KernelError(SUBJECT, "one sequence", given, fix)
         for name, fix in NOT_RESUMABLE.items():
             value = settings[name]
             is_neutral = not value or (isinstance(value, float) and value == 1)  # a penalty of 1.0
-            given = f"{name}={short(value)}"
-            require(is_neutral, KernelError, SUBJECT, "options that can be continued", given, fix)
-        given, fix = f"{cache.get_seq_length()} tokens", "leave cache= out: the checkpoint fills one"
-        require(not cache.get_seq_length(), KernelError, SUBJECT, "an empty cache", given, fix)
+            if not is_neutral:
+                raise KernelError(SUBJECT, "options that can be continued", f"{name}={short(value)}", fix)
+        if cache.get_seq_length():
+            fix = "leave cache= out: the checkpoint fills one"
+            raise KernelError(SUBJECT, "an empty cache", f"{cache.get_seq_length()} tokens", fix)
 
     def keep(self, cache: ShardedCache, tokens: Tensor, *, prompt: int, ends: Any = None) -> None:
         """Save after every `every` new tokens, but not after an end token. Every rank calls it after each token.
@@ -232,10 +235,10 @@ def _restore_state(ids: Tensor, extras: Mapping[str, Tensor], saved_length: int)
     """Return the saved tokens and set the random state; return the prompt if no new token was saved."""
     tokens = extras.get("tokens", torch.empty(0, device="cpu"))
     valid = tokens.dtype == torch.int64 and tokens.ndim == 2 and len(tokens) == 1
-    given = type_and_shape(tokens)
-    require(valid, StoreError, SUBJECT, "the tokens of one sequence", given, "remove the folder")
-    given = f"{tokens.shape[1]} of {saved_length}"
-    require(tokens.shape[1] >= saved_length, StoreError, SUBJECT, "the tokens of all keys", given, "remove the folder")
+    if not valid:
+        raise StoreError(SUBJECT, "the tokens of one sequence", type_and_shape(tokens), "remove the folder")
+    if tokens.shape[1] < saved_length:
+        raise StoreError(SUBJECT, "the tokens of all keys", f"{tokens.shape[1]} of {saved_length}", "remove the folder")
     if tokens.shape[1] <= ids.shape[1]:
         return ids
     set_random_state(ids.device, extras.get("random"))

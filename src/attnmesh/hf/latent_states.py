@@ -41,7 +41,7 @@ class LatentStates(DispatchedTensor):
     def dispatch(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result, of the same latents. Raise for functions that do not expand latents."""
         if name not in EXPANDING:
-            Opaque._raise_read(name.strip("_"))
+            Opaque.raise_read(name.strip("_"))
         result = call()
         return tuple(map(self.wrap, result)) if isinstance(result, (tuple, list)) else self.wrap(result)
 
@@ -61,15 +61,15 @@ def latent_widths(config: PreTrainedConfig, layer: int = 0) -> tuple[int, int] |
     """
     config = config.get_text_config(decoder=True)
     config = config.per_layer_config[layer] if config.is_heterogeneous else config
-    rank, rotated = getattr(config, "kv_lora_rank", None), getattr(config, "qk_rope_head_dim", None)
-    return None if not rank or not rotated else (rank, rotated)
+    kv_lora_rank, rotated = getattr(config, "kv_lora_rank", None), getattr(config, "qk_rope_head_dim", None)
+    return None if not kv_lora_rank or not rotated else (kv_lora_rank, rotated)
 
 
-def projection_of(module: nn.Module, k: Tensor, v: Tensor, latents: Tensor, rank: int) -> Projection:
+def projection_of(module: nn.Module, k: Tensor, v: Tensor, latents: Tensor, kv_lora_rank: int) -> Projection:
     """Return the projection of a layer, whose model expands latents to k and v."""
-    key_columns = k.shape[3] - (latents.shape[3] - rank)
-    matrix = _matrix(module, rank, latents)
-    if tuple(matrix.shape) != (k.shape[1] * (key_columns + v.shape[3]), rank):
+    key_columns = k.shape[3] - (latents.shape[3] - kv_lora_rank)
+    matrix = _matrix(module, kv_lora_rank, latents)
+    if tuple(matrix.shape) != (k.shape[1] * (key_columns + v.shape[3]), kv_lora_rank):
         _raise_projection(f"one of shape {tuple(matrix.shape)} for {k.shape[1]} heads")
     keys, values = matrix.unflatten(0, (k.shape[1], -1)).tensor_split([key_columns], dim=1)
     return Projection(keys, values).to(k.dtype)
@@ -90,7 +90,7 @@ def has_weight(module: nn.Module, latents: Tensor) -> bool:
     return is_whole and bool(layer.weight.device == latents.device)
 
 
-def _matrix(module: nn.Module, rank: int, latents: Tensor) -> Tensor:
+def _matrix(module: nn.Module, kv_lora_rank: int, latents: Tensor) -> Tensor:
     """Return the matrix of a layer's `kv_b_proj`, from the identity matrix unless it is a plain linear layer."""
     layer: Any = getattr(module, "kv_b_proj", None)
     matrix: Tensor
@@ -100,7 +100,7 @@ def _matrix(module: nn.Module, rank: int, latents: Tensor) -> Tensor:
         matrix = layer.weight.detach()
         bias = layer.bias
     else:
-        rows = layer(pad(torch.eye(rank, dtype=latents.dtype, device=latents.device), (0, 0, 1, 0))).detach()
+        rows = layer(pad(torch.eye(kv_lora_rank, dtype=latents.dtype, device=latents.device), (0, 0, 1, 0))).detach()
         matrix = rows[1:].mT
         bias = rows[0]
     if bias is not None and bool(bias.any()):

@@ -1,33 +1,46 @@
 """Attention function registered with transformers, which calls it in every layer.
 
-A call is one of four: training on shards, sharded prefill, decoding, or ordinary attention on one device. What is
-special in a model is asked of the record of its family.
+A call is of a tower, of text to images, in a trace, or at positions: on shards, over a cache of shards, or on one
+device. What is special in a model is asked of the record of its family.
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from attnmesh.core.scaling import Scores
 from attnmesh.core.selection import Selection
-from attnmesh.hf.attend_layer import LayerCall, attend_cached, attend_new
+from attnmesh.hf.attend_layer import LayerArguments, attend_cached, attend_new
 from attnmesh.hf.cache.layer import PendingKV
 from attnmesh.hf.families.family import Family, family_of_layer
 from attnmesh.hf.images.cross import attends_to_images
 from attnmesh.hf.images.towers import attend_in_tower, in_tower
 from attnmesh.hf.latent_states import LatentStates
-from attnmesh.hf.layer_checks import check_same_weights, checked_mask
+from attnmesh.hf.layer_checks import check_same_weights, check_traced, checked_mask
 from attnmesh.hf.layer_mask import MaskSpec
 from attnmesh.hf.models import SUBJECT
-from attnmesh.hf.shards import Shards
 from attnmesh.hf.traced_mask import TracedMask, attend_traced
 from attnmesh.hf.transformers_names import sdpa_attention
 from attnmesh.kernels.traced import cast_for_autocast, without_autocast
 
-ARGUMENTS = ("s_aux", "softcap", "position_bias")
-"""Further arguments of layers that change their attention, as transformers names them."""
+
+class LayerOptions(NamedTuple):
+    """What a layer passes to its attention beside queries, keys, values and their mask."""
+
+    family: Family
+    """That of the layer's model."""
+    scaling: float | None
+    softcap: float | None
+    bias: Tensor | None
+    sinks: Tensor | None
+    selection: Any
+    """What the layer's indexer has selected; None for all keys."""
+    dropout: float
+    window: int | None
+    others: dict[str, Any]
+    """Arguments that must change nothing."""
 
 
 def attention_function(
@@ -49,51 +62,70 @@ def attention_function(
     if attends_to_images(module):  # this rank's tokens to all features: the mask has a row for each of these tokens
         images = {"is_causal": False, "scaling": scaling, "dropout": dropout}
         return sdpa_attention(module, query, key, value, attention_mask, **images)  # type: ignore[no-any-return]
+    family = family_of_layer(module)
+    softcap, bias = options.pop("softcap", None), options.pop("position_bias", None)
+    sinks, selection = options.pop("s_aux", None), options.pop(family.selection_argument, None)
+    layer_options = LayerOptions(family, scaling, softcap, bias, sinks, selection, dropout, sliding_window, options)
     if isinstance(key, LatentStates) and isinstance(value, LatentStates):
         key = value = PendingKV(key.plain(), value.plain(), key.layer, key.latents)
-    if isinstance(attention_mask, TracedMask) and isinstance(key, PendingKV):
-        attention_mask = attention_mask.spec()
-    family = family_of_layer(module)
-    arguments = {name: options.pop(name) for name in (*ARGUMENTS, family.selection_argument) if name in options}
-    if isinstance(attention_mask, TracedMask) or family.adds_bias is None or not family.adds_bias(module):
-        options["position_bias"] = arguments.get("position_bias")  # which is refused
-    spec = checked_mask(module, query, key, attention_mask, dropout, sliding_window, options)
-    selected = spec.selected if isinstance(spec, MaskSpec) else None
-    if (selection := arguments.get(family.selection_argument)) is not None:
-        selected = family.read_selection(module, selection, spec)
+    if isinstance(attention_mask, TracedMask) and not isinstance(key, PendingKV):
+        out = _attend_traced(module, (query, key, value), attention_mask, layer_options)
+    else:
+        out = _attend_at_positions(module, query, (key, value), attention_mask, layer_options)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _attend_traced(module: nn.Module, tensors: Any, mask: TracedMask, options: LayerOptions) -> Tensor:
+    """Return attention of queries, keys and values under a mask that is a tensor, as traces have it."""
+    check_traced(module, mask, options.dropout, {**options.others, "position_bias": options.bias})
+    visible = mask.visible
+    q, k, v = cast_for_autocast(*tensors)
+    if options.selection is not None:
+        selected = options.family.read_selection(module, options.selection, mask)
+        visible = visible & _picked(selected, q.shape[1], k.shape[2])
+    scaling = Scores(options.scaling, options.softcap).scaling(SUBJECT, q.shape[-1])
+    with without_autocast(q):
+        return attend_traced(q, k, v, visible, scaling, options.sinks)
+
+
+def _attend_at_positions(
+    module: nn.Module,
+    query: Tensor,
+    keys_and_values: Any,
+    mask: MaskSpec | TracedMask | Tensor | None,
+    options: LayerOptions,
+) -> Tensor:
+    """Return attention under a mask of positions: on shards, over a cache of shards, or on one device."""
+    family, scaling, softcap, bias, sinks, selection, dropout, window, others = options
+    key, value = keys_and_values
+    described = mask.spec() if isinstance(mask, TracedMask) else mask
+    if family.adds_bias is None or not family.adds_bias(module):
+        others = {**others, "position_bias": bias}  # which is refused
+    spec = checked_mask(module, query, key, described, dropout, window, others)
+    selected = spec.selected if selection is None else family.read_selection(module, selection, spec)
     k, v = (key.k, key.v) if isinstance(key, PendingKV) else (key, value)
-    q, k, v = cast_for_autocast(query, k, v)  # type: ignore[arg-type] # ropes leave q and k in float32, v is bfloat16
-    sinks, softcap = arguments.get("s_aux"), arguments.get("softcap")
-    if isinstance(spec, TracedMask):
-        with without_autocast(q):
-            visible = spec.visible if selected is None else spec.visible & _picked(selected, q.shape[1], k.shape[2])
-            out = attend_traced(q, k, v, visible, Scores(scaling, softcap).scaling(SUBJECT, q.shape[-1]), sinks)
-        return out.transpose(1, 2).contiguous(), None
-    bias = arguments.get("position_bias")
+    q, k, v = cast_for_autocast(query, k, v)  # ropes leave q and k in float32, v is bfloat16
     if family.near_bias is not None:
         bias = family.near_bias(module, bias, spec.shards)
     if spec.shards is not None:
         if not spec.shards.cached:
             check_same_weights(module, spec.shards, query.device)
-        q, bias = _tempered(family, module, spec.shards, q, bias)
-    layer = LayerCall(spec.mask, Scores(scaling, softcap, bias), sinks, selected)
+        if family.temperature is not None:
+            q, bias = _tempered(family.temperature(module, spec.shards), q, bias)
+    layer_arguments = LayerArguments(spec.mask, Scores(scaling, softcap, bias), sinks, selected)
     with without_autocast(q):
-        if isinstance(key, PendingKV):
-            is_new = not getattr(module, "is_kv_shared_layer", False)  # else an earlier layer has stored the keys
-            if k is not key.k or v is not key.v or key.latents is not None:  # else autocast has cast nothing
-                latents = None if key.latents is None else key.latents.to(k.dtype)
-                key = replace(key, k=k, v=v, latents=latents)
-            out = attend_cached(q, key, layer, spec, is_new)
-        else:
-            out = attend_new(q, k, v, layer, spec)
-    return out.transpose(1, 2).contiguous(), None
+        if not isinstance(key, PendingKV):
+            return attend_new(q, k, v, layer_arguments, spec)
+        stores_keys = not getattr(module, "is_kv_shared_layer", False)  # else an earlier layer has stored the keys
+        if k is not key.k or v is not key.v or key.latents is not None:  # else autocast has cast nothing
+            latents = None if key.latents is None else key.latents.to(k.dtype)
+            key = replace(key, k=k, v=v, latents=latents)
+        out: Tensor = attend_cached(q, key, layer_arguments, spec, stores_keys)
+    return out
 
 
-def _tempered(
-    family: Family, module: nn.Module, shards: Shards, q: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
+def _tempered(ratio: Tensor | None, q: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return queries and their bias with the temperature of their positions, which layers count as in a run."""
-    ratio = None if family.temperature is None else family.temperature(module, shards)
     if ratio is None:
         return q, bias
     ratio = ratio.to(q.device, q.dtype)[:, None]

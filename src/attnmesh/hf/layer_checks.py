@@ -18,7 +18,6 @@ from attnmesh.errors import (
     LayoutError,
     MaskError,
     ShapeError,
-    require,
     short,
     warn_once,
 )
@@ -26,7 +25,7 @@ from attnmesh.guard.agreement import Agreement, may_compare
 from attnmesh.hf.cache.compressed_layer import check_entries
 from attnmesh.hf.cache.layer import PendingKV
 from attnmesh.hf.layer_mask import MaskSpec, check_left_padded
-from attnmesh.hf.models import SUBJECT, is_recurrent, mixing_layers
+from attnmesh.hf.models import SUBJECT, is_recurrent, num_mixing_calls
 from attnmesh.hf.shards import FORWARD_ALL, OF_SHARD_BATCH, ShardPositions, Shards
 from attnmesh.hf.traced_mask import TracedMask
 from attnmesh.hf.training.labels import ItemCount
@@ -41,36 +40,40 @@ NO_EFFECT = {
 """Arguments that models pass on to attention and that do not change it. Any other raises, unless None or False."""
 
 
+def check_traced(module: nn.Module, mask: TracedMask, dropout: float, arguments: dict[str, Any]) -> None:
+    """Raise unless a call in a trace is exact: no ranks share its tokens."""
+    _check_no_shard(arguments)
+    _check_exact(module, mask, dropout, arguments)
+    check_entries(module, None, None, None)
+
+
 def checked_mask(
     module: nn.Module,
     query: Tensor,
     key: Tensor | PendingKV,
-    attention_mask: MaskSpec | TracedMask | Tensor | None,
+    mask: MaskSpec | Tensor | None,
     dropout: float,
     sliding_window: int | None,
     arguments: dict[str, Any],
-) -> MaskSpec | TracedMask:
-    """Return the mask of a call that passes all checks. Raise on all ranks if they compare their calls."""
-    if isinstance(attention_mask, TracedMask):
-        _check_no_shard(arguments)
-        _check_exact(module, attention_mask, dropout, arguments)
-        check_entries(module, None, None, None)
-        return attention_mask
-    shards = attention_mask.shards if isinstance(attention_mask, MaskSpec) else None
+) -> MaskSpec:
+    """Return the mask of a call that passes all checks, and count it. Raise on all ranks if they compare calls."""
+    shards = mask.shards if isinstance(mask, MaskSpec) else None
     pending = key if isinstance(key, PendingKV) else None
     try:
-        _check_exact(module, attention_mask, dropout, arguments)
-        spec = _check_mask(attention_mask, sliding_window or None)  # some models pass 0 for no window
+        _check_exact(module, mask, dropout, arguments)
+        spec = _check_mask(mask, sliding_window or None)  # some models pass 0 for no window
         check_entries(module, pending, shards, spec.token_mask if shards is None else shards.token_mask)
-        if shards is not None:
-            _check_shards(module, query, key, arguments, shards)
         if pending is not None:
-            _check_cache_used(pending, query.shape[2], arguments)
-            _check_window(pending, spec)
-            pending.layer.project(module, pending)
-        elif shards is None:
+            _check_cache(pending, spec, query.shape[2], arguments)
+        elif shards is not None:
+            _check_shards(module, query, key, arguments, shards)
+        else:
             _check_no_shard(arguments)
             _check_alone(spec, arguments.get("position_ids"))
+        if shards is not None:
+            _count_layer(module, arguments, shards)
+        if pending is not None:
+            pending.layer.find_projection(module, pending)
     except InputError as error:
         _raise_agreed(error, query, pending, shards)
     return spec
@@ -112,9 +115,9 @@ def _check_exact(module: nn.Module, mask: Any, dropout: float, arguments: dict[s
 
 def _check_no_shard(arguments: dict[str, Any]) -> None:
     """Raise if a layer that got no shards has the positions of a shard."""
-    fits = not isinstance(arguments.get("position_ids"), ShardPositions)
-    given = "another, beside its position_ids"
-    require(fits, ArgumentError, f"{SUBJECT} attention_mask", OF_SHARD_BATCH, given, FORWARD_ALL)
+    if isinstance(arguments.get("position_ids"), ShardPositions):
+        given = "another, beside its position_ids"
+        raise ArgumentError(f"{SUBJECT} attention_mask", OF_SHARD_BATCH, given, FORWARD_ALL)
 
 
 def _check_alone(spec: MaskSpec, positions: Any) -> None:
@@ -132,10 +135,11 @@ def _check_alone(spec: MaskSpec, positions: Any) -> None:
         is_real = indices >= padding
         begins_late = (positions > spec.q_offset) & (indices == padding)
         is_chunk = begins_late.any() | ((positions.diff() > 1) & is_real[..., 1:]).any()
-        given = "those of a chunk, in a model that got no mesh"
-        fix = "pass the whole batch to hf.shard_batch(batch, mesh), which cuts it; mesh=None if these are meant"
-        subject, expected = f"{SUBJECT} position_ids", "positions of a whole sequence"
-        require(not bool(is_chunk), LayoutError, subject, expected, given, fix)
+        if bool(is_chunk):
+            subject, expected = f"{SUBJECT} position_ids", "positions of a whole sequence"
+            given = "those of a chunk, in a model that got no mesh"
+            fix = "pass the whole batch to hf.shard_batch(batch, mesh), which cuts it; mesh=None if these are meant"
+            raise LayoutError(subject, expected, given, fix)
     if not spec.q_offset:
         cause = f"a model ran without a mesh in a process group of {dist.get_world_size()} ranks"
         advice = "so each rank attended to its own tokens only. To share sequences, call hf.generate with mesh=, "
@@ -145,16 +149,20 @@ def _check_alone(spec: MaskSpec, positions: Any) -> None:
 
 def _check_mask(spec: MaskSpec | Tensor | None, window: int | None) -> MaskSpec:
     """Return the mask. Raise unless `mask_function` made it, and for the layer's sliding window."""
-    subject, fix = f"{SUBJECT} attention_mask", "pass a 2D attention_mask of padding, or none"
+    subject = f"{SUBJECT} attention_mask"
     if not isinstance(spec, MaskSpec):
         given = "no mask" if spec is None else f"a mask of shape {list(getattr(spec, 'shape', []))}"
+        fix = "pass a 2D attention_mask of padding, or none"
         raise MaskError(subject, "one made by transformers for attnmesh", given, fix)
-    expected, fix = "a causal mask, a sliding window or chunks", "use a causal language model"
-    require(spec.mask != Full(), MaskError, subject, expected, "a bidirectional mask", fix)
+    if spec.mask == Full():
+        expected, fix = "a causal mask, a sliding window or chunks", "use a causal language model"
+        raise MaskError(subject, expected, "a bidirectional mask", fix)
     if window is not None and spec.has_spans:
-        rows = [replace(mask, left=window - 1) for mask in (spec.mask, *spec.rows) if mask.left in (FAR, window - 1)]
-        if len(rows) == 1 + len(spec.rows):
-            return replace(spec, mask=rows[0], rows=tuple(rows[1:]))
+        rows = [
+            replace(mask, left=window - 1) for mask in (spec.mask, *spec.row_masks) if mask.left in (FAR, window - 1)
+        ]
+        if len(rows) == 1 + len(spec.row_masks):
+            return replace(spec, mask=rows[0], row_masks=tuple(rows[1:]))
     if window is not None and spec.mask == Causal() and spec.q_length == 1 and spec.q_offset < window:
         return replace(spec, mask=Window(window - 1))  # of one token, which sees as much
     if window is not None and spec.mask != Window(window - 1):
@@ -167,38 +175,40 @@ def _check_mask(spec: MaskSpec | Tensor | None, window: int | None) -> MaskSpec:
 def _check_shards(
     module: nn.Module, q: Tensor, key: Tensor | PendingKV, arguments: dict[str, Any], shards: Shards
 ) -> None:
-    """Raise unless the layer is exact on shards. Count its call, and note the model's `num_items_in_batch`."""
-    config = getattr(module, "config", None)
-    layers, recurrent = (1, False) if config is None else (mixing_layers(config), is_recurrent(config))
-    shards.count_layer(type(module).__name__, layers, recurrent=recurrent)
-    count = arguments.get("num_items_in_batch")
-    shards.forward_pass.item_count = None if isinstance(count, ItemCount) else count
-    if isinstance(key, PendingKV):
-        return
+    """Raise unless a layer without a cache of shards is exact on shards."""
     if key.shape[2] != q.shape[2]:
         given = f"another cache ({q.shape[2]} queries on {key.shape[2]} keys)"
         fix = "pass past_key_values=attnmesh.hf.ShardedCache(model.config, mesh), or use_cache=False"
         raise KernelError(f"{SUBJECT} past_key_values", "a ShardedCache", given, fix)
+    config = getattr(module, "config", None)
     router_loss = arguments.get("output_router_logits") or getattr(config, "output_router_logits", False)
     # Else a router would balance the tokens of one rank only.
-    fits = not router_loss or shards.ranks == 1 or shards.forward_pass.gathers_routers
-    fix = "set config.output_router_logits = False, or train with hf.on_mesh"
-    require(fits, KernelError, f"{SUBJECT} output_router_logits", "no router loss on shards", "True", fix)
+    if router_loss and shards.ranks > 1 and not shards.forward_pass.gathers_routers:
+        fix = "set config.output_router_logits = False, or train with hf.on_mesh"
+        raise KernelError(f"{SUBJECT} output_router_logits", "no router loss on shards", "True", fix)
 
 
-def _check_cache_used(pending: PendingKV, tokens: int, arguments: dict[str, Any]) -> None:
-    """Raise if use_cache=False and a whole prompt follows cached tokens. use_cache=False alone may be a default."""
+def _count_layer(module: nn.Module, arguments: dict[str, Any], shards: Shards) -> None:
+    """Count a layer's call on shards, and note the model's `num_items_in_batch`."""
+    config = getattr(module, "config", None)
+    layers, recurrent = (1, False) if config is None else (num_mixing_calls(config), is_recurrent(config))
+    shards.count_layer(type(module).__name__, layers, recurrent=recurrent)
+    count = arguments.get("num_items_in_batch")
+    shards.forward_pass.item_count = None if isinstance(count, ItemCount) else count
+
+
+def _check_cache(pending: PendingKV, spec: MaskSpec, tokens: int, arguments: dict[str, Any]) -> None:
+    """Raise unless the new tokens follow the cached ones, and see no more than the model's stock cache keeps.
+
+    use_cache=False alone may be a default.
+    """
     kv = pending.layer.kv
     positions = arguments.get("position_ids")
-    if arguments.get("use_cache") is not False or kv is None or not kv.length or not isinstance(positions, Tensor):
-        return
-    continues = positions.shape[-1] != tokens or int(positions.flatten()[0]) != 0
-    subject, fix = f"{SUBJECT} use_cache", "leave out past_key_values, or use_cache"
-    require(continues, KernelError, subject, "use_cache=True with a ShardedCache", "use_cache=False", fix)
-
-
-def _check_window(pending: PendingKV, spec: MaskSpec) -> None:
-    """Raise if the model's stock cache drops tokens that a causal mask would show to its layers."""
+    if arguments.get("use_cache") is False and kv is not None and kv.length and isinstance(positions, Tensor):
+        begins_anew = positions.shape[-1] == tokens and int(positions.flatten()[0]) == 0
+        if begins_anew:
+            subject, fix = f"{SUBJECT} use_cache", "leave out past_key_values, or use_cache"
+            raise KernelError(subject, "use_cache=True with a ShardedCache", "use_cache=False", fix)
     window = pending.layer.cache.stock_window
     if window and spec.mask == Causal():
         given = f"a causal mask in {pending.layer.cache.config.model_type}, whose stock cache keeps {window} tokens"
@@ -243,6 +253,7 @@ def check_cached_padding(kv: KVCache, token_mask: Tensor | None, new: int, mask:
         is_same = token_mask is None or bool(token_mask[:, :-new].all())
     else:
         is_same = token_mask is not None and torch.equal(token_mask[:, :-new], kv.padding.token_mask[:, : kv.length])
-    require(is_same, MaskError, subject, "the padding of the cached tokens", "other padding", fix)
+    if not is_same:
+        raise MaskError(subject, "the padding of the cached tokens", "other padding", fix)
     if token_mask is not None and mask != Causal():
         check_left_padded(subject, token_mask)

@@ -17,11 +17,11 @@ from transformers import PreTrainedConfig
 
 from attnmesh.core.mask import FAR, Causal, Chunks, Full, Mask, Spans, Window
 from attnmesh.core.selection import Selection
-from attnmesh.errors import MaskError, ShapeError, require
+from attnmesh.errors import MaskError, ShapeError
 from attnmesh.hf.images.spans import check_spans_unpadded, spans_of, unsupported_span
 from attnmesh.hf.images.towers import in_tower
 from attnmesh.hf.models import SUBJECT, check_layers, window_of
-from attnmesh.hf.shards import BEGUN, FORWARD_ALL, OF_SHARD_BATCH, PromptMask, ShardMask, Shards
+from attnmesh.hf.shards import BEGUN, FORWARD_ALL, OF_SHARD_BATCH, ShardMask, Shards, WholeMask
 from attnmesh.hf.traced_mask import LayerMask, TracedMask, in_trace, needs_tensor
 from attnmesh.hf.transformers_names import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
@@ -46,7 +46,7 @@ class MaskSpec(LayerMask):
     """Tokens of padding before each sequence, (batch,); None if no mask was given."""
     selected: Selection | None = None
     """Keys that each query selects among the keys that it sees; None for all."""
-    rows: tuple[Mask, ...] = ()
+    row_masks: tuple[Mask, ...] = ()
     """Mask of each sequence, if their images are in different places; `mask` is that of the first."""
     discarded: bool = False
     """True for layers whose output nobody reads: in a prefill, those that cache no keys."""
@@ -60,7 +60,7 @@ class MaskSpec(LayerMask):
         if rows is None:
             return super().__getitem__(key)
         if (stop, step) != (self.q_length, 1) or (first and self.shards is not None and not in_prefill):
-            self._raise_read("getitem")
+            self.raise_read("getitem")
         offset, length = self.q_offset + first, self.q_length - first
         return replace(self, q_offset=offset, q_length=length, discarded=self.discarded or (bool(first) and in_prefill))
 
@@ -72,7 +72,7 @@ class MaskSpec(LayerMask):
     @property
     def has_spans(self) -> bool:
         """Return whether tokens of an image see each other both ways, in some sequence."""
-        return any(mask.spans for mask in (self.mask, *self.rows))
+        return any(mask.spans for mask in (self.mask, *self.row_masks))
 
     def spec(self) -> "MaskSpec":
         """Return itself."""
@@ -82,16 +82,16 @@ class MaskSpec(LayerMask):
         """Return which keys each query sees on one device, (1 or batch, queries, keys)."""
         positions = torch.arange(keys, device="cpu") + self.kv_offset
         queries = torch.arange(self.q_length, device="cpu") + self.q_offset
-        seen = torch.stack([mask.visible(queries, positions) for mask in self.rows or (self.mask,)])
+        seen = torch.stack([mask.visible(queries, positions) for mask in self.row_masks or (self.mask,)])
         if self.token_mask is None:
             return seen
         return seen.to(self.token_mask.device) & pad(self.token_mask, (0, keys - self.token_mask.shape[1]))[:, None]
 
 
-SDPA = 'call model.set_attn_implementation("sdpa"), on one device'
+USE_SDPA = 'call model.set_attn_implementation("sdpa"), on one device'
 """Fix in errors about masks that positions do not describe."""
 
-UNTYPED = f"leave token types out if there are no images, or {SDPA}"
+DROP_TOKEN_TYPES = f"leave token types out if there are no images, or {USE_SDPA}"
 """Fix in errors about masks that a model makes of token types, or by itself."""
 
 SAME_PLACES, ONE_PROMPT = (
@@ -131,12 +131,12 @@ def mask_function(**arguments: Any) -> MaskSpec | TracedMask | Tensor | None:
     """Return the mask of one kind of layer. transformers calls it once per kind and forward pass."""
     if in_tower(arguments.get("config")):
         return sdpa_mask(**arguments)  # type: ignore[no-any-return]
-    if BEGUN.shards is not None:
+    if BEGUN.shards_ref is not None:
         arguments = _with_lost_mask(arguments)
     mask = arguments.get("attention_mask")
     if isinstance(mask, MaskSpec | TracedMask):
         return mask  # with a static cache, `generate` makes the mask before the model runs
-    if isinstance(mask, ShardMask | PromptMask) or not needs_tensor(arguments):
+    if isinstance(mask, ShardMask | WholeMask) or not needs_tensor(arguments):
         return mask_spec(**arguments)
     if arguments.get("mask_function") is bidirectional_mask_function:
         return MaskSpec(Full(), arguments["q_length"], 0, 0)
@@ -152,13 +152,13 @@ def _with_lost_mask(arguments: dict[str, Any]) -> dict[str, Any]:
     shards = BEGUN.of_this_thread()
     mask = arguments.get("attention_mask")
     tokens = arguments["q_length"]
-    is_known = isinstance(mask, ShardMask | PromptMask | LayerMask)
+    is_known = isinstance(mask, ShardMask | WholeMask | LayerMask)
     if shards is None or is_known or (shards.ranks > 1 and tokens == shards.length):  # another model, of all tokens
         return arguments
     ones = torch.ones(arguments["batch_size"], len(shards.positions()), dtype=torch.long, device="cpu")
     fits = tokens == ones.shape[1] and (mask is None or (mask.shape == ones.shape and bool(mask.all())))
     if not fits:
-        BEGUN.shards = None
+        BEGUN.shards_ref = None
         given = f"another one, or none, for {tokens} tokens where {ones.shape[1]} were embedded"
         raise MaskError(f"{SUBJECT} attention_mask", OF_SHARD_BATCH, given, FORWARD_ALL)
     ones = ones.to(arguments.get("device"))
@@ -168,8 +168,9 @@ def _with_lost_mask(arguments: dict[str, Any]) -> dict[str, Any]:
 def check_covers(covered: int | None, tokens: int) -> None:
     """Raise if an attention mask covers fewer tokens than a cache of transformers has, with the new ones."""
     fits = covered is None or covered >= tokens
-    fix = "put the mask of cached tokens first"
-    require(fits, ShapeError, f"{SUBJECT} attention_mask", f"one of all {tokens} tokens", f"one of {covered}", fix)
+    if not fits:
+        fix = "put the mask of cached tokens first"
+        raise ShapeError(f"{SUBJECT} attention_mask", f"one of all {tokens} tokens", f"one of {covered}", fix)
 
 
 def mask_spec(
@@ -185,7 +186,7 @@ def mask_spec(
     """Return the mask as positions, from the arguments that transformers describes it with."""
     function: IndexFunction = options.get("mask_function", causal_mask_function)
     local_size: int | None = options.get("local_size")
-    shards = attention_mask.shards if isinstance(attention_mask, ShardMask | PromptMask) else None
+    shards = attention_mask.shards if isinstance(attention_mask, ShardMask | WholeMask) else None
     token_mask = covered = left_padding = None
     if shards is not None:
         check_layers(config)
@@ -194,43 +195,44 @@ def mask_spec(
         left_padding = (attention_mask.bool().cumsum(1) == 0).sum(1)
         covered = attention_mask.shape[1] if attention_mask.shape[1] < q_offset + q_length else None
     first = torch.zeros(batch_size, dtype=torch.long, device="cpu") if left_padding is None else left_padding.cpu()
-    pattern = DescribedMask(function, config, (q_offset, q_length), (kv_offset, kv_length), first)
-    rows = () if isinstance(attention_mask, ShardMask) else _with_spans(pattern)
+    described = DescribedMask(function, config, (q_offset, q_length), (kv_offset, kv_length), first)
+    rows = () if isinstance(attention_mask, ShardMask) else _with_spans(described)
     mask = rows[0] if rows else None
     if mask is None and q_length == 1 and local_size is None:
-        mask = _of_one_token(pattern)
-    if rows and isinstance(attention_mask, PromptMask):
+        mask = _of_one_token(described)
+    if rows and isinstance(attention_mask, WholeMask):
         check_spans_unpadded(rows, attention_mask.plain().bool())
     if mask is None:
-        expected, given = "a causal mask, a sliding window, chunks or spans", "a mask function of the model's own"
-        require(not options.get("use_vmap"), MaskError, "attention mask", expected, given, UNTYPED)
-        mask = _recognise(pattern, local_size)
+        if options.get("use_vmap"):
+            expected = "a causal mask, a sliding window, chunks or spans"
+            raise MaskError("attention mask", expected, "a mask function of the model's own", DROP_TOKEN_TYPES)
+        mask = _recognise(described, local_size)
     row_masks = rows if len({*rows}) > 1 else ()
-    return MaskSpec(mask, q_length, q_offset, kv_offset, token_mask, shards, covered, left_padding, rows=row_masks)
+    return MaskSpec(mask, q_length, q_offset, kv_offset, token_mask, shards, covered, left_padding, row_masks=row_masks)
 
 
 _spec_outside_graphs = torch.compiler.disable(mask_spec)
 """`mask_spec` for a cache of shards, which reads positions: a graph cannot."""
 
 
-def _recognise(pattern: DescribedMask, local_size: int | None) -> Mask:
+def _recognise(described: DescribedMask, local_size: int | None) -> Mask:
     """Return the mask that a function of indices computes, by its values at some positions. Raise on other masks.
 
     Chunks are counted from the first token of a sequence.
     """
-    if local_size == 0 or (local_size is None and pattern.function is causal_mask_function):  # size 0 means no window
+    if local_size == 0 or (local_size is None and described.function is causal_mask_function):  # size 0 means no window
         return Causal()
-    if local_size is None and pattern.function is bidirectional_mask_function:
+    if local_size is None and described.function is bidirectional_mask_function:
         return Full()  # transformers also makes it for cross-attention that is never called
-    seen = _neighbours(pattern)
-    first = int(pattern.first[0])
+    seen = _neighbours(described)
+    first = int(described.first[0])
     if local_size is not None and seen is not None and not bool(seen[0].any()):
-        samples = _sample_pairs(pattern, local_size, first)
+        samples = _sample_pairs(described, local_size, first)
         for mask in (Window(local_size - 1), Causal() & Chunks(local_size)):
-            unbroken = _unbroken(mask, local_size, *pattern.queries, pattern.first)
-            if torch.equal(seen[1], unbroken) and _equals(pattern, mask, *samples, first):
+            sees_previous = _sees_previous(mask, local_size, *described.queries, described.first)
+            if torch.equal(seen[1], sees_previous) and _equals(described, mask, *samples, first):
                 return mask
-    given, fix = "another mask", UNTYPED
+    given, fix = "another mask", DROP_TOKEN_TYPES
     if seen is not None and bool(seen[0].any()):
         given = "tokens that see later ones, as those of an image do"
     elif seen is not None and not bool(seen[1].all()):
@@ -239,74 +241,74 @@ def _recognise(pattern: DescribedMask, local_size: int | None) -> Mask:
     raise MaskError("attention mask", "a causal mask, a sliding window or chunks", given, fix)
 
 
-def _with_spans(pattern: DescribedMask) -> tuple[Mask, ...]:
+def _with_spans(described: DescribedMask) -> tuple[Mask, ...]:
     """Return the causal mask with spans that a function of indices computes for each sequence; none if it is another.
 
     It has a window if the function has one.
     """
-    if pattern.function in (causal_mask_function, bidirectional_mask_function) or pattern.queries[1] < 2:
+    if described.function in (causal_mask_function, bidirectional_mask_function) or described.queries[1] < 2:
         return ()  # one token, as in decoding, sees no later one
-    seen = _neighbours(pattern)
+    seen = _neighbours(described)
     if seen is None or not bool(seen[0].any()):
         return ()
-    given = "padding before a sequence with images"
-    require(not bool(pattern.first.any()), MaskError, "attention mask", SAME_PLACES, given, ONE_PROMPT)
-    window = window_of(pattern.config) or FAR
+    if bool(described.first.any()):
+        raise MaskError("attention mask", SAME_PLACES, "padding before a sequence with images", ONE_PROMPT)
+    window = window_of(described.config) or FAR
     masks = list[Mask]()
-    sampled = _sample_pairs(pattern, min(window, pattern.queries[1]), 0)
+    sampled = _sample_pairs(described, min(window, described.queries[1]), 0)
     for row, sees_next in enumerate(seen[0]):
-        spans = spans_of(sees_next, pattern.queries[0])
+        spans = spans_of(sees_next, described.queries[0])
         beside = [edge + near for edge in chain(*spans) for near in (-1, 0, 1)]
         edges = torch.tensor(beside, dtype=torch.long, device="cpu")
         queries, keys = (  # the function may look tokens up in a table
             torch.cat((positions, edges)).clamp(start, start + length - 1).unique()
-            for positions, (start, length) in zip(sampled, (pattern.queries, pattern.keys), strict=True)
+            for positions, (start, length) in zip(sampled, (described.queries, described.keys), strict=True)
         )
         candidates = Spans(spans), Spans(spans, window - 1)
-        mask = next((mask for mask in candidates if _equals(pattern, mask, queries, keys, 0, row)), None)
+        mask = next((mask for mask in candidates if _equals(described, mask, queries, keys, 0, row)), None)
         if mask is None:
             row_and_head = torch.tensor([row, 0], device="cpu")
-            given = unsupported_span(partial(pattern.function, *row_and_head), spans, window)
-            require(not given, MaskError, "attention mask", SPANS, given, SDPA)
+            if given := unsupported_span(partial(described.function, *row_and_head), spans, window):
+                raise MaskError("attention mask", SPANS, given, USE_SDPA)
             return ()
         masks.append(mask)
     return tuple(masks)
 
 
-def _of_one_token(pattern: DescribedMask) -> Mask | None:
+def _of_one_token(described: DescribedMask) -> Mask | None:
     """Return the causal mask or the window that a function of indices computes for one token, as in decoding; or None.
 
     Both are equal where there are no more keys than the window has: then it is causal.
     """
-    if pattern.function in (causal_mask_function, bidirectional_mask_function):
+    if described.function in (causal_mask_function, bidirectional_mask_function):
         return None
-    rows = torch.arange(len(pattern.first), device="cpu")[:, None]
-    query = torch.tensor([pattern.queries[0]], device="cpu")
-    keys = pattern.keys[0] + torch.arange(pattern.keys[1], device="cpu")
-    if (seen := pattern.sees(rows, query[None], keys[None])) is None:
+    rows = torch.arange(len(described.first), device="cpu")[:, None]
+    query = torch.tensor([described.queries[0]], device="cpu")
+    keys = described.keys[0] + torch.arange(described.keys[1], device="cpu")
+    if (seen := described.sees(rows, query[None], keys[None])) is None:
         return None
-    window = window_of(pattern.config)
+    window = window_of(described.config)
     masks = [Causal(), *([Window(window - 1)] if window else [])]
     seen = seen.expand(len(rows), len(keys))
     return next((mask for mask in masks if torch.equal(mask.visible(query, keys).expand_as(seen), seen)), None)
 
 
-def _neighbours(pattern: DescribedMask) -> tuple[Tensor, Tensor] | None:
+def _neighbours(described: DescribedMask) -> tuple[Tensor, Tensor] | None:
     """Return whether each token sees the next one, and whether the next one sees it, of each sequence; None if unknown.
 
     These are all edges of packed sequences and of blocks, and where they are is known to the batch alone.
     """
-    offset, length = pattern.queries
-    batch = len(pattern.first)
+    offset, length = described.queries
+    batch = len(described.first)
     rows = torch.arange(batch, device="cpu")[:, None]
     earlier = torch.arange(offset, offset + length - 1, device="cpu")[None]
-    sees_next, seen_by_next = pattern.sees(rows, earlier, earlier + 1), pattern.sees(rows, earlier + 1, earlier)
+    sees_next, seen_by_next = described.sees(rows, earlier, earlier + 1), described.sees(rows, earlier + 1, earlier)
     if sees_next is None or seen_by_next is None:
         return None
     return sees_next.expand(batch, length - 1), seen_by_next.expand(batch, length - 1)
 
 
-def _unbroken(mask: Mask, size: int, offset: int, length: int, first: Tensor) -> Tensor:
+def _sees_previous(mask: Mask, size: int, offset: int, length: int, first: Tensor) -> Tensor:
     """Return whether each token but the first of a range sees the one before it, (batch, length - 1)."""
     later = torch.arange(offset + 1, offset + length, device="cpu") - first[:, None]
     return later % size != 0 if mask.chunks else torch.full(later.shape, size > 1, device="cpu")
@@ -314,8 +316,9 @@ def _unbroken(mask: Mask, size: int, offset: int, length: int, first: Tensor) ->
 
 def _token_mask(attention_mask: Tensor, kv_length: int, kv_offset: int) -> Tensor | None:
     """Return the part of a 2D mask that covers the keys, as bools; None without padding."""
-    given, fix = f"one of shape {tuple(attention_mask.shape)}", "pass a 2D attention_mask of padding, or none"
-    require(attention_mask.ndim == 2, MaskError, "attention mask", "a 2D mask of padding", given, fix)
+    if attention_mask.ndim != 2:
+        fix = "pass a 2D attention_mask of padding, or none"
+        raise MaskError("attention mask", "a 2D mask of padding", f"one of shape {tuple(attention_mask.shape)}", fix)
     token_mask = attention_mask.bool()[:, kv_offset : kv_offset + kv_length]
     return None if bool(token_mask.all()) else token_mask
 
@@ -327,20 +330,20 @@ def check_left_padded(subject: str, token_mask: Tensor) -> None:
     """
     real = token_mask.bool()
     gaps = real[:, :-1] & ~real[:, 1:]
-    expected = "padding before the first token of a sequence only"
-    given = "padding between tokens, in a model with windows or chunks"
-    fix = "pass an attention_mask with padding on the left"
-    require(not bool(gaps.any()), MaskError, subject, expected, given, fix)
+    if bool(gaps.any()):
+        expected = "padding before the first token of a sequence only"
+        given = "padding between tokens, in a model with windows or chunks"
+        raise MaskError(subject, expected, given, "pass an attention_mask with padding on the left")
 
 
-def _sample_pairs(pattern: DescribedMask, size: int, first: int) -> tuple[Tensor, Tensor]:
+def _sample_pairs(described: DescribedMask, size: int, first: int) -> tuple[Tensor, Tensor]:
     """Return some positions of queries and keys, from `first` on: of their ranges, and where masks of a size differ.
 
     A shard's range may be too short to tell a window from chunks, so the first edges of chunks are always among them.
     """
     edges = first + (torch.arange(1, 4, device="cpu")[:, None] * size + torch.arange(-1, 2, device="cpu")).flatten()
-    queries = torch.cat((_spread(*pattern.queries), edges)).clamp(min=first)
-    keys = torch.cat((_spread(*pattern.keys), edges, queries - size)).clamp(min=first)
+    queries = torch.cat((_spread(*described.queries), edges)).clamp(min=first)
+    keys = torch.cat((_spread(*described.keys), edges, queries - size)).clamp(min=first)
     return queries.unique(), keys.unique()
 
 
@@ -349,7 +352,7 @@ def _spread(first: int, count: int) -> Tensor:
     return torch.linspace(0, max(count - 1, 0), 17, dtype=torch.float32, device="cpu").long() + first
 
 
-def _equals(pattern: DescribedMask, mask: Mask, queries: Tensor, keys: Tensor, first: int, row: int = 0) -> bool:
+def _equals(described: DescribedMask, mask: Mask, queries: Tensor, keys: Tensor, first: int, row: int = 0) -> bool:
     """Return True if a function of indices is this mask at these positions, which the mask counts from `first`."""
-    seen = pattern.sees(row, queries[:, None], keys[None])
+    seen = described.sees(row, queries[:, None], keys[None])
     return seen is not None and torch.equal(seen, mask.visible(queries - first, keys - first))

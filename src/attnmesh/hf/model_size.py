@@ -11,17 +11,17 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from attnmesh.core.mask import Window
-from attnmesh.errors import ModelError, require
+from attnmesh.errors import ModelError
 from attnmesh.hf.cache.layer import SHORT_WINDOW
 from attnmesh.hf.families.family import family_of
 from attnmesh.hf.latent_states import latent_widths
 from attnmesh.hf.load import as_model_error
 from attnmesh.hf.models import (
-    NAME,
-    cached_layers,
-    indexed_layers,
+    ATTN_IMPLEMENTATION,
+    indexed_layer_indices,
     is_compressed,
     layers_of,
+    num_cached_layers,
     window_of,
 )
 from attnmesh.hf.shared_sizes import active_weights, sizes_of_experts, sizes_of_shared
@@ -49,11 +49,13 @@ def model_size(config: PreTrainedConfig, dtype: str = "bfloat16", **workload: An
     """
     config = config.get_text_config(decoder=True)
     attends = config.is_heterogeneous or hasattr(config, "num_attention_heads")
-    full_layers, window_layers = _attention_layers(config) if attends else (0, 0)
-    given, fix = f"{config.model_type} without any", "use a model whose layers attend"
-    require(full_layers + window_layers > 0, ModelError, "plan model", "layers of attention", given, fix)
-    given, fix = f"{config.model_type}, which compresses them", "write --heads 64/1 with entries as the --length"
-    require(not is_compressed(config), ModelError, "plan model", "layers that keep keys of tokens", given, fix)
+    full_layers, window_layers = _num_attention_layers(config) if attends else (0, 0)
+    if full_layers + window_layers == 0:
+        given = f"{config.model_type} without any"
+        raise ModelError("plan model", "layers of attention", given, "use a model whose layers attend")
+    if is_compressed(config):
+        given, fix = f"{config.model_type}, which compresses them", "write --heads 64/1 with entries as the --length"
+        raise ModelError("plan model", "layers that keep keys of tokens", given, fix)
     skeleton = _skeleton(config, dtype)
     workload["dtype"] = dtype
     windowed_work = _windowed(config, window_layers, workload) if window_layers else None
@@ -91,33 +93,33 @@ def training_size(config: PreTrainedConfig, lora: int = 0, **workload: Any) -> T
     widths = (getattr(config, name, None) for name in ("moe_intermediate_size", "intermediate_size"))
     inner = experts * next(filter(None, widths), 4 * config.hidden_size)
     parameters = model.weights(1, False) // model.workload.itemsize
-    fits = lora <= config.hidden_size
-    fix = "take a smaller one, such as 16"
-    require(fits, ModelError, "lora", f"a rank up to the model's width, {config.hidden_size}", f"{lora:,}", fix)
+    if lora > config.hidden_size:
+        fix = "take a smaller one, such as 16"
+        raise ModelError("lora", f"a rank up to the model's width, {config.hidden_size}", f"{lora:,}", fix)
     sizes = model.layers, model.hidden, inner, config.vocab_size, parameters
     return TrainedModel(model.workload, *sizes, _adapter(config, lora) if lora else 0, config.tie_word_embeddings)
 
 
-def _adapter(config: PreTrainedConfig, rank: int) -> int:
+def _adapter(config: PreTrainedConfig, lora_rank: int) -> int:
     """Return the numbers of an adapter on all linear layers but the output head: "all-linear" of peft."""
     skeleton = _skeleton(config, "bfloat16")
     head = skeleton.get_output_embeddings()
     layers = [layer for layer in skeleton.modules() if isinstance(layer, (nn.Linear, Conv1D)) and layer is not head]
-    return rank * sum(sum(layer.weight.shape) for layer in layers)
+    return lora_rank * sum(sum(layer.weight.shape) for layer in layers)
 
 
-def other_layers(config: PreTrainedConfig) -> dict[str, int]:
+def other_layer_counts(config: PreTrainedConfig) -> dict[str, int]:
     """Return the layers that the workload of a model leaves out: those with windows, and recurrent ones."""
     config = config.get_text_config(decoder=True)
-    full_layers, window_layers = _attention_layers(config)
+    full_layers, window_layers = _num_attention_layers(config)
     recurrent = sum(layer.recurrent for layer in layers_of(config))
     counts = {"with windows": window_layers if full_layers else 0, "recurrent": recurrent}
     return {name: count for name, count in counts.items() if count}
 
 
-def _attention_layers(config: PreTrainedConfig) -> tuple[int, int]:
+def _num_attention_layers(config: PreTrainedConfig) -> tuple[int, int]:
     """Return the layers that keep keys of all tokens, and those that keep keys of a window or chunk."""
-    layers = [layer for layer in layers_of(config)[: cached_layers(config)] if layer.attends]
+    layers = [layer for layer in layers_of(config)[: num_cached_layers(config)] if layer.attends]
     windows = sum(layer.windowed for layer in layers)
     return len(layers) - windows, windows
 
@@ -160,12 +162,12 @@ def _selected(config: PreTrainedConfig, kv_heads: int) -> Selected | None:
     given, fix = f"{config.model_type} with an indexer", "pass its sizes to am.Workload, with selected="
     if size is None:
         raise ModelError("plan model", "a known indexer", given, fix)
-    return size(config, {"layers": layers, "indexers": len(indexed_layers(config))}, kv_heads)
+    return size(config, {"layers": layers, "indexers": len(indexed_layer_indices(config))}, kv_heads)
 
 
 def _skeleton(config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
     """Return the model without its weights. The configuration stays as it is: transformers writes the dtype into it."""
-    options = {"dtype": getattr(torch, dtype), "attn_implementation": NAME}
+    options = {"dtype": getattr(torch, dtype), "attn_implementation": ATTN_IMPLEMENTATION}
     config = deepcopy(config)
     with torch.device("meta"), as_model_error("plan model", "a configuration", config.model_type, "use another model"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **options)

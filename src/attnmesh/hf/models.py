@@ -13,12 +13,12 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from attnmesh.errors import ArgumentError, Check, KernelError, ShapeError, require
-from attnmesh.hf.families.family import ATTENDING, LENGTH_DEPENDENT_ROPES, USE_SUPPORTED, Layer, family_of
+from attnmesh.errors import ArgumentError, Check, KernelError, ShapeError
+from attnmesh.hf.families.family import ATTENDING, LENGTH_DEPENDENT_ROPES, USE_SUPPORTED, LayerKind, family_of
 from attnmesh.hf.families.pins import check_family, check_pins, raise_lost
 from attnmesh.hf.transformers_names import PEFT
 
-NAME = "attnmesh"
+ATTN_IMPLEMENTATION = "attnmesh"
 """Name of the attention and mask functions in transformers' registries."""
 
 SUBJECT = "attnmesh.hf"
@@ -31,15 +31,16 @@ class Opaque:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)  # Python probes every object for special methods
-        self._raise_read(name)
+        self.raise_read(name)
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], *_: Any) -> NoReturn:
         """Raise for every function of PyTorch."""
-        cls._raise_read(func.__name__)
+        cls.raise_read(func.__name__)
 
     @staticmethod
-    def _raise_read(operation: str) -> NoReturn:
+    def raise_read(operation: str) -> NoReturn:
+        """Raise for a model that reads the value by an operation."""
         expected = "a model that passes masks and cached keys to attention unread"
         given = f"one that reads them with {operation}, as custom attention does"
         raise KernelError(SUBJECT, expected, given, USE_SUPPORTED)
@@ -50,48 +51,51 @@ for _name in (
     *(f"{side}{name}" for side in ("", "r", "i") for name in ("add", "sub", "mul", "truediv", "and", "or", "xor")),
 ):
     # Python looks special methods up on the class, past __getattr__.
-    setattr(Opaque, f"__{_name}__", lambda self, *_, name=_name: self._raise_read(name))
+    setattr(Opaque, f"__{_name}__", lambda self, *_, name=_name: self.raise_read(name))
 
 
 def check_can_generate(model: PreTrainedModel) -> None:
     """Raise unless `generate` supports the model: causal, with a cache, and with attention set to attnmesh."""
     given = type(model).__name__
     supported = isinstance(model, PreTrainedModel) and model.can_generate() and not model.config.is_encoder_decoder
-    fix = "load it with AutoModelForCausalLM"
-    require(supported, KernelError, "generate", "a causal language model of transformers", given, fix)
-    expected = "a model whose generate begins with token ids"
+    if not supported:
+        fix = "load it with AutoModelForCausalLM"
+        raise KernelError("generate", "a causal language model of transformers", given, fix)
     takes_ids = "inputs" in signature(model.generate).parameters
-    require(takes_ids, KernelError, "generate", expected, given, USE_SUPPORTED)
+    if not takes_ids:
+        raise KernelError("generate", "a model whose generate begins with token ids", given, USE_SUPPORTED)
     check_keys(model.config)
     kind = model.config.get_text_config(decoder=True).model_type
-    expected, description = "a model whose cache holds its recurrent states", f"{kind}, which keeps them elsewhere"
-    require(not family_of(model.config).hides_states, KernelError, "generate", expected, description, USE_SUPPORTED)
+    if family_of(model.config).hides_states:
+        expected = "a model whose cache holds its recurrent states"
+        raise KernelError("generate", expected, f"{kind}, which keeps them elsewhere", USE_SUPPORTED)
     module = sys.modules.get(type(model).__module__)
     selectable = (
         model.is_backend_compatible() or hasattr(module, "ALL_ATTENTION_FUNCTIONS") or not attends(model.config)
     )
-    given, expected = f"{given} with built-in attention", "a model with selectable attention"
-    require(selectable, KernelError, "generate", expected, given, USE_SUPPORTED)
-    drops_cache = model.training and model.is_activation_checkpointing
-    given = "one in training with gradient checkpointing, which drops the cache"
-    require(not drops_cache, KernelError, "generate", "a model that uses its cache", given, "call model.eval()")
+    if not selectable:
+        given = f"{given} with built-in attention"
+        raise KernelError("generate", "a model with selectable attention", given, USE_SUPPORTED)
+    if model.training and model.is_activation_checkpointing:
+        given = "one in training with gradient checkpointing, which drops the cache"
+        raise KernelError("generate", "a model that uses its cache", given, "call model.eval()")
     check_implementation("generate", model.config)
 
 
-def check_rows(subject: str, model: PreTrainedModel) -> None:
+def check_can_decode_rows(subject: str, model: PreTrainedModel) -> None:
     """Raise unless one forward pass can decode rows of the model: `check_can_generate`, and no images of their own."""
     check_can_generate(model)
-    expected = "a model without cross-attention over images"
-    given = type(model).__name__
-    require(not cross_layers(model.config), KernelError, subject, expected, given, "call hf.generate for each request")
+    if cross_layer_indices(model.config):
+        expected = "a model without cross-attention over images"
+        raise KernelError(subject, expected, type(model).__name__, "call hf.generate for each request")
 
 
 def check_implementation(subject: str, config: PreTrainedConfig) -> None:
     """Raise unless the model's attention is attnmesh: no other attention can read sharded keys."""
     given = config.get_text_config(decoder=True)._attn_implementation
-    if given != NAME:
-        expected = f"a model with attn_implementation {NAME!r}"
-        fix = f'call model.set_attn_implementation("{NAME}") after importing attnmesh.hf'
+    if given != ATTN_IMPLEMENTATION:
+        expected = f"a model with attn_implementation {ATTN_IMPLEMENTATION!r}"
+        fix = f'call model.set_attn_implementation("{ATTN_IMPLEMENTATION}") after importing attnmesh.hf'
         raise KernelError(subject, expected, repr(given), fix)
 
 
@@ -111,16 +115,16 @@ def check_layers(config: PreTrainedConfig) -> None:
         unsupported.append("embeddings of several tokens")
     if family.refused:
         unsupported = [family.refused]
-    expected = f"a model of layers of {', '.join(ATTENDING)}"
-    given = f"{config.model_type} with layers of {', '.join(unsupported)}"
-    require(not unsupported, KernelError, SUBJECT, expected, given, USE_SUPPORTED)
+    if unsupported:
+        given = f"{config.model_type} with layers of {', '.join(unsupported)}"
+        raise KernelError(SUBJECT, f"a model of layers of {', '.join(ATTENDING)}", given, USE_SUPPORTED)
 
 
-def layer_kinds(config: PreTrainedConfig) -> list[str]:
+def layer_types_of(config: PreTrainedConfig) -> list[str]:
     """Return the kind of each layer, as `config.layer_types` has it. Without it, all layers attend alike.
 
     >>> from transformers import LlamaConfig
-    >>> layer_kinds(LlamaConfig(num_hidden_layers=2))
+    >>> layer_types_of(LlamaConfig(num_hidden_layers=2))
     ['full_attention', 'full_attention']
     """
     config = config.get_text_config(decoder=True)
@@ -128,10 +132,10 @@ def layer_kinds(config: PreTrainedConfig) -> list[str]:
     return list(getattr(config, "layer_types", None) or [default_kind] * getattr(config, "num_hidden_layers", 1))
 
 
-def layers_of(config: PreTrainedConfig) -> list[Layer]:
+def layers_of(config: PreTrainedConfig) -> list[LayerKind]:
     """Return what each layer does."""
     family = family_of(config)
-    return [family.layer(kind) for kind in layer_kinds(config)]
+    return [family.layer(kind) for kind in layer_types_of(config)]
 
 
 def window_of(config: PreTrainedConfig | None) -> int | None:
@@ -150,7 +154,7 @@ def is_recurrent(config: PreTrainedConfig) -> bool:
     return bool(family_of(config).recurrences)
 
 
-def steps_differ(config: PreTrainedConfig) -> bool:
+def one_token_differs(config: PreTrainedConfig) -> bool:
     """Return whether one token is computed by another rule than several: transformers bounds time steps there alone."""
     lowest, highest = getattr(config.get_text_config(decoder=True), "time_step_limit", None) or (0.0, inf)
     return is_recurrent(config) and (lowest > 0 or highest < inf)
@@ -176,25 +180,25 @@ def key_heads(config: PreTrainedConfig) -> int | None:
     return min(counts) if counts and attends(config) else None
 
 
-def mixing_layers(config: PreTrainedConfig) -> int:
+def num_mixing_calls(config: PreTrainedConfig) -> int:
     """Return the number of calls that mix tokens in one forward pass. A hybrid layer attends and keeps a state."""
     layers = layers_of(config)
-    calls = sum(layer.attends or layer.recurrent for layer in layers) - len(cross_layers(config))
-    return calls + _states(config) * sum(layer.attends and layer.recurrent for layer in layers)
+    calls = sum(layer.attends or layer.recurrent for layer in layers) - len(cross_layer_indices(config))
+    return calls + _num_conv_states(config) * sum(layer.attends and layer.recurrent for layer in layers)
 
 
-def cross_layers(config: PreTrainedConfig) -> list[int]:
+def cross_layer_indices(config: PreTrainedConfig) -> list[int]:
     """Return the numbers of the layers of cross-attention over images. Text without images skips them."""
     return [*(getattr(config.get_text_config(decoder=True), "cross_attention_layers", None) or ())]
 
 
-def recurrent_layers(config: PreTrainedConfig) -> int:
+def num_recurrent_layers(config: PreTrainedConfig) -> int:
     """Return the number of layers that keep a state, in a model whose recurrent layers can run on shards."""
     count = sum(layer.recurrent for layer in layers_of(config))
-    return count * _states(config) if is_recurrent(config) else 0
+    return count * _num_conv_states(config) if is_recurrent(config) else 0
 
 
-def _states(config: PreTrainedConfig) -> int:
+def _num_conv_states(config: PreTrainedConfig) -> int:
     """Return the convolutions with a state of their own in each layer that keeps states."""
     return getattr(config.get_text_config(decoder=True), "number_of_conv_states", 1)
 
@@ -203,17 +207,19 @@ def check_keys(config: PreTrainedConfig) -> None:
     """Raise unless a cache can keep the keys of all layers, of which the last ones at most share those of others."""
     check_layers(config)
     config = config.get_text_config(decoder=True)
-    given = f"{config.model_type} without num_hidden_layers"
     stacked = hasattr(config, "num_hidden_layers")
-    require(stacked, KernelError, SUBJECT, "a model of one stack of layers", given, USE_SUPPORTED)
+    if not stacked:
+        given = f"{config.model_type} without num_hidden_layers"
+        raise KernelError(SUBJECT, "a model of one stack of layers", given, USE_SUPPORTED)
     modes = _sharing_modes(config)
     unknown = bool(getattr(config, "num_kv_shared_layers", None)) and not modes
-    expected, given = "a model in which only the last layers share keys", f"{config.model_type} with shared keys"
-    fits = "reuse" not in modes[: cached_layers(config)] and not unknown
-    require(fits, KernelError, SUBJECT, expected, given, USE_SUPPORTED)
+    fits = "reuse" not in modes[: num_cached_layers(config)] and not unknown
+    if not fits:
+        expected = "a model in which only the last layers share keys"
+        raise KernelError(SUBJECT, expected, f"{config.model_type} with shared keys", USE_SUPPORTED)
 
 
-def indexed_layers(config: PreTrainedConfig) -> list[int]:
+def indexed_layer_indices(config: PreTrainedConfig) -> list[int]:
     """Return the numbers of the layers with an indexer of their own. Others select what an earlier layer selected."""
     config = config.get_text_config(decoder=True)
     layers = layers_of(config)
@@ -221,7 +227,7 @@ def indexed_layers(config: PreTrainedConfig) -> list[int]:
     return [n for n, layer in enumerate(layers) if layer.indexed and types[n] == "full"]
 
 
-def cached_layers(config: PreTrainedConfig) -> int:
+def num_cached_layers(config: PreTrainedConfig) -> int:
     """Return the number of layers that compute keys. The layers after them read the keys of an earlier layer."""
     config = config.get_text_config(decoder=True)
     count: int = config.num_hidden_layers
@@ -239,9 +245,9 @@ def unwrap(model: Any) -> Any:
         return model
     adapters = getattr(model, "peft_config", None) or {}
     virtual = any(getattr(adapter, "is_prompt_learning", False) for adapter in adapters.values())
-    given = type(model).__name__
-    fix = "use adapters that change weights, such as LoRA"
-    require(not virtual, KernelError, "generate", "adapters without virtual tokens", given, fix)
+    if virtual:
+        fix = "use adapters that change weights, such as LoRA"
+        raise KernelError("generate", "adapters without virtual tokens", type(model).__name__, fix)
     if adapters:
         PEFT.check()
         base: Any = model.get_base_model  # LoRA layers are inside the base model
@@ -314,10 +320,10 @@ def check_rope_switch(config: PreTrainedConfig, cached: int, total: int) -> None
     """Raise if generation crosses the length at which a longrope changes, because cached keys would become invalid."""
     for rope, switch in _length_dependent_ropes(config.get_text_config(decoder=True)):
         crosses = rope["rope_type"] == "longrope" and cached <= switch < total
-        expected = f"tokens on one side of {switch}, where the model's longrope changes"
-        given = f"a prompt of {cached + 1} and up to {total} in all"
-        fix = f"generate up to {switch} tokens, then call generate again with the output as the prompt"
-        require(not crosses, ShapeError, "generate", expected, given, fix)
+        if crosses:
+            expected = f"tokens on one side of {switch}, where the model's longrope changes"
+            fix = f"generate up to {switch} tokens, then call generate again with the output as the prompt"
+            raise ShapeError("generate", expected, f"a prompt of {cached + 1} and up to {total} in all", fix)
 
 
 def _length_dependent_ropes(config: PreTrainedConfig) -> list[tuple[dict[str, Any], int]]:

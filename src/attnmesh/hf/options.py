@@ -21,7 +21,6 @@ from attnmesh.errors import (
     MaskError,
     ShapeError,
     check_count,
-    require,
     require_all,
     short,
     type_and_shape,
@@ -223,9 +222,9 @@ def _fix_of_unknown(name: str) -> str:
 def check_padding(config: PreTrainedConfig, attention_mask: Tensor) -> None:
     """Raise unless every sequence ends in a token and, in a model with windows or chunks, begins with its padding."""
     subject = "generate attention_mask"
-    fits = bool(attention_mask[:, -1].all())
-    fix = "set the tokenizer's padding_side to 'left'"
-    require(fits, MaskError, subject, "no padding at the end of a sequence", "padding", fix)
+    if not bool(attention_mask[:, -1].all()):
+        fix = "set the tokenizer's padding_side to 'left'"
+        raise MaskError(subject, "no padding at the end of a sequence", "padding", fix)
     if has_windows(config):
         check_left_padded(subject, attention_mask)
 

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.cache.sharded_cache import ShardedCache
-from attnmesh.hf.forward_passes import Prompt, default_size, left_to_decode, prefill_chunks
+from attnmesh.hf.chunked_prefill import Prompt, default_size, left_to_decode, prefill_chunks
 from attnmesh.hf.generation_checkpoint import identify_model
 from attnmesh.hf.images.image_merge import merge_images
 from attnmesh.hf.images.inputs import shared_with_images, split_images, without_absent
@@ -109,18 +109,17 @@ def crop_to_shared_prefix(model: PreTrainedModel, prompt: Prompt, cache: Sharded
         cache.folder.identify(lambda: identify_model(model))
     cache.truncate_to_shortest()
     length = cache.get_seq_length()
-    ids = prompt.ids
+    ids, held = prompt.ids, cache.tokens
     tokens = ids.shape[1] if prompt.mask is None else int(prompt.mask.sum(1).max())
-    cached_rope = cache.rope
-    cache.rope = rope_regime(cache.config, tokens, rope_growth(model))
-    if cache.rope and cached_rope != cache.rope and length:
-        cache.crop(-length)  # the rope of this prompt differs from the rope of the cached keys
-        return 0
+    regime = rope_regime(cache.config, tokens, rope_growth(model))
     longest = ids.shape[1] - left_to_decode(cache.config)
-    shared = 0 if cache.tokens is None else min(length, longest, cache.tokens.shape[1])
-    if cache.tokens is not None and shared:
-        is_same = (prompt.mark(ids)[:, :shared] == cache.tokens[:, :shared].to(ids.device)).all(0)
-        shared = shared_with_images(cache.tokens, cache.images, prompt.pictures, int(is_same.long().cumprod(0).sum()))
-    shared = cache.prefix(shared)  # layers that have forgotten what it needs compute it again
+    has_one_rope = not regime or cache.history.rope_regime == regime  # else the cached keys have that of another prompt
+    shared = 0 if held is None or not has_one_rope else min(length, longest, held.shape[1])
+    if held is not None and shared:
+        is_same = (prompt.mark(ids)[:, :shared] == held[:, :shared].to(ids.device)).all(0)
+        same_tokens = int(is_same.long().cumprod(0).sum())
+        shared = shared_with_images(held, cache.history.image_fingerprints, prompt.image_tokens, same_tokens)
+    shared = cache.restorable_length(shared)  # layers that have forgotten what it needs compute it again
     cache.crop(shared - length)
+    cache.history.rope_regime = regime
     return shared

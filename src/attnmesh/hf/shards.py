@@ -4,9 +4,9 @@ A model reads its arguments as if they were the whole sequence, but each rank pa
 are subclasses of `Tensor`, which return what the whole sequence would return, or raise:
 
     input_ids            `ShardIds`        starts a forward pass when the tokens are embedded
-                         `PromptIds`       those of a whole sequence with images
+                         `WholeIds`        those of a whole sequence with images
     attention_mask       `ShardMask`       passes its `Shards` to `mask_function`; a model that reads it raises
-                         `PromptMask`      the same for a whole sequence with images, which a model may read
+                         `WholeMask`       the same for a whole sequence with images, which a model may read
     position_ids         `ShardPositions`  returns the maximum of the whole sequence, which scales ropes
     labels               `GuardedLabels`   raises if the model computes its loss from it, not from shift_labels
     shift_labels         `ShardLabels`     raises in the loss if a layer has not called attnmesh for attention
@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.core.layout import Layout
 from attnmesh.core.mask import Full, Mask
 from attnmesh.decoding.query_shard import QueryShard
-from attnmesh.errors import ArgumentError, KernelError, require
+from attnmesh.errors import ArgumentError, KernelError
 from attnmesh.hf.families.family import USE_SUPPORTED
 from attnmesh.hf.models import SUBJECT
 from attnmesh.mesh.axes import Mesh
@@ -61,11 +61,11 @@ OF_SHARD_BATCH, FORWARD_ALL = "those of shard_batch", "forward all that hf.shard
 """Error about an argument that a caller or a wrapper dropped or changed; and its fix."""
 
 
-CALL = torch.nn.Module._call_impl.__name__
+MODULE_CALL = torch.nn.Module._call_impl.__name__
 """Function of PyTorch that calls a module."""
 
 
-class ForwardPass:
+class PassRecord:
     """Record of one forward pass: which layers called attnmesh, and which arguments the model used.
 
     FSDP copies dataclasses among a layer's arguments. This is a plain class, so that all layers share one record.
@@ -80,7 +80,7 @@ class ForwardPass:
         """True if the logits of routers are gathered, so that a loss of routers counts the tokens of all ranks."""
         self.key_lengths: Tensor | None = None
         """Tokens of each row before its padding, (batch,), to hide padding from padding; None if nothing reads it."""
-        self.token_ends: dict[str, Tensor] = {}
+        self.token_ranges: dict[str, Tensor] = {}
         """Smallest and largest token of all ranks, by argument; none in generation."""
         self.begin()
 
@@ -127,7 +127,7 @@ class Shards:
     cached: bool = False
     label_counts: tuple[int, ...] = ()
     exchange: str = "scan"
-    forward_pass: ForwardPass = field(default_factory=ForwardPass, compare=False)
+    forward_pass: PassRecord = field(default_factory=PassRecord, compare=False)
 
     @property
     def ranks(self) -> int:
@@ -135,7 +135,7 @@ class Shards:
         return Mesh.of(self.mesh).ranks
 
     @property
-    def even(self) -> bool:
+    def has_even_labels(self) -> bool:
         """True if all ranks have equally many labels to learn."""
         return len({*self.label_counts}) < 2
 
@@ -143,7 +143,7 @@ class Shards:
         """Begin a forward pass of these tokens."""
         self.forward_pass.begin()
         self.forward_pass.on_begin(self)
-        BEGUN.shards, BEGUN.thread = ref(self, BEGUN.forget), get_ident()
+        BEGUN.shards_ref, BEGUN.thread = ref(self, BEGUN.forget), get_ident()
 
     def positions(self) -> Tensor:
         """Return the positions of this rank's tokens in the whole sequence, cached tokens included."""
@@ -175,7 +175,7 @@ class Shards:
 
         Attention beside `recurrent` layers may have no positions.
         """
-        BEGUN.shards = None
+        BEGUN.shards_ref = None
         self.forward_pass.attention_calls += 1
         self.forward_pass.layers = layers
         fits = self.forward_pass.positions_read or recurrent
@@ -190,31 +190,31 @@ class Shards:
     def check_all_layers_counted(self) -> None:
         """Raise if a layer has not called attnmesh: it mixed the tokens of this shard alone, or none."""
         calls, layers = self.forward_pass.attention_calls, self.forward_pass.layers
-        expected = "a model whose layers all call attnmesh for attention"
-        given = f"one in which {calls} of {layers} layers do" if calls else "one in which no layer does"
-        fits = calls >= layers or self.ranks == 1
-        require(fits, KernelError, SUBJECT, expected, f"{given}, as in recurrent models", USE_SUPPORTED)
+        if calls < layers and self.ranks > 1:
+            expected = "a model whose layers all call attnmesh for attention"
+            given = f"one in which {calls} of {layers} layers do" if calls else "one in which no layer does"
+            raise KernelError(SUBJECT, expected, f"{given}, as in recurrent models", USE_SUPPORTED)
 
 
 class BegunPass:
     """The forward pass that was begun last, until it reaches attention: its mask may get lost on the way.
 
-    A compiled model guards on `shards`, and reads no more if it is given no shard.
+    A compiled model guards on `shards_ref`, and reads no more if it is given no shard.
     """
 
-    shards: Callable[[], Shards | None] | None = None
+    shards_ref: Callable[[], Shards | None] | None = None
     """Return the shards, while the batch exists; None if no pass waits for its mask."""
     thread = 0
     """Thread that began it."""
 
-    def forget(self, shards: Callable[[], Shards | None]) -> None:
+    def forget(self, shards_ref: Callable[[], Shards | None]) -> None:
         """Wait for no mask of a batch that is gone: its pass was broken off."""
-        if self.shards is shards:
-            self.shards = None
+        if self.shards_ref is shards_ref:
+            self.shards_ref = None
 
     def of_this_thread(self) -> Shards | None:
         """Return the shards of the pass, if this thread began it."""
-        return self.shards() if self.shards is not None and self.thread == get_ident() else None
+        return self.shards_ref() if self.shards_ref is not None and self.thread == get_ident() else None
 
 
 BEGUN = BegunPass()
@@ -274,9 +274,10 @@ class ShardTensor(DispatchedTensor):
         index = args[1] if name == "__getitem__" and self.shards.ranks > 1 else None
         last = index[-1] if isinstance(index, tuple) and len(index) > 1 else None
         shifted = isinstance(last, slice) and last in (slice(1, None), slice(None, -1))
-        fix = "pass labels to hf.shard_batch, and compare logits and shift_labels of equal places"
-        expected, given = "tokens that are shifted before they are cut", "a shard without its first or last token"
-        require(not shifted, ArgumentError, f"{SUBJECT} labels", expected, given, fix)
+        if shifted:
+            expected = "tokens that are shifted before they are cut"
+            fix = "pass labels to hf.shard_batch, and compare logits and shift_labels of equal places"
+            raise ArgumentError(f"{SUBJECT} labels", expected, "a shard without its first or last token", fix)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self.wrap(deepcopy(self.plain(), memo))
@@ -297,7 +298,7 @@ class ShardMask(ShardTensor):
     """Padding of this rank's tokens, as `attention_mask`. `mask_function` reads its `shards`.
 
     Shape and sum can be read. Any other access raises, because the layer would take the shard for the whole sequence.
-    After the layers it may be the mask of the whole sequence, see `ForwardPass.whole_mask`.
+    After the layers it may be the mask of the whole sequence, see `PassRecord.whole_mask`.
     """
 
     def dispatch(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -316,14 +317,14 @@ class ShardMask(ShardTensor):
         if name == "zeros_like":
             return call()
         if name in ("eq", "__eq__") and type(args[1]) is int and args[1] == 1:
-            return NoPadding.of(self.plain() == 1, shards=self.shards)
+            return ShardMaskIsOne.of(self.plain() == 1, shards=self.shards)
         if name == "__getitem__" and _is_whole(args[1], self.shape[1]):
             return self.wrap(self.plain())
         if name == "__getitem__" and not isinstance(args[1], tuple):
             expected, given, fix = "all rows of the batch", "some rows", "call hf.shard_batch with these rows alone"
             raise ArgumentError(f"{SUBJECT} attention_mask", expected, given, fix)
         if name == "cumsum":
-            return LeadingZeros.of(self.plain(), shards=self.shards)
+            return ShardMaskCumsum.of(self.plain(), shards=self.shards)
         raise self.read_error(name)
 
     @staticmethod
@@ -341,7 +342,7 @@ class ShardMask(ShardTensor):
         return KernelError(SUBJECT, expected, given, fix)
 
 
-class PromptIds(ShardTensor):
+class WholeIds(ShardTensor):
     """Tokens of a whole sequence with images, as `input_ids` of a model that cuts what its text model gets."""
 
     def dispatch(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -351,11 +352,11 @@ class PromptIds(ShardTensor):
         return super().dispatch(name, call, args, kwargs)
 
 
-class PromptMask(ShardTensor):
+class WholeMask(ShardTensor):
     """Padding of a whole sequence with images, as `attention_mask` of a model that cuts what its text model gets."""
 
 
-class NoPadding(ShardTensor):
+class ShardMaskIsOne(ShardTensor):
     """A `ShardMask` compared with 1. transformers drops the mask of recurrent layers if no token is padding.
 
     They get it in any case, as it carries the shards.
@@ -373,7 +374,7 @@ def _is_whole(index: Any, tokens: int) -> bool:
     return isinstance(index, tuple) and index == (slice(None), slice(-tokens, None))
 
 
-class LeadingZeros(ShardTensor):
+class ShardMaskCumsum(ShardTensor):
     """Running sum of a `ShardMask`. transformers compares it with 0 to find the token at which chunks begin.
 
     Shards count chunks from the first token that is not padding, so the whole sequence counts as unpadded.
@@ -419,15 +420,15 @@ class ShardPositions(ShardTensor):
 def _check_no_inner_padding(ids: Tensor, padding: int) -> None:
     """Raise if a padding token comes before another token: RoBERTa's positions do not count padding."""
     is_padding = ids == padding
-    at_end = not bool((is_padding[:, :-1] & ~is_padding[:, 1:]).any())
-    expected, given = "padding at the end of a sequence, if any", f"padding token {padding} before another token"
-    require(at_end, KernelError, f"{SUBJECT} input_ids", expected, given, "replace it by another token")
+    if bool((is_padding[:, :-1] & ~is_padding[:, 1:]).any()):
+        expected, given = "padding at the end of a sequence, if any", f"padding token {padding} before another token"
+        raise KernelError(f"{SUBJECT} input_ids", expected, given, "replace it by another token")
 
 
 def _in_module() -> bool:
     """Return whether a module is being called."""
     frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_name != CALL:
+    while frame is not None and frame.f_code.co_name != MODULE_CALL:
         frame = frame.f_back
     return frame is not None
 

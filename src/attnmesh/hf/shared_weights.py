@@ -23,9 +23,9 @@ from attnmesh.errors import InputError, KernelError, MeshError, ModelError, Rank
 from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.families.family import family_of
+from attnmesh.hf.host_experts import HostExperts, host_experts_of
 from attnmesh.hf.models import check_can_generate, unwrap
 from attnmesh.hf.shards import ShardMask, ShardPositions
-from attnmesh.hf.shared_experts import SharedExperts, experts_of
 from attnmesh.hf.transformers_names import Conv1D
 from attnmesh.kernels.native.build import library
 from attnmesh.kernels.native.native_digest import digest_on_cpu
@@ -128,7 +128,7 @@ def shared_layers(model: PreTrainedModel) -> tuple[dict[str, Any], list[nn.Modul
     layers = {name: module for name, module in modules.items() if _is_shared(module)}
     if _is_shared(head) and all(layer is not head for layer in layers.values()):  # of Llama 4 the decoder has the head
         layers["head"] = head
-    return layers, experts_of(modules.values())
+    return layers, host_experts_of(modules.values())
 
 
 def weights_of(layer: Any) -> Weights:
@@ -166,8 +166,9 @@ def _check(model: Any) -> None:
     require(not sharded, ModelError, SUBJECT, "whole weights", "sharded ones", "load the model without sharding it")
     device = next(model.parameters()).device.type
     require(device == "cpu", KernelError, SUBJECT, "a model on CPUs", f"one on {device}", "use hf.tensor_parallel")
-    fix = "install a C++ compiler, or leave share_weights out"
-    require(library().reason is None, KernelError, SUBJECT, "the native library", library().reason, fix)
+    if (reason := library().reason) is not None:
+        fix = "install a C++ compiler, or leave share_weights out"
+        raise KernelError(SUBJECT, "the native library", reason, fix)
 
 
 class SharedLayer(nn.Module):
@@ -199,10 +200,10 @@ SHARED = {nn.Linear: SharedLinear, Conv1D: SharedConv1D}
 """Layers that ranks can share, and what they are while they do."""
 
 
-class LastCall(NamedTuple):
-    """The last call of a step."""
+class ComputedGroup(NamedTuple):
+    """Layers of one input that a step has computed in one call."""
 
-    first: SharedLayer
+    first_layer: SharedLayer
     input: Tensor
     version: int | Tensor
     """Number of changes of the input in place, or the input itself: changes of inference tensors are not counted."""
@@ -229,13 +230,13 @@ class SharedSteps:
     """The thread that runs a shared step: all ranks compute the same tokens, with a cache on the mesh."""
     outermost: nn.Module | None = None
     """The module whose forward pass is the step: the model, or its decoder if that is called alone."""
-    last: LastCall | None = None
+    last_group: ComputedGroup | None = None
 
     def __init__(self, mesh: Mesh, boards: LayerBoards) -> None:
         self.mesh, self.boards, self.drops = mesh, boards, boards.drops
         self.hooks: list[Any] = []
         self.experts: Sequence[nn.Module] = ()
-        self.numbers: dict[SharedLayer, int] = {}
+        self.message_numbers: dict[SharedLayer, int] = {}
         self.groups: dict[SharedLayer, list[SharedLayer]] = {}
         """The layers that a call computes, by the first of them."""
         self.calls: dict[tuple[SharedLayer, int], HostLinear] = {}
@@ -247,10 +248,14 @@ class SharedSteps:
         for index, layer in enumerate(layers.values()):
             layer.__class__ = SHARED[type(layer)]
             shared: Any = layer
-            shared.steps, self.numbers[shared], self.groups[shared] = self, start + index * MAX_CALL_LAYERS, [shared]
+            shared.steps, self.message_numbers[shared], self.groups[shared] = (
+                self,
+                start + index * MAX_CALL_LAYERS,
+                [shared],
+            )
         self.experts = experts
         for expert_layer in experts:
-            vars(expert_layer)["forward"] = SharedExperts(expert_layer.forward, self.boards.axis, self.is_within)
+            vars(expert_layer)["forward"] = HostExperts(expert_layer.forward, self.boards.axis, self.is_within)
         for module in {model, model.get_decoder()}:  # of a prompt with images the decoder alone is called
             self.hooks.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
             self.hooks.append(module.register_forward_hook(self._exit, always_call=True))
@@ -261,13 +266,13 @@ class SharedSteps:
         self.leave()
         for hook in self.hooks:
             hook.remove()
-        for layer in self.numbers:
+        for layer in self.message_numbers:
             if isinstance(layer, SharedLayer) and layer.steps is self:  # and none of another model around it
                 layer.__class__ = type(layer).__mro__[2]
                 del vars(layer)["steps"]
         for expert_layer in self.experts:
             forward = vars(expert_layer).get("forward")
-            if isinstance(forward, SharedExperts) and forward.shares_step == self.is_within:
+            if isinstance(forward, HostExperts) and forward.shares_step == self.is_within:
                 del vars(expert_layer)["forward"]
 
     def __reduce__(self) -> NoReturn:
@@ -282,14 +287,14 @@ class SharedSteps:
         """Return the outputs of a layer, from all ranks if the rows are few. An error of one rank all ranks raise."""
         if torch.is_autocast_enabled("cpu"):
             return layer.alone(x)
-        last = self.last if self.last is not None and self.last.is_of(x) else None
-        if last is not None and (output := last.ahead.pop(layer, None)) is not None:
+        last_group = self.last_group if self.last_group is not None and self.last_group.is_of(x) else None
+        if last_group is not None and (output := last_group.ahead.pop(layer, None)) is not None:
             return output
         weight, _ = weights_of(layer)
         if not self._takes(weight, x):
             return layer.alone(x)
         try:
-            return self._run(layer, x, last)
+            return self._run(layer, x, last_group)
         except CallsDifferError:
             self._agreement(layer, x).raise_unequal()
         except (InputError, RankFailure):
@@ -298,7 +303,7 @@ class SharedSteps:
             self._agreement(layer, x).raise_on_all(error)
 
     def _agreement(self, layer: SharedLayer, x: Tensor) -> Agreement:
-        names = {"layer": self.numbers[layer], "layers": len(self.groups[layer]), "input": tuple(x.shape)}
+        names = {"layer": self.message_numbers[layer], "layers": len(self.groups[layer]), "input": tuple(x.shape)}
         return Agreement(self.mesh, "a layer of shared weights", names)
 
     @staticmethod
@@ -308,14 +313,14 @@ class SharedSteps:
         has_few_rows = 0 < x.numel() <= MAX_SHARED_ROWS.get(x.dtype, 0) * columns and x.shape[-1] == columns
         return has_few_rows and type(x) is Tensor and x.is_cpu and x.dtype == weight.dtype
 
-    def _run(self, layer: SharedLayer, x: Tensor, last: LastCall | None) -> Tensor:
-        """Return the outputs of a layer, `last` being the call before if it had this input."""
-        if last is None:
+    def _run(self, layer: SharedLayer, x: Tensor, last_group: ComputedGroup | None) -> Tensor:
+        """Return the outputs of a layer, `last_group` being the one before if it had this input."""
+        if last_group is None:
             version = x.clone() if x.is_inference() else x._version
             out, *ahead = self._compute(self.groups[layer], x)
-            self.last = LastCall(layer, x, version, dict(zip(self.groups[layer][1:], ahead, strict=True)))
+            self.last_group = ComputedGroup(layer, x, version, dict(zip(self.groups[layer][1:], ahead, strict=True)))
             return out
-        group = self.groups[last.first]
+        group = self.groups[last_group.first_layer]
         if layer not in group and len(group) < MAX_CALL_LAYERS:
             group.append(layer)  # from the next step on
         return self._compute([layer], x)[0]
@@ -332,7 +337,7 @@ class SharedSteps:
             if not all(self._fits(*pair, x) for pair in weights):
                 self.groups[layers[0]] = [layers[0]]
                 return [layers[0].alone(x)] if len(layers) == 1 else self._compute(layers[:1], x)
-            number = self.numbers[layers[0]] + len(layers) - 1
+            number = self.message_numbers[layers[0]] + len(layers) - 1
             detached = [(weight.detach(), None if bias is None else bias.detach()) for weight, bias in weights]
             call = self.calls[key] = HostLinear(number, detached, self.boards.axis, self.boards.mailboxes)
         return call.run(x.contiguous())
@@ -363,7 +368,7 @@ class SharedSteps:
 
     def _learn_anew(self) -> None:
         """Forget what was learned: ranks whose calls have differed may have learned other groups."""
-        self.drops, self.groups = self.boards.drops, {layer: [layer] for layer in self.numbers}
+        self.drops, self.groups = self.boards.drops, {layer: [layer] for layer in self.message_numbers}
         self.calls.clear()
 
     def _exit(self, module: nn.Module, *_: Any) -> None:
@@ -373,5 +378,5 @@ class SharedSteps:
     def leave(self) -> None:
         """End the step of this thread, if there is one."""
         if self.is_within():
-            self.thread = self.last = None
+            self.thread = self.last_group = None
             self.boards.lock.release()

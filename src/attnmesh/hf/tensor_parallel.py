@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from attnmesh.errors import KernelError, MeshError, ModelError, ShapeError, check_choice, require, short
 from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.latent_states import latent_widths
-from attnmesh.hf.models import check_can_generate, indexed_layers, unwrap
+from attnmesh.hf.models import check_can_generate, indexed_layer_indices, unwrap
 from attnmesh.hf.shared_weights import restore_shared
 from attnmesh.hf.transformers_names import TENSOR_PARALLEL, apply_tensor_parallelism
 from attnmesh.mesh.merges import OUTPUTS
@@ -125,23 +125,22 @@ def _attentions(model: PreTrainedModel, rules: dict[str, str]) -> list[_Attentio
 def _check_heads(model: Any, mesh: DeviceMesh | None, output: str) -> None:
     """Raise unless the model's heads can be shared by the ranks of the mesh."""
     check_choice(f"{SUBJECT} output", output, OUTPUTS, 'use "replicated"')
-    fits = mesh is None or (isinstance(mesh, DeviceMesh) and mesh.ndim == 1)
-    given = f"{mesh.ndim} axes" if isinstance(mesh, DeviceMesh) else short(mesh)
-    fix = 'slice one axis, as whole["tp"]'
-    require(fits, MeshError, f"{SUBJECT} mesh", "a DeviceMesh of one axis, or None", given, fix)
+    if mesh is not None and not (isinstance(mesh, DeviceMesh) and mesh.ndim == 1):
+        given = f"{mesh.ndim} axes" if isinstance(mesh, DeviceMesh) else short(mesh)
+        raise MeshError(f"{SUBJECT} mesh", "a DeviceMesh of one axis, or None", given, 'slice one axis, as whole["tp"]')
     check_can_generate(model)
     sharded = any(isinstance(weight, DTensor) for weight in model.parameters())
     require(not sharded, ModelError, SUBJECT, "whole weights", "sharded ones", "load the model without sharding it")
-    quantized = getattr(model, "hf_quantizer", None) is not None
-    fix = "load the model in bfloat16"
-    require(not quantized, ModelError, SUBJECT, "weights of floats", "quantized ones", fix)
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise ModelError(SUBJECT, "weights of floats", "quantized ones", "load the model in bfloat16")
     config = model.config.get_text_config(decoder=True)
     ranks = 1 if mesh is None else mesh.size()
     if ranks == 1:
         return
     TENSOR_PARALLEL.check()
-    fix = "leave tensor parallelism out: give all ranks to the keys axis"
-    require(bool(model.tp_plan), KernelError, SUBJECT, "a model with a plan", f"{config.model_type} without one", fix)
+    if not model.tp_plan:
+        fix = "leave tensor parallelism out: give all ranks to the keys axis"
+        raise KernelError(SUBJECT, "a model with a plan", f"{config.model_type} without one", fix)
     plan = _plan_of(model)
     name = f"{config.model_type}"
     attentions = _attentions(model, plan)
@@ -149,29 +148,31 @@ def _check_heads(model: Any, mesh: DeviceMesh | None, output: str) -> None:
         is_plain = (
             attentions and latent_widths(config) is None and not any(attention.is_gated for attention in attentions)
         )
-        expected = "layers with q_proj, k_proj and o_proj, without gates or latents or indexers"
-        fits = bool(is_plain) and not indexed_layers(config)
-        require(fits, KernelError, f"{SUBJECT} output", expected, name, 'pass output="replicated"')
+        fits = bool(is_plain) and not indexed_layer_indices(config)
+        if not fits:
+            expected = "layers with q_proj, k_proj and o_proj, without gates or latents or indexers"
+            raise KernelError(f"{SUBJECT} output", expected, name, 'pass output="replicated"')
     _check_latents(config, plan, ranks)
     for attention in attentions:
         kv_heads = ranks if output == "heads" else attention.kv_heads or ranks
         fits = attention.q_heads % ranks == 0 and share_evenly(kv_heads, ranks)
         is_whole = fits or (output == "replicated" and not attention.is_sharded)
-        given = f"{attention.q_heads} query and {attention.kv_heads} key heads on {ranks} ranks, in {attention.name}"
-        require(
-            is_whole, ShapeError, SUBJECT, "whole heads on every rank", given, "use a number that divides the heads"
-        )
+        if not is_whole:
+            heads = f"{attention.q_heads} query and {attention.kv_heads} key heads"
+            given = f"{heads} on {ranks} ranks, in {attention.name}"
+            raise ShapeError(SUBJECT, "whole heads on every rank", given, "use a number that divides the heads")
 
 
 def _check_latents(config: PreTrainedConfig, plan: dict[str, str], ranks: int) -> None:
     """Raise unless a plan that shards the projections of latents gives every rank whole heads."""
     if not any(name.endswith("kv_b_proj") and style == "colwise" for name, style in plan.items()):
         return
-    given, fix = f"{config.model_type}, whose layers differ", "leave it out: give all ranks to the keys axis"
-    require(not config.is_heterogeneous, KernelError, SUBJECT, "latents of one width in all layers", given, fix)
-    given, fix = f"{config.num_attention_heads} heads on {ranks} ranks", "use a number that divides the heads"
-    fits = config.num_attention_heads % ranks == 0
-    require(fits, ShapeError, SUBJECT, "whole heads on every rank", given, fix)
+    if config.is_heterogeneous:
+        given, fix = f"{config.model_type}, whose layers differ", "leave it out: give all ranks to the keys axis"
+        raise KernelError(SUBJECT, "latents of one width in all layers", given, fix)
+    if config.num_attention_heads % ranks:
+        given = f"{config.num_attention_heads} heads on {ranks} ranks"
+        raise ShapeError(SUBJECT, "whole heads on every rank", given, "use a number that divides the heads")
 
 
 def _plan_of(model: PreTrainedModel) -> dict[str, str]:

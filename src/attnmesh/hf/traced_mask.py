@@ -36,7 +36,7 @@ class LayerMask(Opaque):
         """Return `mask[:, 0]`, which hides keys from the scores of an indexer."""
         full_slice = slice(None)
         if key not in ((full_slice, 0), (full_slice, 0, full_slice, full_slice)):
-            self._raise_read("getitem")
+            self.raise_read("getitem")
         return IndexMask(self)
 
     def spec(self) -> Any:
@@ -50,7 +50,7 @@ class LayerMask(Opaque):
     def __and__(self, selected: Any) -> Any:
         """Return the mask of what is selected, of what it shows."""
         if not isinstance(selected, Selection):
-            self._raise_read("and")
+            self.raise_read("and")
         return replace(self.spec(), selected=selected)
 
     def contiguous(self) -> Self:

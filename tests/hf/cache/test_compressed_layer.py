@@ -72,7 +72,7 @@ def test_logits_are_those_of_stock_transformers(pool: Pool, name: str) -> None:
 
 
 FAULTS: dict[str, Callable[..., Any]] = {
-    "attnmesh.hf.cache.compressed_layer.CompressedLayer.other_keys": lambda *_: None,
+    "attnmesh.hf.cache.compressed_layer.CompressedLayer.attend_other_keys": lambda *_: None,
     "attnmesh.hf.cache.compressed_layer.CompressedLayer.update_overlap_state": lambda *_: (None, None),
     "attnmesh.decoding.index_search.best_across": lambda found, *_, **__: found,
 }
@@ -135,7 +135,7 @@ def lives() -> dict[str, bool]:
     right["beside the fork"] = torch.equal(tokens(cache, turns[1]), expected[1])
     cache.reset()
     right["reset"] = torch.equal(tokens(cache, prompt(50)), first)
-    with patch.object(CompressedLayer, "other_keys", side_effect=RuntimeError), pytest.raises(RuntimeError):
+    with patch.object(CompressedLayer, "attend_other_keys", side_effect=RuntimeError), pytest.raises(RuntimeError):
         tokens(cache, turns[0])
     return right | {"interrupt": torch.equal(tokens(cache, turns[0]), expected[0])}
 

@@ -34,7 +34,7 @@ from attnmesh.hf.families.family import (
     known_parts,
     recurrences,
 )
-from attnmesh.hf.families.pins import FIELDS, Code, check_family
+from attnmesh.hf.families.pins import FIELDS, ModuleSource, check_family
 from attnmesh.hf.recurrent.prepare_recurrent import RecurrentLayer
 from attnmesh.runtime.upstream import OPT_IN
 from tests.support.families import SIZES
@@ -217,11 +217,11 @@ def test_comments_may_change(tmp_path: Path) -> None:
     digests = set()
     for text in ("x", '"""Say it."""\n    # why\n\n    x'):
         (tmp_path / "rule.py").write_text(f"def rule(x):\n    {text}\n    return x\n")
-        code = Code("json")
-        code.lines = (tmp_path / "rule.py").read_text().splitlines()
-        digests.add(code.digest("rule"))
+        source = ModuleSource("json")
+        source.lines = (tmp_path / "rule.py").read_text().splitlines()
+        digests.add(source.digest("rule"))
     assert len(digests) == 1
-    assert code.digest("other") is None
+    assert source.digest("other") is None
 
 
 def test_a_model_of_a_renamed_field_never_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

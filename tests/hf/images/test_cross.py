@@ -115,8 +115,8 @@ def error_of_next_turn() -> tuple[float, int]:
     longer = {**first, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
     longer["cross_attention_mask"] = torch.cat((seen, seen[:, -1:].expand(-1, more, -1, -1)), 1)
     taken: list[int] = []
-    begin = cache.begin
-    cache.begin = lambda tokens: (taken.append(cache.get_seq_length()), begin(tokens))  # type: ignore[assignment]
+    choose_block = cache.choose_block
+    cache.choose_block = lambda tokens: (taken.append(cache.get_seq_length()), choose_block(tokens))  # type: ignore[assignment]
     found = logits(hf.generate(model, **longer, cache=cache, **OPTIONS))
     return float((found - stock(longer)).abs().max()), taken[0]
 

@@ -96,8 +96,8 @@ def turns(kind: str) -> list[tuple[float, int]]:
     """Return on a rank how far the logits of several turns are off, and the tokens that each took from the cache."""
     model, taken = vision_model(kind, "attnmesh"), []
     cache = hf.ShardedCache(model.config, named_mesh(Shape(1, 1, 2), AXES), block=4)
-    begin = cache.begin
-    cache.begin = lambda tokens: (taken.append(cache.get_seq_length()), begin(tokens))  # type: ignore[assignment]
+    choose_block = cache.choose_block
+    cache.choose_block = lambda tokens: (taken.append(cache.get_seq_length()), choose_block(tokens))  # type: ignore[assignment]
     errors = []
     text = {"input_ids": inputs(FIRST)["input_ids"]}
     for batch in (inputs(FIRST), inputs(SECOND), inputs(FIRST), inputs(FIRST, seed=1), text, inputs(FIRST)):

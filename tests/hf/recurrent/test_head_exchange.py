@@ -11,7 +11,7 @@ import attnmesh as am
 import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.core.layout import Layout
-from attnmesh.hf.recurrent.chain import HeadChain, Parts
+from attnmesh.hf.recurrent.chain import ChainParts, HeadChain
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.shapes import Shape
 from attnmesh.recurrent.head_exchange import heads_to_tokens, tokens_to_heads
@@ -56,7 +56,7 @@ def test_heads_come_back_to_their_tokens(owners: list[int], lengths: list[int], 
 def checks_of_dtypes() -> dict[str, bool]:
     """Whether tensors of two dtypes arrive, each with this rank's heads, and return."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    chain = HeadChain("a layer", [Parts(Axis(ranks, rank, dist.group.WORLD), [0, 1], [3, 2], [3 - rank])], [5])
+    chain = HeadChain("a layer", [ChainParts(Axis(ranks, rank, dist.group.WORLD), [0, 1], [3, 2], [3 - rank])], [5])
     wide = torch.arange(5.0 * 4 * 3).view(1, 5, 4, 3)
     flat = torch.arange(5.0 * 2).view(1, 5, 2).bfloat16()
     mine = slice(0, 3) if rank == 0 else slice(3, 5)

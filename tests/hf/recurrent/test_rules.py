@@ -19,7 +19,7 @@ from attnmesh.hf.families.family import recurrences
 from attnmesh.hf.families.minimax import lightning_link
 from attnmesh.hf.families.recurrent_gemma import rg_lru_link
 from attnmesh.hf.recurrent import rules as recurrent_rules
-from attnmesh.hf.recurrent.rules import Rule, ShardOfStates
+from attnmesh.hf.recurrent.rules import Rule, StateLink
 from tests.support.families import prompt
 from tests.support.models.tiny_models import Case, all_types, build
 
@@ -121,7 +121,7 @@ def inputs_of(rule: str) -> Inputs:
     return Inputs(tensors, dict.fromkeys(tensors, 1), options, ("query", "key", "value"))
 
 
-def fold(links: list[ShardOfStates], state: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+def fold(links: list[StateLink], state: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """The outputs of all shards and the last state. Each leaving state is the affine map of the entering state."""
     outputs = []
     for link in links:

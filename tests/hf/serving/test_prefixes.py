@@ -30,7 +30,7 @@ class DeviceIds:
 def prefixes_of(tokens: Any) -> Prefixes:
     """Return prefixes of which one is kept."""
     worker: Any = RankWorker(model_of("llama"), None, {})
-    worker.caches[KEPT] = SimpleNamespace(tokens=tokens, prefix=lambda length: length)
+    worker.caches[KEPT] = SimpleNamespace(tokens=tokens, restorable_length=lambda length: length)
     prefixes = Prefixes(worker)
     prefixes.kept[KEPT] = ""
     return prefixes

@@ -43,7 +43,7 @@ def check_together(model: PreTrainedModel, mesh: Any, tolerance: float, **option
     given: list[list[int]] = [[] for _ in prompts]
     for row, (ids, cache) in enumerate(zip(prompts, caches, strict=True)):
         given[row].append(int(alone(model, ids, 1, cache=cache).argmax()))
-    if not caches[0].state_layers:
+    if not caches[0].irreversible_layers:
         caches[2] = caches[2].fork()
     for step in range(NEW + 1):
         rows = [row for row in range(len(prompts)) if len(given[row]) < NEW - (row == 1) and (row != 4 or step > 1)]

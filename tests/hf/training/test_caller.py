@@ -197,9 +197,9 @@ def test_ranks_with_batches_of_their_own_are_served(pool: Pool) -> None:
 def generated_on_mesh() -> bool:
     """Return whether a model that a trainer calls on a mesh generates what stock transformers does."""
     ours, stock = (families.model("llama", name, num_hidden_layers=1) for name in ("attnmesh", "sdpa"))
-    calls: Any = hf.on_mesh(Trainer, named_mesh(Shape(1, 2, 1), AXES))
+    trainer: Any = hf.on_mesh(Trainer, named_mesh(Shape(1, 2, 1), AXES))
     options = {"max_new_tokens": 3, "do_sample": False}
-    with calls._make_calls(None).active(True, ours):
+    with trainer._make_sharder(None).active(True, ours):
         given = ours.generate(**batch(), **options)
     return torch.equal(given, stock.generate(**batch(), **options))
 

@@ -104,6 +104,6 @@ def test_losses_do_not_depend_on_the_mesh(more: tuple[object, ...], tmp_path: Pa
         assert run.returncode == 0, run.stderr[-2000:]
         assert run.stdout.splitlines()[-1].endswith(f" on {ranks} ranks; saved in {tmp_path / str(context) / 'final'}")
         assert losses(tmp_path / str(context)) == pytest.approx(losses(tmp_path / "1"), abs=TRAINED)
-        line = r"\battnmesh\.hf\.training\.sharded_calls: [\d,]+ tokens in \d+ documents?: \w+ on \dx\dx\d ranks"
+        line = r"\battnmesh\.hf\.training\.batch_sharder: [\d,]+ tokens in \d+ documents?: \w+ on \dx\dx\d ranks"
         assert re.search(line, PAGE.read_text())
         assert bool(re.search(line, run.stderr)) == (ranks > 1)  # beside a bar of progress

@@ -152,9 +152,9 @@ def packed_logits(family: str) -> dict[str, bool]:
     ids, positions = prompt(61), torch.cat((torch.arange(40), torch.arange(21)))[None]
     changed = ids.clone()
     changed[:, 3] = 96 - ids[:, 3]
-    calls = hf.on_mesh(Trainer, mesh)._make_calls(None)
-    calls.install(model)
-    with calls.active(), torch.no_grad():
+    sharder = hf.on_mesh(Trainer, mesh)._make_sharder(None)
+    sharder.install(model)
+    with sharder.active(), torch.no_grad():
         before, after = (model(input_ids=x, position_ids=positions, use_cache=False).logits for x in (ids, changed))
     documents = {"first": slice(40), "second": slice(40, None)}
     return {name: torch.allclose(before[:, x], after[:, x], atol=FLOAT32_SUMS) for name, x in documents.items()}
@@ -168,12 +168,14 @@ def test_a_document_does_not_see_another_one_of_its_pack(family: str, pool: Pool
 @on_each_rank
 def two_models() -> tuple[list[tuple[int, ...]], list[str]]:
     """Return the shapes of the meshes of a model with many key heads and of one with a single one, and the log."""
-    calls = hf.on_mesh(Trainer, init_device_mesh("cpu", (4,), mesh_dim_names=("cp",)), shape="auto")._make_calls(None)
+    sharder = hf.on_mesh(Trainer, init_device_mesh("cpu", (4,), mesh_dim_names=("cp",)), shape="auto")._make_sharder(
+        None
+    )
     models = [families.model("llama", "attnmesh", num_attention_heads=24, num_key_value_heads=n) for n in (24, 1)]
     found, logger, handler = [], getLogger("attnmesh"), BufferingHandler(100)
     logger.addHandler(handler)
     logger.setLevel(INFO)
-    with calls.active(True, *models), torch.no_grad():
+    with sharder.active(True, *models), torch.no_grad():
         for model in (*models, models[0]):
             logits = model(input_ids=prompt(1024), use_cache=False).logits
             found.append(tuple(logits.shards.mesh.mesh.shape))

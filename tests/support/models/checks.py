@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import attnmesh.hf as hf
 from attnmesh.errors import InputError
-from attnmesh.hf import shared_experts, shared_weights
+from attnmesh.hf import host_experts, shared_weights
 from attnmesh.hf.models import is_recurrent
 from attnmesh.mesh.shapes import Shape
 from tests.support.mesh_problems import named_mesh
@@ -208,7 +208,7 @@ def our_generation(case: Case, check: str, dtype: torch.dtype, shape: Shape | No
 
 def _shared_model(case: Case, dtype: torch.dtype, mesh: Any) -> PreTrainedModel:
     """A model whose layers the ranks share, the smallest too."""
-    small = patch.object(shared_weights, "LEAST_LAYER_BYTES", 0), patch.object(shared_experts, "LEAST_EXPERT_BYTES", 0)
+    small = patch.object(shared_weights, "LEAST_LAYER_BYTES", 0), patch.object(host_experts, "LEAST_EXPERT_BYTES", 0)
     with small[0], small[1]:
         return hf.share_weights(build(case, "attnmesh", dtype), mesh)  # type: ignore[no-any-return]
 

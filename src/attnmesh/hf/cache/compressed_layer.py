@@ -13,8 +13,8 @@ from attnmesh.core.mask import Causal
 from attnmesh.core.partial import Partial, merge_partials
 from attnmesh.core.selection import Selection
 from attnmesh.decoding.index_search import top_k_tokens
-from attnmesh.errors import KernelError, MaskError, require
-from attnmesh.hf.cache.layer import PendingKV, StatefulLayer
+from attnmesh.errors import KernelError, MaskError
+from attnmesh.hf.cache.layer import PendingKV, TailLayer
 from attnmesh.hf.families.family import has_entries
 from attnmesh.hf.models import SUBJECT, check_implementation
 from attnmesh.hf.shards import Shards
@@ -38,50 +38,51 @@ class JoinedKV(PendingKV):
         """Return itself joined with no entries. Raise for other functions."""
         first, *entries = args[0] if func is torch.cat else (None,)
         if not isinstance(first, cls) or any(x.numel() for x in entries):
-            cls._raise_read(func.__name__)
+            cls.raise_read(func.__name__)
         return first
 
 
-class CompressedLayer(StatefulLayer):
+class CompressedLayer(TailLayer):
     """Keys of a window of tokens, and entries in caches of their own. What the next entries need is on all ranks."""
 
     def __init__(self, cache: Any, kind: str, entries: Mapping[str, str]) -> None:
         super().__init__(cache)
         self.formats, config = entries, cache.config
-        self.rate, self.k = int(config.compress_rates[kind]), int(config.index_topk)
+        self.entry_tokens, self.k = int(config.compress_rates[kind]), int(config.index_topk)
         self.new: dict[str, Tensor] = {}
         """Entries of this forward pass, (batch, entries, dim)."""
         self.shards: Shards | None = None
-        self.stays = False
+        self.attends_locally = False
         """True if queries attend on their own rank, where the entries of all ranks are made."""
-        self.queries: Tensor | None = None
+        self.query_positions: Tensor | None = None
         """Tokens whose queries attend on this rank; None unless a prepared compressor has run in this forward pass."""
         self.selected: Selection | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
         """Return the new keys with their layer, for the attention function to store."""
         check_implementation("ShardedCache", self.cache.config)
-        self.queries = self.selected = None
+        self.query_positions = self.selected = None
         pending = JoinedKV(key_states, value_states, self)
         return pending, pending
 
     def begin_entries(self, new: int, shards: Shards | None) -> None:
         """Begin a forward pass of new tokens on this rank, before the model compresses them."""
         self.shards = shards
-        self.stays = shards is not None and not shards.has_prefix
-        if shards is not None and self.stays:
-            self.queries = shards.positions()
+        self.attends_locally = shards is not None and not shards.has_prefix
+        if shards is not None and self.attends_locally:
+            self.query_positions = shards.positions()
         else:
-            self.queries = self.get_seq_length() + torch.arange(new if shards is None else shards.length, device="cpu")
+            tokens = new if shards is None else shards.length
+            self.query_positions = self.get_seq_length() + torch.arange(tokens, device="cpu")
 
     def store_compression_weights(self, name: str, kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, int]:
         """Return what whole blocks of tokens are compressed of, and their first token. Keep the rest."""
         rows = torch.cat((kv, gate), -1)
         rows = rows if self.shards is None else self.shards.all_tokens(rows)
         rows = torch.cat((self.tensors[name], rows), 1) if name in self.tensors else rows
-        blocks_stop = rows.shape[1] // self.rate * self.rate
+        blocks_stop = rows.shape[1] // self.entry_tokens * self.entry_tokens
         self.tensors[name] = rows[:, blocks_stop:].clone()
-        first = self.others[name].length * self.rate if name in self.others else 0
+        first = self.others[name].length * self.entry_tokens if name in self.others else 0
         kv, gate = rows[:, :blocks_stop].chunk(2, -1)
         return kv, gate, first
 
@@ -111,7 +112,7 @@ class CompressedLayer(StatefulLayer):
         last = seen - 1
         if not k:
             return
-        if self.stays:
+        if self.attends_locally:
             keys = self.new["indexer"]
             positions = torch.arange(index.length, device=last.device)
             bounds = torch.zeros_like(last)[None], last[None]
@@ -124,10 +125,10 @@ class CompressedLayer(StatefulLayer):
 
     def _seen(self) -> Tensor:
         """Return how many entries each query sees: those of blocks that end with its token or before."""
-        assert self.queries is not None
-        return (self.queries + 1) // self.rate
+        assert self.query_positions is not None
+        return (self.query_positions + 1) // self.entry_tokens
 
-    def other_keys(self, q: Tensor, scale: float | None) -> Partial | None:
+    def attend_other_keys(self, q: Tensor, scale: float | None) -> Partial | None:
         """Return attention of the queries over the entries on this rank; None if there are no entries yet."""
         entries = self.others["compressor"]
         parts = [self._attend(q, *held, scale) for held in self._held(entries)] if entries.length else []
@@ -146,7 +147,7 @@ class CompressedLayer(StatefulLayer):
 
     def _held(self, entries: KVCache) -> list[tuple[Tensor, Tensor]]:
         """Return the entries that this rank attends to, (batch, 1, entries, dim), and their numbers, in parts."""
-        if self.stays:
+        if self.attends_locally:
             new = self.new["compressor"]
             return [(new[:, None], torch.arange(new.shape[1], device="cpu"))]
         view = entries.shard.view
@@ -165,10 +166,12 @@ def check_entries(
     if not has_entries(module):
         return
     layer: Any = None if pending is None else pending.layer
-    expected, given = "a ShardedCache, which keeps the entries of compressed tokens", "another cache, or none"
-    fix = 'call hf.generate; to train, call model.set_attn_implementation("eager"), on one device'
-    require(isinstance(layer, CompressedLayer), KernelError, f"{SUBJECT} past_key_values", expected, given, fix)
-    if layer.queries is None or layer.shards is not shards:
+    if not isinstance(layer, CompressedLayer):
+        expected = "a ShardedCache, which keeps the entries of compressed tokens"
+        fix = 'call hf.generate; to train, call model.set_attn_implementation("eager"), on one device'
+        raise KernelError(f"{SUBJECT} past_key_values", expected, "another cache, or none", fix)
+    if layer.query_positions is None or layer.shards is not shards:
         raise KernelError(*UNPREPARED)
-    expected, fix = "sequences without padding in a model that compresses tokens", "pass sequences of one length"
-    require(token_mask is None, MaskError, f"{SUBJECT} attention_mask", expected, "padding", fix)
+    if token_mask is not None:
+        expected = "sequences without padding in a model that compresses tokens"
+        raise MaskError(f"{SUBJECT} attention_mask", expected, "padding", "pass sequences of one length")

@@ -8,11 +8,11 @@ from torch import Tensor
 from attnmesh.cache.cache import KVCache
 from attnmesh.cache.saved_cache import FolderLayer, LayersToLoad
 from attnmesh.comm.transport import flat_axis
-from attnmesh.errors import KernelError, StoreError, require
+from attnmesh.errors import KernelError, StoreError
 from attnmesh.guard.agreement import Agreement, ComparedCalls
+from attnmesh.hf.cache.history import CacheHistory
 from attnmesh.hf.cache.layer import ShardedLayer
 from attnmesh.hf.cache.stored_layers import StoredLayers
-from attnmesh.hf.images.inputs import shift_of
 from attnmesh.mesh.axes import Mesh
 from attnmesh.store.kv_folder import KeyFolder
 
@@ -22,7 +22,6 @@ class FolderLayers(StoredLayers):
 
     folder: KeyFolder | None = None
     """The folder in which the keys and values are; None if they are in memory."""
-    _tokens: Tensor | None = None
 
     @property
     def tokens(self) -> Tensor | None:
@@ -31,11 +30,11 @@ class FolderLayers(StoredLayers):
         After an interrupted generation, the ids to continue from. None if the tokens were not cached by
         `attnmesh.hf.generate`. A folder has them, too.
         """
-        return self._tokens
+        return self.history.tokens
 
     @tokens.setter
     def tokens(self, tokens: Tensor | None) -> None:
-        previous, self._tokens = self._tokens, tokens
+        previous, self.history.tokens = self.history.tokens, tokens
         ids = previous[:, :0] if tokens is None and previous is not None else tokens
         if self.folder is not None and ids is not None:
             try:
@@ -48,8 +47,9 @@ class FolderLayers(StoredLayers):
         self, path: str | Path, *, device: torch.device | str | None = None, capacity: int | None = None
     ) -> tuple[dict[str, Tensor], str]:
         """Replace the cached tokens by those in a folder, as `StoredLayers.restore` does, of a cache in memory."""
-        given, fix = "one in a folder", "open the folder that was saved, or restore into hf.ShardedCache(config, mesh)"
-        require(self.folder is None, KernelError, "restore", "a cache in memory", given, fix)
+        if self.folder is not None:
+            fix = "open the folder that was saved, or restore into hf.ShardedCache(config, mesh)"
+            raise KernelError("restore", "a cache in memory", "one in a folder", fix)
         return super().restore(path, device=device, capacity=capacity)
 
     def open_folder(self, folder: str | Path) -> None:
@@ -63,16 +63,16 @@ class FolderLayers(StoredLayers):
         """Take the caches and token ids of a folder."""
         folder, layer_sizes = opened.path, opened.manifest.sizes
         with Agreement(opened.mesh, "ShardedCache folder"):
-            fits = len(layer_sizes) in (0, self.caches)
-            given = f"{len(layer_sizes)} in {folder}"
-            expected, fix = f"a folder of {self.caches} layers", "pass that of this model, or a new one"
-            require(fits, StoreError, "ShardedCache folder", expected, given, fix)
+            if len(layer_sizes) not in (0, self.num_kvs):
+                expected, fix = f"a folder of {self.num_kvs} layers", "pass that of this model, or a new one"
+                raise StoreError("ShardedCache folder", expected, f"{len(layer_sizes)} in {folder}", fix)
             ids = opened.read_ids()
-            expected, given = "a folder with the ids of its tokens", f"none in {folder}"
-            fix = "fill a new one by hf.generate, or restore this one into memory"
-            require(not layer_sizes or ids is not None, StoreError, "ShardedCache folder", expected, given, fix)
+            if layer_sizes and ids is None:
+                given = f"none in {folder}"
+                fix = "fill a new one by hf.generate, or restore this one into memory"
+                raise StoreError("ShardedCache folder", "a folder with the ids of its tokens", given, fix)
         device = "cpu" if self.hot is None else None  # that of the mesh
-        room = LayersToLoad(self.caches, self.capacity, self.tokens_per_key, self.hot)
+        room = LayersToLoad(self.num_kvs, self.capacity, self.tokens_per_key, self.hot)
         kvs = [
             KVCache(self.mesh, **vars(sizes), device=device, checked=self.checked, folder=FolderLayer(opened, index))
             for index, sizes in enumerate(room.sizes(layer_sizes) if layer_sizes else ())
@@ -80,14 +80,15 @@ class FolderLayers(StoredLayers):
         if ids is None:
             return
         shortest = min(kv.length for kv in kvs)
-        given, fix = f"no ids of {shortest} tokens in {folder}", "restore it into memory, or fill a new one"
-        require(ids.shape[1] > 0 or shortest == 0, StoreError, "ShardedCache folder", "ids of its tokens", given, fix)
-        self._fill(kvs)
+        if ids.shape[1] == 0 and shortest > 0:
+            given, fix = f"no ids of {shortest} tokens in {folder}", "restore it into memory, or fill a new one"
+            raise StoreError("ShardedCache folder", "ids of its tokens", given, fix)
+        self._set_kvs(kvs)
         length = min(ids.shape[1], shortest)
         for kv in kvs:
             kv.truncate(length)
         self.tokens = ids[:, :length]
-        self.shift = shift_of(self.tokens, self.config)
+        self.history = CacheHistory.of(self.tokens, self.config)
 
     def folder_of(self, layer: ShardedLayer) -> FolderLayer | None:
         """Return a layer with its folder; None without a folder."""

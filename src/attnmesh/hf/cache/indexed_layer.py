@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attnmesh.decoding.index_search import top_k_tokens
 from attnmesh.errors import KernelError
-from attnmesh.hf.cache.layer import ShardedLayer, StatefulLayer, store_shard
+from attnmesh.hf.cache.layer import ShardedLayer, TailLayer, store_shard
 from attnmesh.hf.models import SUBJECT
 from attnmesh.hf.shards import Shards
 from attnmesh.hf.sparse.scores import IndexScores
@@ -25,11 +25,11 @@ class IndexedLayer(ShardedLayer):
 
     def __init__(self, cache: Any) -> None:
         super().__init__(cache)
-        self.new_index: Tensor | None = None
+        self.new_index_keys: Tensor | None = None
 
     def update_indexer(self, keys: Tensor) -> IndexScores:
         """Return the keys of the indexer, (batch, tokens, dim), for the model to score."""
-        self.new_index = keys
+        self.new_index_keys = keys
         return IndexScores.keys(keys, self)
 
     def update_index(self, keys: Tensor) -> NoReturn:
@@ -43,8 +43,8 @@ class IndexedLayer(ShardedLayer):
 
         Each rank scores its own keys for the queries of all ranks. In a prompt without earlier tokens the keys travel.
         """
-        assert self.new_index is not None
-        new = self.new_index[:, None]
+        assert self.new_index_keys is not None
+        new = self.new_index_keys[:, None]
         spec = scores.spec
         shards: Shards | None = spec.shards
         tokens = new.shape[2] if shards is None else shards.length
@@ -67,7 +67,7 @@ class IndexedLayer(ShardedLayer):
         return top_k_tokens(self.others["index"], scores.run, operands, k, mask=scores.spec.mask, block=scores.block)
 
 
-class PooledLayer(StatefulLayer, IndexedLayer):
+class PooledLayer(TailLayer, IndexedLayer):
     """An indexed layer whose index keys are means of blocks.
 
     The last tokens, of which the next means are made, are on all ranks.

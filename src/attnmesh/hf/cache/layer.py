@@ -56,7 +56,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
     formats: Mapping[str, str] = {}
     """Names of the caches that the layer makes beside `kv`, and the `values=` of each."""
 
-    rate = 1
+    entry_tokens = 1
     """Tokens that a key of these further caches stands for."""
 
     is_croppable = True
@@ -89,7 +89,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         pending = PendingKV(key_states, value_states, self)
         return pending, pending
 
-    def project(self, module: nn.Module, pending: PendingKV) -> None:
+    def find_projection(self, module: nn.Module, pending: PendingKV) -> None:
         """Find the projection of the layer's latents. Raise unless the model expands them so, checked once."""
         if pending.latents is None or (self.projection is not None and not has_weight(module, pending.latents)):
             return
@@ -131,7 +131,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         kv = _extended(self.others.get(name), new.shape[0])
         if kv is None:
             options["values"] = self.formats[name]
-            kv = self.others[name] = self._new_cache(new, keys, per=self.rate, **options)
+            kv = self.others[name] = self._new_cache(new, keys, per=self.entry_tokens, **options)
         return self._with_room(kv, keys)
 
     def _new_cache(self, new: Tensor, keys: int, *, per: int = 1, **options: Any) -> KVCache:
@@ -158,20 +158,20 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def token_counts(self) -> list[int]:
         """Tokens in the caches that count them, which an interrupted forward pass leaves unequal."""
-        return [self.get_seq_length(), *(kv.length for kv in self.others.values() if self.rate == 1)]
+        return [self.get_seq_length(), *(kv.length for kv in self.others.values() if self.entry_tokens == 1)]
 
     @property
     def tokens_per_key(self) -> list[int]:
         """Tokens that a key of each of the layer's caches stands for."""
-        return [1, *[self.rate] * len(self.formats)]
+        return [1, *[self.entry_tokens] * len(self.formats)]
 
-    def fill(self, kvs: Sequence[KVCache]) -> None:
+    def set_kvs(self, kvs: Sequence[KVCache]) -> None:
         """Set the caches of the layer."""
         self.kv, *other_kvs = kvs
         self.is_initialized = True
         self.others = dict(zip(self.formats, other_kvs, strict=True))
 
-    def replace(self, function: Callable[[KVCache], KVCache]) -> None:
+    def map_kvs(self, function: Callable[[KVCache], KVCache]) -> None:
         """Replace each cache by a function of it."""
         self.kv = None if self.kv is None else function(self.kv)
         self.others = {name: function(kv) for name, kv in self.others.items()}
@@ -204,7 +204,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
             kv.calls.agreement("append").raise_on_all(error)
         raise error
 
-    def other_keys(self, q: Tensor, scale: float | None) -> Partial | None:
+    def attend_other_keys(self, q: Tensor, scale: float | None) -> Partial | None:
         """Return attention of the queries over keys of this rank that are no tokens'; None if there are none."""
         return None
 
@@ -240,7 +240,7 @@ def _extended(kv: KVCache | None, batch: int) -> KVCache | None:
     return None if kv is None or (kv.sizes.batch != batch and not kv.length) else kv
 
 
-class StatefulLayer(ShardedLayer):
+class TailLayer(ShardedLayer):
     """A layer that also keeps tensors of the last tokens, whole on all ranks."""
 
     def __init__(self, cache: Any) -> None:

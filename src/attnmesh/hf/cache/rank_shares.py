@@ -10,7 +10,7 @@ from attnmesh.cache.block_cyclic import BlockCyclic
 from attnmesh.core.layout import Striped
 from attnmesh.core.storage import STORAGES
 from attnmesh.hf.latent_states import latent_widths
-from attnmesh.hf.models import cached_layers, is_compressed, key_heads, layers_of
+from attnmesh.hf.models import is_compressed, key_heads, layers_of, num_cached_layers
 from attnmesh.mesh.axes import Mesh
 from attnmesh.setup.init_mesh import device_for
 from attnmesh.setup.measure_shares import measured_shares
@@ -41,7 +41,7 @@ def token_bytes(config: PreTrainedConfig, storage: str | None) -> int:
     config = config.get_text_config(decoder=True)
     if is_compressed(config) or (heads := key_heads(config)) is None:
         return 0
-    layers = [layer for layer in layers_of(config)[: cached_layers(config)] if layer.attends and not layer.windowed]
+    layers = [layer for layer in layers_of(config)[: num_cached_layers(config)] if layer.attends and not layer.windowed]
     latents = latent_widths(config)
     dim = getattr(config, "head_dim", None)
     columns = [dim or config.hidden_size // config.num_attention_heads] * 2 * heads if latents is None else [*latents]

@@ -11,7 +11,14 @@ from attnmesh.decoding.step_checks import check_even_shares, check_reproducible
 from attnmesh.errors import Check, KernelError, ShapeError, check_count, require_all
 from attnmesh.guard.argument_checks import check_compare_option, check_merge
 from attnmesh.hf.latent_states import latent_widths
-from attnmesh.hf.models import check_keys, cross_layers, indexed_layers, is_compressed, is_recurrent, key_heads
+from attnmesh.hf.models import (
+    check_keys,
+    cross_layer_indices,
+    indexed_layer_indices,
+    is_compressed,
+    is_recurrent,
+    key_heads,
+)
 from attnmesh.kernels.choice import check_kernel
 from attnmesh.mesh.schedule import check_exchange
 from attnmesh.mesh.shapes import Shape
@@ -31,7 +38,7 @@ def _checks(config: Any, shape: Shape, options: Mapping[str, Any]) -> Iterator[C
     check_keys(config)
     latents = latent_widths(config) is not None
     entries = is_compressed(config)
-    one_head = latents or entries or bool(indexed_layers(config))
+    one_head = latents or entries or bool(indexed_layer_indices(config))
     yield (
         *(not one_head or shape.heads == 1, ShapeError, "ShardedCache mesh"),
         "a mesh without a heads axis for latents, index keys or entries, which have one head",
@@ -79,7 +86,9 @@ def _checks(config: Any, shape: Shape, options: Mapping[str, Any]) -> Iterator[C
 
 def _plain_check(config: Any, subject: str, fix: str) -> Check:
     """Return whether a model keeps nothing but keys and values, with the error where it does."""
-    is_plain = not (is_recurrent(config) or is_compressed(config) or indexed_layers(config) or cross_layers(config))
+    is_plain = not (
+        is_recurrent(config) or is_compressed(config) or indexed_layer_indices(config) or cross_layer_indices(config)
+    )
     return is_plain, KernelError, subject, "a model that keeps keys and values alone", config.model_type, fix
 
 

@@ -15,14 +15,14 @@ from attnmesh.cache.cache import KVCache
 from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.core.layout import Striped
 from attnmesh.decoding.decode_call import decode
-from attnmesh.errors import KernelError, ShapeError, require
+from attnmesh.errors import KernelError, ShapeError
 from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.cache.folder_layers import FolderLayers
-from attnmesh.hf.cache.layer import ShardedLayer, StatefulLayer
+from attnmesh.hf.cache.history import CacheHistory
+from attnmesh.hf.cache.layer import ShardedLayer, TailLayer
 from attnmesh.hf.cache.rank_shares import prompt_layout, shares_of
 from attnmesh.hf.cache.settings import check_settings
 from attnmesh.hf.cache.state_layer import StateLayer, make_layers
-from attnmesh.hf.images.inputs import shift_of
 from attnmesh.hf.models import window_of
 from attnmesh.mesh.axes import Mesh
 from attnmesh.store.recover import recover
@@ -121,14 +121,7 @@ class ShardedCache(FolderLayers):
         self.storage, self.window_storage, self.hot = storage, window_storage, hot
         self.shares = shares_of(config, mesh, shares, self.capacity, storage)
         """Ratios of the tokens of each rank; None for even shares."""
-        self.images: dict[str, Tensor] | None = None
-        """Fingerprints of the images among the tokens; None if there are none, or if they are unknown."""
-        self.shift: tuple[int, int] | None = (0, 0)
-        """First token of the text after all images, and the shift of its positions by images; None if unknown."""
-        self.rope: tuple[int, ...] | None = None
-        """`rope_regime` of the cached keys; None if they were not cached by `attnmesh.hf.generate`."""
-        self.intact = True  # False while the model runs: after an error, recurrent states may be ahead of the tokens
-        self.before_step: int | None = None  # tokens before a call of `decode_rows` that has not ended
+        self.history = CacheHistory()
         self._length = 0  # of models without attention, which count no tokens
         super().__init__(layers=make_layers(self.config, self))
         if folder is not None:
@@ -164,16 +157,16 @@ class ShardedCache(FolderLayers):
         return prompt_layout(self.block, self.ranks, self.shares)
 
     @property
-    def round(self) -> int:
+    def round_tokens(self) -> int:
         """Tokens that all ranks compute in turn before the first one computes again."""
         return self.layout.turns(self.ranks)[0].period
 
-    def begin(self, tokens: int) -> None:
-        """Set the block, if it was not given, by the length of the first prompt."""
+    def choose_block(self, tokens: int) -> None:
+        """Choose the block, if it was not given, by the length of the first prompt."""
         if self.block_is_free and not self.kvs:
             self.block = LONG_BLOCK if tokens >= ROUNDS * LONG_BLOCK * self.ranks else BLOCK
 
-    def count(self, tokens: int) -> None:
+    def set_length(self, tokens: int) -> None:
         """Set the number of cached tokens of a model without attention."""
         self._length = tokens
 
@@ -187,10 +180,10 @@ class ShardedCache(FolderLayers):
     def decode_options(self, q: Tensor) -> dict[str, Any]:
         """Return the options of `decode` that the cache sets. Raise if ranks share heads and q has not all of them."""
         if self.head_ranks > 1:
-            heads, fix = self.config.num_attention_heads, 'shard the model by tensor_parallel(output="heads")'
-            given = f"{q.shape[1]}"
-            fits = q.shape[1] == heads
-            require(fits, ShapeError, 'ShardedCache output="heads"', f"queries of all {heads} heads", given, fix)
+            heads = self.config.num_attention_heads
+            if q.shape[1] != heads:
+                fix = 'shard the model by tensor_parallel(output="heads")'
+                raise ShapeError('ShardedCache output="heads"', f"queries of all {heads} heads", f"{q.shape[1]}", fix)
         options = {"merge": self.merge, "output": self.output, "kernel": self.kernel}
         return {**options, "reproducible": self.reproducible}
 
@@ -211,45 +204,47 @@ class ShardedCache(FolderLayers):
         Layers that have forgotten what they need there drop all tokens, and so do the others.
         """
         lengths = {count for layer in self.attention_layers for count in layer.token_counts}
-        if self.state_layers and (not self.intact or len(lengths) > 1):
+        if self.irreversible_layers and (not self.history.is_consistent or len(lengths) > 1):
             self.reset()
         elif len(lengths) > 1:
-            length = self.prefix(min(lengths))
+            length = self.restorable_length(min(lengths))
             for kv in self.kvs:
                 kv.truncate(length)
-        self.intact, self.before_step = True, None
+        self.history.is_consistent, self.history.rollback_length = True, None
 
     @property
     def length_before_step(self) -> int:
         """Cached tokens, without those of an interrupted step of rows."""
-        return self.get_seq_length() if self.before_step is None else self.before_step
+        length = self.history.rollback_length
+        return self.get_seq_length() if length is None else length
 
     @property
-    def goes_on(self) -> bool:
+    def can_continue(self) -> bool:
         """True if no error interrupted the cache, or only a step of rows, before which all layers can go back."""
-        length = self.before_step
+        length = self.history.rollback_length
         if length is None:
-            return self.intact
+            return self.history.is_consistent
         serves = [kv.length >= length and (not length or kv.shards.serves(length)) for kv in self.kvs]
-        return not self.state_layers and all(serves)
+        return not self.irreversible_layers and all(serves)
 
     def take_back_step(self) -> None:
         """Remove the tokens of an interrupted step of rows. Every rank calls it."""
-        if self.before_step is None:
+        length = self.history.rollback_length
+        if length is None:
             return
         for kv in self.kvs:
-            kv.truncate(self.before_step)
-        self.tokens = None if self.tokens is None else self.tokens[:, : self.before_step]
-        self.intact, self.before_step = True, None
+            kv.truncate(length)
+        self.tokens = None if self.tokens is None else self.tokens[:, :length]
+        self.history.is_consistent, self.history.rollback_length = True, None
 
     @property
-    def goes_back(self) -> bool:
+    def crops_anywhere(self) -> bool:
         """True if the cache can be cropped to any of its tokens: no layer has a state, or forgets."""
-        return not self.state_layers and all(kv.shards.forget_mask is None for kv in self.kvs)
+        return not self.irreversible_layers and all(kv.shards.forget_mask is None for kv in self.kvs)
 
-    def prefix(self, length: int) -> int:
+    def restorable_length(self, length: int) -> int:
         """Return the number of tokens, at most `length`, that all layers can go back to: `length`, or else none."""
-        if self.state_layers:
+        if self.irreversible_layers:
             return length if length == self.get_seq_length() else 0
         return length if all(kv.shards.serves(length) for kv in self.kvs) else 0
 
@@ -265,16 +260,17 @@ class ShardedCache(FolderLayers):
         length = self.get_seq_length()
         kvs = self.kvs
         with kvs[0].calls.agreement("crop", {"by": tokens_to_remove}) if kvs else nullcontext():
-            fits = type(tokens_to_remove) is int and tokens_to_remove <= 0
-            given, fix = repr(tokens_to_remove), "pass length - cache.get_seq_length() to keep so many tokens"
-            require(fits, ShapeError, "crop", "0 or a negative number", given, fix)
+            if type(tokens_to_remove) is not int or tokens_to_remove > 0:
+                fix = "pass length - cache.get_seq_length() to keep so many tokens"
+                raise ShapeError("crop", "0 or a negative number", repr(tokens_to_remove), fix)
             remaining = max(0, length + tokens_to_remove)
-            given, fix = f"{remaining} of {length} tokens", "make the cache with windows=False, or a larger keep="
-            expected = "tokens that layers with a window still know"
-            if self.state_layers:
-                expected, fix = "all tokens or none, as states cannot go back", "make a new cache"
-            require(self.prefix(remaining) == remaining, ShapeError, "ShardedCache crop", expected, given, fix)
-        if (self.state_layers or self.cross_layers) and not remaining:
+            if self.restorable_length(remaining) != remaining:
+                expected = "tokens that layers with a window still know"
+                fix = "make the cache with windows=False, or a larger keep="
+                if self.irreversible_layers:
+                    expected, fix = "all tokens or none, as states cannot go back", "make a new cache"
+                raise ShapeError("ShardedCache crop", expected, f"{remaining} of {length} tokens", fix)
+        if (self.irreversible_layers or self.cross_layers) and not remaining:
             self.reset()
             return
         super().crop(tokens_to_remove)
@@ -287,8 +283,8 @@ class ShardedCache(FolderLayers):
             super().reset()
         for kv in self.kvs:  # caches in a folder stay
             kv.truncate(0)
-        self.tokens, self.images, self.shift, self.intact, self._length = None, None, (0, 0), True, 0
-        self.before_step = None
+        self.tokens = None  # in a folder, too
+        self.history, self._length = CacheHistory(), 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace sequence b by sequence `beam_idx[b]`. The batch may grow or shrink.
@@ -296,7 +292,7 @@ class ShardedCache(FolderLayers):
         Args:
             beam_idx: Indices into the batch.
         """
-        if self.images is not None and self.batch_size > 1:
+        if self.history.image_fingerprints is not None and self.batch_size > 1:
             self.tokens = None  # fingerprints of images do not say which sequence each belongs to
         super().reorder_cache(beam_idx)
         if self.tokens is not None:
@@ -313,7 +309,7 @@ class ShardedCache(FolderLayers):
                 if self.folder is not None:
                     self.flush()  # its own tokens stay there
                 for layer in self.attention_layers:
-                    layer.replace(KVCache.fork)
+                    layer.map_kvs(KVCache.fork)
                 self.folder = None  # the new tokens are in memory
             self.reorder_cache(torch.arange(self.batch_size, device="cpu").repeat_interleave(repeats))
 
@@ -353,18 +349,17 @@ class ShardedCache(FolderLayers):
             InputError: Tokens were lost with their ranks, or the cache is of another model.
         """
         for name in ("folder", "hot"):
-            fits = options.get(name) is None
-            fix = f"leave {name}= out"
-            require(fits, KernelError, "ShardedCache.recover", "a cache in one memory", f"{name}=", fix)
+            if options.get(name) is not None:
+                raise KernelError("ShardedCache.recover", "a cache in one memory", f"{name}=", f"leave {name}= out")
         recovered = cls(config, mesh, **options)
         with Agreement(Mesh.of(mesh), "ShardedCache.recover"):
             _check_recoverable(cache, recovered)
         kvs, tokens = ([], None) if cache is None else (cache.kvs, cache.tokens)
         # A prefill that is interrupted in its first chunk leaves layers without a cache.
-        is_complete = len(kvs) == recovered.caches
-        recovered._fill(recover(kvs if is_complete else None, mesh, device=device, **recovered._kv_options))
-        recovered.tokens = _gather_tokens(tokens, recovered.attention_layers[0].cached)
-        recovered.shift = shift_of(recovered.tokens, config)
+        is_complete = len(kvs) == recovered.num_kvs
+        recovered._set_kvs(recover(kvs if is_complete else None, mesh, device=device, **recovered._kv_options))
+        found_tokens = _gather_tokens(tokens, recovered.attention_layers[0].cached)
+        recovered.history = CacheHistory.of(found_tokens, config)
         return recovered
 
     def fork(self) -> "ShardedCache":
@@ -387,13 +382,13 @@ class ShardedCache(FolderLayers):
     def _copied(self, copy_layer: Callable[[KVCache], KVCache]) -> "ShardedCache":
         """Return a cache whose layers are copies."""
         copied = object.__new__(type(self))
-        copied.__dict__ = {**self.__dict__, "layers": [], "folder": None}
+        copied.__dict__ = {**self.__dict__, "layers": [], "folder": None, "history": copy(self.history)}
         for layer in self.layers:
             layer_copy = copy(layer)
             if isinstance(layer, ShardedLayer):
                 layer_copy.cache = copied
-                layer_copy.replace(copy_layer)
-            if isinstance(layer, (StateLayer, StatefulLayer)):
+                layer_copy.map_kvs(copy_layer)
+            if isinstance(layer, (StateLayer, TailLayer)):
                 layer_copy.set_tensors(layer.tensors)
             copied.layers.append(layer_copy)
         return copied
@@ -401,18 +396,20 @@ class ShardedCache(FolderLayers):
 
 def _check_recoverable(cache: Any, recovered: ShardedCache) -> None:
     """Raise unless the cache is None or has the layers of the recovered one, without recurrent states."""
-    expected, given = "a model without states", recovered.config.model_type
-    fix = "generate with checkpoint=hf.Checkpoint(path), or prefill again"
-    require(not recovered.state_layers, KernelError, "ShardedCache.recover", expected, given, fix)
+    if recovered.irreversible_layers:
+        fix = "generate with checkpoint=hf.Checkpoint(path), or prefill again"
+        raise KernelError("ShardedCache.recover", "a model without states", recovered.config.model_type, fix)
     if cache is None:
         return
-    subject, fix = "ShardedCache.recover cache", "pass the ShardedCache of this rank, or None on a new rank"
-    require(isinstance(cache, ShardedCache), KernelError, subject, "a ShardedCache", type(cache).__name__, fix)
+    subject = "ShardedCache.recover cache"
+    if not isinstance(cache, ShardedCache):
+        fix = "pass the ShardedCache of this rank, or None on a new rank"
+        raise KernelError(subject, "a ShardedCache", type(cache).__name__, fix)
     cache.check_no_images(subject)
     layers = len(recovered.layers)
-    given = f"one of {len(cache.layers)} layers"
-    fix = "pass the config of its model"
-    require(len(cache.layers) == layers, KernelError, subject, f"a cache of {layers} layers", given, fix)
+    if len(cache.layers) != layers:
+        given = f"one of {len(cache.layers)} layers"
+        raise KernelError(subject, f"a cache of {layers} layers", given, "pass the config of its model")
 
 
 def _gather_tokens(tokens: Tensor | None, kv: KVCache) -> Tensor | None:

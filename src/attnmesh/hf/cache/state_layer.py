@@ -5,14 +5,14 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from attnmesh.errors import KernelError, require
+from attnmesh.errors import KernelError
 from attnmesh.hf.cache.compressed_layer import CompressedLayer
 from attnmesh.hf.cache.indexed_layer import IndexedLayer, PooledLayer
 from attnmesh.hf.cache.layer import ShardedLayer
 from attnmesh.hf.families.family import family_of
 from attnmesh.hf.images.cross import CrossLayer, SomeKeys
 from attnmesh.hf.latent_states import latent_widths
-from attnmesh.hf.models import cached_layers, cross_layers, indexed_layers, layer_kinds
+from attnmesh.hf.models import cross_layer_indices, indexed_layer_indices, layer_types_of, num_cached_layers
 from attnmesh.hf.transformers_names import DummyLayer, LinearAttentionLayer
 
 
@@ -21,9 +21,9 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Do nothing for 0 tokens, and raise otherwise: a state cannot go back."""
-        given, fix = f"{-tokens_to_remove} tokens to remove", "make a new cache, or crop all tokens"
-        expected = "0 tokens to remove from recurrent states"
-        require(tokens_to_remove == 0, KernelError, "ShardedCache crop", expected, given, fix)
+        if tokens_to_remove != 0:
+            expected, given = "0 tokens to remove from recurrent states", f"{-tokens_to_remove} tokens to remove"
+            raise KernelError("ShardedCache crop", expected, given, "make a new cache, or crop all tokens")
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -77,11 +77,11 @@ class HybridLayer(StateLayer, ShardedLayer):
 
 def make_layers(config: PreTrainedConfig, cache: Any) -> list[Any]:
     """Return an empty layer of the cache for each layer of the model that keeps something."""
-    indexed = indexed_layers(config)
-    crossed = cross_layers(config)
+    indexed = indexed_layer_indices(config)
+    crossed = cross_layer_indices(config)
     layers = [
         CrossLayer() if index in crossed else _make_layer(kind, cache, indexed=index in indexed)
-        for index, kind in enumerate(layer_kinds(config)[: cached_layers(config)])
+        for index, kind in enumerate(layer_types_of(config)[: num_cached_layers(config)])
     ]
     for index, layer in enumerate(layers):
         if isinstance(layer, ShardedLayer):

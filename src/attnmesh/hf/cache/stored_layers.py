@@ -13,13 +13,13 @@ from transformers import Cache, PreTrainedConfig
 from attnmesh.cache.cache import KVCache
 from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.cache.saved_cache import LayersToLoad, Saving
-from attnmesh.errors import KernelError, ShapeError, StoreError, require
+from attnmesh.errors import KernelError, ShapeError, StoreError
 from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.cache.compressed_layer import CompressedLayer
-from attnmesh.hf.cache.layer import ShardedLayer, StatefulLayer, growth_capacity
+from attnmesh.hf.cache.history import CacheHistory
+from attnmesh.hf.cache.layer import ShardedLayer, TailLayer, growth_capacity
 from attnmesh.hf.cache.state_layer import StateLayer
 from attnmesh.hf.images.cross import CrossLayer
-from attnmesh.hf.images.inputs import shift_of
 from attnmesh.hf.models import has_windows
 from attnmesh.mesh.axes import Mesh
 from attnmesh.store.checkpoint import load_layers
@@ -44,11 +44,7 @@ class StoredLayers(Cache):  # type: ignore[misc]
     window_storage: str | None
     hot: int | None
     tokens: Tensor | None
-    images: dict[str, Tensor] | None
-    shift: tuple[int, int] | None
-    rope: tuple[int, ...] | None
-    intact: bool
-    before_step: int | None
+    history: CacheHistory
 
     @property
     def attention_layers(self) -> list[ShardedLayer]:
@@ -63,26 +59,28 @@ class StoredLayers(Cache):  # type: ignore[misc]
     @property
     def next_position(self) -> int:
         """Position of the next token, a text: images before it may have shifted it."""
-        return int(self.get_seq_length()) + (0 if self.shift is None else self.shift[1])
+        return int(self.get_seq_length()) + (0 if self.history.shift is None else self.history.shift.shift)
 
     @property
-    def caches(self) -> int:
+    def num_kvs(self) -> int:
         """The number of all layers' caches, once they are made."""
         return len(self.tokens_per_key)
 
     @property
-    def state_layers(self) -> list[Any]:
+    def irreversible_layers(self) -> list[Any]:
         """Layers whose states cannot go back to fewer tokens."""
         return [layer for layer in self.layers if isinstance(layer, (StateLayer, CompressedLayer))]
 
     @property
     def states(self) -> dict[str, Tensor]:
         """Tensors that layers keep of recurrences and of the last tokens, by number of the layer and name."""
-        return {f"{number}.{name}": x for number, layer in self._stateful for name, x in layer.tensors.items()}
+        return {
+            f"{number}.{name}": x for number, layer in self._layers_with_tensors for name, x in layer.tensors.items()
+        }
 
     @property
-    def _stateful(self) -> list[tuple[int, Any]]:
-        return [(number, x) for number, x in enumerate(self.layers) if isinstance(x, (StateLayer, StatefulLayer))]
+    def _layers_with_tensors(self) -> list[tuple[int, Any]]:
+        return [(number, x) for number, x in enumerate(self.layers) if isinstance(x, (StateLayer, TailLayer))]
 
     @property
     def cross_layers(self) -> list[CrossLayer]:
@@ -96,9 +94,9 @@ class StoredLayers(Cache):  # type: ignore[misc]
 
     def check_no_images(self, subject: str) -> None:
         """Raise if layers of cross-attention have keys of images, which are neither saved nor recovered."""
-        images = any(layer.is_initialized for layer in self.cross_layers)
-        expected, fix = "a cache without images of cross-attention", "prefill the prompt and its images in a new cache"
-        require(not images, KernelError, subject, expected, "one with images", fix)
+        if any(layer.is_initialized for layer in self.cross_layers):
+            fix = "prefill the prompt and its images in a new cache"
+            raise KernelError(subject, "a cache without images of cross-attention", "one with images", fix)
 
     def save(
         self, path: str | Path, *, more: Mapping[str, Tensor] | None = None, note: str = "", wait: bool = True
@@ -120,24 +118,25 @@ class StoredLayers(Cache):  # type: ignore[misc]
         kvs = self.kvs
         with Agreement(Mesh.of(self.mesh), "save"):
             check_more({} if more is None else more)
-            attends = bool(self.attention_layers)
-            given = "recurrent states alone"
-            expected, fix = "a cache with layers of attention", "prefill again instead"
-            require(attends, KernelError, "ShardedCache save", expected, given, fix)
+            if not self.attention_layers:
+                expected = "a cache with layers of attention"
+                raise KernelError("ShardedCache save", expected, "recurrent states alone", "prefill again instead")
             self.check_no_images("ShardedCache save")
             counts = {count for layer in self.attention_layers for count in layer.token_counts}
-            filled = len(kvs) == self.caches and 0 not in counts
-            expected, fix = "a cache with tokens in all layers", "prefill a prompt first"
-            require(filled, ShapeError, "ShardedCache save", expected, repr(self.attention_layers[0]), fix)
-            given, fix = f"layers of {sorted(counts)} tokens", "call hf.prefill with the prompt"
-            require(len(counts) == 1, StoreError, "ShardedCache save", "layers of the same tokens", given, fix)
+            filled = len(kvs) == self.num_kvs and 0 not in counts
+            if not filled:
+                expected, fix = "a cache with tokens in all layers", "prefill a prompt first"
+                raise ShapeError("ShardedCache save", expected, repr(self.attention_layers[0]), fix)
+            if len(counts) != 1:
+                given, fix = f"layers of {sorted(counts)} tokens", "call hf.prefill with the prompt"
+                raise StoreError("ShardedCache save", "layers of the same tokens", given, fix)
             reserved = [name for name in more or {} if name == "held" or name.startswith(STATES)]
-            expected = f"names other than held and {STATES}*"
-            require(not reserved, StoreError, "save more", expected, ", ".join(reserved), "rename it")
+            if reserved:
+                raise StoreError("save more", f"names other than held and {STATES}*", ", ".join(reserved), "rename it")
         ids = {"held": self.tokens.cpu()} if self.tokens is not None and kvs[0].length == self.tokens.shape[1] else {}
         states = {STATES + name: x.cpu().clone() for name, x in self.states.items()}
         tensors = {**ids, **states, **(more or {})}
-        differ = self.tokens_per_key != [1] * self.caches
+        differ = self.tokens_per_key != [1] * self.num_kvs
         return save_layers(kvs, path, more=tensors, note=note, wait=wait, lengths_differ=differ)
 
     def restore(
@@ -159,17 +158,15 @@ class StoredLayers(Cache):  # type: ignore[misc]
         options = self._kv_options
         capacity = self.capacity if capacity is None else capacity
         del options["capacity"]
-        layers = LayersToLoad(self.caches, capacity, self.tokens_per_key, self.hot)
+        layers = LayersToLoad(self.num_kvs, capacity, self.tokens_per_key, self.hot)
         kvs, tensors, note = load_layers(KVCache, path, self.mesh, layers, device=device, **options)
-        self._fill(kvs)
+        self._set_kvs(kvs)
         for layer in self.cross_layers:  # a cache with images is not saved
             layer.reset()
         names = [name for name in tensors if name.startswith(STATES)]
         self.set_states({name.removeprefix(STATES): tensors.pop(name).to(kvs[0].device) for name in names})
         self.capacity = capacity
-        self.tokens, self.images = tensors.pop("held", None), None
-        self.rope, self.intact, self.before_step = None, True, None  # of the keys before them
-        self.shift = shift_of(self.tokens, self.config)
+        self.history = CacheHistory.of(tensors.pop("held", None), self.config)
         return tensors, note
 
     def flush(self) -> None:
@@ -179,7 +176,7 @@ class StoredLayers(Cache):  # type: ignore[misc]
 
     def set_states(self, states: Mapping[str, Tensor]) -> None:
         """Replace what layers keep of recurrences and of the last tokens by tensors with the names of `states`."""
-        for number, layer in self._stateful:
+        for number, layer in self._layers_with_tensors:
             layer_states = {name: x for name, x in states.items() if name.startswith(f"{number}.")}
             layer.set_tensors({name.removeprefix(f"{number}."): x for name, x in layer_states.items()})
 
@@ -191,7 +188,7 @@ class StoredLayers(Cache):  # type: ignore[misc]
         sizes = (replace(kv_sizes, capacity=capacity, block=self.block) for kv_sizes in layers)
         kvs = [KVCache(self.mesh, **{**vars(kv_sizes), **options, "capacity": capacity}) for kv_sizes in sizes]
         if kvs:
-            self._fill(kvs)
+            self._set_kvs(kvs)
         return kvs
 
     @property
@@ -200,14 +197,15 @@ class StoredLayers(Cache):  # type: ignore[misc]
         options = {"checked": self.checked, "copies": self.copies, "shares": self.shares}
         return {"capacity": self.capacity, **options}
 
-    def _fill(self, kvs: Sequence[KVCache]) -> None:
+    def _set_kvs(self, kvs: Sequence[KVCache]) -> None:
         """Set the `KVCache` of each layer. Raise if they are stored in another way than the cache's."""
         storages, allowed = {kv.sizes.storage for kv in kvs} - {None}, {self.storage, self.window_storage} - {None}
         fits = storages <= allowed and (bool(storages) or self.storage is None or has_windows(self.config))
-        given = f"storage={next(iter(storages), None)!r}"
-        expected = f"keys stored with storage={self.storage!r}, as the cache's"
-        require(fits, KernelError, "ShardedCache", expected, given, f"make the cache with {given}")
+        if not fits:
+            expected = f"keys stored with storage={self.storage!r}, as the cache's"
+            given = f"storage={next(iter(storages), None)!r}"
+            raise KernelError("ShardedCache", expected, given, f"make the cache with {given}")
         remaining = iter(kvs)
         for layer in self.attention_layers:
-            layer.fill([next(remaining) for _ in layer.tokens_per_key])
+            layer.set_kvs([next(remaining) for _ in layer.tokens_per_key])
         self.block = kvs[0].sizes.block

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnmesh.hf.families.family import ATTENTION_FIELDS, Family, Layer, Part
+from attnmesh.hf.families.family import ATTENTION_FIELDS, Family, LayerKind, Part
 from attnmesh.hf.shards import ShardPositions
 from attnmesh.hf.sparse.entries import IndexEntries
 
@@ -66,8 +66,8 @@ FAMILIES = (
             "DeepseekV4IndexerScorer.forward": "540b8b5d4166",
         },
         layers={
-            "compressed_sparse_attention": Layer(entries={"compressor": "prefix", "indexer": "none"}),
-            "heavily_compressed_attention": Layer(entries={"compressor": "prefix"}),
+            "compressed_sparse_attention": LayerKind(entries={"compressor": "prefix", "indexer": "none"}),
+            "heavily_compressed_attention": LayerKind(entries={"compressor": "prefix"}),
         },
         parts={
             "DeepseekV4CSACompressor": Part(

@@ -22,14 +22,14 @@ from attnmesh.hf.families.family import (
 )
 from attnmesh.hf.recurrent.chain import HeadChain
 from attnmesh.hf.recurrent.convolution import CONVOLUTION, CONVOLUTION_SOURCE
-from attnmesh.hf.recurrent.rules import Rule, ShardOfStates, Stock, steps_of
+from attnmesh.hf.recurrent.rules import Rule, StateLink, Stock, steps_of
 from attnmesh.kernels.traced import without_autocast
 from attnmesh.recurrent.scan import AffineMap
 
 
 def delta_link(
     stock: Stock, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *, rule: str, **options: Any
-) -> ShardOfStates:
+) -> StateLink:
     """Link of a delta rule, its A a matrix: the stock rule over values [v | 0] from the state [0 | I].
 
     The columns of a state never mix, so the last state is [B | A], and the outputs are [from zero | of the identity].
@@ -55,7 +55,7 @@ def delta_link(
             outputs = [(zero + (unit.float() @ entering)).to(query.dtype).transpose(1, 2) for zero, unit in parts]
             return torch.cat(outputs, dim=1), linear @ entering + bias
 
-    return ShardOfStates(AffineMap(linear, bias), finish)
+    return StateLink(AffineMap(linear, bias), finish)
 
 
 def delta_by_heads(

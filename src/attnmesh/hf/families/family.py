@@ -36,7 +36,7 @@ LATENT_FIELDS = (
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerKind:
     """Work and memory of the layers of a kind, where `config.layer_types` has its name."""
 
     attends: bool = True
@@ -53,28 +53,28 @@ class Layer:
 
 
 ATTENDING = {
-    "full_attention": Layer(),
-    "sliding_attention": Layer(windowed=True),
-    "chunked_attention": Layer(windowed=True),
+    "full_attention": LayerKind(),
+    "sliding_attention": LayerKind(windowed=True),
+    "chunked_attention": LayerKind(windowed=True),
 }
 """Kinds of layers that every family may have."""
 
 RECURRENT = {
-    "linear_attention": Layer(attends=False, recurrent=True),
-    "conv": Layer(attends=False, recurrent=True),
-    "hybrid": Layer(recurrent=True),
-    "hybrid_sliding": Layer(windowed=True, recurrent=True),
-    "mlp": Layer(attends=False),
-    "moe": Layer(attends=False),
+    "linear_attention": LayerKind(attends=False, recurrent=True),
+    "conv": LayerKind(attends=False, recurrent=True),
+    "hybrid": LayerKind(recurrent=True),
+    "hybrid_sliding": LayerKind(windowed=True, recurrent=True),
+    "mlp": LayerKind(attends=False),
+    "moe": LayerKind(attends=False),
 }
 """Kinds of layers in families with recurrent ones. The last two mix no tokens."""
 
-INDEXED = {"indexed_attention": Layer(indexed=True)}
+INDEXED = {"indexed_attention": LayerKind(indexed=True)}
 """Kinds of layers in families with indexers."""
 
 
-PLAIN_LAYER = Layer()
-KNOWN: Mapping[str, Layer] = {**ATTENDING, **RECURRENT, **INDEXED}
+PLAIN_LAYER = LayerKind()
+KNOWN: Mapping[str, LayerKind] = {**ATTENDING, **RECURRENT, **INDEXED}
 """Kinds of layers that several families have."""
 
 
@@ -82,7 +82,7 @@ class Pins(NamedTuple):
     """Parts of a module of transformers that several families need."""
 
     name: str
-    code: str
+    module: str
     names: str = ""
     sources: Mapping[str, str] = {}
 
@@ -170,7 +170,7 @@ class Family:
     uses: tuple[Pins, ...] = ()
     """Names that the family needs beside its own code."""
 
-    layers: Mapping[str, Layer] = field(default_factory=dict)
+    layers: Mapping[str, LayerKind] = field(default_factory=dict)
     """Kinds of layers that the family may have beside `ATTENDING`."""
     refused: str = ""
     """Part of the family's layers that is not supported, where `config.layer_types` does not say so."""
@@ -207,7 +207,7 @@ class Family:
     """Undo what `prepare` did to a module."""
 
     @property
-    def code(self) -> str:
+    def modeling_module(self) -> str:
         """The module of transformers with the family's code."""
         name = self.type.removesuffix("_text")
         return f"{MODELS}{name}{MODELING}{name}"
@@ -217,7 +217,7 @@ class Family:
         """Layers attend to entries of compressed tokens."""
         return any(layer.entries for layer in self.layers.values())
 
-    def layer(self, kind: str) -> Layer:
+    def layer(self, kind: str) -> LayerKind:
         """Return what the layers of a kind do, also of one that the family may not have."""
         return self.layers.get(kind) or KNOWN.get(kind) or PLAIN_LAYER
 
@@ -248,7 +248,7 @@ def known_parts() -> Mapping[str, Part]:
 @cache
 def prepared_code() -> frozenset[str]:
     """Return modules of transformers with layers or indexers that are changed before they run on shards."""
-    return frozenset(family.code for family in families().values() if family.layers)
+    return frozenset(family.modeling_module for family in families().values() if family.layers)
 
 
 def family_of(config: Any) -> Family:

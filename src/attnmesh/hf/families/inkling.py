@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnmesh.errors import KernelError, require
+from attnmesh.errors import KernelError
 from attnmesh.hf.families.family import (
     ATTENTION_FIELDS,
     RECURRENT,
@@ -17,7 +17,7 @@ from attnmesh.hf.families.family import (
     Family,
 )
 from attnmesh.hf.families.short_convolutions import SHORT_CONVOLUTION
-from attnmesh.hf.models import NAME, SUBJECT
+from attnmesh.hf.models import ATTN_IMPLEMENTATION, SUBJECT
 from attnmesh.hf.recurrent.convolution import CONVOLUTION_SOURCE
 from attnmesh.hf.shards import Shards
 from attnmesh.hf.transformers_names import stock_of, subclass
@@ -48,7 +48,7 @@ class NearLogits:
     def forward(self, relative_states: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         """Return the bias of each query and distance, (batch, heads, queries, distances)."""
         layer: Any = self
-        if layer.config._attn_implementation != NAME:
+        if layer.config._attn_implementation != ATTN_IMPLEMENTATION:
             stock: Any = super()
             dense: Tensor = stock.forward(relative_states, query_positions, key_positions)
             return dense
@@ -80,8 +80,9 @@ def near_bias(module: Any, bias: Tensor | None, shards: Shards | None) -> Tensor
     """
     if bias is None or isinstance(module.rel_logits_proj, NearLogits):
         return bias
-    given, fix = "another one", "call hf.generate, or the model with what hf.shard_batch returns"
-    require(shards is None, KernelError, f"{SUBJECT} position_bias", "a model prepared for a mesh", given, fix)
+    if shards is not None:
+        fix = "call hf.generate, or the model with what hf.shard_batch returns"
+        raise KernelError(f"{SUBJECT} position_bias", "a model prepared for a mesh", "another one", fix)
     queries = bias.shape[3] - bias.shape[2] + torch.arange(bias.shape[2], device=bias.device)
     keys = queries[:, None] - torch.arange(module.rel_extent, device=bias.device)
     return bias.gather(-1, keys.clamp(0, bias.shape[3] - 1).expand(*bias.shape[:2], -1, -1))

@@ -9,7 +9,7 @@ from torch.nn.functional import silu
 from attnmesh.hf.families.family import ATTENTION_FIELDS, RECURRENT, RECURRENT_STATES, Family, Recurrence
 from attnmesh.hf.recurrent.convolution import CONVOLUTION, CONVOLUTION_SOURCE
 from attnmesh.hf.recurrent.prefill_states import PrefillStates
-from attnmesh.hf.recurrent.rules import Rule, ShardOfStates, Stock, step_sizes, steps_of
+from attnmesh.hf.recurrent.rules import Rule, StateLink, Stock, step_sizes, steps_of
 from attnmesh.kernels.traced import without_autocast
 from attnmesh.recurrent.scan import AffineMap
 
@@ -19,7 +19,7 @@ LOWEST = -87.0
 
 def selective_link(
     stock: Stock, hidden_states: Tensor, dt: Tensor, rates: Tensor, writes: Tensor, reads: Tensor, **options: Any
-) -> ShardOfStates:
+) -> StateLink:
     """Link of Mamba, its A diagonal. Its heads are channels, of (state size, 1).
 
     The stock rule begins at zero. The entering state adds C_t . (exp(A (dt_1 + ... + dt_t)) S), gated by z.
@@ -42,7 +42,7 @@ def selective_link(
         correction = torch.cat(corrections, dim=-1) * (1 if z is None else silu(z.float()))
         return (outputs + correction).to(outputs.dtype), linear.unsqueeze(-1) * entering + bias
 
-    return ShardOfStates(AffineMap(linear, bias), finish)
+    return StateLink(AffineMap(linear, bias), finish)
 
 
 class StatesOfHeads(PrefillStates):

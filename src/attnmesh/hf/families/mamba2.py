@@ -15,14 +15,14 @@ from attnmesh.hf.families.family import (
 )
 from attnmesh.hf.recurrent.chain import HeadChain
 from attnmesh.hf.recurrent.convolution import CONVOLUTION, CONVOLUTION_SOURCE
-from attnmesh.hf.recurrent.rules import Rule, ShardOfStates, Stock, step_sizes
+from attnmesh.hf.recurrent.rules import Rule, StateLink, Stock, step_sizes
 from attnmesh.kernels.traced import without_autocast
 from attnmesh.recurrent.scan import AffineMap
 
 
 def chunk_scan_link(
     stock: Stock, hidden_states: Tensor, dt: Tensor, rates: Tensor, writes: Tensor, reads: Tensor, **options: Any
-) -> ShardOfStates:
+) -> StateLink:
     """Link of Mamba-2, its A a scalar per head. States are (state size, head size); outputs are the stock rule's.
 
     Decays are summed from the end of the shard, where they are close to one, so long shards keep their precision.
@@ -42,7 +42,7 @@ def chunk_scan_link(
         outputs, leaving = stock(hidden_states, dt, rates, writes, reads, **options, **states)
         return outputs, leaving.transpose(-1, -2)
 
-    return ShardOfStates(AffineMap(linear, bias), finish)
+    return StateLink(AffineMap(linear, bias), finish)
 
 
 def chunk_scan_by_heads(

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from attnmesh.hf.families.family import ATTENTION_FIELDS, RECURRENT, RECURRENT_STATES, Family, Recurrence
-from attnmesh.hf.recurrent.rules import ShardOfStates, in_pieces, run_links, steps_of
+from attnmesh.hf.recurrent.rules import StateLink, in_pieces, run_links, steps_of
 from attnmesh.kernels.traced import without_autocast
 from attnmesh.recurrent.scan import AffineMap
 
 
-def lightning_link(query: Tensor, key: Tensor, value: Tensor, slope_rate: Tensor) -> ShardOfStates:
+def lightning_link(query: Tensor, key: Tensor, value: Tensor, slope_rate: Tensor) -> StateLink:
     """Return the link of MiniMax's lightning attention, its A a scalar per head.
 
     Args:
@@ -44,7 +44,7 @@ def lightning_link(query: Tensor, key: Tensor, value: Tensor, slope_rate: Tensor
                 state = torch.exp(-slope * len(index)) * state + added
         return torch.cat(outputs, dim=2).to(value.dtype), state
 
-    return ShardOfStates(AffineMap(linear, bias), finish)
+    return StateLink(AffineMap(linear, bias), finish)
 
 
 def lightning(layer: Any, hidden_states: Tensor, **_: Any) -> tuple[Tensor, Tensor]:

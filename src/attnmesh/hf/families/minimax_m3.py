@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.selection import NO_INDEX, Selection
-from attnmesh.errors import KernelError, MaskError, require
-from attnmesh.hf.families.family import ATTENTION_FIELDS, INDEXED, Family, Layer, Part
+from attnmesh.errors import KernelError, MaskError
+from attnmesh.hf.families.family import ATTENTION_FIELDS, INDEXED, Family, LayerKind, Part
 from attnmesh.hf.models import SUBJECT, Opaque
 from attnmesh.hf.shards import ShardPositions
 from attnmesh.hf.sparse.select import ShardKeys
@@ -51,9 +51,10 @@ def check_unpadded(spec: Any) -> None:
     masks = [spec.token_mask, *([] if spec.shards is None else [spec.shards.token_mask])]
     packed = spec.shards is not None and bool(spec.shards.documents.ends)
     fits = not packed and all(mask is None for mask in masks)
-    given = "packed sequences" if packed else "padding"
-    expected, fix = "one sequence a row without padding, in a model that selects blocks", "pass sequences of one length"
-    require(fits, MaskError, f"{SUBJECT} attention_mask", expected, given, fix)
+    if not fits:
+        expected = "one sequence a row without padding, in a model that selects blocks"
+        given = "packed sequences" if packed else "padding"
+        raise MaskError(f"{SUBJECT} attention_mask", expected, given, "pass sequences of one length")
 
 
 def _joined(local: Tensor, blocks: Tensor) -> Tensor:
@@ -86,7 +87,7 @@ class BlockIndexer:
             k = indexer.k_norm(indexer.k_proj(hidden_states).view(shape)).transpose(1, 2)
             rope = rope_of(indexer)
             q, k = rope(q, k, *(x[..., : indexer.head_dim] for x in position_embeddings))
-        source.new_index = k[:, 0]
+        source.new_index_keys = k[:, 0]
         positions = position_ids.plain() if isinstance(position_ids, ShardPositions) else position_ids
         return BlockScores(indexer, q.transpose(1, 2), positions, source)
 
@@ -96,9 +97,9 @@ def selected_blocks(module: Any, blocks: Any, spec: Any) -> Selection:
     """Return the selection of a layer, from `BlockScores`, or on one device from the blocks that the model selected."""
     if isinstance(blocks, BlockScores):
         return blocks.selected(spec)
-    expected, given = "an indexer that keeps its keys in the cache", "one that scores the keys of a shard alone"
-    fix = "call hf.generate, or update attnmesh"
-    require(spec.shards is None, KernelError, f"{SUBJECT} indexer", expected, given, fix)
+    if spec.shards is not None:
+        expected, given = "an indexer that keeps its keys in the cache", "one that scores the keys of a shard alone"
+        raise KernelError(f"{SUBJECT} indexer", expected, given, "call hf.generate, or update attnmesh")
     check_unpadded(spec)
     return Selection(blocks.masked_fill(blocks < 0, NO_INDEX).to(torch.int32), module.indexer.block_size)
 
@@ -123,7 +124,7 @@ FAMILIES = (
         f"{ATTENTION_FIELDS} head_dim intermediate_size num_experts num_experts_per_tok num_local_experts "
         "output_router_logits rope_parameters",
         sources={"MiniMaxM3VLIndexer.forward": "eba1b211b25c"},
-        layers={**INDEXED, "minimax_m3_sparse": Layer(indexed=True)},
+        layers={**INDEXED, "minimax_m3_sparse": LayerKind(indexed=True)},
         parts={"MiniMaxM3VLIndexer": INDEXER},
         selection_argument="block_indices",
         read_selection=selected_blocks,

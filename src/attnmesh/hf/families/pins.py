@@ -55,11 +55,11 @@ def _check_class(config: Any) -> None:
 
 def _check_family(family: Family, module: str) -> None:
     """Raise unless the code of a family, in a module, has what its record names."""
-    code = Code(module)
+    source = ModuleSource(module)
     for part, names in family.stores.items():
-        for name in sorted({*names.split()} - code.stored(part)):
+        for name in sorted({*names.split()} - source.stored(part)):
             raise_lost(family.type, f"{part}.{name}")
-    _check_sources(family.type, code, family.sources.items())
+    _check_sources(family.type, source, family.sources.items())
     for pins in family.uses:
         check_pins(pins, family.type)
 
@@ -75,13 +75,13 @@ def check_pins(pins: Pins, kind: str) -> None:
 def _check_pins(pins: Pins, kind: str) -> None:
     for name in pins.names.split():
         TRANSFORMERS.find(name, f"attnmesh.hf {kind}")
-    _check_sources(kind, Code(pins.code), pins.sources.items())
+    _check_sources(kind, ModuleSource(pins.module), pins.sources.items())
 
 
-def _check_sources(kind: str, code: "Code", digests: Iterable[tuple[str, str]]) -> None:
+def _check_sources(kind: str, source: "ModuleSource", digests: Iterable[tuple[str, str]]) -> None:
     """Raise unless functions have the sources that are followed."""
     for name, digest in digests:
-        source_digest = code.digest(name)
+        source_digest = source.digest(name)
         if source_digest is None:
             raise_lost(kind, name)
         if source_digest != digest:
@@ -95,7 +95,7 @@ def raise_lost(kind: str, name: str) -> NoReturn:
     raise VersionError(f"attnmesh.hf {kind}", expected, given, TRANSFORMERS.fix)
 
 
-class Code:
+class ModuleSource:
     """The code of a module, as its file has it: packages with faster kernels replace functions when they are loaded."""
 
     def __init__(self, module: str) -> None:

@@ -19,7 +19,7 @@ from attnmesh.hf.families.family import (
     RECURRENT,
     RECURRENT_STATES,
     Family,
-    Layer,
+    LayerKind,
     Part,
 )
 from attnmesh.hf.sparse.select import ShardKeys
@@ -77,7 +77,7 @@ class PooledIndexer:
         means = rope(indexer.k_layernorm(means)[:, :, None], cos=cos[:, first], sin=sin[:, first], unsqueeze_dim=2)
         ends = (positions >= 0) & ((positions + 1) % ratio == 0)
         bias = torch.zeros_like(means[..., 0]).masked_fill(~ends[..., None], -torch.inf)
-        source.new_index = torch.cat((means[:, :, 0], bias), -1)
+        source.new_index_keys = torch.cat((means[:, :, 0], bias), -1)
         blocks = source.select(PooledScores(q, spec), indexer.block_topk)
         if spec.shards is None:
             tokens = source.get_seq_length() + torch.arange(rows.shape[1], device="cpu")
@@ -137,7 +137,7 @@ FAMILIES = (
             "Qwen4ExpTextQSAIndexer.forward": "40e885d5332b",
         },
         uses=(RECURRENT_STATES,),
-        layers={**RECURRENT, "indexed_attention": Layer(indexed=True, pooled=True)},
+        layers={**RECURRENT, "indexed_attention": LayerKind(indexed=True, pooled=True)},
         recurrences={"Qwen4ExpTextGatedDeltaNet": GATED_DELTA},
         parts={"Qwen4ExpTextQSAIndexer": INDEXER},
         planned_selection=_size,

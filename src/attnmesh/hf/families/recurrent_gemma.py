@@ -7,11 +7,11 @@ from torch import Tensor
 
 from attnmesh.hf.families.family import RECURRENT, RECURRENT_STATES, Family, Recurrence
 from attnmesh.hf.recurrent.chain import current_chain
-from attnmesh.hf.recurrent.rules import ShardOfStates, in_pieces, run_links, steps_of
+from attnmesh.hf.recurrent.rules import StateLink, in_pieces, run_links, steps_of
 from attnmesh.recurrent.scan import AffineMap
 
 
-def rg_lru_link(hidden_states: Tensor, recurrent_gate: Tensor, reset: Tensor) -> ShardOfStates:
+def rg_lru_link(hidden_states: Tensor, recurrent_gate: Tensor, reset: Tensor) -> StateLink:
     """Return the link of RecurrentGemma's RG-LRU, its A a scalar per channel. Its heads are channels, of (1, 1).
 
     Args:
@@ -38,7 +38,7 @@ def rg_lru_link(hidden_states: Tensor, recurrent_gate: Tensor, reset: Tensor) ->
         contextualized = state + decay * entering.flatten(1)[:, None]
         return contextualized.to(hidden_states.dtype), contextualized[:, -1, :, None, None]
 
-    return ShardOfStates(AffineMap(decay[:, -1], state[:, -1, :, None, None]), finish)
+    return StateLink(AffineMap(decay[:, -1], state[:, -1, :, None, None]), finish)
 
 
 def _scan(decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from attnmesh.errors import KernelError, require
+from attnmesh.errors import KernelError
 from attnmesh.hf.images.image_merge import SET_HERE, select, text_arguments
-from attnmesh.hf.layer_mask import SDPA, MaskSpec
-from attnmesh.hf.shards import PromptIds, PromptMask, ShardMask, ShardPositions, Shards
+from attnmesh.hf.layer_mask import USE_SDPA, MaskSpec
+from attnmesh.hf.shards import ShardMask, ShardPositions, Shards, WholeIds, WholeMask
 
 CUTTING: WeakSet[nn.Module] = WeakSet()
 """Text models that cut whole sequences with images. The mask says which are."""
@@ -29,13 +29,13 @@ def prepare_text_model(running: Sequence[nn.Module]) -> None:
     if model is None:
         return  # a wrapper moves the batch
     decoder: Any = model.get_decoder()
-    expected = "a model that merges images into the embeddings of its text model"
-    given = type(model).__name__
-    fits = isinstance(decoder, nn.Module) and decoder not in running
-    require(fits, KernelError, "train images", expected, given, f"leave token_type_ids and images out, or {SDPA}")
+    name = type(model).__name__
+    if not isinstance(decoder, nn.Module) or decoder in running:
+        expected = "a model that merges images into the embeddings of its text model"
+        raise KernelError("train images", expected, name, f"leave token_type_ids and images out, or {USE_SDPA}")
     if decoder not in CUTTING:
         CUTTING.add(decoder)
-        decoder.register_forward_pre_hook(partial(_cut, given), with_kwargs=True, prepend=True)
+        decoder.register_forward_pre_hook(partial(_cut, name), with_kwargs=True, prepend=True)
 
 
 def _cut(name: str, decoder: nn.Module, args: tuple[Any, ...], arguments: dict[str, Any]) -> Any:
@@ -48,7 +48,7 @@ def _cut(name: str, decoder: nn.Module, args: tuple[Any, ...], arguments: dict[s
     )
     shards.forward_pass.begin()
     shards.forward_pass.has_positions = True
-    if isinstance(ids := text_inputs.get("input_ids"), PromptIds):
+    if isinstance(ids := text_inputs.get("input_ids"), WholeIds):
         text_inputs["input_ids"] = ids.plain()
     index = shards.positions().to(next(x for x in text_inputs.values() if isinstance(x, torch.Tensor)).device)
     positions = torch.arange(shards.length, device=index.device)[None] if positions is None else positions
@@ -63,7 +63,7 @@ def _whole(mask: Any) -> Shards | None:
     """Return the shards that a mask of a whole sequence is to be cut into; None for all other masks."""
     if isinstance(mask, dict):
         return next((shards for kind_mask in mask.values() if (shards := _whole(kind_mask)) is not None), None)
-    if isinstance(mask, PromptMask):
+    if isinstance(mask, WholeMask):
         return mask.shards
     is_whole = isinstance(mask, MaskSpec) and mask.shards is not None and mask.q_length == mask.shards.length
     return mask.shards if is_whole and not mask.shards.cached else None
@@ -75,4 +75,4 @@ def _local(mask: Any, index: torch.Tensor) -> Any:
         return {kind: _local(kind_mask, index) for kind, kind_mask in mask.items()}
     if isinstance(mask, MaskSpec):
         return replace(mask, q_length=len(index))
-    return ShardMask.of(mask.plain()[:, index], shards=mask.shards) if isinstance(mask, PromptMask) else mask
+    return ShardMask.of(mask.plain()[:, index], shards=mask.shards) if isinstance(mask, WholeMask) else mask

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attnmesh.errors import InputError, KernelError, MaskError, ShapeError, require
-from attnmesh.hf.images.inputs import IMAGE_INPUTS, Pictures, check_cross_mask, fingerprints_of
+from attnmesh.errors import InputError, KernelError, MaskError, ShapeError
+from attnmesh.hf.images.inputs import IMAGE_INPUTS, ImageTokens, PositionShift, check_cross_mask, fingerprints_of
 from attnmesh.hf.images.spans import Span
-from attnmesh.hf.layer_mask import ONE_PROMPT, SAME_PLACES, SDPA, MaskSpec
+from attnmesh.hf.layer_mask import ONE_PROMPT, SAME_PLACES, USE_SDPA, MaskSpec
 from attnmesh.hf.shards import Shards
 
 PER_TOKEN = {
@@ -59,7 +59,7 @@ class MergedPrompt:
     arguments: dict[str, Any]
     positions: Tensor | None
     """(batch, length) or (dims, batch, length); None if the text model counts tokens."""
-    pictures: Pictures
+    image_tokens: ImageTokens
     masks: dict[str, MaskSpec]
     """Mask of each kind of layer, if some have spans; "" for all layers."""
     spans: list[Span]
@@ -69,17 +69,17 @@ class MergedPrompt:
     @property
     def reaches_end(self) -> bool:
         """Return whether the last token is in a span: earlier tokens see it."""
-        return bool(self.spans) and self.spans[-1][1] == self.pictures.is_image.shape[1]
+        return bool(self.spans) and self.spans[-1][1] == self.image_tokens.is_image.shape[1]
 
     @property
-    def shift(self) -> tuple[int, int] | None:
+    def shift(self) -> PositionShift | None:
         """The `shift` of a cache after this prompt; None for several sequences, and where new tokens see images."""
-        if len(self.pictures.is_image) > 1 or FEATURES in self.arguments:
+        if len(self.image_tokens.is_image) > 1 or FEATURES in self.arguments:
             return None
-        length = self.pictures.is_image.shape[1]
+        length = self.image_tokens.is_image.shape[1]
         last = length - 1 if self.positions is None else int(self.positions[..., -1].max())
-        pictures = self.pictures.is_image.nonzero()
-        return int(pictures[-1, 1]) + 1 if len(pictures) else 0, last + 1 - length
+        places = self.image_tokens.is_image.nonzero()
+        return PositionShift(int(places[-1, 1]) + 1 if len(places) else 0, last + 1 - length)
 
     def mask(self, tokens: int, first: int, shards: Shards | None) -> Any:
         """Return the masks of some tokens from `first` on: of all ranks', or of this rank's share of `shards`."""
@@ -112,13 +112,13 @@ def merge_images(
     if FEATURES in text_inputs:
         is_image = torch.ones_like(ids, dtype=torch.bool)
         cross_inputs = {name: x for name, x in images.items() if name in PER_QUERY}
-        pictures = Pictures(is_image, fingerprints_of(ids, images))
-        return MergedPrompt(decoder, text_inputs, arguments.get("position_ids"), pictures, {}, [], cross_inputs)
+        image_tokens = ImageTokens(is_image, fingerprints_of(ids, images))
+        return MergedPrompt(decoder, text_inputs, arguments.get("position_ids"), image_tokens, {}, [], cross_inputs)
     embeds = text_inputs["inputs_embeds"]
     is_image = (embeds != model.get_input_embeddings()(ids).to(embeds.dtype)).any(-1) & mask.bool()
-    ends_in_text = not bool(is_image[:, -left:].any())
-    expected, fix = f"{left} tokens of text at the end of a prompt", "add text after the image"
-    require(ends_in_text, ShapeError, SUBJECT, expected, "an image token", fix)
+    if bool(is_image[:, -left:].any()):
+        expected = f"{left} tokens of text at the end of a prompt"
+        raise ShapeError(SUBJECT, expected, "an image token", "add text after the image")
     masks = _masks_with_spans(arguments.get("attention_mask"))
     edges = next((mask.mask.spans for mask in masks.values() if mask.mask.spans), ())
     spans = [*zip(edges[::2], edges[1::2], strict=True)]
@@ -126,7 +126,7 @@ def merge_images(
         is_image[:, start:stop] = True
     fingerprints = fingerprints_of(ids, {**images, "spans": torch.tensor(spans, device="cpu").view(-1, 2)})
     return MergedPrompt(
-        decoder, text_inputs, arguments.get("position_ids"), Pictures(is_image, fingerprints), masks, spans, {}
+        decoder, text_inputs, arguments.get("position_ids"), ImageTokens(is_image, fingerprints), masks, spans, {}
     )
 
 
@@ -150,11 +150,11 @@ def text_arguments(subject: str, name: str, decoder: nn.Module, arguments: Mappi
     crossed = {FEATURES, "input_ids", *PER_QUERY} if FEATURES in text_inputs else set()
     placed = PER_IMAGE_TOKEN if text_inputs.keys() & {*VISUAL} else set()  # no one knows whose other features are
     unknown = sorted(text_inputs.keys() - PER_TOKEN - placed - crossed)
-    expected = "a model that merges images into the embeddings of its text model"
     reason = f"takes {', '.join(unknown)}" if unknown else "is not called"
-    given = f"{name}, whose text model {reason}"
     fits = not unknown and ("inputs_embeds" in text_inputs or bool(crossed))
-    require(fits, KernelError, subject, expected, given, SDPA)
+    if not fits:
+        expected = "a model that merges images into the embeddings of its text model"
+        raise KernelError(subject, expected, f"{name}, whose text model {reason}", USE_SDPA)
     return text_inputs
 
 
@@ -162,9 +162,8 @@ def _masks_with_spans(attention_mask: Any) -> dict[str, MaskSpec]:
     """Return the masks that a model passes to its text model, if some have spans."""
     masks = attention_mask if isinstance(attention_mask, dict) else {"": attention_mask}
     specs = {kind: mask for kind, mask in masks.items() if isinstance(mask, MaskSpec)}
-    differ = any(mask.rows for mask in specs.values())
-    given = "sequences with images in other places"
-    require(not differ, MaskError, "attention mask", SAME_PLACES, given, ONE_PROMPT)
+    if any(mask.row_masks for mask in specs.values()):
+        raise MaskError("attention mask", SAME_PLACES, "sequences with images in other places", ONE_PROMPT)
     return specs if any(mask.has_spans for mask in specs.values()) else {}
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from attnmesh.errors import ArgumentError, ShapeError, require
+from attnmesh.errors import ArgumentError, ShapeError
 
 FRAME_SECONDS = ("second_per_grid_ts", "video_second_per_grid")
 """Seconds between the frames of each video, which positions are computed from."""
@@ -36,8 +36,8 @@ IMAGE_MARK = -2
 """Image token `id` stands as `IMAGE_MARK - id` among the tokens of a cache. -1 stands for padding."""
 
 
-class Pictures(NamedTuple):
-    """Places of images in a prompt, and their digests."""
+class ImageTokens(NamedTuple):
+    """Places of the image tokens in a prompt, and digests of the images."""
 
     is_image: Tensor
     """(batch, length), True for tokens with features of images."""
@@ -77,11 +77,12 @@ def check_cross_mask(subject: str, ids: Tensor, images: Mapping[str, Any]) -> No
     mask, pixels = images.get("cross_attention_mask"), images.get("pixel_values")
     if mask is None:
         return
-    expected, given = "pixel_values beside cross_attention_mask", "none"
-    require(pixels is not None, ArgumentError, subject, expected, given, OWN_PROCESSOR)
+    if pixels is None:
+        raise ArgumentError(subject, "pixel_values beside cross_attention_mask", "none", OWN_PROCESSOR)
     shape = *ids.shape, *torch.as_tensor(pixels).shape[1:3]
-    expected, given = f"cross_attention_mask of shape {shape}", f"{tuple(torch.as_tensor(mask).shape)}"
-    require(torch.as_tensor(mask).shape == shape, ShapeError, subject, expected, given, OWN_PROCESSOR)
+    if torch.as_tensor(mask).shape != shape:
+        expected = f"cross_attention_mask of shape {shape}"
+        raise ShapeError(subject, expected, f"{tuple(torch.as_tensor(mask).shape)}", OWN_PROCESSOR)
 
 
 def unless_text(images: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,15 +122,25 @@ def _digests_of_rows(x: Tensor) -> Tensor:
     return torch.tensor(memoryview(digests).cast("q"), dtype=torch.int64, device="cpu").view(-1, 2)
 
 
-def shift_of(tokens: Tensor | None, config: PreTrainedConfig) -> tuple[int, int] | None:
+class PositionShift(NamedTuple):
+    """What images do to the positions of a text: its first token after all images, and the shift of its positions."""
+
+    text_start: int
+    shift: int
+
+
+NO_SHIFT = PositionShift(0, 0)
+"""That of a text without images."""
+
+
+def shift_of(tokens: Tensor | None, config: PreTrainedConfig) -> PositionShift | None:
     """Return the `shift` of a cache that was restored with these tokens: that of text, or None after images."""
-    if config.get_text_config(decoder=True) is config:
-        return 0, 0
-    return None if tokens is None or bool((tokens <= IMAGE_MARK).any()) else (0, 0)
+    has_images = config.get_text_config(decoder=True) is not config  # there may be some
+    return None if has_images and (tokens is None or bool((tokens <= IMAGE_MARK).any())) else NO_SHIFT
 
 
 def shared_with_images(
-    tokens: Tensor, held: Mapping[str, Tensor] | None, pictures: Pictures | None, shared: int
+    tokens: Tensor, held: Mapping[str, Tensor] | None, image_tokens: ImageTokens | None, shared: int
 ) -> int:
     """Return the part of a prefix that a prompt and a cache share with images: all of it, or that before the first.
 
@@ -138,12 +149,12 @@ def shared_with_images(
     first ones of the prompt, or the other way round.
     """
     is_image = tokens <= IMAGE_MARK
-    image_tokens = int(is_image[:, :shared].sum())
-    if not image_tokens:
+    image_token_count = int(is_image[:, :shared].sum())
+    if not image_token_count:
         return shared
-    assert pictures is not None  # or no token of the prompt would have a mark
-    is_whole = image_tokens in (int(is_image.sum()), int(pictures.is_image.sum()))
-    if held is not None and is_whole and _are_first(held, pictures.fingerprints, exactly=len(tokens) > 1):
+    assert image_tokens is not None  # or no token of the prompt would have a mark
+    is_whole = image_token_count in (int(is_image.sum()), int(image_tokens.is_image.sum()))
+    if held is not None and is_whole and _are_first(held, image_tokens.fingerprints, exactly=len(tokens) > 1):
         return shared
     return min(shared, int(is_image.any(0).long().argmax()))
 

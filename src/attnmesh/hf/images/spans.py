@@ -2,18 +2,25 @@
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnmesh.core.mask import Mask
-from attnmesh.errors import MaskError, require
+from attnmesh.errors import MaskError
 
 Span = tuple[int, int]
 """Start and stop of a run of tokens."""
 
-Chunk = tuple[int, int, bool]
-"""Start and stop of a chunk of a prefill, and whether ranks share its tokens."""
+
+class PromptChunk(NamedTuple):
+    """Tokens of a prompt that are computed in one forward pass."""
+
+    start: int
+    stop: int
+    is_sharded: bool
+    """True if ranks share the tokens; False if each computes all."""
 
 
 def spans_of(sees_next: Tensor, first: int) -> list[Span]:
@@ -47,20 +54,22 @@ def check_spans_unpadded(rows: Sequence[Mask], token_mask: Tensor) -> None:
     """Raise if tokens of a span see padding, which a mask of positions does not hide."""
     spans = [(row, *span) for row, mask in enumerate(rows) for span in mask.span_pairs]
     unpadded = all(bool(token_mask[row, start:stop].all()) for row, start, stop in spans)
-    expected, fix = "padding after all spans", "pass one sequence at a time, without padding"
-    require(unpadded, MaskError, "attention mask", expected, "padding in a span", fix)
+    if not unpadded:
+        fix = "pass one sequence at a time, without padding"
+        raise MaskError("attention mask", "padding after all spans", "padding in a span", fix)
 
 
-def join_chunks_at_spans(chunks: Sequence[Chunk], spans: Sequence[Span]) -> list[Chunk]:
+def join_chunks_at_spans(chunks: Sequence[PromptChunk], spans: Sequence[Span]) -> list[PromptChunk]:
     """Return chunks of a prefill that cut no span: those that share one are joined.
 
-    >>> join_chunks_at_spans([(0, 4, False), (4, 16, True), (16, 28, True), (28, 40, True)], [(14, 20)])
-    [(0, 4, False), (4, 28, True), (28, 40, True)]
+    >>> chunks = [PromptChunk(0, 4, False), PromptChunk(4, 16, True), PromptChunk(16, 28, True)]
+    >>> [tuple(chunk) for chunk in join_chunks_at_spans(chunks, [(14, 20)])]
+    [(0, 4, False), (4, 28, True)]
     """
-    joined: list[Chunk] = []
-    for start, stop, sharded in chunks:
+    joined: list[PromptChunk] = []
+    for start, stop, is_sharded in chunks:
         if joined and any(first < start < last for first, last in spans):
             start, _, was_sharded = joined.pop()
-            sharded = sharded and was_sharded
-        joined.append((start, stop, sharded))
+            is_sharded = is_sharded and was_sharded
+        joined.append(PromptChunk(start, stop, is_sharded))
     return joined

@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 from attnmesh.comm.transport import flat_axis
 from attnmesh.core.layout import Contiguous, Layout, Split, Zigzag
 from attnmesh.core.mask import FAR, Full, Mask
-from attnmesh.errors import KernelError, LayoutError, ShapeError, require
+from attnmesh.errors import KernelError, LayoutError, ShapeError
 from attnmesh.mesh.axes import Axis, Mesh, attention_dims
 from attnmesh.mesh.shapes import AXES
 from attnmesh.recurrent.halo import halo_of_parts
@@ -34,7 +34,7 @@ from attnmesh.recurrent.scan import AffineMap, identity_linear, scan
 from attnmesh.runtime.world import cached_per_world
 
 
-class Parts(NamedTuple):
+class ChainParts(NamedTuple):
     """Parts of a sequence, one per rank, in order, and the documents in this rank's part."""
 
     axis: Axis
@@ -43,7 +43,7 @@ class Parts(NamedTuple):
     """The rank of each part, by index of the axis."""
     lengths: list[int]
     """Tokens of each part."""
-    pieces: list[int]
+    document_lengths: list[int]
     """Tokens of each document in this rank's part."""
     before: int = FAR
     """Tokens of the part's first document before the part; `FAR` if the sequence is not packed."""
@@ -61,12 +61,12 @@ class Chain:
         kept: Tokens that a convolution leaves beyond those that it reads, for a cache.
     """
 
-    def __init__(self, parts: Parts, entering: Sequence[Tensor] | None = None, kept: int = 0) -> None:
-        self.axis, self.owners, self.lengths, pieces, self.before, self.resets = parts
+    def __init__(self, parts: ChainParts, entering: Sequence[Tensor] | None = None, kept: int = 0) -> None:
+        self.axis, self.owners, self.lengths, document_lengths, self.before, self.resets = parts
         self.kept = kept
         self.index = self.owners.index(self.axis.index)
         self.tokens = self.lengths[self.index]
-        self.pieces = pieces if self.tokens else [1]
+        self.document_lengths = document_lengths if self.tokens else [1]
         """Tokens of each document among those that the layer computes: a rank without tokens computes one of zeros."""
         self.continues = entering is not None
         self._entering = deque(entering or ())
@@ -90,7 +90,7 @@ class Chain:
 
     def convolve(self, x: Tensor, size: int, function: Callable[[Tensor], Tensor]) -> Tensor:
         """Return a function of the tokens (batch, channels, tokens) and the `size` tokens before them."""
-        return _convolve(_after_halo(self.halo(x, size, dim=2), x, self.pieces, self.before), function)
+        return _convolve(_after_halo(self.halo(x, size, dim=2), x, self.document_lengths, self.before), function)
 
     def enter(self, part: AffineMap, convert: Callable[[Tensor], Tensor] = lambda state: state) -> Tensor:
         """Return the state with which this rank's part begins. `part` is the map of the part's tokens.
@@ -125,27 +125,29 @@ class HeadChain:
     Args:
         layer: Name of the recurrent layer.
         parts: The parts of each chain of the layout, as `parts_of` returns them.
-        documents: Tokens of each document of the sequence.
+        all_document_lengths: Tokens of each document of the sequence.
     """
 
-    def __init__(self, layer: str, parts: Sequence[Parts], documents: Sequence[int]) -> None:
+    def __init__(self, layer: str, parts: Sequence[ChainParts], all_document_lengths: Sequence[int]) -> None:
         self.layer = layer
         self.axis = parts[0].axis
-        self.documents = list(documents)
+        self.all_document_lengths = list(all_document_lengths)
         self.owners = [owner for part in parts for owner in part.owners]
         self.lengths = [length for part in parts for length in part.lengths]
-        self.pieces = [tokens for part in parts for tokens in part.pieces]
+        self.document_lengths = [tokens for part in parts for tokens in part.document_lengths]
         self._parts = parts
-        self._chain = self.axis, self.owners, self.lengths
+        self._exchange_arguments = self.axis, self.owners, self.lengths
 
     def convolve(self, x: Tensor, size: int, function: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the function of each part of `x` (batch, channels, tokens) and the `size` tokens before it.
 
         Only the last part keeps results beyond its tokens.
         """
-        halos = halo_of_parts(x, size, *self._chain, dim=2)
-        parts = zip(halos.split(size, 2), x.split([sum(part.pieces) for part in self._parts], 2), strict=True)
-        pieces = [_after_halo(*part, own.pieces, own.before) for part, own in zip(parts, self._parts, strict=True)]
+        halos = halo_of_parts(x, size, *self._exchange_arguments, dim=2)
+        parts = zip(halos.split(size, 2), x.split([sum(part.document_lengths) for part in self._parts], 2), strict=True)
+        pieces = [
+            _after_halo(*part, own.document_lengths, own.before) for part, own in zip(parts, self._parts, strict=True)
+        ]
         return _convolve([*chain.from_iterable(pieces)], function)
 
     def gather(self, *tensors: Tensor) -> list[Tensor]:
@@ -154,7 +156,7 @@ class HeadChain:
         for dtype in dict.fromkeys(x.dtype for x in tensors):
             indices = [index for index, x in enumerate(tensors) if x.dtype == dtype]
             shares = [tensors[index].unflatten(2, (self.axis.size, -1)).flatten(3) for index in indices]
-            joined = tokens_to_heads(torch.cat(shares, -1), *self._chain)
+            joined = tokens_to_heads(torch.cat(shares, -1), *self._exchange_arguments)
             widths = [share.shape[-1] for share in shares]
             for index, x in zip(indices, joined.split(widths, -1), strict=True):
                 gathered[index] = x.unflatten(-1, (-1, *tensors[index].shape[3:]))
@@ -162,7 +164,7 @@ class HeadChain:
 
     def scatter(self, x: Tensor) -> Tensor:
         """Return this rank's tokens of all heads, from (batch, all tokens, own heads, width)."""
-        joined = heads_to_tokens(x.flatten(2), *self._chain).flatten(2)
+        joined = heads_to_tokens(x.flatten(2), *self._exchange_arguments).flatten(2)
         return joined.view(*joined.shape[:2], -1, x.shape[-1])
 
     def own_heads(self, x: Tensor) -> Tensor:
@@ -172,9 +174,10 @@ class HeadChain:
     def check_divided(self, counts: Mapping[str, int]) -> None:
         """Raise unless the ranks can divide these numbers of heads."""
         for name, count in counts.items():
-            given, fix = f"{count} {name} in {self.layer}", 'pass exchange="scan", or use fewer ranks'
-            expected = f"{name} that {self.axis.size} ranks divide evenly"
-            require(count % self.axis.size == 0, ShapeError, "shard_batch exchange", expected, given, fix)
+            if count % self.axis.size:
+                expected = f"{name} that {self.axis.size} ranks divide evenly"
+                fix = 'pass exchange="scan", or use fewer ranks'
+                raise ShapeError("shard_batch exchange", expected, f"{count} {name} in {self.layer}", fix)
 
     def enter(self, *_: object) -> NoReturn:
         """Raise: the rule is run by a scan alone."""
@@ -182,11 +185,11 @@ class HeadChain:
         raise KernelError("shard_batch exchange", expected, self.layer, 'pass exchange="scan"')
 
 
-def _after_halo(halo: Tensor, x: Tensor, pieces: Sequence[int], tokens_before: int) -> list[Tensor]:
+def _after_halo(halo: Tensor, x: Tensor, document_lengths: Sequence[int], tokens_before: int) -> list[Tensor]:
     """Return the pieces of a part (batch, channels, tokens). Before each is its halo, zeros for other documents."""
     foreign = max(halo.shape[2] - tokens_before, 0)
     zeros = torch.zeros_like(halo)
-    first, *later = split(x, pieces, 2)
+    first, *later = split(x, document_lengths, 2)
     return [pad(halo[..., foreign:], (foreign, 0)), first, *chain.from_iterable((zeros, piece) for piece in later)]
 
 
@@ -219,7 +222,7 @@ def running(chain: AnyChain) -> Iterator[AnyChain]:
 
 
 @cached_per_world(64)
-def parts_of(layout: Layout, length: int, mesh: DeviceMesh | None, mask: Mask = Full()) -> list[Parts]:
+def parts_of(layout: Layout, length: int, mesh: DeviceMesh | None, mask: Mask = Full()) -> list[ChainParts]:
     """Return the parts of each chain of a layout, early parts before late ones."""
     all_parts = []
     begin = 0
@@ -227,7 +230,7 @@ def parts_of(layout: Layout, length: int, mesh: DeviceMesh | None, mask: Mask = 
     for axis, owners, lengths in _chains(layout, length, mesh):
         edges = [*accumulate(lengths, initial=begin)]
         index = owners.index(axis.index)
-        own_parts = Parts(axis, owners, lengths, pieces_of(mask, *edges[index : index + 2]))
+        own_parts = ChainParts(axis, owners, lengths, document_lengths_of(mask, *edges[index : index + 2]))
         if mask.ends:
             tokens_before = edges[index] - max(token for token in first_tokens if token <= edges[index])
             resets = [any(start <= token < stop for token in first_tokens) for start, stop in pairwise(edges)]
@@ -237,7 +240,7 @@ def parts_of(layout: Layout, length: int, mesh: DeviceMesh | None, mask: Mask = 
     return all_parts
 
 
-def pieces_of(mask: Mask, start: int, stop: int) -> list[int]:
+def document_lengths_of(mask: Mask, start: int, stop: int) -> list[int]:
     """Return the tokens of each document from one token of a sequence to another."""
     edges = [start, *(end for end in mask.ends if start < end < stop), stop]
     return [after - first for first, after in pairwise(edges)]
@@ -249,10 +252,9 @@ def _chains(layout: Layout, length: int, mesh: DeviceMesh | None) -> list[tuple[
     counts = [len(layout.positions(length, axis.size, shard)) for shard in range(axis.size)]
     if isinstance(layout, Contiguous | Split) or axis.size == 1:
         return [(axis, order, counts)]
-    expected = "a layout whose shards are runs of tokens, for a model with recurrent layers"
-    runs = isinstance(layout, Zigzag)
-    fix = "pass layout=am.Zigzag() or am.Contiguous()"
-    require(runs, LayoutError, "attnmesh.hf layout", expected, repr(layout), fix)
+    if not isinstance(layout, Zigzag):
+        expected = "a layout whose shards are runs of tokens, for a model with recurrent layers"
+        raise LayoutError("attnmesh.hf layout", expected, repr(layout), "pass layout=am.Zigzag() or am.Contiguous()")
     edges = [part * length // (2 * axis.size) for part in range(2 * axis.size + 1)]
     early = [edges[part + 1] - edges[part] for part in range(axis.size)]
     late = [count - part for count, part in zip(counts, early, strict=True)]

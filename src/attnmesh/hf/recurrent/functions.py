@@ -133,11 +133,11 @@ def _rule(rule: Rule, stock: Any) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         chain = current_chain.get()
         if isinstance(chain, HeadChain) and rule.by_heads is not None:
-            rule.check_rows(kwargs)
-            whole_rule = partial(rule.outputs, stock, chain.documents)
+            rule.check_one_sequence(kwargs)
+            whole_rule = partial(rule.outputs, stock, chain.all_document_lengths)
             out = rule.by_heads(whole_rule, chain, *args, **{**kwargs, rule.returns_state: False})
             return rule.returned(chain.scatter(out), None, False)
-        links = [rule(stock, *inputs, **options) for inputs, options in rule.cut(chain.pieces, args, kwargs)]
+        links = [rule(stock, *inputs, **options) for inputs, options in rule.cut(chain.document_lengths, args, kwargs)]
         out, leaving = run_links(links, rule.dim, rule.from_stock)
         return rule.returned(out, leaving, bool(kwargs.get(rule.returns_state)))
 

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attnmesh.errors import KernelError, require
+from attnmesh.errors import KernelError
 from attnmesh.hf.families.family import Recurrence, families
 from attnmesh.hf.families.pins import check_family
 from attnmesh.hf.layer_checks import check_same_weights
-from attnmesh.hf.models import SUBJECT, mixing_layers, recurrent_layers
-from attnmesh.hf.recurrent.chain import Chain, HeadChain, parts_of, pieces_of, running
+from attnmesh.hf.models import SUBJECT, num_mixing_calls, num_recurrent_layers
+from attnmesh.hf.recurrent.chain import Chain, HeadChain, document_lengths_of, parts_of, running
 from attnmesh.hf.recurrent.convolution import ShardedConv1d
 from attnmesh.hf.recurrent.functions import NOTHING, check_layer, forward_on_shards, recurrence_of
 from attnmesh.hf.recurrent.prefill_states import PrefillStates
@@ -34,8 +34,8 @@ from attnmesh.hf.transformers_names import CACHES, MASKS, PER_TOKEN, TRANSFORMER
 class RecurrentLayer:
     """First base of the subclasses that `prepare_layers` makes: a recurrent layer that can run on shards."""
 
-    call: "ModelCall"
-    """The present call of the model."""
+    shards_hook: "ShardsHook"
+    """The hook of the model, which has the shards of its present call."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer on this rank's part of each chain of the layout."""
@@ -47,10 +47,10 @@ class RecurrentLayer:
         arguments.pop("self")
         shards = next((x for x in map(_shards_of, arguments.values()) if x is not None), None)
         if shards is None and next(iter(arguments.values())).shape[1] == 1:
-            shards = self.call.shards  # transformers passes no mask with one token
+            shards = self.shards_hook.shards  # transformers passes no mask with one token
         if shards is None:
             return stock.forward(layer, *args, **kwargs)
-        shards.count_layer(type(layer).__name__, self.call.layers, recurrent=True)
+        shards.count_layer(type(layer).__name__, self.shards_hook.layers, recurrent=True)
         if not shards.cached:
             check_same_weights(layer, shards, next(iter(arguments.values())).device)
         arguments = {name: x.plain() if isinstance(x, ShardTensor) else x for name, x in arguments.items()}
@@ -62,8 +62,8 @@ class RecurrentLayer:
         return train(run, layer, arguments, shards)
 
 
-class ModelCall:
-    """The present call of a model, as hooks before its `forward` and that of the models inside of it find it."""
+class ShardsHook:
+    """Hook before `forward` of a model and of the models inside of it, to keep the shards that these get."""
 
     def __init__(self, models: Sequence[nn.Module], layers: int) -> None:
         self.layers = layers
@@ -73,7 +73,7 @@ class ModelCall:
         self._hooks = [model.register_forward_pre_hook(self._before, with_kwargs=True) for model in models]
 
     def remove_hooks(self) -> None:
-        """Forget the model."""
+        """Remove the hook from the models."""
         for hook in self._hooks:
             hook.remove()
 
@@ -101,7 +101,7 @@ def _train(run: Callable[..., Any], layer: Any, arguments: dict[str, Any], shard
 def _train_by_heads(run: Callable[..., Any], layer: Any, arguments: dict[str, Any], shards: Shards) -> Any:
     """Return the layer's output for this rank's tokens. Its rule runs over the whole sequence for this rank's heads."""
     parts = parts_of(shards.layout, shards.length, shards.mesh, shards.documents)
-    with running(HeadChain(type(layer).__name__, parts, pieces_of(shards.documents, 0, shards.length))):
+    with running(HeadChain(type(layer).__name__, parts, document_lengths_of(shards.documents, 0, shards.length))):
         return run(**arguments)
 
 
@@ -147,11 +147,11 @@ def _shards_of(value: object) -> Shards | None:
     return shards if isinstance(shards, Shards) else None
 
 
-def prepare_layers(model: nn.Module) -> list[ModelCall]:
+def prepare_layers(model: nn.Module) -> list[ShardsHook]:
     """Make the recurrent layers of a model able to run on shards, unless they are. It may contain several models.
 
     Returns:
-        A call for each model that was not prepared before.
+        A hook for each model that was not prepared before.
 
     Raises:
         KernelError: A model cannot run on shards. None of its layers is changed.
@@ -160,10 +160,10 @@ def prepare_layers(model: nn.Module) -> list[ModelCall]:
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and all(module not in set(other.modules()) for other in outer):
             outer.append(module)
-    return [call for outermost in outer or [model] if (call := _prepare_model(outermost)) is not None]
+    return [hook for outermost in outer or [model] if (hook := _prepare_model(outermost)) is not None]
 
 
-def _prepare_model(model: Any) -> ModelCall | None:
+def _prepare_model(model: Any) -> ShardsHook | None:
     if isinstance(model, PreTrainedModel):
         check_family(model.config)
     layers = [layer for layer in model.modules() if recurrence_of(type(layer))]
@@ -171,30 +171,29 @@ def _prepare_model(model: Any) -> ModelCall | None:
     for layer in new:
         check_layer(layer)
     known_layers = sum(_kind(layer).base is None for layer in layers)
-    expected = recurrent_layers(model.config) if isinstance(model, PreTrainedModel) else 0
-    given = f"{known_layers} of {expected} of them in the {type(model).__name__} of {TRANSFORMERS.installed}"
-    fits = known_layers >= expected
-    fix = TRANSFORMERS.fix
-    require(fits, KernelError, SUBJECT, "recurrent layers of known classes", given, fix)
+    expected = num_recurrent_layers(model.config) if isinstance(model, PreTrainedModel) else 0
+    if known_layers < expected:
+        given = f"{known_layers} of {expected} of them in the {type(model).__name__} of {TRANSFORMERS.installed}"
+        raise KernelError(SUBJECT, "recurrent layers of known classes", given, TRANSFORMERS.fix)
     if not new:
         return None
     models = [x for x in model.modules() if x is model or isinstance(x, PreTrainedModel)]
-    call = ModelCall(models, mixing_layers(model.config) if isinstance(model, PreTrainedModel) else 1)
+    hook = ShardsHook(models, num_mixing_calls(model.config) if isinstance(model, PreTrainedModel) else 1)
     for family in families().values():
         if family.prepare is not None:
             family.prepare(model)
     for layer in new:
         stock: type = type(layer)
         kind = _kind(layer)
-        layer.__class__, layer.call = subclass(stock, kind.base or RecurrentLayer), call
+        layer.__class__, layer.shards_hook = subclass(stock, kind.base or RecurrentLayer), hook
         if kind.convolution is not None:
             getattr(layer, kind.convolution).__class__ = ShardedConv1d
-    return call
+    return hook
 
 
 def _is_prepared(layer: Any) -> bool:
     """Return whether a layer has a subclass that `prepare_layers` gave it."""
-    return isinstance(vars(layer).get("call"), ModelCall)
+    return isinstance(vars(layer).get("shards_hook"), ShardsHook)
 
 
 def restore(model: nn.Module) -> None:
@@ -226,8 +225,8 @@ def _restore_layers(model: nn.Module) -> None:
             module.__class__ = nn.Conv1d  # type: ignore[assignment]
         elif _is_prepared(module):
             module.__class__ = stock_of(module)
-            module.call.remove_hooks()
-            del module.call
+            module.shards_hook.remove_hooks()
+            del module.shards_hook
 
 
 @contextmanager

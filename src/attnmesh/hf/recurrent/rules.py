@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from attnmesh.errors import ArgumentError, MaskError, require
+from attnmesh.errors import ArgumentError, MaskError
 from attnmesh.hf.recurrent.chain import current_chain, split
 from attnmesh.recurrent.scan import AffineMap
 
@@ -33,7 +33,7 @@ PACKED = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")
 """Arguments that begin a new sequence inside the tokens."""
 
 
-class ShardOfStates(NamedTuple):
+class StateLink(NamedTuple):
     """One shard of a recurrent layer: an affine map of its state, and the outputs once the entering state is known."""
 
     map: AffineMap
@@ -47,9 +47,9 @@ class ShardOfStates(NamedTuple):
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule of transformers as a `ShardOfStates`: how it names and lays out its states."""
+    """One rule of transformers as a `StateLink`: how it names and lays out its states."""
 
-    link: Callable[..., ShardOfStates]
+    link: Callable[..., StateLink]
     """Return the link. Called with the stock rule and the arguments of the model, without the initial state."""
     returns_state: str
     """Argument of the stock rule that requests the last state."""
@@ -68,12 +68,11 @@ class Rule:
     dim: int = 1
     """Dimension of the tokens, in the outputs and in the arguments per token, which have 3 dimensions or more."""
 
-    def __call__(self, stock: Stock, *args: Any, **kwargs: Any) -> ShardOfStates:
+    def __call__(self, stock: Stock, *args: Any, **kwargs: Any) -> StateLink:
         """Return the link of a shard: `link(stock, *args, **kwargs)`, without the request for a state."""
-        self.check_rows(kwargs)
-        begins_at_zero = kwargs.get(self.initial_state or "") is None
-        fix = "pass it to link.finish"
-        require(begins_at_zero, ArgumentError, f"recurrent layer {self.initial_state}", "None", "a tensor", fix)
+        self.check_one_sequence(kwargs)
+        if kwargs.get(self.initial_state or "") is not None:
+            raise ArgumentError(f"recurrent layer {self.initial_state}", "None", "a tensor", "pass it to link.finish")
         ignored = {self.returns_state, self.initial_state}
         return self.link(stock, *args, **{name: value for name, value in kwargs.items() if name not in ignored})
 
@@ -90,13 +89,13 @@ class Rule:
         results = [stock(*piece_args, **piece_kwargs) for piece_args, piece_kwargs in self.cut(lengths, args, options)]
         return torch.cat([out[0] if self.always_pair else out for out in results], self.dim)
 
-    def check_rows(self, options: Mapping[str, Any]) -> None:
+    def check_one_sequence(self, options: Mapping[str, Any]) -> None:
         """Raise if the options begin a new sequence inside the tokens."""
         for name in PACKED:
-            subject = f"recurrent layer {name}"
             given = options.get(name)
-            fix = "leave it out, and pass shard_batch position_ids that restart in each sequence"
-            require(given is None, MaskError, subject, "None over a mesh", type(given).__name__, fix)
+            if given is not None:
+                fix = "leave it out, and pass shard_batch position_ids that restart in each sequence"
+                raise MaskError(f"recurrent layer {name}", "None over a mesh", type(given).__name__, fix)
 
     def returned(self, outputs: Tensor, state: Tensor | None, requested: bool) -> Any:
         """Return what the stock rule returns for outputs and a leaving state (batch, heads, K, V)."""
@@ -105,7 +104,7 @@ class Rule:
         return (outputs, None) if self.always_pair else outputs
 
 
-def link_of_documents(links: Sequence[ShardOfStates], dim: int) -> ShardOfStates:
+def link_of_documents(links: Sequence[StateLink], dim: int) -> StateLink:
     """Return the link of several documents, of the links of each. No state passes from one to the next, so A is 0."""
     first, *later = links
     if not later:
@@ -115,7 +114,7 @@ def link_of_documents(links: Sequence[ShardOfStates], dim: int) -> ShardOfStates
         results = [first.finish(entering), *(link.finish(torch.zeros_like(entering)) for link in later)]
         return torch.cat([outputs for outputs, _ in results], dim), results[-1][1]
 
-    return ShardOfStates(AffineMap(torch.zeros_like(first.map.linear), later[-1].map.bias), finish)
+    return StateLink(AffineMap(torch.zeros_like(first.map.linear), later[-1].map.bias), finish)
 
 
 def steps_of(x: Tensor, tokens: int, rule: str) -> Iterator[slice]:
@@ -131,7 +130,7 @@ def step_sizes(dt: Tensor, bias: Tensor | None, positive: bool) -> Tensor:
 
 
 def run_links(
-    links: Sequence[ShardOfStates], dim: int, convert: Callable[[Tensor], Tensor] = lambda state: state
+    links: Sequence[StateLink], dim: int, convert: Callable[[Tensor], Tensor] = lambda state: state
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs of this rank's tokens, along `dim`, and the state after them. Each piece has a link.
 
@@ -143,4 +142,4 @@ def run_links(
 
 def in_pieces(dim: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield the tokens of each piece of this rank's part."""
-    return zip(*(split(x, current_chain.get().pieces, dim) for x in tensors), strict=True)
+    return zip(*(split(x, current_chain.get().document_lengths, dim) for x in tensors), strict=True)

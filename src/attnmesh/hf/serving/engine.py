@@ -23,7 +23,14 @@ from attnmesh.errors import (
     require,
 )
 from attnmesh.hf.images.inputs import OWN_PROCESSOR, image_inputs, unless_text, without_absent
-from attnmesh.hf.models import check_rope_switch, check_rows, rope_regime, rope_switches, unwrap, vocabulary_size
+from attnmesh.hf.models import (
+    check_can_decode_rows,
+    check_rope_switch,
+    rope_regime,
+    rope_switches,
+    unwrap,
+    vocabulary_size,
+)
 from attnmesh.hf.options import agreement_with_peers, describe_value
 from attnmesh.hf.serving.footprint import memory_share, never_fits
 from attnmesh.hf.serving.grammar_masks import Grammar, GrammarTokens
@@ -121,7 +128,7 @@ class Engine:
         guessing = {"speculate": speculate, "draft": describe_value(draft), "draft_tokens": draft_tokens}
         others = {"max_gap": max_gap, "store": describe_value(store), **guessing}
         with agreement_with_peers(place, self.model, SUBJECT, {**limits, **others}):
-            check_rows(SUBJECT, self.model)
+            check_can_decode_rows(SUBJECT, self.model)
             for name, limit in limits.items():
                 if limit is not None or name in ("max_rows", "max_queue"):
                     check_count(f"{SUBJECT} {name}", limit, "pass a positive int")

@@ -34,20 +34,20 @@ class Footprint:
     @staticmethod
     def of(cache: ShardedCache) -> "Footprint":
         """Return the footprint of caches like this one."""
-        rates = cache.tokens_per_key
-        layers = [(kv.sizes, _place(kv), rate) for kv, rate in zip(cache.kvs, rates, strict=False)]
+        counts = zip(cache.kvs, cache.tokens_per_key, strict=False)
+        layers = [(kv.sizes, _place(kv), tokens_per_key) for kv, tokens_per_key in counts]
         states = sum(x.numel() * x.element_size() for x in cache.states.values())
         return Footprint(layers, states, cache.capacity is None)
 
     def __call__(self, tokens: int, *, shared: int = 0) -> int:
         """Return the bytes for `tokens`, of which the first `shared` are in memory that another cache has."""
         total = self.states
-        for sizes, place, rate in self.layers:
-            keys = -(-tokens // rate)
+        for sizes, place, tokens_per_key in self.layers:
+            keys = -(-tokens // tokens_per_key)
             whole = replace(sizes, capacity=growth_capacity(keys) if self.grows else sizes.capacity)
             total += shard_bytes(whole, *place)
-            if shared >= rate and sizes.mask is None:  # a window is copied
-                total -= shard_bytes(replace(sizes, capacity=shared // rate), *place)
+            if shared >= tokens_per_key and sizes.mask is None:  # a window is copied
+                total -= shard_bytes(replace(sizes, capacity=shared // tokens_per_key), *place)
         return total
 
     def of_chunk(self, tokens: int) -> int:
@@ -62,8 +62,8 @@ def growth(cache: ShardedCache, tokens: int) -> int:
     if layers and layers[0].kv is not None and not any(layer.others for layer in layers):
         layers = layers if layers[0].must_grow(layers[0].kv, tokens) else []  # layers grow together
     for layer in layers:
-        for kv, rate in zip(layer.kvs, layer.tokens_per_key, strict=False):
-            keys = -(-tokens // rate)
+        for kv, tokens_per_key in zip(layer.kvs, layer.tokens_per_key, strict=False):
+            keys = -(-tokens // tokens_per_key)
             if layer.must_grow(kv, keys):
                 larger = replace(kv.sizes, capacity=growth_capacity(kv.length + keys))
                 total += shard_bytes(larger, *_place(kv)) - shard_bytes(kv.sizes, *_place(kv))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.hf.cache.sharded_cache import ShardedCache
-from attnmesh.hf.forward_passes import left_to_decode
+from attnmesh.hf.chunked_prefill import left_to_decode
 from attnmesh.hf.images.inputs import IMAGE_MARK
 from attnmesh.hf.models import is_recurrent
 from attnmesh.hf.serving.rank_worker import RankWorker
@@ -119,4 +119,4 @@ class Prefixes:
         return int(differs[0]) if len(differs) else most
 
     def _serves(self, cache: ShardedCache, same: int, held: int) -> bool:
-        return same == held if self.recurrent else bool(cache.prefix(same))
+        return same == held if self.recurrent else bool(cache.restorable_length(same))

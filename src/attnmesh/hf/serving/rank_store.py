@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.cache.stored_layers import STATES
-from attnmesh.hf.forward_passes import Prompt
+from attnmesh.hf.chunked_prefill import Prompt
 from attnmesh.hf.serving.prefix_store import OpenStore
 from attnmesh.mesh.axes import Mesh
 from attnmesh.store.block_names import StoredBlock
@@ -121,7 +121,7 @@ class RankStore:
         reading.is_closed = True
         if length:
             reading.filling.finish(length)
-            reading.cache.count(length)
+            reading.cache.set_length(length)
 
     def _copied(self, reading: Reading, block: StoredBlock, pieces: list[Rows] | None) -> bool:
         """Copy a block to a cache. Return False if it is damaged."""
@@ -207,5 +207,5 @@ def name_tokens(cache: ShardedCache, prompt: Prompt) -> None:
     """
     length = cache.get_seq_length()
     cache.tokens = prompt.mark(prompt.ids)[:, :length]
-    if prompt.pictures is not None and not bool(prompt.pictures.is_image[:, length:].any()):
-        cache.images = prompt.pictures.fingerprints
+    if prompt.image_tokens is not None and not bool(prompt.image_tokens.is_image[:, length:].any()):
+        cache.history.image_fingerprints = prompt.image_tokens.fingerprints

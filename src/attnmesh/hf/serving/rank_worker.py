@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.errors import InputError
 from attnmesh.hf.cache.sharded_cache import ShardedCache
-from attnmesh.hf.forward_passes import left_to_decode, prefill_chunks, run_model
+from attnmesh.hf.chunked_prefill import left_to_decode, prefill_chunks, run_model
 from attnmesh.hf.images.inputs import on_model
-from attnmesh.hf.models import steps_differ
+from attnmesh.hf.models import one_token_differs
 from attnmesh.hf.options import agree_on_call
 from attnmesh.hf.prefill import begin_prompt, crop_to_shared_prefix
 from attnmesh.hf.serving.rank_store import OF_STORE, RankStore, Reading, name_tokens
@@ -44,7 +44,7 @@ class RankWorker:
         self.prompts: dict[int, Tensor] = {}
         self.is_causal = all(getattr(module, "is_causal", True) for module in model.get_decoder().modules())
         """True if several tokens of an answer may be computed at once."""
-        self.by_steps = steps_differ(model.config)
+        self.by_steps = one_token_differs(model.config)
         """True if one token is computed by another rule than several: answers that are computed again go by tokens."""
         self.ends: dict[int, int] = {}
         """Tokens of the prompts that are computed, by number: those of answers come after them."""
@@ -95,8 +95,8 @@ class RankWorker:
         """Make a cache for so many tokens, and begin to read stored blocks into it."""
         assert self.store is not None
         cache = ShardedCache(self.model.config, self.mesh, **self.options)
-        cache.begin(tokens)
-        cache.rope = tuple(rope)
+        cache.choose_block(tokens)
+        cache.history.rope_regime = tuple(rope)
         places = [(StoredBlock(*fields), place) for *fields, place in blocks]
         room = max([tokens, *(block.stop for block, _ in places)])
         kvs = cache.make([CacheSizes.from_code(code) for code in layers], room, self.model.device)
@@ -152,7 +152,7 @@ class RankWorker:
             length = cache.get_seq_length()
             rest = ids[:, length : length + self._tokens_at_once(size, self.ends[number] - length)]
             positions = torch.arange(rest.shape[1], device=ids.device)[None] + cache.next_position
-            cache.intact = False
+            cache.history.is_consistent = False
             logits = run_model(self.model, rest, positions, cache)
             note_tokens(cache, rest, length)
             if length + rest.shape[1] < ids.shape[1]:

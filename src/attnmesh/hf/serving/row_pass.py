@@ -12,9 +12,17 @@ from transformers import PreTrainedModel
 
 from attnmesh.errors import ArgumentError, KernelError, MaskError, MeshError, ShapeError, require
 from attnmesh.hf.cache.sharded_cache import ShardedCache
+from attnmesh.hf.chunked_prefill import run_model
 from attnmesh.hf.families.family import family_of
-from attnmesh.hf.forward_passes import run_model
-from attnmesh.hf.models import attends, check_rows, indexed_layers, is_compressed, rope_regime, unwrap, vocabulary_size
+from attnmesh.hf.models import (
+    attends,
+    check_can_decode_rows,
+    indexed_layer_indices,
+    is_compressed,
+    rope_regime,
+    unwrap,
+    vocabulary_size,
+)
 from attnmesh.hf.options import agreement_with_peers
 from attnmesh.hf.prefill import prepare_model
 from attnmesh.hf.serving.rows_cache import RowsCache
@@ -72,17 +80,17 @@ def decode_rows(model: PreTrainedModel, tokens: Sequence[NextTokens], caches: Se
     for row, cache in enumerate(caches):  # a forward pass has one rope, and makes the keys of an empty cache anew
         length = cache.get_seq_length()
         new = len(rows[row])
-        together = length and _runs_rows(model) and (new == 1 or not cache.state_layers)
+        together = length and _runs_rows(model) and (new == 1 or not cache.irreversible_layers)
         groups[-1 if together else row, rope_regime(cache.config, length + new)].append(row)
     for cache in caches:
-        cache.before_step = cache.get_seq_length()
+        cache.history.rollback_length = cache.get_seq_length()
     logits = dict[int, Tensor]()
     for members in groups.values():
         own = [rows[row] for row in members]
         own_logits = _step(model, own, [caches[row] for row in members])
         logits.update(zip(members, own_logits.split([*map(len, own)]), strict=True))
     for cache in caches:  # of all groups: if one fails, no row keeps its tokens
-        cache.before_step = None
+        cache.history.rollback_length = None
     return torch.cat([logits[row] for row in sorted(logits)])
 
 
@@ -99,8 +107,8 @@ def _step(model: PreTrainedModel, tokens: Sequence[Sequence[int]], caches: Seque
     batch, last = ((-1, 1), 1) if max(counts) == 1 else ((1, -1), sum(counts))  # as `RowTokens` cuts it
     ids, positions = (torch.tensor([*chain(*x)], device=model.device).view(batch) for x in (tokens, places))
     for cache in caches:
-        cache.intact = False
-    logits = run_model(model, ids, positions, rows or caches[0], last=last)
+        cache.history.is_consistent = False
+    logits = run_model(model, ids, positions, rows or caches[0], logits_to_keep=last)
     if rows is not None:
         rows.finish()
     for own, cache, length in zip(ids.flatten().split(counts), caches, lengths, strict=True):
@@ -110,8 +118,8 @@ def _step(model: PreTrainedModel, tokens: Sequence[Sequence[int]], caches: Seque
 
 def note_tokens(cache: ShardedCache, ids: Tensor, length: int) -> None:
     """Record tokens that the model has added to a cache of so many tokens."""
-    cache.intact = True
-    cache.count(length + ids.shape[1])
+    cache.history.is_consistent = True
+    cache.set_length(length + ids.shape[1])
     if cache.tokens is not None and cache.tokens.shape[1] == length:
         cache.tokens = torch.cat((cache.tokens, ids.to(cache.tokens.device)), 1)
     elif not length:
@@ -121,7 +129,7 @@ def note_tokens(cache: ShardedCache, ids: Tensor, length: int) -> None:
 def _runs_rows(model: PreTrainedModel) -> bool:
     """Return whether a forward pass may have rows of several lengths: positions come from the caller alone."""
     config = model.config.get_text_config(decoder=True)
-    if family_of(config).counts_tokens(config) or indexed_layers(config) or is_compressed(config):
+    if family_of(config).counts_tokens(config) or indexed_layer_indices(config) or is_compressed(config):
         return False
     return "position_ids" in signature(model.forward).parameters or not attends(config)
 
@@ -140,7 +148,7 @@ def _agree(model: PreTrainedModel, tokens: Sequence[NextTokens], caches: Sequenc
 
 def _check_rows(model: PreTrainedModel, tokens: Any, caches: Any) -> None:
     """Raise unless each request has a token and a cache of its own, and one forward pass serves them."""
-    check_rows(SUBJECT, model)
+    check_can_decode_rows(SUBJECT, model)
     given = "none" if isinstance(caches, Sequence) and not len(caches) else type(caches).__name__
     fix = "pass a list of hf.ShardedCache"
     require(isinstance(caches, Sequence) and len(caches) > 0, KernelError, f"{SUBJECT} caches", "caches", given, fix)
@@ -189,12 +197,13 @@ def _check_cache(cache: Any, first: Any, new: int) -> None:
     fix = "prefill the prompt without its padding"
     require(not padded, MaskError, subject, "caches without padding", "padding", fix)
     fix = "prefill the prompt again"
-    require(cache.goes_on, KernelError, subject, "a cache that no error interrupted", "an interrupted one", fix)
+    require(cache.can_continue, KernelError, subject, "a cache that no error interrupted", "an interrupted one", fix)
     length = cache.length_before_step
-    known = cache.shift is not None and cache.shift[0] <= length
+    shift = cache.history.shift
+    known = shift is not None and shift.text_start <= length
     expected = "caches whose images are whole and known"
     require(known or not length, ShapeError, subject, expected, "another", "prefill the prompt again, with its images")
     regime = rope_regime(cache.config, length + new)
     given, fix = f"{length + new} tokens, where it changes", "call hf.generate with the tokens so far as the prompt"
-    same = cache.rope in (None, regime) or not length
+    same = cache.history.rope_regime in (None, regime) or not length
     require(same, ShapeError, subject, "a rope that stays the same", given, fix)

@@ -17,6 +17,7 @@ from attnmesh.cache.cache import KVCache
 from attnmesh.core.mask import Mask
 from attnmesh.decoding.rows import decode_rows
 from attnmesh.errors import InputError
+from attnmesh.hf.cache.history import CacheHistory
 from attnmesh.hf.cache.layer import PendingKV, ShardedLayer
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.cache.state_layer import HybridLayer, StateLayer
@@ -124,13 +125,13 @@ class RowsCache(ShardedCache):
     def __init__(self, caches: Sequence[ShardedCache], tokens: Sequence[int]) -> None:
         first = caches[0].__dict__
         self.__dict__ |= {name: first[name] for name in OPTIONS}
+        self.history = CacheHistory()
         self.rows, self.row_tokens = caches, RowTokens(tokens)
         layers = zip(*(cache.layers for cache in caches), strict=True)
         self.layers = [_layer_of(self, rows) for rows in layers]
 
     rows: Sequence[ShardedCache]
     row_tokens: RowTokens
-    images = shift = rope = None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of cached tokens of the longest row."""

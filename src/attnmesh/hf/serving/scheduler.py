@@ -472,7 +472,7 @@ class Scheduler:
             stream.fork_points.remove(place)
             stream.passed_fork_points.add(place)
             more = self._bytes_of(stream.filled)
-            goes_back = self.worker.caches[stream.number].goes_back
+            goes_back = self.worker.caches[stream.number].crops_anywhere
             if stream.filled == place and not goes_back and self._free() >= more:
                 self.step.promised += more
                 number = next(self.numbers)

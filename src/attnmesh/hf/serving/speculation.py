@@ -8,9 +8,9 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from attnmesh.errors import ArgumentError, InputError, KernelError, check_count, require
-from attnmesh.hf.cache.layer import StatefulLayer
+from attnmesh.hf.cache.layer import TailLayer
 from attnmesh.hf.cache.state_layer import StateLayer
-from attnmesh.hf.models import check_rows, unwrap
+from attnmesh.hf.models import check_can_decode_rows, unwrap
 from attnmesh.hf.serving.draft_guesses import DraftGuesses
 from attnmesh.hf.serving.guesses import NoGuesses
 from attnmesh.hf.serving.ngram_guesses import NgramGuesses
@@ -76,7 +76,7 @@ class Speculation:
 
 def _of_draft(model: PreTrainedModel, draft: Any, most: Any) -> Speculation:
     try:
-        check_rows(DRAFT, draft)
+        check_can_decode_rows(DRAFT, draft)
     except InputError as error:
         raise type(error)(DRAFT, *error.args[1:]) from None
     sizes = [x.config.get_text_config(decoder=True).vocab_size for x in (model, draft)]
@@ -91,7 +91,7 @@ def _of_draft(model: PreTrainedModel, draft: Any, most: Any) -> Speculation:
 
 def _check_caches(subject: str, worker: RankWorker) -> None:
     """Raise unless caches of the worker's model take tokens back. An empty one shows whether they do."""
-    states = any(isinstance(layer, (StateLayer, StatefulLayer)) for layer in worker.template.layers)
+    states = any(isinstance(layer, (StateLayer, TailLayer)) for layer in worker.template.layers)
     expected, given = "a model whose caches take tokens back", "one with recurrent layers or others with a state"
     require(not states, KernelError, subject, expected, given, "leave it out")
     given = "one in which several tokens see each other"

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.errors import InputError, warn_once
 from attnmesh.guard.agreement import Agreement
-from attnmesh.hf.cache.layer import StatefulLayer
+from attnmesh.hf.cache.layer import TailLayer
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.models import has_windows, rope_regime
 from attnmesh.hf.serving.prefix_store import OpenStore, PrefixStore, open_store
@@ -126,8 +126,8 @@ class StoreSchedule(NoStore):
     def __init__(self, settings: PrefixStore, opened: OpenStore, worker: RankWorker) -> None:
         self.worker, self.folder, self.name, self.template = worker, opened.folder, opened.name, worker.template
         self.place, config = settings.folder, worker.template.config
-        stateful = any(isinstance(layer, StatefulLayer) for layer in self.template.layers)
-        self.forgets = bool(self.template.state_layers or stateful)
+        stateful = any(isinstance(layer, TailLayer) for layer in self.template.layers)
+        self.forgets = bool(self.template.irreversible_layers or stateful)
         self.forgets = self.forgets or (self.template.windows and has_windows(config))
         self.tiers = BlockTiers(settings.memory, settings.disk)
         for block, nbytes in self.folder.scan().items():
@@ -181,7 +181,11 @@ class StoreSchedule(NoStore):
         cache = self.worker.caches.get(number)
         if self.stopped or cache is None or any(layer.is_initialized for layer in cache.cross_layers):
             return
-        if cache.intact and cache.rope == self._rope(stream) and all(kv.is_block_cyclic for kv in cache.kvs):
+        if (
+            cache.history.is_consistent
+            and cache.history.rope_regime == self._rope(stream)
+            and all(kv.is_block_cyclic for kv in cache.kvs)
+        ):
             ids = stream.ids
             held = cache.get_seq_length() - rejected
             self.saving.append(SavingCache(number, ids, self._names(stream), min(held, len(ids))))
@@ -352,7 +356,7 @@ class StoreSchedule(NoStore):
         A state goes first: it says which tokens layers forget.
         """
         sized = copy(self.template)
-        sized.begin(tokens)
+        sized.choose_block(tokens)
         names = self._names(stream)
         ids = stream.ids
         run_tokens = sized.block

@@ -28,5 +28,6 @@ class IndexEntries(Opaque):
         self.layer = layer
 
     @staticmethod
-    def _raise_read(_: str) -> NoReturn:
+    def raise_read(_: str) -> NoReturn:
+        """Raise for a model whose compressor or indexer is not prepared."""
         raise KernelError(*UNPREPARED)

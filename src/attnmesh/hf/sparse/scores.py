@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from attnmesh.errors import KernelError, require
+from attnmesh.errors import KernelError
 from attnmesh.hf.families.family import USE_SUPPORTED
 from attnmesh.hf.models import SUBJECT, Opaque
 from attnmesh.hf.shards import METADATA_FUNCTIONS, DispatchedTensor
@@ -57,10 +57,11 @@ class IndexMask(Opaque):
     ) -> Any:
         """Return scores of one device with -inf where a query does not see a key. Raise for other functions."""
         if func.__name__ != "masked_fill" or type(args[0]) is not Tensor:
-            cls._raise_read(func.__name__)
+            cls.raise_read(func.__name__)
         scores, mask, value = args
-        expected, given = "an indexer that keeps its keys in the cache", "one that scores the keys of a shard alone"
-        require(mask.layer_mask.shards is None, KernelError, f"{SUBJECT} indexer", expected, given, USE_SUPPORTED)
+        if mask.layer_mask.shards is not None:
+            given = "one that scores the keys of a shard alone"
+            raise KernelError(f"{SUBJECT} indexer", "an indexer that keeps its keys in the cache", given, USE_SUPPORTED)
         return scores.masked_fill(~mask.layer_mask.seen(scores.shape[-1]).to(scores.device), value)
 
 
@@ -93,7 +94,7 @@ class IndexScores(DispatchedTensor):
         if name == "topk" and self.spec is not None and self.ndim == 3 and self.shape[2] == KEYS and _is_last(kwargs):
             return TopK(self.source.select(self, args[1]))
         if name not in KEYWISE or any(isinstance(x, Tensor) for x in kwargs.values()):
-            Opaque._raise_read(name.strip("_"))
+            Opaque.raise_read(name.strip("_"))
         result = call(*(x.plain() if isinstance(x, IndexScores) else _described(x) for x in args))
         operands, slots = _operands(args, result)
 
@@ -106,9 +107,9 @@ class IndexScores(DispatchedTensor):
         """Return the scores (batch, queries, keys) of some keys (batch, keys, dim) for the queries of operands."""
         scores: Tensor = self.recorded(keys, operands)
         expected = len(keys), operands[0].shape[1], keys.shape[1]
-        given = f"those of shape {tuple(scores.shape)}"
-        fits = scores.shape == expected
-        require(fits, KernelError, f"{SUBJECT} indexer", f"scores of shape {expected}", given, USE_SUPPORTED)
+        if scores.shape != expected:
+            given = f"those of shape {tuple(scores.shape)}"
+            raise KernelError(f"{SUBJECT} indexer", f"scores of shape {expected}", given, USE_SUPPORTED)
         return scores
 
 

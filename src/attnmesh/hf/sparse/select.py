@@ -42,11 +42,11 @@ class ShardKeys:
 
     def __init__(self, shards: Shards) -> None:
         self.shards = shards
-        self.new_index: Tensor | None = None
+        self.new_index_keys: Tensor | None = None
 
     def update_indexer(self, keys: Tensor, layer_idx: int) -> IndexScores:
         """Return the keys for the indexer to score."""
-        self.new_index = keys
+        self.new_index_keys = keys
         return IndexScores.keys(keys, self)
 
     lengths = 0
@@ -58,5 +58,5 @@ class ShardKeys:
 
     def select(self, scores: KeyScores, k: int) -> Tensor:
         """Return the best k keys of this rank's queries, (batch, queries, k)."""
-        assert self.new_index is not None
-        return select_in_shards(scores, self.new_index, self.shards, k)
+        assert self.new_index_keys is not None
+        return select_in_shards(scores, self.new_index_keys, self.shards, k)

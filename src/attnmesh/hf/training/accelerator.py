@@ -1,6 +1,6 @@
 """Accelerators whose processes are meshes: the ranks of a mesh get the same batches, and metrics count them once.
 
-A model that such an accelerator prepares computes each batch in shards, see `sharded_calls`. DDP or FSDP2 averages its
+A model that such an accelerator prepares computes each batch in shards, see `batch_sharder`. DDP or FSDP2 averages its
 gradients over all ranks. Files are saved and loaded by all ranks too: with FSDP2 each rank holds a part of the weights.
 """
 
@@ -17,8 +17,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.core.layout import Layout, Zigzag, check_layout
-from attnmesh.errors import ArgumentError, KernelError, MeshError, require, short
-from attnmesh.hf.training.sharded_calls import ShardedCalls
+from attnmesh.errors import ArgumentError, KernelError, MeshError, short
+from attnmesh.hf.training.batch_sharder import BatchSharder
 from attnmesh.hf.transformers_names import ACCELERATE
 from attnmesh.runtime.world import cached_per_world
 from attnmesh.setup.init_mesh import check_groups
@@ -27,10 +27,10 @@ from attnmesh.setup.init_mesh import check_groups
 class Replicas(NamedTuple):
     """Groups of ranks that share their batches: the number of this rank's group, how many there are, and their size."""
 
-    own: int
-    groups: int
-    ranks: int
-    group: ProcessGroup | None
+    mesh_index: int
+    num_meshes: int
+    ranks_per_mesh: int
+    process_group: ProcessGroup | None
     """Ranks with the same place in each group; None if there is one group."""
 
 
@@ -67,34 +67,35 @@ def prepare(
     True
     """
     check_layout("prepare layout", layout, auto=True)
-    calls = _calls_of(accelerator, mesh, layout, exchange)
-    calls.install(model)
-    as_one_process(accelerator, calls)
-    calls.is_active = True
+    sharder = _sharder_of(accelerator, mesh, layout, exchange)
+    sharder.install(model)
+    as_one_process(accelerator, sharder)
+    sharder.is_active = True
     return model
 
 
-def _calls_of(accelerator: Any, mesh: DeviceMesh | None, layout: Layout | str, exchange: str) -> ShardedCalls:
-    """Return the calls of the models of this accelerator. Raise if it has prepared a model for others."""
+def _sharder_of(accelerator: Any, mesh: DeviceMesh | None, layout: Layout | str, exchange: str) -> BatchSharder:
+    """Return what shards the batches of this accelerator. Raise if it has prepared a model for others."""
     if not isinstance(accelerator, MeshAccelerator):
-        return ShardedCalls(mesh, layout, exchange)
-    calls = accelerator.calls
-    is_same = (calls.mesh, calls.layout, calls.exchange) == (mesh, layout, exchange)
-    expected, given = "the mesh, layout and exchange of the accelerator's first model", "others"
-    require(is_same, ArgumentError, "prepare", expected, given, "pass the same ones for each model")
-    return calls
+        return BatchSharder(mesh, layout, exchange)
+    sharder = accelerator.sharder
+    is_same = (sharder.mesh, sharder.layout, sharder.exchange) == (mesh, layout, exchange)
+    if not is_same:
+        expected = "the mesh, layout and exchange of the accelerator's first model"
+        raise ArgumentError("prepare", expected, "others", "pass the same ones for each model")
+    return sharder
 
 
-def as_one_process(accelerator: Any, calls: ShardedCalls) -> None:
-    """Make the ranks of each mesh one process of this accelerator, which installs the calls on models it prepares."""
+def as_one_process(accelerator: Any, sharder: BatchSharder) -> None:
+    """Make the ranks of each mesh one process of this accelerator, which installs the sharder on models it prepares."""
     if isinstance(accelerator, MeshAccelerator):
         return
     ACCELERATE.check()
-    replicas = _replicas(calls.mesh, accelerator.state.num_processes)
+    replicas = _replicas(sharder.mesh, accelerator.state.num_processes)
     _check_alone(accelerator)
     _warn_if_weights_are_whole(accelerator)
     accelerator.__class__ = _accelerator_class(type(accelerator))
-    accelerator.replicas, accelerator.calls = replicas, calls
+    accelerator.replicas, accelerator.sharder = replicas, sharder
     if accelerator.dataloader_config.dispatch_batches is None:
         accelerator.dataloader_config.dispatch_batches = False  # each rank reads its batches
 
@@ -103,14 +104,14 @@ def _check_alone(accelerator: Any) -> None:
     """Raise if accelerate deals out batches, sequences or weights in a way that does not know the mesh."""
     check_parallelism(getattr(accelerator, "parallelism_config", None))
     given = str(accelerator.distributed_type).rsplit(".", 1)[-1]
-    fix = "use DDP or FSDP2"
     given = "FSDP1" if given == "FSDP" and not accelerator.is_fsdp2 else given
     supported = given in ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
-    require(supported, KernelError, "on_mesh", "DDP, FSDP2 or one process", given, fix)
+    if not supported:
+        raise KernelError("on_mesh", "DDP, FSDP2 or one process", given, "use DDP or FSDP2")
     dispatches = accelerator.dataloader_config.dispatch_batches or accelerator.dataloader_config.split_batches
-    given = "dispatch_batches or split_batches"
-    fix = "leave them out of accelerator_config, or of DataLoaderConfiguration"
-    require(not dispatches, KernelError, "on_mesh", "data that each rank reads", given, fix)
+    if dispatches:
+        fix = "leave them out of accelerator_config, or of DataLoaderConfiguration"
+        raise KernelError("on_mesh", "data that each rank reads", "dispatch_batches or split_batches", fix)
 
 
 def _warn_if_weights_are_whole(accelerator: Any) -> None:
@@ -125,16 +126,18 @@ def check_parallelism(parallel: Any) -> None:
     """Raise if accelerate itself shards sequences or weights."""
     for name in ("cp_size", "sp_size", "tp_size"):
         size = getattr(parallel, name, 1) or 1
-        fix = "leave it out: attnmesh shards the sequence" if name != "tp_size" else "use FSDP2 on the other ranks"
-        require(size == 1, KernelError, "on_mesh", f"no ParallelismConfig({name}=) beside a mesh", str(size), fix)
+        if size != 1:
+            fix = "leave it out: attnmesh shards the sequence" if name != "tp_size" else "use FSDP2 on the other ranks"
+            raise KernelError("on_mesh", f"no ParallelismConfig({name}=) beside a mesh", str(size), fix)
 
 
 @cached_per_world(16)
 def _replicas(mesh: DeviceMesh | None, processes: int) -> Replicas:
     """Return the groups of ranks that share their batches. Raise on all ranks unless they cover the world evenly."""
     world = dist.get_world_size() if dist.is_initialized() else 1
-    fix = "start the script with torchrun or accelerate launch, on CPUs with use_cpu=True"
-    require(world == processes, MeshError, "on_mesh", f"accelerate on {world} ranks", str(processes), fix)
+    if world != processes:
+        fix = "start the script with torchrun or accelerate launch, on CPUs with use_cpu=True"
+        raise MeshError("on_mesh", f"accelerate on {world} ranks", str(processes), fix)
     mesh_ranks = [dist.get_rank() if world > 1 else 0] if mesh is None else mesh.mesh.flatten().tolist()
     if world == 1:
         return Replicas(0, 1, 1, None)
@@ -152,20 +155,20 @@ class MeshAccelerator:
     """First base of the class of an accelerator whose processes are meshes."""
 
     replicas: Replicas
-    calls: ShardedCalls
+    sharder: BatchSharder
     _deals_batches = False
 
     @property
     def num_processes(self) -> int:
         """Meshes where batches are dealt out and losses are weighed, and ranks where files are saved and loaded."""
         ranks: int = super().num_processes  # type: ignore[misc]
-        return self.replicas.groups if self._deals_batches or self.calls.is_active else ranks
+        return self.replicas.num_meshes if self._deals_batches or self.sharder.is_active else ranks
 
     @property
     def process_index(self) -> int:
         """This rank: one rank writes a file. Where batches are dealt out, the index of its mesh."""
         rank: int = super().process_index  # type: ignore[misc]
-        return self.replicas.own if self._deals_batches else rank
+        return self.replicas.mesh_index if self._deals_batches else rank
 
     @contextmanager
     def dealing(self) -> Iterator[None]:
@@ -183,12 +186,12 @@ class MeshAccelerator:
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         """Save the state of training, of which each rank holds a part."""
-        with self.calls.active(False):
+        with self.sharder.active(False):
             return super().save_state(*args, **kwargs)  # type: ignore[misc]
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         """Load the state of training, of which each rank holds a part."""
-        with self.calls.active(False):
+        with self.sharder.active(False):
             super().load_state(*args, **kwargs)  # type: ignore[misc]
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
@@ -196,26 +199,27 @@ class MeshAccelerator:
         prepared: Any = super().prepare(*args, **kwargs)  # type: ignore[misc]
         for part in prepared if isinstance(prepared, (tuple, list)) else (prepared,):
             if isinstance(part, nn.Module):
-                self.calls.install(part)
+                self.sharder.install(part)
         return prepared
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
-        """Wrap the model as accelerate does, over all ranks, and install the calls on it."""
+        """Wrap the model as accelerate does, over all ranks, and install the sharder on it."""
         prepared: Any = super().prepare_model(model, device_placement, evaluation_mode)  # type: ignore[misc]
         if evaluation_mode:
             # Else accelerate 1.15 takes a model that was evaluated for one that is wrapped for training already, and
             # trains it without averaging gradients.
             prepared._is_accelerate_prepared = False
-        self.calls.install(prepared)
+        self.sharder.install(prepared)
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Return a scheduler that steps once per training step. accelerate would step once per rank."""
-        fits = 1 in (self.replicas.groups, self.replicas.ranks)
-        given, fix = f"{self.replicas.groups} meshes", "call scheduler.step() yourself, without accelerator.prepare"
-        require(fits, KernelError, "prepare", "a scheduler that steps by itself on one mesh", given, fix)
+        if 1 not in (self.replicas.num_meshes, self.replicas.ranks_per_mesh):
+            given = f"{self.replicas.num_meshes} meshes"
+            fix = "call scheduler.step() yourself, without accelerator.prepare"
+            raise KernelError("prepare", "a scheduler that steps by itself on one mesh", given, fix)
         prepared: Any = super().prepare_scheduler(scheduler)  # type: ignore[misc]
-        prepared.split_batches = prepared.split_batches or self.replicas.ranks > 1
+        prepared.split_batches = prepared.split_batches or self.replicas.ranks_per_mesh > 1
         return prepared
 
     def gather(self, tensor: Any) -> Any:
@@ -224,10 +228,11 @@ class MeshAccelerator:
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Return the tensors of all meshes without the samples that fill the last batch."""
-        given = "use_gather_object=True" if use_gather_object else short(input_data)
         # accelerate gathers what has no tensors from each rank.
         fits = not use_gather_object and _holds_tensors_only(input_data)
-        require(fits, KernelError, "gather_for_metrics", "tensors", given, "gather tensors")
+        if not fits:
+            given = "use_gather_object=True" if use_gather_object else short(input_data)
+            raise KernelError("gather_for_metrics", "tensors", given, "gather tensors")
         return super().gather_for_metrics(input_data)  # type: ignore[misc]
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
@@ -237,17 +242,17 @@ class MeshAccelerator:
 
     def _per_mesh(self, total: Tensor) -> Tensor:
         """Return a sum over meshes, given one over ranks. Ranks of a mesh have equal tensors, so integers are exact."""
-        ranks = self.replicas.ranks
+        ranks = self.replicas.ranks_per_mesh
         if ranks == 1 or total.dtype == torch.bool:
             return total
         return total / ranks if total.is_floating_point() or total.is_complex() else total // ranks
 
     def _gather_one(self, tensor: Tensor) -> Tensor:
         tensor = (tensor[None] if not tensor.ndim else tensor).contiguous()
-        if self.replicas.group is None:
+        if self.replicas.process_group is None:
             return tensor
-        parts = [torch.empty_like(tensor) for _ in range(self.replicas.groups)]
-        dist.all_gather(parts, tensor, group=self.replicas.group)
+        parts = [torch.empty_like(tensor) for _ in range(self.replicas.num_meshes)]
+        dist.all_gather(parts, tensor, group=self.replicas.process_group)
         return torch.cat(parts)
 
 

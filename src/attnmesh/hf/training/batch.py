@@ -12,11 +12,11 @@ from torch.nn.functional import pad
 from attnmesh.core.digest import fingerprints
 from attnmesh.core.layout import Layout, Zigzag, check_layout
 from attnmesh.core.mask import Causal, Documents, Full, Mask
-from attnmesh.errors import ArgumentError, DtypeError, MaskError, ShapeError, require, short, type_and_shape
+from attnmesh.errors import ArgumentError, DtypeError, MaskError, ShapeError, short, type_and_shape
 from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.images.inputs import IMAGE_INPUTS, check_cross_mask
 from attnmesh.hf.options import USE_TOKENIZER, describe_value
-from attnmesh.hf.shards import PromptIds, PromptMask, ShardIds, ShardMask, ShardPositions, Shards, ShardTensor
+from attnmesh.hf.shards import ShardIds, ShardMask, ShardPositions, Shards, ShardTensor, WholeIds, WholeMask
 from attnmesh.hf.training.caller import prepare_caller, prepare_caller_with_images
 from attnmesh.hf.training.labels import GuardedLabels, ItemCount, ShardLabels
 from attnmesh.mesh.axes import Mesh
@@ -90,15 +90,16 @@ def shard_agreed(agreed: AgreedBatch, mesh: DeviceMesh | None, layout: Layout, e
     labels = _shift_labels(batch)
     ranks = Mesh.of(mesh).ranks
     tokens_of_ranks = [layout.positions(ids.shape[1], ranks, rank) for rank in range(ranks)]
-    given, expected = f"{ids.shape[1]} tokens in {layout} on {ranks} ranks", "at least one token per rank"
-    fix = "use longer sequences, fewer ranks or layout=am.Striped()"  # models of transformers cannot compute none
-    require(min(map(len, tokens_of_ranks)) > 0, ShapeError, "shard_batch input_ids", expected, given, fix)
+    if min(map(len, tokens_of_ranks)) == 0:  # models of transformers cannot compute none
+        given = f"{ids.shape[1]} tokens in {layout} on {ranks} ranks"
+        fix = "use longer sequences, fewer ranks or layout=am.Striped()"
+        raise ShapeError("shard_batch input_ids", "at least one token per rank", given, fix)
     counts = None if labels is None else (labels != IGNORE_INDEX).sum(0).cpu()
     label_counts = () if counts is None else tuple(int(counts[tokens].sum()) for tokens in tokens_of_ranks)
     shards = Shards(mesh, layout, ids.shape[1], documents, label_counts=label_counts, exchange=exchange)
     images = {name: x for name, x in batch.items() if name in IMAGE_INPUTS and x is not None}
     shards.forward_pass.on_begin = prepare_caller_with_images if images else prepare_caller
-    shards.forward_pass.token_ends = _token_ends(ids, labels)
+    shards.forward_pass.token_ranges = _token_ranges(ids, labels)
 
     def part(x: Tensor) -> Tensor:
         return shard(x, mesh, layout=layout, dim=1)
@@ -107,7 +108,7 @@ def shard_agreed(agreed: AgreedBatch, mesh: DeviceMesh | None, layout: Layout, e
     mask = batch.get("attention_mask")
     mask = torch.ones_like(ids) if mask is None else mask
     if images:  # the model merges them into the whole sequence, and computes its positions
-        prompt = {"input_ids": PromptIds.of(ids, shards=shards), "attention_mask": PromptMask.of(mask, shards=shards)}
+        prompt = {"input_ids": WholeIds.of(ids, shards=shards), "attention_mask": WholeMask.of(mask, shards=shards)}
         return prompt | {"use_cache": False} | images | loss
     sequence = {"last": int(positions.max()), "ids": ids if batch.get("position_ids") is None else None}
     return {
@@ -118,7 +119,7 @@ def shard_agreed(agreed: AgreedBatch, mesh: DeviceMesh | None, layout: Layout, e
     } | loss
 
 
-def _token_ends(ids: Tensor, labels: Tensor | None) -> dict[str, Tensor]:
+def _token_ranges(ids: Tensor, labels: Tensor | None) -> dict[str, Tensor]:
     """Return the smallest and the largest token of all ranks, and those of the labels to learn."""
     tokens = {"input_ids": ids}
     if labels is not None:
@@ -135,11 +136,12 @@ def agree_on_batch(
     with Agreement(axes, "shard_batch") as agreement:
         check_layout("shard_batch layout", layout, auto=True)
         is_known = isinstance(exchange, str) and exchange in RECURRENT_EXCHANGES
-        expected = f"one of {', '.join(RECURRENT_EXCHANGES)}"
-        require(is_known, ArgumentError, "shard_batch exchange", expected, short(exchange), 'pass exchange="scan"')
-        given = type(batch).__name__
-        fix = "pass the collator's output, or a dict"
-        require(isinstance(batch, Mapping), DtypeError, "shard_batch", "a mapping of names to tensors", given, fix)
+        if not is_known:
+            expected = f"one of {', '.join(RECURRENT_EXCHANGES)}"
+            raise ArgumentError("shard_batch exchange", expected, short(exchange), 'pass exchange="scan"')
+        if not isinstance(batch, Mapping):
+            fix = "pass the collator's output, or a dict"
+            raise DtypeError("shard_batch", "a mapping of names to tensors", type(batch).__name__, fix)
         entries = {**batch, **extras}
         _check_batch(entries, axes.ranks)
         positions, documents = _positions(entries)
@@ -193,48 +195,56 @@ def _check_batch(batch: Mapping[str, Any], ranks: int) -> None:
     """Raise unless all entries are known and have matching shapes."""
     accepted = (*TOKEN_ARGUMENTS, "num_items_in_batch")
     _check_whole(batch)
-    fix = "leave it out; hf.prefill fills a cache"
-    require(not batch.get("use_cache"), ArgumentError, "shard_batch use_cache", "False, as it returns", "True", fix)
+    if batch.get("use_cache"):
+        fix = "leave it out; hf.prefill fills a cache"
+        raise ArgumentError("shard_batch use_cache", "False, as it returns", "True", fix)
     images = any(name in IMAGE_INPUTS and x is not None for name, x in batch.items())
     for name, x in batch.items():
-        fix = "leave it out, or pass it to the model yourself if it has no value per token; else train on one device"
         is_known = name in (*accepted, *PACKING_ARGUMENTS, *IMAGE_INPUTS) or name == "use_cache"
-        require(is_known, ArgumentError, "shard_batch", f"some of {', '.join(accepted)}", repr(name), fix)
+        if not is_known:
+            fix = "leave it out, or pass it to the model yourself if it has no value per token"
+            fix += "; else train on one device"
+            raise ArgumentError("shard_batch", f"some of {', '.join(accepted)}", repr(name), fix)
         packs = images and x is not None and name in ("position_ids", *PACKING_ARGUMENTS)
-        fix = "leave it out: the model computes positions; train packed rows without images"
-        require(not packs, ArgumentError, f"shard_batch {name}", "no positions or packing beside images", short(x), fix)
+        if packs:
+            fix = "leave it out: the model computes positions; train packed rows without images"
+            raise ArgumentError(f"shard_batch {name}", "no positions or packing beside images", short(x), fix)
     subject = "shard_batch input_ids"
     ids = batch.get("input_ids")
-    valid = isinstance(ids, Tensor) and ids.ndim == 2 and not ids.is_floating_point()
-    require(valid, DtypeError, subject, "token ids (batch, length)", type_and_shape(ids), USE_TOKENIZER)
-    shape: tuple[int, int] = tuple(batch["input_ids"].shape)
-    given, fix = f"{shape} on {ranks} ranks", "use longer sequences, or fewer ranks"
-    fits = shape[1] >= ranks and shape[0] > 0
-    require(fits, ShapeError, subject, "a sequence, and at least one token per rank", given, fix)
+    if not (isinstance(ids, Tensor) and ids.ndim == 2 and not ids.is_floating_point()):
+        raise DtypeError(subject, "token ids (batch, length)", type_and_shape(ids), USE_TOKENIZER)
+    shape = (ids.shape[0], ids.shape[1])
+    if shape[1] < ranks or shape[0] == 0:
+        given, fix = f"{shape} on {ranks} ranks", "use longer sequences, or fewer ranks"
+        raise ShapeError(subject, "a sequence, and at least one token per rank", given, fix)
     for name in TOKEN_ARGUMENTS:
         x = batch.get(name)
-        fix = "pass one value per token"
-        fix += "; 4D and additive masks are not supported" if name == "attention_mask" else ""
         shapes: set[Any] = {shape, (1, shape[1])} if name == "position_ids" else {shape}
         x_shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        require(x is None or x_shape in shapes, ShapeError, f"shard_batch {name}", f"shape {shape}", x_shape, fix)
+        if x is not None and x_shape not in shapes:
+            fix = "pass one value per token"
+            fix += "; 4D and additive masks are not supported" if name == "attention_mask" else ""
+            raise ShapeError(f"shard_batch {name}", f"shape {shape}", str(x_shape), fix)
     count = batch.get("num_items_in_batch")
     is_number = count is None or isinstance(count, Real) or (isinstance(count, Tensor) and count.numel() == 1)
-    fix = "count the labels to learn, or leave it out"
-    require(is_number, DtypeError, "shard_batch num_items_in_batch", "a number", short(count), fix)
+    if not is_number:
+        fix = "count the labels to learn, or leave it out"
+        raise DtypeError("shard_batch num_items_in_batch", "a number", short(count), fix)
     _check_padding(batch)
     _check_shifts(batch)
     positions = batch.get("position_ids")
     is_equal = positions is None or torch.equal(positions.diff(), positions[:1].expand_as(positions).diff())
-    fix = "pack all rows of a batch alike, or into one row"
-    require(is_equal, MaskError, "shard_batch position_ids", "the same positions in each row", "rows that differ", fix)
+    if not is_equal:
+        fix = "pack all rows of a batch alike, or into one row"
+        raise MaskError("shard_batch position_ids", "the same positions in each row", "rows that differ", fix)
 
 
 def _check_whole(batch: Mapping[str, Any]) -> None:
     """Raise if an entry is a shard already."""
     cut = next((name for name, x in batch.items() if isinstance(x, ShardTensor)), None)
-    expected, fix = "the whole batch", "call shard_batch once; hf.on_mesh and hf.prepare call it themselves"
-    require(cut is None, ArgumentError, f"shard_batch {cut}", expected, "what shard_batch has returned", fix)
+    if cut is not None:
+        fix = "call shard_batch once; hf.on_mesh and hf.prepare call it themselves"
+        raise ArgumentError(f"shard_batch {cut}", "the whole batch", "what shard_batch has returned", fix)
 
 
 def _check_shifts(batch: Mapping[str, Any]) -> None:
@@ -242,12 +252,15 @@ def _check_shifts(batch: Mapping[str, Any]) -> None:
     ids = batch["input_ids"]
     labels = batch.get("labels")
     targets = batch.get("shift_labels")
-    given, fix = "those of the next tokens, which would be shifted twice", "pass them as shift_labels, or as they are"
     shifted = labels is not None and _repeats(labels[:, :-1], ids[:, 1:]) and not _repeats(labels, ids)
-    require(not shifted, ArgumentError, "shard_batch labels", "the label of each token itself", given, fix)
-    given, fix = "those of the tokens themselves", "pass them as labels, which shard_batch shifts"
+    if shifted:
+        given = "those of the next tokens, which would be shifted twice"
+        fix = "pass them as shift_labels, or as they are"
+        raise ArgumentError("shard_batch labels", "the label of each token itself", given, fix)
     unshifted = targets is not None and _repeats(targets, ids) and not _repeats(targets[:, :-1], ids[:, 1:])
-    require(not unshifted, ArgumentError, "shard_batch shift_labels", "the label of the next token", given, fix)
+    if unshifted:
+        given, fix = "those of the tokens themselves", "pass them as labels, which shard_batch shifts"
+        raise ArgumentError("shard_batch shift_labels", "the label of the next token", given, fix)
 
 
 def _repeats(labels: Tensor, ids: Tensor) -> bool:
@@ -261,32 +274,33 @@ def _check_padding(batch: Mapping[str, Any]) -> None:
     mask = batch.get("attention_mask")
     if mask is None:
         return
-    expected, given, fix = "1 for tokens, 0 for padding", "other numbers", "give packed documents by position_ids"
-    require(bool((mask == mask.bool()).all()), MaskError, "shard_batch attention_mask", expected, given, fix)
+    if not bool((mask == mask.bool()).all()):
+        fix = "give packed documents by position_ids"
+        raise MaskError("shard_batch attention_mask", "1 for tokens, 0 for padding", "other numbers", fix)
     if bool(mask.all()):
         return
     mask = mask.bool()
     labels = _shift_labels(batch)
-    on_the_right = not bool((mask.diff() & mask[:, 1:]).any())
-    given = "padding before a token"
-    fix = "set the tokenizer's padding_side to 'right', or pack sequences by position_ids"
-    require(on_the_right, MaskError, "shard_batch attention_mask", "padding on the right, if any", given, fix)
-    labelled = labels is not None and bool(((labels != IGNORE_INDEX) & ~mask).any())
-    fix = f"set them with labels.masked_fill(attention_mask == 0, {IGNORE_INDEX})"
-    require(not labelled, MaskError, "shard_batch labels", f"{IGNORE_INDEX} at padding", "labels of padding", fix)
+    if bool((mask.diff() & mask[:, 1:]).any()):
+        fix = "set the tokenizer's padding_side to 'right', or pack sequences by position_ids"
+        raise MaskError("shard_batch attention_mask", "padding on the right, if any", "padding before a token", fix)
+    if labels is not None and bool(((labels != IGNORE_INDEX) & ~mask).any()):
+        fix = f"set them with labels.masked_fill(attention_mask == 0, {IGNORE_INDEX})"
+        raise MaskError("shard_batch labels", f"{IGNORE_INDEX} at padding", "labels of padding", fix)
 
 
 def _check_packing(batch: Mapping[str, Any], documents: Mask) -> None:
     """Raise unless the packing arguments of a collator match `position_ids`."""
-    no_positions = batch.get("position_ids") is None
-    given = "no position_ids" if no_positions else "attention_mask"
-    fits = not no_positions and batch.get("attention_mask") is None
-    fix = "pass the collator's position_ids too, which restart in each sequence"
-    fix = fix if no_positions else "leave attention_mask out"
+    has_positions, has_mask = (batch.get(name) is not None for name in ("position_ids", "attention_mask"))
     expected = [0, *(documents.ends or batch["input_ids"].shape[1:])]
     for name in (name for name in PACKING_ARGUMENTS if batch.get(name) is not None):
-        require(fits, MaskError, f"shard_batch {name}", "position_ids and no attention_mask", given, fix)
+        if not has_positions or has_mask:
+            given, fix = "attention_mask", "leave attention_mask out"
+            if not has_positions:
+                given, fix = "no position_ids", "pass the collator's position_ids too, which restart in each sequence"
+            raise MaskError(f"shard_batch {name}", "position_ids and no attention_mask", given, fix)
         if name.startswith("cu_seq_lens"):
             edges = torch.as_tensor(batch[name]).flatten().tolist()
-            fix = "pass the lengths and the position_ids of one collator"
-            require(edges == expected, MaskError, f"shard_batch {name}", f"{expected}, as in position_ids", edges, fix)
+            if edges != expected:
+                fix = "pass the lengths and the position_ids of one collator"
+                raise MaskError(f"shard_batch {name}", f"{expected}, as in position_ids", str(edges), fix)

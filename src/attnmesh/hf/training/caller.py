@@ -21,21 +21,21 @@ from attnmesh.hf.layer_checks import check_same_weights
 from attnmesh.hf.models import SUBJECT, check_implementation, tokens_check
 from attnmesh.hf.recurrent.prepare_recurrent import prepare_layers
 from attnmesh.hf.shards import (
-    CALL,
     FORWARD_ALL,
+    MODULE_CALL,
     OF_SHARD_BATCH,
-    PromptIds,
     ShardIds,
     ShardPositions,
     Shards,
     ShardTensor,
+    WholeIds,
 )
 from attnmesh.hf.sparse.prepare_indexer import prepare_indexers
 from attnmesh.hf.training.labels import GuardedLabels, ShardLabels
 from attnmesh.mesh.axes import Mesh
 
 
-class RunningCall(NamedTuple):
+class CalledModule(NamedTuple):
     """A module that is being called, and its arguments."""
 
     module: nn.Module
@@ -50,32 +50,32 @@ class RunningCall(NamedTuple):
 
 def prepare_caller(shards: Shards) -> None:
     """Check the model that is being called, and prepare its recurrent layers and indexers."""
-    running = _running_calls()
+    called_modules = _called_modules()
     if shards.ranks > 1:
-        _check_model(running, shards)
+        _check_model(called_modules, shards)
     if any(name in sys.modules for name in prepared_code()):
         prepared_modules: set[nn.Module] = set()
-        for module, *_ in running:
+        for module, *_ in called_modules:
             if module not in prepared_modules:
                 prepare_indexers(module)
-                for call in prepare_layers(module):  # the model's own hooks run from its next call on
-                    call.shards = shards
+                for hook in prepare_layers(module):  # the model's own hooks run from its next call on
+                    hook.shards = shards
                 prepared_modules.update(module.modules())
 
 
 def prepare_caller_with_images(shards: Shards) -> None:
     """Prepare the modules that are being called, and let the text model cut the merged sequence to its shards."""
     prepare_caller(shards)
-    prepare_text_model([call.module for call in _running_calls()])
+    prepare_text_model([called.module for called in _called_modules()])
 
 
-def _check_model(running: list[RunningCall], shards: Shards) -> None:
+def _check_model(called_modules: list[CalledModule], shards: Shards) -> None:
     """Raise, on all ranks if they compare their calls, unless the model of transformers is right on shards.
 
     It is the outermost one that was given tensors of a shard: the calls of wrappers have arguments of their own.
     """
-    models = (call for call in running if isinstance(call.module, PreTrainedModel))
-    candidates = ((call.module, call.arguments()) for call in models)
+    models = (called for called in called_modules if isinstance(called.module, PreTrainedModel))
+    candidates = ((called.module, called.arguments()) for called in models)
     model, arguments = next((pair for pair in candidates if _has_shards(pair[1])), (None, {}))
     if model is None:
         return
@@ -83,7 +83,7 @@ def _check_model(running: list[RunningCall], shards: Shards) -> None:
     try:
         _check_kind(model)
         _check_arguments(arguments)
-        _check_tokens(model, arguments, shards.forward_pass.token_ends)
+        _check_tokens(model, arguments, shards.forward_pass.token_ranges)
     except InputError as error:
         Agreement(Mesh.of(shards.mesh), type(model).__name__, is_compared=may_compare(device)).raise_on_all(error)
     shards.forward_pass.has_positions = True
@@ -100,8 +100,9 @@ def _check_kind(model: PreTrainedModel) -> None:
     if not (family.refused or family.recurrences):
         check_implementation(SUBJECT, model.config)
     name = type(model).__name__
-    expected, fix = "a model with outputs of tokens", "call hf.on_mesh or hf.prepare, which return whole outputs"
-    require("ForSequenceClassification" not in name, KernelError, SUBJECT, expected, name, fix)
+    if "ForSequenceClassification" in name:
+        fix = "call hf.on_mesh or hf.prepare, which return whole outputs"
+        raise KernelError(SUBJECT, "a model with outputs of tokens", name, fix)
 
 
 def _check_arguments(arguments: dict[str, Any]) -> None:
@@ -110,7 +111,7 @@ def _check_arguments(arguments: dict[str, Any]) -> None:
     def check(name: str, fits: bool, given: str, fix: str = FORWARD_ALL) -> None:
         require(fits, ArgumentError, f"{SUBJECT} {name}", OF_SHARD_BATCH, given, fix)
 
-    if "position_ids" in arguments and not isinstance(arguments.get("input_ids"), PromptIds):
+    if "position_ids" in arguments and not isinstance(arguments.get("input_ids"), WholeIds):
         positions = arguments["position_ids"]
         given = "none" if positions is None else "others, which have no place on the mesh"
         check("position_ids", isinstance(positions, ShardPositions), given)
@@ -125,34 +126,39 @@ def _check_arguments(arguments: dict[str, Any]) -> None:
     check("arguments", all(cut == cuts[0] for cut in cuts), "those of several calls")
     is_alone = isinstance(labels, GuardedLabels) and targets is None
     check("shift_labels", not is_alone, "none beside its labels")
-    expected, fix = "use_cache=False, as shard_batch returns it", "leave use_cache out; call hf.prefill to fill a cache"
-    require(not arguments.get("use_cache"), ArgumentError, f"{SUBJECT} use_cache", expected, "True", fix)
+    if arguments.get("use_cache"):
+        fix = "leave use_cache out; call hf.prefill to fill a cache"
+        raise ArgumentError(f"{SUBJECT} use_cache", "use_cache=False, as shard_batch returns it", "True", fix)
     keep = arguments.get("logits_to_keep")
-    fix = "leave it out: the last token of a shard is seldom that of the sequence"
     is_all = keep is None or (isinstance(keep, int) and keep == 0)
-    require(is_all, ArgumentError, f"{SUBJECT} logits_to_keep", "logits of all tokens of a shard", str(keep), fix)
+    if not is_all:
+        fix = "leave it out: the last token of a shard is seldom that of the sequence"
+        raise ArgumentError(f"{SUBJECT} logits_to_keep", "logits of all tokens of a shard", str(keep), fix)
 
 
-def _check_tokens(model: PreTrainedModel, arguments: dict[str, Any], ends: dict[str, Tensor]) -> None:
+def _check_tokens(model: PreTrainedModel, arguments: dict[str, Any], token_ranges: dict[str, Tensor]) -> None:
     """Raise unless the model has all tokens and labels of all ranks: the rank that holds another would fail alone."""
     if isinstance(arguments.get("input_ids"), ShardIds):
-        require(*tokens_check(f"{SUBJECT} input_ids", ends["input_ids"], model))
+        require(*tokens_check(f"{SUBJECT} input_ids", token_ranges["input_ids"], model))
     outputs = getattr(model.get_output_embeddings(), "out_features", None)
     if outputs is None or not isinstance(arguments.get("labels"), GuardedLabels):
         return
-    first, last = ends["labels"].tolist()
-    fits, expected = first >= 0 and last < outputs, f"tokens from 0 to {outputs - 1}, or -100"
-    fix = "use the tokenizer of this model, and -100 for tokens that are not learned"
-    require(fits, ArgumentError, f"{SUBJECT} labels", expected, first if first < 0 else last, fix)
+    first, last = token_ranges["labels"].tolist()
+    if first < 0 or last >= outputs:
+        expected = f"tokens from 0 to {outputs - 1}, or -100"
+        fix = "use the tokenizer of this model, and -100 for tokens that are not learned"
+        raise ArgumentError(f"{SUBJECT} labels", expected, str(first if first < 0 else last), fix)
 
 
-def _running_calls() -> list[RunningCall]:
+def _called_modules() -> list[CalledModule]:
     """Return the modules that are being called, from the outermost to the innermost."""
-    calls: list[RunningCall] = []
+    called_modules: list[CalledModule] = []
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_code.co_name == CALL:  # no other: Python before 3.13 keeps the locals of each frame that was read
+        # No other frame is read: Python before 3.13 keeps the locals of each one that was.
+        if frame.f_code.co_name == MODULE_CALL:
             variables = frame.f_locals
-            calls.append(RunningCall(variables["self"], variables.get("args", ()), variables.get("kwargs", {})))
+            args, kwargs = variables.get("args", ()), variables.get("kwargs", {})
+            called_modules.append(CalledModule(variables["self"], args, kwargs))
         frame = frame.f_back
-    return calls[::-1]
+    return called_modules[::-1]

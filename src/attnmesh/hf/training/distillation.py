@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attnmesh.errors import KernelError, require
+from attnmesh.errors import KernelError
 from attnmesh.hf.models import unwrap
 from attnmesh.hf.shards import Shards
 from attnmesh.hf.training.batch import per_rank
@@ -28,9 +28,10 @@ class MeshDistillation(MeshRollouts):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        expected, fix = "a model on the mesh", "pass one whose vocabulary is the student's"
-        require(self.teacher_model is not None, KernelError, f"{SUBJECT} teacher_model", expected, "None", fix)
-        settings, meshes = self.args, self.accelerator.replicas.groups
+        if self.teacher_model is None:
+            fix = "pass one whose vocabulary is the student's"
+            raise KernelError(f"{SUBJECT} teacher_model", "a model on the mesh", "None", fix)
+        settings, meshes = self.args, self.accelerator.replicas.num_meshes
         rows = settings.per_device_train_batch_size * meshes * settings.gradient_accumulation_steps
         self._logs = {name: deque(maxlen=rows) for name in self._logs}  # TRL has counted each rank as a process
         self.shards_by_layout: dict[Any, tuple[Shards, MovedRows | None]] = {}
@@ -38,8 +39,8 @@ class MeshDistillation(MeshRollouts):
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator, to which the ranks of a mesh are one process."""
         super().create_accelerator_and_postprocess()
-        fits, expected = not self.accelerator.is_fsdp2, "a student and a teacher that each rank has whole"
-        require(fits, KernelError, SUBJECT, expected, "FSDP2", "use DDP")
+        if self.accelerator.is_fsdp2:
+            raise KernelError(SUBJECT, "a student and a teacher that each rank has whole", "FSDP2", "use DDP")
 
     def get_train_dataloader(self) -> Any:
         """Return the prompts of each mesh."""
@@ -50,13 +51,13 @@ class MeshDistillation(MeshRollouts):
         """Return the loss. TRL calls the models with methods of its own, in which `_get_last_hidden_state` shards."""
         divergence = partial(self._divergence, ROLLOUTS.find(DIVERGENCE))
         replacing = self._replacing(**{DIVERGENCE.split(":")[1]: divergence})
-        with self.calls.active(False), self.accelerator.dealing(), replacing:
+        with self.sharder.active(False), self.accelerator.dealing(), replacing:
             return super().compute_loss(*args, **kwargs)  # type: ignore[misc]
 
     def _get_last_hidden_state(self, model: Any, input_ids: Tensor, attention_mask: Tensor, *_: Any) -> Tensor:
         """Return the last states of this rank's tokens."""
         layers = unwrap(model).base_model
-        with self.calls.active(True, layers):
+        with self.sharder.active(True, layers):
             states = layers(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
         self.shards_by_layout[states.shards.layout, Mesh.of(states.shards.mesh).shape] = states.shards, states.moved
         return states.plain()  # type: ignore[no-any-return]
@@ -72,11 +73,12 @@ class MeshDistillation(MeshRollouts):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the loss, the sum of entropies and the number of tokens, of the whole batch."""
         *heads_of_models, mask, beta = heads
-        given = " and ".join(map(str, self.shards_by_layout))
-        fix = 'leave layout="auto" and shape="auto" out'
+        layouts = [*self.shards_by_layout]
         (shards, moved), *other_shards = self.shards_by_layout.values()
         self.shards_by_layout = {}
-        require(not other_shards, KernelError, SUBJECT, "a student and a teacher with the same shards", given, fix)
+        if other_shards:
+            given, fix = " and ".join(map(str, layouts)), 'leave layout="auto" and shape="auto" out'
+            raise KernelError(SUBJECT, "a student and a teacher with the same shards", given, fix)
         target_mask = pad(mask, (shards.length - 1 - mask.shape[1], 1))  # a token is predicted from the one before it
         target_mask = target_mask if moved is None else moved.batch({"mask": target_mask})["mask"]
         own_mask = shard(target_mask, shards.mesh, layout=shards.layout, dim=1).bool()

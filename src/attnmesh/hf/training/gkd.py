@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attnmesh.errors import KernelError, require
+from attnmesh.errors import KernelError
 from attnmesh.hf.training.batch import per_rank
+from attnmesh.hf.training.batch_sharder import ShardedOutput
 from attnmesh.hf.training.mean_over_mesh import mean_over_ranks
 from attnmesh.hf.training.rollouts import SUBJECT, MeshRollouts
-from attnmesh.hf.training.sharded_calls import ShardedOutput
 from attnmesh.hf.transformers_names import GKD, ROLLOUTS
 
 
@@ -26,7 +26,7 @@ class MeshGKD(MeshRollouts):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run a training step. The ranks of a mesh draw answers in the same steps, from other checkpoints too."""
-        random.setstate(self._gather_rows([random.getstate()])[self.accelerator.replicas.own])
+        random.setstate(self._gather_rows([random.getstate()])[self.accelerator.replicas.mesh_index])
         loss: Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]
         return loss
 
@@ -46,9 +46,10 @@ class MeshGKD(MeshRollouts):
             teacher: ShardedOutput = self.teacher_model.eval()(**batch).logits
         student: ShardedOutput = outputs.logits
         is_same = student.shards == teacher.shards
-        fix = 'leave layout="auto" and shape="auto" out'
-        given = f"{student.shards.layout} and {teacher.shards.layout}"
-        require(is_same, KernelError, SUBJECT, "a student and a teacher with the same shards", given, fix)
+        if not is_same:
+            given = f"{student.shards.layout} and {teacher.shards.layout}"
+            fix = 'leave layout="auto" and shape="auto" out'
+            raise KernelError(SUBJECT, "a student and a teacher with the same shards", given, fix)
         count = (labels != -100).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         options = {"beta": self.beta, "num_items_in_batch": per_rank(count, student.shards.ranks)}
         loss = self.generalized_jsd_loss(student.plain(), teacher.plain(), student.share(labels), **options)

@@ -9,14 +9,14 @@ from typing import Any
 
 from torch import Tensor
 
-from attnmesh.errors import ArgumentError, KernelError, require
+from attnmesh.errors import ArgumentError, KernelError
 from attnmesh.hf.models import SUBJECT
 from attnmesh.hf.shards import COPY_FUNCTIONS, METADATA_FUNCTIONS, VIEW_FUNCTIONS, ShardTensor
 
 COUNT_ALL = "divide their sum by the batch's num_items_in_batch, or call hf.mean_over_mesh(losses, mask, mesh)"
 """Fix in errors about losses that are weighed by one rank's labels."""
 
-SAME_TOKENS = {
+PER_TOKEN_FUNCTIONS = {
     *VIEW_FUNCTIONS,
     *("clamp", "clamp_min", "clip", "masked_fill", "where", "neg", "__neg__", "negative", "mul", "__mul__", "__rmul__"),
     *("multiply", "masked_select", "add", "__add__", "__radd__", "sub", "__sub__", "rsub", "__rsub__", "subtract"),
@@ -46,19 +46,20 @@ class ShardLabels(ShardTensor):
         if name in ("gather", "take_along_dim", "__getitem__") and not isinstance(args[0], ShardLabels):
             return TokenLosses.of(call(), shards=self.shards)
         if name not in ("cross_entropy", "nll_loss"):
-            return self.wrap(call()) if name in SAME_TOKENS else call()
+            return self.wrap(call()) if name in PER_TOKEN_FUNCTIONS else call()
         self.shards.check_all_layers_counted()
         reduction = kwargs.get("reduction", "mean")
         if reduction == "mean":
-            check_even(self)
+            check_even_labels(self)
         loss_type = LossSum if reduction == "sum" else TokenLosses
         return call() if reduction == "mean" else loss_type.of(call(), shards=self.shards)
 
 
-def check_even(labels: ShardTensor) -> None:
+def check_even_labels(labels: ShardTensor) -> None:
     """Raise for a mean over this rank's labels, unless all ranks have equally many."""
-    expected, given = "a loss that weighs the tokens of all ranks equally", "a mean over one rank's tokens"
-    require(labels.shards.even, ArgumentError, f"{SUBJECT} num_items_in_batch", expected, given, COUNT_ALL)
+    if not labels.shards.has_even_labels:
+        expected = "a loss that weighs the tokens of all ranks equally"
+        raise ArgumentError(f"{SUBJECT} num_items_in_batch", expected, "a mean over one rank's tokens", COUNT_ALL)
 
 
 class TokenLosses(ShardTensor):
@@ -67,10 +68,10 @@ class TokenLosses(ShardTensor):
     def dispatch(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result. A mean raises if ranks have unequally many labels."""
         if name in ("mean", "nanmean"):
-            check_even(self)
+            check_even_labels(self)
         if name in ("sum", "nansum"):
             return LossSum.of(call(), shards=self.shards)
-        return self.wrap(call()) if name in SAME_TOKENS else call()
+        return self.wrap(call()) if name in PER_TOKEN_FUNCTIONS else call()
 
 
 class LossSum(ShardTensor):
@@ -96,10 +97,11 @@ class LossSum(ShardTensor):
 
     def _check_own_count(self, count: Any) -> None:
         """Raise for a count that was passed to the model, if it is of one rank's labels."""
-        label_counts, expected = self.shards.label_counts, "the count of the batch"
+        label_counts = self.shards.label_counts
         fits = count >= sum(label_counts) or count not in label_counts
-        given = "the labels of one rank"
-        require(fits, KernelError, f"{SUBJECT} num_items_in_batch", expected, given, COUNT_ALL)
+        if not fits:
+            given = "the labels of one rank"
+            raise KernelError(f"{SUBJECT} num_items_in_batch", "the count of the batch", given, COUNT_ALL)
 
     def _check_divisor(self, divisor: Any) -> None:
         """Raise for a count of labels that is not the batch's: this rank's, or one of all ranks that is not shared."""
@@ -111,7 +113,8 @@ class LossSum(ShardTensor):
         elif divisor in label_counts and divisor * len(label_counts) != sum(label_counts):
             given = "the labels of one rank"
         # Not an ArgumentError: where an operator raises a TypeError, PyTorch computes it in another way.
-        require(not given, KernelError, f"{SUBJECT} num_items_in_batch", "the count of the batch", given, COUNT_ALL)
+        if given:
+            raise KernelError(f"{SUBJECT} num_items_in_batch", "the count of the batch", given, COUNT_ALL)
 
 
 class ItemCount(ShardTensor):

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.core.layout import Contiguous
 from attnmesh.core.partial import sum_dtype
-from attnmesh.errors import ArgumentError, DtypeError, InputError, MeshError, ShapeError, require, type_and_shape
+from attnmesh.errors import ArgumentError, DtypeError, InputError, MeshError, ShapeError, type_and_shape
 from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.shards import ShardTensor
 from attnmesh.mesh.axes import Mesh
@@ -47,25 +47,30 @@ def mean_over_mesh(values: Tensor, mask: Tensor | None, mesh: DeviceMesh | None)
     not_boolean = (counts != counts.bool()).sum()
     own_sums = torch.stack((total.detach(), counts.bool().sum().to(total), not_boolean.to(total)))
     totals = unshard(own_sums[None], mesh, layout=Contiguous(), dim=0).sum(0)
-    expected, given = "True or 1 for tokens that count, False or 0 for others", "other numbers, as labels are"
-    fix = "pass targets != -100, and multiply the values by weights of their own"
-    require(bool(totals[2] == 0), ArgumentError, "mean_over_mesh mask", expected, given, fix)
-    fix = "leave batches without labels out"
-    require(bool(totals[1] > 0), ShapeError, "mean_over_mesh mask", "a token that counts on some rank", "none", fix)
+    if not bool(totals[2] == 0):
+        expected = "True or 1 for tokens that count, False or 0 for others"
+        fix = "pass targets != -100, and multiply the values by weights of their own"
+        raise ArgumentError("mean_over_mesh mask", expected, "other numbers, as labels are", fix)
+    if not bool(totals[1] > 0):
+        fix = "leave batches without labels out"
+        raise ShapeError("mean_over_mesh mask", "a token that counts on some rank", "none", fix)
     return mean_over_ranks(total * Mesh.of(mesh).ranks / totals[1], mesh)
 
 
 def _check(values: Any, counts: Any, ranks: int) -> None:
     """Raise unless there is a value for each token of this rank, and whether it counts."""
     is_float = isinstance(values, Tensor) and values.is_floating_point()
-    fix = "pass losses with reduction='none'"
-    require(is_float, DtypeError, "mean_over_mesh values", "a tensor of floats", type_and_shape(values), fix)
+    if not is_float:
+        fix = "pass losses with reduction='none'"
+        raise DtypeError("mean_over_mesh values", "a tensor of floats", type_and_shape(values), fix)
     fits = isinstance(counts, Tensor) and counts.shape == values.shape
-    expected, fix = f"a tensor of shape {tuple(values.shape)}", "pass one value for each token"
-    require(fits, ShapeError, "mean_over_mesh mask", expected, type_and_shape(counts), fix)
+    if not fits:
+        expected = f"a tensor of shape {tuple(values.shape)}"
+        raise ShapeError("mean_over_mesh mask", expected, type_and_shape(counts), "pass one value for each token")
     ranks_of_values = values.shards.ranks if isinstance(values, ShardTensor) else ranks
-    expected, fix = f"one of {ranks_of_values} ranks, as of the values", "pass the mesh of shard_batch"
-    require(ranks == ranks_of_values, MeshError, "mean_over_mesh mesh", expected, f"one of {ranks}", fix)
+    if ranks != ranks_of_values:
+        expected = f"one of {ranks_of_values} ranks, as of the values"
+        raise MeshError("mean_over_mesh mesh", expected, f"one of {ranks}", "pass the mesh of shard_batch")
 
 
 def mean_over_ranks(loss: Tensor, mesh: DeviceMesh | None) -> Tensor:

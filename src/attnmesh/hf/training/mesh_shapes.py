@@ -6,8 +6,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.core.layout import Layout
 from attnmesh.core.mask import Causal
-from attnmesh.errors import ArgumentError, KernelError, MeshError, require, short
-from attnmesh.hf.models import indexed_layers, is_recurrent, key_heads
+from attnmesh.errors import ArgumentError, KernelError, MeshError, short
+from attnmesh.hf.models import indexed_layer_indices, is_recurrent, key_heads
 from attnmesh.hf.training.batch import AgreedBatch
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import Shape, check_heads_axis, mesh_shapes
@@ -17,17 +17,19 @@ from attnmesh.setup.init_mesh import split_mesh
 Heads = tuple[int, int, int]
 """Query heads, key heads and columns of a head."""
 
-MOST = 4
+MAX_SHAPES = 4
 """Number of shapes that are set up: the shapes that send least under a full mask."""
 
 
 def check_mesh_shape(shape: object, mesh: DeviceMesh | None) -> None:
     """Raise unless `shape` is None, or "auto" beside a mesh of one axis."""
-    fix = 'pass shape="auto", or a mesh of that shape'
-    require(shape in (None, "auto"), ArgumentError, "on_mesh shape", 'None or "auto"', short(shape), fix)
+    if shape not in (None, "auto"):
+        fix = 'pass shape="auto", or a mesh of that shape'
+        raise ArgumentError("on_mesh shape", 'None or "auto"', short(shape), fix)
     axes = 1 if shape is None or mesh is None else mesh.ndim
-    fix = 'slice one axis, as mesh["cp"]'
-    require(axes == 1, MeshError, "on_mesh mesh", 'a mesh of one axis beside shape="auto"', f"{axes} axes", fix)
+    if axes != 1:
+        fix = 'slice one axis, as mesh["cp"]'
+        raise MeshError("on_mesh mesh", 'a mesh of one axis beside shape="auto"', f"{axes} axes", fix)
 
 
 class MeshShapes:
@@ -41,16 +43,15 @@ class MeshShapes:
     def set_up(self, config: Any) -> None:
         """Make the meshes for a model, once, or raise if the mesh does not fit it. All ranks of the world call it."""
         if self.shape is None or self.mesh is None:
-            kv_heads = None if indexed_layers(config) else key_heads(config)  # selected keys reach all ranks
+            kv_heads = None if indexed_layer_indices(config) else key_heads(config)  # selected keys reach all ranks
             if kv_heads is not None:
                 check_heads_axis("on_mesh mesh", Mesh.of(self.mesh).shape, kv_heads)
             return
-        fits = not is_recurrent(config)
-        fix = "leave shape out"
-        require(fits, KernelError, "on_mesh shape", "a model without recurrent layers", config.model_type, fix)
+        if is_recurrent(config):
+            raise KernelError("on_mesh shape", "a model without recurrent layers", config.model_type, "leave shape out")
         if (heads := _heads(config)) in self.meshes:
             return
-        shapes = mesh_shapes(self.mesh.size(), *heads[:2])[:MOST]
+        shapes = mesh_shapes(self.mesh.size(), *heads[:2])[:MAX_SHAPES]
         for shape in shapes:
             if shape not in self.by_shape:
                 self.by_shape[shape] = split_mesh(self.mesh, shape)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from attnmesh.hf.training.batch_sharder import ShardedOutput
 from attnmesh.hf.training.rewards import RewardFunctions
-from attnmesh.hf.training.sharded_calls import ShardedOutput
 from attnmesh.hf.transformers_names import ONLINE_DPO, ROLLOUTS
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from attnmesh.errors import Check, KernelError, ShapeError, UnforeseenError, require
+from attnmesh.errors import Check, KernelError, ShapeError, UnforeseenError
 from attnmesh.hf.generate import synchronize_generators
 from attnmesh.hf.training.rollouts import BY_MESH, ON_ONE_DEVICE, SUBJECT, MeshRollouts, refusal
 
@@ -28,7 +28,7 @@ class RewardFunctions(MeshRollouts):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.ref_model is not None:
-            self.calls.install(self.ref_model)  # FSDP2 shards its weights without `accelerator.prepare`
+            self.sharder.install(self.ref_model)  # FSDP2 shards its weights without `accelerator.prepare`
 
     def _checks(self) -> Iterator[Check]:
         """Yield the checks that a trainer has to pass."""
@@ -44,10 +44,11 @@ class RewardFunctions(MeshRollouts):
         if error is not None:
             raise error
         failure = next((text for text, _ in reports if text), "")
-        fix = "see the error of the rank that raised"
-        require(not failure, UnforeseenError, "reward function", "a reward for each completion", failure, fix)
-        synchronize_generators((self.calls.mesh,), self.accelerator.device)  # a reward may have drawn numbers
-        return reports[self.accelerator.replicas.own][1]
+        if failure:
+            fix = "see the error of the rank that raised"
+            raise UnforeseenError("reward function", "a reward for each completion", failure, fix)
+        synchronize_generators((self.sharder.mesh,), self.accelerator.device)  # a reward may have drawn numbers
+        return reports[self.accelerator.replicas.mesh_index][1]
 
 
 class MeshRewards(RewardFunctions):
@@ -76,15 +77,16 @@ class MeshRewards(RewardFunctions):
 
     def _count_generations(self) -> None:
         """Correct the size of a generation batch: TRL has counted each rank as a process. Raise if groups are cut."""
-        args, meshes = self.args, self.accelerator.replicas.groups
+        args, meshes = self.args, self.accelerator.replicas.num_meshes
         args.generation_batch_size = args.per_device_train_batch_size * meshes * args.steps_per_generation
         sizes = {"per_device_train_batch_size": (args.generation_batch_size, args.num_generations)}
         if args.eval_strategy != "no":
             eval_completions = args.per_device_eval_batch_size * meshes
             sizes["per_device_eval_batch_size"] = eval_completions, args.num_generations_eval or args.num_generations
         for name, (size, group) in sizes.items():
-            expected, fix = f"a multiple of the {group} generations of a prompt", f"raise {name}, which is per mesh"
-            require(size % group == 0, ShapeError, f"{SUBJECT} {name}", expected, f"{size} completions", fix)
+            if size % group:
+                expected, fix = f"a multiple of the {group} generations of a prompt", f"raise {name}, which is per mesh"
+                raise ShapeError(f"{SUBJECT} {name}", expected, f"{size} completions", fix)
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         """Draw completions and compare their rewards, of all meshes."""

@@ -1,7 +1,7 @@
 """Trainers that draw completions of prompts, on a mesh: its ranks have the same ones.
 
 `hf.generate` draws them, with the weights, kernels and caches of the mesh. What TRL computes of completions comes from
-calls of models with whole batches, see `sharded_calls`.
+calls of models with whole batches, see `batch_sharder`.
 """
 
 import sys
@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from transformers import LogitsProcessor, ProcessorMixin, set_seed
 
-from attnmesh.errors import Check, KernelError, require, require_all, short
+from attnmesh.errors import Check, KernelError, require_all, short
 from attnmesh.hf.generate import generate
 from attnmesh.hf.models import unwrap
-from attnmesh.hf.training.sharded_calls import ShardedCalls
+from attnmesh.hf.training.batch_sharder import BatchSharder
 from attnmesh.hf.transformers_names import ACCELERATE, ROLLOUTS
 from attnmesh.runtime.upstream import Upstream
 
@@ -37,7 +37,7 @@ class MeshRollouts:
 
     accelerator: Any
     args: Any
-    calls: ShardedCalls
+    sharder: BatchSharder
     model: Any
     model_wrapped: Any
     processing_class: Any
@@ -51,11 +51,12 @@ class MeshRollouts:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         is_text = not isinstance(self.processing_class, ProcessorMixin)
-        fix = "pass one, and prompts without images"
-        require(is_text, KernelError, f"{SUBJECT} processing_class", "a tokenizer", "a processor of images", fix)
+        if not is_text:
+            fix = "pass one, and prompts without images"
+            raise KernelError(f"{SUBJECT} processing_class", "a tokenizer", "a processor of images", fix)
         if self.own_seed:
-            set_seed(self.args.seed + self.accelerator.replicas.own)  # of processes, which to TRL are the ranks
-        mesh, rank = self.calls.mesh, self.accelerator.state.process_index
+            set_seed(self.args.seed + self.accelerator.replicas.mesh_index)  # of processes, which to TRL are the ranks
+        mesh, rank = self.sharder.mesh, self.accelerator.state.process_index
         first = rank if mesh is None else int(mesh.mesh.flatten()[0])
         self.is_first = rank == first
         self.firsts: list[int] = self.accelerator.gather(torch.tensor(first, device=self.accelerator.device)).tolist()
@@ -67,7 +68,7 @@ class MeshRollouts:
             names.check()
         require_all(self._checks())
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        self.calls.pads_left, self.calls.hides_padding = True, self.hides_padding
+        self.sharder.pads_left, self.sharder.hides_padding = True, self.hides_padding
 
     def _checks(self) -> Iterator[Check]:
         """Yield the checks that a trainer has to pass."""
@@ -85,7 +86,11 @@ class MeshRollouts:
         """Draw completions on the mesh, in this context, by the trained model or another."""
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)  # which DDP has not
         weights = whole_weights(self.model_wrapped, plugin is not None and bool(plugin.reshard_after_forward))
-        with self.calls.active(False), weights, generating_on(self.calls.mesh, unwrap(model or self.model)) as drawn:
+        with (
+            self.sharder.active(False),
+            weights,
+            generating_on(self.sharder.mesh, unwrap(model or self.model)) as drawn,
+        ):
             yield
         self.logprobs = torch.cat(drawn, 1)
 

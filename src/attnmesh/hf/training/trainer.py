@@ -1,7 +1,7 @@
 """Trainers of transformers, and of libraries built on it, on a mesh.
 
 To the trainer the ranks of a mesh are one process, see `accelerator`. A model that it calls computes each batch in
-shards, see `sharded_calls`.
+shards, see `batch_sharder`.
 """
 
 from collections.abc import Callable
@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.core.layout import Layout, Zigzag, check_layout
-from attnmesh.errors import ArgumentError, KernelError, require
+from attnmesh.errors import ArgumentError, KernelError
 from attnmesh.hf.training.accelerator import as_one_process, check_parallelism
+from attnmesh.hf.training.batch_sharder import BatchSharder
 from attnmesh.hf.training.distillation import MeshDistillation
 from attnmesh.hf.training.gkd import MeshGKD
 from attnmesh.hf.training.mesh_shapes import check_mesh_shape
 from attnmesh.hf.training.online_dpo import MeshOnlineDPO
 from attnmesh.hf.training.rewards import MeshRewards
-from attnmesh.hf.training.sharded_calls import ShardedCalls
 from attnmesh.hf.transformers_names import check_trainer
 from attnmesh.mesh.axes import Mesh
 
@@ -60,23 +60,24 @@ def on_mesh(
     """
     from transformers import Trainer
 
-    subject, fix = "on_mesh trainer_class", "pass transformers.Trainer or a subclass of it"
+    subject = "on_mesh trainer_class"
     is_class = isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)
-    require(is_class, ArgumentError, subject, "a subclass of transformers.Trainer", repr(trainer_class), fix)
-    is_on_mesh = issubclass(trainer_class, MeshTrainer)
-    expected, fix = "a trainer without a mesh", "call on_mesh once"
-    require(not is_on_mesh, ArgumentError, subject, expected, repr(trainer_class), fix)
+    if not is_class:
+        fix = "pass transformers.Trainer or a subclass of it"
+        raise ArgumentError(subject, "a subclass of transformers.Trainer", repr(trainer_class), fix)
+    if issubclass(trainer_class, MeshTrainer):
+        raise ArgumentError(subject, "a trainer without a mesh", repr(trainer_class), "call on_mesh once")
     check_trainer(trainer_class)
     bases = _bases_of(trainer_class)
     check_layout("on_mesh layout", layout, auto=True)
     Mesh.of(mesh)
     check_mesh_shape(shape, mesh)
 
-    def calls(self: Any) -> ShardedCalls:
-        return ShardedCalls(mesh, layout, exchange, shape)
+    def sharder(self: Any) -> BatchSharder:
+        return BatchSharder(mesh, layout, exchange, shape)
 
     text = f"`{trainer_class.__name__}` whose batches are computed on a mesh of ranks."
-    fields = {"_make_calls": calls, "__doc__": text}
+    fields = {"_make_sharder": sharder, "__doc__": text}
     return type(f"{trainer_class.__name__}OnMesh", (*bases, trainer_class), fields)
 
 
@@ -84,10 +85,10 @@ def _bases_of(trainer_class: type) -> tuple[type, ...]:
     """Return the first bases of a trainer on a mesh. Raise unless it is served, or a subclass with its user's code."""
     classes = ((base.__name__, package_of(base)) for base in trainer_class.__mro__)
     name, package = next(pair for pair in classes if pair[1] in SERVED)
-    is_served = name in SERVED[package]
-    expected = f"{', '.join(chain(*SERVED.values()))}, or a subclass of one of them"
-    fix = "train with one of these, or in a loop of your own with hf.shard_batch"
-    require(is_served, KernelError, "on_mesh trainer_class", expected, f"{package}.{name}", fix)
+    if name not in SERVED[package]:
+        expected = f"{', '.join(chain(*SERVED.values()))}, or a subclass of one of them"
+        fix = "train with one of these, or in a loop of your own with hf.shard_batch"
+        raise KernelError("on_mesh trainer_class", expected, f"{package}.{name}", fix)
     return SERVED[package][name]
 
 
@@ -103,26 +104,26 @@ class MeshTrainer:
     accelerator: Any
     args: Any
     model: Any
-    _make_calls: Callable[[], ShardedCalls]
+    _make_sharder: Callable[[], BatchSharder]
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator, to which the ranks of a mesh are one process."""
-        self.calls, arguments = self._make_calls(), self.args
+        self.sharder, arguments = self._make_sharder(), self.args
         check_parallelism(arguments.parallelism_config)
         if self.model is not None:
-            self.calls.install(self.model)
+            self.sharder.install(self.model)
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        compiles = bool(arguments.torch_compile)
-        fix = "leave it out"
-        require(not compiles, KernelError, "on_mesh torch_compile", "a model that is not compiled", "True", fix)
+        if arguments.torch_compile:
+            raise KernelError("on_mesh torch_compile", "a model that is not compiled", "True", "leave it out")
         strategy = arguments.train_sampling_strategy
-        deals_to_ranks = strategy == "batch_rebalance" and Mesh.of(self.calls.mesh).ranks > 1
-        expected, fix = "batches that all ranks of a mesh get", 'pass "group_by_length"'
-        require(not deals_to_ranks, KernelError, "on_mesh train_sampling_strategy", expected, repr(strategy), fix)
-        given, fix = "eval_use_gather_object=True", "leave it out: tensors are gathered"
-        fits = not arguments.eval_use_gather_object
-        require(fits, KernelError, "on_mesh", "evaluation that gathers tensors", given, fix)
-        as_one_process(self.accelerator, self.calls)
+        deals_to_ranks = strategy == "batch_rebalance" and Mesh.of(self.sharder.mesh).ranks > 1
+        if deals_to_ranks:
+            expected = "batches that all ranks of a mesh get"
+            raise KernelError("on_mesh train_sampling_strategy", expected, repr(strategy), 'pass "group_by_length"')
+        if arguments.eval_use_gather_object:
+            fix = "leave it out: tensors are gathered"
+            raise KernelError("on_mesh", "evaluation that gathers tensors", "eval_use_gather_object=True", fix)
+        as_one_process(self.accelerator, self.sharder)
         self.gather_function = self.accelerator.gather_for_metrics
 
     def get_train_dataloader(self) -> Any:
@@ -130,25 +131,25 @@ class MeshTrainer:
         loader: Any = super().get_train_dataloader()  # type: ignore[misc]
         seed = getattr(loader, "worker_init_fn", None)  # a loader of a subclass may be of any class
         if isinstance(seed, partial) and "rank" in seed.keywords:
-            loader.worker_init_fn = partial(seed, rank=self.accelerator.replicas.own)
+            loader.worker_init_fn = partial(seed, rank=self.accelerator.replicas.mesh_index)
         return loader
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         """Run a training step on shards."""
-        with self.calls.active(True, model, self.model):
+        with self.sharder.active(True, model, self.model):
             return super().training_step(model, *args, **kwargs)  # type: ignore[misc,no-any-return]
 
     def prediction_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run an evaluation step on shards."""
-        with self.calls.active(True, model, self.model):
+        with self.sharder.active(True, model, self.model):
             return super().prediction_step(model, *args, **kwargs)  # type: ignore[misc]
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate on shards. FSDP2 shards the weights together with an optimizer, in training."""
         fits = not self.accelerator.is_fsdp2 or bool(self.accelerator._models)
-        given = "one before train()"
-        fix = "train first, or pass eval_on_start=True in the arguments"
-        require(fits, KernelError, "evaluate", "a model whose weights train() has sharded", given, fix)
+        if not fits:
+            fix = "train first, or pass eval_on_start=True in the arguments"
+            raise KernelError("evaluate", "a model whose weights train() has sharded", "one before train()", fix)
         return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -170,29 +171,29 @@ class MeshTrainer:
     def get_total_train_batch_size(self, args: Any) -> int:
         """Return the sequences of an optimizer step."""
         total: int = super().get_total_train_batch_size(args)  # type: ignore[misc]
-        return total // Mesh.of(self.calls.mesh).ranks
+        return total // Mesh.of(self.sharder.mesh).ranks
 
     def floating_point_ops(self, inputs: Any) -> float:
         """Return this rank's share of the operations of a batch."""
         operations: float = super().floating_point_ops(inputs)  # type: ignore[misc]
-        return operations / Mesh.of(self.calls.mesh).ranks
+        return operations / Mesh.of(self.sharder.mesh).ranks
 
 
 class MeshPreferences:
     """Base of classes that `on_mesh` returns, before `MeshTrainer`, for trainers with a reference model."""
 
-    calls: ShardedCalls
+    sharder: BatchSharder
     model: Any
     ref_model: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.ref_model is not None:
-            self.calls.install(self.ref_model)  # FSDP2 shards its weights without `accelerator.prepare`
+            self.sharder.install(self.ref_model)  # FSDP2 shards its weights without `accelerator.prepare`
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         """Return a dataset with the log-probabilities of the reference model, computed on shards."""
-        with self.calls.active(True, self.ref_model or self.model):
+        with self.sharder.active(True, self.ref_model or self.model):
             return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc]
 
 

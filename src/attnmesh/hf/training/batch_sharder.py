@@ -40,8 +40,8 @@ SUBJECT = "attnmesh.hf on_mesh"
 """First words of errors of a call with a whole batch."""
 
 
-class ShardedCalls:
-    """Calls of models on a mesh. While `active`, an installed model computes this rank's tokens of a whole batch.
+class BatchSharder:
+    """Hooks that shard batches of models. While `active`, a model computes this rank's tokens of a whole batch.
 
     The gradients of a call are those of `shard_batch`: their mean over the ranks is the gradient on one device.
     """
@@ -77,14 +77,16 @@ class ShardedCalls:
         """Install hooks on a model and on the model inside its wrappers. The outermost that is called shards."""
         inner: Any = unwrap(model)
         is_known = isinstance(inner, PreTrainedModel)
-        expected = "a model of transformers, or one in PEFT, DDP or a compiler"
-        fix = "pass the model inside, or call it with hf.shard_batch(batch, mesh) in a loop of your own"
-        require(is_known, KernelError, "on_mesh", expected, type(inner).__name__, fix)
+        if not is_known:
+            expected = "a model of transformers, or one in PEFT, DDP or a compiler"
+            fix = "pass the model inside, or call it with hf.shard_batch(batch, mesh) in a loop of your own"
+            raise KernelError("on_mesh", expected, type(inner).__name__, fix)
         check_implementation("on_mesh", inner.config)
         self.shapes.set_up(inner.config)
         devices = {*(getattr(inner, "hf_device_map", None) or {}).values()}
-        given, fix = f"a device_map of {len(devices)} devices", "load it without device_map"
-        require(len(devices) < 2, KernelError, "on_mesh", "a model on one device per rank", given, fix)
+        if len(devices) >= 2:
+            given = f"a device_map of {len(devices)} devices"
+            raise KernelError("on_mesh", "a model on one device per rank", given, "load it without device_map")
         # A head of classes picks tokens by input_ids, so only the layers below it run on shards.
         classifies = getattr(inner, "score", None) is not None and inner.get_output_embeddings() is None
         for module in (inner.base_model,) if classifies else (model, inner):
@@ -117,8 +119,9 @@ class ShardedCalls:
         self.moved = MovedRows.of(batch) if self.pads_left else None
         batch = batch if self.moved is None else self.moved.batch(batch)
         for name, value in arguments.items():
-            expected, fix = "text and images", "leave it out, or shard it yourself and call the model with shard_batch"
-            require(not isinstance(value, Tensor), ArgumentError, f"{SUBJECT} {name}", expected, short(value), fix)
+            if isinstance(value, Tensor):
+                fix = "leave it out, or shard it yourself and call the model with shard_batch"
+                raise ArgumentError(f"{SUBJECT} {name}", "text and images", short(value), fix)
         layout = self.layout
         if isinstance(layout, str) and is_recurrent(unwrap(module).config):
             layout = Zigzag()  # a state passes through runs of tokens

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 import attnmesh as am
 import attnmesh.hf as hf
-from attnmesh.hf import shared_experts
-from attnmesh.hf.shared_experts import SharedExperts
+from attnmesh.hf import host_experts
+from attnmesh.hf.host_experts import HostExperts
 from attnmesh.mesh.axes import Axis
 from tests.support.models.tiny_models import Case, build
 from tests.support.needs import needs_library
@@ -28,7 +28,7 @@ PROMPT = torch.randint(2, 90, (1, 37), generator=torch.Generator().manual_seed(0
 
 def shared_model(folder: str, mesh: Any) -> Any:
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="attnmesh").eval()
-    shared_experts.LEAST_EXPERT_BYTES = 0
+    host_experts.LEAST_EXPERT_BYTES = 0
     return hf.share_weights(model, mesh)
 
 
@@ -47,7 +47,7 @@ def answers(folder: str, ranks: int) -> tuple[list[int], Tensor | None, int]:
         return counted
 
     for module in model.modules():
-        if isinstance(shared := vars(module).get("forward"), SharedExperts):
+        if isinstance(shared := vars(module).get("forward"), HostExperts):
             shared.forward = count(shared.forward)
     options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
     tokens = hf.generate(model, PROMPT, mesh=mesh, **options)[0].tolist()
@@ -95,7 +95,7 @@ def choices(given: tuple[list[list[int]], bool]) -> Tensor:
     tokens, index = torch.arange(3 * len(chosen), dtype=torch.float64).view(-1, 3), torch.tensor(chosen)
     weights = torch.linspace(1, 2, index.numel(), dtype=torch.float64).view(index.shape)
     axis = Axis(dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
-    return SharedExperts(forward, axis, lambda: is_shared)(tokens, index, weights)
+    return HostExperts(forward, axis, lambda: is_shared)(tokens, index, weights)
 
 
 @pytest.mark.parametrize(
@@ -113,4 +113,4 @@ def test_any_choice_gives_the_sum_of_one_rank(chosen: list[list[int]], pool: Poo
 def test_experts_are_shared_again_by_a_second_call(tmp_path: Path) -> None:
     build(Case("mixtral", "mixtral"), "eager", torch.float32).save_pretrained(tmp_path)
     model = hf.share_weights(shared_model(str(tmp_path), None), None)
-    assert any(isinstance(vars(module).get("forward"), SharedExperts) for module in model.modules())
+    assert any(isinstance(vars(module).get("forward"), HostExperts) for module in model.modules())

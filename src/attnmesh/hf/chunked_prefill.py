@@ -15,12 +15,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnmesh.comm.host_linear import MAX_SHARED_ROWS
 from attnmesh.core.layout import Contiguous, Layout, Split
-from attnmesh.errors import KernelError, require
+from attnmesh.errors import KernelError
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.families.family import USE_SUPPORTED, family_of
 from attnmesh.hf.images.image_merge import MergedPrompt
-from attnmesh.hf.images.inputs import Pictures
-from attnmesh.hf.images.spans import Chunk, join_chunks_at_spans
+from attnmesh.hf.images.inputs import NO_SHIFT, ImageTokens
+from attnmesh.hf.images.spans import PromptChunk, join_chunks_at_spans
 from attnmesh.hf.latent_states import latent_widths
 from attnmesh.hf.models import is_recurrent
 from attnmesh.hf.recurrent.prepare_recurrent import prepared
@@ -33,7 +33,7 @@ CHUNK = 8192
 LATENT_CHUNK = 1024
 """Tokens per chunk after cached tokens or with padding in latent attention: queries of cached latents are wide."""
 
-SAME_TOKENS = min(MAX_SHARED_ROWS.values())
+REPRODUCIBLE_CHUNK = min(MAX_SHARED_ROWS.values())
 """Tokens of all sequences per chunk, if bits shall not depend on the ranks: the most that shared layers always take."""
 
 
@@ -51,62 +51,64 @@ def left_to_decode(config: PreTrainedConfig) -> int:
     return 2 if family.recurrences and not family.begins_at_zero else 1
 
 
-def chunks_of(cache: ShardedCache, start: int, stop: int, size: int) -> list[Chunk]:
-    """Return chunks of a prompt (first, stop, sharded)."""
+def chunks_of(cache: ShardedCache, start: int, stop: int, size: int) -> list[PromptChunk]:
+    """Return chunks of a prompt."""
     recurrent = is_recurrent(cache.config)
     steps_alone = family_of(cache.config).begins_at_zero
     if cache.reproducible or cache.head_ranks > 1:  # ranks compute the same tokens
         chunks = _split_whole(start, stop, 1 if recurrent and steps_alone else size)
         return [] if recurrent and not steps_alone and stop - start == 1 else chunks
     if recurrent:
-        unit = cache.ranks if cache.shares is None else cache.round
+        unit = cache.ranks if cache.shares is None else cache.round_tokens
         return _split_evenly(start, stop, unit, size, steps_alone)
-    return _split_prompt(start, stop, cache.round, size)
+    return _split_prompt(start, stop, cache.round_tokens, size)
 
 
-def _split_whole(start: int, stop: int, size: int) -> list[Chunk]:
+def _split_whole(start: int, stop: int, size: int) -> list[PromptChunk]:
     """Return chunks which all ranks compute. With a size of 3 or more, none but the only one has a single token.
 
-    >>> _split_whole(0, 9, 4), _split_whole(8, 9, 4)
-    ([(0, 4, False), (4, 7, False), (7, 9, False)], [(8, 9, False)])
+    >>> [tuple(chunk) for chunk in _split_whole(0, 9, 4)]
+    [(0, 4, False), (4, 7, False), (7, 9, False)]
     """
     edges = [*range(start, stop, size), stop]
     if size > 2 and len(edges) > 2 and stop - edges[-2] == 1:
         edges[-2] -= 1
-    return [(first, last, False) for first, last in pairwise(edges)]
+    return [PromptChunk(first, last, False) for first, last in pairwise(edges)]
 
 
-def _split_evenly(start: int, stop: int, unit: int, size: int, steps_alone: bool) -> list[Chunk]:
+def _split_evenly(start: int, stop: int, unit: int, size: int, steps_alone: bool) -> list[PromptChunk]:
     """Return chunks that ranks share, of whole units, and the rest, which all ranks compute.
 
     A unit is one token on each rank, or as many as shares of ranks give whole numbers of tokens.
     The rest is one token at a time with `steps_alone`, and otherwise more than one: then a single token is left out.
 
-    >>> _split_evenly(0, 11, 4, 8, False), _split_evenly(0, 9, 4, 8, False), _split_evenly(0, 10, 4, 8, True)
-    ([(0, 8, True), (8, 11, False)], [(0, 4, True), (4, 9, False)], [(0, 8, True), (8, 9, False), (9, 10, False)])
+    >>> cases = _split_evenly(0, 11, 4, 8, False), _split_evenly(0, 9, 4, 8, False), _split_evenly(0, 10, 4, 8, True)
+    >>> [[tuple(chunk) for chunk in chunks] for chunks in cases]
+    [[(0, 8, True), (8, 11, False)], [(0, 4, True), (4, 9, False)], [(0, 8, True), (8, 9, False), (9, 10, False)]]
     """
     even = (stop - start) // unit * unit
     if not steps_alone and stop - start - even == 1:
         even = max(even - unit, 0)
     size, edge = max(size // unit, 1) * unit, start + even
-    chunks = [(first, last, True) for first, last in pairwise([*range(start, edge, size), edge])]
+    chunks = [PromptChunk(first, last, True) for first, last in pairwise([*range(start, edge, size), edge])]
     if steps_alone:
-        return chunks + [(token, token + 1, False) for token in range(edge, stop)]
-    return chunks + [(edge, stop, False)] * (stop - edge > 1)
+        return chunks + [PromptChunk(token, token + 1, False) for token in range(edge, stop)]
+    return chunks + [PromptChunk(edge, stop, False)] * (stop - edge > 1)
 
 
-def _split_prompt(start: int, stop: int, unit: int, size: int) -> list[Chunk]:
-    """Return chunks (first, stop, sharded). Sharded chunks begin at multiples of `unit`, a full round of blocks.
+def _split_prompt(start: int, stop: int, unit: int, size: int) -> list[PromptChunk]:
+    """Return chunks, of which sharded ones begin at multiples of `unit`, a full round of blocks.
 
-    >>> _split_prompt(0, 100, 32, 64), _split_prompt(20, 100, 32, 100)
-    ([(0, 64, True), (64, 100, True)], [(20, 32, False), (32, 100, True)])
+    >>> cases = _split_prompt(0, 100, 32, 64), _split_prompt(20, 100, 32, 100)
+    >>> [[tuple(chunk) for chunk in chunks] for chunks in cases]
+    [[(0, 64, True), (64, 100, True)], [(20, 32, False), (32, 100, True)]]
     """
     aligned, size = -(-start // unit) * unit, max(size // unit, 1) * unit
     if stop - aligned < unit:
-        return [(start, stop, False)] if stop > start else []
+        return [PromptChunk(start, stop, False)] if stop > start else []
     edges = [*range(aligned, stop - unit + 1, size), stop]
-    head = [(start, aligned, False)] if aligned > start else []
-    return head + [(first, last, True) for first, last in pairwise(edges)]
+    head = [PromptChunk(start, aligned, False)] if aligned > start else []
+    return head + [PromptChunk(first, last, True) for first, last in pairwise(edges)]
 
 
 @dataclass(frozen=True)
@@ -120,9 +122,9 @@ class Prompt:
     """The prompts with images merged; None without images."""
 
     @property
-    def pictures(self) -> Pictures | None:
+    def image_tokens(self) -> ImageTokens | None:
         """Places and digests of the images."""
-        return None if self.merged is None else self.merged.pictures
+        return None if self.merged is None else self.merged.image_tokens
 
     @cached_property
     def token_mask(self) -> Tensor | None:
@@ -134,7 +136,7 @@ class Prompt:
 
         Each prompt may have several sequences.
         """
-        marked = sequences.clone() if self.pictures is None else self.pictures.mark(sequences)
+        marked = sequences.clone() if self.image_tokens is None else self.image_tokens.mark(sequences)
         if self.mask is None:
             return marked
         mask = self.mask.repeat_interleave(len(sequences) // len(self.mask), 0)
@@ -155,14 +157,14 @@ def prefill_chunks(
     model takes no position_ids, the cache is reproducible, or ranks share heads. Models with recurrent layers, which
     need runs of tokens, compute in the contiguous layout, or with unequal shares in a split one.
     """
-    passes = ForwardPasses(model, prompt, cache)
-    while (chunk := passes.next_chunk(size(), None if stop_before is None else stop_before())) is not None:
-        passes.run(chunk)
-        yield chunk[1]
-    passes.finish()
+    prefill = ChunkedPrefill(model, prompt, cache)
+    while (chunk := prefill.next_chunk(size(), None if stop_before is None else stop_before())) is not None:
+        prefill.run(chunk)
+        yield chunk.stop
+    prefill.finish()
 
 
-class ForwardPasses:
+class ChunkedPrefill:
     """The forward passes that fill a cache with a prompt."""
 
     def __init__(self, model: PreTrainedModel, prompt: Prompt, cache: ShardedCache) -> None:
@@ -175,13 +177,13 @@ class ForwardPasses:
         self.end = end + self.again
         self.token_mask = prompt.token_mask
         self.positions = self._positions()
-        self.last = int(self.positions.max())
+        self.last_position = int(self.positions.max())
         self.recurrent = is_recurrent(cache.config)
         decoder = model if merged is None else merged.decoder
         self.in_shards = self.recurrent or "position_ids" in signature(decoder.forward).parameters
-        cache.begin(self.end)
-        cache.images = None if merged is None else merged.pictures.fingerprints
-        cache.shift = (0, 0) if merged is None else merged.shift
+        cache.choose_block(self.end)
+        cache.history.image_fingerprints = None if merged is None else merged.image_tokens.fingerprints
+        cache.history.shift = NO_SHIFT if merged is None else merged.shift
 
     def _positions(self) -> Tensor:
         """Return the position of each token, as the model counts them."""
@@ -192,7 +194,7 @@ class ForwardPasses:
             return (self.token_mask.long().cumsum(1) - 1).masked_fill(~self.token_mask, 0)
         return torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
 
-    def next_chunk(self, size: int, stop_before: int | None) -> Chunk | None:
+    def next_chunk(self, size: int, stop_before: int | None) -> PromptChunk | None:
         """Return the next chunk, of at most `size` tokens; None after the last.
 
         It ends at `stop_before`, unless fewer than two tokens are left to that.
@@ -200,19 +202,19 @@ class ForwardPasses:
         stop = self.end if stop_before is None or stop_before < self.start + 2 else min(self.end, stop_before)
         spans = [] if self.prompt.merged is None else self.prompt.merged.spans
         if self.cache.reproducible:  # models with recurrent layers compute one token by another rule than several
-            size = min(size, max(SAME_TOKENS // len(self.prompt.ids), 3 if self.recurrent else 1))
+            size = min(size, max(REPRODUCIBLE_CHUNK // len(self.prompt.ids), 3 if self.recurrent else 1))
         chunks = join_chunks_at_spans(chunks_of(self.cache, self.start, stop, size), spans)
         return chunks[0] if chunks else None
 
-    def run(self, chunk: Chunk) -> None:
+    def run(self, chunk: PromptChunk) -> None:
         """Run the model on a chunk, and record its tokens in the cache."""
-        first, stop, sharded = chunk
+        first, stop, is_sharded = chunk
         padding = None if self.token_mask is None else self.token_mask[:, first:stop]
         layout = self._layout(stop - first)
         shards = Shards(self.cache.mesh, layout, stop - first, start=first, token_mask=padding, cached=True)
-        self.cache.intact = False
+        self.cache.history.is_consistent = False
         with torch.no_grad(), prepared(self.model) if self.recurrent else nullcontext():
-            self._call(shards, sharded=sharded and self.in_shards)
+            self._call(shards, is_sharded=is_sharded and self.in_shards)
         self._record(stop)
 
     def _layout(self, tokens: int) -> Layout:
@@ -223,31 +225,33 @@ class ForwardPasses:
         is_split = self.cache.shares is not None and tokens % turns[0].period == 0  # else all ranks compute all tokens
         return Split(tuple(turn.count(tokens) for turn in turns)) if is_split else Contiguous()
 
-    def _call(self, shards: Shards, *, sharded: bool) -> None:
+    def _call(self, shards: Shards, *, is_sharded: bool) -> None:
         """Call the model, or its text model, with the tokens of this rank."""
         ids = self.prompt.ids
         merged = self.prompt.merged
         stop = shards.start + shards.length
-        index = shards.positions() if sharded else torch.arange(shards.start, stop, device="cpu")
+        index = shards.positions() if is_sharded else torch.arange(shards.start, stop, device="cpu")
         index = index.to(ids.device)
         mask: Any = None if self.token_mask is None else self.token_mask[:, :stop].long()
-        if sharded:
+        if is_sharded:
             mask = ShardMask.of(torch.ones_like(ids[:, index]), shards=shards)
-        position_ids = ShardPositions.of(self.positions[..., index], shards=shards, last=self.last, whole=not sharded)
+        of_sequence: dict[str, Any] = {"last": self.last_position, "whole": not is_sharded}
+        position_ids = ShardPositions.of(self.positions[..., index], shards=shards, **of_sequence)
         if merged is None:
             run_model(self.model, ids[:, index], position_ids, self.cache, mask)
             return
-        mask = merged.mask(len(index), shards.start, shards if sharded else None) if merged.spans else mask
+        mask = merged.mask(len(index), shards.start, shards if is_sharded else None) if merged.spans else mask
         merged.run(index, attention_mask=mask, position_ids=position_ids, past_key_values=self.cache)
 
     def _record(self, stop: int) -> None:
         """Record that the cache holds the tokens before one. Raise if some layer does not."""
         is_complete = all(layer.get_seq_length() == stop for layer in self.cache.attention_layers)
-        given = f"{type(self.model).__name__}, in which some layers cache no keys"
-        require(is_complete, KernelError, "generate", "a model whose layers all cache their keys", given, USE_SUPPORTED)
-        self.cache.count(stop)
+        if not is_complete:
+            given = f"{type(self.model).__name__}, in which some layers cache no keys"
+            raise KernelError("generate", "a model whose layers all cache their keys", given, USE_SUPPORTED)
+        self.cache.set_length(stop)
         self.cache.tokens = self.prompt.mark(self.prompt.ids)[:, :stop]  # to continue from if a rank is lost
-        self.cache.intact, self.start = True, stop
+        self.cache.history.is_consistent, self.start = True, stop
 
     def finish(self) -> None:
         """Drop the tokens that are computed again."""
@@ -262,15 +266,15 @@ def run_model(
     cache: ShardedCache,
     mask: Tensor | None = None,
     *,
-    last: int = 1,
+    logits_to_keep: int = 1,
 ) -> Tensor:
-    """Run the model on new tokens, and return the logits of the `last` of each row. It computes as few as it can."""
+    """Run the model on new tokens, and return the logits of the last ones of each row. It computes as few as it can."""
     parameters = signature(model.forward).parameters
     name = cache_argument(parameters)
     if name == "cache_params" and mask is not None:  # Mamba takes the mask of the new tokens
         mask = mask[:, -ids.shape[1] :]
-    optional = {"logits_to_keep": last, "position_ids": positions}
+    optional = {"logits_to_keep": logits_to_keep, "position_ids": positions}
     optional = {key: value for key, value in optional.items() if key in parameters}
     output = model(input_ids=ids, attention_mask=mask, use_cache=True, **{name: cache}, **optional)
-    logits: Tensor = output.logits[:, -last:].flatten(0, 1)
+    logits: Tensor = output.logits[:, -logits_to_keep:].flatten(0, 1)
     return logits

@@ -22,7 +22,7 @@ EXPERT_ARGUMENTS = "hidden_states top_k_index top_k_weights", "hidden_states rou
 """Arguments of experts in transformers: tokens, the experts that each has chosen, and their weights."""
 
 
-def experts_of(modules: Iterable[Any]) -> list[nn.Module]:
+def host_experts_of(modules: Iterable[Any]) -> list[nn.Module]:
     """Return the experts that ranks can share among some modules."""
     return [module for module in modules if hasattr(module, "_is_expert_parallel") and _is_shared(module)]
 
@@ -39,7 +39,7 @@ def _is_shared(experts: Any) -> bool:
     return is_whole and sum(weight.nbytes for weight in weights) >= LEAST_EXPERT_BYTES * experts.num_experts
 
 
-class SharedExperts:
+class HostExperts:
     """The forward function of experts, in place of `forward`, which computes them on one rank.
 
     `shares_step` returns whether the ranks share the step that this thread runs.
