@@ -18,7 +18,7 @@ from attnmesh.planner.schemes import (
     doubling,
     lengths,
 )
-from attnmesh.planner.units import in_bytes, in_seconds
+from attnmesh.planner.units import bytes_text, seconds_text
 from attnmesh.planner.workload import Workload
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def _curves(axes: "Axes", points: Points, unit: str, given: int, title: str) -> 
     axes.xaxis.set_major_formatter(lambda value, _: _count(round(value)))
     low, high = axes.get_ylim()
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if high > 1e3 * low else (1.0, 2.0, 5.0), numticks=30))
-    axes.yaxis.set_major_formatter(lambda value, _: in_seconds(value))
+    axes.yaxis.set_major_formatter(lambda value, _: seconds_text(value))
     axes.set_xlabel(unit, color=INK)
     axes.set_ylabel("seconds", color=INK)
     _label(axes, points)
@@ -205,13 +205,13 @@ def _bars(axes: "Axes", best: Schemes, title: str) -> None:
             y = place + offset
             axes.barh(y, size, 0.36, color=SCHEMES[name].colour, alpha=alpha)
             style: dict[str, Any] = {"va": "center", "fontsize": 7.5, "color": FAINT}
-            axes.annotate(f"{in_bytes(size)} {links}", (size, y), (4, 0), textcoords="offset points", **style)
+            axes.annotate(f"{bytes_text(size)} {links}", (size, y), (4, 0), textcoords="offset points", **style)
     axes.set(ylim=(len(best) - 0.4, -0.6), xlim=(0, 1.5 * most_bytes))
     axes.set_yticks(range(len(best)), [_folded(name) for name in best])
     for label, name in zip(axes.get_yticklabels(), best, strict=True):
         label.set(color=SCHEMES[name].colour, fontsize=8.5)
     axes.locator_params("x", nbins=4)
-    axes.xaxis.set_major_formatter(lambda value, _: in_bytes(value) if value else "0")
+    axes.xaxis.set_major_formatter(lambda value, _: bytes_text(value) if value else "0")
     axes.set_xlabel("bytes", color=INK)
 
 

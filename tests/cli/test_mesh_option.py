@@ -7,7 +7,7 @@ import pytest
 from attnmesh.cli.mesh_option import MeshChoice, MeshOptions, choose_mesh
 from attnmesh.errors import ModelError
 from attnmesh.planner.serving import ModelSizes, serving_plans
-from attnmesh.planner.units import in_seconds
+from attnmesh.planner.units import seconds_text
 from attnmesh_command.messages import OptionError
 from attnmesh_command.option_texts import axes_of
 from tests.support.planned import cpus, model_of_cpus
@@ -45,7 +45,7 @@ def test_the_mesh_and_who_computes_are_those_of_the_plan(
     mesh, layers = choose_mesh(MeshOptions(), ranks, 9, 3, lambda: model)
     assert (mesh.shape, mesh.tp, layers.shared) == (plans[0].shape, 1, plans[0].sharding.together)
     assert layers.shared == shared
-    times = [in_seconds(way.seconds) for way in plans[:2]]
+    times = [seconds_text(way.seconds) for way in plans[:2]]
     assert layers.reason == f"{times[0]} a token by the planner, {'whole' if shared else 'shared'} {times[1]}"
 
 

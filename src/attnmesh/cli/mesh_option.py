@@ -13,7 +13,7 @@ from attnmesh.mesh.axes import device_type_of
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.shapes import AXES, Shape, elements, mesh_shapes, share_evenly
 from attnmesh.planner.serving import ModelSizes, ServingPlan, choose_plan, serving_plans, why_not_shared
-from attnmesh.planner.units import in_seconds
+from attnmesh.planner.units import seconds_text
 from attnmesh.setup.init_mesh import everyone
 from attnmesh_command.messages import under_torchrun
 from attnmesh_command.option_texts import TP, axes_of, check_ranks_of_mesh
@@ -121,7 +121,7 @@ def _priced(
     why = why_not_shared(model, cluster)
     if why is not None:
         return plan, LayersChoice(shared=False, reason=why)
-    shared, whole = (in_seconds(choose_plan(ways, ranks, tp, together).seconds) for together in (True, False))
+    shared, whole = (seconds_text(choose_plan(ways, ranks, tp, together).seconds) for together in (True, False))
     seconds, rival = (shared, f"whole {whole}") if plan.sharding.together else (whole, f"shared {shared}")
     return plan, LayersChoice(plan.sharding.together, f"{seconds} a token by the planner, {rival}")
 

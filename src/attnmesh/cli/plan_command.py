@@ -17,10 +17,10 @@ from attnmesh.comm.machine_constants import this_machine
 from attnmesh.core.mask import Causal, Full, Mask, Window
 from attnmesh.errors import ClusterError
 from attnmesh.mesh.cluster import Cluster
-from attnmesh.planner.plan import STAGES, Plan, by
+from attnmesh.planner.plan import STAGES, Plan, shape_text
 from attnmesh.planner.plan import plan as plans_for
 from attnmesh.planner.recurrent import Recurrent
-from attnmesh.planner.units import in_bytes, in_seconds
+from attnmesh.planner.units import bytes_text, seconds_text
 from attnmesh.planner.workload import Workload
 from attnmesh.planner.workload_presets import workload_preset
 from attnmesh_command.messages import printable
@@ -151,8 +151,8 @@ def _print(workload: str | None, plans: Sequence[Plan], report: Path | None, ver
     code = code_to_run(best) if workload is None else enabling_code(best)
     console.print(f"In Python:\n{code}", highlight=False, markup=False, soft_wrap=True)
     if verbose:
-        times = {STAGES[name]: in_seconds(seconds) for name, seconds in best.parts if seconds}
-        console.print(pairs(f"{best.name}: {in_seconds(best.seconds)}", times))
+        times = {STAGES[name]: seconds_text(seconds) for name, seconds in best.parts if seconds}
+        console.print(pairs(f"{best.name}: {seconds_text(best.seconds)}", times))
         console.print(pairs(f"sources of the constants of {machines.name}", dict(machines.sources)))
     if report is not None:
         console.print(f"Written: {printable(str(report))}", highlight=False, markup=False)
@@ -161,17 +161,17 @@ def _print(workload: str | None, plans: Sequence[Plan], report: Path | None, ver
 def _plans_table(plans: Sequence[Plan]) -> Table:
     work, machines = plans[0].workload, plans[0].cluster
     words = {
-        "heads x\nqueries x\nkeys": [by(plan.shape) for plan in plans],
+        "heads x\nqueries x\nkeys": [shape_text(plan.shape) for plan in plans],
         "known as": [plan.known_as for plan in plans],
         "exchange": [plan.exchange for plan in plans],
         "layout": [_layout(plan) for plan in plans],
     }
     figures = {
-        "tile\na host": [by(plan.tile) for plan in plans],
-        "time": [in_seconds(plan.seconds) for plan in plans],
-        "between\nhosts": [in_bytes(plan.bytes.between) for plan in plans],
-        "inside\nhosts": [in_bytes(plan.bytes.inside) for plan in plans],
-        "memory\na rank": [in_bytes(plan.memory) for plan in plans],
+        "tile\na host": [shape_text(plan.tile) for plan in plans],
+        "time": [seconds_text(plan.seconds) for plan in plans],
+        "between\nhosts": [bytes_text(plan.bytes.between) for plan in plans],
+        "inside\nhosts": [bytes_text(plan.bytes.inside) for plan in plans],
+        "memory\na rank": [bytes_text(plan.memory) for plan in plans],
     }
     if 1 in (machines.hosts, machines.ranks):  # one class of links only
         del figures["tile\na host"], figures["between\nhosts" if machines.hosts == 1 else "inside\nhosts"]

@@ -12,7 +12,7 @@ from attnmesh.cli.output import Status, command_line, console, numbered, print_j
 from attnmesh.errors import ClusterError
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.planner.serving import ModelSizes, ServingPlan, choose_plan, over_hosts, serving_plans, why_not_shared
-from attnmesh.planner.units import in_bytes, in_seconds
+from attnmesh.planner.units import bytes_text, seconds_text
 from attnmesh_command.plan_options import PlanOptions
 
 
@@ -79,7 +79,7 @@ def _check_fits(plans: Sequence[ServingPlan], model: ModelSizes, cluster: Cluste
     length = model.workload.length
     if most_tokens < length:
         least_weights = min(plan.weight_bytes for plan in plans)
-        weights = f"{in_bytes(least_weights)} of weights or more on each rank of {in_bytes(cluster.device.memory)}"
+        weights = f"{bytes_text(least_weights)} of weights or more on each rank of {bytes_text(cluster.device.memory)}"
         is_split = model.weights(2, False) < model.weights(1, False)
         fix = "take fewer tokens, or more hosts" if most_tokens else "take more hosts"
         if not most_tokens and not is_split:
@@ -93,18 +93,18 @@ def _plans_table(plans: Sequence[ServingPlan], model: ModelSizes, cluster: Clust
     """Return the ways to spread weights and keys as a table."""
     layers = {
         "layers": [_layers(plan) for plan in plans],
-        "weights\nread": [in_bytes(plan.read_bytes) for plan in plans],
+        "weights\nread": [bytes_text(plan.read_bytes) for plan in plans],
     }
     columns = {
         "mesh": [_mesh(plan) for plan in plans],
-        **(layers if cluster.on_cpus else {"weights\na rank": [in_bytes(plan.weight_bytes) for plan in plans]}),
-        "keys\na rank": [in_bytes(plan.key_bytes) for plan in plans],
+        **(layers if cluster.on_cpus else {"weights\na rank": [bytes_text(plan.weight_bytes) for plan in plans]}),
+        "keys\na rank": [bytes_text(plan.key_bytes) for plan in plans],
         "tokens\nthat fit": [f"{plan.tokens:,}" if plan.tokens else "none" for plan in plans],
         "first\ntoken": [
-            in_seconds(plan.first_token_seconds) if plan.fits and plan.first_token_seconds else "-" for plan in plans
+            seconds_text(plan.first_token_seconds) if plan.fits and plan.first_token_seconds else "-" for plan in plans
         ],
-        "attention": [in_seconds(plan.plan.seconds) if plan.fits else "-" for plan in plans],
-        "a token": [in_seconds(plan.seconds) if plan.fits else "does not fit" for plan in plans],
+        "attention": [seconds_text(plan.plan.seconds) if plan.fits else "-" for plan in plans],
+        "a token": [seconds_text(plan.seconds) if plan.fits else "does not fit" for plan in plans],
     }
     caption = CAPTION + ON_CPUS * cluster.on_cpus
     return numbered(f"{model.workload.title}; {cluster.title}", columns, ["mesh", "layers"], caption)
@@ -131,13 +131,15 @@ def _of_layers(plans: Sequence[ServingPlan], model: ModelSizes, cluster: Cluster
     """Return in a sentence what shared layers save, or why ranks share none."""
     if why := why_not_shared(model, cluster):
         away = over_hosts(model, cluster)
-        whole = in_seconds(choose_plan(plans, cluster.world).seconds)
-        sockets = "" if away is None else f" By sockets a token would take {in_seconds(away.seconds)}, and not {whole}."
+        whole = seconds_text(choose_plan(plans, cluster.world).seconds)
+        sockets = (
+            "" if away is None else f" By sockets a token would take {seconds_text(away.seconds)}, and not {whole}."
+        )
         return f"The ranks do not share layers: {why}.{sockets}"
     joined, apart = (choose_plan(plans, cluster.world, together=wanted) for wanted in (True, False))
     sizes, times = (
         [show(getattr(plan, name)) for plan in (joined, apart)]
-        for show, name in ((in_bytes, "read_bytes"), (in_seconds, "seconds"))
+        for show, name in ((bytes_text, "read_bytes"), (seconds_text, "seconds"))
     )
     return (
         f"Where the ranks share layers, each reads {sizes[0]} of weights for a token, and not {sizes[1]}: "
@@ -149,18 +151,18 @@ def _text(plans: Sequence[ServingPlan], model: ModelSizes, cluster: Cluster, lef
     """Return the best plan in words."""
     best = plans[0]
     work = model.workload
-    token, index = (in_bytes(size / work.kept / work.batch) for size in (work.kept_bytes, work.index_bytes))
+    token, index = (bytes_text(size / work.kept / work.batch) for size in (work.kept_bytes, work.index_bytes))
     index_text = f" and {index} of index keys" if work.selected is not None else ""
     lines = [
-        f"{in_bytes(model.weights(1, False))} of weights; a token of a sequence has {token} of keys and values"
+        f"{bytes_text(model.weights(1, False))} of weights; a token of a sequence has {token} of keys and values"
         f"{index_text}.",
         f"Recommended is {_mesh(best)}: of the ways that fit, a token takes least time. A rank holds "
-        f"{in_bytes(best.weight_bytes)} of weights and {in_bytes(best.key_bytes)} of keys.",
+        f"{bytes_text(best.weight_bytes)} of weights and {bytes_text(best.key_bytes)} of keys.",
     ]
     if cluster.on_cpus and cluster.world > 1:
         lines.append(_of_layers(plans, model, cluster))
     if windowed := left_out.get("with windows"):
-        window_keys = in_bytes(model.windows)
+        window_keys = bytes_text(model.windows)
         lines.append(
             f"Left out is the time of {windowed} layers with windows, which keep {window_keys} of keys on all ranks."
         )

@@ -9,10 +9,10 @@ from attnmesh.cli.output import Status, console, numbered
 from attnmesh.cli.plan_model import config_of, print_record
 from attnmesh.errors import ClusterError
 from attnmesh.mesh.cluster import Cluster
-from attnmesh.planner.plan import by
+from attnmesh.planner.plan import shape_text
 from attnmesh.planner.training import WEIGHT_BYTES, Method, TrainedModel
 from attnmesh.planner.training import training as ways_to_train
-from attnmesh.planner.units import in_bytes, in_seconds
+from attnmesh.planner.units import bytes_text, seconds_text
 from attnmesh_command.plan_options import PlanOptions
 
 
@@ -32,32 +32,32 @@ def print_training(options: PlanOptions, machines: Cluster, workload: dict[str, 
         longest = replace(model.workload, length=max(1, max(way.tokens for way in ways)))
         most_tokens = max(way.tokens for way in price(replace(model, workload=longest)))
         expected = f"at most {most_tokens:,} tokens of a sequence"
-        given = f"{length:,}, beside {in_bytes(best.states)} of weights and optimizer on each rank"
+        given = f"{length:,}, beside {bytes_text(best.states)} of weights and optimizer on each rank"
         fix = FEWER if most_tokens else "leave --ddp and --rollout out" if method.ddp else "take more hosts"
         raise ClusterError("plan for training", expected, given, fix)
     if options.as_json:
-        records = [way._asdict() | {"plan": by(way.plan.shape), "memory": way.memory} for way in ways]
+        records = [way._asdict() | {"plan": shape_text(way.plan.shape), "memory": way.memory} for way in ways]
         sizes = {"parameters": model.parameters, "trained": model.trained, "checkpoint": model.checkpoint_bytes}
         print_record(options, machines, sizes | method._asdict() | {"ways": records})
         return
     inputs = "inputs on\nthe host" if options.offload else "inputs of\nlayers"
     columns = {
         "data x\ncontext": [f"{way.data} x {way.context}" for way in ways],
-        "weights,\noptimizer": [in_bytes(way.states) for way in ways],
-        inputs: [in_bytes(way.host or way.inputs) for way in ways],
-        "one\nlayer": [in_bytes(way.layer) for way in ways],
-        "logits": [in_bytes(way.logits) for way in ways],
-        "keys of\nrollouts": [in_bytes(way.completions) for way in ways],
-        "memory\na rank": [f"{in_bytes(way.memory)}{'!' * (way.tokens < length)}" for way in ways],
+        "weights,\noptimizer": [bytes_text(way.states) for way in ways],
+        inputs: [bytes_text(way.host or way.inputs) for way in ways],
+        "one\nlayer": [bytes_text(way.layer) for way in ways],
+        "logits": [bytes_text(way.logits) for way in ways],
+        "keys of\nrollouts": [bytes_text(way.completions) for way in ways],
+        "memory\na rank": [f"{bytes_text(way.memory)}{'!' * (way.tokens < length)}" for way in ways],
         "tokens\nthat fit": [f"{way.tokens:,}" if way.tokens else "none" for way in ways],
-        "attention": [in_seconds(way.plan.seconds) for way in ways],
+        "attention": [seconds_text(way.plan.seconds) for way in ways],
     }
     if not method.rollout:
         del columns["keys of\nrollouts"]
     states_text = f"{ADAPTER if model.adapter else ALL_TRAINED},\n{ON_EACH if method.ddp else SHARDED}"
     caption = f"{states_text}\n{FUSED if loss == 'fused' else FULL}\n{CAPTION}"
     console.print(numbered(f"{model.workload.title}; {machines.title}", columns, ["data x\ncontext"], caption))
-    shared = f"{best.context} ranks share a sequence, as {by(best.plan.shape)} (heads x queries x keys)"
+    shared = f"{best.context} ranks share a sequence, as {shape_text(best.plan.shape)} (heads x queries x keys)"
     shared = shared if best.context > 1 else "Each rank has sequences of its own"
     lines = [f"{shared}.", f"Sequences at once: {best.data}.", _trained(model)]
     lines += [EXPLAINED] * options.verbose
@@ -68,7 +68,7 @@ def _trained(model: TrainedModel) -> str:
     """Return the weights that are trained, and what is saved of them."""
     kind = "adapter" if model.adapter else "model"
     counts = f"{model.adapter:,} of {model.parameters:,}" if model.adapter else f"all {model.parameters:,}"
-    sizes = in_bytes(model.checkpoint_bytes), in_bytes(model.trained * WEIGHT_BYTES)
+    sizes = bytes_text(model.checkpoint_bytes), bytes_text(model.trained * WEIGHT_BYTES)
     return f"Trained: {counts} parameters.\nSaved: checkpoints of {sizes[0]}, the {kind} alone of {sizes[1]}."
 
 
