@@ -508,7 +508,7 @@ def stand_in(sandbox: Sandbox) -> None:
     replace(probe, run_on_ranks=lambda ranks, function: on(ranks, [LOCAL]), keep_machine=lambda cluster, kind: None)
     replace(commands, run_on_hosts=lambda hosts, function: on(hosts, [LOCAL]))
     replace(plan, plans_for=priced)
-    replace(plan_figure, plan=priced, sizes=lambda c: [(c.hosts, c.ranks)], lengths=lambda n: [n])
+    replace(plan_figure, plan=priced, sizes=lambda c: [(c.hosts, c.ranks)], curve_lengths=lambda n: [n])
     replace(schemes, plan=priced)
     replace(
         plan_page,

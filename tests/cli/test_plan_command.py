@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 import attnmesh as am
 from attnmesh.cli import plan_command
 from attnmesh.cli.plan_page import PagePoints, data, grid_of, page
-from attnmesh.planner.schemes import SCHEMES, best_by_scheme
+from attnmesh.cli.scheme_curves import SCHEME_STYLES
+from attnmesh.planner.schemes import best_by_scheme
 from attnmesh.planner.units import bytes_text, seconds_text
 from attnmesh_command import app, show_errors
 from attnmesh_command.messages import OptionError
@@ -256,7 +257,7 @@ def test_the_command_in_the_json_can_be_typed_again(tmp_path: Path, monkeypatch:
 def test_the_best_of_each_scheme_is_the_fastest(phase: str) -> None:
     work = am.Workload(16, 4, 64, 16384, phase=phase)
     plans, best = am.plan(work, CLUSTER), best_by_scheme(work, CLUSTER)
-    assert {one.known_as for one in plans} == {*best} <= {*SCHEMES}
+    assert {one.known_as for one in plans} == {*best} <= {*SCHEME_STYLES}
     for name, one in best.items():
         assert one.seconds == min(other.seconds for other in plans if other.known_as == name)
     assert next(iter(best.values())) == plans[0]
