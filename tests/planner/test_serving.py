@@ -164,7 +164,7 @@ def test_weights_that_do_not_fit_leave_no_token() -> None:
 
 def test_ranks_that_share_layers_read_their_part_and_exchange_outputs() -> None:
     ways = serving_plans(model_of_cpus(), cpus())
-    together, apart = (choose_plan(ways, 2, together=wanted) for wanted in (True, False))
+    together, apart = (choose_plan(ways, 2, layers_shared=wanted) for wanted in (True, False))
     assert (together.read_bytes, apart.read_bytes) == (101 * 10**6, 201 * 10**6)
     assert together.weight_bytes == apart.weight_bytes == 100_500_000  # both map the pages of one file
     (alone,) = [way for way in ways if way.ranks == 1]
@@ -199,18 +199,18 @@ def test_rows_read_the_experts_that_they_choose(rows: int) -> None:
     distinct = sum(len(draw.unique()) for draw in draws) / len(draws)
     assert experts.read(rows) == pytest.approx(1e6 * distinct, rel=0.01)  # 2,000 draws
     model = replace(model_of_cpus(rows), experts=experts)
-    (apart,) = [way for way in serving_plans(model, cpus(), am.Shape(1, 1, 2)) if way.together == 1]
+    (apart,) = [way for way in serving_plans(model, cpus(), am.Shape(1, 1, 2)) if way.layer_ranks == 1]
     assert apart.read_bytes == pytest.approx(201e6 - 16e6 + experts.read(rows))
     used = 201e6 - 16e6 + 3e6  # of which each row is multiplied by its own
     assert dict(apart.parts)["weights"] == pytest.approx(max(apart.read_bytes / 8e9, 2 * rows * used / 4 / 2.7e10))
-    joined = [way.read_bytes for way in serving_plans(model, cpus(), am.Shape(1, 1, 2)) if way.together == 2]
+    joined = [way.read_bytes for way in serving_plans(model, cpus(), am.Shape(1, 1, 2)) if way.layer_ranks == 2]
     assert joined == ([] if rows > 32 else [pytest.approx(apart.read_bytes - 1e8)])  # experts are read by every rank
 
 
 def test_ranks_that_share_experts_read_their_part_and_exchange_results() -> None:
     experts = Experts(16 * 10**6, 16, 3, shared_layers=4)
     model = replace(model_of_cpus(), experts=experts)
-    (joined,) = [way for way in serving_plans(model, cpus(), am.Shape(1, 1, 2)) if way.together == 2]
+    (joined,) = [way for way in serving_plans(model, cpus(), am.Shape(1, 1, 2)) if way.layer_ranks == 2]
     assert joined.read_bytes == pytest.approx(101e6 - 16e6 + 2e6)  # the busiest rank computes two of three
     assert dict(joined.parts)["results"] == pytest.approx(4 * (16 * 4e-4 + 1e-4 + 3 * 576 * 4 / 2 / 4e9))
 
@@ -222,13 +222,13 @@ def test_outputs_that_do_not_fit_the_boards_are_exchanged_in_pieces() -> None:
 
 def test_many_rows_take_as_long_as_their_products() -> None:
     for rows, seconds in ((1, 201e6 / 8e9), (64, 2 * 64 * 201e6 / 4 / 2.7e10)):
-        way = choose_plan(serving_plans(model_of_cpus(rows), cpus()), 2, together=False)
+        way = choose_plan(serving_plans(model_of_cpus(rows), cpus()), 2, layers_shared=False)
         assert dict(way.parts)["weights"] == pytest.approx(seconds)
 
 
 def test_ranks_that_share_cores_wait_for_one_at_each_merge() -> None:
     model, waiting = model_of_cpus(), replace(cpus(), device=replace(cpus().device, wait=1e-3))
-    plain, waits = (choose_plan(serving_plans(model, each), 2, together=False) for each in (cpus(), waiting))
+    plain, waits = (choose_plan(serving_plans(model, each), 2, layers_shared=False) for each in (cpus(), waiting))
     assert waits.seconds - plain.seconds == pytest.approx(1e-3 * model.workload.layers)
     assert dict(waits.parts)["merge"] - dict(plain.parts)["merge"] == pytest.approx(waits.seconds - plain.seconds)
     assert replace(waiting.device, alone=2.0).of_cores(1.5).wait == 1e-3
@@ -237,12 +237,12 @@ def test_ranks_that_share_cores_wait_for_one_at_each_merge() -> None:
 
 def test_the_fastest_way_is_chosen_and_it_depends_on_the_price_of_an_exchange() -> None:
     slow = replace(cpus(), inside=replace(cpus().inside, short=1e-3))
-    for cluster, together in ((cpus(), 2), (slow, 1)):
+    for cluster, layer_ranks in ((cpus(), 2), (slow, 1)):
         ways = serving_plans(model_of_cpus(), cluster)
         found = choose_plan(ways, 2)
-        assert found.together == together
+        assert found.layer_ranks == layer_ranks
         assert found.seconds == min(way.seconds for way in ways if way.ranks == 2 and way.sharding.tp == 1)
-        assert choose_plan(ways, 2, together=False).together == 1
+        assert choose_plan(ways, 2, layers_shared=False).layer_ranks == 1
         assert found.shape == (1, 2, 1)  # a prompt sends its keys, which are fewer than its queries
 
 
@@ -260,7 +260,7 @@ def test_the_fastest_way_is_chosen_and_it_depends_on_the_price_of_an_exchange() 
 def test_ranks_that_share_no_layers_are_told_why(rows: int, cluster: Cluster, why: str | None) -> None:
     model = model_of_cpus(rows)
     assert why_not_shared(model, cluster) == why
-    assert any(way.sharding.together for way in serving_plans(model, cluster)) == (why is None)
+    assert any(way.sharding.layers_shared for way in serving_plans(model, cluster)) == (why is None)
     assert why_not_shared(replace(model, shared=None), cpus()) == "none of them is a linear layer that ranks can share"
 
 
@@ -283,7 +283,7 @@ def test_a_merge_of_hosts_is_many_small_calls_on_cpus() -> None:
     """A native call merges in a host, and one launch on GPUs."""
     shape, call = am.Shape(1, 1, 2), cpus().device.call
     for cluster, calls in ((cpus(2, 1), 16), (cpus(), 1), (replace(cpus(2, 1), short_collectives="tree"), 1)):
-        (one,) = [way for way in serving_plans(model_of_cpus(), cluster, shape) if way.together == 1]
+        (one,) = [way for way in serving_plans(model_of_cpus(), cluster, shape) if way.layer_ranks == 1]
         link = cluster.between if cluster.hosts > 1 else cluster.inside
         size = 9 * 65 * 4 + 8
         seconds = 30 * (link.merge_latency + size / link.rate + calls * call)
@@ -294,20 +294,22 @@ def test_more_ranks_than_cores_read_from_one_memory() -> None:
     """Two cores read as much, by two ranks or by four; one rank with all cores is one of the ways."""
     crowded = replace(cpus(ranks=4), device=cpus().device.of_cores(0.5))
     two, four = serving_plans(model_of_cpus(), cpus()), serving_plans(model_of_cpus(), crowded)
-    weights = {way.ranks: dict(way.parts)["weights"] for way in (*two, *four) if way.together == 1}
+    weights = {way.ranks: dict(way.parts)["weights"] for way in (*two, *four) if way.layer_ranks == 1}
     assert weights[4] == pytest.approx(2 * weights[2])
     assert weights[1] == pytest.approx(weights[2] / 2)
     alone = [next(way for way in ways if way.ranks == 1) for ways in (two, four)]
     assert alone[0].seconds == pytest.approx(alone[1].seconds)
-    shared = [dict(choose_plan(ways, ranks, together=True).parts)["weights"] for ways, ranks in ((two, 2), (four, 4))]
+    shared = [
+        dict(choose_plan(ways, ranks, layers_shared=True).parts)["weights"] for ways, ranks in ((two, 2), (four, 4))
+    ]
     assert shared[0] == pytest.approx(shared[1], rel=0.01)  # each rank reads 1 MB beside the 200
 
 
 def test_a_given_shape_is_priced_alone() -> None:
-    for shape, together in (((1, 2, 2), 2), ((1, 1, 4), 4)):
+    for shape, layer_ranks in (((1, 2, 2), 2), ((1, 1, 4), 4)):
         found = serving_plans(model_of_cpus(), cpus(ranks=4), am.Shape(*shape))
         assert {one.shape for one in found} == {shape}
-        assert {one.together for one in found} == {1, together}
+        assert {one.layer_ranks for one in found} == {1, layer_ranks}
 
 
 def test_the_shared_layers_of_a_model_are_those_of_its_steps() -> None:

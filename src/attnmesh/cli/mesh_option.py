@@ -50,7 +50,7 @@ class MeshChoice(NamedTuple):
 class LayersChoice(NamedTuple):
     """Choice of who computes the layers of a step: the ranks of a host together, or each of them; and the reason."""
 
-    shared: bool = True
+    layers_shared: bool = True
     reason: str = ""
 
 
@@ -62,7 +62,7 @@ class MeshOptions(NamedTuple):
     dtype: str = "auto"
 
     @property
-    def together(self) -> bool | None:
+    def layers_shared(self) -> bool | None:
         """True if ranks are to share layers; None where the planner chooses."""
         return None if self.weights == "auto" else self.weights == "shared"
 
@@ -113,17 +113,20 @@ def _priced(
     try:
         model = sized()
         ways = serving_plans(model, cluster, shape)
-        plan = choose_plan(ways, ranks, tp, options.together)
+        plan = choose_plan(ways, ranks, tp, options.layers_shared)
     except InputError:
         return None, LayersChoice()
     if tp > 1:
-        return plan, LayersChoice(shared=False)
+        return plan, LayersChoice(layers_shared=False)
     why = why_not_shared(model, cluster)
     if why is not None:
-        return plan, LayersChoice(shared=False, reason=why)
-    shared, whole = (seconds_text(choose_plan(ways, ranks, tp, together).seconds) for together in (True, False))
-    seconds, rival = (shared, f"whole {whole}") if plan.sharding.together else (whole, f"shared {shared}")
-    return plan, LayersChoice(plan.sharding.together, f"{seconds} a token by the planner, {rival}")
+        return plan, LayersChoice(layers_shared=False, reason=why)
+    shared_time, whole_time = (
+        seconds_text(choose_plan(ways, ranks, tp, layers_shared).seconds) for layers_shared in (True, False)
+    )
+    if plan.sharding.layers_shared:
+        return plan, LayersChoice(True, f"{shared_time} a token by the planner, whole {whole_time}")
+    return plan, LayersChoice(False, f"{whole_time} a token by the planner, shared {shared_time}")
 
 
 def _best(ranks: int, tp: int, heads: tuple[int, int], plan: ServingPlan | None) -> tuple[Shape, int, bool, str]:

@@ -124,7 +124,7 @@ Weights read: by a rank for a token. On CPUs its small calls and exchanges count
 
 def _layers(plan: ServingPlan) -> str:
     """Return who computes the layers of a step."""
-    return "shared" if plan.sharding.together else "by tp" if plan.sharding.tp > 1 else "whole"
+    return "shared" if plan.sharding.layers_shared else "by tp" if plan.sharding.tp > 1 else "whole"
 
 
 def _of_layers(plans: Sequence[ServingPlan], model: ModelSizes, cluster: Cluster) -> str:
@@ -136,7 +136,7 @@ def _of_layers(plans: Sequence[ServingPlan], model: ModelSizes, cluster: Cluster
             "" if away is None else f" By sockets a token would take {seconds_text(away.seconds)}, and not {whole}."
         )
         return f"The ranks do not share layers: {why}.{sockets}"
-    joined, apart = (choose_plan(plans, cluster.world, together=wanted) for wanted in (True, False))
+    joined, apart = (choose_plan(plans, cluster.world, layers_shared=wanted) for wanted in (True, False))
     sizes, times = (
         [show(getattr(plan, name)) for plan in (joined, apart)]
         for show, name in ((bytes_text, "read_bytes"), (seconds_text, "seconds"))
@@ -205,7 +205,7 @@ def _plan_record(plan: ServingPlan) -> dict[str, Any]:
         "tp": plan.sharding.tp,
         "shared": plan.sharding.is_joint,
         "shape": list(plan.shape),
-        "sharing": plan.together,
+        "sharing": plan.layer_ranks,
         "weights": plan.weight_bytes,
         "weights_read": plan.read_bytes,
         "keys": plan.key_bytes,

@@ -44,9 +44,9 @@ def load_model(prompt: Prepared, dtype: str, weights: str, *, reproducible: bool
     model = open_model(prompt.path, dtype, device, tp_mesh, prompt.mesh.output, images=images)
     if tp_mesh is not None:
         return Loaded(model, mesh, "shared along tp")
-    shared, why = prompt.layers
+    layers_shared, why = prompt.layers
     alone = mesh is None
-    if weights == "whole" or (weights == "auto" and not reproducible and (alone or not shared)):
+    if weights == "whole" or (weights == "auto" and not reproducible and (alone or not layers_shared)):
         return Loaded(model, mesh, _said(WHOLE_ON_EACH, "" if alone else why))
     try:
         hf.share_weights(model, mesh)

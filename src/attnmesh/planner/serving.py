@@ -72,7 +72,7 @@ class WeightSharding(NamedTuple):
     """Ranks that split the weights."""
     is_joint: bool = False
     """True if the same ranks divide the keys."""
-    together: bool = False
+    layers_shared: bool = False
     """True if the ranks of a host share layers: they compute each one together."""
 
 
@@ -105,9 +105,9 @@ class ServingPlan(NamedTuple):
         return self.shape.ranks * (1 if self.sharding.is_joint else self.sharding.tp)
 
     @property
-    def together(self) -> int:
+    def layer_ranks(self) -> int:
         """Ranks that compute each layer of a step together, by `hf.share_weights`; 1 where each computes it whole."""
-        return max(self.shape) if self.sharding.together else 1
+        return max(self.shape) if self.sharding.layers_shared else 1
 
     @property
     def fits(self) -> bool:
@@ -129,7 +129,7 @@ def serving_plans(model: ModelSizes, cluster: Cluster, shape: Shape | None = Non
     if world > 1 and q_heads % world == 0 and model.workload.latent is None:
         shardings.append(WeightSharding(world, is_joint=True))
     if world > 1 and why_not_shared(model, cluster) is None:
-        shardings.append(WeightSharding(1, together=True))
+        shardings.append(WeightSharding(1, layers_shared=True))
     # The ranks that split weights are a part of each host, or whole hosts.
     shardings = [sharding for sharding in shardings if share_evenly(cluster.ranks, sharding.tp)]
     if shape is not None:
@@ -142,13 +142,15 @@ def serving_plans(model: ModelSizes, cluster: Cluster, shape: Shape | None = Non
     return sorted(plans, key=lambda plan: (not plan.fits, plan.seconds, plan.first_token_seconds or 0.0, -plan.ranks))
 
 
-def choose_plan(plans: Sequence[ServingPlan], ranks: int, tp: int = 1, together: bool | None = None) -> ServingPlan:
+def choose_plan(
+    plans: Sequence[ServingPlan], ranks: int, tp: int = 1, layers_shared: bool | None = None
+) -> ServingPlan:
     """Return the way that is taken for so many ranks: of those with this `tp` the first, which fits and is fastest.
 
-    `together` takes those alone in which ranks share layers, or do not, if there are any.
+    `layers_shared` takes those alone in which ranks share layers, or do not, if there are any.
     """
     fitting = [plan for plan in plans if (plan.ranks, plan.sharding.tp, plan.sharding.is_joint) == (ranks, tp, False)]
-    preferred = [plan for plan in fitting if together in (None, plan.sharding.together)]
+    preferred = [plan for plan in fitting if layers_shared in (None, plan.sharding.layers_shared)]
     return (preferred or fitting)[0]
 
 
@@ -176,7 +178,7 @@ def over_hosts(model: ModelSizes, cluster: Cluster) -> ServingPlan | None:
     one_host = replace(cluster.sized(1, cluster.ranks), inside=cluster.between)
     if why_not_shared(model, one_host) is not None:
         return None
-    return _serving(model, cluster, WeightSharding(1, together=True), None)
+    return _serving(model, cluster, WeightSharding(1, layers_shared=True), None)
 
 
 def _one_rank(cluster: Cluster) -> Cluster:
@@ -191,7 +193,7 @@ def _serving(model: ModelSizes, cluster: Cluster, sharding: WeightSharding, shap
     """Return a way with its price, on this shape of attention or on the best."""
     attention = _attention(model.workload, cluster, sharding, shape)
     shape = shape or _shape_of_prompts(attention, sharding)
-    step, read_bytes = _layers_cost(model, cluster, sharding, max(shape) if sharding.together else 1)
+    step, read_bytes = _layers_cost(model, cluster, sharding, max(shape) if sharding.layers_shared else 1)
     weight_bytes = _held_weight_bytes(model, cluster, sharding)
     key_bytes, tokens = _key_bytes_and_tokens(model, cluster.device.memory - weight_bytes, attention)
     seconds = attention.seconds + step.seconds
@@ -220,7 +222,7 @@ def _attention(work: Workload, cluster: Cluster, sharding: WeightSharding, shape
 
 def _on_one_axis(sharding: WeightSharding) -> bool:
     """Return whether all ranks are along one axis of attention."""
-    return sharding.is_joint or sharding.together
+    return sharding.is_joint or sharding.layers_shared
 
 
 def _held_weight_bytes(model: ModelSizes, cluster: Cluster, sharding: WeightSharding) -> int:
@@ -237,21 +239,21 @@ def _key_bytes_and_tokens(model: ModelSizes, memory: float, attention: Plan) -> 
     return key_bytes, max(0, int(free * work.kept / key_bytes))
 
 
-def _layers_cost(model: ModelSizes, cluster: Cluster, sharding: WeightSharding, together: int) -> tuple[Cost, float]:
+def _layers_cost(model: ModelSizes, cluster: Cluster, sharding: WeightSharding, layer_ranks: int) -> tuple[Cost, float]:
     """Return the cost of the layers of a step beside attention, and the bytes of weights that a rank reads.
 
-    So many ranks compute each layer together.
+    `layer_ranks` compute each layer together.
     """
     total = Cost()
     rows = model.rows
     itemsize = model.workload.itemsize
     read_bytes = used_bytes = float(model.weights(sharding.tp, sharding.is_joint))
     share = read_bytes / model.weights(1, False)  # a rank's part of the experts, too
-    if together > 1 and model.shared is not None:
-        read_bytes = used_bytes = read_bytes - model.shared.weights * (together - 1) / together
-        add_outputs(model.shared, together, rows, cluster, total)
+    if layer_ranks > 1 and model.shared is not None:
+        read_bytes = used_bytes = read_bytes - model.shared.weights * (layer_ranks - 1) / layer_ranks
+        add_outputs(model.shared, layer_ranks, rows, cluster, total)
     if (experts := model.experts) is not None:
-        ranks = together if experts.shared_layers else 1
+        ranks = layer_ranks if experts.shared_layers else 1
         read_bytes -= (experts.weights - experts.read(rows, ranks)) * share
         used_bytes -= (experts.weights - experts.used / ranks) * share
         if ranks > 1:
