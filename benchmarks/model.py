@@ -273,8 +273,10 @@ def foretold(model: ModelSizes, cluster: Cluster, shape: Shape, merge: str, laye
     if layers_shared and why_not_shared(model, cluster) is not None:
         return None
     way = choose_plan(serving_plans(model, cluster, shape), shape.ranks, layers_shared=layers_shared)
-    steps = [one for one in plan(way.plan.workload, cluster) if one.shape.heads == shape.heads]
-    return way.seconds - way.plan.seconds + next((one for one in steps if one.exchange == merge), way.plan).seconds
+    attention = way.attention_plan
+    steps = [one for one in plan(attention.workload, cluster) if one.shape.heads == shape.heads]
+    merged = next((one for one in steps if one.exchange == merge), attention)
+    return way.seconds - attention.seconds + merged.seconds
 
 
 def _shares(model: Any, mesh: Any) -> bool:

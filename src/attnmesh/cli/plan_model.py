@@ -64,7 +64,7 @@ def print_serving(options: PlanOptions, machines: Cluster, workload: dict[str, A
         console.print(_text(plans, model, machines, left_out), highlight=False, markup=False)
         console.print(_commands(name, plans[0], machines), highlight=False, markup=False, soft_wrap=True)
         return
-    sizes = {"weights": model.weights(1, False), "windows": model.windows, "left_out": left_out}
+    sizes = {"weights": model.rank_weight_bytes(1, False), "windows": model.window_bytes, "left_out": left_out}
     print_record(options, machines, sizes | {"ways": [_plan_record(plan) for plan in plans]})
 
 
@@ -80,7 +80,7 @@ def _check_fits(plans: Sequence[ServingPlan], model: ModelSizes, cluster: Cluste
     if most_tokens < length:
         least_weights = min(plan.weight_bytes for plan in plans)
         weights = f"{bytes_text(least_weights)} of weights or more on each rank of {bytes_text(cluster.device.memory)}"
-        is_split = model.weights(2, False) < model.weights(1, False)
+        is_split = model.rank_weight_bytes(2, False) < model.rank_weight_bytes(1, False)
         fix = "take fewer tokens, or more hosts" if most_tokens else "take more hosts"
         if not most_tokens and not is_split:
             fix = "take devices with more memory: the model's plan in transformers does not split its weights"
@@ -103,7 +103,7 @@ def _plans_table(plans: Sequence[ServingPlan], model: ModelSizes, cluster: Clust
         "first\ntoken": [
             seconds_text(plan.first_token_seconds) if plan.fits and plan.first_token_seconds else "-" for plan in plans
         ],
-        "attention": [seconds_text(plan.plan.seconds) if plan.fits else "-" for plan in plans],
+        "attention": [seconds_text(plan.attention_plan.seconds) if plan.fits else "-" for plan in plans],
         "a token": [seconds_text(plan.seconds) if plan.fits else "does not fit" for plan in plans],
     }
     caption = CAPTION + ON_CPUS * cluster.on_cpus
@@ -154,15 +154,15 @@ def _text(plans: Sequence[ServingPlan], model: ModelSizes, cluster: Cluster, lef
     token, index = (bytes_text(size / work.kept / work.batch) for size in (work.kept_bytes, work.index_bytes))
     index_text = f" and {index} of index keys" if work.selected is not None else ""
     lines = [
-        f"{bytes_text(model.weights(1, False))} of weights; a token of a sequence has {token} of keys and values"
-        f"{index_text}.",
+        f"{bytes_text(model.rank_weight_bytes(1, False))} of weights; a token of a sequence has {token} of keys and "
+        f"values{index_text}.",
         f"Recommended is {_mesh(best)}: of the ways that fit, a token takes least time. A rank holds "
         f"{bytes_text(best.weight_bytes)} of weights and {bytes_text(best.key_bytes)} of keys.",
     ]
     if cluster.on_cpus and cluster.world > 1:
         lines.append(_of_layers(plans, model, cluster))
     if windowed := left_out.get("with windows"):
-        window_keys = bytes_text(model.windows)
+        window_keys = bytes_text(model.window_bytes)
         lines.append(
             f"Left out is the time of {windowed} layers with windows, which keep {window_keys} of keys on all ranks."
         )
@@ -186,7 +186,7 @@ def _commands(name: str, best: ServingPlan, cluster: Cluster) -> str:
 
 def _launch_command(command: str, name: str, plan: ServingPlan, cluster: Cluster) -> str:
     """Return a command that runs a way; on several hosts, the one to type on each."""
-    kv = "" if plan.plan.workload.storage is None else f" --kv {plan.plan.workload.storage}"
+    kv = "" if plan.attention_plan.workload.storage is None else f" --kv {plan.attention_plan.workload.storage}"
     start = "attnmesh"
     if plan.ranks > cluster.ranks:
         ranks = f"--nnodes {cluster.hosts} --nproc-per-node {cluster.ranks}"
@@ -194,7 +194,7 @@ def _launch_command(command: str, name: str, plan: ServingPlan, cluster: Cluster
         start = f"torchrun {ranks} --rdzv-backend c10d --rdzv-endpoint HEAD:29500{restarts} \\\n    -m attnmesh"
     model = "MODEL" if name.endswith(".json") else shlex.quote(name)
     mesh = f" --mesh {_mesh(plan)}" if plan.ranks > 1 else ""
-    shares = "" if plan.plan.shares is None else f" --shares {','.join(map(str, plan.plan.shares))}"
+    shares = "" if plan.attention_plan.shares is None else f" --shares {','.join(map(str, plan.attention_plan.shares))}"
     return f"{start} {command} --model {model}{mesh}{shares}{kv}"
 
 
@@ -210,7 +210,7 @@ def _plan_record(plan: ServingPlan) -> dict[str, Any]:
         "weights_read": plan.read_bytes,
         "keys": plan.key_bytes,
         "tokens": plan.tokens,
-        "attention_seconds": plan.plan.seconds,
+        "attention_seconds": plan.attention_plan.seconds,
         "seconds": plan.seconds,
         "parts": dict(plan.parts),
         "first_token_seconds": plan.first_token_seconds,

@@ -40,27 +40,27 @@ class ModelSizes:
 
     Args:
         workload: The decode step of its attention layers, all heads. Its length is the number of cached tokens.
-        hidden: Columns of a token between layers.
+        hidden_size: Columns of a token between layers.
         layers: All layers.
-        weights: Returns the bytes of weights of a rank, from the ranks that split them, and whether these are the ranks
-            that divide the keys.
-        windows: Bytes that layers with windows keep, on all ranks together. They do not grow with the length.
-        active: Weights that one token of a prompt is multiplied by; None if it is not known.
+        rank_weight_bytes: Returns the bytes of weights of a rank, from the ranks that split them, and whether these are
+            the ranks that divide the keys.
+        window_bytes: Bytes that layers with windows keep, on all ranks together. They do not grow with the length.
+        active_parameters: Weights that one token of a prompt is multiplied by; None if it is not known.
         shared: The layers that ranks of a host can compute together; None without any.
         experts: The experts of its layers; None without any, or if it is not known how many a token takes.
     """
 
     workload: Workload
-    hidden: int
+    hidden_size: int
     layers: int
-    weights: Callable[[int, bool], int]
-    windows: int = 0
-    active: int | None = None
+    rank_weight_bytes: Callable[[int, bool], int]
+    window_bytes: int = 0
+    active_parameters: int | None = None
     shared: SharedLayers | None = None
     experts: Experts | None = None
 
     @property
-    def rows(self) -> int:
+    def step_tokens(self) -> int:
         """Tokens of a step."""
         return self.workload.batch * (self.workload.q_len or 1)
 
@@ -82,7 +82,7 @@ class ServingPlan(NamedTuple):
     sharding: WeightSharding
     shape: Shape
     """Ranks along the axes of attention. A step is the same along queries and keys, a prompt is not."""
-    plan: Plan
+    attention_plan: Plan
     """Attention of the ranks that divide the keys."""
     weight_bytes: int
     """Bytes of weights that a rank holds: of pages of a file that several map, its part."""
@@ -112,7 +112,7 @@ class ServingPlan(NamedTuple):
     @property
     def fits(self) -> bool:
         """True if the planned length fits."""
-        return self.tokens >= self.plan.workload.length
+        return self.tokens >= self.attention_plan.workload.length
 
 
 def serving_plans(model: ModelSizes, cluster: Cluster, shape: Shape | None = None) -> list[ServingPlan]:
@@ -156,7 +156,7 @@ def choose_plan(
 
 def why_not_shared(model: ModelSizes, cluster: Cluster) -> str | None:
     """Return why ranks cannot share the layers of a step, or None if they can."""
-    shared, rows = model.shared, model.rows
+    shared, tokens = model.shared, model.step_tokens
     if not cluster.on_cpus:
         return "GPUs split weights by tp"
     if shared is None:
@@ -165,7 +165,7 @@ def why_not_shared(model: ModelSizes, cluster: Cluster) -> str | None:
         return "ranks of several hosts share no memory"
     if cluster.ranks > shared.most_ranks:
         return f"at most {shared.most_ranks} ranks of a host share memory"
-    return f"steps of at most {shared.most_rows} rows are shared" if rows > shared.most_rows else None
+    return f"steps of at most {shared.most_tokens} rows are shared" if tokens > shared.most_tokens else None
 
 
 def over_hosts(model: ModelSizes, cluster: Cluster) -> ServingPlan | None:
@@ -196,11 +196,17 @@ def _serving(model: ModelSizes, cluster: Cluster, sharding: WeightSharding, shap
     step, read_bytes = _layers_cost(model, cluster, sharding, max(shape) if sharding.layers_shared else 1)
     weight_bytes = _held_weight_bytes(model, cluster, sharding)
     key_bytes, tokens = _key_bytes_and_tokens(model, cluster.device.memory - weight_bytes, attention)
-    seconds = attention.seconds + step.seconds
-    parts = (*attention.parts, *step.parts.items())
-    first_token = _first_token_seconds(model, cluster, sharding, attention, shape)
     return ServingPlan(
-        sharding, shape, attention, weight_bytes, read_bytes, key_bytes, tokens, seconds, parts, first_token
+        sharding=sharding,
+        shape=shape,
+        attention_plan=attention,
+        weight_bytes=weight_bytes,
+        read_bytes=read_bytes,
+        key_bytes=key_bytes,
+        tokens=tokens,
+        seconds=attention.seconds + step.seconds,
+        parts=(*attention.parts, *step.parts.items()),
+        first_token_seconds=_first_token_seconds(model, cluster, sharding, attention, shape),
     )
 
 
@@ -228,14 +234,14 @@ def _on_one_axis(sharding: WeightSharding) -> bool:
 def _held_weight_bytes(model: ModelSizes, cluster: Cluster, sharding: WeightSharding) -> int:
     """Return the bytes of weights that a rank holds. Ranks of CPUs that load whole weights map the same pages."""
     maps = cluster.on_cpus and sharding.tp == 1
-    return ceil(model.weights(sharding.tp, sharding.is_joint) / (cluster.ranks if maps else 1))
+    return ceil(model.rank_weight_bytes(sharding.tp, sharding.is_joint) / (cluster.ranks if maps else 1))
 
 
 def _key_bytes_and_tokens(model: ModelSizes, memory: float, attention: Plan) -> tuple[float, int]:
     """Return the bytes of keys on a rank, and the most tokens of each sequence that fit in what weights leave."""
     work, ranks = attention.workload, attention.shape.ranks
     key_bytes = (work.kept_bytes + work.index_bytes) / ranks
-    free = memory - model.windows / ranks - work.state_bytes
+    free = memory - model.window_bytes / ranks - work.state_bytes
     return key_bytes, max(0, int(free * work.kept / key_bytes))
 
 
@@ -245,23 +251,23 @@ def _layers_cost(model: ModelSizes, cluster: Cluster, sharding: WeightSharding, 
     `layer_ranks` compute each layer together.
     """
     total = Cost()
-    rows = model.rows
+    tokens = model.step_tokens
     itemsize = model.workload.itemsize
-    read_bytes = used_bytes = float(model.weights(sharding.tp, sharding.is_joint))
-    share = read_bytes / model.weights(1, False)  # a rank's part of the experts, too
+    read_bytes = used_bytes = float(model.rank_weight_bytes(sharding.tp, sharding.is_joint))
+    share = read_bytes / model.rank_weight_bytes(1, False)  # a rank's part of the experts, too
     if layer_ranks > 1 and model.shared is not None:
-        read_bytes = used_bytes = read_bytes - model.shared.weights * (layer_ranks - 1) / layer_ranks
-        add_outputs(model.shared, layer_ranks, rows, cluster, total)
+        read_bytes = used_bytes = read_bytes - model.shared.weight_bytes * (layer_ranks - 1) / layer_ranks
+        add_outputs(model.shared, layer_ranks, tokens, cluster, total)
     if (experts := model.experts) is not None:
-        ranks = layer_ranks if experts.shared_layers else 1
-        read_bytes -= (experts.weights - experts.read(rows, ranks)) * share
-        used_bytes -= (experts.weights - experts.used / ranks) * share
+        ranks = layer_ranks if experts.shareable_layers else 1
+        read_bytes -= (experts.weight_bytes - experts.read_bytes(tokens, ranks)) * share
+        used_bytes -= (experts.weight_bytes - experts.token_bytes / ranks) * share
         if ranks > 1:
-            add_results(experts, ranks, rows * experts.chosen * model.hidden * itemsize, cluster, total)
-    add_weights(read_bytes, used_bytes, rows, itemsize, cluster, total)
+            add_results(experts, ranks, tokens * experts.per_token * model.hidden_size * itemsize, cluster, total)
+    add_weights(read_bytes, used_bytes, tokens, itemsize, cluster, total)
     add_small_calls(model.layers, cluster, total)
     if sharding.tp > 1:
-        reduced = rows * model.hidden * itemsize
+        reduced = tokens * model.hidden_size * itemsize
         group = _group(sharding, cluster)
         total.add_stage("all-reduces", ALL_REDUCES * model.layers * all_reduce_seconds(group, reduced, cluster))
     return total, read_bytes
@@ -291,19 +297,19 @@ def _first_token_seconds(
     model: ModelSizes, cluster: Cluster, sharding: WeightSharding, step: Plan, shape: Shape
 ) -> float | None:
     """Return the seconds of a prompt: products with weights at attention's rate, attention, and all-reduces."""
-    if model.active is None or step.workload.selected is not None:
+    if model.active_parameters is None or step.workload.selected is not None:
         return None
     work = replace(step.workload, phase="prefill", q_len=None, storage=None)
     tokens = work.batch * work.length
     world = cluster.world
     ways = [way for way in all_ways(work, step.cluster) if way.shape == shape]
     seconds = min(cost(way, work, step.cluster).seconds for way in ways)
-    seconds += FLOPS * model.active * tokens / world / cluster.device.forward_rate
+    seconds += FLOPS * model.active_parameters * tokens / world / cluster.device.forward_rate
     if sharding.tp > 1:
         group = _group(sharding, cluster)
         links = (cluster.inside.rate, cluster.between.host_rate)  # a long message leaves by all cards of a host
         rate = links[0] if group.ranks <= cluster.ranks else links[1] if group.ranks_per_host == 1 else min(links)
-        transfer = 2 * (group.ranks - 1) / world * tokens * model.hidden * work.itemsize / rate
+        transfer = 2 * (group.ranks - 1) / world * tokens * model.hidden_size * work.itemsize / rate
         seconds += ALL_REDUCES * model.layers * (transfer + all_reduce_seconds(group, 0, cluster))
     return seconds
 
