@@ -29,7 +29,7 @@ from attnmesh.hf.tensor_parallel import rank_weights
 from attnmesh.hf.transformers_names import Conv1D
 from attnmesh.planner.selected import Selected
 from attnmesh.planner.serving import ModelSizes
-from attnmesh.planner.training import TrainedModel
+from attnmesh.planner.training import TrainingSizes
 from attnmesh.planner.workload import Workload
 
 
@@ -75,31 +75,37 @@ def model_size(config: PreTrainedConfig, dtype: str = "bfloat16", **workload: An
     )
 
 
-def training_size(config: PreTrainedConfig, lora: int = 0, **workload: Any) -> TrainedModel:
+def training_size(config: PreTrainedConfig, lora: int = 0, **workload: Any) -> TrainingSizes:
     """Return the sizes of a model that is trained, or of one with an adapter of rank `lora` on all linear layers.
 
     >>> from transformers import LlamaConfig
     >>> sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     >>> config = LlamaConfig(vocab_size=100, intermediate_size=128, **sizes)
-    >>> training_size(config, length=1000, phase="training").parameters
+    >>> training_size(config, length=1000, phase="training").model_parameters
     86848
-    >>> training_size(config, 8, length=1000, phase="training").adapter
+    >>> training_size(config, 8, length=1000, phase="training").adapter_parameters
     16384
     """
     model = model_size(config, **workload)
     config = config.get_text_config(decoder=True)
     experts = getattr(config, "num_experts_per_tok", None) or 1
     widths = (getattr(config, name, None) for name in ("moe_intermediate_size", "intermediate_size"))
-    inner = experts * next(filter(None, widths), 4 * config.hidden_size)
-    parameters = model.rank_weight_bytes(1, False) // model.workload.itemsize
     fits = lora <= config.hidden_size
     fix = "take a smaller one, such as 16"
     require(fits, ModelError, "lora", f"a rank up to the model's width, {config.hidden_size}", f"{lora:,}", fix)
-    sizes = model.layers, model.hidden_size, inner, config.vocab_size, parameters
-    return TrainedModel(model.workload, *sizes, _adapter(config, lora) if lora else 0, config.tie_word_embeddings)
+    return TrainingSizes(
+        workload=model.workload,
+        layers=model.layers,
+        hidden_size=model.hidden_size,
+        intermediate_size=experts * next(filter(None, widths), 4 * config.hidden_size),
+        vocab_size=config.vocab_size,
+        model_parameters=model.rank_weight_bytes(1, False) // model.workload.itemsize,
+        adapter_parameters=_adapter_parameters(config, lora) if lora else 0,
+        tied=config.tie_word_embeddings,
+    )
 
 
-def _adapter(config: PreTrainedConfig, rank: int) -> int:
+def _adapter_parameters(config: PreTrainedConfig, rank: int) -> int:
     """Return the numbers of an adapter on all linear layers but the output head: "all-linear" of peft."""
     skeleton = _skeleton(config, "bfloat16")
     head = skeleton.get_output_embeddings()
