@@ -16,9 +16,9 @@ from attnmesh.planner.units import bytes_text, seconds_text
 from attnmesh_command.plan_options import PlanOptions
 
 
-def print_record(options: PlanOptions, machines: Cluster, figures: dict[str, Any]) -> None:
+def print_record(options: PlanOptions, cluster: Cluster, figures: dict[str, Any]) -> None:
     """Print the command, the cluster and the figures of a plan as JSON."""
-    print_json({"command": command_line("attnmesh plan", asdict(options)), "cluster": machines.record(), **figures})
+    print_json({"command": command_line("attnmesh plan", asdict(options)), "cluster": cluster.record(), **figures})
 
 
 def config_of(name: str) -> Any:
@@ -31,41 +31,41 @@ def config_of(name: str) -> Any:
     return open_config(locate(name))
 
 
-def model_of(name: str, workload: dict[str, Any]) -> tuple[ModelSizes, Any]:
+def model_of(name: str, workload_options: dict[str, Any]) -> tuple[ModelSizes, Any]:
     """Return the sizes of a model, and its configuration."""
     from attnmesh.hf.model_size import model_size
 
     config = config_of(name)
-    return model_size(config, **workload), config
+    return model_size(config, **workload_options), config
 
 
 def warn_of_length(config: Any, length: int) -> None:
     """Warn if a model has fewer positions than there are tokens."""
-    longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if longest is not None and length > longest:
-        given = f"{length:,} tokens are more than the model's {longest:,} positions"
+    max_context = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if max_context is not None and length > max_context:
+        given = f"{length:,} tokens are more than the model's {max_context:,} positions"
         fix = "plan for fewer, or scale the rope in config.json and raise max_position_embeddings there"
         print_message(f"[bold yellow]warning:[/] {given}, and generate refuses them. Fix: {fix}.")
 
 
-def print_serving(options: PlanOptions, machines: Cluster, workload: dict[str, Any]) -> None:
+def print_serving(options: PlanOptions, cluster: Cluster, workload_options: dict[str, Any]) -> None:
     """Print the ways to spread a model's weights and keys. Raise if the tokens fit in none."""
     from attnmesh.hf.model_size import other_layers
 
     name = options.model or ""
-    model, config = model_of(name, workload)
+    model, config = model_of(name, workload_options)
     left_out = other_layers(config)
     with Status("pricing"):
-        plans = serving_plans(model, machines)
-    _check_fits(plans, model, machines)
+        plans = serving_plans(model, cluster)
+    _check_fits(plans, model, cluster)
     warn_of_length(config, model.workload.length)
     if not options.as_json:
-        console.print(_plans_table(plans, model, machines))
-        console.print(_text(plans, model, machines, left_out), highlight=False, markup=False)
-        console.print(_commands(name, plans[0], machines), highlight=False, markup=False, soft_wrap=True)
+        console.print(_plans_table(plans, model, cluster))
+        console.print(_text(plans, model, cluster, left_out), highlight=False, markup=False)
+        console.print(_commands(name, plans[0], cluster), highlight=False, markup=False, soft_wrap=True)
         return
     sizes = {"weights": model.rank_weight_bytes(1, False), "windows": model.window_bytes, "left_out": left_out}
-    print_record(options, machines, sizes | {"ways": [_plan_record(plan) for plan in plans]})
+    print_record(options, cluster, sizes | {"ways": [_plan_record(plan) for plan in plans]})
 
 
 def _mesh(plan: ServingPlan) -> str:
@@ -92,7 +92,7 @@ def _check_fits(plans: Sequence[ServingPlan], model: ModelSizes, cluster: Cluste
 def _plans_table(plans: Sequence[ServingPlan], model: ModelSizes, cluster: Cluster) -> Table:
     """Return the ways to spread weights and keys as a table."""
     layers = {
-        "layers": [_layers(plan) for plan in plans],
+        "layers": [_layer_mode(plan) for plan in plans],
         "weights\nread": [bytes_text(plan.read_bytes) for plan in plans],
     }
     columns = {
@@ -122,12 +122,12 @@ Layers: shared, each rank computes a part of each layer; whole, each computes al
 Weights read: by a rank for a token. On CPUs its small calls and exchanges count."""
 
 
-def _layers(plan: ServingPlan) -> str:
+def _layer_mode(plan: ServingPlan) -> str:
     """Return who computes the layers of a step."""
     return "shared" if plan.sharding.layers_shared else "by tp" if plan.sharding.tp > 1 else "whole"
 
 
-def _of_layers(plans: Sequence[ServingPlan], model: ModelSizes, cluster: Cluster) -> str:
+def _sharing_sentence(plans: Sequence[ServingPlan], model: ModelSizes, cluster: Cluster) -> str:
     """Return in a sentence what shared layers save, or why ranks share none."""
     if why := why_not_shared(model, cluster):
         away = over_hosts(model, cluster)
@@ -160,7 +160,7 @@ def _text(plans: Sequence[ServingPlan], model: ModelSizes, cluster: Cluster, lef
         f"{bytes_text(best.weight_bytes)} of weights and {bytes_text(best.key_bytes)} of keys.",
     ]
     if cluster.on_cpus and cluster.world > 1:
-        lines.append(_of_layers(plans, model, cluster))
+        lines.append(_sharing_sentence(plans, model, cluster))
     if windowed := left_out.get("with windows"):
         window_keys = bytes_text(model.window_bytes)
         lines.append(
@@ -168,9 +168,9 @@ def _text(plans: Sequence[ServingPlan], model: ModelSizes, cluster: Cluster, lef
         )
     if recurrent := left_out.get("recurrent"):
         lines.append(f"Left out are {recurrent} recurrent layers, whose states do not grow with the length.")
-    longest = max(plans, key=lambda plan: plan.tokens)
-    if longest.tokens > best.tokens:
-        lines.append(f"Most tokens fit with {_mesh(longest)}: {longest.tokens:,}.")
+    longest_plan = max(plans, key=lambda plan: plan.tokens)
+    if longest_plan.tokens > best.tokens:
+        lines.append(f"Most tokens fit with {_mesh(longest_plan)}: {longest_plan.tokens:,}.")
     return "\n".join(lines)
 
 

@@ -88,7 +88,7 @@ def chosen_exchange(
     cluster, tile = cluster_and_tile_of(mesh, device)
     layout, work = costing_inputs(dtype, sizes, problem, latent, backward=latent is None)
     ways = [Way(problem.shape, tile, layout, name) for name in EXCHANGES]
-    return EXCHANGES[fastest_way(ways, work, cluster).exchange]
+    return EXCHANGES[fastest_way(ways, work, cluster).exchange_or_merge]
 
 
 def costing_inputs(

@@ -66,7 +66,7 @@ def chosen_way(
     shapes = (mesh.shape, tile), (_turned(mesh.shape), _turned(tile))
     ways = [Way(*shape, layout, name) for shape, name in product(shapes, names)]
     fastest = fastest_way(ways, work, cluster)
-    return mesh if fastest.shape == mesh.shape else turned(mesh), fastest.exchange
+    return mesh if fastest.shape == mesh.shape else turned(mesh), fastest.exchange_or_merge
 
 
 def turned(mesh: Mesh) -> Mesh:

@@ -145,7 +145,7 @@ def decode_cost(way: Way, workload: Workload, cluster: Cluster) -> Cost:
     )
     product_seconds = 2 * rows * tokens * sum(workload.cached_widths) / device.forward_rate
     total.add_stage("kernel", device.call + max(read_seconds, product_seconds))
-    merge = MERGES[way.exchange]
+    merge = MERGES[way.exchange_or_merge]
     if merge.pattern is Pattern.COLLECTIVE:
         add_agreement(way, cluster, total)
     if group.ranks > 1:

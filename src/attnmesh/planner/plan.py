@@ -27,7 +27,7 @@ from attnmesh.setup.init_mesh import init_plan_mesh
 MAX_RANKS = 2048
 """Most ranks that `plan` takes. Pricing all ways takes half a minute there."""
 
-BLOCK = 16
+CACHE_BLOCK = 16
 """Tokens of a cache block, as in `KVCache` by default."""
 
 
@@ -209,8 +209,8 @@ class Plan:
         return f"{bytes_text(self.bytes.between)} between hosts and {bytes_text(self.bytes.inside)} inside hosts"
 
     def _summary(self) -> str:
-        stage, longest = max(self.parts, key=lambda part: part[1])
-        share = longest / self.seconds if self.seconds else 0.0
+        stage, longest_seconds = max(self.parts, key=lambda part: part[1])
+        share = longest_seconds / self.seconds if self.seconds else 0.0
         memory = f"{bytes_text(self.memory)} of its {bytes_text(self.cluster.device.memory)} of memory"
         return (
             f"{self.name} ({self.known_as}): {seconds_text(self.seconds)}, of which {share:.0%} {STAGES[stage]}. "
@@ -298,12 +298,22 @@ def plan(workload: Workload, cluster: Cluster, *, progress: Callable[[int, int],
     ways = list(all_ways(workload, cluster))
     plans = []
     for number, way in enumerate(ways, 1):
-        shape, tile, layout, exchange = way
         price = cost(way, workload, cluster)
-        sent_bytes = Bytes(price.inside, price.between)
-        parts = tuple(price.parts.items())
-        figures = price.seconds, sent_bytes, price.messages, price.memory, parts
-        plans.append(Plan(shape, exchange, layout, tile, *figures, workload, cluster))
+        plans.append(
+            Plan(
+                shape=way.shape,
+                exchange=way.exchange_or_merge,
+                layout=way.layout,
+                tile=way.tile,
+                seconds=price.seconds,
+                bytes=Bytes(price.inside, price.between),
+                messages=price.messages,
+                memory=price.memory,
+                parts=tuple(price.parts.items()),
+                workload=workload,
+                cluster=cluster,
+            )
+        )
         if progress is not None:
             progress(number, len(ways))
     fitting = [plan for plan in plans if _fits(plan)]
@@ -342,7 +352,7 @@ def layouts_for(workload: Workload, shape: Shape, cluster: Cluster) -> list[Layo
     """
     if workload.phase == "decode":
         shares = cluster.shares(workload.kept_bytes) if shape.keys == cluster.world else ()
-        return [*cache_layouts(BLOCK, shares)]
+        return [*cache_layouts(CACHE_BLOCK, shares)]
     layouts = balanced_layouts(workload.mask, shape)
     return [layout for layout in layouts if not (workload.recurrent and isinstance(layout, Packed))]
 
