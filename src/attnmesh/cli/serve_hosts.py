@@ -20,7 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from attnmesh.cli.launch import RankError
+from attnmesh.cli.launch import LaunchError
 from attnmesh.errors import ClusterError, require
 from attnmesh.runtime.processes import RunningProcess
 
@@ -66,7 +66,7 @@ class TorchrunRanks:
             published.unlink(missing_ok=True)
         if not self.agent.is_alive():
             os.kill(os.getpid(), SIGTERM)  # no other ranks will come
-        raise RankError("ranks were lost")
+        raise LaunchError("ranks were lost")
 
     def kill(self, *, again: bool = False) -> None:
         """End torchrun, which ends the ranks; with `again` rank 0 alone, after which torchrun starts all of them."""
