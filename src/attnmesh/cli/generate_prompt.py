@@ -11,7 +11,7 @@ import torch.distributed as dist
 from attnmesh.cli.launch import leaving_tidily
 from attnmesh.cli.mesh_option import LayersChoice, MeshChoice, MeshOptions, choose_mesh
 from attnmesh.cli.output import Status
-from attnmesh.errors import InputError, ModelError, require
+from attnmesh.errors import InputError, ModelError
 from attnmesh.planner.serving import ModelSizes
 from attnmesh_command.messages import under_torchrun
 from attnmesh_command.option_texts import read_prompt
@@ -234,6 +234,5 @@ def _check_length(tokens: int, new_tokens: int, max_context: int | None) -> None
         fix = f"pass --max-new-tokens {max_context - tokens} or less" if tokens < max_context // 2 else fix
         given = f"{tokens} and {new_tokens} new ones"
         raise ModelError("prompt", f"at most {max_context} tokens, the model's context", given, fix)
-    require(
-        tokens > 0, ModelError, "prompt", "at least one token", "none by this tokenizer", "check the tokenizer's files"
-    )
+    if not tokens:
+        raise ModelError("prompt", "at least one token", "none by this tokenizer", "check the tokenizer's files")

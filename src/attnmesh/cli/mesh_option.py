@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from attnmesh.comm.machine_constants import this_machine
 from attnmesh.comm.topology import cluster_and_tile_of
-from attnmesh.errors import InputError, MeshError, require
+from attnmesh.errors import InputError, MeshError
 from attnmesh.mesh.axes import device_type_of
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.shapes import AXES, Shape, elements, mesh_shapes, share_evenly
@@ -81,9 +81,10 @@ def choose_mesh(
         return MeshChoice(Shape(1, 1, joint), 1, joint > 1, "as --mesh says"), LayersChoice()
     tp = sizes.get(TP, 1)
     tp_divides = ranks % tp == 0 and q_heads % tp == 0 and share_evenly(kv_heads, tp)
-    given = f"{options.mesh} on {ranks} ranks, with {q_heads}/{kv_heads} heads"
-    fix = "take another number, or give the ranks to the keys axis"
-    require(tp_divides, MeshError, "--mesh", "a tp that divides the ranks and the heads", given, fix)
+    if not tp_divides:
+        given = f"{options.mesh} on {ranks} ranks, with {q_heads}/{kv_heads} heads"
+        fix = "take another number, or give the ranks to the keys axis"
+        raise MeshError("--mesh", "a tp that divides the ranks and the heads", given, fix)
     heads = (q_heads // tp, max(1, kv_heads // tp))
     shape = Shape(*(sizes.get(axis, 1) for axis in AXES)) if sizes.keys() - {TP} else None
     if shape is not None and heads[1] % shape.heads:

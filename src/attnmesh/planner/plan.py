@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.core.layout import Layout, Packed, Striped
-from attnmesh.errors import ClusterError, require
+from attnmesh.errors import ClusterError
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.exchange_cost import balanced_layouts
 from attnmesh.mesh.merges import MERGES
@@ -289,12 +289,13 @@ def plan(workload: Workload, cluster: Cluster, *, progress: Callable[[int, int],
     >>> best.shape, best.exchange
     (Shape(heads=8, queries=1, keys=16), 'direct')
     """
-    fits = isinstance(workload, Workload) and isinstance(cluster, Cluster)
-    given = f"{type(workload).__name__} and {type(cluster).__name__}"
-    fix = "call plan(Workload(...), Cluster.preset(...))"
-    require(fits, ClusterError, "plan", "a Workload and a Cluster", given, fix)
-    expected, fix = f"a cluster of at most {MAX_RANKS:,} ranks", "plan for a part of it, with Cluster.sized"
-    require(cluster.world <= MAX_RANKS, ClusterError, "plan", expected, f"{cluster.world:,}", fix)
+    if not (isinstance(workload, Workload) and isinstance(cluster, Cluster)):
+        given = f"{type(workload).__name__} and {type(cluster).__name__}"
+        fix = "call plan(Workload(...), Cluster.preset(...))"
+        raise ClusterError("plan", "a Workload and a Cluster", given, fix)
+    if cluster.world > MAX_RANKS:
+        expected, fix = f"a cluster of at most {MAX_RANKS:,} ranks", "plan for a part of it, with Cluster.sized"
+        raise ClusterError("plan", expected, f"{cluster.world:,}", fix)
     ways = list(all_ways(workload, cluster))
     plans = []
     for number, way in enumerate(ways, 1):

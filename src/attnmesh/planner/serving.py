@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import NamedTuple
 
-from attnmesh.errors import ClusterError, require
+from attnmesh.errors import ClusterError
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.merge_cost import MergeGroup, all_reduce_seconds
 from attnmesh.mesh.shapes import Shape, elements, share_evenly
@@ -135,8 +135,9 @@ def serving_plans(model: ModelSizes, cluster: Cluster, shape: Shape | None = Non
     if shape is not None:
         shardings = [sharding for sharding in shardings if shape.ranks * sharding.tp == world and not sharding.is_joint]
     plans = [_serving(model, cluster, sharding, shape) for sharding in shardings]
-    given = f"{q_heads}/{kv_heads} heads on {world}"
-    require(bool(plans), ClusterError, "plan", "ranks that divide the heads", given, "take another number of ranks")
+    if not plans:
+        given, fix = f"{q_heads}/{kv_heads} heads on {world}", "take another number of ranks"
+        raise ClusterError("plan", "ranks that divide the heads", given, fix)
     if cluster.hosts == 1 < world and shape is None:
         plans.append(_serving(model, _one_rank(cluster), WeightSharding(1), None))
     return sorted(plans, key=lambda plan: (not plan.fits, plan.seconds, plan.first_token_seconds or 0.0, -plan.ranks))

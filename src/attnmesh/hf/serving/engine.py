@@ -137,8 +137,8 @@ class Engine:
             expected = f"at most {context}"
             require(fits, ArgumentError, f"{SUBJECT} max_model_len", expected, max_model_len, "leave it out")
             speculation = Speculation.of(self.model, speculate, draft, draft_tokens)
-        limits = max_model_len, context, cache_options.get("capacity")
-        self.max_context = min((limit for limit in limits if limit is not None), default=None)
+        context_limits = max_model_len, context, cache_options.get("capacity")
+        self.max_context = min((limit for limit in context_limits if limit is not None), default=None)
         ends = self.model.generation_config.eos_token_id if tokens_end is None else tokens_end
         self.ends = frozenset(() if ends is None else (ends,) if isinstance(ends, int) else ends)
         self.grammars = grammars
