@@ -31,8 +31,15 @@ def generate(options: GenerateOptions) -> None:
     world = enter_world(options.ranks, options.mesh)
     with Status("reading the prompt") as status:
         prompt_options = PromptOptions(options.prompt, options.prompt_file, options.raw, tuple(options.image or ()))
-        arguments = options.model, prompt_options, options.max_new_tokens, world, mesh_options(options), status
-        model, prompt = prepare_prompt(*arguments, revision=options.revision)
+        model, prompt = prepare_prompt(
+            options.model,
+            prompt_options,
+            options.max_new_tokens,
+            world,
+            mesh_options(options),
+            status,
+            revision=options.revision,
+        )
         request = GenerateRequest(
             model=model if options.stop else model.for_ranks,  # ranks find stop strings with the tokenizer
             prompt=prompt,

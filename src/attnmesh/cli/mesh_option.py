@@ -96,7 +96,7 @@ def choose_mesh(
         plan, layers = _priced(options, ranks, sized, tp, shape)
     if shape is not None:
         return MeshChoice(shape, tp, False, "as --mesh says"), layers
-    return MeshChoice(*_best(ranks // tp, tp, heads, plan)), layers
+    return _best(ranks // tp, tp, heads, plan), layers
 
 
 def cluster_here(ranks: int) -> Cluster:
@@ -130,17 +130,18 @@ def _priced(
     return plan, LayersChoice(False, f"{whole_time} a token by the planner, shared {shared_time}")
 
 
-def _best(ranks: int, tp: int, heads: tuple[int, int], plan: ServingPlan | None) -> tuple[Shape, int, bool, str]:
+def _best(ranks: int, tp: int, heads: tuple[int, int], plan: ServingPlan | None) -> MeshChoice:
     """Return the mesh of the planner's way, or else the one that sends least in prefill, and the reason."""
     shapes = mesh_shapes(ranks, *heads, training=False)
     shape = shapes[0] if plan is None else plan.shape
     rivals = [rival for rival in shapes if rival != shape]
     if not rivals:
-        reason = "" if tp == 1 else "as --mesh says"
-        return shape, tp, False, reason if ranks == 1 else f"no other shape serves {heads[0]}/{heads[1]} heads"
+        if ranks > 1:
+            return MeshChoice(shape, tp, False, f"no other shape serves {heads[0]}/{heads[1]} heads")
+        return MeshChoice(shape, tp, False, "" if tp == 1 else "as --mesh says")
     sent, rival_sent = (sum(elements(mesh, *heads, training=False)) for mesh in (shape, rivals[0]))
     rival_mesh = MeshChoice(rivals[0], tp, False, "")
     if sent > rival_sent:
-        return shape, tp, False, f"a new token takes least time so; a prompt sends least with {rival_mesh}"
+        return MeshChoice(shape, tp, False, f"a new token takes least time so; a prompt sends least with {rival_mesh}")
     times = f"{rival_sent / sent:.1f} times"
-    return shape, tp, False, f"a prompt sends least so; with {rival_mesh} it sends {times} as much"
+    return MeshChoice(shape, tp, False, f"a prompt sends least so; with {rival_mesh} it sends {times} as much")

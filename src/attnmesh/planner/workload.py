@@ -149,18 +149,18 @@ class Workload:
     @property
     def one_layer(self) -> LayerWork:
         """Attention of one layer, in training or prefill."""
-        widths = (self.head_dim, self.value_width)
-        selected = None if self.selected is None else self.selected.tokens
-        sizes: dict[str, Any] = {
-            "length": self.length,
-            "itemsize": self.itemsize,
-            "mask": self.mask,
-            "batch": self.batch,
-        }
-        backward = self.phase == "training"
-        latent = self.latent
         return LayerWork(
-            self.q_heads, self.kv_heads, *widths, **sizes, backward=backward, latent=latent, selected=selected
+            q_heads=self.q_heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            value_dim=self.value_width,
+            length=self.length,
+            itemsize=self.itemsize,
+            mask=self.mask,
+            batch=self.batch,
+            backward=self.phase == "training",
+            latent=self.latent,
+            selected=None if self.selected is None else self.selected.tokens,
         )
 
     @property
