@@ -220,15 +220,15 @@ def bench_model(
     run.step("reading the prompt")
     world = world_of(ranks, hosts)
     count = ranks_of(world)
-    prepared = prepare_prompt(
+    model_on_mesh, prompt_tokens = prepare_prompt(
         model, PromptOptions(prompt, prompt_file), max_new_tokens, count, MeshOptions(mesh), run.status
     )
-    fits = prepared.mesh.tp == 1 and not prepared.mesh.is_joint
+    fits = model_on_mesh.mesh.tp == 1 and not model_on_mesh.mesh.is_joint
     require(fits, MeshError, "--mesh", "axes of attention, without tp", mesh, "use attnmesh generate for tp")
-    run.step(f"{len(prepared.ids):,} tokens on one process, then on {count} ranks by several merges")
-    run.report.set(prompt_tokens=len(prepared.ids))
-    sizes = prepared.mesh.shape, prepared.heads, chunk
-    request = model_bench.Request(prepared.path, prepared.ids, max_new_tokens, *sizes)
+    run.step(f"{len(prompt_tokens.ids):,} tokens on one process, then on {count} ranks by several merges")
+    run.report.set(prompt_tokens=len(prompt_tokens.ids))
+    sizes = model_on_mesh.mesh.shape, model_on_mesh.heads, chunk
+    request = model_bench.Request(model_on_mesh.path, prompt_tokens.ids, max_new_tokens, *sizes)
     cluster = model_bench.rows(request, torch.get_num_threads(), world, run.table("rows"), rounds, alone=alone)
     run.report.set(cluster=cluster.record())
     rows = run.tables["rows"]
@@ -236,7 +236,7 @@ def bench_model(
     run.report.set(same_tokens=same)
     run.code = 0 if same else 1
     verdict = "All contenders return the same tokens." if same else "[bold red]The contenders return different tokens."
-    return [tables.model_table(rows, len(prepared.ids)), verdict]
+    return [tables.model_table(rows, len(prompt_tokens.ids)), verdict]
 
 
 STORAGE_EXPLAINED = """\
@@ -342,13 +342,13 @@ def bench_rows(
     from benchmarks import rows as rows_bench
 
     run.step("reading the model")
-    prepared = prepare_prompt(
+    model_on_mesh, prompt_tokens = prepare_prompt(
         model, PromptOptions(pages()[: 12 * tokens], raw=True), 64, ranks, MeshOptions(), run.status
     )
     counts = counts_of("--requests", requests)
     run.step(f"{requests} requests on {ranks} ranks")
-    sizes = prepared.ids[: 4 * tokens // 3], prepared.mesh.shape, prepared.heads
-    request = rows_bench.Request(prepared.path, *sizes, counts, rounds)
+    sizes = prompt_tokens.ids[: 4 * tokens // 3], model_on_mesh.mesh.shape, model_on_mesh.heads
+    request = rows_bench.Request(model_on_mesh.path, *sizes, counts, rounds)
     rows_bench.rows(request, torch.get_num_threads(), run.table("rows"))
     rows = run.tables["rows"]
     same = all(row.same_tokens for row in rows)
@@ -406,10 +406,10 @@ def bench_speculate(
     from benchmarks import speculate as speculate_bench
 
     run.step("reading the model")
-    prepared = find_model(model, ranks, MeshOptions(), run.status)
+    model_on_mesh = find_model(model, ranks, MeshOptions(), run.status)
     counts = counts_of("--clients", clients)
     request = speculate_bench.Request(
-        prepared.path, prepared.mesh.shape, prepared.heads, counts, new, rounds, speculate, draft
+        model_on_mesh.path, model_on_mesh.mesh.shape, model_on_mesh.heads, counts, new, rounds, speculate, draft
     )
     speculate_bench.rows(request, torch.get_num_threads(), run.table("rows"))
     rows = run.tables["rows"]
@@ -510,12 +510,14 @@ def bench_faults(
 
     run.step("reading the model")
     world = ranks_of(world_of(ranks, None))
-    prepared = prepare_prompt(
+    model_on_mesh, prompt_tokens = prepare_prompt(
         model, PromptOptions(" a" * tokens, raw=True), max_new_tokens, world, MeshOptions(), run.status
     )
-    ids = prepared.ids[:tokens]
+    ids = prompt_tokens.ids[:tokens]
     run.step(f"{len(ids):,} tokens on {ranks} ranks: a prefill, then steps, checkpoints and recoveries")
-    request = faults_bench.Request(prepared.path, ids, max_new_tokens, prepared.mesh.shape, prepared.heads, rounds)
+    request = faults_bench.Request(
+        model_on_mesh.path, ids, max_new_tokens, model_on_mesh.mesh.shape, model_on_mesh.heads, rounds
+    )
     faults_bench.rows(request, torch.get_num_threads(), run.table("rows"))
     return [rows_table(run.tables["rows"], f"{ranks} ranks, milliseconds: median [quartiles]")]
 

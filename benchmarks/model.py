@@ -268,13 +268,15 @@ def _outputs_sent(outputs: Sequence[int], axis: Axis, turns: int) -> list[float]
     return seconds
 
 
-def foretold(model: ModelSizes, cluster: Cluster, shape: Shape, merge: str, together: bool) -> float | None:
+def foretold(model: ModelSizes, cluster: Cluster, shape: Shape, merge: str, layers_shared: bool) -> float | None:
     """Return the seconds of a token by the planner, with this merge; None where ranks cannot share layers."""
-    if together and why_not_shared(model, cluster) is not None:
+    if layers_shared and why_not_shared(model, cluster) is not None:
         return None
-    way = choose_plan(serving_plans(model, cluster, shape), shape.ranks, together=together)
-    steps = [one for one in plan(way.plan.workload, cluster) if one.shape.heads == shape.heads]
-    return way.seconds - way.plan.seconds + next((one for one in steps if one.exchange == merge), way.plan).seconds
+    way = choose_plan(serving_plans(model, cluster, shape), shape.ranks, layers_shared=layers_shared)
+    attention = way.attention_plan
+    steps = [one for one in plan(attention.workload, cluster) if one.shape.heads == shape.heads]
+    merged = next((one for one in steps if one.exchange == merge), attention)
+    return way.seconds - attention.seconds + merged.seconds
 
 
 def _shares(model: Any, mesh: Any) -> bool:

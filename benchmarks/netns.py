@@ -29,13 +29,14 @@ import torch.distributed as dist
 
 from attnmesh.cli.launch import (
     TIMEOUT,
-    RankDeath,
-    RankError,
+    LaunchError,
+    ProcessDeath,
+    RankWork,
     Send,
+    collect_results,
     leaving_tidily,
-    perform,
-    results,
     run_on_ranks,
+    run_work,
 )
 from attnmesh.errors import ClusterError
 from attnmesh_command.shared_options import check_ranks
@@ -150,8 +151,8 @@ def run_on_hosts(
         try:
             pipes = _accept(door, init, hosts, folder, end)
             for pipe in pipes:
-                pipe.send((function, arguments, on_message is not None))
-            return results(pipes, lambda rank: _death(rank, folder), on_message, end - time.monotonic())
+                pipe.send(RankWork(function, arguments, sends=on_message is not None))
+            return collect_results(pipes, lambda rank: _death(rank, folder), on_message, end - time.monotonic())
         finally:
             init.kill()  # ends all processes of its namespaces
             init.wait()
@@ -251,14 +252,14 @@ def _accept(door: socket.socket, init: subprocess.Popen[bytes], hosts: Hosts, fo
             pipes[pipe.recv()] = pipe
         except TimeoutError:
             if init.poll() is not None:
-                raise RankError(f"the hosts could not be made:\n{_log(folder)}") from None
+                raise LaunchError(f"the hosts could not be made:\n{_log(folder)}") from None
             if time.monotonic() > end:
-                raise RankError(f"ranks did not start in time:\n{_log(folder)}") from None
+                raise LaunchError(f"ranks did not start in time:\n{_log(folder)}") from None
     return [pipes[rank] for rank in range(hosts.world)]
 
 
-def _death(rank: int, folder: Path) -> RankDeath:
-    return RankDeath(f"rank {rank} ended before it was done:\n{_log(folder)}")
+def _death(rank: int, folder: Path) -> ProcessDeath:
+    return ProcessDeath(f"rank {rank} ended before it was done:\n{_log(folder)}")
 
 
 def _log(folder: Path) -> str:
@@ -302,7 +303,7 @@ def _rank(door: str) -> None:
         line.connect(door)
         pipe = Connection(line.detach())
     pipe.send(int(os.environ["RANK"]))
-    perform(pipe, lambda: dist.init_process_group("gloo", timeout=TIMEOUT), pipe.recv())
+    run_work(pipe, lambda: dist.init_process_group("gloo", timeout=TIMEOUT), pipe.recv())
 
 
 if __name__ == "__main__":

@@ -6,19 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from attnmesh.cli.scheme_curves import SCHEME_STYLES, curve_lengths, powers_of_two_to
 from attnmesh.errors import ArgumentError
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.rates import NO_LINK
-from attnmesh.planner.plan import plan
-from attnmesh.planner.schemes import (
-    SCHEMES,
-    Schemes,
-    best_by_scheme,
-    best_of,
-    doubling,
-    lengths,
-)
-from attnmesh.planner.units import in_bytes, in_seconds
+from attnmesh.planner.plan import Plan, plan
+from attnmesh.planner.schemes import best_by_scheme, best_of
+from attnmesh.planner.units import bytes_text, seconds_text
 from attnmesh.planner.workload import Workload
 
 if TYPE_CHECKING:
@@ -59,34 +53,34 @@ def sizes(cluster: Cluster) -> list[tuple[int, int]]:
     >>> sizes(Cluster.preset("dgx-h100", hosts=12))
     [(1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (4, 8), (8, 8), (12, 8), (16, 8)]
     """
-    one_host = {(1, ranks) for ranks in doubling(cluster.ranks)}
+    one_host = {(1, ranks) for ranks in powers_of_two_to(cluster.ranks)}
     most_hosts = max(cluster.hosts, -(-MIN_DEVICES // cluster.ranks)) if cluster.between != NO_LINK else 1
-    many_hosts = {(hosts, cluster.ranks) for hosts in {*doubling(most_hosts), cluster.hosts}}
+    many_hosts = {(hosts, cluster.ranks) for hosts in {*powers_of_two_to(most_hosts), cluster.hosts}}
     return sorted(one_host | many_hosts)
 
 
-def over_sizes(workload: Workload, cluster: Cluster) -> Iterator[tuple[int, Schemes]]:
+def over_sizes(workload: Workload, cluster: Cluster) -> Iterator[tuple[int, dict[str, Plan]]]:
     """Yield numbers of devices and the schemes there."""
     for hosts, ranks in sizes(cluster):
         yield hosts * ranks, best_by_scheme(workload, cluster.sized(hosts, ranks))
 
 
-def over_lengths(workload: Workload, cluster: Cluster) -> Iterator[tuple[int, Schemes]]:
+def over_lengths(workload: Workload, cluster: Cluster) -> Iterator[tuple[int, dict[str, Plan]]]:
     """Yield lengths and the schemes there."""
-    for length in lengths(workload.length):
+    for length in curve_lengths(workload.length):
         yield length, best_by_scheme(replace(workload, length=length), cluster)
 
 
-def curves(points: Iterable[tuple[int, Schemes]]) -> dict[str, list[tuple[int, float]]]:
-    """Return points (x, seconds) by scheme, in the order of `SCHEMES`, without those that do not fit the memory."""
-    curve_points: dict[str, list[tuple[int, float]]] = {name: [] for name in SCHEMES}
+def curves(points: Iterable[tuple[int, dict[str, Plan]]]) -> dict[str, list[tuple[int, float]]]:
+    """Return points (x, seconds) by scheme, ordered as `SCHEME_STYLES`, without those that do not fit the memory."""
+    curve_points: dict[str, list[tuple[int, float]]] = {name: [] for name in SCHEME_STYLES}
     for x, schemes in points:
         for name, best in schemes.items():
             curve_points[name].append((x, best.seconds))
     return {name: points for name, points in curve_points.items() if points}
 
 
-def draw_plan(workload: Workload, cluster: Cluster, best: Schemes, devices: Points, tokens: Points) -> "Figure":
+def draw_plan(workload: Workload, cluster: Cluster, best: dict[str, Plan], devices: Points, tokens: Points) -> "Figure":
     """Return a figure of three panels: time against devices, time against tokens, and bytes per class of links.
 
     Needs matplotlib: `pip install 'attnmesh[plot]'`.
@@ -118,7 +112,7 @@ def _curves(axes: "Axes", points: Points, unit: str, given: int, title: str) -> 
     axes.set_yscale("log")
     axes.axvline(given, color=RULE, linewidth=6, zorder=0)
     for name, curve in points.items():
-        line = SCHEMES[name]
+        line = SCHEME_STYLES[name]
         style = "--" if line.dashed else "-"
         axes.plot(*zip(*curve, strict=True), style, marker="o", markersize=3.5, color=line.colour, label=name)
     axes.minorticks_off()
@@ -126,7 +120,7 @@ def _curves(axes: "Axes", points: Points, unit: str, given: int, title: str) -> 
     axes.xaxis.set_major_formatter(lambda value, _: _count(round(value)))
     low, high = axes.get_ylim()
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if high > 1e3 * low else (1.0, 2.0, 5.0), numticks=30))
-    axes.yaxis.set_major_formatter(lambda value, _: in_seconds(value))
+    axes.yaxis.set_major_formatter(lambda value, _: seconds_text(value))
     axes.set_xlabel(unit, color=INK)
     axes.set_ylabel("seconds", color=INK)
     _label(axes, points)
@@ -151,7 +145,7 @@ def _label(axes: "Axes", points: Points) -> None:
             "axes fraction",
             {
                 "arrowstyle": "-",
-                "color": SCHEMES[name].colour,
+                "color": SCHEME_STYLES[name].colour,
                 "linewidth": 0.6,
                 "relpos": (0, 0.5),
                 "shrinkA": 1,
@@ -160,7 +154,7 @@ def _label(axes: "Axes", points: Points) -> None:
             va="center",
             fontsize=8.5,
             linespacing=1.05,
-            color=SCHEMES[name].colour,
+            color=SCHEME_STYLES[name].colour,
         )
 
 
@@ -195,7 +189,7 @@ def _ticks(numbers: Iterable[int]) -> list[int]:
     return ticks
 
 
-def _bars(axes: "Axes", best: Schemes, title: str) -> None:
+def _bars(axes: "Axes", best: dict[str, Plan], title: str) -> None:
     """Draw two bars per scheme, the fastest scheme on top."""
     _style(axes, title)
     most_bytes = max((max(proposal.bytes) for proposal in best.values()), default=0.0) or 1.0
@@ -203,15 +197,15 @@ def _bars(axes: "Axes", best: Schemes, title: str) -> None:
         bars = ("between", proposal.bytes.between, -0.19, 1.0), ("inside", proposal.bytes.inside, 0.19, 0.4)
         for links, size, offset, alpha in bars:
             y = place + offset
-            axes.barh(y, size, 0.36, color=SCHEMES[name].colour, alpha=alpha)
+            axes.barh(y, size, 0.36, color=SCHEME_STYLES[name].colour, alpha=alpha)
             style: dict[str, Any] = {"va": "center", "fontsize": 7.5, "color": FAINT}
-            axes.annotate(f"{in_bytes(size)} {links}", (size, y), (4, 0), textcoords="offset points", **style)
+            axes.annotate(f"{bytes_text(size)} {links}", (size, y), (4, 0), textcoords="offset points", **style)
     axes.set(ylim=(len(best) - 0.4, -0.6), xlim=(0, 1.5 * most_bytes))
     axes.set_yticks(range(len(best)), [_folded(name) for name in best])
     for label, name in zip(axes.get_yticklabels(), best, strict=True):
-        label.set(color=SCHEMES[name].colour, fontsize=8.5)
+        label.set(color=SCHEME_STYLES[name].colour, fontsize=8.5)
     axes.locator_params("x", nbins=4)
-    axes.xaxis.set_major_formatter(lambda value, _: in_bytes(value) if value else "0")
+    axes.xaxis.set_major_formatter(lambda value, _: bytes_text(value) if value else "0")
     axes.set_xlabel("bytes", color=INK)
 
 

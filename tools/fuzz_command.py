@@ -373,7 +373,7 @@ def on(world: World, result: Any) -> Any:
 def generate_on_machine(world: int, _: Any, request: Any, *, on_message: Callable[[Any], None]) -> list[Any]:
     """Return an answer as the ranks would. Raise if they could not take the request."""
     assert min(world, len(request.prompt.ids)) >= 1
-    assert request.prompt.mesh.shape.ranks * request.prompt.mesh.tp == world
+    assert request.model.mesh.shape.ranks * request.model.mesh.tp == world
     GenerationConfig(max_new_tokens=request.max_new_tokens, **request.options).validate(strict=True)
     temperature = request.options.get("temperature", 1.0)
     assert torch.isfinite(torch.tensor([1e4]) / temperature).all(), f"a temperature of {temperature}"
@@ -385,7 +385,7 @@ def generate_on_machine(world: int, _: Any, request: Any, *, on_message: Callabl
         on_message(("token", token))
     ones = [1] * world
     figures = (len(request.prompt.ids), 0.1, 0.2, 0.01, 0.5, ones, ones, "whole", ones, ones)
-    return [generate_worker.Result(tokens, "length", *figures)]
+    return [generate_worker.GenerateResult(tokens, "length", *figures)]
 
 
 def measured_plans(world: World, length: int, most: int, rounds: int, show: Any) -> plan_bench.Report:
@@ -508,7 +508,7 @@ def stand_in(sandbox: Sandbox) -> None:
     replace(probe, run_on_ranks=lambda ranks, function: on(ranks, [LOCAL]), keep_machine=lambda cluster, kind: None)
     replace(commands, run_on_hosts=lambda hosts, function: on(hosts, [LOCAL]))
     replace(plan, plans_for=priced)
-    replace(plan_figure, plan=priced, sizes=lambda c: [(c.hosts, c.ranks)], lengths=lambda n: [n])
+    replace(plan_figure, plan=priced, sizes=lambda c: [(c.hosts, c.ranks)], curve_lengths=lambda n: [n])
     replace(schemes, plan=priced)
     replace(
         plan_page,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import attnmesh as am
-from attnmesh.cli.launch import RankError
+from attnmesh.cli.launch import LaunchError
 from attnmesh.comm.topology import host_numbers
 from attnmesh.errors import ClusterError
 from attnmesh.mesh.axes import Axis, Mesh
@@ -135,7 +135,7 @@ def fail_on_one() -> None:
 
 @pytest.mark.long
 def test_an_error_on_one_rank_ends_all(hosts: None) -> None:
-    with pytest.raises(RankError, match="ZeroDivisionError: not foreseen"):
+    with pytest.raises(LaunchError, match="ZeroDivisionError: not foreseen"):
         run_on_hosts(Hosts.parse("2x1@100mbit"), fail_on_one)
 
 

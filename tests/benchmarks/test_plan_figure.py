@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 import attnmesh as am
-from attnmesh.planner.schemes import SCHEMES, best_by_scheme
+from attnmesh.cli.scheme_curves import SCHEME_STYLES
+from attnmesh.planner.schemes import best_by_scheme
 from attnmesh_command import show_errors
 from benchmarks.commands import app
 from benchmarks.plan_figure import curves, draw_plan, over_lengths, over_sizes, sizes
@@ -32,7 +33,7 @@ def test_the_figure_has_a_curve_a_scheme_and_its_bytes() -> None:
     devices, tokens = curves(over_sizes(SMALL, CLUSTER)), curves(over_lengths(SMALL, CLUSTER))
     times, growth, links = draw_plan(SMALL, CLUSTER, best, devices, tokens).axes
     for axes, expected in ((times, devices), (growth, tokens)):
-        drawn = {str(line.get_label()): line for line in axes.lines if str(line.get_label()) in SCHEMES}
+        drawn = {str(line.get_label()): line for line in axes.lines if str(line.get_label()) in SCHEME_STYLES}
         assert {*drawn} == {*expected}
         for name, curve in expected.items():
             assert [*zip(*drawn[name].get_data(), strict=True)] == curve

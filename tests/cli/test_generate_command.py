@@ -345,8 +345,8 @@ def test_latents_have_one_head_that_no_axis_splits(tmp_path: Path) -> None:
     open_tokenizer(locate(PACKAGED)).save_pretrained(tmp_path)
     DeepseekV3Config(num_hidden_layers=1).save_pretrained(tmp_path)
     asked = str(tmp_path), PromptOptions("a prompt of some tokens"), 4, 4
-    prepared = prepare_prompt(*asked, MeshOptions(), mock.Mock())
-    assert (prepared.heads, prepared.mesh.shape.heads) == ((128, 1), 1)
+    model, _ = prepare_prompt(*asked, MeshOptions(), mock.Mock())
+    assert (model.heads, model.mesh.shape.heads) == ((128, 1), 1)
     with pytest.raises(MeshError, match="a heads axis that divides 1 key heads"):
         prepare_prompt(
             str(tmp_path), PromptOptions("a prompt of some tokens"), 4, 4, MeshOptions("heads=2,queries=2"), mock.Mock()

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import attnmesh as am
 from attnmesh.cli import launch
-from attnmesh.cli.launch import RankError, run_on_ranks
+from attnmesh.cli.launch import LaunchError, run_on_ranks
 from attnmesh.errors import ShapeError
 from attnmesh.runtime.processes import RunningProcess
 from attnmesh.runtime.world import WORLD
@@ -93,10 +93,10 @@ def test_messages_of_ranks_arrive() -> None:
 @pytest.mark.parametrize(
     ("function", "error", "said"),
     [
-        (refuse, RankError, "no, says"),
+        (refuse, LaunchError, "no, says"),
         (foresee, ShapeError, "it: expected this, given that. Fix: mend it"),
-        (die, RankError, "rank 1 was ended by SIGKILL before it was done"),
-        (die_behind_another, RankError, "rank 1 was ended by SIGKILL before it was done"),
+        (die, LaunchError, "rank 1 was ended by SIGKILL before it was done"),
+        (die_behind_another, LaunchError, "rank 1 was ended by SIGKILL before it was done"),
     ],
 )
 def test_the_first_error_ends_all(function: Callable[[], None], error: type[Exception], said: str) -> None:
@@ -109,13 +109,13 @@ def test_the_first_error_ends_all(function: Callable[[], None], error: type[Exce
 def test_a_death_waits_for_no_other_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "GRACE_PERIOD", 200.0)
     start = time.monotonic()
-    with pytest.raises(RankError, match="rank 1 was ended by SIGKILL before it was done"):
+    with pytest.raises(LaunchError, match="rank 1 was ended by SIGKILL before it was done"):
         run_on_ranks(2, die_beside_another)
     assert time.monotonic() - start < 150
 
 
 def test_a_deadline_ends_all() -> None:
-    with pytest.raises(RankError, match=r"ranks \[0, 1\] did not answer within 1 s"):
+    with pytest.raises(LaunchError, match=r"ranks \[0, 1\] did not answer within 1 s"):
         run_on_ranks(2, time.sleep, 600, seconds=1)
 
 

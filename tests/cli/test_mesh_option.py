@@ -7,7 +7,7 @@ import pytest
 from attnmesh.cli.mesh_option import MeshChoice, MeshOptions, choose_mesh
 from attnmesh.errors import ModelError
 from attnmesh.planner.serving import ModelSizes, serving_plans
-from attnmesh.planner.units import in_seconds
+from attnmesh.planner.units import seconds_text
 from attnmesh_command.messages import OptionError
 from attnmesh_command.option_texts import axes_of
 from tests.support.planned import cpus, model_of_cpus
@@ -43,21 +43,21 @@ def test_the_mesh_and_who_computes_are_those_of_the_plan(
     ways = (one for one in serving_plans(model, machine) if one.ranks == ranks)
     plans = [one for one in ways if one.sharding.tp == 1 and not one.sharding.is_joint]
     mesh, layers = choose_mesh(MeshOptions(), ranks, 9, 3, lambda: model)
-    assert (mesh.shape, mesh.tp, layers.shared) == (plans[0].shape, 1, plans[0].sharding.together)
-    assert layers.shared == shared
-    times = [in_seconds(way.seconds) for way in plans[:2]]
+    assert (mesh.shape, mesh.tp, layers.layers_shared) == (plans[0].shape, 1, plans[0].sharding.layers_shared)
+    assert layers.layers_shared == shared
+    times = [seconds_text(way.seconds) for way in plans[:2]]
     assert layers.reason == f"{times[0]} a token by the planner, {'whole' if shared else 'shared'} {times[1]}"
 
 
 def test_a_named_mesh_and_named_layers_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attnmesh.cli.mesh_option.this_machine", lambda *_: cpus(ranks=4))
     mesh, layers = choose_mesh(MeshOptions("queries=2,keys=2", "whole"), 4, 9, 3, model_of_cpus)
-    assert (mesh.shape, mesh.reason, layers.shared) == ((1, 2, 2), "as --mesh says", False)
+    assert (mesh.shape, mesh.reason, layers.layers_shared) == ((1, 2, 2), "as --mesh says", False)
 
 
 def test_ranks_that_split_weights_by_tp_do_not_share_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attnmesh.cli.mesh_option.this_machine", lambda *_: cpus(ranks=6))
-    assert not choose_mesh(MeshOptions("tp=3,keys=2"), 6, 9, 3, model_of_cpus)[1].shared
+    assert not choose_mesh(MeshOptions("tp=3,keys=2"), 6, 9, 3, model_of_cpus)[1].layers_shared
 
 
 def test_one_rank_is_a_mesh_of_its_own() -> None:
@@ -69,4 +69,4 @@ def test_a_model_without_a_price_shares_layers_if_it_can() -> None:
         raise ModelError("plan model", "layers of attention", "none", "use another")
 
     mesh, layers = choose_mesh(MeshOptions(), 4, 9, 3, refuse)
-    assert (mesh.shape, layers.shared, layers.reason) == ((1, 4, 1), True, "")
+    assert (mesh.shape, layers.layers_shared, layers.reason) == ((1, 4, 1), True, "")

@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 import attnmesh as am
 from attnmesh.cli import plan_command
 from attnmesh.cli.plan_page import PagePoints, data, grid_of, page
-from attnmesh.planner.schemes import SCHEMES, best_by_scheme
-from attnmesh.planner.units import in_bytes, in_seconds
+from attnmesh.cli.scheme_curves import SCHEME_STYLES
+from attnmesh.planner.schemes import best_by_scheme
+from attnmesh.planner.units import bytes_text, seconds_text
 from attnmesh_command import app, show_errors
 from attnmesh_command.messages import OptionError
 from attnmesh_command.option_texts import length_of
@@ -39,7 +40,7 @@ def test_the_table_is_best_first_and_explained() -> None:
     assert code == 0
     assert [row[0] for row in rows] == ["1", "2", "3"]
     assert rows[0][1] == "x".join(map(str, best.shape))
-    assert in_seconds(best.seconds) in " ".join(rows[0])
+    assert seconds_text(best.seconds) in " ".join(rows[0])
     assert "of each shape and exchange the best placement on hosts" in text
     assert best.explain().splitlines()[0][:60] in text
     assert "sources of the constants of dgx-h100" in text
@@ -99,7 +100,9 @@ def test_recurrent_layers_are_planned_with_attention() -> None:
     assert report["plans"][0]["seconds"] == best.seconds
     assert [am.Recurrent(**kind) for kind in report["workload"]["recurrent"]] == [*work.recurrent_kinds]
     assert json.loads(run_plan(*report["command"].split()[2:], "--json")[1]) == report
-    assert f"Recurrent layers (37) are included: scans send {in_bytes(sum(figures['scan']['bytes'].values()))}" in text
+    assert (
+        f"Recurrent layers (37) are included: scans send {bytes_text(sum(figures['scan']['bytes'].values()))}" in text
+    )
     assert json.loads(run_plan(*given[:-4], "--json")[1])["plans"][0]["recurrent"] is None
 
 
@@ -254,7 +257,7 @@ def test_the_command_in_the_json_can_be_typed_again(tmp_path: Path, monkeypatch:
 def test_the_best_of_each_scheme_is_the_fastest(phase: str) -> None:
     work = am.Workload(16, 4, 64, 16384, phase=phase)
     plans, best = am.plan(work, CLUSTER), best_by_scheme(work, CLUSTER)
-    assert {one.known_as for one in plans} == {*best} <= {*SCHEMES}
+    assert {one.known_as for one in plans} == {*best} <= {*SCHEME_STYLES}
     for name, one in best.items():
         assert one.seconds == min(other.seconds for other in plans if other.known_as == name)
     assert next(iter(best.values())) == plans[0]
@@ -328,7 +331,7 @@ def shown_for(kv_heads: int, ranks: int, hosts: int, length: int) -> dict[str, A
     )
     best = point(hosts, length)
     figures = {
-        name: [in_seconds(p.seconds), p.name, *map(in_bytes, (*reversed(p.bytes), p.memory))]
+        name: [seconds_text(p.seconds), p.name, *map(bytes_text, (*reversed(p.bytes), p.memory))]
         for name, p in best.items()
     }
     over = ([point(h, length) for h in GRID.hosts], [point(hosts, n) for n in GRID.lengths])

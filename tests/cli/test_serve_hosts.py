@@ -18,7 +18,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from attnmesh.cli.launch import RankError
+from attnmesh.cli.launch import LaunchError
 from attnmesh.cli.serve_hosts import TorchrunRanks, _address, make_own_folder, replace
 from attnmesh.errors import ClusterError
 from attnmesh.runtime.processes import RunningProcess
@@ -143,7 +143,7 @@ def test_ranks_are_lost_with_rank_0(tmp_path: Path) -> None:
     errors: list[str] = []
 
     def run() -> None:
-        with pytest.raises(RankError) as raised:
+        with pytest.raises(LaunchError) as raised:
             TorchrunRanks(tmp_path, RunningProcess.of(), 2).run("a socket")
         errors.append(str(raised.value))
 
@@ -202,7 +202,7 @@ def test_a_process_of_a_number_that_is_used_again_is_another_one(tmp_path: Path)
     with pytest.raises(ClusterError, match="serve: expected a front that listens within 120 s, given none"):
         _address(tmp_path)
     replace(tmp_path / "rank", str(taken))
-    with mock.patch.object(Path, "unlink"), pytest.raises(RankError, match="ranks were lost"):
+    with mock.patch.object(Path, "unlink"), pytest.raises(LaunchError, match="ranks were lost"):
         ranks.run("a socket")
     with mock.patch("os.kill") as kill:
         TorchrunRanks(tmp_path, taken, 2).kill()

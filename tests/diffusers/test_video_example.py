@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 import attnmesh as am
-from attnmesh.planner.units import in_bytes, in_seconds
+from attnmesh.planner.units import bytes_text, seconds_text
 from attnmesh.planner.workload_presets import workload_preset
 from tests.support.pool import Pool, on_each_rank
 from tests.support.scripts import run_script
@@ -99,5 +99,5 @@ def test_the_gain_by_gpus_is_that_of_the_planner() -> None:
     assert len(rows) >= 5
     for hosts, ranks, seconds, gain, memory in rows:
         best = am.plan(work, am.Cluster.preset("dgx-h100", int(hosts), int(ranks)))[0]
-        assert (seconds, gain) == (in_seconds(best.seconds), f"{alone / best.seconds:.1f}")
-        assert memory == in_bytes(best.memory)
+        assert (seconds, gain) == (seconds_text(best.seconds), f"{alone / best.seconds:.1f}")
+        assert memory == bytes_text(best.memory)

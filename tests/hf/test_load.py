@@ -170,9 +170,9 @@ def test_a_model_of_the_hub_is_that_of_its_commit(hub: str, revision: str | None
     assert load.open_config(place).num_hidden_layers == layers
     assert len(load.open_tokenizer(place)) == len(tokenizer())
     assert load.open_model(place, "auto", torch.device("cpu")).config.num_hidden_layers == layers
-    prepared = find_model(hub, 1, MeshOptions(), Status("test"), images=None, revision=revision)
+    model = find_model(hub, 1, MeshOptions(), Status("test"), images=None, revision=revision)
     app = SimpleNamespace(name=hub, names=[hub], defaults={}, formats="")
-    assert f", mesh {prepared.mesh}, revision {COMMITS[branch]}" in _ready(app, "::1", 80, prepared, False, {})
+    assert f", mesh {model.mesh}, revision {COMMITS[branch]}" in _ready(app, "::1", 80, model, False, {})
 
 
 def test_a_revision_is_one_of_the_hub(hub: str, tmp_path: Path) -> None:

@@ -77,23 +77,23 @@ def test_the_first_token_takes_products_attention_and_all_reduces() -> None:
 def test_a_token_is_multiplied_by_the_experts_that_it_takes() -> None:
     sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_experts_per_tok": 2}
     few, many = (GptOssConfig(**sizes, num_local_experts=count) for count in (2, 8))
-    active = [model_size(config, length=1000, phase="decode").active for config in (few, many)]
+    active = [model_size(config, length=1000, phase="decode").active_parameters for config in (few, many)]
     assert active[1] - active[0] == 2 * 6 * (64 + 1)  # rows of routers
     experts = model_size(many, "float32", length=1000, phase="decode").experts
     assert experts is not None
-    assert (experts.each, experts.chosen, experts.shared_layers) == (8, 2, 2)
+    assert (experts.per_layer, experts.per_token, experts.shareable_layers) == (8, 2, 2)
     one = 64 * 2 * 2880 + 2 * 2880 + 2880 * 64 + 64  # two matrices in one, a third, and their biases
-    assert experts.weights == 4 * 2 * 8 * one
+    assert experts.weight_bytes == 4 * 2 * 8 * one
 
 
 def test_windows_are_kept_but_do_not_grow() -> None:
     kinds = ["sliding_attention"] * 5 + ["full_attention"]
     config = Gemma3TextConfig(num_hidden_layers=6, layer_types=kinds, sliding_window=1024)
     short, long = (model_size(config, length=length, phase="decode") for length in (10_000, 100_000))
-    assert short.windows == long.windows == 5 * 1024 * 2 * config.num_key_value_heads * config.head_dim * 2
+    assert short.window_bytes == long.window_bytes == 5 * 1024 * 2 * config.num_key_value_heads * config.head_dim * 2
     assert short.workload.layers == 1
     assert other_layer_counts(config) == {"with windows": 5}
-    assert model_size(config, length=600, phase="decode").windows == short.windows * 600 // 1024
+    assert model_size(config, length=600, phase="decode").window_bytes == short.window_bytes * 600 // 1024
 
 
 @pytest.mark.parametrize("storage", [None, "int8"])
@@ -103,7 +103,7 @@ def test_a_cache_holds_the_bytes_that_are_counted(family: str, storage: str | No
     cache = hf.ShardedCache(model.config, block=1, storage=storage)
     hf.generate(model, prompt(length), cache=cache, max_new_tokens=1, do_sample=False)
     size = model_size(model.config, "float32", length=length - 1, phase="decode", storage=storage)
-    counted = size.workload.kept_bytes + size.windows
+    counted = size.workload.kept_bytes + size.window_bytes
     assert cache.held_bytes == pytest.approx(counted, rel=0.1)  # a window keeps a few tokens more
 
 
@@ -116,9 +116,9 @@ def test_a_window_of_a_layer_with_a_state_is_counted_as_one() -> None:
     size = model_size(model.config, "float32", length=length - 1, phase="decode")
     assert (size.workload.layers, size.workload.kv_heads) == (1, 2)
     assert other_layer_counts(model.config) == {"with windows": 2, "recurrent": 3}
-    assert size.windows == 2 * 16 * 2 * 4 * 8 * 4
+    assert size.window_bytes == 2 * 16 * 2 * 4 * 8 * 4
     keys = sum(kv.shard.token_bytes for kv in cache.kvs)  # beside which the layers keep their states
-    assert keys == pytest.approx(size.workload.kept_bytes + size.windows, rel=0.1)
+    assert keys == pytest.approx(size.workload.kept_bytes + size.window_bytes, rel=0.1)
 
 
 def test_twice_as_many_tokens_fit_in_8_bits() -> None:
@@ -150,7 +150,7 @@ def test_ranks_that_divide_no_heads_are_refused() -> None:
     work = am.Workload(7, 7, 64, 1000, phase="decode")
     model = ModelSizes(work, 448, 2, lambda ranks, _: 1000 // ranks)
     found = serving_plans(model, am.Cluster.preset("dgx-h100", 1))
-    assert {one.sharding.tp: one.plan.shape for one in found if one.ranks == 8} == {1: (1, 1, 8)}
+    assert {one.sharding.tp: one.attention_plan.shape for one in found if one.ranks == 8} == {1: (1, 1, 8)}
     sum_itemsize = serving_plans(model, am.Cluster.preset("dgx-h100", 1, 7))
     assert {(one.sharding.tp, one.sharding.is_joint) for one in sum_itemsize} == {(1, False), (7, False), (7, True)}
 
@@ -164,7 +164,7 @@ def test_weights_that_do_not_fit_leave_no_token() -> None:
 
 def test_ranks_that_share_layers_read_their_part_and_exchange_outputs() -> None:
     ways = serving_plans(model_of_cpus(), cpus())
-    together, apart = (choose_plan(ways, 2, together=wanted) for wanted in (True, False))
+    together, apart = (choose_plan(ways, 2, layers_shared=wanted) for wanted in (True, False))
     assert (together.read_bytes, apart.read_bytes) == (101 * 10**6, 201 * 10**6)
     assert together.weight_bytes == apart.weight_bytes == 100_500_000  # both map the pages of one file
     (alone,) = [way for way in ways if way.ranks == 1]
@@ -185,7 +185,7 @@ def test_ranks_that_share_layers_read_their_part_and_exchange_outputs() -> None:
 
 
 def test_ranks_of_a_host_hold_its_pages_once_and_those_of_gpus_hold_copies() -> None:
-    whole = model_of_cpus().weights(1, False)
+    whole = model_of_cpus().rank_weight_bytes(1, False)
     for cluster, held in ((cpus(2, 2), whole / 2), (cpus(2, 1), whole), (am.Cluster.preset("dgx-h100", 1), whole)):
         assert {way.weight_bytes for way in serving_plans(model_of_cpus(), cluster) if way.sharding.tp == 1} == {held}
     split = [way for way in serving_plans(model_of_cpus(), cpus(ranks=3)) if way.sharding.tp == 3]
@@ -197,20 +197,20 @@ def test_rows_read_the_experts_that_they_choose(rows: int) -> None:
     noise, experts = torch.Generator().manual_seed(0), Experts(16 * 10**6, 16, 3)
     draws = torch.rand(2000, rows, 16, generator=noise).topk(3).indices.flatten(1)
     distinct = sum(len(draw.unique()) for draw in draws) / len(draws)
-    assert experts.read(rows) == pytest.approx(1e6 * distinct, rel=0.01)  # 2,000 draws
+    assert experts.read_bytes(rows) == pytest.approx(1e6 * distinct, rel=0.01)  # 2,000 draws
     model = replace(model_of_cpus(rows), experts=experts)
-    (apart,) = [way for way in serving_plans(model, cpus(), am.Shape(1, 1, 2)) if way.together == 1]
-    assert apart.read_bytes == pytest.approx(201e6 - 16e6 + experts.read(rows))
+    (apart,) = [way for way in serving_plans(model, cpus(), am.Shape(1, 1, 2)) if way.layer_ranks == 1]
+    assert apart.read_bytes == pytest.approx(201e6 - 16e6 + experts.read_bytes(rows))
     used = 201e6 - 16e6 + 3e6  # of which each row is multiplied by its own
     assert dict(apart.parts)["weights"] == pytest.approx(max(apart.read_bytes / 8e9, 2 * rows * used / 4 / 2.7e10))
-    joined = [way.read_bytes for way in serving_plans(model, cpus(), am.Shape(1, 1, 2)) if way.together == 2]
+    joined = [way.read_bytes for way in serving_plans(model, cpus(), am.Shape(1, 1, 2)) if way.layer_ranks == 2]
     assert joined == ([] if rows > 32 else [pytest.approx(apart.read_bytes - 1e8)])  # experts are read by every rank
 
 
 def test_ranks_that_share_experts_read_their_part_and_exchange_results() -> None:
-    experts = Experts(16 * 10**6, 16, 3, shared_layers=4)
+    experts = Experts(16 * 10**6, 16, 3, shareable_layers=4)
     model = replace(model_of_cpus(), experts=experts)
-    (joined,) = [way for way in serving_plans(model, cpus(), am.Shape(1, 1, 2)) if way.together == 2]
+    (joined,) = [way for way in serving_plans(model, cpus(), am.Shape(1, 1, 2)) if way.layer_ranks == 2]
     assert joined.read_bytes == pytest.approx(101e6 - 16e6 + 2e6)  # the busiest rank computes two of three
     assert dict(joined.parts)["results"] == pytest.approx(4 * (16 * 4e-4 + 1e-4 + 3 * 576 * 4 / 2 / 4e9))
 
@@ -222,13 +222,13 @@ def test_outputs_that_do_not_fit_the_boards_are_exchanged_in_pieces() -> None:
 
 def test_many_rows_take_as_long_as_their_products() -> None:
     for rows, seconds in ((1, 201e6 / 8e9), (64, 2 * 64 * 201e6 / 4 / 2.7e10)):
-        way = choose_plan(serving_plans(model_of_cpus(rows), cpus()), 2, together=False)
+        way = choose_plan(serving_plans(model_of_cpus(rows), cpus()), 2, layers_shared=False)
         assert dict(way.parts)["weights"] == pytest.approx(seconds)
 
 
 def test_ranks_that_share_cores_wait_for_one_at_each_merge() -> None:
     model, waiting = model_of_cpus(), replace(cpus(), device=replace(cpus().device, wait=1e-3))
-    plain, waits = (choose_plan(serving_plans(model, each), 2, together=False) for each in (cpus(), waiting))
+    plain, waits = (choose_plan(serving_plans(model, each), 2, layers_shared=False) for each in (cpus(), waiting))
     assert waits.seconds - plain.seconds == pytest.approx(1e-3 * model.workload.layers)
     assert dict(waits.parts)["merge"] - dict(plain.parts)["merge"] == pytest.approx(waits.seconds - plain.seconds)
     assert replace(waiting.device, alone=2.0).of_cores(1.5).wait == 1e-3
@@ -237,12 +237,12 @@ def test_ranks_that_share_cores_wait_for_one_at_each_merge() -> None:
 
 def test_the_fastest_way_is_chosen_and_it_depends_on_the_price_of_an_exchange() -> None:
     slow = replace(cpus(), inside=replace(cpus().inside, short=1e-3))
-    for cluster, together in ((cpus(), 2), (slow, 1)):
+    for cluster, layer_ranks in ((cpus(), 2), (slow, 1)):
         ways = serving_plans(model_of_cpus(), cluster)
         found = choose_plan(ways, 2)
-        assert found.together == together
+        assert found.layer_ranks == layer_ranks
         assert found.seconds == min(way.seconds for way in ways if way.ranks == 2 and way.sharding.tp == 1)
-        assert choose_plan(ways, 2, together=False).together == 1
+        assert choose_plan(ways, 2, layers_shared=False).layer_ranks == 1
         assert found.shape == (1, 2, 1)  # a prompt sends its keys, which are fewer than its queries
 
 
@@ -260,7 +260,7 @@ def test_the_fastest_way_is_chosen_and_it_depends_on_the_price_of_an_exchange() 
 def test_ranks_that_share_no_layers_are_told_why(rows: int, cluster: Cluster, why: str | None) -> None:
     model = model_of_cpus(rows)
     assert why_not_shared(model, cluster) == why
-    assert any(way.sharding.together for way in serving_plans(model, cluster)) == (why is None)
+    assert any(way.sharding.layers_shared for way in serving_plans(model, cluster)) == (why is None)
     assert why_not_shared(replace(model, shared=None), cpus()) == "none of them is a linear layer that ranks can share"
 
 
@@ -283,7 +283,7 @@ def test_a_merge_of_hosts_is_many_small_calls_on_cpus() -> None:
     """A native call merges in a host, and one launch on GPUs."""
     shape, call = am.Shape(1, 1, 2), cpus().device.call
     for cluster, calls in ((cpus(2, 1), 16), (cpus(), 1), (replace(cpus(2, 1), short_collectives="tree"), 1)):
-        (one,) = [way for way in serving_plans(model_of_cpus(), cluster, shape) if way.together == 1]
+        (one,) = [way for way in serving_plans(model_of_cpus(), cluster, shape) if way.layer_ranks == 1]
         link = cluster.between if cluster.hosts > 1 else cluster.inside
         size = 9 * 65 * 4 + 8
         seconds = 30 * (link.merge_latency + size / link.rate + calls * call)
@@ -294,20 +294,22 @@ def test_more_ranks_than_cores_read_from_one_memory() -> None:
     """Two cores read as much, by two ranks or by four; one rank with all cores is one of the ways."""
     crowded = replace(cpus(ranks=4), device=cpus().device.of_cores(0.5))
     two, four = serving_plans(model_of_cpus(), cpus()), serving_plans(model_of_cpus(), crowded)
-    weights = {way.ranks: dict(way.parts)["weights"] for way in (*two, *four) if way.together == 1}
+    weights = {way.ranks: dict(way.parts)["weights"] for way in (*two, *four) if way.layer_ranks == 1}
     assert weights[4] == pytest.approx(2 * weights[2])
     assert weights[1] == pytest.approx(weights[2] / 2)
     alone = [next(way for way in ways if way.ranks == 1) for ways in (two, four)]
     assert alone[0].seconds == pytest.approx(alone[1].seconds)
-    shared = [dict(choose_plan(ways, ranks, together=True).parts)["weights"] for ways, ranks in ((two, 2), (four, 4))]
+    shared = [
+        dict(choose_plan(ways, ranks, layers_shared=True).parts)["weights"] for ways, ranks in ((two, 2), (four, 4))
+    ]
     assert shared[0] == pytest.approx(shared[1], rel=0.01)  # each rank reads 1 MB beside the 200
 
 
 def test_a_given_shape_is_priced_alone() -> None:
-    for shape, together in (((1, 2, 2), 2), ((1, 1, 4), 4)):
+    for shape, layer_ranks in (((1, 2, 2), 2), ((1, 1, 4), 4)):
         found = serving_plans(model_of_cpus(), cpus(ranks=4), am.Shape(*shape))
         assert {one.shape for one in found} == {shape}
-        assert {one.together for one in found} == {1, together}
+        assert {one.layer_ranks for one in found} == {1, layer_ranks}
 
 
 def test_the_shared_layers_of_a_model_are_those_of_its_steps() -> None:
@@ -316,6 +318,6 @@ def test_the_shared_layers_of_a_model_are_those_of_its_steps() -> None:
     shared = model_size(config, "float32", length=1000, phase="decode").shared
     assert shared is not None
     assert shared.outputs == (1024 + 2 * 256, 1024, 2 * 2048, 1024) * 2 + (4096,)
-    assert shared.weights == 4 * 1024 * (2 * (2 * 1024 + 2 * 256 + 3 * 2048) + 4096)
+    assert shared.weight_bytes == 4 * 1024 * (2 * (2 * 1024 + 2 * 256 + 3 * 2048) + 4096)
     small = LlamaConfig(vocab_size=96, num_hidden_layers=2, hidden_size=64, num_attention_heads=4)
     assert model_size(small, "bfloat16", length=1000, phase="decode").shared is not None  # its inner layers are large

@@ -88,7 +88,7 @@ def along(way: Way, keys: bool, steps: dict[tuple[int, int], GatherStep], size: 
 def stages(way: Way, work: Workload) -> list[list[Message]]:
     """Return the messages of each stage, forward and backward, without the comparison of calls before them."""
     problem = Problem(work.mask, way.shape, way.layout, way.layout, work.length, work.length)
-    ring = EXCHANGE_MODES[way.exchange].ring
+    ring = EXCHANGE_MODES[way.exchange_or_merge].ring
     places = [(r, c) for r in range(way.shape.queries) for c in range(way.shape.keys)]
     plans = {place: schedule(problem, *place, ring) for place in places}
     rows = {place: one.query_step for place, one in plans.items()}

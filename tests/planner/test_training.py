@@ -23,7 +23,7 @@ from trl import SFTTrainer
 
 import attnmesh as am
 from attnmesh.hf.model_size import training_size
-from attnmesh.planner.training import LOSSES, Method, TrainedModel, training
+from attnmesh.planner.training import LOSSES, TrainerOptions, TrainingSizes, training_plans
 from tests.support.pool import Pool, on_each_rank
 from tests.support.scripts import run_script
 from tests.support.seeds import some
@@ -115,7 +115,7 @@ def test_memory_is_an_upper_bound_of_what_a_step_takes(
     words = f"--data {data} --folder {tmp_path} --context {context} --packs {ranks // context} --length {length} {more}"
     measured = pool.run(ranks, peak_bytes, f"{words} --bf16 --steps 2 --save-every 9".split(), sizes, loss)
     model = training_size(script_config(**sizes), 8 if "--lora" in more else 0, length=length, phase="training")
-    ways = training(model, am.Cluster.preset("local", 1, ranks), Method(loss, ddp="--fsdp" not in more))
+    ways = training_plans(model, am.Cluster.preset("local", 1, ranks), TrainerOptions(loss, ddp="--fsdp" not in more))
     (one,) = (way for way in ways if way.context == context)
     assert 1 <= one.memory / max(measured) <= 1.15
 
@@ -134,50 +134,58 @@ def test_a_checkpoint_has_the_weights_that_are_trained(rank: int, tmp_path: Path
     (file,) = (tmp_path / "final").glob("*.safetensors")
     moments = torch.load(tmp_path / "checkpoint-1" / "optimizer.pt")["state"].values()
     weights = load_file(file).values()
-    assert model.trained == sum(x.numel() for x in weights)
+    assert model.trained_parameters == sum(x.numel() for x in weights)
     saved = [*weights, *(x for state in moments for x in state.values() if x.ndim)]
     assert model.checkpoint_bytes == sum(x.nbytes for x in saved)
 
 
-METHODS = [
-    *(Method(loss, offload) for loss in LOSSES for offload in (False, True)),
-    Method("fused", rollout=64),
+TRAINERS = [
+    *(TrainerOptions(loss, offload) for loss in LOSSES for offload in (False, True)),
+    TrainerOptions("fused", rollout=64),
 ]
 
 
-@pytest.mark.parametrize("method", some(METHODS, METHODS[0], METHODS[3], METHODS[4]))
-def test_tokens_that_fit_fill_the_memory(method: Method) -> None:
+@pytest.mark.parametrize("trainer", some(TRAINERS, TRAINERS[0], TRAINERS[3], TRAINERS[4]))
+def test_tokens_that_fit_fill_the_memory(trainer: TrainerOptions) -> None:
     cluster = am.Cluster.preset("dgx-h100", 2)
     work = am.Workload(32, 8, 128, 131_072, layers=32, phase="training")
-    model = TrainedModel(work, 32, 4096, 14336, 128_256, 8_030_261_248)
-    ways = training(model, cluster, method)
+    model = TrainingSizes(work, 32, 4096, 14336, 128_256, 8_030_261_248)
+    ways = training_plans(model, cluster, trainer)
     assert sorted(one.context for one in ways) == [1, 2, 4, 8, 16]
     for one in ways:
         assert one.data * one.context == 16
         longest = replace(model, workload=replace(work, length=one.tokens))
-        (filled,) = (x for x in training(longest, cluster, method) if x.context == one.context)
+        (filled,) = (x for x in training_plans(longest, cluster, trainer) if x.context == one.context)
         assert 0.97 < filled.memory / cluster.device.memory < 1.001  # a layer takes more or less as its shape changes
-        assert (filled.host > 0) == method.offload
+        assert (filled.offloaded_bytes > 0) == trainer.offload
 
 
 def test_a_fused_loss_takes_fewer_ranks() -> None:
     """Logits of 128,256 tokens are most of what a rank takes, and are never there in TRL's trainers."""
     cluster, work = am.Cluster.preset("dgx-h100", 1), am.Workload(32, 8, 128, 131_072, layers=32, phase="training")
-    model = TrainedModel(work, 32, 4096, 14336, 128_256, 8_030_261_248)
-    full, fused = (training(model, cluster, Method(loss))[0] for loss in LOSSES)
+    model = TrainingSizes(work, 32, 4096, 14336, 128_256, 8_030_261_248)
+    full, fused = (training_plans(model, cluster, TrainerOptions(loss))[0] for loss in LOSSES)
     assert (full.context, fused.context) == (4, 2)
-    assert fused.logits * fused.context < full.logits * full.context / 8
+    assert fused.logit_bytes * fused.context < full.logit_bytes * full.context / 8
 
 
 def test_completions_have_their_keys_beside_weights_that_each_rank_holds() -> None:
     cluster, work = am.Cluster.preset("dgx-h100", 1), am.Workload(14, 2, 64, 32_768, layers=24, phase="training")
-    model = TrainedModel(work, 24, 896, 4864, 151_936, 494_032_768)
+    model = TrainingSizes(work, 24, 896, 4864, 151_936, 494_032_768)
     shared, whole, drawing = (
-        training(model, cluster, method)
-        for method in (Method("fused"), Method("fused", ddp=True), Method("fused", ddp=True, rollout=64))
+        training_plans(model, cluster, trainer)
+        for trainer in (
+            TrainerOptions("fused"),
+            TrainerOptions("fused", ddp=True),
+            TrainerOptions("fused", ddp=True, rollout=64),
+        )
     )
     by_context = [{one.context: one for one in ways} for ways in (shared, whole, drawing)]
     for context, one in by_context[2].items():
-        assert one.completions == 64 * 24 * 32_768 * 2 * (64 + 64) * 2 / context
-        assert one.states == by_context[1][context].states > by_context[0][context].states
-        assert one.memory >= one.states + one.completions
+        assert one.completion_bytes == 64 * 24 * 32_768 * 2 * (64 + 64) * 2 / context
+        assert (
+            one.weight_and_optimizer_bytes
+            == by_context[1][context].weight_and_optimizer_bytes
+            > by_context[0][context].weight_and_optimizer_bytes
+        )
+        assert one.memory >= one.weight_and_optimizer_bytes + one.completion_bytes

@@ -56,7 +56,9 @@ def test_unequal_ranks_are_kept_in_a_file_and_other_counts_drop_them() -> None:
 
 def test_ways_to_run_a_model_are_priced_on_unequal_ranks() -> None:
     model = model_size(families.CONFIGS["llama"], length=1 << 16, phase="decode")
-    assert {one.plan.shares for one in serving_plans(model, UNEQUAL) if one.plan.shape == Shape(1, 1, 2)} == {(4, 1)}
+    assert {
+        one.attention_plan.shares for one in serving_plans(model, UNEQUAL) if one.attention_plan.shape == Shape(1, 1, 2)
+    } == {(4, 1)}
     assert len(serving_plans(model, replace(UNEQUAL, hosts=2, rates=(4e9,) * 4, memories=()))) > 0
 
 

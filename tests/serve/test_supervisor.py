@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 
-from attnmesh.cli.launch import RankError
+from attnmesh.cli.launch import LaunchError
 from attnmesh.errors import ModelError
 from attnmesh.serve import supervisor
 from attnmesh.serve.chat import Encoded
@@ -115,7 +115,7 @@ class Failing:
         until(lambda: world.engine.tokens > 5 or world.engine.closed)
         world.kill()
         thread.join()
-        raise RankError("rank 1 was ended by SIGKILL before it was done")
+        raise LaunchError("rank 1 was ended by SIGKILL before it was done")
 
     def kill(self, *, again: bool = False) -> None:
         """It ends when it is asked to."""
@@ -177,13 +177,13 @@ def test_losses_count_within_a_window(times: tuple[float, ...], state: str, monk
     one.facts, losses = {"max_model_len": 9}, iter(times)
     loop = asyncio.new_event_loop()
 
-    async def lose() -> RankError:
+    async def lose() -> LaunchError:
         time = next(losses, None)
         if time is None:
             one.state = "stopping"
         else:
             monkeypatch.setattr(loop, "time", lambda: time)
-        return RankError("rank 1 was ended by SIGKILL before it was done")
+        return LaunchError("rank 1 was ended by SIGKILL before it was done")
 
     monkeypatch.setattr(one, "_run_world", lose)
     loop.run_until_complete(one._live())
@@ -196,7 +196,7 @@ def test_too_many_losses_end_the_server_with_their_error() -> None:
         code, said = one.ask("/v1/chat/completions", chat(max_tokens=200))
         assert (code, said["error"]["message"]) == (503, "Ranks were lost, and the server ends.")
         one.thread.join(30)
-        assert isinstance(one.error, RankError)
+        assert isinstance(one.error, LaunchError)
 
 
 def test_a_world_that_cannot_start_is_not_tried_again() -> None:

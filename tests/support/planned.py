@@ -18,13 +18,15 @@ LLAMA_70B = LlamaConfig(
     tie_word_embeddings=False,
 )
 
-LAYERS = SharedLayers(2 * 10**8, (960, 576, 3072, 576) * 30 + (49152,), most_rows=32, most_ranks=15, board=131_008)
+LAYERS = SharedLayers(
+    2 * 10**8, (960, 576, 3072, 576) * 30 + (49152,), most_tokens=32, most_ranks=15, board_bytes=131_008
+)
 
 
 def model_of_cpus(rows: int = 1) -> ModelSizes:
     """Return a model whose 200 MB of weights in float32 ranks can share, and 1 MB that they cannot."""
     work = am.Workload(9, 3, 64, 4000, layers=30, dtype="float32", phase="decode", batch=rows)
-    return ModelSizes(work, 576, 30, lambda ranks, _: 201 * 10**6 // ranks, active=5 * 10**7, shared=LAYERS)
+    return ModelSizes(work, 576, 30, lambda ranks, _: 201 * 10**6 // ranks, active_parameters=5 * 10**7, shared=LAYERS)
 
 
 def cpus(hosts: int = 1, ranks: int = 2) -> Cluster:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from attnmesh.cli.generate_prompt import Prepared, PromptOptions, prepare_prompt
+from attnmesh.cli.generate_prompt import ModelOnMesh, PromptOptions, prepare_prompt
 from attnmesh.cli.launch import Send, run_on_machine
 from attnmesh.cli.mesh_option import MeshOptions
 from attnmesh.cli.output import Status, console, pairs, print_json, print_message
@@ -30,11 +30,19 @@ def generate(options: GenerateOptions) -> None:
     set_deadline(options.deadline)
     world = enter_world(options.ranks, options.mesh)
     with Status("reading the prompt") as status:
-        prompt = PromptOptions(options.prompt, options.prompt_file, options.raw, tuple(options.image or ()))
-        arguments = options.model, prompt, options.max_new_tokens, world, mesh_options(options), status
-        prepared = prepare_prompt(*arguments, revision=options.revision)
+        prompt_options = PromptOptions(options.prompt, options.prompt_file, options.raw, tuple(options.image or ()))
+        model, prompt = prepare_prompt(
+            options.model,
+            prompt_options,
+            options.max_new_tokens,
+            world,
+            mesh_options(options),
+            status,
+            revision=options.revision,
+        )
         request = GenerateRequest(
-            prompt=prepared if options.stop else prepared.for_ranks,  # ranks find stop strings with the tokenizer
+            model=model if options.stop else model.for_ranks,  # ranks find stop strings with the tokenizer
+            prompt=prompt,
             max_new_tokens=options.max_new_tokens,
             dtype=options.dtype,
             weights=options.weights,
@@ -42,20 +50,20 @@ def generate(options: GenerateOptions) -> None:
             checkpoint=None if options.checkpoint is None else str(options.checkpoint),
             every=options.every,
             deadline=options.deadline,
-            cache={**cache_options(options, prepared), **_token_places(options)},
+            cache={**cache_options(options, model), **_token_places(options)},
             options=_sampling(options.temperature, options.top_k, options.top_p),
             stops=tuple(options.stop or ()),
         )
-        spelling = Spelling(prepared.tokenizer)
-        display = Display(status, Text(spelling, request.stops), len(prepared.ids), quiet=options.as_json)
+        spelling = Spelling(model.tokenizer)
+        display = Display(status, Text(spelling, request.stops), len(prompt.ids), quiet=options.as_json)
         result = _run(request, world, display)
     if is_first_rank():
         text = display.end()
         if options.as_json:
-            model_and_mesh = {"model": prepared.path, "mesh": str(prepared.mesh), "why": prepared.mesh.reason}
+            model_and_mesh = {"model": model.path, "mesh": str(model.mesh), "why": model.mesh.reason}
             print_json({**asdict(result), "text": text, **model_and_mesh, "machine": machine()})
         else:
-            _print_table(result, prepared, options.verbose)
+            _print_table(result, model, options.verbose)
 
 
 def mesh_options(options: GenerateOptions | ServeOptions) -> MeshOptions:
@@ -63,9 +71,9 @@ def mesh_options(options: GenerateOptions | ServeOptions) -> MeshOptions:
     return MeshOptions(options.mesh, options.weights, options.dtype)
 
 
-def cache_options(options: GenerateOptions | ServeOptions, prepared: Prepared) -> dict[str, Any]:
+def cache_options(options: GenerateOptions | ServeOptions, model: ModelOnMesh) -> dict[str, Any]:
     """Return the options of caches, or raise if the mesh that was chosen cannot be reproducible."""
-    shape, reproducible = prepared.mesh.shape, options.reproducible
+    shape, reproducible = model.mesh.shape, options.reproducible
     check_reproducible_option(reproducible, shape.queries * shape.keys, options.merge)
     block, storage = 128 if reproducible else None, None if options.kv == "auto" else options.kv
     caches = {"block": block, "storage": storage, "shares": named_shares(options.shares)}
@@ -156,7 +164,7 @@ def enter_world(ranks: int | None, mesh: str) -> int:
     return started
 
 
-def _print_table(result: Any, prepared: Prepared, verbose: bool) -> None:
+def _print_table(result: Any, model: ModelOnMesh, verbose: bool) -> None:
     """Print the result as a table below the text."""
     figures = {
         "prompt": f"{result.prompt_tokens:,} tokens",
@@ -168,7 +176,7 @@ def _print_table(result: Any, prepared: Prepared, verbose: bool) -> None:
         "keys and values, MB by rank": ", ".join(f"{n / 1e6:.1f}" for n in result.cache_bytes),
         "weights": f"{result.weights}, MB by rank: " + ", ".join(f"{n / 1e6:.1f}" for n in result.weight_bytes),
         "received per token, kB by rank": ", ".join(f"{n / 1e3:.1f}" for n in result.bytes_per_token),
-        "mesh": ": ".join(filter(None, (str(prepared.mesh), prepared.mesh.reason))),
+        "mesh": ": ".join(filter(None, (str(model.mesh), model.mesh.reason))),
     }
     table = pairs("", figures)
     if verbose:

@@ -11,13 +11,12 @@ import torch.distributed as dist
 from attnmesh.cli.launch import leaving_tidily
 from attnmesh.cli.mesh_option import LayersChoice, MeshChoice, MeshOptions, choose_mesh
 from attnmesh.cli.output import Status
-from attnmesh.errors import InputError, ModelError, require
-from attnmesh.mesh.shapes import Shape
+from attnmesh.errors import InputError, ModelError
 from attnmesh.planner.serving import ModelSizes
 from attnmesh_command.messages import under_torchrun
 from attnmesh_command.option_texts import read_prompt
 
-TYPICAL = 4096
+TYPICAL_CONTEXT = 4096
 """Tokens of a context for which a mesh is chosen before there is a prompt."""
 
 
@@ -65,27 +64,60 @@ def _open_image(path: Path) -> Any:
         return Image.open(path).convert("RGB")
 
 
-class Prepared(NamedTuple):
-    """A model's path and mesh, and a checked prompt for it."""
+class PromptTokens(NamedTuple):
+    """Tokens of a prompt, and the inputs for its images."""
+
+    ids: tuple[int, ...]
+    images: dict[str, Any] | None = None
+    """Inputs for images; None for a prompt of text."""
+
+
+class ModelOnMesh(NamedTuple):
+    """A model's path, and the mesh that was chosen for it."""
 
     path: str
-    ids: tuple[int, ...]
     heads: tuple[int, int]
     mesh: MeshChoice
-    longest: int | None
+    layers: LayersChoice
+    max_context: int | None
     """Tokens of the model's context; None if it has no limit."""
-    tokenizer: Any = None
+    reads_images: bool
+    """True for a model of images and text."""
+    tokenizer: Any
     """Tokenizer of the model; None on ranks, but for stop strings."""
-    processor: Any = None
+    processor: Any
     """The processor of a model of images; None on ranks."""
-    images: dict[str, Any] | None = None
-    """Inputs for images; None for a model of text."""
-    layers: LayersChoice = LayersChoice()
 
     @property
-    def for_ranks(self) -> "Prepared":
+    def for_ranks(self) -> "ModelOnMesh":
         """The same without what ranks do not need."""
         return self._replace(tokenizer=None, processor=None)
+
+
+class FoundModel(NamedTuple):
+    """A model before its mesh is chosen."""
+
+    path: str
+    config: Any
+    tokenizer: Any
+    processor: Any
+    """None for a model of text."""
+
+    @property
+    def max_context(self) -> int | None:
+        """Tokens of the model's context; None if it has no limit."""
+        limit: int | None = getattr(self.config, "max_position_embeddings", None)
+        return limit
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Query heads and key heads."""
+        from attnmesh.hf.latent_states import latent_widths
+
+        q_heads = self.config.num_attention_heads
+        if latent_widths(self.config) is not None:
+            return q_heads, 1  # latents have one head
+        return q_heads, getattr(self.config, "num_key_value_heads", None) or q_heads
 
 
 def prepare_prompt(
@@ -97,19 +129,19 @@ def prepare_prompt(
     status: Status,
     *,
     revision: str | None = None,
-) -> Prepared:
+) -> tuple[ModelOnMesh, PromptTokens]:
     """Read the prompt, find the model, and choose the mesh."""
     text = prompt.read()
-    prepared, config = _read_model(model, status, images=bool(prompt.images), revision=revision)
+    found = _read_model(model, status, images=bool(prompt.images), revision=revision)
+    images: dict[str, Any] | None = None
     if prompt.images:
-        inputs = prompt.with_images(prepared.processor, text)
-        inputs.pop("attention_mask", None)
-        ids = inputs.pop("input_ids")[0].tolist()
-        prepared = prepared._replace(images=inputs)
+        images = prompt.with_images(found.processor, text)
+        images.pop("attention_mask", None)
+        ids = images.pop("input_ids")[0].tolist()
     else:
-        ids = prompt.ids(prepared.tokenizer, text)
-    _check_length(len(ids), new_tokens, prepared.longest)
-    return _on_mesh(prepared, config, mesh, ranks, len(ids) + new_tokens)._replace(ids=tuple(ids))
+        ids = prompt.ids(found.tokenizer, text)
+    _check_length(len(ids), new_tokens, found.max_context)
+    return _on_mesh(found, mesh, ranks, len(ids) + new_tokens), PromptTokens(tuple(ids), images)
 
 
 def find_model(
@@ -120,10 +152,10 @@ def find_model(
     *,
     images: bool | None = False,
     revision: str | None = None,
-) -> Prepared:
+) -> ModelOnMesh:
     """Find the model, and choose the mesh. It is one of images and text if `images`; None looks at the model."""
-    prepared, config = _read_model(model, status, images=images, revision=revision)
-    return _on_mesh(prepared, config, mesh, ranks, min(prepared.longest or TYPICAL, TYPICAL))
+    found = _read_model(model, status, images=images, revision=revision)
+    return _on_mesh(found, mesh, ranks, min(found.max_context or TYPICAL_CONTEXT, TYPICAL_CONTEXT))
 
 
 def find_draft(draft: str, tokenizer: Any, status: Status) -> str:
@@ -131,28 +163,26 @@ def find_draft(draft: str, tokenizer: Any, status: Status) -> str:
     from attnmesh.hf.models import is_recurrent
 
     try:
-        prepared, config = _read_model(draft, status, images=False, revision=None)
+        found = _read_model(draft, status, images=False, revision=None)
     except InputError as error:
         raise type(error)("--draft", *error.args[1:]) from None
-    vocabulary, draft_vocabulary = tokenizer.get_vocab(), prepared.tokenizer.get_vocab()
+    vocabulary, draft_vocabulary = tokenizer.get_vocab(), found.tokenizer.get_vocab()
     differ = sorted(
         token for token in {*vocabulary, *draft_vocabulary} if vocabulary.get(token) != draft_vocabulary.get(token)
     )
-    given, fix = (
-        f"one in which {len(differ)} differ, such as {differ[:1]!r:.40}",
-        "name a smaller model of its kind",
-    )
-    require(not differ, ModelError, "--draft", "a model with the same tokens", given, fix)
-    expected, given = "a model whose caches take tokens back", f"a {config.model_type}, whose states do not"
-    require(not is_recurrent(config), ModelError, "--draft", expected, given, "name another, or leave it out")
-    return prepared.path
+    if differ:
+        given = f"one in which {len(differ)} differ, such as {differ[:1]!r:.40}"
+        raise ModelError("--draft", "a model with the same tokens", given, "name a smaller model of its kind")
+    if is_recurrent(found.config):
+        expected, given = "a model whose caches take tokens back", f"a {found.config.model_type}, whose states do not"
+        raise ModelError("--draft", expected, given, "name another, or leave it out")
+    return found.path
 
 
-def _read_model(model: str, status: Status, *, images: bool | None, revision: str | None) -> tuple[Prepared, Any]:
-    """Return what is known of a model before its mesh is chosen, on one rank so far, and its configuration."""
+def _read_model(model: str, status: Status, *, images: bool | None, revision: str | None) -> FoundModel:
+    """Return what is known of a model before its mesh is chosen."""
     from transformers.utils import logging
 
-    from attnmesh.hf.latent_states import latent_widths
     from attnmesh.hf.load import locate, open_config, open_processor, open_tokenizer, reads_images
 
     logging.set_verbosity_error()
@@ -164,22 +194,19 @@ def _read_model(model: str, status: Status, *, images: bool | None, revision: st
         path = locate(model, status.update, revision)
     if under_torchrun() and os.environ.get("LOCAL_RANK") == "0":
         dist.barrier()
-    given, fix = f"{model!r}, a configuration alone", "name the folder or the hub's model that it belongs to"
-    require(not path.endswith(".json"), ModelError, "--model", "weights and a tokenizer", given, fix)
+    if path.endswith(".json"):
+        fix = "name the folder or the hub's model that it belongs to"
+        raise ModelError("--model", "weights and a tokenizer", f"{model!r}, a configuration alone", fix)
     images = reads_images(path) if images is None else images
     config = open_config(path, images=images).get_text_config(decoder=True)
     processor = open_processor(path) if images else None
     tokenizer = open_tokenizer(path) if processor is None else processor.tokenizer
-    heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    if latent_widths(config) is not None:
-        heads = config.num_attention_heads, 1  # latents have one head
-    longest = getattr(config, "max_position_embeddings", None)
-    alone = MeshChoice(Shape(1, 1, 1), 1, False, "")
-    return Prepared(path, (), heads, alone, longest, tokenizer, processor, {} if images else None), config
+    return FoundModel(path, config, tokenizer, processor)
 
 
-def _on_mesh(prepared: Prepared, config: Any, options: MeshOptions, ranks: int, length: int) -> Prepared:
+def _on_mesh(found: FoundModel, options: MeshOptions, ranks: int, length: int) -> ModelOnMesh:
     """Choose the mesh, and who computes the layers, for contexts of this length."""
+    config = found.config
 
     def sized() -> ModelSizes:
         from attnmesh.hf.model_size import model_size
@@ -187,16 +214,25 @@ def _on_mesh(prepared: Prepared, config: Any, options: MeshOptions, ranks: int, 
         dtype = str(getattr(config, "dtype", None) or "float32") if options.dtype == "auto" else options.dtype
         return model_size(config, dtype.removeprefix("torch."), length=length, phase="decode")
 
-    mesh, layers = choose_mesh(options, ranks, *prepared.heads, sized)
-    return prepared._replace(mesh=mesh, layers=layers)
+    mesh, layers = choose_mesh(options, ranks, *found.heads, sized)
+    return ModelOnMesh(
+        path=found.path,
+        heads=found.heads,
+        mesh=mesh,
+        layers=layers,
+        max_context=found.max_context,
+        reads_images=found.processor is not None,
+        tokenizer=found.tokenizer,
+        processor=found.processor,
+    )
 
 
-def _check_length(tokens: int, new_tokens: int, longest: int | None) -> None:
+def _check_length(tokens: int, new_tokens: int, max_context: int | None) -> None:
     """Raise if there are no tokens, or more than fit the model's context."""
-    if longest is not None and tokens + new_tokens > longest:
-        fix = f"shorten the prompt by {tokens + new_tokens - longest} tokens, or use a model with a longer context"
-        fix = f"pass --max-new-tokens {longest - tokens} or less" if tokens < longest // 2 else fix
+    if max_context is not None and tokens + new_tokens > max_context:
+        fix = f"shorten the prompt by {tokens + new_tokens - max_context} tokens, or use a model with a longer context"
+        fix = f"pass --max-new-tokens {max_context - tokens} or less" if tokens < max_context // 2 else fix
         given = f"{tokens} and {new_tokens} new ones"
-        raise ModelError("prompt", f"at most {longest} tokens, the model's context", given, fix)
-    fix = "check the tokenizer's files"
-    require(tokens > 0, ModelError, "prompt", "at least one token", "none by this tokenizer", fix)
+        raise ModelError("prompt", f"at most {max_context} tokens, the model's context", given, fix)
+    if not tokens:
+        raise ModelError("prompt", "at least one token", "none by this tokenizer", "check the tokenizer's files")

@@ -11,7 +11,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from attnmesh import hf
-from attnmesh.cli.generate_prompt import Prepared
+from attnmesh.cli.generate_prompt import ModelOnMesh, PromptTokens
 from attnmesh.cli.launch import Send
 from attnmesh.cli.rank_model import load_model
 from attnmesh.comm.failures import set_deadline
@@ -28,9 +28,10 @@ from attnmesh.setup.init_mesh import world_mesh
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """A prepared prompt and options, the same on all ranks."""
+    """A model, a prompt and options, the same on all ranks."""
 
-    prompt: Prepared
+    model: ModelOnMesh
+    prompt: PromptTokens
     max_new_tokens: int
     dtype: str = "auto"
     weights: str = "auto"
@@ -44,11 +45,11 @@ class GenerateRequest:
     options: dict[str, Any] = field(default_factory=dict)
     """Options of transformers' `generate`."""
     stops: tuple[str, ...] = ()
-    """Texts that end the answer; the prompt then has its tokenizer."""
+    """Texts that end the answer; the model then has its tokenizer."""
 
 
 @dataclass(frozen=True)
-class Result:
+class GenerateResult:
     """New tokens, their times, and lists with one figure per rank."""
 
     tokens: list[int]
@@ -101,7 +102,7 @@ class _StopStrings(StoppingCriteria):  # type: ignore[misc]
         return torch.tensor([self.text.stopped], device=input_ids.device)
 
 
-def run_request(send: Send, request: GenerateRequest) -> Result:
+def run_request(send: Send, request: GenerateRequest) -> GenerateResult:
     """Return the result, the same on all ranks. Rank 0 sends messages, each a name and a number.
 
     "loaded" has the seconds of loading the model, "resumed" the tokens that the checkpoint held, of the prompt and new
@@ -123,18 +124,18 @@ class _Generation:
         start = perf_counter()
         reproducible = bool(request.cache.get("reproducible"))
         self.send = send
-        loaded = load_model(request.prompt, request.dtype, request.weights, reproducible=reproducible)
+        loaded = load_model(request.model, request.dtype, request.weights, reproducible=reproducible)
         self.model, mesh, self.weights = loaded
         self.load_seconds = perf_counter() - start
         send(("loaded", self.load_seconds))
         self.ids = self.reached = torch.tensor([request.prompt.ids], device=self.model.device)
         capacity = self.ids.shape[1] + request.max_new_tokens
-        output = request.prompt.mesh.output
+        output = request.model.mesh.output
         self.cache = hf.ShardedCache(self.model.config, mesh, capacity=capacity, output=output, **request.cache)
         torch.manual_seed(request.seed)
         self.options = {"max_new_tokens": request.max_new_tokens, "do_sample": False, **request.options}
         if request.stops:
-            stop = _StopStrings(Text(Spelling(request.prompt.tokenizer), request.stops), self.ids.shape[1])
+            stop = _StopStrings(Text(Spelling(request.model.tokenizer), request.stops), self.ids.shape[1])
             self.options["stopping_criteria"] = StoppingCriteriaList([stop])
         if request.checkpoint is not None:
             checkpoint = hf.Checkpoint(request.checkpoint, every=request.every)
@@ -161,7 +162,7 @@ class _Generation:
         self.send(("prefilled", ids.shape[1]))  # also after a checkpoint that holds the whole prompt
         return perf_counter() - start
 
-    def decode(self, prefill_seconds: float, streamer: _TokenSender | None) -> Result:
+    def decode(self, prefill_seconds: float, streamer: _TokenSender | None) -> GenerateResult:
         """Decode the new tokens and gather the figures of all ranks."""
         ids, cache = self.ids, self.cache
         start = perf_counter()
@@ -176,7 +177,7 @@ class _Generation:
             list, zip(*dist_all_gather_ints(rank_figures, axes), strict=True)
         )
         merges = dist_all_gather_ints([int(1e9 * merge) for merge in traffic.merges], axes)
-        return Result(
+        return GenerateResult(
             tokens=tokens,
             ended="length" if len(tokens) == self.options["max_new_tokens"] and not self.stopped(tokens) else "stop",
             prompt_tokens=ids.shape[1],

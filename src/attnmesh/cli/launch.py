@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -29,9 +30,6 @@ from attnmesh.errors import InputError, RankFailure
 
 Send = Callable[[Any], None]
 """Function that sends a message of a rank, before its result, to the process that started it."""
-
-Work = tuple[Callable[..., Any], tuple[Any, ...], bool]
-"""A function, its arguments, and whether its first argument is a `Send`."""
 
 GRACE_PERIOD = 2.0
 """Seconds that the other ranks get after one has failed, since their errors may be the clearer ones.
@@ -52,11 +50,33 @@ ENDING = (signal.SIGTERM, signal.SIGHUP)
 """Signals that end a process: from another one, or because the terminal was closed."""
 
 
-class RankError(RuntimeError):
+@dataclass(frozen=True)
+class RankWork:
+    """What each rank runs. With `sends` the first argument of the function is a `Send`."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    sends: bool
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """What a process needs to be a rank: its number, its device, and where it meets the others."""
+
+    rank: int
+    ranks: int
+    threads: int
+    gpus: bool
+    store: Path
+    leftovers: tuple[str, ...]
+    """Folders that a killed rank leaves."""
+
+
+class LaunchError(RuntimeError):
     """A rank died or raised an unexpected error."""
 
 
-class RankDeath(RankError):
+class ProcessDeath(LaunchError):
     """A rank's process ended before the rank was done."""
 
 
@@ -83,19 +103,21 @@ def run_on_ranks(
         functions = [function, *(x for x in arguments if inspect.isfunction(x))]
         processes.preload([x.__module__ for x in functions])  # imported once, not by each rank
     with leaving_tidily(), tempfile.TemporaryDirectory(prefix="attnmesh-") as folder:
-        leftovers = [folder, get_temp_dir()] if processes.forked else [folder]
-        work = (function, arguments, on_message is not None)
+        leftovers = (folder, get_temp_dir()) if processes.forked else (folder,)
+        work = RankWork(function, arguments, sends=on_message is not None)
         try:
             with ThreadPoolExecutor(1) as starter:  # interrupts, which reach the main thread, cut no start short
                 for rank in range(ranks):
-                    rank_options = (rank, ranks, threads, gpus, Path(folder) / "store", leftovers)
-                    starter.submit(processes.start, _rank, rank_options, work).result()
-            answers = results(processes.pipes, lambda rank: _death(rank, processes.started[rank]), on_message, seconds)
+                    place = RankPlace(rank, ranks, threads, gpus, Path(folder) / "store", leftovers)
+                    starter.submit(processes.start, _rank, place, work).result()
+            results = collect_results(
+                processes.pipes, lambda rank: _death(rank, processes.started[rank]), on_message, seconds
+            )
         except BaseException:
             processes.end()
             raise
         processes.end(1)
-        return answers
+        return results
 
 
 def run_on_machine(
@@ -181,11 +203,11 @@ def leaving_tidily() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
-def results(
-    pipes: list[Connection], death: Callable[[int], RankError], on_message: Send | None, seconds: float | None
+def collect_results(
+    pipes: list[Connection], death: Callable[[int], LaunchError], on_message: Send | None, seconds: float | None
 ) -> list[Any]:
     """Return the results of all ranks, or raise the first error; `death` makes the error of a rank that died."""
-    answers: dict[int, Any] = {}
+    results: dict[int, Any] = {}
     failures: dict[int, BaseException] = {}
     end = None if seconds is None else time.monotonic() + seconds
     waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
@@ -206,60 +228,58 @@ def results(
                 continue
             waiting.pop(pipe)
             if kind == "done":
-                answers[rank] = content
+                results[rank] = content
             else:
                 failures[rank] = content
-                grace = time.monotonic() + (0 if isinstance(content, RankDeath) else GRACE_PERIOD)
+                grace = time.monotonic() + (0 if isinstance(content, ProcessDeath) else GRACE_PERIOD)
                 end = grace if end is None else min(end, grace)
     if failures:
         raise min(failures.values(), key=_order_of_causes)
     if waiting:
-        raise RankError(f"ranks {sorted(waiting.values())} did not answer within {seconds} s")
-    return [answers[rank] for rank in range(len(pipes))]
+        raise LaunchError(f"ranks {sorted(waiting.values())} did not answer within {seconds} s")
+    return [results[rank] for rank in range(len(pipes))]
 
 
 def _order_of_causes(error: BaseException) -> int:
     """Return 0 for input errors, 1 for deaths and 2 for others, such as connections that a dead rank closed."""
-    return 0 if isinstance(error, InputError) else 1 if isinstance(error, RankDeath) else 2
+    return 0 if isinstance(error, InputError) else 1 if isinstance(error, ProcessDeath) else 2
 
 
-def _death(rank: int, process: Any) -> RankDeath:
+def _death(rank: int, process: Any) -> ProcessDeath:
     process.join(timeout=1)
     code = process.exitcode
     killed = code is not None and code < 0
     ending = f"was ended by {signal.Signals(-code).name}" if killed else f"left with exit code {code}"
-    return RankDeath(f"rank {rank} {ending} before it was done")
+    return ProcessDeath(f"rank {rank} {ending} before it was done")
 
 
-def _rank(rank_options: tuple[int, int, int, bool, Path, list[str]], work: Work, pipe: Connection) -> None:
+def _rank(place: RankPlace, work: RankWork, pipe: Connection) -> None:
     """Run the work as one rank."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one handles it, and ends this one
-    rank, ranks, threads, gpus, store, leftovers = rank_options
-    leaving = threading.Thread(target=leave_with_parent, args=(leftovers,), daemon=True)
+    leaving = threading.Thread(target=leave_with_parent, args=(place.leftovers,), daemon=True)
     parent = mp.parent_process()
     leaving.start()
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # listen on this machine only
-    torch.set_num_threads(threads)
+    torch.set_num_threads(place.threads)
 
     def enter() -> None:
-        if gpus:
-            torch.cuda.set_device(rank)
-        backend = "nccl" if gpus else "gloo"
-        dist.init_process_group(backend, f"file://{store}", rank=rank, world_size=ranks, timeout=TIMEOUT)
-        if not gpus:
+        if place.gpus:
+            torch.cuda.set_device(place.rank)
+        backend, store = "nccl" if place.gpus else "gloo", f"file://{place.store}"
+        dist.init_process_group(backend, store, rank=place.rank, world_size=place.ranks, timeout=TIMEOUT)
+        if not place.gpus:
             dist.barrier()  # gloo fails on a rank that still connects when another leaves
 
     try:
-        perform(pipe, enter, work)
+        run_work(pipe, enter, work)
     finally:
         if parent is not None and not parent.is_alive():
             leaving.join()
 
 
-def perform(pipe: Connection, enter: Callable[[], None], work: Work) -> None:
+def run_work(pipe: Connection, enter: Callable[[], None], work: RankWork) -> None:
     """Join the process group, do the work, and send its result or its error."""
-    function, arguments, sends = work
     lock = threading.Lock()
 
     def send(message: Any) -> None:
@@ -269,15 +289,15 @@ def perform(pipe: Connection, enter: Callable[[], None], work: Work) -> None:
     warnings.filterwarnings("ignore", module=r"torch\b")  # each rank would print PyTorch's warnings about itself
     try:
         enter()
-        result = function(*([send] if sends else []), *arguments)
+        result = work.function(*([send] if work.sends else []), *work.arguments)
         with lock:
             pipe.send(("done", result))
         dist.destroy_process_group()
     except Exception as error:
         # Our errors can be pickled; of an unknown class only the text is sent.
         can_pickle = isinstance(error, (InputError, RankFailure))
-        place = f"rank {dist.get_rank()}" if dist.is_initialized() else "a rank"
-        pipe.send(("failed", error if can_pickle else RankError(f"on {place}:\n{traceback.format_exc()}")))
+        speaker = f"rank {dist.get_rank()}" if dist.is_initialized() else "a rank"
+        pipe.send(("failed", error if can_pickle else LaunchError(f"on {speaker}:\n{traceback.format_exc()}")))
 
 
 def leave_with_parent(leftovers: Sequence[str] = ()) -> None:

@@ -8,12 +8,12 @@ import torch.distributed as dist
 
 from attnmesh.comm.machine_constants import this_machine
 from attnmesh.comm.topology import cluster_and_tile_of
-from attnmesh.errors import InputError, MeshError, require
+from attnmesh.errors import InputError, MeshError
 from attnmesh.mesh.axes import device_type_of
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.shapes import AXES, Shape, elements, mesh_shapes, share_evenly
 from attnmesh.planner.serving import ModelSizes, ServingPlan, choose_plan, serving_plans, why_not_shared
-from attnmesh.planner.units import in_seconds
+from attnmesh.planner.units import seconds_text
 from attnmesh.setup.init_mesh import world_mesh
 from attnmesh_command.messages import under_torchrun
 from attnmesh_command.option_texts import TP, axes_of, check_ranks_of_mesh
@@ -50,7 +50,7 @@ class MeshChoice(NamedTuple):
 class LayersChoice(NamedTuple):
     """Choice of who computes the layers of a step: the ranks of a host together, or each of them; and the reason."""
 
-    shared: bool = True
+    layers_shared: bool = True
     reason: str = ""
 
 
@@ -62,7 +62,7 @@ class MeshOptions(NamedTuple):
     dtype: str = "auto"
 
     @property
-    def together(self) -> bool | None:
+    def layers_shared(self) -> bool | None:
         """True if ranks are to share layers; None where the planner chooses."""
         return None if self.weights == "auto" else self.weights == "shared"
 
@@ -81,9 +81,10 @@ def choose_mesh(
         return MeshChoice(Shape(1, 1, joint), 1, joint > 1, "as --mesh says"), LayersChoice()
     tp = sizes.get(TP, 1)
     tp_divides = ranks % tp == 0 and q_heads % tp == 0 and share_evenly(kv_heads, tp)
-    given = f"{options.mesh} on {ranks} ranks, with {q_heads}/{kv_heads} heads"
-    fix = "take another number, or give the ranks to the keys axis"
-    require(tp_divides, MeshError, "--mesh", "a tp that divides the ranks and the heads", given, fix)
+    if not tp_divides:
+        given = f"{options.mesh} on {ranks} ranks, with {q_heads}/{kv_heads} heads"
+        fix = "take another number, or give the ranks to the keys axis"
+        raise MeshError("--mesh", "a tp that divides the ranks and the heads", given, fix)
     heads = (q_heads // tp, max(1, kv_heads // tp))
     shape = Shape(*(sizes.get(axis, 1) for axis in AXES)) if sizes.keys() - {TP} else None
     if shape is not None and heads[1] % shape.heads:
@@ -95,7 +96,7 @@ def choose_mesh(
         plan, layers = _priced(options, ranks, sized, tp, shape)
     if shape is not None:
         return MeshChoice(shape, tp, False, "as --mesh says"), layers
-    return MeshChoice(*_best(ranks // tp, tp, heads, plan)), layers
+    return _best(ranks // tp, tp, heads, plan), layers
 
 
 def cluster_here(ranks: int) -> Cluster:
@@ -113,30 +114,34 @@ def _priced(
     try:
         model = sized()
         ways = serving_plans(model, cluster, shape)
-        plan = choose_plan(ways, ranks, tp, options.together)
+        plan = choose_plan(ways, ranks, tp, options.layers_shared)
     except InputError:
         return None, LayersChoice()
     if tp > 1:
-        return plan, LayersChoice(shared=False)
+        return plan, LayersChoice(layers_shared=False)
     why = why_not_shared(model, cluster)
     if why is not None:
-        return plan, LayersChoice(shared=False, reason=why)
-    shared, whole = (in_seconds(choose_plan(ways, ranks, tp, together).seconds) for together in (True, False))
-    seconds, rival = (shared, f"whole {whole}") if plan.sharding.together else (whole, f"shared {shared}")
-    return plan, LayersChoice(plan.sharding.together, f"{seconds} a token by the planner, {rival}")
+        return plan, LayersChoice(layers_shared=False, reason=why)
+    shared_time, whole_time = (
+        seconds_text(choose_plan(ways, ranks, tp, layers_shared).seconds) for layers_shared in (True, False)
+    )
+    if plan.sharding.layers_shared:
+        return plan, LayersChoice(True, f"{shared_time} a token by the planner, whole {whole_time}")
+    return plan, LayersChoice(False, f"{whole_time} a token by the planner, shared {shared_time}")
 
 
-def _best(ranks: int, tp: int, heads: tuple[int, int], plan: ServingPlan | None) -> tuple[Shape, int, bool, str]:
+def _best(ranks: int, tp: int, heads: tuple[int, int], plan: ServingPlan | None) -> MeshChoice:
     """Return the mesh of the planner's way, or else the one that sends least in prefill, and the reason."""
     shapes = mesh_shapes(ranks, *heads, training=False)
     shape = shapes[0] if plan is None else plan.shape
     rivals = [rival for rival in shapes if rival != shape]
     if not rivals:
-        reason = "" if tp == 1 else "as --mesh says"
-        return shape, tp, False, reason if ranks == 1 else f"no other shape serves {heads[0]}/{heads[1]} heads"
+        if ranks > 1:
+            return MeshChoice(shape, tp, False, f"no other shape serves {heads[0]}/{heads[1]} heads")
+        return MeshChoice(shape, tp, False, "" if tp == 1 else "as --mesh says")
     sent, rival_sent = (sum(elements(mesh, *heads, training=False)) for mesh in (shape, rivals[0]))
     rival_mesh = MeshChoice(rivals[0], tp, False, "")
     if sent > rival_sent:
-        return shape, tp, False, f"a new token takes least time so; a prompt sends least with {rival_mesh}"
+        return MeshChoice(shape, tp, False, f"a new token takes least time so; a prompt sends least with {rival_mesh}")
     times = f"{rival_sent / sent:.1f} times"
-    return shape, tp, False, f"a prompt sends least so; with {rival_mesh} it sends {times} as much"
+    return MeshChoice(shape, tp, False, f"a prompt sends least so; with {rival_mesh} it sends {times} as much")

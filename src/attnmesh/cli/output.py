@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from attnmesh.cli.launch import RankError
+from attnmesh.cli.launch import LaunchError
 from attnmesh.errors import InputError, RankFailure
 from attnmesh_command.messages import is_first_rank, printable
 
@@ -81,7 +81,7 @@ def print_error(error: Exception) -> int:
     if isinstance(error, ModuleNotFoundError):
         extra = EXTRAS.get((error.name or "").split(".")[0], "hf")
         text = f"this needs {error.name}: pip install 'attnmesh\\[{extra}]'"
-    elif isinstance(error, (ValueError, RankError, RankFailure, OSError)):
+    elif isinstance(error, (ValueError, LaunchError, RankFailure, OSError)):
         if isinstance(error, InputError) and not is_first_rank():
             return 1  # all ranks of torchrun raise it, one prints it
         text = escape(_brief(error))

@@ -12,17 +12,16 @@ from attnmesh.cli.output import Status, console, numbered, pairs
 from attnmesh.cli.plan_model import model_of, print_record, print_serving, warn_of_length
 from attnmesh.cli.plan_page import write_report
 from attnmesh.cli.plan_training import print_training
-from attnmesh.cli.plan_workload import enabling_code, recurrent_record, source_of
 from attnmesh.comm.machine_constants import this_machine
 from attnmesh.core.mask import Causal, Full, Mask, Window
 from attnmesh.errors import ClusterError
 from attnmesh.mesh.cluster import Cluster
-from attnmesh.planner.plan import STAGES, Plan, by
+from attnmesh.planner.plan import STAGES, Plan, shape_text
 from attnmesh.planner.plan import plan as plans_for
 from attnmesh.planner.recurrent import Recurrent
-from attnmesh.planner.units import in_bytes, in_seconds
+from attnmesh.planner.units import bytes_text, seconds_text
 from attnmesh.planner.workload import Workload
-from attnmesh.planner.workload_presets import workload_preset
+from attnmesh.planner.workload_presets import WORKLOADS, workload_preset
 from attnmesh_command.messages import printable
 from attnmesh_command.option_texts import (
     cluster_size_of,
@@ -37,22 +36,22 @@ from attnmesh_command.plan_options import PlanOptions
 
 def plan(options: PlanOptions) -> None:
     """Predict the time of every way to run attention on a cluster, the fastest first."""
-    machines = named_cluster(options.cluster)
-    common: dict[str, Any] = {"batch": options.batch, "q_len": options.q_len, "dtype": options.dtype}
-    common |= {"phase": options.phase, "storage": None if options.kv == "auto" else options.kv}
+    cluster = named_cluster(options.cluster)
+    workload_options: dict[str, Any] = {"batch": options.batch, "q_len": options.q_len, "dtype": options.dtype}
+    workload_options |= {"phase": options.phase, "storage": None if options.kv == "auto" else options.kv}
     if options.length is not None:
-        common["length"] = length_of(options.length)
+        workload_options["length"] = length_of(options.length)
     if options.of_whole_model:
-        (print_serving if options.decode else print_training)(options, machines, common)
+        (print_serving if options.decode else print_training)(options, cluster, workload_options)
         return
-    work = workload_preset(options.workload, **common) if options.workload is not None else _workload(options, common)
+    work = _workload(options, workload_options)
     with Status("pricing") as status:
-        plans = plans_for(work, machines, progress=lambda done, of: status.update(f"priced {done:,} of {of:,} plans"))
+        plans = plans_for(work, cluster, progress=lambda done, of: status.update(f"priced {done:,} of {of:,} plans"))
         if options.report is not None:
-            write_report(options.report, work, machines, status.update)
-    top_plans = distinct(plans)[: options.top]
+            write_report(options.report, work, cluster, status.update)
+    top_plans = best_placements(plans)[: options.top]
     if options.as_json:
-        print_record(options, machines, _plans_record(work, top_plans) | source_of(options.workload, work.length))
+        print_record(options, cluster, _plans_record(work, top_plans) | _preset_record(options.workload, work.length))
     else:
         _print(options.workload, top_plans, options.report, options.verbose)
 
@@ -60,10 +59,12 @@ def plan(options: PlanOptions) -> None:
 # --- options ---
 
 
-def _workload(options: PlanOptions, common: dict[str, Any]) -> Workload:
-    """Return the attention of a model, or that of the options."""
+def _workload(options: PlanOptions, workload_options: dict[str, Any]) -> Workload:
+    """Return the attention of a preset, of a model, or that of the options."""
+    if options.workload is not None:
+        return workload_preset(options.workload, **workload_options)
     if options.model is not None:
-        sizes, config = model_of(options.model, common)
+        sizes, config = model_of(options.model, workload_options)
         warn_of_length(config, sizes.workload.length)
         return sizes.workload
     q_heads, kv_heads = heads_of(options.heads or "")
@@ -76,7 +77,7 @@ def _workload(options: PlanOptions, common: dict[str, Any]) -> Workload:
         mask=_mask(options.window, options.full),
         latent=None if options.latent is None else latent_of(options.latent),
         recurrent=tuple(Recurrent(**recurrent_of(text)) for text in options.recurrent or ()),
-        **common,
+        **workload_options,
     )
 
 
@@ -115,7 +116,7 @@ def _mask(window: int | None, full: bool) -> Mask:
 # --- output ---
 
 
-def distinct(plans: Sequence[Plan]) -> list[Plan]:
+def best_placements(plans: Sequence[Plan]) -> list[Plan]:
     """Return the best placement on hosts of each shape, exchange and shares."""
     first_plans: dict[object, Plan] = {}
     for plan in plans:
@@ -141,41 +142,47 @@ def code_to_run(plan: Plan) -> str:
     return f"{mesh}\n  out = am.attention(q, k, v, mesh=mesh, layout=am.{plan.layout}, exchange={exchange})"
 
 
+def enabling_code(plan: Plan) -> str:
+    """Return the lines of Python that put a model of diffusers on the mesh of a plan."""
+    mesh = f"am.init_mesh({tuple(plan.shape)})"
+    return f'  attnmesh.diffusers.enable(pipeline.transformer, {mesh}, exchange="{plan.exchange}")'
+
+
 def _print(workload: str | None, plans: Sequence[Plan], report: Path | None, verbose: bool) -> None:
     best = plans[0]
-    machines = plans[0].cluster
-    for name, value in source_of(workload, best.workload.length).items():
+    cluster = plans[0].cluster
+    for name, value in _preset_record(workload, best.workload.length).items():
         console.print(f"{name}: {value}", highlight=False, markup=False)
     console.print(_plans_table(plans))
     console.print(best.explain(), highlight=False, markup=False)
     code = code_to_run(best) if workload is None else enabling_code(best)
     console.print(f"In Python:\n{code}", highlight=False, markup=False, soft_wrap=True)
     if verbose:
-        times = {STAGES[name]: in_seconds(seconds) for name, seconds in best.parts if seconds}
-        console.print(pairs(f"{best.name}: {in_seconds(best.seconds)}", times))
-        console.print(pairs(f"sources of the constants of {machines.name}", dict(machines.sources)))
+        times = {STAGES[name]: seconds_text(seconds) for name, seconds in best.parts if seconds}
+        console.print(pairs(f"{best.name}: {seconds_text(best.seconds)}", times))
+        console.print(pairs(f"sources of the constants of {cluster.name}", dict(cluster.sources)))
     if report is not None:
         console.print(f"Written: {printable(str(report))}", highlight=False, markup=False)
 
 
 def _plans_table(plans: Sequence[Plan]) -> Table:
-    work, machines = plans[0].workload, plans[0].cluster
+    work, cluster = plans[0].workload, plans[0].cluster
     words = {
-        "heads x\nqueries x\nkeys": [by(plan.shape) for plan in plans],
+        "heads x\nqueries x\nkeys": [shape_text(plan.shape) for plan in plans],
         "known as": [plan.known_as for plan in plans],
         "exchange": [plan.exchange for plan in plans],
         "layout": [_layout(plan) for plan in plans],
     }
     figures = {
-        "tile\na host": [by(plan.tile) for plan in plans],
-        "time": [in_seconds(plan.seconds) for plan in plans],
-        "between\nhosts": [in_bytes(plan.bytes.between) for plan in plans],
-        "inside\nhosts": [in_bytes(plan.bytes.inside) for plan in plans],
-        "memory\na rank": [in_bytes(plan.memory) for plan in plans],
+        "tile\na host": [shape_text(plan.tile) for plan in plans],
+        "time": [seconds_text(plan.seconds) for plan in plans],
+        "between\nhosts": [bytes_text(plan.bytes.between) for plan in plans],
+        "inside\nhosts": [bytes_text(plan.bytes.inside) for plan in plans],
+        "memory\na rank": [bytes_text(plan.memory) for plan in plans],
     }
-    if 1 in (machines.hosts, machines.ranks):  # one class of links only
-        del figures["tile\na host"], figures["between\nhosts" if machines.hosts == 1 else "inside\nhosts"]
-    return numbered(f"{work.title}; {machines.title}", words | figures, words, CAPTION)
+    if 1 in (cluster.hosts, cluster.ranks):  # one class of links only
+        del figures["tile\na host"], figures["between\nhosts" if cluster.hosts == 1 else "inside\nhosts"]
+    return numbered(f"{work.title}; {cluster.title}", words | figures, words, CAPTION)
 
 
 def _layout(plan: Plan) -> str:
@@ -188,6 +195,11 @@ CAPTION = """\
 Fastest first; of each shape and exchange the best placement on hosts.
 Bytes are the sum over all ranks. Memory is that of attention, without
 weights: --model with --decode or --training counts them."""
+
+
+def _preset_record(name: str | None, length: int) -> dict[str, str]:
+    """Return the name of a preset, how its tokens come about, and its source; nothing without a preset."""
+    return {} if name is None else {"preset": name, **WORKLOADS[name].record(length)}
 
 
 def _plans_record(work: Workload, plans: Sequence[Plan]) -> dict[str, Any]:
@@ -209,5 +221,5 @@ def _plan_record(plan: Plan) -> dict[str, Any]:
         "bytes": {"inside": plan.bytes.inside, "between": plan.bytes.between},
         "memory": plan.memory,
         "parts": dict(plan.parts),
-        "recurrent": recurrent_record(plan.recurrent) if plan.workload.recurrent else None,
+        "recurrent": plan.recurrent.record() if plan.workload.recurrent else None,
     }

@@ -12,13 +12,13 @@ from attnmesh.cli.output import Status, command_line, console, numbered, print_j
 from attnmesh.errors import ClusterError
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.planner.serving import ModelSizes, ServingPlan, choose_plan, over_hosts, serving_plans, why_not_shared
-from attnmesh.planner.units import in_bytes, in_seconds
+from attnmesh.planner.units import bytes_text, seconds_text
 from attnmesh_command.plan_options import PlanOptions
 
 
-def print_record(options: PlanOptions, machines: Cluster, figures: dict[str, Any]) -> None:
+def print_record(options: PlanOptions, cluster: Cluster, figures: dict[str, Any]) -> None:
     """Print the command, the cluster and the figures of a plan as JSON."""
-    print_json({"command": command_line("attnmesh plan", asdict(options)), "cluster": machines.record(), **figures})
+    print_json({"command": command_line("attnmesh plan", asdict(options)), "cluster": cluster.record(), **figures})
 
 
 def config_of(name: str) -> Any:
@@ -31,41 +31,41 @@ def config_of(name: str) -> Any:
     return open_config(locate(name))
 
 
-def model_of(name: str, workload: dict[str, Any]) -> tuple[ModelSizes, Any]:
+def model_of(name: str, workload_options: dict[str, Any]) -> tuple[ModelSizes, Any]:
     """Return the sizes of a model, and its configuration."""
     from attnmesh.hf.model_size import model_size
 
     config = config_of(name)
-    return model_size(config, **workload), config
+    return model_size(config, **workload_options), config
 
 
 def warn_of_length(config: Any, length: int) -> None:
     """Warn if a model has fewer positions than there are tokens."""
-    longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if longest is not None and length > longest:
-        given = f"{length:,} tokens are more than the model's {longest:,} positions"
+    max_context = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if max_context is not None and length > max_context:
+        given = f"{length:,} tokens are more than the model's {max_context:,} positions"
         fix = "plan for fewer, or scale the rope in config.json and raise max_position_embeddings there"
         print_message(f"[bold yellow]warning:[/] {given}, and generate refuses them. Fix: {fix}.")
 
 
-def print_serving(options: PlanOptions, machines: Cluster, workload: dict[str, Any]) -> None:
+def print_serving(options: PlanOptions, cluster: Cluster, workload_options: dict[str, Any]) -> None:
     """Print the ways to spread a model's weights and keys. Raise if the tokens fit in none."""
     from attnmesh.hf.model_size import other_layer_counts
 
     name = options.model or ""
-    model, config = model_of(name, workload)
+    model, config = model_of(name, workload_options)
     left_out = other_layer_counts(config)
     with Status("pricing"):
-        plans = serving_plans(model, machines)
-    _check_fits(plans, model, machines)
+        plans = serving_plans(model, cluster)
+    _check_fits(plans, model, cluster)
     warn_of_length(config, model.workload.length)
     if not options.as_json:
-        console.print(_plans_table(plans, model, machines))
-        console.print(_text(plans, model, machines, left_out), highlight=False, markup=False)
-        console.print(_commands(name, plans[0], machines), highlight=False, markup=False, soft_wrap=True)
+        console.print(_plans_table(plans, model, cluster))
+        console.print(_text(plans, model, cluster, left_out), highlight=False, markup=False)
+        console.print(_commands(name, plans[0], cluster), highlight=False, markup=False, soft_wrap=True)
         return
-    sizes = {"weights": model.weights(1, False), "windows": model.windows, "left_out": left_out}
-    print_record(options, machines, sizes | {"ways": [_plan_record(plan) for plan in plans]})
+    sizes = {"weights": model.rank_weight_bytes(1, False), "windows": model.window_bytes, "left_out": left_out}
+    print_record(options, cluster, sizes | {"ways": [_plan_record(plan) for plan in plans]})
 
 
 def _mesh(plan: ServingPlan) -> str:
@@ -79,8 +79,8 @@ def _check_fits(plans: Sequence[ServingPlan], model: ModelSizes, cluster: Cluste
     length = model.workload.length
     if most_tokens < length:
         least_weights = min(plan.weight_bytes for plan in plans)
-        weights = f"{in_bytes(least_weights)} of weights or more on each rank of {in_bytes(cluster.device.memory)}"
-        is_split = model.weights(2, False) < model.weights(1, False)
+        weights = f"{bytes_text(least_weights)} of weights or more on each rank of {bytes_text(cluster.device.memory)}"
+        is_split = model.rank_weight_bytes(2, False) < model.rank_weight_bytes(1, False)
         fix = "take fewer tokens, or more hosts" if most_tokens else "take more hosts"
         if not most_tokens and not is_split:
             fix = "take devices with more memory: the model's plan in transformers does not split its weights"
@@ -92,19 +92,19 @@ def _check_fits(plans: Sequence[ServingPlan], model: ModelSizes, cluster: Cluste
 def _plans_table(plans: Sequence[ServingPlan], model: ModelSizes, cluster: Cluster) -> Table:
     """Return the ways to spread weights and keys as a table."""
     layers = {
-        "layers": [_layers(plan) for plan in plans],
-        "weights\nread": [in_bytes(plan.read_bytes) for plan in plans],
+        "layers": [_layer_mode(plan) for plan in plans],
+        "weights\nread": [bytes_text(plan.read_bytes) for plan in plans],
     }
     columns = {
         "mesh": [_mesh(plan) for plan in plans],
-        **(layers if cluster.on_cpus else {"weights\na rank": [in_bytes(plan.weight_bytes) for plan in plans]}),
-        "keys\na rank": [in_bytes(plan.key_bytes) for plan in plans],
+        **(layers if cluster.on_cpus else {"weights\na rank": [bytes_text(plan.weight_bytes) for plan in plans]}),
+        "keys\na rank": [bytes_text(plan.key_bytes) for plan in plans],
         "tokens\nthat fit": [f"{plan.tokens:,}" if plan.tokens else "none" for plan in plans],
         "first\ntoken": [
-            in_seconds(plan.first_token_seconds) if plan.fits and plan.first_token_seconds else "-" for plan in plans
+            seconds_text(plan.first_token_seconds) if plan.fits and plan.first_token_seconds else "-" for plan in plans
         ],
-        "attention": [in_seconds(plan.plan.seconds) if plan.fits else "-" for plan in plans],
-        "a token": [in_seconds(plan.seconds) if plan.fits else "does not fit" for plan in plans],
+        "attention": [seconds_text(plan.attention_plan.seconds) if plan.fits else "-" for plan in plans],
+        "a token": [seconds_text(plan.seconds) if plan.fits else "does not fit" for plan in plans],
     }
     caption = CAPTION + ON_CPUS * cluster.on_cpus
     return numbered(f"{model.workload.title}; {cluster.title}", columns, ["mesh", "layers"], caption)
@@ -122,22 +122,24 @@ Layers: shared, each rank computes a part of each layer; whole, each computes al
 Weights read: by a rank for a token. On CPUs its small calls and exchanges count."""
 
 
-def _layers(plan: ServingPlan) -> str:
+def _layer_mode(plan: ServingPlan) -> str:
     """Return who computes the layers of a step."""
-    return "shared" if plan.sharding.together else "by tp" if plan.sharding.tp > 1 else "whole"
+    return "shared" if plan.sharding.layers_shared else "by tp" if plan.sharding.tp > 1 else "whole"
 
 
-def _of_layers(plans: Sequence[ServingPlan], model: ModelSizes, cluster: Cluster) -> str:
+def _sharing_sentence(plans: Sequence[ServingPlan], model: ModelSizes, cluster: Cluster) -> str:
     """Return in a sentence what shared layers save, or why ranks share none."""
     if why := why_not_shared(model, cluster):
         away = over_hosts(model, cluster)
-        whole = in_seconds(choose_plan(plans, cluster.world).seconds)
-        sockets = "" if away is None else f" By sockets a token would take {in_seconds(away.seconds)}, and not {whole}."
+        whole = seconds_text(choose_plan(plans, cluster.world).seconds)
+        sockets = (
+            "" if away is None else f" By sockets a token would take {seconds_text(away.seconds)}, and not {whole}."
+        )
         return f"The ranks do not share layers: {why}.{sockets}"
-    joined, apart = (choose_plan(plans, cluster.world, together=wanted) for wanted in (True, False))
+    joined, apart = (choose_plan(plans, cluster.world, layers_shared=wanted) for wanted in (True, False))
     sizes, times = (
         [show(getattr(plan, name)) for plan in (joined, apart)]
-        for show, name in ((in_bytes, "read_bytes"), (in_seconds, "seconds"))
+        for show, name in ((bytes_text, "read_bytes"), (seconds_text, "seconds"))
     )
     return (
         f"Where the ranks share layers, each reads {sizes[0]} of weights for a token, and not {sizes[1]}: "
@@ -149,26 +151,26 @@ def _text(plans: Sequence[ServingPlan], model: ModelSizes, cluster: Cluster, lef
     """Return the best plan in words."""
     best = plans[0]
     work = model.workload
-    token, index = (in_bytes(size / work.kept / work.batch) for size in (work.kept_bytes, work.index_bytes))
+    token, index = (bytes_text(size / work.kept / work.batch) for size in (work.kept_bytes, work.index_bytes))
     index_text = f" and {index} of index keys" if work.selected is not None else ""
     lines = [
-        f"{in_bytes(model.weights(1, False))} of weights; a token of a sequence has {token} of keys and values"
-        f"{index_text}.",
+        f"{bytes_text(model.rank_weight_bytes(1, False))} of weights; a token of a sequence has {token} of keys and "
+        f"values{index_text}.",
         f"Recommended is {_mesh(best)}: of the ways that fit, a token takes least time. A rank holds "
-        f"{in_bytes(best.weight_bytes)} of weights and {in_bytes(best.key_bytes)} of keys.",
+        f"{bytes_text(best.weight_bytes)} of weights and {bytes_text(best.key_bytes)} of keys.",
     ]
     if cluster.on_cpus and cluster.world > 1:
-        lines.append(_of_layers(plans, model, cluster))
+        lines.append(_sharing_sentence(plans, model, cluster))
     if windowed := left_out.get("with windows"):
-        window_keys = in_bytes(model.windows)
+        window_keys = bytes_text(model.window_bytes)
         lines.append(
             f"Left out is the time of {windowed} layers with windows, which keep {window_keys} of keys on all ranks."
         )
     if recurrent := left_out.get("recurrent"):
         lines.append(f"Left out are {recurrent} recurrent layers, whose states do not grow with the length.")
-    longest = max(plans, key=lambda plan: plan.tokens)
-    if longest.tokens > best.tokens:
-        lines.append(f"Most tokens fit with {_mesh(longest)}: {longest.tokens:,}.")
+    longest_plan = max(plans, key=lambda plan: plan.tokens)
+    if longest_plan.tokens > best.tokens:
+        lines.append(f"Most tokens fit with {_mesh(longest_plan)}: {longest_plan.tokens:,}.")
     return "\n".join(lines)
 
 
@@ -184,7 +186,7 @@ def _commands(name: str, best: ServingPlan, cluster: Cluster) -> str:
 
 def _launch_command(command: str, name: str, plan: ServingPlan, cluster: Cluster) -> str:
     """Return a command that runs a way; on several hosts, the one to type on each."""
-    kv = "" if plan.plan.workload.storage is None else f" --kv {plan.plan.workload.storage}"
+    kv = "" if plan.attention_plan.workload.storage is None else f" --kv {plan.attention_plan.workload.storage}"
     start = "attnmesh"
     if plan.ranks > cluster.ranks:
         ranks = f"--nnodes {cluster.hosts} --nproc-per-node {cluster.ranks}"
@@ -192,7 +194,7 @@ def _launch_command(command: str, name: str, plan: ServingPlan, cluster: Cluster
         start = f"torchrun {ranks} --rdzv-backend c10d --rdzv-endpoint HEAD:29500{restarts} \\\n    -m attnmesh"
     model = "MODEL" if name.endswith(".json") else shlex.quote(name)
     mesh = f" --mesh {_mesh(plan)}" if plan.ranks > 1 else ""
-    shares = "" if plan.plan.shares is None else f" --shares {','.join(map(str, plan.plan.shares))}"
+    shares = "" if plan.attention_plan.shares is None else f" --shares {','.join(map(str, plan.attention_plan.shares))}"
     return f"{start} {command} --model {model}{mesh}{shares}{kv}"
 
 
@@ -203,12 +205,12 @@ def _plan_record(plan: ServingPlan) -> dict[str, Any]:
         "tp": plan.sharding.tp,
         "shared": plan.sharding.is_joint,
         "shape": list(plan.shape),
-        "sharing": plan.together,
+        "sharing": plan.layer_ranks,
         "weights": plan.weight_bytes,
         "weights_read": plan.read_bytes,
         "keys": plan.key_bytes,
         "tokens": plan.tokens,
-        "attention_seconds": plan.plan.seconds,
+        "attention_seconds": plan.attention_plan.seconds,
         "seconds": plan.seconds,
         "parts": dict(plan.parts),
         "first_token_seconds": plan.first_token_seconds,

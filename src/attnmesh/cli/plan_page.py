@@ -11,10 +11,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from attnmesh.cli.scheme_curves import SCHEME_STYLES, curve_lengths, powers_of_two_to
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.rates import NO_LINK
 from attnmesh.planner.plan import Plan
-from attnmesh.planner.schemes import SCHEMES, best_by_scheme, doubling, lengths
+from attnmesh.planner.schemes import best_by_scheme
 from attnmesh.planner.workload import Workload
 
 HOSTS = 64
@@ -47,9 +48,9 @@ def grid_of(workload: Workload, cluster: Cluster) -> PagePoints:
     PagePoints(kv_heads=(1, 2, 4, 8), ranks=(1, 2), hosts=(1, 2, 4, 8, 16, 32, 64), lengths=(8192, 30000, 32768))
     """
     kv_heads = {workload.q_heads // group for group in GROUPS if workload.q_heads % group == 0} | {workload.kv_heads}
-    ranks = {n for n in doubling(cluster.ranks) if n <= RANKS} | {cluster.ranks}
-    counts = {1} if cluster.between == NO_LINK else {*doubling(max(HOSTS, cluster.hosts)), cluster.hosts}
-    sets = (kv_heads, ranks, counts, lengths(workload.length))
+    ranks = {n for n in powers_of_two_to(cluster.ranks) if n <= RANKS} | {cluster.ranks}
+    counts = {1} if cluster.between == NO_LINK else {*powers_of_two_to(max(HOSTS, cluster.hosts)), cluster.hosts}
+    sets = (kv_heads, ranks, counts, curve_lengths(workload.length))
     return PagePoints(*(tuple(sorted(points)) for points in sets))
 
 
@@ -86,7 +87,7 @@ def data(workload: Workload, cluster: Cluster, grid: PagePoints, status: Callabl
         "q_heads": workload.q_heads,
         "axes": {"kv": grid.kv_heads, "ranks": grid.ranks, "hosts": grid.hosts, "length": grid.lengths},
         "start": {"kv": workload.kv_heads, "ranks": cluster.ranks, "hosts": cluster.hosts, "length": workload.length},
-        "schemes": [[name, line.colour, line.dashed] for name, line in SCHEMES.items()],
+        "schemes": [[name, style.colour, style.dashed] for name, style in SCHEME_STYLES.items()],
         "names": list(names),
         "points": [points[point] for point in all_points],
         "reasons": [reasons[point] for point in all_points],
@@ -97,7 +98,7 @@ def _figures(plan: Plan, names: dict[str, int]) -> list[float]:
     """Return the indices of a plan's scheme and name, its seconds, bytes between and inside hosts, and memory."""
     name_index = names.setdefault(plan.name, len(names))
     figures = plan.seconds, plan.bytes.between, plan.bytes.inside, plan.memory
-    return [list(SCHEMES).index(plan.known_as), name_index, *(_short(x) for x in figures)]
+    return [list(SCHEME_STYLES).index(plan.known_as), name_index, *(_short(x) for x in figures)]
 
 
 def _short(value: float) -> float:

@@ -17,7 +17,7 @@ from attnmesh.mesh.axes import device_type_of
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.rates import NO_LINK
 from attnmesh.mesh.shapes import AXES
-from attnmesh.planner.units import in_seconds
+from attnmesh.planner.units import seconds_text
 from attnmesh.runtime.machine import machine
 from attnmesh_command.plan_options import ProbeOptions
 
@@ -87,18 +87,18 @@ def described(cluster: Cluster) -> dict[str, Any]:
         "attention": f"{device.forward_rate / 1e9:,.1f} GFLOP/s forward, {device.backward_rate / 1e9:,.1f} backward",
         "keys read": f"{device.memory_rate / 1e9:,.2f} GB/s" + copied,
         "memory": f"{device.memory / 1e9:,.1f} GB a rank",
-        "a call": in_seconds(device.call, 3),
-        "a run": in_seconds(device.call if device.run is None else device.run, 3),
+        "a call": seconds_text(device.call, 3),
+        "a run": seconds_text(device.call if device.run is None else device.run, 3),
     }
     if device.wait:
-        rows["a wait for a core"] = in_seconds(device.wait, 3)
+        rows["a wait for a core"] = seconds_text(device.wait, 3)
     if cluster.rates:
         rows["each rank reads"] = ", ".join(f"{rate / 1e9:,.2f}" for rate in cluster.rates) + " GB/s"
         rows["each has free"] = ", ".join(f"{free / 1e9:,.1f}" for free in cluster.memories) + " GB"
         rows["unequal ranks"] = f"generate and serve --shares {','.join(map(str, cluster.shares()))}"
     for name, link in (("inside a host", cluster.inside), ("between hosts", cluster.between)):
         if link != NO_LINK:
-            first, further, merge = (in_seconds(x, 3) for x in (link.latency, link.message, link.merge_latency))
+            first, further, merge = (seconds_text(x, 3) for x in (link.latency, link.message, link.merge_latency))
             rows[f"message {name}"] = f"{first}, each further {further}, in a merge {merge}"
             rows[f"rate {name}"] = f"{link.rate / 1e6:,.1f} MB/s a rank, {link.host_rate / 1e6:,.1f} a host"
     return rows

@@ -24,8 +24,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 LOGITS = Scaling(1.0)
 
-
-LAW = 1e-14
+LAW_TOLERANCE = 1e-14
 """Largest error of the energy law: 45 epsilons of float64, for sums of 300 terms."""
 
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from attnmesh import hf
-from attnmesh.cli.generate_prompt import Prepared
+from attnmesh.cli.generate_prompt import ModelOnMesh
 from attnmesh.errors import InputError
 from attnmesh.hf.load import open_model
 from attnmesh.hf.shared_weights import SharedLayer
@@ -22,7 +22,7 @@ from attnmesh_command.option_texts import TP
 WHOLE_ON_EACH = "whole on each rank"
 
 
-class Loaded(NamedTuple):
+class LoadedModel(NamedTuple):
     """A model on this rank's device, the mesh that divides the tokens, and who computes the layers."""
 
     model: PreTrainedModel
@@ -30,34 +30,33 @@ class Loaded(NamedTuple):
     weights: str
 
 
-def load_model(prompt: Prepared, dtype: str, weights: str, *, reproducible: bool) -> Loaded:
+def load_model(source: ModelOnMesh, dtype: str, weights: str, *, reproducible: bool) -> LoadedModel:
     """Load the model on all ranks. Where `weights` is "auto" ranks share its layers if that was chosen, and they can.
 
     A reproducible run shares them on any number of ranks: its bits must not depend on their number.
     """
     kind = device_type_of(dist.group.WORLD)
     device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
-    mesh, tp_mesh = _meshes(device.type, prompt)
+    mesh, tp_mesh = _meshes(device.type, source)
     logging.disable_progress_bar()  # each rank would show one
     logging.set_verbosity_error()
-    images = prompt.images is not None
-    model = open_model(prompt.path, dtype, device, tp_mesh, prompt.mesh.output, images=images)
+    model = open_model(source.path, dtype, device, tp_mesh, source.mesh.output, images=source.reads_images)
     if tp_mesh is not None:
-        return Loaded(model, mesh, "shared along tp")
-    shared, why = prompt.layers
+        return LoadedModel(model, mesh, "shared along tp")
+    layers_shared, why = source.layers
     alone = mesh is None
-    if weights == "whole" or (weights == "auto" and not reproducible and (alone or not shared)):
-        return Loaded(model, mesh, _said(WHOLE_ON_EACH, "" if alone else why))
+    if weights == "whole" or (weights == "auto" and not reproducible and (alone or not layers_shared)):
+        return LoadedModel(model, mesh, _said(WHOLE_ON_EACH, "" if alone else why))
     try:
         hf.share_weights(model, mesh)
     except InputError as error:
         if weights == "shared":
             raise
-        return Loaded(model, mesh, _said(WHOLE_ON_EACH, error.args[2]))
-    return Loaded(model, mesh, WHOLE_ON_EACH if mesh is None else _said(f"shared by {max(mesh.shape)} ranks", why))
+        return LoadedModel(model, mesh, _said(WHOLE_ON_EACH, error.args[2]))
+    return LoadedModel(model, mesh, WHOLE_ON_EACH if mesh is None else _said(f"shared by {max(mesh.shape)} ranks", why))
 
 
-def load_draft(path: str, dtype: str, beside: Loaded) -> PreTrainedModel:
+def load_draft(path: str, dtype: str, beside: LoadedModel) -> PreTrainedModel:
     """Load a draft model on all ranks. They share its layers where they share those of the model, and can."""
     draft = open_model(path, dtype, beside.model.device)
     if any(isinstance(module, SharedLayer) for module in beside.model.modules()):
@@ -70,11 +69,11 @@ def _said(what: str, why: str) -> str:
     return f"{what} ({why})" if why else what
 
 
-def _meshes(device_type: str, prompt: Prepared) -> tuple[DeviceMesh | None, DeviceMesh | None]:
+def _meshes(device_type: str, source: ModelOnMesh) -> tuple[DeviceMesh | None, DeviceMesh | None]:
     """Return the mesh that divides the tokens, and the mesh that splits the weights."""
-    shape, tp, is_joint, _ = prompt.mesh
+    shape, tp, is_joint, _ = source.mesh
     if tp > 1:  # they exchange most, and lie next to each other
         whole = init_device_mesh(device_type, (*shape, tp), mesh_dim_names=(*AXES, TP))
         return whole[AXES], whole[TP]
-    mesh = init_mesh(device_type, shape, *prompt.heads) if shape.ranks > 1 else None
+    mesh = init_mesh(device_type, shape, *source.heads) if shape.ranks > 1 else None
     return mesh, mesh["keys"] if mesh is not None and is_joint else None

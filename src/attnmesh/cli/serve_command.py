@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 
 from attnmesh.cli.generate_command import cache_options, enter_world, mesh_options
-from attnmesh.cli.generate_prompt import Prepared, find_draft, find_model
+from attnmesh.cli.generate_prompt import ModelOnMesh, find_draft, find_model
 from attnmesh.cli.launch import leaving_tidily, run_on_machine
 from attnmesh.cli.output import Status, print_message
 from attnmesh.cli.serve_hosts import TorchrunRanks, serve_under_torchrun
 from attnmesh.comm.failures import set_deadline
-from attnmesh.errors import ArgumentError, require
+from attnmesh.errors import ArgumentError
 from attnmesh_command.messages import printable, under_torchrun
 from attnmesh_command.model_options import ServeOptions, draft_of
 
@@ -56,34 +56,38 @@ def serve(options: ServeOptions) -> None:
     hosts = TorchrunRanks.of_front()
     world = hosts.count if hosts is not None else enter_world(options.ranks, options.mesh)
     if under_torchrun():
-        _, settings, _ = _prepared(options, world)
+        _, settings, _ = _serving_setup(options, world)
         serve_under_torchrun(settings)
         return
     with leaving_tidily(), holding(options.store), closing(listen(options.host, options.port)) as listening:
-        prepared, settings, defaults = _prepared(options, world)
-        _serve(options, listening, prepared, defaults, hosts or LocalRanks(world, settings))
+        model, settings, defaults = _serving_setup(options, world)
+        _serve(options, listening, model, defaults, hosts or LocalRanks(world, settings))
 
 
-def _prepared(options: ServeOptions, world: int) -> tuple[Prepared, "ServeSettings", dict[str, Any]]:
+def _serving_setup(options: ServeOptions, world: int) -> tuple[ModelOnMesh, "ServeSettings", dict[str, Any]]:
     """Return the model's place and mesh, the settings of its ranks, and its defaults of requests."""
     from attnmesh.cli.serve_worker import ServeSettings
 
     with Status("looking for the model") as status:
         mesh = mesh_options(options)
-        prepared = find_model(options.model, world, mesh, status, images=None, revision=options.revision)
+        model = find_model(options.model, world, mesh, status, images=None, revision=options.revision)
         draft, tokens = (None, None) if options.draft is None else draft_of(options.draft)
-        place = None if draft is None else find_draft(draft, prepared.tokenizer, status)
-    longest = _longest(options.max_model_len, prepared.longest)
+        place = None if draft is None else find_draft(draft, model.tokenizer, status)
+    max_context = _max_context(options.max_model_len, model.max_context)
     memory = options.cache_memory and round(options.cache_memory * 1e9)
-    engine: dict[str, Any] = {"max_rows": options.max_rows, "max_queue": options.max_queue, "max_model_len": longest}
+    engine: dict[str, Any] = {
+        "max_rows": options.max_rows,
+        "max_queue": options.max_queue,
+        "max_model_len": max_context,
+    }
     engine |= {"max_gap": options.max_gap, "cache_memory": memory, "speculate": options.speculate}
     engine["draft_tokens"] = tokens
-    engine |= cache_options(options, prepared)
-    engine["store"] = _store(options, prepared)
-    engine["tokens_end"], defaults = _generation(options.generation_config, prepared)
+    engine |= cache_options(options, model)
+    engine["store"] = _store(options, model)
+    engine["tokens_end"], defaults = _generation(options.generation_config, model)
     return (
-        prepared,
-        ServeSettings(prepared.for_ranks, options.dtype, options.weights, options.deadline, engine, place),
+        model,
+        ServeSettings(model.for_ranks, options.dtype, options.weights, options.deadline, engine, place),
         defaults,
     )
 
@@ -103,19 +107,19 @@ def holding(folder: Path | None) -> Iterator[None]:
         lock.release()
 
 
-def _store(options: ServeOptions, prepared: Prepared) -> Any:
+def _store(options: ServeOptions, model: ModelOnMesh) -> Any:
     """Return where the engine keeps prefixes; None for nowhere."""
     from attnmesh.cli.serve_worker import prefix_store
 
     sizes = {"memory": options.store_memory, "disk": options.store_disk}
     limits = {name: round(size * 1e9) for name, size in sizes.items() if size is not None}
-    return None if options.store is None else prefix_store(options.store.absolute(), prepared, limits)
+    return None if options.store is None else prefix_store(options.store.absolute(), model, limits)
 
 
 def _serve(
     options: ServeOptions,
     listening: socket,
-    prepared: Prepared,
+    model: ModelOnMesh,
     defaults: dict[str, Any],
     ranks: LocalRanks | TorchrunRanks,
 ) -> None:
@@ -134,27 +138,27 @@ def _serve(
     if not limits.local and not limits.api_keys:
         print_message("all who reach this machine can ask: --api-key keeps others out")
     names = options.served_name or [options.model]
-    app = App(front, prepared.tokenizer, names, limits, prepared.processor, defaults, options.tool_format)
+    app = App(front, model.tokenizer, names, limits, model.processor, defaults, options.tool_format)
     port = listening.getsockname()[1]
     on_hosts = isinstance(ranks, TorchrunRanks)
-    front.on_ready = lambda facts: print_message(_ready(app, options.host, port, prepared, on_hosts, facts))
+    front.on_ready = lambda facts: print_message(_ready(app, options.host, port, model, on_hosts, facts))
     run(app, listening, options.drain)
 
 
-def _generation(source: str, prepared: Prepared) -> tuple[tuple[int, ...], dict[str, Any]]:
+def _generation(source: str, model: ModelOnMesh) -> tuple[tuple[int, ...], dict[str, Any]]:
     """Return the tokens that end answers, and the model's defaults of requests."""
     from attnmesh.hf.load import open_generation_config
     from attnmesh.serve.model_defaults import read_model_defaults, tokens_that_end
 
-    config = open_generation_config(prepared.path)
-    return tokens_that_end(config, prepared.tokenizer), read_model_defaults(config) if source == "auto" else {}
+    config = open_generation_config(model.path)
+    return tokens_that_end(config, model.tokenizer), read_model_defaults(config) if source == "auto" else {}
 
 
-def _ready(app: Any, host: str, port: int, prepared: Prepared, on_hosts: bool, facts: dict[str, Any]) -> str:
+def _ready(app: Any, host: str, port: int, model: ModelOnMesh, on_hosts: bool, facts: dict[str, Any]) -> str:
     """Return what the command says when requests are served."""
     from attnmesh.hf.load import split_revision
 
-    commit = split_revision(prepared.path)[1].get("revision")  # that ranks which are started again read, too
+    commit = split_revision(model.path)[1].get("revision")  # that ranks which are started again read, too
     place = f", revision {printable(commit)}" if commit else ""
     place += f", front {os.getpid()} on {gethostname()}" if on_hosts else ""
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -162,13 +166,15 @@ def _ready(app: Any, host: str, port: int, prepared: Prepared, on_hosts: bool, f
     place += f", {facts.get('cache_bytes', 0) / 1e9:.1f} GB of caches a rank"
     place += f"; {app.formats}" if str(app.formats) else ""
     place += f"; defaults of the model: {defaults}" if defaults else ""
-    return str(escape(f"serving {printable(', '.join(app.names))} on {url}, mesh {prepared.mesh}{place}"))
+    return str(escape(f"serving {printable(', '.join(app.names))} on {url}, mesh {model.mesh}{place}"))
 
 
-def _longest(option: int | None, of_model: int | None) -> int:
+def _max_context(option: int | None, of_model: int | None) -> int:
     """Return the longest context, or raise if the model has a shorter one, or none."""
-    fix = "name a length that the memory holds"
-    require(bool(option or of_model), ArgumentError, "--max-model-len", "a length: the model has none", "none", fix)
+    if not (option or of_model):
+        fix = "name a length that the memory holds"
+        raise ArgumentError("--max-model-len", "a length: the model has none", "none", fix)
     fits = option is None or of_model is None or option <= of_model
-    require(fits, ArgumentError, "--max-model-len", f"at most {of_model}", option, "take a model with a longer context")
+    if not fits:
+        raise ArgumentError("--max-model-len", f"at most {of_model}", str(option), "take a model with a longer context")
     return int(option or of_model or 0)

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from attnmesh.cli.launch import RankError
-from attnmesh.errors import ClusterError, require
+from attnmesh.cli.launch import LaunchError
+from attnmesh.errors import ClusterError
 from attnmesh.runtime.processes import RunningProcess
 
 FRONT = "ATTNMESH_FRONT"
@@ -66,7 +66,7 @@ class TorchrunRanks:
             published.unlink(missing_ok=True)
         if not self.agent.is_alive():
             os.kill(os.getpid(), SIGTERM)  # no other ranks will come
-        raise RankError("ranks were lost")
+        raise LaunchError("ranks were lost")
 
     def kill(self, *, again: bool = False) -> None:
         """End torchrun, which ends the ranks; with `again` rank 0 alone, after which torchrun starts all of them."""
@@ -106,15 +106,17 @@ def make_own_folder(folder: Path) -> bool:
     Its name can be guessed. A link is refused, whatever it leads to.
     """
     parent = folder.parent.stat()
-    is_safe = not parent.st_mode & stat.S_IWOTH or bool(parent.st_mode & stat.S_ISVTX)
-    expected, fix = "a temporary folder in which others cannot replace files", "set TMPDIR to a folder of yours"
-    require(is_safe, ClusterError, "serve", expected, f"{folder.parent}, where they can", fix)
+    if parent.st_mode & stat.S_IWOTH and not parent.st_mode & stat.S_ISVTX:
+        expected = "a temporary folder in which others cannot replace files"
+        given, fix = f"{folder.parent}, where they can", "set TMPDIR to a folder of yours"
+        raise ClusterError("serve", expected, given, fix)
     try:
         folder.mkdir(mode=0o700)
     except FileExistsError:
         entry = folder.lstat()
         is_own = stat.S_ISDIR(entry.st_mode) and entry.st_uid == os.getuid() and not entry.st_mode & 0o077
-        require(is_own, ClusterError, "serve", f"{folder} to be of this user alone", "another's", "remove it")
+        if not is_own:
+            raise ClusterError("serve", f"{folder} to be of this user alone", "another's", "remove it") from None
         return False
     return True
 

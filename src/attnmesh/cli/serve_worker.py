@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from attnmesh import hf
-from attnmesh.cli.generate_prompt import Prepared
+from attnmesh.cli.generate_prompt import ModelOnMesh
 from attnmesh.cli.output import print_message
 from attnmesh.cli.rank_model import load_draft, load_model
 from attnmesh.comm.failures import set_deadline
@@ -28,7 +28,7 @@ LOADING_SECONDS = 1800.0
 class ServeSettings:
     """The model, and the options of its engine, the same on all ranks."""
 
-    model: Prepared
+    model: ModelOnMesh
     dtype: str
     weights: str
     deadline: float
@@ -38,10 +38,10 @@ class ServeSettings:
     """Place of the draft model; None without one."""
 
 
-def prefix_store(folder: Path, prepared: Prepared, sizes: dict[str, int]) -> hf.PrefixStore:
+def prefix_store(folder: Path, model: ModelOnMesh, sizes: dict[str, int]) -> hf.PrefixStore:
     """Return a store of prefixes of this tokenizer and this commit of the model."""
-    tokenizer = sha256(tokenizer_text(prepared.tokenizer).encode()).hexdigest()
-    return hf.PrefixStore(folder, source=f"{tokenizer} {split_revision(prepared.path)[1]}", **sizes)
+    tokenizer = sha256(tokenizer_text(model.tokenizer).encode()).hexdigest()
+    return hf.PrefixStore(folder, source=f"{tokenizer} {split_revision(model.path)[1]}", **sizes)
 
 
 def lock_for_server(folder: Path) -> FolderLock:
@@ -76,7 +76,7 @@ def serve_rank(settings: ServeSettings, address: str) -> None:
     set_deadline(settings.deadline)
     if is_first:
         print_message(f"weights loaded in {perf_counter() - start:.1f} s, layers {weights}")
-        facts = {"max_model_len": engine.longest, "cache_bytes": engine.scheduler.memory}
+        facts = {"max_model_len": engine.max_context, "cache_bytes": engine.scheduler.memory}
         try:
             serve_rank_0(engine, address, facts | {"rope_switches": rope_switches(model.config)})
         finally:

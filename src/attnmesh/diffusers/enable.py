@@ -99,9 +99,9 @@ def disable(model: Any) -> None:
     """
     model = unwrap_module(model)
     state: Any = getattr(model, "_parallel_config", None)
-    is_on_mesh = isinstance(state, MeshState)
-    fix = "call it once for each enable"
-    require(is_on_mesh, ModelError, "diffusers.disable model", "a model on a mesh", type(model).__name__, fix)
+    if not isinstance(state, MeshState):
+        fix = "call it once for each enable"
+        raise ModelError("diffusers.disable model", "a model on a mesh", type(model).__name__, fix)
     while state.undo:
         state.undo.pop()()
 
@@ -118,13 +118,14 @@ def _check_parallelism(model: Any) -> None:
     """Raise unless a model is one of diffusers, without parallelism."""
     subject = f"{SUBJECT} model"
     name = type(model).__name__
-    fix = "pass the transformer itself, as pipeline.transformer or ddp.module"
-    require(isinstance(model, ModelMixin), ModelError, subject, "a model of diffusers", name, fix)
-    given, fix = f"{name} after enable_parallelism", "leave enable_parallelism out"
-    if isinstance(model._parallel_config, MeshState):
-        given, fix = f"{name} on a mesh already", "call attnmesh.diffusers.disable first"
-    is_alone = model._parallel_config is None
-    require(is_alone, ModelError, subject, "a model without parallelism", given, fix)
+    if not isinstance(model, ModelMixin):
+        fix = "pass the transformer itself, as pipeline.transformer or ddp.module"
+        raise ModelError(subject, "a model of diffusers", name, fix)
+    if model._parallel_config is not None:
+        given, fix = f"{name} after enable_parallelism", "leave enable_parallelism out"
+        if isinstance(model._parallel_config, MeshState):
+            given, fix = f"{name} on a mesh already", "call attnmesh.diffusers.disable first"
+        raise ModelError(subject, "a model without parallelism", given, fix)
 
 
 def _check_processors(model: Any, plan: TokenPlan) -> None:
@@ -136,10 +137,9 @@ def _check_processors(model: Any, plan: TokenPlan) -> None:
     for module in split.values():
         processor, kind = module.processor, type(module.processor).__name__
         calls_backend = all(hasattr(processor, name) for name in BACKEND_ATTRIBUTES) and "IPAdapter" not in kind
-        expected = "attention processors that call a backend of diffusers"
-        fix = "leave the adapter out, or set the default processors"
-        require(calls_backend, ModelError, subject, expected, kind, fix)
-        expected = "other processors where keys are whole"
-        is_own = id(processor) not in unsplit
-        fix = "give each module a processor of its own"
-        require(is_own, ModelError, subject, expected, f"one {kind} for both", fix)
+        if not calls_backend:
+            expected = "attention processors that call a backend of diffusers"
+            raise ModelError(subject, expected, kind, "leave the adapter out, or set the default processors")
+        if id(processor) in unsplit:
+            expected, fix = "other processors where keys are whole", "give each module a processor of its own"
+            raise ModelError(subject, expected, f"one {kind} for both", fix)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from attnmesh.diffusers.diffusers_names import ContextParallelInput, ContextParallelOutput
-from attnmesh.errors import ModelError, require
+from attnmesh.errors import ModelError
 
 STREAM = "hidden_states"
 """Ending of the names of streams: tokens of the image or video, and of text that attends beside them."""
@@ -128,19 +128,18 @@ def plan_of(model: nn.Module) -> TokenPlan:
     """Return the plan of a model. Raise if it has none, or one that cannot be followed."""
     name = type(model).__name__
     subject = "diffusers.enable model"
-    reason = _entry(REFUSED, model)
     fix = f"{WITH_PLAN}, or one of {', '.join(OWN)}"
-    require(reason is None, ModelError, subject, "a plan to split its tokens once", f"{name} with {reason}", fix)
-    replaces = getattr(getattr(model, "config", None), "image_condition_type", None) == "token_replace"
-    expected = "a model that treats all tokens alike"
-    given = f"{name} that replaces the first frame's tokens (image_condition_type='token_replace')"
-    require(not replaces, ModelError, subject, expected, given, "use a model of 'latent_concat'")
+    reason = _entry(REFUSED, model)
+    if reason is not None:
+        raise ModelError(subject, "a plan to split its tokens once", f"{name} with {reason}", fix)
+    if getattr(getattr(model, "config", None), "image_condition_type", None) == "token_replace":
+        given = f"{name} that replaces the first frame's tokens (image_condition_type='token_replace')"
+        raise ModelError(subject, "a model that treats all tokens alike", given, "use a model of 'latent_concat'")
     plan = _entry(OWN, model)
     if plan is None:
         cp_plan: Any = getattr(model, "_cp_plan", None)
-        is_plan = isinstance(cp_plan, dict) and bool(cp_plan)
-        expected = "a transformer with a plan to split its tokens"
-        require(is_plan, ModelError, subject, expected, name, fix)
+        if not (isinstance(cp_plan, dict) and cp_plan):
+            raise ModelError(subject, "a transformer with a plan to split its tokens", name, fix)
         plan = _converted(cp_plan, _entry(UNSPLIT, model) or ())
     for pattern in (*plan.splits, *plan.gathers):
         try:
@@ -171,9 +170,9 @@ def _converted(plan: dict[str, Any], unsplit: tuple[str, ...]) -> TokenPlan:
 
 
 def _token_split(name: str | int, cp_input: Any) -> TokenSplit:
-    fits = isinstance(cp_input, ContextParallelInput) and cp_input.split_output == isinstance(name, int)
-    expected, fix = "a _cp_plan of single tensors", "name one tensor for each argument, or output, that is split"
-    require(fits, ModelError, "diffusers.enable model", expected, f"{name}: {cp_input}", fix)
+    if not isinstance(cp_input, ContextParallelInput) or cp_input.split_output != isinstance(name, int):
+        expected, fix = "a _cp_plan of single tensors", "name one tensor for each argument, or output, that is split"
+        raise ModelError("diffusers.enable model", expected, f"{name}: {cp_input}", fix)
     return TokenSplit(name, cp_input.split_dim, cp_input.expected_dims)
 
 

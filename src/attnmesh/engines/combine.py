@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.partial import Partial, sum_dtype
-from attnmesh.errors import DtypeError, InputError, ShapeError, require, type_and_shape
+from attnmesh.errors import DtypeError, InputError, ShapeError, type_and_shape
 from attnmesh.guard.argument_checks import check_tensor
 from attnmesh.mesh.axes import axis_of
 from attnmesh.mesh_attention.merge_across import merge_across, merge_agreement
@@ -76,24 +76,24 @@ def _check_partials(out: Tensor, lse: Tensor, seq_lens: Tensor | None, query_sta
     """Raise unless these are partials with tokens first, and lengths of whole numbers."""
     check_tensor(f"{SUBJECT} partial_output", out)
     check_tensor(f"{SUBJECT} partial_lse", lse)
-    is_float = out.is_floating_point() and lse.is_floating_point()
-    given = f"{out.dtype} and {lse.dtype}"
-    require(is_float, DtypeError, SUBJECT, "an output and a log-sum-exp in floats", given, "cast them with .to(dtype)")
-    fits = out.ndim == 3 and lse.shape == out.shape[:-1]
-    given = f"{tuple(out.shape)} and {tuple(lse.shape)}"
-    fix = "put the tokens before the heads, and transpose an lse of (heads, tokens)"
-    require(fits, ShapeError, SUBJECT, "an output (tokens, heads, dim) and its lse (tokens, heads)", given, fix)
+    if not (out.is_floating_point() and lse.is_floating_point()):
+        given, fix = f"{out.dtype} and {lse.dtype}", "cast them with .to(dtype)"
+        raise DtypeError(SUBJECT, "an output and a log-sum-exp in floats", given, fix)
+    if out.ndim != 3 or lse.shape != out.shape[:-1]:
+        given = f"{tuple(out.shape)} and {tuple(lse.shape)}"
+        fix = "put the tokens before the heads, and transpose an lse of (heads, tokens)"
+        raise ShapeError(SUBJECT, "an output (tokens, heads, dim) and its lse (tokens, heads)", given, fix)
     for name, x in (("seq_lens", seq_lens), ("query_start_loc", query_start_loc)):
         is_whole = x is None or (isinstance(x, Tensor) and x.ndim == 1 and x.dtype in (torch.int32, torch.int64))
-        given = type_and_shape(x)
-        fix = "pass the engine's tensor of this batch"
-        require(is_whole, DtypeError, f"{SUBJECT} {name}", "a tensor (sequences,) of int32 or int64", given, fix)
+        if not is_whole:
+            expected, fix = "a tensor (sequences,) of int32 or int64", "pass the engine's tensor of this batch"
+            raise DtypeError(f"{SUBJECT} {name}", expected, type_and_shape(x), fix)
     if seq_lens is not None:
         sequences = len(out) if query_start_loc is None else len(query_start_loc) - 1
-        fits = 0 < len(seq_lens) <= sequences or not len(out)
-        fix = "pass query_start_loc if a sequence has several tokens"
-        given = f"{len(seq_lens)} for {sequences}"
-        require(fits, ShapeError, f"{SUBJECT} seq_lens", "a length of each sequence", given, fix)
+        if len(out) and not 0 < len(seq_lens) <= sequences:
+            given = f"{len(seq_lens)} for {sequences}"
+            fix = "pass query_start_loc if a sequence has several tokens"
+            raise ShapeError(f"{SUBJECT} seq_lens", "a length of each sequence", given, fix)
 
 
 def _without_keys(tokens: int, seq_lens: Tensor, query_start_loc: Tensor | None) -> Tensor:

@@ -24,12 +24,12 @@ from attnmesh.hf.models import (
     num_cached_layers,
     window_of,
 )
-from attnmesh.hf.shared_sizes import active_weights, sizes_of_experts, sizes_of_shared
+from attnmesh.hf.shared_sizes import active_parameters, sizes_of_experts, sizes_of_shared
 from attnmesh.hf.tensor_parallel import rank_weights
 from attnmesh.hf.transformers_names import Conv1D
 from attnmesh.planner.selected import Selected
 from attnmesh.planner.serving import ModelSizes
-from attnmesh.planner.training import TrainedModel
+from attnmesh.planner.training import TrainingSizes
 from attnmesh.planner.workload import Workload
 
 
@@ -44,7 +44,7 @@ def model_size(config: PreTrainedConfig, dtype: str = "bfloat16", **workload: An
     >>> from transformers import LlamaConfig
     >>> sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     >>> model = model_size(LlamaConfig(vocab_size=100, intermediate_size=128, **sizes), length=1000, phase="decode")
-    >>> model.workload.title, model.weights(1, False), model.weights(2, False)
+    >>> model.workload.title, model.rank_weight_bytes(1, False), model.rank_weight_bytes(2, False)
     ('decode, 1,000 tokens, 4/2 heads of 16, bfloat16, causal, 2 layers', 173696, 87168)
     """
     config = config.get_text_config(decoder=True)
@@ -62,45 +62,52 @@ def model_size(config: PreTrainedConfig, dtype: str = "bfloat16", **workload: An
     attention_work = _unwindowed(config, full_layers, workload) if full_layers else windowed_work
     assert attention_work is not None
     window_bytes = windowed_work.kept_bytes if full_layers and windowed_work else 0
-    weights = cache(lambda ranks, is_joint: rank_weights(skeleton, ranks, "heads" if is_joint else "replicated"))
-    sizes = config.hidden_size, config.num_hidden_layers
     experts = sizes_of_experts(skeleton)
     return ModelSizes(
-        attention_work,
-        *sizes,
-        weights,
-        window_bytes,
-        active_weights(skeleton, experts),
-        sizes_of_shared(skeleton),
-        experts,
+        workload=attention_work,
+        hidden_size=config.hidden_size,
+        layers=config.num_hidden_layers,
+        rank_weight_bytes=cache(
+            lambda ranks, is_joint: rank_weights(skeleton, ranks, "heads" if is_joint else "replicated")
+        ),
+        window_bytes=window_bytes,
+        active_parameters=active_parameters(skeleton, experts),
+        shared=sizes_of_shared(skeleton),
+        experts=experts,
     )
 
 
-def training_size(config: PreTrainedConfig, lora: int = 0, **workload: Any) -> TrainedModel:
+def training_size(config: PreTrainedConfig, lora: int = 0, **workload: Any) -> TrainingSizes:
     """Return the sizes of a model that is trained, or of one with an adapter of rank `lora` on all linear layers.
 
     >>> from transformers import LlamaConfig
     >>> sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     >>> config = LlamaConfig(vocab_size=100, intermediate_size=128, **sizes)
-    >>> training_size(config, length=1000, phase="training").parameters
+    >>> training_size(config, length=1000, phase="training").model_parameters
     86848
-    >>> training_size(config, 8, length=1000, phase="training").adapter
+    >>> training_size(config, 8, length=1000, phase="training").adapter_parameters
     16384
     """
     model = model_size(config, **workload)
     config = config.get_text_config(decoder=True)
     experts = getattr(config, "num_experts_per_tok", None) or 1
     widths = (getattr(config, name, None) for name in ("moe_intermediate_size", "intermediate_size"))
-    inner = experts * next(filter(None, widths), 4 * config.hidden_size)
-    parameters = model.weights(1, False) // model.workload.itemsize
     if lora > config.hidden_size:
         fix = "take a smaller one, such as 16"
         raise ModelError("lora", f"a rank up to the model's width, {config.hidden_size}", f"{lora:,}", fix)
-    sizes = model.layers, model.hidden, inner, config.vocab_size, parameters
-    return TrainedModel(model.workload, *sizes, _adapter(config, lora) if lora else 0, config.tie_word_embeddings)
+    return TrainingSizes(
+        workload=model.workload,
+        layers=model.layers,
+        hidden_size=model.hidden_size,
+        intermediate_size=experts * next(filter(None, widths), 4 * config.hidden_size),
+        vocab_size=config.vocab_size,
+        model_parameters=model.rank_weight_bytes(1, False) // model.workload.itemsize,
+        adapter_parameters=_adapter_parameters(config, lora) if lora else 0,
+        tied=config.tie_word_embeddings,
+    )
 
 
-def _adapter(config: PreTrainedConfig, lora_rank: int) -> int:
+def _adapter_parameters(config: PreTrainedConfig, lora_rank: int) -> int:
     """Return the numbers of an adapter on all linear layers but the output head: "all-linear" of peft."""
     skeleton = _skeleton(config, "bfloat16")
     head = skeleton.get_output_embeddings()

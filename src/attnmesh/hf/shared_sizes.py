@@ -19,22 +19,28 @@ def sizes_of_shared(model: PreTrainedModel) -> SharedLayers | None:
     layers, _ = shared_layers(model)
     if not layers:
         return None
-    weights = sum(layer.weight.nbytes for layer in layers.values())
-    rows = min(MAX_SHARED_ROWS[layer.weight.dtype] for layer in layers.values())
-    return SharedLayers(weights, tuple(_outputs_of_calls(layers)), rows, MAX_MEMBERS, BOARD_BYTES)
+    return SharedLayers(
+        weight_bytes=sum(layer.weight.nbytes for layer in layers.values()),
+        outputs=tuple(_outputs_of_calls(layers)),
+        most_tokens=min(MAX_SHARED_ROWS[layer.weight.dtype] for layer in layers.values()),
+        most_ranks=MAX_MEMBERS,
+        board_bytes=BOARD_BYTES,
+    )
 
 
 def sizes_of_experts(model: PreTrainedModel) -> Experts | None:
     """Return the experts; None without any, or if it is not known how many a token takes."""
     config = model.config.get_text_config(decoder=True)
-    weights = sum(weight.nbytes for name, weight in model.named_parameters() if EXPERTS in name)
+    weight_bytes = sum(weight.nbytes for name, weight in model.named_parameters() if EXPERTS in name)
     counts = (getattr(config, name, None) for name in ("num_local_experts", "n_routed_experts", "num_experts"))
-    chosen: int | None = getattr(config, "num_experts_per_tok", None)
-    count: int | None = next(filter(None, counts), None)
-    return Experts(weights, count, chosen, len(shared_layers(model)[1])) if weights and chosen and count else None
+    per_token: int | None = getattr(config, "num_experts_per_tok", None)
+    per_layer: int | None = next(filter(None, counts), None)
+    if not (weight_bytes and per_layer and per_token):
+        return None
+    return Experts(weight_bytes, per_layer, per_token, shareable_layers=len(shared_layers(model)[1]))
 
 
-def active_weights(model: PreTrainedModel, experts: Experts | None) -> int | None:
+def active_parameters(model: PreTrainedModel, experts: Experts | None) -> int | None:
     """Return the weights that one token of a prompt is multiplied by; None if the experts that it takes are unknown.
 
     The output head is left out: it multiplies the last token alone.
@@ -46,7 +52,7 @@ def active_weights(model: PreTrainedModel, experts: Experts | None) -> int | Non
     unused = sum(size for name, size in sizes.items() if EXPERTS in name)
     if not unused:
         return sum(sizes.values())
-    return None if experts is None else sum(sizes.values()) - unused + unused * experts.chosen // experts.each
+    return None if experts is None else sum(sizes.values()) - unused + unused * experts.per_token // experts.per_layer
 
 
 def _outputs_of_calls(layers: Mapping[str, nn.Module]) -> list[int]:

@@ -113,7 +113,7 @@ def layer_memory(way: Way, work: LayerWork, key_layers: int = 1, query_layers: i
     q, k = work.q_heads, work.travelling_heads
     width = work.head_dim + work.value_dim
     queries, keys = q * (width * work.itemsize + work.sum_itemsize), k * work.travelling_width * work.itemsize
-    peak = peak_activations(way.shape, q, k, EXCHANGE_MODES[way.exchange]) * work.sum_itemsize * width / 2
+    peak = peak_activations(way.shape, q, k, EXCHANGE_MODES[way.exchange_or_merge]) * work.sum_itemsize * width / 2
     expanded = EXPANDED_BYTES if work.latent is not None and not work.backward else 0
     return tokens * (key_layers * keys + query_layers * queries + peak) + expanded
 
@@ -179,7 +179,7 @@ class LayerJob:
         """Return the job of a layer, with its tokens counted."""
         layout, length = way.layout, work.length
         problem = Problem(work.mask, way.shape, layout, layout, length, length)
-        return LayerJob(way, work, cluster, EXCHANGE_MODES[way.exchange], planned_traffic(problem, way.tile))
+        return LayerJob(way, work, cluster, EXCHANGE_MODES[way.exchange_or_merge], planned_traffic(problem, way.tile))
 
     @cached_property
     def groups(self) -> int:

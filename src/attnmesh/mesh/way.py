@@ -8,15 +8,15 @@ from attnmesh.mesh.shapes import Shape
 
 
 class Way(NamedTuple):
-    """One way to run attention: mesh shape, tile of the mesh per host, token layout and exchange.
+    """One way to run attention: mesh shape, tile of the mesh per host, token layout, and exchange or merge.
 
-    `exchange` is "bulk", "pipelined" or "ring"; in decoding it is the name of a merge, as "tree".
+    `exchange_or_merge` is "bulk", "pipelined" or "ring"; in decoding it is the name of a merge, as "tree".
     """
 
     shape: Shape
     tile: Shape
     layout: Layout
-    exchange: str
+    exchange_or_merge: str
 
 
 @dataclass

@@ -86,7 +86,7 @@ def chosen_mode(
     cluster, tile = cluster_and_tile_of(mesh, device)
     layout, work = cost_inputs(dtype, sizes, problem, latent_widths, backward=latent_widths is None)
     ways = [Way(problem.shape, tile, layout, name) for name in EXCHANGE_MODES]
-    return EXCHANGE_MODES[fastest_way(ways, work, cluster).exchange]
+    return EXCHANGE_MODES[fastest_way(ways, work, cluster).exchange_or_merge]
 
 
 def cost_inputs(

@@ -67,7 +67,7 @@ def chosen_way(
     shapes = (mesh.shape, tile), (_shape_with_keys_as_queries(mesh.shape), _shape_with_keys_as_queries(tile))
     ways = [Way(*shape, layout, name) for shape, name in product(shapes, names)]
     fastest = fastest_way(ways, work, cluster)
-    return mesh if fastest.shape == mesh.shape else keys_as_queries(mesh), fastest.exchange
+    return mesh if fastest.shape == mesh.shape else keys_as_queries(mesh), fastest.exchange_or_merge
 
 
 def keys_as_queries(mesh: Mesh) -> Mesh:

@@ -44,7 +44,7 @@ def index_cost(way: Way, workload: Workload, cluster: Cluster) -> Cost:
     else:
         work = workload.one_layer
         total = Cost()
-        job = LayerJob.of(way._replace(exchange="bulk"), work, cluster)
+        job = LayerJob.of(way._replace(exchange_or_merge="bulk"), work, cluster)
         pairs, width = workload.batch * job.traffic.pairs.most, selected.index_heads * selected.index_dim
         flow = LayerJob.of(job.way, replace(work, mask=Full()), cluster).traffic.keys
         keys = Transfer(flow, workload.batch * selected.index_dim * workload.itemsize)

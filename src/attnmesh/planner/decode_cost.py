@@ -34,59 +34,61 @@ FLOPS = 2
 
 
 class SharedLayers(NamedTuple):
-    """The linear layers of a model that the ranks of a host can compute together, in steps of few rows."""
+    """The linear layers of a model that the ranks of a host can compute together, in steps of few tokens."""
 
-    weights: int
+    weight_bytes: int
     """Bytes of the weights of these layers."""
     outputs: tuple[int, ...]
     """Outputs of each call. Layers of one input are one call."""
-    most_rows: int
-    """Rows of a step at most."""
+    most_tokens: int
+    """Tokens of a step at most."""
     most_ranks: int
     """Ranks of a host at most."""
-    board: int
+    board_bytes: int
     """Bytes of outputs that a rank writes between two exchanges, at most."""
 
-    def exchanges(self, ranks: int, rows: int) -> int:
+    def exchanges(self, ranks: int, tokens: int) -> int:
         """Return the exchanges of a step. Outputs that do not fit the boards go piece by piece.
 
         >>> SharedLayers(0, (100, 4000), 32, 15, 4096).exchanges(2, 1)
         3
         """
-        piece = ranks * (self.board // OUTPUT_BYTES // rows)
+        piece = ranks * (self.board_bytes // OUTPUT_BYTES // tokens)
         return sum(ceil(outputs / piece) for outputs in self.outputs)
 
 
 class Experts(NamedTuple):
     """The experts of a model, of which a token reads those that it chooses."""
 
-    weights: int
+    weight_bytes: int
     """Bytes of all experts."""
-    each: int
+    per_layer: int
     """Experts of a layer."""
-    chosen: int
+    per_token: int
     """Experts of a layer that a token chooses."""
-    shared_layers: int = 0
+    shareable_layers: int = 0
     """Layers whose experts the ranks of a host can compute together."""
 
     @property
-    def used(self) -> float:
+    def token_bytes(self) -> float:
         """Bytes of the experts that one token chooses."""
-        return self.weights * self.chosen / self.each
+        return self.weight_bytes * self.per_token / self.per_layer
 
-    def read(self, rows: int, ranks: int = 1) -> float:
-        """Return the bytes that the busiest of some ranks reads, as is expected of rows that choose at random.
+    def read_bytes(self, tokens: int, ranks: int = 1) -> float:
+        """Return the bytes that the busiest of some ranks reads, as is expected of tokens that choose at random.
 
-        >>> Experts(800, 8, 2).read(1), Experts(800, 8, 2).read(2), Experts(800, 8, 2).read(2, 2)
+        >>> Experts(800, 8, 2).read_bytes(1), Experts(800, 8, 2).read_bytes(2), Experts(800, 8, 2).read_bytes(2, 2)
         (200.0, 350.0, 200.0)
         """
-        distinct = round(self.each * (1 - (1 - self.chosen / self.each) ** rows), 9)
-        return self.weights / self.each * (distinct if ranks == 1 else ceil(distinct / ranks))
+        distinct = round(self.per_layer * (1 - (1 - self.per_token / self.per_layer) ** tokens), 9)
+        return self.weight_bytes / self.per_layer * (distinct if ranks == 1 else ceil(distinct / ranks))
 
 
-def add_weights(read_bytes: float, used_bytes: float, rows: int, itemsize: int, cluster: Cluster, total: Cost) -> None:
-    """Add the time of weights: bytes are read once, and those that each row uses are multiplied with all rows."""
-    product_seconds = FLOPS * rows * used_bytes / itemsize / cluster.device.forward_rate
+def add_weights(
+    read_bytes: float, used_bytes: float, tokens: int, itemsize: int, cluster: Cluster, total: Cost
+) -> None:
+    """Add the time of weights: bytes are read once, and those that each token uses are multiplied with all tokens."""
+    product_seconds = FLOPS * tokens * used_bytes / itemsize / cluster.device.forward_rate
     total.add_stage("weights", max(read_bytes / cluster.device.memory_rate, product_seconds))
 
 
@@ -96,19 +98,19 @@ def add_small_calls(layers: int, cluster: Cluster, total: Cost) -> None:
         total.add_stage("rest", layers * SMALL_CALLS * cluster.device.call)
 
 
-def add_outputs(shared: SharedLayers, ranks: int, rows: int, cluster: Cluster, total: Cost) -> None:
+def add_outputs(shared: SharedLayers, ranks: int, tokens: int, cluster: Cluster, total: Cost) -> None:
     """Add the exchanges of outputs. Ranks of a host read those of the others from shared memory; hosts send them."""
     if cluster.hosts > 1:
         for outputs in shared.outputs:
             price = Cost()
-            message = MessageSize(OUTPUT_BYTES * rows * outputs / ranks, 0)
+            message = MessageSize(OUTPUT_BYTES * tokens * outputs / ranks, 0)
             MERGES["direct"].price(MergeGroup(ranks, cluster.ranks), message, cluster, price)
             total.add_stage("outputs", price.seconds)
             total.add_traffic(price.inside, price.between, price.messages)
         return
-    exchanges = shared.exchanges(ranks, rows)
+    exchanges = shared.exchanges(ranks, tokens)
     device = cluster.device
-    received = OUTPUT_BYTES * rows * sum(shared.outputs) * (ranks - 1) / ranks
+    received = OUTPUT_BYTES * tokens * sum(shared.outputs) * (ranks - 1) / ranks
     waits = exchanges * cluster.inside.merge_latency
     total.add_stage("outputs", waits + received / (device.copy_rate or device.memory_rate))
     total.add_traffic(ranks * received, 0, 0)
@@ -117,7 +119,7 @@ def add_outputs(shared: SharedLayers, ranks: int, rows: int, cluster: Cluster, t
 def add_results(experts: Experts, ranks: int, size: float, cluster: Cluster, total: Cost) -> None:
     """Add the exchanges of results of experts, of so many bytes a layer: short messages, of many small calls."""
     device = cluster.device
-    layers = experts.shared_layers
+    layers = experts.shareable_layers
     received = size * (ranks - 1) / ranks
     link = cluster.inside if cluster.hosts == 1 else cluster.between
     rate = (device.copy_rate or device.memory_rate) if cluster.hosts == 1 else link.rate
@@ -143,7 +145,7 @@ def decode_cost(way: Way, workload: Workload, cluster: Cluster) -> Cost:
     )
     product_seconds = 2 * rows * tokens * sum(workload.cached_widths) / device.forward_rate
     total.add_stage("kernel", device.call + max(read_seconds, product_seconds))
-    merge = MERGES[way.exchange]
+    merge = MERGES[way.exchange_or_merge]
     if merge.pattern is Pattern.COLLECTIVE:
         add_agreement(way, cluster, total)
     if group.ranks > 1:

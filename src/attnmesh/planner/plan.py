@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.core.layout import Layout, Packed, Striped
-from attnmesh.errors import ClusterError, require
+from attnmesh.errors import ClusterError
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.exchange_cost import balanced_layouts
 from attnmesh.mesh.merges import MERGES
@@ -20,14 +20,14 @@ from attnmesh.mesh.way import Cost, Way
 from attnmesh.planner.cost import cost, index_cost
 from attnmesh.planner.rank_bytes import cache_layouts, cached_bytes, min_memory
 from attnmesh.planner.recurrent_cost import RecurrentCost, recurrent_cost
-from attnmesh.planner.units import in_bytes, in_seconds
+from attnmesh.planner.units import bytes_text, seconds_text
 from attnmesh.planner.workload import Workload
 from attnmesh.setup.init_mesh import init_plan_mesh
 
 MAX_RANKS = 2048
 """Most ranks that `plan` takes. Pricing all ways takes half a minute there."""
 
-BLOCK = 16
+CACHE_BLOCK = 16
 """Tokens of a cache block, as in `KVCache` by default."""
 
 
@@ -81,8 +81,8 @@ class Plan:
     runner_up: "Plan | None" = field(default=None, compare=False)
 
     def __repr__(self) -> str:
-        memory = f"{in_bytes(self.memory)} per rank"
-        figures = self.name, self.layout, in_seconds(self.seconds), self._sent(), memory, self.cluster.title
+        memory = f"{bytes_text(self.memory)} per rank"
+        figures = self.name, self.layout, seconds_text(self.seconds), self._sent(), memory, self.cluster.title
         return f"Plan({'; '.join(map(str, figures))})"
 
     @property
@@ -93,8 +93,8 @@ class Plan:
         >>> am.plan(am.Workload(8, 1, 128, 4_000_000, phase="decode"), am.Cluster.preset("a100x4", hosts=2))[0].name
         '1x1x8 direct, 1x1x4 a host'
         """
-        tile = f", {by(self.tile)} a host" if 1 < self.cluster.ranks < self.shape.ranks else ""
-        return f"{by(self.shape)} {self.exchange}{tile}"
+        tile = f", {shape_text(self.tile)} a host" if 1 < self.cluster.ranks < self.shape.ranks else ""
+        return f"{shape_text(self.shape)} {self.exchange}{tile}"
 
     @property
     def shares(self) -> tuple[int, ...] | None:
@@ -187,29 +187,33 @@ class Plan:
     def _selection_line(self) -> str:
         price, layers = self.selection, self.workload.indexers
         messages = "candidates" if self.workload.phase == "decode" else "index keys"
-        sent = f"{messages} send {in_bytes(price.inside + price.between)}, " if self.shape.ranks > 1 else ""
+        sent = f"{messages} send {bytes_text(price.inside + price.between)}, " if self.shape.ranks > 1 else ""
         held = "index keys and selected indices take" if self.workload.phase != "decode" else "index keys take"
-        return f"Indexers ({layers}) take {in_seconds(price.seconds)}: {sent}{held} {in_bytes(price.memory)} a rank."
+        return (
+            f"Indexers ({layers}) take {seconds_text(price.seconds)}: {sent}{held} {bytes_text(price.memory)} a rank."
+        )
 
     def _recurrent_line(self) -> str:
         scan, halo, memory = self.recurrent
         layers = sum(kind.layers for kind in self.workload.recurrent_kinds)
         exchanges = {"scans": (scan, scan.inside + scan.between), "halos": (halo, halo.inside + halo.between)}
         sends = [
-            f"{name} send {in_bytes(x)} in {in_seconds(price.seconds)}" for name, (price, x) in exchanges.items() if x
+            f"{name} send {bytes_text(x)} in {seconds_text(price.seconds)}"
+            for name, (price, x) in exchanges.items()
+            if x
         ]
         clause = f"are included: {', '.join(sends)}" if sends else "send nothing"
-        return f"Recurrent layers ({layers}) {clause}; each rank holds {in_bytes(memory)} of states."
+        return f"Recurrent layers ({layers}) {clause}; each rank holds {bytes_text(memory)} of states."
 
     def _sent(self) -> str:
-        return f"{in_bytes(self.bytes.between)} between hosts and {in_bytes(self.bytes.inside)} inside hosts"
+        return f"{bytes_text(self.bytes.between)} between hosts and {bytes_text(self.bytes.inside)} inside hosts"
 
     def _summary(self) -> str:
-        stage, longest = max(self.parts, key=lambda part: part[1])
-        share = longest / self.seconds if self.seconds else 0.0
-        memory = f"{in_bytes(self.memory)} of its {in_bytes(self.cluster.device.memory)} of memory"
+        stage, longest_seconds = max(self.parts, key=lambda part: part[1])
+        share = longest_seconds / self.seconds if self.seconds else 0.0
+        memory = f"{bytes_text(self.memory)} of its {bytes_text(self.cluster.device.memory)} of memory"
         return (
-            f"{self.name} ({self.known_as}): {in_seconds(self.seconds)}, of which {share:.0%} {STAGES[stage]}. "
+            f"{self.name} ({self.known_as}): {seconds_text(self.seconds)}, of which {share:.0%} {STAGES[stage]}. "
             f"All ranks together send {self._sent()}; each rank needs {memory}, weights not counted."
         )
 
@@ -224,7 +228,7 @@ class Plan:
         fast, slow = dict(ahead.parts), dict(behind.parts)
         differences = {name: slow.get(name, 0.0) - fast.get(name, 0.0) for name in {**fast, **slow}}
         stage = max(differences, key=lambda name: differences[name])
-        times = [in_seconds(parts.get(stage, 0.0)) for parts in (fast, slow)]
+        times = [seconds_text(parts.get(stage, 0.0)) for parts in (fast, slow)]
         lines = [
             f"{names[0]} is {_times(behind.seconds, ahead.seconds)} as fast as {names[1]}, mainly because "
             f"{STAGES[stage]} takes {times[0]} instead of {times[1]}."
@@ -254,7 +258,7 @@ STAGES = {
 """Descriptions of the stages in `Plan.parts`."""
 
 
-def by(shape: Shape) -> str:
+def shape_text(shape: Shape) -> str:
     """Return a shape as text, such as "1x4x2"."""
     return "x".join(map(str, shape))
 
@@ -285,21 +289,32 @@ def plan(workload: Workload, cluster: Cluster, *, progress: Callable[[int, int],
     >>> best.shape, best.exchange
     (Shape(heads=8, queries=1, keys=16), 'direct')
     """
-    fits = isinstance(workload, Workload) and isinstance(cluster, Cluster)
-    given = f"{type(workload).__name__} and {type(cluster).__name__}"
-    fix = "call plan(Workload(...), Cluster.preset(...))"
-    require(fits, ClusterError, "plan", "a Workload and a Cluster", given, fix)
-    expected, fix = f"a cluster of at most {MAX_RANKS:,} ranks", "plan for a part of it, with Cluster.sized"
-    require(cluster.world <= MAX_RANKS, ClusterError, "plan", expected, f"{cluster.world:,}", fix)
+    if not (isinstance(workload, Workload) and isinstance(cluster, Cluster)):
+        given = f"{type(workload).__name__} and {type(cluster).__name__}"
+        fix = "call plan(Workload(...), Cluster.preset(...))"
+        raise ClusterError("plan", "a Workload and a Cluster", given, fix)
+    if cluster.world > MAX_RANKS:
+        expected, fix = f"a cluster of at most {MAX_RANKS:,} ranks", "plan for a part of it, with Cluster.sized"
+        raise ClusterError("plan", expected, f"{cluster.world:,}", fix)
     ways = list(all_ways(workload, cluster))
     plans = []
     for number, way in enumerate(ways, 1):
-        shape, tile, layout, exchange = way
         price = cost(way, workload, cluster)
-        sent_bytes = Bytes(price.inside, price.between)
-        parts = tuple(price.parts.items())
-        figures = price.seconds, sent_bytes, price.messages, price.memory, parts
-        plans.append(Plan(shape, exchange, layout, tile, *figures, workload, cluster))
+        plans.append(
+            Plan(
+                shape=way.shape,
+                exchange=way.exchange_or_merge,
+                layout=way.layout,
+                tile=way.tile,
+                seconds=price.seconds,
+                bytes=Bytes(price.inside, price.between),
+                messages=price.messages,
+                memory=price.memory,
+                parts=tuple(price.parts.items()),
+                workload=workload,
+                cluster=cluster,
+            )
+        )
         if progress is not None:
             progress(number, len(ways))
     fitting = [plan for plan in plans if _fits(plan)]
@@ -338,7 +353,7 @@ def layouts_for(workload: Workload, shape: Shape, cluster: Cluster) -> list[Layo
     """
     if workload.phase == "decode":
         shares = cluster.shares(workload.kept_bytes) if shape.keys == cluster.world else ()
-        return [*cache_layouts(BLOCK, shares)]
+        return [*cache_layouts(CACHE_BLOCK, shares)]
     layouts = balanced_layouts(workload.mask, shape)
     return [layout for layout in layouts if not (workload.recurrent and isinstance(layout, Packed))]
 

@@ -2,7 +2,7 @@
 
 from dataclasses import KW_ONLY, dataclass
 
-from attnmesh.errors import ShapeError, check_choice, require
+from attnmesh.errors import ShapeError, check_choice
 from attnmesh.planner.checks import checked_count
 
 TRANSITIONS = ("matrix", "diagonal", "scalar")
@@ -52,18 +52,17 @@ class Recurrent:
             object.__setattr__(self, name, checked_count(f"Recurrent {name}", getattr(self, name), least))
         check_choice("Recurrent transition", self.transition, TRANSITIONS, 'pass "matrix"')
         state = (self.heads, self.key_dim, self.value_dim)
-        given = f"{self.heads} heads of {self.key_dim}"
-        fits = len({count > 0 for count in state}) == 1
-        given = f"{given} x {self.value_dim}"
-        fix = "pass Recurrent(heads, key_dim, value_dim), or 0, 0, 0 for a convolution alone"
-        require(fits, ShapeError, "Recurrent", "a state of 1 or more in each count, or 0 in all", given, fix)
-        fits = (self.conv_channels > 0) == (self.conv_width > 1)
-        given = f"{self.conv_channels} x {self.conv_width}"
-        expected, fix = "conv_channels of 1 or more and conv_width of 2 or more, or neither", "pass both or neither"
-        require(fits, ShapeError, "Recurrent", expected, given, fix)
-        fits = self.heads > 0 or self.conv_channels > 0
-        fix = "pass heads, or conv_channels= and conv_width="
-        require(fits, ShapeError, "Recurrent", "a state or a convolution", "neither", fix)
+        if any(state) != all(state):
+            given = f"{self.heads} heads of {self.key_dim} x {self.value_dim}"
+            fix = "pass Recurrent(heads, key_dim, value_dim), or 0, 0, 0 for a convolution alone"
+            raise ShapeError("Recurrent", "a state of 1 or more in each count, or 0 in all", given, fix)
+        if (self.conv_channels > 0) != (self.conv_width > 1):
+            expected = "conv_channels of 1 or more and conv_width of 2 or more, or neither"
+            given = f"{self.conv_channels} x {self.conv_width}"
+            raise ShapeError("Recurrent", expected, given, "pass both or neither")
+        if self.heads == self.conv_channels == 0:
+            fix = "pass heads, or conv_channels= and conv_width="
+            raise ShapeError("Recurrent", "a state or a convolution", "neither", fix)
 
     @property
     def state_numbers(self) -> int:

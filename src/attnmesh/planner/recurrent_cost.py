@@ -9,7 +9,7 @@ all ranks. Shards are taken to be at least as long as a halo.
 
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,14 @@ class RecurrentCost(NamedTuple):
             total.add_stage(name, price.seconds)
             total.add_traffic(price.inside, price.between, price.messages)
         total.memory += self.memory
+
+    def record(self) -> dict[str, Any]:
+        """Return the figures as a JSON object."""
+        exchanges = {
+            name: {"seconds": price.seconds, "bytes": {"inside": price.inside, "between": price.between}}
+            for name, price in (("scan", self.scan), ("halo", self.halo))
+        }
+        return {**exchanges, "memory": self.memory}
 
 
 def recurrent_cost(way: Way, workload: Workload, cluster: Cluster) -> RecurrentCost:

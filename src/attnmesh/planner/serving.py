@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import NamedTuple
 
-from attnmesh.errors import ClusterError, require
+from attnmesh.errors import ClusterError
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.merge_cost import MergeGroup, all_reduce_seconds
 from attnmesh.mesh.shapes import Shape, elements, share_evenly
@@ -40,27 +40,27 @@ class ModelSizes:
 
     Args:
         workload: The decode step of its attention layers, all heads. Its length is the number of cached tokens.
-        hidden: Columns of a token between layers.
+        hidden_size: Columns of a token between layers.
         layers: All layers.
-        weights: Returns the bytes of weights of a rank, from the ranks that split them, and whether these are the ranks
-            that divide the keys.
-        windows: Bytes that layers with windows keep, on all ranks together. They do not grow with the length.
-        active: Weights that one token of a prompt is multiplied by; None if it is not known.
+        rank_weight_bytes: Returns the bytes of weights of a rank, from the ranks that split them, and whether these are
+            the ranks that divide the keys.
+        window_bytes: Bytes that layers with windows keep, on all ranks together. They do not grow with the length.
+        active_parameters: Weights that one token of a prompt is multiplied by; None if it is not known.
         shared: The layers that ranks of a host can compute together; None without any.
         experts: The experts of its layers; None without any, or if it is not known how many a token takes.
     """
 
     workload: Workload
-    hidden: int
+    hidden_size: int
     layers: int
-    weights: Callable[[int, bool], int]
-    windows: int = 0
-    active: int | None = None
+    rank_weight_bytes: Callable[[int, bool], int]
+    window_bytes: int = 0
+    active_parameters: int | None = None
     shared: SharedLayers | None = None
     experts: Experts | None = None
 
     @property
-    def rows(self) -> int:
+    def step_tokens(self) -> int:
         """Tokens of a step."""
         return self.workload.batch * (self.workload.q_len or 1)
 
@@ -72,7 +72,7 @@ class WeightSharding(NamedTuple):
     """Ranks that split the weights."""
     is_joint: bool = False
     """True if the same ranks divide the keys."""
-    together: bool = False
+    layers_shared: bool = False
     """True if the ranks of a host share layers: they compute each one together."""
 
 
@@ -82,7 +82,7 @@ class ServingPlan(NamedTuple):
     sharding: WeightSharding
     shape: Shape
     """Ranks along the axes of attention. A step is the same along queries and keys, a prompt is not."""
-    plan: Plan
+    attention_plan: Plan
     """Attention of the ranks that divide the keys."""
     weight_bytes: int
     """Bytes of weights that a rank holds: of pages of a file that several map, its part."""
@@ -105,14 +105,14 @@ class ServingPlan(NamedTuple):
         return self.shape.ranks * (1 if self.sharding.is_joint else self.sharding.tp)
 
     @property
-    def together(self) -> int:
+    def layer_ranks(self) -> int:
         """Ranks that compute each layer of a step together, by `hf.share_weights`; 1 where each computes it whole."""
-        return max(self.shape) if self.sharding.together else 1
+        return max(self.shape) if self.sharding.layers_shared else 1
 
     @property
     def fits(self) -> bool:
         """True if the planned length fits."""
-        return self.tokens >= self.plan.workload.length
+        return self.tokens >= self.attention_plan.workload.length
 
 
 def serving_plans(model: ModelSizes, cluster: Cluster, shape: Shape | None = None) -> list[ServingPlan]:
@@ -129,32 +129,35 @@ def serving_plans(model: ModelSizes, cluster: Cluster, shape: Shape | None = Non
     if world > 1 and q_heads % world == 0 and model.workload.latent is None:
         shardings.append(WeightSharding(world, is_joint=True))
     if world > 1 and why_not_shared(model, cluster) is None:
-        shardings.append(WeightSharding(1, together=True))
+        shardings.append(WeightSharding(1, layers_shared=True))
     # The ranks that split weights are a part of each host, or whole hosts.
     shardings = [sharding for sharding in shardings if share_evenly(cluster.ranks, sharding.tp)]
     if shape is not None:
         shardings = [sharding for sharding in shardings if shape.ranks * sharding.tp == world and not sharding.is_joint]
     plans = [_serving(model, cluster, sharding, shape) for sharding in shardings]
-    given = f"{q_heads}/{kv_heads} heads on {world}"
-    require(bool(plans), ClusterError, "plan", "ranks that divide the heads", given, "take another number of ranks")
+    if not plans:
+        given, fix = f"{q_heads}/{kv_heads} heads on {world}", "take another number of ranks"
+        raise ClusterError("plan", "ranks that divide the heads", given, fix)
     if cluster.hosts == 1 < world and shape is None:
         plans.append(_serving(model, _one_rank(cluster), WeightSharding(1), None))
     return sorted(plans, key=lambda plan: (not plan.fits, plan.seconds, plan.first_token_seconds or 0.0, -plan.ranks))
 
 
-def choose_plan(plans: Sequence[ServingPlan], ranks: int, tp: int = 1, together: bool | None = None) -> ServingPlan:
+def choose_plan(
+    plans: Sequence[ServingPlan], ranks: int, tp: int = 1, layers_shared: bool | None = None
+) -> ServingPlan:
     """Return the way that is taken for so many ranks: of those with this `tp` the first, which fits and is fastest.
 
-    `together` takes those alone in which ranks share layers, or do not, if there are any.
+    `layers_shared` takes those alone in which ranks share layers, or do not, if there are any.
     """
     fitting = [plan for plan in plans if (plan.ranks, plan.sharding.tp, plan.sharding.is_joint) == (ranks, tp, False)]
-    preferred = [plan for plan in fitting if together in (None, plan.sharding.together)]
+    preferred = [plan for plan in fitting if layers_shared in (None, plan.sharding.layers_shared)]
     return (preferred or fitting)[0]
 
 
 def why_not_shared(model: ModelSizes, cluster: Cluster) -> str | None:
     """Return why ranks cannot share the layers of a step, or None if they can."""
-    shared, rows = model.shared, model.rows
+    shared, tokens = model.shared, model.step_tokens
     if not cluster.on_cpus:
         return "GPUs split weights by tp"
     if shared is None:
@@ -163,7 +166,7 @@ def why_not_shared(model: ModelSizes, cluster: Cluster) -> str | None:
         return "ranks of several hosts share no memory"
     if cluster.ranks > shared.most_ranks:
         return f"at most {shared.most_ranks} ranks of a host share memory"
-    return f"steps of at most {shared.most_rows} rows are shared" if rows > shared.most_rows else None
+    return f"steps of at most {shared.most_tokens} rows are shared" if tokens > shared.most_tokens else None
 
 
 def over_hosts(model: ModelSizes, cluster: Cluster) -> ServingPlan | None:
@@ -176,7 +179,7 @@ def over_hosts(model: ModelSizes, cluster: Cluster) -> ServingPlan | None:
     one_host = replace(cluster.sized(1, cluster.ranks), inside=cluster.between)
     if why_not_shared(model, one_host) is not None:
         return None
-    return _serving(model, cluster, WeightSharding(1, together=True), None)
+    return _serving(model, cluster, WeightSharding(1, layers_shared=True), None)
 
 
 def _one_rank(cluster: Cluster) -> Cluster:
@@ -191,14 +194,20 @@ def _serving(model: ModelSizes, cluster: Cluster, sharding: WeightSharding, shap
     """Return a way with its price, on this shape of attention or on the best."""
     attention = _attention(model.workload, cluster, sharding, shape)
     shape = shape or _shape_of_prompts(attention, sharding)
-    step, read_bytes = _layers_cost(model, cluster, sharding, max(shape) if sharding.together else 1)
+    step, read_bytes = _layers_cost(model, cluster, sharding, max(shape) if sharding.layers_shared else 1)
     weight_bytes = _held_weight_bytes(model, cluster, sharding)
     key_bytes, tokens = _key_bytes_and_tokens(model, cluster.device.memory - weight_bytes, attention)
-    seconds = attention.seconds + step.seconds
-    parts = (*attention.parts, *step.parts.items())
-    first_token = _first_token_seconds(model, cluster, sharding, attention, shape)
     return ServingPlan(
-        sharding, shape, attention, weight_bytes, read_bytes, key_bytes, tokens, seconds, parts, first_token
+        sharding=sharding,
+        shape=shape,
+        attention_plan=attention,
+        weight_bytes=weight_bytes,
+        read_bytes=read_bytes,
+        key_bytes=key_bytes,
+        tokens=tokens,
+        seconds=attention.seconds + step.seconds,
+        parts=(*attention.parts, *step.parts.items()),
+        first_token_seconds=_first_token_seconds(model, cluster, sharding, attention, shape),
     )
 
 
@@ -220,46 +229,46 @@ def _attention(work: Workload, cluster: Cluster, sharding: WeightSharding, shape
 
 def _on_one_axis(sharding: WeightSharding) -> bool:
     """Return whether all ranks are along one axis of attention."""
-    return sharding.is_joint or sharding.together
+    return sharding.is_joint or sharding.layers_shared
 
 
 def _held_weight_bytes(model: ModelSizes, cluster: Cluster, sharding: WeightSharding) -> int:
     """Return the bytes of weights that a rank holds. Ranks of CPUs that load whole weights map the same pages."""
     maps = cluster.on_cpus and sharding.tp == 1
-    return ceil(model.weights(sharding.tp, sharding.is_joint) / (cluster.ranks if maps else 1))
+    return ceil(model.rank_weight_bytes(sharding.tp, sharding.is_joint) / (cluster.ranks if maps else 1))
 
 
 def _key_bytes_and_tokens(model: ModelSizes, memory: float, attention: Plan) -> tuple[float, int]:
     """Return the bytes of keys on a rank, and the most tokens of each sequence that fit in what weights leave."""
     work, ranks = attention.workload, attention.shape.ranks
     key_bytes = (work.kept_bytes + work.index_bytes) / ranks
-    free = memory - model.windows / ranks - work.state_bytes
+    free = memory - model.window_bytes / ranks - work.state_bytes
     return key_bytes, max(0, int(free * work.kept / key_bytes))
 
 
-def _layers_cost(model: ModelSizes, cluster: Cluster, sharding: WeightSharding, together: int) -> tuple[Cost, float]:
+def _layers_cost(model: ModelSizes, cluster: Cluster, sharding: WeightSharding, layer_ranks: int) -> tuple[Cost, float]:
     """Return the cost of the layers of a step beside attention, and the bytes of weights that a rank reads.
 
-    So many ranks compute each layer together.
+    `layer_ranks` compute each layer together.
     """
     total = Cost()
-    rows = model.rows
+    tokens = model.step_tokens
     itemsize = model.workload.itemsize
-    read_bytes = used_bytes = float(model.weights(sharding.tp, sharding.is_joint))
-    share = read_bytes / model.weights(1, False)  # a rank's part of the experts, too
-    if together > 1 and model.shared is not None:
-        read_bytes = used_bytes = read_bytes - model.shared.weights * (together - 1) / together
-        add_outputs(model.shared, together, rows, cluster, total)
+    read_bytes = used_bytes = float(model.rank_weight_bytes(sharding.tp, sharding.is_joint))
+    share = read_bytes / model.rank_weight_bytes(1, False)  # a rank's part of the experts, too
+    if layer_ranks > 1 and model.shared is not None:
+        read_bytes = used_bytes = read_bytes - model.shared.weight_bytes * (layer_ranks - 1) / layer_ranks
+        add_outputs(model.shared, layer_ranks, tokens, cluster, total)
     if (experts := model.experts) is not None:
-        ranks = together if experts.shared_layers else 1
-        read_bytes -= (experts.weights - experts.read(rows, ranks)) * share
-        used_bytes -= (experts.weights - experts.used / ranks) * share
+        ranks = layer_ranks if experts.shareable_layers else 1
+        read_bytes -= (experts.weight_bytes - experts.read_bytes(tokens, ranks)) * share
+        used_bytes -= (experts.weight_bytes - experts.token_bytes / ranks) * share
         if ranks > 1:
-            add_results(experts, ranks, rows * experts.chosen * model.hidden * itemsize, cluster, total)
-    add_weights(read_bytes, used_bytes, rows, itemsize, cluster, total)
+            add_results(experts, ranks, tokens * experts.per_token * model.hidden_size * itemsize, cluster, total)
+    add_weights(read_bytes, used_bytes, tokens, itemsize, cluster, total)
     add_small_calls(model.layers, cluster, total)
     if sharding.tp > 1:
-        reduced = rows * model.hidden * itemsize
+        reduced = tokens * model.hidden_size * itemsize
         group = _group(sharding, cluster)
         total.add_stage("all-reduces", ALL_REDUCES * model.layers * all_reduce_seconds(group, reduced, cluster))
     return total, read_bytes
@@ -289,19 +298,19 @@ def _first_token_seconds(
     model: ModelSizes, cluster: Cluster, sharding: WeightSharding, step: Plan, shape: Shape
 ) -> float | None:
     """Return the seconds of a prompt: products with weights at attention's rate, attention, and all-reduces."""
-    if model.active is None or step.workload.selected is not None:
+    if model.active_parameters is None or step.workload.selected is not None:
         return None
     work = replace(step.workload, phase="prefill", q_len=None, storage=None)
     tokens = work.batch * work.length
     world = cluster.world
     ways = [way for way in all_ways(work, step.cluster) if way.shape == shape]
     seconds = min(cost(way, work, step.cluster).seconds for way in ways)
-    seconds += FLOPS * model.active * tokens / world / cluster.device.forward_rate
+    seconds += FLOPS * model.active_parameters * tokens / world / cluster.device.forward_rate
     if sharding.tp > 1:
         group = _group(sharding, cluster)
         links = (cluster.inside.rate, cluster.between.host_rate)  # a long message leaves by all cards of a host
         rate = links[0] if group.ranks <= cluster.ranks else links[1] if group.ranks_per_host == 1 else min(links)
-        transfer = 2 * (group.ranks - 1) / world * tokens * model.hidden * work.itemsize / rate
+        transfer = 2 * (group.ranks - 1) / world * tokens * model.hidden_size * work.itemsize / rate
         seconds += ALL_REDUCES * model.layers * (transfer + all_reduce_seconds(group, 0, cluster))
     return seconds
 

@@ -1,10 +1,10 @@
 """Seconds and bytes as text: they are rounded, and then have the largest unit of which they are 1 or more."""
 
 
-def in_seconds(seconds: float, digits: int = 2) -> str:
+def seconds_text(seconds: float, digits: int = 2) -> str:
     """Return a time in s, ms or us. A prediction has two digits.
 
-    >>> in_seconds(1.5), in_seconds(0.0123), in_seconds(0.123, 3), in_seconds(4e-6)
+    >>> seconds_text(1.5), seconds_text(0.0123), seconds_text(0.123, 3), seconds_text(4e-6)
     ('1.5 s', '12 ms', '123 ms', '4 us')
     """
     rounded = _rounded(seconds, digits)
@@ -12,10 +12,10 @@ def in_seconds(seconds: float, digits: int = 2) -> str:
     return f"{rounded / size:,.15g} {unit}"
 
 
-def in_bytes(count: float) -> str:
+def bytes_text(count: float) -> str:
     """Return a count of bytes in kB, MB, GB, TB or PB.
 
-    >>> in_bytes(80e9), in_bytes(999_999), in_bytes(12)
+    >>> bytes_text(80e9), bytes_text(999_999), bytes_text(12)
     ('80 GB', '1 MB', '12 bytes')
     """
     rounded = _rounded(count, 3)

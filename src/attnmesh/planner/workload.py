@@ -9,7 +9,7 @@ from attnmesh.core.layout import Contiguous, Layout, Zigzag
 from attnmesh.core.mask import Causal, Full, Mask, check_mask
 from attnmesh.core.partial import DTYPE_NAMES
 from attnmesh.core.storage import STORAGES
-from attnmesh.errors import ClusterError, DtypeError, ShapeError, check_choice, require, short
+from attnmesh.errors import ClusterError, DtypeError, ShapeError, check_choice, short
 from attnmesh.mesh.exchange_cost import LayerWork
 from attnmesh.planner.checks import MAX_COUNT, checked_count
 from attnmesh.planner.recurrent import Recurrent
@@ -85,49 +85,51 @@ class Workload:
             if given is None and name in ("value_dim", "q_len"):
                 continue
             object.__setattr__(self, name, checked_count(f"Workload {name}", given))
-        given, fix = f"{self.q_heads} query heads on {self.kv_heads} key heads", "pass the model's head counts"
-        require(self.q_heads % self.kv_heads == 0, ShapeError, "Workload", "whole groups of query heads", given, fix)
+        if self.q_heads % self.kv_heads:
+            given = f"{self.q_heads} query heads on {self.kv_heads} key heads"
+            raise ShapeError("Workload", "whole groups of query heads", given, "pass the model's head counts")
         check_choice("Workload dtype", str(self.dtype), DTYPE_NAMES, "name the dtype of q, k and v", DtypeError)
         check_choice("Workload phase", self.phase, PHASES, 'pass "training"')
-        fits = self.q_len is None or self.phase == "decode"
-        given = f"q_len={self.q_len} in {self.phase}"
-        require(fits, ShapeError, "Workload", "q_len in decode only", given, "leave it out: all tokens are queries")
+        if self.q_len is not None and self.phase != "decode":
+            given, fix = f"q_len={self.q_len} in {self.phase}", "leave it out: all tokens are queries"
+            raise ShapeError("Workload", "q_len in decode only", given, fix)
         if self.storage is not None:
             check_choice("Workload storage", self.storage, tuple(STORAGES), "leave it out")
-            given, fix = f"storage={self.storage!r} in {self.phase}", "leave it out: only a cache is stored in 8 bits"
-            require(self.phase == "decode", ShapeError, "Workload", "storage in decode only", given, fix)
+            if self.phase != "decode":
+                given = f"storage={self.storage!r} in {self.phase}"
+                fix = "leave it out: only a cache is stored in 8 bits"
+                raise ShapeError("Workload", "storage in decode only", given, fix)
         check_mask("Workload mask", self.mask, self.length)
         if self.latent is not None:
             self._check_latent(self.latent)
         kinds = (self.recurrent,) if isinstance(self.recurrent, Recurrent) else self.recurrent
-        fits = isinstance(kinds, (tuple, list)) and all(isinstance(kind, Recurrent) for kind in kinds)
-        given = repr(self.recurrent)[:60]
-        fix = "pass recurrent=am.Recurrent(heads, key_dim, value_dim)"
-        require(fits, ClusterError, "Workload recurrent", "a Recurrent, or a tuple of them", given, fix)
+        if not (isinstance(kinds, (tuple, list)) and all(isinstance(kind, Recurrent) for kind in kinds)):
+            given, fix = repr(self.recurrent)[:60], "pass recurrent=am.Recurrent(heads, key_dim, value_dim)"
+            raise ClusterError("Workload recurrent", "a Recurrent, or a tuple of them", given, fix)
         object.__setattr__(self, "recurrent", tuple(kinds))
         if self.selected is not None:
             self._check_selected(self.selected)
 
     def _check_latent(self, latent: Any) -> None:
-        pair = isinstance(latent, (tuple, list)) and len(latent) == 2
-        fix = "pass (kv_lora_rank, qk_rope_head_dim)"
-        require(pair, ShapeError, "Workload latent", "two numbers of columns", repr(latent), fix)
+        if not (isinstance(latent, (tuple, list)) and len(latent) == 2):
+            fix = "pass (kv_lora_rank, qk_rope_head_dim)"
+            raise ShapeError("Workload latent", "two numbers of columns", repr(latent), fix)
         latent_rank, rotated = (checked_count("Workload latent", count) for count in latent)
-        given, fix = f"{rotated} of {self.head_dim}", "pass head_dim=qk_nope_head_dim + qk_rope_head_dim"
-        fits = rotated < self.head_dim
-        require(fits, ShapeError, "Workload latent", "fewer rotated columns than head_dim", given, fix)
+        if rotated >= self.head_dim:
+            given, fix = f"{rotated} of {self.head_dim}", "pass head_dim=qk_nope_head_dim + qk_rope_head_dim"
+            raise ShapeError("Workload latent", "fewer rotated columns than head_dim", given, fix)
         object.__setattr__(self, "latent", (latent_rank, rotated))
 
     def _check_selected(self, selected: Any) -> None:
-        fix = "pass selected=am.Selected(k, index_heads, index_dim)"
-        is_one = isinstance(selected, Selected)
-        require(is_one, ClusterError, "Workload selected", "a Selected", repr(selected)[:60], fix)
-        given, fix = f"heads={selected.heads}", "pass heads=1 if all heads share the selected keys"
-        fits = selected.heads in (1, self.kv_heads)
-        require(fits, ShapeError, "Workload selected", f"1 or {self.kv_heads} key heads", given, fix)
-        given, fix = f"layers={selected.layers}, indexers={selected.indexers}", "leave out what counts all layers"
-        fits = self.layers >= self.selecting >= self.indexers
-        require(fits, ShapeError, "Workload selected", f"at most {self.layers} layers, and indexers", given, fix)
+        if not isinstance(selected, Selected):
+            fix = "pass selected=am.Selected(k, index_heads, index_dim)"
+            raise ClusterError("Workload selected", "a Selected", repr(selected)[:60], fix)
+        if selected.heads not in (1, self.kv_heads):
+            given, fix = f"heads={selected.heads}", "pass heads=1 if all heads share the selected keys"
+            raise ShapeError("Workload selected", f"1 or {self.kv_heads} key heads", given, fix)
+        if not self.layers >= self.selecting >= self.indexers:
+            given, fix = f"layers={selected.layers}, indexers={selected.indexers}", "leave out what counts all layers"
+            raise ShapeError("Workload selected", f"at most {self.layers} layers, and indexers", given, fix)
 
     @property
     def value_width(self) -> int:
@@ -147,18 +149,18 @@ class Workload:
     @property
     def one_layer(self) -> LayerWork:
         """Attention of one layer, in training or prefill."""
-        widths = (self.head_dim, self.value_width)
-        selected = None if self.selected is None else self.selected.tokens
-        sizes: dict[str, Any] = {
-            "length": self.length,
-            "itemsize": self.itemsize,
-            "mask": self.mask,
-            "batch": self.batch,
-        }
-        backward = self.phase == "training"
-        latent = self.latent
         return LayerWork(
-            self.q_heads, self.kv_heads, *widths, **sizes, backward=backward, latent=latent, selected=selected
+            q_heads=self.q_heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            value_dim=self.value_width,
+            length=self.length,
+            itemsize=self.itemsize,
+            mask=self.mask,
+            batch=self.batch,
+            backward=self.phase == "training",
+            latent=self.latent,
+            selected=None if self.selected is None else self.selected.tokens,
         )
 
     @property
@@ -289,7 +291,7 @@ class Workload:
 
 def runs_per_shard(subject: str, layout: Layout) -> int:
     """Return the runs of consecutive tokens of a shard, each of which needs a scan: 1, or 2 in `Zigzag`."""
-    fix = "pass Contiguous() or Zigzag(): a state passes through tokens in order"
-    fits = isinstance(layout, Contiguous | Zigzag)
-    require(fits, ShapeError, f"{subject} layout", "one or two runs of tokens per rank", short(layout), fix)
+    if not isinstance(layout, Contiguous | Zigzag):
+        fix = "pass Contiguous() or Zigzag(): a state passes through tokens in order"
+        raise ShapeError(f"{subject} layout", "one or two runs of tokens per rank", short(layout), fix)
     return 2 if isinstance(layout, Zigzag) else 1

@@ -17,7 +17,7 @@ class DiffusionWorkload:
         head_dim: Width of a head.
         layers: Layers that attend over all tokens.
         grid: Tokens along frames, height and width.
-        text: Text tokens in the same sequence; 0 where text is attended by other layers.
+        text_tokens: Text tokens in the same sequence; 0 where text is attended by other layers.
         source: Where the numbers are from.
     """
 
@@ -25,14 +25,20 @@ class DiffusionWorkload:
     head_dim: int
     layers: int
     grid: tuple[int, int, int]
-    text: int
+    text_tokens: int
     source: str
 
     @property
     def length(self) -> int:
         """Tokens of the sequence."""
         frames, height, width = self.grid
-        return frames * height * width + self.text
+        return frames * height * width + self.text_tokens
+
+    def record(self, length: int) -> dict[str, str]:
+        """Return how `length` tokens come about, and the source of the numbers, as a JSON object."""
+        text = f"and {self.text_tokens} of text" if self.text_tokens else "without text"
+        tokens = f"{' x '.join(map(str, self.grid))} {text}" if length == self.length else "given by --length"
+        return {"tokens": tokens, "source": self.source}
 
 
 def _grid(frames: int, height: int, width: int, time: int, space: int) -> tuple[int, int, int]:

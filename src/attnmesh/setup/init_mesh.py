@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from attnmesh.comm.transport import all_gather_ints
-from attnmesh.errors import DeviceError, MeshError, require
+from attnmesh.errors import DeviceError, MeshError
 from attnmesh.guard.agreement import HOST_FIELD, Agreement
 from attnmesh.mesh.axes import Axis, Mesh, device_of, device_type_of
 from attnmesh.mesh.shapes import AXES, Shape, check_heads, elements, mesh_shape, rank_grid
@@ -54,15 +54,15 @@ def init_mesh(
     is_first = not dist.is_initialized()
     with Agreement(world_mesh(), "init_mesh") as agreement:
         check_device_type("init_mesh", device_type)
-        fits = device_type != "cuda" or torch.cuda.is_available()
-        fix = 'pass "cpu", or leave the device type out'
-        require(fits, DeviceError, "init_mesh", "a device of this machine", "cuda, without a GPU", fix)
+        if device_type == "cuda" and not torch.cuda.is_available():
+            fix = 'pass "cpu", or leave the device type out'
+            raise DeviceError("init_mesh", "a device of this machine", "cuda, without a GPU", fix)
         checked_shape = _checked_shape(shape)
         check_heads("init_mesh", checked_shape.ranks, q_heads, kv_heads)
         world = _world_size()
-        fix = "start more ranks, or ask mesh_shape for a smaller one"
-        given = "x".join(map(str, checked_shape))
-        require(checked_shape.ranks <= world, MeshError, "init_mesh", f"at most the world's {world} ranks", given, fix)
+        if checked_shape.ranks > world:
+            given, fix = "x".join(map(str, checked_shape)), "start more ranks, or ask mesh_shape for a smaller one"
+            raise MeshError("init_mesh", f"at most the world's {world} ranks", given, fix)
         _set_gpu(device_type)
         options = {"device_type": device_type, "shape": checked_shape, "q_heads": q_heads, "kv_heads": kv_heads}
         agreement.compare(with_versions(options))
@@ -104,17 +104,15 @@ def split_mesh(
     """
     kv_heads = q_heads if kv_heads is None else kv_heads
     with Agreement(world_mesh(), "split_mesh") as agreement:
-        given = f"{mesh.ndim} axes" if isinstance(mesh, DeviceMesh) else repr(mesh)
-        fits = isinstance(mesh, DeviceMesh) and mesh.ndim == 1
-        fix = 'slice one axis, as mesh["cp"]'
-        require(fits, MeshError, "split_mesh mesh", "a DeviceMesh of one axis", given, fix)
+        if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+            given = f"{mesh.ndim} axes" if isinstance(mesh, DeviceMesh) else repr(mesh)
+            raise MeshError("split_mesh mesh", "a DeviceMesh of one axis", given, 'slice one axis, as mesh["cp"]')
         split_shape = (
             mesh_shape(mesh.size(), q_heads, kv_heads) if shape == "auto" else _checked_shape(shape, "split_mesh")
         )
-        fits = split_shape.ranks == mesh.size()
-        given = "x".join(map(str, split_shape))
-        fix = 'pass shape="auto"'
-        require(fits, MeshError, "split_mesh shape", f"a shape of {mesh.size()} ranks", given, fix)
+        if split_shape.ranks != mesh.size():
+            given = "x".join(map(str, split_shape))
+            raise MeshError("split_mesh shape", f"a shape of {mesh.size()} ranks", given, 'pass shape="auto"')
         agreement.compare(with_versions({"shape": split_shape, "q_heads": q_heads, "kv_heads": kv_heads}))
     # As many numbers on every rank: the shapes were compared.
     groups = check_groups("split_mesh mesh", all_gather_ints(mesh.mesh.flatten().tolist(), world_mesh()))
@@ -135,9 +133,10 @@ def check_groups(subject: str, table: Sequence[Sequence[int]]) -> list[tuple[int
     groups = sorted({tuple(ranks) for ranks in table})
     covers = sorted(rank for ranks in groups for rank in ranks) == list(range(len(table)))
     even = len({len(ranks) for ranks in groups}) == 1
-    fix = "make the mesh of all ranks, or slice it from one by axis names"
-    expected = f"meshes of one size that cover the {len(table)} ranks"
-    require(covers and even, MeshError, subject, expected, " and ".join(map(str, groups)), fix)
+    if not (covers and even):
+        expected = f"meshes of one size that cover the {len(table)} ranks"
+        fix = "make the mesh of all ranks, or slice it from one by axis names"
+        raise MeshError(subject, expected, " and ".join(map(str, groups)), fix)
     return groups
 
 
@@ -153,19 +152,19 @@ def _world_size() -> int:
     """Return the number of ranks of the world, which torchrun has started if there is no process group yet."""
     if dist.is_initialized():
         return dist.get_world_size()
-    fix = "start the script with torchrun --nproc-per-node, or pass mesh=None for one process"
-    started = {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
-    require(started, MeshError, "init_mesh", "a process group, or ranks that torchrun has started", "neither", fix)
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
+        fix = "start the script with torchrun --nproc-per-node, or pass mesh=None for one process"
+        raise MeshError("init_mesh", "a process group, or ranks that torchrun has started", "neither", fix)
     return int(os.environ["WORLD_SIZE"])
 
 
 def _checked_shape(shape: object, subject: str = "init_mesh") -> Shape:
     """Return the shape, or raise unless it is three counts of ranks."""
     counts = shape if isinstance(shape, (tuple, list)) else ()
-    fits = len(counts) == len(AXES) and all(type(n) is int and n >= 1 for n in counts)
-    expected = "(heads, queries, keys), three whole numbers of ranks, each 1 or more"
-    fix = "pass a tuple as (1, 2, 2), 1 for an axis that is not wanted, or what mesh_shape gives"
-    require(fits, MeshError, f"{subject} shape", expected, repr(shape), fix)
+    if len(counts) != len(AXES) or not all(type(n) is int and n >= 1 for n in counts):
+        expected = "(heads, queries, keys), three whole numbers of ranks, each 1 or more"
+        fix = "pass a tuple as (1, 2, 2), 1 for an axis that is not wanted, or what mesh_shape gives"
+        raise MeshError(f"{subject} shape", expected, repr(shape), fix)
     return Shape(*counts)
 
 
@@ -183,8 +182,9 @@ def init_plan_mesh(device_type: str, shape: Shape, tile: Shape) -> DeviceMesh:
     with Agreement(world_mesh(), "Plan.init_mesh", fields):
         check_device_type("Plan.init_mesh", device_type)
         world = world_mesh().keys.size
-        fix = f"start {ranks} ranks, or plan for as many as there are"
-        require(world == ranks, MeshError, "Plan.init_mesh", f"a world of {ranks} ranks", world, fix)
+        if world != ranks:
+            fix = f"start {ranks} ranks, or plan for as many as there are"
+            raise MeshError("Plan.init_mesh", f"a world of {ranks} ranks", str(world), fix)
         _set_gpu(device_type)
     return DeviceMesh(device_type, rank_grid(shape, tile), mesh_dim_names=AXES)
 
@@ -218,10 +218,9 @@ def device_fault(subject: str, parsed: torch.device, device: object) -> DeviceEr
 def check_device_type(subject: str, device_type: object) -> None:
     """Raise unless PyTorch knows such devices."""
     parsed = _parsed(device_type)
-    fits = parsed is not None and parsed.type == device_type
-    fix = 'pass "cpu" or "cuda", without a number'
-    expected = 'a type of devices, as "cpu" or "cuda"'
-    require(fits, DeviceError, f"{subject} device_type", expected, repr(device_type), fix)
+    if parsed is None or parsed.type != device_type:
+        expected, fix = 'a type of devices, as "cpu" or "cuda"', 'pass "cpu" or "cuda", without a number'
+        raise DeviceError(f"{subject} device_type", expected, repr(device_type), fix)
 
 
 def _parsed(device: object) -> torch.device | None:

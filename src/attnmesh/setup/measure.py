@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm.transport import flat_axis
-from attnmesh.errors import ClusterError, require
+from attnmesh.errors import ClusterError
 from attnmesh.guard.agreement import Agreement
 from attnmesh.guard.argument_checks import check_dtype
 from attnmesh.mesh.axes import Mesh, device_of
@@ -32,8 +32,9 @@ def measure(mesh: DeviceMesh | None, dtype: torch.dtype | None = None) -> Cluste
         device = torch.device("cuda", torch.cuda.current_device())
     world = MeasuredRanks.of(axis, device)
     sizes = {len(host) for host in world.hosts}
-    expected, fix = "as many ranks on each host", "start as many ranks on each host"
-    require(len(sizes) == 1, ClusterError, "Cluster.measure", expected, f"hosts of {sorted(sizes)}", fix)
+    if len(sizes) != 1:
+        expected, fix = "as many ranks on each host", "start as many ranks on each host"
+        raise ClusterError("Cluster.measure", expected, f"hosts of {sorted(sizes)}", fix)
     dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
     device_rates = measure_device(world, dtype)
     inside, between = measure_link(world, between=False), measure_link(world, between=True)

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from attnmesh.comm.failures import is_timeout
-from attnmesh.errors import ArgumentError, RankFailure, require
+from attnmesh.errors import ArgumentError, RankFailure
 from attnmesh.runtime.world import WORLD
 
 TIMEOUT = timedelta(minutes=30)
@@ -41,8 +41,8 @@ def enter(
     Without a store, torchrun's store, rank and world size are used. The same store serves again, for more or fewer
     ranks.
     """
-    fits = is_timeout(seconds)
-    require(fits, ArgumentError, "rendezvous.enter seconds", "more than 0 seconds", repr(seconds), "pass a number")
+    if not is_timeout(seconds):
+        raise ArgumentError("rendezvous.enter seconds", "more than 0 seconds", repr(seconds), "pass a number")
     if store is None and rank is None and ranks is None:
         store, rank, ranks = next(rendezvous("env://", timeout=timedelta(seconds=seconds)))
     elif store is None or not isinstance(ranks, int) or not isinstance(rank, int) or not 0 <= rank < ranks:

@@ -144,8 +144,8 @@ class Engine:
             expected = f"at most {context}"
             require(fits, ArgumentError, f"{SUBJECT} max_model_len", expected, max_model_len, "leave it out")
             speculation = Speculation.of(self.model, speculate, draft, draft_tokens)
-        longest = max_model_len, context, cache_options.get("capacity")
-        self.longest = min((limit for limit in longest if limit is not None), default=None)
+        context_limits = max_model_len, context, cache_options.get("capacity")
+        self.max_context = min((limit for limit in context_limits if limit is not None), default=None)
         ends = self.model.generation_config.eos_token_id if tokens_end is None else tokens_end
         self.ends = frozenset(() if ends is None else (ends,) if isinstance(ends, int) else ends)
         self.grammars = grammars
@@ -256,9 +256,9 @@ class Engine:
         prompt = len(stream.prompt)
         total = prompt + stream.max_new_tokens
         fix = "shorten the prompt, or pass a smaller max_new_tokens"
-        fits = self.longest is None or total <= self.longest
+        fits = self.max_context is None or total <= self.max_context
         given = f"{prompt} and {stream.max_new_tokens} new ones"
-        require(fits, TooLong, "submit ids", f"at most {self.longest} tokens", given, fix)
+        require(fits, TooLong, "submit ids", f"at most {self.max_context} tokens", given, fix)
         footprint, memory = self.scheduler.footprint, self.scheduler.memory
         if footprint is not None and footprint(prompt) > memory:
             raise never_fits(footprint(prompt), memory)
