@@ -12,11 +12,12 @@ from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.errors import StoreError, require
 from attnmesh.mesh.axes import Axis, overlap
 from attnmesh.store.block_names import StoredBlock
+from attnmesh.store.layer_files import TOKEN_INDEX
 from attnmesh.store.tensor_file import DAMAGED_FIX
 
-HEADS, COLUMNS, FLOORS = "heads", "columns", "floors"
-"""Names of tensors in a file: its index among ranks that share key heads, and their number; tokens; and, of each layer
-that forgets, the first token it has and the first query that it serves."""
+HEADS, FLOORS = "heads", "floors"
+"""Names of tensors in a file beside tokens: its index among ranks that share key heads, and their number; and, of each
+layer that forgets, the first token it has and the first query that it serves."""
 
 
 def groups_of(kvs: Sequence[KVCache], block: StoredBlock) -> list[list[int]]:
@@ -34,7 +35,7 @@ def groups_of(kvs: Sequence[KVCache], block: StoredBlock) -> list[list[int]]:
 
 def name_of_group(kvs: Sequence[KVCache], group: Sequence[int]) -> str:
     """Return the name of the tokens of a group in a block."""
-    return COLUMNS if kvs[group[0]].sizes.mask is None else f"{COLUMNS} {group[0]}"
+    return TOKEN_INDEX if kvs[group[0]].sizes.mask is None else f"{TOKEN_INDEX} {group[0]}"
 
 
 def rows_of_block(kvs: Sequence[KVCache], block: StoredBlock, *, is_apart: bool = False) -> dict[str, Tensor]:
@@ -136,34 +137,34 @@ class Filling:
     ) -> RowMapping | None:
         """Return where rows of a piece go, and count them by head and token; None if this rank needs none of them."""
         shard, sizes = self.kvs[group[0]].shard, self.kvs[group[0]].sizes
-        columns = rows.get(name_of_group(self.kvs, group), needed[:0])
+        token_index = rows.get(name_of_group(self.kvs, group), needed[:0])
         index, number = rows.get(HEADS, torch.tensor([0, 0], device="cpu")).tolist()
-        fits = columns.dtype == torch.int64 and 0 <= index < number and sizes.kv_heads % number == 0
+        fits = token_index.dtype == torch.int64 and 0 <= index < number and sizes.kv_heads % number == 0
         require(fits, StoreError, "load", "tokens and heads of a cache", f"{index} of {number} heads", DAMAGED_FIX)
         saved_heads = Axis(number, index).slice_of(sizes.kv_heads)
         to, source = overlap(shard.heads.slice_of(sizes.kv_heads), saved_heads)
-        chosen = torch.isin(columns, needed).nonzero().flatten()
+        chosen = torch.isin(token_index, needed).nonzero().flatten()
         if to.start >= to.stop or not len(chosen):
             return None
-        indices = torch.searchsorted(needed, columns[chosen])
+        indices = torch.searchsorted(needed, token_index[chosen])
         counts[to].index_add_(1, indices, torch.ones(to.stop - to.start, len(indices), dtype=torch.int64, device="cpu"))
         gone = shard.turn.count(self.floors[group[0]][0]) if self.floors else 0
-        slots = shard.turn.slot(columns[chosen]) - gone
+        slots = shard.turn.slot(token_index[chosen]) - gone
         return RowMapping(to, source, saved_heads.stop - saved_heads.start, chosen, slots.to(shard.device))
 
     def _put_rows(self, layer: int, rows: Mapping[str, Tensor], mapping: RowMapping, needed: Tensor) -> None:
         """Write rows of a piece into the shard of a layer."""
         shard, sizes = self.kvs[layer].shard, self.kvs[layer].sizes
-        columns = rows[name_of_group(self.kvs, [layer])]
+        token_index = rows[name_of_group(self.kvs, [layer])]
         for kind, x in zip(("keys", "values"), shard.stored, strict=False):
             saved_rows = rows.get(f"{kind} {layer}", needed[:0])
-            shape = sizes.batch, mapping.head_count, len(columns), x.shape[3]
+            shape = sizes.batch, mapping.head_count, len(token_index), x.shape[3]
             given = f"{saved_rows.dtype} {tuple(saved_rows.shape)}"
             fits = tuple(saved_rows.shape) == shape and saved_rows.dtype == x.dtype
             require(fits, StoreError, "load", f"{x.dtype} {shape}", given, DAMAGED_FIX)
             new = saved_rows[:, mapping.source, mapping.chosen].to(shard.device)
             x[:, mapping.heads].index_copy_(2, mapping.slots, new)
-        shard.token_index.index_copy_(0, mapping.slots, columns[mapping.chosen].to(shard.device))
+        shard.token_index.index_copy_(0, mapping.slots, token_index[mapping.chosen].to(shard.device))
 
     def finish(self, length: int) -> None:
         """Mark the first `length` tokens as present. All ranks call it."""

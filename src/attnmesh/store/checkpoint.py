@@ -38,7 +38,7 @@ from attnmesh.mesh.axes import Axis, Mesh, overlap
 from attnmesh.runtime.memory import host_memory
 from attnmesh.setup.init_mesh import device_fault, device_for
 from attnmesh.store.journal import Journal
-from attnmesh.store.layer_files import COLUMNS, PIECE, FillingFile, LayerFiles, RowShapes, chained, check_chain
+from attnmesh.store.layer_files import PIECE, TOKEN_INDEX, FillingFile, LayerFiles, RowShapes, chained, check_chain
 from attnmesh.store.tensor_file import DAMAGED_FIX, TensorFile, check_size
 from attnmesh.store.token_ids import TokenIds
 
@@ -489,7 +489,7 @@ def _fill_group(shards: Mapping[int, CacheShard], path: Path, manifest: Manifest
     filled = torch.zeros(manifest.heads, used, dtype=torch.bool, device="cpu")
     for piece in pieces:
         file = piece.opened()
-        tokens = file.read(COLUMNS, torch.int64, (piece.stop - piece.start,))
+        tokens = file.read(TOKEN_INDEX, torch.int64, (piece.stop - piece.start,))
         own_rows = (first.turn.holds(tokens) & (tokens < end)).nonzero().flatten()
         slots = first.turn.slot(tokens[own_rows]) - forgotten
         if len(tokens) and (int(tokens.min()) < start or (int(tokens.max()) >= end and not manifest.growing)):

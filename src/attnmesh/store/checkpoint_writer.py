@@ -36,7 +36,7 @@ from attnmesh.store.checkpoint import (
     read_manifest,
     save_folders,
 )
-from attnmesh.store.layer_files import COLUMNS, PIECE
+from attnmesh.store.layer_files import PIECE, TOKEN_INDEX
 from attnmesh.store.tensor_file import (
     PART,
     PRIVATE_FOLDER,
@@ -279,7 +279,7 @@ def _write(
         group_pieces = ((group, piece) for group in groups for piece in pieces(len(group.token_index)))
         for group, (start, stop) in group_pieces:
             tensors = {name: x[:, :, start:stop] for name, x in group.tensors.items()}
-            tensors |= {COLUMNS: group.token_index[start:stop]}
+            tensors |= {TOKEN_INDEX: group.token_index[start:stop]}
             suffix = f".{group.leader}" if group.leader else ""
             name = "{}.{}.{}-{}{}.safetensors".format(*coordinates, start, stop, suffix)
             if group.is_rewritten:

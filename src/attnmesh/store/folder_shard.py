@@ -121,15 +121,15 @@ class FolderShard(OrderedShard):
                 check_filling(files.filling(number), piece, journal)
                 self._fill(piece, last.stop - base, last.length)
 
-    def take_over(self, whole_pieces: int, rows: Tensors, columns: Tensor, length: int) -> None:
+    def take_over(self, whole_pieces: int, rows: Tensors, token_index: Tensor, length: int) -> None:
         """Go on after a save: open its whole pieces in place, and copy the rows after them to a piece to be filled."""
         with opening(self.files.folder):
             self._open_whole(whole_pieces)
             piece = make_filling(self.files, whole_pieces, self.shapes)
-            used = len(columns)
+            used = len(token_index)
             for x, row in zip(piece.stored, rows, strict=True):
                 x[:, :, :used] = row
-            piece.columns[:used] = columns
+            piece.token_index[:used] = token_index
             end = [(whole_pieces * PIECE + used, piece.digest(0, used))] if used else []
             self.journal.open()
             self.journal.begin(whole_pieces * PIECE, length, self.chains[-1], end)
@@ -157,12 +157,12 @@ class FolderShard(OrderedShard):
         """Return the whole pieces, with one more after them. Note its checksums."""
         chain = chained(self.chains[self.pieces], file, [*self.shapes.named(self.files.layer)])
         self.chains = [*self.chains[: self.pieces + 1], chain]
-        index = torch.cat((piece.columns, piece.columns[-1:]))
+        index = torch.cat((piece.token_index, piece.token_index[-1:]))
         return (*self.shared, SharedBlocks(piece.stored, index, None, piece.file))
 
     def _fill(self, piece: FilePiece, used: int, length: int) -> None:
         """Let new tokens go to a piece, of which some rows are tokens."""
-        self.piece, self.stored, self.token_index = piece, piece.stored, piece.columns
+        self.piece, self.stored, self.token_index = piece, piece.stored, piece.token_index
         self.sums = PieceSums(self.shapes, used)
         self._set(length, used)
 
@@ -299,7 +299,7 @@ class FolderShard(OrderedShard):
         old = self.files.filling(self.pieces)
         for x, row in zip(piece.stored, last.stored, strict=True):
             x[:, :, :used] = row[:, :, :used]
-        piece.columns[:used] = last.token_index[:used]
+        piece.token_index[:used] = last.token_index[:used]
         end = [(count, piece.digest(0, used))] if used else []
         self.journal.begin(number * PIECE, length, self.chains[number], end)
         self._turn_to(self.shared[:number], piece, used, length)

@@ -172,18 +172,18 @@ class KeyFolder:
         }
         whole_pieces = 0
         parts = list[list[Tensor]]()
-        columns = [torch.empty(0, dtype=torch.int64, device="cpu")]
+        token_indices = [torch.empty(0, dtype=torch.int64, device="cpu")]
         for start, stop, path in saved_pieces(files, paths):
             if stop - start == PIECE and not parts:
                 whole_pieces += 1
                 continue
             file = TensorFile(path)
             entries = shard.shapes.named(files.layer, stop - start)
-            *tensors, index = (file.read(name, dtype, shape) for name, (dtype, shape) in entries.items())
+            *tensors, token_index = (file.read(name, dtype, shape) for name, (dtype, shape) in entries.items())
             parts.append(tensors)
-            columns.append(index)
+            token_indices.append(token_index)
         rows = tuple(torch.cat(part, 2) for part in zip(*parts, strict=True))
-        shard.take_over(whole_pieces, rows, torch.cat(columns), self.manifest.length)
+        shard.take_over(whole_pieces, rows, torch.cat(token_indices), self.manifest.length)
 
     def settle(self, layer: int, shards: LocalShards) -> None:
         """Cut a layer to the tokens that all ranks have, and count those of each. Every rank calls it."""

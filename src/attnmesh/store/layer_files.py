@@ -27,7 +27,7 @@ from attnmesh.store.tensor_file import DAMAGED_FIX, PRIVATE_FILE, TensorFile, he
 PIECE = 4096
 """Tokens of a whole piece: a number of runs of the native kernel, so that pieces have the bits of one call."""
 
-COLUMNS = "columns"
+TOKEN_INDEX = "columns"
 """Name of the tensor with the index of each token."""
 
 
@@ -77,7 +77,7 @@ class RowShapes(NamedTuple):
         """Return dtype and shape of the tensors of a file, by their names."""
         kinds = zip(("keys", "values"), self.widths, strict=False)
         rows = {f"{kind} {layer}": (self.dtype, (self.batch, self.heads, tokens, width)) for kind, width in kinds}
-        return {**rows, COLUMNS: (torch.int64, (tokens,))}
+        return {**rows, TOKEN_INDEX: (torch.int64, (tokens,))}
 
 
 class FilePiece(NamedTuple):
@@ -85,7 +85,7 @@ class FilePiece(NamedTuple):
 
     file: MappedFile
     stored: list[Tensor]
-    columns: Tensor
+    token_index: Tensor
 
     def digest(self, start: int, stop: int, rows: Sequence[Tensor] | None = None) -> int:
         """Return the digest of some rows, which a caller may have beside those in the file.
@@ -93,7 +93,7 @@ class FilePiece(NamedTuple):
         It is made of the checksums of the piece if all other rows were zeros.
         """
         rows = [x[:, :, start:stop] for x in self.stored] if rows is None else rows
-        digests = [digest_of_rows(x, start, PIECE) for x in (*rows, self.columns[start:stop])]
+        digests = [digest_of_rows(x, start, PIECE) for x in (*rows, self.token_index[start:stop])]
         return wrapped(sum((2 * n + 1) * digest for n, digest in enumerate(digests)))
 
 
@@ -144,7 +144,7 @@ def open_whole(path: Path, layer: int, shapes: RowShapes) -> tuple[TensorFile, F
 
 def check_whole_piece(file: TensorFile, piece: FilePiece, names: Sequence[str]) -> None:
     """Read a whole piece. Raise unless it is as it was written."""
-    for name, x in zip(names, (*(x[:, :, :PIECE] for x in piece.stored), piece.columns), strict=True):
+    for name, x in zip(names, (*(x[:, :, :PIECE] for x in piece.stored), piece.token_index), strict=True):
         file.check(name, x)
 
 
@@ -171,7 +171,9 @@ def make_filling(files: LayerFiles, number: int, shapes: RowShapes) -> FilePiece
         path.unlink(missing_ok=True)
         raise
     piece = open_filling(files, number, shapes)
-    piece.file.read_alone(piece.columns)  # else the system fills rows around them with zeros, before they are written
+    piece.file.read_alone(
+        piece.token_index
+    )  # else the system fills rows around them with zeros, before they are written
     return piece
 
 
@@ -187,7 +189,7 @@ def make_whole(
     whole_file = files.whole(number)
     if whole_file.exists() and not path.exists():
         return open_whole(whole_file, files.layer, shapes)
-    rows = (*(x[:, :, :PIECE] for x in piece.stored), piece.columns)
+    rows = (*(x[:, :, :PIECE] for x in piece.stored), piece.token_index)
     begin, _ = header_of(entries, dict(zip(entries, checksums or map(tensor_checksum, rows), strict=True)))
     handle = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
@@ -202,9 +204,9 @@ def _mapped(
     file: TensorFile, mapped: MappedFile, entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 ) -> FilePiece:
     """Return tensors of a file in place. The slot after the last row is memory that follows, as kernels expect one."""
-    *rows, columns = (file.mapped(mapped, name, dtype, shape) for name, (dtype, shape) in entries.items())
+    *rows, token_index = (file.mapped(mapped, name, dtype, shape) for name, (dtype, shape) in entries.items())
     wider = [x.as_strided((*x.shape[:2], x.shape[2] + 1, x.shape[3]), x.stride()) for x in rows]
-    return FilePiece(mapped, wider, columns)
+    return FilePiece(mapped, wider, token_index)
 
 
 class FillingFile:
@@ -218,7 +220,7 @@ class FillingFile:
         except OSError as error:
             raise StoreError("load", "files as they were written", f"{path} ({error.strerror})", DAMAGED_FIX) from error
         self.count = check_filling(path, self.piece, journal)
-        self.tensors = dict(zip(shapes.named(layer), (*self.piece.stored, self.piece.columns), strict=True))
+        self.tensors = dict(zip(shapes.named(layer), (*self.piece.stored, self.piece.token_index), strict=True))
 
     def read(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         """Return the rows of a tensor that are tokens."""

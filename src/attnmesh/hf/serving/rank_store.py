@@ -19,7 +19,8 @@ from attnmesh.hf.forward_passes import Prompt
 from attnmesh.hf.serving.prefix_store import OpenStore
 from attnmesh.mesh.axes import Mesh
 from attnmesh.store.block_names import StoredBlock
-from attnmesh.store.block_rows import COLUMNS, Filling, rows_of_block
+from attnmesh.store.block_rows import Filling, rows_of_block
+from attnmesh.store.layer_files import TOKEN_INDEX
 
 ON_DISK, IN_MEMORY, STAYS = range(3)
 """Source of a block that is read: from its file, from memory, or from its file into memory."""
@@ -197,7 +198,7 @@ class RankStore:
 
 def _is_whole(rows: Rows, block: StoredBlock) -> bool:
     """Return whether rows are of all tokens of a block: ranks of unequal shares may hold parts of it."""
-    return not block.is_state and len(rows.get(COLUMNS, ())) == block.stop - block.start
+    return not block.is_state and len(rows.get(TOKEN_INDEX, ())) == block.stop - block.start
 
 
 def name_tokens(cache: ShardedCache, prompt: Prompt) -> None:
