@@ -10,7 +10,7 @@ import torch
 from attnmesh.errors import StoreError
 from attnmesh.store.block_folder import BlockFolder
 from attnmesh.store.block_names import GRAIN, BlockNames, StoredBlock
-from attnmesh.store.block_tiers import BlockTiers, Held
+from attnmesh.store.block_tiers import BlockTiers, TierEntry
 
 
 def test_a_tier_finds_what_an_ideal_one_finds() -> None:
@@ -28,7 +28,7 @@ def test_a_tier_finds_what_an_ideal_one_finds() -> None:
             block = StoredBlock(name, GRAIN * n, GRAIN * (n + 1))
             tiers.pinned = frozenset(path)
             assert tiers.make_room(tiers.disk, 1)
-            tiers.add(tiers.disk, block, Held(1))
+            tiers.add(tiers.disk, block, TierEntry(1))
             path.append(block)
         tiers.touch(path)
         for name in blocks[::-1]:
@@ -44,8 +44,8 @@ def test_a_tier_finds_what_an_ideal_one_finds() -> None:
 def test_blocks_of_other_sizes_lead_on() -> None:
     text, names, tiers = [*range(200)], BlockNames("a model"), BlockTiers(100, 100)
     for start, stop in ((0, 16), (16, 48), (0, 128), (48, 96)):
-        tiers.add(tiers.disk, StoredBlock(names.at(text, stop), start, stop), Held(1))
-    tiers.add(tiers.memory, StoredBlock(names.at(text, 160), 128, 160), Held(1, run_tokens=16))
+        tiers.add(tiers.disk, StoredBlock(names.at(text, stop), start, stop), TierEntry(1))
+    tiers.add(tiers.memory, StoredBlock(names.at(text, 160), 128, 160), TierEntry(1, run_tokens=16))
     found = lambda most, layout: [block.stop for block in tiers.path(names, text, most, layout)]  # noqa: E731
     assert found(200, 16) == [128, 160]
     assert found(200, 128) == [128]  # ranks that hold 128 tokens in a row have others in memory

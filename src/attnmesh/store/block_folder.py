@@ -127,11 +127,12 @@ class BlockFolder:
                 continue
             if entry.name.endswith(PART):
                 Path(entry.path).unlink(missing_ok=True)
-            elif (piece := StoredBlock.of_file(entry.name)) is not None:
-                stats_by_block.setdefault(piece[0], {})[piece[1]] = entry.stat(follow_symlinks=False)
+            elif (named := StoredBlock.of_file(entry.name)) is not None:
+                block, file_number = named
+                stats_by_block.setdefault(block, {})[file_number] = entry.stat(follow_symlinks=False)
         block_bytes = {}
         for block, stats in sorted(stats_by_block.items(), key=lambda item: max(x.st_mtime for x in item[1].values())):
-            if {*stats} == {*range(block.pieces)}:
+            if {*stats} == {*range(block.file_count)}:
                 block_bytes[block] = sum(x.st_size for x in stats.values())
             else:
                 self.remove(block)
@@ -144,17 +145,17 @@ class BlockFolder:
         except OSError:
             return 0
 
-    def write(self, block: StoredBlock, piece: int, tensors: Mapping[str, Tensor]) -> None:
-        """Write one piece of a block, which appears once it is whole.
+    def write(self, block: StoredBlock, file_number: int, tensors: Mapping[str, Tensor]) -> None:
+        """Write one file of a block, which appears once it is whole.
 
         Nobody waits for the disk: one that was not written when power failed is damaged, and computed again.
         """
         with_name = {NAME: _bytes_of(block.name), **tensors}
-        write_tensors(self.path / block.file(piece), with_name, checksums_of(with_name), waits_for_disk=False)
+        write_tensors(self.path / block.file(file_number), with_name, checksums_of(with_name), waits_for_disk=False)
 
-    def read(self, block: StoredBlock, piece: int) -> dict[str, Tensor]:
-        """Return the tensors of a piece. Raise if its file is missing or damaged, or is another block's."""
-        return _tensors_of(self.path / block.file(piece), block.name)
+    def read(self, block: StoredBlock, file_number: int) -> dict[str, Tensor]:
+        """Return the tensors of one file of a block. Raise if it is missing or damaged, or is another block's."""
+        return _tensors_of(self.path / block.file(file_number), block.name)
 
     def remove(self, block: StoredBlock) -> None:
         """Remove the files of a block."""
@@ -169,7 +170,7 @@ class BlockFolder:
                 os.utime(path)
 
     def _files(self, block: StoredBlock) -> list[Path]:
-        return [self.path / block.file(piece) for piece in range(block.pieces)]
+        return [self.path / block.file(file_number) for file_number in range(block.file_count)]
 
     def write_layers(self, name: str, layers: Sequence[CacheSizes]) -> None:
         """Write the sizes of a model's layers."""

@@ -24,25 +24,25 @@ class StoredBlock(NamedTuple):
     start: int
     stop: int
     is_state: bool = False
-    pieces: int = 1
+    file_count: int = 1
     """Number of its files: of key heads that ranks share; one by each rank of a state, and with unequal shares."""
 
-    def file(self, piece: int) -> str:
-        """Return the name of the file of a piece.
+    def file(self, file_number: int) -> str:
+        """Return the name of one of its files.
 
         >>> StoredBlock("0" * 32, 128, 256).file(0)
         '00000000000000000000000000000000.128-256.0-1.safetensors'
         """
         kind = ".state" if self.is_state else ""
-        return f"{self.name}.{self.start}-{self.stop}{kind}.{piece}-{self.pieces}.safetensors"
+        return f"{self.name}.{self.start}-{self.stop}{kind}.{file_number}-{self.file_count}.safetensors"
 
     @staticmethod
     def of_file(file: str) -> "tuple[StoredBlock, int] | None":
-        """Return the block and the piece that a file is named by; None for another file."""
+        """Return the block and the number that a file is named by; None for another file."""
         if not (match := FILE.fullmatch(file)):
             return None
-        name, start, stop, state, piece, pieces = match.groups()
-        return StoredBlock(name, int(start), int(stop), bool(state), int(pieces)), int(piece)
+        name, start, stop, state, file_number, file_count = match.groups()
+        return StoredBlock(name, int(start), int(stop), bool(state), int(file_count)), int(file_number)
 
 
 class BlockNames:

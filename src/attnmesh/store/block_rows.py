@@ -41,7 +41,7 @@ def name_of_group(kvs: Sequence[KVCache], group: Sequence[int]) -> str:
 def rows_of_block(kvs: Sequence[KVCache], block: StoredBlock, *, is_apart: bool = False) -> dict[str, Tensor]:
     """Return copies of this rank's rows of a block, named as in the files of a saved cache; none if it has no token.
 
-    Where each rank has a piece of its own (`is_apart`), one without tokens says so.
+    Where each rank has a file of its own (`is_apart`), one without tokens says so.
     """
     rows: dict[str, Tensor] = {}
     for group in groups_of(kvs, block):
@@ -79,18 +79,18 @@ def _joined(parts: Sequence[Tensor], bounds: Sequence[tuple[int, int]], dim: int
 
 
 class RowMapping(NamedTuple):
-    """Rows of a piece that go to the shards of a group: from which heads and rows, to which heads and slots."""
+    """Rows of a file that go to the shards of a group: from which heads and rows, to which heads and slots."""
 
     heads: slice
     source: slice
     head_count: int
-    """Heads of the piece."""
+    """Heads of the file."""
     chosen: Tensor
     slots: Tensor
 
 
 @dataclass
-class Filling:
+class CacheFiller:
     """Empty caches of a rank that are filled with rows of blocks, at the slots of whole blocks in turn."""
 
     kvs: Sequence[KVCache]
@@ -101,9 +101,9 @@ class Filling:
         """Return whether this rank has rows of a block. Of a state each may have some."""
         return block.is_state or bool(len(self._wanted(groups_of(self.kvs, block)[0], block)))
 
-    def begin(self, block: StoredBlock, pieces: Sequence[Mapping[str, Tensor]]) -> None:
+    def begin(self, block: StoredBlock, rows_by_file: Sequence[Mapping[str, Tensor]]) -> None:
         """Make room for the rows of a state, and for the tokens before it."""
-        floors = pieces[0].get(FLOORS, torch.empty(0, device="cpu")).tolist()
+        floors = rows_by_file[0].get(FLOORS, torch.empty(0, device="cpu")).tolist()
         require(
             len(floors) == len(self.kvs), StoreError, "load", "a state of each layer", f"{len(floors)}", DAMAGED_FIX
         )
@@ -111,14 +111,14 @@ class Filling:
         for kv, starts in zip(self.kvs, self.floors, strict=True):
             kv.shards.prepare(block.stop, *starts)
 
-    def put(self, block: StoredBlock, pieces: Sequence[Mapping[str, Tensor]]) -> None:
-        """Write this rank's rows of a block. Raise unless the pieces have each of them once, as it should be."""
+    def put(self, block: StoredBlock, rows_by_file: Sequence[Mapping[str, Tensor]]) -> None:
+        """Write this rank's rows of a block. Raise unless the files have each of them once, as it should be."""
         for group in groups_of(self.kvs, block):
             first = self.kvs[group[0]]
             needed = self._wanted(group, block)
             heads = first.shard.heads.slice_of(first.sizes.kv_heads)
             counts = torch.zeros(heads.stop - heads.start, len(needed), dtype=torch.int64, device="cpu")
-            for rows in pieces:
+            for rows in rows_by_file:
                 if (mapping := self._row_mapping(group, rows, needed, counts)) is not None:
                     for layer in group:
                         self._put_rows(layer, rows, mapping, needed)
@@ -135,7 +135,7 @@ class Filling:
     def _row_mapping(
         self, group: Sequence[int], rows: Mapping[str, Tensor], needed: Tensor, counts: Tensor
     ) -> RowMapping | None:
-        """Return where rows of a piece go, and count them by head and token; None if this rank needs none of them."""
+        """Return where rows of a file go, and count them by head and token; None if this rank needs none of them."""
         shard, sizes = self.kvs[group[0]].shard, self.kvs[group[0]].sizes
         token_index = rows.get(name_of_group(self.kvs, group), needed[:0])
         index, number = rows.get(HEADS, torch.tensor([0, 0], device="cpu")).tolist()
@@ -153,7 +153,7 @@ class Filling:
         return RowMapping(to, source, saved_heads.stop - saved_heads.start, chosen, slots.to(shard.device))
 
     def _put_rows(self, layer: int, rows: Mapping[str, Tensor], mapping: RowMapping, needed: Tensor) -> None:
-        """Write rows of a piece into the shard of a layer."""
+        """Write rows of a file into the shard of a layer."""
         shard, sizes = self.kvs[layer].shard, self.kvs[layer].sizes
         token_index = rows[name_of_group(self.kvs, [layer])]
         for kind, x in zip(("keys", "values"), shard.stored, strict=False):

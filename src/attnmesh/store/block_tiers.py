@@ -10,7 +10,7 @@ from typing import NamedTuple
 from attnmesh.store.block_names import GRAIN, BlockNames, StoredBlock
 
 
-class Held(NamedTuple):
+class TierEntry(NamedTuple):
     """A block in a tier."""
 
     nbytes: int
@@ -23,9 +23,9 @@ class Tier:
 
     def __init__(self, room: int) -> None:
         self.room, self.nbytes = room, 0
-        self.blocks: OrderedDict[StoredBlock, Held] = OrderedDict()
+        self.blocks: OrderedDict[StoredBlock, TierEntry] = OrderedDict()
 
-    def add(self, block: StoredBlock, entry: Held) -> None:
+    def add(self, block: StoredBlock, entry: TierEntry) -> None:
         """Add a block as the last used."""
         self.remove(block)
         self.blocks[block] = entry
@@ -46,7 +46,7 @@ class Tier:
 
         >>> tier = Tier(10)
         >>> for number in range(3):
-        ...     tier.add(StoredBlock(str(number), 0, 16), Held(3))
+        ...     tier.add(StoredBlock(str(number), 0, 16), TierEntry(3))
         >>> [block.name for block in tier.make_room(4, {StoredBlock("0", 0, 16)})], tier.make_room(11)
         (['1'], None)
         """
@@ -79,7 +79,7 @@ class BlockTiers:
         self.gone: tuple[list[StoredBlock], list[StoredBlock]] = [], []
         """Blocks that have left memory, and blocks that have left the folder, since `take_gone` was called last."""
 
-    def add(self, tier: Tier, block: StoredBlock, entry: Held) -> None:
+    def add(self, tier: Tier, block: StoredBlock, entry: TierEntry) -> None:
         """Add a block to a tier."""
         tier.add(block, entry)
         if block.start not in self.known.setdefault(block.name, {}):
@@ -94,7 +94,7 @@ class BlockTiers:
             self._note_gone(tier, block)
         return blocks is not None
 
-    def admit(self, block: StoredBlock, entry: Held) -> bool | None:
+    def admit(self, block: StoredBlock, entry: TierEntry) -> bool | None:
         """Make room for a new block and add it to memory.
 
         Return whether it goes to the folder too; None if there is no room in memory now.
@@ -106,7 +106,7 @@ class BlockTiers:
         self.writing[block] = entry.nbytes if goes_on else 0
         return goes_on
 
-    def keep_in_memory(self, block: StoredBlock, entry: Held) -> bool:
+    def keep_in_memory(self, block: StoredBlock, entry: TierEntry) -> bool:
         """Make room for a block of the folder and add it to memory too. Return whether there was room."""
         if fits := self.make_room(self.memory, entry.nbytes):
             self.add(self.memory, block, entry)

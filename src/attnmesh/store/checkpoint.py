@@ -38,7 +38,15 @@ from attnmesh.mesh.axes import Axis, Mesh, overlap
 from attnmesh.runtime.memory import host_memory
 from attnmesh.setup.init_mesh import device_fault, device_for
 from attnmesh.store.journal import Journal
-from attnmesh.store.layer_files import PIECE, TOKEN_INDEX, FillingFile, LayerFiles, RowShapes, chained, check_chain
+from attnmesh.store.layer_files import (
+    PIECE_TOKENS,
+    TOKEN_INDEX,
+    LastPieceFile,
+    LayerFiles,
+    RowShapes,
+    chained,
+    check_chain,
+)
 from attnmesh.store.tensor_file import DAMAGED_FIX, TensorFile, check_size
 from attnmesh.store.token_ids import TokenIds
 
@@ -194,9 +202,9 @@ class PieceFile(NamedTuple):
     stop: int
     group: int
     path: Path
-    filling: FillingFile | None = None  # the same file, where it has the last tokens in a folder that grows
+    filling: LastPieceFile | None = None  # the same file, where it has the last tokens in a folder that grows
 
-    def opened(self) -> TensorFile | FillingFile:
+    def opened(self) -> TensorFile | LastPieceFile:
         """Return the file, its header checked."""
         return TensorFile(self.path) if self.filling is None else self.filling
 
@@ -247,19 +255,19 @@ def _grown_pieces(path: Path, manifest: Manifest, layer: int) -> Iterator[PieceF
     for files in _layer_files(path, manifest, layer):
         journal = _opened_journal(files)
         base, stop = journal.records[0].stop, journal.last.stop
-        number = base // PIECE
+        number = base // PIECE_TOKENS
         ranks = (files.head_rank, files.token_rank)
         filling = files.filling(number)
-        full = stop == base + PIECE and not filling.exists()
+        full = stop == base + PIECE_TOKENS and not filling.exists()
         paths = [files.whole_or_shared(whole) for whole in range(number + full)]
         chain = 0
         for path in paths[:number]:
             chain = chained(chain, TensorFile(path), [*shapes.named(layer)])
         check_chain(files, journal, chain)
         for whole, path in enumerate(paths):
-            yield PieceFile(*ranks, whole * PIECE, (whole + 1) * PIECE, layer, path)
+            yield PieceFile(*ranks, whole * PIECE_TOKENS, (whole + 1) * PIECE_TOKENS, layer, path)
         if stop > base and not full:
-            yield PieceFile(*ranks, base, stop, layer, filling, FillingFile(filling, journal, shapes, layer))
+            yield PieceFile(*ranks, base, stop, layer, filling, LastPieceFile(filling, journal, shapes, layer))
 
 
 ALL_LAYERS = LayersToLoad()
@@ -511,7 +519,7 @@ def _fill_group(shards: Mapping[int, CacheShard], path: Path, manifest: Manifest
 
 def _copy_heads(
     shard: CacheShard,
-    file: TensorFile | FillingFile,
+    file: TensorFile | LastPieceFile,
     layer: int,
     saved: Axis,
     own_rows: Tensor,

@@ -36,7 +36,7 @@ from attnmesh.store.checkpoint import (
     read_manifest,
     save_folders,
 )
-from attnmesh.store.layer_files import PIECE, TOKEN_INDEX
+from attnmesh.store.layer_files import PIECE_TOKENS, TOKEN_INDEX
 from attnmesh.store.tensor_file import (
     PART,
     PRIVATE_FOLDER,
@@ -50,7 +50,7 @@ from attnmesh.store.tensor_file import (
 TIMEOUT = 60.0
 """Seconds to wait for another job that publishes to the same folder."""
 
-MAX_PIECE, MIN_PIECE = PIECE, 64
+MAX_PIECE_TOKENS, MIN_PIECE_TOKENS = PIECE_TOKENS, 64
 """Tokens of the longest file, and of the shortest but the last."""
 
 
@@ -187,16 +187,16 @@ def _next_number(path: Path) -> int:
     return 1
 
 
-def pieces(used: int) -> Iterator[tuple[int, int]]:
+def piece_slots(used: int) -> Iterator[tuple[int, int]]:
     """Yield the slots of each file: a cache that has grown keeps all its files but a few at the end.
 
-    >>> list(pieces(4096 + 128 + 64 + 5))
+    >>> list(piece_slots(4096 + 128 + 64 + 5))
     [(0, 4096), (4096, 4224), (4224, 4288), (4288, 4293)]
     """
     start = 0
     while start < used:
-        size = MAX_PIECE
-        while size > MIN_PIECE and start + size > used:
+        size = MAX_PIECE_TOKENS
+        while size > MIN_PIECE_TOKENS and start + size > used:
             size //= 2
         yield start, min(start + size, used)
         start += size
@@ -276,7 +276,7 @@ def _write(
             _sweep(path, manifest, wholly=False)
         saves = [other for other in save_folders(path) if other != folder]
         earlier = [*saves[:2], *saves[2:][-1:]]  # not all: a full disk may leave many interrupted saves
-        group_pieces = ((group, piece) for group in groups for piece in pieces(len(group.token_index)))
+        group_pieces = ((group, piece) for group in groups for piece in piece_slots(len(group.token_index)))
         for group, (start, stop) in group_pieces:
             tensors = {name: x[:, :, start:stop] for name, x in group.tensors.items()}
             tensors |= {TOKEN_INDEX: group.token_index[start:stop]}

@@ -29,9 +29,9 @@ from attnmesh.runtime.tensors import Tensors
 from attnmesh.runtime.unbroken import unbroken
 from attnmesh.store.journal import Record
 from attnmesh.store.layer_files import (
-    PIECE,
-    FilePiece,
+    PIECE_TOKENS,
     LayerFiles,
+    MappedPiece,
     PieceSums,
     RowShapes,
     chained,
@@ -80,13 +80,13 @@ class FolderShard(OrderedShard):
         return RowShapes(sizes.row_dtype, sizes.batch, sizes.kv_heads // self.heads.size, sizes.row_widths)
 
     @property
-    def pieces(self) -> int:
-        """Whole pieces."""
+    def whole_count(self) -> int:
+        """Number of whole pieces."""
         return len(self.shared)
 
     def _memory(self) -> tuple[list[Tensor], Tensor]:
         """Return no memory: `begin`, `resume` and `take_over` map files."""
-        return [], torch.zeros(PIECE + 1, dtype=torch.int64, device="cpu")
+        return [], torch.zeros(PIECE_TOKENS + 1, dtype=torch.int64, device="cpu")
 
     def _usual_slots(self, sizes: CacheSizes) -> int:
         """Return as many slots as there may be tokens: files grow."""
@@ -107,8 +107,8 @@ class FolderShard(OrderedShard):
                 raise StoreError("load", "a journal of each rank and layer", f"no {journal.path}", DAMAGED_FIX)
             journal.open()
             base, last = journal.records[0].stop, journal.last
-            number = base // PIECE
-            full = last.stop == base + PIECE and not files.filling(number).exists()
+            number = base // PIECE_TOKENS
+            full = last.stop == base + PIECE_TOKENS and not files.filling(number).exists()
             self._open_whole(number + full)
             check_chain(files, journal, self.chains[number])
             if full:  # the last piece got its name, and the process ended
@@ -130,9 +130,9 @@ class FolderShard(OrderedShard):
             for x, row in zip(piece.stored, rows, strict=True):
                 x[:, :, :used] = row
             piece.token_index[:used] = token_index
-            end = [(whole_pieces * PIECE + used, piece.digest(0, used))] if used else []
+            end = [(whole_pieces * PIECE_TOKENS + used, piece.digest(0, used))] if used else []
             self.journal.open()
-            self.journal.begin(whole_pieces * PIECE, length, self.chains[-1], end)
+            self.journal.begin(whole_pieces * PIECE_TOKENS, length, self.chains[-1], end)
             self._fill(piece, used, length)
 
     def _open_whole(self, count: int) -> None:
@@ -144,29 +144,29 @@ class FolderShard(OrderedShard):
             self._keep(piece)
         for number, (file, piece) in enumerate(opened):
             for _, next_piece in opened[number : number + 4]:
-                next_piece.file.fetch(*(x[:, :, :PIECE] for x in next_piece.stored))
+                next_piece.file.fetch(*(x[:, :, :PIECE_TOKENS] for x in next_piece.stored))
             check_whole_piece(file, piece, names)
             piece.file.leave(*piece.stored)
             self.shared = self._with_whole(file, piece)
 
-    def _keep(self, piece: FilePiece) -> None:
+    def _keep(self, piece: MappedPiece) -> None:
         """Let a whole piece stay in memory once it is read, if there is room."""
         piece.file.kept = self.keeps(sum(x.nbytes for x in piece.stored))
 
-    def _with_whole(self, file: TensorFile, piece: FilePiece) -> tuple[SharedBlocks, ...]:
+    def _with_whole(self, file: TensorFile, piece: MappedPiece) -> tuple[SharedBlocks, ...]:
         """Return the whole pieces, with one more after them. Note its checksums."""
-        chain = chained(self.chains[self.pieces], file, [*self.shapes.named(self.files.layer)])
-        self.chains = [*self.chains[: self.pieces + 1], chain]
+        chain = chained(self.chains[self.whole_count], file, [*self.shapes.named(self.files.layer)])
+        self.chains = [*self.chains[: self.whole_count + 1], chain]
         index = torch.cat((piece.token_index, piece.token_index[-1:]))
         return (*self.shared, SharedBlocks(piece.stored, index, None, piece.file))
 
-    def _fill(self, piece: FilePiece, used: int, length: int) -> None:
+    def _fill(self, piece: MappedPiece, used: int, length: int) -> None:
         """Let new tokens go to a piece, of which some rows are tokens."""
         self.piece, self.stored, self.token_index = piece, piece.stored, piece.token_index
         self.sums = PieceSums(self.shapes, used)
         self._set(length, used)
 
-    def _turn_to(self, shared: tuple[SharedBlocks, ...], piece: FilePiece, used: int, length: int) -> None:
+    def _turn_to(self, shared: tuple[SharedBlocks, ...], piece: MappedPiece, used: int, length: int) -> None:
         """Replace the whole pieces, and let new tokens go to another piece."""
         unbroken([partial(setattr, self, "shared", shared), partial(self._fill, piece, used, length)])
 
@@ -176,7 +176,7 @@ class FolderShard(OrderedShard):
     def append_run(self, new: Tensors, new_count: int, length: int, used: int) -> bool:
         """Add new tokens that fit the last piece and that one rank owns; else return False."""
         try:
-            return used + new_count <= PIECE and super().append_run(new, new_count, length, used)
+            return used + new_count <= PIECE_TOKENS and super().append_run(new, new_count, length, used)
         except StoreError as error:
             self.fail("append", error)
 
@@ -195,10 +195,10 @@ class FolderShard(OrderedShard):
         done = 0
         count = len(tokens)
         while True:
-            if self.used == PIECE and done < count:
+            if self.used == PIECE_TOKENS and done < count:
                 self._next_piece()
             start = done
-            done = min(count, done + PIECE - self.used)
+            done = min(count, done + PIECE_TOKENS - self.used)
             after = length if done == count else int(tokens[done])
             self._write_rows(
                 [row[:, :, start:done] for row in rows], tokens[start:done], (self.length, self.used), after
@@ -209,10 +209,10 @@ class FolderShard(OrderedShard):
     def _mend(self, counts: tuple[int, int]) -> None:
         """Let the journal say what the shard has, where an error or Ctrl-C came between a record and its tokens."""
         length, used = counts
-        base = self.pieces * PIECE
+        base = self.whole_count * PIECE_TOKENS
         if self.journal.end != (base, base + used, length):
             end = [(base + used, self.piece.digest(0, used))] if used else []
-            self.journal.begin(base, length, self.chains[self.pieces], end)
+            self.journal.begin(base, length, self.chains[self.whole_count], end)
 
     def _write_rows(self, rows: Sequence[Tensor], tokens: Tensor | None, counts: tuple[int, int], length: int) -> None:
         """Write rows after those in the last piece, and then a record of them, in one native call where there is one.
@@ -222,7 +222,7 @@ class FolderShard(OrderedShard):
         """
         used = counts[1]
         count = rows[0].shape[2]
-        base = self.pieces * PIECE
+        base = self.whole_count * PIECE_TOKENS
         stop = used + count
         try:
             self._mend(counts)
@@ -253,22 +253,22 @@ class FolderShard(OrderedShard):
             journal.stop,
             journal.key,
             serial,
-            self.pieces * PIECE,
+            self.whole_count * PIECE_TOKENS,
             length,
         )
 
     def _record(self, start: int, stop: int, length: int, rows: Sequence[Tensor] | None = None) -> None:
         """Promise that rows of the last piece are tokens."""
-        base = self.pieces * PIECE
+        base = self.whole_count * PIECE_TOKENS
         digest = self.piece.digest(start, stop, rows) if start < stop else 0
         self.journal.add(base + start, base + stop, length, digest)
 
     def _next_piece(self) -> None:
         """Give the last piece, which is full, its name, and begin another one."""
         with self._writing():
-            following = make_filling(self.files, self.pieces + 1, self.shapes)
+            following = make_filling(self.files, self.whole_count + 1, self.shapes)
             length = self.length
-            file, piece = make_whole(self.files, self.pieces, self.shapes, self.piece, self.sums.checksums())
+            file, piece = make_whole(self.files, self.whole_count, self.shapes, self.piece, self.sums.checksums())
             self._keep(piece)
             self._turn_to(self._with_whole(file, piece), following, 0, length)
             self._mend((length, 0))
@@ -276,7 +276,7 @@ class FolderShard(OrderedShard):
     def truncate(self, length: int) -> None:
         """Remove the tokens from `length` on."""
         count = self.count_before(length)
-        base = self.pieces * PIECE
+        base = self.whole_count * PIECE_TOKENS
         if (length, count) == (self.length, base + self.used):
             return
         with self._writing():
@@ -292,16 +292,16 @@ class FolderShard(OrderedShard):
 
     def _cut(self, count: int, length: int) -> None:
         """Keep the first rows alone, and fill the piece that they end in again."""
-        number, used = divmod(count, PIECE)
+        number, used = divmod(count, PIECE_TOKENS)
         last = self.shared[number]
-        removed = range(number, self.pieces)
+        removed = range(number, self.whole_count)
         piece = make_filling(self.files, number, self.shapes)
-        old = self.files.filling(self.pieces)
+        old = self.files.filling(self.whole_count)
         for x, row in zip(piece.stored, last.stored, strict=True):
             x[:, :, :used] = row[:, :, :used]
         piece.token_index[:used] = last.token_index[:used]
         end = [(count, piece.digest(0, used))] if used else []
-        self.journal.begin(number * PIECE, length, self.chains[number], end)
+        self.journal.begin(number * PIECE_TOKENS, length, self.chains[number], end)
         self._turn_to(self.shared[:number], piece, used, length)
         old.unlink(missing_ok=True)
         for path in map(self.files.whole, removed):

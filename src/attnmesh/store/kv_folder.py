@@ -27,7 +27,7 @@ from attnmesh.runtime.memory import free_memory, host_memory
 from attnmesh.store.checkpoint import MANIFEST, Manifest, check_folder, ids_in, piece_files, read_manifest
 from attnmesh.store.folder_shard import SUBJECT, FolderShard, opening
 from attnmesh.store.journal import Journal, lock
-from attnmesh.store.layer_files import PIECE, LayerFiles, saved_pieces
+from attnmesh.store.layer_files import PIECE_TOKENS, LayerFiles, saved_pieces
 from attnmesh.store.tensor_file import PRIVATE_FOLDER, TensorFile, appearing, sync_folders
 from attnmesh.store.token_ids import TokenIds
 
@@ -131,8 +131,8 @@ class KeyFolder:
     def shards(self, layer: int, sizes: CacheSizes, fail: Fail) -> Callable[[int], CacheShard]:
         """Return what opens the shard of a layer, given the rank's index along the tokens axis."""
         self._check_sizes(layer, sizes)
-        fits = PIECE % sizes.block == 0
-        require(fits, StoreError, self.subject, f"a block that divides {PIECE}", sizes.block, "leave block= out")
+        fits = PIECE_TOKENS % sizes.block == 0
+        require(fits, StoreError, self.subject, f"a block that divides {PIECE_TOKENS}", sizes.block, "leave block= out")
         leader = next((first for first, layers in self.manifest.groups.items() if layer in layers), layer)
 
         def opened(index: int) -> FolderShard:
@@ -174,7 +174,7 @@ class KeyFolder:
         parts = list[list[Tensor]]()
         token_indices = [torch.empty(0, dtype=torch.int64, device="cpu")]
         for start, stop, path in saved_pieces(files, paths):
-            if stop - start == PIECE and not parts:
+            if stop - start == PIECE_TOKENS and not parts:
                 whole_pieces += 1
                 continue
             file = TensorFile(path)

@@ -25,7 +25,7 @@ from attnmesh.hf.serving.rank_worker import RankWorker
 from attnmesh.hf.serving.stream import Stream
 from attnmesh.store.block_folder import SUBJECT
 from attnmesh.store.block_names import GRAIN, BlockNames, StoredBlock
-from attnmesh.store.block_tiers import BlockTiers, Held
+from attnmesh.store.block_tiers import BlockTiers, TierEntry
 
 COPY_SECONDS = 0.05
 """Seconds that a step may copy blocks while no rows decode."""
@@ -131,7 +131,7 @@ class StoreSchedule(NoStore):
         self.forgets = self.forgets or (self.template.windows and has_windows(config))
         self.tiers = BlockTiers(settings.memory, settings.disk)
         for block, nbytes in self.folder.scan().items():
-            self.tiers.add(self.tiers.disk, block, Held(nbytes))
+            self.tiers.add(self.tiers.disk, block, TierEntry(nbytes))
         self.layers = self._read_layers()
         self.saving: deque[SavingCache] = deque()
         self.saved: deque[SavingCache] = deque()  # caches whose last block may be on its way to the folder
@@ -233,7 +233,9 @@ class StoreSchedule(NoStore):
                 return entry
         while saving.at < whole:
             stop = min((saving.at // cache.block + 1) * cache.block, whole)
-            block = StoredBlock(saving.names.at(saving.ids, stop), saving.at, stop, pieces=self._pieces_of(cache))
+            block = StoredBlock(
+                saving.names.at(saving.ids, stop), saving.at, stop, file_count=self._file_count_of(cache)
+            )
             entry = None
             if not self.tiers.has(block):  # else another cache has stored it meanwhile
                 entry = self._admitted(saving, block, NOTE + (stop - saving.at) * self._token_bytes(cache))
@@ -245,7 +247,7 @@ class StoreSchedule(NoStore):
         saving.at = saving.stop
         return None
 
-    def _pieces_of(self, cache: ShardedCache) -> int:
+    def _file_count_of(self, cache: ShardedCache) -> int:
         """Return the files of a block: with unequal shares of tokens several ranks may have some of it."""
         even = all(kv.shard.block_cyclic.is_even for kv in cache.kvs)
         return self.worker.axes.heads.size if even else self.worker.axes.ranks
@@ -270,7 +272,7 @@ class StoreSchedule(NoStore):
 
         None if there is no room now, as while blocks before it are written, or none for a block of this size.
         """
-        to_folder = self.tiers.admit(block, Held(nbytes, self.worker.caches[saving.number].block))
+        to_folder = self.tiers.admit(block, TierEntry(nbytes, self.worker.caches[saving.number].block))
         if to_folder is None:
             saving.at = saving.stop if nbytes > self.tiers.memory.room else saving.at
             return None
@@ -371,7 +373,7 @@ class StoreSchedule(NoStore):
         held = self.tiers.memory.blocks.get(block)
         if held is not None and held.run_tokens == run_tokens:
             return IN_MEMORY
-        whole = block.pieces == self.worker.axes.heads.size == 1 and not block.is_state
+        whole = block.file_count == self.worker.axes.heads.size == 1 and not block.is_state
         if not whole or block.start // run_tokens != (block.stop - 1) // run_tokens or held is not None:
             return ON_DISK
         entry = self.tiers.disk.blocks[block]._replace(run_tokens=run_tokens)
@@ -394,7 +396,7 @@ class StoreSchedule(NoStore):
             self.sent += 1
             block, went_to_folder = self.tiers.pop_written()
             if went_to_folder and (nbytes := self.folder.size(block)):
-                self.tiers.add(self.tiers.disk, block, Held(nbytes))
+                self.tiers.add(self.tiers.disk, block, TierEntry(nbytes))
                 self.counts["store_blocks_written"] += 1
         while self.saved and self.saved[0].last not in self.tiers.writing:
             saving = self.saved.popleft()  # first tokens stay longest: without them later ones are of no use
