@@ -238,7 +238,7 @@ def test_an_error_that_is_kept_keeps_no_lock(tmp_path: Path) -> None:
 def test_a_cache_holds_its_folder_by_name(tmp_path: Path) -> None:
     cache = opened(tmp_path)
     grow(cache, 9)
-    cache.shard.keeps = lambda _: True  # type: ignore[attr-defined]
+    cache.shard.take_memory = lambda _: True  # type: ignore[attr-defined]
     gc.collect()
     with pytest.raises(StoreError, match="one writer of a folder"):
         opened(tmp_path)
@@ -280,10 +280,10 @@ def test_a_reader_beside_a_writer_reads_a_whole_state(tmp_path: Path) -> None:
 @on_each_rank
 def load_while_it_grows(path: Path, tokens: int) -> tuple[int, int, list[list[int]]]:
     """On a rank: the length, the capacity and the ids loaded, where tokens arrive between the looks of two ranks."""
-    original, late = checkpoint.inspect, dist.get_rank() == 1
+    original, late = checkpoint.read_saved_layers, dist.get_rank() == 1
 
     def write(length: int) -> None:
-        TokenIds(path / checkpoint.read_manifest(path).folder).write(torch.arange(length)[None])
+        TokenIds(path / checkpoint.read_manifest(path).folder_name).write(torch.arange(length)[None])
         cache.reserve(max(length, 60))
         grow(cache, length - cache.length)
 
@@ -301,7 +301,7 @@ def load_while_it_grows(path: Path, tokens: int) -> tuple[int, int, list[list[in
         dist.barrier()
         return saved_layers
 
-    with patch.object(checkpoint, "inspect", inspected):
+    with patch.object(checkpoint, "read_saved_layers", inspected):
         (loaded,), tensors, _ = checkpoint.load_layers(am.KVCache, path, named_mesh(TWO, AXES))
     return loaded.length, loaded.sizes.capacity, tensors["held"].tolist()
 

@@ -21,7 +21,7 @@ from attnmesh.errors import InputError, KernelError, StoreError
 from attnmesh.kernels.native.build import library
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store import folder_shard, layer_files
-from attnmesh.store.journal import SIZE, Journal
+from attnmesh.store.journal import RECORD_BYTES, Journal
 from attnmesh.store.layer_files import PIECE_TOKENS
 from tests.support.growing_caches import SIZES, decoded, flip, full_journal, grow, in_memory, opened, rows, same_outputs
 from tests.support.mesh_problems import named_mesh
@@ -229,7 +229,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "a short last piece": ("4096-8192.filling", lambda file: cut(file, 70_000), "expected a file that KVCache.save"),
     "no last piece": ("4096-8192.filling", Path.unlink, "expected a file that KVCache.save wrote"),
     "a foreign last piece": ("4096-8192.filling", of_another_cache, "damage in"),
-    "a byte of the journal": ("0.journal", lambda file: flip(file, SIZE + 9), "damage at byte 64"),
+    "a byte of the journal": ("0.journal", lambda file: flip(file, RECORD_BYTES + 9), "damage at byte 64"),
     "an empty journal": ("0.journal", lambda file: cut(file, 0), "0 bytes without a first record"),
     "a foreign journal": ("0.journal", of_another_cache, "damage at byte 0"),
     "no journal": ("0.journal", Path.unlink, "expected a journal of each rank and layer"),
@@ -418,7 +418,7 @@ def test_any_point_of_a_change_leaves_a_whole_state(
 
 @pytest.mark.parametrize(
     "point",
-    ["make_filling", "make_whole", "os.replace", "Journal.begin", "Journal.add", "Journal.note", "append"]
+    ["make_filling", "make_whole", "os.replace", "Journal.begin", "Journal.add", "Journal.count_written", "append"]
     + ["FolderShard._fill", "FolderShard._set", "FolderShard._with_whole"],
 )
 @pytest.mark.parametrize("after", [False, True])
@@ -465,13 +465,13 @@ def test_a_cache_goes_on_after_an_interrupt(
 def test_tokens_of_others_are_counted_once_after_an_interrupt(tmp_path: Path) -> None:
     cache = opened(tmp_path)
     grow(cache, 5)
-    shard, note = cache.shard, Journal.note
+    shard, count_written = cache.shard, Journal.count_written
 
     def ends(*arguments: Any) -> None:
-        note(*arguments)
+        count_written(*arguments)
         raise KeyboardInterrupt
 
-    with patch.object(Journal, "note", ends), pytest.raises(KeyboardInterrupt):
+    with patch.object(Journal, "count_written", ends), pytest.raises(KeyboardInterrupt):
         shard._skip_run(16, 5, 5)
     assert cache.length == 5
     grow(cache, 3)

@@ -26,7 +26,7 @@ from attnmesh.cache.pages import PagedCache
 from attnmesh.cache.saved_cache import FolderLayer, SavedCache, SavedPieces, open_folder
 from attnmesh.cache.tiered_shard import TieredShard, in_tiers, shards_in_memory
 from attnmesh.comm.transport import flat_axis, transport_of
-from attnmesh.core.digest import fingerprints, history_checksum
+from attnmesh.core.digest import chained_checksum, fingerprints
 from attnmesh.core.mask import Mask
 from attnmesh.errors import StoreError, check_count, require
 from attnmesh.guard.agreement import Agreement, CallRecord, prepare_merges
@@ -150,7 +150,7 @@ class KVCache(PagedCache, SavedCache):
         in_memory = shards_in_memory(sizes, self.mesh, self.device, shares)
         with self._opened(folder) as opened:
             with Agreement(self.mesh, "KVCache"):
-                old = in_memory if opened is None else opened.folder.shards(opened.layer, sizes, self.calls.fail)
+                old = in_memory if opened is None else opened.folder.shard_maker(opened.layer, sizes, self.calls.fail)
                 make = in_tiers(old, sizes, self.device, self.calls.fail)
                 self.shards = sizes.allocating()(partial(LocalShards, self.token_axis, copies, make))()
             if opened is not None:
@@ -276,7 +276,7 @@ class KVCache(PagedCache, SavedCache):
 
         def fields() -> dict[str, object]:
             padding = None if token_mask is None else list(token_mask.shape)
-            checksum = history_checksum(0, token_mask)
+            checksum = chained_checksum(0, token_mask)
             sizes = {"tokens": start, "capacity": self.sizes.capacity, "queries": queries}
             return {**sizes, "padding": padding, "checksum": checksum}
 
@@ -423,6 +423,6 @@ class KVCache(PagedCache, SavedCache):
         for shard in self.shards.all:
             shard.reorder(index)
         self.saved.forget()
-        self.order_checksum = history_checksum(self.order_checksum, index)
-        self.history_checksum = history_checksum(self.history_checksum, index)
+        self.order_checksum = chained_checksum(self.order_checksum, index)
+        self.history_checksum = chained_checksum(self.history_checksum, index)
         self.changes += 1

@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
-GRAIN = 16
+BLOCK_GRAIN = 16
 """Tokens between two places where a block may end. A state ends at any token."""
 
-BYTES = 16
+HASH_BYTES = 16
 """Bytes of a hash."""
 
-FILE = re.compile(r"([0-9a-f]{32})\.([0-9]{1,15})-([0-9]{1,15})(\.state)?\.([0-9]{1,6})-([0-9]{1,6})\.safetensors")
+BLOCK_FILE = re.compile(
+    r"([0-9a-f]{32})\.([0-9]{1,15})-([0-9]{1,15})(\.state)?\.([0-9]{1,6})-([0-9]{1,6})\.safetensors"
+)
 
 
 class StoredBlock(NamedTuple):
@@ -39,7 +41,7 @@ class StoredBlock(NamedTuple):
     @staticmethod
     def of_file(file: str) -> "tuple[StoredBlock, int] | None":
         """Return the block and the number that a file is named by; None for another file."""
-        if not (match := FILE.fullmatch(file)):
+        if not (match := BLOCK_FILE.fullmatch(file)):
             return None
         name, start, stop, state, file_number, file_count = match.groups()
         return StoredBlock(name, int(start), int(stop), bool(state), int(file_count)), int(file_number)
@@ -49,26 +51,26 @@ class BlockNames:
     """Names of the blocks of one growing sequence, by all that its keys depend on."""
 
     def __init__(self, *source: Any) -> None:
-        self.hashes = [blake2b(json.dumps(source).encode(), digest_size=BYTES).digest()]
-        """Hash of the first `GRAIN * i` tokens, for each i."""
+        self.hashes = [blake2b(json.dumps(source).encode(), digest_size=HASH_BYTES).digest()]
+        """Hash of the first `BLOCK_GRAIN * i` tokens, for each i."""
 
     def at(self, ids: Sequence[int], stop: int) -> str:
-        """Return the name of the block of a sequence that ends at a multiple of `GRAIN`.
+        """Return the name of the block of a sequence that ends at a multiple of `BLOCK_GRAIN`.
 
         >>> names = BlockNames("a model")
         >>> names.at(range(40), 32) == names.at([*range(32), 5], 32) != names.at(range(40), 16)
         True
         """
-        while len(self.hashes) <= stop // GRAIN:
-            first = GRAIN * (len(self.hashes) - 1)
-            self.hashes.append(_hashed(self.hashes[-1], ids[first : first + GRAIN]))
-        return self.hashes[stop // GRAIN].hex()
+        while len(self.hashes) <= stop // BLOCK_GRAIN:
+            first = BLOCK_GRAIN * (len(self.hashes) - 1)
+            self.hashes.append(_hashed(self.hashes[-1], ids[first : first + BLOCK_GRAIN]))
+        return self.hashes[stop // BLOCK_GRAIN].hex()
 
     def state_at(self, ids: Sequence[int], stop: int) -> str:
         """Return the name of the state after any number of tokens."""
-        first = stop // GRAIN * GRAIN
+        first = stop // BLOCK_GRAIN * BLOCK_GRAIN
         return _hashed(bytes.fromhex(self.at(ids, first)) + b"state", ids[first:stop]).hex()
 
 
 def _hashed(before: bytes, ids: Sequence[int]) -> bytes:
-    return blake2b(before + array("q", ids).tobytes(), digest_size=BYTES).digest()
+    return blake2b(before + array("q", ids).tobytes(), digest_size=HASH_BYTES).digest()

@@ -45,7 +45,7 @@ from attnmesh.store.layer_files import (
 )
 from attnmesh.store.tensor_file import DAMAGED_FIX, TensorFile
 
-SUBJECT = "KVCache folder"
+FOLDER_SUBJECT = "KVCache folder"
 
 
 class FolderShard(OrderedShard):
@@ -56,7 +56,7 @@ class FolderShard(OrderedShard):
     def __init__(
         self,
         files: LayerFiles,
-        keeps: Callable[[int], bool],
+        take_memory: Callable[[int], bool],
         fail: Fail,
         sizes: CacheSizes,
         heads: Axis,
@@ -64,7 +64,7 @@ class FolderShard(OrderedShard):
         index: int,
     ) -> None:
         self.files = files
-        self.keeps = keeps
+        self.take_memory = take_memory
         self.fail = fail
         self.opened_in: object = None
         """The folder, whose lock and journals live as long as its shards."""
@@ -151,7 +151,7 @@ class FolderShard(OrderedShard):
 
     def _keep(self, piece: MappedPiece) -> None:
         """Let a whole piece stay in memory once it is read, if there is room."""
-        piece.file.kept = self.keeps(sum(x.nbytes for x in piece.stored))
+        piece.file.kept = self.take_memory(sum(x.nbytes for x in piece.stored))
 
     def _with_whole(self, file: TensorFile, piece: MappedPiece) -> tuple[SharedBlocks, ...]:
         """Return the whole pieces, with one more after them. Note its checksums."""
@@ -210,7 +210,7 @@ class FolderShard(OrderedShard):
         """Let the journal say what the shard has, where an error or Ctrl-C came between a record and its tokens."""
         length, used = counts
         base = self.whole_count * PIECE_TOKENS
-        if self.journal.end != (base, base + used, length):
+        if self.journal.row_counts != (base, base + used, length):
             end = [(base + used, self.piece.digest(0, used))] if used else []
             self.journal.begin(base, length, self.chains[self.whole_count], end)
 
@@ -228,7 +228,7 @@ class FolderShard(OrderedShard):
             self._mend(counts)
             serial = self.journal.last.serial + 1
             if append(self.stored, rows, self.token_index, self.state, self._fields(tokens, length, serial)):
-                self.journal.note(Record(serial, base + used, base + stop, length, self.digest.value))
+                self.journal.count_written(Record(serial, base + used, base + stop, length, self.digest.value))
                 return
             for x, row in zip(self.stored, rows, strict=True):
                 self.piece.file.write(x[:, :, used:stop], row)
@@ -250,7 +250,7 @@ class FolderShard(OrderedShard):
             addressof(self.sums.memory),
             file.handle,
             journal.handle,
-            journal.stop,
+            journal.record_bytes,
             journal.key,
             serial,
             self.whole_count * PIECE_TOKENS,
@@ -342,7 +342,8 @@ class FolderShard(OrderedShard):
             self._refuse("sequences that stay in their order", f"{index.tolist()}")
 
     def _refuse(self, expected: str, given: str) -> NoReturn:
-        raise StoreError(SUBJECT, expected, given, "call it on cache.fork(), or load the folder with KVCache.load")
+        fix = "call it on cache.fork(), or load the folder with KVCache.load"
+        raise StoreError(FOLDER_SUBJECT, expected, given, fix)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -361,11 +362,11 @@ class FolderShard(OrderedShard):
             fix = f"free space there, and open the folder again: it has the tokens before {self.length}"
         if error.errno == ENOENT:
             fix = "call cache.fork() and save it elsewhere: the folder is gone, and its tokens go with this process"
-        return StoreError(SUBJECT, "a folder that can be written to", given, fix)
+        return StoreError(FOLDER_SUBJECT, "a folder that can be written to", given, fix)
 
 
 @contextmanager
-def opening(folder: Path, subject: str = SUBJECT) -> Iterator[None]:
+def opening(folder: Path, subject: str = FOLDER_SUBJECT) -> Iterator[None]:
     """Raise the system's errors as `StoreError` while a folder is opened."""
     try:
         yield

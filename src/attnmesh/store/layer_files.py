@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.core.digest import SUM_ELEMENTS, digest_of_sums, history_checksum, wide_size
-from attnmesh.errors import StoreError, require
+from attnmesh.core.digest import SUM_ELEMENTS, chained_checksum, digest_of_sums, wide_size
+from attnmesh.errors import StoreError
 from attnmesh.kernels.native.native_digest import digest_of_rows, wrapped
 from attnmesh.runtime.mapped_file import MappedFile
 from attnmesh.store.journal import Journal
@@ -127,13 +127,13 @@ class PieceSums:
 
 def chained(chain: int, file: TensorFile, names: Sequence[str]) -> int:
     """Return the chain of checksums of the pieces so far and of one more."""
-    return history_checksum(chain, torch.tensor([file.entry(name).checksum for name in names], device="cpu"))
+    return chained_checksum(chain, torch.tensor([file.entry(name).checksum for name in names], device="cpu"))
 
 
 def check_chain(files: LayerFiles, journal: Journal, chain: int) -> None:
     """Raise unless whole pieces with this chain are those before the journal's rows."""
-    given = f"a piece of another one in {files.folder}"
-    require(journal.records[0].digest == chain, StoreError, "load", "pieces of this cache", given, DAMAGED_FIX)
+    if journal.records[0].digest != chain:
+        raise StoreError("load", "pieces of this cache", f"a piece of another one in {files.folder}", DAMAGED_FIX)
 
 
 def open_whole(path: Path, layer: int, shapes: RowShapes) -> tuple[TensorFile, MappedPiece]:
@@ -232,8 +232,8 @@ def check_filling(path: Path, piece: MappedPiece, journal: Journal) -> int:
     base = journal.records[0].stop
     for _, start, stop, _, digest in journal.records[1:]:
         fits = 0 <= start - base <= stop - base <= PIECE_TOKENS
-        fits = fits and (start == stop or piece.digest(start - base, stop - base) == digest)
-        require(fits, StoreError, "load", "files as they were written", f"damage in {path}", DAMAGED_FIX)
+        if not fits or (start < stop and piece.digest(start - base, stop - base) != digest):
+            raise StoreError("load", "files as they were written", f"damage in {path}", DAMAGED_FIX)
     return journal.last.stop - base
 
 
@@ -241,7 +241,8 @@ def saved_pieces(files: LayerFiles, paths: Mapping[tuple[int, int], Path]) -> It
     """Yield (start, stop, file) of the pieces of a save, in order and without gaps. Raise where one is missing."""
     end = 0
     for start, stop in sorted(paths):
-        given = f"none of slots {end} to {start} of rank {files.head_rank}.{files.token_rank} in {files.folder}"
-        require(start == end, StoreError, "load", "every token once", given, DAMAGED_FIX)
+        if start != end:
+            given = f"none of slots {end} to {start} of rank {files.head_rank}.{files.token_rank} in {files.folder}"
+            raise StoreError("load", "every token once", given, DAMAGED_FIX)
         end = stop
         yield start, stop, paths[start, stop]

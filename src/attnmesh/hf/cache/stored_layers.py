@@ -24,7 +24,7 @@ from attnmesh.hf.models import has_windows
 from attnmesh.mesh.axes import Mesh
 from attnmesh.store.checkpoint import load_layers
 from attnmesh.store.checkpoint_writer import save_layers
-from attnmesh.store.tensor_file import check_more
+from attnmesh.store.tensor_file import check_extra_tensors
 
 STATES = "recurrent."
 """First part of the names of recurrent states in a folder."""
@@ -119,7 +119,7 @@ class StoredLayers(Cache):  # type: ignore[misc]
         """
         kvs = self.kvs
         with Agreement(Mesh.of(self.mesh), "save"):
-            check_more({} if more is None else more)
+            check_extra_tensors({} if more is None else more)
             attends = bool(self.attention_layers)
             given = "recurrent states alone"
             expected, fix = "a cache with layers of attention", "prefill again instead"
@@ -136,9 +136,9 @@ class StoredLayers(Cache):  # type: ignore[misc]
             require(not reserved, StoreError, "save more", expected, ", ".join(reserved), "rename it")
         ids = {"held": self.tokens.cpu()} if self.tokens is not None and kvs[0].length == self.tokens.shape[1] else {}
         states = {STATES + name: x.cpu().clone() for name, x in self.states.items()}
-        tensors = {**ids, **states, **(more or {})}
+        extra_tensors = {**ids, **states, **(more or {})}
         differ = self.tokens_per_key != [1] * self.caches
-        return save_layers(kvs, path, more=tensors, note=note, wait=wait, lengths_differ=differ)
+        return save_layers(kvs, path, extra_tensors=extra_tensors, note=note, wait=wait, lengths_differ=differ)
 
     def restore(
         self, path: str | Path, *, device: torch.device | str | None = None, capacity: int | None = None
@@ -160,17 +160,17 @@ class StoredLayers(Cache):  # type: ignore[misc]
         capacity = self.capacity if capacity is None else capacity
         del options["capacity"]
         layers = LayersToLoad(self.caches, capacity, self.tokens_per_key, self.hot)
-        kvs, tensors, note = load_layers(KVCache, path, self.mesh, layers, device=device, **options)
+        kvs, extra_tensors, note = load_layers(KVCache, path, self.mesh, layers, device=device, **options)
         self._fill(kvs)
         for layer in self.cross_layers:  # a cache with images is not saved
             layer.reset()
-        names = [name for name in tensors if name.startswith(STATES)]
-        self.set_states({name.removeprefix(STATES): tensors.pop(name).to(kvs[0].device) for name in names})
+        names = [name for name in extra_tensors if name.startswith(STATES)]
+        self.set_states({name.removeprefix(STATES): extra_tensors.pop(name).to(kvs[0].device) for name in names})
         self.capacity = capacity
-        self.tokens, self.images = tensors.pop("held", None), None
+        self.tokens, self.images = extra_tensors.pop("held", None), None
         self.rope, self.intact, self.before_step = None, True, None  # of the keys before them
         self.shift = shift_of(self.tokens, self.config)
-        return tensors, note
+        return extra_tensors, note
 
     def flush(self) -> None:
         """Write the tokens on the device to the folder too, as `KVCache.flush` does. Every rank calls it."""
