@@ -22,6 +22,7 @@ from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store import checkpoint, folder_shard
 from attnmesh.store.journal import Journal
 from attnmesh.store.layer_files import PIECE_TOKENS
+from attnmesh.store.manifest import read_manifest
 from attnmesh.store.token_ids import TokenIds
 from tests.support.growing_caches import SIZES, decoded, flip, full_journal, grow, in_memory, opened, rows, same_outputs
 from tests.support.mesh_problems import named_mesh
@@ -283,7 +284,7 @@ def load_while_it_grows(path: Path, tokens: int) -> tuple[int, int, list[list[in
     original, late = checkpoint.read_saved_layers, dist.get_rank() == 1
 
     def write(length: int) -> None:
-        TokenIds(path / checkpoint.read_manifest(path).folder_name).write(torch.arange(length)[None])
+        TokenIds(path / read_manifest(path).folder_name).write(torch.arange(length)[None])
         cache.reserve(max(length, 60))
         grow(cache, length - cache.length)
 

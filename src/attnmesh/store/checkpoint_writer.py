@@ -251,8 +251,7 @@ def _write(
     """Write this rank's tokens, linking to files of earlier saves that hold the same."""
     folder = path / manifest.folder_name
     with _store_errors(path):
-        for directory in (path, folder):
-            make_folders(directory)
+        make_folders(folder)
         lock.take(folder)
         with suppress(StoreError):
             _sweep(path, manifest, wholly=False)
