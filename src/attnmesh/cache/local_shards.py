@@ -226,9 +226,10 @@ class LocalShards:
 
     def prepare(self, length: int, start: WindowStart) -> None:
         """Make room for the tokens from the first one up to `length`, to be written at their block-cyclic slots."""
-        (first, self.first_query), count = start, self.own.turn.count
+        self.first_query = start.first_query
         if self.forgets is not None:
-            self.own.make_room(count(length) - count(first), lambda: first)
+            count = self.own.turn.count
+            self.own.make_room(count(length) - count(start.first_token), lambda: start.first_token)
 
     def mark_present(self, length: int, token_mask: Tensor | None, first: int = 0) -> None:
         """Mark the tokens that `prepare` made room for as present, once written, and send copies."""
