@@ -290,6 +290,16 @@ def test_what_is_no_folder_of_this_cache_is_refused(tmp_path: Path) -> None:
         opened(tmp_path / "a")
 
 
+def test_folders_are_private(tmp_path: Path) -> None:
+    umask = os.umask(0o022)
+    try:
+        grow(opened(tmp_path / "a" / "b"), 5)
+    finally:
+        os.umask(umask)
+    made = [tmp_path / "a", tmp_path / "a" / "b", *(tmp_path / "a" / "b").glob("1-*")]
+    assert [folder.stat().st_mode & 0o777 for folder in made] == [0o700] * 3
+
+
 def test_folders_of_others_are_refused(tmp_path: Path) -> None:
     grow(opened(tmp_path / "a"), 5)
     (tmp_path / "a").chmod(0o770)
