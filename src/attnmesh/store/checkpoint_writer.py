@@ -34,11 +34,11 @@ from attnmesh.store.manifest import (
     check_folder,
     read_manifest,
     save_folders,
+    write_manifest,
 )
 from attnmesh.store.private_folder import make_folders
 from attnmesh.store.tensor_file import (
     PART_SUFFIX,
-    appearing,
     check_extra_tensors,
     check_size,
     link_or_write,
@@ -277,13 +277,10 @@ def _write(
 
 def _publish(path: Path, manifest: Manifest) -> None:
     """Make this save the current one and remove older ones, while no other job publishes to the folder."""
-    new = path / f"{MANIFEST}.{manifest.name}"
     with _store_errors(path), _lock_folder(path):
         os.stat(path / manifest.folder_name)
         _check_complete(path, manifest)
-        with appearing(path / MANIFEST, new) as file:
-            file.write(manifest.to_json().encode())
-        sync_folders(path)
+        write_manifest(path, manifest)
         with suppress(OSError):  # this save is published, so older ones may stay
             for save in save_folders(path):
                 if save.name != manifest.folder_name:

@@ -6,7 +6,7 @@ are. One process of each rank writes to it. `KVCache.load` reads it on any numbe
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from secrets import randbits
@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 from attnmesh.cache.cache_config import CacheSizes
-from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.local_shards import LocalShards
 from attnmesh.cache.ordered_shard import Fail
-from attnmesh.cache.window import WindowStart
 from attnmesh.comm.topology import hosts
 from attnmesh.errors import StoreError
 from attnmesh.guard.agreement import Agreement
@@ -27,11 +25,9 @@ from attnmesh.runtime.memory import free_memory, host_memory
 from attnmesh.store.checkpoint import ids_in, piece_files
 from attnmesh.store.folder_shard import FOLDER_SUBJECT, FolderShard, opening
 from attnmesh.store.journal import Journal
-from attnmesh.store.layer_files import PIECE_TOKENS, LayerFiles, saved_pieces
-from attnmesh.store.locks import lock_for_cache
-from attnmesh.store.manifest import MANIFEST, Manifest, check_folder, read_manifest
-from attnmesh.store.private_folder import check_private, make_folders
-from attnmesh.store.tensor_file import TensorFile, appearing, sync_folders
+from attnmesh.store.layer_files import PIECE_TOKENS, LayerFiles, read_piece, saved_pieces
+from attnmesh.store.manifest import MANIFEST, Manifest, check_folder, read_manifest, write_manifest
+from attnmesh.store.private_folder import check_private, make_private, take_folder
 from attnmesh.store.token_ids import TokenIds
 
 
@@ -58,7 +54,7 @@ class KVFolder:
                 check_private(self.subject, self.path)
                 self.manifest = self._read(name)
                 self.save_path = self.path / self.manifest.folder_name
-                self._make(self.save_path)
+                make_private(self.subject, self.save_path)
                 agreement.compare({"of": self.manifest.name, "grows": self.manifest.growing})
         self.ids = TokenIds(self.save_path)
         self.journals.append(self.ids.journal)
@@ -87,18 +83,10 @@ class KVFolder:
             self.close()
             raise
 
-    def _make(self, folder: Path) -> None:
-        """Make a folder if it is missing. Raise unless this user alone may write to it."""
-        with suppress(FileExistsError):
-            make_folders(folder)
-        check_private(self.subject, folder)
-
     def _take(self) -> None:
         """Make the folder, and lock it against other writers."""
         with opening(self.path, self.subject):
-            self._make(self.path)
-            self._lock = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-            lock_for_cache(self._lock, self.path)
+            self._lock = take_folder(self.subject, self.path)
 
     def _read(self, name: str) -> Manifest:
         """Return the manifest, or that of a new folder. Raise unless these ranks can go on where it ends."""
@@ -136,7 +124,7 @@ class KVFolder:
             growing=True,
         )
 
-    def shard_maker(self, layer: int, sizes: CacheSizes, fail: Fail) -> Callable[[int], CacheShard]:
+    def shard_maker(self, layer: int, sizes: CacheSizes, fail: Fail) -> Callable[[int], FolderShard]:
         """Return what opens the shard of a layer, given the rank's index along the tokens axis."""
         self._check_sizes(layer, sizes)
         if PIECE_TOKENS % sizes.block:
@@ -188,9 +176,7 @@ class KVFolder:
             if stop - start == PIECE_TOKENS and not parts:
                 whole_pieces += 1
                 continue
-            file = TensorFile(path)
-            entries = shard.shapes.named(files.layer, stop - start)
-            *tensors, token_index = (file.read(name, dtype, shape) for name, (dtype, shape) in entries.items())
+            *tensors, token_index = read_piece(path, files.layer, shard.shapes, stop - start)
             parts.append(tensors)
             token_indices.append(token_index)
         rows = tuple(torch.cat(part, 2) for part in zip(*parts, strict=True))
@@ -222,7 +208,7 @@ class KVFolder:
         self.opened_layers.add(layer)
         before, layers = self.manifest, self.manifest.sizes
         if layer >= len(layers):
-            self._publish(before._replace(sizes=(*layers, sizes), window_starts=(*before.window_starts, WindowStart())))
+            self._publish(before.with_layer(sizes))
         elif not before.growing and len(self.opened_layers) == len(layers):
             self._publish(before._replace(growing=True, note=""))
 
@@ -242,9 +228,7 @@ class KVFolder:
         self.manifest = manifest
         with Agreement(self.mesh, self.subject):
             if self.is_first and manifest.sizes:
-                with appearing(self.path / MANIFEST, self.path / f"{MANIFEST}.{manifest.name}") as file:
-                    file.write(manifest.to_json().encode())
-                sync_folders(self.path)
+                write_manifest(self.path, manifest)
 
     def read_ids(self) -> Tensor | None:
         """Return the ids of all tokens; None if they are unknown."""

@@ -237,6 +237,12 @@ def check_filling(path: Path, piece: MappedPiece, journal: Journal) -> int:
     return journal.last.stop - base
 
 
+def read_piece(path: Path, layer: int, shapes: RowShapes, tokens: int) -> list[Tensor]:
+    """Return rows of a layer in a piece of a save, and the index of each token."""
+    file = TensorFile(path)
+    return [file.read(name, dtype, shape) for name, (dtype, shape) in shapes.named(layer, tokens).items()]
+
+
 def saved_pieces(files: LayerFiles, paths: Mapping[tuple[int, int], Path]) -> Iterator[tuple[int, int, Path]]:
     """Yield (start, stop, file) of the pieces of a save, in order and without gaps. Raise where one is missing."""
     end = 0

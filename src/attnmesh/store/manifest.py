@@ -11,7 +11,7 @@ from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.cache.window import WindowStart
 from attnmesh.core.mask import FAR
 from attnmesh.errors import StoreError
-from attnmesh.store.tensor_file import DAMAGED_FIX, check_size
+from attnmesh.store.tensor_file import DAMAGED_FIX, appearing, check_size, sync_folders
 
 VERSION = 7
 
@@ -64,6 +64,10 @@ class Manifest(NamedTuple):
     def folder_name(self) -> str:
         """Name of the folder with this save's files."""
         return f"{self.save_number}-{self.name}"
+
+    def with_layer(self, sizes: CacheSizes) -> "Manifest":
+        """Return the manifest with one more layer, which keeps all tokens."""
+        return self._replace(sizes=(*self.sizes, sizes), window_starts=(*self.window_starts, WindowStart()))
 
     def to_json(self) -> str:
         """Return the manifest as text. Raise if it could not be read back."""
@@ -127,6 +131,13 @@ def read_manifest(path: Path) -> Manifest:
         given = f"{fields['sizes']!r}, length={manifest.length}, {ranks} in {path}"
         raise StoreError("load", "the sizes of a cache", given, DAMAGED_FIX) from error
     return manifest
+
+
+def write_manifest(path: Path, manifest: Manifest) -> None:
+    """Make a save the current one of a folder."""
+    with appearing(path / MANIFEST, path / f"{MANIFEST}.{manifest.name}") as file:
+        file.write(manifest.to_json().encode())
+    sync_folders(path)
 
 
 def _fields_in(file: Path) -> dict[str, Any]:
