@@ -20,7 +20,7 @@ from torch import Tensor
 import attnmesh as am
 from attnmesh.cache.tiered_shard import LEAVING_PARTS
 from attnmesh.cli.launch import Send, run_on_ranks
-from attnmesh.store.layer_files import PIECE
+from attnmesh.store.layer_files import PIECE_TOKENS
 from benchmarks.netns import send_rows
 from benchmarks.timing import Timing
 
@@ -68,7 +68,7 @@ class Row:
 def cache_of(folder: Path | None, tokens: int, hot: int | None = None) -> am.KVCache:
     """Return an empty cache."""
     sizes: dict[str, Any] = {"batch": 1, "kv_heads": KV_HEADS, "head_dim": DIM, "dtype": torch.bfloat16}
-    return am.KVCache(None, capacity=tokens + 32 * PIECE, folder=folder, hot=hot, **sizes)
+    return am.KVCache(None, capacity=tokens + 32 * PIECE_TOKENS, folder=folder, hot=hot, **sizes)
 
 
 def queries() -> Tensor:
@@ -85,9 +85,9 @@ def rows(sizes: tuple[int, int], parent: Path | None, rounds: int, add: Send) ->
 def _measure(request: Request, add: Send) -> None:
     tokens = request.size // TOKEN_BYTES
     plain, cache = cache_of(None, tokens), cache_of(request.folder, tokens)
-    random_rows = torch.randn(2, 1, KV_HEADS, PIECE, DIM, generator=torch.Generator().manual_seed(0)).bfloat16()
+    random_rows = torch.randn(2, 1, KV_HEADS, PIECE_TOKENS, DIM, generator=torch.Generator().manual_seed(0)).bfloat16()
     while plain.length < tokens:
-        k, v = random_rows.roll(plain.length // PIECE, 3)[:, :, :, : tokens - plain.length]
+        k, v = random_rows.roll(plain.length // PIECE_TOKENS, 3)[:, :, :, : tokens - plain.length]
         plain.append(k, v)
         cache.append(k, v)
     expected = am.decode(queries(), plain).float().flatten().tolist()
@@ -102,10 +102,10 @@ def _rows(request: Request, expected: list[float]) -> Iterator[Row]:
     with _bounded(request.memory) as memory:
         cache = cache_of(request.folder, request.size // TOKEN_BYTES)
         yield _step(cache, request, expected, memory)
-        for tokens in (1, 64, PIECE):
+        for tokens in (1, 64, PIECE_TOKENS):
             yield _append(cache, tokens, request, memory)
         del cache
-        yield _append(cache_of(request.folder, request.size // TOKEN_BYTES, PIECE), 1, request, memory)
+        yield _append(cache_of(request.folder, request.size // TOKEN_BYTES, PIECE_TOKENS), 1, request, memory)
 
 
 @contextmanager
@@ -158,8 +158,8 @@ def _append(cache: am.KVCache, tokens: int, request: Request, memory: int | None
     content = [memoryview(x.view(torch.uint8).numpy().tobytes()) for x in (*k[0], *v[0])]
     places = Places(path, cache.shard.used_slots)
     plain, plain_appends = cache_of(None, 0), list[float]()
-    rounds = max(request.rounds, min(1000, PIECE // tokens)) if times == 1 else request.rounds
-    for _ in range(min(rounds, 16 * PIECE // tokens)):
+    rounds = max(request.rounds, min(1000, PIECE_TOKENS // tokens)) if times == 1 else request.rounds
+    for _ in range(min(rounds, 16 * PIECE_TOKENS // tokens)):
         begun = time.process_time()
         for _ in range(times):
             places.write(content, tokens)
@@ -193,12 +193,12 @@ class Places:
         """Return a new file."""
         self.number += 1
         handle = os.open(f"{self.path} {self.number}", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        os.ftruncate(handle, PIECE * TOKEN_BYTES)
+        os.ftruncate(handle, PIECE_TOKENS * TOKEN_BYTES)
         return handle
 
     def write(self, rows: Sequence[memoryview], tokens: int) -> None:
         """Write new rows, those of each head after its earlier ones; those that do not fit in a new file."""
-        fit = min(tokens, PIECE - self.filled)
+        fit = min(tokens, PIECE_TOKENS - self.filled)
         if fit < tokens:
             split = fit * DIM * 2
             self.write([row[:split] for row in rows], fit)
@@ -207,7 +207,7 @@ class Places:
             self.write([row[split:] for row in rows], tokens - fit)
             return
         for place, content in enumerate(rows):
-            os.pwrite(self.handle, content, (place * PIECE + self.filled) * DIM * 2)
+            os.pwrite(self.handle, content, (place * PIECE_TOKENS + self.filled) * DIM * 2)
         self.filled += tokens
 
     def close(self) -> None:

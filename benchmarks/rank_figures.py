@@ -11,7 +11,7 @@ from attnmesh.core.layout import Layout, Packed, Zigzag
 from attnmesh.core.mask import Causal, Documents
 from attnmesh.mesh.schedule import Problem
 from attnmesh.mesh.shapes import Shape, share_evenly
-from attnmesh.store.layer_files import PIECE
+from attnmesh.store.layer_files import PIECE_TOKENS
 from benchmarks.mesh_figures import (
     BETWEEN_HOSTS,
     DPI,
@@ -57,7 +57,7 @@ def draw_folder() -> "Figure":
         now = number == 4
         edge: dict[str, Any] = {"edgecolor": INK if now else "white", "linewidth": 2.0 if now else 1.0}
         axes.add_patch(Rectangle((number, 0), 0.96, 1, facecolor=tuple(shades[0].tolist()) if now else colour, **edge))
-        axes.text(number + 0.48, 0.5, f"{number * PIECE:,}", ha="center", va="center", fontsize=7, color=INK)
+        axes.text(number + 0.48, 0.5, f"{number * PIECE_TOKENS:,}", ha="center", va="center", fontsize=7, color=INK)
     axes.add_patch(Rectangle((pieces, 0), 0.96, 1, fill=False, edgecolor=FAINT, linestyle="--"))
     axes.add_patch(Rectangle((pieces, 0), 0.4, 1, facecolor=kept, edgecolor="white"))
     for start, stop, text in (

@@ -16,7 +16,7 @@ from typing import Any
 from attnmesh.errors import ClusterError
 from attnmesh.mesh.shapes import Shape
 from attnmesh.runtime.machine import machine
-from attnmesh.store import checkpoint
+from attnmesh.store.manifest import read_manifest
 from benchmarks import netns
 from benchmarks.netns import Hosts, ranks_of
 from tests.support.faults import FAULTS, MARGIN, SECOND_JOB_TIMEOUT, find_failure
@@ -154,12 +154,13 @@ def _check_second_job(outcome: Outcome, ranks: Ranks, second_job: Ranks) -> Outc
 
 def _find_lost_tokens(folder: Path, ranks: int, outcome: Outcome) -> str:
     """Load the last save on a new world. Return how it is wrong, or an empty text."""
-    manifest, last = checkpoint.read_manifest(folder), max(report.saved for report in outcome.reports.values())
-    most = last + 1 if outcome.verdict == RIGHT_ERROR else manifest.saving  # without an error, ranks continue to save
+    manifest, last = read_manifest(folder), max(report.saved for report in outcome.reports.values())
+    # Without an error, ranks continue to save.
+    most = last + 1 if outcome.verdict == RIGHT_ERROR else manifest.save_number
     refused = any(report.refused for report in outcome.reports.values())  # then numbers do not determine lengths
-    right = manifest.length in LENGTHS if refused else manifest.length == length_of_save(manifest.saving)
-    if not last <= manifest.saving <= most or not right:
-        return f"{manifest.length} tokens in save {manifest.saving}, after save {last}"
+    right = manifest.length in LENGTHS if refused else manifest.length == length_of_save(manifest.save_number)
+    if not last <= manifest.save_number <= most or not right:
+        return f"{manifest.length} tokens in save {manifest.save_number}, after save {last}"
     with Testbed(ranks) as testbed:
         loading = Ranks(testbed, Job(Shape(1, 1, ranks), "loading", folder, 30.0))
         reports = loading.receive(range(ranks), START_TIMEOUT)

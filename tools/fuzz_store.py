@@ -14,7 +14,7 @@ import torch
 
 import attnmesh as am
 from attnmesh.errors import StoreError
-from attnmesh.store.checkpoint import MANIFEST, MORE, read_manifest
+from attnmesh.store.manifest import MANIFEST, MORE, read_manifest
 from attnmesh.store.tensor_file import TensorFile
 
 STRANGE = (

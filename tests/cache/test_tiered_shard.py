@@ -25,7 +25,7 @@ from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store import folder_shard
 from attnmesh.store.journal import Journal
-from attnmesh.store.layer_files import PIECE
+from attnmesh.store.layer_files import PIECE_TOKENS
 from tests.support import growing_caches, histories
 from tests.support.growing_caches import grow
 from tests.support.mesh_problems import named_mesh
@@ -166,21 +166,23 @@ def test_a_folder_has_the_older_tokens(tmp_path: Path) -> None:
 
 
 def test_pieces_of_a_folder_fill_and_are_cut(tmp_path: Path) -> None:
-    cache = tiered_cache(folder=tmp_path, capacity=3 * PIECE, hot=600)
-    for more in (PIECE, 500, PIECE, 3):
+    cache = tiered_cache(folder=tmp_path, capacity=3 * PIECE_TOKENS, hot=600)
+    for more in (PIECE_TOKENS, 500, PIECE_TOKENS, 3):
         grow(cache, more)
         cache.flush()
         assert torch.allclose(
-            step_output(cache, 3), step_output(plain(cache.length, capacity=3 * PIECE), 3), atol=FLOAT32
+            step_output(cache, 3), step_output(plain(cache.length, capacity=3 * PIECE_TOKENS), 3), atol=FLOAT32
         )
-    for length in (2 * PIECE, PIECE + 20, PIECE, 30):
+    for length in (2 * PIECE_TOKENS, PIECE_TOKENS + 20, PIECE_TOKENS, 30):
         cache.truncate(length)
         grow(cache, 5)
         del cache
         gc.collect()
-        cache = tiered_cache(folder=tmp_path, capacity=3 * PIECE, hot=600)
+        cache = tiered_cache(folder=tmp_path, capacity=3 * PIECE_TOKENS, hot=600)
         assert cache.length in (length, length + 5)
-        assert torch.allclose(step_output(cache), step_output(plain(cache.length, capacity=3 * PIECE)), atol=FLOAT32)
+        assert torch.allclose(
+            step_output(cache), step_output(plain(cache.length, capacity=3 * PIECE_TOKENS)), atol=FLOAT32
+        )
 
 
 @on_each_rank
@@ -224,8 +226,8 @@ def grown_until_full(cache: am.KVCache, more: int) -> str:
 
 
 def test_a_full_disk_leaves_the_cache_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = tiered_cache(folder=tmp_path, capacity=2 * PIECE)
-    grow(cache, PIECE - 10)
+    cache = tiered_cache(folder=tmp_path, capacity=2 * PIECE_TOKENS)
+    grow(cache, PIECE_TOKENS - 10)
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -234,11 +236,15 @@ def test_a_full_disk_leaves_the_cache_as_it_was(tmp_path: Path, monkeypatch: pyt
         monkeypatch.setattr(os, "posix_fallocate", full)
         said = grown_until_full(cache, more)
         assert f"append again from token {cache.length} on" in said
-        assert torch.allclose(step_output(cache), step_output(plain(cache.length, capacity=2 * PIECE)), atol=FLOAT32)
+        assert torch.allclose(
+            step_output(cache), step_output(plain(cache.length, capacity=2 * PIECE_TOKENS)), atol=FLOAT32
+        )
         monkeypatch.undo()
         grow(cache, more)
-        assert torch.allclose(step_output(cache), step_output(plain(cache.length, capacity=2 * PIECE)), atol=FLOAT32)
-        cache.truncate(PIECE - 10)
+        assert torch.allclose(
+            step_output(cache), step_output(plain(cache.length, capacity=2 * PIECE_TOKENS)), atol=FLOAT32
+        )
+        cache.truncate(PIECE_TOKENS - 10)
 
 
 @pytest.mark.parametrize("in_files", [False, True])

@@ -26,7 +26,7 @@ from attnmesh.errors import InputError, MeshError, StoreError
 from attnmesh.hf.options import GenerationSettings
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store import checkpoint_writer
-from attnmesh.store.checkpoint import MANIFEST
+from attnmesh.store.manifest import MANIFEST
 from tests.support import families
 from tests.support.command import run_main
 from tests.support.mesh_problems import named_mesh

@@ -9,8 +9,8 @@ import torch
 
 from attnmesh.errors import StoreError
 from attnmesh.store.block_folder import BlockFolder
-from attnmesh.store.block_names import GRAIN, BlockNames, StoredBlock
-from attnmesh.store.block_tiers import BlockTiers, Held
+from attnmesh.store.block_names import BLOCK_GRAIN, BlockNames, StoredBlock
+from attnmesh.store.block_tiers import BlockTiers, TierEntry
 
 
 def test_a_tier_finds_what_an_ideal_one_finds() -> None:
@@ -18,19 +18,19 @@ def test_a_tier_finds_what_an_ideal_one_finds() -> None:
     tiers, held = BlockTiers(1, room), OrderedDict[str, None]()
     for number in range(1000):
         prefix = min(int(random.expovariate(0.12)), 49)
-        text = [1000 + prefix] * 10 * GRAIN + [2000 + number] * GRAIN
+        text = [1000 + prefix] * 10 * BLOCK_GRAIN + [2000 + number] * BLOCK_GRAIN
         names = BlockNames("a model")
-        path = tiers.path(names, text, len(text))
-        found += len(path)
-        blocks = [names.at(text, GRAIN * (n + 1)) for n in range(len(text) // GRAIN)]
+        stored = tiers.prefix_blocks(names, text, len(text))
+        found += len(stored)
+        blocks = [names.at(text, BLOCK_GRAIN * (n + 1)) for n in range(len(text) // BLOCK_GRAIN)]
         ideal += next(n for n, name in enumerate(blocks) if name not in held)
-        for n, name in enumerate(blocks[len(path) :], len(path)):
-            block = StoredBlock(name, GRAIN * n, GRAIN * (n + 1))
-            tiers.pinned = frozenset(path)
+        for n, name in enumerate(blocks[len(stored) :], len(stored)):
+            block = StoredBlock(name, BLOCK_GRAIN * n, BLOCK_GRAIN * (n + 1))
+            tiers.pinned = frozenset(stored)
             assert tiers.make_room(tiers.disk, 1)
-            tiers.add(tiers.disk, block, Held(1))
-            path.append(block)
-        tiers.touch(path)
+            tiers.add(tiers.disk, block, TierEntry(1))
+            stored.append(block)
+        tiers.touch(stored)
         for name in blocks[::-1]:
             held[name] = None
             held.move_to_end(name)
@@ -38,20 +38,20 @@ def test_a_tier_finds_what_an_ideal_one_finds() -> None:
             held.popitem(last=False)
     assert ideal > 3000
     assert abs(found - ideal) <= 0.05 * ideal
-    assert len(tiers.disk.blocks) == tiers.disk.nbytes == room == sum(map(len, tiers.known.values()))
+    assert len(tiers.disk.blocks) == tiers.disk.nbytes == room == sum(map(len, tiers.blocks_by_name.values()))
 
 
 def test_blocks_of_other_sizes_lead_on() -> None:
     text, names, tiers = [*range(200)], BlockNames("a model"), BlockTiers(100, 100)
     for start, stop in ((0, 16), (16, 48), (0, 128), (48, 96)):
-        tiers.add(tiers.disk, StoredBlock(names.at(text, stop), start, stop), Held(1))
-    tiers.add(tiers.memory, StoredBlock(names.at(text, 160), 128, 160), Held(1, run_tokens=16))
-    found = lambda most, layout: [block.stop for block in tiers.path(names, text, most, layout)]  # noqa: E731
+        tiers.add(tiers.disk, StoredBlock(names.at(text, stop), start, stop), TierEntry(1))
+    tiers.add(tiers.memory, StoredBlock(names.at(text, 160), 128, 160), TierEntry(1, run_tokens=16))
+    found = lambda most, layout: [block.stop for block in tiers.prefix_blocks(names, text, most, layout)]  # noqa: E731
     assert found(200, 16) == [128, 160]
     assert found(200, 128) == [128]  # ranks that hold 128 tokens in a row have others in memory
     assert found(127, 16) == [16, 48, 96]
     assert found(40, 16) == [16]
-    assert tiers.path(BlockNames("a model"), [7, *text], 200) == []
+    assert tiers.prefix_blocks(BlockNames("a model"), [7, *text], 200) == []
 
 
 def test_a_file_says_whose_block_it_is(tmp_path: Path) -> None:

@@ -82,10 +82,10 @@ def test_what_is_saved_is_private(tmp_path: Path) -> None:
     umask = os.umask(0o022)
     try:
         cache = cache_of(5000)
-        save_layers([cache], tmp_path / "new" / "save", more={"tokens": torch.arange(3)})
+        save_layers([cache], tmp_path / "new" / "save", extra_tensors={"tokens": torch.arange(3)})
         for file in (tmp_path / "new" / "save").rglob("*"):
             file.chmod(0o755 if file.is_dir() else 0o644)
-        save_layers([cache], tmp_path / "new" / "save", more={"tokens": torch.arange(3)})
+        save_layers([cache], tmp_path / "new" / "save", extra_tensors={"tokens": torch.arange(3)})
     finally:
         os.umask(umask)
     kept = [tmp_path / "new", tmp_path / "new" / "save", *(tmp_path / "new" / "save").rglob("*")]
@@ -308,5 +308,5 @@ def test_layers_in_another_order_are_written_anew(tmp_path: Path) -> None:
 )
 def test_tensors_that_no_file_can_hold_raise(tmp_path: Path, more: Any, message: str) -> None:
     with pytest.raises(StoreError, match=f"save more: expected {message}"):
-        save_layers([cache_of(20)], tmp_path, more=more)
+        save_layers([cache_of(20)], tmp_path, extra_tensors=more)
     assert not list(tmp_path.iterdir())

@@ -55,7 +55,7 @@ def test_truncate_waits_for_a_running_save(tmp_path: Path, monkeypatch: pytest.M
     assert is_save_of(tmp_path, twin)
 
 
-@pytest.mark.parametrize("moment", ["_state_of", "inspect", "fill"])
+@pytest.mark.parametrize("moment", ["_state_of", "read_saved_layers", "fill"])
 def test_a_reader_whose_save_is_replaced_reads_the_newer_one(
     tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,7 +96,7 @@ def load_while_one_rank_saves(path: Path, moment: str) -> list[int]:
     return lengths
 
 
-@pytest.mark.parametrize("moment", ["inspect", "fill"])
+@pytest.mark.parametrize("moment", ["read_saved_layers", "fill"])
 def test_all_ranks_read_the_same_save(pool: Pool, tmp_path: Path, moment: str) -> None:
     assert pool.run(2, load_while_one_rank_saves, tmp_path, moment) == [[10]] * 2
 
@@ -142,10 +142,10 @@ def test_save_without_wait_does_not_disturb_another(tmp_path: Path, monkeypatch:
 
 
 def test_later_changes_of_arguments_do_not_reach_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor of `more` and the working folder change while the save runs."""
+    """A tensor of `extra_tensors` and the working folder change while the save runs."""
     monkeypatch.chdir(tmp_path)
     (_, go), more = hold_first_save(monkeypatch), {"real": torch.zeros(3)}
-    saving = save_layers([cache_of(300)], "here", more=more, wait=False)
+    saving = save_layers([cache_of(300)], "here", extra_tensors=more, wait=False)
     more["real"] += 1
     monkeypatch.chdir("/")
     go.set()

@@ -21,7 +21,8 @@ from attnmesh.errors import StoreError
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store import checkpoint, folder_shard
 from attnmesh.store.journal import Journal
-from attnmesh.store.layer_files import PIECE
+from attnmesh.store.layer_files import PIECE_TOKENS
+from attnmesh.store.manifest import read_manifest
 from attnmesh.store.token_ids import TokenIds
 from tests.support.growing_caches import SIZES, decoded, flip, full_journal, grow, in_memory, opened, rows, same_outputs
 from tests.support.mesh_problems import named_mesh
@@ -31,7 +32,7 @@ from tests.support.tolerances import FLOAT32
 
 TWO = Shape(1, 1, 2)
 
-LENGTH, LEFT, NEW = 2 * PIECE + 90, (2 * PIECE + 40, 70), 50
+LENGTH, LEFT, NEW = 2 * PIECE_TOKENS + 90, (2 * PIECE_TOKENS + 40, 70), 50
 """Tokens of two ranks, those that a truncation leaves, in the last pieces or before them, and new ones after it."""
 
 FREEZE = 0.15
@@ -213,7 +214,7 @@ ODD: dict[str, tuple[Callable[[Path], Path], str]] = {
 @pytest.mark.parametrize("kind", ODD)
 def test_odd_places_are_refused_by_name(kind: str, tmp_path: Path) -> None:
     cache = opened(tmp_path / "a")
-    grow(cache, PIECE + 10)
+    grow(cache, PIECE_TOKENS + 10)
     del cache
     gc.collect()
     change, said = ODD[kind]
@@ -238,7 +239,7 @@ def test_an_error_that_is_kept_keeps_no_lock(tmp_path: Path) -> None:
 def test_a_cache_holds_its_folder_by_name(tmp_path: Path) -> None:
     cache = opened(tmp_path)
     grow(cache, 9)
-    cache.shard.keeps = lambda _: True  # type: ignore[attr-defined]
+    cache.shard.take_memory = lambda _: True  # type: ignore[attr-defined]
     gc.collect()
     with pytest.raises(StoreError, match="one writer of a folder"):
         opened(tmp_path)
@@ -262,7 +263,7 @@ def test_a_folder_that_goes_under_a_cache_is_named(tmp_path: Path) -> None:
 def test_a_reader_beside_a_writer_reads_a_whole_state(tmp_path: Path) -> None:
     cache, twin = opened(tmp_path), in_memory(300)
     grow(cache, 300)
-    original, writes = checkpoint.FillingFile, iter(range(2))
+    original, writes = checkpoint.LastPieceFile, iter(range(2))
 
     def beside(*arguments: Any) -> Any:
         if next(writes, None) is not None:
@@ -273,17 +274,17 @@ def test_a_reader_beside_a_writer_reads_a_whole_state(tmp_path: Path) -> None:
             twin.append(k + 1, v)
         return original(*arguments)
 
-    with patch.object(checkpoint, "FillingFile", beside):
+    with patch.object(checkpoint, "LastPieceFile", beside):
         assert same_outputs(am.KVCache.load(tmp_path, None), twin)
 
 
 @on_each_rank
 def load_while_it_grows(path: Path, tokens: int) -> tuple[int, int, list[list[int]]]:
     """On a rank: the length, the capacity and the ids loaded, where tokens arrive between the looks of two ranks."""
-    original, late = checkpoint.inspect, dist.get_rank() == 1
+    original, late = checkpoint.read_saved_layers, dist.get_rank() == 1
 
     def write(length: int) -> None:
-        TokenIds(path / checkpoint.read_manifest(path).folder).write(torch.arange(length)[None])
+        TokenIds(path / read_manifest(path).folder_name).write(torch.arange(length)[None])
         cache.reserve(max(length, 60))
         grow(cache, length - cache.length)
 
@@ -301,7 +302,7 @@ def load_while_it_grows(path: Path, tokens: int) -> tuple[int, int, list[list[in
         dist.barrier()
         return saved_layers
 
-    with patch.object(checkpoint, "inspect", inspected):
+    with patch.object(checkpoint, "read_saved_layers", inspected):
         (loaded,), tensors, _ = checkpoint.load_layers(am.KVCache, path, named_mesh(TWO, AXES))
     return loaded.length, loaded.sizes.capacity, tensors["held"].tolist()
 
@@ -312,7 +313,7 @@ def test_ranks_load_the_tokens_that_all_have_seen(tokens: int, pool: Pool, tmp_p
 
 
 def test_a_reader_of_a_folder_that_never_rests_says_so(tmp_path: Path) -> None:
-    cache, original, numbers = opened(tmp_path), checkpoint.FillingFile, count(1)
+    cache, original, numbers = opened(tmp_path), checkpoint.LastPieceFile, count(1)
     grow(cache, 300)
 
     def beside(*arguments: Any) -> Any:
@@ -322,7 +323,7 @@ def test_a_reader_of_a_folder_that_never_rests_says_so(tmp_path: Path) -> None:
         return original(*arguments)
 
     with (
-        patch.object(checkpoint, "FillingFile", beside),
+        patch.object(checkpoint, "LastPieceFile", beside),
         pytest.raises(StoreError, match="expected a folder at rest, given"),
     ):
         am.KVCache.load(tmp_path, None)

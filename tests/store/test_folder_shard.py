@@ -21,8 +21,8 @@ from attnmesh.errors import InputError, KernelError, StoreError
 from attnmesh.kernels.native.build import library
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store import folder_shard, layer_files
-from attnmesh.store.journal import SIZE, Journal
-from attnmesh.store.layer_files import PIECE
+from attnmesh.store.journal import RECORD_BYTES, Journal
+from attnmesh.store.layer_files import PIECE_TOKENS
 from tests.support.growing_caches import SIZES, decoded, flip, full_journal, grow, in_memory, opened, rows, same_outputs
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool, on_each_rank
@@ -47,20 +47,20 @@ def test_a_folder_has_the_bits_of_memory(tmp_path: Path, sizes: dict[str, Any]) 
         return appended
 
     cache, twin = opened(tmp_path / "a", **sizes), am.KVCache(None, **{**SIZES, **sizes})
-    for more in (3, 5, PIECE - 9, 1, 1, 1, PIECE + 3):
+    for more in (3, 5, PIECE_TOKENS - 9, 1, 1, 1, PIECE_TOKENS + 3):
         both(append(more))
-    for length in (2 * PIECE + 1, 2 * PIECE, 5000, PIECE, 17):
+    for length in (2 * PIECE_TOKENS + 1, 2 * PIECE_TOKENS, 5000, PIECE_TOKENS, 17):
         both(lambda each, length=length: each.truncate(length))  # type: ignore[misc]
         both(append(3))
         del cache
         cache = opened(tmp_path / "a", **sizes)
         both(append(1))
-    both(append(2 * PIECE))
+    both(append(2 * PIECE_TOKENS))
     assert same_outputs(am.KVCache.load(tmp_path / "a", None), twin)
 
 
 @pytest.mark.skipif(library().append_to_file is None, reason="no native library")
-@pytest.mark.parametrize("parts", [(PIECE,), (3, 1, PIECE - 4)], ids=["one append", "three appends"])
+@pytest.mark.parametrize("parts", [(PIECE_TOKENS,), (3, 1, PIECE_TOKENS - 4)], ids=["one append", "three appends"])
 @pytest.mark.parametrize("sizes", [{}, {"batch": 2, "value_dim": 3, "dtype": torch.bfloat16}], ids=str)
 def test_a_piece_that_appends_have_filled_is_not_read_again(
     tmp_path: Path, parts: tuple[int, ...], sizes: dict[str, Any]
@@ -90,13 +90,13 @@ def test_a_piece_of_other_changes_is_read_again(tmp_path: Path, change: str, mon
         with monkeypatch.context() as patched:
             patched.setattr(folder_shard, "append", lambda *_: False)
             grow(cache, 2)
-    grow(cache, PIECE + 1 - cache.length)
+    grow(cache, PIECE_TOKENS + 1 - cache.length)
     del cache
-    assert same_outputs(opened(tmp_path), in_memory(PIECE + 1))
+    assert same_outputs(opened(tmp_path), in_memory(PIECE_TOKENS + 1))
 
 
 def test_windows_and_selections_read_a_folder(tmp_path: Path) -> None:
-    cache, twin = opened(tmp_path), in_memory(2 * PIECE + 100)
+    cache, twin = opened(tmp_path), in_memory(2 * PIECE_TOKENS + 100)
     grow(cache, twin.length)
     chosen = am.Selection(torch.randperm(twin.length)[:50].int().view(1, 1, 1, 50))
     for options in ({"mask": am.Window(5000)}, {"mask": am.Window(50)}, {"selected": chosen}, {"reproducible": True}):
@@ -104,13 +104,13 @@ def test_windows_and_selections_read_a_folder(tmp_path: Path) -> None:
 
 
 def test_a_fork_is_in_memory_and_leaves_the_files(tmp_path: Path) -> None:
-    cache, twin = opened(tmp_path), in_memory(PIECE + 9)
+    cache, twin = opened(tmp_path), in_memory(PIECE_TOKENS + 9)
     grow(cache, twin.length)
     fork = cache.fork()
     grow(fork, 5)
     assert same_outputs(cache, twin)
     cache.truncate(10)
-    assert same_outputs(fork, in_memory(PIECE + 14))
+    assert same_outputs(fork, in_memory(PIECE_TOKENS + 14))
     assert cache.nbytes < fork.nbytes
 
 
@@ -119,7 +119,7 @@ def inodes(path: Path) -> dict[str, int]:
 
 
 def test_a_saved_cache_opens_in_place(tmp_path: Path) -> None:
-    twin = in_memory(PIECE + 70)
+    twin = in_memory(PIECE_TOKENS + 70)
     twin.save(tmp_path)
     before = inodes(tmp_path)
     cache = opened(tmp_path)
@@ -129,8 +129,8 @@ def test_a_saved_cache_opens_in_place(tmp_path: Path) -> None:
     for _ in range(2):
         cache = opened(tmp_path)
         assert same_outputs(cache, twin)
-        grow(cache, PIECE)
-        grow(twin, PIECE)
+        grow(cache, PIECE_TOKENS)
+        grow(twin, PIECE_TOKENS)
         assert same_outputs(cache, twin)
         del cache
     assert inodes(tmp_path).items() >= {(name, before[name]) for name in before if name.startswith("0.0.0-")}
@@ -142,7 +142,7 @@ def live_on_ranks(path: Path, shape: Shape) -> dict[str, bool]:
     """On a rank: grow a cache in a folder by shards and by appends, and open it again. Return what is right then."""
     mesh, right = named_mesh(shape, AXES), {}
     cache, twin = am.KVCache(mesh, **SIZES, folder=path), am.KVCache(mesh, **SIZES)
-    length, shards = 2 * PIECE + 37, shape.queries * shape.keys
+    length, shards = 2 * PIECE_TOKENS + 37, shape.queries * shape.keys
     positions = am.Zigzag().positions(length, shards, cache.token_axis.index)
     if shape.heads == 1:
         part = [x[:, :, positions] for x in rows(0, length)]
@@ -155,8 +155,8 @@ def live_on_ranks(path: Path, shape: Shape) -> dict[str, bool]:
         grow(cache, more)
         grow(twin, more)
         right[f"{cache.length} tokens"] = same_outputs(cache, twin)
-    cache.truncate(PIECE + 5)
-    twin.truncate(PIECE + 5)
+    cache.truncate(PIECE_TOKENS + 5)
+    twin.truncate(PIECE_TOKENS + 5)
     del cache
     gc.collect()
     dist.barrier()
@@ -172,7 +172,7 @@ def live_on_ranks(path: Path, shape: Shape) -> dict[str, bool]:
 def test_ranks_have_files_of_their_own(pool: Pool, tmp_path: Path, shape: Shape) -> None:
     for right in pool.run(shape.ranks, live_on_ranks, tmp_path, shape):
         assert right == dict.fromkeys(right, True)
-    assert torch.allclose(decoded(am.KVCache.load(tmp_path, None)), decoded(in_memory(PIECE + 38)), atol=FLOAT32)
+    assert torch.allclose(decoded(am.KVCache.load(tmp_path, None)), decoded(in_memory(PIECE_TOKENS + 38)), atol=FLOAT32)
     with pytest.raises(StoreError, match=r"expected a folder of 1 x 1 ranks .*Fix: load it with KVCache.load"):
         opened(tmp_path)
 
@@ -208,7 +208,7 @@ def cut(file: Path, size: int) -> None:
 
 def of_another_cache(file: Path) -> None:
     other = opened(file.parents[2] / "other")
-    k, v = rows(0, PIECE + 200)
+    k, v = rows(0, PIECE_TOKENS + 200)
     other.append(k + 1, v)
     found = next((file.parents[2] / "other").glob(f"1-*/{file.name}"))
     file.write_bytes(found.read_bytes())
@@ -225,11 +225,11 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "no piece": ("0-4096.safetensors", Path.unlink, "expected a file that KVCache.save wrote"),
     "a foreign piece": ("0-4096.safetensors", of_another_cache, "a piece of another one"),
     "a byte of the last piece": ("4096-8192.filling", lambda file: flip(file, 5000), "damage in"),
-    "an index of the last piece": ("4096-8192.filling", lambda file: flip(file, -PIECE * 8), "damage in"),
+    "an index of the last piece": ("4096-8192.filling", lambda file: flip(file, -PIECE_TOKENS * 8), "damage in"),
     "a short last piece": ("4096-8192.filling", lambda file: cut(file, 70_000), "expected a file that KVCache.save"),
     "no last piece": ("4096-8192.filling", Path.unlink, "expected a file that KVCache.save wrote"),
     "a foreign last piece": ("4096-8192.filling", of_another_cache, "damage in"),
-    "a byte of the journal": ("0.journal", lambda file: flip(file, SIZE + 9), "damage at byte 64"),
+    "a byte of the journal": ("0.journal", lambda file: flip(file, RECORD_BYTES + 9), "damage at byte 64"),
     "an empty journal": ("0.journal", lambda file: cut(file, 0), "0 bytes without a first record"),
     "a foreign journal": ("0.journal", of_another_cache, "damage at byte 0"),
     "no journal": ("0.journal", Path.unlink, "expected a journal of each rank and layer"),
@@ -239,7 +239,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_damaged_files_are_refused_by_name(tmp_path: Path, kind: str) -> None:
     cache = opened(tmp_path / "a")
-    grow(cache, PIECE + 100)
+    grow(cache, PIECE_TOKENS + 100)
     grow(cache, 100)
     del cache
     gc.collect()
@@ -288,6 +288,16 @@ def test_what_is_no_folder_of_this_cache_is_refused(tmp_path: Path) -> None:
     manifest.write_text(json.dumps(fields)[:-30])
     with pytest.raises(StoreError, match=r"expected a folder that KVCache.save wrote"):
         opened(tmp_path / "a")
+
+
+def test_folders_are_private(tmp_path: Path) -> None:
+    umask = os.umask(0o022)
+    try:
+        grow(opened(tmp_path / "a" / "b"), 5)
+    finally:
+        os.umask(umask)
+    made = [tmp_path / "a", tmp_path / "a" / "b", *(tmp_path / "a" / "b").glob("1-*")]
+    assert [folder.stat().st_mode & 0o777 for folder in made] == [0o700] * 3
 
 
 def test_folders_of_others_are_refused(tmp_path: Path) -> None:
@@ -350,7 +360,7 @@ def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
 
 def test_a_full_disk_leaves_the_cache_usable(tmp_path: Path, native: bool) -> None:
     cache = opened(tmp_path)
-    grow(cache, PIECE - 1)
+    grow(cache, PIECE_TOKENS - 1)
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -359,18 +369,18 @@ def test_a_full_disk_leaves_the_cache_usable(tmp_path: Path, native: bool) -> No
         grow(cache, 1)
         with pytest.raises(StoreError, match=r"\(No space left on device\). Fix: free space there, and append again"):
             grow(cache, 1)
-    assert same_outputs(cache, in_memory(PIECE))
+    assert same_outputs(cache, in_memory(PIECE_TOKENS))
     grow(cache, 1)
     with full_journal(cache):
         for more in (1, 50):
             with pytest.raises(StoreError, match="No space left on device"):
                 grow(cache, more)
         with pytest.raises(StoreError, match="No space left on device"):
-            cache.truncate(PIECE)
-    assert same_outputs(cache, in_memory(PIECE + 1))
+            cache.truncate(PIECE_TOKENS)
+    assert same_outputs(cache, in_memory(PIECE_TOKENS + 1))
     grow(cache, 50)
     del cache
-    assert same_outputs(opened(tmp_path), in_memory(PIECE + 51))
+    assert same_outputs(opened(tmp_path), in_memory(PIECE_TOKENS + 51))
 
 
 class Killed(BaseException):
@@ -394,8 +404,8 @@ def test_any_point_of_a_change_leaves_a_whole_state(
         raise Killed
 
     for kind, begun, change, lengths in (
-        ("growth", PIECE, lambda cache: grow(cache, 2), {PIECE, PIECE + 1, PIECE + 2}),
-        ("cut", PIECE + 5, lambda cache: cache.truncate(10), {10, PIECE + 5}),
+        ("growth", PIECE_TOKENS, lambda cache: grow(cache, 2), {PIECE_TOKENS, PIECE_TOKENS + 1, PIECE_TOKENS + 2}),
+        ("cut", PIECE_TOKENS + 5, lambda cache: cache.truncate(10), {10, PIECE_TOKENS + 5}),
     ):
         cache = opened(tmp_path / kind)
         grow(cache, begun)
@@ -418,7 +428,7 @@ def test_any_point_of_a_change_leaves_a_whole_state(
 
 @pytest.mark.parametrize(
     "point",
-    ["make_filling", "make_whole", "os.replace", "Journal.begin", "Journal.add", "Journal.note", "append"]
+    ["make_filling", "make_whole", "os.replace", "Journal.begin", "Journal.add", "Journal.count_written", "append"]
     + ["FolderShard._fill", "FolderShard._set", "FolderShard._with_whole"],
 )
 @pytest.mark.parametrize("after", [False, True])
@@ -437,7 +447,7 @@ def test_a_cache_goes_on_after_an_interrupt(
         return found
 
     cache = opened(tmp_path)
-    grow(cache, PIECE - 1)
+    grow(cache, PIECE_TOKENS - 1)
     lengths = []
     for change in (
         lambda cache: grow(cache, 1),
@@ -465,13 +475,13 @@ def test_a_cache_goes_on_after_an_interrupt(
 def test_tokens_of_others_are_counted_once_after_an_interrupt(tmp_path: Path) -> None:
     cache = opened(tmp_path)
     grow(cache, 5)
-    shard, note = cache.shard, Journal.note
+    shard, count_written = cache.shard, Journal.count_written
 
     def ends(*arguments: Any) -> None:
-        note(*arguments)
+        count_written(*arguments)
         raise KeyboardInterrupt
 
-    with patch.object(Journal, "note", ends), pytest.raises(KeyboardInterrupt):
+    with patch.object(Journal, "count_written", ends), pytest.raises(KeyboardInterrupt):
         shard._skip_run(16, 5, 5)
     assert cache.length == 5
     grow(cache, 3)
@@ -481,14 +491,14 @@ def test_tokens_of_others_are_counted_once_after_an_interrupt(tmp_path: Path) ->
 
 def test_a_full_disk_where_a_piece_begins_is_told(tmp_path: Path) -> None:
     cache = opened(tmp_path)
-    grow(cache, PIECE)
+    grow(cache, PIECE_TOKENS)
     with patch.object(Journal, "begin", side_effect=OSError(28, "No space left on device")):
         for _ in range(2):
             with pytest.raises(StoreError, match="append again from token 4096 on"):
                 grow(cache, 4)
     grow(cache, 4)
     del cache
-    assert same_outputs(opened(tmp_path), in_memory(PIECE + 4))
+    assert same_outputs(opened(tmp_path), in_memory(PIECE_TOKENS + 4))
 
 
 def append_until_killed(path: Path, seed: int, promised: int) -> None:

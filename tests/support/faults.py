@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 
-from attnmesh.store.checkpoint import FOLDER
+from attnmesh.store.manifest import SAVE_FOLDER
 from benchmarks.netns import LINK, Hosts
 from tests.support.worlds import Ranks, Report
 
@@ -54,7 +54,7 @@ def _kill_while_writing(ranks: Ranks, victim: int) -> None:
     """Kill the victim after the folder of the next save appears and before the save is published."""
     folder = ranks.job.folder
     before, end = set(os.listdir(folder)), time.monotonic() + 5
-    while time.monotonic() < end and not any(map(FOLDER.fullmatch, {*os.listdir(folder)} - before)):
+    while time.monotonic() < end and not any(map(SAVE_FOLDER.fullmatch, {*os.listdir(folder)} - before)):
         pass
     time.sleep(Random(victim).uniform(0, 0.004))
     ranks.kill(victim)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import attnmesh as am
-from attnmesh.store.layer_files import PIECE
+from attnmesh.store.layer_files import PIECE_TOKENS
 
 
 def rows(start: int, stop: int, batch: int = 1, dim: int = 16) -> tuple[Tensor, Tensor]:
@@ -26,7 +26,13 @@ def grow(cache: am.KVCache, more: int) -> None:
     cache.append(*rows(cache.length, cache.length + more, cache.sizes.batch, cache.sizes.head_dim))
 
 
-SIZES: dict[str, Any] = {"batch": 1, "kv_heads": 2, "head_dim": 16, "capacity": 4 * PIECE, "dtype": torch.float32}
+SIZES: dict[str, Any] = {
+    "batch": 1,
+    "kv_heads": 2,
+    "head_dim": 16,
+    "capacity": 4 * PIECE_TOKENS,
+    "dtype": torch.float32,
+}
 
 
 def in_memory(length: int, mesh: Any = None, **sizes: Any) -> am.KVCache:

@@ -13,7 +13,7 @@ from attnmesh.comm.host_linear import HostLinear
 from attnmesh.comm.topology import mailboxes_of_all_ranks
 from attnmesh.errors import StoreError
 from attnmesh.mesh.axes import Mesh
-from attnmesh.store import checkpoint
+from attnmesh.store.manifest import read_manifest
 
 LENGTHS = 2000, 2050, 2300
 """Tokens in the cache at each save, in turn, so that the number of a save determines its length."""
@@ -85,8 +85,8 @@ def _saving(mesh: Any, folder: Path, progress: dict[str, Any]) -> Step:
 
 def _loading(mesh: Any, folder: Path, progress: dict[str, Any]) -> Step:
     """Decode from a cache that was never saved, and at later steps from the saved one."""
-    manifest = checkpoint.read_manifest(folder)
-    progress["saved"] = manifest.saving
+    manifest = read_manifest(folder)
+    progress["saved"] = manifest.save_number
     caches = [_filled_cache(mesh, manifest.length), am.KVCache.load(folder, mesh)]
     return lambda: [am.decode(_query(), caches.pop(0) if len(caches) > 1 else caches[0])]
 

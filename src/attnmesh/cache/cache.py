@@ -26,7 +26,7 @@ from attnmesh.cache.pages import PagedCache
 from attnmesh.cache.saved_cache import FolderLayer, SavedCache, SavedPieces, open_folder
 from attnmesh.cache.tiered_shard import TieredShard, memory_shard_maker, tiered_shard_maker
 from attnmesh.comm.transport import flat_axis, transport_of
-from attnmesh.core.digest import fingerprints, history_checksum
+from attnmesh.core.digest import chained_checksum, fingerprints
 from attnmesh.core.mask import Mask
 from attnmesh.errors import DtypeError, ShapeError, StoreError, check_count
 from attnmesh.guard.agreement import Agreement, ComparedCalls, prepare_merges
@@ -152,7 +152,7 @@ class KVCache(PagedCache, SavedCache):
             with Agreement(self.mesh, "KVCache"):
                 fail = self.calls.raise_uncompared
                 if opened is not None:
-                    make_shard = opened.folder.shards(opened.layer, sizes, fail)
+                    make_shard = opened.folder.shard_maker(opened.layer, sizes, fail)
                 make_shard = tiered_shard_maker(make_shard, sizes, self.device, fail)
                 self.shards = sizes.allocating()(partial(LocalShards, self.token_axis, copies, make_shard))()
             if opened is not None:
@@ -278,7 +278,7 @@ class KVCache(PagedCache, SavedCache):
 
         def fields() -> dict[str, object]:
             padding = None if token_mask is None else list(token_mask.shape)
-            checksum = history_checksum(0, token_mask)
+            checksum = chained_checksum(0, token_mask)
             sizes = {"tokens": start, "capacity": self.sizes.capacity, "queries": queries}
             return {**sizes, "padding": padding, "checksum": checksum}
 
@@ -427,8 +427,8 @@ class KVCache(PagedCache, SavedCache):
         for shard in self.shards.all:
             shard.reorder(index)
         self.saved.forget()
-        self.order_checksum = history_checksum(self.order_checksum, index)
-        self.history_checksum = history_checksum(self.history_checksum, index)
+        self.order_checksum = chained_checksum(self.order_checksum, index)
+        self.history_checksum = chained_checksum(self.history_checksum, index)
         self.changes += 1
 
 

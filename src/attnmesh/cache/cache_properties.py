@@ -6,7 +6,7 @@ from torch import Tensor
 from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.local_shards import LocalShards
-from attnmesh.core.digest import history_checksum
+from attnmesh.core.digest import chained_checksum
 from attnmesh.core.layout import Striped
 from attnmesh.kernels.cache_view import LENGTH
 from attnmesh.kernels.padding import Padding
@@ -94,4 +94,4 @@ class CacheProperties:
         places = (~token_mask).nonzero()  # few, and faster to add up than a mask of all tokens
         if len(places):
             start = self.length - new_count
-            self.history_checksum = history_checksum(self.history_checksum + start, places)
+            self.history_checksum = chained_checksum(self.history_checksum + start, places)

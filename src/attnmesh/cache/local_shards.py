@@ -9,7 +9,7 @@ from torch import Tensor
 from attnmesh.cache.block_cyclic import TokenCounts
 from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.cache.cache_shard import CacheShard, usual_slots
-from attnmesh.cache.window import first_needed
+from attnmesh.cache.window import WindowStart, first_needed
 from attnmesh.comm.p2p import begin_messages, meta_like
 from attnmesh.comm.topology import dist_all_gather_ints, hosts
 from attnmesh.core.mask import Mask
@@ -38,7 +38,7 @@ class LocalShards:
         self.in_graphs = False  # a graph holds an append, of whose replays the CPU sees nothing
         self.forked = False
         """True if other caches may share memory with this one: alike on all ranks, though one may share none."""
-        self.floor = 0  # tokens that no query from this one on sees are forgotten
+        self.first_query = 0  # tokens that no query from this one on sees are forgotten
 
     @property
     def all(self) -> list[CacheShard]:
@@ -146,10 +146,10 @@ class LocalShards:
 
     def serves(self, query: int) -> bool:
         """Return whether all tokens that queries from token `query` on see are cached."""
-        if self.forget_mask is None or query >= self.floor:
+        if self.forget_mask is None or query >= self.first_query:
             return True
         first_seen = 0 if self.own.padding is not None else self.forget_mask.first_seen(query)
-        return self.forget_mask.first_seen(self.floor) <= first_seen
+        return self.forget_mask.first_seen(self.first_query) <= first_seen
 
     def check_length(self, length: int, before: int) -> None:
         """Raise unless `before` tokens can be truncated to `length`."""
@@ -157,13 +157,13 @@ class LocalShards:
             given, fix = f"{length!r} of type {type(length).__name__}", f"pass an int that is no more than {before}"
             raise ShapeError("truncate", f"a length from 0 to {before}", given, fix)
         if length and not self.serves(length):
-            expected = f"0, or at least {self.floor}: the cache has forgotten what earlier tokens see"
+            expected = f"0, or at least {self.first_query}: the cache has forgotten what earlier tokens see"
             fix = (
                 f"make the cache with keep={before - length} or more, counted from the longest length; or truncate to 0"
             )
             raise ShapeError("truncate", expected, f"{length} of {before} tokens", fix)
 
-    def first(self, token_mask: Tensor | None = None, new_count: int = 0) -> int:
+    def first_token(self, token_mask: Tensor | None = None, new_count: int = 0) -> int:
         """Return the first token that is needed, after `new_count` tokens with this mask."""
         if self.forget_mask is None:
             return 0
@@ -174,19 +174,24 @@ class LocalShards:
                 real[:, :length] = shard.padding.token_mask[:, :length]
             if token_mask is not None:
                 real[:, length:] = token_mask.to(shard.device)
-        return first_needed(self.forget_mask, self.floor, shard.sizes.block, real)
+        return first_needed(self.forget_mask, self.first_query, shard.sizes.block, real)
+
+    @property
+    def window_start(self) -> WindowStart:
+        """The first token that is needed, and the first query that can be decoded."""
+        return WindowStart(self.first_token(), self.first_query)
 
     def append(self, new: Tensors, token_mask: Tensor | None) -> None:
         """Add new tokens that are the same on every rank."""
         new_count = new[0].shape[2]
         start = self.known_length
         if self.forget_mask is not None:
-            self._raise_floor(new_count, new_count)
+            self._move_first_query(new_count, new_count)
         for shard in self.all:
             own_count = 0
             if self.forget_mask is not None:
                 own_count = shard.turn.count(start + new_count) - shard.turn.count(start)
-                shard.make_room(own_count, self.first)
+                shard.make_room(own_count, self.first_token)
             shard.append(new, token_mask, self.length_and_used(shard, own_count))
         self._advance(new_count)
 
@@ -197,8 +202,8 @@ class LocalShards:
         """
         first = 0
         if self.forget_mask is not None:
-            self._raise_floor(new_count, queries)
-            first = self.first(token_mask, new_count)
+            self._move_first_query(new_count, queries)
+            first = self.first_token(token_mask, new_count)
             if skips := first > self.known_length:
                 kept = tokens >= first
                 new = tuple(x[:, :, kept] for x in new)
@@ -215,7 +220,7 @@ class LocalShards:
             self.rank_counts = TokenCounts(self.own.block_cyclic, length, tuple(count for _, count in kept))
         for shard in self.all:
             shard.truncate(length)
-        self.known_length, self.floor = length, min(self.floor, length)
+        self.known_length, self.first_query = length, min(self.first_query, length)
 
     def grow(self, sizes: CacheSizes) -> None:
         """Reserve memory for a larger capacity. A shard that already has it stays as it is."""
@@ -223,11 +228,12 @@ class LocalShards:
             if sizes.capacity > shard.sizes.capacity:
                 shard.grow(sizes)
 
-    def prepare(self, length: int, first: int, floor: int) -> None:
-        """Make room for the tokens from `first` up to `length`, to be written at their block-cyclic slots."""
-        self.floor, count = floor, self.own.turn.count
+    def prepare(self, length: int, start: WindowStart) -> None:
+        """Make room for the tokens from the first one up to `length`, to be written at their block-cyclic slots."""
+        self.first_query = start.first_query
         if self.forget_mask is not None:
-            self.own.make_room(count(length) - count(first), lambda: first)
+            count = self.own.turn.count
+            self.own.make_room(count(length) - count(start.first_token), lambda: start.first_token)
 
     def mark_present(self, length: int, token_mask: Tensor | None, first: int = 0) -> None:
         """Mark the tokens that `prepare` made room for as present, once written, and send copies."""
@@ -237,10 +243,10 @@ class LocalShards:
         self._send_copies(new, shard.token_index[:used], length, token_mask, first)
         self.known_length = length
 
-    def _raise_floor(self, new_count: int, queries: int) -> None:
+    def _move_first_query(self, new_count: int, queries: int) -> None:
         """Forget, when memory is needed, what neither the last queries nor those after a truncation see."""
         past = max(queries, self.own.sizes.keep + 1)
-        self.floor = max(self.floor, self.known_length + new_count - past)
+        self.first_query = max(self.first_query, self.known_length + new_count - past)
 
     def _advance(self, new_count: int) -> None:
         if may_compare(self.own.device):

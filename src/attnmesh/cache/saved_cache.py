@@ -166,7 +166,7 @@ save_caches = LateBound[..., Saving]()
 """Write caches to a folder: `store.checkpoint_writer.save_layers`."""
 
 open_folder = LateBound[..., Any]()
-"""Return a folder in which caches live: `store.kv_folder.KeyFolder`."""
+"""Return a folder in which caches live: `store.kv_folder.KVFolder`."""
 
 load_caches = LateBound[..., tuple[list[Any], dict[str, Tensor], str]]()
 """Return the caches of a folder, further tensors and a note: `store.checkpoint.load_layers`."""

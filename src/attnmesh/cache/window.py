@@ -5,10 +5,19 @@ once no later query sees them. Slots stay in the order of their tokens. A shard 
 are left to new memory with some slots to spare, about eight moves per token.
 """
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from attnmesh.core.mask import Mask, check_mask
 from attnmesh.errors import MaskError, ShapeError, check_int
+
+
+class WindowStart(NamedTuple):
+    """The first token that a cache has, and the first query that it serves: it has forgotten what earlier ones see."""
+
+    first_token: int = 0
+    first_query: int = 0
 
 
 def check_window(mask: Mask | None, keep: int) -> None:

@@ -18,7 +18,7 @@ from attnmesh.hf.load import open_tokenizer, split_revision, tokenizer_text
 from attnmesh.hf.models import rope_switches
 from attnmesh.hf.serving.grammar_masks import has_grammars
 from attnmesh.serve.rank_requests import serve_rank_0
-from attnmesh.store.block_folder import FolderLock, check_private
+from attnmesh.store.block_folder import FolderLock, make_private_folder
 
 LOADING_SECONDS = 1800.0
 """Seconds that one rank may take longer than another to load the model."""
@@ -46,7 +46,7 @@ def prefix_store(folder: Path, model: ModelOnMesh, sizes: dict[str, int]) -> hf.
 
 def lock_for_server(folder: Path) -> FolderLock:
     """Return a lock on a folder of prefixes that the front holds, also while ranks start again."""
-    return FolderLock(check_private(folder), "server")
+    return FolderLock(make_private_folder(folder), "server")
 
 
 def read_grammars(path: str) -> hf.GrammarTokens | None:

@@ -200,11 +200,11 @@ def _check_lengths(q: Tensor, cache: KVCache, mask: Mask, subject: str, of_row: 
         fix = transpose_hint_first(f"append before {subject}", fits)
         raise ShapeError(f"{subject} q{of_row}", "as many queries as tokens in the cache, or fewer", given, fix)
     if sizes.mask is not None and not cache.shards.serves(cache.shards.known_length - q.shape[2]):
-        floor = cache.shards.floor
-        expected = f"queries of token {floor} and later ones: the cache has forgotten what earlier tokens see"
+        first_query = cache.shards.first_query
+        expected = f"queries of token {first_query} and later ones: the cache has forgotten what earlier tokens see"
         given = f"queries of the tokens from {cache.length - q.shape[2]} to {cache.length - 1}"
         fix = "decode after each append, or pass queries= to append_shard"
-        fix = fix if cache.length > floor else "append the next token first"
+        fix = fix if cache.length > first_query else "append the next token first"
         raise ShapeError(f"{subject} q{of_row}", expected, given, fix)
     if mask.ends:
         mask.check_length(f"{subject} mask{of_row}", cache.length)

@@ -23,8 +23,8 @@ from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.options import ASSISTED_OPTIONS, GenerationSettings, describe_value
 from attnmesh.mesh.axes import Mesh
-from attnmesh.store.checkpoint import MANIFEST, check_folder, read_manifest
-from attnmesh.store.checkpoint_writer import check_writable
+from attnmesh.store.checkpoint_writer import make_writable_folder
+from attnmesh.store.manifest import MANIFEST, check_folder, read_manifest
 
 SUBJECT = "generate checkpoint"
 """First words of errors about checkpoints."""
@@ -102,7 +102,7 @@ class Checkpoint:
         axes = Mesh.of(cache.mesh)
         with Agreement(axes, SUBJECT) as agreement:
             self._check_call(settings, ids, cache)
-            check_writable(self.folder)
+            make_writable_folder(self.folder)
             self.note = _identify_call(model, ids, settings)
             saved_length = self._saved_length() if os.path.lexists(self.folder / MANIFEST) else 0
             agreement.compare({"held": saved_length, **json.loads(self.note)})

@@ -5,4 +5,4 @@ from attnmesh.store import checkpoint, checkpoint_writer, kv_folder
 
 save_caches.bind(checkpoint_writer.save_layers)
 load_caches.bind(checkpoint.load_layers)
-open_folder.bind(kv_folder.KeyFolder)
+open_folder.bind(kv_folder.KVFolder)

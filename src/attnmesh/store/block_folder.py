@@ -10,11 +10,8 @@ so that a killed process leaves parts, which no one reads and the next engine re
 """
 
 import os
-import stat
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 from secrets import randbits
 
@@ -22,47 +19,38 @@ import torch
 from torch import Tensor
 
 from attnmesh.cache.cache_config import CacheSizes
-from attnmesh.errors import StoreError, require
+from attnmesh.errors import StoreError
 from attnmesh.store.block_names import StoredBlock
-from attnmesh.store.checkpoint import check_folder
+from attnmesh.store.locks import lock_alone
+from attnmesh.store.manifest import check_folder
+from attnmesh.store.private_folder import check_private, make_folders
 from attnmesh.store.tensor_file import (
     DAMAGED_FIX,
-    PART,
+    PART_SUFFIX,
     PRIVATE_FILE,
-    PRIVATE_FOLDER,
     TensorFile,
     checksums_of,
     write_tensors,
 )
 
-SUBJECT = "store"
+STORE_SUBJECT = "store"
 """First word of errors about a folder of blocks."""
 
-LOCK, NAME = "lock", "name"
+LOCK, NAME_TENSOR = "lock", "name"
 
-LAYERS = ".layers.safetensors"
+LAYERS_SUFFIX = ".layers.safetensors"
 """End of the name of a file with sizes of layers."""
 
-POLL = 0.1
-"""Seconds between two looks at a lock."""
 
-
-def check_private(path: object) -> Path:
+def make_private_folder(path: object) -> Path:
     """Make a folder of this user alone if it is missing, and return it. Raise if others own it, or can write to it."""
-    folder = check_folder(SUBJECT, path)
+    folder = check_folder(STORE_SUBJECT, path)
     try:
-        for directory in (*reversed(folder.parents), folder):
-            if not directory.is_dir():
-                directory.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
-        status = folder.stat()
+        make_folders(folder)
+        check_private(STORE_SUBJECT, folder)
     except OSError as error:
         given, fix = f"{folder} ({error.strerror})", "name another folder"
-        raise StoreError(SUBJECT, "a folder that can be made", given, fix) from None
-    expected, fix = "a folder of this user", "name a folder of your own"
-    require(status.st_uid == os.getuid(), StoreError, SUBJECT, expected, f"{folder}, which is another's", fix)
-    safe = not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    given = f"{folder}, which others can write to"
-    require(safe, StoreError, SUBJECT, "a folder that only this user can write to", given, f"run chmod 700 {folder}")
+        raise StoreError(STORE_SUBJECT, "a folder that can be made", given, fix) from None
     return folder
 
 
@@ -75,20 +63,11 @@ class FolderLock:
             self.handle = os.open(folder / name, os.O_RDWR | os.O_CREAT, PRIVATE_FILE)
         except OSError as error:
             given, fix = f"{folder} ({error.strerror})", "name another folder"
-            raise StoreError(SUBJECT, "a folder that can be written to", given, fix) from None
-        end = time.monotonic() + patience
-        while True:
-            try:
-                flock(self.handle, LOCK_EX | LOCK_NB)
-                return
-            except BlockingIOError:
-                if time.monotonic() >= end:
-                    os.close(self.handle)
-                    given, fix = f"{folder}, which another server uses", "name another folder, or end that server"
-                    raise StoreError(SUBJECT, "a folder of one server", given, fix) from None
-            except OSError:
-                return
-            time.sleep(POLL)
+            raise StoreError(STORE_SUBJECT, "a folder that can be written to", given, fix) from None
+        if not lock_alone(self.handle, patience):
+            os.close(self.handle)
+            given, fix = f"{folder}, which another server uses", "name another folder, or end that server"
+            raise StoreError(STORE_SUBJECT, "a folder of one server", given, fix)
 
     def write_number(self) -> int:
         """Leave a number in the file, by which other hosts see that they have the same folder."""
@@ -107,7 +86,7 @@ def check_seen(folder: Path, number: int) -> None:
         if int((folder / LOCK).read_text(encoding="utf-8")) == number:
             return
     given, fix = f"{folder} of another host", "name a folder on a disk that all ranks share"
-    raise StoreError(SUBJECT, "a folder that all ranks see", given, fix)
+    raise StoreError(STORE_SUBJECT, "a folder that all ranks see", given, fix)
 
 
 class BlockFolder:
@@ -125,13 +104,14 @@ class BlockFolder:
         for entry in os.scandir(self.path):
             if not entry.is_file(follow_symlinks=False):
                 continue
-            if entry.name.endswith(PART):
+            if entry.name.endswith(PART_SUFFIX):
                 Path(entry.path).unlink(missing_ok=True)
-            elif (piece := StoredBlock.of_file(entry.name)) is not None:
-                stats_by_block.setdefault(piece[0], {})[piece[1]] = entry.stat(follow_symlinks=False)
+            elif (named := StoredBlock.of_file(entry.name)) is not None:
+                block, file_number = named
+                stats_by_block.setdefault(block, {})[file_number] = entry.stat(follow_symlinks=False)
         block_bytes = {}
         for block, stats in sorted(stats_by_block.items(), key=lambda item: max(x.st_mtime for x in item[1].values())):
-            if {*stats} == {*range(block.pieces)}:
+            if {*stats} == {*range(block.file_count)}:
                 block_bytes[block] = sum(x.st_size for x in stats.values())
             else:
                 self.remove(block)
@@ -144,17 +124,17 @@ class BlockFolder:
         except OSError:
             return 0
 
-    def write(self, block: StoredBlock, piece: int, tensors: Mapping[str, Tensor]) -> None:
-        """Write one piece of a block, which appears once it is whole.
+    def write(self, block: StoredBlock, file_number: int, tensors: Mapping[str, Tensor]) -> None:
+        """Write one file of a block, which appears once it is whole.
 
         Nobody waits for the disk: one that was not written when power failed is damaged, and computed again.
         """
-        with_name = {NAME: _bytes_of(block.name), **tensors}
-        write_tensors(self.path / block.file(piece), with_name, checksums_of(with_name), waits_for_disk=False)
+        with_name = {NAME_TENSOR: _bytes_of(block.name), **tensors}
+        write_tensors(self.path / block.file(file_number), with_name, checksums_of(with_name), waits_for_disk=False)
 
-    def read(self, block: StoredBlock, piece: int) -> dict[str, Tensor]:
-        """Return the tensors of a piece. Raise if its file is missing or damaged, or is another block's."""
-        return _tensors_of(self.path / block.file(piece), block.name)
+    def read(self, block: StoredBlock, file_number: int) -> dict[str, Tensor]:
+        """Return the tensors of one file of a block. Raise if it is missing or damaged, or is another block's."""
+        return _tensors_of(self.path / block.file(file_number), block.name)
 
     def remove(self, block: StoredBlock) -> None:
         """Remove the files of a block."""
@@ -169,17 +149,17 @@ class BlockFolder:
                 os.utime(path)
 
     def _files(self, block: StoredBlock) -> list[Path]:
-        return [self.path / block.file(piece) for piece in range(block.pieces)]
+        return [self.path / block.file(file_number) for file_number in range(block.file_count)]
 
     def write_layers(self, name: str, layers: Sequence[CacheSizes]) -> None:
         """Write the sizes of a model's layers."""
         tensors = {str(n): torch.tensor(sizes.to_code(), device="cpu") for n, sizes in enumerate(layers)}
-        with_name = {NAME: _bytes_of(name), **tensors}
-        write_tensors(self.path / f"{name}{LAYERS}", with_name, checksums_of(with_name), waits_for_disk=False)
+        with_name = {NAME_TENSOR: _bytes_of(name), **tensors}
+        write_tensors(self.path / f"{name}{LAYERS_SUFFIX}", with_name, checksums_of(with_name), waits_for_disk=False)
 
     def read_layers(self, name: str) -> list[CacheSizes]:
         """Return the sizes of a model's layers. Raise if there are none, or if they are damaged."""
-        tensors = _tensors_of(self.path / f"{name}{LAYERS}", name)
+        tensors = _tensors_of(self.path / f"{name}{LAYERS_SUFFIX}", name)
         try:
             return [CacheSizes.from_code(tensors[str(n)].tolist()) for n in range(len(tensors))]
         except (KeyError, ValueError, IndexError, TypeError) as error:
@@ -190,9 +170,9 @@ class BlockFolder:
 def _tensors_of(path: Path, name: str) -> dict[str, Tensor]:
     file = TensorFile(path)
     tensors = {name: file.read(name) for name in file.entries}
-    own = tensors.pop(NAME, torch.empty(0, dtype=torch.uint8, device="cpu"))
-    is_own = own.dtype == torch.uint8 and bytes(own.flatten().tolist()).hex() == name
-    require(is_own, StoreError, "load", f"a file of {name}", f"another's in {path}", DAMAGED_FIX)
+    own = tensors.pop(NAME_TENSOR, torch.empty(0, dtype=torch.uint8, device="cpu"))
+    if own.dtype != torch.uint8 or bytes(own.flatten().tolist()).hex() != name:
+        raise StoreError("load", f"a file of {name}", f"another's in {path}", DAMAGED_FIX)
     return tensors
 
 

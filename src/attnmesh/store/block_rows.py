@@ -9,14 +9,16 @@ from torch import Tensor
 
 from attnmesh.cache.cache import KVCache
 from attnmesh.cache.cache_shard import CacheShard
-from attnmesh.errors import StoreError, require
+from attnmesh.cache.window import WindowStart
+from attnmesh.errors import StoreError
 from attnmesh.mesh.axes import Axis, intersect
 from attnmesh.store.block_names import StoredBlock
+from attnmesh.store.layer_files import TOKEN_INDEX
 from attnmesh.store.tensor_file import DAMAGED_FIX
 
-HEADS, COLUMNS, FLOORS = "heads", "columns", "floors"
-"""Names of tensors in a file: its index among ranks that share key heads, and their number; tokens; and, of each layer
-that forgets, the first token it has and the first query that it serves."""
+HEADS, WINDOW_STARTS = "heads", "floors"
+"""Names of tensors in a file beside tokens: its index among ranks that share key heads, and their number; and, of each
+layer that forgets, the first token it has and the first query that it serves."""
 
 
 def groups_of(kvs: Sequence[KVCache], block: StoredBlock) -> list[list[int]]:
@@ -34,18 +36,18 @@ def groups_of(kvs: Sequence[KVCache], block: StoredBlock) -> list[list[int]]:
 
 def name_of_group(kvs: Sequence[KVCache], group: Sequence[int]) -> str:
     """Return the name of the tokens of a group in a block."""
-    return COLUMNS if kvs[group[0]].sizes.mask is None else f"{COLUMNS} {group[0]}"
+    return TOKEN_INDEX if kvs[group[0]].sizes.mask is None else f"{TOKEN_INDEX} {group[0]}"
 
 
 def rows_of_block(kvs: Sequence[KVCache], block: StoredBlock, *, is_apart: bool = False) -> dict[str, Tensor]:
     """Return copies of this rank's rows of a block, named as in the files of a saved cache; none if it has no token.
 
-    Where each rank has a piece of its own (`is_apart`), one without tokens says so.
+    Where each rank has a file of its own (`is_apart`), one without tokens says so.
     """
     rows: dict[str, Tensor] = {}
     for group in groups_of(kvs, block):
         first = kvs[group[0]]
-        start = block.start if first.sizes.mask is None else first.shards.first()
+        start = block.start if first.sizes.mask is None else first.shards.first_token()
         bounds = _bounds(first.shard, start, block.stop)
         if any(low < high for low, high in bounds) or block.is_state:
             indices = (*(blocks.token_index for blocks in first.shard.earlier_pieces), first.shard.token_index)
@@ -59,8 +61,8 @@ def rows_of_block(kvs: Sequence[KVCache], block: StoredBlock, *, is_apart: bool 
         heads = kvs[0].shard.heads if kvs else Axis(1, 0)
         rows[HEADS] = torch.tensor([heads.index, heads.size], device="cpu")
     if block.is_state:
-        floors = [(kv.shards.first(), kv.shards.floor) if kv.sizes.mask is not None else (0, 0) for kv in kvs]
-        rows[FLOORS] = torch.tensor(floors, dtype=torch.int64, device="cpu").view(-1, 2)
+        starts = [kv.shards.window_start if kv.sizes.mask is not None else WindowStart() for kv in kvs]
+        rows[WINDOW_STARTS] = torch.tensor(starts, dtype=torch.int64, device="cpu").view(-1, 2)
     return rows
 
 
@@ -78,95 +80,96 @@ def _joined(parts: Sequence[Tensor], bounds: Sequence[tuple[int, int]], dim: int
 
 
 class RowMapping(NamedTuple):
-    """Rows of a piece that go to the shards of a group: from which heads and rows, to which heads and slots."""
+    """Rows of a file that go to the shards of a group: from which heads and rows, to which heads and slots."""
 
     heads: slice
     source: slice
     head_count: int
-    """Heads of the piece."""
+    """Heads of the file."""
     chosen: Tensor
     slots: Tensor
 
 
 @dataclass
-class Filling:
+class CacheFiller:
     """Empty caches of a rank that are filled with rows of blocks, at the slots of whole blocks in turn."""
 
     kvs: Sequence[KVCache]
-    floors: list[tuple[int, int]] = field(default_factory=list)
-    """The first token of each layer that is there, and the first query that it serves."""
+    window_starts: list[WindowStart] = field(default_factory=list)
+    """Of each layer, once a state is read."""
 
     def needs(self, block: StoredBlock) -> bool:
         """Return whether this rank has rows of a block. Of a state each may have some."""
         return block.is_state or bool(len(self._wanted(groups_of(self.kvs, block)[0], block)))
 
-    def begin(self, block: StoredBlock, pieces: Sequence[Mapping[str, Tensor]]) -> None:
+    def begin(self, block: StoredBlock, rows_by_file: Sequence[Mapping[str, Tensor]]) -> None:
         """Make room for the rows of a state, and for the tokens before it."""
-        floors = pieces[0].get(FLOORS, torch.empty(0, device="cpu")).tolist()
-        require(
-            len(floors) == len(self.kvs), StoreError, "load", "a state of each layer", f"{len(floors)}", DAMAGED_FIX
-        )
-        self.floors = [(int(first), int(floor)) for first, floor in floors]
-        for kv, starts in zip(self.kvs, self.floors, strict=True):
-            kv.shards.prepare(block.stop, *starts)
+        starts = rows_by_file[0].get(WINDOW_STARTS, torch.empty(0, device="cpu")).tolist()
+        if len(starts) != len(self.kvs):
+            raise StoreError("load", "a state of each layer", f"{len(starts)}", DAMAGED_FIX)
+        self.window_starts = [WindowStart(int(first_token), int(first_query)) for first_token, first_query in starts]
+        for kv, start in zip(self.kvs, self.window_starts, strict=True):
+            kv.shards.prepare(block.stop, start)
 
-    def put(self, block: StoredBlock, pieces: Sequence[Mapping[str, Tensor]]) -> None:
-        """Write this rank's rows of a block. Raise unless the pieces have each of them once, as it should be."""
+    def put(self, block: StoredBlock, rows_by_file: Sequence[Mapping[str, Tensor]]) -> None:
+        """Write this rank's rows of a block. Raise unless the files have each of them once, as it should be."""
         for group in groups_of(self.kvs, block):
             first = self.kvs[group[0]]
             needed = self._wanted(group, block)
             heads = first.shard.heads.slice_of(first.sizes.kv_heads)
             counts = torch.zeros(heads.stop - heads.start, len(needed), dtype=torch.int64, device="cpu")
-            for rows in pieces:
+            for rows in rows_by_file:
                 if (mapping := self._row_mapping(group, rows, needed, counts)) is not None:
                     for layer in group:
                         self._put_rows(layer, rows, mapping, needed)
-            given, expected = f"{int((counts == 1).sum())} of {counts.numel()}", f"each row of {block.name} once"
-            require(bool((counts == 1).all()), StoreError, "load", expected, given, DAMAGED_FIX)
+            if not bool((counts == 1).all()):
+                given = f"{int((counts == 1).sum())} of {counts.numel()}"
+                raise StoreError("load", f"each row of {block.name} once", given, DAMAGED_FIX)
 
     def _wanted(self, group: Sequence[int], block: StoredBlock) -> Tensor:
         """Return the tokens of a block that this rank holds, in the layers of a group."""
         shard = self.kvs[group[0]].shard
         forgets = self.kvs[group[0]].sizes.mask is not None
-        tokens = torch.arange(self.floors[group[0]][0] if forgets else block.start, block.stop, device="cpu")
+        first = self.window_starts[group[0]].first_token if forgets else block.start
+        tokens = torch.arange(first, block.stop, device="cpu")
         return tokens[shard.turn.holds(tokens)]
 
     def _row_mapping(
         self, group: Sequence[int], rows: Mapping[str, Tensor], needed: Tensor, counts: Tensor
     ) -> RowMapping | None:
-        """Return where rows of a piece go, and count them by head and token; None if this rank needs none of them."""
+        """Return where rows of a file go, and count them by head and token; None if this rank needs none of them."""
         shard, sizes = self.kvs[group[0]].shard, self.kvs[group[0]].sizes
-        columns = rows.get(name_of_group(self.kvs, group), needed[:0])
+        token_index = rows.get(name_of_group(self.kvs, group), needed[:0])
         index, number = rows.get(HEADS, torch.tensor([0, 0], device="cpu")).tolist()
-        fits = columns.dtype == torch.int64 and 0 <= index < number and sizes.kv_heads % number == 0
-        require(fits, StoreError, "load", "tokens and heads of a cache", f"{index} of {number} heads", DAMAGED_FIX)
+        if token_index.dtype != torch.int64 or not 0 <= index < number or sizes.kv_heads % number:
+            raise StoreError("load", "tokens and heads of a cache", f"{index} of {number} heads", DAMAGED_FIX)
         saved_heads = Axis(number, index).slice_of(sizes.kv_heads)
         to, source = intersect(shard.heads.slice_of(sizes.kv_heads), saved_heads)
-        chosen = torch.isin(columns, needed).nonzero().flatten()
+        chosen = torch.isin(token_index, needed).nonzero().flatten()
         if to.start >= to.stop or not len(chosen):
             return None
-        indices = torch.searchsorted(needed, columns[chosen])
+        indices = torch.searchsorted(needed, token_index[chosen])
         counts[to].index_add_(1, indices, torch.ones(to.stop - to.start, len(indices), dtype=torch.int64, device="cpu"))
-        gone = shard.turn.count(self.floors[group[0]][0]) if self.floors else 0
-        slots = shard.turn.slot(columns[chosen]) - gone
+        gone = shard.turn.count(self.window_starts[group[0]].first_token) if self.window_starts else 0
+        slots = shard.turn.slot(token_index[chosen]) - gone
         return RowMapping(to, source, saved_heads.stop - saved_heads.start, chosen, slots.to(shard.device))
 
     def _put_rows(self, layer: int, rows: Mapping[str, Tensor], mapping: RowMapping, needed: Tensor) -> None:
-        """Write rows of a piece into the shard of a layer."""
+        """Write rows of a file into the shard of a layer."""
         shard, sizes = self.kvs[layer].shard, self.kvs[layer].sizes
-        columns = rows[name_of_group(self.kvs, [layer])]
+        token_index = rows[name_of_group(self.kvs, [layer])]
         for kind, x in zip(("keys", "values"), shard.stored, strict=False):
             saved_rows = rows.get(f"{kind} {layer}", needed[:0])
-            shape = sizes.batch, mapping.head_count, len(columns), x.shape[3]
-            given = f"{saved_rows.dtype} {tuple(saved_rows.shape)}"
-            fits = tuple(saved_rows.shape) == shape and saved_rows.dtype == x.dtype
-            require(fits, StoreError, "load", f"{x.dtype} {shape}", given, DAMAGED_FIX)
+            shape = sizes.batch, mapping.head_count, len(token_index), x.shape[3]
+            if tuple(saved_rows.shape) != shape or saved_rows.dtype != x.dtype:
+                given = f"{saved_rows.dtype} {tuple(saved_rows.shape)}"
+                raise StoreError("load", f"{x.dtype} {shape}", given, DAMAGED_FIX)
             new = saved_rows[:, mapping.source, mapping.chosen].to(shard.device)
             x[:, mapping.heads].index_copy_(2, mapping.slots, new)
-        shard.token_index.index_copy_(0, mapping.slots, columns[mapping.chosen].to(shard.device))
+        shard.token_index.index_copy_(0, mapping.slots, token_index[mapping.chosen].to(shard.device))
 
     def finish(self, length: int) -> None:
         """Mark the first `length` tokens as present. All ranks call it."""
-        floors = self.floors or [(0, 0)] * len(self.kvs)
-        for kv, (first, _) in zip(self.kvs, floors, strict=True):
-            kv.shards.mark_present(length, None, first)
+        starts = self.window_starts or [WindowStart()] * len(self.kvs)
+        for kv, start in zip(self.kvs, starts, strict=True):
+            kv.shards.mark_present(length, None, start.first_token)

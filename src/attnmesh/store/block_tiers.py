@@ -7,10 +7,10 @@ from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator
 from typing import NamedTuple
 
-from attnmesh.store.block_names import GRAIN, BlockNames, StoredBlock
+from attnmesh.store.block_names import BLOCK_GRAIN, BlockNames, StoredBlock
 
 
-class Held(NamedTuple):
+class TierEntry(NamedTuple):
     """A block in a tier."""
 
     nbytes: int
@@ -19,13 +19,13 @@ class Held(NamedTuple):
 
 
 class Tier:
-    """Blocks that together take at most `room` bytes."""
+    """Blocks that together take at most `max_bytes` bytes."""
 
-    def __init__(self, room: int) -> None:
-        self.room, self.nbytes = room, 0
-        self.blocks: OrderedDict[StoredBlock, Held] = OrderedDict()
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes, self.nbytes = max_bytes, 0
+        self.blocks: OrderedDict[StoredBlock, TierEntry] = OrderedDict()
 
-    def add(self, block: StoredBlock, entry: Held) -> None:
+    def add(self, block: StoredBlock, entry: TierEntry) -> None:
         """Add a block as the last used."""
         self.remove(block)
         self.blocks[block] = entry
@@ -46,18 +46,18 @@ class Tier:
 
         >>> tier = Tier(10)
         >>> for number in range(3):
-        ...     tier.add(StoredBlock(str(number), 0, 16), Held(3))
+        ...     tier.add(StoredBlock(str(number), 0, 16), TierEntry(3))
         >>> [block.name for block in tier.make_room(4, {StoredBlock("0", 0, 16)})], tier.make_room(11)
         (['1'], None)
         """
         evicted, bytes_left = [], self.nbytes
-        for block, entry in self.blocks.items() if nbytes <= self.room else ():
-            if bytes_left + nbytes <= self.room:
+        for block, entry in self.blocks.items() if nbytes <= self.max_bytes else ():
+            if bytes_left + nbytes <= self.max_bytes:
                 break
             if not any(block in blocks for blocks in spared):
                 evicted.append(block)
                 bytes_left -= entry.nbytes
-        if bytes_left + nbytes > self.room:
+        if bytes_left + nbytes > self.max_bytes:
             return None
         for block in evicted:
             self.remove(block)
@@ -69,21 +69,22 @@ class BlockTiers:
 
     def __init__(self, memory: int, disk: int) -> None:
         self.memory, self.disk = Tier(memory), Tier(disk)
-        self.known: dict[str, dict[int, StoredBlock]] = {}
+        self.blocks_by_name: dict[str, dict[int, StoredBlock]] = {}
         self.states_by_stop: dict[int, int] = {}
         """Number of states, by how many tokens they are of."""
         self.writing: dict[StoredBlock, int] = {}
         """Bytes of blocks on their way to the folder, in their order; 0 for those that stay in memory."""
         self.pinned: frozenset[StoredBlock] = frozenset()
         """Blocks that are being read."""
-        self.gone: tuple[list[StoredBlock], list[StoredBlock]] = [], []
-        """Blocks that have left memory, and blocks that have left the folder, since `take_gone` was called last."""
+        self.gone_from_memory: list[StoredBlock] = []
+        self.gone_from_folder: list[StoredBlock] = []
+        """Blocks that have left memory, or the folder, since `take_gone` was called last."""
 
-    def add(self, tier: Tier, block: StoredBlock, entry: Held) -> None:
+    def add(self, tier: Tier, block: StoredBlock, entry: TierEntry) -> None:
         """Add a block to a tier."""
         tier.add(block, entry)
-        if block.start not in self.known.setdefault(block.name, {}):
-            self.known[block.name][block.start] = block
+        if block.start not in self.blocks_by_name.setdefault(block.name, {}):
+            self.blocks_by_name[block.name][block.start] = block
             if block.is_state:
                 self.states_by_stop[block.stop] = self.states_by_stop.get(block.stop, 0) + 1
 
@@ -94,7 +95,7 @@ class BlockTiers:
             self._note_gone(tier, block)
         return blocks is not None
 
-    def admit(self, block: StoredBlock, entry: Held) -> bool | None:
+    def admit(self, block: StoredBlock, entry: TierEntry) -> bool | None:
         """Make room for a new block and add it to memory.
 
         Return whether it goes to the folder too; None if there is no room in memory now.
@@ -106,7 +107,7 @@ class BlockTiers:
         self.writing[block] = entry.nbytes if goes_on else 0
         return goes_on
 
-    def keep_in_memory(self, block: StoredBlock, entry: Held) -> bool:
+    def keep_in_memory(self, block: StoredBlock, entry: TierEntry) -> bool:
         """Make room for a block of the folder and add it to memory too. Return whether there was room."""
         if fits := self.make_room(self.memory, entry.nbytes):
             self.add(self.memory, block, entry)
@@ -124,18 +125,19 @@ class BlockTiers:
 
     def take_gone(self) -> tuple[list[StoredBlock], list[StoredBlock]]:
         """Return what has left memory, and the folder, since the last call."""
-        gone = self.gone
-        self.gone = ([], [])
+        gone = self.gone_from_memory, self.gone_from_folder
+        self.gone_from_memory, self.gone_from_folder = [], []
         return gone
 
     def _note_gone(self, tier: Tier, block: StoredBlock) -> None:
         """Note that a block has left a tier, and forget its name once it is in none."""
-        self.gone[tier is self.disk].append(block)
-        if block in self.memory.blocks or block in self.disk.blocks or block.name not in self.known:
+        gone = self.gone_from_folder if tier is self.disk else self.gone_from_memory
+        gone.append(block)
+        if block in self.memory.blocks or block in self.disk.blocks or block.name not in self.blocks_by_name:
             return
-        self.known[block.name].pop(block.start, None)
-        if not self.known[block.name]:
-            del self.known[block.name]
+        self.blocks_by_name[block.name].pop(block.start, None)
+        if not self.blocks_by_name[block.name]:
+            del self.blocks_by_name[block.name]
         if block.is_state:
             self.states_by_stop[block.stop] -= 1
             if not self.states_by_stop[block.stop]:
@@ -152,12 +154,14 @@ class BlockTiers:
         entry = self.memory.blocks.get(block)
         return block in self.disk.blocks or (entry is not None and run_tokens in (None, entry.run_tokens))
 
-    def path(self, names: BlockNames, ids: list[int], most: int, run_tokens: int | None = None) -> list[StoredBlock]:
+    def prefix_blocks(
+        self, names: BlockNames, ids: list[int], most: int, run_tokens: int | None = None
+    ) -> list[StoredBlock]:
         """Return blocks that lead from the first token as far as they can, to `most` tokens at most."""
         reached: dict[int, StoredBlock | None] = {0: None}
         last = 0
-        for stop in range(GRAIN, most + 1, GRAIN):
-            blocks = self.known.get(names.at(ids, stop), {}).values()
+        for stop in range(BLOCK_GRAIN, most + 1, BLOCK_GRAIN):
+            blocks = self.blocks_by_name.get(names.at(ids, stop), {}).values()
             usable = (
                 block
                 for block in blocks
@@ -167,21 +171,21 @@ class BlockTiers:
                 reached[stop], last = block, stop
             elif stop - last > MAX_BLOCK_TOKENS:
                 break
-        return _back(reached, last)
+        return _blocks_to(reached, last)
 
     def states(self, names: BlockNames, ids: list[int], most: int, run_tokens: int) -> Iterator[StoredBlock]:
         """Yield states after at most so many tokens of a sequence, the longest first."""
         for stop in sorted((stop for stop in self.states_by_stop if stop <= most), reverse=True):
-            for block in self.known.get(names.state_at(ids, stop), {}).values():
+            for block in self.blocks_by_name.get(names.state_at(ids, stop), {}).values():
                 if block.is_state and self.has(block, run_tokens):
                     yield block
 
 
 MAX_BLOCK_TOKENS = 1024
-"""Tokens of the longest block, after which no further one continues a path."""
+"""Tokens of the longest block, after which no further one continues a prefix."""
 
 
-def _back(reached: dict[int, StoredBlock | None], stop: int) -> list[StoredBlock]:
+def _blocks_to(reached: dict[int, StoredBlock | None], stop: int) -> list[StoredBlock]:
     """Return the blocks that lead to a place."""
     blocks: list[StoredBlock] = []
     while (block := reached[stop]) is not None:

@@ -11,12 +11,12 @@ folder, even where several jobs save to the same place. In a folder that grows (
 tokens are in the files of `layer_files.py`.
 """
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from math import ceil
 from pathlib import Path
@@ -31,179 +31,53 @@ from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.local_shards import LocalShards, check_placement
 from attnmesh.cache.saved_cache import LayersToLoad
-from attnmesh.core.mask import FAR
 from attnmesh.errors import ShapeError, StoreError
 from attnmesh.guard.agreement import Agreement
 from attnmesh.mesh.axes import Axis, Mesh, intersect
 from attnmesh.runtime.memory import host_memory
 from attnmesh.setup.init_mesh import device_fault, device_for
 from attnmesh.store.journal import Journal
-from attnmesh.store.layer_files import COLUMNS, PIECE, FillingFile, LayerFiles, RowShapes, chained, check_chain
-from attnmesh.store.tensor_file import DAMAGED_FIX, TensorFile, check_size
+from attnmesh.store.layer_files import (
+    PIECE_TOKENS,
+    TOKEN_INDEX,
+    LastPieceFile,
+    LayerFiles,
+    RowShapes,
+    chained,
+    check_chain,
+)
+from attnmesh.store.manifest import MORE, Manifest, check_folder, read_manifest
+from attnmesh.store.tensor_file import DAMAGED_FIX, TensorFile
 from attnmesh.store.token_ids import TokenIds
 
-VERSION = 7
-
-MANIFEST, MORE = "cache.json", "more.safetensors"
-"""Names of the files of a save: its manifest, and the tensors that belong to no rank."""
-
-HELD = "more held"
+TOKEN_IDS = "more held"
 """Name of the ids of all tokens among the tensors of `MORE`."""
 
-MAX_MANIFEST = 1 << 20
-"""Bytes of the longest manifest that is read."""
-
-NAME = re.compile("[0-9a-f]{16}")
-
-FOLDER = re.compile("([0-9]{1,15})-[0-9a-f]{16}")
-
 PIECE_NAME = re.compile(r"([0-9]{1,9})\.([0-9]{1,9})\.([0-9]{1,15})-([0-9]{1,15})(?:\.([0-9]{1,9}))?\.safetensors")
-
-
-class Manifest(NamedTuple):
-    """Contents of `cache.json`."""
-
-    sizes: tuple[CacheSizes, ...]  # sizes of each layer
-    padded: bool
-    more: bool  # True if there is a file of tensors that belong to no rank
-    length: int
-    heads: int  # ranks along the heads axis that saved
-    ranks: int  # ranks along the tokens axis that saved
-    saving: int  # number of this save, counted per folder
-    note: str
-    name: str  # random name of this save alone
-    forgotten: tuple[tuple[int, int], ...] = ()  # per layer: tokens not saved, and the first query that can be decoded
-    lengths: tuple[int, ...] = ()  # per layer, where keys of some stand for several tokens; else each has `length`
-    growing: bool = (
-        False  # True if a cache lives in the folder: journals have the length, and the tokens after whole pieces
-    )
-
-    def length_of(self, layer: int) -> int:
-        """Return the keys of a layer."""
-        return self.lengths[layer] if self.lengths else self.length
-
-    @property
-    def groups(self) -> dict[int, list[int]]:
-        """Layers that keep the same tokens, by the first such layer."""
-        groups: dict[tuple[object, int, int], list[int]] = {}
-        for layer, sizes in enumerate(self.sizes):
-            groups.setdefault((sizes.mask, sizes.keep, self.length_of(layer)), []).append(layer)
-        return {layers[0]: layers for layers in groups.values()}
-
-    @property
-    def tokens_in_files(self) -> int:
-        """Tokens in the files of all ranks along the tokens axis, for each group of layers."""
-        return sum(self.length_of(layer) - self.forgotten[layer][0] for layer in self.groups)
-
-    @property
-    def folder(self) -> str:
-        """Name of the folder with this save's files."""
-        return f"{self.saving}-{self.name}"
-
-    def to_json(self) -> str:
-        """Return the manifest as text. Raise if it could not be read back."""
-        fields = {"format": "attnmesh cache", "version": VERSION, "sizes": [sizes.to_code() for sizes in self.sizes]}
-        fields |= {name: value for name, value in self._asdict().items() if name != "sizes"}
-        if not isinstance(self.note, str):
-            raise StoreError("save note", "a str", type(self.note).__name__, "pass json.dumps(note)")
-        text = json.dumps(fields)
-        if len(text) > MAX_MANIFEST:
-            expected, given = f"a note of less than {MAX_MANIFEST} characters", f"{len(self.note)}"
-            raise StoreError("save", expected, given, "pass long data as a tensor in more=")
-        return text
-
-
-def check_folder(subject: str, folder: object) -> Path:
-    """Return the absolute path of a folder. Raise unless `folder` is a path."""
-    path = os.fspath(folder) if isinstance(folder, (str, os.PathLike)) else None
-    if not isinstance(path, str) or not path or "\0" in path:
-        fix = 'pass its path as a str or a pathlib.Path, without null bytes, and "." for the current one'
-        raise StoreError(subject, "the path of a folder", f"{folder!r} of type {type(folder).__name__}", fix)
-    return Path(path).absolute()
-
-
-def read_manifest(path: Path) -> Manifest:
-    """Return the manifest of a folder, checked. Raise if the folder holds no cache of this version."""
-    version, fields = None, {}
-    try:
-        if not (path / MANIFEST).is_file():
-            raise FileNotFoundError(MANIFEST)
-        with (path / MANIFEST).open(encoding="utf-8") as file:
-            fields = json.loads(file.read(MAX_MANIFEST))
-        if fields["format"] != "attnmesh cache":
-            raise ValueError("another format")
-        version = fields["version"]
-        length, heads, ranks, saving = (check_size(fields[name]) for name in ("length", "heads", "ranks", "saving"))
-        padded = fields["padded"] is True
-        note = str(fields["note"])
-        name = str(fields["name"])
-        has_extra = padded or fields["more"] is True
-        codes = [[x if type(x) is int and x == FAR else check_size(x) for x in code] for code in fields["sizes"]]
-        forgotten = [(check_size(first), check_size(floor)) for first, floor in fields.get("forgotten", [])]
-        lengths = [check_size(length) for length in fields.get("lengths", [])]
-        growing = fields["growing"] is True
-        if version != VERSION or not NAME.fullmatch(name):
-            raise ValueError("another version, or no name")
-    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
-        if version not in (None, VERSION):
-            given = f"version {str(version)[:20]} in {path}"
-            fix = "load it with the attnmesh that saved it, or prefill again"
-            raise StoreError("load", f"a cache of version {VERSION}", given, fix) from error
-        expected, given = "a folder that KVCache.save wrote", f"{path} ({type(error).__name__})"
-        raise StoreError("load", expected, given, "check the path, or save again") from error
-    try:
-        sizes = tuple(map(CacheSizes.from_code, codes))
-        for layer_sizes in sizes:
-            layer_sizes.check(heads)
-        alike = len({(layer_sizes.block, layer_sizes.batch) for layer_sizes in sizes}) == 1
-        forgotten = forgotten or [(0, 0)] * len(sizes)
-        ends = lengths or [length] * len(sizes)
-        windows = [(*starts, end, layer_sizes) for starts, end, layer_sizes in zip(forgotten, ends, sizes, strict=True)]
-        alike &= all(
-            first <= floor <= end and (layer_sizes.mask or not floor) for first, floor, end, layer_sizes in windows
-        )
-        alike &= all(end <= min(length, layer_sizes.capacity) for *_, end, layer_sizes in windows)
-        if not alike or not heads or not ranks:
-            raise ValueError("sizes that contradict each other")
-    except (ValueError, IndexError, TypeError, ZeroDivisionError) as error:
-        given = f"{fields['sizes']!r}, length={length}, heads={heads}, ranks={ranks} in {path}"
-        raise StoreError("load", "the sizes of a cache", given, DAMAGED_FIX) from error
-    by_layer = tuple(forgotten), tuple(lengths)
-    return Manifest(sizes, padded, has_extra, length, heads, ranks, saving, note, name, *by_layer, growing)
-
-
-def save_folders(path: Path) -> list[Path]:
-    """Return the folders of all saves, newest first, interrupted saves included."""
-    saves = []
-    for folder in path.iterdir():
-        with suppress(FileNotFoundError):  # another job may remove it meanwhile
-            if match := FOLDER.fullmatch(folder.name):
-                saves.append((int(match[1]), folder.stat().st_mtime_ns, folder))
-    return [folder for *_, folder in sorted(saves, reverse=True)]
 
 
 class PieceFile(NamedTuple):
     """File of one rank's tokens `start` to `stop` of those saved, by its indices along heads and tokens.
 
-    It has the layers that keep the same tokens as layer `group`.
+    It has the layers that keep the same tokens as layer `leader`.
     """
 
     head_rank: int
     token_rank: int
     start: int
     stop: int
-    group: int
+    leader: int
     path: Path
-    filling: FillingFile | None = None  # the same file, where it has the last tokens in a folder that grows
+    last_piece: LastPieceFile | None = None  # the same file, where it has the last tokens in a folder that grows
 
-    def opened(self) -> TensorFile | FillingFile:
+    def opened(self) -> TensorFile | LastPieceFile:
         """Return the file, its header checked."""
-        return TensorFile(self.path) if self.filling is None else self.filling
+        return TensorFile(self.path) if self.last_piece is None else self.last_piece
 
 
 def piece_files(path: Path, manifest: Manifest) -> Iterator[PieceFile]:
     """Yield the files of a save that hold ranks' tokens."""
-    folder = path / manifest.folder
+    folder = path / manifest.folder_name
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:
@@ -212,16 +86,17 @@ def piece_files(path: Path, manifest: Manifest) -> Iterator[PieceFile]:
         ) from error
     for name in names:
         if match := PIECE_NAME.fullmatch(name):
-            head_rank, token_rank, start, stop, group = (int(number or 0) for number in match.groups())
-            if head_rank < manifest.heads and token_rank < manifest.ranks and start < stop <= manifest.length:
-                yield PieceFile(head_rank, token_rank, start, stop, group, folder / name)
+            head_rank, token_rank, start, stop, leader = (int(number or 0) for number in match.groups())
+            is_of_a_rank = head_rank < manifest.head_ranks and token_rank < manifest.token_ranks
+            if is_of_a_rank and start < stop <= manifest.length:
+                yield PieceFile(head_rank, token_rank, start, stop, leader, folder / name)
 
 
 def _layer_files(path: Path, manifest: Manifest, layer: int) -> Iterator[LayerFiles]:
     """Yield where each rank's files of a layer are."""
     leader = next(first for first, layers in manifest.groups.items() if layer in layers)
-    for head_rank, token_rank in product(range(manifest.heads), range(manifest.ranks)):
-        yield LayerFiles(path / manifest.folder, head_rank, token_rank, layer, leader)
+    for head_rank, token_rank in product(range(manifest.head_ranks), range(manifest.token_ranks)):
+        yield LayerFiles(path / manifest.folder_name, head_rank, token_rank, layer, leader)
 
 
 def _opened_journal(files: LayerFiles) -> Journal:
@@ -243,23 +118,24 @@ def grown(path: Path, manifest: Manifest) -> Manifest:
 def _grown_pieces(path: Path, manifest: Manifest, layer: int) -> Iterator[PieceFile]:
     """Yield the files of a layer in a folder that grows."""
     sizes = manifest.sizes[layer]
-    shapes = RowShapes(sizes.row_dtype, sizes.batch, sizes.kv_heads // manifest.heads, sizes.row_widths)
+    shapes = RowShapes(sizes.row_dtype, sizes.batch, sizes.kv_heads // manifest.head_ranks, sizes.row_widths)
     for files in _layer_files(path, manifest, layer):
         journal = _opened_journal(files)
         base, stop = journal.records[0].stop, journal.last.stop
-        number = base // PIECE
-        ranks = (files.head_rank, files.token_rank)
+        number = base // PIECE_TOKENS
         filling = files.filling(number)
-        full = stop == base + PIECE and not filling.exists()
+        full = stop == base + PIECE_TOKENS and not filling.exists()
         paths = [files.whole_or_shared(whole) for whole in range(number + full)]
         chain = 0
         for path in paths[:number]:
             chain = chained(chain, TensorFile(path), [*shapes.named(layer)])
         check_chain(files, journal, chain)
+        piece_of = partial(PieceFile, head_rank=files.head_rank, token_rank=files.token_rank, leader=layer)
         for whole, path in enumerate(paths):
-            yield PieceFile(*ranks, whole * PIECE, (whole + 1) * PIECE, layer, path)
+            yield piece_of(start=whole * PIECE_TOKENS, stop=(whole + 1) * PIECE_TOKENS, path=path)
         if stop > base and not full:
-            yield PieceFile(*ranks, base, stop, layer, filling, FillingFile(filling, journal, shapes, layer))
+            last_piece = LastPieceFile(filling, journal, shapes, layer)
+            yield piece_of(start=base, stop=stop, path=filling, last_piece=last_piece)
 
 
 ALL_LAYERS = LayersToLoad()
@@ -269,8 +145,8 @@ T = TypeVar("T")
 
 Cache = TypeVar("Cache", bound=KVCache)
 
-LOOKS = 8
-"""Times that a folder is looked at, at most, where each time it changes while it is read."""
+MAX_ATTEMPTS = 8
+"""Times that a folder is read, at most, where each time it changes while it is read."""
 
 
 def load_layers(
@@ -284,55 +160,61 @@ def load_layers(
     copies: int = 1,
     shares: Sequence[float] | str | None = None,
 ) -> tuple[list[Cache], dict[str, Tensor], str]:
-    """Return the caches that `save_layers` wrote, on any number of ranks, with its `more` and its `note`.
+    """Return the caches that `save_layers` wrote, on any number of ranks, with its `extra_tensors` and its `note`.
 
     Every rank calls it. A save that is replaced while it is read gives way to the newer one, and a folder that a cache
     writes meanwhile is read anew. `make` is `KVCache`.
     """
+    options = {"device": device, "checked": checked, "copies": copies, "shares": shares}
+    for attempt in range(MAX_ATTEMPTS):
+        loaded = _load_once(make, path, mesh, to_load, options, again=attempt + 1 < MAX_ATTEMPTS)
+        if loaded is not None:
+            return loaded
+    raise _never_at_rest(path)
+
+
+def _load_once(
+    make: Callable[..., Cache],
+    path: str | Path,
+    mesh: DeviceMesh | None,
+    to_load: LayersToLoad,
+    options: Mapping[str, Any],
+    *,
+    again: bool,
+) -> tuple[list[Cache], dict[str, Tensor], str] | None:
+    """Return what `load_layers` does; on all ranks None if the folder has changed meanwhile, to be read `again`."""
     axes = Mesh.of(mesh)
-    target = device_for(mesh, device)
-    shard_device = target if to_load.hot is None else torch.device("cpu")
+    before = _state_of(path)
+    with Agreement(axes, "load") as agreement:
+        saved_layers = _unless_changed(
+            lambda: _checked_layers(path, mesh, to_load, **options), path, before, again=again
+        )
+        saved = None if saved_layers is None else saved_layers.manifest
+        fields = {"of": None if again else saved, "capacity": to_load.capacity, "shares": options["shares"]}
+        numbers = [0, 0] if saved is None else [int(saved.name, 16) >> 2, saved.length]
+        table = agreement.compare(fields, payload=numbers)
+    if saved_layers is None or len({name for name, _ in table}) > 1:
+        return None
+    manifest, folder, token_mask, extra_tensors = saved_layers
+    length = min(length for _, length in table)  # it may grow meanwhile
+    manifest = manifest._replace(length=length)
+    if manifest.growing and "held" in extra_tensors:
+        extra_tensors["held"] = extra_tensors["held"][:, :length]
+    caches = make_alike(make, mesh, _sizes_of(manifest, to_load), **options)
 
-    def check() -> SavedLayers:
-        if fault := device_fault("load", target, device):
-            raise fault
-        parts = check_placement("load", copies, shares, axes.queries.size * axes.keys.size)
-        share = 0.0 if shares == "auto" else held_part(parts, axes)
-        return inspect(path, axes, shard_device, to_load, copies * share)
+    def read() -> bool:
+        fill([cache.shards for cache in caches], folder, manifest)
+        return True
 
-    def attempt(*, again: bool) -> tuple[list[Cache], dict[str, Tensor], str] | None:
-        before = _state_of(path)
+    with torch.no_grad():
         with Agreement(axes, "load") as agreement:
-            saved_layers = _unless_changed(check, path, before, again=again)
-            saved = None if saved_layers is None else saved_layers.manifest
-            fields = {"of": None if again else saved, "capacity": to_load.capacity, "shares": shares}
-            numbers = [0, 0] if saved is None else [int(saved.name, 16) >> 2, saved.length]
-            table = agreement.compare(fields, payload=numbers)
-        if saved_layers is None or len({name for name, _ in table}) > 1:
+            is_read = bool(_unless_changed(read, path, before, again=again))
+            table = agreement.compare(payload=[is_read])
+        if not all(done for (done,) in table):
             return None
-        manifest, folder, token_mask, extra_tensors = saved_layers
-        length = min(length for _, length in table)  # it may grow meanwhile
-        manifest = manifest._replace(length=length)
-        if manifest.growing and "held" in extra_tensors:
-            extra_tensors["held"] = extra_tensors["held"][:, :length]
-        sizes = _sizes_of(manifest, to_load)
-        caches = make_alike(make, mesh, sizes, device=device, checked=checked, copies=copies, shares=shares)
-
-        def read() -> bool:
-            fill([cache.shards for cache in caches], folder, manifest)
-            return True
-
-        with torch.no_grad():
-            with Agreement(axes, "load") as agreement:
-                is_read = bool(_unless_changed(read, path, before, again=again))
-                table = agreement.compare(payload=[is_read])
-            if not all(done for (done,) in table):
-                return None
-            for layer, (cache, (first, _)) in enumerate(zip(caches, manifest.forgotten, strict=True)):
-                cache.shards.mark_present(manifest.length_of(layer), token_mask, first)
-        return caches, extra_tensors, manifest.note
-
-    return next(loaded for left in reversed(range(LOOKS)) if (loaded := attempt(again=left > 0)) is not None)
+        for layer, (cache, start) in enumerate(zip(caches, manifest.window_starts, strict=True)):
+            cache.shards.mark_present(manifest.length_of(layer), token_mask, start.first_token)
+    return caches, extra_tensors, manifest.note
 
 
 def make_alike(
@@ -361,8 +243,13 @@ def _unless_changed(read: Callable[[], T], path: object, before: FolderState, *,
             return None
         if now[:1] != before[:1]:
             raise
-        given, fix = f"{path}, which a cache writes meanwhile", "let go of that cache, or load it once it is at rest"
-        raise StoreError("load", "a folder at rest", given, fix) from error
+        raise _never_at_rest(path) from error
+
+
+def _never_at_rest(path: object) -> StoreError:
+    """Return the error of a folder that changes each time it is read."""
+    given, fix = f"{path}, which a cache writes meanwhile", "let go of that cache, or load it once it is at rest"
+    return StoreError("load", "a folder at rest", given, fix)
 
 
 def _state_of(path: object) -> FolderState:
@@ -372,8 +259,9 @@ def _state_of(path: object) -> FolderState:
         manifest = read_manifest(folder)
         if not manifest.growing:
             return (manifest.name,)
-        journals = [(journal.name, journal.stat()) for journal in sorted((folder / manifest.folder).glob("*.journal"))]
-        return manifest.name, *((name, stat.st_size, stat.st_mtime_ns) for name, stat in journals)
+        journals = sorted((folder / manifest.folder_name).glob("*.journal"))
+        stats = [(journal.name, journal.stat()) for journal in journals]
+        return manifest.name, *((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
     return ()
 
 
@@ -386,7 +274,28 @@ class SavedLayers(NamedTuple):
     extra_tensors: dict[str, Tensor]  # tensors that belong to no rank
 
 
-def inspect(
+def _checked_layers(
+    path: str | Path,
+    mesh: DeviceMesh | None,
+    to_load: LayersToLoad,
+    *,
+    device: torch.device | str | None,
+    checked: bool | None,
+    copies: int,
+    shares: Sequence[float] | str | None,
+) -> SavedLayers:
+    """Return the saved layers of a folder. Raise if caches with these options could not take them on this rank."""
+    target = device_for(mesh, device)
+    if fault := device_fault("load", target, device):
+        raise fault
+    axes = Mesh.of(mesh)
+    parts = check_placement("load", copies, shares, axes.queries.size * axes.keys.size)
+    share = 0.0 if shares == "auto" else held_part(parts, axes)
+    shard_device = target if to_load.hot is None else torch.device("cpu")
+    return read_saved_layers(path, axes, shard_device, to_load, copies * share)
+
+
+def read_saved_layers(
     path: object,
     mesh: Mesh,
     device: torch.device,
@@ -415,14 +324,14 @@ def inspect(
                 "load", "room for the keys that were saved", f"{keys} in a capacity of {each.capacity}", fix
             )
     _check_memory(sizes, mesh, device, part, padded=manifest.padded)
-    ids = ids_in(TokenIds(folder / manifest.folder), manifest) if manifest.sizes else None
+    ids = ids_in(TokenIds(folder / manifest.folder_name), manifest) if manifest.sizes else None
     extra_tensors = {} if ids is None else {"held": ids}
-    if not manifest.more:
+    if not manifest.has_extra:
         return SavedLayers(manifest, folder, None, extra_tensors)
-    file = TensorFile(folder / manifest.folder / MORE)
+    file = TensorFile(folder / manifest.folder_name / MORE)
     shape = manifest.sizes[0].batch, manifest.length
     token_mask = file.read("real", torch.bool, shape) if manifest.padded else None
-    names = (name for name in file.entries if name.startswith("more ") and name != HELD)
+    names = (name for name in file.entries if name.startswith("more ") and name != TOKEN_IDS)
     extra_tensors |= {name.removeprefix("more "): file.read(name) for name in names}
     return SavedLayers(manifest, folder, token_mask, extra_tensors)
 
@@ -438,9 +347,9 @@ def _sizes_of(manifest: Manifest, to_load: LayersToLoad) -> tuple[CacheSizes, ..
 def ids_in(written: TokenIds, manifest: Manifest) -> Tensor | None:
     """Return the ids of all tokens: those written since a save, or else those of the save; None without any."""
     ids = written.read(manifest.sizes[0].batch) if manifest.growing else None
-    if ids is None and manifest.more:
+    if ids is None and manifest.has_extra:
         file = TensorFile(written.path.with_name(MORE))
-        ids = file.read(HELD, torch.int64) if HELD in file.entries else None
+        ids = file.read(TOKEN_IDS, torch.int64) if TOKEN_IDS in file.entries else None
     return ids
 
 
@@ -467,8 +376,8 @@ def _check_memory(layers: Sequence[CacheSizes], mesh: Mesh, device: torch.device
 
 def fill(layers: Sequence[LocalShards], path: Path, manifest: Manifest) -> None:
     """Write this rank's tokens into its shards, one per layer, from the files of all ranks that saved."""
-    for layer, (shards, starts) in enumerate(zip(layers, manifest.forgotten, strict=True)):
-        shards.prepare(manifest.length_of(layer), *starts)
+    for layer, (shards, start) in enumerate(zip(layers, manifest.window_starts, strict=True)):
+        shards.prepare(manifest.length_of(layer), start)
     if manifest.growing:
         for layer, shards in enumerate(layers):
             _fill_group({layer: shards.own.whole()}, path, manifest, [*_grown_pieces(path, manifest, layer)])
@@ -476,21 +385,21 @@ def fill(layers: Sequence[LocalShards], path: Path, manifest: Manifest) -> None:
     pieces = list(piece_files(path, manifest))
     for leader, group in manifest.groups.items():
         own = {layer: layers[layer].own.whole() for layer in group}
-        _fill_group(own, path, manifest, [piece for piece in pieces if piece.group == leader])
+        _fill_group(own, path, manifest, [piece for piece in pieces if piece.leader == leader])
 
 
 def _fill_group(shards: Mapping[int, CacheShard], path: Path, manifest: Manifest, pieces: Sequence[PieceFile]) -> None:
     """Write this rank's tokens into its shards of layers that keep the same tokens."""
     leader, first = next(iter(shards.items()))
-    start = manifest.forgotten[leader][0]
+    start = manifest.window_starts[leader].first_token
     end = manifest.length_of(leader)
     forgotten = first.turn.count(start)
     used = first.turn.count(end) - forgotten
     # Tokens read, by their file's index along heads.
-    filled = torch.zeros(manifest.heads, used, dtype=torch.bool, device="cpu")
+    filled = torch.zeros(manifest.head_ranks, used, dtype=torch.bool, device="cpu")
     for piece in pieces:
         file = piece.opened()
-        tokens = file.read(COLUMNS, torch.int64, (piece.stop - piece.start,))
+        tokens = file.read(TOKEN_INDEX, torch.int64, (piece.stop - piece.start,))
         own_rows = (first.turn.holds(tokens) & (tokens < end)).nonzero().flatten()
         slots = first.turn.slot(tokens[own_rows]) - forgotten
         if len(tokens) and (int(tokens.min()) < start or (int(tokens.max()) >= end and not manifest.growing)):
@@ -499,10 +408,10 @@ def _fill_group(shards: Mapping[int, CacheShard], path: Path, manifest: Manifest
             raise StoreError("load", "every token once", f"some twice in {piece.path}", DAMAGED_FIX)
         filled[piece.head_rank, slots] = True
         for layer, shard in shards.items() if len(own_rows) else ():
-            _copy_heads(shard, file, layer, Axis(manifest.heads, piece.head_rank), own_rows, slots, len(tokens))
+            _copy_heads(shard, file, layer, Axis(manifest.head_ranks, piece.head_rank), own_rows, slots, len(tokens))
         first.token_index[slots.to(first.device)] = tokens[own_rows].to(first.device)
     for shard in shards.values():
-        shared = [_shared_heads(shard, Axis(manifest.heads, h))[0] for h in range(manifest.heads)]
+        shared = [_shared_heads(shard, Axis(manifest.head_ranks, h))[0] for h in range(manifest.head_ranks)]
         needed = [to.start < to.stop for to in shared]
         if not bool(filled[needed].all()):
             given = f"{int(filled[needed].all(0).sum())} of this rank's {used} tokens in {path}"
@@ -512,7 +421,7 @@ def _fill_group(shards: Mapping[int, CacheShard], path: Path, manifest: Manifest
 
 def _copy_heads(
     shard: CacheShard,
-    file: TensorFile | FillingFile,
+    file: TensorFile | LastPieceFile,
     layer: int,
     saved: Axis,
     own_rows: Tensor,

@@ -7,12 +7,9 @@ as long as a process writes there.
 
 import os
 import shutil
-import time
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from errno import EACCES
-from fcntl import LOCK_EX, LOCK_NB, LOCK_SH, flock
 from functools import partial
 from pathlib import Path
 from secrets import randbits
@@ -26,22 +23,23 @@ from attnmesh.cache.local_shards import LocalShards
 from attnmesh.cache.saved_cache import SavedPieces, Saving
 from attnmesh.errors import StoreError
 from attnmesh.guard.agreement import Agreement
-from attnmesh.store.checkpoint import (
+from attnmesh.store.checkpoint import piece_files
+from attnmesh.store.layer_files import PIECE_TOKENS, TOKEN_INDEX
+from attnmesh.store.locks import WriterLock, lock_alone, without_writers
+from attnmesh.store.manifest import (
     MANIFEST,
     MORE,
-    NAME,
+    SAVE_NAME,
     Manifest,
     check_folder,
-    piece_files,
     read_manifest,
     save_folders,
+    write_manifest,
 )
-from attnmesh.store.layer_files import COLUMNS, PIECE
+from attnmesh.store.private_folder import make_folders
 from attnmesh.store.tensor_file import (
-    PART,
-    PRIVATE_FOLDER,
-    appearing,
-    check_more,
+    PART_SUFFIX,
+    check_extra_tensors,
     check_size,
     link_or_write,
     sync_folders,
@@ -50,7 +48,7 @@ from attnmesh.store.tensor_file import (
 TIMEOUT = 60.0
 """Seconds to wait for another job that publishes to the same folder."""
 
-MAX_PIECE, MIN_PIECE = PIECE, 64
+MAX_PIECE_TOKENS, MIN_PIECE_TOKENS = PIECE_TOKENS, 64
 """Tokens of the longest file, and of the shortest but the last."""
 
 
@@ -66,7 +64,7 @@ class SavedGroup(NamedTuple):
     def of(shards: Sequence[CacheShard], layers: Sequence[int], manifest: Manifest) -> "SavedGroup":
         """Return the group of these layers."""
         first = shards[layers[0]]
-        saved = slice(first.count_before(manifest.forgotten[layers[0]][0]), first.used_slots)
+        saved = slice(first.count_before(manifest.window_starts[layers[0]].first_token), first.used_slots)
         stored = {
             f"{kind} {n}": x for n in layers for kind, x in zip(("keys", "values"), shards[n].stored, strict=False)
         }
@@ -79,14 +77,14 @@ def save_layers(
     caches: Sequence[KVCache],
     path: str | Path,
     *,
-    more: Mapping[str, Tensor] | None = None,
+    extra_tensors: Mapping[str, Tensor] | None = None,
     note: str = "",
     wait: bool = True,
     lengths_differ: bool = False,
 ) -> Saving:
     """Write caches of the same tokens to one folder, as `KVCache.save` writes one. Every rank calls it.
 
-    `more` are tensors, the same on all ranks, and `note` is a text. `load_layers` returns both. Lengths differ where
+    `extra_tensors` are the same on all ranks, and `note` is a text. `load_layers` returns both. Lengths differ where
     keys of some layers stand for several tokens; the first layer's do not.
     """
     for cache in caches:
@@ -100,9 +98,9 @@ def save_layers(
         saved = SavedPieces(caches)
     is_coordinator = mesh.shard_index == 0
     with Agreement(mesh, "save") as agreement:
-        prepared = _prepare(path, shards, more or {}, note, is_coordinator, lengths_differ)
+        prepared = _prepare(path, shards, extra_tensors or {}, note, is_coordinator, lengths_differ)
         folder, manifest, tensors = prepared
-        table = agreement.compare({"saving": manifest.saving, "note": note}, payload=[randbits(62)])
+        table = agreement.compare({"saving": manifest.save_number, "note": note}, payload=[randbits(62)])
     manifest = manifest._replace(name=f"{table[0][0]:016x}")
     groups = [SavedGroup.of(own_shards, layers, manifest) for layers in manifest.groups.values()]
     coordinates = (own_shards[0].heads.index, own_shards[0].index)
@@ -130,7 +128,7 @@ def _wait_for_last(last: Saving) -> None:
 def _prepare(
     path: str | Path,
     layers: Sequence[LocalShards],
-    more: Mapping[str, Tensor],
+    extra_tensors: Mapping[str, Tensor],
     note: str,
     is_coordinator: bool,
     lengths_differ: bool,
@@ -139,7 +137,7 @@ def _prepare(
     folder = check_folder("save", path)
     shards = [layer.own for layer in layers]
     first = shards[0]
-    check_more(more)
+    check_extra_tensors(extra_tensors)
     by_layer = tuple(shard.length for shard in shards) if lengths_differ else ()
     lengths = sorted({shard.length for shard in (shards[:1] if lengths_differ else shards)})
     if len(lengths) > 1:
@@ -148,29 +146,32 @@ def _prepare(
     token_mask = first.token_mask
     sizes = tuple(shard.sizes for shard in shards)
     padded = token_mask is not None
-    saved_by = first.heads.size, first.block_cyclic.ranks, _next_number(folder)
-    forgotten = tuple((layer.first(), layer.floor) for layer in layers)
-    kind = sizes, padded, padded or bool(more), lengths[0], *saved_by
-    manifest = Manifest(*kind, note, f"{0:016x}", forgotten, by_layer)
+    manifest = Manifest(
+        sizes=sizes,
+        padded=padded,
+        has_extra=padded or bool(extra_tensors),
+        length=lengths[0],
+        head_ranks=first.heads.size,
+        token_ranks=first.block_cyclic.ranks,
+        save_number=_next_number(folder),
+        note=note,
+        name=f"{0:016x}",
+        window_starts=tuple(layer.window_start for layer in layers),
+        lengths=by_layer,
+    )
     manifest.to_json()  # raises if it could not be read back
     if not is_coordinator:
         return folder, manifest, {}
-    tensors = {f"more {name}": x.clone() for name, x in more.items()}
+    tensors = {f"more {name}": x.clone() for name, x in extra_tensors.items()}
     return folder, manifest, tensors | ({} if token_mask is None else {"real": token_mask.clone()})
 
 
-def check_writable(path: Path) -> None:
+def make_writable_folder(path: Path) -> None:
     """Make a folder if it is missing. Raise unless it can be written to."""
     with _store_errors(path):
-        _make_private(path)
+        make_folders(path)
         if not os.access(path, os.W_OK | os.X_OK):
             raise PermissionError(EACCES, "Permission denied")
-
-
-def _make_private(path: Path) -> None:
-    """Make a folder if it is missing, and those that it is in, each for its owner alone."""
-    for folder in (*reversed(path.parents), path):
-        folder.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
 
 
 def _next_number(path: Path) -> int:
@@ -178,7 +179,7 @@ def _next_number(path: Path) -> int:
     with _store_errors(path):
         if os.path.lexists(path / MANIFEST):
             try:
-                return check_size(read_manifest(path).saving + 1)
+                return check_size(read_manifest(path).save_number + 1)
             except ValueError as error:
                 given = error.args[2] if isinstance(error, StoreError) else str(error)
                 raise StoreError("save", "a folder of saves, or a new one", given, "pass another folder") from error
@@ -187,33 +188,19 @@ def _next_number(path: Path) -> int:
     return 1
 
 
-def pieces(used: int) -> Iterator[tuple[int, int]]:
+def piece_slots(used: int) -> Iterator[tuple[int, int]]:
     """Yield the slots of each file: a cache that has grown keeps all its files but a few at the end.
 
-    >>> list(pieces(4096 + 128 + 64 + 5))
+    >>> list(piece_slots(4096 + 128 + 64 + 5))
     [(0, 4096), (4096, 4224), (4224, 4288), (4288, 4293)]
     """
     start = 0
     while start < used:
-        size = MAX_PIECE
-        while size > MIN_PIECE and start + size > used:
+        size = MAX_PIECE_TOKENS
+        while size > MIN_PIECE_TOKENS and start + size > used:
             size //= 2
         yield start, min(start + size, used)
         start += size
-
-
-class WriterLock:
-    """Lock of a save's folder, which other jobs see as long as this process writes there, and no longer."""
-
-    def __init__(self) -> None:
-        self.release: Callable[[], object] = lambda: None
-
-    def take(self, folder: Path) -> None:
-        """Hold the folder, on a file system that has locks."""
-        handle = os.open(folder, os.O_RDONLY)
-        self.release = weakref.finalize(self, os.close, handle)
-        with suppress(OSError):
-            flock(handle, LOCK_SH)
 
 
 def _sweep(path: Path, manifest: Manifest, *, wholly: bool) -> None:
@@ -223,28 +210,23 @@ def _sweep(path: Path, manifest: Manifest, *, wholly: bool) -> None:
     """
     current = _current(path)
     for save in save_folders(path):
-        if save.name in (current, manifest.folder):
+        if save.name in (current, manifest.folder_name):
             continue
-        with suppress(OSError):
-            handle = os.open(save, os.O_RDONLY)
-            try:
-                flock(handle, LOCK_EX | LOCK_NB)
-                if wholly:
-                    shutil.rmtree(save, ignore_errors=True)
-                for file in save.glob(f"*{PART}"):
-                    file.unlink(missing_ok=True)
-            finally:
-                os.close(handle)
+        with suppress(OSError), without_writers(save):
+            if wholly:
+                shutil.rmtree(save, ignore_errors=True)
+            for file in save.glob(f"*{PART_SUFFIX}"):
+                file.unlink(missing_ok=True)
 
 
 def _current(path: Path) -> str | None:
     """Return the folder of the save that loads, None if there is none."""
-    return read_manifest(path).folder if os.path.lexists(path / MANIFEST) else None
+    return read_manifest(path).folder_name if os.path.lexists(path / MANIFEST) else None
 
 
 def _end(path: Path, manifest: Manifest, coordinates: tuple[int, int], lock: WriterLock, *, failed: bool) -> None:
     """Leave the folder of a save. Remove this rank's files there if it has failed, and what is left of others."""
-    folder = path / manifest.folder
+    folder = path / manifest.folder_name
     with suppress(OSError, StoreError):  # a manifest that cannot be read may be of this save
         if failed and _current(path) != folder.name:
             for file in folder.glob("{}.{}.*".format(*coordinates)):
@@ -267,19 +249,18 @@ def _write(
     lock: WriterLock,
 ) -> None:
     """Write this rank's tokens, linking to files of earlier saves that hold the same."""
-    folder = path / manifest.folder
+    folder = path / manifest.folder_name
     with _store_errors(path):
-        for directory in (path, folder):
-            _make_private(directory)
+        make_folders(folder)
         lock.take(folder)
         with suppress(StoreError):
             _sweep(path, manifest, wholly=False)
         saves = [other for other in save_folders(path) if other != folder]
         earlier = [*saves[:2], *saves[2:][-1:]]  # not all: a full disk may leave many interrupted saves
-        group_pieces = ((group, piece) for group in groups for piece in pieces(len(group.token_index)))
+        group_pieces = ((group, piece) for group in groups for piece in piece_slots(len(group.token_index)))
         for group, (start, stop) in group_pieces:
             tensors = {name: x[:, :, start:stop] for name, x in group.tensors.items()}
-            tensors |= {COLUMNS: group.token_index[start:stop]}
+            tensors |= {TOKEN_INDEX: group.token_index[start:stop]}
             suffix = f".{group.leader}" if group.leader else ""
             name = "{}.{}.{}-{}{}.safetensors".format(*coordinates, start, stop, suffix)
             if group.is_rewritten:
@@ -296,19 +277,16 @@ def _write(
 
 def _publish(path: Path, manifest: Manifest) -> None:
     """Make this save the current one and remove older ones, while no other job publishes to the folder."""
-    new = path / f"{MANIFEST}.{manifest.name}"
     with _store_errors(path), _lock_folder(path):
-        os.stat(path / manifest.folder)
+        os.stat(path / manifest.folder_name)
         _check_complete(path, manifest)
-        with appearing(path / MANIFEST, new) as file:
-            file.write(manifest.to_json().encode())
-        sync_folders(path)
+        write_manifest(path, manifest)
         with suppress(OSError):  # this save is published, so older ones may stay
             for save in save_folders(path):
-                if save.name != manifest.folder:
+                if save.name != manifest.folder_name:
                     shutil.rmtree(save, ignore_errors=True)
             for interrupted in path.glob(f"{MANIFEST}.*"):  # manifests of interrupted saves
-                if NAME.fullmatch(interrupted.suffix[1:]):
+                if SAVE_NAME.fullmatch(interrupted.suffix[1:]):
                     interrupted.unlink(missing_ok=True)
 
 
@@ -316,17 +294,10 @@ def _publish(path: Path, manifest: Manifest) -> None:
 def _lock_folder(path: Path) -> Iterator[None]:
     """Hold the lock of a folder, on a file system that has locks."""
     handle = os.open(path, os.O_RDONLY)
-    end = time.monotonic() + TIMEOUT
     try:
-        with suppress(OSError):
-            while True:
-                with suppress(BlockingIOError):
-                    flock(handle, LOCK_EX | LOCK_NB)
-                    break
-                if time.monotonic() > end:
-                    given, fix = f"{path}, locked for {TIMEOUT:g} s", "pass another folder, or end the other job"
-                    raise StoreError("save", "one save at a time in a folder", given, fix)
-                time.sleep(0.02)
+        if not lock_alone(handle, TIMEOUT):
+            given, fix = f"{path}, locked for {TIMEOUT:g} s", "pass another folder, or end the other job"
+            raise StoreError("save", "one save at a time in a folder", given, fix)
         yield
     finally:
         os.close(handle)
@@ -334,12 +305,10 @@ def _lock_folder(path: Path) -> Iterator[None]:
 
 def _check_complete(path: Path, manifest: Manifest) -> None:
     """Raise unless all ranks' files are in the folder: hosts may have local disks at the same path."""
-    tokens = sum(piece.stop - piece.start for piece in piece_files(path, manifest)) // manifest.heads
+    tokens = sum(piece.stop - piece.start for piece in piece_files(path, manifest)) // manifest.head_ranks
     if tokens != manifest.tokens_in_files:
-        given, fix = (
-            f"{tokens} of {manifest.tokens_in_files} tokens in {path}",
-            "pass one folder, on a disk that all ranks share",
-        )
+        given = f"{tokens} of {manifest.tokens_in_files} tokens in {path}"
+        fix = "pass one folder, on a disk that all ranks share"
         raise StoreError("save", "a folder that all ranks write to", given, fix)
 
 

@@ -30,9 +30,9 @@ from attnmesh.runtime.tensors import Tensors
 from attnmesh.runtime.unbroken import unbroken
 from attnmesh.store.journal import Record
 from attnmesh.store.layer_files import (
-    PIECE,
-    FilePiece,
+    PIECE_TOKENS,
     LayerFiles,
+    MappedPiece,
     PieceSums,
     RowShapes,
     chained,
@@ -46,7 +46,7 @@ from attnmesh.store.layer_files import (
 )
 from attnmesh.store.tensor_file import DAMAGED_FIX, TensorFile
 
-SUBJECT = "KVCache folder"
+FOLDER_SUBJECT = "KVCache folder"
 
 
 class FolderShard(OrderedShard):
@@ -57,7 +57,7 @@ class FolderShard(OrderedShard):
     def __init__(
         self,
         files: LayerFiles,
-        keeps: Callable[[int], bool],
+        take_memory: Callable[[int], bool],
         fail: Fail,
         sizes: CacheSizes,
         heads: Axis,
@@ -65,7 +65,7 @@ class FolderShard(OrderedShard):
         index: int,
     ) -> None:
         self.files = files
-        self.keeps = keeps
+        self.take_memory = take_memory
         self.fail = fail
         self.opened_in: object = None
         """The folder, whose lock and journals live as long as its shards."""
@@ -81,13 +81,13 @@ class FolderShard(OrderedShard):
         return RowShapes(sizes.row_dtype, sizes.batch, sizes.kv_heads // self.heads.size, sizes.row_widths)
 
     @property
-    def pieces(self) -> int:
-        """Whole pieces."""
+    def whole_count(self) -> int:
+        """Number of whole pieces."""
         return len(self.earlier_pieces)
 
     def _allocate(self) -> tuple[list[Tensor], Tensor]:
         """Return no memory: `begin`, `resume` and `take_over` map files."""
-        return [], torch.zeros(PIECE + 1, dtype=torch.int64, device="cpu")
+        return [], torch.zeros(PIECE_TOKENS + 1, dtype=torch.int64, device="cpu")
 
     def _usual_slots(self, sizes: CacheSizes) -> int:
         """Return as many slots as there may be tokens: files grow."""
@@ -108,8 +108,8 @@ class FolderShard(OrderedShard):
                 raise StoreError("load", "a journal of each rank and layer", f"no {journal.path}", DAMAGED_FIX)
             journal.open()
             base, last = journal.records[0].stop, journal.last
-            number = base // PIECE
-            full = last.stop == base + PIECE and not files.filling(number).exists()
+            number = base // PIECE_TOKENS
+            full = last.stop == base + PIECE_TOKENS and not files.filling(number).exists()
             self._open_whole(number + full)
             check_chain(files, journal, self.chains[number])
             if full:  # the last piece got its name, and the process ended
@@ -122,18 +122,18 @@ class FolderShard(OrderedShard):
                 check_filling(files.filling(number), piece, journal)
                 self._fill(piece, last.stop - base, last.length)
 
-    def take_over(self, whole_pieces: int, rows: Tensors, columns: Tensor, length: int) -> None:
+    def take_over(self, whole_pieces: int, rows: Tensors, token_index: Tensor, length: int) -> None:
         """Go on after a save: open its whole pieces in place, and copy the rows after them to a piece to be filled."""
         with opening(self.files.folder):
             self._open_whole(whole_pieces)
             piece = make_filling(self.files, whole_pieces, self.shapes)
-            used = len(columns)
+            used = len(token_index)
             for x, row in zip(piece.stored, rows, strict=True):
                 x[:, :, :used] = row
-            piece.columns[:used] = columns
-            end = [(whole_pieces * PIECE + used, piece.digest(0, used))] if used else []
+            piece.token_index[:used] = token_index
+            end = [(whole_pieces * PIECE_TOKENS + used, piece.digest(0, used))] if used else []
             self.journal.open()
-            self.journal.begin(whole_pieces * PIECE, length, self.chains[-1], end)
+            self.journal.begin(whole_pieces * PIECE_TOKENS, length, self.chains[-1], end)
             self._fill(piece, used, length)
 
     def _open_whole(self, count: int) -> None:
@@ -145,29 +145,29 @@ class FolderShard(OrderedShard):
             self._keep(piece)
         for number, (file, piece) in enumerate(opened):
             for _, next_piece in opened[number : number + 4]:
-                next_piece.file.fetch(*(x[:, :, :PIECE] for x in next_piece.stored))
+                next_piece.file.fetch(*(x[:, :, :PIECE_TOKENS] for x in next_piece.stored))
             check_whole_piece(file, piece, names)
             piece.file.leave(*piece.stored)
             self.earlier_pieces = self._with_whole(file, piece)
 
-    def _keep(self, piece: FilePiece) -> None:
+    def _keep(self, piece: MappedPiece) -> None:
         """Let a whole piece stay in memory once it is read, if there is room."""
-        piece.file.kept = self.keeps(sum(x.nbytes for x in piece.stored))
+        piece.file.kept = self.take_memory(sum(x.nbytes for x in piece.stored))
 
-    def _with_whole(self, file: TensorFile, piece: FilePiece) -> tuple[FrozenPiece, ...]:
+    def _with_whole(self, file: TensorFile, piece: MappedPiece) -> tuple[FrozenPiece, ...]:
         """Return the whole pieces, with one more after them. Note its checksums."""
-        chain = chained(self.chains[self.pieces], file, [*self.shapes.named(self.files.layer)])
-        self.chains = [*self.chains[: self.pieces + 1], chain]
-        index = torch.cat((piece.columns, piece.columns[-1:]))
+        chain = chained(self.chains[self.whole_count], file, [*self.shapes.named(self.files.layer)])
+        self.chains = [*self.chains[: self.whole_count + 1], chain]
+        index = torch.cat((piece.token_index, piece.token_index[-1:]))
         return (*self.earlier_pieces, FrozenPiece(piece.stored, index, None, piece.file))
 
-    def _fill(self, piece: FilePiece, used: int, length: int) -> None:
+    def _fill(self, piece: MappedPiece, used: int, length: int) -> None:
         """Let new tokens go to a piece, of which some rows are tokens."""
-        self.piece, self.stored, self.token_index = piece, piece.stored, piece.columns
+        self.piece, self.stored, self.token_index = piece, piece.stored, piece.token_index
         self.sums = PieceSums(self.shapes, used)
         self._set(length, used)
 
-    def _turn_to(self, whole_pieces: tuple[FrozenPiece, ...], piece: FilePiece, used: int, length: int) -> None:
+    def _turn_to(self, whole_pieces: tuple[FrozenPiece, ...], piece: MappedPiece, used: int, length: int) -> None:
         """Replace the whole pieces, and let new tokens go to another piece."""
         unbroken([partial(setattr, self, "earlier_pieces", whole_pieces), partial(self._fill, piece, used, length)])
 
@@ -177,7 +177,7 @@ class FolderShard(OrderedShard):
     def append_run(self, new: Tensors, new_count: int, length: int, used: int) -> bool:
         """Add new tokens that fit the last piece and that one rank owns; else return False."""
         try:
-            return used + new_count <= PIECE and super().append_run(new, new_count, length, used)
+            return used + new_count <= PIECE_TOKENS and super().append_run(new, new_count, length, used)
         except StoreError as error:
             self.fail("append", error)
 
@@ -196,10 +196,10 @@ class FolderShard(OrderedShard):
         done = 0
         count = len(tokens)
         while True:
-            if self.used_slots == PIECE and done < count:
+            if self.used_slots == PIECE_TOKENS and done < count:
                 self._next_piece()
             start = done
-            done = min(count, done + PIECE - self.used_slots)
+            done = min(count, done + PIECE_TOKENS - self.used_slots)
             after = length if done == count else int(tokens[done])
             self._write_rows(
                 [row[:, :, start:done] for row in rows], tokens[start:done], (self.length, self.used_slots), after
@@ -210,10 +210,10 @@ class FolderShard(OrderedShard):
     def _mend(self, length_and_used: tuple[int, int]) -> None:
         """Let the journal say what the shard has, where an error or Ctrl-C came between a record and its tokens."""
         length, used = length_and_used
-        base = self.pieces * PIECE
-        if self.journal.end != (base, base + used, length):
+        base = self.whole_count * PIECE_TOKENS
+        if self.journal.row_counts != (base, base + used, length):
             end = [(base + used, self.piece.digest(0, used))] if used else []
-            self.journal.begin(base, length, self.chains[self.pieces], end)
+            self.journal.begin(base, length, self.chains[self.whole_count], end)
 
     def _write_rows(
         self, rows: Sequence[Tensor], tokens: Tensor | None, length_and_used: tuple[int, int], length: int
@@ -225,13 +225,13 @@ class FolderShard(OrderedShard):
         """
         used = length_and_used[1]
         count = rows[0].shape[2]
-        base = self.pieces * PIECE
+        base = self.whole_count * PIECE_TOKENS
         stop = used + count
         try:
             self._mend(length_and_used)
             serial = self.journal.last.serial + 1
             if append(self.stored, rows, self.token_index, self.device_counts, self._fields(tokens, length, serial)):
-                self.journal.note(Record(serial, base + used, base + stop, length, self.digest.value))
+                self.journal.count_written(Record(serial, base + used, base + stop, length, self.digest.value))
                 return
             for x, row in zip(self.stored, rows, strict=True):
                 self.piece.file.write(x[:, :, used:stop], row)
@@ -253,25 +253,25 @@ class FolderShard(OrderedShard):
             addressof(self.sums.memory),
             file.handle,
             journal.handle,
-            journal.stop,
+            journal.record_bytes,
             journal.key,
             serial,
-            self.pieces * PIECE,
+            self.whole_count * PIECE_TOKENS,
             length,
         )
 
     def _record(self, start: int, stop: int, length: int, rows: Sequence[Tensor] | None = None) -> None:
         """Promise that rows of the last piece are tokens."""
-        base = self.pieces * PIECE
+        base = self.whole_count * PIECE_TOKENS
         digest = self.piece.digest(start, stop, rows) if start < stop else 0
         self.journal.add(base + start, base + stop, length, digest)
 
     def _next_piece(self) -> None:
         """Give the last piece, which is full, its name, and begin another one."""
         with self._writing():
-            following = make_filling(self.files, self.pieces + 1, self.shapes)
+            following = make_filling(self.files, self.whole_count + 1, self.shapes)
             length = self.length
-            file, piece = make_whole(self.files, self.pieces, self.shapes, self.piece, self.sums.checksums())
+            file, piece = make_whole(self.files, self.whole_count, self.shapes, self.piece, self.sums.checksums())
             self._keep(piece)
             self._turn_to(self._with_whole(file, piece), following, 0, length)
             self._mend((length, 0))
@@ -279,7 +279,7 @@ class FolderShard(OrderedShard):
     def truncate(self, length: int) -> None:
         """Remove the tokens from `length` on."""
         count = self.count_before(length)
-        base = self.pieces * PIECE
+        base = self.whole_count * PIECE_TOKENS
         if (length, count) == (self.length, base + self.used_slots):
             return
         with self._writing():
@@ -295,16 +295,16 @@ class FolderShard(OrderedShard):
 
     def _cut(self, count: int, length: int) -> None:
         """Keep the first rows alone, and fill the piece that they end in again."""
-        number, used = divmod(count, PIECE)
+        number, used = divmod(count, PIECE_TOKENS)
         last = self.earlier_pieces[number]
-        removed = range(number, self.pieces)
+        removed = range(number, self.whole_count)
         piece = make_filling(self.files, number, self.shapes)
-        old = self.files.filling(self.pieces)
+        old = self.files.filling(self.whole_count)
         for x, row in zip(piece.stored, last.stored, strict=True):
             x[:, :, :used] = row[:, :, :used]
-        piece.columns[:used] = last.token_index[:used]
+        piece.token_index[:used] = last.token_index[:used]
         end = [(count, piece.digest(0, used))] if used else []
-        self.journal.begin(number * PIECE, length, self.chains[number], end)
+        self.journal.begin(number * PIECE_TOKENS, length, self.chains[number], end)
         self._turn_to(self.earlier_pieces[:number], piece, used, length)
         old.unlink(missing_ok=True)
         for path in map(self.files.whole, removed):
@@ -349,7 +349,8 @@ class FolderShard(OrderedShard):
             self._refuse("sequences that stay in their order", f"{index.tolist()}")
 
     def _refuse(self, expected: str, given: str) -> NoReturn:
-        raise StoreError(SUBJECT, expected, given, "call it on cache.fork(), or load the folder with KVCache.load")
+        fix = "call it on cache.fork(), or load the folder with KVCache.load"
+        raise StoreError(FOLDER_SUBJECT, expected, given, fix)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -368,11 +369,11 @@ class FolderShard(OrderedShard):
             fix = f"free space there, and open the folder again: it has the tokens before {self.length}"
         if error.errno == ENOENT:
             fix = "call cache.fork() and save it elsewhere: the folder is gone, and its tokens go with this process"
-        return StoreError(SUBJECT, "a folder that can be written to", given, fix)
+        return StoreError(FOLDER_SUBJECT, "a folder that can be written to", given, fix)
 
 
 @contextmanager
-def opening(folder: Path, subject: str = SUBJECT) -> Iterator[None]:
+def opening(folder: Path, subject: str = FOLDER_SUBJECT) -> Iterator[None]:
     """Raise the system's errors as `StoreError` while a folder is opened."""
     try:
         yield

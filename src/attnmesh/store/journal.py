@@ -5,13 +5,11 @@ reads a journal: a record of rows `start` to `stop` replaces all after `start`. 
 in whole pieces before, and has the chain of their checksums, by which a piece of another cache is found.
 """
 
-import gc
 import os
 import struct
 from collections.abc import Sequence
 from contextlib import suppress
 from errno import ENOENT, ENOSPC
-from fcntl import LOCK_EX, LOCK_NB, flock
 from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
@@ -21,39 +19,15 @@ from typing import NamedTuple
 import torch
 
 from attnmesh.core.digest import digest_each
-from attnmesh.errors import StoreError, require
+from attnmesh.errors import StoreError
+from attnmesh.store.locks import lock_for_cache
 from attnmesh.store.tensor_file import DAMAGED_FIX, PRIVATE_FILE
 
 RECORD = struct.Struct("8q")
 """Fields of a record, their digest with the journal's key, and two zeros. Its size divides a page, so that none is
 written in part when a process is killed. `cache.cpp` writes it, too."""
 
-SIZE = RECORD.size
-
-
-def lock(handle: int, path: Path) -> None:
-    """Lock a file or a folder until its handle is closed, on a file system that has locks.
-
-    Raise if another writer has it.
-    """
-    if not _locked(handle):
-        gc.collect()  # a cache that nobody uses any more may still be in memory, with its locks
-        given, fix = (
-            f"{path}, which another cache writes",
-            "let go of it and of its errors, or end its process, or pass another folder",
-        )
-        require(_locked(handle), StoreError, "KVCache folder", "one writer of a folder", given, fix)
-
-
-def _locked(handle: int) -> bool:
-    """Lock a file. Return False if another writer has it."""
-    try:
-        flock(handle, LOCK_EX | LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True  # a file system without locks
-    return True
+RECORD_BYTES = RECORD.size
 
 
 def read_file(path: Path) -> bytes:
@@ -65,9 +39,8 @@ def read_file(path: Path) -> bytes:
     except OSError as error:
         raise StoreError("load", "files as they were written", f"{path} ({error.strerror})", DAMAGED_FIX) from error
     with os.fdopen(handle, "rb") as file:
-        fits = S_ISREG(os.fstat(handle).st_mode)
-        given = f"{path}, which is no regular file"
-        require(fits, StoreError, "load", "files as they were written", given, DAMAGED_FIX)
+        if not S_ISREG(os.fstat(handle).st_mode):
+            raise StoreError("load", "files as they were written", f"{path}, which is no regular file", DAMAGED_FIX)
         return file.read()
 
 
@@ -106,15 +79,15 @@ class Journal:
         return self.records[-1]
 
     @property
-    def end(self) -> tuple[int, int, int]:
+    def row_counts(self) -> tuple[int, int, int]:
         """Rows in whole pieces, all rows, and the tokens of all ranks, by the records."""
         first, last = self.records[0], self.records[-1]
         return first.stop, last.stop, last.length
 
     @property
-    def stop(self) -> int:
+    def record_bytes(self) -> int:
         """Bytes of the file that are records."""
-        return (self.last.serial - self.records[0].serial + 1) * SIZE if self.records else 0
+        return (self.last.serial - self.records[0].serial + 1) * RECORD_BYTES if self.records else 0
 
     def read(self) -> bool:
         """Read the records of the file. Return False if there is none; raise where the file is damaged."""
@@ -125,26 +98,27 @@ class Journal:
         records = list[Record]()
         serial = None
         stop = 0
-        fields = [*RECORD.iter_unpack(content[: len(content) // SIZE * SIZE])]
+        fields = [*RECORD.iter_unpack(content[: len(content) // RECORD_BYTES * RECORD_BYTES])]
         checks = self._checks([Record(*numbers[:5]) for numbers in fields])
         for (*of_record, check, zero, zero_too), right in zip(fields, checks, strict=True):
-            self._require((check, zero, zero_too) == (right, 0, 0), f"damage at byte {stop}")
+            if (check, zero, zero_too) != (right, 0, 0):
+                raise self._damaged(f"damage at byte {stop}")
             record = Record(*of_record)
             if serial is not None and record.serial != serial + 1:
                 break  # a record from before the journal was begun anew
             serial = record.serial
-            stop = stop + SIZE
+            stop = stop + RECORD_BYTES
             self._put(records, record)
-        self._require(
-            bool(records) and records[0].start == records[0].stop, f"{len(content)} bytes without a first record"
-        )
-        fits = all(earlier.stop == later.start for earlier, later in pairwise(records))
-        self._require(fits, "records with gaps between their rows")
+        if not records or records[0].start != records[0].stop:
+            raise self._damaged(f"{len(content)} bytes without a first record")
+        if any(earlier.stop != later.start for earlier, later in pairwise(records)):
+            raise self._damaged("records with gaps between their rows")
         self.records = records
         return True
 
-    def _require(self, fits: object, given: str) -> None:
-        require(bool(fits), StoreError, "load", "a journal as it was written", f"{given} in {self.path}", DAMAGED_FIX)
+    def _damaged(self, given: str) -> StoreError:
+        """Return the error of a file that holds something else."""
+        return StoreError("load", "a journal as it was written", f"{given} in {self.path}", DAMAGED_FIX)
 
     @staticmethod
     def _put(records: list[Record], record: Record) -> None:
@@ -156,8 +130,8 @@ class Journal:
     def open(self) -> None:
         """Open the file to write after its records, alone."""
         self.handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, PRIVATE_FILE)
-        lock(self.handle, self.path)
-        os.ftruncate(self.handle, self.stop)
+        lock_for_cache(self.handle, self.path)
+        os.ftruncate(self.handle, self.record_bytes)
 
     def begin(self, start: int, length: int, chain: int, rows: Sequence[tuple[int, int]] = ()) -> None:
         """Begin anew after `start` rows in whole pieces, with (stop, digest) of those after them, if there are any."""
@@ -168,15 +142,15 @@ class Journal:
         self._write(records, 0)
         self.records = records
         with suppress(OSError):  # records that stay have older serials, and are not read
-            os.ftruncate(self.handle, self.stop)
+            os.ftruncate(self.handle, self.record_bytes)
 
     def add(self, start: int, stop: int, length: int, digest: int) -> None:
         """Write a record of rows that are written."""
         record = Record(self.records[-1].serial + 1, start, stop, length, digest)
-        self._write([record], self.stop)
-        self.note(record)
+        self._write([record], self.record_bytes)
+        self.count_written(record)
 
-    def note(self, record: Record) -> None:
+    def count_written(self, record: Record) -> None:
         """Count a record that is in the file, after the others."""
         self._put(self.records, record)
 

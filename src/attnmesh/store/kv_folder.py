@@ -6,39 +6,35 @@ are. One process of each rank writes to it. `KVCache.load` reads it on any numbe
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from secrets import randbits
-from stat import S_IWGRP, S_IWOTH
 
 import torch
 from torch import Tensor
 
 from attnmesh.cache.cache_config import CacheSizes
-from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.local_shards import LocalShards
 from attnmesh.cache.ordered_shard import Fail
 from attnmesh.comm.topology import hosts
-from attnmesh.errors import StoreError, require
+from attnmesh.errors import StoreError
 from attnmesh.guard.agreement import Agreement
 from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.runtime.memory import free_memory, host_memory
-from attnmesh.store.checkpoint import MANIFEST, Manifest, check_folder, ids_in, piece_files, read_manifest
-from attnmesh.store.folder_shard import SUBJECT, FolderShard, opening
-from attnmesh.store.journal import Journal, lock
-from attnmesh.store.layer_files import PIECE, LayerFiles, saved_pieces
-from attnmesh.store.tensor_file import PRIVATE_FOLDER, TensorFile, appearing, sync_folders
+from attnmesh.store.checkpoint import ids_in, piece_files
+from attnmesh.store.folder_shard import FOLDER_SUBJECT, FolderShard, opening
+from attnmesh.store.journal import Journal
+from attnmesh.store.layer_files import PIECE_TOKENS, LayerFiles, read_piece, saved_pieces
+from attnmesh.store.manifest import MANIFEST, Manifest, check_folder, read_manifest, write_manifest
+from attnmesh.store.private_folder import check_private, make_private, take_folder
 from attnmesh.store.token_ids import TokenIds
 
-OTHERS_WRITE = S_IWGRP | S_IWOTH
-"""Bits of a mode that let other users write."""
 
-
-class KeyFolder:
+class KVFolder:
     """Folder of the caches of one model, a layer each, which the ranks of a mesh open together."""
 
-    def __init__(self, path: str | Path, mesh: Mesh, token_axis: Axis, subject: str = SUBJECT) -> None:
+    def __init__(self, path: str | Path, mesh: Mesh, token_axis: Axis, subject: str = FOLDER_SUBJECT) -> None:
         """Open a folder, or make it. Every rank calls it."""
         self.mesh = mesh
         self.token_axis = token_axis
@@ -46,7 +42,7 @@ class KeyFolder:
         self.subject = subject
         self._lock = -1
         self.journals = list[Journal]()
-        self.opened = set[int]()
+        self.opened_layers = set[int]()
         with self.released_on_error():
             with Agreement(mesh, subject) as agreement:
                 self.path = check_folder(subject, path)
@@ -55,15 +51,16 @@ class KeyFolder:
                 table = agreement.compare({"folder": str(path)}, payload=[randbits(62)])
             name = f"{table[0][0]:016x}"
             with Agreement(mesh, subject) as agreement, opening(self.path, subject):
-                self._check_private(self.path)
+                check_private(self.subject, self.path)
                 self.manifest = self._read(name)
-                self.folder = self.path / self.manifest.folder
-                self._make(self.folder)
+                self.save_path = self.path / self.manifest.folder_name
+                make_private(self.subject, self.save_path)
                 agreement.compare({"of": self.manifest.name, "grows": self.manifest.growing})
-        self.ids = TokenIds(self.folder)
+        self.ids = TokenIds(self.save_path)
         self.journals.append(self.ids.journal)
         own_hosts = [host for host in hosts(token_axis) if token_axis.index in host] if token_axis.size > 1 else [[0]]
-        self.room = min(host_memory() // 2, free_memory(torch.device("cpu"))) // (len(own_hosts[0]) * mesh.heads.size)
+        ranks_here = len(own_hosts[0]) * mesh.heads.size
+        self.spare_bytes = min(host_memory() // 2, free_memory(torch.device("cpu"))) // ranks_here
         """Bytes of pieces that may stay in memory once they are read."""
 
     def __del__(self) -> None:
@@ -89,55 +86,55 @@ class KeyFolder:
     def _take(self) -> None:
         """Make the folder, and lock it against other writers."""
         with opening(self.path, self.subject):
-            with suppress(FileExistsError):
-                self.path.mkdir(mode=PRIVATE_FOLDER, parents=True)
-            self._check_private(self.path)
-            self._lock = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-            lock(self._lock, self.path)
-
-    def _make(self, folder: Path) -> None:
-        with suppress(FileExistsError):
-            folder.mkdir(mode=PRIVATE_FOLDER)
-        self._check_private(folder)
-
-    def _check_private(self, folder: Path) -> None:
-        """Raise unless this user alone may write to a folder."""
-        status = folder.stat()
-        own = status.st_uid == os.geteuid() and not status.st_mode & OTHERS_WRITE
-        expected, fix = "a folder that no other user may write to", "chmod go-w it, or pass a folder of your own"
-        require(folder.is_dir(), StoreError, self.subject, "a folder", f"{folder}, a file", "pass another path")
-        require(own, StoreError, self.subject, expected, str(folder), fix)
+            self._lock = take_folder(self.subject, self.path)
 
     def _read(self, name: str) -> Manifest:
         """Return the manifest, or that of a new folder. Raise unless these ranks can go on where it ends."""
         heads, ranks = self.mesh.heads.size, self.token_axis.size
         if not os.path.lexists(self.path / MANIFEST):
-            files = [file.name for file in self.path.iterdir() if not file.name.startswith("1-")]
-            fix = "pass a new folder, or one of KVCache.save"
-            require(not files, StoreError, self.subject, "an empty folder", f"{files[:3]} in {self.path}", fix)
-            return Manifest((), False, False, 0, heads, ranks, 1, "", name, growing=True)
+            if files := [file.name for file in self.path.iterdir() if not file.name.startswith("1-")]:
+                fix = "pass a new folder, or one of KVCache.save"
+                raise StoreError(self.subject, "an empty folder", f"{files[:3]} in {self.path}", fix)
+            return self._new_manifest(name)
         manifest = read_manifest(self.path)
-        fix = "load it with KVCache.load" if self.subject == SUBJECT else "take as many ranks, restore it into memory"
+        is_of_one = self.subject == FOLDER_SUBJECT
+        fix = "load it with KVCache.load" if is_of_one else "take as many ranks, restore it into memory"
         fix += ", or append to a new folder"
-        expected = f"a folder of {heads} x {ranks} ranks (heads x tokens)"
-        given = f"{manifest.heads} x {manifest.ranks}"
-        require((manifest.heads, manifest.ranks) == (heads, ranks), StoreError, self.subject, expected, given, fix)
+        if (manifest.head_ranks, manifest.token_ranks) != (heads, ranks):
+            expected = f"a folder of {heads} x {ranks} ranks (heads x tokens)"
+            raise StoreError(self.subject, expected, f"{manifest.head_ranks} x {manifest.token_ranks}", fix)
         masks = [sizes.mask for sizes in manifest.sizes if sizes.mask is not None]
-        given = "padding" if manifest.padded else f"mask={masks[0]}" if masks else "lengths that differ"
-        whole = not manifest.padded and not masks and not manifest.lengths
-        require(whole, StoreError, self.subject, "a cache that keeps all tokens, without padding", given, fix)
+        if manifest.padded or masks or manifest.lengths:
+            given = "padding" if manifest.padded else f"mask={masks[0]}" if masks else "lengths that differ"
+            raise StoreError(self.subject, "a cache that keeps all tokens, without padding", given, fix)
         return manifest
 
-    def shards(self, layer: int, sizes: CacheSizes, fail: Fail) -> Callable[[int], CacheShard]:
+    def _new_manifest(self, name: str) -> Manifest:
+        """Return the manifest of a folder without layers."""
+        return Manifest(
+            sizes=(),
+            padded=False,
+            has_extra=False,
+            length=0,
+            head_ranks=self.mesh.heads.size,
+            token_ranks=self.token_axis.size,
+            save_number=1,
+            note="",
+            name=name,
+            growing=True,
+        )
+
+    def shard_maker(self, layer: int, sizes: CacheSizes, fail: Fail) -> Callable[[int], FolderShard]:
         """Return what opens the shard of a layer, given the rank's index along the tokens axis."""
         self._check_sizes(layer, sizes)
-        fits = PIECE % sizes.block == 0
-        require(fits, StoreError, self.subject, f"a block that divides {PIECE}", sizes.block, "leave block= out")
+        if PIECE_TOKENS % sizes.block:
+            expected = f"a block that divides {PIECE_TOKENS}"
+            raise StoreError(self.subject, expected, f"{sizes.block}", "leave block= out")
         leader = next((first for first, layers in self.manifest.groups.items() if layer in layers), layer)
 
         def opened(index: int) -> FolderShard:
-            files = LayerFiles(self.folder, self.mesh.heads.index, index, layer, leader)
-            shard = FolderShard(files, self._keeps, fail, sizes, self.mesh.heads, self.token_axis.size, index)
+            files = LayerFiles(self.save_path, self.mesh.heads.index, index, layer, leader)
+            shard = FolderShard(files, self._take_memory, fail, sizes, self.mesh.heads, self.token_axis.size, index)
             shard.opened_in = self
             self.journals.append(shard.journal)
             if layer >= len(self.manifest.sizes):
@@ -152,38 +149,38 @@ class KeyFolder:
 
     def _check_sizes(self, layer: int, sizes: CacheSizes) -> None:
         """Raise unless a layer is new, or has the sizes of the files."""
-        if layer < len(self.manifest.sizes):
-            saved = self.manifest.sizes[layer]
-            same = saved.to_code()[:4] + saved.to_code()[5:] == sizes.to_code()[:4] + sizes.to_code()[5:]
+        if layer >= len(self.manifest.sizes):
+            return
+        saved = self.manifest.sizes[layer]
+        if saved.to_code()[:4] + saved.to_code()[5:] != sizes.to_code()[:4] + sizes.to_code()[5:]:
+            expected = f"a cache of the sizes in {self.path}: {saved}"
             fix = "pass the sizes that it was made with, or another folder"
-            require(same, StoreError, self.subject, f"a cache of the sizes in {self.path}: {saved}", str(sizes), fix)
+            raise StoreError(self.subject, expected, str(sizes), fix)
 
-    def _keeps(self, size: int) -> bool:
+    def _take_memory(self, size: int) -> bool:
         """Return whether there is room in memory for a piece of this size, and take it."""
-        self.room -= size
-        return self.room >= 0
+        self.spare_bytes -= size
+        return self.spare_bytes >= 0
 
     def _take_over(self, shard: FolderShard, files: LayerFiles) -> None:
         """Open the files of a save."""
         paths = {
             (piece.start, piece.stop): piece.path
             for piece in piece_files(self.path, self.manifest)
-            if (piece.head_rank, piece.token_rank, piece.group) == (files.head_rank, files.token_rank, files.leader)
+            if (piece.head_rank, piece.token_rank, piece.leader) == (files.head_rank, files.token_rank, files.leader)
         }
         whole_pieces = 0
         parts = list[list[Tensor]]()
-        columns = [torch.empty(0, dtype=torch.int64, device="cpu")]
+        token_indices = [torch.empty(0, dtype=torch.int64, device="cpu")]
         for start, stop, path in saved_pieces(files, paths):
-            if stop - start == PIECE and not parts:
+            if stop - start == PIECE_TOKENS and not parts:
                 whole_pieces += 1
                 continue
-            file = TensorFile(path)
-            entries = shard.shapes.named(files.layer, stop - start)
-            *tensors, index = (file.read(name, dtype, shape) for name, (dtype, shape) in entries.items())
+            *tensors, token_index = read_piece(path, files.layer, shard.shapes, stop - start)
             parts.append(tensors)
-            columns.append(index)
+            token_indices.append(token_index)
         rows = tuple(torch.cat(part, 2) for part in zip(*parts, strict=True))
-        shard.take_over(whole_pieces, rows, torch.cat(columns), self.manifest.length)
+        shard.take_over(whole_pieces, rows, torch.cat(token_indices), self.manifest.length)
 
     def settle(self, layer: int, shards: LocalShards) -> None:
         """Cut a layer to the tokens that all ranks have, and count those of each. Every rank calls it."""
@@ -200,9 +197,10 @@ class KeyFolder:
             report = shard.block_cyclic.report_of(shard.index, torch.cat(parts))
             rows = agreement.compare(payload=report)
         reports = sorted({*shard.block_cyclic.reports_in(rows)})  # ranks along the heads axis hold the same tokens
-        fits = sum(report.token_count for report in reports) == length
-        given = f"{sum(report.token_count for report in reports)} of {length} tokens in {self.path}"
-        require(fits, StoreError, self.subject, "every token once", given, "restore the folder from a copy")
+        found = sum(report.token_count for report in reports)
+        if found != length:
+            given = f"{found} of {length} tokens in {self.path}"
+            raise StoreError(self.subject, "every token once", given, "restore the folder from a copy")
         shards.rank_counts, shards.known_length = shards.rank_counts.with_shards(0, reports), length
         if length > shard.sizes.capacity:
             shards.grow(replace(shard.sizes, capacity=length))
@@ -210,21 +208,21 @@ class KeyFolder:
 
     def _publish_layer(self, layer: int, sizes: CacheSizes) -> None:
         """Let the manifest have a new layer, or say that the folder grows."""
-        self.opened.add(layer)
+        self.opened_layers.add(layer)
         before, layers = self.manifest, self.manifest.sizes
         if layer >= len(layers):
-            self._publish(before._replace(sizes=(*layers, sizes), forgotten=(*before.forgotten, (0, 0))))
-        elif not before.growing and len(self.opened) == len(layers):
+            self._publish(before.with_layer(sizes))
+        elif not before.growing and len(self.opened_layers) == len(layers):
             self._publish(before._replace(growing=True, note=""))
 
     def identify(self, model: Callable[[], str]) -> None:
         """Raise unless the folder is of this model, by the text of the first rank. A new folder takes it."""
         with Agreement(self.mesh, self.subject):
             text = model() if self.is_first else "as the first rank has it"
-            same = self.manifest.note in ("", text)
             note = self.manifest.note
-            given, fix = f"one of another model in {self.path}", "pass another folder, or remove this one"
-            require(same or not self.is_first, StoreError, self.subject, "a folder of this model", given, fix)
+            if self.is_first and note not in ("", text):
+                given, fix = f"one of another model in {self.path}", "pass another folder, or remove this one"
+                raise StoreError(self.subject, "a folder of this model", given, fix)
         if not note:
             self._publish(self.manifest._replace(note=text))
 
@@ -233,9 +231,7 @@ class KeyFolder:
         self.manifest = manifest
         with Agreement(self.mesh, self.subject):
             if self.is_first and manifest.sizes:
-                with appearing(self.path / MANIFEST, self.path / f"{MANIFEST}.{manifest.name}") as file:
-                    file.write(manifest.to_json().encode())
-                sync_folders(self.path)
+                write_manifest(self.path, manifest)
 
     def read_ids(self) -> Tensor | None:
         """Return the ids of all tokens; None if they are unknown."""

@@ -17,17 +17,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.core.digest import SUM_ELEMENTS, digest_of_sums, history_checksum, wide_size
-from attnmesh.errors import StoreError, require
+from attnmesh.core.digest import SUM_ELEMENTS, chained_checksum, digest_of_sums, wide_size
+from attnmesh.errors import StoreError
 from attnmesh.kernels.native.native_digest import digest_of_rows, wrapped
 from attnmesh.runtime.mapped_file import MappedFile
 from attnmesh.store.journal import Journal
 from attnmesh.store.tensor_file import DAMAGED_FIX, PRIVATE_FILE, TensorFile, header_of, tensor_checksum
 
-PIECE = 4096
+PIECE_TOKENS = 4096
 """Tokens of a whole piece: a number of runs of the native kernel, so that pieces have the bits of one call."""
 
-COLUMNS = "columns"
+TOKEN_INDEX = "columns"
 """Name of the tensor with the index of each token."""
 
 
@@ -56,8 +56,8 @@ class LayerFiles(NamedTuple):
 
     def _file(self, number: int, layer: int, kind: str) -> Path:
         suffix = f".{layer}" if layer else ""
-        start = number * PIECE
-        return self.folder / f"{self.head_rank}.{self.token_rank}.{start}-{start + PIECE}{suffix}.{kind}"
+        start = number * PIECE_TOKENS
+        return self.folder / f"{self.head_rank}.{self.token_rank}.{start}-{start + PIECE_TOKENS}{suffix}.{kind}"
 
     def journal(self) -> Journal:
         """Return the journal, unread. Its records are of these files alone."""
@@ -73,19 +73,19 @@ class RowShapes(NamedTuple):
     heads: int
     widths: tuple[int, ...]
 
-    def named(self, layer: int, tokens: int = PIECE) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    def named(self, layer: int, tokens: int = PIECE_TOKENS) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Return dtype and shape of the tensors of a file, by their names."""
         kinds = zip(("keys", "values"), self.widths, strict=False)
         rows = {f"{kind} {layer}": (self.dtype, (self.batch, self.heads, tokens, width)) for kind, width in kinds}
-        return {**rows, COLUMNS: (torch.int64, (tokens,))}
+        return {**rows, TOKEN_INDEX: (torch.int64, (tokens,))}
 
 
-class FilePiece(NamedTuple):
+class MappedPiece(NamedTuple):
     """Tokens of a layer in a mapped file: rows of keys and values, with a slot more, and the index of each token."""
 
     file: MappedFile
     stored: list[Tensor]
-    columns: Tensor
+    token_index: Tensor
 
     def digest(self, start: int, stop: int, rows: Sequence[Tensor] | None = None) -> int:
         """Return the digest of some rows, which a caller may have beside those in the file.
@@ -93,7 +93,7 @@ class FilePiece(NamedTuple):
         It is made of the checksums of the piece if all other rows were zeros.
         """
         rows = [x[:, :, start:stop] for x in self.stored] if rows is None else rows
-        digests = [digest_of_rows(x, start, PIECE) for x in (*rows, self.columns[start:stop])]
+        digests = [digest_of_rows(x, start, PIECE_TOKENS) for x in (*rows, self.token_index[start:stop])]
         return wrapped(sum((2 * n + 1) * digest for n, digest in enumerate(digests)))
 
 
@@ -120,41 +120,41 @@ class PieceSums:
 
     def checksums(self) -> list[int] | None:
         """Return the checksums of a full piece; None if the sums are not of all its tokens."""
-        if self.memory[0] != PIECE:
+        if self.memory[0] != PIECE_TOKENS:
             return None
         return [int(digest_of_sums(sums)) for sums in torch.tensor(self.memory[1:], device="cpu").split(self.counts)]
 
 
 def chained(chain: int, file: TensorFile, names: Sequence[str]) -> int:
     """Return the chain of checksums of the pieces so far and of one more."""
-    return history_checksum(chain, torch.tensor([file.entry(name).checksum for name in names], device="cpu"))
+    return chained_checksum(chain, torch.tensor([file.entry(name).checksum for name in names], device="cpu"))
 
 
 def check_chain(files: LayerFiles, journal: Journal, chain: int) -> None:
     """Raise unless whole pieces with this chain are those before the journal's rows."""
-    given = f"a piece of another one in {files.folder}"
-    require(journal.records[0].digest == chain, StoreError, "load", "pieces of this cache", given, DAMAGED_FIX)
+    if journal.records[0].digest != chain:
+        raise StoreError("load", "pieces of this cache", f"a piece of another one in {files.folder}", DAMAGED_FIX)
 
 
-def open_whole(path: Path, layer: int, shapes: RowShapes) -> tuple[TensorFile, FilePiece]:
+def open_whole(path: Path, layer: int, shapes: RowShapes) -> tuple[TensorFile, MappedPiece]:
     """Return a whole piece in place, unread."""
     file = TensorFile(path)
     return file, _mapped(file, MappedFile(path, private=True), shapes.named(layer))
 
 
-def check_whole_piece(file: TensorFile, piece: FilePiece, names: Sequence[str]) -> None:
+def check_whole_piece(file: TensorFile, piece: MappedPiece, names: Sequence[str]) -> None:
     """Read a whole piece. Raise unless it is as it was written."""
-    for name, x in zip(names, (*(x[:, :, :PIECE] for x in piece.stored), piece.columns), strict=True):
+    for name, x in zip(names, (*(x[:, :, :PIECE_TOKENS] for x in piece.stored), piece.token_index), strict=True):
         file.check(name, x)
 
 
-def open_filling(files: LayerFiles, number: int, shapes: RowShapes) -> FilePiece:
+def open_filling(files: LayerFiles, number: int, shapes: RowShapes) -> MappedPiece:
     """Return the piece that is being filled, in place."""
     path = files.filling(number)
     return _mapped(TensorFile(path), MappedFile(path), shapes.named(files.layer))
 
 
-def make_filling(files: LayerFiles, number: int, shapes: RowShapes) -> FilePiece:
+def make_filling(files: LayerFiles, number: int, shapes: RowShapes) -> MappedPiece:
     """Make the file of a piece, with room on the disk for all its rows."""
     entries = shapes.named(files.layer)
     path = files.filling(number)
@@ -171,13 +171,14 @@ def make_filling(files: LayerFiles, number: int, shapes: RowShapes) -> FilePiece
         path.unlink(missing_ok=True)
         raise
     piece = open_filling(files, number, shapes)
-    piece.file.read_alone(piece.columns)  # else the system fills rows around them with zeros, before they are written
+    # Else the system fills rows around them with zeros, before they are written.
+    piece.file.read_alone(piece.token_index)
     return piece
 
 
 def make_whole(
-    files: LayerFiles, number: int, shapes: RowShapes, piece: FilePiece, checksums: Sequence[int] | None = None
-) -> tuple[TensorFile, FilePiece]:
+    files: LayerFiles, number: int, shapes: RowShapes, piece: MappedPiece, checksums: Sequence[int] | None = None
+) -> tuple[TensorFile, MappedPiece]:
     """Give a piece that is full its checksums and its name, unless it got them in a call that was broken off.
 
     Known `checksums` are not computed again.
@@ -187,7 +188,7 @@ def make_whole(
     whole_file = files.whole(number)
     if whole_file.exists() and not path.exists():
         return open_whole(whole_file, files.layer, shapes)
-    rows = (*(x[:, :, :PIECE] for x in piece.stored), piece.columns)
+    rows = (*(x[:, :, :PIECE_TOKENS] for x in piece.stored), piece.token_index)
     begin, _ = header_of(entries, dict(zip(entries, checksums or map(tensor_checksum, rows), strict=True)))
     handle = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
@@ -200,14 +201,14 @@ def make_whole(
 
 def _mapped(
     file: TensorFile, mapped: MappedFile, entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-) -> FilePiece:
+) -> MappedPiece:
     """Return tensors of a file in place. The slot after the last row is memory that follows, as kernels expect one."""
-    *rows, columns = (file.mapped(mapped, name, dtype, shape) for name, (dtype, shape) in entries.items())
+    *rows, token_index = (file.mapped(mapped, name, dtype, shape) for name, (dtype, shape) in entries.items())
     wider = [x.as_strided((*x.shape[:2], x.shape[2] + 1, x.shape[3]), x.stride()) for x in rows]
-    return FilePiece(mapped, wider, columns)
+    return MappedPiece(mapped, wider, token_index)
 
 
-class FillingFile:
+class LastPieceFile:
     """Rows of the last piece for `load`, as `TensorFile` has those of a whole one."""
 
     def __init__(self, path: Path, journal: Journal, shapes: RowShapes, layer: int) -> None:
@@ -218,7 +219,7 @@ class FillingFile:
         except OSError as error:
             raise StoreError("load", "files as they were written", f"{path} ({error.strerror})", DAMAGED_FIX) from error
         self.count = check_filling(path, self.piece, journal)
-        self.tensors = dict(zip(shapes.named(layer), (*self.piece.stored, self.piece.columns), strict=True))
+        self.tensors = dict(zip(shapes.named(layer), (*self.piece.stored, self.piece.token_index), strict=True))
 
     def read(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         """Return the rows of a tensor that are tokens."""
@@ -226,21 +227,28 @@ class FillingFile:
         return x[:, :, : self.count].clone() if x.ndim == 4 else x[: self.count].clone()
 
 
-def check_filling(path: Path, piece: FilePiece, journal: Journal) -> int:
+def check_filling(path: Path, piece: MappedPiece, journal: Journal) -> int:
     """Return the rows of the last piece that are tokens. Raise unless they are as they were written."""
     base = journal.records[0].stop
     for _, start, stop, _, digest in journal.records[1:]:
-        fits = 0 <= start - base <= stop - base <= PIECE
-        fits = fits and (start == stop or piece.digest(start - base, stop - base) == digest)
-        require(fits, StoreError, "load", "files as they were written", f"damage in {path}", DAMAGED_FIX)
+        fits = 0 <= start - base <= stop - base <= PIECE_TOKENS
+        if not fits or (start < stop and piece.digest(start - base, stop - base) != digest):
+            raise StoreError("load", "files as they were written", f"damage in {path}", DAMAGED_FIX)
     return journal.last.stop - base
+
+
+def read_piece(path: Path, layer: int, shapes: RowShapes, tokens: int) -> list[Tensor]:
+    """Return rows of a layer in a piece of a save, and the index of each token."""
+    file = TensorFile(path)
+    return [file.read(name, dtype, shape) for name, (dtype, shape) in shapes.named(layer, tokens).items()]
 
 
 def saved_pieces(files: LayerFiles, paths: Mapping[tuple[int, int], Path]) -> Iterator[tuple[int, int, Path]]:
     """Yield (start, stop, file) of the pieces of a save, in order and without gaps. Raise where one is missing."""
     end = 0
     for start, stop in sorted(paths):
-        given = f"none of slots {end} to {start} of rank {files.head_rank}.{files.token_rank} in {files.folder}"
-        require(start == end, StoreError, "load", "every token once", given, DAMAGED_FIX)
+        if start != end:
+            given = f"none of slots {end} to {start} of rank {files.head_rank}.{files.token_rank} in {files.folder}"
+            raise StoreError("load", "every token once", given, DAMAGED_FIX)
         end = stop
         yield start, stop, paths[start, stop]

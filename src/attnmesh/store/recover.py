@@ -16,10 +16,11 @@ from attnmesh.cache.block_cyclic import token_set_digest
 from attnmesh.cache.cache import KVCache
 from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.cache.cache_shard import CacheShard
+from attnmesh.cache.window import WindowStart
 from attnmesh.comm.p2p import all_to_all, meta_like
 from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.comm.transport import all_gather_texts, flat_axis
-from attnmesh.errors import DtypeError, KernelError, MeshError, ShapeError, require
+from attnmesh.errors import DtypeError, KernelError, MeshError, ShapeError
 from attnmesh.guard.agreement import Agreement
 from attnmesh.guard.argument_checks import check_unknown_options
 from attnmesh.mesh.axes import Axis, Mesh, intersect
@@ -41,7 +42,7 @@ def recover(
     checked: bool | None = None,
     copies: int = 1,
     shares: Sequence[float] | str | None = None,
-    **more: Never,
+    **unsupported: Never,
 ) -> list[KVCache]:
     """Return the layers' caches on another mesh, from the shards and copies that its ranks still hold.
 
@@ -56,7 +57,7 @@ def recover(
         checked: As in `KVCache`.
         copies: As in `KVCache`.
         shares: As in `KVCache`; those of the old caches need not be the same.
-        **more: Unknown arguments, which raise on all ranks.
+        **unsupported: Unknown arguments, which raise on all ranks.
 
     Returns:
         One cache per layer, its tokens block-cyclic.
@@ -75,7 +76,7 @@ def recover(
     """
     axes = Mesh.of(mesh)
     with Agreement(axes, "recover", {"capacity": capacity, "checked": checked, "copies": copies, "shares": shares}):
-        _check_caches(caches, more)
+        _check_caches(caches, unsupported)
         for cache in caches or ():
             cache.shards.unshare()
         text = json.dumps(_describe(caches))
@@ -83,15 +84,15 @@ def recover(
     descriptions = [description for description in by_rank if description]
     length = min((description["length"] for description in descriptions), default=0)
     # Per layer the first token that any rank needs, and the first query that all ranks can decode.
-    by_layer = zip(*(description["forgotten"] for description in descriptions), strict=False)
-    starts = [(max(first for first, _ in rows), max(floor for _, floor in rows)) for rows in by_layer]
+    by_layer = zip(*(description["starts"] for description in descriptions), strict=False)
+    starts = [WindowStart(max(first for first, _ in rows), max(query for _, query in rows)) for rows in by_layer]
     _check_alike(descriptions, capacity, length, starts)  # raises the same on all ranks: all have the same texts
     capacity = max(description["capacity"] for description in descriptions) if capacity is None else capacity
     sizes = [replace(CacheSizes.from_code(code), capacity=capacity) for code in descriptions[0]["sizes"]]
     new_caches = make_alike(KVCache, mesh, sizes, device=device, checked=checked, copies=copies, shares=shares)
-    for cache, (first, floor) in zip(new_caches, starts, strict=True):
-        cache.shards.prepare(length, first, min(floor, length))
-    moves = _Moves(caches or (), new_caches, length, _sources(by_rank), [first for first, _ in starts])
+    for cache, start in zip(new_caches, starts, strict=True):
+        cache.shards.prepare(length, start._replace(first_query=min(start.first_query, length)))
+    moves = _Moves(caches or (), new_caches, length, _sources(by_rank), [start.first_token for start in starts])
     with torch.no_grad():
         token_mask = moves.token_mask() if descriptions[0]["padding"] < length else None
         for layer in range(len(new_caches)):
@@ -218,8 +219,8 @@ def _describe(caches: Sequence[KVCache] | None) -> dict[str, Any] | None:
         "length": min(shard.length for shard in shards),
         "changes": [cache.changes for cache in caches],
         "padding": _first_padding(first),
-        "forgotten": [[cache.shards.first(), cache.shards.floor] for cache in caches],
-        "held": [[heads.index, shard.index] for shard in first.shards.all if shard.index in common],
+        "starts": [cache.shards.window_start for cache in caches],
+        "shards": [[heads.index, shard.index] for shard in first.shards.all if shard.index in common],
     }
 
 
@@ -240,9 +241,9 @@ def _check_caches(caches: object, unsupported: dict[str, Never]) -> None:
         given = "no cache" if isinstance(caches, (list, tuple)) and not caches else type(caches).__name__
         raise DtypeError("recover", "a list of caches, one per layer", given, fix)
     check_unknown_options("recover", unsupported)
-    tiers = {cache.sizes.hot for cache in caches or ()} - {None}
-    given = f"hot={min(tiers, default=None)}"
-    require(not tiers, KernelError, "recover", "caches in one memory", given, LOAD_INSTEAD)
+    hot = [cache.sizes.hot for cache in caches or () if cache.sizes.hot is not None]
+    if hot:
+        raise KernelError("recover", "caches in one memory", f"hot={min(hot)}", LOAD_INSTEAD)
     meshes = len({(cache.mesh.heads, cache.token_axis) for cache in caches or ()})
     if meshes > 1:
         fix = "pass the caches of one model, one per layer"
@@ -250,7 +251,7 @@ def _check_caches(caches: object, unsupported: dict[str, Never]) -> None:
 
 
 def _check_alike(
-    descriptions: list[dict[str, Any]], capacity: object, length: int, starts: Sequence[tuple[int, int]]
+    descriptions: list[dict[str, Any]], capacity: object, length: int, starts: Sequence[WindowStart]
 ) -> None:
     """Raise unless the ranks' caches can be recovered together."""
     if not descriptions:
@@ -258,7 +259,7 @@ def _check_alike(
     first = descriptions[0]
     one_model = "pass the caches of one model on every rank, one per layer"
     heads, tokens = first["mesh"]
-    held_shards = {tuple(shard) for description in descriptions for shard in description["held"]}
+    held_shards = {tuple(shard) for description in descriptions for shard in description["shards"]}
     lost = [(h, t) for h in range(heads) for t in range(tokens) if (h, t) not in held_shards]
     same_caches, same_changes = "the same caches on every rank", "caches truncated and reordered equally often"
     counts = [description["changes"] for description in descriptions]
@@ -269,7 +270,7 @@ def _check_alike(
         (all(count == counts[0] for count in counts), same_changes, f"counts {counts}", LOAD_INSTEAD),
         (len(paddings) == 1, "the same padding on every rank", "ranks whose padding differs", LOAD_INSTEAD),
         (
-            all(first == 0 or floor <= length for first, floor in starts),
+            all(start.first_token == 0 or start.first_query <= length for start in starts),
             "ranks as far as each other",
             f"ranks that have forgotten what token {length} sees",
             LOAD_INSTEAD,
@@ -288,7 +289,8 @@ def _sources(by_rank: list[dict[str, Any] | None]) -> dict[OldShard, int]:
     sources: dict[OldShard, int] = {}
     for copy in (False, True):
         for rank, description in enumerate(by_rank):
-            for heads, tokens in (description["held"][1:] if copy else description["held"][:1]) if description else ():
+            shards = description["shards"] if description else []
+            for heads, tokens in shards[1:] if copy else shards[:1]:
                 sources.setdefault((heads, tokens), rank)
     return sources
 

@@ -48,13 +48,13 @@ MAX_SIZE = 1 << 48
 MAX_DIMS = 8
 """Dimensions of a tensor that is read, at most."""
 
-SMALL = 1 << 26
+ALWAYS_FITS_BYTES = 1 << 26
 """Bytes of a tensor that fits any memory: to find out how much there is takes a millisecond."""
 
-PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
-"""Modes of what is saved: prompts can be read in keys and tokens."""
+PRIVATE_FILE = 0o600
+"""Mode of what is saved: prompts can be read in keys and tokens."""
 
-PART = ".part"
+PART_SUFFIX = ".part"
 """End of the name of a file that is being written."""
 
 DAMAGED_FIX = "restore the folder from a copy, or save to another"
@@ -124,7 +124,7 @@ def write_tensors(
     Without `waits_for_disk` a machine that loses power may leave the name of a file that is not whole.
     """
     begin, _ = header_of({name: (x.dtype, tuple(x.shape)) for name, x in tensors.items()}, checksums)
-    with appearing(path, path.with_name(f"{path.name}{PART}"), waits_for_disk=waits_for_disk) as file:
+    with appearing(path, path.with_name(f"{path.name}{PART_SUFFIX}"), waits_for_disk=waits_for_disk) as file:
         file.write(begin)
         for x in tensors.values():
             flat = x.detach().contiguous().cpu()  # a name keeps the buffer's memory alive
@@ -208,7 +208,7 @@ class TensorFile:
         """Return a tensor. Raise if it is missing, damaged, or not of the expected dtype and shape."""
         entry = self.entry(name, dtype, shape)
         size = entry.stop - entry.start
-        if size > SMALL and size > host_memory():
+        if size > ALWAYS_FITS_BYTES and size > host_memory():
             given = f"{size / 1e9:,.1f} GB in {name!r} in {self.path}"
             raise StoreError("load", f"at most this host's {host_memory() / 1e9:,.1f} GB", given, DAMAGED_FIX)
         tensor = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
@@ -263,12 +263,12 @@ def _entries(header: Any, size: int) -> dict[str, Entry]:
     return entries
 
 
-def check_more(more: object) -> None:
-    """Raise unless `more` maps names to tensors that a file can hold."""
+def check_extra_tensors(extra_tensors: object) -> None:
+    """Raise unless `extra_tensors` maps names to tensors that a file can hold."""
     fix = "pass a dict of names to tensors"
-    if not isinstance(more, Mapping):
-        raise StoreError("save more", "tensors by their names", type(more).__name__, fix)
-    for name, x in more.items():
+    if not isinstance(extra_tensors, Mapping):
+        raise StoreError("save more", "tensors by their names", type(extra_tensors).__name__, fix)
+    for name, x in extra_tensors.items():
         if not isinstance(name, str) or not isinstance(x, Tensor):
             raise StoreError("save more", "tensors by their names", f"{name!r}: {type(x).__name__}", fix)
         if x.dtype not in DTYPES.values() or x.layout != torch.strided or x.ndim > MAX_DIMS:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from attnmesh.errors import StoreError, require
+from attnmesh.errors import StoreError
 from attnmesh.kernels.native.native_digest import digest_on_cpu
 from attnmesh.store.journal import Journal, read_file
 from attnmesh.store.tensor_file import DAMAGED_FIX, PRIVATE_FILE
@@ -24,7 +24,7 @@ class TokenIds:
         self.path = folder / "tokens.ids"
         self.journal = Journal(folder / "tokens.journal", f"{folder.name} tokens")
         self.written: Tensor | None = None
-        self.opened = False  # to write
+        self.is_open = False  # to write
 
     def read(self, batch: int) -> Tensor | None:
         """Return the ids. Raise unless they are as they were written."""
@@ -41,8 +41,8 @@ class TokenIds:
             ids = torch.frombuffer(content, dtype=torch.int64, count=whole)
         rows = ids.view(-1, batch)
         for start, stop, digest in ((0, first.stop, first.digest), *((x.start, x.stop, x.digest) for x in later)):
-            fits = stop <= len(rows) and (start == stop or digest_on_cpu(rows[start:stop]) == digest)
-            require(fits, StoreError, "load", "the ids of all tokens", f"damage in {self.path}", DAMAGED_FIX)
+            if stop > len(rows) or (start != stop and digest_on_cpu(rows[start:stop]) != digest):
+                raise StoreError("load", "the ids of all tokens", f"damage in {self.path}", DAMAGED_FIX)
         self.written = rows[: self.journal.last.stop]
         return self.written.t().contiguous()
 
@@ -50,9 +50,9 @@ class TokenIds:
         """Replace the ids by others, of which only those that differ are written."""
         rows = tokens.t().cpu().contiguous()
         ids_before = self.written
-        if not self.opened:
+        if not self.is_open:
             self.journal.open()
-            self.opened = True
+            self.is_open = True
         if ids_before is None:
             ids_before = rows[:0]
             self.journal.begin(0, 0, digest_on_cpu(ids_before))

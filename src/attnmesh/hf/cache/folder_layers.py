@@ -14,13 +14,13 @@ from attnmesh.hf.cache.history import CacheHistory
 from attnmesh.hf.cache.layer import ShardedLayer
 from attnmesh.hf.cache.stored_layers import StoredLayers
 from attnmesh.mesh.axes import Mesh
-from attnmesh.store.kv_folder import KeyFolder
+from attnmesh.store.kv_folder import KVFolder
 
 
 class FolderLayers(StoredLayers):
     """Layers of a `ShardedCache` that may live in a folder."""
 
-    folder: KeyFolder | None = None
+    folder: KVFolder | None = None
     """The folder in which the keys and values are; None if they are in memory."""
 
     @property
@@ -55,11 +55,11 @@ class FolderLayers(StoredLayers):
     def open_folder(self, folder: str | Path) -> None:
         """Open a folder, and the caches and token ids that are in it."""
         token_axis = flat_axis(self.mesh, ("queries", "keys"))
-        self.folder = opened = KeyFolder(folder, Mesh.of(self.mesh), token_axis, "ShardedCache folder")
+        self.folder = opened = KVFolder(folder, Mesh.of(self.mesh), token_axis, "ShardedCache folder")
         with opened.released_on_error():
             self._read_folder(opened)
 
-    def _read_folder(self, opened: KeyFolder) -> None:
+    def _read_folder(self, opened: KVFolder) -> None:
         """Take the caches and token ids of a folder."""
         folder, layer_sizes = opened.path, opened.manifest.sizes
         with Agreement(opened.mesh, "ShardedCache folder"):

@@ -24,7 +24,7 @@ from attnmesh.hf.models import has_windows
 from attnmesh.mesh.axes import Mesh
 from attnmesh.store.checkpoint import load_layers
 from attnmesh.store.checkpoint_writer import save_layers
-from attnmesh.store.tensor_file import check_more
+from attnmesh.store.tensor_file import check_extra_tensors
 
 STATES = "recurrent."
 """First part of the names of recurrent states in a folder."""
@@ -117,7 +117,7 @@ class StoredLayers(Cache):  # type: ignore[misc]
         """
         kvs = self.kvs
         with Agreement(Mesh.of(self.mesh), "save"):
-            check_more({} if more is None else more)
+            check_extra_tensors({} if more is None else more)
             if not self.attention_layers:
                 expected = "a cache with layers of attention"
                 raise KernelError("ShardedCache save", expected, "recurrent states alone", "prefill again instead")
@@ -135,9 +135,9 @@ class StoredLayers(Cache):  # type: ignore[misc]
                 raise StoreError("save more", f"names other than held and {STATES}*", ", ".join(reserved), "rename it")
         ids = {"held": self.tokens.cpu()} if self.tokens is not None and kvs[0].length == self.tokens.shape[1] else {}
         states = {STATES + name: x.cpu().clone() for name, x in self.states.items()}
-        tensors = {**ids, **states, **(more or {})}
+        extra_tensors = {**ids, **states, **(more or {})}
         differ = self.tokens_per_key != [1] * self.num_kvs
-        return save_layers(kvs, path, more=tensors, note=note, wait=wait, lengths_differ=differ)
+        return save_layers(kvs, path, extra_tensors=extra_tensors, note=note, wait=wait, lengths_differ=differ)
 
     def restore(
         self, path: str | Path, *, device: torch.device | str | None = None, capacity: int | None = None
@@ -159,15 +159,15 @@ class StoredLayers(Cache):  # type: ignore[misc]
         capacity = self.capacity if capacity is None else capacity
         del options["capacity"]
         layers = LayersToLoad(self.num_kvs, capacity, self.tokens_per_key, self.hot)
-        kvs, tensors, note = load_layers(KVCache, path, self.mesh, layers, device=device, **options)
+        kvs, extra_tensors, note = load_layers(KVCache, path, self.mesh, layers, device=device, **options)
         self._set_kvs(kvs)
         for layer in self.cross_layers:  # a cache with images is not saved
             layer.reset()
-        names = [name for name in tensors if name.startswith(STATES)]
-        self.set_states({name.removeprefix(STATES): tensors.pop(name).to(kvs[0].device) for name in names})
+        names = [name for name in extra_tensors if name.startswith(STATES)]
+        self.set_states({name.removeprefix(STATES): extra_tensors.pop(name).to(kvs[0].device) for name in names})
         self.capacity = capacity
-        self.history = CacheHistory.of(tensors.pop("held", None), self.config)
-        return tensors, note
+        self.history = CacheHistory.of(extra_tensors.pop("held", None), self.config)
+        return extra_tensors, note
 
     def flush(self) -> None:
         """Write the tokens on the device to the folder too, as `KVCache.flush` does. Every rank calls it."""

@@ -12,15 +12,15 @@ from transformers import __version__ as transformers_version
 
 from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.core.digest import digest
-from attnmesh.errors import ArgumentError, KernelError, check_count, require
+from attnmesh.errors import ArgumentError, KernelError, check_count
 from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.generation_checkpoint import IGNORED_CONFIG
 from attnmesh.hf.models import is_compressed
 from attnmesh.hf.tensor_parallel import tp_mesh
 from attnmesh.mesh.axes import Mesh
-from attnmesh.store.block_folder import SUBJECT, BlockFolder, FolderLock, check_private, check_seen
-from attnmesh.store.block_names import BYTES, GRAIN
+from attnmesh.store.block_folder import STORE_SUBJECT, BlockFolder, FolderLock, check_seen, make_private_folder
+from attnmesh.store.block_names import BLOCK_GRAIN, HASH_BYTES
 
 VERSION = 1
 """Version of what a block's keys depend on. Blocks of another one are not found."""
@@ -50,16 +50,19 @@ class PrefixStore:
     def check(self, model: PreTrainedModel, cache: ShardedCache) -> None:
         """Raise unless the store can keep prefixes of the model, in caches like this one."""
         for name, size in (("memory", self.memory), ("disk", self.disk)):
-            check_count(f"{SUBJECT} {name}", size, "count the bytes as an int", error=ArgumentError)
-        given, fix = f"{model.config.model_type}, which compresses them", "leave the store out"
-        require(not is_compressed(model.config), KernelError, SUBJECT, "a model that keeps keys of tokens", given, fix)
-        apart = tp_mesh(model) is not None and cache.output != "heads"
-        given = "ranks that share weights and heads beside the mesh"
-        fix = 'write --mesh tp=keys=4, or pass output="heads" to hf.tensor_parallel and hf.Engine'
-        require(not apart, KernelError, SUBJECT, "ranks that hold all key heads of their tokens", given, fix)
-        given, fix = f"blocks of {cache.block}", f"leave block= out, or take a multiple of {GRAIN}"
-        require(cache.block % GRAIN == 0, KernelError, SUBJECT, f"blocks of {GRAIN} tokens", given, fix)
-        check_private(self.folder)
+            check_count(f"{STORE_SUBJECT} {name}", size, "count the bytes as an int", error=ArgumentError)
+        if is_compressed(model.config):
+            given = f"{model.config.model_type}, which compresses them"
+            raise KernelError(STORE_SUBJECT, "a model that keeps keys of tokens", given, "leave the store out")
+        if tp_mesh(model) is not None and cache.output != "heads":
+            expected = "ranks that hold all key heads of their tokens"
+            given = "ranks that share weights and heads beside the mesh"
+            fix = 'write --mesh tp=keys=4, or pass output="heads" to hf.tensor_parallel and hf.Engine'
+            raise KernelError(STORE_SUBJECT, expected, given, fix)
+        if cache.block % BLOCK_GRAIN:
+            fix = f"leave block= out, or take a multiple of {BLOCK_GRAIN}"
+            raise KernelError(STORE_SUBJECT, f"blocks of {BLOCK_GRAIN} tokens", f"blocks of {cache.block}", fix)
+        make_private_folder(self.folder)
 
 
 @dataclass(frozen=True)
@@ -79,13 +82,13 @@ def open_store(store: PrefixStore, model: PreTrainedModel, cache: ShardedCache) 
     locks = list[FolderLock]()
     try:
         fields = {"memory": store.memory, "disk": store.disk, "source": store.source}
-        with Agreement(axes, SUBJECT) as agreement:
+        with Agreement(axes, STORE_SUBJECT) as agreement:
             store.check(model, cache)
             if not axes.shard_index:
-                locks.append(FolderLock(check_private(store.folder), patience=RELEASE_SECONDS))
+                locks.append(FolderLock(make_private_folder(store.folder), patience=RELEASE_SECONDS))
             table = agreement.compare(fields, payload=[lock.write_number() for lock in locks] or [0])
-        folder = check_private(store.folder)
-        with Agreement(axes, SUBJECT):
+        folder = make_private_folder(store.folder)
+        with Agreement(axes, STORE_SUBJECT):
             check_seen(folder, table[0][0])
         return OpenStore(BlockFolder(folder), _name_of(store, model, cache), locks[0] if locks else None)
     except BaseException:
@@ -106,7 +109,7 @@ def _name_of(store: PrefixStore, model: PreTrainedModel, cache: ShardedCache) ->
     config = {name: value for name, value in model.config.to_dict().items() if name not in IGNORED_CONFIG}
     stored = [str(model.dtype), cache.storage, cache.window_storage, cache.windows, cache.keep]
     parts = [VERSION, __version__, transformers_version, store.source, weights, config, stored]
-    return blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=BYTES).hexdigest()
+    return blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=HASH_BYTES).hexdigest()
 
 
 def _weights_digest(model: PreTrainedModel) -> int:

@@ -19,7 +19,8 @@ from attnmesh.hf.chunked_prefill import Prompt
 from attnmesh.hf.serving.prefix_store import OpenStore
 from attnmesh.mesh.axes import Mesh
 from attnmesh.store.block_names import StoredBlock
-from attnmesh.store.block_rows import COLUMNS, Filling, rows_of_block
+from attnmesh.store.block_rows import CacheFiller, rows_of_block
+from attnmesh.store.layer_files import TOKEN_INDEX
 
 ON_DISK, IN_MEMORY, STAYS = range(3)
 """Source of a block that is read: from its file, from memory, or from its file into memory."""
@@ -38,12 +39,12 @@ class Reading:
     """Blocks on their way to a cache."""
 
     cache: ShardedCache
-    filling: Filling
+    filler: CacheFiller
     blocks: Sequence[tuple[StoredBlock, int]]
     """Each block, and where it is read."""
     device: torch.device
     ready: "queue.SimpleQueue[list[Rows] | None]" = field(default_factory=queue.SimpleQueue)
-    """Pieces of one block after the other, of which this rank needs some; None for one that is damaged."""
+    """Rows of one block after the other, file by file, of which this rank needs some; None for one that is damaged."""
     done: int = 0
     """Blocks that were copied; -1 - n once block n could not be."""
     is_closed: bool = False
@@ -74,7 +75,7 @@ class RankStore:
         cache = self.caches[number]
         for *fields, to_disk in blocks:
             block = StoredBlock(*fields)
-            is_apart = block.is_state or block.pieces > self.axes.heads.size  # each rank has a piece
+            is_apart = block.is_state or block.file_count > self.axes.heads.size  # each rank has a file
             rows = rows_of_block(cache.kvs, block, is_apart=is_apart)
             states = {}
             if block.is_state:
@@ -82,8 +83,8 @@ class RankStore:
             if rows or states:
                 self.memory[block] = rows | states
             mine = {} if self.axes.shard_index else states  # they are the same on all ranks
-            piece = self.axes.shard_index if is_apart else self.axes.heads.index
-            self._work.put((self._write, block, piece, rows | mine if to_disk else {}))
+            file_number = self.axes.shard_index if is_apart else self.axes.heads.index
+            self._work.put((self._write, block, file_number, rows | mine if to_disk else {}))
 
     def do_forget(self, in_memory: Sequence[Sequence[Any]], on_disk: Sequence[Sequence[Any]]) -> None:
         """Forget blocks in memory. Rank 0 removes files."""
@@ -102,39 +103,39 @@ class RankStore:
         reading = self.readings[number]
         while 0 <= reading.done < len(reading.blocks) and nbytes > 0:
             try:
-                pieces = reading.ready.get(timeout=patience) if patience else reading.ready.get_nowait()
+                rows_by_file = reading.ready.get(timeout=patience) if patience else reading.ready.get_nowait()
             except queue.Empty:
                 return
             patience = 0.0
             block, place = reading.blocks[reading.done]
-            nbytes -= sum(x.nbytes for rows in pieces or () for x in rows.values())
-            if not self._copied(reading, block, pieces):
+            nbytes -= sum(x.nbytes for rows in rows_by_file or () for x in rows.values())
+            if not self._copied(reading, block, rows_by_file):
                 reading.done = -1 - reading.done
             else:
                 reading.done += 1
-                if place == STAYS and pieces:
-                    self.memory[block] = pieces[0]
+                if place == STAYS and rows_by_file:
+                    self.memory[block] = rows_by_file[0]
 
     def do_close(self, number: int, length: int) -> None:
         """End a reading: the cache has the first `length` tokens."""
         reading = self.readings.pop(number)
         reading.is_closed = True
         if length:
-            reading.filling.finish(length)
+            reading.filler.finish(length)
             reading.cache.set_length(length)
 
-    def _copied(self, reading: Reading, block: StoredBlock, pieces: list[Rows] | None) -> bool:
+    def _copied(self, reading: Reading, block: StoredBlock, rows_by_file: list[Rows] | None) -> bool:
         """Copy a block to a cache. Return False if it is damaged."""
-        if not pieces:
-            return pieces is not None
+        if not rows_by_file:
+            return rows_by_file is not None
         try:
             if block.is_state:
-                reading.filling.begin(block, pieces)
-                names = [name for name in pieces[0] if name.startswith(STATES)]
+                reading.filler.begin(block, rows_by_file)
+                names = [name for name in rows_by_file[0] if name.startswith(STATES)]
                 reading.cache.set_states(
-                    {n.removeprefix(STATES): pieces[0][n].to(reading.device, copy=True) for n in names}
+                    {n.removeprefix(STATES): rows_by_file[0][n].to(reading.device, copy=True) for n in names}
                 )
-            reading.filling.put(block, pieces)
+            reading.filler.put(block, rows_by_file)
         except Exception:  # what a file of any contents may raise: its tokens are computed again
             return False
         return True
@@ -165,11 +166,11 @@ class RankStore:
             if self.lock is not None:
                 self.lock.release()
 
-    def _write(self, block: StoredBlock, piece: int, rows: Rows) -> None:
-        """Write a piece of a block, unless one could not be written before."""
+    def _write(self, block: StoredBlock, file_number: int, rows: Rows) -> None:
+        """Write a file of a block, unless one could not be written before."""
         try:
             if rows and not self.fault:
-                self.folder.write(block, piece, rows)
+                self.folder.write(block, file_number, rows)
             self.written += 1
         except Exception as error:  # of one file: requests go on, and rank 0 says so
             self.fault = getattr(error, "errno", None) or EIO
@@ -180,24 +181,24 @@ class RankStore:
             if reading.is_closed:
                 return
             try:
-                reading.ready.put(self._pieces(reading, block, place))
+                reading.ready.put(self._rows_by_file(reading, block, place))
             except Exception:  # what a file of any contents may raise: its tokens are computed again
                 reading.ready.put(None)
                 return
 
-    def _pieces(self, reading: Reading, block: StoredBlock, place: int) -> list[Rows]:
-        """Return the pieces of a block; none if this rank needs no row of it."""
-        if not reading.filling.needs(block):
+    def _rows_by_file(self, reading: Reading, block: StoredBlock, place: int) -> list[Rows]:
+        """Return the rows of a block, file by file; none if this rank needs no row of it."""
+        if not reading.filler.needs(block):
             return []
         held = self.memory.get(block)
         if held is not None and (place == IN_MEMORY or _is_whole(held, block)):
             return [held]
-        return [self.folder.read(block, piece) for piece in range(block.pieces)]
+        return [self.folder.read(block, file_number) for file_number in range(block.file_count)]
 
 
 def _is_whole(rows: Rows, block: StoredBlock) -> bool:
     """Return whether rows are of all tokens of a block: ranks of unequal shares may hold parts of it."""
-    return not block.is_state and len(rows.get(COLUMNS, ())) == block.stop - block.start
+    return not block.is_state and len(rows.get(TOKEN_INDEX, ())) == block.stop - block.start
 
 
 def name_tokens(cache: ShardedCache, prompt: Prompt) -> None:

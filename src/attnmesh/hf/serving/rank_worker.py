@@ -21,7 +21,7 @@ from attnmesh.hf.serving.rank_store import OF_STORE, RankStore, Reading, name_to
 from attnmesh.hf.serving.row_pass import decode_rows, note_tokens
 from attnmesh.mesh.axes import Mesh
 from attnmesh.store.block_names import StoredBlock
-from attnmesh.store.block_rows import Filling
+from attnmesh.store.block_rows import CacheFiller
 
 MEASURED = 32
 """Steps of rows after which bytes are measured again: caches that were forked copy what they change."""
@@ -101,7 +101,7 @@ class RankWorker:
         room = max([tokens, *(block.stop for block, _ in places)])
         kvs = cache.make([CacheSizes.from_code(code) for code in layers], room, self.model.device)
         self.caches[number] = cache
-        self.store.begin_reading(number, Reading(cache, Filling(kvs), places, self.model.device))
+        self.store.begin_reading(number, Reading(cache, CacheFiller(kvs), places, self.model.device))
         self.nbytes = self.measure()
 
     def do_drop(self, numbers: list[int]) -> None:

@@ -23,9 +23,9 @@ from attnmesh.hf.serving.prefix_store import OpenStore, PrefixStore, open_store
 from attnmesh.hf.serving.rank_store import IN_MEMORY, ON_DISK, STAYS, RankStore
 from attnmesh.hf.serving.rank_worker import RankWorker
 from attnmesh.hf.serving.stream import Stream
-from attnmesh.store.block_folder import SUBJECT
-from attnmesh.store.block_names import GRAIN, BlockNames, StoredBlock
-from attnmesh.store.block_tiers import BlockTiers, Held
+from attnmesh.store.block_folder import STORE_SUBJECT
+from attnmesh.store.block_names import BLOCK_GRAIN, BlockNames, StoredBlock
+from attnmesh.store.block_tiers import BlockTiers, TierEntry
 
 COPY_SECONDS = 0.05
 """Seconds that a step may copy blocks while no rows decode."""
@@ -131,7 +131,7 @@ class StoreSchedule(NoStore):
         self.forgets = self.forgets or (self.template.windows and has_windows(config))
         self.tiers = BlockTiers(settings.memory, settings.disk)
         for block, nbytes in self.folder.scan().items():
-            self.tiers.add(self.tiers.disk, block, Held(nbytes))
+            self.tiers.add(self.tiers.disk, block, TierEntry(nbytes))
         self.layers = self._read_layers()
         self.saving: deque[SavingCache] = deque()
         self.saved: deque[SavingCache] = deque()  # caches whose last block may be on its way to the folder
@@ -151,7 +151,9 @@ class StoreSchedule(NoStore):
     @property
     def busy(self) -> bool:  # type: ignore[override]
         """True if a step has something to do."""
-        return bool(self.loading or self.closing or self.saving or any(self.tiers.gone))
+        return bool(
+            self.loading or self.closing or self.saving or self.tiers.gone_from_memory or self.tiers.gone_from_folder
+        )
 
     @property
     def is_writing(self) -> bool:  # type: ignore[override]
@@ -174,7 +176,7 @@ class StoreSchedule(NoStore):
 
     def prepare(self, stream: Stream) -> None:
         """Name the blocks of a new stream, in the thread that submits it."""
-        self._names(stream).at(stream.ids, len(stream.ids) // GRAIN * GRAIN)
+        self._names(stream).at(stream.ids, len(stream.ids) // BLOCK_GRAIN * BLOCK_GRAIN)
 
     def keep(self, stream: Stream, number: int, rejected: int = 0) -> None:
         """Store the prefix in a cache from now on, but for its last tokens that were rejected."""
@@ -220,16 +222,16 @@ class StoreSchedule(NoStore):
     def _next_block(self, saving: SavingCache) -> list[Any] | None:
         """Return the next block of a cache to be stored, and if it goes to the folder; None if no block can go now."""
         cache = self.worker.caches[saving.number]
-        whole = saving.stop // GRAIN * GRAIN if any(kv.sizes.mask is None for kv in cache.kvs) else 0
+        whole = saving.stop // BLOCK_GRAIN * BLOCK_GRAIN if any(kv.sizes.mask is None for kv in cache.kvs) else 0
         if saving.at < 0:
             self._note_layers(cache)
         if self.stopped:  # a disk that is full from the start
             return None
         if saving.at < 0:
-            path = self.tiers.path(saving.names, saving.ids, whole)
+            prefix = self.tiers.prefix_blocks(saving.names, saving.ids, whole)
             state = self._state_of(saving)
-            self._touch([*path, *state])
-            saving.at = path[-1].stop if path else 0
+            self._touch([*prefix, *state])
+            saving.at = prefix[-1].stop if prefix else 0
             if state and not self.tiers.has(state[0]):
                 entry = self._admitted(saving, state[0], self._state_bytes(cache, state[0]))
                 if entry is None and saving.at < saving.stop:
@@ -237,7 +239,9 @@ class StoreSchedule(NoStore):
                 return entry
         while saving.at < whole:
             stop = min((saving.at // cache.block + 1) * cache.block, whole)
-            block = StoredBlock(saving.names.at(saving.ids, stop), saving.at, stop, pieces=self._pieces_of(cache))
+            block = StoredBlock(
+                saving.names.at(saving.ids, stop), saving.at, stop, file_count=self._file_count_of(cache)
+            )
             entry = None
             if not self.tiers.has(block):  # else another cache has stored it meanwhile
                 entry = self._admitted(saving, block, NOTE + (stop - saving.at) * self._token_bytes(cache))
@@ -249,7 +253,7 @@ class StoreSchedule(NoStore):
         saving.at = saving.stop
         return None
 
-    def _pieces_of(self, cache: ShardedCache) -> int:
+    def _file_count_of(self, cache: ShardedCache) -> int:
         """Return the files of a block: with unequal shares of tokens several ranks may have some of it."""
         even = all(kv.shard.block_cyclic.is_even for kv in cache.kvs)
         return self.worker.axes.heads.size if even else self.worker.axes.ranks
@@ -257,7 +261,7 @@ class StoreSchedule(NoStore):
     def _state_of(self, saving: SavingCache) -> list[StoredBlock]:
         """Return the state at the end of a cache; none if no layer forgets."""
         name = saving.names.state_at(saving.ids, saving.stop)
-        first = saving.stop // GRAIN * GRAIN
+        first = saving.stop // BLOCK_GRAIN * BLOCK_GRAIN
         return [StoredBlock(name, first, saving.stop, True, self.worker.axes.ranks)] if self.forgets else []
 
     def _touch(self, blocks: Sequence[StoredBlock]) -> None:
@@ -274,9 +278,9 @@ class StoreSchedule(NoStore):
 
         None if there is no room now, as while blocks before it are written, or none for a block of this size.
         """
-        to_folder = self.tiers.admit(block, Held(nbytes, self.worker.caches[saving.number].block))
+        to_folder = self.tiers.admit(block, TierEntry(nbytes, self.worker.caches[saving.number].block))
         if to_folder is None:
-            saving.at = saving.stop if nbytes > self.tiers.memory.room else saving.at
+            saving.at = saving.stop if nbytes > self.tiers.memory.max_bytes else saving.at
             return None
         self.copied += nbytes
         saving.last = block
@@ -290,7 +294,7 @@ class StoreSchedule(NoStore):
         """Return the bytes of a state on all ranks."""
         rows = (block.stop - block.start) * self._token_bytes(cache)
         forgetting = [kv for kv in cache.kvs if kv.sizes.mask is not None]
-        rows += sum((kv.length - kv.shards.first()) * (_row_bytes(kv.sizes) + 8) for kv in forgetting)
+        rows += sum((kv.length - kv.shards.first_token()) * (_row_bytes(kv.sizes) + 8) for kv in forgetting)
         states = sum(x.nbytes for x in cache.states.values())
         return int(rows + states) + NOTE * self.worker.axes.ranks * (1 + len(cache.kvs))
 
@@ -322,7 +326,7 @@ class StoreSchedule(NoStore):
         tokens = self._computed(stream)
         blocks, run_tokens = self._find(stream, tokens)
         stop = max((block.stop for block in blocks), default=0)
-        if min(stop, tokens) < same + GRAIN or not reserve():
+        if min(stop, tokens) < same + BLOCK_GRAIN or not reserve():
             return False
         self.looked.add(stream)
         self._touch(blocks)
@@ -361,13 +365,13 @@ class StoreSchedule(NoStore):
         ids = stream.ids
         run_tokens = sized.block
         if not self.forgets:
-            return self.tiers.path(names, ids, tokens + self.worker.left, run_tokens), run_tokens
+            return self.tiers.prefix_blocks(names, ids, tokens + self.worker.left, run_tokens), run_tokens
         assert self.layers is not None
         has_runs = any(sizes.mask is None for sizes in self.layers)
         for state in self.tiers.states(names, ids, tokens, run_tokens):
-            path = self.tiers.path(names, ids, state.start, run_tokens) if has_runs else []
-            if not has_runs or (path[-1].stop if path else 0) == state.start:
-                return [state, *path], run_tokens
+            prefix = self.tiers.prefix_blocks(names, ids, state.start, run_tokens) if has_runs else []
+            if not has_runs or (prefix[-1].stop if prefix else 0) == state.start:
+                return [state, *prefix], run_tokens
         return [], run_tokens
 
     def _choose_place(self, block: StoredBlock, run_tokens: int) -> int:
@@ -375,7 +379,7 @@ class StoreSchedule(NoStore):
         held = self.tiers.memory.blocks.get(block)
         if held is not None and held.run_tokens == run_tokens:
             return IN_MEMORY
-        whole = block.pieces == self.worker.axes.heads.size == 1 and not block.is_state
+        whole = block.file_count == self.worker.axes.heads.size == 1 and not block.is_state
         if not whole or block.start // run_tokens != (block.stop - 1) // run_tokens or held is not None:
             return ON_DISK
         entry = self.tiers.disk.blocks[block]._replace(run_tokens=run_tokens)
@@ -398,11 +402,11 @@ class StoreSchedule(NoStore):
             self.sent += 1
             block, went_to_folder = self.tiers.pop_written()
             if went_to_folder and (nbytes := self.folder.size(block)):
-                self.tiers.add(self.tiers.disk, block, Held(nbytes))
+                self.tiers.add(self.tiers.disk, block, TierEntry(nbytes))
                 self.counts["store_blocks_written"] += 1
         while self.saved and self.saved[0].last not in self.tiers.writing:
             saving = self.saved.popleft()  # first tokens stay longest: without them later ones are of no use
-            self._touch(self.tiers.path(saving.names, saving.ids, saving.stop))
+            self._touch(self.tiers.prefix_blocks(saving.names, saving.ids, saving.stop))
         self.tiers.make_room(self.tiers.disk, 0)
 
     def _stop(self, error: int, rank: int) -> None:
@@ -480,7 +484,7 @@ def begin_store(settings: PrefixStore | None, worker: RankWorker) -> NoStore:
         return NoStore()
     opened = open_store(settings, worker.model, worker.template)
     try:
-        with Agreement(worker.axes, SUBJECT):  # the first rank reads what is there
+        with Agreement(worker.axes, STORE_SUBJECT):  # the first rank reads what is there
             schedule = NoStore() if worker.axes.shard_index else StoreSchedule(settings, opened, worker)
         worker.store = RankStore(opened, worker.axes, worker.caches)
     except BaseException:
