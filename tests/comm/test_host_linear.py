@@ -23,6 +23,7 @@ from attnmesh.mesh.merges import MERGES
 from attnmesh.mesh.shapes import Shape
 from attnmesh.runtime.counters import counted
 from tests.support import worlds
+from tests.support.groups import world_axis
 from tests.support.needs import needs_library
 from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import some
@@ -61,7 +62,7 @@ def random_rows(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> 
 def axis() -> Axis:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Axis()
-    return Axis(dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
+    return world_axis()
 
 
 @on_each_rank
