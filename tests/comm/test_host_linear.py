@@ -74,7 +74,7 @@ def outputs(columns: int, sizes: tuple[int, ...], dtype: torch.dtype, rows: tupl
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", LAYERS, ids=str)
-def test_outputs_are_exact(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_outputs_of_shared_layers_are_exact(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     columns, *layers = sizes
     for rows, found in zip(
         (1, 2, 5, MAX_SHARED_ROWS[dtype]),

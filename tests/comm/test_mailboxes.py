@@ -215,6 +215,6 @@ def test_hosts_with_and_without_a_board_merge_messages_of_any_length(size: int, 
     assert pool.run(3, _on_two_hosts, size) == [True] * 3
 
 
-def test_too_many_ranks_go_without() -> None:
+def test_one_rank_and_too_many_ranks_have_no_mailboxes() -> None:
     assert mailboxes_size(1) == 0
     assert mailboxes_size(64) == 0

@@ -76,7 +76,7 @@ def test_tiles_give_the_top_k_of_dense_scores(
 
 
 @pytest.mark.parametrize(("rows", "count"), [(0, 5), (2, 0)])
-def test_no_queries_or_no_keys(rows: int, count: int) -> None:
+def test_without_queries_or_keys_nothing_is_selected(rows: int, count: int) -> None:
     operands = torch.randn(1, rows, HEADS, WIDTH), torch.rand(1, rows, HEADS)
     keys = IndexKeys(torch.randn(1, count, WIDTH), torch.arange(count), torch.arange(count)[None])
     bounds = torch.zeros(1, rows, dtype=torch.int64), torch.full((1, rows), 9)

@@ -43,7 +43,9 @@ def dtensors_of_two_sequences(mask: am.Mask, key_length: int | None) -> bool:
 
 
 @pytest.mark.parametrize(("mask", "key_length"), [(am.Full(), None), (am.Full(), 30), (am.Causal(), 30)])
-def test_dtensors_of_two_sequences(pool: Pool, mask: am.Mask, key_length: int | None) -> None:
+def test_dtensors_of_two_lengths_give_what_plain_tensors_give(
+    pool: Pool, mask: am.Mask, key_length: int | None
+) -> None:
     assert pool.run(4, dtensors_of_two_sequences, mask, key_length) == [True] * 4
 
 
@@ -56,7 +58,9 @@ def test_dtensors_of_two_sequences(pool: Pool, mask: am.Mask, key_length: int | 
         (24, (2, 2), ("data", "queries")),
     ],
 )
-def test_dtensors_go_in_and_come_out(pool: Pool, length: int, sizes: tuple[int, ...], names: tuple[str, ...]) -> None:
+def test_dtensors_come_out_with_the_values_and_placements_of_one_device(
+    pool: Pool, length: int, sizes: tuple[int, ...], names: tuple[str, ...]
+) -> None:
     assert pool.run(4, dtensors, length, sizes, names) == [True] * 4
 
 

@@ -313,7 +313,7 @@ def test_folders_of_others_are_refused(tmp_path: Path) -> None:
         ({"folder": 7}, "the path of a folder, given 7 of type int"),
     ],
 )
-def test_arguments_that_do_not_go_together(tmp_path: Path, sizes: dict[str, Any], said: str) -> None:
+def test_arguments_that_do_not_go_together_are_refused(tmp_path: Path, sizes: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
         am.KVCache(None, **{**SIZES, "folder": tmp_path, **sizes})
 
