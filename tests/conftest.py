@@ -1,3 +1,5 @@
+"""Settings and fixtures of all tests. README.md beside this file says which helper of `support` does what."""
+
 import os
 from collections.abc import Iterator
 

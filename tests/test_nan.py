@@ -61,7 +61,7 @@ def test_no_error_of_nan_is_dropped() -> None:
         ("assert max(counts) < 4", False),
     ],
 )
-def test_what_drops_a_nan(line: str, expected: bool) -> None:
+def test_lines_that_may_drop_a_nan_are_found(line: str, expected: bool) -> None:
     assert any(map(drops_nan, ast.walk(ast.parse(line)))) == expected
 
 

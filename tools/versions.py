@@ -15,7 +15,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 TESTS = {
     "transformers": ["tests/hf", "src/attnmesh/hf"],
-    "accelerate": ["tests/hf/training/test_trainer.py", "src/attnmesh/hf/training/accelerator.py"],
+    "accelerate": [
+        "tests/hf/training/test_accelerator.py",
+        "tests/hf/training/test_trainer.py",
+        "src/attnmesh/hf/training/accelerator.py",
+    ],
     "trl": [f"tests/hf/training/test_{name}.py" for name in ("trainer", "finetune", "rollouts", "grpo_example")],
     "peft": ["tests/hf/training/test_trainer.py"],
     "diffusers": ["tests/diffusers", "src/attnmesh/diffusers"],

@@ -189,7 +189,7 @@ def test_what_is_measured_on_a_gpu_runs_here_in_small() -> None:
     assert all(row.ours.median > 0 and row.theirs.median > 0 for row in rows)
 
 
-def test_the_contenders_of_a_step_run(pool: Pool) -> None:
+def test_a_step_is_timed_beside_its_contenders(pool: Pool) -> None:
     (names, _) = pool.run(2, merges_of_a_step)
     assert {"decode", "ring, overlapped", "ring-attention-pytorch", "three all-reduces"} <= set(names)
 
@@ -208,7 +208,7 @@ def test_the_ring_that_we_are_compared_with_is_attention(pool: Pool) -> None:
     assert pool.run(4, the_ring_is_attention) == [True] * 4
 
 
-def test_the_decode_table_and_its_json(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bench_of_decoding_prints_a_table_or_json(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [decode.Row("step", "decode", Timing(10.0, 9.0, 11.0), 1.0)]
     monkeypatch.setattr(decode, "parts", lambda ranks: {"steps": lambda add: [add(row) for row in rows]})
     monkeypatch.setattr(decode, "memory", lambda ranks, add: add(decode.Memory("32k", "tree", 16.9)))

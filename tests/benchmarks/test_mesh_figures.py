@@ -51,12 +51,12 @@ def test_a_pair_is_computed_in_its_querys_row_and_its_keys_column(mask: am.Mask,
 
 @given(problems())
 @settings(max_examples=25)  # tests/mesh/test_schedule.py tries the schedules themselves more often
-def test_also_with_other_keys_than_queries(problem: Problem) -> None:
+def test_pairs_of_ranks_follow_the_formula_where_keys_have_another_length(problem: Problem) -> None:
     assert torch.equal(pairs_of_ranks(problem), formula(problem))
 
 
 @pytest.mark.parametrize("length", [1, 2, 48, 500])
-def test_draws_a_png_with_a_panel_a_layout(length: int) -> None:
+def test_a_figure_has_a_panel_for_each_layout(length: int) -> None:
     matplotlib.use("Agg")
     buffer = io.BytesIO()
     with warnings.catch_warnings():

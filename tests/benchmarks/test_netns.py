@@ -50,7 +50,7 @@ def hosts() -> None:
         ("2x2@40gbit", "a rate from 100kbit to 10gbit, given 40gbit"),
     ],
 )
-def test_hosts_that_cannot_be(text: str, told: str) -> None:
+def test_hosts_that_cannot_be_are_refused(text: str, told: str) -> None:
     with pytest.raises(ClusterError, match="--hosts") as caught:
         Hosts.parse(text)
     assert told in str(caught.value)
@@ -87,7 +87,9 @@ def test_no_more_ranks_than_a_machine_can_run(ranks: int) -> None:
         (("shutil.which", lambda tool: None if tool == "tc" else tool), "a machine without tc"),
     ],
 )
-def test_where_no_hosts_can_be_made(monkeypatch: pytest.MonkeyPatch, change: tuple[str, object], told: str) -> None:
+def test_where_no_hosts_can_be_made_the_error_says_why(
+    monkeypatch: pytest.MonkeyPatch, change: tuple[str, object], told: str
+) -> None:
     name, value = change
     monkeypatch.setattr(f"benchmarks.netns.{name}", value)
     with pytest.raises(ClusterError, match="run it as root on Linux") as caught:

@@ -81,7 +81,7 @@ CLUSTER = am.Cluster(
 )
 
 
-def test_ring_decode_by_hand() -> None:
+def test_a_ring_decode_takes_the_seconds_by_hand() -> None:
     """Of 10 MB a rank: each attention 1 + 10 ms, each of 3 hops 2 + 100 ms; of 100 kB 1.1 ms and 2 + 1 ms."""
     assert baselines.ring_decode(CLUSTER, 10e6) == pytest.approx(11e-3 + 3 * 102e-3)
     assert baselines.ring_decode(CLUSTER, 1e5) == pytest.approx(1.1e-3 + 3 * 3e-3)

@@ -53,7 +53,7 @@ def test_the_plot_is_written(name: str, begins: bytes, tmp_path: Path) -> None:
     assert (tmp_path / name).read_bytes().startswith(begins)
 
 
-def test_a_name_is_no_formula(tmp_path: Path) -> None:
+def test_a_name_is_drawn_as_text_and_not_as_a_formula(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     named = replace(CLUSTER, name=r"$\frac$")
     draw_plan(SMALL, named, best_by_scheme(SMALL, named), {}, {}).savefig(tmp_path / "plan.svg")
@@ -78,7 +78,7 @@ def test_without_matplotlib_the_plot_says_what_it_needs(
         ("no/such/plan.png", "expected a file that can be written, given no/such/plan.png (No such file"),
     ],
 )
-def test_a_figure_that_cannot_be_written(
+def test_a_figure_that_cannot_be_written_is_an_error_of_one_line(
     name: str, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -407,7 +407,7 @@ def test_a_graph_does_not_read_one_piece_of_a_folder(tmp_path: Path, monkeypatch
         ({"values": "none"}, "KVCache hot: expected a cache with values, given values='none'"),
     ],
 )
-def test_arguments_that_do_not_go_together(sizes: dict[str, Any], said: str) -> None:
+def test_arguments_that_do_not_go_together_are_refused(sizes: dict[str, Any], said: str) -> None:
     with pytest.raises(errors.InputError, match=said):
         am.KVCache(None, **{**SIZES, "hot": HOT, **sizes})
 

@@ -1,12 +1,14 @@
 """Caches that forget: the same results as caches that keep every token, in the memory of a window."""
 
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import attnmesh as am
 from attnmesh import errors
@@ -28,7 +30,7 @@ def cache_of(shape: Shape, mask: Mask | None, keep: int = 0, **options: Any) -> 
     return am.KVCache(mesh, dtype=torch.float32, mask=mask, keep=keep, **{**SIZES, **options})
 
 
-def new(tokens: int, seed: int = 0) -> list[torch.Tensor]:
+def new(tokens: int, seed: int = 0) -> list[Tensor]:
     """Return q, k and v of new tokens."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(2, heads, tokens, 8, generator=generator) for heads in (4, 2, 2)]
@@ -38,7 +40,7 @@ def new(tokens: int, seed: int = 0) -> list[torch.Tensor]:
 
 
 @on_each_rank
-def lives(shape: Shape, mask: Mask, keep: int) -> list[torch.Tensor]:
+def lives(shape: Shape, mask: Mask, keep: int) -> list[Tensor]:
     """Return outputs of a long life. Raise unless a cache that keeps every token gives the same bits."""
     caches = [cache_of(shape, mask, keep), cache_of(shape, None)]
     outs, random = [], torch.Generator().manual_seed(3)
@@ -150,7 +152,7 @@ def filled_cache(shape: Shape, mask: Mask | None, padded: bool) -> am.KVCache:
     return cache
 
 
-def later_outputs(caches: list[am.KVCache], masks: Any = LAYERS) -> list[torch.Tensor]:
+def later_outputs(caches: list[am.KVCache], masks: Any = LAYERS) -> list[Tensor]:
     """Return outputs after a truncation and more tokens."""
     outs = []
     for step in range(12):
@@ -164,7 +166,7 @@ def later_outputs(caches: list[am.KVCache], masks: Any = LAYERS) -> list[torch.T
 
 
 @on_each_rank
-def save_while_decoding(shape: Shape, padded: bool, path: Path) -> list[torch.Tensor]:
+def save_while_decoding(shape: Shape, padded: bool, path: Path) -> list[Tensor]:
     caches = [filled_cache(shape, mask, padded) for mask in LAYERS]
     save_layers(caches, path).wait()
     saving = save_layers(caches, path, wait=False)
@@ -174,7 +176,7 @@ def save_while_decoding(shape: Shape, padded: bool, path: Path) -> list[torch.Te
 
 
 @on_each_rank
-def load_and_continue(shape: Shape, path: Path) -> list[torch.Tensor]:
+def load_and_continue(shape: Shape, path: Path) -> list[Tensor]:
     caches, _, _ = load_layers(am.KVCache, path, named_mesh(shape, AXES) if shape.ranks > 1 else None)
     assert [cache.sizes.mask for cache in caches] == list(LAYERS)
     return later_outputs(caches)
@@ -191,7 +193,7 @@ def test_layers_of_several_windows_are_saved_and_loaded_on_other_ranks(
 
 
 @on_each_rank
-def recover_and_continue(padded: bool, after: Shape, ahead: int) -> list[torch.Tensor] | str:
+def recover_and_continue(padded: bool, after: Shape, ahead: int) -> list[Tensor] | str:
     caches = [filled_cache(Shape(1, 1, 3), mask, padded) for mask in LAYERS]
     if dist.get_rank() == 2:  # steps ahead of the others
         for cache in caches[:2]:
@@ -223,80 +225,126 @@ def test_ranks_too_far_apart_are_refused(pool: Pool) -> None:
 # --- bad input ---
 
 
-@on_each_rank
-def run_bad_call(kind: str) -> None:
-    """Make a bad call on all ranks, or on rank 1 alone. The cache has to stay as it is."""
-    odd, mask, shape = dist.get_rank() == 1, am.Window(20), Shape(1, 1, 3)
-    cache = cache_of(shape, mask, keep=3)
-    for step in range(60):
-        cache.append(*new(3, step)[1:])
-    q, k, v = new(30)
-    before = am.decode(q[:, :, :1], cache, mask=mask)
-    try:
-        match kind:
-            case "deep":
-                cache.truncate(150)
-            case "deep on one rank":
-                cache.truncate(150 if odd else 178)
-            case "wide":
-                am.decode(q[:, :, :1], cache)
-            case "wide on one rank":
-                am.decode(q[:, :, :1], cache, mask=am.Window(21) if odd else mask)
-            case "queries":
-                am.decode(q[:, :, :30], cache, mask=mask)
-            case "queries of a shard":
-                cache.append_shard(k[:, :, :0], v[:, :, :0], torch.zeros(0, dtype=torch.long), queries=0 if odd else 1)
-            case "other queries":
-                cache.append_shard(k[:, :, :0], v[:, :, :0], torch.zeros(0, dtype=torch.long), queries=1 + odd)
-            case "graph":
-                torch.compile(lambda: cache.append(k, v), backend="eager")()
-            case "queries in a graph":
-                torch.compile(lambda: am.decode(q[:, :, :2], cache, mask=mask), backend="eager")()
-            case "keep":
-                cache_of(shape, mask, keep=-1 if odd else 3)
-            case "other keep":
-                cache_of(shape, mask, keep=4 if odd else 3)
-            case "keep alone":
-                cache_of(shape, None, keep=3)
-            case "no mask":
-                cache_of(shape, 20 if odd else mask)
-            case "documents":
-                cache_of(shape, am.Causal() & am.Documents([20]))
-    finally:
-        assert torch.equal(am.decode(q[:, :, :1], cache, mask=mask), before), "the cache has changed"
+WINDOW = am.Window(20)
+
+
+def query(tokens: int) -> Tensor:
+    return new(30)[0][:, :, :tokens]
+
+
+def cache_on_three(mask: Any, keep: int = 0) -> am.KVCache:
+    return cache_of(Shape(1, 1, 3), mask, keep)
+
+
+def append_nothing(cache: am.KVCache, queries: int) -> None:
+    nothing = torch.zeros(2, 2, 0, 8)
+    cache.append_shard(nothing, nothing, torch.zeros(0, dtype=torch.long), queries=queries)
+
+
+def append_in_a_graph(cache: am.KVCache, odd: bool) -> None:
+    _, k, v = new(30)
+    torch.compile(lambda: cache.append(k, v), backend="eager")()
+
+
+def decode_in_a_graph(cache: am.KVCache, odd: bool) -> None:
+    torch.compile(lambda: am.decode(query(2), cache, mask=WINDOW), backend="eager")()
+
+
+class BadCall(NamedTuple):
+    """A call on a cache with a window, told whether this is the odd rank; its error, and an expression for its text."""
+
+    make: Callable[[am.KVCache, bool], object]
+    error: type[errors.InputError]
+    message: str
 
 
 BAD_CALLS = {
-    "deep": (
+    "truncation to forgotten tokens": BadCall(
+        lambda cache, odd: cache.truncate(150),
         errors.ShapeError,
         "truncate: expected 0, or at least 176: the cache has forgotten what earlier .* Fix: make",
     ),
-    "deep on one rank": (errors.ShapeError, "truncate: expected 0, or at least 176: .*given 150 of 180 tokens"),
-    "wide": (errors.MaskError, r"decode mask: expected Window\(20\), by which .*given Causal\(\). Fix: pass mask="),
-    "wide on one rank": (errors.MaskError, r"decode mask: expected Window\(20\), by which .*given Window\(21\)"),
-    "queries": (
+    "truncation to forgotten tokens on one rank": BadCall(
+        lambda cache, odd: cache.truncate(150 if odd else 178),
+        errors.ShapeError,
+        "truncate: expected 0, or at least 176: .*given 150 of 180 tokens",
+    ),
+    "no mask in a step": BadCall(
+        lambda cache, odd: am.decode(query(1), cache),
+        errors.MaskError,
+        r"decode mask: expected Window\(20\), by which .*given Causal\(\). Fix: pass mask=",
+    ),
+    "a wider window on one rank": BadCall(
+        lambda cache, odd: am.decode(query(1), cache, mask=am.Window(21) if odd else WINDOW),
+        errors.MaskError,
+        r"decode mask: expected Window\(20\), by which .*given Window\(21\)",
+    ),
+    "queries of forgotten tokens": BadCall(
+        lambda cache, odd: am.decode(query(30), cache, mask=WINDOW),
         errors.ShapeError,
         "decode q: expected queries of token 176 and later ones: .* given queries of the tokens from 150 to 179",
     ),
-    "queries of a shard": (errors.ShapeError, "append_shard queries: expected a whole number, 1 or more, given 0"),
-    "other queries": (errors.MeshError, "append_shard: expected the same call on every rank"),
-    "graph": (errors.KernelError, "append: expected no graph around a cache that forgets"),
-    "queries in a graph": (errors.KernelError, "decode: expected no graph around a cache that forgets"),
-    "keep": (errors.ShapeError, "KVCache keep: expected a whole number, 0 or more, given -1"),
-    "other keep": (errors.MeshError, "KVCache: expected the same call on every rank"),
-    "keep alone": (errors.ShapeError, "KVCache keep: expected 0 without mask=, given 3"),
-    "no mask": (errors.MaskError, r"KVCache mask: expected Full\(\), Causal\(\), .* given int"),
-    "documents": (
+    "no query of a shard": BadCall(
+        lambda cache, odd: append_nothing(cache, queries=0 if odd else 1),
+        errors.ShapeError,
+        "append_shard queries: expected a whole number, 1 or more, given 0",
+    ),
+    "more queries of a shard": BadCall(
+        lambda cache, odd: append_nothing(cache, queries=1 + odd),
+        errors.MeshError,
+        "append_shard: expected the same call on every rank",
+    ),
+    "an append in a graph": BadCall(
+        append_in_a_graph, errors.KernelError, "append: expected no graph around a cache that forgets"
+    ),
+    "a step in a graph": BadCall(
+        decode_in_a_graph, errors.KernelError, "decode: expected no graph around a cache that forgets"
+    ),
+    "keep of less than 0": BadCall(
+        lambda cache, odd: cache_on_three(WINDOW, keep=-1 if odd else 3),
+        errors.ShapeError,
+        "KVCache keep: expected a whole number, 0 or more, given -1",
+    ),
+    "another keep": BadCall(
+        lambda cache, odd: cache_on_three(WINDOW, keep=4 if odd else 3),
+        errors.MeshError,
+        "KVCache: expected the same call on every rank",
+    ),
+    "keep without a mask": BadCall(
+        lambda cache, odd: cache_on_three(None, keep=3),
+        errors.ShapeError,
+        "KVCache keep: expected 0 without mask=, given 3",
+    ),
+    "a number as mask": BadCall(
+        lambda cache, odd: cache_on_three(20 if odd else WINDOW),
+        errors.MaskError,
+        r"KVCache mask: expected Full\(\), Causal\(\), .* given int",
+    ),
+    "a mask of documents": BadCall(
+        lambda cache, odd: cache_on_three(am.Causal() & am.Documents([20])),
         errors.MaskError,
         r"KVCache mask: expected a mask that does not depend on the length, given Causal\(\) & Documents",
     ),
 }
 
 
-@pytest.mark.parametrize("kind", BAD_CALLS)
-def test_all_ranks_raise_alike_and_continue(pool: Pool, kind: str) -> None:
-    error, message = BAD_CALLS[kind]
-    results = pool.ask(3, run_bad_call, kind)
+@on_each_rank
+def make_bad_call(name: str) -> None:
+    """Make a bad call on all ranks, or on rank 1 alone. The cache has to stay as it is."""
+    cache = cache_on_three(WINDOW, keep=3)
+    for step in range(60):
+        cache.append(*new(3, step)[1:])
+    before = am.decode(query(1), cache, mask=WINDOW)
+    try:
+        BAD_CALLS[name].make(cache, dist.get_rank() == 1)
+    finally:
+        assert torch.equal(am.decode(query(1), cache, mask=WINDOW), before), "the cache has changed"
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_all_ranks_raise_alike_and_continue(name: str, pool: Pool) -> None:
+    _, error, message = BAD_CALLS[name]
+    results = pool.ask(3, make_bad_call, name)
     assert [type(result) for result in results] == [error] * 3
     assert len({str(result) for result in results}) == 1
     with pytest.raises(error, match=message):
@@ -321,7 +369,7 @@ def test_an_empty_batch_with_padding_is_saved(tmp_path: Path) -> None:
     assert am.KVCache.load(tmp_path, None).length == 0
 
 
-def test_truncation_to_nothing_and_within_a_window() -> None:
+def test_a_window_that_is_truncated_decodes_as_one_that_was_not_filled_further() -> None:
     cache, mask = cache_of(Shape(1, 1, 1), am.Window(20)), am.Window(20)
     q, k, v = new(15)
     cache.append(k, v)

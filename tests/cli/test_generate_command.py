@@ -126,7 +126,7 @@ def test_a_folder_of_keys_goes_on(expected: list[int], tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_it_runs_under_torchrun(expected: list[int]) -> None:
+def test_the_command_runs_under_torchrun(expected: list[int]) -> None:
     """`make test` starts it under torchrun in hf/test_generation_checkpoint.py, where a rank is killed too."""
     done = launched("-m", "attnmesh", *ASK, "--json", launch=[*TORCHRUN, "--rdzv-endpoint", "localhost:0"])
     assert done.returncode == 0, done.stderr

@@ -115,7 +115,7 @@ def test_a_file_of_measured_figures_is_a_cluster(tmp_path: Path) -> None:
     assert json.loads(run_plan(*arguments(f"{file}:8", "8/2", "128k", "--json"))[1])["cluster"]["hosts"] == 8
 
 
-def test_local_is_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_is_planned_with_the_cores_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     code, text = run_plan(*arguments("local", "8/2", "4k", "--decode"))
     assert code == 0

@@ -35,7 +35,7 @@ def test_the_table_has_one_line_a_figure_in_80_columns(name: str) -> None:
     assert len(console.export_text().splitlines()) == len(rows) + 2  # and a rule above and below
 
 
-def test_a_host_that_cannot_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_cannot_be_found_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
     with pytest.raises(ClusterError, match=r"a host that can be found, given 'no-such-host\.invalid'"):
         check_master()

@@ -23,6 +23,7 @@ from attnmesh.mesh.merges import MERGES
 from attnmesh.mesh.shapes import Shape
 from attnmesh.runtime.counters import count_traffic
 from tests.support import worlds
+from tests.support.groups import world_axis
 from tests.support.needs import needs_library
 from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import some
@@ -61,7 +62,7 @@ def random_rows(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> 
 def axis() -> Axis:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Axis()
-    return Axis(dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
+    return world_axis()
 
 
 @on_each_rank
@@ -73,7 +74,7 @@ def outputs(columns: int, sizes: tuple[int, ...], dtype: torch.dtype, rows: tupl
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", LAYERS, ids=str)
-def test_outputs_are_exact(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_outputs_of_shared_layers_are_exact(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     columns, *layers = sizes
     for rows, found in zip(
         (1, 2, 5, MAX_SHARED_ROWS[dtype]),

@@ -19,16 +19,13 @@ from attnmesh.kernels.native.build import Library, library
 from attnmesh.kernels.native.native_digest import digest_of_rows, digest_on_cpu, wrapped
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.merges import MERGES
+from tests.support.groups import world_axis
 from tests.support.pool import Pool, on_each_rank
 from tests.support.tolerances import FLOAT32, FLOAT32_SUMS
 
 CPU = torch.device("cpu")
 
 needs_library = pytest.mark.skipif(library().exchange is None, reason="there is no C++ compiler")
-
-
-def axis() -> Axis:
-    return Axis(dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
 
 
 def partials(ranks: int, shape: tuple[int, ...], seed: int) -> list[am.Partial]:
@@ -73,7 +70,7 @@ def test_merges_are_exact_and_alike(ranks: int, how: str, pool: Pool) -> None:
 
 @on_each_rank
 def _is_native(shape: tuple[int, ...]) -> bool:
-    return host_merge_for(axis(), shape, MERGES["tree"]) is not None
+    return host_merge_for(world_axis(), shape, MERGES["tree"]) is not None
 
 
 @needs_library
@@ -152,7 +149,7 @@ def test_where_one_rank_has_no_library_none_uses_it(pool: Pool) -> None:
 
 @on_each_rank
 def _chosen() -> tuple[str, str, str]:
-    place = axis()
+    place = world_axis()
     return (
         transport_of(place, CPU).fastest().name,
         chosen_merge(place, "auto", "heads", CPU).name,
@@ -220,7 +217,7 @@ def star() -> list[str]:
     for dtype in (torch.float32, torch.float64):
         partial = am.Partial(torch.zeros(1, 2, 1, 4, dtype=dtype), torch.zeros(1, 2, 1, dtype=dtype))
         with pytest.raises(KernelError, match=r"auto or one of tree, direct, .*, given 'star'") as caught:
-            merge_ranks(partial, checksum_of(0, partial.lse), axis(), "star", "replicated")
+            merge_ranks(partial, checksum_of(0, partial.lse), world_axis(), "star", "replicated")
         said.append(str(caught.value))
     return said
 

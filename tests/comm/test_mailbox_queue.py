@@ -15,10 +15,11 @@ from attnmesh.cli.launch import run_on_ranks
 from attnmesh.comm.mailboxes import MESSAGE_BYTES
 from attnmesh.comm.p2p import begin_messages
 from attnmesh.comm.transport import all_gather_ints
-from attnmesh.mesh.axes import Axis, Mesh
+from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.mesh_attention import executor
 from attnmesh.runtime.world import WORLD
+from tests.support.groups import world_axis
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool, on_each_rank
 from tests.support.tolerances import FLOAT32_SUMS
@@ -36,7 +37,7 @@ def _message(number: int, source: int, target: int, size: int) -> torch.Tensor:
 @on_each_rank
 def _exchange_in_any_order(seed: int) -> tuple[int, int]:
     """On a rank: messages that came wrong, of exchanges of which up to five are under way; and messages left."""
-    axis = Axis(dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
+    axis = world_axis()
     common, own = Random(seed), Random(f"{seed} {axis.index}")
     under_way, wrong = [], 0
     for number in range(30):
@@ -114,7 +115,7 @@ def test_a_rank_that_compares_alone_is_noticed_and_nothing_wrong_comes_after() -
 @on_each_rank
 def _fail_and_go_on() -> dict[str, bool]:
     """On a rank: whether a merge and attention are right after a call that failed on all ranks between exchanges."""
-    axis = Axis(dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
+    axis = world_axis()
     device_mesh = named_mesh(Shape(1, axis.size, 1), AXES)
     assert _attends(device_mesh)
     with mock.patch.object(executor, "attend_band", side_effect=MemoryError), suppress(MemoryError):

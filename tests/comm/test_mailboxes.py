@@ -24,6 +24,7 @@ from attnmesh.errors import MeshError
 from attnmesh.guard.agreement import Agreement
 from attnmesh.mesh.axes import Axis, mesh_of_axis
 from attnmesh.runtime.processes import RunningProcess
+from tests.support.groups import world_axis
 from tests.support.pool import Pool, on_each_rank
 
 here = pytest.mark.skipif(not mailboxes_size(2), reason="memory cannot be shared here, or stores have no order")
@@ -95,7 +96,7 @@ def test_a_silent_rank_is_lost_after_the_timeout_of_its_group() -> None:
 
 def _talk(rounds: int) -> int:
     """On a rank: with each other rank, so many messages of sizes that all know; how many came wrong."""
-    axis = Axis(dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
+    axis = world_axis()
     return _talk_along(axis, rounds)
 
 
@@ -156,7 +157,7 @@ def test_names_that_killed_ranks_left_are_removed(tmp_path: Path, monkeypatch: p
 @on_each_rank
 def _talk_after_calls_that_differ() -> int:
     """On a rank: how many messages come wrong after a call of rank 0 whose message nobody has received."""
-    axis = Axis(dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
+    axis = world_axis()
     own = host_mailboxes(axis)
     assert own is not None
     if axis.index == 0:
@@ -214,6 +215,6 @@ def test_hosts_with_and_without_a_board_merge_messages_of_any_length(size: int, 
     assert pool.run(3, _on_two_hosts, size) == [True] * 3
 
 
-def test_too_many_ranks_go_without() -> None:
+def test_one_rank_and_too_many_ranks_have_no_mailboxes() -> None:
     assert mailboxes_size(1) == 0
     assert mailboxes_size(64) == 0

@@ -59,7 +59,7 @@ def _filled(sizes: list[int]) -> list[int]:
 
 
 @given(masks(), masks())
-def test_and_is_the_intersection(one: Mask, other: Mask) -> None:
+def test_masks_that_are_joined_see_what_both_see(one: Mask, other: Mask) -> None:
     tokens = torch.arange(TOTAL)
     joined(one, other)
     assert torch.equal(

@@ -88,7 +88,7 @@ def test_a_group_that_is_not_finite_is_nan(storage: Storage, fault: float) -> No
 
 
 @each_storage
-def test_zeros_stay(storage: Storage) -> None:
+def test_zeros_are_stored_as_zeros(storage: Storage) -> None:
     assert torch.equal(storage.dequantize(storage.quantize(torch.zeros(2, 130))), torch.zeros(2, 130))
 
 

@@ -12,16 +12,13 @@ from attnmesh.errors import DtypeError, InputError, KernelError, MeshError, Shap
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool, on_each_rank
+from tests.support.problems import float64_numbers
 
 HEADS, WIDTH, TOKENS, NEAR = (4, 2), 8, 45, 7
 
 
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-Q, K, V = (numbers(2, HEADS[n > 0], TOKENS, WIDTH, seed=n) for n in range(3))
-BIAS, SINKS = numbers(2, HEADS[0], TOKENS, NEAR, seed=3), numbers(HEADS[0], seed=4)
+Q, K, V = (float64_numbers(2, HEADS[n > 0], TOKENS, WIDTH, seed=n) for n in range(3))
+BIAS, SINKS = float64_numbers(2, HEADS[0], TOKENS, NEAR, seed=3), float64_numbers(HEADS[0], seed=4)
 REAL = torch.cat((torch.zeros(2, 6), torch.ones(2, TOKENS - 6)), 1).bool() | torch.tensor([[True], [False]])
 LAST = slice(TOKENS - 3, TOKENS)
 

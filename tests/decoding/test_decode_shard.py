@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import attnmesh as am
 from attnmesh import errors
@@ -18,6 +17,7 @@ from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.runtime.counters import count_traffic
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool, on_each_rank
+from tests.support.problems import float64_numbers
 from tests.support.tolerances import FLOAT64, worst
 
 HEADS, WIDTH, CACHED, NEW, BLOCK = (4, 2), 8, 29, 27, 4
@@ -25,16 +25,12 @@ HOW: dict[str, Any] = {"scale": 0.5, "softcap": 3.0, "kernel": "auto"}
 SCORES = Scores(0.5, 3.0)
 
 
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 def cache_of(mesh: Any, mask: am.Mask | None = None, *, padded: bool = False) -> am.KVCache:
     sizes = {"batch": 2, "kv_heads": HEADS[1], "head_dim": WIDTH, "capacity": 64, "block": BLOCK}
     cache = am.KVCache(mesh, **sizes, dtype=torch.float64, mask=mask, keep=NEW if mask else 0)
     token_mask = torch.arange(CACHED) >= torch.tensor([[0], [5]]) if padded else None
-    cache.append(*numbers(2, 2, HEADS[1], CACHED, WIDTH), token_mask=token_mask)
-    cache.append(*numbers(2, 2, HEADS[1], NEW, WIDTH, seed=1))
+    cache.append(*float64_numbers(2, 2, HEADS[1], CACHED, WIDTH), token_mask=token_mask)
+    cache.append(*float64_numbers(2, 2, HEADS[1], NEW, WIDTH, seed=1))
     return cache
 
 
@@ -42,7 +38,7 @@ def cache_of(mesh: Any, mask: am.Mask | None = None, *, padded: bool = False) ->
 def differences(shape: Shape) -> list[float]:
     """Return how far outputs are from those of a cache on one device."""
     mesh, found = named_mesh(shape, AXES), []
-    q, sinks = numbers(2, HEADS[0], NEW, WIDTH, seed=2), numbers(HEADS[0], seed=3)
+    q, sinks = float64_numbers(2, HEADS[0], NEW, WIDTH, seed=2), float64_numbers(HEADS[0], seed=3)
     cases: list[tuple[am.Layout, am.Mask, bool]] = [
         (am.Striped(BLOCK), am.Causal(), False),
         (am.Contiguous(), am.Window(6), False),
@@ -77,7 +73,7 @@ def test_each_rank_gets_the_outputs_of_its_queries(shape: Shape, pool: Pool) -> 
 def received_bytes() -> tuple[int, int]:
     """Return the bytes that arrive with queries in shards, and with all of them on each rank."""
     mesh, layout = named_mesh(Shape(1, 1, 2), AXES), am.Striped(BLOCK)
-    q, cache = numbers(2, HEADS[0], NEW, WIDTH, seed=2), cache_of(mesh)
+    q, cache = float64_numbers(2, HEADS[0], NEW, WIDTH, seed=2), cache_of(mesh)
     own = am.shard(q, mesh, layout=layout)
     with count_traffic() as shards:
         decode_shard(QueryShard(own, layout, NEW), cache, Visible(am.Causal()), SCORES)
@@ -98,7 +94,7 @@ def refusal(layout: bool) -> str:
     mesh = named_mesh(Shape(1, 1, 2), AXES)
     cache, rank = cache_of(mesh), dist.get_rank()
     given = am.Contiguous() if layout and rank else am.Striped(BLOCK)
-    own = am.shard(numbers(2, HEADS[0], NEW, WIDTH), mesh, layout=given)
+    own = am.shard(float64_numbers(2, HEADS[0], NEW, WIDTH), mesh, layout=given)
     own = own if layout or not rank else own.float()
     with pytest.raises(errors.InputError) as raised:
         decode_shard(QueryShard(own, given, NEW), cache, Visible(am.Causal()), SCORES)
@@ -109,7 +105,7 @@ def refusal(layout: bool) -> str:
 @on_each_rank
 def error_of_one_selection() -> str:
     mesh, layout = named_mesh(Shape(1, 1, 2), AXES), am.Striped(BLOCK)
-    own = am.shard(numbers(2, HEADS[0], NEW, WIDTH), mesh, layout=layout)
+    own = am.shard(float64_numbers(2, HEADS[0], NEW, WIDTH), mesh, layout=layout)
     indices = torch.zeros(2, 1, own.shape[2], 1, dtype=torch.int32)
     visible = Visible(am.Causal(), selected=Selection(indices) if dist.get_rank() else None)
     with pytest.raises(errors.MeshError) as raised:
@@ -127,10 +123,13 @@ def test_a_selection_of_one_rank_alone_is_refused(pool: Pool) -> None:
 def error_of_a_count() -> str:
     mesh = named_mesh(Shape(1, 1, 2), AXES)
     cache, layout = cache_of(mesh, am.Window(6)), am.Striped(BLOCK)
-    own = am.shard(numbers(2, HEADS[0], NEW, WIDTH), mesh, layout=layout)
+    own = am.shard(float64_numbers(2, HEADS[0], NEW, WIDTH), mesh, layout=layout)
     short = own[:, :, :-1] if dist.get_rank() else own
     messages = []
-    for q, length in ((short, NEW), (am.shard(numbers(2, HEADS[0], 2 * NEW, WIDTH), mesh, layout=layout), 2 * NEW)):
+    for q, length in (
+        (short, NEW),
+        (am.shard(float64_numbers(2, HEADS[0], 2 * NEW, WIDTH), mesh, layout=layout), 2 * NEW),
+    ):
         with pytest.raises(errors.InputError) as raised:
             decode_shard(QueryShard(q, layout, length), cache, Visible(am.Window(6)), SCORES)
         messages.append(str(raised.value))
@@ -147,7 +146,7 @@ def test_other_numbers_of_queries_are_refused(pool: Pool) -> None:
 def heads_that_select() -> float:
     """Return how far outputs are, of key heads that select other tokens, on ranks that share the heads."""
     mesh, layout = named_mesh(Shape(2, 1, 1), AXES), am.Contiguous()
-    q, generator = numbers(2, HEADS[0], NEW, WIDTH, seed=2), torch.Generator().manual_seed(0)
+    q, generator = float64_numbers(2, HEADS[0], NEW, WIDTH, seed=2), torch.Generator().manual_seed(0)
     shape = 2, HEADS[1], NEW, 5
     selected = torch.rand(*shape[:3], CACHED, generator=generator).topk(5).indices.int()
     own = Selection(am.shard(selected, mesh, layout=layout))

@@ -1,7 +1,8 @@
 """Rows of several caches in one step: each row is what its cache alone gives, and ranks raise alike."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -9,14 +10,8 @@ from torch import Tensor
 
 import attnmesh as am
 from attnmesh import errors
-from attnmesh.core.band import Band
-from attnmesh.core.partial import Partial
-from attnmesh.core.scaling import Scaling
-from attnmesh.kernels import cache_runs
-from attnmesh.kernels.cache_runs import runs_of
-from attnmesh.kernels.cache_view import CacheView, DecodeQuery
 from attnmesh.mesh.shapes import AXES, Shape
-from attnmesh.runtime.counters import count_traffic
+from attnmesh.runtime.counters import counted
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import rotated
@@ -140,39 +135,6 @@ def test_padded_rows_are_those_of_each_cache(shape: Shape, queries: int, mask: a
     pool.run(shape.ranks, padded_rows, shape, queries, mask)
 
 
-def test_few_queries_see_what_their_bounds_say() -> None:
-    """The CPU counts the keys of few queries one by one: the same runs as of many."""
-    for seed in range(60):
-        noise = torch.Generator().manual_seed(seed)
-        length = int(torch.randint(9, 40, (1,), generator=noise))
-        index = torch.arange(length)[torch.rand(length, generator=noise) < 0.5]
-        keys, state = random(1, 1, len(index) + 1, DIM), torch.tensor([length, len(index)])
-        view = CacheView(keys, keys, torch.cat((index, index[:1])), state, None, DIM)
-        query = DecodeQuery(random(1, 1, 2 + seed % 8, DIM), am.Causal(), Scaling(1.0), 50)
-        found = runs_of(query, [view])
-        with mock.patch.object(cache_runs, "MAX_COUNTED_QUERIES", 0):
-            wanted = runs_of(query, [view])
-        assert [run[:4] for run in found] == [run[:4] for run in wanted]
-        for one, other in zip(found, wanted, strict=True):
-            assert (one.seen is None) == (other.seen is None)
-            if isinstance(one.seen, Band) and isinstance(other.seen, Band):
-                assert one.seen.low.equal(other.seen.low)
-                assert one.seen.high.equal(other.seen.high)
-
-
-def test_the_query_of_a_sequence_has_its_own_tensors() -> None:
-    q, lengths, partial = random(3, 1, 2, DIM), torch.tensor([4, 5, 6]), Partial(random(3, 1, 2, DIM), random(3, 1, 2))
-    options = {"into": partial, "key_lengths": lengths, "other_partial": partial}
-    query = DecodeQuery(q, am.Causal(), Scaling(1.0), 50, **options).sequence(1)
-    assert query.q.equal(q[1:2])
-    assert query.key_lengths is not None
-    assert query.key_lengths.tolist() == [5]
-    for part in (query.into, query.other_partial):
-        assert part is not None
-        assert part.out.equal(partial.out[1:2])
-        assert part.lse.equal(partial.lse[1:2])
-
-
 @pytest.mark.parametrize(("shape", "number"), rotated(SHAPES, range(len(OPTIONS)), every=2))
 def test_rows_agree_with_float64(shape: Shape, number: int, pool: Pool) -> None:
     options, cache = OPTIONS[number]
@@ -227,7 +189,7 @@ def merges(shape: Shape) -> None:
     rows = Rows(shape)
     for _ in range(2):
         rows.step()
-    with count_traffic() as traffic:
+    with counted() as traffic:
         rows.step()
     assert len(traffic.merges) == 1
 
@@ -277,42 +239,98 @@ def test_a_full_cache_leaves_the_others_as_they_were(shape: Shape, pool: Pool) -
     pool.run(shape.ranks, one_full_cache, shape)
 
 
+@dataclass
+class RowsCall:
+    """The arguments of a call of `decode_rows`. A change makes it one that is refused."""
+
+    rows: Rows
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    caches: list[am.KVCache]
+    options: dict[str, Any]
+
+    @staticmethod
+    def on(rows: Rows) -> "RowsCall":
+        count = len(rows.caches)
+        return RowsCall(rows, random(count, HEADS, 1, DIM), *rows.new(count, 1, 3), [*rows.caches], {})
+
+    def run(self) -> Tensor:
+        return am.decode_rows(self.q, self.caches, k=self.k, v=self.v, **self.options)
+
+
+Change = Callable[[RowsCall], None]
+
+
+def leave_out_a_query(call: RowsCall) -> None:
+    call.q = call.q[1:]
+
+
+def pass_one_cache_twice(call: RowsCall) -> None:
+    call.caches[1] = call.caches[0]
+
+
+def double_the_width_of_keys(call: RowsCall) -> None:
+    call.k = torch.cat((call.k, call.k), 3)
+
+
+def pass_a_mask_by_its_name(call: RowsCall) -> None:
+    call.options["mask"] = "causal"
+
+
+def pass_queries_in_float64(call: RowsCall) -> None:
+    call.q = call.q.double()
+
+
+def pass_nan_as_scale(call: RowsCall) -> None:
+    call.options["scale"] = torch.nan
+
+
+def pass_more_tokens_than_there_is_room_for(call: RowsCall) -> None:
+    call.k, call.v = call.rows.new(len(call.caches), 40, 3)
+
+
+WRONG: list[tuple[Change, str]] = [
+    (leave_out_a_query, "decode_rows q: expected 4 dims, of which the first has 5 rows"),
+    (
+        pass_one_cache_twice,
+        "decode_rows caches: expected each cache once, given one cache twice. Fix: pass cache.fork()",
+    ),
+    (double_the_width_of_keys, "append k: expected shape"),
+    (pass_a_mask_by_its_name, "decode_rows mask: expected Full"),
+    (pass_queries_in_float64, "decode_rows q of row 0: expected torch.float32"),
+    (pass_nan_as_scale, "decode_rows scale: expected None, 0 or a number"),
+    (pass_more_tokens_than_there_is_room_for, "decode_rows k of row 0: expected room for the new tokens"),
+]
+
+
+def pass_another_scale(call: RowsCall) -> None:
+    call.options["scale"] = 0.3
+
+
+def reverse_the_caches(call: RowsCall) -> None:
+    call.caches.reverse()
+
+
+def leave_out_rows(call: RowsCall) -> None:
+    call.caches, call.q, call.k, call.v = call.caches[:2], call.q[:2], call.k[:2], call.v[:2]
+
+
 @on_each_rank
-def refusal(shape: Shape, wrong: str, rank: int | None, warm: bool) -> str:
-    """Return the error of a call that is wrong on one rank, or on all; the caches serve the next call."""
-    rows = Rows(shape)
+def refusal(change: Change, ranks: set[int], warm: bool) -> str:
+    """Return the error of a call that is changed on these ranks; the caches serve the next call."""
+    rows = Rows(Shape(1, 1, 2))
     if warm:
         rows.step()
-    mine = rank is None or rank == torch.distributed.get_rank()
-    caches, count = [*rows.caches], len(rows.caches)
-    q, (k, v) = random(count, HEADS, 1, DIM), rows.new(count, 1, 3)
-    options: dict[str, Any] = {}
-    if mine and wrong == "fewer rows":
-        q = q[1:]
-    elif mine and wrong == "one cache twice":
-        caches[1] = caches[0]
-    elif mine and wrong == "another width":
-        k = torch.cat((k, k), 3)
-    elif mine and wrong == "a mask that is none":
-        options["mask"] = "causal"
-    elif mine and wrong == "another dtype":
-        q = q.double()
-    elif mine and wrong == "another scale":
-        options["scale"] = 0.3
-    elif mine and wrong == "a scale that is none":
-        options["scale"] = torch.nan
-    elif mine and wrong == "no room":
-        k, v = rows.new(count, 40, 3)
-    elif mine and wrong == "another order":
-        caches = caches[::-1]
-    elif mine and wrong == "fewer caches":
-        caches, q, k, v = caches[:2], q[:2], k[:2], v[:2]
+    call = RowsCall.on(rows)
+    if torch.distributed.get_rank() in ranks:
+        change(call)
     with pytest.raises(errors.InputError) as caught:
-        am.decode_rows(q, caches, k=k, v=v, **options)
+        call.run()
     shortest = [min(row) for row in zip(*gathered([cache.length for cache in rows.caches]), strict=True)]
     for cache, length in zip(rows.caches, shortest, strict=True):
         cache.truncate(length)
-    q = random(count, HEADS, 1, DIM)
+    q = random(len(rows.caches), HEADS, 1, DIM)
     out = am.decode_rows(q, rows.caches)
     for row, cache in enumerate(rows.caches):
         one = slice(row, row + 1)
@@ -326,32 +344,23 @@ def gathered(numbers: list[int]) -> list[list[int]]:
     return rows
 
 
-WRONG = {
-    "fewer rows": "decode_rows q: expected 4 dims, of which the first has 5 rows",
-    "one cache twice": "decode_rows caches: expected each cache once, given one cache twice. Fix: pass cache.fork()",
-    "another width": "append k: expected shape",
-    "a mask that is none": "decode_rows mask: expected Full",
-    "another dtype": "decode_rows q of row 0: expected torch.float32",
-    "a scale that is none": "decode_rows scale: expected None, 0 or a number",
-    "no room": "decode_rows k of row 0: expected room for the new tokens",
-}
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("ranks", [{0, 1}, {1}], ids=str)
+@pytest.mark.parametrize(("change", "message"), WRONG)
+def test_wrong_input_is_refused_alike_on_all_ranks(
+    change: Change, message: str, ranks: set[int], warm: bool, pool: Pool
+) -> None:
+    first, second = pool.run(2, refusal, change, ranks, warm)
+    assert first == second
+    assert message in first
 
 
 @pytest.mark.parametrize("warm", [False, True])
-@pytest.mark.parametrize("rank", [None, 1])
-@pytest.mark.parametrize("wrong", WRONG)
-def test_wrong_input_is_refused_alike_on_all_ranks(wrong: str, rank: int | None, warm: bool, pool: Pool) -> None:
-    answers = pool.run(2, refusal, Shape(1, 1, 2), wrong, rank, warm)
-    assert len(set(answers)) == 1
-    assert WRONG[wrong] in answers[0]
-
-
-@pytest.mark.parametrize("warm", [False, True])
-@pytest.mark.parametrize("wrong", ["another scale", "another order", "fewer caches"])
-def test_calls_that_differ_are_refused_alike(wrong: str, warm: bool, pool: Pool) -> None:
-    answers = pool.run(2, refusal, Shape(1, 1, 2), wrong, 1, warm)
-    assert len(set(answers)) == 1
-    assert "MeshError" in answers[0]
+@pytest.mark.parametrize("change", [pass_another_scale, reverse_the_caches, leave_out_rows])
+def test_calls_that_differ_are_refused_alike(change: Change, warm: bool, pool: Pool) -> None:
+    first, second = pool.run(2, refusal, change, {1}, warm)
+    assert first == second
+    assert "MeshError" in first
 
 
 @on_each_rank

@@ -1,7 +1,5 @@
 """Steps over selected tokens: in a graph, with new tokens, and where indices are wrong or differ by rank."""
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,7 +13,7 @@ from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.runtime.counters import count_traffic
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool, on_each_rank
-from tests.support.problems import numbers
+from tests.support.problems import indexer_scores, numbers
 from tests.support.tolerances import FLOAT32
 
 HEADS, WIDTH, TOKENS = (4, 2), 8, 45
@@ -135,11 +133,6 @@ def test_an_empty_selection_gives_zeros() -> None:
     assert not am.decode(q, cache, selected=nothing).any()
 
 
-def score(keys: Tensor, operands: Sequence[Tensor]) -> Tensor:
-    q, weights = operands
-    return torch.einsum("bqh,bqhn->bqn", weights, (q @ keys[:, None].mT).relu())
-
-
 @on_each_rank
 def best_tokens(ranks: int, padded: bool) -> list[Tensor]:
     """Return the best tokens before and after a fork, of a cache with a sharded prefill, on this rank."""
@@ -152,8 +145,11 @@ def best_tokens(ranks: int, padded: bool) -> list[Tensor]:
     index.append(keys[:, :, 30:], token_mask=real[:, 30:] if padded else None)
     operands = numbers(2, 3, 64, WIDTH, seed=6), numbers(2, 3, 64, seed=7)
     options = {"k": 60, "mask": am.Causal()}
-    found = [top_k_tokens(index, score, operands, **options), top_k_tokens(index, score, operands, 4, block=5)]
-    return [*found, top_k_tokens(index.fork(), score, operands, **options)]
+    found = [
+        top_k_tokens(index, indexer_scores, operands, **options),
+        top_k_tokens(index, indexer_scores, operands, 4, block=5),
+    ]
+    return [*found, top_k_tokens(index.fork(), indexer_scores, operands, **options)]
 
 
 @on_each_rank
@@ -164,7 +160,7 @@ def error_of_longer_index_keys() -> str:
     index = am.KVCache(mesh, **sizes, dtype=torch.float32, values="none")
     index.append(numbers(2, 1, TOKENS + 2, WIDTH))
     operands = numbers(2, 1, 64, WIDTH, seed=6), numbers(2, 1, 64, seed=7)
-    found = top_k_tokens(index, score, operands, TOKENS + 2)
+    found = top_k_tokens(index, indexer_scores, operands, TOKENS + 2)
     with pytest.raises(ShapeError) as raised:
         am.decode(numbers(2, HEADS[0], 1, WIDTH), cache_of(2), selected=am.Selection(found[:, None]))
     return str(raised.value)
@@ -186,7 +182,7 @@ def test_the_best_tokens_do_not_depend_on_the_ranks(pool: Pool, padded: bool) ->
     real = numbers(2, TOKENS, seed=5) > -0.5 if padded else torch.ones(2, TOKENS, dtype=torch.bool)
     seen = am.Causal().visible(torch.arange(TOKENS - 3, TOKENS), torch.arange(TOKENS)) & real[:, None]
     seen = seen & real[:, -3:, None]
-    order = score(keys, operands).masked_fill(~seen, -torch.inf).sort(-1, descending=True)
+    order = indexer_scores(keys, operands).masked_fill(~seen, -torch.inf).sort(-1, descending=True)
     right = order.indices.masked_fill(order.values == -torch.inf, NO_INDEX)
     assert torch.equal(alone[0][..., :TOKENS].long(), right)
     assert (alone[0][..., TOKENS:] == NO_INDEX).all()

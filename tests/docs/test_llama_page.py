@@ -50,7 +50,7 @@ def test_every_command_of_the_page_is_run_here() -> None:
 
 
 @pytest.mark.parametrize("words", PLANS, ids=" ".join)
-def test_the_plans_are_made(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_of_the_page_end_with_its_commands(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     done = CliRunner().invoke(app, words, env={"COLUMNS": "120"})
     assert done.exit_code == 0

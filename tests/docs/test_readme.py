@@ -33,7 +33,7 @@ def lines_on_a_mesh() -> list[str]:
     return failed
 
 
-def test_the_lines_run_on_ranks(pool: Pool) -> None:
+def test_the_lines_of_the_readme_run_on_ranks(pool: Pool) -> None:
     assert pool.run(4, lines_on_a_mesh) == [[]] * 4
 
 

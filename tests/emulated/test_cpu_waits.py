@@ -29,7 +29,7 @@ def kinds(waits: list[str]) -> list[str]:
     ("backend", "shape"),
     [("nccl", (1, 1, 2)), pytest.param("cpu:gloo,cuda:nccl", (2, 1, 2), marks=pytest.mark.long)],
 )
-def test_steps_and_merges(backend: str, shape: tuple[int, int, int]):
+def test_steps_and_merges_wait_for_the_gpu_in_the_known_calls_alone(backend: str, shape: tuple[int, int, int]):
     for table in world(shape[0] * shape[2], measure, "decode", shape, backend=backend).results():
         assert {name: kinds(waits) for name, waits in table.items() if waits} == DECODING, table
 

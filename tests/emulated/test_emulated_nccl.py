@@ -28,7 +28,7 @@ def exchange(gpu: EmulatedGPU, counts: dict[int, tuple[int, int]]) -> list[float
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_messages_arrive(backend: str):
+def test_messages_of_both_directions_arrive(backend: str):
     assert world(2, exchange, {0: (3, 2), 1: (2, 3)}, backend=backend).results() == [[1.0, 1.0], [0.0, 0.0, 0.0]]
 
 

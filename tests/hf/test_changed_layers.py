@@ -62,7 +62,7 @@ def changed(folder: str, change: str) -> tuple[list[list[int]], int, int]:
 
 
 @pytest.mark.parametrize("change", ["moved weights", "another mesh", "a copy"])
-def test_a_model_may_change(change: str, pool: Pool, tmp_path: Path) -> None:
+def test_a_model_that_was_changed_shares_its_weights_again(change: str, pool: Pool, tmp_path: Path) -> None:
     expected = saved_stock(tmp_path, 30, 5)
     for tokens, before, after in pool.run(2, changed, str(tmp_path), change):
         assert tokens == expected

@@ -61,7 +61,7 @@ class Reads(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_a_step_reads_nothing() -> None:
+def test_a_watch_for_nan_reads_nothing_of_a_step() -> None:
     watch, scores = NanWatch(), torch.randn(2, 97)
     with Reads() as reads:
         for _ in range(3):

@@ -185,7 +185,7 @@ def error_of_unequal_every(folder: Path) -> str:
     return str(raised.value)
 
 
-def test_ranks_agree_on_every(pool: Pool, tmp_path: Path) -> None:
+def test_ranks_that_checkpoint_at_other_intervals_raise_alike(pool: Pool, tmp_path: Path) -> None:
     one, other = pool.run(2, error_of_unequal_every, tmp_path)
     assert one == other
     assert "expected the same call on every rank, given:\n    ranks  checkpoint\n" in one

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -13,7 +12,7 @@ import attnmesh as am
 import attnmesh.hf as hf
 from attnmesh.hf import host_experts
 from attnmesh.hf.host_experts import HostExperts
-from attnmesh.mesh.axes import Axis
+from tests.support.groups import world_axis
 from tests.support.models.tiny_models import Case, build
 from tests.support.needs import needs_library
 from tests.support.pool import Pool, on_each_rank
@@ -94,7 +93,7 @@ def choices(given: tuple[list[list[int]], bool]) -> Tensor:
 
     tokens, index = torch.arange(3 * len(chosen), dtype=torch.float64).view(-1, 3), torch.tensor(chosen)
     weights = torch.linspace(1, 2, index.numel(), dtype=torch.float64).view(index.shape)
-    axis = Axis(dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
+    axis = world_axis()
     return HostExperts(forward, axis, lambda: is_shared)(tokens, index, weights)
 
 

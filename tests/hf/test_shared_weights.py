@@ -140,13 +140,13 @@ def one_model(folder: str) -> dict[str, bool]:
     return same
 
 
-def test_other_passes_are_as_without(pool: Pool, tmp_path: Path) -> None:
+def test_passes_that_share_no_weights_give_what_a_plain_model_gives(pool: Pool, tmp_path: Path) -> None:
     families.model("llama", STOCK["llama"], **SIZES).save_pretrained(tmp_path)
     for same in pool.run(2, one_model, str(tmp_path)):
         assert same == dict.fromkeys(same, True)
 
 
-def test_autocast_is_as_without() -> None:
+def test_autocast_gives_what_it_gives_a_plain_model() -> None:
     plain, shared = (families.model("llama", "attnmesh", **SIZES) for _ in range(2))
     with counted_calls(), torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(step_of(hf.share_weights(shared, None)), step_of(plain))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -129,14 +130,14 @@ def test_latents_stay_whole_while_other_weights_are_shared(pool: Pool, tmp_path:
 def shared_projections(kind: str) -> list[Any]:
     """Generate with a model whose plan shards the projections of latents, too."""
     whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("keys", "tp"))
-    model = hf.tensor_parallel(build(Case(kind, kind), "attnmesh", torch.float32), whole["tp"])
+    model = hf.tensor_parallel(tiny(kind), whole["tp"])
     return generate(model, lambda model, ids, **options: hf.generate(model, ids, mesh=whole["keys"], **options))
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v32", "glm4_moe_lite"])
 @pytest.mark.long
 def test_projections_of_latents_are_shared(kind: str, pool: Pool) -> None:
-    stock = build(Case(kind, kind), "eager", torch.float32)
+    stock = tiny(kind, "eager")
     expected = generate(stock, lambda model, ids, **options: model.generate(ids, **options))
     assert pool.run(4, shared_projections, kind) == [expected] * 4
 
@@ -159,54 +160,34 @@ def test_a_rank_holds_the_weights_that_the_planner_counts(family: str, tie: bool
         assert held == predicted
 
 
-@on_each_rank
-def bad_call(name: str) -> str:
-    """Return the error of a call that is wrong, on one rank alone where ranks compare."""
-    rank, whole = torch.distributed.get_rank(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("keys", "tp"))
-    mesh, model = whole["tp"], families.model("llama", "attnmesh", **SIZES)
-    ids = prompt(20)
-    options: dict[str, Any] = {"max_new_tokens": 2, "do_sample": False}
-    try:
-        match name:
-            case "heads":
-                hf.tensor_parallel(
-                    families.model("llama", "attnmesh", num_attention_heads=3, num_key_value_heads=1), mesh
-                )
-            case "key heads":
-                wide = init_device_mesh("cpu", (4,))
-                sizes = {"num_attention_heads": 12, "num_key_value_heads": 3}
-                hf.tensor_parallel(families.model("llama", "attnmesh", **sizes), wide)
-            case "axes":
-                hf.tensor_parallel(model, whole)
-            case "twice":
-                hf.tensor_parallel(hf.tensor_parallel(model, mesh), mesh)
-            case "output":
-                hf.tensor_parallel(model, mesh, output="tokens" if rank == 1 else "heads")
-            case "no plan":
-                hf.tensor_parallel(other(GPT2Config(n_embd=8, n_head=2, n_layer=1, vocab_size=97)), mesh)
-            case "latents":
-                hf.tensor_parallel(other(latent()), mesh, output="heads")
-            case "projections of latents":
-                wide = init_device_mesh("cpu", (4,))
-                changes = {"num_attention_heads": 6, "num_key_value_heads": 6}
-                hf.tensor_parallel(build(Case("six heads", "deepseek_v32", changes), "attnmesh", torch.float32), wide)
-            case "latents of several widths" | "indexers":
-                kind, output = ("dots3_note_text", "replicated") if name[0] == "l" else ("minimax_m3_vl_text", "heads")
-                hf.tensor_parallel(build(Case(kind, kind), "attnmesh", torch.float32), mesh, output=output)
-            case "latents in a cache":
-                hf.ShardedCache(latent(), whole["keys"], output="heads")
-            case "stock attention":
-                hf.tensor_parallel(families.model("llama", "sdpa"), mesh)
-            case "other prompts":
-                hf.generate(
-                    hf.tensor_parallel(model, mesh), prompt(20, seed=int(rank == 3)), mesh=whole["keys"], **options
-                )
-            case "an option of one rank":
-                more = {**options, "max_time": 1.0} if rank == 2 else options
-                hf.generate(hf.tensor_parallel(model, mesh), ids, mesh=whole["keys"], **more)
-    except errors.InputError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+# --- bad input ---
+
+
+MeshCall = Callable[[DeviceMesh], object]
+"""A call on a mesh of 2 x 2 ranks, with axes keys and tp."""
+
+
+def llama(attention: str = "attnmesh", **sizes: int) -> PreTrainedModel:
+    return families.model("llama", attention, **(sizes or SIZES))
+
+
+def deepseek_of_six_heads() -> PreTrainedModel:
+    case = Case("six heads", "deepseek_v32", {"num_attention_heads": 6, "num_key_value_heads": 6})
+    return build(case, "attnmesh", torch.float32)
+
+
+def generate_two(whole: DeviceMesh, ids: Tensor, **options: Any) -> None:
+    """Generate two tokens by a model whose weights are split."""
+    model = hf.tensor_parallel(llama(), whole["tp"])
+    hf.generate(model, ids, mesh=whole["keys"], max_new_tokens=2, do_sample=False, **options)
+
+
+def is_rank(number: int) -> bool:
+    return torch.distributed.get_rank() == number
+
+
+def tiny(kind: str, attention: str = "attnmesh") -> PreTrainedModel:
+    return build(Case(kind, kind), attention, torch.float32)
 
 
 def other(config: Any) -> PreTrainedModel:
@@ -221,25 +202,79 @@ def latent() -> DeepseekV3Config:
     return DeepseekV3Config(initializer_range=0.4, first_k_dense_replace=1, **sizes, **ranks, **experts, **widths)
 
 
-BAD = {
-    "heads": "ShapeError: tensor_parallel: expected whole heads on every rank, given 3 query and 1 key heads on 2",
-    "key heads": "ShapeError: tensor_parallel: expected whole heads on every rank, given 12 query and 3 key heads on 4",
-    "axes": "MeshError: tensor_parallel mesh: expected a DeviceMesh of one axis, or None, given",
-    "twice": "ModelError: tensor_parallel: expected whole weights, given sharded ones. Fix: load the model without",
-    "output": "KernelError: tensor_parallel output: expected one of replicated, heads, given 'tokens'",
-    "no plan": "KernelError: tensor_parallel: expected a model with a plan, given gpt2 without one. Fix: leave",
-    "latents": "KernelError: tensor_parallel output: expected layers with q_proj, k_proj and o_proj, without gates or",
-    "projections of latents": "ShapeError: tensor_parallel: expected whole heads on every rank, given 6 heads on 4",
-    "latents of several widths": "KernelError: tensor_parallel: expected latents of one width in all layers,",
-    "indexers": "KernelError: tensor_parallel output: expected layers with q_proj, k_proj and o_proj, without gates or",
-    "latents in a cache": "KernelError: ShardedCache output: expected keys and values with heads, given latents, which",
-    "stock attention": "KernelError: ",
-    "other prompts": "MeshError: generate: expected the same call on every rank, given:",
-    "an option of one rank": "ArgumentError: generate: expected options that work on a mesh, given max_time=1.0.",
+BAD: dict[str, tuple[MeshCall, str]] = {
+    "heads on two ranks": (
+        lambda whole: hf.tensor_parallel(llama(num_attention_heads=3, num_key_value_heads=1), whole["tp"]),
+        "ShapeError: tensor_parallel: expected whole heads on every rank, given 3 query and 1 key heads on 2",
+    ),
+    "key heads on four ranks": (
+        lambda whole: hf.tensor_parallel(
+            llama(num_attention_heads=12, num_key_value_heads=3), init_device_mesh("cpu", (4,))
+        ),
+        "ShapeError: tensor_parallel: expected whole heads on every rank, given 12 query and 3 key heads on 4",
+    ),
+    "a mesh of two axes": (
+        lambda whole: hf.tensor_parallel(llama(), whole),
+        "MeshError: tensor_parallel mesh: expected a DeviceMesh of one axis, or None, given",
+    ),
+    "split weights": (
+        lambda whole: hf.tensor_parallel(hf.tensor_parallel(llama(), whole["tp"]), whole["tp"]),
+        "ModelError: tensor_parallel: expected whole weights, given sharded ones. Fix: load the model without",
+    ),
+    "an unknown output on one rank": (
+        lambda whole: hf.tensor_parallel(llama(), whole["tp"], output="tokens" if is_rank(1) else "heads"),
+        "KernelError: tensor_parallel output: expected one of replicated, heads, given 'tokens'",
+    ),
+    "a model without a plan": (
+        lambda whole: hf.tensor_parallel(other(GPT2Config(n_embd=8, n_head=2, n_layer=1, vocab_size=97)), whole["tp"]),
+        "KernelError: tensor_parallel: expected a model with a plan, given gpt2 without one. Fix: leave",
+    ),
+    "heads of latents": (
+        lambda whole: hf.tensor_parallel(other(latent()), whole["tp"], output="heads"),
+        "KernelError: tensor_parallel output: expected layers with q_proj, k_proj and o_proj, without gates or",
+    ),
+    "projections of latents": (
+        lambda whole: hf.tensor_parallel(deepseek_of_six_heads(), init_device_mesh("cpu", (4,))),
+        "ShapeError: tensor_parallel: expected whole heads on every rank, given 6 heads on 4",
+    ),
+    "latents of several widths": (
+        lambda whole: hf.tensor_parallel(tiny("dots3_note_text"), whole["tp"]),
+        "KernelError: tensor_parallel: expected latents of one width in all layers,",
+    ),
+    "heads of indexers": (
+        lambda whole: hf.tensor_parallel(tiny("minimax_m3_vl_text"), whole["tp"], output="heads"),
+        "KernelError: tensor_parallel output: expected layers with q_proj, k_proj and o_proj, without gates or",
+    ),
+    "heads of latents in a cache": (
+        lambda whole: hf.ShardedCache(latent(), whole["keys"], output="heads"),
+        "KernelError: ShardedCache output: expected keys and values with heads, given latents, which",
+    ),
+    "stock attention": (
+        lambda whole: hf.tensor_parallel(families.model("llama", "sdpa"), whole["tp"]),
+        "KernelError: ",
+    ),
+    "another prompt on one rank": (
+        lambda whole: generate_two(whole, prompt(20, seed=int(is_rank(3)))),
+        "MeshError: generate: expected the same call on every rank, given:",
+    ),
+    "an option of one rank": (
+        lambda whole: generate_two(whole, prompt(20), **({"max_time": 1.0} if is_rank(2) else {})),
+        "ArgumentError: generate: expected options that work on a mesh, given max_time=1.0.",
+    ),
 }
+
+
+@on_each_rank
+def error_of(name: str) -> str:
+    call, _ = BAD[name]
+    try:
+        call(init_device_mesh("cpu", (2, 2), mesh_dim_names=("keys", "tp")))
+    except errors.InputError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_calls_raise_on_every_rank(name: str, pool: Pool) -> None:
-    for answer in pool.run(4, bad_call, name):
-        assert answer.startswith(BAD[name]), answer
+    for answer in pool.run(4, error_of, name):
+        assert answer.startswith(BAD[name][1]), answer

@@ -67,7 +67,7 @@ def test_a_kernel_is_added_in_one_place(made_up: Dense) -> None:
     assert made_up.calls == 4
 
 
-def test_it_decodes_from_a_cache_too(made_up: Dense) -> None:
+def test_a_new_kernel_decodes_from_a_cache(made_up: Dense) -> None:
     for storage in (None, "int8"):
         cache = am.KVCache(None, batch=1, kv_heads=2, head_dim=8, capacity=40, dtype=torch.float32, storage=storage)
         cache.append(*torch.randn(2, 1, 2, 30, 8).unbind())

@@ -16,16 +16,11 @@ from attnmesh.kernels import indexer
 from attnmesh.kernels.indexer import IndexKeys, indexer_top_k
 from attnmesh.kernels.rectangles import TILE_ELEMENTS
 from tests.support.live_tensors import LiveTensors
+from tests.support.problems import indexer_scores
 from tests.support.tolerances import FLOAT32_SUMS
 
 HEADS, WIDTH = 4, 8
 MASKS = (am.Causal(), am.Window(7), am.Full(), am.Causal() & am.Chunks(9), am.Full() & am.Documents([10, 30]))
-
-
-def score(keys: Tensor, operands: Sequence[Tensor]) -> Tensor:
-    """Return the sum over heads of w * relu(q.k), as of DeepSeek-V3.2."""
-    q, weights = operands
-    return torch.einsum("bqh,bqhn->bqn", weights, (q @ keys[:, None].mT).relu())
 
 
 def score_heads(keys: Tensor, operands: Sequence[Tensor]) -> Tensor:
@@ -61,7 +56,7 @@ def test_tiles_give_the_top_k_of_dense_scores(
         torch.rand(batch, rows, HEADS, generator=generator),
         torch.randn(batch, 40, WIDTH, generator=generator),
     )
-    operands, function = ([q], score_heads) if by_head else ([q, weights], score)
+    operands, function = ([q], score_heads) if by_head else ([q, weights], indexer_scores)
     tokens, queries = torch.arange(40), torch.arange(40 - rows, 40)
     padding = torch.rand(batch, 40, generator=generator) < 0.2
     positions = tokens.expand(batch, -1).masked_fill(padding, -1)
@@ -78,11 +73,11 @@ def test_tiles_give_the_top_k_of_dense_scores(
 
 
 @pytest.mark.parametrize(("rows", "count"), [(0, 5), (2, 0)])
-def test_no_queries_or_no_keys(rows: int, count: int) -> None:
+def test_without_queries_or_keys_nothing_is_selected(rows: int, count: int) -> None:
     operands = torch.randn(1, rows, HEADS, WIDTH), torch.rand(1, rows, HEADS)
     keys = IndexKeys(torch.randn(1, count, WIDTH), torch.arange(count), torch.arange(count)[None])
     bounds = torch.zeros(1, rows, dtype=torch.int64), torch.full((1, rows), 9)
-    scores, _ = unpack_candidates(indexer_top_k(score, operands, keys, *bounds, 3))
+    scores, _ = unpack_candidates(indexer_top_k(indexer_scores, operands, keys, *bounds, 3))
     assert torch.equal(scores, torch.full((1, rows, 3), -torch.inf))
 
 
@@ -91,7 +86,7 @@ def test_tiles_are_small_and_hidden_ones_are_left_out() -> None:
 
     def measured(keys: Tensor, operands: Sequence[Tensor]) -> Tensor:
         sizes.append(keys.shape[1] * operands[0].shape[1] * HEADS)
-        return score(keys, operands)
+        return indexer_scores(keys, operands)
 
     operands = torch.randn(1, 4096, HEADS, 4), torch.rand(1, 4096, HEADS)
     tokens = torch.arange(4096)

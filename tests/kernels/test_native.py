@@ -265,7 +265,7 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @needs_library
-def test_it_is_compiled_once(compiled: Path) -> None:
+def test_the_library_is_compiled_once(compiled: Path) -> None:
     first = compiled
     made = first.stat().st_mtime_ns
     assert build._built() == first

@@ -55,7 +55,7 @@ def test_ranks_merge_inside_hosts_before_between_them(sizes: list[int]) -> None:
             assert len(crossing) <= (len(hosts) - 1).bit_length()
 
 
-def test_halves_are_residues() -> None:
+def test_each_aligned_run_of_bit_reversed_ranks_has_one_residue() -> None:
     for ranks in (1, 2, 4, 8, 16):
         order = bit_reversed(ranks)
         assert sorted(order) == list(range(ranks))

@@ -64,7 +64,7 @@ def test_sinks_of_minus_infinity_are_no_sinks() -> None:
     torch.testing.assert_close(am.attention(q, k, v, sinks=torch.full((4,), -torch.inf)), am.attention(q, k, v))
 
 
-def test_other_keys_than_queries() -> None:
+def test_queries_and_keys_may_have_other_lengths() -> None:
     q, (_, k, v) = heads(length=20)[0], heads(length=50)
     torch.testing.assert_close(am.attention(q, k, v, mask=am.Full()), sdpa(q, k, v, enable_gqa=True))
     early = am.attend(q, k, v, mask=am.Causal()).out

@@ -1,6 +1,7 @@
 """`ContextParallel` and `split_mesh`: attention of plain models on a mesh equals PyTorch's on one device."""
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
@@ -175,42 +176,6 @@ def test_a_mesh_of_one_axis_may_have_any_name(pool: Pool) -> None:
         assert right == dict.fromkeys(right, True)
 
 
-@on_each_rank
-def bad_call(name: str) -> str:
-    """Return the error of a call that is wrong, on one rank alone where ranks compare."""
-    world, odd = init_device_mesh("cpu", (2, 1), mesh_dim_names=("cp", "tp")), dist.get_rank() == 1
-    x, mesh = torch.zeros(1, 2, 4, 8), world["cp"]
-
-    def attend(module: nn.Module, *inputs: Tensor, **options: Any) -> Any:
-        return parallelize_module(module, mesh, am.ContextParallel(**options))(*inputs)
-
-    try:
-        match name:
-            case "axes":
-                am.split_mesh(world if odd else mesh)
-            case "sizes":
-                am.split_mesh(mesh, (1, 2, 2) if odd else (1, 1, 2))
-            case "shapes":
-                am.split_mesh(mesh, (1, 1, 2) if odd else (1, 2, 1))
-            case "no attention":
-                attend(nn.Linear(8, 8), x)
-            case "mask":
-                attend(Plain(attn_mask=torch.ones(4, 4, dtype=torch.bool)), x, x, x)
-            case "dropout":
-                attend(Plain(dropout_p=0.1), x, x, x)
-            case "groups of heads":
-                attend(Plain(), x, x[:, :1], x[:, :1])
-            case "checkpoint" | "reentrant checkpoint":
-                attend(Checkpointed(name), x.requires_grad_())
-            case "layout":
-                am.ContextParallel(layout="zigzag")  # type: ignore[arg-type]
-            case "tensor mask":
-                am.ContextParallel(mask=torch.ones(2, 2))  # type: ignore[arg-type]
-    except errors.InputError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
 class Plain(nn.Module):
     """PyTorch's attention with these options."""
 
@@ -225,9 +190,9 @@ class Plain(nn.Module):
 class Checkpointed(nn.Module):
     """Attention in a checkpoint, which calls it again in the backward pass."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, reentrant: bool) -> None:
         super().__init__()
-        self.inner, self.reentrant = Plain(is_causal=True), kind == "reentrant checkpoint"
+        self.inner, self.reentrant = Plain(is_causal=True), reentrant
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(self.inner, x, x, x, use_reentrant=self.reentrant)  # type: ignore[no-any-return]
@@ -244,7 +209,7 @@ def checkpoints_that_fit() -> list[float]:
     around = parallelize_module(Plain(is_causal=True), mesh, am.ContextParallel())
     checkpoint(around, x, x, x, use_reentrant=True).sum().backward()
     with torch.no_grad():
-        out = parallelize_module(Checkpointed("reentrant checkpoint"), mesh, am.ContextParallel())(x)
+        out = parallelize_module(Checkpointed(reentrant=True), mesh, am.ContextParallel())(x)
     pairs = (x.grad, gradient), (out, expected.detach())
     return [float((am.unshard(a, mesh, layout=am.Zigzag()) - b).abs().max()) for a, b in pairs]
 
@@ -254,23 +219,78 @@ def test_a_checkpoint_around_a_planned_module_is_right_and_one_inside_in_a_forwa
         assert worst(given) < 1e-12  # float64
 
 
-BAD = {
-    "axes": "MeshError: split_mesh mesh: expected a DeviceMesh of one axis, given 2 axes. Fix: slice",
-    "sizes": "MeshError: split_mesh shape: expected a shape of 2 ranks, given 1x2x2. Fix: pass shape=",
-    "shapes": "MeshError: split_mesh: expected the same call on every rank, given:",
-    "no attention": "KernelError: ContextParallel: expected a module that calls scaled_dot_product_attention, given",
-    "mask": "MaskError: ContextParallel attn_mask: expected no mask tensor, given a tensor (4, 4).",
-    "dropout": "KernelError: ContextParallel dropout_p: expected attention without dropout, given 0.1.",
-    "groups of heads": "ArgumentError: ContextParallel: expected as many key heads as query heads without",
-    "checkpoint": "KernelError: ContextParallel: expected a checkpoint around the modules of the plan, given one",
-    "reentrant checkpoint": "KernelError: ContextParallel: expected a checkpoint around the modules of the plan, given",
-    "layout": "LayoutError: ContextParallel layout: expected",
-    "tensor mask": "MaskError: ContextParallel mask: expected Full()",
+# --- bad input ---
+
+
+X = torch.zeros(1, 2, 4, 8)
+NO_CHECKPOINT = "KernelError: ContextParallel: expected a checkpoint around the modules of the plan, given one"
+
+
+def attend(mesh: DeviceMesh, module: nn.Module, *inputs: Tensor) -> object:
+    return parallelize_module(module, mesh, am.ContextParallel())(*inputs)
+
+
+BAD: dict[str, tuple[Callable[[DeviceMesh, bool], object], str]] = {
+    "a mesh of two axes on one rank": (
+        lambda whole, odd: am.split_mesh(whole if odd else whole["cp"]),
+        "MeshError: split_mesh mesh: expected a DeviceMesh of one axis, given 2 axes. Fix: slice",
+    ),
+    "a shape of more ranks on one rank": (
+        lambda whole, odd: am.split_mesh(whole["cp"], (1, 2, 2) if odd else (1, 1, 2)),
+        "MeshError: split_mesh shape: expected a shape of 2 ranks, given 1x2x2. Fix: pass shape=",
+    ),
+    "shapes that differ": (
+        lambda whole, odd: am.split_mesh(whole["cp"], (1, 1, 2) if odd else (1, 2, 1)),
+        "MeshError: split_mesh: expected the same call on every rank, given:",
+    ),
+    "a module without attention": (
+        lambda whole, odd: attend(whole["cp"], nn.Linear(8, 8), X),
+        "KernelError: ContextParallel: expected a module that calls scaled_dot_product_attention, given",
+    ),
+    "a mask as a tensor": (
+        lambda whole, odd: attend(whole["cp"], Plain(attn_mask=torch.ones(4, 4, dtype=torch.bool)), X, X, X),
+        "MaskError: ContextParallel attn_mask: expected no mask tensor, given a tensor (4, 4).",
+    ),
+    "dropout": (
+        lambda whole, odd: attend(whole["cp"], Plain(dropout_p=0.1), X, X, X),
+        "KernelError: ContextParallel dropout_p: expected attention without dropout, given 0.1.",
+    ),
+    "groups of heads": (
+        lambda whole, odd: attend(whole["cp"], Plain(), X, X[:, :1], X[:, :1]),
+        "ArgumentError: ContextParallel: expected as many key heads as query heads without",
+    ),
+    "a checkpoint inside": (
+        lambda whole, odd: attend(whole["cp"], Checkpointed(reentrant=False), X.clone().requires_grad_()),
+        NO_CHECKPOINT,
+    ),
+    "a reentrant checkpoint inside": (
+        lambda whole, odd: attend(whole["cp"], Checkpointed(reentrant=True), X.clone().requires_grad_()),
+        NO_CHECKPOINT,
+    ),
+    "a layout by its name": (
+        lambda whole, odd: am.ContextParallel(layout="zigzag"),  # type: ignore[arg-type]
+        "LayoutError: ContextParallel layout: expected",
+    ),
+    "a mask of the plan as a tensor": (
+        lambda whole, odd: am.ContextParallel(mask=torch.ones(2, 2)),  # type: ignore[arg-type]
+        "MaskError: ContextParallel mask: expected Full()",
+    ),
 }
+
+
+@on_each_rank
+def error_of(name: str) -> str:
+    """Return the error of a call that is wrong, on one rank alone where ranks compare."""
+    call, _ = BAD[name]
+    try:
+        call(init_device_mesh("cpu", (2, 1), mesh_dim_names=("cp", "tp")), dist.get_rank() == 1)
+    except errors.InputError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_calls_raise_alike(name: str, pool: Pool) -> None:
-    answers = pool.run(2, bad_call, name)
-    assert answers[0] == answers[1]
-    assert answers[0].startswith(BAD[name])
+    first, second = pool.run(2, error_of, name)
+    assert first == second
+    assert first.startswith(BAD[name][1])

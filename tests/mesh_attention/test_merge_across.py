@@ -13,18 +13,10 @@ from attnmesh.comm.topology import hosts
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.merges import MERGES
 from attnmesh.runtime.counters import count_traffic
+from tests.support.groups import group_of, world_axis
 from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import rotated
 from tests.support.tolerances import FLOAT32, FLOAT32_SUMS, worst
-
-_groups: dict[int, dist.ProcessGroup] = {}
-
-
-def group_of(ranks: int) -> dist.ProcessGroup | None:
-    """The first ranks of the world; None on the others."""
-    if ranks not in _groups:
-        _groups[ranks] = dist.new_group(list(range(ranks)))
-    return _groups[ranks] if dist.get_rank() < ranks else None
 
 
 def partial_of(rank: int, dtype: torch.dtype) -> am.Partial:
@@ -141,7 +133,7 @@ def test_a_merge_is_one_node_of_a_graph(pool: Pool) -> None:
 
 @on_each_rank
 def own_hosts() -> list[list[int]]:
-    return hosts(Axis(dist.get_world_size(), dist.get_rank(), dist.group.WORLD))
+    return hosts(world_axis())
 
 
 def test_ranks_of_a_host_know_each_other(pool: Pool) -> None:

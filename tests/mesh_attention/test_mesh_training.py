@@ -26,7 +26,7 @@ LENGTH = 47
 
 BATCH = 2
 STEPS = 30
-EXCHANGES = ("bulk", "pipelined", "ring")
+EXCHANGE_MODES = ("bulk", "pipelined", "ring")
 LAYOUTS = (am.Zigzag(), am.Striped(), am.Contiguous())
 
 ATOL = 1e-5
@@ -117,9 +117,9 @@ def losses_of_tour(ranks: int, exchanges: Sequence[str]) -> list[float]:
 @pytest.mark.parametrize(
     ("ranks", "exchanges"),
     [
-        *((ranks, EXCHANGES) for ranks in (1, 2)),
-        pytest.param(4, EXCHANGES, marks=pytest.mark.long),
-        *(pytest.param(ranks, (each,), marks=pytest.mark.long) for ranks in SIZES for each in EXCHANGES),
+        *((ranks, EXCHANGE_MODES) for ranks in (1, 2)),
+        pytest.param(4, EXCHANGE_MODES, marks=pytest.mark.long),
+        *(pytest.param(ranks, (each,), marks=pytest.mark.long) for ranks in SIZES for each in EXCHANGE_MODES),
     ],
 )
 def test_losses_are_those_of_one_device(pool: Pool, ranks: int, exchanges: Sequence[str]) -> None:
@@ -137,7 +137,7 @@ def losses_on(shape: Shape, exchange: str) -> list[float]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("exchange", EXCHANGE_MODES)
 @pytest.mark.parametrize("shape", [shape for ranks in SIZES for shape in shapes(ranks)])
 def test_losses_on_every_mesh_are_those_of_one_device(pool: Pool, shape: Shape, exchange: str) -> None:
     expected = torch.tensor(losses([ONE_DEVICE] * STEPS, heads(shape.ranks)))

@@ -65,7 +65,7 @@ UNSAID: list[Callable[[], Any]] = [
 
 
 @pytest.mark.parametrize("call", UNSAID)
-def test_other_errors_do_not(call: Callable[[], Any]) -> None:
+def test_other_errors_do_not_name_transpose(call: Callable[[], Any]) -> None:
     with pytest.raises(errors.InputError) as caught:
         call()
     assert "transpose" not in str(caught.value)

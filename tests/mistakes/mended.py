@@ -15,6 +15,7 @@ from tests.mistakes import attention_cases as attention
 from tests.mistakes import batch_cases as batches
 from tests.mistakes import loss_cases as losses
 from tests.support import families
+from tests.support.families import small_llama
 
 Q, K, V = attention.whole()
 TOKENS, LAYOUT = attention.TOKENS, attention.ZIGZAG
@@ -76,27 +77,23 @@ def merged(mesh: DeviceMesh) -> Pair:
     return am.merge_across(am.attend(Q, *parts), mesh["queries"]).out, dense(None)
 
 
-def model(attention: str = "attnmesh") -> Any:
-    return families.model("llama", attention, num_hidden_layers=1)
-
-
 def generated(mesh: DeviceMesh) -> Pair:
-    found = hf.generate(model(), IDS, mesh=mesh, max_new_tokens=3)
-    return found, model("sdpa").generate(IDS, max_new_tokens=3)
+    found = hf.generate(small_llama(), IDS, mesh=mesh, max_new_tokens=3)
+    return found, small_llama("sdpa").generate(IDS, max_new_tokens=3)
 
 
 def out_of_training(mesh: DeviceMesh) -> Pair:
-    trained = model().train()
+    trained = small_llama().train()
     trained.gradient_checkpointing_enable()
     found = hf.generate(trained.eval(), IDS, mesh=mesh, max_new_tokens=3)
-    return found, model("sdpa").generate(IDS, max_new_tokens=3)
+    return found, small_llama("sdpa").generate(IDS, max_new_tokens=3)
 
 
 def learned(mesh: DeviceMesh, labels: Tensor, whole: dict[str, Any], /, **batch: Any) -> Pair:
     """Return the loss of a batch on the mesh, as ranks average it, and that of the labels on one device."""
-    found = model()(**hf.shard_batch({"input_ids": IDS} | batch, mesh)).loss.detach()
+    found = small_llama()(**hf.shard_batch({"input_ids": IDS} | batch, mesh)).loss.detach()
     dist.all_reduce(found)
-    return found / 2, model("sdpa")(IDS, labels=labels, **whole).loss.detach()
+    return found / 2, small_llama("sdpa")(IDS, labels=labels, **whole).loss.detach()
 
 
 def at_padding(mesh: DeviceMesh) -> Pair:
@@ -108,15 +105,15 @@ def at_padding(mesh: DeviceMesh) -> Pair:
 def packed(mesh: DeviceMesh) -> Pair:
     labels = IDS.masked_fill(batches.Packing == 0, -100)
     found, _ = learned(mesh, labels, {}, labels=labels, position_ids=batches.Packing)
-    apart = [model("sdpa")(ids, labels=ids).loss.detach() for ids in (IDS[:, :5], IDS[:, 5:])]
+    apart = [small_llama("sdpa")(ids, labels=ids).loss.detach() for ids in (IDS[:, :5], IDS[:, 5:])]
     return found, (4 * apart[0] + 6 * apart[1]) / 10
 
 
 def mean(mesh: DeviceMesh) -> Pair:
     part = hf.shard_batch({"input_ids": IDS, "labels": losses.LABELS}, mesh, am.Contiguous())
-    logits = model()(**part).logits[0]
+    logits = small_llama()(**part).logits[0]
     found = hf.mean_over_mesh(losses.losses(logits, part), losses.learned(part), mesh)
-    return found.detach(), model("sdpa")(IDS, labels=losses.LABELS).loss.detach()
+    return found.detach(), small_llama("sdpa")(IDS, labels=losses.LABELS).loss.detach()
 
 
 MENDED: dict[str, Callable[[DeviceMesh], Pair]] = {

@@ -10,17 +10,10 @@ from torch import Tensor
 import attnmesh as am
 from attnmesh.mesh.axes import Axis
 from attnmesh.recurrent.halo import halo_of_parts
+from tests.support.groups import group_of
 from tests.support.pool import Pool, on_each_rank
 
 CASES = ([4, 2, 4], [0, 0, 3, 1, 0, 2], [5], [1] * 7, [3, 0, 0, 0, 9], [0, 0])
-_groups: dict[int, dist.ProcessGroup] = {}
-
-
-def group_of(ranks: int) -> dist.ProcessGroup | None:
-    """The first ranks of the world; None on the others."""
-    if ranks not in _groups:
-        _groups[ranks] = dist.new_group(list(range(ranks)))
-    return _groups[ranks] if dist.get_rank() < ranks else None
 
 
 def sequence(length: int, size: int) -> tuple[Tensor, Tensor]:

@@ -12,17 +12,10 @@ import attnmesh as am
 from attnmesh.mesh.axes import Axis
 from attnmesh.recurrent.scan import scan
 from attnmesh.runtime.counters import count_traffic
+from tests.support.groups import group_of
 from tests.support.pool import Pool, on_each_rank
 
 FORMS = ("scalar", "diagonal", "matrix")
-_groups: dict[int, dist.ProcessGroup] = {}
-
-
-def group_of(ranks: int) -> dist.ProcessGroup | None:
-    """The first ranks of the world; None on the others."""
-    if ranks not in _groups:
-        _groups[ranks] = dist.new_group(list(range(ranks)))
-    return _groups[ranks] if dist.get_rank() < ranks else None
 
 
 def linear_shape(form: str, state: tuple[int, ...]) -> tuple[int, ...]:

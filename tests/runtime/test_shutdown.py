@@ -75,7 +75,7 @@ def test_a_rank_with_late_threads_exits_with_0() -> None:
 @linux
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="Python has such threads wait")
 @pytest.mark.long
-def test_pytorch_alone_aborts_there() -> None:
+def test_pytorch_aborts_without_the_wait() -> None:
     """If this fails, the wait is no longer needed."""
     assert -signal.SIGABRT in [code for code, _, _ in ends("theirs")]
 

@@ -171,7 +171,7 @@ def test_places_and_bytes_are_those_of_the_text(kind: str, prompt: str, answer: 
     assert [place for place, _ in tokens] == [len(some.decode(errors="ignore")) for some in whole]
 
 
-def test_places_of_bytes_that_form_no_character() -> None:
+def test_bytes_that_form_no_character_have_places() -> None:
     ids = [SPELLED[value] for value in (0xF0, 0x9F, 0x41, 0x80, 0x80, 0xF0, 0x9F, 0x98, 0x80, 0x42)]
     text, tokens = said_after(TOKENIZER, [], ids)
     assert text == whole(ids) == "\ufffdA\ufffd\ufffd😀B"

@@ -182,7 +182,7 @@ THOUGHTS = [("<|assistant|>", False, True), ("<think>\n", True, False), ("<think
 
 
 @pytest.mark.parametrize(("end", "is_thinking", "may_think"), THOUGHTS)
-def test_thoughts_are_free(end: str, is_thinking: bool, may_think: bool) -> None:
+def test_a_grammar_begins_where_thoughts_end(end: str, is_thinking: bool, may_think: bool) -> None:
     tokenizer = byte_tokenizer("{{ messages }}<think></think>")
     with grammars_of(tokenizer) as (made, tokens):
         grammar = grammar_of(made, end, response_format={"type": "json_object"})

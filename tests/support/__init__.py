@@ -1,0 +1,1 @@
+"""What several files of tests use, each once: tests/README.md says which helper does what."""

@@ -99,6 +99,11 @@ def model(family: str, attention: str, dtype: torch.dtype = torch.float32, **cha
     return made.to(dtype).eval()
 
 
+def small_llama(attention: str = "attnmesh") -> PreTrainedModel:
+    """Return a Llama of one layer, for evaluation."""
+    return model("llama", attention, num_hidden_layers=1)
+
+
 STOCK = dict.fromkeys(CONFIGS, "sdpa") | {"gpt-oss": "eager"}
 STOCK |= dict.fromkeys(("gemma2", "gemma2-low-cap", "vaultgemma"), "dense-capped")
 """Attention of the expected results: sinks are not for sdpa, and the eager softmax of soft caps is in float32."""

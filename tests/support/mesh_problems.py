@@ -22,7 +22,7 @@ from tests.support.dense import truth
 from tests.support.pool import on_each_rank
 from tests.support.problems import CAPS, DTYPES, LAYOUTS, draw_key_lengths, draw_mask, selected_pairs, selection
 
-EXCHANGES = ("bulk", "pipelined", "ring", "auto")
+EXCHANGE_MODES = ("bulk", "pipelined", "ring", "auto")
 LENGTHS = (0, 1, 2, 5, 13, 40, 63, 96, 130, 257)
 
 
@@ -102,7 +102,7 @@ def draw(seed: int, ranks: int) -> MeshProblem:
     problem = MeshProblem(
         seed=seed,
         shape=shape,
-        exchange=random.choice(EXCHANGES),
+        exchange=random.choice(EXCHANGE_MODES),
         dtype=random.choice(DTYPES),
         mask=am.Window(random.choice((3, 50)), 7) if cross else draw_mask(random, length),
         layouts=(first := random.choice(LAYOUTS), random.choice(LAYOUTS) if cross else first),

@@ -1,5 +1,6 @@
 """Random problems for one device: any shape, mask, layout, dtype and kernel, told by a seed alone."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -187,6 +188,17 @@ def draw_mask(random: Random, total: int) -> Mask:
     return mask
 
 
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    """Normal random numbers of a seed."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return normal random numbers of a seed."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def float64_numbers(*shape: int, seed: int = 0) -> Tensor:
+    """Return normal random numbers of a seed, in float64."""
+    return numbers(*shape, seed=seed, dtype=torch.float64)
+
+
+def indexer_scores(keys: Tensor, operands: Sequence[Tensor]) -> Tensor:
+    """Return the sum over heads of w * relu(q.k), as an indexer of DeepSeek-V3.2 scores keys."""
+    q, weights = operands
+    return torch.einsum("bqh,bqhn->bqn", weights, (q @ keys[:, None].mT).relu())

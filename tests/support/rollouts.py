@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import trl
 from datasets import Dataset
 from torch.distributed.tensor import DTensor
@@ -256,6 +257,13 @@ def check(
                 values if isinstance((values or [""])[0], str) else pytest.approx(values, abs=FLOAT32)
             ), name
         assert max(entry.get(DIFFERENCE, 0.0) for entry in log) <= difference
+
+
+def failing_reward(completions: list[str], **_: Any) -> list[float]:
+    """Raise on rank 2."""
+    if dist.get_rank() == 2:
+        raise OSError("the judge does not answer")
+    return [0.0] * len(completions)
 
 
 def check_failed_reward(answers: list[str], rank: int) -> None:

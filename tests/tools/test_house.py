@@ -10,7 +10,7 @@ TREES = house.modules()
 
 
 @pytest.mark.parametrize("title", house.COUNTS)
-def test_no_count_has_grown(title: str) -> None:
+def test_no_count_of_the_house_exceeds_its_bound(title: str) -> None:
     count, bound = house.COUNTS[title]
     assert len(count(TREES)) <= bound, "\n".join(count(TREES))
 

@@ -22,7 +22,7 @@ from tests.support.pool import Pool, on_each_rank
 SIZES: dict[str, Any] = {"batch": 1, "kv_heads": 2, "head_dim": 8, "capacity": 9000, "dtype": torch.float32}
 
 
-def test_keys_without_ids_stay(tmp_path: Path) -> None:
+def test_keys_without_ids_stay_and_are_refused_as_a_folder(tmp_path: Path) -> None:
     model = families.model("llama", "attnmesh")
     cache = hf.ShardedCache(model.config, folder=tmp_path)
     with torch.no_grad():

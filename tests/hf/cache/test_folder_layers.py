@@ -123,7 +123,7 @@ def test_beams_leave_the_newest_tokens_in_the_folder(tmp_path: Path) -> None:
     assert {kv.length for kv in again.kvs} == {39}  # those that the beams share
 
 
-def test_ids_after_an_end_at_any_point(tmp_path: Path) -> None:
+def test_a_folder_has_the_fewer_of_its_ids_and_its_keys(tmp_path: Path) -> None:
     """Keys of other tokens than the ids say would be silently wrong: the shorter of both is what there is."""
     model = families.model("llama", "attnmesh")
     cache = hf.ShardedCache(model.config, folder=tmp_path)

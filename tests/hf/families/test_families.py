@@ -213,7 +213,7 @@ def test_another_rule_is_refused_unless_it_is_allowed(
             check_family(configurations()[kind])
 
 
-def test_comments_may_change(tmp_path: Path) -> None:
+def test_a_digest_of_code_ignores_comments(tmp_path: Path) -> None:
     digests = set()
     for text in ("x", '"""Say it."""\n    # why\n\n    x'):
         (tmp_path / "rule.py").write_text(f"def rule(x):\n    {text}\n    return x\n")

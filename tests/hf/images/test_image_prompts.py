@@ -1,5 +1,6 @@
 """Prompts with images, on one to three ranks, beside stock transformers on one device."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -157,50 +158,71 @@ def test_what_a_processor_returns_is_what_generate_takes(shape: Shape, pool: Poo
     assert worst(pool.run(shape.ranks, answer_processed, shape)) < FLOAT64_MODEL
 
 
+Prompt = dict[str, Any]
+
+
+def with_other_pixels(rank: int) -> Prompt:
+    batch = inputs(FIRST)
+    return batch | {"pixel_values": batch["pixel_values"] + rank}
+
+
+def with_images_on_one_rank(rank: int) -> Prompt:
+    batch = inputs(FIRST)
+    return batch if rank else {"input_ids": batch["input_ids"]}
+
+
+def with_fewer_images(rank: int) -> Prompt:
+    batch = inputs(FIRST)
+    return batch | {"pixel_values": batch["pixel_values"][:32], "image_grid_thw": batch["image_grid_thw"][:1]}
+
+
+def that_ends_in_an_image(rank: int) -> Prompt:
+    batch = inputs((20, "wide", 1))
+    return {name: x[:, :-2] if x.shape == batch["input_ids"].shape else x for name, x in batch.items()}
+
+
+def with_pixels_of_another_shape(rank: int) -> Prompt:
+    return inputs(FIRST) | {"pixel_values": torch.zeros(1, 3, 28, 28)}
+
+
+def with_guesses(rank: int) -> Prompt:
+    return {**inputs(FIRST), "prompt_lookup_num_tokens": 3}
+
+
+def with_audio(rank: int) -> Prompt:
+    return inputs(FIRST) | {"input_features": torch.zeros(1, 8)}
+
+
+REFUSED: list[tuple[Callable[[int], Prompt], str]] = [
+    (with_other_pixels, "pixel_values"),
+    (with_images_on_one_rank, "pixel_values"),
+    (with_fewer_images, "images that fit the prompt"),
+    (that_ends_in_an_image, "1 tokens of text at the end of a prompt"),
+    (with_pixels_of_another_shape, "images that fit the prompt"),
+    (with_guesses, "prompt_lookup_num_tokens"),
+    (with_audio, "input_features"),
+]
+
+
 @on_each_rank
-def refusal(kind: str, case: str) -> str:
-    """Return the error of a rank for images that are not right."""
-    batch, options, mesh = inputs(FIRST), {"max_new_tokens": 2}, named_mesh(Shape(1, 1, 2), AXES)
-    model, rank = vision_model(kind, "attnmesh"), torch.distributed.get_rank()
-    if case == "other pixels":
-        batch["pixel_values"] = batch["pixel_values"] + rank
-    elif case == "one rank":
-        batch = batch if rank else {"input_ids": batch["input_ids"]}
-    elif case == "fewer images":
-        batch |= {"pixel_values": batch["pixel_values"][:32], "image_grid_thw": batch["image_grid_thw"][:1]}
-    elif case == "ends in an image":
-        batch = inputs((20, "wide", 1))
-        batch = {n: x[:, :-2] if x.shape == batch["input_ids"].shape else x for n, x in batch.items()}
-    elif case == "other shape":
-        batch["pixel_values"] = torch.zeros(1, 3, 28, 28)
-    elif case == "assisted":
-        options["prompt_lookup_num_tokens"] = 3
-    elif case == "audio":
-        options["input_features"] = torch.zeros(1, 8)  # type: ignore[assignment]
+def refusal(prompt_of: Callable[[int], Prompt]) -> str:
+    """Return the error of a rank for a prompt that is not right."""
+    model, mesh = vision_model("qwen3_vl", "attnmesh"), named_mesh(Shape(1, 1, 2), AXES)
     try:
-        hf.generate(model, **batch, mesh=mesh, **options)
+        hf.generate(model, **prompt_of(torch.distributed.get_rank()), mesh=mesh, max_new_tokens=2)
     except errors.InputError as error:
         assert float(hf.generate(model, prompt(9), mesh=mesh, max_new_tokens=1).sum()) > 0  # ranks are in step
         return str(error)
     return ""
 
 
-REFUSED = {
-    "other pixels": "pixel_values",
-    "one rank": "pixel_values",
-    "fewer images": "images that fit the prompt",
-    "ends in an image": "1 tokens of text at the end of a prompt",
-    "other shape": "images that fit the prompt",
-    "assisted": "prompt_lookup_num_tokens",
-    "audio": "input_features",
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_images_that_do_not_fit_are_refused_on_all_ranks_alike(case: str, pool: Pool) -> None:
-    first, second = pool.run(2, refusal, "qwen3_vl", case)
+@pytest.mark.parametrize(("prompt_of", "message"), REFUSED)
+def test_images_that_do_not_fit_are_refused_on_all_ranks_alike(
+    prompt_of: Callable[[int], Prompt], message: str, pool: Pool
+) -> None:
+    first, second = pool.run(2, refusal, prompt_of)
     assert first == second
-    assert REFUSED[case] in first
+    assert message in first
 
 
 def test_features_without_their_places_are_refused_by_name() -> None:

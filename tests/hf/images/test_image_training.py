@@ -1,6 +1,7 @@
 """Training with images on two to four ranks, beside stock transformers on one device."""
 
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
 from itertools import cycle
@@ -216,35 +217,87 @@ def test_a_trainer_of_trl_calls_the_processor(pool: Pool, tmp_path: Path) -> Non
 # --- bad input ---
 
 
+Example = tuple[Batch, Any]
+"""A batch and its model."""
+
+
+def of_qwen() -> Example:
+    return batch_of("qwen2_5_vl"), model_of("qwen2_5_vl", "attnmesh")
+
+
+def with_other_pixels(rank: int) -> Example:
+    batch, model = of_qwen()
+    return batch | {"pixel_values": batch["pixel_values"] + rank}, model
+
+
+def with_images_on_one_rank(rank: int) -> Example:
+    batch, model = of_qwen()
+    return batch if rank else {name: batch[name] for name in ("input_ids", "labels")}, model
+
+
+def with_fewer_features(rank: int) -> Example:
+    batch, model = of_qwen()
+    return batch | {"pixel_values": batch["pixel_values"][:32], "image_grid_thw": batch["image_grid_thw"][:1]}, model
+
+
+def with_fewer_features_on_one_rank(rank: int) -> Example:
+    return with_fewer_features(rank) if rank else of_qwen()
+
+
+def packed(rank: int) -> Example:
+    batch, model = of_qwen()
+    positions = torch.cat((torch.arange(30), torch.arange(batch["input_ids"].shape[1] - 30)))
+    return batch | {"position_ids": positions[None]}, model
+
+
+def packed_by_a_collator(rank: int) -> Example:
+    batch, model = of_qwen()
+    edges = torch.tensor([0, 30, batch["input_ids"].shape[1]], dtype=torch.int32)
+    return batch | dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), edges), model
+
+
+def padded_on_the_left(rank: int) -> Example:
+    _, model = of_qwen()
+    return labelled(image_prompts.inputs(image_prompts.FIRST, (20, "large", 4))), model
+
+
+def of_a_text_model(rank: int) -> Example:
+    return labelled(processed_images.processed("right")), families.model("llama", "attnmesh")
+
+
+def with_types_without_images(rank: int) -> Example:
+    batch, model = batch_of("gemma3"), model_of("gemma3", "attnmesh")
+    del batch["pixel_values"]
+    ids = batch["labels"] % 80 + 5
+    return batch | {"input_ids": ids, "token_type_ids": torch.zeros_like(ids)}, model
+
+
+def with_padding_in_a_span(rank: int) -> Example:
+    batch, model = batch_of("paligemma"), model_of("paligemma", "attnmesh")
+    batch["attention_mask"][:, -3:], batch["labels"][:, -5:] = 0, -100
+    return batch, model
+
+
+REFUSED: list[tuple[Callable[[int], Example], str]] = [
+    (with_other_pixels, "pixel_values"),
+    (with_images_on_one_rank, "image_grid_thw"),
+    (with_fewer_features_on_one_rank, "image_grid_thw"),
+    (with_fewer_features, "Image features and image tokens do not match"),
+    (packed, "no positions or packing beside images"),
+    (packed_by_a_collator, "Fix: leave it out: the model computes positions; train packed rows without images"),
+    (padded_on_the_left, "padding on the right"),
+    (of_a_text_model, "merges images into the embeddings of its text model, given LlamaForCausalLM"),
+    (with_types_without_images, "Fix: leave token types out if there are no images"),
+    (with_padding_in_a_span, "padding in a span"),
+]
+
+
 @on_each_rank
-def refusal(case: str) -> str:
+def refusal(example: Callable[[int], Example]) -> str:
     """Return the error of a rank for images that are not right."""
-    rank, mesh = dist.get_rank(), named_mesh(Shape(1, 1, 2), AXES)
-    batch, model = batch_of("qwen2_5_vl"), model_of("qwen2_5_vl", "attnmesh")
-    if case == "other pixels":
-        batch["pixel_values"] = batch["pixel_values"] + rank
-    elif case == "images on one rank":
-        batch = batch if rank else {name: batch[name] for name in ("input_ids", "labels")}
-    elif (case == "counts that differ" and rank) or case == "fewer features":
-        batch |= {"pixel_values": batch["pixel_values"][:32], "image_grid_thw": batch["image_grid_thw"][:1]}
-    elif case == "packed":
-        batch["position_ids"] = torch.cat((torch.arange(30), torch.arange(batch["input_ids"].shape[1] - 30)))[None]
-    elif case == "packed by a collator":
-        edges = [0, 30, batch["input_ids"].shape[1]]
-        batch |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor(edges, dtype=torch.int32))
-    elif case == "padding on the left":
-        batch = labelled(image_prompts.inputs(image_prompts.FIRST, (20, "large", 4)))
-    elif case == "a text model":
-        batch, model = labelled(processed_images.processed("right")), families.model("llama", "attnmesh")
-    elif case == "types without images":
-        batch, model = batch_of("gemma3"), model_of("gemma3", "attnmesh")
-        del batch["pixel_values"]
-        batch |= {"input_ids": batch["labels"] % 80 + 5, "token_type_ids": torch.zeros_like(batch["input_ids"])}
-    elif case == "padding in a span":
-        batch, model = batch_of("paligemma"), model_of("paligemma", "attnmesh")
-        batch["attention_mask"][:, -3:], batch["labels"][:, -5:] = 0, -100
+    batch, model = example(dist.get_rank())
     try:
-        model(**hf.shard_batch(batch, mesh))
+        model(**hf.shard_batch(batch, named_mesh(Shape(1, 1, 2), AXES)))
     except (errors.InputError, ValueError) as error:
         total = torch.ones(1)
         dist.all_reduce(total)  # ranks are in step
@@ -256,25 +309,13 @@ def refusal(case: str) -> str:
     return ""
 
 
-REFUSED = {
-    "other pixels": "pixel_values",
-    "images on one rank": "image_grid_thw",
-    "counts that differ": "image_grid_thw",
-    "fewer features": "Image features and image tokens do not match",
-    "packed": "no positions or packing beside images",
-    "packed by a collator": "Fix: leave it out: the model computes positions; train packed rows without images",
-    "padding on the left": "padding on the right",
-    "a text model": "merges images into the embeddings of its text model, given LlamaForCausalLM",
-    "types without images": "Fix: leave token types out if there are no images",
-    "padding in a span": "padding in a span",
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_images_that_do_not_fit_are_refused_on_all_ranks_alike(case: str, pool: Pool) -> None:
-    first, second = pool.run(2, refusal, case)
+@pytest.mark.parametrize(("example", "message"), REFUSED)
+def test_images_that_do_not_fit_are_refused_on_all_ranks_alike(
+    example: Callable[[int], Example], message: str, pool: Pool
+) -> None:
+    first, second = pool.run(2, refusal, example)
     assert first == second
-    assert REFUSED[case] in first
+    assert message in first
 
 
 def test_a_text_model_that_cuts_runs_alone_as_before() -> None:

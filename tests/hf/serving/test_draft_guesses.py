@@ -236,7 +236,7 @@ def find_prefixes_in_a_store(ranks: int, folder: Path) -> None:
             assert engine.metrics()["accepted_tokens"]
 
 
-def test_prefixes_that_are_found_in_a_store(pool: Pool, tmp_path: Path) -> None:
+def test_prefixes_are_found_in_a_store_beside_a_draft(pool: Pool, tmp_path: Path) -> None:
     pool.run(1, find_prefixes_in_a_store, 1, tmp_path)
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from transformers import ProcessorMixin
 
 import attnmesh.hf as hf
@@ -13,7 +12,17 @@ from attnmesh import errors
 from attnmesh.mesh.shapes import Shape
 from tests.support import families
 from tests.support.pool import Pool, on_each_rank
-from tests.support.rollouts import COMPARED, MESHES, STOP, check, check_failed_reward, even, of_trl, prompts
+from tests.support.rollouts import (
+    COMPARED,
+    MESHES,
+    STOP,
+    check,
+    check_failed_reward,
+    even,
+    failing_reward,
+    of_trl,
+    prompts,
+)
 from tests.support.trainers import FSDP, launched, mesh_of, settings, tokenizer
 
 WIDE = {"hidden_size": 192, "intermediate_size": 256, "initializer_range": 0.02}
@@ -64,19 +73,12 @@ def trainer(mesh: Any, folder: str, reward: Any = even, words: Any = None, **opt
         )  # fmt: skip
 
 
-def failing(completions: list[str], **_: Any) -> list[float]:
-    """Raise on one rank."""
-    if dist.get_rank() == 2:
-        raise OSError("the judge does not answer")
-    return [0.0] * len(completions)
-
-
 @on_each_rank
 def bad_reward(folder: str) -> str:
     """Return the error of a reward that raises on the first rank of the second of two meshes."""
     with launched():
         try:
-            trainer(mesh_of(2, Shape(1, 1, 2)), folder, failing).train()
+            trainer(mesh_of(2, Shape(1, 1, 2)), folder, failing_reward).train()
         except (OSError, errors.UnforeseenError) as error:
             return f"{type(error).__name__}: {error}"
     return "trained"

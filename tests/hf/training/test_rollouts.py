@@ -7,7 +7,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 import trl
 from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3MoeConfig
 
@@ -20,7 +19,7 @@ from tests.support import families
 from tests.support.families import prompt
 from tests.support.needs import needs_smollm2
 from tests.support.pool import Pool, on_each_rank
-from tests.support.rollouts import FLAT, MESHES, OPTIONS, check, check_failed_reward, even, prompts
+from tests.support.rollouts import FLAT, MESHES, OPTIONS, check, check_failed_reward, even, failing_reward, prompts
 from tests.support.trainers import FSDP, launched, mesh_of, settings, tokenizer
 
 SHORT = (("GRPO", "keys"), ("RLOO", "data x keys"))
@@ -107,13 +106,6 @@ def test_a_prompt_is_computed_once_for_its_completions() -> None:
     assert "generate" not in vars(model)
 
 
-def failing(completions: list[str], **_: Any) -> list[float]:
-    """Raise on one rank."""
-    if dist.get_rank() == 2:
-        raise OSError("the judge does not answer")
-    return [0.0] * len(completions)
-
-
 @on_each_rank
 def bad_reward(folder: str) -> str:
     """Return the error of a reward that raises on the first rank of the second of two meshes."""
@@ -121,7 +113,7 @@ def bad_reward(folder: str) -> str:
         warnings.simplefilter("ignore")  # TRL's own
         given = settings(trl.GRPOConfig, folder, **OPTIONS)
         trainer = hf.on_mesh(trl.GRPOTrainer, mesh_of(2, Shape(1, 1, 2)))(
-            model=families.model("llama", "attnmesh"), reward_funcs=failing, args=given, train_dataset=prompts(),
+            model=families.model("llama", "attnmesh"), reward_funcs=failing_reward, args=given, train_dataset=prompts(),
             processing_class=tokenizer(),
         )  # fmt: skip
         try:

@@ -1,0 +1,230 @@
+"""Merges between ranks that have checked their calls: results, checksums, and what a rank with an error sends."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from attnmesh.comm.message import checksum_of
+from attnmesh.comm.rank_merge import (
+    best_across,
+    chosen_merge,
+    highest_checksum,
+    merge_checksums,
+    merge_ranks,
+    nan_unless_equal,
+    send_poison,
+)
+from attnmesh.comm.transport import transport_of
+from attnmesh.core.candidates import EMPTY, best, pack
+from attnmesh.core.partial import Partial, merge_partials
+from attnmesh.errors import KernelError
+from attnmesh.mesh.axes import Axis
+from attnmesh.mesh.merges import MERGES, OUTPUTS, Pattern
+from tests.support.groups import world_axis
+from tests.support.pool import Pool, on_each_rank
+from tests.support.tolerances import FLOAT32, FLOAT32_SUMS
+
+CPU = torch.device("cpu")
+SHAPE = (2, 5, 3, 8)
+"""Of a partial: 5 heads are no multiple of the ranks."""
+
+LONG = (1, 8, 600, 64)
+"""Of a partial whose message is too long to be received in place of a shorter one."""
+
+
+def partials(shape: tuple[int, ...] = SHAPE, ranks: int = 3) -> list[Partial]:
+    """Return the partials of all ranks. The last rank sees no key of the first sequence."""
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for rank in range(ranks):
+        out, lse = torch.randn(shape, generator=generator), 3 * torch.randn(shape[:-1], generator=generator)
+        if rank == ranks - 1:
+            out[0], lse[0] = 0.0, -torch.inf
+        made.append(Partial(out, lse))
+    return made
+
+
+def like() -> Tensor:
+    return torch.empty(0, dtype=torch.float32)
+
+
+def call(number: int) -> Tensor:
+    """Return the checksum of a call."""
+    return checksum_of(number, like())
+
+
+def test_one_rank_merges_nothing() -> None:
+    partial, checksum = partials()[0], call(7)
+    merged, highest = merge_ranks(partial, checksum, Axis(), "tree", "replicated")
+    assert merged is partial
+    assert highest is checksum
+
+
+def test_out_is_nan_unless_checksums_are_equal() -> None:
+    partial = partials()[0]
+    assert torch.equal(nan_unless_equal(partial, call(7)).out, partial.out)
+    highest = torch.stack((call(7), call(8))).amax(0)
+    unequal = nan_unless_equal(partial, highest)
+    assert bool(unequal.out.isnan().all())
+    assert torch.equal(unequal.lse, partial.lse)
+
+
+@on_each_rank
+def merged(merge: str, output: str, reproducible: bool, wire: torch.dtype | None) -> tuple[Partial, float]:
+    own = partials()[dist.get_rank()]
+    result, checksum = merge_ranks(own, call(7), world_axis(), merge, output, wire, reproducible=reproducible)
+    return result, checksum.sum().item()
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+@pytest.mark.parametrize(
+    ("merge", "reproducible"), [*((name, False) for name in ("auto", *MERGES)), ("tree", True)], ids=str
+)
+def test_every_merge_gives_the_merge_of_all_partials(merge: str, reproducible: bool, output: str, pool: Pool) -> None:
+    expected = merge_partials([Partial(*(x.double() for x in partial)) for partial in partials()])
+    for rank, (found, checksum) in enumerate(pool.run(3, merged, merge, output, reproducible, None)):
+        heads = Axis(3, rank).slice_of(SHAPE[1]) if output == "heads" else slice(None)
+        assert checksum == 0
+        for given, right in zip(found, expected, strict=True):
+            torch.testing.assert_close(given.double(), right[:, heads], atol=FLOAT32_SUMS, rtol=FLOAT32_SUMS)
+
+
+def test_partials_may_travel_in_half_precision(pool: Pool) -> None:
+    expected = merge_partials(partials())
+    first, *others = pool.run(3, merged, "direct", "replicated", False, torch.bfloat16)
+    for found, _ in (first, *others):
+        assert found.out.dtype == torch.float32
+        torch.testing.assert_close(found.lse, expected.lse, atol=FLOAT32_SUMS, rtol=FLOAT32_SUMS)  # it is not rounded
+        torch.testing.assert_close(found.out, expected.out, atol=3e-2, rtol=0)  # outputs of 4, rounded by 2^-8
+        assert not torch.allclose(found.out, expected.out, atol=FLOAT32)
+        assert torch.equal(found.out, first[0].out)
+
+
+@on_each_rank
+def merged_with_another_call(merge: str, output: str, shape: tuple[int, ...]) -> tuple[bool, bool, bool]:
+    """Return whether out is NaN on this rank, whether the checksum tells, and whether the next merge is right."""
+    rank, axis = dist.get_rank(), world_axis()
+    own = partials(shape, 2)[rank]
+    result, checksum = merge_ranks(own, call(7 + rank), axis, merge, output)
+    again, _ = merge_ranks(own, call(7), axis, merge, output)
+    return bool(result.out.isnan().all()), checksum.sum().item() != 0, bool(again.out.isfinite().all())
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+@pytest.mark.parametrize("shape", [SHAPE, LONG], ids=["short", "long"])
+@pytest.mark.parametrize("merge", MERGES)
+def test_ranks_with_other_calls_get_nan(merge: str, shape: tuple[int, ...], output: str, pool: Pool) -> None:
+    assert pool.run(2, merged_with_another_call, merge, output, shape) == [(True, True, True)] * 2
+
+
+@on_each_rank
+def merged_with_poison(merge: str, output: str, shape: tuple[int, ...]) -> tuple[bool, float]:
+    """Rank 1 has an error. Return whether this rank has no result, and the sum of the highest checksums."""
+    axis = world_axis()
+    if dist.get_rank() == 1:
+        return True, send_poison(axis, merge, output).sum().item()
+    result, checksum = merge_ranks(partials(shape)[0], call(7), axis, merge, output)
+    return bool(result.out.isnan().all()), checksum.sum().item()
+
+
+@pytest.mark.parametrize("shape", [SHAPE, LONG], ids=["short", "long"])
+@pytest.mark.parametrize(("merge", "output"), [("tree", "replicated"), ("direct", "heads"), ("auto", "replicated")])
+def test_poison_reaches_all_ranks(merge: str, output: str, shape: tuple[int, ...], pool: Pool) -> None:
+    assert pool.run(3, merged_with_poison, merge, output, shape) == [(True, float("inf"))] * 3
+
+
+@on_each_rank
+def poisoned_by_a_wrong_name() -> bool:
+    """Rank 1 was given names of no merge and no output. It takes part all the same, in the merge of "auto"."""
+    axis = world_axis()
+    if dist.get_rank() == 1:
+        return bool(send_poison(axis, "best", "none").isinf().all())
+    return bool(merge_ranks(partials()[0], call(7), axis, "auto", "replicated")[0].out.isnan().all())
+
+
+def test_a_rank_with_a_wrong_name_sends_poison_too(pool: Pool) -> None:
+    assert pool.run(2, poisoned_by_a_wrong_name) == [True, True]
+
+
+@on_each_rank
+def highest_checksums() -> tuple[list[float], list[float]]:
+    axis = world_axis()
+    own = torch.tensor([float(axis.index), -float(axis.index)])
+    return highest_checksum(own, axis).tolist(), merge_checksums(axis, "tree", "replicated", own).tolist()
+
+
+def test_each_rank_gets_the_maximum_of_both_numbers(pool: Pool) -> None:
+    assert pool.run(3, highest_checksums) == [([2.0, 0.0], [2.0, 0.0])] * 3
+
+
+@on_each_rank
+def chosen(merge: str, output: str, reproducible: bool) -> str:
+    return chosen_merge(world_axis(), merge, output, CPU, reproducible=reproducible).name
+
+
+@pytest.mark.parametrize("name", MERGES)
+def test_a_merge_is_chosen_by_its_name(name: str, pool: Pool) -> None:
+    assert pool.run(2, chosen, name, "replicated", False) == [name] * 2
+
+
+def test_a_reproducible_merge_is_a_tree(pool: Pool) -> None:
+    for name in ("auto", "direct", "gather"):
+        (found,) = set(pool.run(2, chosen, name, "heads", True))
+        assert MERGES[found].pattern is Pattern.ROUNDS
+
+
+@on_each_rank
+def chosen_by_auto() -> tuple[str, str, str]:
+    axis = world_axis()
+    names = [chosen_merge(axis, "auto", output, CPU).name for output in OUTPUTS]
+    return names[0], names[1], transport_of(axis, CPU).fastest().name
+
+
+def test_auto_is_the_fastest_or_sends_heads_to_their_ranks(pool: Pool) -> None:
+    for replicated, heads, fastest in pool.run(2, chosen_by_auto):
+        assert replicated == fastest
+        assert MERGES[heads].pattern is Pattern.ALL_TO_ALL
+
+
+@on_each_rank
+def wrong_merge() -> str:
+    with pytest.raises(KernelError) as caught:
+        chosen_merge(world_axis(), "best", "replicated", CPU)
+    return str(caught.value)
+
+
+def test_an_unknown_merge_is_refused_by_name(pool: Pool) -> None:
+    for message in pool.run(2, wrong_merge):
+        assert message.startswith(f"merge: expected auto or one of {', '.join(MERGES)}, given 'best'")
+
+
+def candidates(ranks: int, k: int = 4) -> Tensor:
+    """Return each rank's best candidates, of two rows: rank r has keys r, r + ranks and so on. All have key 99."""
+    generator = torch.Generator().manual_seed(1)
+    scores = torch.randn(ranks, 2, 6, generator=generator)
+    keys = torch.arange(6) * ranks + torch.arange(ranks)[:, None, None]
+    keys = keys.expand(ranks, 2, 6).clone()
+    keys[..., 0], scores[..., 0] = 99, 5.0 + torch.arange(ranks)[:, None]
+    return best(pack(scores, keys), k)
+
+
+@on_each_rank
+def best_of_ranks(unique: bool) -> Tensor:
+    axis = world_axis()
+    return best_across(candidates(axis.size)[axis.index], axis, unique=unique)
+
+
+@pytest.mark.parametrize("unique", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_best_of_all_ranks_are_those_of_their_union(ranks: int, unique: bool, pool: Pool) -> None:
+    union = candidates(ranks).movedim(0, 1).flatten(1)
+    expected = best(union, 4, unique=unique)
+    assert (expected != best(union, 4, unique=not unique)).any(), "the ranks share a key"
+    for found in pool.run(ranks, best_of_ranks, unique):
+        assert torch.equal(found, expected)
+
+
+def test_the_best_of_one_rank_are_its_own() -> None:
+    own = torch.full((2, 3), EMPTY)
+    assert best_across(own, Axis()) is own

@@ -1,0 +1,283 @@
+"""The executor: exact for each exchange, on tensors that it may write to, with the next exchange under way."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from attnmesh.mesh_attention.attention_spec import AttentionSpec
+from torch import Tensor
+
+import attnmesh as am
+from attnmesh.core.band import Band
+from attnmesh.core.partial import Partial, merge_partials
+from attnmesh.core.scaling import Scaling
+from attnmesh.kernels.rectangles import BackwardInputs
+from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.schedule import EXCHANGE_MODES, HeadSlices, Problem, groups_of_heads
+from attnmesh.mesh.shapes import AXES, Shape
+from attnmesh.mesh_attention import executor
+from attnmesh.mesh_attention.executor import (
+    HeadAllToAll,
+    PendingReturns,
+    Task,
+    backward,
+    empty_tokens,
+    forward,
+    some_heads,
+)
+from attnmesh.runtime.tensors import Tensors
+from tests.support.dense import Truth, truth
+from tests.support.mesh_problems import named_mesh
+from tests.support.pool import Pool, on_each_rank
+
+HEADS, KV_HEADS, DIM, VALUE_DIM, LENGTH = 4, 2, 8, 6, 23
+MASK = am.Window(9)
+SCALING = Scaling(DIM**-0.5)
+ALONE = Shape(1, 1, 1)
+
+
+def whole_tensors() -> tuple[list[Tensor], Tensor]:
+    """Return q, k, v and sinks of the whole sequence, and the gradient of out."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (HEADS, LENGTH, DIM), (KV_HEADS, LENGTH, DIM), (KV_HEADS, LENGTH, VALUE_DIM), (HEADS, LENGTH, VALUE_DIM)
+    q, k, v, dout = (torch.randn(1, *shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    return [q, k, v, torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64)], dout
+
+
+def truth_of(mask: am.Mask = MASK) -> Truth:
+    tensors, dout = whole_tensors()
+    first, last = mask.bounds(torch.arange(LENGTH))
+    keys = torch.arange(LENGTH)
+    return truth(tensors, (first[:, None] <= keys) & (keys <= last[:, None]), SCALING.scale, dout)
+
+
+class Rank:
+    """A task of this rank, and where its tokens and heads are."""
+
+    def __init__(self, shape: Shape, exchange: str, mask: am.Mask = MASK) -> None:
+        self.axes = Mesh.of(None if shape == ALONE else named_mesh(shape, AXES))
+        problem = Problem(mask, shape, am.Zigzag(), am.Zigzag(), LENGTH, LENGTH)
+        self.positions = am.Zigzag().positions(LENGTH, shape.ranks, self.axes.shard_index)
+        tensors, dout = whole_tensors()
+        self.q, self.k, self.v = (x[:, :, self.positions] for x in tensors[:3])
+        self.sinks, self.dout = tensors[3], dout[:, :, self.positions]
+        call = AttentionSpec(self.axes, problem, exchange, "reference", SCALING)
+        self.task = call.task(HEADS, (self.q, self.k, self.v))
+
+    def own(self, x: Tensor) -> Tensor:
+        """Return this rank's tokens."""
+        return x[:, :, self.positions]
+
+    def memory(self) -> Tensors:
+        """Return memory for this rank's heads of q, k and v, of all tokens of its chunk."""
+        size, tensors = self.task.schedule.chunk, (self.q, self.k, self.v)
+        heads = [len(range(x.shape[1])[self.axes.heads.slice_of(x.shape[1])]) for x in tensors]
+        tokens = size.queries, size.keys, size.keys
+        return tuple(map(empty_tokens, tensors, heads, tokens))
+
+
+def check(truth: Truth, rank: Rank, **given: Tensor) -> None:
+    """Assert that this rank's part is right."""
+    for name, x in given.items():
+        own = Truth(
+            {name: rank.own(truth.values[name])},
+            {name: rank.own(truth.allowances[name].expand_as(truth.values[name]))},
+        )
+        own.check(name, x)
+
+
+@on_each_rank
+def compute(shape: Shape, exchange: str) -> None:
+    """Compare this rank's output and gradients with dense attention."""
+    rank, expected = Rank(shape, exchange), truth_of()
+    memory = rank.memory()
+    out, lse = forward(rank.q, (rank.k, rank.v), rank.task, rank.sinks, memory)
+    check(expected, rank, out=out, lse=lse)
+    if rank.axes.heads.size == 1:  # nothing is swapped, so nothing is written: the caller has q, k and v
+        memory = rank.q, rank.k, rank.v
+    dq, dk, dv = backward(memory, BackwardInputs(out, lse, rank.dout), rank.task)
+    check(expected, rank, dq=dq, dk=dk, dv=dv)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGE_MODES)
+def test_one_rank_computes_dense_attention(exchange: str) -> None:
+    compute(ALONE, exchange)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGE_MODES)
+@pytest.mark.parametrize("shape", [Shape(2, 1, 1), Shape(1, 2, 1), Shape(1, 1, 2), Shape(1, 3, 1)], ids=str)
+def test_ranks_compute_dense_attention(shape: Shape, exchange: str, pool: Pool) -> None:
+    pool.run(shape.ranks, compute, shape, exchange)
+
+
+# --- when exchanges begin and end ---
+
+
+@on_each_rank
+def events_of(shape: Shape, exchange: str) -> list[str]:
+    """Return the order in which exchanges of keys begin and arrive, and kernels run, in a forward pass."""
+    events: list[str] = []
+    rank = Rank(shape, exchange, am.Full())
+    real_gather, real_attend = executor.gather, Task.attend
+
+    def gather(tensors: Tensors, step: Any, axis: Any, **options: Any) -> Callable[[], Tensors]:
+        finish = real_gather(tensors, step, axis, **options)
+        if axis is not rank.axes.queries or not step.receive:
+            return finish
+        number = sum(event.startswith("begin") for event in events)
+        events.append(f"begin {number}")
+
+        def finished() -> Tensors:
+            events.append(f"arrive {number}")
+            return finish()
+
+        return finished
+
+    def attend(task: Task, *args: Any) -> Partial:
+        events.append("attend")
+        return real_attend(task, *args)
+
+    with mock.patch.object(executor, "gather", gather), mock.patch.object(Task, "attend", attend):
+        forward(rank.q, (rank.k, rank.v), rank.task)
+    return events
+
+
+def test_the_next_keys_of_a_ring_are_under_way_while_a_kernel_runs(pool: Pool) -> None:
+    for events in pool.run(3, events_of, Shape(1, 3, 1), "ring"):
+        assert events == ["begin 0", "attend", "arrive 0", "begin 1", "attend", "arrive 1", "attend"]
+
+
+def test_keys_that_arrive_at_once_are_attended_once(pool: Pool) -> None:
+    for events in pool.run(3, events_of, Shape(1, 3, 1), "bulk"):
+        assert events == ["begin 0", "arrive 0", "attend"]
+
+
+def test_the_next_heads_are_under_way_while_a_kernel_runs(pool: Pool) -> None:
+    for events in pool.run(2, events_of, Shape(1, 2, 1), "pipelined"):
+        assert events == ["begin 0", "begin 1", "arrive 0", "attend", "arrive 1", "attend"]
+
+
+def test_results_go_on_by_one_exchange_when_further_ones_set_out() -> None:
+    done: list[str] = []
+
+    def exchange(name: str, steps: int) -> Iterator[None]:
+        for step in range(steps):
+            done.append(f"{name}{step}")
+            yield
+        done.append(f"{name} ends")
+
+    pending = PendingReturns()
+    pending.add(exchange("a", 2))
+    pending.add(exchange("b", 1))
+    pending.add(exchange("c", 0))
+    assert done == ["a0", "a1", "b0", "a ends", "b ends", "c ends"]
+    pending.add(exchange("d", 2))
+    pending.finish()
+    assert done[6:] == ["d0", "d1", "d ends"]
+    assert pending.under_way == []
+
+
+# --- parts of results ---
+
+
+@pytest.mark.parametrize("tokens", [[2, 3, 4], [0, 2, 5]], ids=["a run", "apart"])
+def test_partials_of_some_queries_are_merged_in_place(tokens: list[int]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    total, part = (
+        Partial(torch.randn(1, 2, count, 4, generator=generator), torch.randn(1, 2, count, generator=generator))
+        for count in (6, 3)
+    )
+    before = Partial(*(x.clone() for x in total))
+    index = torch.tensor(tokens)
+    executor._merge_in([(index, part)], total)
+    expected = merge_partials([Partial(*(x[:, :, index] for x in before)), part])
+    others = [token for token in range(6) if token not in tokens]
+    for x, right, old in zip(total, expected, before, strict=True):
+        torch.testing.assert_close(x[:, :, index], right)
+        assert torch.equal(x[:, :, others], old[:, :, others])
+
+
+def test_gradients_of_some_keys_are_added() -> None:
+    totals = (torch.ones(1, 1, 4, 1), torch.zeros(1, 1, 4, 1))
+    part = torch.tensor([10.0, 20.0])[None, None, :, None]
+    executor._add_in([(torch.tensor([0, 3]), (part, 2 * part)), (torch.tensor([3, 1]), (part, part))], totals)
+    assert [x.flatten().tolist() for x in totals] == [[11, 21, 1, 31], [20, 20, 0, 50]]
+
+
+def test_an_equivalent_out_has_the_same_product_with_its_gradient() -> None:
+    generator = torch.Generator().manual_seed(0)
+    out, dout = torch.randn(2, 1, 2, 9, 5, generator=generator, dtype=torch.float64)
+    dout *= torch.logspace(-150, 150, 9, dtype=torch.float64)[:, None]  # their squares are 0 and infinite
+    dout[:, :, 4] = 0.0
+    delta = (out * dout).sum(-1)
+    found = executor._equivalent_out(dout, delta)
+    torch.testing.assert_close((found * dout).sum(-1), delta, rtol=1e-13, atol=0.0)  # some roundings of 1e-16
+    assert bool((found.norm(dim=-1) <= out.norm(dim=-1) * (1 + 1e-13)).all())
+
+
+# --- heads ---
+
+
+def test_some_heads_are_views_and_all_heads_the_tensors_themselves() -> None:
+    q, k = torch.randn(1, HEADS, 3, DIM), torch.randn(1, KV_HEADS, 3, DIM)
+    some_q, some_k = some_heads((q, k), 1, HeadSlices(slice(2, 4), slice(1, 2)))
+    assert torch.equal(some_q, q[:, 2:4])
+    assert torch.equal(some_k, k[:, 1:2])
+    assert some_q.untyped_storage().data_ptr() == q.untyped_storage().data_ptr()
+    assert [x is y for x, y in zip(some_heads((q, k), 1, HeadSlices(slice(0, 4), slice(0, 2))), (q, k), strict=True)]
+
+
+def test_new_memory_has_the_tokens_of_all_heads_together() -> None:
+    x = empty_tokens(torch.zeros(2, 4, 3, 5, dtype=torch.bfloat16), heads=2, tokens=7)
+    assert (x.shape, x.dtype) == ((2, 2, 7, 5), torch.bfloat16)
+    assert x.transpose(1, 2).is_contiguous()
+    assert empty_tokens(torch.zeros(2, 4, 3), heads=2, tokens=7).transpose(1, 2).is_contiguous()
+
+
+@on_each_rank
+def swapped_heads() -> tuple[bool, bool, bool]:
+    """Swap tokens for heads, and heads for tokens again."""
+    rank = Rank(Shape(2, 1, 1), "bulk")
+    (group,) = groups_of_heads(HEADS, KV_HEADS, 2, 1)
+    swaps = HeadAllToAll(rank.axes.heads, rank.task.schedule, True)
+    memory = rank.memory()
+    q, k, v = swaps.swap_in((rank.q, rank.k, rank.v), group, memory, query_tensors=1)()
+    heads = group[dist.get_rank()]
+    tensors, _ = whole_tensors()
+    whole = [x[:, part] for x, part in zip(tensors, (heads.queries, heads.keys, heads.keys), strict=False)]
+    are_heads = all(torch.equal(x, y) for x, y in zip((q, k, v), whole, strict=True))
+    results = tuple(map(torch.zeros_like, (rank.q, rank.k, rank.v)))
+    for _ in swaps.swap_out((q, k, v), results, group, query_tensors=1):
+        assert not bool(results[0].any()), "they are still on their way"
+    are_back = all(torch.equal(x, y) for x, y in zip(results, (rank.q, rank.k, rank.v), strict=True))
+    return are_heads, are_back, q is memory[0]
+
+
+def test_heads_that_were_swapped_in_come_back_as_tokens(pool: Pool) -> None:
+    assert pool.run(2, swapped_heads) == [(True, True, True)] * 2
+
+
+def test_a_rank_alone_swaps_nothing() -> None:
+    rank = Rank(ALONE, "bulk")
+    (group,) = groups_of_heads(HEADS, KV_HEADS, 1, 1)
+    (q,) = rank.task.swaps.swap_in((rank.q,), group, query_tensors=1)()
+    assert q is rank.q
+
+
+# --- tasks ---
+
+
+def test_heads_in_one_group_leave_no_two_exchanges_under_way() -> None:
+    assert Rank(ALONE, "bulk").task.one_at_a_time
+    assert not Rank(ALONE, "pipelined").task.one_at_a_time
+
+
+def test_a_task_has_the_band_of_each_step() -> None:
+    task = Rank(ALONE, "bulk").task
+    (band,) = task.bands(task.groups[0])
+    expected = Band.of(MASK, torch.arange(LENGTH), LENGTH)
+    assert isinstance(band, Band)
+    assert torch.equal(band.visible(LENGTH), expected.visible(LENGTH))
