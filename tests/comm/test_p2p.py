@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attnmesh.comm.p2p import (
     OUT_OF_TURN,
+    all_to_all,
     all_to_all_tokens,
     begin_all_to_all,
     begin_gather,
@@ -16,12 +17,11 @@ from attnmesh.comm.p2p import (
     begin_return,
     is_run,
     meta_like,
-    swap,
     taken,
 )
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.schedule import GatherStep
-from attnmesh.runtime.counters import counted
+from attnmesh.runtime.counters import count_traffic
 from tests.support.groups import world_axis
 from tests.support.pool import Pool, on_each_rank
 
@@ -100,7 +100,7 @@ def test_a_rank_alone_keeps_its_tokens() -> None:
     (x, y) = begin_gather(tensors, nothing_but(indices(1, 2)), Axis())()
     assert (x[0, 0, :, 0].tolist(), y[0, 1].tolist()) == ([1, 2], [101, 102])
     assert x.untyped_storage().data_ptr() == tensors[0].untyped_storage().data_ptr()
-    (own,) = swap([tensors], [tensors], Axis())
+    (own,) = all_to_all([tensors], [tensors], Axis())
     assert own is tensors
 
 
@@ -128,7 +128,7 @@ def test_a_rank_may_receive_tokens_and_keep_none(pool: Pool) -> None:
 
 @on_each_rank
 def gathered_bytes() -> tuple[int, int, int]:
-    with counted() as traffic:
+    with count_traffic() as traffic:
         begin_gather(tokens_at(POSITIONS[dist.get_rank()]), step_of(dist.get_rank()), world_axis())()
     return traffic.vectors, traffic.scalars, traffic.bytes
 
@@ -163,7 +163,7 @@ def swapped() -> list[tuple[list[float], list[int]]]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     parts = [(torch.full((p + 1,), rank + 0.5), torch.full((3,), 10 * rank + p)) for p in range(ranks)]
     shapes = [(torch.empty(rank + 1, device="meta"), torch.empty(3, dtype=torch.int64, device="meta"))] * ranks
-    return [(x.tolist(), y.tolist()) for x, y in swap(parts, shapes, world_axis())]
+    return [(x.tolist(), y.tolist()) for x, y in all_to_all(parts, shapes, world_axis())]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

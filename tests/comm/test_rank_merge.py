@@ -16,7 +16,7 @@ from attnmesh.comm.rank_merge import (
     send_poison,
 )
 from attnmesh.comm.transport import transport_of
-from attnmesh.core.candidates import EMPTY, best, pack
+from attnmesh.core.candidates import NO_CANDIDATE, best_candidates, pack_candidates
 from attnmesh.core.partial import Partial, merge_partials
 from attnmesh.errors import KernelError
 from attnmesh.mesh.axes import Axis
@@ -206,7 +206,7 @@ def candidates(ranks: int, k: int = 4) -> Tensor:
     keys = torch.arange(6) * ranks + torch.arange(ranks)[:, None, None]
     keys = keys.expand(ranks, 2, 6).clone()
     keys[..., 0], scores[..., 0] = 99, 5.0 + torch.arange(ranks)[:, None]
-    return best(pack(scores, keys), k)
+    return best_candidates(pack_candidates(scores, keys), k)
 
 
 @on_each_rank
@@ -219,12 +219,12 @@ def best_of_ranks(unique: bool) -> Tensor:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_best_of_all_ranks_are_those_of_their_union(ranks: int, unique: bool, pool: Pool) -> None:
     union = candidates(ranks).movedim(0, 1).flatten(1)
-    expected = best(union, 4, unique=unique)
-    assert (expected != best(union, 4, unique=not unique)).any(), "the ranks share a key"
+    expected = best_candidates(union, 4, unique=unique)
+    assert (expected != best_candidates(union, 4, unique=not unique)).any(), "the ranks share a key"
     for found in pool.run(ranks, best_of_ranks, unique):
         assert torch.equal(found, expected)
 
 
 def test_the_best_of_one_rank_are_its_own() -> None:
-    own = torch.full((2, 3), EMPTY)
+    own = torch.full((2, 3), NO_CANDIDATE)
     assert best_across(own, Axis()) is own

@@ -11,7 +11,7 @@ from torch import Tensor
 import attnmesh as am
 from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
-from attnmesh.runtime.counters import counted
+from attnmesh.runtime.counters import count_traffic
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import rotated
@@ -189,7 +189,7 @@ def merges(shape: Shape) -> None:
     rows = Rows(shape)
     for _ in range(2):
         rows.step()
-    with counted() as traffic:
+    with count_traffic() as traffic:
         rows.step()
     assert len(traffic.merges) == 1
 

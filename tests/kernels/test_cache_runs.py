@@ -10,7 +10,7 @@ from torch import Tensor
 import attnmesh as am
 from attnmesh.core.band import Band
 from attnmesh.core.scaling import Scaling
-from attnmesh.core.selection import NONE
+from attnmesh.core.selection import NO_INDEX
 from attnmesh.kernels import cache_runs
 from attnmesh.kernels.cache_runs import ALL, CachedAttention, SlotRun, runs_of
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery
@@ -159,7 +159,7 @@ def test_few_queries_see_what_their_bounds_say() -> None:
 
 def test_selected_tokens_are_a_run_of_all_used_slots() -> None:
     tokens = torch.arange(1, 20, 2)
-    selection = am.Selection(torch.tensor([1, 4, 19, NONE], dtype=torch.int32)[None, None, None])
+    selection = am.Selection(torch.tensor([1, 4, 19, NO_INDEX], dtype=torch.int32)[None, None, None])
     (run,) = runs_of(query_of(1), [view_of(tokens, 20)], selection)
     assert isinstance(run.seen, SelectedKeys)
     assert (run.start, run.stop) == (0, len(tokens))

@@ -19,8 +19,8 @@ from attnmesh.mesh.axes import (
     axis_of,
     device_of,
     given_mesh,
-    mesh_of,
-    overlap,
+    intersect,
+    mesh_of_axis,
 )
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.groups import world_axis
@@ -38,12 +38,12 @@ from tests.support.pool import Pool, on_each_rank
     ids=str,
 )
 def test_an_overlap_is_within_both_slices(one: slice, other: slice, expected: tuple[slice, slice]) -> None:
-    assert overlap(one, other) == expected
+    assert intersect(one, other) == expected
 
 
 def test_slices_that_do_not_meet_overlap_nowhere() -> None:
     for one, other in ((slice(0, 2), slice(5, 7)), (slice(5, 7), slice(0, 2)), (slice(0, 2), slice(2, 4))):
-        assert [len(range(10)[part]) for part in overlap(one, other)] == [0, 0]
+        assert [len(range(10)[part]) for part in intersect(one, other)] == [0, 0]
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 8])
@@ -61,7 +61,7 @@ def test_no_mesh_is_one_rank_on_the_cpu() -> None:
     assert (MESH_OF_ONE_RANK.shape, MESH_OF_ONE_RANK.ranks, MESH_OF_ONE_RANK.shard_index) == (Shape(1, 1, 1), 1, 0)
     assert MESH_OF_ONE_RANK.device_type == "cpu"
     assert device_of(None) == torch.device("cpu")
-    assert mesh_of(Axis(3, 1)).shape == Shape(1, 1, 3)
+    assert mesh_of_axis(Axis(3, 1)).shape == Shape(1, 1, 3)
 
 
 def test_without_a_group_one_process_is_an_axis() -> None:

@@ -7,7 +7,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from attnmesh.mesh_attention.attention_spec import AttentionSpec
 from torch import Tensor
 
 import attnmesh as am
@@ -19,6 +18,7 @@ from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.schedule import EXCHANGE_MODES, HeadSlices, Problem, groups_of_heads
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.mesh_attention import executor
+from attnmesh.mesh_attention.attention_spec import AttentionSpec
 from attnmesh.mesh_attention.executor import (
     HeadAllToAll,
     PendingReturns,
@@ -121,7 +121,7 @@ def events_of(shape: Shape, exchange: str) -> list[str]:
     """Return the order in which exchanges of keys begin and arrive, and kernels run, in a forward pass."""
     events: list[str] = []
     rank = Rank(shape, exchange, am.Full())
-    real_gather, real_attend = executor.gather, Task.attend
+    real_gather, real_attend = executor.begin_gather, Task.attend
 
     def gather(tensors: Tensors, step: Any, axis: Any, **options: Any) -> Callable[[], Tensors]:
         finish = real_gather(tensors, step, axis, **options)
@@ -140,7 +140,7 @@ def events_of(shape: Shape, exchange: str) -> list[str]:
         events.append("attend")
         return real_attend(task, *args)
 
-    with mock.patch.object(executor, "gather", gather), mock.patch.object(Task, "attend", attend):
+    with mock.patch.object(executor, "begin_gather", gather), mock.patch.object(Task, "attend", attend):
         forward(rank.q, (rank.k, rank.v), rank.task)
     return events
 
@@ -247,7 +247,7 @@ def swapped_heads() -> tuple[bool, bool, bool]:
     q, k, v = swaps.swap_in((rank.q, rank.k, rank.v), group, memory, query_tensors=1)()
     heads = group[dist.get_rank()]
     tensors, _ = whole_tensors()
-    whole = [x[:, part] for x, part in zip(tensors, (heads.queries, heads.keys, heads.keys), strict=False)]
+    whole = [x[:, part] for x, part in zip(tensors, (heads.q_heads, heads.kv_heads, heads.kv_heads), strict=False)]
     are_heads = all(torch.equal(x, y) for x, y in zip((q, k, v), whole, strict=True))
     results = tuple(map(torch.zeros_like, (rank.q, rank.k, rank.v)))
     for _ in swaps.swap_out((q, k, v), results, group, query_tensors=1):
@@ -263,7 +263,7 @@ def test_heads_that_were_swapped_in_come_back_as_tokens(pool: Pool) -> None:
 def test_a_rank_alone_swaps_nothing() -> None:
     rank = Rank(ALONE, "bulk")
     (group,) = groups_of_heads(HEADS, KV_HEADS, 1, 1)
-    (q,) = rank.task.swaps.swap_in((rank.q,), group, query_tensors=1)()
+    (q,) = rank.task.head_all_to_all.swap_in((rank.q,), group, query_tensors=1)()
     assert q is rank.q
 
 

@@ -47,7 +47,7 @@ def test_random_problems_agree_with_float64(seed: int) -> None:
 @pytest.mark.parametrize("seed", seeds(15, 200))
 def test_small_tiles_agree_with_float64(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TILE_ELEMENTS, "cpu", 200)  # so few that queries, key heads and selected keys are all cut
-    monkeypatch.setattr(core, "ELEMENTS", 50)
+    monkeypatch.setattr(core, "INDICES_AT_ONCE", 50)
     check_alone(seed, 33)
 
 
@@ -136,7 +136,7 @@ def test_a_graph_gives_the_same_and_nan_where_indices_are_faulty() -> None:
 def test_memory_does_not_grow_with_queries_times_keys(in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     n, heads, width, most = 512, 2, 16, 1 << 11
     monkeypatch.setitem(TILE_ELEMENTS, "cpu", most)
-    monkeypatch.setattr(core, "ELEMENTS", most)
+    monkeypatch.setattr(core, "INDICES_AT_ONCE", most)
     monkeypatch.setattr(NATIVE, "reads_scattered", in_place)
     q, k, v = torch.randn(3, 1, heads, n, width).unbind()
     indices = torch.stack([torch.randperm(n)[:16] for _ in range(n)]).int()[None, None]

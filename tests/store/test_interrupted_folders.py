@@ -15,7 +15,7 @@ import pytest
 from attnmesh.errors import StoreError
 from attnmesh.store import folder_shard
 from attnmesh.store.journal import Journal
-from attnmesh.store.layer_files import PIECE
+from attnmesh.store.layer_files import PIECE_TOKENS
 from tests.support.growing_caches import full_journal, grow, in_memory, opened, same_outputs
 
 
@@ -29,7 +29,7 @@ def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
 
 def test_a_full_disk_leaves_the_cache_usable(tmp_path: Path, native: bool) -> None:
     cache = opened(tmp_path)
-    grow(cache, PIECE - 1)
+    grow(cache, PIECE_TOKENS - 1)
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -38,18 +38,18 @@ def test_a_full_disk_leaves_the_cache_usable(tmp_path: Path, native: bool) -> No
         grow(cache, 1)
         with pytest.raises(StoreError, match=r"\(No space left on device\). Fix: free space there, and append again"):
             grow(cache, 1)
-    assert same_outputs(cache, in_memory(PIECE))
+    assert same_outputs(cache, in_memory(PIECE_TOKENS))
     grow(cache, 1)
     with full_journal(cache):
         for more in (1, 50):
             with pytest.raises(StoreError, match="No space left on device"):
                 grow(cache, more)
         with pytest.raises(StoreError, match="No space left on device"):
-            cache.truncate(PIECE)
-    assert same_outputs(cache, in_memory(PIECE + 1))
+            cache.truncate(PIECE_TOKENS)
+    assert same_outputs(cache, in_memory(PIECE_TOKENS + 1))
     grow(cache, 50)
     del cache
-    assert same_outputs(opened(tmp_path), in_memory(PIECE + 51))
+    assert same_outputs(opened(tmp_path), in_memory(PIECE_TOKENS + 51))
 
 
 class Killed(BaseException):
@@ -73,8 +73,8 @@ def test_any_point_of_a_change_leaves_a_whole_state(
         raise Killed
 
     for kind, begun, change, lengths in (
-        ("growth", PIECE, lambda cache: grow(cache, 2), {PIECE, PIECE + 1, PIECE + 2}),
-        ("cut", PIECE + 5, lambda cache: cache.truncate(10), {10, PIECE + 5}),
+        ("growth", PIECE_TOKENS, lambda cache: grow(cache, 2), {PIECE_TOKENS, PIECE_TOKENS + 1, PIECE_TOKENS + 2}),
+        ("cut", PIECE_TOKENS + 5, lambda cache: cache.truncate(10), {10, PIECE_TOKENS + 5}),
     ):
         cache = opened(tmp_path / kind)
         grow(cache, begun)
@@ -116,7 +116,7 @@ def test_a_cache_goes_on_after_an_interrupt(
         return found
 
     cache = opened(tmp_path)
-    grow(cache, PIECE - 1)
+    grow(cache, PIECE_TOKENS - 1)
     lengths = []
     for change in (
         lambda cache: grow(cache, 1),
@@ -144,13 +144,13 @@ def test_a_cache_goes_on_after_an_interrupt(
 def test_tokens_of_others_are_counted_once_after_an_interrupt(tmp_path: Path) -> None:
     cache = opened(tmp_path)
     grow(cache, 5)
-    shard, note = cache.shard, Journal.note
+    shard, count_written = cache.shard, Journal.count_written
 
     def ends(*arguments: Any) -> None:
-        note(*arguments)
+        count_written(*arguments)
         raise KeyboardInterrupt
 
-    with patch.object(Journal, "note", ends), pytest.raises(KeyboardInterrupt):
+    with patch.object(Journal, "count_written", ends), pytest.raises(KeyboardInterrupt):
         shard._skip_run(16, 5, 5)
     assert cache.length == 5
     grow(cache, 3)
@@ -160,14 +160,14 @@ def test_tokens_of_others_are_counted_once_after_an_interrupt(tmp_path: Path) ->
 
 def test_a_full_disk_where_a_piece_begins_is_told(tmp_path: Path) -> None:
     cache = opened(tmp_path)
-    grow(cache, PIECE)
+    grow(cache, PIECE_TOKENS)
     with patch.object(Journal, "begin", side_effect=OSError(28, "No space left on device")):
         for _ in range(2):
             with pytest.raises(StoreError, match="append again from token 4096 on"):
                 grow(cache, 4)
     grow(cache, 4)
     del cache
-    assert same_outputs(opened(tmp_path), in_memory(PIECE + 4))
+    assert same_outputs(opened(tmp_path), in_memory(PIECE_TOKENS + 4))
 
 
 def append_until_killed(path: Path, seed: int, promised: int) -> None:
