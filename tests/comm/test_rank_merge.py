@@ -1,10 +1,13 @@
 """Merges between ranks that have checked their calls: results, checksums, and what a rank with an error sends."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from attnmesh.comm import rank_merge
 from attnmesh.comm.message import checksum_of
 from attnmesh.comm.rank_merge import (
     best_across,
@@ -15,12 +18,12 @@ from attnmesh.comm.rank_merge import (
     nan_unless_equal,
     send_poison,
 )
-from attnmesh.comm.transport import transport_of
+from attnmesh.comm.transport import all_gather_ints, announce_comparison, drop_unreceived, transport_of
 from attnmesh.core.candidates import NO_CANDIDATE, best_candidates, pack_candidates
 from attnmesh.core.partial import Partial, merge_partials
 from attnmesh.errors import KernelError
-from attnmesh.mesh.axes import Axis
-from attnmesh.mesh.merges import MERGES, OUTPUTS, Pattern
+from attnmesh.mesh.axes import Axis, mesh_of_axis
+from attnmesh.mesh.merges import MERGES, OUTPUTS, Merge, Pattern
 from tests.support.groups import world_axis
 from tests.support.pool import Pool, on_each_rank
 from tests.support.tolerances import FLOAT32, FLOAT32_SUMS
@@ -145,6 +148,33 @@ def poisoned_by_a_wrong_name() -> bool:
 
 def test_a_rank_with_a_wrong_name_sends_poison_too(pool: Pool) -> None:
     assert pool.run(2, poisoned_by_a_wrong_name) == [True, True]
+
+
+@on_each_rank
+def compare_while_merges_are_timed() -> list[list[int]]:
+    """Return the ranks that have compared: rank 1 instead of a merge that rank 0 would have timed first."""
+    axis = world_axis()
+    mesh = mesh_of_axis(axis)
+
+    def timed(*_: object, **__: object) -> Merge:
+        message = torch.zeros(64, dtype=torch.uint8)
+        transport_of(axis, CPU).all_to_all([message] * axis.size)
+        raise AssertionError("rank 1 has sent nothing")
+
+    if axis.index == 0:
+        with mock.patch.object(rank_merge, "chosen_merge", timed):
+            merged, checksum = merge_ranks(partials()[0], call(7), axis, "auto", "replicated")
+        assert float(checksum.sum()) != 0
+        assert bool(merged.out.isnan().all())
+    announce_comparison(mesh)
+    compared = all_gather_ints([axis.index], mesh)
+    drop_unreceived(mesh)
+    all_gather_ints([0], mesh)
+    return compared
+
+
+def test_a_rank_that_times_merges_compares_with_one_that_does(pool: Pool) -> None:
+    assert pool.run(2, compare_while_merges_are_timed) == [[[0], [1]]] * 2
 
 
 @on_each_rank

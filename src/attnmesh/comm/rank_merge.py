@@ -44,37 +44,48 @@ def merge_ranks(
     """
     if axis.size == 1:
         return partial, checksum
-    heads = axis.slice_of(partial.out.shape[1]) if output == "heads" else slice(None)
-    transport = transport_of(axis, checksum.device)
+    try:
+        return _merge_messages(partial, checksum, axis, merge_name, output, wire, reproducible, message)
+    except CallsDifferError:  # a peer compares its call: give up the merge as unequal, and compare too
+        checksum = torch.full_like(checksum, UNEQUAL_CHECKSUM)
+        return nan_unless_equal(_output_heads(partial, axis, output), checksum), checksum
+
+
+def _merge_messages(
+    partial: Partial,
+    checksum: Tensor,
+    axis: Axis,
+    merge_name: str,
+    output: str,
+    wire: torch.dtype | None,
+    reproducible: bool,
+    message: Tensor | None,
+) -> tuple[Partial, Tensor]:
+    """Return what `merge_ranks` does. Raise if a peer compares its call: by a merge, or as merges are timed first."""
     merge = chosen_merge(axis, merge_name, output, checksum.device, reproducible=reproducible)
+    transport = transport_of(axis, checksum.device)
     dtype = sum_dtype(partial.out.dtype)
     form = MessageForm(tuple(partial.out.shape), dtype, wire if wire and merge.is_packed else dtype)
     # A rank that expects a shorter message cannot receive this one: compare checksums in a short message first.
     if merge.pattern is not Pattern.COLLECTIVE and form.size > transport.max_mismatch_bytes:
         compared = merge_checksums(axis, merge_name, output, checksum, reproducible=reproducible)
         if float(compared.sum()) != 0:
-            return nan_unless_equal(_some_heads(partial, heads), compared), compared
+            return nan_unless_equal(_output_heads(partial, axis, output), compared), compared
     form = transport.form_of(form, merge)
-    gets_own_heads = merge.pattern is Pattern.ALL_TO_ALL and output == "heads" and not transport.merges_all_heads(form)
-    try:
-        with timed_merge():
-            if gets_own_heads:
-                checksum, merged = send_heads(partial, checksum, form, axis)
-            else:
-                message = form.packed(checksum, partial) if message is None else message
-                checksum, merged = merge.run(transport, message, form, reproducible)
-    except CallsDifferError:  # a peer compares its call: give up the merge as unequal, and compare too
-        checksum = torch.full_like(checksum, UNEQUAL_CHECKSUM)
-        return nan_unless_equal(_some_heads(partial, heads), checksum), checksum
-    if gets_own_heads:
-        return nan_unless_equal(merged, checksum), checksum
-    merged = _some_heads(merged, heads)
+    with timed_merge():
+        if merge.pattern is Pattern.ALL_TO_ALL and output == "heads" and not transport.merges_all_heads(form):
+            checksum, merged = send_heads(partial, checksum, form, axis)
+            return nan_unless_equal(merged, checksum), checksum
+        message = form.packed(checksum, partial) if message is None else message
+        checksum, merged = merge.run(transport, message, form, reproducible)
+    merged = _output_heads(merged, axis, output)
     has_nan_already = use_triton(merged.lse) and merge.is_packed
     return (merged if has_nan_already else nan_unless_equal(merged, checksum)), checksum
 
 
-def _some_heads(partial: Partial, heads: slice) -> Partial:
-    """Return views of some heads of a partial."""
+def _output_heads(partial: Partial, axis: Axis, output: str) -> Partial:
+    """Return views of the heads of a partial that this rank gets."""
+    heads = axis.slice_of(partial.out.shape[1]) if output == "heads" else slice(None)
     return Partial(partial.out[:, heads], partial.lse[:, heads])
 
 
