@@ -310,6 +310,7 @@ def saved_and_loaded(folder: str) -> tuple[bool, bool, float, float]:
         model = accelerator.prepare(model)
         torch.manual_seed(dist.get_rank())
         accelerator.save_state(folder)
+        accelerator.wait_for_everyone()  # the first rank writes the weights
         weight = next(model.parameters())
         before, number = weight.detach().clone(), torch.rand(1)
         with torch.no_grad():
