@@ -166,7 +166,7 @@ def test_wrong_options_are_refused_before_torch_is_imported(tmp_path: Path) -> N
 
 
 def test_the_names_of_options_are_those_of_the_library() -> None:
-    assert choices.DTYPE_NAMES == partial.DTYPES
+    assert choices.DTYPES == partial.DTYPE_NAMES
     assert (*STORAGES,) == choices.STORAGES
     assert ("auto", *merges.MERGES) == choices.MERGE_CHOICES
     found = choices.AXES, choices.PHASES, choices.TRANSITIONS, choices.LOSSES

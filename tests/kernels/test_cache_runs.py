@@ -50,7 +50,7 @@ def some_tokens(length: int, seed: int) -> Tensor:
 def times_seen(runs: list[SlotRun], piece: CacheView, query: DecodeQuery) -> Tensor:
     """Return how often each query sees each used slot of a piece, (batch, queries, slots)."""
     batch, _, queries, _ = query.q.shape
-    times = torch.zeros(batch, queries, int(piece.state[1]), dtype=torch.int64)
+    times = torch.zeros(batch, queries, int(piece.device_counts[1]), dtype=torch.int64)
     for run in runs:
         if run.piece.token_index is not piece.token_index:
             continue
@@ -66,7 +66,7 @@ def times_seen(runs: list[SlotRun], piece: CacheView, query: DecodeQuery) -> Ten
 
 def visible(piece: CacheView, query: DecodeQuery) -> Tensor:
     """Return what each query sees of each used slot, by the positions of both."""
-    length, used = piece.state.tolist()
+    length, used = piece.device_counts.tolist()
     tokens = torch.arange(length - query.q.shape[2], length)
     real, positions = (torch.tensor(True), tokens[None]) if piece.padding is None else piece.padding.last(tokens)
     first, last = query.mask.bounds(positions)
@@ -109,7 +109,7 @@ def test_runs_end_with_the_real_keys_of_each_sequence(queries: int, padded: bool
 
 def test_shared_pieces_come_first_and_in_their_order() -> None:
     early, late = (view_of(torch.arange(start, start + 10), 30) for start in (0, 10))
-    view = view_of(torch.arange(20, 30), 30, shared=(early, late))
+    view = view_of(torch.arange(20, 30), 30, earlier_pieces=(early, late))
     query = query_of(3, am.Window(14))
     runs = runs_of(query, [view])
     assert [run.piece for run in runs] == [late, view], "the window begins after the first piece"

@@ -69,7 +69,7 @@ def test_the_first_slots_come_with_the_one_after_them() -> None:
     """Kernels read one slot more than they are told, so that a shard without tokens has memory."""
     view = view_of()
     first = view.first(2)
-    assert first.state.tolist() == [4, 2]
+    assert first.device_counts.tolist() == [4, 2]
     assert torch.equal(first.keys, view.keys[:, :, :3])
     assert torch.equal(first.values, view.values[:, :, :3])
     assert first.keys.untyped_storage().data_ptr() == view.keys.untyped_storage().data_ptr()
@@ -123,16 +123,16 @@ def test_a_kernel_for_plain_keys_is_chosen_by_themselves() -> None:
 
 
 def test_a_cache_on_the_cpu_has_one_tier() -> None:
-    view = view_of(shared=(view_of(),))
+    view = view_of(earlier_pieces=(view_of(),))
     assert view.on_cpu is None
 
 
 def test_the_older_tier_of_a_cache_on_a_device_is_its_last_pieces_on_the_cpu() -> None:
     first, second = view_of(), view_of()
     on_device = CacheView(*(x.to("meta") if isinstance(x, Tensor) else x for x in view_of()))
-    tiers = on_device._replace(shared=(first, on_device, second))
+    tiers = on_device._replace(earlier_pieces=(first, on_device, second))
     assert tiers.on_cpu is not None
     assert tiers.on_cpu.keys is second.keys
-    assert [piece.keys for piece in tiers.on_cpu.shared] == [first.keys]
-    assert [piece.keys.device.type for piece in tiers.on_device.shared] == ["meta"]
+    assert [piece.keys for piece in tiers.on_cpu.earlier_pieces] == [first.keys]
+    assert [piece.keys.device.type for piece in tiers.on_device.earlier_pieces] == ["meta"]
     assert on_device.on_cpu is None

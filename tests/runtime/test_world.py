@@ -59,9 +59,9 @@ def test_a_closed_world_holds_no_group() -> None:
 def test_the_deadline_outlives_a_world_and_its_failure_does_not() -> None:
     world = World()
     world.deadline, world.has_failed = 30.0, True
-    world.letters.append(object())
+    world.pending_messages.append(object())
     world.close()
-    assert (world.deadline, world.has_failed, world.letters) == (30.0, False, [])
+    assert (world.deadline, world.has_failed, world.pending_messages) == (30.0, False, [])
 
 
 def test_each_process_has_a_random_number_of_its_own() -> None:

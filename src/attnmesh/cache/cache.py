@@ -150,10 +150,9 @@ class KVCache(PagedCache, SavedCache):
         make_shard = memory_shard_maker(sizes, self.mesh, self.device, shares)
         with self._opened(folder) as opened:
             with Agreement(self.mesh, "KVCache"):
-                fail = self.calls.raise_uncompared
                 if opened is not None:
-                    make_shard = opened.folder.shard_maker(opened.layer, sizes, fail)
-                make_shard = tiered_shard_maker(make_shard, sizes, self.device, fail)
+                    make_shard = opened.folder.shard_maker(opened.layer, sizes, self.calls.raise_uncompared)
+                make_shard = tiered_shard_maker(make_shard, sizes, self.device, self.calls.raise_uncompared)
                 self.shards = sizes.allocating()(partial(LocalShards, self.token_axis, copies, make_shard))()
             if opened is not None:
                 opened.folder.settle(opened.layer, self.shards)
