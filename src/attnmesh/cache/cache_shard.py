@@ -71,8 +71,8 @@ NOT_VIEWED: tuple[list[Tensor], tuple[FrozenPiece, ...], None] = [], (), None
 class CacheShard:
     """Keys and values of one rank's tokens and heads; `index` is the rank's index along the tokens axis.
 
-    `stored` has the keys, and the values if they are separate. In a forked cache, in files and in
-    two tiers, `earlier_pieces` have the first tokens and `stored` those after them.
+    `stored` has the keys, and the values if they are separate. In a forked cache, in files and in two tiers,
+    `earlier_pieces` have the first tokens and `stored` those after them.
     """
 
     stored: list[Tensor]
