@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import (
 
 from attnmesh.hf.families import family
 from attnmesh.hf.families.family import CONFIGURATION, MODELING, Family, Pins, families
-from attnmesh.hf.families.pins import FIELDS, Code
+from attnmesh.hf.families.pins import FIELDS, ModuleSource
 
 FILE = Path(family.__file__).with_name("plain.json")
 
@@ -60,9 +60,9 @@ def fields_of(config: PreTrainedConfig) -> Iterator[str]:
             yield name
 
 
-def code_of_type(kind: str) -> Code:
-    """Return the code of a model type."""
-    return Code(type(configurations()[kind]).__module__.replace(CONFIGURATION, MODELING))
+def source_of_type(kind: str) -> ModuleSource:
+    """Return the source of the module of a model type."""
+    return ModuleSource(type(configurations()[kind]).__module__.replace(CONFIGURATION, MODELING))
 
 
 def differences() -> Iterator[str]:
@@ -71,12 +71,12 @@ def differences() -> Iterator[str]:
         known, found = {*families().get(kind, Family(kind)).fields.split()}, {*fields_of(config)}
         for name in sorted(known ^ found):
             yield f"{kind}: {name} is {'lost' if name in known else 'new'}"
-    for name, one, code in (
-        *((one.name, one, Code(one.code)) for one in SHARED),
-        *((kind, one, code_of_type(kind)) for kind, one in families().items() if one.sources),
+    for name, one, source in (
+        *((one.name, one, ModuleSource(one.module)) for one in SHARED),
+        *((kind, one, source_of_type(kind)) for kind, one in families().items() if one.sources),
     ):
         for function, digest in one.sources.items():
-            if (now := code.digest(function)) != digest:
+            if (now := source.digest(function)) != digest:
                 yield f"{name}: {function} has the digest {now}"
 
 
