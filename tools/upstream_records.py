@@ -60,8 +60,8 @@ def fields_of(config: PreTrainedConfig) -> Iterator[str]:
             yield name
 
 
-def code_of_type(kind: str) -> ModuleSource:
-    """Return the code of a model type."""
+def source_of_type(kind: str) -> ModuleSource:
+    """Return the source of the module of a model type."""
     return ModuleSource(type(configurations()[kind]).__module__.replace(CONFIGURATION, MODELING))
 
 
@@ -71,12 +71,12 @@ def differences() -> Iterator[str]:
         known, found = {*families().get(kind, Family(kind)).fields.split()}, {*fields_of(config)}
         for name in sorted(known ^ found):
             yield f"{kind}: {name} is {'lost' if name in known else 'new'}"
-    for name, one, code in (
-        *((one.name, one, ModuleSource(one.code)) for one in SHARED),
-        *((kind, one, code_of_type(kind)) for kind, one in families().items() if one.sources),
+    for name, one, source in (
+        *((one.name, one, ModuleSource(one.module)) for one in SHARED),
+        *((kind, one, source_of_type(kind)) for kind, one in families().items() if one.sources),
     ):
         for function, digest in one.sources.items():
-            if (now := code.digest(function)) != digest:
+            if (now := source.digest(function)) != digest:
                 yield f"{name}: {function} has the digest {now}"
 
 

@@ -353,9 +353,9 @@ def test_a_pass_whose_batch_is_gone_waits_for_no_mask() -> None:
 
     begun, first, second = BegunPass(), Gone(), Gone()
     waits: Any = ref(first, begun.forget)
-    begun.shards = waits
+    begun.shards_ref = waits
     del first
-    assert begun.shards is None
-    begun.shards = others = ref(second, begun.forget)  # type: ignore[assignment]
+    assert begun.shards_ref is None
+    begun.shards_ref = others = ref(second, begun.forget)  # type: ignore[assignment]
     begun.forget(waits)  # of an earlier batch
-    assert begun.shards is others
+    assert begun.shards_ref is others

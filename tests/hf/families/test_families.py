@@ -40,7 +40,7 @@ from attnmesh.runtime.upstream import OPT_IN
 from tests.support.families import SIZES
 from tests.support.models.tiny_models import Case, tiny_config
 from tools.rooms import FILES
-from tools.upstream_records import PAGE, code_of_type, configurations, differences, page
+from tools.upstream_records import PAGE, configurations, differences, page, source_of_type
 from tools.versions import ROOT
 
 INSTALLED, REQUIREMENT = upstream.TRANSFORMERS.installed, upstream.TRANSFORMERS.requirement
@@ -105,7 +105,7 @@ def refusal(config: PreTrainedConfig) -> str:
 
 def renamed_in(kind: str, old: str, new: str, folder: Path, patch: pytest.MonkeyPatch, *, run: bool = False) -> None:
     """Let the code of a model type be that of a release in which a text is another one."""
-    name = code_of_type(kind).module
+    name = source_of_type(kind).module
     stock: Any = __import__(name, fromlist=["_"])
     text = Path(stock.__file__).read_text()
     assert re.search(old, text)
@@ -129,7 +129,7 @@ def test_records_name_all_that_is_written_again() -> None:
             name for layer in one.recurrences.values() for name, given in layer.functions.items() if given is not None
         }
         assert followed <= one.sources.keys(), kind
-        assert not one.sources or {*one.recurrences, *one.parts} <= code_of_type(kind).parts.keys()
+        assert not one.sources or {*one.recurrences, *one.parts} <= source_of_type(kind).parts.keys()
         assert (RECURRENT_STATES in one.uses) == bool(one.recurrences)
 
 
@@ -226,7 +226,7 @@ def test_a_digest_of_code_ignores_comments(tmp_path: Path) -> None:
 
 def test_a_model_of_a_renamed_field_never_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     renamed_in("llama4_text", r"self\.attn_temperature_tuning", "self.tuning", tmp_path, monkeypatch, run=True)
-    module: Any = sys.modules[code_of_type("llama4_text").module]
+    module: Any = sys.modules[source_of_type("llama4_text").module]
     config = tiny_config(Case("llama4_text", "llama4_text"))
     config._attn_implementation = "attnmesh"
     model = module.Llama4ForCausalLM(config).eval()
