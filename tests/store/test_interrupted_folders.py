@@ -97,7 +97,7 @@ def test_any_point_of_a_change_leaves_a_whole_state(
 
 @pytest.mark.parametrize(
     "point",
-    ["make_filling", "make_whole", "os.replace", "Journal.begin", "Journal.add", "Journal.note", "append"]
+    ["make_filling", "make_whole", "os.replace", "Journal.begin", "Journal.add", "Journal.count_written", "append"]
     + ["FolderShard._fill", "FolderShard._set", "FolderShard._with_whole"],
 )
 @pytest.mark.parametrize("after", [False, True])

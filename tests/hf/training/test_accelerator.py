@@ -48,7 +48,7 @@ def processes() -> list[tuple[int, int]]:
         counts = [(accelerator.num_processes, accelerator.process_index)]
         with accelerator.dealing():
             counts.append((accelerator.num_processes, accelerator.process_index))
-        with accelerator.calls.active(False):
+        with accelerator.sharder.active(False):
             counts.append((accelerator.num_processes, accelerator.process_index))
         return counts
 
@@ -63,7 +63,7 @@ def index_after_dealing() -> tuple[int, int]:
     with accelerator_of() as (accelerator, _):
         with pytest.raises(ZeroDivisionError), accelerator.dealing():
             _ = 1 // 0
-        return accelerator.process_index, accelerator.replicas.own
+        return accelerator.process_index, accelerator.replicas.mesh_index
 
 
 def test_a_rank_is_itself_again_after_batches_are_dealt_out(pool: Pool) -> None:
@@ -114,7 +114,7 @@ def test_metrics_count_each_sample_once(pool: Pool) -> None:
 def gathered() -> tuple[Any, list[str]]:
     """Return gathered tensors, and the errors of what has no tensors."""
     with accelerator_of() as (accelerator, _):
-        own = accelerator.replicas.own
+        own = accelerator.replicas.mesh_index
         found = accelerator.gather({"x": torch.tensor(own), "y": [torch.tensor([[own, 10 * own]])]})
         refused = []
         for data, options in ((["text"], {}), (torch.tensor(1), {"use_gather_object": True})):
@@ -135,7 +135,7 @@ def test_one_rank_of_each_mesh_is_gathered_and_objects_are_refused(pool: Pool) -
 def other_sums() -> tuple[Tensor, Tensor]:
     """Return sums of complex and of true and false numbers."""
     with accelerator_of() as (accelerator, _):
-        own = accelerator.replicas.own
+        own = accelerator.replicas.mesh_index
         return accelerator.reduce(torch.tensor(1.0 + 2j + own)), accelerator.reduce(torch.tensor([own == 1, False]))
 
 
