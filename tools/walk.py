@@ -102,10 +102,10 @@ class Stop:
     name: str
     sentence: str
 
-    def line(self, width: int = 130) -> str:
+    def line(self, width: int = 138) -> str:
         """Return the line of a drawing, with as much of the sentence as fits."""
-        start = f"{self.file:<28} {'  ' * self.depth}{self.name}"
-        line = f"{start:<64} {self.sentence}"
+        start = f"{self.file:<35} {'  ' * self.depth}{self.name}"
+        line = f"{start:<76} {self.sentence}"
         return line if len(line) <= width else f"{line[: width - 4].rsplit(' ', 1)[0].rstrip(',;:')} ..."
 
 

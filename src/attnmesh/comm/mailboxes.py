@@ -196,10 +196,15 @@ class Mailboxes:
         first = own_board // 8 + half
         self.words[first : first + len(numbers)] = memoryview(array("q", numbers))
         operations = [(TELL, self.index, own_board, self.gathers)]
-        operations += [(FULL, peer, board, self.gathers) for peer, board in self.boards.items() if board != own_board]
+        for peer, board in self.boards.items():
+            if board != own_board:
+                operations.append((FULL, peer, board, self.gathers))
         self._run_operations(operations)
-        starts = [board // 8 + half for board in self.boards.values()]
-        return [self.words[start : start + len(numbers)].tolist() for start in starts]
+        table = []
+        for board in self.boards.values():
+            start = board // 8 + half
+            table.append(self.words[start : start + len(numbers)].tolist())
+        return table
 
     def merge_along_tree(self, message: Tensor, rounds: Iterable[Round], rows: int, width: int) -> None:
         """Merge a message in float32 with those of the other ranks, in place, by the rounds of a tree."""
