@@ -313,6 +313,35 @@ def test_a_loop_goes_on_after_a_batch_whose_call_raised(pool: Pool) -> None:
         assert given == ("ArgumentError", "ShardedOutput", pytest.approx(expected, rel=TRAINED))
 
 
+@on_each_rank
+def after_an_error_of_another_model(shape: Shape) -> tuple[str, float]:
+    """Return the logits and the loss of a model after a call of another one that raised in a layer."""
+    with launched():
+        from accelerate import Accelerator
+
+        accelerator, mesh, ids = Accelerator(cpu=True), named_mesh(shape, AXES), prompt(33)
+        first, second = (
+            hf.prepare(accelerator, families.model(family, "attnmesh"), mesh) for family in ("llama", "qwen3")
+        )
+        first.model.layers[1].register_forward_pre_hook(without_memory)
+        with pytest.raises(MemoryError):
+            first(input_ids=ids)
+        assert accelerator.calls.shards is None
+        output = second(input_ids=ids, labels=ids)
+        return type(output.logits).__name__, output.loss.item()
+
+
+def without_memory(*_: Any) -> None:
+    raise MemoryError
+
+
+def test_a_call_that_raised_leaves_no_shards_to_another_model(pool: Pool) -> None:
+    ids = prompt(33)
+    expected = families.model("qwen3", "sdpa")(input_ids=ids, labels=ids).loss.item()
+    for given in pool.run(2, after_an_error_of_another_model, Shape(1, 1, 2)):
+        assert given == ("ShardedOutput", pytest.approx(expected, rel=TRAINED))
+
+
 # --- bad input ---
 
 

@@ -226,10 +226,15 @@ class ShardedCache(FolderLayers):
 
     @property
     def goes_on(self) -> bool:
-        """True if no error interrupted the cache, or only a step of rows, before which all layers can go back."""
+        """True if no error interrupted the cache, or only a step of rows, before which all layers can go back.
+
+        The caller's own call of the model tells nothing of its error, but leaves the last layer without its tokens.
+        """
         length = self.before_step
         if length is None:
-            return self.intact
+            layers = self.attention_layers
+            counts = {count for layer in (*layers[:1], *layers[-1:]) for count in layer.token_counts}
+            return self.intact and len(counts) < 2
         serves = [kv.length >= length and (not length or kv.shards.serves(length)) for kv in self.kvs]
         return not self.state_layers and all(serves)
 
