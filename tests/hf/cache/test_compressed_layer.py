@@ -71,6 +71,17 @@ def test_logits_are_those_of_stock_transformers(pool: Pool, name: str) -> None:
             torch.testing.assert_close(torch.from_numpy(ours), stock, atol=FLOAT64_MODEL, rtol=FLOAT64_MODEL)
 
 
+def test_a_fork_keeps_its_new_entries_to_itself() -> None:
+    small = model("attnmesh")
+    cache = hf.ShardedCache(small.config, block=4)
+    hf.prefill(small, prompt(40), cache)
+    layers = [layer for layer in cache.layers if isinstance(layer, CompressedLayer)]
+    for layer in layers:
+        layer.new = {}
+    hf.decode_rows(small, [5], [cache.fork()])
+    assert [layer.new for layer in layers] == [{}] * len(layers)
+
+
 FAULTS: dict[str, Callable[..., Any]] = {
     "attnmesh.hf.cache.compressed_layer.CompressedLayer.attend_other_keys": lambda *_: None,
     "attnmesh.hf.cache.compressed_layer.CompressedLayer.update_overlap_state": lambda *_: (None, None),

@@ -274,6 +274,37 @@ def test_an_interrupted_generation_is_refused_until_its_prompt_is_prefilled() ->
     assert hf.decode_rows(model, [5], [cache]).shape == (1, 97)
 
 
+@on_each_rank
+def refusal_after_a_call_of_the_model(on_all: bool) -> str:
+    """Interrupt a call of the model itself, on both ranks or on the second alone. Return the error of `decode_rows`."""
+    model, mesh = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, 2), AXES)
+    cache, ids = hf.ShardedCache(model.config, mesh), prompt(10)
+    hf.prefill(model, ids, cache)
+    expected = hf.decode_rows(model, [5], [cache.fork()])
+    raises = on_all or torch.distributed.get_rank() == 1
+    handle = model.model.layers[1].register_forward_pre_hook(fail) if raises else None
+    with pytest.raises(MemoryError if raises else errors.InputError), torch.no_grad():
+        model(torch.tensor([[5]]), past_key_values=cache, use_cache=True)
+    if handle is not None:
+        handle.remove()
+    if raises and not on_all:  # the first rank waits in its call
+        with pytest.raises(errors.InputError):
+            hf.decode_rows(model, [5], [cache])
+    with pytest.raises(errors.InputError) as caught:
+        hf.decode_rows(model, [5], [cache])
+    cache = cache if on_all else hf.ShardedCache(model.config, mesh)
+    hf.prefill(model, ids, cache)
+    torch.testing.assert_close(hf.decode_rows(model, [5], [cache]), expected)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("on_all", [True, False])
+def test_a_call_of_the_model_that_raised_is_told_by_its_layers(on_all: bool, pool: Pool) -> None:
+    first, second = pool.run(2, refusal_after_a_call_of_the_model, on_all)
+    assert first == second
+    assert "hf.decode_rows caches: expected a cache that no error interrupted, given an interrupted one" in first
+
+
 def test_caches_that_cannot_go_back_are_refused_after_an_error() -> None:
     model = build(Case("qwen3_next", "qwen3_next"), "attnmesh", torch.float32)
     caches = [hf.ShardedCache(model.config) for _ in range(2)]

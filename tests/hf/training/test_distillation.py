@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import trl
 
+import attnmesh as am
 import attnmesh.hf as hf
 from attnmesh import errors
 from tests.support import families
@@ -38,6 +39,28 @@ SHORT = ("mixture",)
 def test_distillation_on_a_mesh_is_that_of_stock_trl(name: str, pool: Pool, tmp_path: Path) -> None:
     mesh, options = CASES[name]
     check(pool, tmp_path, "Distillation", *MESHES[mesh], **options)
+
+
+def without_memory(*_: Any) -> None:
+    raise MemoryError
+
+
+def test_a_step_goes_on_in_another_layout_after_one_that_raised(tmp_path: Path) -> None:
+    """With `layout="auto"` two batches may have two layouts."""
+    student, teacher = (families.model("llama", "attnmesh") for _ in range(2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TRL's own
+        trainer = hf.on_mesh(trl.DistillationTrainer, None, am.Striped(4))(
+            model=student, teacher_model=teacher, args=settings(trl.DistillationConfig, str(tmp_path), max_steps=1),
+            train_dataset=prompts(), processing_class=tokenizer(),
+        )  # fmt: skip
+        handle = teacher.model.register_forward_pre_hook(without_memory)
+        with pytest.raises(MemoryError):
+            trainer.train()
+        handle.remove()
+        trainer.calls.layout = am.Zigzag()
+        trainer.train()
+    assert trainer.state.global_step == 1
 
 
 @pytest.mark.parametrize(

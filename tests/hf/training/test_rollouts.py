@@ -1,6 +1,7 @@
 """Trainers that draw completions, on a mesh: the completions, rewards, losses and weights of stock TRL."""
 
 import warnings
+from functools import wraps
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,9 +15,11 @@ import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.hf.load import PACKAGED, locate
 from attnmesh.hf.training.rollouts import generating_on
-from attnmesh.mesh.shapes import Shape
+from attnmesh.mesh.shapes import AXES, Shape
+from attnmesh.runtime.counters import count_traffic
 from tests.support import families
 from tests.support.families import prompt
+from tests.support.mesh_problems import named_mesh
 from tests.support.needs import needs_smollm2
 from tests.support.pool import Pool, on_each_rank
 from tests.support.rollouts import FLAT, MESHES, OPTIONS, check, check_failed_reward, even, failing_reward, prompts
@@ -171,3 +174,69 @@ def test_other_ways_to_draw_are_refused_by_name(arguments: dict[str, Any], said:
                 model=families.model("llama", "attnmesh"), reward_funcs=even, args=given, train_dataset=prompts(),
                 processing_class=processing_class, **arguments,
             )  # fmt: skip
+
+
+@on_each_rank
+def drawn_twice() -> list[bool]:
+    """Return whether each of two draws in one context was on the mesh, and has the log-probabilities of its tokens.
+
+    Between them one raises.
+    """
+    model, ids = families.model("llama", "attnmesh", **FLAT), prompt(13, batch=2)
+    options = {"attention_mask": torch.ones_like(ids)}
+    options["generation_config"] = GenerationConfig(do_sample=True, max_new_tokens=4, temperature=0.9)
+    on_mesh = []
+    with generating_on(named_mesh(Shape(1, 1, 2), AXES), model) as logprobs:
+        for _ in range(2):
+            with count_traffic() as traffic:
+                drawn = model.generate(ids, **options)
+            expected = (model(drawn).logits[:, 12:-1] / 0.9).log_softmax(-1).gather(2, drawn[:, 13:, None])[..., 0]
+            torch.testing.assert_close(torch.cat(logprobs, 1), expected, atol=2e-5, rtol=0)
+            on_mesh.append(bool(traffic.merges))
+            with pytest.raises(errors.ArgumentError):
+                model.generate(ids + 97, **options)
+    return on_mesh
+
+
+def test_each_draw_in_a_context_is_on_the_mesh(pool: Pool) -> None:
+    assert pool.run(2, drawn_twice) == [[True, True]] * 2
+
+
+def test_a_model_keeps_a_generate_of_its_own() -> None:
+    model, calls = families.model("llama", "attnmesh"), []
+    stock, ids = model.generate, prompt(13)
+
+    @wraps(stock)
+    def generate(*args: Any, **options: Any) -> Any:
+        calls.append(args)
+        return stock(*args, **options)
+
+    model.generate = generate
+    with generating_on(None, model):
+        model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=GenerationConfig(max_new_tokens=2))
+        assert len(calls) == 1
+    assert model.generate is generate
+
+
+class TwoDraws(trl.GRPOTrainer):  # type: ignore[misc]
+    """Draws the completions of each half of the prompts apart."""
+
+    def _generate_single_turn(self, ids: Any, *args: Any, **options: Any) -> Any:
+        """Return the completions of both halves."""
+        size = len(ids) // 2
+        parts = [
+            super(TwoDraws, self)._generate_single_turn(part, *args, **options) for part in (ids[:size], ids[size:])
+        ]
+        return [*parts[0][0], *parts[1][0]], *parts[0][1:]
+
+
+def test_log_probabilities_of_some_completions_are_refused(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TRL's own
+        given = settings(trl.GRPOConfig, str(tmp_path), **OPTIONS)
+        trainer = hf.on_mesh(TwoDraws, None)(
+            model=families.model("llama", "attnmesh"), reward_funcs=even, args=given, train_dataset=prompts(),
+            processing_class=tokenizer(),
+        )  # fmt: skip
+        with pytest.raises(errors.ShapeError, match="on_mesh generate: expected 8 completions of one call of generate"):
+            trainer.train()

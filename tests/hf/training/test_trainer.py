@@ -16,7 +16,7 @@ from tests.support import families
 from tests.support.families import STOCK, prompt
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT32_SUMS
+from tests.support.tolerances import FLOAT32_SUMS, TRAINED
 from tests.support.trainers import (
     FSDP,
     examples,
@@ -198,3 +198,32 @@ def test_workers_of_the_ranks_of_a_mesh_draw_the_same_numbers(pool: Pool, tmp_pa
     first, *others = pool.run(4, drawn_by_a_worker, str(tmp_path))
     assert others[0] == first
     assert others[1] == others[2] != first
+
+
+@on_each_rank
+def after_an_error_of_another_model(shape: Shape) -> tuple[str, float]:
+    """Return the logits and the loss of a model after a call of another one that raised in a layer."""
+    with launched():
+        from accelerate import Accelerator
+
+        accelerator, mesh, ids = Accelerator(cpu=True), named_mesh(shape, AXES), prompt(33)
+        first, second = (
+            hf.prepare(accelerator, families.model(family, "attnmesh"), mesh) for family in ("llama", "qwen3")
+        )
+        first.model.layers[1].register_forward_pre_hook(without_memory)
+        with pytest.raises(MemoryError):
+            first(input_ids=ids)
+        assert accelerator.sharder.shards is None
+        output = second(input_ids=ids, labels=ids)
+        return type(output.logits).__name__, output.loss.item()
+
+
+def without_memory(*_: Any) -> None:
+    raise MemoryError
+
+
+def test_a_call_that_raised_leaves_no_shards_to_another_model(pool: Pool) -> None:
+    ids = prompt(33)
+    expected = families.model("qwen3", "sdpa")(input_ids=ids, labels=ids).loss.item()
+    for given in pool.run(2, after_an_error_of_another_model, Shape(1, 1, 2)):
+        assert given == ("ShardedOutput", pytest.approx(expected, rel=TRAINED))

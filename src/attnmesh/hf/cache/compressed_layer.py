@@ -100,7 +100,7 @@ class CompressedLayer(TailLayer):
         entries = self.reserve_other(name, new, new.shape[2])
         if new.shape[2]:
             entries.append(new)
-        self.new[name] = compressed
+        self.new = {**self.new, name: compressed}  # a fork shares the dict
         return IndexEntries(compressed, self) if name == "indexer" else compressed[:, :0]
 
     @torch.no_grad()

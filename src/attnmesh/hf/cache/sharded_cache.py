@@ -220,10 +220,15 @@ class ShardedCache(FolderLayers):
 
     @property
     def can_continue(self) -> bool:
-        """True if no error interrupted the cache, or only a step of rows, before which all layers can go back."""
+        """True if no error interrupted the cache, or only a step of rows, before which all layers can go back.
+
+        The caller's own call of the model tells nothing of its error, but leaves the last layer without its tokens.
+        """
         length = self.history.rollback_length
         if length is None:
-            return self.history.is_consistent
+            layers = self.attention_layers
+            counts = {count for layer in (*layers[:1], *layers[-1:]) for count in layer.token_counts}
+            return self.history.is_consistent and len(counts) < 2
         serves = [kv.length >= length and (not length or kv.shards.serves(length)) for kv in self.kvs]
         return not self.irreversible_layers and all(serves)
 

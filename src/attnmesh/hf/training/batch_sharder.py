@@ -105,12 +105,12 @@ class BatchSharder:
             return
         if hook is not None:
             hook.remove()
-        self.last_hooks[module] = module.register_forward_hook(self._end, with_kwargs=True)
+        self.last_hooks[module] = module.register_forward_hook(self._end, with_kwargs=True, always_call=True)
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the arguments with this rank's tokens, unless a module around this one has done so."""
         if not self.is_active or (self.shards is not None and module is not self.outermost):
-            return None  # the outermost has shards already only where its call before has raised
+            return None  # the outermost has shards already only after an interrupt: PyTorch calls no hook then
         arguments = {**dict(zip(signature(unwrap(module).forward).parameters, args, strict=False)), **kwargs}
         if arguments.get("past_key_values") is not None:
             return None  # generation, which every rank does alone
@@ -168,10 +168,12 @@ class BatchSharder:
         return output
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Return the outputs for the whole batch, after the outermost call."""
+        """Return the outputs for the whole batch, after the outermost call. One that raised has none."""
         if self.shards is None or module is not self.outermost:
             return None
         shards, self.shards = self.shards, None
+        if output is None:
+            return None
         shape = len(kwargs["input_ids"]), len(shards.positions())
         shards.check_all_layers_counted()
         output_options = {"tokens": slice(None) if self.is_shifted else slice(-1), "moved": self.moved}

@@ -25,6 +25,8 @@ class MeshDistillation(MeshRollouts):
 
     teacher_model: Any
     _logs: dict[str, deque[str]]
+    shards_by_layout: dict[Any, tuple[Shards, MovedRows | None]]
+    """Shards of the models of the present loss, by layout and shape, and how their rows have moved."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -34,7 +36,6 @@ class MeshDistillation(MeshRollouts):
         settings, meshes = self.args, self.accelerator.replicas.num_meshes
         rows = settings.per_device_train_batch_size * meshes * settings.gradient_accumulation_steps
         self._logs = {name: deque(maxlen=rows) for name in self._logs}  # TRL has counted each rank as a process
-        self.shards_by_layout: dict[Any, tuple[Shards, MovedRows | None]] = {}
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator, to which the ranks of a mesh are one process."""
@@ -49,6 +50,7 @@ class MeshDistillation(MeshRollouts):
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Return the loss. TRL calls the models with methods of its own, in which `_get_last_hidden_state` shards."""
+        self.shards_by_layout = {}  # a call that raised may have left some
         divergence = partial(self._divergence, ROLLOUTS.find(DIVERGENCE))
         replacing = self._replacing(**{DIVERGENCE.split(":")[1]: divergence})
         with self.sharder.active(False), self.accelerator.dealing(), replacing:
@@ -75,7 +77,6 @@ class MeshDistillation(MeshRollouts):
         *heads_of_models, mask, beta = heads
         layouts = [*self.shards_by_layout]
         (shards, moved), *other_shards = self.shards_by_layout.values()
-        self.shards_by_layout = {}
         if other_shards:
             given, fix = " and ".join(map(str, layouts)), 'leave layout="auto" and shape="auto" out'
             raise KernelError(SUBJECT, "a student and a teacher with the same shards", given, fix)

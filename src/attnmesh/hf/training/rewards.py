@@ -91,7 +91,11 @@ class MeshRewards(RewardFunctions):
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         """Draw completions and compare their rewards, of all meshes."""
         batch = super()._generate_and_score_completions(inputs)
-        logprobs = pad(self.logprobs, (0, batch["completion_ids"].shape[1] - self.logprobs.shape[1]))
+        rows, length = batch["completion_ids"].shape
+        if len(self.logprobs) != rows:
+            expected, given = f"{rows} completions of one call of generate", f"{len(self.logprobs)} in the last one"
+            raise ShapeError(f"{SUBJECT} generate", expected, given, "draw all completions in one call")
+        logprobs = pad(self.logprobs, (0, length - self.logprobs.shape[1]))
         return {**batch, LOGPROBS: logprobs, STEP: torch.tensor(self.state.global_step, device="cpu")}
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, *args: Any) -> Any:

@@ -173,11 +173,16 @@ class DrawnLogprobs(LogitsProcessor):  # type: ignore[misc]
 
 @contextmanager
 def generating_on(mesh: DeviceMesh | None, model: Any) -> Iterator[list[Tensor]]:
-    """Let a model's next `generate` run on a mesh, in this context. Yield the log-probabilities of drawn tokens."""
+    """Let a model's `generate` run on a mesh, in this context. Yield the log-probabilities of the last drawn tokens."""
     logprobs: list[Tensor] = []
+    own_method = {name: method for name, method in vars(model).items() if name == "generate"}
+
+    def restore() -> None:
+        del model.generate
+        vars(model).update(own_method)
 
     def on_mesh(input_ids: Tensor, attention_mask: Tensor, generation_config: Any, **arguments: Any) -> Any:
-        del model.generate  # transformers' own runs inside
+        logprobs.clear()
         watch = DrawnLogprobs(generation_config.temperature, logprobs)
         samples = 1
         if generation_config.do_sample:  # a prompt is computed once for all of its completions
@@ -185,7 +190,11 @@ def generating_on(mesh: DeviceMesh | None, model: Any) -> Iterator[list[Tensor]]
             samples = gcd(*rows.unique_consecutive(dim=0, return_counts=True)[1].tolist())
         options = {"generation_config": generation_config, "num_return_sequences": samples, **arguments}
         prompts, mask = input_ids[::samples], attention_mask[::samples]
-        output = generate(model, prompts, mesh=mesh, attention_mask=mask, logits_processor=[watch], **options)
+        restore()  # the model's own runs inside
+        try:
+            output = generate(model, prompts, mesh=mesh, attention_mask=mask, logits_processor=[watch], **options)
+        finally:
+            model.generate = on_mesh
         watch.take(getattr(output, "sequences", output))
         return output
 
@@ -193,4 +202,4 @@ def generating_on(mesh: DeviceMesh | None, model: Any) -> Iterator[list[Tensor]]
     try:
         yield logprobs
     finally:
-        vars(model).pop("generate", None)
+        restore()
