@@ -13,7 +13,8 @@ from torch import Tensor
 
 from attnmesh.comm.host_linear import MAX_SHARED_ROWS, HostLinear
 from attnmesh.comm.host_merge import host_merge_for
-from attnmesh.comm.mailboxes import CHECK_INTERVAL, CallsDifferError
+from attnmesh.comm.mailboxes import CHECK_INTERVAL
+from attnmesh.comm.mismatch import CallsDifferError
 from attnmesh.comm.topology import mailboxes_of_all_ranks
 from attnmesh.comm.transport import transport_of
 from attnmesh.errors import InputError

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import attnmesh as am
 from attnmesh.comm import topology
 from attnmesh.comm.host_merge import host_merge_for
-from attnmesh.comm.message import call_checksum, checksum_of
+from attnmesh.comm.mismatch import call_checksum, checksum_of
 from attnmesh.comm.rank_merge import chosen_merge, merge_ranks
 from attnmesh.comm.topology import host_mailboxes
 from attnmesh.comm.transport import transport_of

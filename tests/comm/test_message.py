@@ -5,15 +5,8 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm.mailboxes import MESSAGE_BYTES
-from attnmesh.comm.message import (
-    MODULUS,
-    POISON,
-    MessageForm,
-    blank_message,
-    call_checksum,
-    checksum_of,
-    question_like,
-)
+from attnmesh.comm.message import MessageForm, blank_message
+from attnmesh.comm.mismatch import MODULUS, POISON, call_checksum, checksum_of, question_like
 from attnmesh.core.partial import Partial, merge_partials
 from tests.support.problems import numbers
 from tests.support.tolerances import FLOAT32

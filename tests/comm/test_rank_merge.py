@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attnmesh.comm import rank_merge
-from attnmesh.comm.message import checksum_of
+from attnmesh.comm.mismatch import checksum_of
 from attnmesh.comm.rank_merge import (
     best_across,
     chosen_merge,

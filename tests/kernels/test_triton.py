@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnmesh as am
 from attnmesh.comm import peer_memory
-from attnmesh.comm.message import MODULUS, MessageForm, checksum_of
+from attnmesh.comm.message import MessageForm
+from attnmesh.comm.mismatch import MODULUS, checksum_of
 from attnmesh.core.digest import digest
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial, merge_stack, with_sinks

@@ -16,12 +16,12 @@ from attnmesh.comm.mailboxes import (
     BOX_HEADER_BYTES,
     CHECK_INTERVAL,
     MESSAGE_BYTES,
-    CallsDifferError,
     CounterWait,
     Mailboxes,
     NativeCall,
     PeerLostError,
 )
+from attnmesh.comm.mismatch import CallsDifferError
 from attnmesh.comm.topology import mailboxes_of_all_ranks
 from attnmesh.kernels.native.abi import DTYPE_CODES, error_of
 from attnmesh.kernels.native.build import library

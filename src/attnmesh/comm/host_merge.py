@@ -12,8 +12,9 @@ from torch import Tensor
 
 from attnmesh.comm.failures import disconnect_and_diagnose
 from attnmesh.comm.mailbox_queue import finish_pending_of
-from attnmesh.comm.mailboxes import UNEQUAL_CHECKSUM, CallsDifferError, Mailboxes, PeerLostError
-from attnmesh.comm.message import MODULUS, BlankMessage, MessageForm
+from attnmesh.comm.mailboxes import Mailboxes, PeerLostError
+from attnmesh.comm.message import BlankMessage, MessageForm
+from attnmesh.comm.mismatch import MODULUS, UNEQUAL_CHECKSUM, CallsDifferError
 from attnmesh.comm.topology import mailboxes_of_all_ranks, merge_rounds
 from attnmesh.core.partial import Partial
 from attnmesh.kernels.native.native_digest import digest_on_cpu, wrapped

@@ -13,7 +13,8 @@ from time import monotonic
 
 from torch import Tensor
 
-from attnmesh.comm.mailboxes import CHECK_INTERVAL, CallsDifferError, Mailboxes, MismatchWatch, PeerLostError
+from attnmesh.comm.mailboxes import CHECK_INTERVAL, Mailboxes, MismatchWatch, PeerLostError
+from attnmesh.comm.mismatch import CallsDifferError
 from attnmesh.runtime.world import WORLD
 
 MAX_WAIT = 0.0002

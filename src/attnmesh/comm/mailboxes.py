@@ -25,6 +25,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from attnmesh.comm.mismatch import CallsDifferError
 from attnmesh.kernels.native.build import library
 from attnmesh.mesh.reduction_tree import Round
 from attnmesh.runtime.processes import RunningProcess
@@ -53,9 +54,6 @@ counter that it waits for, with the count times `WORDS`."""
 
 WORDS = MAX_MEMORY // 8
 """Words of the mailboxes of a host at most."""
-
-UNEQUAL_CHECKSUM = 1e38
-"""Checksum of a message of another call, also in `mailbox.cpp`. It is larger than others, and finite: poison is not."""
 
 PROCESSORS = ("x86_64", "amd64", "AMD64")
 """Kinds of processors that this was tested on. They see the stores of another one in program order."""
@@ -95,14 +93,6 @@ class CounterWait(NamedTuple):
     peer: int
     counter: int
     messages: int
-
-
-class CallsDifferError(Exception):
-    """A peer compares its call with the others', while this rank waits for a message of it in another call."""
-
-    def __init__(self, peer: int) -> None:
-        super().__init__(peer)
-        self.peer = peer
 
 
 class PeerLostError(RuntimeError):

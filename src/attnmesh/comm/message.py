@@ -1,17 +1,6 @@
-"""Messages of a merge: a partial and a checksum of the call, packed into bytes.
-
-The checksum is two numbers, of which each rank gets the maximum over all ranks. Their sum is 0 if ranks agree.
-
-        a rank           sends                      the sum of the maxima
-        makes a call     (n, -n), n of the call     0 if all ranks make the same call, else more
-        asks to compare  (QUESTION, -QUESTION)      0 if all ranks ask
-        has an error     (POISON, POISON)           infinite
-        compares         nothing: it waits in the comparison. A rank that expects its message gets a `CallsDifferError`
-                         instead, and gives up the merge with UNEQUAL_CHECKSUM
-"""
+"""Messages of a merge: a partial and a checksum of the call (`comm/mismatch.py`), packed into bytes."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,21 +8,9 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm.mailboxes import MESSAGE_BYTES
-from attnmesh.core.digest import SUM_ELEMENTS, digest
 from attnmesh.core.partial import Partial, merge_stack
-from attnmesh.kernels.cache_view import LENGTH
-from attnmesh.kernels.native.native_digest import digest_on_cpu, wrapped
-from attnmesh.kernels.stacked_merge import launch_checksum, merge_stacked, use_triton
+from attnmesh.kernels.stacked_merge import merge_stacked, use_triton
 from attnmesh.kernels.triton_runtime import interpreted
-
-MODULUS = (1 << 24) - 3
-"""Modulus of checksums: float32 holds smaller integers exactly."""
-
-QUESTION = float(MODULUS)
-"""Checksum of no call: a rank sends it to find out whether all ranks ask to compare their calls."""
-
-POISON = math.inf
-"""Checksum of a rank that takes part in a merge without a call, so that the others find its error."""
 
 
 @dataclass(frozen=True)
@@ -131,37 +108,3 @@ def blank_message(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
     form = MessageForm(shape, dtype, dtype)
     message = form.blank(device)
     return BlankMessage(message, *form.partial_views(message))
-
-
-def call_checksum(
-    tensors: Sequence[Tensor], call_hash: int, device_counts: Tensor, like: Tensor, into: Tensor | None
-) -> Tensor:
-    """Return the checksum of a call on a cache, whose `device_counts` begin with its length, and of bits of tensors."""
-    fits = len(tensors) <= 2 and sum(x.numel() for x in tensors) <= SUM_ELEMENTS  # one program is faster than PyTorch
-    if fits and use_triton(like):
-        return launch_checksum(tensors, call_hash, device_counts, MODULUS, like.new_empty(2) if into is None else into)
-    if device_counts.device.type == "cpu":
-        number: int | Tensor = wrapped(
-            call_hash + int(device_counts.tolist()[LENGTH]) + sum(map(digest_on_cpu, tensors))
-        )
-    else:
-        number = sum(map(digest, tensors), start=call_hash + device_counts[LENGTH])
-    checksum = checksum_of(number, like)
-    return checksum if into is None else into.copy_(checksum)
-
-
-def question_like(like: Tensor) -> Tensor:
-    """Return `QUESTION` as `checksum_of` returns a number: the maxima over all ranks sum to 0 if all ranks ask."""
-    checksum = like.new_full((2,), QUESTION)
-    checksum[1].neg_()
-    return checksum
-
-
-def checksum_of(number: int | Tensor, like: Tensor) -> Tensor:
-    """Return (number, -number): the maxima over all ranks sum to 0 if the numbers are equal."""
-    if isinstance(number, int):  # without a copy from the CPU, which a CUDA graph cannot have
-        checksum = like.new_full((2,), number % MODULUS)
-        checksum[1].neg_()
-        return checksum
-    number = number.remainder(MODULUS).to(like.dtype)
-    return torch.stack((number, -number))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attnmesh.comm.failures import disconnect_and_diagnose
-from attnmesh.comm.mailboxes import CallsDifferError
+from attnmesh.comm.mismatch import CallsDifferError
 from attnmesh.comm.transport import P2PMessage, transport_of
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.schedule import GatherStep

@@ -5,8 +5,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attnmesh.comm.mailboxes import UNEQUAL_CHECKSUM, CallsDifferError
-from attnmesh.comm.message import POISON, MessageForm
+from attnmesh.comm.message import MessageForm
+from attnmesh.comm.mismatch import POISON, UNEQUAL_CHECKSUM, CallsDifferError
 from attnmesh.comm.topology import merge_rounds
 from attnmesh.comm.transport import transport_of
 from attnmesh.core.candidates import best_candidates

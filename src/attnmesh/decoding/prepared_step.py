@@ -21,7 +21,8 @@ from torch import Tensor
 
 from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.comm.host_merge import HostMerge, host_merge_for
-from attnmesh.comm.message import NO_MESSAGE, BlankMessage, blank_message, call_checksum
+from attnmesh.comm.message import NO_MESSAGE, BlankMessage, blank_message
+from attnmesh.comm.mismatch import call_checksum
 from attnmesh.comm.rank_merge import chosen_merge, merge_ranks
 from attnmesh.core.partial import Partial, sum_dtype, with_sinks
 from attnmesh.decoding.step_agreement import agreement_on, ask_in_step, compared_fields, runs_on_device

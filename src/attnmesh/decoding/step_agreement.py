@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.cache.cache import KVCache
-from attnmesh.comm.message import question_like
+from attnmesh.comm.mismatch import question_like
 from attnmesh.comm.rank_merge import highest_checksum, merge_ranks, send_poison
 from attnmesh.core.digest import fingerprints
 from attnmesh.core.partial import identity, sum_dtype

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from attnmesh.comm.host_linear import MAX_SHARED_ROWS, HostLinear, LayerBoards, Weights, layer_boards, memory_of
-from attnmesh.comm.mailboxes import CallsDifferError
+from attnmesh.comm.mismatch import CallsDifferError
 from attnmesh.errors import InputError, KernelError, MeshError, ModelError, RankFailure, require
 from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.cache.sharded_cache import ShardedCache

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm.host_merge import HostMerge, host_merge_for
-from attnmesh.comm.message import checksum_of, question_like
+from attnmesh.comm.mismatch import checksum_of, question_like
 from attnmesh.comm.rank_merge import chosen_merge, merge_ranks, send_poison
 from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.errors import DeviceError, DtypeError, InputError, KernelError, ShapeError, check_choice
