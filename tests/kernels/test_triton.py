@@ -260,7 +260,7 @@ def test_random_merges_agree_with_float64(seed: int) -> None:
         given, sinks, exact = whole, None, merge_stack(Partial(*(x.double() for x in partials)))
         rounding = 2**-8 if form.out_dtype == torch.bfloat16 else 1e-6
     else:
-        given, rounding = merging.merge_stacked(partials, sinks=sinks), 1e-6
+        given, rounding = merging.merge_stack_on_device(partials, sinks=sinks), 1e-6
     largest = partials.out.abs().max().item()
     assert torch.allclose(given.out.double(), exact.out, rtol=0, atol=2 * rounding * max(1.0, largest))
     assert torch.allclose(given.lse.double(), exact.lse, rtol=FLOAT32)

@@ -192,7 +192,7 @@ def test_partials_of_some_queries_are_merged_in_place(tokens: list[int]) -> None
     )
     before = Partial(*(x.clone() for x in total))
     index = torch.tensor(tokens)
-    executor._merge_in([(index, part)], total)
+    executor._merge_returned([(index, part)], total)
     expected = merge_partials([Partial(*(x[:, :, index] for x in before)), part])
     others = [token for token in range(6) if token not in tokens]
     for x, right, old in zip(total, expected, before, strict=True):
@@ -203,7 +203,7 @@ def test_partials_of_some_queries_are_merged_in_place(tokens: list[int]) -> None
 def test_gradients_of_some_keys_are_added() -> None:
     totals = (torch.ones(1, 1, 4, 1), torch.zeros(1, 1, 4, 1))
     part = torch.tensor([10.0, 20.0])[None, None, :, None]
-    executor._add_in([(torch.tensor([0, 3]), (part, 2 * part)), (torch.tensor([3, 1]), (part, part))], totals)
+    executor._add_returned([(torch.tensor([0, 3]), (part, 2 * part)), (torch.tensor([3, 1]), (part, part))], totals)
     assert [x.flatten().tolist() for x in totals] == [[11, 21, 1, 31], [20, 20, 0, 50]]
 
 

@@ -98,9 +98,9 @@ def merge_in_host(
         if WORLD.pending_messages:
             finish_pending_of(mailboxes)
         if own_rounds is None:
-            mailboxes.merge_all(message, rows, width)
+            mailboxes.merge_at_once(message, rows, width)
         else:
-            mailboxes.merge_along_tree(message, own_rounds, rows, width)
+            mailboxes.merge_in_rounds(message, own_rounds, rows, width)
     except PeerLostError as error:
         raise disconnect_and_diagnose(axis, "merging", error.peer, error) from error
     count_messages(axis.size - 1 if own_rounds is None else len(own_rounds), message.nbytes)

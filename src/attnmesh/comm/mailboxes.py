@@ -196,7 +196,7 @@ class Mailboxes:
             table.append(self.words[start : start + len(numbers)].tolist())
         return table
 
-    def merge_along_tree(self, message: Tensor, rounds: Iterable[Round], rows: int, width: int) -> None:
+    def merge_in_rounds(self, message: Tensor, rounds: Iterable[Round], rows: int, width: int) -> None:
         """Merge a message in float32 with those of the other ranks, in place, by the rounds of a tree."""
         operations = []
         for send, recv in rounds:
@@ -204,7 +204,7 @@ class Mailboxes:
             operations.append(self._receiving(MERGE, recv))
         self._run_operations(operations, message, rows, width)
 
-    def merge_all(self, message: Tensor, rows: int, width: int) -> None:
+    def merge_at_once(self, message: Tensor, rows: int, width: int) -> None:
         """Merge a message in float32 with those of all members, in place, in their order: one exchange."""
         operations = [self._sending(peer) for peer in self.members if peer != self.index]
         for peer in self.members:

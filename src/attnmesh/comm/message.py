@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnmesh.comm.mailboxes import MESSAGE_BYTES
 from attnmesh.core.partial import Partial, merge_stack
-from attnmesh.kernels.stacked_merge import merge_stacked, use_triton
+from attnmesh.kernels.stacked_merge import merge_stack_on_device, use_triton
 from attnmesh.kernels.triton_runtime import interpreted
 
 
@@ -79,7 +79,7 @@ class MessageForm:
             return self.packed(checksums.amax(0), merge_stack(partials))
         message = self.blank(messages.device)
         checksum, partial = self.partial_views(message)
-        merge_stacked(partials, partial, checksums=checksums, checksum=checksum)
+        merge_stack_on_device(partials, partial, checksums=checksums, checksum=checksum)
         return message
 
     def merged_partial(self, messages: Tensor) -> tuple[Tensor, Partial]:
@@ -88,7 +88,7 @@ class MessageForm:
         if not use_triton(partials.lse):
             return checksums.amax(0), merge_stack(partials)
         checksum = checksums.new_empty(2)
-        return checksum, merge_stacked(partials, checksums=checksums, checksum=checksum)
+        return checksum, merge_stack_on_device(partials, checksums=checksums, checksum=checksum)
 
 
 class BlankMessage(NamedTuple):

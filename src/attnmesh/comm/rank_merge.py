@@ -156,12 +156,12 @@ def best_across(candidates: Tensor, axis: Axis, *, unique: bool = False) -> Tens
         return candidates
     k = candidates.shape[-1]
 
-    def merge_messages(messages: Tensor) -> Tensor:
+    def best_of_both(messages: Tensor) -> Tensor:
         both = messages.view(torch.int64).unflatten(-1, candidates.shape).movedim(0, -2).flatten(-2)
         return best_candidates(both, k, unique=unique).view(torch.uint8).reshape(-1)
 
     message = candidates.contiguous().view(torch.uint8).reshape(-1)
     merged = transport_of(axis, candidates.device).reduce(
-        message, merge_rounds(axis, reproducible=False)[axis.index], merge_messages
+        message, merge_rounds(axis, reproducible=False)[axis.index], best_of_both
     )
     return merged.view(torch.int64).view(candidates.shape)

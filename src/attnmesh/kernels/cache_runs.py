@@ -23,7 +23,7 @@ from attnmesh.kernels.driver import visible_counts
 from attnmesh.kernels.kernel import BoundKernel, Kernel
 from attnmesh.kernels.padding import Padding
 from attnmesh.kernels.selected_keys import SelectedKeys, nan_where_faulty
-from attnmesh.kernels.stacked_merge import by_residue, copy_into, merge_along_tree
+from attnmesh.kernels.stacked_merge import by_residue, copy_into, merge_in_pairs
 from attnmesh.kernels.stored import StoredKVKernel
 
 ALL = slice(None)
@@ -328,7 +328,7 @@ class CachedAttention:
             stack = _blocks(self.cache_kernel, q, keys, values, run.seen, block)
             forgotten = run.piece.device_counts.tolist()[FORGOTTEN_BLOCKS:]
             stacks.append(by_residue(stack, *forgotten) if any(forgotten) else stack)
-        return merge_along_tree(Partial(*(torch.cat(x) for x in zip(*stacks, strict=True))))
+        return merge_in_pairs(Partial(*(torch.cat(x) for x in zip(*stacks, strict=True))))
 
     def _bound(self, q: Tensor, view: CacheView) -> BoundKernel | None:
         """Return the launch of queries of this shape."""

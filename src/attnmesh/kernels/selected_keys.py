@@ -108,7 +108,7 @@ class SelectedTile(NamedTuple):
         part = self.view(x, kv_heads)
         return part.to(sum_dtype(x.dtype)).reshape(-1, part.shape[2], x.shape[-1])
 
-    def merge(self, part: Partial, total: Partial, kv_heads: int) -> None:
+    def merge_into_total(self, part: Partial, total: Partial, kv_heads: int) -> None:
         """Merge the tile's partial, (heads, queries, query heads of a key head, ...), into that of all queries."""
         whole = Partial(self.view(total.out, kv_heads), self.view(total.lse, kv_heads))
         shaped = Partial(part.out.reshape(whole.out.shape), part.lse.reshape(whole.lse.shape))
@@ -142,7 +142,7 @@ def attend_selected(
         values = keys[..., :width] if _is_part(v, k) else _numbers(tile.gather(v), q.dtype)
         out, lse = attend_dense(tile.take(q, k.shape[1]), keys, values, tile.mask(), scaling)
         out.masked_fill_(lse == -torch.inf, 0.0)
-        tile.merge(Partial(out, lse.squeeze(-1)), total, k.shape[1])
+        tile.merge_into_total(Partial(out, lse.squeeze(-1)), total, k.shape[1])
     return total
 
 
@@ -156,7 +156,7 @@ def _attend_in_place(
     if part is None:
         return False
     heads = len(keys[0]), -1
-    tile.merge(Partial(*(x.squeeze(2).unflatten(1, heads).transpose(0, 1) for x in part)), total, k.shape[1])
+    tile.merge_into_total(Partial(*(x.squeeze(2).unflatten(1, heads).transpose(0, 1) for x in part)), total, k.shape[1])
     return True
 
 

@@ -20,7 +20,7 @@ PROGRAM_ROWS = 16
 """Rows per program instance. A decode step has few rows, and small tiles spread them over the chip."""
 
 
-def merge_stacked(
+def merge_stack_on_device(
     stacked: Partial,
     into: Partial | None = None,
     *,
@@ -35,17 +35,17 @@ def merge_stacked(
     """
     if not use_triton(stacked.lse):
         return copy_into(with_sinks(merge_stack(stacked), sinks), into)
-    return merge_launched(stacked, into, sinks, checksums, checksum)
+    return merge_stack_by_triton(stacked, into, sinks, checksums, checksum)
 
 
-def merge_launched(
+def merge_stack_by_triton(
     stacked: Partial,
     into: Partial | None,
     sinks: Tensor | None,
     checksums: Tensor | None = None,
     checksum: Tensor | None = None,
 ) -> Partial:
-    """Return the merge of partials on a device that Triton supports, as `merge_stacked` does."""
+    """Return the merge of partials on a device that Triton supports, as `merge_stack_on_device` does."""
     if into is None:
         shape = stacked.out.shape[1:]
         out = stacked.out.new_empty(shape, dtype=sum_dtype(stacked.out.dtype))
@@ -78,13 +78,13 @@ def launch_checksum(
     return checksum
 
 
-def merge_along_tree(blocks: Partial) -> Partial:
+def merge_in_pairs(blocks: Partial) -> Partial:
     """Return the merge of stacked blocks along a tree: pairs that differ in the highest bit, then the next bit."""
     while (count := len(blocks.lse)) > 1:
         half = 1 << (count - 1).bit_length() - 1
         pairs = count - half
         stacked = (x.as_strided((2, pairs, *x.shape[1:]), (half * x.stride(0), *x.stride())) for x in blocks)
-        both = merge_stacked(Partial(*stacked))
+        both = merge_stack_on_device(Partial(*stacked))
         blocks = Partial(*(torch.cat((x, y[pairs:half])) for x, y in zip(both, blocks, strict=True)))
     return Partial(blocks.out[0], blocks.lse[0])
 

@@ -141,7 +141,7 @@ def forward(q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None = None, sav
             batch, heads, _, width = partial.out.shape
             own_partial = identity(q.new_empty(batch, heads, schedule.chunk.queries, 0), width, dtype)
             returning = _return_results(
-                partial, schedule.query_step, task.mesh.keys, _merge_in, own_partial, task.one_at_a_time
+                partial, schedule.query_step, task.mesh.keys, _merge_returned, own_partial, task.one_at_a_time
             )
         # `swap_out` begins once `returning` has ended: until then parts from other ranks are merged into `own_partial`.
         pending.add(chain(returning, swap_out(own_partial, gathered.group)))
@@ -209,7 +209,9 @@ def backward(saved_qkv: Tensors, saved: BackwardInputs, task: Task) -> Gradients
     for gathered in _gathered_groups(swap_in, task):
         own = Gradients(*(torch.zeros_like(x, dtype=delta.dtype) for x in task.heads_of(gathered.group, saved_qkv)))
         dq = _backward_heads(gathered, task, pending, own[1:])
-        returning = _return_results((dq,), schedule.query_step, task.mesh.keys, _add_in, own[:1], task.one_at_a_time)
+        returning = _return_results(
+            (dq,), schedule.query_step, task.mesh.keys, _add_returned, own[:1], task.one_at_a_time
+        )
         pending.add(chain(returning, swap_out(own, gathered.group)))  # in this order, as in `forward`
         del dq, own, returning
     pending.finish()
@@ -240,7 +242,7 @@ def _backward_heads(gathered: GatheredGroup, task: Task, pending: "PendingReturn
         del part
         if finish_earlier is not None:
             _add(kv_gradients, finish_earlier())
-        pending.add(_return_results(kv_gradients, step, task.mesh.queries, _add_in, own_kv, task.one_at_a_time))
+        pending.add(_return_results(kv_gradients, step, task.mesh.queries, _add_returned, own_kv, task.one_at_a_time))
         finish_earlier = None if onward is None else begin_gather(kv_gradients, onward, task.mesh.queries)
         del kv_gradients
     assert dq is not None  # every schedule has a step
@@ -325,7 +327,7 @@ def _kv_by_step(kv: Tensors, task: Task) -> Iterator[Tensors]:
     return by_step if len(steps) == 1 else chain([next(by_step)], by_step)
 
 
-def _merge_in(parts: Returned, total: Tensors) -> None:
+def _merge_returned(parts: Returned, total: Tensors) -> None:
     """Merge partials of some of this rank's queries into the partial of all of them."""
     for tokens, part in parts:
         merged = taken(total, tokens)
@@ -336,7 +338,7 @@ def _merge_in(parts: Returned, total: Tensors) -> None:
             into.index_copy_(2, on_device(tokens, x.device), x)
 
 
-def _add_in(parts: Returned, totals: Tensors) -> None:
+def _add_returned(parts: Returned, totals: Tensors) -> None:
     for tokens, part in parts:
         for total, x in zip(totals, part, strict=True):
             total.index_add_(2, on_device(tokens, x.device), x)

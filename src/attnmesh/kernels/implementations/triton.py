@@ -19,9 +19,9 @@ from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Rectangle
 from attnmesh.kernels.stacked_merge import (
     by_residue,
     copy_into,
-    merge_along_tree,
-    merge_launched,
-    merge_stacked,
+    merge_in_pairs,
+    merge_stack_by_triton,
+    merge_stack_on_device,
     unsupported_reason,
     warn_unsupported,
 )
@@ -115,7 +115,7 @@ class Triton(Kernel):
         """Return the partial of the keys of each sequence at these indices, (batch, keys), but for hidden ones."""
         positions = indices.masked_fill(hidden, -1).to(torch.int32)
         run = partial(_attend_scattered, q, k, v, positions, scaling)
-        return merge_stacked(_with_fitting_tile("attend_cache", q, v, q.shape[1] // k.shape[1], run))
+        return merge_stack_on_device(_with_fitting_tile("attend_cache", q, v, q.shape[1] // k.shape[1], run))
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, rectangle: Rectangle, scaling: Scaling
@@ -136,7 +136,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, scaling: Scal
     partials = _empty_partials(q, splits, v.shape[-1])
     out, lse = partials
     launch("attend", "attend", (tiles, splits, heads), q.device, **arguments, out=out, lse=lse, split_keys=split_keys)
-    return Partial(out[0], lse[0]) if splits == 1 else merge_stacked(partials)
+    return Partial(out[0], lse[0]) if splits == 1 else merge_stack_on_device(partials)
 
 
 class BoundTritonCache:
@@ -168,10 +168,10 @@ class BoundTritonCache:
         else:
             partials = _launch_cache(*launch, tensors, view.value_dim)
         if query.partial_block is None:
-            return merge_launched(partials, query.into, query.sinks)
+            return merge_stack_by_triton(partials, query.into, query.sinks)
         if len(view.device_counts) > FORGOTTEN_BLOCKS:
             partials = by_residue(partials, view.device_counts[FORGOTTEN_BLOCKS])
-        return copy_into(with_sinks(merge_along_tree(partials), query.sinks), query.into)
+        return copy_into(with_sinks(merge_in_pairs(partials), query.sinks), query.into)
 
     @staticmethod
     def _bounds(query: DecodeQuery, view: CacheView) -> tuple[Tensor, Tensor] | None:
