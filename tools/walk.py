@@ -34,7 +34,7 @@ FIRST, LAST = "<!-- Walks: python -m tools.walk --draw -->\n", "<!-- The end of 
 DRAWN = {
     "attention, 2 ranks, keys": (
         "Prefill: `attention` on two ranks of a keys axis, with `length=`, without gradients.",
-        "`merge_into` of `core/partial.py` merges partials of ranks in `_merge_returned`, of steps in `_attend_heads`.\n"
+        "`merge_into` of `core/partial.py` merges those of ranks in `_merge_returned`, of steps in `_attend_heads`.\n"
         "`begin_gather` and `begin_return` return a function that waits: `_attend_heads` calls the first,\n"
         "`PendingReturns` the other. `HeadAllToAll` swaps nothing here: there is no heads axis.",
     ),
