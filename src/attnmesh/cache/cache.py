@@ -334,9 +334,9 @@ class KVCache(PagedCache, SavedCache):
             self.shards.check_length(length, before)
             numbers = (self.token_axis.index, self.shard.count_before(length)) if always else ()
             table = agreement.compare({"to": length}, payload=numbers)
+        self.saved.forget(self.shard.count_before(length))
         with self._on_files("truncate"):
             self.shards.truncate(length, table)
-        self.saved.forget(self.used)
         self.changes += 1
         # Derived from what is left, since one rank alone may have done a call that this undoes.
         if not length:
@@ -420,9 +420,9 @@ class KVCache(PagedCache, SavedCache):
             self.sizes.check_order(batch_index)
         self.saved.finish_writing()
         index = batch_index.to(self.device)
+        self.saved.forget()  # else a save after an error would link to files of another order
         for shard in self.shards.all:
             shard.reorder(index)
-        self.saved.forget()
         self.order_checksum = history_checksum(self.order_checksum, index)
         self.history_checksum = history_checksum(self.history_checksum, index)
         self.changes += 1

@@ -273,11 +273,11 @@ class CacheShard:
 
     def truncate(self, length: int) -> None:
         """Remove the tokens from `length` on."""
-        if self.padding is not None:
-            self.padding.cut(length, self.length)
         count = self.count_before(length)
         if count < self.shared_tokens:
             self.unshare(count)
+        if self.padding is not None:  # once there is memory for the cut block
+            self.padding.cut(length, self.length)
         self.filled = count - self.shared_tokens
         self.state[0], self.state[1] = length, self.filled
         if not length:
@@ -298,7 +298,6 @@ class CacheShard:
             self.resize(self.sizes, usual if needed <= usual else needed + spare, gone)
             self.has_spare = self.slots > usual and new_count > spare
             self.state[2:].fill_(self.turn.count(start) // self.sizes.block)
-        self.filled += new_count
 
     def resize(self, sizes: CacheSizes, slots: int, forgotten: int = 0, before: Sequence[SharedBlocks] = ()) -> None:
         """Move the tokens after the first `forgotten` to new memory, behind those of `before`, tensor by tensor.
@@ -317,7 +316,8 @@ class CacheShard:
                 padding = padding.resized(
                     sizes.capacity, joined([*positions, padding.positions[:, forgotten:used]], 1, rows)
                 )
-            stored = [*self.stored] if forgotten or before else self.stored
+            in_place = rows >= len(self.token_index) and not (forgotten or before)  # then the old slots stay valid
+            stored = self.stored if in_place else [*self.stored]
             for number, old in enumerate(self.stored):
                 parts = [blocks.stored[number][:, :, :-1] for blocks in before]
                 stored[number] = joined([*parts, old[:, :, forgotten:used]], 2, rows)
@@ -330,6 +330,8 @@ class CacheShard:
     def reorder(self, index: Tensor) -> None:
         """Replace sequence b by sequence `index[b]`; the batch may change."""
         used, self._viewed = self.used, NOT_VIEWED
+        padding = self.padding and self.padding.reordered(index)
+        shared = tuple(blocks.reordered(index, self.sizes.block) for blocks in self.shared)
         if len(index) != self.sizes.batch:
             with torch.inference_mode(False):
                 blank = (empty_rows((len(index), *x.shape[1:]), x.dtype, x.device) for x in self.stored)
@@ -341,9 +343,7 @@ class CacheShard:
             for head in range(self.stored[0].shape[1]):  # the temporary copy is one head
                 for x in self.stored:
                     x[:, head, :used] = x[:, head, :used].index_select(0, index)
-        if self.padding is not None:
-            self.padding = self.padding.reordered(index)
-        self.shared = tuple(blocks.reordered(index, self.sizes.block) for blocks in self.shared)
+        self.padding, self.shared = padding, shared
 
     def mark_present(self, length: int, token_mask: Tensor | None, first: int) -> int:
         """Mark the tokens from `first` up to `length` as present. Return how many of them this rank holds."""

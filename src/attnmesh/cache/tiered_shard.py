@@ -276,11 +276,15 @@ class TieredShard(OrderedShard):
 
     def reorder(self, index: Tensor) -> None:
         """Replace sequence b by sequence `index[b]`; the batch may change."""
-        cold = self.shared_tokens
-        self.old.reorder(index.cpu())
-        self.shared = ()
-        super().reorder(index)
-        self._show(cold)
+        if self.is_in_files:  # refused before anything changes, unless each sequence stays
+            self.old.reorder(index.cpu())
+        cold, self.shared = self.shared_tokens, ()
+        try:
+            super().reorder(index)
+            if not self.is_in_files:
+                self.old.reorder(index.cpu())
+        finally:  # there may be no memory: the cold tokens are tokens of the cache still
+            self._show(cold)
 
     def fork(self) -> "TieredShard":
         """Return a shard of the same tokens, which shares the old tier's whole blocks, and copies the hot tier."""

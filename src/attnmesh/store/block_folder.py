@@ -1,6 +1,7 @@
 """A folder of stored blocks, which one engine uses at a time.
 
-        lock                                        held as long as an engine uses the folder
+        lock                                        held by the first rank as long as an engine uses the folder
+        writers                                     held by each other rank until it has written its last file
         5f3a..e1.0-128.0-1.safetensors              the first 128 tokens, of all key heads
         77c0..09.992-1003.state.2-4.safetensors     what the third of four ranks knew after 1,003 tokens
         9d41..5a.layers.safetensors                 sizes of the layers of one model
@@ -14,7 +15,7 @@ import stat
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from fcntl import LOCK_EX, LOCK_NB, flock
+from fcntl import LOCK_EX, LOCK_NB, LOCK_SH, flock
 from pathlib import Path
 from secrets import randbits
 
@@ -38,7 +39,7 @@ from attnmesh.store.tensor_file import (
 SUBJECT = "store"
 """First word of errors about a folder of blocks."""
 
-LOCK, NAME = "lock", "name"
+LOCK, WRITERS, NAME = "lock", "writers", "name"
 
 LAYERS = ".layers.safetensors"
 """End of the name of a file with sizes of layers."""
@@ -67,9 +68,9 @@ def check_private(path: object) -> Path:
 
 
 class FolderLock:
-    """A lock that one process holds on a folder until it ends, on a file system that has locks."""
+    """A lock that one process, or several by `shared`, hold on a folder until it ends, on a file system with locks."""
 
-    def __init__(self, folder: Path, name: str = LOCK, *, patience: float = 0.0) -> None:
+    def __init__(self, folder: Path, name: str = LOCK, *, patience: float = 0.0, shared: bool = False) -> None:
         """Take the lock within so many seconds, or raise."""
         try:
             self.handle = os.open(folder / name, os.O_RDWR | os.O_CREAT, PRIVATE_FILE)
@@ -79,7 +80,7 @@ class FolderLock:
         end = time.monotonic() + patience
         while True:
             try:
-                flock(self.handle, LOCK_EX | LOCK_NB)
+                flock(self.handle, (LOCK_SH if shared else LOCK_EX) | LOCK_NB)
                 return
             except BlockingIOError:
                 if time.monotonic() >= end:

@@ -295,7 +295,15 @@ class ShardedCache(FolderLayers):
 
         Args:
             beam_idx: Indices into the batch.
+
+        Raises:
+            InputError: An index is out of range, or ranks differ. No layer has changed then.
         """
+        kvs = self.kvs
+        # Compared before any layer changes, else recurrent layers would be reordered where those after them raise.
+        with kvs[0].calls.agreement("reorder", lambda: {"to": beam_idx.tolist()}) if kvs else nullcontext():
+            for kv in kvs[:1]:
+                kv.sizes.check_order(beam_idx.long() if isinstance(beam_idx, Tensor) else beam_idx)
         if self.images is not None and self.batch_size > 1:
             self.tokens = None  # fingerprints of images do not say which sequence each belongs to
         super().reorder_cache(beam_idx)

@@ -15,7 +15,6 @@ from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.cache.saved_cache import LayersToLoad, Saving
 from attnmesh.errors import KernelError, ShapeError, StoreError, require
 from attnmesh.guard.agreement import Agreement
-from attnmesh.hf.cache.compressed_layer import CompressedLayer
 from attnmesh.hf.cache.layer import ShardedLayer, StatefulLayer, growth_capacity
 from attnmesh.hf.cache.state_layer import StateLayer
 from attnmesh.hf.images.cross import CrossLayer
@@ -73,7 +72,7 @@ class StoredLayers(Cache):  # type: ignore[misc]
     @property
     def state_layers(self) -> list[Any]:
         """Layers whose states cannot go back to fewer tokens."""
-        return [layer for layer in self.layers if isinstance(layer, (StateLayer, CompressedLayer))]
+        return [layer for _, layer in self._stateful]
 
     @property
     def states(self) -> dict[str, Tensor]:

@@ -16,7 +16,6 @@ from weakref import WeakKeyDictionary, WeakSet
 from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.errors import InputError, warn_once
 from attnmesh.guard.agreement import Agreement
-from attnmesh.hf.cache.layer import StatefulLayer
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.models import has_windows, rope_regime
 from attnmesh.hf.serving.prefix_store import OpenStore, PrefixStore, open_store
@@ -126,9 +125,7 @@ class StoreSchedule(NoStore):
     def __init__(self, settings: PrefixStore, opened: OpenStore, worker: RankWorker) -> None:
         self.worker, self.folder, self.name, self.template = worker, opened.folder, opened.name, worker.template
         self.place, config = settings.folder, worker.template.config
-        stateful = any(isinstance(layer, StatefulLayer) for layer in self.template.layers)
-        self.forgets = bool(self.template.state_layers or stateful)
-        self.forgets = self.forgets or (self.template.windows and has_windows(config))
+        self.forgets = bool(self.template.state_layers) or (self.template.windows and has_windows(config))
         self.tiers = BlockTiers(settings.memory, settings.disk)
         for block, nbytes in self.folder.scan().items():
             self.tiers.add(self.tiers.disk, block, Held(nbytes))
@@ -480,7 +477,6 @@ def begin_store(settings: PrefixStore | None, worker: RankWorker) -> NoStore:
             schedule = NoStore() if worker.axes.shard_index else StoreSchedule(settings, opened, worker)
         worker.store = RankStore(opened, worker.axes, worker.caches)
     except BaseException:
-        if opened.lock is not None:
-            opened.lock.release()
+        opened.lock.release()
         raise
     return schedule
