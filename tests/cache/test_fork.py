@@ -3,6 +3,7 @@
 import re
 import tempfile
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 
 import attnmesh as am
 from attnmesh import errors
+from attnmesh.cache import cache_shard, frozen_piece
 from attnmesh.cache.cache_shard import CacheShard
+from attnmesh.cache.frozen_piece import joined
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool, on_each_rank
@@ -23,7 +26,7 @@ SHAPES = [Shape(1, 1, 1), Shape(1, 1, 2), Shape(1, 3, 1), Shape(1, 2, 2), Shape(
 
 def cache_of(shape: Shape, batch: int = 1, tokens: int = 61, padded: bool = False, **options: Any) -> am.KVCache:
     sizes: dict[str, Any] = {"kv_heads": 2, "head_dim": 8, "capacity": 200, "dtype": torch.float32, "block": 4}
-    cache = am.KVCache(named_mesh(shape, AXES), batch=batch, **sizes, **options)
+    cache = am.KVCache(named_mesh(shape, AXES) if shape.ranks > 1 else None, batch=batch, **sizes, **options)
     mask = None
     if padded:
         mask = torch.ones(batch, tokens, dtype=torch.bool)
@@ -269,6 +272,81 @@ def test_bad_pages_raise_alike(name: str, pool: Pool) -> None:
     answers = pool.run(2, badly_paged, Shape(1, 1, 2), name)
     assert len(set(answers)) == 1
     assert re.search(BAD_PAGES[name][1], answers[0]), answers[0]
+
+
+@pytest.mark.parametrize("slots", [20, 100])
+def test_a_resize_without_memory_for_the_values_leaves_the_shard_as_it_was(
+    slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = am.KVCache(None, batch=1, kv_heads=2, head_dim=8, capacity=60, dtype=torch.float32, block=4)
+    k, v = numbers(2, 1, 2, 60, 8, seed=1)
+    cache.append(k[:, :, :12], v[:, :, :12])
+    made = list[int]()
+
+    def once(parts: Any, dim: int, rows: int) -> Any:
+        made.extend([rows] * (parts[0].ndim == 4))
+        if len(made) == 2:
+            raise torch.OutOfMemoryError
+        return joined(parts, dim, rows)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache_shard, "joined", once)
+        with pytest.raises(torch.OutOfMemoryError):
+            cache.shard.resize(cache.sizes, slots)
+    cache.append(k[:, :, 12:], v[:, :, 12:])
+    assert cache.keys[:, :, :60].equal(k)
+    assert cache.values[:, :, :60].equal(v)
+
+
+def test_a_padded_fork_that_finds_no_memory_to_truncate_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, other = (cache_of(Shape(1, 1, 1), batch=2, padded=True) for _ in range(2))
+    forked = cache.fork()
+
+    def no_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache_shard, "joined", no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            forked.truncate(30)
+    assert forked.lengths.tolist() == other.lengths.tolist()
+    for each in (forked, other):
+        each.truncate(30)
+        each.append(*numbers(2, 2, 2, 5, 8, seed=2))
+    one, two = (am.decode(numbers(2, 4, 2, 8, seed=3), each, reproducible=True) for each in (forked, other))
+    assert one.equal(two)
+
+
+def test_a_fork_that_finds_no_memory_for_another_batch_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = cache_of(Shape(1, 1, 1), batch=2)
+    forked = cache.fork()
+
+    def no_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(frozen_piece, "joined", no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            forked.reorder(torch.tensor([1, 0, 1]))
+    q = numbers(2, 4, 2, 8, seed=3)
+    assert am.decode(q, forked).equal(am.decode(q, cache))
+
+
+def test_a_save_after_a_reorder_that_failed_is_of_the_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, reorder = cache_of(Shape(1, 1, 1), batch=2), CacheShard.reorder
+    cache.save(tmp_path)
+
+    def half(shard: CacheShard, index: torch.Tensor) -> None:
+        reorder(shard, index)
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CacheShard, "reorder", half)
+        with pytest.raises(torch.OutOfMemoryError):
+            cache.reorder(torch.tensor([1, 0]))
+    cache.save(tmp_path)
+    loaded = am.KVCache.load(tmp_path, None)
+    assert loaded.keys[:, :, :61].equal(cache.keys[:, :, :61])
 
 
 @pytest.mark.parametrize("point", ["resize", "append_at"])

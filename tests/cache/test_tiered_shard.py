@@ -124,6 +124,21 @@ def test_forks_and_copies_go_on_apart() -> None:
         assert same_bits(other)
 
 
+def test_a_device_without_memory_to_reorder_leaves_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, reorder = tiered_cache(100, batch=2), CacheShard.reorder
+
+    def on_the_cpu_alone(shard: CacheShard, index: Tensor) -> None:
+        if isinstance(shard, TieredShard):
+            raise torch.OutOfMemoryError
+        reorder(shard, index)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(CacheShard, "reorder", on_the_cpu_alone)
+        with pytest.raises(torch.OutOfMemoryError):
+            cache.reorder(torch.tensor([1, 0]))
+    assert same_bits(cache)
+
+
 def test_a_save_leaves_the_newest_tokens_on_the_device(tmp_path: Path) -> None:
     cache = tiered_cache(300)
     hot = cache.shard.used_slots

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import attnmesh as am
 from attnmesh import errors
+from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.core.mask import Mask
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES, Shape
@@ -136,6 +137,24 @@ def stays_apart() -> bool:
 
 def test_a_copy_forgets_by_itself(pool: Pool) -> None:
     assert pool.run(2, stays_apart) == [True] * 2
+
+
+def test_an_append_without_memory_takes_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU writes new tokens after the slots that the CPU has counted."""
+    cache = cache_of(Shape(1, 1, 1), am.Window(30), storage="int8")
+    cache.append(*new(20)[1:])
+
+    def no_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CacheSizes, "rows_of", no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            cache.append(*new(1, 1)[1:])
+    assert cache.shard.used_at_most == cache.used == 20
+    for step in range(50):
+        cache.append(*new(1, step)[1:])
+        assert cache.shard.used_at_most == cache.used
 
 
 # --- saving, loading and recovering ---

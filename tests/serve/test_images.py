@@ -96,6 +96,23 @@ def test_images_of_responses_are_those_of_chats(running: Served, monkeypatch: py
     assert lanes == [True], "an image takes long, however short its data"
 
 
+def test_what_ranks_do_not_take_is_refused(running: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message that cannot be written would be the last one that rank 0 gets."""
+    kind = type(of_images())
+    apply = kind.apply_chat_template
+
+    def with_a_set(encoder: Any, *arguments: Any, **options: Any) -> Any:
+        made = apply(encoder, *arguments, **options)
+        return {**made, "places": {1}} if options.get("return_dict") else made
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "apply_chat_template", with_a_set)
+        code, answer = running.ask("/v1/chat/completions", chat(shown(pictures()[0], "w4"), max_tokens=2))
+    assert (code, answer["error"]["param"]) == (400, "messages")
+    assert "makes places of images, which ranks do not take" in answer["error"]["message"]
+    assert running.ask("/v1/chat/completions", chat(shown(pictures()[0], "w4"), max_tokens=2))[0] == 200
+
+
 SMALL = Image.new("RGB", (8, 8))
 WRONG: dict[str, tuple[Any, str]] = {
     "a URL": ({"url": "https://example.com/a.png"}, "expected a data URL"),

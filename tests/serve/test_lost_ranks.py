@@ -18,6 +18,8 @@ from attnmesh.cli.output import Status
 from attnmesh.cli.serve_command import LocalRanks
 from attnmesh.cli.serve_worker import ServeSettings
 from attnmesh.hf.serving.engine import Engine
+from attnmesh.hf.serving.prefix_store import PrefixStore
+from attnmesh.hf.serving.rank_store import RankStore
 from attnmesh.serve import supervisor
 from attnmesh.serve.rank_requests import RankRequests, serve_rank_0
 from attnmesh.serve.rank_socket import WIDTH
@@ -236,6 +238,40 @@ def test_an_error_on_rank_0_ends_no_answer() -> None:
             thread.join()
         assert one.figure("attnmesh_restarts_total") == 1
     assert texts == undisturbed * 3
+
+
+class Storing(Failing):
+    """A world of one rank with `hf.Engine`, whose store cannot copy a block once."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(0)
+        self.folder = folder
+
+    def run(self, address: str) -> None:
+        self.engine = Engine(self.model, None, max_rows=4, store=PrefixStore(self.folder))
+        serve_rank_0(self.engine, address, {"max_model_len": 1024})
+
+
+def test_a_store_that_cannot_copy_a_block_ends_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts, lines, copy = list[str](), list[str](), RankStore.do_save
+    broken = errors.KernelError("save", "rows that can be copied", "a cache of another layout", "report it")
+
+    def fail_once(store: RankStore, *arguments: Any) -> None:
+        monkeypatch.setattr(RankStore, "do_save", copy)
+        raise broken
+
+    with served(Storing(tmp_path)) as one:
+        text_of(one, texts)
+    monkeypatch.setattr(RankStore, "do_save", fail_once)
+    with served(Storing(tmp_path / "other")) as one:
+        one.front.log = lines.append
+        text_of(one, texts)  # whose blocks are copied then
+        until(lambda: one.figure("attnmesh_restarts_total") == 1)
+        until(lambda: one.ask("/health")[0] == 200)
+        text_of(one, texts)
+        until(lambda: [*(tmp_path / "other").glob("*-*-*.safetensors")])  # a block of those that came after
+    assert texts == texts[:1] * 3
+    assert str(broken) in lines[0]
 
 
 class Collected:

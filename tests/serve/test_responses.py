@@ -248,6 +248,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no input": ({"input": None}, "input"),
     "usage, which always comes": ({"stream_options": {"include_usage": True}}, "stream_options"),
     "an item": ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+    "an item of no type": ({"input": [{"type": "", "role": "user", "content": "Hi"}]}, "input[0].type"),
+    "a thought that is none": ({"input": [{"type": "reasoning", "summary": [], "content": 0}]}, "input[0].content"),
     "a part": ({"input": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "input[0].content[0].type"),
     "a part that is none": (said(TEXT, "Hi"), "input[1].content[1]"),
     "no content": ({"input": [{"role": "user"}]}, "input[0].content"),

@@ -86,7 +86,15 @@ INVALID: dict[str, list[Any]] = {
     "response_format": ["json_object", {"type": "json_schema"}, {"type": "json_object", "x": 1}],
     "user": [1, "\udfff"],
     "frequency_penalty": [-2.1, "1", True],
-    "logit_bias": [[], {"the": 1}, {"1": 101}, {"1": "1"}, {"-1": 1}, {str(i): 1 for i in range(1025)}],
+    "logit_bias": [
+        [],
+        {"the": 1},
+        {"1": 101},
+        {"1": "1"},
+        {"-1": 1},
+        {"1": 2, "01": 3},
+        {str(i): 1 for i in range(1025)},
+    ],
     "reasoning_effort": ["most", 1],
     "chat_template_kwargs": [[], "x"],
     "parallel_tool_calls": [1, "no"],
@@ -159,6 +167,11 @@ MESSAGES: dict[str, Any] = {
         "role": "assistant",
         "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}],
     },
+    "arguments: expected the text of a JSON object, given 0": {
+        "role": "assistant",
+        "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": 0}}],
+    },
+    "of assistants, and the tool_call_id": {"role": "user", "content": "x", "tool_calls": {}},
     "no developers": {"role": "developer", "content": "x"},
 }
 

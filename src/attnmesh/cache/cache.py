@@ -28,7 +28,7 @@ from attnmesh.cache.tiered_shard import TieredShard, memory_shard_maker, tiered_
 from attnmesh.comm.transport import flat_axis, transport_of
 from attnmesh.core.digest import chained_checksum, fingerprints
 from attnmesh.core.mask import Mask
-from attnmesh.errors import DtypeError, ShapeError, StoreError, check_count
+from attnmesh.errors import StoreError, check_count
 from attnmesh.guard.agreement import Agreement, ComparedCalls, prepare_merges
 from attnmesh.guard.argument_checks import check_compare_option
 from attnmesh.mesh.axes import Mesh
@@ -337,9 +337,9 @@ class KVCache(PagedCache, SavedCache):
             self.shards.check_length(length, before)
             numbers = (self.token_axis.index, self.shard.count_before(length)) if always else ()
             table = agreement.compare({"to": length}, payload=numbers)
+        self.saved.forget(self.shard.count_before(length))
         with self._on_files("truncate"):
             self.shards.truncate(length, table)
-        self.saved.forget(self.used)
         self.changes += 1
         # Derived from what is left, since one rank alone may have done a call that this undoes.
         if not length:
@@ -420,18 +420,18 @@ class KVCache(PagedCache, SavedCache):
         3
         """
         with self.calls.agreement("reorder", lambda: {"to": batch_index.tolist()}):
-            _check_order(self.sizes, batch_index)
+            check_order(self.sizes, batch_index)
         self.saved.finish_writing()
         index = batch_index.to(self.device)
+        self.saved.forget()  # else a save after an error would link to files of another order
         for shard in self.shards.all:
             shard.reorder(index)
-        self.saved.forget()
         self.order_checksum = chained_checksum(self.order_checksum, index)
         self.history_checksum = chained_checksum(self.history_checksum, index)
         self.changes += 1
 
 
-def _check_order(sizes: CacheSizes, batch_index: Tensor) -> None:
+def check_order(sizes: CacheSizes, batch_index: Tensor) -> None:
     """Raise unless `batch_index` holds indices of sequences."""
     if not isinstance(batch_index, Tensor) or batch_index.dtype != torch.int64:
         given = str(batch_index.dtype) if isinstance(batch_index, Tensor) else type(batch_index).__name__

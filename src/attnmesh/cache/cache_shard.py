@@ -275,11 +275,11 @@ class CacheShard:
 
     def truncate(self, length: int) -> None:
         """Remove the tokens from `length` on."""
-        if self.padding is not None:
-            self.padding.cut(length, self.length)
         count = self.count_before(length)
         if count < self.earlier_tokens:
             self.unshare(count)
+        if self.padding is not None:  # once there is memory for the cut block
+            self.padding.cut(length, self.length)
         self.used_at_most = count - self.earlier_tokens
         self.device_counts[LENGTH], self.device_counts[USED] = length, self.used_at_most
         if not length:
@@ -300,7 +300,6 @@ class CacheShard:
             self.resize(self.sizes, usual if needed <= usual else needed + spare, gone)
             self.has_spare = self.slots > usual and new_count > spare
             self.device_counts[FORGOTTEN_BLOCKS:].fill_(self.turn.count(start) // self.sizes.block)
-        self.used_at_most += new_count
 
     def resize(self, sizes: CacheSizes, slots: int, forgotten: int = 0, before: Sequence[FrozenPiece] = ()) -> None:
         """Move the tokens after the first `forgotten` to new memory, behind those of `before`, tensor by tensor.
@@ -319,7 +318,8 @@ class CacheShard:
                 padding = padding.resized(
                     sizes.capacity, joined([*positions, padding.positions[:, forgotten:used]], 1, rows)
                 )
-            stored = [*self.stored] if forgotten or before else self.stored
+            in_place = rows >= len(self.token_index) and not (forgotten or before)  # then the old slots stay valid
+            stored = self.stored if in_place else [*self.stored]
             for number, old in enumerate(self.stored):
                 parts = [blocks.stored[number][:, :, :-1] for blocks in before]
                 stored[number] = joined([*parts, old[:, :, forgotten:used]], 2, rows)
@@ -332,6 +332,8 @@ class CacheShard:
     def reorder(self, index: Tensor) -> None:
         """Replace sequence b by sequence `index[b]`; the batch may change."""
         used, self._viewed = self.used_slots, NOT_VIEWED
+        padding = self.padding and self.padding.reordered(index)
+        earlier_pieces = tuple(piece.reordered(index, self.sizes.block) for piece in self.earlier_pieces)
         if len(index) != self.sizes.batch:
             with torch.inference_mode(False):
                 blank = (empty_rows((len(index), *x.shape[1:]), x.dtype, x.device) for x in self.stored)
@@ -343,9 +345,7 @@ class CacheShard:
             for head in range(self.stored[0].shape[1]):  # the temporary copy is one head
                 for x in self.stored:
                     x[:, head, :used] = x[:, head, :used].index_select(0, index)
-        if self.padding is not None:
-            self.padding = self.padding.reordered(index)
-        self.earlier_pieces = tuple(piece.reordered(index, self.sizes.block) for piece in self.earlier_pieces)
+        self.padding, self.earlier_pieces = padding, earlier_pieces
 
     def mark_present(self, length: int, token_mask: Tensor | None, first: int) -> int:
         """Mark the tokens from `first` up to `length` as present. Return how many of them this rank holds."""

@@ -82,11 +82,8 @@ class LocalShards:
         """Cached tokens on all ranks. The CPU counts them where it would wait for a GPU, unless a graph appends."""
         return self.own.length if self.own.device.type != "cuda" or self.in_graphs else self.known_length
 
-    def length_and_used(self, shard: CacheShard, new_count: int = 0) -> tuple[int, int] | None:
-        """Return the tokens of all ranks and those in the memory of a shard; None where the device alone knows them.
-
-        A shard that forgets may have room for `new_count` new ones.
-        """
+    def length_and_used(self, shard: CacheShard) -> tuple[int, int] | None:
+        """Return the tokens of all ranks and those in the memory of a shard; None where the device alone knows them."""
         if torch.compiler.is_compiling():
             return None
         if shard.device.type != "cuda":
@@ -95,7 +92,7 @@ class LocalShards:
         if self.in_graphs or is_capturing(shard.device):
             return None
         if self.forget_mask is not None:
-            return self.known_length, shard.used_at_most - new_count
+            return self.known_length, shard.used_at_most
         return self.known_length, self.rank_counts.by_rank(self.known_length)[shard.index] - shard.earlier_tokens
 
     def holds(self, tokens: int) -> bool:
@@ -192,7 +189,8 @@ class LocalShards:
             if self.forget_mask is not None:
                 own_count = shard.turn.count(start + new_count) - shard.turn.count(start)
                 shard.make_room(own_count, self.first_token)
-            shard.append(new, token_mask, self.length_and_used(shard, own_count))
+            shard.append(new, token_mask, self.length_and_used(shard))
+            shard.used_at_most += own_count
         self._advance(new_count)
 
     def append_at(self, new: Tensors, tokens: Tensor, new_count: int, token_mask: Tensor | None, queries: int) -> None:
@@ -210,16 +208,17 @@ class LocalShards:
                 tokens = tokens[kept]
             self.own.make_room(len(tokens), lambda: first, forget=skips)
         self.own.append_at(new, tokens, new_count, token_mask)
+        self.own.used_at_most += 0 if self.forget_mask is None else len(tokens)
         self._advance(new_count)
         self._send_copies(new, tokens, new_count, token_mask, first)
 
     def truncate(self, length: int, table: Sequence[Sequence[int]]) -> None:
         """Remove the tokens from `length` on; rows are (rank, tokens before `length`)."""
+        for shard in self.all:
+            shard.truncate(length)
         if length < self.rank_counts.start:
             kept = sorted(set(map(tuple, table)))  # ranks along the heads axis hold the same tokens
             self.rank_counts = TokenCounts(self.own.block_cyclic, length, tuple(count for _, count in kept))
-        for shard in self.all:
-            shard.truncate(length)
         self.known_length, self.first_query = length, min(self.first_query, length)
 
     def grow(self, sizes: CacheSizes) -> None:
@@ -275,6 +274,7 @@ class LocalShards:
             if self.forget_mask is not None:
                 shard.make_room(len(token_index), lambda: first, forget=first > shard.length)
             shard.append_at(tuple(copied), token_index, new_count, token_mask)
+            shard.used_at_most += 0 if self.forget_mask is None else len(token_index)
 
 
 def keepers_by_rank(hosts: Sequence[Sequence[int]], copies: int) -> dict[int, list[int]]:

@@ -274,11 +274,15 @@ class TieredShard(OrderedShard):
 
     def reorder(self, index: Tensor) -> None:
         """Replace sequence b by sequence `index[b]`; the batch may change."""
-        cold_count = self.earlier_tokens
-        self.cold.reorder(index.cpu())
-        self.earlier_pieces = ()
-        super().reorder(index)
-        self._set_cold_count(cold_count)
+        if self.is_in_files:  # refused before anything changes, unless each sequence stays
+            self.cold.reorder(index.cpu())
+        cold_count, self.earlier_pieces = self.earlier_tokens, ()
+        try:
+            super().reorder(index)
+            if not self.is_in_files:
+                self.cold.reorder(index.cpu())
+        finally:  # there may be no memory: the cold tokens are tokens of the cache still
+            self._set_cold_count(cold_count)
 
     def fork(self) -> "TieredShard":
         """Return a shard of the same tokens, which shares the cold tier's whole blocks, and copies the hot tier."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from attnmesh.hf.serving.plan_exchange import can_be_sent
 from attnmesh.serve.images import buffers_of, read_image
 from attnmesh.serve.json_reader import VALUES, JsonReader
 from attnmesh.serve.refused import Refused
@@ -101,6 +102,9 @@ def encode_chat(encoder: Any, fields: dict[str, Any], check: Check = bool) -> En
     inputs = dict(encoder.apply_chat_template(messages, **options))
     ids = inputs.pop("input_ids")[0].tolist()
     _ = inputs.pop("attention_mask", None)
+    if others := ", ".join(name for name, value in inputs.items() if not can_be_sent(value)):
+        text = f"messages: the model's processor makes {others} of images, which ranks do not take. Leave images out."
+        raise Refused(400, text, "messages")
     return Encoded(ids, inputs if pictures else None, text[-END:])
 
 
@@ -290,13 +294,13 @@ def template_message(param: str, message: dict[str, Any], pictures: list[Any] | 
         if field not in (*MESSAGE, *OF_CLIENTS) and not empty:
             raise Refused(400, f"{param}: unsupported field {shown(field)}. Leave it out.", param)
     role, name = message.get("role"), message.get("name")
-    calls = message.get("tool_calls") or []
+    calls = [] if message.get("tool_calls") is None else message["tool_calls"]
     answers = message.get("tool_call_id")
     if role not in ROLES:
         raise Refused(400, f"{param}.role: expected one of {', '.join(ROLES)}, given {shown(role)}", param)
     if name is not None and (role != "tool" or not is_text(name)):
         raise Refused(400, f"{param}.name: expected a name in messages of role tool alone. Leave it out.", param)
-    fits = not calls or (role == "assistant" and isinstance(calls, list))
+    fits = isinstance(calls, list) and (not calls or role == "assistant")
     if not fits or (answers is not None and not (role == "tool" and is_text(answers))):
         raise Refused(400, f"{param}: expected tool_calls of assistants, and the tool_call_id of tools alone", param)
     thought = message.get("reasoning_content")
@@ -346,7 +350,7 @@ def read_call(param: str, call: Any) -> dict[str, Any]:
     known = call.get("type") == "function" and is_text(function.get("name")) and is_text(call.get("id", ""))
     if not known or call.keys() - {"id", "type", "function", *OF_CLIENTS}:
         raise Refused(400, f"{param}: expected id, type function, and function with name and arguments", param)
-    text = function.get("arguments") or "{}"
+    text = "{}" if function.get("arguments") in (None, "") else function["arguments"]
     try:
         arguments = JsonReader(text, VALUES).read() if is_text(text) else None
     except Refused:

@@ -65,7 +65,7 @@ class InputMessages:
         self._add_part(field, {"role": role, "content": content}, "content", place)
 
     def _add_item(self, field: str, item: dict[str, Any]) -> None:
-        kind = item.get("type") or "message"
+        kind = "message" if item.get("type") is None else item["type"]
         if kind not in ITEMS:
             raise wrong_value(f"{field}.type", f"{', '.join(ITEMS[:-1])} or {ITEMS[-1]}", kind)
         check_fields(field, item, kind)
@@ -81,7 +81,7 @@ class InputMessages:
                 output = content_of(f"{field}.output", item.get("output"))
                 self._add_part(field, {"role": "tool", "tool_call_id": call, "content": output}, "content", ".output")
             case _:
-                place = "content" if item.get("content") else "summary"
+                place = "summary" if item.get("content") in (None, []) else "content"
                 if thought := thought_of(f"{field}.{place}", item.get(place)):
                     message = {"role": "assistant", "content": None, "reasoning_content": thought}
                     self._add_part(field, message, "reasoning_content", f".{place}")

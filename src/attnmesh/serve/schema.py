@@ -165,17 +165,16 @@ def is_prompt(value: Any) -> bool:
 
 
 def is_bias(value: Any) -> bool:
-    """Return whether a value is an object of token ids and numbers.
+    """Return whether a value is an object of token ids, each once, and numbers.
 
-    >>> is_bias({"50256": -100}), is_bias({"the": 1})
-    (True, False)
+    >>> is_bias({"50256": -100}), is_bias({"the": 1}), is_bias({"1": 2, "01": 3})
+    (True, False, False)
     """
     if not isinstance(value, dict) or len(value) > MAX_BIASES:
         return False
     fits = is_number(-100, 100)
-    return all(
-        name.isascii() and name.isdecimal() and len(name) < 10 and fits(number) for name, number in value.items()
-    )
+    are_ids = all(name.isascii() and name.isdecimal() and len(name) < 10 for name in value)
+    return are_ids and len({*map(int, value)}) == len(value) and all(map(fits, value.values()))
 
 
 def is_stream_options(value: Any) -> bool:
@@ -239,7 +238,10 @@ SAMPLING: Schema = {
     "frequency_penalty": Served(is_number(-2, 2), "-2 to 2", 0.0, "for each time that a token is in the answer"),
     "presence_penalty": Served(is_number(-2, 2), "-2 to 2", 0.0, "for tokens of the answer"),
     "logit_bias": Served(
-        is_bias, f"an object of up to {MAX_BIASES} token ids with -100 to 100 each", None, "added before penalties"
+        is_bias,
+        f"an object of up to {MAX_BIASES} token ids, each once, with numbers from -100 to 100",
+        None,
+        "added before penalties",
     ),
 }
 """Fields that both kinds of requests have."""

@@ -1,6 +1,7 @@
 """A folder of stored blocks, which one engine uses at a time.
 
-        lock                                        held as long as an engine uses the folder
+        lock                                        held by the first rank as long as an engine uses the folder
+        writers                                     held by each other rank until it has written its last file
         5f3a..e1.0-128.0-1.safetensors              the first 128 tokens, of all key heads
         77c0..09.992-1003.state.2-4.safetensors     what the third of four ranks knew after 1,003 tokens
         9d41..5a.layers.safetensors                 sizes of the layers of one model
@@ -21,7 +22,7 @@ from torch import Tensor
 from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.errors import StoreError
 from attnmesh.store.block_names import StoredBlock
-from attnmesh.store.locks import lock_alone
+from attnmesh.store.locks import take_lock
 from attnmesh.store.manifest import check_folder
 from attnmesh.store.private_folder import check_private, make_folders
 from attnmesh.store.tensor_file import (
@@ -36,7 +37,7 @@ from attnmesh.store.tensor_file import (
 STORE_SUBJECT = "store"
 """First word of errors about a folder of blocks."""
 
-LOCK, NAME_TENSOR = "lock", "name"
+LOCK, WRITERS, NAME_TENSOR = "lock", "writers", "name"
 
 LAYERS_SUFFIX = ".layers.safetensors"
 """End of the name of a file with sizes of layers."""
@@ -55,16 +56,16 @@ def make_private_folder(path: object) -> Path:
 
 
 class FolderLock:
-    """A lock that one process holds on a folder until it ends, on a file system that has locks."""
+    """A lock that one process, or several by `shared`, hold on a folder until it ends, on a file system with locks."""
 
-    def __init__(self, folder: Path, name: str = LOCK, *, patience: float = 0.0) -> None:
+    def __init__(self, folder: Path, name: str = LOCK, *, patience: float = 0.0, shared: bool = False) -> None:
         """Take the lock within so many seconds, or raise."""
         try:
             self.handle = os.open(folder / name, os.O_RDWR | os.O_CREAT, PRIVATE_FILE)
         except OSError as error:
             given, fix = f"{folder} ({error.strerror})", "name another folder"
             raise StoreError(STORE_SUBJECT, "a folder that can be written to", given, fix) from None
-        if not lock_alone(self.handle, patience):
+        if not take_lock(self.handle, patience, shared=shared):
             os.close(self.handle)
             given, fix = f"{folder}, which another server uses", "name another folder, or end that server"
             raise StoreError(STORE_SUBJECT, "a folder of one server", given, fix)

@@ -25,7 +25,7 @@ from attnmesh.errors import StoreError
 from attnmesh.guard.agreement import Agreement
 from attnmesh.store.checkpoint import piece_files
 from attnmesh.store.layer_files import PIECE_TOKENS, TOKEN_INDEX
-from attnmesh.store.locks import WriterLock, lock_alone, without_writers
+from attnmesh.store.locks import WriterLock, take_lock, without_writers
 from attnmesh.store.manifest import (
     MANIFEST,
     MORE,
@@ -295,7 +295,7 @@ def _lock_folder(path: Path) -> Iterator[None]:
     """Hold the lock of a folder, on a file system that has locks."""
     handle = os.open(path, os.O_RDONLY)
     try:
-        if not lock_alone(handle, TIMEOUT):
+        if not take_lock(handle, TIMEOUT):
             given, fix = f"{path}, locked for {TIMEOUT:g} s", "pass another folder, or end the other job"
             raise StoreError("save", "one save at a time in a folder", given, fix)
         yield

@@ -15,15 +15,15 @@ POLL = 0.02
 """Seconds between two looks at a lock."""
 
 
-def lock_alone(handle: int, patience: float = 0.0) -> bool:
+def take_lock(handle: int, patience: float = 0.0, *, shared: bool = False) -> bool:
     """Lock a file or a folder until its handle is closed. Return False if another holds it for so many seconds.
 
-    A file system without locks has no other.
+    With `shared`, several hold it. A file system without locks has no other.
     """
     end = time.monotonic() + patience
     while True:
         try:
-            flock(handle, LOCK_EX | LOCK_NB)
+            flock(handle, (LOCK_SH if shared else LOCK_EX) | LOCK_NB)
             return True
         except BlockingIOError:
             if time.monotonic() >= end:
@@ -35,10 +35,10 @@ def lock_alone(handle: int, patience: float = 0.0) -> bool:
 
 def lock_for_cache(handle: int, path: Path) -> None:
     """Lock what a cache in a folder writes, until its handle is closed. Raise if another writer has it."""
-    if lock_alone(handle):
+    if take_lock(handle):
         return
     gc.collect()  # a cache that nobody uses any more may still be in memory, with its locks
-    if not lock_alone(handle):
+    if not take_lock(handle):
         given = f"{path}, which another cache writes"
         fix = "let go of it and of its errors, or end its process, or pass another folder"
         raise StoreError("KVCache folder", "one writer of a folder", given, fix)

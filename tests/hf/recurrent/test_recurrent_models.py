@@ -249,6 +249,35 @@ def test_each_model_on_a_batch_is_prepared_and_plain_tokens_are_no_shards(family
         assert worst(errors_found) < 1e-5  # gates and rotary angles
 
 
+@on_each_rank
+def unlike_orders() -> dict[str, bool]:
+    """Reorder a cache by other indices on rank 1, and then by one out of range there. Return what is as before."""
+    model, is_odd = model_of("qwen3_next"), torch.distributed.get_rank() == 1
+    cache = hf.ShardedCache(model.config, named_mesh(Shape(1, 1, 2), AXES), block=4)
+    hf.prefill(model, prompt(21, batch=2), cache)
+
+    def content() -> dict[str, Tensor]:
+        tensors = {f"keys {n}": kv.keys[:, :, : kv.used] for n, kv in enumerate(cache.kvs)} | cache.states
+        assert cache.tokens is not None
+        return {name: x.clone() for name, x in {**tensors, "tokens": cache.tokens}.items()}
+
+    before, right = content(), {}
+    with pytest.raises(errors.MeshError, match="the same call on every rank"):
+        cache.reorder_cache(torch.tensor([1, 1] if is_odd else [1, 0]))
+    right["unlike"] = all(x.equal(content()[name]) for name, x in before.items())
+    cache.reorder_cache(torch.tensor([1, 0]))
+    right["alike"] = all(x.flip(0).equal(content()[name]) for name, x in before.items())
+    before = content()
+    with pytest.raises(errors.ShapeError, match="a number of a sequence below 2"):
+        cache.reorder_cache(torch.tensor([0, 2]))
+    return right | {"out of range": all(x.equal(content()[name]) for name, x in before.items())}
+
+
+def test_an_order_that_is_refused_changes_no_layer(pool: Pool) -> None:
+    for right in pool.run(2, unlike_orders):
+        assert right == dict.fromkeys(right, True)
+
+
 # --- what is refused ---
 
 

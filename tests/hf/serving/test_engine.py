@@ -86,6 +86,8 @@ def sharing_weights(keys: int, tp: int) -> None:
         assert drawn[0] == drawn[1]
         with pytest.raises(errors.InputError, match="submit ids"):
             engine.submit([-1], max_new_tokens=9)
+        with pytest.raises(errors.InputError, match=r"submit logit_bias: .*, each once"):
+            engine.submit([1], max_new_tokens=9, logit_bias=[(7, 1.0), (7, 2.0)])
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 
 import attnmesh.hf as hf
 from attnmesh.errors import InputError, RankFailure, StoreError
-from attnmesh.hf.serving import rank_store, store_schedule
+from attnmesh.hf.serving import prefix_store, rank_store, store_schedule
 from attnmesh.hf.serving.engine import Engine
 from attnmesh.hf.serving.prefix_store import OpenStore
 from attnmesh.hf.serving.rank_store import RankStore
@@ -84,6 +84,31 @@ def begin_after_an_error(ranks: int, folder: Path) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_engine_that_cannot_begin_lets_go_of_its_folder(ranks: int, pool: Pool, tmp_path: Path) -> None:
     pool.run(ranks, begin_after_an_error, ranks, tmp_path)
+
+
+@on_each_rank
+def end_while_another_rank_writes(folder: Path) -> None:
+    """Make an engine while the second rank of one that has ended still writes, and once it has written."""
+    model, mesh = model_of("llama"), named_mesh(Shape(1, 1, 2), AXES)
+    store, go = hf.PrefixStore(folder / PLACE), Event()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_store, "LONGEST_END", 0.05)
+        patch.setattr(prefix_store, "RELEASE_SECONDS", 0.2)
+        first = Engine(model, mesh, store=store).worker
+        assert first.store is not None
+        if torch.distributed.get_rank():
+            first.store.later(go.wait, 60)
+        first.close()
+        with pytest.raises(StoreError, match="which another server uses"):
+            Engine(model, mesh, store=store)
+        go.set()
+        first.store._thread.join(60)
+        torch.distributed.barrier()
+        Engine(model, mesh, store=store).worker.close()
+
+
+def test_the_folder_is_held_until_each_rank_has_written(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, end_while_another_rank_writes, tmp_path)
 
 
 def test_a_folder_named_as_a_part_is_left_alone(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.families import prompt
 from tests.support.mesh_problems import named_mesh
 from tests.support.models.sparse_models import CASES, model
-from tests.support.models.tiny_models import build, tiny_config
+from tests.support.models.tiny_models import Case, build, tiny_config
 from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import some
 from tests.support.tolerances import FLOAT64_LOSS, FLOAT64_MODEL, worst
@@ -345,6 +345,30 @@ def lives(folder: Path, lost: int) -> dict[str, bool]:
 def test_a_changed_cache_gives_the_tokens_of_a_new_one(tmp_path: Path, pool: Pool) -> None:
     for right in pool.run(2, lives, tmp_path, 1):
         assert right == dict.fromkeys(right, True)
+
+
+@on_each_rank
+def pooled_turns() -> tuple[list[list[int]], str]:
+    """Return the tokens of turns, of which one goes back, where all layers are indexed; and the error of a crop."""
+    small = build(POOLED, "attnmesh", torch.float64)
+    cache = hf.ShardedCache(small.config, named_mesh(Shape(1, 1, 2), AXES), block=4)
+    options = {"cache": cache, "max_new_tokens": NEW, "do_sample": False}
+    found = [hf.generate(small, ids, **options).tolist()[0] for ids in POOLED_TURNS]
+    with pytest.raises(errors.ShapeError) as raised:
+        cache.crop(-2)
+    return found, str(raised.value)
+
+
+POOLED = Case("qwen4_indexed", "qwen4_exp_text", {"layer_types": ["indexed_attention"] * 3})
+POOLED_TURNS = prompt(43), torch.cat((prompt(43)[:, :30], prompt(30, seed=3)), 1)  # back into a block of 4 tokens
+
+
+def test_means_of_blocks_have_no_tokens_of_an_earlier_turn(pool: Pool) -> None:
+    alone = build(POOLED, "eager", torch.float64)
+    expected = [alone.generate(ids, max_new_tokens=NEW, do_sample=False).tolist()[0] for ids in POOLED_TURNS]
+    for found, error in pool.run(2, pooled_turns):
+        assert found == expected
+        assert error.startswith("ShardedCache crop: expected all tokens or none, as states cannot go back")
 
 
 # --- what is refused ---

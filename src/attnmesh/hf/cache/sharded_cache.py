@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig
 
-from attnmesh.cache.cache import KVCache
+from attnmesh.cache.cache import KVCache, check_order
 from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.core.layout import Striped
 from attnmesh.decoding.decode_call import decode
@@ -296,7 +296,15 @@ class ShardedCache(FolderLayers):
 
         Args:
             beam_idx: Indices into the batch.
+
+        Raises:
+            InputError: An index is out of range, or ranks differ. No layer has changed then.
         """
+        kvs = self.kvs
+        # Compared before any layer changes, else recurrent layers would be reordered where those after them raise.
+        with kvs[0].calls.agreement("reorder", lambda: {"to": beam_idx.tolist()}) if kvs else nullcontext():
+            for kv in kvs[:1]:
+                check_order(kv.sizes, beam_idx.long() if isinstance(beam_idx, Tensor) else beam_idx)
         if self.history.image_fingerprints is not None and self.batch_size > 1:
             self.tokens = None  # fingerprints of images do not say which sequence each belongs to
         super().reorder_cache(beam_idx)

@@ -15,7 +15,6 @@ from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.cache.saved_cache import LayersToLoad, Saving
 from attnmesh.errors import KernelError, ShapeError, StoreError
 from attnmesh.guard.agreement import Agreement
-from attnmesh.hf.cache.compressed_layer import CompressedLayer
 from attnmesh.hf.cache.history import CacheHistory
 from attnmesh.hf.cache.layer import ShardedLayer, TailLayer, growth_capacity
 from attnmesh.hf.cache.state_layer import StateLayer
@@ -69,7 +68,7 @@ class StoredLayers(Cache):  # type: ignore[misc]
     @property
     def irreversible_layers(self) -> list[Any]:
         """Layers whose states cannot go back to fewer tokens."""
-        return [layer for layer in self.layers if isinstance(layer, (StateLayer, CompressedLayer))]
+        return [layer for _, layer in self._layers_with_tensors]
 
     @property
     def states(self) -> dict[str, Tensor]:

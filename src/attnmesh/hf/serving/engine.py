@@ -218,7 +218,8 @@ class Engine:
             raise self.error or Busy("submit", "an engine that runs", "one that is closing", "submit to another")
         seed = randbits(62) if seed is None else seed
         shaping = top_p, top_k, min_p, repetition_penalty, frequency_penalty, presence_penalty
-        sampling = Sampling(temperature, *shaping, tuple(dict(logit_bias).items()), seed, logprobs)
+        biases = tuple(logit_bias.items() if isinstance(logit_bias, Mapping) else map(tuple, logit_bias))
+        sampling = Sampling(temperature, *shaping, biases, seed, logprobs)
         sampling.check()
         stops = [*stop_ids]
         known = all(type(token) is int for token in stops)
@@ -251,8 +252,8 @@ class Engine:
         expected, fix = f"tokens from 0 to {words - 1}, as ints", "use this model's tokenizer, and tokens.tolist()"
         require(known and len(stream.prompt) > 0, ArgumentError, "submit ids", expected, "others, or none", fix)
         biased = [token for token, _ in stream.sampling.logit_bias]
-        known = all(type(token) is int and 0 <= token < words for token in biased)
-        require(known, ArgumentError, "submit logit_bias", expected, "others", fix)
+        known = all(type(token) is int and 0 <= token < words for token in biased) and len({*biased}) == len(biased)
+        require(known, ArgumentError, "submit logit_bias", f"{expected}, each once", "others, or one twice", fix)
         prompt = len(stream.prompt)
         total = prompt + stream.max_new_tokens
         fix = "shorten the prompt, or pass a smaller max_new_tokens"

@@ -19,7 +19,7 @@ from attnmesh.hf.generation_checkpoint import IGNORED_CONFIG
 from attnmesh.hf.models import is_compressed
 from attnmesh.hf.tensor_parallel import tp_mesh
 from attnmesh.mesh.axes import Mesh
-from attnmesh.store.block_folder import STORE_SUBJECT, BlockFolder, FolderLock, check_seen, make_private_folder
+from attnmesh.store.block_folder import STORE_SUBJECT, WRITERS, BlockFolder, FolderLock, check_seen, make_private_folder
 from attnmesh.store.block_names import BLOCK_GRAIN, HASH_BYTES
 
 VERSION = 1
@@ -72,12 +72,12 @@ class OpenStore:
     folder: BlockFolder
     name: str
     """Name of the model, by which the first rank names blocks. Names of other ranks may differ, and are not used."""
-    lock: FolderLock | None
-    """Lock of the folder; None on ranks other than the first."""
+    lock: FolderLock
+    """Lock of the folder: each rank has it as long as it may write."""
 
 
 def open_store(store: PrefixStore, model: PreTrainedModel, cache: ShardedCache) -> OpenStore:
-    """Open the folder on all ranks, of which the first locks it. All raise if one of them cannot."""
+    """Open the folder on all ranks, of which the first locks it, and the others beside it. All raise if one cannot."""
     axes = Mesh.of(cache.mesh)
     locks = list[FolderLock]()
     try:
@@ -86,11 +86,15 @@ def open_store(store: PrefixStore, model: PreTrainedModel, cache: ShardedCache) 
             store.check(model, cache)
             if not axes.shard_index:
                 locks.append(FolderLock(make_private_folder(store.folder), patience=RELEASE_SECONDS))
+                # Other ranks of an engine before may still write.
+                FolderLock(make_private_folder(store.folder), WRITERS, patience=RELEASE_SECONDS).release()
             table = agreement.compare(fields, payload=[lock.write_number() for lock in locks] or [0])
         folder = make_private_folder(store.folder)
         with Agreement(axes, STORE_SUBJECT):
             check_seen(folder, table[0][0])
-        return OpenStore(BlockFolder(folder), _name_of(store, model, cache), locks[0] if locks else None)
+            if axes.shard_index:
+                locks.append(FolderLock(folder, WRITERS, shared=True))
+        return OpenStore(BlockFolder(folder), _name_of(store, model, cache), locks[0])
     except BaseException:
         for lock in locks:
             lock.release()

@@ -163,8 +163,7 @@ class RankStore:
                 work, *arguments = self._work.get()
                 work(*arguments)
         finally:
-            if self.lock is not None:
-                self.lock.release()
+            self.lock.release()
 
     def _write(self, block: StoredBlock, file_number: int, rows: Rows) -> None:
         """Write a file of a block, unless one could not be written before."""

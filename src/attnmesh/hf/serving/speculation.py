@@ -8,8 +8,6 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from attnmesh.errors import ArgumentError, InputError, KernelError, check_count, require
-from attnmesh.hf.cache.layer import TailLayer
-from attnmesh.hf.cache.state_layer import StateLayer
 from attnmesh.hf.models import check_can_decode_rows, unwrap
 from attnmesh.hf.serving.draft_guesses import DraftGuesses
 from attnmesh.hf.serving.guesses import NoGuesses
@@ -91,8 +89,7 @@ def _of_draft(model: PreTrainedModel, draft: Any, most: Any) -> Speculation:
 
 def _check_caches(subject: str, worker: RankWorker) -> None:
     """Raise unless caches of the worker's model take tokens back. An empty one shows whether they do."""
-    states = any(isinstance(layer, (StateLayer, TailLayer)) for layer in worker.template.layers)
     expected, given = "a model whose caches take tokens back", "one with recurrent layers or others with a state"
-    require(not states, KernelError, subject, expected, given, "leave it out")
+    require(not worker.template.irreversible_layers, KernelError, subject, expected, given, "leave it out")
     given = "one in which several tokens see each other"
     require(worker.is_causal, KernelError, subject, "a causal model", given, "leave it out")

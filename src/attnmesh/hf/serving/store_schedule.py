@@ -16,7 +16,6 @@ from weakref import WeakKeyDictionary, WeakSet
 from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.errors import InputError, warn_once
 from attnmesh.guard.agreement import Agreement
-from attnmesh.hf.cache.layer import TailLayer
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.models import has_windows, rope_regime
 from attnmesh.hf.serving.prefix_store import OpenStore, PrefixStore, open_store
@@ -126,8 +125,7 @@ class StoreSchedule(NoStore):
     def __init__(self, settings: PrefixStore, opened: OpenStore, worker: RankWorker) -> None:
         self.worker, self.folder, self.name, self.template = worker, opened.folder, opened.name, worker.template
         self.place, config = settings.folder, worker.template.config
-        stateful = any(isinstance(layer, TailLayer) for layer in self.template.layers)
-        self.forgets = bool(self.template.irreversible_layers or stateful)
+        self.forgets = bool(self.template.irreversible_layers)
         self.forgets = self.forgets or (self.template.windows and has_windows(config))
         self.tiers = BlockTiers(settings.memory, settings.disk)
         for block, nbytes in self.folder.scan().items():
@@ -488,7 +486,6 @@ def begin_store(settings: PrefixStore | None, worker: RankWorker) -> NoStore:
             schedule = NoStore() if worker.axes.shard_index else StoreSchedule(settings, opened, worker)
         worker.store = RankStore(opened, worker.axes, worker.caches)
     except BaseException:
-        if opened.lock is not None:
-            opened.lock.release()
+        opened.lock.release()
         raise
     return schedule
