@@ -74,7 +74,7 @@ def test_ranks_that_share_layers_are_lost_while_they_answer(
     ends: list[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that is killed is lost at once, one that is stopped after the deadline."""
-    monkeypatch.setattr(supervisor, "LONGEST_PAUSE", 0.0)
+    monkeypatch.setattr(supervisor, "LONGEST_PAUSE_SECONDS", 0.0)
     found = find_model(save_tiny(tmp_path, hidden_size=288), 2, MeshOptions("keys=2"), Status(""))
     options = {"max_rows": 4, "max_queue": 16, "max_model_len": 1024}
     settings = ServeSettings(found.for_ranks, "auto", "shared", 1.0, options)
@@ -148,7 +148,7 @@ def test_ranks_that_guess_are_lost_within_a_call_that_a_grammar_makes(
     lost: list[int], guesses: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Greedy and drawn calls are in the same steps as a rank is killed, and both go on with the same arguments."""
-    monkeypatch.setattr(supervisor, "LONGEST_PAUSE", 0.0)
+    monkeypatch.setattr(supervisor, "LONGEST_PAUSE_SECONDS", 0.0)
     found = find_model(save_tiny(tmp_path, hidden_size=288), 2, MeshOptions("keys=2"), Status(""))
     engine = {"max_rows": 4, "max_queue": 16, "max_model_len": 2048, **guesses}
     draft = str(tmp_path) if "draft_tokens" in guesses else None

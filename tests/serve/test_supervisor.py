@@ -151,7 +151,7 @@ class Poisoned(ThreadWorld):
 
 @pytest.mark.parametrize("place", [0, 9])
 def test_a_request_that_loses_ranks_ends_alone(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "LONGEST_PAUSE", 0.0)
+    monkeypatch.setattr(supervisor, "LONGEST_PAUSE_SECONDS", 0.0)
     options: list[dict[str, Any]] = [{"temperature": 1, "seed": 3 + row} for row in range(5)]
     with served(Poisoned(place), max_restarts=3, max_requests=12) as one:
         texts: list[list[str]] = [[] for _ in options]
@@ -172,7 +172,7 @@ def test_a_request_that_loses_ranks_ends_alone(place: int, monkeypatch: pytest.M
 @pytest.mark.parametrize(("times", "state"), [((2.4, 4.8, 9.2, 17.7), "stopping"), ((1.0, 1.5, 2.0, 2.5), "failed")])
 def test_losses_count_within_a_window(times: tuple[float, ...], state: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "LOSS_WINDOW_SECONDS", 3.0)
-    monkeypatch.setattr(supervisor, "LONGEST_PAUSE", 0.0)
+    monkeypatch.setattr(supervisor, "LONGEST_PAUSE_SECONDS", 0.0)
     one = Supervisor(ThreadWorld(), max_requests=1, max_restarts=3, metrics=Metrics())
     one.facts, losses = {"max_model_len": 9}, iter(times)
     loop = asyncio.new_event_loop()

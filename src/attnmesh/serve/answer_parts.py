@@ -9,7 +9,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from attnmesh.serve.growing_text import GrowingText, NoMatch, Steps, begun
+from attnmesh.serve.growing_text import GrowingText, NoMatch, Steps, partial_mark_length
 from attnmesh.serve.text import SentToken
 from attnmesh.serve.tool_formats import (
     FORMATS,
@@ -74,14 +74,14 @@ REASONING = (
 class AnswerFormats:
     """How a model writes calls and thoughts; None where they stay text."""
 
-    calls: ToolFormat | None = None
-    thought: ReasoningMarks | None = None
+    tool_format: ToolFormat | None = None
+    reasoning_marks: ReasoningMarks | None = None
     special: Mapping[int, str] = field(default_factory=dict, compare=False)
     """The texts of special tokens, which marks may be."""
 
     def __str__(self) -> str:
-        names = [f"calls as {name}" for name, one in FORMATS.items() if one is self.calls]
-        return ", ".join([*names, *([f"thoughts in {self.thought.begin}"] if self.thought else [])])
+        names = [f"calls as {name}" for name, one in FORMATS.items() if one is self.tool_format]
+        return ", ".join([*names, *([f"thoughts in {self.reasoning_marks.begin}"] if self.reasoning_marks else [])])
 
     def parts(
         self, tools: list[dict[str, Any]] | None, prompt_end: str, *, either: bool = False
@@ -90,12 +90,12 @@ class AnswerFormats:
 
         An answer of which a grammar makes `either` calls or content has no calls within content.
         """
-        calls = self.calls if tools or (self.calls and self.calls.has_thoughts) else None
-        if calls is None and self.thought is None:
+        calls = self.tool_format if tools or (self.tool_format and self.tool_format.has_thoughts) else None
+        if calls is None and self.reasoning_marks is None:
             return None
-        is_thinking = self.thought is not None and prompt_end.rstrip().endswith(self.thought.begin)
+        is_thinking = self.reasoning_marks is not None and prompt_end.rstrip().endswith(self.reasoning_marks.begin)
         options: dict[str, Any] = {"is_thinking": is_thinking, "either": either, "special": self.special}
-        return partial(AnswerParts, calls, properties_of(tools or []), self.thought, **options)
+        return partial(AnswerParts, calls, properties_of(tools or []), self.reasoning_marks, **options)
 
 
 def find_formats(tokenizer: Any, tool_format: str = "auto") -> AnswerFormats:
@@ -132,7 +132,7 @@ class AnswerParts:
     ) -> None:
         self.format, self.tools, self.either, self.special = calls, tools, either, special
         self.text = GrowingText(special.values())
-        self.calls = 0
+        self.call_count = 0
         self.has_thought = False
         self.ids = list[str]()
         self.text.is_thought = is_thinking
@@ -155,7 +155,7 @@ class AnswerParts:
         """Return the rest, after all text."""
         self.text.ended = True
         parts = self.add("")
-        held = "" if self.calls or self.has_thought else self.content.held
+        held = "" if self.call_count or self.has_thought else self.content.held
         return [*parts, ContentText(held)] if held else parts
 
     def _think(self, marks: ReasoningMarks, is_thinking: bool) -> Steps[None]:
@@ -190,7 +190,9 @@ class AnswerParts:
         if self.format and self.format.is_bare and not self.content.has_text:
             first = re.match(r"\s*(?=\{)", text)
             places += [first.end()] if first else []
-        content = self.text.cut(min(places) if places else len(text) - (0 if self.text.ended else begun(text, marks)))
+        content = self.text.cut(
+            min(places) if places else len(text) - (0 if self.text.ended else partial_mark_length(text, marks))
+        )
         if content:
             yield ContentText(content)
         if places and self.format:
@@ -210,14 +212,14 @@ class AnswerParts:
                 case ToolCall():
                     id = part.id if part.id not in ("", *self.ids) else new_id()
                     self.ids.append(id)
-                    yield replace(part, index=self.calls, id=id)
-                    self.calls += 1
+                    yield replace(part, index=self.call_count, id=id)
+                    self.call_count += 1
                 case ReasoningText():
                     self.has_thought = True
                     if text := self.thought.add(part.text, keep=False):
                         yield ReasoningText(text)
                 case ContentText():
-                    if text := self.content.add(part.text, keep=not (self.calls or self.has_thought)):
+                    if text := self.content.add(part.text, keep=not (self.call_count or self.has_thought)):
                         yield ContentText(text)
 
 

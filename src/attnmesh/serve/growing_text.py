@@ -125,7 +125,7 @@ class GrowingText:
         """Yield the text before the first of some marks as it comes, or all of it, and pass the mark."""
         while True:
             begins = [(place, mark) for mark in marks if (place := self.find(mark, self.at)) >= 0]
-            held = 0 if self.ended else begun(self.text[self.at :], marks)
+            held = 0 if self.ended else partial_mark_length(self.text[self.at :], marks)
             place, mark = min(begins, default=(len(self.text) - held, ""))
             piece = self.text[self.at : place]
             self.at = place + len(mark)
@@ -188,10 +188,10 @@ class GrowingText:
                 return members
 
 
-def begun(text: str, marks: tuple[str, ...]) -> int:
+def partial_mark_length(text: str, marks: tuple[str, ...]) -> int:
     """Return how many of a text's last characters may begin a mark.
 
-    >>> begun("a <to", ("<tool>", "</think>")), begun("a", ("<tool>",))
+    >>> partial_mark_length("a <to", ("<tool>", "</think>")), partial_mark_length("a", ("<tool>",))
     (3, 0)
     """
     return max((n for mark in marks for n in range(1, len(mark)) if text.endswith(mark[:n])), default=0)

@@ -16,8 +16,8 @@ from attnmesh.errors import (
     UnforeseenError,
 )
 from attnmesh.hf.serving.engine import Engine
+from attnmesh.hf.serving.engine_request import EngineRequest
 from attnmesh.hf.serving.grammar_masks import Grammar
-from attnmesh.hf.serving.stream import Stream
 from attnmesh.serve.rank_socket import RankSocket, packed
 
 OF_RANKS = (DeviceError, KernelError, MeshError, ModelError, UnforeseenError)
@@ -40,15 +40,15 @@ def serve_rank_0(engine: Engine, address: str, facts: dict[str, Any]) -> None:
         engine.run()
     finally:
         worker.done.set()
-        worker.link.close()  # the front sees at once that ranks are lost
+        worker.rank_socket.close()  # the front sees at once that ranks are lost
 
 
 class RankRequests:
     """The requests that the front has sent."""
 
     def __init__(self, engine: Engine, link: RankSocket) -> None:
-        self.engine, self.link = engine, link
-        self.streams: dict[int, Stream] = {}
+        self.engine, self.rank_socket = engine, link
+        self.streams: dict[int, EngineRequest] = {}
         self.prompts: dict[int, tuple[list[int], dict[str, Any]]] = {}
         """Tokens and images of prompts, which several requests may have."""
         self.lock = threading.Lock()
@@ -59,13 +59,13 @@ class RankRequests:
         data = packed([*message])
         with self.lock:
             try:
-                self.link.send(data)
+                self.rank_socket.send(data)
             except OSError:
                 self.done.set()
 
     def listen(self) -> None:
         """Do what the front asks for, and end the engine with it."""
-        while (message := self.link.receive()) is not None:
+        while (message := self.rank_socket.receive()) is not None:
             match message:
                 case ["prompt", group, ids, images]:
                     self.prompts[group] = ids, images
@@ -94,7 +94,7 @@ class RankRequests:
         self.send("accepted", number)
         threading.Thread(target=self.forward, args=(number, stream), daemon=True).start()
 
-    def forward(self, number: int, stream: Stream) -> None:
+    def forward(self, number: int, stream: EngineRequest) -> None:
         """Send the tokens of one request."""
         tokens = iter(stream)
         first = None

@@ -18,7 +18,7 @@ from attnmesh.serve.tool_formats import ContentText, ToolCall
 T = TypeVar("T")
 
 
-HEARTBEAT = 10.0
+HEARTBEAT_SECONDS = 10.0
 """Seconds of silence in a stream after which a comment is sent: proxies end connections silent for a minute."""
 
 
@@ -42,8 +42,8 @@ class Reply:
         self.prompt_tokens = len(prompt.ids)
         before = () if answers.is_chat else prompt.ids  # the answer of a chat is a message of its own
         self.texts = [Text(answers.spelling, stops, before) for _ in choices]
-        self.splits = [None if answers.split is None else answers.split() for _ in choices]
-        self.counts, self.thoughts = [0] * len(choices), [0] * len(choices)
+        self.parts = [None if answers.make_parts is None else answers.make_parts() for _ in choices]
+        self.counts, self.reasoning_counts = [0] * len(choices), [0] * len(choices)
         """Tokens of each choice, and those of what the model thinks."""
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._early: list[tuple[int, Event]] = []
@@ -98,7 +98,7 @@ class Reply:
                     reason = "stop" if text.stopped else None
             parts, reason = self._parts(index, piece, reason)
             if isinstance(event, SentToken):
-                self.thoughts[index] += was_thinking or self._is_thinking(index)
+                self.reasoning_counts[index] += was_thinking or self._is_thinking(index)
             if reason is not None:
                 self.supervisor.cancel(self.requests[index])  # of a stop string, which ranks do not know
                 running.discard(index)
@@ -108,12 +108,12 @@ class Reply:
             await asyncio.sleep(0)  # many tokens may be there at once, and other requests want to go on
 
     def _is_thinking(self, index: int) -> bool:
-        split = self.splits[index]
+        split = self.parts[index]
         return split is not None and split.is_thinking
 
     def _parts(self, index: int, piece: Piece, reason: str | None) -> tuple[list[AnswerPart], str | None]:
         """Return the parts that a piece of text makes certain, and the reason if they are the last."""
-        split = self.splits[index]
+        split = self.parts[index]
         if split is None:
             return [ContentText(piece.text)] if piece.text else [], reason
         parts = split.add(piece.text, piece.tokens)
@@ -121,7 +121,7 @@ class Reply:
         calls = [place for place, part in enumerate(parts) if isinstance(part, ToolCall)]
         if calls and not self.answers.parallel:
             return parts[: calls[0] + 1], "tool_calls"
-        return parts, "tool_calls" if reason == "stop" and split.calls else reason
+        return parts, "tool_calls" if reason == "stop" and split.call_count else reason
 
     async def whole(self) -> bytes:
         """Return the response with all choices, as JSON."""
@@ -146,7 +146,7 @@ class Reply:
     def usage(self) -> dict[str, Any]:
         """Return the counts of tokens so far."""
         cached = max(request.cached_tokens for request in self.requests)
-        return usage_of(self.prompt_tokens, cached, sum(self.counts), sum(self.thoughts))
+        return usage_of(self.prompt_tokens, cached, sum(self.counts), sum(self.reasoning_counts))
 
 
 class EventStream(Response):
@@ -185,7 +185,7 @@ class EventStream(Response):
         """Send a comment whenever nothing else was sent for some time, as while a prompt is computed."""
         while True:
             self.is_silent = True
-            await asyncio.sleep(HEARTBEAT)
+            await asyncio.sleep(HEARTBEAT_SECONDS)
             if self.is_silent:
                 await send({"type": "http.response.body", "body": b": waiting\n\n", "more_body": True})
 

@@ -137,8 +137,8 @@ class ResponseItems:
     def _add_call(self, call: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         function = call["function"]
         if "id" in call:
-            begun = {"type": "function_call", "call_id": call["id"], "name": function["name"], "arguments": ""}
-            yield from self._begin(begun)
+            opened = {"type": "function_call", "call_id": call["id"], "name": function["name"], "arguments": ""}
+            yield from self._begin(opened)
         if function["arguments"]:
             self.items[-1]["arguments"] += function["arguments"]
             yield self.event("function_call_arguments.delta", **self._place(), delta=function["arguments"])

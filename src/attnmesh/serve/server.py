@@ -121,7 +121,7 @@ class DrainingServer(uvicorn.Server):
             self.supervisor.log(
                 f"the server ends; open requests, which have {left:g} s to end: {len(self.supervisor.open)}"
             )
-        while (self.supervisor.open or self.supervisor.coming) and left > 0 and not self.force_exit:
+        while (self.supervisor.open or self.supervisor.encoding_count) and left > 0 and not self.force_exit:
             await asyncio.sleep(POLL_SECONDS)
             left -= POLL_SECONDS
         if cut := self.supervisor.cut_off("The server ended before this answer did."):

@@ -28,7 +28,7 @@ LOSS_WINDOW_SECONDS = 600.0
 MAX_REPLAYS = 2
 """Times that a request goes on in another world. A request in more lost worlds may be the cause."""
 
-LONGEST_PAUSE = 30.0
+LONGEST_PAUSE_SECONDS = 30.0
 """Seconds before ranks are started again, at most. Each loss doubles them."""
 
 PROOF_TOKENS = 3
@@ -78,21 +78,21 @@ class OpenRequest:
     prompt: Encoded
     options: dict[str, Any]
     put: Callable[[Event], None]
-    group: int
+    prompt_number: int
     """Number of the prompt, which other choices have, too."""
     sent: list[int] = field(default_factory=list)
     cached_tokens: int = 0
     accepted: bool = False
     replays: int = 0
-    fresh: int | None = None
+    tokens_in_world: int | None = None
     """Tokens in this world; None before the request is sent there."""
-    last: float = 0.0
+    last_time: float = 0.0
     """The time of the latest token, and of the request before the first."""
 
     @property
     def is_proven(self) -> bool:
         """True if the request ran in this world without harm."""
-        return self.fresh is not None and self.fresh >= PROOF_TOKENS
+        return self.tokens_in_world is not None and self.tokens_in_world >= PROOF_TOKENS
 
 
 class Supervisor:
@@ -112,7 +112,7 @@ class Supervisor:
         self.open: dict[int, OpenRequest] = {}
         self.draining = False
         """True once no more requests are taken, while open ones may end."""
-        self.coming = 0
+        self.encoding_count = 0
         """Requests whose prompts are being encoded."""
         self.on_failure: Callable[[], None] = lambda: None
         self.on_ready: Callable[[dict[str, Any]], None] = lambda _: None
@@ -124,13 +124,13 @@ class Supervisor:
         """The times of a message and of the end of a step, 0 without a world, and whether the next end is overdue."""
         self._writer: asyncio.StreamWriter | None = None
         self._outgoing: asyncio.Queue[tuple[list[Any], dict[str, Any] | None]] = asyncio.Queue()
-        self._there: set[int] = set()
+        self._sent_prompts: set[int] = set()
         """Prompts that this world has."""
         self._running: threading.Thread | None = None
         self._folder = ""
         self._server: asyncio.Server | None = None
         """Both until rank 0 has connected."""
-        metrics.watch(lambda: self.status, lambda: len(self.open) + self.coming)
+        metrics.watch(lambda: self.status, lambda: len(self.open) + self.encoding_count)
 
     # --- requests ---
 
@@ -140,7 +140,8 @@ class Supervisor:
         """Send a request to the ranks for each choice; `put` gets the events, each with its choice's index."""
         self._check_room(len(choices))
         if (
-            sum({request.group: request.prompt.nbytes for request in self.open.values()}.values()) + prompt.nbytes
+            sum({request.prompt_number: request.prompt.nbytes for request in self.open.values()}.values())
+            + prompt.nbytes
             > IMAGE_BYTES
         ):
             raise Refused(429, "The images of open requests take all of their memory. Ask again.")
@@ -148,7 +149,7 @@ class Supervisor:
         for index, options in enumerate(choices):
             self._numbers += 1
             request = OpenRequest(self._numbers, prompt, options, lambda event, index=index: put(index, event), group)  # type: ignore[misc]
-            request.last = asyncio.get_running_loop().time()
+            request.last_time = asyncio.get_running_loop().time()
             self.open[request.number] = request
             requests.append(request)
         self._submit_next()
@@ -169,19 +170,19 @@ class Supervisor:
         self.check_ready()
         if choices > self.max_requests:
             raise Refused(400, f"n: expected at most {self.max_requests}, the requests that may run or wait", "n")
-        if len(self.open) + self.coming + choices > self.max_requests:
-            given = len(self.open) + self.coming
+        if len(self.open) + self.encoding_count + choices > self.max_requests:
+            given = len(self.open) + self.encoding_count
             raise Refused(429, f"{given} requests run or wait, of {self.max_requests}. Ask again.")
 
     @contextmanager
     def room(self, choices: int) -> Iterator[None]:
         """Count requests as waiting while their prompt is encoded."""
         self._check_room(choices)
-        self.coming += choices
+        self.encoding_count += choices
         try:
             yield
         finally:
-            self.coming -= choices
+            self.encoding_count -= choices
 
     def cancel(self, request: OpenRequest) -> None:
         """End a request that nobody waits for any more."""
@@ -196,24 +197,26 @@ class Supervisor:
         After two losses of one request they go one at a time, until each has given some tokens: the one that a further
         loss finds so is its cause.
         """
-        left = [request for request in self.open.values() if request.fresh is None and self._stepped]
+        left = [request for request in self.open.values() if request.tokens_in_world is None and self._stepped]
         for request in sorted(left, key=lambda request: request.replays or MAX_REPLAYS + 1):
             unproven = [request for request in self.open.values() if not request.is_proven]
             careful = any(request.replays >= MAX_REPLAYS for request in unproven)
-            if careful and any(request.fresh is not None for request in unproven):
+            if careful and any(request.tokens_in_world is not None for request in unproven):
                 return
-            request.fresh = 0
+            request.tokens_in_world = 0
             again = request.sent if request.accepted or request.replays else None  # a loss may hide the acceptance
-            if request.group not in self._there:
-                self._there.add(request.group)
-                self._send(["prompt", request.group, request.prompt.ids], request.prompt.images or {})
-            self._send(["submit", request.number, request.group, request.options, again])
+            if request.prompt_number not in self._sent_prompts:
+                self._sent_prompts.add(request.prompt_number)
+                self._send(["prompt", request.prompt_number, request.prompt.ids], request.prompt.images or {})
+            self._send(["submit", request.number, request.prompt_number, request.options, again])
 
     def _forget(self, request: OpenRequest) -> None:
         """Let the ranks forget a prompt that no open request has."""
-        if request.group in self._there and all(other.group != request.group for other in self.open.values()):
-            self._there.discard(request.group)
-            self._send(["forget", request.group])
+        if request.prompt_number in self._sent_prompts and all(
+            other.prompt_number != request.prompt_number for other in self.open.values()
+        ):
+            self._sent_prompts.discard(request.prompt_number)
+            self._send(["forget", request.prompt_number])
 
     def _send(self, message: list[Any], images: dict[str, Any] | None = None) -> None:
         if self._writer is not None:
@@ -268,7 +271,7 @@ class Supervisor:
                 return
             self.state = "restarting"
             self.log(f"{cause_of(error)}; restart {number} of {self.max_restarts}, open requests: {len(self.open)}")
-            pause = now + min(LONGEST_PAUSE, 2**number - 2)
+            pause = now + min(LONGEST_PAUSE_SECONDS, 2**number - 2)
             while loop.time() < pause and not self._is_stopping():
                 await asyncio.sleep(0.1)
 
@@ -372,17 +375,17 @@ class Supervisor:
     def _lost(self) -> None:
         """Count the loss for the requests that may be its cause, and drop one that was there too often."""
         self._writer, self._stepped, self._is_late = None, 0.0, False
-        self._there.clear()
+        self._sent_prompts.clear()
         if self.state == "ready":
             self.state = "restarting"
-        there = [request for request in self.open.values() if request.fresh is not None]
+        there = [request for request in self.open.values() if request.tokens_in_world is not None]
         careful = any(request.replays >= MAX_REPLAYS for request in there)
         for request in [request for request in there if careful and not request.is_proven] or there:
             request.replays += 1
             if request.replays > MAX_REPLAYS:
                 self._drop(request, Refused(500, f"Ranks were lost {request.replays} times during this request."))
         for request in self.open.values():
-            request.fresh = None
+            request.tokens_in_world = None
 
     def _receive(self, message: list[Any]) -> None:
         self._heard = asyncio.get_running_loop().time()
@@ -425,21 +428,21 @@ class Supervisor:
             case "token", [id, logprob, top]:
                 self._observe(request)
                 request.sent.append(id)
-                request.fresh = (request.fresh or 0) + 1
+                request.tokens_in_world = (request.tokens_in_world or 0) + 1
                 request.put(SentToken(id, logprob, tuple((other, value) for other, value in top)))
             case "end", [reason]:
                 self._drop(request, End(reason))
             case "refused", [status, text, code]:
                 self._drop(request, Refused(status, text, None, code))
-        if request.fresh == PROOF_TOKENS or request.number not in self.open:
+        if request.tokens_in_world == PROOF_TOKENS or request.number not in self.open:
             self._submit_next()
 
     def _observe(self, request: OpenRequest) -> None:
         """Count a token, and the time that it took."""
         now = asyncio.get_running_loop().time()
-        (self.metrics.gap if request.sent else self.metrics.first_token).observe(now - request.last)
+        (self.metrics.gap if request.sent else self.metrics.first_token).observe(now - request.last_time)
         self.metrics.tokens.inc()
-        request.last = now
+        request.last_time = now
 
 
 def cause_of(error: BaseException) -> str:

@@ -102,7 +102,7 @@ def a_later_turn(name: str, shape: Shape, folder: Path) -> None:
         if engine is not None:
             given, held = asked(engine, turn)
             assert given == wanted
-            assert held >= (TEXT - 2 if engine.worker.by_steps else TEXT + NEW - 1)
+            assert held >= (TEXT - 2 if engine.worker.recomputes_by_token else TEXT + NEW - 1)
 
 
 @on_each_rank

@@ -6,6 +6,7 @@ A step copies rows between caches and blocks, some at a time. Files are written 
 import queue
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from errno import EIO
 from threading import Thread
 from typing import Any
@@ -22,16 +23,21 @@ from attnmesh.store.block_names import StoredBlock
 from attnmesh.store.block_rows import CacheFiller, rows_of_block
 from attnmesh.store.layer_files import TOKEN_INDEX
 
-ON_DISK, IN_MEMORY, STAYS = range(3)
-"""Source of a block that is read: from its file, from memory, or from its file into memory."""
-
 OF_STORE = ("save", "forget", "load", "close")
 """Operations of plans that a rank's store runs."""
 
-LONGEST_END = 5.0
+CLOSE_SECONDS = 5.0
 """Seconds that files get at the end of an engine."""
 
 Rows = dict[str, Tensor]
+
+
+class ReadFrom(IntEnum):
+    """Where a block is read: in its file, in memory, or in its file to be kept in memory."""
+
+    DISK = 0
+    MEMORY = 1
+    DISK_TO_MEMORY = 2
 
 
 @dataclass
@@ -40,7 +46,7 @@ class Reading:
 
     cache: ShardedCache
     filler: CacheFiller
-    blocks: Sequence[tuple[StoredBlock, int]]
+    blocks: Sequence[tuple[StoredBlock, ReadFrom]]
     """Each block, and where it is read."""
     device: torch.device
     ready: "queue.SimpleQueue[list[Rows] | None]" = field(default_factory=queue.SimpleQueue)
@@ -63,7 +69,7 @@ class RankStore:
         self._thread.start()
 
     @property
-    def numbers(self) -> list[int]:
+    def step_report(self) -> list[int]:
         """Return the blocks that were written, or -1 less an error; and the blocks that were read."""
         done = next((reading.done for reading in self.readings.values()), 0)
         return [-1 - self.fault if self.fault else self.written, done]
@@ -107,13 +113,13 @@ class RankStore:
             except queue.Empty:
                 return
             patience = 0.0
-            block, place = reading.blocks[reading.done]
+            block, read_from = reading.blocks[reading.done]
             nbytes -= sum(x.nbytes for rows in rows_by_file or () for x in rows.values())
             if not self._copied(reading, block, rows_by_file):
                 reading.done = -1 - reading.done
             else:
                 reading.done += 1
-                if place == STAYS and rows_by_file:
+                if read_from == ReadFrom.DISK_TO_MEMORY and rows_by_file:
                     self.memory[block] = rows_by_file[0]
 
     def do_close(self, number: int, length: int) -> None:
@@ -150,7 +156,7 @@ class RankStore:
         """End the thread: `at_once` after the file that it writes, else after what is left, in some seconds at most."""
         self._work.put((self._end,))
         if not at_once:
-            self._thread.join(LONGEST_END)
+            self._thread.join(CLOSE_SECONDS)
         self._end()
 
     def _end(self) -> None:
@@ -177,21 +183,21 @@ class RankStore:
 
     def _read(self, reading: Reading) -> None:
         """Read blocks until one is damaged."""
-        for block, place in reading.blocks:
+        for block, read_from in reading.blocks:
             if reading.is_closed:
                 return
             try:
-                reading.ready.put(self._rows_by_file(reading, block, place))
+                reading.ready.put(self._rows_by_file(reading, block, read_from))
             except Exception:  # what a file of any contents may raise: its tokens are computed again
                 reading.ready.put(None)
                 return
 
-    def _rows_by_file(self, reading: Reading, block: StoredBlock, place: int) -> list[Rows]:
+    def _rows_by_file(self, reading: Reading, block: StoredBlock, read_from: ReadFrom) -> list[Rows]:
         """Return the rows of a block, file by file; none if this rank needs no row of it."""
         if not reading.filler.needs(block):
             return []
         held = self.memory.get(block)
-        if held is not None and (place == IN_MEMORY or _is_whole(held, block)):
+        if held is not None and (read_from == ReadFrom.MEMORY or _is_whole(held, block)):
             return [held]
         return [self.folder.read(block, file_number) for file_number in range(block.file_count)]
 

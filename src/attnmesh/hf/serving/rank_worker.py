@@ -17,7 +17,7 @@ from attnmesh.hf.images.inputs import on_model
 from attnmesh.hf.models import one_token_differs
 from attnmesh.hf.options import agree_on_call
 from attnmesh.hf.prefill import begin_prompt, crop_to_shared_prefix
-from attnmesh.hf.serving.rank_store import OF_STORE, RankStore, Reading, name_tokens
+from attnmesh.hf.serving.rank_store import OF_STORE, RankStore, ReadFrom, Reading, name_tokens
 from attnmesh.hf.serving.row_pass import decode_rows, note_tokens
 from attnmesh.mesh.axes import Mesh
 from attnmesh.store.block_names import StoredBlock
@@ -33,20 +33,20 @@ class RankWorker:
     def __init__(self, model: PreTrainedModel, mesh: DeviceMesh | None, options: dict[str, Any]) -> None:
         self.model, self.mesh = model, mesh
         self.axes = Mesh.of(mesh)
-        self.left = left_to_decode(model.config)
+        self.left_to_decode = left_to_decode(model.config)
         self.template = ShardedCache(model.config, mesh, **options)  # raises here, not at the first request
         self.options = {**options, "shares": self.template.shares}  # options of caches: shares are measured once
         self.caches: dict[int, ShardedCache] = {}
         self.store: RankStore | None = None
-        self.draft: RankWorker | None = None
+        self.draft_worker: RankWorker | None = None
         """The caches of a draft model, if it guesses tokens."""
-        self.filling: dict[int, Iterator[int]] = {}
+        self.prefills: dict[int, Iterator[int]] = {}
         self.prompts: dict[int, Tensor] = {}
         self.is_causal = all(getattr(module, "is_causal", True) for module in model.get_decoder().modules())
         """True if several tokens of an answer may be computed at once."""
-        self.by_steps = one_token_differs(model.config)
+        self.recomputes_by_token = one_token_differs(model.config)
         """True if one token is computed by another rule than several: answers that are computed again go by tokens."""
-        self.ends: dict[int, int] = {}
+        self.prompt_lengths: dict[int, int] = {}
         """Tokens of the prompts that are computed, by number: those of answers come after them."""
         self.size, self.stop = 0, 0  # tokens of the chunk that is computed, and the token before which it ends
         self.nbytes, self.steps = 0, 0
@@ -79,16 +79,16 @@ class RankWorker:
         return results
 
     @property
-    def numbers(self) -> list[int]:
+    def step_report(self) -> list[int]:
         """Return what rank 0 needs to know of this rank in each step."""
-        return [self.nbytes, *((0, 0) if self.store is None else self.store.numbers)]
+        return [self.nbytes, *((0, 0) if self.store is None else self.store.step_report)]
 
     def do_draft(self, plan: Sequence[Any]) -> dict[str, Any]:
         """Run operations of the draft model, whose caches count with those of the model."""
-        assert self.draft is not None
-        before = self.draft.nbytes
-        results = self.draft.run(plan)
-        self.nbytes += self.draft.nbytes - before
+        assert self.draft_worker is not None
+        before = self.draft_worker.nbytes
+        results = self.draft_worker.run(plan)
+        self.nbytes += self.draft_worker.nbytes - before
         return results
 
     def do_open(self, number: int, layers: list[list[int]], tokens: int, rope: list[int], blocks: list[Any]) -> None:
@@ -97,17 +97,17 @@ class RankWorker:
         cache = ShardedCache(self.model.config, self.mesh, **self.options)
         cache.choose_block(tokens)
         cache.history.rope_regime = tuple(rope)
-        places = [(StoredBlock(*fields), place) for *fields, place in blocks]
-        room = max([tokens, *(block.stop for block, _ in places)])
+        sources = [(StoredBlock(*fields), ReadFrom(read_from)) for *fields, read_from in blocks]
+        room = max([tokens, *(block.stop for block, _ in sources)])
         kvs = cache.make([CacheSizes.from_code(code) for code in layers], room, self.model.device)
         self.caches[number] = cache
-        self.store.begin_reading(number, Reading(cache, CacheFiller(kvs), places, self.model.device))
+        self.store.begin_reading(number, Reading(cache, CacheFiller(kvs), sources, self.model.device))
         self.nbytes = self.measure()
 
     def do_drop(self, numbers: list[int]) -> None:
         """Forget caches."""
         for number in numbers:
-            for held in (self.caches, self.filling, self.prompts, self.ends):
+            for held in (self.caches, self.prefills, self.prompts, self.prompt_lengths):
                 held.pop(number, None)
         self.nbytes = self.measure()
 
@@ -123,16 +123,18 @@ class RankWorker:
         else:
             cache = self.caches.pop(source) if moves else self.caches[source].fork()
         self.caches[number] = cache
-        self.prompts[number], self.ends[number] = torch.tensor([ids], device=self.model.device), len(ids) - later
+        self.prompts[number], self.prompt_lengths[number] = (
+            torch.tensor([ids], device=self.model.device),
+            len(ids) - later,
+        )
         first = self.prompts[number][:, : len(ids) - later]
-        place = self.axes
         images = on_model(images, self.model)
-        agree_on_call(place, self.model, first, None, cache, {"chunk_size": None, **images})
-        prompt = begin_prompt(place, self.model, first, None, images)
+        agree_on_call(self.axes, self.model, first, None, cache, {"chunk_size": None, **images})
+        prompt = begin_prompt(self.axes, self.model, first, None, images)
         if cache.tokens is None and cache.get_seq_length():
             name_tokens(cache, prompt)
         shared = crop_to_shared_prefix(self.model, prompt, cache)
-        self.filling[number] = prefill_chunks(self.model, prompt, cache, lambda: self.size, lambda: self.stop)
+        self.prefills[number] = prefill_chunks(self.model, prompt, cache, lambda: self.size, lambda: self.stop)
         self.nbytes = self.measure()
         return shared
 
@@ -144,13 +146,13 @@ class RankWorker:
     @torch.no_grad()
     def do_fill(self, number: int, size: int, stop: int) -> tuple[int, Tensor | None]:
         """Compute the next chunk of a prompt. Return the cached tokens, and after the last chunk the logits."""
-        if number not in self.filling:  # it did not begin
+        if number not in self.prefills:  # it did not begin
             return 0, None
         cache, ids, self.size, self.stop = self.caches[number], self.prompts[number], size, stop
         logits = None
-        if next(self.filling[number], None) is None:
+        if next(self.prefills[number], None) is None:
             length = cache.get_seq_length()
-            rest = ids[:, length : length + self._tokens_at_once(size, self.ends[number] - length)]
+            rest = ids[:, length : length + self._tokens_at_once(size, self.prompt_lengths[number] - length)]
             positions = torch.arange(rest.shape[1], device=ids.device)[None] + cache.next_position
             cache.history.is_consistent = False
             logits = run_model(self.model, rest, positions, cache)
@@ -158,15 +160,15 @@ class RankWorker:
             if length + rest.shape[1] < ids.shape[1]:
                 logits = None
             else:
-                del self.filling[number], self.prompts[number], self.ends[number]
+                del self.prefills[number], self.prompts[number], self.prompt_lengths[number]
         self.nbytes = self.measure()
         return cache.get_seq_length(), logits
 
     def _tokens_at_once(self, size: int, left: int) -> int:
         """Return the tokens of the next pass, of which `left` are of the prompt."""
-        if not self.is_causal or (self.by_steps and left <= 0):
+        if not self.is_causal or (self.recomputes_by_token and left <= 0):
             return 1
-        return min(max(size, 2), left) if self.by_steps else max(size, 2)
+        return min(max(size, 2), left) if self.recomputes_by_token else max(size, 2)
 
     def do_crop(self, rows: list[tuple[int, int]]) -> None:
         """Take tokens back from the ends of caches."""
@@ -195,4 +197,4 @@ class RankWorker:
         tensors += [x for cache in caches for kv in cache.kvs for part in kv.shard.earlier_pieces for x in part.stored]
         tensors += [x for cache in caches for x in cache.states.values()]
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
-        return sum(storages.values()) + (0 if self.draft is None else self.draft.nbytes)
+        return sum(storages.values()) + (0 if self.draft_worker is None else self.draft_worker.nbytes)

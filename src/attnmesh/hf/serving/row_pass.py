@@ -103,9 +103,11 @@ def _step(model: PreTrainedModel, tokens: Sequence[Sequence[int]], caches: Seque
     counts = [*map(len, tokens)]
     lengths = [cache.get_seq_length() for cache in caches]
     rows = RowsCache(caches, counts) if len(caches) > 1 else None
-    places = [range(cache.next_position, cache.next_position + n) for cache, n in zip(caches, counts, strict=True)]
+    new_positions = [
+        range(cache.next_position, cache.next_position + n) for cache, n in zip(caches, counts, strict=True)
+    ]
     batch, last = ((-1, 1), 1) if max(counts) == 1 else ((1, -1), sum(counts))  # as `RowTokens` cuts it
-    ids, positions = (torch.tensor([*chain(*x)], device=model.device).view(batch) for x in (tokens, places))
+    ids, positions = (torch.tensor([*chain(*x)], device=model.device).view(batch) for x in (tokens, new_positions))
     for cache in caches:
         cache.history.is_consistent = False
     logits = run_model(model, ids, positions, rows or caches[0], logits_to_keep=last)
@@ -141,8 +143,8 @@ def _agree(model: PreTrainedModel, tokens: Sequence[NextTokens], caches: Sequenc
         return {"tokens": [*map(_tokens_of, tokens)], "lengths": [cache.length_before_step for cache in caches]}
 
     first = caches[0] if isinstance(caches, Sequence) and len(caches) else None
-    place = first.mesh if isinstance(first, ShardedCache) else None
-    with agreement_with_peers(Mesh.of(place), model, SUBJECT, fields):
+    mesh = first.mesh if isinstance(first, ShardedCache) else None
+    with agreement_with_peers(Mesh.of(mesh), model, SUBJECT, fields):
         _check_rows(model, tokens, caches)
 
 
@@ -159,9 +161,9 @@ def _check_rows(model: PreTrainedModel, tokens: Any, caches: Any) -> None:
     fits = fits and all(type(token) is int for token in chain(*new))
     require(fits, ShapeError, f"{SUBJECT} tokens", f"a list of {len(caches)} ints", given, fix)
     config = model.config.get_text_config(decoder=True)
-    words = vocabulary_size(model)
-    wrong = [token for token in chain(*new) if not 0 <= token < words]
-    expected = f"tokens from 0 to {words - 1}"
+    vocab_size = vocabulary_size(model)
+    wrong = [token for token in chain(*new) if not 0 <= token < vocab_size]
+    expected = f"tokens from 0 to {vocab_size - 1}"
     require(not wrong, ArgumentError, f"{SUBJECT} tokens", expected, f"{wrong}", "use the tokenizer of this model")
     once = len({id(cache) for cache in caches}) == len(caches)
     fix = "pass cache.fork()"
@@ -188,11 +190,13 @@ def _check_cache(cache: Any, first: Any, new: int) -> None:
     one_mesh = Mesh.of(cache.mesh) == Mesh.of(first.mesh)
     fix = "make all caches on one mesh"
     require(one_mesh, MeshError, subject, "caches on one mesh", "caches on several", fix)
-    alike = [name for name in OPTIONS if getattr(cache, name) != getattr(first, name)]
-    given = f"another {alike[0]}" if alike else f"one of {len(cache.layers)} layers"
-    kinds = [type(layer) for layer in cache.layers] == [type(layer) for layer in first.layers]
+    differing = [name for name in OPTIONS if getattr(cache, name) != getattr(first, name)]
+    given = f"another {differing[0]}" if differing else f"one of {len(cache.layers)} layers"
+    same_layers = [type(layer) for layer in cache.layers] == [type(layer) for layer in first.layers]
     fix = "make all caches with the same config and options"
-    require(kinds and not alike, KernelError, subject, "caches of one model with the same options", given, fix)
+    require(
+        same_layers and not differing, KernelError, subject, "caches of one model with the same options", given, fix
+    )
     padded = any(kv.padding is not None for kv in cache.kvs)
     fix = "prefill the prompt without its padding"
     require(not padded, MaskError, subject, "caches without padding", "padding", fix)

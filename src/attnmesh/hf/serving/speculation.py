@@ -11,17 +11,17 @@ from attnmesh.errors import ArgumentError, InputError, KernelError, check_count,
 from attnmesh.hf.cache.layer import TailLayer
 from attnmesh.hf.cache.state_layer import StateLayer
 from attnmesh.hf.models import check_can_decode_rows, unwrap
-from attnmesh.hf.serving.draft_guesses import DraftGuesses
-from attnmesh.hf.serving.guesses import NoGuesses
-from attnmesh.hf.serving.ngram_guesses import NgramGuesses
+from attnmesh.hf.serving.draft_guesses import DraftGuesser
+from attnmesh.hf.serving.guesses import Guesser
+from attnmesh.hf.serving.ngram_guesses import NgramGuesser
 from attnmesh.hf.serving.rank_worker import RankWorker
 
 SPECULATE, DRAFT = "hf.Engine speculate", "hf.Engine draft"
 
-MAX_GUESSES = 8
+DEFAULT_GUESSES = 8
 """Guesses of a row in a step at most, if no other number is given."""
 
-MOST_GUESSES = 64
+MAX_GUESSES = 64
 """The largest number that may be given."""
 
 VOCABULARY_PADDING = 128
@@ -36,8 +36,8 @@ class Speculation:
     """Settings of guesses, at most so many of each row in a step: of a draft model, or else of a look-up."""
 
     subject: str
-    most: int = MAX_GUESSES
-    draft: PreTrainedModel | None = None
+    most: int = DEFAULT_GUESSES
+    draft_model: PreTrainedModel | None = None
 
     @staticmethod
     def of(model: PreTrainedModel, speculate: object, draft: Any, draft_tokens: object) -> "Speculation | None":
@@ -51,12 +51,12 @@ class Speculation:
         if speculate is None:
             return None
         match = re.fullmatch("ngram(?::([1-9][0-9]?))?", speculate) if isinstance(speculate, str) else None
-        most = MAX_GUESSES if match is None or match[1] is None else int(match[1])
-        expected, fix = f"ngram, or ngram:N with N from 1 to {MOST_GUESSES}", "write one of these, or leave it out"
-        require(match is not None and most <= MOST_GUESSES, ArgumentError, SPECULATE, expected, repr(speculate), fix)
+        most = DEFAULT_GUESSES if match is None or match[1] is None else int(match[1])
+        expected, fix = f"ngram, or ngram:N with N from 1 to {MAX_GUESSES}", "write one of these, or leave it out"
+        require(match is not None and most <= MAX_GUESSES, ArgumentError, SPECULATE, expected, repr(speculate), fix)
         return Speculation(SPECULATE, most)
 
-    def begin(self, worker: RankWorker, run: Callable[[list[Any]], dict[str, Any]]) -> NoGuesses:
+    def begin(self, worker: RankWorker, run: Callable[[list[Any]], dict[str, Any]]) -> Guesser:
         """Return what guesses for the rows of a worker, or raise unless its model takes guesses.
 
         `run` runs operations of the draft's worker on all ranks.
@@ -65,13 +65,13 @@ class Speculation:
         fix = "leave one of them out"
         require(not worker.template.reproducible, KernelError, self.subject, expected, "True", fix)
         _check_caches(self.subject, worker)
-        if self.draft is None:
-            return NgramGuesses(self.most)
+        if self.draft_model is None:
+            return NgramGuesser(self.most)
         options = {name: value for name, value in worker.options.items() if name in OF_DRAFT}
-        worker.draft = RankWorker(self.draft, worker.mesh, {**options, "keep": self.most})
-        _check_caches(self.subject, worker.draft)
-        words = worker.model.config.get_text_config(decoder=True).vocab_size
-        return DraftGuesses(worker.draft, self.most, words, run)
+        worker.draft_worker = RankWorker(self.draft_model, worker.mesh, {**options, "keep": self.most})
+        _check_caches(self.subject, worker.draft_worker)
+        vocab_size = worker.model.config.get_text_config(decoder=True).vocab_size
+        return DraftGuesser(worker.draft_worker, self.most, vocab_size, run)
 
 
 def _of_draft(model: PreTrainedModel, draft: Any, most: Any) -> Speculation:
@@ -82,10 +82,10 @@ def _of_draft(model: PreTrainedModel, draft: Any, most: Any) -> Speculation:
     sizes = [x.config.get_text_config(decoder=True).vocab_size for x in (model, draft)]
     expected, fix = f"a model of the same {sizes[0]} tokens", "use a model with the same tokenizer"
     require(abs(sizes[0] - sizes[1]) <= VOCABULARY_PADDING, ArgumentError, DRAFT, expected, f"one of {sizes[1]}", fix)
-    most = MAX_GUESSES if most is None else most
+    most = DEFAULT_GUESSES if most is None else most
     check_count(f"{DRAFT}_tokens", most, "pass a positive int")
     fix = "pass a smaller number"
-    require(most <= MOST_GUESSES, ArgumentError, f"{DRAFT}_tokens", f"at most {MOST_GUESSES}", most, fix)
+    require(most <= MAX_GUESSES, ArgumentError, f"{DRAFT}_tokens", f"at most {MAX_GUESSES}", most, fix)
     return Speculation(DRAFT, int(most), draft)
 
 

@@ -1,4 +1,4 @@
-"""A request of an engine: its sampling, and the stream of its tokens."""
+"""A request of an engine: its sampling, and its tokens as they come."""
 
 import queue
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ class DrawnToken:
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingParams:
     """How tokens are drawn: as transformers' `generate` draws them after `torch.manual_seed(seed)`, on the CPU."""
 
     temperature: float = 0.0
@@ -134,7 +134,7 @@ class Sampling:
 
 
 @dataclass(eq=False)
-class Stream:
+class EngineRequest:
     """A request, whose tokens are read as they come. Any thread may read them, and cancel.
 
     Fields are, in order: what was asked for, with the answer so far; the cache; how the request ends; the state of the
@@ -142,9 +142,9 @@ class Stream:
     """
 
     prompt: list[int]
-    sampling: Sampling
+    sampling: SamplingParams
     max_new_tokens: int
-    ends: frozenset[int]
+    all_stop_ids: frozenset[int]
     """Tokens that end the answer. They are not among its tokens."""
     images: dict[str, Any] | None = None
     """Inputs for images, as the model's processor returns them."""
@@ -154,9 +154,9 @@ class Stream:
     """Name of those who share prefixes."""
     number: int = -1
     """Number of the request's cache; -1 without one."""
-    forked: bool = False
+    is_forked: bool = False
     """The cache may share memory with a cache that is gone."""
-    filled: int = 0
+    computed_tokens: int = 0
     """Tokens that the cache has while the prompt is computed."""
     fork_points: set[int] = field(default_factory=set)
     """Counts of tokens after which other prompts part from this one. The cache is forked there."""
@@ -176,7 +176,7 @@ class Stream:
     """How often each token is in the answer; None before the first draw, and where no penalty needs the counts."""
     grammar: GrammarState | None = None
     """The place of the answer in its grammar."""
-    held: Tensor | None = None
+    held_logits: Tensor | None = None
     """Logits that wait for the grammar's mask, (tokens, vocabulary)."""
     guesses: RowGuesses = field(default_factory=RowGuesses)
     """Guesses of the next tokens."""
@@ -237,7 +237,7 @@ class Stream:
                 torch.tensor(self.answer, dtype=torch.int64, device="cpu"), minlength=len(logits)
             ).float()
         token = self.sampling.draw(logits, self.generator, self.before, self.counts, mask and mask.allowed)
-        if token.id in self.ends:
+        if token.id in self.all_stop_ids:
             return self.end("stop")
         self.answer.append(token.id)
         if self.grammar is not None:
@@ -250,7 +250,7 @@ class Stream:
         return len(self.answer) >= self.max_new_tokens and self.end("length")
 
     def end(self, reason: str | BaseException) -> bool:
-        """End the stream, with a reason or an error."""
+        """End the request, with a reason or an error."""
         if self.finish_reason is None:
             self.finish_reason = "error" if isinstance(reason, BaseException) else reason
             self.tokens.put(reason if isinstance(reason, BaseException) else None)
