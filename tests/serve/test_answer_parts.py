@@ -9,7 +9,7 @@ import pytest
 from attnmesh.serve.answer_parts import REASONING, AnswerParts, ReasoningMarks, find_formats
 from attnmesh.serve.chat import encode_chat
 from attnmesh.serve.refused import Refused
-from attnmesh.serve.schema import CHAT, read_fields
+from attnmesh.serve.request_fields import CHAT, read_fields
 from attnmesh.serve.tool_formats import FORMATS, ContentText, ReasoningText, ToolCall
 from tests.support.fake_engine import ThreadWorld, byte_tokenizer
 from tests.support.served import NAME, Served, chat, served

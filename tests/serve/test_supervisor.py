@@ -14,7 +14,7 @@ import pytest
 from attnmesh.cli.launch import LaunchError
 from attnmesh.errors import ModelError
 from attnmesh.serve import supervisor
-from attnmesh.serve.chat import Encoded
+from attnmesh.serve.chat import EncodedPrompt
 from attnmesh.serve.metrics import Metrics
 from attnmesh.serve.supervisor import Supervisor
 from tests.support.fake_engine import FakeEngine, Stream, ThreadWorld, answer, byte_tokenizer
@@ -87,7 +87,7 @@ def test_a_request_that_leaves_while_ranks_are_lost_keeps_no_other_from_them() -
         one._send = lambda message, images=None: sent.append(message)  # type: ignore[method-assign]
         one._begin({"max_model_len": 9})
         options = {"max_new_tokens": 5}
-        leaving, staying = one.submit(Encoded([1]), [options] * 2, lambda *_: None)
+        leaving, staying = one.submit(EncodedPrompt([1]), [options] * 2, lambda *_: None)
         one._losses = [0.0]
         one._lost()
         one.cancel(leaving)

@@ -9,7 +9,7 @@ from attnmesh.errors import GrammarError
 from attnmesh.serve.answer_parts import AnswerParts, find_formats
 from attnmesh.serve.chat import encode_chat
 from attnmesh.serve.refused import Refused
-from attnmesh.serve.schema import CHAT, read_fields
+from attnmesh.serve.request_fields import CHAT, read_fields
 from attnmesh.serve.tool_formats import FORMATS, ToolCall
 from attnmesh.serve.tool_schemas import MAX_CHARACTERS, MAX_TOOLS
 from attnmesh_command.choices import TOOL_FORMATS

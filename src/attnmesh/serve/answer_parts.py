@@ -9,7 +9,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from attnmesh.serve.growing_text import GrowingText, NoMatch, Steps, partial_mark_length
+from attnmesh.serve.growing_text import GrowingText, NoMatch, Reader, partial_mark_length
 from attnmesh.serve.text import SentToken
 from attnmesh.serve.tool_formats import (
     FORMATS,
@@ -43,7 +43,7 @@ class ReasoningMarks(NamedTuple):
 
 
 @dataclass
-class Edges:
+class TrailingSpace:
     """Space at the end of a text that grows, which is held back until more text follows."""
 
     held: str = ""
@@ -136,10 +136,10 @@ class AnswerParts:
         self.has_thought = False
         self.ids = list[str]()
         self.text.is_thought = is_thinking
-        self.content, self.thought = Edges(), Edges()
-        self._start: Steps[None] | None = None if thought is None else self._think(thought, is_thinking)
+        self.content, self.thought = TrailingSpace(), TrailingSpace()
+        self._start: Reader[None] | None = None if thought is None else self._think(thought, is_thinking)
         """Reads a thought at the beginning of the answer."""
-        self._reader: Steps[None] | None = self._start
+        self._reader: Reader[None] | None = self._start
 
     @property
     def is_thinking(self) -> bool:
@@ -158,7 +158,7 @@ class AnswerParts:
         held = "" if self.call_count or self.has_thought else self.content.held
         return [*parts, ContentText(held)] if held else parts
 
-    def _think(self, marks: ReasoningMarks, is_thinking: bool) -> Steps[None]:
+    def _think(self, marks: ReasoningMarks, is_thinking: bool) -> Reader[None]:
         if not is_thinking:
             yield from self.text.space()
             yield from self.text.take(marks.begin)
@@ -180,7 +180,7 @@ class AnswerParts:
                 self.text.cut(self.text.at)
                 yield part
 
-    def _find(self) -> Steps[bool]:
+    def _find(self) -> Reader[bool]:
         """Yield content up to where a call may begin. Return whether one may."""
         text = self.text.text
         marks = self.format.begins if self.format else ()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnmesh.hf.serving.plan_exchange import specs_of
 from attnmesh.serve.refused import Refused
-from attnmesh.serve.schema import shown
+from attnmesh.serve.request_fields import shown
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 """Formats of images, as OpenAI takes them. Other decoders of Pillow are not run on what clients send."""

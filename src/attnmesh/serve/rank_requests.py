@@ -67,12 +67,12 @@ class RankRequests:
         """Do what the front asks for, and end the engine with it."""
         while (message := self.rank_socket.receive()) is not None:
             match message:
-                case ["prompt", group, ids, images]:
-                    self.prompts[group] = ids, images
-                case ["forget", group]:
-                    self.prompts.pop(group, None)
-                case ["submit", number, group, options, sent]:
-                    ids, images = self.prompts[group]
+                case ["prompt", prompt_number, ids, images]:
+                    self.prompts[prompt_number] = ids, images
+                case ["forget", prompt_number]:
+                    self.prompts.pop(prompt_number, None)
+                case ["submit", number, prompt_number, options, sent]:
+                    ids, images = self.prompts[prompt_number]
                     self.submit(number, ids, options | ({"images": images} if images else {}), sent)
                 case ["cancel", number]:
                     if (stream := self.streams.pop(number, None)) is not None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 from urllib.parse import unquote
 
 from attnmesh.serve.refused import Refused
-from attnmesh.serve.schema import shown
+from attnmesh.serve.request_fields import shown
 from attnmesh.serve.tool_schemas import inner_schemas
 
 LEVELS = 128

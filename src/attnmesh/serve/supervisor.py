@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from attnmesh.errors import ArgumentError, require
-from attnmesh.serve.chat import Encoded
+from attnmesh.serve.chat import EncodedPrompt
 from attnmesh.serve.metrics import Metrics
 from attnmesh.serve.rank_socket import message_parts, read_message
 from attnmesh.serve.refused import Refused
@@ -75,7 +76,7 @@ class OpenRequest:
     """An open request: what ranks have to know, and the tokens that they have sent."""
 
     number: int
-    prompt: Encoded
+    prompt: EncodedPrompt
     options: dict[str, Any]
     put: Callable[[Event], None]
     prompt_number: int
@@ -135,7 +136,7 @@ class Supervisor:
     # --- requests ---
 
     def submit(
-        self, prompt: Encoded, choices: list[dict[str, Any]], put: Callable[[int, Event], None]
+        self, prompt: EncodedPrompt, choices: list[dict[str, Any]], put: Callable[[int, Event], None]
     ) -> list[OpenRequest]:
         """Send a request to the ranks for each choice; `put` gets the events, each with its choice's index."""
         self._check_room(len(choices))
@@ -145,11 +146,13 @@ class Supervisor:
             > IMAGE_BYTES
         ):
             raise Refused(429, "The images of open requests take all of their memory. Ask again.")
-        requests, group = [], self._numbers
+        requests = []
+        prompt_number = self._numbers
+        now = asyncio.get_running_loop().time()
         for index, options in enumerate(choices):
             self._numbers += 1
-            request = OpenRequest(self._numbers, prompt, options, lambda event, index=index: put(index, event), group)  # type: ignore[misc]
-            request.last_time = asyncio.get_running_loop().time()
+            put_of_choice = partial(put, index)
+            request = OpenRequest(self._numbers, prompt, options, put_of_choice, prompt_number, last_time=now)
             self.open[request.number] = request
             requests.append(request)
         self._submit_next()

@@ -1,13 +1,13 @@
-"""Answers of /v1/responses: items of thoughts, messages and calls, whole or as events."""
+"""Replies of /v1/responses: items of thoughts, messages and calls, whole or as events."""
 
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
-from attnmesh.serve.answers import encoded
+from attnmesh.serve.completion_objects import encoded
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.reply import Reply
-from attnmesh.serve.responses import ResponseRequest
+from attnmesh.serve.responses_request import ResponseRequest
 
 ECHOED = (
     "instructions",
@@ -184,7 +184,7 @@ class ResponseReply(Reply):
 
     def __init__(self, request: ResponseRequest, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.request, self.items = request, ResponseItems(self.answers.id, self.answers.model, request.fields)
+        self.request, self.items = request, ResponseItems(self.objects.id, self.objects.model, request.fields)
 
     async def whole(self) -> bytes:
         """Return the response, as JSON."""

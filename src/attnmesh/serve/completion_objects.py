@@ -19,8 +19,8 @@ RAW = "bytes:"
 
 
 @dataclass(frozen=True)
-class Answers:
-    """The objects that answer one request."""
+class CompletionObjects:
+    """Makes the objects that answer one request."""
 
     spelling: Spelling
     model: str
