@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from attnmesh.errors import ModelError, require
+from attnmesh.errors import ModelError
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.request_fields import CHAT, SAMPLING
 
@@ -31,16 +31,10 @@ def read_model_defaults(config: GenerationConfig) -> dict[str, Any]:
     """Return the defaults of requests by name, or raise on a field that changes tokens and is not served."""
     for name, neutral in NOT_SERVED.items():
         value = getattr(config, name, None)
-        fits = value is None or value == neutral
-        given = f"{name} = {str(value)[:60]}"
-        require(
-            fits,
-            ModelError,
-            "generation_config",
-            f"fields that are served ({', '.join(SERVED)})",
-            given,
-            USE_NO_DEFAULTS,
-        )
+        if value is not None and value != neutral:
+            expected = f"fields that are served ({', '.join(SERVED)})"
+            given = f"{name} = {str(value)[:60]}"
+            raise ModelError("generation_config", expected, given, USE_NO_DEFAULTS)
     values = {name: getattr(config, name, None) for name in SERVED}
     return {name: _checked(name, value) for name, value in values.items() if value is not None}
 

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from attnmesh.errors import ArgumentError, require
+from attnmesh.errors import ArgumentError
 from attnmesh.serve.chat import EncodedPrompt
 from attnmesh.serve.metrics import Metrics
 from attnmesh.serve.rank_socket import message_parts, read_message
@@ -327,9 +327,11 @@ class Supervisor:
         """Listen for rank 0 in a folder that other users cannot enter, and return the address."""
         self._folder = tempfile.mkdtemp(prefix="attnmesh-serve-")
         address = str(Path(self._folder) / "front")
-        given, fix = f"one of {len(os.fsencode(address))} beneath it", "set TMPDIR to a folder with a shorter name"
-        fits = len(os.fsencode(address)) <= LONGEST_ADDRESS
-        require(fits, ArgumentError, "TMPDIR", f"room for an address of {LONGEST_ADDRESS} bytes", given, fix)
+        length = len(os.fsencode(address))
+        if length > LONGEST_ADDRESS:
+            expected = f"room for an address of {LONGEST_ADDRESS} bytes"
+            fix = "set TMPDIR to a folder with a shorter name"
+            raise ArgumentError("TMPDIR", expected, f"one of {length} beneath it", fix)
         self._server = await asyncio.start_unix_server(self._connected, address)
         return address
 

@@ -132,17 +132,16 @@ class Engine:
             for name, limit in limits.items():
                 if limit is not None or name in ("max_rows", "max_queue"):
                     check_count(f"{SUBJECT} {name}", limit, "pass a positive int")
-            fits = max_gap is None or (isinstance(max_gap, (int, float)) and max_gap > 0)
-            fix = "pass seconds, or leave it out"
-            require(fits, ArgumentError, f"{SUBJECT} max_gap", "seconds above 0", repr(max_gap), fix)
-            given = type(store).__name__
-            fix = "pass one, or leave it out"
-            fits = store is None or isinstance(store, PrefixStore)
-            require(fits, ArgumentError, f"{SUBJECT} store", "a PrefixStore", given, fix)
+            if max_gap is not None and not (isinstance(max_gap, (int, float)) and max_gap > 0):
+                fix = "pass seconds, or leave it out"
+                raise ArgumentError(f"{SUBJECT} max_gap", "seconds above 0", repr(max_gap), fix)
+            if store is not None and not isinstance(store, PrefixStore):
+                fix = "pass one, or leave it out"
+                raise ArgumentError(f"{SUBJECT} store", "a PrefixStore", type(store).__name__, fix)
             _check_no_folder(cache_options.get("folder"))
-            fits = max_model_len is None or context is None or max_model_len <= context
-            expected = f"at most {context}"
-            require(fits, ArgumentError, f"{SUBJECT} max_model_len", expected, max_model_len, "leave it out")
+            if max_model_len is not None and context is not None and max_model_len > context:
+                expected = f"at most {context}"
+                raise ArgumentError(f"{SUBJECT} max_model_len", expected, str(max_model_len), "leave it out")
             speculation = Speculation.of(self.model, speculate, draft, draft_tokens)
         context_limits = max_model_len, context, cache_options.get("capacity")
         self.max_context = min((limit for limit in context_limits if limit is not None), default=None)
@@ -224,23 +223,23 @@ class Engine:
         sampling = SamplingParams(temperature, *shaping, tuple(dict(logit_bias).items()), seed, logprobs)
         sampling.check()
         stops = [*stop_ids]
-        known = all(type(token) is int for token in stops)
-        given = f"{stops!r:.40}"
-        fix = "pass tokens.tolist()"
-        require(known, ArgumentError, "submit stop_ids", "a list of ints", given, fix)
+        if not all(type(token) is int for token in stops):
+            fix = "pass tokens.tolist()"
+            raise ArgumentError("submit stop_ids", "a list of ints", f"{stops!r:.40}", fix)
         inputs = unless_text(without_absent(images or {})) or None
         request = EngineRequest(
             [*ids], sampling, max_new_tokens, self.eos_ids | {*stops}, inputs, [*(replay or ())], salt
         )
         self._check(request)
         if grammar is not None:
-            fix = "pass Engine(grammars=hf.GrammarTokens(tokenizer)) on rank 0"
             if self.grammars is None:
+                fix = "pass Engine(grammars=hf.GrammarTokens(tokenizer)) on rank 0"
                 raise GrammarError(grammar.field, "an engine with grammars", "none", fix)
             request.grammar = self.grammars.begin(grammar, request.all_stop_ids, request.answer)
-        given, fix = f"one of {self.max_queue} requests that wait", "submit again later, or raise max_queue"
-        fits = replay is not None or self._queued < self.max_queue
-        require(fits, Busy, "submit", "a queue with room", given, fix)
+        if replay is None and self._queued >= self.max_queue:
+            given = f"one of {self.max_queue} requests that wait"
+            fix = "submit again later, or raise max_queue"
+            raise Busy("submit", "a queue with room", given, fix)
         self.scheduler.store.prepare(request)
         self.inbox.put(request)
         if self.closing:  # the request may have come too late to be found
@@ -252,33 +251,39 @@ class Engine:
         config = self.model.config.get_text_config(decoder=True)
         vocab_size = vocabulary_size(self.model)
         check_count("submit max_new_tokens", request.max_new_tokens, "count the tokens of the answer")
+        expected = f"tokens from 0 to {vocab_size - 1}, as ints"
+        fix = "use this model's tokenizer, and tokens.tolist()"
         known = all(type(token) is int and 0 <= token < vocab_size for token in request.ids)
-        expected, fix = f"tokens from 0 to {vocab_size - 1}, as ints", "use this model's tokenizer, and tokens.tolist()"
-        require(known and len(request.prompt) > 0, ArgumentError, "submit ids", expected, "others, or none", fix)
+        if not known or not request.prompt:
+            raise ArgumentError("submit ids", expected, "others, or none", fix)
         biased = [token for token, _ in request.sampling.logit_bias]
-        known = all(type(token) is int and 0 <= token < vocab_size for token in biased)
-        require(known, ArgumentError, "submit logit_bias", expected, "others", fix)
+        if not all(type(token) is int and 0 <= token < vocab_size for token in biased):
+            raise ArgumentError("submit logit_bias", expected, "others", fix)
         prompt = len(request.prompt)
         total = prompt + request.max_new_tokens
-        fix = "shorten the prompt, or pass a smaller max_new_tokens"
-        fits = self.max_context is None or total <= self.max_context
         given = f"{prompt} and {request.max_new_tokens} new ones"
-        require(fits, TooLong, "submit ids", f"at most {self.max_context} tokens", given, fix)
+        if self.max_context is not None and total > self.max_context:
+            fix = "shorten the prompt, or pass a smaller max_new_tokens"
+            raise TooLong("submit ids", f"at most {self.max_context} tokens", given, fix)
         footprint, memory = self.scheduler.footprint, self.scheduler.memory
         if footprint is not None and footprint(prompt) > memory:
             raise never_fits(footprint(prompt), memory)
-        unknown = sorted((request.images or {}).keys() - image_inputs(self.model))
-        expected = "inputs for images that the model takes"
-        given = ", ".join(unknown)
-        require(not unknown, ArgumentError, "submit images", expected, given, OWN_PROCESSOR)
-        others = ", ".join(name for name, value in (request.images or {}).items() if not can_be_sent(value))
-        expected, fix = "tensors, numbers and text", 'make them with return_tensors="pt"'
-        require(not others, ArgumentError, "submit images", expected, f"others: {others}", fix)
+        self._check_images(request.images or {})
         check_rope_switch(config, prompt - 1, total)
-        given = f"{prompt} and {request.max_new_tokens} new ones"
-        fix = f"stay within {min(rope_switches(config), default=0)} tokens, or call hf.generate"
-        same = rope_regime(config, prompt) == rope_regime(config, total)
-        require(same, ShapeError, "submit ids", "a rope that stays the same", given, fix)
+        if rope_regime(config, prompt) != rope_regime(config, total):
+            fix = f"stay within {min(rope_switches(config), default=0)} tokens, or call hf.generate"
+            raise ShapeError("submit ids", "a rope that stays the same", given, fix)
+
+    def _check_images(self, images: Mapping[str, Any]) -> None:
+        """Raise unless the model takes inputs for images, and ranks can send them."""
+        unknown = sorted(images.keys() - image_inputs(self.model))
+        if unknown:
+            expected = "inputs for images that the model takes"
+            raise ArgumentError("submit images", expected, ", ".join(unknown), OWN_PROCESSOR)
+        others = ", ".join(name for name, value in images.items() if not can_be_sent(value))
+        if others:
+            fix = 'make them with return_tensors="pt"'
+            raise ArgumentError("submit images", "tensors, numbers and text", f"others: {others}", fix)
 
     def run(self) -> None:
         """Serve on rank 0 until `close`. A lost rank ends the engine, and its requests, with `RankFailure`."""
@@ -299,9 +304,8 @@ class Engine:
 
     def follow(self) -> None:
         """Do what rank 0 plans, until it closes."""
-        require(
-            not self.plan_exchange.leads, MeshError, f"{SUBJECT} follow", "a rank other than 0", "rank 0", "call run"
-        )
+        if self.plan_exchange.leads:
+            raise MeshError(f"{SUBJECT} follow", "a rank other than 0", "rank 0", "call run")
         ended = False
         try:
             while not ended:
@@ -375,5 +379,6 @@ class Engine:
 
 def _check_no_folder(folder: object) -> None:
     """Raise for a folder of keys: one cache has it, and each request has a cache."""
-    fix = "pass store=hf.PrefixStore(folder)"
-    require(folder is None, ArgumentError, f"{SUBJECT} folder", "no folder, which one cache takes", repr(folder), fix)
+    if folder is not None:
+        expected = "no folder, which one cache takes"
+        raise ArgumentError(f"{SUBJECT} folder", expected, repr(folder), "pass store=hf.PrefixStore(folder)")

@@ -16,7 +16,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from attnmesh.errors import ArgumentError, ModelError, require
+from attnmesh.errors import ArgumentError, ModelError
 from attnmesh.hf.serving.draws import draw_token, generator_after
 from attnmesh.hf.serving.grammar_masks import GrammarState, apply_mask
 from attnmesh.hf.serving.row_guesses import RowGuesses
@@ -66,14 +66,16 @@ class SamplingParams:
         for name, (least, most) in limits.items():
             value = getattr(self, name)
             kinds = (int,) if isinstance(least, int) else (int, float)
-            fits = isinstance(value, kinds) and not isinstance(value, bool) and least <= value <= most
-            require(fits, ArgumentError, f"submit {name}", f"{least} to {most}", repr(value), "pass such a number")
+            if not isinstance(value, kinds) or isinstance(value, bool) or not least <= value <= most:
+                fix = "pass such a number"
+                raise ArgumentError(f"submit {name}", f"{least} to {most}", repr(value), fix)
         biases = [value for _, value in self.logit_bias]
-        fits = all(type(value) in (int, float) and abs(value) <= MOST_BIAS for value in biases)
-        expected, fix = f"numbers from -{MOST_BIAS} to {MOST_BIAS}", "pass such numbers"
-        require(fits, ArgumentError, "submit logit_bias", expected, f"{biases!r:.40}", fix)
-        fits = type(self.seed) is int and 0 <= self.seed < 2**63
-        require(fits, ArgumentError, "submit seed", "an int from 0 to 2^63 - 1", repr(self.seed), "pass one, or None")
+        if not all(type(value) in (int, float) and abs(value) <= MOST_BIAS for value in biases):
+            expected = f"numbers from -{MOST_BIAS} to {MOST_BIAS}"
+            raise ArgumentError("submit logit_bias", expected, f"{biases!r:.40}", "pass such numbers")
+        if type(self.seed) is not int or not 0 <= self.seed < 2**63:
+            expected = "an int from 0 to 2^63 - 1"
+            raise ArgumentError("submit seed", expected, repr(self.seed), "pass one, or None")
 
     @property
     def greedy(self) -> bool:
@@ -98,9 +100,8 @@ class SamplingParams:
         `allowed` are the tokens that a grammar lets follow.
         """
         scores = logits.float().cpu()
-        given, fix = "NaN", "check the model's weights and dtype"
-        are_numbers = not (scores.sum().isnan() and scores.isnan().any())  # inf - inf is NaN, too
-        require(are_numbers, ModelError, "Engine", "logits that are numbers", given, fix)
+        if scores.sum().isnan() and scores.isnan().any():  # inf - inf is NaN, too
+            raise ModelError("Engine", "logits that are numbers", "NaN", "check the model's weights and dtype")
         penalized = self._penalized(scores[None], before, counts)
         if allowed is not None:  # last, so that no bias or penalty brings another token back
             penalized = apply_mask(penalized, allowed)

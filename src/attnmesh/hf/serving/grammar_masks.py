@@ -71,7 +71,7 @@ class GrammarTokens:
     >>> tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
     >>> tokens = GrammarTokens(PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>"))
     >>> state = tokens.begin(Grammar('start: "yes" | "no"'), ends=[256])
-    >>> sorted(tokens.tokens.decode_str([token]) for token in state.mask().allowed.nonzero().flatten().tolist())
+    >>> sorted(tokens.tokenizer.decode_str([token]) for token in state.mask().allowed.nonzero().flatten().tolist())
     ['n', 'y']
     >>> tokens.close()
     """

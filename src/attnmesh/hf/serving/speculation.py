@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from attnmesh.errors import ArgumentError, InputError, KernelError, check_count, require
+from attnmesh.errors import ArgumentError, InputError, KernelError, check_count
 from attnmesh.hf.cache.layer import TailLayer
 from attnmesh.hf.cache.state_layer import StateLayer
 from attnmesh.hf.models import check_can_decode_rows, unwrap
@@ -42,18 +42,20 @@ class Speculation:
     @staticmethod
     def of(model: PreTrainedModel, speculate: object, draft: Any, draft_tokens: object) -> "Speculation | None":
         """Return what the arguments of an engine ask for, None for nothing; or raise unless it is possible."""
-        given, fix = "both", "leave one of them out"
-        require(draft is None or speculate is None, ArgumentError, DRAFT, "no speculate= beside it", given, fix)
+        if draft is not None and speculate is not None:
+            raise ArgumentError(DRAFT, "no speculate= beside it", "both", "leave one of them out")
         if draft is not None:
             return _of_draft(model, unwrap(draft), draft_tokens)
-        expected, fix = "a draft= beside it", "pass one, or leave this out"
-        require(draft_tokens is None, ArgumentError, f"{DRAFT}_tokens", expected, repr(draft_tokens), fix)
+        if draft_tokens is not None:
+            fix = "pass one, or leave this out"
+            raise ArgumentError(f"{DRAFT}_tokens", "a draft= beside it", repr(draft_tokens), fix)
         if speculate is None:
             return None
         match = re.fullmatch("ngram(?::([1-9][0-9]?))?", speculate) if isinstance(speculate, str) else None
         most = DEFAULT_GUESSES if match is None or match[1] is None else int(match[1])
-        expected, fix = f"ngram, or ngram:N with N from 1 to {MAX_GUESSES}", "write one of these, or leave it out"
-        require(match is not None and most <= MAX_GUESSES, ArgumentError, SPECULATE, expected, repr(speculate), fix)
+        if match is None or most > MAX_GUESSES:
+            expected = f"ngram, or ngram:N with N from 1 to {MAX_GUESSES}"
+            raise ArgumentError(SPECULATE, expected, repr(speculate), "write one of these, or leave it out")
         return Speculation(SPECULATE, most)
 
     def begin(self, worker: RankWorker, run: Callable[[list[Any]], dict[str, Any]]) -> Guesser:
@@ -61,9 +63,9 @@ class Speculation:
 
         `run` runs operations of the draft's worker on all ranks.
         """
-        expected = "no reproducible=True beside it: products of several tokens are rounded in another way"
-        fix = "leave one of them out"
-        require(not worker.template.reproducible, KernelError, self.subject, expected, "True", fix)
+        if worker.template.reproducible:
+            expected = "no reproducible=True beside it: products of several tokens are rounded in another way"
+            raise KernelError(self.subject, expected, "True", "leave one of them out")
         _check_caches(self.subject, worker)
         if self.draft_model is None:
             return NgramGuesser(self.most)
@@ -80,19 +82,20 @@ def _of_draft(model: PreTrainedModel, draft: Any, most: Any) -> Speculation:
     except InputError as error:
         raise type(error)(DRAFT, *error.args[1:]) from None
     sizes = [x.config.get_text_config(decoder=True).vocab_size for x in (model, draft)]
-    expected, fix = f"a model of the same {sizes[0]} tokens", "use a model with the same tokenizer"
-    require(abs(sizes[0] - sizes[1]) <= VOCABULARY_PADDING, ArgumentError, DRAFT, expected, f"one of {sizes[1]}", fix)
+    if abs(sizes[0] - sizes[1]) > VOCABULARY_PADDING:
+        fix = "use a model with the same tokenizer"
+        raise ArgumentError(DRAFT, f"a model of the same {sizes[0]} tokens", f"one of {sizes[1]}", fix)
     most = DEFAULT_GUESSES if most is None else most
     check_count(f"{DRAFT}_tokens", most, "pass a positive int")
-    fix = "pass a smaller number"
-    require(most <= MAX_GUESSES, ArgumentError, f"{DRAFT}_tokens", f"at most {MAX_GUESSES}", most, fix)
+    if most > MAX_GUESSES:
+        raise ArgumentError(f"{DRAFT}_tokens", f"at most {MAX_GUESSES}", str(most), "pass a smaller number")
     return Speculation(DRAFT, int(most), draft)
 
 
 def _check_caches(subject: str, worker: RankWorker) -> None:
     """Raise unless caches of the worker's model take tokens back. An empty one shows whether they do."""
-    states = any(isinstance(layer, (StateLayer, TailLayer)) for layer in worker.template.layers)
-    expected, given = "a model whose caches take tokens back", "one with recurrent layers or others with a state"
-    require(not states, KernelError, subject, expected, given, "leave it out")
-    given = "one in which several tokens see each other"
-    require(worker.is_causal, KernelError, subject, "a causal model", given, "leave it out")
+    if any(isinstance(layer, (StateLayer, TailLayer)) for layer in worker.template.layers):
+        expected = "a model whose caches take tokens back"
+        raise KernelError(subject, expected, "one with recurrent layers or others with a state", "leave it out")
+    if not worker.is_causal:
+        raise KernelError(subject, "a causal model", "one in which several tokens see each other", "leave it out")
