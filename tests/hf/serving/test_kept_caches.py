@@ -57,7 +57,7 @@ def test_ids_of_a_cache_that_changed_are_copied_anew() -> None:
     kept_caches.worker.caches[KEPT].tokens = DeviceIds(text[:30])  # type: ignore[assignment]
     assert kept_caches.find(request(text), ())[:2] == (KEPT, 30)
     kept_caches.worker.caches[KEPT].tokens = None
-    assert kept_caches.find(request(text), ())[:2] == (-1, 0)
+    assert kept_caches.find(request(text), ())[:2] == (None, 0)
 
 
 def test_ids_of_caches_that_are_gone_are_forgotten() -> None:

@@ -19,7 +19,8 @@ from attnmesh.errors import InputError
 from attnmesh.hf.serving.engine_request import EngineRequest
 from attnmesh.hf.serving.footprint import Footprint, growth
 from attnmesh.hf.serving.guesses import LEAST_RATE, Guesser, RowTimes, StepTimes
-from attnmesh.hf.serving.kept_caches import KeptCaches
+from attnmesh.hf.serving.kept_caches import KeptCaches, Origin
+from attnmesh.hf.serving.plan_operations import Crop, DecodeRows, Drop, Fill, Operation, Start
 from attnmesh.hf.serving.rank_worker import RankWorker
 
 FIRST_RATE = 0.6
@@ -99,7 +100,7 @@ class DraftGuesser(Guesser):
     """Guesses of a draft model, at most `most` of a row. `run` runs operations of its worker on all ranks."""
 
     def __init__(
-        self, worker: RankWorker, most: int, vocab_size: int, run: Callable[[list[Any]], dict[str, Any]]
+        self, worker: RankWorker, most: int, vocab_size: int, run: Callable[[Sequence[Operation]], dict[type, Any]]
     ) -> None:
         self.worker, self.most, self.vocab_size, self.run = worker, most, vocab_size, run
         self.longest = getattr(worker.template.config, "max_position_embeddings", None) or 2**62
@@ -200,7 +201,7 @@ class DraftGuesser(Guesser):
             if (row := self.rows.get(number)) is not None:
                 self.rows[number] = DraftRow(row.request, fails=row.fails or fails, idle=row.idle)
         if numbers:
-            self.run([["drop", [*numbers]]])
+            self.run([Drop([*numbers])])
 
     # --- what the draft reads ---
 
@@ -222,24 +223,24 @@ class DraftGuesser(Guesser):
         as_read = [self._most(other, times) for other in rows]
         return row if 2 * whole <= free() and self._choose(rows, as_read, times, tries=tries)[index] else None
 
-    def _reads(self, row: DraftRow, size: int) -> list[Any]:
+    def _reads(self, row: DraftRow, size: int) -> list[Operation]:
         """Return the operations that read a chunk of a row's text. The first chunk begins the row's cache before."""
         number = row.request.number
-        plan = list[Any]()
+        plan = list[Operation]()
         if not row.is_reading:
-            source, moves = number, True
+            origin = Origin(number, row.read, moves=True)
             if not row.read:  # it may go on from the cache of another row that begins alike
                 others = [other.request for other in self.rows.values() if other.read]
-                source, _, moves = self.kept_caches.find(row.request, others)
-                self.kept_caches.use(source, moves=moves)
+                origin = self.kept_caches.find(row.request, others)
+                self.kept_caches.use(origin)
             row.read, row.guessed, row.is_reading = row.length, [], True
-            plan = [["start", number, row.request.ids, None if source < 0 else source, moves, 0, {}]]
-        return [*plan, ["fill", number, size, row.read]]
+            plan = [Start(number, row.request.ids, origin.source, origin.moves, 0, {})]
+        return [*plan, Fill(number, size, row.read)]
 
-    def _take_chunk(self, row: DraftRow, results: Mapping[str, Any]) -> None:
+    def _take_chunk(self, row: DraftRow, results: Mapping[type, Any]) -> None:
         """Take the results of the operations of `_reads`."""
-        begun = results.get("start", row.computed_tokens)
-        chunk = results["fill"]
+        begun = results.get(Start, row.computed_tokens)
+        chunk = results[Fill]
         if isinstance(begun, InputError) or isinstance(chunk, InputError):
             self._drop([row.request.number], fails=True)
             return
@@ -247,26 +248,24 @@ class DraftGuesser(Guesser):
             self.footprint = Footprint.of(self.worker.caches[row.request.number])
         row.computed_tokens, tokens = chunk[0], chunk[0] - begun
         self.counts["draft_prompt_tokens"] += tokens
-        self.token_seconds = (
-            self.worker.seconds["fill"] / tokens if tokens > SHORTEST_CHUNK // 2 else self.token_seconds
-        )
+        self.token_seconds = self.worker.seconds[Fill] / tokens if tokens > SHORTEST_CHUNK // 2 else self.token_seconds
         if row.computed_tokens >= row.read - 1:  # the last token is of the first pass
             row.read, row.is_reading = row.computed_tokens, False
 
     # --- guesses ---
 
-    def _guess(self, plan: list[Any], chosen: Mapping[int, int], *, grows: bool) -> None:
+    def _guess(self, plan: list[Operation], chosen: Mapping[int, int], *, grows: bool) -> None:
         """Run a plan and the passes that guess so many tokens of each row: the first one catches up with the text."""
         behind = {number: self.rows[number].catch_up() for number in chosen}
         tokens = {number: new for number, (_, new) in behind.items()}
         crops = [(number, wrong) for number, (wrong, _) in behind.items() if wrong]
-        plan = [["crop", crops]] * bool(crops) + plan
+        plan = [*([Crop(crops)] if crops else []), *plan]
         draws = {number: self._drawing(self.rows[number].request) for number in chosen}
         while plan or tokens:
             start = perf_counter()
-            reading = next((operation[1] for operation in plan if operation[0] == "fill"), None)
-            results = self.run([*plan, *([["rows", [*tokens.items()], grows]] if tokens else [])])
-            others = sum(self.worker.seconds.get(name, 0.0) for name in ("start", "fill"))
+            reading = next((operation.number for operation in plan if isinstance(operation, Fill)), None)
+            results = self.run([*plan, *([DecodeRows([*tokens.items()], grows)] if tokens else [])])
+            others = sum(self.worker.seconds.get(kind, 0.0) for kind in (Start, Fill))
             if reading is not None:
                 self._take_chunk(self.rows[reading], results)
             if tokens:
@@ -303,10 +302,10 @@ class DraftGuesser(Guesser):
 
 
 def _drawn(
-    draws: Mapping[int, Callable[[Tensor], int]], tokens: Mapping[int, list[int]], results: Mapping[str, Any]
+    draws: Mapping[int, Callable[[Tensor], int]], tokens: Mapping[int, list[int]], results: Mapping[type, Any]
 ) -> dict[int, int]:
     """Return the next token of each row, or raise the error of a pass."""
-    for result in (results.get("crop"), results["rows"]):
+    for result in (results.get(Crop), results[DecodeRows]):
         if isinstance(result, InputError):
             raise result
-    return {number: draws[number](logits[-1]) for number, logits in zip(tokens, results["rows"], strict=True)}
+    return {number: draws[number](logits[-1]) for number, logits in zip(tokens, results[DecodeRows], strict=True)}

@@ -36,6 +36,7 @@ from attnmesh.hf.serving.engine_request import EngineRequest, SamplingParams
 from attnmesh.hf.serving.footprint import memory_share, never_fits
 from attnmesh.hf.serving.grammar_masks import Grammar, GrammarTokens
 from attnmesh.hf.serving.plan_exchange import PlanExchange, can_be_sent
+from attnmesh.hf.serving.plan_operations import Draft, End, Operation, Start
 from attnmesh.hf.serving.prefix_store import PrefixStore
 from attnmesh.hf.serving.rank_worker import RankWorker
 from attnmesh.hf.serving.scheduler import Scheduler
@@ -292,7 +293,7 @@ class Engine:
             while not self.closing:
                 self._step()
             self.scheduler.end_all("cancelled")
-            self._exchange([["end"]])
+            self._exchange([End()])
         except BaseException as error:
             self.error = error
             raise
@@ -309,8 +310,8 @@ class Engine:
         ended = False
         try:
             while not ended:
-                plan, _ = self.plan_exchange.exchange(None, self.worker.step_report)
-                ended = plan == [["end"]]
+                plan, _ = self.plan_exchange.exchange([], self.worker.step_report)
+                ended = plan == [End()]
                 if not ended:
                     self._run(plan, None)
         finally:
@@ -355,25 +356,26 @@ class Engine:
             if request is not None:  # else `close` wakes the engine
                 self.scheduler.waiting.append(request)
 
-    def _exchange(self, plan: list[Any], images: dict[str, Any] | None = None) -> dict[str, Any]:
+    def _exchange(self, plan: list[Operation], images: dict[str, Any] | None = None) -> dict[type, Any]:
         """Send a plan to all ranks and run it, with the images of the prompt that begins."""
         plan, reports = self.plan_exchange.exchange(plan, self.worker.step_report)
         self.scheduler.take_reports(reports)
         self.exchanges += 1
-        return {} if plan == [["end"]] else self._run(plan, images)
+        return {} if plan == [End()] else self._run(plan, images)
 
-    def _run_draft(self, plan: list[Any]) -> dict[str, Any]:
+    def _run_draft(self, plan: Sequence[Operation]) -> dict[type, Any]:
         """Run operations of the draft model on all ranks, between two steps."""
-        whole, _ = self.plan_exchange.exchange([["draft", plan]], self.worker.step_report)
+        whole, _ = self.plan_exchange.exchange([Draft(plan)], self.worker.step_report)
         self.exchanges += 1
-        results: dict[str, Any] = self.worker.run(whole)["draft"]
+        results: dict[type, Any] = self.worker.run(whole)[Draft]
         return results
 
-    def _run(self, plan: list[Any], images: dict[str, Any] | None) -> dict[str, Any]:
+    def _run(self, plan: list[Operation], images: dict[str, Any] | None) -> dict[type, Any]:
         """Run a plan. Rank 0 sends the images of the prompt that begins."""
-        for operation in plan:
-            if operation[0] == "start":
-                operation[-1] = self.plan_exchange.share(operation[-1], images, self.model.device)
+        for place, operation in enumerate(plan):
+            if isinstance(operation, Start):
+                shared = self.plan_exchange.share(operation.images, images, self.model.device)
+                plan[place] = operation._replace(images=shared)
         return self.worker.run(plan)
 
 

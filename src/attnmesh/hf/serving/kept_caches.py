@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,15 @@ from attnmesh.hf.serving.rank_worker import RankWorker
 
 LEAST_SHARED = 16
 """Tokens that a cache has to share with a prompt."""
+
+
+class Origin(NamedTuple):
+    """The cache that a prompt goes on from, the tokens that both have, and whether nothing else needs the cache."""
+
+    source: int | None = None
+    """Number of the cache; None for a new one."""
+    tokens: int = 0
+    moves: bool = False
 
 
 class KeptCaches:
@@ -55,22 +65,23 @@ class KeptCaches:
             self.images_digests.pop(number, None)
             self.ids.pop(number, None)
 
-    def use(self, number: int, *, moves: bool) -> None:
+    def use(self, origin: Origin) -> None:
         """Note that a request goes on from a cache, which it takes, or forks."""
-        if moves:
-            self.remove(number)
-        elif number in self.kept:
-            self.kept.move_to_end(number)
+        if origin.source is None:
+            return
+        if origin.moves:
+            self.remove(origin.source)
+        elif origin.source in self.kept:
+            self.kept.move_to_end(origin.source)
 
-    def find(self, request: EngineRequest, others: Iterable[EngineRequest]) -> tuple[int, int, bool]:
-        """Return the cache with the longest prefix of a prompt, its tokens, and whether nothing else needs it.
+    def find(self, request: EngineRequest, others: Iterable[EngineRequest]) -> Origin:
+        """Return the cache with the longest prefix of a prompt; none if it shares too little.
 
-        The cache is -1, for none, if it shares too little. Of caches that share as much, one with the same images is
-        taken. Images that differ are found when the prompt begins.
+        Of caches that share as much, one with the same images is taken. Images that differ are found when the prompt
+        begins.
         """
         best = (LEAST_SHARED - 1, True)
-        source = -1
-        moves = False
+        origin = Origin()
         ids = request.ids_tensor
         for number in self._caches(request, others):
             cache, held = self.worker.caches[number], self._ids_of(number)
@@ -79,9 +90,8 @@ class KeptCaches:
             if score > best and self._serves(cache, common_tokens, len(held)):
                 ended = number in self.kept and number not in self.snapshots
                 best = score
-                source = number
-                moves = ended and common_tokens >= len(held) - 1
-        return source, best[0] if source >= 0 else 0, moves
+                origin = Origin(number, common_tokens, moves=ended and common_tokens >= len(held) - 1)
+        return origin
 
     def parting(self, request: EngineRequest, others: Iterable[EngineRequest]) -> int:
         """Return the most tokens that a prompt shares with those of other caches, also of those that cannot go back."""

@@ -1,4 +1,4 @@
-"""Plans of steps from rank 0 to all ranks. Every rank sends numbers of its own back in the same exchange."""
+"""Plans of steps from rank 0 to all ranks. Every rank sends a report back in the same exchange."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,6 +11,8 @@ from torch import Tensor
 
 from attnmesh.comm.failures import run_collective
 from attnmesh.comm.transport import all_gather_ints
+from attnmesh.hf.serving.plan_operations import Operation, from_code, to_code
+from attnmesh.hf.serving.rank_report import RankReport
 from attnmesh.mesh.axes import Mesh
 
 Spec = Sequence[Any]
@@ -33,14 +35,14 @@ class PlanExchange:
         self.meshes = (peers, mesh)
         self.leads = mesh.shard_index == peers.shard_index == 0
 
-    def exchange(self, plan: list[Any] | None, numbers: list[int]) -> tuple[list[Any], list[list[int]]]:
-        """Return the plan of the leader, and the numbers of all ranks of this rank's mesh by shard."""
+    def exchange(self, plan: Sequence[Operation], report: RankReport) -> tuple[list[Operation], list[RankReport]]:
+        """Return the plan of the leader, and the reports of all ranks of this rank's mesh by shard."""
         code = _encoded(plan) if self.leads else []
         first = (code + [0] * FIRST_MESSAGE)[:FIRST_MESSAGE]
-        (size, *leader_code), table = self._shared([len(code), *first], numbers)
+        (size, *leader_code), table = self._shared([len(code), *first], report.to_code())
         if size > FIRST_MESSAGE:
             leader_code, _ = self._shared(code if self.leads else [0] * size, [])
-        return _decoded(leader_code[:size]), table
+        return _decoded(leader_code[:size]), [*map(RankReport.from_code, table)]
 
     def _shared(self, code: list[int], numbers: list[int]) -> tuple[list[int], list[list[int]]]:
         """Return the leader's code, and the numbers by shard."""
@@ -85,18 +87,18 @@ def can_be_sent(value: Any) -> bool:
     return value is None or isinstance(value, Tensor | bool | int | float | str)
 
 
-def _encoded(plan: list[Any] | None) -> list[int]:
+def _encoded(plan: Sequence[Operation]) -> list[int]:
     """Return a plan as integers, of which the first counts its bytes."""
-    text = json.dumps(plan, separators=(",", ":")).encode()
+    text = json.dumps([*map(to_code, plan)], separators=(",", ":")).encode()
     return [len(text), *(int.from_bytes(text[i : i + BYTES], "little") for i in range(0, len(text), BYTES))]
 
 
-def _decoded(code: list[int]) -> list[Any]:
+def _decoded(code: list[int]) -> list[Operation]:
     """Return the plan that `_encoded` wrote.
 
-    >>> _decoded(_encoded([["fill", 3, 256], ["drop", [1, 2]]]))
-    [['fill', 3, 256], ['drop', [1, 2]]]
+    >>> from attnmesh.hf.serving.plan_operations import Drop, Fill
+    >>> _decoded(_encoded([Fill(3, 256, 900), Drop([1, 2])]))
+    [Fill(number=3, size=256, stop=900), Drop(numbers=[1, 2])]
     """
     text = b"".join(part.to_bytes(BYTES, "little") for part in code[1:])[: code[0]]
-    plan: list[Any] = json.loads(text)
-    return plan
+    return [*map(from_code, json.loads(text))]

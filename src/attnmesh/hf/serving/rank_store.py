@@ -6,7 +6,6 @@ A step copies rows between caches and blocks, some at a time. Files are written 
 import queue
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from errno import EIO
 from threading import Thread
 from typing import Any
@@ -17,27 +16,27 @@ from torch import Tensor
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.cache.stored_layers import STATES
 from attnmesh.hf.chunked_prefill import Prompt
+from attnmesh.hf.serving.plan_operations import (
+    BlockToRead,
+    BlockToSave,
+    Close,
+    Forget,
+    Load,
+    ReadFrom,
+    Save,
+    StoreOperation,
+)
 from attnmesh.hf.serving.prefix_store import OpenStore
+from attnmesh.hf.serving.rank_report import RankReport
 from attnmesh.mesh.axes import Mesh
 from attnmesh.store.block_names import StoredBlock
 from attnmesh.store.block_rows import CacheFiller, rows_of_block
 from attnmesh.store.layer_files import TOKEN_INDEX
 
-OF_STORE = ("save", "forget", "load", "close")
-"""Operations of plans that a rank's store runs."""
-
 CLOSE_SECONDS = 5.0
 """Seconds that files get at the end of an engine."""
 
 Rows = dict[str, Tensor]
-
-
-class ReadFrom(IntEnum):
-    """Where a block is read: in its file, in memory, or in its file to be kept in memory."""
-
-    DISK = 0
-    MEMORY = 1
-    DISK_TO_MEMORY = 2
 
 
 @dataclass
@@ -46,18 +45,19 @@ class Reading:
 
     cache: ShardedCache
     filler: CacheFiller
-    blocks: Sequence[tuple[StoredBlock, ReadFrom]]
-    """Each block, and where it is read."""
+    blocks: Sequence[BlockToRead]
     device: torch.device
     ready: "queue.SimpleQueue[list[Rows] | None]" = field(default_factory=queue.SimpleQueue)
     """Rows of one block after the other, file by file, of which this rank needs some; None for one that is damaged."""
     done: int = 0
-    """Blocks that were copied; -1 - n once block n could not be."""
+    """Blocks that were copied."""
+    is_damaged: bool = False
+    """The next block could not be copied."""
     is_closed: bool = False
 
 
 class RankStore:
-    """The blocks of one rank. `numbers` are what rank 0 needs to know of them in each step."""
+    """The blocks of one rank."""
 
     def __init__(self, opened: OpenStore, axes: Mesh, caches: dict[int, ShardedCache]) -> None:
         self.folder, self.lock, self.axes, self.caches = opened.folder, opened.lock, axes, caches
@@ -68,19 +68,31 @@ class RankStore:
         self._is_open, self._thread = True, Thread(target=self._run, name="attnmesh store", daemon=True)
         self._thread.start()
 
-    @property
-    def step_report(self) -> list[int]:
-        """Return the blocks that were written, or -1 less an error; and the blocks that were read."""
-        done = next((reading.done for reading in self.readings.values()), 0)
-        return [-1 - self.fault if self.fault else self.written, done]
+    def add_to(self, report: RankReport) -> RankReport:
+        """Return a report with what was written, and what was read into the cache that is loaded."""
+        written = report._replace(blocks_written=self.written, write_error=self.fault)
+        for reading in self.readings.values():
+            return written._replace(blocks_read=reading.done, is_damaged=reading.is_damaged)
+        return written
 
     # --- operations of plans ---
 
-    def do_save(self, number: int, blocks: Sequence[Sequence[Any]]) -> None:
+    def run(self, operation: StoreOperation) -> None:
+        """Run an operation."""
+        match operation:
+            case Save():
+                self.do_save(*operation)
+            case Forget():
+                self.do_forget(*operation)
+            case Load():
+                self.do_load(*operation)
+            case Close():
+                self.do_close(*operation)
+
+    def do_save(self, number: int, blocks: Sequence[BlockToSave]) -> None:
         """Copy blocks of a cache to the memory of their ranks. Those that say so are written to the folder."""
         cache = self.caches[number]
-        for *fields, to_disk in blocks:
-            block = StoredBlock(*fields)
+        for block, to_disk in blocks:
             is_apart = block.is_state or block.file_count > self.axes.heads.size  # each rank has a file
             rows = rows_of_block(cache.kvs, block, is_apart=is_apart)
             states = {}
@@ -92,12 +104,12 @@ class RankStore:
             file_number = self.axes.shard_index if is_apart else self.axes.heads.index
             self._work.put((self._write, block, file_number, rows | mine if to_disk else {}))
 
-    def do_forget(self, in_memory: Sequence[Sequence[Any]], on_disk: Sequence[Sequence[Any]]) -> None:
+    def do_forget(self, in_memory: Sequence[StoredBlock], on_disk: Sequence[StoredBlock]) -> None:
         """Forget blocks in memory. Rank 0 removes files."""
-        for fields in in_memory:
-            self.memory.pop(StoredBlock(*fields), None)
-        for fields in () if self.axes.shard_index else on_disk:
-            self.folder.remove(StoredBlock(*fields))
+        for block in in_memory:
+            self.memory.pop(block, None)
+        for block in () if self.axes.shard_index else on_disk:
+            self.folder.remove(block)
 
     def begin_reading(self, number: int, reading: Reading) -> None:
         """Begin to read blocks into the cache of that number."""
@@ -107,7 +119,7 @@ class RankStore:
     def do_load(self, number: int, nbytes: int, patience: float) -> None:
         """Copy blocks that have been read to the cache, of about so many bytes. Wait so long for the first one."""
         reading = self.readings[number]
-        while 0 <= reading.done < len(reading.blocks) and nbytes > 0:
+        while not reading.is_damaged and reading.done < len(reading.blocks) and nbytes > 0:
             try:
                 rows_by_file = reading.ready.get(timeout=patience) if patience else reading.ready.get_nowait()
             except queue.Empty:
@@ -116,7 +128,7 @@ class RankStore:
             block, read_from = reading.blocks[reading.done]
             nbytes -= sum(x.nbytes for rows in rows_by_file or () for x in rows.values())
             if not self._copied(reading, block, rows_by_file):
-                reading.done = -1 - reading.done
+                reading.is_damaged = True
             else:
                 reading.done += 1
                 if read_from == ReadFrom.DISK_TO_MEMORY and rows_by_file:

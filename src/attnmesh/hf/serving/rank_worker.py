@@ -17,10 +17,23 @@ from attnmesh.hf.images.inputs import on_model
 from attnmesh.hf.models import one_token_differs
 from attnmesh.hf.options import agree_on_call
 from attnmesh.hf.prefill import begin_prompt, crop_to_shared_prefix
-from attnmesh.hf.serving.rank_store import OF_STORE, RankStore, ReadFrom, Reading, name_tokens
+from attnmesh.hf.serving.plan_operations import (
+    BlockToRead,
+    Crop,
+    DecodeRows,
+    Draft,
+    Drop,
+    End,
+    Fill,
+    Fork,
+    Open,
+    Operation,
+    Start,
+)
+from attnmesh.hf.serving.rank_report import RankReport
+from attnmesh.hf.serving.rank_store import RankStore, Reading, name_tokens
 from attnmesh.hf.serving.row_pass import decode_rows, note_tokens
 from attnmesh.mesh.axes import Mesh
-from attnmesh.store.block_names import StoredBlock
 from attnmesh.store.block_rows import CacheFiller
 
 MEASURED = 32
@@ -28,7 +41,7 @@ MEASURED = 32
 
 
 class RankWorker:
-    """The caches of one rank, and the operations of plans: lists of a name and arguments."""
+    """The caches of one rank, and the operations of plans."""
 
     def __init__(self, model: PreTrainedModel, mesh: DeviceMesh | None, options: dict[str, Any]) -> None:
         self.model, self.mesh = model, mesh
@@ -50,7 +63,7 @@ class RankWorker:
         """Tokens of the prompts that are computed, by number: those of answers come after them."""
         self.size, self.stop = 0, 0  # tokens of the chunk that is computed, and the token before which it ends
         self.nbytes, self.steps = 0, 0
-        self.seconds: dict[str, float] = {}  # seconds of the last plan, by the names of operations
+        self.seconds: dict[type, float] = {}  # seconds of the last plan, by the kinds of operations
 
     @property
     def scale(self) -> float:
@@ -58,32 +71,58 @@ class RankWorker:
         shares = self.options.get("shares") or (1.0,)
         return float(max(shares) / shares[0])
 
-    def run(self, plan: Sequence[Any]) -> dict[str, Any]:
-        """Run the operations in order, and return their results by name. An `InputError` is a result, too.
+    def run(self, plan: Sequence[Operation]) -> dict[type, Any]:
+        """Run the operations in order, and return their results by kind. An `InputError` is a result, too.
 
-        Of operations of one name the first error stays, or else the last result.
+        Of operations of one kind the first error stays, or else the last result.
         """
-        results: dict[str, Any] = {}
+        results: dict[type, Any] = {}
         self.seconds = {}
-        for name, *arguments in plan:
+        for operation in plan:
             start = perf_counter()
-            owner = self.store if name in OF_STORE else self
-            result: Any
+            kind = type(operation)
             try:
-                result = getattr(owner, f"do_{name}")(*arguments)
+                result = self._do(operation)
             except InputError as error:
                 result = error
-            if not isinstance(results.get(name), InputError):
-                results[name] = result
-            self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - start
+            if not isinstance(results.get(kind), InputError):
+                results[kind] = result
+            self.seconds[kind] = self.seconds.get(kind, 0.0) + perf_counter() - start
         return results
 
-    @property
-    def step_report(self) -> list[int]:
-        """Return what rank 0 needs to know of this rank in each step."""
-        return [self.nbytes, *((0, 0) if self.store is None else self.store.step_report)]
+    def _do(self, operation: Operation) -> Any:
+        """Run an operation. Return its result."""
+        match operation:
+            case DecodeRows():
+                return self.do_rows(*operation)
+            case Start():
+                return self.do_start(*operation)
+            case Fill():
+                return self.do_fill(*operation)
+            case Draft():
+                return self.do_draft(*operation)
+            case Fork():
+                self.do_fork(*operation)
+            case Crop():
+                self.do_crop(*operation)
+            case Drop():
+                self.do_drop(*operation)
+            case Open():
+                self.do_open(*operation)
+            case End():
+                pass
+            case _:
+                assert self.store is not None
+                self.store.run(operation)
+        return None
 
-    def do_draft(self, plan: Sequence[Any]) -> dict[str, Any]:
+    @property
+    def step_report(self) -> RankReport:
+        """Return what rank 0 needs to know of this rank in each step."""
+        report = RankReport(self.nbytes)
+        return report if self.store is None else self.store.add_to(report)
+
+    def do_draft(self, plan: Sequence[Operation]) -> dict[type, Any]:
         """Run operations of the draft model, whose caches count with those of the model."""
         assert self.draft_worker is not None
         before = self.draft_worker.nbytes
@@ -91,20 +130,26 @@ class RankWorker:
         self.nbytes += self.draft_worker.nbytes - before
         return results
 
-    def do_open(self, number: int, layers: list[list[int]], tokens: int, rope: list[int], blocks: list[Any]) -> None:
+    def do_open(
+        self,
+        number: int,
+        layers: Sequence[list[int]],
+        tokens: int,
+        rope: Sequence[int],
+        blocks: Sequence[BlockToRead],
+    ) -> None:
         """Make a cache for so many tokens, and begin to read stored blocks into it."""
         assert self.store is not None
         cache = ShardedCache(self.model.config, self.mesh, **self.options)
         cache.choose_block(tokens)
         cache.history.rope_regime = tuple(rope)
-        sources = [(StoredBlock(*fields), ReadFrom(read_from)) for *fields, read_from in blocks]
-        room = max([tokens, *(block.stop for block, _ in sources)])
+        room = max([tokens, *(block.stop for block, _ in blocks)])
         kvs = cache.make([CacheSizes.from_code(code) for code in layers], room, self.model.device)
         self.caches[number] = cache
-        self.store.begin_reading(number, Reading(cache, CacheFiller(kvs), sources, self.model.device))
+        self.store.begin_reading(number, Reading(cache, CacheFiller(kvs), blocks, self.model.device))
         self.nbytes = self.measure()
 
-    def do_drop(self, numbers: list[int]) -> None:
+    def do_drop(self, numbers: Sequence[int]) -> None:
         """Forget caches."""
         for number in numbers:
             for held in (self.caches, self.prefills, self.prompts, self.prompt_lengths):
@@ -112,7 +157,7 @@ class RankWorker:
         self.nbytes = self.measure()
 
     def do_start(
-        self, number: int, ids: list[int], source: int | None, moves: bool, later: int, images: dict[str, Any]
+        self, number: int, ids: Sequence[int], source: int | None, moves: bool, later: int, images: dict[str, Any]
     ) -> int:
         """Begin a prompt with a new cache, or with one that is kept, or a fork of it. Return the tokens that it has.
 
@@ -170,12 +215,12 @@ class RankWorker:
             return 1
         return min(max(size, 2), left) if self.recomputes_by_token else max(size, 2)
 
-    def do_crop(self, rows: list[tuple[int, int]]) -> None:
+    def do_crop(self, rows: Sequence[tuple[int, int]]) -> None:
         """Take tokens back from the ends of caches."""
         for number, tokens in rows:
             self.caches[number].crop(-tokens)
 
-    def do_rows(self, rows: list[tuple[int, list[int]]], grows: bool) -> Sequence[Tensor]:
+    def do_rows(self, rows: Sequence[tuple[int, Sequence[int]]], grows: bool) -> Sequence[Tensor]:
         """Add tokens to each cache, of which some grow or none. Return the logits of each row, (tokens, vocabulary)."""
         numbers, tokens = zip(*rows, strict=True)
         logits = decode_rows(self.model, tokens, [self.caches[number] for number in numbers])

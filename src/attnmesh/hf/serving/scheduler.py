@@ -14,9 +14,11 @@ from attnmesh.hf.serving.engine_request import EngineRequest
 from attnmesh.hf.serving.footprint import Footprint, growth, never_fits
 from attnmesh.hf.serving.grammar_masks import wait_for_any
 from attnmesh.hf.serving.guesses import Guesser, NoGuesses, StepTimes
-from attnmesh.hf.serving.kept_caches import LEAST_SHARED, KeptCaches
+from attnmesh.hf.serving.kept_caches import LEAST_SHARED, KeptCaches, Origin
 from attnmesh.hf.serving.plan_exchange import specs_of
+from attnmesh.hf.serving.plan_operations import Crop, DecodeRows, Drop, Fill, Fork, Operation, Start
 from attnmesh.hf.serving.prefix_store import PrefixStore
+from attnmesh.hf.serving.rank_report import RankReport
 from attnmesh.hf.serving.rank_worker import RankWorker
 from attnmesh.hf.serving.store_scheduler import begin_store
 from attnmesh.runtime.world import WORLD
@@ -47,7 +49,7 @@ EMA_WEIGHT = 0.3
 class StepPlan:
     """A step: the operations of all ranks, and the requests that take their results."""
 
-    operations: list[Any] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
     rows: list[EngineRequest] = field(default_factory=list)  # rows that decode; the others wait for masks of grammars
     starting: EngineRequest | None = None  # request whose prompt begins
     computing: EngineRequest | None = None  # request whose prompt has a chunk
@@ -122,43 +124,43 @@ class Scheduler:
         prompts = [operation for operation in (self._start(), self._snapshot(), self._fill()) if operation is not None]
         if self.prefilling and not self.rows and not prompts:  # none can go on beside the others
             self._preempt(self._bytes_of(len(self.prefilling[-1].ids)))
-        step.operations = [["crop", [*self.rejected.items()]]] if self.rejected else []
+        step.operations = [Crop([*self.rejected.items()])] if self.rejected else []
         self.rejected = {}
         step.operations += self.store.before(self.drops, self._spare_seconds() / 2 if self.rows else None)
         if self.drops:
-            step.operations.append(["drop", self.drops])
+            step.operations.append(Drop(self.drops))
             self.kept_caches.forget(self.drops)
             self.drops = []
         step.rows = [request for request in self.rows if request.held_logits is None]
         if step.rows:
-            rows = [[row.number, [row.answer[-1], *row.guesses.checked]] for row in step.rows]
-            step.operations.append(["rows", rows, grows])
+            rows = [(row.number, [row.answer[-1], *row.guesses.checked]) for row in step.rows]
+            step.operations.append(DecodeRows(rows, grows))
         step.operations += [*prompts, *self.store.after()]
         return step
 
-    def take_reports(self, reports: list[list[int]]) -> None:
+    def take_reports(self, reports: Sequence[RankReport]) -> None:
         """Take the reports of all ranks, as of the last step: bytes of caches, and what the store needs."""
-        self.nbytes = [nbytes for nbytes, *_ in reports]
-        self.drops += self.store.take_reports([others for _, *others in reports])
+        self.nbytes = [report.nbytes for report in reports]
+        self.drops += self.store.take_reports(reports)
 
-    def take(self, step: StepPlan, results: dict[str, Any]) -> None:
+    def take(self, step: StepPlan, results: dict[type, Any]) -> None:
         """Take the results of a step: new tokens, and prompts that are done."""
-        if isinstance(error := results.get("crop"), InputError):
+        if isinstance(error := results.get(Crop), InputError):
             raise error  # caches differ from what is known of them
-        if (rows := results.get("rows")) is not None:
+        if (rows := results.get(DecodeRows)) is not None:
             self.counts["steps"] += 1
-            self._measure("row_seconds", self.worker.seconds["rows"])
+            self._measure("row_seconds", self.worker.seconds[DecodeRows])
             drafted = sum(len(request.guesses.checked) for request in step.rows)
             self.counts["drafted_tokens"] += drafted
-            seconds = self.worker.seconds["rows"] + self.worker.seconds.get("crop", 0.0)
+            seconds = self.worker.seconds[DecodeRows] + self.worker.seconds.get(Crop, 0.0)
             before = self.counts["accepted_tokens"]
             self._take_rows(step.rows, rows)
             accepted = self.counts["accepted_tokens"] - before
             self.step_times.add(len(step.rows), drafted, seconds, accepted, self.guess_seconds)
         if step.starting is not None:
-            self._take_start(step.starting, results["start"])
+            self._take_start(step.starting, results[Start])
         if step.computing is not None and step.computing in self.prefilling:
-            self._take_chunk(step.computing, results["fill"])
+            self._take_chunk(step.computing, results[Fill])
         if step.forking is not None:
             self.store.keep(*step.forking)
         self.store.take(results, self.worker.seconds)
@@ -231,7 +233,7 @@ class Scheduler:
         if self.footprint is None:
             self.footprint = Footprint.of(self.worker.caches[request.number])
         if request.computed_tokens > before + 2:  # a last token or two say little of a chunk
-            self._measure("token_seconds", self.worker.seconds["fill"] / (request.computed_tokens - before))
+            self._measure("token_seconds", self.worker.seconds[Fill] / (request.computed_tokens - before))
         if logits is not None:
             self.prefilling.remove(request)
             if not self._add(request, logits):
@@ -381,49 +383,48 @@ class Scheduler:
 
     # --- prompts ---
 
-    def _start(self) -> list[Any] | None:
+    def _start(self) -> Start | None:
         """Begin the prompt of a request, if there is room for it. Return the operation."""
         if not self.waiting or len(self.running) >= self.max_rows or self.drops or (self.is_full and self.prefilling):
             return None
         ready = (request for request in islice(self.waiting, LOOKAHEAD) if not self.store.holds_up(request))
         request = next((candidate for candidate in ready if not self._let_wait(candidate)), None)
         request = next((candidate for candidate in self.waiting if self.store.found(candidate) is not None), request)
-        origin = None if request is None or self._begin_loading(request) else self._source(request)
+        origin = None if request is None or self._begin_loading(request) else self._choose_origin(request)
         if request is None or origin is None:
             return None
-        source, common_tokens, moves = origin
-        if (loaded := self.store.found(request)) is not None and loaded[0] != source:
-            self.drops.append(loaded[0])
+        loaded = self.store.found(request)
+        if loaded is not None and loaded.source is not None and loaded.source != origin.source:
+            self.drops.append(loaded.source)
         self.store.note_begun(request)
         self.waiting.remove(request)
         self.prefilling.append(request)
-        self.step.starting, request.number, request.computed_tokens, request.is_forked = (
-            request,
-            next(self.cache_numbers),
-            common_tokens,
-            source >= 0,
-        )
+        self.step.starting = request
+        request.number = next(self.cache_numbers)
+        request.computed_tokens = origin.tokens
+        request.is_forked = origin.source is not None
         parting = self.kept_caches.parting(request, self._lenders())
-        request.fork_points = {parting} if parting >= common_tokens + LEAST_SHARED else set()
+        request.fork_points = {parting} if parting >= origin.tokens + LEAST_SHARED else set()
         if self.worker.recomputes_by_token and request.images is None:  # the answer is computed otherwise than a prompt
             request.fork_points.add(len(request.prompt) - self.kept_caches.left_to_decode)
-        self.kept_caches.use(source, moves=moves)
-        self.step.spared.add(source)
+        self.kept_caches.use(origin)
+        if origin.source is not None:
+            self.step.spared.add(origin.source)
         if request.images_digest is not None:
             self.kept_caches.images_digests[request.number] = request.images_digest
         later = len(request.answer) if request.images or self.worker.recomputes_by_token else 0
-        begun = None if source < 0 else source
-        return ["start", request.number, request.ids, begun, moves, later, specs_of(request.images)]
+        images = specs_of(request.images)
+        return Start(request.number, request.ids, origin.source, origin.moves, later, images)
 
     def _begin_loading(self, request: EngineRequest) -> bool:
         """Begin to load the prefix of a prompt, if one is stored that is longer than others. Return whether it is."""
-        common_tokens = self.kept_caches.find(request, self._lenders())[1]
+        common_tokens = self.kept_caches.find(request, self._lenders()).tokens
         return self.store.begin_loading(
-            request, common_tokens, self.cache_numbers, lambda: self._reserve_room(request, -1, 0, moves=False)
+            request, common_tokens, self.cache_numbers, lambda: self._reserve_room(request, Origin())
         )
 
-    def _source(self, request: EngineRequest) -> tuple[int, int, bool] | None:
-        """Return the cache that a prompt goes on from, its tokens, and if the prompt takes it; None if no room is left.
+    def _choose_origin(self, request: EngineRequest) -> Origin | None:
+        """Return what a prompt goes on from; None if no room is left.
 
         A prompt that can never fit is refused.
         """
@@ -432,15 +433,14 @@ class Scheduler:
             request.end("length")
             return None
         origin = self.kept_caches.find(request, self._lenders())
-        none = (-1, 0, False)
-        if (loaded := self.store.found(request)) is not None and loaded[1] > origin[1]:
-            origin = (*loaded, True)
-        if self._reserve_room(request, *origin):
+        if (loaded := self.store.found(request)) is not None and loaded.tokens > origin.tokens:
+            origin = loaded
+        if self._reserve_room(request, origin):
             return origin
         if self.running or (self.store.holds_memory and self.store.found(request) is None):
             return None
-        if self._reserve_room(request, *none):  # without the cache that it would go on from
-            return none
+        if self._reserve_room(request, Origin()):  # without the cache that it would go on from
+            return Origin()
         self.waiting.remove(request)
         request.end(never_fits(self._bytes_of(len(request.ids)), self.memory))
         return None
@@ -465,28 +465,27 @@ class Scheduler:
                 or common_tokens < other.computed_tokens
             ):
                 continue
-            if common_tokens - self.kept_caches.find(request, self.prefilling)[1] >= LEAST_SHARED:
+            if common_tokens - self.kept_caches.find(request, self.prefilling).tokens >= LEAST_SHARED:
                 other.fork_points.add(common_tokens)
                 return True
         return False
 
-    def _reserve_room(self, request: EngineRequest, source: int, common_tokens: int, moves: bool) -> bool:
+    def _reserve_room(self, request: EngineRequest, origin: Origin) -> bool:
         """Make room for a prompt beside what others will need, and promise it. Return whether it fits.
 
         Kept caches are dropped for it, but not its source.
         """
         tokens = len(request.ids)
-        need = (
-            growth(self.worker.caches[source], tokens - common_tokens)
-            if moves
-            else self._bytes_of(tokens, common_tokens)
-        )
+        if origin.moves and origin.source is not None:
+            need = growth(self.worker.caches[origin.source], tokens - origin.tokens)
+        else:
+            need = self._bytes_of(tokens, origin.tokens)
         rests = (self._bytes_of(len(other.ids)) - self._bytes_of(other.computed_tokens) for other in self.prefilling)
-        fits = self._make_room(need + sum(rests), [source])
+        fits = self._make_room(need + sum(rests), [] if origin.source is None else [origin.source])
         self.step.promised += need if fits else 0
         return fits
 
-    def _snapshot(self) -> list[Any] | None:
+    def _snapshot(self) -> Fork | None:
         """Fork the cache of a prompt that has come to where others part from it. Return the operation."""
         for request in (
             request for request in self.prefilling if request is not self.step.starting and request.fork_points
@@ -504,10 +503,10 @@ class Scheduler:
                 self.kept_caches.keep(request, snapshot=number)
                 self.step.forking = request, number
                 self.step.spared.add(number)
-                return ["fork", request.number, number]
+                return Fork(request.number, number)
         return None
 
-    def _fill(self) -> list[Any] | None:
+    def _fill(self) -> Fill | None:
         """Return the operation that computes the next chunk of a prompt, in most turns that with the shortest rest."""
         turn = next(self.chunk_turns) % OLDEST_EVERY == OLDEST_EVERY - 1
         ordered = (
@@ -525,7 +524,7 @@ class Scheduler:
                 size = max(LEAST_SHARED, size // 2)
             if fits:
                 self.step.computing, self.step.promised, self.is_full = request, self.step.promised + more, False
-                return ["fill", request.number, size, stop]
+                return Fill(request.number, size, stop)
         self.is_full = bool(self.prefilling)
         return None
 

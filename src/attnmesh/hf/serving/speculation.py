@@ -1,7 +1,7 @@
 """Ways to guess the next tokens of answers: which one an engine has is settled once, at its start."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from attnmesh.hf.models import check_can_decode_rows, unwrap
 from attnmesh.hf.serving.draft_guesses import DraftGuesser
 from attnmesh.hf.serving.guesses import Guesser
 from attnmesh.hf.serving.ngram_guesses import NgramGuesser
+from attnmesh.hf.serving.plan_operations import Operation
 from attnmesh.hf.serving.rank_worker import RankWorker
 
 SPECULATE, DRAFT = "hf.Engine speculate", "hf.Engine draft"
@@ -58,7 +59,7 @@ class Speculation:
             raise ArgumentError(SPECULATE, expected, repr(speculate), "write one of these, or leave it out")
         return Speculation(SPECULATE, most)
 
-    def begin(self, worker: RankWorker, run: Callable[[list[Any]], dict[str, Any]]) -> Guesser:
+    def begin(self, worker: RankWorker, run: Callable[[Sequence[Operation]], dict[type, Any]]) -> Guesser:
         """Return what guesses for the rows of a worker, or raise unless its model takes guesses.
 
         `run` runs operations of the draft's worker on all ranks.

@@ -20,8 +20,21 @@ from attnmesh.hf.cache.layer import TailLayer
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.models import has_windows, rope_regime
 from attnmesh.hf.serving.engine_request import EngineRequest
+from attnmesh.hf.serving.kept_caches import Origin
+from attnmesh.hf.serving.plan_operations import (
+    BlockToRead,
+    BlockToSave,
+    Close,
+    Forget,
+    Load,
+    Open,
+    Operation,
+    ReadFrom,
+    Save,
+)
 from attnmesh.hf.serving.prefix_store import OpenStore, PrefixStore, open_store
-from attnmesh.hf.serving.rank_store import RankStore, ReadFrom
+from attnmesh.hf.serving.rank_report import RankReport
+from attnmesh.hf.serving.rank_store import RankStore
 from attnmesh.hf.serving.rank_worker import RankWorker
 from attnmesh.store.block_folder import STORE_SUBJECT
 from attnmesh.store.block_names import BLOCK_GRAIN, BlockNames, StoredBlock
@@ -60,8 +73,7 @@ class LoadingCache:
 
     request: EngineRequest
     number: int
-    blocks: Sequence[tuple[StoredBlock, ReadFrom]]
-    """Each block, and where it is read."""
+    blocks: Sequence[BlockToRead]
     most: int
     """Tokens that the cache may have before the prompt begins. The last block may have more of the prompt."""
 
@@ -95,26 +107,26 @@ class StoreHooks:
         """Return whether a request waits for its stored prefix."""
         return False
 
-    def found(self, request: EngineRequest) -> tuple[int, int] | None:
-        """Return the cache that was loaded for a request, and its tokens."""
+    def found(self, request: EngineRequest) -> Origin | None:
+        """Return the cache that was loaded for a request."""
         return None
 
     def note_begun(self, request: EngineRequest) -> None:
         """Note that a request has begun, from its loaded cache or from another."""
 
-    def before(self, drops: Collection[int], seconds: float | None) -> list[list[Any]]:
+    def before(self, drops: Collection[int], seconds: float | None) -> list[Operation]:
         """Return operations that come before those of a step, which take so many seconds; None without rows."""
         return []
 
-    def after(self) -> list[list[Any]]:
+    def after(self) -> list[Operation]:
         """Return operations that come after those of a step."""
         return []
 
-    def take_reports(self, reports: Sequence[Sequence[int]]) -> list[int]:
+    def take_reports(self, reports: Sequence[RankReport]) -> list[int]:
         """Take what ranks say of their blocks. Return caches that nobody needs."""
         return []
 
-    def take(self, results: dict[str, Any], seconds: dict[str, float]) -> None:
+    def take(self, results: dict[type, Any], seconds: dict[type, float]) -> None:
         """Take the results of a step."""
 
     def metrics(self) -> dict[str, float]:
@@ -143,11 +155,11 @@ class StoreScheduler(StoreHooks):
         self.saved: deque[SavingCache] = deque()  # caches whose last block may be on its way to the folder
         self.sent, self.stopped = 0, False
         self.loading: LoadingCache | None = None
-        self.loaded: dict[EngineRequest, tuple[int, int]] = {}
+        self.loaded: dict[EngineRequest, Origin] = {}
         self.looked = WeakSet[EngineRequest]()
         self.names = WeakKeyDictionary[EngineRequest, BlockNames]()
-        self.opening: list[Any] | None = None
-        self.closing: list[Any] | None = None
+        self.opening: Open | None = None
+        self.closing: Close | None = None
         self.rate = FIRST_COPY_RATE
         self.copied = 0  # bytes that this step copies
         names = ("memory_tokens", "disk_tokens", "blocks_written", "blocks_damaged")
@@ -198,34 +210,34 @@ class StoreScheduler(StoreHooks):
             held = cache.get_seq_length() - rejected
             self.saving.append(SavingCache(number, ids, self._names(request), min(held, len(ids))))
 
-    def before(self, drops: Collection[int], seconds: float | None) -> list[list[Any]]:
+    def before(self, drops: Collection[int], seconds: float | None) -> list[Operation]:
         """Return operations that come before those of a step, which take so many seconds; None without rows."""
         left = int(min(self.rate * (COPY_SECONDS if seconds is None else seconds), sys.maxsize))  # a pause may be inf
-        saves = []
+        saves = list[Operation]()
         self.saving = deque(saving for saving in self.saving if saving.number in self.worker.caches)
         self.copied = 0
         for saving in sorted(self.saving, key=lambda saving: saving.number not in drops):
-            blocks: list[list[Any]] = []
+            blocks = list[BlockToSave]()
             while (self.copied < left or not self.copied) and (entry := self._next_block(saving)) is not None:
                 blocks.append(entry)
             if blocks:
-                saves.append(["save", saving.number, blocks])
+                saves.append(Save(saving.number, blocks))
         self.saved += [saving for saving in self.saving if saving.at >= saving.stop or saving.number in drops]
         self.saving = deque(saving for saving in self.saving if saving.at < saving.stop and saving.number not in drops)
-        loads = [] if self.closing is None else [self.closing]
+        loads: list[Operation] = [] if self.closing is None else [self.closing]
         self.closing = None
         if self.loading is not None and self.opening is None and not loads:
             most = max(1, (left - self.copied) // self.worker.axes.ranks)
-            loads = [["load", self.loading.number, most, LOAD_WAIT_SECONDS if seconds is None else 0.0]]
-        forgets = [["forget", *gone]] if any(gone := self.tiers.take_gone()) else []
+            loads = [Load(self.loading.number, most, LOAD_WAIT_SECONDS if seconds is None else 0.0)]
+        forgets = [Forget(*gone)] if any(gone := self.tiers.take_gone()) else []
         return [*forgets, *saves, *loads]
 
-    def after(self) -> list[list[Any]]:
+    def after(self) -> list[Operation]:
         """Return operations that come after those of a step."""
         opening, self.opening = self.opening, None
         return [] if opening is None else [opening]
 
-    def _next_block(self, saving: SavingCache) -> list[Any] | None:
+    def _next_block(self, saving: SavingCache) -> BlockToSave | None:
         """Return the next block of a cache to be stored, and if it goes to the folder; None if no block can go now."""
         cache = self.worker.caches[saving.number]
         whole = saving.stop // BLOCK_GRAIN * BLOCK_GRAIN if any(kv.sizes.mask is None for kv in cache.kvs) else 0
@@ -279,7 +291,7 @@ class StoreScheduler(StoreHooks):
             for block in ordered:
                 store.later(self.folder.touch, block)
 
-    def _admitted(self, saving: SavingCache, block: StoredBlock, nbytes: int) -> list[Any] | None:
+    def _admitted(self, saving: SavingCache, block: StoredBlock, nbytes: int) -> BlockToSave | None:
         """Make room for a block. Return it for a plan, and whether it goes to the folder.
 
         None if there is no room now, as while blocks before it are written, or none for a block of this size.
@@ -290,7 +302,7 @@ class StoreScheduler(StoreHooks):
             return None
         self.copied += nbytes
         saving.last = block
-        return [*block, to_folder]
+        return BlockToSave(block, to_folder)
 
     def _token_bytes(self, cache: ShardedCache) -> int:
         """Return the bytes of a token on all ranks, in layers that keep all tokens."""
@@ -339,13 +351,10 @@ class StoreScheduler(StoreHooks):
         self.looked.add(request)
         self._touch(blocks)
         self.tiers.pinned = frozenset(blocks)
-        sources = [(block, self._choose_source(block, run_tokens)) for block in blocks]
+        sources = [BlockToRead(block, self._choose_source(block, run_tokens)) for block in blocks]
         self.loading = LoadingCache(request, next(reports), sources, tokens)
-        sizes, reading = (
-            [layer.to_code() for layer in self.layers],
-            [[*block, read_from] for block, read_from in sources],
-        )
-        self.opening = ["open", self.loading.number, sizes, tokens, [*self._rope(request)], reading]
+        sizes = [layer.to_code() for layer in self.layers]
+        self.opening = Open(self.loading.number, sizes, tokens, self._rope(request), sources)
         return True
 
     def holds_up(self, request: EngineRequest) -> bool:
@@ -357,8 +366,8 @@ class StoreScheduler(StoreHooks):
             return False
         return self._names(request).at(request.ids, last.stop) == last.name
 
-    def found(self, request: EngineRequest) -> tuple[int, int] | None:
-        """Return the cache that was loaded for a request, and its tokens."""
+    def found(self, request: EngineRequest) -> Origin | None:
+        """Return the cache that was loaded for a request."""
         return self.loaded.get(request)
 
     def note_begun(self, request: EngineRequest) -> None:
@@ -396,16 +405,16 @@ class StoreScheduler(StoreHooks):
         entry = self.tiers.disk.blocks[block]._replace(run_tokens=run_tokens)
         return ReadFrom.DISK_TO_MEMORY if self.tiers.keep_in_memory(block, entry) else ReadFrom.DISK
 
-    def take_reports(self, reports: Sequence[Sequence[int]]) -> list[int]:
+    def take_reports(self, reports: Sequence[RankReport]) -> list[int]:
         """Take what ranks say of their blocks. Return caches that nobody needs."""
-        written = [row[0] for row in reports]
-        if min(written) < 0 and not self.stopped:
-            rank = next(rank for rank, number in enumerate(written) if number < 0)
-            self._stop(-1 - written[rank], rank)
+        failed = [rank for rank, report in enumerate(reports) if report.write_error]
+        if failed and not self.stopped:
+            self._stop(reports[failed[0]].write_error, failed[0])
         if not self.stopped:
-            self._take_written(min(written))
+            self._take_written(min(report.blocks_written for report in reports))
         left = [request for request in self.loaded if request.cancelled or request.finish_reason is not None]
-        return self._take_read([row[1] for row in reports]) + [self.loaded.pop(request)[0] for request in left]
+        unused = [self.loaded.pop(request).source for request in left]
+        return self._take_read(reports) + [number for number in unused if number is not None]
 
     def _take_written(self, count: int) -> None:
         """Add blocks to the folder's tier that all ranks have written."""
@@ -427,28 +436,30 @@ class StoreScheduler(StoreHooks):
             blocks.clear()
         warn_once(f"no more prefixes are stored: rank {rank} cannot write to {self.folder_path} ({os.strerror(error)})")
 
-    def _take_read(self, done: list[int]) -> list[int]:
+    def _take_read(self, reports: Sequence[RankReport]) -> list[int]:
         """End the loading once all ranks have read what they can."""
         loading = self.loading
         if loading is None or self.opening is not None or self.closing is not None:
             return []
         total = len(loading.blocks)
-        if any(0 <= number < total for number in done):
+        if any(report.blocks_read < total and not report.is_damaged for report in reports):
             return []
-        good = min(number if number >= 0 else -1 - number for number in done)
+        good = min(report.blocks_read for report in reports)
         if good < total:
             self.counts["store_blocks_damaged"] += 1
             self._drop_damaged(loading, good)
         length = min(max((block.stop for block, _ in loading.blocks[:good]), default=0), loading.most)
         if self.forgets and good < total:
             length = 0
-        self.closing, self.loading, self.tiers.pinned = ["close", loading.number, length], None, frozenset()
+        self.closing = Close(loading.number, length)
+        self.loading = None
+        self.tiers.pinned = frozenset()
         if loading.request.cancelled or loading.request.finish_reason is not None or not length:
             return [loading.number]
         for block, read_from in loading.blocks[:good]:
             tier = "memory" if read_from == ReadFrom.MEMORY else "disk"
             self.counts[f"store_{tier}_tokens"] += min(block.stop, length) - block.start
-        self.loaded[loading.request] = loading.number, length
+        self.loaded[loading.request] = Origin(loading.number, length, moves=True)
         return []
 
     def _drop_damaged(self, loading: LoadingCache, good: int) -> None:
@@ -458,14 +469,15 @@ class StoreScheduler(StoreHooks):
                 self.tiers.drop(self.tiers.memory, block)
         self.tiers.drop(self.tiers.disk, loading.blocks[good][0])
 
-    def take(self, results: dict[str, Any], seconds: dict[str, float]) -> None:
+    def take(self, results: dict[type, Any], seconds: dict[type, float]) -> None:
         """Take the results of a step."""
-        if isinstance(error := results.get("save"), InputError):
+        if isinstance(error := results.get(Save), InputError):
             raise error  # caches differ from what is known of them
-        if seconds.get("save") and self.copied:
-            self.rate = 0.7 * self.rate + 0.3 * self.copied / seconds["save"]
-        if isinstance(results.get("open"), InputError):  # no memory: all ranks raise
-            self.loading, self.tiers.pinned = None, frozenset()
+        if seconds.get(Save) and self.copied:
+            self.rate = 0.7 * self.rate + 0.3 * self.copied / seconds[Save]
+        if isinstance(results.get(Open), InputError):  # no memory: all ranks raise
+            self.loading = None
+            self.tiers.pinned = frozenset()
 
     # --- names ---
 
