@@ -19,8 +19,8 @@ from attnmesh.cli.serve_command import LocalRanks
 from attnmesh.cli.serve_worker import ServeSettings
 from attnmesh.hf.serving.engine import Engine
 from attnmesh.serve import supervisor
+from attnmesh.serve.rank_messages import ToFront
 from attnmesh.serve.rank_requests import RankRequests, serve_rank_0
-from attnmesh.serve.rank_socket import WIDTH
 from tests.support import families
 from tests.support.fake_engine import FakeEngine, ThreadWorld, byte_tokenizer, save_tiny
 from tests.support.served import NAME, Served, served, until
@@ -244,8 +244,8 @@ class Collected:
     def __init__(self) -> None:
         self.messages: list[Any] = []
 
-    def send(self, data: bytes) -> None:
-        self.messages.append(json.loads(data[WIDTH:]))
+    def send(self, message: ToFront) -> None:
+        self.messages.append(message)
 
 
 @pytest.mark.parametrize(
@@ -264,10 +264,10 @@ class Collected:
 def test_errors_of_ranks_are_not_the_clients(error: Exception, status: int, said: str) -> None:
     link: Any = Collected()
     RankRequests(FakeEngine(), link).refuse(7, error)  # type: ignore[arg-type]
-    ((kind, number, given, text, _),) = link.messages
-    assert (kind, number, given) == ("refused", 7, status)
-    assert said in text
-    assert "0x7f" not in text
+    (message,) = link.messages
+    assert (message.number, message.status) == (7, status)
+    assert said in message.text
+    assert "0x7f" not in message.text
 
 
 @pytest.mark.parametrize(("kind", "status"), [(errors.TooLong, 400), (errors.MaskError, 500)])
@@ -275,4 +275,4 @@ def test_once_an_answer_has_begun_only_its_length_is_the_clients_fault(kind: Any
     """Nothing else of a request is looked at again."""
     link: Any = Collected()
     RankRequests(FakeEngine(), link).refuse(7, kind("decode", "one", "two", "mend it"), has_begun=True)  # type: ignore[arg-type]
-    assert link.messages[0][2] == status
+    assert link.messages[0].status == status

@@ -19,6 +19,23 @@ from typing import Any, NamedTuple, Protocol
 from attnmesh.errors import ArgumentError
 from attnmesh.serve.chat import EncodedPrompt
 from attnmesh.serve.metrics import Metrics
+from attnmesh.serve.rank_messages import (
+    AnswerBegun,
+    AnswerEnded,
+    CancelRequest,
+    CloseEngine,
+    EngineFigures,
+    EngineReady,
+    ForgetPrompt,
+    NewPrompt,
+    OfRequest,
+    RequestAccepted,
+    RequestRefused,
+    SubmitRequest,
+    ToFront,
+    TokenDrawn,
+    ToRank,
+)
 from attnmesh.serve.rank_socket import message_parts, read_message
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.text import SentToken
@@ -124,7 +141,7 @@ class Supervisor:
         self._heard, self._stepped, self._is_late = 0.0, 0.0, False
         """The times of a message and of the end of a step, 0 without a world, and whether the next end is overdue."""
         self._writer: asyncio.StreamWriter | None = None
-        self._outgoing: asyncio.Queue[tuple[list[Any], dict[str, Any] | None]] = asyncio.Queue()
+        self._outgoing: asyncio.Queue[ToRank] = asyncio.Queue()
         self._sent_prompts: set[int] = set()
         """Prompts that this world has."""
         self._running: threading.Thread | None = None
@@ -190,7 +207,7 @@ class Supervisor:
     def cancel(self, request: OpenRequest) -> None:
         """End a request that nobody waits for any more."""
         if self.open.pop(request.number, None) is not None:
-            self._send(["cancel", request.number])
+            self._send(CancelRequest(request.number))
             self._forget(request)
             self._submit_next()
 
@@ -210,8 +227,8 @@ class Supervisor:
             again = request.sent if request.accepted or request.replays else None  # a loss may hide the acceptance
             if request.prompt_number not in self._sent_prompts:
                 self._sent_prompts.add(request.prompt_number)
-                self._send(["prompt", request.prompt_number, request.prompt.ids], request.prompt.images or {})
-            self._send(["submit", request.number, request.prompt_number, request.options, again])
+                self._send(NewPrompt(request.prompt_number, request.prompt.ids, request.prompt.images or {}))
+            self._send(SubmitRequest(request.number, request.prompt_number, request.options, again))
 
     def _forget(self, request: OpenRequest) -> None:
         """Let the ranks forget a prompt that no open request has."""
@@ -219,17 +236,17 @@ class Supervisor:
             other.prompt_number != request.prompt_number for other in self.open.values()
         ):
             self._sent_prompts.discard(request.prompt_number)
-            self._send(["forget", request.prompt_number])
+            self._send(ForgetPrompt(request.prompt_number))
 
-    def _send(self, message: list[Any], images: dict[str, Any] | None = None) -> None:
+    def _send(self, message: ToRank) -> None:
         if self._writer is not None:
-            self._outgoing.put_nowait((message, images))
+            self._outgoing.put_nowait(message)
 
     async def _write(self, writer: asyncio.StreamWriter) -> None:
         """Write messages in parts, each when rank 0 has read most of those before."""
         while True:
-            message, images = await self._outgoing.get()
-            for part in message_parts(message, images):
+            message = await self._outgoing.get()
+            for part in message_parts(message):
                 writer.write(part)
                 await writer.drain()
 
@@ -244,7 +261,7 @@ class Supervisor:
     async def close(self) -> None:
         """End the ranks."""
         self.state = "stopping"
-        self._send(["close"])
+        self._send(CloseEngine())
         if self._writer is not None:
             await asyncio.wait({self._living}, timeout=ENDING_SECONDS)
         while not self._living.done():
@@ -351,7 +368,7 @@ class Supervisor:
         """End all open requests with an error, and return how many."""
         cut = [*self.open.values()]
         for request in cut:
-            self._send(["cancel", request.number])
+            self._send(CancelRequest(request.number))
             self._drop(request, Refused(503, why))
         return len(cut)
 
@@ -392,19 +409,19 @@ class Supervisor:
         for request in self.open.values():
             request.tokens_in_world = None
 
-    def _receive(self, message: list[Any]) -> None:
+    def _receive(self, message: ToFront) -> None:
         self._heard = asyncio.get_running_loop().time()
         match message:
-            case ["ready", facts]:
+            case EngineReady(facts):
                 self._begin(facts)
-            case ["metrics", figures]:
+            case EngineFigures(figures):
                 if figures["exchanges"] != self.metrics.engine.get("exchanges"):
                     self._stepped = self._heard
                     if self._is_late:
                         self.state, self._is_late = "ready", False
                 self.metrics.engine = figures
-            case [kind, number, *values] if number in self.open:
-                self._advance(self.open[number], kind, values)
+            case _ if message.number in self.open:
+                self._advance(self.open[message.number], message)
 
     def _begin(self, facts: dict[str, Any]) -> None:
         """Serve in a world that is ready: open requests go on there."""
@@ -421,23 +438,23 @@ class Supervisor:
                 self._drop(request, End("length"))  # the ranks were lost between its last token and its end
         self._submit_next()
 
-    def _advance(self, request: OpenRequest, kind: str, values: list[Any]) -> None:
+    def _advance(self, request: OpenRequest, message: OfRequest) -> None:
         """Take one message about an open request."""
-        match kind, values:
-            case "accepted", []:
+        match message:
+            case RequestAccepted():
                 if not request.accepted:
                     request.put(Accepted())
                 request.accepted = True
-            case "begin", [cached]:
+            case AnswerBegun(_, cached):
                 request.cached_tokens = max(request.cached_tokens, min(cached, len(request.prompt.ids)))
-            case "token", [id, logprob, top]:
+            case TokenDrawn(_, id, logprob, top):
                 self._observe(request)
                 request.sent.append(id)
                 request.tokens_in_world = (request.tokens_in_world or 0) + 1
                 request.put(SentToken(id, logprob, tuple((other, value) for other, value in top)))
-            case "end", [reason]:
+            case AnswerEnded(_, reason):
                 self._drop(request, End(reason))
-            case "refused", [status, text, code]:
+            case RequestRefused(_, status, text, code):
                 self._drop(request, Refused(status, text, None, code))
         if request.tokens_in_world == PROOF_TOKENS or request.number not in self.open:
             self._submit_next()
