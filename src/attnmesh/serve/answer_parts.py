@@ -130,13 +130,17 @@ class AnswerParts:
         either: bool = False,
         special: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
-        self.format, self.tools, self.either, self.special = calls, tools, either, special
+        self.format = calls
+        self.tools = tools
+        self.either = either
+        self.special = special
         self.text = GrowingText(special.values())
         self.call_count = 0
         self.has_thought = False
         self.ids = list[str]()
         self.text.is_thought = is_thinking
-        self.content, self.thought = TrailingSpace(), TrailingSpace()
+        self.content = TrailingSpace()
+        self.thought = TrailingSpace()
         self._start: Reader[None] | None = None if thought is None else self._think(thought, is_thinking)
         """Reads a thought at the beginning of the answer."""
         self._reader: Reader[None] | None = self._start
@@ -201,7 +205,10 @@ class AnswerParts:
 
     def _give_up(self) -> Iterator[AnswerPart]:
         """Yield as content what was read as a call, or its first character, after which another may begin."""
-        is_start, read, self._reader, self.text.at = self._reader is self._start, self.text.at, None, 0
+        is_start = self._reader is self._start
+        read = self.text.at
+        self._reader = None
+        self.text.at = 0
         if not is_start and self.format is not None:
             yield ContentText(self.text.cut(1 if self.format.rescans and read <= RESCANNED else max(1, read)))
 

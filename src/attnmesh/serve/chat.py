@@ -133,7 +133,8 @@ def variables_of(template: str) -> frozenset[str]:
     """
     from jinja2 import Environment, TemplateSyntaxError
 
-    names, before = set[str](), ""
+    names = set[str]()
+    before = ""
     with suppress(TemplateSyntaxError):
         for _, kind, value in Environment().lex(template):
             if kind == "name" and before != ".":

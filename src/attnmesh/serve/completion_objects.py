@@ -173,7 +173,8 @@ async def encoded(value: Any, *, ascii: bool = False) -> bytes:
 
     Lines of events have no other signs than `ascii`: some clients end a line at signs of Unicode.
     """
-    whole, size = [], 0
+    whole = []
+    size = 0
     for part in json_parts(value, ascii):
         whole.append(part)
         size += len(part)

@@ -249,7 +249,9 @@ def check_grammar(tokens: GrammarTokens, grammar: Grammar) -> None:
 
 def check_schema_size(asked: AskedGrammar) -> None:
     """Raise on schemas that are none, or too large."""
-    properties, characters, divisors = 0, 0, 0
+    properties = 0
+    characters = 0
+    divisors = 0
     for field, schema in schemas_of(asked):
         check_schema(field, schema)
         properties, characters = properties + count_properties(schema), characters + len(json.dumps(schema))

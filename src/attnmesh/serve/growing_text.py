@@ -30,7 +30,9 @@ class GrowingText:
     """
 
     def __init__(self, special: Iterable[str] = ()) -> None:
-        self.text, self.at, self.ended = "", 0, False
+        self.text = ""
+        self.at = 0
+        self.ended = False
         self.is_thought = False
         """True while what comes is what a model thinks."""
         names = sorted(special, key=len, reverse=True)
@@ -61,7 +63,9 @@ class GrowingText:
 
     def cut(self, count: int) -> str:
         """Take some of the first characters away, and read on from the beginning of the rest."""
-        taken, self.text, self.at = self.text[:count], self.text[count:], 0
+        taken = self.text[:count]
+        self.text = self.text[count:]
+        self.at = 0
         self._first += count
         return taken
 
@@ -139,7 +143,8 @@ class GrowingText:
 
     def json_text(self) -> Reader[str]:
         """Pass a value of JSON and return its text, of which brackets and strings are known to end."""
-        start, depth = self.at, 0
+        start = self.at
+        depth = 0
         while self.at == len(self.text):
             yield from self.more()
         if self.text[self.at] not in '"{[':

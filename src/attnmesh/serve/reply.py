@@ -43,8 +43,10 @@ class Reply:
         before = () if objects.is_chat else prompt.ids  # the answer of a chat is a message of its own
         self.texts = [Text(objects.spelling, stops, before) for _ in choices]
         self.parts = [None if objects.make_parts is None else objects.make_parts() for _ in choices]
-        self.counts, self.reasoning_counts = [0] * len(choices), [0] * len(choices)
-        """Tokens of each choice, and those of what the model thinks."""
+        self.counts = [0] * len(choices)
+        """Tokens of each choice."""
+        self.reasoning_counts = [0] * len(choices)
+        """Tokens of what the model thinks, in each choice."""
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._early: list[tuple[int, Event]] = []
         self.requests = supervisor.submit(prompt, choices, lambda index, event: self._events.put_nowait((index, event)))
@@ -157,7 +159,8 @@ class EventStream(Response):
     def __init__(self, reply: Reply, include_usage: bool) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self.reply, self.include_usage = reply, include_usage
+        self.reply = reply
+        self.include_usage = include_usage
         self.is_silent = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -89,7 +89,8 @@ class ResponseItems:
         """Yield the events that end the last item."""
         if not self.is_open:
             return
-        self.is_open, item = False, self.items[-1]
+        self.is_open = False
+        item = self.items[-1]
         item["status"] = status
         if item["type"] == "function_call":
             whole = {"arguments": item["arguments"], "name": item["name"]}
@@ -184,7 +185,8 @@ class ResponseReply(Reply):
 
     def __init__(self, request: ResponseRequest, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.request, self.items = request, ResponseItems(self.objects.id, self.objects.model, request.fields)
+        self.request = request
+        self.items = ResponseItems(self.objects.id, self.objects.model, request.fields)
 
     async def whole(self) -> bytes:
         """Return the response, as JSON."""

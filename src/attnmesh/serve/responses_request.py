@@ -139,7 +139,8 @@ class ResponseRequest:
         """Return the fields of the chat that a body means, or raise."""
         fields = read_fields(body, RESPONSES, defaults)
         chat, names = chat_fields(fields)
-        self.fields, self.names = fields, names
+        self.fields = fields
+        self.names = names
         return read_fields(chat, CHAT)
 
     @contextmanager

@@ -74,7 +74,8 @@ class App:
         self.limits = limits
         self.defaults = defaults
         self.formats = find_formats(tokenizer, tool_format)
-        self.spelling, self.grammars = Spelling(tokenizer), Grammars(tokenizer, self.formats)
+        self.spelling = Spelling(tokenizer)
+        self.grammars = Grammars(tokenizer, self.formats)
         self._bodies = Bodies(limits.max_body)
         self._encoders = PromptEncoders(processor or tokenizer)  # copies: the tokenizer itself decodes meanwhile
         self._page = files("attnmesh.serve").joinpath("page.html").read_text(encoding="utf-8")

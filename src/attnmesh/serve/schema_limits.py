@@ -50,7 +50,8 @@ class SchemaGraph:
     """
 
     def __init__(self, field: str, root: Any) -> None:
-        self.field, self.root = field, root
+        self.field = field
+        self.root = root
         self.fields: dict[int, str] = {}
         """Names of the schemas within, by identity."""
         self._collect(field, root)

@@ -111,7 +111,8 @@ class DrainingServer(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, supervisor: Supervisor, drain: float) -> None:
         super().__init__(config)
-        self.supervisor, self.drain = supervisor, drain
+        self.supervisor = supervisor
+        self.drain = drain
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Wait for open requests, end with an error those that take too long, then close."""

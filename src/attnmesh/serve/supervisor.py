@@ -122,7 +122,10 @@ class Supervisor:
     def __init__(
         self, world: RankWorld, *, max_requests: int, max_restarts: int, metrics: Metrics, deadline: float | None = None
     ) -> None:
-        self.world, self.max_requests, self.max_restarts, self.metrics = world, max_requests, max_restarts, metrics
+        self.world = world
+        self.max_requests = max_requests
+        self.max_restarts = max_restarts
+        self.metrics = metrics
         self.deadline = deadline
         self.state = "starting"
         self.failure: BaseException | None = None
@@ -138,8 +141,12 @@ class Supervisor:
         self._numbers = 0
         self._losses: list[float] = []
         """Times of the losses of the last `LOSS_WINDOW_SECONDS`."""
-        self._heard, self._stepped, self._is_late = 0.0, 0.0, False
-        """The times of a message and of the end of a step, 0 without a world, and whether the next end is overdue."""
+        self._heard = 0.0
+        """The time of the last message."""
+        self._stepped = 0.0
+        """The time of the end of the last step; 0 without a world."""
+        self._is_late = False
+        """True if the end of the next step is overdue."""
         self._writer: asyncio.StreamWriter | None = None
         self._outgoing: asyncio.Queue[ToRank] = asyncio.Queue()
         self._sent_prompts: set[int] = set()
@@ -307,7 +314,8 @@ class Supervisor:
             if self._writer is None or not self._stepped or late < deadline:
                 continue
             if self.state == "ready":
-                self.state, self._is_late = "restarting", True
+                self.state = "restarting"
+                self._is_late = True
                 self.log(f"the ranks ended no step within {deadline:g} s")
             if self._is_late and (
                 loop.time() - self._heard > deadline + ENDING_SECONDS or late > MAX_BUSY_DEADLINES * deadline
@@ -360,7 +368,8 @@ class Supervisor:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _fail(self, error: BaseException) -> None:
-        self.state, self.failure = "failed", error
+        self.state = "failed"
+        self.failure = error
         self.cut_off("Ranks were lost, and the server ends.")
         self.on_failure()
 
@@ -379,7 +388,8 @@ class Supervisor:
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Receive the messages of one world."""
-        self._writer, self._outgoing = writer, asyncio.Queue()
+        self._writer = writer
+        self._outgoing = asyncio.Queue()
         writing = asyncio.create_task(self._write(writer))
         self._stop_listening()  # a front that is killed leaves no file
         try:
@@ -396,7 +406,9 @@ class Supervisor:
 
     def _lost(self) -> None:
         """Count the loss for the requests that may be its cause, and drop one that was there too often."""
-        self._writer, self._stepped, self._is_late = None, 0.0, False
+        self._writer = None
+        self._stepped = 0.0
+        self._is_late = False
         self._sent_prompts.clear()
         if self.state == "ready":
             self.state = "restarting"
@@ -418,7 +430,8 @@ class Supervisor:
                 if figures["exchanges"] != self.metrics.engine.get("exchanges"):
                     self._stepped = self._heard
                     if self._is_late:
-                        self.state, self._is_late = "ready", False
+                        self.state = "ready"
+                        self._is_late = False
                 self.metrics.engine = figures
             case _ if message.number in self.open:
                 self._advance(self.open[message.number], message)

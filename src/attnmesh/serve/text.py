@@ -27,12 +27,16 @@ class Text:
     """The text of one choice. Joined pieces are the tokenizer's text of all tokens, up to the first stop string."""
 
     def __init__(self, spelling: Spelling, stops: tuple[str, ...], before: Sequence[int] = ()) -> None:
-        self.spelling, self.stops, self.stopped = spelling, stops, False
+        self.spelling = spelling
+        self.stops = stops
+        self.stopped = False
         self.detokenizer = Detokenizer(spelling, before)
         self.count = 0
         self.held = ""
-        self.sent, self.made = 0, 0
-        """Characters that pieces had, and characters of all text so far."""
+        self.sent = 0
+        """Characters that pieces had."""
+        self.made = 0
+        """Characters of all text so far."""
         self.waiting: deque[tuple[int, SentToken]] = deque()
         """Tokens that no piece had, each with the character that it begins at."""
 

@@ -38,7 +38,8 @@ class ToolCall:
 
 def read_text(text: GrowingText, is_thought: bool, *ends: str) -> Reader[None]:
     """Read what a model thinks, or its content, up to a mark or the end."""
-    text.is_thought, kind = is_thought, ReasoningText if is_thought else ContentText
+    text.is_thought = is_thought
+    kind = ReasoningText if is_thought else ContentText
     for piece in text.pieces(*ends):
         yield piece if piece is None else kind(piece)
     text.is_thought = False

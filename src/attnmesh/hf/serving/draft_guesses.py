@@ -92,7 +92,9 @@ class DraftRow:
         new = self.request.answer[self.read - len(self.request.prompt) :]
         pairs = [*zip(self.guessed, new[:-1], strict=False)]
         right = next((index for index, (guess, token) in enumerate(pairs) if guess != token), len(pairs))
-        wrong, self.read, self.guessed = len(self.guessed) - right, self.length, []
+        wrong = len(self.guessed) - right
+        self.read = self.length
+        self.guessed = []
         return wrong, new[right:]
 
 
@@ -102,7 +104,10 @@ class DraftGuesser(Guesser):
     def __init__(
         self, worker: RankWorker, most: int, vocab_size: int, run: Callable[[Sequence[Operation]], dict[type, Any]]
     ) -> None:
-        self.worker, self.most, self.vocab_size, self.run = worker, most, vocab_size, run
+        self.worker = worker
+        self.most = most
+        self.vocab_size = vocab_size
+        self.run = run
         self.longest = getattr(worker.template.config, "max_position_embeddings", None) or 2**62
         self.rows: dict[int, DraftRow] = {}
         self.kept_caches = KeptCaches(worker)
@@ -162,9 +167,12 @@ class DraftGuesser(Guesser):
         elif not row.idle:
             self.usual_rate += EMA_WEIGHT * (guesses.acceptance_rate - self.usual_rate)
         if not row.was_tried:
-            guesses.accepted, guesses.proposed = FIRST_PROPOSED * self.usual_rate, FIRST_PROPOSED
+            guesses.accepted = FIRST_PROPOSED * self.usual_rate
+            guesses.proposed = FIRST_PROPOSED
         if row.idle >= RETRY_AFTER and not row.is_worth and not times.debt:
-            row.idle, guesses.accepted, guesses.proposed = 0, FIRST_PROPOSED * FIRST_RATE, FIRST_PROPOSED
+            row.idle = 0
+            guesses.accepted = FIRST_PROPOSED * FIRST_RATE
+            guesses.proposed = FIRST_PROPOSED
         return row
 
     def _offered(self, row: DraftRow, times: StepTimes) -> int:
@@ -233,7 +241,9 @@ class DraftGuesser(Guesser):
                 others = [other.request for other in self.rows.values() if other.read]
                 origin = self.kept_caches.find(row.request, others)
                 self.kept_caches.use(origin)
-            row.read, row.guessed, row.is_reading = row.length, [], True
+            row.read = row.length
+            row.guessed = []
+            row.is_reading = True
             plan = [Start(number, row.request.ids, origin.source, origin.moves, 0, {})]
         return [*plan, Fill(number, size, row.read)]
 
@@ -246,11 +256,13 @@ class DraftGuesser(Guesser):
             return
         if self.footprint is None:
             self.footprint = Footprint.of(self.worker.caches[row.request.number])
-        row.computed_tokens, tokens = chunk[0], chunk[0] - begun
+        row.computed_tokens = chunk[0]
+        tokens = chunk[0] - begun
         self.counts["draft_prompt_tokens"] += tokens
         self.token_seconds = self.worker.seconds[Fill] / tokens if tokens > SHORTEST_CHUNK // 2 else self.token_seconds
         if row.computed_tokens >= row.read - 1:  # the last token is of the first pass
-            row.read, row.is_reading = row.computed_tokens, False
+            row.read = row.computed_tokens
+            row.is_reading = False
 
     # --- guesses ---
 

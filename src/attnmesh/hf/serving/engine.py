@@ -150,10 +150,8 @@ class Engine:
         self.eos_ids = frozenset(() if ends is None else (ends,) if isinstance(ends, int) else ends)
         self.grammars = grammars
         peers = None if cache_options.get("output") == "heads" else tp_mesh(self.model)  # else the ranks of the mesh
-        self.plan_exchange, self.worker = (
-            PlanExchange(axes, Mesh.of(peers)),
-            RankWorker(self.model, mesh, cache_options),
-        )
+        self.plan_exchange = PlanExchange(axes, Mesh.of(peers))
+        self.worker = RankWorker(self.model, mesh, cache_options)
         self.shares = self.worker.template.shares
         """Ratios of the tokens of each rank, measured once for all requests; None for even shares."""
         guesser = None if speculation is None else speculation.begin(self.worker, self._run_draft)
@@ -164,7 +162,9 @@ class Engine:
         self.error: BaseException | None = None
         self.closing = False
         self.exchanges = 0  # exchanges of plans so far: more of them tell a server that ranks go on
-        self.seconds, self.merging, self.pause = 0.0, 0.0, 0.0
+        self.seconds = 0.0
+        self.merging = 0.0
+        self.pause = 0.0
 
     def submit(
         self,

@@ -120,7 +120,9 @@ class GrammarState:
     """The place of one answer in its grammar."""
 
     def __init__(self, tokens: GrammarTokens, grammar: Grammar, ends: list[int], replay: Sequence[int]) -> None:
-        self.tokens, self.grammar, self.ends = tokens, grammar, ends
+        self.tokens = tokens
+        self.grammar = grammar
+        self.ends = ends
         self.matcher = tokens.matcher(grammar.text)
         self._check("a grammar that is possible")
         self.opening_matched: int | None = 0 if grammar.thought_begin else None
@@ -159,7 +161,9 @@ class GrammarState:
         if self.opening_matched is not None:
             self.opening_matched = self.opening_matched + 1 if token == begin[self.opening_matched] else None
             if self.opening_matched == len(begin):
-                self.is_thinking, self.opening_matched, self.is_off = True, None, False
+                self.is_thinking = True
+                self.opening_matched = None
+                self.is_off = False
                 self.matcher.reset()
                 return
             self.is_off = self.is_off or not self.matcher.validate_tokens([token])

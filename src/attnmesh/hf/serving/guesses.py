@@ -98,7 +98,8 @@ class StepTimes:
             lost += seconds - plain * (1 + accepted / rows)
         else:
             self.without_guesses.add(rows, seconds)
-            self.since[rows], self.wait = 0, LATER if self.pays else SOON
+            self.since[rows] = 0
+            self.wait = LATER if self.pays else SOON
         if not self.pays:
             self.debt = min(max(0.0, self.debt + lost), REPAID * TRIAL_TIME_SHARE * plain)
 

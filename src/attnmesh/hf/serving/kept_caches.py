@@ -95,7 +95,8 @@ class KeptCaches:
 
     def parting(self, request: EngineRequest, others: Iterable[EngineRequest]) -> int:
         """Return the most tokens that a prompt shares with those of other caches, also of those that cannot go back."""
-        ids, most = request.ids_tensor, 0
+        ids = request.ids_tensor
+        most = 0
         for number in self._caches(request, others) if request.images is None else ():
             most = max(most, self._shared(self._ids_of(number), ids))
         return most

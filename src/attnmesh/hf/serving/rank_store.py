@@ -60,12 +60,17 @@ class RankStore:
     """The blocks of one rank."""
 
     def __init__(self, opened: OpenStore, axes: Mesh, caches: dict[int, ShardedCache]) -> None:
-        self.folder, self.lock, self.axes, self.caches = opened.folder, opened.lock, axes, caches
+        self.folder = opened.folder
+        self.lock = opened.lock
+        self.axes = axes
+        self.caches = caches
         self.memory: dict[StoredBlock, Rows] = {}
         self.readings: dict[int, Reading] = {}
-        self.written, self.fault = 0, 0  # blocks that were written, or are other ranks'; number of the system's error
+        self.written = 0  # blocks that were written, or are other ranks'
+        self.fault = 0  # number of the system's error
         self._work: queue.SimpleQueue[tuple[Callable[..., None], *tuple[Any, ...]]] = queue.SimpleQueue()
-        self._is_open, self._thread = True, Thread(target=self._run, name="attnmesh store", daemon=True)
+        self._is_open = True
+        self._thread = Thread(target=self._run, name="attnmesh store", daemon=True)
         self._thread.start()
 
     def add_to(self, report: RankReport) -> RankReport:

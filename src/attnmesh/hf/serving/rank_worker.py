@@ -44,7 +44,8 @@ class RankWorker:
     """The caches of one rank, and the operations of plans."""
 
     def __init__(self, model: PreTrainedModel, mesh: DeviceMesh | None, options: dict[str, Any]) -> None:
-        self.model, self.mesh = model, mesh
+        self.model = model
+        self.mesh = mesh
         self.axes = Mesh.of(mesh)
         self.left_to_decode = left_to_decode(model.config)
         self.template = ShardedCache(model.config, mesh, **options)  # raises here, not at the first request
@@ -61,8 +62,10 @@ class RankWorker:
         """True if one token is computed by another rule than several: answers that are computed again go by tokens."""
         self.prompt_lengths: dict[int, int] = {}
         """Tokens of the prompts that are computed, by number: those of answers come after them."""
-        self.size, self.stop = 0, 0  # tokens of the chunk that is computed, and the token before which it ends
-        self.nbytes, self.steps = 0, 0
+        self.size = 0  # tokens of the chunk that is computed
+        self.stop = 0  # token before which the chunk ends
+        self.nbytes = 0
+        self.steps = 0
         self.seconds: dict[type, float] = {}  # seconds of the last plan, by the kinds of operations
 
     @property
@@ -168,10 +171,8 @@ class RankWorker:
         else:
             cache = self.caches.pop(source) if moves else self.caches[source].fork()
         self.caches[number] = cache
-        self.prompts[number], self.prompt_lengths[number] = (
-            torch.tensor([ids], device=self.model.device),
-            len(ids) - later,
-        )
+        self.prompts[number] = torch.tensor([ids], device=self.model.device)
+        self.prompt_lengths[number] = len(ids) - later
         first = self.prompts[number][:, : len(ids) - later]
         images = on_model(images, self.model)
         agree_on_call(self.axes, self.model, first, None, cache, {"chunk_size": None, **images})
@@ -193,7 +194,10 @@ class RankWorker:
         """Compute the next chunk of a prompt. Return the cached tokens, and after the last chunk the logits."""
         if number not in self.prefills:  # it did not begin
             return 0, None
-        cache, ids, self.size, self.stop = self.caches[number], self.prompts[number], size, stop
+        cache = self.caches[number]
+        ids = self.prompts[number]
+        self.size = size
+        self.stop = stop
         logits = None
         if next(self.prefills[number], None) is None:
             length = cache.get_seq_length()

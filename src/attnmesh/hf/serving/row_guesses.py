@@ -36,11 +36,14 @@ class RowGuesses:
         if pairs:
             self.accepted = DECAY * self.accepted + accepted
             self.proposed = DECAY * self.proposed + min(accepted + 1, len(pairs))
-        self.answered, self.tokens, self.checked = len(answer), [], []
+        self.answered = len(answer)
+        self.tokens = []
+        self.checked = []
 
     def begin(self) -> None:
         """Note that the checked guesses are in the cache."""
-        self.pending, self.checked = self.checked, []
+        self.pending = self.checked
+        self.checked = []
 
     def accepts(self, token: int) -> bool:
         """Return whether the next guess is this token, which was drawn. Then the next place has logits."""

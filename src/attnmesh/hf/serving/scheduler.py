@@ -83,7 +83,8 @@ class Scheduler:
         self.kept_caches = KeptCaches(worker)
         self.footprint: Footprint | None = None
         self.is_full = False  # true if no chunk fits: then no other prompt begins
-        self.cache_numbers, self.chunk_turns = count(), count()
+        self.cache_numbers = count()
+        self.chunk_turns = count()
         self.drops: list[int] = []  # caches that the next step drops
         self.rejected: dict[int, int] = {}  # last tokens of caches that the next step takes back, by number
         self.nbytes: list[int] = [0]
@@ -169,7 +170,8 @@ class Scheduler:
         """End all requests."""
         for request in [*self.running, *self.waiting]:
             request.end(reason)
-        self.rows, self.prefilling = [], []
+        self.rows = []
+        self.prefilling = []
         self.waiting.clear()
 
     # --- results ---
@@ -302,7 +304,9 @@ class Scheduler:
         if not (self.worker.recomputes_by_token and request.answer):
             self.store.keep(request, request.number, self.rejected.get(request.number, 0))
         self.drops.append(request.number)
-        request.number, request.computed_tokens, request.held_logits = -1, 0, None
+        request.number = -1
+        request.computed_tokens = 0
+        request.held_logits = None
         request.passed_fork_points.clear()
         self.waiting.appendleft(request)
 
@@ -523,7 +527,9 @@ class Scheduler:
             while not (fits := self._make_room(more := self._growth_of_chunk(request, size))) and size > LEAST_SHARED:
                 size = max(LEAST_SHARED, size // 2)
             if fits:
-                self.step.computing, self.step.promised, self.is_full = request, self.step.promised + more, False
+                self.step.computing = request
+                self.step.promised += more
+                self.is_full = False
                 return Fill(request.number, size, stop)
         self.is_full = bool(self.prefilling)
         return None

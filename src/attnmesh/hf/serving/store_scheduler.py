@@ -142,8 +142,12 @@ class StoreScheduler(StoreHooks):
     """The blocks of an engine, in memory and in a folder."""
 
     def __init__(self, settings: PrefixStore, opened: OpenStore, worker: RankWorker) -> None:
-        self.worker, self.folder, self.name, self.template = worker, opened.folder, opened.name, worker.template
-        self.folder_path, config = settings.folder, worker.template.config
+        self.worker = worker
+        self.folder = opened.folder
+        self.name = opened.name
+        self.template = worker.template
+        self.folder_path = settings.folder
+        config = worker.template.config
         stateful = any(isinstance(layer, TailLayer) for layer in self.template.layers)
         self.forgets = bool(self.template.irreversible_layers or stateful)
         self.forgets = self.forgets or (self.template.windows and has_windows(config))
@@ -153,7 +157,8 @@ class StoreScheduler(StoreHooks):
         self.layers = self._read_layers()
         self.saving: deque[SavingCache] = deque()
         self.saved: deque[SavingCache] = deque()  # caches whose last block may be on its way to the folder
-        self.sent, self.stopped = 0, False
+        self.sent = 0
+        self.stopped = False
         self.loading: LoadingCache | None = None
         self.loaded: dict[EngineRequest, Origin] = {}
         self.looked = WeakSet[EngineRequest]()
@@ -234,7 +239,8 @@ class StoreScheduler(StoreHooks):
 
     def after(self) -> list[Operation]:
         """Return operations that come after those of a step."""
-        opening, self.opening = self.opening, None
+        opening = self.opening
+        self.opening = None
         return [] if opening is None else [opening]
 
     def _next_block(self, saving: SavingCache) -> BlockToSave | None:
