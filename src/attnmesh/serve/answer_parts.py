@@ -90,12 +90,12 @@ class AnswerFormats:
 
         An answer of which a grammar makes `either` calls or content has no calls within content.
         """
-        calls = self.tool_format if tools or (self.tool_format and self.tool_format.has_thoughts) else None
-        if calls is None and self.reasoning_marks is None:
+        tool_format = self.tool_format if tools or (self.tool_format and self.tool_format.has_thoughts) else None
+        if tool_format is None and self.reasoning_marks is None:
             return None
         is_thinking = self.reasoning_marks is not None and prompt_end.rstrip().endswith(self.reasoning_marks.begin)
         options: dict[str, Any] = {"is_thinking": is_thinking, "either": either, "special": self.special}
-        return partial(AnswerParts, calls, properties_of(tools or []), self.reasoning_marks, **options)
+        return partial(AnswerParts, tool_format, properties_of(tools or []), self.reasoning_marks, **options)
 
 
 def find_formats(tokenizer: Any, tool_format: str = "auto") -> AnswerFormats:
@@ -122,15 +122,15 @@ class AnswerParts:
 
     def __init__(
         self,
-        calls: ToolFormat | None,
+        tool_format: ToolFormat | None,
         tools: Tools,
-        thought: ReasoningMarks | None = None,
+        marks: ReasoningMarks | None = None,
         *,
         is_thinking: bool = False,
         either: bool = False,
         special: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
-        self.format = calls
+        self.format = tool_format
         self.tools = tools
         self.either = either
         self.special = special
@@ -141,7 +141,7 @@ class AnswerParts:
         self.text.is_thought = is_thinking
         self.content = TrailingSpace()
         self.thought = TrailingSpace()
-        self._start: Reader[None] | None = None if thought is None else self._think(thought, is_thinking)
+        self._start: Reader[None] | None = None if marks is None else self._think(marks, is_thinking)
         """Reads a thought at the beginning of the answer."""
         self._reader: Reader[None] | None = self._start
 
