@@ -114,19 +114,19 @@ MESSAGES: dict[str, Any] = {
 NAMES: dict[type, str] = {message: name for name, message in MESSAGES.items()}
 
 
-def to_code(message: ToRank | ToFront) -> list[Any]:
+def message_code(message: ToRank | ToFront) -> list[Any]:
     """Return a message as JSON has it.
 
-    >>> to_code(CancelRequest(7))
+    >>> message_code(CancelRequest(7))
     ['cancel', 7]
     """
     return [NAMES[type(message)], *message]
 
 
-def from_code(code: Sequence[Any]) -> Any:
-    """Return the message that `to_code` wrote, after JSON.
+def message_of(code: Sequence[Any]) -> Any:
+    """Return the message that `message_code` wrote, after JSON.
 
-    >>> from_code(["refused", 7, 503, "The server ends.", None])
+    >>> message_of(["refused", 7, 503, "The server ends.", None])
     RequestRefused(number=7, status=503, text='The server ends.', code=None)
     """
     name, *fields = code

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from attnmesh.serve.images import buffers_of, describe_images, images_of
-from attnmesh.serve.rank_messages import NewPrompt, ToFront, ToRank, from_code, to_code
+from attnmesh.serve.rank_messages import NewPrompt, ToFront, ToRank, message_code, message_of
 
 WIDTH = 4
 """Bytes of a message's length."""
@@ -30,7 +30,7 @@ def packed(code: list[Any]) -> bytes:
 def message_parts(message: ToRank) -> Iterator[memoryview]:
     """Yield the bytes of a message in parts, of which those of images are no copies."""
     images = message.images if isinstance(message, NewPrompt) else {}
-    code = to_code(message)
+    code = message_code(message)
     if isinstance(message, NewPrompt):
         code[-1] = describe_images(images)
     for buffer in (memoryview(packed(code)), *buffers_of(images)):
@@ -41,7 +41,7 @@ def message_parts(message: ToRank) -> Iterator[memoryview]:
 async def read_message(reader: asyncio.StreamReader) -> ToFront:
     """Return the next message; raise `IncompleteReadError`, an `EOFError`, or `OSError` at the end."""
     length = int.from_bytes(await reader.readexactly(WIDTH), "big")
-    message: ToFront = from_code(json.loads(await reader.readexactly(length)))
+    message: ToFront = message_of(json.loads(await reader.readexactly(length)))
     return message
 
 
@@ -56,7 +56,7 @@ class RankSocket:
     def receive(self) -> ToRank | None:
         """Return the next message, or None when the front has closed its end."""
         try:
-            message: ToRank = from_code(json.loads(self._read(int.from_bytes(self._read(WIDTH), "big"))))
+            message: ToRank = message_of(json.loads(self._read(int.from_bytes(self._read(WIDTH), "big"))))
             if isinstance(message, NewPrompt):
                 described: Any = message.images
                 images = images_of(described, self._read(sum(size for *_, size in described)))
@@ -73,7 +73,7 @@ class RankSocket:
 
     def send(self, message: ToFront) -> None:
         """Send a message."""
-        self.socket.sendall(packed(to_code(message)))
+        self.socket.sendall(packed(message_code(message)))
 
     def close(self) -> None:
         """Wake the thread that receives, and close."""

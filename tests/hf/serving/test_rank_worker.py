@@ -3,7 +3,7 @@
 from time import sleep
 
 from attnmesh.errors import StoreError
-from attnmesh.hf.serving.plan_operations import Save
+from attnmesh.hf.serving.plan_operations import SaveBlocks
 from attnmesh.hf.serving.rank_worker import RankWorker
 from tests.support.engines import model_of
 
@@ -11,7 +11,7 @@ from tests.support.engines import model_of
 class TwoSaves:
     """A store of which the first save of a plan fails."""
 
-    def run(self, operation: Save) -> None:
+    def run(self, operation: SaveBlocks) -> None:
         sleep(0.05)
         if not operation.number:
             raise StoreError("save", "a", "b", "c")
@@ -20,6 +20,6 @@ class TwoSaves:
 def test_operations_of_one_name_count_together() -> None:
     worker = RankWorker(model_of("llama"), None, {})
     worker.store = TwoSaves()  # type: ignore[assignment]
-    results = worker.run([Save(0, []), Save(1, [])])
-    assert worker.seconds[Save] >= 0.1
-    assert isinstance(results[Save], StoreError)
+    results = worker.run([SaveBlocks(0, []), SaveBlocks(1, [])])
+    assert worker.seconds[SaveBlocks] >= 0.1
+    assert isinstance(results[SaveBlocks], StoreError)

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attnmesh.errors import InputError
-from attnmesh.hf.serving.engine_request import EngineRequest
+from attnmesh.hf.serving.engine_request import EngineRequest, Origin
 from attnmesh.hf.serving.footprint import Footprint, growth
 from attnmesh.hf.serving.guesses import LEAST_RATE, Guesser, RowTimes, StepTimes
-from attnmesh.hf.serving.kept_caches import KeptCaches, Origin
+from attnmesh.hf.serving.kept_caches import KeptCaches
 from attnmesh.hf.serving.plan_operations import Crop, DecodeRows, Drop, Fill, Operation, Start
 from attnmesh.hf.serving.rank_worker import RankWorker
 

@@ -35,8 +35,7 @@ from attnmesh.hf.options import agreement_with_peers, describe_value
 from attnmesh.hf.serving.engine_request import EngineRequest, SamplingParams
 from attnmesh.hf.serving.footprint import memory_share, never_fits
 from attnmesh.hf.serving.grammar_masks import Grammar, GrammarTokens
-from attnmesh.hf.serving.plan_exchange import PlanExchange, can_be_sent
-from attnmesh.hf.serving.plan_operations import Draft, End, Operation, Start
+from attnmesh.hf.serving.plan_exchange import END, Plan, PlanExchange, can_be_sent
 from attnmesh.hf.serving.prefix_store import PrefixStore
 from attnmesh.hf.serving.rank_worker import RankWorker
 from attnmesh.hf.serving.scheduler import Scheduler
@@ -133,13 +132,7 @@ class Engine:
             for name, limit in limits.items():
                 if limit is not None or name in ("max_rows", "max_queue"):
                     check_count(f"{SUBJECT} {name}", limit, "pass a positive int")
-            if max_gap is not None and not (isinstance(max_gap, (int, float)) and max_gap > 0):
-                fix = "pass seconds, or leave it out"
-                raise ArgumentError(f"{SUBJECT} max_gap", "seconds above 0", repr(max_gap), fix)
-            if store is not None and not isinstance(store, PrefixStore):
-                fix = "pass one, or leave it out"
-                raise ArgumentError(f"{SUBJECT} store", "a PrefixStore", type(store).__name__, fix)
-            _check_no_folder(cache_options.get("folder"))
+            _check_options(max_gap, store, cache_options.get("folder"))
             if max_model_len is not None and context is not None and max_model_len > context:
                 expected = f"at most {context}"
                 raise ArgumentError(f"{SUBJECT} max_model_len", expected, str(max_model_len), "leave it out")
@@ -154,7 +147,7 @@ class Engine:
         self.worker = RankWorker(self.model, mesh, cache_options)
         self.shares = self.worker.template.shares
         """Ratios of the tokens of each rank, measured once for all requests; None for even shares."""
-        guesser = None if speculation is None else speculation.begin(self.worker, self._run_draft)
+        guesser = None if speculation is None else speculation.begin(self.worker, self._run_between_steps)
         memory = int(cache_memory or memory_share(self.plan_exchange.meshes, self.model.device, self.shares))
         self.scheduler = Scheduler(self.worker, max_rows, memory, max_gap, store, guesser)
         self.max_queue = int(max_queue)
@@ -293,7 +286,7 @@ class Engine:
             while not self.closing:
                 self._step()
             self.scheduler.end_all("cancelled")
-            self._exchange([End()])
+            self._exchange(END)
         except BaseException as error:
             self.error = error
             raise
@@ -311,7 +304,7 @@ class Engine:
         try:
             while not ended:
                 plan, _ = self.plan_exchange.exchange([], self.worker.step_report)
-                ended = plan == [End()]
+                ended = plan == END
                 if not ended:
                     self._run(plan, None)
         finally:
@@ -356,31 +349,32 @@ class Engine:
             if request is not None:  # else `close` wakes the engine
                 self.scheduler.waiting.append(request)
 
-    def _exchange(self, plan: list[Operation], images: dict[str, Any] | None = None) -> dict[type, Any]:
+    def _exchange(self, plan: Plan, images: dict[str, Any] | None = None) -> dict[type, Any]:
         """Send a plan to all ranks and run it, with the images of the prompt that begins."""
         plan, reports = self.plan_exchange.exchange(plan, self.worker.step_report)
         self.scheduler.take_reports(reports)
         self.exchanges += 1
-        return {} if plan == [End()] else self._run(plan, images)
+        return {} if plan == END else self._run(plan, images)
 
-    def _run_draft(self, plan: Sequence[Operation]) -> dict[type, Any]:
-        """Run operations of the draft model on all ranks, between two steps."""
-        whole, _ = self.plan_exchange.exchange([Draft(plan)], self.worker.step_report)
+    def _run_between_steps(self, plan: Plan) -> dict[type, Any]:
+        """Run a plan on all ranks, between two steps."""
+        plan, _ = self.plan_exchange.exchange(plan, self.worker.step_report)
         self.exchanges += 1
-        results: dict[type, Any] = self.worker.run(whole)[Draft]
-        return results
-
-    def _run(self, plan: list[Operation], images: dict[str, Any] | None) -> dict[type, Any]:
-        """Run a plan. Rank 0 sends the images of the prompt that begins."""
-        for place, operation in enumerate(plan):
-            if isinstance(operation, Start):
-                shared = self.plan_exchange.share(operation.images, images, self.model.device)
-                plan[place] = operation._replace(images=shared)
         return self.worker.run(plan)
 
+    def _run(self, plan: Plan, images: dict[str, Any] | None) -> dict[type, Any]:
+        """Run a plan. Rank 0 sends the images of the prompt that begins."""
+        return self.worker.run(self.plan_exchange.share_images(plan, images, self.model.device))
 
-def _check_no_folder(folder: object) -> None:
-    """Raise for a folder of keys: one cache has it, and each request has a cache."""
+
+def _check_options(max_gap: object, store: object, folder: object) -> None:
+    """Raise unless options are possible. A folder of keys is not: one cache has it, and each request has a cache."""
+    if max_gap is not None and not (isinstance(max_gap, (int, float)) and max_gap > 0):
+        fix = "pass seconds, or leave it out"
+        raise ArgumentError(f"{SUBJECT} max_gap", "seconds above 0", repr(max_gap), fix)
+    if store is not None and not isinstance(store, PrefixStore):
+        fix = "pass one, or leave it out"
+        raise ArgumentError(f"{SUBJECT} store", "a PrefixStore", type(store).__name__, fix)
     if folder is not None:
         expected = "no folder, which one cache takes"
         raise ArgumentError(f"{SUBJECT} folder", expected, repr(folder), "pass store=hf.PrefixStore(folder)")

@@ -4,7 +4,7 @@ import queue
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -132,6 +132,15 @@ class SamplingParams:
         if self.min_p > 0:
             scores = MinPLogitsWarper(float(self.min_p))(None, scores)
         return draw_token(scores.softmax(-1)[0], generator)
+
+
+class Origin(NamedTuple):
+    """The cache that a prompt goes on from, the tokens that both have, and whether nothing else needs the cache."""
+
+    source: int | None = None
+    """Number of the cache; None for a new one."""
+    tokens: int = 0
+    moves: bool = False
 
 
 @dataclass(eq=False)

@@ -2,7 +2,6 @@
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,20 +10,11 @@ from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.chunked_prefill import left_to_decode
 from attnmesh.hf.images.inputs import IMAGE_MARK
 from attnmesh.hf.models import is_recurrent
-from attnmesh.hf.serving.engine_request import EngineRequest
+from attnmesh.hf.serving.engine_request import EngineRequest, Origin
 from attnmesh.hf.serving.rank_worker import RankWorker
 
 LEAST_SHARED = 16
 """Tokens that a cache has to share with a prompt."""
-
-
-class Origin(NamedTuple):
-    """The cache that a prompt goes on from, the tokens that both have, and whether nothing else needs the cache."""
-
-    source: int | None = None
-    """Number of the cache; None for a new one."""
-    tokens: int = 0
-    moves: bool = False
 
 
 class KeptCaches:

@@ -78,7 +78,7 @@ class Drop(NamedTuple):
     numbers: Sequence[int]
 
 
-class Open(NamedTuple):
+class OpenStored(NamedTuple):
     """Make a cache for so many tokens, and begin to read stored blocks into it."""
 
     number: int
@@ -88,7 +88,7 @@ class Open(NamedTuple):
     blocks: Sequence[BlockToRead]
 
 
-class Load(NamedTuple):
+class LoadBlocks(NamedTuple):
     """Copy blocks that have been read to a cache, of about so many bytes. Wait so long for the first one."""
 
     number: int
@@ -96,21 +96,21 @@ class Load(NamedTuple):
     patience: float
 
 
-class Close(NamedTuple):
+class CloseStored(NamedTuple):
     """End the reading of a cache, which has the first `length` tokens."""
 
     number: int
     length: int
 
 
-class Save(NamedTuple):
+class SaveBlocks(NamedTuple):
     """Copy blocks of a cache to the memory of their ranks."""
 
     number: int
     blocks: Sequence[BlockToSave]
 
 
-class Forget(NamedTuple):
+class ForgetBlocks(NamedTuple):
     """Forget blocks in memory, and remove files."""
 
     in_memory: Sequence[StoredBlock]
@@ -123,13 +123,13 @@ class Draft(NamedTuple):
     plan: "Sequence[Operation]"
 
 
-class End(NamedTuple):
+class EndOfPlans(NamedTuple):
     """End the engine."""
 
 
-StoreOperation = Load | Close | Save | Forget
+StoreOperation = LoadBlocks | CloseStored | SaveBlocks | ForgetBlocks
 
-Operation = Start | Fill | Fork | DecodeRows | Crop | Drop | Open | Draft | End | StoreOperation
+Operation = Start | Fill | Fork | DecodeRows | Crop | Drop | OpenStored | Draft | EndOfPlans | StoreOperation
 
 PLAIN: dict[str, Any] = {
     "start": Start,
@@ -138,42 +138,44 @@ PLAIN: dict[str, Any] = {
     "rows": DecodeRows,
     "crop": Crop,
     "drop": Drop,
-    "load": Load,
-    "close": Close,
-    "end": End,
+    "load": LoadBlocks,
+    "close": CloseStored,
+    "end": EndOfPlans,
 }
 """Operations whose fields JSON has as they are, by the names of their codes."""
 
 NAMES: dict[type, str] = {one: name for name, one in PLAIN.items()}
-NAMES |= {Open: "open", Save: "save", Forget: "forget", Draft: "draft"}
+NAMES |= {OpenStored: "open", SaveBlocks: "save", ForgetBlocks: "forget", Draft: "draft"}
 
 
-def to_code(operation: Operation) -> list[Any]:
+def operation_code(operation: Operation) -> list[Any]:
     """Return an operation as JSON has it.
 
-    >>> to_code(Draft([Fill(3, 256, 900)]))
+    >>> operation_code(Draft([Fill(3, 256, 900)]))
     ['draft', [['fill', 3, 256, 900]]]
     """
-    fields = [[*map(to_code, operation.plan)]] if isinstance(operation, Draft) else operation
+    fields = [[*map(operation_code, operation.plan)]] if isinstance(operation, Draft) else operation
     return [NAMES[type(operation)], *fields]
 
 
-def from_code(code: Sequence[Any]) -> Operation:
-    """Return the operation that `to_code` wrote, after JSON.
+def operation_of(code: Sequence[Any]) -> Operation:
+    """Return the operation that `operation_code` wrote, after JSON.
 
-    >>> from_code(["fill", 3, 256, 900])
+    >>> operation_of(["fill", 3, 256, 900])
     Fill(number=3, size=256, stop=900)
     """
     name, *fields = code
     match name, fields:
         case "draft", [plan]:
-            return Draft([*map(from_code, plan)])
+            return Draft([*map(operation_of, plan)])
         case "save", [number, blocks]:
-            return Save(number, [BlockToSave(StoredBlock(*block), to_disk) for block, to_disk in blocks])
+            return SaveBlocks(number, [BlockToSave(StoredBlock(*block), to_disk) for block, to_disk in blocks])
         case "forget", [in_memory, on_disk]:
-            return Forget([StoredBlock(*block) for block in in_memory], [StoredBlock(*block) for block in on_disk])
+            return ForgetBlocks(
+                [StoredBlock(*block) for block in in_memory], [StoredBlock(*block) for block in on_disk]
+            )
         case "open", [number, layers, tokens, rope, blocks]:
             to_read = [BlockToRead(StoredBlock(*block), ReadFrom(read_from)) for block, read_from in blocks]
-            return Open(number, layers, tokens, rope, to_read)
+            return OpenStored(number, layers, tokens, rope, to_read)
     operation: Operation = PLAIN[name](*fields)
     return operation

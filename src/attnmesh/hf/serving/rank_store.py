@@ -19,11 +19,11 @@ from attnmesh.hf.chunked_prefill import Prompt
 from attnmesh.hf.serving.plan_operations import (
     BlockToRead,
     BlockToSave,
-    Close,
-    Forget,
-    Load,
+    CloseStored,
+    ForgetBlocks,
+    LoadBlocks,
     ReadFrom,
-    Save,
+    SaveBlocks,
     StoreOperation,
 )
 from attnmesh.hf.serving.prefix_store import OpenStore
@@ -85,13 +85,13 @@ class RankStore:
     def run(self, operation: StoreOperation) -> None:
         """Run an operation."""
         match operation:
-            case Save():
+            case SaveBlocks():
                 self.do_save(*operation)
-            case Forget():
+            case ForgetBlocks():
                 self.do_forget(*operation)
-            case Load():
+            case LoadBlocks():
                 self.do_load(*operation)
-            case Close():
+            case CloseStored():
                 self.do_close(*operation)
 
     def do_save(self, number: int, blocks: Sequence[BlockToSave]) -> None:

@@ -23,10 +23,10 @@ from attnmesh.hf.serving.plan_operations import (
     DecodeRows,
     Draft,
     Drop,
-    End,
+    EndOfPlans,
     Fill,
     Fork,
-    Open,
+    OpenStored,
     Operation,
     Start,
 )
@@ -110,9 +110,9 @@ class RankWorker:
                 self.do_crop(*operation)
             case Drop():
                 self.do_drop(*operation)
-            case Open():
+            case OpenStored():
                 self.do_open(*operation)
-            case End():
+            case EndOfPlans():
                 pass
             case _:
                 assert self.store is not None

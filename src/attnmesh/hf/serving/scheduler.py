@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor
 
 from attnmesh.errors import InputError
-from attnmesh.hf.serving.engine_request import EngineRequest
+from attnmesh.hf.serving.engine_request import EngineRequest, Origin
 from attnmesh.hf.serving.footprint import Footprint, growth, never_fits
 from attnmesh.hf.serving.grammar_masks import wait_for_any
 from attnmesh.hf.serving.guesses import Guesser, NoGuesses, StepTimes
-from attnmesh.hf.serving.kept_caches import LEAST_SHARED, KeptCaches, Origin
+from attnmesh.hf.serving.kept_caches import LEAST_SHARED, KeptCaches
 from attnmesh.hf.serving.plan_exchange import specs_of
 from attnmesh.hf.serving.plan_operations import Crop, DecodeRows, Drop, Fill, Fork, Operation, Start
 from attnmesh.hf.serving.prefix_store import PrefixStore

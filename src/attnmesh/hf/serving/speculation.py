@@ -14,7 +14,8 @@ from attnmesh.hf.models import check_can_decode_rows, unwrap
 from attnmesh.hf.serving.draft_guesses import DraftGuesser
 from attnmesh.hf.serving.guesses import Guesser
 from attnmesh.hf.serving.ngram_guesses import NgramGuesser
-from attnmesh.hf.serving.plan_operations import Operation
+from attnmesh.hf.serving.plan_exchange import Plan
+from attnmesh.hf.serving.plan_operations import Draft, Operation
 from attnmesh.hf.serving.rank_worker import RankWorker
 
 SPECULATE, DRAFT = "hf.Engine speculate", "hf.Engine draft"
@@ -59,10 +60,10 @@ class Speculation:
             raise ArgumentError(SPECULATE, expected, repr(speculate), "write one of these, or leave it out")
         return Speculation(SPECULATE, most)
 
-    def begin(self, worker: RankWorker, run: Callable[[Sequence[Operation]], dict[type, Any]]) -> Guesser:
+    def begin(self, worker: RankWorker, run: Callable[[Plan], dict[type, Any]]) -> Guesser:
         """Return what guesses for the rows of a worker, or raise unless its model takes guesses.
 
-        `run` runs operations of the draft's worker on all ranks.
+        `run` runs a plan on all ranks.
         """
         if worker.template.reproducible:
             expected = "no reproducible=True beside it: products of several tokens are rounded in another way"
@@ -74,7 +75,11 @@ class Speculation:
         worker.draft_worker = RankWorker(self.draft_model, worker.mesh, {**options, "keep": self.most})
         _check_caches(self.subject, worker.draft_worker)
         vocab_size = worker.model.config.get_text_config(decoder=True).vocab_size
-        return DraftGuesser(worker.draft_worker, self.most, vocab_size, run)
+
+        def run_draft(plan: Sequence[Operation]) -> Any:
+            return run([Draft(plan)])[Draft]
+
+        return DraftGuesser(worker.draft_worker, self.most, vocab_size, run_draft)
 
 
 def _of_draft(model: PreTrainedModel, draft: Any, most: Any) -> Speculation:

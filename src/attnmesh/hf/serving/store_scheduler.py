@@ -19,18 +19,17 @@ from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.cache.layer import TailLayer
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.models import has_windows, rope_regime
-from attnmesh.hf.serving.engine_request import EngineRequest
-from attnmesh.hf.serving.kept_caches import Origin
+from attnmesh.hf.serving.engine_request import EngineRequest, Origin
 from attnmesh.hf.serving.plan_operations import (
     BlockToRead,
     BlockToSave,
-    Close,
-    Forget,
-    Load,
-    Open,
+    CloseStored,
+    ForgetBlocks,
+    LoadBlocks,
+    OpenStored,
     Operation,
     ReadFrom,
-    Save,
+    SaveBlocks,
 )
 from attnmesh.hf.serving.prefix_store import OpenStore, PrefixStore, open_store
 from attnmesh.hf.serving.rank_report import RankReport
@@ -163,8 +162,8 @@ class StoreScheduler(StoreHooks):
         self.loaded: dict[EngineRequest, Origin] = {}
         self.looked = WeakSet[EngineRequest]()
         self.names = WeakKeyDictionary[EngineRequest, BlockNames]()
-        self.opening: Open | None = None
-        self.closing: Close | None = None
+        self.opening: OpenStored | None = None
+        self.closing: CloseStored | None = None
         self.rate = FIRST_COPY_RATE
         self.copied = 0  # bytes that this step copies
         names = ("memory_tokens", "disk_tokens", "blocks_written", "blocks_damaged")
@@ -226,15 +225,15 @@ class StoreScheduler(StoreHooks):
             while (self.copied < left or not self.copied) and (entry := self._next_block(saving)) is not None:
                 blocks.append(entry)
             if blocks:
-                saves.append(Save(saving.number, blocks))
+                saves.append(SaveBlocks(saving.number, blocks))
         self.saved += [saving for saving in self.saving if saving.at >= saving.stop or saving.number in drops]
         self.saving = deque(saving for saving in self.saving if saving.at < saving.stop and saving.number not in drops)
         loads: list[Operation] = [] if self.closing is None else [self.closing]
         self.closing = None
         if self.loading is not None and self.opening is None and not loads:
             most = max(1, (left - self.copied) // self.worker.axes.ranks)
-            loads = [Load(self.loading.number, most, LOAD_WAIT_SECONDS if seconds is None else 0.0)]
-        forgets = [Forget(*gone)] if any(gone := self.tiers.take_gone()) else []
+            loads = [LoadBlocks(self.loading.number, most, LOAD_WAIT_SECONDS if seconds is None else 0.0)]
+        forgets = [ForgetBlocks(*gone)] if any(gone := self.tiers.take_gone()) else []
         return [*forgets, *saves, *loads]
 
     def after(self) -> list[Operation]:
@@ -360,7 +359,7 @@ class StoreScheduler(StoreHooks):
         sources = [BlockToRead(block, self._choose_source(block, run_tokens)) for block in blocks]
         self.loading = LoadingCache(request, next(reports), sources, tokens)
         sizes = [layer.to_code() for layer in self.layers]
-        self.opening = Open(self.loading.number, sizes, tokens, self._rope(request), sources)
+        self.opening = OpenStored(self.loading.number, sizes, tokens, self._rope(request), sources)
         return True
 
     def holds_up(self, request: EngineRequest) -> bool:
@@ -457,7 +456,7 @@ class StoreScheduler(StoreHooks):
         length = min(max((block.stop for block, _ in loading.blocks[:good]), default=0), loading.most)
         if self.forgets and good < total:
             length = 0
-        self.closing = Close(loading.number, length)
+        self.closing = CloseStored(loading.number, length)
         self.loading = None
         self.tiers.pinned = frozenset()
         if loading.request.cancelled or loading.request.finish_reason is not None or not length:
@@ -477,11 +476,11 @@ class StoreScheduler(StoreHooks):
 
     def take(self, results: dict[type, Any], seconds: dict[type, float]) -> None:
         """Take the results of a step."""
-        if isinstance(error := results.get(Save), InputError):
+        if isinstance(error := results.get(SaveBlocks), InputError):
             raise error  # caches differ from what is known of them
-        if seconds.get(Save) and self.copied:
-            self.rate = 0.7 * self.rate + 0.3 * self.copied / seconds[Save]
-        if isinstance(results.get(Open), InputError):  # no memory: all ranks raise
+        if seconds.get(SaveBlocks) and self.copied:
+            self.rate = 0.7 * self.rate + 0.3 * self.copied / seconds[SaveBlocks]
+        if isinstance(results.get(OpenStored), InputError):  # no memory: all ranks raise
             self.loading = None
             self.tiers.pinned = frozenset()
 
