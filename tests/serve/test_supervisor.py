@@ -16,6 +16,7 @@ from attnmesh.errors import ModelError
 from attnmesh.serve import supervisor
 from attnmesh.serve.chat import EncodedPrompt
 from attnmesh.serve.metrics import Metrics
+from attnmesh.serve.rank_messages import NewPrompt
 from attnmesh.serve.supervisor import Supervisor
 from tests.support.fake_engine import FakeEngine, Stream, ThreadWorld, answer, byte_tokenizer
 from tests.support.served import NAME, FakeRanks, Served, chat, served, until
@@ -84,7 +85,7 @@ def test_streams_outlive_a_lost_rank(lost: int, running: Served) -> None:
 def test_a_request_that_leaves_while_ranks_are_lost_keeps_no_other_from_them() -> None:
     async def cancel_between_worlds() -> list[Any]:
         one, sent = Supervisor(ThreadWorld(), max_requests=2, max_restarts=3, metrics=Metrics()), list[Any]()
-        one._send = lambda message, images=None: sent.append(message)  # type: ignore[method-assign]
+        one._send = sent.append  # type: ignore[method-assign]
         one._begin({"max_model_len": 9})
         options = {"max_new_tokens": 5}
         leaving, staying = one.submit(EncodedPrompt([1]), [options] * 2, lambda *_: None)
@@ -96,7 +97,8 @@ def test_a_request_that_leaves_while_ranks_are_lost_keeps_no_other_from_them() -
         assert staying.number in one.open
         return sent
 
-    assert [message[:2] for message in asyncio.run(cancel_between_worlds())] == [["prompt", 0], ["submit", 2]]
+    prompt, request = asyncio.run(cancel_between_worlds())
+    assert (prompt, request.number) == (NewPrompt(0, [1], {}), 2)
 
 
 class Failing:
