@@ -12,8 +12,8 @@ import torch
 
 from attnmesh import hf
 from attnmesh.hf.load import locate, open_model, open_tokenizer
+from attnmesh.hf.serving.engine_request import EngineRequest
 from attnmesh.hf.serving.grammar_masks import GrammarState, TokenMask
-from attnmesh.hf.serving.stream import Stream
 from attnmesh.serve.tool_formats import FORMATS
 from attnmesh.serve.tool_grammars import Rules, find_shape
 from benchmarks.timing import Timing
@@ -117,7 +117,7 @@ def rows(name: str, tokens: int, rounds: int) -> Iterator[MaskRow]:
         grammars.close()
 
 
-def _gaps(stream: Stream) -> list[float]:
+def _gaps(stream: EngineRequest) -> list[float]:
     """Return the seconds between the tokens of an answer."""
     times = [perf_counter() for _ in stream]
     return [after - before for before, after in pairwise(times)]

@@ -24,7 +24,7 @@ from transformers.utils import logging
 from attnmesh import hf
 from attnmesh.cli.launch import Send, run_on_ranks
 from attnmesh.hf.load import open_model, open_tokenizer
-from attnmesh.hf.serving.stream import Stream
+from attnmesh.hf.serving.engine_request import EngineRequest
 from attnmesh.mesh.shapes import Shape
 from attnmesh.setup.init_mesh import init_mesh
 from benchmarks.netns import send_rows
@@ -199,7 +199,7 @@ def _answered(engine: hf.Engine, questions: Sequence[Prompt], new_tokens: int) -
         thread.join()
 
 
-def _read(stream: Stream) -> Answer:
+def _read(stream: EngineRequest) -> Answer:
     """Return an answer's tokens and their times."""
     asked, times, ids = perf_counter(), list[float](), list[int]()
     for token in stream:

@@ -482,7 +482,7 @@ def stand_in(sandbox: Sandbox) -> None:
     shape = diffusion_bench.Row("flux", "ring", TIME, 1.0, 1.0, 1, 1.0, 1e-7)
     replace(diffusion_bench, rows=lambda request, world, add: add(on(world, shape)))
     listening = SimpleNamespace(getsockname=lambda: ("127.0.0.1", 8000), close=lambda: None)
-    replace(server, listen=lambda host, port: listening, run=lambda app, socket, drain: app.front.on_ready({}))
+    replace(server, listen=lambda host, port: listening, run=lambda app, socket, drain: app.supervisor.on_ready({}))
     together = rows_bench.Row(2, TIME, TIME, (1.0, 1.0), True)
     replace(rows_bench, rows=lambda request, threads, add: add(on(request.shape.ranks, together)))
     guessed = speculate_bench.Row("a story", 1, 1.0, 1.0, 1.0, 1, 1, 1.0)

@@ -79,7 +79,7 @@ PACKAGED = "smollm2"
 COLDEST, HOTTEST = 1e-5, 1e6
 """Temperatures of sampling: logits are divided by them."""
 
-MOST_GUESSES = 64
+MAX_GUESSES = 64
 """Guesses of a row in a step at most."""
 
 MAX_RANKS = 1024

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from attnmesh_command.choices import COLDEST, HOTTEST, MOST_GUESSES, TOOL_FORMATS
+from attnmesh_command.choices import COLDEST, HOTTEST, MAX_GUESSES, TOOL_FORMATS
 from attnmesh_command.messages import OptionError, check_named, check_option, print_note, under_torchrun
 from attnmesh_command.option_texts import (
     announce_model,
@@ -279,8 +279,8 @@ class ServeOptions:
 def check_speculate(given: str | None) -> None:
     """Raise unless the option names a way to guess, and a possible number."""
     match = re.fullmatch("ngram(?::([1-9][0-9]?))?", given or "ngram")
-    fits = match is not None and int(match[1] or 1) <= MOST_GUESSES
-    expected, fix = f"ngram, or ngram:N with N from 1 to {MOST_GUESSES}", "write one of these, or leave it out"
+    fits = match is not None and int(match[1] or 1) <= MAX_GUESSES
+    expected, fix = f"ngram, or ngram:N with N from 1 to {MAX_GUESSES}", "write one of these, or leave it out"
     check_option(fits, "--speculate", expected, repr(given), fix)
 
 
@@ -293,8 +293,8 @@ def draft_of(given: str) -> tuple[str, int | None]:
     name, colon, count = given.rpartition(":")
     if not colon or is_here(given):
         return given, None
-    fits = bool(name) and re.fullmatch("[1-9][0-9]?", count) and int(count) <= MOST_GUESSES
-    expected, fix = f"MODEL, or MODEL:N with N from 1 to {MOST_GUESSES}", "write one of these"
+    fits = bool(name) and re.fullmatch("[1-9][0-9]?", count) and int(count) <= MAX_GUESSES
+    expected, fix = f"MODEL, or MODEL:N with N from 1 to {MAX_GUESSES}", "write one of these"
     check_option(bool(fits), "--draft", expected, repr(given), fix)
     return name, int(count)
 

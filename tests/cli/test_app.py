@@ -17,7 +17,7 @@ from attnmesh.comm import failures
 from attnmesh.core import partial
 from attnmesh.core.storage import STORAGES
 from attnmesh.hf import load
-from attnmesh.hf.serving import speculation, stream
+from attnmesh.hf.serving import engine_request, speculation
 from attnmesh.kernels.native.build import library
 from attnmesh.mesh import merges
 from attnmesh.mesh.cluster import PRESETS
@@ -173,8 +173,8 @@ def test_the_names_of_options_are_those_of_the_library() -> None:
     assert found == (AXES, PHASES, TRANSITIONS, LOSSES)
     assert {name: (one.hosts, one.ranks) for name, one in PRESETS.items() if name != "local"} == choices.CLUSTERS
     assert (*WORKLOADS,) == choices.WORKLOADS
-    assert (choices.COLDEST, choices.HOTTEST) == (stream.COLDEST, stream.HOTTEST)
-    assert choices.MOST_GUESSES == speculation.MOST_GUESSES
+    assert (choices.COLDEST, choices.HOTTEST) == (engine_request.COLDEST, engine_request.HOTTEST)
+    assert choices.MAX_GUESSES == speculation.MAX_GUESSES
     assert (choices.PACKAGED, choices.MAX_DEADLINE) == (load.PACKAGED, failures.MAX_DEADLINE)
 
 

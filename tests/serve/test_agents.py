@@ -21,8 +21,8 @@ from pydantic_ai.providers.openai import OpenAIProvider
 from tokenizers import AddedToken
 
 from attnmesh.hf.serving.engine import Engine
+from attnmesh.hf.serving.engine_request import EngineRequest
 from attnmesh.hf.serving.grammar_masks import Grammar, GrammarTokens
-from attnmesh.hf.serving.stream import Stream
 from attnmesh.serve.rank_requests import serve_rank_0
 from attnmesh.serve.tool_grammars import literal
 from tests.support import families
@@ -118,7 +118,7 @@ class Scripted(ThreadWorld):
         self.submit, made.submit = made.submit, self.submit_scripted  # type: ignore[method-assign]
         serve_rank_0(made, address, self.facts)
 
-    def submit_scripted(self, ids: list[int], **options: Any) -> Stream:
+    def submit_scripted(self, ids: list[int], **options: Any) -> EngineRequest:
         prompt = self.tokenizer.decode(ids)
         number = int(re.findall(r"<\|user\|>#(\d+)", prompt)[0])
         self.prompts[number].append(prompt)

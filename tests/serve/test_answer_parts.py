@@ -9,7 +9,7 @@ import pytest
 from attnmesh.serve.answer_parts import REASONING, AnswerParts, ReasoningMarks, find_formats
 from attnmesh.serve.chat import encode_chat
 from attnmesh.serve.refused import Refused
-from attnmesh.serve.schema import CHAT, read_fields
+from attnmesh.serve.request_fields import CHAT, read_fields
 from attnmesh.serve.tool_formats import FORMATS, ContentText, ReasoningText, ToolCall
 from tests.support.fake_engine import ThreadWorld, byte_tokenizer
 from tests.support.served import NAME, Served, chat, served
@@ -62,14 +62,14 @@ def test_thoughts_are_read_wherever_the_stream_is_cut(name: str) -> None:
 def test_each_kind_of_marks_is_read_and_found(marks: ReasoningMarks) -> None:
     text = f"{marks.begin}\nHm{marks.end}\nYes."
     assert parts_of([text], marks) == parts_of([*text], marks) == ("Hm", "Yes.", [])
-    assert find_formats(byte_tokenizer(f"{{{{ messages }}}}{marks.begin}{marks.end}")).thought == marks
+    assert find_formats(byte_tokenizer(f"{{{{ messages }}}}{marks.begin}{marks.end}")).reasoning_marks == marks
 
 
 def test_none_leaves_thoughts_in_the_text() -> None:
-    assert find_formats(byte_tokenizer(THINKS), "none").thought is None
-    assert find_formats(byte_tokenizer(THINKS), "hermes").thought == THINK
+    assert find_formats(byte_tokenizer(THINKS), "none").reasoning_marks is None
+    assert find_formats(byte_tokenizer(THINKS), "hermes").reasoning_marks == THINK
     assert str(find_formats(byte_tokenizer(THINKS), "hermes")) == "calls as hermes, thoughts in <think>"
-    assert find_formats(byte_tokenizer("{{ messages }}")).thought is None
+    assert find_formats(byte_tokenizer("{{ messages }}")).reasoning_marks is None
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE, Unigram, WordPiece
 from transformers import PreTrainedTokenizerFast
 
-from attnmesh.serve.encoders import Encoders, characters_a_token
+from attnmesh.serve.encoders import PromptEncoders, characters_a_token
 
 SIGNS = sorted(pre_tokenizers.ByteLevel.alphabet())
 WORDS = ["Ġ" * 2, "Ġ" * 4, "Ġ" * 8, "th", "the"]
@@ -101,7 +101,7 @@ def test_a_prompt_whose_client_has_gone_is_kept_by_no_queue() -> None:
         return len(fields)
 
     async def run() -> Any:
-        encoders = Encoders(BOUNDED["bytes"][0])
+        encoders = PromptEncoders(BOUNDED["bytes"][0])
         first = asyncio.create_task(encoders.run(encode, Fields(), True, 100))
         assert await asyncio.to_thread(begun.wait, 60)
         fields = Fields(prompt="a")

@@ -18,7 +18,7 @@ from attnmesh.serve.answer_parts import AnswerFormats
 from attnmesh.serve.grammars import MAX_PROPERTIES, AskedGrammar, Grammars
 from attnmesh.serve.rank_requests import serve_rank_0
 from attnmesh.serve.refused import Refused
-from attnmesh.serve.schema import CHAT, read_fields
+from attnmesh.serve.request_fields import CHAT, read_fields
 from attnmesh.serve.tool_formats import FORMATS
 from attnmesh.serve.tool_grammars import Rules
 from tests.support import families

@@ -14,7 +14,7 @@ import pytest
 
 from attnmesh.serve import body, server
 from attnmesh.serve.access import Limits
-from attnmesh.serve.schema import CHAT
+from attnmesh.serve.request_fields import CHAT
 from tests.support.fake_engine import ThreadWorld
 from tests.support.served import Served, chat, expected, posted, raw, served, until
 

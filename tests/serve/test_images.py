@@ -12,6 +12,7 @@ from PIL import Image
 from attnmesh.hf.serving.engine import Engine
 from attnmesh.serve import images, supervisor
 from attnmesh.serve.chat import encode_chat
+from attnmesh.serve.rank_messages import ForgetPrompt, NewPrompt, SubmitRequest, ToRank
 from attnmesh.serve.rank_requests import serve_rank_0
 from tests.support.fake_engine import ThreadWorld
 from tests.support.models.image_models import build_images, image_case
@@ -172,12 +173,13 @@ def test_images_are_for_users_and_models_that_read_them(running: Served) -> None
 
 
 def test_images_are_sent_once_for_all_choices(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[list[Any]] = []
+    sent: list[tuple[type, int]] = []
     whole = supervisor.message_parts
 
-    def noted(message: list[Any], given: Any) -> Any:
-        sent.append([message[0], sum(map(len, images.buffers_of(given or {})))])
-        return whole(message, given)
+    def noted(message: ToRank) -> Any:
+        given = message.images if isinstance(message, NewPrompt) else {}
+        sent.append((type(message), sum(map(len, images.buffers_of(given)))))
+        return whole(message)
 
     monkeypatch.setattr(supervisor, "message_parts", noted)
     encoder, picture = of_images(), pictures()[0]
@@ -188,10 +190,10 @@ def test_images_are_sent_once_for_all_choices(monkeypatch: pytest.MonkeyPatch) -
         texts = {choice["message"]["content"] for choice in said["choices"]}
         assert [text.split() for text in texts] == [stock(picture, "w4 w5").split()]
         world: Any = one.front.world
-        until(lambda: sent[-1][0] == "forget")
+        until(lambda: sent[-1][0] is ForgetPrompt)
     kinds = [kind for kind, _ in sent]
-    assert [kinds.count(kind) for kind in ("prompt", "submit", "forget")] == [1, 4, 1]
-    assert {size > 0 for kind, size in sent if kind == "prompt"} == {True}
+    assert [kinds.count(kind) for kind in (NewPrompt, SubmitRequest, ForgetPrompt)] == [1, 4, 1]
+    assert {size > 0 for kind, size in sent if kind is NewPrompt} == {True}
     assert world.engine.error is None
 
 

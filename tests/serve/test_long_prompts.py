@@ -54,7 +54,7 @@ def test_a_short_prompt_waits_for_no_long_one(gate: Gate) -> None:
     with served(ThreadWorld(), max_requests=3) as one:
         threads = [ask_long(one, sign, codes) for sign in "ab"]
         assert gate.begun.acquire(timeout=100)
-        until(lambda: one.front.coming == 2)
+        until(lambda: one.front.encoding_count == 2)
         assert one.ask("/v1/completions", {"model": NAME, "prompt": "Go on"})[0] == 200
         assert one.app._bodies.held > 2 << 17
         code, said = one.ask("/v1/completions", {"model": NAME, "prompt": "Go on", "n": 2})
@@ -63,7 +63,7 @@ def test_a_short_prompt_waits_for_no_long_one(gate: Gate) -> None:
         for thread in threads:
             thread.join()
         assert codes == [400, 400]
-        assert one.app._bodies.held == one.front.coming == 0
+        assert one.app._bodies.held == one.front.encoding_count == 0
 
 
 def test_a_prompt_is_not_encoded_for_a_client_that_has_gone(gate: Gate) -> None:
@@ -73,8 +73,8 @@ def test_a_prompt_is_not_encoded_for_a_client_that_has_gone(gate: Gate) -> None:
         assert gate.begun.acquire(timeout=100)
         with closing(raw(one)) as gone:
             gone.sendall(posted({"model": NAME, "prompt": "b" * (1 << 17)}, "completions"))
-            until(lambda: one.front.coming == 2)
-        until(lambda: one.front.coming == 1)
+            until(lambda: one.front.encoding_count == 2)
+        until(lambda: one.front.encoding_count == 1)
         gate.open.set()
         thread.join()
         assert one.ask("/v1/completions", {"model": NAME, "prompt": "c"})[0] == 200

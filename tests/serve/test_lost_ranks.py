@@ -21,8 +21,8 @@ from attnmesh.hf.serving.engine import Engine
 from attnmesh.hf.serving.prefix_store import PrefixStore
 from attnmesh.hf.serving.rank_store import RankStore
 from attnmesh.serve import supervisor
+from attnmesh.serve.rank_messages import ToFront
 from attnmesh.serve.rank_requests import RankRequests, serve_rank_0
-from attnmesh.serve.rank_socket import WIDTH
 from tests.support import families
 from tests.support.fake_engine import FakeEngine, ThreadWorld, byte_tokenizer, save_tiny
 from tests.support.served import NAME, Served, served, until
@@ -76,7 +76,7 @@ def test_ranks_that_share_layers_are_lost_while_they_answer(
     ends: list[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that is killed is lost at once, one that is stopped after the deadline."""
-    monkeypatch.setattr(supervisor, "LONGEST_PAUSE", 0.0)
+    monkeypatch.setattr(supervisor, "LONGEST_PAUSE_SECONDS", 0.0)
     found = find_model(save_tiny(tmp_path, hidden_size=288), 2, MeshOptions("keys=2"), Status(""))
     options = {"max_rows": 4, "max_queue": 16, "max_model_len": 1024}
     settings = ServeSettings(found.for_ranks, "auto", "shared", 1.0, options)
@@ -150,7 +150,7 @@ def test_ranks_that_guess_are_lost_within_a_call_that_a_grammar_makes(
     lost: list[int], guesses: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Greedy and drawn calls are in the same steps as a rank is killed, and both go on with the same arguments."""
-    monkeypatch.setattr(supervisor, "LONGEST_PAUSE", 0.0)
+    monkeypatch.setattr(supervisor, "LONGEST_PAUSE_SECONDS", 0.0)
     found = find_model(save_tiny(tmp_path, hidden_size=288), 2, MeshOptions("keys=2"), Status(""))
     engine = {"max_rows": 4, "max_queue": 16, "max_model_len": 2048, **guesses}
     draft = str(tmp_path) if "draft_tokens" in guesses else None
@@ -280,8 +280,8 @@ class Collected:
     def __init__(self) -> None:
         self.messages: list[Any] = []
 
-    def send(self, data: bytes) -> None:
-        self.messages.append(json.loads(data[WIDTH:]))
+    def send(self, message: ToFront) -> None:
+        self.messages.append(message)
 
 
 @pytest.mark.parametrize(
@@ -300,10 +300,10 @@ class Collected:
 def test_errors_of_ranks_are_not_the_clients(error: Exception, status: int, said: str) -> None:
     link: Any = Collected()
     RankRequests(FakeEngine(), link).refuse(7, error)  # type: ignore[arg-type]
-    ((kind, number, given, text, _),) = link.messages
-    assert (kind, number, given) == ("refused", 7, status)
-    assert said in text
-    assert "0x7f" not in text
+    (message,) = link.messages
+    assert (message.number, message.status) == (7, status)
+    assert said in message.text
+    assert "0x7f" not in message.text
 
 
 @pytest.mark.parametrize(("kind", "status"), [(errors.TooLong, 400), (errors.MaskError, 500)])
@@ -311,4 +311,4 @@ def test_once_an_answer_has_begun_only_its_length_is_the_clients_fault(kind: Any
     """Nothing else of a request is looked at again."""
     link: Any = Collected()
     RankRequests(FakeEngine(), link).refuse(7, kind("decode", "one", "two", "mend it"), has_begun=True)  # type: ignore[arg-type]
-    assert link.messages[0][2] == status
+    assert link.messages[0].status == status

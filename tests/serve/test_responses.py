@@ -10,9 +10,9 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel
 
 from attnmesh.errors import GrammarError
-from attnmesh.serve import responses
+from attnmesh.serve import responses_request
 from attnmesh.serve.refused import Refused
-from attnmesh.serve.responses import ResponseRequest
+from attnmesh.serve.responses_request import ResponseRequest
 from tests.support.fake_engine import ThreadWorld
 from tests.support.served import NAME, Served
 from tests.support.tool_calls import TWO
@@ -197,13 +197,13 @@ def test_responses_are_those_of_the_clients_types(
 def test_a_request_is_read_once_and_in_a_thread(
     running: Served, world: ThreadWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    threads, read = [], responses.chat_fields
+    threads, read = [], responses_request.chat_fields
 
     def noted(fields: Any) -> Any:
         threads.append(threading.current_thread())
         return read(fields)
 
-    monkeypatch.setattr(responses, "chat_fields", noted)
+    monkeypatch.setattr(responses_request, "chat_fields", noted)
     world.engine.scripts.append("Warm.")
     assert running.ask("/v1/responses", {"model": NAME, "input": "Hi"})[0] == 200
     assert len(threads) == 1

@@ -253,7 +253,7 @@ def test_an_error_of_the_server_s_own_is_logged_without_its_text(
 
     lines: list[str] = []
     monkeypatch.setattr(running.front, "log", lines.append)
-    monkeypatch.setattr("attnmesh.serve.routes.Answers", fail)
+    monkeypatch.setattr("attnmesh.serve.routes.CompletionObjects", fail)
     code, said = running.ask("/v1/chat/completions", chat())
     assert (code, said["error"]["message"]) == (500, "The server failed on this request.")
     assert [line.split(":")[:2] for line in lines] == [["a request failed", " KeyError at test_routes.py"]]

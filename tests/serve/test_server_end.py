@@ -68,7 +68,7 @@ def test_an_answer_that_the_end_of_the_engine_cuts_short_is_an_error() -> None:
 
 
 def test_a_silent_stream_has_a_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reply, "HEARTBEAT", 0.01)
+    monkeypatch.setattr(reply, "HEARTBEAT_SECONDS", 0.01)
     slow = ThreadWorld(pause=0.15)
     with served(slow) as one:
         with closing(raw(one)) as client:

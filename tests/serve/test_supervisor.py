@@ -14,8 +14,9 @@ import pytest
 from attnmesh.cli.launch import LaunchError
 from attnmesh.errors import ModelError
 from attnmesh.serve import supervisor
-from attnmesh.serve.chat import Encoded
+from attnmesh.serve.chat import EncodedPrompt
 from attnmesh.serve.metrics import Metrics
+from attnmesh.serve.rank_messages import NewPrompt
 from attnmesh.serve.supervisor import Supervisor
 from tests.support.fake_engine import FakeEngine, Stream, ThreadWorld, answer, byte_tokenizer
 from tests.support.served import NAME, FakeRanks, Served, chat, served, until
@@ -84,10 +85,10 @@ def test_streams_outlive_a_lost_rank(lost: int, running: Served) -> None:
 def test_a_request_that_leaves_while_ranks_are_lost_keeps_no_other_from_them() -> None:
     async def cancel_between_worlds() -> list[Any]:
         one, sent = Supervisor(ThreadWorld(), max_requests=2, max_restarts=3, metrics=Metrics()), list[Any]()
-        one._send = lambda message, images=None: sent.append(message)  # type: ignore[method-assign]
+        one._send = sent.append  # type: ignore[method-assign]
         one._begin({"max_model_len": 9})
         options = {"max_new_tokens": 5}
-        leaving, staying = one.submit(Encoded([1]), [options] * 2, lambda *_: None)
+        leaving, staying = one.submit(EncodedPrompt([1]), [options] * 2, lambda *_: None)
         one._losses = [0.0]
         one._lost()
         one.cancel(leaving)
@@ -96,7 +97,8 @@ def test_a_request_that_leaves_while_ranks_are_lost_keeps_no_other_from_them() -
         assert staying.number in one.open
         return sent
 
-    assert [message[:2] for message in asyncio.run(cancel_between_worlds())] == [["prompt", 0], ["submit", 2]]
+    prompt, request = asyncio.run(cancel_between_worlds())
+    assert (prompt, request.number) == (NewPrompt(0, [1], {}), 2)
 
 
 class Failing:
@@ -151,7 +153,7 @@ class Poisoned(ThreadWorld):
 
 @pytest.mark.parametrize("place", [0, 9])
 def test_a_request_that_loses_ranks_ends_alone(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "LONGEST_PAUSE", 0.0)
+    monkeypatch.setattr(supervisor, "LONGEST_PAUSE_SECONDS", 0.0)
     options: list[dict[str, Any]] = [{"temperature": 1, "seed": 3 + row} for row in range(5)]
     with served(Poisoned(place), max_restarts=3, max_requests=12) as one:
         texts: list[list[str]] = [[] for _ in options]
@@ -172,7 +174,7 @@ def test_a_request_that_loses_ranks_ends_alone(place: int, monkeypatch: pytest.M
 @pytest.mark.parametrize(("times", "state"), [((2.4, 4.8, 9.2, 17.7), "stopping"), ((1.0, 1.5, 2.0, 2.5), "failed")])
 def test_losses_count_within_a_window(times: tuple[float, ...], state: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "LOSS_WINDOW_SECONDS", 3.0)
-    monkeypatch.setattr(supervisor, "LONGEST_PAUSE", 0.0)
+    monkeypatch.setattr(supervisor, "LONGEST_PAUSE_SECONDS", 0.0)
     one = Supervisor(ThreadWorld(), max_requests=1, max_restarts=3, metrics=Metrics())
     one.facts, losses = {"max_model_len": 9}, iter(times)
     loop = asyncio.new_event_loop()

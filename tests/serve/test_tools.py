@@ -9,7 +9,7 @@ from attnmesh.errors import GrammarError
 from attnmesh.serve.answer_parts import AnswerParts, find_formats
 from attnmesh.serve.chat import encode_chat
 from attnmesh.serve.refused import Refused
-from attnmesh.serve.schema import CHAT, read_fields
+from attnmesh.serve.request_fields import CHAT, read_fields
 from attnmesh.serve.tool_formats import FORMATS, ToolCall
 from attnmesh.serve.tool_schemas import MAX_CHARACTERS, MAX_TOOLS
 from attnmesh_command.choices import TOOL_FORMATS
@@ -105,12 +105,12 @@ def test_log_probabilities_are_those_of_all_tokens(client: openai.OpenAI, world:
 
 def test_the_format_is_found_or_named() -> None:
     assert ("auto", "none", *FORMATS) == TOOL_FORMATS
-    assert find_formats(byte_tokenizer(HERMES)).calls is FORMATS["hermes"]
-    assert find_formats(byte_tokenizer(HERMES), "none").calls is None
+    assert find_formats(byte_tokenizer(HERMES)).tool_format is FORMATS["hermes"]
+    assert find_formats(byte_tokenizer(HERMES), "none").tool_format is None
     for name in FORMATS:
-        assert find_formats(byte_tokenizer(), name).calls is FORMATS[name]
+        assert find_formats(byte_tokenizer(), name).tool_format is FORMATS[name]
     named: Any = {"default": "{{ messages }}", "tool_use": HERMES}
-    assert find_formats(byte_tokenizer(named)).calls is FORMATS["hermes"]
+    assert find_formats(byte_tokenizer(named)).tool_format is FORMATS["hermes"]
 
 
 def function(**fields: Any) -> dict[str, Any]:

@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 
 import attnmesh.hf as hf
 from attnmesh.hf.serving.engine import Engine
+from attnmesh.hf.serving.engine_request import EngineRequest
 from attnmesh.hf.serving.guesses import StepTimes
 from attnmesh.hf.serving.ngram_guesses import RowText
-from attnmesh.hf.serving.store_schedule import StoreSchedule
-from attnmesh.hf.serving.stream import Stream
+from attnmesh.hf.serving.store_scheduler import StoreScheduler
 from tests.support.families import prompt
 from tests.support.models.tiny_models import Case, build
 
@@ -28,7 +28,7 @@ def ids(length: int, seed: int = 0) -> list[int]:
     return prompt(length, seed=seed)[0].tolist()
 
 
-def tokens(stream: Stream) -> list[int]:
+def tokens(stream: EngineRequest) -> list[int]:
     return [token.id for token in stream]
 
 
@@ -141,9 +141,9 @@ def model_of(name: str) -> Any:
     return build(Case(name, name, changes), "attnmesh", torch.float32)
 
 
-def schedule_of(engine: Engine) -> StoreSchedule:
+def schedule_of(engine: Engine) -> StoreScheduler:
     found = engine.scheduler.store
-    assert isinstance(found, StoreSchedule)
+    assert isinstance(found, StoreScheduler)
     return found
 
 

@@ -14,7 +14,7 @@ from attnmesh.hf.serving.grammar_masks import Grammar, GrammarState, GrammarToke
 from attnmesh.serve.answer_parts import find_formats
 from attnmesh.serve.grammars import Grammars
 from attnmesh.serve.rank_requests import read_grammar
-from attnmesh.serve.schema import CHAT, read_fields
+from attnmesh.serve.request_fields import CHAT, read_fields
 from tests.support.fake_engine import byte_tokenizer
 from tests.support.served import chat
 

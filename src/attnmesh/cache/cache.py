@@ -28,7 +28,7 @@ from attnmesh.cache.tiered_shard import TieredShard, memory_shard_maker, tiered_
 from attnmesh.comm.transport import flat_axis, transport_of
 from attnmesh.core.digest import chained_checksum, fingerprints
 from attnmesh.core.mask import Mask
-from attnmesh.errors import StoreError, check_count
+from attnmesh.errors import DtypeError, ShapeError, StoreError, check_count
 from attnmesh.guard.agreement import Agreement, ComparedCalls, prepare_merges
 from attnmesh.guard.argument_checks import check_compare_option
 from attnmesh.mesh.axes import Mesh

@@ -40,7 +40,9 @@ class Door:
     """Lets requests in, and counts the responses."""
 
     def __init__(self, app: ASGIApp, limits: Limits, metrics: Metrics) -> None:
-        self.app, self.limits, self.metrics = app, limits, metrics
+        self.app = app
+        self.limits = limits
+        self.metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request, or refuse it."""

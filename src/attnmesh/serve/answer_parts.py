@@ -9,7 +9,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from attnmesh.serve.growing_text import GrowingText, NoMatch, Steps, begun
+from attnmesh.serve.growing_text import GrowingText, NoMatch, Reader, partial_mark_length
 from attnmesh.serve.text import SentToken
 from attnmesh.serve.tool_formats import (
     FORMATS,
@@ -43,7 +43,7 @@ class ReasoningMarks(NamedTuple):
 
 
 @dataclass
-class Edges:
+class TrailingSpace:
     """Space at the end of a text that grows, which is held back until more text follows."""
 
     held: str = ""
@@ -74,14 +74,14 @@ REASONING = (
 class AnswerFormats:
     """How a model writes calls and thoughts; None where they stay text."""
 
-    calls: ToolFormat | None = None
-    thought: ReasoningMarks | None = None
+    tool_format: ToolFormat | None = None
+    reasoning_marks: ReasoningMarks | None = None
     special: Mapping[int, str] = field(default_factory=dict, compare=False)
     """The texts of special tokens, which marks may be."""
 
     def __str__(self) -> str:
-        names = [f"calls as {name}" for name, one in FORMATS.items() if one is self.calls]
-        return ", ".join([*names, *([f"thoughts in {self.thought.begin}"] if self.thought else [])])
+        names = [f"calls as {name}" for name, one in FORMATS.items() if one is self.tool_format]
+        return ", ".join([*names, *([f"thoughts in {self.reasoning_marks.begin}"] if self.reasoning_marks else [])])
 
     def parts(
         self, tools: list[dict[str, Any]] | None, prompt_end: str, *, either: bool = False
@@ -90,12 +90,12 @@ class AnswerFormats:
 
         An answer of which a grammar makes `either` calls or content has no calls within content.
         """
-        calls = self.calls if tools or (self.calls and self.calls.has_thoughts) else None
-        if calls is None and self.thought is None:
+        tool_format = self.tool_format if tools or (self.tool_format and self.tool_format.has_thoughts) else None
+        if tool_format is None and self.reasoning_marks is None:
             return None
-        is_thinking = self.thought is not None and prompt_end.rstrip().endswith(self.thought.begin)
+        is_thinking = self.reasoning_marks is not None and prompt_end.rstrip().endswith(self.reasoning_marks.begin)
         options: dict[str, Any] = {"is_thinking": is_thinking, "either": either, "special": self.special}
-        return partial(AnswerParts, calls, properties_of(tools or []), self.thought, **options)
+        return partial(AnswerParts, tool_format, properties_of(tools or []), self.reasoning_marks, **options)
 
 
 def find_formats(tokenizer: Any, tool_format: str = "auto") -> AnswerFormats:
@@ -122,24 +122,28 @@ class AnswerParts:
 
     def __init__(
         self,
-        calls: ToolFormat | None,
+        tool_format: ToolFormat | None,
         tools: Tools,
-        thought: ReasoningMarks | None = None,
+        marks: ReasoningMarks | None = None,
         *,
         is_thinking: bool = False,
         either: bool = False,
         special: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
-        self.format, self.tools, self.either, self.special = calls, tools, either, special
+        self.format = tool_format
+        self.tools = tools
+        self.either = either
+        self.special = special
         self.text = GrowingText(special.values())
-        self.calls = 0
+        self.call_count = 0
         self.has_thought = False
         self.ids = list[str]()
         self.text.is_thought = is_thinking
-        self.content, self.thought = Edges(), Edges()
-        self._start: Steps[None] | None = None if thought is None else self._think(thought, is_thinking)
+        self.content = TrailingSpace()
+        self.thought = TrailingSpace()
+        self._start: Reader[None] | None = None if marks is None else self._think(marks, is_thinking)
         """Reads a thought at the beginning of the answer."""
-        self._reader: Steps[None] | None = self._start
+        self._reader: Reader[None] | None = self._start
 
     @property
     def is_thinking(self) -> bool:
@@ -155,10 +159,10 @@ class AnswerParts:
         """Return the rest, after all text."""
         self.text.ended = True
         parts = self.add("")
-        held = "" if self.calls or self.has_thought else self.content.held
+        held = "" if self.call_count or self.has_thought else self.content.held
         return [*parts, ContentText(held)] if held else parts
 
-    def _think(self, marks: ReasoningMarks, is_thinking: bool) -> Steps[None]:
+    def _think(self, marks: ReasoningMarks, is_thinking: bool) -> Reader[None]:
         if not is_thinking:
             yield from self.text.space()
             yield from self.text.take(marks.begin)
@@ -180,7 +184,7 @@ class AnswerParts:
                 self.text.cut(self.text.at)
                 yield part
 
-    def _find(self) -> Steps[bool]:
+    def _find(self) -> Reader[bool]:
         """Yield content up to where a call may begin. Return whether one may."""
         text = self.text.text
         marks = self.format.begins if self.format else ()
@@ -190,7 +194,9 @@ class AnswerParts:
         if self.format and self.format.is_bare and not self.content.has_text:
             first = re.match(r"\s*(?=\{)", text)
             places += [first.end()] if first else []
-        content = self.text.cut(min(places) if places else len(text) - (0 if self.text.ended else begun(text, marks)))
+        content = self.text.cut(
+            min(places) if places else len(text) - (0 if self.text.ended else partial_mark_length(text, marks))
+        )
         if content:
             yield ContentText(content)
         if places and self.format:
@@ -199,7 +205,10 @@ class AnswerParts:
 
     def _give_up(self) -> Iterator[AnswerPart]:
         """Yield as content what was read as a call, or its first character, after which another may begin."""
-        is_start, read, self._reader, self.text.at = self._reader is self._start, self.text.at, None, 0
+        is_start = self._reader is self._start
+        read = self.text.at
+        self._reader = None
+        self.text.at = 0
         if not is_start and self.format is not None:
             yield ContentText(self.text.cut(1 if self.format.rescans and read <= RESCANNED else max(1, read)))
 
@@ -210,14 +219,14 @@ class AnswerParts:
                 case ToolCall():
                     id = part.id if part.id not in ("", *self.ids) else new_id()
                     self.ids.append(id)
-                    yield replace(part, index=self.calls, id=id)
-                    self.calls += 1
+                    yield replace(part, index=self.call_count, id=id)
+                    self.call_count += 1
                 case ReasoningText():
                     self.has_thought = True
                     if text := self.thought.add(part.text, keep=False):
                         yield ReasoningText(text)
                 case ContentText():
-                    if text := self.content.add(part.text, keep=not (self.calls or self.has_thought)):
+                    if text := self.content.add(part.text, keep=not (self.call_count or self.has_thought)):
                         yield ContentText(text)
 
 

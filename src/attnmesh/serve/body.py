@@ -37,7 +37,8 @@ class Bodies:
     """Reads bodies of at most `max_body` bytes, and of a multiple of that together."""
 
     def __init__(self, max_body: int) -> None:
-        self.max_body, self.held = max_body, 0
+        self.max_body = max_body
+        self.held = 0
 
     @asynccontextmanager
     async def read(self, http: HttpRequest, tokens: int, take: Callable[[Any], T]) -> AsyncIterator[tuple[T, int]]:

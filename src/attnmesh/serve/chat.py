@@ -13,7 +13,7 @@ from attnmesh.hf.serving.plan_exchange import can_be_sent
 from attnmesh.serve.images import buffers_of, read_image
 from attnmesh.serve.json_reader import VALUES, JsonReader
 from attnmesh.serve.refused import Refused
-from attnmesh.serve.schema import is_text, shown, wrong_value
+from attnmesh.serve.request_fields import is_text, shown, wrong_value
 from attnmesh.serve.spelling import OPTIONS
 from attnmesh.serve.tool_schemas import check_texts, check_tools
 
@@ -42,7 +42,7 @@ END = 64
 Check = Callable[[str], Any]
 
 
-class Encoded(NamedTuple):
+class EncodedPrompt(NamedTuple):
     """The tokens of a prompt, and what a processor makes of its images."""
 
     ids: list[int]
@@ -56,56 +56,59 @@ class Encoded(NamedTuple):
         return sum(map(len, buffers_of(self.images or {})))
 
 
-def encode_chat(encoder: Any, fields: dict[str, Any], check: Check = bool) -> Encoded:
+def encode_chat(processing_class: Any, fields: dict[str, Any], check: Check = bool) -> EncodedPrompt:
     """Return the tokens of the messages, with the beginning of the answer.
 
-    `encoder` is a tokenizer, or the processor of a model of images and text. `check` raises on a text that is too long.
+    `processing_class` is a tokenizer, or the processor of a model of images and text. `check` raises on a text that is
+    too long.
     """
-    pictures: list[Any] | None = [] if hasattr(encoder, "image_processor") else None
+    pictures: list[Any] | None = [] if hasattr(processing_class, "image_processor") else None
     messages = [template_message(f"messages[{i}]", message, pictures) for i, message in enumerate(fields["messages"])]
     check_tools(fields["tools"] or [])
     check_texts("response_format", fields.get("response_format"))
     tools = offered_tools(fields)
-    if not encoder.chat_template:
+    if not processing_class.chat_template:
         raise Refused(400, "messages: the model has no chat template. Use /v1/completions.", "messages")
-    template = template_of(encoder, tools)
+    template = template_of(processing_class, tools)
     if tools and not uses_tools(template):
         raise Refused(400, "tools: the model's chat template has no tools. Leave them out.", "tools")
     for i, message in enumerate(messages):
         if (message["role"] == "tool" or "tool_calls" in message) and not uses_tools(template):
             text = "the model's chat template has no tools. Leave out calls and their results."
             raise Refused(400, f"messages[{i}]: {text}", f"messages[{i}]")
-    shapes = {role: shapes_of(encoder, template, role, tools) for role in {message["role"] for message in messages}}
+    shapes = {
+        role: shapes_of(processing_class, template, role, tools) for role in {message["role"] for message in messages}
+    }
     for i, message in enumerate(messages):
         if not shapes[message["role"]]:
             text = f"the model's chat template drops messages of role {message['role']}. Use another role."
             raise Refused(400, f"messages[{i}]: {text}", f"messages[{i}]")
         message["content"] = _in_shape(message, shapes[message["role"]])
-    _shape_arguments(encoder, template, messages)
+    _shape_arguments(processing_class, template, messages)
     _name_results(messages)
     for message in messages:
         _name_thought(template, message)
     options = {"chat_template": template, "tools": tools or None, "add_generation_prompt": True}
     options |= _values_of(template, fields)
     try:
-        text = encoder.apply_chat_template(messages, tokenize=False, **options)
+        text = processing_class.apply_chat_template(messages, tokenize=False, **options)
     except Exception as error:  # a template raises what it wants, and on types that it does not expect
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        field = "tools" if tools and _renders(encoder, messages, options | {"tools": None}) else "messages"
+        field = "tools" if tools and _renders(processing_class, messages, options | {"tools": None}) else "messages"
         raise Refused(400, f"{field}: the chat template refuses them: {line[:200]}", field) from None
     if not is_text(text):
         raise Refused(400, "messages: expected arguments of calls in UTF-8", "messages")
     check(text)
     if pictures is None:
-        return Encoded(_token_ids(encoder, text, add_special_tokens=False), None, text[-END:])
+        return EncodedPrompt(_token_ids(processing_class, text, add_special_tokens=False), None, text[-END:])
     options |= {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
-    inputs = dict(encoder.apply_chat_template(messages, **options))
+    inputs = dict(processing_class.apply_chat_template(messages, **options))
     ids = inputs.pop("input_ids")[0].tolist()
     _ = inputs.pop("attention_mask", None)
     if others := ", ".join(name for name, value in inputs.items() if not can_be_sent(value)):
         text = f"messages: the model's processor makes {others} of images, which ranks do not take. Leave images out."
         raise Refused(400, text, "messages")
-    return Encoded(ids, inputs if pictures else None, text[-END:])
+    return EncodedPrompt(ids, inputs if pictures else None, text[-END:])
 
 
 def _values_of(template: str, fields: dict[str, Any]) -> dict[str, Any]:
@@ -134,7 +137,8 @@ def variables_of(template: str) -> frozenset[str]:
     """
     from jinja2 import Environment, TemplateSyntaxError
 
-    names, before = set[str](), ""
+    names = set[str]()
+    before = ""
     with suppress(TemplateSyntaxError):
         for _, kind, value in Environment().lex(template):
             if kind == "name" and before != ".":
@@ -155,9 +159,9 @@ def has_images(fields: dict[str, Any]) -> bool:
     return any(isinstance(part, dict) and part.get("type") == "image_url" for part in parts)
 
 
-def template_of(encoder: Any, tools: list[dict[str, Any]] | None) -> str:
+def template_of(processing_class: Any, tools: list[dict[str, Any]] | None) -> str:
     """Return the chat template, of several the one for tools or the default, or raise if there is neither."""
-    several = encoder.chat_template
+    several = processing_class.chat_template
     if isinstance(several, str):
         return several
     name = "tool_use" if tools and "tool_use" in several else "default"
@@ -176,16 +180,17 @@ LISTED = re.compile(rf"""['"]text['"]: *['"]{PROBE}""")
 """Parts that a template prints as a list."""
 
 
-def shapes_of(encoder: Any, template: str, role: str, tools: Any = None) -> tuple[str, ...]:
+def shapes_of(processing_class: Any, template: str, role: str, tools: Any = None) -> tuple[str, ...]:
     """Return the shapes of content that a template shows for a role: none if it drops them, text if it raises."""
     kept = {
-        shape: _shows(encoder, {"chat_template": template, "tools": tools or None}, role, shape) for shape in SHAPES
+        shape: _shows(processing_class, {"chat_template": template, "tools": tools or None}, role, shape)
+        for shape in SHAPES
     }
     raises = all(content is None for content in kept.values())
     return ("text",) if raises else tuple(shape for shape in SHAPES if kept[shape])
 
 
-def _shows(encoder: Any, options: dict[str, Any], role: str, shape: str) -> bool | None:
+def _shows(processing_class: Any, options: dict[str, Any], role: str, shape: str) -> bool | None:
     """Return whether a template shows a message beside others, whose content has either shape; None if it raises."""
     raises = True
     for made in dict.fromkeys((SHAPES[shape], *SHAPES.values())):
@@ -194,7 +199,7 @@ def _shows(encoder: Any, options: dict[str, Any], role: str, shape: str) -> bool
         message = {"role": role, "content": SHAPES[shape](PROBE)} | (OF_TOOL if role == "tool" else {})
         messages = [*before, message, *([] if role == "user" else [user])]
         try:
-            text = encoder.apply_chat_template(messages, tokenize=False, **options)
+            text = processing_class.apply_chat_template(messages, tokenize=False, **options)
         except Exception:  # a template raises what it wants
             continue
         raises = False
@@ -203,15 +208,15 @@ def _shows(encoder: Any, options: dict[str, Any], role: str, shape: str) -> bool
     return None if raises else False
 
 
-def _renders(encoder: Any, messages: list[dict[str, Any]], options: dict[str, Any]) -> str | None:
+def _renders(processing_class: Any, messages: list[dict[str, Any]], options: dict[str, Any]) -> str | None:
     """Return what a template makes of messages; None if it raises."""
     try:
-        return str(encoder.apply_chat_template(messages, tokenize=False, **options))
+        return str(processing_class.apply_chat_template(messages, tokenize=False, **options))
     except Exception:  # a template raises what it wants
         return None
 
 
-def _shape_arguments(encoder: Any, template: str, messages: list[dict[str, Any]]) -> None:
+def _shape_arguments(processing_class: Any, template: str, messages: list[dict[str, Any]]) -> None:
     """Give the arguments of calls the shape that the template takes.
 
     Objects suit most templates. One that shows text as it shows the same object gets the text that the model wrote, so
@@ -221,7 +226,7 @@ def _shape_arguments(encoder: Any, template: str, messages: list[dict[str, Any]]
     if not calls:
         return
     as_object, as_text = (
-        _shown_arguments(encoder, template, arguments) for arguments in ({PROBE: 1}, f'{{"{PROBE}": 1}}')
+        _shown_arguments(processing_class, template, arguments) for arguments in ({PROBE: 1}, f'{{"{PROBE}": 1}}')
     )
     if as_text is None or (as_object is not None and as_object != as_text):
         for function in calls:
@@ -246,11 +251,13 @@ def _name_thought(template: str, message: dict[str, Any]) -> None:
             message[name] = thought
 
 
-def _shown_arguments(encoder: Any, template: str, arguments: Any) -> str | None:
+def _shown_arguments(processing_class: Any, template: str, arguments: Any) -> str | None:
     """Return what a template makes of a call; None if it raises."""
     call = CALL | {"function": {"name": "f", "arguments": arguments}}
     texts = [
-        _renders(encoder, [user, CALLS | {"content": made(""), "tool_calls": [call]}], {"chat_template": template})
+        _renders(
+            processing_class, [user, CALLS | {"content": made(""), "tool_calls": [call]}], {"chat_template": template}
+        )
         for made in SHAPES.values()
         for user in [{"role": "user", "content": made("a")}]
     ]
@@ -362,35 +369,39 @@ def read_call(param: str, call: Any) -> dict[str, Any]:
     return {"id": call.get("id"), "type": "function", "function": {"name": function["name"], "arguments": text}}
 
 
-def encode_text(encoder: Any, fields: dict[str, Any], check: Check = bool) -> Encoded:
+def encode_text(processing_class: Any, fields: dict[str, Any], check: Check = bool) -> EncodedPrompt:
     """Return the tokens of a completion's prompt: those given, or those of its text."""
-    tokenizer = getattr(encoder, "tokenizer", encoder)
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
     prompt = fields["prompt"]
     prompt = prompt[0] if isinstance(prompt, list) and not isinstance(prompt[0], int) else prompt
     if isinstance(prompt, str):
         check(prompt)
         ids = _token_ids(tokenizer, prompt)
         mark = tokenizer.bos_token_id
-        return Encoded(ids[1:] if mark is not None and ids[:2] == [mark, mark] else ids)  # the text brings its own
+        return EncodedPrompt(
+            ids[1:] if mark is not None and ids[:2] == [mark, mark] else ids
+        )  # the text brings its own
     if not all(0 <= token < len(tokenizer) for token in prompt):
         raise Refused(400, f"prompt: expected token ids of 0 to {len(tokenizer) - 1}", "prompt")
-    return Encoded([*prompt])
+    return EncodedPrompt([*prompt])
 
 
-def encode_either(encoder: Any, fields: dict[str, Any], check: Check = bool) -> tuple[list[int], list[str] | None]:
+def encode_either(
+    processing_class: Any, fields: dict[str, Any], check: Check = bool
+) -> tuple[list[int], list[str] | None]:
     """Return the tokens of messages or of a text, and what the vocabulary has for each if that is asked for."""
-    tokenizer = getattr(encoder, "tokenizer", encoder)
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
     if fields["messages"] is not None:
-        ids = encode_chat(encoder, fields, check).ids
+        ids = encode_chat(processing_class, fields, check).ids
     else:
         check(fields["prompt"])
         ids = _token_ids(tokenizer, fields["prompt"], add_special_tokens=fields["add_special_tokens"])
     return ids, [*tokenizer.convert_ids_to_tokens(ids)] if fields["return_token_strs"] else None
 
 
-def decode_tokens(encoder: Any, fields: dict[str, Any], _: Check = bool) -> str:
+def decode_tokens(processing_class: Any, fields: dict[str, Any], _: Check = bool) -> str:
     """Return the text of tokens, with special ones, or raise on tokens that are none."""
-    tokenizer = getattr(encoder, "tokenizer", encoder)
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
     if not all(0 <= token < len(tokenizer) for token in fields["tokens"]):
         raise Refused(400, f"tokens: expected token ids of 0 to {len(tokenizer) - 1}", "tokens")
     return str(tokenizer.decode(fields["tokens"], **OPTIONS))

@@ -25,7 +25,7 @@ class Detokenizer:
             self.add(id)
 
     @property
-    def begun(self) -> bytes:
+    def incomplete_bytes(self) -> bytes:
         """Bytes of a character that is not whole."""
         return self.characters.getstate()[0]
 

@@ -25,22 +25,22 @@ KEEPING = {"Prepend", "NFD", "NFKD", "Lowercase", "ByteLevel", "Metaspace", "Dig
 """Steps of tokenizers after which a text has as many characters as before, or more."""
 
 
-class Encoders:
+class PromptEncoders:
     """Two copies of a tokenizer, or of a processor, each with a thread: none can be used in two threads at once."""
 
-    def __init__(self, encoder: Any) -> None:
-        self.characters = characters_a_token(getattr(encoder, "tokenizer", encoder))
-        self._short, self._long = ((ThreadPoolExecutor(1), deepcopy(encoder)) for _ in range(2))
+    def __init__(self, processing_class: Any) -> None:
+        self.characters = characters_a_token(getattr(processing_class, "tokenizer", processing_class))
+        self._short, self._long = ((ThreadPoolExecutor(1), deepcopy(processing_class)) for _ in range(2))
 
     async def run(self, encode: Callable[..., T], value: Any, is_long: bool, longest: int) -> T:
         """Return what `encode` makes of a value; raise on a text that has `longest` tokens or more for certain."""
-        pool, encoder = self._long if is_long else self._short
+        pool, processing_class = self._long if is_long else self._short
         check = partial(self._check, longest)
         values = [value]
         del value
         loop = asyncio.get_running_loop()
         try:
-            return await loop.run_in_executor(pool, lambda: encode(encoder, values.pop(), check))
+            return await loop.run_in_executor(pool, lambda: encode(processing_class, values.pop(), check))
         except asyncio.CancelledError:  # until the thread is free its queue keeps the error, and the frames it came by
             values.clear()
             raise asyncio.CancelledError from None

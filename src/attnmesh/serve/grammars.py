@@ -83,7 +83,11 @@ class Grammars:
         self.formats = formats
         several = tokenizer.chat_template or ""
         self.template = several if isinstance(several, str) else "".join(several.values())
-        self.thought = CHANNELS if formats.calls is not None and formats.calls.has_thoughts else formats.thought
+        self.thought = (
+            CHANNELS
+            if formats.tool_format is not None and formats.tool_format.has_thoughts
+            else formats.reasoning_marks
+        )
         self._tokenizer = tokenizer
         self._room = asyncio.Semaphore(GRAMMAR_THREADS)
         self._tokens: Future[GrammarTokens] | None = None
@@ -147,7 +151,7 @@ class Grammars:
 
     def _special(self, tokens: GrammarTokens) -> dict[str, int]:
         added = self._tokenizer.get_added_vocab()
-        return {name: token for name, token in added.items() if tokens.tokens.is_special_token(token)}
+        return {name: token for name, token in added.items() if tokens.tokenizer.is_special_token(token)}
 
     def _grammar(self, asked: AskedGrammar, special: Mapping[str, int], prompt_end: str) -> Grammar:
         rules = Rules(special)
@@ -160,8 +164,8 @@ class Grammars:
             calls = rules.calls(shape, asked.tools, several=asked.several)
             start = f"({calls} | {message})" if message else calls
         else:
-            assert self.formats.calls is not None
-            start = rules.calls_in_text(shape, asked.tools, self.formats.calls.begins, several=asked.several)
+            assert self.formats.tool_format is not None
+            start = rules.calls_in_text(shape, asked.tools, self.formats.tool_format.begins, several=asked.several)
         is_thinking, may_think = self._thoughts(prompt_end)
         begin, end = map(self._ids, self.thought or ("", ""))
         start = f"/\\n{{1,2}}/? {start}" if (is_thinking or may_think) and self.thought is not CHANNELS else start
@@ -169,9 +173,14 @@ class Grammars:
 
     def _shape(self, asked: AskedGrammar) -> CallShape | None:
         """Return how calls are written, or raise if they cannot be forced and are needed."""
-        name = next((name for name, one in FORMATS.items() if one is self.formats.calls), "")
+        name = next((name for name, one in FORMATS.items() if one is self.formats.tool_format), "")
         shape = find_shape(name, self.template)
-        if asked.tools and asked.content is not None and self.formats.calls is not None and self.formats.calls.is_bare:
+        if (
+            asked.tools
+            and asked.content is not None
+            and self.formats.tool_format is not None
+            and self.formats.tool_format.is_bare
+        ):
             why = "calls of this model are objects of JSON, as such content is"
             text = f"response_format: expected none beside tools: {why}. Set tool_choice to none or required."
             raise Refused(400, text, "response_format", "unsupported_parameter")
@@ -240,7 +249,9 @@ def check_grammar(tokens: GrammarTokens, grammar: Grammar) -> None:
 
 def check_schema_size(asked: AskedGrammar) -> None:
     """Raise on schemas that are none, or too large."""
-    properties, characters, divisors = 0, 0, 0
+    properties = 0
+    characters = 0
+    divisors = 0
     for field, schema in schemas_of(asked):
         check_schema(field, schema)
         properties, characters = properties + count_properties(schema), characters + len(json.dumps(schema))

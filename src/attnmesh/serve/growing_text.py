@@ -8,8 +8,8 @@ from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 
-Steps = Generator[Any, None, T]
-"""Steps of a reader: None where it needs more text, else a part of an answer that is certain."""
+Reader = Generator[Any, None, T]
+"""What a reader yields: None where it needs more text, else a part of an answer that is certain."""
 
 DEPTH = 64
 """Lists and objects inside each other, at most, as in bodies of requests."""
@@ -30,7 +30,9 @@ class GrowingText:
     """
 
     def __init__(self, special: Iterable[str] = ()) -> None:
-        self.text, self.at, self.ended = "", 0, False
+        self.text = ""
+        self.at = 0
+        self.ended = False
         self.is_thought = False
         """True while what comes is what a model thinks."""
         names = sorted(special, key=len, reverse=True)
@@ -61,17 +63,19 @@ class GrowingText:
 
     def cut(self, count: int) -> str:
         """Take some of the first characters away, and read on from the beginning of the rest."""
-        taken, self.text, self.at = self.text[:count], self.text[count:], 0
+        taken = self.text[:count]
+        self.text = self.text[count:]
+        self.at = 0
         self._first += count
         return taken
 
-    def more(self) -> Steps[None]:
+    def more(self) -> Reader[None]:
         """Wait for more text, or raise at the end."""
         if self.ended:
             raise NoMatch
         yield None
 
-    def has(self, mark: str) -> Steps[bool]:
+    def has(self, mark: str) -> Reader[bool]:
         """Return whether the text goes on with a mark, and pass it then."""
         while not self.ended and len(self.text) - self.at < len(mark) and mark.startswith(self.text[self.at :]):
             yield None
@@ -79,31 +83,31 @@ class GrowingText:
         self.at += len(mark) if follows else 0
         return follows
 
-    def take(self, *marks: str) -> Steps[str]:
+    def take(self, *marks: str) -> Reader[str]:
         """Pass one of several marks and return it, or raise."""
         for mark in marks:
             if (yield from self.has(mark)):
                 return mark
         raise NoMatch
 
-    def close(self, mark: str) -> Steps[None]:
+    def close(self, mark: str) -> Reader[None]:
         """Pass space, and a mark or the end of the text."""
         yield from self.space()
         if not (yield from self.has(mark)) and not (self.ended and self.at == len(self.text)):
             raise NoMatch
 
-    def space(self) -> Steps[None]:
+    def space(self) -> Reader[None]:
         """Pass space."""
         yield from self._run(SPACE)
 
-    def word(self) -> Steps[str]:
+    def word(self) -> Reader[str]:
         """Pass the name of a function, or an id, and return it."""
         name = yield from self._run(WORD)
         if not name:
             raise NoMatch
         return name
 
-    def _run(self, pattern: re.Pattern[str]) -> Steps[str]:
+    def _run(self, pattern: re.Pattern[str]) -> Reader[str]:
         """Pass characters as long as they match."""
         start = self.at
         while (end := pattern.match(self.text, self.at).end()) == len(self.text) and not self.ended:  # type: ignore[union-attr]
@@ -112,7 +116,7 @@ class GrowingText:
         self.at = end
         return self.text[start:end]
 
-    def until(self, mark: str) -> Steps[str]:
+    def until(self, mark: str) -> Reader[str]:
         """Return the text before a mark, and pass both."""
         start = self.at
         while (place := self.find(mark, self.at)) < 0:
@@ -121,11 +125,11 @@ class GrowingText:
         self.at = place + len(mark)
         return self.text[start:place]
 
-    def pieces(self, *marks: str) -> Steps[None]:
+    def pieces(self, *marks: str) -> Reader[None]:
         """Yield the text before the first of some marks as it comes, or all of it, and pass the mark."""
         while True:
             begins = [(place, mark) for mark in marks if (place := self.find(mark, self.at)) >= 0]
-            held = 0 if self.ended else begun(self.text[self.at :], marks)
+            held = 0 if self.ended else partial_mark_length(self.text[self.at :], marks)
             place, mark = min(begins, default=(len(self.text) - held, ""))
             piece = self.text[self.at : place]
             self.at = place + len(mark)
@@ -137,9 +141,10 @@ class GrowingText:
 
     # --- JSON ---
 
-    def json_text(self) -> Steps[str]:
+    def json_text(self) -> Reader[str]:
         """Pass a value of JSON and return its text, of which brackets and strings are known to end."""
-        start, depth = self.at, 0
+        start = self.at
+        depth = 0
         while self.at == len(self.text):
             yield from self.more()
         if self.text[self.at] not in '"{[':
@@ -160,7 +165,7 @@ class GrowingText:
             if depth <= 0:
                 return self.text[start : self.at]
 
-    def _sign(self, pattern: re.Pattern[str]) -> Steps[str]:
+    def _sign(self, pattern: re.Pattern[str]) -> Reader[str]:
         """Pass the next of some signs and return it."""
         while (sign := pattern.search(self.text, self.at)) is None:
             self.at = len(self.text)
@@ -168,7 +173,7 @@ class GrowingText:
         self.at = sign.end()
         return sign[0]
 
-    def members(self, names: frozenset[str]) -> Steps[dict[str, str]]:
+    def members(self, names: frozenset[str]) -> Reader[dict[str, str]]:
         """Pass an object of JSON that has no other names, and return the text of each value."""
         members: dict[str, str] = {}
         yield from self.take("{")
@@ -188,10 +193,10 @@ class GrowingText:
                 return members
 
 
-def begun(text: str, marks: tuple[str, ...]) -> int:
+def partial_mark_length(text: str, marks: tuple[str, ...]) -> int:
     """Return how many of a text's last characters may begin a mark.
 
-    >>> begun("a <to", ("<tool>", "</think>")), begun("a", ("<tool>",))
+    >>> partial_mark_length("a <to", ("<tool>", "</think>")), partial_mark_length("a", ("<tool>",))
     (3, 0)
     """
     return max((n for mark in marks for n in range(1, len(mark)) if text.endswith(mark[:n])), default=0)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnmesh.hf.serving.plan_exchange import specs_of
 from attnmesh.serve.refused import Refused
-from attnmesh.serve.schema import shown
+from attnmesh.serve.request_fields import shown
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 """Formats of images, as OpenAI takes them. Other decoders of Pillow are not run on what clients send."""
@@ -84,7 +84,8 @@ def images_of(descriptions: list[list[Any]], data: bytes) -> dict[str, Any]:
     >>> images_of([["pixel_values", "uint8", [1, 2], 2], ["crops", None, [3], 0]], b"ab")
     {'pixel_values': tensor([[97, 98]], dtype=torch.uint8), 'crops': [3]}
     """
-    images, offset = {}, 0
+    images = {}
+    offset = 0
     for name, dtype, value, size in descriptions:
         part = (
             torch.frombuffer(bytearray(data[offset : offset + size]), dtype=torch.uint8)

@@ -34,7 +34,10 @@ class JsonReader:
     """Reads one text with a number of values at most. A call of C that it makes takes little time."""
 
     def __init__(self, text: str, most: int) -> None:
-        self.text, self.at, self.most, self.left = text, 0, most, most
+        self.text = text
+        self.at = 0
+        self.most = most
+        self.left = most
 
     def read(self) -> Any:
         """Return the value of the text, or raise."""
@@ -151,7 +154,8 @@ class JsonReader:
                 return "".join(parts)
             if is_last:
                 self._fail("the end of a string")
-            self.at, size = self.at + len(part), min(2 * size, LONG)
+            self.at += len(part)
+            size = min(2 * size, LONG)
 
 
 def _whole_escapes(part: str) -> int:

@@ -5,9 +5,9 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from attnmesh.errors import ModelError, require
+from attnmesh.errors import ModelError
 from attnmesh.serve.refused import Refused
-from attnmesh.serve.schema import CHAT, SAMPLING
+from attnmesh.serve.request_fields import CHAT, SAMPLING
 
 SERVED = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p", "max_new_tokens")
 """Fields that become defaults of requests, as vLLM has them."""
@@ -24,16 +24,17 @@ NOT_SERVED: dict[str, Any] = {
 }
 """Fields that change which tokens `generate` gives, each with the value that changes nothing beside None."""
 
-NONE = "start with --generation-config none, and the model's generation_config sets no defaults"
+USE_NO_DEFAULTS = "start with --generation-config none, and the model's generation_config sets no defaults"
 
 
 def read_model_defaults(config: GenerationConfig) -> dict[str, Any]:
     """Return the defaults of requests by name, or raise on a field that changes tokens and is not served."""
     for name, neutral in NOT_SERVED.items():
         value = getattr(config, name, None)
-        fits = value is None or value == neutral
-        given = f"{name} = {str(value)[:60]}"
-        require(fits, ModelError, "generation_config", f"fields that are served ({', '.join(SERVED)})", given, NONE)
+        if value is not None and value != neutral:
+            expected = f"fields that are served ({', '.join(SERVED)})"
+            given = f"{name} = {str(value)[:60]}"
+            raise ModelError("generation_config", expected, given, USE_NO_DEFAULTS)
     values = {name: getattr(config, name, None) for name in SERVED}
     return {name: _checked(name, value) for name, value in values.items() if value is not None}
 
@@ -43,7 +44,7 @@ def _checked(name: str, value: Any) -> Any:
     try:
         return (SAMPLING.get(name) or CHAT["max_tokens"]).read(name, value)
     except Refused as error:
-        raise ModelError("generation_config", "values that requests may have", str(error), NONE) from None
+        raise ModelError("generation_config", "values that requests may have", str(error), USE_NO_DEFAULTS) from None
 
 
 def tokens_that_end(config: GenerationConfig, tokenizer: Any) -> tuple[int, ...]:

@@ -16,9 +16,24 @@ from attnmesh.errors import (
     UnforeseenError,
 )
 from attnmesh.hf.serving.engine import Engine
+from attnmesh.hf.serving.engine_request import EngineRequest
 from attnmesh.hf.serving.grammar_masks import Grammar
-from attnmesh.hf.serving.stream import Stream
-from attnmesh.serve.rank_socket import RankSocket, packed
+from attnmesh.serve.rank_messages import (
+    AnswerBegun,
+    AnswerEnded,
+    CancelRequest,
+    CloseEngine,
+    EngineFigures,
+    EngineReady,
+    ForgetPrompt,
+    NewPrompt,
+    RequestAccepted,
+    RequestRefused,
+    SubmitRequest,
+    ToFront,
+    TokenDrawn,
+)
+from attnmesh.serve.rank_socket import RankSocket
 
 OF_RANKS = (DeviceError, KernelError, MeshError, ModelError, UnforeseenError)
 """Errors that no other request avoids, whose text is not for clients."""
@@ -33,51 +48,51 @@ LOWEST_LOGPROB = -9999.0
 def serve_rank_0(engine: Engine, address: str, facts: dict[str, Any]) -> None:
     """Run the engine for the front at the address, until the front closes or ranks are lost."""
     worker = RankRequests(engine, RankSocket(address))
-    worker.send("ready", facts)
+    worker.send(EngineReady(facts))
     for work in (worker.listen, worker.send_figures):
         threading.Thread(target=work, daemon=True).start()
     try:
         engine.run()
     finally:
         worker.done.set()
-        worker.link.close()  # the front sees at once that ranks are lost
+        worker.rank_socket.close()  # the front sees at once that ranks are lost
 
 
 class RankRequests:
     """The requests that the front has sent."""
 
-    def __init__(self, engine: Engine, link: RankSocket) -> None:
-        self.engine, self.link = engine, link
-        self.streams: dict[int, Stream] = {}
-        self.prompts: dict[int, tuple[list[int], dict[str, Any]]] = {}
-        """Tokens and images of prompts, which several requests may have."""
+    def __init__(self, engine: Engine, rank_socket: RankSocket) -> None:
+        self.engine = engine
+        self.rank_socket = rank_socket
+        self.requests: dict[int, EngineRequest] = {}
+        self.prompts: dict[int, NewPrompt] = {}
+        """Prompts by number, which several requests may have."""
         self.lock = threading.Lock()
         self.done = threading.Event()
 
-    def send(self, *message: Any) -> None:
+    def send(self, message: ToFront) -> None:
         """Send one message; the front may have gone."""
-        data = packed([*message])
         with self.lock:
             try:
-                self.link.send(data)
+                self.rank_socket.send(message)
             except OSError:
                 self.done.set()
 
     def listen(self) -> None:
         """Do what the front asks for, and end the engine with it."""
-        while (message := self.link.receive()) is not None:
+        while (message := self.rank_socket.receive()) is not None:
             match message:
-                case ["prompt", group, ids, images]:
-                    self.prompts[group] = ids, images
-                case ["forget", group]:
-                    self.prompts.pop(group, None)
-                case ["submit", number, group, options, sent]:
-                    ids, images = self.prompts[group]
+                case NewPrompt():
+                    self.prompts[message.prompt_number] = message
+                case ForgetPrompt(prompt_number):
+                    self.prompts.pop(prompt_number, None)
+                case SubmitRequest(number, prompt_number, options, sent):
+                    _, ids, images = self.prompts[prompt_number]
                     self.submit(number, ids, options | ({"images": images} if images else {}), sent)
-                case ["cancel", number]:
-                    if (stream := self.streams.pop(number, None)) is not None:
-                        stream.cancel()
-                case ["close"]:
+                case CancelRequest(number):
+                    if (request := self.requests.pop(number, None)) is not None:
+                        request.cancel()
+                case CloseEngine():
                     break
         self.engine.close()
 
@@ -86,31 +101,32 @@ class RankRequests:
         try:
             if (grammar := options.get("grammar")) is not None:
                 options = options | {"grammar": read_grammar(grammar)}
-            stream = self.engine.submit(ids, replay=sent, **options)
+            request = self.engine.submit(ids, replay=sent, **options)
         except Exception as error:
             self.refuse(number, error)
             return
-        self.streams[number] = stream
-        self.send("accepted", number)
-        threading.Thread(target=self.forward, args=(number, stream), daemon=True).start()
+        self.requests[number] = request
+        self.send(RequestAccepted(number))
+        threading.Thread(target=self.forward, args=(number, request), daemon=True).start()
 
-    def forward(self, number: int, stream: Stream) -> None:
+    def forward(self, number: int, request: EngineRequest) -> None:
         """Send the tokens of one request."""
-        tokens = iter(stream)
+        tokens = iter(request)
         first = None
         try:
             first = next(tokens, None)
-            self.send("begin", number, stream.cached_tokens)  # an empty answer has used a prefix, too
+            self.send(AnswerBegun(number, request.cached_tokens))  # an empty answer has used a prefix, too
             for token in chain((first,) if first is not None else (), tokens):
-                self.send("token", number, token.id, finite(token.logprob), [(i, finite(p)) for i, p in token.top])
-            if stream.finish_reason in ("stop", "length"):
-                self.send("end", number, stream.finish_reason)
+                top = [(id, finite(logprob)) for id, logprob in token.top]
+                self.send(TokenDrawn(number, token.id, None if token.logprob is None else finite(token.logprob), top))
+            if request.finish_reason in ("stop", "length"):
+                self.send(AnswerEnded(number, request.finish_reason))
             else:  # cancelled, for a front that has gone on, or with the engine
-                self.send("refused", number, 503, "The server ends.", None)
+                self.send(RequestRefused(number, 503, "The server ends."))
         except Exception as error:
             self.refuse(number, error, has_begun=first is not None)
         finally:
-            self.streams.pop(number, None)
+            self.requests.pop(number, None)
 
     def refuse(self, number: int, error: Exception, *, has_begun: bool = False) -> None:
         """Send the error of one request, which ends it alone. At one that ends the engine the front replays.
@@ -121,20 +137,20 @@ class RankRequests:
             return
         match error:
             case Busy():
-                self.send("refused", number, 429, str(error), None)
+                self.send(RequestRefused(number, 429, str(error)))
             case TooLong():
-                self.send("refused", number, 400, str(error), "context_length_exceeded")
+                self.send(RequestRefused(number, 400, str(error), "context_length_exceeded"))
             case GrammarError():
-                self.send("refused", number, 400, str(error), None)
+                self.send(RequestRefused(number, 400, str(error)))
             case InputError() if not (has_begun or isinstance(error, OF_RANKS)):
-                self.send("refused", number, 400, str(error), None)
+                self.send(RequestRefused(number, 400, str(error)))
             case _:
-                self.send("refused", number, 500, "The request failed on the ranks.", None)
+                self.send(RequestRefused(number, 500, "The request failed on the ranks."))
 
     def send_figures(self) -> None:
         """Send the engine's figures from time to time."""
         while not self.done.wait(FIGURES_SECONDS):
-            self.send("metrics", self.engine.metrics())
+            self.send(EngineFigures(self.engine.metrics()))
 
 
 def read_grammar(fields: dict[str, Any]) -> Grammar:
@@ -143,10 +159,10 @@ def read_grammar(fields: dict[str, Any]) -> Grammar:
     return Grammar(**(fields | marks))
 
 
-def finite(logprob: float | None) -> float | None:
+def finite(logprob: float) -> float:
     """Return a log-probability that JSON can spell.
 
     >>> finite(float("nan")), finite(-0.5)
     (-9999.0, -0.5)
     """
-    return None if logprob is None else max(LOWEST_LOGPROB, logprob)  # of a NaN the first
+    return max(LOWEST_LOGPROB, logprob)  # of a NaN the first

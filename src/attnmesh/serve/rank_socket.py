@@ -7,11 +7,12 @@ the message that describes them.
 import asyncio
 import json
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
 from attnmesh.serve.images import buffers_of, describe_images, images_of
+from attnmesh.serve.rank_messages import NewPrompt, ToFront, ToRank, message_code, message_of
 
 WIDTH = 4
 """Bytes of a message's length."""
@@ -20,24 +21,27 @@ SLICE = 1 << 18
 """Bytes of a part of a long message."""
 
 
-def packed(message: list[Any]) -> bytes:
-    """Return a message as bytes."""
-    body = json.dumps(message, separators=(",", ":")).encode()
+def packed(code: list[Any]) -> bytes:
+    """Return the code of a message as bytes."""
+    body = json.dumps(code, separators=(",", ":")).encode()
     return len(body).to_bytes(WIDTH, "big") + body
 
 
-def message_parts(message: list[Any], images: Mapping[str, Any] | None) -> Iterator[memoryview]:
+def message_parts(message: ToRank) -> Iterator[memoryview]:
     """Yield the bytes of a message in parts, of which those of images are no copies."""
-    images_text = [] if images is None else [describe_images(images)]
-    for buffer in (memoryview(packed(message + images_text)), *buffers_of(images or {})):
+    images = message.images if isinstance(message, NewPrompt) else {}
+    code = message_code(message)
+    if isinstance(message, NewPrompt):
+        code[-1] = describe_images(images)
+    for buffer in (memoryview(packed(code)), *buffers_of(images)):
         for first in range(0, len(buffer), SLICE):
             yield buffer[first : first + SLICE]
 
 
-async def read_message(reader: asyncio.StreamReader) -> list[Any]:
+async def read_message(reader: asyncio.StreamReader) -> ToFront:
     """Return the next message; raise `IncompleteReadError`, an `EOFError`, or `OSError` at the end."""
     length = int.from_bytes(await reader.readexactly(WIDTH), "big")
-    message: list[Any] = json.loads(await reader.readexactly(length))
+    message: ToFront = message_of(json.loads(await reader.readexactly(length)))
     return message
 
 
@@ -49,13 +53,14 @@ class RankSocket:
         self.socket.connect(address)
         self.file = self.socket.makefile("rb")
 
-    def receive(self) -> list[Any] | None:
+    def receive(self) -> ToRank | None:
         """Return the next message, or None when the front has closed its end."""
         try:
-            message: list[Any] = json.loads(self._read(int.from_bytes(self._read(WIDTH), "big")))
-            if message[0] == "prompt":
-                *_, images = message
-                message[-1] = images_of(images, self._read(sum(size for *_, size in images)))
+            message: ToRank = message_of(json.loads(self._read(int.from_bytes(self._read(WIDTH), "big"))))
+            if isinstance(message, NewPrompt):
+                described: Any = message.images
+                images = images_of(described, self._read(sum(size for *_, size in described)))
+                message = message._replace(images=images)
         except (OSError, ValueError, EOFError):  # closed by this end, or the other
             return None
         return message
@@ -66,9 +71,9 @@ class RankSocket:
             raise EOFError
         return data
 
-    def send(self, data: bytes) -> None:
-        """Send bytes of whole messages."""
-        self.socket.sendall(data)
+    def send(self, message: ToFront) -> None:
+        """Send a message."""
+        self.socket.sendall(packed(message_code(message)))
 
     def close(self) -> None:
         """Wake the thread that receives, and close."""

@@ -20,7 +20,9 @@ class Refused(Exception):
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(_in_utf_8(message))
-        self.status, self.param, self.code = status, param and _in_utf_8(param), code
+        self.status = status
+        self.param = param and _in_utf_8(param)
+        self.code = code
 
     @property
     def body(self) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from attnmesh.serve.answer_parts import AnswerPart
-from attnmesh.serve.answers import DONE, Answers, encoded, event, usage_of
-from attnmesh.serve.chat import Encoded
+from attnmesh.serve.chat import EncodedPrompt
+from attnmesh.serve.completion_objects import DONE, CompletionObjects, encoded, event, usage_of
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.supervisor import Accepted, End, Event, Supervisor
 from attnmesh.serve.text import Piece, SentToken, Text
@@ -18,7 +18,7 @@ from attnmesh.serve.tool_formats import ContentText, ToolCall
 T = TypeVar("T")
 
 
-HEARTBEAT = 10.0
+HEARTBEAT_SECONDS = 10.0
 """Seconds of silence in a stream after which a comment is sent: proxies end connections silent for a minute."""
 
 
@@ -32,19 +32,21 @@ class Reply:
     def __init__(
         self,
         supervisor: Supervisor,
-        answers: Answers,
-        prompt: Encoded,
+        objects: CompletionObjects,
+        prompt: EncodedPrompt,
         choices: list[dict[str, Any]],
         stops: tuple[str, ...],
     ) -> None:
         self.supervisor = supervisor
-        self.answers = answers
+        self.objects = objects
         self.prompt_tokens = len(prompt.ids)
-        before = () if answers.is_chat else prompt.ids  # the answer of a chat is a message of its own
-        self.texts = [Text(answers.spelling, stops, before) for _ in choices]
-        self.splits = [None if answers.split is None else answers.split() for _ in choices]
-        self.counts, self.thoughts = [0] * len(choices), [0] * len(choices)
-        """Tokens of each choice, and those of what the model thinks."""
+        before = () if objects.is_chat else prompt.ids  # the answer of a chat is a message of its own
+        self.texts = [Text(objects.spelling, stops, before) for _ in choices]
+        self.parts = [None if objects.make_parts is None else objects.make_parts() for _ in choices]
+        self.counts = [0] * len(choices)
+        """Tokens of each choice."""
+        self.reasoning_counts = [0] * len(choices)
+        """Tokens of what the model thinks, in each choice."""
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._early: list[tuple[int, Event]] = []
         self.requests = supervisor.submit(prompt, choices, lambda index, event: self._events.put_nowait((index, event)))
@@ -98,47 +100,47 @@ class Reply:
                     reason = "stop" if text.stopped else None
             parts, reason = self._parts(index, piece, reason)
             if isinstance(event, SentToken):
-                self.thoughts[index] += was_thinking or self._is_thinking(index)
+                self.reasoning_counts[index] += was_thinking or self._is_thinking(index)
             if reason is not None:
                 self.supervisor.cancel(self.requests[index])  # of a stop string, which ranks do not know
                 running.discard(index)
-            if parts or (piece.tokens and self.answers.top is not None) or reason is not None:
-                for choice in self.answers.choices(index, piece, parts, reason):
+            if parts or (piece.tokens and self.objects.top is not None) or reason is not None:
+                for choice in self.objects.choices(index, piece, parts, reason):
                     yield choice
             await asyncio.sleep(0)  # many tokens may be there at once, and other requests want to go on
 
     def _is_thinking(self, index: int) -> bool:
-        split = self.splits[index]
-        return split is not None and split.is_thinking
+        taken_apart = self.parts[index]
+        return taken_apart is not None and taken_apart.is_thinking
 
     def _parts(self, index: int, piece: Piece, reason: str | None) -> tuple[list[AnswerPart], str | None]:
         """Return the parts that a piece of text makes certain, and the reason if they are the last."""
-        split = self.splits[index]
-        if split is None:
+        taken_apart = self.parts[index]
+        if taken_apart is None:
             return [ContentText(piece.text)] if piece.text else [], reason
-        parts = split.add(piece.text, piece.tokens)
-        parts += split.end() if reason is not None else []
+        parts = taken_apart.add(piece.text, piece.tokens)
+        parts += taken_apart.end() if reason is not None else []
         calls = [place for place, part in enumerate(parts) if isinstance(part, ToolCall)]
-        if calls and not self.answers.parallel:
+        if calls and not self.objects.parallel:
             return parts[: calls[0] + 1], "tool_calls"
-        return parts, "tool_calls" if reason == "stop" and split.calls else reason
+        return parts, "tool_calls" if reason == "stop" and taken_apart.call_count else reason
 
     async def whole(self) -> bytes:
         """Return the response with all choices, as JSON."""
         parts: list[list[dict[str, Any]]] = [[] for _ in self.requests]
         async for choice in self.choices():
             parts[choice["index"]].append(choice)
-        return await encoded(self.answers.whole([*map(self.answers.joined, parts)], self.usage()))
+        return await encoded(self.objects.whole([*map(self.objects.joined, parts)], self.usage()))
 
     async def events(self, include_usage: bool) -> AsyncIterator[bytes]:
         """Yield the events of a stream; an error is the last one."""
         try:
-            for index in range(len(self.requests)) if self.answers.is_chat else ():
-                yield event(self.answers.begin(index))
+            for index in range(len(self.requests)) if self.objects.is_chat else ():
+                yield event(self.objects.begin(index))
             async for choice in self.choices():
-                yield event(self.answers.chunk([choice]))
+                yield event(self.objects.chunk([choice]))
             if include_usage:
-                yield event(self.answers.chunk([], self.usage()))
+                yield event(self.objects.chunk([], self.usage()))
             yield DONE
         except Refused as error:
             yield event(error.body)
@@ -146,7 +148,7 @@ class Reply:
     def usage(self) -> dict[str, Any]:
         """Return the counts of tokens so far."""
         cached = max(request.cached_tokens for request in self.requests)
-        return usage_of(self.prompt_tokens, cached, sum(self.counts), sum(self.thoughts))
+        return usage_of(self.prompt_tokens, cached, sum(self.counts), sum(self.reasoning_counts))
 
 
 class EventStream(Response):
@@ -157,7 +159,8 @@ class EventStream(Response):
     def __init__(self, reply: Reply, include_usage: bool) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self.reply, self.include_usage = reply, include_usage
+        self.reply = reply
+        self.include_usage = include_usage
         self.is_silent = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -185,7 +188,7 @@ class EventStream(Response):
         """Send a comment whenever nothing else was sent for some time, as while a prompt is computed."""
         while True:
             self.is_silent = True
-            await asyncio.sleep(HEARTBEAT)
+            await asyncio.sleep(HEARTBEAT_SECONDS)
             if self.is_silent:
                 await send({"type": "http.response.body", "body": b": waiting\n\n", "more_body": True})
 

@@ -23,10 +23,9 @@ from starlette.types import ASGIApp
 
 from attnmesh.serve.access import Door, Limits
 from attnmesh.serve.answer_parts import find_formats
-from attnmesh.serve.answers import Answers, encoded
 from attnmesh.serve.body import Bodies
 from attnmesh.serve.chat import (
-    Encoded,
+    EncodedPrompt,
     decode_tokens,
     encode_chat,
     encode_either,
@@ -34,13 +33,14 @@ from attnmesh.serve.chat import (
     has_images,
     offered_tools,
 )
-from attnmesh.serve.encoders import LONG_BODY_BYTES, Encoders, too_long
+from attnmesh.serve.completion_objects import CompletionObjects, encoded
+from attnmesh.serve.encoders import LONG_BODY_BYTES, PromptEncoders, too_long
 from attnmesh.serve.grammars import Grammars, content_format
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.reply import EventStream, Gone, Reply, while_there
-from attnmesh.serve.response_items import ResponseReply
-from attnmesh.serve.responses import ResponseRequest
-from attnmesh.serve.schema import CHAT, COMPLETION, DETOKENIZE, TOKENIZE, read_fields, shown
+from attnmesh.serve.request_fields import CHAT, COMPLETION, DETOKENIZE, TOKENIZE, read_fields, shown
+from attnmesh.serve.responses_reply import ResponseReply
+from attnmesh.serve.responses_request import ResponseRequest
 from attnmesh.serve.spelling import Spelling
 from attnmesh.serve.supervisor import Supervisor
 
@@ -74,9 +74,10 @@ class App:
         self.limits = limits
         self.defaults = defaults
         self.formats = find_formats(tokenizer, tool_format)
-        self.spelling, self.grammars = Spelling(tokenizer), Grammars(tokenizer, self.formats)
+        self.spelling = Spelling(tokenizer)
+        self.grammars = Grammars(tokenizer, self.formats)
         self._bodies = Bodies(limits.max_body)
-        self._encoders = Encoders(processor or tokenizer)  # copies: the tokenizer itself decodes meanwhile
+        self._encoders = PromptEncoders(processor or tokenizer)  # copies: the tokenizer itself decodes meanwhile
         self._page = files("attnmesh.serve").joinpath("page.html").read_text(encoding="utf-8")
         self._page_headers = {"content-security-policy": content_policy(self._page)}
 
@@ -125,7 +126,7 @@ class App:
 
     async def chat(self, http: HttpRequest) -> Response:
         """Answer messages."""
-        fields, prompt = await self._read(http, partial(read_fields, schema=CHAT), encode_chat)
+        fields, prompt = await self._read(http, partial(read_fields, known_fields=CHAT), encode_chat)
         return await self._answer_chat(http, fields, prompt, Reply)
 
     async def responses(self, http: HttpRequest) -> Response:
@@ -137,21 +138,21 @@ class App:
 
     async def completions(self, http: HttpRequest) -> Response:
         """Go on with a prompt."""
-        fields, prompt = await self._read(http, partial(read_fields, schema=COMPLETION), encode_text)
-        answers = Answers(self.spelling, self.names[0], False, fields["logprobs"])
+        fields, prompt = await self._read(http, partial(read_fields, known_fields=COMPLETION), encode_text)
+        objects = CompletionObjects(self.spelling, self.names[0], False, fields["logprobs"])
         new = fields["max_tokens"] or self._default_new(len(prompt.ids), NEW_OF_COMPLETION)
-        return await self._answer(http, fields, prompt, new, answers)
+        return await self._answer(http, fields, prompt, new, objects)
 
     async def tokenize(self, http: HttpRequest) -> Response:
         """Return the tokens of a text, or of messages."""
-        _, (ids, texts) = await self._read_and_run(http, partial(read_fields, schema=TOKENIZE), encode_either)
+        _, (ids, texts) = await self._read_and_run(http, partial(read_fields, known_fields=TOKENIZE), encode_either)
         longest = self.supervisor.facts["max_model_len"]
         fields = {"count": len(ids), "max_model_len": longest, "tokens": ids, "token_strs": texts}
         return Response(await encoded(fields), media_type="application/json")
 
     async def detokenize(self, http: HttpRequest) -> Response:
         """Return the text of tokens."""
-        _, text = await self._read_and_run(http, partial(read_fields, schema=DETOKENIZE), decode_tokens)
+        _, text = await self._read_and_run(http, partial(read_fields, known_fields=DETOKENIZE), decode_tokens)
         return Response(await encoded({"prompt": text}), media_type="application/json")
 
     async def models(self, _: HttpRequest) -> Response:
@@ -187,8 +188,8 @@ class App:
             raise Refused(404, f"model: expected {expected}, given {shown(name)}", param, "model_not_found")
 
     async def _read(
-        self, http: HttpRequest, read: Callable[..., dict[str, Any]], encode: Callable[..., Encoded]
-    ) -> tuple[dict[str, Any], Encoded]:
+        self, http: HttpRequest, read: Callable[..., dict[str, Any]], encode: Callable[..., EncodedPrompt]
+    ) -> tuple[dict[str, Any], EncodedPrompt]:
         """Return the fields of a request, tested, and the tokens of its prompt, which fits."""
         fields, prompt = await self._read_and_run(http, read, encode)
         longest = self.supervisor.facts["max_model_len"]
@@ -229,7 +230,7 @@ class App:
         return sorted(biases.items())
 
     async def _answer_chat(
-        self, http: HttpRequest, fields: dict[str, Any], prompt: Encoded, make: Callable[..., Reply]
+        self, http: HttpRequest, fields: dict[str, Any], prompt: EncodedPrompt, make: Callable[..., Reply]
     ) -> Response:
         """Answer messages, which follow the grammar that is asked for."""
         new = fields["max_completion_tokens"] or fields["max_tokens"]
@@ -237,18 +238,18 @@ class App:
         top = (fields["top_logprobs"] or 0) if fields["logprobs"] else None
         either = content_format(fields) is not None
         split = self.formats.parts(offered_tools(fields), prompt.end, either=either)
-        answers = Answers(self.spelling, self.names[0], True, top, split, fields["parallel_tool_calls"])
+        objects = CompletionObjects(self.spelling, self.names[0], True, top, split, fields["parallel_tool_calls"])
         with self.supervisor.room(fields["n"]):
             grammar = await while_there(http.receive, self.grammars.of(fields, prompt.end))
-        return await self._answer(http, fields | {"grammar": grammar}, prompt, new, answers, make)
+        return await self._answer(http, fields | {"grammar": grammar}, prompt, new, objects, make)
 
     async def _answer(
         self,
         http: HttpRequest,
         fields: dict[str, Any],
-        prompt: Encoded,
+        prompt: EncodedPrompt,
         new: int,
-        answers: Answers,
+        objects: CompletionObjects,
         make: Callable[..., Reply] = Reply,
     ) -> Response:
         """Submit a request for each choice, and answer with their tokens."""
@@ -260,14 +261,14 @@ class App:
             raise Refused(400, f"{name}: expected 1 to {room}, {left}, given {new}", name)
         seed = randbits(63) if fields["seed"] is None else fields["seed"]  # a replay needs the same seed
         options = {name: fields[name] for name in SAMPLED} | {"logit_bias": self._biases(fields["logit_bias"])}
-        options |= {"max_new_tokens": new, "logprobs": 0 if answers.top is None else max(1, answers.top)}
+        options |= {"max_new_tokens": new, "logprobs": 0 if objects.top is None else max(1, objects.top)}
         options["salt"] = salt_of(http.scope["api_key"], fields["cache_salt"])
         if (grammar := fields.get("grammar")) is not None:
             options["grammar"] = grammar
         choices = [options | {"seed": (seed + index) % (1 << 63)} for index in range(fields["n"])]
         stop = fields["stop"] or []
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        reply = make(self.supervisor, answers, prompt, choices, stops)
+        reply = make(self.supervisor, objects, prompt, choices, stops)
         if fields["stream"]:
             await reply.while_there(http.receive, reply.accepted())
             return EventStream(reply, bool((fields["stream_options"] or {}).get("include_usage")))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 from urllib.parse import unquote
 
 from attnmesh.serve.refused import Refused
-from attnmesh.serve.schema import shown
+from attnmesh.serve.request_fields import shown
 from attnmesh.serve.tool_schemas import inner_schemas
 
 LEVELS = 128
@@ -50,7 +50,8 @@ class SchemaGraph:
     """
 
     def __init__(self, field: str, root: Any) -> None:
-        self.field, self.root = field, root
+        self.field = field
+        self.root = root
         self.fields: dict[int, str] = {}
         """Names of the schemas within, by identity."""
         self._collect(field, root)

@@ -111,7 +111,8 @@ class DrainingServer(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, supervisor: Supervisor, drain: float) -> None:
         super().__init__(config)
-        self.supervisor, self.drain = supervisor, drain
+        self.supervisor = supervisor
+        self.drain = drain
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Wait for open requests, end with an error those that take too long, then close."""
@@ -121,7 +122,7 @@ class DrainingServer(uvicorn.Server):
             self.supervisor.log(
                 f"the server ends; open requests, which have {left:g} s to end: {len(self.supervisor.open)}"
             )
-        while (self.supervisor.open or self.supervisor.coming) and left > 0 and not self.force_exit:
+        while (self.supervisor.open or self.supervisor.encoding_count) and left > 0 and not self.force_exit:
             await asyncio.sleep(POLL_SECONDS)
             left -= POLL_SECONDS
         if cut := self.supervisor.cut_off("The server ended before this answer did."):

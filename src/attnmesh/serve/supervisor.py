@@ -12,12 +12,30 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from attnmesh.errors import ArgumentError, require
-from attnmesh.serve.chat import Encoded
+from attnmesh.errors import ArgumentError
+from attnmesh.serve.chat import EncodedPrompt
 from attnmesh.serve.metrics import Metrics
+from attnmesh.serve.rank_messages import (
+    AnswerBegun,
+    AnswerEnded,
+    CancelRequest,
+    CloseEngine,
+    EngineFigures,
+    EngineReady,
+    ForgetPrompt,
+    NewPrompt,
+    OfRequest,
+    RequestAccepted,
+    RequestRefused,
+    SubmitRequest,
+    ToFront,
+    TokenDrawn,
+    ToRank,
+)
 from attnmesh.serve.rank_socket import message_parts, read_message
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.text import SentToken
@@ -28,7 +46,7 @@ LOSS_WINDOW_SECONDS = 600.0
 MAX_REPLAYS = 2
 """Times that a request goes on in another world. A request in more lost worlds may be the cause."""
 
-LONGEST_PAUSE = 30.0
+LONGEST_PAUSE_SECONDS = 30.0
 """Seconds before ranks are started again, at most. Each loss doubles them."""
 
 PROOF_TOKENS = 3
@@ -75,24 +93,24 @@ class OpenRequest:
     """An open request: what ranks have to know, and the tokens that they have sent."""
 
     number: int
-    prompt: Encoded
+    prompt: EncodedPrompt
     options: dict[str, Any]
     put: Callable[[Event], None]
-    group: int
+    prompt_number: int
     """Number of the prompt, which other choices have, too."""
     sent: list[int] = field(default_factory=list)
     cached_tokens: int = 0
     accepted: bool = False
     replays: int = 0
-    fresh: int | None = None
+    tokens_in_world: int | None = None
     """Tokens in this world; None before the request is sent there."""
-    last: float = 0.0
+    last_time: float = 0.0
     """The time of the latest token, and of the request before the first."""
 
     @property
     def is_proven(self) -> bool:
         """True if the request ran in this world without harm."""
-        return self.fresh is not None and self.fresh >= PROOF_TOKENS
+        return self.tokens_in_world is not None and self.tokens_in_world >= PROOF_TOKENS
 
 
 class Supervisor:
@@ -104,7 +122,10 @@ class Supervisor:
     def __init__(
         self, world: RankWorld, *, max_requests: int, max_restarts: int, metrics: Metrics, deadline: float | None = None
     ) -> None:
-        self.world, self.max_requests, self.max_restarts, self.metrics = world, max_requests, max_restarts, metrics
+        self.world = world
+        self.max_requests = max_requests
+        self.max_restarts = max_restarts
+        self.metrics = metrics
         self.deadline = deadline
         self.state = "starting"
         self.failure: BaseException | None = None
@@ -112,7 +133,7 @@ class Supervisor:
         self.open: dict[int, OpenRequest] = {}
         self.draining = False
         """True once no more requests are taken, while open ones may end."""
-        self.coming = 0
+        self.encoding_count = 0
         """Requests whose prompts are being encoded."""
         self.on_failure: Callable[[], None] = lambda: None
         self.on_ready: Callable[[dict[str, Any]], None] = lambda _: None
@@ -120,35 +141,42 @@ class Supervisor:
         self._numbers = 0
         self._losses: list[float] = []
         """Times of the losses of the last `LOSS_WINDOW_SECONDS`."""
-        self._heard, self._stepped, self._is_late = 0.0, 0.0, False
-        """The times of a message and of the end of a step, 0 without a world, and whether the next end is overdue."""
+        self._heard = 0.0
+        """The time of the last message."""
+        self._stepped = 0.0
+        """The time of the end of the last step; 0 without a world."""
+        self._is_late = False
+        """True if the end of the next step is overdue."""
         self._writer: asyncio.StreamWriter | None = None
-        self._outgoing: asyncio.Queue[tuple[list[Any], dict[str, Any] | None]] = asyncio.Queue()
-        self._there: set[int] = set()
+        self._outgoing: asyncio.Queue[ToRank] = asyncio.Queue()
+        self._sent_prompts: set[int] = set()
         """Prompts that this world has."""
         self._running: threading.Thread | None = None
         self._folder = ""
         self._server: asyncio.Server | None = None
         """Both until rank 0 has connected."""
-        metrics.watch(lambda: self.status, lambda: len(self.open) + self.coming)
+        metrics.watch(lambda: self.status, lambda: len(self.open) + self.encoding_count)
 
     # --- requests ---
 
     def submit(
-        self, prompt: Encoded, choices: list[dict[str, Any]], put: Callable[[int, Event], None]
+        self, prompt: EncodedPrompt, choices: list[dict[str, Any]], put: Callable[[int, Event], None]
     ) -> list[OpenRequest]:
         """Send a request to the ranks for each choice; `put` gets the events, each with its choice's index."""
         self._check_room(len(choices))
         if (
-            sum({request.group: request.prompt.nbytes for request in self.open.values()}.values()) + prompt.nbytes
+            sum({request.prompt_number: request.prompt.nbytes for request in self.open.values()}.values())
+            + prompt.nbytes
             > IMAGE_BYTES
         ):
             raise Refused(429, "The images of open requests take all of their memory. Ask again.")
-        requests, group = [], self._numbers
+        requests = []
+        prompt_number = self._numbers
+        now = asyncio.get_running_loop().time()
         for index, options in enumerate(choices):
             self._numbers += 1
-            request = OpenRequest(self._numbers, prompt, options, lambda event, index=index: put(index, event), group)  # type: ignore[misc]
-            request.last = asyncio.get_running_loop().time()
+            put_of_choice = partial(put, index)
+            request = OpenRequest(self._numbers, prompt, options, put_of_choice, prompt_number, last_time=now)
             self.open[request.number] = request
             requests.append(request)
         self._submit_next()
@@ -169,24 +197,24 @@ class Supervisor:
         self.check_ready()
         if choices > self.max_requests:
             raise Refused(400, f"n: expected at most {self.max_requests}, the requests that may run or wait", "n")
-        if len(self.open) + self.coming + choices > self.max_requests:
-            given = len(self.open) + self.coming
+        if len(self.open) + self.encoding_count + choices > self.max_requests:
+            given = len(self.open) + self.encoding_count
             raise Refused(429, f"{given} requests run or wait, of {self.max_requests}. Ask again.")
 
     @contextmanager
     def room(self, choices: int) -> Iterator[None]:
         """Count requests as waiting while their prompt is encoded."""
         self._check_room(choices)
-        self.coming += choices
+        self.encoding_count += choices
         try:
             yield
         finally:
-            self.coming -= choices
+            self.encoding_count -= choices
 
     def cancel(self, request: OpenRequest) -> None:
         """End a request that nobody waits for any more."""
         if self.open.pop(request.number, None) is not None:
-            self._send(["cancel", request.number])
+            self._send(CancelRequest(request.number))
             self._forget(request)
             self._submit_next()
 
@@ -196,34 +224,36 @@ class Supervisor:
         After two losses of one request they go one at a time, until each has given some tokens: the one that a further
         loss finds so is its cause.
         """
-        left = [request for request in self.open.values() if request.fresh is None and self._stepped]
+        left = [request for request in self.open.values() if request.tokens_in_world is None and self._stepped]
         for request in sorted(left, key=lambda request: request.replays or MAX_REPLAYS + 1):
             unproven = [request for request in self.open.values() if not request.is_proven]
             careful = any(request.replays >= MAX_REPLAYS for request in unproven)
-            if careful and any(request.fresh is not None for request in unproven):
+            if careful and any(request.tokens_in_world is not None for request in unproven):
                 return
-            request.fresh = 0
+            request.tokens_in_world = 0
             again = request.sent if request.accepted or request.replays else None  # a loss may hide the acceptance
-            if request.group not in self._there:
-                self._there.add(request.group)
-                self._send(["prompt", request.group, request.prompt.ids], request.prompt.images or {})
-            self._send(["submit", request.number, request.group, request.options, again])
+            if request.prompt_number not in self._sent_prompts:
+                self._sent_prompts.add(request.prompt_number)
+                self._send(NewPrompt(request.prompt_number, request.prompt.ids, request.prompt.images or {}))
+            self._send(SubmitRequest(request.number, request.prompt_number, request.options, again))
 
     def _forget(self, request: OpenRequest) -> None:
         """Let the ranks forget a prompt that no open request has."""
-        if request.group in self._there and all(other.group != request.group for other in self.open.values()):
-            self._there.discard(request.group)
-            self._send(["forget", request.group])
+        if request.prompt_number in self._sent_prompts and all(
+            other.prompt_number != request.prompt_number for other in self.open.values()
+        ):
+            self._sent_prompts.discard(request.prompt_number)
+            self._send(ForgetPrompt(request.prompt_number))
 
-    def _send(self, message: list[Any], images: dict[str, Any] | None = None) -> None:
+    def _send(self, message: ToRank) -> None:
         if self._writer is not None:
-            self._outgoing.put_nowait((message, images))
+            self._outgoing.put_nowait(message)
 
     async def _write(self, writer: asyncio.StreamWriter) -> None:
         """Write messages in parts, each when rank 0 has read most of those before."""
         while True:
-            message, images = await self._outgoing.get()
-            for part in message_parts(message, images):
+            message = await self._outgoing.get()
+            for part in message_parts(message):
                 writer.write(part)
                 await writer.drain()
 
@@ -238,7 +268,7 @@ class Supervisor:
     async def close(self) -> None:
         """End the ranks."""
         self.state = "stopping"
-        self._send(["close"])
+        self._send(CloseEngine())
         if self._writer is not None:
             await asyncio.wait({self._living}, timeout=ENDING_SECONDS)
         while not self._living.done():
@@ -268,7 +298,7 @@ class Supervisor:
                 return
             self.state = "restarting"
             self.log(f"{cause_of(error)}; restart {number} of {self.max_restarts}, open requests: {len(self.open)}")
-            pause = now + min(LONGEST_PAUSE, 2**number - 2)
+            pause = now + min(LONGEST_PAUSE_SECONDS, 2**number - 2)
             while loop.time() < pause and not self._is_stopping():
                 await asyncio.sleep(0.1)
 
@@ -284,7 +314,8 @@ class Supervisor:
             if self._writer is None or not self._stepped or late < deadline:
                 continue
             if self.state == "ready":
-                self.state, self._is_late = "restarting", True
+                self.state = "restarting"
+                self._is_late = True
                 self.log(f"the ranks ended no step within {deadline:g} s")
             if self._is_late and (
                 loop.time() - self._heard > deadline + ENDING_SECONDS or late > MAX_BUSY_DEADLINES * deadline
@@ -321,9 +352,11 @@ class Supervisor:
         """Listen for rank 0 in a folder that other users cannot enter, and return the address."""
         self._folder = tempfile.mkdtemp(prefix="attnmesh-serve-")
         address = str(Path(self._folder) / "front")
-        given, fix = f"one of {len(os.fsencode(address))} beneath it", "set TMPDIR to a folder with a shorter name"
-        fits = len(os.fsencode(address)) <= LONGEST_ADDRESS
-        require(fits, ArgumentError, "TMPDIR", f"room for an address of {LONGEST_ADDRESS} bytes", given, fix)
+        length = len(os.fsencode(address))
+        if length > LONGEST_ADDRESS:
+            expected = f"room for an address of {LONGEST_ADDRESS} bytes"
+            fix = "set TMPDIR to a folder with a shorter name"
+            raise ArgumentError("TMPDIR", expected, f"one of {length} beneath it", fix)
         self._server = await asyncio.start_unix_server(self._connected, address)
         return address
 
@@ -335,7 +368,8 @@ class Supervisor:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _fail(self, error: BaseException) -> None:
-        self.state, self.failure = "failed", error
+        self.state = "failed"
+        self.failure = error
         self.cut_off("Ranks were lost, and the server ends.")
         self.on_failure()
 
@@ -343,7 +377,7 @@ class Supervisor:
         """End all open requests with an error, and return how many."""
         cut = [*self.open.values()]
         for request in cut:
-            self._send(["cancel", request.number])
+            self._send(CancelRequest(request.number))
             self._drop(request, Refused(503, why))
         return len(cut)
 
@@ -354,7 +388,8 @@ class Supervisor:
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Receive the messages of one world."""
-        self._writer, self._outgoing = writer, asyncio.Queue()
+        self._writer = writer
+        self._outgoing = asyncio.Queue()
         writing = asyncio.create_task(self._write(writer))
         self._stop_listening()  # a front that is killed leaves no file
         try:
@@ -371,32 +406,35 @@ class Supervisor:
 
     def _lost(self) -> None:
         """Count the loss for the requests that may be its cause, and drop one that was there too often."""
-        self._writer, self._stepped, self._is_late = None, 0.0, False
-        self._there.clear()
+        self._writer = None
+        self._stepped = 0.0
+        self._is_late = False
+        self._sent_prompts.clear()
         if self.state == "ready":
             self.state = "restarting"
-        there = [request for request in self.open.values() if request.fresh is not None]
+        there = [request for request in self.open.values() if request.tokens_in_world is not None]
         careful = any(request.replays >= MAX_REPLAYS for request in there)
         for request in [request for request in there if careful and not request.is_proven] or there:
             request.replays += 1
             if request.replays > MAX_REPLAYS:
                 self._drop(request, Refused(500, f"Ranks were lost {request.replays} times during this request."))
         for request in self.open.values():
-            request.fresh = None
+            request.tokens_in_world = None
 
-    def _receive(self, message: list[Any]) -> None:
+    def _receive(self, message: ToFront) -> None:
         self._heard = asyncio.get_running_loop().time()
         match message:
-            case ["ready", facts]:
+            case EngineReady(facts):
                 self._begin(facts)
-            case ["metrics", figures]:
+            case EngineFigures(figures):
                 if figures["exchanges"] != self.metrics.engine.get("exchanges"):
                     self._stepped = self._heard
                     if self._is_late:
-                        self.state, self._is_late = "ready", False
+                        self.state = "ready"
+                        self._is_late = False
                 self.metrics.engine = figures
-            case [kind, number, *values] if number in self.open:
-                self._advance(self.open[number], kind, values)
+            case _ if message.number in self.open:
+                self._advance(self.open[message.number], message)
 
     def _begin(self, facts: dict[str, Any]) -> None:
         """Serve in a world that is ready: open requests go on there."""
@@ -413,33 +451,33 @@ class Supervisor:
                 self._drop(request, End("length"))  # the ranks were lost between its last token and its end
         self._submit_next()
 
-    def _advance(self, request: OpenRequest, kind: str, values: list[Any]) -> None:
+    def _advance(self, request: OpenRequest, message: OfRequest) -> None:
         """Take one message about an open request."""
-        match kind, values:
-            case "accepted", []:
+        match message:
+            case RequestAccepted():
                 if not request.accepted:
                     request.put(Accepted())
                 request.accepted = True
-            case "begin", [cached]:
+            case AnswerBegun(_, cached):
                 request.cached_tokens = max(request.cached_tokens, min(cached, len(request.prompt.ids)))
-            case "token", [id, logprob, top]:
+            case TokenDrawn(_, id, logprob, top):
                 self._observe(request)
                 request.sent.append(id)
-                request.fresh = (request.fresh or 0) + 1
+                request.tokens_in_world = (request.tokens_in_world or 0) + 1
                 request.put(SentToken(id, logprob, tuple((other, value) for other, value in top)))
-            case "end", [reason]:
+            case AnswerEnded(_, reason):
                 self._drop(request, End(reason))
-            case "refused", [status, text, code]:
+            case RequestRefused(_, status, text, code):
                 self._drop(request, Refused(status, text, None, code))
-        if request.fresh == PROOF_TOKENS or request.number not in self.open:
+        if request.tokens_in_world == PROOF_TOKENS or request.number not in self.open:
             self._submit_next()
 
     def _observe(self, request: OpenRequest) -> None:
         """Count a token, and the time that it took."""
         now = asyncio.get_running_loop().time()
-        (self.metrics.gap if request.sent else self.metrics.first_token).observe(now - request.last)
+        (self.metrics.gap if request.sent else self.metrics.first_token).observe(now - request.last_time)
         self.metrics.tokens.inc()
-        request.last = now
+        request.last_time = now
 
 
 def cause_of(error: BaseException) -> str:

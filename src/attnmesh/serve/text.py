@@ -27,28 +27,32 @@ class Text:
     """The text of one choice. Joined pieces are the tokenizer's text of all tokens, up to the first stop string."""
 
     def __init__(self, spelling: Spelling, stops: tuple[str, ...], before: Sequence[int] = ()) -> None:
-        self.spelling, self.stops, self.stopped = spelling, stops, False
-        self.tokens = Detokenizer(spelling, before)
+        self.spelling = spelling
+        self.stops = stops
+        self.stopped = False
+        self.detokenizer = Detokenizer(spelling, before)
         self.count = 0
         self.held = ""
-        self.sent, self.made = 0, 0
-        """Characters that pieces had, and characters of all text so far."""
+        self.sent = 0
+        """Characters that pieces had."""
+        self.made = 0
+        """Characters of all text so far."""
         self.waiting: deque[tuple[int, SentToken]] = deque()
         """Tokens that no piece had, each with the character that it begins at."""
 
     def add(self, token: SentToken) -> Piece:
         """Return what can be sent after one more token."""
         self.count += 1
-        begun = self.tokens.begun
+        incomplete = self.detokenizer.incomplete_bytes
         data = b"" if self.spelling.drops(token.id) else self.spelling.bytes_of(token.id)
-        broken = bool(begun) and not goes_on(begun, data)  # its bytes become a character before this token's
+        broken = bool(incomplete) and not goes_on(incomplete, data)  # its bytes become a character before this token's
         self.waiting.append((self.made + broken, token))
-        text = self.tokens.add(token.id)
+        text = self.detokenizer.add(token.id)
         return self._grow(text) if text else Piece("")
 
     def end(self) -> Piece:
         """Return what was held back, after the last token."""
-        piece = self._grow(self.tokens.end())
+        piece = self._grow(self.detokenizer.end())
         if self.stopped:
             return piece
         rest = self._send(self.held)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from attnmesh.serve.growing_text import GrowingText, NoMatch, Steps, read_json, read_object
+from attnmesh.serve.growing_text import GrowingText, NoMatch, Reader, read_json, read_object
 
 
 class ContentText(NamedTuple):
@@ -36,9 +36,10 @@ class ToolCall:
     index: int = 0
 
 
-def read_text(text: GrowingText, is_thought: bool, *ends: str) -> Steps[None]:
+def read_text(text: GrowingText, is_thought: bool, *ends: str) -> Reader[None]:
     """Read what a model thinks, or its content, up to a mark or the end."""
-    text.is_thought, kind = is_thought, ReasoningText if is_thought else ContentText
+    text.is_thought = is_thought
+    kind = ReasoningText if is_thought else ContentText
     for piece in text.pieces(*ends):
         yield piece if piece is None else kind(piece)
     text.is_thought = False
@@ -51,7 +52,7 @@ KEYS = frozenset(("name", "arguments", "parameters", "id", "type", "tool_name", 
 """Names in objects of JSON that are calls."""
 
 
-def call_object(text: GrowingText) -> Steps[ToolCall]:
+def call_object(text: GrowingText) -> Reader[ToolCall]:
     """Read an object of JSON that has the name and the arguments of a call."""
     members = yield from text.members(KEYS)
     names = [members[key] for key in ("name", "tool_name") if key in members]
@@ -64,7 +65,7 @@ def call_object(text: GrowingText) -> Steps[ToolCall]:
     return ToolCall(name, arguments, id if isinstance(id, str) else "")
 
 
-def call_list(text: GrowingText) -> Steps[None]:
+def call_list(text: GrowingText) -> Reader[None]:
     """Read a list of objects that are calls."""
     yield from text.take("[")
     while True:
@@ -120,7 +121,7 @@ def written(arguments: Mapping[str, Any]) -> str:
 # --- readers ---
 
 
-def read_object_between(begin: str, end: str, text: GrowingText, _: Tools) -> Steps[None]:
+def read_object_between(begin: str, end: str, text: GrowingText, _: Tools) -> Reader[None]:
     """Read one object between marks."""
     yield from text.take(begin)
     yield from text.space()
@@ -129,7 +130,7 @@ def read_object_between(begin: str, end: str, text: GrowingText, _: Tools) -> St
     yield call
 
 
-def read_list_between(begin: str, end: str, text: GrowingText, _: Tools) -> Steps[None]:
+def read_list_between(begin: str, end: str, text: GrowingText, _: Tools) -> Reader[None]:
     """Read a list of objects between marks."""
     yield from text.take(begin)
     yield from text.space()
@@ -137,7 +138,7 @@ def read_list_between(begin: str, end: str, text: GrowingText, _: Tools) -> Step
     yield from text.close(end)
 
 
-def read_llama(text: GrowingText, tools: Tools) -> Steps[None]:
+def read_llama(text: GrowingText, tools: Tools) -> Reader[None]:
     """Read objects after a tag, or the first ones of an answer if they name tools, with semicolons between them."""
     tagged = (yield from text.has("<|python_tag|>")) or (yield from text.has("<|python_start|>"))
     while True:
@@ -152,7 +153,7 @@ def read_llama(text: GrowingText, tools: Tools) -> Steps[None]:
     yield from text.has("<|python_end|>")
 
 
-def read_mistral(text: GrowingText, _: Tools) -> Steps[None]:
+def read_mistral(text: GrowingText, _: Tools) -> Reader[None]:
     """Read a list of objects, or a name and its arguments."""
     yield from text.take("[TOOL_CALLS]")
     yield from text.space()
@@ -174,7 +175,7 @@ BAR = "\uff5c"
 """The wide bar of DeepSeek's marks."""
 
 
-def read_deepseek(text: GrowingText, _: Tools) -> Steps[None]:
+def read_deepseek(text: GrowingText, _: Tools) -> Reader[None]:
     """Read names with their arguments, in a block of code after a type, or alone."""
     yield from text.take(deepseek("calls▁begin"))
     while True:
@@ -206,7 +207,7 @@ def deepseek(name: str) -> str:
     return f"<{BAR}tool▁{name}{BAR}>"
 
 
-def starts(text: GrowingText, mark: str) -> Steps[bool]:
+def starts(text: GrowingText, mark: str) -> Reader[bool]:
     """Return whether the text goes on with a mark, which is not passed."""
     start = text.at
     follows = yield from text.has(mark)
@@ -214,7 +215,7 @@ def starts(text: GrowingText, mark: str) -> Steps[bool]:
     return follows
 
 
-def read_kimi(text: GrowingText, _: Tools) -> Steps[None]:
+def read_kimi(text: GrowingText, _: Tools) -> Reader[None]:
     """Read ids, which hold the names, with their arguments."""
     yield from text.take("<|tool_calls_section_begin|>")
     while True:
@@ -234,7 +235,7 @@ def read_kimi(text: GrowingText, _: Tools) -> Steps[None]:
             return
 
 
-def read_glm(text: GrowingText, tools: Tools) -> Steps[None]:
+def read_glm(text: GrowingText, tools: Tools) -> Reader[None]:
     """Read a name, and pairs of keys and values."""
     yield from text.take("<tool_call>")
     yield from text.space()
@@ -251,7 +252,7 @@ def read_glm(text: GrowingText, tools: Tools) -> Steps[None]:
         arguments[key] = of_type(tools, name, key, (yield from text.until("</arg_value>")))
 
 
-def read_qwen_coder(text: GrowingText, tools: Tools) -> Steps[None]:
+def read_qwen_coder(text: GrowingText, tools: Tools) -> Reader[None]:
     """Read a function's mark, and those of its parameters, whose values stand on lines of their own."""
     yield from text.take("<tool_call>")
     yield from text.space()
@@ -270,7 +271,7 @@ def read_qwen_coder(text: GrowingText, tools: Tools) -> Steps[None]:
     yield ToolCall(name, written(arguments))
 
 
-def read_invokes(begin: str, end: str, space: str, text: GrowingText, tools: Tools) -> Steps[None]:
+def read_invokes(begin: str, end: str, space: str, text: GrowingText, tools: Tools) -> Reader[None]:
     """Read marks with a name each, in a namespace, of calls and their parameters."""
     invoke, parameter = f'<{space}invoke name="', f'<{space}parameter name="'
     yield from text.take(begin)
@@ -301,7 +302,7 @@ NAMED = re.compile(r"([{,]\s*)([^\s{}\[\],:\"]+)\s*:")
 """A name in Gemma's objects, which has no quotes."""
 
 
-def read_gemma(text: GrowingText, _: Tools) -> Steps[None]:
+def read_gemma(text: GrowingText, _: Tools) -> Reader[None]:
     """Read a name, and an object whose names have no quotes and whose strings have marks for them."""
     end, quote = QUOTES[(yield from text.take(*QUOTES))]
     yield from text.take("call:")
@@ -319,7 +320,7 @@ HARMONY = ("<|channel|>", "<|start|>")
 HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>")
 
 
-def read_harmony(text: GrowingText, tools: Tools) -> Steps[None]:
+def read_harmony(text: GrowingText, tools: Tools) -> Reader[None]:
     """Read a message within an answer: its header names a channel, and a recipient if it is a call."""
     yield from text.take(*HARMONY)
     header = yield from text.until("<|message|>")
@@ -350,7 +351,7 @@ class ToolFormat:
 
     begins: tuple[str, ...]
     """Marks at which calls may begin."""
-    read: Callable[[GrowingText, Tools], Steps[None]]
+    read: Callable[[GrowingText, Tools], Reader[None]]
     in_template: tuple[str, ...]
     """Texts that a chat template of these families has, all of them."""
     is_bare: bool = False
@@ -361,7 +362,7 @@ class ToolFormat:
     """The format also has marks of content, and of what a model thinks."""
 
 
-def between(read: Callable[..., Steps[None]], begin: str, end: str, in_template: str = "") -> ToolFormat:
+def between(read: Callable[..., Reader[None]], begin: str, end: str, in_template: str = "") -> ToolFormat:
     """Return a format whose calls stand between two marks."""
     return ToolFormat((begin,), partial(read, begin, end), (in_template or begin,))
 

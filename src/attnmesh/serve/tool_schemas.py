@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from attnmesh.serve.refused import Refused
-from attnmesh.serve.schema import is_text, wrong_value
+from attnmesh.serve.request_fields import is_text, wrong_value
 from attnmesh.serve.tool_formats import Tools
 
 MAX_TOOLS = 1024

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 import attnmesh.hf as hf
 from attnmesh.errors import InputError
-from attnmesh.hf.serving.draft_guesses import DraftGuesses
+from attnmesh.hf.serving.draft_guesses import DraftGuesser
 from attnmesh.hf.serving.engine import Engine
 from attnmesh.hf.serving.guesses import LEAST_RATE, StepTimes
 from attnmesh.hf.serving.rank_worker import RankWorker
@@ -190,18 +190,18 @@ def within_memory(ranks: int) -> None:
 
     def watched(worker: RankWorker, plan: Any) -> Any:
         results = run(worker, plan)
-        if worker.draft is not None:
-            most.append(worker.measure() - worker.draft.nbytes + worker.draft.measure())
+        if worker.draft_worker is not None:
+            most.append(worker.measure() - worker.draft_worker.nbytes + worker.draft_worker.measure())
         return results
 
     options: dict[str, Any] = {"cache_memory": limit, "draft": model}
-    releases, release = list[bool](), DraftGuesses.release
+    releases, release = list[bool](), DraftGuesser.release
 
-    def released(guesses: DraftGuesses) -> bool:
+    def released(guesses: DraftGuesser) -> bool:
         releases.append(release(guesses))
         return releases[-1]
 
-    patched = patch.object(RankWorker, "run", watched), patch.object(DraftGuesses, "release", released)
+    patched = patch.object(RankWorker, "run", watched), patch.object(DraftGuesser, "release", released)
     with patched[0], patched[1], at_any_price(), running(model, mesh, **options) as engine:
         if engine is not None:
             streams = [engine.submit(text, max_new_tokens=60) for text in texts]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attnmesh.hf.serving import draws
-from attnmesh.hf.serving.stream import Sampling
+from attnmesh.hf.serving.engine_request import SamplingParams
 from tests.support import families
 from tests.support.engines import greedy, ids, running, stock_draws, tokens
 from tests.support.pool import Pool, on_each_rank
@@ -17,25 +17,25 @@ def test_draws_follow_the_distribution() -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
 
     def first(seed: int, **options: Any) -> int:
-        sampling = Sampling(seed=seed, **options)
+        sampling = SamplingParams(seed=seed, **options)
         return sampling.draw(logits, sampling.generator(3, 4)).id
 
     drawn = [first(seed, temperature=0.7) for seed in range(4000)]
     share = torch.bincount(torch.tensor(drawn), minlength=4) / 4000
     # 4,000 draws: shares deviate by 0.008.
     torch.testing.assert_close(share, (logits / 0.7).softmax(-1), atol=0.03, rtol=0.0)
-    generator = Sampling(temperature=5.0, seed=1).generator(0, 4)
-    assert len({Sampling(temperature=5.0).draw(logits, generator).id for _ in range(40)}) == 4
+    generator = SamplingParams(temperature=5.0, seed=1).generator(0, 4)
+    assert len({SamplingParams(temperature=5.0).draw(logits, generator).id for _ in range(40)}) == 4
     assert {first(seed, temperature=5.0, top_k=2) for seed in range(50)} == {0, 1}
     assert {first(seed, temperature=1e-38) for seed in range(50)} == {0}
     assert {first(seed, temperature=1.0, top_p=0.6) for seed in range(50)} == {0}
 
 
 @pytest.mark.parametrize("vocabulary", [1, 2, 97, 5000])
-@pytest.mark.parametrize("ratio", [draws.ALIKE, 1.5, float("inf")], ids=["usual", "some alike", "all alike"])
+@pytest.mark.parametrize("ratio", [draws.ROUNDING_RATIO, 1.5, float("inf")], ids=["usual", "some alike", "all alike"])
 def test_a_token_is_the_one_of_multinomial(vocabulary: int, ratio: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounding decides between tokens that are alike: then PyTorch draws, with the same numbers."""
-    monkeypatch.setattr(draws, "ALIKE", ratio)
+    monkeypatch.setattr(draws, "ROUNDING_RATIO", ratio)
     own, expected = (torch.Generator().manual_seed(7) for _ in range(2))
     for number in range(300):
         scores = number % 9 * torch.randn(vocabulary, generator=torch.Generator().manual_seed(number))
@@ -55,7 +55,7 @@ def test_a_generator_goes_on_after_draws_that_it_has_not_made(
         torch.multinomial(even, 1, generator=drawn)
     multinomial, made = torch.multinomial, []
     monkeypatch.setattr(torch, "multinomial", lambda *given, **more: made.append(1) or multinomial(*given, **more))
-    generator = Sampling(temperature=1.0, seed=11).generator(count, vocabulary)
+    generator = SamplingParams(temperature=1.0, seed=11).generator(count, vocabulary)
     assert len(made) <= 1
     assert torch.rand(1500, generator=generator).equal(torch.rand(1500, generator=drawn))
 

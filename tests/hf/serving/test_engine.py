@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.hf.serving.engine import Engine
+from attnmesh.hf.serving.plan_operations import DecodeRows, Fill, Start
 from attnmesh.hf.serving.scheduler import StepPlan
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support import families
@@ -172,7 +173,7 @@ def sequential() -> None:
     with started(engine):
         for stream in (*short, long):
             assert len(tokens(stream)) == 1
-    chunks = [operation[1] for plan in plans for operation in plan if operation[0] == "fill"]
+    chunks = [operation.number for plan in plans for operation in plan if isinstance(operation, Fill)]
     last = {stream.number: len(chunks) - chunks[::-1].index(stream.number) for stream in (*short, long)}
     assert max(last[stream.number] for stream in short) < last[long.number]
     between = [number for number, chunk in enumerate(chunks) if chunk == long.number]
@@ -187,7 +188,7 @@ def test_several_prompts_are_computed_in_turn(pool: Pool) -> None:
 def waits_in_steps(ranks: int) -> None:
     """Read the plans while a long prompt is computed beside three streams."""
     model = families.model("llama", "attnmesh", max_position_embeddings=8192)
-    mesh, plans = named_mesh(Shape(1, 1, ranks), AXES), list[dict[str, Any]]()
+    mesh, plans = named_mesh(Shape(1, 1, ranks), AXES), list[dict[type, Any]]()
     with running(model, mesh) as engine:
         if engine is None:
             return
@@ -195,7 +196,7 @@ def waits_in_steps(ranks: int) -> None:
 
         def plan() -> StepPlan:
             step = planned()
-            plans.append({name: arguments for name, *arguments in step.operations})
+            plans.append({type(operation): operation for operation in step.operations})
             return step
 
         engine.scheduler.plan = plan  # type: ignore[method-assign]
@@ -205,11 +206,11 @@ def waits_in_steps(ranks: int) -> None:
         assert len(tokens(engine.submit(ids(4000, seed=7), max_new_tokens=1))) == 1
         for stream in streams:
             stream.cancel()
-    begin = next(number for number, one in enumerate(plans) if "start" in one and len(one["start"][1]) == 4000)
-    end = max(number for number, one in enumerate(plans) if "fill" in one)
+    begin = next(number for number, one in enumerate(plans) if Start in one and len(one[Start].ids) == 4000)
+    end = max(number for number, one in enumerate(plans) if Fill in one)
     assert end - begin >= 8  # the prompt came in parts
     for stream in streams:
-        steps = [n for n, one in enumerate(plans) if stream.number in [row for row, _ in one.get("rows", [[]])[0]]]
+        steps = [n for n, one in enumerate(plans) if stream.number in [row for row, _ in one.get(DecodeRows, [[]])[0]]]
         during = [begin, *(n for n in steps if begin < n < end), end]
         assert max(later - earlier for earlier, later in pairwise(during)) <= 3
 

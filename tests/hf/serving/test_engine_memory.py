@@ -13,9 +13,9 @@ import torch
 import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.hf.serving.engine import Engine
+from attnmesh.hf.serving.engine_request import EngineRequest
 from attnmesh.hf.serving.footprint import Footprint
 from attnmesh.hf.serving.rank_worker import RankWorker
-from attnmesh.hf.serving.stream import Stream
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.setup import measure_shares
 from tests.support import families
@@ -35,7 +35,7 @@ def life(shape: Shape, seed: int, requests: int) -> None:
     with running(model, mesh, max_rows=6, max_queue=requests, cache_memory=memory, max_gap=0.01) as engine:
         if engine is None:
             return
-        streams: list[tuple[int, int, int, Stream]] = []
+        streams: list[tuple[int, int, int, EngineRequest]] = []
         for _ in range(requests):
             number, new = random.randrange(len(texts)), random.randint(1, 16)
             sent = random.choice([0, 0, 0, random.randrange(new)])
@@ -55,7 +55,7 @@ def life(shape: Shape, seed: int, requests: int) -> None:
         assert figures["evicted"]
         assert figures["running"] == figures["queue"] == figures["filling"] == 0
         assert len(engine.worker.caches) == figures["kept"]
-        assert (engine.worker.filling, engine.worker.prompts) == ({}, {})
+        assert (engine.worker.prefills, engine.worker.prompts) == ({}, {})
 
 
 @pytest.mark.parametrize("shape", [Shape(1, 1, 1), pytest.param(Shape(1, 1, 2), marks=pytest.mark.long)], ids=str)

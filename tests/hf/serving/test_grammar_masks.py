@@ -14,8 +14,8 @@ import pytest
 
 from attnmesh.errors import GrammarError
 from attnmesh.hf.serving.engine import Engine
+from attnmesh.hf.serving.engine_request import EngineRequest
 from attnmesh.hf.serving.grammar_masks import Grammar, GrammarState, GrammarTokens, TokenMask
-from attnmesh.hf.serving.stream import Stream
 from attnmesh.serve.tool_grammars import Rules
 from tests.support import families
 from tests.support.engines import guessing, started
@@ -76,7 +76,7 @@ def engine(tokens: GrammarTokens) -> Iterator[Engine]:
     thread.join()
 
 
-def text_of(stream: Stream) -> str:
+def text_of(stream: EngineRequest) -> str:
     return str(BYTES.decode([token.id for token in stream], skip_special_tokens=True))
 
 

@@ -246,11 +246,11 @@ def test_random_texts_are_looked_up_as_lists_are() -> None:
 
 
 def test_guesses_that_nobody_checked_are_compared() -> None:
-    new, row = RowGuesses(), RowGuesses(draft=[4, 5, 6, 1])
+    new, row = RowGuesses(), RowGuesses(tokens=[4, 5, 6, 1])
     row.compare([4, 9])
     accepted, proposed = DECAY * new.accepted + 1, DECAY * new.proposed + 2  # 4 was right, of two that were compared
-    assert (row.draft, row.accepted, row.proposed) == ([], accepted, proposed)
-    row.draft = [9, 9]
+    assert (row.tokens, row.accepted, row.proposed) == ([], accepted, proposed)
+    row.tokens = [9, 9]
     row.compare([4, 9, 9, 9, 9])
     assert (row.accepted, row.proposed) == pytest.approx((DECAY * accepted + 2, DECAY * proposed + 2))
 
@@ -271,7 +271,7 @@ def test_guesses_are_checked_where_that_gives_more_tokens_in_a_second() -> None:
     """Steps of 50 ms, 5 ms for each row and 10 ms for a guess: a token of one row takes 55 ms, and of eight 11 ms."""
     steps = [(1, 0), (8, 0), (1, 8), (8, 40), (1, 3)]
     times = measured_times(lambda rows, guesses: 0.05 + 0.005 * rows + 0.01 * guesses, *steps)
-    assert times.plain(5) == pytest.approx(0.075)
+    assert times.without_guesses(5) == pytest.approx(0.075)
     assert chosen_guesses(times, 1.0) == [8]
     assert 1 <= chosen_guesses(times, 0.6)[0] <= 3
     assert chosen_guesses(times, 0.2) == [0]
@@ -352,7 +352,7 @@ def test_a_rate_follows_an_answer() -> None:
             answer.append(token)
             text.add([token])
             row.compare(answer)
-            row.draft = text.found(4)
+            row.tokens = text.found(4)
         return row.acceptance_rate
 
     assert follows(9, 9, 9, *range(8)) > 0.7

@@ -11,6 +11,7 @@ import torch
 import attnmesh.hf as hf
 from attnmesh.errors import InputError
 from attnmesh.hf.serving.engine import Engine
+from attnmesh.hf.serving.plan_operations import DecodeRows, LoadBlocks, SaveBlocks
 from attnmesh.hf.serving.scheduler import StepPlan
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store.block_names import StoredBlock
@@ -102,7 +103,7 @@ def a_later_turn(name: str, shape: Shape, folder: Path) -> None:
         if engine is not None:
             given, held = asked(engine, turn)
             assert given == wanted
-            assert held >= (TEXT - 2 if engine.worker.by_steps else TEXT + NEW - 1)
+            assert held >= (TEXT - 2 if engine.worker.recomputes_by_token else TEXT + NEW - 1)
 
 
 @on_each_rank
@@ -376,7 +377,7 @@ def test_what_was_used_least_recently_goes(requests: int, pool: Pool, tmp_path: 
 def beside_streams(ranks: int, folder: Path) -> None:
     """Read the plans while a long prefix is loaded, and later stored, beside a stream."""
     model = families.model("llama", "attnmesh", max_position_embeddings=8192)
-    mesh, text, plans = named_mesh(Shape(1, 1, ranks), AXES), ids(2000, seed=7), list[dict[str, Any]]()
+    mesh, text, plans = named_mesh(Shape(1, 1, ranks), AXES), ids(2000, seed=7), list[set[type]]()
     with storing(model, mesh, folder) as engine:
         if engine is not None:
             asked(engine, text, new=1)
@@ -389,7 +390,7 @@ def beside_streams(ranks: int, folder: Path) -> None:
         def plan() -> StepPlan:
             step = planned()
             store.rate = 1e6
-            plans.append({name: arguments for name, *arguments in step.operations})
+            plans.append({type(operation) for operation in step.operations})
             return step
 
         engine.scheduler.plan = plan  # type: ignore[method-assign]
@@ -398,10 +399,10 @@ def beside_streams(ranks: int, folder: Path) -> None:
         assert asked(engine, text + ids(200, seed=8), new=1)[1] == 2000 - 2000 % 16
         until(lambda: not store.saving)
         stream.cancel()
-    for operation in ("load", "save"):
+    for operation in (LoadBlocks, SaveBlocks):
         taken = [number for number, one in enumerate(plans) if operation in one]
         assert len(taken) > 2, operation  # in parts
-        assert all("rows" in plans[number] for number in taken[:-1])
+        assert all(DecodeRows in plans[number] for number in taken[:-1])
 
 
 @pytest.mark.parametrize("ranks", [2])

@@ -3,6 +3,7 @@
 from time import sleep
 
 from attnmesh.errors import StoreError
+from attnmesh.hf.serving.plan_operations import SaveBlocks
 from attnmesh.hf.serving.rank_worker import RankWorker
 from tests.support.engines import model_of
 
@@ -10,15 +11,15 @@ from tests.support.engines import model_of
 class TwoSaves:
     """A store of which the first save of a plan fails."""
 
-    def do_save(self, number: int) -> None:
+    def run(self, operation: SaveBlocks) -> None:
         sleep(0.05)
-        if not number:
+        if not operation.number:
             raise StoreError("save", "a", "b", "c")
 
 
 def test_operations_of_one_name_count_together() -> None:
     worker = RankWorker(model_of("llama"), None, {})
     worker.store = TwoSaves()  # type: ignore[assignment]
-    results = worker.run([["save", 0], ["save", 1]])
-    assert worker.seconds["save"] >= 0.1
-    assert isinstance(results["save"], StoreError)
+    results = worker.run([SaveBlocks(0, []), SaveBlocks(1, [])])
+    assert worker.seconds[SaveBlocks] >= 0.1
+    assert isinstance(results[SaveBlocks], StoreError)

@@ -10,7 +10,7 @@ import torch
 
 import attnmesh.hf as hf
 from attnmesh.errors import InputError, RankFailure, StoreError
-from attnmesh.hf.serving import prefix_store, rank_store, store_schedule
+from attnmesh.hf.serving import prefix_store, rank_store, store_scheduler
 from attnmesh.hf.serving.engine import Engine
 from attnmesh.hf.serving.prefix_store import OpenStore
 from attnmesh.hf.serving.rank_store import RankStore
@@ -35,7 +35,7 @@ def is_free(folder: Path) -> bool:
 def test_the_folder_is_held_until_its_thread_has_ended(
     at_once: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_store, "LONGEST_END", 0.05)
+    monkeypatch.setattr(rank_store, "CLOSE_SECONDS", 0.05)
     store = RankStore(OpenStore(BlockFolder(tmp_path), "", FolderLock(tmp_path)), Mesh.of(None), {})
     begun, go, later = Event(), Event(), Event()
 
@@ -74,7 +74,7 @@ def begin_after_an_error(ranks: int, folder: Path) -> None:
         raise StoreError("store", "a folder that can be read", "none", "read it")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store_schedule.StoreSchedule, "_read_layers", failing)
+        patch.setattr(store_scheduler.StoreScheduler, "_read_layers", failing)
         with pytest.raises(InputError):
             Engine(model, mesh, store=store)
     if not torch.distributed.get_rank():
@@ -92,7 +92,7 @@ def end_while_another_rank_writes(folder: Path) -> None:
     model, mesh = model_of("llama"), named_mesh(Shape(1, 1, 2), AXES)
     store, go = hf.PrefixStore(folder / PLACE), Event()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_store, "LONGEST_END", 0.05)
+        patch.setattr(rank_store, "CLOSE_SECONDS", 0.05)
         patch.setattr(prefix_store, "RELEASE_SECONDS", 0.2)
         first = Engine(model, mesh, store=store).worker
         assert first.store is not None
@@ -127,7 +127,7 @@ def follow_a_lost_rank() -> list[bool]:
     def lost(*_: Any) -> None:
         raise RankFailure([], "a plan", "keys", "lost")
 
-    engine.link.exchange = lost  # type: ignore[method-assign,assignment]
+    engine.plan_exchange.exchange = lost  # type: ignore[method-assign,assignment]
     engine.worker.close = lambda *, at_once=False: ends.append(at_once)  # type: ignore[method-assign]
     with pytest.raises(RankFailure):
         engine.follow() if torch.distributed.get_rank() else engine.run()

@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attnmesh.errors import InputError
+from attnmesh.hf.serving.engine_request import EngineRequest, Origin
 from attnmesh.hf.serving.footprint import Footprint, growth
-from attnmesh.hf.serving.guesses import LEAST_RATE, NoGuesses, RowTimes, StepTimes
-from attnmesh.hf.serving.prefixes import Prefixes
+from attnmesh.hf.serving.guesses import LEAST_RATE, Guesser, RowTimes, StepTimes
+from attnmesh.hf.serving.kept_caches import KeptCaches
+from attnmesh.hf.serving.plan_operations import Crop, DecodeRows, Drop, Fill, Operation, Start
 from attnmesh.hf.serving.rank_worker import RankWorker
-from attnmesh.hf.serving.stream import Stream
 
 FIRST_RATE = 0.6
 """Share of guesses that are expected to be accepted before one was checked, or after `RETRY_AFTER` steps without."""
@@ -51,10 +52,10 @@ KEPT = 16
 class DraftRow:
     """The draft's cache of a row."""
 
-    stream: Stream
+    request: EngineRequest
     read: int = 0
     """Tokens of the row that are in the cache, or on their way; 0 without a cache."""
-    filled: int = 0
+    computed_tokens: int = 0
     """Tokens that the cache has while the text is read."""
     guessed: list[int] = field(default_factory=list)
     """Guesses that are in the cache after the tokens."""
@@ -69,12 +70,12 @@ class DraftRow:
     @property
     def length(self) -> int:
         """Tokens of the row."""
-        return len(self.stream.prompt) + len(self.stream.answer)
+        return len(self.request.prompt) + len(self.request.answer)
 
     @property
     def unread(self) -> int:
         """Tokens of the row that are not in the cache."""
-        return self.length - (self.filled if self.is_reading else self.read)
+        return self.length - (self.computed_tokens if self.is_reading else self.read)
 
     @property
     def is_late(self) -> bool:
@@ -84,25 +85,32 @@ class DraftRow:
     @property
     def is_worth(self) -> bool:
         """True if guesses may be worth their time."""
-        return self.stream.guesses.acceptance_rate >= LEAST_RATE
+        return self.request.guesses.acceptance_rate >= LEAST_RATE
 
     def catch_up(self) -> tuple[int, list[int]]:
         """Return the guesses to take back from the cache, and the tokens to add, of which there is at least one."""
-        new = self.stream.answer[self.read - len(self.stream.prompt) :]
+        new = self.request.answer[self.read - len(self.request.prompt) :]
         pairs = [*zip(self.guessed, new[:-1], strict=False)]
-        right = next((place for place, (guess, token) in enumerate(pairs) if guess != token), len(pairs))
-        wrong, self.read, self.guessed = len(self.guessed) - right, self.length, []
+        right = next((index for index, (guess, token) in enumerate(pairs) if guess != token), len(pairs))
+        wrong = len(self.guessed) - right
+        self.read = self.length
+        self.guessed = []
         return wrong, new[right:]
 
 
-class DraftGuesses(NoGuesses):
+class DraftGuesser(Guesser):
     """Guesses of a draft model, at most `most` of a row. `run` runs operations of its worker on all ranks."""
 
-    def __init__(self, worker: RankWorker, most: int, words: int, run: Callable[[list[Any]], dict[str, Any]]) -> None:
-        self.worker, self.most, self.words, self.run = worker, most, words, run
+    def __init__(
+        self, worker: RankWorker, most: int, vocab_size: int, run: Callable[[Sequence[Operation]], dict[type, Any]]
+    ) -> None:
+        self.worker = worker
+        self.most = most
+        self.vocab_size = vocab_size
+        self.run = run
         self.longest = getattr(worker.template.config, "max_position_embeddings", None) or 2**62
         self.rows: dict[int, DraftRow] = {}
-        self.prefixes = Prefixes(worker)
+        self.kept_caches = KeptCaches(worker)
         self.footprint: Footprint | None = None
         self.passes = RowTimes()  # seconds of passes over rows
         self.token_seconds = 0.0  # seconds of a token that is read
@@ -116,19 +124,19 @@ class DraftGuesses(NoGuesses):
 
     def release(self) -> bool:
         """Drop the caches of ended rows; or if there are none, all, and read nothing for some steps."""
-        numbers = [*self.prefixes.kept] or [*self.worker.caches]
-        self.rest = self.rest if self.prefixes.kept else RETRY_AFTER
+        numbers = [*self.kept_caches.kept] or [*self.worker.caches]
+        self.rest = self.rest if self.kept_caches.kept else RETRY_AFTER
         self._drop(numbers)
         return bool(numbers)
 
-    def guess(self, rows: Sequence[Stream], times: StepTimes, free: Callable[[], int]) -> None:
+    def guess(self, rows: Sequence[EngineRequest], times: StepTimes, free: Callable[[], int]) -> None:
         """Guess tokens of the rows where that is worth its time, and let the draft read what it has not."""
         self._forget()
-        own = [self._row_of(stream, times) for stream in rows]
+        own = [self._row_of(request, times) for request in rows]
         counts = self._choose(own, [self._offered(row, times) for row in own], times)
-        chosen = {row.stream.number: count for row, count in zip(own, counts, strict=True) if count}
+        chosen = {row.request.number: count for row, count in zip(own, counts, strict=True) if count}
         for row in own:
-            row.idle = 0 if row.stream.number in chosen else row.idle + 1
+            row.idle = 0 if row.request.number in chosen else row.idle + 1
             row.was_tried = row.was_tried or not row.idle
         self.rest = max(0, self.rest - 1)
         reading = None if self.rest else self._next_to_read(own, times, free, tries=not chosen)
@@ -146,22 +154,25 @@ class DraftGuesses(NoGuesses):
     ) -> list[int]:
         """Return the guesses of each row, of which so many are offered."""
         passes = [*accumulate(map(self.passes, range(1, len(rows) + 1)), max, initial=0.0)]
-        return times.choose([row.stream.guesses.acceptance_rate for row in rows], offered, passes, tries=tries)
+        return times.choose([row.request.guesses.acceptance_rate for row in rows], offered, passes, tries=tries)
 
     # --- rows ---
 
-    def _row_of(self, stream: Stream, times: StepTimes) -> DraftRow:
+    def _row_of(self, request: EngineRequest, times: StepTimes) -> DraftRow:
         """Return what is known of a row, which is tried anew from time to time."""
-        row = self.rows.get(stream.number)
-        guesses = stream.guesses
+        row = self.rows.get(request.number)
+        guesses = request.guesses
         if row is None:
-            row = self.rows[stream.number] = DraftRow(stream, fails=stream.images is not None)
+            row = self.rows[request.number] = DraftRow(request, fails=request.images is not None)
         elif not row.idle:
             self.usual_rate += EMA_WEIGHT * (guesses.acceptance_rate - self.usual_rate)
         if not row.was_tried:
-            guesses.accepted, guesses.proposed = FIRST_PROPOSED * self.usual_rate, FIRST_PROPOSED
+            guesses.accepted = FIRST_PROPOSED * self.usual_rate
+            guesses.proposed = FIRST_PROPOSED
         if row.idle >= RETRY_AFTER and not row.is_worth and not times.debt:
-            row.idle, guesses.accepted, guesses.proposed = 0, FIRST_PROPOSED * FIRST_RATE, FIRST_PROPOSED
+            row.idle = 0
+            guesses.accepted = FIRST_PROPOSED * FIRST_RATE
+            guesses.proposed = FIRST_PROPOSED
         return row
 
     def _offered(self, row: DraftRow, times: StepTimes) -> int:
@@ -172,99 +183,101 @@ class DraftGuesses(NoGuesses):
     def _most(self, row: DraftRow, times: StepTimes) -> int:
         """Return how many tokens may be guessed of a row that is read."""
         most = self.most if times.pays else min(self.most, TRIAL_DRAFT)
-        return 0 if row.fails else max(0, min(most, row.stream.room, self.longest - row.length))
+        return 0 if row.fails else max(0, min(most, row.request.room, self.longest - row.length))
 
     def _growth(self, row: DraftRow, tokens: int) -> int:
         """Return the bytes by which the cache of a row grows at most, when it takes so many more tokens."""
-        cache = self.worker.caches.get(row.stream.number)
+        cache = self.worker.caches.get(row.request.number)
         if cache is not None and cache.get_seq_length():
             return growth(cache, tokens)
         return 0 if self.footprint is None else self.footprint(tokens)
 
     def _forget(self) -> None:
         """Drop the caches of rows that are gone, but for some of the latest."""
-        gone = {n: row for n, row in self.rows.items() if row.stream.number != n or row.stream.finish_reason}
+        gone = {n: row for n, row in self.rows.items() if row.request.number != n or row.request.finish_reason}
         for number, row in gone.items():
             del self.rows[number]
             if row.read and not row.is_reading:
-                self.prefixes.kept[number] = row.stream.salt
+                self.kept_caches.kept[number] = row.request.salt
         unread = [number for number, row in gone.items() if row.is_reading]
-        self._drop(unread + [*self.prefixes.kept][: max(0, len(self.prefixes.kept) - KEPT)])
+        self._drop(unread + [*self.kept_caches.kept][: max(0, len(self.kept_caches.kept) - KEPT)])
 
     def _drop(self, numbers: Sequence[int], *, fails: bool = False) -> None:
         """Drop caches. Those of rows are read again, unless that fails."""
         for number in numbers:
-            self.prefixes.remove(number)
+            self.kept_caches.remove(number)
             if (row := self.rows.get(number)) is not None:
-                self.rows[number] = DraftRow(row.stream, fails=row.fails or fails, idle=row.idle)
+                self.rows[number] = DraftRow(row.request, fails=row.fails or fails, idle=row.idle)
         if numbers:
-            self.run([["drop", [*numbers]]])
+            self.run([Drop([*numbers])])
 
     # --- what the draft reads ---
 
     def _chunk(self, times: StepTimes, rows: int) -> int:
         """Return the tokens that are read beside a step, in about its time."""
-        size = int(times.plain(rows) / self.token_seconds) if self.token_seconds else SHORTEST_CHUNK
+        size = int(times.without_guesses(rows) / self.token_seconds) if self.token_seconds else SHORTEST_CHUNK
         return max(SHORTEST_CHUNK, min(LONGEST_CHUNK, size))
 
     def _next_to_read(
         self, rows: Sequence[DraftRow], times: StepTimes, free: Callable[[], int], *, tries: bool
     ) -> DraftRow | None:
         """Return the row that is read soonest, if its cache leaves as much memory free and its guesses are worth it."""
-        unread = {place: row.unread for place, row in enumerate(rows) if row.is_reading or row.is_late}
-        worth = [place for place in unread if rows[place].is_worth and self._most(rows[place], times)]
+        unread = {index: row.unread for index, row in enumerate(rows) if row.is_reading or row.is_late}
+        worth = [index for index in unread if rows[index].is_worth and self._most(rows[index], times)]
         if not worth:
             return None
-        row = rows[place := min(worth, key=unread.__getitem__)]
-        whole = 0 if row.read or self.footprint is None else self.footprint(row.length + row.stream.room)
+        row = rows[index := min(worth, key=unread.__getitem__)]
+        whole = 0 if row.read or self.footprint is None else self.footprint(row.length + row.request.room)
         as_read = [self._most(other, times) for other in rows]
-        return row if 2 * whole <= free() and self._choose(rows, as_read, times, tries=tries)[place] else None
+        return row if 2 * whole <= free() and self._choose(rows, as_read, times, tries=tries)[index] else None
 
-    def _reads(self, row: DraftRow, size: int) -> list[Any]:
+    def _reads(self, row: DraftRow, size: int) -> list[Operation]:
         """Return the operations that read a chunk of a row's text. The first chunk begins the row's cache before."""
-        number = row.stream.number
-        plan = list[Any]()
+        number = row.request.number
+        plan = list[Operation]()
         if not row.is_reading:
-            source, moves = number, True
+            origin = Origin(number, row.read, moves=True)
             if not row.read:  # it may go on from the cache of another row that begins alike
-                others = [other.stream for other in self.rows.values() if other.read]
-                source, _, moves = self.prefixes.find(row.stream, others)
-                self.prefixes.use(source, moves=moves)
-            row.read, row.guessed, row.is_reading = row.length, [], True
-            plan = [["start", number, row.stream.ids, None if source < 0 else source, moves, 0, {}]]
-        return [*plan, ["fill", number, size, row.read]]
+                others = [other.request for other in self.rows.values() if other.read]
+                origin = self.kept_caches.find(row.request, others)
+                self.kept_caches.use(origin)
+            row.read = row.length
+            row.guessed = []
+            row.is_reading = True
+            plan = [Start(number, row.request.ids, origin.source, origin.moves, 0, {})]
+        return [*plan, Fill(number, size, row.read)]
 
-    def _take_chunk(self, row: DraftRow, results: Mapping[str, Any]) -> None:
+    def _take_chunk(self, row: DraftRow, results: Mapping[type, Any]) -> None:
         """Take the results of the operations of `_reads`."""
-        begun = results.get("start", row.filled)
-        chunk = results["fill"]
+        begun = results.get(Start, row.computed_tokens)
+        chunk = results[Fill]
         if isinstance(begun, InputError) or isinstance(chunk, InputError):
-            self._drop([row.stream.number], fails=True)
+            self._drop([row.request.number], fails=True)
             return
         if self.footprint is None:
-            self.footprint = Footprint.of(self.worker.caches[row.stream.number])
-        row.filled, tokens = chunk[0], chunk[0] - begun
+            self.footprint = Footprint.of(self.worker.caches[row.request.number])
+        row.computed_tokens = chunk[0]
+        tokens = chunk[0] - begun
         self.counts["draft_prompt_tokens"] += tokens
-        self.token_seconds = (
-            self.worker.seconds["fill"] / tokens if tokens > SHORTEST_CHUNK // 2 else self.token_seconds
-        )
-        if row.filled >= row.read - 1:  # the last token is of the first pass
-            row.read, row.is_reading = row.filled, False
+        self.token_seconds = self.worker.seconds[Fill] / tokens if tokens > SHORTEST_CHUNK // 2 else self.token_seconds
+        if row.computed_tokens >= row.read - 1:  # the last token is of the first pass
+            row.read = row.computed_tokens
+            row.is_reading = False
 
     # --- guesses ---
 
-    def _guess(self, plan: list[Any], chosen: Mapping[int, int], *, grows: bool) -> None:
+    def _guess(self, plan: list[Operation], chosen: Mapping[int, int], *, grows: bool) -> None:
         """Run a plan and the passes that guess so many tokens of each row: the first one catches up with the text."""
         behind = {number: self.rows[number].catch_up() for number in chosen}
         tokens = {number: new for number, (_, new) in behind.items()}
         crops = [(number, wrong) for number, (wrong, _) in behind.items() if wrong]
-        plan = [["crop", crops]] * bool(crops) + plan
-        draws = {number: self._drawing(self.rows[number].stream) for number in chosen}
+        plan = [*([Crop(crops)] if crops else []), *plan]
+        draws = {number: self._drawing(self.rows[number].request) for number in chosen}
         while plan or tokens:
             start = perf_counter()
-            reading = next((operation[1] for operation in plan if operation[0] == "fill"), None)
-            results = self.run([*plan, *([["rows", [*tokens.items()], grows]] if tokens else [])])
-            others = sum(self.worker.seconds.get(name, 0.0) for name in ("start", "fill"))
+            reading = next((operation.number for operation in plan if isinstance(operation, Fill)), None)
+            results = self.run([*plan, *([DecodeRows([*tokens.items()], grows)] if tokens else [])])
+            others = sum(self.worker.seconds.get(kind, 0.0) for kind in (Start, Fill))
             if reading is not None:
                 self._take_chunk(self.rows[reading], results)
             if tokens:
@@ -276,35 +289,35 @@ class DraftGuesses(NoGuesses):
                 self.counts["draft_passes"] += 1
                 self.passes.add(len(tokens), perf_counter() - start - others)
                 for number, token in drawn.items():
-                    self.rows[number].stream.guesses.draft.append(token)
-                going = [n for n in tokens if len(self.rows[n].stream.guesses.draft) < chosen[n]]
+                    self.rows[number].request.guesses.tokens.append(token)
+                going = [n for n in tokens if len(self.rows[n].request.guesses.tokens) < chosen[n]]
                 tokens = {number: [drawn[number]] for number in going}
                 for number in going:
                     self.rows[number].guessed.append(drawn[number])
             plan = []
         for number in chosen:
-            guesses = self.rows[number].stream.guesses
-            guesses.checked = [*guesses.draft]
+            guesses = self.rows[number].request.guesses
+            guesses.checked = [*guesses.tokens]
 
-    def _drawing(self, stream: Stream) -> Callable[[Tensor], int]:
+    def _drawing(self, request: EngineRequest) -> Callable[[Tensor], int]:
         """Return what draws tokens after logits, with the random numbers of the row's next tokens."""
         generator = torch.Generator()
-        sampling = replace(stream.sampling, logprobs=0)
-        if stream.generator is not None:
-            generator.set_state(stream.generator.get_state())
+        sampling = replace(request.sampling, logprobs=0)
+        if request.generator is not None:
+            generator.set_state(request.generator.get_state())
 
         def draw(logits: Tensor) -> int:
-            scores = pad(logits[: self.words], (0, max(0, self.words - len(logits))), value=-inf)
-            return sampling.draw(scores, generator, stream.before, stream.counts).id
+            scores = pad(logits[: self.vocab_size], (0, max(0, self.vocab_size - len(logits))), value=-inf)
+            return sampling.draw(scores, generator, request.before, request.counts).id
 
         return draw
 
 
 def _drawn(
-    draws: Mapping[int, Callable[[Tensor], int]], tokens: Mapping[int, list[int]], results: Mapping[str, Any]
+    draws: Mapping[int, Callable[[Tensor], int]], tokens: Mapping[int, list[int]], results: Mapping[type, Any]
 ) -> dict[int, int]:
     """Return the next token of each row, or raise the error of a pass."""
-    for result in (results.get("crop"), results["rows"]):
+    for result in (results.get(Crop), results[DecodeRows]):
         if isinstance(result, InputError):
             raise result
-    return {number: draws[number](logits[-1]) for number, logits in zip(tokens, results["rows"], strict=True)}
+    return {number: draws[number](logits[-1]) for number, logits in zip(tokens, results[DecodeRows], strict=True)}

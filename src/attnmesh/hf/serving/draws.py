@@ -20,7 +20,7 @@ FEW = 1 << 18
 DEGREE = 19937
 """Bits of the state."""
 
-ALIKE = 1 + 1e-5
+ROUNDING_RATIO = 1 + 1e-5
 """Ratio of the two best tokens below which rounding may decide between them."""
 
 STATE = slice(24, 24 + 8 * WORDS)
@@ -56,7 +56,7 @@ def draw_token(probabilities: Tensor, generator: torch.Generator) -> int:
     if _draws_exponentials(len(probabilities)):
         before = generator.get_state()
         (first, second), (token, _) = (probabilities / _exponentials(len(probabilities), generator)).topk(2)
-        if first > ALIKE * second:
+        if first > ROUNDING_RATIO * second:
             return int(token)
         generator.set_state(before)
     return int(torch.multinomial(probabilities, 1, generator=generator))

@@ -32,22 +32,22 @@ from attnmesh.hf.models import (
     vocabulary_size,
 )
 from attnmesh.hf.options import agreement_with_peers, describe_value
+from attnmesh.hf.serving.engine_request import EngineRequest, SamplingParams
 from attnmesh.hf.serving.footprint import memory_share, never_fits
 from attnmesh.hf.serving.grammar_masks import Grammar, GrammarTokens
-from attnmesh.hf.serving.plan_exchange import PlanExchange, can_be_sent
+from attnmesh.hf.serving.plan_exchange import END, Plan, PlanExchange, can_be_sent
 from attnmesh.hf.serving.prefix_store import PrefixStore
 from attnmesh.hf.serving.rank_worker import RankWorker
 from attnmesh.hf.serving.scheduler import Scheduler
 from attnmesh.hf.serving.speculation import Speculation
-from attnmesh.hf.serving.stream import Sampling, Stream
 from attnmesh.hf.tensor_parallel import tp_mesh
 from attnmesh.mesh.axes import Mesh
 from attnmesh.runtime.counters import count_traffic
 
-BEAT = 1.0
+IDLE_POLL_SECONDS = 1.0
 """Seconds of an idle engine between exchanges, in which it finds that a rank is lost."""
 
-POLL, WRITING = 0.005, 0.05
+POLL_SECONDS, WRITING_POLL_SECONDS = 0.005, 0.05
 """Seconds between exchanges of an engine that waits for memory or files to read; and for files that it writes."""
 
 SUBJECT = "hf.Engine"
@@ -121,47 +121,43 @@ class Engine:
         **cache_options: Any,
     ) -> None:
         self.model = unwrap(model)
-        place = Mesh.of(mesh)
+        axes = Mesh.of(mesh)
         limits: dict[str, Any] = {"max_rows": max_rows, "max_queue": max_queue}
         limits |= {"cache_memory": cache_memory, "max_model_len": max_model_len}
         context = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         guessing = {"speculate": speculate, "draft": describe_value(draft), "draft_tokens": draft_tokens}
         others = {"max_gap": max_gap, "store": describe_value(store), **guessing}
-        with agreement_with_peers(place, self.model, SUBJECT, {**limits, **others}):
+        with agreement_with_peers(axes, self.model, SUBJECT, {**limits, **others}):
             check_can_decode_rows(SUBJECT, self.model)
             for name, limit in limits.items():
                 if limit is not None or name in ("max_rows", "max_queue"):
                     check_count(f"{SUBJECT} {name}", limit, "pass a positive int")
-            fits = max_gap is None or (isinstance(max_gap, (int, float)) and max_gap > 0)
-            fix = "pass seconds, or leave it out"
-            require(fits, ArgumentError, f"{SUBJECT} max_gap", "seconds above 0", repr(max_gap), fix)
-            given = type(store).__name__
-            fix = "pass one, or leave it out"
-            fits = store is None or isinstance(store, PrefixStore)
-            require(fits, ArgumentError, f"{SUBJECT} store", "a PrefixStore", given, fix)
-            _check_no_folder(cache_options.get("folder"))
-            fits = max_model_len is None or context is None or max_model_len <= context
-            expected = f"at most {context}"
-            require(fits, ArgumentError, f"{SUBJECT} max_model_len", expected, max_model_len, "leave it out")
+            _check_options(max_gap, store, cache_options.get("folder"))
+            if max_model_len is not None and context is not None and max_model_len > context:
+                expected = f"at most {context}"
+                raise ArgumentError(f"{SUBJECT} max_model_len", expected, str(max_model_len), "leave it out")
             speculation = Speculation.of(self.model, speculate, draft, draft_tokens)
         context_limits = max_model_len, context, cache_options.get("capacity")
         self.max_context = min((limit for limit in context_limits if limit is not None), default=None)
         ends = self.model.generation_config.eos_token_id if tokens_end is None else tokens_end
-        self.ends = frozenset(() if ends is None else (ends,) if isinstance(ends, int) else ends)
+        self.eos_ids = frozenset(() if ends is None else (ends,) if isinstance(ends, int) else ends)
         self.grammars = grammars
         peers = None if cache_options.get("output") == "heads" else tp_mesh(self.model)  # else the ranks of the mesh
-        self.link, self.worker = PlanExchange(place, Mesh.of(peers)), RankWorker(self.model, mesh, cache_options)
+        self.plan_exchange = PlanExchange(axes, Mesh.of(peers))
+        self.worker = RankWorker(self.model, mesh, cache_options)
         self.shares = self.worker.template.shares
         """Ratios of the tokens of each rank, measured once for all requests; None for even shares."""
-        guesser = None if speculation is None else speculation.begin(self.worker, self._run_draft)
-        memory = int(cache_memory or memory_share(self.link.meshes, self.model.device, self.shares))
+        guesser = None if speculation is None else speculation.begin(self.worker, self._run_between_steps)
+        memory = int(cache_memory or memory_share(self.plan_exchange.meshes, self.model.device, self.shares))
         self.scheduler = Scheduler(self.worker, max_rows, memory, max_gap, store, guesser)
         self.max_queue = int(max_queue)
-        self.inbox: queue.SimpleQueue[Stream | None] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[EngineRequest | None] = queue.SimpleQueue()
         self.error: BaseException | None = None
         self.closing = False
         self.exchanges = 0  # exchanges of plans so far: more of them tell a server that ranks go on
-        self.seconds, self.merging, self.pause = 0.0, 0.0, 0.0
+        self.seconds = 0.0
+        self.merging = 0.0
+        self.pause = 0.0
 
     def submit(
         self,
@@ -183,8 +179,8 @@ class Engine:
         images: Mapping[str, Any] | None = None,
         salt: str = "",
         grammar: Grammar | None = None,
-    ) -> Stream:
-        """Queue a request on rank 0, from any thread. Iterate over the stream for its tokens.
+    ) -> EngineRequest:
+        """Queue a request on rank 0, from any thread. Iterate over the request for its tokens.
 
         Args:
             ids: The prompt.
@@ -200,14 +196,14 @@ class Engine:
             seed: Seed of the draws: the same seed draws the same tokens, whatever else runs. None for a random one.
             stop_ids: More tokens that end the answer.
             logprobs: Most likely tokens to return with each token.
-            replay: The first tokens of the answer, which were drawn before: the stream continues after them. A replay
+            replay: The first tokens of the answer, which were drawn before: the request continues after them. A replay
                 has been accepted once, so it may exceed the queue.
             images: Images of the prompt, as the model's processor returns them: `pixel_values` and what comes with it.
             salt: Name of those who share prefixes: a cache of another salt is never used again.
             grammar: What the answer has to be. Tokens that do not follow it are never drawn, whatever their biases.
 
         Returns:
-            The stream.
+            The request.
 
         Raises:
             Busy: The queue is full.
@@ -219,71 +215,80 @@ class Engine:
         seed = randbits(62) if seed is None else seed
         shaping = top_p, top_k, min_p, repetition_penalty, frequency_penalty, presence_penalty
         biases = tuple(logit_bias.items() if isinstance(logit_bias, Mapping) else map(tuple, logit_bias))
-        sampling = Sampling(temperature, *shaping, biases, seed, logprobs)
+        sampling = SamplingParams(temperature, *shaping, biases, seed, logprobs)
         sampling.check()
         stops = [*stop_ids]
-        known = all(type(token) is int for token in stops)
-        given = f"{stops!r:.40}"
-        fix = "pass tokens.tolist()"
-        require(known, ArgumentError, "submit stop_ids", "a list of ints", given, fix)
+        if not all(type(token) is int for token in stops):
+            fix = "pass tokens.tolist()"
+            raise ArgumentError("submit stop_ids", "a list of ints", f"{stops!r:.40}", fix)
         inputs = unless_text(without_absent(images or {})) or None
-        stream = Stream([*ids], sampling, max_new_tokens, self.ends | {*stops}, inputs, [*(replay or ())], salt)
-        self._check(stream)
+        request = EngineRequest(
+            [*ids], sampling, max_new_tokens, self.eos_ids | {*stops}, inputs, [*(replay or ())], salt
+        )
+        self._check(request)
         if grammar is not None:
-            fix = "pass Engine(grammars=hf.GrammarTokens(tokenizer)) on rank 0"
             if self.grammars is None:
+                fix = "pass Engine(grammars=hf.GrammarTokens(tokenizer)) on rank 0"
                 raise GrammarError(grammar.field, "an engine with grammars", "none", fix)
-            stream.grammar = self.grammars.begin(grammar, stream.ends, stream.answer)
-        given, fix = f"one of {self.max_queue} requests that wait", "submit again later, or raise max_queue"
-        fits = replay is not None or self._queued < self.max_queue
-        require(fits, Busy, "submit", "a queue with room", given, fix)
-        self.scheduler.store.prepare(stream)
-        self.inbox.put(stream)
-        if self.closing:  # the stream may have come too late to be found
-            stream.end(self.error or "cancelled")
-        return stream
+            request.grammar = self.grammars.begin(grammar, request.all_stop_ids, request.answer)
+        if replay is None and self._queued >= self.max_queue:
+            given = f"one of {self.max_queue} requests that wait"
+            fix = "submit again later, or raise max_queue"
+            raise Busy("submit", "a queue with room", given, fix)
+        self.scheduler.store.prepare(request)
+        self.inbox.put(request)
+        if self.closing:  # the request may have come too late to be found
+            request.end(self.error or "cancelled")
+        return request
 
-    def _check(self, stream: Stream) -> None:
+    def _check(self, request: EngineRequest) -> None:
         """Raise unless the model can serve the request."""
         config = self.model.config.get_text_config(decoder=True)
-        words = vocabulary_size(self.model)
-        check_count("submit max_new_tokens", stream.max_new_tokens, "count the tokens of the answer")
-        known = all(type(token) is int and 0 <= token < words for token in stream.ids)
-        expected, fix = f"tokens from 0 to {words - 1}, as ints", "use this model's tokenizer, and tokens.tolist()"
-        require(known and len(stream.prompt) > 0, ArgumentError, "submit ids", expected, "others, or none", fix)
-        biased = [token for token, _ in stream.sampling.logit_bias]
-        known = all(type(token) is int and 0 <= token < words for token in biased) and len({*biased}) == len(biased)
-        require(known, ArgumentError, "submit logit_bias", f"{expected}, each once", "others, or one twice", fix)
-        prompt = len(stream.prompt)
-        total = prompt + stream.max_new_tokens
-        fix = "shorten the prompt, or pass a smaller max_new_tokens"
-        fits = self.max_context is None or total <= self.max_context
-        given = f"{prompt} and {stream.max_new_tokens} new ones"
-        require(fits, TooLong, "submit ids", f"at most {self.max_context} tokens", given, fix)
+        vocab_size = vocabulary_size(self.model)
+        check_count("submit max_new_tokens", request.max_new_tokens, "count the tokens of the answer")
+        expected = f"tokens from 0 to {vocab_size - 1}, as ints"
+        fix = "use this model's tokenizer, and tokens.tolist()"
+        known = all(type(token) is int and 0 <= token < vocab_size for token in request.ids)
+        if not known or not request.prompt:
+            raise ArgumentError("submit ids", expected, "others, or none", fix)
+        biased = [token for token, _ in request.sampling.logit_bias]
+        known = all(type(token) is int and 0 <= token < vocab_size for token in biased)
+        if not known or len({*biased}) < len(biased):
+            raise ArgumentError("submit logit_bias", f"{expected}, each once", "others, or one twice", fix)
+        prompt = len(request.prompt)
+        total = prompt + request.max_new_tokens
+        given = f"{prompt} and {request.max_new_tokens} new ones"
+        if self.max_context is not None and total > self.max_context:
+            fix = "shorten the prompt, or pass a smaller max_new_tokens"
+            raise TooLong("submit ids", f"at most {self.max_context} tokens", given, fix)
         footprint, memory = self.scheduler.footprint, self.scheduler.memory
         if footprint is not None and footprint(prompt) > memory:
             raise never_fits(footprint(prompt), memory)
-        unknown = sorted((stream.images or {}).keys() - image_inputs(self.model))
-        expected = "inputs for images that the model takes"
-        given = ", ".join(unknown)
-        require(not unknown, ArgumentError, "submit images", expected, given, OWN_PROCESSOR)
-        others = ", ".join(name for name, value in (stream.images or {}).items() if not can_be_sent(value))
-        expected, fix = "tensors, numbers and text", 'make them with return_tensors="pt"'
-        require(not others, ArgumentError, "submit images", expected, f"others: {others}", fix)
+        self._check_images(request.images or {})
         check_rope_switch(config, prompt - 1, total)
-        given = f"{prompt} and {stream.max_new_tokens} new ones"
-        fix = f"stay within {min(rope_switches(config), default=0)} tokens, or call hf.generate"
-        same = rope_regime(config, prompt) == rope_regime(config, total)
-        require(same, ShapeError, "submit ids", "a rope that stays the same", given, fix)
+        if rope_regime(config, prompt) != rope_regime(config, total):
+            fix = f"stay within {min(rope_switches(config), default=0)} tokens, or call hf.generate"
+            raise ShapeError("submit ids", "a rope that stays the same", given, fix)
+
+    def _check_images(self, images: Mapping[str, Any]) -> None:
+        """Raise unless the model takes inputs for images, and ranks can send them."""
+        unknown = sorted(images.keys() - image_inputs(self.model))
+        if unknown:
+            expected = "inputs for images that the model takes"
+            raise ArgumentError("submit images", expected, ", ".join(unknown), OWN_PROCESSOR)
+        others = ", ".join(name for name, value in images.items() if not can_be_sent(value))
+        if others:
+            fix = 'make them with return_tensors="pt"'
+            raise ArgumentError("submit images", "tensors, numbers and text", f"others: {others}", fix)
 
     def run(self) -> None:
-        """Serve on rank 0 until `close`. A lost rank ends the engine, and its streams, with `RankFailure`."""
-        require(self.link.leads, MeshError, f"{SUBJECT} run", "rank 0", "another rank", "call follow")
+        """Serve on rank 0 until `close`. A lost rank ends the engine, and its requests, with `RankFailure`."""
+        require(self.plan_exchange.leads, MeshError, f"{SUBJECT} run", "rank 0", "another rank", "call follow")
         try:
             while not self.closing:
                 self._step()
             self.scheduler.end_all("cancelled")
-            self._exchange([["end"]])
+            self._exchange(END)
         except BaseException as error:
             self.error = error
             raise
@@ -295,19 +300,20 @@ class Engine:
 
     def follow(self) -> None:
         """Do what rank 0 plans, until it closes."""
-        require(not self.link.leads, MeshError, f"{SUBJECT} follow", "a rank other than 0", "rank 0", "call run")
+        if self.plan_exchange.leads:
+            raise MeshError(f"{SUBJECT} follow", "a rank other than 0", "rank 0", "call run")
         ended = False
         try:
             while not ended:
-                plan, _ = self.link.exchange(None, self.worker.numbers)
-                ended = plan == [["end"]]
+                plan, _ = self.plan_exchange.exchange([], self.worker.step_report)
+                ended = plan == END
                 if not ended:
                     self._run(plan, None)
         finally:
             self.worker.close(at_once=not ended)
 
     def close(self) -> None:
-        """End `run`: streams that are open are cancelled."""
+        """End `run`: requests that are open are cancelled."""
         self.closing = True
         self.inbox.put(None)
 
@@ -324,12 +330,12 @@ class Engine:
 
     def _step(self) -> None:
         """Take in requests, and run one step with all ranks."""
-        idle = WRITING if self.scheduler.store.is_writing else BEAT
+        idle = WRITING_POLL_SECONDS if self.scheduler.store.is_writing else IDLE_POLL_SECONDS
         self._receive(self.pause if self.scheduler.busy else idle)
         step = self.scheduler.plan()
-        self.pause = 0.0 if step.operations else POLL
+        self.pause = 0.0 if step.operations else POLL_SECONDS
         with count_traffic() as traffic:
-            results = self._exchange(step.operations, None if step.begun is None else step.begun.images)
+            results = self._exchange(step.operations, None if step.starting is None else step.starting.images)
         self.seconds += sum(self.worker.seconds.values())
         self.merging += sum(traffic.merges)
         self.scheduler.take(step, results)
@@ -338,36 +344,39 @@ class Engine:
         """Move new requests to the scheduler. Wait at most `seconds` for a first one."""
         while True:
             try:
-                stream = self.inbox.get(timeout=seconds) if seconds else self.inbox.get_nowait()
+                request = self.inbox.get(timeout=seconds) if seconds else self.inbox.get_nowait()
             except queue.Empty:
                 return
             seconds = 0.0
-            if stream is not None:  # else `close` wakes the engine
-                self.scheduler.waiting.append(stream)
+            if request is not None:  # else `close` wakes the engine
+                self.scheduler.waiting.append(request)
 
-    def _exchange(self, plan: list[Any], images: dict[str, Any] | None = None) -> dict[str, Any]:
+    def _exchange(self, plan: Plan, images: dict[str, Any] | None = None) -> dict[type, Any]:
         """Send a plan to all ranks and run it, with the images of the prompt that begins."""
-        plan, numbers = self.link.exchange(plan, self.worker.numbers)
-        self.scheduler.hear(numbers)
+        plan, reports = self.plan_exchange.exchange(plan, self.worker.step_report)
+        self.scheduler.take_reports(reports)
         self.exchanges += 1
-        return {} if plan == [["end"]] else self._run(plan, images)
+        return {} if plan == END else self._run(plan, images)
 
-    def _run_draft(self, plan: list[Any]) -> dict[str, Any]:
-        """Run operations of the draft model on all ranks, between two steps."""
-        whole, _ = self.link.exchange([["draft", plan]], self.worker.numbers)
+    def _run_between_steps(self, plan: Plan) -> dict[type, Any]:
+        """Run a plan on all ranks, between two steps."""
+        plan, _ = self.plan_exchange.exchange(plan, self.worker.step_report)
         self.exchanges += 1
-        results: dict[str, Any] = self.worker.run(whole)["draft"]
-        return results
-
-    def _run(self, plan: list[Any], images: dict[str, Any] | None) -> dict[str, Any]:
-        """Run a plan. Rank 0 sends the images of the prompt that begins."""
-        for operation in plan:
-            if operation[0] == "start":
-                operation[-1] = self.link.share(operation[-1], images, self.model.device)
         return self.worker.run(plan)
 
+    def _run(self, plan: Plan, images: dict[str, Any] | None) -> dict[type, Any]:
+        """Run a plan. Rank 0 sends the images of the prompt that begins."""
+        return self.worker.run(self.plan_exchange.share_images(plan, images, self.model.device))
 
-def _check_no_folder(folder: object) -> None:
-    """Raise for a folder of keys: one cache has it, and each request has a cache."""
-    fix = "pass store=hf.PrefixStore(folder)"
-    require(folder is None, ArgumentError, f"{SUBJECT} folder", "no folder, which one cache takes", repr(folder), fix)
+
+def _check_options(max_gap: object, store: object, folder: object) -> None:
+    """Raise unless options are possible. A folder of keys is not: one cache has it, and each request has a cache."""
+    if max_gap is not None and not (isinstance(max_gap, (int, float)) and max_gap > 0):
+        fix = "pass seconds, or leave it out"
+        raise ArgumentError(f"{SUBJECT} max_gap", "seconds above 0", repr(max_gap), fix)
+    if store is not None and not isinstance(store, PrefixStore):
+        fix = "pass one, or leave it out"
+        raise ArgumentError(f"{SUBJECT} store", "a PrefixStore", type(store).__name__, fix)
+    if folder is not None:
+        expected = "no folder, which one cache takes"
+        raise ArgumentError(f"{SUBJECT} folder", expected, repr(folder), "pass store=hf.PrefixStore(folder)")

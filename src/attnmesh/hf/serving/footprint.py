@@ -58,7 +58,8 @@ class Footprint:
 
 def growth(cache: ShardedCache, tokens: int) -> int:
     """Return the bytes by which a cache grows on the rank that holds most, when it takes so many more tokens."""
-    total, layers = 0, cache.attention_layers
+    total = 0
+    layers = cache.attention_layers
     if layers and layers[0].kv is not None and not any(layer.others for layer in layers):
         layers = layers if layers[0].must_grow(layers[0].kv, tokens) else []  # layers grow together
     for layer in layers:

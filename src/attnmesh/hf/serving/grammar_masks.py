@@ -71,7 +71,7 @@ class GrammarTokens:
     >>> tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
     >>> tokens = GrammarTokens(PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>"))
     >>> state = tokens.begin(Grammar('start: "yes" | "no"'), ends=[256])
-    >>> sorted(tokens.tokens.decode_str([token]) for token in state.mask().allowed.nonzero().flatten().tolist())
+    >>> sorted(tokens.tokenizer.decode_str([token]) for token in state.mask().allowed.nonzero().flatten().tolist())
     ['n', 'y']
     >>> tokens.close()
     """
@@ -82,7 +82,7 @@ class GrammarTokens:
         from llguidance.hf import from_tokenizer
 
         try:
-            self.tokens = from_tokenizer(tokenizer)
+            self.tokenizer = from_tokenizer(tokenizer)
         except Exception as error:  # the tokenizer is of another library, or llguidance cannot read it
             expected, fix = "a tokenizer with tokenizer.json", "use a model that has one"
             raise GrammarError("grammars", expected, f"{type(tokenizer).__name__}, {error}"[:200], fix) from None
@@ -105,7 +105,7 @@ class GrammarTokens:
         with self._lock:
             if (compiled := self._compiled.find(text)) is not None:
                 return compiled.deep_copy()
-        made = LLMatcher(self.tokens, text, log_level=0, limits=self.limits)
+        made = LLMatcher(self.tokenizer, text, log_level=0, limits=self.limits)
         if made.is_error():
             return made
         with self._lock:
@@ -120,10 +120,12 @@ class GrammarState:
     """The place of one answer in its grammar."""
 
     def __init__(self, tokens: GrammarTokens, grammar: Grammar, ends: list[int], replay: Sequence[int]) -> None:
-        self.tokens, self.grammar, self.ends = tokens, grammar, ends
+        self.tokens = tokens
+        self.grammar = grammar
+        self.ends = ends
         self.matcher = tokens.matcher(grammar.text)
         self._check("a grammar that is possible")
-        self.begun: int | None = 0 if grammar.thought_begin else None
+        self.opening_matched: int | None = 0 if grammar.thought_begin else None
         """Tokens of a thought's beginning so far; None if the answer has begun otherwise."""
         self.is_thinking = grammar.is_thinking
         self.last = list[int]()
@@ -156,10 +158,12 @@ class GrammarState:
             self.last = [*self.last, token][-len(end) :]
             self.is_thinking = tuple(self.last) != end
             return
-        if self.begun is not None:
-            self.begun = self.begun + 1 if token == begin[self.begun] else None
-            if self.begun == len(begin):
-                self.is_thinking, self.begun, self.is_off = True, None, False
+        if self.opening_matched is not None:
+            self.opening_matched = self.opening_matched + 1 if token == begin[self.opening_matched] else None
+            if self.opening_matched == len(begin):
+                self.is_thinking = True
+                self.opening_matched = None
+                self.is_off = False
                 self.matcher.reset()
                 return
             self.is_off = self.is_off or not self.matcher.validate_tokens([token])
@@ -169,7 +173,7 @@ class GrammarState:
         self._check("an answer that follows it")
 
     def _mask(self) -> TokenMask:
-        size = self.tokens.tokens.vocab_size
+        size = self.tokens.tokenizer.vocab_size
         if self.is_thinking:
             allowed = torch.ones(size, dtype=torch.bool, device="cpu")
             allowed[self._within(size)] = False
@@ -183,8 +187,8 @@ class GrammarState:
             allowed = torch.from_numpy(np.unpackbits(bits, bitorder="little")[:size].view(np.bool_).copy())
             self._check("masks that are made in time")
             allowed[self._within(size)] = self.matcher.is_accepting()
-        if self.begun is not None:
-            allowed[self.grammar.thought_begin[self.begun]] = True
+        if self.opening_matched is not None:
+            allowed[self.grammar.thought_begin[self.opening_matched]] = True
         if not is_whole and not allowed.any():
             raise GrammarError(self.grammar.field, "an answer that can go on", "one that no token follows", "change it")
         return TokenMask(allowed, is_whole)

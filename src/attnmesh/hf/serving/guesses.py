@@ -12,7 +12,7 @@ from statistics import median_low
 
 import numpy as np
 
-from attnmesh.hf.serving.stream import Stream
+from attnmesh.hf.serving.engine_request import EngineRequest
 
 LEAST_RATE = 0.3
 """Share of a row's guesses that are accepted, below which no guess of the row is checked, whatever its time."""
@@ -38,7 +38,7 @@ REPAID = 256
 SOON, LATER = 8, 64
 """Steps with guesses after which a step without guesses is measured: first, and then."""
 
-ALIKE = 0.25
+MAX_TIME_DRIFT = 0.25
 """Share by which the last step without guesses may differ from the middle one. Beyond it another is measured."""
 
 
@@ -75,7 +75,7 @@ class StepTimes:
     """
 
     def __init__(self) -> None:
-        self.plain = RowTimes()
+        self.without_guesses = RowTimes()
         """Times of steps without guesses."""
         self.since = Counter[int]()
         """Steps with guesses since the last one without, by rows."""
@@ -90,15 +90,16 @@ class StepTimes:
 
     def add(self, rows: int, guesses: int, seconds: float, accepted: int = 0, guessing: float = 0.0) -> None:
         """Take the time of a step, how many of its guesses were accepted, and the seconds of guessing."""
-        plain = self.plain(rows)
+        plain = self.without_guesses(rows)
         lost = guessing - TRIAL_TIME_SHARE * seconds
         if guesses:
             self.added.append((rows, guesses, seconds / plain - 1 if plain else 0.0))
-            self.since[rows] += 1 if seconds > (1 - ALIKE) * plain else LATER  # guesses add time to a step
+            self.since[rows] += 1 if seconds > (1 - MAX_TIME_DRIFT) * plain else LATER  # guesses add time to a step
             lost += seconds - plain * (1 + accepted / rows)
         else:
-            self.plain.add(rows, seconds)
-            self.since[rows], self.wait = 0, LATER if self.pays else SOON
+            self.without_guesses.add(rows, seconds)
+            self.since[rows] = 0
+            self.wait = LATER if self.pays else SOON
         if not self.pays:
             self.debt = min(max(0.0, self.debt + lost), REPAID * TRIAL_TIME_SHARE * plain)
 
@@ -116,8 +117,10 @@ class StepTimes:
             passes: Seconds in which one token is guessed in so many rows, from 0 on; none if that takes no time.
             tries: Whether guesses may be chosen to find the time that they take.
         """
-        places = {row: range(1, offered[row] + 1) for row, rate in enumerate(rates) if rate >= LEAST_RATE}
-        likely = sorted((-(rates[row] ** place), place, row) for row, own in places.items() for place in own)
+        positions = {row: range(1, offered[row] + 1) for row, rate in enumerate(rates) if rate >= LEAST_RATE}
+        likely = sorted(
+            (-(rates[row] ** position), position, row) for row, own in positions.items() for position in own
+        )
         taken = 0
         if likely and not self._needs_plain(len(rates)):
             taken = self._worth(likely, len(rates), passes)
@@ -129,25 +132,25 @@ class StepTimes:
 
     def _needs_plain(self, rows: int) -> bool:
         """Return whether the next step has no guesses, to measure it."""
-        known = self.plain.seconds.get(rows)
-        return not known or self.since[rows] >= self.wait or abs(known[-1] / median_low(known) - 1) > ALIKE
+        known = self.without_guesses.seconds.get(rows)
+        return not known or self.since[rows] >= self.wait or abs(known[-1] / median_low(known) - 1) > MAX_TIME_DRIFT
 
     def _worth(self, likely: Sequence[tuple[float, int, int]], rows: int, passes: Sequence[float]) -> int:
         """Return how many of the likeliest guesses give most tokens in a second."""
         if not self.added:
             return 0
         fixed, of_guess = self._prices()
-        least = self.plain(rows)
+        least = self.without_guesses(rows)
         tokens = float(rows)
         seconds = least + fixed
         most = float(rows)
         taken = 0
         rows_of = Counter[int]()
-        for count, (chance, place, _) in enumerate(likely, 1):
+        for count, (chance, position, _) in enumerate(likely, 1):
             tokens, seconds = tokens - chance, seconds + of_guess
             if passes:
-                seconds += passes[rows_of[place] + 1] - passes[rows_of[place]]
-            rows_of[place] += 1
+                seconds += passes[rows_of[position] + 1] - passes[rows_of[position]]
+            rows_of[position] += 1
             if tokens * least >= most * seconds:
                 most, least, taken = tokens, seconds, count
         return taken
@@ -155,26 +158,27 @@ class StepTimes:
     def _trial(self, rows: int) -> int:
         """Return how many guesses are tried: no more than take about as long as a step."""
         of_guess = self._prices()[1] if self.added else 0.0
-        return max(1, int(min(TRIAL_GUESSES, self.plain(rows) / of_guess))) if of_guess else TRIAL_GUESSES
+        return max(1, int(min(TRIAL_GUESSES, self.without_guesses(rows) / of_guess))) if of_guess else TRIAL_GUESSES
 
     def _prices(self) -> tuple[float, float]:
         """Return the seconds that guesses add to a step, however many there are, and those of each guess.
 
         A guess takes no more than a row does.
         """
-        steps = sorted((guesses, share * self.plain(rows)) for rows, guesses, share in self.added)
+        steps = sorted((guesses, share * self.without_guesses(rows)) for rows, guesses, share in self.added)
         pairs = combinations(steps, 2)
         slopes = [(more - less) / (many - few) for (few, less), (many, more) in pairs if many - few >= LEAST_DIFFERENCE]
-        slopes = slopes or [min(self.plain.of_row, median_low(added / guesses for guesses, added in steps))]
+        slopes = slopes or [min(self.without_guesses.of_row, median_low(added / guesses for guesses, added in steps))]
         of_guess = max(0.0, median_low(slopes))
         return max(0.0, median_low(added - of_guess * guesses for guesses, added in steps)), of_guess
 
 
-class NoGuesses:
-    """Stands for a way to guess where there is none."""
+class Guesser:
+    """A way to guess the next tokens of rows."""
 
-    def guess(self, rows: Sequence[Stream], times: StepTimes, free: Callable[[], int]) -> None:
+    def guess(self, rows: Sequence[EngineRequest], times: StepTimes, free: Callable[[], int]) -> None:
         """Set the guesses of rows that the next step checks. `free` says how many bytes of caches are free."""
+        raise NotImplementedError
 
     def release(self) -> bool:
         """Give memory of caches back. Return whether there was some."""
@@ -183,3 +187,10 @@ class NoGuesses:
     def metrics(self) -> dict[str, float]:
         """Return counts and sizes."""
         return {}
+
+
+class NoGuesses(Guesser):
+    """Guesses nothing."""
+
+    def guess(self, rows: Sequence[EngineRequest], times: StepTimes, free: Callable[[], int]) -> None:
+        """Set no guesses."""

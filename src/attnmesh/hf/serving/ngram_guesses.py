@@ -4,8 +4,8 @@ from array import array
 from collections.abc import Callable, Sequence
 from weakref import WeakKeyDictionary
 
-from attnmesh.hf.serving.guesses import NoGuesses, StepTimes
-from attnmesh.hf.serving.stream import Stream
+from attnmesh.hf.serving.engine_request import EngineRequest
+from attnmesh.hf.serving.guesses import Guesser, StepTimes
 
 NGRAM = 3
 """Last tokens that are looked up."""
@@ -36,29 +36,29 @@ class RowText:
         size = array("i").itemsize
         width = NGRAM * array("i").itemsize
         last = self.data[-width:]
-        place = len(self.data) - width
-        while (place := self.data.rfind(last, 0, max(place + width - 1, 0))) % size:
-            if place < 0:
+        position = len(self.data) - width
+        while (position := self.data.rfind(last, 0, max(position + width - 1, 0))) % size:
+            if position < 0:
                 return []
-        after = array("i", bytes(self.data[place + width : place + width + max(most, 0) * size]))
+        after = array("i", bytes(self.data[position + width : position + width + max(most, 0) * size]))
         return [after[number % len(after)] for number in range(most if after else 0)]
 
 
-class NgramGuesses(NoGuesses):
+class NgramGuesser(Guesser):
     """Guesses by look-up. At first none is checked, until one is right: those that are not are compared for nothing."""
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self.texts = WeakKeyDictionary[Stream, RowText]()
+        self.texts = WeakKeyDictionary[EngineRequest, RowText]()
 
-    def guess(self, rows: Sequence[Stream], times: StepTimes, free: Callable[[], int]) -> None:
+    def guess(self, rows: Sequence[EngineRequest], times: StepTimes, free: Callable[[], int]) -> None:
         """Look up the next tokens of each row, and check those that are worth their time."""
-        for stream in rows:
-            if (text := self.texts.get(stream)) is None:
-                text = self.texts[stream] = RowText(stream.prompt)
-            text.add(stream.answer[text.answered :])
-            stream.guesses.draft = text.found(min(self.most, stream.room))
-        guesses = [stream.guesses for stream in rows]
-        counts = times.choose([guess.acceptance_rate for guess in guesses], [len(guess.draft) for guess in guesses])
+        for request in rows:
+            if (text := self.texts.get(request)) is None:
+                text = self.texts[request] = RowText(request.prompt)
+            text.add(request.answer[text.answered :])
+            request.guesses.tokens = text.found(min(self.most, request.room))
+        guesses = [request.guesses for request in rows]
+        counts = times.choose([guess.acceptance_rate for guess in guesses], [len(guess.tokens) for guess in guesses])
         for guess, count in zip(guesses, counts, strict=True):
-            guess.checked = guess.draft[:count]
+            guess.checked = guess.tokens[:count]

@@ -1,4 +1,4 @@
-"""Plans of steps from rank 0 to all ranks. Every rank sends numbers of its own back in the same exchange."""
+"""Plans of steps from rank 0 to all ranks. Every rank sends a report back in the same exchange."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,10 +11,17 @@ from torch import Tensor
 
 from attnmesh.comm.failures import run_collective
 from attnmesh.comm.transport import all_gather_ints
+from attnmesh.hf.serving.plan_operations import EndOfPlans, Operation, Start, operation_code, operation_of
+from attnmesh.hf.serving.rank_report import RankReport
 from attnmesh.mesh.axes import Mesh
 
 Spec = Sequence[Any]
 """Name, dtype and shape of a tensor; of another value its name, None, and itself."""
+
+Plan = list[Operation]
+
+END: Plan = [EndOfPlans()]
+"""The last plan of an engine."""
 
 FIRST_MESSAGE = 128
 """Integers of the first message. A longer plan takes a second one."""
@@ -33,14 +40,14 @@ class PlanExchange:
         self.meshes = (peers, mesh)
         self.leads = mesh.shard_index == peers.shard_index == 0
 
-    def exchange(self, plan: list[Any] | None, numbers: list[int]) -> tuple[list[Any], list[list[int]]]:
-        """Return the plan of the leader, and the numbers of all ranks of this rank's mesh by shard."""
+    def exchange(self, plan: Sequence[Operation], report: RankReport) -> tuple[Plan, list[RankReport]]:
+        """Return the plan of the leader, and the reports of all ranks of this rank's mesh by shard."""
         code = _encoded(plan) if self.leads else []
         first = (code + [0] * FIRST_MESSAGE)[:FIRST_MESSAGE]
-        (size, *leader_code), table = self._shared([len(code), *first], numbers)
+        (size, *leader_code), table = self._shared([len(code), *first], report.to_code())
         if size > FIRST_MESSAGE:
             leader_code, _ = self._shared(code if self.leads else [0] * size, [])
-        return _decoded(leader_code[:size]), table
+        return _decoded(leader_code[:size]), [*map(RankReport.from_code, table)]
 
     def _shared(self, code: list[int], numbers: list[int]) -> tuple[list[int], list[list[int]]]:
         """Return the leader's code, and the numbers by shard."""
@@ -49,6 +56,13 @@ class PlanExchange:
             table = all_gather_ints([*numbers, *code], mesh)
             code = table[0][len(numbers) :]
         return code, [row[: len(numbers)] for row in table]
+
+    def share_images(self, plan: Plan, images: Mapping[str, Any] | None, device: torch.device) -> Plan:
+        """Return a plan with the leader's images of the prompt that begins, on the device."""
+        return [
+            one._replace(images=self.share(one.images, images, device)) if isinstance(one, Start) else one
+            for one in plan
+        ]
 
     def share(self, specs: Sequence[Spec], values: Mapping[str, Any] | None, device: torch.device) -> dict[str, Any]:
         """Return the values of the leader that a plan describes, on all ranks. Tensors are on the device."""
@@ -85,18 +99,18 @@ def can_be_sent(value: Any) -> bool:
     return value is None or isinstance(value, Tensor | bool | int | float | str)
 
 
-def _encoded(plan: list[Any] | None) -> list[int]:
+def _encoded(plan: Sequence[Operation]) -> list[int]:
     """Return a plan as integers, of which the first counts its bytes."""
-    text = json.dumps(plan, separators=(",", ":")).encode()
+    text = json.dumps([*map(operation_code, plan)], separators=(",", ":")).encode()
     return [len(text), *(int.from_bytes(text[i : i + BYTES], "little") for i in range(0, len(text), BYTES))]
 
 
-def _decoded(code: list[int]) -> list[Any]:
+def _decoded(code: list[int]) -> Plan:
     """Return the plan that `_encoded` wrote.
 
-    >>> _decoded(_encoded([["fill", 3, 256], ["drop", [1, 2]]]))
-    [['fill', 3, 256], ['drop', [1, 2]]]
+    >>> from attnmesh.hf.serving.plan_operations import Drop, Fill
+    >>> _decoded(_encoded([Fill(3, 256, 900), Drop([1, 2])]))
+    [Fill(number=3, size=256, stop=900), Drop(numbers=[1, 2])]
     """
     text = b"".join(part.to_bytes(BYTES, "little") for part in code[1:])[: code[0]]
-    plan: list[Any] = json.loads(text)
-    return plan
+    return [*map(operation_of, json.loads(text))]

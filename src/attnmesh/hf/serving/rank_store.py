@@ -16,19 +16,24 @@ from torch import Tensor
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.cache.stored_layers import STATES
 from attnmesh.hf.chunked_prefill import Prompt
+from attnmesh.hf.serving.plan_operations import (
+    BlockToRead,
+    BlockToSave,
+    CloseStored,
+    ForgetBlocks,
+    LoadBlocks,
+    ReadFrom,
+    SaveBlocks,
+    StoreOperation,
+)
 from attnmesh.hf.serving.prefix_store import OpenStore
+from attnmesh.hf.serving.rank_report import RankReport
 from attnmesh.mesh.axes import Mesh
 from attnmesh.store.block_names import StoredBlock
 from attnmesh.store.block_rows import CacheFiller, rows_of_block
 from attnmesh.store.layer_files import TOKEN_INDEX
 
-ON_DISK, IN_MEMORY, STAYS = range(3)
-"""Source of a block that is read: from its file, from memory, or from its file into memory."""
-
-OF_STORE = ("save", "forget", "load", "close")
-"""Operations of plans that a rank's store runs."""
-
-LONGEST_END = 5.0
+CLOSE_SECONDS = 5.0
 """Seconds that files get at the end of an engine."""
 
 Rows = dict[str, Tensor]
@@ -40,41 +45,59 @@ class Reading:
 
     cache: ShardedCache
     filler: CacheFiller
-    blocks: Sequence[tuple[StoredBlock, int]]
-    """Each block, and where it is read."""
+    blocks: Sequence[BlockToRead]
     device: torch.device
     ready: "queue.SimpleQueue[list[Rows] | None]" = field(default_factory=queue.SimpleQueue)
     """Rows of one block after the other, file by file, of which this rank needs some; None for one that is damaged."""
     done: int = 0
-    """Blocks that were copied; -1 - n once block n could not be."""
+    """Blocks that were copied."""
+    is_damaged: bool = False
+    """The next block could not be copied."""
     is_closed: bool = False
 
 
 class RankStore:
-    """The blocks of one rank. `numbers` are what rank 0 needs to know of them in each step."""
+    """The blocks of one rank."""
 
     def __init__(self, opened: OpenStore, axes: Mesh, caches: dict[int, ShardedCache]) -> None:
-        self.folder, self.lock, self.axes, self.caches = opened.folder, opened.lock, axes, caches
+        self.folder = opened.folder
+        self.lock = opened.lock
+        self.axes = axes
+        self.caches = caches
         self.memory: dict[StoredBlock, Rows] = {}
         self.readings: dict[int, Reading] = {}
-        self.written, self.fault = 0, 0  # blocks that were written, or are other ranks'; number of the system's error
+        self.written = 0  # blocks that were written, or are other ranks'
+        self.fault = 0  # number of the system's error
         self._work: queue.SimpleQueue[tuple[Callable[..., None], *tuple[Any, ...]]] = queue.SimpleQueue()
-        self._is_open, self._thread = True, Thread(target=self._run, name="attnmesh store", daemon=True)
+        self._is_open = True
+        self._thread = Thread(target=self._run, name="attnmesh store", daemon=True)
         self._thread.start()
 
-    @property
-    def numbers(self) -> list[int]:
-        """Return the blocks that were written, or -1 less an error; and the blocks that were read."""
-        done = next((reading.done for reading in self.readings.values()), 0)
-        return [-1 - self.fault if self.fault else self.written, done]
+    def add_to(self, report: RankReport) -> RankReport:
+        """Return a report with what was written, and what was read into the cache that is loaded."""
+        written = report._replace(blocks_written=self.written, write_error=self.fault)
+        for reading in self.readings.values():
+            return written._replace(blocks_read=reading.done, is_damaged=reading.is_damaged)
+        return written
 
     # --- operations of plans ---
 
-    def do_save(self, number: int, blocks: Sequence[Sequence[Any]]) -> None:
+    def run(self, operation: StoreOperation) -> None:
+        """Run an operation."""
+        match operation:
+            case SaveBlocks():
+                self.do_save(*operation)
+            case ForgetBlocks():
+                self.do_forget(*operation)
+            case LoadBlocks():
+                self.do_load(*operation)
+            case CloseStored():
+                self.do_close(*operation)
+
+    def do_save(self, number: int, blocks: Sequence[BlockToSave]) -> None:
         """Copy blocks of a cache to the memory of their ranks. Those that say so are written to the folder."""
         cache = self.caches[number]
-        for *fields, to_disk in blocks:
-            block = StoredBlock(*fields)
+        for block, to_disk in blocks:
             is_apart = block.is_state or block.file_count > self.axes.heads.size  # each rank has a file
             rows = rows_of_block(cache.kvs, block, is_apart=is_apart)
             states = {}
@@ -86,12 +109,12 @@ class RankStore:
             file_number = self.axes.shard_index if is_apart else self.axes.heads.index
             self._work.put((self._write, block, file_number, rows | mine if to_disk else {}))
 
-    def do_forget(self, in_memory: Sequence[Sequence[Any]], on_disk: Sequence[Sequence[Any]]) -> None:
+    def do_forget(self, in_memory: Sequence[StoredBlock], on_disk: Sequence[StoredBlock]) -> None:
         """Forget blocks in memory. Rank 0 removes files."""
-        for fields in in_memory:
-            self.memory.pop(StoredBlock(*fields), None)
-        for fields in () if self.axes.shard_index else on_disk:
-            self.folder.remove(StoredBlock(*fields))
+        for block in in_memory:
+            self.memory.pop(block, None)
+        for block in () if self.axes.shard_index else on_disk:
+            self.folder.remove(block)
 
     def begin_reading(self, number: int, reading: Reading) -> None:
         """Begin to read blocks into the cache of that number."""
@@ -101,19 +124,19 @@ class RankStore:
     def do_load(self, number: int, nbytes: int, patience: float) -> None:
         """Copy blocks that have been read to the cache, of about so many bytes. Wait so long for the first one."""
         reading = self.readings[number]
-        while 0 <= reading.done < len(reading.blocks) and nbytes > 0:
+        while not reading.is_damaged and reading.done < len(reading.blocks) and nbytes > 0:
             try:
                 rows_by_file = reading.ready.get(timeout=patience) if patience else reading.ready.get_nowait()
             except queue.Empty:
                 return
             patience = 0.0
-            block, place = reading.blocks[reading.done]
+            block, read_from = reading.blocks[reading.done]
             nbytes -= sum(x.nbytes for rows in rows_by_file or () for x in rows.values())
             if not self._copied(reading, block, rows_by_file):
-                reading.done = -1 - reading.done
+                reading.is_damaged = True
             else:
                 reading.done += 1
-                if place == STAYS and rows_by_file:
+                if read_from == ReadFrom.DISK_TO_MEMORY and rows_by_file:
                     self.memory[block] = rows_by_file[0]
 
     def do_close(self, number: int, length: int) -> None:
@@ -150,7 +173,7 @@ class RankStore:
         """End the thread: `at_once` after the file that it writes, else after what is left, in some seconds at most."""
         self._work.put((self._end,))
         if not at_once:
-            self._thread.join(LONGEST_END)
+            self._thread.join(CLOSE_SECONDS)
         self._end()
 
     def _end(self) -> None:
@@ -176,21 +199,21 @@ class RankStore:
 
     def _read(self, reading: Reading) -> None:
         """Read blocks until one is damaged."""
-        for block, place in reading.blocks:
+        for block, read_from in reading.blocks:
             if reading.is_closed:
                 return
             try:
-                reading.ready.put(self._rows_by_file(reading, block, place))
+                reading.ready.put(self._rows_by_file(reading, block, read_from))
             except Exception:  # what a file of any contents may raise: its tokens are computed again
                 reading.ready.put(None)
                 return
 
-    def _rows_by_file(self, reading: Reading, block: StoredBlock, place: int) -> list[Rows]:
+    def _rows_by_file(self, reading: Reading, block: StoredBlock, read_from: ReadFrom) -> list[Rows]:
         """Return the rows of a block, file by file; none if this rank needs no row of it."""
         if not reading.filler.needs(block):
             return []
         held = self.memory.get(block)
-        if held is not None and (place == IN_MEMORY or _is_whole(held, block)):
+        if held is not None and (read_from == ReadFrom.MEMORY or _is_whole(held, block)):
             return [held]
         return [self.folder.read(block, file_number) for file_number in range(block.file_count)]
 

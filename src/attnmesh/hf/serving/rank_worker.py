@@ -17,10 +17,23 @@ from attnmesh.hf.images.inputs import on_model
 from attnmesh.hf.models import one_token_differs
 from attnmesh.hf.options import agree_on_call
 from attnmesh.hf.prefill import begin_prompt, crop_to_shared_prefix
-from attnmesh.hf.serving.rank_store import OF_STORE, RankStore, Reading, name_tokens
+from attnmesh.hf.serving.plan_operations import (
+    BlockToRead,
+    Crop,
+    DecodeRows,
+    Draft,
+    Drop,
+    EndOfPlans,
+    Fill,
+    Fork,
+    OpenStored,
+    Operation,
+    Start,
+)
+from attnmesh.hf.serving.rank_report import RankReport
+from attnmesh.hf.serving.rank_store import RankStore, Reading, name_tokens
 from attnmesh.hf.serving.row_pass import decode_rows, note_tokens
 from attnmesh.mesh.axes import Mesh
-from attnmesh.store.block_names import StoredBlock
 from attnmesh.store.block_rows import CacheFiller
 
 MEASURED = 32
@@ -28,29 +41,32 @@ MEASURED = 32
 
 
 class RankWorker:
-    """The caches of one rank, and the operations of plans: lists of a name and arguments."""
+    """The caches of one rank, and the operations of plans."""
 
     def __init__(self, model: PreTrainedModel, mesh: DeviceMesh | None, options: dict[str, Any]) -> None:
-        self.model, self.mesh = model, mesh
+        self.model = model
+        self.mesh = mesh
         self.axes = Mesh.of(mesh)
-        self.left = left_to_decode(model.config)
+        self.left_to_decode = left_to_decode(model.config)
         self.template = ShardedCache(model.config, mesh, **options)  # raises here, not at the first request
         self.options = {**options, "shares": self.template.shares}  # options of caches: shares are measured once
         self.caches: dict[int, ShardedCache] = {}
         self.store: RankStore | None = None
-        self.draft: RankWorker | None = None
+        self.draft_worker: RankWorker | None = None
         """The caches of a draft model, if it guesses tokens."""
-        self.filling: dict[int, Iterator[int]] = {}
+        self.prefills: dict[int, Iterator[int]] = {}
         self.prompts: dict[int, Tensor] = {}
         self.is_causal = all(getattr(module, "is_causal", True) for module in model.get_decoder().modules())
         """True if several tokens of an answer may be computed at once."""
-        self.by_steps = one_token_differs(model.config)
+        self.recomputes_by_token = one_token_differs(model.config)
         """True if one token is computed by another rule than several: answers that are computed again go by tokens."""
-        self.ends: dict[int, int] = {}
+        self.prompt_lengths: dict[int, int] = {}
         """Tokens of the prompts that are computed, by number: those of answers come after them."""
-        self.size, self.stop = 0, 0  # tokens of the chunk that is computed, and the token before which it ends
-        self.nbytes, self.steps = 0, 0
-        self.seconds: dict[str, float] = {}  # seconds of the last plan, by the names of operations
+        self.size = 0  # tokens of the chunk that is computed
+        self.stop = 0  # token before which the chunk ends
+        self.nbytes = 0
+        self.steps = 0
+        self.seconds: dict[type, float] = {}  # seconds of the last plan, by the kinds of operations
 
     @property
     def scale(self) -> float:
@@ -58,61 +74,93 @@ class RankWorker:
         shares = self.options.get("shares") or (1.0,)
         return float(max(shares) / shares[0])
 
-    def run(self, plan: Sequence[Any]) -> dict[str, Any]:
-        """Run the operations in order, and return their results by name. An `InputError` is a result, too.
+    def run(self, plan: Sequence[Operation]) -> dict[type, Any]:
+        """Run the operations in order, and return their results by kind. An `InputError` is a result, too.
 
-        Of operations of one name the first error stays, or else the last result.
+        Of operations of one kind the first error stays, or else the last result.
         """
-        results: dict[str, Any] = {}
+        results: dict[type, Any] = {}
         self.seconds = {}
-        for name, *arguments in plan:
+        for operation in plan:
             start = perf_counter()
-            owner = self.store if name in OF_STORE else self
-            result: Any
+            kind = type(operation)
             try:
-                result = getattr(owner, f"do_{name}")(*arguments)
+                result = self._do(operation)
             except InputError as error:
                 result = error
-            if not isinstance(results.get(name), InputError):
-                results[name] = result
-            self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - start
+            if not isinstance(results.get(kind), InputError):
+                results[kind] = result
+            self.seconds[kind] = self.seconds.get(kind, 0.0) + perf_counter() - start
         return results
+
+    def _do(self, operation: Operation) -> Any:
+        """Run an operation. Return its result."""
+        match operation:
+            case DecodeRows():
+                return self.do_rows(*operation)
+            case Start():
+                return self.do_start(*operation)
+            case Fill():
+                return self.do_fill(*operation)
+            case Draft():
+                return self.do_draft(*operation)
+            case Fork():
+                self.do_fork(*operation)
+            case Crop():
+                self.do_crop(*operation)
+            case Drop():
+                self.do_drop(*operation)
+            case OpenStored():
+                self.do_open(*operation)
+            case EndOfPlans():
+                pass
+            case _:
+                assert self.store is not None
+                self.store.run(operation)
+        return None
 
     @property
-    def numbers(self) -> list[int]:
+    def step_report(self) -> RankReport:
         """Return what rank 0 needs to know of this rank in each step."""
-        return [self.nbytes, *((0, 0) if self.store is None else self.store.numbers)]
+        report = RankReport(self.nbytes)
+        return report if self.store is None else self.store.add_to(report)
 
-    def do_draft(self, plan: Sequence[Any]) -> dict[str, Any]:
+    def do_draft(self, plan: Sequence[Operation]) -> dict[type, Any]:
         """Run operations of the draft model, whose caches count with those of the model."""
-        assert self.draft is not None
-        before = self.draft.nbytes
-        results = self.draft.run(plan)
-        self.nbytes += self.draft.nbytes - before
+        assert self.draft_worker is not None
+        before = self.draft_worker.nbytes
+        results = self.draft_worker.run(plan)
+        self.nbytes += self.draft_worker.nbytes - before
         return results
 
-    def do_open(self, number: int, layers: list[list[int]], tokens: int, rope: list[int], blocks: list[Any]) -> None:
+    def do_open(
+        self,
+        number: int,
+        layers: Sequence[list[int]],
+        tokens: int,
+        rope: Sequence[int],
+        blocks: Sequence[BlockToRead],
+    ) -> None:
         """Make a cache for so many tokens, and begin to read stored blocks into it."""
         assert self.store is not None
         cache = ShardedCache(self.model.config, self.mesh, **self.options)
         cache.choose_block(tokens)
         cache.history.rope_regime = tuple(rope)
-        places = [(StoredBlock(*fields), place) for *fields, place in blocks]
-        room = max([tokens, *(block.stop for block, _ in places)])
+        room = max([tokens, *(block.stop for block, _ in blocks)])
         kvs = cache.make([CacheSizes.from_code(code) for code in layers], room, self.model.device)
         self.caches[number] = cache
-        self.store.begin_reading(number, Reading(cache, CacheFiller(kvs), places, self.model.device))
+        self.store.begin_reading(number, Reading(cache, CacheFiller(kvs), blocks, self.model.device))
         self.nbytes = self.measure()
 
-    def do_drop(self, numbers: list[int]) -> None:
+    def do_drop(self, numbers: Sequence[int]) -> None:
         """Forget caches."""
         for number in numbers:
-            for held in (self.caches, self.filling, self.prompts, self.ends):
+            for held in (self.caches, self.prefills, self.prompts, self.prompt_lengths):
                 held.pop(number, None)
         self.nbytes = self.measure()
 
     def do_start(
-        self, number: int, ids: list[int], source: int | None, moves: bool, later: int, images: dict[str, Any]
+        self, number: int, ids: Sequence[int], source: int | None, moves: bool, later: int, images: dict[str, Any]
     ) -> int:
         """Begin a prompt with a new cache, or with one that is kept, or a fork of it. Return the tokens that it has.
 
@@ -123,16 +171,16 @@ class RankWorker:
         else:
             cache = self.caches.pop(source) if moves else self.caches[source].fork()
         self.caches[number] = cache
-        self.prompts[number], self.ends[number] = torch.tensor([ids], device=self.model.device), len(ids) - later
+        self.prompts[number] = torch.tensor([ids], device=self.model.device)
+        self.prompt_lengths[number] = len(ids) - later
         first = self.prompts[number][:, : len(ids) - later]
-        place = self.axes
         images = on_model(images, self.model)
-        agree_on_call(place, self.model, first, None, cache, {"chunk_size": None, **images})
-        prompt = begin_prompt(place, self.model, first, None, images)
+        agree_on_call(self.axes, self.model, first, None, cache, {"chunk_size": None, **images})
+        prompt = begin_prompt(self.axes, self.model, first, None, images)
         if cache.tokens is None and cache.get_seq_length():
             name_tokens(cache, prompt)
         shared = crop_to_shared_prefix(self.model, prompt, cache)
-        self.filling[number] = prefill_chunks(self.model, prompt, cache, lambda: self.size, lambda: self.stop)
+        self.prefills[number] = prefill_chunks(self.model, prompt, cache, lambda: self.size, lambda: self.stop)
         self.nbytes = self.measure()
         return shared
 
@@ -144,13 +192,16 @@ class RankWorker:
     @torch.no_grad()
     def do_fill(self, number: int, size: int, stop: int) -> tuple[int, Tensor | None]:
         """Compute the next chunk of a prompt. Return the cached tokens, and after the last chunk the logits."""
-        if number not in self.filling:  # it did not begin
+        if number not in self.prefills:  # it did not begin
             return 0, None
-        cache, ids, self.size, self.stop = self.caches[number], self.prompts[number], size, stop
+        cache = self.caches[number]
+        ids = self.prompts[number]
+        self.size = size
+        self.stop = stop
         logits = None
-        if next(self.filling[number], None) is None:
+        if next(self.prefills[number], None) is None:
             length = cache.get_seq_length()
-            rest = ids[:, length : length + self._tokens_at_once(size, self.ends[number] - length)]
+            rest = ids[:, length : length + self._tokens_at_once(size, self.prompt_lengths[number] - length)]
             positions = torch.arange(rest.shape[1], device=ids.device)[None] + cache.next_position
             cache.history.is_consistent = False
             logits = run_model(self.model, rest, positions, cache)
@@ -158,22 +209,22 @@ class RankWorker:
             if length + rest.shape[1] < ids.shape[1]:
                 logits = None
             else:
-                del self.filling[number], self.prompts[number], self.ends[number]
+                del self.prefills[number], self.prompts[number], self.prompt_lengths[number]
         self.nbytes = self.measure()
         return cache.get_seq_length(), logits
 
     def _tokens_at_once(self, size: int, left: int) -> int:
         """Return the tokens of the next pass, of which `left` are of the prompt."""
-        if not self.is_causal or (self.by_steps and left <= 0):
+        if not self.is_causal or (self.recomputes_by_token and left <= 0):
             return 1
-        return min(max(size, 2), left) if self.by_steps else max(size, 2)
+        return min(max(size, 2), left) if self.recomputes_by_token else max(size, 2)
 
-    def do_crop(self, rows: list[tuple[int, int]]) -> None:
+    def do_crop(self, rows: Sequence[tuple[int, int]]) -> None:
         """Take tokens back from the ends of caches."""
         for number, tokens in rows:
             self.caches[number].crop(-tokens)
 
-    def do_rows(self, rows: list[tuple[int, list[int]]], grows: bool) -> Sequence[Tensor]:
+    def do_rows(self, rows: Sequence[tuple[int, Sequence[int]]], grows: bool) -> Sequence[Tensor]:
         """Add tokens to each cache, of which some grow or none. Return the logits of each row, (tokens, vocabulary)."""
         numbers, tokens = zip(*rows, strict=True)
         logits = decode_rows(self.model, tokens, [self.caches[number] for number in numbers])
@@ -195,4 +246,4 @@ class RankWorker:
         tensors += [x for cache in caches for kv in cache.kvs for part in kv.shard.earlier_pieces for x in part.stored]
         tensors += [x for cache in caches for x in cache.states.values()]
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
-        return sum(storages.values()) + (0 if self.draft is None else self.draft.nbytes)
+        return sum(storages.values()) + (0 if self.draft_worker is None else self.draft_worker.nbytes)

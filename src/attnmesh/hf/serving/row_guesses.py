@@ -13,7 +13,7 @@ class RowGuesses:
 
     answered: int = 0
     """Tokens of the answer that were compared with guesses."""
-    draft: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
     """Tokens that may come next."""
     checked: list[int] = field(default_factory=list)
     """The first tokens of the draft, which a step checks."""
@@ -31,16 +31,19 @@ class RowGuesses:
 
     def compare(self, answer: Sequence[int]) -> None:
         """Compare the new tokens of the answer with the guesses, also with those that no step has checked."""
-        pairs = [*zip(self.draft, answer[self.answered :], strict=False)]
-        accepted = next((place for place, (guess, token) in enumerate(pairs) if guess != token), len(pairs))
+        pairs = [*zip(self.tokens, answer[self.answered :], strict=False)]
+        accepted = next((index for index, (guess, token) in enumerate(pairs) if guess != token), len(pairs))
         if pairs:
             self.accepted = DECAY * self.accepted + accepted
             self.proposed = DECAY * self.proposed + min(accepted + 1, len(pairs))
-        self.answered, self.draft, self.checked = len(answer), [], []
+        self.answered = len(answer)
+        self.tokens = []
+        self.checked = []
 
     def begin(self) -> None:
         """Note that the checked guesses are in the cache."""
-        self.pending, self.checked = self.checked, []
+        self.pending = self.checked
+        self.checked = []
 
     def accepts(self, token: int) -> bool:
         """Return whether the next guess is this token, which was drawn. Then the next place has logits."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attnmesh.errors import ArgumentError, KernelError, MaskError, MeshError, ShapeError, require
+from attnmesh.errors import ArgumentError, KernelError, MaskError, MeshError, ShapeError
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.chunked_prefill import run_model
 from attnmesh.hf.families.family import family_of
@@ -103,9 +103,11 @@ def _step(model: PreTrainedModel, tokens: Sequence[Sequence[int]], caches: Seque
     counts = [*map(len, tokens)]
     lengths = [cache.get_seq_length() for cache in caches]
     rows = RowsCache(caches, counts) if len(caches) > 1 else None
-    places = [range(cache.next_position, cache.next_position + n) for cache, n in zip(caches, counts, strict=True)]
+    new_positions = [
+        range(cache.next_position, cache.next_position + n) for cache, n in zip(caches, counts, strict=True)
+    ]
     batch, last = ((-1, 1), 1) if max(counts) == 1 else ((1, -1), sum(counts))  # as `RowTokens` cuts it
-    ids, positions = (torch.tensor([*chain(*x)], device=model.device).view(batch) for x in (tokens, places))
+    ids, positions = (torch.tensor([*chain(*x)], device=model.device).view(batch) for x in (tokens, new_positions))
     for cache in caches:
         cache.history.is_consistent = False
     logits = run_model(model, ids, positions, rows or caches[0], logits_to_keep=last)
@@ -141,38 +143,45 @@ def _agree(model: PreTrainedModel, tokens: Sequence[NextTokens], caches: Sequenc
         return {"tokens": [*map(_tokens_of, tokens)], "lengths": [cache.length_before_step for cache in caches]}
 
     first = caches[0] if isinstance(caches, Sequence) and len(caches) else None
-    place = first.mesh if isinstance(first, ShardedCache) else None
-    with agreement_with_peers(Mesh.of(place), model, SUBJECT, fields):
+    mesh = first.mesh if isinstance(first, ShardedCache) else None
+    with agreement_with_peers(Mesh.of(mesh), model, SUBJECT, fields):
         _check_rows(model, tokens, caches)
 
 
 def _check_rows(model: PreTrainedModel, tokens: Any, caches: Any) -> None:
     """Raise unless each request has a token and a cache of its own, and one forward pass serves them."""
     check_can_decode_rows(SUBJECT, model)
-    given = "none" if isinstance(caches, Sequence) and not len(caches) else type(caches).__name__
-    fix = "pass a list of hf.ShardedCache"
-    require(isinstance(caches, Sequence) and len(caches) > 0, KernelError, f"{SUBJECT} caches", "caches", given, fix)
-    fits = isinstance(tokens, Sequence) and all(type(row) is int or (isinstance(row, list) and row) for row in tokens)
-    given, fix = f"{tokens}", "pass the next token of each request, or a list of its next tokens"
-    fits = fits and len(tokens) == len(caches)
-    new = [_tokens_of(row) for row in tokens] if fits else []
-    fits = fits and all(type(token) is int for token in chain(*new))
-    require(fits, ShapeError, f"{SUBJECT} tokens", f"a list of {len(caches)} ints", given, fix)
+    if not (isinstance(caches, Sequence) and len(caches) > 0):
+        given = "none" if isinstance(caches, Sequence) else type(caches).__name__
+        raise KernelError(f"{SUBJECT} caches", "caches", given, "pass a list of hf.ShardedCache")
+    _check_tokens(model, tokens, len(caches))
+    if len({id(cache) for cache in caches}) < len(caches):
+        raise ArgumentError(f"{SUBJECT} caches", "each cache once", "one cache twice", "pass cache.fork()")
+    new = [len(_tokens_of(row)) for row in tokens]
+    for cache, count in zip(caches, new, strict=True):
+        _check_cache(cache, caches[0], count)
     config = model.config.get_text_config(decoder=True)
-    words = vocabulary_size(model)
-    wrong = [token for token in chain(*new) if not 0 <= token < words]
-    expected = f"tokens from 0 to {words - 1}"
-    require(not wrong, ArgumentError, f"{SUBJECT} tokens", expected, f"{wrong}", "use the tokenizer of this model")
-    once = len({id(cache) for cache in caches}) == len(caches)
-    fix = "pass cache.fork()"
-    require(once, ArgumentError, f"{SUBJECT} caches", "each cache once", "one cache twice", fix)
-    for cache, row in zip(caches, new, strict=True):
-        _check_cache(cache, caches[0], len(row))
     longest = None if rope_regime(config, 0) else getattr(config, "max_position_embeddings", None)
-    length = max(cache.length_before_step + len(row) for cache, row in zip(caches, new, strict=True))
-    expected = f"at most {longest} tokens, the model's context"
-    fix = "end the request, or use a model with a longer context"
-    require(longest is None or length <= longest, ShapeError, SUBJECT, expected, f"{length}", fix)
+    length = max(cache.length_before_step + count for cache, count in zip(caches, new, strict=True))
+    if longest is not None and length > longest:
+        expected = f"at most {longest} tokens, the model's context"
+        fix = "end the request, or use a model with a longer context"
+        raise ShapeError(SUBJECT, expected, f"{length}", fix)
+
+
+def _check_tokens(model: PreTrainedModel, tokens: Any, rows: int) -> None:
+    """Raise unless each of so many rows has tokens that the model knows."""
+    fits = isinstance(tokens, Sequence) and all(type(row) is int or (isinstance(row, list) and row) for row in tokens)
+    fits = fits and len(tokens) == rows
+    new = [*chain(*map(_tokens_of, tokens))] if fits else []
+    if not fits or not all(type(token) is int for token in new):
+        fix = "pass the next token of each request, or a list of its next tokens"
+        raise ShapeError(f"{SUBJECT} tokens", f"a list of {rows} ints", f"{tokens}", fix)
+    vocab_size = vocabulary_size(model)
+    wrong = [token for token in new if not 0 <= token < vocab_size]
+    if wrong:
+        expected = f"tokens from 0 to {vocab_size - 1}"
+        raise ArgumentError(f"{SUBJECT} tokens", expected, f"{wrong}", "use the tokenizer of this model")
 
 
 def _check_cache(cache: Any, first: Any, new: int) -> None:
@@ -180,30 +189,33 @@ def _check_cache(cache: Any, first: Any, new: int) -> None:
 
     So many new tokens go to it.
     """
-    subject, fix = f"{SUBJECT} caches", "pass attnmesh.hf.ShardedCache(model.config, mesh)"
-    is_cache = isinstance(cache, ShardedCache) and not isinstance(cache, RowsCache)
-    require(is_cache, KernelError, subject, "ShardedCaches", type(cache).__name__, fix)
-    given, fix = f"one of {cache.batch_size}", "make a cache for each request"
-    require(cache.batch_size in (-1, 1), ShapeError, subject, "caches of one sequence", given, fix)
-    one_mesh = Mesh.of(cache.mesh) == Mesh.of(first.mesh)
-    fix = "make all caches on one mesh"
-    require(one_mesh, MeshError, subject, "caches on one mesh", "caches on several", fix)
-    alike = [name for name in OPTIONS if getattr(cache, name) != getattr(first, name)]
-    given = f"another {alike[0]}" if alike else f"one of {len(cache.layers)} layers"
-    kinds = [type(layer) for layer in cache.layers] == [type(layer) for layer in first.layers]
-    fix = "make all caches with the same config and options"
-    require(kinds and not alike, KernelError, subject, "caches of one model with the same options", given, fix)
-    padded = any(kv.padding is not None for kv in cache.kvs)
-    fix = "prefill the prompt without its padding"
-    require(not padded, MaskError, subject, "caches without padding", "padding", fix)
-    fix = "prefill the prompt again"
-    require(cache.can_continue, KernelError, subject, "a cache that no error interrupted", "an interrupted one", fix)
+    subject = f"{SUBJECT} caches"
+    if not isinstance(cache, ShardedCache) or isinstance(cache, RowsCache):
+        fix = "pass attnmesh.hf.ShardedCache(model.config, mesh)"
+        raise KernelError(subject, "ShardedCaches", type(cache).__name__, fix)
+    if cache.batch_size not in (-1, 1):
+        fix = "make a cache for each request"
+        raise ShapeError(subject, "caches of one sequence", f"one of {cache.batch_size}", fix)
+    if Mesh.of(cache.mesh) != Mesh.of(first.mesh):
+        raise MeshError(subject, "caches on one mesh", "caches on several", "make all caches on one mesh")
+    differing = [name for name in OPTIONS if getattr(cache, name) != getattr(first, name)]
+    same_layers = [type(layer) for layer in cache.layers] == [type(layer) for layer in first.layers]
+    if differing or not same_layers:
+        given = f"another {differing[0]}" if differing else f"one of {len(cache.layers)} layers"
+        fix = "make all caches with the same config and options"
+        raise KernelError(subject, "caches of one model with the same options", given, fix)
+    if any(kv.padding is not None for kv in cache.kvs):
+        raise MaskError(subject, "caches without padding", "padding", "prefill the prompt without its padding")
+    if not cache.can_continue:
+        expected = "a cache that no error interrupted"
+        raise KernelError(subject, expected, "an interrupted one", "prefill the prompt again")
     length = cache.length_before_step
     shift = cache.history.shift
-    known = shift is not None and shift.text_start <= length
-    expected = "caches whose images are whole and known"
-    require(known or not length, ShapeError, subject, expected, "another", "prefill the prompt again, with its images")
-    regime = rope_regime(cache.config, length + new)
-    given, fix = f"{length + new} tokens, where it changes", "call hf.generate with the tokens so far as the prompt"
-    same = cache.history.rope_regime in (None, regime) or not length
-    require(same, ShapeError, subject, "a rope that stays the same", given, fix)
+    knows_images = shift is not None and shift.text_start <= length
+    if length and not knows_images:
+        fix = "prefill the prompt again, with its images"
+        raise ShapeError(subject, "caches whose images are whole and known", "another", fix)
+    if length and cache.history.rope_regime not in (None, rope_regime(cache.config, length + new)):
+        given = f"{length + new} tokens, where it changes"
+        fix = "call hf.generate with the tokens so far as the prompt"
+        raise ShapeError(subject, "a rope that stays the same", given, fix)

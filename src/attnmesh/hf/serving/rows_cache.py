@@ -71,8 +71,10 @@ class RowsLayer(ShardedLayer):
 
     def __init__(self, cache: "RowsCache", rows: Sequence[ShardedLayer]) -> None:
         super().__init__(cache)
-        self.rows, self.is_initialized = rows, True
-        self.projection, self.latent_widths = rows[0].projection, rows[0].latent_widths
+        self.rows = rows
+        self.is_initialized = True
+        self.projection = rows[0].projection
+        self.latent_widths = rows[0].latent_widths
         self.kv = cast(Any, RowsKV([row.cached for row in rows], cache.row_tokens))
 
     def reserve(self, pending: PendingKV, tokens: int, mask: Mask) -> KVCache:
@@ -126,7 +128,8 @@ class RowsCache(ShardedCache):
         first = caches[0].__dict__
         self.__dict__ |= {name: first[name] for name in OPTIONS}
         self.history = CacheHistory()
-        self.rows, self.row_tokens = caches, RowTokens(tokens)
+        self.rows = caches
+        self.row_tokens = RowTokens(tokens)
         layers = zip(*(cache.layers for cache in caches), strict=True)
         self.layers = [_layer_of(self, rows) for rows in layers]
 

@@ -1,25 +1,27 @@
 """Ways to guess the next tokens of answers: which one an engine has is settled once, at its start."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from attnmesh.errors import ArgumentError, InputError, KernelError, check_count, require
+from attnmesh.errors import ArgumentError, InputError, KernelError, check_count
 from attnmesh.hf.models import check_can_decode_rows, unwrap
-from attnmesh.hf.serving.draft_guesses import DraftGuesses
-from attnmesh.hf.serving.guesses import NoGuesses
-from attnmesh.hf.serving.ngram_guesses import NgramGuesses
+from attnmesh.hf.serving.draft_guesses import DraftGuesser
+from attnmesh.hf.serving.guesses import Guesser
+from attnmesh.hf.serving.ngram_guesses import NgramGuesser
+from attnmesh.hf.serving.plan_exchange import Plan
+from attnmesh.hf.serving.plan_operations import Draft, Operation
 from attnmesh.hf.serving.rank_worker import RankWorker
 
 SPECULATE, DRAFT = "hf.Engine speculate", "hf.Engine draft"
 
-MAX_GUESSES = 8
+DEFAULT_GUESSES = 8
 """Guesses of a row in a step at most, if no other number is given."""
 
-MOST_GUESSES = 64
+MAX_GUESSES = 64
 """The largest number that may be given."""
 
 VOCABULARY_PADDING = 128
@@ -34,42 +36,48 @@ class Speculation:
     """Settings of guesses, at most so many of each row in a step: of a draft model, or else of a look-up."""
 
     subject: str
-    most: int = MAX_GUESSES
-    draft: PreTrainedModel | None = None
+    most: int = DEFAULT_GUESSES
+    draft_model: PreTrainedModel | None = None
 
     @staticmethod
     def of(model: PreTrainedModel, speculate: object, draft: Any, draft_tokens: object) -> "Speculation | None":
         """Return what the arguments of an engine ask for, None for nothing; or raise unless it is possible."""
-        given, fix = "both", "leave one of them out"
-        require(draft is None or speculate is None, ArgumentError, DRAFT, "no speculate= beside it", given, fix)
+        if draft is not None and speculate is not None:
+            raise ArgumentError(DRAFT, "no speculate= beside it", "both", "leave one of them out")
         if draft is not None:
             return _of_draft(model, unwrap(draft), draft_tokens)
-        expected, fix = "a draft= beside it", "pass one, or leave this out"
-        require(draft_tokens is None, ArgumentError, f"{DRAFT}_tokens", expected, repr(draft_tokens), fix)
+        if draft_tokens is not None:
+            fix = "pass one, or leave this out"
+            raise ArgumentError(f"{DRAFT}_tokens", "a draft= beside it", repr(draft_tokens), fix)
         if speculate is None:
             return None
         match = re.fullmatch("ngram(?::([1-9][0-9]?))?", speculate) if isinstance(speculate, str) else None
-        most = MAX_GUESSES if match is None or match[1] is None else int(match[1])
-        expected, fix = f"ngram, or ngram:N with N from 1 to {MOST_GUESSES}", "write one of these, or leave it out"
-        require(match is not None and most <= MOST_GUESSES, ArgumentError, SPECULATE, expected, repr(speculate), fix)
+        most = DEFAULT_GUESSES if match is None or match[1] is None else int(match[1])
+        if match is None or most > MAX_GUESSES:
+            expected = f"ngram, or ngram:N with N from 1 to {MAX_GUESSES}"
+            raise ArgumentError(SPECULATE, expected, repr(speculate), "write one of these, or leave it out")
         return Speculation(SPECULATE, most)
 
-    def begin(self, worker: RankWorker, run: Callable[[list[Any]], dict[str, Any]]) -> NoGuesses:
+    def begin(self, worker: RankWorker, run: Callable[[Plan], dict[type, Any]]) -> Guesser:
         """Return what guesses for the rows of a worker, or raise unless its model takes guesses.
 
-        `run` runs operations of the draft's worker on all ranks.
+        `run` runs a plan on all ranks.
         """
-        expected = "no reproducible=True beside it: products of several tokens are rounded in another way"
-        fix = "leave one of them out"
-        require(not worker.template.reproducible, KernelError, self.subject, expected, "True", fix)
+        if worker.template.reproducible:
+            expected = "no reproducible=True beside it: products of several tokens are rounded in another way"
+            raise KernelError(self.subject, expected, "True", "leave one of them out")
         _check_caches(self.subject, worker)
-        if self.draft is None:
-            return NgramGuesses(self.most)
+        if self.draft_model is None:
+            return NgramGuesser(self.most)
         options = {name: value for name, value in worker.options.items() if name in OF_DRAFT}
-        worker.draft = RankWorker(self.draft, worker.mesh, {**options, "keep": self.most})
-        _check_caches(self.subject, worker.draft)
-        words = worker.model.config.get_text_config(decoder=True).vocab_size
-        return DraftGuesses(worker.draft, self.most, words, run)
+        worker.draft_worker = RankWorker(self.draft_model, worker.mesh, {**options, "keep": self.most})
+        _check_caches(self.subject, worker.draft_worker)
+        vocab_size = worker.model.config.get_text_config(decoder=True).vocab_size
+
+        def run_draft(plan: Sequence[Operation]) -> Any:
+            return run([Draft(plan)])[Draft]
+
+        return DraftGuesser(worker.draft_worker, self.most, vocab_size, run_draft)
 
 
 def _of_draft(model: PreTrainedModel, draft: Any, most: Any) -> Speculation:
@@ -78,18 +86,20 @@ def _of_draft(model: PreTrainedModel, draft: Any, most: Any) -> Speculation:
     except InputError as error:
         raise type(error)(DRAFT, *error.args[1:]) from None
     sizes = [x.config.get_text_config(decoder=True).vocab_size for x in (model, draft)]
-    expected, fix = f"a model of the same {sizes[0]} tokens", "use a model with the same tokenizer"
-    require(abs(sizes[0] - sizes[1]) <= VOCABULARY_PADDING, ArgumentError, DRAFT, expected, f"one of {sizes[1]}", fix)
-    most = MAX_GUESSES if most is None else most
+    if abs(sizes[0] - sizes[1]) > VOCABULARY_PADDING:
+        fix = "use a model with the same tokenizer"
+        raise ArgumentError(DRAFT, f"a model of the same {sizes[0]} tokens", f"one of {sizes[1]}", fix)
+    most = DEFAULT_GUESSES if most is None else most
     check_count(f"{DRAFT}_tokens", most, "pass a positive int")
-    fix = "pass a smaller number"
-    require(most <= MOST_GUESSES, ArgumentError, f"{DRAFT}_tokens", f"at most {MOST_GUESSES}", most, fix)
+    if most > MAX_GUESSES:
+        raise ArgumentError(f"{DRAFT}_tokens", f"at most {MAX_GUESSES}", str(most), "pass a smaller number")
     return Speculation(DRAFT, int(most), draft)
 
 
 def _check_caches(subject: str, worker: RankWorker) -> None:
     """Raise unless caches of the worker's model take tokens back. An empty one shows whether they do."""
-    expected, given = "a model whose caches take tokens back", "one with recurrent layers or others with a state"
-    require(not worker.template.irreversible_layers, KernelError, subject, expected, given, "leave it out")
-    given = "one in which several tokens see each other"
-    require(worker.is_causal, KernelError, subject, "a causal model", given, "leave it out")
+    if worker.template.irreversible_layers:
+        expected = "a model whose caches take tokens back"
+        raise KernelError(subject, expected, "one with recurrent layers or others with a state", "leave it out")
+    if not worker.is_causal:
+        raise KernelError(subject, "a causal model", "one in which several tokens see each other", "leave it out")

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from attnmesh.serve.refused import Refused
-from attnmesh.serve.schema import is_name, is_text, shown, wrong_value
+from attnmesh.serve.request_fields import is_name, is_text, shown, wrong_value
 
 ROLES = ("system", "developer", "user", "assistant")
 """Roles of messages."""

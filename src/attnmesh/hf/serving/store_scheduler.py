@@ -18,10 +18,22 @@ from attnmesh.errors import InputError, warn_once
 from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.models import has_windows, rope_regime
+from attnmesh.hf.serving.engine_request import EngineRequest, Origin
+from attnmesh.hf.serving.plan_operations import (
+    BlockToRead,
+    BlockToSave,
+    CloseStored,
+    ForgetBlocks,
+    LoadBlocks,
+    OpenStored,
+    Operation,
+    ReadFrom,
+    SaveBlocks,
+)
 from attnmesh.hf.serving.prefix_store import OpenStore, PrefixStore, open_store
-from attnmesh.hf.serving.rank_store import IN_MEMORY, ON_DISK, STAYS, RankStore
+from attnmesh.hf.serving.rank_report import RankReport
+from attnmesh.hf.serving.rank_store import RankStore
 from attnmesh.hf.serving.rank_worker import RankWorker
-from attnmesh.hf.serving.stream import Stream
 from attnmesh.store.block_folder import STORE_SUBJECT
 from attnmesh.store.block_names import BLOCK_GRAIN, BlockNames, StoredBlock
 from attnmesh.store.block_tiers import BlockTiers, TierEntry
@@ -35,7 +47,7 @@ LOAD_WAIT_SECONDS = 0.005
 NOTE = 16
 """Bytes of the two numbers in a block for its heads, and for each layer that forgets."""
 
-SPEED = 1e9
+FIRST_COPY_RATE = 1e9
 """Bytes a second of a first copy, whose speed is not known yet."""
 
 
@@ -55,18 +67,17 @@ class SavingCache:
 
 @dataclass
 class LoadingCache:
-    """A cache that is filled for a stream."""
+    """A cache that is filled for a request."""
 
-    stream: Stream
+    request: EngineRequest
     number: int
-    blocks: Sequence[tuple[StoredBlock, int]]
-    """Each block, and where it is read."""
+    blocks: Sequence[BlockToRead]
     most: int
     """Tokens that the cache may have before the prompt begins. The last block may have more of the prompt."""
 
 
-class NoStore:
-    """Stands for a store where there is none."""
+class StoreHooks:
+    """What an engine asks of a store and tells it. Each does nothing here."""
 
     busy = False
     """True if a step has something to do."""
@@ -75,43 +86,45 @@ class NoStore:
     holds_memory = False
     """True if there is a cache that no request has taken yet."""
 
-    def prepare(self, stream: Stream) -> None:
-        """Name the blocks of a new stream, in the thread that submits it."""
+    def prepare(self, request: EngineRequest) -> None:
+        """Name the blocks of a new request, in the thread that submits it."""
 
-    def keep(self, stream: Stream, number: int, rejected: int = 0) -> None:
+    def keep(self, request: EngineRequest, number: int, rejected: int = 0) -> None:
         """Store the prefix in a cache from now on, but for its last tokens that were rejected."""
 
-    def begin_loading(self, stream: Stream, same: int, numbers: Iterator[int], reserve: Callable[[], bool]) -> bool:
-        """Begin to load a cache for a stream, if `reserve` has made room for it. Return whether it is loaded now.
+    def begin_loading(
+        self, request: EngineRequest, common_tokens: int, cache_numbers: Iterator[int], reserve: Callable[[], bool]
+    ) -> bool:
+        """Begin to load a cache for a request, if `reserve` has made room for it. Return whether it is loaded now.
 
-        Another cache has a prefix of `same` tokens.
+        Another cache has a prefix of `common_tokens` tokens.
         """
         return False
 
-    def holds_up(self, stream: Stream) -> bool:
-        """Return whether a stream waits for its stored prefix."""
+    def holds_up(self, request: EngineRequest) -> bool:
+        """Return whether a request waits for its stored prefix."""
         return False
 
-    def found(self, stream: Stream) -> tuple[int, int] | None:
-        """Return the cache that was loaded for a stream, and its tokens."""
+    def found(self, request: EngineRequest) -> Origin | None:
+        """Return the cache that was loaded for a request."""
         return None
 
-    def begun(self, stream: Stream) -> None:
-        """Note that a stream has begun, from its loaded cache or from another."""
+    def note_begun(self, request: EngineRequest) -> None:
+        """Note that a request has begun, from its loaded cache or from another."""
 
-    def before(self, drops: Collection[int], seconds: float | None) -> list[list[Any]]:
+    def before(self, drops: Collection[int], seconds: float | None) -> list[Operation]:
         """Return operations that come before those of a step, which take so many seconds; None without rows."""
         return []
 
-    def after(self) -> list[list[Any]]:
+    def after(self) -> list[Operation]:
         """Return operations that come after those of a step."""
         return []
 
-    def hear(self, numbers: Sequence[Sequence[int]]) -> list[int]:
+    def take_reports(self, reports: Sequence[RankReport]) -> list[int]:
         """Take what ranks say of their blocks. Return caches that nobody needs."""
         return []
 
-    def take(self, results: dict[str, Any], seconds: dict[str, float]) -> None:
+    def take(self, results: dict[type, Any], seconds: dict[type, float]) -> None:
         """Take the results of a step."""
 
     def metrics(self) -> dict[str, float]:
@@ -119,12 +132,20 @@ class NoStore:
         return {}
 
 
-class StoreSchedule(NoStore):
+class NoStore(StoreHooks):
+    """Stands for a store where there is none."""
+
+
+class StoreScheduler(StoreHooks):
     """The blocks of an engine, in memory and in a folder."""
 
     def __init__(self, settings: PrefixStore, opened: OpenStore, worker: RankWorker) -> None:
-        self.worker, self.folder, self.name, self.template = worker, opened.folder, opened.name, worker.template
-        self.place, config = settings.folder, worker.template.config
+        self.worker = worker
+        self.folder = opened.folder
+        self.name = opened.name
+        self.template = worker.template
+        self.folder_path = settings.folder
+        config = worker.template.config
         self.forgets = bool(self.template.irreversible_layers)
         self.forgets = self.forgets or (self.template.windows and has_windows(config))
         self.tiers = BlockTiers(settings.memory, settings.disk)
@@ -133,14 +154,15 @@ class StoreSchedule(NoStore):
         self.layers = self._read_layers()
         self.saving: deque[SavingCache] = deque()
         self.saved: deque[SavingCache] = deque()  # caches whose last block may be on its way to the folder
-        self.sent, self.stopped = 0, False
+        self.sent = 0
+        self.stopped = False
         self.loading: LoadingCache | None = None
-        self.loaded: dict[Stream, tuple[int, int]] = {}
-        self.looked = WeakSet[Stream]()
-        self.names = WeakKeyDictionary[Stream, BlockNames]()
-        self.opening: list[Any] | None = None
-        self.closing: list[Any] | None = None
-        self.rate = SPEED
+        self.loaded: dict[EngineRequest, Origin] = {}
+        self.looked = WeakSet[EngineRequest]()
+        self.names = WeakKeyDictionary[EngineRequest, BlockNames]()
+        self.opening: OpenStored | None = None
+        self.closing: CloseStored | None = None
+        self.rate = FIRST_COPY_RATE
         self.copied = 0  # bytes that this step copies
         names = ("memory_tokens", "disk_tokens", "blocks_written", "blocks_damaged")
         self.counts = dict.fromkeys((f"store_{name}" for name in names), 0)
@@ -172,52 +194,53 @@ class StoreSchedule(NoStore):
 
     # --- storing ---
 
-    def prepare(self, stream: Stream) -> None:
-        """Name the blocks of a new stream, in the thread that submits it."""
-        self._names(stream).at(stream.ids, len(stream.ids) // BLOCK_GRAIN * BLOCK_GRAIN)
+    def prepare(self, request: EngineRequest) -> None:
+        """Name the blocks of a new request, in the thread that submits it."""
+        self._names(request).at(request.ids, len(request.ids) // BLOCK_GRAIN * BLOCK_GRAIN)
 
-    def keep(self, stream: Stream, number: int, rejected: int = 0) -> None:
+    def keep(self, request: EngineRequest, number: int, rejected: int = 0) -> None:
         """Store the prefix in a cache from now on, but for its last tokens that were rejected."""
         cache = self.worker.caches.get(number)
         if self.stopped or cache is None or any(layer.is_initialized for layer in cache.cross_layers):
             return
         if (
             cache.history.is_consistent
-            and cache.history.rope_regime == self._rope(stream)
+            and cache.history.rope_regime == self._rope(request)
             and all(kv.is_block_cyclic for kv in cache.kvs)
         ):
-            ids = stream.ids
+            ids = request.ids
             held = cache.get_seq_length() - rejected
-            self.saving.append(SavingCache(number, ids, self._names(stream), min(held, len(ids))))
+            self.saving.append(SavingCache(number, ids, self._names(request), min(held, len(ids))))
 
-    def before(self, drops: Collection[int], seconds: float | None) -> list[list[Any]]:
+    def before(self, drops: Collection[int], seconds: float | None) -> list[Operation]:
         """Return operations that come before those of a step, which take so many seconds; None without rows."""
         left = int(min(self.rate * (COPY_SECONDS if seconds is None else seconds), sys.maxsize))  # a pause may be inf
-        saves = []
+        saves = list[Operation]()
         self.saving = deque(saving for saving in self.saving if saving.number in self.worker.caches)
         self.copied = 0
         for saving in sorted(self.saving, key=lambda saving: saving.number not in drops):
-            blocks: list[list[Any]] = []
+            blocks = list[BlockToSave]()
             while (self.copied < left or not self.copied) and (entry := self._next_block(saving)) is not None:
                 blocks.append(entry)
             if blocks:
-                saves.append(["save", saving.number, blocks])
+                saves.append(SaveBlocks(saving.number, blocks))
         self.saved += [saving for saving in self.saving if saving.at >= saving.stop or saving.number in drops]
         self.saving = deque(saving for saving in self.saving if saving.at < saving.stop and saving.number not in drops)
-        loads = [] if self.closing is None else [self.closing]
+        loads: list[Operation] = [] if self.closing is None else [self.closing]
         self.closing = None
         if self.loading is not None and self.opening is None and not loads:
             most = max(1, (left - self.copied) // self.worker.axes.ranks)
-            loads = [["load", self.loading.number, most, LOAD_WAIT_SECONDS if seconds is None else 0.0]]
-        forgets = [["forget", *gone]] if any(gone := self.tiers.take_gone()) else []
+            loads = [LoadBlocks(self.loading.number, most, LOAD_WAIT_SECONDS if seconds is None else 0.0)]
+        forgets = [ForgetBlocks(*gone)] if any(gone := self.tiers.take_gone()) else []
         return [*forgets, *saves, *loads]
 
-    def after(self) -> list[list[Any]]:
+    def after(self) -> list[Operation]:
         """Return operations that come after those of a step."""
-        opening, self.opening = self.opening, None
+        opening = self.opening
+        self.opening = None
         return [] if opening is None else [opening]
 
-    def _next_block(self, saving: SavingCache) -> list[Any] | None:
+    def _next_block(self, saving: SavingCache) -> BlockToSave | None:
         """Return the next block of a cache to be stored, and if it goes to the folder; None if no block can go now."""
         cache = self.worker.caches[saving.number]
         whole = saving.stop // BLOCK_GRAIN * BLOCK_GRAIN if any(kv.sizes.mask is None for kv in cache.kvs) else 0
@@ -271,7 +294,7 @@ class StoreSchedule(NoStore):
             for block in ordered:
                 store.later(self.folder.touch, block)
 
-    def _admitted(self, saving: SavingCache, block: StoredBlock, nbytes: int) -> list[Any] | None:
+    def _admitted(self, saving: SavingCache, block: StoredBlock, nbytes: int) -> BlockToSave | None:
         """Make room for a block. Return it for a plan, and whether it goes to the folder.
 
         None if there is no room now, as while blocks before it are written, or none for a block of this size.
@@ -282,7 +305,7 @@ class StoreSchedule(NoStore):
             return None
         self.copied += nbytes
         saving.last = block
-        return [*block, to_folder]
+        return BlockToSave(block, to_folder)
 
     def _token_bytes(self, cache: ShardedCache) -> int:
         """Return the bytes of a token on all ranks, in layers that keep all tokens."""
@@ -314,56 +337,58 @@ class StoreSchedule(NoStore):
 
     # --- loading ---
 
-    def begin_loading(self, stream: Stream, same: int, numbers: Iterator[int], reserve: Callable[[], bool]) -> bool:
-        """Begin to load a cache for a stream, if `reserve` has made room for it. Return whether it is loaded now.
+    def begin_loading(
+        self, request: EngineRequest, common_tokens: int, reports: Iterator[int], reserve: Callable[[], bool]
+    ) -> bool:
+        """Begin to load a cache for a request, if `reserve` has made room for it. Return whether it is loaded now.
 
-        Another cache has a prefix of `same` tokens.
+        Another cache has a prefix of `common_tokens` tokens.
         """
-        if self.loading is not None or stream in self.looked or self.layers is None:
+        if self.loading is not None or request in self.looked or self.layers is None:
             return False
-        tokens = self._computed(stream)
-        blocks, run_tokens = self._find(stream, tokens)
+        tokens = self._computed(request)
+        blocks, run_tokens = self._find(request, tokens)
         stop = max((block.stop for block in blocks), default=0)
-        if min(stop, tokens) < same + BLOCK_GRAIN or not reserve():
+        if min(stop, tokens) < common_tokens + BLOCK_GRAIN or not reserve():
             return False
-        self.looked.add(stream)
+        self.looked.add(request)
         self._touch(blocks)
         self.tiers.pinned = frozenset(blocks)
-        places = [(block, self._choose_place(block, run_tokens)) for block in blocks]
-        self.loading = LoadingCache(stream, next(numbers), places, tokens)
-        sizes, reading = [layer.to_code() for layer in self.layers], [[*block, place] for block, place in places]
-        self.opening = ["open", self.loading.number, sizes, tokens, [*self._rope(stream)], reading]
+        sources = [BlockToRead(block, self._choose_source(block, run_tokens)) for block in blocks]
+        self.loading = LoadingCache(request, next(reports), sources, tokens)
+        sizes = [layer.to_code() for layer in self.layers]
+        self.opening = OpenStored(self.loading.number, sizes, tokens, self._rope(request), sources)
         return True
 
-    def holds_up(self, stream: Stream) -> bool:
-        """Return whether a stream waits for its stored prefix, or for a cache that is loaded for another one."""
-        if self.loading is None or self.loading.stream is stream:
+    def holds_up(self, request: EngineRequest) -> bool:
+        """Return whether a request waits for its stored prefix, or for a cache that is loaded for another one."""
+        if self.loading is None or self.loading.request is request:
             return self.loading is not None
         last, _ = self.loading.blocks[-1]
-        if self.forgets or len(stream.ids) <= last.stop:
+        if self.forgets or len(request.ids) <= last.stop:
             return False
-        return self._names(stream).at(stream.ids, last.stop) == last.name
+        return self._names(request).at(request.ids, last.stop) == last.name
 
-    def found(self, stream: Stream) -> tuple[int, int] | None:
-        """Return the cache that was loaded for a stream, and its tokens."""
-        return self.loaded.get(stream)
+    def found(self, request: EngineRequest) -> Origin | None:
+        """Return the cache that was loaded for a request."""
+        return self.loaded.get(request)
 
-    def begun(self, stream: Stream) -> None:
-        """Note that a stream has begun, from its loaded cache or from another."""
-        self.loaded.pop(stream, None)
+    def note_begun(self, request: EngineRequest) -> None:
+        """Note that a request has begun, from its loaded cache or from another."""
+        self.loaded.pop(request, None)
 
-    def _find(self, stream: Stream, tokens: int) -> tuple[list[StoredBlock], int]:
+    def _find(self, request: EngineRequest, tokens: int) -> tuple[list[StoredBlock], int]:
         """Return the blocks of the longest prefix that is stored, as they are read, and the tokens of a rank's run.
 
         A state goes first: it says which tokens layers forget.
         """
         sized = copy(self.template)
         sized.choose_block(tokens)
-        names = self._names(stream)
-        ids = stream.ids
+        names = self._names(request)
+        ids = request.ids
         run_tokens = sized.block
         if not self.forgets:
-            return self.tiers.prefix_blocks(names, ids, tokens + self.worker.left, run_tokens), run_tokens
+            return self.tiers.prefix_blocks(names, ids, tokens + self.worker.left_to_decode, run_tokens), run_tokens
         assert self.layers is not None
         has_runs = any(sizes.mask is None for sizes in self.layers)
         for state in self.tiers.states(names, ids, tokens, run_tokens):
@@ -372,27 +397,27 @@ class StoreSchedule(NoStore):
                 return [state, *prefix], run_tokens
         return [], run_tokens
 
-    def _choose_place(self, block: StoredBlock, run_tokens: int) -> int:
+    def _choose_source(self, block: StoredBlock, run_tokens: int) -> ReadFrom:
         """Return where a block is read. Keep one in memory that a rank reads whole, if there is room."""
         held = self.tiers.memory.blocks.get(block)
         if held is not None and held.run_tokens == run_tokens:
-            return IN_MEMORY
+            return ReadFrom.MEMORY
         whole = block.file_count == self.worker.axes.heads.size == 1 and not block.is_state
         if not whole or block.start // run_tokens != (block.stop - 1) // run_tokens or held is not None:
-            return ON_DISK
+            return ReadFrom.DISK
         entry = self.tiers.disk.blocks[block]._replace(run_tokens=run_tokens)
-        return STAYS if self.tiers.keep_in_memory(block, entry) else ON_DISK
+        return ReadFrom.DISK_TO_MEMORY if self.tiers.keep_in_memory(block, entry) else ReadFrom.DISK
 
-    def hear(self, numbers: Sequence[Sequence[int]]) -> list[int]:
+    def take_reports(self, reports: Sequence[RankReport]) -> list[int]:
         """Take what ranks say of their blocks. Return caches that nobody needs."""
-        written = [row[0] for row in numbers]
-        if min(written) < 0 and not self.stopped:
-            rank = next(rank for rank, number in enumerate(written) if number < 0)
-            self._stop(-1 - written[rank], rank)
+        failed = [rank for rank, report in enumerate(reports) if report.write_error]
+        if failed and not self.stopped:
+            self._stop(reports[failed[0]].write_error, failed[0])
         if not self.stopped:
-            self._take_written(min(written))
-        left = [stream for stream in self.loaded if stream.cancelled or stream.finish_reason is not None]
-        return self._take_read([row[1] for row in numbers]) + [self.loaded.pop(stream)[0] for stream in left]
+            self._take_written(min(report.blocks_written for report in reports))
+        left = [request for request in self.loaded if request.cancelled or request.finish_reason is not None]
+        unused = [self.loaded.pop(request).source for request in left]
+        return self._take_read(reports) + [number for number in unused if number is not None]
 
     def _take_written(self, count: int) -> None:
         """Add blocks to the folder's tier that all ranks have written."""
@@ -412,80 +437,83 @@ class StoreSchedule(NoStore):
         self.stopped = True
         for blocks in (self.saving, self.saved, self.tiers.writing):
             blocks.clear()
-        warn_once(f"no more prefixes are stored: rank {rank} cannot write to {self.place} ({os.strerror(error)})")
+        warn_once(f"no more prefixes are stored: rank {rank} cannot write to {self.folder_path} ({os.strerror(error)})")
 
-    def _take_read(self, done: list[int]) -> list[int]:
+    def _take_read(self, reports: Sequence[RankReport]) -> list[int]:
         """End the loading once all ranks have read what they can."""
         loading = self.loading
         if loading is None or self.opening is not None or self.closing is not None:
             return []
         total = len(loading.blocks)
-        if any(0 <= number < total for number in done):
+        if any(report.blocks_read < total and not report.is_damaged for report in reports):
             return []
-        good = min(number if number >= 0 else -1 - number for number in done)
+        good = min(report.blocks_read for report in reports)
         if good < total:
             self.counts["store_blocks_damaged"] += 1
             self._drop_damaged(loading, good)
         length = min(max((block.stop for block, _ in loading.blocks[:good]), default=0), loading.most)
         if self.forgets and good < total:
             length = 0
-        self.closing, self.loading, self.tiers.pinned = ["close", loading.number, length], None, frozenset()
-        if loading.stream.cancelled or loading.stream.finish_reason is not None or not length:
+        self.closing = CloseStored(loading.number, length)
+        self.loading = None
+        self.tiers.pinned = frozenset()
+        if loading.request.cancelled or loading.request.finish_reason is not None or not length:
             return [loading.number]
-        for block, place in loading.blocks[:good]:
-            tier = "memory" if place == IN_MEMORY else "disk"
+        for block, read_from in loading.blocks[:good]:
+            tier = "memory" if read_from == ReadFrom.MEMORY else "disk"
             self.counts[f"store_{tier}_tokens"] += min(block.stop, length) - block.start
-        self.loaded[loading.stream] = loading.number, length
+        self.loaded[loading.request] = Origin(loading.number, length, moves=True)
         return []
 
     def _drop_damaged(self, loading: LoadingCache, good: int) -> None:
         """Forget a block that could not be read, and the blocks after it that were to stay in memory."""
-        for place, (block, where) in enumerate(loading.blocks):
-            if place == good or (where == STAYS and place > good):
+        for index, (block, read_from) in enumerate(loading.blocks):
+            if index == good or (read_from == ReadFrom.DISK_TO_MEMORY and index > good):
                 self.tiers.drop(self.tiers.memory, block)
         self.tiers.drop(self.tiers.disk, loading.blocks[good][0])
 
-    def take(self, results: dict[str, Any], seconds: dict[str, float]) -> None:
+    def take(self, results: dict[type, Any], seconds: dict[type, float]) -> None:
         """Take the results of a step."""
-        if isinstance(error := results.get("save"), InputError):
+        if isinstance(error := results.get(SaveBlocks), InputError):
             raise error  # caches differ from what is known of them
-        if seconds.get("save") and self.copied:
-            self.rate = 0.7 * self.rate + 0.3 * self.copied / seconds["save"]
-        if isinstance(results.get("open"), InputError):  # no memory: all ranks raise
-            self.loading, self.tiers.pinned = None, frozenset()
+        if seconds.get(SaveBlocks) and self.copied:
+            self.rate = 0.7 * self.rate + 0.3 * self.copied / seconds[SaveBlocks]
+        if isinstance(results.get(OpenStored), InputError):  # no memory: all ranks raise
+            self.loading = None
+            self.tiers.pinned = frozenset()
 
     # --- names ---
 
-    def _computed(self, stream: Stream) -> int:
-        """Return the tokens of a stream that a cache may have before its prompt begins."""
-        apart = stream.images is not None or self.worker.by_steps
-        return len(stream.prompt if apart else stream.ids) - self.worker.left
+    def _computed(self, request: EngineRequest) -> int:
+        """Return the tokens of a request that a cache may have before its prompt begins."""
+        apart = request.images is not None or self.worker.recomputes_by_token
+        return len(request.prompt if apart else request.ids) - self.worker.left_to_decode
 
-    def _names(self, stream: Stream) -> BlockNames:
-        """Return the names of the blocks of a stream."""
-        if stream not in self.names:
-            images = None if stream.images_digest is None else stream.images_digest.hex()
-            self.names[stream] = BlockNames(self.name, stream.salt, images, self._rope(stream))
-        return self.names[stream]
+    def _names(self, request: EngineRequest) -> BlockNames:
+        """Return the names of the blocks of a request."""
+        if request not in self.names:
+            images = None if request.images_digest is None else request.images_digest.hex()
+            self.names[request] = BlockNames(self.name, request.salt, images, self._rope(request))
+        return self.names[request]
 
-    def _rope(self, stream: Stream) -> tuple[int, ...]:
-        return rope_regime(self.template.config, len(stream.prompt))
+    def _rope(self, request: EngineRequest) -> tuple[int, ...]:
+        return rope_regime(self.template.config, len(request.prompt))
 
 
 def _row_bytes(sizes: CacheSizes) -> int:
     return sizes.kv_heads * sum(sizes.row_widths) * sizes.row_dtype.itemsize
 
 
-def begin_store(settings: PrefixStore | None, worker: RankWorker) -> NoStore:
+def begin_store(settings: PrefixStore | None, worker: RankWorker) -> StoreHooks:
     """Open the store of an engine on all ranks. Return what the first of them schedules."""
     if settings is None:
         return NoStore()
     opened = open_store(settings, worker.model, worker.template)
     try:
         with Agreement(worker.axes, STORE_SUBJECT):  # the first rank reads what is there
-            schedule = NoStore() if worker.axes.shard_index else StoreSchedule(settings, opened, worker)
+            scheduler: StoreHooks = NoStore() if worker.axes.shard_index else StoreScheduler(settings, opened, worker)
         worker.store = RankStore(opened, worker.axes, worker.caches)
     except BaseException:
         opened.lock.release()
         raise
-    return schedule
+    return scheduler

@@ -1,13 +1,13 @@
-"""Answers of /v1/responses: items of thoughts, messages and calls, whole or as events."""
+"""Replies of /v1/responses: items of thoughts, messages and calls, whole or as events."""
 
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
-from attnmesh.serve.answers import encoded
+from attnmesh.serve.completion_objects import encoded
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.reply import Reply
-from attnmesh.serve.responses import ResponseRequest
+from attnmesh.serve.responses_request import ResponseRequest
 
 ECHOED = (
     "instructions",
@@ -89,7 +89,8 @@ class ResponseItems:
         """Yield the events that end the last item."""
         if not self.is_open:
             return
-        self.is_open, item = False, self.items[-1]
+        self.is_open = False
+        item = self.items[-1]
         item["status"] = status
         if item["type"] == "function_call":
             whole = {"arguments": item["arguments"], "name": item["name"]}
@@ -137,8 +138,8 @@ class ResponseItems:
     def _add_call(self, call: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         function = call["function"]
         if "id" in call:
-            begun = {"type": "function_call", "call_id": call["id"], "name": function["name"], "arguments": ""}
-            yield from self._begin(begun)
+            opened = {"type": "function_call", "call_id": call["id"], "name": function["name"], "arguments": ""}
+            yield from self._begin(opened)
         if function["arguments"]:
             self.items[-1]["arguments"] += function["arguments"]
             yield self.event("function_call_arguments.delta", **self._place(), delta=function["arguments"])
@@ -184,7 +185,8 @@ class ResponseReply(Reply):
 
     def __init__(self, request: ResponseRequest, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.request, self.items = request, ResponseItems(self.answers.id, self.answers.model, request.fields)
+        self.request = request
+        self.items = ResponseItems(self.objects.id, self.objects.model, request.fields)
 
     async def whole(self) -> bytes:
         """Return the response, as JSON."""

@@ -10,14 +10,14 @@ from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.chunked_prefill import left_to_decode
 from attnmesh.hf.images.inputs import IMAGE_MARK
 from attnmesh.hf.models import is_recurrent
+from attnmesh.hf.serving.engine_request import EngineRequest, Origin
 from attnmesh.hf.serving.rank_worker import RankWorker
-from attnmesh.hf.serving.stream import Stream
 
 LEAST_SHARED = 16
 """Tokens that a cache has to share with a prompt."""
 
 
-class Prefixes:
+class KeptCaches:
     """Caches of requests that ended, and snapshots of prompts, least recently used first.
 
     A cache with a window or a state cannot go back to where two prompts part. So a snapshot is kept there: a fork that
@@ -28,7 +28,7 @@ class Prefixes:
         self.worker = worker
         config = worker.model.config
         self.recurrent = is_recurrent(config)
-        self.left = left_to_decode(config)
+        self.left_to_decode = left_to_decode(config)
         self.kept: OrderedDict[int, str] = OrderedDict()
         """Salts of the kept caches."""
         self.snapshots: set[int] = set()
@@ -37,9 +37,9 @@ class Prefixes:
         self.ids: dict[int, tuple[Tensor | None, Tensor]] = {}
         """The tokens of each cache that was looked at, and their copy in CPU memory."""
 
-    def keep(self, stream: Stream, *, snapshot: int | None = None) -> None:
+    def keep(self, request: EngineRequest, *, snapshot: int | None = None) -> None:
         """Keep a request's cache, or a snapshot of it, which stays whole when a request goes on from it."""
-        self.kept[stream.number if snapshot is None else snapshot] = stream.salt
+        self.kept[request.number if snapshot is None else snapshot] = request.salt
         if snapshot is not None:
             self.snapshots.add(snapshot)
 
@@ -55,55 +55,56 @@ class Prefixes:
             self.images_digests.pop(number, None)
             self.ids.pop(number, None)
 
-    def use(self, number: int, *, moves: bool) -> None:
+    def use(self, origin: Origin) -> None:
         """Note that a request goes on from a cache, which it takes, or forks."""
-        if moves:
-            self.remove(number)
-        elif number in self.kept:
-            self.kept.move_to_end(number)
+        if origin.source is None:
+            return
+        if origin.moves:
+            self.remove(origin.source)
+        elif origin.source in self.kept:
+            self.kept.move_to_end(origin.source)
 
-    def find(self, stream: Stream, others: Iterable[Stream]) -> tuple[int, int, bool]:
-        """Return the cache with the longest prefix of a prompt, its tokens, and whether nothing else needs it.
+    def find(self, request: EngineRequest, others: Iterable[EngineRequest]) -> Origin:
+        """Return the cache with the longest prefix of a prompt; none if it shares too little.
 
-        The cache is -1, for none, if it shares too little. Of caches that share as much, one with the same images is
-        taken. Images that differ are found when the prompt begins.
+        Of caches that share as much, one with the same images is taken. Images that differ are found when the prompt
+        begins.
         """
         best = (LEAST_SHARED - 1, True)
-        source = -1
-        moves = False
-        ids = stream.ids_tensor
-        for number in self._caches(stream, others):
+        origin = Origin()
+        ids = request.ids_tensor
+        for number in self._caches(request, others):
             cache, held = self.worker.caches[number], self._ids_of(number)
-            same = self._shared(held, ids, pictured=stream.images is not None)
-            score = same, self.images_digests.get(number) == stream.images_digest
-            if score > best and self._serves(cache, same, len(held)):
+            common_tokens = self._shared(held, ids, pictured=request.images is not None)
+            score = common_tokens, self.images_digests.get(number) == request.images_digest
+            if score > best and self._serves(cache, common_tokens, len(held)):
                 ended = number in self.kept and number not in self.snapshots
                 best = score
-                source = number
-                moves = ended and same >= len(held) - 1
-        return source, best[0] if source >= 0 else 0, moves
+                origin = Origin(number, common_tokens, moves=ended and common_tokens >= len(held) - 1)
+        return origin
 
-    def parting(self, stream: Stream, others: Iterable[Stream]) -> int:
+    def parting(self, request: EngineRequest, others: Iterable[EngineRequest]) -> int:
         """Return the most tokens that a prompt shares with those of other caches, also of those that cannot go back."""
-        ids, most = stream.ids_tensor, 0
-        for number in self._caches(stream, others) if stream.images is None else ():
+        ids = request.ids_tensor
+        most = 0
+        for number in self._caches(request, others) if request.images is None else ():
             most = max(most, self._shared(self._ids_of(number), ids))
         return most
 
-    def shared(self, stream: Stream, other: Stream) -> int:
+    def shared(self, request: EngineRequest, other: EngineRequest) -> int:
         """Return the tokens that two prompts share, as far as a cache of one serves the other."""
-        differs = stream.salt != other.salt or stream.prompt[:LEAST_SHARED] != other.prompt[:LEAST_SHARED]
-        if differs or stream.images is not None or other.images is not None:
+        differs = request.salt != other.salt or request.prompt[:LEAST_SHARED] != other.prompt[:LEAST_SHARED]
+        if differs or request.images is not None or other.images is not None:
             return 0
-        return self._shared(other.ids_tensor[: len(other.ids_tensor) - self.left], stream.ids_tensor)
+        return self._shared(other.ids_tensor[: len(other.ids_tensor) - self.left_to_decode], request.ids_tensor)
 
-    def _caches(self, stream: Stream, others: Iterable[Stream]) -> list[int]:
+    def _caches(self, request: EngineRequest, others: Iterable[EngineRequest]) -> list[int]:
         """Return the caches of a request's salt that hold tokens as a prompt has them."""
-        ended = self.snapshots if self.worker.by_steps else self.kept
+        ended = self.snapshots if self.worker.recomputes_by_token else self.kept
         salts = {n: salt for n, salt in self.kept.items() if n in ended} | {
             other.number: other.salt for other in others
         }
-        return [n for n, salt in salts.items() if salt == stream.salt and n in self.worker.caches]
+        return [n for n, salt in salts.items() if salt == request.salt and n in self.worker.caches]
 
     def _ids_of(self, number: int) -> Tensor:
         """Return the tokens of a cache in CPU memory, copied once they are others: a copy waits for the GPU."""
@@ -114,9 +115,9 @@ class Prefixes:
         return self.ids[number][1]
 
     def _shared(self, held: Tensor, ids: Tensor, *, pictured: bool = False) -> int:
-        most = max(0, min(len(held), len(ids) - self.left))
+        most = max(0, min(len(held), len(ids) - self.left_to_decode))
         differs = ((held[:most] != ids[:most]) & ~(pictured & (held[:most] <= IMAGE_MARK))).nonzero()
         return int(differs[0]) if len(differs) else most
 
-    def _serves(self, cache: ShardedCache, same: int, held: int) -> bool:
-        return same == held if self.recurrent else bool(cache.restorable_length(same))
+    def _serves(self, cache: ShardedCache, common_tokens: int, held: int) -> bool:
+        return common_tokens == held if self.recurrent else bool(cache.restorable_length(common_tokens))

@@ -7,14 +7,13 @@ from types import MappingProxyType
 from typing import Any
 
 from attnmesh.serve.refused import Refused
-from attnmesh.serve.response_input import InputMessages
-from attnmesh.serve.schema import (
+from attnmesh.serve.request_fields import (
     CHAT,
     REQUIRED,
     SAMPLING,
-    Only,
-    Schema,
-    Served,
+    NeutralField,
+    RequestFields,
+    ServedField,
     is_list_of,
     is_name,
     is_response_format,
@@ -22,6 +21,7 @@ from attnmesh.serve.schema import (
     read_fields,
     wrong_value,
 )
+from attnmesh.serve.responses_input import InputMessages
 
 
 def is_input(value: Any) -> bool:
@@ -51,7 +51,7 @@ def is_named(value: Any) -> bool:
     return named and is_name(value["name"])
 
 
-FORMATS = 'type "text" or "json_object", or "json_schema" with a name and a schema'
+TEXT_FORMAT_EXPECTED = 'type "text" or "json_object", or "json_schema" with a name and a schema'
 """Types of the text of a response."""
 
 REFUSED = (
@@ -68,48 +68,50 @@ REFUSED = (
 )
 """Fields that are refused whatever their value."""
 
-RESPONSES: Schema = {
-    "input": Served(is_input, "text, or a list of items", REQUIRED, "messages, calls, their outputs, and reasoning"),
-    "instructions": Served(is_text, "text", None, "a message of role system before the input"),
+RESPONSES: RequestFields = {
+    "input": ServedField(
+        is_input, "text, or a list of items", REQUIRED, "messages, calls, their outputs, and reasoning"
+    ),
+    "instructions": ServedField(is_text, "text", None, "a message of role system before the input"),
     **{name: SAMPLING[name] for name in SAMPLING if name not in ("n", "stop", "stream_options", "logit_bias")},
     "max_output_tokens": CHAT["max_completion_tokens"],
-    "tools": Served(
+    "tools": ServedField(
         is_list_of(dict, 0),
         "a list of functions",
         None,
         "name, parameters and strict, by default false, beside type function",
     ),
-    "tool_choice": Served(
+    "tool_choice": ServedField(
         lambda value: value in ("auto", "none", "required") or is_named(value),
         '"auto", "none", "required", or {type: "function", name}',
         None,
         "as of chats",
     ),
     "parallel_tool_calls": CHAT["parallel_tool_calls"],
-    "text": Served(
+    "text": ServedField(
         is_text_format,
         "{format}",
         None,
         "text, json_object or json_schema with name and schema, which hold whether strict is set or not",
     ),
-    "reasoning": Served(is_reasoning, "{effort}", None, "where the chat template takes it"),
+    "reasoning": ServedField(is_reasoning, "{effort}", None, "where the chat template takes it"),
     "chat_template_kwargs": CHAT["chat_template_kwargs"],
-    "previous_response_id": Only(),
-    "store": Only((False,)),
-    "include": Only(([],)),
-    "truncation": Only(("disabled",)),
-    "top_logprobs": Only((0,)),
+    "previous_response_id": NeutralField(),
+    "store": NeutralField((False,)),
+    "include": NeutralField(([],)),
+    "truncation": NeutralField(("disabled",)),
+    "top_logprobs": NeutralField((0,)),
     "service_tier": CHAT["service_tier"],
     "metadata": CHAT["metadata"],
     "safety_identifier": CHAT["safety_identifier"],
     "prompt_cache_key": CHAT["prompt_cache_key"],
-    "stream_options": Served(
+    "stream_options": ServedField(
         is_stream_of_events,
         "{include_obfuscation: false}",
         None,
     ),
-    "background": Only((False,)),
-    **dict.fromkeys(REFUSED, Only()),
+    "background": NeutralField((False,)),
+    **dict.fromkeys(REFUSED, NeutralField()),
 }
 """Fields of /v1/responses."""
 
@@ -137,7 +139,8 @@ class ResponseRequest:
         """Return the fields of the chat that a body means, or raise."""
         fields = read_fields(body, RESPONSES, defaults)
         chat, names = chat_fields(fields)
-        self.fields, self.names = fields, names
+        self.fields = fields
+        self.names = names
         return read_fields(chat, CHAT)
 
     @contextmanager
@@ -188,7 +191,7 @@ def response_format(format: Any) -> Any:
     if isinstance(format, dict) and format.get("type") == "json_schema":
         made = {"type": "json_schema", "json_schema": {name: one for name, one in format.items() if name != "type"}}
     if made is not None and not is_response_format(made):
-        raise wrong_value("text.format", FORMATS, format)
+        raise wrong_value("text.format", TEXT_FORMAT_EXPECTED, format)
     return made
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from attnmesh.serve.answers import Answers, encoded
+from attnmesh.serve.completion_objects import CompletionObjects, encoded
 from attnmesh.serve.spelling import Spelling
 from attnmesh.serve.text import Piece, SentToken, Text
 from tests.support.fake_engine import byte_tokenizer, sentencepiece_tokenizer
@@ -12,7 +12,7 @@ from tests.support.fake_engine import byte_tokenizer, sentencepiece_tokenizer
 
 @pytest.mark.parametrize("is_chat", [True, False])
 def test_a_whole_choice_is_that_of_its_stream(is_chat: bool) -> None:
-    answers = Answers(Spelling(byte_tokenizer()), "m", is_chat, 1)
+    answers = CompletionObjects(Spelling(byte_tokenizer()), "m", is_chat, 1)
     tokens = [SentToken(id, -1.0, ((id, -1.0),)) for id in byte_tokenizer()("Hello")["input_ids"]]
     at_once = answers.choice(0, Piece("Hello", tuple(enumerate(tokens))), "stop")
     parts = [
@@ -59,7 +59,7 @@ def placed(*signs: str) -> list[SentToken]:
 def completed(tokens: list[SentToken], is_chat: bool = False, top: int = 3) -> dict[str, Any]:
     """Return the choice of an answer after "The capital is"."""
     spelling = Spelling(PIECES)
-    answers = Answers(spelling, "m", is_chat, top)
+    answers = CompletionObjects(spelling, "m", is_chat, top)
     text = Text(spelling, (), PIECES("The capital is")["input_ids"])
     found = [*map(text.add, tokens), text.end()]
     return answers.joined([answers.choice(0, piece, "stop") for piece in found])

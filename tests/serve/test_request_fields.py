@@ -9,8 +9,17 @@ from hypothesis import strategies as st
 
 from attnmesh.serve.chat import encode_chat, encode_text, template_message
 from attnmesh.serve.refused import Refused
-from attnmesh.serve.responses import RESPONSES
-from attnmesh.serve.schema import CHAT, COMPLETION, OF_MESSAGES, TOKENIZE, Only, Schema, read_fields, table
+from attnmesh.serve.request_fields import (
+    CHAT,
+    COMPLETION,
+    OF_MESSAGES,
+    TOKENIZE,
+    NeutralField,
+    RequestFields,
+    read_fields,
+    table,
+)
+from attnmesh.serve.responses_request import RESPONSES
 from tests.support.fake_engine import byte_tokenizer, sentencepiece_tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
@@ -52,9 +61,9 @@ def test_null_is_the_same_as_nothing(kind: str) -> None:
 @pytest.mark.parametrize("kind", SCHEMAS)
 @pytest.mark.parametrize("value", [7, 1.5, "x", True, False, [], ["x"], {}, {"x": 1}])
 def test_a_refused_field_is_neutral_or_named(kind: str, value: Any) -> None:
-    schema: Schema = SCHEMAS[kind]
+    schema: RequestFields = SCHEMAS[kind]
     for name, field in schema.items():
-        if isinstance(field, Only) and not any(type(value) is type(x) and value == x for x in field.neutral):
+        if isinstance(field, NeutralField) and not any(type(value) is type(x) and value == x for x in field.neutral):
             with pytest.raises(Refused, match=f"^{name}: expected null.* Leave it out") as raised:
                 read_fields(LEAST[kind] | {name: value}, schema)
             assert raised.value.body["error"]["param"] == name

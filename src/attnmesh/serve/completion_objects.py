@@ -19,15 +19,15 @@ RAW = "bytes:"
 
 
 @dataclass(frozen=True)
-class Answers:
-    """The objects that answer one request."""
+class CompletionObjects:
+    """Makes the objects that answer one request."""
 
     spelling: Spelling
     model: str
     is_chat: bool
     top: int | None
     """Alternatives of each token that are shown; None without log-probabilities."""
-    split: Callable[[], AnswerParts] | None = None
+    make_parts: Callable[[], AnswerParts] | None = None
     """Makes what takes the text of a choice apart; None for content alone."""
     parallel: bool = True
     """An answer may have several calls; else the first one ends it."""
@@ -120,8 +120,8 @@ def deltas_of(part: AnswerPart) -> Iterator[dict[str, Any]]:
         case ReasoningText(text):
             yield {"reasoning_content": text}
         case ToolCall(name, arguments, id, index):
-            begun = {"index": index, "id": id, "type": "function", "function": {"name": name, "arguments": ""}}
-            yield {"tool_calls": [begun]}
+            opened = {"index": index, "id": id, "type": "function", "function": {"name": name, "arguments": ""}}
+            yield {"tool_calls": [opened]}
             for first in range(0, len(arguments), ARGUMENTS):
                 piece = {"arguments": arguments[first : first + ARGUMENTS]}
                 yield {"tool_calls": [{"index": index, "function": piece}]}
@@ -173,7 +173,8 @@ async def encoded(value: Any, *, ascii: bool = False) -> bytes:
 
     Lines of events have no other signs than `ascii`: some clients end a line at signs of Unicode.
     """
-    whole, size = [], 0
+    whole = []
+    size = 0
     for part in json_parts(value, ascii):
         whole.append(part)
         size += len(part)

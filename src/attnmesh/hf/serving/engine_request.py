@@ -1,10 +1,10 @@
-"""A request of an engine: its sampling, and the stream of its tokens."""
+"""A request of an engine: its sampling, and its tokens as they come."""
 
 import queue
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from attnmesh.errors import ArgumentError, ModelError, require
+from attnmesh.errors import ArgumentError, ModelError
 from attnmesh.hf.serving.draws import draw_token, generator_after
 from attnmesh.hf.serving.grammar_masks import GrammarState, apply_mask
 from attnmesh.hf.serving.row_guesses import RowGuesses
@@ -38,7 +38,7 @@ class DrawnToken:
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingParams:
     """How tokens are drawn: as transformers' `generate` draws them after `torch.manual_seed(seed)`, on the CPU."""
 
     temperature: float = 0.0
@@ -66,14 +66,16 @@ class Sampling:
         for name, (least, most) in limits.items():
             value = getattr(self, name)
             kinds = (int,) if isinstance(least, int) else (int, float)
-            fits = isinstance(value, kinds) and not isinstance(value, bool) and least <= value <= most
-            require(fits, ArgumentError, f"submit {name}", f"{least} to {most}", repr(value), "pass such a number")
+            if not isinstance(value, kinds) or isinstance(value, bool) or not least <= value <= most:
+                fix = "pass such a number"
+                raise ArgumentError(f"submit {name}", f"{least} to {most}", repr(value), fix)
         biases = [value for _, value in self.logit_bias]
-        fits = all(type(value) in (int, float) and abs(value) <= MOST_BIAS for value in biases)
-        expected, fix = f"numbers from -{MOST_BIAS} to {MOST_BIAS}", "pass such numbers"
-        require(fits, ArgumentError, "submit logit_bias", expected, f"{biases!r:.40}", fix)
-        fits = type(self.seed) is int and 0 <= self.seed < 2**63
-        require(fits, ArgumentError, "submit seed", "an int from 0 to 2^63 - 1", repr(self.seed), "pass one, or None")
+        if not all(type(value) in (int, float) and abs(value) <= MOST_BIAS for value in biases):
+            expected = f"numbers from -{MOST_BIAS} to {MOST_BIAS}"
+            raise ArgumentError("submit logit_bias", expected, f"{biases!r:.40}", "pass such numbers")
+        if type(self.seed) is not int or not 0 <= self.seed < 2**63:
+            expected = "an int from 0 to 2^63 - 1"
+            raise ArgumentError("submit seed", expected, repr(self.seed), "pass one, or None")
 
     @property
     def greedy(self) -> bool:
@@ -98,9 +100,8 @@ class Sampling:
         `allowed` are the tokens that a grammar lets follow.
         """
         scores = logits.float().cpu()
-        given, fix = "NaN", "check the model's weights and dtype"
-        are_numbers = not (scores.sum().isnan() and scores.isnan().any())  # inf - inf is NaN, too
-        require(are_numbers, ModelError, "Engine", "logits that are numbers", given, fix)
+        if scores.sum().isnan() and scores.isnan().any():  # inf - inf is NaN, too
+            raise ModelError("Engine", "logits that are numbers", "NaN", "check the model's weights and dtype")
         penalized = self._penalized(scores[None], before, counts)
         if allowed is not None:  # last, so that no bias or penalty brings another token back
             penalized = apply_mask(penalized, allowed)
@@ -133,8 +134,17 @@ class Sampling:
         return draw_token(scores.softmax(-1)[0], generator)
 
 
+class Origin(NamedTuple):
+    """The cache that a prompt goes on from, the tokens that both have, and whether nothing else needs the cache."""
+
+    source: int | None = None
+    """Number of the cache; None for a new one."""
+    tokens: int = 0
+    moves: bool = False
+
+
 @dataclass(eq=False)
-class Stream:
+class EngineRequest:
     """A request, whose tokens are read as they come. Any thread may read them, and cancel.
 
     Fields are, in order: what was asked for, with the answer so far; the cache; how the request ends; the state of the
@@ -142,9 +152,9 @@ class Stream:
     """
 
     prompt: list[int]
-    sampling: Sampling
+    sampling: SamplingParams
     max_new_tokens: int
-    ends: frozenset[int]
+    all_stop_ids: frozenset[int]
     """Tokens that end the answer. They are not among its tokens."""
     images: dict[str, Any] | None = None
     """Inputs for images, as the model's processor returns them."""
@@ -154,9 +164,9 @@ class Stream:
     """Name of those who share prefixes."""
     number: int = -1
     """Number of the request's cache; -1 without one."""
-    forked: bool = False
+    is_forked: bool = False
     """The cache may share memory with a cache that is gone."""
-    filled: int = 0
+    computed_tokens: int = 0
     """Tokens that the cache has while the prompt is computed."""
     fork_points: set[int] = field(default_factory=set)
     """Counts of tokens after which other prompts part from this one. The cache is forked there."""
@@ -176,7 +186,7 @@ class Stream:
     """How often each token is in the answer; None before the first draw, and where no penalty needs the counts."""
     grammar: GrammarState | None = None
     """The place of the answer in its grammar."""
-    held: Tensor | None = None
+    held_logits: Tensor | None = None
     """Logits that wait for the grammar's mask, (tokens, vocabulary)."""
     guesses: RowGuesses = field(default_factory=RowGuesses)
     """Guesses of the next tokens."""
@@ -237,7 +247,7 @@ class Stream:
                 torch.tensor(self.answer, dtype=torch.int64, device="cpu"), minlength=len(logits)
             ).float()
         token = self.sampling.draw(logits, self.generator, self.before, self.counts, mask and mask.allowed)
-        if token.id in self.ends:
+        if token.id in self.all_stop_ids:
             return self.end("stop")
         self.answer.append(token.id)
         if self.grammar is not None:
@@ -250,7 +260,7 @@ class Stream:
         return len(self.answer) >= self.max_new_tokens and self.end("length")
 
     def end(self, reason: str | BaseException) -> bool:
-        """End the stream, with a reason or an error."""
+        """End the request, with a reason or an error."""
         if self.finish_reason is None:
             self.finish_reason = "error" if isinstance(reason, BaseException) else reason
             self.tokens.put(reason if isinstance(reason, BaseException) else None)

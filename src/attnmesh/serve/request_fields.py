@@ -1,6 +1,6 @@
 """The fields of requests: each is served, or accepted at a value that changes nothing, or refused with 400.
 
-`docs/serving.md` shows `table()` of both schemas.
+`docs/serving.md` shows `table()` of these fields.
 """
 
 import json
@@ -18,7 +18,7 @@ MAX_CHOICES, MAX_STOPS, MAX_STOP = 16, 4, 256
 MAX_BIASES = 1024
 """Tokens whose logits a request biases."""
 
-NEW = "1 to what the context leaves beside the prompt"
+NEW_TOKENS_EXPECTED = "1 to what the context leaves beside the prompt"
 """Limit of new tokens, which depends on the model and the prompt."""
 
 SALT = "requests of another salt share no prefix; not a field of OpenAI's"
@@ -32,7 +32,7 @@ SLICE = 1 << 20
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedField:
     """A field that the server acts on: `fits` tests a value; None or no value gives the default."""
 
     fits: Callable[[Any], bool]
@@ -59,7 +59,7 @@ class Served:
 
 
 @dataclass(frozen=True)
-class Only:
+class NeutralField:
     """A field that is refused, unless its value asks for nothing."""
 
     neutral: tuple[Any, ...] = ()
@@ -84,7 +84,7 @@ class Only:
 REQUIRED = object()
 """Default of a field that a request must have."""
 
-Schema = Mapping[str, Served | Only]
+RequestFields = Mapping[str, ServedField | NeutralField]
 
 
 def shown(value: Any) -> str:
@@ -208,10 +208,10 @@ def is_response_format(value: Any) -> bool:
     return known and texts and isinstance(inner.get("schema"), dict) and isinstance(inner.get("strict"), bool | None)
 
 
-FORMATS = 'type "text" or "json_object", or "json_schema" with json_schema of a name and a schema'
+FORMAT_EXPECTED = 'type "text" or "json_object", or "json_schema" with json_schema of a name and a schema'
 """Types of a response format."""
 
-CHOICES = '"auto", "none", "required", or {type: "function", function: {name}}'
+TOOL_CHOICE_EXPECTED = '"auto", "none", "required", or {type: "function", function: {name}}'
 """Words for a choice of tools."""
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
@@ -219,25 +219,25 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 NOT_OPENAI = "not a field of OpenAI's"
 
-SAMPLING: Schema = {
-    "model": Served(is_text, "the name that the server gives its model", REQUIRED),
-    "temperature": Served(is_number(0, 2), "0 to 2", 1.0, "0 is greedy"),
-    "top_p": Served(is_number(0, 1), "0 to 1", 1.0, "0 is greedy"),
-    "top_k": Served(whole_number_in(0, 1 << 31), "a whole number", 0, f"0 is all; {NOT_OPENAI}"),
-    "min_p": Served(is_number(0, 1), "0 to 1", 0.0, f"share of the likeliest token's probability; {NOT_OPENAI}"),
-    "repetition_penalty": Served(is_number(0.01, 100), "0.01 to 100", 1.0, f"1 is none; {NOT_OPENAI}"),
-    "seed": Served(
+SAMPLING: RequestFields = {
+    "model": ServedField(is_text, "the name that the server gives its model", REQUIRED),
+    "temperature": ServedField(is_number(0, 2), "0 to 2", 1.0, "0 is greedy"),
+    "top_p": ServedField(is_number(0, 1), "0 to 1", 1.0, "0 is greedy"),
+    "top_k": ServedField(whole_number_in(0, 1 << 31), "a whole number", 0, f"0 is all; {NOT_OPENAI}"),
+    "min_p": ServedField(is_number(0, 1), "0 to 1", 0.0, f"share of the likeliest token's probability; {NOT_OPENAI}"),
+    "repetition_penalty": ServedField(is_number(0.01, 100), "0.01 to 100", 1.0, f"1 is none; {NOT_OPENAI}"),
+    "seed": ServedField(
         whole_number_in(-(1 << 63), (1 << 63) - 1), "-2^63 to 2^63 - 1", None, "choice i draws by seed + i, modulo 2^63"
     ),
-    "n": Served(whole_number_in(1, MAX_CHOICES), f"1 to {MAX_CHOICES}", 1),
-    "stop": Served(is_stop, f"a string of 1 to {MAX_STOP} characters, or up to {MAX_STOPS} of them", None),
-    "stream": Served(is_flag, "true or false", False),
-    "stream_options": Served(is_stream_options, "{include_usage: true or false}", None, "with stream alone"),
-    "cache_salt": Served(is_name, "text of one character or more", None, SALT),
-    "user": Served(is_text, "text", None, "has no effect, by its definition"),
-    "frequency_penalty": Served(is_number(-2, 2), "-2 to 2", 0.0, "for each time that a token is in the answer"),
-    "presence_penalty": Served(is_number(-2, 2), "-2 to 2", 0.0, "for tokens of the answer"),
-    "logit_bias": Served(
+    "n": ServedField(whole_number_in(1, MAX_CHOICES), f"1 to {MAX_CHOICES}", 1),
+    "stop": ServedField(is_stop, f"a string of 1 to {MAX_STOP} characters, or up to {MAX_STOPS} of them", None),
+    "stream": ServedField(is_flag, "true or false", False),
+    "stream_options": ServedField(is_stream_options, "{include_usage: true or false}", None, "with stream alone"),
+    "cache_salt": ServedField(is_name, "text of one character or more", None, SALT),
+    "user": ServedField(is_text, "text", None, "has no effect, by its definition"),
+    "frequency_penalty": ServedField(is_number(-2, 2), "-2 to 2", 0.0, "for each time that a token is in the answer"),
+    "presence_penalty": ServedField(is_number(-2, 2), "-2 to 2", 0.0, "for tokens of the answer"),
+    "logit_bias": ServedField(
         is_bias,
         f"an object of up to {MAX_BIASES} token ids, each once, with numbers from -100 to 100",
         None,
@@ -259,88 +259,98 @@ REFUSED = (
 )
 """Fields of chat completions that are refused whatever their value."""
 
-CHAT: Schema = {
-    "messages": Served(
+CHAT: RequestFields = {
+    "messages": ServedField(
         is_list_of(dict),
         "a list of one message or more",
         REQUIRED,
         "content is text, or parts of type text and image_url",
     ),
     **SAMPLING,
-    "max_completion_tokens": Served(whole_number_in(1, 1 << 31), NEW, None, "by default 2048, or what is left"),
-    "max_tokens": Served(whole_number_in(1, 1 << 31), NEW, None, "an older name of max_completion_tokens"),
-    "logprobs": Served(is_flag, "true or false", False),
-    "top_logprobs": Served(whole_number_in(0, 20), "0 to 20", None, "with logprobs alone"),
-    "tools": Served(
+    "max_completion_tokens": ServedField(
+        whole_number_in(1, 1 << 31), NEW_TOKENS_EXPECTED, None, "by default 2048, or what is left"
+    ),
+    "max_tokens": ServedField(
+        whole_number_in(1, 1 << 31), NEW_TOKENS_EXPECTED, None, "an older name of max_completion_tokens"
+    ),
+    "logprobs": ServedField(is_flag, "true or false", False),
+    "top_logprobs": ServedField(whole_number_in(0, 20), "0 to 20", None, "with logprobs alone"),
+    "tools": ServedField(
         is_list_of(dict, 0), "a list of functions", None, "the chat template shows them; calls come as tool_calls"
     ),
-    "tool_choice": Served(is_tool_choice, CHOICES, None, "none leaves tools out; a grammar forces calls"),
-    "reasoning_effort": Served(
+    "tool_choice": ServedField(
+        is_tool_choice, TOOL_CHOICE_EXPECTED, None, "none leaves tools out; a grammar forces calls"
+    ),
+    "reasoning_effort": ServedField(
         lambda value: value in EFFORTS, " or ".join(EFFORTS), None, "where the chat template takes it"
     ),
-    "chat_template_kwargs": Served(
+    "chat_template_kwargs": ServedField(
         lambda value: isinstance(value, dict), "an object", None, f"values that the chat template takes; {NOT_OPENAI}"
     ),
-    "response_format": Served(is_response_format, FORMATS, None, "a grammar holds the content to it"),
-    "modalities": Only((["text"],)),
-    "parallel_tool_calls": Served(is_flag, "true or false", True, "with false the first call ends the answer"),
-    "service_tier": Only(("auto", "default")),
-    "store": Only((False,)),
-    "metadata": Only(({},)),
-    "safety_identifier": Served(is_text, "text", None, "has no effect, by its definition"),
-    "prompt_cache_key": Served(is_text, "text", None, "has no effect: prefixes are found by comparison"),
-    **dict.fromkeys(REFUSED, Only()),
+    "response_format": ServedField(is_response_format, FORMAT_EXPECTED, None, "a grammar holds the content to it"),
+    "modalities": NeutralField((["text"],)),
+    "parallel_tool_calls": ServedField(is_flag, "true or false", True, "with false the first call ends the answer"),
+    "service_tier": NeutralField(("auto", "default")),
+    "store": NeutralField((False,)),
+    "metadata": NeutralField(({},)),
+    "safety_identifier": ServedField(is_text, "text", None, "has no effect, by its definition"),
+    "prompt_cache_key": ServedField(is_text, "text", None, "has no effect: prefixes are found by comparison"),
+    **dict.fromkeys(REFUSED, NeutralField()),
 }
 """Fields of /v1/chat/completions."""
 
-COMPLETION: Schema = {
-    "prompt": Served(is_prompt, "text, or a list of token ids, or a list of one such prompt", REQUIRED),
+COMPLETION: RequestFields = {
+    "prompt": ServedField(is_prompt, "text, or a list of token ids, or a list of one such prompt", REQUIRED),
     **SAMPLING,
-    "max_tokens": Served(whole_number_in(1, 1 << 31), NEW, None, "by default 16, or what is left"),
-    "logprobs": Served(whole_number_in(0, 5), "0 to 5", None),
-    "best_of": Only((1,)),
-    "echo": Only((False,)),
-    "suffix": Only(("",)),
+    "max_tokens": ServedField(whole_number_in(1, 1 << 31), NEW_TOKENS_EXPECTED, None, "by default 16, or what is left"),
+    "logprobs": ServedField(whole_number_in(0, 5), "0 to 5", None),
+    "best_of": NeutralField((1,)),
+    "echo": NeutralField((False,)),
+    "suffix": NeutralField(("",)),
 }
 """Fields of /v1/completions."""
 
 
-NAMED = Served(is_text, "the name that the server gives its model", None)
+NAMED = ServedField(is_text, "the name that the server gives its model", None)
 
 OF_MESSAGES = ("tools", "tool_choice", "reasoning_effort", "chat_template_kwargs")
 """Fields of chats that say how messages become tokens."""
 
-TOKENIZE: Schema = {
+TOKENIZE: RequestFields = {
     "model": NAMED,
-    "prompt": Served(is_text, "text", None, "it or messages"),
-    "messages": Served(is_list_of(dict), "a list of one message or more", None, "in the model's chat template"),
-    "add_special_tokens": Served(is_flag, "true or false", True, "of a prompt; those of messages are the template's"),
-    "return_token_strs": Served(is_flag, "true or false", False),
-    "add_generation_prompt": Only((True,)),
-    "continue_final_message": Only((False,)),
+    "prompt": ServedField(is_text, "text", None, "it or messages"),
+    "messages": ServedField(is_list_of(dict), "a list of one message or more", None, "in the model's chat template"),
+    "add_special_tokens": ServedField(
+        is_flag, "true or false", True, "of a prompt; those of messages are the template's"
+    ),
+    "return_token_strs": ServedField(is_flag, "true or false", False),
+    "add_generation_prompt": NeutralField((True,)),
+    "continue_final_message": NeutralField((False,)),
     **{name: CHAT[name] for name in OF_MESSAGES},
 }
 """Fields of /tokenize."""
 
-DETOKENIZE: Schema = {
+DETOKENIZE: RequestFields = {
     "model": NAMED,
-    "tokens": Served(is_list_of(int, 0), "a list of token ids", REQUIRED),
+    "tokens": ServedField(is_list_of(int, 0), "a list of token ids", REQUIRED),
 }
 """Fields of /detokenize."""
 
 
-def read_fields(body: Any, schema: Schema, defaults: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
-    """Return the value of each field of a schema, or raise on a field that is unknown or refused.
+def read_fields(
+    body: Any, known_fields: RequestFields, defaults: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
+    """Return the value of each known field, or raise on a field that is unknown or refused.
 
     `defaults` are those of the model, for fields that the body leaves out.
     """
     if not isinstance(body, dict):
         raise Refused(400, f"body: expected a JSON object, given {shown(body)}")
     for name in body:
-        if name not in schema:
+        if name not in known_fields:
             raise Refused(400, f"body: unknown field {shown(name)}. Leave it out.", name[:SHOWN], "unknown_parameter")
     given = {**defaults, **{name: value for name, value in body.items() if value is not None}}
-    fields = {name: field.read(name, given.get(name)) for name, field in schema.items()}
+    fields = {name: field.read(name, given.get(name)) for name, field in known_fields.items()}
     _check_together(fields)
     return fields
 
@@ -360,7 +370,7 @@ def _check_together(fields: dict[str, Any]) -> None:
         raise Refused(400, "max_tokens: expected it or max_completion_tokens, given both", "max_tokens")
 
 
-def table(schema: Schema) -> str:
+def table(known_fields: RequestFields) -> str:
     """Return the rows of a table in Markdown."""
-    rows = [f"| `{name}` | {field.row} |" for name, field in schema.items()]
+    rows = [f"| `{name}` | {field.row} |" for name, field in known_fields.items()]
     return "\n".join(["| field | |", "|---|---|", *rows])

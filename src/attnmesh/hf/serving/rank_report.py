@@ -1,0 +1,33 @@
+"""What rank 0 needs to know of each rank in a step."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class RankReport(NamedTuple):
+    """The state of one rank after its last step."""
+
+    nbytes: int = 0
+    """Bytes of its caches."""
+    blocks_written: int = 0
+    """Blocks of prefixes that were written, or are other ranks' to write."""
+    write_error: int = 0
+    """Number of the system's error that ended writing; 0 for none."""
+    blocks_read: int = 0
+    """Blocks that were copied to the cache that is loaded."""
+    is_damaged: bool = False
+    """True if the next block could not be copied."""
+
+    def to_code(self) -> list[int]:
+        """Return the report as integers.
+
+        >>> RankReport.from_code(RankReport(7, is_damaged=True).to_code()).is_damaged
+        True
+        """
+        return [*map(int, self)]
+
+    @staticmethod
+    def from_code(code: Sequence[int]) -> "RankReport":
+        """Return the report that `to_code` wrote."""
+        nbytes, written, error, read, is_damaged = code
+        return RankReport(nbytes, written, error, read, bool(is_damaged))
