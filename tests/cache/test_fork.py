@@ -313,8 +313,8 @@ def test_a_padded_fork_that_finds_no_memory_to_truncate_is_as_it_was(monkeypatch
     for each in (forked, other):
         each.truncate(30)
         each.append(*numbers(2, 2, 2, 5, 8, seed=2))
-    one, two = (am.decode(numbers(2, 4, 2, 8, seed=3), each, reproducible=True) for each in (forked, other))
-    assert one.equal(two)
+    one, two = (am.decode(numbers(2, 4, 2, 8, seed=3), each) for each in (forked, other))
+    assert float((one - two).abs().max()) < FLOAT32
 
 
 def test_a_fork_that_finds_no_memory_for_another_batch_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
