@@ -141,7 +141,7 @@ def begin_messages(
 ) -> Callable[[], dict[int, Tensors]]:
     """Begin to send and receive one message per peer. `receives` are shaped like the tensors to receive.
 
-    `what` says in a `RankFailure` which operation it is.
+    `activity` names the operation in a `RankFailure`.
 
     Receives are posted first. Gloo announces a receive on the connection that carries this rank's own message; behind
     that message the announcement would wait, and the link would serve one direction at a time.

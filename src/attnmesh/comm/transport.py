@@ -40,7 +40,7 @@ from attnmesh.runtime.world import WORLD, cached_per_world, collective_once
 CPU = torch.device("cpu")
 
 MAX_FRAGMENTS = 16
-"""Fragments of a message at most: 4 MB, which 2,700 tokens of a small model take. By sockets it takes longer."""
+"""Fragments of a message at most: 4 MB, as long as 2,700 tokens of a small model. Sockets send it more slowly."""
 
 TRIAL_BATCHES = (1, 8)
 """Batches of 32 heads of 128, in float32, whose merges are timed before "auto" chooses one."""

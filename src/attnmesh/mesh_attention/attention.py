@@ -145,9 +145,8 @@ def _attend_without_mesh(arguments: AttentionArguments, checked: bool | None) ->
     spec = prepare_attention(Mesh.of(None), arguments, checked).spec
     prepared = PreparedLocal.of(q, k, v, spec.problem.mask, spec.scaling, options.kernel)
     out = prepared.attend(q, k, v, sinks).out
-    warn_if_transposed(
-        "attention", q, k.shape[2]
-    )  # before the call is known: where warnings are errors, each one raises
+    # Warn before the call is known: where warnings are errors, each one raises.
+    warn_if_transposed("attention", q, k.shape[2])
     PREPARED_LOCAL.keep(signature, prepared)
     return out
 
