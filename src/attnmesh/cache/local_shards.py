@@ -83,7 +83,7 @@ class LocalShards:
         return self.own.length if self.own.device.type != "cuda" or self.in_graphs else self.known_length
 
     def length_and_used(self, shard: CacheShard, new_count: int = 0) -> tuple[int, int] | None:
-        """Return the tokens of all ranks and those in the memory of a shard; None where the device alone knows them.
+        """Return the counts of tokens: on all ranks, and in a shard. None where the device alone knows them.
 
         A shard that forgets may have room for `new_count` new ones.
         """

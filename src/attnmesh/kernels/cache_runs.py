@@ -51,7 +51,7 @@ class SlotRun(NamedTuple):
 def runs_of(
     query: DecodeQuery, views: Sequence[CacheView], selected: Selection | None = None, *, in_place: bool = False
 ) -> list[SlotRun]:
-    """Return the runs of a cache of all sequences, or of one for each. A run `in_place` has all slots of a piece."""
+    """Return the runs of one cache of all sequences, or one of each. A run `in_place` has all slots of a piece."""
     runs = list[SlotRun]()
     q = query.q
     mask = query.mask
@@ -218,7 +218,7 @@ class CachedAttention:
         self.bound_kernels: dict[tuple[int, ...], BoundKernel | None] = {}
 
     def attend(self, query: DecodeQuery, views: Sequence[CacheView], selected: Selection | None = None) -> Partial:
-        """Return the partial of a cache of all sequences, or of one for each; in `query.into` if that is given."""
+        """Return the partial over one cache of all sequences, or one of each. It is in `query.into` if given."""
         if self.in_place_kernel is not None:
             total = self._attend_in_place(query, runs_of(query, views, in_place=True))
             if query.other_partial is None:
