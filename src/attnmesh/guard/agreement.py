@@ -264,7 +264,12 @@ class MergeAgreement:
     def compare_before_merge(self, description: MergeDescription) -> bool:
         """Compare a call where ranks ask, or its messages need it. Return False if this rank asked and not all did.
 
-        On a CPU nothing is sent here, but for a merge by a collective.
+        On a CPU nothing is sent here, but for a merge by a collective. On a GPU, with `checked=None`:
+
+            the call is      this rank              others                 returns
+            known here       sends nothing          by the rows below      True
+            new to all       asks, then compares    ask, then compare      True, or all raise
+            new to some      asks                   merge, and get NaN     False: this rank has NaN too
         """
         # A CPU that reads the checksum compares each call.
         on_device = self.checksum_stays_on_device

@@ -248,7 +248,21 @@ def _backward_heads(gathered: GatheredGroup, task: Task, pending: "PendingReturn
 
 
 class PendingReturns:
-    """Results on their way to their owners: each goes on by one exchange when further results set out."""
+    """Results on their way to their owners: each goes on by one exchange when further results set out.
+
+    >>> def results(name):                                                 # by two exchanges, as with two axes
+    ...     for number in (1, 2):
+    ...         print(name, number)
+    ...         yield
+    >>> pending = PendingReturns()
+    >>> pending.add(results("a"))
+    a 1
+    >>> pending.add(results("b"))
+    a 2
+    b 1
+    >>> pending.finish()
+    b 2
+    """
 
     def __init__(self) -> None:
         self.under_way: list[Iterator[None]] = []
