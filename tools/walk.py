@@ -8,6 +8,7 @@ file is a frame in another file than the one before. Lines are counted as they r
 What a rank does while it waits for another, and to move messages that wait, is not counted.
 """
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -103,10 +104,13 @@ class Stop:
     sentence: str
 
     def line(self, width: int = 138) -> str:
-        """Return the line of a drawing, with as much of the sentence as fits."""
+        """Return the line of a drawing, with all of the sentence, or as many of its clauses as fit."""
         start = f"{self.file:<35} {'  ' * self.depth}{self.name}"
         line = f"{start:<76} {self.sentence}"
-        return line if len(line) <= width else f"{line[: width - 4].rsplit(' ', 1)[0].rstrip(',;:')} ..."
+        if len(line) <= width:
+            return line
+        clauses = [line[: end.start()] for end in re.finditer("[,;:] ", line) if end.start() <= width]
+        return clauses[-1] if clauses else f"{line[: width - 4].rsplit(' ', 1)[0]} ..."
 
 
 def walk(call: Callable[[], object]) -> Walk:

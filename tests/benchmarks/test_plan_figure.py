@@ -57,9 +57,8 @@ def test_a_name_is_drawn_as_text_and_not_as_a_formula(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     named = replace(CLUSTER, name=r"$\frac$")
     draw_plan(SMALL, named, best_by_scheme(SMALL, named), {}, {}).savefig(tmp_path / "plan.svg")
-    assert (
-        r"$\frac$" in (tmp_path / "plan.svg").read_text()
-    )  # matplotlib writes the text of each label beside its shapes
+    written = (tmp_path / "plan.svg").read_text()
+    assert r"$\frac$" in written  # matplotlib writes the text of each label beside its shapes
 
 
 def test_without_matplotlib_the_plot_says_what_it_needs(

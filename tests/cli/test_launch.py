@@ -128,9 +128,8 @@ def test_a_deadline_ends_all() -> None:
 )
 def test_ranks_leave_with_the_one_that_started_them(end: signal.Signals, tmp_path: Path) -> None:
     work = "from attnmesh.cli.launch import run_on_ranks; from tests.cli.test_launch import hang; run_on_ranks(2, hang)"
-    reset = (
-        f"import signal; signal.signal({end:d}, signal.SIG_DFL)\n" if end == signal.SIGHUP else ""
-    )  # also under nohup
+    # Under nohup the hangup is ignored.
+    reset = f"import signal; signal.signal({end:d}, signal.SIG_DFL)\n" if end == signal.SIGHUP else ""
     code = f"{reset}if __name__ == '__main__': {work}"
     silent: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     environment = {**os.environ, "TMPDIR": str(tmp_path)}

@@ -86,9 +86,8 @@ def test_merge_is_differentiable(a: Partial, b: Partial) -> None:
         weight = torch.exp(part.lse - merged.lse.masked_fill(merged.lse == -torch.inf, 0.0))
         dout_merged = merged.out.cos()
         torch.testing.assert_close(dout, weight.unsqueeze(-1) * dout_merged)
-        torch.testing.assert_close(
-            dlse, weight * (1 + ((part.out - merged.out) * dout_merged).sum(-1)), rtol=1e-6, atol=1e-8
-        )  # a weight is e^(lse - lse), of lse to 10,000
+        expected_dlse = weight * (1 + ((part.out - merged.out) * dout_merged).sum(-1))
+        torch.testing.assert_close(dlse, expected_dlse, rtol=1e-6, atol=1e-8)  # of e^(lse - lse), of lse to 10,000
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

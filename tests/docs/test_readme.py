@@ -1,6 +1,5 @@
 """The blocks of README on ranks. The suite also runs the one with prompts in one process, as it stands."""
 
-import doctest
 import os
 import subprocess
 import venv
@@ -10,7 +9,6 @@ import pytest
 
 from tests.support import families
 from tests.support.fake_engine import byte_tokenizer
-from tests.support.pool import Pool, on_each_rank
 from tests.support.scripts import run_script
 
 README = Path(__file__).parents[2] / "README.md"
@@ -22,19 +20,18 @@ def block_with(start: str, words: str) -> str:
     return next(block for block in blocks if words in block)
 
 
-@on_each_rank
-def lines_on_a_mesh() -> list[str]:
-    """On a rank: run the lines, and return what failed."""
-    failed: list[str] = []
-    text = README.read_text().replace("mesh, layout = None,", "mesh, layout = am.init_mesh((1, 2, 2)),")
-    assert "am.init_mesh((1, 2, 2))," in text
-    test = doctest.DocTestParser().get_doctest(text, {}, "README.md", None, None)
-    doctest.DocTestRunner(verbose=False).run(test, out=failed.append)
-    return failed
+def test_the_call_on_ranks_is_a_script_that_runs(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(block_with("```python\n", "am.init_mesh((1, 2, 2))"))
+    done = run_script(script, ranks=4)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout == "torch.Size([1, 8, 75, 64])\n" * 4
 
 
-def test_the_lines_of_the_readme_run_on_ranks(pool: Pool) -> None:
-    assert pool.run(4, lines_on_a_mesh) == [[]] * 4
+def test_the_first_screen_shows_a_call_its_ranks_and_when_to_use_it() -> None:
+    screen = "\n".join(README.read_text().splitlines()[:60])
+    headings = [line for line in screen.splitlines() if line.startswith("## ")]
+    assert headings[:4] == ["## Install", "## One call", "## The same on ranks", "## When to use it"]
 
 
 def test_the_block_of_a_model_is_a_script_that_runs(tmp_path: Path) -> None:

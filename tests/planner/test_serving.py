@@ -65,9 +65,8 @@ def test_the_first_token_takes_products_attention_and_all_reduces() -> None:
     matrices = layers * (2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672)
     pairs = layers * 4 * 128 * 64 * length * (length + 1) / 2
     one = serving_plans(model_size(LLAMA_70B, length=length, phase="decode"), am.Cluster.preset("dgx-h200", 1, 1))[0]
-    assert one.first_token_seconds == pytest.approx(
-        (2 * matrices * length + pairs) / rate, rel=0.02
-    )  # and a start of each kernel
+    products = (2 * matrices * length + pairs) / rate
+    assert one.first_token_seconds == pytest.approx(products, rel=0.02)  # and a start of each kernel
     found = ways(length)
     sent = {tp: 2 * layers * 2 * (tp - 1) / 16 * length * 8192 * 2 / rate for tp, rate in ((8, 360e9), (16, 360e9))}
     for tp, bytes_alone in sent.items():

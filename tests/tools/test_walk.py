@@ -57,31 +57,36 @@ def test_calls_on_two_ranks_walk_through_few_frames(world: Pool) -> None:
 def test_the_page_of_the_code_draws_the_walks(world: Pool) -> None:
     drawn = PAGE.read_text().split(FIRST)[1].split(LAST)[0]
     assert world.run(2, drawings)[0] == drawn, "write it anew: python -m tools.walk --draw"
+    assert " ..." not in drawn, "begin the docstring of the function with a sentence of 60 characters"
 
 
-def _callers() -> dict[str, set[str]]:
-    """Return the functions of the first call of `attention`, each with those that it is called within."""
-    call, found = ON_TWO["attention, 2 ranks, keys"](), dict[str, set[str]]()
+def _callers(name: str) -> dict[str, set[str]]:
+    """Return the functions of a first call, each with those that it is called within."""
+    call, found = ON_TWO[name](), dict[str, set[str]]()
 
-    def name(frame: FrameType) -> str:
+    def name_of(frame: FrameType) -> str:
         file = Path(frame.f_code.co_filename)
         return f"{file.relative_to(PACKAGE)} {frame.f_code.co_qualname}" if file.is_relative_to(PACKAGE) else ""
 
     def on_frame(frame: FrameType, event: str, _: Any) -> None:
-        above = frame if event == "call" and name(frame) else None
+        above = frame if event == "call" and name_of(frame) else None
         while above is not None:
-            found.setdefault(name(frame), set()).add(name(above))
+            found.setdefault(name_of(frame), set()).add(name_of(above))
             above = above.f_back
 
     call_watched(call, on_frame)
     return found
 
 
-def test_the_page_of_the_code_draws_the_first_call() -> None:
-    drawn = PAGE.read_text().split("## A first call")[1].split("```\n")[1]
+@pytest.mark.parametrize(
+    ("heading", "name"),
+    [("## A first call", "attention, 2 ranks, keys"), ("### A first step", "decode, 2 ranks")],
+)
+def test_the_page_of_the_code_draws_first_calls(heading: str, name: str) -> None:
+    drawn = PAGE.read_text().split(f"{heading}\n")[1].split("```\n")[1]
     fresh, path = Pool(), list[tuple[int, str]]()
     try:
-        found, _ = fresh.run(2, _callers)
+        found, _ = fresh.run(2, _callers, name)
     finally:
         fresh.close()
     assert drawn.count("\n") == 16

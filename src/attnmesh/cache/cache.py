@@ -210,7 +210,7 @@ class KVCache(PagedCache, SavedCache):
         return other
 
     def append(self, k: Tensor, v: Tensor | None = None, *, token_mask: Tensor | None = None) -> None:
-        """Add new tokens, the same on every rank; each rank keeps its share.
+        """Add new tokens, equal on all ranks. Each rank keeps its share.
 
         Ranks compare the first append of a cache, on GPUs the first call on it, and each with `checked=True`: there all
         ranks raise. Other appends raise on the rank at fault alone.

@@ -128,7 +128,7 @@ class CacheShard:
 
     @property
     def view(self) -> CacheView:
-        """View of this shard for kernels, made anew once the memory is another."""
+        """View of this shard for kernels. It is made anew once the memory is another."""
         stored, earlier_pieces, view = self._viewed
         fits = stored is self.stored and earlier_pieces is self.earlier_pieces
         if view is None or not fits or view.token_index is not self.token_index or view.padding is not self.padding:
@@ -367,7 +367,7 @@ class CacheShard:
         return rows_of_slots(slots, self.sizes.block)
 
     def append_run(self, new: Tensors, new_count: int, length: int, used: int) -> bool:
-        """Add new tokens that fit, in one copy of each tensor for those that one rank owns; else return False.
+        """Add new tokens that fit, or return False. Those that one rank owns take one copy of each tensor.
 
         `length` and `used` are the tokens so far, on all ranks and on this one. Of each `period` tokens `width` are of
         this rank. New tokens lie in one of four ways, counted from its first one:
@@ -418,7 +418,7 @@ class CacheShard:
         self.device_counts[LENGTH].add_(new_count)
 
     def _write_run(self, new: Sequence[Tensor], new_count: int, length: int, used: int) -> None:
-        """Write new tokens with this rank's heads after those in the shard."""
+        """Write new tokens after those in the shard. They have this rank's heads."""
         if self.device.type == "cuda" or not append(self.stored, new, self.token_index, self.device_counts):
             for x, tensor in zip(self.stored, new, strict=True):
                 x[:, :, used : used + new_count] = tensor

@@ -83,7 +83,7 @@ class LocalShards:
         return self.own.length if self.own.device.type != "cuda" or self.in_graphs else self.known_length
 
     def length_and_used(self, shard: CacheShard) -> tuple[int, int] | None:
-        """Return the tokens of all ranks and those in the memory of a shard; None where the device alone knows them."""
+        """Return the counts of tokens: on all ranks, and in a shard. None where the device alone knows them."""
         if torch.compiler.is_compiling():
             return None
         if shard.device.type != "cuda":

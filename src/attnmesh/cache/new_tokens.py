@@ -77,7 +77,7 @@ class NewTokens(NamedTuple):
 
 
 def append_known(signatures: Memo[bool], k: Tensor, v: Tensor | None, shards: LocalShards) -> bool:
-    """Append tokens of a known signature, if they fit and one rank owns them. Return False for others."""
+    """Append tokens of a known signature, or return False. They have to fit, and one rank owns them."""
     shard = shards.own
     if not signatures or append_signature(k, v, shard) not in signatures:
         return False
@@ -99,7 +99,7 @@ def append_known(signatures: Memo[bool], k: Tensor, v: Tensor | None, shards: Lo
 
 
 def append_signature(k: Tensor, v: Tensor | None, shard: CacheShard) -> tuple[Any, ...] | None:
-    """Return all that the checks of new tokens depend on; None where PyTorch has to know of them."""
+    """Return all that the checks of new tokens depend on. None is for tokens that PyTorch has to know of."""
     if not are_plain(*tensors_to_store(k, v), on_gpu=shard.device.type == "cuda"):
         return None
     return (k.shape, k.dtype, shard.sizes) if v is None else (k.shape, v.shape, k.dtype, v.dtype, shard.sizes)

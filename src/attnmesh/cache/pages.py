@@ -139,7 +139,14 @@ def _pages(piece: FrozenPiece, shard: CacheShard) -> Pages:
 
 
 def _append(shards: LocalShards, pools: tuple[Tensor, ...], table: Tensor) -> None:
-    """Share all blocks but the last of each sequence, and copy the last ones to the shard."""
+    """Share all blocks but the last of each sequence, and copy the last ones to the shard.
+
+    Blocks of 2 tokens on two ranks, where a table has three blocks:
+
+        tokens of rank 0     0 1  4 5 |  8  9
+        tokens of rank 1     2 3  6 7 | 10 11
+                             shared   | copied
+    """
     shard, size, ranks = shards.own, shards.own.sizes.block, shards.axis.size
     count = table.shape[1]
     slots = torch.arange(count * size, device=shard.device)

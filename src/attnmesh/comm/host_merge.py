@@ -43,7 +43,7 @@ class HostMerge:
         self.rounds = merge_rounds(axis, reproducible=False)[axis.index] if merge.pattern is Pattern.ROUNDS else None
 
     def blank_message(self) -> BlankMessage:
-        """Return memory for a message, whose checksum is written by `run`.
+        """Return memory for a message. `run` writes its checksum.
 
         It has the checksum, the lse of each row, and the rows of out, as in a `MessageForm`.
 

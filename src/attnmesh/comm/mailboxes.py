@@ -45,12 +45,20 @@ MAX_MEMBERS = max(
 )
 """Ranks of a host at most, 15. More of them use sockets."""
 
-SIZE_WORD, RECEIVED_WORD = 2, 8
-"""Words of a box after the first, which counts messages sent: the bytes of the last one, and messages received."""
+SIZE_WORD = 2
+"""Word of a box that holds the bytes of its last message. Word 0 counts the messages that were sent."""
 
-LEFT_WORD, AGREEMENTS_WORD, AWAITED_WORD = 2, 8, 9
-"""Words of a board: 1 if its rank has lost another and left; the comparisons of calls that it has begun; and the
-counter that it waits for, with the count times `WORDS`."""
+RECEIVED_WORD = 8
+"""Word of a box that counts the messages that were received."""
+
+LEFT_WORD = 2
+"""Word of a rank's board that is 1 once the rank has lost another one and left."""
+
+AGREEMENTS_WORD = 8
+"""Word of a rank's board that counts the comparisons of calls which the rank has begun."""
+
+AWAITED_WORD = 9
+"""Word of a rank's board that names the counter for which the rank waits: `expected count * WORDS + counter`."""
 
 WORDS = MAX_MEMORY // 8
 """Words of the mailboxes of a host at most."""

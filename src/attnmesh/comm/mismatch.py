@@ -45,7 +45,7 @@ class CallsDifferError(Exception):
 def call_checksum(
     tensors: Sequence[Tensor], call_hash: int, device_counts: Tensor, like: Tensor, into: Tensor | None
 ) -> Tensor:
-    """Return the checksum of a call on a cache, whose `device_counts` begin with its length, and of bits of tensors."""
+    """Return the checksum of a call and of bits of tensors. `device_counts` of its cache begin with the length."""
     fits = len(tensors) <= 2 and sum(x.numel() for x in tensors) <= SUM_ELEMENTS  # one program is faster than PyTorch
     if fits and use_triton(like):
         return launch_checksum(tensors, call_hash, device_counts, MODULUS, like.new_empty(2) if into is None else into)

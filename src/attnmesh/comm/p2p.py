@@ -60,7 +60,7 @@ def _joined(pieces: tuple[Tensor, ...]) -> Tensor:
 def begin_return(
     tensors: Tensors, step: GatherStep, axis: Axis, *, one_at_a_time: bool = False
 ) -> Callable[[], list[tuple[Tensor, Tensors]]]:
-    """Begin to send results back to the ranks that own their tokens.
+    """Begin to send results back to the owners of their tokens.
 
     The result lists, for each rank that computed some, this rank's tokens and the results for them.
     """
@@ -113,12 +113,12 @@ def begin_all_to_all(
 
 
 def is_run(tokens: Tensor) -> bool:
-    """Return whether ascending indices are consecutive, and at least one: `taken` then returns views."""
+    """Return whether ascending indices are one or more in a row. `taken` then returns views."""
     return len(tokens) > 0 and int(tokens[-1]) - int(tokens[0]) == len(tokens) - 1
 
 
 def taken(tensors: Tensors, tokens: Tensor, *, ascending: bool = True) -> Tensors:
-    """Return the tokens at some indices: views where these are `ascending` and consecutive."""
+    """Return the tokens at some indices. They are views if the indices are `ascending` and consecutive."""
     parts = []
     if ascending and is_run(tokens):
         first, count = int(tokens[0]), len(tokens)
@@ -141,7 +141,7 @@ def begin_messages(
 ) -> Callable[[], dict[int, Tensors]]:
     """Begin to send and receive one message per peer. `receives` are shaped like the tensors to receive.
 
-    `what` says in a `RankFailure` which operation it is.
+    `activity` names the operation in a `RankFailure`.
 
     Receives are posted first. Gloo announces a receive on the connection that carries this rank's own message; behind
     that message the announcement would wait, and the link would serve one direction at a time.

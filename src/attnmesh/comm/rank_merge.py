@@ -29,7 +29,7 @@ def merge_ranks(
     reproducible: bool = False,
     message: Tensor | None = None,
 ) -> tuple[Partial, Tensor]:
-    """Return the merge of the partials of all ranks, and the maximum of their checksums. `out` is NaN if these differ.
+    """Return all ranks' partials merged, and their top checksum. `out` is NaN if the checksums differ.
 
     Args:
         partial: Attention over this rank's keys.

@@ -40,7 +40,7 @@ from attnmesh.runtime.world import WORLD, cached_per_world, collective_once
 CPU = torch.device("cpu")
 
 MAX_FRAGMENTS = 16
-"""Fragments of a message at most: 4 MB, which 2,700 tokens of a small model take. By sockets it takes longer."""
+"""Fragments of a message at most: 4 MB, as long as 2,700 tokens of a small model. Sockets send it more slowly."""
 
 TRIAL_BATCHES = (1, 8)
 """Batches of 32 heads of 128, in float32, whose merges are timed before "auto" chooses one."""
@@ -200,7 +200,7 @@ class HostTransport(Transport):
         self.holds_all_ranks = len(mailboxes.members) == axis.size
 
     def serves(self, peer: int, size: int, fragments: int = 1) -> bool:
-        """Return whether a message of that size, to or from a rank, goes through the mailboxes in so many fragments."""
+        """Return whether mailboxes take a message to or from a rank. It has so many fragments at most."""
         return size <= fragments * MESSAGE_BYTES and peer in self.mailboxes.members
 
     def post(self, posts: Sequence[P2PMessage], activity: str, *, is_fixed_size: bool = False) -> list[Wait]:
@@ -253,7 +253,7 @@ class HostTransport(Transport):
         return super().tree(message, form, reproducible, done)
 
     def merges_all_heads(self, form: MessageForm) -> bool:
-        """Return whether all ranks share the host, and the native library merges such messages."""
+        """Return whether all ranks share the host and merge natively. The native library has to take such messages."""
         return self.holds_all_ranks and form.is_native
 
     def sends_in_turn(self, peer: int, message: Tensor) -> bool:
@@ -261,7 +261,7 @@ class HostTransport(Transport):
         return not self.serves(peer, message.nbytes, MAX_FRAGMENTS)
 
     def receive_bytes(self, peer: int, message: Tensor) -> int:
-        """Return the message's own length in a mailbox, which has room for every message that it takes."""
+        """Return the message's own length. A mailbox has room for every message that it takes."""
         return len(message) if self.serves(peer, message.nbytes) else super().receive_bytes(peer, message)
 
 
@@ -385,7 +385,7 @@ def flat_axis(device_mesh: DeviceMesh | None, names: Sequence[str]) -> Axis:
 
 
 def all_gather_ints(numbers: Sequence[int], mesh: Mesh) -> list[list[int]]:
-    """Return the int64 values of all ranks of a mesh by shard: sooner inside a host than by `dist_all_gather_ints`.
+    """Return the int64 values of all ranks of a mesh by shard. Inside a host `dist_all_gather_ints` takes longer.
 
     All ranks make the first call at once.
     """
@@ -411,7 +411,7 @@ def _transports(mesh: Mesh) -> list[Transport]:
 
 
 def announce_comparison(mesh: Mesh) -> None:
-    """Let ranks of the mesh that wait for a message of another call know that this one begins to compare its own."""
+    """Tell the mesh that this rank begins to compare its call. Ranks that wait for another call's message learn it."""
     for mailboxes in _mailboxes_of(mesh, len(WORLD.mailboxes)):
         mailboxes.announce_comparison()
 

@@ -75,7 +75,11 @@ def pack_documents(lengths: tuple[int, ...], heads: int, rows: int, columns: int
 
 
 def _cut(runs: Iterable[TokenRun], sizes: Iterable[int]) -> list[tuple[TokenRun, ...]]:
-    """Return runs cut into parts of these numbers of tokens. Runs that touch become one."""
+    """Return runs cut into parts of these numbers of tokens. Runs that touch become one.
+
+    >>> _cut([(0, 4), (6, 9)], [3, 4])
+    [((0, 3),), ((3, 4), (6, 9))]
+    """
     next_runs = iter(runs)
     parts = []
     start = stop = 0
@@ -197,7 +201,13 @@ class Grid:
         return tokens <= self.room[cell] and self.pairs[cell] + pairs <= CELL_LIMIT * self.mean
 
     def _spread(self, start: int, length: int, cells: Sequence[int], columns: int) -> None:
-        """Give each cell of a block an early and a late chunk of a document."""
+        """Give each cell of a block an early and a late chunk of a document.
+
+        >>> grid = Grid(1, 2, [4, 4])
+        >>> grid._spread(0, 8, [0, 1], 2)
+        >>> grid.runs
+        [[(0, 2), (6, 8)], [(2, 4), (4, 6)]]
+        """
         shares = self._shares(length, cells)
         chunks = [share // 2 for share in shares] + [share - share // 2 for share in reversed(shares)]
         runs = list(pairwise(accumulate(chunks, initial=start)))
@@ -227,5 +237,9 @@ class Grid:
 
 
 def _block_sides(most: int) -> list[int]:
-    """Return how many rows, or columns, a block can have: 1, 2, 3, 4, 6, 8, 12 and so on, and all."""
+    """Return how many rows, or columns, a block can have: 1, 2, 3, 4, 6, 8, 12 and so on, and all.
+
+    >>> _block_sides(10)
+    [1, 2, 3, 4, 6, 8, 10]
+    """
     return [n for n in range(1, most + 1) if n == most or (n // 3 if n % 3 == 0 else n).bit_count() == 1]

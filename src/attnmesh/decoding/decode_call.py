@@ -45,7 +45,7 @@ def decode(
     distance_bias: Tensor | None = None,
     **unsupported: Never,
 ) -> Tensor:
-    """Return attention of the cache's last tokens over all tokens of the cache, the same bits on every rank.
+    """Return attention of the last tokens over the whole cache. Its bits are the same on every rank.
 
     Args:
         q: Queries of the last tokens, (batch, heads, length, dim), equal on every rank.

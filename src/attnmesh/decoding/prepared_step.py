@@ -64,7 +64,7 @@ class PreparedStep:
         raise NotImplementedError
 
     def compute(self, inputs: StepInputs, views: Sequence[CacheView] | None = None) -> tuple[Tensor, Verdict]:
-        """Return this rank's output, NaN if the ranks' calls differ, and what `merge` has found of them.
+        """Return the output, and what `merge` has found of the calls. The output is NaN if the ranks' calls differ.
 
         `views` are given in a graph, which has no caches. The CPU reads nothing of a device.
         """
@@ -140,7 +140,7 @@ class HostMergedStep(PreparedStep):
         return out
 
     def merge(self, partial: Partial, blank: BlankMessage, compared: Compared) -> tuple[Partial, bool]:
-        """Return the partial of all ranks, which is merged in its message, and whether their calls are equal."""
+        """Return all ranks' partial, and whether their calls are equal. It is merged in its message."""
         tensors, call_hash, device_counts = compared
         assert blank.message is not None
         merge = profiled_as(MERGE, self.host_merge.run) if is_profiled() else self.host_merge.run
@@ -157,7 +157,7 @@ class AgreedStep(PreparedStep):
     stays_on_device: bool  # True where the CPU waits for nothing of a device
 
     def run(self, inputs: StepInputs, checked: bool | None) -> Tensor:
-        """Return the output, or raise; NaN if this rank asked the others about a new call and not all ranks did."""
+        """Return the output, or raise. NaN if this rank asked the others about a new call and not all ranks did."""
         q, step = inputs.q, self.step
         fields, ask = functools.partial(compared_fields, inputs, step), None
         if self.stays_on_device:
@@ -173,7 +173,7 @@ class AgreedStep(PreparedStep):
         return out
 
     def merge(self, partial: Partial, blank: BlankMessage, compared: Compared) -> tuple[Partial, Tensor]:
-        """Return the partial of all ranks, and the checksum of their calls. Its sum is 0 if these are equal."""
+        """Return all ranks' partial, and the checksum of their calls. Its sum is 0 if these are equal."""
         step = self.step
         checksum = call_checksum(*compared, partial.lse, blank.checksum)
         along = step.token_axis, step.merge, step.output
@@ -183,7 +183,7 @@ class AgreedStep(PreparedStep):
 def find_step(
     inputs: StepInputs, options: tuple[Any, ...], checked: object, prepared: Memo[PreparedStep]
 ) -> tuple[tuple[Any, ...] | None, PreparedStep | None]:
-    """Return the signature of a call, all that its checks depend on but for its caches, and its step if it is prepared.
+    """Return the signature of a call, and its step if prepared. All checks depend on the signature and the caches.
 
     `prepared` is the memo that keeps prepared steps. The signature is None for calls that are checked each time.
     """

@@ -19,7 +19,7 @@ from attnmesh.mesh.merges import is_collective
 
 
 def agreement_on(caches: Sequence[KVCache], options: StepOptions | CheckedStep, checked: bool | None) -> MergeAgreement:
-    """Return the agreement on a step, of which there may be no more yet than options that nothing has checked."""
+    """Return the agreement on a step. `options` may be unchecked."""
     first = caches[0]
     name = "decode" if len(caches) == 1 else "decode_rows"
     poison = functools.partial(_send_poison, first, options)

@@ -123,7 +123,7 @@ class StepInputs(NamedTuple):
         return StepInputs(q[:, heads], caches, own_sinks, key_lengths, own_selected, other_partial)
 
     def compared(self, facts: tuple[Any, ...], views: Sequence[CacheView]) -> Compared:
-        """Return what ranks compare of a call, by a hash of its facts and of what changes between calls of them."""
+        """Return what ranks compare of a call. A hash is of its facts, and of what changes between calls of them."""
         q, caches, sinks, key_lengths, selected, _ = self
         tensors, values = [q] if sinks is None else [q, sinks], list[int]()
         for cache in caches:

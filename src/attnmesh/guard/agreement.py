@@ -53,12 +53,12 @@ RAISED_ON_ALL_RANKS = "raised_on_all_ranks"
 
 
 def may_compare(device: torch.device) -> bool:
-    """Return whether ranks may compare calls now: not while a graph is compiled or captured."""
+    """Return False while a graph is compiled or captured. Ranks cannot compare calls then."""
     return not (torch.compiler.is_compiling() or is_capturing(device))
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Return whether a CUDA graph is being captured, which the CPU must not wait for."""
+    """Return whether a CUDA graph is being captured. The CPU must not wait then."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -100,7 +100,7 @@ class Agreement:
             self.raise_on_all(error)
 
     def compare(self, fields: Fields | None = None, payload: Sequence[int] = ()) -> list[list[int]]:
-        """Return the payloads of all ranks by shard, if all make this call; else raise the same error on all.
+        """Return the payloads of all ranks by shard, or raise on all. It raises if their calls differ.
 
         Args:
             fields: What must be equal; that which the agreement was made with unless it is given.
@@ -144,7 +144,7 @@ class Agreement:
         raise MeshError(self.name, "the same checksum on every rank", given, fix)
 
     def _compare_texts(self, text: str, payload: Sequence[int] = (), error: Exception | None = None) -> list[list[int]]:
-        """Return the payloads of all ranks by shard, if all say this text; else raise the same error on all."""
+        """Return all ranks' payloads if all say this text, or raise. All raise the same error."""
         assert len(payload) <= AGREEMENT_PAYLOAD
         self.is_over = True
         announce_comparison(self.mesh)
@@ -264,7 +264,12 @@ class MergeAgreement:
     def compare_before_merge(self, description: MergeDescription) -> bool:
         """Compare a call where ranks ask, or its messages need it. Return False if this rank asked and not all did.
 
-        On a CPU nothing is sent here, but for a merge by a collective.
+        On a CPU nothing is sent here, but for a merge by a collective. On a GPU, with `checked=None`:
+
+            the call is      this rank              others                 returns
+            known here       sends nothing          by the rows below      True
+            new to all       asks, then compares    ask, then compare      True, or all raise
+            new to some      asks                   merge, and get NaN     False: this rank has NaN too
         """
         # A CPU that reads the checksum compares each call.
         on_device = self.checksum_stays_on_device
@@ -277,7 +282,7 @@ class MergeAgreement:
         return True
 
     def check_merged(self, description: MergeDescription, checksum: Tensor) -> None:
-        """Raise on all ranks if the merged checksum shows that their calls differ.
+        """Raise if the merged checksum shows that calls differ. All ranks raise.
 
         Where no CPU reads it, keep how to repeat the messages instead.
         """

@@ -333,7 +333,7 @@ def transpose_hint_first(fix: str, fits: bool) -> str:
 
 
 def warn_if_transposed(subject: str, q: Tensor, key_heads: int) -> None:
-    """Warn once if a valid call very likely has its dims in flash-attn's order.
+    """Warn once of dims that are likely in flash-attn's order. The call is valid.
 
     Such a q has more heads than any model, and a length that is a multiple of `key_heads`. A decode step of 1 to 16
     queries and 128 heads does not match. A batch folded into the heads does.

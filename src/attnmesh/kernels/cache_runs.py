@@ -51,7 +51,7 @@ class SlotRun(NamedTuple):
 def runs_of(
     query: DecodeQuery, views: Sequence[CacheView], selected: Selection | None = None, *, in_place: bool = False
 ) -> list[SlotRun]:
-    """Return the runs of a cache of all sequences, or of one for each. A run `in_place` has all slots of a piece."""
+    """Return the runs of one cache of all sequences, or one of each. A run `in_place` has all slots of a piece."""
     runs = list[SlotRun]()
     q = query.q
     mask = query.mask
@@ -115,7 +115,13 @@ def _first_keys(counts: tuple[int, ...]) -> Band:
 
 
 def _of_sequences(query: DecodeQuery, sequences: slice, piece: CacheView, padding: Padding) -> list[SlotRun]:
-    """Return the runs of each sequence of a padded batch. Padding cuts its keys into runs, mostly one."""
+    """Return the runs of each sequence of a padded batch. Padding cuts its keys into runs, mostly one.
+
+    slots          0 1 2 3 4 5     padding is a dot
+    sequence 0     a b c d e f     one run, from 0 to 6
+    sequence 1     . . a b c d     one run, from 2 to 6
+    sequence 2     a b . . c d     two runs: from 0 to 2, and from 4 to 6
+    """
     length, used, *_ = piece.device_counts.tolist()
     tokens = torch.arange(length - query.q.shape[2], length, device=padding.positions.device)
     real, queries = padding.last(tokens)
@@ -147,7 +153,13 @@ def _of_sequences(query: DecodeQuery, sequences: slice, piece: CacheView, paddin
 
 
 def _trimmed(run: SlotRun) -> list[SlotRun]:
-    """Return the run of the slots in its band, which counts from its start; none if no query sees any."""
+    """Return the run of the slots in its band, which counts from its start; none if no query sees any.
+
+    >>> band = Band(torch.tensor([2, 3]), torch.tensor([5, 6]))            # of two queries
+    >>> (run,) = _trimmed(SlotRun(ALL, None, 10, 10, band))
+    >>> run.start, run.stop, run.seen.low.tolist(), run.seen.high.tolist()
+    (12, 16, [0, 1], [3, 4])
+    """
     band = run.seen
     assert isinstance(band, Band)
     low, high = band.low.tolist(), band.high.tolist()
@@ -194,7 +206,11 @@ def _sequence(piece: CacheView, index: int) -> CacheView:
 
 
 def _runs_of_true(flags: Tensor) -> list[tuple[int, int]]:
-    """Return (start, stop) of each run of True."""
+    """Return (start, stop) of each run of True.
+
+    >>> _runs_of_true(torch.tensor([True, True, False, True]))
+    [(0, 2), (3, 4)]
+    """
     edges = torch.nn.functional.pad(flags.long(), (1, 1)).diff().nonzero().flatten().tolist()
     return list(zip(edges[::2], edges[1::2], strict=True))
 
@@ -218,7 +234,7 @@ class CachedAttention:
         self.bound_kernels: dict[tuple[int, ...], BoundKernel | None] = {}
 
     def attend(self, query: DecodeQuery, views: Sequence[CacheView], selected: Selection | None = None) -> Partial:
-        """Return the partial of a cache of all sequences, or of one for each; in `query.into` if that is given."""
+        """Return the partial over one cache of all sequences, or one of each. It is in `query.into` if given."""
         if self.in_place_kernel is not None:
             total = self._attend_in_place(query, runs_of(query, views, in_place=True))
             if query.other_partial is None:

@@ -53,7 +53,7 @@ def attend_band(
     scaling: Scaling,
     counts: KeyCounts = None,
 ) -> Partial:
-    """Return attention over the band, in q's dtype or wider; empty rows give the identity `(0, -inf)`.
+    """Return attention over the band, in q's dtype or wider. Empty rows give the identity `(0, -inf)`.
 
     Without a band, and then without counts, every row sees every key. Selected keys are attended on any kernel alike.
     """
@@ -87,7 +87,7 @@ def backward_band(
     scaling: Scaling,
     counts: KeyCounts = None,
 ) -> Gradients:
-    """Return the gradients over the band, in the inputs' dtype or wider."""
+    """Return gradients over the band, in the inputs' dtype or wider."""
     if isinstance(band, SelectedKeys):
         with without_autocast(q):
             return backward_selected(q, k, v, _without_empty_rows(saved), band, scaling)
@@ -119,7 +119,7 @@ def _without_empty_rows(saved: BackwardInputs) -> BackwardInputs:
 def _attend_rectangle(
     kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, scaling: Scaling
 ) -> Partial:
-    """Return the rectangle's partial, with the identity in empty rows, for which kernels differ."""
+    """Return the rectangle's partial. Empty rows get the identity, as kernels differ there."""
     out, lse = kernel.attend(q, k, v, rectangle, scaling)
     empty = _empty_rows(rectangle, out.device)
     if len(empty):

@@ -33,7 +33,7 @@ def signature_of(
     any_keys: bool = False,
     with_grad: bool = True,
 ) -> Signature | None:
-    """Return all that the checks of a call depend on, or None for a call that is checked each time.
+    """Return all that the checks of a call depend on. None is for a call that is checked each time.
 
     With `any_keys` calls on a CPU with any number of keys, 1 or more, have one signature. Calls that autograd records
     have one only `with_grad`.

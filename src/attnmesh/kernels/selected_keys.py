@@ -211,11 +211,8 @@ def _sizes_in_place(q: Tensor, k: Tensor, width: int) -> tuple[int, int, int]:
     """Return the most queries, heads, and queries times heads times keys of a tile whose keys are read in place."""
     most = tile_elements(q.device)
     queries = min(most // (q.shape[1] * width), MAX_PROGRAMS // k.shape[1])  # their outputs are no more elements
-    return (
-        queries,
-        k.shape[1],
-        most if q.device.type == "cpu" else most // width,
-    )  # indices and their search take memory
+    # On a GPU indices and their search take memory.
+    return queries, k.shape[1], most if q.device.type == "cpu" else most // width
 
 
 def _tiles(q: Tensor, k: Tensor, selected: SelectedKeys, sizes: tuple[int, int, int]) -> Iterator[SelectedTile]:

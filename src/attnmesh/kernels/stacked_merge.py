@@ -142,7 +142,7 @@ def supports(device: torch.device) -> bool:
 
 
 def use_triton(lse: Tensor) -> bool:
-    """Return True if a Triton program merges partials with this lse: not empty, in float32, on a supported device."""
+    """Return True if a Triton program merges such partials. The lse is not empty, in float32, on a supported device."""
     return lse.dtype == torch.float32 and lse.numel() > 0 and supports(lse.device)
 
 

@@ -33,7 +33,7 @@ class StoredKVKernel(NamedTuple):
     def __call__(
         self, q: Tensor, keys: Tensor, values: Tensor, band: Band | SelectedKeys | None, counts: KeyCounts = None
     ) -> Partial:
-        """Return the partial of the band, as `attend_band` does; of rows in 8 bits in float32 or wider."""
+        """Return the partial of the band, as `attend_band` does. That of rows in 8 bits is in float32 or wider."""
         storage = storage_of(keys)
         if storage is None:
             return attend_band(self.kernel, q, keys, values, band, self.scaling, counts)

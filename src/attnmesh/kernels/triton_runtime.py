@@ -31,7 +31,7 @@ def installed() -> bool:
 
 
 def interpreted() -> bool:
-    """Return True if Triton programs run on the CPU, in Triton's interpreter."""
+    """Return True if Triton's interpreter runs programs, on the CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 

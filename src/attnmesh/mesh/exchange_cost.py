@@ -370,10 +370,8 @@ def _add_ring(job: LayerJob, one_pass: Pass, queries: Transfer, total: Cost) -> 
     Beside all steps of a group, other groups are swapped, and their queries and results travel.
     """
     steps = [job.kernel_seconds(pairs, one_pass) for pairs in job.traffic.steps]
-    steps = [
-        steps[0],
-        *(step + job.sum_seconds(one_pass.width) for step in steps[1:]),
-    ]  # all but the first add to a running sum
+    # All steps but the first add to a running sum.
+    steps = [steps[0], *(step + job.sum_seconds(one_pass.width) for step in steps[1:])]
     further = len(steps) - 1
     groups = job.groups
     hops = [

@@ -238,7 +238,18 @@ def _exchange_at_once(chunks: list[Tensor], rank: int, sent: list[Tensor], recei
 
 
 def _ring_steps(problem: Problem, r: int, c: int) -> Iterator[GatherStep]:
-    """Yield the steps of a ring of the ranks at c. At step t a rank holds needed keys of the rank t before it."""
+    """Yield the steps of a ring of the ranks at c. At step t a rank holds needed keys of the rank t before it.
+
+    Six tokens on three ranks, where a query sees 3 tokens back. Rank 2 gets token 1 of rank 0 from rank 1:
+
+    >>> from attnmesh.core.layout import Contiguous
+    >>> problem = Problem(Mask(3, 0), Shape(1, 3, 1), Contiguous(), Contiguous(), 6, 6)
+    >>> for r in range(3):
+    ...     print(r, [step.positions.tolist() for step in _ring_steps(problem, r, 0)])
+    0 [[0, 1], [], []]
+    1 [[2, 3], [0, 1], []]
+    2 [[4, 5], [2, 3], [1]]
+    """
     size = problem.shape.queries
     chunks = [problem.key_positions(peer, c) for peer in range(size)]
     queries = [problem.query_positions_at(peer) for peer in range(size)]
@@ -265,7 +276,12 @@ def _ring_steps(problem: Problem, r: int, c: int) -> Iterator[GatherStep]:
 
 
 def _held_at_steps(mask: Mask, keys: Tensor, queries_by_step: list[Tensor]) -> list[Tensor]:
-    """Return for each step the keys of a chunk that the queries of this step or of a later one see."""
+    """Return for each step the keys of a chunk that the queries of this step or of a later one see.
+
+    >>> queries_by_step = [torch.tensor([0, 1]), torch.tensor([2, 3]), torch.tensor([4, 5])]
+    >>> [keys.tolist() for keys in _held_at_steps(Mask(3, 0), torch.tensor([0, 1]), queries_by_step)]
+    [[0, 1], [0, 1], [1]]
+    """
     is_needed = torch.zeros(len(keys), dtype=torch.bool, device="cpu")
     steps = []
     for queries in reversed(queries_by_step):
@@ -275,7 +291,12 @@ def _held_at_steps(mask: Mask, keys: Tensor, queries_by_step: list[Tensor]) -> l
 
 
 def _not_forwarded(held_keys: list[Tensor]) -> list[Tensor]:
-    """Return for each step the keys that are not forwarded. The owner keeps all its keys at step 0."""
+    """Return for each step the keys that are not forwarded. The owner keeps all its keys at step 0.
+
+    >>> held_keys = [torch.tensor([0, 1]), torch.tensor([0, 1]), torch.tensor([1])]
+    >>> [keys.tolist() for keys in _not_forwarded(held_keys)]
+    [[0, 1], [0], [1]]
+    """
     forwarded = [held_keys[0][:0], *held_keys[2:], held_keys[0][:0]]
     return [keys[torch.isin(keys, after, invert=True)] for keys, after in zip(held_keys, forwarded, strict=False)]
 

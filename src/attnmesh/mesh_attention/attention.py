@@ -56,7 +56,7 @@ def attention(
     distance_bias: Tensor | None = None,
     **sdpa_options: Any,
 ) -> Tensor:
-    """Return attention of this rank's queries over the keys of all ranks of the mesh, with gradients.
+    """Return attention of this rank's queries over all keys. Keys are those of all ranks of the mesh. It has gradients.
 
     The result does not depend on the mesh, the layout or the exchange. Each rank passes its own shard, and gets the
     shard of the output. Dropout and other departures from exact softmax raise an error.
@@ -145,9 +145,8 @@ def _attend_without_mesh(arguments: AttentionArguments, checked: bool | None) ->
     spec = prepare_attention(Mesh.of(None), arguments, checked).spec
     prepared = PreparedLocal.of(q, k, v, spec.problem.mask, spec.scaling, options.kernel)
     out = prepared.attend(q, k, v, sinks).out
-    warn_if_transposed(
-        "attention", q, k.shape[2]
-    )  # before the call is known: where warnings are errors, each one raises
+    # Warn before the call is known: where warnings are errors, each one raises.
+    warn_if_transposed("attention", q, k.shape[2])
     PREPARED_LOCAL.keep(signature, prepared)
     return out
 
@@ -183,7 +182,7 @@ def attend_shards(
 def _attend_on_mesh(
     arguments: AttentionArguments, prepared: PreparedAttention, latents: Latents | None, other_partial: Partial | None
 ) -> Tensor:
-    """Return attention over all ranks, by an operator where PyTorch traces or transforms calls."""
+    """Return attention over the keys of all ranks. It is an operator where PyTorch traces or transforms calls."""
     q, k, v, sinks, key_lengths = arguments[:5]
     selected = arguments.selected
     spec, task = prepared.spec, prepared.task

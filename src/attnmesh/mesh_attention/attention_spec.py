@@ -72,7 +72,7 @@ class AttentionSpec(NamedTuple):
         return cached_from_code(_spec_of_code, names, numbers)
 
     def task(self, q_heads: int, qkv: tuple[Tensor, ...], latent_widths: LatentWidths | None = None) -> Task:
-        """Return this rank's part for so many query heads of all ranks, made once for tensors of these shapes.
+        """Return this rank's task of so many query heads of all ranks. It is made once for tensors of these shapes.
 
         The tensors may have this rank's share of the heads alone.
         """
@@ -84,7 +84,7 @@ class AttentionSpec(NamedTuple):
         return task
 
     def with_visible_keys(self, task: Task, key_lengths: Tensor | None, indices: Tensor | None) -> Task:
-        """Return the task with the keys of each step that are real, and of these the ones that are selected."""
+        """Return the task with the real keys of each step. If some keys are selected, it has those of them."""
         if indices is not None:
             return replace(task, selected=self._selected(task.schedule, key_lengths, indices))
         if key_lengths is None:

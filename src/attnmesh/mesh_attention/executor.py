@@ -74,20 +74,20 @@ class Task:
         return HeadAllToAll(self.mesh.heads, self.schedule, self.one_at_a_time)
 
     def bands(self, group: HeadGroup) -> Sequence[Band | SelectedKeys]:
-        """Return the keys of each step that the gathered queries attend, in a group of heads."""
+        """Return the keys that gathered queries attend in each step. They are of a group of heads."""
         if not self.selected:
             return self.schedule.bands
         heads = group[self.mesh.heads.index].kv_heads
         return [keys.of_heads(heads) for keys in self.selected]
 
     def attend(self, kernel: Kernel, q: Tensor, kv: Tensors, band: Band | SelectedKeys, counts: KeyCounts) -> Partial:
-        """Return the partial of queries over keys and values, or over latents."""
+        """Return the partial over keys and values, or over latents."""
         if self.projection is not None:
             return self.projection.attend(kernel, q, kv[0], band, self.scaling, counts)
         return attend_band(kernel, q, kv[0], kv[1], band, self.scaling, counts)
 
     def heads_of(self, group: HeadGroup, saved_qkv: Tensors) -> Tensors:
-        """Return a group's heads of q, k and v, of which `saved_qkv` has this rank's heads of all groups, as views."""
+        """Return a group's heads of q, k and v, as views. `saved_qkv` has this rank's heads of all groups."""
         first, heads = self.groups[0][self.mesh.heads.index], group[self.mesh.heads.index]
         within = (slice(x.start - y.start, x.stop - y.start) for x, y in zip(heads, first, strict=True))
         return some_heads(saved_qkv, 1, HeadSlices(*within))
@@ -103,7 +103,7 @@ class GatheredGroup:
 
 
 def forward(q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None = None, saved_qkv: Tensors = ()) -> Partial:
-    """Return the partial of this rank's queries over the keys of all ranks and sinks, with out in q's dtype.
+    """Return the partial of this rank's queries over all keys. It has the sinks, and its out is in q's dtype.
 
     `kv` are this rank's keys and values, or its latents. `saved_qkv`, if it is given, is memory for q, k and v of this
     rank's heads, which the backward pass takes.
@@ -152,7 +152,7 @@ def forward(q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None = None, sav
 
 
 def _attend_heads(gathered: GatheredGroup, task: Task) -> Partial:
-    """Return the partial of the gathered queries over the gathered keys, for one group of heads."""
+    """Return the partial of gathered queries over gathered keys. It is of one group of heads."""
     (q,) = gathered.finish_queries()
     total: Partial | None = None
     attend = profiled_as(ATTENTION, task.attend) if is_profiled() else task.attend
@@ -220,7 +220,7 @@ def backward(saved_qkv: Tensors, saved: BackwardInputs, task: Task) -> Gradients
 
 
 def _backward_heads(gathered: GatheredGroup, task: Task, pending: "PendingReturns", own_kv: Tensors) -> Tensor:
-    """Return dq of the gathered queries over the gathered keys, for one group of heads.
+    """Return dq of gathered queries over gathered keys. It is of one group of heads.
 
     dk and dv return to the owners of their keys, where they are added to `own_kv`. Gradients of keys that travel on
     travel with them, and each rank adds its part.
@@ -250,13 +250,27 @@ def _backward_heads(gathered: GatheredGroup, task: Task, pending: "PendingReturn
 
 
 class PendingReturns:
-    """Results on their way to their owners: each goes on by one exchange when further results set out."""
+    """Results on their way to their owners: each goes on by one exchange when further results set out.
+
+    >>> def results(name):                                                 # by two exchanges, as with two axes
+    ...     for number in (1, 2):
+    ...         print(name, number)
+    ...         yield
+    >>> pending = PendingReturns()
+    >>> pending.add(results("a"))
+    a 1
+    >>> pending.add(results("b"))
+    a 2
+    b 1
+    >>> pending.finish()
+    b 2
+    """
 
     def __init__(self) -> None:
         self.under_way: list[Iterator[None]] = []
 
     def add(self, *returns: Iterator[None]) -> None:
-        """Await the exchanges under way, and begin the next ones, those of `returns` last."""
+        """Await exchanges under way, and begin the next ones. Those of `returns` begin last."""
         going_on = (*self.under_way, *returns)
         self.under_way = []
         for result in going_on:
@@ -328,7 +342,7 @@ def _kv_by_step(kv: Tensors, task: Task) -> Iterator[Tensors]:
 
 
 def _merge_returned(parts: Returned, total: Tensors) -> None:
-    """Merge partials of some of this rank's queries into the partial of all of them."""
+    """Merge partials of some queries into the partial of all. All are this rank's."""
     for tokens, part in parts:
         merged = taken(total, tokens)
         merge_into(Partial(*merged), Partial(*part))
@@ -408,7 +422,7 @@ class HeadAllToAll:
         return finished
 
     def swap_out(self, computed: Tensors, results: Tensors, group: HeadGroup, *, query_tensors: int) -> Iterator[None]:
-        """Swap heads for tokens: put results for this rank's tokens in place.
+        """Swap heads for tokens. Results for this rank's tokens are put in place.
 
         It yields while the exchange is under way.
         """
@@ -429,6 +443,6 @@ class HeadAllToAll:
 
 
 def empty_tokens(x: Tensor, heads: int, tokens: int) -> Tensor:
-    """Return an empty tensor like x with other heads and tokens, in memory order (batch, length, heads, dim)."""
+    """Return an empty tensor like x of other heads and tokens. Its memory is in order (batch, length, heads, dim)."""
     order = (0, 2, 1, 3)[: x.ndim]
     return torch.empty_permuted((x.shape[0], heads, tokens, *x.shape[3:]), order, dtype=x.dtype, device=x.device)

@@ -43,7 +43,7 @@ def attend_on_one_rank(
 def attend_without_grad(
     q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None, other_partial: Partial | None = None
 ) -> Tensor:
-    """Return attention of this rank's queries over all ranks, without gradients."""
+    """Return this rank's attention over all ranks, not recorded. It has no gradients."""
     partial = forward(q, kv, task, sinks)
     if other_partial is not None:
         partial = merge_partials([partial, other_partial])
@@ -59,7 +59,7 @@ def _attend_spec(
     indices: Tensor | None,
     spec: AttentionSpec,
 ) -> tuple[Tensor, ...]:
-    """Return (out, lse) of this rank's queries, and with a heads axis its heads of q, k and v."""
+    """Return (out, lse) of this rank's queries. With a heads axis its heads of q, k and v follow."""
     task = spec.with_visible_keys(spec.task(q.shape[1], (q, k, v)), key_lengths, indices)
     saved_qkv = _blank_heads((q, k, v), task.schedule.chunk, spec.mesh.heads)
     out, lse = forward(q, (k, v), task, sinks, saved_qkv)
@@ -80,7 +80,7 @@ def _blank_heads(qkv: Tensors, chunk: ChunkSize, axis: Axis) -> Tensors:
 def _backward(
     spec: AttentionSpec, key_lengths: Tensor | None, indices: Tensor | None, *tensors: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv) of this rank's tokens, from q, k, v, out, lse and the gradient of out."""
+    """Return (dq, dk, dv) of this rank's tokens. They are made of q, k, v, out, lse and the gradient of out."""
     *qkv, out, lse, dout = tensors
     task = spec.with_visible_keys(spec.task(dout.shape[1], tuple(qkv)), key_lengths, indices)
     return backward(tuple(qkv), BackwardInputs(out, lse, dout), task)

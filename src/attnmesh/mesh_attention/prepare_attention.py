@@ -33,7 +33,7 @@ from attnmesh.runtime.world import cached_per_world, collective_once
 def prepare_attention(
     mesh: Mesh, arguments: AttentionArguments, checked: bool | None, latent_widths: LatentWidths | None = None
 ) -> PreparedAttention:
-    """Check a call, compare it across ranks, and return what is prepared for it. Raise the same error on all ranks.
+    """Return what is prepared for a call, checked and compared. Errors are the same on all ranks.
 
     `latent_widths` are the columns of latents that travel instead of keys and values.
     """
@@ -85,7 +85,7 @@ def _prepare_compared(
     *,
     has_signature: bool,
 ) -> PreparedAttention:
-    """Return what is prepared for a call once all ranks have said that they make it, and how many tokens they have."""
+    """Return what is prepared, once all ranks make the call. They say how many tokens they have, too."""
     with Agreement(mesh, "attention") as agreement:
         if known:
             text, payload = known.text, known.payload

@@ -137,7 +137,16 @@ def _add_segments(x: Tensor, out: Tensor, segments: Iterable[tuple[Segment, Segm
 
 
 def _segments(size: int, owners: Sequence[int], lengths: Sequence[int]) -> Iterator[tuple[Segment, Segment]]:
-    """Yield where each segment of a halo lies, in the order of all ranks: among tokens, and among its rank's halos."""
+    """Yield where each segment of a halo lies, in the order of all ranks: among tokens, and among its rank's halos.
+
+    Halos of 2 tokens, of parts of 3, 1 and 2 tokens. That of rank 2 has tokens of both other ranks:
+
+    >>> for source, target in _segments(2, [0, 1, 2], [3, 1, 2]):          # each (rank, first, tokens)
+    ...     print(source, "->", target)
+    (0, 1, 2) -> (1, 0, 2)
+    (0, 2, 1) -> (2, 0, 1)
+    (1, 0, 1) -> (2, 1, 1)
+    """
     starts = [0, *accumulate(lengths)]
     first = first_tokens(owners, lengths)
     halo_counts = dict.fromkeys(owners, 0)  # halos before this one on its rank

@@ -31,7 +31,7 @@ class World:
         self.processes: dict[int, RankProcess] = {}  # processes of ranks whose host is known
         self.mailboxes: WeakSet[Any] = WeakSet()
         self.pending_messages: list[Any] = []  # messages under way through mailboxes, of all threads
-        self.lock = Lock()  # guards the pending messages
+        self.lock = Lock()  # guards the pending messages, and the comparisons of calls that mailboxes count
         self._caches: list[Callable[[], None]] = []
 
     @cached_property

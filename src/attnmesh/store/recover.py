@@ -115,9 +115,8 @@ class _Moves:
         self.mesh, token_axis = new[0].mesh, new[0].token_axis
         self.axis = flat_axis(new[0].device_mesh, AXES)
         indices = [self.axis.index, self.mesh.heads.index, token_axis.index]
-        self.ranks = dist_all_gather_ints(
-            indices, self.mesh.axes
-        )  # indices of each rank in the flat axis, heads and tokens
+        # Indices of each rank in the flat axis, heads and tokens.
+        self.ranks = dist_all_gather_ints(indices, self.mesh.axes)
         counts = json.dumps([self._counts(layer) for layer in range(len(new))])
         self.counts: list[list[dict[str, list[int]]]] = [
             json.loads(text) for text in all_gather_texts(counts, self.mesh)

@@ -64,10 +64,10 @@ class Engine:
         mesh: The mesh that shares keys and values; None for one device.
         max_rows: Requests that decode at the same time.
         max_queue: Requests that wait, beyond which `submit` raises `Busy`.
-        cache_memory: Bytes for caches on each rank, or with unequal shares on the one that holds most. None for three
-            quarters of the memory that is free now, or of a limit of its control group, which the ranks of a host
-            share. Growth counts before it is allocated. Kept
-            prefixes go first, least recently used first; then the youngest request waits, and is computed again.
+        cache_memory: Bytes for caches on each rank; with unequal shares, on the rank that holds most. None takes three
+            quarters of the free memory, or of what the control group leaves, which the ranks of a host share. Growth
+            counts before it is allocated. Where memory ends, kept prefixes go, the least recently used first. Then the
+            youngest request waits, and is computed again.
         max_gap: Seconds that a prompt's chunk may add to a step of rows. By default two steps of rows, and two more for
             each request that waits. A chunk has at least a block of the cache on each rank, 128 tokens in long prompts.
         max_model_len: Tokens of a prompt and its answer; the model's context by default.

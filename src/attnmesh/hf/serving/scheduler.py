@@ -353,7 +353,14 @@ class Scheduler:
         self.guess_seconds = perf_counter() - start
 
     def _fit_rows(self) -> bool:
-        """Put the youngest requests back into the queue until the others can grow. Return whether they grow."""
+        """Put the youngest requests back into the queue until the others can grow. Return whether they grow.
+
+        Four rows, the oldest first, each with the blocks that it needs; 3 blocks are free:
+
+            2 1 1 1     5 blocks: all guesses go, with which the first row took a block more
+            1 1 1 1     4 blocks: the last row goes back, and its blocks are free
+            1 1 1       3 blocks: these rows grow
+        """
         more = self._growth_of_rows()
         if not self._make_room(more):
             for request in self.rows:  # guesses go before a row does

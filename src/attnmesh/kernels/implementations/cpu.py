@@ -103,7 +103,7 @@ def _attend_tiles(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
 
 
 def _arguments(rows: Tensor, rectangle: Rectangle, packed: bool) -> dict[str, object]:
-    """Return the operator's arguments for the rectangle: causal, an additive mask, or neither."""
+    """Return the operator's arguments for the rectangle. It is causal, has an additive mask, or neither."""
     causal = rectangle.causal and not packed
     mask = None
     if (rectangle.causal and packed) or rectangle.band is not None:

@@ -149,7 +149,7 @@ class BoundNative(NamedTuple):
         keys: int | None = None,
         scattered: tuple[int, int] = (0, 0),
     ) -> bool:
-        """Write the partial of `keys` keys, by default all, from index `first` on.
+        """Write the partial of `keys` keys from index `first` on. By default these are all.
 
         Rows see all of them, or those between their bounds, which count from `first`. `scattered` are the addresses
         of indices of keys and of their counts, if not all are read. Return False if a number is not finite, or the
