@@ -1,7 +1,7 @@
 """Walks of steady calls: the frames, files and lines of attnmesh that one call runs through, by room.
 
     python -m tools.walk           the table
-    python -m tools.walk --draw    the walks, function by function, into docs/code.md
+    python -m tools.walk --draw    the walks, function by function, into docs/walks.md
 
 A call is traced after it has been made a few times. A frame is a call of a Python function of the package. A change of
 file is a frame in another file than the one before. Lines are counted as they run, a loop's each time.
@@ -30,7 +30,7 @@ WARM, TRACED = 5, 10
 
 HEADS, KV_HEADS, DIM, TOKENS = 8, 2, 64, 64
 
-PAGE = Path(__file__).parents[1] / "docs" / "code.md"
+PAGE = Path(__file__).parents[1] / "docs" / "walks.md"
 FIRST, LAST = "<!-- Walks: python -m tools.walk --draw -->\n", "<!-- The end of the walks -->\n"
 DRAWN = {
     "attention, 2 ranks, keys": (
@@ -53,7 +53,7 @@ DRAWN = {
     "decode, 2 ranks, float64": (
         "The same step in float64, which no native merge takes: what it runs through beside these.",
         "Here `agreement` is a `MergeAgreement`: its `with` is around `compute`. The record of a merge names a method\n"
-        "of the axis's transport, which sends the messages: `direct`, or `tree` or `collective`.",
+        "of the axis's transport, which sends the messages: `tree`, or `direct` or `collective`.",
     ),
     "append, 2 ranks": (
         "Appending: `cache.append(k, v)`, which `decode(q, cache, k=k, v=v)` calls first.",
@@ -238,6 +238,8 @@ def decode_call(shape: tuple[int, int, int] | None, kind: str = "") -> Callable[
         options["sinks"] = torch.zeros(HEADS)
     if kind == "heads":
         options["output"] = "heads"
+    if kind == "float64":
+        options["merge"] = "tree"  # "auto" is the faster one of each day
     q = torch.randn(1, HEADS, 1, DIM, dtype=dtype)
     return lambda: am.decode(q, cache, **options)
 

@@ -24,6 +24,8 @@ from tools.walk import (
     walks_on_two,
 )
 
+CODE_MAP = PAGE.parent / "code.md"
+
 pytestmark = pytest.mark.skipif(library().attend is None, reason="there is no C++ compiler")
 
 
@@ -54,7 +56,7 @@ def test_calls_on_two_ranks_walk_through_few_frames(world: Pool) -> None:
             assert guard <= MOST_OF_GUARD, name
 
 
-def test_the_page_of_the_code_draws_the_walks(world: Pool) -> None:
+def test_the_page_of_walks_draws_them(world: Pool) -> None:
     drawn = PAGE.read_text().split(FIRST)[1].split(LAST)[0]
     assert world.run(2, drawings)[0] == drawn, "write it anew: python -m tools.walk --draw"
     assert " ..." not in drawn, "begin the docstring of the function with a sentence of 60 characters"
@@ -79,17 +81,17 @@ def _callers(name: str) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize(
-    ("heading", "name"),
-    [("## A first call", "attention, 2 ranks, keys"), ("### A first step", "decode, 2 ranks")],
+    ("heading", "name", "lines"),
+    [("## A first call", "attention, 2 ranks, keys", 18), ("### A first step", "decode, 2 ranks", 16)],
 )
-def test_the_page_of_the_code_draws_first_calls(heading: str, name: str) -> None:
-    drawn = PAGE.read_text().split(f"{heading}\n")[1].split("```\n")[1]
+def test_the_map_of_the_code_draws_first_calls(heading: str, name: str, lines: int) -> None:
+    drawn = CODE_MAP.read_text().split(f"{heading}\n")[1].split("```\n")[1]
     fresh, path = Pool(), list[tuple[int, str]]()
     try:
         found, _ = fresh.run(2, _callers, name)
     finally:
         fresh.close()
-    assert drawn.count("\n") == 16
+    assert drawn.count("\n") == lines
     for line in drawn.splitlines():
         file, function = line.split()[:2]
         depth = line.index(function, len(file))
