@@ -1,10 +1,12 @@
 """Ranks on this machine: errors come back, and nobody is left behind."""
 
 import gc
+import inspect
 import os
 import platform
 import resource
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -52,6 +54,15 @@ def die() -> None:
 
 
 @on_each_rank
+def die_while_sending() -> None:
+    """End rank 1 in the middle of a message."""
+    if dist.get_rank() == 1:
+        pipe = next(info.frame.f_locals["pipe"] for info in inspect.stack() if info.function == "run_work")
+        os.write(pipe.fileno(), struct.pack("!i", 1000) + b"begun")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@on_each_rank
 def die_beside_another() -> None:
     """End rank 1 beside a rank that notices nothing."""
     if dist.get_rank() == 1:
@@ -96,6 +107,7 @@ def test_messages_of_ranks_arrive() -> None:
         (refuse, LaunchError, "no, says"),
         (foresee, ShapeError, "it: expected this, given that. Fix: mend it"),
         (die, LaunchError, "rank 1 was ended by SIGKILL before it was done"),
+        (die_while_sending, LaunchError, "rank 1 was ended by SIGKILL before it was done"),
         (die_behind_another, LaunchError, "rank 1 was ended by SIGKILL before it was done"),
     ],
 )

@@ -193,3 +193,18 @@ def test_documents_and_chunks_alone_ask_whether_later_tokens_are_seen(
     assert alone.scaled(lambda tokens: tokens).is_undirected
     assert not (Full() & alone).scaled(lambda tokens: tokens).is_undirected
     assert repr(alone).startswith("Full() & ")
+
+
+@given(masks(), masks())
+def test_a_mask_within_another_sees_no_earlier_token(mask: Mask, widest: Mask) -> None:
+    positions = torch.arange(TOTAL)
+    if mask.is_within(widest):
+        assert bool((mask.bounds(positions)[0] >= widest.bounds(positions)[0]).all())
+
+
+def test_a_mask_is_within_documents_that_it_has() -> None:
+    documents = Documents([3, 5])
+    assert not Window(2).is_within(documents)
+    assert (Window(2) & documents).is_within(documents)
+    assert (Window(2) & Documents([1, 2, 5])).is_within(documents)
+    assert documents.is_within(Full())

@@ -176,6 +176,41 @@ def test_key_lengths_that_differ_in_a_graph_give_nan(odd: int, found: str, pool:
 
 
 @on_each_rank
+def compiled_with_histories(change: str) -> list[str]:
+    """Return the outputs of a graph on equal caches, on ones that rank 1 has changed otherwise, and on equal ones."""
+    cache, rank = cache_of((1, 1, 2), 0, batch=2), dist.get_rank()
+    new = torch.randn(2, 2, HEADS[1], 6, WIDTH, generator=torch.Generator().manual_seed(2))
+    q = torch.randn(2, HEADS[0], 1, WIDTH, generator=torch.Generator().manual_seed(3))
+    step = torch.compile(lambda q: am.decode(q, cache), fullgraph=True, backend="eager")
+    token_mask = torch.ones(2, 6, dtype=torch.bool)
+    token_mask[0, 0] = False
+    cache.append(*new, token_mask=token_mask)
+    outs = [step(q)]
+    if change == "padding":
+        odd_mask = token_mask.clone()
+        odd_mask[0, rank] = False
+        cache.append(*new, token_mask=odd_mask)
+    else:
+        cache.reorder(torch.tensor([0, 1]))
+        cache.reorder(torch.tensor([rank, 1 - rank]))
+    outs.append(step(q))
+    cache.truncate(0)
+    cache.append(*new)
+    if change == "padding":
+        outs.append(step(q))
+    return [
+        "NaN" if bool(out.isnan().all()) else "numbers" if bool(out.isfinite().all()) else "some NaN" for out in outs
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "found"), [("padding", ["numbers", "NaN", "numbers"]), ("order", ["numbers", "NaN"])]
+)
+def test_histories_that_differ_in_a_graph_give_nan(change: str, found: list[str], pool: Pool) -> None:
+    assert pool.run(2, compiled_with_histories, change) == [found] * 2
+
+
+@on_each_rank
 def compiled_latent_steps() -> bool:
     sizes = {"batch": 1, "kv_heads": 1, "head_dim": WIDTH, "value_dim": WIDTH - 2, "capacity": 40, "values": "prefix"}
     caches = [am.KVCache(named_mesh(Shape(1, 1, 2), AXES), dtype=torch.float32, **sizes) for _ in range(2)]

@@ -234,6 +234,27 @@ def one_full_cache(shape: Shape) -> None:
     assert [cache.length for cache in rows.caches] == [length + 1 for length in lengths]
 
 
+@on_each_rank
+def one_full_cache_of_a_graph() -> None:
+    """A cache that a graph has filled is refused before any is written to."""
+    rows, full = Rows(Shape(1, 1, 2)), 3
+    cache = rows.caches[full]
+    append = torch.compile(lambda k, v: cache.append(k, v), fullgraph=True, backend="eager")
+    with torch.no_grad():
+        for seed in range(cache.sizes.capacity - cache.length):
+            append(*rows.new(1, 1, seed))
+    lengths = [cache.length for cache in rows.caches]
+    assert lengths[full] == cache.sizes.capacity
+    q, (k, v) = random(len(lengths), HEADS, 1, DIM), rows.new(len(lengths), 1, 3)
+    with pytest.raises(errors.ShapeError, match=rf"decode_rows k of row {full}: expected room .* call cache.reserve"):
+        am.decode_rows(q, rows.caches, k=k, v=v)
+    assert [cache.length for cache in rows.caches] == lengths
+
+
+def test_a_cache_that_a_graph_has_filled_is_refused_before_any_is_written_to(pool: Pool) -> None:
+    pool.run(2, one_full_cache_of_a_graph)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_full_cache_leaves_the_others_as_they_were(shape: Shape, pool: Pool) -> None:
     pool.run(shape.ranks, one_full_cache, shape)

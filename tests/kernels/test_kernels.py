@@ -13,9 +13,10 @@ import attnmesh as am
 from attnmesh.core.band import Band
 from attnmesh.core.scaling import Scaling
 from attnmesh.kernels.choice import KERNELS, choose
+from attnmesh.kernels.implementations import cpu
 from attnmesh.kernels.implementations.cpu import FlashCPU
 from attnmesh.kernels.kernel import KernelRequest
-from attnmesh.kernels.rectangles import Rectangle, cut, cut_into_tiles
+from attnmesh.kernels.rectangles import TILE_ELEMENTS, BackwardInputs, Rectangle, cut, cut_into_tiles
 from benchmarks.timing import peak_memory
 from tests.support.dense import COARSE_EXPONENTIAL, truth
 from tests.support.problems import DTYPES, draw
@@ -274,6 +275,46 @@ def test_doubtful_rows_are_recomputed_by_tiles(kernel: str) -> None:
     assert torch.isneginf(calls().lse).all()
     peak = peak_memory(calls, torch.device("cpu"))
     assert peak is None or peak < 25e6  # 3,000 squared in float32 is 36 MB
+
+
+@each_kernel
+def test_gradients_depend_on_out_by_its_sum_with_dout_alone(kernel: str) -> None:
+    backward = next(one for one in KERNELS if one.name == kernel).backward
+    q, k, v, dout = torch.randn(4, 1, 2, 70, 8).unbind()
+    out, lse = am.attend(q, k, v, scale=0.3)
+    other = torch.randn_like(out)
+    other -= dout * ((other - out) * dout).sum(-1, keepdim=True) / dout.square().sum(-1, keepdim=True)
+    rectangle = Rectangle(slice(0, 70), slice(0, 70))
+    given, expected = (backward(q, k, v, BackwardInputs(x, lse, dout), rectangle, Scaling(0.3)) for x in (other, out))
+    for one, another in zip(given, expected, strict=True):
+        torch.testing.assert_close(one, another, rtol=1e-4, atol=1e-5)
+
+
+def few_rows(keys: int, dtype: torch.dtype, width: int = 16) -> list[torch.Tensor]:
+    shapes = (1, 16, 8, 16), (1, 2, keys, 16), (1, 2, keys, width)
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(torch.float16, 16), (torch.float32, 8)])
+def test_few_rows_over_runs_of_keys_agree_with_float64(
+    dtype: torch.dtype, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "CACHE_BYTES", 1)
+    monkeypatch.setitem(TILE_ELEMENTS, "cpu", 1)
+    q, k, v = few_rows(700, dtype, width)
+    q[..., 0], k[:, :, 130:300, 0] = 1.0, -math.inf  # the second run has no key of finite logit
+    out, lse = am.attend(q, k, v, kernel="cpu")
+    seen = [x.double() for x in (q, *(torch.cat((x[:, :, :130], x[:, :, 300:]), 2) for x in (k, v)))]
+    exact = am.attend(*seen, kernel="reference")
+    torch.testing.assert_close(out.double(), exact.out, rtol=0, atol=1e-3 if dtype.itemsize == 2 else 1e-6)
+    torch.testing.assert_close(lse.double(), exact.lse, rtol=0, atol=1e-5)
+
+
+def test_logits_of_few_rows_take_no_memory_for_each_key() -> None:
+    q, k, v = few_rows(60_000, torch.float16)
+    peak = peak_memory(lambda: am.attend(q, k, v, kernel="cpu"), torch.device("cpu"))
+    assert peak is None or peak < 20e6  # 128 rows of 60,000 logits in float32 are 31 MB
 
 
 def test_a_mask_that_is_kept_keeps_the_lower_bounds_it_is_known_by() -> None:

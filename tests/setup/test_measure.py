@@ -1,6 +1,7 @@
 """Measured clusters: the same on all ranks, within seconds."""
 
 from itertools import cycle
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -10,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import attnmesh as am
 from attnmesh.comm.transport import flat_axis
+from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.shapes import AXES
 from attnmesh.planner.workload import Workload
@@ -63,3 +65,20 @@ def test_one_rank_is_measured_too() -> None:
     found = Cluster.measure(None)
     assert found.world == 1
     assert am.plan(Workload(4, 2, 16, 64, dtype="float32"), found)[0].bytes == (0, 0)
+
+
+@on_each_rank
+def free_bytes(gpus: str) -> list[int]:
+    """Return the free bytes of ranks, each of which sees the GPU of its letter alone, as GPU 0."""
+    mesh = Mesh.of(init_device_mesh("cpu", (1, 1, len(gpus)), mesh_dim_names=AXES))
+    properties = SimpleNamespace(uuid=f"GPU-{gpus[dist.get_rank()]}")
+    with (
+        patch("torch.cuda.get_device_properties", lambda _: properties),
+        patch("torch.cuda.current_device", lambda: 0),
+    ):
+        return measure_shares.free_of_ranks(mesh, torch.device("cuda"), 1200)
+
+
+@pytest.mark.parametrize(("gpus", "expected"), [("abc", [1200] * 3), ("aab", [600, 600, 1200])])
+def test_ranks_of_one_gpu_share_its_memory(pool: Pool, gpus: str, expected: list[int]) -> None:
+    assert pool.run(3, free_bytes, gpus) == [expected] * 3

@@ -370,7 +370,7 @@ class Generator:
 
 def _cuda(gpu: EmulatedGPU) -> dict[str, Any]:
     """Return what `torch.cuda` says while a GPU is emulated."""
-    properties = SimpleNamespace(multi_processor_count=4, total_memory=MEMORY, name="an emulated GPU")
+    properties = SimpleNamespace(multi_processor_count=4, total_memory=MEMORY, name="an emulated GPU", uuid="emulated")
     return {
         "_lazy_init": lambda: None,
         "init": lambda: None,

@@ -123,7 +123,7 @@ class World:
                     made, data = connection.recv()
                     answers[number] = pickle.loads(data)
                     groups.add(made)
-                except EOFError:
+                except (EOFError, OSError):  # the other: it died while it sent
                     raise Lost(self._report(function, answers)) from None
                 if isinstance(answers[number], BaseException):
                     end = min(end, time.monotonic() + GRACE)

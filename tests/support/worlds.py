@@ -154,7 +154,7 @@ class Ranks:
             for pipe in ready:
                 try:
                     reports[waiting[pipe]] = pipe.recv()  # type: ignore[union-attr]
-                except EOFError:
+                except (EOFError, OSError):  # the other: it died while it sent
                     reports[waiting[pipe]] = Report("died")
         return reports
 

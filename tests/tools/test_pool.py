@@ -1,9 +1,12 @@
 """The pool of ranks: worlds start once, errors come back, and hangs end at their deadline."""
 
 import ast
+import inspect
 import os
 import re
+import struct
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -51,6 +54,13 @@ def die() -> None:
     os._exit(3)
 
 
+@on_each_rank
+def die_while_sending() -> None:
+    connection = next(info.frame.f_locals["connection"] for info in inspect.stack() if info.function == "_serve")
+    os.write(connection.fileno(), struct.pack("!i", 1000) + b"begun")
+    os._exit(3)
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_a_world_computes_together(pool: Pool, size: int) -> None:
     assert pool.run(size, total_of_ranks, 10) == [size * 10 + size * (size - 1) // 2] * size
@@ -95,9 +105,10 @@ def test_ranks_left_waiting_for_one_that_raised_do_not_wait_for_the_deadline(
     assert "rank 0 answered KeyError('absent')" in str(caught.value)
 
 
-def test_a_dead_rank_is_named(pool: Pool) -> None:
+@pytest.mark.parametrize("function", [die, die_while_sending])
+def test_a_dead_rank_is_named(function: Callable[[], None], pool: Pool) -> None:
     with pytest.raises(Lost, match=r"dead, exit code 3"):
-        pool.run(1, die)
+        pool.run(1, function)
     assert len(pool.run(1, process_id)) == 1
 
 

@@ -138,6 +138,8 @@ class KVCache(PagedCache, SavedCache):
         self.token_axis = flat_axis(mesh, ("queries", "keys"))  # makes a group, which all ranks have to do together
         self.calls = ComparedCalls(self.mesh, self.device, checked)
         self.history_checksum = 0  # checksum of padding and reorders so far
+        with torch.inference_mode(False):
+            self.history = torch.zeros((), dtype=torch.int64, device=self.device)
         self.order_checksum = 0  # checksum of reorders alone
         self.changes = 0  # truncations and reorders so far: `recover` needs caches that have grown alike
         self.saved = SavedPieces()
@@ -178,7 +180,7 @@ class KVCache(PagedCache, SavedCache):
     def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
         """Return the same tokens in tensors of their own, on the same mesh."""
         other = copy(self)
-        other.shards, other.saved = self.shards.clone(), SavedPieces()
+        other.shards, other.saved, other.history = self.shards.clone(), SavedPieces(), self.history.clone()
         return other
 
     @torch.no_grad()
@@ -206,7 +208,7 @@ class KVCache(PagedCache, SavedCache):
         with self.calls.agreement("fork", lambda: {"tokens": self.length}):
             self.saved.check_written()
         other = copy(self)
-        other.shards, other.saved = self.shards.fork(), SavedPieces()
+        other.shards, other.saved, other.history = self.shards.fork(), SavedPieces(), self.history.clone()
         return other
 
     def append(self, k: Tensor, v: Tensor | None = None, *, token_mask: Tensor | None = None) -> None:
@@ -344,7 +346,7 @@ class KVCache(PagedCache, SavedCache):
         # Derived from what is left, since one rank alone may have done a call that this undoes.
         if not length:
             self.order_checksum = 0
-        self.history_checksum = self.order_checksum
+        self.record_history(self.order_checksum)
         self.record_padding(self.shard.token_mask, length)
 
     @torch.no_grad()
@@ -373,7 +375,7 @@ class KVCache(PagedCache, SavedCache):
     @torch.no_grad()
     def move_hot(self, device: torch.device) -> None:
         """Let the newest tokens of one rank be on another device."""
-        shard, self.device = self.shard, device
+        shard, self.device, self.history = self.shard, device, self.history.to(device)
         assert isinstance(shard, TieredShard)
         self.calls = ComparedCalls(self.mesh, device, self.calls.checked)
         self.shards.own = shard.moved(device, self.calls.raise_uncompared)
@@ -427,7 +429,7 @@ class KVCache(PagedCache, SavedCache):
         for shard in self.shards.all:
             shard.reorder(index)
         self.order_checksum = chained_checksum(self.order_checksum, index)
-        self.history_checksum = chained_checksum(self.history_checksum, index)
+        self.record_history(chained_checksum(self.history_checksum, index))
         self.changes += 1
 
 

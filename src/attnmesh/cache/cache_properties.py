@@ -17,6 +17,7 @@ class CacheProperties:
 
     shards: LocalShards
     history_checksum: int
+    history: Tensor  # the same on the device, for graphs
 
     @property
     def shard(self) -> CacheShard:
@@ -94,4 +95,10 @@ class CacheProperties:
         places = (~token_mask).nonzero()  # few, and faster to add up than a mask of all tokens
         if len(places):
             start = self.length - new_count
-            self.history_checksum = chained_checksum(self.history_checksum + start, places)
+            self.record_history(chained_checksum(self.history_checksum + start, places))
+
+    def record_history(self, checksum: int) -> None:
+        """Set the history checksum, also in the memory that graphs read."""
+        if checksum != self.history_checksum:
+            self.history_checksum = checksum
+            self.history.fill_(checksum)

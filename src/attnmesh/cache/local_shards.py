@@ -103,8 +103,8 @@ class LocalShards:
         return tokens <= length <= self.own.sizes.capacity
 
     def check_room(self, subject: str, row: int, new_count: int) -> None:
-        """Raise unless a row of `new_count` tokens fits. The counts are read only where there may be no room."""
-        if self.known_length + new_count > self.own.sizes.capacity or self.rank_counts.start:
+        """Raise unless a row of `new_count` tokens fits. Counts of ranks are read only where there may be no room."""
+        if self.length + new_count > self.own.sizes.capacity or self.rank_counts.start:
             self.check_fits(f"{subject} k of row {row}", new_count, self.rank_counts)
 
     def check_fits(self, subject: str, new_count: int, rank_counts: TokenCounts) -> None:

@@ -220,7 +220,7 @@ def collect_results(
             rank = waiting[pipe]
             try:
                 kind, content = pipe.recv()
-            except EOFError:
+            except (EOFError, OSError):  # the other: it died while it sent
                 kind = "failed"
                 content = death(rank)
             if kind == "message" and on_message is not None:

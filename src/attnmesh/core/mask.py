@@ -147,7 +147,8 @@ class Mask:
         (False, False)
         """
         chunks = (any(size % smaller == 0 for smaller in self.chunks) for size in widest.chunks)
-        return self.longest_row(FAR) <= widest.longest_row(FAR) and all(chunks)
+        documents = (end in self.ends[:-1] for end in widest.ends[:-1])
+        return self.longest_row(FAR) <= widest.longest_row(FAR) and all(chunks) and all(documents)
 
     def scaled(self, tokens: Callable[[int], int]) -> "Mask":
         """Return the mask of a shorter problem, of which `tokens` gives the new number of so many tokens.

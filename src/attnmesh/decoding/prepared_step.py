@@ -74,7 +74,7 @@ class PreparedStep:
             for cache in inputs.caches:
                 views.append(cache.shards.own.view)
         of_rank = inputs if step.head_axis.size == 1 else inputs.of_own_heads(step)
-        q, _, sinks, key_lengths, selected, other_partial = of_rank
+        q, _, sinks, key_lengths, selected, other_partial, _ = of_rank
         blank = NO_MESSAGE if self.blank_message is None else self.blank_message()
         # The first rank adds the sinks; a reproducible step adds them after the merge, on any number of ranks.
         added = sinks if step.token_axis.index == 0 and not step.reproducible else None
@@ -187,7 +187,7 @@ def find_step(
 
     `prepared` is the memo that keeps prepared steps. The signature is None for calls that are checked each time.
     """
-    q, caches, sinks, key_lengths, selected, other_partial = inputs
+    q, caches, sinks, key_lengths, selected, other_partial, _ = inputs
     first = caches[0]
     if key_lengths is not None or selected is not None or other_partial is not None:
         return None, None

@@ -28,7 +28,7 @@ def agreement_on(caches: Sequence[KVCache], options: StepOptions | CheckedStep, 
 
 def compared_fields(inputs: StepInputs, step: CheckedStep) -> Mapping[str, object]:
     """Return the arguments of the call that ranks compare."""
-    q, caches, sinks, key_lengths, _, other_partial = inputs
+    q, caches, sinks, key_lengths, _, other_partial, _ = inputs
     options = named_options(step) | step.scaling._asdict()
     del options["scaling"]
     options["key_lengths"] = None if key_lengths is None else key_lengths.tolist()

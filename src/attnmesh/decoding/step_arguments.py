@@ -101,6 +101,8 @@ class StepInputs(NamedTuple):
     key_lengths: Tensor | None = None
     selected: Selection | None = None
     other_partial: Partial | None = None
+    history: Tensor | None = None
+    """In a graph, which has no caches, the history checksum of its cache."""
 
     @property
     def indices(self) -> Tensor | None:
@@ -116,15 +118,15 @@ class StepInputs(NamedTuple):
 
     def of_own_heads(self, step: CheckedStep) -> "StepInputs":
         """Return the inputs with the queries, sinks and selection of this rank's heads."""
-        q, caches, sinks, key_lengths, selected, other_partial = self
+        q, caches, sinks, key_lengths, selected, *others = self
         heads = step.head_axis.slice_of(q.shape[1])
         own_sinks = None if sinks is None else sinks[heads]
         own_selected = selected and selection_of_rank(selected, step.head_axis)
-        return StepInputs(q[:, heads], caches, own_sinks, key_lengths, own_selected, other_partial)
+        return StepInputs(q[:, heads], caches, own_sinks, key_lengths, own_selected, *others)
 
     def compared(self, facts: tuple[Any, ...], views: Sequence[CacheView]) -> Compared:
         """Return what ranks compare of a call. A hash is of its facts, and of what changes between calls of them."""
-        q, caches, sinks, key_lengths, selected, _ = self
+        q, caches, sinks, key_lengths, selected, _, history = self
         tensors, values = [q] if sinks is None else [q, sinks], list[int]()
         for cache in caches:
             values.append(cache.history_checksum)
@@ -138,6 +140,8 @@ class StepInputs(NamedTuple):
         for view in views[1:]:  # small numbers as weights would give other lengths the same sum
             # modulo 2^64
             device_counts = torch.add(view.device_counts[LENGTH], device_counts, alpha=LENGTH_WEIGHT)
+        if history is not None:
+            device_counts = torch.add(device_counts, history, alpha=LENGTH_WEIGHT)
         return tensors, hash_of_call(facts, *values), device_counts
 
 

@@ -23,6 +23,7 @@ def _fake_output(q: Tensor, *inputs: Any) -> Tensor:
 def decode_op(
     q: Tensor,
     cache: Sequence[Tensor],
+    history: Tensor,
     sinks: Tensor | None,
     key_lengths: Tensor | None,
     indices: Tensor | None,
@@ -33,7 +34,7 @@ def decode_op(
     view = view_of(cache, (step := CheckedStep.from_code(names, numbers)).value_dim)
     facts = (CheckedStep.hash_of_code(names, numbers),)
     selected = None if indices is None else Selection(indices, step.index_block or 1)
-    inputs = StepInputs(q, (), sinks, key_lengths, selected)
+    inputs = StepInputs(q, (), sinks, key_lengths, selected, history=history)
     out, _ = new_prepared_step(q, view, step, facts).compute(inputs, [view])
     length = view.device_counts[LENGTH]
     return torch.where(length <= step.capacity, out, torch.nan)

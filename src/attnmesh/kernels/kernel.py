@@ -147,7 +147,10 @@ class Kernel:
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, rectangle: Rectangle, scaling: Scaling
     ) -> Gradients:
-        """Return the rectangle's share of the gradients. Weights are `e^(logit - lse)`, with the lse over all keys."""
+        """Return the rectangle's share of the gradients. Weights are `e^(logit - lse)`, with the lse over all keys.
+
+        Of `saved.out` only `sum(out * dout)` of each row counts: on a mesh it is another tensor with this sum.
+        """
         raise NotImplementedError
 
     def attend_scattered(

@@ -90,7 +90,10 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True)
 class BackwardInputs:
-    """Tensors for the backward pass: out and lse over *all* keys, and the gradient of out."""
+    """Tensors for the backward pass: out and lse over *all* keys, and the gradient of out.
+
+    Of `out` only `sum(out * dout)` of each row counts. Ranks send that sum, and `out` may be another tensor with it.
+    """
 
     out: Tensor
     lse: Tensor

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from zlib import crc32
 
 import torch
 
@@ -72,10 +73,14 @@ def free_of_ranks(mesh: Mesh, device: torch.device, free: int | None = None) -> 
 
     `free` are those of this rank's device; they are asked by default.
     """
-    device_index = -1 if device.type == "cpu" else device.index or 0
-    rows = dist_all_gather_ints([device_index, free_memory(device) if free is None else free], mesh.axes)
+    rows = dist_all_gather_ints([_device_number(device), free_memory(device) if free is None else free], mesh.axes)
     near = [*zip(mesh_hosts(mesh), (row[0] for row in rows), strict=True)]
     return [row[1] // near.count(at) for row, at in zip(rows, near, strict=True)]
+
+
+def _device_number(device: torch.device) -> int:
+    """Return -1 for a CPU, and for a GPU a hash of its UUID: indices count the GPUs that a process sees."""
+    return -1 if device.type == "cpu" else crc32(str(torch.cuda.get_device_properties(device).uuid).encode())
 
 
 def _synchronize(device: torch.device) -> None:

@@ -5,6 +5,7 @@ in half precision, out 0 for an infinite logit. With grouped heads it reads the 
 fails on empty inputs and on a negative scale, which `driver` avoids for every kernel.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -16,7 +17,15 @@ from attnmesh.core.partial import Partial
 from attnmesh.core.scaling import Scaling
 from attnmesh.kernels.implementations.reference import Reference
 from attnmesh.kernels.kernel import Kernel, KernelRequest
-from attnmesh.kernels.rectangles import MASKED_TILE_ROWS, BackwardInputs, Gradients, Rectangle, made_once
+from attnmesh.kernels.rectangles import (
+    MASKED_TILE_ROWS,
+    BackwardInputs,
+    Gradients,
+    Rectangle,
+    attend_rectangles,
+    made_once,
+    tile_elements,
+)
 
 MAX_PACKED_ROWS = 32
 """Queries up to which reading the keys is the cost. The heads that share a key head are then packed into one."""
@@ -49,7 +58,8 @@ class FlashCPU(Kernel):
         if scaling.capped:
             return Reference().attend(q, k, v, rectangle, scaling)
         if _use_tiles(q, k, v, rectangle):
-            return _recompute_doubtful(_attend_tiles(q, k, v, scaling.scale), q, k, v, rectangle, scaling)
+            attend = functools.partial(_attend_tiles, scaling=scaling)
+            return attend_rectangles(attend, q, k, v, _runs_of_keys(q, k, v))
         packed = q.shape[1] > k.shape[1] and q.shape[2] <= MAX_PACKED_ROWS
         queries = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3) if packed else q  # (batch, kv_heads, group * length)
         rows, keys, values = _convert((queries, k, v), _width(q, v))
@@ -84,10 +94,23 @@ def _use_tiles(q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle) -> bool:
     return copied or (q.dtype == torch.bfloat16 and q.shape[1] * q.shape[2] == k.shape[1])
 
 
-def _attend_tiles(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
+def _tile_keys(q: Tensor, k: Tensor, v: Tensor) -> int:
+    """Return the keys of a tile that is in a core's cache in float32."""
+    return max(MASKED_TILE_ROWS, CACHE_BYTES // (4 * k.shape[1] * _width(q, v)))
+
+
+def _runs_of_keys(q: Tensor, k: Tensor, v: Tensor) -> list[Rectangle]:
+    """Return few rows over all keys as runs of whole tiles, so that memory for logits does not grow with the keys."""
+    size = _tile_keys(q, k, v)
+    run = max(1, tile_elements(q.device) // (q.shape[:-1].numel() * size)) * size
+    rows, keys = slice(0, q.shape[2]), k.shape[2]
+    return [Rectangle(rows, slice(start, min(start + run, keys))) for start in range(0, keys, run)]
+
+
+def _attend_tiles(q: Tensor, k: Tensor, v: Tensor, run: Rectangle, scaling: Scaling) -> Partial:
     """Return the partial of few rows, from tiles of keys that are converted to float32 in the core's cache."""
-    rows = q.float().reshape(q.shape[0], k.shape[1], -1, q.shape[3]) * scale
-    size = max(MASKED_TILE_ROWS, CACHE_BYTES // (4 * k.shape[1] * _width(q, v)))
+    rows = q.float().reshape(q.shape[0], k.shape[1], -1, q.shape[3]) * scaling.scale
+    size = _tile_keys(q, k, v)
     tile = rows.new_empty(*k.shape[:2], min(size, k.shape[2]), _width(q, v))  # reused: new memory costs more
 
     def copy_to_tile(x: Tensor) -> Tensor:
@@ -99,7 +122,8 @@ def _attend_tiles(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
     out = rows.new_zeros(*rows.shape[:3], v.shape[3])
     for part, values in zip(torch.softmax(logits, -1).split(size, -1), v.split(size, 2), strict=True):
         out += part @ copy_to_tile(values)
-    return Partial(out.to(q.dtype).reshape(*q.shape[:3], -1), torch.logsumexp(logits, -1).reshape(q.shape[:3]))
+    found = Partial(out.reshape(*q.shape[:3], -1), torch.logsumexp(logits, -1).reshape(q.shape[:3]))
+    return _recompute_doubtful(found, q, k, v, run, scaling)
 
 
 def _arguments(rows: Tensor, rectangle: Rectangle, packed: bool) -> dict[str, object]:
