@@ -137,9 +137,7 @@ class KVCache(PagedCache, SavedCache):
                 check_in_folder(sizes, self.device, copies, shares)
         self.token_axis = flat_axis(mesh, ("queries", "keys"))  # makes a group, which all ranks have to do together
         self.calls = ComparedCalls(self.mesh, self.device, checked)
-        self.history_checksum = 0  # checksum of padding and reorders so far
-        with torch.inference_mode(False):
-            self.history = torch.zeros((), dtype=torch.int64, device=self.device)
+        self.history_checksum, self.history = 0, self.blank_history()  # checksum of padding and reorders so far
         self.order_checksum = 0  # checksum of reorders alone
         self.changes = 0  # truncations and reorders so far: `recover` needs caches that have grown alike
         self.saved = SavedPieces()

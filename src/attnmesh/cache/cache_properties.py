@@ -102,3 +102,8 @@ class CacheProperties:
         if checksum != self.history_checksum:
             self.history_checksum = checksum
             self.history.fill_(checksum)
+
+    def blank_history(self) -> Tensor:
+        """Return memory for the history checksum of a cache without padding and reorders."""
+        with torch.inference_mode(False):
+            return torch.zeros((), dtype=torch.int64, device=self.device)

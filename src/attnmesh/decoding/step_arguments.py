@@ -118,11 +118,10 @@ class StepInputs(NamedTuple):
 
     def of_own_heads(self, step: CheckedStep) -> "StepInputs":
         """Return the inputs with the queries, sinks and selection of this rank's heads."""
-        q, caches, sinks, key_lengths, selected, *others = self
-        heads = step.head_axis.slice_of(q.shape[1])
-        own_sinks = None if sinks is None else sinks[heads]
-        own_selected = selected and selection_of_rank(selected, step.head_axis)
-        return StepInputs(q[:, heads], caches, own_sinks, key_lengths, own_selected, *others)
+        heads = step.head_axis.slice_of(self.q.shape[1])
+        own_sinks = None if self.sinks is None else self.sinks[heads]
+        own_selected = self.selected and selection_of_rank(self.selected, step.head_axis)
+        return self._replace(q=self.q[:, heads], sinks=own_sinks, selected=own_selected)
 
     def compared(self, facts: tuple[Any, ...], views: Sequence[CacheView]) -> Compared:
         """Return what ranks compare of a call. A hash is of its facts, and of what changes between calls of them."""
