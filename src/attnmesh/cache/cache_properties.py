@@ -17,6 +17,7 @@ class CacheProperties:
 
     shards: LocalShards
     history_checksum: int
+    device: torch.device
     history: Tensor  # the same on the device, for graphs
 
     @property
