@@ -235,7 +235,7 @@ def prepare_step(
     inputs: StepInputs, step: CheckedStep, signature: tuple[Any, ...] | None, prepared: Memo[PreparedStep]
 ) -> PreparedStep:
     """Return the prepared step of a call that was checked, which `prepared` keeps if its signature is known."""
-    q, caches, *_ = inputs
+    q, caches = inputs.q, inputs.caches
     first = caches[0]
     stays_on_device = runs_on_device(first, step)
     if step.reproducible:

@@ -130,7 +130,7 @@ def attention(
 
 def _attend_without_mesh(arguments: AttentionArguments, checked: bool | None) -> Tensor:
     """Return attention on one device, prepared once for calls of one signature."""
-    q, k, v, sinks = arguments[:4]
+    q, k, v, sinks = arguments.q, arguments.k, arguments.v, arguments.sinks
     options = arguments.options
     signature = None
     if arguments.has_signature:
@@ -183,8 +183,8 @@ def _attend_on_mesh(
     arguments: AttentionArguments, prepared: PreparedAttention, latents: Latents | None, other_partial: Partial | None
 ) -> Tensor:
     """Return attention over the keys of all ranks. It is an operator where PyTorch traces or transforms calls."""
-    q, k, v, sinks, key_lengths = arguments[:5]
-    selected = arguments.selected
+    q, k, v, sinks = arguments.q, arguments.k, arguments.v, arguments.sinks
+    key_lengths, selected = arguments.key_lengths, arguments.selected
     spec, task = prepared.spec, prepared.task
     indices = None if selected is None else selected.indices
     if task is None and latents is None and other_partial is None:
