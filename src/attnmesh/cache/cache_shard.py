@@ -408,7 +408,7 @@ class CacheShard:
             return False
         after = used + first if offset < width else used
         head, tail = (tuple(x[:, :, some] for x in new) for some in (slice(first), slice(first, None)))
-        # Both find room, which is looked at above: none of them returns False after the other has written.
+        # Room for both was checked above, so neither can return False after the other has written.
         return self.append_run(head, first, length, used) and self.append_run(
             tail, new_count - first, length + first, after
         )

@@ -224,8 +224,8 @@ class MergeAgreement:
 
     An error of one rank is raised there. The others raise it too where the table says so, and get NaN elsewhere.
 
-    A rank asks by the last merge: it repeats that, with a question in place of a checksum. The maximum of the
-    checksums says whether all ranks ask.
+    To ask, a rank replays its last merge and sends `QUESTION` where the checksum goes. The maximum tells each rank
+    whether all asked.
 
     Merges by a collective, which hang or crash on messages of unequal sizes, are compared before, on CPUs too.
 
@@ -252,7 +252,8 @@ class MergeAgreement:
         self.checksum_stays_on_device = device.type != "cpu" or interpreted() or calls.repeat_last_merge is not None
         """True if no CPU reads the merged checksum. So a rank asks about a call that is new to it.
 
-        True on GPUs, when GPU kernels are interpreted on a CPU, and once it was True of an earlier call on the object.
+        True on GPUs, when GPU kernels are interpreted on a CPU, and for the rest of the object's life after one such
+        call.
         """
 
     def __enter__(self) -> None: ...
