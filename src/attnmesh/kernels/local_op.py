@@ -33,10 +33,13 @@ MaskAndBlock = tuple[Mask, int]
 """The mask of `Visible` and the keys per index of its selection; an operator carries them as numbers."""
 
 
-def run_attend(
+def attend_on_device(
     q: Tensor, k: Tensor, v: Tensor, visible: Visible, scaling: Scaling, kernel: str, sinks: Tensor | None = None
 ) -> Partial:
-    """Return attention of checked arguments, by an operator where PyTorch traces or transforms calls."""
+    """Pick an operator, autograd or a plain run on one device.
+
+    Arguments are checked. It is an operator where PyTorch traces or transforms calls.
+    """
     tensors = q, k, v, sinks, visible.tensors
     mask, block = visible.mask_and_block
     if needs_operator(q, k, v, sinks):
