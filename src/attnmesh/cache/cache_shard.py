@@ -398,7 +398,10 @@ class CacheShard:
         return True
 
     def _append_parts(self, new: Tensors, new_count: int, length: int, used: int) -> bool:
-        """Add few new tokens that several ranks own, up to the end of a run and those after it."""
+        """Add few new tokens that several ranks own, up to the end of a run and those after it.
+
+        The tokens fit the capacity, and lie in parts, as `append_run` draws it: some are of this rank, and some not.
+        """
         start, width, period = self.turn
         count = self.turn.count
         offset = (length - start) % period

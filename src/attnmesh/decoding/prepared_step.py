@@ -66,6 +66,7 @@ class PreparedStep:
     def compute(self, inputs: StepInputs, views: Sequence[CacheView] | None = None) -> tuple[Tensor, Verdict]:
         """Return the output, and what `merge` has found of the calls. The output is NaN if the ranks' calls differ.
 
+        `inputs` are of this step: `find_step` has found it for them, or they were checked and it was prepared for them.
         `views` are given in a graph, which has no caches. The CPU reads nothing of a device.
         """
         step = self.step
@@ -185,7 +186,9 @@ def find_step(
 ) -> tuple[tuple[Any, ...] | None, PreparedStep | None]:
     """Return the signature of a call, and its step if prepared. All checks depend on the signature and the caches.
 
-    `prepared` is the memo that keeps prepared steps. The signature is None for calls that are checked each time.
+    `inputs` have one cache or more, all of one mesh and one device, and `options` are `StepOptions`: all else may be
+    wrong. `prepared` is the memo that keeps prepared steps of such caches. The signature is None for calls that are
+    checked each time.
     """
     q, caches, sinks, key_lengths, selected, other_partial = inputs
     first = caches[0]
