@@ -4,6 +4,13 @@ If any rank's call differs, all ranks raise.
 
 What a rank says is a text, with a line for each argument that must be equal, or the error that it has found. A hash
 of it is compared: in a small all-gather, or in the messages of a merge. Texts are exchanged where the numbers differ.
+
+    fields     arguments that must be equal, by name
+    text       the fields as lines, below the name of the call: what is hashed, and shown where calls differ
+    payload    numbers that are gathered beside the hash, and may differ
+    signature  what the checks of a call depend on, by which a rank finds what it prepared; not compared
+    facts      options, dtypes and shapes of a call that ends in a merge: it is known by them; a hash of them is compared
+    Compared   what the checksum of a merge is made of: tensors, a hash of the facts, and tokens (of decoding)
 """
 
 from collections import defaultdict
