@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import attnmesh as am
+from attnmesh.decoding.step_arguments import CheckedStep
 from attnmesh.errors import InputError
 from attnmesh.kernels.cache_runs import CachedAttention
 from attnmesh.kernels.native.build import library
@@ -47,6 +48,12 @@ def _equal_twice(cache: am.KVCache, q: Tensor, **options: object) -> bool:
     again = am.decode(q, cache, **options)  # type: ignore[arg-type]
     _forget(cache)
     return torch.equal(first, again) and torch.equal(first, am.decode(q, cache, **options))  # type: ignore[arg-type]
+
+
+def test_ranks_compare_each_field_of_a_step_but_those_of_its_cache() -> None:
+    step = CheckedStep(*map(str, range(len(CheckedStep._fields))))  # type: ignore[arg-type]
+    of_cache = {"head_axis", "token_axis", "block", "capacity", "value_dim"}
+    assert step.options == {name: value for name, value in step._asdict().items() if name not in of_cache}
 
 
 @on_each_rank

@@ -398,7 +398,10 @@ class CacheShard:
         return True
 
     def _append_parts(self, new: Tensors, new_count: int, length: int, used: int) -> bool:
-        """Add few new tokens that several ranks own, up to the end of a run and those after it."""
+        """Add few new tokens that several ranks own, up to the end of a run and those after it.
+
+        The tokens fit the capacity, and lie in parts, as `append_run` draws it: some are of this rank, and some not.
+        """
         start, width, period = self.turn
         count = self.turn.count
         offset = (length - start) % period
@@ -408,7 +411,7 @@ class CacheShard:
             return False
         after = used + first if offset < width else used
         head, tail = (tuple(x[:, :, some] for x in new) for some in (slice(first), slice(first, None)))
-        # Both find room, which is looked at above: none of them returns False after the other has written.
+        # Room for both was checked above, so neither can return False after the other has written.
         return self.append_run(head, first, length, used) and self.append_run(
             tail, new_count - first, length + first, after
         )

@@ -113,7 +113,8 @@ class Visible(NamedTuple):
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Tensors of positions, lengths and indices, which autograd saves and an operator takes."""
-        return *self[1:4], None if self.selected is None else self.selected.indices
+        indices = None if self.selected is None else self.selected.indices
+        return self.q_positions, self.k_positions, self.key_lengths, indices
 
     @property
     def mask_and_block(self) -> tuple[Mask, int]:

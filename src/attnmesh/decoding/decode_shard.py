@@ -11,7 +11,7 @@ from attnmesh.core.partial import Partial, merge_partials, with_sinks
 from attnmesh.core.scaling import Scores
 from attnmesh.core.selection import Selection, Visible
 from attnmesh.decoding.query_shard import QueryShard
-from attnmesh.decoding.step_arguments import CheckedStep, StepInputs, StepOptions, named_options, selection_of_rank
+from attnmesh.decoding.step_arguments import CheckedStep, StepInputs, StepOptions, selection_of_rank
 from attnmesh.decoding.step_checks import checked_step, step_with_bias
 from attnmesh.guard.agreement import Agreement, may_compare
 from attnmesh.kernels.cache_view import DecodeQuery
@@ -73,4 +73,4 @@ def _compared_fields(queries: QueryShard, cache: KVCache, step: CheckedStep) -> 
     q, layout, length = queries
     contents = {"tokens in the cache": cache.length, "padding and order": cache.history_checksum}
     of_queries = {"dtype": q.dtype, "heads": q.shape[1], "layout": layout, "length": length}
-    return {**of_queries, **contents, **named_options(step)}
+    return {**of_queries, **contents, **step.options}

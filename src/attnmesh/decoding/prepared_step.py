@@ -7,8 +7,8 @@ differ in how ranks merge, and so in how they find out whether their calls are e
     HostMergedStep  ranks of one host merge natively, and compare their calls by that merge
     AgreedStep      all others: a `MergeAgreement` is around the merge
 
-A known step runs `find_step`, `run` and `compute`, whose loops over caches are no functions of their own. A call of
-one takes about 0.05 us, and a step on a short cache about 15 us (by `timeit`). `tests/tools/test_walk.py` counts calls.
+A known step runs `find_step`, `run` and `compute`, whose loops over caches are inlined for speed. A call of a function
+takes about 0.05 us, and a step on a short cache about 15 us (by `timeit`). `tests/tools/test_walk.py` counts calls.
 """
 
 import functools
@@ -66,6 +66,7 @@ class PreparedStep:
     def compute(self, inputs: StepInputs, views: Sequence[CacheView] | None = None) -> tuple[Tensor, Verdict]:
         """Return the output, and what `merge` has found of the calls. The output is NaN if the ranks' calls differ.
 
+        `inputs` are of this step: `find_step` has found it for them, or they were checked and it was prepared for them.
         `views` are given in a graph, which has no caches. The CPU reads nothing of a device.
         """
         step = self.step
@@ -185,7 +186,9 @@ def find_step(
 ) -> tuple[tuple[Any, ...] | None, PreparedStep | None]:
     """Return the signature of a call, and its step if prepared. All checks depend on the signature and the caches.
 
-    `prepared` is the memo that keeps prepared steps. The signature is None for calls that are checked each time.
+    `inputs` have one cache or more, all of one mesh and one device, and `options` are `StepOptions`: all else may be
+    wrong. `prepared` is the memo that keeps prepared steps of such caches. The signature is None for calls that are
+    checked each time.
     """
     q, caches, sinks, key_lengths, selected, other_partial, _ = inputs
     first = caches[0]
@@ -235,7 +238,7 @@ def prepare_step(
     inputs: StepInputs, step: CheckedStep, signature: tuple[Any, ...] | None, prepared: Memo[PreparedStep]
 ) -> PreparedStep:
     """Return the prepared step of a call that was checked, which `prepared` keeps if its signature is known."""
-    q, caches, *_ = inputs
+    q, caches = inputs.q, inputs.caches
     first = caches[0]
     stays_on_device = runs_on_device(first, step)
     if step.reproducible:

@@ -11,7 +11,7 @@ from attnmesh.comm.mismatch import question_like
 from attnmesh.comm.rank_merge import highest_checksum, merge_ranks, send_poison
 from attnmesh.core.digest import fingerprints
 from attnmesh.core.partial import identity, sum_dtype
-from attnmesh.decoding.step_arguments import CheckedStep, StepInputs, StepOptions, gather_heads, named_options
+from attnmesh.decoding.step_arguments import CheckedStep, StepInputs, StepOptions, gather_heads
 from attnmesh.decoding.step_checks import reads_length_on_device
 from attnmesh.errors import InputError
 from attnmesh.guard.agreement import MergeAgreement
@@ -29,7 +29,7 @@ def agreement_on(caches: Sequence[KVCache], options: StepOptions | CheckedStep, 
 def compared_fields(inputs: StepInputs, step: CheckedStep) -> Mapping[str, object]:
     """Return the arguments of the call that ranks compare."""
     q, caches, sinks, key_lengths, _, other_partial, _ = inputs
-    options = named_options(step) | step.scaling._asdict()
+    options = step.options | step.scaling._asdict()
     del options["scaling"]
     options["key_lengths"] = None if key_lengths is None else key_lengths.tolist()
     options |= {} if other_partial is None else {"partial": True}

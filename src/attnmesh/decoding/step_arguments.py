@@ -43,9 +43,17 @@ class CheckedStep(NamedTuple):
     index_block: int | None = None  # tokens that an index selects; None if nothing is selected
 
     @property
-    def options(self) -> tuple[Any, ...]:
-        """The values that the caller passes, which are equal on all ranks."""
-        return self[FIRST_OPTION:]
+    def options(self) -> dict[str, Any]:
+        """The values that the caller passes, by name, which are equal on all ranks."""
+        return {
+            "mask": self.mask,
+            "scaling": self.scaling,
+            "merge": self.merge,
+            "output": self.output,
+            "reproducible": self.reproducible,
+            "kernel": self.kernel,
+            "index_block": self.index_block,
+        }
 
     def to_code(self) -> tuple[str, list[int]]:
         """Return the step as names and numbers, which the schema of an operator can carry."""
@@ -80,10 +88,6 @@ class CheckedStep(NamedTuple):
         return q.shape[0], heads, q.shape[2], self.value_dim
 
 
-FIRST_OPTION = CheckedStep._fields.index("mask")
-"""Index in a step of the first value of its caller."""
-
-
 LENGTH_WEIGHT = -7046029254386353131
 """Weight of a cache's length over that of the next one, in what ranks compare: odd, of 64 bits without a pattern."""
 
@@ -111,10 +115,10 @@ class StepInputs(NamedTuple):
 
     def compared_facts(self, step: CheckedStep) -> tuple[Any, ...]:
         """Return the options of a step, and the dtypes and shapes of its tensors, of which ranks compare a hash."""
-        sinks = None if self.sinks is None else self.sinks.dtype
+        options, sinks = tuple(step.options.values()), None if self.sinks is None else self.sinks.dtype
         indices = None if self.indices is None else self.indices.shape
         partial_field = () if self.other_partial is None else ("partial",)
-        return step.options, self.q.dtype, self.q.shape, sinks, self.key_lengths is not None, indices, *partial_field
+        return options, self.q.dtype, self.q.shape, sinks, self.key_lengths is not None, indices, *partial_field
 
     def of_own_heads(self, step: CheckedStep) -> "StepInputs":
         """Return the inputs with the queries, sinks and selection of this rank's heads."""
@@ -156,7 +160,7 @@ def _step_of_code(names: str, numbers: tuple[int, ...]) -> CheckedStep:
 
 
 class StepOptions(NamedTuple):
-    """Values that a caller passes beside tensors, as the last fields of a `CheckedStep` have them, not yet checked."""
+    """Values that a caller passes beside tensors, as the options of a `CheckedStep` have them, not yet checked."""
 
     mask: Mask
     scale: float | None
@@ -171,11 +175,6 @@ class StepOptions(NamedTuple):
         sizes = cache.sizes
         placement = cache.mesh.heads, cache.token_axis, sizes.block, sizes.capacity, sizes.value_dim
         return CheckedStep(*placement, self.mask, scaling, self.merge, self.output, self.reproducible, self.kernel)
-
-
-def named_options(step: CheckedStep) -> dict[str, Any]:
-    """Return the values of a step that its caller passes, by name."""
-    return dict(zip(step._fields[FIRST_OPTION:], step.options, strict=True))
 
 
 def selection_of_rank(selection: Selection, heads: Axis) -> Selection:

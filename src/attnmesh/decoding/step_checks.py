@@ -54,7 +54,8 @@ def checked_step(
     Errors name the function `subject`, and the row of its queries that these are.
     """
     of_row = "" if row is None else f" of row {row}"
-    q, (cache,), sinks, key_lengths, selected, *_ = inputs
+    q, sinks, key_lengths, selected = inputs.q, inputs.sinks, inputs.key_lengths, inputs.selected
+    (cache,) = inputs.caches
     sizes = cache.sizes
     check_no_gradients(subject, {"q": q, "sinks": sinks})
     check_unknown_options(subject, unsupported)
@@ -129,7 +130,8 @@ def _with_selection(q: Tensor, cache: KVCache, selected: Selection, step: Checke
 
 def check_other_partial(inputs: StepInputs, step: CheckedStep) -> None:
     """Raise unless the partial of other keys is None or fits the queries of a checked step."""
-    q, (cache,), *_, other_partial, _ = inputs
+    q, other_partial = inputs.q, inputs.other_partial
+    (cache,) = inputs.caches
     if other_partial is None:
         return
     subject = "decode partial"

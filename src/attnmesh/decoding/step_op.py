@@ -42,7 +42,7 @@ def decode_op(
 
 def tensors_of(view: CacheView) -> list[Tensor]:
     """Return a view of a cache as the list of tensors that the operator takes."""
-    return [*view[:4], *(view.padding or ())]
+    return [view.keys, view.values, view.token_index, view.device_counts, *(view.padding or ())]
 
 
 def view_of(tensors: Sequence[Tensor], value_dim: int) -> CacheView:

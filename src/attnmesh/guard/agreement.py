@@ -4,6 +4,13 @@ If any rank's call differs, all ranks raise.
 
 What a rank says is a text, with a line for each argument that must be equal, or the error that it has found. A hash
 of it is compared: in a small all-gather, or in the messages of a merge. Texts are exchanged where the numbers differ.
+
+    fields     arguments that must be equal, by name
+    text       the fields as lines, below the name of the call: what is hashed, and shown where calls differ
+    payload    numbers that are gathered beside the hash, and may differ
+    signature  what the checks of a call depend on, by which a rank finds what it prepared; not compared
+    facts      options, dtypes and shapes of a call that ends in a merge: it is known by them, and they are hashed
+    Compared   what the checksum of a merge is made of: tensors, a hash of the facts, and tokens (of decoding)
 """
 
 from collections import defaultdict
@@ -224,8 +231,8 @@ class MergeAgreement:
 
     An error of one rank is raised there. The others raise it too where the table says so, and get NaN elsewhere.
 
-    A rank asks by the last merge: it repeats that, with a question in place of a checksum. The maximum of the
-    checksums says whether all ranks ask.
+    To ask, a rank replays its last merge and sends `QUESTION` where the checksum goes. The maximum tells each rank
+    whether all asked.
 
     Merges by a collective, which hang or crash on messages of unequal sizes, are compared before, on CPUs too.
 
@@ -252,7 +259,8 @@ class MergeAgreement:
         self.checksum_stays_on_device = device.type != "cpu" or interpreted() or calls.repeat_last_merge is not None
         """True if no CPU reads the merged checksum. So a rank asks about a call that is new to it.
 
-        True on GPUs, when GPU kernels are interpreted on a CPU, and once it was True of an earlier call on the object.
+        True on GPUs, when GPU kernels are interpreted on a CPU, and for the rest of the object's life after one such
+        call.
         """
 
     def __enter__(self) -> None: ...

@@ -20,7 +20,7 @@ from attnmesh.hf.layer_checks import check_cached_padding
 from attnmesh.hf.layer_mask import ONE_PROMPT, SAME_PLACES, MaskSpec, check_covers
 from attnmesh.hf.models import SUBJECT
 from attnmesh.hf.shards import Shards
-from attnmesh.kernels.local_op import run_attend
+from attnmesh.kernels.local_op import attend_on_device
 from attnmesh.mesh_attention.attention import attention
 from attnmesh.mesh_attention.attention_arguments import AttentionArguments, AttentionOptions
 from attnmesh.mesh_attention.prompt import attend_prompt
@@ -40,8 +40,11 @@ class LayerArguments(NamedTuple):
         return {"mask": self.mask, "sinks": self.sinks, "selected": self.selected, **self.scores._asdict()}
 
 
-def attend_new(q: Tensor, k: Tensor, v: Tensor, arguments: LayerArguments, spec: MaskSpec) -> Tensor:
-    """Return attention without a `ShardedCache`, a sequence at a time if their masks differ."""
+def attend_without_cache(q: Tensor, k: Tensor, v: Tensor, arguments: LayerArguments, spec: MaskSpec) -> Tensor:
+    """Attend without a `ShardedCache`: in shards, or locally.
+
+    Sequences are attended one at a time if their masks differ.
+    """
     if not spec.row_masks:
         shards = spec.shards
         return _attend_local(q, k, v, arguments, spec) if shards is None else _attend_shards(q, k, v, arguments, shards)
@@ -50,7 +53,7 @@ def attend_new(q: Tensor, k: Tensor, v: Tensor, arguments: LayerArguments, spec:
         row = slice(number, number + 1)
         padding, left_padding = (None if x is None else x[row] for x in (spec.token_mask, spec.left_padding))
         row_spec = replace(spec, mask=mask, row_masks=(), token_mask=padding, left_padding=left_padding)
-        outs.append(attend_new(q[row], k[row], v[row], arguments._replace(mask=mask), row_spec))
+        outs.append(attend_without_cache(q[row], k[row], v[row], arguments._replace(mask=mask), row_spec))
     return torch.cat(outs)
 
 
@@ -143,7 +146,10 @@ def _store(pending: PendingKV, mask: Mask, spec: MaskSpec, new: int) -> KVCache:
 
 
 def _attend_local(q: Tensor, k: Tensor, v: Tensor, arguments: LayerArguments, spec: MaskSpec) -> Tensor:
-    """Return attention on one device, with keys of a transformers cache and padding if there are any."""
+    """Give tokens their positions, drop padding, and attend.
+
+    Keys may be those of a transformers cache. With padding sequences are attended one at a time.
+    """
     check_covers(spec.covered, spec.kv_offset + k.shape[2])
     queries = torch.arange(q.shape[2], device="cpu") + spec.q_offset
     keys = torch.arange(k.shape[2], device="cpu") + spec.kv_offset
@@ -165,7 +171,7 @@ def _attend_local(q: Tensor, k: Tensor, v: Tensor, arguments: LayerArguments, sp
 
 
 def _attend_at(q: Tensor, k: Tensor, v: Tensor, arguments: LayerArguments, queries: Tensor, keys: Tensor) -> Tensor:
-    """Return attention of queries to keys at these positions."""
+    """Add the layer's scale and bias, and attend at positions."""
     scaling = arguments.scores.scaling(SUBJECT, q.shape[-1])
     visible = Visible(arguments.mask, queries, keys, selected=arguments.selected)
-    return run_attend(arguments.scores.widened(q), k, v, visible, scaling, "auto", arguments.sinks).out
+    return attend_on_device(arguments.scores.widened(q), k, v, visible, scaling, "auto", arguments.sinks).out

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from attnmesh.core.scaling import Scores
 from attnmesh.core.selection import Selection
-from attnmesh.hf.attend_layer import LayerArguments, attend_cached, attend_new
+from attnmesh.hf.attend_layer import LayerArguments, attend_cached, attend_without_cache
 from attnmesh.hf.cache.layer import PendingKV
 from attnmesh.hf.families.family import Family, family_of_layer
 from attnmesh.hf.images.cross import attends_to_images
@@ -115,7 +115,7 @@ def _attend_at_positions(
     layer_arguments = LayerArguments(spec.mask, Scores(scaling, softcap, bias), sinks, selected)
     with without_autocast(q):
         if not isinstance(key, PendingKV):
-            return attend_new(q, k, v, layer_arguments, spec)
+            return attend_without_cache(q, k, v, layer_arguments, spec)
         stores_keys = not getattr(module, "is_kv_shared_layer", False)  # else an earlier layer has stored the keys
         if k is not key.k or v is not key.v or key.latents is not None:  # else autocast has cast nothing
             latents = None if key.latents is None else key.latents.to(k.dtype)

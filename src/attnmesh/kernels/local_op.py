@@ -33,10 +33,13 @@ MaskAndBlock = tuple[Mask, int]
 """The mask of `Visible` and the keys per index of its selection; an operator carries them as numbers."""
 
 
-def run_attend(
+def attend_on_device(
     q: Tensor, k: Tensor, v: Tensor, visible: Visible, scaling: Scaling, kernel: str, sinks: Tensor | None = None
 ) -> Partial:
-    """Return attention of checked arguments, by an operator where PyTorch traces or transforms calls."""
+    """Pick an operator, autograd or a plain run on one device.
+
+    Arguments are checked. It is an operator where PyTorch traces or transforms calls.
+    """
     tensors = q, k, v, sinks, visible.tensors
     mask, block = visible.mask_and_block
     if needs_operator(q, k, v, sinks):
@@ -59,7 +62,8 @@ def _attend_visible(
         return PreparedLocal.of(q, k, v, mask_and_block[0], scaling, kernel).attend(q, k, v, sinks)
     visible = Visible.of(visible_tensors, mask_and_block)
     band, counts, q_order, k_order = _band(q, k, visible)
-    chosen = choose(KernelRequest.of(q, k, v, scaling, visible[1:3]), kernel)
+    positions = visible.q_positions, visible.k_positions
+    chosen = choose(KernelRequest.of(q, k, v, scaling, positions), kernel)
     qkv = _sort(q, q_order), _sort(k, k_order), _sort(v, k_order)
     out, lse = with_sinks(attend_band(chosen, *qkv, band, scaling, counts), sinks)
     return Partial(length_major(_unsort(out, q_order), q.dtype), _unsort(lse, q_order).contiguous())
@@ -80,7 +84,8 @@ def _backward(
     band, counts, q_order, k_order = _band(q, k, visible)
     saved = BackwardInputs(*(_sort(x, q_order) for x in outputs))
     qkv = _sort(q, q_order), _sort(k, k_order), _sort(v, k_order)
-    chosen = choose(KernelRequest.of(q, k, v, scaling, visible[1:3]), kernel)
+    positions = visible.q_positions, visible.k_positions
+    chosen = choose(KernelRequest.of(q, k, v, scaling, positions), kernel)
     gradients = backward_band(chosen, *qkv, saved, band, scaling, counts)
     orders = (q_order, k_order, k_order)
     dq, dk, dv = (length_major(_unsort(dx, order), q.dtype) for dx, order in zip(gradients, orders, strict=True))

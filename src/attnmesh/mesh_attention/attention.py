@@ -130,7 +130,7 @@ def attention(
 
 def _attend_without_mesh(arguments: AttentionArguments, checked: bool | None) -> Tensor:
     """Return attention on one device, prepared once for calls of one signature."""
-    q, k, v, sinks = arguments[:4]
+    q, k, v, sinks = arguments.q, arguments.k, arguments.v, arguments.sinks
     options = arguments.options
     signature = None
     if arguments.has_signature:
@@ -158,7 +158,7 @@ def attend_shards(
     latents: Latents | None = None,
     other_partial: Partial | None = None,
 ) -> Tensor:
-    """Return attention of one rank's shards.
+    """Cast and prepare a rank's shards, then pick how to attend.
 
     With `latents`, these travel instead of the keys and values that are expanded from them. `other_partial` is of this
     rank's queries over keys that do not travel. With either there are no gradients.
@@ -182,9 +182,12 @@ def attend_shards(
 def _attend_on_mesh(
     arguments: AttentionArguments, prepared: PreparedAttention, latents: Latents | None, other_partial: Partial | None
 ) -> Tensor:
-    """Return attention over the keys of all ranks. It is an operator where PyTorch traces or transforms calls."""
-    q, k, v, sinks, key_lengths = arguments[:5]
-    selected = arguments.selected
+    """Pick an operator, autograd or a plain run over all ranks.
+
+    It is an operator where PyTorch traces or transforms calls. Latents and other partials are never recorded.
+    """
+    q, k, v, sinks = arguments.q, arguments.k, arguments.v, arguments.sinks
+    key_lengths, selected = arguments.key_lengths, arguments.selected
     spec, task = prepared.spec, prepared.task
     indices = None if selected is None else selected.indices
     if task is None and latents is None and other_partial is None:

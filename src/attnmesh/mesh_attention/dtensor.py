@@ -26,7 +26,7 @@ def attend_dtensors(
     attend_shards: Callable[[AttentionArguments, Mesh, bool | None], Tensor],
 ) -> Tensor:
     """Return attention of DTensors as a DTensor placed like q: `attend_shards` of their local shards."""
-    first = next(x for x in arguments[:3] if isinstance(x, DTensor))
+    first = next(x for x in (arguments.q, arguments.k, arguments.v) if isinstance(x, DTensor))
     axes = Mesh.of(first.device_mesh)
     try:
         q, k, v = _checked_dtensors(arguments, first, mesh)
@@ -49,7 +49,7 @@ def attend_dtensors(
 def _checked_dtensors(arguments: AttentionArguments, first: DTensor, mesh: DeviceMesh | None) -> list[DTensor]:
     """Return q, k and v. Raise unless they are DTensors whose tokens are sharded along the mesh's axes."""
     dtensors = []
-    for name, x in zip(("q", "k", "v"), arguments[:3], strict=True):
+    for name, x in {"q": arguments.q, "k": arguments.k, "v": arguments.v}.items():
         if not isinstance(x, DTensor) or x.device_mesh != first.device_mesh or x.placements != first.placements:
             given = f"{name} {x.placements if isinstance(x, DTensor) else type(x).__name__} beside {first.placements}"
             fix = "redistribute them alike"

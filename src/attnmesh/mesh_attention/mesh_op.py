@@ -15,7 +15,7 @@ from attnmesh.comm.failures import run_collective
 from attnmesh.core.partial import Partial, merge_partials, sum_dtype
 from attnmesh.core.selection import Visible
 from attnmesh.errors import RankFailure
-from attnmesh.kernels.local_op import run_attend, sink_gradient
+from attnmesh.kernels.local_op import attend_on_device, sink_gradient
 from attnmesh.kernels.rectangles import BackwardInputs
 from attnmesh.kernels.traced import OnceDifferentiable, run_once_differentiable
 from attnmesh.mesh.axes import Axis, Mesh
@@ -32,18 +32,19 @@ from attnmesh.runtime.tensors import Tensors, empty_length_major, length_major
 def attend_on_one_rank(
     arguments: AttentionArguments, spec: AttentionSpec, other_partial: Partial | None = None
 ) -> Tensor:
-    """Return attention on one rank."""
+    """Attend all keys on this rank, and merge `other_partial`."""
+    q, k, v, sinks = arguments.q, arguments.k, arguments.v, arguments.sinks
     visible = Visible(spec.problem.mask, key_lengths=arguments.key_lengths, selected=arguments.selected)
-    partial = run_attend(arguments.q, arguments.k, arguments.v, visible, spec.scaling, spec.kernel, arguments.sinks)
+    partial = attend_on_device(q, k, v, visible, spec.scaling, spec.kernel, sinks)
     if other_partial is None:
         return partial.out
-    return merge_partials([Partial(*partial), other_partial]).out.to(arguments.q.dtype)
+    return merge_partials([Partial(*partial), other_partial]).out.to(q.dtype)
 
 
 def attend_without_grad(
     q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None, other_partial: Partial | None = None
 ) -> Tensor:
-    """Return this rank's attention over all ranks, not recorded. It has no gradients."""
+    """Run a task, and merge `other_partial`. It has no gradients."""
     partial = forward(q, kv, task, sinks)
     if other_partial is not None:
         partial = merge_partials([partial, other_partial])

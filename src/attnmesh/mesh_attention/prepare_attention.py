@@ -39,7 +39,7 @@ def prepare_attention(
     """
     if mesh.ranks == 1 or torch.compiler.is_compiling():
         return PreparedAttention(_spec_of_assumed_counts(mesh, arguments, checked))
-    q, k, v, sinks = arguments[:4]
+    q, k, v, sinks = arguments.q, arguments.k, arguments.v, arguments.sinks
     options = arguments.options
     signature = None
     if arguments.has_signature:
@@ -144,8 +144,9 @@ def _check_marks(mesh: Mesh, arguments: AttentionArguments) -> None:
     marks = shard_marks()
     if not marks or not (id(arguments.q) in marks or id(arguments.k) in marks or id(arguments.v) in marks):
         return
+    qkv = arguments.q, arguments.k, arguments.v
     layouts = options.layout, options.key_layout, options.key_layout
-    for name, x, layout in zip("qkv", arguments[:3], layouts, strict=True):
+    for name, x, layout in zip("qkv", qkv, layouts, strict=True):
         if (mark := marks.get(id(x))) is None or layout is None:
             continue
         if mark.layout is not layout or mark.mesh is not mesh or mark.dim != 2:

@@ -34,7 +34,7 @@ def attend_prompt(
 ) -> Tensor:
     """Return attention of one rank's shards as `attend_shards` does, without gradients, in the way that takes least."""
     mesh = Mesh.of(device_mesh)
-    q, k, v = arguments[:3]
+    q, k, v = arguments.q, arguments.k, arguments.v
     options = arguments.options
     if mesh.keys.size > 1 and mesh.queries.size == 1 and arguments.selected is None:
         sizes = q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3]

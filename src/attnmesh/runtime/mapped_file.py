@@ -30,8 +30,11 @@ class MappedFile:
     """File whose bytes are memory. Writing to tensors of it writes to the file, unless it is mapped `private`."""
 
     def __init__(self, path: Path, *, private: bool = False) -> None:
-        self.path, self.kept, self._ready = path, True, False
-        """Pages of a file that is not `kept` are given back once they were read."""
+        self.path = path
+        self.kept = True
+        """False for a file whose pages are given back once they were read."""
+        self._ready = False
+        """True once pages of the file were awaited."""
         flags = os.O_RDONLY if private else os.O_RDWR
         handle = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
         self._close = weakref.finalize(self, os.close, handle)

@@ -153,8 +153,9 @@ class Supervisor:
         """Prompts that this world has."""
         self._running: threading.Thread | None = None
         self._folder = ""
+        """Folder of the socket that rank 0 connects to; removed once it has."""
         self._server: asyncio.Server | None = None
-        """Both until rank 0 has connected."""
+        """Listens at the socket until rank 0 has connected."""
         metrics.watch(lambda: self.status, lambda: len(self.open) + self.encoding_count)
 
     # --- requests ---

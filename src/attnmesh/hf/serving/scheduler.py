@@ -26,8 +26,11 @@ from attnmesh.runtime.world import WORLD
 LONGEST_CHUNK = 2048
 """Tokens of a chunk at most."""
 
-FIRST_CHUNK, FIRST_CHUNK_BESIDE_ROWS = 256, 64
-"""Tokens of the first chunk, whose speed is not known yet: while no rows decode, and beside rows."""
+FIRST_CHUNK = 256
+"""Tokens of a chunk without rows beside it, while its speed is not known."""
+
+FIRST_CHUNK_BESIDE_ROWS = 64
+"""Tokens of a chunk beside rows that decode, while the speed of either is not known."""
 
 CHUNK_SECONDS = 10.0
 """Seconds of a chunk, or a quarter of the deadline: requests join, and are cancelled, between chunks."""
@@ -38,8 +41,14 @@ OLDEST_EVERY = 3
 LOOKAHEAD = 8
 """Requests of the queue that may begin before those that wait for a prefix."""
 
-MASK_SHARE, LEAST_MASK_WAIT, IDLE_MASK_WAIT = 0.05, 0.001, 0.01
-"""Wait of all rows for masks of grammars: a share of a step, at least some seconds, and seconds if all rows wait."""
+MASK_SHARE = 0.05
+"""Share of a step that rows wait for masks of grammars."""
+
+LEAST_MASK_WAIT = 0.001
+"""Seconds that rows wait for masks of grammars at least."""
+
+IDLE_MASK_WAIT = 0.01
+"""Seconds of that wait if all rows wait for masks."""
 
 EMA_WEIGHT = 0.3
 """Weight of the last measurement in an exponential moving average."""
