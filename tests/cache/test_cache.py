@@ -46,6 +46,13 @@ def test_a_cache_made_in_inference_mode_lives_on_outside() -> None:
     assert in_inference_mode()
 
 
+def test_a_wrong_order_of_many_sequences_is_said_in_short() -> None:
+    cache = am.KVCache(None, batch=1, kv_heads=1, head_dim=2, capacity=8, dtype=torch.float32)
+    with pytest.raises(errors.ShapeError, match=r"given \[1, 1, ") as raised:
+        cache.reorder(torch.ones(10000, dtype=torch.int64))
+    assert len(str(raised.value)) < 200
+
+
 INVALID_SIZES = [
     (
         {"capacity": 2**47},

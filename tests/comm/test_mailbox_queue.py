@@ -2,6 +2,7 @@
 
 from contextlib import suppress
 from random import Random
+from threading import Event
 from typing import Any
 from unittest import mock
 
@@ -12,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import attnmesh as am
 from attnmesh.cli.launch import run_on_ranks
-from attnmesh.comm.mailboxes import MESSAGE_BYTES
+from attnmesh.comm import mailbox_queue
+from attnmesh.comm.mailboxes import MESSAGE_BYTES, PeerLostError
 from attnmesh.comm.p2p import begin_messages
 from attnmesh.comm.transport import all_gather_ints
 from attnmesh.mesh.axes import Mesh
@@ -144,3 +146,19 @@ def _attend_without_tokens() -> bool:
 
 def test_a_rank_without_tokens_meets_the_others(pool: Pool) -> None:
     assert pool.run(3, _attend_without_tokens) == [True] * 3
+
+
+def test_an_error_of_the_thread_that_moves_messages_is_raised() -> None:
+    moved = Event()
+
+    def move() -> None:
+        moved.set()
+        raise PeerLostError(1, "rank 1 does not answer")
+
+    with (
+        mock.patch.object(WORLD, "pending_messages", [mock.sentinel.message]),
+        mock.patch.object(mailbox_queue, "_move", move),
+        pytest.raises(PeerLostError, match="does not answer"),
+        mailbox_queue.moved_by_thread(),
+    ):
+        moved.wait(10)

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import attnmesh as am
+from attnmesh.decoding import prepared_step
+from attnmesh.decoding.prepared_step import new_prepared_step
 from attnmesh.decoding.step_arguments import CheckedStep
 from attnmesh.errors import InputError
 from attnmesh.kernels.cache_runs import CachedAttention
@@ -301,3 +303,30 @@ def test_a_step_of_a_named_kernel_compiles_to_one_graph(kernel: str) -> None:
     cache.append(*tokens(10, 0))
     step = torch.compile(lambda q: am.decode(q, cache, kernel=kernel), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(step(query()), am.decode(query(), cache, kernel=kernel))
+
+
+@on_each_rank
+def _without_memory_to_prepare(name: str) -> list[str]:
+    """On a rank: the errors of steps of which rank 1 cannot prepare the first, and the error of a later one."""
+    cache, q = cache_on(dist.get_world_size(), batch=1), query()[:1]
+    cache.append(*(x[:1] for x in tokens(12, 0)))
+    step = {"decode": lambda: am.decode(q, cache), "decode_rows": lambda: am.decode_rows(q, [cache])}[name]
+    found = []
+    for fails in (dist.get_rank() == 1, False):
+        error = MemoryError("no room") if fails else None
+        try:
+            with mock.patch.object(prepared_step, "new_prepared_step", side_effect=error, wraps=new_prepared_step):
+                step()
+            found.append("none")
+        except (InputError, MemoryError) as raised:
+            found.append(f"{type(raised).__name__}: {raised}")
+    return found
+
+
+@pytest.mark.parametrize("name", ["decode", "decode_rows"])
+def test_all_ranks_raise_where_one_cannot_prepare_a_step(name: str, pool: Pool) -> None:
+    other, own = pool.run(2, _without_memory_to_prepare, name)
+    assert own == ["MemoryError: no room", "none"]
+    assert other[0].startswith("UnforeseenError: ")
+    assert "no room" in other[0]
+    assert other[1] == "none"

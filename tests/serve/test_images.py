@@ -146,9 +146,9 @@ def test_a_detail_of_auto_or_null_is_taken(detail: str | None, running: Served) 
 def test_images_are_bounded(running: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "IMAGE_BYTES", 1000)
     code, answer = running.ask("/v1/chat/completions", chat(shown("w4", SMALL)))
-    assert (code, answer["error"]["message"].split(".")[0]) == (
-        429,
-        "The images of open requests take all of their memory",
+    assert (code, answer["error"]["message"]) == (
+        413,
+        "images: expected at most 1000 bytes as the model reads them. Send fewer.",
     )
     monkeypatch.setattr(images, "MAX_PIXELS", 100)
     code, answer = running.ask("/v1/chat/completions", chat(shown("w4", SMALL, SMALL)))
@@ -204,4 +204,4 @@ def test_images_of_open_requests_count_once_for_all_choices(running: Served, mon
     monkeypatch.setattr(supervisor, "IMAGE_BYTES", size)
     assert running.ask("/v1/chat/completions", chat(shown(pictures()[0]), n=4, max_tokens=4))[0] == 200
     monkeypatch.setattr(supervisor, "IMAGE_BYTES", size - 1)
-    assert running.ask("/v1/chat/completions", chat(shown(pictures()[0]), n=4, max_tokens=4))[0] == 429
+    assert running.ask("/v1/chat/completions", chat(shown(pictures()[0]), n=4, max_tokens=4))[0] == 413

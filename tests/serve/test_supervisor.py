@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import socket
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -10,13 +11,16 @@ from typing import Any
 
 import openai
 import pytest
+import torch
 
 from attnmesh.cli.launch import LaunchError
 from attnmesh.errors import ModelError
 from attnmesh.serve import supervisor
 from attnmesh.serve.chat import EncodedPrompt
 from attnmesh.serve.metrics import Metrics
-from attnmesh.serve.rank_messages import NewPrompt
+from attnmesh.serve.rank_messages import EngineReady, NewPrompt
+from attnmesh.serve.rank_socket import message_parts
+from attnmesh.serve.refused import Refused
 from attnmesh.serve.supervisor import Supervisor
 from tests.support.fake_engine import FakeEngine, Stream, ThreadWorld, answer, byte_tokenizer
 from tests.support.served import NAME, FakeRanks, Served, chat, served, until
@@ -99,6 +103,66 @@ def test_a_request_that_leaves_while_ranks_are_lost_keeps_no_other_from_them() -
 
     prompt, request = asyncio.run(cancel_between_worlds())
     assert (prompt, request.number) == (NewPrompt(0, [1], {}), 2)
+
+
+def test_images_that_open_requests_leave_no_room_for_may_be_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def statuses() -> list[int]:
+        one, found = Supervisor(ThreadWorld(), max_requests=9, max_restarts=3, metrics=Metrics()), list[int]()
+        one._begin({"max_model_len": 9})
+        for count in (6, 6, 11):
+            try:
+                prompt = EncodedPrompt([1], {"pixel_values": torch.zeros(count, dtype=torch.uint8)})
+                one.submit(prompt, [{"max_new_tokens": 5}], lambda *_: None)
+                found.append(200)
+            except Refused as error:
+                found.append(error.status)
+        return found
+
+    monkeypatch.setattr(supervisor, "IMAGE_BYTES", 10)
+    assert asyncio.run(statuses()) == [200, 429, 413]
+
+
+class HeldOpen:
+    """A world that is lost while another process keeps its connection open. `connections` are those."""
+
+    def __init__(self) -> None:
+        self.connections: list[socket.socket] = []
+        self.ends = threading.Event()
+
+    def run(self, address: str) -> None:
+        connection = socket.socket(socket.AF_UNIX)
+        self.connections.append(connection)
+        connection.connect(address)
+        connection.sendall(b"".join(map(bytes, message_parts(EngineReady({"max_model_len": 9})))))
+        self.ends.wait(30)
+        self.ends.clear()
+        raise LaunchError("rank 1 was ended by SIGKILL before it was done")
+
+    def kill(self, *, again: bool = False) -> None:
+        self.ends.set()
+
+
+def test_requests_go_on_though_the_connection_of_a_lost_world_stays_open() -> None:
+    async def lose() -> tuple[int, int | None]:
+        world = HeldOpen()
+        one = Supervisor(world, max_requests=2, max_restarts=3, metrics=Metrics())
+        await one.start()
+        while one.state != "ready":
+            await asyncio.sleep(0.01)
+        (request,) = one.submit(EncodedPrompt([1]), [{"max_new_tokens": 5}], lambda *_: None)
+        world.ends.set()
+        while len(world.connections) < 2 or one.state != "ready" or request.tokens_in_world is None:
+            await asyncio.sleep(0.01)
+        found = request.replays, request.tokens_in_world
+        closing = asyncio.create_task(one.close())
+        await asyncio.sleep(0)
+        world.kill()
+        await closing
+        for connection in world.connections:
+            connection.close()
+        return found
+
+    assert asyncio.run(asyncio.wait_for(lose(), 30)) == (1, 0)
 
 
 class Failing:

@@ -439,4 +439,6 @@ def check_order(sizes: CacheSizes, batch_index: Tensor) -> None:
     indices = batch_index.ndim == 1 and len(batch_index) > 0
     if not indices or not bool(((batch_index >= 0) & (batch_index < sizes.batch)).all()):
         expected = f"a number of a sequence below {sizes.batch} for each"
-        raise ShapeError("reorder", expected, f"{batch_index.tolist()}", f"pass indices from 0 to {sizes.batch - 1}")
+        raise ShapeError(
+            "reorder", expected, f"{batch_index.tolist()}"[:60], f"pass indices from 0 to {sizes.batch - 1}"
+        )

@@ -103,12 +103,16 @@ def _move() -> bool:
 
 @contextmanager
 def moved_by_thread() -> Iterator[None]:
-    """Move messages by a thread, as long as this one waits for something else."""
+    """Move messages by a thread, as long as this one waits for something else. Then raise the thread's error."""
     ended = Event()
+    errors = list[Exception]()
 
     def run() -> None:
-        while WORLD.pending_messages and not ended.wait(MAX_WAIT):
-            _move()
+        try:
+            while WORLD.pending_messages and not ended.wait(MAX_WAIT):
+                _move()
+        except Exception as error:
+            errors.append(error)
 
     thread = Thread(target=run, name="attnmesh messages", daemon=True)
     thread.start()
@@ -117,3 +121,5 @@ def moved_by_thread() -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
+        if errors:
+            raise errors[0]

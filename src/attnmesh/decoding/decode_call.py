@@ -116,14 +116,17 @@ def decode(
         step = checked_step(inputs, options, unsupported)
         check_other_partial(inputs, step)
         step = step_with_bias(inputs, distance_bias, step)
-    inputs = inputs._replace(q=with_distance_bias(q, distance_bias))
-    if torch.compiler.is_compiling():
+        inputs = inputs._replace(q=with_distance_bias(q, distance_bias))
+        if not torch.compiler.is_compiling():
+            with torch.no_grad():
+                prepared_step = prepare_step(inputs, step, signature, cache.prepared_steps)
+    if prepared_step is None:
         if (in_files := cache.shard.is_in_files) or cache.shards.forked:
             given, fix = "one in a folder" if in_files else "a forked cache", "decode with copy.deepcopy(cache)"
             raise KernelError("decode", "a cache of one piece in a graph", given, fix)
         tensors = inputs.q, tensors_of(cache.shard.new_view()), cache.history, sinks, key_lengths, inputs.indices
         return cast(Tensor, decode_op(*tensors, *step.to_code()))
     with torch.no_grad():
-        out = prepare_step(inputs, step, signature, cache.prepared_steps).run(inputs, checked)
+        out = prepared_step.run(inputs, checked)
     warn_if_transposed("decode", q, cache.sizes.kv_heads)
     return out

@@ -105,8 +105,10 @@ def decode_rows(
     with agreement_on(caches, options, checked):  # an error here poisons the merge of the others
         check_compare_option(SUBJECT, checked)
         step = _checked_step_of_rows(q, caches, sinks, options)
+        with torch.no_grad():
+            prepared_step = prepare_step(inputs, step, signature, prepared)
     with torch.no_grad():
-        out = prepare_step(inputs, step, signature, prepared).run(inputs, checked)
+        out = prepared_step.run(inputs, checked)
     warn_if_transposed(SUBJECT, q, first.sizes.kv_heads)
     return out
 

@@ -40,7 +40,7 @@ METADATA_FUNCTIONS = {
     *("__get__", "size", "dim", "ndimension", "stride", "numel", "nelement", "element_size", "storage_offset"),
     *("__len__", "__repr__", "__format__", "__hash__", "is_floating_point", "is_complex", "is_signed", "is_contiguous"),
     *("is_pinned", "is_shared", "get_device", "data_ptr", "untyped_storage", "requires_grad_", "is_conj", "is_neg"),
-    *("is_inference", "is_nonzero_static", "has_names", "_is_view", "__class__"),
+    *("is_inference", "has_names", "_is_view", "__class__"),
 }
 """Functions of PyTorch that read a tensor's metadata and none of its values."""
 

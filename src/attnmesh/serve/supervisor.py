@@ -58,6 +58,9 @@ MAX_BUSY_DEADLINES = 5
 ENDING_SECONDS = 10.0
 """Seconds that ranks get to end by themselves."""
 
+LAST_MESSAGES_SECONDS = 1.0
+"""Seconds in which the last messages of ranks that have ended are read, at most."""
+
 LONGEST_ADDRESS = 103
 """Bytes of the name of a socket at most, on all systems."""
 
@@ -156,6 +159,8 @@ class Supervisor:
         """Folder of the socket that rank 0 connects to; removed once it has."""
         self._server: asyncio.Server | None = None
         """Listens at the socket until rank 0 has connected."""
+        self._connection: asyncio.Task[Any] | None = None
+        """The task that receives the messages of the latest world."""
         metrics.watch(lambda: self.status, lambda: len(self.open) + self.encoding_count)
 
     # --- requests ---
@@ -165,6 +170,8 @@ class Supervisor:
     ) -> list[OpenRequest]:
         """Send a request to the ranks for each choice; `put` gets the events, each with its choice's index."""
         self._check_room(len(choices))
+        if prompt.nbytes > IMAGE_BYTES:
+            raise Refused(413, f"images: expected at most {IMAGE_BYTES} bytes as the model reads them. Send fewer.")
         if (
             sum({request.prompt_number: request.prompt.nbytes for request in self.open.values()}.values())
             + prompt.nbytes
@@ -345,9 +352,22 @@ class Supervisor:
         self._running = threading.Thread(target=run, daemon=True)
         self._running.start()
         try:
-            return await ended
+            error = await ended
         finally:
             self._stop_listening()
+        await self._end_connection()
+        return error
+
+    async def _end_connection(self) -> None:
+        """Receive what ranks sent before they ended. The next world begins when all is counted as lost.
+
+        A process that a rank has forked may keep its connection open.
+        """
+        if self._connection is not None:
+            _, late = await asyncio.wait({self._connection}, timeout=LAST_MESSAGES_SECONDS)
+            if late and self._writer is not None:
+                self._writer.transport.abort()
+            await asyncio.wait({self._connection})
 
     async def _listen(self) -> str:
         """Listen for rank 0 in a folder that other users cannot enter, and return the address."""
@@ -390,6 +410,7 @@ class Supervisor:
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Receive the messages of one world."""
         self._writer = writer
+        self._connection = asyncio.current_task()
         self._outgoing = asyncio.Queue()
         writing = asyncio.create_task(self._write(writer))
         self._stop_listening()  # a front that is killed leaves no file

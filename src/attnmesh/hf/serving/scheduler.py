@@ -327,10 +327,10 @@ class Scheduler:
 
     def _free(self) -> int:
         """Return the bytes that are left on the fullest rank, after drops and growth of this step."""
-        held_logits = self.worker.measure(self.drops) if self.drops else self.worker.nbytes
+        held_bytes = self.worker.measure(self.drops) if self.drops else self.worker.nbytes
         most = max(self.nbytes)
         scale = self.worker.scale
-        return int(self.memory - scale * held_logits - max(0.0, most - scale * self.nbytes[0]) - self.step.promised)
+        return int(self.memory - scale * held_bytes - max(0.0, most - scale * self.nbytes[0]) - self.step.promised)
 
     def _make_room(self, more: int, spared: Collection[int] = ()) -> bool:
         """Drop kept caches, least recently used first, until `more` bytes fit. Return whether they do.

@@ -159,14 +159,14 @@ class BoundTritonCache:
         tensors = {"q": q, "k": keys, "v": values, "positions": positions, "token_index": view.token_index}
         tensors |= {"state": view.device_counts, "firsts": bounds[0], "lasts": bounds[1]}
         signature = q.shape, q.stride(), keys.shape, keys.stride(), values.stride(), positions.ndim, bounds[0].shape
-        launch = self.prepared.get(signature)
-        if launch is None:
+        prepared = self.prepared.get(signature)
+        if prepared is None:
             rows = q.shape[2] * q.shape[1] // keys.shape[1]
             run = partial(self._prepare, query, view, tensors)
-            launch, partials = _with_fitting_tile("attend_cache", q, view.values, rows, run)
-            self.prepared.keep(signature, launch)
+            prepared, partials = _with_fitting_tile("attend_cache", q, view.values, rows, run)
+            self.prepared.keep(signature, prepared)
         else:
-            partials = _launch_cache(*launch, tensors, view.value_dim)
+            partials = _launch_cache(*prepared, tensors, view.value_dim)
         if query.partial_block is None:
             return merge_stack_by_triton(partials, query.into, query.sinks)
         if len(view.device_counts) > FORGOTTEN_BLOCKS:
