@@ -352,11 +352,11 @@ class Supervisor:
         self._running = threading.Thread(target=run, daemon=True)
         self._running.start()
         try:
-            error = await ended
+            cause = await ended
         finally:
             self._stop_listening()
         await self._end_connection()
-        return error
+        return cause
 
     async def _end_connection(self) -> None:
         """Receive what ranks sent before they ended. The next world begins when all is counted as lost.
