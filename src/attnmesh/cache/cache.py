@@ -137,7 +137,7 @@ class KVCache(PagedCache, SavedCache):
                 check_in_folder(sizes, self.device, copies, shares)
         self.token_axis = flat_axis(mesh, ("queries", "keys"))  # makes a group, which all ranks have to do together
         self.calls = ComparedCalls(self.mesh, self.device, checked)
-        self.history_checksum, self.history = 0, self.blank_history()  # checksum of padding and reorders so far
+        self.history = self.history_on(self.device)
         self.order_checksum = 0  # checksum of reorders alone
         self.changes = 0  # truncations and reorders so far: `recover` needs caches that have grown alike
         self.saved = SavedPieces()
@@ -178,7 +178,7 @@ class KVCache(PagedCache, SavedCache):
     def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
         """Return the same tokens in tensors of their own, on the same mesh."""
         other = copy(self)
-        other.shards, other.saved, other.history = self.shards.clone(), SavedPieces(), self.history.clone()
+        other.shards, other.saved, other.history = self.shards.clone(), SavedPieces(), self.history_on(self.device)
         return other
 
     @torch.no_grad()
@@ -206,7 +206,7 @@ class KVCache(PagedCache, SavedCache):
         with self.calls.agreement("fork", lambda: {"tokens": self.length}):
             self.saved.check_written()
         other = copy(self)
-        other.shards, other.saved, other.history = self.shards.fork(), SavedPieces(), self.history.clone()
+        other.shards, other.saved, other.history = self.shards.fork(), SavedPieces(), self.history_on(self.device)
         return other
 
     def append(self, k: Tensor, v: Tensor | None = None, *, token_mask: Tensor | None = None) -> None:
@@ -373,7 +373,7 @@ class KVCache(PagedCache, SavedCache):
     @torch.no_grad()
     def move_hot(self, device: torch.device) -> None:
         """Let the newest tokens of one rank be on another device."""
-        shard, self.device, self.history = self.shard, device, self.history.to(device)
+        shard, self.device, self.history = self.shard, device, self.history_on(device)
         assert isinstance(shard, TieredShard)
         self.calls = ComparedCalls(self.mesh, device, self.calls.checked)
         self.shards.own = shard.moved(device, self.calls.raise_uncompared)

@@ -16,7 +16,7 @@ class CacheProperties:
     """Properties of a cache, from the shards that this rank keeps, and the checksum of its padding and orders."""
 
     shards: LocalShards
-    history_checksum: int
+    history_checksum: int = 0  # of padding and reorders so far
     device: torch.device
     history: Tensor  # the same on the device, for graphs
 
@@ -104,7 +104,7 @@ class CacheProperties:
             self.history_checksum = checksum
             self.history.fill_(checksum)
 
-    def blank_history(self) -> Tensor:
-        """Return memory for the history checksum of a cache without padding and reorders."""
+    def history_on(self, device: torch.device) -> Tensor:
+        """Return the history checksum in memory of a device, which can be written to in any mode."""
         with torch.inference_mode(False):
-            return torch.zeros((), dtype=torch.int64, device=self.device)
+            return torch.full((), self.history_checksum, dtype=torch.int64, device=device)

@@ -58,7 +58,7 @@ def test_a_step_goes_on_in_another_layout_after_one_that_raised(tmp_path: Path) 
         with pytest.raises(MemoryError):
             trainer.train()
         handle.remove()
-        trainer.calls.layout = am.Zigzag()
+        trainer.sharder.layout = am.Zigzag()
         trainer.train()
     assert trainer.state.global_step == 1
 

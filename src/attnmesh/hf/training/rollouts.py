@@ -183,7 +183,7 @@ def generating_on(mesh: DeviceMesh | None, model: Any) -> Iterator[list[Tensor]]
 
     def on_mesh(input_ids: Tensor, attention_mask: Tensor, generation_config: Any, **arguments: Any) -> Any:
         logprobs.clear()
-        watch = DrawnLogprobs(generation_config.temperature, logprobs)
+        watch = DrawnLogprobs(generation_config.temperature or 1.0, logprobs)
         samples = 1
         if generation_config.do_sample:  # a prompt is computed once for all of its completions
             rows = torch.cat((input_ids, attention_mask), 1)
