@@ -175,11 +175,7 @@ class DrawnLogprobs(LogitsProcessor):  # type: ignore[misc]
 def generating_on(mesh: DeviceMesh | None, model: Any) -> Iterator[list[Tensor]]:
     """Let a model's `generate` run on a mesh, in this context. Yield the log-probabilities of the last drawn tokens."""
     logprobs: list[Tensor] = []
-    own_method = {name: method for name, method in vars(model).items() if name == "generate"}
-
-    def restore() -> None:
-        del model.generate
-        vars(model).update(own_method)
+    own_method = vars(model).get("generate")  # FSDP2 gives a model one
 
     def on_mesh(input_ids: Tensor, attention_mask: Tensor, generation_config: Any, **arguments: Any) -> Any:
         logprobs.clear()
@@ -190,7 +186,7 @@ def generating_on(mesh: DeviceMesh | None, model: Any) -> Iterator[list[Tensor]]
             samples = gcd(*rows.unique_consecutive(dim=0, return_counts=True)[1].tolist())
         options = {"generation_config": generation_config, "num_return_sequences": samples, **arguments}
         prompts, mask = input_ids[::samples], attention_mask[::samples]
-        restore()  # the model's own runs inside
+        del model.generate  # transformers' own runs inside
         try:
             output = generate(model, prompts, mesh=mesh, attention_mask=mask, logits_processor=[watch], **options)
         finally:
@@ -202,4 +198,6 @@ def generating_on(mesh: DeviceMesh | None, model: Any) -> Iterator[list[Tensor]]
     try:
         yield logprobs
     finally:
-        restore()
+        del model.generate
+        if own_method is not None:
+            model.generate = own_method
