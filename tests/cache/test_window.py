@@ -1,9 +1,8 @@
 """Caches that forget: the same results as caches that keep every token, in the memory of a window."""
 
-from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from attnmesh.store.checkpoint import load_layers
 from attnmesh.store.checkpoint_writer import save_layers
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool, on_each_rank
+from tests.support.refusals import BadCall
 from tests.support.tolerances import FLOAT32, FLOAT32_SUMS, worst
 
 SIZES: dict[str, Any] = {"batch": 2, "kv_heads": 2, "head_dim": 8, "capacity": 2000, "block": 4}
@@ -267,14 +267,6 @@ def append_in_a_graph(cache: am.KVCache, odd: bool) -> None:
 
 def decode_in_a_graph(cache: am.KVCache, odd: bool) -> None:
     torch.compile(lambda: am.decode(query(2), cache, mask=WINDOW), backend="eager")()
-
-
-class BadCall(NamedTuple):
-    """A call on a cache with a window, told whether this is the odd rank; its error, and an expression for its text."""
-
-    make: Callable[[am.KVCache, bool], object]
-    error: type[errors.InputError]
-    message: str
 
 
 BAD_CALLS = {

@@ -14,6 +14,7 @@ from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool, on_each_rank
 from tests.support.problems import numbers
+from tests.support.refusals import BadCall
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
 TOKENS, CAPACITY = 30, 32
@@ -36,14 +37,6 @@ def rows(tokens: int, batch: int = 1, heads: int = KV_HEADS) -> Tensor:
 
 
 # --- bad calls ---
-
-
-class BadCall(NamedTuple):
-    """A call on a cache of 30 tokens, told whether this is the odd rank; its error, and an expression for its text."""
-
-    make: Callable[[am.KVCache, bool], object]
-    error: type[errors.InputError]
-    message: str
 
 
 BAD_CALLS = {

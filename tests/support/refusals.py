@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import attnmesh as am
+from attnmesh.errors import InputError
 from tests.support.problems import numbers
 
 T = torch.zeros
@@ -28,6 +29,14 @@ INTS = {name: T(1, HEADS, 4, WIDTH, dtype=torch.int32) for name in "qkv"}
 
 Table = dict[Callable[..., Any], list[tuple[dict[str, Any], type[Exception], str]]]
 """The rows of each call: what is changed, the error, and an expression that finds its text."""
+
+
+class BadCall(NamedTuple):
+    """A call on a cache, told whether this is the odd rank; its error, and an expression for its text."""
+
+    make: Callable[[am.KVCache, bool], object]
+    error: type[InputError]
+    message: str
 
 
 @dataclass(frozen=True)

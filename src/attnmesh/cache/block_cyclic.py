@@ -62,7 +62,7 @@ class BlockCyclic:
 
 
 class ShardReport(NamedTuple):
-    """What a rank says of new tokens that it has, which ranks send one another as integers."""
+    """A report of a rank on its new tokens, which ranks send one another as integers."""
 
     token_count: int
     rank: int

@@ -177,8 +177,12 @@ class KVCache(PagedCache, SavedCache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
         """Return the same tokens in tensors of their own, on the same mesh."""
+        return self._with(self.shards.clone())
+
+    def _with(self, shards: LocalShards) -> "KVCache":
+        """Return a cache like this one, of other shards."""
         other = copy(self)
-        other.shards, other.saved, other.history = self.shards.clone(), SavedPieces(), self.history_on(self.device)
+        other.shards, other.saved, other.history = shards, SavedPieces(), self.history_on(self.device)
         return other
 
     @torch.no_grad()
@@ -205,9 +209,7 @@ class KVCache(PagedCache, SavedCache):
         """
         with self.calls.agreement("fork", lambda: {"tokens": self.length}):
             self.saved.check_written()
-        other = copy(self)
-        other.shards, other.saved, other.history = self.shards.fork(), SavedPieces(), self.history_on(self.device)
-        return other
+        return self._with(self.shards.fork())
 
     def append(self, k: Tensor, v: Tensor | None = None, *, token_mask: Tensor | None = None) -> None:
         """Add new tokens, equal on all ranks. Each rank keeps its share.

@@ -52,7 +52,7 @@ ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True)
 class RankWork:
-    """What each rank runs. With `sends` the first argument of the function is a `Send`."""
+    """The work of each rank. With `sends` the first argument of the function is a `Send`."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -61,7 +61,7 @@ class RankWork:
 
 @dataclass(frozen=True)
 class RankPlace:
-    """What a process needs to be a rank: its number, its device, and where it meets the others."""
+    """The place of a process among ranks: its number, its device, and where it meets the others."""
 
     rank: int
     ranks: int

@@ -36,7 +36,7 @@ from attnmesh.runtime.memo import Memo
 from attnmesh.runtime.ranges import ATTENTION, MERGE, is_profiled, profiled_as
 
 Verdict = bool | Tensor | None
-"""What a merge has found of the ranks' calls: whether they are equal, or a checksum. None without other ranks."""
+"""The finding of a merge on the ranks' calls: whether they are equal, or a checksum. None without other ranks."""
 
 
 @dataclass(eq=False)

@@ -25,7 +25,7 @@ from attnmesh.runtime.world import cached_from_code, cached_per_world
 
 
 class CheckedStep(NamedTuple):
-    """What was checked of a step: the axes and sizes of its cache, and the values that its caller passes."""
+    """One step that was checked: the axes and sizes of its cache, and the values that its caller passes."""
 
     # Of the cache:
     head_axis: Axis
@@ -93,7 +93,7 @@ LENGTH_WEIGHT = -7046029254386353131
 
 
 Compared = tuple[Sequence[Tensor], int, Tensor]
-"""What ranks compare in a merge: tensors by their bits, a hash of the call, and tokens, which a tensor begins with."""
+"""Parts of a call that ranks compare: tensors by their bits, a hash, and tokens, which a tensor begins with."""
 
 
 class StepInputs(NamedTuple):

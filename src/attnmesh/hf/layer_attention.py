@@ -27,16 +27,16 @@ from attnmesh.kernels.traced import cast_for_autocast, without_autocast
 
 
 class LayerOptions(NamedTuple):
-    """What a layer passes to its attention beside queries, keys, values and their mask."""
+    """Options that a layer passes to its attention beside queries, keys, values and their mask."""
 
     family: Family
-    """That of the layer's model."""
+    """The family of the layer's model."""
     scaling: float | None
     softcap: float | None
     bias: Tensor | None
     sinks: Tensor | None
     selection: Any
-    """What the layer's indexer has selected; None for all keys."""
+    """Keys that the layer's indexer has selected; None for all."""
     dropout: float
     window: int | None
     others: dict[str, Any]

@@ -132,7 +132,7 @@ STOCK = TrainerOptions()
 
 
 class Moment(NamedTuple):
-    """What a rank holds at a moment of a step, or in a rollout."""
+    """The memory of a rank at a moment of a step, or in a rollout."""
 
     name: str
     fixed_bytes: float

@@ -96,7 +96,7 @@ class CacheFiller:
 
     kvs: Sequence[KVCache]
     window_starts: list[WindowStart] = field(default_factory=list)
-    """Of each layer, once a state is read."""
+    """The start of each layer's window, once a state is read."""
 
     def needs(self, block: StoredBlock) -> bool:
         """Return whether this rank has rows of a block. Of a state each may have some."""

@@ -1,4 +1,4 @@
-"""What a `ShardedCache` knows of its tokens, beside their keys and values."""
+"""The knowledge that a `ShardedCache` has of its tokens, beside their keys and values."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ class CacheHistory:
     image_fingerprints: dict[str, Tensor] | None = None
     """Fingerprints of the images among the tokens; None if there are none, or if they are unknown."""
     shift: PositionShift | None = NO_SHIFT
-    """What images do to the positions of the text after them; None if unknown."""
+    """The shift of the positions of the text after images; None if unknown."""
     rope_regime: tuple[int, ...] | None = None
     """`rope_regime` of the cached keys; None if they were not cached by `attnmesh.hf.generate`."""
     is_consistent: bool = True

@@ -123,14 +123,14 @@ def _digests_of_rows(x: Tensor) -> Tensor:
 
 
 class PositionShift(NamedTuple):
-    """What images do to the positions of a text: its first token after all images, and the shift of its positions."""
+    """The shift of a text's positions by images: its first token after all images, and the shift of its positions."""
 
     text_start: int
     shift: int
 
 
 NO_SHIFT = PositionShift(0, 0)
-"""That of a text without images."""
+"""The shift of a text without images."""
 
 
 def shift_of(tokens: Tensor | None, config: PreTrainedConfig) -> PositionShift | None:

@@ -8,7 +8,7 @@ from attnmesh.store.block_names import StoredBlock
 
 
 class ReadFrom(IntEnum):
-    """Where a block is read: in its file, in memory, or in its file to be kept in memory."""
+    """The place from which a block is read: in its file, in memory, or in its file to be kept in memory."""
 
     DISK = 0
     MEMORY = 1
@@ -41,7 +41,7 @@ class Start(NamedTuple):
     moves: bool
     later: int
     images: Any
-    """What a plan says of inputs for images; the inputs by name, once they are shared."""
+    """The words of a plan on inputs for images; the inputs by name, once they are shared."""
 
 
 class Fill(NamedTuple):

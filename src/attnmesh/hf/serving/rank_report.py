@@ -1,4 +1,4 @@
-"""What rank 0 needs to know of each rank in a step."""
+"""The report of each rank to rank 0 in a step."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

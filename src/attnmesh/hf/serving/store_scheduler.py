@@ -77,7 +77,7 @@ class LoadingCache:
 
 
 class StoreHooks:
-    """What an engine asks of a store and tells it. Each does nothing here."""
+    """The calls of an engine to a store. Each does nothing here."""
 
     busy = False
     """True if a step has something to do."""
