@@ -113,7 +113,7 @@ def _merge_on_gpu(gpu: EmulatedGPU, *arguments: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("backend", "how", "before"),
-    [pytest.param("nccl", "tree", 2, marks=pytest.mark.long), ("cpu:gloo,cuda:nccl", "direct", 0)],
+    [("nccl", "tree", 2), ("cpu:gloo,cuda:nccl", "direct", 0)],
 )
 def test_all_gpus_notice_an_odd_merge(backend: str, how: str, before: int) -> None:
     check(world(3, _merge_on_gpu, before, how, backend=backend).results(), before, compares_all=False)

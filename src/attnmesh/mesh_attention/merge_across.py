@@ -108,13 +108,18 @@ def host_merge_and_text(
 ) -> tuple[HostMerge, str] | None:
     """Return the native merge of partials of this shape, and the text that ranks compare; None if there is none.
 
-    The first call along an axis is collective.
+    The first call along an axis is collective. Along an axis of GPUs there is none: ranks may wait in a merge of these.
     """
-    if axis.size == 1 or merge_name not in ("auto", *MERGES):
+    if axis.size == 1 or merge_name not in ("auto", *MERGES) or _merges_on_gpus(axis):
         return None
     prepare_merges(axis)
     host_merge = host_merge_for(axis, tuple(shape), chosen_merge(axis, merge_name, output, torch.device("cpu")))
     return None if host_merge is None else (host_merge, describe_merge(shape, torch.float32, merge_name, output))
+
+
+def _merges_on_gpus(axis: Axis) -> bool:
+    """Return whether partials of this axis are expected on GPUs. A default group names NCCL without any GPU, too."""
+    return device_type_of(axis.group) == "cuda" and torch.cuda.is_available()
 
 
 def merge_agreement(
