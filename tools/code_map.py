@@ -1,17 +1,11 @@
-"""Draw docs/code.md from the code: `python -m tools.code_map`.
+"""Draw the map of docs/code.md, the rooms with arrows as files import: `python -m tools.code_map`."""
 
-It has the rooms with arrows, as files import, and the functions that read fields of `Mask`.
-"""
-
-import ast
-import textwrap
 from pathlib import Path
 
-from tools.rooms import ARROWS, FILES, PACKAGES, SOURCE, imports
+from tools.rooms import ARROWS, FILES, PACKAGES, imports
 
 PAGE = Path(__file__).parents[1] / "docs" / "code.md"
 MAP = "<!-- The map: make format -->\n", "<!-- The end of the map -->\n"
-READERS = "<!-- Fields of Mask: make format -->\n", "<!-- The end of the fields -->\n"
 """Comments of the page before and after what is drawn."""
 PURPOSES = {
     "errors": "the exceptions",
@@ -62,60 +56,11 @@ def drawing() -> str:
     return "\n".join(f"{text:<{width}}  {PURPOSES[room]}" for room, text in left.items())
 
 
-def readers_of_mask() -> dict[str, list[str]]:
-    """Return for each file the functions that read a field of `Mask`: of a value whose name ends in mask or documents.
-
-    In the file of `Mask` those of any value.
-    """
-    own = SOURCE / "core" / "mask.py"
-    mask_fields = _fields_of("Mask", own)
-    found = dict[str, list[str]]()
-    for file in sorted(SOURCE.rglob("*.py")):
-        for function, node in _functions(ast.parse(file.read_text())):
-            read = (
-                each.value for each in ast.walk(node) if isinstance(each, ast.Attribute) and each.attr in mask_fields
-            )
-            if any(file == own or ast.unparse(value).endswith(("mask", "documents")) for value in read):
-                found.setdefault(str(file.relative_to(SOURCE)), []).append(function)
-    return found
-
-
-def _fields_of(name: str, file: Path) -> set[str]:
-    """Return the fields of a dataclass."""
-    (found,) = (
-        node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef) and node.name == name
-    )
-    return {ast.unparse(node.target) for node in found.body if isinstance(node, ast.AnnAssign)}
-
-
-def _functions(module: ast.Module) -> list[tuple[str, ast.AST]]:
-    """Return the functions of a module and of its classes, each with its name."""
-    scopes = [("", module), *((f"{node.name}.", node) for node in module.body if isinstance(node, ast.ClassDef))]
-    return [
-        (f"{scope}{node.name}", node)
-        for scope, parent in scopes
-        for node in ast.iter_child_nodes(parent)
-        if isinstance(node, ast.FunctionDef)
-    ]
-
-
-def drawn_readers() -> str:
-    """Return the list of the functions that read a field of `Mask`, a line for each file, or more if they are many."""
-    lines = []
-    for file, functions in readers_of_mask().items():
-        texts = [f"{name}," for name in functions[:-1]] + functions[-1:]
-        names = textwrap.wrap(" ".join(texts), 80, break_long_words=False, break_on_hyphens=False)
-        lines += [f"{start:<36}{part}" for start, part in zip([file, *[""] * len(names)], names, strict=False)]
-    return "\n".join(lines)
-
-
 def page() -> str:
     """Return the page as the code has it."""
-    text = PAGE.read_text()
-    for (first, last), drawn in ((MAP, drawing()), (READERS, drawn_readers())):
-        before, rest = text.split(first)
-        text = f"{before}{first}\n```\n{drawn}\n```\n\n{last}{rest.split(last)[1]}"
-    return text
+    first, last = MAP
+    before, rest = PAGE.read_text().split(first)
+    return f"{before}{first}\n```\n{drawing()}\n```\n\n{last}{rest.split(last)[1]}"
 
 
 if __name__ == "__main__":

@@ -159,6 +159,28 @@ def named_families(trees: dict[str, ast.Module]) -> Found:
     )
 
 
+MASKS = ("mask", "documents")
+"""Ends of names of masks."""
+
+
+def mask_fields_read(trees: dict[str, ast.Module]) -> Found:
+    """Return where a field of `Mask` is read outside of its file: of a value whose name ends in mask or documents.
+
+    Other files ask its methods, so that a new field is known in one file.
+    """
+    (mask,) = (node for node in trees["core.mask"].body if isinstance(node, ast.ClassDef) and node.name == "Mask")
+    fields = {ast.unparse(node.target) for node in mask.body if isinstance(node, ast.AnnAssign)}
+    read = (
+        (name, node)
+        for name, tree in trees.items()
+        if name != "core.mask"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in fields
+    )
+    found = ((name, node, ast.unparse(node.value)) for name, node in read)
+    return [f"{name}:{node.lineno}: {ast.unparse(node)}" for name, node, value in found if value.endswith(MASKS)]
+
+
 COUNTS = {
     f"files of more than {MAX_FILE} lines": (long_files, 0),
     f"functions of more than {MAX_FUNCTION} lines": (long_functions, 0),
@@ -171,6 +193,7 @@ COUNTS = {
     f"files that import from more than {MAX_IMPORTS} others": (wide_imports, 0),
     "imports of the planner in the engine": (engine_on_planner, 0),
     "names of model families in hf outside of their records": (named_families, 0),
+    "reads of fields of Mask outside of its file": (mask_fields_read, 0),
 }
 """Counts, and the bound of each: what was found when it was last counted. All of them are wanted at 0."""
 

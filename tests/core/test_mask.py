@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -107,6 +108,33 @@ def test_bounds_never_decrease(mask: Mask) -> None:
 
 
 @given(masks())
+def test_methods_say_what_bounds_have(mask: Mask) -> None:
+    first, last = mask.bounds(torch.arange(TOTAL))
+    last = last.clamp(max=TOTAL - 1)
+    earlier, later = torch.arange(TOTAL) - first, last - torch.arange(TOTAL)
+    assert int(earlier.max()) < mask.row_limit
+    if not mask.span_pairs:
+        assert int((last - first).max()) < mask.widest_row
+        assert mask.is_causal == (mask.right == 0)
+        if mask.row_limit < FAR and not mask.depends_on_length:
+            far = torch.arange(TOTAL) + 1000
+            for bound, shifted in zip(mask.bounds(far), mask.bounds(far + mask.period), strict=True):
+                assert torch.equal(bound, shifted - mask.period)
+    if mask.is_by_distance:
+        back, ahead = mask.distances(TOTAL)
+        assert torch.equal(earlier, torch.arange(TOTAL).clamp(max=back))
+        assert torch.equal(later, torch.arange(TOTAL).flip(0).clamp(max=ahead))
+    if mask.is_at_any_distance and not mask.chunks and not mask.depends_on_length:
+        assert not first.any()
+        assert (last == TOTAL - 1).all()
+    edges = mask.document_edges(0, TOTAL)
+    assert [stop - start for start, stop in pairwise(edges)] == [*(mask.documents or (TOTAL,))]
+    short = mask.cropped(TOTAL // 2).bounds(torch.arange(TOTAL // 2))
+    for bound, expected in zip(short, (first, last), strict=True):
+        assert torch.equal(bound.clamp(max=TOTAL // 2 - 1), expected[: TOTAL // 2].clamp(max=TOTAL // 2 - 1))
+
+
+@given(masks())
 def test_repr_and_code_restore_the_mask(mask: Mask) -> None:
     names = {name: getattr(am, name) for name in ("Full", "Causal", "Window", "Documents", "Chunks", "Spans")}
     tokens = torch.arange(TOTAL)
@@ -191,8 +219,25 @@ def test_documents_and_chunks_alone_ask_whether_later_tokens_are_seen(
     assert Full() & alone == alone
     assert pickle.loads(pickle.dumps(alone)).is_undirected
     assert alone.scaled(lambda tokens: tokens).is_undirected
+    assert replace(alone, left=4).is_undirected
     assert not (Full() & alone).scaled(lambda tokens: tokens).is_undirected
     assert repr(alone).startswith("Full() & ")
+
+
+def test_that_is_asked_whatever_was_called_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = torch.randn(3, 1, 2, 8, 4).unbind()
+    cache = am.KVCache(None, batch=1, kv_heads=2, head_dim=4, capacity=8, dtype=torch.float32)
+    cache.append(k, v)
+    calls: list[Callable[[Mask], Any]] = [
+        lambda mask: am.attention(q, k, v, mask=mask),
+        lambda mask: am.attend(q, k, v, mask=mask),
+        lambda mask: am.decode(q[:, :, -1:], cache, mask=mask),
+    ]
+    for call in calls:
+        monkeypatch.setattr("attnmesh.errors._warned", set())
+        call(Full() & Chunks(5))
+        with pytest.warns(FutureWarning, match="Chunks\\(size\\) alone shows later tokens"):
+            call(Chunks(5))
 
 
 @given(masks(), masks())

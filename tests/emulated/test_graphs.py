@@ -19,6 +19,7 @@ CAPTURED = {
     "plain": {},
     "a window": {"mask": am.Window(5)},
     "chunks": {"mask": am.Causal() & am.Chunks(8)},
+    "spans": {"mask": am.Spans([(3, 7)])},
     "a negative scale": {"scale": -0.5},
     "softcap": {"softcap": 3.0},
     "key_lengths": {"key_lengths": torch.tensor([7, 9])},

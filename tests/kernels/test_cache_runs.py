@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 import attnmesh as am
-from attnmesh.core.band import Band
 from attnmesh.core.scaling import Scaling
 from attnmesh.core.selection import NO_INDEX
 from attnmesh.kernels import cache_runs
@@ -16,7 +15,6 @@ from attnmesh.kernels.cache_runs import ALL, CachedAttention, SlotRun, runs_of
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery
 from attnmesh.kernels.implementations.reference import Reference
 from attnmesh.kernels.padding import Padding
-from attnmesh.kernels.selected_keys import SelectedKeys
 from tests.support.problems import numbers
 from tests.support.tolerances import FLOAT32
 
@@ -55,9 +53,8 @@ def times_seen(runs: list[SlotRun], piece: CacheView, query: DecodeQuery) -> Ten
         if run.piece.token_index is not piece.token_index:
             continue
         seen = torch.ones(queries, run.stop - run.start, dtype=torch.bool)
-        if run.seen is not None:
-            assert isinstance(run.seen, Band)
-            seen = run.seen.visible(run.stop - run.start)
+        if run.band is not None:
+            seen = run.band.visible(run.stop - run.start)
         if run.hidden is not None:
             seen = seen & ~run.hidden[:, None]
         times[run.sequences, :, run.start : run.stop] += seen
@@ -151,17 +148,17 @@ def test_few_queries_see_what_their_bounds_say() -> None:
             wanted = runs_of(query, [view])
         assert [run[:4] for run in found] == [run[:4] for run in wanted]
         for one, other in zip(found, wanted, strict=True):
-            assert (one.seen is None) == (other.seen is None)
-            if isinstance(one.seen, Band) and isinstance(other.seen, Band):
-                assert one.seen.low.equal(other.seen.low)
-                assert one.seen.high.equal(other.seen.high)
+            assert (one.band is None) == (other.band is None)
+            if one.band is not None and other.band is not None:
+                assert one.band.low.equal(other.band.low)
+                assert one.band.high.equal(other.band.high)
 
 
 def test_selected_tokens_are_a_run_of_all_used_slots() -> None:
     tokens = torch.arange(1, 20, 2)
     selection = am.Selection(torch.tensor([1, 4, 19, NO_INDEX], dtype=torch.int32)[None, None, None])
     (run,) = runs_of(query_of(1), [view_of(tokens, 20)], selection)
-    assert isinstance(run.seen, SelectedKeys)
+    assert run.selected is not None
     assert (run.start, run.stop) == (0, len(tokens))
     assert run.piece.token_index.tolist() == tokens.tolist()
 

@@ -11,14 +11,6 @@ def test_the_page_has_the_map_as_the_code_has_it() -> None:
     assert code_map.PAGE.read_text() == code_map.page(), "draw it anew: make format"
 
 
-def test_functions_that_read_a_field_of_a_mask_are_found() -> None:
-    found = code_map.readers_of_mask()
-    assert {"Mask.reach", "Mask.bounds", "check_mask"} <= {*found["core/mask.py"]}
-    assert found["mesh/exchange_cost.py"] == ["balanced_layouts"]  # `mask.left`, of a mask that is a local
-    assert found["hf/attend_layer.py"] == ["_attend_local"]  # `layer.mask.chunks`, of one that is a field
-    assert "hf/serving/scheduler.py" not in found  # `self.chunks`, of no mask
-
-
 def test_rooms_import_as_the_arrows_say() -> None:
     assert code_map.arrows() == ARROWS
 

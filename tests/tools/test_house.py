@@ -53,6 +53,14 @@ FOUND = {
         {"hf.one": "LAYERS = ('a mamba', 'head')\ndef of_mamba2_layers(): ...", "hf.families.two": "x = 'mamba'"},
         "hf.one: of_mamba2_layers",
     ),
+    "fields": (
+        house.mask_fields_read,
+        {
+            "core.mask": "class Mask:\n    left: int\n    chunks: int\n    def reach(self):\n        return self.left",
+            "hf.one": "def f(self):\n    return self.layer.mask.chunks, self.chunks, mask.reach()",
+        },
+        "hf.one:2: self.layer.mask.chunks",
+    ),
     "rooms": (
         house.shadowed_rooms,
         {"__init__": "from attnmesh.decode.call import decode as decode", "decode.call": ""},

@@ -29,7 +29,7 @@ def check_window(mask: Mask | None, keep: int) -> None:
             raise ShapeError("KVCache keep", "0 without mask=", repr(keep), fix)
         return
     check_mask("KVCache mask", mask)
-    if mask.ends:
+    if mask.depends_on_length:
         expected = "a mask that does not depend on the length"
         fix = "pass the mask without documents, and decode with mask & Documents(lengths)"
         raise MaskError("KVCache mask", expected, repr(mask), fix)

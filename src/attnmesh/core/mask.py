@@ -17,9 +17,11 @@ intersection of masks is again a mask, but for some with spans, which raise.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, chain, pairwise
+from math import lcm
+from operator import sub
 from types import FunctionType
 from typing import Any, ClassVar
 
@@ -68,8 +70,7 @@ class Mask:
     chunks: tuple[int, ...] = ()
     spans: tuple[int, ...] = ()
     is_undirected: ClassVar[bool] = False
-    """True of a mask of which nobody has said whether queries see later tokens, which will be refused: no part of the
-    value, set by `_undirected`."""
+    """True of the type of masks of which nobody has said whether queries see later tokens."""
 
     def __post_init__(self) -> None:
         for name in ("ends", "chunks", "spans"):
@@ -96,10 +97,31 @@ class Mask:
         ordered = all(start <= stop for start, stop in pairwise((0, *spans)))
         return self.left >= 0 and self.right >= 0 and ascending and causal and filled and ordered
 
+    def __eq__(self, other: object) -> bool:
+        """Return whether queries see the same keys, of an undirected mask too."""
+        if not isinstance(other, Mask):
+            return NotImplemented
+        own = self.left, self.right, self.ends, self.chunks, self.spans
+        return own == (other.left, other.right, other.ends, other.chunks, other.spans)
+
+    @cached_property
+    def depends_on_length(self) -> bool:
+        """True if the mask is of sequences of one length, which its documents add up to."""
+        return bool(self.ends)
+
     @property
     def documents(self) -> tuple[int, ...]:
         """Tokens of each document that has any."""
-        return tuple(stop - start for start, stop in pairwise((0, *self.ends)))
+        return tuple(map(sub, self.ends, (0, *self.ends)))
+
+    def document_edges(self, start: int, stop: int) -> list[int]:
+        """Return where documents begin between two positions, and these two.
+
+        >>> import attnmesh as am
+        >>> am.Documents((3, 5, 2)).document_edges(1, 9), am.Causal().document_edges(1, 9)
+        ([1, 3, 8, 9], [1, 9])
+        """
+        return [start, *(end for end in self.ends if start < end < stop), stop]
 
     @property
     def span_pairs(self) -> tuple[tuple[int, int], ...]:
@@ -117,15 +139,44 @@ class Mask:
         ahead = (stop - 1 - start for start, stop in self.span_pairs)
         return min(max(self.left, self.right, *ahead), self.longest)
 
+    @property
+    def widest_row(self) -> int:
+        """Keys that a query sees at most, but for those of its span."""
+        return min(self.left + self.right + 1, self.longest)
+
+    @property
+    def period(self) -> int:
+        """Shift of positions that changes nothing, nor does a multiple of it, without documents and spans."""
+        return lcm(*self.chunks)
+
     @cached_property
     def is_by_distance(self) -> bool:
-        """Return whether a query sees keys by their distance alone, as `left` and `right` say."""
+        """True if a query sees keys by their distance alone, as `distances` has it."""
         return self == Mask(self.left, self.right)
+
+    def distances(self, most: int) -> tuple[int, int]:
+        """Return how far back and how far ahead a query sees by distance, `most` at most."""
+        return min(self.left, most), min(self.right, most)
+
+    @property
+    def is_symmetric(self) -> bool:
+        """True if a query sees as far ahead as back, so that all queries take like work."""
+        return self.left == self.right
+
+    @property
+    def is_at_any_distance(self) -> bool:
+        """True if a query sees keys at any distance, before and after it, of its documents and chunks."""
+        return self.left >= FAR and self.right >= FAR
 
     @property
     def is_causal(self) -> bool:
-        """Return whether no query sees a later token."""
+        """True if no query sees a later token."""
         return self.right == 0 and not self.spans
+
+    @cached_property
+    def row_limit(self) -> int:
+        """Tokens that a query sees at most, up to its own; `FAR` if there is no limit."""
+        return self.longest_row(FAR)
 
     def longest_row(self, length: int) -> int:
         """Return how many of `length` tokens a query sees at most, up to its own.
@@ -161,8 +212,29 @@ class Mask:
         pairs = ((tokens(start), tokens(stop)) for start, stop in self.span_pairs)
         spans = chain(*(pair for pair in pairs if pair[0] < pair[1]))
         left, right = tokens(self.left), tokens(self.right)
-        scaled = Mask(left, right, tuple(ends), tuple(chunks), tuple(spans))
-        return _undirected(scaled) if self.is_undirected else scaled
+        return type(self)(left, right, tuple(ends), tuple(chunks), tuple(spans))
+
+    def cropped(self, length: int) -> "Mask":
+        """Return the mask of the first tokens alone.
+
+        >>> import attnmesh as am
+        >>> am.Documents((3, 5, 2)).cropped(7)
+        Full() & Documents([3, 4])
+        """
+        return replace(self, ends=tuple(self.document_edges(0, length)[1:])) if self.ends else self
+
+    def in_documents(self, documents: "Mask") -> "Mask":
+        """Return the mask inside each document, in which chunks begin anew.
+
+        >>> import attnmesh as am
+        >>> (am.Causal() & am.Chunks(4)).in_documents(am.Documents((5, 3)))
+        Causal() & Documents([4, 1, 3])
+        """
+        if not (self.chunks and documents.ends):
+            return self & documents
+        runs = pairwise((0, *documents.ends))
+        pieces = (range(start + size, stop, size) for start, stop in runs for size in self.chunks)
+        return replace(self, chunks=()) & Mask(ends=tuple(sorted({*documents.ends, *chain(*pieces)})))
 
     def bounds(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the first and the last position that each query sees. Neither decreases along ascending positions.
@@ -173,13 +245,12 @@ class Mask:
         """
         first = (positions - self.left).clamp(min=0)
         last = positions + self.right
-        edges_of = _cached_edges if type(positions) is Tensor and positions.device.type == "cuda" else _edges
         if self.spans:
-            edges = edges_of(self.spans, positions.device)
+            edges = _edges_beside(positions, self.spans)
             edge = torch.searchsorted(edges[1:-1], positions, right=True)  # odd inside a span
             last = torch.where(edge % 2 == 1, torch.maximum(last, edges[edge + 1] - 1), last)
         if self.ends:
-            edges = edges_of(self.ends, positions.device)
+            edges = _edges_beside(positions, self.ends)
             document = torch.searchsorted(edges[1:-1], positions, right=True)
             first = torch.maximum(first, edges[document])
             last = torch.minimum(last, edges[document + 1] - 1)
@@ -256,8 +327,8 @@ class Mask:
         chunks = tuple(size for n, size in enumerate(sizes) if all(size % smaller for smaller in sizes[:n]))
         reach = (min(self.left, other.left), min(self.right, other.right))
         spans = self._common_spans(other)
-        both = Mask(*reach, ends, chunks, spans)
-        return _undirected(both) if self.is_undirected and other.is_undirected else both
+        kind = _UndirectedMask if self.is_undirected and other.is_undirected else Mask
+        return kind(*reach, ends, chunks, spans)
 
     def _common_spans(self, other: "Mask") -> tuple[int, ...]:
         """Return the spans of an intersection: none if queries see no later tokens in one mask. Raise if unknown."""
@@ -281,6 +352,15 @@ class Mask:
         documents = f"Documents({[*self.documents]})" if self.ends else ""
         chunks = (f"Chunks({size})" for size in self.chunks)
         return " & ".join(filter(None, (window, documents, *chunks)))
+
+
+class _UndirectedMask(Mask):
+    """A mask of documents or chunks alone, which will be refused. It equals the one that shows later tokens.
+
+    Memos of checked calls have the types of options too, so that the check of this one does not depend on other calls.
+    """
+
+    is_undirected = True
 
 
 FULL, CAUSAL = Mask(), Mask(right=0)
@@ -349,7 +429,7 @@ def Documents(lengths: Iterable[int]) -> Mask:
         raise MaskError("Documents", f"at most {FAR} tokens", f"{sum(sizes)} tokens", "check the unit of the lengths")
     if not any(sizes):
         raise MaskError("Documents", "at least one token", f"lengths {sizes}", "use Full() when there are no documents")
-    return _undirected(Mask(ends=tuple(sorted({*accumulate(sizes)} - {0}))))
+    return _UndirectedMask(ends=tuple(sorted({*accumulate(sizes)} - {0})))
 
 
 def Chunks(size: int) -> Mask:
@@ -369,7 +449,7 @@ def Chunks(size: int) -> Mask:
     ['# . . .', '# # . .', '. . # .', '. . # #']
     """
     size = check_count("Chunks size", size, "count the tokens of a chunk as a Python int", least=1, error=MaskError)
-    return _undirected(Mask(chunks=(size,) if size < FAR else ()))
+    return _UndirectedMask(chunks=(size,) if size < FAR else ())
 
 
 def Spans(ranges: Iterable[Sequence[int]], left: int = FAR) -> Mask:
@@ -423,19 +503,24 @@ def check_mask(subject: str, mask: Mask, *lengths: int) -> None:
         warn_once(f"{subject}: {alone} alone shows later tokens, and will be refused. {which}.", FutureWarning)
 
 
-def _undirected(mask: Mask) -> Mask:
-    """Mark a new mask of documents or chunks alone, and return it."""
-    object.__setattr__(mask, "is_undirected", True)
-    return mask
-
-
 def _count(subject: str, value: int) -> int:
     """Return a number of tokens, at most `FAR`, or raise."""
     return min(check_count(subject, value, "count the tokens as a Python int", least=0, error=MaskError), FAR)
 
 
+def _edges_beside(positions: Tensor, inner: tuple[int, ...]) -> Tensor:
+    """Return the edges of documents or spans on the device of positions, from the first one to beyond the last."""
+    device = positions.device
+    if device.type == "cuda" and not torch.compiler.is_compiling():
+        if torch.cuda.is_current_stream_capturing():
+            # A CUDA graph has edges of its own: it cannot copy them, and cached ones may be gone before it is replayed.
+            return torch.stack([torch.full((), edge, device=device) for edge in (0, *inner, FAR)])
+        if type(positions) is Tensor:
+            return _cached_edges(inner, device)
+    return _edges(inner, device)
+
+
 def _edges(inner: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return the edges of documents or spans, from the first position to beyond the last."""
     return torch.tensor((0, *inner, FAR), device=device)
 
 

@@ -59,11 +59,16 @@ class Scores(NamedTuple):
 
 
 def with_distance_bias(q: Tensor, bias: Tensor | None) -> Tensor:
-    """Return queries that end with their bias, which so travels and has gradients as they do; rounded to their dtype.
+    """Append the bias as extra columns of q, cast to q's dtype. It then travels, and gets gradients, with q.
 
-    Queries wider than keys have one: column d is added to the logit of the key d positions before.
+    Column d is added to the logit of the key d positions before.
     """
     return q if bias is None else torch.cat((q, bias.to(q.dtype)), -1)
+
+
+def bias_columns(q: Tensor, dim: int) -> int:
+    """Return the columns of the bias that ends queries of keys of this width; 0 without one."""
+    return q.shape[-1] - dim
 
 
 def check_softcap(subject: str, softcap: float | None) -> float:

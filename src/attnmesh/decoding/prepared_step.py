@@ -247,7 +247,7 @@ def prepare_step(
                 cache.shards.unshare()  # the kernel merges the blocks of one tensor
     facts = inputs.compared_facts(step)
     prepared_step = new_prepared_step(q, first.shard.view, step, facts, first.sizes, stays_on_device=stays_on_device)
-    if signature is not None and not step.mask.ends:
+    if signature is not None and not step.mask.depends_on_length:
         prepared.keep(signature, prepared_step)
     return prepared_step
 

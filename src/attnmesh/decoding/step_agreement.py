@@ -11,6 +11,7 @@ from attnmesh.comm.mismatch import question_like
 from attnmesh.comm.rank_merge import highest_checksum, merge_ranks, send_poison
 from attnmesh.core.digest import fingerprints
 from attnmesh.core.partial import identity, sum_dtype
+from attnmesh.core.scaling import bias_columns
 from attnmesh.decoding.step_arguments import CheckedStep, StepInputs, StepOptions, gather_heads
 from attnmesh.decoding.step_checks import reads_length_on_device
 from attnmesh.errors import InputError
@@ -34,7 +35,7 @@ def compared_fields(inputs: StepInputs, step: CheckedStep) -> Mapping[str, objec
     options["key_lengths"] = None if key_lengths is None else key_lengths.tolist()
     options |= {} if other_partial is None else {"partial": True}
     width = caches[0].sizes.head_dim
-    bias = q[..., width:] if q.shape[-1] > width else None  # with which the queries end
+    bias = q[..., width:] if bias_columns(q, width) else None
     tensors = {"q": q[..., :width], "distance_bias": bias, "sinks": sinks, "selected": inputs.indices}
     lengths, histories = [cache.length for cache in caches], [cache.history_checksum for cache in caches]
     held = "tokens in the cache" if len(caches) == 1 else "tokens in the caches"

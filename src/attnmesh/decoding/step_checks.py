@@ -83,7 +83,7 @@ def checked_step(
     check_sinks(f"{subject} sinks", sinks, q)
     lengths_on_gpu = isinstance(key_lengths, Tensor) and key_lengths.device.type == "cuda"
     check_key_lengths(f"{subject} key_lengths", key_lengths, sizes.batch, on_device=lengths_on_gpu)
-    if cache.padding is not None and step.mask.ends:
+    if cache.padding is not None and step.mask.depends_on_length:
         fix = "keep documents in sequences of their own"
         raise MaskError(f"{subject} mask{of_row}", "no documents in a padded batch", f"{step.mask}", fix)
     if selected is not None:
@@ -208,7 +208,7 @@ def _check_lengths(q: Tensor, cache: KVCache, mask: Mask, subject: str, of_row: 
         fix = "decode after each append, or pass queries= to append_shard"
         fix = fix if cache.length > first_query else "append the next token first"
         raise ShapeError(f"{subject} q{of_row}", expected, given, fix)
-    if mask.ends:
+    if mask.depends_on_length:
         mask.check_length(f"{subject} mask{of_row}", cache.length)
 
 

@@ -86,7 +86,7 @@ def unpriced_layout(layout: Layout | str, mask: Mask, ranks: int) -> Layout | No
     """Return the layout given, or for "auto" the one of a mask without documents; None if it depends on prices."""
     if not isinstance(layout, str):
         return layout
-    return Zigzag() if len(mask.ends) < 2 or ranks == 1 else None
+    return Zigzag() if len(mask.documents) < 2 or ranks == 1 else None
 
 
 def _marks(arguments: Mapping[str, object]) -> dict[str, ShardMark]:

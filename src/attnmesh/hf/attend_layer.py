@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import partial
-from math import lcm
 from typing import Any, NamedTuple
 
 import torch
@@ -153,7 +152,7 @@ def _attend_local(q: Tensor, k: Tensor, v: Tensor, arguments: LayerArguments, sp
     check_covers(spec.covered, spec.kv_offset + k.shape[2])
     queries = torch.arange(q.shape[2], device="cpu") + spec.q_offset
     keys = torch.arange(k.shape[2], device="cpu") + spec.kv_offset
-    first = spec.left_padding if arguments.mask.chunks else None  # chunks begin at a sequence's first token
+    first = spec.left_padding if arguments.mask.period > 1 else None  # chunks begin at a sequence's first token
     if spec.token_mask is None and (first is None or not bool(first.any())):
         return _attend_at(q, k, v, arguments, queries, keys)
     token_mask = torch.ones(len(q), 0, dtype=torch.bool, device="cpu") if spec.token_mask is None else spec.token_mask
@@ -164,7 +163,7 @@ def _attend_local(q: Tensor, k: Tensor, v: Tensor, arguments: LayerArguments, sp
         row = slice(number, number + 1)
         selected = arguments.selected and replace(arguments.selected, indices=arguments.selected.indices[row])
         row_arguments = arguments._replace(selected=selected, scores=arguments.scores.of_sequences(row))
-        shift = 0 if first is None else -int(first[number]) % lcm(*arguments.mask.chunks)
+        shift = 0 if first is None else -int(first[number]) % arguments.mask.period
         positions = queries + shift, keys[real.cpu()] + shift
         rows.append(_attend_at(q[row], k[row, :, real], v[row, :, real], row_arguments, *positions))
     return torch.cat(rows)

@@ -158,9 +158,8 @@ def _check_mask(spec: MaskSpec | Tensor | None, window: int | None) -> MaskSpec:
         expected, fix = "a causal mask, a sliding window or chunks", "use a causal language model"
         raise MaskError(subject, expected, "a bidirectional mask", fix)
     if window is not None and spec.has_spans:
-        rows = [
-            replace(mask, left=window - 1) for mask in (spec.mask, *spec.row_masks) if mask.left in (FAR, window - 1)
-        ]
+        masks = (spec.mask, *spec.row_masks)
+        rows = [mask & Window(window - 1, FAR) for mask in masks if mask.row_limit in (FAR, window)]
         if len(rows) == 1 + len(spec.row_masks):
             return replace(spec, mask=rows[0], row_masks=tuple(rows[1:]))
     if window is not None and spec.mask == Causal() and spec.q_length == 1 and spec.q_offset < window:

@@ -72,7 +72,7 @@ class MaskSpec(LayerMask):
     @property
     def has_spans(self) -> bool:
         """Return whether tokens of an image see each other both ways, in some sequence."""
-        return any(mask.spans for mask in (self.mask, *self.row_masks))
+        return any(mask.span_pairs for mask in (self.mask, *self.row_masks))
 
     def spec(self) -> "MaskSpec":
         """Return itself."""
@@ -311,7 +311,7 @@ def _neighbours(described: DescribedMask) -> tuple[Tensor, Tensor] | None:
 def _sees_previous(mask: Mask, size: int, offset: int, length: int, first: Tensor) -> Tensor:
     """Return whether each token but the first of a range sees the one before it, (batch, length - 1)."""
     later = torch.arange(offset + 1, offset + length, device="cpu") - first[:, None]
-    return later % size != 0 if mask.chunks else torch.full(later.shape, size > 1, device="cpu")
+    return later % size != 0 if mask.period > 1 else torch.full(later.shape, size > 1, device="cpu")
 
 
 def _token_mask(attention_mask: Tensor, kv_length: int, kv_offset: int) -> Tensor | None:

@@ -16,8 +16,7 @@ are subclasses of `Tensor`, which return what the whole sequence would return, o
 import sys
 from collections.abc import Callable, Iterable
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
-from itertools import chain, pairwise
+from dataclasses import dataclass, field
 from threading import get_ident
 from types import FrameType
 from typing import Any, Self
@@ -159,11 +158,7 @@ class Shards:
 
     def mask_of(self, mask: Mask) -> Mask:
         """Return a layer's mask inside each document. Chunks begin anew with a document."""
-        ends = self.documents.ends
-        if not (mask.chunks and ends):
-            return mask & self.documents
-        pieces = (range(start + size, stop, size) for start, stop in pairwise((0, *ends)) for size in mask.chunks)
-        return replace(mask, chunks=()) & Mask(ends=tuple(sorted({*ends, *chain(*pieces)})))
+        return mask.in_documents(self.documents)
 
     @property
     def has_prefix(self) -> bool:

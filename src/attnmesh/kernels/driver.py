@@ -21,7 +21,7 @@ from attnmesh.kernels.rectangles import (
     Rectangle,
     attend_rectangles,
     backward_rectangles,
-    made_once,
+    memo_of_band,
 )
 from attnmesh.kernels.selected_keys import SelectedKeys, attend_selected, backward_selected
 from attnmesh.kernels.traced import without_autocast
@@ -132,7 +132,7 @@ def _empty_rows(rectangle: Rectangle, device: torch.device) -> Tensor:
     if rectangle.band is None or device.type == "cpu":
         return rectangle.empty_rows().to(device)
     name = "empty rows", rectangle.keys.stop - rectangle.keys.start, device
-    return made_once(rectangle.band, name, lambda: rectangle.empty_rows().to(device), lambda x: x.nbytes)
+    return memo_of_band(rectangle.band, name, lambda: rectangle.empty_rows().to(device), lambda x: x.nbytes)
 
 
 def _cut(kernel: Kernel, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Rectangle]:
@@ -140,7 +140,7 @@ def _cut(kernel: Kernel, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Re
     if 0 in q.shape[:2]:
         return []
     signature = kernel.name, q.shape, k.shape, v.shape, q.dtype, q.device
-    return made_once(band, signature, lambda: kernel.cut(band, q, k, v), _bytes)
+    return memo_of_band(band, signature, lambda: kernel.cut(band, q, k, v), _bytes)
 
 
 def _bytes(rectangles: Sequence[Rectangle]) -> int:

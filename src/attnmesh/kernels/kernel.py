@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attnmesh.core.band import Band
 from attnmesh.core.partial import Partial
-from attnmesh.core.scaling import Scaling
+from attnmesh.core.scaling import Scaling, bias_columns
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery
 from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Rectangle, cut
 
@@ -36,7 +36,7 @@ class KernelRequest(NamedTuple):
         """Return the request for such tensors. Positions are 0, 1, 2, ... if one of `positions` is None."""
         rows = q.shape[1] // max(1, k.shape[1]) * q.shape[2]
         width = max(q.shape[3], v.shape[3])
-        request = KernelRequest(q.device, k.dtype, rows, width, scaling.capped, q.shape[3] != k.shape[3])
+        request = KernelRequest(q.device, k.dtype, rows, width, scaling.capped, bias_columns(q, k.shape[3]) > 0)
         if positions is None or not request.biased:
             return request
         queries, keys = (
@@ -90,9 +90,11 @@ class BoundCacheKernel(Protocol):
 class Kernel:
     """Attention over one rectangle on one device. q, k and v are those of the rectangle; heads may be grouped.
 
-    What a kernel can do beyond that, it says in its fields. A new one is a file of `implementations`, with a `KERNEL`.
+    A new one is a file of `implementations`, with a `KERNEL`. It needs a `name`, `unsupported_reason`, `attend` and
+    `backward`. The rest says for which calls "auto" takes it, and is what else it can do.
     """
 
+    # Choice
     name: str
     """The kernel's name, as in `kernel=`."""
     device_type: str | None = None
@@ -101,16 +103,6 @@ class Kernel:
     """The calls of `is_made_for`, in words."""
     priority = 3
     """Number in the order of `best_kernel`: a lower one comes first. The reference, which serves all calls, has 2."""
-    caps_logits = True
-    """True if logits may have a soft cap."""
-    adds_bias = False
-    """True if queries may end with a bias by distance, for the positions that `with_positions` is given."""
-    reads_scattered = False
-    """True if `attend_scattered` reads scattered keys and values in place."""
-    reads_8_bits = False
-    """True if launches of `bind` read keys and values that are stored in 8 bits."""
-    reads_cache = False
-    """True if `attend_cache` reads a cache in place, and on the device how many tokens it holds."""
 
     def is_elsewhere(self, device: torch.device) -> bool:
         """Return whether the kernel runs on devices of another type alone."""
@@ -136,6 +128,10 @@ class Kernel:
         """Return whether the kernel comes before others that serve such calls too."""
         return False
 
+    # Rectangles
+    caps_logits = True
+    """True if logits may have a soft cap."""
+
     def cut(self, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Rectangle]:
         """Return the rectangles into which such a problem is cut for this kernel: the fewest."""
         return cut(band)
@@ -153,14 +149,21 @@ class Kernel:
         """
         raise NotImplementedError
 
-    def attend_scattered(
-        self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, hidden: Tensor, scaling: Scaling
-    ) -> Partial | None:
-        """Return the partial of the keys of each sequence at these indices, (batch, keys), those that are hidden last.
+    def operator_name(self, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle) -> str:
+        """Return the name of what computes a rectangle of such tensors."""
+        return self.name
 
-        None if a number is not finite.
-        """
-        raise NotImplementedError
+    # Launches that are prepared for shapes
+    reads_8_bits = False
+    """True if launches of `bind` read keys and values that are stored in 8 bits."""
+
+    def bind(self, q: Tensor, k: Tensor, v: Tensor, scaling: Scaling) -> BoundKernel | None:
+        """Return the launch that serves all calls with tensors of these shapes, or None if there is none."""
+        return None
+
+    # Cache
+    reads_cache = False
+    """True if `attend_cache` reads a cache in place, and on the device how many tokens it holds."""
 
     def attend_cache(self, query: DecodeQuery, view: CacheView) -> Partial:
         """Return the partial of the last queries over a cache, merged from one partial per block if there are some."""
@@ -170,14 +173,23 @@ class Kernel:
         """Return what serves all steps that differ in their tensors alone: of one mask, capacity, block and scaling."""
         return self
 
-    def bind(self, q: Tensor, k: Tensor, v: Tensor, scaling: Scaling) -> BoundKernel | None:
-        """Return the launch that serves all calls with tensors of these shapes, or None if there is none."""
-        return None
+    # Scattered keys
+    reads_scattered = False
+    """True if `attend_scattered` reads scattered keys and values in place."""
+
+    def attend_scattered(
+        self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, hidden: Tensor, scaling: Scaling
+    ) -> Partial | None:
+        """Return the partial of the keys of each sequence at these indices, (batch, keys), those that are hidden last.
+
+        None if a number is not finite.
+        """
+        raise NotImplementedError
+
+    # Bias
+    adds_bias = False
+    """True if queries may end with a bias by distance, for the positions that `with_positions` is given."""
 
     def with_positions(self, queries: Tensor, keys: Tensor) -> "Kernel":
         """Return the kernel for a bias by distance between queries and keys at these positions, in any order."""
         raise NotImplementedError
-
-    def operator_name(self, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle) -> str:
-        """Return the name of what computes a rectangle of such tensors."""
-        return self.name

@@ -58,7 +58,7 @@ def _attend_visible(
     scaling: Scaling,
     kernel: str,
 ) -> Partial:
-    if all(x is None for x in visible_tensors) and q.shape[-1] == k.shape[-1]:
+    if all(x is None for x in visible_tensors):
         return PreparedLocal.of(q, k, v, mask_and_block[0], scaling, kernel).attend(q, k, v, sinks)
     visible = Visible.of(visible_tensors, mask_and_block)
     band, counts, q_order, k_order = _band(q, k, visible)
@@ -229,8 +229,8 @@ def _sort_positions(name: str, positions: Tensor | None, mask: Mask) -> tuple[Te
         raise LayoutError(name, f"positions from 0 to {FAR}", str(low if low < 0 else high), "count tokens from 0")
     order = None if bool((positions.diff() >= 0).all()) else positions.argsort(stable=True)
     positions = positions if order is None else positions[order]
-    if mask.ends and positions[-1] >= mask.ends[-1]:
-        given = f"position {int(positions[-1])} and {mask.ends[-1]} tokens in the documents"
+    if mask.depends_on_length and positions[-1] >= sum(mask.documents):
+        given = f"position {int(positions[-1])} and {sum(mask.documents)} tokens in the documents"
         raise MaskError(name, "positions inside the documents", given, "let Documents(lengths) cover every token")
     return positions, order
 

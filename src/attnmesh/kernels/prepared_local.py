@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.band import Band
-from attnmesh.core.mask import Full, Mask
+from attnmesh.core.mask import FULL, Mask
 from attnmesh.core.partial import Partial, with_sinks
 from attnmesh.core.scaling import Scaling
 from attnmesh.kernels.choice import choose
@@ -72,9 +72,9 @@ class PreparedLocal(NamedTuple):
     @staticmethod
     def of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scaling: Scaling, kernel: str) -> "PreparedLocal":
         """Prepare a call that was checked."""
-        chosen = choose(KernelRequest.of(q, k, v, scaling), kernel)
+        chosen = choose(KernelRequest.of(q, k, v, scaling, (None, None)), kernel)
         keys = k.shape[2]
-        sees_all = mask == Full() and q.shape[2] > 0 and keys > 0
+        sees_all = mask == FULL and q.shape[2] > 0 and keys > 0
         band = None if sees_all else whole_band(mask, q.shape[2], keys)
         bound = chosen.bind(q, k, v, scaling)
         if band is not None and bound is not None and (int(band.low[0]), int(band.high[-1])) != (0, keys):
@@ -89,7 +89,7 @@ class PreparedLocal(NamedTuple):
                 return Partial(partial.out.to(q.dtype), partial.lse)
         band = self.band
         if band is None and self.bound is None:
-            band = whole_band(Full(), q.shape[2], k.shape[2])
+            band = whole_band(FULL, q.shape[2], k.shape[2])
         partial = attend_band(self.kernel, q, k, v, band, self.scaling)
         out, lse = partial if sinks is None else with_sinks(partial, sinks)
         return Partial(length_major(out, q.dtype), lse.contiguous())

@@ -108,7 +108,7 @@ class BackwardInputs:
         return BackwardInputs(*(x[sequences] for x in (self.out, self.lse, self.dout)))
 
 
-def made_once(band: Band, name: Hashable, make: Callable[[], T], size: Callable[[T], int]) -> T:
+def memo_of_band(band: Band, name: Hashable, make: Callable[[], T], size: Callable[[T], int]) -> T:
     """Return what was made of a band, now or at an earlier call. `size` counts its bytes."""
 
     def with_low() -> tuple[Tensor, T]:  # the band then lives on, so that no other tensor gets its id

@@ -53,12 +53,6 @@ class StoredKVKernel(NamedTuple):
                 into[some] = x
         return total
 
-    def with_positions(self, q: Tensor, keys: Tensor, positions: tuple[Tensor, Tensor]) -> "StoredKVKernel":
-        """Return the kernel for queries and keys at these positions, which those with a bias by distance need."""
-        if q.shape[-1] == columns_of(keys):
-            return self
-        return self._replace(kernel=self.kernel.with_positions(*positions))
-
     def _launch(self, q: Tensor, keys: Tensor, values: Tensor, band: Band | None, counts: KeyCounts) -> Partial | None:
         """Return the partial of the kernel's launch, or None if that does not serve it or a number is not finite."""
         if counts:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from attnmesh.core.layout import Contiguous, Layout, Packed, Striped, Zigzag
-from attnmesh.core.mask import FAR, Mask
+from attnmesh.core.mask import Mask
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.merge_cost import add_agreement
 from attnmesh.mesh.rates import Device, Link
@@ -81,10 +81,9 @@ def fastest_way(ways: Iterable[Way], work: LayerWork, cluster: Cluster) -> Way:
 
 
 def balanced_layouts(mask: Mask, shape: Shape) -> list[Layout]:
-    """Return balanced layouts for uneven masks and documents, and contiguous ones for masks that keep tokens near."""
-    uneven, local = mask.left != mask.right, min(mask.longest, mask.left, mask.right) < FAR
-    packed: list[Layout] = [Packed(mask.documents, shape)] if len(mask.ends) > 1 else []
-    return packed + [Zigzag()] * uneven + [Contiguous()] * (local or not uneven)
+    """Return balanced layouts for uneven masks and documents, and the contiguous one."""
+    packed: list[Layout] = [Packed(mask.documents, shape)] if len(mask.documents) > 1 else []
+    return [*packed, *([] if mask.is_symmetric else [Zigzag()]), Contiguous()]
 
 
 def attention_seconds(way: Way, work: LayerWork, cluster: Cluster) -> float:

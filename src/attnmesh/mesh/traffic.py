@@ -148,19 +148,18 @@ def cropped(problem: Problem) -> tuple[Problem, float]:
     reach = problem.mask.reach
     length = 4 * problem.shape.ranks * max(reach, 1)
     in_runs = all(isinstance(layout, Contiguous | Zigzag) for layout in (problem.layout, problem.key_layout))
-    alike = not problem.mask.spans and problem.length == problem.key_length and in_runs  # one part is as the next
+    alike = not problem.mask.span_pairs and problem.length == problem.key_length and in_runs  # one part is as the next
     if reach >= FAR or problem.length <= length or not alike:
         return problem, 1.0
-    ends = tuple(end for end in problem.mask.ends if end < length)
-    mask = replace(problem.mask, ends=(*ends, length)) if problem.mask.ends else problem.mask
+    mask = problem.mask.cropped(length)
     return replace(problem, mask=mask, length=length, key_length=length), problem.length / length
 
 
 def _width(problem: Problem) -> float:
     """Return the most keys that a query sees; on average, where those in spans see more."""
     mask = problem.mask
-    if not mask.spans:
-        return min(mask.left + mask.right + 1.0, mask.longest)
+    if not mask.span_pairs:
+        return float(mask.widest_row)
     first, last = mask.bounds(torch.arange(problem.length, device="cpu"))
     return float((last.clamp(max=problem.key_length - 1) - first + 1).double().mean())
 

@@ -29,7 +29,7 @@ def chosen_layout(layout: Layout | str, mask: Mask, mesh: Mesh) -> Layout:
     if torch.compiler.is_compiling():
         expected, fix = "a layout of documents in a compiled model", "pass layout=am.Packed(documents, shape)"
         raise LayoutError("layout", expected, '"auto"', fix)
-    return price("auto", mask, mask.ends[-1], mesh, HEADS).layout
+    return price("auto", mask, sum(mask.documents), mesh, HEADS).layout
 
 
 def check_auto(subject: str, layout: Layout | str | None, mask: Mask | None, ranks: int) -> None:

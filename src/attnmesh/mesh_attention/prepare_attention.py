@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm.transport import all_gather_ints, flat_axis
-from attnmesh.core.mask import FAR, check_mask
+from attnmesh.core.mask import check_mask
 from attnmesh.errors import MaskError, ShapeError, warn_once
 from attnmesh.guard.agreement import Agreement, may_compare
 from attnmesh.guard.argument_checks import heads_and_length, with_transpose_hint
@@ -221,7 +221,7 @@ def check_cross(options: AttentionOptions, length: int, key_length: int, ranks: 
     """
     mask = options.applied_mask
     explicit = options.key_length is not None and options.mask is not None
-    if length == key_length or explicit or min(mask.left, mask.right) >= FAR:
+    if length == key_length or explicit or mask.is_at_any_distance:
         return
     given = f"{length} queries, {key_length} keys and the {'default ' * (options.mask is None)}mask {mask}"
     fixes = ["pass mask=am.Full() for cross-attention"]

@@ -49,7 +49,7 @@ class BlockScores(Opaque):
 def check_unpadded(spec: Any) -> None:
     """Raise for padding and packed sequences: the model counts them in its blocks, but not in its positions."""
     masks = [spec.token_mask, *([] if spec.shards is None else [spec.shards.token_mask])]
-    packed = spec.shards is not None and bool(spec.shards.documents.ends)
+    packed = spec.shards is not None and spec.shards.documents.depends_on_length
     fits = not packed and all(mask is None for mask in masks)
     if not fits:
         expected = "one sequence a row without padding, in a model that selects blocks"

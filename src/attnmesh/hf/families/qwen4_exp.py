@@ -96,7 +96,7 @@ def _positions(lengths: Tensor | int, rows: Tensor, spec: Any) -> Tensor:
     )
     earlier = lengths[:, None].to(rows.device) if isinstance(lengths, Tensor) else lengths
     positions = (earlier + is_real.cumsum(1) - 1).masked_fill(~is_real, -1)
-    if spec.shards is None or not spec.shards.documents.ends:
+    if spec.shards is None or not spec.shards.documents.depends_on_length:
         return positions
     first, _ = spec.shards.documents.bounds(torch.arange(positions.shape[1], device="cpu"))
     in_document: Tensor = positions - first.to(positions.device)

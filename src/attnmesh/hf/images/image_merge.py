@@ -120,8 +120,7 @@ def merge_images(
         expected = f"{left} tokens of text at the end of a prompt"
         raise ShapeError(SUBJECT, expected, "an image token", "add text after the image")
     masks = _masks_with_spans(arguments.get("attention_mask"))
-    edges = next((mask.mask.spans for mask in masks.values() if mask.mask.spans), ())
-    spans = [*zip(edges[::2], edges[1::2], strict=True)]
+    spans = [*next((mask.mask.span_pairs for mask in masks.values() if mask.mask.span_pairs), ())]
     for start, stop in spans:
         is_image[:, start:stop] = True
     fingerprints = fingerprints_of(ids, {**images, "spans": torch.tensor(spans, device="cpu").view(-1, 2)})

@@ -226,12 +226,12 @@ def parts_of(layout: Layout, length: int, mesh: DeviceMesh | None, mask: Mask = 
     """Return the parts of each chain of a layout, early parts before late ones."""
     all_parts = []
     begin = 0
-    first_tokens = (0, *mask.ends)
+    first_tokens = mask.document_edges(0, length)
     for axis, owners, lengths in _chains(layout, length, mesh):
         edges = [*accumulate(lengths, initial=begin)]
         index = owners.index(axis.index)
         own_parts = ChainParts(axis, owners, lengths, document_lengths_of(mask, *edges[index : index + 2]))
-        if mask.ends:
+        if mask.depends_on_length:
             tokens_before = edges[index] - max(token for token in first_tokens if token <= edges[index])
             resets = [any(start <= token < stop for token in first_tokens) for start, stop in pairwise(edges)]
             own_parts = own_parts._replace(before=tokens_before, resets=resets)
@@ -242,8 +242,7 @@ def parts_of(layout: Layout, length: int, mesh: DeviceMesh | None, mask: Mask = 
 
 def document_lengths_of(mask: Mask, start: int, stop: int) -> list[int]:
     """Return the tokens of each document from one token of a sequence to another."""
-    edges = [start, *(end for end in mask.ends if start < end < stop), stop]
-    return [after - first for first, after in pairwise(edges)]
+    return [after - first for first, after in pairwise(mask.document_edges(start, stop))]
 
 
 def _chains(layout: Layout, length: int, mesh: DeviceMesh | None) -> list[tuple[Axis, list[int], list[int]]]:

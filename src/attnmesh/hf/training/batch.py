@@ -292,7 +292,7 @@ def _check_padding(batch: Mapping[str, Any]) -> None:
 def _check_packing(batch: Mapping[str, Any], documents: Mask) -> None:
     """Raise unless the packing arguments of a collator match `position_ids`."""
     has_positions, has_mask = (batch.get(name) is not None for name in ("position_ids", "attention_mask"))
-    expected = [0, *(documents.ends or batch["input_ids"].shape[1:])]
+    expected = documents.document_edges(0, batch["input_ids"].shape[1])
     for name in (name for name in PACKING_ARGUMENTS if batch.get(name) is not None):
         if not has_positions or has_mask:
             given, fix = "attention_mask", "leave attention_mask out"

@@ -148,7 +148,7 @@ class BatchSharder:
             return
         self.chosen.add(chosen)
         length = batch.positions.shape[1]
-        documents = max(1, len(batch.documents.ends))
+        documents = max(1, len(batch.documents.documents))
         tokens = f"{length:,} tokens in {documents} document{'s' * (documents > 1)}"
         place = f"{type(layout).__name__} on {'x'.join(map(str, shape))} ranks (heads x queries x keys)"
         getLogger(__name__).info("%s: %s", tokens, place)

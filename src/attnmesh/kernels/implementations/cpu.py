@@ -23,7 +23,7 @@ from attnmesh.kernels.rectangles import (
     Gradients,
     Rectangle,
     attend_rectangles,
-    made_once,
+    memo_of_band,
     tile_elements,
 )
 
@@ -146,7 +146,7 @@ def _mask(rectangle: Rectangle, dtype: torch.dtype) -> Tensor:
     keys = rectangle.keys.stop - rectangle.keys.start
     if rectangle.band is None or len(rectangle.band.low) * keys > MAX_KEPT_ELEMENTS:
         return make()
-    return made_once(rectangle.band, ("mask", keys, dtype), make, lambda mask: mask.nbytes)
+    return memo_of_band(rectangle.band, ("mask", keys, dtype), make, lambda mask: mask.nbytes)
 
 
 def _width(q: Tensor, v: Tensor) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.partial import Partial, sum_dtype
-from attnmesh.core.scaling import Scaling
+from attnmesh.core.scaling import Scaling, bias_columns
 from attnmesh.kernels.dense import attend_dense, backward_dense, widen
 from attnmesh.kernels.kernel import Kernel, KernelRequest
 from attnmesh.kernels.rectangles import (
@@ -34,8 +34,7 @@ TILE_LOGITS = TILE_ROWS * 512
 class Reference(Kernel):
     """Dense within a tile: memory for logits does not grow with the problem.
 
-    Queries wider than keys end with a bias by distance: column d is added to the logit of the key d positions before.
-    Then `positions` are the positions of queries and of keys.
+    `positions` are those of queries and of keys, for a bias by distance.
     """
 
     name, made_for, priority, adds_bias = "reference", "calls that no other serves", 2, True
@@ -96,7 +95,7 @@ class Reference(Kernel):
             positions[start + part.start : start + part.stop]
             for positions, start, part in zip(self.positions, starts, parts, strict=True)
         )
-        distance, none = queries[:, None] - keys, q.shape[-1] - k.shape[-1]
+        distance, none = queries[:, None] - keys, bias_columns(q, k.shape[-1])
         near = (distance >= 0) & (distance < none)
         if not bool(near.any()):
             return None

@@ -199,15 +199,16 @@ class BoundTritonCache:
         slots = view.keys.shape[2] - 1
         split_keys = block or _split_keys(slots, heads * tiles, tile, q.device)
         bounded = first is not tensors["positions"]
+        left, right = mask.distances(MAX_REACH)
         arguments = _cache_arguments(q, *view.unscaled, query.scaling, tile) | {
             "positions_batch": 0 if view.padding is None else _batch_stride(view.padding.positions),
             "bounds_batch": _batch_stride(first) if bounded else 0,
             "block": block or 0,
             "capacity": query.capacity,
-            "left": min(mask.left, MAX_REACH),
-            "right": min(mask.right, MAX_REACH),
+            "left": left,
+            "right": right,
             "BOUNDED": bounded,
-            "NEAR": min(mask.left, mask.longest) < FAR,
+            "NEAR": mask.row_limit < FAR,
         }
         prepared = (max(1, -(-slots // split_keys)), tiles, heads), arguments
         return prepared, _launch_cache(*prepared, tensors, view.value_dim)
