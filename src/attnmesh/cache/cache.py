@@ -214,7 +214,7 @@ class KVCache(CacheProperties):
         if uncompared and append_known(self.known_appends, k, v, self.shards):
             return
         new = NewTokens(k, v, token_mask)
-        with self.calls.agreement("append", new.fingerprints):
+        with self.calls.agreement("append", new.compared_fields):
             new.check(self.sizes, self.device)
             self.shards.check_unpadded("append", token_mask)
             self.shards.check_fits("append", k.shape[2], self.shards.rank_counts)

@@ -1,6 +1,6 @@
 """New tokens of a cache: their checks, and those of a known signature, which are appended in one native call."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -46,11 +46,11 @@ class NewTokens(NamedTuple):
     v: Tensor | None
     token_mask: Tensor | None
 
-    def fingerprints(self) -> dict[str, object]:
+    def compared_fields(self) -> Mapping[str, object]:
         """Return what ranks compare of tokens that are the same on all."""
-        return {**fingerprints(self._asdict())}
+        return fingerprints(self._asdict())
 
-    def padding_fields(self) -> dict[str, object]:
+    def padding_fields(self) -> Mapping[str, object]:
         """Return what ranks compare of the padding alone, where each has tokens of its own."""
         shape = None if self.token_mask is None else list(self.token_mask.shape)
         return {"padding": shape, "checksum": chained_checksum(0, self.token_mask)}
