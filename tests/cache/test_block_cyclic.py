@@ -13,7 +13,7 @@ from torch import Tensor
 import attnmesh as am
 from attnmesh import errors
 from attnmesh.cache.block_cyclic import BlockCyclic
-from attnmesh.cache.cache_config import CacheSizes
+from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.shapes import AXES, Shape
@@ -51,7 +51,7 @@ def dense_step() -> Tensor:
 @pytest.mark.parametrize("block", [4, (5, 3, 1)], ids=str)
 @pytest.mark.parametrize("rank", range(3))
 def test_few_tokens_of_several_ranks_are_stored_as_all_are_at_once(block: int | tuple[int, ...], rank: int) -> None:
-    sizes, (k, v) = CacheSizes(1, HEADS[1], WIDTH, WIDTH, LENGTH, 4, torch.float32), new()
+    sizes, (k, v) = CacheConfig(1, HEADS[1], WIDTH, WIDTH, LENGTH, 4, torch.float32), new()
     shards = [CacheShard(sizes, Axis(), BlockCyclic(block, 3), torch.device("cpu"), rank) for _ in range(2)]
     few, whole = shards
     whole.append((k, v), None, None)

@@ -10,6 +10,7 @@ from torch import Tensor
 import attnmesh as am
 from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
+from attnmesh.store.checkpoint import make_alike
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool, on_each_rank
 from tests.support.tolerances import FLOAT32
@@ -51,6 +52,13 @@ def test_a_wrong_order_of_many_sequences_is_said_in_short() -> None:
     with pytest.raises(errors.ShapeError, match=r"given \[1, 1, ") as raised:
         cache.reorder(torch.ones(10000, dtype=torch.int64))
     assert len(str(raised.value)) < 200
+
+
+def test_caches_are_made_alike_of_sizes_that_were_compared() -> None:
+    cache = am.KVCache(None, batch=1, kv_heads=1, head_dim=2, capacity=8, dtype=torch.float32)
+    assert cache.sizes.common_sizes.capacity == 1  # kept beside the fields
+    [other] = make_alike(am.KVCache, None, [cache.sizes])
+    assert other.sizes == cache.sizes
 
 
 INVALID_SIZES = [

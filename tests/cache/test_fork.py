@@ -13,7 +13,7 @@ import attnmesh as am
 from attnmesh import errors
 from attnmesh.cache import cache_shard, frozen_piece
 from attnmesh.cache.cache_shard import CacheShard
-from attnmesh.cache.frozen_piece import joined
+from attnmesh.cache.frozen_piece import join_rows
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool, on_each_rank
@@ -287,10 +287,10 @@ def test_a_resize_without_memory_for_the_values_leaves_the_shard_as_it_was(
         made.extend([rows] * (parts[0].ndim == 4))
         if len(made) == 2:
             raise torch.OutOfMemoryError
-        return joined(parts, dim, rows)
+        return join_rows(parts, dim, rows)
 
     with monkeypatch.context() as patch:
-        patch.setattr(cache_shard, "joined", once)
+        patch.setattr(cache_shard, "join_rows", once)
         with pytest.raises(torch.OutOfMemoryError):
             cache.shard.resize(cache.sizes, slots)
     cache.append(k[:, :, 12:], v[:, :, 12:])
@@ -306,7 +306,7 @@ def test_a_padded_fork_that_finds_no_memory_to_truncate_is_as_it_was(monkeypatch
         raise torch.OutOfMemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(cache_shard, "joined", no_memory)
+        patch.setattr(cache_shard, "join_rows", no_memory)
         with pytest.raises(torch.OutOfMemoryError):
             forked.truncate(30)
     assert forked.lengths.tolist() == other.lengths.tolist()
@@ -325,7 +325,7 @@ def test_a_fork_that_finds_no_memory_for_another_batch_is_as_it_was(monkeypatch:
         raise torch.OutOfMemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(frozen_piece, "joined", no_memory)
+        patch.setattr(frozen_piece, "join_rows", no_memory)
         with pytest.raises(torch.OutOfMemoryError):
             forked.reorder(torch.tensor([1, 0, 1]))
     q = numbers(2, 4, 2, 8, seed=3)

@@ -76,7 +76,7 @@ def test_invalid_numbers_stay_in_their_fork(number: float, reproducible: bool) -
 
 def test_truncation_copies_one_block_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     module, copied = sys.modules["attnmesh.cache.cache_shard"], []
-    join = module.joined  # type: ignore[attr-defined]
+    join = module.join_rows  # type: ignore[attr-defined]
 
     def counted(parts: list[Tensor], dim: int, rows: int) -> Tensor:
         copied.append(sum(part.shape[dim] for part in parts))
@@ -87,7 +87,7 @@ def test_truncation_copies_one_block_at_most(monkeypatch: pytest.MonkeyPatch) ->
     other = turn.fork()
     turn.append(*numbers(2, 1, 2, 20, 8, seed=1))
     third = turn.fork()
-    monkeypatch.setattr(module, "joined", counted)
+    monkeypatch.setattr(module, "join_rows", counted)
     for each, length in ((other, 30), (third, 161), (third, 9)):
         each.truncate(length)
         assert torch.equal(each.keys[:, :, :9], cache_of(tokens=150).keys[:, :, :9])

@@ -11,7 +11,8 @@ from torch import Tensor
 
 import attnmesh as am
 from attnmesh import errors
-from attnmesh.cache.cache_config import CacheSizes
+from attnmesh.cache.cache_config import CacheConfig
+from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.core.mask import Mask
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES, Shape
@@ -148,13 +149,34 @@ def test_an_append_without_memory_takes_no_slot(monkeypatch: pytest.MonkeyPatch)
         raise torch.OutOfMemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(CacheSizes, "rows_of", no_memory)
+        patch.setattr(CacheConfig, "rows_of", no_memory)
         with pytest.raises(torch.OutOfMemoryError):
             cache.append(*new(1, 1)[1:])
     assert cache.shard.used_at_most == cache.used == 20
     for step in range(50):
         cache.append(*new(1, step)[1:])
         assert cache.shard.used_at_most == cache.used
+
+
+@pytest.mark.parametrize(("inner", "tokens"), [("append_run", 1), ("append_at", 5)])
+def test_tokens_before_a_failed_append_are_decoded_again(
+    monkeypatch: pytest.MonkeyPatch, inner: str, tokens: int
+) -> None:
+    cache = cache_of(Shape(1, 1, 1), am.Window(30))
+    for count in (100, 1, 1):
+        q, k, v = new(count)
+        cache.append(k, v)
+    before = am.decode(q, cache, mask=am.Window(30))
+
+    def no_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(CacheShard, inner, no_memory)
+    _, k, v = new(tokens)
+    with pytest.raises(torch.OutOfMemoryError):
+        cache.append(k, v) if tokens == 1 else cache.append_shard(k, v, torch.arange(102, 102 + tokens))
+    assert am.decode(q, cache, mask=am.Window(30)).equal(before)
+    cache.truncate(102)
 
 
 # --- saving, loading and recovering ---

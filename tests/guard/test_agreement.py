@@ -256,7 +256,7 @@ def test_a_scale_is_the_same_as_a_float(pool: Pool) -> None:
 def without_memory() -> str:
     """The second rank has no room for a cache."""
     room = mock.patch(
-        "attnmesh.cache.tiered_shard.CacheShard", side_effect=MemoryError("no more") if dist.get_rank() else None
+        "attnmesh.cache.make_shards.CacheShard", side_effect=MemoryError("no more") if dist.get_rank() else None
     )
     try:
         with room:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import attnmesh as am
 from attnmesh.errors import StoreError
 from attnmesh.mesh.shapes import AXES, Shape
-from attnmesh.store import checkpoint, folder_shard
+from attnmesh.store import checkpoint, folder_shard, piece_files
 from attnmesh.store.journal import Journal
 from attnmesh.store.layer_files import PIECE_TOKENS
 from attnmesh.store.manifest import read_manifest
@@ -263,7 +263,7 @@ def test_a_folder_that_goes_under_a_cache_is_named(tmp_path: Path) -> None:
 def test_a_reader_beside_a_writer_reads_a_whole_state(tmp_path: Path) -> None:
     cache, twin = opened(tmp_path), in_memory(300)
     grow(cache, 300)
-    original, writes = checkpoint.LastPieceFile, iter(range(2))
+    original, writes = piece_files.LastPieceFile, iter(range(2))
 
     def beside(*arguments: Any) -> Any:
         if next(writes, None) is not None:
@@ -274,7 +274,7 @@ def test_a_reader_beside_a_writer_reads_a_whole_state(tmp_path: Path) -> None:
             twin.append(k + 1, v)
         return original(*arguments)
 
-    with patch.object(checkpoint, "LastPieceFile", beside):
+    with patch.object(piece_files, "LastPieceFile", beside):
         assert same_outputs(am.KVCache.load(tmp_path, None), twin)
 
 
@@ -313,7 +313,7 @@ def test_ranks_load_the_tokens_that_all_have_seen(tokens: int, pool: Pool, tmp_p
 
 
 def test_a_reader_of_a_folder_that_never_rests_says_so(tmp_path: Path) -> None:
-    cache, original, numbers = opened(tmp_path), checkpoint.LastPieceFile, count(1)
+    cache, original, numbers = opened(tmp_path), piece_files.LastPieceFile, count(1)
     grow(cache, 300)
 
     def beside(*arguments: Any) -> Any:
@@ -323,7 +323,7 @@ def test_a_reader_of_a_folder_that_never_rests_says_so(tmp_path: Path) -> None:
         return original(*arguments)
 
     with (
-        patch.object(checkpoint, "LastPieceFile", beside),
+        patch.object(piece_files, "LastPieceFile", beside),
         pytest.raises(StoreError, match="expected a folder at rest, given"),
     ):
         am.KVCache.load(tmp_path, None)

@@ -3,40 +3,37 @@
 Blocks of tokens go to ranks round robin (block-cyclic), so shards stay even as the cache grows, or in the ratio of
 unequal `shares`. After a sharded prefill tokens stay on the rank that computed them: each slot records its token index,
 so nothing moves. Memory is reserved once and lengths live on the device: a step neither copies the cache nor waits.
-
-`KVCache` is a `PagedCache`, which hands its blocks to engines and is itself a `CacheProperties`, and a `SavedCache`.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.cache.cache_config import CacheSizes, check_hot, check_in_folder
-from attnmesh.cache.local_shards import LocalShards, check_placement
+from attnmesh.cache.cache_config import CacheConfig
+from attnmesh.cache.cache_properties import CacheProperties
+from attnmesh.cache.history_checksum import HistoryChecksum
+from attnmesh.cache.make_shards import FolderLayer, check_shards, make_shards, token_axis_of
 from attnmesh.cache.new_tokens import NewTokens, append_known, append_signature, swap_tokens_for_heads, tensors_to_store
-from attnmesh.cache.pages import PagedCache
-from attnmesh.cache.saved_cache import FolderLayer, SavedCache, SavedPieces, open_folder
-from attnmesh.cache.tiered_shard import TieredShard, memory_shard_maker, tiered_shard_maker
-from attnmesh.comm.transport import flat_axis, transport_of
-from attnmesh.core.digest import chained_checksum, fingerprints
+from attnmesh.cache.pages import Pages, append_blocks, pages_of
+from attnmesh.cache.saved_cache import LayersToLoad, SavedPieces, Saving, load_caches, save_caches
+from attnmesh.cache.tiered_shard import TieredShard
 from attnmesh.core.mask import Mask
-from attnmesh.errors import DtypeError, ShapeError, StoreError, check_count
-from attnmesh.guard.agreement import Agreement, ComparedCalls, prepare_merges
+from attnmesh.errors import DtypeError, ShapeError, check_count
+from attnmesh.guard.agreement import Agreement, ComparedCalls
 from attnmesh.guard.argument_checks import check_compare_option
 from attnmesh.mesh.axes import Mesh
 from attnmesh.runtime.memo import Memo
 from attnmesh.setup.init_mesh import device_fault, device_for
 
 
-class KVCache(PagedCache, SavedCache):
+class KVCache(CacheProperties):
     """One layer's keys and values, one shard per rank of a mesh. Every rank makes the same calls.
 
     A heads axis splits the key heads; tokens are sharded over the other axes together.
@@ -120,55 +117,28 @@ class KVCache(PagedCache, SavedCache):
     ) -> None:
         columns = 0 if values == "none" else head_dim
         widths = head_dim, columns if value_dim is None else value_dim
-        sizes = CacheSizes(batch, kv_heads, *widths, capacity, block, dtype, values, mask, keep, storage, hot)
+        sizes = CacheConfig(batch, kv_heads, *widths, capacity, block, dtype, values, mask, keep, storage, hot)
         self.device_mesh = mesh
         self.mesh = Mesh.of(mesh)
         self.device = device_for(mesh, device)
-        fields = {**vars(sizes), "device": self.device.type, "checked": checked, "copies": copies}
+        fields = {**sizes.arguments(), "device": self.device.type, "checked": checked, "copies": copies}
         ranks = self.mesh.queries.size * self.mesh.keys.size
         with Agreement(self.mesh, "KVCache", {**fields, "shares": shares, "folder": folder is not None}):
             check_compare_option("KVCache", checked)
-            check_placement("KVCache", copies, shares, ranks)
             sizes.check(self.mesh.heads.size)
             if fault := device_fault("KVCache", self.device, device):
                 raise fault
-            check_hot(sizes, copies)
-            if folder is not None:
-                check_in_folder(sizes, self.device, copies, shares)
-        self.token_axis = flat_axis(mesh, ("queries", "keys"))  # makes a group, which all ranks have to do together
+            check_shards(sizes, self.device, ranks, copies=copies, shares=shares, folder=folder)
+        self.token_axis = token_axis_of(mesh, self.mesh, self.device)
         self.calls = ComparedCalls(self.mesh, self.device, checked)
-        self.history = self.history_on(self.device)
-        self.order_checksum = 0  # checksum of reorders alone
+        self.history = HistoryChecksum(self.device)
         self.changes = 0  # truncations and reorders so far: `recover` needs caches that have grown alike
         self.saved = SavedPieces()
         self.known_appends = Memo[bool]()  # signatures of new tokens that this cache and its forks have checked
         self.prepared_steps = Memo[Any]()  # steps on this cache and its forks, which `decoding` prepares
-        for axis in (self.token_axis, self.mesh.heads):
-            transport_of(axis, self.device)
-        if self.token_axis.size > 1 and self.device.type == "cpu":
-            prepare_merges(self.token_axis)
-        make_shard = memory_shard_maker(sizes, self.mesh, self.device, shares)
-        with self._opened(folder) as opened:
-            with Agreement(self.mesh, "KVCache"):
-                if opened is not None:
-                    make_shard = opened.folder.shard_maker(opened.layer, sizes, self.calls.raise_uncompared)
-                make_shard = tiered_shard_maker(make_shard, sizes, self.device, self.calls.raise_uncompared)
-                self.shards = sizes.allocating()(partial(LocalShards, self.token_axis, copies, make_shard))()
-            if opened is not None:
-                opened.folder.settle(opened.layer, self.shards)
-
-    @contextmanager
-    def _opened(self, folder: str | Path | FolderLayer | None) -> Iterator[FolderLayer | None]:
-        """Give the layer of an open folder, or the only one of a path, which is let go of after an error."""
-        if folder is None or isinstance(folder, FolderLayer):
-            yield folder
-            return
-        opened = open_folder(folder, self.mesh, self.token_axis)
-        with opened.released_on_error():
-            if (layers := len(opened.manifest.sizes)) > 1:
-                fix = "call hf.ShardedCache(config, mesh, folder=path)"
-                raise StoreError("KVCache folder", "a folder of one layer", f"{layers} in {folder}", fix)
-            yield FolderLayer(opened, 0)
+        places = self.mesh, self.token_axis, self.device
+        fail = self.calls.raise_uncompared
+        self.shards = make_shards(sizes, *places, copies=copies, shares=shares, folder=folder, fail=fail)
 
     def __repr__(self) -> str:
         """Return the sizes and how many tokens are cached."""
@@ -177,12 +147,14 @@ class KVCache(PagedCache, SavedCache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
         """Return the same tokens in tensors of their own, on the same mesh."""
-        return self._with(self.shards.clone())
+        other = self._twin()
+        other.shards = self.shards.clone()
+        return other
 
-    def _with(self, shards: LocalShards) -> "KVCache":
-        """Return a cache like this one, of other shards."""
+    def _twin(self) -> "KVCache":
+        """Return a cache of the same shards, which are to be replaced."""
         other = copy(self)
-        other.shards, other.saved, other.history = shards, SavedPieces(), self.history_on(self.device)
+        other.saved, other.history = SavedPieces(), self.history.copied_to(self.device)
         return other
 
     @torch.no_grad()
@@ -209,7 +181,9 @@ class KVCache(PagedCache, SavedCache):
         """
         with self.calls.agreement("fork", lambda: {"tokens": self.length}):
             self.saved.check_written()
-        return self._with(self.shards.fork())
+        other = self._twin()
+        other.shards = self.shards.fork()
+        return other
 
     def append(self, k: Tensor, v: Tensor | None = None, *, token_mask: Tensor | None = None) -> None:
         """Add new tokens, equal on all ranks. Each rank keeps its share.
@@ -240,13 +214,14 @@ class KVCache(PagedCache, SavedCache):
         if uncompared and append_known(self.known_appends, k, v, self.shards):
             return
         new = NewTokens(k, v, token_mask)
-        with self.calls.agreement("append", lambda: fingerprints(new._asdict())):
+        with self.calls.agreement("append", new.compared_fields):
             new.check(self.sizes, self.device)
             self.shards.check_unpadded("append", token_mask)
             self.shards.check_fits("append", k.shape[2], self.shards.rank_counts)
         with torch.no_grad():
             self.shards.append(tensors_to_store(k, v), token_mask)
-        self.record_padding(token_mask, k.shape[2])
+        if token_mask is not None and not torch.compiler.is_compiling():
+            self.history.add_padding(token_mask, self.length - k.shape[2])
         if (signature := append_signature(k, v, self.shard)) is not None and k.shape[2]:
             self.known_appends.keep(signature, True)
 
@@ -276,15 +251,12 @@ class KVCache(PagedCache, SavedCache):
         5
         """
         start = self.length
+        new = NewTokens(k, v, token_mask)
 
         def fields() -> dict[str, object]:
-            padding = None if token_mask is None else list(token_mask.shape)
-            checksum = chained_checksum(0, token_mask)
-            sizes = {"tokens": start, "capacity": self.sizes.capacity, "queries": queries}
-            return {**sizes, "padding": padding, "checksum": checksum}
+            return {"tokens": start, "capacity": self.sizes.capacity, "queries": queries, **new.padding_fields()}
 
         with self.calls.agreement("append_shard", always=True) as agreement:
-            new = NewTokens(k, v, token_mask)
             new.check_shard(self.sizes, self.device, positions, self.mesh.ranks)
             check_count("append_shard queries", queries, "count the last tokens to decode")
             report = self.shard.block_cyclic.report_of(self.token_axis.index, positions)
@@ -302,7 +274,7 @@ class KVCache(PagedCache, SavedCache):
             with self._on_files("append_shard"):
                 self.shards.append_at(rows, tokens, new_count, token_mask, queries)
         self.shards.rank_counts = rank_counts
-        self.record_padding(token_mask, new_count)
+        self.history.add_padding(token_mask, start)
 
     def _on_files(self, name: str) -> Agreement:
         """Return the agreement on work on files: no rank goes on before all have done it, or raises alone.
@@ -343,11 +315,7 @@ class KVCache(PagedCache, SavedCache):
         with self._on_files("truncate"):
             self.shards.truncate(length, table)
         self.changes += 1
-        # Derived from what is left, since one rank alone may have done a call that this undoes.
-        if not length:
-            self.order_checksum = 0
-        self.record_history(self.order_checksum)
-        self.record_padding(self.shard.token_mask, length)
+        self.history.truncate(length, self.shard.token_mask)
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -369,16 +337,16 @@ class KVCache(PagedCache, SavedCache):
         20
         """
         with self._on_files("flush"):
-            for shard in self.shards.all:
-                shard.flush()
+            if isinstance(self.shard, TieredShard):
+                self.shard.flush()
 
     @torch.no_grad()
     def move_hot(self, device: torch.device) -> None:
         """Let the newest tokens of one rank be on another device."""
-        shard, self.device, self.history = self.shard, device, self.history_on(device)
+        shard, self.device, self.history = self.shard, device, self.history.copied_to(device)
         assert isinstance(shard, TieredShard)
         self.calls = ComparedCalls(self.mesh, device, self.calls.checked)
-        self.shards.own = shard.moved(device, self.calls.raise_uncompared)
+        self.shards.own = shard.with_hot_on(device, self.calls.raise_uncompared)
         self.shards.known_length = self.shard.length
 
     @torch.no_grad()
@@ -428,12 +396,120 @@ class KVCache(PagedCache, SavedCache):
         self.saved.forget()  # else a save after an error would link to files of another order
         for shard in self.shards.all:
             shard.reorder(index)
-        self.order_checksum = chained_checksum(self.order_checksum, index)
-        self.record_history(chained_checksum(self.history_checksum, index))
+        self.history.add_order(index)
         self.changes += 1
 
+    def pages(self) -> list[Pages]:
+        """Return this rank's blocks without copying them: those that forks share, if any, and then its own.
 
-def check_order(sizes: CacheSizes, batch_index: Tensor) -> None:
+        Attention over each, merged with `merge_across` or `merge`, is attention over the whole cache. The views are
+        valid until the cache changes by anything but `append`.
+
+        Raises:
+            KernelError: The batch is padded.
+
+        >>> cache = KVCache(None, batch=2, kv_heads=1, head_dim=4, capacity=40, dtype=torch.float32)
+        >>> cache.append(*torch.randn(2, 2, 1, 20, 4))
+        >>> (pages,) = cache.pages()
+        >>> pages.keys[pages.block_table[1].long()].flatten(0, 1)[:20, 0].equal(cache.keys[1, 0, :20])
+        True
+        """
+        return pages_of(self.shard)
+
+    def append_pages(self, keys: Tensor, values: Tensor | None, block_table: Tensor) -> None:
+        """Add the first tokens from an engine's pool, which stays unchanged while the cache is in use.
+
+        Every rank passes the blocks that it holds block-cyclic: rank i the blocks i, i + ranks, i + 2 ranks, ... of the
+        sequence. Blocks that are consecutive in the pool, for all sequences at one distance, are shared and not copied,
+        but for the last one of a sequence.
+
+        Args:
+            keys: Pool of key blocks, (blocks, block, heads of this rank, head_dim); with `storage=` rows as in `pages`.
+            values: Pool of value blocks; None if the cache stores the keys alone.
+            block_table: int32 or int64, (batch, blocks of a sequence on this rank), the same number on every rank.
+
+        Raises:
+            ShapeError: The cache is not empty, a shape does not fit, a block is not in the pool, or they exceed the
+                capacity.
+            DtypeError: A dtype or a device is not the cache's.
+            KernelError: The cache has copies, a mask or unequal shares, or a pool requires gradients.
+
+        >>> cache = KVCache(None, batch=1, kv_heads=1, head_dim=4, capacity=64, dtype=torch.float32)
+        >>> cache.append_pages(torch.randn(9, 16, 1, 4), torch.randn(9, 16, 1, 4), torch.tensor([[5, 6, 7]]))
+        >>> cache.length
+        48
+        """
+        append_blocks(self.shards, self.calls, tensors_to_store(keys, values), block_table)
+
+    def save(self, path: str | Path, *, wait: bool = True) -> Saving:
+        """Write the cache to a folder, each rank its own tokens. The previous save stays until this one is complete.
+
+        Args:
+            path: Folder that all ranks can write to; it is made if it is missing.
+            wait: False to decode while the files are written. Every rank then calls `wait()` on the result.
+
+        Returns:
+            The save, concluded if `wait`.
+
+        Raises:
+            StoreError: The folder cannot be written to, or holds something else; or the save before has failed, for
+                which nobody waited. Then neither save is made.
+
+        >>> import tempfile
+        >>> cache = KVCache(None, batch=1, kv_heads=2, head_dim=4, capacity=100, dtype=torch.float32)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     cache.save(folder).written
+        True
+        """
+        return save_caches([self], path, wait=wait)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        mesh: DeviceMesh | None,
+        *,
+        capacity: int | None = None,
+        device: torch.device | str | None = None,
+        checked: bool | None = None,
+        copies: int = 1,
+        shares: Sequence[float] | str | None = None,
+        hot: int | None = None,
+    ) -> Self:
+        """Return a saved cache on any number of ranks, its tokens block-cyclic. Every rank calls it.
+
+        Args:
+            path: Folder that `save` wrote.
+            mesh: Mesh of all ranks, or None for one device.
+            capacity: Tokens to reserve memory for; the saved capacity by default.
+            device: As in `KVCache`.
+            checked: As in `KVCache`.
+            copies: As in `KVCache`.
+            shares: As in `KVCache`; those of the cache that was saved need not be the same.
+            hot: As in `KVCache`.
+
+        Returns:
+            The cache.
+
+        Raises:
+            StoreError: The folder holds no cache, is damaged, or exceeds the device's memory.
+            ShapeError: `capacity` is less than the saved tokens, or the heads axis does not divide the key heads.
+
+        >>> import tempfile
+        >>> cache = KVCache(None, batch=1, kv_heads=2, head_dim=4, capacity=100, dtype=torch.float32)
+        >>> cache.append(*torch.randn(2, 1, 2, 5, 4))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     saved = cache.save(folder)
+        ...     KVCache.load(folder, None).length
+        5
+        """
+        options = {"device": device, "checked": checked, "copies": copies, "shares": shares}
+        [cache], _, _ = load_caches(cls, path, mesh, LayersToLoad(1, capacity, hot=hot), **options)
+        replace(cache.sizes, hot=hot).check(cache.shard.heads.size)  # a window takes no hot=
+        return cast(Self, cache)
+
+
+def check_order(sizes: CacheConfig, batch_index: Tensor) -> None:
     """Raise unless `batch_index` holds indices of sequences."""
     if not isinstance(batch_index, Tensor) or batch_index.dtype != torch.int64:
         given = str(batch_index.dtype) if isinstance(batch_index, Tensor) else type(batch_index).__name__

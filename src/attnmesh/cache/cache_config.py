@@ -1,9 +1,10 @@
-"""Sizes of one layer's cache, their checks, and their codes."""
+"""Configuration of one layer's cache: sizes, dtype, mask and storage, their checks, and their codes."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from attnmesh.errors import ArgumentError, DtypeError, KernelError, ShapeError, 
 from attnmesh.runtime.machine import is_out_of_memory
 
 NUMBERS = ("batch", "kv_heads", "head_dim", "value_dim", "capacity", "block")
-"""Fields of `CacheSizes` that are whole numbers."""
+"""Fields of `CacheConfig` that are whole numbers."""
 
 LARGEST = 2**48
 """The largest of the numbers of a cache: products of several fit 64 bits, or PyTorch says that they do not."""
@@ -26,8 +27,8 @@ VALUES = ("separate", "prefix", "none")
 
 
 @dataclass(frozen=True)
-class CacheSizes:
-    """Sizes of one layer's keys and values over all ranks."""
+class CacheConfig:
+    """What one layer's keys and values are over all ranks, as `KVCache.sizes` has it."""
 
     batch: int
     kv_heads: int
@@ -49,8 +50,12 @@ class CacheSizes:
             return self.capacity
         return min(self.capacity, self.mask.longest_row(self.capacity) + self.keep)
 
+    def arguments(self) -> dict[str, Any]:
+        """Return the fields by name, as `KVCache` takes them."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
     @cached_property
-    def common_sizes(self) -> "CacheSizes":
+    def common_sizes(self) -> "CacheConfig":
         """The sizes that caches in one call have in common."""
         return replace(self, capacity=1, block=1, keep=0, hot=None)
 
@@ -159,12 +164,12 @@ class CacheSizes:
         return [*numbers, VALUES.index(self.values) + len(VALUES) * storage, *window]
 
     @staticmethod
-    def from_code(code: list[int]) -> "CacheSizes":
+    def from_code(code: list[int]) -> "CacheConfig":
         """Return the sizes that `to_code` wrote."""
         batch, kv_heads, head_dim, value_dim, capacity, block, dtype, *optional = code
         numbers = batch, kv_heads, head_dim, value_dim, capacity, block, getattr(torch, DTYPE_NAMES[dtype])
         storage, values = divmod(optional[0] if optional else 0, len(VALUES))
-        sizes = CacheSizes(*numbers, VALUES[values], storage=(None, *STORAGES)[storage])
+        sizes = CacheConfig(*numbers, VALUES[values], storage=(None, *STORAGES)[storage])
         return replace(sizes, keep=optional[1], mask=Mask.from_code(optional[2:])) if optional[1:] else sizes
 
 
@@ -180,31 +185,3 @@ def check_storage(subject: str, storage: object) -> None:
     if storage is not None and (not isinstance(storage, str) or storage not in STORAGES):
         expected = f"None or one of {', '.join(STORAGES)}"
         raise ArgumentError(subject, expected, repr(storage), "pass one of them, or leave it out")
-
-
-def check_hot(sizes: CacheSizes, copies: int) -> None:
-    """Raise unless the newest tokens of a cache with so many copies can be in a memory of their own."""
-    if sizes.hot is not None and copies != 1:
-        raise KernelError("KVCache hot", "one rank of each token", f"copies={copies}", "leave copies out, or hot")
-
-
-def check_in_folder(sizes: CacheSizes, device: torch.device, copies: int, shares: object) -> None:
-    """Raise unless a cache of these sizes can be files of a folder."""
-    subject = "KVCache folder"
-    if device.type != "cpu" and sizes.hot is None:
-        expected = "a cache on a CPU, or one whose newest tokens alone are on a device"
-        raise KernelError(subject, expected, str(device), 'pass hot=, or device="cpu"')
-    if sizes.mask is not None:
-        fix = "leave mask= out, and decode with it"
-        raise KernelError(subject, "a cache that keeps all tokens", f"mask={sizes.mask}", fix)
-    check_ranks_in_folder(subject, copies, shares)
-
-
-def check_ranks_in_folder(subject: str, copies: int, shares: object) -> None:
-    """Raise unless a folder can have the tokens of ranks with such copies and shares."""
-    if copies != 1:
-        fix = "leave copies out: files outlive their rank"
-        raise KernelError(subject, "one rank of each token", f"copies={copies}", fix)
-    if shares is not None:
-        fix = "leave shares out, or load the folder with shares="
-        raise KernelError(subject, "even shares", f"shares={shares!r}", fix)

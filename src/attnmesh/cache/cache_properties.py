@@ -1,24 +1,19 @@
 """Properties of a cache: sizes, lengths, keys and values of this rank, read from its shards."""
 
-import torch
 from torch import Tensor
 
-from attnmesh.cache.cache_config import CacheSizes
+from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.local_shards import LocalShards
-from attnmesh.core.digest import chained_checksum
 from attnmesh.core.layout import Striped
 from attnmesh.kernels.cache_view import LENGTH
 from attnmesh.kernels.padding import Padding
 
 
 class CacheProperties:
-    """Properties of a cache, from the shards that this rank keeps, and the checksum of its padding and orders."""
+    """Properties of a cache, from the shards that this rank keeps."""
 
     shards: LocalShards
-    history_checksum: int = 0  # of padding and reorders so far
-    device: torch.device
-    history: Tensor  # the same on the device, for graphs
 
     @property
     def shard(self) -> CacheShard:
@@ -26,7 +21,7 @@ class CacheProperties:
         return self.shards.own
 
     @property
-    def sizes(self) -> CacheSizes:
+    def sizes(self) -> CacheConfig:
         """Sizes of this layer over all ranks."""
         return self.shard.sizes
 
@@ -85,26 +80,3 @@ class CacheProperties:
     def is_block_cyclic(self) -> bool:
         """True if all tokens lie where the block-cyclic layout puts them, as after `append` alone."""
         return self.shards.rank_counts.start == 0
-
-    def record_padding(self, token_mask: Tensor | None, new_count: int) -> None:
-        """Add the last `new_count` tokens to the history checksum, if any of them is padding.
-
-        Real tokens are left out: a rank on which an append has failed may not know that the batch had padding.
-        """
-        if token_mask is None or torch.compiler.is_compiling():
-            return
-        places = (~token_mask).nonzero()  # few, and faster to add up than a mask of all tokens
-        if len(places):
-            start = self.length - new_count
-            self.record_history(chained_checksum(self.history_checksum + start, places))
-
-    def record_history(self, checksum: int) -> None:
-        """Set the history checksum, also in the memory that graphs read."""
-        if checksum != self.history_checksum:
-            self.history_checksum = checksum
-            self.history.fill_(checksum)
-
-    def history_on(self, device: torch.device) -> Tensor:
-        """Return the history checksum in memory of a device, which can be written to in any mode."""
-        with torch.inference_mode(False):
-            return torch.full((), self.history_checksum, dtype=torch.int64, device=device)

@@ -13,29 +13,28 @@ import torch
 from torch import Tensor
 
 from attnmesh.cache.block_cyclic import BlockCyclic
-from attnmesh.cache.cache_config import CacheSizes
-from attnmesh.cache.frozen_piece import FrozenPiece, joined
+from attnmesh.cache.cache_config import CacheConfig
+from attnmesh.cache.frozen_piece import FrozenPiece, join_rows
 from attnmesh.core.storage import empty_rows, width_in_memory
 from attnmesh.core.turns import Turn
 from attnmesh.kernels.cache_view import FORGOTTEN_BLOCKS, LENGTH, LENGTH_AND_USED, USED, CacheView
 from attnmesh.kernels.native.append import append
 from attnmesh.kernels.padding import Padding
-from attnmesh.mesh.axes import Axis, Mesh
+from attnmesh.mesh.axes import Axis
 from attnmesh.runtime.memory import with_huge_pages
 from attnmesh.runtime.tensors import Tensors
-from attnmesh.setup.measure_shares import measured_shares
 
 SLACK = 2
 """Tokens by which a prefill shard may exceed an even share: each of a zigzag's two chunks is rounded up."""
 
 
-def usual_slots(sizes: CacheSizes, turn: Turn) -> int:
+def usual_slots(sizes: CacheConfig, turn: Turn) -> int:
     """Return the slots of a rank for tokens that are spread as the ranks' shares."""
     share = turn.share(sizes.kept) + turn.width + SLACK
     return min(sizes.capacity, share if sizes.mask is None else share + turn.width + spare_slots(sizes, turn))
 
 
-def spare_slots(sizes: CacheSizes, turn: Turn) -> int:
+def spare_slots(sizes: CacheConfig, turn: Turn) -> int:
     """Return the slots that are free after tokens were forgotten, so that few tokens are moved per new one."""
     return max(turn.width, sizes.kept * turn.width // turn.period // 8)
 
@@ -45,20 +44,12 @@ def rows_of_slots(slots: int, block: int) -> int:
     return -(-(slots + 1) // block) * block
 
 
-def shard_bytes(sizes: CacheSizes, turn: Turn, heads: int, device: torch.device) -> int:
+def shard_bytes(sizes: CacheConfig, turn: Turn, heads: int, device: torch.device) -> int:
     """Return the bytes of keys and values that a shard of these sizes takes on a rank."""
     rows = rows_of_slots(usual_slots(sizes, turn), sizes.block)
     dtype = sizes.row_dtype
     width = sum(width_in_memory(width, dtype, device) for width in sizes.row_widths)
     return rows * sizes.batch * (sizes.kv_heads // heads) * width * dtype.itemsize
-
-
-def block_cyclic_for(
-    sizes: CacheSizes, mesh: Mesh, device: torch.device, shares: Sequence[float] | str | None
-) -> BlockCyclic:
-    """Return the assignment of tokens to ranks. All ranks call it at once: "auto" measures their shares."""
-    parts = measured_shares(mesh, device, sizes.nbytes) if isinstance(shares, str) else shares
-    return BlockCyclic.of(sizes.block, mesh.queries.size * mesh.keys.size, parts)
 
 
 NEWEST_TOKENS = 16
@@ -81,7 +72,7 @@ class CacheShard:
     _viewed: tuple[list[Tensor], tuple[FrozenPiece, ...], CacheView | None] = NOT_VIEWED
 
     def __init__(
-        self, sizes: CacheSizes, heads: Axis, block_cyclic: BlockCyclic, device: torch.device, index: int
+        self, sizes: CacheConfig, heads: Axis, block_cyclic: BlockCyclic, device: torch.device, index: int
     ) -> None:
         self.sizes, self.heads, self.index, self.device = sizes, heads, index, device
         self.block_cyclic = block_cyclic
@@ -172,7 +163,7 @@ class CacheShard:
     def clone(self) -> "CacheShard":
         """Return a copy with tensors of its own."""
         other = copy(self)
-        other.unshare()
+        other._unshare()
         return other._copy()
 
     def _copy(self) -> "CacheShard":
@@ -180,7 +171,7 @@ class CacheShard:
         other = copy(self)
         used = self.used_slots
         with torch.inference_mode(False):
-            other.stored = [joined([x[:, :, :used]], 2, x.shape[2]) for x in self.stored]
+            other.stored = [join_rows([x[:, :, :used]], 2, x.shape[2]) for x in self.stored]
             other.token_index, other.device_counts = self.token_index.clone(), self.device_counts.clone()
             other.padding = None if self.padding is None else Padding(*(x.clone() for x in self.padding))
         return other
@@ -199,7 +190,7 @@ class CacheShard:
         with torch.inference_mode(False):
             self.device_counts = self.device_counts - torch.tensor([0, whole_slots], device=self.device)
 
-    def unshare(self, tokens: int | None = None) -> None:
+    def _unshare(self, tokens: int | None = None) -> None:
         """Copy earlier pieces to this shard's own memory. `tokens` drops those after it, and copies the cut block."""
         stop, stay, forgotten = self.earlier_tokens, 0, 0
         if tokens is not None:
@@ -216,12 +207,9 @@ class CacheShard:
             self.resize(self.sizes, self.slots + start - stay, forgotten, loose)
             self.earlier_pieces = tuple(kept_pieces)
 
-    def flush(self) -> None:
-        """Do nothing: no token is in a second memory."""
-
     def whole(self) -> "CacheShard":
         """Return a shard with all tokens in one memory, slot after slot: this one, unshared."""
-        self.unshare()
+        self._unshare()
         return self
 
     @property
@@ -277,7 +265,7 @@ class CacheShard:
         """Remove the tokens from `length` on."""
         count = self.count_before(length)
         if count < self.earlier_tokens:
-            self.unshare(count)
+            self._unshare(count)
         if self.padding is not None:  # once there is memory for the cut block
             self.padding.cut(length, self.length)
         self.used_at_most = count - self.earlier_tokens
@@ -285,23 +273,25 @@ class CacheShard:
         if not length:
             self.device_counts[FORGOTTEN_BLOCKS:].zero_()
 
-    def grow(self, sizes: CacheSizes) -> None:
+    def grow(self, sizes: CacheConfig) -> None:
         """Reserve memory for a larger capacity, copying one tensor at a time."""
         self.resize(sizes, max(self.slots, self._usual_slots(sizes) - self.earlier_tokens))
 
-    def make_room(self, new_count: int, first: Callable[[], int], *, forget: bool = False) -> None:
-        """Make room for `new_count` tokens, and where it is needed forget those before token `first()`."""
-        if forget or self.has_spare or self.used_at_most + new_count > self.slots:
-            start = first()
-            gone = self.count_before(start)
-            needed = self.used_slots - gone + new_count
-            usual = self._usual_slots(self.sizes)
-            spare = spare_slots(self.sizes, self.turn)
-            self.resize(self.sizes, usual if needed <= usual else needed + spare, gone)
-            self.has_spare = self.slots > usual and new_count > spare
-            self.device_counts[FORGOTTEN_BLOCKS:].fill_(self.turn.count(start) // self.sizes.block)
+    def make_room(self, new_count: int, first: Callable[[], int], *, forget: bool = False) -> bool:
+        """Make room for `new_count` tokens. Where needed, forget those before token `first()`, and return True."""
+        if not (forget or self.has_spare or self.used_at_most + new_count > self.slots):
+            return False
+        start = first()
+        gone = self.count_before(start)
+        needed = self.used_slots - gone + new_count
+        usual = self._usual_slots(self.sizes)
+        spare = spare_slots(self.sizes, self.turn)
+        self.resize(self.sizes, usual if needed <= usual else needed + spare, gone)
+        self.has_spare = self.slots > usual and new_count > spare
+        self.device_counts[FORGOTTEN_BLOCKS:].fill_(self.turn.count(start) // self.sizes.block)
+        return True
 
-    def resize(self, sizes: CacheSizes, slots: int, forgotten: int = 0, before: Sequence[FrozenPiece] = ()) -> None:
+    def resize(self, sizes: CacheConfig, slots: int, forgotten: int = 0, before: Sequence[FrozenPiece] = ()) -> None:
         """Move the tokens after the first `forgotten` to new memory, behind those of `before`, tensor by tensor.
 
         A save may read the old memory.
@@ -310,19 +300,19 @@ class CacheShard:
         rows = self._rows(slots)
         self._viewed = NOT_VIEWED  # it would keep the old memory
         with torch.inference_mode(False):
-            token_index = joined([*(x.token_index[:-1] for x in before), self.token_index[forgotten:used]], 0, rows)
+            token_index = join_rows([*(x.token_index[:-1] for x in before), self.token_index[forgotten:used]], 0, rows)
             padding = self.padding
             device_counts = self.device_counts.clone()
             if padding is not None:
                 positions = [self._view(blocks).positions()[:, :-1] for blocks in before]
                 padding = padding.resized(
-                    sizes.capacity, joined([*positions, padding.positions[:, forgotten:used]], 1, rows)
+                    sizes.capacity, join_rows([*positions, padding.positions[:, forgotten:used]], 1, rows)
                 )
             in_place = rows >= len(self.token_index) and not (forgotten or before)  # then the old slots stay valid
             stored = self.stored if in_place else [*self.stored]
             for number, old in enumerate(self.stored):
                 parts = [blocks.stored[number][:, :, :-1] for blocks in before]
-                stored[number] = joined([*parts, old[:, :, forgotten:used]], 2, rows)
+                stored[number] = join_rows([*parts, old[:, :, forgotten:used]], 2, rows)
         # Assigned last: where an allocation above fails, the shard keeps working at its old capacity.
         self.stored, self.sizes, self.slots = stored, sizes, slots
         self.token_index, self.padding, self.device_counts = token_index, padding, device_counts
@@ -360,7 +350,7 @@ class CacheShard:
             self.padding.add(zero, token_mask.to(self.device), self.token_index[:used], slots)
         return used
 
-    def _usual_slots(self, sizes: CacheSizes) -> int:
+    def _usual_slots(self, sizes: CacheConfig) -> int:
         return usual_slots(sizes, self.turn)
 
     def _rows(self, slots: int) -> int:

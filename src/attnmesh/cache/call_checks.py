@@ -5,13 +5,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from attnmesh.cache.cache_config import CacheSizes
+from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.errors import ArgumentError, DtypeError, KernelError, ShapeError
 from attnmesh.guard.agreement import is_capturing, may_compare
 from attnmesh.guard.argument_checks import check_same_kind, transpose_hint_first
 
 
-def check_new(subject: str, sizes: CacheSizes, k: Tensor, v: Tensor | None, device: torch.device) -> None:
+def check_new(subject: str, sizes: CacheConfig, k: Tensor, v: Tensor | None, device: torch.device) -> None:
     """Raise unless k and v are new tokens with all heads."""
     if v is not None and sizes.values != "separate":
         given = f"{tuple(v.shape)}" if isinstance(v, Tensor) else type(v).__name__
@@ -37,7 +37,7 @@ def check_new(subject: str, sizes: CacheSizes, k: Tensor, v: Tensor | None, devi
 
 
 def check_dtype_and_device(
-    subject: str, sizes: CacheSizes, x: Tensor, device: torch.device, *, rows: bool = False
+    subject: str, sizes: CacheConfig, x: Tensor, device: torch.device, *, rows: bool = False
 ) -> None:
     """Raise unless a tensor has the cache's dtype, or that of its stored rows, on its type of device."""
     storage_format = sizes.storage_format if rows else None
@@ -47,7 +47,7 @@ def check_dtype_and_device(
         raise DtypeError(subject, f"{dtype} on {device}", f"{x.dtype} on {x.device}", fix)
 
 
-def check_eager(subject: str, sizes: CacheSizes, device: torch.device) -> None:
+def check_eager(subject: str, sizes: CacheConfig, device: torch.device) -> None:
     """Raise if a cache that forgets, or has two memories, is changed inside a graph, which cannot move tokens."""
     if may_compare(device):
         return

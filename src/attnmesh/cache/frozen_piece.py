@@ -50,13 +50,13 @@ class FrozenPiece(NamedTuple):
         def select(x: Tensor, dim: int) -> Tensor:
             if len(x) == 1 or x.stride(0) == 0:
                 return x[:1].expand(len(index), *x.shape[1:])
-            return joined([x.index_select(0, index)], dim, -(-rows // block) * block).narrow(dim, 0, rows)
+            return join_rows([x.index_select(0, index)], dim, -(-rows // block) * block).narrow(dim, 0, rows)
 
         positions = None if self.positions is None else select(self.positions, 1)
         return FrozenPiece([select(x, 2) for x in self.stored], self.token_index, positions, self.file)
 
 
-def joined(parts: Sequence[Tensor], dim: int, rows: int) -> Tensor:
+def join_rows(parts: Sequence[Tensor], dim: int, rows: int) -> Tensor:
     """Return memory of so many rows along `dim`, of which the first are those of the parts."""
     shape = [*parts[0].shape]
     used = sum(part.shape[dim] for part in parts)

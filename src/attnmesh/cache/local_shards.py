@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.cache.block_cyclic import TokenCounts
-from attnmesh.cache.cache_config import CacheSizes
+from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.cache.cache_shard import CacheShard, usual_slots
 from attnmesh.cache.window import WindowStart, first_needed
 from attnmesh.comm.p2p import begin_messages, meta_like
@@ -70,12 +70,6 @@ class LocalShards:
         own, *_ = [shard.whole() for shard in self.all]
         self.forked = False
         return own
-
-    def unshare(self) -> None:
-        """Copy tokens that other caches share to memory of these shards alone."""
-        for shard in self.all:
-            shard.unshare()
-        self.forked = False
 
     @property
     def length(self) -> int:
@@ -182,15 +176,20 @@ class LocalShards:
         """Add new tokens that are the same on every rank."""
         new_count = new[0].shape[2]
         start = self.known_length
+        first_query, forgets = self.first_query, False
         if self.forget_mask is not None:
             self._move_first_query(new_count, new_count)
-        for shard in self.all:
-            own_count = 0
-            if self.forget_mask is not None:
-                own_count = shard.turn.count(start + new_count) - shard.turn.count(start)
-                shard.make_room(own_count, self.first_token)
-            shard.append(new, token_mask, self.length_and_used(shard))
-            shard.used_at_most += own_count
+        try:
+            for shard in self.all:
+                own_count = 0
+                if self.forget_mask is not None:
+                    own_count = shard.turn.count(start + new_count) - shard.turn.count(start)
+                    forgets |= shard.make_room(own_count, self.first_token)
+                shard.append(new, token_mask, self.length_and_used(shard))
+                shard.used_at_most += own_count
+        except RuntimeError:  # no memory: else the last tokens could not be decoded again, which are here still
+            self.first_query = self.first_query if forgets else first_query
+            raise
         self._advance(new_count)
 
     def append_at(self, new: Tensors, tokens: Tensor, new_count: int, token_mask: Tensor | None, queries: int) -> None:
@@ -199,15 +198,20 @@ class LocalShards:
         The last `queries` of all tokens may be decoded before the next append.
         """
         first = 0
-        if self.forget_mask is not None:
-            self._move_first_query(new_count, queries)
-            first = self.first_token(token_mask, new_count)
-            if skips := first > self.known_length:
-                kept = tokens >= first
-                new = tuple(x[:, :, kept] for x in new)
-                tokens = tokens[kept]
-            self.own.make_room(len(tokens), lambda: first, forget=skips)
-        self.own.append_at(new, tokens, new_count, token_mask)
+        first_query, forgets = self.first_query, False
+        try:
+            if self.forget_mask is not None:
+                self._move_first_query(new_count, queries)
+                first = self.first_token(token_mask, new_count)
+                if skips := first > self.known_length:
+                    kept = tokens >= first
+                    new = tuple(x[:, :, kept] for x in new)
+                    tokens = tokens[kept]
+                forgets = self.own.make_room(len(tokens), lambda: first, forget=skips)
+            self.own.append_at(new, tokens, new_count, token_mask)
+        except RuntimeError:  # as in `append`
+            self.first_query = self.first_query if forgets else first_query
+            raise
         self.own.used_at_most += 0 if self.forget_mask is None else len(tokens)
         self._advance(new_count)
         self._send_copies(new, tokens, new_count, token_mask, first)
@@ -221,7 +225,7 @@ class LocalShards:
             self.rank_counts = TokenCounts(self.own.block_cyclic, length, tuple(count for _, count in kept))
         self.known_length, self.first_query = length, min(self.first_query, length)
 
-    def grow(self, sizes: CacheSizes) -> None:
+    def grow(self, sizes: CacheConfig) -> None:
         """Reserve memory for a larger capacity. A shard that already has it stays as it is."""
         for shard in self.all[::-1]:  # the own shard last: its sizes are the cache's
             if sizes.capacity > shard.sizes.capacity:

@@ -1,16 +1,17 @@
 """New tokens of a cache: their checks, and those of a known signature, which are appended in one native call."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from attnmesh.cache.cache_config import CacheSizes
+from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.call_checks import check_captured, check_new
 from attnmesh.cache.local_shards import LocalShards
 from attnmesh.comm.p2p import all_to_all, meta_like
+from attnmesh.core.digest import chained_checksum, fingerprints
 from attnmesh.errors import ShapeError
 from attnmesh.guard.argument_checks import check_positions
 from attnmesh.guard.shard_marks import check_equal_cuts, check_not_cut, shard_marks
@@ -45,7 +46,16 @@ class NewTokens(NamedTuple):
     v: Tensor | None
     token_mask: Tensor | None
 
-    def check(self, sizes: CacheSizes, device: torch.device) -> None:
+    def compared_fields(self) -> Mapping[str, object]:
+        """Return what ranks compare of tokens that are the same on all."""
+        return fingerprints(self._asdict())
+
+    def padding_fields(self) -> Mapping[str, object]:
+        """Return what ranks compare of the padding alone, where each has tokens of its own."""
+        shape = None if self.token_mask is None else list(self.token_mask.shape)
+        return {"padding": shape, "checksum": chained_checksum(0, self.token_mask)}
+
+    def check(self, sizes: CacheConfig, device: torch.device) -> None:
         """Raise unless they are all new tokens, for every rank of a cache to keep its share."""
         k, v, token_mask = self
         check_new("append", sizes, k, v, device)
@@ -53,7 +63,7 @@ class NewTokens(NamedTuple):
         self.check_token_mask("append", sizes, k.shape[2])
         check_captured("append", token_mask, device)
 
-    def check_shard(self, sizes: CacheSizes, device: torch.device, positions: Tensor, ranks: int) -> None:
+    def check_shard(self, sizes: CacheConfig, device: torch.device, positions: Tensor, ranks: int) -> None:
         """Raise unless they are the new tokens of one of so many ranks, at these positions."""
         k, v, _ = self
         check_new("append_shard", sizes, k, v, device)
@@ -63,7 +73,7 @@ class NewTokens(NamedTuple):
             check_not_cut("append_shard", {"k": k, "v": v}, "make the cache with the mesh of am.shard")
         self.check_token_mask("append_shard", sizes, None)
 
-    def check_token_mask(self, subject: str, sizes: CacheSizes, tokens: int | None) -> None:
+    def check_token_mask(self, subject: str, sizes: CacheConfig, tokens: int | None) -> None:
         """Raise unless the mask has one bool per token; `tokens=None` accepts any number."""
         token_mask = self.token_mask
         if token_mask is None:

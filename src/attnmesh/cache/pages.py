@@ -5,7 +5,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.cache.cache_properties import CacheProperties
 from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.call_checks import check_dtype_and_device, check_no_gradients
 from attnmesh.cache.frozen_piece import FrozenPiece
@@ -30,71 +29,29 @@ class Pages(NamedTuple):
     """Index of each token in the whole sequence, the same for all sequences, (tokens,)."""
 
 
-class PagedCache(CacheProperties):
-    """A cache whose blocks an engine reads and provides."""
+def pages_of(shard: CacheShard) -> list[Pages]:
+    """Return the blocks of a shard as `KVCache.pages` does."""
+    if shard.padding is not None:
+        fix = "cache sequences without padding"
+        raise KernelError("pages", "a batch without padding", "a padded batch", fix)
+    _check_in_memory("pages", shard)
+    # One more slot follows, as in each piece.
+    own_piece = FrozenPiece(shard.stored, shard.token_index[: shard.used_slots + 1], None)
+    return [_pages(piece, shard) for piece in (*shard.earlier_pieces, own_piece)]
 
-    calls: ComparedCalls
 
-    def pages(self) -> list[Pages]:
-        """Return this rank's blocks without copying them: those that forks share, if any, and then its own.
-
-        Attention over each, merged with `merge_across` or `merge`, is attention over the whole cache. The views are
-        valid until the cache changes by anything but `append`.
-
-        Raises:
-            KernelError: The batch is padded.
-
-        >>> import attnmesh as am
-        >>> cache = am.KVCache(None, batch=2, kv_heads=1, head_dim=4, capacity=40, dtype=torch.float32)
-        >>> cache.append(*torch.randn(2, 2, 1, 20, 4))
-        >>> (pages,) = cache.pages()
-        >>> pages.keys[pages.block_table[1].long()].flatten(0, 1)[:20, 0].equal(cache.keys[1, 0, :20])
-        True
-        """
-        if self.padding is not None:
-            fix = "cache sequences without padding"
-            raise KernelError("pages", "a batch without padding", "a padded batch", fix)
-        shard = self.shard
-        _check_in_memory("pages", shard)
-        # One more slot follows, as in each piece.
-        own_piece = FrozenPiece(shard.stored, shard.token_index[: shard.used_slots + 1], None)
-        return [_pages(piece, shard) for piece in (*shard.earlier_pieces, own_piece)]
-
-    def append_pages(self, keys: Tensor, values: Tensor | None, block_table: Tensor) -> None:
-        """Add the first tokens from an engine's pool, which stays unchanged while the cache is in use.
-
-        Every rank passes the blocks that it holds block-cyclic: rank i the blocks i, i + ranks, i + 2 ranks, ... of the
-        sequence. Blocks that are consecutive in the pool, for all sequences at one distance, are shared and not copied,
-        but for the last one of a sequence.
-
-        Args:
-            keys: Pool of key blocks, (blocks, block, heads of this rank, head_dim); with `storage=` rows as in `pages`.
-            values: Pool of value blocks; None if the cache stores the keys alone.
-            block_table: int32 or int64, (batch, blocks of a sequence on this rank), the same number on every rank.
-
-        Raises:
-            ShapeError: The cache is not empty, a shape does not fit, a block is not in the pool, or they exceed the
-                capacity.
-            DtypeError: A dtype or a device is not the cache's.
-            KernelError: The cache has copies, a mask or unequal shares, or a pool requires gradients.
-
-        >>> import attnmesh as am
-        >>> cache = am.KVCache(None, batch=1, kv_heads=1, head_dim=4, capacity=64, dtype=torch.float32)
-        >>> cache.append_pages(torch.randn(9, 16, 1, 4), torch.randn(9, 16, 1, 4), torch.tensor([[5, 6, 7]]))
-        >>> cache.length
-        48
-        """
-        pools = (keys,) if values is None else (keys, values)
-        bytewise = self.sizes.storage is not None
-        with self.calls.agreement("append_pages", lambda: {"blocks": block_table.shape[1]}, always=True):
-            _check_pools(self.shard, pools, block_table)
-            _check_in_memory("append_pages", self.shard)
-            _check_takes_blocks(self.shards)
-            new_count = block_table.shape[1] * self.sizes.block * self.shards.axis.size
-            self.shards.check_fits("append_pages", new_count, self.shards.rank_counts)
-        with torch.no_grad():
-            rows = tuple(pool.view(torch.int8) for pool in pools) if bytewise else pools
-            _append(self.shards, rows, block_table.long())
+def append_blocks(shards: LocalShards, calls: ComparedCalls, pools: tuple[Tensor, ...], table: Tensor) -> None:
+    """Add blocks of an engine's pools, of keys and of values if they are separate, as `KVCache.append_pages` does."""
+    sizes = shards.own.sizes
+    with calls.agreement("append_pages", lambda: {"blocks": table.shape[1]}, always=True):
+        _check_pools(shards.own, pools, table)
+        _check_in_memory("append_pages", shards.own)
+        _check_takes_blocks(shards)
+        new_count = table.shape[1] * sizes.block * shards.axis.size
+        shards.check_fits("append_pages", new_count, shards.rank_counts)
+    with torch.no_grad():
+        rows = pools if sizes.storage is None else tuple(pool.view(torch.int8) for pool in pools)
+        _append(shards, rows, table.long())
 
 
 def _check_in_memory(subject: str, shard: CacheShard) -> None:

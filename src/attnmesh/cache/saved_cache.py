@@ -1,16 +1,15 @@
-"""`save` and `load` of a `KVCache`, and what a cache knows of its saves. `store` binds the work on files."""
+"""What a cache knows of its saves, and what it calls to save and load: `store` binds the work on files."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.cache.cache_config import CacheSizes
+from attnmesh.cache.cache_config import CacheConfig
+from attnmesh.cache.cache_properties import CacheProperties
 from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.errors import StoreError
 from attnmesh.guard.agreement import Agreement
@@ -135,13 +134,6 @@ class SavedPieces(dict[tuple[int, int], Mapping[str, int]]):
             self.last.finish_writing()
 
 
-class FolderLayer(NamedTuple):
-    """A layer of a folder that is open: its keys and values are files there."""
-
-    folder: Any
-    layer: int
-
-
 class LayersToLoad(NamedTuple):
     """How many layers a folder should have, None for any number, and the room to make for their tokens."""
 
@@ -153,7 +145,7 @@ class LayersToLoad(NamedTuple):
     hot: int | None = None
     """Newest tokens on the device, of layers that keep all tokens; None for all."""
 
-    def sizes(self, saved: tuple[CacheSizes, ...]) -> tuple[CacheSizes, ...]:
+    def sizes(self, saved: tuple[CacheConfig, ...]) -> tuple[CacheConfig, ...]:
         """Return the sizes of the saved layers, with this room."""
         saved = tuple(sizes if sizes.mask is not None else replace(sizes, hot=self.hot) for sizes in saved)
         if self.capacity is None:
@@ -165,84 +157,5 @@ class LayersToLoad(NamedTuple):
 save_caches = LateBound[..., Saving]()
 """Write caches to a folder: `store.checkpoint_writer.save_layers`."""
 
-open_folder = LateBound[..., Any]()
-"""Return a folder in which caches live: `store.kv_folder.KVFolder`."""
-
-load_caches = LateBound[..., tuple[list[Any], dict[str, Tensor], str]]()
+load_caches = LateBound[..., tuple[Sequence[CacheProperties], dict[str, Tensor], str]]()
 """Return the caches of a folder, further tensors and a note: `store.checkpoint.load_layers`."""
-
-
-class SavedCache:
-    """A cache that is saved to a folder, and loaded from it on any number of ranks."""
-
-    def save(self, path: str | Path, *, wait: bool = True) -> Saving:
-        """Write the cache to a folder, each rank its own tokens. The previous save stays until this one is complete.
-
-        Args:
-            path: Folder that all ranks can write to; it is made if it is missing.
-            wait: False to decode while the files are written. Every rank then calls `wait()` on the result.
-
-        Returns:
-            The save, concluded if `wait`.
-
-        Raises:
-            StoreError: The folder cannot be written to, or holds something else; or the save before has failed, for
-                which nobody waited. Then neither save is made.
-
-        >>> import tempfile
-        >>> from attnmesh import KVCache
-        >>> cache = KVCache(None, batch=1, kv_heads=2, head_dim=4, capacity=100, dtype=torch.float32)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     cache.save(folder).written
-        True
-        """
-        return save_caches([self], path, wait=wait)
-
-    @classmethod
-    def load(
-        cls,
-        path: str | Path,
-        mesh: DeviceMesh | None,
-        *,
-        capacity: int | None = None,
-        device: torch.device | str | None = None,
-        checked: bool | None = None,
-        copies: int = 1,
-        shares: Sequence[float] | str | None = None,
-        hot: int | None = None,
-    ) -> Self:
-        """Return a saved cache on any number of ranks, its tokens block-cyclic. Every rank calls it.
-
-        Args:
-            path: Folder that `save` wrote.
-            mesh: Mesh of all ranks, or None for one device.
-            capacity: Tokens to reserve memory for; the saved capacity by default.
-            device: As in `KVCache`.
-            checked: As in `KVCache`.
-            copies: As in `KVCache`.
-            shares: As in `KVCache`; those of the cache that was saved need not be the same.
-            hot: As in `KVCache`.
-
-        Returns:
-            The cache.
-
-        Raises:
-            StoreError: The folder holds no cache, is damaged, or exceeds the device's memory.
-            ShapeError: `capacity` is less than the saved tokens, or the heads axis does not divide the key heads.
-
-        >>> import tempfile
-        >>> from attnmesh import KVCache
-        >>> cache = KVCache(None, batch=1, kv_heads=2, head_dim=4, capacity=100, dtype=torch.float32)
-        >>> cache.append(*torch.randn(2, 1, 2, 5, 4))
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     saved = cache.save(folder)
-        ...     KVCache.load(folder, None).length
-        5
-        """
-        caches: list[Any]
-        to_load = LayersToLoad(1, capacity, hot=hot)
-        options = {"checked": checked, "copies": copies, "shares": shares}
-        caches, _, _ = load_caches(cls, path, mesh, to_load, device=device, **options)
-        replace(caches[0].sizes, hot=hot).check(caches[0].mesh.heads.size)  # a window takes no hot=
-        loaded: Self = caches[0]
-        return loaded

@@ -15,14 +15,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from attnmesh.cache.cache_config import CacheSizes
-from attnmesh.cache.cache_shard import CacheShard, block_cyclic_for
+from attnmesh.cache.cache_config import CacheConfig
+from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.frozen_piece import FrozenPiece
 from attnmesh.cache.ordered_shard import Fail, OrderedShard
 from attnmesh.core.turns import Turn
-from attnmesh.errors import KernelError, StoreError
+from attnmesh.errors import StoreError
 from attnmesh.kernels.cache_view import LENGTH, USED, CacheView
-from attnmesh.mesh.axes import Mesh
 from attnmesh.runtime.tensors import Tensors
 from attnmesh.runtime.unbroken import unbroken
 
@@ -30,25 +29,7 @@ LEAVING_PARTS = 4
 """Part of the hot tokens that leave together: few moves, of few tokens each."""
 
 
-def memory_shard_maker(
-    sizes: CacheSizes, mesh: Mesh, device: torch.device, shares: Sequence[float] | str | None
-) -> Callable[[int], CacheShard]:
-    """Return what makes a shard in memory, on the CPU where the newest tokens alone are on the device.
-
-    All ranks call it at once, as `block_cyclic_for`.
-    """
-    shard_device = device if sizes.hot is None else torch.device("cpu")
-    return partial(CacheShard, sizes, mesh.heads, block_cyclic_for(sizes, mesh, device, shares), shard_device)
-
-
-def tiered_shard_maker(
-    make_cold: Callable[[int], CacheShard], sizes: CacheSizes, device: torch.device, fail: Fail
-) -> Callable[[int], CacheShard]:
-    """Return what makes a shard whose older tokens are in one that `make_cold` returns, if the newest are apart."""
-    return make_cold if sizes.hot is None else lambda index: TieredShard(make_cold(index), sizes, device, fail)
-
-
-def hot_tokens(sizes: CacheSizes, turn: Turn) -> int:
+def hot_tokens(sizes: CacheConfig, turn: Turn) -> int:
     """Return how many of a rank's newest tokens stay on the device: whole blocks."""
     assert sizes.hot is not None
     return _in_blocks(turn.share(min(sizes.hot, sizes.capacity)), sizes.block)
@@ -61,14 +42,14 @@ def _in_blocks(tokens: int, block: int) -> int:
 class TieredShard(OrderedShard):
     """Tokens of one rank: `stored` are the hot ones, `earlier_pieces` those of the `cold` tier before them."""
 
-    def __init__(self, cold: CacheShard, sizes: CacheSizes, device: torch.device, fail: Fail) -> None:
+    def __init__(self, cold: CacheShard, sizes: CacheConfig, device: torch.device, fail: Fail) -> None:
         super().__init__(sizes, cold.heads, cold.block_cyclic, device, cold.index)
         self.fail = fail
         self.cold, self.is_in_files = cold, cold.is_in_files
         self.known_length = 0  # the CPU counts tokens of all ranks, and in `used_at_most` those in the hot tier
         self.refill_hot()
 
-    def _usual_slots(self, sizes: CacheSizes) -> int:
+    def _usual_slots(self, sizes: CacheConfig) -> int:
         stay = hot_tokens(sizes, self.turn)
         return stay + _in_blocks(stay // LEAVING_PARTS, sizes.block) + sizes.block
 
@@ -140,7 +121,7 @@ class TieredShard(OrderedShard):
 
     def append_run(self, new: Tensors, new_count: int, length: int, used: int) -> bool:
         """Add new tokens of which this rank owns all or none, if none has to leave; else return False."""
-        if self._leaving(own_count := self.turn.count(length + new_count) - self.turn.count(length)):
+        if self._count_leaving(own_count := self.turn.count(length + new_count) - self.turn.count(length)):
             return False
         try:
             if not super().append_run(new, new_count, length, used):
@@ -157,7 +138,7 @@ class TieredShard(OrderedShard):
         if not new_count or not self.append_run(new, new_count, self.length, self.used_slots):
             super().append(new, token_mask, length_and_used)
 
-    def _leaving(self, new_count: int) -> int:
+    def _count_leaving(self, new_count: int) -> int:
         """Return how many tokens leave the hot tier for so many new ones, which may leave at once: whole blocks."""
         total = self.used_slots + new_count
         block = self.sizes.block
@@ -168,7 +149,7 @@ class TieredShard(OrderedShard):
         used = self.used_slots
         length_before = self.length
         steps = list[Callable[[], None]]()
-        if leaving := self._leaving(len(tokens)):
+        if leaving := self._count_leaving(len(tokens)):
             at_once = max(0, leaving - used)  # new ones that do not stay
             following = torch.cat((self.token_index[leaving:used][:1].cpu(), tokens[at_once:]))
             leaving_rows = [x[:, :, : min(leaving, used)] for x in self.stored]
@@ -238,7 +219,7 @@ class TieredShard(OrderedShard):
         tokens = self.token_index[: self.used_slots].cpu()
         self._append_cold(rows, tokens, self.length, "flush again: the cache has all its tokens")
 
-    def moved(self, device: torch.device, fail: Fail) -> "TieredShard":
+    def with_hot_on(self, device: torch.device, fail: Fail) -> "TieredShard":
         """Return a shard of the same tokens, with the newest on another device."""
         self.flush()
         return TieredShard(self.cold, self.sizes, device, fail)
@@ -266,7 +247,7 @@ class TieredShard(OrderedShard):
         self.refill_hot()
         return used
 
-    def grow(self, sizes: CacheSizes) -> None:
+    def grow(self, sizes: CacheConfig) -> None:
         """Reserve memory for a larger capacity."""
         self.cold.grow(sizes)
         self.resize(sizes, max(self.slots, self._usual_slots(sizes)))
@@ -301,8 +282,3 @@ class TieredShard(OrderedShard):
         self._set_cold_count(cold_count)
         other._set_cold_count(cold_count)
         return other
-
-    def unshare(self, tokens: int | None = None) -> None:
-        """Refuse to bring all tokens to the device."""
-        expected, fix = "a call that reads tokens where they are", "make the cache without hot="
-        raise KernelError("KVCache hot", expected, "one that needs all keys on the device", fix)

@@ -124,7 +124,8 @@ def decode(
         if (in_files := cache.shard.is_in_files) or cache.shards.forked:
             given, fix = "one in a folder" if in_files else "a forked cache", "decode with copy.deepcopy(cache)"
             raise KernelError("decode", "a cache of one piece in a graph", given, fix)
-        tensors = inputs.q, tensors_of(cache.shard.new_view()), cache.history, sinks, key_lengths, inputs.indices
+        held = tensors_of(cache.shard.new_view()), cache.history.on_device
+        tensors = inputs.q, *held, sinks, key_lengths, inputs.indices
         return cast(Tensor, decode_op(*tensors, *step.to_code()))
     with torch.no_grad():
         out = prepared_step.run(inputs, checked)

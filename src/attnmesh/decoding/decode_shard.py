@@ -71,6 +71,6 @@ def decode_shard(
 def _compared_fields(queries: QueryShard, cache: KVCache, step: CheckedStep) -> dict[str, object]:
     """Return the arguments that ranks compare: with those of the checked step, such as whether tokens are selected."""
     q, layout, length = queries
-    contents = {"tokens in the cache": cache.length, "padding and order": cache.history_checksum}
+    contents = {"tokens in the cache": cache.length, "padding and order": cache.history.number}
     of_queries = {"dtype": q.dtype, "heads": q.shape[1], "layout": layout, "length": length}
     return {**of_queries, **contents, **step.options}

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from attnmesh.cache.cache_config import CacheSizes
+from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.comm.host_merge import HostMerge, host_merge_for
 from attnmesh.comm.message import NO_MESSAGE, BlankMessage, blank_message
 from attnmesh.comm.mismatch import call_checksum
@@ -47,7 +47,7 @@ class PreparedStep:
     attention: CachedAttention
     blank_message: Callable[[], BlankMessage] | None  # None where a kernel takes memory itself
     compared_facts: tuple[Any, ...]  # compared by their hash
-    sizes: CacheSizes | None  # None in a graph, which has no caches
+    sizes: CacheConfig | None  # None in a graph, which has no caches
     output_heads: slice | None = None  # heads of the output in a merged partial; None for all
 
     is_alone: ClassVar[bool] = False
@@ -244,7 +244,7 @@ def prepare_step(
     if step.reproducible:
         for cache in caches:
             if cache.shards.forked and stays_on_device:
-                cache.shards.unshare()  # the kernel merges the blocks of one tensor
+                cache.shards.whole()  # the kernel merges the blocks of one tensor
     facts = inputs.compared_facts(step)
     prepared_step = new_prepared_step(q, first.shard.view, step, facts, first.sizes, stays_on_device=stays_on_device)
     if signature is not None and not step.mask.depends_on_length:
@@ -257,7 +257,7 @@ def new_prepared_step(
     view: CacheView,
     step: CheckedStep,
     facts: tuple[Any, ...],
-    sizes: CacheSizes | None = None,
+    sizes: CacheConfig | None = None,
     *,
     stays_on_device: bool = False,
 ) -> PreparedStep:

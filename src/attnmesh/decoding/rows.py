@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.cache.cache import KVCache
-from attnmesh.cache.cache_config import CacheSizes
+from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.core.mask import Causal, Mask
 from attnmesh.decoding.prepared_step import PreparedStep, find_step, prepare_step
 from attnmesh.decoding.step_agreement import agreement_on
@@ -124,7 +124,7 @@ def _prepared_steps_of(caches: Sequence[KVCache]) -> Memo[PreparedStep]:
 
 @cached_per_world(1024)
 def _prepared_steps_of_rows(
-    token_axis: Axis, heads: Axis, common_sizes: CacheSizes, block: int, hot: int | None
+    token_axis: Axis, heads: Axis, common_sizes: CacheConfig, block: int, hot: int | None
 ) -> Memo[PreparedStep]:
     return Memo()
 

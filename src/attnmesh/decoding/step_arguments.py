@@ -130,9 +130,10 @@ class StepInputs(NamedTuple):
     def compared(self, facts: tuple[Any, ...], views: Sequence[CacheView]) -> Compared:
         """Return what ranks compare of a call. A hash is of its facts, and of what changes between calls of them."""
         q, caches, sinks, key_lengths, selected, _, history = self
-        tensors, values = [q] if sinks is None else [q, sinks], list[int]()
+        tensors = [q] if sinks is None else [q, sinks]
+        values: list[int] = []
         for cache in caches:
-            values.append(cache.history_checksum)
+            values.append(cache.history.number)
         if key_lengths is not None and key_lengths.device.type == "cpu":
             values += key_lengths.tolist()
         elif key_lengths is not None:  # to read them here, the CPU would wait for the device

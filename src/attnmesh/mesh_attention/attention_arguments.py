@@ -34,8 +34,8 @@ QueryKeyCounts = tuple[int, int]
 """A count for the queries and one for the keys."""
 
 
-class HeadSizes(NamedTuple):
-    """Heads of q and of k, their width, and keys per index of a selection, 0 without one."""
+class TensorFacts(NamedTuple):
+    """What a spec takes of the tensors: heads of q and of k, their width, and keys per index of a selection, or 0."""
 
     q_heads: int
     k_heads: int
@@ -107,10 +107,10 @@ class AttentionArguments(NamedTuple):
         return plain and not self.options.unsupported
 
     @property
-    def sizes(self) -> HeadSizes:
-        """Sizes that all ranks have, but for lengths."""
+    def facts(self) -> TensorFacts:
+        """What all ranks' tensors have in common."""
         index_block = 0 if self.selected is None else self.selected.block
-        return HeadSizes(self.q.shape[1], self.k.shape[1], self.q.shape[3], index_block)
+        return TensorFacts(self.q.shape[1], self.k.shape[1], self.q.shape[3], index_block)
 
     @property
     def tokens(self) -> QueryKeyCounts:

@@ -21,8 +21,8 @@ from attnmesh.mesh_attention.attention_arguments import (
     AttentionArguments,
     AttentionOptions,
     CallPayload,
-    HeadSizes,
     QueryKeyCounts,
+    TensorFacts,
     check_arguments,
 )
 from attnmesh.mesh_attention.attention_spec import AttentionSpec, PreparedAttention, prepared_attentions
@@ -63,7 +63,7 @@ def _spec_of_assumed_counts(mesh: Mesh, arguments: AttentionArguments, checked: 
     tokens = payload.queries * mesh.ranks, payload.keys * mesh.ranks
     if options.length is not None and payload.queries == payload.keys:  # keys of the queries' sequence
         tokens = options.length, options.length
-    spec = _make_spec(mesh, options, arguments.sizes, tokens)._replace(counts_assumed=options.length is None)
+    spec = _make_spec(mesh, options, arguments.facts, tokens)._replace(counts_assumed=options.length is None)
     _check_highest_selected(payload.highest_selected, spec)
     return spec
 
@@ -114,7 +114,7 @@ def _prepare_from_table(
     payloads = [CallPayload(*row) for row in table]
     tokens = tuple((payload.queries, payload.keys) for payload in payloads)
     queries, keys = map(sum, zip(*tokens, strict=True))
-    spec = _cached_spec(mesh, arguments.options, arguments.sizes, (queries, keys), tokens)
+    spec = _cached_spec(mesh, arguments.options, arguments.facts, (queries, keys), tokens)
     _check_highest_selected(max(payload.highest_selected for payload in payloads), spec)
     _warn_of_whole_keys([payload.digest for payload in payloads])
     known_payloads = [[*payload._replace(digest=0)] for payload in payloads]  # a call that is known sends no digest
@@ -126,7 +126,7 @@ def _prepare_new_uncompared(mesh: Mesh, arguments: AttentionArguments, checked: 
     check_arguments(mesh, arguments, checked)
     length = arguments.options.length
     assert length is not None
-    spec = _cached_spec(mesh, arguments.options, arguments.sizes, (length, length))
+    spec = _cached_spec(mesh, arguments.options, arguments.facts, (length, length))
     _check_highest_selected(arguments.payload.highest_selected, spec)
     try:
         spec.check_own_shard(*arguments.tokens)
@@ -163,7 +163,7 @@ def _warn_of_whole_keys(digests: Sequence[int]) -> None:
 def _make_spec(
     mesh: Mesh,
     options: AttentionOptions,
-    sizes: HeadSizes,
+    facts: TensorFacts,
     tokens: QueryKeyCounts,
     tokens_by_shard: tuple[QueryKeyCounts, ...] = (),
 ) -> AttentionSpec:
@@ -173,7 +173,7 @@ def _make_spec(
 
     Where keys are selected, in blocks, queries stay on their rank: all ranks lie along one axis, queries.
     """
-    q_heads, k_heads, dim, index_block = sizes
+    q_heads, k_heads, dim, index_block = facts
     problem = options.problem(mesh, tokens)
     try:
         _check_shards(problem, tokens_by_shard)

@@ -19,7 +19,7 @@ from secrets import randbits
 import torch
 from torch import Tensor
 
-from attnmesh.cache.cache_config import CacheSizes
+from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.errors import StoreError
 from attnmesh.store.block_names import StoredBlock
 from attnmesh.store.locks import take_lock
@@ -152,17 +152,17 @@ class BlockFolder:
     def _files(self, block: StoredBlock) -> list[Path]:
         return [self.path / block.file(file_number) for file_number in range(block.file_count)]
 
-    def write_layers(self, name: str, layers: Sequence[CacheSizes]) -> None:
+    def write_layers(self, name: str, layers: Sequence[CacheConfig]) -> None:
         """Write the sizes of a model's layers."""
         tensors = {str(n): torch.tensor(sizes.to_code(), device="cpu") for n, sizes in enumerate(layers)}
         with_name = {NAME_TENSOR: _bytes_of(name), **tensors}
         write_tensors(self.path / f"{name}{LAYERS_SUFFIX}", with_name, checksums_of(with_name), waits_for_disk=False)
 
-    def read_layers(self, name: str) -> list[CacheSizes]:
+    def read_layers(self, name: str) -> list[CacheConfig]:
         """Return the sizes of a model's layers. Raise if there are none, or if they are damaged."""
         tensors = _tensors_of(self.path / f"{name}{LAYERS_SUFFIX}", name)
         try:
-            return [CacheSizes.from_code(tensors[str(n)].tolist()) for n in range(len(tensors))]
+            return [CacheConfig.from_code(tensors[str(n)].tolist()) for n in range(len(tensors))]
         except (KeyError, ValueError, IndexError, TypeError) as error:
             given = f"{self.path} ({type(error).__name__})"
             raise StoreError("load", "sizes of layers", given, DAMAGED_FIX) from error

@@ -63,14 +63,14 @@ class BlockNames:
         """
         while len(self.hashes) <= stop // BLOCK_GRAIN:
             first = BLOCK_GRAIN * (len(self.hashes) - 1)
-            self.hashes.append(_hashed(self.hashes[-1], ids[first : first + BLOCK_GRAIN]))
+            self.hashes.append(_hash(self.hashes[-1], ids[first : first + BLOCK_GRAIN]))
         return self.hashes[stop // BLOCK_GRAIN].hex()
 
     def state_at(self, ids: Sequence[int], stop: int) -> str:
         """Return the name of the state after any number of tokens."""
         first = stop // BLOCK_GRAIN * BLOCK_GRAIN
-        return _hashed(bytes.fromhex(self.at(ids, first)) + b"state", ids[first:stop]).hex()
+        return _hash(bytes.fromhex(self.at(ids, first)) + b"state", ids[first:stop]).hex()
 
 
-def _hashed(before: bytes, ids: Sequence[int]) -> bytes:
+def _hash(before: bytes, ids: Sequence[int]) -> bytes:
     return blake2b(before + array("q", ids).tobytes(), digest_size=HASH_BYTES).digest()

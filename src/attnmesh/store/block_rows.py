@@ -51,12 +51,12 @@ def rows_of_block(kvs: Sequence[KVCache], block: StoredBlock, *, is_apart: bool 
         bounds = _bounds(first.shard, start, block.stop)
         if any(low < high for low, high in bounds) or block.is_state:
             indices = (*(blocks.token_index for blocks in first.shard.earlier_pieces), first.shard.token_index)
-            rows[name_of_group(kvs, group)] = _joined(indices, bounds, 0)
+            rows[name_of_group(kvs, group)] = _join(indices, bounds, 0)
             for layer in group:
                 shard = kvs[layer].shard
                 held = [*(blocks.stored for blocks in shard.earlier_pieces), shard.stored]
                 for kind, tensors in zip(("keys", "values"), zip(*held, strict=True), strict=False):
-                    rows[f"{kind} {layer}"] = _joined(tensors, bounds, 2)
+                    rows[f"{kind} {layer}"] = _join(tensors, bounds, 2)
     if rows or is_apart:
         heads = kvs[0].shard.heads if kvs else Axis(1, 0)
         rows[HEADS] = torch.tensor([heads.index, heads.size], device="cpu")
@@ -73,7 +73,7 @@ def _bounds(shard: CacheShard, start: int, stop: int) -> list[tuple[int, int]]:
     return [tuple(torch.searchsorted(tokens, ends).tolist()) for tokens in parts]
 
 
-def _joined(parts: Sequence[Tensor], bounds: Sequence[tuple[int, int]], dim: int) -> Tensor:
+def _join(parts: Sequence[Tensor], bounds: Sequence[tuple[int, int]], dim: int) -> Tensor:
     """Return some slots of each part as one tensor in CPU memory, which is a copy."""
     own = [x.narrow(dim, low, high - low) for x, (low, high) in zip(parts, bounds, strict=True) if low < high]
     return torch.cat(own or [parts[-1].narrow(dim, 0, 0)], dim).cpu()
@@ -100,7 +100,7 @@ class CacheFiller:
 
     def needs(self, block: StoredBlock) -> bool:
         """Return whether this rank has rows of a block. Of a state each may have some."""
-        return block.is_state or bool(len(self._wanted(groups_of(self.kvs, block)[0], block)))
+        return block.is_state or bool(len(self._own_tokens(groups_of(self.kvs, block)[0], block)))
 
     def begin(self, block: StoredBlock, rows_by_file: Sequence[Mapping[str, Tensor]]) -> None:
         """Make room for the rows of a state, and for the tokens before it."""
@@ -115,7 +115,7 @@ class CacheFiller:
         """Write this rank's rows of a block. Raise unless the files have each of them once, as it should be."""
         for group in groups_of(self.kvs, block):
             first = self.kvs[group[0]]
-            needed = self._wanted(group, block)
+            needed = self._own_tokens(group, block)
             heads = first.shard.heads.slice_of(first.sizes.kv_heads)
             counts = torch.zeros(heads.stop - heads.start, len(needed), dtype=torch.int64, device="cpu")
             for rows in rows_by_file:
@@ -126,7 +126,7 @@ class CacheFiller:
                 given = f"{int((counts == 1).sum())} of {counts.numel()}"
                 raise StoreError("load", f"each row of {block.name} once", given, DAMAGED_FIX)
 
-    def _wanted(self, group: Sequence[int], block: StoredBlock) -> Tensor:
+    def _own_tokens(self, group: Sequence[int], block: StoredBlock) -> Tensor:
         """Return the tokens of a block that this rank holds, in the layers of a group."""
         shard = self.kvs[group[0]].shard
         forgets = self.kvs[group[0]].sizes.mask is not None

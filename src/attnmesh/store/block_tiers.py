@@ -9,6 +9,9 @@ from typing import NamedTuple
 
 from attnmesh.store.block_names import BLOCK_GRAIN, BlockNames, StoredBlock
 
+MAX_BLOCK_TOKENS = 1024
+"""Tokens of the longest block, after which no further one continues a prefix."""
+
 
 class TierEntry(NamedTuple):
     """A block in a tier."""
@@ -179,10 +182,6 @@ class BlockTiers:
             for block in self.blocks_by_name.get(names.state_at(ids, stop), {}).values():
                 if block.is_state and self.has(block, run_tokens):
                     yield block
-
-
-MAX_BLOCK_TOKENS = 1024
-"""Tokens of the longest block, after which no further one continues a prefix."""
 
 
 def _blocks_to(reached: dict[int, StoredBlock | None], stop: int) -> list[StoredBlock]:

@@ -11,13 +11,9 @@ folder, even where several jobs save to the same place. In a folder that grows (
 tokens are in the files of `layer_files.py`.
 """
 
-import os
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
-from itertools import product
 from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -27,7 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.cache.cache import KVCache
-from attnmesh.cache.cache_config import CacheSizes
+from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.local_shards import LocalShards, check_placement
 from attnmesh.cache.saved_cache import LayersToLoad
@@ -36,107 +32,11 @@ from attnmesh.guard.agreement import Agreement
 from attnmesh.mesh.axes import Axis, Mesh, intersect
 from attnmesh.runtime.memory import host_memory
 from attnmesh.setup.init_mesh import device_fault, device_for
-from attnmesh.store.journal import Journal
-from attnmesh.store.layer_files import (
-    PIECE_TOKENS,
-    TOKEN_INDEX,
-    LastPieceFile,
-    LayerFiles,
-    RowShapes,
-    chained,
-    check_chain,
-)
+from attnmesh.store.layer_files import TOKEN_INDEX, LastPieceFile
 from attnmesh.store.manifest import MORE, Manifest, check_folder, read_manifest
+from attnmesh.store.piece_files import PieceFile, growing_pieces, piece_files, with_length_now
 from attnmesh.store.tensor_file import DAMAGED_FIX, TensorFile
-from attnmesh.store.token_ids import TokenIds
-
-TOKEN_IDS = "more held"
-"""Name of the ids of all tokens among the tensors of `MORE`."""
-
-PIECE_NAME = re.compile(r"([0-9]{1,9})\.([0-9]{1,9})\.([0-9]{1,15})-([0-9]{1,15})(?:\.([0-9]{1,9}))?\.safetensors")
-
-
-class PieceFile(NamedTuple):
-    """File of one rank's tokens `start` to `stop` of those saved, by its indices along heads and tokens.
-
-    It has the layers that keep the same tokens as layer `leader`.
-    """
-
-    head_rank: int
-    token_rank: int
-    start: int
-    stop: int
-    leader: int
-    path: Path
-    last_piece: LastPieceFile | None = None  # the same file, where it has the last tokens in a folder that grows
-
-    def opened(self) -> TensorFile | LastPieceFile:
-        """Return the file, its header checked."""
-        return TensorFile(self.path) if self.last_piece is None else self.last_piece
-
-
-def piece_files(path: Path, manifest: Manifest) -> Iterator[PieceFile]:
-    """Yield the files of a save that hold ranks' tokens."""
-    folder = path / manifest.folder_name
-    try:
-        names = sorted(os.listdir(folder))
-    except OSError as error:
-        raise StoreError(
-            "load", "a folder that KVCache.save wrote", f"{folder} ({error.strerror})", DAMAGED_FIX
-        ) from error
-    for name in names:
-        if match := PIECE_NAME.fullmatch(name):
-            head_rank, token_rank, start, stop, leader = (int(number or 0) for number in match.groups())
-            is_of_a_rank = head_rank < manifest.head_ranks and token_rank < manifest.token_ranks
-            if is_of_a_rank and start < stop <= manifest.length:
-                yield PieceFile(head_rank, token_rank, start, stop, leader, folder / name)
-
-
-def _layer_files(path: Path, manifest: Manifest, layer: int) -> Iterator[LayerFiles]:
-    """Yield where each rank's files of a layer are."""
-    leader = next(first for first, layers in manifest.groups.items() if layer in layers)
-    for head_rank, token_rank in product(range(manifest.head_ranks), range(manifest.token_ranks)):
-        yield LayerFiles(path / manifest.folder_name, head_rank, token_rank, layer, leader)
-
-
-def _opened_journal(files: LayerFiles) -> Journal:
-    """Return the journal of a rank's layer, read."""
-    journal = files.journal()
-    if not journal.read():
-        raise StoreError("load", "a journal of each rank and layer", f"no {journal.path}", DAMAGED_FIX)
-    return journal
-
-
-def grown(path: Path, manifest: Manifest) -> Manifest:
-    """Return the manifest of a folder that grows with the length that all its ranks and layers have."""
-    if not manifest.growing:
-        return manifest
-    layers = (files for layer in range(len(manifest.sizes)) for files in _layer_files(path, manifest, layer))
-    return manifest._replace(length=min(_opened_journal(files).last.length for files in layers))
-
-
-def _grown_pieces(path: Path, manifest: Manifest, layer: int) -> Iterator[PieceFile]:
-    """Yield the files of a layer in a folder that grows."""
-    sizes = manifest.sizes[layer]
-    shapes = RowShapes(sizes.row_dtype, sizes.batch, sizes.kv_heads // manifest.head_ranks, sizes.row_widths)
-    for files in _layer_files(path, manifest, layer):
-        journal = _opened_journal(files)
-        base, stop = journal.records[0].stop, journal.last.stop
-        number = base // PIECE_TOKENS
-        filling = files.filling(number)
-        full = stop == base + PIECE_TOKENS and not filling.exists()
-        paths = [files.whole_or_shared(whole) for whole in range(number + full)]
-        chain = 0
-        for path in paths[:number]:
-            chain = chained(chain, TensorFile(path), [*shapes.named(layer)])
-        check_chain(files, journal, chain)
-        piece_of = partial(PieceFile, head_rank=files.head_rank, token_rank=files.token_rank, leader=layer)
-        for whole, path in enumerate(paths):
-            yield piece_of(start=whole * PIECE_TOKENS, stop=(whole + 1) * PIECE_TOKENS, path=path)
-        if stop > base and not full:
-            last_piece = LastPieceFile(filling, journal, shapes, layer)
-            yield piece_of(start=base, stop=stop, path=filling, last_piece=last_piece)
-
+from attnmesh.store.token_ids import TOKEN_IDS, TokenIds, ids_in
 
 ALL_LAYERS = LayersToLoad()
 """All layers of a folder, with the capacity that was saved."""
@@ -218,12 +118,12 @@ def _load_once(
 
 
 def make_alike(
-    make: Callable[..., Cache], mesh: DeviceMesh | None, layers: Sequence[CacheSizes], **options: Any
+    make: Callable[..., Cache], mesh: DeviceMesh | None, layers: Sequence[CacheConfig], **options: Any
 ) -> list[Cache]:
     """Return a cache for each of these sizes. Shares that are measured are those of the first for all."""
     caches: list[Cache] = []
     for sizes in layers:
-        caches.append(make(mesh, **vars(sizes), **options))
+        caches.append(make(mesh, **sizes.arguments(), **options))
         options["shares"] = caches[0].shares
     return caches
 
@@ -307,7 +207,7 @@ def read_saved_layers(
     `part` is the part of the tokens that this rank holds, copies included.
     """
     folder = check_folder("load", path)
-    manifest = grown(folder, read_manifest(folder))
+    manifest = with_length_now(folder, read_manifest(folder))
     if to_load.layers not in (None, len(manifest.sizes)):
         of_a_model = "pass the configuration of the model that was saved"
         fix = "call hf.ShardedCache(config, mesh).restore(path)" if to_load.layers == 1 else of_a_model
@@ -336,21 +236,12 @@ def read_saved_layers(
     return SavedLayers(manifest, folder, token_mask, extra_tensors)
 
 
-def _sizes_of(manifest: Manifest, to_load: LayersToLoad) -> tuple[CacheSizes, ...]:
+def _sizes_of(manifest: Manifest, to_load: LayersToLoad) -> tuple[CacheConfig, ...]:
     """Return the sizes of the caches to be filled, with room for all tokens of a folder that grows."""
     sizes = to_load.sizes(manifest.sizes)
     if manifest.growing and to_load.capacity is None:
         return tuple(replace(each, capacity=max(each.capacity, manifest.length)) for each in sizes)
     return sizes
-
-
-def ids_in(written: TokenIds, manifest: Manifest) -> Tensor | None:
-    """Return the ids of all tokens: those written since a save, or else those of the save; None without any."""
-    ids = written.read(manifest.sizes[0].batch) if manifest.growing else None
-    if ids is None and manifest.has_extra:
-        file = TensorFile(written.path.with_name(MORE))
-        ids = file.read(TOKEN_IDS, torch.int64) if TOKEN_IDS in file.entries else None
-    return ids
 
 
 def held_part(shares: Sequence[float] | None, mesh: Mesh) -> float:
@@ -360,7 +251,9 @@ def held_part(shares: Sequence[float] | None, mesh: Mesh) -> float:
     return shares[mesh.queries.index * mesh.keys.size + mesh.keys.index] / sum(shares)
 
 
-def _check_memory(layers: Sequence[CacheSizes], mesh: Mesh, device: torch.device, part: float, *, padded: bool) -> None:
+def _check_memory(
+    layers: Sequence[CacheConfig], mesh: Mesh, device: torch.device, part: float, *, padded: bool
+) -> None:
     """Raise if the device could not hold the layers: a damaged manifest may give any capacity."""
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else host_memory()
     needed = 0
@@ -380,7 +273,7 @@ def fill(layers: Sequence[LocalShards], path: Path, manifest: Manifest) -> None:
         shards.prepare(manifest.length_of(layer), start)
     if manifest.growing:
         for layer, shards in enumerate(layers):
-            _fill_group({layer: shards.own.whole()}, path, manifest, [*_grown_pieces(path, manifest, layer)])
+            _fill_group({layer: shards.own.whole()}, path, manifest, [*growing_pieces(path, manifest, layer)])
         return
     pieces = list(piece_files(path, manifest))
     for leader, group in manifest.groups.items():
@@ -398,7 +291,7 @@ def _fill_group(shards: Mapping[int, CacheShard], path: Path, manifest: Manifest
     # Tokens read, by their file's index along heads.
     filled = torch.zeros(manifest.head_ranks, used, dtype=torch.bool, device="cpu")
     for piece in pieces:
-        file = piece.opened()
+        file = piece.open()
         tokens = file.read(TOKEN_INDEX, torch.int64, (piece.stop - piece.start,))
         own_rows = (first.turn.holds(tokens) & (tokens < end)).nonzero().flatten()
         slots = first.turn.slot(tokens[own_rows]) - forgotten

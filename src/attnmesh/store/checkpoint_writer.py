@@ -23,7 +23,6 @@ from attnmesh.cache.local_shards import LocalShards
 from attnmesh.cache.saved_cache import SavedPieces, Saving
 from attnmesh.errors import StoreError
 from attnmesh.guard.agreement import Agreement
-from attnmesh.store.checkpoint import piece_files
 from attnmesh.store.layer_files import PIECE_TOKENS, TOKEN_INDEX
 from attnmesh.store.locks import WriterLock, take_lock, without_writers
 from attnmesh.store.manifest import (
@@ -36,6 +35,7 @@ from attnmesh.store.manifest import (
     save_folders,
     write_manifest,
 )
+from attnmesh.store.piece_files import piece_files
 from attnmesh.store.private_folder import make_folders
 from attnmesh.store.tensor_file import (
     PART_SUFFIX,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.cache.block_cyclic import BlockCyclic
-from attnmesh.cache.cache_config import CacheSizes
+from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.cache.cache_shard import CacheShard, usual_slots
 from attnmesh.cache.frozen_piece import FrozenPiece
 from attnmesh.cache.ordered_shard import Fail, OrderedShard
@@ -35,10 +35,10 @@ from attnmesh.store.layer_files import (
     MappedPiece,
     PieceSums,
     RowShapes,
-    chained,
     check_chain,
     check_filling,
     check_whole_piece,
+    extend_chain,
     make_filling,
     make_whole,
     open_filling,
@@ -59,7 +59,7 @@ class FolderShard(OrderedShard):
         files: LayerFiles,
         take_memory: Callable[[int], bool],
         fail: Fail,
-        sizes: CacheSizes,
+        sizes: CacheConfig,
         heads: Axis,
         ranks: int,
         index: int,
@@ -89,7 +89,7 @@ class FolderShard(OrderedShard):
         """Return no memory: `begin`, `resume` and `take_over` map files."""
         return [], torch.zeros(PIECE_TOKENS + 1, dtype=torch.int64, device="cpu")
 
-    def _usual_slots(self, sizes: CacheSizes) -> int:
+    def _usual_slots(self, sizes: CacheConfig) -> int:
         """Return as many slots as there may be tokens: files grow."""
         return sizes.capacity
 
@@ -156,7 +156,7 @@ class FolderShard(OrderedShard):
 
     def _with_whole(self, file: TensorFile, piece: MappedPiece) -> tuple[FrozenPiece, ...]:
         """Return the whole pieces, with one more after them. Note its checksums."""
-        chain = chained(self.chains[self.whole_count], file, [*self.shapes.named(self.files.layer)])
+        chain = extend_chain(self.chains[self.whole_count], file, [*self.shapes.named(self.files.layer)])
         self.chains = [*self.chains[: self.whole_count + 1], chain]
         index = torch.cat((piece.token_index, piece.token_index[-1:]))
         return (*self.earlier_pieces, FrozenPiece(piece.stored, index, None, piece.file))
@@ -239,7 +239,7 @@ class FolderShard(OrderedShard):
             self.token_index[used:stop] = own_tokens
             self._record(used, stop, length, rows)
         except OSError as error:
-            raise self._named(error) from error
+            raise self._store_error(error) from error
         self._set(length, stop)
 
     def _fields(self, tokens: Tensor | None, length: int, serial: int) -> bytes:
@@ -327,21 +327,19 @@ class FolderShard(OrderedShard):
 
     def clone(self) -> CacheShard:
         """Return a copy in memory."""
-        other = self.fork()
-        other.unshare()
-        return other
+        return self.fork().whole()
 
-    def grow(self, sizes: CacheSizes) -> None:
+    def grow(self, sizes: CacheConfig) -> None:
         """Let the cache have a larger capacity."""
         self.sizes, self.slots = sizes, sizes.capacity
 
-    def unshare(self, tokens: int | None = None) -> None:
+    def whole(self) -> CacheShard:
         """Refuse to copy the pieces to memory."""
         self._refuse("a call that reads pieces where they are", "one that needs all keys in memory, or moves them")
 
-    def resize(self, sizes: CacheSizes, slots: int, forgotten: int = 0, before: Sequence[FrozenPiece] = ()) -> None:
+    def resize(self, sizes: CacheConfig, slots: int, forgotten: int = 0, before: Sequence[FrozenPiece] = ()) -> None:
         """Refuse to move the tokens to memory."""
-        self.unshare()
+        self.whole()
 
     def reorder(self, index: Tensor) -> None:
         """Refuse to move sequences, unless each stays."""
@@ -359,9 +357,9 @@ class FolderShard(OrderedShard):
             self._mend((self.length, self.used_slots))
             yield
         except OSError as error:
-            raise self._named(error) from error
+            raise self._store_error(error) from error
 
-    def _named(self, error: OSError) -> StoreError:
+    def _store_error(self, error: OSError) -> StoreError:
         """Return an error of the system, with what is lost."""
         given = f"{str(error.filename or self.files.folder)!r} ({error.strerror})"
         fix = f"free space there, and append again from token {self.length} on: the cache has those before"

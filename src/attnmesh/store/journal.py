@@ -102,7 +102,7 @@ class Journal:
         checks = self._checks([Record(*numbers[:5]) for numbers in fields])
         for (*of_record, check, zero, zero_too), right in zip(fields, checks, strict=True):
             if (check, zero, zero_too) != (right, 0, 0):
-                raise self._damaged(f"damage at byte {stop}")
+                raise self._damage_error(f"damage at byte {stop}")
             record = Record(*of_record)
             if serial is not None and record.serial != serial + 1:
                 break  # a record from before the journal was begun anew
@@ -110,13 +110,13 @@ class Journal:
             stop = stop + RECORD_BYTES
             self._put(records, record)
         if not records or records[0].start != records[0].stop:
-            raise self._damaged(f"{len(content)} bytes without a first record")
+            raise self._damage_error(f"{len(content)} bytes without a first record")
         if any(earlier.stop != later.start for earlier, later in pairwise(records)):
-            raise self._damaged("records with gaps between their rows")
+            raise self._damage_error("records with gaps between their rows")
         self.records = records
         return True
 
-    def _damaged(self, given: str) -> StoreError:
+    def _damage_error(self, given: str) -> StoreError:
         """Return the error of a file that holds something else."""
         return StoreError("load", "a journal as it was written", f"{given} in {self.path}", DAMAGED_FIX)
 

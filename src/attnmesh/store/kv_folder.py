@@ -14,7 +14,7 @@ from secrets import randbits
 import torch
 from torch import Tensor
 
-from attnmesh.cache.cache_config import CacheSizes
+from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.cache.local_shards import LocalShards
 from attnmesh.cache.ordered_shard import Fail
 from attnmesh.comm.topology import hosts
@@ -22,13 +22,13 @@ from attnmesh.errors import StoreError
 from attnmesh.guard.agreement import Agreement
 from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.runtime.memory import free_memory, host_memory
-from attnmesh.store.checkpoint import ids_in, piece_files
 from attnmesh.store.folder_shard import FOLDER_SUBJECT, FolderShard, opening
 from attnmesh.store.journal import Journal
 from attnmesh.store.layer_files import PIECE_TOKENS, LayerFiles, read_piece, saved_pieces
 from attnmesh.store.manifest import MANIFEST, Manifest, check_folder, read_manifest, write_manifest
+from attnmesh.store.piece_files import piece_files
 from attnmesh.store.private_folder import check_private, make_private, take_folder
-from attnmesh.store.token_ids import TokenIds
+from attnmesh.store.token_ids import TokenIds, ids_in
 
 
 class KVFolder:
@@ -124,17 +124,22 @@ class KVFolder:
             growing=True,
         )
 
-    def shard_maker(self, layer: int, sizes: CacheSizes, fail: Fail) -> Callable[[int], FolderShard]:
+    @property
+    def layer_count(self) -> int:
+        """Number of layers that have files."""
+        return len(self.manifest.sizes)
+
+    def shard_maker(self, layer: int, config: CacheConfig, fail: Fail) -> Callable[[int], FolderShard]:
         """Return what opens the shard of a layer, given the rank's index along the tokens axis."""
-        self._check_sizes(layer, sizes)
-        if PIECE_TOKENS % sizes.block:
+        self._check_sizes(layer, config)
+        if PIECE_TOKENS % config.block:
             expected = f"a block that divides {PIECE_TOKENS}"
-            raise StoreError(self.subject, expected, f"{sizes.block}", "leave block= out")
+            raise StoreError(self.subject, expected, f"{config.block}", "leave block= out")
         leader = next((first for first, layers in self.manifest.groups.items() if layer in layers), layer)
 
-        def opened(index: int) -> FolderShard:
+        def open_shard(index: int) -> FolderShard:
             files = LayerFiles(self.save_path, self.mesh.heads.index, index, layer, leader)
-            shard = FolderShard(files, self._take_memory, fail, sizes, self.mesh.heads, self.token_axis.size, index)
+            shard = FolderShard(files, self._take_memory, fail, config, self.mesh.heads, self.token_axis.size, index)
             shard.opened_in = self
             self.journals.append(shard.journal)
             if layer >= len(self.manifest.sizes):
@@ -145,9 +150,9 @@ class KVFolder:
                 self._take_over(shard, files)
             return shard
 
-        return opened
+        return open_shard
 
-    def _check_sizes(self, layer: int, sizes: CacheSizes) -> None:
+    def _check_sizes(self, layer: int, sizes: CacheConfig) -> None:
         """Raise unless a layer is new, or has the sizes of the files."""
         if layer >= len(self.manifest.sizes):
             return
@@ -206,7 +211,7 @@ class KVFolder:
             shards.grow(replace(shard.sizes, capacity=length))
         self._publish_layer(layer, shard.sizes)
 
-    def _publish_layer(self, layer: int, sizes: CacheSizes) -> None:
+    def _publish_layer(self, layer: int, sizes: CacheConfig) -> None:
         """Let the manifest have a new layer, or say that the folder grows."""
         self.opened_layers.add(layer)
         before, layers = self.manifest, self.manifest.sizes

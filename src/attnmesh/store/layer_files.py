@@ -125,7 +125,7 @@ class PieceSums:
         return [int(digest_of_sums(sums)) for sums in torch.tensor(self.memory[1:], device="cpu").split(self.counts)]
 
 
-def chained(chain: int, file: TensorFile, names: Sequence[str]) -> int:
+def extend_chain(chain: int, file: TensorFile, names: Sequence[str]) -> int:
     """Return the chain of checksums of the pieces so far and of one more."""
     return chained_checksum(chain, torch.tensor([file.entry(name).checksum for name in names], device="cpu"))
 
@@ -139,7 +139,7 @@ def check_chain(files: LayerFiles, journal: Journal, chain: int) -> None:
 def open_whole(path: Path, layer: int, shapes: RowShapes) -> tuple[TensorFile, MappedPiece]:
     """Return a whole piece in place, unread."""
     file = TensorFile(path)
-    return file, _mapped(file, MappedFile(path, private=True), shapes.named(layer))
+    return file, _map_piece(file, MappedFile(path, private=True), shapes.named(layer))
 
 
 def check_whole_piece(file: TensorFile, piece: MappedPiece, names: Sequence[str]) -> None:
@@ -151,7 +151,7 @@ def check_whole_piece(file: TensorFile, piece: MappedPiece, names: Sequence[str]
 def open_filling(files: LayerFiles, number: int, shapes: RowShapes) -> MappedPiece:
     """Return the piece that is being filled, in place."""
     path = files.filling(number)
-    return _mapped(TensorFile(path), MappedFile(path), shapes.named(files.layer))
+    return _map_piece(TensorFile(path), MappedFile(path), shapes.named(files.layer))
 
 
 def make_filling(files: LayerFiles, number: int, shapes: RowShapes) -> MappedPiece:
@@ -199,11 +199,11 @@ def make_whole(
     return open_whole(whole_file, files.layer, shapes)
 
 
-def _mapped(
+def _map_piece(
     file: TensorFile, mapped: MappedFile, entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 ) -> MappedPiece:
     """Return tensors of a file in place. The slot after the last row is memory that follows, as kernels expect one."""
-    *rows, token_index = (file.mapped(mapped, name, dtype, shape) for name, (dtype, shape) in entries.items())
+    *rows, token_index = (file.map_tensor(mapped, name, dtype, shape) for name, (dtype, shape) in entries.items())
     wider = [x.as_strided((*x.shape[:2], x.shape[2] + 1, x.shape[3]), x.stride()) for x in rows]
     return MappedPiece(mapped, wider, token_index)
 
@@ -215,7 +215,7 @@ class LastPieceFile:
         file = TensorFile(path)
         self.path = path
         try:
-            self.piece = _mapped(file, MappedFile(path, private=True), shapes.named(layer))
+            self.piece = _map_piece(file, MappedFile(path, private=True), shapes.named(layer))
         except OSError as error:
             raise StoreError("load", "files as they were written", f"{path} ({error.strerror})", DAMAGED_FIX) from error
         self.count = check_filling(path, self.piece, journal)

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from attnmesh.cache.cache_config import CacheSizes
+from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.cache.window import WindowStart
 from attnmesh.core.mask import FAR
 from attnmesh.errors import StoreError
@@ -29,7 +29,7 @@ SAVE_FOLDER = re.compile("([0-9]{1,15})-[0-9a-f]{16}")
 class Manifest(NamedTuple):
     """Contents of `cache.json`."""
 
-    sizes: tuple[CacheSizes, ...]  # sizes of each layer
+    sizes: tuple[CacheConfig, ...]  # sizes of each layer
     padded: bool
     has_extra: bool  # True if there is a file of tensors that belong to no rank
     length: int
@@ -65,7 +65,7 @@ class Manifest(NamedTuple):
         """Name of the folder with this save's files."""
         return f"{self.save_number}-{self.name}"
 
-    def with_layer(self, sizes: CacheSizes) -> "Manifest":
+    def with_layer(self, sizes: CacheConfig) -> "Manifest":
         """Return the manifest with one more layer, which keeps all tokens."""
         return self._replace(sizes=(*self.sizes, sizes), window_starts=(*self.window_starts, WindowStart()))
 
@@ -111,7 +111,7 @@ def read_manifest(path: Path) -> Manifest:
     try:
         fields = _fields_in(path / MANIFEST)
         version = fields["version"]
-        manifest, size_codes = _parsed(fields)
+        manifest, size_codes = _parse(fields)
         if version != VERSION or not SAVE_NAME.fullmatch(manifest.name):
             raise ValueError("another version, or no name")
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
@@ -122,7 +122,7 @@ def read_manifest(path: Path) -> Manifest:
         expected, given = "a folder that KVCache.save wrote", f"{path} ({type(error).__name__})"
         raise StoreError("load", expected, given, "check the path, or save again") from error
     try:
-        sizes = tuple(map(CacheSizes.from_code, size_codes))
+        sizes = tuple(map(CacheConfig.from_code, size_codes))
         starts = manifest.window_starts or (WindowStart(),) * len(sizes)
         manifest = manifest._replace(sizes=sizes, window_starts=starts)
         _check_sizes(manifest)
@@ -151,7 +151,7 @@ def _fields_in(file: Path) -> dict[str, Any]:
     return fields
 
 
-def _parsed(fields: dict[str, Any]) -> tuple[Manifest, list[list[int]]]:
+def _parse(fields: dict[str, Any]) -> tuple[Manifest, list[list[int]]]:
     """Return a manifest without sizes, and the codes of its sizes. Raise unless each field is of its type."""
     padded = fields["padded"] is True
     manifest = Manifest(

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.cache.block_cyclic import token_set_digest
 from attnmesh.cache.cache import KVCache
-from attnmesh.cache.cache_config import CacheSizes
+from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.window import WindowStart
 from attnmesh.comm.p2p import all_to_all, meta_like
@@ -78,7 +78,7 @@ def recover(
     with Agreement(axes, "recover", {"capacity": capacity, "checked": checked, "copies": copies, "shares": shares}):
         _check_caches(caches, unsupported)
         for cache in caches or ():
-            cache.shards.unshare()
+            cache.shards.whole()
         text = json.dumps(_describe(caches))
     by_rank = [json.loads(description) for description in all_gather_texts(text, axes)]
     descriptions = [description for description in by_rank if description]
@@ -88,7 +88,7 @@ def recover(
     starts = [WindowStart(max(first for first, _ in rows), max(query for _, query in rows)) for rows in by_layer]
     _check_alike(descriptions, capacity, length, starts)  # raises the same on all ranks: all have the same texts
     capacity = max(description["capacity"] for description in descriptions) if capacity is None else capacity
-    sizes = [replace(CacheSizes.from_code(code), capacity=capacity) for code in descriptions[0]["sizes"]]
+    sizes = [replace(CacheConfig.from_code(code), capacity=capacity) for code in descriptions[0]["sizes"]]
     new_caches = make_alike(KVCache, mesh, sizes, device=device, checked=checked, copies=copies, shares=shares)
     for cache, start in zip(new_caches, starts, strict=True):
         cache.shards.prepare(length, start._replace(first_query=min(start.first_query, length)))
@@ -146,7 +146,7 @@ class _Moves:
     def _sent_by(self, rank: int) -> list[OldShard]:
         return [old for old, source in self.sources.items() if source == rank]
 
-    def _shared(self, layer: int, rank: int, heads: int) -> Iterator[tuple[OldShard, slice, slice]]:
+    def _common_heads(self, layer: int, rank: int, heads: int) -> Iterator[tuple[OldShard, slice, slice]]:
         """Yield the old shards that a rank sends to ranks at index `heads`, where they have the same key heads.
 
         The slices are of the heads of the old and of the new shard.
@@ -167,14 +167,14 @@ class _Moves:
         sends: list[tuple[Tensor, ...]] = [(empty,)] * len(self.ranks)
         receives = sends.copy()
         for rank, (peer, heads, index) in enumerate(self.ranks):
-            for old, source, _ in self._shared(layer, self.mesh.shard_index, heads):
+            for old, source, _ in self._common_heads(layer, self.mesh.shard_index, heads):
                 shard = _shard(self.old[layer], old)
                 saved = self._slots(layer, shard)
                 tokens = shard.token_index[saved]
                 slots = own_shard.block_cyclic.turns[index].holds(tokens).nonzero().flatten()
                 kv = (x[:, source, saved].index_select(2, slots) for x in shard.stored)
                 sends[peer] += tokens[slots], *kv
-            for old, _, target in self._shared(layer, rank, self.mesh.heads.index):
+            for old, _, target in self._common_heads(layer, rank, self.mesh.heads.index):
                 count = self.counts[rank][layer][str(old)][cache.token_axis.index]
                 kv = (meta_like(x[:, target], count) for x in own_shard.stored)
                 receives[peer] += meta_like(own_shard.token_index, count, 0), *kv
@@ -182,7 +182,7 @@ class _Moves:
         forgotten = own_shard.turn.count(self.firsts[layer])
         for rank, (peer, _, _) in enumerate(self.ranks):
             arrived = iter(received[peer][1:])
-            for _, _, target in self._shared(layer, rank, self.mesh.heads.index):
+            for _, _, target in self._common_heads(layer, rank, self.mesh.heads.index):
                 tokens = next(arrived)
                 slots = own_shard.turn.slot(tokens) - forgotten
                 own_shard.token_index.index_copy_(0, slots, tokens)

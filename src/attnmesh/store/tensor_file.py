@@ -233,7 +233,7 @@ class TensorFile:
             )
         return entry
 
-    def mapped(self, file: MappedFile, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    def map_tensor(self, file: MappedFile, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         """Return a tensor in place, unchecked. Raise if it is missing, or not of the expected dtype and shape."""
         return file.tensor(self.start + self.entry(name, dtype, shape).start, dtype, shape)
 

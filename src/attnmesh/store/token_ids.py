@@ -11,7 +11,11 @@ from torch import Tensor
 from attnmesh.errors import StoreError
 from attnmesh.kernels.native.native_digest import digest_on_cpu
 from attnmesh.store.journal import Journal, read_file
-from attnmesh.store.tensor_file import DAMAGED_FIX, PRIVATE_FILE
+from attnmesh.store.manifest import MORE, Manifest
+from attnmesh.store.tensor_file import DAMAGED_FIX, PRIVATE_FILE, TensorFile
+
+TOKEN_IDS = "more held"
+"""Name of the ids of all tokens among the tensors of `MORE`."""
 
 MAX_RECORDS = 4096
 """Records of a journal before it is begun anew, with one for all ids."""
@@ -56,7 +60,7 @@ class TokenIds:
         if ids_before is None:
             ids_before = rows[:0]
             self.journal.begin(0, 0, digest_on_cpu(ids_before))
-        start = _shared(rows, ids_before)
+        start = _count_equal_rows(rows, ids_before)
         if start < len(ids_before) or len(self.journal.records) > MAX_RECORDS:
             self.journal.begin(start, start, digest_on_cpu(rows[:start]))
         self.written = rows[:start]
@@ -74,7 +78,16 @@ class TokenIds:
         self.written = rows
 
 
-def _shared(ids: Tensor, other_ids: Tensor) -> int:
+def ids_in(written: TokenIds, manifest: Manifest) -> Tensor | None:
+    """Return the ids of all tokens: those written since a save, or else those of the save; None without any."""
+    ids = written.read(manifest.sizes[0].batch) if manifest.growing else None
+    if ids is None and manifest.has_extra:
+        file = TensorFile(written.path.with_name(MORE))
+        ids = file.read(TOKEN_IDS, torch.int64) if TOKEN_IDS in file.entries else None
+    return ids
+
+
+def _count_equal_rows(ids: Tensor, other_ids: Tensor) -> int:
     """Return the rows at the start that are equal."""
     shorter = min(len(ids), len(other_ids))
     if torch.equal(ids[:shorter], other_ids[:shorter]):

@@ -13,11 +13,13 @@ import attnmesh as am
 import attnmesh.hf as hf
 from attnmesh.errors import KernelError, StoreError
 from attnmesh.mesh.shapes import AXES, Shape
+from attnmesh.store.checkpoint_writer import save_layers
 from attnmesh.store.token_ids import TokenIds
 from tests.support import families
 from tests.support.families import prompt
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool, on_each_rank
+from tests.support.recurrent import model_of
 
 SIZES: dict[str, Any] = {"batch": 1, "kv_heads": 2, "head_dim": 8, "capacity": 9000, "dtype": torch.float32}
 
@@ -52,6 +54,26 @@ def test_a_save_of_fewer_layers_needs_its_configuration(tmp_path: Path) -> None:
     message = r"a cache of 2 layers, given 1 in .*\. Fix: pass the configuration of the model that was saved\."
     with pytest.raises(StoreError, match=message):
         hf.ShardedCache(deeper.config).restore(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "states"),
+    [
+        ("qwen3_next", {}),
+        ("qwen3_next", {"recurrent.0.rows": torch.ones(1)}),
+        ("llama", {"recurrent.0.conv.0": torch.ones(1)}),
+    ],
+)
+def test_a_save_of_another_family_leaves_the_cache_as_it_was(
+    tmp_path: Path, family: str, states: dict[str, torch.Tensor]
+) -> None:
+    saved = am.KVCache(None, **SIZES)
+    saved.append(*torch.randn(2, 1, 2, 5, 8))
+    save_layers([saved] * (3 if family == "llama" else 1), tmp_path, extra_tensors=states)
+    cache = hf.ShardedCache(model_of(family).config)
+    with pytest.raises(StoreError, match="load: expected the states of this model, given"):
+        cache.restore(tmp_path)
+    assert not cache.kvs
 
 
 def test_another_prompt_has_its_own_ids(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from attnmesh.cache.cache import KVCache
-from attnmesh.cache.saved_cache import FolderLayer, LayersToLoad
+from attnmesh.cache.make_shards import FolderLayer
+from attnmesh.cache.saved_cache import LayersToLoad
 from attnmesh.comm.transport import flat_axis
 from attnmesh.errors import KernelError, StoreError
 from attnmesh.guard.agreement import Agreement, ComparedCalls
@@ -71,10 +72,10 @@ class FolderLayers(StoredLayers):
                 given = f"none in {folder}"
                 fix = "fill a new one by hf.generate, or restore this one into memory"
                 raise StoreError("ShardedCache folder", "a folder with the ids of its tokens", given, fix)
-        device = "cpu" if self.hot is None else None  # that of the mesh
+        options = {"device": "cpu" if self.hot is None else None, "checked": self.checked}  # None is that of the mesh
         room = LayersToLoad(self.num_kvs, self.capacity, self.tokens_per_key, self.hot)
         kvs = [
-            KVCache(self.mesh, **vars(sizes), device=device, checked=self.checked, folder=FolderLayer(opened, index))
+            KVCache(self.mesh, **{**sizes.arguments(), **options}, folder=FolderLayer(opened, index))
             for index, sizes in enumerate(room.sizes(layer_sizes) if layer_sizes else ())
         ]
         if ids is None:

@@ -247,6 +247,10 @@ class TailLayer(ShardedLayer):
         super().__init__(cache)
         self.tensors: dict[str, Tensor] = {}
 
+    def keeps(self, names: Sequence[str]) -> bool:
+        """Return whether these may be names of its tensors: those of recurrent states end with a number."""
+        return not any(name[-1:].isdigit() for name in names)
+
     def set_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Replace the tensors."""
         self.tensors = dict(tensors)

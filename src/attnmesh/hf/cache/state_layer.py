@@ -1,5 +1,6 @@
 """Layers of a `ShardedCache` that keep a recurrent state, whole on every rank: it does not grow with the tokens."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -31,6 +32,11 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         convolutions = ((f"conv.{i}", x) for i, x in self.conv_states.items() if self.has_previous_state[i])
         states = ((f"state.{i}", x) for i, x in self.recurrent_states.items() if self.has_previous_state[i])
         return {name: x for name, x in (*convolutions, *states) if x is not None}
+
+    def keeps(self, names: Sequence[str]) -> bool:
+        """Return whether these are names of its states, once it has seen tokens."""
+        known = {f"{kind}.{i}" for kind in ("conv", "state") for i in range(self.number_of_states)}
+        return bool(names) and known.issuperset(names)
 
     def set_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Replace the states by those of `tensors`."""

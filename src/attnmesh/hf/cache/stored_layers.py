@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import Cache, PreTrainedConfig
 
 from attnmesh.cache.cache import KVCache
-from attnmesh.cache.cache_config import CacheSizes
+from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.cache.saved_cache import LayersToLoad, Saving
 from attnmesh.errors import KernelError, ShapeError, StoreError
 from attnmesh.guard.agreement import Agreement
@@ -159,11 +159,13 @@ class StoredLayers(Cache):  # type: ignore[misc]
         del options["capacity"]
         layers = LayersToLoad(self.num_kvs, capacity, self.tokens_per_key, self.hot)
         kvs, extra_tensors, note = load_layers(KVCache, path, self.mesh, layers, device=device, **options)
+        names = [name for name in extra_tensors if name.startswith(STATES)]
+        states = {name.removeprefix(STATES): extra_tensors.pop(name).to(kvs[0].device) for name in names}
+        self._check_states(states, path)
         self._set_kvs(kvs)
         for layer in self.cross_layers:  # a cache with images is not saved
             layer.reset()
-        names = [name for name in extra_tensors if name.startswith(STATES)]
-        self.set_states({name.removeprefix(STATES): extra_tensors.pop(name).to(kvs[0].device) for name in names})
+        self.set_states(states)
         self.capacity = capacity
         self.history = CacheHistory.of(extra_tensors.pop("held", None), self.config)
         return extra_tensors, note
@@ -179,13 +181,22 @@ class StoredLayers(Cache):  # type: ignore[misc]
             layer_states = {name: x for name, x in states.items() if name.startswith(f"{number}.")}
             layer.set_tensors({name.removeprefix(f"{number}."): x for name, x in layer_states.items()})
 
-    def make(self, layers: Sequence[CacheSizes], tokens: int, device: torch.device) -> list[KVCache]:
+    def _check_states(self, states: Mapping[str, Tensor], path: str | Path) -> None:
+        """Raise unless states in a folder are those that these layers keep."""
+        layers = {str(number): layer for number, layer in self._layers_with_tensors}
+        for number in sorted({*layers, *(name.partition(".")[0] for name in states)}):
+            names = [name.removeprefix(f"{number}.") for name in states if name.startswith(f"{number}.")]
+            if number not in layers or not layers[number].keeps(names):
+                expected, fix = "the states of this model", "pass the configuration of the model that was saved"
+                raise StoreError("load", expected, f"{names} of layer {number} in {path}", fix)
+
+    def make(self, layers: Sequence[CacheConfig], tokens: int, device: torch.device) -> list[KVCache]:
         """Make the empty caches of all layers, with space for so many tokens, to be filled. Every rank calls it."""
         options = self._kv_options
         capacity = growth_capacity(tokens) if self.capacity is None else self.capacity
         options |= {"device": device}
         sizes = (replace(kv_sizes, capacity=capacity, block=self.block) for kv_sizes in layers)
-        kvs = [KVCache(self.mesh, **{**vars(kv_sizes), **options, "capacity": capacity}) for kv_sizes in sizes]
+        kvs = [KVCache(self.mesh, **{**kv_sizes.arguments(), **options, "capacity": capacity}) for kv_sizes in sizes]
         if kvs:
             self._set_kvs(kvs)
         return kvs

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from attnmesh.cache.cache import KVCache
-from attnmesh.cache.cache_config import CacheSizes
+from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.cache.cache_shard import shard_bytes
 from attnmesh.core.turns import Turn
 from attnmesh.errors import TooLong
@@ -26,7 +26,7 @@ FREE_MEMORY_SHARE = 0.75
 class Footprint:
     """Bytes of a request's cache on the rank that holds most, as the first cache of the model shows them."""
 
-    layers: list[tuple[CacheSizes, Place, int]]
+    layers: list[tuple[CacheConfig, Place, int]]
     """Sizes of each cache, where it is, and the tokens that a key stands for."""
     states: int
     grows: bool

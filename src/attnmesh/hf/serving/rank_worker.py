@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from attnmesh.cache.cache_config import CacheSizes
+from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.errors import InputError
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.chunked_prefill import left_to_decode, prefill_chunks, run_model
@@ -147,7 +147,7 @@ class RankWorker:
         cache.choose_block(tokens)
         cache.history.rope_regime = tuple(rope)
         room = max([tokens, *(block.stop for block, _ in blocks)])
-        kvs = cache.make([CacheSizes.from_code(code) for code in layers], room, self.model.device)
+        kvs = cache.make([CacheConfig.from_code(code) for code in layers], room, self.model.device)
         self.caches[number] = cache
         self.store.begin_reading(number, Reading(cache, CacheFiller(kvs), blocks, self.model.device))
         self.nbytes = self.measure()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from attnmesh.cache.cache_config import CacheSizes
+from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.errors import InputError, warn_once
 from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.cache.sharded_cache import ShardedCache
@@ -329,7 +329,7 @@ class StoreScheduler(StoreHooks):
             except OSError as error:
                 self._stop(error.errno or 0, 0)
 
-    def _read_layers(self) -> list[CacheSizes] | None:
+    def _read_layers(self) -> list[CacheConfig] | None:
         try:
             return self.folder.read_layers(self.name)
         except InputError:
@@ -500,7 +500,7 @@ class StoreScheduler(StoreHooks):
         return rope_regime(self.template.config, len(request.prompt))
 
 
-def _row_bytes(sizes: CacheSizes) -> int:
+def _row_bytes(sizes: CacheConfig) -> int:
     return sizes.kv_heads * sum(sizes.row_widths) * sizes.row_dtype.itemsize
 
 

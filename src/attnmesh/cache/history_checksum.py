@@ -1,0 +1,52 @@
+"""The history checksum of a cache: one number for its padding and reorders so far, which ranks compare."""
+
+import torch
+from torch import Tensor
+
+from attnmesh.core.digest import chained_checksum
+
+
+class HistoryChecksum:
+    """The `number` on the CPU, and the same `on_device`, where graphs read it.
+
+    A truncation undoes padding, and no reorder. So it is made anew from the checksum of reorders alone.
+    """
+
+    def __init__(self, device: torch.device, number: int = 0, of_orders: int = 0) -> None:
+        self.number, self._of_orders = number, of_orders
+        with torch.inference_mode(False):  # memory that can be written to in any mode
+            self.on_device = torch.full((), number, dtype=torch.int64, device=device)
+
+    def copied_to(self, device: torch.device) -> "HistoryChecksum":
+        """Return a copy in memory of a device."""
+        return HistoryChecksum(device, self.number, self._of_orders)
+
+    def add_padding(self, token_mask: Tensor | None, start: int) -> None:
+        """Add the padding of tokens that follow the first `start`.
+
+        Real tokens are left out: a rank on which an append has failed may not know that the batch had padding.
+        """
+        if token_mask is None:
+            return
+        places = (~token_mask).nonzero()  # few, and faster to add up than a mask of all tokens
+        if len(places):
+            self._set(chained_checksum(self.number + start, places))
+
+    def add_order(self, index: Tensor) -> None:
+        """Add a reorder."""
+        self._of_orders = chained_checksum(self._of_orders, index)
+        self._set(chained_checksum(self.number, index))
+
+    def truncate(self, length: int, token_mask: Tensor | None) -> None:
+        """Keep the reorders, and the padding of the tokens that are left; of none, nothing.
+
+        It is derived from what is left, since one rank alone may have done a call that this undoes.
+        """
+        self._of_orders = self._of_orders if length else 0
+        self._set(self._of_orders)
+        self.add_padding(token_mask, 0)
+
+    def _set(self, number: int) -> None:
+        if number != self.number:
+            self.number = number
+            self.on_device.fill_(number)

@@ -1,0 +1,106 @@
+"""Files of a save that have ranks' tokens: those that it wrote, or those of a folder that grows."""
+
+import os
+import re
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+from attnmesh.errors import StoreError
+from attnmesh.store.journal import Journal
+from attnmesh.store.layer_files import (
+    PIECE_TOKENS,
+    LastPieceFile,
+    LayerFiles,
+    RowShapes,
+    check_chain,
+    extend_chain,
+)
+from attnmesh.store.manifest import Manifest
+from attnmesh.store.tensor_file import DAMAGED_FIX, TensorFile
+
+PIECE_NAME = re.compile(r"([0-9]{1,9})\.([0-9]{1,9})\.([0-9]{1,15})-([0-9]{1,15})(?:\.([0-9]{1,9}))?\.safetensors")
+
+
+class PieceFile(NamedTuple):
+    """File of one rank's tokens `start` to `stop` of those saved, by its indices along heads and tokens.
+
+    It has the layers that keep the same tokens as layer `leader`.
+    """
+
+    head_rank: int
+    token_rank: int
+    start: int
+    stop: int
+    leader: int
+    path: Path
+    last_piece: LastPieceFile | None = None  # the same file, where it has the last tokens in a folder that grows
+
+    def open(self) -> TensorFile | LastPieceFile:
+        """Return the file, its header checked."""
+        return TensorFile(self.path) if self.last_piece is None else self.last_piece
+
+
+def piece_files(path: Path, manifest: Manifest) -> Iterator[PieceFile]:
+    """Yield the files of a save that hold ranks' tokens."""
+    folder = path / manifest.folder_name
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        raise StoreError(
+            "load", "a folder that KVCache.save wrote", f"{folder} ({error.strerror})", DAMAGED_FIX
+        ) from error
+    for name in names:
+        if match := PIECE_NAME.fullmatch(name):
+            head_rank, token_rank, start, stop, leader = (int(number or 0) for number in match.groups())
+            is_of_a_rank = head_rank < manifest.head_ranks and token_rank < manifest.token_ranks
+            if is_of_a_rank and start < stop <= manifest.length:
+                yield PieceFile(head_rank, token_rank, start, stop, leader, folder / name)
+
+
+def _layer_files(path: Path, manifest: Manifest, layer: int) -> Iterator[LayerFiles]:
+    """Yield where each rank's files of a layer are."""
+    leader = next(first for first, layers in manifest.groups.items() if layer in layers)
+    for head_rank, token_rank in product(range(manifest.head_ranks), range(manifest.token_ranks)):
+        yield LayerFiles(path / manifest.folder_name, head_rank, token_rank, layer, leader)
+
+
+def _read_journal(files: LayerFiles) -> Journal:
+    """Return the journal of a rank's layer, read."""
+    journal = files.journal()
+    if not journal.read():
+        raise StoreError("load", "a journal of each rank and layer", f"no {journal.path}", DAMAGED_FIX)
+    return journal
+
+
+def with_length_now(path: Path, manifest: Manifest) -> Manifest:
+    """Return the manifest of a folder that grows with the length that all its ranks and layers have."""
+    if not manifest.growing:
+        return manifest
+    layers = (files for layer in range(len(manifest.sizes)) for files in _layer_files(path, manifest, layer))
+    return manifest._replace(length=min(_read_journal(files).last.length for files in layers))
+
+
+def growing_pieces(path: Path, manifest: Manifest, layer: int) -> Iterator[PieceFile]:
+    """Yield the files of a layer in a folder that grows."""
+    sizes = manifest.sizes[layer]
+    shapes = RowShapes(sizes.row_dtype, sizes.batch, sizes.kv_heads // manifest.head_ranks, sizes.row_widths)
+    for files in _layer_files(path, manifest, layer):
+        journal = _read_journal(files)
+        base, stop = journal.records[0].stop, journal.last.stop
+        number = base // PIECE_TOKENS
+        filling = files.filling(number)
+        full = stop == base + PIECE_TOKENS and not filling.exists()
+        paths = [files.whole_or_shared(whole) for whole in range(number + full)]
+        chain = 0
+        for path in paths[:number]:
+            chain = extend_chain(chain, TensorFile(path), [*shapes.named(layer)])
+        check_chain(files, journal, chain)
+        piece_of = partial(PieceFile, head_rank=files.head_rank, token_rank=files.token_rank, leader=layer)
+        for whole, path in enumerate(paths):
+            yield piece_of(start=whole * PIECE_TOKENS, stop=(whole + 1) * PIECE_TOKENS, path=path)
+        if stop > base and not full:
+            last_piece = LastPieceFile(filling, journal, shapes, layer)
+            yield piece_of(start=base, stop=stop, path=filling, last_piece=last_piece)
