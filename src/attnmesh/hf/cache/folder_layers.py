@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attnmesh.cache.cache import KVCache
 from attnmesh.cache.saved_cache import FolderLayer, LayersToLoad
-from attnmesh.comm.transport import flat_axis
+from attnmesh.comm.topology import flat_axis
 from attnmesh.errors import KernelError, StoreError
 from attnmesh.guard.agreement import Agreement, ComparedCalls
 from attnmesh.hf.cache.history import CacheHistory
