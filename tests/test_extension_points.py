@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import attnmesh as am
-from attnmesh.comm.message import MessageForm
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial
 from attnmesh.core.scaling import Scaling
@@ -22,7 +21,7 @@ from attnmesh.kernels import choice
 from attnmesh.kernels.kernel import Kernel, KernelRequest
 from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Rectangle
 from attnmesh.mesh.merge_cost import add_all_to_all
-from attnmesh.mesh.merges import MERGES, CheckedPartial, Merge, MergeTransport
+from attnmesh.mesh.merges import MERGES, CheckedPartial, Form, Merge, MergeTransport
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.dense import dense
 from tests.support.mesh_problems import named_mesh
@@ -60,7 +59,7 @@ class Dense(Kernel):
         return Gradients(dlogits @ k, dk, dv)
 
 
-def merge_around(ranks: MergeTransport, message: Tensor, form: MessageForm, _: bool) -> CheckedPartial:
+def merge_around(ranks: MergeTransport[Form], message: Tensor, form: Form, _: bool) -> CheckedPartial:
     """Send on what came, to the next rank of a ring, until all have all messages."""
     (size, rank), rows = (ranks.axis.size, ranks.axis.index), [message]
     for _step in range(1, size):
@@ -68,7 +67,7 @@ def merge_around(ranks: MergeTransport, message: Tensor, form: MessageForm, _: b
         for wait in ranks.post([(dist.isend, ring[0], rows[-1]), (dist.irecv, ring[1], into)], "merging"):
             wait()
         rows.append(into)
-    return form.merged_partial(torch.stack([rows[(rank - other) % size] for other in range(size)]))
+    return form.merge(torch.stack([rows[(rank - other) % size] for other in range(size)]))
 
 
 RING = Merge(

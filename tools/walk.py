@@ -52,7 +52,7 @@ DRAWN = {
     ),
     "decode, 2 ranks, float64": (
         "The same step in float64, which no native merge takes: what it runs through beside these.",
-        "Here `agreement` is a `MergeAgreement`: its `with` is around `compute`. The record of a merge names a method\n"
+        "`MergeAgreement.raise_through_merge` would raise an error of `compute`. The record of a merge names a method\n"
         "of the axis's transport, which sends the messages: `tree`, or `direct` or `collective`.",
     ),
     "append, 2 ranks": (
@@ -65,7 +65,7 @@ DRAWN = {
 LEFT_OUT = ("core/", "mesh/", "runtime/", "kernels/traced", "kernels/rectangles", "kernels/native/native_digest")
 """Files of values and of questions, whose functions a drawing leaves out."""
 TRANSPORT = "comm/transport.py"
-"""The file whose functions are drawn also where `merge_ranks` of comm calls them."""
+"""The file whose functions are drawn also where `RequestedMerge.run` of comm calls them."""
 
 MOST = {"attention, 1 rank": 50, "attention, 2 ranks": 200, "decode, 1 rank": 12, "decode, 2 ranks": 30}
 """Frames that calls may take at most, by how their names begin."""
@@ -175,7 +175,7 @@ def stops(call: Callable[[], object]) -> list[Stop]:
             file.startswith(LEFT_OUT) or "<" in code.co_qualname or code.co_qualname.startswith("AttentionArguments.")
         )
         inside = above is not None and _room(above[0]) == "comm" == _room(code.co_filename)
-        inside = inside and not (file == TRANSPORT and any(name == "merge_ranks" for _, name in entered))
+        inside = inside and not (file == TRANSPORT and any(name == "RequestedMerge.run" for _, name in entered))
         if key not in parents and isinstance(docstring, str) and not hidden and not inside:
             parents[key] = next((other for other in reversed(entered[:-1]) if other in parents), None)
             depth = sum(other in parents for other in entered[:-1])

@@ -10,7 +10,7 @@ import attnmesh as am
 from attnmesh.comm import topology
 from attnmesh.comm.host_merge import host_merge_for
 from attnmesh.comm.mismatch import call_checksum, checksum_of
-from attnmesh.comm.rank_merge import chosen_merge, merge_ranks
+from attnmesh.comm.rank_merge import RequestedMerge
 from attnmesh.comm.topology import host_mailboxes
 from attnmesh.comm.transport import transport_of
 from attnmesh.core.digest import SUM_ELEMENTS, digest, digest_of_run, wide_bits
@@ -152,8 +152,8 @@ def _chosen() -> tuple[str, str, str]:
     place = world_axis()
     return (
         transport_of(place, CPU).fastest().name,
-        chosen_merge(place, "auto", "heads", CPU).name,
-        chosen_merge(place, "gather", "heads", CPU).name,
+        RequestedMerge(place, "auto", "heads").choose(CPU).name,
+        RequestedMerge(place, "gather", "heads").choose(CPU).name,
     )
 
 
@@ -217,7 +217,7 @@ def star() -> list[str]:
     for dtype in (torch.float32, torch.float64):
         partial = am.Partial(torch.zeros(1, 2, 1, 4, dtype=dtype), torch.zeros(1, 2, 1, dtype=dtype))
         with pytest.raises(KernelError, match=r"auto or one of tree, direct, .*, given 'star'") as caught:
-            merge_ranks(partial, checksum_of(0, partial.lse), world_axis(), "star", "replicated")
+            RequestedMerge(world_axis(), "star", "replicated").run(partial, checksum_of(0, partial.lse))
         said.append(str(caught.value))
     return said
 

@@ -14,13 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 import attnmesh as am
 from attnmesh.cli.launch import run_on_ranks
 from attnmesh.comm import mailbox_queue
+from attnmesh.comm.gather import all_gather_ints
 from attnmesh.comm.mailboxes import MESSAGE_BYTES, PeerLostError
 from attnmesh.comm.p2p import begin_messages
-from attnmesh.comm.transport import all_gather_ints
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.mesh_attention import executor
-from attnmesh.runtime.world import WORLD
 from tests.support.groups import world_axis
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool, on_each_rank
@@ -55,7 +54,7 @@ def _exchange_in_any_order(seed: int) -> tuple[int, int]:
             finished, length, finish = under_way.pop()
             for peer, (x,) in finish().items():
                 wrong += not torch.equal(x, _message(finished, peer, axis.index, length))
-    return wrong, len(WORLD.pending_messages)
+    return wrong, len(mailbox_queue.PENDING_MESSAGES)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -156,7 +155,7 @@ def test_an_error_of_the_thread_that_moves_messages_is_raised() -> None:
         raise PeerLostError(1, "rank 1 does not answer")
 
     with (
-        mock.patch.object(WORLD, "pending_messages", [mock.sentinel.message]),
+        mock.patch.object(mailbox_queue, "PENDING_MESSAGES", [mock.sentinel.message]),
         mock.patch.object(mailbox_queue, "_move", move),
         pytest.raises(PeerLostError, match="does not answer"),
         mailbox_queue.moved_by_thread(),

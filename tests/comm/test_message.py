@@ -41,9 +41,9 @@ def assert_equal(found: Partial, expected: Partial) -> None:
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_a_message_holds_the_checksum_and_the_partial(form: MessageForm) -> None:
     partial = partial_of(form)
-    message = form.packed(call(7, form), partial)
+    message = form.pack(call(7, form), partial)
     assert (message.dtype, len(message)) == (torch.uint8, form.size)
-    checksum, found = form.unpacked(message)
+    checksum, found = form.unpack(message)
     assert checksum.tolist() == [7, -7]
     assert_equal(found, partial)
 
@@ -51,7 +51,7 @@ def test_a_message_holds_the_checksum_and_the_partial(form: MessageForm) -> None
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_several_messages_are_read_at_once(form: MessageForm) -> None:
     partials = [partial_of(form, seed) for seed in range(3)]
-    messages = torch.stack([form.packed(call(seed, form), partial) for seed, partial in enumerate(partials)])
+    messages = torch.stack([form.pack(call(seed, form), partial) for seed, partial in enumerate(partials)])
     checksums, (outs, lses) = form.read(messages)
     assert checksums.tolist() == [[0, 0], [1, -1], [2, -2]]
     for out, lse, partial in zip(outs, lses, partials, strict=True):
@@ -61,9 +61,9 @@ def test_several_messages_are_read_at_once(form: MessageForm) -> None:
 @pytest.mark.parametrize("form", FORMS[:2], ids=str)
 def test_messages_merge_to_the_highest_checksum_and_the_merge_of_partials(form: MessageForm) -> None:
     partials = [partial_of(form, seed) for seed in range(3)]
-    messages = torch.stack([form.packed(call(seed, form), partial) for seed, partial in enumerate(partials)])
+    messages = torch.stack([form.pack(call(seed, form), partial) for seed, partial in enumerate(partials)])
     expected = merge_partials(partials)
-    for checksum, found in (form.merged_partial(messages), form.unpacked(form.merged_message(messages))):
+    for checksum, found in (form.merge(messages), form.unpack(form.merge_to_message(messages))):
         assert checksum.tolist() == [2, 0]
         for x, right in zip(found, expected, strict=True):
             torch.testing.assert_close(x, right, atol=FLOAT32, rtol=FLOAT32)
@@ -77,7 +77,7 @@ def test_what_is_written_into_a_blank_message_is_in_it() -> None:
     wanted = partial_of(PLAIN)
     for into, x in zip((checksum, *partial), (call(3), *wanted), strict=True):
         into.copy_(x)
-    assert torch.equal(message, PLAIN.packed(call(3), wanted))
+    assert torch.equal(message, PLAIN.pack(call(3), wanted))
 
 
 def test_short_messages_in_float32_alone_are_native() -> None:

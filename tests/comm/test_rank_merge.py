@@ -7,18 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attnmesh.comm import rank_merge
+from attnmesh.comm.comparison import announce_comparison, drop_unreceived
+from attnmesh.comm.gather import all_gather_ints
 from attnmesh.comm.mismatch import checksum_of
-from attnmesh.comm.rank_merge import (
-    best_across,
-    chosen_merge,
-    highest_checksum,
-    merge_checksums,
-    merge_ranks,
-    nan_unless_equal,
-    send_poison,
-)
-from attnmesh.comm.transport import all_gather_ints, announce_comparison, drop_unreceived, transport_of
+from attnmesh.comm.rank_merge import RequestedMerge, best_across, highest_checksum, nan_unless_equal
+from attnmesh.comm.transport import transport_of
 from attnmesh.core.candidates import NO_CANDIDATE, best_candidates, pack_candidates
 from attnmesh.core.partial import Partial, merge_partials
 from attnmesh.errors import KernelError
@@ -59,7 +52,7 @@ def call(number: int) -> Tensor:
 
 def test_one_rank_merges_nothing() -> None:
     partial, checksum = partials()[0], call(7)
-    merged, highest = merge_ranks(partial, checksum, Axis(), "tree", "replicated")
+    merged, highest = RequestedMerge(Axis(), "tree", "replicated").run(partial, checksum)
     assert merged is partial
     assert highest is checksum
 
@@ -77,7 +70,7 @@ def test_out_is_nan_unless_checksums_are_equal() -> None:
 def merged(merge: str, output: str, reproducible: bool, wire: torch.dtype | None) -> tuple[Partial, float]:
     axis = world_axis()
     own = partials(SHAPE, axis.size)[axis.index]
-    result, checksum = merge_ranks(own, call(7), axis, merge, output, wire, reproducible=reproducible)
+    result, checksum = RequestedMerge(axis, merge, output, wire, reproducible).run(own, call(7))
     return result, checksum.sum().item()
 
 
@@ -112,8 +105,9 @@ def merged_with_another_call(merge: str, output: str, shape: tuple[int, ...]) ->
     """Return whether out is NaN on this rank, whether the checksum tells, and whether the next merge is right."""
     rank, axis = dist.get_rank(), world_axis()
     own = partials(shape, 2)[rank]
-    result, checksum = merge_ranks(own, call(7 + rank), axis, merge, output)
-    again, _ = merge_ranks(own, call(7), axis, merge, output)
+    requested = RequestedMerge(axis, merge, output)
+    result, checksum = requested.run(own, call(7 + rank))
+    again, _ = requested.run(own, call(7))
     return bool(result.out.isnan().all()), checksum.sum().item() != 0, bool(again.out.isfinite().all())
 
 
@@ -127,10 +121,10 @@ def test_ranks_with_other_calls_get_nan(merge: str, shape: tuple[int, ...], outp
 @on_each_rank
 def merged_with_poison(merge: str, output: str, shape: tuple[int, ...]) -> tuple[bool, float]:
     """Rank 1 has an error. Return whether this rank has no result, and what its checksums add up to."""
-    axis = world_axis()
+    requested = RequestedMerge(world_axis(), merge, output)
     if dist.get_rank() == 1:
-        return True, send_poison(axis, merge, output).sum().item()
-    result, checksum = merge_ranks(partials(shape)[0], call(7), axis, merge, output)
+        return True, requested.send_poison().sum().item()
+    result, checksum = requested.run(partials(shape)[0], call(7))
     return bool(result.out.isnan().all()), checksum.sum().item()
 
 
@@ -147,8 +141,8 @@ def poisoned_by_a_wrong_name() -> bool:
     """Rank 1 was given names of no merge and no output. It takes part all the same, in the merge of "auto"."""
     axis = world_axis()
     if dist.get_rank() == 1:
-        return send_poison(axis, "best", "none").sum().item() != 0
-    return bool(merge_ranks(partials()[0], call(7), axis, "auto", "replicated")[0].out.isnan().all())
+        return RequestedMerge(axis, "best", "none").send_poison().sum().item() != 0
+    return bool(RequestedMerge(axis, "auto", "replicated").run(partials()[0], call(7))[0].out.isnan().all())
 
 
 def test_a_rank_with_a_wrong_name_sends_poison_too(pool: Pool) -> None:
@@ -167,8 +161,8 @@ def compare_while_merges_are_timed() -> list[list[int]]:
         raise AssertionError("rank 1 has sent nothing")
 
     if axis.index == 0:
-        with mock.patch.object(rank_merge, "chosen_merge", timed):
-            merged, checksum = merge_ranks(partials()[0], call(7), axis, "auto", "replicated")
+        with mock.patch.object(RequestedMerge, "choose", timed):
+            merged, checksum = RequestedMerge(axis, "auto", "replicated").run(partials()[0], call(7))
         assert float(checksum.sum()) != 0
         assert bool(merged.out.isnan().all())
     announce_comparison(mesh)
@@ -186,7 +180,8 @@ def test_a_rank_that_times_merges_compares_with_one_that_does(pool: Pool) -> Non
 def highest_checksums() -> tuple[list[float], list[float]]:
     axis = world_axis()
     own = torch.tensor([float(axis.index), -float(axis.index)])
-    return highest_checksum(own, axis).tolist(), merge_checksums(axis, "tree", "replicated", own).tolist()
+    merged = RequestedMerge(axis, "tree", "replicated").merge_checksums(own)
+    return highest_checksum(own, axis).tolist(), merged.tolist()
 
 
 def test_each_rank_gets_the_maximum_of_both_numbers(pool: Pool) -> None:
@@ -195,7 +190,7 @@ def test_each_rank_gets_the_maximum_of_both_numbers(pool: Pool) -> None:
 
 @on_each_rank
 def chosen(merge: str, output: str, reproducible: bool) -> str:
-    return chosen_merge(world_axis(), merge, output, CPU, reproducible=reproducible).name
+    return RequestedMerge(world_axis(), merge, output, reproducible=reproducible).choose(CPU).name
 
 
 @pytest.mark.parametrize("name", MERGES)
@@ -212,7 +207,7 @@ def test_a_reproducible_merge_is_a_tree(pool: Pool) -> None:
 @on_each_rank
 def chosen_by_auto() -> tuple[str, str, str]:
     axis = world_axis()
-    names = [chosen_merge(axis, "auto", output, CPU).name for output in OUTPUTS]
+    names = [RequestedMerge(axis, "auto", output).choose(CPU).name for output in OUTPUTS]
     return names[0], names[1], transport_of(axis, CPU).fastest().name
 
 
@@ -225,7 +220,7 @@ def test_auto_is_the_fastest_or_sends_heads_to_their_ranks(pool: Pool) -> None:
 @on_each_rank
 def wrong_merge() -> str:
     with pytest.raises(KernelError) as caught:
-        chosen_merge(world_axis(), "best", "replicated", CPU)
+        RequestedMerge(world_axis(), "best", "replicated").choose(CPU)
     return str(caught.value)
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import attnmesh as am
-from attnmesh.comm import transport
+from attnmesh.comm import gather
 from attnmesh.errors import InputError, MeshError, UnforeseenError
 from attnmesh.guard.agreement import Agreement
 from attnmesh.kernels.implementations import native
@@ -138,7 +138,7 @@ def outputs_and_comparisons(checked: bool | None, length: int | None) -> list[An
     mesh = named_mesh(Shape(1, 2, 1), AXES)
     x = torch.ones(1, 2, 5 - dist.get_rank(), WIDTH)
     options = {"mesh": mesh, "layout": am.Zigzag(), "length": length, "checked": checked}
-    exchanges, share = [], transport.all_gather_ints
+    exchanges, share = [], gather.all_gather_ints
     with mock.patch(
         "attnmesh.guard.agreement.all_gather_ints", lambda *arguments: (exchanges.append(1), share(*arguments))[1]
     ):
@@ -338,7 +338,7 @@ def _compared_in_the_with(fails: bool) -> tuple[object, int]:
     """On a rank: the payloads of all, or the error of rank 1 as it describes its call; and the exchanges."""
     mesh = Mesh.of(am.init_mesh((1, 1, 2)))
     found: object = None
-    exchanges, share = [], transport.all_gather_ints
+    exchanges, share = [], gather.all_gather_ints
     with mock.patch("attnmesh.guard.agreement.all_gather_ints", lambda *given: (exchanges.append(1), share(*given))[1]):
         try:
             with Agreement(mesh, "save") as agreement:

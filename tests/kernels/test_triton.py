@@ -173,13 +173,13 @@ def test_random_messages_are_merged_in_one_launch(seed: int, monkeypatch: pytest
             if last and fault == "empty message":
                 none = MessageForm((1, 0, 0, 1), torch.float32, torch.float32)
                 inf = torch.full((2,), torch.inf)
-                message = none.packed(inf, Partial(torch.zeros(none.shape), torch.zeros(none.shape[:-1])))
+                message = none.pack(inf, Partial(torch.zeros(none.shape), torch.zeros(none.shape[:-1])))
                 everyone[rank].merge(message, none.shape, take=False)
             elif last and fault == "no message":
                 everyone[rank].steps.add_(1)
             else:
                 checksum = torch.tensor([number, -number])
-                everyone[rank].merge(form.packed(checksum, Partial(out, lse)), shape, take=False)
+                everyone[rank].merge(form.pack(checksum, Partial(out, lse)), shape, take=False)
         exact = merge_stack(Partial(*(x.double() for x in partials)))
         for rank in range(ranks):
             if rank == ranks - 1 and fault.endswith("message"):
@@ -251,8 +251,8 @@ def test_random_merges_agree_with_float64(seed: int) -> None:
         numbers = [17.0] * (shape[0] - 1) + [17.0 if agreed else 18.0]
         rows = torch.zeros(shape[0], form.size + 12, dtype=torch.uint8)
         for row, number, out, lse in zip(rows, numbers, *partials, strict=True):
-            row[: form.size] = form.packed(torch.tensor([number, -number]), Partial(out, lse))
-        checksum, whole = form.partial_views(form.merged_message(rows[:, : form.size]))
+            row[: form.size] = form.pack(torch.tensor([number, -number]), Partial(out, lse))
+        checksum, whole = form.partial_views(form.merge_to_message(rows[:, : form.size]))
         assert checksum.tolist() == [max(numbers), -min(numbers)]
         if min(numbers) < max(numbers):
             assert whole.out.isnan().all()

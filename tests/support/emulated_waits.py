@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import attnmesh as am
 import attnmesh.hf as hf
-from attnmesh.comm.transport import flat_axis
+from attnmesh.comm.topology import flat_axis
 from attnmesh.core.partial import Partial
 from attnmesh.decoding.index_search import top_k_tokens
 from attnmesh.mesh.shapes import AXES

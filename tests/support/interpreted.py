@@ -175,7 +175,7 @@ def interpreting(kernel: str) -> Iterator[None]:
         return
     os.environ["TRITON_INTERPRET"] = "1"
     try:
-        with patch("attnmesh.comm.transport._time_merges", _times_by_size):
+        with patch("attnmesh.comm.merge_trials._time_merges", _times_by_size):
             yield
     finally:
         del os.environ["TRITON_INTERPRET"]

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from attnmesh.comm.mailbox_queue import moved_by_thread
+from attnmesh.comm.mailbox_queue import PENDING_MESSAGES, moved_by_thread
+from attnmesh.comm.mailboxes import OPEN_MAILBOXES
 from attnmesh.errors import MeshError, RankFailure
 from attnmesh.mesh.axes import Axis, backends
 from attnmesh.runtime.world import WORLD
@@ -70,7 +71,7 @@ def wait_for(work: Any, device_type: str, axis: Axis, activity: str, peer: int |
     """
     seconds = WORLD.deadline if axis.group is None or backends(axis.group)[device_type] == "gloo" else None
     try:
-        with moved_by_thread() if WORLD.pending_messages else nullcontext():
+        with moved_by_thread() if PENDING_MESSAGES else nullcontext():
             work.wait(*() if seconds is None else (timedelta(seconds=seconds),))
     except RuntimeError as error:
         raise disconnect_and_diagnose(axis, activity, peer, error) from error
@@ -234,7 +235,7 @@ def _close_connections() -> None:
 
     A connection that is broken already closes no other, so one receive is posted to each peer of each group.
     """
-    for mailboxes in list(WORLD.mailboxes):
+    for mailboxes in list(OPEN_MAILBOXES):
         mailboxes.abort()
     for group in list(distributed_c10d._world.pg_map):
         if isinstance(group, ProcessGroup) and group.size() > 1 and backends(group).get("cpu") == "gloo":

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from attnmesh.comm.failures import disconnect_and_diagnose
-from attnmesh.comm.mailbox_queue import finish_pending_of
+from attnmesh.comm.mailbox_queue import PENDING_MESSAGES, finish_pending_of
 from attnmesh.comm.mailboxes import (
     BOX_HEADER_BYTES,
     CHECK_INTERVAL,
@@ -27,7 +27,7 @@ from attnmesh.kernels.native.abi import DTYPE_CODES, error_of
 from attnmesh.kernels.native.build import library
 from attnmesh.mesh.axes import Axis
 from attnmesh.runtime.counters import count_messages
-from attnmesh.runtime.world import WORLD, collective_once
+from attnmesh.runtime.world import collective_once
 
 CALL, FIXED, LAYER = struct.Struct("2P4q"), struct.Struct("P10q"), struct.Struct("2P3q")
 """Fields of `Linear` in `linear.cpp`: those of each call, those of all calls of the layers, and those of each layer."""
@@ -173,7 +173,7 @@ class HostLinear:
                 raise mailboxes.error_after_loss(
                     next(member for member in mailboxes.members if member != self.axis.index)
                 )
-            if WORLD.pending_messages:
+            if PENDING_MESSAGES:
                 finish_pending_of(mailboxes)
             code = self.function(fields, 0)
             if 0 <= code < pieces * operations_per_piece:

@@ -1,6 +1,5 @@
 """Merges between ranks of one host as one native call, with operations that are found once for each kind of partial."""
 
-import math
 import struct
 from collections.abc import Sequence
 from ctypes import memmove, string_at
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm.failures import disconnect_and_diagnose
-from attnmesh.comm.mailbox_queue import finish_pending_of
+from attnmesh.comm.mailbox_queue import PENDING_MESSAGES, finish_pending_of
 from attnmesh.comm.mailboxes import Mailboxes, PeerLostError
 from attnmesh.comm.message import BlankMessage, MessageForm
 from attnmesh.comm.mismatch import MODULUS, UNEQUAL_CHECKSUM, CallsDifferError
@@ -22,7 +21,7 @@ from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.merges import Merge, Pattern
 from attnmesh.mesh.reduction_tree import Round
 from attnmesh.runtime.counters import count_messages, current_traffic
-from attnmesh.runtime.world import WORLD, cached_per_world
+from attnmesh.runtime.world import cached_per_world
 
 CHECKSUM = struct.Struct("2f")
 
@@ -31,28 +30,25 @@ ALIGN_FLOATS = 16
 
 
 class HostMerge:
-    """The merge of partials of one shape in float32, along an axis whose ranks share a host and the native library."""
+    """The merge of partials of one form in float32, along an axis whose ranks share a host and the native library."""
 
-    def __init__(self, axis: Axis, shape: tuple[int, ...], merge: Merge, mailboxes: Mailboxes) -> None:
-        self.axis, self.shape, self.mailboxes = axis, shape, mailboxes
-        self.rows = math.prod(shape[:-1])
-        self.width = shape[-1]
-        self.header_numbers = 2 + self.rows  # numbers before the rows of out
-        self.padding_numbers = -self.header_numbers % ALIGN_FLOATS  # unused numbers
-        self.numbers = self.padding_numbers + self.header_numbers + self.rows * self.width
+    def __init__(self, axis: Axis, form: MessageForm, merge: Merge, mailboxes: Mailboxes) -> None:
+        self.axis, self.shape, self.mailboxes = axis, form.shape, mailboxes
+        self.rows, self.width = form.sizes
+        number = form.lse_dtype.itemsize
+        self.checksum, self.lse, self.out = (slice(x.start // number, x.stop // number) for x in form.parts)
+        self.padding_numbers = -self.out.start % ALIGN_FLOATS  # unused numbers before a message
+        self.numbers = self.padding_numbers + self.out.stop
         self.rounds = merge_rounds(axis, reproducible=False)[axis.index] if merge.pattern is Pattern.ROUNDS else None
 
     def blank_message(self) -> BlankMessage:
         """Return memory for a message. `run` writes its checksum.
 
-        It has the checksum, the lse of each row, and the rows of out, as in a `MessageForm`.
-
         Rows of out begin at a multiple of 64 bytes, as in a tensor of their own. Products of matrices may round
         otherwise elsewhere, and ranks would go on with other bits.
         """
-        head = self.header_numbers
         message = torch.empty(self.numbers, dtype=torch.float32, device="cpu")[self.padding_numbers :]
-        out, lse = message[head:].view(self.shape), message[2:head].view(self.shape[:-1])
+        out, lse = message[self.out].view(self.shape), message[self.lse].view(self.shape[:-1])
         return BlankMessage(message, None, Partial(out, lse))
 
     def heads_of_output(self, output: str) -> slice | None:
@@ -71,7 +67,7 @@ class HostMerge:
             if traffic is not None:
                 traffic.merges.append(perf_counter() - began)
         except CallsDifferError:  # a peer compares its call: give up the merge as unequal, and compare too
-            message[:2] = UNEQUAL_CHECKSUM
+            message[self.checksum] = UNEQUAL_CHECKSUM
             return False
         first, second = cast(tuple[float, float], CHECKSUM.unpack(string_at(start, CHECKSUM.size)))
         return first + second == 0
@@ -87,7 +83,7 @@ def host_merge_for(axis: Axis, shape: tuple[int, ...], merge: Merge) -> HostMerg
     form = MessageForm(shape, torch.float32, torch.float32)
     if mailboxes is None or not form.is_native or not merge.is_native:
         return None
-    return HostMerge(axis, shape, merge, mailboxes)
+    return HostMerge(axis, form, merge, mailboxes)
 
 
 def merge_in_host(
@@ -95,7 +91,7 @@ def merge_in_host(
 ) -> None:
     """Merge with ranks of this host in one native call, in place: by rounds of a tree, or all at once without any."""
     try:
-        if WORLD.pending_messages:
+        if PENDING_MESSAGES:
             finish_pending_of(mailboxes)
         if own_rounds is None:
             mailboxes.merge_at_once(message, rows, width)

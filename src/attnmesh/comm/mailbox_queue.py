@@ -8,7 +8,7 @@ its process group, a thread moves them.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from time import monotonic
 
 from torch import Tensor
@@ -41,10 +41,19 @@ class PendingMessage:
         self.line = id(self.mailboxes), self.peer, self.sends
 
 
+PENDING_MESSAGES: list[PendingMessage] = []
+"""Messages under way, of all threads."""
+
+LOCK = Lock()
+"""Guards them."""
+
+WORLD.on_close(PENDING_MESSAGES.clear)
+
+
 def begin_pending(messages: Sequence[PendingMessage]) -> None:
     """Begin to send and receive messages."""
-    with WORLD.lock:
-        WORLD.pending_messages += messages
+    with LOCK:
+        PENDING_MESSAGES.extend(messages)
     _move()
 
 
@@ -63,11 +72,11 @@ def _wait_for(pending: PendingMessage) -> None:
     began = monotonic()
     watch = MismatchWatch(mailboxes)
     try:
-        while pending in WORLD.pending_messages:
+        while pending in PENDING_MESSAGES:
             if _move():
                 continue
             watch.poll(mailboxes.awaited(peer, sends=sends))
-            seconds = CHECK_INTERVAL if len(WORLD.pending_messages) == 1 else MAX_WAIT
+            seconds = CHECK_INTERVAL if len(PENDING_MESSAGES) == 1 else MAX_WAIT
             mailboxes.wait(peer, sends=sends, seconds=seconds, since=began)
     finally:
         mailboxes.say_awaited()
@@ -77,17 +86,23 @@ def _wait_for(pending: PendingMessage) -> None:
 
 def finish_pending_of(mailboxes: Mailboxes) -> None:
     """Finish the messages of a call that was broken off, which come before what is sent by these mailboxes next."""
-    for pending in tuple(WORLD.pending_messages):
+    for pending in tuple(PENDING_MESSAGES):
         if pending.mailboxes is mailboxes:
             finish_pending(pending)
 
 
+def drop_pending_of(mailboxes: Mailboxes) -> None:
+    """Forget the messages of calls that were broken off. Only those in the boxes were sent."""
+    with LOCK:
+        PENDING_MESSAGES[:] = [pending for pending in PENDING_MESSAGES if pending.mailboxes is not mailboxes]
+
+
 def _move() -> bool:
     """Move all messages that need not wait, each after those before it on its line. Return whether any has moved."""
-    with WORLD.lock:
-        count = len(WORLD.pending_messages)
+    with LOCK:
+        count = len(PENDING_MESSAGES)
         waiting = set[tuple[int, int, bool]]()
-        for pending in tuple(WORLD.pending_messages):
+        for pending in tuple(PENDING_MESSAGES):
             mailboxes, peer, message = pending.mailboxes, pending.peer, pending.message
             if pending.line in waiting or not mailboxes.is_ready(peer, sends=pending.sends):
                 waiting.add(pending.line)
@@ -97,8 +112,8 @@ def _move() -> bool:
             else:
                 pending.differs = pending.is_fixed_size and mailboxes.size_of_next(peer) != message.nbytes
                 mailboxes.recv(peer, message)
-            WORLD.pending_messages.remove(pending)
-        return len(WORLD.pending_messages) < count
+            PENDING_MESSAGES.remove(pending)
+        return len(PENDING_MESSAGES) < count
 
 
 @contextmanager
@@ -109,7 +124,7 @@ def moved_by_thread() -> Iterator[None]:
 
     def run() -> None:
         try:
-            while WORLD.pending_messages and not ended.wait(MAX_WAIT):
+            while PENDING_MESSAGES and not ended.wait(MAX_WAIT):
                 _move()
         except Exception as error:
             errors.append(error)

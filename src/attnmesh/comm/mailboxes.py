@@ -19,8 +19,10 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from time import monotonic, time
 from typing import NamedTuple, cast
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -152,7 +154,8 @@ class Mailboxes:
         """Exchanges of numbers by the boards, and how often the ranks have dropped messages of calls that differ."""
         self.ranks = frozenset[int]()
         """Ranks of the world along the axis, for which `topology` made these boxes."""
-        WORLD.mailboxes.add(self)
+        self.lock = Lock()
+        OPEN_MAILBOXES.add(self)
 
     def holds(self, merge_round: Round) -> bool:
         """Return whether all ranks of a round are members."""
@@ -176,11 +179,11 @@ class Mailboxes:
 
     def send(self, peer: int, message: Tensor) -> None:
         """Copy a message of bytes into the box to a peer, once the previous one is received."""
-        self._run_operations([self._sending(peer)], message)
+        self._run_operations([self._send_operation(peer)], message)
 
     def recv(self, peer: int, into: Tensor) -> None:
         """Wait for the next message of a peer, and copy it. One of another size gets `UNEQUAL_CHECKSUM`."""
-        self._run_operations([self._receiving(COPY, peer)], into)
+        self._run_operations([self._receive_operation(COPY, peer)], into)
 
     def all_gather(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return the numbers of all members, at most `MAX_NUMBERS` each, in their order.
@@ -208,15 +211,15 @@ class Mailboxes:
         """Merge a message in float32 with those of the other ranks, in place, by the rounds of a tree."""
         operations = []
         for send, recv in rounds:
-            operations += [self._sending(peer) for peer in send]
-            operations.append(self._receiving(MERGE, recv))
+            operations += [self._send_operation(peer) for peer in send]
+            operations.append(self._receive_operation(MERGE, recv))
         self._run_operations(operations, message, rows, width)
 
     def merge_at_once(self, message: Tensor, rows: int, width: int) -> None:
         """Merge a message in float32 with those of all members, in place, in their order: one exchange."""
-        operations = [self._sending(peer) for peer in self.members if peer != self.index]
+        operations = [self._send_operation(peer) for peer in self.members if peer != self.index]
         for peer in self.members:
-            operations.append((OWN, peer, 0, 0) if peer == self.index else self._receiving(AWAIT, peer))
+            operations.append((OWN, peer, 0, 0) if peer == self.index else self._receive_operation(AWAIT, peer))
         self._run_operations(operations, message, rows, width)
 
     def _next(self, peer: int, *, sends: bool) -> tuple[int, int]:
@@ -228,13 +231,13 @@ class Mailboxes:
         box, count = self._next(peer, sends=sends)
         return CounterWait(peer, box // 8 + RECEIVED_WORD * sends, count)
 
-    def _sending(self, peer: int) -> MailboxOperation:
+    def _send_operation(self, peer: int) -> MailboxOperation:
         """Return the operation that sends the next message to a peer."""
         operation = SEND, peer, *self._next(peer, sends=True)
         self.sent[peer] += 1
         return operation
 
-    def _receiving(self, kind: int, peer: int) -> MailboxOperation:
+    def _receive_operation(self, kind: int, peer: int) -> MailboxOperation:
         """Return the operation that receives the next message of a peer."""
         operation = kind, peer, *self._next(peer, sends=False)
         self.received[peer] += 1
@@ -338,19 +341,16 @@ class Mailboxes:
 
         A member that waits for a message of another call then raises `CallsDifferError`, and joins them.
         """
-        with WORLD.lock:  # threads may compare calls at the same time
+        with self.lock:  # threads may compare calls at the same time
             self.agreements += 1
             self.words[self.boards[self.index] // 8 + AGREEMENTS_WORD] = self.agreements
 
     def drop_unreceived(self) -> None:
         """Drop the messages that no call of this rank has received, after ranks have made calls that differ.
 
-        No rank sends meanwhile: all ranks are between two exchanges of their agreement. Of a call that was broken off,
-        only the messages in the boxes were sent.
+        No rank sends meanwhile: all ranks are between two exchanges of their agreement.
         """
         self.drops += 1
-        with WORLD.lock:
-            WORLD.pending_messages[:] = [pending for pending in WORLD.pending_messages if pending.mailboxes is not self]
         for peer in self.members:
             if peer != self.index:
                 box = self.boxes_from[peer] // 8
@@ -364,6 +364,10 @@ class Mailboxes:
         """Make every rank that waits for this one raise, and this one if it goes on."""
         self.has_left = True
         self.words[self.boards[self.index] // 8 + LEFT_WORD] = 1
+
+
+OPEN_MAILBOXES = WeakSet[Mailboxes]()
+"""All mailboxes of this process."""
 
 
 class MismatchWatch:

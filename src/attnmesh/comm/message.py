@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -26,13 +27,19 @@ class MessageForm:
         """Rows, and columns of out."""
         return math.prod(self.shape[:-1]), self.shape[-1]
 
-    @property
-    def size(self) -> int:
-        """Bytes of a message."""
+    @cached_property
+    def parts(self) -> tuple[slice, slice, slice]:
+        """Bytes of the checksum, of lse and of out in a message."""
         rows, width = self.sizes
-        head, out = (2 + rows) * self.lse_dtype.itemsize, rows * width * self.out_dtype.itemsize
-        # A whole count of numbers in the dtype of lse, as which a message is viewed.
-        return head + -(-out // self.lse_dtype.itemsize) * self.lse_dtype.itemsize
+        first = 2 * self.lse_dtype.itemsize
+        middle = first + rows * self.lse_dtype.itemsize
+        return slice(0, first), slice(first, middle), slice(middle, middle + rows * width * self.out_dtype.itemsize)
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes of a message: a whole count of numbers in the dtype of lse, as which it is viewed."""
+        number = self.lse_dtype.itemsize
+        return -(-self.parts[-1].stop // number) * number
 
     @property
     def is_native(self) -> bool:
@@ -48,12 +55,12 @@ class MessageForm:
         checksum, (out, lse) = self.read(message[None])
         return checksum[0], Partial(out[0], lse[0])
 
-    def unpacked(self, message: Tensor) -> tuple[Tensor, Partial]:
+    def unpack(self, message: Tensor) -> tuple[Tensor, Partial]:
         """Return the checksum and the partial of a message, with `out` in the dtype of lse."""
         checksum, (out, lse) = self.partial_views(message)
         return checksum, Partial(out.to(self.lse_dtype), lse)
 
-    def packed(self, checksum: Tensor, partial: Partial) -> Tensor:
+    def pack(self, checksum: Tensor, partial: Partial) -> Tensor:
         """Return the message of one rank."""
         out = partial.out.to(self.out_dtype).reshape(-1)
         if self.out_dtype == self.lse_dtype:
@@ -64,25 +71,22 @@ class MessageForm:
 
     def read(self, messages: Tensor) -> tuple[Tensor, Partial]:
         """Return the checksums and the partials of several messages, stacked."""
-        size = self.lse_dtype.itemsize
-        first = 2 * self.lse_dtype.itemsize
-        count = math.prod(self.shape[:-1])
-        middle = first + count * size
-        lse = messages[:, first:middle].view(self.lse_dtype).view(len(messages), *self.shape[:-1])
-        out = messages[:, middle : middle + count * self.shape[-1] * self.out_dtype.itemsize].view(self.out_dtype)
-        return messages[:, :first].view(self.lse_dtype), Partial(out.view(len(messages), *self.shape), lse)
+        checksum, lse, out = self.parts
+        all_lse = messages[:, lse].view(self.lse_dtype).view(len(messages), *self.shape[:-1])
+        all_out = messages[:, out].view(self.out_dtype).view(len(messages), *self.shape)
+        return messages[:, checksum].view(self.lse_dtype), Partial(all_out, all_lse)
 
-    def merged_message(self, messages: Tensor) -> Tensor:
+    def merge_to_message(self, messages: Tensor) -> Tensor:
         """Return the merge of several messages as one message."""
         checksums, partials = self.read(messages)
         if not use_triton(partials.lse):
-            return self.packed(checksums.amax(0), merge_stack(partials))
+            return self.pack(checksums.amax(0), merge_stack(partials))
         message = self.blank(messages.device)
         checksum, partial = self.partial_views(message)
         merge_stack_on_device(partials, partial, checksums=checksums, checksum=checksum)
         return message
 
-    def merged_partial(self, messages: Tensor) -> tuple[Tensor, Partial]:
+    def merge(self, messages: Tensor) -> tuple[Tensor, Partial]:
         """Return the maximum of the checksums and the merge of the partials of several messages."""
         checksums, partials = self.read(messages)
         if not use_triton(partials.lse):

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.digest import SUM_ELEMENTS, digest
-from attnmesh.kernels.cache_view import LENGTH
 from attnmesh.kernels.native.native_digest import digest_on_cpu, wrapped
 from attnmesh.kernels.stacked_merge import launch_checksum, use_triton
 
@@ -43,18 +42,16 @@ class CallsDifferError(Exception):
 
 
 def call_checksum(
-    tensors: Sequence[Tensor], call_hash: int, device_counts: Tensor, like: Tensor, into: Tensor | None
+    tensors: Sequence[Tensor], call_hash: int, length: Tensor, like: Tensor, into: Tensor | None
 ) -> Tensor:
-    """Return the checksum of a call and of bits of tensors. `device_counts` of its cache begin with the length."""
+    """Return the checksum of a call, of bits of tensors, and of a cache's length, with which `length` begins."""
     fits = len(tensors) <= 2 and sum(x.numel() for x in tensors) <= SUM_ELEMENTS  # one program is faster than PyTorch
     if fits and use_triton(like):
-        return launch_checksum(tensors, call_hash, device_counts, MODULUS, like.new_empty(2) if into is None else into)
-    if device_counts.device.type == "cpu":
-        number: int | Tensor = wrapped(
-            call_hash + int(device_counts.tolist()[LENGTH]) + sum(map(digest_on_cpu, tensors))
-        )
+        return launch_checksum(tensors, call_hash, length, MODULUS, like.new_empty(2) if into is None else into)
+    if length.device.type == "cpu":
+        number: int | Tensor = wrapped(call_hash + int(length.tolist()[0]) + sum(map(digest_on_cpu, tensors)))
     else:
-        number = sum(map(digest, tensors), start=call_hash + device_counts[LENGTH])
+        number = sum(map(digest, tensors), start=call_hash + length[0])
     checksum = checksum_of(number, like)
     return checksum if into is None else into.copy_(checksum)
 

@@ -1,6 +1,7 @@
-"""Merge partials across ranks, once the ranks have checked their calls: by a record of `mesh/merges.py`."""
+"""Merges of partials across ranks, once the ranks have checked their calls: by a record of `mesh/merges.py`."""
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,75 +19,86 @@ from attnmesh.mesh.merges import MERGES, OUTPUTS, CheckedPartial, Merge, Pattern
 from attnmesh.runtime.counters import timed_merge
 
 
-def merge_ranks(
-    partial: Partial,
-    checksum: Tensor,
-    axis: Axis,
-    merge_name: str,
-    output: str,
-    wire: torch.dtype | None = None,
-    *,
-    reproducible: bool = False,
-    message: Tensor | None = None,
-) -> tuple[Partial, Tensor]:
-    """Return all ranks' partials merged, and their top checksum. `out` is NaN if the checksums differ.
+class RequestedMerge(NamedTuple):
+    """The merge that a call asks for, along an axis whose ranks have checked the call."""
 
-    Args:
-        partial: Attention over this rank's keys.
-        checksum: Checksum of the call, as `checksum_of` returns it.
-        axis: The ranks that merge.
-        merge_name: The merge, as `merge_across` names it.
-        output: Heads of the result, as in `merge_across`.
-        wire: Dtype in which partials travel; None for that of their sums.
-        reproducible: Merge even ranks with odd ranks last, as in `decode(reproducible=True)`. Otherwise ranks of a host
-            merge first.
-        message: A message that already holds the checksum and the partial.
-    """
-    if axis.size == 1:
-        return partial, checksum
-    try:
-        return _merge_messages(partial, checksum, axis, merge_name, output, wire, reproducible, message)
-    except CallsDifferError:  # a peer compares its call: give up the merge as unequal, and compare too
-        checksum = torch.full_like(checksum, UNEQUAL_CHECKSUM)
-        return nan_unless_equal(_output_heads(partial, axis, output), checksum), checksum
+    axis: Axis
+    name: str  # of the merge, as `merge_across` names it
+    output: str  # heads of the result, as in `merge_across`
+    wire: torch.dtype | None = None  # dtype in which partials travel; None for that of their sums
+    reproducible: bool = False  # True to merge even ranks with odd ranks last; otherwise ranks of a host merge first
 
+    def run(self, partial: Partial, checksum: Tensor, message: Tensor | None = None) -> tuple[Partial, Tensor]:
+        """Return all ranks' partials merged, and their top checksum. `out` is NaN if the checksums differ.
 
-def _merge_messages(
-    partial: Partial,
-    checksum: Tensor,
-    axis: Axis,
-    merge_name: str,
-    output: str,
-    wire: torch.dtype | None,
-    reproducible: bool,
-    message: Tensor | None,
-) -> tuple[Partial, Tensor]:
-    """Return what `merge_ranks` does. Raise if a peer compares its call: by a merge, or as merges are timed first."""
-    merge = chosen_merge(axis, merge_name, output, checksum.device, reproducible=reproducible)
-    transport = transport_of(axis, checksum.device)
-    dtype = sum_dtype(partial.out.dtype)
-    form = MessageForm(tuple(partial.out.shape), dtype, wire if wire and merge.is_packed else dtype)
-    # A rank that expects a shorter message cannot receive this one: compare checksums in a short message first.
-    if merge.pattern is not Pattern.COLLECTIVE and form.size > transport.max_mismatch_bytes:
-        compared = merge_checksums(axis, merge_name, output, checksum, reproducible=reproducible)
-        if float(compared.sum()) != 0:
-            return nan_unless_equal(_output_heads(partial, axis, output), compared), compared
-    form = transport.form_of(form, merge)
-    with timed_merge():
-        if merge.pattern is Pattern.ALL_TO_ALL and output == "heads" and not transport.merges_all_heads(form):
-            checksum, merged = send_heads(partial, checksum, form, axis)
-            return nan_unless_equal(merged, checksum), checksum
-        message = form.packed(checksum, partial) if message is None else message
-        checksum, merged = merge.run(transport, message, form, reproducible)
-    merged = _output_heads(merged, axis, output)
-    has_nan_already = use_triton(merged.lse) and merge.is_packed
-    return (merged if has_nan_already else nan_unless_equal(merged, checksum)), checksum
+        Args:
+            partial: Attention over this rank's keys.
+            checksum: Checksum of the call, as `checksum_of` returns it.
+            message: A message that already holds the checksum and the partial.
+        """
+        if self.axis.size == 1:
+            return partial, checksum
+        try:
+            return self._run_or_raise(partial, checksum, message)
+        except CallsDifferError:  # a peer compares its call: give up the merge as unequal, and compare too
+            checksum = torch.full_like(checksum, UNEQUAL_CHECKSUM)
+            return nan_unless_equal(self.output_of(partial), checksum), checksum
 
+    def _run_or_raise(self, partial: Partial, checksum: Tensor, message: Tensor | None) -> tuple[Partial, Tensor]:
+        """Return what `run` does. Raise if a peer compares its call: by a merge, or as merges are timed first."""
+        merge = self.choose(checksum.device)
+        transport = transport_of(self.axis, checksum.device)
+        dtype = sum_dtype(partial.out.dtype)
+        form = MessageForm(tuple(partial.out.shape), dtype, self.wire if self.wire and merge.is_packed else dtype)
+        # A rank that expects a shorter message cannot receive this one: compare checksums in a short message first.
+        if merge.pattern is not Pattern.COLLECTIVE and form.size > transport.max_mismatch_bytes:
+            compared = self.merge_checksums(checksum)
+            if float(compared.sum()) != 0:
+                return nan_unless_equal(self.output_of(partial), compared), compared
+        form = transport.form_of(form, merge)
+        with timed_merge():
+            if merge.pattern is Pattern.ALL_TO_ALL and self.output == "heads" and not transport.merges_all_heads(form):
+                checksum, merged = send_heads(partial, checksum, form, self.axis)
+                return nan_unless_equal(merged, checksum), checksum
+            message = form.pack(checksum, partial) if message is None else message
+            checksum, merged = merge.run(transport, message, form, self.reproducible)
+        merged = self.output_of(merged)
+        has_nan_already = use_triton(merged.lse) and merge.is_packed
+        return (merged if has_nan_already else nan_unless_equal(merged, checksum)), checksum
 
-def _output_heads(partial: Partial, axis: Axis, output: str) -> Partial:
-    """Return views of the heads of a partial that this rank gets."""
-    heads = axis.slice_of(partial.out.shape[1]) if output == "heads" else slice(None)
-    return Partial(partial.out[:, heads], partial.lse[:, heads])
+    def output_of(self, partial: Partial) -> Partial:
+        """Return views of the heads of a partial that this rank gets."""
+        heads = self.axis.slice_of(partial.out.shape[1]) if self.output == "heads" else slice(None)
+        return Partial(partial.out[:, heads], partial.lse[:, heads])
+
+    def merge_checksums(self, checksum: Tensor) -> Tensor:
+        """Merge empty partials, and return the maximum of the checksums of all ranks."""
+        nothing = Partial(checksum.new_zeros(1, 0, 0, 1), checksum.new_zeros(1, 0, 0))
+        merge = self._replace(wire=None) if self.wire else self
+        return merge.run(nothing, checksum)[1]
+
+    def send_poison(self, like: Tensor | None = None) -> Tensor:
+        """Run the merge with an empty partial and an invalid checksum, and return the checksum.
+
+        The other ranks then detect this rank's error instead of hanging. `like` has the device and dtype of checksums.
+        All but the axis may be invalid.
+        """
+        like = torch.empty(0, device=device_type_of(self.axis.group), dtype=torch.float32) if like is None else like
+        name = self.name if self.name in [*MERGES] else "auto"  # a list: what was passed may have no hash
+        output = self.output if self.output in OUTPUTS else "auto"
+        valid = RequestedMerge(self.axis, name, output, reproducible=self.reproducible)
+        return valid.merge_checksums(like.new_full((2,), POISON))
+
+    def choose(self, device: torch.device) -> Merge:
+        """Return the record of that name, or that "auto" stands for. The first call is collective, for any name."""
+        name, fastest = self.name, transport_of(self.axis, device).fastest()
+        if self.reproducible and not (name in MERGES and MERGES[name].pattern is Pattern.ROUNDS):
+            return first_of(Pattern.ROUNDS)
+        if name != "auto":
+            if name not in MERGES:
+                raise KernelError("merge", f"auto or one of {', '.join(MERGES)}", repr(name), "pass one of these")
+            return MERGES[name]
+        return first_of(Pattern.ALL_TO_ALL) if self.output == "heads" else fastest
 
 
 def nan_unless_equal(partial: Partial, checksum: Tensor) -> Partial:
@@ -94,48 +106,13 @@ def nan_unless_equal(partial: Partial, checksum: Tensor) -> Partial:
     return Partial(torch.where(checksum.sum() == 0, partial.out, torch.nan), partial.lse)
 
 
-def merge_checksums(
-    axis: Axis, merge_name: str, output: str, checksum: Tensor, *, reproducible: bool = False
-) -> Tensor:
-    """Merge empty partials, and return the maximum of the checksums of all ranks."""
-    nothing = Partial(checksum.new_zeros(1, 0, 0, 1), checksum.new_zeros(1, 0, 0))
-    return merge_ranks(nothing, checksum, axis, merge_name, output, reproducible=reproducible)[1]
-
-
-def send_poison(
-    axis: Axis, merge_name: str, output: str, like: Tensor | None = None, *, reproducible: bool = False
-) -> Tensor:
-    """Run the merge with an empty partial and an invalid checksum, and return the checksum.
-
-    The other ranks then detect this rank's error instead of hanging. `like` has the device and dtype of checksums.
-    """
-    like = torch.empty(0, device=device_type_of(axis.group), dtype=torch.float32) if like is None else like
-    merge_name = merge_name if merge_name in [*MERGES] else "auto"  # a list: what was passed may have no hash
-    output = output if output in OUTPUTS else "auto"
-    return merge_checksums(axis, merge_name, output, like.new_full((2,), POISON), reproducible=reproducible)
-
-
-def chosen_merge(
-    axis: Axis, merge_name: str, output: str, device: torch.device, *, reproducible: bool = False
-) -> Merge:
-    """Return the record of that name, or that "auto" stands for. The first call is collective, for any name."""
-    fastest = transport_of(axis, device).fastest()
-    if reproducible and not (merge_name in MERGES and MERGES[merge_name].pattern is Pattern.ROUNDS):
-        return first_of(Pattern.ROUNDS)
-    if merge_name != "auto":
-        if merge_name not in MERGES:
-            raise KernelError("merge", f"auto or one of {', '.join(MERGES)}", repr(merge_name), "pass one of these")
-        return MERGES[merge_name]
-    return first_of(Pattern.ALL_TO_ALL) if output == "heads" else fastest
-
-
 def send_heads(partial: Partial, checksum: Tensor, form: MessageForm, axis: Axis) -> CheckedPartial:
     """Send each rank the partials of its own heads."""
     heads_by_rank = [Axis(axis.size, rank).slice_of(form.shape[1]) for rank in range(axis.size)]
-    messages = [form.packed(checksum, Partial(*(x[:, heads] for x in partial))) for heads in heads_by_rank]
+    messages = [form.pack(checksum, Partial(*(x[:, heads] for x in partial))) for heads in heads_by_rank]
     own_heads = heads_by_rank[axis.index]
     form = replace(form, shape=(form.shape[0], own_heads.stop - own_heads.start, *form.shape[2:]))
-    return form.merged_partial(transport_of(axis, checksum.device).all_to_all(messages))
+    return form.merge(transport_of(axis, checksum.device).all_to_all(messages))
 
 
 def highest_checksum(checksum: Tensor, axis: Axis) -> Tensor:

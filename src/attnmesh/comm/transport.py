@@ -4,55 +4,36 @@
 `HostTransport`   mailboxes for short messages inside a host, and sockets for all others
 `DeviceTransport` GPUs; a merge is one launch where these see each other's memory
 
-A transport posts messages, gathers them, merges partials, and gathers numbers that CPUs hold. `all_gather_ints` does
-the last along all axes of a mesh. `flat_axis` makes one axis of several. Others ask one thing alone: whether all ranks
-of an axis share mailboxes (`mailboxes_of_all_ranks`), which native calls need.
+A transport posts messages, gathers them, merges partials, and gathers numbers that CPUs hold. Native calls ask one
+thing alone: whether all ranks of an axis share mailboxes (`mailboxes_of_all_ranks`).
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import chain
-from statistics import median
-from time import perf_counter
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm.failures import disconnect_and_diagnose, run_collective, wait_for
 from attnmesh.comm.host_merge import merge_in_host
 from attnmesh.comm.mailbox_queue import PendingMessage, begin_pending, finish_pending
 from attnmesh.comm.mailboxes import MAX_NUMBERS, MESSAGE_BYTES, Mailboxes, PeerLostError
+from attnmesh.comm.merge_trials import fastest_by_time
 from attnmesh.comm.message import MessageForm
 from attnmesh.comm.peer_memory import PeerMemory, peer_memory_of
-from attnmesh.comm.topology import best_merge, dist_all_gather_ints, host_mailboxes, hosts, merge_rounds, mesh_hosts
+from attnmesh.comm.topology import best_merge, dist_all_gather_ints, host_mailboxes, hosts, merge_rounds
 from attnmesh.core.partial import Partial
-from attnmesh.mesh.axes import Axis, Mesh, attention_dims, axis_along, backends
-from attnmesh.mesh.merges import CheckedPartial, Merge, Pattern, native_merges
+from attnmesh.mesh.axes import Axis, backends
+from attnmesh.mesh.merges import CheckedPartial, Merge, P2PMessage, Pattern, Wait
 from attnmesh.mesh.reduction_tree import Round
-from attnmesh.runtime.counters import count_messages, current_traffic
-from attnmesh.runtime.world import WORLD, cached_per_world, collective_once
-
-CPU = torch.device("cpu")
+from attnmesh.runtime.counters import count_messages
+from attnmesh.runtime.world import collective_once
 
 MAX_FRAGMENTS = 16
 """Fragments of a message at most: 4 MB, as long as 2,700 tokens of a small model. Sockets send it more slowly."""
-
-TRIAL_BATCHES = (1, 8)
-"""Batches of 32 heads of 128, in float32, whose merges are timed before "auto" chooses one."""
-
-TRIALS, TRIAL_CALLS = 5, 5
-"""Times that each merge is timed, of which the first is not counted, and its calls in a row inside one host."""
-
-Wait = Callable[[], None]
-"""Waits until a message has come or gone, and raises RankFailure at the deadline."""
-
-P2PMessage = tuple[Callable[..., Any], int, Tensor]
-"""`dist.isend` or `dist.irecv`, the peer, and the tensor."""
 
 
 class Transport:
@@ -100,16 +81,16 @@ class Transport:
 
     def direct(self, message: Tensor, form: MessageForm) -> CheckedPartial:
         """Send a message to every other rank, and merge all at once."""
-        return form.merged_partial(self.all_to_all([message] * self.axis.size))
+        return form.merge(self.all_to_all([message] * self.axis.size))
 
     def tree(self, message: Tensor, form: MessageForm, reproducible: bool, done: int = 0) -> CheckedPartial:
         """Merge two messages in each round of a tree that is not done. Which comes first makes no difference."""
         own_rounds = merge_rounds(self.axis, reproducible=reproducible)[self.axis.index]
-        return form.unpacked(self.reduce(message, own_rounds[done:], form.merged_message))
+        return form.unpack(self.reduce(message, own_rounds[done:], form.merge_to_message))
 
     def all_reduce(self, message: Tensor, form: MessageForm) -> CheckedPartial:
         """Merge by three all-reduces, as Algorithm 3 of Tree Attention does: maximum, numerator and denominator."""
-        checksum, (out, lse) = form.unpacked(message)
+        checksum, (out, lse) = form.unpack(message)
         peaks = torch.cat((checksum, lse.flatten()))
         run_collective(self.axis, "merging", dist.all_reduce, peaks, dist.ReduceOp.MAX)
         peak = peaks[2:].view(lse.shape)
@@ -240,7 +221,7 @@ class HostTransport(Transport):
         if not self.merges_all_heads(form):
             return super().direct(message, form)
         merge_in_host(message, *form.sizes, self.axis, self.mailboxes, None)
-        return form.unpacked(message)
+        return form.unpack(message)
 
     def tree(self, message: Tensor, form: MessageForm, reproducible: bool, done: int = 0) -> CheckedPartial:
         """Merge messages by the rounds inside the host, which come first, in one native call."""
@@ -331,106 +312,3 @@ def transport_of(axis: Axis, device: torch.device) -> Transport:
         return DeviceTransport(axis, device)
     mailboxes = host_mailboxes(axis)
     return Transport(axis, device) if mailboxes is None else HostTransport(axis, device, mailboxes)
-
-
-@collective_once
-def fastest_by_time(transport: Transport) -> Merge:
-    """Return the fastest merge of a transport, measured at the first call, alike on all ranks.
-
-    One is chosen for all sizes of messages: a rank that sends poison does not know the size of the others' messages. It
-    has the smallest worst-case slowdown over short and long messages. Ranks that do not all share a host time short
-    ones alone, once a turn.
-    """
-    forms = [MessageForm((batch, 32, 1, 128), torch.float32, torch.float32) for batch in TRIAL_BATCHES]
-    in_one_host = transport.merges_all_heads(forms[0])
-    losses = []
-    for form in forms if in_one_host else forms[:1]:
-        own = _time_merges(transport, form, TRIAL_CALLS if in_one_host else 1)
-        slowest = [max(column) for column in zip(*dist_all_gather_ints(own, [transport.axis]), strict=True)]
-        losses.append([count / min(slowest) for count in slowest])
-    most = dict(zip(native_merges(), map(max, zip(*losses, strict=True)), strict=True))
-    return min(most, key=lambda merge: most[merge])
-
-
-def _time_merges(transport: Transport, form: MessageForm, calls: int) -> list[int]:
-    """Return this rank's median nanoseconds of each native merge. They take turns of so many calls."""
-    nanoseconds: dict[Merge, list[float]] = {merge: [] for merge in native_merges()}
-    token = current_traffic.set(None)
-    try:
-        for _ in range(TRIALS):
-            for merge, times in nanoseconds.items():
-                start = perf_counter()
-                for _ in range(calls):
-                    merge.run(transport, torch.zeros(form.size, dtype=torch.uint8, device="cpu"), form, False)
-                times.append(1e9 * (perf_counter() - start) / calls)
-    finally:
-        current_traffic.reset(token)
-    return [int(median(times[1:])) for times in nanoseconds.values()]
-
-
-def flat_axis(device_mesh: DeviceMesh | None, names: Sequence[str]) -> Axis:
-    """Return several axes of a mesh as one: the ranks that share an index along all other axes.
-
-    The group of two axes is made at the first call, in which every rank of the world takes part. PyTorch could make it
-    among its own ranks, but would name it by the number of groups that each of them knows, which may differ.
-    """
-    if device_mesh is None:
-        return Axis()
-    dims = attention_dims(device_mesh)
-    long = tuple(name for name, dim in dims.items() if name in names and device_mesh.size(dim) > 1)
-    if len(long) < 2:
-        return axis_along(device_mesh, long[0], dims[long[0]]) if long else Axis()
-    flat = device_mesh[long]._flatten()
-    return Axis(flat.size(), flat.get_local_rank(), flat.get_group(), " x ".join(long))
-
-
-def all_gather_ints(numbers: Sequence[int], mesh: Mesh) -> list[list[int]]:
-    """Return the int64 values of all ranks of a mesh by shard. Inside a host `dist_all_gather_ints` takes longer.
-
-    All ranks make the first call at once.
-    """
-    flat = [*numbers]
-    for transport in _transports(mesh):
-        flat = list(chain.from_iterable(transport.all_gather_ints(flat)))
-    return [flat[start : start + len(numbers)] for start in range(0, len(flat), len(numbers))]
-
-
-def all_gather_texts(text: str, mesh: Mesh) -> list[str]:
-    """Return the texts of all ranks by shard. A text may be a path that no encoding has."""
-    encoded = text.encode(errors="backslashreplace")
-    lengths = [row[0] for row in all_gather_ints([len(encoded)], mesh)]
-    padded = [*encoded, *[0] * (max(lengths) - len(encoded))]
-    return [bytes(row[:n]).decode() for row, n in zip(all_gather_ints(padded, mesh), lengths, strict=True)]
-
-
-@collective_once
-def _transports(mesh: Mesh) -> list[Transport]:
-    """Return the transports along the axes of several ranks, the innermost first."""
-    mesh_hosts(mesh)  # cached now: after a failure the hosts of lost ranks cannot be found
-    return [transport_of(axis, CPU) for axis in reversed(mesh.axes) if axis.size > 1]
-
-
-def announce_comparison(mesh: Mesh) -> None:
-    """Tell the mesh that this rank begins to compare its call. Ranks that wait for another call's message learn it."""
-    for mailboxes in _mailboxes_of(mesh, len(WORLD.mailboxes)):
-        mailboxes.announce_comparison()
-
-
-def drop_unreceived(mesh: Mesh) -> None:
-    """Drop the messages that no call has received, between two exchanges of numbers."""
-    for mailboxes in _mailboxes_of(mesh, len(WORLD.mailboxes)):
-        mailboxes.drop_unreceived()
-
-
-@cached_per_world(1024)
-def _mailboxes_of(mesh: Mesh, _: int) -> list[Mailboxes]:
-    """Return the mailboxes between ranks of the mesh: those of one of its axes, or of all its ranks.
-
-    They are found anew where the process has got more mailboxes: their number is a part of the key.
-    """
-    lines = [frozenset(dist.get_process_group_ranks(axis.group)) for axis in mesh.axes if axis.group is not None]
-    return [boxes for boxes in tuple(WORLD.mailboxes) if boxes.ranks in lines or _are_all(boxes.ranks, mesh, lines)]
-
-
-def _are_all(ranks: frozenset[int], mesh: Mesh, lines: Sequence[frozenset[int]]) -> bool:
-    return len(ranks) == mesh.ranks and all(line <= ranks for line in lines)

@@ -20,7 +20,7 @@ from attnmesh.decoding.step_agreement import agreement_on
 from attnmesh.decoding.step_arguments import StepInputs, StepOptions
 from attnmesh.decoding.step_checks import check_other_partial, checked_step, step_with_bias
 from attnmesh.decoding.step_op import decode_op, tensors_of
-from attnmesh.errors import DtypeError, KernelError, RankFailure
+from attnmesh.errors import DtypeError, KernelError
 from attnmesh.guard.argument_checks import check_compare_option, warn_if_transposed
 
 
@@ -99,8 +99,6 @@ def decode(
     if k is not None or v is not None:
         try:
             cache.append(cast(Tensor, k), v)
-        except RankFailure:
-            raise
         except Exception as error:  # others may be in the merge of the step already
             agreement_on((cache,), options, checked).raise_through_merge(error)
     caches = (cache,)
@@ -111,7 +109,7 @@ def decode(
         signature, prepared_step = find_step(inputs, options, checked, cache.prepared_steps)
     if prepared_step is not None:
         return prepared_step.run(inputs, checked)
-    with agreement_on(caches, options, checked):  # an error here poisons the merge of the others
+    try:
         check_compare_option("decode", checked)
         step = checked_step(inputs, options, unsupported)
         check_other_partial(inputs, step)
@@ -120,6 +118,8 @@ def decode(
         if not torch.compiler.is_compiling():
             with torch.no_grad():
                 prepared_step = prepare_step(inputs, step, signature, cache.prepared_steps)
+    except Exception as error:  # poisons the merge of the others
+        agreement_on(caches, options, checked).raise_through_merge(error)
     if prepared_step is None:
         if (in_files := cache.shard.is_in_files) or cache.shards.forked:
             given, fix = "one in a folder" if in_files else "a forked cache", "decode with copy.deepcopy(cache)"

@@ -23,12 +23,12 @@ from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.comm.host_merge import HostMerge, host_merge_for
 from attnmesh.comm.message import NO_MESSAGE, BlankMessage, blank_message
 from attnmesh.comm.mismatch import call_checksum
-from attnmesh.comm.rank_merge import chosen_merge, merge_ranks
+from attnmesh.comm.rank_merge import RequestedMerge
 from attnmesh.core.partial import Partial, sum_dtype, with_sinks
 from attnmesh.decoding.step_agreement import agreement_on, ask_in_step, compared_fields, runs_on_device
 from attnmesh.decoding.step_arguments import CheckedStep, Compared, StepInputs, gather_heads
-from attnmesh.errors import RankFailure
-from attnmesh.guard.agreement import MergeDescription, is_capturing
+from attnmesh.guard.agreement import is_capturing
+from attnmesh.guard.merge_agreement import MergeDescription
 from attnmesh.kernels.cache_runs import CachedAttention
 from attnmesh.kernels.cache_view import LENGTH, CacheView, DecodeQuery
 from attnmesh.kernels.traced import are_plain
@@ -131,8 +131,6 @@ class HostMergedStep(PreparedStep):
         """Return the output, or raise. An agreement takes longer to make than to merge: it is made to raise alone."""
         try:
             out, is_equal = self.compute(inputs)
-        except RankFailure:
-            raise
         except Exception as error:
             agreement_on(inputs.caches, self.step, checked).raise_through_merge(error)
         if not is_equal and checked is not False:
@@ -155,6 +153,7 @@ class HostMergedStep(PreparedStep):
 class AgreedStep(PreparedStep):
     """A step with an agreement around its merge."""
 
+    rank_merge: RequestedMerge
     stays_on_device: bool  # True where the CPU waits for nothing of a device
 
     def run(self, inputs: StepInputs, checked: bool | None) -> Tensor:
@@ -167,18 +166,17 @@ class AgreedStep(PreparedStep):
         agreement = agreement_on(inputs.caches, step, checked)
         if not agreement.compare_before_merge(description):
             return q.new_full(step.output_shape(q), torch.nan)
-        with agreement:
+        try:
             out, checksum = self.compute(inputs)
+        except Exception as error:
+            agreement.raise_through_merge(error)
         assert isinstance(checksum, Tensor)
         agreement.check_merged(description, checksum)
         return out
 
     def merge(self, partial: Partial, blank: BlankMessage, compared: Compared) -> tuple[Partial, Tensor]:
         """Return all ranks' partial, and the checksum of their calls. Its sum is 0 if these are equal."""
-        step = self.step
-        checksum = call_checksum(*compared, partial.lse, blank.checksum)
-        along = step.token_axis, step.merge, step.output
-        return merge_ranks(partial, checksum, *along, reproducible=step.reproducible, message=blank.message)
+        return self.rank_merge.run(partial, call_checksum(*compared, partial.lse, blank.checksum), blank.message)
 
 
 def find_step(
@@ -269,7 +267,7 @@ def new_prepared_step(
     if blank is None and (host_merge := _host_merge_of(q, step)) is not None:
         heads = host_merge.heads_of_output(step.output)
         return HostMergedStep(step, attention, host_merge.blank_message, facts, sizes, heads, host_merge=host_merge)
-    return AgreedStep(step, attention, blank, facts, sizes, stays_on_device=stays_on_device)
+    return AgreedStep(step, attention, blank, facts, sizes, rank_merge=step.rank_merge, stays_on_device=stays_on_device)
 
 
 def _host_merge_of(q: Tensor, step: CheckedStep) -> HostMerge | None:
@@ -278,8 +276,7 @@ def _host_merge_of(q: Tensor, step: CheckedStep) -> HostMerge | None:
     may_merge_natively = axis.size > 1 and step.head_axis.size == 1 and q.device.type == "cpu" and not step.reproducible
     if not may_merge_natively or sum_dtype(q.dtype) != torch.float32:
         return None
-    merge = chosen_merge(axis, step.merge, step.output, q.device)
-    return host_merge_for(axis, (*q.shape[:-1], step.value_dim), merge)
+    return host_merge_for(axis, (*q.shape[:-1], step.value_dim), step.rank_merge.choose(q.device))
 
 
 def _blank_in_place(q: Tensor, step: CheckedStep) -> Callable[[], BlankMessage] | None:

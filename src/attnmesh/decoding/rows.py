@@ -22,7 +22,6 @@ from attnmesh.errors import (
     KernelError,
     LayoutError,
     MeshError,
-    RankFailure,
     ShapeError,
 )
 from attnmesh.guard.agreement import may_compare
@@ -93,8 +92,6 @@ def decode_rows(
         _check_caches(q, caches, k, v)
         if k is not None or v is not None:
             _append(k, v, caches)
-    except RankFailure:
-        raise
     except Exception as error:  # others may be in the merge of the step already
         agreement_on(caches, options, checked).raise_through_merge(error)
     inputs = StepInputs(q, caches, sinks)
@@ -102,11 +99,13 @@ def decode_rows(
     signature, prepared_step = find_step(inputs, options, checked, prepared)
     if prepared_step is not None:
         return prepared_step.run(inputs, checked)
-    with agreement_on(caches, options, checked):  # an error here poisons the merge of the others
+    try:
         check_compare_option(SUBJECT, checked)
         step = _checked_step_of_rows(q, caches, sinks, options)
         with torch.no_grad():
             prepared_step = prepare_step(inputs, step, signature, prepared)
+    except Exception as error:  # poisons the merge of the others
+        agreement_on(caches, options, checked).raise_through_merge(error)
     with torch.no_grad():
         out = prepared_step.run(inputs, checked)
     warn_if_transposed(SUBJECT, q, first.sizes.kv_heads)

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from attnmesh.cache.cache import KVCache
 from attnmesh.comm.mismatch import question_like
-from attnmesh.comm.rank_merge import highest_checksum, merge_ranks, send_poison
+from attnmesh.comm.rank_merge import RequestedMerge, highest_checksum
 from attnmesh.core.digest import fingerprints
 from attnmesh.core.partial import identity, sum_dtype
 from attnmesh.core.scaling import bias_columns
 from attnmesh.decoding.step_arguments import CheckedStep, StepInputs, StepOptions, gather_heads
 from attnmesh.decoding.step_checks import reads_length_on_device
 from attnmesh.errors import InputError
-from attnmesh.guard.agreement import MergeAgreement
+from attnmesh.guard.merge_agreement import MergeAgreement
 from attnmesh.mesh.merges import is_collective
 
 
@@ -63,8 +63,7 @@ def ask_in_step(step: CheckedStep, like: Tensor, shape: Sequence[int], value_dim
     heads = step.head_axis.slice_of(shape[1])
     q = like.new_empty(1).expand(shape)[:, heads]
     nothing = identity(q, value_dim, sum_dtype(q.dtype))
-    along = (step.token_axis, step.merge, step.output)
-    partial, checksum = merge_ranks(nothing, question_like(nothing.lse), *along, reproducible=step.reproducible)
+    partial, checksum = step.rank_merge.run(nothing, question_like(nothing.lse))
     return gather_heads(partial.out.to(q.dtype).contiguous(), checksum, step, shape[1])[1]
 
 
@@ -74,6 +73,7 @@ def _send_poison(cache: KVCache, options: StepOptions | CheckedStep) -> None:
     reproducible = options.reproducible is True  # other values are invalid on other ranks too
     reproducible = reproducible and not ranks & (ranks - 1)
     like = torch.empty(0, dtype=sum_dtype(cache.sizes.dtype), device=cache.device)
-    checksum = send_poison(cache.token_axis, options.merge, options.output, like, reproducible=reproducible)
+    merge = RequestedMerge(cache.token_axis, options.merge, options.output, reproducible=reproducible)
+    checksum = merge.send_poison(like)
     if cache.mesh.heads.size > 1:
         highest_checksum(checksum, cache.mesh.heads)

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from attnmesh.cache.cache import KVCache
 from attnmesh.comm.p2p import all_to_all_tokens
-from attnmesh.comm.rank_merge import highest_checksum
+from attnmesh.comm.rank_merge import RequestedMerge, highest_checksum
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial
 from attnmesh.core.scaling import Scaling
 from attnmesh.core.selection import Selection
-from attnmesh.guard.agreement import hash_of_call
+from attnmesh.guard.call_text import hash_of_call
 from attnmesh.kernels.cache_runs import CachedAttention
 from attnmesh.kernels.cache_view import LENGTH, CacheView
 from attnmesh.kernels.choice import choose
@@ -54,6 +54,11 @@ class CheckedStep(NamedTuple):
             "kernel": self.kernel,
             "index_block": self.index_block,
         }
+
+    @property
+    def rank_merge(self) -> RequestedMerge:
+        """The merge of the ranks that share the tokens."""
+        return RequestedMerge(self.token_axis, self.merge, self.output, reproducible=self.reproducible)
 
     def to_code(self) -> tuple[str, list[int]]:
         """Return the step as names and numbers, which the schema of an operator can carry."""

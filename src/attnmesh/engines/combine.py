@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnmesh.comm.rank_merge import RequestedMerge
 from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.errors import DtypeError, InputError, ShapeError, type_and_shape
 from attnmesh.guard.argument_checks import check_tensor
@@ -59,7 +60,8 @@ def combine(
     try:
         _check_partials(partial_output, partial_lse, seq_lens, query_start_loc)
     except InputError as error:
-        merge_agreement((partial_output, partial_lse), axis, how, output).raise_through_merge(error)
+        merge = RequestedMerge(axis, how, output)
+        merge_agreement((partial_output, partial_lse), merge).raise_through_merge(error)
     lse = partial_lse.to(sum_dtype(partial_output.dtype))
     lse = lse.masked_fill(~lse.isfinite(), -torch.inf)  # kernels mark rows without keys by NaN or either infinity
     if seq_lens is not None:

@@ -1,4 +1,4 @@
-"""Predicted cost of what merges are made of, and of comparing the calls of ranks."""
+"""Predicted cost of what merges are made of."""
 
 from collections import Counter
 from functools import lru_cache
@@ -7,16 +7,13 @@ from typing import NamedTuple
 
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.reduction_tree import reduction_rounds
-from attnmesh.mesh.way import Cost, Way
+from attnmesh.mesh.way import Cost
 
-AGREEMENT_PAYLOAD = 4
-"""int64 values of a rank's payload in the agreement all-gather. The number is fixed, so that any two calls match.
+CHECKSUM_BYTES = 8.0
+"""Bytes of the call checksum in each message."""
 
-`guard/agreement.py` sends them, and imports from this room, which prices them.
-"""
-
-AGREEMENT_VALUES = 2 + AGREEMENT_PAYLOAD
-"""int64 values that each rank contributes to the agreement all-gather; the first two identify the call."""
+SEGMENTS, ELEMENT = 2, 4
+"""Messages in which gloo sends each part of a ring collective, and the bytes of the least: one element."""
 
 
 class MergeGroup(NamedTuple):
@@ -26,23 +23,6 @@ class MergeGroup(NamedTuple):
     ranks_per_host: int  # of the group
     groups: int = 1
     groups_per_host: int = 1
-
-
-def add_agreement(way: Way, cluster: Cluster, total: Cost) -> None:
-    """Add the all-gathers that compare the calls of all ranks, one per mesh axis."""
-    size = 8.0 * AGREEMENT_VALUES
-    for ranks, ranks_per_host in reversed(tuple(zip(way.shape, way.tile, strict=True))):
-        if ranks > 1:
-            group = MergeGroup(ranks, ranks_per_host, way.shape.ranks // ranks, way.tile.ranks // ranks_per_host)
-            add_collective("agree", group, size, 1, cluster, total)
-            size *= ranks
-
-
-CHECKSUM_BYTES = 8.0
-"""Bytes of the call checksum in each message."""
-
-SEGMENTS, ELEMENT = 2, 4
-"""Messages in which gloo sends each part of a ring collective, and the bytes of the least: one element."""
 
 
 class MessageSize(NamedTuple):

@@ -3,9 +3,9 @@
 A merge sends messages of a size that does not depend on the context. A new one is a record in `MERGES`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -30,25 +30,52 @@ CheckedPartial = tuple[Tensor, Partial]
 """The maximum of the checksums of all ranks, and the merge of their partials."""
 
 
-class MergeTransport(Protocol):
-    """Methods that `run` of a merge may call. `comm` has a transport for each backend, and `MessageForm` for a form."""
+P2PMessage = tuple[Callable[..., Any], int, Tensor]
+"""`dist.isend` or `dist.irecv`, the peer, and the tensor."""
+
+Wait = Callable[[], None]
+"""Waits until a message has come or gone, and raises RankFailure at the deadline."""
+
+
+class MergeForm(Protocol):
+    """What `run` of a merge may call of the form of its messages, the `MessageForm` of `comm`."""
+
+    def merge(self, messages: Tensor) -> CheckedPartial:
+        """Merge several messages."""
+
+
+Form = TypeVar("Form", bound=MergeForm)
+FormOfTransport = TypeVar("FormOfTransport", bound=MergeForm, contravariant=True)
+
+
+class MergeTransport(Protocol[FormOfTransport]):
+    """What `run` of a merge may call of a transport, of which `comm` has one for each backend."""
 
     axis: Axis
 
-    def post(self, posts: Any, activity: str) -> Any:
+    def post(self, posts: Sequence[P2PMessage], activity: str) -> Sequence[Wait]:
         """Begin to send and receive tensors. Return what waits for each."""
 
-    def tree(self, message: Tensor, form: Any, reproducible: bool) -> CheckedPartial:
+    def tree(self, message: Tensor, form: FormOfTransport, reproducible: bool) -> CheckedPartial:
         """Merge two messages in each round of a tree."""
 
-    def direct(self, message: Tensor, form: Any) -> CheckedPartial:
+    def direct(self, message: Tensor, form: FormOfTransport) -> CheckedPartial:
         """Send a message to every other rank, and merge all at once."""
 
     def gather(self, message: Tensor) -> Tensor:
         """Return the messages of all ranks, by a collective."""
 
-    def all_reduce(self, message: Tensor, form: Any) -> CheckedPartial:
+    def all_reduce(self, message: Tensor, form: FormOfTransport) -> CheckedPartial:
         """Sum numerators and denominators by collectives."""
+
+
+class RunMerge(Protocol):
+    """Merges this rank's message by a transport, in its form."""
+
+    def __call__(
+        self, transport: MergeTransport[Form], message: Tensor, form: Form, reproducible: bool, /
+    ) -> CheckedPartial:
+        """Return the merge of all ranks. With `reproducible` even ranks merge with odd ranks last."""
 
 
 class Pattern(Enum):
@@ -62,12 +89,11 @@ class Pattern(Enum):
 class Merge(NamedTuple):
     """One way to merge the partials of all ranks of an axis.
 
-    `run` merges this rank's message by a transport, given its form, and whether even ranks merge with odd ranks last.
-    `price` adds the predicted cost of that.
+    `price` adds the predicted cost of `run`.
     """
 
     name: str
-    run: Callable[[MergeTransport, Tensor, Any, bool], CheckedPartial]
+    run: RunMerge
     price: Callable[[MergeGroup, MessageSize, Cluster, Cost], None]
     published_as: str = ""  # the scheme of decoding with it, where one is published
     pattern: Pattern | None = None  # None for one of its own, which always runs by `run`
@@ -116,7 +142,7 @@ MERGES = {
         ),
         Merge(  # the same by an all-gather
             "gather",
-            lambda transport, message, form, _: form.merged_partial(transport.gather(message)),
+            lambda transport, message, form, _: form.merge(transport.gather(message)),
             lambda group, payload, cluster, total: add_collective("merge", group, payload.size, 1, cluster, total),
             "gathered partials",
             pattern=Pattern.COLLECTIVE,

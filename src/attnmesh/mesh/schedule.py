@@ -124,7 +124,7 @@ class Schedule:
 
     @property
     def gradient_steps(self) -> tuple[GatherStep | None, ...]:
-        """Return for each step of the keys the step with which its dk and dv are sent on.
+        """For each step of the keys, the step with which its dk and dv are sent on.
 
         None at step 0, as a rank keeps those of its own keys, and at the last step, as they return to the owner.
         """

@@ -92,10 +92,10 @@ def divisors(number: int) -> list[int]:
 @lru_cache(maxsize=4096)
 def planned_traffic(problem: Problem, tile: Shape) -> PlannedTraffic:
     """Return the traffic of a problem on hosts that each hold a tile."""
-    near, repeats = cropped(problem)
-    sample, scale = downscaled(near)
+    near, repeats = crop(problem)
+    sample, scale = downscale(near)
     sampled = _count_exchanges(sample, tile)
-    flows = {name: _scaled(getattr(sampled, name), scale) for name in FLOWS}
+    flows = {name: _scale(getattr(sampled, name), scale) for name in FLOWS}
     wider = _width(near) / _width(sample) if near.mask.reach < FAR else scale
     pairs = repeats * scale * wider
     steps = tuple(step.times(pairs) for step in sampled.steps)
@@ -105,7 +105,7 @@ def planned_traffic(problem: Problem, tile: Shape) -> PlannedTraffic:
 FLOWS = ("queries", "both_ways", "keys", "hop", "hop_back")
 
 
-def _scaled(flow: Flow, scale: float) -> Flow:
+def _scale(flow: Flow, scale: float) -> Flow:
     """Return the flow of a longer problem, which has as many messages."""
     loads = flow.inside, flow.between
     inside, between = (Load(x.total * scale, x.rank * scale, x.host * scale, x.messages) for x in loads)
@@ -140,7 +140,7 @@ def _count_exchanges(problem: Problem, tile: Shape) -> PlannedTraffic:
     )
 
 
-def cropped(problem: Problem) -> tuple[Problem, float]:
+def crop(problem: Problem) -> tuple[Problem, float]:
     """Return a problem with fewer windows or documents, and the ratio of the lengths.
 
     As many tokens cross the edges between ranks as in the whole problem, where windows or documents are short.
@@ -164,7 +164,7 @@ def _width(problem: Problem) -> float:
     return float((last.clamp(max=problem.key_length - 1) - first + 1).double().mean())
 
 
-def downscaled(problem: Problem) -> tuple[Problem, float]:
+def downscale(problem: Problem) -> tuple[Problem, float]:
     """Return a shorter problem with the same proportions, and the ratio of the lengths."""
     ranks = problem.shape.ranks
     most_tokens = max(SAMPLE_TOKENS, (16 if problem.mask.reach >= FAR else 64) * ranks)

@@ -11,7 +11,6 @@ from attnmesh.core.mask import Causal, Mask, check_mask
 from attnmesh.core.scaling import Scaling, with_distance_bias
 from attnmesh.core.selection import Selection
 from attnmesh.errors import KernelError, LayoutError, MaskError, ShapeError
-from attnmesh.guard.agreement import describe_call
 from attnmesh.guard.argument_checks import (
     check_compare_option,
     check_distance_bias,
@@ -23,6 +22,7 @@ from attnmesh.guard.argument_checks import (
     heads_and_length,
     with_transpose_hint,
 )
+from attnmesh.guard.call_text import describe_call
 from attnmesh.kernels.choice import check_kernel, choose
 from attnmesh.kernels.kernel import KernelRequest
 from attnmesh.mesh.axes import Mesh

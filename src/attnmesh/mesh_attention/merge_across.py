@@ -11,18 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm.host_merge import HostMerge, host_merge_for
 from attnmesh.comm.mismatch import checksum_of, question_like
-from attnmesh.comm.rank_merge import chosen_merge, merge_ranks, send_poison
+from attnmesh.comm.rank_merge import RequestedMerge
 from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.errors import DeviceError, DtypeError, InputError, KernelError, ShapeError, check_choice
-from attnmesh.guard.agreement import (
-    Agreement,
-    ComparedCalls,
-    MergeAgreement,
-    MergeDescription,
-    describe_call,
-    hash_of_call,
-    prepare_merges,
-)
+from attnmesh.guard.agreement import Agreement, ComparedCalls
 from attnmesh.guard.argument_checks import (
     check_compare_option,
     check_dtype,
@@ -30,6 +22,8 @@ from attnmesh.guard.argument_checks import (
     check_one_device,
     check_tensor,
 )
+from attnmesh.guard.call_text import describe_call, hash_of_call
+from attnmesh.guard.merge_agreement import MergeAgreement, MergeDescription, prepare_merges
 from attnmesh.kernels.traced import are_plain
 from attnmesh.mesh.axes import Axis, axis_of, device_type_of, group_named, mesh_of_axis
 from attnmesh.mesh.merges import MERGES, OUTPUTS
@@ -85,20 +79,20 @@ def merge_across(
         and (merge_and_text := host_merge_and_text(axis, partial[0].shape, how, output)) is not None
     ):
         return merge_as_one_call(Partial(*partial), *merge_and_text, output, is_compared=checked is not False)
+    merge = RequestedMerge(axis, how, output, wire)
     try:
         check_merge("merge_across", how, output)
         check_compare_option("merge_across", checked)
         check_partial(partial, wire, base)
     except InputError as error:
-        merge_agreement(partial, axis, how, output, checked).raise_through_merge(error)
+        merge_agreement(partial, merge, checked).raise_through_merge(error)
     out, lse = partial
     natural = lse if base == "e" else lse * BASES[base]
     if torch.compiler.is_compiling():
         dtype = str(wire or "").removeprefix("torch.")
         out, lse = merge_op(out, natural, axis.group_name, [axis.size, axis.index], how, output, dtype)
     else:
-        agreement = merge_agreement(partial, axis, how, output, checked)
-        out, lse = _merge(agreement, Partial(out, natural), axis, how, output, wire, base)
+        out, lse = _merge(merge_agreement(partial, merge, checked), Partial(out, natural), merge, base)
     return Partial(out, lse if base == "e" else lse / BASES[base])
 
 
@@ -113,8 +107,9 @@ def host_merge_and_text(
     if axis.size == 1 or merge_name not in ("auto", *MERGES) or _merges_on_gpus(axis):
         return None
     prepare_merges(axis)
-    host_merge = host_merge_for(axis, tuple(shape), chosen_merge(axis, merge_name, output, torch.device("cpu")))
-    return None if host_merge is None else (host_merge, describe_merge(shape, torch.float32, merge_name, output))
+    merge = RequestedMerge(axis, merge_name, output)
+    host_merge = host_merge_for(axis, tuple(shape), merge.choose(torch.device("cpu")))
+    return None if host_merge is None else (host_merge, describe_merge(shape, torch.float32, merge))
 
 
 def _merges_on_gpus(axis: Axis) -> bool:
@@ -122,30 +117,29 @@ def _merges_on_gpus(axis: Axis) -> bool:
     return device_type_of(axis.group) == "cuda" and torch.cuda.is_available()
 
 
-def merge_agreement(
-    partial: object, axis: Axis, merge_name: str, output: str, checked: bool | None = None
-) -> MergeAgreement:
+def merge_agreement(partial: object, merge: RequestedMerge, checked: bool | None = None) -> MergeAgreement:
     """Return the agreement on a merge, of a partial that is not checked yet."""
+    axis = merge.axis
     device_types = {x.device.type for x in partial if isinstance(x, Tensor)} if isinstance(partial, tuple) else set()
     # The other ranks' tensors are where this rank's are, if one of these is where tensors can be merged.
     device = torch.device(next((x for x in ("cuda", "cpu") if x in device_types), device_type_of(axis.group)))
-    poison = partial_of(_poison, axis, merge_name, output)
-    return MergeAgreement(_calls_along(axis), device, merge_name, checked, "merge_across", poison)
+    poison = partial_of(_send_poison, merge)
+    return MergeAgreement(_calls_along(axis), device, merge.name, checked, "merge_across", poison)
 
 
-def _poison(axis: Axis, merge_name: str, output: str) -> None:
+def _send_poison(merge: RequestedMerge) -> None:
     """Take part in a merge with an invalid checksum."""
-    if device_type_of(axis.group) == "cpu":
-        prepare_merges(axis)
-    send_poison(axis, merge_name, output)
+    if device_type_of(merge.axis.group) == "cpu":
+        prepare_merges(merge.axis)
+    merge.send_poison()
 
 
 def _fake_merge(
     out: Tensor, lse: Tensor, group: str, size_and_index: Sequence[int], merge_name: str, output: str, _: str
 ) -> Partial:
     size, index = size_and_index
-    heads = Axis(size, index).slice_of(out.shape[1]) if output == "heads" else slice(0, out.shape[1])
-    return Partial(*(x.new_empty(x[:, heads].shape) for x in (out, lse)))
+    merged = RequestedMerge(Axis(size, index), merge_name, output).output_of(Partial(out, lse))
+    return Partial(*(x.new_empty(x.shape) for x in merged))
 
 
 @custom_operator("merge_across", _fake_merge)
@@ -153,36 +147,29 @@ def merge_op(
     out: Tensor, lse: Tensor, group: str, size_and_index: Sequence[int], merge_name: str, output: str, wire: str
 ) -> tuple[Tensor, Tensor]:
     """Run the merge as an operator, which is one node of a compiled graph."""
-    dtype = getattr(torch, wire) if wire else None
     partial = Partial(out, lse)
     axis = Axis(size_and_index[0], size_and_index[1], group_named(group))
-    return _merge(merge_agreement(partial, axis, merge_name, output), partial, axis, merge_name, output, dtype)
+    merge = RequestedMerge(axis, merge_name, output, getattr(torch, wire) if wire else None)
+    return _merge(merge_agreement(partial, merge), partial, merge)
 
 
-def _merge(
-    agreement: MergeAgreement,
-    partial: Partial,
-    axis: Axis,
-    merge_name: str,
-    output: str,
-    wire: torch.dtype | None,
-    base: str = "e",
-) -> Partial:
+def _merge(agreement: MergeAgreement, partial: Partial, merge: RequestedMerge, base: str = "e") -> Partial:
     """Return the merge in new tensors."""
-    device = partial.lse.device
-    text = describe_merge(partial.out.shape, partial.out.dtype, merge_name, output, wire, base, device.type)
+    axis, device = merge.axis, partial.lse.device
+    text = describe_merge(partial.out.shape, partial.out.dtype, merge, base, device.type)
     ask = None
-    if merge_name == "auto" or MERGES[merge_name].is_packed:
-        like = partial.out.new_empty(0), partial.lse.new_empty(0), partial.out.shape
-        ask = partial_of(_ask, *like, axis, merge_name, output, wire)
+    if merge.name == "auto" or MERGES[merge.name].is_packed:
+        ask = partial_of(_ask, merge, partial.lse.new_empty(0), partial.out.shape)
     description = MergeDescription(text, text, ask)
     if not agreement.compare_before_merge(description):
-        return _nan_like(partial, axis, output)
+        out, lse = merge.output_of(partial)
+        return Partial(torch.full_like(out, torch.nan), lse.clone())
     if axis.size > 1 and device.type == "cpu":
         prepare_merges(axis)
-    with agreement:
-        checksum = checksum_of(hash_of_call(text), partial.lse)
-        merged, checksum = merge_ranks(partial, checksum, axis, merge_name, output, wire)
+    try:
+        merged, checksum = merge.run(partial, checksum_of(hash_of_call(text), partial.lse))
+    except Exception as error:
+        agreement.raise_through_merge(error)
     if axis.size > 1:
         agreement.check_merged(description, checksum)
     pairs = zip(merged, partial, strict=True)
@@ -195,17 +182,10 @@ def _calls_along(axis: Axis) -> ComparedCalls:
     return ComparedCalls(mesh_of_axis(axis), torch.device(device_type_of(axis.group)), None)
 
 
-def _ask(
-    out: Tensor, lse: Tensor, shape: Sequence[int], axis: Axis, merge_name: str, output: str, wire: torch.dtype | None
-) -> Tensor:
+def _ask(merge: RequestedMerge, lse: Tensor, shape: Sequence[int]) -> Tensor:
     """Take part in a merge with no keys, and a question for a checksum. Return the merged checksum."""
-    nothing = Partial(out.new_zeros(shape), lse.new_full(shape[:-1], -torch.inf))
-    return merge_ranks(nothing, question_like(lse), axis, merge_name, output, wire)[1]
-
-
-def _nan_like(partial: Partial, axis: Axis, output: str) -> Partial:
-    heads = axis.slice_of(partial.out.shape[1]) if output == "heads" else slice(None)
-    return Partial(torch.full_like(partial.out[:, heads], torch.nan), partial.lse[:, heads].clone())
+    nothing = Partial(lse.new_zeros(shape), lse.new_full(shape[:-1], -torch.inf))
+    return merge.run(nothing, question_like(lse))[1]
 
 
 def is_plain(partial: object, merge_name: object, output: object, wire: object, base: object, checked: object) -> bool:
@@ -262,14 +242,8 @@ def check_partial(partial: Partial, wire: torch.dtype | None, base: str) -> None
 
 
 def describe_merge(
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    merge_name: str,
-    output: str,
-    wire: torch.dtype | None = None,
-    base: str = "e",
-    device: str = "cpu",
+    shape: tuple[int, ...], dtype: torch.dtype, merge: RequestedMerge, base: str = "e", device: str = "cpu"
 ) -> str:
     """Return the text of a call that ranks compare."""
-    options = {"how": merge_name, "output": output, "wire": wire, "base": base}
+    options = {"how": merge.name, "output": merge.output, "wire": merge.wire, "base": base}
     return describe_call("merge_across", device=device, out=list(shape), dtype=dtype, **options)

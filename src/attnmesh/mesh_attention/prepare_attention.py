@@ -6,7 +6,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attnmesh.comm.transport import all_gather_ints, flat_axis
+from attnmesh.comm.gather import all_gather_ints
+from attnmesh.comm.topology import flat_axis
 from attnmesh.core.mask import check_mask
 from attnmesh.errors import MaskError, ShapeError, warn_once
 from attnmesh.guard.agreement import Agreement, may_compare

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 
 from attnmesh.mesh.cluster import Cluster
-from attnmesh.mesh.merge_cost import MergeGroup, MessageSize, add_agreement, add_tree, tree_rounds
+from attnmesh.mesh.comparison import add_agreement
+from attnmesh.mesh.merge_cost import MergeGroup, MessageSize, add_tree, tree_rounds
 from attnmesh.mesh.merges import MERGES, Pattern
 from attnmesh.mesh.way import Cost, Way
 from attnmesh.planner.rank_bytes import turns_of

@@ -1,13 +1,11 @@
-"""State of this process that belongs to its process groups, in one object: caches, mailboxes, peers, the deadline."""
+"""State of this process that belongs to its process groups, in one object: caches, peers, the deadline."""
 
 import atexit
 import gc
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
 from secrets import randbits
-from threading import Lock
-from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
-from weakref import WeakSet
+from typing import NamedTuple, ParamSpec, TypeVar, cast
 
 from attnmesh.runtime.shutdown import wait_until_idle
 
@@ -29,10 +27,7 @@ class World:
         self.deadline: float | None = None  # seconds; outlives the process groups
         self.has_failed = False  # True once an exchange of this world has
         self.processes: dict[int, RankProcess] = {}  # processes of ranks whose host is known
-        self.mailboxes: WeakSet[Any] = WeakSet()
-        self.pending_messages: list[Any] = []  # messages under way through mailboxes, of all threads
-        self.lock = Lock()  # guards the pending messages, and the comparisons of calls that mailboxes count
-        self._caches: list[Callable[[], None]] = []
+        self._releases: list[Callable[[], None]] = []
 
     @cached_property
     def random_id(self) -> int:
@@ -44,15 +39,19 @@ class World:
 
         def decorate(find: Callable[P, R]) -> Callable[P, R]:
             cached = lru_cache(maxsize)(find)
-            self._caches.append(cached.cache_clear)
+            self.on_close(cached.cache_clear)
             return cast(Callable[P, R], cached)
 
         return decorate
 
+    def on_close(self, release: Callable[[], None]) -> None:
+        """Call this as well whenever the world is closed."""
+        self._releases.append(release)
+
     def clear_caches(self) -> None:
         """Release all meshes and their process groups."""
-        for clear in self._caches:
-            clear()
+        for release in self._releases:
+            release()
         gc.collect()  # a sharded model is part of a reference cycle, and holds its groups
 
     def close(self) -> None:
@@ -60,7 +59,6 @@ class World:
         self.clear_caches()
         self.has_failed = False
         self.processes.clear()
-        self.pending_messages.clear()
 
 
 WORLD = World()

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from attnmesh.comm.transport import all_gather_ints
+from attnmesh.comm.gather import all_gather_ints
 from attnmesh.errors import DeviceError, MeshError
-from attnmesh.guard.agreement import HOST_FIELD, Agreement
+from attnmesh.guard.agreement import Agreement
+from attnmesh.guard.call_text import HOST_FIELD
 from attnmesh.mesh.axes import Axis, Mesh, device_of, device_type_of
 from attnmesh.mesh.shapes import AXES, Shape, check_heads, elements, mesh_shape, rank_grid
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm.transport import flat_axis
+from attnmesh.comm.topology import flat_axis
 from attnmesh.errors import ClusterError
 from attnmesh.guard.agreement import Agreement
 from attnmesh.guard.argument_checks import check_dtype

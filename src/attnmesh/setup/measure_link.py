@@ -7,10 +7,10 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from attnmesh.comm.rank_merge import merge_ranks
+from attnmesh.comm.rank_merge import RequestedMerge
 from attnmesh.comm.topology import dist_all_gather_ints, host_mailboxes, subgroup_of
 from attnmesh.core.partial import Partial
-from attnmesh.guard.agreement import prepare_merges
+from attnmesh.guard.merge_agreement import prepare_merges
 from attnmesh.mesh.rates import NO_LINK, Link
 from attnmesh.setup.measured_ranks import IN_A_ROW, ROUNDS, MeasuredRanks
 
@@ -62,9 +62,10 @@ def measure_wait(world: MeasuredRanks, alone: float) -> float:
     factor = torch.randn(WORK, WORK, dtype=torch.float32, device="cpu")
     out = factor.new_zeros(1, 1, 1, MERGE_BYTES // factor.itemsize)
     prepare_merges(world.axis)
+    tree = RequestedMerge(world.axis, "tree", "replicated")
 
     def merge() -> None:
-        merge_ranks(Partial(out, out[..., 0]), factor.new_zeros(2), world.axis, "tree", "replicated")
+        tree.run(Partial(out, out[..., 0]), factor.new_zeros(2))
 
     def work_and_merge() -> None:
         work()

@@ -8,7 +8,7 @@ from torch import Tensor
 from attnmesh.cache.cache import KVCache
 from attnmesh.cache.make_shards import FolderLayer
 from attnmesh.cache.saved_cache import LayersToLoad
-from attnmesh.comm.transport import flat_axis
+from attnmesh.comm.topology import flat_axis
 from attnmesh.errors import KernelError, StoreError
 from attnmesh.guard.agreement import Agreement, ComparedCalls
 from attnmesh.hf.cache.history import CacheHistory

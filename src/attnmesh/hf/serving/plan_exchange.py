@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attnmesh.comm.failures import run_collective
-from attnmesh.comm.transport import all_gather_ints
+from attnmesh.comm.gather import all_gather_ints
 from attnmesh.hf.serving.plan_operations import EndOfPlans, Operation, Start, operation_code, operation_of
 from attnmesh.hf.serving.rank_report import RankReport
 from attnmesh.mesh.axes import Mesh

@@ -1,0 +1,37 @@
+"""Numbers and texts of all ranks of a mesh, which CPUs hold, by shard."""
+
+from collections.abc import Sequence
+from itertools import chain
+
+import torch
+
+from attnmesh.comm.topology import mesh_hosts
+from attnmesh.comm.transport import Transport, transport_of
+from attnmesh.mesh.axes import Mesh
+from attnmesh.runtime.world import collective_once
+
+
+def all_gather_ints(numbers: Sequence[int], mesh: Mesh) -> list[list[int]]:
+    """Return the int64 values of all ranks of a mesh by shard. Inside a host `dist_all_gather_ints` takes longer.
+
+    All ranks make the first call at once.
+    """
+    flat = [*numbers]
+    for transport in _transports(mesh):
+        flat = list(chain.from_iterable(transport.all_gather_ints(flat)))
+    return [flat[start : start + len(numbers)] for start in range(0, len(flat), len(numbers))]
+
+
+def all_gather_texts(text: str, mesh: Mesh) -> list[str]:
+    """Return the texts of all ranks by shard. A text may be a path that no encoding has."""
+    encoded = text.encode(errors="backslashreplace")
+    lengths = [row[0] for row in all_gather_ints([len(encoded)], mesh)]
+    padded = [*encoded, *[0] * (max(lengths) - len(encoded))]
+    return [bytes(row[:n]).decode() for row, n in zip(all_gather_ints(padded, mesh), lengths, strict=True)]
+
+
+@collective_once
+def _transports(mesh: Mesh) -> list[Transport]:
+    """Return the transports along the axes of several ranks, the innermost first."""
+    mesh_hosts(mesh)  # cached now: after a failure the hosts of lost ranks cannot be found
+    return [transport_of(axis, torch.device("cpu")) for axis in reversed(mesh.axes) if axis.size > 1]

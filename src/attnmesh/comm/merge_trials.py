@@ -1,0 +1,61 @@
+"""Trials of merges: which of them is fastest along an axis, as the ranks measure it once."""
+
+from statistics import median
+from time import perf_counter
+from typing import Protocol
+
+import torch
+
+from attnmesh.comm.message import MessageForm
+from attnmesh.comm.topology import dist_all_gather_ints
+from attnmesh.mesh.merges import Merge, MergeTransport, native_merges
+from attnmesh.runtime.counters import current_traffic
+from attnmesh.runtime.world import collective_once
+
+TRIAL_BATCHES = (1, 8)
+"""Batches of 32 heads of 128, in float32, whose merges are timed before "auto" chooses one."""
+
+TRIALS, TRIAL_CALLS = 5, 5
+"""Times that each merge is timed, of which the first is not counted, and its calls in a row inside one host."""
+
+
+class TimedTransport(MergeTransport[MessageForm], Protocol):
+    """A transport whose merges are timed."""
+
+    def merges_all_heads(self, form: MessageForm) -> bool:
+        """Return whether one native call of all ranks merges."""
+
+
+@collective_once
+def fastest_by_time(transport: TimedTransport) -> Merge:
+    """Return the fastest merge of a transport, measured at the first call, alike on all ranks.
+
+    One is chosen for all sizes of messages: a rank that sends poison does not know the size of the others' messages. It
+    has the smallest worst-case slowdown over short and long messages. Ranks that do not all share a host time short
+    ones alone, once a turn.
+    """
+    forms = [MessageForm((batch, 32, 1, 128), torch.float32, torch.float32) for batch in TRIAL_BATCHES]
+    in_one_host = transport.merges_all_heads(forms[0])
+    losses = []
+    for form in forms if in_one_host else forms[:1]:
+        own = _time_merges(transport, form, TRIAL_CALLS if in_one_host else 1)
+        slowest = [max(column) for column in zip(*dist_all_gather_ints(own, [transport.axis]), strict=True)]
+        losses.append([count / min(slowest) for count in slowest])
+    most = dict(zip(native_merges(), map(max, zip(*losses, strict=True)), strict=True))
+    return min(most, key=lambda merge: most[merge])
+
+
+def _time_merges(transport: TimedTransport, form: MessageForm, calls: int) -> list[int]:
+    """Return this rank's median nanoseconds of each native merge. They take turns of so many calls."""
+    nanoseconds: dict[Merge, list[float]] = {merge: [] for merge in native_merges()}
+    token = current_traffic.set(None)
+    try:
+        for _ in range(TRIALS):
+            for merge, times in nanoseconds.items():
+                start = perf_counter()
+                for _ in range(calls):
+                    merge.run(transport, torch.zeros(form.size, dtype=torch.uint8, device="cpu"), form, False)
+                times.append(1e9 * (perf_counter() - start) / calls)
+    finally:
+        current_traffic.reset(token)
+    return [int(median(times[1:])) for times in nanoseconds.values()]
