@@ -35,13 +35,13 @@ FIRST, LAST = "<!-- Walks: python -m tools.walk --draw -->\n", "<!-- The end of 
 DRAWN = {
     "attention, 2 ranks, keys": (
         "Prefill: `attention` on two ranks of a keys axis, with `length=`, without gradients.",
-        "`merge_into` of `core/partial.py` merges those of ranks in `_merge_returned`, of steps in `_attend_heads`.\n"
-        "`begin_gather` and `begin_return` return a function that waits: `_attend_heads` calls the first,\n"
+        "`merge_into` of `core/partial.py` merges those of ranks in `_merge_returned`, of steps in `_forward_heads`.\n"
+        "`begin_gather` and `begin_return` return a function that waits: `_forward_heads` calls the first,\n"
         "`PendingReturns` the other. `HeadAllToAll` swaps nothing here: there is no heads axis.",
     ),
     "training, 2 ranks, keys": (
         "Training: what the same call with gradients runs through beside these, forward and then backward.",
-        "`attend_with_grad` is `_attend_spec` recorded by autograd. The backward pass runs the same schedule:\n"
+        "`run_with_grad` is `_run_spec` recorded by autograd. The backward pass runs the same schedule:\n"
         "gradients of keys return to their owners too, and `_add_returned` of the executor sums those of ranks.",
     ),
     "decode, 2 ranks": (

@@ -16,7 +16,7 @@ from attnmesh.cli.launch import run_on_ranks
 from attnmesh.comm import mailbox_queue
 from attnmesh.comm.gather import all_gather_ints
 from attnmesh.comm.mailboxes import MESSAGE_BYTES, PeerLostError
-from attnmesh.comm.p2p import begin_messages
+from attnmesh.comm.p2p import Channel
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.mesh_attention import executor
@@ -48,7 +48,7 @@ def _exchange_in_any_order(seed: int) -> tuple[int, int]:
         peers = [peer for peer in range(axis.size) if peer != axis.index and common.random() < 2]
         sends = {peer: (_message(number, axis.index, peer, size),) for peer in peers}
         wanted = {peer: (torch.empty(size, dtype=torch.uint8, device="meta"),) for peer in peers}
-        under_way.append((number, size, begin_messages(sends, wanted, axis, CPU, "testing")))
+        under_way.append((number, size, Channel(axis, CPU).begin_messages(sends, wanted, "testing")))
         own.shuffle(under_way)
         while len(under_way) > own.randrange(1, 6) or (under_way and number == 29):
             finished, length, finish = under_way.pop()

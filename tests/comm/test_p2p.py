@@ -9,15 +9,12 @@ from torch import Tensor
 
 from attnmesh.comm.p2p import (
     OUT_OF_TURN,
+    Channel,
     all_to_all,
     all_to_all_tokens,
-    begin_all_to_all,
-    begin_gather,
-    begin_messages,
-    begin_return,
     is_run,
     meta_like,
-    taken,
+    take_tokens,
 )
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.schedule import GatherStep
@@ -28,6 +25,10 @@ from tests.support.pool import Pool, on_each_rank
 CPU = torch.device("cpu")
 POSITIONS = ([0, 2, 5], [1, 3, 4, 6])
 """Positions of the tokens of two ranks."""
+
+
+def world_channel() -> Channel:
+    return Channel(world_axis(), CPU)
 
 
 def indices(*numbers: int) -> Tensor:
@@ -73,18 +74,18 @@ def test_a_run_is_consecutive_and_not_empty(tokens: list[int], expected: bool) -
 
 def test_tokens_of_a_run_are_views() -> None:
     x, y = tokens_at(range(6))
-    for tensor, part in zip((x, y), taken((x, y), indices(2, 3, 4)), strict=True):
+    for tensor, part in zip((x, y), take_tokens((x, y), indices(2, 3, 4)), strict=True):
         assert torch.equal(part, tensor[:, :, 2:5])
         assert part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-    assert taken((x,), torch.arange(6))[0] is x
+    assert take_tokens((x,), torch.arange(6))[0] is x
 
 
 def test_tokens_that_are_no_run_are_copies() -> None:
-    (x,) = taken(tokens_at(range(6))[1:], indices(0, 2, 5))
+    (x,) = take_tokens(tokens_at(range(6))[1:], indices(0, 2, 5))
     assert x[0, 0].tolist() == [0, 2, 5]
-    (reversed_tokens,) = taken(tokens_at(range(3))[1:], indices(2, 1, 0), ascending=False)
+    (reversed_tokens,) = take_tokens(tokens_at(range(3))[1:], indices(2, 1, 0), ascending=False)
     assert reversed_tokens[0, 0].tolist() == [2, 1, 0]
-    (none,) = taken(tokens_at(range(3))[1:], indices())
+    (none,) = take_tokens(tokens_at(range(3))[1:], indices())
     assert none.shape == (1, 2, 0)
 
 
@@ -97,7 +98,7 @@ def test_shapes_to_receive_take_no_memory() -> None:
 
 def test_a_rank_alone_keeps_its_tokens() -> None:
     tensors = tokens_at(range(5))
-    (x, y) = begin_gather(tensors, nothing_but(indices(1, 2)), Axis())()
+    (x, y) = Channel(Axis(), CPU).begin_gather(tensors, nothing_but(indices(1, 2)))()
     assert (x[0, 0, :, 0].tolist(), y[0, 1].tolist()) == ([1, 2], [101, 102])
     assert x.untyped_storage().data_ptr() == tensors[0].untyped_storage().data_ptr()
     (own,) = all_to_all([tensors], [tensors], Axis())
@@ -110,7 +111,7 @@ def gathered(rank_that_keeps_none: int | None) -> tuple[list[int], list[int]]:
     step = step_of(rank)
     if rank == rank_that_keeps_none:
         step = GatherStep(step.send, step.receive, indices(), None, indices(*POSITIONS[1 - rank]), (), ())
-    x, y = begin_gather(tokens_at(POSITIONS[rank]), step, world_axis())()
+    x, y = world_channel().begin_gather(tokens_at(POSITIONS[rank]), step)()
     assert torch.equal(x[..., 0], y)
     assert torch.equal(y[0, 1], y[0, 0] + 100)
     return y[0, 0].int().tolist(), step.positions.tolist()
@@ -129,7 +130,7 @@ def test_a_rank_may_receive_tokens_and_keep_none(pool: Pool) -> None:
 @on_each_rank
 def gathered_bytes() -> tuple[int, int, int]:
     with count_traffic() as traffic:
-        begin_gather(tokens_at(POSITIONS[dist.get_rank()]), step_of(dist.get_rank()), world_axis())()
+        world_channel().begin_gather(tokens_at(POSITIONS[dist.get_rank()]), step_of(dist.get_rank()))()
     return traffic.vectors, traffic.scalars, traffic.bytes
 
 
@@ -143,7 +144,7 @@ def returned() -> tuple[list[tuple[list[int], list[int]]], bool]:
     """Return the tokens and results that come back, and whether this rank's own results keep all others alive."""
     rank = dist.get_rank()
     results = (tokens_at(range(7))[1] + 1000 * (rank + 1),)
-    parts = begin_return(results, step_of(rank), world_axis())()
+    parts = world_channel().begin_return(results, step_of(rank))()
     own = parts[0][1][0]
     keeps_all = own.untyped_storage().nbytes() == results[0].untyped_storage().nbytes()
     return [(tokens.tolist(), x[0, 0].int().tolist()) for tokens, (x,) in parts], keeps_all
@@ -204,7 +205,7 @@ def message_of_odd_dtypes() -> list[Tensor]:
         torch.tensor(rank + 0.25, dtype=torch.float32),
         torch.empty(0, 4, dtype=torch.float64),
     )
-    finish = begin_messages({1 - rank: tensors}, {1 - rank: tensors}, world_axis(), CPU, "testing")
+    finish = world_channel().begin_messages({1 - rank: tensors}, {1 - rank: tensors}, "testing")
     return [*finish()[1 - rank]]
 
 
@@ -224,8 +225,7 @@ def long_messages(one_at_a_time: bool) -> list[float]:
     """Return one number of each rank's message, of which each is too long to go out of turn."""
     rank, axis = dist.get_rank(), world_axis()
     parts = [(torch.full((OUT_OF_TURN,), 10.0 * rank + peer),) for peer in range(axis.size)]
-    finish = begin_all_to_all(parts, parts, axis, one_at_a_time=one_at_a_time)
-    arrived = [x for (x,) in finish()]
+    arrived = [x for (x,) in Channel(axis, CPU, one_at_a_time).begin_all_to_all(parts, parts)()]
     assert all(bool((x == x[0]).all()) for x in arrived)
     return [x[0].item() for x in arrived]
 

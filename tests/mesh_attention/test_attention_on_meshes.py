@@ -368,7 +368,7 @@ def compiled_of_uneven_shards() -> list[str]:
 
     compiled, said = torch.compile(layer, fullgraph=True, backend="aot_eager"), []
     broken = mock.patch(
-        "attnmesh.mesh_attention.mesh_op._attend_spec", side_effect=errors.RankFailure([1], "gathering", "", "gone")
+        "attnmesh.mesh_attention.mesh_op._run_spec", side_effect=errors.RankFailure([1], "gathering", "", "gone")
     )
     for length in (103, 109, None):
         with broken if length is None else nullcontext():

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import attnmesh as am
+from attnmesh.comm.p2p import Channel
 from attnmesh.core.band import Band
 from attnmesh.core.partial import Partial, merge_partials
 from attnmesh.core.scaling import Scaling
@@ -19,15 +20,9 @@ from attnmesh.mesh.schedule import EXCHANGE_MODES, HeadSlices, Problem, groups_o
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.mesh_attention import executor
 from attnmesh.mesh_attention.attention_spec import AttentionSpec
-from attnmesh.mesh_attention.executor import (
-    HeadAllToAll,
-    PendingReturns,
-    Task,
-    backward,
-    empty_tokens,
-    forward,
-    some_heads,
-)
+from attnmesh.mesh_attention.executor import PendingReturns, backward, forward
+from attnmesh.mesh_attention.head_swap import HeadTensors, empty_tokens
+from attnmesh.mesh_attention.task import task_of
 from attnmesh.runtime.tensors import Tensors
 from tests.support.dense import Truth, truth
 from tests.support.mesh_problems import named_mesh
@@ -65,18 +60,19 @@ class Rank:
         self.q, self.k, self.v = (x[:, :, self.positions] for x in tensors[:3])
         self.sinks, self.dout = tensors[3], dout[:, :, self.positions]
         call = AttentionSpec(self.axes, problem, exchange, "reference", SCALING)
-        self.task = call.task(HEADS, (self.q, self.k, self.v))
+        self.task = task_of(call, HEADS, (self.q, self.k, self.v))
 
     def own(self, x: Tensor) -> Tensor:
         """Return this rank's tokens."""
         return x[:, :, self.positions]
 
-    def memory(self) -> Tensors:
+    def memory(self) -> HeadTensors:
         """Return memory for this rank's heads of q, k and v, of all tokens of its chunk."""
         size, tensors = self.task.schedule.chunk, (self.q, self.k, self.v)
         heads = [len(range(x.shape[1])[self.axes.heads.slice_of(x.shape[1])]) for x in tensors]
         tokens = size.queries, size.keys, size.keys
-        return tuple(map(empty_tokens, tensors, heads, tokens))
+        q, *kv = map(empty_tokens, tensors, heads, tokens)
+        return HeadTensors((q,), tuple(kv))
 
 
 def check(truth: Truth, rank: Rank, **given: Tensor) -> None:
@@ -97,7 +93,7 @@ def compute(shape: Shape, exchange: str) -> None:
     out, lse = forward(rank.q, (rank.k, rank.v), rank.task, rank.sinks, memory)
     check(expected, rank, out=out, lse=lse)
     if rank.axes.heads.size == 1:  # nothing is swapped, so nothing is written: the caller has q, k and v
-        memory = rank.q, rank.k, rank.v
+        memory = HeadTensors((rank.q,), (rank.k, rank.v))
     dq, dk, dv = backward(memory, BackwardInputs(out, lse, rank.dout), rank.task)
     check(expected, rank, dq=dq, dk=dk, dv=dv)
 
@@ -121,11 +117,11 @@ def events_of(shape: Shape, exchange: str) -> list[str]:
     """Return the order in which exchanges of keys begin and arrive, and kernels run, in a forward pass."""
     events: list[str] = []
     rank = Rank(shape, exchange, am.Full())
-    real_gather, real_attend = executor.begin_gather, Task.attend
+    real_gather, real_attend = Channel.begin_gather, executor._attend_step
 
-    def gather(tensors: Tensors, step: Any, axis: Any, **options: Any) -> Callable[[], Tensors]:
-        finish = real_gather(tensors, step, axis, **options)
-        if axis is not rank.axes.queries or not step.receive:
+    def gather(channel: Channel, tensors: Tensors, step: Any) -> Callable[[], Tensors]:
+        finish = real_gather(channel, tensors, step)
+        if channel.axis is not rank.axes.queries or not step.receive:
             return finish
         number = sum(event.startswith("begin") for event in events)
         events.append(f"begin {number}")
@@ -136,11 +132,11 @@ def events_of(shape: Shape, exchange: str) -> list[str]:
 
         return finished
 
-    def attend(task: Task, *args: Any) -> Partial:
+    def attend(*args: Any) -> Partial:
         events.append("attend")
-        return real_attend(task, *args)
+        return real_attend(*args)
 
-    with mock.patch.object(executor, "begin_gather", gather), mock.patch.object(Task, "attend", attend):
+    with mock.patch.object(Channel, "begin_gather", gather), mock.patch.object(executor, "_attend_step", attend):
         forward(rank.q, (rank.k, rank.v), rank.task)
     return events
 
@@ -223,11 +219,14 @@ def test_an_equivalent_out_has_the_same_product_with_its_gradient() -> None:
 
 def test_some_heads_are_views_and_all_heads_the_tensors_themselves() -> None:
     q, k = torch.randn(1, HEADS, 3, DIM), torch.randn(1, KV_HEADS, 3, DIM)
-    some_q, some_k = some_heads((q, k), 1, HeadSlices(slice(2, 4), slice(1, 2)))
+    tensors = HeadTensors((q,), (k,))
+    (some_q,), (some_k,) = tensors.some_heads(HeadSlices(slice(2, 4), slice(1, 2)))
     assert torch.equal(some_q, q[:, 2:4])
     assert torch.equal(some_k, k[:, 1:2])
     assert some_q.untyped_storage().data_ptr() == q.untyped_storage().data_ptr()
-    assert [x is y for x, y in zip(some_heads((q, k), 1, HeadSlices(slice(0, 4), slice(0, 2))), (q, k), strict=True)]
+    (all_q,), (all_k,) = tensors.some_heads(HeadSlices(slice(0, 4), slice(0, 2)))
+    assert all_q is q
+    assert all_k is k
 
 
 def test_new_memory_has_the_tokens_of_all_heads_together() -> None:
@@ -242,18 +241,18 @@ def swapped_heads() -> tuple[bool, bool, bool]:
     """Swap tokens for heads, and heads for tokens again."""
     rank = Rank(Shape(2, 1, 1), "bulk")
     (group,) = groups_of_heads(HEADS, KV_HEADS, 2, 1)
-    swaps = HeadAllToAll(rank.axes.heads, rank.task.schedule, True)
-    memory = rank.memory()
-    q, k, v = swaps.swap_in((rank.q, rank.k, rank.v), group, memory, query_tensors=1)()
+    swaps, memory, tokens = rank.task.along_heads, rank.memory(), HeadTensors((rank.q,), (rank.k, rank.v))
+    swapped = swaps.swap_in(tokens, group, memory)()
+    (q,), (k, v) = swapped
     heads = group[dist.get_rank()]
     tensors, _ = whole_tensors()
     whole = [x[:, part] for x, part in zip(tensors, (heads.q_heads, heads.kv_heads, heads.kv_heads), strict=False)]
     are_heads = all(torch.equal(x, y) for x, y in zip((q, k, v), whole, strict=True))
-    results = tuple(map(torch.zeros_like, (rank.q, rank.k, rank.v)))
-    for _ in swaps.swap_out((q, k, v), results, group, query_tensors=1):
-        assert not bool(results[0].any()), "they are still on their way"
-    are_back = all(torch.equal(x, y) for x, y in zip(results, (rank.q, rank.k, rank.v), strict=True))
-    return are_heads, are_back, q is memory[0]
+    results = HeadTensors(*(tuple(map(torch.zeros_like, some)) for some in tokens))
+    for _ in swaps.swap_out(swapped, results, group):
+        assert not bool(results.of_queries[0].any()), "they are still on their way"
+    are_back = all(torch.equal(x, y) for x, y in zip(sum(results, ()), sum(tokens, ()), strict=True))
+    return are_heads, are_back, q is memory.of_queries[0]
 
 
 def test_heads_that_were_swapped_in_come_back_as_tokens(pool: Pool) -> None:
@@ -263,7 +262,7 @@ def test_heads_that_were_swapped_in_come_back_as_tokens(pool: Pool) -> None:
 def test_a_rank_alone_swaps_nothing() -> None:
     rank = Rank(ALONE, "bulk")
     (group,) = groups_of_heads(HEADS, KV_HEADS, 1, 1)
-    (q,) = rank.task.head_all_to_all.swap_in((rank.q,), group, query_tensors=1)()
+    (q,) = rank.task.along_heads.swap_in(HeadTensors((rank.q,)), group)().of_queries
     assert q is rank.q
 
 
@@ -271,13 +270,15 @@ def test_a_rank_alone_swaps_nothing() -> None:
 
 
 def test_heads_in_one_group_leave_no_two_exchanges_under_way() -> None:
-    assert Rank(ALONE, "bulk").task.one_at_a_time
-    assert not Rank(ALONE, "pipelined").task.one_at_a_time
+    for exchange, one_at_a_time in (("bulk", True), ("pipelined", False)):
+        task = Rank(ALONE, exchange).task
+        channels = task.along_heads.channel, task.along_queries, task.along_keys
+        assert [channel.one_at_a_time for channel in channels] == [one_at_a_time] * 3
 
 
 def test_a_task_has_the_band_of_each_step() -> None:
     task = Rank(ALONE, "bulk").task
-    (band,) = task.bands(task.groups[0])
+    (step,) = task.steps_of(task.groups[0])
     expected = Band.of(MASK, torch.arange(LENGTH), LENGTH)
-    assert isinstance(band, Band)
-    assert torch.equal(band.visible(LENGTH), expected.visible(LENGTH))
+    assert isinstance(step.band, Band)
+    assert torch.equal(step.band.visible(LENGTH), expected.visible(LENGTH))

@@ -10,7 +10,7 @@ from attnmesh.cache.block_cyclic import TokenCounts
 from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.cache.cache_shard import CacheShard, usual_slots
 from attnmesh.cache.window import WindowStart, first_needed
-from attnmesh.comm.p2p import begin_messages, meta_like
+from attnmesh.comm.p2p import Channel, meta_like
 from attnmesh.comm.topology import dist_all_gather_ints, hosts
 from attnmesh.core.mask import Mask
 from attnmesh.errors import KernelError, ShapeError
@@ -272,7 +272,7 @@ class LocalShards:
             index: (*(meta_like(x, counts[index]) for x in new), meta_like(tokens, counts[index], 0))
             for index in self.copy_shards
         }
-        received = begin_messages(sends, receives, self.axis, tokens.device, "copying")()
+        received = Channel(self.axis, tokens.device).begin_messages(sends, receives, "copying")()
         for index, shard in self.copy_shards.items():
             *copied, token_index = received[index]
             if self.forget_mask is not None:

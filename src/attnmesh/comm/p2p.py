@@ -1,11 +1,12 @@
 """Point-to-point exchanges along an axis: gather tokens, return results, swap tokens for heads.
 
-They begin at once and return a function that finishes them, so that a kernel can run in between; `all_to_all` and
+Those of a `Channel` return a function that awaits them, so that a kernel can run in between; `all_to_all` and
 `all_to_all_tokens` block. Gathers and returns send only tokens that the schedule names.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,103 +23,157 @@ from attnmesh.runtime.memo import on_device
 from attnmesh.runtime.ranges import EXCHANGE, is_profiled, profiled_as
 from attnmesh.runtime.tensors import Tensors
 
+Returned = list[tuple[Tensor, Tensors]]
+"""Results for this rank's tokens: the indices of some tokens, and the results for them."""
+
 OUT_OF_TURN = 1 << 15
 """Bytes of a message up to which it does not wait for its turn."""
 
 
-def begin_gather(
-    tensors: Tensors, step: GatherStep, axis: Axis, *, one_at_a_time: bool = False
-) -> Callable[[], Tensors]:
-    """Begin to gather the tokens of a step. The result has the tokens kept and received, in order of position."""
-    if not step.send and not step.receive:
-        transport_of(axis, tensors[0].device)  # all ranks make the first call at once, also those that send nothing
-        kept = taken(tensors, step.keep)
-        return lambda: kept
-    parts: dict[int, Tensors] = {}  # tokens for several peers are taken once
-    for _, tokens in step.send:
-        if id(tokens) not in parts:
-            parts[id(tokens)] = taken(tensors, tokens)
-    receives = {peer: tuple(map(meta_like, tensors, repeat(count))) for peer, count in step.receive}
-    sends = {peer: parts[id(tokens)] for peer, tokens in step.send}
-    finish = begin_messages(sends, receives, axis, tensors[0].device, "gathering", one_at_a_time=one_at_a_time)
-    source = [tensors] if len(step.keep) or not receives else []  # else memory is freed before the messages arrive
+class Channel(NamedTuple):
+    """An axis along which tensors of one device travel. An exchange begins at once; what it returns awaits the end."""
 
-    def finished() -> Tensors:
-        arrived = finish()
-        pieces = [taken(source.pop(), step.keep)] if source else []
-        for peer, _ in step.receive:
-            pieces.append(arrived[peer])
-        gathered = pieces[0] if len(pieces) == 1 else tuple(map(_joined, zip(*pieces, strict=True)))
-        return gathered if step.permutation is None else taken(gathered, step.permutation, ascending=False)
+    axis: Axis
+    device: torch.device
+    one_at_a_time: bool = False
+    """True if each exchange ends before another begins along the axis.
 
-    return finished
-
-
-def _joined(pieces: tuple[Tensor, ...]) -> Tensor:
-    return torch.cat(pieces, dim=2)
-
-
-def begin_return(
-    tensors: Tensors, step: GatherStep, axis: Axis, *, one_at_a_time: bool = False
-) -> Callable[[], list[tuple[Tensor, Tensors]]]:
-    """Begin to send results back to the owners of their tokens.
-
-    The result lists, for each rank that computed some, this rank's tokens and the results for them.
+    Long messages to three or more ranks may then be sent one after the other as the exchange ends: to the next rank, to
+    the one after it, and so on. Each link carries one message each way at a time.
     """
-    shares = {peer: taken(tensors, tokens) for peer, tokens in step.return_to}
-    own_results = shares.pop(axis.index, None)
-    if own_results is not None and shares:  # a view would keep the results for all other ranks alive
-        own_results = tuple(map(torch.clone, own_results))
-    receives = {
-        peer: tuple(map(meta_like, tensors, repeat(len(tokens))))
-        for peer, tokens in step.return_from
-        if peer != axis.index
-    }
-    finish = begin_messages(shares, receives, axis, tensors[0].device, "returning results", one_at_a_time=one_at_a_time)
 
-    def finished() -> list[tuple[Tensor, Tensors]]:
-        arrived = finish()
-        if own_results is not None:
-            arrived[axis.index] = own_results
-        return [(tokens, arrived[peer]) for peer, tokens in step.return_from]
+    def begin_gather(self, tensors: Tensors, step: GatherStep) -> Callable[[], Tensors]:
+        """Begin to gather the tokens of a step. The result has the tokens kept and received, in order of position."""
+        if not step.send and not step.receive:
+            transport_of(self.axis, self.device)  # all ranks make the first call at once, also those that send nothing
+            kept = take_tokens(tensors, step.keep)
+            return lambda: kept
+        parts: dict[int, Tensors] = {}  # tokens for several peers are taken once
+        for _, tokens in step.send:
+            if id(tokens) not in parts:
+                parts[id(tokens)] = take_tokens(tensors, tokens)
+        receives = {peer: tuple(map(meta_like, tensors, repeat(count))) for peer, count in step.receive}
+        sends = {peer: parts[id(tokens)] for peer, tokens in step.send}
+        finish_messages = self.begin_messages(sends, receives, "gathering")
+        source = [tensors] if len(step.keep) or not receives else []  # else memory is freed before the messages arrive
 
-    return finished
+        def finish() -> Tensors:
+            arrived = finish_messages()
+            pieces = [take_tokens(source.pop(), step.keep)] if source else []
+            for peer, _ in step.receive:
+                pieces.append(arrived[peer])
+            gathered = pieces[0] if len(pieces) == 1 else tuple(map(_join, zip(*pieces, strict=True)))
+            return gathered if step.permutation is None else take_tokens(gathered, step.permutation, ascending=False)
+
+        return finish
+
+    def begin_return(self, tensors: Tensors, step: GatherStep) -> Callable[[], Returned]:
+        """Begin to send results back to the owners of their tokens.
+
+        The result lists, for each rank that computed some, this rank's tokens and the results for them.
+        """
+        own = self.axis.index
+        shares = {peer: take_tokens(tensors, tokens) for peer, tokens in step.return_to}
+        own_results = shares.pop(own, None)
+        if own_results is not None and shares:  # a view would keep the results for all other ranks alive
+            own_results = tuple(map(torch.clone, own_results))
+        receives = {
+            peer: tuple(map(meta_like, tensors, repeat(len(tokens))))
+            for peer, tokens in step.return_from
+            if peer != own
+        }
+        finish_messages = self.begin_messages(shares, receives, "returning results")
+
+        def finish() -> Returned:
+            arrived = finish_messages()
+            if own_results is not None:
+                arrived[own] = own_results
+            return [(tokens, arrived[peer]) for peer, tokens in step.return_from]
+
+        return finish
+
+    def begin_all_to_all(self, parts: Sequence[Tensors], shapes: Sequence[Tensors]) -> Callable[[], list[Tensors]]:
+        """Begin to send `parts[p]` to each rank p. The result lists what comes from rank p, shaped like `shapes[p]`."""
+        axis = self.axis
+        sends, receives = dict(enumerate(parts)), dict(enumerate(shapes))
+        own_part, _ = sends.pop(axis.index), receives.pop(axis.index)
+        finish_messages = self.begin_messages(sends, receives, "swapping")
+
+        def finish() -> list[Tensors]:
+            arrived = finish_messages()
+            arrived[axis.index] = own_part
+            return list(map(arrived.__getitem__, range(axis.size)))
+
+        return finish
+
+    def begin_messages(
+        self, sends: Mapping[int, Tensors], receives: Mapping[int, Tensors], activity: str
+    ) -> Callable[[], dict[int, Tensors]]:
+        """Begin to send and receive one message per peer. `receives` are shaped like the tensors to receive.
+
+        `activity` names the operation in a `RankFailure`.
+
+        Receives are posted first. Gloo announces a receive on the connection that carries this rank's own message;
+        behind that message the announcement would wait, and the link would serve one direction at a time.
+        """
+        axis, device, one_at_a_time = self
+        transport = transport_of(axis, device)
+        posts: list[P2PMessage] = []
+        queued: list[P2PMessage] = []
+        for peer, shapes in receives.items():
+            posts.append((dist.irecv, peer, torch.empty(bytes_of(shapes), dtype=torch.uint8, device=device)))
+        packed: dict[int, Tensor] = {}
+        for peer, tensors in sends.items():
+            if id(tensors) not in packed:  # the same for several peers is packed once
+                packed[id(tensors)] = _pack(tensors)
+            message = packed[id(tensors)]
+            is_long = one_at_a_time and len(sends) > 2 and message.nbytes > OUT_OF_TURN
+            is_queued = is_long and transport.sends_in_turn(peer, message)
+            (queued if is_queued else posts).append((dist.isend, peer, message))
+        packed.clear()
+        queued.sort(key=lambda post: (post[1] - axis.index) % axis.size)
+        post = profiled_as(EXCHANGE, transport.post) if is_profiled() else transport.post
+        waits = post(posts, activity, is_fixed_size=True)
+        count_received(receives)
+
+        def finish() -> dict[int, Tensors]:
+            try:
+                while queued:
+                    waits.extend(post([queued.pop(0)], activity, is_fixed_size=True))
+                    waits.pop()()
+                while waits:
+                    waits.pop()()
+            except CallsDifferError as error:  # its messages are out of step with this rank's from now on
+                why = RuntimeError("it compares its call, while this rank waits for a message of another call")
+                raise disconnect_and_diagnose(axis, activity, error.peer, why) from error
+            arrived = {}
+            for (_, peer, message), shapes in zip(posts, receives.values(), strict=False):  # receives come first
+                arrived[peer] = _unpack(message, shapes)
+            posts.clear()  # messages had to live until they were sent
+            return arrived
+
+        return profiled_as(EXCHANGE, finish) if is_profiled() else finish
 
 
 def all_to_all(parts: Sequence[Tensors], shapes: Sequence[Tensors], axis: Axis) -> list[Tensors]:
     """Send `parts[p]` to each rank p. Return what comes from rank p, shaped like `shapes[p]`."""
-    return begin_all_to_all(parts, shapes, axis, one_at_a_time=True)()
+    return Channel(axis, parts[axis.index][0].device, True).begin_all_to_all(parts, shapes)()
 
 
 def all_to_all_tokens(parts: Sequence[Tensor], counts: Sequence[int], axis: Axis, dim: int = 2) -> list[Tensor]:
     """Send `parts[p]` to each rank p. Return what comes from rank p: `counts[p]` tokens, else like this rank's own."""
     shapes = [(meta_like(parts[axis.index], count, dim),) for count in counts]
+    channel = Channel(axis, parts[axis.index].device, True)
     messages = {id(part): (part,) for part in parts}  # the same for several ranks is packed once
-    return [x for (x,) in all_to_all([messages[id(part)] for part in parts], shapes, axis)]
-
-
-def begin_all_to_all(
-    parts: Sequence[Tensors], shapes: Sequence[Tensors], axis: Axis, *, one_at_a_time: bool = False
-) -> Callable[[], list[Tensors]]:
-    """Begin to send `parts[p]` to each rank p. The result lists what comes from rank p, shaped like `shapes[p]`."""
-    sends, receives = dict(enumerate(parts)), dict(enumerate(shapes))
-    own_part, _ = sends.pop(axis.index), receives.pop(axis.index)
-    finish = begin_messages(sends, receives, axis, own_part[0].device, "swapping", one_at_a_time=one_at_a_time)
-
-    def finished() -> list[Tensors]:
-        arrived = finish()
-        arrived[axis.index] = own_part
-        return list(map(arrived.__getitem__, range(axis.size)))
-
-    return finished
+    return [x for (x,) in channel.begin_all_to_all([messages[id(part)] for part in parts], shapes)()]
 
 
 def is_run(tokens: Tensor) -> bool:
-    """Return whether ascending indices are one or more in a row. `taken` then returns views."""
+    """Return whether ascending indices are one or more in a row. `take_tokens` then returns views."""
     return len(tokens) > 0 and int(tokens[-1]) - int(tokens[0]) == len(tokens) - 1
 
 
-def taken(tensors: Tensors, tokens: Tensor, *, ascending: bool = True) -> Tensors:
+def take_tokens(tensors: Tensors, tokens: Tensor, *, ascending: bool = True) -> Tensors:
     """Return the tokens at some indices. They are views if the indices are `ascending` and consecutive."""
     parts = []
     if ascending and is_run(tokens):
@@ -131,62 +186,8 @@ def taken(tensors: Tensors, tokens: Tensor, *, ascending: bool = True) -> Tensor
     return tuple(parts)
 
 
-def begin_messages(
-    sends: Mapping[int, Tensors],
-    receives: Mapping[int, Tensors],
-    axis: Axis,
-    device: torch.device,
-    activity: str,
-    *,
-    one_at_a_time: bool = False,
-) -> Callable[[], dict[int, Tensors]]:
-    """Begin to send and receive one message per peer. `receives` are shaped like the tensors to receive.
-
-    `activity` names the operation in a `RankFailure`.
-
-    Receives are posted first. Gloo announces a receive on the connection that carries this rank's own message; behind
-    that message the announcement would wait, and the link would serve one direction at a time.
-
-    With `one_at_a_time` long messages to three or more ranks may be sent one after the other when the exchange is
-    finished: to the next rank, to the one after it, and so on. Each link then carries one message each way at a time.
-    No other exchange along the axis may begin before.
-    """
-    transport = transport_of(axis, device)
-    posts: list[P2PMessage] = []
-    queued: list[P2PMessage] = []
-    for peer, shapes in receives.items():
-        posts.append((dist.irecv, peer, torch.empty(bytes_of(shapes), dtype=torch.uint8, device=device)))
-    packed: dict[int, Tensor] = {}
-    for peer, tensors in sends.items():
-        if id(tensors) not in packed:  # the same for several peers is packed once
-            packed[id(tensors)] = _pack(tensors)
-        message = packed[id(tensors)]
-        is_long = one_at_a_time and len(sends) > 2 and message.nbytes > OUT_OF_TURN
-        is_queued = is_long and transport.sends_in_turn(peer, message)
-        (queued if is_queued else posts).append((dist.isend, peer, message))
-    packed.clear()
-    queued.sort(key=lambda post: (post[1] - axis.index) % axis.size)
-    post = profiled_as(EXCHANGE, transport.post) if is_profiled() else transport.post
-    waits = post(posts, activity, is_fixed_size=True)
-    count_received(receives)
-
-    def finished() -> dict[int, Tensors]:
-        try:
-            while queued:
-                waits.extend(post([queued.pop(0)], activity, is_fixed_size=True))
-                waits.pop()()
-            while waits:
-                waits.pop()()
-        except CallsDifferError as error:  # its messages are out of step with this rank's from now on
-            why = RuntimeError("it compares its call, while this rank waits for a message of another call")
-            raise disconnect_and_diagnose(axis, activity, error.peer, why) from error
-        arrived = {}
-        for (_, peer, message), shapes in zip(posts, receives.values(), strict=False):  # receives come first
-            arrived[peer] = _unpack(message, shapes)
-        posts.clear()  # messages had to live until they were sent
-        return arrived
-
-    return profiled_as(EXCHANGE, finished) if is_profiled() else finished
+def _join(pieces: tuple[Tensor, ...]) -> Tensor:
+    return torch.cat(pieces, dim=2)
 
 
 def _pack(tensors: Tensors) -> Tensor:

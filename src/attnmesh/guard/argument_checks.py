@@ -22,6 +22,7 @@ from attnmesh.errors import (
     warn_once,
 )
 from attnmesh.mesh.merges import MERGES, OUTPUTS
+from attnmesh.runtime.tensors import is_dtensor
 
 SHAPE = "(batch, heads, length, dim)"
 
@@ -131,7 +132,7 @@ def check_sinks(subject: str, sinks: Tensor | None, q: Tensor) -> None:
     if sinks is None:
         return
     check_tensor(subject, sinks)
-    if type(sinks).__name__ == "DTensor" and type(q).__name__ != "DTensor":
+    if is_dtensor(sinks) and not is_dtensor(q):
         raise DtypeError(subject, "a plain tensor beside plain q, k and v", "a DTensor", "pass sinks.to_local()")
     fix = "give each query head one logit"
     if not sinks.is_floating_point():
@@ -160,7 +161,7 @@ def check_key_lengths(subject: str, key_lengths: Tensor | None, batch: int, *, o
         return
     fix = "pass torch.tensor([...]), the number of real keys of each sequence"
     kind = type(key_lengths).__name__
-    if not isinstance(key_lengths, Tensor) or key_lengths.dtype != torch.int64 or kind == "DTensor":
+    if not isinstance(key_lengths, Tensor) or key_lengths.dtype != torch.int64 or is_dtensor(key_lengths):
         given = str(key_lengths.dtype) if kind == "Tensor" else kind
         raise DtypeError(subject, "a tensor of torch.int64", given, fix)
     if key_lengths.layout != torch.strided or key_lengths.is_nested:
@@ -195,7 +196,7 @@ def check_selection(
     if not isinstance(selected, Selection):
         raise DtypeError(subject, "a Selection", type(selected).__name__, WRAP)
     x = selected.indices
-    plain = isinstance(x, Tensor) and type(x).__name__ != "DTensor" and x.layout == torch.strided and not x.is_nested
+    plain = isinstance(x, Tensor) and not is_dtensor(x) and x.layout == torch.strided and not x.is_nested
     if not plain or x.dtype != torch.int32:
         given = str(x.dtype) if plain else type(x).__name__
         raise DtypeError(f"{subject} indices", "a tensor of torch.int32", given, WRAP)
@@ -236,7 +237,7 @@ def check_distance_bias(
     check_tensor(subject, bias)
     if not bias.is_floating_point():
         raise DtypeError(subject, "a tensor of floats", str(bias.dtype), "cast it to q's dtype")
-    if type(bias).__name__ == "DTensor":
+    if is_dtensor(bias):
         fix = "pass distance_bias.to_local(), the rows of this rank's queries"
         raise DtypeError(subject, "a plain tensor", "a DTensor", fix)
     if bias.ndim != 4 or bias.shape[:3] != q.shape[:3] or bias.shape[3] == 0:

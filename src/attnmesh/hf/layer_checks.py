@@ -30,6 +30,7 @@ from attnmesh.hf.shards import FORWARD_ALL, OF_SHARD_BATCH, ShardPositions, Shar
 from attnmesh.hf.traced_mask import TracedMask
 from attnmesh.hf.training.labels import ItemCount
 from attnmesh.mesh.axes import Mesh
+from attnmesh.runtime.tensors import is_dtensor
 from attnmesh.runtime.world import cached_per_world
 
 NO_EFFECT = {
@@ -239,7 +240,7 @@ def check_same_weights(module: nn.Module, shards: Shards, device: torch.device) 
 
 def _is_part(parameter: Tensor) -> bool:
     """Return whether this rank has a part of a parameter, or none of its values."""
-    return type(parameter).__name__ == "DTensor" or parameter.is_meta
+    return is_dtensor(parameter) or parameter.is_meta
 
 
 def check_cached_padding(kv: KVCache, token_mask: Tensor | None, new: int, mask: Mask) -> None:

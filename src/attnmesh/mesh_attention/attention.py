@@ -3,10 +3,10 @@
 attention                    any call
   _attend_without_mesh       of this rank's tokens alone, prepared once
   attend_shards              of a shard
-    attend_on_one_rank       where the mesh has one rank
-    _attend_on_mesh          where it has more
-      attend_with_grad       recorded by autograd; in a graph `mesh_op`
-      attend_without_grad    not recorded
+    run_on_one_rank          where the mesh has one rank
+    _run_on_mesh             where it has more
+      run_with_grad          recorded by autograd; in a graph `mesh_op`
+      run_task               not recorded
 """
 
 from dataclasses import replace
@@ -19,17 +19,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.core.layout import Layout
 from attnmesh.core.mask import CAUSAL, FULL, Mask
 from attnmesh.core.partial import Partial
-from attnmesh.core.selection import Selection
+from attnmesh.core.selection import Selection, Visible
 from attnmesh.guard.argument_checks import check_lengths_within, warn_if_transposed, without_redundant
 from attnmesh.kernels.prepared_local import PREPARED_LOCAL, PreparedLocal, signature_of
 from attnmesh.kernels.selected_keys import without_faulty
 from attnmesh.kernels.traced import cast_for_autocast, needs_grad, needs_operator, without_autocast
 from attnmesh.mesh.axes import Mesh, NotGiven, given_mesh
 from attnmesh.mesh_attention.attention_arguments import AttentionArguments, AttentionOptions
-from attnmesh.mesh_attention.attention_spec import PreparedAttention
 from attnmesh.mesh_attention.latents import Latents
-from attnmesh.mesh_attention.mesh_op import attend_on_one_rank, attend_with_grad, attend_without_grad, mesh_op
-from attnmesh.mesh_attention.prepare_attention import prepare_attention
+from attnmesh.mesh_attention.mesh_op import mesh_op, run_on_one_rank, run_task, run_with_grad
+from attnmesh.mesh_attention.prepare_attention import PreparedAttention, prepare_attention
+from attnmesh.mesh_attention.task import task_of
 
 ATTENDS_ALONE = "each rank attends to its own tokens only. Pass mesh= for attention over the tokens of all ranks"
 
@@ -130,24 +130,24 @@ def attention(
 
 def _attend_without_mesh(arguments: AttentionArguments, checked: bool | None) -> Tensor:
     """Return attention on one device, prepared once for calls of one signature."""
-    q, k, v, sinks = arguments.q, arguments.k, arguments.v, arguments.sinks
+    q, k, v, sinks, *_ = arguments
     options = arguments.options
-    signature = None
+    signature = prepared = None  # none for a call that is checked each time
     if arguments.has_signature:
         any_keys = options.mask is FULL and options.length is None and options.key_length is None
         signature = signature_of(q, k, v, sinks, (*options, checked), any_keys=any_keys, with_grad=False)
-        if (prepared := PREPARED_LOCAL.find(signature)) is not None:
-            return prepared.attend(q, k, v, sinks).out
+        if (known := PREPARED_LOCAL.find(signature)) is not None:
+            return known.attend(q, k, v, sinks).out
     if signature is None:
         out = attend_shards(arguments, Mesh.of(None), checked)
-        warn_if_transposed("attention", q, k.shape[2])
-        return out
-    spec = prepare_attention(Mesh.of(None), arguments, checked).spec
-    prepared = PreparedLocal.of(q, k, v, spec.problem.mask, spec.scaling, options.kernel)
-    out = prepared.attend(q, k, v, sinks).out
+    else:
+        spec = prepare_attention(Mesh.of(None), arguments, checked).spec
+        prepared = PreparedLocal.of(q, k, v, spec.problem.mask, spec.scaling, options.kernel)
+        out = prepared.attend(q, k, v, sinks).out
     # Warn before the call is known: where warnings are errors, each one raises.
     warn_if_transposed("attention", q, k.shape[2])
-    PREPARED_LOCAL.keep(signature, prepared)
+    if prepared is not None:
+        PREPARED_LOCAL.keep(signature, prepared)
     return out
 
 
@@ -158,7 +158,7 @@ def attend_shards(
     latents: Latents | None = None,
     other_partial: Partial | None = None,
 ) -> Tensor:
-    """Cast and prepare a rank's shards, then pick how to attend.
+    """Return attention of a rank's shards, which are cast for autocast and prepared here.
 
     With `latents`, these travel instead of the keys and values that are expanded from them. `other_partial` is of this
     rank's queries over keys that do not travel. With either there are no gradients.
@@ -173,34 +173,35 @@ def attend_shards(
         arguments = arguments.with_wide_queries()
     with without_autocast(q):
         if mesh.ranks == 1:
-            out = attend_on_one_rank(arguments, spec, other_partial)
+            visible = Visible(spec.problem.mask, key_lengths=arguments.key_lengths, selected=selected)
+            out = run_on_one_rank((arguments.q, k, v), arguments.sinks, visible, spec, other_partial)
         else:
-            out = _attend_on_mesh(arguments, prepared, latents, other_partial)
+            out = _run_on_mesh(arguments, prepared, latents, other_partial)
     return out if selected is None else without_faulty(out, selected, spec.problem.key_length)
 
 
-def _attend_on_mesh(
+def _run_on_mesh(
     arguments: AttentionArguments, prepared: PreparedAttention, latents: Latents | None, other_partial: Partial | None
 ) -> Tensor:
-    """Pick an operator, autograd or a plain run over all ranks.
+    """Return attention over the keys of all ranks.
 
-    It is an operator where PyTorch traces or transforms calls. Latents and other partials are never recorded.
+    It is an operator where PyTorch traces or transforms calls, and else a plain run, which autograd may record. Latents
+    and other partials are never recorded.
     """
-    q, k, v, sinks = arguments.q, arguments.k, arguments.v, arguments.sinks
-    key_lengths, selected = arguments.key_lengths, arguments.selected
+    q, k, v, sinks, key_lengths, *_ = arguments
     spec, task = prepared.spec, prepared.task
-    indices = None if selected is None else selected.indices
+    indices = None if arguments.selected is None else arguments.selected.indices
     if task is None and latents is None and other_partial is None:
         if needs_operator(q, k, v, sinks):
             out: Tensor = mesh_op(q, k, v, sinks, key_lengths, indices, *spec.to_code())[0]
             return out
         if needs_grad(q, k, v, sinks):
-            out, *_ = attend_with_grad(q, k, v, sinks, key_lengths, indices, spec)
+            out, *_ = run_with_grad(q, k, v, sinks, key_lengths, indices, spec)
             return out
     with torch.no_grad():
         if task is None:
             widths = None if latents is None else latents.widths
-            task = spec.with_visible_keys(spec.task(q.shape[1], (q, k, v), widths), key_lengths, indices)
+            task = task_of(spec, q.shape[1], (q, k, v), widths).with_visible_keys(key_lengths, indices)
         if latents is not None:  # latents are expanded where they are attended
             task = replace(task, projection=latents.projection)
-        return attend_without_grad(q, (k, v) if latents is None else (latents.tokens,), task, sinks, other_partial)
+        return run_task(q, (k, v) if latents is None else (latents.tokens,), task, sinks, other_partial)

@@ -129,11 +129,6 @@ class AttentionArguments(NamedTuple):
         sample = self.k[:1, :1, :: max(1, self.k.shape[2] // 64)]
         return 0 if self.k.is_meta or bool((sample == sample[:, :, :1]).all()) else int(digest(sample))
 
-    def check_and_describe(self, mesh: Mesh, checked: bool | None) -> str:
-        """Return the text that ranks compare, or raise unless each argument can be served on this mesh."""
-        check_arguments(mesh, self, checked)
-        return self.describe()
-
     def describe(self) -> str:
         """Return the text that ranks compare: all but the lengths of shards."""
         tensors = {"q": self.q, "k": self.k, "v": self.v} | ({} if self.sinks is None else {"sinks": self.sinks})

@@ -1,27 +1,21 @@
-"""A problem on a mesh and how it is solved, this rank's task of it, and what is prepared for calls of one signature."""
+"""A problem on a mesh and how it is solved: made of a call's arguments where these fit, and written as a code."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
+from attnmesh.comm.gather import all_gather_ints
+from attnmesh.comm.topology import flat_axis
+from attnmesh.core.mask import check_mask
 from attnmesh.core.scaling import Scaling
-from attnmesh.core.selection import Selection
-from attnmesh.errors import RankFailure, ShapeError
-from attnmesh.kernels.choice import choose
-from attnmesh.kernels.driver import visible_counts
-from attnmesh.kernels.kernel import KernelRequest
-from attnmesh.kernels.selected_keys import SelectedKeys
-from attnmesh.mesh.axes import Mesh
-from attnmesh.mesh.schedule import EXCHANGE_MODES, Problem, Schedule, groups_of_heads, schedule
-from attnmesh.mesh_attention.auto_choices import chosen_mode
-from attnmesh.mesh_attention.executor import Task
-from attnmesh.mesh_attention.latents import LatentWidths
-from attnmesh.runtime.memo import Memo, on_device
-from attnmesh.runtime.world import cached_from_code, cached_per_world
+from attnmesh.errors import MaskError, ShapeError
+from attnmesh.guard.argument_checks import with_transpose_hint
+from attnmesh.mesh.axes import Axis, Mesh
+from attnmesh.mesh.schedule import Problem
+from attnmesh.mesh.shapes import AXES
+from attnmesh.mesh_attention.attention_arguments import AttentionOptions, QueryKeyCounts, TensorFacts
+from attnmesh.runtime.world import cached_from_code, cached_per_world, collective_once
 
 
 class AttentionSpec(NamedTuple):
@@ -40,20 +34,23 @@ class AttentionSpec(NamedTuple):
     def check_own_shard(self, queries: int, keys: int) -> None:
         """Raise unless this rank holds as many tokens as its layout gives it."""
         problem = self.problem
-        expected = _shard_sizes(self.problem, self.problem.shard_index(self.mesh.shard_index))
-        if (queries, keys) != expected:
+        own = _shard_sizes(problem, problem.shard_index(self.mesh.shard_index))
+        if (queries, keys) != own:
             given = f"{queries} queries and {keys} keys"
-            shape = (
-                f"a shard of {expected[0]} queries of {problem.length} and {expected[1]} keys of {problem.key_length}"
-            )
+            shape = f"a shard of {own[0]} queries of {problem.length} and {own[1]} keys of {problem.key_length}"
             fix = "shard with am.shard and this layout, or correct length and key_length"
             raise ShapeError("attention", shape, given, fix)
 
-    def explained(self, failure: RankFailure) -> RankFailure:
-        """Return the failure of an exchange, with the cause that it may have in a graph."""
-        ranks, step, axis, why = failure.args
-        cause = "; or shards are uneven: then pass length= to attention in torch.compile" * self.counts_assumed
-        return RankFailure(ranks, step, axis, why + cause)
+    def check_highest_selected(self, highest: int) -> None:
+        """Raise if a query selects a key beyond the sequence; -1 for none."""
+        if highest < 0:
+            return
+        keys, block = self.problem.key_length, self.index_block
+        blocks = -(-keys // block)
+        if highest >= blocks:
+            expected = f"indices below {blocks}, of {keys} keys in blocks of {block}"
+            fix = "count keys of the whole sequence, or blocks of them, and fill rows up with 2**31 - 1, for none"
+            raise ShapeError("attention selected indices", expected, str(highest), fix)
 
     def to_code(self) -> tuple[str, list[int]]:
         """Return it as names and numbers, which compiled graphs keep as constants."""
@@ -71,96 +68,95 @@ class AttentionSpec(NamedTuple):
         """Return the spec that `to_code` wrote."""
         return cached_from_code(_spec_of_code, names, numbers)
 
-    def task(self, q_heads: int, qkv: tuple[Tensor, ...], latent_widths: LatentWidths | None = None) -> Task:
-        """Return this rank's task of so many query heads of all ranks. It is made once for tensors of these shapes.
 
-        The tensors may have this rank's share of the heads alone.
-        """
-        q, k, v = qkv
-        signature = self, q_heads, q.shape, k.shape, v.shape, q.dtype, q.device, latent_widths
-        if (task := _tasks().get(signature)) is None:
-            with torch.inference_mode(False):  # it is kept for later calls, in any mode
-                task = _tasks().keep(signature, self._new_task(q_heads, q, k, v, latent_widths))
-        return task
+def make_spec(
+    mesh: Mesh,
+    options: AttentionOptions,
+    facts: TensorFacts,
+    tokens: QueryKeyCounts,
+    tokens_by_shard: tuple[QueryKeyCounts, ...] = (),
+) -> AttentionSpec:
+    """Return the spec, or raise where its mask, lengths and shards do not fit. All ranks pass the same values.
 
-    def with_visible_keys(self, task: Task, key_lengths: Tensor | None, indices: Tensor | None) -> Task:
-        """Return the task with the real keys of each step. If some keys are selected, it has those of them."""
-        if indices is not None:
-            return replace(task, selected=self._selected(task.schedule, key_lengths, indices))
-        if key_lengths is None:
-            return task
-        return replace(task, counts=[visible_counts(step.positions, key_lengths) for step in task.schedule.key_steps])
+    `tokens` are those of all ranks, and `tokens_by_shard` has each rank's by shard, where they were counted.
 
-    def _new_task(self, q_heads: int, q: Tensor, k: Tensor, v: Tensor, latent_widths: LatentWidths | None) -> Task:
-        """Choose an exchange and a kernel for each step, make this rank's schedule, and cut the heads into groups."""
-        mesh, problem = self.mesh, self.problem
-        kv_heads = q_heads * k.shape[1] // q.shape[1]
-        sizes = q.shape[0], q_heads, kv_heads, q.shape[3], v.shape[3]  # all but tokens, of which a rank may have 0
-        if self.exchange == "auto":
-            mode = chosen_mode(mesh, q.device, q.dtype, sizes, problem, latent_widths)
-        else:
-            mode = EXCHANGE_MODES[self.exchange]
-        own_schedule = schedule(problem, mesh.queries.index, mesh.keys.index, mode.ring)
-        group_count = 1 if latent_widths is not None else mode.head_groups(mesh.shape, kv_heads)
-        groups = groups_of_heads(q_heads, kv_heads, mesh.shape.heads, group_count)
-        tokens = own_schedule.chunk.queries, own_schedule.chunk.keys, own_schedule.chunk.keys
-        whole = zip((q, k, v), tokens, strict=True)  # tensors of the whole chunk
-        q, k, v = (x.new_empty(1).expand(*x.shape[:2], count, x.shape[3]) for x, count in whole)
-        queries = own_schedule.query_step.positions
-        requests = [KernelRequest.of(q, k, v, self.scaling, (queries, x.positions)) for x in own_schedule.key_steps]
-        kernels = [choose(request, self.kernel) for request in requests]
-        return Task(mesh, own_schedule, groups, kernels, self.scaling, [None] * len(own_schedule.key_steps))
-
-    def _selected(self, schedule: Schedule, key_lengths: Tensor | None, indices: Tensor) -> list[SelectedKeys]:
-        """Return the keys of each step that this rank's queries select."""
-        queries = schedule.query_step
-        selection = Selection(indices, self.index_block)
-        if len(queries.keep) < schedule.chunk.queries:  # the others see no key
-            selection = selection.of_queries(on_device(queries.keep, indices.device))
-        mask, positions = self.problem.mask, queries.positions
-        return [SelectedKeys.of(selection, mask, positions, step.positions, key_lengths) for step in schedule.key_steps]
+    Where keys are selected, in blocks, queries stay on their rank: all ranks lie along one axis, queries.
+    """
+    q_heads, k_heads, dim, index_block = facts
+    problem = options.problem(mesh, tokens)
+    try:
+        _check_shards(problem, tokens_by_shard)
+        check_mask("attention mask", problem.mask, problem.length, problem.key_length)
+        check_cross(options, problem.length, problem.key_length, mesh.ranks)
+    except (MaskError, ShapeError) as error:
+        raise with_transpose_hint(error, (q_heads, tokens[0]), (k_heads, tokens[1]), hint_first=True) from None
+    exchange = "bulk" if index_block and options.exchange == "auto" else options.exchange
+    if index_block and mesh.ranks > 1:
+        mesh, shard_of_rank = _flatten_to_one_axis(mesh)
+        problem = replace(problem, shape=mesh.shape, shard_of_rank=shard_of_rank)
+    return AttentionSpec(mesh, problem, exchange, options.kernel, options.scaling(dim), index_block)
 
 
-class PreparedAttention(NamedTuple):
-    """Spec and task of calls of one signature, settled once: no later call checks, chooses or makes them anew."""
-
-    spec: AttentionSpec
-    task: Task | None = None
-    """This rank's part. None where autograd or a graph makes it, or where key lengths or a selection change it."""
-    text: str = ""
-    """The text that ranks compare."""
-    payload: Sequence[int] = ()
-    """Numbers that this rank sends beside the text."""
-    payloads_by_shard: Sequence[Sequence[int]] = ()
-    """Numbers that all ranks send when they know the call; none where nobody has counted their tokens."""
+cached_spec = cached_per_world(2048)(make_spec)
+"""Returns the spec, made once: a graph traces `make_spec` itself."""
 
 
-@cached_per_world()
-def prepared_attentions() -> Memo[PreparedAttention]:
-    """Return what is prepared, by the signatures of calls."""
-    return Memo(2048)
+@collective_once
+def _flatten_to_one_axis(mesh: Mesh) -> tuple[Mesh, tuple[int, ...]]:
+    """Return a mesh of all ranks along one axis, and the shard of each. All ranks make the first call at once."""
+    long = [axis for axis in mesh.axes if axis.size > 1]
+    axis = long[0] if len(long) == 1 else flat_axis(mesh.device_mesh, AXES)
+    indices = [index for (index,) in all_gather_ints([axis.index], mesh)]  # one for each shard
+    return Mesh(Axis(), axis, Axis()), tuple(sorted(range(len(indices)), key=indices.__getitem__))
 
 
-@cached_per_world()
-def _tasks() -> Memo[Task]:
-    """Return this rank's tasks, by their `AttentionSpec` and the shapes of tensors."""
-    return Memo(2048)
+def check_cross(options: AttentionOptions, length: int, key_length: int, ranks: int) -> None:
+    """Raise where the keys that a query sees cannot be known.
+
+    Queries and keys of unequal lengths may belong to two sequences, or the queries may be the last tokens of the keys.
+    `key_length` alone does not select the causal mask, which is rarely meant over another sequence.
+    """
+    mask = options.applied_mask
+    explicit = options.key_length is not None and options.mask is not None
+    if length == key_length or explicit or mask.is_at_any_distance:
+        return
+    given = f"{length} queries, {key_length} keys and the {'default ' * (options.mask is None)}mask {mask}"
+    fixes = ["pass mask=am.Full() for cross-attention"]
+    if ranks > 1 and key_length == ranks * length:
+        fixes.insert(0, "shard k and v as q, if they are the whole sequence")
+    if length < key_length:
+        positions = f"torch.arange({key_length - length}, {key_length})"
+        in_cache = "append the keys to an am.KVCache of the mesh and call am.decode"
+        same_mask = f"am.{mask}".replace(" & ", " & am.")
+        in_place = f"call am.attend with mask={same_mask} and q_positions={positions}"
+        how = in_place if ranks == 1 else in_cache
+        fixes.append(f"{how} for the last queries of a longer sequence")
+    mask_argument = "mask=am.Causal(), " * (options.mask is None)
+    fixes.append(f"pass {mask_argument}key_length={key_length} for {mask} over another sequence")
+    raise ShapeError("attention", "as many queries as keys under a mask of positions", given, "; ".join(fixes))
+
+
+def _check_shards(problem: Problem, tokens_by_shard: Sequence[Sequence[int]]) -> None:
+    """Raise unless every rank holds as many tokens as its layout gives it."""
+    sequences = (("length", problem.layout, problem.length), ("key_length", problem.key_layout, problem.key_length))
+    for index, (name, layout, length) in enumerate(sequences):
+        expected = [len(layout.positions(length, len(tokens_by_shard), shard)) for shard in range(len(tokens_by_shard))]
+        counts = [tokens[index] for tokens in tokens_by_shard]
+        if counts != expected:
+            fix = f"shard with am.shard and this layout, or correct {name}"
+            given = f"{counts}, {sum(counts)} in all"
+            raise ShapeError(
+                "attention", f"shards of {layout} of {name} {length}: {expected} tokens by shard", given, fix
+            )
 
 
 @cached_per_world(1024)
 def _spec_of_code(names: str, numbers: tuple[int, ...]) -> AttentionSpec:
     *groups, exchange, kernel, scale, softcap, index_block, counts_assumed = names.split(",")
     mesh = Mesh.named(numbers[:3], numbers[3:6], groups)
+    problem = Problem.from_code(mesh.shape, numbers[6:])
     scaling = Scaling(float(scale), float(softcap))
-    return AttentionSpec(
-        mesh,
-        Problem.from_code(mesh.shape, numbers[6:]),
-        exchange,
-        kernel,
-        scaling,
-        int(index_block),
-        counts_assumed == "1",
-    )
+    return AttentionSpec(mesh, problem, exchange, kernel, scaling, int(index_block), counts_assumed == "1")
 
 
 @lru_cache(maxsize=1024)

@@ -16,7 +16,7 @@ from attnmesh.guard.argument_checks import transpose_hint_first
 from attnmesh.mesh.axes import Mesh, attention_dims
 from attnmesh.mesh.shapes import AXES
 from attnmesh.mesh_attention.attention_arguments import AttentionArguments
-from attnmesh.mesh_attention.prepare_attention import check_cross
+from attnmesh.mesh_attention.attention_spec import check_cross
 
 
 def attend_dtensors(
@@ -29,7 +29,7 @@ def attend_dtensors(
     first = next(x for x in (arguments.q, arguments.k, arguments.v) if isinstance(x, DTensor))
     axes = Mesh.of(first.device_mesh)
     try:
-        q, k, v = _checked_dtensors(arguments, first, mesh)
+        q, k, v = _check_dtensors(arguments, first, mesh)
         check_mask("attention mask", arguments.options.applied_mask)
         check_cross(arguments.options, q.shape[2], k.shape[2], axes.ranks)
     except InputError as error:
@@ -46,7 +46,7 @@ def attend_dtensors(
     return DTensor.from_local(out, q.device_mesh, q.placements, run_check=False, shape=shape, stride=stride)
 
 
-def _checked_dtensors(arguments: AttentionArguments, first: DTensor, mesh: DeviceMesh | None) -> list[DTensor]:
+def _check_dtensors(arguments: AttentionArguments, first: DTensor, mesh: DeviceMesh | None) -> list[DTensor]:
     """Return q, k and v. Raise unless they are DTensors whose tokens are sharded along the mesh's axes."""
     dtensors = []
     for name, x in {"q": arguments.q, "k": arguments.k, "v": arguments.v}.items():

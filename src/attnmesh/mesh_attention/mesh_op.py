@@ -20,30 +20,32 @@ from attnmesh.kernels.rectangles import BackwardInputs
 from attnmesh.kernels.traced import OnceDifferentiable, run_once_differentiable
 from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.mesh.schedule import ChunkSize
-from attnmesh.mesh_attention.attention_arguments import AttentionArguments
 from attnmesh.mesh_attention.attention_spec import AttentionSpec
-from attnmesh.mesh_attention.executor import Task, backward, empty_tokens, forward
+from attnmesh.mesh_attention.executor import backward, forward
+from attnmesh.mesh_attention.head_swap import HeadTensors, empty_tokens
+from attnmesh.mesh_attention.task import Task, task_of
 from attnmesh.runtime.operators import autograd_function, custom_operator
 from attnmesh.runtime.tensors import Tensors, empty_length_major, length_major
 
 # --- attention ---
 
 
-def attend_on_one_rank(
-    arguments: AttentionArguments, spec: AttentionSpec, other_partial: Partial | None = None
+def run_on_one_rank(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    sinks: Tensor | None,
+    visible: Visible,
+    spec: AttentionSpec,
+    other_partial: Partial | None,
 ) -> Tensor:
-    """Attend all keys on this rank, and merge `other_partial`."""
-    q, k, v, sinks = arguments.q, arguments.k, arguments.v, arguments.sinks
-    visible = Visible(spec.problem.mask, key_lengths=arguments.key_lengths, selected=arguments.selected)
+    """Return attention over the keys of this rank, merged with `other_partial`."""
+    q, k, v = qkv
     partial = attend_on_device(q, k, v, visible, spec.scaling, spec.kernel, sinks)
     if other_partial is None:
         return partial.out
     return merge_partials([Partial(*partial), other_partial]).out.to(q.dtype)
 
 
-def attend_without_grad(
-    q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None, other_partial: Partial | None = None
-) -> Tensor:
+def run_task(q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None, other_partial: Partial | None = None) -> Tensor:
     """Run a task, and merge `other_partial`. It has no gradients."""
     partial = forward(q, kv, task, sinks)
     if other_partial is not None:
@@ -51,7 +53,7 @@ def attend_without_grad(
     return length_major(partial.out, q.dtype)
 
 
-def _attend_spec(
+def _run_spec(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -61,10 +63,10 @@ def _attend_spec(
     spec: AttentionSpec,
 ) -> tuple[Tensor, ...]:
     """Return (out, lse) of this rank's queries. With a heads axis its heads of q, k and v follow."""
-    task = spec.with_visible_keys(spec.task(q.shape[1], (q, k, v)), key_lengths, indices)
-    saved_qkv = _blank_heads((q, k, v), task.schedule.chunk, spec.mesh.heads)
-    out, lse = forward(q, (k, v), task, sinks, saved_qkv)
-    return length_major(out, q.dtype), lse, *saved_qkv
+    task = task_of(spec, q.shape[1], (q, k, v)).with_visible_keys(key_lengths, indices)
+    blank = _blank_heads((q, k, v), task.schedule.chunk, spec.mesh.heads)
+    out, lse = forward(q, (k, v), task, sinks, HeadTensors(blank[:1], blank[1:]) if blank else None)
+    return length_major(out, q.dtype), lse, *blank
 
 
 def _blank_heads(qkv: Tensors, chunk: ChunkSize, axis: Axis) -> Tensors:
@@ -82,9 +84,9 @@ def _backward(
     spec: AttentionSpec, key_lengths: Tensor | None, indices: Tensor | None, *tensors: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) of this rank's tokens. They are made of q, k, v, out, lse and the gradient of out."""
-    *qkv, out, lse, dout = tensors
-    task = spec.with_visible_keys(spec.task(dout.shape[1], tuple(qkv)), key_lengths, indices)
-    return backward(tuple(qkv), BackwardInputs(out, lse, dout), task)
+    q, k, v, out, lse, dout = tensors
+    task = task_of(spec, dout.shape[1], (q, k, v)).with_visible_keys(key_lengths, indices)
+    return backward(HeadTensors((q,), (k, v)), BackwardInputs(out, lse, dout), task)
 
 
 def _are_equal(numbers: Tensor, mesh: Mesh) -> Tensor:
@@ -124,7 +126,7 @@ def _gradients(ctx: Any, dout: Any, *_: None) -> tuple[Tensor | None, ...]:
     return dq, dk, dv, dsinks
 
 
-attend_with_grad = autograd_function(_attend_spec, _save_for_backward, _gradients)
+run_with_grad = autograd_function(_run_spec, _save_for_backward, _gradients)
 """Attention on a mesh, recorded by autograd."""
 
 
@@ -160,13 +162,15 @@ def mesh_op(
     names: str,
     numbers: Sequence[int],
 ) -> list[Tensor]:
-    """Return what `_attend_spec` does, with out NaN if the ranks' `key_lengths` differ, which no graph compares."""
+    """Return what `_run_spec` does, with out NaN if the ranks' `key_lengths` differ, which no graph compares."""
     spec = AttentionSpec.from_code(names, numbers)
     spec.check_own_shard(q.shape[2], k.shape[2])
     try:
-        out, *saved = _attend_spec(q, k, v, sinks, key_lengths, indices, spec)
+        out, *saved = _run_spec(q, k, v, sinks, key_lengths, indices, spec)
     except RankFailure as failure:
-        raise spec.explained(failure) from failure
+        ranks, step, axis, why = failure.args
+        cause = "; or shards are uneven: then pass length= to attention in torch.compile" * spec.counts_assumed
+        raise RankFailure(ranks, step, axis, why + cause) from failure
     if key_lengths is not None:
         out.masked_fill_(~_are_equal(key_lengths.to(q.device), spec.mesh), torch.nan)
     return [out, *saved]

@@ -29,7 +29,7 @@ def shard(
         x: The whole tensor, equal on every rank.
         mesh: The mesh whose ranks share the tokens; None for one rank.
         layout: Which tokens each rank holds. "auto": under a mask with documents the layout that the planner prices
-            lowest, of `Packed`, `Zigzag` and `Contiguous`, and `Zigzag` otherwise. All ranks choose together.
+            lowest, of `Packed`, `Zigzag` and `Contiguous`, and `Zigzag` otherwise. All ranks pass it alike.
         dim: Dimension of the tokens.
         mask: Mask of the attention, which "auto" needs on several ranks.
 
@@ -50,7 +50,7 @@ def shard(
         check_layout("shard layout", layout, auto=True)
         check_mask("shard mask", applied_mask)
         check_auto("shard", layout, mask, axes.ranks)
-        dim = _dim("shard", x, dim)
+        dim = _check_dim("shard", x, dim)
         mark = shard_marks().get(id(x))
         if mark is not None and mark.cuts_again(axes, dim):
             raise LayoutError("shard", "a whole tensor", "a shard of this mesh", "cut the whole tensor once")
@@ -97,7 +97,7 @@ def unshard(
         check_layout("unshard layout", layout, auto=True)
         check_mask("unshard mask", applied_mask)
         check_auto("unshard", layout, mask, axes.ranks)
-        dim = _dim("unshard", x, dim)
+        dim = _check_dim("unshard", x, dim)
         if (mark := shard_marks().get(id(x))) is not None:
             mark.check("unshard", layout, applied_mask, axes, dim)
         if x.requires_grad:
@@ -185,7 +185,8 @@ def _warn_of_whole_tensors(x: Tensor, counts: list[int]) -> None:
         warn_once(f"{same}; leave unshard out if it is whole.")
 
 
-def _dim(subject: str, x: Tensor, dim: int) -> int:
+def _check_dim(subject: str, x: Tensor, dim: int) -> int:
+    """Return the dim of the tokens, counted from 0. Raise unless x is a dense tensor that has it."""
     if not isinstance(x, Tensor) or x.layout != torch.strided:
         check_tensor(subject, x)
     if not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm.p2p import begin_messages
+from attnmesh.comm.p2p import Channel
 from attnmesh.errors import DtypeError, ShapeError, check_count
 from attnmesh.guard.agreement import Agreement
 from attnmesh.guard.argument_checks import check_tensor
@@ -130,7 +130,7 @@ def _add_segments(x: Tensor, out: Tensor, segments: Iterable[tuple[Segment, Segm
             targets[source] = (*targets.get(source, ()), out.narrow(dim, start, count))
     wanted = {peer: tuple(torch.empty_like(into, device="meta") for into in halos) for peer, halos in targets.items()}
     # Also with nothing to send: the first exchange along an axis is collective.
-    finish = begin_messages(sends, wanted, axis, x.device, "exchanging halos")
+    finish = Channel(axis, x.device).begin_messages(sends, wanted, "exchanging halos")
     for source, arrived in finish().items():
         for into, tokens in zip(targets[source], arrived, strict=True):
             into.add_(tokens)

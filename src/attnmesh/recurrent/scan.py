@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm.p2p import begin_messages
+from attnmesh.comm.p2p import Channel
 from attnmesh.core.partial import sum_dtype
 from attnmesh.errors import ArgumentError, DtypeError, ShapeError
 from attnmesh.guard.agreement import Agreement, may_compare
@@ -151,8 +151,8 @@ def scan_op(
 ) -> tuple[Tensor, Tensor]:
     """Run the scan as an operator. `index_and_order` is this rank's index and the order of the ranks."""
     index, *order = index_and_order
-    axis = Axis(len(order), index, group_named(group))
     ranks = len(order)
+    channel = Channel(Axis(ranks, index, group_named(group)), bias.device)
     place = order.index(index)
     total = AffineMap(linear, bias)
     prefix = None
@@ -164,8 +164,7 @@ def scan_op(
         if peer < ranks:
             sends = {order[peer]: tuple(total)} if peer > place or not last else {}
             wanted = {order[peer]: tuple(torch.empty_like(x, device="meta") for x in total)}
-            finish = begin_messages(sends, wanted if peer < place or not last else {}, axis, bias.device, "scanning")
-            arrived = finish()
+            arrived = channel.begin_messages(sends, wanted if peer < place or not last else {}, "scanning")()
             if peer < place:
                 earlier = AffineMap(*arrived[order[peer]])
                 first = place & -step  # of the ranks that `total` is the map of

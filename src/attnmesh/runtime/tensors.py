@@ -6,6 +6,11 @@ from torch import Tensor
 Tensors = tuple[Tensor, ...]
 
 
+def is_dtensor(x: object) -> bool:
+    """Return whether x is a DTensor. Its class is slow to import, so it is known by its name."""
+    return type(x).__name__ == "DTensor"
+
+
 def empty_length_major(x: Tensor, width: int) -> Tensor:
     """Return an empty tensor like x with another width, in the memory order of `length_major`."""
     return torch.empty_permuted((*x.shape[:-1], width), (0, 2, 1, 3), dtype=x.dtype, device=x.device)

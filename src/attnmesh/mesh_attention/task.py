@@ -1,0 +1,144 @@
+"""This rank's task of a problem: its exchanges, its heads in groups, and the kernel of each step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnmesh.comm.p2p import Channel
+from attnmesh.core.band import Band
+from attnmesh.core.selection import Selection
+from attnmesh.kernels.choice import choose
+from attnmesh.kernels.driver import KeyCounts, visible_counts
+from attnmesh.kernels.kernel import Kernel, KernelRequest
+from attnmesh.kernels.selected_keys import SelectedKeys
+from attnmesh.mesh.schedule import (
+    EXCHANGE_MODES,
+    GatherStep,
+    HeadGroup,
+    HeadSlices,
+    Schedule,
+    groups_of_heads,
+    schedule,
+)
+from attnmesh.mesh_attention.attention_spec import AttentionSpec
+from attnmesh.mesh_attention.auto_choices import chosen_mode
+from attnmesh.mesh_attention.head_swap import HeadAllToAll, HeadTensors
+from attnmesh.mesh_attention.latents import LatentWidths, Projection
+from attnmesh.runtime.memo import Memo, on_device
+from attnmesh.runtime.world import cached_per_world
+
+
+class TaskStep(NamedTuple):
+    """One step of the keys: how they arrive, and the kernel that attends them."""
+
+    gather: GatherStep
+    onward: GatherStep | None
+    """The step with which dk and dv of these keys are sent on, of `Schedule.gradient_steps`."""
+    band: Band | SelectedKeys
+    kernel: Kernel
+    counts: KeyCounts = None
+    """Real keys of each sequence."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """This rank's part of a problem: its schedule, the channels that it runs on, and each step of the keys."""
+
+    spec: AttentionSpec
+    schedule: Schedule
+    groups: Sequence[HeadGroup]
+    steps: Sequence[TaskStep]
+    along_heads: HeadAllToAll
+    along_queries: Channel
+    along_keys: Channel
+    projection: Projection | None = None
+    """Projection of latents, where these travel instead of keys and values."""
+
+    def steps_of(self, group: HeadGroup) -> Sequence[TaskStep]:
+        """Return the steps of a group of heads. Selected keys are those that its heads select."""
+        if not isinstance(self.steps[0].band, SelectedKeys):
+            return self.steps
+        heads = group[self.spec.mesh.heads.index].kv_heads
+        return [
+            step._replace(band=step.band.of_heads(heads)) for step in self.steps if isinstance(step.band, SelectedKeys)
+        ]
+
+    def heads_of(self, group: HeadGroup, saved: HeadTensors) -> HeadTensors:
+        """Return a group's heads, as views. `saved` has this rank's heads of all groups."""
+        index = self.spec.mesh.heads.index
+        first, heads = self.groups[0][index], group[index]
+        within = (slice(x.start - y.start, x.stop - y.start) for x, y in zip(heads, first, strict=True))
+        return saved.some_heads(HeadSlices(*within))
+
+    def with_visible_keys(self, key_lengths: Tensor | None, indices: Tensor | None) -> "Task":
+        """Return the task with the real keys of each step. If some keys are selected, it has those of them."""
+        if indices is not None:
+            return self._with_selected_keys(key_lengths, indices)
+        if key_lengths is None:
+            return self
+        steps = [step._replace(counts=visible_counts(step.gather.positions, key_lengths)) for step in self.steps]
+        return replace(self, steps=steps)
+
+    def _with_selected_keys(self, key_lengths: Tensor | None, indices: Tensor) -> "Task":
+        """Return the task with the keys of each step that this rank's queries select."""
+        queries, mask = self.schedule.query_step, self.spec.problem.mask
+        selection = Selection(indices, self.spec.index_block)
+        if len(queries.keep) < self.schedule.chunk.queries:  # the others see no key
+            selection = selection.of_queries(on_device(queries.keep, indices.device))
+        steps = []
+        for step in self.steps:
+            keys = SelectedKeys.of(selection, mask, queries.positions, step.gather.positions, key_lengths)
+            steps.append(step._replace(band=keys))
+        return replace(self, steps=steps)
+
+
+def task_of(
+    spec: AttentionSpec, q_heads: int, qkv: tuple[Tensor, Tensor, Tensor], latent_widths: LatentWidths | None = None
+) -> Task:
+    """Return this rank's task of so many query heads of all ranks. It is made once for tensors of these shapes.
+
+    The tensors may have this rank's share of the heads alone.
+    """
+    q, k, v = qkv
+    signature = spec, q_heads, q.shape, k.shape, v.shape, q.dtype, q.device, latent_widths
+    if (task := _tasks().get(signature)) is None:
+        with torch.inference_mode(False):  # it is kept for later calls, in any mode
+            task = _tasks().keep(signature, _new_task(spec, q_heads, qkv, latent_widths))
+    return task
+
+
+def _new_task(
+    spec: AttentionSpec, q_heads: int, qkv: tuple[Tensor, Tensor, Tensor], latent_widths: LatentWidths | None
+) -> Task:
+    """Choose an exchange and a kernel for each step, make this rank's schedule, and cut the heads into groups."""
+    mesh, problem = spec.mesh, spec.problem
+    q, k, v = qkv
+    kv_heads = q_heads * k.shape[1] // q.shape[1]
+    sizes = q.shape[0], q_heads, kv_heads, q.shape[3], v.shape[3]  # all but tokens, of which a rank may have 0
+    if spec.exchange == "auto":
+        mode = chosen_mode(mesh, q.device, q.dtype, sizes, problem, latent_widths)
+    else:
+        mode = EXCHANGE_MODES[spec.exchange]
+    own_schedule = schedule(problem, mesh.queries.index, mesh.keys.index, mode.ring)
+    group_count = 1 if latent_widths is not None else mode.head_groups(mesh.shape, kv_heads)
+    groups = groups_of_heads(q_heads, kv_heads, mesh.shape.heads, group_count)
+    tokens = own_schedule.chunk.queries, own_schedule.chunk.keys, own_schedule.chunk.keys
+    whole = zip(qkv, tokens, strict=True)  # tensors of the whole chunk
+    q, k, v = (x.new_empty(1).expand(*x.shape[:2], count, x.shape[3]) for x, count in whole)
+    steps = []
+    gathers = zip(own_schedule.key_steps, own_schedule.gradient_steps, own_schedule.bands, strict=True)
+    for gather, onward, band in gathers:
+        request = KernelRequest.of(q, k, v, spec.scaling, (own_schedule.query_step.positions, gather.positions))
+        steps.append(TaskStep(gather, onward, band, choose(request, spec.kernel)))
+    # In a ring several exchanges along an axis may be under way at once, each to one rank: none waits for its turn.
+    heads, queries, keys = (Channel(axis, q.device, one_at_a_time=group_count == 1) for axis in mesh.axes)
+    return Task(spec, own_schedule, groups, steps, HeadAllToAll(heads, own_schedule), queries, keys)
+
+
+@cached_per_world()
+def _tasks() -> Memo[Task]:
+    """Return this rank's tasks, by their `AttentionSpec` and the shapes of tensors."""
+    return Memo(2048)
