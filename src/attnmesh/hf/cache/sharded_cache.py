@@ -21,7 +21,7 @@ from attnmesh.hf.cache.folder_layers import FolderLayers
 from attnmesh.hf.cache.history import CacheHistory
 from attnmesh.hf.cache.layer import ShardedLayer, TailLayer
 from attnmesh.hf.cache.rank_shares import prompt_layout, shares_of
-from attnmesh.hf.cache.settings import check_settings
+from attnmesh.hf.cache.settings import CacheSettings
 from attnmesh.hf.cache.state_layer import StateLayer, make_layers
 from attnmesh.hf.models import window_of
 from attnmesh.mesh.axes import Mesh
@@ -98,13 +98,27 @@ class ShardedCache(FolderLayers):
         hot: int | None = None,
     ) -> None:
         axes = Mesh.of(mesh)
-        options: dict[str, Any] = {"capacity": capacity, "block": block, "merge": merge, "output": output}
-        options |= {"kernel": kernel, "exchange": exchange, "checked": checked, "copies": copies}
-        options |= {"windows": windows, "keep": keep, "reproducible": reproducible}
-        options |= {"storage": storage, "window_storage": window_storage, "shares": shares, "folder": folder}
-        options["hot"] = hot
-        with Agreement(axes, "ShardedCache", options):
-            check_settings(config, axes.shape, options)
+        self.settings = CacheSettings(
+            capacity=capacity,
+            block=block,
+            merge=merge,
+            output=output,
+            kernel=kernel,
+            exchange=exchange,
+            checked=checked,
+            copies=copies,
+            windows=windows,
+            keep=keep,
+            reproducible=reproducible,
+            storage=storage,
+            window_storage=window_storage,
+            shares=shares,
+            folder=folder,
+            hot=hot,
+        )
+        """Arguments of the cache. Attributes of their names have what follows from them."""
+        with Agreement(axes, "ShardedCache", vars(self.settings)):
+            self.settings.check(config, axes.shape)
         self.config = config.get_text_config(decoder=True)
         self.stock_window = None if getattr(self.config, "layer_types", None) else window_of(config)
         """Tokens that the model's stock cache keeps in all layers; None if it keeps all, or differs by layer."""
@@ -114,10 +128,8 @@ class ShardedCache(FolderLayers):
         self.block_is_free = block is None and not reproducible
         self.merge, self.output, self.reproducible = merge, output, reproducible
         self.kernel, self.exchange = kernel, exchange
-        self.checked = checked
-        self.copies = copies
+        self.checked, self.copies, self.keep = checked, copies, keep
         self.windows = windows and folder is None
-        self.keep = keep
         self.storage, self.window_storage, self.hot = storage, window_storage, hot
         self.shares = shares_of(config, mesh, shares, self.capacity, storage)
         """Ratios of the tokens of each rank; None for even shares."""
@@ -386,13 +398,13 @@ class ShardedCache(FolderLayers):
         >>> len(cache.fork())
         2
         """
-        return self._copied(KVCache.fork)
+        return self._copy(KVCache.fork)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedCache":
         """Return an independent cache on the same mesh, for two continuations of one prefix."""
-        return self._copied(lambda kv: deepcopy(kv, memo))
+        return self._copy(lambda kv: deepcopy(kv, memo))
 
-    def _copied(self, copy_layer: Callable[[KVCache], KVCache]) -> "ShardedCache":
+    def _copy(self, copy_layer: Callable[[KVCache], KVCache]) -> "ShardedCache":
         """Return a cache whose layers are copies."""
         copied = object.__new__(type(self))
         copied.__dict__ = {**self.__dict__, "layers": [], "folder": None, "history": copy(self.history)}
