@@ -24,6 +24,7 @@ from attnmesh.errors import (
     type_and_shape,
 )
 from attnmesh.guard.agreement import Agreement, Fields
+from attnmesh.hf.cache.history import HeldTokens
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.images.inputs import IMAGE_INPUTS, OWN_PROCESSOR, image_inputs, split_images
 from attnmesh.hf.layer_mask import check_left_padded
@@ -126,16 +127,19 @@ def agree_on_call(
     cache: ShardedCache | None,
     options: dict[str, Any],
 ) -> None:
-    """Raise the same error on all ranks unless all make the same valid call of `generate` or `prefill`."""
+    """Raise the same error on all ranks unless all make the same valid call of `generate` or `prefill`.
+
+    Then the cache has the same tokens on all ranks, also where an error interrupted some of them.
+    """
 
     def fields() -> dict[str, object]:
         prompt = fingerprints({"prompt": ids, "attention_mask": attention_mask})
-        cached_tokens = 0 if cache is None else cache.get_seq_length()
         values = {name: describe_value(value) for name, value in sorted(options.items()) if name != "streamer"}
         config = {"model's generation_config": describe_value(model.generation_config)}
-        return {**prompt, "held": cached_tokens, **values, **config}
+        return {**prompt, "cache": None if cache is None else "given", **values, **config}
 
-    with agreement_with_peers(mesh, model, "generate", fields):
+    held = None
+    with agreement_with_peers(mesh, model, "generate", fields) as agreements:
         check_can_generate(model)
         _check_prompt(model, ids, attention_mask)
         _check_options(model, options)
@@ -146,18 +150,36 @@ def agree_on_call(
             _check_cache(cache, ids)
         if "chunk_size" not in options:  # an option of `prefill`, which makes no new tokens
             check_rope_switch(model.config, ids.shape[1] - 1, GenerationSettings(model, options).total(ids.shape[1]))
+        if cache is not None:
+            held = cache.held_tokens
+            for agreement in agreements:
+                held = _held_by_all(agreement, held)
+    if cache is not None and held is not None:
+        cache.truncate_to_shortest(held)
 
 
 @contextmanager
-def agreement_with_peers(mesh: Mesh, model: PreTrainedModel, name: str, fields: Fields) -> Iterator[None]:
-    """Agree on a call with the ranks of a mesh, and before with those that share the model's weights.
+def agreement_with_peers(mesh: Mesh, model: PreTrainedModel, name: str, fields: Fields) -> Iterator[list[Agreement]]:
+    """Agree on a call with the ranks that share the model's weights, then with those of a mesh. Yield both agreements.
 
-    The other ranks of the mesh raise their error too.
+    The other ranks of the mesh raise an error of the former too.
     """
-    with Agreement(mesh, name, fields):
+    with Agreement(mesh, name, fields) as of_mesh:
         peers = tp_mesh(model) if isinstance(model, PreTrainedModel) else None
-        with Agreement(Mesh.of(peers), name, fields, is_compared=peers is not None):
-            yield
+        with Agreement(Mesh.of(peers), name, fields, is_compared=peers is not None) as of_peers:
+            yield [of_peers, of_mesh]
+
+
+def _held_by_all(agreement: Agreement, held: HeldTokens) -> HeldTokens:
+    """Compare a call, and return what the caches of all its ranks hold.
+
+    Raise if they differ though no error interrupted one: ranks have passed different caches.
+    """
+    rows = agreement.compare(payload=held)
+    of_all = HeldTokens.of_ranks(rows)
+    if not of_all.is_interrupted and any(row[0] != held.shortest for row in rows):
+        Agreement(agreement.mesh, agreement.name, {"held": held.shortest}).compare()
+    return of_all
 
 
 def describe_value(value: object) -> str:
