@@ -15,7 +15,7 @@ from rich.table import Table
 
 from attnmesh.cli.launch import Send
 from attnmesh.cli.output import Status, command_line, console, print_json
-from attnmesh.errors import ArgumentError, require
+from attnmesh.errors import ArgumentError
 from attnmesh.runtime.machine import machine
 from attnmesh_command.shared_options import AsJson, OutFile, Verbose
 
@@ -35,8 +35,8 @@ def counts_of(option: str, given: str) -> tuple[int, ...]:
     (1, 16)
     """
     numbers = given.split(",")
-    fits = all(part.isascii() and part.isdigit() and 0 < int(part) < 10**6 for part in numbers)
-    require(fits, ArgumentError, option, "whole numbers above 0, as 1,2,4", repr(given), "separate them by commas")
+    if not all(part.isascii() and part.isdigit() and 0 < int(part) < 10**6 for part in numbers):
+        raise ArgumentError(option, "whole numbers above 0, as 1,2,4", repr(given), "separate them by commas")
     return tuple(map(int, numbers))
 
 

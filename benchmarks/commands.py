@@ -19,7 +19,7 @@ from attnmesh.cli.output import Status, console, pairs, titled
 from attnmesh.cli.plan_command import named_cluster
 from attnmesh.cli.probe_command import PROBE_EXPLAINED, described, measured
 from attnmesh.cli.proofs import devices
-from attnmesh.errors import ArgumentError, MeshError, require
+from attnmesh.errors import ArgumentError, MeshError
 from attnmesh.planner.workload import Workload
 from attnmesh.runtime.machine import machine
 from attnmesh_command import SETTINGS
@@ -223,8 +223,8 @@ def bench_model(
     model_on_mesh, prompt_tokens = prepare_prompt(
         model, PromptOptions(prompt, prompt_file), max_new_tokens, count, MeshOptions(mesh), run.status
     )
-    fits = model_on_mesh.mesh.tp == 1 and not model_on_mesh.mesh.is_joint
-    require(fits, MeshError, "--mesh", "axes of attention, without tp", mesh, "use attnmesh generate for tp")
+    if model_on_mesh.mesh.tp > 1 or model_on_mesh.mesh.is_joint:
+        raise MeshError("--mesh", "axes of attention, without tp", str(mesh), "use attnmesh generate for tp")
     run.step(f"{len(prompt_tokens.ids):,} tokens on one process, then on {count} ranks by several merges")
     run.report.set(prompt_tokens=len(prompt_tokens.ids))
     sizes = model_on_mesh.mesh.shape, model_on_mesh.heads, chunk
@@ -485,7 +485,8 @@ def bench_prefixes(
     from benchmarks import prefixes as prefixes_bench
 
     before, *after = counts_of("--ranks", ranks)
-    require(len(after) == 1, ArgumentError, "--ranks", "two numbers, as 4,3", repr(ranks), "name both servers' ranks")
+    if len(after) != 1:
+        raise ArgumentError("--ranks", "two numbers, as 4,3", repr(ranks), "name both servers' ranks")
     request = prefixes_bench.Request(locate(model), pages(), letters, (before, after[0]), max_gap)
     prefixes_bench.rows(request, run.table("rows"), run.step)
     return [pairs("this machine", machine()), tables.prefixes_table(run.tables["rows"])]

@@ -26,7 +26,7 @@ from attnmesh.comm.machine_constants import keep_machine, measured_machine
 from attnmesh.core.layout import Layout
 from attnmesh.core.mask import Mask
 from attnmesh.core.packing import pack_documents
-from attnmesh.errors import ArgumentError, require, short
+from attnmesh.errors import ArgumentError, short
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.schedule import Problem
 from attnmesh.mesh.shapes import Shape
@@ -96,8 +96,8 @@ def corpora(files: Sequence[Path] | None) -> tuple[Path, ...]:
     """Return the files given, or those of this folder."""
     paths = tuple(files or sorted(LENGTHS.glob("*.json")))
     for file in paths:
-        fits, fix = isfile(file), "correct its path"
-        require(fits, ArgumentError, "--lengths", "a file of shares by length", short(str(file)), fix)
+        if not isfile(file):
+            raise ArgumentError("--lengths", "a file of shares by length", short(str(file)), "correct its path")
         _shares(file)
     return paths
 
@@ -113,8 +113,9 @@ def _shares(file: Path) -> dict[tuple[int, int], float]:
         valid = valid and all(0 <= start < stop for start, stop in shares)
     except (AttributeError, OSError, OverflowError, TypeError, ValueError):
         valid = False
-    fix = 'write {"[0,512)": 0.7, "[512,4096)": 0.3}'
-    require(valid, ArgumentError, "--lengths", "an object of shares by length", short(str(file)), fix)
+    if not valid:
+        fix = 'write {"[0,512)": 0.7, "[512,4096)": 0.3}'
+        raise ArgumentError("--lengths", "an object of shares by length", short(str(file)), fix)
     return shares
 
 

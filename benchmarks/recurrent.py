@@ -22,7 +22,8 @@ from attnmesh.cli.launch import Send
 from attnmesh.core.layout import Contiguous, Layout, Zigzag
 from attnmesh.errors import ArgumentError
 from attnmesh.hf.recurrent.prepare_recurrent import prepare_layers
-from attnmesh.hf.shards import ShardMask, Shards
+from attnmesh.hf.shard_tensors import ShardMask
+from attnmesh.hf.shards import Shards
 from attnmesh.runtime.counters import count_traffic
 from attnmesh.setup.init_mesh import init_mesh
 from benchmarks.netns import World, ranks_of, run_on, send_rows

@@ -11,6 +11,7 @@ import sys
 import tokenize
 from collections import defaultdict
 from collections.abc import Iterable
+from itertools import combinations, product
 from pathlib import Path
 
 from tools.rooms import ARROWS, COMMAND, FILES
@@ -127,6 +128,19 @@ def engine_on_planner(trees: dict[str, ast.Module]) -> Found:
     ]
 
 
+def folder_cycles(trees: dict[str, ast.Module]) -> Found:
+    """Return folders of a room that import each other, directly or through others. A file beside them is of all."""
+    folders = {folder for name in trees if (folder := name.rpartition(".")[0]).count(".") == 1}
+    reached = defaultdict[str, set[str]](set)
+    for name, tree in trees.items():
+        targets = (".".join(module.split(".")[1:3]) for module in _imported(tree))
+        reached[name.rpartition(".")[0]] |= folders & {*targets}
+    for middle, start in product(folders, folders):
+        reached[start] |= reached[middle] if middle in reached[start] else set()
+    pairs = combinations(sorted(folders), 2)
+    return [f"{one}, {other}" for one, other in pairs if other in reached[one] and one in reached[other]]
+
+
 def shadowed_rooms(trees: dict[str, ast.Module]) -> Found:
     """Return rooms that a name of the package's front stands over: none of their files could be imported by `as`."""
     rooms = {name.split(".")[0] for name in trees if "." in name}
@@ -144,7 +158,7 @@ def named_families(trees: dict[str, ast.Module]) -> Found:
     A name is an identifier, or a string without spaces, that is a class of transformers which a record names, or that
     has the words of a model type in a row. The text of messages and docstrings is none.
     """
-    from attnmesh.hf.families.family import families
+    from attnmesh.hf.family import families
 
     known = families().values()
     types = {f"_{one.type.replace('-', '_')}_" for one in known if one.type not in WORDS}
@@ -192,6 +206,7 @@ COUNTS = {
     f"functions of more than {MAX_PARAMETERS} parameters behind the public edge": (long_signatures, 0),
     f"files that import from more than {MAX_IMPORTS} others": (wide_imports, 0),
     "imports of the planner in the engine": (engine_on_planner, 0),
+    "folders of a room that import each other": (folder_cycles, 0),
     "names of model families in hf outside of their records": (named_families, 0),
     "reads of fields of Mask outside of its file": (mask_fields_read, 0),
 }

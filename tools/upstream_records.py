@@ -22,11 +22,11 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from attnmesh.hf.families import family
-from attnmesh.hf.families.family import CONFIGURATION, MODELING, Family, Pins, families
-from attnmesh.hf.families.pins import FIELDS, ModuleSource
+from attnmesh.hf import family
+from attnmesh.hf.family import CONFIGURATION, MODELING, Family, Pins, families
+from attnmesh.hf.pins import FIELDS, ModuleSource
 
-FILE = Path(family.__file__).with_name("plain.json")
+FILE = Path(family.__file__).parent / "families" / "plain.json"
 
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 BEGIN, END = "<!-- families -->\n", "<!-- end of families -->"
@@ -84,7 +84,7 @@ def page() -> str:
     """Return the page on families, with the table of their files."""
     lines = ["| file | types | what they have |", "|---|---|---|"]
     for each in iter_modules([str(FILE.parent)]):
-        module = import_module(f"{families.__module__.rpartition('.')[0]}.{each.name}")
+        module = import_module(f"{family.ROOM}.{each.name}")
         if hasattr(module, "FAMILIES"):
             kinds = ", ".join(f"`{one.type}`" for one in module.FAMILIES)
             lines.append(f"| `{each.name}.py` | {kinds} | {str(module.__doc__).splitlines()[0]} |")

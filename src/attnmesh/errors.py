@@ -7,7 +7,7 @@ All of them can be pickled, so that one rank can send its error to the others.
 import operator
 import sys
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from numbers import Number
 from types import NoneType
 
@@ -144,22 +144,6 @@ class RankFailure(RuntimeError):
         return f"{lost} lost along the {axis} axis, {step}: {why}"
 
 
-def require(fits: bool, error: type[InputError], subject: str, expected: str, given: object, fix: str) -> None:
-    """Raise the error unless the condition holds."""
-    if not fits:
-        raise error(subject, expected, str(given), fix)
-
-
-Check = tuple[bool, type[InputError], str, str, object, str]
-"""Arguments of `require`."""
-
-
-def require_all(checks: Iterable[Check]) -> None:
-    """Raise the error of the first condition that does not hold. Checks after it are not asked for."""
-    for check in checks:
-        require(*check)
-
-
 def short(value: object) -> str:
     """Return a value as text for an error: a number or string itself, else its type, and the shape of a tensor."""
     if isinstance(value, Tensor):
@@ -185,8 +169,8 @@ def check_count(subject: str, value: int, fix: str, *, least: int = 1, error: ty
 
 def check_int(subject: str, number: int, least: int, fix: str) -> int:
     """Return the number, or raise unless it is an int of Python of at least `least`: JSON has no other integers."""
-    fits = type(number) is int and number >= least
-    require(fits, ShapeError, subject, f"a whole number, {least} or more", repr(number), fix)
+    if type(number) is not int or number < least:
+        raise ShapeError(subject, f"a whole number, {least} or more", repr(number), fix)
     return number
 
 

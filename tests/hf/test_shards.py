@@ -16,9 +16,11 @@ from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, RwkvC
 import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.core.mask import Causal
+from attnmesh.hf import layer_checks
 from attnmesh.hf.layer_mask import MaskSpec
 from attnmesh.hf.models import Opaque
-from attnmesh.hf.shards import BegunPass, ShardMask, ShardPositions
+from attnmesh.hf.shard_tensors import ShardMask, ShardPositions
+from attnmesh.hf.shards import BegunPass
 from attnmesh.hf.training.labels import ItemCount
 from attnmesh.mesh.shapes import Shape
 from tests.support import families
@@ -359,3 +361,14 @@ def test_a_pass_whose_batch_is_gone_waits_for_no_mask() -> None:
     begun.shards_ref = others = ref(second, begun.forget)  # type: ignore[assignment]
     begun.forget(waits)  # of an earlier batch
     assert begun.shards_ref is others
+
+
+def test_a_configuration_is_looked_at_once_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[Any] = []
+    monkeypatch.setattr(layer_checks, "num_mixing_calls", lambda config: looks.append(config) or 2)
+    model, ids = families.model("llama", "attnmesh"), prompt(20)
+    batch = hf.shard_batch({"input_ids": ids, "labels": ids}, None)
+    for passes in (1, 2):
+        model(**batch)
+        assert len(looks) == passes
+        assert batch["input_ids"].shards.forward_pass.layers == 2

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 import torch
 
-from attnmesh.hf.families.pins import check_family
+from attnmesh.hf.pins import check_family
 from tests.support import families
 
 if find_spec("triton") and not torch.cuda.is_available():

@@ -48,6 +48,16 @@ FOUND = {
         {"comm.one": "from attnmesh.planner.cost import cost"},
         "comm.one: attnmesh.planner.cost",
     ),
+    "cycles": (
+        house.folder_cycles,
+        {
+            "hf.model": "from attnmesh.hf.cache.layer import x",
+            "hf.cache.layer": "from attnmesh.hf.model import x\nfrom attnmesh.hf.sparse.select import x",
+            "hf.sparse.select": "from attnmesh.hf.images.cut import x",
+            "hf.images.cut": "from attnmesh.hf.sparse.select import x",
+        },
+        "hf.images, hf.sparse",
+    ),
     "families": (
         house.named_families,
         {"hf.one": "LAYERS = ('a mamba', 'head')\ndef of_mamba2_layers(): ...", "hf.families.two": "x = 'mamba'"},

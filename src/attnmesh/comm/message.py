@@ -39,7 +39,8 @@ class MessageForm:
     def size(self) -> int:
         """Bytes of a message: a whole count of numbers in the dtype of lse, as which it is viewed."""
         number = self.lse_dtype.itemsize
-        return -(-self.parts[-1].stop // number) * number
+        end: int = self.parts[-1].stop
+        return -(-end // number) * number
 
     @property
     def is_native(self) -> bool:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from attnmesh.core.packing import pack_documents
 from attnmesh.core.turns import Turn, turns
-from attnmesh.errors import LayoutError, check_count, require
+from attnmesh.errors import LayoutError, check_count
 
 
 class Layout(Hashable, Protocol):
@@ -110,7 +110,8 @@ class Striped:
             object.__setattr__(self, "block", check_count("Striped block", self.block, fix, error=LayoutError))
             return
         widths = _counts("Striped block", self.block, "one a shard")
-        require(0 not in widths, LayoutError, "Striped block", "a whole number, 1 or more", repr(self.block), fix)
+        if 0 in widths:
+            raise LayoutError("Striped block", "a whole number, 1 or more", repr(self.block), fix)
         object.__setattr__(self, "block", widths if len(widths) > 1 else widths[0])
 
     def turns(self, shards: int) -> tuple[Turn, ...]:
@@ -121,9 +122,9 @@ class Striped:
         """
         if not isinstance(self.block, tuple):
             return turns((self.block,) * shards)
-        expected, fix = f"a multiple of {len(self.block)} shards", "give each shard a block, as shares of a cache are"
-        fits = shards % len(self.block) == 0
-        require(fits, LayoutError, f"layout {self}", expected, f"{shards} shards", fix)
+        if shards % len(self.block):
+            fix = "give each shard a block, as shares of a cache are"
+            raise LayoutError(f"layout {self}", f"a multiple of {len(self.block)} shards", f"{shards} shards", fix)
         return turns(self.block * (shards // len(self.block)))
 
     def positions(self, length: int, shards: int, index: int) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.mask import Mask
-from attnmesh.errors import ShapeError, check_count, require
+from attnmesh.errors import ShapeError, check_count
 
 NO_INDEX = 2**31 - 1
 """Index that selects nothing, after those of all tokens."""
@@ -49,8 +49,9 @@ class Selection:
     def __post_init__(self) -> None:
         fix = "count the keys of an index as a Python int"
         object.__setattr__(self, "block", check_count("Selection block", self.block, fix))
-        expected, fix = f"at most {MAX_INDEX_KEYS} keys an index", "select smaller blocks"
-        require(self.block <= MAX_INDEX_KEYS, ShapeError, "Selection block", expected, f"{self.block}", fix)
+        if self.block > MAX_INDEX_KEYS:
+            expected = f"at most {MAX_INDEX_KEYS} keys an index"
+            raise ShapeError("Selection block", expected, f"{self.block}", "select smaller blocks")
 
     @property
     def heads(self) -> int:

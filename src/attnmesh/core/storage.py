@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnmesh.errors import ShapeError, require
+from attnmesh.errors import ShapeError
 
 SCALE_COLUMNS = 128
 """Columns of a row that share a scale: a group."""
@@ -46,7 +46,8 @@ class Storage:
         Scales are rounded up, so that the largest number of a group does not exceed the dtype's.
         """
         columns = x.shape[-1]
-        require(columns % 2 == 0, ShapeError, "quantize", "an even number of columns", columns, "pad the rows")
+        if columns % 2:
+            raise ShapeError("quantize", "an even number of columns", str(columns), "pad the rows")
         rows = torch.empty(*x.shape[:-1], self.row_width(columns), dtype=self.dtype, device=x.device)
         scales = rows[..., columns:].view(torch.bfloat16)
         for number, group in enumerate(x.to(torch.float32).split(SCALE_COLUMNS, -1)):
@@ -89,8 +90,8 @@ def columns_of(x: Tensor) -> int:
     if x.dtype not in _BY_DTYPE:
         return width
     columns = width - 2 * -(-width // (SCALE_COLUMNS + 2))
-    fits = columns > 0 and columns % 2 == 0 and columns + 2 * -(-columns // SCALE_COLUMNS) == width
-    require(fits, ShapeError, "stored rows", "numbers and then scales", f"{width} bytes", "pass whole rows")
+    if columns <= 0 or columns % 2 or columns + 2 * -(-columns // SCALE_COLUMNS) != width:
+        raise ShapeError("stored rows", "numbers and then scales", f"{width} bytes", "pass whole rows")
     return columns
 
 

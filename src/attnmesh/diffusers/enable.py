@@ -11,7 +11,7 @@ from attnmesh.diffusers.backend import backend_of, register, unregister
 from attnmesh.diffusers.diffusers_names import unwrap_module
 from attnmesh.diffusers.family_plans import TokenPlan, plan_of
 from attnmesh.diffusers.state import MeshState, split_attention
-from attnmesh.errors import ModelError, require
+from attnmesh.errors import ModelError
 from attnmesh.guard.agreement import Agreement
 from attnmesh.guard.argument_checks import check_compare_option
 from attnmesh.kernels.choice import check_kernel
@@ -132,7 +132,8 @@ def _check_processors(model: Any, plan: TokenPlan) -> None:
     """Raise unless the attention of a model calls a backend, which split and whole tokens do not share."""
     subject = f"{SUBJECT} model"
     split = split_attention(model, plan)
-    require(bool(split), ModelError, subject, "layers of attention", type(model).__name__, "pass a transformer")
+    if not split:
+        raise ModelError(subject, "layers of attention", type(model).__name__, "pass a transformer")
     unsplit = {id(m.processor) for m in model.modules() if hasattr(m, "processor") and m not in split.values()}
     for module in split.values():
         processor, kind = module.processor, type(module.processor).__name__

@@ -121,10 +121,27 @@ def _prefill(q: Tensor, pending: PendingKV, arguments: LayerArguments, shards: S
     kv = pending.layer.reserve(pending, shards.length, arguments.mask) if stores_keys else pending.layer.cached
     if not shards.has_prefix:
         scale, softcap, bias = arguments.scores
-        settings = cache.exchange, cache.kernel, scale, softcap, shards.length, shards.length, None
-        options = AttentionOptions(shards.mask_of(arguments.mask), shards.layout, shards.layout, *settings)
+        options = AttentionOptions(
+            mask=shards.mask_of(arguments.mask),
+            layout=shards.layout,
+            key_layout=shards.layout,
+            exchange=cache.exchange,
+            kernel=cache.kernel,
+            scale=scale,
+            softcap=softcap,
+            length=shards.length,
+            key_length=shards.length,
+            unsupported=None,
+        )
         of_prompt = AttentionArguments(
-            q, pending.k, pending.v, arguments.sinks, None, options, arguments.selected, bias
+            q,
+            pending.k,
+            pending.v,
+            arguments.sinks,
+            key_lengths=None,
+            options=options,
+            selected=arguments.selected,
+            distance_bias=bias,
         )
         other_partial = pending.layer.attend_other_keys(q, scale)
         out = attend_prompt(of_prompt, shards.mesh, cache.checked, pending.projected_latents, other_partial)

@@ -17,14 +17,15 @@ from attnmesh.comm.host_linear import MAX_SHARED_ROWS
 from attnmesh.core.layout import Contiguous, Layout, Split
 from attnmesh.errors import KernelError
 from attnmesh.hf.cache.sharded_cache import ShardedCache
-from attnmesh.hf.families.family import USE_SUPPORTED, family_of
+from attnmesh.hf.family import USE_SUPPORTED, family_of
 from attnmesh.hf.images.image_merge import MergedPrompt
 from attnmesh.hf.images.inputs import NO_SHIFT, ImageTokens
 from attnmesh.hf.images.spans import PromptChunk, join_chunks_at_spans
 from attnmesh.hf.latent_states import latent_widths
 from attnmesh.hf.models import is_recurrent
 from attnmesh.hf.recurrent.prepare_recurrent import prepared
-from attnmesh.hf.shards import ShardMask, ShardPositions, Shards
+from attnmesh.hf.shard_tensors import ShardMask, ShardPositions
+from attnmesh.hf.shards import Shards
 from attnmesh.hf.transformers_names import cache_argument
 
 CHUNK = 8192

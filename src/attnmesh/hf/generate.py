@@ -5,7 +5,7 @@
 sample the same tokens.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from inspect import signature
@@ -16,17 +16,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from attnmesh.comm.topology import dist_all_gather_ints
-from attnmesh.errors import KernelError, MaskError, RankFailure, require
+from attnmesh.errors import KernelError, MaskError, RankFailure
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.chunked_prefill import CHUNK, Prompt
 from attnmesh.hf.finite import NanWatch
 from attnmesh.hf.generation_checkpoint import SUBJECT as CHECKPOINT
-from attnmesh.hf.generation_checkpoint import Checkpoint, TokenCallback, random_state, set_random_state
+from attnmesh.hf.generation_checkpoint import Checkpoint, TokenCallback
 from attnmesh.hf.images.inputs import split_images, without_absent
 from attnmesh.hf.models import rope_regime, unwrap
 from attnmesh.hf.options import ASSISTED_OPTIONS, CheckpointSpec, GenerationSettings, agree_on_call, check_padding
 from attnmesh.hf.prefill import begin_prompt, crop_to_shared_prefix, prefill_rest
+from attnmesh.hf.random_numbers import synchronize_generators
 from attnmesh.hf.step_graph import steps_as_graphs
 from attnmesh.hf.tensor_parallel import tp_mesh
 from attnmesh.hf.transformers_names import cache_argument
@@ -92,8 +92,8 @@ def generate(
     chunk_size = prefill_chunk_size or settings["prefill_chunk_size"]
     if checkpoint is None:
         return _generate(model, prompt, cache, chunk_size, options)
-    unpadded = prompt.token_mask is None
-    require(unpadded, MaskError, CHECKPOINT, "a prompt without padding", "padding", "remove the padding")
+    if prompt.token_mask is not None:
+        raise MaskError(CHECKPOINT, "a prompt without padding", "padding", "remove the padding")
     return _generate_with_checkpoint(model, input_ids, cache, checkpoint, chunk_size or CHUNK, options)
 
 
@@ -237,13 +237,3 @@ def _infer_padding(config: PreTrainedConfig, ids: Tensor, settings: GenerationSe
     mask: Tensor = (ids != padding).long()
     check_padding(config, mask)
     return mask
-
-
-def synchronize_generators(meshes: Iterable[DeviceMesh | None], device: torch.device) -> None:
-    """Set the random generators of all ranks of each mesh to the state of its first, so that all draw the same."""
-    for axes in map(Mesh.of, meshes):
-        if axes.ranks == 1:
-            continue
-        for source in dict.fromkeys((torch.device("cpu"), device)):
-            state = dist_all_gather_ints(random_state(source).tolist(), axes.axes)[0]
-            set_random_state(source, torch.tensor(state, dtype=torch.uint8, device="cpu"))

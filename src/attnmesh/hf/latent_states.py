@@ -15,9 +15,9 @@ from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 
 from attnmesh.errors import KernelError
-from attnmesh.hf.families.family import USE_SUPPORTED
+from attnmesh.hf.family import USE_SUPPORTED
 from attnmesh.hf.models import SUBJECT, Opaque
-from attnmesh.hf.shards import METADATA_FUNCTIONS, VIEW_FUNCTIONS, DispatchedTensor
+from attnmesh.hf.shard_tensors import METADATA_FUNCTIONS, VIEW_FUNCTIONS, DispatchedTensor
 from attnmesh.mesh_attention.latents import Projection
 
 EXPANDING = {

@@ -14,7 +14,7 @@ from attnmesh.core.scaling import Scores
 from attnmesh.core.selection import Selection
 from attnmesh.hf.attend_layer import LayerArguments, attend_cached, attend_without_cache
 from attnmesh.hf.cache.layer import PendingKV
-from attnmesh.hf.families.family import Family, family_of_layer
+from attnmesh.hf.family import Family, family_of_layer
 from attnmesh.hf.images.cross import attends_to_images
 from attnmesh.hf.images.towers import attend_in_tower, in_tower
 from attnmesh.hf.latent_states import LatentStates
@@ -82,7 +82,7 @@ def _attend_traced(module: nn.Module, tensors: Any, mask: TracedMask, options: L
     q, k, v = cast_for_autocast(*tensors)
     if options.selection is not None:
         selected = options.family.read_selection(module, options.selection, mask)
-        visible = visible & _picked(selected, q.shape[1], k.shape[2])
+        visible = visible & _seen_keys(selected, q.shape[1], k.shape[2])
     scaling = Scores(options.scaling, options.softcap).scaling(SUBJECT, q.shape[-1])
     with without_autocast(q):
         return attend_traced(q, k, v, visible, scaling, options.sinks)
@@ -111,7 +111,7 @@ def _attend_at_positions(
         if not spec.shards.cached:
             check_same_weights(module, spec.shards, query.device)
         if family.temperature is not None:
-            q, bias = _tempered(family.temperature(module, spec.shards), q, bias)
+            q, bias = _scale_by_positions(family.temperature(module, spec.shards), q, bias)
     layer_arguments = LayerArguments(spec.mask, Scores(scaling, softcap, bias), sinks, selected)
     with without_autocast(q):
         if not isinstance(key, PendingKV):
@@ -124,7 +124,7 @@ def _attend_at_positions(
     return out
 
 
-def _tempered(ratio: Tensor | None, q: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _scale_by_positions(ratio: Tensor | None, q: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return queries and their bias with the temperature of their positions, which layers count as in a run."""
     if ratio is None:
         return q, bias
@@ -132,7 +132,7 @@ def _tempered(ratio: Tensor | None, q: Tensor, bias: Tensor | None) -> tuple[Ten
     return q * ratio, None if bias is None else bias * ratio
 
 
-def _picked(selected: Selection, heads: int, keys: int) -> Tensor:
+def _seen_keys(selected: Selection, heads: int, keys: int) -> Tensor:
     """Return which keys each query selects, (batch, 1 or heads, queries, keys)."""
     indices = selected.indices
     positions = selected.positions(indices, slice(0, indices.shape[-1] * selected.block))

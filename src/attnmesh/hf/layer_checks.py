@@ -26,7 +26,8 @@ from attnmesh.hf.cache.compressed_layer import check_entries
 from attnmesh.hf.cache.layer import PendingKV
 from attnmesh.hf.layer_mask import MaskSpec, check_left_padded
 from attnmesh.hf.models import SUBJECT, is_recurrent, num_mixing_calls
-from attnmesh.hf.shards import FORWARD_ALL, OF_SHARD_BATCH, ShardPositions, Shards
+from attnmesh.hf.shard_tensors import ShardPositions
+from attnmesh.hf.shards import FORWARD_ALL, OF_SHARD_BATCH, Shards
 from attnmesh.hf.traced_mask import TracedMask
 from attnmesh.hf.training.labels import ItemCount
 from attnmesh.mesh.axes import Mesh
@@ -190,11 +191,13 @@ def _check_shards(
 
 def _count_layer(module: nn.Module, arguments: dict[str, Any], shards: Shards) -> None:
     """Count a layer's call on shards, and note the model's `num_items_in_batch`."""
-    config = getattr(module, "config", None)
-    layers, recurrent = (1, False) if config is None else (num_mixing_calls(config), is_recurrent(config))
+    config, record = getattr(module, "config", None), shards.forward_pass
+    is_known = config is None or record.attention_calls > 0  # each look at a configuration takes long
+    layers = record.layers if is_known else num_mixing_calls(config)
+    recurrent = config is not None and not record.positions_read and is_recurrent(config)
     shards.count_layer(type(module).__name__, layers, recurrent=recurrent)
     count = arguments.get("num_items_in_batch")
-    shards.forward_pass.item_count = None if isinstance(count, ItemCount) else count
+    record.item_count = None if isinstance(count, ItemCount) else count
 
 
 def _check_cache(pending: PendingKV, spec: MaskSpec, tokens: int, arguments: dict[str, Any]) -> None:

@@ -21,7 +21,8 @@ from attnmesh.errors import MaskError, ShapeError
 from attnmesh.hf.images.spans import check_spans_unpadded, spans_of, unsupported_span
 from attnmesh.hf.images.towers import in_tower
 from attnmesh.hf.models import SUBJECT, check_layers, window_of
-from attnmesh.hf.shards import BEGUN, FORWARD_ALL, OF_SHARD_BATCH, ShardMask, Shards, WholeMask
+from attnmesh.hf.shard_tensors import ShardMask, WholeMask
+from attnmesh.hf.shards import BEGUN, FORWARD_ALL, OF_SHARD_BATCH, Shards
 from attnmesh.hf.traced_mask import LayerMask, TracedMask, in_trace, needs_tensor
 from attnmesh.hf.transformers_names import bidirectional_mask_function, causal_mask_function, sdpa_mask
 

@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from attnmesh.errors import KernelError, ModelError
-from attnmesh.hf.families.family import USE_SUPPORTED
+from attnmesh.hf.family import USE_SUPPORTED
 from attnmesh.hf.models import ATTN_IMPLEMENTATION, check_layers
 from attnmesh.hf.tensor_parallel import tensor_parallel
 from attnmesh.runtime.machine import is_out_of_memory

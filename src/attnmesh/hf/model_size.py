@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from attnmesh.core.mask import Window
 from attnmesh.errors import ModelError
 from attnmesh.hf.cache.layer import SHORT_WINDOW
-from attnmesh.hf.families.family import family_of
+from attnmesh.hf.family import family_of
 from attnmesh.hf.latent_states import latent_widths
 from attnmesh.hf.load import as_model_error
 from attnmesh.hf.models import (
@@ -58,8 +58,8 @@ def model_size(config: PreTrainedConfig, dtype: str = "bfloat16", **workload: An
         raise ModelError("plan model", "layers that keep keys of tokens", given, fix)
     skeleton = _skeleton(config, dtype)
     workload["dtype"] = dtype
-    windowed_work = _windowed(config, window_layers, workload) if window_layers else None
-    attention_work = _unwindowed(config, full_layers, workload) if full_layers else windowed_work
+    windowed_work = _workload_of_windows(config, window_layers, workload) if window_layers else None
+    attention_work = _workload_of_full_layers(config, full_layers, workload) if full_layers else windowed_work
     assert attention_work is not None
     window_bytes = windowed_work.kept_bytes if full_layers and windowed_work else 0
     experts = sizes_of_experts(skeleton)
@@ -131,13 +131,13 @@ def _num_attention_layers(config: PreTrainedConfig) -> tuple[int, int]:
     return len(layers) - windows, windows
 
 
-def _unwindowed(config: PreTrainedConfig, layers: int, arguments: Mapping[str, Any]) -> Workload:
+def _workload_of_full_layers(config: PreTrainedConfig, layers: int, arguments: Mapping[str, Any]) -> Workload:
     """Return the workload of the layers that see all tokens."""
     workload = Workload(**{**arguments, **_widths(config, windowed=False), "layers": layers})
-    return replace(workload, selected=_selected(config, workload.kv_heads))
+    return replace(workload, selected=_selected_keys(config, workload.kv_heads))
 
 
-def _windowed(config: PreTrainedConfig, layers: int, arguments: Mapping[str, Any]) -> Workload:
+def _workload_of_windows(config: PreTrainedConfig, layers: int, arguments: Mapping[str, Any]) -> Workload:
     """Return the workload of the layers with windows, of which short ones are not stored in 8 bits."""
     workload = Workload(**{**arguments, **_widths(config, windowed=True), "layers": layers})
     window = window_of(config) or int(config.attention_chunk_size)
@@ -160,7 +160,7 @@ def _widths(config: PreTrainedConfig, *, windowed: bool) -> dict[str, Any]:
     return {"q_heads": q_heads, "kv_heads": kv_heads or q_heads, "head_dim": dim or config.hidden_size // q_heads}
 
 
-def _selected(config: PreTrainedConfig, kv_heads: int) -> Selected | None:
+def _selected_keys(config: PreTrainedConfig, kv_heads: int) -> Selected | None:
     """Return what the layers with indexers select, or None without such layers."""
     layers = sum(layer.indexed for layer in layers_of(config))
     size = family_of(config).planned_selection

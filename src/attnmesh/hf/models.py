@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from attnmesh.errors import ArgumentError, Check, KernelError, ShapeError
-from attnmesh.hf.families.family import ATTENDING, LENGTH_DEPENDENT_ROPES, USE_SUPPORTED, LayerKind, family_of
-from attnmesh.hf.families.pins import check_family, check_pins, raise_lost
+from attnmesh.errors import ArgumentError, KernelError, ShapeError
+from attnmesh.hf.family import ATTENDING, LENGTH_DEPENDENT_ROPES, USE_SUPPORTED, LayerKind, family_of
+from attnmesh.hf.pins import check_family, check_pins, raise_lost
 from attnmesh.hf.transformers_names import PEFT
 
 ATTN_IMPLEMENTATION = "attnmesh"
@@ -262,12 +262,13 @@ def vocabulary_size(model: PreTrainedModel) -> int:
     return int(getattr(embeddings, "num_embeddings", model.config.get_text_config(decoder=True).vocab_size))
 
 
-def tokens_check(subject: str, ids: Tensor, model: PreTrainedModel) -> Check:
-    """Return the check that the model has an embedding for each token, so that no rank alone fails in a look-up."""
+def check_tokens(subject: str, ids: Tensor, model: PreTrainedModel) -> None:
+    """Raise unless the model has an embedding for each token, so that no rank alone fails in a look-up."""
     last_known = vocabulary_size(model) - 1
     first, last = (int(end) for end in ids.aminmax())
-    expected, fix = f"tokens from 0 to {last_known}, the model's vocabulary", "use the tokenizer of this model"
-    return first >= 0 and last <= last_known, ArgumentError, subject, expected, first if first < 0 else last, fix
+    if first < 0 or last > last_known:
+        expected, fix = f"tokens from 0 to {last_known}, the model's vocabulary", "use the tokenizer of this model"
+        raise ArgumentError(subject, expected, str(first if first < 0 else last), fix)
 
 
 def forget_images(model: nn.Module) -> None:

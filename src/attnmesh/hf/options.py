@@ -15,28 +15,27 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from attnmesh.core.digest import fingerprints
 from attnmesh.errors import (
     ArgumentError,
-    Check,
     DtypeError,
     KernelError,
     MaskError,
     ShapeError,
     check_count,
-    require_all,
     short,
     type_and_shape,
 )
 from attnmesh.guard.agreement import Agreement, Fields
+from attnmesh.hf.cache.history import HeldTokens
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.images.inputs import IMAGE_INPUTS, OWN_PROCESSOR, image_inputs, split_images
 from attnmesh.hf.layer_mask import check_left_padded
 from attnmesh.hf.models import (
     check_can_generate,
     check_rope_switch,
+    check_tokens,
     has_windows,
     is_compressed,
     is_recurrent,
     rope_regime,
-    tokens_check,
 )
 from attnmesh.hf.tensor_parallel import tp_mesh
 from attnmesh.mesh.axes import Mesh
@@ -128,38 +127,59 @@ def agree_on_call(
     cache: ShardedCache | None,
     options: dict[str, Any],
 ) -> None:
-    """Raise the same error on all ranks unless all make the same valid call of `generate` or `prefill`."""
+    """Raise the same error on all ranks unless all make the same valid call of `generate` or `prefill`.
+
+    Then the cache has the same tokens on all ranks, also where an error interrupted some of them.
+    """
 
     def fields() -> dict[str, object]:
         prompt = fingerprints({"prompt": ids, "attention_mask": attention_mask})
-        cached_tokens = 0 if cache is None else cache.get_seq_length()
         values = {name: describe_value(value) for name, value in sorted(options.items()) if name != "streamer"}
         config = {"model's generation_config": describe_value(model.generation_config)}
-        return {**prompt, "held": cached_tokens, **values, **config}
+        return {**prompt, "cache": None if cache is None else "given", **values, **config}
 
-    with agreement_with_peers(mesh, model, "generate", fields):
+    held = None
+    with agreement_with_peers(mesh, model, "generate", fields) as agreements:
         check_can_generate(model)
-        require_all(_prompt_checks(model, ids, attention_mask))
-        require_all(_option_checks(model, options))
+        _check_prompt(model, ids, attention_mask)
+        _check_options(model, options)
         for name in ("chunk_size", "prefill_chunk_size"):
             if options.get(name) is not None:
                 check_count(f"{name}", options[name], "count the tokens of a chunk, or leave it out")
         if cache is not None:
-            require_all(_cache_checks(cache, ids))
+            _check_cache(cache, ids)
         if "chunk_size" not in options:  # an option of `prefill`, which makes no new tokens
             check_rope_switch(model.config, ids.shape[1] - 1, GenerationSettings(model, options).total(ids.shape[1]))
+        if cache is not None:
+            held = cache.held_tokens
+            for agreement in agreements:
+                held = _held_by_all(agreement, held)
+    if cache is not None and held is not None:
+        cache.truncate_to_shortest(held)
 
 
 @contextmanager
-def agreement_with_peers(mesh: Mesh, model: PreTrainedModel, name: str, fields: Fields) -> Iterator[None]:
-    """Agree on a call with the ranks of a mesh, and before with those that share the model's weights.
+def agreement_with_peers(mesh: Mesh, model: PreTrainedModel, name: str, fields: Fields) -> Iterator[list[Agreement]]:
+    """Agree on a call with the ranks that share the model's weights, then with those of a mesh. Yield both agreements.
 
-    The other ranks of the mesh raise their error too.
+    The other ranks of the mesh raise an error of the former too.
     """
-    with Agreement(mesh, name, fields):
+    with Agreement(mesh, name, fields) as of_mesh:
         peers = tp_mesh(model) if isinstance(model, PreTrainedModel) else None
-        with Agreement(Mesh.of(peers), name, fields, is_compared=peers is not None):
-            yield
+        with Agreement(Mesh.of(peers), name, fields, is_compared=peers is not None) as of_peers:
+            yield [of_peers, of_mesh]
+
+
+def _held_by_all(agreement: Agreement, held: HeldTokens) -> HeldTokens:
+    """Compare a call, and return what the caches of all its ranks hold.
+
+    Raise if they differ though no error interrupted one: ranks have passed different caches.
+    """
+    rows = agreement.compare(payload=held)
+    of_all = HeldTokens.of_ranks(rows)
+    if not of_all.is_interrupted and any(row[0] != held.shortest for row in rows):
+        Agreement(agreement.mesh, agreement.name, {"held": held.shortest}).compare()
+    return of_all
 
 
 def describe_value(value: object) -> str:
@@ -179,36 +199,36 @@ def describe_value(value: object) -> str:
     return repr(value) if isinstance(value, (Number, str, Path, NoneType, torch.dtype)) else type(value).__name__
 
 
-def _option_checks(model: PreTrainedModel, options: dict[str, Any]) -> Iterator[Check]:
-    """Yield the checks that options of `generate` have to pass."""
+def _check_options(model: PreTrainedModel, options: dict[str, Any]) -> None:
+    """Raise unless the options of `generate` work on a mesh."""
     settings = GenerationSettings(model, options)
     for name, fix in UNSUPPORTED.items():
         value = options.get(name) if name in OVERRIDDEN else settings[name]
-        neutral = value is None or (isinstance(value, (int, float)) and value == NEUTRAL.get(name, False))
+        if value is None or (isinstance(value, (int, float)) and value == NEUTRAL.get(name, False)):
+            continue
         given = f"{name}={describe_value(value)}"
-        if not neutral and settings.is_default(name):
+        if settings.is_default(name):
             given, fix = f"{given} in model.generation_config", f"set model.generation_config.{name} = None"
-        yield neutral, ArgumentError, "generate", "options that work on a mesh", given, fix
-    strings = settings["stop_strings"]
-    complete = not strings or options.get("tokenizer") is not None
-    given = f"stop_strings={describe_value(strings)}"
-    yield complete, ArgumentError, "generate", "a tokenizer beside stop strings", f"{given} alone", "pass tokenizer="
-    goes_back = not (is_recurrent(model.config) or is_compressed(model.config))
-    assisted = ", ".join(name for name in ASSISTED_OPTIONS if settings[name] and not goes_back)
-    expected, fix = "options that work on states", "leave it out: states cannot go back"
-    yield not assisted, ArgumentError, "generate", expected, assisted, fix
+        raise ArgumentError("generate", "options that work on a mesh", given, fix)
+    if settings["stop_strings"] and options.get("tokenizer") is None:
+        given = f"stop_strings={describe_value(settings['stop_strings'])} alone"
+        raise ArgumentError("generate", "a tokenizer beside stop strings", given, "pass tokenizer=")
+    assisted = [name for name in ASSISTED_OPTIONS if settings[name]]
+    if assisted and (is_recurrent(model.config) or is_compressed(model.config)):
+        given, fix = ", ".join(assisted), "leave it out: states cannot go back"
+        raise ArgumentError("generate", "options that work on states", given, fix)
     checkpoint = options.get("checkpoint")
-    is_spec = isinstance(checkpoint, (NoneType, CheckpointSpec))
-    given = type(checkpoint).__name__
-    yield is_spec, ArgumentError, "generate checkpoint", "an hf.Checkpoint", given, "pass hf.Checkpoint(path)"
-    images, _ = split_images(model, options)
-    refused = ", ".join(name for name in ("checkpoint", *ASSISTED_OPTIONS) if images and settings[name])
-    expected, fix = "images without these options", "leave them out, or generate from text"
-    yield not refused, ArgumentError, "generate images", expected, refused, fix
+    if not isinstance(checkpoint, (NoneType, CheckpointSpec)):
+        given = type(checkpoint).__name__
+        raise ArgumentError("generate checkpoint", "an hf.Checkpoint", given, "pass hf.Checkpoint(path)")
+    alone = [name for name in ("checkpoint", *ASSISTED_OPTIONS) if settings[name]]
+    if alone and split_images(model, options)[0]:
+        fix = "leave them out, or generate from text"
+        raise ArgumentError("generate images", "images without these options", ", ".join(alone), fix)
     for name, value in options.items():
-        is_known = name in ACCEPTED or name == "chunk_size" or name in image_inputs(model)
-        fix = "" if is_known else _fix_of_unknown(name)
-        yield is_known, ArgumentError, "generate", "options of transformers' generation", f"{name}={short(value)}", fix
+        if name not in ACCEPTED and name != "chunk_size" and name not in image_inputs(model):
+            expected, given = "options of transformers' generation", f"{name}={short(value)}"
+            raise ArgumentError("generate", expected, given, _fix_of_unknown(name))
 
 
 def _fix_of_unknown(name: str) -> str:
@@ -229,35 +249,35 @@ def check_padding(config: PreTrainedConfig, attention_mask: Tensor) -> None:
         check_left_padded(subject, attention_mask)
 
 
-def _cache_checks(cache: ShardedCache, ids: Tensor) -> Iterator[Check]:
-    """Yield the checks that a cache has to pass for this batch."""
-    is_cache = isinstance(cache, ShardedCache)
-    fix = "pass attnmesh.hf.ShardedCache(model.config, mesh)"
-    yield is_cache, KernelError, "generate cache", "a ShardedCache", type(cache).__name__, fix
+def _check_cache(cache: ShardedCache, ids: Tensor) -> None:
+    """Raise unless a cache can hold this batch."""
+    if not isinstance(cache, ShardedCache):
+        fix = "pass attnmesh.hf.ShardedCache(model.config, mesh)"
+        raise KernelError("generate cache", "a ShardedCache", type(cache).__name__, fix)
     cached = cache.batch_size if cache.get_seq_length() else len(ids)
-    given, expected = f"{len(ids)} and {cached} in the cache", "as many sequences as the cache holds"
-    yield cached == len(ids), ShapeError, "generate", expected, given, "pass a new cache"
+    if cached != len(ids):
+        given, expected = f"{len(ids)} and {cached} in the cache", "as many sequences as the cache holds"
+        raise ShapeError("generate", expected, given, "pass a new cache")
 
 
-def _prompt_checks(model: PreTrainedModel, ids: Tensor, attention_mask: Tensor | None) -> Iterator[Check]:
-    """Yield the checks that token ids and their mask have to pass for the model."""
+def _check_prompt(model: PreTrainedModel, ids: Tensor, attention_mask: Tensor | None) -> None:
+    """Raise unless token ids and their mask are valid for the model."""
     config = model.config.get_text_config(decoder=True)
     subject = "generate input_ids"
-    valid = isinstance(ids, Tensor) and ids.ndim == 2 and ids.dtype == torch.int64
-    yield valid, DtypeError, subject, "int64 token ids (batch, length)", type_and_shape(ids), USE_TOKENIZER
-    yield ids.numel() > 0, ShapeError, subject, "at least one token", "an empty prompt", "begin with a token"
-    yield tokens_check(subject, ids, model)
+    if not (isinstance(ids, Tensor) and ids.ndim == 2 and ids.dtype == torch.int64):
+        raise DtypeError(subject, "int64 token ids (batch, length)", type_and_shape(ids), USE_TOKENIZER)
+    if not ids.numel():
+        raise ShapeError(subject, "at least one token", "an empty prompt", "begin with a token")
+    check_tokens(subject, ids, model)
     longest = None if rope_regime(config, 0) else getattr(config, "max_position_embeddings", None)
-    expected = f"at most {longest} tokens, the model's context"
-    length = ids.shape[1]
-    fits = longest is None or length <= longest
-    fix = "shorten the prompt, or use a model with a longer context"
-    yield fits, ShapeError, subject, expected, length, fix
+    if longest is not None and ids.shape[1] > longest:
+        fix = "shorten the prompt, or use a model with a longer context"
+        raise ShapeError(subject, f"at most {longest} tokens, the model's context", str(ids.shape[1]), fix)
     if attention_mask is None:
         return
     subject, fix = "generate attention_mask", "pass the tokenizer's 2D mask; 4D and additive masks are not supported"
-    is_tensor = isinstance(attention_mask, Tensor)
-    yield is_tensor, DtypeError, subject, "a tensor", type(attention_mask).__name__, fix
-    shape = tuple(attention_mask.shape)
-    yield shape == ids.shape, ShapeError, subject, f"2D, {tuple(ids.shape)}", shape, fix
+    if not isinstance(attention_mask, Tensor):
+        raise DtypeError(subject, "a tensor", type(attention_mask).__name__, fix)
+    if attention_mask.shape != ids.shape:
+        raise ShapeError(subject, f"2D, {tuple(ids.shape)}", str(tuple(attention_mask.shape)), fix)
     check_padding(config, attention_mask)

@@ -107,7 +107,6 @@ def crop_to_shared_prefix(model: PreTrainedModel, prompt: Prompt, cache: Sharded
     """Crop the cache to the prefix that it shares with the prompt, without its last token. Return the prefix length."""
     if cache.folder is not None:
         cache.folder.identify(lambda: identify_model(model))
-    cache.truncate_to_shortest()
     length = cache.get_seq_length()
     ids, held = prompt.ids, cache.tokens
     tokens = ids.shape[1] if prompt.mask is None else int(prompt.mask.sum(1).max())

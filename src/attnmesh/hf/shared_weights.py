@@ -19,13 +19,13 @@ from transformers import PreTrainedModel
 
 from attnmesh.comm.host_linear import MAX_SHARED_ROWS, HostLinear, LayerBoards, Weights, layer_boards, memory_of
 from attnmesh.comm.mismatch import CallsDifferError
-from attnmesh.errors import InputError, KernelError, MeshError, ModelError, RankFailure, require
+from attnmesh.errors import InputError, KernelError, MeshError, ModelError, RankFailure
 from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.cache.sharded_cache import ShardedCache
-from attnmesh.hf.families.family import family_of
+from attnmesh.hf.family import family_of
 from attnmesh.hf.host_experts import HostExperts, host_experts_of
 from attnmesh.hf.models import check_can_generate, unwrap
-from attnmesh.hf.shards import ShardMask, ShardPositions
+from attnmesh.hf.shard_tensors import ShardMask, ShardPositions
 from attnmesh.hf.transformers_names import Conv1D
 from attnmesh.kernels.native.build import library
 from attnmesh.kernels.native.native_digest import digest_on_cpu
@@ -75,7 +75,7 @@ def share_weights(model: Any, mesh: DeviceMesh | None) -> Any:
     if isinstance(inner, PreTrainedModel):
         restore_shared(inner)
         layers, experts = shared_layers(inner)
-    with Agreement(axes, SUBJECT, lambda: {"layers": _described(layers), "experts": _sizes(experts)}):
+    with Agreement(axes, SUBJECT, lambda: {"layers": _describe_layers(layers), "experts": _sizes(experts)}):
         _check(inner)
     axis = max(axes.axes, key=lambda mesh_axis: mesh_axis.size)
     boards = layer_boards(axis)
@@ -146,7 +146,7 @@ def _is_shared(module: Any) -> bool:
     return takes(*weights_of(module))
 
 
-def _described(layers: Mapping[str, Any]) -> str:
+def _describe_layers(layers: Mapping[str, Any]) -> str:
     """Return what ranks compare of layers: their sizes, their dtypes, and a digest of the first row of each."""
     weights = [layer.weight.detach() for layer in layers.values()]
     rows = sum(index * digest_on_cpu(weight[0]) for index, weight in enumerate(weights, 1)) % 2**64
@@ -162,10 +162,11 @@ def _sizes(experts: Sequence[nn.Module]) -> list[int]:
 def _check(model: Any) -> None:
     """Raise unless the model decodes over a mesh, and has whole weights on the CPU."""
     check_can_generate(model)
-    sharded = any(isinstance(weight, DTensor) for weight in model.parameters())
-    require(not sharded, ModelError, SUBJECT, "whole weights", "sharded ones", "load the model without sharding it")
+    if any(isinstance(weight, DTensor) for weight in model.parameters()):
+        raise ModelError(SUBJECT, "whole weights", "sharded ones", "load the model without sharding it")
     device = next(model.parameters()).device.type
-    require(device == "cpu", KernelError, SUBJECT, "a model on CPUs", f"one on {device}", "use hf.tensor_parallel")
+    if device != "cpu":
+        raise KernelError(SUBJECT, "a model on CPUs", f"one on {device}", "use hf.tensor_parallel")
     if (reason := library().reason) is not None:
         fix = "install a C++ compiler, or leave share_weights out"
         raise KernelError(SUBJECT, "the native library", reason, fix)

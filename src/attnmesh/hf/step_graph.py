@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from attnmesh.hf.cache.layer import ShardedLayer
 from attnmesh.hf.cache.sharded_cache import ShardedCache
-from attnmesh.hf.families.family import family_of
+from attnmesh.hf.family import family_of
 from attnmesh.hf.models import has_windows, rope_switches
 from attnmesh.hf.tensor_parallel import tp_mesh
 from attnmesh.mesh.axes import Mesh
@@ -106,11 +106,11 @@ class StepGraph:
             if self.passes <= WARM_PASSES or self.room <= COMPARED_REPLAYS:  # a pass makes room
                 return self.forward(**step_inputs)
             if not self.is_watched:
-                return self._watched(step_inputs)
+                return self._watch(step_inputs)
             if not self._capture(step_inputs):
                 return self.forward(**step_inputs)
         self.room, self.replays = self.room - 1, self.replays + 1
-        return self._compared(step_inputs) if self.replays <= COMPARED_REPLAYS else self._replay(step_inputs)
+        return self._compare(step_inputs) if self.replays <= COMPARED_REPLAYS else self._replay(step_inputs)
 
     def drop(self) -> None:
         """Drop the graph. The CPU counts the cache's tokens again."""
@@ -155,7 +155,7 @@ class StepGraph:
         bound_options, bound_memory = self.bound_to
         return options == bound_options and len(memory) == len(bound_memory) and all(map(is_, memory, bound_memory))
 
-    def _watched(self, inputs: dict[str, Any]) -> Any:
+    def _watch(self, inputs: dict[str, Any]) -> Any:
         """Return the model's pass, and give up if the CPU waits in it: no graph can."""
         self.is_watched = True
         with warnings.catch_warnings(record=True) as caught:
@@ -204,7 +204,7 @@ class StepGraph:
         self.graph.replay()
         return type(self.output)(logits=self.output.logits.clone(), past_key_values=self.cache)
 
-    def _compared(self, inputs: dict[str, Any]) -> Any:
+    def _compare(self, inputs: dict[str, Any]) -> Any:
         """Return the model's own pass, and give up if a replay has other bits."""
         replayed = self._replay(inputs).logits
         for kv in self.cache.kvs:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from attnmesh.errors import KernelError, MeshError, ModelError, ShapeError, check_choice, require, short
+from attnmesh.errors import KernelError, MeshError, ModelError, ShapeError, check_choice, short
 from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.latent_states import latent_widths
 from attnmesh.hf.models import check_can_generate, indexed_layer_indices, unwrap
@@ -129,8 +129,8 @@ def _check_heads(model: Any, mesh: DeviceMesh | None, output: str) -> None:
         given = f"{mesh.ndim} axes" if isinstance(mesh, DeviceMesh) else short(mesh)
         raise MeshError(f"{SUBJECT} mesh", "a DeviceMesh of one axis, or None", given, 'slice one axis, as whole["tp"]')
     check_can_generate(model)
-    sharded = any(isinstance(weight, DTensor) for weight in model.parameters())
-    require(not sharded, ModelError, SUBJECT, "whole weights", "sharded ones", "load the model without sharding it")
+    if any(isinstance(weight, DTensor) for weight in model.parameters()):
+        raise ModelError(SUBJECT, "whole weights", "sharded ones", "load the model without sharding it")
     if getattr(model, "hf_quantizer", None) is not None:
         raise ModelError(SUBJECT, "weights of floats", "quantized ones", "load the model in bfloat16")
     config = model.config.get_text_config(decoder=True)

@@ -143,19 +143,3 @@ def cache_argument(parameters: Container[str]) -> str:
 def rope_of(module: Any) -> Any:
     """Return the function that rotates queries and keys, of the code that a module is of."""
     return modules[type(module).__module__].apply_rotary_pos_emb
-
-
-UNCHANGED = ("apply_mask_to_padding_states", "causal_conv1d_update")
-"""Functions that any recurrent layer may call as they are: none of them mixes the tokens of a shard."""
-
-MASKS = ("attention_mask", "conv_mask")
-"""Names of the padding among the arguments of recurrent layers."""
-
-PER_TOKEN = ("hidden_states", "input_states", "position_ids", *MASKS)
-"""Arguments of recurrent layers with one value per token, along dim 1."""
-
-CACHES = ("cache_params", "past_key_values")
-"""Names of the cache among the arguments of recurrent layers."""
-
-ARGUMENTS = ("self", "activations", *PER_TOKEN, *CACHES, "position_embeddings", "use_cache", "kwargs")
-"""All arguments of recurrent layers."""

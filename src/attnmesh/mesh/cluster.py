@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, asdict, dataclass, replace
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.errors import ClusterError, check_choice, check_count, require
+from attnmesh.errors import ClusterError, check_choice, check_count
 from attnmesh.mesh.rates import BOUNDLESS, NO_LINK, Device, Link
 from attnmesh.mesh.shares import recommended_shares
 from attnmesh.runtime.late_bound import LateBound
@@ -53,35 +53,33 @@ class Cluster:
     def __post_init__(self) -> None:
         pairs = isinstance(self.sources, tuple) and all(isinstance(x, tuple) and len(x) == 2 for x in self.sources)
         words = (self.name, *(word for pair in self.sources for word in pair)) if pairs else ()
-        fits = pairs and all(isinstance(word, str) and word.isprintable() for word in words)
-        expected = "a name, and pairs of a constant and its source, each on one line"
-        require(fits, ClusterError, "Cluster", expected, f"{words or self.sources!r:.60}", "pass printable strings")
+        if not (pairs and all(isinstance(word, str) and word.isprintable() for word in words)):
+            expected = "a name, and pairs of a constant and its source, each on one line"
+            raise ClusterError("Cluster", expected, f"{words or self.sources!r:.60}", "pass printable strings")
         for name in ("hosts", "ranks"):
             fix = "pass a positive integer: a single machine is 1 host"
             count = check_count(f"Cluster {name}", getattr(self, name), fix, error=ClusterError)
             object.__setattr__(self, name, count)
         for name, kind in (("device", Device), ("inside", Link), ("between", Link)):
             part = getattr(self, name)
-            expected = f"a {kind.__name__}"
-            fix = f"pass {expected}, as Cluster.preset does"
-            require(isinstance(part, kind), ClusterError, f"Cluster {name}", expected, type(part).__name__, fix)
+            if not isinstance(part, kind):
+                expected, given = f"a {kind.__name__}", type(part).__name__
+                raise ClusterError(f"Cluster {name}", expected, given, f"pass {expected}, as Cluster.preset does")
         for count, link, where in ((self.hosts, self.between, "between hosts"), (self.ranks, self.inside, "in a host")):
-            fits = count == 1 or link != NO_LINK
-            expected = f"links {where} for {count} of them"
-            fix = "pass a Link with their rates, or keep the counts that were measured"
-            require(fits, ClusterError, f"Cluster {self.name}", expected, "none", fix)
-        given = repr(self.short_collectives)
-        fix = 'pass "ring" for gloo, "tree" for NCCL'
-        fits = self.short_collectives in ("tree", "ring")
-        require(fits, ClusterError, "Cluster short_collectives", "tree or ring", given, fix)
-
+            if count > 1 and link == NO_LINK:
+                expected = f"links {where} for {count} of them"
+                fix = "pass a Link with their rates, or keep the counts that were measured"
+                raise ClusterError(f"Cluster {self.name}", expected, "none", fix)
+        if self.short_collectives not in ("tree", "ring"):
+            given, fix = repr(self.short_collectives), 'pass "ring" for gloo, "tree" for NCCL'
+            raise ClusterError("Cluster short_collectives", "tree or ring", given, fix)
         for name in ("rates", "memories"):
             numbers = getattr(self, name)
             numbers = tuple(numbers) if isinstance(numbers, (tuple, list)) else (0,)
             object.__setattr__(self, name, numbers)
-            fits = not numbers or (len(numbers) == self.world and all(map(_is_positive, numbers)))
-            expected, fix = f"a positive number of each of {self.world} ranks, or none", "measure with attnmesh probe"
-            require(fits, ClusterError, f"Cluster {name}", expected, f"{numbers!r:.60}", fix)
+            if numbers and not (len(numbers) == self.world and all(map(_is_positive, numbers))):
+                expected = f"a positive number of each of {self.world} ranks, or none"
+                raise ClusterError(f"Cluster {name}", expected, f"{numbers!r:.60}", "measure with attnmesh probe")
 
     def shares(self, needed: float = 0.0) -> tuple[int, ...]:
         """Return the ratios of tokens with which ranks of these rates are done at once; equal ones for equal ranks.
@@ -162,9 +160,9 @@ class Cluster:
         fix = "pass one of these, describe yours as a Cluster, or measure it with attnmesh probe"
         check_choice("Cluster.preset", name, PRESETS, fix, ClusterError)
         preset = PRESETS[name]
-        fits = name == "local" or not isinstance(ranks, int) or ranks <= preset.ranks
-        expected, given = f"at most {preset.ranks} ranks a host", f"{ranks} ranks a host"
-        require(fits, ClusterError, f"Cluster.preset {name}", expected, given, "take more hosts")
+        if name != "local" and isinstance(ranks, int) and ranks > preset.ranks:
+            expected, given = f"at most {preset.ranks} ranks a host", f"{ranks} ranks a host"
+            raise ClusterError(f"Cluster.preset {name}", expected, given, "take more hosts")
         return preset.sized(preset.hosts if hosts is None else hosts, preset.ranks if ranks is None else ranks)
 
     @staticmethod

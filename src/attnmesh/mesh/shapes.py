@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.errors import MeshError, ShapeError, require
+from attnmesh.errors import MeshError, ShapeError
 
 AXES = ("heads", "queries", "keys")
 
@@ -67,19 +67,18 @@ def mesh_shapes(ranks: int, q_heads: int, kv_heads: int, *, training: bool = Tru
 
 def check_heads(subject: str, ranks: int, q_heads: int, kv_heads: int) -> None:
     """Raise unless the counts are at least 1 and the heads can be grouped."""
-    fits = all(type(n) is int and n >= 1 for n in (ranks, q_heads, kv_heads)) and q_heads % kv_heads == 0
-    given = f"{ranks!r} ranks, {q_heads!r} query heads, {kv_heads!r} key heads"
-    fix = "pass the number of ranks and the model's head counts, as Python ints"
-    require(fits, MeshError, subject, "at least one of each, whole groups of heads", given, fix)
+    if not all(type(n) is int and n >= 1 for n in (ranks, q_heads, kv_heads)) or q_heads % kv_heads:
+        given = f"{ranks!r} ranks, {q_heads!r} query heads, {kv_heads!r} key heads"
+        fix = "pass the number of ranks and the model's head counts, as Python ints"
+        raise MeshError(subject, "at least one of each, whole groups of heads", given, fix)
 
 
 def check_heads_axis(subject: str, shape: Shape, kv_heads: int) -> None:
     """Raise unless each rank along the heads axis gets a key head in prefill and training."""
-    given = f"{kv_heads} key heads and a heads axis of {shape.heads}"
-    fix = f"shorten it to at most {kv_heads} ranks, and give the others to the queries or the keys axis"
-    fits = kv_heads >= shape.heads
-    expected = "at least one key head a rank of the heads axis"
-    require(fits, ShapeError, subject, expected, given, fix)
+    if kv_heads < shape.heads:
+        given = f"{kv_heads} key heads and a heads axis of {shape.heads}"
+        fix = f"shorten it to at most {kv_heads} ranks, and give the others to the queries or the keys axis"
+        raise ShapeError(subject, "at least one key head a rank of the heads axis", given, fix)
 
 
 def even_slice(count: int, parts: int, index: int) -> slice:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from math import gcd, isfinite
 from numbers import Real
 
-from attnmesh.errors import ShapeError, require
+from attnmesh.errors import ShapeError
 
 MAX_RATIO = 2**32
 """Most times that one share may be of another: a round of tokens has to be counted."""
@@ -20,18 +20,17 @@ def check_shares(subject: str, shares: object, ranks: int, *, auto: bool = True)
     """Return the shares as a tuple; None for even shares and for "auto". Raise unless each rank has a positive one."""
     if shares is None or (auto and isinstance(shares, str) and shares == "auto"):
         return None
-    expected_count, expected = f"{ranks} positive numbers, one a rank that tokens are sharded over", "numbers above 0"
+    subject, given = f"{subject} shares", repr(shares)
     numbers = tuple(shares) if isinstance(shares, (tuple, list)) else ()
-    real = all(isinstance(x, Real) and not isinstance(x, bool) for x in numbers)
-    fix = 'pass ratios, as (3, 1), or "auto" to measure them' if auto else "pass ratios, as (3, 1)"
-    require(real and len(numbers) == ranks, ShapeError, f"{subject} shares", expected_count, repr(shares), fix)
-    fits = all(isfinite(x) and x > 0 for x in numbers)
-    require(
-        fits, ShapeError, f"{subject} shares", expected, repr(shares), "leave a rank without tokens out of the mesh"
-    )
-    fits = max(numbers) <= MAX_RATIO * min(numbers)
-    expected = f"numbers of which none is {MAX_RATIO} times another"
-    require(fits, ShapeError, f"{subject} shares", expected, repr(shares), "leave the rank of the least one out")
+    if len(numbers) != ranks or not all(isinstance(x, Real) and not isinstance(x, bool) for x in numbers):
+        expected = f"{ranks} positive numbers, one a rank that tokens are sharded over"
+        fix = 'pass ratios, as (3, 1), or "auto" to measure them' if auto else "pass ratios, as (3, 1)"
+        raise ShapeError(subject, expected, given, fix)
+    if not all(isfinite(x) and x > 0 for x in numbers):
+        raise ShapeError(subject, "numbers above 0", given, "leave a rank without tokens out of the mesh")
+    if max(numbers) > MAX_RATIO * min(numbers):
+        expected = f"numbers of which none is {MAX_RATIO} times another"
+        raise ShapeError(subject, expected, given, "leave the rank of the least one out")
     return numbers
 
 

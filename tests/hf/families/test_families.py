@@ -22,10 +22,10 @@ import attnmesh.hf as hf
 import attnmesh.hf.families as room
 from attnmesh import errors
 from attnmesh.core.mask import FULL
-from attnmesh.hf import models
+from attnmesh.hf import models, pins
 from attnmesh.hf import transformers_names as upstream
-from attnmesh.hf.families import llama4, pins
-from attnmesh.hf.families.family import (
+from attnmesh.hf.families import llama4
+from attnmesh.hf.family import (
     LENGTH_DEPENDENT_ROPES,
     RECURRENT_STATES,
     Family,
@@ -34,7 +34,7 @@ from attnmesh.hf.families.family import (
     known_parts,
     recurrences,
 )
-from attnmesh.hf.families.pins import FIELDS, ModuleSource, check_family
+from attnmesh.hf.pins import FIELDS, ModuleSource, check_family
 from attnmesh.hf.recurrent.prepare_recurrent import RecurrentLayer
 from attnmesh.runtime.upstream import OPT_IN
 from tests.support.families import SIZES

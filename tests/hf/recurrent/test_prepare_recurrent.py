@@ -14,7 +14,7 @@ import attnmesh as am
 import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.hf import transformers_names as upstream
-from attnmesh.hf.families.family import recurrences
+from attnmesh.hf.family import recurrences
 from attnmesh.hf.recurrent.functions import recurrence_of
 from attnmesh.hf.recurrent.prepare_recurrent import RecurrentLayer, prepared
 from attnmesh.mesh.shapes import Shape

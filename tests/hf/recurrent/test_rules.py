@@ -15,9 +15,9 @@ from transformers import MiniMaxConfig
 from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttention
 from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRglru
 
-from attnmesh.hf.families.family import recurrences
 from attnmesh.hf.families.minimax import lightning_link
 from attnmesh.hf.families.recurrent_gemma import rg_lru_link
+from attnmesh.hf.family import recurrences
 from attnmesh.hf.recurrent import rules as recurrent_rules
 from attnmesh.hf.recurrent.rules import Rule, StateLink
 from tests.support.families import prompt
@@ -267,7 +267,7 @@ def sharded(rule: Rule, name: str, stock: Callable[..., Any], cuts: tuple[int, .
         links = [rule(stock, *some, **named) for some, named in split_call(name, args, kwargs, cuts)]
         state = torch.zeros_like(links[0].map.bias) if start is None else rule.from_stock(start)
         outputs, state = fold(links, state, -1 if name == "mamba_selective_scan" else 1)
-        return rule.returned(outputs, state, requested)
+        return rule.stock_result(outputs, state, requested)
 
     return function
 

@@ -15,7 +15,7 @@ from attnmesh.core.selection import Selection
 from attnmesh.decoding.index_search import top_k_tokens
 from attnmesh.errors import KernelError, MaskError
 from attnmesh.hf.cache.layer import PendingKV, TailLayer
-from attnmesh.hf.families.family import has_entries
+from attnmesh.hf.family import has_entries
 from attnmesh.hf.models import SUBJECT, check_implementation
 from attnmesh.hf.shards import Shards
 from attnmesh.hf.sparse.entries import UNPREPARED, IndexEntries

@@ -1,6 +1,8 @@
 """The knowledge that a `ShardedCache` has of its tokens, beside their keys and values."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -24,8 +26,29 @@ class CacheHistory:
     """False while the model runs: after an error, recurrent states may be ahead of the tokens."""
     rollback_length: int | None = None
     """Tokens before a call of `decode_rows` that has not ended."""
+    lowest: int = 0
+    """`HeldTokens.lowest` of all ranks, after an error left some of them ahead of others: those have forgotten more."""
 
     @staticmethod
     def of(tokens: Tensor | None, config: PreTrainedConfig) -> "CacheHistory":
         """Return the record of a cache that was restored with these tokens."""
         return CacheHistory(tokens, shift=shift_of(tokens, config))
+
+
+class HeldTokens(NamedTuple):
+    """Tokens that a cache holds, in numbers: on one rank, or what holds for several."""
+
+    shortest: int
+    """Tokens in the layer that has the fewest. An interrupted forward pass leaves layers of different lengths."""
+    named: int
+    """Tokens whose ids are known."""
+    lowest: int
+    """Fewest tokens to which all layers can go back. To none they always can."""
+    is_interrupted: int
+    """True if an error broke off a forward pass."""
+
+    @classmethod
+    def of_ranks(cls, rows: Sequence[Sequence[int]]) -> "HeldTokens":
+        """Return what holds for several ranks, of the numbers of each."""
+        shortest, named, lowest, is_interrupted = zip(*rows, strict=True)
+        return cls(min(shortest), min(named), max(lowest), max(is_interrupted))

@@ -1,4 +1,4 @@
-"""One layer of a `ShardedCache`, and the settings that its layers share."""
+"""One layer of a `ShardedCache`, and the new keys and values that it is given."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -102,7 +102,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
     def reserve(self, pending: PendingKV, tokens: int, mask: Mask) -> KVCache:
         """Return the layer's cache with space for more tokens, counted over all ranks. `mask` is the layer's."""
         k, v = pending.stored
-        kv = _extended(self.kv, k.shape[0])
+        kv = _cache_to_extend(self.kv, k.shape[0])
         if kv is None:
             row = mask.longest_row(FAR)
             storage = self.cache.storage if row > SHORT_WINDOW else self.cache.window_storage
@@ -128,7 +128,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
 
         `new` has the shape (batch, 1, keys, dim). `options` are those of `KVCache`.
         """
-        kv = _extended(self.others.get(name), new.shape[0])
+        kv = _cache_to_extend(self.others.get(name), new.shape[0])
         if kv is None:
             options["values"] = self.formats[name]
             kv = self.others[name] = self._new_cache(new, keys, per=self.entry_tokens, **options)
@@ -197,7 +197,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
 
         `is_compared` overrides the default: ranks compare when they allocate, else as `KVCache.append` does.
         """
-        kv = _extended(self.kv, pending.k.shape[0])
+        kv = _cache_to_extend(self.kv, pending.k.shape[0])
         if kv is None or is_compared or (self.cache.checked is not False and self.must_grow(kv, tokens)):
             Agreement(Mesh.of(self.cache.mesh), "append").raise_on_all(error)
         elif is_compared is None:
@@ -235,7 +235,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
             kv.reorder(beam_idx.long() if isinstance(beam_idx, Tensor) else beam_idx)
 
 
-def _extended(kv: KVCache | None, batch: int) -> KVCache | None:
+def _cache_to_extend(kv: KVCache | None, batch: int) -> KVCache | None:
     """Return the cache that new tokens extend; None if a new one is made, also for an empty cache of another batch."""
     return None if kv is None or (kv.sizes.batch != batch and not kv.length) else kv
 

@@ -1,6 +1,8 @@
-"""Checks of the arguments of a `ShardedCache`."""
+"""Settings of a `ShardedCache`, and their checks."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -9,7 +11,7 @@ from attnmesh.cache.cache_config import check_key_heads, check_storage
 from attnmesh.cache.local_shards import check_copies
 from attnmesh.cache.make_shards import check_ranks_in_folder
 from attnmesh.decoding.step_checks import check_even_shares, check_reproducible
-from attnmesh.errors import Check, KernelError, ShapeError, check_count, require_all
+from attnmesh.errors import KernelError, ShapeError, check_count
 from attnmesh.guard.argument_checks import check_compare_option, check_merge
 from attnmesh.hf.latent_states import latent_widths
 from attnmesh.hf.models import (
@@ -26,76 +28,91 @@ from attnmesh.mesh.shapes import Shape
 from attnmesh.mesh.shares import check_shares
 
 
-def check_settings(config: Any, shape: Shape, options: Mapping[str, Any]) -> None:
-    """Raise unless the arguments of `ShardedCache` are valid on a mesh of this shape."""
-    require_all(_checks(config, shape, options))
+@dataclass(frozen=True)
+class CacheSettings:
+    """Arguments of `ShardedCache` beside the model and the mesh, as its caller gave them."""
+
+    capacity: int | None
+    block: int | None
+    merge: str
+    output: str
+    kernel: str
+    exchange: str
+    checked: bool | None
+    copies: int
+    windows: bool
+    keep: int
+    reproducible: bool
+    storage: str | None
+    window_storage: str | None
+    shares: Sequence[float] | str | None
+    folder: str | Path | None
+    hot: int | None
+
+    def check(self, config: Any, shape: Shape) -> None:
+        """Raise unless they are valid for a model of a configuration, on a mesh of this shape."""
+        if not isinstance(config, PreTrainedConfig):
+            given, fix = type(config).__name__, "pass model.config"
+            raise KernelError("ShardedCache config", "a configuration of transformers", given, fix)
+        check_keys(config)
+        check_merge("ShardedCache", self.merge, self.output)
+        self._check_heads(config, shape)
+        check_kernel(self.kernel)
+        check_exchange("ShardedCache exchange", self.exchange)
+        check_compare_option("ShardedCache", self.checked)
+        if not isinstance(self.windows, bool):
+            raise KernelError("ShardedCache windows", "True or False", repr(self.windows), "leave it at True")
+        check_count("ShardedCache keep", self.keep, "count the tokens that crop may remove", least=0)
+        for name in ("storage", "window_storage"):
+            check_storage(f"ShardedCache {name}", getattr(self, name))
+        self._check_memory(config)
+        self._check_ranks(config, shape.queries * shape.keys)
+
+    def _check_heads(self, config: PreTrainedConfig, shape: Shape) -> None:
+        """Raise unless ranks can share the heads of keys, or do not."""
+        latents, entries = latent_widths(config) is not None, is_compressed(config)
+        one_head = latents or entries or bool(indexed_layer_indices(config))
+        if one_head and shape.heads > 1:
+            expected = "a mesh without a heads axis for latents, index keys or entries, which have one head"
+            given, fix = f"a heads axis of {shape.heads}", "give its ranks to the keys axis"
+            raise ShapeError("ShardedCache mesh", expected, given, fix)
+        if one_head and self.output != "replicated":
+            given = f"{'entries' if entries else 'latents' if latents else 'index keys'}, which have none"
+            raise KernelError("ShardedCache output", "keys and values with heads", given, 'pass output="replicated"')
+        if not one_head and (heads := key_heads(config)) is not None:
+            check_key_heads("ShardedCache mesh", heads, shape.heads)
+
+    def _check_memory(self, config: PreTrainedConfig) -> None:
+        """Raise unless the memory of the tokens can be of these sizes, and where it is to be."""
+        if self.folder is not None:
+            _check_plain(config, "ShardedCache folder", "leave folder= out")
+            check_ranks_in_folder("ShardedCache folder", self.copies, self.shares)
+        if self.hot is not None:
+            subject, fix = "ShardedCache hot", "leave hot= out"
+            check_count(subject, self.hot, "count the newest tokens to keep on the device, or leave it out")
+            _check_plain(config, subject, fix)
+            if self.copies != 1:
+                raise KernelError(subject, "one rank of each token", f"copies={self.copies}", fix)
+        if self.capacity is not None:
+            check_count("ShardedCache capacity", self.capacity, "count prompt and new tokens, or leave it out")
+        if self.block is not None:
+            check_count("ShardedCache block", self.block, "leave it out")
+
+    def _check_ranks(self, config: PreTrainedConfig, ranks: int) -> None:
+        """Raise unless so many ranks can hold the tokens, and in these shares."""
+        check_copies(self.copies, ranks)
+        for name in ("reproducible", "storage", "window_storage") if is_compressed(config) else ():
+            if value := getattr(self, name):
+                expected = "none for a model that compresses tokens"
+                raise KernelError(f"ShardedCache {name}", expected, repr(value), "leave it out")
+        check_reproducible("ShardedCache reproducible", self.reproducible, ranks, self.merge)
+        shares = check_shares("ShardedCache", self.shares, ranks)
+        if self.reproducible:
+            is_even = self.shares is None or (shares is not None and len({*shares}) == 1)
+            check_even_shares("ShardedCache reproducible", self.shares, even=is_even)
 
 
-def _checks(config: Any, shape: Shape, options: Mapping[str, Any]) -> Iterator[Check]:
-    """Yield the checks of the arguments, each with its error."""
-    is_config = isinstance(config, PreTrainedConfig)
-    given = type(config).__name__
-    yield is_config, KernelError, "ShardedCache config", "a configuration of transformers", given, "pass model.config"
-    check_keys(config)
-    latents = latent_widths(config) is not None
-    entries = is_compressed(config)
-    one_head = latents or entries or bool(indexed_layer_indices(config))
-    yield (
-        *(not one_head or shape.heads == 1, ShapeError, "ShardedCache mesh"),
-        "a mesh without a heads axis for latents, index keys or entries, which have one head",
-        *(f"a heads axis of {shape.heads}", "give its ranks to the keys axis"),
-    )
-    if not one_head and (heads := key_heads(config)) is not None:
-        check_key_heads("ShardedCache mesh", heads, shape.heads)
-    check_merge("ShardedCache", options["merge"], options["output"])
-    yield (
-        *(options["output"] == "replicated" or not one_head, KernelError, "ShardedCache output"),
-        "keys and values with heads",
-        f"{'entries' if entries else 'latents' if latents else 'index keys'}, which have none",
-        'pass output="replicated"',
-    )
-    check_kernel(options["kernel"])
-    check_exchange("ShardedCache exchange", options["exchange"])
-    check_compare_option("ShardedCache", options["checked"])
-    windows = options["windows"]
-    is_bool = isinstance(windows, bool)
-    fix = "leave it at True"
-    yield is_bool, KernelError, "ShardedCache windows", "True or False", repr(windows), fix
-    check_count("ShardedCache keep", options["keep"], "count the tokens that crop may remove", least=0)
-    for name in ("storage", "window_storage"):
-        check_storage(f"ShardedCache {name}", options[name])
-    if options["folder"] is not None:
-        yield _plain_check(config, "ShardedCache folder", "leave folder= out")
-        check_ranks_in_folder("ShardedCache folder", options["copies"], options["shares"])
-    if options["hot"] is not None:
-        yield from _hot_checks(config, options)
-    if options["capacity"] is not None:
-        check_count("ShardedCache capacity", options["capacity"], "count prompt and new tokens, or leave it out")
-    if options["block"] is not None:
-        check_count("ShardedCache block", options["block"], "leave it out")
-    ranks = shape.queries * shape.keys
-    check_copies(options["copies"], ranks)
-    for name in ("reproducible", "storage", "window_storage") if entries else ():
-        subject, expected = f"ShardedCache {name}", "none for a model that compresses tokens"
-        yield not options[name], KernelError, subject, expected, repr(options[name]), "leave it out"
-    check_reproducible("ShardedCache reproducible", options["reproducible"], ranks, options["merge"])
-    shares = check_shares("ShardedCache", options["shares"], ranks)
-    if options["reproducible"]:
-        is_even = options["shares"] is None or (shares is not None and len({*shares}) == 1)
-        check_even_shares("ShardedCache reproducible", options["shares"], even=is_even)
-
-
-def _plain_check(config: Any, subject: str, fix: str) -> Check:
-    """Return whether a model keeps nothing but keys and values, with the error where it does."""
-    is_plain = not (
-        is_recurrent(config) or is_compressed(config) or indexed_layer_indices(config) or cross_layer_indices(config)
-    )
-    return is_plain, KernelError, subject, "a model that keeps keys and values alone", config.model_type, fix
-
-
-def _hot_checks(config: Any, options: Mapping[str, Any]) -> Iterator[Check]:
-    """Yield the checks of a model and of arguments if only the newest tokens are on the device."""
-    subject, fix = "ShardedCache hot", "leave hot= out"
-    check_count(subject, options["hot"], "count the newest tokens to keep on the device, or leave it out")
-    yield _plain_check(config, subject, fix)
-    yield options["copies"] == 1, KernelError, subject, "one rank of each token", f"copies={options['copies']}", fix
+def _check_plain(config: PreTrainedConfig, subject: str, fix: str) -> None:
+    """Raise unless a model keeps nothing but keys and values."""
+    if is_recurrent(config) or is_compressed(config) or indexed_layer_indices(config) or cross_layer_indices(config):
+        raise KernelError(subject, "a model that keeps keys and values alone", config.model_type, fix)

@@ -18,10 +18,10 @@ from attnmesh.decoding.decode_call import decode
 from attnmesh.errors import KernelError, ShapeError
 from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.cache.folder_layers import FolderLayers
-from attnmesh.hf.cache.history import CacheHistory
+from attnmesh.hf.cache.history import CacheHistory, HeldTokens
 from attnmesh.hf.cache.layer import ShardedLayer, TailLayer
 from attnmesh.hf.cache.rank_shares import prompt_layout, shares_of
-from attnmesh.hf.cache.settings import check_settings
+from attnmesh.hf.cache.settings import CacheSettings
 from attnmesh.hf.cache.state_layer import StateLayer, make_layers
 from attnmesh.hf.models import window_of
 from attnmesh.mesh.axes import Mesh
@@ -98,13 +98,27 @@ class ShardedCache(FolderLayers):
         hot: int | None = None,
     ) -> None:
         axes = Mesh.of(mesh)
-        options: dict[str, Any] = {"capacity": capacity, "block": block, "merge": merge, "output": output}
-        options |= {"kernel": kernel, "exchange": exchange, "checked": checked, "copies": copies}
-        options |= {"windows": windows, "keep": keep, "reproducible": reproducible}
-        options |= {"storage": storage, "window_storage": window_storage, "shares": shares, "folder": folder}
-        options["hot"] = hot
-        with Agreement(axes, "ShardedCache", options):
-            check_settings(config, axes.shape, options)
+        self.settings = CacheSettings(
+            capacity=capacity,
+            block=block,
+            merge=merge,
+            output=output,
+            kernel=kernel,
+            exchange=exchange,
+            checked=checked,
+            copies=copies,
+            windows=windows,
+            keep=keep,
+            reproducible=reproducible,
+            storage=storage,
+            window_storage=window_storage,
+            shares=shares,
+            folder=folder,
+            hot=hot,
+        )
+        """Arguments of the cache. Attributes of their names have what follows from them."""
+        with Agreement(axes, "ShardedCache", vars(self.settings)):
+            self.settings.check(config, axes.shape)
         self.config = config.get_text_config(decoder=True)
         self.stock_window = None if getattr(self.config, "layer_types", None) else window_of(config)
         """Tokens that the model's stock cache keeps in all layers; None if it keeps all, or differs by layer."""
@@ -114,10 +128,8 @@ class ShardedCache(FolderLayers):
         self.block_is_free = block is None and not reproducible
         self.merge, self.output, self.reproducible = merge, output, reproducible
         self.kernel, self.exchange = kernel, exchange
-        self.checked = checked
-        self.copies = copies
+        self.checked, self.copies, self.keep = checked, copies, keep
         self.windows = windows and folder is None
-        self.keep = keep
         self.storage, self.window_storage, self.hot = storage, window_storage, hot
         self.shares = shares_of(config, mesh, shares, self.capacity, storage)
         """Ratios of the tokens of each rank; None for even shares."""
@@ -198,19 +210,32 @@ class ShardedCache(FolderLayers):
         keys = sum(kv.shard.token_bytes for kv in self.kvs) + sum(layer.held_bytes for layer in self.cross_layers)
         return keys + sum(x.numel() * x.element_size() for x in self.states.values())
 
-    def truncate_to_shortest(self) -> None:
-        """Truncate all layers to the shortest one. An interrupted forward pass leaves layers of different lengths.
+    @property
+    def held_tokens(self) -> HeldTokens:
+        """Numbers of the tokens that the cache holds on this rank."""
+        counts = {count for layer in self.attention_layers for count in layer.token_counts} or {self._length}
+        is_interrupted = not self.history.is_consistent or len(counts) > 1
+        if self.irreversible_layers:
+            lowest = min(counts) + is_interrupted
+        else:
+            lowest = max((0 if kv.shards.serves(0) else kv.shards.first_query for kv in self.kvs), default=0)
+        named = 0 if self.tokens is None else self.tokens.shape[1]
+        return HeldTokens(min(counts), named, lowest, is_interrupted)
 
-        Layers that have forgotten what they need there drop all tokens, and so do the others.
+    def truncate_to_shortest(self, held: HeldTokens) -> None:
+        """Truncate all layers to the shortest one of all ranks, which hold these tokens, if an error interrupted one.
+
+        Layers that have forgotten what they need there drop all tokens, and so do the others. Every rank calls it.
         """
-        lengths = {count for layer in self.attention_layers for count in layer.token_counts}
-        if self.irreversible_layers and (not self.history.is_consistent or len(lengths) > 1):
+        if not held.is_interrupted:
+            return
+        if held.shortest < held.lowest or not held.shortest:
             self.reset()
-        elif len(lengths) > 1:
-            length = self.restorable_length(min(lengths))
-            for kv in self.kvs:
-                kv.truncate(length)
-        self.history.is_consistent, self.history.rollback_length = True, None
+            return
+        for kv in self.kvs:
+            kv.truncate(held.shortest)
+        self.tokens = None if self.tokens is None else self.tokens[:, : held.named]
+        self.history.is_consistent, self.history.rollback_length, self.history.lowest = True, None, held.lowest
 
     @property
     def length_before_step(self) -> int:
@@ -251,7 +276,8 @@ class ShardedCache(FolderLayers):
         """Return the number of tokens, at most `length`, that all layers can go back to: `length`, or else none."""
         if self.irreversible_layers:
             return length if length == self.get_seq_length() else 0
-        return length if all(kv.shards.serves(length) for kv in self.kvs) else 0
+        serves = length >= self.history.lowest and all(kv.shards.serves(length) for kv in self.kvs)
+        return length if serves else 0
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last tokens of all layers.
@@ -386,13 +412,13 @@ class ShardedCache(FolderLayers):
         >>> len(cache.fork())
         2
         """
-        return self._copied(KVCache.fork)
+        return self._copy(KVCache.fork)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedCache":
         """Return an independent cache on the same mesh, for two continuations of one prefix."""
-        return self._copied(lambda kv: deepcopy(kv, memo))
+        return self._copy(lambda kv: deepcopy(kv, memo))
 
-    def _copied(self, copy_layer: Callable[[KVCache], KVCache]) -> "ShardedCache":
+    def _copy(self, copy_layer: Callable[[KVCache], KVCache]) -> "ShardedCache":
         """Return a cache whose layers are copies."""
         copied = object.__new__(type(self))
         copied.__dict__ = {**self.__dict__, "layers": [], "folder": None, "history": copy(self.history)}

@@ -10,7 +10,7 @@ from attnmesh.errors import KernelError
 from attnmesh.hf.cache.compressed_layer import CompressedLayer
 from attnmesh.hf.cache.indexed_layer import IndexedLayer, PooledLayer
 from attnmesh.hf.cache.layer import ShardedLayer
-from attnmesh.hf.families.family import family_of
+from attnmesh.hf.family import family_of
 from attnmesh.hf.images.cross import CrossLayer, SomeKeys
 from attnmesh.hf.latent_states import latent_widths
 from attnmesh.hf.models import cross_layer_indices, indexed_layer_indices, layer_types_of, num_cached_layers

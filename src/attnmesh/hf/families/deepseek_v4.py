@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnmesh.hf.families.family import ATTENTION_FIELDS, Family, LayerKind, Part
-from attnmesh.hf.shards import ShardPositions
+from attnmesh.hf.family import ATTENTION_FIELDS, Family, LayerKind, Part
+from attnmesh.hf.shard_tensors import ShardPositions
 from attnmesh.hf.sparse.entries import IndexEntries
 
 

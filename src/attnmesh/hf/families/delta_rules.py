@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attnmesh.hf.families.family import (
+from attnmesh.hf.family import (
     ATTENTION_FIELDS,
     EXPERT_FIELDS,
     LATENT_FIELDS,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from attnmesh.hf.families.family import INDEXED, LATENT_FIELDS, Family
+from attnmesh.hf.family import INDEXED, LATENT_FIELDS, Family
 from attnmesh.planner.selected import Selected
 
 

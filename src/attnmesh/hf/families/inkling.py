@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from attnmesh.errors import KernelError
-from attnmesh.hf.families.family import (
+from attnmesh.hf.families.short_convolutions import SHORT_CONVOLUTION
+from attnmesh.hf.family import (
     ATTENTION_FIELDS,
     RECURRENT,
     RECURRENT_STATES,
     Family,
 )
-from attnmesh.hf.families.short_convolutions import SHORT_CONVOLUTION
 from attnmesh.hf.models import ATTN_IMPLEMENTATION, SUBJECT
 from attnmesh.hf.recurrent.convolution import CONVOLUTION_SOURCE
 from attnmesh.hf.shards import Shards

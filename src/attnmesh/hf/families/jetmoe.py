@@ -1,6 +1,6 @@
 """JetMoE, which repeats its key heads before attention."""
 
-from attnmesh.hf.families.family import Family
+from attnmesh.hf.family import Family
 
 FAMILIES = (
     Family(

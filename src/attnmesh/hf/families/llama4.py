@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnmesh.hf.families.family import ATTENTION_FIELDS, Family
+from attnmesh.hf.family import ATTENTION_FIELDS, Family
 from attnmesh.hf.shards import Shards
 
 

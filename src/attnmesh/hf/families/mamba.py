@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from attnmesh.hf.families.family import ATTENTION_FIELDS, RECURRENT, RECURRENT_STATES, Family, Recurrence
+from attnmesh.hf.family import ATTENTION_FIELDS, RECURRENT, RECURRENT_STATES, Family, Recurrence
 from attnmesh.hf.recurrent.convolution import CONVOLUTION, CONVOLUTION_SOURCE
 from attnmesh.hf.recurrent.prefill_states import PrefillStates
 from attnmesh.hf.recurrent.rules import Rule, StateLink, Stock, step_sizes, steps_of

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnmesh.hf.families.family import (
+from attnmesh.hf.family import (
     ATTENTION_FIELDS,
     LAYERS_WITHOUT_CACHE,
     RECURRENT,

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnmesh.hf.families.family import ATTENTION_FIELDS, RECURRENT, RECURRENT_STATES, Family, Recurrence
+from attnmesh.hf.family import ATTENTION_FIELDS, RECURRENT, RECURRENT_STATES, Family, Recurrence
 from attnmesh.hf.recurrent.rules import StateLink, in_pieces, run_links, steps_of
 from attnmesh.kernels.traced import without_autocast
 from attnmesh.recurrent.scan import AffineMap

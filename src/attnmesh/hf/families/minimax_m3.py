@@ -12,9 +12,9 @@ from torch import Tensor
 
 from attnmesh.core.selection import NO_INDEX, Selection
 from attnmesh.errors import KernelError, MaskError
-from attnmesh.hf.families.family import ATTENTION_FIELDS, INDEXED, Family, LayerKind, Part
+from attnmesh.hf.family import ATTENTION_FIELDS, INDEXED, Family, LayerKind, Part
 from attnmesh.hf.models import SUBJECT, Opaque
-from attnmesh.hf.shards import ShardPositions
+from attnmesh.hf.shard_tensors import ShardPositions
 from attnmesh.hf.sparse.select import ShardKeys
 from attnmesh.hf.transformers_names import rope_of
 from attnmesh.planner.selected import Selected
@@ -43,7 +43,7 @@ class BlockScores(Opaque):
         self.spec = spec
         blocks = self.source.select(self, self.k)
         local = self.positions[..., None] // self.block - torch.arange(self.local, device=self.positions.device)
-        return Selection(_joined(local.clamp(min=0).to(blocks.dtype)[:, None], blocks), self.block)
+        return Selection(_join(local.clamp(min=0).to(blocks.dtype)[:, None], blocks), self.block)
 
 
 def check_unpadded(spec: Any) -> None:
@@ -57,7 +57,7 @@ def check_unpadded(spec: Any) -> None:
         raise MaskError(f"{SUBJECT} attention_mask", expected, given, "pass sequences of one length")
 
 
-def _joined(local: Tensor, blocks: Tensor) -> Tensor:
+def _join(local: Tensor, blocks: Tensor) -> Tensor:
     """Return the local blocks and then the best others, in all as many as `blocks` has, (batch, heads, queries, k)."""
     is_local = (blocks[..., None] == local[..., None, :]).any(-1)
     local = local.expand(*blocks.shape[:-1], -1)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnmesh.core.selection import NO_INDEX, Selection
 from attnmesh.hf.families.delta_rules import GATED_DELTA, GATED_DELTA_SOURCES
-from attnmesh.hf.families.family import (
+from attnmesh.hf.family import (
     ATTENTION_FIELDS,
     EXPERT_FIELDS,
     RECURRENT,

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnmesh.hf.families.family import RECURRENT, RECURRENT_STATES, Family, Recurrence
+from attnmesh.hf.family import RECURRENT, RECURRENT_STATES, Family, Recurrence
 from attnmesh.hf.recurrent.chain import current_chain
 from attnmesh.hf.recurrent.rules import StateLink, in_pieces, run_links, steps_of
 from attnmesh.recurrent.scan import AffineMap

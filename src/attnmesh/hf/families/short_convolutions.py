@@ -1,6 +1,6 @@
 """Families with layers of a short convolution: LFM2 and LFM3."""
 
-from attnmesh.hf.families.family import ATTENTION_FIELDS, EXPERT_FIELDS, RECURRENT, RECURRENT_STATES, Family, Recurrence
+from attnmesh.hf.family import ATTENTION_FIELDS, EXPERT_FIELDS, RECURRENT, RECURRENT_STATES, Family, Recurrence
 from attnmesh.hf.recurrent.convolution import CONVOLUTION, CONVOLUTION_SOURCE
 
 SHORT_CONVOLUTION = Recurrence(CONVOLUTION)

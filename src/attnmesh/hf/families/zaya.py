@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attnmesh.hf.families.family import ATTENTION_FIELDS, EXPERT_FIELDS, RECURRENT, RECURRENT_STATES, Family, Recurrence
+from attnmesh.hf.family import ATTENTION_FIELDS, EXPERT_FIELDS, RECURRENT, RECURRENT_STATES, Family, Recurrence
 from attnmesh.hf.recurrent.chain import Chain, current_chain
 from attnmesh.hf.recurrent.prefill_states import PrefillStates, of_last_rank
 
 
-def compressed(layer: Any, hidden_states: Tensor, conv_mask: Tensor | None = None, **_: Any) -> tuple[Tensor, ...]:
+def compress(layer: Any, hidden_states: Tensor, conv_mask: Tensor | None = None, **_: Any) -> tuple[Tensor, ...]:
     """Return the queries, keys and values of `ZayaCCAProjection`."""
     if conv_mask is not None:
         hidden_states = hidden_states * conv_mask[:, :, None].to(hidden_states.dtype)
@@ -63,7 +63,7 @@ COMPRESSED = Recurrence(
         *("conv_kernel_size", "num_key_value_groups", "head_dim", "hidden_size"),
     ),
     outputs=3,
-    forward=compressed,
+    forward=compress,
     states=CompressedStates,
 )
 

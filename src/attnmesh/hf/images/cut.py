@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 from attnmesh.errors import KernelError
 from attnmesh.hf.images.image_merge import SET_HERE, select, text_arguments
 from attnmesh.hf.layer_mask import USE_SDPA, MaskSpec
-from attnmesh.hf.shards import ShardMask, ShardPositions, Shards, WholeIds, WholeMask
+from attnmesh.hf.shard_tensors import ShardMask, ShardPositions, WholeIds, WholeMask
+from attnmesh.hf.shards import Shards
 
 CUTTING: WeakSet[nn.Module] = WeakSet()
 """Text models that cut whole sequences with images. The mask says which are."""

@@ -13,13 +13,28 @@ from torch import nn
 
 from attnmesh.errors import KernelError
 from attnmesh.hf import transformers_names as upstream
-from attnmesh.hf.families.family import Recurrence, recurrences
+from attnmesh.hf.family import Recurrence, recurrences
 from attnmesh.hf.models import SUBJECT
 from attnmesh.hf.recurrent.chain import HeadChain, current_chain
 from attnmesh.hf.recurrent.convolution import Convolution
 from attnmesh.hf.recurrent.rules import Rule, run_links
 
 NOTHING = Recurrence()
+
+UNCHANGED = ("apply_mask_to_padding_states", "causal_conv1d_update")
+"""Functions that any recurrent layer may call as they are: none of them mixes the tokens of a shard."""
+
+MASKS = ("attention_mask", "conv_mask")
+"""Names of the padding among the arguments of recurrent layers."""
+
+PER_TOKEN = ("hidden_states", "input_states", "position_ids", *MASKS)
+"""Arguments of recurrent layers with one value per token, along dim 1."""
+
+CACHES = ("cache_params", "past_key_values")
+"""Names of the cache among the arguments of recurrent layers."""
+
+ARGUMENTS = ("self", "activations", *PER_TOKEN, *CACHES, "position_embeddings", "use_cache", "kwargs")
+"""All arguments of recurrent layers."""
 
 
 def recurrence_of(layer: type) -> Recurrence | None:
@@ -59,9 +74,9 @@ def _misfits(layer: nn.Module, kind: Recurrence) -> Iterator[tuple[str, str, str
         parameters = _parameters(called[name])
         if parameters != expected:
             yield f"{name}({', '.join(expected)})", f"{installed} with {name}({', '.join(parameters)})", fix
-    for name in sorted(called.keys() - {*kind.functions, *kind.unchanged, *upstream.UNCHANGED}):
+    for name in sorted(called.keys() - {*kind.functions, *kind.unchanged, *UNCHANGED}):
         yield "a forward of known functions", f"{installed}, in which it calls {name}", fix
-    for name in sorted(signature(forward).parameters.keys() - {*upstream.ARGUMENTS}):
+    for name in sorted(signature(forward).parameters.keys() - {*ARGUMENTS}):
         yield "a forward of known arguments", f"{installed}, in which it takes {name}", fix
     if kind.forward is not None:
         for name in sorted({name for name, _ in layer.named_children()} - {*kind.reads}):
@@ -104,11 +119,11 @@ def _is_causal(convolution: Any) -> bool:
 
 def forward_on_shards(layer: type) -> Callable[..., Any]:
     """Return the `forward` of a class of layers, with its convolutions and rules replaced."""
-    return _replaced(unwrap(layer.forward), recurrence_of(layer) or NOTHING)  # type: ignore[attr-defined]
+    return _replace_functions(unwrap(layer.forward), recurrence_of(layer) or NOTHING)  # type: ignore[attr-defined]
 
 
 @cache
-def _replaced(forward: FunctionType, kind: Recurrence) -> Callable[..., Any]:
+def _replace_functions(forward: FunctionType, kind: Recurrence) -> Callable[..., Any]:
     if kind.forward is not None:
         return kind.forward
     replaced = {
@@ -136,9 +151,9 @@ def _rule(rule: Rule, stock: Any) -> Callable[..., Any]:
             rule.check_one_sequence(kwargs)
             whole_rule = partial(rule.outputs, stock, chain.all_document_lengths)
             out = rule.by_heads(whole_rule, chain, *args, **{**kwargs, rule.returns_state: False})
-            return rule.returned(chain.scatter(out), None, False)
+            return rule.stock_result(chain.scatter(out), None, False)
         links = [rule(stock, *inputs, **options) for inputs, options in rule.cut(chain.document_lengths, args, kwargs)]
         out, leaving = run_links(links, rule.dim, rule.from_stock)
-        return rule.returned(out, leaving, bool(kwargs.get(rule.returns_state)))
+        return rule.stock_result(out, leaving, bool(kwargs.get(rule.returns_state)))
 
     return run

@@ -17,18 +17,27 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnmesh.errors import KernelError
-from attnmesh.hf.families.family import Recurrence, families
-from attnmesh.hf.families.pins import check_family
+from attnmesh.hf.family import Recurrence, families
 from attnmesh.hf.layer_checks import check_same_weights
 from attnmesh.hf.models import SUBJECT, num_mixing_calls, num_recurrent_layers
+from attnmesh.hf.pins import check_family
 from attnmesh.hf.recurrent.chain import Chain, HeadChain, document_lengths_of, parts_of, running
 from attnmesh.hf.recurrent.convolution import ShardedConv1d
-from attnmesh.hf.recurrent.functions import NOTHING, check_layer, forward_on_shards, recurrence_of
+from attnmesh.hf.recurrent.functions import (
+    CACHES,
+    MASKS,
+    NOTHING,
+    PER_TOKEN,
+    check_layer,
+    forward_on_shards,
+    recurrence_of,
+)
 from attnmesh.hf.recurrent.prefill_states import PrefillStates
-from attnmesh.hf.shards import ShardPositions, Shards, ShardTensor
+from attnmesh.hf.shard_tensors import ShardPositions, ShardTensor
+from attnmesh.hf.shards import Shards
 from attnmesh.hf.shared_weights import restore_shared
 from attnmesh.hf.sparse.prepare_indexer import restore_indexer
-from attnmesh.hf.transformers_names import CACHES, MASKS, PER_TOKEN, TRANSFORMERS, stock_of, subclass
+from attnmesh.hf.transformers_names import TRANSFORMERS, stock_of, subclass
 
 
 class RecurrentLayer:

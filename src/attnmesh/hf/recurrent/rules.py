@@ -97,7 +97,7 @@ class Rule:
                 fix = "leave it out, and pass shard_batch position_ids that restart in each sequence"
                 raise MaskError(f"recurrent layer {name}", "None over a mesh", type(given).__name__, fix)
 
-    def returned(self, outputs: Tensor, state: Tensor | None, requested: bool) -> Any:
+    def stock_result(self, outputs: Tensor, state: Tensor | None, requested: bool) -> Any:
         """Return what the stock rule returns for outputs and a leaving state (batch, heads, K, V)."""
         if requested:
             return outputs, None if state is None else self.to_stock(state)

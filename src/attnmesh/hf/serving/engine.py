@@ -20,7 +20,6 @@ from attnmesh.errors import (
     ShapeError,
     TooLong,
     check_count,
-    require,
 )
 from attnmesh.hf.images.inputs import OWN_PROCESSOR, image_inputs, unless_text, without_absent
 from attnmesh.hf.models import (
@@ -283,7 +282,8 @@ class Engine:
 
     def run(self) -> None:
         """Serve on rank 0 until `close`. A lost rank ends the engine, and its requests, with `RankFailure`."""
-        require(self.plan_exchange.leads, MeshError, f"{SUBJECT} run", "rank 0", "another rank", "call follow")
+        if not self.plan_exchange.leads:
+            raise MeshError(f"{SUBJECT} run", "rank 0", "another rank", "call follow")
         try:
             while not self.closing:
                 self._step()

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnmesh.errors import GrammarError, require
+from attnmesh.errors import GrammarError
 from attnmesh.runtime.memo import Memo
 
 THREADS = 4
@@ -77,7 +77,8 @@ class GrammarTokens:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        require(has_grammars(), GrammarError, "grammars", "llguidance", "no such package", INSTALL)
+        if not has_grammars():
+            raise GrammarError("grammars", "llguidance", "no such package", INSTALL)
         from llguidance import LLParserLimits
         from llguidance.hf import from_tokenizer
 

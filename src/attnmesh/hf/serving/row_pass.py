@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from attnmesh.errors import ArgumentError, KernelError, MaskError, MeshError, ShapeError
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.chunked_prefill import run_model
-from attnmesh.hf.families.family import family_of
+from attnmesh.hf.family import family_of
 from attnmesh.hf.models import (
     attends,
     check_can_decode_rows,

@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from attnmesh.hf.families.family import Part, known_parts
+from attnmesh.hf.family import Part, known_parts
 from attnmesh.hf.sparse.scores import IndexMask
 from attnmesh.hf.sparse.select import ShardKeys
 from attnmesh.hf.transformers_names import stock_of, subclass

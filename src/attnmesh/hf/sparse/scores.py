@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from attnmesh.errors import KernelError
-from attnmesh.hf.families.family import USE_SUPPORTED
+from attnmesh.hf.family import USE_SUPPORTED
 from attnmesh.hf.models import SUBJECT, Opaque
-from attnmesh.hf.shards import METADATA_FUNCTIONS, DispatchedTensor
+from attnmesh.hf.shard_tensors import METADATA_FUNCTIONS, DispatchedTensor
 
 KEYS = 2**31
 """Length of the dim of keys while scores are recorded."""
@@ -95,13 +95,13 @@ class IndexScores(DispatchedTensor):
             return TopK(self.source.select(self, args[1]))
         if name not in KEYWISE or any(isinstance(x, Tensor) for x in kwargs.values()):
             Opaque.raise_read(name.strip("_"))
-        result = call(*(x.plain() if isinstance(x, IndexScores) else _described(x) for x in args))
+        result = call(*(x.plain() if isinstance(x, IndexScores) else _describe(x) for x in args))
         operands, slots = _operands(args, result)
 
-        def recorded(keys: Tensor, query_operands: Sequence[Tensor]) -> Any:
+        def score(keys: Tensor, query_operands: Sequence[Tensor]) -> Any:
             return call(*(_argument(x, slot, keys, query_operands) for x, slot in zip(args, slots, strict=True)))
 
-        return self.of(result, **{**vars(self), "operands": operands, "recorded": recorded})
+        return self.of(result, **{**vars(self), "operands": operands, "recorded": score})
 
     def run(self, keys: Tensor, operands: Sequence[Tensor]) -> Tensor:
         """Return the scores (batch, queries, keys) of some keys (batch, keys, dim) for the queries of operands."""
@@ -118,7 +118,7 @@ def _is_last(options: dict[str, Any]) -> bool:
     return options.get("dim", -1) == -1 and options.keys() <= {"dim", "sorted"}
 
 
-def _described(x: Any) -> Any:
+def _describe(x: Any) -> Any:
     """Return a tensor's shape and dtype, as a tensor on no device."""
     return torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x
 

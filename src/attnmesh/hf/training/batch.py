@@ -16,7 +16,8 @@ from attnmesh.errors import ArgumentError, DtypeError, MaskError, ShapeError, sh
 from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.images.inputs import IMAGE_INPUTS, check_cross_mask
 from attnmesh.hf.options import USE_TOKENIZER, describe_value
-from attnmesh.hf.shards import ShardIds, ShardMask, ShardPositions, Shards, ShardTensor, WholeIds, WholeMask
+from attnmesh.hf.shard_tensors import ShardIds, ShardMask, ShardPositions, ShardTensor, WholeIds, WholeMask
+from attnmesh.hf.shards import Shards
 from attnmesh.hf.training.caller import prepare_caller, prepare_caller_with_images
 from attnmesh.hf.training.labels import GuardedLabels, ItemCount, ShardLabels
 from attnmesh.mesh.axes import Mesh

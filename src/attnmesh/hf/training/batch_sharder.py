@@ -6,6 +6,7 @@ Tensors of many tokens, such as logits, are gathered when they are first read.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from inspect import signature
 from logging import getLogger
 from typing import Any, cast
@@ -19,10 +20,11 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from attnmesh.core.layout import Layout, Zigzag
-from attnmesh.errors import ArgumentError, KernelError, require, short
+from attnmesh.errors import ArgumentError, KernelError, short
 from attnmesh.hf.images.inputs import IMAGE_INPUTS
-from attnmesh.hf.models import check_implementation, is_recurrent, tokens_check, unwrap
-from attnmesh.hf.shards import Shards, ShardTensor
+from attnmesh.hf.models import check_implementation, check_tokens, is_recurrent, unwrap
+from attnmesh.hf.shard_tensors import ShardTensor
+from attnmesh.hf.shards import Shards
 from attnmesh.hf.training.batch import PACKING_ARGUMENTS, TOKEN_ARGUMENTS, AgreedBatch, agree_on_batch, shard_agreed
 from attnmesh.hf.training.left_padding import MovedRows
 from attnmesh.hf.training.mean_over_mesh import mean_over_ranks
@@ -40,6 +42,21 @@ SUBJECT = "attnmesh.hf on_mesh"
 """First words of errors of a call with a whole batch."""
 
 
+@dataclass(frozen=True)
+class ShardedCall:
+    """A call of a model with a whole batch, which it computes in shards."""
+
+    module: nn.Module
+    """The outermost module that was called."""
+    shards: Shards
+    whole_mask: Tensor
+    """Padding of the whole batch."""
+    tokens: slice
+    """The tokens along dim 1 whose outputs the model returns on one device."""
+    moved: MovedRows | None
+    """Rows that were moved for the call, and move back."""
+
+
 class BatchSharder:
     """Hooks that shard batches of models. While `active`, a model computes this rank's tokens of a whole batch.
 
@@ -55,9 +72,7 @@ class BatchSharder:
         self.is_active = False
         self.pads_left = False  # True to take rows that begin with padding
         self.hides_padding = False  # True to hide padding from padding too, where its outputs are read
-        self.moved: MovedRows | None = None  # moved rows of the present call
-        self.shards: Shards | None = None  # shards of the present call
-        self.outermost: nn.Module | None = None  # the module that was called
+        self.call: ShardedCall | None = None  # the present call
         self.models: WeakSet[nn.Module] = WeakSet()
         self.layers: WeakSet[nn.Module] = WeakSet()  # layers of models, whose routers are gathered
         self.last_hooks: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
@@ -71,7 +86,7 @@ class BatchSharder:
         try:
             yield
         finally:
-            self.is_active, self.shards = was_active, None
+            self.is_active, self.call = was_active, None
 
     def install(self, model: nn.Module) -> None:
         """Install hooks on a model and on the model inside its wrappers. The outermost that is called shards."""
@@ -109,15 +124,15 @@ class BatchSharder:
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the arguments with this rank's tokens, unless a module around this one has done so."""
-        if not self.is_active or (self.shards is not None and module is not self.outermost):
-            return None  # the outermost has shards already only after an interrupt: PyTorch calls no hook then
+        if not self.is_active or (self.call is not None and module is not self.call.module):
+            return None  # the outermost has a call already only after an interrupt: PyTorch calls no hook then
         arguments = {**dict(zip(signature(unwrap(module).forward).parameters, args, strict=False)), **kwargs}
         if arguments.get("past_key_values") is not None:
             return None  # generation, which every rank does alone
         arguments.pop("past_key_values", None)
         batch = {name: arguments.pop(name) for name in BATCH_ARGUMENTS if arguments.get(name) is not None}
-        self.moved = MovedRows.of(batch) if self.pads_left else None
-        batch = batch if self.moved is None else self.moved.batch(batch)
+        moved = MovedRows.of(batch) if self.pads_left else None
+        batch = batch if moved is None else moved.batch(batch)
         for name, value in arguments.items():
             if isinstance(value, Tensor):
                 fix = "leave it out, or shard it yourself and call the model with shard_batch"
@@ -126,17 +141,18 @@ class BatchSharder:
         if isinstance(layout, str) and is_recurrent(unwrap(module).config):
             layout = Zigzag()  # a state passes through runs of tokens
         agreed = agree_on_batch(batch, self.mesh, layout, self.exchange, {})
-        require(*tokens_check(f"{SUBJECT} input_ids", agreed.entries["input_ids"], unwrap(module)))
+        check_tokens(f"{SUBJECT} input_ids", agreed.entries["input_ids"], unwrap(module))
         mesh, layout = self.shapes.choose(agreed, layout, unwrap(module).config)
         self._log_choice(agreed, mesh, layout)
         part = shard_agreed(agreed, mesh, layout, self.exchange)
-        self.shards, self.outermost = part["input_ids"].shards, module
         mask = batch.get("attention_mask")
-        self.whole_mask = torch.ones_like(batch["input_ids"]) if mask is None else mask
-        if self.hides_padding and not bool(self.whole_mask.all()):
-            self.shards.forward_pass.key_lengths = self.whole_mask.sum(1).cpu()  # which each layer reads
-        self.shards.forward_pass.gathers_routers = unwrap(module).base_model is not module
-        self.is_shifted = "shift_labels" in batch or not arguments.get("fused_lm_head")
+        mask = torch.ones_like(batch["input_ids"]) if mask is None else mask
+        tokens = slice(None) if "shift_labels" in batch or not arguments.get("fused_lm_head") else slice(-1)
+        self.call = ShardedCall(module, part["input_ids"].shards, mask, tokens, moved)
+        record = self.call.shards.forward_pass
+        if self.hides_padding and not bool(mask.all()):
+            record.key_lengths = mask.sum(1).cpu()  # which each layer reads
+        record.gathers_routers = unwrap(module).base_model is not module
         return (), {**{name: None for name in BATCH_ARGUMENTS if name in arguments}, **arguments, **part}
 
     def _log_choice(self, batch: AgreedBatch, mesh: DeviceMesh | None, layout: Layout) -> None:
@@ -155,28 +171,28 @@ class BatchSharder:
 
     def _gather_routers(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Return the outputs of the layers with the routers' logits of all tokens, for a loss that balances experts."""
-        routers = getattr(output, "router_logits", None)
-        if self.shards is None or not routers:
+        routers, call = getattr(output, "router_logits", None), self.call
+        if call is None or not routers:
             return None
-        sequences = len(self.whole_mask)
 
         def whole(x: Tensor) -> Tensor:
-            return apply(_Gather, x.reshape(sequences, -1, x.shape[-1]), self.shards).flatten(0, 1)
+            return apply(_Gather, x.reshape(len(call.whole_mask), -1, x.shape[-1]), call.shards).flatten(0, 1)
 
         output["router_logits"] = tuple(whole(x) for x in routers)
-        self.shards.forward_pass.whole_mask = self.whole_mask
+        call.shards.forward_pass.whole_mask = call.whole_mask
         return output
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Return the outputs for the whole batch, after the outermost call. One that raised has none."""
-        if self.shards is None or module is not self.outermost:
+        call = self.call
+        if call is None or module is not call.module:
             return None
-        shards, self.shards = self.shards, None
+        self.call = None
         if output is None:
             return None
+        shards = call.shards
         shape = len(kwargs["input_ids"]), len(shards.positions())
         shards.check_all_layers_counted()
-        output_options = {"tokens": slice(None) if self.is_shifted else slice(-1), "moved": self.moved}
 
         def whole(name: object, value: Any) -> Any:
             value = value.plain() if isinstance(value, ShardTensor) else value
@@ -185,7 +201,7 @@ class BatchSharder:
             if isinstance(value, (tuple, list)):
                 return type(value)(whole(None, item) for item in value)
             if isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == shape:
-                return ShardedOutput.of(value, shards=shards, **output_options)
+                return ShardedOutput.of(value, shards=shards, tokens=call.tokens, moved=call.moved)
             is_loss = isinstance(value, Tensor) and not value.ndim
             return mean_over_ranks(value, shards.mesh) if is_loss else value
 
@@ -209,7 +225,7 @@ class ShardedOutput(ShardTensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Return the result of the function on the outputs of all tokens."""
-        return func(*map(_gathered, args), **{name: _gathered(x) for name, x in (kwargs or {}).items()})
+        return func(*map(_whole, args), **{name: _whole(x) for name, x in (kwargs or {}).items()})
 
     def share(self, x: Tensor) -> Tensor:
         """Return this rank's share of a tensor of the whole batch, (batch, length)."""
@@ -224,11 +240,11 @@ class ShardedOutput(ShardTensor):
         return self.gathered
 
 
-def _gathered(value: Any) -> Any:
+def _whole(value: Any) -> Any:
     """Return a value with whole tensors in place of `ShardedOutput`."""
     if isinstance(value, ShardedOutput):
         return value.whole()
-    return type(value)(map(_gathered, value)) if type(value) in (tuple, list) else value
+    return type(value)(map(_whole, value)) if type(value) in (tuple, list) else value
 
 
 def apply(function: Any, *arguments: Any) -> Tensor:

@@ -13,23 +13,15 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attnmesh.errors import ArgumentError, InputError, KernelError, require
+from attnmesh.errors import ArgumentError, InputError, KernelError
 from attnmesh.guard.agreement import Agreement, may_compare
-from attnmesh.hf.families.family import family_of, prepared_code
+from attnmesh.hf.family import family_of, prepared_code
 from attnmesh.hf.images.cut import prepare_text_model
 from attnmesh.hf.layer_checks import check_same_weights
-from attnmesh.hf.models import SUBJECT, check_implementation, tokens_check
+from attnmesh.hf.models import SUBJECT, check_implementation, check_tokens
 from attnmesh.hf.recurrent.prepare_recurrent import prepare_layers
-from attnmesh.hf.shards import (
-    FORWARD_ALL,
-    MODULE_CALL,
-    OF_SHARD_BATCH,
-    ShardIds,
-    ShardPositions,
-    Shards,
-    ShardTensor,
-    WholeIds,
-)
+from attnmesh.hf.shard_tensors import MODULE_CALL, ShardIds, ShardPositions, ShardTensor, WholeIds
+from attnmesh.hf.shards import FORWARD_ALL, OF_SHARD_BATCH, Shards
 from attnmesh.hf.sparse.prepare_indexer import prepare_indexers
 from attnmesh.hf.training.labels import GuardedLabels, ShardLabels
 from attnmesh.mesh.axes import Mesh
@@ -109,7 +101,8 @@ def _check_arguments(arguments: dict[str, Any]) -> None:
     """Raise unless positions and labels are those of the batch."""
 
     def check(name: str, fits: bool, given: str, fix: str = FORWARD_ALL) -> None:
-        require(fits, ArgumentError, f"{SUBJECT} {name}", OF_SHARD_BATCH, given, fix)
+        if not fits:
+            raise ArgumentError(f"{SUBJECT} {name}", OF_SHARD_BATCH, given, fix)
 
     if "position_ids" in arguments and not isinstance(arguments.get("input_ids"), WholeIds):
         positions = arguments["position_ids"]
@@ -139,7 +132,7 @@ def _check_arguments(arguments: dict[str, Any]) -> None:
 def _check_tokens(model: PreTrainedModel, arguments: dict[str, Any], token_ranges: dict[str, Tensor]) -> None:
     """Raise unless the model has all tokens and labels of all ranks: the rank that holds another would fail alone."""
     if isinstance(arguments.get("input_ids"), ShardIds):
-        require(*tokens_check(f"{SUBJECT} input_ids", token_ranges["input_ids"], model))
+        check_tokens(f"{SUBJECT} input_ids", token_ranges["input_ids"], model)
     outputs = getattr(model.get_output_embeddings(), "out_features", None)
     if outputs is None or not isinstance(arguments.get("labels"), GuardedLabels):
         return

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnmesh.errors import ArgumentError, KernelError
 from attnmesh.hf.models import SUBJECT
-from attnmesh.hf.shards import COPY_FUNCTIONS, METADATA_FUNCTIONS, VIEW_FUNCTIONS, ShardTensor
+from attnmesh.hf.shard_tensors import COPY_FUNCTIONS, METADATA_FUNCTIONS, VIEW_FUNCTIONS, ShardTensor
 
 COUNT_ALL = "divide their sum by the batch's num_items_in_batch, or call hf.mean_over_mesh(losses, mask, mesh)"
 """Fix in errors about losses that are weighed by one rank's labels."""

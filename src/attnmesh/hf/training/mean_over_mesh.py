@@ -10,7 +10,7 @@ from attnmesh.core.layout import Contiguous
 from attnmesh.core.partial import sum_dtype
 from attnmesh.errors import ArgumentError, DtypeError, InputError, MeshError, ShapeError, type_and_shape
 from attnmesh.guard.agreement import Agreement
-from attnmesh.hf.shards import ShardTensor
+from attnmesh.hf.shard_tensors import ShardTensor
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh_attention.sharding import unshard
 

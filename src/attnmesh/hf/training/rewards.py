@@ -1,16 +1,15 @@
 """Trainers that learn from rewards of completions, on a mesh. The first rank of a mesh computes the rewards."""
 
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from attnmesh.errors import Check, KernelError, ShapeError, UnforeseenError
-from attnmesh.hf.generate import synchronize_generators
-from attnmesh.hf.training.rollouts import BY_MESH, ON_ONE_DEVICE, SUBJECT, MeshRollouts, refusal
+from attnmesh.errors import KernelError, ShapeError, UnforeseenError
+from attnmesh.hf.random_numbers import synchronize_generators
+from attnmesh.hf.training.rollouts import BY_MESH, ON_ONE_DEVICE, SUBJECT, MeshRollouts, refuse_argument
 
 LOGPROBS, STEP = "drawn_logprobs", "drawn_at"
 """Entries of a batch of completions: the log-probabilities with which their tokens were drawn, and the step of that."""
@@ -30,12 +29,13 @@ class RewardFunctions(MeshRollouts):
         if self.ref_model is not None:
             self.sharder.install(self.ref_model)  # FSDP2 shards its weights without `accelerator.prepare`
 
-    def _checks(self) -> Iterator[Check]:
-        """Yield the checks that a trainer has to pass."""
+    def _check_arguments(self) -> None:
+        """Raise unless the trainer's arguments work on a mesh."""
         models = [type(function).__name__ for function in self.reward_funcs if isinstance(function, nn.Module)]
-        fix = "call the model in a function, which the first rank of a mesh runs"
-        yield not models, KernelError, f"{SUBJECT} reward_funcs", "functions", ", ".join(models), fix
-        yield from super()._checks()
+        if models:
+            fix = "call the model in a function, which the first rank of a mesh runs"
+            raise KernelError(f"{SUBJECT} reward_funcs", "functions", ", ".join(models), fix)
+        super()._check_arguments()
 
     def _of_first(self, value: Any, error: Exception | None) -> Any:
         """Return the value of the first rank of this mesh, once rewards are known. Raise if a rank has an error."""
@@ -67,13 +67,13 @@ class MeshRewards(RewardFunctions):
         super().create_accelerator_and_postprocess()
         self._count_generations()
 
-    def _checks(self) -> Iterator[Check]:
-        """Yield the checks that a trainer has to pass."""
+    def _check_arguments(self) -> None:
+        """Raise unless the trainer's arguments work on a mesh."""
         batching = "use_transformers_continuous_batching"
-        yield refusal(batching, getattr(self.args, batching), BY_MESH)
-        yield refusal("rollout_func", getattr(self, "rollout_func", None), BY_MESH)  # which GRPO alone takes
-        yield refusal("environment_factory", getattr(self, "environment_factories", None), ON_ONE_DEVICE)
-        yield from super()._checks()  # an environment brings tools
+        refuse_argument(batching, getattr(self.args, batching), BY_MESH)
+        refuse_argument("rollout_func", getattr(self, "rollout_func", None), BY_MESH)  # which GRPO alone takes
+        refuse_argument("environment_factory", getattr(self, "environment_factories", None), ON_ONE_DEVICE)
+        super()._check_arguments()  # an environment brings tools
 
     def _count_generations(self) -> None:
         """Correct the size of a generation batch: TRL has counted each rank as a process. Raise if groups are cut."""

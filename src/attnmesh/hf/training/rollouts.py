@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from transformers import LogitsProcessor, ProcessorMixin, set_seed
 
-from attnmesh.errors import Check, KernelError, require_all, short
+from attnmesh.errors import KernelError, short
 from attnmesh.hf.generate import generate
 from attnmesh.hf.models import unwrap
 from attnmesh.hf.training.batch_sharder import BatchSharder
@@ -66,20 +66,20 @@ class MeshRollouts:
         """Create the accelerator, to which the ranks of a mesh are one process."""
         for names in self.upstream:
             names.check()
-        require_all(self._checks())
+        self._check_arguments()
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.sharder.pads_left, self.sharder.hides_padding = True, self.hides_padding
 
-    def _checks(self) -> Iterator[Check]:
-        """Yield the checks that a trainer has to pass."""
+    def _check_arguments(self) -> None:
+        """Raise unless the trainer's arguments work on a mesh."""
         args = self.args
         for name in ("use_vllm", "cache_implementation"):  # some of these trainers take neither, nor tools
-            yield refusal(name, getattr(args, name, None), BY_MESH)
+            refuse_argument(name, getattr(args, name, None), BY_MESH)
         beams = (getattr(args, "generation_kwargs", None) or {}).get("num_beams", 1)
-        yield refusal("num_beams", beams if beams > 1 else None, BY_MESH)
-        yield refusal("tools", getattr(self, "tools", None), ON_ONE_DEVICE)
+        refuse_argument("num_beams", beams if beams > 1 else None, BY_MESH)
+        refuse_argument("tools", getattr(self, "tools", None), ON_ONE_DEVICE)
         fix = "leave it out: attnmesh brings the kernels of attention"
-        yield refusal("use_liger_kernel", args.use_liger_kernel, fix)
+        refuse_argument("use_liger_kernel", args.use_liger_kernel, fix)
 
     @contextmanager
     def _drawing(self, model: Any = None) -> Iterator[None]:
@@ -147,9 +147,10 @@ def whole_weights(model: nn.Module, reshards: bool) -> Iterator[None]:
             part.reshard()
 
 
-def refusal(name: str, given: Any, fix: str) -> Check:
-    """Return the check that an argument of a trainer is left out."""
-    return not given, KernelError, f"{SUBJECT} {name}", "a trainer without it", short(given), fix
+def refuse_argument(name: str, given: Any, fix: str) -> None:
+    """Raise if an argument of a trainer is given."""
+    if given:
+        raise KernelError(f"{SUBJECT} {name}", "a trainer without it", short(given), fix)
 
 
 class DrawnLogprobs(LogitsProcessor):  # type: ignore[misc]

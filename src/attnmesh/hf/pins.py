@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from attnmesh.errors import VersionError
-from attnmesh.hf.families.family import CONFIGURATION, MODELING, MODELS, Family, Pins, family_of_class
+from attnmesh.hf.family import CONFIGURATION, MODELING, MODELS, Family, Pins, family_of_class
 from attnmesh.hf.transformers_names import TRANSFORMERS
 
 FIELDS = (

@@ -1,8 +1,8 @@
-"""Model families: what of transformers each needs, and what its layers do beside plain attention.
+"""Records of model families: what of transformers each needs, and what its layers do beside plain attention.
 
-A file of this folder has `FAMILIES`: records, one for each model type of a family; `pins.py` and this file serve all.
-`plain.json` has the types that need fields of their configuration, and nothing else. What is run for a family, and
-what is refused, is read from its record: no other file names one.
+A file of `families` has `FAMILIES`: records, one for each model type of a family. `plain.json` has the types that need
+fields of their configuration, and nothing else. What is run for a family, and what is refused, is read from its record:
+no other file names one.
 """
 
 import json
@@ -19,6 +19,9 @@ from torch import Tensor
 
 from attnmesh.core.selection import Selection
 from attnmesh.planner.selected import Selected
+
+ROOM = "attnmesh.hf.families"
+"""Package whose files have the records."""
 
 MODELS, CONFIGURATION, MODELING = "transformers.models.", ".configuration_", ".modeling_"
 """Names of modules of transformers: all models, and of one its configuration and its code."""
@@ -225,10 +228,11 @@ class Family:
 @cache
 def families() -> Mapping[str, Family]:
     """Return the record of each model type that has one."""
-    plain = json.loads(Path(__file__).with_name("plain.json").read_text(encoding="utf-8"))
+    room = import_module(ROOM)
+    plain = json.loads(Path(str(room.__file__)).with_name("plain.json").read_text(encoding="utf-8"))
     records = {kind: Family(kind, **entry) for kind, entry in plain.items()}
-    for info in iter_modules(import_module(str(__package__)).__path__):
-        module = import_module(f"{__package__}.{info.name}")
+    for info in iter_modules(room.__path__):
+        module = import_module(f"{ROOM}.{info.name}")
         records |= {family.type: family for family in getattr(module, "FAMILIES", ())}
     return records
 
