@@ -1,6 +1,6 @@
-"""Draw docs/code.md from the code: `python -m tools.code_map`.
+"""Draw pages of docs from the code: `python -m tools.code_map`.
 
-It has the rooms with arrows, as files import, and the functions that read fields of `Mask`.
+The map has the rooms with arrows, as files import; the tables have the functions that read fields of `Mask`.
 """
 
 import ast
@@ -9,10 +9,11 @@ from pathlib import Path
 
 from tools.rooms import ARROWS, FILES, PACKAGES, SOURCE, imports
 
-PAGE = Path(__file__).parents[1] / "docs" / "code.md"
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE, TABLES = DOCS / "code.md", DOCS / "code-tables.md"
 MAP = "<!-- The map: make format -->\n", "<!-- The end of the map -->\n"
 READERS = "<!-- Fields of Mask: make format -->\n", "<!-- The end of the fields -->\n"
-"""Comments of the page before and after what is drawn."""
+"""Comments before and after what is drawn."""
 PURPOSES = {
     "errors": "the exceptions",
     "core": "the mathematics, on tensors; no rank",
@@ -109,14 +110,17 @@ def drawn_readers() -> str:
     return "\n".join(lines)
 
 
-def page() -> str:
-    """Return the page as the code has it."""
-    text = PAGE.read_text()
-    for (first, last), drawn in ((MAP, drawing()), (READERS, drawn_readers())):
-        before, rest = text.split(first)
-        text = f"{before}{first}\n```\n{drawn}\n```\n\n{last}{rest.split(last)[1]}"
-    return text
+def pages() -> dict[Path, str]:
+    """Return the pages as the code has them."""
+    drawings = ((PAGE, *MAP, drawing()), (TABLES, *READERS, drawn_readers()))
+    return {page: _redrawn(page.read_text(), first, last, drawn) for page, first, last, drawn in drawings}
+
+
+def _redrawn(text: str, first: str, last: str, drawn: str) -> str:
+    before, rest = text.split(first)
+    return f"{before}{first}\n```\n{drawn}\n```\n\n{last}{rest.split(last)[1]}"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    for file, text in pages().items():
+        file.write_text(text)

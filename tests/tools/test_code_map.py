@@ -1,4 +1,4 @@
-"""The map of the code in docs/code.md: each room with its purpose, and arrows as the code imports."""
+"""The map of the code and its tables: each room with its purpose, arrows as the code imports, files that exist."""
 
 import re
 from pathlib import Path
@@ -7,8 +7,9 @@ from tools import code_map
 from tools.rooms import ARROWS
 
 
-def test_the_page_has_the_map_as_the_code_has_it() -> None:
-    assert code_map.PAGE.read_text() == code_map.page(), "draw it anew: make format"
+def test_the_pages_are_as_the_code_has_them() -> None:
+    for page, text in code_map.pages().items():
+        assert page.read_text() == text, "draw it anew: make format"
 
 
 def test_functions_that_read_a_field_of_a_mask_are_found() -> None:
@@ -36,7 +37,7 @@ def test_arrows_leave_out_what_others_lead_to() -> None:
 
 def test_the_files_and_folders_of_tests_that_the_page_names_exist() -> None:
     page, tests = code_map.PAGE.read_text(), Path(__file__).parents[1]
-    table = page.split("## Where the tests are")[1].split("\n## ")[0]
+    table = code_map.TABLES.read_text().split("## Where the tests are")[1].split("\n## ")[0]
     rows = [row.split("|")[2] for row in table.splitlines() if row.startswith("| `")]
     assert len(rows) > 10
     for row in rows:
