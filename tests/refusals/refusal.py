@@ -63,7 +63,7 @@ class Refusal(NamedTuple):
 
     def __str__(self) -> str:
         name = self.call.__name__.replace("<lambda>", self.text.replace("\\", "").split("*")[-1][-60:])
-        return f"{name}: {', '.join(self.change)}"
+        return f"{name}: {', '.join(self.change)}".removesuffix(": ")
 
 
 def by_fix(
