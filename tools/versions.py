@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TESTS = {
-    "transformers": ["tests/hf", "src/attnmesh/hf"],
+    "transformers": ["tests/hf", "tests/refusals", "src/attnmesh/hf"],
     "accelerate": [
         "tests/hf/training/test_accelerator.py",
         "tests/hf/training/test_trainer.py",

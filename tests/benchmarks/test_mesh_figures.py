@@ -14,7 +14,7 @@ from attnmesh import errors
 from attnmesh.core.layout import Layout
 from attnmesh.errors import InputError
 from attnmesh.mesh.schedule import Problem
-from benchmarks.mesh_figures import _colours, draw_mesh, draw_tree, pairs_of_ranks, tree_messages
+from benchmarks.mesh_figures import _colours, computed_blocks, draw_mesh, draw_tree, pairs_of_ranks, tree_messages
 from tests.support.schedules import problems
 
 MASKS = (am.Full(), am.Causal(), am.Window(5), am.Window(3, 4), am.Causal() & am.Documents([9, 1, 21]))
@@ -65,6 +65,17 @@ def test_a_figure_has_a_panel_for_each_layout(length: int) -> None:
         figure.savefig(buffer, format="png")
     assert buffer.getvalue().startswith(b"\x89PNG")
     assert [axes.get_title("left") for axes in figure.axes] == ["Zigzag()", "Striped(block=1)"]
+
+
+@given(problems())
+@settings(max_examples=25)  # the schedules themselves are tried more often by their own tests
+def test_every_visible_pair_has_one_owner_and_no_other_pair_has_any(problem: Problem) -> None:
+    count = torch.zeros(problem.length, problem.key_length, dtype=torch.long)
+    for _, queries, keys, visible in computed_blocks(problem):
+        count[queries[:, None], keys] += visible
+    tokens = torch.arange(problem.length), torch.arange(problem.key_length)
+    assert torch.equal(count, problem.mask.visible(*tokens).long())
+    assert torch.equal(count > 0, pairs_of_ranks(problem) >= 0)
 
 
 def test_the_panel_shows_the_owners_and_the_text_their_balance() -> None:

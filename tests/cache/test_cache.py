@@ -17,20 +17,23 @@ from tests.support.tolerances import FLOAT32
 
 
 @on_each_rank
-def append_keeps_addresses() -> bool:
+def addresses_over_appends() -> tuple[list[int], list[int]]:
     mesh, sizes = named_mesh(Shape(1, 1, 2), AXES), {"kv_heads": 2, "head_dim": 8, "capacity": 50}
     cache = am.KVCache(mesh, batch=1, dtype=torch.float32, **sizes)
     cache.append(*torch.randn(2, 1, 2, 30, 8).unbind())
-    addresses = [x.data_ptr() for x in (cache.keys, cache.values, cache.shard.token_index, cache.shard.device_counts)]
+
+    def addresses() -> list[int]:
+        return [x.data_ptr() for x in (cache.keys, cache.values, cache.shard.token_index, cache.shard.device_counts)]
+
+    before = addresses()
     for _ in range(20):
         cache.append(*torch.randn(2, 1, 2, 1, 8).unbind())
-    return addresses == [
-        x.data_ptr() for x in (cache.keys, cache.values, cache.shard.token_index, cache.shard.device_counts)
-    ]
+    return before, addresses()
 
 
 def test_append_writes_in_place(pool: Pool) -> None:
-    assert pool.run(2, append_keeps_addresses) == [True] * 2
+    for before, after in pool.run(2, addresses_over_appends):
+        assert before == after
 
 
 def in_inference_mode() -> bool:
@@ -97,10 +100,10 @@ def call_rank_one_fails(cache: am.KVCache, kind: str) -> None:
 
 
 @on_each_rank
-def steps_after_a_failed_call(kind: str, first_mask: Tensor | None, left: int) -> bool:
-    """Return whether ranks go on after a call that rank 1 alone has not done, and a truncation to `left` tokens."""
+def steps_after_a_failed_call(kind: str, first_mask: Tensor | None, left: int) -> None:
+    """Ranks go on after a call that rank 1 alone has not done, and a truncation to `left` tokens."""
     k, v, more = torch.randn(3, 2, 1, 10, 8, generator=torch.Generator().manual_seed(1))
-    mesh, right = named_mesh(Shape(1, 1, 2), AXES), list[bool]()
+    mesh = named_mesh(Shape(1, 1, 2), AXES)
     cache, alone = (
         am.KVCache(one, batch=2, kv_heads=1, head_dim=8, capacity=60, block=4, dtype=torch.float32)
         for one in (mesh, None)
@@ -117,8 +120,7 @@ def steps_after_a_failed_call(kind: str, first_mask: Tensor | None, left: int) -
         for each in (cache, alone):
             each.append(more, more, token_mask=mask)
             outputs.append(am.decode(torch.ones(2, 1, 1, 8), each))
-        right.append(torch.allclose(*outputs, atol=FLOAT32, rtol=FLOAT32))
-    return all(right)
+        torch.testing.assert_close(*outputs, atol=FLOAT32, rtol=FLOAT32)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +138,7 @@ def steps_after_a_failed_call(kind: str, first_mask: Tensor | None, left: int) -
 def test_truncation_undoes_a_call_that_one_rank_has_not_done(
     kind: str, first_mask: Tensor | None, left: int, pool: Pool
 ) -> None:
-    assert pool.run(2, steps_after_a_failed_call, kind, first_mask, left) == [True, True]
+    pool.run(2, steps_after_a_failed_call, kind, first_mask, left)
 
 
 @on_each_rank

@@ -20,8 +20,7 @@ from attnmesh.store.checkpoint import load_layers
 from attnmesh.store.checkpoint_writer import save_layers
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool, on_each_rank
-from tests.support.refusals import BadCall
-from tests.support.tolerances import FLOAT32, FLOAT32_SUMS, worst
+from tests.support.tolerances import FLOAT32, FLOAT32_SUMS, assert_near, worst
 
 SIZES: dict[str, Any] = {"batch": 2, "kv_heads": 2, "head_dim": 8, "capacity": 2000, "block": 4}
 MASKS = [am.Window(0), am.Window(37), am.Causal() & am.Chunks(50), am.Window(30) & am.Chunks(24)]
@@ -125,7 +124,7 @@ def test_a_sharded_prefill_keeps_the_window_alone(pool: Pool, layout: Any, padde
 
 
 @on_each_rank
-def stays_apart() -> bool:
+def check_a_copy() -> None:
     cache, mask = cache_of(Shape(1, 1, 2), am.Window(30), 2), am.Window(30)
     cache.append(*new(200)[1:])
     other, (q, k, v) = deepcopy(cache), new(1, 1)
@@ -133,11 +132,12 @@ def stays_apart() -> bool:
     before = am.decode(q, other, mask=mask)
     for step in range(80):
         cache.append(*new(1, step)[1:])
-    return torch.equal(am.decode(q, other, mask=mask), before) and other.length == 201
+    assert_near(am.decode(q, other, mask=mask), before)
+    assert other.length == 201, other.length
 
 
 def test_a_copy_forgets_by_itself(pool: Pool) -> None:
-    assert pool.run(2, stays_apart) == [True] * 2
+    pool.run(2, check_a_copy)
 
 
 def test_an_append_without_memory_takes_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,127 +261,6 @@ def test_ranks_too_far_apart_are_refused(pool: Pool) -> None:
     messages = pool.run(3, recover_and_continue, False, Shape(1, 1, 3), 40)
     assert len(set(messages)) == 1
     assert str(messages[0]).startswith("recover: expected ranks as far as each other, given ranks that have forgotten")
-
-
-# --- bad input ---
-
-
-WINDOW = am.Window(20)
-
-
-def query(tokens: int) -> Tensor:
-    return new(30)[0][:, :, :tokens]
-
-
-def cache_on_three(mask: Any, keep: int = 0) -> am.KVCache:
-    return cache_of(Shape(1, 1, 3), mask, keep)
-
-
-def append_nothing(cache: am.KVCache, queries: int) -> None:
-    nothing = torch.zeros(2, 2, 0, 8)
-    cache.append_shard(nothing, nothing, torch.zeros(0, dtype=torch.long), queries=queries)
-
-
-def append_in_a_graph(cache: am.KVCache, odd: bool) -> None:
-    _, k, v = new(30)
-    torch.compile(lambda: cache.append(k, v), backend="eager")()
-
-
-def decode_in_a_graph(cache: am.KVCache, odd: bool) -> None:
-    torch.compile(lambda: am.decode(query(2), cache, mask=WINDOW), backend="eager")()
-
-
-BAD_CALLS = {
-    "truncation to forgotten tokens": BadCall(
-        lambda cache, odd: cache.truncate(150),
-        errors.ShapeError,
-        "truncate: expected 0, or at least 176: the cache has forgotten what earlier .* Fix: make",
-    ),
-    "truncation to forgotten tokens on one rank": BadCall(
-        lambda cache, odd: cache.truncate(150 if odd else 178),
-        errors.ShapeError,
-        "truncate: expected 0, or at least 176: .*given 150 of 180 tokens",
-    ),
-    "no mask in a step": BadCall(
-        lambda cache, odd: am.decode(query(1), cache),
-        errors.MaskError,
-        r"decode mask: expected Window\(20\), by which .*given Causal\(\). Fix: pass mask=",
-    ),
-    "a wider window on one rank": BadCall(
-        lambda cache, odd: am.decode(query(1), cache, mask=am.Window(21) if odd else WINDOW),
-        errors.MaskError,
-        r"decode mask: expected Window\(20\), by which .*given Window\(21\)",
-    ),
-    "queries of forgotten tokens": BadCall(
-        lambda cache, odd: am.decode(query(30), cache, mask=WINDOW),
-        errors.ShapeError,
-        "decode q: expected queries of token 176 and later ones: .* given queries of the tokens from 150 to 179",
-    ),
-    "no query of a shard": BadCall(
-        lambda cache, odd: append_nothing(cache, queries=0 if odd else 1),
-        errors.ShapeError,
-        "append_shard queries: expected a whole number, 1 or more, given 0",
-    ),
-    "more queries of a shard": BadCall(
-        lambda cache, odd: append_nothing(cache, queries=1 + odd),
-        errors.MeshError,
-        "append_shard: expected the same call on every rank",
-    ),
-    "an append in a graph": BadCall(
-        append_in_a_graph, errors.KernelError, "append: expected no graph around a cache that forgets"
-    ),
-    "a step in a graph": BadCall(
-        decode_in_a_graph, errors.KernelError, "decode: expected no graph around a cache that forgets"
-    ),
-    "keep of less than 0": BadCall(
-        lambda cache, odd: cache_on_three(WINDOW, keep=-1 if odd else 3),
-        errors.ShapeError,
-        "KVCache keep: expected a whole number, 0 or more, given -1",
-    ),
-    "another keep": BadCall(
-        lambda cache, odd: cache_on_three(WINDOW, keep=4 if odd else 3),
-        errors.MeshError,
-        "KVCache: expected the same call on every rank",
-    ),
-    "keep without a mask": BadCall(
-        lambda cache, odd: cache_on_three(None, keep=3),
-        errors.ShapeError,
-        "KVCache keep: expected 0 without mask=, given 3",
-    ),
-    "a number as mask": BadCall(
-        lambda cache, odd: cache_on_three(20 if odd else WINDOW),
-        errors.MaskError,
-        r"KVCache mask: expected Full\(\), Causal\(\), .* given int",
-    ),
-    "a mask of documents": BadCall(
-        lambda cache, odd: cache_on_three(am.Causal() & am.Documents([20])),
-        errors.MaskError,
-        r"KVCache mask: expected a mask that does not depend on the length, given Causal\(\) & Documents",
-    ),
-}
-
-
-@on_each_rank
-def make_bad_call(name: str) -> None:
-    """Make a bad call on all ranks, or on rank 1 alone. The cache has to stay as it is."""
-    cache = cache_on_three(WINDOW, keep=3)
-    for step in range(60):
-        cache.append(*new(3, step)[1:])
-    before = am.decode(query(1), cache, mask=WINDOW)
-    try:
-        BAD_CALLS[name].make(cache, dist.get_rank() == 1)
-    finally:
-        assert torch.equal(am.decode(query(1), cache, mask=WINDOW), before), "the cache has changed"
-
-
-@pytest.mark.parametrize("name", BAD_CALLS)
-def test_all_ranks_raise_alike_and_continue(name: str, pool: Pool) -> None:
-    _, error, message = BAD_CALLS[name]
-    results = pool.ask(3, make_bad_call, name)
-    assert [type(result) for result in results] == [error] * 3
-    assert len({str(result) for result in results}) == 1
-    with pytest.raises(error, match=message):
-        raise results[0]
 
 
 def test_a_step_decodes_in_one_graph() -> None:

@@ -64,18 +64,16 @@ def test_exchanges_end_in_any_order(ranks: int, pool: Pool) -> None:
 
 
 @on_each_rank
-def _share() -> bool:
-    """On a rank of four: whether each knows the numbers of all, by shard, also if these do not fit on a board."""
+def _share() -> None:
+    """On a rank of four: each knows the numbers of all, by shard, also if these do not fit on a board."""
     mesh = Mesh.of(named_mesh(Shape(1, 2, 2), AXES))
-    right = True
     for count in (1, 6, 3, MESSAGE_BYTES // 64, MESSAGE_BYTES // 16, 7) * 5:
         table = all_gather_ints([mesh.shard_index * count + i for i in range(count)], mesh)
-        right &= table == [[shard * count + i for i in range(count)] for shard in range(4)]
-    return right
+        assert table == [[shard * count + i for i in range(count)] for shard in range(4)], (count, table)
 
 
 def test_each_rank_knows_the_numbers_of_all_by_shard(pool: Pool) -> None:
-    assert pool.run(4, _share) == [True] * 4
+    pool.run(4, _share)
 
 
 def _inputs(scale: float = 1.0) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
@@ -133,18 +131,18 @@ def test_calls_after_one_that_was_broken_off_are_right(ranks: int, pool: Pool) -
 
 
 @on_each_rank
-def _attend_without_tokens() -> bool:
+def _attend_without_tokens() -> None:
     """On a rank: attention along a new group, not compared, where the second rank has no token."""
     sizes = 10, 0, 10
     mesh = DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=("queries",))
     x = torch.ones(1, 2, sizes[dist.get_rank()], 8)
     out = am.attention(x, x, x, mesh=mesh, layout=am.Split(sizes), length=20, key_length=20, checked=False)
     dist.barrier()
-    return torch.allclose(out, x)
+    torch.testing.assert_close(out, x, rtol=1e-5, atol=1e-8)  # as `torch.allclose` by default
 
 
 def test_a_rank_without_tokens_meets_the_others(pool: Pool) -> None:
-    assert pool.run(3, _attend_without_tokens) == [True] * 3
+    pool.run(3, _attend_without_tokens)
 
 
 def test_an_error_of_the_thread_that_moves_messages_is_raised() -> None:

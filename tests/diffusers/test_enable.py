@@ -23,7 +23,7 @@ from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.diffusion import MODELS, Inputs
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT32, FLOAT32_SUMS, worst
+from tests.support.tolerances import FLOAT32, FLOAT32_SUMS, assert_near, worst
 
 
 def registered() -> tuple[Any, ...]:
@@ -50,17 +50,15 @@ def test_disable_leaves_everything_as_it_was() -> None:
 
 
 @on_each_rank
-def two_models() -> bool:
+def check_two_models() -> None:
     """A model on the mesh and one beside it, in turn."""
     model, other, given = MODELS["wan"].model(), MODELS["wan"].model(), MODELS["wan"].given(5)
     expected = other(**given).sample
     enable(model, named_mesh(Shape(1, 2, 1), AXES))
-    same = []
     for _ in range(2):
-        out = model(**given).sample
-        same += [torch.allclose(out, expected, atol=FLOAT32), torch.equal(other(**given).sample, expected)]
+        assert_near(model(**given).sample, expected, FLOAT32)
+        assert_near(other(**given).sample, expected)
     disable(model)
-    return all(same)
 
 
 @on_each_rank
@@ -107,7 +105,7 @@ def test_a_class_made_from_the_model_has_its_plan(name: str) -> None:
 
 
 def test_a_model_beside_one_on_the_mesh_stays_as_it_is(pool: Pool) -> None:
-    assert pool.run(2, two_models) == [True, True]
+    pool.run(2, check_two_models)
 
 
 # --- the backend ---

@@ -11,8 +11,8 @@ from attnmesh.core.scaling import Scaling
 from attnmesh.errors import KernelError
 from attnmesh.kernels.implementations.cuda import CUDA
 from attnmesh.kernels.kernel import KernelRequest
-from benchmarks.timing import peak_memory
 from tests.support.dense import truth
+from tests.support.resident import peak_memory
 from tests.support.tolerances import FLOAT32
 
 pytestmark = pytest.mark.quick
@@ -97,7 +97,7 @@ def test_infinite_inputs_are_capped_and_invalid_ones_spread() -> None:
 @pytest.mark.parametrize("kernel", ["cpu", pytest.param("reference", marks=pytest.mark.long)])
 def test_memory_of_logits_is_that_of_one_tile(kernel: str) -> None:
     q, k, v = (torch.zeros(1, 2, 4000, 8) for _ in range(3))
-    peak = peak_memory(lambda: am.attend(q, k, v, mask=am.Causal(), softcap=1.0, kernel=kernel), torch.device("cpu"))
+    peak = peak_memory(lambda: am.attend(q, k, v, mask=am.Causal(), softcap=1.0, kernel=kernel))
     assert peak is None or peak < 16e6  # 128 rows of two heads by 4,000 keys are 4 MB, and 4,000 squared 128 MB
 
 

@@ -17,9 +17,9 @@ from attnmesh.kernels.implementations import cpu
 from attnmesh.kernels.implementations.cpu import FlashCPU
 from attnmesh.kernels.kernel import KernelRequest
 from attnmesh.kernels.rectangles import TILE_ELEMENTS, BackwardInputs, Rectangle, cut, cut_into_tiles
-from benchmarks.timing import peak_memory
 from tests.support.dense import COARSE_EXPONENTIAL, truth
 from tests.support.problems import DTYPES, draw
+from tests.support.resident import peak_memory
 from tests.support.tolerances import FLOAT32, FLOAT32_SUMS
 
 pytestmark = pytest.mark.quick
@@ -208,7 +208,7 @@ def test_the_reference_never_holds_the_square() -> None:
     sizes = [(b.queries.stop - b.queries.start, b.keys.stop - b.keys.start) for b in cut_into_tiles(band, 128, 512)]
     assert max(sizes) == (128, 512)
     x = torch.zeros(1, 1, 3000, 8)
-    peak = peak_memory(lambda: am.attend(x, x, x, mask=am.Causal(), kernel="reference"), torch.device("cpu"))
+    peak = peak_memory(lambda: am.attend(x, x, x, mask=am.Causal(), kernel="reference"))
     assert peak is None or peak < 20e6  # 3,000 squared in float32 is 36 MB
 
 
@@ -273,7 +273,7 @@ def test_doubtful_rows_are_recomputed_by_tiles(kernel: str) -> None:
     x = torch.rand(1, 1, 3000, 8)
     calls = lambda: am.attend(x, torch.full_like(x, -torch.inf), x, kernel=kernel)  # noqa: E731
     assert torch.isneginf(calls().lse).all()
-    peak = peak_memory(calls, torch.device("cpu"))
+    peak = peak_memory(calls)
     assert peak is None or peak < 25e6  # 3,000 squared in float32 is 36 MB
 
 
@@ -313,7 +313,7 @@ def test_few_rows_over_runs_of_keys_agree_with_float64(
 
 def test_logits_of_few_rows_take_no_memory_for_each_key() -> None:
     q, k, v = few_rows(60_000, torch.float16)
-    peak = peak_memory(lambda: am.attend(q, k, v, kernel="cpu"), torch.device("cpu"))
+    peak = peak_memory(lambda: am.attend(q, k, v, kernel="cpu"))
     assert peak is None or peak < 20e6  # 128 rows of 60,000 logits in float32 are 31 MB
 
 

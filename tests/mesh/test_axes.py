@@ -203,11 +203,12 @@ def test_no_mesh_on_purpose_and_on_one_rank_is_not_warned_of(pool: Pool) -> None
 
 
 @on_each_rank
-def axes_of_groups() -> bool:
+def axes_of_groups() -> list[tuple[int, int]]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     by_mesh, by_group = axis_of(mesh, "merge_across"), axis_of(dist.group.WORLD, "merge_across")
-    return (by_mesh.size, by_mesh.index) == (2, dist.get_rank()) and by_group == world_axis()
+    assert by_group == world_axis(), by_group
+    return [(by_mesh.size, by_mesh.index), (by_group.size, by_group.index)]
 
 
 def test_a_group_and_a_mesh_of_one_axis_are_axes(pool: Pool) -> None:
-    assert pool.run(2, axes_of_groups) == [True, True]
+    assert pool.run(2, axes_of_groups) == [[(2, 0)] * 2, [(2, 1)] * 2]

@@ -2,18 +2,21 @@
 
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 
 import attnmesh as am
 from attnmesh.mesh.exchange_cost import LayerWork, attention_seconds, fastest_way, peak_activations
 from attnmesh.mesh.schedule import EXCHANGE_MODES
-from attnmesh.mesh.shapes import Shape
+from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.mesh.way import Way
 from attnmesh.planner.cost import cost
-from benchmarks import peers, prefill
 from tests.support.live_tensors import LiveTensors
+from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool, on_each_rank
+from tests.support.problems import numbers
 
 pytestmark = pytest.mark.quick
 
@@ -30,10 +33,13 @@ def measured_peak(shape: Shape, exchange: str, kv_heads: int) -> float:
         with tensors:
             return backward(*arguments)
 
-    case = peers.Case("full", am.Full(), am.Contiguous(), (8, kv_heads), TOKENS * shape.ranks, WIDTH)
+    layout, length = am.Contiguous(), TOKENS * shape.ranks
+    options: dict[str, Any] = {"mesh": named_mesh(shape, AXES), "layout": layout, "length": length}
+    q, k, v = (numbers(1, heads, TOKENS, WIDTH).requires_grad_() for heads in (8, kv_heads, kv_heads))
     module.backward = watched
     try:
-        prefill.attention_call(case, peers.inputs(case), prefill.Contender(shape, shape, exchange))()
+        out = am.attention(q, k, v, mask=am.Full(), exchange=exchange, **options)
+        torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
     finally:
         module.backward = backward
     return tensors.most / 4 / TOKENS / WIDTH

@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import attnmesh as am
 from attnmesh.core.layout import Layout
 from attnmesh.mesh.schedule import Problem, Schedule, schedule
 from attnmesh.mesh.shapes import Shape
-from benchmarks.mesh_figures import computed_blocks, pairs_of_ranks
 from tests.support.schedules import problems
 
 pytestmark = pytest.mark.quick
@@ -28,17 +27,6 @@ def test_every_visible_pair_is_computed_once(problem: Problem, ring: bool) -> No
             count[plan.query_step.positions[:, None], step.positions] += band.visible(len(step.positions))
     tokens = torch.arange(problem.length), torch.arange(problem.key_length)
     assert torch.equal(count, problem.mask.visible(*tokens).long())
-
-
-@given(problems())
-@settings(max_examples=25)  # the schedules themselves are tried more often above
-def test_every_visible_pair_has_one_owner_and_no_other_pair_has_any(problem: Problem) -> None:
-    count = torch.zeros(problem.length, problem.key_length, dtype=torch.long)
-    for _, queries, keys, visible in computed_blocks(problem):
-        count[queries[:, None], keys] += visible
-    tokens = torch.arange(problem.length), torch.arange(problem.key_length)
-    assert torch.equal(count, problem.mask.visible(*tokens).long())
-    assert torch.equal(count > 0, pairs_of_ranks(problem) >= 0)
 
 
 @given(problems(), st.booleans())

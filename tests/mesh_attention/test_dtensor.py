@@ -8,11 +8,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import attnmesh as am
 from attnmesh.mesh.shapes import AXES
 from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT32_SUMS
+from tests.support.tolerances import FLOAT32_SUMS, assert_near
 
 
 @on_each_rank
-def dtensors(length: int, sizes: tuple[int, ...], names: tuple[str, ...]) -> bool:
+def check_dtensors(length: int, sizes: tuple[int, ...], names: tuple[str, ...]) -> None:
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
     torch.manual_seed(0)
     whole = [torch.randn(2, h, length, 8) for h in (4, 2, 2)]
@@ -24,29 +24,27 @@ def dtensors(length: int, sizes: tuple[int, ...], names: tuple[str, ...]) -> boo
     plain = [x.requires_grad_() for x in whole]
     expected = am.attention(*plain, mesh=None)
     wanted = torch.autograd.grad(expected.sum(), plain)
-    if not torch.equal(unsaid.to_local(), out.to_local()):
-        return False
-    given = [x.full_tensor() for x in (out, *gradients)]
-    return out.placements == tuple(placements) and all(
-        torch.allclose(one, other, atol=FLOAT32_SUMS) for one, other in zip(given, (expected, *wanted), strict=True)
-    )
+    assert_near(unsaid.to_local(), out.to_local())
+    assert out.placements == tuple(placements), out.placements
+    for one, other in zip((out, *gradients), (expected, *wanted), strict=True):
+        assert_near(one.full_tensor(), other, FLOAT32_SUMS)
 
 
 @on_each_rank
-def dtensors_of_two_sequences(mask: am.Mask, key_length: int | None) -> bool:
+def check_dtensors_of_two_sequences(mask: am.Mask, key_length: int | None) -> None:
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("queries",))
     torch.manual_seed(0)
     whole = torch.randn(1, 4, 13, 8), *torch.randn(2, 1, 2, 30, 8)
     out = am.attention(*(distribute_tensor(x, mesh, [Shard(2)]) for x in whole), mask=mask, key_length=key_length)
     expected = am.attention(*whole, mesh=None, mask=mask, key_length=30)
-    return torch.allclose(out.full_tensor(), expected, atol=FLOAT32_SUMS)
+    assert_near(out.full_tensor(), expected, FLOAT32_SUMS)
 
 
 @pytest.mark.parametrize(("mask", "key_length"), [(am.Full(), None), (am.Full(), 30), (am.Causal(), 30)])
 def test_dtensors_of_two_lengths_give_what_plain_tensors_give(
     pool: Pool, mask: am.Mask, key_length: int | None
 ) -> None:
-    assert pool.run(4, dtensors_of_two_sequences, mask, key_length) == [True] * 4
+    pool.run(4, check_dtensors_of_two_sequences, mask, key_length)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +59,7 @@ def test_dtensors_of_two_lengths_give_what_plain_tensors_give(
 def test_dtensors_come_out_with_the_values_and_placements_of_one_device(
     pool: Pool, length: int, sizes: tuple[int, ...], names: tuple[str, ...]
 ) -> None:
-    assert pool.run(4, dtensors, length, sizes, names) == [True] * 4
+    pool.run(4, check_dtensors, length, sizes, names)
 
 
 @on_each_rank

@@ -16,7 +16,7 @@ from attnmesh.runtime.counters import count_traffic
 from tests.support.groups import group_of, world_axis
 from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import rotated
-from tests.support.tolerances import FLOAT32, FLOAT32_SUMS, worst
+from tests.support.tolerances import FLOAT32, FLOAT32_SUMS, assert_near, worst
 
 
 def partial_of(rank: int, dtype: torch.dtype) -> am.Partial:
@@ -74,17 +74,16 @@ def test_each_rank_keeps_its_heads(pool: Pool, ranks: int, how: str) -> None:
 
 
 @on_each_rank
-def in_base_two() -> bool:
+def check_base_two() -> None:
     out, lse = partial_of(dist.get_rank(), torch.float32)
     natural = am.merge_across(am.Partial(out, lse), dist.group.WORLD)
     two = am.merge_across(am.Partial(out, lse / math.log(2)), dist.group.WORLD, base="2")
-    return torch.allclose(natural.out, two.out, atol=FLOAT32_SUMS) and torch.allclose(
-        natural.lse, two.lse * math.log(2), atol=FLOAT32_SUMS
-    )
+    assert_near(two.out, natural.out, FLOAT32_SUMS)
+    assert_near(two.lse * math.log(2), natural.lse, FLOAT32_SUMS)
 
 
 def test_base_two_is_accepted_by_name(pool: Pool) -> None:
-    assert pool.run(3, in_base_two) == [True] * 3
+    pool.run(3, check_base_two)
 
 
 @on_each_rank
@@ -117,18 +116,18 @@ def test_nan_on_one_rank_is_nan_on_all(pool: Pool, how: str) -> None:
 
 
 @on_each_rank
-def compiled() -> bool:
+def check_compiled() -> None:
     group = dist.group.WORLD
     partial = partial_of(dist.get_rank(), torch.float32)
 
     def step(out: Tensor, lse: Tensor) -> Tensor:
         return am.merge_across(am.Partial(out * 1, lse), group, how="tree").out + 1
 
-    return torch.equal(step(*partial), torch.compile(step, fullgraph=True, backend="aot_eager")(*partial))
+    assert_near(torch.compile(step, fullgraph=True, backend="aot_eager")(*partial), step(*partial))
 
 
 def test_a_merge_is_one_node_of_a_graph(pool: Pool) -> None:
-    assert pool.run(2, compiled) == [True] * 2
+    pool.run(2, check_compiled)
 
 
 @on_each_rank
@@ -152,31 +151,6 @@ def without_a_group() -> str:
 def test_no_group_is_not_taken_for_one_rank_among_several(pool: Pool) -> None:
     for said in pool.run(2, without_a_group):
         assert "given None in a world of 2 ranks. Fix: pass dist.group.WORLD" in said
-
-
-BAD = [
-    ({"how": "ring"}, errors.KernelError, r"how: expected one of auto, tree, .* given 'ring'. Fix: use \"auto\""),
-    ({"output": "mine"}, errors.KernelError, "output: expected one of replicated, heads"),
-    ({"base": 2}, errors.KernelError, "base: expected one of e, 2"),
-    ({"wire": torch.int8}, errors.DtypeError, "wire: expected None or one of float64"),
-    (
-        {"group": "world"},
-        errors.MeshError,
-        "a process group that holds this rank, or a mesh of one axis, given 'world'",
-    ),
-    ({"lse": torch.zeros(2, 9)}, errors.ShapeError, r"\(2, 9, 3, 8\) and \(2, 9\)"),
-    ({"lse": torch.zeros(2, 9, 3).half()}, errors.DtypeError, "lse in float32"),
-    ({"out": torch.zeros(2, 9, 3, 8, requires_grad=True)}, errors.KernelError, "without gradients"),
-]
-
-
-@pytest.mark.parametrize(("changes", "kind", "message"), BAD)
-def test_bad_input_is_refused_by_name(changes: dict[str, object], kind: type[Exception], message: str) -> None:
-    out, lse = partial_of(0, torch.float32)
-    options = {"group": None, "out": out, "lse": lse} | changes
-    partial, group = am.Partial(options.pop("out"), options.pop("lse")), options.pop("group")
-    with pytest.raises(kind, match=message):
-        am.merge_across(partial, group, **options)
 
 
 @on_each_rank

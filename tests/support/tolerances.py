@@ -6,6 +6,7 @@ One key too many among some hundreds changes an output by about 1e-3. A toleranc
 from collections.abc import Iterable
 
 import torch
+from torch import Tensor
 
 FLOAT32 = 1e-6
 """Outputs of one call in float32, of size 1: sums in another order differ by a few roundings of 6e-8."""
@@ -32,3 +33,8 @@ TRAINED = 1e-4
 def worst(errors: Iterable[float]) -> float:
     """Return the largest error, NaN if one is: Python's `max` drops a NaN that is not the first."""
     return float(torch.tensor([*errors], dtype=torch.float64).max())
+
+
+def assert_near(found: Tensor, expected: Tensor, tolerance: float = 0.0) -> None:
+    """Raise unless numbers are as `torch.allclose` wants them, or equal: also on ranks the error has what differs."""
+    torch.testing.assert_close(found, expected, rtol=1e-5 if tolerance else 0.0, atol=tolerance)

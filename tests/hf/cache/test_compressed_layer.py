@@ -1,4 +1,4 @@
-"""DeepSeek-V4: what its layers keep and refuse. `test_sparse.py` has its tokens beside stock transformers."""
+"""DeepSeek-V4: what its layers keep and refuse. `test_prepare_indexer.py` has its tokens beside stock transformers."""
 
 from collections.abc import Callable
 from contextlib import nullcontext

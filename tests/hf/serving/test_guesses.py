@@ -10,17 +10,13 @@ import pytest
 import torch
 
 import attnmesh.hf as hf
-from attnmesh.cli.launch import run_on_ranks
 from attnmesh.errors import InputError
-from attnmesh.hf.load import PACKAGED, locate, open_model, open_tokenizer
 from attnmesh.hf.serving.engine import Engine
 from attnmesh.hf.serving.guesses import LATER, SOON, StepTimes
 from attnmesh.hf.serving.ngram_guesses import RowText
 from attnmesh.hf.serving.rank_worker import RankWorker
 from attnmesh.hf.serving.row_guesses import DECAY, RowGuesses
-from attnmesh.mesh.shapes import AXES, Shape, mesh_shape
-from attnmesh.setup.init_mesh import init_mesh
-from benchmarks.speculate import CASES, prompts
+from attnmesh.mesh.shapes import AXES, Shape
 from tests.support import families
 from tests.support.engines import (
     FEW_BYTES,
@@ -30,14 +26,12 @@ from tests.support.engines import (
     guessing,
     ids,
     model_of,
-    priced,
     running,
     storing,
     tokens,
 )
 from tests.support.mesh_problems import named_mesh
 from tests.support.models.tiny_models import Case, build
-from tests.support.needs import needs_smollm2
 from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import pairs
 from tests.support.tolerances import FLOAT32_MODEL
@@ -357,44 +351,3 @@ def test_a_rate_follows_an_answer() -> None:
 
     assert follows(9, 9, 9, *range(8)) > 0.7
     assert follows(1, 2, 3, 1, 2, 3, 9, 1, 2, 3, 8) < 0.7
-
-
-# --- a released model ---
-
-
-@on_each_rank
-def two_hundred(folder: str) -> tuple[int, int, float, float]:
-    """Answer 200 prompts with guesses and without, 1 to 16 at a time. Return the numbers of equal texts and of all.
-
-    Prompts of a turn are the ends of two, cut at other tokens: most caches are forked from others.
-    """
-    mesh = init_mesh("cpu", mesh_shape(2, 9, 3), 9, 3)
-    model = open_model(folder, "float32", torch.device("cpu"))
-    hf.share_weights(model, mesh)
-    tokenizer, batches, texts = open_tokenizer(folder), [1, 2, 3, 5, 8, 16, 16, 16, 16, 17], list[list[list[int]]]()
-    figures: dict[str, Any] = {}
-    for speculate in (None, "ngram"):
-        texts.append([])
-        with priced(0.05), running(model, mesh, tokens_end=(), speculate=speculate, max_queue=200) as engine:
-            if engine is None:
-                continue
-            for turn, count in enumerate(2 * batches):
-                model_of, streams = prompts(tokenizer, CASES[turn % 3], 2, turn), []
-                for row in range(count):
-                    text, options = list(model_of[row % 2].ids[-250:]), dict(model_of[row % 2].options)
-                    more = {"seed": row} if "seed" in options else {}
-                    streams.append(engine.submit(text[: len(text) - row // 2], max_new_tokens=16, **(options | more)))
-                texts[-1] += [tokens(stream) for stream in streams]
-            figures = engine.metrics()
-    same = sum(one == other for one, other in zip(*texts, strict=True))
-    return same, len(texts[0]), figures.get("accepted_tokens", 0), figures.get("drafted_tokens", 0)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(2000)
-@needs_smollm2
-def test_two_hundred_answers_of_a_released_model_are_the_same() -> None:
-    """A third copies, a third is drawn from copies, and a third is stories."""
-    (same, count, accepted, drafted), _ = run_on_ranks(2, two_hundred, locate(PACKAGED), seconds=3000)
-    assert same == count == 200
-    assert 700 < accepted < drafted

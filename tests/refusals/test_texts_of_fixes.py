@@ -23,7 +23,7 @@ from attnmesh import errors, hf
 from attnmesh_command import app
 from tests.support import families
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FILES = sorted(file for room in ("attnmesh", "attnmesh_command") for file in (ROOT / "src" / room).rglob("*.py"))
 
 UNKNOWN = "_unknown_"

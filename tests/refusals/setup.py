@@ -8,7 +8,7 @@ import torch.distributed as dist
 import attnmesh as am
 from attnmesh.errors import ClusterError, DeviceError, DtypeError, KernelError, MaskError, MeshError, ShapeError
 from attnmesh.mesh.shapes import Shape
-from tests.support.refusals import SIZES, Place, Table, filled
+from tests.refusals.refusal import SIZES, Place, Table, filled
 
 
 def measure(at: Place, **changes: Any) -> None:
@@ -50,7 +50,7 @@ def set_deadline(_: Place, seconds: Any) -> None:
     am.set_deadline(seconds)
 
 
-ALIKE: Table = {
+ON_ONE_RANK: Table = {
     measure: [
         ({"dtype": "float32"}, DtypeError, r"Cluster.measure dtype: .* one of .*, given 'float32'\. Fix: pass"),
         ({"dtype": torch.int8}, DtypeError, r"Cluster.measure dtype: .* one of .*, given torch.int8\. Fix"),
@@ -105,7 +105,7 @@ ALIKE: Table = {
     ],
 }
 
-ALONE: Table = {
+ON_ALL_RANKS: Table = {
     mesh_shape: [
         ({"ranks": 0}, MeshError, r"mesh_shape: expected at least one of each, .* given 0 ranks, 4 query heads"),
         ({"q_heads": "4"}, MeshError, r"mesh_shape: expected at least one of each, .* '4' query heads, 2 key heads"),

@@ -16,8 +16,8 @@ from attnmesh.errors import (
     MeshError,
     ShapeError,
 )
+from tests.refusals.refusal import HEADS, INTS, LEARNED, WIDTH, Place, T, Table
 from tests.support.problems import numbers
-from tests.support.refusals import HEADS, INTS, LEARNED, WIDTH, Place, T, Table
 
 
 def merge_across(at: Place, **changes: Any) -> None:
@@ -55,13 +55,18 @@ def shard(at: Place, **changes: Any) -> None:
     am.shard(**{"x": numbers(1, 2, 4, 3), "mesh": at.mesh, "layout": am.Contiguous()} | changes)
 
 
-ALIKE: Table = {
+ON_ONE_RANK: Table = {
     merge_across: [
         ({"partial": None}, DtypeError, r"merge_across: expected a partial \(out, lse\), given NoneType\. Fix"),
         ({"out": [1.0]}, DtypeError, r"merge_across: expected a partial \(out, lse\), given Partial\. Fix: "),
         ({"out": T(1, 6, 3, 4).int()}, DtypeError, r"out in floats and lse in float32, .*given out torch.int"),
         ({"lse": T(1, 6, 3).half()}, DtypeError, r"out in floats and lse in float32, .*lse torch.float16\. Fix"),
         ({"lse": T(1, 6)}, ShapeError, r"merge_across: expected out \(batch, .*\(1, 6, 3, 4\) and \(1, 6\)\. "),
+        (
+            {"out": T(1, 6, 4, 4), "lse": T(1, 6, 4)},
+            MeshError,
+            r"merge_across: .*:\n    ranks  out\n(.*\n)*.*\[1, 6, 4, 4\]\n",
+        ),
         ({"out": T(1, 6, 3, 5)}, MeshError, r"merge_across: .*:\n    ranks  out\n(.*\n)*.*\[1, 6, 3, 5\]\n"),
         (
             {"out": T(1, 6, 3, 4, device="meta"), "lse": T(1, 6, 3, device="meta")},
@@ -156,7 +161,7 @@ ALIKE: Table = {
     ],
 }
 
-ALONE: Table = {
+ON_ALL_RANKS: Table = {
     merge_across: [
         ({"group": "world"}, MeshError, r"merge_across group: .* a process group that holds .*, given 'world'\. Fix"),
         ({"group": None}, MeshError, r"a process group that .*, given None in a world of \d ranks\. Fix: pass"),

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import attnmesh as am
 from attnmesh.errors import (
@@ -16,16 +17,21 @@ from attnmesh.errors import (
     ShapeError,
 )
 from attnmesh.mesh.shapes import AXES
+from tests.refusals.refusal import HEADS, INTS, LEARNED, NO_VALUES, Q_HEADS, WIDTH, Place, T, Table
 from tests.support.problems import numbers
-from tests.support.refusals import HEADS, INTS, LEARNED, NO_VALUES, Q_HEADS, WIDTH, Place, T, Table
 
 DOUBLES = {name: T(1, HEADS, 4, WIDTH, dtype=torch.float64) for name in "qkv"}
 NOWHERE = {name: T(1, n, 4, WIDTH, device="meta") for name, n in zip("qkv", (Q_HEADS, HEADS, HEADS), strict=True)}
+MORE_KEYS = {name: T(1, HEADS, 7, WIDTH) for name in "kv"}
 
 
 def attention(at: Place, **changes: Any) -> None:
     q, k, v = numbers(1, Q_HEADS, 4, WIDTH), *numbers(2, 1, HEADS, 4, WIDTH)
     am.attention(**{"q": q, "k": k, "v": v, "mesh": at.mesh, "layout": am.Contiguous()} | changes)
+
+
+def shards(tokens: int, width: int = WIDTH) -> dict[str, Tensor]:
+    return {name: T(1, n, tokens, width) for name, n in zip("qkv", (Q_HEADS, HEADS, HEADS), strict=True)}
 
 
 def dtensors(at: Place, **changes: Any) -> None:
@@ -43,7 +49,7 @@ def dtensors(at: Place, **changes: Any) -> None:
     am.attention(**given | {"layout": am.Contiguous()} | changes)
 
 
-ALIKE: Table = {
+ON_ONE_RANK: Table = {
     attention: [
         ({"q": T(12, 4, 4)}, ShapeError, r"attention q: expected 4 dims .*, given shape \(12, 4, 4\)\. Fix: add"),
         ({"k": [1, 2]}, DtypeError, r"attention k: expected a tensor of floats, given list\. Fix: use torch"),
@@ -59,10 +65,12 @@ ALIKE: Table = {
         (NOWHERE, MeshError, r"attention: expected the same .*:\n    ranks  device\n(.*\n)*.*  meta\n"),
         ({"v": T(1, 6, 4, 4, device="meta")}, DeviceError, r"one device, given q cpu, k cpu, v meta\. Fix: move"),
         (
-            {"k": T(1, 6, 3, 4), "v": T(1, 6, 3, 4)},
+            {"k": T(1, 6, 2, 4), "v": T(1, 6, 2, 4)},
             ShapeError,
-            r"shards of Contiguous\(\) of key_length \d+: \[4, .*, given \[.*3.*\], \d+ in all\. Fix: shard",
+            r"shards of Contiguous\(\) of key_length \d+: \[.*, given \[.*2.*\], \d+ in all\. Fix: shard",
         ),
+        (shards(2), ShapeError, r"of length \d+: \[.*tokens by shard, given \[.*2.*\], \d+ in all\. Fix: shard with"),
+        (shards(4, 6), MeshError, r"ranks  q (.*\n)*.*\[1, 12, 6\]"),
         ({"v": LEARNED.expand(1, 6, 4, 4)}, MeshError, r"ranks  gradients\n(.*\n)*.*\['v'\]"),
         ({"checked": 0, "length": 8}, ArgumentError, r"attention checked: expected None, True or False, given 0\. Fix"),
         ({"scale": "big"}, DtypeError, r"attention scale: expected None, 0 or a number .*, given 'big' of type"),
@@ -102,12 +110,17 @@ ALIKE: Table = {
         ({"mask": am.Full() & am.Documents((2, 3))}, MeshError, r"ranks  mask\n(.*\n)*.*Documents\(\[2, 3\]\)\n"),
         ({"layout": "zigzag"}, LayoutError, r"attention layout: expected .auto., Contiguous.*, given 'zigzag'\. Fix"),
         ({"layout": None}, LayoutError, r"attention layout: expected the layout of the shards of \d ranks, given None"),
+        ({"layout": "best"}, LayoutError, r'attention layout: expected "auto", Contiguous.*given .best.'),
+        ({"layout": "auto"}, LayoutError, r'attention layout: expected mask= beside layout="auto", given no mask'),
+        ({"layout": "auto", "mask": am.Full()}, MeshError, r"ranks  mask .*layout .*\n(.*\n)*.* auto "),
         ({"key_layout": am.Striped}, LayoutError, r"attention key_layout: expected .*Striped'>\. Fix: make one"),
         ({"layout": am.Striped(2)}, MeshError, r"ranks  layout +key_layout\n(.*\n)*.*Striped\(block=2\)"),
         ({"exchange": "tree"}, KernelError, r"attention exchange: expected one of auto, bulk, .*given 'tree'"),
         ({"exchange": ["ring"]}, KernelError, r"attention exchange: expected one of .*, given \['ring'\]"),
         ({"exchange": "ring"}, MeshError, r"ranks  exchange\n(.*\n)*.*  ring\n"),
         ({"kernel": "fast"}, KernelError, r"kernel: expected one of auto, .*, given 'fast'\. Fix: leave"),
+        ({"kernel": "cuda"}, KernelError, r"kernel cuda: expected tensors that it supports, given others"),
+        ({"kernel": "reference"}, MeshError, r"ranks  kernel\n(.*\n)*.*  reference\n"),
         ({"length": "ten"}, ShapeError, r"attention length: expected a whole number, given 'ten'\. Fix: count"),
         ({"length": -1}, ShapeError, r"attention length: expected a whole number, given -1\. Fix: count"),
         ({"length": True}, ShapeError, r"attention length: expected a whole number, given True\. Fix: count"),
@@ -131,8 +144,32 @@ ALIKE: Table = {
     ],
 }
 
-ALONE: Table = {
+ON_ALL_RANKS: Table = {
     attention: [
         ({"mesh": "cuda"}, MeshError, r"mesh: expected a DeviceMesh or None, given str\. Fix: make one"),
+        (
+            {"length": 9, "key_length": 8},
+            ShapeError,
+            r"length 9: \[5, 4\] tokens by shard, given \[4, 4\]",
+        ),
+        (
+            {"mask": am.Full() & am.Documents((3, 4))},
+            MaskError,
+            r"documents that add up to 8 tokens, given 7 tokens",
+        ),
+        (
+            MORE_KEYS,
+            ShapeError,
+            r"given 8 queries, 14 keys and the default .* Fix: pass mask=am.Full\(\)",
+        ),
+        (MORE_KEYS | {"key_length": 14}, ShapeError, r"given 8 queries, 14 keys and the default mask"),
+        (
+            {"layout": None},
+            LayoutError,
+            r"attention layout: expected the layout of the shards of 2 ranks, given None\. Fix: pass "
+            r"layout=am.Zigzag\(\) if you sharded with am.shard\(..., layout=am.Zigzag\(\)\), am.Contiguous\(\) for "
+            r"consecutive shards\.",
+        ),
+        ({"layout": None, "length": 8, "checked": False}, LayoutError, r"of the shards of 2 ranks"),
     ],
 }

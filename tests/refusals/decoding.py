@@ -6,8 +6,8 @@ import torch
 
 import attnmesh as am
 from attnmesh.errors import ArgumentError, DeviceError, DtypeError, KernelError, MaskError, MeshError, ShapeError
+from tests.refusals.refusal import NO_VALUES, Q_HEADS, WIDTH, Place, T, Table, filled, unchanged
 from tests.support.problems import numbers
-from tests.support.refusals import NO_VALUES, Q_HEADS, WIDTH, Place, T, Table, filled
 
 
 def tokens(indices: Any, block: int = 1) -> am.Selection:
@@ -17,11 +17,24 @@ def tokens(indices: Any, block: int = 1) -> am.Selection:
 
 
 def decode(at: Place, **changes: Any) -> None:
-    given = {"q": numbers(1, Q_HEADS, 1, WIDTH), "cache": filled(at)}
-    am.decode(**given | changes)
+    with unchanged(filled(at)) as cache:
+        am.decode(**{"q": numbers(1, Q_HEADS, 1, WIDTH), "cache": cache} | changes)
 
 
-ALIKE: Table = {
+def decode_many(at: Place, **changes: Any) -> None:
+    """Its message is long."""
+    am.decode(numbers(1, Q_HEADS, 30, WIDTH), filled(at, 30), **changes)
+
+
+def decode_by_gather(at: Place, **changes: Any) -> None:
+    decode(at, merge="gather", **changes)
+
+
+def decode_by_allreduce(at: Place, **changes: Any) -> None:
+    decode(at, merge="allreduce", **changes)
+
+
+ON_ONE_RANK: Table = {
     decode: [
         ({"q": [1.0]}, DtypeError, r"decode q: expected a tensor of floats, given list\. Fix: use torch"),
         ({"q": T(12, 1, 4)}, ShapeError, r"decode q: expected shape \(1, 'heads', 'length', 4\), given \(12, 1, 4\)"),
@@ -31,6 +44,8 @@ ALIKE: Table = {
             ShapeError,
             r"given 1 query heads on 6 .*Fix: if these are \(batch, length, heads, dim\)",
         ),
+        ({"q": T(1, 12, 1, 3)}, ShapeError, r"decode q: expected shape .*, given \(1, 12, 1, 3\)\. Fix: pass"),
+        ({"q": T(1, 12, 2, 4)}, MeshError, r"decode: expected the same call .*:\n(.*\n)*.*\[1, 12, 2, 4\]"),
         ({"q": T(1, 7, 1, 4)}, ShapeError, r"query heads a multiple of key heads, given 7 query heads on 6"),
         ({"q": T(1, 12, 1, 4).double()}, DtypeError, r"decode q: expected torch.float32 on cpu, given torch.float64"),
         ({"q": T(1, 12, 11, 4)}, ShapeError, r"as many queries as tokens in .*, given 11 queries and 10 of 32"),
@@ -139,9 +154,18 @@ ALIKE: Table = {
         ({"dropout_p": 0.1}, KernelError, r"decode: expected exact softmax attention .*, given dropout_p=0.1\. Fix"),
         ({"mesk": 0}, ArgumentError, r"decode: expected the arguments of its signature, given mesk=0\. Fix: see"),
     ],
+    decode_many: [
+        ({"scale": "big"}, DtypeError, r"decode scale: expected None, 0 or a number"),
+    ],
+    decode_by_gather: [
+        ({"scale": "big"}, DtypeError, r"decode scale: expected None, 0 or a number"),
+    ],
+    decode_by_allreduce: [
+        ({"q": T(1, 12, 2, 4)}, MeshError, r"decode: expected the same call on every rank"),
+    ],
 }
 
-ALONE: Table = {
+ON_ALL_RANKS: Table = {
     decode: [
         ({"cache": None}, DtypeError, r"decode cache: expected a KVCache, given NoneType\. Fix: make one"),
     ],

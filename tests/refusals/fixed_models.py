@@ -1,22 +1,20 @@
-"""A user of a model who does what the fix of an error says gets the tokens and losses of stock transformers."""
+"""Bad calls of models, and the calls that follow the fixes of their errors: these give what stock transformers do."""
 
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
-import attnmesh as am
 import attnmesh.hf as hf
-from attnmesh import errors
+from tests.refusals.refusal import Refusal, by_fix
 from tests.support import families
 from tests.support.families import small_llama
-from tests.support.fixes import Fixed
 from tests.support.tolerances import FLOAT32_MODEL
 
 IDS = families.prompt(10)
+like_stock = partial(by_fix, tolerance=FLOAT32_MODEL)
 
 
 def generated(ids: Tensor = IDS, **options: Any) -> Tensor:
@@ -71,98 +69,77 @@ def submitted(ids: Any, served: Any = None, **options: Any) -> Tensor:
     return IDS
 
 
-MODELS = [
-    Fixed(
+IN_ONE_PROCESS: list[Refusal] = [
+    like_stock(
         lambda: hf.generate(small_llama("sdpa"), IDS),
         'call model.set_attn_implementation("attnmesh")',
         switched,
         of_stock,
     ),
-    Fixed(lambda: generated(IDS.int()), "pass tokenizer(text, ", lambda: generated(IDS.int().long()), of_stock),
-    Fixed(
+    like_stock(lambda: generated(IDS.int()), "pass tokenizer(text, ", lambda: generated(IDS.int().long()), of_stock),
+    like_stock(
         lambda: generated(temprature=1.0, do_sample=False),
         "write temperature=",
         lambda: generated(temperature=1.0, do_sample=False),
         of_stock,
     ),
-    Fixed(lambda: generated(max_tokens=3), "write max_new_tokens=", lambda: generated(max_new_tokens=3), of_stock),
-    Fixed(
+    like_stock(lambda: generated(max_tokens=3), "write max_new_tokens=", lambda: generated(max_new_tokens=3), of_stock),
+    like_stock(
         lambda: generated(position_ids=torch.arange(10)[None]),
         "leave it out: prefill takes only token ids, attention_mask and images",
         generated,
         of_stock,
     ),
-    Fixed(
+    like_stock(
         lambda: generated(attention_mask=PADDED.flip(1)),
         "set the tokenizer's padding_side to 'left'",
         lambda: generated(attention_mask=PADDED),
         lambda: of_stock(attention_mask=PADDED),
     ),
-    Fixed(
+    like_stock(
         lambda: generated(IDS.expand(2, -1), cache=prefilled()),
         "pass a new cache",
         lambda: generated(IDS.expand(2, -1), cache=hf.ShardedCache(small_llama().config)),
         lambda: of_stock().expand(2, -1),
     ),
-    Fixed(
+    like_stock(
         lambda: generated(past_key_values=prefilled()),
         "pass a ShardedCache as cache=",
         lambda: generated(cache=prefilled()),
         of_stock,
     ),
-    Fixed(
+    like_stock(
         lambda: prefilled().crop(6), "pass length - cache.get_seq_length() to keep so many tokens", cropped, of_stock
     ),
-    Fixed(
+    like_stock(
         lambda: loss(attention_mask=PADDED.flip(1), labels=IDS),
         "set them with labels.masked_fill(attention_mask == 0, -100)",
         lambda: loss(attention_mask=PADDED.flip(1), labels=IDS.masked_fill(PADDED.flip(1) == 0, -100)),
         stock_loss,
     ),
-    Fixed(
+    like_stock(
         lambda: loss(labels=pad(LABELS, (0, 1), value=-100)[:, 1:]),
         "pass them as shift_labels",
         lambda: loss(shift_labels=pad(LABELS, (0, 1), value=-100)[:, 1:], attention_mask=PADDED.flip(1)),
         stock_loss,
     ),
-    Fixed(
+    like_stock(
         lambda: hf.mean_over_mesh(torch.ones(10), LABELS[0], None),
         "pass targets != -100",
         lambda: hf.mean_over_mesh(torch.arange(10.0), LABELS[0] != -100, None),
         lambda: torch.arange(7.0).mean(),
     ),
-    Fixed(lambda: submitted(IDS[0]), "and tokens.tolist()", lambda: submitted(IDS[0].tolist()), lambda: IDS),
-    Fixed(
+    like_stock(lambda: submitted(IDS[0]), "and tokens.tolist()", lambda: submitted(IDS[0].tolist()), lambda: IDS),
+    like_stock(
         lambda: submitted(IDS[0].tolist(), max_new_tokens=30),
         "shorten the prompt, or pass a smaller max_new_tokens",
         lambda: submitted(IDS[0].tolist(), max_new_tokens=6),
         lambda: IDS,
     ),
-    Fixed(
+    like_stock(
         lambda: submitted(IDS[0].tolist(), of_dynamic_rope(), max_new_tokens=4),
         "stay within 12 tokens, or call hf.generate",
         lambda: submitted(IDS[0].tolist(), of_dynamic_rope(), max_new_tokens=2),
         lambda: IDS,
     ),
 ]
-
-
-@pytest.mark.parametrize("row", MODELS, ids=str)
-def test_a_call_that_follows_the_fix_is_that_of_stock_transformers(row: Fixed) -> None:
-    row.check(FLOAT32_MODEL)
-
-
-def test_a_cache_of_several_layers_is_restored_as_its_fix_says(tmp_path: Path) -> None:
-    two = families.model("llama", "attnmesh", num_hidden_layers=2)
-    kv = hf.ShardedCache(two.config)
-    hf.prefill(two, IDS, kv)
-    kv.save(tmp_path)
-    with pytest.raises(errors.StoreError, match=r"Fix: call hf.ShardedCache\(config, mesh\).restore\(path\)"):
-        am.KVCache.load(tmp_path, None)
-    restored = hf.ShardedCache(two.config, None)
-    restored.restore(tmp_path)
-    assert restored.get_seq_length() == kv.get_seq_length()
-    with pytest.raises(errors.ShapeError, match=r"Fix: pass capacity=9\."):
-        hf.ShardedCache(two.config, None).restore(tmp_path, capacity=5)
-    restored.restore(tmp_path, capacity=9)
-    assert restored.get_seq_length() == kv.get_seq_length()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.errors import ArgumentError, DtypeError, KernelError, MaskError, MeshError, ShapeError, StoreError
-from tests.support.refusals import Place, T, Table
+from tests.refusals.refusal import Place, T, Table
 
 PADDED = torch.arange(40)[None] > 2
 
@@ -45,7 +45,11 @@ def named_objects(changes: dict[str, Any]) -> dict[str, Any]:
     """With models and caches for their names, which are not to be made where nobody needs them."""
     from transformers import DynamicCache
 
-    known = {"a stock model": lambda: model("sdpa"), "a stock cache": DynamicCache}
+    known = {
+        "a stock model": lambda: model("sdpa"),
+        "a model in training": model_in_training,
+        "a stock cache": DynamicCache,
+    }
     return {name: known[x]() if isinstance(x, str) and x in known else x for name, x in changes.items()}
 
 
@@ -55,6 +59,35 @@ def generate(at: Place, **changes: Any) -> None:
     hf.generate(
         **{"model": model(), "input_ids": prompt(), "mesh": at.mesh, "max_new_tokens": 2} | named_objects(changes)
     )
+
+
+def model_in_training() -> Any:
+    from tests.support import families
+
+    found = families.model("llama", "attnmesh").train()
+    found.gradient_checkpointing_enable()
+    return found
+
+
+def generate_by_default(at: Place, **changes: Any) -> None:
+    """With settings of the model's generation configuration."""
+    from tests.support import families
+
+    found = families.model("llama", "attnmesh")
+    found.generation_config.update(**changes)
+    generate(at, model=found)
+
+
+def generate_again(at: Place, **changes: Any) -> None:
+    generate(at, cache=full_cache(at), **changes)
+
+
+def generate_of_transformers(at: Place, **changes: Any) -> None:
+    model().generate(prompt(), past_key_values=sharded_cache(at, mesh=None), max_new_tokens=3, **changes)
+
+
+def generate_beyond_memory(at: Place) -> None:
+    generate(at, cache=sharded_cache(at, capacity=2**47))
 
 
 def prefill(at: Place, **changes: Any) -> None:
@@ -82,6 +115,34 @@ def forward(at: Place, full: bool = False, **changes: Any) -> None:
     cache = full_cache(at) if full else sharded_cache(at)
     with torch.no_grad():
         model()(prompt(1), past_key_values=cache, **{"use_cache": True} | changes)
+
+
+def forward_alone(_: Place, **changes: Any) -> None:
+    with torch.no_grad():
+        model()(prompt(), use_cache=False, **changes)
+
+
+def forward_of_stock(at: Place) -> None:
+    with torch.no_grad():
+        model("sdpa")(prompt(), past_key_values=sharded_cache(at, config=model("sdpa").config))
+
+
+def forward_that_reads_keys(_: Place) -> None:
+    from transformers import AutoModelForCausalLM, DogeConfig
+
+    import attnmesh.hf as hf
+
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    tokens: dict[str, Any] = {"vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
+    config = DogeConfig(**sizes, **tokens, num_key_value_heads=1, head_dim=8, attn_implementation="attnmesh")
+    made = AutoModelForCausalLM.from_config(config, attn_implementation="attnmesh")
+    with torch.no_grad():
+        made(prompt(), past_key_values=hf.ShardedCache(config))
 
 
 def forward_again(at: Place, **changes: Any) -> None:
@@ -125,7 +186,7 @@ def train(at: Place, **changes: Any) -> None:
     model()(**hf.shard_batch({"input_ids": prompt(), "labels": prompt()}, at.mesh), **changes)
 
 
-OF_TRANSFORMERS: Table = {
+ON_ONE_RANK: Table = {
     sharded_cache: [
         ({"config": "llama"}, KernelError, r"ShardedCache config: expected a configuration .*, given str\. "),
         ({"capacity": 0}, ShapeError, r"ShardedCache capacity: expected a whole number, 1 or more, given 0"),
@@ -152,6 +213,7 @@ OF_TRANSFORMERS: Table = {
         ({"input_ids": "what?"}, DtypeError, r"generate input_ids: expected int64 token ids .*, given str\. Fix"),
         ({"input_ids": prompt(0)}, ShapeError, r"generate input_ids: expected at least one token, given an empty"),
         ({"input_ids": prompt(1) - 99}, ArgumentError, r"generate input_ids: expected tokens from 0 to 96, .* given -"),
+        ({"input_ids": prompt() + 90}, ArgumentError, r"generate input_ids: expected tokens from 0 to 96, the model's"),
         ({"input_ids": prompt(2049)}, ShapeError, r"generate input_ids: expected at most 2048 tokens, .*given 2049"),
         ({"input_ids": prompt(41)}, MeshError, r"generate: expected the same .*:\n    ranks  prompt\n(.*\n)*.*41\]"),
         ({"attention_mask": T(1, 1, 4, 4)}, ShapeError, r"generate attention_mask: expected 2D, .* given \(1, 1, 4"),
@@ -175,9 +237,33 @@ OF_TRANSFORMERS: Table = {
         ({"max_time": 0.5}, ArgumentError, r"generate: expected options that work .*, given max_time=0.5\. Fix: "),
         ({"use_cache": False}, ArgumentError, r"generate: expected options that work .*, given use_cache=False\."),
         ({"position_ids": T(1)}, ArgumentError, r"generate: expected options of transformers.*, given position_ids"),
+        (
+            {"stop_strings": ["a"]},
+            ArgumentError,
+            r"generate: expected a tokenizer beside stop strings, given stop_strings=\['a'\]",
+        ),
+        ({"cache_implementation": "static"}, ArgumentError, r"expected options that work .*, given cache_implementat"),
+        (
+            {"output_hidden_states": True, "return_dict_in_generate": True},
+            ArgumentError,
+            r"generate: expected options that work on a mesh, given output_hidden_",
+        ),
+        (
+            {"model": "a model in training"},
+            KernelError,
+            r"generate: expected a model that uses its cache, given one in training with gradie",
+        ),
         ({"max_new_tokens": 3}, MeshError, r"generate: expected the same .*:\n    ranks  max_new_tokens\n(.*\n)*"),
         ({"checkpoint": Path("x")}, ArgumentError, r"generate checkpoint: expected an hf.Checkpoint, given PosixPath"),
         ({"checkpoint": True}, ArgumentError, r"generate checkpoint: expected an hf.Checkpoint, given bool\. Fix: "),
+    ],
+    generate_by_default: [
+        (
+            {"guidance_scale": 2.0},
+            ArgumentError,
+            r"generate: expected options that work on a mesh, given guidance_scale=2.0 in model.generation_config\. "
+            r"Fix: set model.generation_config.guidance_scale = None\.",
+        ),
     ],
     prefill: [
         ({"input_ids": prompt().float()}, DtypeError, r"generate input_ids: expected int64 .*, given torch.float32"),
@@ -186,7 +272,7 @@ OF_TRANSFORMERS: Table = {
     shard_batch: [
         ({"batch": "words"}, DtypeError, r"shard_batch: expected a mapping of names to tensors, given str\. "),
         ({"input_ids": [1, 2]}, DtypeError, r"shard_batch input_ids: expected token ids .*, given list\. Fix"),
-        ({"input_ids": prompt(1)}, ShapeError, r"shard_batch input_ids: expected a sequence, .*\(1, 1\) on 2"),
+        ({"input_ids": prompt(1)}, ShapeError, r"shard_batch input_ids: expected a sequence, .*\(1, 1\) on \d"),
         ({"labels": prompt(39)}, ShapeError, r"shard_batch labels: expected shape \(1, 40\), given \(1, 39\)"),
         ({"pixels": T(1)}, ArgumentError, r"shard_batch: expected some of input_ids, .*, given 'pixels'\. Fix"),
         ({"attention_mask": T(1, 40)}, MaskError, r"shard_batch labels: expected -100 at .*, given labels"),
@@ -236,3 +322,55 @@ OF_TRANSFORMERS: Table = {
         ({"output_router_logits": True}, KernelError, r"output_router_logits: expected no router loss on shards"),
     ],
 }
+
+ON_ALL_RANKS: Table = {
+    sharded_cache: [
+        (
+            {"reproducible": True, "merge": "direct"},
+            KernelError,
+            r"ShardedCache reproducible: expected 1, 2, 4, 8, ... ranks along queries",
+        ),
+    ],
+    generate: [
+        (
+            {"input_ids": prompt() * torch.arange(40).lt(30)},
+            MaskError,
+            r"generate attention_mask: expected no padding at the end of a sequence,",
+        ),
+    ],
+    generate_beyond_memory: [
+        ({}, ShapeError, r"KVCache capacity: expected tokens that fit the device's memory, given"),
+    ],
+    generate_again: [
+        (
+            {"input_ids": prompt(41), "prompt_lookup_num_tokens": 3},
+            KernelError,
+            r"generate: expected an empty cache for assisted decoding, given 39 toke",
+        ),
+        (
+            {"input_ids": prompt(batch=2)},
+            ShapeError,
+            r"generate: expected as many sequences as the cache holds, given 2 and 1 in the cach",
+        ),
+    ],
+    generate_of_transformers: [
+        ({"use_cache": False}, KernelError, r"attnmesh.hf use_cache: expected use_cache=True with a"),
+    ],
+    forward_alone: [
+        ({"attention_mask": T(1, 1, 40, 40)}, MaskError, r"attnmesh.hf attention_mask: expected one made by transform"),
+        (
+            {"position_ids": torch.arange(40)[None] % 13},
+            MaskError,
+            r"attention mask: expected a causal mask, a sliding window or chunks, gi",
+        ),
+        (
+            {"output_attentions": True},
+            KernelError,
+            r"attnmesh.hf output_attentions: expected outputs without attention weights, given True",
+        ),
+        ({"cu_seq_lens_q": torch.arange(3)}, KernelError, r"attnmesh.hf cu_seq_lens_q: expected exact softmax attent"),
+    ],
+    forward_of_stock: [({}, KernelError, r"ShardedCache: expected a model with attn_implementation 'attnmesh'")],
+    forward_that_reads_keys: [({}, KernelError, r"attnmesh.hf: expected a model that passes masks and cache")],
+}
+"""What each rank refuses by itself."""

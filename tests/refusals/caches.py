@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import attnmesh as am
 from attnmesh.errors import (
@@ -18,13 +19,14 @@ from attnmesh.errors import (
     ShapeError,
     StoreError,
 )
+from tests.refusals.refusal import HEADS, LEARNED, Q_HEADS, TOKENS, WIDTH, Place, T, Table, filled, new_cache, unchanged
 from tests.support.problems import numbers
-from tests.support.refusals import HEADS, LEARNED, Q_HEADS, TOKENS, WIDTH, Place, T, Table, filled, new_cache
 
 
 def append(at: Place, **changes: Any) -> None:
     k, v = numbers(2, 1, HEADS, 1, WIDTH)
-    filled(at).append(**{"k": k, "v": v} | changes)
+    with unchanged(filled(at)) as cache:
+        cache.append(**{"k": k, "v": v} | changes)
 
 
 def append_latents(at: Place, **changes: Any) -> None:
@@ -44,22 +46,63 @@ def decode_index_keys(at: Place, alone: bool = False) -> None:
 
 
 def append_shard(at: Place, **changes: Any) -> None:
-    cache = filled(at)
     k, v = numbers(2, 1, HEADS, 2, WIDTH)
     positions = TOKENS + torch.tensor([0, 1]) + 2 * at.rank
-    cache.append_shard(**{"k": k, "v": v, "positions": positions} | changes)
+    with unchanged(filled(at)) as cache:
+        cache.append_shard(**{"k": k, "v": v, "positions": positions} | changes)
 
 
 def truncate(at: Place, length: Any = 7) -> None:
-    filled(at).truncate(length)
+    with unchanged(filled(at)) as cache:
+        cache.truncate(length)
 
 
 def reorder(at: Place, batch_index: Any = torch.tensor([0])) -> None:  # noqa: B008
-    filled(at).reorder(batch_index)
+    with unchanged(filled(at)) as cache:
+        cache.reorder(batch_index)
 
 
 def reserve(at: Place, capacity: Any = 40) -> None:
     filled(at).reserve(capacity)
+
+
+def append_pages(at: Place, blocks: int = 8, dtype: torch.dtype = torch.float32, **changes: Any) -> None:
+    heads = HEADS // at.mesh["heads"].size()
+    keys, values = T(8, 4, heads, WIDTH, dtype=dtype), T(blocks, 4, heads, WIDTH, dtype=dtype)
+    new_cache(at).append_pages(**{"keys": keys, "values": values, "block_table": torch.tensor([[3]])} | changes)
+
+
+TWO: dict[str, Any] = {"batch": 2, "capacity": 1 << 14}
+
+
+def ones(tokens: int = 6, heads: int = HEADS) -> Tensor:
+    return torch.ones(2, heads, tokens, WIDTH)
+
+
+def append_padding(at: Place, seen: bool = True) -> None:
+    new_cache(at, **TWO).append(ones(), ones(), token_mask=torch.full((2, 6), seen))
+
+
+def shard_of_two(at: Place, **options: Any) -> am.KVCache:
+    cache, mine = new_cache(at, **TWO), am.Contiguous().positions(6, at.mesh.size(), at.rank)
+    cache.append_shard(ones()[:, :, mine], ones()[:, :, mine], mine, **options)
+    return cache
+
+
+def reorder_two(at: Place, first: int = 0) -> None:
+    cache = new_cache(at, **TWO)
+    cache.append(ones(), ones())
+    cache.reorder(torch.tensor([first, 0]))
+
+
+def truncate_shard(at: Place, length: int = 1) -> None:
+    shard_of_two(at).truncate(length)
+
+
+def decode_two(at: Place, queries: int = 1) -> None:
+    cache = new_cache(at, **TWO)
+    cache.append(ones(5000), ones(5000))
+    am.decode(ones(queries, Q_HEADS), cache)
 
 
 def save(at: Place, path: str = "good") -> None:
@@ -97,7 +140,7 @@ def spoiled_copy(good: Path, bad: Path) -> Path:
     return bad
 
 
-ALIKE: Table = {
+ON_ONE_RANK: Table = {
     new_cache: [
         ({"batch": 0}, ShapeError, r"KVCache batch: expected a whole number, 1 or more, given 0\. Fix: "),
         ({"kv_heads": True}, ShapeError, r"KVCache kv_heads: expected a whole number, 1 or more, given True"),
@@ -158,6 +201,11 @@ ALIKE: Table = {
             r"append token_mask: expected torch.bool \(1, 1\), given list\. Fix: pass",
         ),
         (
+            {"token_mask": T(2, 1) > 0},
+            ShapeError,
+            r"append token_mask: expected torch.bool \(1, 1\), given torch.bool \(2, 1\)",
+        ),
+        (
             {"token_mask": T(1, 1) > 0},
             MeshError,
             r"append: expected the same call .*:\n    ranks  token_mask\n(.*\n)*.*bool",
@@ -207,6 +255,31 @@ ALIKE: Table = {
         ({"batch_index": torch.tensor([1])}, ShapeError, r"reorder: expected a number of a sequence .*given \[1\]"),
         ({"batch_index": torch.tensor([0, 0])}, MeshError, r"reorder: expected the same .*\n(.*\n)*.*  \[0, 0\]\n"),
     ],
+    append_pages: [
+        ({"keys": T(8, 16, 2, 4)}, ShapeError, r"append_pages keys: expected shape \(blocks, 4, \d, 4\), given"),
+        ({"dtype": torch.float64}, DtypeError, r"append_pages keys: expected torch.float32"),
+        ({"values": None}, ShapeError, r"append_pages values: expected 2 pools, given 1"),
+        ({"block_table": torch.tensor([[0.5]])}, DtypeError, r"block_table: expected a tensor of int32 or int64"),
+        ({"block_table": T(2, 1).int()}, ShapeError, r"block_table: expected shape \(1, blocks\), given \(2, 1\)"),
+        ({"blocks": 7}, ShapeError, r"append_pages: expected pools of the same number of blocks, given 8 and 7"),
+        ({"block_table": torch.tensor([[8]])}, ShapeError, r"block_table: expected numbers from 0 to 7, given others"),
+    ],
+    append_padding: [
+        ({"seen": False}, MeshError, r"append: expected the same call .*:\n    ranks  token_mask\n"),
+    ],
+    shard_of_two: [
+        ({"token_mask": T(2, 6) > 0}, MeshError, r"append_shard: expected the same call on every rank"),
+        ({"token_mask": T(2, 7) > -1}, MeshError, r"append_shard: expected the same call on every rank"),
+    ],
+    reorder_two: [
+        ({"first": 1}, MeshError, r"reorder: expected the same call .*:\n    ranks  to\n(.*\n)*.*  \[1, 0\]\n"),
+    ],
+    truncate_shard: [
+        ({"length": 100}, ShapeError, r"truncate: expected a length from 0 to 6, given 100 of type int\. Fix: pass"),
+    ],
+    decode_two: [
+        ({"queries": 5000}, MeshError, r"decode: expected the same call on every rank"),
+    ],
     reserve: [
         ({"capacity": "many"}, ShapeError, r"KVCache capacity: expected a whole number, .* given 'many'\. Fix"),
         ({"capacity": 41}, MeshError, r"reserve: expected the same call .*:\n    ranks  capacity\n(.*\n)*.*  41\n"),
@@ -235,7 +308,17 @@ ALIKE: Table = {
     ],
 }
 
-ALONE: Table = {
+ON_ALL_RANKS: Table = {
+    append_pages: [
+        ({"block_table": T(1, 99).long()}, ShapeError, r"append_pages.*: expected room for the new tokens"),
+    ],
+    append_shard: [
+        (
+            {"positions": torch.tensor([10, 11])},
+            LayoutError,
+            r"append_shard: expected positions from 10 to 1\d, each on one rank, given \d positions with gaps",
+        ),
+    ],
     new_cache: [
         ({"mesh": [0, 1]}, MeshError, r"mesh: expected a DeviceMesh or None, given list\. Fix: make one"),
     ],

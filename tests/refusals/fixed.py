@@ -1,8 +1,7 @@
-"""A user who does what the fix of an error says gets what was meant: the call works, and its numbers are exact."""
+"""Bad calls in one process, and the calls that follow the fixes of their errors: these work, and are exact."""
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import attnmesh as am
 from attnmesh import errors
-from tests.support.fixes import Fixed
-from tests.support.tolerances import FLOAT32_SUMS
+from tests.refusals.refusal import Refusal, by_fix
 
 HEADS, KEY_HEADS, LENGTH, WIDTH = 4, 2, 12, 8
 GENERATOR = torch.Generator().manual_seed(0)
@@ -57,62 +55,64 @@ def all_but_last() -> Tensor:
 
 FEW = Q[:, :, -2:]
 MASKS = [
-    Fixed(lambda: attend(mask=am.Causal), "call it: Causal()", lambda: attend(mask=am.Causal()), lambda: truth(band())),
-    Fixed(
+    by_fix(
+        lambda: attend(mask=am.Causal), "call it: Causal()", lambda: attend(mask=am.Causal()), lambda: truth(band())
+    ),
+    by_fix(
         lambda: attend(mask=am.Window),
         "call it: Window(left)",
         lambda: attend(mask=am.Window(3)),
         lambda: truth(band(3)),
     ),
-    Fixed(
+    by_fix(
         lambda: attend(mask=am.Chunks),
         "call it: Causal() & Chunks(size)",
         lambda: attend(mask=am.Causal() & am.Chunks(LENGTH)),
         lambda: truth(band()),
     ),
-    Fixed(
+    by_fix(
         lambda: attend(mask=lambda batch, head, query, key: query >= key),
         "by position, not with a tensor or a function",
         lambda: attend(mask=am.Causal()),
         lambda: truth(band()),
     ),
-    Fixed(
+    by_fix(
         lambda: am.Spans([(1, 3)]) & am.Spans([(5, 8)]),
         "pass all spans, and the window of earlier tokens, to one Spans(ranges, left)",
         lambda: attend(mask=am.Spans([(1, 3), (5, 8)])),
         lambda: truth(band() | spans((1, 3), (5, 8))),
     ),
-    Fixed(
+    by_fix(
         lambda: am.Spans([(1, 3)]) & am.Window(4, 1),
         "pass all spans, and the window of earlier tokens, to one Spans(ranges, left)",
         lambda: attend(mask=am.Spans([(1, 3)], 4)),
         lambda: truth(band(4) | spans((1, 3))),
     ),
-    Fixed(
+    by_fix(
         lambda: attend(mask=am.Full() & am.Documents([5, 5])),
         "let Documents(lengths) cover every token, padding as a document of its own",
         lambda: attend(mask=am.Full() & am.Documents([5, 5, 2]))[:, :, :10],
         lambda: truth(torch.block_diag(torch.ones(5, 5), torch.ones(5, 5), torch.ones(2, 2)).bool())[:, :, :10],
     ),
-    Fixed(
+    by_fix(
         lambda: am.Documents(5),  # type: ignore[arg-type]
         "list each document's number of tokens",
         lambda: am.Documents([5]).ends,
         lambda: (5,),
     ),
-    Fixed(
+    by_fix(
         lambda: am.Split(torch.tensor([5, 7])),  # type: ignore[arg-type]
         "pass a tuple of Python ints",
         lambda: am.Split((5, 7)).positions(12, 2, 1),
         lambda: torch.arange(5, 12),
     ),
-    Fixed(
+    by_fix(
         lambda: am.Zigzag().positions(-1, 2, 0),
         "pass the length of the whole sequence, its number of shards, and this shard's index",
         lambda: am.Zigzag().positions(8, 2, 0),
         lambda: torch.tensor([0, 1, 6, 7]),
     ),
-    Fixed(
+    by_fix(
         lambda: am.Packed([3, 3], (1, 2)),  # type: ignore[arg-type]
         "pass am.Shape(heads, queries, keys)",
         lambda: am.Packed([3, 3], am.Shape(1, 1, 2)).shape,
@@ -173,102 +173,102 @@ def capped() -> Tensor:
 
 
 ATTENTION = [
-    Fixed(
+    by_fix(
         lambda: attend(k=K.tolist()),
         "use torch.as_tensor on numbers",
         lambda: attend(k=torch.as_tensor(K.tolist())),
         truth,
     ),
-    Fixed(lambda: attend(k=K.to_sparse()), "call .to_dense()", lambda: attend(k=K.to_sparse().to_dense()), truth),
-    Fixed(
+    by_fix(lambda: attend(k=K.to_sparse()), "call .to_dense()", lambda: attend(k=K.to_sparse().to_dense()), truth),
+    by_fix(
         lambda: attend(k=nested()[0], v=nested()[1]),
         "call .to_padded_tensor(0.0), and hide the padding, as by key_lengths=",
         by_key_lengths,
         lambda: truth(k=K[:, :, :7], v=V[:, :, :7]),
     ),
-    Fixed(
+    by_fix(
         lambda: attend(q=torch._neg_view(-Q)),
         "call .resolve_neg()",
         lambda: attend(q=torch._neg_view(-Q).resolve_neg()),
         truth,
     ),
-    Fixed(lambda: attend(q=Q[0]), "add or split the missing dims", lambda: attend(q=Q[0][None]), truth),
-    Fixed(lambda: attend(q=Q.double()), "cast them with .to(dtype)", lambda: attend(q=Q.double().to(K.dtype)), truth),
-    Fixed(
+    by_fix(lambda: attend(q=Q[0]), "add or split the missing dims", lambda: attend(q=Q[0][None]), truth),
+    by_fix(lambda: attend(q=Q.double()), "cast them with .to(dtype)", lambda: attend(q=Q.double().to(K.dtype)), truth),
+    by_fix(
         lambda: attend(scale=np.array(0.5)), "pass a Python float", lambda: attend(scale=0.5), lambda: truth(scale=0.5)
     ),
-    Fixed(lambda: attend(logits_soft_cap=2.0), "pass softcap=", lambda: attend(softcap=2.0), capped),
-    Fixed(lambda: attend(kernel="cuda"), 'leave it at "auto"', lambda: attend(kernel="auto"), truth),
-    Fixed(lambda: attend(dropout_p=0.1), "leave it out", attend, truth),
-    Fixed(
+    by_fix(lambda: attend(logits_soft_cap=2.0), "pass softcap=", lambda: attend(softcap=2.0), capped),
+    by_fix(lambda: attend(kernel="cuda"), 'leave it at "auto"', lambda: attend(kernel="auto"), truth),
+    by_fix(lambda: attend(dropout_p=0.1), "leave it out", attend, truth),
+    by_fix(
         lambda: attention(window_size=(3, 0)),
         "pass mask=am.Window(left)",
         lambda: attention(mask=am.Window(3)),
         lambda: truth(band(3)),
     ),
-    Fixed(lambda: attention(is_causal=False), "or am.Full()", lambda: attention(mask=am.Full()), truth),
-    Fixed(
+    by_fix(lambda: attention(is_causal=False), "or am.Full()", lambda: attention(mask=am.Full()), truth),
+    by_fix(
         lambda: attention(q=FEW),
         "pass mask=am.Full() for cross-attention",
         lambda: attention(q=FEW, mask=am.Full()),
         lambda: truth(q=FEW),
     ),
-    Fixed(
+    by_fix(
         lambda: attention(q=FEW),
         "call am.attend with mask=am.Causal() and q_positions=torch.arange(10, 12) for the last queries",
         lambda: am.attend(FEW, K, V, mask=am.Causal(), q_positions=torch.arange(10, 12)).out,
         all_but_last,
     ),
-    Fixed(
+    by_fix(
         lambda: attention(q=FEW, mask=am.Window(3)),
         "call am.attend with mask=am.Window(3) and q_positions=torch.arange(10, 12)",
         lambda: am.attend(FEW, K, V, mask=am.Window(3), q_positions=torch.arange(10, 12)).out,
         lambda: truth(band(3, 2), FEW),
     ),
-    Fixed(
+    by_fix(
         lambda: attention(q=FEW),
         "pass mask=am.Causal(), key_length=12 for Causal() over another sequence",
         lambda: attention(q=FEW, mask=am.Causal(), key_length=12),
         lambda: truth(band()[:2], FEW),
     ),
-    Fixed(lambda: attention(length=7), "leave length out", attention, lambda: truth(band())),
-    Fixed(
+    by_fix(lambda: attention(length=7), "leave length out", attention, lambda: truth(band())),
+    by_fix(
         lambda: attention(length=np.int64(LENGTH)),
         "count the tokens of all ranks as a Python int",
         lambda: attention(length=int(np.int64(LENGTH))),
         lambda: truth(band()),
     ),
-    Fixed(
+    by_fix(
         lambda: attend(key_lengths=torch.tensor([7], dtype=torch.int32)),
         "pass torch.tensor([...]), the number of real keys",
         lambda: attend(key_lengths=torch.tensor([7])),
         lambda: truth(k=K[:, :, :7], v=V[:, :, :7]),
     ),
-    Fixed(
+    by_fix(
         lambda: attend(selected=torch.arange(LENGTH).expand(1, 1, LENGTH, LENGTH)),
         "pass am.Selection(indices), indices of dtype torch.int32",
         lambda: attend(selected=am.Selection(torch.arange(LENGTH, dtype=torch.int32).expand(1, 1, LENGTH, LENGTH))),
         truth,
     ),
-    Fixed(
+    by_fix(
         lambda: attend(distance_bias=torch.zeros(HEADS, 3)),
         "expand a bias of each head: bias[None, :, None].expand(batch, -1, length, -1)",
         lambda: attend(distance_bias=torch.zeros(HEADS, 3)[None, :, None].expand(1, -1, LENGTH, -1)),
         truth,
     ),
-    Fixed(
+    by_fix(
         lambda: second_gradient(lambda q: attend(q=q, k=K.to(q), v=V.to(q))),
         "differentiate energy, which is dense and without a mask",
         lambda: second_gradient(by_energy),
         lambda: second_gradient(by_hand),
     ),
-    Fixed(
+    by_fix(
         lambda: second_gradient(lambda q: attention(q=q, k=K.to(q), v=V.to(q))),
         "or PyTorch's attention under SDPBackend.MATH",
         lambda: second_gradient(of_pytorch),
         lambda: second_gradient(lambda q: by_hand(q, band())),
     ),
-    Fixed(
+    by_fix(
         lambda: torch.func.grad(lambda q: attend(q=q).sum())(Q),
         "use torch.autograd.grad or backward",
         lambda: torch.autograd.grad(attend(q=(q := Q.clone().requires_grad_())).sum(), q)[0],
@@ -323,19 +323,19 @@ def fail_to_append(*tensors: Any, **options: Any) -> None:
 
 
 CACHES = [
-    Fixed(
+    by_fix(
         lambda: cache(capacity=np.int64(LENGTH)),
         "pass a Python int of 1 or more",
         lambda: appended(capacity=int(np.int64(LENGTH))),
         all_but_last,
     ),
-    Fixed(
+    by_fix(
         lambda: am.merge(partials()),
         "pass each as an argument: merge(*partials)",
         lambda: am.merge(*partials()).out,
         truth,
     ),  # type: ignore[arg-type]
-    Fixed(
+    by_fix(
         lambda: am.merge_across(partials(torch.float64)[0], None),
         "cast lse",
         lambda: (
@@ -343,49 +343,51 @@ CACHES = [
         ),
         truth,
     ),
-    Fixed(lambda: fail_to_append(K, V, capacity=8), "call cache.reserve(12) on every rank", reserved, all_but_last),
-    Fixed(lambda: fail_to_append(K.half(), V.half()), "call .to() with the cache's dtype", appended, all_but_last),
-    Fixed(lambda: fail_to_append(K), "pass v, or make the cache with values=", appended, all_but_last),
-    Fixed(lambda: am.decode(FEW, cache()), "append before decode", lambda: am.decode(FEW, cache(LENGTH)), all_but_last),
-    Fixed(
+    by_fix(lambda: fail_to_append(K, V, capacity=8), "call cache.reserve(12) on every rank", reserved, all_but_last),
+    by_fix(lambda: fail_to_append(K.half(), V.half()), "call .to() with the cache's dtype", appended, all_but_last),
+    by_fix(lambda: fail_to_append(K), "pass v, or make the cache with values=", appended, all_but_last),
+    by_fix(
+        lambda: am.decode(FEW, cache()), "append before decode", lambda: am.decode(FEW, cache(LENGTH)), all_but_last
+    ),
+    by_fix(
         lambda: am.decode(FEW, cache(LENGTH, mask=am.Window(3))),
         "pass mask=cache.sizes.mask",
         lambda: appended(mask=am.Window(3)),
         lambda: truth(band(3, 2), FEW),
     ),
-    Fixed(
+    by_fix(
         lambda: am.decode(Q[:, :, -1:].transpose(1, 2), cache(LENGTH)),
         "if these are (batch, length, heads, dim), pass x.transpose(1, 2)",
         lambda: am.decode(Q[:, :, -1:].transpose(1, 2).transpose(1, 2), cache(LENGTH)),
         lambda: truth(q=Q[:, :, -1:]),
     ),
-    Fixed(lambda: gone_back(0), "make the cache with keep=30 or more", lambda: gone_back(30), last_of_170),
-    Fixed(
+    by_fix(lambda: gone_back(0), "make the cache with keep=30 or more", lambda: gone_back(30), last_of_170),
+    by_fix(
         lambda: am.decode_rows(Q[:, :, -1:].expand(2, -1, -1, -1), [cache(LENGTH)] * 2),
         "pass cache.fork()",
         forked,
         lambda: truth(q=Q[:, :, -1:]).expand(2, -1, -1, -1),
     ),
-    Fixed(
+    by_fix(
         lambda: cache(LENGTH).reorder([0]),  # type: ignore[arg-type]
         "pass torch.tensor([...])",
         lambda: (kv := cache(LENGTH)).reorder(torch.tensor([0])) or am.decode(FEW, kv),
         all_but_last,
     ),
-    Fixed(
+    by_fix(
         lambda: cache(head_dim=7, storage="int8"),
         "leave out storage=",
         lambda: cache(head_dim=7).sizes.storage,
         lambda: None,
     ),
-    Fixed(lambda: cache(copies=2), "pass copies=1", lambda: appended(copies=1), all_but_last),
-    Fixed(
+    by_fix(lambda: cache(copies=2), "pass copies=1", lambda: appended(copies=1), all_but_last),
+    by_fix(
         lambda: cache(values="none", value_dim=8),
         "leave out value_dim",
         lambda: cache(values="none").sizes.value_dim,
         lambda: 0,
     ),
-    Fixed(
+    by_fix(
         lambda: cache(LENGTH).append_pages(K, V, torch.tensor([[0]])),
         "append the pages first, or make a new cache",
         lambda: paged(),
@@ -411,21 +413,21 @@ def hosts_of_fix() -> bool:
 
 WORK = am.Workload(64, 8, 128, 100_000_000, phase="decode", layers=80)
 PLANS = [
-    Fixed(lambda: am.plan(WORK, am.Cluster.preset("dgx-h100", hosts=1)), "take about", hosts_of_fix, lambda: True),
-    Fixed(
+    by_fix(lambda: am.plan(WORK, am.Cluster.preset("dgx-h100", hosts=1)), "take about", hosts_of_fix, lambda: True),
+    by_fix(
         lambda: am.mesh_shape(np.int64(4), 8, 8),  # type: ignore[arg-type]
         "pass the number of ranks and the model's head counts, as Python ints",
         lambda: am.mesh_shape(4, 8, 8).ranks,
         lambda: 4,
     ),
-    Fixed(
+    by_fix(
         lambda: am.init_mesh((1, 1, 1)),
         "or pass mesh=None for one process",
         lambda: attention(mesh=None),
         lambda: truth(band()),
     ),
-    Fixed(lambda: am.set_deadline(0), "pass seconds, or None", lambda: am.set_deadline(None), lambda: None),
-    Fixed(
+    by_fix(lambda: am.set_deadline(0), "pass seconds, or None", lambda: am.set_deadline(None), lambda: None),
+    by_fix(
         lambda: am.top_k_across(torch.arange(4), torch.arange(4), 2, None),
         "pass the scores of this rank's keys in floats",
         lambda: am.top_k_across(torch.arange(4.0), torch.arange(4), 2, None)[1],
@@ -434,13 +436,4 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize("row", [*MASKS, *ATTENTION, *CACHES, *PLANS], ids=str)
-def test_a_call_that_follows_the_fix_is_exact(row: Fixed) -> None:
-    row.check(FLOAT32_SUMS)
-
-
-def test_a_cache_in_a_folder_has_pages_after_a_fork(tmp_path: Path) -> None:
-    kv = cache(LENGTH, folder=tmp_path / "keys")
-    with pytest.raises(errors.KernelError, match=r"Fix: call cache.fork\(\) first"):
-        kv.pages()
-    assert kv.fork().pages()
+IN_ONE_PROCESS: list[Refusal] = [*MASKS, *ATTENTION, *CACHES, *PLANS]

@@ -1,0 +1,119 @@
+"""The shard of a cache where memory is short: it is as it was before, and copies no more than it has to."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attnmesh as am
+from attnmesh.cache import cache_shard, frozen_piece
+from attnmesh.cache.cache_shard import CacheShard
+from attnmesh.cache.frozen_piece import join_rows
+from tests.support.problems import numbers
+from tests.support.tolerances import FLOAT32
+
+
+def filled(batch: int = 1, tokens: int = 61, padded: bool = False) -> am.KVCache:
+    sizes: dict[str, Any] = {"kv_heads": 2, "head_dim": 8, "capacity": 200, "dtype": torch.float32, "block": 4}
+    cache, mask = am.KVCache(None, batch=batch, **sizes), torch.ones(batch, tokens, dtype=torch.bool)
+    mask[0, :33] = not padded
+    cache.append(*numbers(2, batch, 2, tokens, 8), token_mask=mask if padded else None)
+    return cache
+
+
+@pytest.mark.parametrize("slots", [20, 100])
+def test_a_resize_without_memory_for_the_values_leaves_the_shard_as_it_was(
+    slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = am.KVCache(None, batch=1, kv_heads=2, head_dim=8, capacity=60, dtype=torch.float32, block=4)
+    k, v = numbers(2, 1, 2, 60, 8, seed=1)
+    cache.append(k[:, :, :12], v[:, :, :12])
+    made = list[int]()
+
+    def once(parts: Any, dim: int, rows: int) -> Any:
+        made.extend([rows] * (parts[0].ndim == 4))
+        if len(made) == 2:
+            raise torch.OutOfMemoryError
+        return join_rows(parts, dim, rows)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache_shard, "join_rows", once)
+        with pytest.raises(torch.OutOfMemoryError):
+            cache.shard.resize(cache.sizes, slots)
+    cache.append(k[:, :, 12:], v[:, :, 12:])
+    assert cache.keys[:, :, :60].equal(k)
+    assert cache.values[:, :, :60].equal(v)
+
+
+def test_a_padded_fork_that_finds_no_memory_to_truncate_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, other = (filled(2, padded=True) for _ in range(2))
+    forked = cache.fork()
+
+    def no_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache_shard, "join_rows", no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            forked.truncate(30)
+    assert forked.lengths.tolist() == other.lengths.tolist()
+    for each in (forked, other):
+        each.truncate(30)
+        each.append(*numbers(2, 2, 2, 5, 8, seed=2))
+    one, two = (am.decode(numbers(2, 4, 2, 8, seed=3), each) for each in (forked, other))
+    assert float((one - two).abs().max()) < FLOAT32
+
+
+def test_a_fork_that_finds_no_memory_for_another_batch_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = filled(2)
+    forked = cache.fork()
+
+    def no_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(frozen_piece, "join_rows", no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            forked.reorder(torch.tensor([1, 0, 1]))
+    q = numbers(2, 4, 2, 8, seed=3)
+    assert am.decode(q, forked).equal(am.decode(q, cache))
+
+
+def test_a_save_after_a_reorder_that_failed_is_of_the_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, reorder = filled(2), CacheShard.reorder
+    cache.save(tmp_path)
+
+    def half(shard: CacheShard, index: torch.Tensor) -> None:
+        reorder(shard, index)
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CacheShard, "reorder", half)
+        with pytest.raises(torch.OutOfMemoryError):
+            cache.reorder(torch.tensor([1, 0]))
+    cache.save(tmp_path)
+    loaded = am.KVCache.load(tmp_path, None)
+    assert loaded.keys[:, :, :61].equal(cache.keys[:, :, :61])
+
+
+def test_truncation_copies_one_block_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, copied = sys.modules["attnmesh.cache.cache_shard"], []
+    join = module.join_rows  # type: ignore[attr-defined]
+
+    def counted(parts: list[Tensor], dim: int, rows: int) -> Tensor:
+        copied.append(sum(part.shape[dim] for part in parts))
+        return join(parts, dim, rows)  # type: ignore[no-any-return]
+
+    cache = filled(tokens=150)
+    turn = cache.fork()
+    other = turn.fork()
+    turn.append(*numbers(2, 1, 2, 20, 8, seed=1))
+    third = turn.fork()
+    monkeypatch.setattr(module, "join_rows", counted)
+    for each, length in ((other, 30), (third, 161), (third, 9)):
+        each.truncate(length)
+        assert torch.equal(each.keys[:, :, :9], filled(tokens=150).keys[:, :, :9])
+    assert copied[:3] == [30 % 4] * 3
