@@ -9,11 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import attnmesh as am
 from attnmesh import errors
-from attnmesh.errors import LayoutError
+from attnmesh.errors import LayoutError, MeshError
 from attnmesh.guard.shard_marks import shard_marks
 from tests.support.pool import Pool, on_each_rank
 from tests.support.tolerances import FLOAT32_SUMS
@@ -73,6 +74,23 @@ def _errors() -> list[str]:
 def test_shards_of_another_layout_mesh_or_dim_raise_on_all_ranks(pool: Pool) -> None:
     for (_, says), *given in zip(CALLS, *pool.run(2, _errors), strict=True):
         assert all(re.search(says, error) for error in given), given
+
+
+@on_each_rank
+def _error_of_lone_auto() -> str:
+    mesh = am.init_mesh((1, 1, 2))
+    layout = LAYOUT if dist.get_rank() else "auto"
+    try:
+        attend(mesh, parts(mesh, layout, mask=am.Causal()))
+    except MeshError as error:
+        return str(error)
+    return ""
+
+
+def test_auto_on_one_rank_alone_raises_on_all_where_the_others_compare_next(pool: Pool) -> None:
+    first, second = pool.run(2, _error_of_lone_auto)
+    assert first == second
+    assert re.search(r"ranks  call .*\n +0 +shard .*\n +1 +attention ", first)
 
 
 @on_each_rank
