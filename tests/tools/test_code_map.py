@@ -1,4 +1,4 @@
-"""The map of the code and the table of tests: rooms with their purposes, arrows as the code imports, files that exist."""
+"""The map of the code and the table of tests: rooms, arrows as the code imports, files that exist."""
 
 import re
 from pathlib import Path
