@@ -25,15 +25,13 @@ from attnmesh.cache.new_tokens import NewTokens, append_known, append_signature,
 from attnmesh.cache.pages import PagedCache
 from attnmesh.cache.saved_cache import FolderLayer, SavedCache, SavedPieces, open_folder
 from attnmesh.cache.tiered_shard import TieredShard, memory_shard_maker, tiered_shard_maker
-from attnmesh.comm.topology import flat_axis
 from attnmesh.comm.transport import transport_of
 from attnmesh.core.digest import chained_checksum, fingerprints
 from attnmesh.core.mask import Mask
 from attnmesh.errors import DtypeError, ShapeError, StoreError, check_count
-from attnmesh.guard.agreement import Agreement, ComparedCalls
+from attnmesh.guard.agreement import Agreement, ComparedCalls, prepare_merges
 from attnmesh.guard.argument_checks import check_compare_option
-from attnmesh.guard.merge_agreement import prepare_merges
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import Mesh, flat_axis
 from attnmesh.runtime.memo import Memo
 from attnmesh.setup.init_mesh import device_fault, device_for
 

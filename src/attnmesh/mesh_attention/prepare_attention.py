@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm.gather import all_gather_ints
-from attnmesh.comm.topology import flat_axis
 from attnmesh.core.mask import FAR, check_mask
 from attnmesh.errors import MaskError, ShapeError, warn_once
 from attnmesh.guard.agreement import Agreement, may_compare
@@ -15,7 +14,7 @@ from attnmesh.guard.argument_checks import heads_and_length, with_transpose_hint
 from attnmesh.guard.shard_marks import shard_marks
 from attnmesh.kernels.prepared_local import signature_of
 from attnmesh.kernels.traced import needs_grad
-from attnmesh.mesh.axes import Axis, Mesh
+from attnmesh.mesh.axes import Axis, Mesh, flat_axis
 from attnmesh.mesh.schedule import Problem
 from attnmesh.mesh.shapes import AXES
 from attnmesh.mesh_attention.attention_arguments import (
