@@ -38,8 +38,8 @@ class MessageForm:
     @cached_property
     def size(self) -> int:
         """Bytes of a message: a whole count of numbers in the dtype of lse, as which it is viewed."""
-        number = self.lse_dtype.itemsize
-        return -(-self.parts[-1].stop // number) * number
+        number, end = self.lse_dtype.itemsize, int(self.parts[-1].stop)
+        return -(-end // number) * number
 
     @property
     def is_native(self) -> bool:
