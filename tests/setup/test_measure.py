@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import attnmesh as am
-from attnmesh.comm.topology import flat_axis
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import Mesh, flat_axis
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.shapes import AXES
 from attnmesh.planner.workload import Workload

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import attnmesh as am
 import attnmesh.hf as hf
-from attnmesh.comm.topology import flat_axis
 from attnmesh.core.partial import Partial
 from attnmesh.decoding.index_search import top_k_tokens
+from attnmesh.mesh.axes import flat_axis
 from attnmesh.mesh.shapes import AXES
 from tests.support.emulated_gpu import EmulatedGPU
 from tests.support.pool import on_each_rank

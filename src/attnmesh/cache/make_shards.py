@@ -15,12 +15,10 @@ from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.local_shards import LocalShards, check_placement
 from attnmesh.cache.ordered_shard import Fail
 from attnmesh.cache.tiered_shard import TieredShard
-from attnmesh.comm.topology import flat_axis
 from attnmesh.comm.transport import transport_of
 from attnmesh.errors import KernelError, StoreError
-from attnmesh.guard.agreement import Agreement
-from attnmesh.guard.merge_agreement import prepare_merges
-from attnmesh.mesh.axes import Axis, Mesh
+from attnmesh.guard.agreement import Agreement, prepare_merges
+from attnmesh.mesh.axes import Axis, Mesh, flat_axis
 from attnmesh.runtime.late_bound import LateBound
 from attnmesh.setup.measure_shares import measured_shares
 

@@ -38,8 +38,7 @@ class MessageForm:
     @cached_property
     def size(self) -> int:
         """Bytes of a message: a whole count of numbers in the dtype of lse, as which it is viewed."""
-        number = self.lse_dtype.itemsize
-        end: int = self.parts[-1].stop
+        number, end = self.lse_dtype.itemsize, int(self.parts[-1].stop)
         return -(-end // number) * number
 
     @property

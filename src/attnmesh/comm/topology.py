@@ -1,7 +1,4 @@
-"""Topology: numbers of all ranks, the ranks that share a host, the tree of merges over hosts, and their mailboxes.
-
-`flat_axis` makes one axis of several.
-"""
+"""Topology: numbers of all ranks, the ranks that share a host, the tree of merges over hosts, and their mailboxes."""
 
 import os
 import socket
@@ -15,13 +12,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm import machine_constants
 from attnmesh.comm.failures import run_collective
 from attnmesh.comm.mailboxes import Mailboxes, mailboxes_size, open_mailboxes, unlink_mailboxes
 from attnmesh.kernels.native.build import library
-from attnmesh.mesh.axes import Axis, Mesh, attention_dims, axis_along, backends, device_type_of
+from attnmesh.mesh.axes import Axis, Mesh, backends, device_type_of
 from attnmesh.mesh.cluster import PRESETS, Cluster
 from attnmesh.mesh.merge_cost import MergeGroup
 from attnmesh.mesh.merges import Merge, fastest_merge
@@ -71,22 +67,6 @@ def subgroup_of(axis: Axis, members: tuple[int, ...], backend: str | None = None
     ranks = [dist.get_global_rank(axis.group, rank) for rank in members]
     group: dist.ProcessGroup = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
     return group
-
-
-def flat_axis(device_mesh: DeviceMesh | None, names: Sequence[str]) -> Axis:
-    """Return several axes of a mesh as one: the ranks that share an index along all other axes.
-
-    The group of two axes is made at the first call, in which every rank of the world takes part. PyTorch could make it
-    among its own ranks, but would name it by the number of groups that each of them knows, which may differ.
-    """
-    if device_mesh is None:
-        return Axis()
-    dims = attention_dims(device_mesh)
-    long = tuple(name for name, dim in dims.items() if name in names and device_mesh.size(dim) > 1)
-    if len(long) < 2:
-        return axis_along(device_mesh, long[0], dims[long[0]]) if long else Axis()
-    flat = device_mesh[long]._flatten()
-    return Axis(flat.size(), flat.get_local_rank(), flat.get_group(), " x ".join(long))
 
 
 @collective_once

@@ -23,11 +23,13 @@ from torch import Tensor
 from attnmesh.comm.comparison import announce_comparison, drop_unreceived
 from attnmesh.comm.gather import all_gather_ints, all_gather_texts
 from attnmesh.comm.topology import mailboxes_of_all_ranks
+from attnmesh.comm.transport import transport_of
 from attnmesh.errors import InputError, MeshError, RankFailure, UnforeseenError
-from attnmesh.guard.call_text import describe_call, describe_error, error_of, hash_of_call
-from attnmesh.mesh.axes import Mesh
-from attnmesh.mesh.comparison import PAYLOAD_SIZE
+from attnmesh.guard.call_text import describe_call, describe_error, hash_of_call, shared_error
+from attnmesh.mesh.agreement_numbers import PAYLOAD_SIZE
+from attnmesh.mesh.axes import Axis, Mesh, mesh_of_axis
 from attnmesh.runtime.memo import Memo
+from attnmesh.runtime.world import collective_once
 
 Fields = Mapping[str, object] | Callable[[], Mapping[str, object]] | str
 """Arguments that must be equal: by name, or what returns them once they are checked, or the text of the call."""
@@ -142,7 +144,7 @@ class Agreement:
             ranks = all_gather_ints([dist.get_rank() if dist.is_initialized() else 0], self.mesh)
             if error is not None and not isinstance(error, InputError):
                 raise _mark(error)
-            raise _mark(error_of(texts, failed, [rank for (rank,) in ranks])) from None
+            raise _mark(shared_error(texts, failed, [rank for (rank,) in ranks])) from None
         return [row[2 : 2 + len(payload)] for row in table]
 
 
@@ -185,6 +187,16 @@ class ComparedCalls:
         """Return the agreement on the next call of this name."""
         is_compared = self.will_compare(name, always=always)
         return Agreement(self.mesh, name, fields, is_compared=is_compared, known_calls=self.known)
+
+
+@collective_once
+def prepare_merges(axis: Axis) -> None:
+    """Let the ranks of an axis of CPUs find out how they merge, before the first of them does.
+
+    They compare this first: else its exchanges could meet those of another call.
+    """
+    Agreement(mesh_of_axis(axis), "the first merge along an axis").compare()
+    transport_of(axis, torch.device("cpu")).fastest()
 
 
 def _mark(error: Exception) -> Exception:

@@ -45,7 +45,7 @@ def describe_error(error: InputError) -> str:
     return SEPARATOR.join((type(error).__name__, *error.args))
 
 
-def error_of(texts: Sequence[str], failed: Sequence[int], ranks: Sequence[int]) -> InputError:
+def shared_error(texts: Sequence[str], failed: Sequence[int], ranks: Sequence[int]) -> InputError:
     """Return the error of the first shard that failed, or else one with a table of the calls by rank."""
     for text, is_error in zip(texts, failed, strict=True):
         if is_error:

@@ -6,13 +6,10 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from attnmesh.comm.transport import transport_of
 from attnmesh.errors import RankFailure
 from attnmesh.guard.agreement import RAISED_ON_ALL_RANKS, Agreement, ComparedCalls, Fields, may_compare
 from attnmesh.kernels.triton_runtime import interpreted
-from attnmesh.mesh.axes import Axis, mesh_of_axis
 from attnmesh.mesh.merges import is_collective
-from attnmesh.runtime.world import collective_once
 
 
 class MergeDescription(NamedTuple):
@@ -130,13 +127,3 @@ class MergeAgreement:
         elif self.is_compared and not is_collective(self.merge_name):
             self.poison()
         Agreement(self.calls.mesh, self.name, is_compared=is_shared).raise_on_all(error)
-
-
-@collective_once
-def prepare_merges(axis: Axis) -> None:
-    """Let the ranks of an axis of CPUs find out how they merge, before the first of them does.
-
-    They compare this first: else its exchanges could meet those of another call.
-    """
-    Agreement(mesh_of_axis(axis), "the first merge along an axis").compare()
-    transport_of(axis, torch.device("cpu")).fastest()

@@ -204,6 +204,22 @@ def axis_along(device_mesh: DeviceMesh, name: str, dim: int) -> Axis:
     return Axis(size, device_mesh.get_local_rank(dim), device_mesh.get_group(dim), name) if size > 1 else Axis()
 
 
+def flat_axis(device_mesh: DeviceMesh | None, names: Sequence[str]) -> Axis:
+    """Return several axes of a mesh as one: the ranks that share an index along all other axes.
+
+    The group of two axes is made at the first call, in which every rank of the world takes part. PyTorch could make it
+    among its own ranks, but would name it by the number of groups that each of them knows, which may differ.
+    """
+    if device_mesh is None:
+        return Axis()
+    dims = attention_dims(device_mesh)
+    long = tuple(name for name, dim in dims.items() if name in names and device_mesh.size(dim) > 1)
+    if len(long) < 2:
+        return axis_along(device_mesh, long[0], dims[long[0]]) if long else Axis()
+    flat = device_mesh[long]._flatten()
+    return Axis(flat.size(), flat.get_local_rank(), flat.get_group(), " x ".join(long))
+
+
 def group_named(name: str) -> ProcessGroup | None:
     """Return the process group of that name, or None for an empty name."""
     group: ProcessGroup | None = distributed_c10d._resolve_process_group(name) if name else None  # type: ignore

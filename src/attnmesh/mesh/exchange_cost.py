@@ -13,8 +13,8 @@ import torch
 
 from attnmesh.core.layout import Contiguous, Layout, Packed, Striped, Zigzag
 from attnmesh.core.mask import Mask
+from attnmesh.mesh.agreement_numbers import add_agreement
 from attnmesh.mesh.cluster import Cluster
-from attnmesh.mesh.comparison import add_agreement
 from attnmesh.mesh.rates import Device, Link
 from attnmesh.mesh.schedule import EXCHANGE_MODES, ExchangeMode, Problem
 from attnmesh.mesh.shapes import Shape

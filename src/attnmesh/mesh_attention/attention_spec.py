@@ -6,12 +6,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from attnmesh.comm.gather import all_gather_ints
-from attnmesh.comm.topology import flat_axis
 from attnmesh.core.mask import check_mask
 from attnmesh.core.scaling import Scaling
 from attnmesh.errors import MaskError, ShapeError
 from attnmesh.guard.argument_checks import with_transpose_hint
-from attnmesh.mesh.axes import Axis, Mesh
+from attnmesh.mesh.axes import Axis, Mesh, flat_axis
 from attnmesh.mesh.schedule import Problem
 from attnmesh.mesh.shapes import AXES
 from attnmesh.mesh_attention.attention_arguments import AttentionOptions, QueryKeyCounts, TensorFacts

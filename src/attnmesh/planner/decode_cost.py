@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from attnmesh.mesh.agreement_numbers import add_agreement
 from attnmesh.mesh.cluster import Cluster
-from attnmesh.mesh.comparison import add_agreement
 from attnmesh.mesh.merge_cost import MergeGroup, MessageSize, add_tree, tree_rounds
 from attnmesh.mesh.merges import MERGES, Pattern
 from attnmesh.mesh.way import Cost, Way

@@ -8,11 +8,10 @@ from dataclasses import replace
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm.topology import flat_axis
 from attnmesh.errors import ClusterError
 from attnmesh.guard.agreement import Agreement
 from attnmesh.guard.argument_checks import check_dtype
-from attnmesh.mesh.axes import Mesh, device_of
+from attnmesh.mesh.axes import Mesh, device_of, flat_axis
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.shapes import AXES
 from attnmesh.setup.measure_device import measure_device

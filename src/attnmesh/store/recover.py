@@ -19,11 +19,11 @@ from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.window import WindowStart
 from attnmesh.comm.gather import all_gather_texts
 from attnmesh.comm.p2p import all_to_all, meta_like
-from attnmesh.comm.topology import dist_all_gather_ints, flat_axis
+from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.errors import DtypeError, KernelError, MeshError, ShapeError
 from attnmesh.guard.agreement import Agreement
 from attnmesh.guard.argument_checks import check_unknown_options
-from attnmesh.mesh.axes import Axis, Mesh, intersect
+from attnmesh.mesh.axes import Axis, Mesh, flat_axis, intersect
 from attnmesh.mesh.shapes import AXES
 from attnmesh.store.checkpoint import make_alike
 

@@ -8,13 +8,12 @@ from torch import Tensor
 from attnmesh.cache.cache import KVCache
 from attnmesh.cache.make_shards import FolderLayer
 from attnmesh.cache.saved_cache import LayersToLoad
-from attnmesh.comm.topology import flat_axis
 from attnmesh.errors import KernelError, StoreError
 from attnmesh.guard.agreement import Agreement, ComparedCalls
 from attnmesh.hf.cache.history import CacheHistory
 from attnmesh.hf.cache.layer import ShardedLayer
 from attnmesh.hf.cache.stored_layers import StoredLayers
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import Mesh, flat_axis
 from attnmesh.store.kv_folder import KVFolder
 
 

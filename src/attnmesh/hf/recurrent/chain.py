@@ -22,11 +22,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
-from attnmesh.comm.topology import flat_axis
 from attnmesh.core.layout import Contiguous, Layout, Split, Zigzag
 from attnmesh.core.mask import FAR, Full, Mask
 from attnmesh.errors import KernelError, LayoutError, ShapeError
-from attnmesh.mesh.axes import Axis, Mesh, attention_dims
+from attnmesh.mesh.axes import Axis, Mesh, attention_dims, flat_axis
 from attnmesh.mesh.shapes import AXES
 from attnmesh.recurrent.halo import halo_of_parts
 from attnmesh.recurrent.head_exchange import heads_to_tokens, tokens_to_heads
