@@ -378,6 +378,7 @@ class KVCache(PagedCache, SavedCache):
         shard, self.device, self.history = self.shard, device, self.history_on(device)
         assert isinstance(shard, TieredShard)
         self.calls = ComparedCalls(self.mesh, device, self.calls.checked)
+        self.prepared_steps = Memo[Any]()  # others have kernels of the device before
         self.shards.own = shard.moved(device, self.calls.raise_uncompared)
         self.shards.known_length = self.shard.length
 
