@@ -6,8 +6,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from attnmesh.cache.cache_config import check_key_heads, check_ranks_in_folder, check_storage
-from attnmesh.cache.local_shards import check_copies
-from attnmesh.decoding.step_checks import check_even_shares, check_reproducible
+from attnmesh.cache.local_shards import check_copies, check_even_shares
+from attnmesh.decoding.step_checks import check_reproducible
 from attnmesh.errors import Check, KernelError, ShapeError, check_count, require_all
 from attnmesh.guard.argument_checks import check_compare_option, check_merge
 from attnmesh.hf.latent_states import latent_widths
