@@ -98,7 +98,9 @@ class PreparedStep(Generic[Finding]):
         if lengths is not None:  # NaN where no such number of keys is cached
             wrong = (lengths < 0) | (lengths > views[0].device_counts[LENGTH])
             out = out.masked_fill(wrong[:, None, None, None], torch.nan)
-        return (out, finding) if step.head_axis.size == 1 else gather_heads(out, finding, step, inputs.q.shape[1])
+        if step.head_axis.size > 1:
+            out, finding = gather_heads(out, finding, step, inputs.q.shape[1])
+        return out, finding
 
 
 class LoneStep(PreparedStep[None]):
