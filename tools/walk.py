@@ -46,9 +46,9 @@ DRAWN = {
     ),
     "decode, 2 ranks": (
         "Decoding: a step on the CPUs of one host.",
-        "`HostMerge.run` is one native call: `merge` of `kernels/native/mailbox.cpp` merges the partials. `finish`\n"
-        "makes the output of the merged partial. The kernel writes into the message of the merge: `blank_message`\n"
-        "returns views of it, and `query.into` hands them to the kernel.",
+        "`HostMerge.run` is one native call: `merge` of `kernels/native/mailbox.cpp` merges the partials. The\n"
+        "kernel writes into the message of the merge: `blank_message` returns views of it, and `query.into` hands\n"
+        "them to the kernel.",
     ),
     "decode, 2 ranks, float64": (
         "The same step in float64, which no native merge takes: what it runs through beside these.",

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import attnmesh as am
-from attnmesh.decoding import prepared_step
+from attnmesh.decoding import known_steps
 from attnmesh.decoding.prepared_step import new_prepared_step
 from attnmesh.decoding.step_arguments import CheckedStep
 from attnmesh.errors import InputError
@@ -318,7 +318,7 @@ def _without_memory_to_prepare(name: str) -> list[str]:
     for fails in (dist.get_rank() == 1, False):
         error = MemoryError("no room") if fails else None
         try:
-            with mock.patch.object(prepared_step, "new_prepared_step", side_effect=error, wraps=new_prepared_step):
+            with mock.patch.object(known_steps, "new_prepared_step", side_effect=error, wraps=new_prepared_step):
                 step()
             found.append("none")
         except (InputError, MemoryError) as raised:

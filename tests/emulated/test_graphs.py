@@ -100,6 +100,64 @@ def test_what_reads_the_host_is_refused_by_name():
 
 
 @on_each_rank
+def errors_of_known_kinds(gpu: EmulatedGPU) -> dict[str, Any]:
+    """Return what steps raise in a capture whose kind was run before it."""
+    mesh = init_device_mesh("cuda", (1, 1, 2), mesh_dim_names=AXES)
+    q, several, window = random(3, 2, 4, 1, 16), random(4, 2, 4, 3, 16), am.Window(30)
+    cache, wide, forgets = filled_cache(mesh), filled_cache(mesh, torch.float64), filled_cache(mesh, mask=window)
+    steps: dict[str, Callable[[], object]] = {
+        "float64": lambda: am.decode(q.double(), wide),
+        "reference": lambda: am.decode(q, cache, kernel="reference"),
+        "several queries of a window": lambda: am.decode(several, forgets, mask=window),
+    }
+    for step in steps.values():
+        step()
+    return {name: waits_of_capture(gpu, step) for name, step in steps.items()}
+
+
+def test_a_known_kind_that_no_graph_can_hold_is_refused_by_name():
+    for found in world(2, errors_of_known_kinds).results():
+        for name in ("float64", "reference"):
+            expected = "decode kernel: expected one that reads the cache's length on the GPU, in a CUDA graph, given"
+            assert str(found[name]).startswith(expected), found[name]
+        refused = "decode: expected no graph around a cache that forgets, given one with mask=Window(30)"
+        assert str(found["several queries of a window"]).startswith(refused), found
+
+
+@on_each_rank
+def errors_beyond_capacity(gpu: EmulatedGPU) -> list[str]:
+    """Return the errors of steps on a cache that replays of a graph have filled beyond its capacity."""
+    cache, other = (
+        am.KVCache(None, batch=1, kv_heads=2, head_dim=16, capacity=size, dtype=torch.float32, device="cuda")
+        for size in (21, 50)
+    )
+    for each in (cache, other):
+        each.append(*(random(seed, 1, 2, 20, 16) for seed in (1, 2)))
+    q, k, v = (random(seed, 1, heads, 1, 16) for seed, heads in ((3, 4), (4, 2), (5, 2)))
+    steps: list[Callable[[], object]] = [
+        lambda: am.decode(q, cache, kernel="reference"),
+        lambda: am.decode(q, cache),
+        lambda: am.decode_rows(q.expand(2, -1, -1, -1).contiguous(), [cache, other]),
+    ]
+    for step in steps:
+        step()
+    for _ in range(2):  # the emulation runs at once what it captures, as a replay would
+        with gpu.capturing():
+            cache.append(k, v)
+    errors = []
+    for step in (*steps, lambda: am.decode(q, cache, kernel="reference", scale=0.1)):
+        with pytest.raises(InputError) as caught:
+            step()
+        errors.append(str(caught.value))
+    return errors
+
+
+def test_a_cache_beyond_its_capacity_is_refused_after_a_graph():
+    (errors,) = world(1, errors_beyond_capacity).results()
+    assert all("given 1 queries and 22 of 21 tokens in the cache" in error for error in errors), errors
+
+
+@on_each_rank
 def replayed_state(gpu: EmulatedGPU) -> tuple[int, int, list[Any]]:
     """Return the length of a cache as the CPU and the device count it after appends of a graph, and a step's output."""
     mesh = init_device_mesh("cuda", (1, 1, 2), mesh_dim_names=AXES)

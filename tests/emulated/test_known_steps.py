@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import attnmesh as am
-from attnmesh.decoding import decode_call
+from attnmesh.decoding import step_checks
+from attnmesh.errors import KernelError
 from attnmesh.mesh.shapes import AXES
 from attnmesh.runtime.memo import Memo
 from tests.support.emulated_gpu import EmulatedGPU
@@ -51,10 +52,10 @@ def _steps(gpu: EmulatedGPU, mesh: Any, name: str, options: dict[str, Any]) -> t
     for cache in caches:
         cache.append(random(1, 2, 2, 20, 16), random(2, 2, 2, 20, 16), token_mask=real)
     kept = [cache.fork() for cache in caches] if name == "a fork" else []
-    same, checks, check = [], 0, decode_call.checked_step
+    same, checks, check = [], 0, step_checks.checked_step
     for number in range(5):
         k, v, q = (random(3 * number + part, 2, heads, 1, 16) for part, heads in ((4, 2), (5, 2), (6, 4)))
-        with mock.patch.object(decode_call, "checked_step", side_effect=check) as checked, gpu.recording() as waits:
+        with mock.patch.object(step_checks, "checked_step", side_effect=check) as checked, gpu.recording() as waits:
             caches[0].append(k, v)
             out = am.decode(q, caches[0], **given)
         assert number < 2 or not waits or "forgets" in name, waits  # tokens that are left move now and then
@@ -78,6 +79,25 @@ def test_known_steps_have_the_bits_of_checked_ones(ranks: int, part: int):
                 assert sorted(launches)[:1] == ["attend_cache"], name
                 assert launches.count("attend_cache") == 1, name
                 assert set(launches) == set(PROGRAMS[ranks]), (name, launches)
+
+
+@on_each_rank
+def error_of_rows_in_two_tiers(gpu: EmulatedGPU) -> str:
+    """Return the error of a known reproducible step of which one row is now a cache with tokens on the CPU."""
+    sizes: dict[str, Any] = {"batch": 1, "kv_heads": 2, "head_dim": 16, "capacity": 60, "dtype": torch.float32}
+    caches = [am.KVCache(None, device="cuda", block=4, hot=hot, **sizes) for hot in (None, None, 8)]
+    for cache in caches:
+        cache.append(random(1, 1, 2, 40, 16), random(2, 1, 2, 40, 16))
+    q = random(3, 2, 4, 1, 16)
+    am.decode_rows(q, caches[:2], reproducible=True)
+    with pytest.raises(KernelError) as caught:
+        am.decode_rows(q, caches[::2], reproducible=True)
+    return str(caught.value)
+
+
+def test_a_known_step_is_none_of_caches_that_are_checked_otherwise():
+    (error,) = world(1, error_of_rows_in_two_tiers).results()
+    assert error.startswith("decode_rows reproducible: expected keys that one kernel reads, given hot=8 on cuda"), error
 
 
 @on_each_rank

@@ -68,6 +68,27 @@ def test_a_gpu_has_a_context_in_a_folder(uploaded: bool, tmp_path: Path) -> None
 
 
 @on_each_rank
+def steps_around_a_move(gpu: EmulatedGPU) -> tuple[bool, list[str]]:
+    """Return whether a known step has the same output once the newest tokens are on a GPU, and its launches there."""
+    sizes: dict[str, Any] = {"batch": 1, "kv_heads": 2, "head_dim": 16, "capacity": 300, "dtype": torch.float32}
+    cache = am.KVCache(None, **sizes, device="cpu", hot=32)
+    k, v, q = (random(seed, 1, heads, length, 16).cpu() for seed, heads, length in ((1, 2, 90), (2, 2, 90), (3, 4, 1)))
+    cache.append(k, v)
+    before = am.decode(q, cache)
+    cache.move_hot(torch.device("cuda", 0))
+    am.decode(q.cuda(), cache)
+    with gpu.recording():
+        after = am.decode(q.cuda(), cache).cpu()
+    return torch.allclose(before, after, atol=FLOAT32_SUMS), list(gpu.launches)
+
+
+def test_a_known_step_is_another_one_once_its_cache_has_moved() -> None:
+    ((same, launches),) = world(1, steps_around_a_move).results()
+    assert same
+    assert "attend_cache" in launches
+
+
+@on_each_rank
 def model_tokens(gpu: EmulatedGPU) -> list[int]:
     """Return new tokens of a model whose older keys are on the CPU, after those of one whose keys are on the GPU."""
     mesh = init_device_mesh("cuda", (1, 1, 2), mesh_dim_names=AXES)

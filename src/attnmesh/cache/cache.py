@@ -346,6 +346,7 @@ class KVCache(CacheProperties):
         shard, self.device, self.history = self.shard, device, self.history.copied_to(device)
         assert isinstance(shard, TieredShard)
         self.calls = ComparedCalls(self.mesh, device, self.calls.checked)
+        self.prepared_steps = Memo[Any]()  # others have kernels of the device before
         self.shards.own = shard.with_hot_on(device, self.calls.raise_uncompared)
         self.shards.known_length = self.shard.length
 

@@ -58,6 +58,11 @@ def check_eager(subject: str, sizes: CacheConfig, device: torch.device) -> None:
             raise KernelError(subject, expected, given, fix)
 
 
+def needs_cpu(sizes: CacheConfig, queries: int) -> bool:
+    """Return whether the CPU takes part in a step of so many queries, so that no graph can hold it."""
+    return sizes.hot is not None or (sizes.mask is not None and queries > 1)
+
+
 def check_captured(subject: str, token_mask: Tensor | None, device: torch.device) -> None:
     """Raise for a token mask in a CUDA graph: the CPU reads it, to compare the padding of all ranks."""
     if token_mask is not None and is_capturing(device):

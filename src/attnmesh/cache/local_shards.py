@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from copy import copy
+from enum import Enum
+from typing import assert_never
 
 import torch
 from torch import Tensor
@@ -13,11 +15,25 @@ from attnmesh.cache.window import WindowStart, first_needed
 from attnmesh.comm.p2p import Channel, meta_like
 from attnmesh.comm.topology import dist_all_gather_ints, hosts
 from attnmesh.core.mask import Mask
-from attnmesh.errors import KernelError, ShapeError
+from attnmesh.errors import KernelError, LayoutError, ShapeError
 from attnmesh.guard.agreement import is_capturing, may_compare
+from attnmesh.guard.argument_checks import transpose_hint_first
+from attnmesh.kernels.cache_view import LENGTH
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.shares import check_shares
 from attnmesh.runtime.tensors import Tensors
+
+
+class StepFault(Enum):
+    """Why the shards of a cache cannot serve a step of decoding as they are."""
+
+    LENGTH = "there are fewer tokens than queries, or more than the capacity"
+    FORGOTTEN = "the queries see tokens that the cache has forgotten"
+    # Of a reproducible step, which merges the blocks of one tensor along one tree:
+    LAYOUT = "its tokens are no blocks in turn"
+    SHARES = "the blocks of a rank are no subtree of the tree"
+    TIERS = "two kernels read its tokens"
+    SHARED = "other caches share some of its blocks, which can be copied"
 
 
 class LocalShards:
@@ -37,7 +53,7 @@ class LocalShards:
         self.known_length = 0  # tokens that this CPU has counted, without those that graphs append
         self.in_graphs = False  # a graph holds an append, of whose replays the CPU sees nothing
         self.forked = False
-        """True if other caches may share memory with this one: alike on all ranks, though one may share none."""
+        """True if other caches may share memory with this one. All ranks say the same, also one that shares none."""
         self.first_query = 0  # tokens that no query from this one on sees are forgotten
 
     @property
@@ -89,12 +105,61 @@ class LocalShards:
             return self.known_length, shard.used_at_most
         return self.known_length, self.rank_counts.by_rank(self.known_length)[shard.index] - shard.earlier_tokens
 
-    def holds(self, tokens: int) -> bool:
-        """Return True if at least `tokens` are cached within the capacity. Wait for the GPU only if unsure."""
-        length = self.known_length if self.own.device.type == "cuda" else self.own.length
-        if not tokens <= length <= self.own.sizes.capacity:
-            length = self.length
-        return tokens <= length <= self.own.sizes.capacity
+    def step_fault(self, queries: int | None, *, reproducible: bool) -> StepFault | None:
+        """Return why a step of so many queries cannot be served, or None. A graph passes None: it reads no length.
+
+        Each step asks, known or new, so what else these shards may refuse belongs here.
+        """
+        shard = self.own
+        sizes = shard.sizes
+        if reproducible:
+            if shard.padding is not None or self.rank_counts.start:
+                return StepFault.LAYOUT
+            if not shard.block_cyclic.is_even:
+                return StepFault.SHARES
+            if sizes.hot is not None and shard.device.type != "cpu":
+                return StepFault.TIERS
+        if queries is not None:
+            length = self.known_length
+            if shard.device.type != "cuda" or (self.in_graphs and not is_capturing(shard.device)):
+                length = shard.device_counts.tolist()[LENGTH]
+            if not queries <= length <= sizes.capacity:
+                return StepFault.LENGTH
+            if sizes.mask is not None and not self.serves(length - queries):
+                return StepFault.FORGOTTEN
+        return StepFault.SHARED if reproducible and self.forked else None
+
+    def check_step(self, subject: str, of_row: str, q: Tensor, *, in_graph: bool, reproducible: bool) -> None:
+        """Raise unless a step of these queries can be served, or can be once shared blocks are copied."""
+        queries = q.shape[2]
+        fault = self.step_fault(None if in_graph else queries, reproducible=reproducible)
+        if fault is None or fault is StepFault.SHARED:
+            return
+        own, sizes, length = self.own, self.own.sizes, self.length
+        match fault:
+            case StepFault.LENGTH:
+                given = f"{queries} queries and {length} of {sizes.capacity} tokens in the cache"
+                fits = queries % sizes.kv_heads == 0 and q.shape[1] <= length <= sizes.capacity
+                fix = transpose_hint_first(f"append before {subject}", fits)
+                raise ShapeError(f"{subject} q{of_row}", "as many queries as tokens in the cache, or fewer", given, fix)
+            case StepFault.FORGOTTEN:
+                seen = f"queries of token {self.first_query} and later ones"
+                expected = f"{seen}: the cache has forgotten what earlier tokens see"
+                given = f"queries of the tokens from {length - queries} to {length - 1}"
+                fix = "decode after each append, or pass queries= to append_shard"
+                fix = fix if length > self.first_query else "append the next token first"
+                raise ShapeError(f"{subject} q{of_row}", expected, given, fix)
+            case StepFault.LAYOUT:
+                given = "a padded batch" if own.padding is not None else "tokens in the layout of a sharded prefill"
+                fix = "fill it with append, or prefill in cache.layout"
+                raise LayoutError(f"{subject} reproducible{of_row}", "a cache with block-cyclic tokens", given, fix)
+            case StepFault.SHARES:
+                check_even_shares(f"{subject} reproducible", own.block_cyclic.shares, even=False)
+            case StepFault.TIERS:
+                given, fix = f"hot={sizes.hot} on {own.device.type}", 'leave one of them out, or pass device="cpu"'
+                raise KernelError(f"{subject} reproducible", "keys that one kernel reads", given, fix)
+            case _:
+                assert_never(fault)
 
     def check_room(self, subject: str, row: int, new_count: int) -> None:
         """Raise unless a row of `new_count` tokens fits. Counts of ranks are read only where there may be no room."""
@@ -299,6 +364,13 @@ def check_placement(subject: str, copies: object, shares: object, ranks: int) ->
     """Return the shares, None for even ones and for "auto", or raise unless tokens can be placed on so many ranks."""
     check_copies(copies, ranks)
     return check_shares(subject, shares, ranks)
+
+
+def check_even_shares(subject: str, shares: object, *, even: bool) -> None:
+    """Raise unless each rank holds every n-th block, so that its blocks are one subtree of the tree over blocks."""
+    if not even:
+        fix = "leave shares= out, or reproducible=True"
+        raise KernelError(subject, "even shares, whose blocks are subtrees of one tree", f"shares={shares}", fix)
 
 
 def check_copies(copies: object, ranks: int) -> None:

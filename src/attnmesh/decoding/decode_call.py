@@ -5,6 +5,7 @@ Partials are merged along one tree over block numbers: even against odd at the t
 The blocks of a rank are one subtree.
 """
 
+from functools import partial as partial_of
 from typing import Never, cast
 
 import torch
@@ -13,15 +14,14 @@ from torch import Tensor
 from attnmesh.cache.cache import KVCache
 from attnmesh.core.mask import Causal, Mask
 from attnmesh.core.partial import Partial
-from attnmesh.core.scaling import with_distance_bias
 from attnmesh.core.selection import Selection
-from attnmesh.decoding.prepared_step import find_step, prepare_step
+from attnmesh.decoding.known_steps import find_step, run_new_step
 from attnmesh.decoding.step_agreement import agreement_on
-from attnmesh.decoding.step_arguments import StepInputs, StepOptions
-from attnmesh.decoding.step_checks import check_other_partial, checked_step, step_with_bias
+from attnmesh.decoding.step_arguments import CheckedStep, StepInputs, StepOptions
+from attnmesh.decoding.step_checks import checked_call
 from attnmesh.decoding.step_op import decode_op, tensors_of
 from attnmesh.errors import DtypeError, KernelError
-from attnmesh.guard.argument_checks import check_compare_option, warn_if_transposed
+from attnmesh.guard.argument_checks import check_compare_option
 
 
 def decode(
@@ -109,25 +109,24 @@ def decode(
         signature, prepared_step = find_step(inputs, options, checked, cache.prepared_steps)
     if prepared_step is not None:
         return prepared_step.run(inputs, checked)
-    try:
+    check = partial_of(checked_call, inputs, options, distance_bias, unsupported)
+    if torch.compiler.is_compiling():
         check_compare_option("decode", checked)
-        step = checked_step(inputs, options, unsupported)
-        check_other_partial(inputs, step)
-        step = step_with_bias(inputs, distance_bias, step)
-        inputs = inputs._replace(q=with_distance_bias(q, distance_bias))
-        if not torch.compiler.is_compiling():
-            with torch.no_grad():
-                prepared_step = prepare_step(inputs, step, signature, cache.prepared_steps)
-    except Exception as error:  # poisons the merge of the others
-        agreement_on(caches, options, checked).raise_through_merge(error)
-    if prepared_step is None:
-        if (in_files := cache.shard.is_in_files) or cache.shards.forked:
-            given, fix = "one in a folder" if in_files else "a forked cache", "decode with copy.deepcopy(cache)"
-            raise KernelError("decode", "a cache of one piece in a graph", given, fix)
-        held = tensors_of(cache.shard.new_view()), cache.history.on_device
-        tensors = inputs.q, *held, sinks, key_lengths, inputs.indices
-        return cast(Tensor, decode_op(*tensors, *step.to_code()))
-    with torch.no_grad():
-        out = prepared_step.run(inputs, checked)
-    warn_if_transposed("decode", q, cache.sizes.kv_heads)
-    return out
+        return _decode_in_graph(*check())
+    return run_new_step(check, inputs, options, checked, signature, cache.prepared_steps, "decode")
+
+
+def _decode_in_graph(inputs: StepInputs, step: CheckedStep) -> Tensor:
+    """Return the output of an operator, in place of which a graph could see no cache."""
+    (cache,) = inputs.caches
+    if (in_files := cache.shard.is_in_files) or cache.shards.forked:
+        given, fix = "one in a folder" if in_files else "a forked cache", "decode with copy.deepcopy(cache)"
+        raise KernelError("decode", "a cache of one piece in a graph", given, fix)
+    tensors = (
+        tensors_of(cache.shard.new_view()),
+        cache.history.on_device,
+        inputs.sinks,
+        inputs.key_lengths,
+        inputs.indices,
+    )
+    return cast(Tensor, decode_op(inputs.q, *tensors, *step.to_code()))

@@ -4,15 +4,16 @@ A step attends each row to its cache on this rank, and merges the partials of al
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
 from attnmesh.cache.cache import KVCache
 from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.core.mask import Causal, Mask
-from attnmesh.decoding.prepared_step import PreparedStep, find_step, prepare_step
+from attnmesh.decoding.known_steps import find_step, run_new_step
+from attnmesh.decoding.prepared_step import PreparedStep
 from attnmesh.decoding.step_agreement import agreement_on
 from attnmesh.decoding.step_arguments import CheckedStep, StepInputs, StepOptions
 from attnmesh.decoding.step_checks import checked_step
@@ -25,7 +26,6 @@ from attnmesh.errors import (
     ShapeError,
 )
 from attnmesh.guard.agreement import may_compare
-from attnmesh.guard.argument_checks import check_compare_option, warn_if_transposed
 from attnmesh.mesh.axes import Axis
 from attnmesh.runtime.memo import Memo
 from attnmesh.runtime.world import cached_per_world
@@ -99,21 +99,12 @@ def decode_rows(
     signature, prepared_step = find_step(inputs, options, checked, prepared)
     if prepared_step is not None:
         return prepared_step.run(inputs, checked)
-    try:
-        check_compare_option(SUBJECT, checked)
-        step = _checked_step_of_rows(q, caches, sinks, options)
-        with torch.no_grad():
-            prepared_step = prepare_step(inputs, step, signature, prepared)
-    except Exception as error:  # poisons the merge of the others
-        agreement_on(caches, options, checked).raise_through_merge(error)
-    with torch.no_grad():
-        out = prepared_step.run(inputs, checked)
-    warn_if_transposed(SUBJECT, q, first.sizes.kv_heads)
-    return out
+    check = partial(_checked_rows, inputs, options)
+    return run_new_step(check, inputs, options, checked, signature, prepared, SUBJECT)
 
 
-def _prepared_steps_of(caches: Sequence[KVCache]) -> Memo[PreparedStep]:
-    """Return the prepared steps of a cache and its forks; of rows on CPUs those of all caches of their kind."""
+def _prepared_steps_of(caches: Sequence[KVCache]) -> Memo[PreparedStep[Any]]:
+    """Return the memo of steps of a cache and its forks, or for rows on CPUs that of all caches of their kind."""
     first = caches[0]
     sizes = caches[0].sizes
     if len(caches) == 1 or first.device.type != "cpu":
@@ -124,7 +115,7 @@ def _prepared_steps_of(caches: Sequence[KVCache]) -> Memo[PreparedStep]:
 @cached_per_world(1024)
 def _prepared_steps_of_rows(
     token_axis: Axis, heads: Axis, common_sizes: CacheConfig, block: int, hot: int | None
-) -> Memo[PreparedStep]:
+) -> Memo[PreparedStep[Any]]:
     return Memo()
 
 
@@ -175,10 +166,9 @@ def _append(k: Tensor | None, v: Tensor | None, caches: Sequence[KVCache]) -> No
         cache.append(cast(Tensor, k if k is None else k[rows]), v if v is None else v[rows])
 
 
-def _checked_step_of_rows(
-    q: Tensor, caches: Sequence[KVCache], sinks: Tensor | None, options: StepOptions
-) -> CheckedStep:
-    """Return the step of all rows, or raise unless each row can be served."""
+def _checked_rows(inputs: StepInputs, options: StepOptions) -> tuple[StepInputs, CheckedStep]:
+    """Return the inputs and the step of all rows, or raise unless each row can be served."""
+    q, caches, sinks, *_ = inputs
     steps = [
         checked_step(StepInputs(q[row : row + 1], (cache,), sinks), options, {}, SUBJECT, row)
         for row, cache in enumerate(caches)
@@ -187,4 +177,4 @@ def _checked_step_of_rows(
     if options.reproducible and len(blocks) > 1:
         fix = "make all caches with one block="
         raise LayoutError(f"{SUBJECT} reproducible", "caches of one block size", f"{blocks}", fix)
-    return steps[0]._replace(capacity=max(cache.sizes.capacity for cache in caches))
+    return inputs, steps[0]._replace(capacity=max(cache.sizes.capacity for cache in caches))

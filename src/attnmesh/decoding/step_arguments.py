@@ -94,11 +94,11 @@ class CheckedStep(NamedTuple):
 
 
 LENGTH_WEIGHT = -7046029254386353131
-"""Weight of a cache's length over that of the next one, in what ranks compare: odd, of 64 bits without a pattern."""
+"""Weight by which ranks add up the lengths of several caches, to compare them. It is odd, of 64 bits in no pattern."""
 
 
 Compared = tuple[Sequence[Tensor], int, Tensor]
-"""Parts of a call that ranks compare: tensors by their bits, a hash, and tokens, which a tensor begins with."""
+"""Parts of a call that ranks compare: the bits of tensors, a hash, and the first number of a tensor: the tokens."""
 
 
 class StepInputs(NamedTuple):
@@ -132,8 +132,8 @@ class StepInputs(NamedTuple):
         own_selected = self.selected and selection_of_rank(self.selected, step.head_axis)
         return self._replace(q=self.q[:, heads], sinks=own_sinks, selected=own_selected)
 
-    def compared(self, facts: tuple[Any, ...], views: Sequence[CacheView]) -> Compared:
-        """Return what ranks compare of a call. A hash is of its facts, and of what changes between calls of them."""
+    def parts_to_compare(self, facts: tuple[Any, ...], views: Sequence[CacheView]) -> Compared:
+        """Return what ranks compare of a call. The hash is of its facts, and of numbers that change between calls."""
         q, caches, sinks, key_lengths, selected, _, history = self
         tensors = [q] if sinks is None else [q, sinks]
         values: list[int] = []

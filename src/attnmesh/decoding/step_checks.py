@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from attnmesh.cache.cache import KVCache
-from attnmesh.cache.call_checks import check_dtype_and_device, check_eager, check_no_gradients
-from attnmesh.core.mask import Mask, check_mask
+from attnmesh.cache.call_checks import check_dtype_and_device, check_eager, check_no_gradients, needs_cpu
+from attnmesh.core.mask import check_mask
 from attnmesh.core.partial import sum_dtype
-from attnmesh.core.scaling import Scaling
+from attnmesh.core.scaling import Scaling, with_distance_bias
 from attnmesh.core.selection import Selection
 from attnmesh.decoding.step_arguments import CheckedStep, StepInputs, StepOptions
 from attnmesh.errors import (
@@ -18,7 +18,6 @@ from attnmesh.errors import (
     DeviceError,
     DtypeError,
     KernelError,
-    LayoutError,
     MaskError,
     ShapeError,
 )
@@ -40,6 +39,16 @@ from attnmesh.kernels.choice import choose
 from attnmesh.kernels.kernel import KernelRequest
 from attnmesh.kernels.triton_runtime import interpreted
 from attnmesh.mesh.merges import MERGES, Pattern
+
+
+def checked_call(
+    inputs: StepInputs, options: StepOptions, distance_bias: Tensor | None, unsupported: Mapping[str, Never]
+) -> tuple[StepInputs, CheckedStep]:
+    """Return the inputs of `decode`, with the bias in the queries, and the step; or raise unless all can be served."""
+    step = checked_step(inputs, options, unsupported)
+    _check_other_partial(inputs, step)
+    step = step_with_bias(inputs, distance_bias, step)
+    return inputs._replace(q=with_distance_bias(inputs.q, distance_bias)), step
 
 
 def checked_step(
@@ -89,33 +98,22 @@ def checked_step(
     if selected is not None:
         step = _with_selection(q, cache, selected, step)
     check_reproducible(f"{subject} reproducible", step.reproducible, step.token_axis.size, step.merge)
-    if step.reproducible:
-        _check_reproducible_cache(cache, key_lengths, f"{subject} reproducible", of_row)
-    if not may_compare(q.device):  # a graph does not read the length
-        if q.shape[2] > 1 or sizes.hot is not None:
+    if step.reproducible and key_lengths is not None:
+        expected, fix = "no key_lengths= beside reproducible=True", "leave one of them out"
+        raise KernelError(f"{subject} reproducible", expected, f"key_lengths of {len(key_lengths)} sequences", fix)
+    in_graph = not may_compare(q.device)
+    cache.shards.check_step(subject, of_row, q, in_graph=in_graph, reproducible=step.reproducible)
+    if in_graph:
+        if needs_cpu(sizes, q.shape[2]):
             check_eager(subject, sizes, q.device)
         if is_capturing(q.device):
             _check_captured(cache, step, lengths_on_cpu=key_lengths is not None and not lengths_on_gpu)
         return step
-    _check_lengths(q, cache, step.mask, subject, of_row)
+    if step.mask.depends_on_length:
+        step.mask.check_length(f"{subject} mask{of_row}", cache.length)
     if not lengths_on_gpu:
         check_lengths_within(f"{subject} key_lengths", key_lengths, cache.length)
     return step
-
-
-def _check_reproducible_cache(cache: KVCache, key_lengths: Tensor | None, subject: str, of_row: str) -> None:
-    """Raise unless the keys of a step with `reproducible=True` are blocks of one tree, which one kernel reads."""
-    if cache.padding is not None or not cache.is_block_cyclic:
-        given = "a padded batch" if cache.padding is not None else "tokens in the layout of a sharded prefill"
-        fix = "fill it with append, or prefill in cache.layout"
-        raise LayoutError(f"{subject}{of_row}", "a cache with block-cyclic tokens", given, fix)
-    check_even_shares(subject, cache.shares, even=cache.shard.block_cyclic.is_even)
-    if cache.sizes.hot is not None and cache.device.type != "cpu":
-        given = f"hot={cache.sizes.hot} on {cache.device.type}"
-        raise KernelError(subject, "keys that one kernel reads", given, 'leave one of them out, or pass device="cpu"')
-    if key_lengths is not None:
-        expected, fix = "no key_lengths= beside reproducible=True", "leave one of them out"
-        raise KernelError(subject, expected, f"key_lengths of {len(key_lengths)} sequences", fix)
 
 
 def _with_selection(q: Tensor, cache: KVCache, selected: Selection, step: CheckedStep) -> CheckedStep:
@@ -128,7 +126,7 @@ def _with_selection(q: Tensor, cache: KVCache, selected: Selection, step: Checke
     return step._replace(index_block=selected.block)
 
 
-def check_other_partial(inputs: StepInputs, step: CheckedStep) -> None:
+def _check_other_partial(inputs: StepInputs, step: CheckedStep) -> None:
     """Raise unless the partial of other keys is None or fits the queries of a checked step."""
     q, other_partial = inputs.q, inputs.other_partial
     (cache,) = inputs.caches
@@ -191,32 +189,6 @@ def _check_captured(cache: KVCache, step: CheckedStep, *, lengths_on_cpu: bool) 
         given = f"kernel={step.kernel!r} on {cache.sizes.dtype}"
         fix = 'use kernel="auto" and a cache of bfloat16, float16 or float32, or leave the graph out'
         raise KernelError("decode kernel", expected, given, fix)
-
-
-def _check_lengths(q: Tensor, cache: KVCache, mask: Mask, subject: str, of_row: str) -> None:
-    """Raise unless the cache holds what the queries see."""
-    sizes = cache.sizes
-    if not cache.shards.holds(q.shape[2]):
-        given = f"{q.shape[2]} queries and {cache.length} of {cache.sizes.capacity} tokens in the cache"
-        fits = q.shape[2] % cache.sizes.kv_heads == 0 and cache.shards.holds(q.shape[1])
-        fix = transpose_hint_first(f"append before {subject}", fits)
-        raise ShapeError(f"{subject} q{of_row}", "as many queries as tokens in the cache, or fewer", given, fix)
-    if sizes.mask is not None and not cache.shards.serves(cache.shards.known_length - q.shape[2]):
-        first_query = cache.shards.first_query
-        expected = f"queries of token {first_query} and later ones: the cache has forgotten what earlier tokens see"
-        given = f"queries of the tokens from {cache.length - q.shape[2]} to {cache.length - 1}"
-        fix = "decode after each append, or pass queries= to append_shard"
-        fix = fix if cache.length > first_query else "append the next token first"
-        raise ShapeError(f"{subject} q{of_row}", expected, given, fix)
-    if mask.depends_on_length:
-        mask.check_length(f"{subject} mask{of_row}", cache.length)
-
-
-def check_even_shares(subject: str, shares: object, *, even: bool) -> None:
-    """Raise unless each rank holds every n-th block, so that its blocks are one subtree of the tree over blocks."""
-    if not even:
-        fix = "leave shares= out, or reproducible=True"
-        raise KernelError(subject, "even shares, whose blocks are subtrees of one tree", f"shares={shares}", fix)
 
 
 def check_reproducible(subject: str, reproducible: object, ranks: int, merge: str) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from attnmesh.cache.cache_config import check_key_heads, check_storage
-from attnmesh.cache.local_shards import check_copies
+from attnmesh.cache.local_shards import check_copies, check_even_shares
 from attnmesh.cache.make_shards import check_ranks_in_folder
-from attnmesh.decoding.step_checks import check_even_shares, check_reproducible
+from attnmesh.decoding.step_checks import check_reproducible
 from attnmesh.errors import KernelError, ShapeError, check_count
 from attnmesh.guard.argument_checks import check_compare_option, check_merge
 from attnmesh.hf.latent_states import latent_widths
