@@ -164,8 +164,9 @@ class OpenStored(Operation, name="open"):
 
     @classmethod
     def _of_values(cls, *values: Any) -> "OpenStored":
-        *others, blocks = values
-        return cls(*others, [BlockToRead(StoredBlock(*block), ReadFrom(read_from)) for block, read_from in blocks])
+        number, layers, tokens, rope, blocks = values
+        to_read = [BlockToRead(StoredBlock(*block), ReadFrom(read_from)) for block, read_from in blocks]
+        return cls(number, layers, tokens, rope, to_read)
 
 
 @dataclass(frozen=True)
