@@ -61,7 +61,7 @@ def cases() -> dict[str, str]:
         "a call": rules["a call"].calls(shape, tools, several=True),
         "text or calls": rules["text or calls"].calls_in_text(shape, tools, FORMATS["hermes"].begins, several=True),
     }
-    return {name: rules[name].written(start) for name, start in starts.items()}
+    return {name: rules[name].write(start) for name, start in starts.items()}
 
 
 class TimedState(GrammarState):

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from attnmesh.serve.completion_objects import CompletionObjects, encoded
+from attnmesh.serve.completion_objects import CompletionObjects, encode_json
 from attnmesh.serve.spelling import Spelling
 from attnmesh.serve.text import Piece, SentToken, Text
 from tests.support.fake_engine import byte_tokenizer, sentencepiece_tokenizer
@@ -20,8 +20,8 @@ def test_a_whole_choice_is_that_of_its_stream(is_chat: bool) -> None:
         for place, (sign, token) in enumerate(zip("Hello", tokens, strict=True))
     ]
     parts.append(answers.choice(0, Piece(""), "stop"))
-    assert answers.joined(parts) == answers.joined([at_once])
-    shown = answers.joined(parts)
+    assert answers.join(parts) == answers.join([at_once])
+    shown = answers.join(parts)
     assert (shown["message"]["content"] if is_chat else shown["text"]) == "Hello"
     assert shown["finish_reason"] == "stop"
 
@@ -34,7 +34,7 @@ def test_long_json_lets_others_run() -> None:
     }
 
     async def write() -> tuple[bytes, int]:
-        turns, done = 0, asyncio.create_task(encoded(value))
+        turns, done = 0, asyncio.create_task(encode_json(value))
         while not done.done():
             turns += 1
             await asyncio.sleep(0)
@@ -62,7 +62,7 @@ def completed(tokens: list[SentToken], is_chat: bool = False, top: int = 3) -> d
     answers = CompletionObjects(spelling, "m", is_chat, top)
     text = Text(spelling, (), PIECES("The capital is")["input_ids"])
     found = [*map(text.add, tokens), text.end()]
-    return answers.joined([answers.choice(0, piece, "stop") for piece in found])
+    return answers.join([answers.choice(0, piece, "stop") for piece in found])
 
 
 def test_tokens_that_differ_by_a_space_have_log_probabilities_of_their_own() -> None:

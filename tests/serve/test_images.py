@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from attnmesh.hf.serving.engine import Engine
-from attnmesh.serve import images, supervisor
+from attnmesh.serve import front_socket, images, supervisor
 from attnmesh.serve.chat import encode_chat
 from attnmesh.serve.rank_messages import ForgetPrompt, NewPrompt, SubmitRequest, ToRank
 from attnmesh.serve.rank_requests import serve_rank_0
@@ -174,14 +174,14 @@ def test_images_are_for_users_and_models_that_read_them(running: Served) -> None
 
 def test_images_are_sent_once_for_all_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[tuple[type, int]] = []
-    whole = supervisor.message_parts
+    whole = front_socket.message_parts
 
     def noted(message: ToRank) -> Any:
         given = message.images if isinstance(message, NewPrompt) else {}
         sent.append((type(message), sum(map(len, images.buffers_of(given)))))
         return whole(message)
 
-    monkeypatch.setattr(supervisor, "message_parts", noted)
+    monkeypatch.setattr(front_socket, "message_parts", noted)
     encoder, picture = of_images(), pictures()[0]
     with served(EngineWorld(), tokenizer=encoder.tokenizer, processor=encoder) as one:
         fields = {"max_tokens": 8, "temperature": 0}

@@ -45,6 +45,7 @@ def longest_pause(running: Served, work: Callable[[], Any]) -> float:
             pauses.append(now - last)
             last = now
 
+    assert running.front._living is not None
     beating = asyncio.run_coroutine_threadsafe(beat(), running.front._living.get_loop())
     work()
     done.set()

@@ -330,5 +330,5 @@ def test_what_a_template_refuses_is_named_by_its_item() -> None:
         "tools[10].function": "tools[10].function",
     }
     for chats, field in named.items():
-        error = request.renamed(Refused(400, f"{chats}: expected more", chats))
+        error = request.rename(Refused(400, f"{chats}: expected more", chats))
         assert (error.param, str(error)) == (field, f"{field}: expected more")

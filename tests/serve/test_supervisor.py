@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from attnmesh.cli.launch import LaunchError
-from attnmesh.errors import ModelError
+from attnmesh.errors import ArgumentError, ModelError
 from attnmesh.serve import supervisor
 from attnmesh.serve.chat import EncodedPrompt
-from attnmesh.serve.metrics import Metrics
+from attnmesh.serve.metrics import Metrics, ServerState
 from attnmesh.serve.rank_messages import EngineReady, NewPrompt
 from attnmesh.serve.rank_socket import message_parts
 from attnmesh.serve.refused import Refused
@@ -54,6 +54,23 @@ def test_a_temporary_folder_of_a_long_name_is_refused_by_its_variable(
     with served(ThreadWorld()) as one:
         one.thread.join(30)
     assert "TMPDIR: expected room for an address of 103 bytes, given one of" in str(one.error)
+    assert not [*folder.iterdir()]
+
+
+@pytest.mark.parametrize("name", ["long" * 25, "short"])
+def test_a_world_that_cannot_be_listened_for_leaves_no_folder(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def no_socket(*_: Any) -> None:
+        raise OSError("no socket")
+
+    folder = tmp_path / name
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setattr(asyncio, "start_unix_server", no_socket)
+    one = Supervisor(ThreadWorld(), max_requests=1, max_restarts=0, metrics=Metrics())
+    asyncio.run(one._live())
+    assert isinstance(one.failure, ArgumentError if name != "short" else OSError)
     assert not [*folder.iterdir()]
 
 
@@ -246,7 +263,7 @@ def test_losses_count_within_a_window(times: tuple[float, ...], state: str, monk
     async def lose() -> LaunchError:
         time = next(losses, None)
         if time is None:
-            one.state = "stopping"
+            one.state = ServerState.STOPPING
         else:
             monkeypatch.setattr(loop, "time", lambda: time)
         return LaunchError("rank 1 was ended by SIGKILL before it was done")

@@ -101,7 +101,7 @@ def guessing(answers: list[list[int]], seed: int = 0) -> Iterator[None]:
     """Guess tokens of known answers, of which some are wrong, and check a random number of them."""
     random = Random(seed)
 
-    def found(text: RowText, most: int) -> list[int]:
+    def find_next(text: RowText, most: int) -> list[int]:
         whole = torch.frombuffer(text.data, dtype=torch.int32).tolist()
         known = next((one for one in answers if one[: len(whole)] == whole), whole)[len(whole) :][: max(most, 0)]
         return [token if random.random() < 0.8 else (token + 1) % 97 for token in known]
@@ -109,7 +109,7 @@ def guessing(answers: list[list[int]], seed: int = 0) -> Iterator[None]:
     def choose(_: StepTimes, rates: list[float], offered: list[int]) -> list[int]:
         return [random.randint(0, most) for most in offered]
 
-    with patch.object(RowText, "found", found), patch.object(StepTimes, "choose", choose):
+    with patch.object(RowText, "find_next", find_next), patch.object(StepTimes, "choose", choose):
         yield
 
 

@@ -179,7 +179,9 @@ class _Generation:
         merges = dist_all_gather_ints([int(1e9 * merge) for merge in traffic.merges], axes)
         return GenerateResult(
             tokens=tokens,
-            ended="length" if len(tokens) == self.options["max_new_tokens"] and not self.stopped(tokens) else "stop",
+            ended="length"
+            if len(tokens) == self.options["max_new_tokens"] and not self.has_stopped(tokens)
+            else "stop",
             prompt_tokens=ids.shape[1],
             load_seconds=self.load_seconds,
             prefill_seconds=prefill_seconds,
@@ -198,7 +200,7 @@ class _Generation:
         ends = self.model.generation_config.eos_token_id
         return ends if isinstance(ends, list) else [ends]
 
-    def stopped(self, tokens: list[int]) -> bool:
+    def has_stopped(self, tokens: list[int]) -> bool:
         """Return whether new tokens end with one that ends answers, or with a stop string."""
         criteria = self.options.get("stopping_criteria", ())
         return tokens[-1] in self.ends or any(criterion.text.stopped for criterion in criteria)

@@ -93,7 +93,7 @@ def choose_mesh(
         raise MeshError("--mesh", expected, given, "give its ranks to another axis")
     plan, layers = None, LayersChoice()
     if ranks > 1 and sized is not None:
-        plan, layers = _priced(options, ranks, sized, tp, shape)
+        plan, layers = _price(options, ranks, sized, tp, shape)
     if shape is not None:
         return MeshChoice(shape, tp, False, "as --mesh says"), layers
     return _best(ranks // tp, tp, heads, plan), layers
@@ -106,7 +106,7 @@ def cluster_here(ranks: int) -> Cluster:
     return this_machine(ranks, "cuda" if torch.cuda.device_count() >= ranks else "cpu")
 
 
-def _priced(
+def _price(
     options: MeshOptions, ranks: int, sized: Callable[[], ModelSizes], tp: int, shape: Shape | None
 ) -> tuple[ServingPlan | None, LayersChoice]:
     """Return the planner's way, None for a model without a price, and who computes the layers."""

@@ -92,7 +92,7 @@ def named_cluster(text: str) -> Cluster:
         return this_machine(ranks or 1, hosts=hosts or 1)
     if not os.path.isfile(name):
         return Cluster.preset(name, hosts, ranks)
-    measured = _measured(name)
+    measured = _read_measured(name)
     for unit, option, count in (("hosts", hosts, measured.hosts), ("ranks a host", ranks, measured.ranks)):
         if count == 1 and option not in (None, 1):  # there was no link to measure
             fix = f"measure with attnmesh probe on more {unit}"
@@ -101,7 +101,7 @@ def named_cluster(text: str) -> Cluster:
     return measured.sized(hosts or measured.hosts, ranks or measured.ranks)
 
 
-def _measured(file: str) -> Cluster:
+def _read_measured(file: str) -> Cluster:
     try:
         return Cluster.of_record(read_cluster(file))
     except ClusterError as error:

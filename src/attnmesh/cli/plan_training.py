@@ -65,7 +65,7 @@ def print_training(options: PlanOptions, cluster: Cluster, workload_options: dic
         f"{best.context} ranks share a sequence, as {shape_text(best.attention_plan.shape)} (heads x queries x keys)"
     )
     shared = shared if best.context > 1 else "Each rank has sequences of its own"
-    lines = [f"{shared}.", f"Sequences at once: {best.data}.", _trained(model)]
+    lines = [f"{shared}.", f"Sequences at once: {best.data}.", _weights_sentence(model)]
     lines += [EXPLAINED] * options.verbose
     console.print("\n".join(lines), highlight=False, markup=False)
 
@@ -89,7 +89,7 @@ def _plan_record(plan: TrainingPlan) -> dict[str, Any]:
     }
 
 
-def _trained(model: TrainingSizes) -> str:
+def _weights_sentence(model: TrainingSizes) -> str:
     """Return the weights that are trained, and what is saved of them."""
     kind = "adapter" if model.adapter_parameters else "model"
     counts = (

@@ -92,13 +92,13 @@ def choices() -> Iterator[Choice]:
     for device in devices():
         for dtype in DTYPES:
             q, k = (torch.zeros(1, heads, 256, 128, device=device, dtype=dtype) for heads in (4, 1))
-            plain, masked = (_chosen(q, k, mask) for mask in (Causal(), Window(40)))
+            plain, masked = (_choose_name(q, k, mask) for mask in (Causal(), Window(40)))
             name = str(dtype).removeprefix("torch.")
             step = KernelRequest.of(q[:, :, -1:], k, k, LOGITS)._replace(cached=True)
             yield Choice(device.type, name, plain, masked, choice.choose(step).name)
 
 
-def _chosen(q: Tensor, k: Tensor, mask: Mask) -> str:
+def _choose_name(q: Tensor, k: Tensor, mask: Mask) -> str:
     """Return the name of the kernel, or of PyTorch's CUDA operator."""
     kernel = choice.choose(KernelRequest.of(q, k, k, LOGITS))
     (rectangle, *_) = kernel.cut(Band.of(mask, torch.arange(q.shape[2], device="cpu"), k.shape[2]), q, k, k)

@@ -76,7 +76,7 @@ def serve_rank(settings: ServeSettings, address: str) -> None:
     set_deadline(settings.deadline)
     if is_first:
         print_message(f"weights loaded in {perf_counter() - start:.1f} s, layers {weights}")
-        facts = {"max_model_len": engine.max_context, "cache_bytes": engine.scheduler.memory}
+        facts = {"max_model_len": engine.max_context, "cache_bytes": engine.scheduler.memory.limit}
         try:
             serve_rank_0(engine, address, facts | {"rope_switches": rope_switches(model.config)})
         finally:

@@ -15,8 +15,7 @@ from attnmesh.core.selection import Selection, Visible
 from attnmesh.decoding.decode_shard import decode_shard
 from attnmesh.errors import InputError, MaskError
 from attnmesh.hf.cache.layer import PendingKV, store_shard
-from attnmesh.hf.layer_checks import check_cached_padding
-from attnmesh.hf.layer_mask import ONE_PROMPT, SAME_PLACES, MaskSpec, check_covers
+from attnmesh.hf.layer_mask import ONE_PROMPT, SAME_PLACES, MaskSpec, check_cached_padding, check_covers
 from attnmesh.hf.models import SUBJECT
 from attnmesh.hf.shards import Shards
 from attnmesh.kernels.local_op import attend_on_device

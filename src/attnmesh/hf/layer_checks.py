@@ -8,23 +8,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from attnmesh.cache.cache import KVCache
 from attnmesh.core.digest import DIGEST_VALUES, fingerprints
-from attnmesh.core.mask import FAR, Causal, Full, Mask, Window
+from attnmesh.core.mask import FAR, Causal, Full, Window
 from attnmesh.errors import (
     ArgumentError,
     InputError,
     KernelError,
     LayoutError,
     MaskError,
-    ShapeError,
     short,
     warn_once,
 )
 from attnmesh.guard.agreement import Agreement, may_compare
 from attnmesh.hf.cache.compressed_layer import check_entries
 from attnmesh.hf.cache.layer import PendingKV
-from attnmesh.hf.layer_mask import MaskSpec, check_left_padded
+from attnmesh.hf.layer_mask import MaskSpec
 from attnmesh.hf.models import SUBJECT, is_recurrent, num_mixing_calls
 from attnmesh.hf.shard_tensors import ShardPositions
 from attnmesh.hf.shards import FORWARD_ALL, OF_SHARD_BATCH, Shards
@@ -244,19 +242,3 @@ def check_same_weights(module: nn.Module, shards: Shards, device: torch.device) 
 def _is_part(parameter: Tensor) -> bool:
     """Return whether this rank has a part of a parameter, or none of its values."""
     return is_dtensor(parameter) or parameter.is_meta
-
-
-def check_cached_padding(kv: KVCache, token_mask: Tensor | None, new: int, mask: Mask) -> None:
-    """Raise unless the attention mask covers all tokens, repeats the padding of cached ones, and fits the layer."""
-    subject, fix = f"{SUBJECT} attention_mask", "pass the attention_mask of all tokens, cached tokens first"
-    if token_mask is not None and token_mask.shape[1] != kv.length + new:
-        expected, given = f"one of {kv.length} cached and {new} new tokens", f"one of {token_mask.shape[1]}"
-        raise ShapeError(subject, expected, given, fix)
-    if kv.padding is None:
-        is_same = token_mask is None or bool(token_mask[:, :-new].all())
-    else:
-        is_same = token_mask is not None and torch.equal(token_mask[:, :-new], kv.padding.token_mask[:, : kv.length])
-    if not is_same:
-        raise MaskError(subject, "the padding of the cached tokens", "other padding", fix)
-    if token_mask is not None and mask != Causal():
-        check_left_padded(subject, token_mask)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 
+from attnmesh.cache.cache import KVCache
 from attnmesh.core.mask import FAR, Causal, Chunks, Full, Mask, Spans, Window
 from attnmesh.core.selection import Selection
 from attnmesh.errors import MaskError, ShapeError
@@ -335,6 +336,22 @@ def check_left_padded(subject: str, token_mask: Tensor) -> None:
         expected = "padding before the first token of a sequence only"
         given = "padding between tokens, in a model with windows or chunks"
         raise MaskError(subject, expected, given, "pass an attention_mask with padding on the left")
+
+
+def check_cached_padding(kv: KVCache, token_mask: Tensor | None, new: int, mask: Mask) -> None:
+    """Raise unless the attention mask covers all tokens, repeats the padding of cached ones, and fits the layer."""
+    subject, fix = f"{SUBJECT} attention_mask", "pass the attention_mask of all tokens, cached tokens first"
+    if token_mask is not None and token_mask.shape[1] != kv.length + new:
+        expected, given = f"one of {kv.length} cached and {new} new tokens", f"one of {token_mask.shape[1]}"
+        raise ShapeError(subject, expected, given, fix)
+    if kv.padding is None:
+        is_same = token_mask is None or bool(token_mask[:, :-new].all())
+    else:
+        is_same = token_mask is not None and torch.equal(token_mask[:, :-new], kv.padding.token_mask[:, : kv.length])
+    if not is_same:
+        raise MaskError(subject, "the padding of the cached tokens", "other padding", fix)
+    if token_mask is not None and mask != Causal():
+        check_left_padded(subject, token_mask)
 
 
 def _sample_pairs(described: DescribedMask, size: int, first: int) -> tuple[Tensor, Tensor]:

@@ -226,7 +226,7 @@ def _shape_arguments(processing_class: Any, template: str, messages: list[dict[s
     if not calls:
         return
     as_object, as_text = (
-        _shown_arguments(processing_class, template, arguments) for arguments in ({PROBE: 1}, f'{{"{PROBE}": 1}}')
+        _find_arguments(processing_class, template, arguments) for arguments in ({PROBE: 1}, f'{{"{PROBE}": 1}}')
     )
     if as_text is None or (as_object is not None and as_object != as_text):
         for function in calls:
@@ -251,7 +251,7 @@ def _name_thought(template: str, message: dict[str, Any]) -> None:
             message[name] = thought
 
 
-def _shown_arguments(processing_class: Any, template: str, arguments: Any) -> str | None:
+def _find_arguments(processing_class: Any, template: str, arguments: Any) -> str | None:
     """Return what a template makes of a call; None if it raises."""
     call = CALL | {"function": {"name": "f", "arguments": arguments}}
     texts = [

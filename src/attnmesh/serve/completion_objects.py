@@ -75,13 +75,13 @@ class CompletionObjects:
         delta = ({"content": piece.text} if piece.text else {}) if delta is None else delta
         return {**shared, "delta": delta, "logprobs": shown}
 
-    def joined(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
+    def join(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
         """Return a choice with all text, from those of a stream."""
         shared = {"index": parts[0]["index"], "finish_reason": parts[-1]["finish_reason"]}
-        shown = None if self.top is None else joined_lists([part["logprobs"] for part in parts])
+        shown = None if self.top is None else join_lists([part["logprobs"] for part in parts])
         if not self.is_chat:
             return {**shared, "text": "".join(part["text"] for part in parts), "logprobs": shown}
-        message = {"role": "assistant", **joined_deltas([part["delta"] for part in parts]), "refusal": None}
+        message = {"role": "assistant", **join_deltas([part["delta"] for part in parts]), "refusal": None}
         return {**shared, "message": message, "logprobs": shown}
 
     def _logprob(self, token: SentToken) -> dict[str, Any]:
@@ -90,12 +90,12 @@ class CompletionObjects:
 
     def _entry(self, id: int, logprob: float | None) -> dict[str, Any]:
         data = None if self.spelling.drops(id) else [*self.spelling.bytes_of(id)]
-        return {"token": self.spelling.written(id), "logprob": logprob, "bytes": data}
+        return {"token": self.spelling.spell(id), "logprob": logprob, "bytes": data}
 
     def _completion_logprobs(self, piece: Piece) -> dict[str, Any]:
         tokens = [token for _, token in piece.tokens]
         return {
-            "tokens": [self.spelling.written(token.id, RAW) for token in tokens],
+            "tokens": [self.spelling.spell(token.id, RAW) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
             "top_logprobs": [self._top(token) for token in tokens],
             "text_offset": [index for index, _ in piece.tokens],
@@ -106,9 +106,9 @@ class CompletionObjects:
 
         Of tokens that are written alike, the drawn one counts, then the likeliest.
         """
-        by_text = {self.spelling.written(token.id, RAW): token.logprob}
+        by_text = {self.spelling.spell(token.id, RAW): token.logprob}
         for id, logprob in token.top[: self.top]:
-            by_text.setdefault(self.spelling.written(id, RAW), logprob)
+            by_text.setdefault(self.spelling.spell(id, RAW), logprob)
         return by_text
 
 
@@ -127,12 +127,12 @@ def deltas_of(part: AnswerPart) -> Iterator[dict[str, Any]]:
                 yield {"tool_calls": [{"index": index, "function": piece}]}
 
 
-def joined_deltas(deltas: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def join_deltas(deltas: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return what a message has of the deltas of a stream.
 
-    >>> joined_deltas([{"content": "a"}, {"content": "b"}])
+    >>> join_deltas([{"content": "a"}, {"content": "b"}])
     {'content': 'ab'}
-    >>> joined_deltas([*deltas_of(ToolCall("f", "{}", "7"))])
+    >>> join_deltas([*deltas_of(ToolCall("f", "{}", "7"))])
     {'content': None, 'tool_calls': [{'id': '7', 'type': 'function', 'function': {'name': 'f', 'arguments': '{}'}}]}
     """
     content = "".join(delta.get("content", "") for delta in deltas)
@@ -149,10 +149,10 @@ def joined_deltas(deltas: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return message | ({"reasoning_content": thought} if thought else {}) | ({"tool_calls": calls} if calls else {})
 
 
-def joined_lists(parts: list[dict[str, Any]]) -> dict[str, Any]:
+def join_lists(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """Return one object, whose lists are those of all parts.
 
-    >>> joined_lists([{"a": [1], "b": None}, {"a": [2, 3], "b": None}])
+    >>> join_lists([{"a": [1], "b": None}, {"a": [2, 3], "b": None}])
     {'a': [1, 2, 3], 'b': None}
     """
     return {
@@ -168,7 +168,7 @@ def usage_of(prompt: int, cached: int, completion: int, thought: int) -> dict[st
     return counts | details | {"completion_tokens_details": {"reasoning_tokens": thought}}
 
 
-async def encoded(value: Any, *, ascii: bool = False) -> bytes:
+async def encode_json(value: Any, *, ascii: bool = False) -> bytes:
     """Return JSON, which may be long, and let other work of the event loop run meanwhile.
 
     Lines of events have no other signs than `ascii`: some clients end a line at signs of Unicode.
@@ -196,7 +196,7 @@ def json_parts(value: Any, ascii: bool = False) -> Iterator[str]:
     """
     if isinstance(value, dict):
         for number, (name, item) in enumerate(value.items()):
-            yield f"{',' if number else '{'}{dumped(name, ascii)}:"
+            yield f"{',' if number else '{'}{dump_json(name, ascii)}:"
             yield from json_parts(item, ascii)
         yield "}" if value else "{}"
     elif isinstance(value, list) and len(value) <= SLICE:
@@ -206,17 +206,17 @@ def json_parts(value: Any, ascii: bool = False) -> Iterator[str]:
         yield "]" if value else "[]"
     elif isinstance(value, list):
         for first in range(0, len(value), SLICE):
-            yield f"{',' if first else '['}{dumped(value[first : first + SLICE], ascii)[1:-1]}"
+            yield f"{',' if first else '['}{dump_json(value[first : first + SLICE], ascii)[1:-1]}"
         yield "]"
     elif isinstance(value, str) and len(value) > PIECE:
         for first in range(0, len(value), PIECE):
-            yield ("" if first else '"') + dumped(value[first : first + PIECE], ascii)[1:-1]
+            yield ("" if first else '"') + dump_json(value[first : first + PIECE], ascii)[1:-1]
         yield '"'
     else:
-        yield dumped(value, ascii)
+        yield dump_json(value, ascii)
 
 
-def dumped(value: Any, ascii: bool = False) -> str:
+def dump_json(value: Any, ascii: bool = False) -> str:
     """Return JSON as responses have it."""
     return json.dumps(value, ensure_ascii=ascii, separators=(",", ":"))
 

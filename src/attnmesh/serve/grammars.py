@@ -119,7 +119,7 @@ class Grammars:
             raise Refused(503, "The server makes the grammars of other requests. Ask again later.") from None
         except GrammarError as error:
             raise Refused(400, str(error), error.args[0]) from None
-        made = in_thread(lambda: self._checked(tokens, asked, prompt_end), self._leave(asyncio.get_running_loop()))
+        made = in_thread(lambda: self._make_grammar(tokens, asked, prompt_end), self._leave(asyncio.get_running_loop()))
         try:
             async with asyncio.timeout(GRAMMAR_TIMEOUT):
                 grammar = await asyncio.wrap_future(made)
@@ -139,7 +139,7 @@ class Grammars:
 
         return leave
 
-    def _checked(self, tokens: GrammarTokens, asked: AskedGrammar, prompt_end: str) -> Grammar:
+    def _make_grammar(self, tokens: GrammarTokens, asked: AskedGrammar, prompt_end: str) -> Grammar:
         """Return the grammar, whose first mask can be made, or raise with the field at fault."""
         check_schema_size(asked)
         special = self._special(tokens)
@@ -169,7 +169,7 @@ class Grammars:
         is_thinking, may_think = self._thoughts(prompt_end)
         begin, end = map(self._ids, self.thought or ("", ""))
         start = f"/\\n{{1,2}}/? {start}" if (is_thinking or may_think) and self.thought is not CHANNELS else start
-        return Grammar(rules.written(start), asked.field, begin if may_think else (), end, is_thinking)
+        return Grammar(rules.write(start), asked.field, begin if may_think else (), end, is_thinking)
 
     def _shape(self, asked: AskedGrammar) -> CallShape | None:
         """Return how calls are written, or raise if they cannot be forced and are needed."""

@@ -40,10 +40,10 @@ def read_image(param: str, part: dict[str, Any], before: list[Any]) -> Any:
     if len(before) >= MAX_IMAGES:
         raise Refused(400, f"{param}: expected at most {MAX_IMAGES} images in a request", param)
     left = MAX_PIXELS - sum(picture.width * picture.height for picture in before)
-    return _opened(param, data, left)
+    return _open_image(param, data, left)
 
 
-def _opened(param: str, data: str, left: int) -> Any:
+def _open_image(param: str, data: str, left: int) -> Any:
     """Return the picture in base64, of so many pixels at most."""
     from PIL import Image
 

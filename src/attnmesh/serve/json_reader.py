@@ -148,7 +148,7 @@ class JsonReader:
                 string, end = scanstring(part + '"', 0, True)
             except ValueError:
                 self._fail("a string")
-            parts[-1:] = _rejoined(parts[-1], string)
+            parts[-1:] = _rejoin(parts[-1], string)
             if end <= len(part):
                 self.at += end
                 return "".join(parts)
@@ -169,7 +169,7 @@ def _whole_escapes(part: str) -> int:
     return last if run % 2 else len(part)
 
 
-def _rejoined(before: str, after: str) -> list[str]:
+def _rejoin(before: str, after: str) -> list[str]:
     """Return two parts of a string, in which no character is cut in halves."""
     if HIGH[0] <= before[-1:] <= HIGH[1] and LOW[0] <= after[:1] <= LOW[1]:
         pair = (before[-1] + after[0]).encode("utf-16-le", "surrogatepass").decode("utf-16-le")

@@ -1,14 +1,23 @@
 """The figures of /metrics, for Prometheus: those that the front counts, and those that rank 0 sends."""
 
 from collections.abc import Callable, Iterable
+from enum import StrEnum
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-STATES = ("starting", "ready", "restarting", "stopping", "failed")
-"""States of the server."""
+
+class ServerState(StrEnum):
+    """The state of the server, by the names that clients see."""
+
+    STARTING = "starting"
+    READY = "ready"
+    RESTARTING = "restarting"
+    STOPPING = "stopping"
+    FAILED = "failed"
+
 
 BUCKET_SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 """Upper bounds of the histograms' buckets."""
@@ -71,11 +80,11 @@ class Metrics(Collector):
         self.gap = Histogram("attnmesh_gap_seconds", "Seconds from one token of a request to its next.", **make)
         self.registry.register(self)
 
-    def watch(self, state: Callable[[], str], open_requests: Callable[[], int]) -> None:
+    def watch(self, state: Callable[[], ServerState], open_requests: Callable[[], int]) -> None:
         """Show the server's state and its open requests."""
         states = Gauge("attnmesh_state", "1 for the state of the server.", ["state"], registry=self.registry)
-        for name in STATES:
-            states.labels(name).set_function(lambda name=name: float(state() == name))  # type: ignore[misc]
+        for one in ServerState:
+            states.labels(one).set_function(lambda one=one: float(state() == one))  # type: ignore[misc]
         waiting = Gauge(
             "attnmesh_open_requests", "Requests that run, wait, or have their prompts encoded.", registry=self.registry
         )

@@ -21,7 +21,7 @@ SLICE = 1 << 18
 """Bytes of a part of a long message."""
 
 
-def packed(code: list[Any]) -> bytes:
+def pack_message(code: list[Any]) -> bytes:
     """Return the code of a message as bytes."""
     body = json.dumps(code, separators=(",", ":")).encode()
     return len(body).to_bytes(WIDTH, "big") + body
@@ -33,7 +33,7 @@ def message_parts(message: ToRank) -> Iterator[memoryview]:
     code = message_code(message)
     if isinstance(message, NewPrompt):
         code[-1] = describe_images(images)
-    for buffer in (memoryview(packed(code)), *buffers_of(images)):
+    for buffer in (memoryview(pack_message(code)), *buffers_of(images)):
         for first in range(0, len(buffer), SLICE):
             yield buffer[first : first + SLICE]
 
@@ -73,7 +73,7 @@ class RankSocket:
 
     def send(self, message: ToFront) -> None:
         """Send a message."""
-        self.socket.sendall(packed(message_code(message)))
+        self.socket.sendall(pack_message(message_code(message)))
 
     def close(self) -> None:
         """Wake the thread that receives, and close."""

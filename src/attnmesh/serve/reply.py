@@ -9,7 +9,7 @@ from starlette.types import Receive, Scope, Send
 
 from attnmesh.serve.answer_parts import AnswerPart
 from attnmesh.serve.chat import EncodedPrompt
-from attnmesh.serve.completion_objects import DONE, CompletionObjects, encoded, event, usage_of
+from attnmesh.serve.completion_objects import DONE, CompletionObjects, encode_json, event, usage_of
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.supervisor import Accepted, End, Event, Supervisor
 from attnmesh.serve.text import Piece, SentToken, Text
@@ -65,7 +65,7 @@ class Reply:
         for request in self.requests:
             self.supervisor.cancel(request)
 
-    async def accepted(self) -> None:
+    async def wait_until_accepted(self) -> None:
         """Return when the engine has queued each choice; raise if it refuses one."""
         waiting = len(self.requests)
         while waiting:
@@ -130,7 +130,7 @@ class Reply:
         parts: list[list[dict[str, Any]]] = [[] for _ in self.requests]
         async for choice in self.choices():
             parts[choice["index"]].append(choice)
-        return await encoded(self.objects.whole([*map(self.objects.joined, parts)], self.usage()))
+        return await encode_json(self.objects.whole([*map(self.objects.join, parts)], self.usage()))
 
     async def events(self, include_usage: bool) -> AsyncIterator[bytes]:
         """Yield the events of a stream; an error is the last one."""
@@ -195,7 +195,7 @@ class EventStream(Response):
 
 async def while_there(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Return the result of the work; raise `Gone`, and cancel it, if the client goes."""
-    working, going = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
+    working, going = asyncio.create_task(work), asyncio.create_task(_wait_until_gone(receive))
     try:
         await asyncio.wait({working, going}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -207,6 +207,6 @@ async def while_there(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(working, going, return_exceptions=True)
 
 
-async def _disconnected(receive: Receive) -> None:
+async def _wait_until_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

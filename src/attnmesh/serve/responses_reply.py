@@ -4,7 +4,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
-from attnmesh.serve.completion_objects import encoded
+from attnmesh.serve.completion_objects import encode_json
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.reply import Reply
 from attnmesh.serve.responses_request import ResponseRequest
@@ -48,7 +48,7 @@ class ResponseItems:
         self.id = id
         self.model = model
         self.created = int(time.time())
-        self.echoed = echoed(fields)
+        self.echoed = echo_fields(fields)
         self.items: list[dict[str, Any]] = []
         self.is_open = False
         """The last item is not whole."""
@@ -121,7 +121,7 @@ class ResponseItems:
         prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[item["type"]]
         self.items.append({"id": f"{prefix}_{self.id}_{len(self.items)}", **item, "status": "in_progress"})
         self.is_open = True
-        yield self.event("output_item.added", output_index=len(self.items) - 1, item=copied(self.items[-1]))
+        yield self.event("output_item.added", output_index=len(self.items) - 1, item=copy_item(self.items[-1]))
 
     def _add_text(self, kind: str, name: str, text: str) -> Iterator[dict[str, Any]]:
         if not self.is_open or self.items[-1]["type"] != kind:
@@ -130,7 +130,7 @@ class ResponseItems:
             part: dict[str, Any] = {"type": name, "text": ""}
             part |= {"annotations": [], "logprobs": []} if name == "output_text" else {}
             self.items[-1]["content"].append(part)
-            yield self.event("content_part.added", **self._place(), content_index=0, part=copied(part))
+            yield self.event("content_part.added", **self._place(), content_index=0, part=copy_item(part))
         self.items[-1]["content"][0]["text"] += text
         more = {"logprobs": []} if name == "output_text" else {}
         yield self.event(f"{name}.delta", **self._place(), content_index=0, delta=text, **more)
@@ -145,7 +145,7 @@ class ResponseItems:
             yield self.event("function_call_arguments.delta", **self._place(), delta=function["arguments"])
 
 
-def echoed(fields: Mapping[str, Any]) -> dict[str, Any]:
+def echo_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a response repeats of its request, with what holds where the request left it out."""
     tool_defaults = {"description": None, "parameters": None, "strict": False}
     format = (fields["text"] or {}).get("format") or {"type": "text"}
@@ -153,18 +153,18 @@ def echoed(fields: Mapping[str, Any]) -> dict[str, Any]:
     return FIXED | {
         **{name: fields[name] for name in ECHOED},
         "reasoning": {"effort": (fields["reasoning"] or {}).get("effort"), "summary": None},
-        "text": {"format": more | given(format)},
+        "text": {"format": more | drop_absent(format)},
         "tool_choice": fields["tool_choice"] or "auto",
-        "tools": [tool_defaults | given(tool) for tool in fields["tools"] or []],
+        "tools": [tool_defaults | drop_absent(tool) for tool in fields["tools"] or []],
     }
 
 
-def given(fields: Mapping[str, Any]) -> dict[str, Any]:
+def drop_absent(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that have a value."""
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def copied(item: dict[str, Any]) -> dict[str, Any]:
+def copy_item(item: dict[str, Any]) -> dict[str, Any]:
     """Return an item as it is now."""
     return {name: [*value] if isinstance(value, list) else value for name, value in item.items()}
 
@@ -191,22 +191,22 @@ class ResponseReply(Reply):
     async def whole(self) -> bytes:
         """Return the response, as JSON."""
         last: dict[str, Any] = {}
-        async for event in self._grown():
+        async for event in self._item_events():
             last = event
-        return await encoded(last["response"])
+        return await encode_json(last["response"])
 
     async def events(self, include_usage: bool) -> AsyncIterator[bytes]:
         """Yield the events of a stream; an error is in the last ones."""
         try:
             for kind in ("created", "in_progress"):
                 yield await named_event(self.items.event(kind, response=self.items.response("in_progress")))
-            async for event in self._grown():
+            async for event in self._item_events():
                 yield await named_event(event)
         except Refused as error:
-            for event in self.items.fail(self.request.renamed(error), self.usage()):
+            for event in self.items.fail(self.request.rename(error), self.usage()):
                 yield await named_event(event)
 
-    async def _grown(self) -> AsyncIterator[dict[str, Any]]:
+    async def _item_events(self) -> AsyncIterator[dict[str, Any]]:
         """Yield the events of all items, and of the whole response."""
         status = "completed"
         async for choice in self.choices():
@@ -220,4 +220,4 @@ class ResponseReply(Reply):
 
 async def named_event(value: Mapping[str, Any]) -> bytes:
     """Return a server-sent event with its name."""
-    return f"event: {value['type']}\ndata: ".encode() + await encoded(value, ascii=True) + b"\n\n"
+    return f"event: {value['type']}\ndata: ".encode() + await encode_json(value, ascii=True) + b"\n\n"

@@ -149,9 +149,9 @@ class ResponseRequest:
         try:
             yield
         except Refused as error:
-            raise self.renamed(error) from None
+            raise self.rename(error) from None
 
-    def renamed(self, error: Refused) -> Refused:
+    def rename(self, error: Refused) -> Refused:
         """Return an error that names the field of the request. An engine's has it in its text alone."""
         field = error.param or str(error).partition(":")[0]
         text = str(error)

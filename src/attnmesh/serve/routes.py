@@ -33,9 +33,10 @@ from attnmesh.serve.chat import (
     has_images,
     offered_tools,
 )
-from attnmesh.serve.completion_objects import CompletionObjects, encoded
+from attnmesh.serve.completion_objects import CompletionObjects, encode_json
 from attnmesh.serve.encoders import LONG_BODY_BYTES, PromptEncoders, too_long
 from attnmesh.serve.grammars import Grammars, content_format
+from attnmesh.serve.metrics import ServerState
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.reply import EventStream, Gone, Reply, while_there
 from attnmesh.serve.request_fields import CHAT, COMPLETION, DETOKENIZE, TOKENIZE, read_fields, shown
@@ -148,12 +149,12 @@ class App:
         _, (ids, texts) = await self._read_and_run(http, partial(read_fields, known_fields=TOKENIZE), encode_either)
         longest = self.supervisor.facts["max_model_len"]
         fields = {"count": len(ids), "max_model_len": longest, "tokens": ids, "token_strs": texts}
-        return Response(await encoded(fields), media_type="application/json")
+        return Response(await encode_json(fields), media_type="application/json")
 
     async def detokenize(self, http: HttpRequest) -> Response:
         """Return the text of tokens."""
         _, text = await self._read_and_run(http, partial(read_fields, known_fields=DETOKENIZE), decode_tokens)
-        return Response(await encoded({"prompt": text}), media_type="application/json")
+        return Response(await encode_json({"prompt": text}), media_type="application/json")
 
     async def models(self, _: HttpRequest) -> Response:
         """List the one model by each of its names."""
@@ -166,7 +167,9 @@ class App:
 
     async def health(self, _: HttpRequest) -> Response:
         """Return 200 if requests are served."""
-        return JSONResponse({"status": self.supervisor.status}, 200 if self.supervisor.status == "ready" else 503)
+        return JSONResponse(
+            {"status": self.supervisor.status}, 200 if self.supervisor.status == ServerState.READY else 503
+        )
 
     async def metrics(self, _: HttpRequest) -> Response:
         """Return the figures for Prometheus."""
@@ -270,7 +273,7 @@ class App:
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         reply = make(self.supervisor, objects, prompt, choices, stops)
         if fields["stream"]:
-            await reply.while_there(http.receive, reply.accepted())
+            await reply.while_there(http.receive, reply.wait_until_accepted())
             return EventStream(reply, bool((fields["stream_options"] or {}).get("include_usage")))
         whole = await reply.while_there(http.receive, reply.whole())
         return Response(whole, media_type="application/json")

@@ -55,9 +55,9 @@ class SchemaGraph:
         self.fields: dict[int, str] = {}
         """Names of the schemas within, by identity."""
         self._collect(field, root)
-        self.defined = self._reached()
+        self.defined = self._collect_defined()
         """The root and the definitions that are reached from it, each with the definitions that it refers to."""
-        self.leaves_first, self.circles = self._sorted()
+        self.leaves_first, self.circles = self._sort_defined()
 
     def _collect(self, field: str, schema: Any) -> None:
         if isinstance(schema, dict):
@@ -65,7 +65,7 @@ class SchemaGraph:
             for place, inner in inner_schemas(field, schema):
                 self._collect(place, inner)
 
-    def _reached(self) -> dict[int, tuple[Any, list[Any]]]:
+    def _collect_defined(self) -> dict[int, tuple[Any, list[Any]]]:
         reached = dict[int, tuple[Any, list[Any]]]()
         left = [self.root]
         while left:
@@ -91,7 +91,7 @@ class SchemaGraph:
             refuse(field, f'"#", or "#/" and the place of a schema within, given {shown(pointer)}')
         return target
 
-    def _sorted(self) -> tuple[list[Any], list[Any]]:
+    def _sort_defined(self) -> tuple[list[Any], list[Any]]:
         """Return definitions, those without references first, and those that lead to circles."""
         waits = {key: len(refs) for key, (_, refs) in self.defined.items()}
         users: dict[int, list[int]] = {key: [] for key in self.defined}
@@ -137,10 +137,10 @@ class SchemaGraph:
             return True
         if "$ref" in schema and id(self.target(schema)) not in finite:
             return False
-        if not all(self._ends(inner, finite) for inner in listed(schema, "allOf")):
+        if not all(self._ends(inner, finite) for inner in schemas_at(schema, "allOf")):
             return False
         for name in CHOICES:
-            if name in schema and not any(self._ends(inner, finite) for inner in listed(schema, name)):
+            if name in schema and not any(self._ends(inner, finite) for inner in schemas_at(schema, name)):
                 return False
         types = schema.get("type", OF_NOTHING)
         types = [types] if isinstance(types, str) else types
@@ -158,7 +158,7 @@ class SchemaGraph:
     def _items(self, schema: Mapping[str, Any]) -> Iterator[Any]:
         """Yield the schemas of items that a list must have."""
         least = schema.get("minItems")
-        first = listed(schema, "prefixItems")
+        first = schemas_at(schema, "prefixItems")
         rest = schema.get("items", True)
         least = least if isinstance(least, int | float) else 0
         first, rest = (rest, schema.get("additionalItems", True)) if isinstance(rest, list) else (first, rest)
@@ -182,8 +182,8 @@ class SchemaGraph:
             apart += [
                 self._work(inner, known) for keyword, inner in children(schema) if keyword not in ("allOf", *CHOICES)
             ]
-            parts = [either(apart), *(self._work(inner, known) for inner in listed(schema, "allOf"))]
-            parts += [either([self._work(inner, known) for inner in listed(schema, name)]) for name in CHOICES]
+            parts = [either(apart), *(self._work(inner, known) for inner in schemas_at(schema, "allOf"))]
+            parts += [either([self._work(inner, known) for inner in schemas_at(schema, name)]) for name in CHOICES]
             parts += [self._work(self.target(schema), known)] if "$ref" in schema else []
             product = math.prod(part.divisor for part in parts)
             known[id(schema)] = Work(sum(part.patterns for part in parts), min(product, DIVISORS + 1))
@@ -242,7 +242,7 @@ def depth_of(schema: Any) -> int:
     return 1 + max((depth_of(inner) for _, inner in children(schema)), default=0) if isinstance(schema, dict) else 1
 
 
-def listed(schema: Mapping[str, Any], keyword: str) -> list[Any]:
+def schemas_at(schema: Mapping[str, Any], keyword: str) -> list[Any]:
     """Return the schemas of a keyword; none without it."""
     return list(schema.get(keyword, ()))
 

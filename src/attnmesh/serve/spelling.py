@@ -60,7 +60,7 @@ class Spelling:
         in_bytes = all(character in SIGNS for character in sign)
         return bytes(SIGNS[character] for character in sign) if in_bytes else str(both[len(before) :]).encode()
 
-    def written(self, id: int, escape: str = "") -> str:
+    def spell(self, id: int, escape: str = "") -> str:
         """Return a token as responses write it: its text, or its bytes where they are not whole characters."""
         data = self.bytes_of(id)
         return data.decode() if is_whole(data) else escape + "".join(f"\\x{byte:02x}" for byte in data)

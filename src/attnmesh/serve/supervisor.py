@@ -4,21 +4,18 @@ All methods run on the event loop of the front's process. Ranks run in processes
 """
 
 import asyncio
-import os
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from attnmesh.errors import ArgumentError
 from attnmesh.serve.chat import EncodedPrompt
-from attnmesh.serve.metrics import Metrics
+from attnmesh.serve.front_socket import RankConnection, RankListener
+from attnmesh.serve.metrics import Metrics, ServerState
 from attnmesh.serve.rank_messages import (
     AnswerBegun,
     AnswerEnded,
@@ -36,7 +33,6 @@ from attnmesh.serve.rank_messages import (
     TokenDrawn,
     ToRank,
 )
-from attnmesh.serve.rank_socket import message_parts, read_message
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.text import SentToken
 
@@ -57,12 +53,6 @@ MAX_BUSY_DEADLINES = 5
 
 ENDING_SECONDS = 10.0
 """Seconds that ranks get to end by themselves."""
-
-LAST_MESSAGES_SECONDS = 1.0
-"""Seconds in which the last messages of ranks that have ended are read, at most."""
-
-LONGEST_ADDRESS = 103
-"""Bytes of the name of a socket at most, on all systems."""
 
 IMAGE_BYTES = 2 << 30
 """Bytes of the images of all open requests, which are kept to be sent to another world."""
@@ -117,7 +107,7 @@ class OpenRequest:
 
 
 class Supervisor:
-    """Open requests, and the world that serves them. `state` is starting, ready, restarting, stopping or failed.
+    """Open requests, and the world that serves them.
 
     Ranks that end no step within the deadline are replaced, as lost ones are.
     """
@@ -130,7 +120,7 @@ class Supervisor:
         self.max_restarts = max_restarts
         self.metrics = metrics
         self.deadline = deadline
-        self.state = "starting"
+        self.state = ServerState.STARTING
         self.failure: BaseException | None = None
         self.facts: dict[str, Any] = {}
         self.open: dict[int, OpenRequest] = {}
@@ -146,21 +136,21 @@ class Supervisor:
         """Times of the losses of the last `LOSS_WINDOW_SECONDS`."""
         self._heard = 0.0
         """The time of the last message."""
-        self._stepped = 0.0
-        """The time of the end of the last step; 0 without a world."""
+        self._stepped: float | None = None
+        """The time of the end of the last step; None without a world."""
         self._is_late = False
         """True if the end of the next step is overdue."""
-        self._writer: asyncio.StreamWriter | None = None
-        self._outgoing: asyncio.Queue[ToRank] = asyncio.Queue()
         self._sent_prompts: set[int] = set()
         """Prompts that this world has."""
-        self._running: threading.Thread | None = None
-        self._folder = ""
-        """Folder of the socket that rank 0 connects to; removed once it has."""
-        self._server: asyncio.Server | None = None
-        """Listens at the socket until rank 0 has connected."""
-        self._connection: asyncio.Task[Any] | None = None
-        """The task that receives the messages of the latest world."""
+        self._world_thread: threading.Thread | None = None
+        self._listener: RankListener | None = None
+        """Listens for rank 0 of the latest world, until it has connected."""
+        self._connection: RankConnection | None = None
+        """The connection of rank 0; None without a world."""
+        self._living: asyncio.Task[None] | None = None
+        """Runs the worlds."""
+        self._watching: asyncio.Task[None] | None = None
+        """Looks for steps that are overdue."""
         metrics.watch(lambda: self.status, lambda: len(self.open) + self.encoding_count)
 
     # --- requests ---
@@ -191,13 +181,13 @@ class Supervisor:
         return requests
 
     @property
-    def status(self) -> str:
+    def status(self) -> ServerState:
         """The state that clients see."""
-        return "stopping" if self.draining else self.state
+        return ServerState.STOPPING if self.draining else self.state
 
     def check_ready(self) -> None:
         """Raise unless requests are served."""
-        if self.status != "ready":
+        if self.status != ServerState.READY:
             raise Refused(503, f"The server is {self.status}. Ask again.")
 
     def _check_room(self, choices: int) -> None:
@@ -232,7 +222,9 @@ class Supervisor:
         After two losses of one request they go one at a time, until each has given some tokens: the one that a further
         loss finds so is its cause.
         """
-        left = [request for request in self.open.values() if request.tokens_in_world is None and self._stepped]
+        if self._stepped is None:
+            return
+        left = [request for request in self.open.values() if request.tokens_in_world is None]
         for request in sorted(left, key=lambda request: request.replays or MAX_REPLAYS + 1):
             unproven = [request for request in self.open.values() if not request.is_proven]
             careful = any(request.replays >= MAX_REPLAYS for request in unproven)
@@ -254,16 +246,8 @@ class Supervisor:
             self._send(ForgetPrompt(request.prompt_number))
 
     def _send(self, message: ToRank) -> None:
-        if self._writer is not None:
-            self._outgoing.put_nowait(message)
-
-    async def _write(self, writer: asyncio.StreamWriter) -> None:
-        """Write messages in parts, each when rank 0 has read most of those before."""
-        while True:
-            message = await self._outgoing.get()
-            for part in message_parts(message):
-                writer.write(part)
-                await writer.drain()
+        if self._connection is not None:
+            self._connection.send(message)
 
     # --- the world ---
 
@@ -275,9 +259,10 @@ class Supervisor:
 
     async def close(self) -> None:
         """End the ranks."""
-        self.state = "stopping"
+        self.state = ServerState.STOPPING
         self._send(CloseEngine())
-        if self._writer is not None:
+        assert self._living is not None
+        if self._connection is not None:
             await asyncio.wait({self._living}, timeout=ENDING_SECONDS)
         while not self._living.done():
             self.world.kill()
@@ -286,10 +271,11 @@ class Supervisor:
     def abandon(self) -> None:
         """End the ranks after the event loop was cut short, as by a second interrupt."""
         end = time.monotonic() + ENDING_SECONDS
-        while self._running is not None and self._running.is_alive() and time.monotonic() < end:
+        while self._world_thread is not None and self._world_thread.is_alive() and time.monotonic() < end:
             self.world.kill()
-            self._running.join(1)
-        shutil.rmtree(self._folder, ignore_errors=True)
+            self._world_thread.join(1)
+        if self._listener is not None:
+            self._listener.remove_folder()
 
     async def _live(self) -> None:
         """Run one world after the other, until one ends as it should or too many were lost."""
@@ -304,25 +290,24 @@ class Supervisor:
             if not self.facts or number > self.max_restarts:  # a world that never was ready will not be
                 self._fail(error)
                 return
-            self.state = "restarting"
+            self.state = ServerState.RESTARTING
             self.log(f"{cause_of(error)}; restart {number} of {self.max_restarts}, open requests: {len(self.open)}")
             pause = now + min(LONGEST_PAUSE_SECONDS, 2**number - 2)
             while loop.time() < pause and not self._is_stopping():
                 await asyncio.sleep(0.1)
 
     def _is_stopping(self) -> bool:
-        return self.state == "stopping"
+        return self.state == ServerState.STOPPING
 
     async def _watch(self, deadline: float) -> None:
         """Say that no requests are served when a step is overdue, and end ranks that do not find out by themselves."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(min(deadline, ENDING_SECONDS) / 10)
-            late = loop.time() - self._stepped
-            if self._writer is None or not self._stepped or late < deadline:
+            if self._stepped is None or (late := loop.time() - self._stepped) < deadline:
                 continue
-            if self.state == "ready":
-                self.state = "restarting"
+            if self.state == ServerState.READY:
+                self.state = ServerState.RESTARTING
                 self._is_late = True
                 self.log(f"the ranks ended no step within {deadline:g} s")
             if self._is_late and (
@@ -335,61 +320,34 @@ class Supervisor:
         """Run a world in a thread and return the error that ended it."""
         loop = asyncio.get_running_loop()
         try:
-            address = await self._listen()
+            self._listener = RankListener()
+            await self._listener.begin(self._connected)
         except (OSError, ArgumentError) as error:
             return error
+        listener = self._listener
         ended: asyncio.Future[BaseException] = loop.create_future()
 
         def run() -> None:
             error: BaseException = RuntimeError("the ranks ended before the server did")
             try:
-                self.world.run(address)
+                self.world.run(listener.address)
             except BaseException as raised:
                 error = raised
             with suppress(RuntimeError):  # the loop has been closed
                 loop.call_soon_threadsafe(ended.set_result, error)
 
-        self._running = threading.Thread(target=run, daemon=True)
-        self._running.start()
+        self._world_thread = threading.Thread(target=run, daemon=True)
+        self._world_thread.start()
         try:
             cause = await ended
         finally:
-            self._stop_listening()
-        await self._end_connection()
+            listener.close()
+        if self._connection is not None:
+            await self._connection.end()  # the next world begins when all is counted as lost
         return cause
 
-    async def _end_connection(self) -> None:
-        """Receive what ranks sent before they ended. The next world begins when all is counted as lost.
-
-        A process that a rank has forked may keep its connection open.
-        """
-        if self._connection is not None:
-            _, late = await asyncio.wait({self._connection}, timeout=LAST_MESSAGES_SECONDS)
-            if late and self._writer is not None:
-                self._writer.transport.abort()
-            await asyncio.wait({self._connection})
-
-    async def _listen(self) -> str:
-        """Listen for rank 0 in a folder that other users cannot enter, and return the address."""
-        self._folder = tempfile.mkdtemp(prefix="attnmesh-serve-")
-        address = str(Path(self._folder) / "front")
-        length = len(os.fsencode(address))
-        if length > LONGEST_ADDRESS:
-            expected = f"room for an address of {LONGEST_ADDRESS} bytes"
-            fix = "set TMPDIR to a folder with a shorter name"
-            raise ArgumentError("TMPDIR", expected, f"one of {length} beneath it", fix)
-        self._server = await asyncio.start_unix_server(self._connected, address)
-        return address
-
-    def _stop_listening(self) -> None:
-        """Remove the socket's file; a connection stays."""
-        if self._server is not None:
-            self._server.close()
-            self._server = None
-        shutil.rmtree(self._folder, ignore_errors=True)
-
     def _fail(self, error: BaseException) -> None:
-        self.state = "failed"
+        self.state = ServerState.FAILED
         self.failure = error
         self.cut_off("Ranks were lost, and the server ends.")
         self.on_failure()
@@ -409,31 +367,23 @@ class Supervisor:
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Receive the messages of one world."""
-        self._writer = writer
-        self._connection = asyncio.current_task()
-        self._outgoing = asyncio.Queue()
-        writing = asyncio.create_task(self._write(writer))
-        self._stop_listening()  # a front that is killed leaves no file
+        connection = self._connection = RankConnection(reader, writer)
+        if self._listener is not None:
+            self._listener.close()  # a front that is killed leaves no file
         try:
-            while True:
-                self._receive(await read_message(reader))
-        except (EOFError, OSError):
-            pass
+            await connection.receive(self._receive)
         finally:
-            writing.cancel()
-            await asyncio.gather(writing, return_exceptions=True)
-            writer.close()
-            if self._writer is writer:
+            if self._connection is connection:
                 self._lost()
 
     def _lost(self) -> None:
         """Count the loss for the requests that may be its cause, and drop one that was there too often."""
-        self._writer = None
-        self._stepped = 0.0
+        self._connection = None
+        self._stepped = None
         self._is_late = False
         self._sent_prompts.clear()
-        if self.state == "ready":
-            self.state = "restarting"
+        if self.state == ServerState.READY:
+            self.state = ServerState.RESTARTING
         there = [request for request in self.open.values() if request.tokens_in_world is not None]
         careful = any(request.replays >= MAX_REPLAYS for request in there)
         for request in [request for request in there if careful and not request.is_proven] or there:
@@ -452,7 +402,7 @@ class Supervisor:
                 if figures["exchanges"] != self.metrics.engine.get("exchanges"):
                     self._stepped = self._heard
                     if self._is_late:
-                        self.state = "ready"
+                        self.state = ServerState.READY
                         self._is_late = False
                 self.metrics.engine = figures
             case _ if message.number in self.open:
@@ -467,7 +417,7 @@ class Supervisor:
         else:
             self.on_ready(facts)
         self.facts = facts
-        self.state = "stopping" if self._is_stopping() else "ready"
+        self.state = ServerState.STOPPING if self._is_stopping() else ServerState.READY
         for request in [*self.open.values()]:
             if len(request.sent) >= request.options["max_new_tokens"]:
                 self._drop(request, End("length"))  # the ranks were lost between its last token and its end

@@ -113,7 +113,7 @@ def is_type_alone(schema: Any) -> bool:
     return named and schema.keys() <= {"type", "title", "description"}
 
 
-def written(arguments: Mapping[str, Any]) -> str:
+def write_arguments(arguments: Mapping[str, Any]) -> str:
     """Return arguments as JSON."""
     return json.dumps(arguments, ensure_ascii=False)
 
@@ -244,7 +244,7 @@ def read_glm(text: GrowingText, tools: Tools) -> Reader[None]:
     while True:
         yield from text.space()
         if (yield from text.take("<arg_key>", "</tool_call>")) == "</tool_call>":
-            yield ToolCall(name, written(arguments))
+            yield ToolCall(name, write_arguments(arguments))
             return
         key = (yield from text.until("</arg_key>")).strip()
         yield from text.space()
@@ -268,7 +268,7 @@ def read_qwen_coder(text: GrowingText, tools: Tools) -> Reader[None]:
         value = yield from text.until("</parameter>")
         arguments[key] = of_type(tools, name, key, value.removeprefix("\n").removesuffix("\n"))
     yield from text.close("</tool_call>")
-    yield ToolCall(name, written(arguments))
+    yield ToolCall(name, write_arguments(arguments))
 
 
 def read_invokes(begin: str, end: str, space: str, text: GrowingText, tools: Tools) -> Reader[None]:
@@ -289,7 +289,7 @@ def read_invokes(begin: str, end: str, space: str, text: GrowingText, tools: Too
             kind = yield from text.until(">")
             value = yield from text.until(f"</{space}parameter>")
             arguments[key] = value if 'string="true"' in kind else of_type(tools, name, key, value)
-        yield ToolCall(name, written(arguments))
+        yield ToolCall(name, write_arguments(arguments))
         yield from text.space()
         if (yield from text.take(invoke, end)) == end:
             return
@@ -311,7 +311,7 @@ def read_gemma(text: GrowingText, _: Tools) -> Reader[None]:
     inside = (yield from text.until(end)).split(quote)
     parts = [json.dumps(part, ensure_ascii=False) if place % 2 else part for place, part in enumerate(inside)]
     parts[::2] = [NAMED.sub(r'\1"\2":', part) for part in parts[::2]]
-    yield ToolCall(name, written(read_object("".join(parts))))
+    yield ToolCall(name, write_arguments(read_object("".join(parts))))
 
 
 HARMONY = ("<|channel|>", "<|start|>")

@@ -164,13 +164,13 @@ class Rules:
         names = sorted(special, key=len, reverse=True)
         self._marks = re.compile(f"({'|'.join(map(re.escape, names))})") if names else None
 
-    def written(self, start: str) -> str:
+    def write(self, start: str) -> str:
         """Return the whole grammar."""
         return "\n".join(["%llguidance {}", f"start: {start}", *self.rules])
 
     def alone(self, schema: Any) -> str:
         """Return the whole grammar of JSON that follows a schema."""
-        return self.written(self.json(schema))
+        return self.write(self.json(schema))
 
     def add(self, body: str, options: str = "") -> str:
         """Add a rule and return its name."""
@@ -196,7 +196,9 @@ class Rules:
             return self.add(f"/{TEXT}/", f"[suffix={literal(mark)}]")
         before = "".join(pieces[:place])
         name = f"T{len(self.rules)}"
-        self.rules.append(f"{name}: /{TEXT}{escaped(before)}/ & ~/{TEXT}{escaped(mark)}{TEXT}/")  # nor in letters
+        self.rules.append(
+            f"{name}: /{TEXT}{escape_pattern(before)}/ & ~/{TEXT}{escape_pattern(mark)}{TEXT}/"
+        )  # nor in letters
         return f"{name} {self.text(mark[len(before) :])}"
 
     def json(self, schema: Any) -> str:
@@ -296,6 +298,6 @@ def literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def escaped(text: str) -> str:
+def escape_pattern(text: str) -> str:
     """Return a regular expression of a text, as Lark has it between slashes."""
     return re.escape(text).replace("/", "\\/")

@@ -11,7 +11,7 @@ import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.hf.serving.engine import Engine
 from attnmesh.hf.serving.plan_operations import DecodeRows, Fill, Start
-from attnmesh.hf.serving.scheduler import StepPlan
+from attnmesh.hf.serving.step_plan import StepPlan
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support import families
 from tests.support.engines import SAMPLED, greedy, ids, running, started, stock_draws, tokens
@@ -210,7 +210,8 @@ def waits_in_steps(ranks: int) -> None:
     end = max(number for number, one in enumerate(plans) if Fill in one)
     assert end - begin >= 8  # the prompt came in parts
     for stream in streams:
-        steps = [n for n, one in enumerate(plans) if stream.number in [row for row, _ in one.get(DecodeRows, [[]])[0]]]
+        decoded = {n: dict(one[DecodeRows].rows) for n, one in enumerate(plans) if DecodeRows in one}
+        steps = [n for n, rows in decoded.items() if stream.number in rows]
         during = [begin, *(n for n in steps if begin < n < end), end]
         assert max(later - earlier for earlier, later in pairwise(during)) <= 3
 

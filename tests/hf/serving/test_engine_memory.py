@@ -50,7 +50,7 @@ def life(shape: Shape, seed: int, requests: int) -> None:
             assert stream.finish_reason == ("cancelled" if stream.cancelled and len(given) < new - sent else "length")
             assert stream.cancelled or len(given) == new - sent
         until(lambda: not engine.scheduler.busy)
-        until(lambda: max(engine.scheduler.nbytes) <= memory)
+        until(lambda: max(engine.scheduler.memory.nbytes) <= memory)
         figures = engine.metrics()
         assert figures["evicted"]
         assert figures["running"] == figures["queue"] == figures["filling"] == 0
@@ -165,7 +165,7 @@ def by_default(ranks: int) -> list[int]:
     model, mesh = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, ranks), AXES)
     free = 10**9 + torch.distributed.get_rank()
     with patch.object(measure_shares, "free_memory", lambda _: free):
-        return [Engine(model, mesh).scheduler.memory, Engine(model, mesh, cache_memory=5).scheduler.memory]
+        return [Engine(model, mesh, **one).scheduler.memory.limit for one in ({}, {"cache_memory": 5})]
 
 
 def test_ranks_of_a_host_share_its_free_memory(pool: Pool) -> None:

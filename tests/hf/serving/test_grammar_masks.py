@@ -244,7 +244,7 @@ def test_rows_wait_for_masks_together(engine: Engine, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(GrammarState, "_mask", masked)
     slow = [engine.submit([5, 6, i], max_new_tokens=9, grammar=Grammar("start: /[a-z]/", "slow")) for i in range(8)]
-    while len(engine.scheduler.rows) < 8:
+    while len(engine.scheduler.requests.rows) < 8:
         time.sleep(0.001)
     waits = []
     for _ in range(3):

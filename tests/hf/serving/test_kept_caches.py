@@ -46,7 +46,7 @@ def test_ids_of_a_kept_cache_are_copied_once() -> None:
     kept_caches = kept_caches_of(held)
     for _ in range(3):
         assert kept_caches.find(request(text), ())[:2] == (KEPT, 60)
-        assert kept_caches.parting(request(text), ()) == 60
+        assert kept_caches.find_parting(request(text), ()) == 60
     assert held.copies == 1
 
 

@@ -1,9 +1,10 @@
 """Operations of a plan on a rank: their results, and how long they take."""
 
+from collections.abc import Sequence
 from time import sleep
 
 from attnmesh.errors import StoreError
-from attnmesh.hf.serving.plan_operations import SaveBlocks
+from attnmesh.hf.serving.plan_operations import BlockToSave, SaveBlocks
 from attnmesh.hf.serving.rank_worker import RankWorker
 from tests.support.engines import model_of
 
@@ -11,9 +12,9 @@ from tests.support.engines import model_of
 class TwoSaves:
     """A store of which the first save of a plan fails."""
 
-    def run(self, operation: SaveBlocks) -> None:
+    def do_save(self, number: int, _: Sequence[BlockToSave]) -> None:
         sleep(0.05)
-        if not operation.number:
+        if not number:
             raise StoreError("save", "a", "b", "c")
 
 
@@ -21,5 +22,5 @@ def test_operations_of_one_name_count_together() -> None:
     worker = RankWorker(model_of("llama"), None, {})
     worker.store = TwoSaves()  # type: ignore[assignment]
     results = worker.run([SaveBlocks(0, []), SaveBlocks(1, [])])
-    assert worker.seconds[SaveBlocks] >= 0.1
-    assert isinstance(results[SaveBlocks], StoreError)
+    assert results.seconds[SaveBlocks] >= 0.1
+    assert isinstance(results.error_of(SaveBlocks), StoreError)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import inf
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from attnmesh.hf.serving.footprint import Footprint, growth
 from attnmesh.hf.serving.guesses import LEAST_RATE, Guesser, RowTimes, StepTimes
 from attnmesh.hf.serving.kept_caches import KeptCaches
 from attnmesh.hf.serving.plan_operations import Crop, DecodeRows, Drop, Fill, Operation, Start
-from attnmesh.hf.serving.rank_worker import RankWorker
+from attnmesh.hf.serving.rank_worker import RankWorker, StepResults
 
 FIRST_RATE = 0.6
 """Share of guesses that are expected to be accepted before one was checked, or after `RETRY_AFTER` steps without."""
@@ -102,7 +101,7 @@ class DraftGuesser(Guesser):
     """Guesses of a draft model, at most `most` of a row. `run` runs operations of its worker on all ranks."""
 
     def __init__(
-        self, worker: RankWorker, most: int, vocab_size: int, run: Callable[[Sequence[Operation]], dict[type, Any]]
+        self, worker: RankWorker, most: int, vocab_size: int, run: Callable[[Sequence[Operation]], StepResults]
     ) -> None:
         self.worker = worker
         self.most = most
@@ -133,7 +132,7 @@ class DraftGuesser(Guesser):
         """Guess tokens of the rows where that is worth its time, and let the draft read what it has not."""
         self._forget()
         own = [self._row_of(request, times) for request in rows]
-        counts = self._choose(own, [self._offered(row, times) for row in own], times)
+        counts = self._choose(own, [self._count_offered(row, times) for row in own], times)
         chosen = {row.request.number: count for row, count in zip(own, counts, strict=True) if count}
         for row in own:
             row.idle = 0 if row.request.number in chosen else row.idle + 1
@@ -175,7 +174,7 @@ class DraftGuesser(Guesser):
             guesses.proposed = FIRST_PROPOSED
         return row
 
-    def _offered(self, row: DraftRow, times: StepTimes) -> int:
+    def _count_offered(self, row: DraftRow, times: StepTimes) -> int:
         """Return how many tokens may be guessed of a row."""
         is_ready = not (row.is_reading or row.is_late) and row.length > row.read
         return self._most(row, times) if is_ready else 0
@@ -247,19 +246,19 @@ class DraftGuesser(Guesser):
             plan = [Start(number, row.request.ids, origin.source, origin.moves, 0, {})]
         return [*plan, Fill(number, size, row.read)]
 
-    def _take_chunk(self, row: DraftRow, results: Mapping[type, Any]) -> None:
+    def _take_chunk(self, row: DraftRow, results: StepResults) -> None:
         """Take the results of the operations of `_reads`."""
-        begun = results.get(Start, row.computed_tokens)
-        chunk = results[Fill]
-        if isinstance(begun, InputError) or isinstance(chunk, InputError):
+        if results.error_of(Start, Fill) is not None:
             self._drop([row.request.number], fails=True)
             return
+        begun = row.computed_tokens if results.cached_tokens is None else results.cached_tokens
         if self.footprint is None:
             self.footprint = Footprint.of(self.worker.caches[row.request.number])
-        row.computed_tokens = chunk[0]
-        tokens = chunk[0] - begun
+        row.computed_tokens = results.computed_tokens
+        tokens = results.computed_tokens - begun
         self.counts["draft_prompt_tokens"] += tokens
-        self.token_seconds = self.worker.seconds[Fill] / tokens if tokens > SHORTEST_CHUNK // 2 else self.token_seconds
+        if tokens > SHORTEST_CHUNK // 2:
+            self.token_seconds = results.seconds[Fill] / tokens
         if row.computed_tokens >= row.read - 1:  # the last token is of the first pass
             row.read = row.computed_tokens
             row.is_reading = False
@@ -272,17 +271,17 @@ class DraftGuesser(Guesser):
         tokens = {number: new for number, (_, new) in behind.items()}
         crops = [(number, wrong) for number, (wrong, _) in behind.items() if wrong]
         plan = [*([Crop(crops)] if crops else []), *plan]
-        draws = {number: self._drawing(self.rows[number].request) for number in chosen}
+        draws = {number: self._make_draw(self.rows[number].request) for number in chosen}
         while plan or tokens:
             start = perf_counter()
             reading = next((operation.number for operation in plan if isinstance(operation, Fill)), None)
             results = self.run([*plan, *([DecodeRows([*tokens.items()], grows)] if tokens else [])])
-            others = sum(self.worker.seconds.get(kind, 0.0) for kind in (Start, Fill))
+            others = sum(results.seconds.get(kind, 0.0) for kind in (Start, Fill))
             if reading is not None:
                 self._take_chunk(self.rows[reading], results)
             if tokens:
                 try:
-                    drawn = _drawn(draws, tokens, results)
+                    drawn = _draw_tokens(draws, tokens, results)
                 except InputError:
                     self._drop([*tokens], fails=True)
                     return
@@ -299,7 +298,7 @@ class DraftGuesser(Guesser):
             guesses = self.rows[number].request.guesses
             guesses.checked = [*guesses.tokens]
 
-    def _drawing(self, request: EngineRequest) -> Callable[[Tensor], int]:
+    def _make_draw(self, request: EngineRequest) -> Callable[[Tensor], int]:
         """Return what draws tokens after logits, with the random numbers of the row's next tokens."""
         generator = torch.Generator()
         sampling = replace(request.sampling, logprobs=0)
@@ -313,11 +312,10 @@ class DraftGuesser(Guesser):
         return draw
 
 
-def _drawn(
-    draws: Mapping[int, Callable[[Tensor], int]], tokens: Mapping[int, list[int]], results: Mapping[type, Any]
+def _draw_tokens(
+    draws: Mapping[int, Callable[[Tensor], int]], tokens: Mapping[int, list[int]], results: StepResults
 ) -> dict[int, int]:
     """Return the next token of each row, or raise the error of a pass."""
-    for result in (results.get(Crop), results[DecodeRows]):
-        if isinstance(result, InputError):
-            raise result
-    return {number: draws[number](logits[-1]) for number, logits in zip(tokens, results[DecodeRows], strict=True)}
+    if (error := results.error_of(Crop, DecodeRows)) is not None:
+        raise error
+    return {number: draws[number](logits[-1]) for number, logits in zip(tokens, results.rows, strict=True)}

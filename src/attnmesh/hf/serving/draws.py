@@ -42,7 +42,7 @@ def generator_after(seed: int, draws: int, vocabulary: int) -> torch.Generator:
     jumped = values.astype(np.uint32)
     for power in range(draws.bit_length()):
         if draws >> power & 1:
-            jumped = _jumped(jumped, _selected(words, power))
+            jumped = _apply_jump(jumped, _select_words(words, power))
     values[:] = jumped
     return generator.set_state(state)
 
@@ -97,7 +97,7 @@ def _words_of_draw(vocabulary: int) -> int:
     return 0
 
 
-def _jumped(state: np.ndarray, selected: np.ndarray) -> np.ndarray:
+def _apply_jump(state: np.ndarray, selected: np.ndarray) -> np.ndarray:
     """Return the words of a state after a jump: sums of the words at the selected places."""
     words = np.empty(DEGREE + WORDS, np.uint32)
     words[:WORDS] = state
@@ -113,7 +113,7 @@ def _jumped(state: np.ndarray, selected: np.ndarray) -> np.ndarray:
 
 
 @cache
-def _selected(words: int, power: int) -> np.ndarray:
+def _select_words(words: int, power: int) -> np.ndarray:
     """Return the places whose words add up to the state after 2^power draws of `words` words each."""
     bits = np.frombuffer(_jump(words, power).to_bytes(DEGREE // 8 + 1, "little"), np.uint8)
     return np.flatnonzero(np.unpackbits(bits, bitorder="little"))
@@ -123,10 +123,10 @@ def _selected(words: int, power: int) -> np.ndarray:
 def _jump(words: int, power: int) -> int:
     """Return t^(words 2^power), reduced. Bit i of a polynomial is the coefficient of t^i."""
     if power:
-        return _reduced(_square(_jump(words, power - 1)))
+        return _reduce(_square(_jump(words, power - 1)))
     jump = 1
     for bit in f"{words:b}":
-        jump = _reduced(_square(jump) << int(bit))
+        jump = _reduce(_square(jump) << int(bit))
     return jump
 
 
@@ -145,7 +145,7 @@ def _polynomial() -> tuple[int, ...]:
     return tuple(place for place in range(DEGREE) if total >> place & 1)
 
 
-def _reduced(polynomial: int) -> int:
+def _reduce(polynomial: int) -> int:
     """Return the remainder by the recurrence's polynomial."""
     while high := polynomial >> DEGREE:
         polynomial ^= high << DEGREE

@@ -36,7 +36,7 @@ from attnmesh.hf.serving.footprint import memory_share, never_fits
 from attnmesh.hf.serving.grammar_masks import Grammar, GrammarTokens
 from attnmesh.hf.serving.plan_exchange import END, Plan, PlanExchange, can_be_sent
 from attnmesh.hf.serving.prefix_store import PrefixStore
-from attnmesh.hf.serving.rank_worker import RankWorker
+from attnmesh.hf.serving.rank_worker import RankWorker, StepResults
 from attnmesh.hf.serving.scheduler import Scheduler
 from attnmesh.hf.serving.speculation import Speculation
 from attnmesh.hf.tensor_parallel import tp_mesh
@@ -260,7 +260,7 @@ class Engine:
         if self.max_context is not None and total > self.max_context:
             fix = "shorten the prompt, or pass a smaller max_new_tokens"
             raise TooLong("submit ids", f"at most {self.max_context} tokens", given, fix)
-        footprint, memory = self.scheduler.footprint, self.scheduler.memory
+        footprint, memory = self.scheduler.memory.footprint, self.scheduler.memory.limit
         if footprint is not None and footprint(prompt) > memory:
             raise never_fits(footprint(prompt), memory)
         self._check_images(request.images or {})
@@ -326,7 +326,7 @@ class Engine:
     @property
     def _queued(self) -> int:
         """Requests that wait."""
-        return self.inbox.qsize() + len(self.scheduler.waiting)
+        return self.inbox.qsize() + len(self.scheduler.requests.waiting)
 
     def _step(self) -> None:
         """Take in requests, and run one step with all ranks."""
@@ -336,7 +336,7 @@ class Engine:
         self.pause = 0.0 if step.operations else POLL_SECONDS
         with count_traffic() as traffic:
             results = self._exchange(step.operations, None if step.starting is None else step.starting.images)
-        self.seconds += sum(self.worker.seconds.values())
+        self.seconds += sum(results.seconds.values())
         self.merging += sum(traffic.merges)
         self.scheduler.take(step, results)
 
@@ -349,22 +349,22 @@ class Engine:
                 return
             seconds = 0.0
             if request is not None:  # else `close` wakes the engine
-                self.scheduler.waiting.append(request)
+                self.scheduler.requests.waiting.append(request)
 
-    def _exchange(self, plan: Plan, images: dict[str, Any] | None = None) -> dict[type, Any]:
+    def _exchange(self, plan: Plan, images: dict[str, Any] | None = None) -> StepResults:
         """Send a plan to all ranks and run it, with the images of the prompt that begins."""
         plan, reports = self.plan_exchange.exchange(plan, self.worker.step_report)
         self.scheduler.take_reports(reports)
         self.exchanges += 1
-        return {} if plan == END else self._run(plan, images)
+        return StepResults() if plan == END else self._run(plan, images)
 
-    def _run_between_steps(self, plan: Plan) -> dict[type, Any]:
+    def _run_between_steps(self, plan: Plan) -> StepResults:
         """Run a plan on all ranks, between two steps."""
         plan, _ = self.plan_exchange.exchange(plan, self.worker.step_report)
         self.exchanges += 1
         return self.worker.run(plan)
 
-    def _run(self, plan: Plan, images: dict[str, Any] | None) -> dict[type, Any]:
+    def _run(self, plan: Plan, images: dict[str, Any] | None) -> StepResults:
         """Run a plan. Rank 0 sends the images of the prompt that begins."""
         return self.worker.run(self.plan_exchange.share_images(plan, images, self.model.device))
 

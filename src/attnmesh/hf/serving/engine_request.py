@@ -102,17 +102,17 @@ class SamplingParams:
         scores = logits.float().cpu()
         if scores.sum().isnan() and scores.isnan().any():  # inf - inf is NaN, too
             raise ModelError("Engine", "logits that are numbers", "NaN", "check the model's weights and dtype")
-        penalized = self._penalized(scores[None], before, counts)
+        penalized = self._penalize(scores[None], before, counts)
         if allowed is not None:  # last, so that no bias or penalty brings another token back
             penalized = apply_mask(penalized, allowed)
-        chosen = int(penalized.argmax()) if self.greedy else self._sampled(penalized, generator)
+        chosen = int(penalized.argmax()) if self.greedy else self._sample(penalized, generator)
         if not self.logprobs:
             return DrawnToken(chosen)
         logprobs = scores.log_softmax(-1)
         values, ids = logprobs.topk(min(self.logprobs, len(logprobs)))
         return DrawnToken(chosen, float(logprobs[chosen]), [*zip(ids.tolist(), values.tolist(), strict=True)])
 
-    def _penalized(self, scores: Tensor, before: Tensor | None, counts: Tensor | None) -> Tensor:
+    def _penalize(self, scores: Tensor, before: Tensor | None, counts: Tensor | None) -> Tensor:
         """Return the scores with the biases, and then with the penalties."""
         if self.logit_bias:
             ids, values = zip(*self.logit_bias, strict=True)
@@ -123,7 +123,7 @@ class SamplingParams:
             scores = scores - self.frequency_penalty * counts - self.presence_penalty * (counts > 0)
         return scores
 
-    def _sampled(self, scores: Tensor, generator: torch.Generator) -> int:
+    def _sample(self, scores: Tensor, generator: torch.Generator) -> int:
         scores = TemperatureLogitsWarper(float(self.temperature))(None, scores)
         if self.top_k > 0:
             scores = TopKLogitsWarper(self.top_k)(None, scores)

@@ -7,9 +7,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.hf.cache.sharded_cache import ShardedCache
-from attnmesh.hf.chunked_prefill import left_to_decode
 from attnmesh.hf.images.inputs import IMAGE_MARK
-from attnmesh.hf.models import is_recurrent
 from attnmesh.hf.serving.engine_request import EngineRequest, Origin
 from attnmesh.hf.serving.rank_worker import RankWorker
 
@@ -26,9 +24,6 @@ class KeptCaches:
 
     def __init__(self, worker: RankWorker) -> None:
         self.worker = worker
-        config = worker.model.config
-        self.recurrent = is_recurrent(config)
-        self.left_to_decode = left_to_decode(config)
         self.kept: OrderedDict[int, str] = OrderedDict()
         """Salts of the kept caches."""
         self.snapshots: set[int] = set()
@@ -75,7 +70,7 @@ class KeptCaches:
         ids = request.ids_tensor
         for number in self._caches(request, others):
             cache, held = self.worker.caches[number], self._ids_of(number)
-            common_tokens = self._shared(held, ids, pictured=request.images is not None)
+            common_tokens = self._count_common(held, ids, pictured=request.images is not None)
             score = common_tokens, self.images_digests.get(number) == request.images_digest
             if score > best and self._serves(cache, common_tokens, len(held)):
                 ended = number in self.kept and number not in self.snapshots
@@ -83,20 +78,22 @@ class KeptCaches:
                 origin = Origin(number, common_tokens, moves=ended and common_tokens >= len(held) - 1)
         return origin
 
-    def parting(self, request: EngineRequest, others: Iterable[EngineRequest]) -> int:
+    def find_parting(self, request: EngineRequest, others: Iterable[EngineRequest]) -> int:
         """Return the most tokens that a prompt shares with those of other caches, also of those that cannot go back."""
         ids = request.ids_tensor
         most = 0
         for number in self._caches(request, others) if request.images is None else ():
-            most = max(most, self._shared(self._ids_of(number), ids))
+            most = max(most, self._count_common(self._ids_of(number), ids))
         return most
 
-    def shared(self, request: EngineRequest, other: EngineRequest) -> int:
+    def count_shared(self, request: EngineRequest, other: EngineRequest) -> int:
         """Return the tokens that two prompts share, as far as a cache of one serves the other."""
         differs = request.salt != other.salt or request.prompt[:LEAST_SHARED] != other.prompt[:LEAST_SHARED]
         if differs or request.images is not None or other.images is not None:
             return 0
-        return self._shared(other.ids_tensor[: len(other.ids_tensor) - self.left_to_decode], request.ids_tensor)
+        return self._count_common(
+            other.ids_tensor[: len(other.ids_tensor) - self.worker.left_to_decode], request.ids_tensor
+        )
 
     def _caches(self, request: EngineRequest, others: Iterable[EngineRequest]) -> list[int]:
         """Return the caches of a request's salt that hold tokens as a prompt has them."""
@@ -114,10 +111,10 @@ class KeptCaches:
             self.ids[number] = tokens, copied
         return self.ids[number][1]
 
-    def _shared(self, held: Tensor, ids: Tensor, *, pictured: bool = False) -> int:
-        most = max(0, min(len(held), len(ids) - self.left_to_decode))
+    def _count_common(self, held: Tensor, ids: Tensor, *, pictured: bool = False) -> int:
+        most = max(0, min(len(held), len(ids) - self.worker.left_to_decode))
         differs = ((held[:most] != ids[:most]) & ~(pictured & (held[:most] <= IMAGE_MARK))).nonzero()
         return int(differs[0]) if len(differs) else most
 
     def _serves(self, cache: ShardedCache, common_tokens: int, held: int) -> bool:
-        return common_tokens == held if self.recurrent else bool(cache.restorable_length(common_tokens))
+        return common_tokens == held if self.worker.is_recurrent else bool(cache.restorable_length(common_tokens))

@@ -28,7 +28,7 @@ class RowText:
         """Tokens of the answer."""
         return len(self.data) // array("i").itemsize - self.prompt
 
-    def found(self, most: int) -> list[int]:
+    def find_next(self, most: int) -> list[int]:
         """Return at most so many tokens after the last place where the last few stood before.
 
         Where there are too few, they begin again: the text repeats itself.
@@ -57,7 +57,7 @@ class NgramGuesser(Guesser):
             if (text := self.texts.get(request)) is None:
                 text = self.texts[request] = RowText(request.prompt)
             text.add(request.answer[text.answered :])
-            request.guesses.tokens = text.found(min(self.most, request.room))
+            request.guesses.tokens = text.find_next(min(self.most, request.room))
         guesses = [request.guesses for request in rows]
         counts = times.choose([guess.acceptance_rate for guess in guesses], [len(guess.tokens) for guess in guesses])
         for guess, count in zip(guesses, counts, strict=True):

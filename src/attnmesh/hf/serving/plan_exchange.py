@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from attnmesh.comm.failures import run_collective
 from attnmesh.comm.gather import all_gather_ints
-from attnmesh.hf.serving.plan_operations import EndOfPlans, Operation, Start, operation_code, operation_of
+from attnmesh.hf.serving.plan_operations import EndOfPlans, Operation, Start, operation_of
 from attnmesh.hf.serving.rank_report import RankReport
 from attnmesh.mesh.axes import Mesh
 
@@ -42,14 +43,14 @@ class PlanExchange:
 
     def exchange(self, plan: Sequence[Operation], report: RankReport) -> tuple[Plan, list[RankReport]]:
         """Return the plan of the leader, and the reports of all ranks of this rank's mesh by shard."""
-        code = _encoded(plan) if self.leads else []
+        code = _encode(plan) if self.leads else []
         first = (code + [0] * FIRST_MESSAGE)[:FIRST_MESSAGE]
-        (size, *leader_code), table = self._shared([len(code), *first], report.to_code())
+        (size, *leader_code), table = self._share_code([len(code), *first], report.to_code())
         if size > FIRST_MESSAGE:
-            leader_code, _ = self._shared(code if self.leads else [0] * size, [])
-        return _decoded(leader_code[:size]), [*map(RankReport.from_code, table)]
+            leader_code, _ = self._share_code(code if self.leads else [0] * size, [])
+        return _decode(leader_code[:size]), [*map(RankReport.from_code, table)]
 
-    def _shared(self, code: list[int], numbers: list[int]) -> tuple[list[int], list[list[int]]]:
+    def _share_code(self, code: list[int], numbers: list[int]) -> tuple[list[int], list[list[int]]]:
         """Return the leader's code, and the numbers by shard."""
         table = [numbers]
         for mesh in self.meshes:
@@ -60,7 +61,7 @@ class PlanExchange:
     def share_images(self, plan: Plan, images: Mapping[str, Any] | None, device: torch.device) -> Plan:
         """Return a plan with the leader's images of the prompt that begins, on the device."""
         return [
-            one._replace(images=self.share(one.images, images, device)) if isinstance(one, Start) else one
+            replace(one, images=self.share(one.images, images, device)) if isinstance(one, Start) else one
             for one in plan
         ]
 
@@ -99,17 +100,17 @@ def can_be_sent(value: Any) -> bool:
     return value is None or isinstance(value, Tensor | bool | int | float | str)
 
 
-def _encoded(plan: Sequence[Operation]) -> list[int]:
+def _encode(plan: Sequence[Operation]) -> list[int]:
     """Return a plan as integers, of which the first counts its bytes."""
-    text = json.dumps([*map(operation_code, plan)], separators=(",", ":")).encode()
+    text = json.dumps([operation.to_code() for operation in plan], separators=(",", ":")).encode()
     return [len(text), *(int.from_bytes(text[i : i + BYTES], "little") for i in range(0, len(text), BYTES))]
 
 
-def _decoded(code: list[int]) -> Plan:
-    """Return the plan that `_encoded` wrote.
+def _decode(code: list[int]) -> Plan:
+    """Return the plan that `_encode` wrote.
 
     >>> from attnmesh.hf.serving.plan_operations import Drop, Fill
-    >>> _decoded(_encoded([Fill(3, 256, 900), Drop([1, 2])]))
+    >>> _decode(_encode([Fill(3, 256, 900), Drop([1, 2])]))
     [Fill(number=3, size=256, stop=900), Drop(numbers=[1, 2])]
     """
     text = b"".join(part.to_bytes(BYTES, "little") for part in code[1:])[: code[0]]

@@ -1,10 +1,16 @@
 """Operations of plans: what ranks do in a step, each with the code that rank 0 sends to all ranks."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from enum import IntEnum
-from typing import Any, NamedTuple
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from attnmesh.errors import InputError
 from attnmesh.store.block_names import StoredBlock
+
+if TYPE_CHECKING:
+    from attnmesh.hf.serving.rank_worker import RankWorker, StepResults
 
 
 class ReadFrom(IntEnum):
@@ -29,7 +35,49 @@ class BlockToSave(NamedTuple):
     to_disk: bool
 
 
-class Start(NamedTuple):
+OPERATIONS: "dict[str, type[Operation]]" = {}
+"""All operations, by the names of their codes."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation of a plan. `name` is that of its code."""
+
+    name: ClassVar[str]
+
+    def __init_subclass__(cls, name: str) -> None:
+        cls.name = name
+        OPERATIONS[name] = cls
+
+    def run(self, worker: "RankWorker", results: "StepResults") -> None:
+        """Run on a rank, and note the result and the seconds. An `InputError` is a result, too: the first one stays."""
+        kind = type(self)
+        start = perf_counter()
+        try:
+            self._run(worker, results)
+        except InputError as error:
+            results.errors.setdefault(kind, error)
+        results.seconds[kind] = results.seconds.get(kind, 0.0) + perf_counter() - start
+
+    def _run(self, worker: "RankWorker", results: "StepResults") -> None:
+        raise NotImplementedError
+
+    def to_code(self) -> list[Any]:
+        """Return the operation as JSON has it.
+
+        >>> Draft([Fill(3, 256, 900)]).to_code()
+        ['draft', [['fill', 3, 256, 900]]]
+        """
+        return [self.name, *(getattr(self, field.name) for field in fields(self))]
+
+    @classmethod
+    def _of_values(cls, *values: Any) -> "Operation":
+        """Return the operation whose fields JSON has as these values."""
+        return cls(*values)
+
+
+@dataclass(frozen=True)
+class Start(Operation, name="start"):
     """Begin a prompt with a new cache, or with one that is kept, or a fork of it.
 
     The `later` last tokens are computed at the end, as those of an answer are.
@@ -43,42 +91,66 @@ class Start(NamedTuple):
     images: Any
     """The words of a plan on inputs for images; the inputs by name, once they are shared."""
 
+    def _run(self, worker: "RankWorker", results: "StepResults") -> None:
+        results.cached_tokens = worker.do_start(self)
 
-class Fill(NamedTuple):
+
+@dataclass(frozen=True)
+class Fill(Operation, name="fill"):
     """Compute the next chunk of a prompt, of so many tokens, and up to the token `stop` at most."""
 
     number: int
     size: int
     stop: int
 
+    def _run(self, worker: "RankWorker", results: "StepResults") -> None:
+        results.computed_tokens, results.logits = worker.do_fill(self.number, self.size, self.stop)
 
-class Fork(NamedTuple):
+
+@dataclass(frozen=True)
+class Fork(Operation, name="fork"):
     """Keep a cache as it is under another number."""
 
     number: int
     other: int
 
+    def _run(self, worker: "RankWorker", results: "StepResults") -> None:
+        worker.do_fork(self.number, self.other)
 
-class DecodeRows(NamedTuple):
+
+@dataclass(frozen=True)
+class DecodeRows(Operation, name="rows"):
     """Add tokens to each cache by its number, of which some grow or none."""
 
     rows: Sequence[tuple[int, Sequence[int]]]
     grows: bool
 
+    def _run(self, worker: "RankWorker", results: "StepResults") -> None:
+        results.rows = worker.do_rows(self.rows, self.grows)
 
-class Crop(NamedTuple):
+
+@dataclass(frozen=True)
+class Crop(Operation, name="crop"):
     """Take tokens back from the ends of caches: their numbers, each with a count."""
 
     rows: Sequence[tuple[int, int]]
 
+    def _run(self, worker: "RankWorker", results: "StepResults") -> None:
+        worker.do_crop(self.rows)
 
-class Drop(NamedTuple):
+
+@dataclass(frozen=True)
+class Drop(Operation, name="drop"):
     """Forget caches."""
 
     numbers: Sequence[int]
 
+    def _run(self, worker: "RankWorker", results: "StepResults") -> None:
+        worker.do_drop(self.numbers)
 
-class OpenStored(NamedTuple):
+
+@dataclass(frozen=True)
+class OpenStored(Operation, name="open"):
     """Make a cache for so many tokens, and begin to read stored blocks into it."""
 
     number: int
@@ -87,95 +159,103 @@ class OpenStored(NamedTuple):
     rope: Sequence[int]
     blocks: Sequence[BlockToRead]
 
+    def _run(self, worker: "RankWorker", results: "StepResults") -> None:
+        worker.do_open(self)
 
-class LoadBlocks(NamedTuple):
+    @classmethod
+    def _of_values(cls, *values: Any) -> "OpenStored":
+        number, layers, tokens, rope, blocks = values
+        to_read = [BlockToRead(StoredBlock(*block), ReadFrom(read_from)) for block, read_from in blocks]
+        return cls(number, layers, tokens, rope, to_read)
+
+
+@dataclass(frozen=True)
+class LoadBlocks(Operation, name="load"):
     """Copy blocks that have been read to a cache, of about so many bytes. Wait so long for the first one."""
 
     number: int
     nbytes: int
     patience: float
 
+    def _run(self, worker: "RankWorker", results: "StepResults") -> None:
+        worker.opened_store.do_load(self.number, self.nbytes, self.patience)
 
-class CloseStored(NamedTuple):
+
+@dataclass(frozen=True)
+class CloseStored(Operation, name="close"):
     """End the reading of a cache, which has the first `length` tokens."""
 
     number: int
     length: int
 
+    def _run(self, worker: "RankWorker", results: "StepResults") -> None:
+        worker.opened_store.do_close(self.number, self.length)
 
-class SaveBlocks(NamedTuple):
+
+@dataclass(frozen=True)
+class SaveBlocks(Operation, name="save"):
     """Copy blocks of a cache to the memory of their ranks."""
 
     number: int
     blocks: Sequence[BlockToSave]
 
+    def _run(self, worker: "RankWorker", results: "StepResults") -> None:
+        worker.opened_store.do_save(self.number, self.blocks)
 
-class ForgetBlocks(NamedTuple):
+    @classmethod
+    def _of_values(cls, *values: Any) -> "SaveBlocks":
+        number, blocks = values
+        return cls(number, [BlockToSave(StoredBlock(*block), to_disk) for block, to_disk in blocks])
+
+
+@dataclass(frozen=True)
+class ForgetBlocks(Operation, name="forget"):
     """Forget blocks in memory, and remove files."""
 
     in_memory: Sequence[StoredBlock]
     on_disk: Sequence[StoredBlock]
 
+    def _run(self, worker: "RankWorker", results: "StepResults") -> None:
+        worker.opened_store.do_forget(self.in_memory, self.on_disk)
 
-class Draft(NamedTuple):
+    @classmethod
+    def _of_values(cls, *values: Any) -> "ForgetBlocks":
+        in_memory, on_disk = ([StoredBlock(*block) for block in blocks] for blocks in values)
+        return cls(in_memory, on_disk)
+
+
+@dataclass(frozen=True)
+class Draft(Operation, name="draft"):
     """Run operations of the draft model."""
 
-    plan: "Sequence[Operation]"
+    plan: Sequence[Operation]
+
+    def _run(self, worker: "RankWorker", results: "StepResults") -> None:
+        results.draft = worker.do_draft(self.plan)
+
+    def to_code(self) -> list[Any]:
+        """Return the operation as JSON has it."""
+        return [self.name, [operation.to_code() for operation in self.plan]]
+
+    @classmethod
+    def _of_values(cls, *values: Any) -> "Draft":
+        (plan,) = values
+        return cls([*map(operation_of, plan)])
 
 
-class EndOfPlans(NamedTuple):
+@dataclass(frozen=True)
+class EndOfPlans(Operation, name="end"):
     """End the engine."""
 
-
-StoreOperation = LoadBlocks | CloseStored | SaveBlocks | ForgetBlocks
-
-Operation = Start | Fill | Fork | DecodeRows | Crop | Drop | OpenStored | Draft | EndOfPlans | StoreOperation
-
-PLAIN: dict[str, Any] = {
-    "start": Start,
-    "fill": Fill,
-    "fork": Fork,
-    "rows": DecodeRows,
-    "crop": Crop,
-    "drop": Drop,
-    "load": LoadBlocks,
-    "close": CloseStored,
-    "end": EndOfPlans,
-}
-"""Operations whose fields JSON has as they are, by the names of their codes."""
-
-NAMES: dict[type, str] = {one: name for name, one in PLAIN.items()}
-NAMES |= {OpenStored: "open", SaveBlocks: "save", ForgetBlocks: "forget", Draft: "draft"}
-
-
-def operation_code(operation: Operation) -> list[Any]:
-    """Return an operation as JSON has it.
-
-    >>> operation_code(Draft([Fill(3, 256, 900)]))
-    ['draft', [['fill', 3, 256, 900]]]
-    """
-    fields = [[*map(operation_code, operation.plan)]] if isinstance(operation, Draft) else operation
-    return [NAMES[type(operation)], *fields]
+    def _run(self, worker: "RankWorker", results: "StepResults") -> None:
+        pass
 
 
 def operation_of(code: Sequence[Any]) -> Operation:
-    """Return the operation that `operation_code` wrote, after JSON.
+    """Return the operation that `to_code` wrote, after JSON.
 
     >>> operation_of(["fill", 3, 256, 900])
     Fill(number=3, size=256, stop=900)
     """
-    name, *fields = code
-    match name, fields:
-        case "draft", [plan]:
-            return Draft([*map(operation_of, plan)])
-        case "save", [number, blocks]:
-            return SaveBlocks(number, [BlockToSave(StoredBlock(*block), to_disk) for block, to_disk in blocks])
-        case "forget", [in_memory, on_disk]:
-            return ForgetBlocks(
-                [StoredBlock(*block) for block in in_memory], [StoredBlock(*block) for block in on_disk]
-            )
-        case "open", [number, layers, tokens, rope, blocks]:
-            to_read = [BlockToRead(StoredBlock(*block), ReadFrom(read_from)) for block, read_from in blocks]
-            return OpenStored(number, layers, tokens, rope, to_read)
-    operation: Operation = PLAIN[name](*fields)
-    return operation
+    name, *values = code
+    return OPERATIONS[name]._of_values(*values)

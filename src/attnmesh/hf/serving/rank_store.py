@@ -16,16 +16,7 @@ from torch import Tensor
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.cache.stored_layers import STATES
 from attnmesh.hf.chunked_prefill import Prompt
-from attnmesh.hf.serving.plan_operations import (
-    BlockToRead,
-    BlockToSave,
-    CloseStored,
-    ForgetBlocks,
-    LoadBlocks,
-    ReadFrom,
-    SaveBlocks,
-    StoreOperation,
-)
+from attnmesh.hf.serving.plan_operations import BlockToRead, BlockToSave, ReadFrom
 from attnmesh.hf.serving.prefix_store import OpenStore
 from attnmesh.hf.serving.rank_report import RankReport
 from attnmesh.mesh.axes import Mesh
@@ -82,18 +73,6 @@ class RankStore:
 
     # --- operations of plans ---
 
-    def run(self, operation: StoreOperation) -> None:
-        """Run an operation."""
-        match operation:
-            case SaveBlocks():
-                self.do_save(*operation)
-            case ForgetBlocks():
-                self.do_forget(*operation)
-            case LoadBlocks():
-                self.do_load(*operation)
-            case CloseStored():
-                self.do_close(*operation)
-
     def do_save(self, number: int, blocks: Sequence[BlockToSave]) -> None:
         """Copy blocks of a cache to the memory of their ranks. Those that say so are written to the folder."""
         cache = self.caches[number]
@@ -132,7 +111,7 @@ class RankStore:
             patience = 0.0
             block, read_from = reading.blocks[reading.done]
             nbytes -= sum(x.nbytes for rows in rows_by_file or () for x in rows.values())
-            if not self._copied(reading, block, rows_by_file):
+            if not self._copy(reading, block, rows_by_file):
                 reading.is_damaged = True
             else:
                 reading.done += 1
@@ -147,7 +126,7 @@ class RankStore:
             reading.filler.finish(length)
             reading.cache.set_length(length)
 
-    def _copied(self, reading: Reading, block: StoredBlock, rows_by_file: list[Rows] | None) -> bool:
+    def _copy(self, reading: Reading, block: StoredBlock, rows_by_file: list[Rows] | None) -> bool:
         """Copy a block to a cache. Return False if it is damaged."""
         if not rows_by_file:
             return rows_by_file is not None

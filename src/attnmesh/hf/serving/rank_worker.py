@@ -1,7 +1,7 @@
 """Work of each rank on an engine's plan: caches by number, chunks of prompts, and steps of rows."""
 
 from collections.abc import Collection, Iterator, Sequence
-from time import perf_counter
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,22 +14,10 @@ from attnmesh.errors import InputError
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.chunked_prefill import left_to_decode, prefill_chunks, run_model
 from attnmesh.hf.images.inputs import on_model
-from attnmesh.hf.models import one_token_differs
+from attnmesh.hf.models import is_recurrent, one_token_differs
 from attnmesh.hf.options import agree_on_call
 from attnmesh.hf.prefill import begin_prompt, crop_to_shared_prefix
-from attnmesh.hf.serving.plan_operations import (
-    BlockToRead,
-    Crop,
-    DecodeRows,
-    Draft,
-    Drop,
-    EndOfPlans,
-    Fill,
-    Fork,
-    OpenStored,
-    Operation,
-    Start,
-)
+from attnmesh.hf.serving.plan_operations import OpenStored, Operation, Start
 from attnmesh.hf.serving.rank_report import RankReport
 from attnmesh.hf.serving.rank_store import RankStore, Reading, name_tokens
 from attnmesh.hf.serving.row_pass import decode_rows, note_tokens
@@ -38,6 +26,30 @@ from attnmesh.store.block_rows import CacheFiller
 
 MEASURED = 32
 """Steps of rows after which bytes are measured again: caches that were forked copy what they change."""
+
+
+@dataclass
+class StepResults:
+    """What the operations of a plan have given, each the last of its kind."""
+
+    cached_tokens: int | None = None
+    """Tokens that the cache of the prompt that began had; None if none began."""
+    computed_tokens: int = 0
+    """Tokens in the cache of the prompt whose chunk was computed."""
+    logits: Tensor | None = None
+    """Logits after that prompt's last token, (1, vocabulary); None before its last chunk."""
+    rows: Sequence[Tensor] = ()
+    """Logits of each row that decoded, (tokens, vocabulary)."""
+    draft: "StepResults | None" = None
+    """What operations of the draft model have given."""
+    errors: dict[type, InputError] = field(default_factory=dict)
+    """The first error of each kind of operation that failed."""
+    seconds: dict[type, float] = field(default_factory=dict)
+    """Seconds of each kind of operation."""
+
+    def error_of(self, *kinds: type) -> InputError | None:
+        """Return the error of operations of these kinds, of the first kind that has one."""
+        return next((self.errors[kind] for kind in kinds if kind in self.errors), None)
 
 
 class RankWorker:
@@ -58,6 +70,8 @@ class RankWorker:
         self.prompts: dict[int, Tensor] = {}
         self.is_causal = all(getattr(module, "is_causal", True) for module in model.get_decoder().modules())
         """True if several tokens of an answer may be computed at once."""
+        self.is_recurrent = is_recurrent(model.config)
+        """True if caches cannot go back: a prompt goes on from a cache that has its first tokens alone."""
         self.recomputes_by_token = one_token_differs(model.config)
         """True if one token is computed by another rule than several: answers that are computed again go by tokens."""
         self.prompt_lengths: dict[int, int] = {}
@@ -66,7 +80,6 @@ class RankWorker:
         self.stop = 0  # token before which the chunk ends
         self.nbytes = 0
         self.steps = 0
-        self.seconds: dict[type, float] = {}  # seconds of the last plan, by the kinds of operations
 
     @property
     def scale(self) -> float:
@@ -74,50 +87,18 @@ class RankWorker:
         shares = self.options.get("shares") or (1.0,)
         return float(max(shares) / shares[0])
 
-    def run(self, plan: Sequence[Operation]) -> dict[type, Any]:
-        """Run the operations in order, and return their results by kind. An `InputError` is a result, too.
+    @property
+    def opened_store(self) -> RankStore:
+        """The store, where there is one."""
+        assert self.store is not None
+        return self.store
 
-        Of operations of one kind the first error stays, or else the last result.
-        """
-        results: dict[type, Any] = {}
-        self.seconds = {}
+    def run(self, plan: Sequence[Operation]) -> StepResults:
+        """Run operations in order."""
+        results = StepResults()
         for operation in plan:
-            start = perf_counter()
-            kind = type(operation)
-            try:
-                result = self._do(operation)
-            except InputError as error:
-                result = error
-            if not isinstance(results.get(kind), InputError):
-                results[kind] = result
-            self.seconds[kind] = self.seconds.get(kind, 0.0) + perf_counter() - start
+            operation.run(self, results)
         return results
-
-    def _do(self, operation: Operation) -> Any:
-        """Run an operation. Return its result."""
-        match operation:
-            case DecodeRows():
-                return self.do_rows(*operation)
-            case Start():
-                return self.do_start(*operation)
-            case Fill():
-                return self.do_fill(*operation)
-            case Draft():
-                return self.do_draft(*operation)
-            case Fork():
-                self.do_fork(*operation)
-            case Crop():
-                self.do_crop(*operation)
-            case Drop():
-                self.do_drop(*operation)
-            case OpenStored():
-                self.do_open(*operation)
-            case EndOfPlans():
-                pass
-            case _:
-                assert self.store is not None
-                self.store.run(operation)
-        return None
 
     @property
     def step_report(self) -> RankReport:
@@ -125,7 +106,7 @@ class RankWorker:
         report = RankReport(self.nbytes)
         return report if self.store is None else self.store.add_to(report)
 
-    def do_draft(self, plan: Sequence[Operation]) -> dict[type, Any]:
+    def do_draft(self, plan: Sequence[Operation]) -> StepResults:
         """Run operations of the draft model, whose caches count with those of the model."""
         assert self.draft_worker is not None
         before = self.draft_worker.nbytes
@@ -133,23 +114,16 @@ class RankWorker:
         self.nbytes += self.draft_worker.nbytes - before
         return results
 
-    def do_open(
-        self,
-        number: int,
-        layers: Sequence[list[int]],
-        tokens: int,
-        rope: Sequence[int],
-        blocks: Sequence[BlockToRead],
-    ) -> None:
-        """Make a cache for so many tokens, and begin to read stored blocks into it."""
-        assert self.store is not None
+    def do_open(self, opening: OpenStored) -> None:
+        """Make a cache, and begin to read stored blocks into it."""
         cache = ShardedCache(self.model.config, self.mesh, **self.options)
-        cache.choose_block(tokens)
-        cache.history.rope_regime = tuple(rope)
-        room = max([tokens, *(block.stop for block, _ in blocks)])
-        kvs = cache.make([CacheConfig.from_code(code) for code in layers], room, self.model.device)
-        self.caches[number] = cache
-        self.store.begin_reading(number, Reading(cache, CacheFiller(kvs), blocks, self.model.device))
+        cache.choose_block(opening.tokens)
+        cache.history.rope_regime = tuple(opening.rope)
+        room = max([opening.tokens, *(block.stop for block, _ in opening.blocks)])
+        kvs = cache.make([CacheConfig.from_code(code) for code in opening.layers], room, self.model.device)
+        self.caches[opening.number] = cache
+        reading = Reading(cache, CacheFiller(kvs), opening.blocks, self.model.device)
+        self.opened_store.begin_reading(opening.number, reading)
         self.nbytes = self.measure()
 
     def do_drop(self, numbers: Sequence[int]) -> None:
@@ -159,28 +133,23 @@ class RankWorker:
                 held.pop(number, None)
         self.nbytes = self.measure()
 
-    def do_start(
-        self, number: int, ids: Sequence[int], source: int | None, moves: bool, later: int, images: dict[str, Any]
-    ) -> int:
-        """Begin a prompt with a new cache, or with one that is kept, or a fork of it. Return the tokens that it has.
-
-        The `later` last tokens are computed at the end, as those of an answer are.
-        """
-        if source is None:
+    def do_start(self, start: Start) -> int:
+        """Begin a prompt. Return the tokens that its cache has."""
+        if start.source is None:
             cache = ShardedCache(self.model.config, self.mesh, **self.options)
         else:
-            cache = self.caches.pop(source) if moves else self.caches[source].fork()
-        self.caches[number] = cache
-        self.prompts[number] = torch.tensor([ids], device=self.model.device)
-        self.prompt_lengths[number] = len(ids) - later
-        first = self.prompts[number][:, : len(ids) - later]
-        images = on_model(images, self.model)
+            cache = self.caches.pop(start.source) if start.moves else self.caches[start.source].fork()
+        self.caches[start.number] = cache
+        ids = self.prompts[start.number] = torch.tensor([start.ids], device=self.model.device)
+        length = self.prompt_lengths[start.number] = len(start.ids) - start.later
+        first = ids[:, :length]
+        images = on_model(start.images, self.model)
         agree_on_call(self.axes, self.model, first, None, cache, {"chunk_size": None, **images})
         prompt = begin_prompt(self.axes, self.model, first, None, images)
         if cache.tokens is None and cache.get_seq_length():
             name_tokens(cache, prompt)
         shared = crop_to_shared_prefix(self.model, prompt, cache)
-        self.prefills[number] = prefill_chunks(self.model, prompt, cache, lambda: self.size, lambda: self.stop)
+        self.prefills[start.number] = prefill_chunks(self.model, prompt, cache, lambda: self.size, lambda: self.stop)
         self.nbytes = self.measure()
         return shared
 

@@ -14,7 +14,7 @@ from attnmesh.hf.serving.guesses import Guesser
 from attnmesh.hf.serving.ngram_guesses import NgramGuesser
 from attnmesh.hf.serving.plan_exchange import Plan
 from attnmesh.hf.serving.plan_operations import Draft, Operation
-from attnmesh.hf.serving.rank_worker import RankWorker
+from attnmesh.hf.serving.rank_worker import RankWorker, StepResults
 
 SPECULATE, DRAFT = "hf.Engine speculate", "hf.Engine draft"
 
@@ -58,7 +58,7 @@ class Speculation:
             raise ArgumentError(SPECULATE, expected, repr(speculate), "write one of these, or leave it out")
         return Speculation(SPECULATE, most)
 
-    def begin(self, worker: RankWorker, run: Callable[[Plan], dict[type, Any]]) -> Guesser:
+    def begin(self, worker: RankWorker, run: Callable[[Plan], StepResults]) -> Guesser:
         """Return what guesses for the rows of a worker, or raise unless its model takes guesses.
 
         `run` runs a plan on all ranks.
@@ -74,8 +74,10 @@ class Speculation:
         _check_caches(self.subject, worker.draft_worker)
         vocab_size = worker.model.config.get_text_config(decoder=True).vocab_size
 
-        def run_draft(plan: Sequence[Operation]) -> Any:
-            return run([Draft(plan)])[Draft]
+        def run_draft(plan: Sequence[Operation]) -> StepResults:
+            results = run([Draft(plan)]).draft
+            assert results is not None
+            return results
 
         return DraftGuesser(worker.draft_worker, self.most, vocab_size, run_draft)
 

@@ -10,12 +10,10 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.errors import InputError, warn_once
-from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.models import has_windows, rope_regime
 from attnmesh.hf.serving.engine_request import EngineRequest, Origin
@@ -30,11 +28,9 @@ from attnmesh.hf.serving.plan_operations import (
     ReadFrom,
     SaveBlocks,
 )
-from attnmesh.hf.serving.prefix_store import OpenStore, PrefixStore, open_store
+from attnmesh.hf.serving.prefix_store import OpenStore, PrefixStore
 from attnmesh.hf.serving.rank_report import RankReport
-from attnmesh.hf.serving.rank_store import RankStore
-from attnmesh.hf.serving.rank_worker import RankWorker
-from attnmesh.store.block_folder import STORE_SUBJECT
+from attnmesh.hf.serving.rank_worker import RankWorker, StepResults
 from attnmesh.store.block_names import BLOCK_GRAIN, BlockNames, StoredBlock
 from attnmesh.store.block_tiers import BlockTiers, TierEntry
 
@@ -76,67 +72,7 @@ class LoadingCache:
     """Tokens that the cache may have before the prompt begins. The last block may have more of the prompt."""
 
 
-class StoreHooks:
-    """The calls of an engine to a store. Each does nothing here."""
-
-    busy = False
-    """True if a step has something to do."""
-    is_writing = False
-    """True if blocks are on their way to the folder."""
-    holds_memory = False
-    """True if there is a cache that no request has taken yet."""
-
-    def prepare(self, request: EngineRequest) -> None:
-        """Name the blocks of a new request, in the thread that submits it."""
-
-    def keep(self, request: EngineRequest, number: int, rejected: int = 0) -> None:
-        """Store the prefix in a cache from now on, but for its last tokens that were rejected."""
-
-    def begin_loading(
-        self, request: EngineRequest, common_tokens: int, cache_numbers: Iterator[int], reserve: Callable[[], bool]
-    ) -> bool:
-        """Begin to load a cache for a request, if `reserve` has made room for it. Return whether it is loaded now.
-
-        Another cache has a prefix of `common_tokens` tokens.
-        """
-        return False
-
-    def holds_up(self, request: EngineRequest) -> bool:
-        """Return whether a request waits for its stored prefix."""
-        return False
-
-    def found(self, request: EngineRequest) -> Origin | None:
-        """Return the cache that was loaded for a request."""
-        return None
-
-    def note_begun(self, request: EngineRequest) -> None:
-        """Note that a request has begun, from its loaded cache or from another."""
-
-    def before(self, drops: Collection[int], seconds: float | None) -> list[Operation]:
-        """Return operations that come before those of a step, which take so many seconds; None without rows."""
-        return []
-
-    def after(self) -> list[Operation]:
-        """Return operations that come after those of a step."""
-        return []
-
-    def take_reports(self, reports: Sequence[RankReport]) -> list[int]:
-        """Take what ranks say of their blocks. Return caches that nobody needs."""
-        return []
-
-    def take(self, results: dict[type, Any], seconds: dict[type, float]) -> None:
-        """Take the results of a step."""
-
-    def metrics(self) -> dict[str, float]:
-        """Return counts and sizes."""
-        return {}
-
-
-class NoStore(StoreHooks):
-    """Stands for a store where there is none."""
-
-
-class StoreScheduler(StoreHooks):
+class StoreScheduler:
     """The blocks of an engine, in memory and in a folder."""
 
     def __init__(self, settings: PrefixStore, opened: OpenStore, worker: RankWorker) -> None:
@@ -169,19 +105,19 @@ class StoreScheduler(StoreHooks):
         self.tiers.make_room(self.tiers.disk, 0)
 
     @property
-    def busy(self) -> bool:  # type: ignore[override]
+    def busy(self) -> bool:
         """True if a step has something to do."""
         return bool(
             self.loading or self.closing or self.saving or self.tiers.gone_from_memory or self.tiers.gone_from_folder
         )
 
     @property
-    def is_writing(self) -> bool:  # type: ignore[override]
+    def is_writing(self) -> bool:
         """True if blocks are on their way to the folder."""
         return bool(self.tiers.writing)
 
     @property
-    def holds_memory(self) -> bool:  # type: ignore[override]
+    def holds_memory(self) -> bool:
         """True if there is a cache that no request has taken yet."""
         return bool(self.loading or self.closing or self.loaded)
 
@@ -254,7 +190,7 @@ class StoreScheduler(StoreHooks):
             self._touch([*prefix, *state])
             saving.at = prefix[-1].stop if prefix else 0
             if state and not self.tiers.has(state[0]):
-                entry = self._admitted(saving, state[0], self._state_bytes(cache, state[0]))
+                entry = self._admit(saving, state[0], self._state_bytes(cache, state[0]))
                 if entry is None and saving.at < saving.stop:
                     saving.at = -1  # the next step looks at the cache again
                 return entry
@@ -265,7 +201,7 @@ class StoreScheduler(StoreHooks):
             )
             entry = None
             if not self.tiers.has(block):  # else another cache has stored it meanwhile
-                entry = self._admitted(saving, block, NOTE + (stop - saving.at) * self._token_bytes(cache))
+                entry = self._admit(saving, block, NOTE + (stop - saving.at) * self._token_bytes(cache))
                 if entry is None:
                     return None
             saving.at = stop
@@ -294,7 +230,7 @@ class StoreScheduler(StoreHooks):
             for block in ordered:
                 store.later(self.folder.touch, block)
 
-    def _admitted(self, saving: SavingCache, block: StoredBlock, nbytes: int) -> BlockToSave | None:
+    def _admit(self, saving: SavingCache, block: StoredBlock, nbytes: int) -> BlockToSave | None:
         """Make room for a block. Return it for a plan, and whether it goes to the folder.
 
         None if there is no room now, as while blocks before it are written, or none for a block of this size.
@@ -338,7 +274,7 @@ class StoreScheduler(StoreHooks):
     # --- loading ---
 
     def begin_loading(
-        self, request: EngineRequest, common_tokens: int, reports: Iterator[int], reserve: Callable[[], bool]
+        self, request: EngineRequest, common_tokens: int, cache_numbers: Iterator[int], reserve: Callable[[], bool]
     ) -> bool:
         """Begin to load a cache for a request, if `reserve` has made room for it. Return whether it is loaded now.
 
@@ -346,7 +282,7 @@ class StoreScheduler(StoreHooks):
         """
         if self.loading is not None or request in self.looked or self.layers is None:
             return False
-        tokens = self._computed(request)
+        tokens = self._count_loadable(request)
         blocks, run_tokens = self._find(request, tokens)
         stop = max((block.stop for block in blocks), default=0)
         if min(stop, tokens) < common_tokens + BLOCK_GRAIN or not reserve():
@@ -355,7 +291,7 @@ class StoreScheduler(StoreHooks):
         self._touch(blocks)
         self.tiers.pinned = frozenset(blocks)
         sources = [BlockToRead(block, self._choose_source(block, run_tokens)) for block in blocks]
-        self.loading = LoadingCache(request, next(reports), sources, tokens)
+        self.loading = LoadingCache(request, next(cache_numbers), sources, tokens)
         sizes = [layer.to_code() for layer in self.layers]
         self.opening = OpenStored(self.loading.number, sizes, tokens, self._rope(request), sources)
         return True
@@ -369,7 +305,7 @@ class StoreScheduler(StoreHooks):
             return False
         return self._names(request).at(request.ids, last.stop) == last.name
 
-    def found(self, request: EngineRequest) -> Origin | None:
+    def origin_of(self, request: EngineRequest) -> Origin | None:
         """Return the cache that was loaded for a request."""
         return self.loaded.get(request)
 
@@ -472,19 +408,20 @@ class StoreScheduler(StoreHooks):
                 self.tiers.drop(self.tiers.memory, block)
         self.tiers.drop(self.tiers.disk, loading.blocks[good][0])
 
-    def take(self, results: dict[type, Any], seconds: dict[type, float]) -> None:
+    def take(self, results: StepResults) -> None:
         """Take the results of a step."""
-        if isinstance(error := results.get(SaveBlocks), InputError):
+        if (error := results.error_of(SaveBlocks)) is not None:
             raise error  # caches differ from what is known of them
-        if seconds.get(SaveBlocks) and self.copied:
-            self.rate = 0.7 * self.rate + 0.3 * self.copied / seconds[SaveBlocks]
-        if isinstance(results.get(OpenStored), InputError):  # no memory: all ranks raise
+        seconds = results.seconds.get(SaveBlocks)
+        if seconds and self.copied:
+            self.rate = 0.7 * self.rate + 0.3 * self.copied / seconds
+        if results.error_of(OpenStored) is not None:  # no memory: all ranks raise
             self.loading = None
             self.tiers.pinned = frozenset()
 
     # --- names ---
 
-    def _computed(self, request: EngineRequest) -> int:
+    def _count_loadable(self, request: EngineRequest) -> int:
         """Return the tokens of a request that a cache may have before its prompt begins."""
         apart = request.images is not None or self.worker.recomputes_by_token
         return len(request.prompt if apart else request.ids) - self.worker.left_to_decode
@@ -502,18 +439,3 @@ class StoreScheduler(StoreHooks):
 
 def _row_bytes(sizes: CacheConfig) -> int:
     return sizes.kv_heads * sum(sizes.row_widths) * sizes.row_dtype.itemsize
-
-
-def begin_store(settings: PrefixStore | None, worker: RankWorker) -> StoreHooks:
-    """Open the store of an engine on all ranks. Return what the first of them schedules."""
-    if settings is None:
-        return NoStore()
-    opened = open_store(settings, worker.model, worker.template)
-    try:
-        with Agreement(worker.axes, STORE_SUBJECT):  # the first rank reads what is there
-            scheduler: StoreHooks = NoStore() if worker.axes.shard_index else StoreScheduler(settings, opened, worker)
-        worker.store = RankStore(opened, worker.axes, worker.caches)
-    except BaseException:
-        opened.lock.release()
-        raise
-    return scheduler

@@ -1,0 +1,80 @@
+"""The memory of an engine's caches: how much is free, and which kept caches go for others."""
+
+from collections.abc import Collection
+
+from attnmesh.hf.serving.engine_request import EngineRequest
+from attnmesh.hf.serving.footprint import Footprint, growth
+from attnmesh.hf.serving.guesses import Guesser
+from attnmesh.hf.serving.kept_caches import KeptCaches
+from attnmesh.hf.serving.rank_worker import RankWorker
+from attnmesh.hf.serving.step_plan import StepPlan
+
+
+class CacheMemory:
+    """The caches of an engine, which take at most `limit` bytes on each rank.
+
+    What a step promises to caches counts before it is allocated.
+    """
+
+    def __init__(self, worker: RankWorker, limit: int, guesser: Guesser) -> None:
+        self.worker = worker
+        self.limit = limit
+        self.guesser = guesser
+        self.kept_caches = KeptCaches(worker)
+        self.footprint: Footprint | None = None
+        self.drops: list[int] = []  # caches that the next step drops
+        self.nbytes: list[int] = [0]
+        """Bytes of caches by rank, as of the last exchange."""
+        self.evicted = 0
+
+    def measure(self, number: int) -> None:
+        """Let the first cache that has tokens show the bytes of all."""
+        if self.footprint is None:
+            self.footprint = Footprint.of(self.worker.caches[number])
+
+    def bytes_of(self, tokens: int, shared: int = 0) -> int:
+        """Return the bytes of a cache of so many tokens; 0 before the first cache."""
+        return 0 if self.footprint is None else self.footprint(tokens, shared=shared)
+
+    def growth(self, request: EngineRequest, tokens: int) -> int:
+        """Return the bytes by which the cache of a request grows with so many more tokens."""
+        cache = self.worker.caches[request.number]
+        return growth(cache, tokens) if cache.get_seq_length() else self.bytes_of(tokens)
+
+    def free(self, step: StepPlan) -> int:
+        """Return the bytes that are left on the fullest rank, after drops and growth of a step."""
+        held_bytes = self.worker.measure(self.drops) if self.drops else self.worker.nbytes
+        most = max(self.nbytes)
+        scale = self.worker.scale
+        return int(self.limit - scale * held_bytes - max(0.0, most - scale * self.nbytes[0]) - step.promised)
+
+    def make_room(self, step: StepPlan, more: int, spared: Collection[int] = ()) -> bool:
+        """Drop kept caches, least recently used first, until `more` bytes fit. Return whether they do.
+
+        Caches of guesses go last.
+        """
+        while self.free(step) < more:
+            oldest = next((number for number in self.kept_caches.kept if number not in {*spared, *step.spared}), None)
+            if oldest is not None:
+                self.evict(oldest)
+            elif not self.guesser.release():
+                return False
+        return True
+
+    def keep_at_most(self, count: int) -> None:
+        """Drop kept caches, least recently used first, until so many are left."""
+        while len(self.kept_caches.kept) > count:
+            self.evict(next(iter(self.kept_caches.kept)))
+
+    def evict(self, number: int) -> None:
+        """Drop a kept cache with the next step."""
+        self.kept_caches.remove(number)
+        self.drops.append(number)
+        self.evicted += 1
+
+    def take_drops(self) -> list[int]:
+        """Return the caches that this step drops, and forget them."""
+        drops = self.drops
+        self.kept_caches.forget(drops)
+        self.drops = []
+        return drops

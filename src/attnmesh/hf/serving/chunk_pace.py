@@ -1,0 +1,62 @@
+"""The tokens of a prompt's next chunk, by the seconds that tokens and steps of rows have taken."""
+
+from dataclasses import dataclass
+
+from attnmesh.runtime.world import WORLD
+
+LONGEST_CHUNK = 2048
+"""Tokens of a chunk at most."""
+
+FIRST_CHUNK = 256
+"""Tokens of a chunk without rows beside it, while its speed is not known."""
+
+FIRST_CHUNK_BESIDE_ROWS = 64
+"""Tokens of a chunk beside rows that decode, while the speed of either is not known."""
+
+CHUNK_SECONDS = 10.0
+"""Seconds of a chunk, or a quarter of the deadline: requests join, and are cancelled, between chunks."""
+
+EMA_WEIGHT = 0.3
+"""Weight of the last measurement in an exponential moving average."""
+
+
+@dataclass
+class ChunkPace:
+    """Moving means of seconds, and the seconds that chunks may add to steps. `max_gap` is that of an engine."""
+
+    max_gap: float | None
+    row_seconds: float = 0.0
+    """Seconds of a step of rows; 0 before the first."""
+    token_seconds: float = 0.0
+    """Seconds of a token of a prompt; 0 before the first chunk."""
+
+    def add_rows(self, seconds: float) -> None:
+        """Take the time of a step of rows."""
+        self.row_seconds = _mean(self.row_seconds, seconds)
+
+    def add_chunk(self, tokens: int, seconds: float) -> None:
+        """Take the time of a chunk. A last token or two say little."""
+        if tokens > 2:
+            self.token_seconds = _mean(self.token_seconds, seconds / tokens)
+
+    @property
+    def spare_seconds(self) -> float:
+        """Seconds that a step of rows may take longer."""
+        return self.row_seconds if self.max_gap is None else max(self.max_gap - self.row_seconds, 0.0)
+
+    def tokens(self, rows: int, waiting: int, *, store_is_busy: bool) -> int:
+        """Return the tokens of the next chunk, so that rows wait no longer than they may.
+
+        `waiting` requests have no first token, and count like rows.
+        """
+        longest = min(CHUNK_SECONDS, WORLD.deadline / 4 if WORLD.deadline else CHUNK_SECONDS)
+        if not rows:
+            return min(LONGEST_CHUNK, max(1, int(longest / self.token_seconds))) if self.token_seconds else FIRST_CHUNK
+        if not self.token_seconds or not self.row_seconds:
+            return FIRST_CHUNK_BESIDE_ROWS
+        gap = 2 * self.row_seconds * waiting if self.max_gap is None else self.spare_seconds / (1 + store_is_busy)
+        return max(1, min(LONGEST_CHUNK, int(min(gap, longest) / self.token_seconds)))
+
+
+def _mean(before: float, seconds: float) -> float:
+    return (1 - EMA_WEIGHT) * before + EMA_WEIGHT * seconds if before else seconds

@@ -1,0 +1,94 @@
+"""The store of an engine as rank 0 schedules it, or what stands for it where there is none."""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+from attnmesh.guard.agreement import Agreement
+from attnmesh.hf.serving.engine_request import EngineRequest, Origin
+from attnmesh.hf.serving.plan_operations import Operation
+from attnmesh.hf.serving.prefix_store import PrefixStore, open_store
+from attnmesh.hf.serving.rank_report import RankReport
+from attnmesh.hf.serving.rank_store import RankStore
+from attnmesh.hf.serving.rank_worker import RankWorker, StepResults
+from attnmesh.hf.serving.store_scheduler import StoreScheduler
+from attnmesh.store.block_folder import STORE_SUBJECT
+
+
+class NoStore:
+    """A store of nothing, with the calls of `StoreScheduler`."""
+
+    @property
+    def busy(self) -> bool:
+        """False: no step has something to do."""
+        return False
+
+    @property
+    def is_writing(self) -> bool:
+        """False: no blocks are on their way."""
+        return False
+
+    @property
+    def holds_memory(self) -> bool:
+        """False: no cache waits for its request."""
+        return False
+
+    def prepare(self, request: EngineRequest) -> None:
+        """Name no blocks."""
+
+    def keep(self, request: EngineRequest, number: int, rejected: int = 0) -> None:
+        """Store nothing."""
+
+    def begin_loading(
+        self, request: EngineRequest, common_tokens: int, cache_numbers: Iterator[int], reserve: Callable[[], bool]
+    ) -> bool:
+        """Return that no cache is loaded for a request."""
+        return False
+
+    def holds_up(self, request: EngineRequest) -> bool:
+        """Return that a request waits for no prefix."""
+        return False
+
+    def origin_of(self, request: EngineRequest) -> Origin | None:
+        """Return no cache."""
+        return None
+
+    def note_begun(self, request: EngineRequest) -> None:
+        """Note nothing."""
+
+    def before(self, drops: Collection[int], seconds: float | None) -> list[Operation]:
+        """Return no operations."""
+        return []
+
+    def after(self) -> list[Operation]:
+        """Return no operations."""
+        return []
+
+    def take_reports(self, reports: Sequence[RankReport]) -> list[int]:
+        """Return no caches."""
+        return []
+
+    def take(self, results: StepResults) -> None:
+        """Take nothing."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return no figures."""
+        return {}
+
+
+EngineStore = NoStore | StoreScheduler
+"""The calls of an engine to its store."""
+
+
+def begin_store(settings: PrefixStore | None, worker: RankWorker) -> EngineStore:
+    """Open the store of an engine on all ranks. Return what the first of them schedules."""
+    if settings is None:
+        return NoStore()
+    opened = open_store(settings, worker.model, worker.template)
+    try:
+        with Agreement(worker.axes, STORE_SUBJECT):  # the first rank reads what is there
+            is_first = not worker.axes.shard_index
+            scheduler: EngineStore = StoreScheduler(settings, opened, worker) if is_first else NoStore()
+        worker.store = RankStore(opened, worker.axes, worker.caches)
+    except BaseException:
+        opened.lock.release()
+        raise
+    return scheduler

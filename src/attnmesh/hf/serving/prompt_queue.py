@@ -1,0 +1,206 @@
+"""The prompts of an engine: which one begins, where its cache is forked for others, and whose chunk is next."""
+
+from itertools import count, islice
+
+from attnmesh.hf.serving.cache_memory import CacheMemory
+from attnmesh.hf.serving.chunk_pace import ChunkPace
+from attnmesh.hf.serving.engine_request import EngineRequest, Origin
+from attnmesh.hf.serving.engine_store import EngineStore
+from attnmesh.hf.serving.footprint import growth, never_fits
+from attnmesh.hf.serving.kept_caches import LEAST_SHARED
+from attnmesh.hf.serving.plan_exchange import specs_of
+from attnmesh.hf.serving.plan_operations import Fill, Fork, Operation, Start
+from attnmesh.hf.serving.rank_worker import RankWorker
+from attnmesh.hf.serving.step_plan import ServedRequests, StepPlan
+
+OLDEST_EVERY = 3
+"""Chunks of which one is of the oldest prompt. The others are of the one with the shortest rest."""
+
+LOOKAHEAD = 8
+"""Requests of the queue that may begin before those that wait for a prefix."""
+
+
+class PromptQueue:
+    """Plans prompts, each in chunks, at most `max_rows` requests at a time."""
+
+    def __init__(
+        self, worker: RankWorker, requests: ServedRequests, memory: CacheMemory, store: EngineStore, max_rows: int
+    ) -> None:
+        self.worker = worker
+        self.requests = requests
+        self.memory = memory
+        self.kept_caches = memory.kept_caches
+        self.store = store
+        self.max_rows = max_rows
+        self.is_full = False  # true if no chunk fits: then no other prompt begins
+        self.cache_numbers = count()
+        self.chunk_turns = count()
+
+    def plan(self, step: StepPlan, pace: ChunkPace) -> list[Operation]:
+        """Return the operations of a step on prompts: one begins, a cache is forked, and a chunk is computed."""
+        operations = self._start(step), self._snapshot(step), self._fill(step, pace)
+        return [operation for operation in operations if operation is not None]
+
+    def _start(self, step: StepPlan) -> Start | None:
+        """Begin the prompt of a request, if there is room for it. Return the operation."""
+        request, origin = self._next_request(step)
+        if request is None or origin is None:
+            return None
+        loaded = self.store.origin_of(request)
+        if loaded is not None and loaded.source is not None and loaded.source != origin.source:
+            self.memory.drops.append(loaded.source)
+        self.store.note_begun(request)
+        self.requests.waiting.remove(request)
+        self.requests.prefilling.append(request)
+        step.starting = request
+        request.number = next(self.cache_numbers)
+        request.computed_tokens = origin.tokens
+        request.is_forked = origin.source is not None
+        parting = self.kept_caches.find_parting(request, self._lenders())
+        request.fork_points = {parting} if parting >= origin.tokens + LEAST_SHARED else set()
+        if self.worker.recomputes_by_token and request.images is None:  # the answer is computed otherwise than a prompt
+            request.fork_points.add(len(request.prompt) - self.worker.left_to_decode)
+        self.kept_caches.use(origin)
+        if origin.source is not None:
+            step.spared.add(origin.source)
+        if request.images_digest is not None:
+            self.kept_caches.images_digests[request.number] = request.images_digest
+        later = len(request.answer) if request.images or self.worker.recomputes_by_token else 0
+        images = specs_of(request.images)
+        return Start(request.number, request.ids, origin.source, origin.moves, later, images)
+
+    def _next_request(self, step: StepPlan) -> tuple[EngineRequest | None, Origin | None]:
+        """Return the request whose prompt begins, and what it goes on from; None twice if none can."""
+        waiting = self.requests.waiting
+        is_full = self.is_full and bool(self.requests.prefilling)
+        if not waiting or len(self.requests.running) >= self.max_rows or self.memory.drops or is_full:
+            return None, None
+        ready = (request for request in islice(waiting, LOOKAHEAD) if not self.store.holds_up(request))
+        request = next((candidate for candidate in ready if not self._let_wait(candidate)), None)
+        request = next((candidate for candidate in waiting if self.store.origin_of(candidate) is not None), request)
+        if request is None or self._begin_loading(step, request):
+            return None, None
+        return request, self._choose_origin(step, request)
+
+    def _begin_loading(self, step: StepPlan, request: EngineRequest) -> bool:
+        """Begin to load the prefix of a prompt, if one is stored that is longer than others. Return whether it is."""
+        common_tokens = self.kept_caches.find(request, self._lenders()).tokens
+        return self.store.begin_loading(
+            request, common_tokens, self.cache_numbers, lambda: self._reserve_room(step, request, Origin())
+        )
+
+    def _choose_origin(self, step: StepPlan, request: EngineRequest) -> Origin | None:
+        """Return what a prompt goes on from; None if no room is left.
+
+        A prompt that can never fit is refused.
+        """
+        if len(request.answer) >= request.max_new_tokens:
+            self.requests.waiting.remove(request)
+            request.end("length")
+            return None
+        origin = self.kept_caches.find(request, self._lenders())
+        if (loaded := self.store.origin_of(request)) is not None and loaded.tokens > origin.tokens:
+            origin = loaded
+        if self._reserve_room(step, request, origin):
+            return origin
+        if self.requests.running or (self.store.holds_memory and self.store.origin_of(request) is None):
+            return None
+        if self._reserve_room(step, request, Origin()):  # without the cache that it would go on from
+            return Origin()
+        self.requests.waiting.remove(request)
+        request.end(never_fits(self.memory.bytes_of(len(request.ids)), self.memory.limit))
+        return None
+
+    def _lenders(self) -> list[EngineRequest]:
+        """Return the running requests whose caches hold tokens as prompts have them."""
+        if self.worker.recomputes_by_token:
+            return [request for request in self.requests.prefilling if not request.answer]
+        return self.requests.running
+
+    def _let_wait(self, request: EngineRequest) -> bool:
+        """Let a request wait for a prompt that computes what both begin with, and forks there. Return if it waits."""
+        if request.suspected and any(other.suspected for other in self.requests.running):
+            return True
+        prefilling = self.requests.prefilling
+        for other in prefilling:
+            common_tokens = self.kept_caches.count_shared(request, other)
+            if (
+                common_tokens < LEAST_SHARED
+                or common_tokens in other.passed_fork_points
+                or common_tokens < other.computed_tokens
+            ):
+                continue
+            if common_tokens - self.kept_caches.find(request, prefilling).tokens >= LEAST_SHARED:
+                other.fork_points.add(common_tokens)
+                return True
+        return False
+
+    def _reserve_room(self, step: StepPlan, request: EngineRequest, origin: Origin) -> bool:
+        """Make room for a prompt beside what others will need, and promise it. Return whether it fits.
+
+        Kept caches are dropped for it, but not its source.
+        """
+        tokens = len(request.ids)
+        bytes_of = self.memory.bytes_of
+        if origin.moves and origin.source is not None:
+            need = growth(self.worker.caches[origin.source], tokens - origin.tokens)
+        else:
+            need = bytes_of(tokens, origin.tokens)
+        rests = (bytes_of(len(other.ids)) - bytes_of(other.computed_tokens) for other in self.requests.prefilling)
+        fits = self.memory.make_room(step, need + sum(rests), [] if origin.source is None else [origin.source])
+        step.promised += need if fits else 0
+        return fits
+
+    def _snapshot(self, step: StepPlan) -> Fork | None:
+        """Fork the cache of a prompt that has come to where others part from it. Return the operation."""
+        for request in self.requests.prefilling:
+            if request is step.starting or not request.fork_points:
+                continue
+            fork_point = min(request.fork_points)
+            if request.computed_tokens < fork_point:
+                continue
+            request.fork_points.remove(fork_point)
+            request.passed_fork_points.add(fork_point)
+            more = self.memory.bytes_of(request.computed_tokens)
+            goes_back = self.worker.caches[request.number].crops_anywhere
+            if request.computed_tokens == fork_point and not goes_back and self.memory.free(step) >= more:
+                step.promised += more
+                number = next(self.cache_numbers)
+                self.kept_caches.keep(request, snapshot=number)
+                step.forking = request, number
+                step.spared.add(number)
+                return Fork(request.number, number)
+        return None
+
+    def _fill(self, step: StepPlan, pace: ChunkPace) -> Fill | None:
+        """Return the operation that computes the next chunk of a prompt, in most turns that with the shortest rest."""
+        prefilling = ordered = self.requests.prefilling
+        if next(self.chunk_turns) % OLDEST_EVERY != OLDEST_EVERY - 1:
+            ordered = sorted(prefilling, key=lambda request: len(request.ids) - request.computed_tokens)
+        waiting = len(self.requests.waiting) + len(prefilling)
+        most = pace.tokens(len(self.requests.rows), waiting, store_is_busy=self.store.busy)
+        for request in ordered:
+            stop = min(
+                (fork_point for fork_point in request.fork_points if fork_point > request.computed_tokens),
+                default=len(request.ids),
+            )
+            size = min(most, stop - request.computed_tokens)
+            while not (fits := self._make_room_for_chunk(step, request, size)) and size > LEAST_SHARED:
+                size = max(LEAST_SHARED, size // 2)
+            if fits:
+                step.computing = request
+                self.is_full = False
+                return Fill(request.number, size, stop)
+        self.is_full = bool(prefilling)
+        return None
+
+    def _make_room_for_chunk(self, step: StepPlan, request: EngineRequest, tokens: int) -> bool:
+        """Make room for a chunk of a prompt, and promise it. Return whether it fits.
+
+        What the prompt that begins takes is promised.
+        """
+        more = 0 if self.memory.footprint is None else self.memory.footprint.of_chunk(tokens)
+        more += 0 if request is step.starting else self.memory.growth(request, tokens)
+        fits = self.memory.make_room(step, more)
+        step.promised += more if fits else 0
+        return fits

@@ -1,0 +1,91 @@
+"""The memory of caches: kept ones go for others, the least recently used first."""
+
+from typing import Any
+
+from attnmesh.hf.serving.cache_memory import CacheMemory
+from attnmesh.hf.serving.guesses import NoGuesses
+from attnmesh.hf.serving.step_plan import StepPlan
+from tests.support.fake_caches import FakeFootprint, FakeWorker, request
+
+
+class Releasing(NoGuesses):
+    """Has a cache of its own, which it gives back once."""
+
+    def __init__(self, worker: FakeWorker, number: int) -> None:
+        self.worker = worker
+        self.number = number
+
+    def release(self) -> bool:
+        return self.worker.caches.pop(self.number, None) is not None
+
+
+def memory_of(*tokens: int, limit: int = 100) -> CacheMemory:
+    """Return a memory in which caches of so many tokens are kept."""
+    worker: Any = FakeWorker()
+    memory = CacheMemory(worker, limit, NoGuesses())
+    for number, count in enumerate(tokens):
+        worker.hold(number, range(count))
+        memory.kept_caches.keep(request([1]), snapshot=number)
+    return memory
+
+
+def test_kept_caches_go_until_there_is_room() -> None:
+    memory, step = memory_of(30, 20, 10), StepPlan()
+    assert memory.free(step) == 40
+    assert memory.make_room(step, 75)
+    assert memory.drops == [0, 1]
+    assert memory.evicted == 2
+    assert memory.free(step) == 90  # though the next step drops them
+    assert not memory.make_room(step, 101)
+
+
+def test_promised_bytes_count_as_held_ones() -> None:
+    memory, step = memory_of(30), StepPlan(promised=50)
+    assert memory.free(step) == 20
+    assert memory.make_room(step, 20)
+    assert memory.drops == []
+
+
+def test_the_cache_that_a_prompt_goes_on_from_stays() -> None:
+    memory, step = memory_of(30, 20, 10), StepPlan(spared={0})
+    assert not memory.make_room(step, 90, spared=[1])
+    assert memory.drops == [2]
+
+
+def test_caches_of_guesses_go_last() -> None:
+    memory, step = memory_of(30, 20), StepPlan()
+    worker: Any = memory.worker
+    memory.guesser = Releasing(worker, 1)
+    memory.kept_caches.remove(1)
+    assert memory.make_room(step, 100)
+    assert memory.drops == [0]
+    assert 1 not in worker.caches
+    assert not memory.make_room(step, 101)
+
+
+def test_the_fullest_rank_counts() -> None:
+    memory, step = memory_of(20), StepPlan()
+    memory.worker.scale = 2.0  # type: ignore[misc]
+    assert memory.free(step) == 60
+    memory.nbytes = [20, 55]  # 15 more than its share
+    assert memory.free(step) == 45
+
+
+def test_only_so_many_caches_are_kept() -> None:
+    memory = memory_of(1, 2, 3)
+    memory.keep_at_most(1)
+    assert [*memory.kept_caches.kept] == [2]
+    assert memory.take_drops() == [0, 1]
+    assert memory.drops == []
+
+
+def test_a_cache_without_tokens_grows_by_all_that_it_will_hold() -> None:
+    memory, asked = memory_of(), request([1])
+    asked.number = 0
+    worker: Any = memory.worker
+    worker.hold(0, [])
+    assert memory.growth(asked, 9) == 0  # the first cache shows the bytes
+    footprint: Any = FakeFootprint()
+    memory.footprint = footprint
+    assert memory.growth(asked, 9) == 9
+    assert memory.bytes_of(9, shared=4) == 5

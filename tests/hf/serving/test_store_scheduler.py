@@ -1,0 +1,196 @@
+"""Blocks of prefixes on rank 0: which are stored and loaded in each step, without ranks."""
+
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from attnmesh.cache.cache_config import CacheConfig
+from attnmesh.errors import KernelError
+from attnmesh.hf.serving.engine_request import EngineRequest, Origin
+from attnmesh.hf.serving.plan_operations import (
+    CloseStored,
+    LoadBlocks,
+    OpenStored,
+    Operation,
+    ReadFrom,
+    SaveBlocks,
+)
+from attnmesh.hf.serving.prefix_store import OpenStore, PrefixStore
+from attnmesh.hf.serving.rank_report import RankReport
+from attnmesh.hf.serving.rank_worker import StepResults
+from attnmesh.hf.serving.store_scheduler import StoreScheduler
+from attnmesh.mesh.axes import Mesh
+from attnmesh.store.block_folder import BlockFolder, FolderLock
+from tests.support.fake_caches import request
+
+SIZES = CacheConfig(1, 1, 4, 4, 16, 16, torch.float32)
+"""Sizes of one layer, in which a token takes 32 bytes, and 8 for its number."""
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[StoreScheduler]:
+    settings = PrefixStore(tmp_path)
+    lock = FolderLock(tmp_path)
+    template = SimpleNamespace(
+        config=LlamaConfig(), irreversible_layers=[], windows=False, block=16, choose_block=lambda _: None
+    )
+    worker: Any = SimpleNamespace(
+        template=template, axes=Mesh.of(None), caches={}, store=None, left_to_decode=1, recomputes_by_token=False
+    )
+    yield StoreScheduler(settings, OpenStore(BlockFolder(tmp_path), "ab" * 16, lock), worker)
+    lock.release()
+
+
+def keep(store: StoreScheduler, number: int, ids: Any) -> EngineRequest:
+    """Keep a cache that has computed a prompt, and store its prefix."""
+    ended = request(ids)
+    shard = SimpleNamespace(block_cyclic=SimpleNamespace(is_even=True))
+    cache: Any = SimpleNamespace(
+        cross_layers=[],
+        history=SimpleNamespace(is_consistent=True, rope_regime=store._rope(ended)),
+        kvs=[SimpleNamespace(is_block_cyclic=True, sizes=SIZES, shard=shard)],
+        block=16,
+        get_seq_length=lambda: len(ended.ids),
+    )
+    store.worker.caches[number] = cache
+    store.keep(ended, number)
+    return ended
+
+
+def saved(operations: list[Operation]) -> list[tuple[int, int]]:
+    """Return the cache and the end of each block that is saved."""
+    saves = [one for one in operations if isinstance(one, SaveBlocks)]
+    return [(one.number, block.stop) for one in saves for block, _ in one.blocks]
+
+
+def load(store: StoreScheduler, ids: Any) -> tuple[EngineRequest, OpenStored]:
+    """Begin to load the prefix of a prompt."""
+    asked = request(ids)
+    assert store.begin_loading(asked, 0, count(7), lambda: True)
+    (opening,) = store.after()
+    assert isinstance(opening, OpenStored)
+    return asked, opening
+
+
+def test_blocks_of_a_kept_cache_are_stored_some_in_each_step(store: StoreScheduler) -> None:
+    keep(store, 3, range(40))
+    assert store.busy
+    assert [saved(store.before([], 0.0)) for _ in range(3)] == [[(3, 16)], [(3, 32)], []]  # in no time one of them
+    assert not store.busy
+    assert store.is_writing
+
+
+def test_a_step_without_rows_copies_more(store: StoreScheduler) -> None:
+    keep(store, 3, range(40))
+    assert saved(store.before([], None)) == [(3, 16), (3, 32)]
+
+
+def test_blocks_that_are_stored_are_not_stored_again(store: StoreScheduler) -> None:
+    keep(store, 3, range(40))
+    store.before([], None)
+    keep(store, 4, [*range(32), *range(100, 120)])
+    assert saved(store.before([], None)) == [(4, 48)]
+
+
+def test_a_cache_that_is_dropped_goes_first(store: StoreScheduler) -> None:
+    keep(store, 3, range(40))
+    keep(store, 4, range(100, 140))
+    assert saved(store.before([4], 0.0))[0] == (4, 16)
+    assert [saving.number for saving in store.saving] == [3]
+
+
+def test_the_rate_of_copies_follows_what_they_took(store: StoreScheduler) -> None:
+    keep(store, 3, range(16))
+    store.before([], None)
+    assert store.copied == 16 + 16 * 40
+    store.take(StepResults(seconds={SaveBlocks: 1.0}))
+    assert store.rate == pytest.approx(0.7e9 + 0.3 * 656)
+
+
+def test_written_blocks_count_once_each_rank_has_written_them(
+    store: StoreScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store.folder, "size", lambda _: 700)
+    keep(store, 3, range(40))
+    store.before([], None)
+    store.take_reports([RankReport(blocks_written=2), RankReport(blocks_written=1)])
+    assert store.metrics()["store_blocks_written"] == 1
+    assert store.metrics()["store_disk_bytes"] == 700
+
+
+def test_a_folder_that_cannot_be_written_to_ends_the_storing(store: StoreScheduler) -> None:
+    keep(store, 3, range(40))
+    with pytest.warns(UserWarning, match="no more prefixes are stored: rank 1 cannot write"):
+        store.take_reports([RankReport(), RankReport(write_error=28)])
+    keep(store, 4, range(40))
+    assert saved(store.before([], None)) == []
+    assert store.metrics()["store_stopped"] == 1
+    assert not store.busy
+
+
+def test_a_stored_prefix_is_loaded_before_its_prompt_begins(store: StoreScheduler) -> None:
+    keep(store, 3, range(40))
+    store.before([], None)
+    asked, opening = load(store, range(50))
+    assert (opening.number, opening.tokens) == (7, 49)
+    assert [(block.stop, read_from) for block, read_from in opening.blocks] == [
+        (16, ReadFrom.MEMORY),
+        (32, ReadFrom.MEMORY),
+    ]
+    assert [store.holds_up(one) for one in (asked, request(range(60)), request(range(9, 60)))] == [True, True, False]
+    assert [type(one) for one in store.before([], None)] == [LoadBlocks]
+    assert store.take_reports([RankReport(blocks_read=2), RankReport(blocks_read=1)]) == []
+    assert store.origin_of(asked) is None
+    assert store.take_reports([RankReport(blocks_read=2)] * 2) == []
+    assert store.origin_of(asked) == Origin(7, 32, moves=True)
+    assert store.before([], None) == [CloseStored(7, 32)]
+    assert not store.holds_up(asked)
+    store.note_begun(asked)
+    assert not store.holds_memory
+
+
+def test_a_prefix_is_loaded_where_it_is_longer_than_others_and_fits(store: StoreScheduler) -> None:
+    keep(store, 3, range(40))
+    store.before([], None)
+    asked = request(range(50))
+    assert not store.begin_loading(asked, 20, count(), lambda: True)
+    assert not store.begin_loading(asked, 16, count(), lambda: False)
+    assert store.begin_loading(asked, 16, count(), lambda: True)
+
+
+def test_a_damaged_block_and_those_after_it_are_computed_again(store: StoreScheduler) -> None:
+    keep(store, 3, range(40))
+    store.before([], None)
+    asked, _ = load(store, range(50))
+    store.take_reports([RankReport(blocks_read=1, is_damaged=True)])
+    assert store.origin_of(asked) == Origin(7, 16, moves=True)
+    assert store.metrics()["store_blocks_damaged"] == 1
+
+
+def test_a_cache_that_was_loaded_for_a_request_that_has_ended_is_dropped(store: StoreScheduler) -> None:
+    keep(store, 3, range(40))
+    store.before([], None)
+    asked, _ = load(store, range(50))
+    store.take_reports([RankReport(blocks_read=2)])
+    asked.cancel()
+    assert store.take_reports([RankReport()]) == [7]
+
+
+def test_no_room_for_a_loaded_cache_lets_its_request_begin(store: StoreScheduler) -> None:
+    keep(store, 3, range(40))
+    store.before([], None)
+    asked, _ = load(store, range(50))
+    store.take(StepResults(errors={OpenStored: KernelError("a", "b", "c", "d")}))
+    assert not store.holds_up(asked)
+    assert not store.begin_loading(asked, 0, count(), lambda: True)  # it is tried once
+
+
+def test_a_copy_that_failed_ends_the_engine(store: StoreScheduler) -> None:
+    with pytest.raises(KernelError):
+        store.take(StepResults(errors={SaveBlocks: KernelError("a", "b", "c", "d")}))
