@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import attnmesh as am
 from attnmesh.mesh.exchange_cost import LayerWork, attention_seconds, fastest_way, peak_activations
@@ -35,7 +36,9 @@ def measured_peak(shape: Shape, exchange: str, kv_heads: int) -> float:
 
     layout, length = am.Contiguous(), TOKENS * shape.ranks
     options: dict[str, Any] = {"mesh": named_mesh(shape, AXES), "layout": layout, "length": length}
-    q, k, v = (numbers(1, heads, TOKENS, WIDTH).requires_grad_() for heads in (8, kv_heads, kv_heads))
+    q, k, v = (
+        numbers(1, heads, TOKENS, WIDTH, seed=dist.get_rank()).requires_grad_() for heads in (8, kv_heads, kv_heads)
+    )
     module.backward = watched
     try:
         out = am.attention(q, k, v, mask=am.Full(), exchange=exchange, **options)
