@@ -70,7 +70,7 @@ class Mask:
     chunks: tuple[int, ...] = ()
     spans: tuple[int, ...] = ()
     is_undirected: ClassVar[bool] = False
-    """True of the type of masks of which nobody has said whether queries see later tokens."""
+    """True for `Documents` or `Chunks` alone: the caller has said neither `Causal() &` nor `Full() &`."""
 
     def __post_init__(self) -> None:
         for name in ("ends", "chunks", "spans"):

@@ -21,7 +21,7 @@ namespace {
 constexpr int64_t MOST_RANKS = 64;
 
 // Marks a message whose sender has another call, unless it is poison, whose checksum is infinite. The mark fits no call in
-// float32 or float64: it is larger than others, and finite. Its first number is UNEQUAL_CHECKSUM of mailboxes.py.
+// float32 or float64: it is larger than others, and finite. Its first number is UNEQUAL_CHECKSUM of comm/mismatch.py.
 void mark_different(const Box& box, char* message, int64_t size) {
     float mark[4] = {1e38f, 1e38f, 1e38f, 1e38f}, first;
     double wide;
