@@ -33,8 +33,7 @@ THOUGHTS = ("reasoning_content", "thinking")
 """Names by which chat templates know what a model thought before an earlier answer."""
 
 RESERVED = {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages", "reasoning_effort"}
-"""Names that no request gives a chat template a value of."""
-
+"""Template variables that a request may not set."""
 
 END = 64
 """Characters of a prompt's end, in which an answer may have begun."""
