@@ -46,7 +46,7 @@ LONGEST_PAUSE_SECONDS = 30.0
 """Seconds before ranks are started again, at most. Each loss doubles them."""
 
 PROOF_TOKENS = 3
-"""Tokens in one world after which a request did not cause the loss before. A loss may take the last tokens along."""
+"""Tokens in one world that clear a request of the loss before, which may have kept its last tokens from the front."""
 
 MAX_BUSY_DEADLINES = 5
 """Deadlines that one step may take on ranks that still send figures, such as one with many images."""
@@ -98,7 +98,7 @@ class OpenRequest:
     tokens_in_world: int | None = None
     """Tokens in this world; None before the request is sent there."""
     last_time: float = 0.0
-    """The time of the latest token, and of the request before the first."""
+    """The time of the latest token; before the first one, that of the request."""
 
     @property
     def is_proven(self) -> bool:
@@ -217,8 +217,8 @@ class Supervisor:
     def _submit_next(self) -> None:
         """Send the requests that this world has not got.
 
-        After two losses of one request they go one at a time, until each has given some tokens: the one that a further
-        loss finds so is its cause.
+        After two losses of one request they are sent one at a time, each once the one before has given some tokens.
+        A further loss is then caused by the one sent last.
         """
         if self._last_step_at is None:
             return

@@ -154,7 +154,7 @@ class StoreScheduler:
             self.saving.append(SavingCache(number, ids, self._names(request), min(held, len(ids))))
 
     def operations_before(self, drops: Collection[int], seconds: float | None) -> list[Operation]:
-        """Return operations that come before those of a step, which take so many seconds; None without rows."""
+        """Return operations that come before those of a step, and take about `seconds`; None if no rows decode."""
         copy_seconds = COPY_SECONDS if seconds is None else seconds
         left = int(min(self.copy_rate * copy_seconds, sys.maxsize))  # a pause may be inf
         saves = list[Operation]()
@@ -239,7 +239,7 @@ class StoreScheduler:
     def _admit(self, saving: SavingCache, block: StoredBlock, nbytes: int) -> BlockToSave | None:
         """Make room for a block. Return it for a plan, and whether it goes to the folder.
 
-        None if there is no room now, as while blocks before it are written, or none for a block of this size.
+        None if there is no room while earlier blocks are written, or never for a block of this size.
         """
         to_folder = self.tiers.admit(block, TierEntry(nbytes, self.worker.caches[saving.number].block))
         if to_folder is None:
