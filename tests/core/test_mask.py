@@ -51,6 +51,12 @@ def joined(one: Mask, other: Mask) -> Mask:
         reject()
 
 
+def clamped_bounds(mask: Mask) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first and the last token that each query sees, of TOTAL tokens."""
+    first, last = mask.bounds(torch.arange(TOTAL))
+    return first, last.clamp(max=TOTAL - 1)
+
+
 def _filled(sizes: list[int]) -> list[int]:
     """Document lengths that add up to TOTAL."""
     kept: list[int] = []
@@ -108,30 +114,51 @@ def test_bounds_never_decrease(mask: Mask) -> None:
 
 
 @given(masks())
-def test_methods_say_what_bounds_have(mask: Mask) -> None:
-    first, last = mask.bounds(torch.arange(TOTAL))
-    last = last.clamp(max=TOTAL - 1)
-    earlier, later = torch.arange(TOTAL) - first, last - torch.arange(TOTAL)
-    assert int(earlier.max()) < mask.row_limit
+def test_no_row_is_longer_than_its_limits(mask: Mask) -> None:
+    first, last = clamped_bounds(mask)
+    assert int((torch.arange(TOTAL) - first).max()) < mask.row_limit
     if not mask.span_pairs:
         assert int((last - first).max()) < mask.widest_row
         assert mask.is_causal == (mask.right == 0)
-        if mask.row_limit < FAR and not mask.depends_on_length:
-            far = torch.arange(TOTAL) + 1000
-            for bound, shifted in zip(mask.bounds(far), mask.bounds(far + mask.period), strict=True):
-                assert torch.equal(bound, shifted - mask.period)
+
+
+@given(masks())
+def test_bounds_repeat_after_each_period(mask: Mask) -> None:
+    far = torch.arange(TOTAL) + 1000
+    if not mask.span_pairs and mask.row_limit < FAR and not mask.depends_on_length:
+        for bound, shifted in zip(mask.bounds(far), mask.bounds(far + mask.period), strict=True):
+            assert torch.equal(bound, shifted - mask.period)
+
+
+@given(masks())
+def test_a_mask_by_distance_shows_all_within_its_distances(mask: Mask) -> None:
+    positions = torch.arange(TOTAL)
+    first, last = clamped_bounds(mask)
     if mask.is_by_distance:
         back, ahead = mask.distances(TOTAL)
-        assert torch.equal(earlier, torch.arange(TOTAL).clamp(max=back))
-        assert torch.equal(later, torch.arange(TOTAL).flip(0).clamp(max=ahead))
+        assert torch.equal(positions - first, positions.clamp(max=back))
+        assert torch.equal(last - positions, positions.flip(0).clamp(max=ahead))
+
+
+@given(masks())
+def test_a_mask_of_any_distance_shows_all(mask: Mask) -> None:
+    first, last = clamped_bounds(mask)
     if mask.is_at_any_distance and not mask.chunks and not mask.depends_on_length:
         assert not first.any()
         assert (last == TOTAL - 1).all()
+
+
+@given(masks())
+def test_edges_of_documents_are_those_of_their_lengths(mask: Mask) -> None:
     edges = mask.document_edges(0, TOTAL)
     assert [stop - start for start, stop in pairwise(edges)] == [*(mask.documents or (TOTAL,))]
-    short = mask.cropped(TOTAL // 2).bounds(torch.arange(TOTAL // 2))
-    for bound, expected in zip(short, (first, last), strict=True):
-        assert torch.equal(bound.clamp(max=TOTAL // 2 - 1), expected[: TOTAL // 2].clamp(max=TOTAL // 2 - 1))
+
+
+@given(masks())
+def test_a_cropped_mask_has_the_bounds_of_the_first_tokens(mask: Mask) -> None:
+    half = TOTAL // 2
+    for bound, expected in zip(mask.cropped(half).bounds(torch.arange(half)), clamped_bounds(mask), strict=True):
+        assert torch.equal(bound.clamp(max=half - 1), expected[:half].clamp(max=half - 1))
 
 
 @given(masks())
@@ -224,7 +251,7 @@ def test_documents_and_chunks_alone_ask_whether_later_tokens_are_seen(
     assert repr(alone).startswith("Full() & ")
 
 
-def test_that_is_asked_whatever_was_called_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_warning_does_not_depend_on_earlier_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = torch.randn(3, 1, 2, 8, 4).unbind()
     cache = am.KVCache(None, batch=1, kv_heads=2, head_dim=4, capacity=8, dtype=torch.float32)
     cache.append(k, v)

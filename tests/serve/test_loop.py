@@ -45,8 +45,8 @@ def longest_pause(running: Served, work: Callable[[], Any]) -> float:
             pauses.append(now - last)
             last = now
 
-    assert running.front._living is not None
-    beating = asyncio.run_coroutine_threadsafe(beat(), running.front._living.get_loop())
+    assert running.front._worlds_task is not None
+    beating = asyncio.run_coroutine_threadsafe(beat(), running.front._worlds_task.get_loop())
     work()
     done.set()
     beating.result(60)

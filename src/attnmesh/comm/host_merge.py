@@ -26,7 +26,7 @@ from attnmesh.runtime.world import cached_per_world
 CHECKSUM = struct.Struct("2f")
 
 ALIGN_FLOATS = 16
-"""Numbers in 64 bytes, at multiples of which PyTorch's allocator begins a tensor."""
+"""Float32 numbers in 64 bytes, PyTorch's tensor alignment."""
 
 
 class HostMerge:

@@ -3,10 +3,11 @@
 A recurrent layer maps its state by `S -> A S + B` over a shard of the sequence. Two maps compose to one of the same
 size, in order, so the messages do not depend on the length. Seven ranks, in ceil(log2 7) rounds:
 
-        0   1   2   3   4   5   6
-        |-A-|   |-B-|   |-C-|   |     round 1: each pair exchanges its maps; 6 has no peer
-        |---BA------|   |--6C---|     round 2: 0 and 2, 1 and 3, 4 and 6 exchange the maps of their pairs
-        |---6CBA----------------|     round 3: 0 to 4, 1 to 5, 2 to 6
+  rank  0   1   2   3   4   5   6
+   map  a   b   c   d   e   f   g
+        |-ba|   |-dc|   |-fe|   |     round 1: each pair exchanges its maps; rank 6 has no peer
+        |-dcba------|   |-gfe---|     round 2: ranks 0 and 2, 1 and 3, 4 and 6 exchange the maps of their pairs
+        |-gfedcba---------------|     round 3: 0 to 4, 1 to 5, 2 to 6
 
 A rank composes what comes from earlier ranks into its prefix. The gradient is the same scan in the other direction,
 of the transposed maps.

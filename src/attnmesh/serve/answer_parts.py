@@ -26,7 +26,7 @@ from attnmesh.serve.tool_schemas import properties_of
 AnswerPart = ContentText | ReasoningText | ToolCall
 
 RESCANNED = 4096
-"""Most characters in which a call is looked for again, after they were read as a call and are none."""
+"""Longest text that turned out to be no call and is still searched for one, in characters."""
 
 ID_SIGNS = string.ascii_letters + string.digits
 """Letters of ids of calls: Mistral's chat templates take no others."""
@@ -204,7 +204,7 @@ class AnswerParts:
         return bool(places)
 
     def _give_up(self) -> Iterator[AnswerPart]:
-        """Yield as content what was read as a call, or its first character, after which another may begin."""
+        """Yield as content what turned out to be no call, or its first character if a call may begin after it."""
         is_start = self._reader is self._start
         read = self.text.at
         self._reader = None

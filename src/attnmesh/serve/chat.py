@@ -24,7 +24,7 @@ MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_c
 """Fields of messages."""
 
 OF_ANSWERS = ("refusal", "audio", "function_call", "annotations")
-"""Further fields of the messages of answers, which hold nothing."""
+"""Fields of answers that a message may repeat if they are empty."""
 
 OF_CLIENTS = ("parsed", "parsed_arguments", "index")
 """Fields that OpenAI's client adds to an answer and its calls: what it has read of their other fields."""
@@ -33,8 +33,7 @@ THOUGHTS = ("reasoning_content", "thinking")
 """Names by which chat templates know what a model thought before an earlier answer."""
 
 RESERVED = {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages", "reasoning_effort"}
-"""Names that no request gives a chat template a value of."""
-
+"""Template variables that a request may not set."""
 
 END = 64
 """Characters of a prompt's end, in which an answer may have begun."""
@@ -130,7 +129,7 @@ def _values_of(template: str, fields: dict[str, Any]) -> dict[str, Any]:
 
 @lru_cache(maxsize=8)
 def variables_of(template: str) -> frozenset[str]:
-    """Return the names of a chat template's variables, of which it sets some itself; none of one that is no template.
+    """Return the names in a chat template's code, those that it sets itself too; none if it is malformed.
 
     >>> sorted(variables_of("Think. {{ '<think>' }}{% for m in messages if think_long %}{{ m.role }}{% endfor %}"))
     ['endfor', 'for', 'if', 'in', 'm', 'messages', 'think_long']
@@ -160,7 +159,7 @@ def has_images(fields: dict[str, Any]) -> bool:
 
 
 def template_of(processing_class: Any, tools: list[dict[str, Any]] | None) -> str:
-    """Return the chat template, of several the one for tools or the default, or raise if there is neither."""
+    """Return the chat template: of several, the one for tools or the default. Raise if it is missing."""
     several = processing_class.chat_template
     if isinstance(several, str):
         return several
@@ -217,10 +216,10 @@ def _renders(processing_class: Any, messages: list[dict[str, Any]], options: dic
 
 
 def _shape_arguments(processing_class: Any, template: str, messages: list[dict[str, Any]]) -> None:
-    """Give the arguments of calls the shape that the template takes.
+    """Give the arguments of calls as objects, or leave them as the text that the model wrote.
 
-    Objects suit most templates. One that shows text as it shows the same object gets the text that the model wrote, so
-    that the prompt goes on as the answer did. One that raises on objects takes text alone.
+    Text stays if the template renders it as it renders the object: the prompt then repeats the answer exactly. It
+    stays also if the template raises on objects.
     """
     calls = [call["function"] for message in messages for call in message.get("tool_calls", ())]
     if not calls:
@@ -267,11 +266,11 @@ def _find_arguments(processing_class: Any, template: str, arguments: Any) -> str
 CALL = {"id": "a12345678", "type": "function", "function": {"name": "f", "arguments": {}}}
 CALLS: dict[str, Any] = {"role": "assistant", "tool_calls": [CALL]}
 OF_TOOL = {"tool_call_id": CALL["id"], "name": "f"}
-"""A call that is before a message of a tool, with an id of nine signs, as some templates want, and what names it."""
+"""A call before a tool's message, and the fields that refer to it. Some templates require ids of nine characters."""
 
 
 def _in_shape(message: dict[str, Any], shapes: tuple[str, ...]) -> Any:
-    """Return the content in a shape that the template takes, that of the request if it may be."""
+    """Return the content in a shape that the template takes: unchanged where possible."""
     content = message["content"]
     if isinstance(content, str):
         return content if "text" in shapes else [{"type": "text", "text": content}]
@@ -400,7 +399,7 @@ def encode_either(
 
 
 def decode_tokens(processing_class: Any, fields: dict[str, Any], _: Check = bool) -> str:
-    """Return the text of tokens, with special ones, or raise on tokens that are none."""
+    """Return the text of tokens, with special ones, or raise on ids outside the vocabulary."""
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     if not all(0 <= token < len(tokenizer) for token in fields["tokens"]):
         raise Refused(400, f"tokens: expected token ids of 0 to {len(tokenizer) - 1}", "tokens")
@@ -408,5 +407,5 @@ def decode_tokens(processing_class: Any, fields: dict[str, Any], _: Check = bool
 
 
 def _token_ids(tokenizer: Any, text: str, **options: Any) -> list[int]:
-    """Return the tokens of a text, and no masks, which are made while other threads wait."""
+    """Return the tokens of a text. Masks are left out: other threads would wait while they are made."""
     return [*tokenizer(text, return_attention_mask=False, return_token_type_ids=False, **options)["input_ids"]]

@@ -15,7 +15,7 @@ from attnmesh.serve.text import Piece, SentToken
 from attnmesh.serve.tool_formats import ContentText, ReasoningText, ToolCall
 
 RAW = "bytes:"
-"""Beginning of a token that is no whole characters, in completions."""
+"""Prefix by which completions show a token that is not made of whole characters."""
 
 
 @dataclass(frozen=True)

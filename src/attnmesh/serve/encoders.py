@@ -22,7 +22,7 @@ COMPOSED = 4
 """Most characters that NFC and NFKC compose into one."""
 
 KEEPING = {"Prepend", "NFD", "NFKD", "Lowercase", "ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "FixedLength"}
-"""Steps of tokenizers after which a text has as many characters as before, or more."""
+"""Steps of tokenizers that never shorten a text."""
 
 
 class PromptEncoders:

@@ -131,7 +131,7 @@ class Grammars:
             raise Refused(400, str(error), error.args[0]) from None
 
     def _leave(self, loop: asyncio.AbstractEventLoop) -> Callable[[], None]:
-        """Return what makes room for another grammar, from a thread."""
+        """Return a function by which a thread makes room for another grammar."""
 
         def leave() -> None:
             with suppress(RuntimeError):  # of a loop that has ended
@@ -218,7 +218,7 @@ def content_format(fields: Mapping[str, Any]) -> Any:
 
 
 def in_thread(work: Callable[[], T], leave: Callable[[], None] = lambda: None) -> Future[T]:
-    """Return what a thread makes, and call `leave` before that is there. The process does not wait for the thread."""
+    """Run `work` in a thread and return its future result. `leave` is called before. The process may end meanwhile."""
     made = Future[T]()
     made.set_running_or_notify_cancel()
 

@@ -36,7 +36,7 @@ from attnmesh.serve.rank_messages import (
 from attnmesh.serve.rank_socket import RankSocket
 
 OF_RANKS = (DeviceError, KernelError, MeshError, ModelError, UnforeseenError)
-"""Errors that no other request avoids, whose text is not for clients."""
+"""Errors that a client cannot avoid by another request. Their text is not sent."""
 
 FIGURES_SECONDS = 0.5
 """Seconds from one message of figures to the next."""
@@ -129,7 +129,7 @@ class RankRequests:
             self.requests.pop(number, None)
 
     def refuse(self, number: int, error: Exception, *, has_begun: bool = False) -> None:
-        """Send the error of one request, which ends it alone. At one that ends the engine the front replays.
+        """Send the error of one request. An error of the whole engine is not sent: the front replays its requests.
 
         Once an answer has begun, only its length and its grammar can be the client's fault.
         """

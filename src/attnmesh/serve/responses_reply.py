@@ -34,7 +34,7 @@ FIXED: dict[str, Any] = {
 """Fields of all responses, which no request changes."""
 
 TEXTS = {"content": ("message", "output_text"), "reasoning_content": ("reasoning", "reasoning_text")}
-"""Type of the item, and type of its part, that the text of each field of a delta goes to."""
+"""For each field of a delta, the types of the item and of the part that its text goes to."""
 
 
 ERRORS = {429: "rate_limit_exceeded"}

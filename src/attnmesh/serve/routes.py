@@ -219,7 +219,7 @@ class App:
                 return fields, await while_there(http.receive, work)
 
     def _default_new(self, prompt: int, most: int) -> int:
-        """Return how many new tokens fit, and stay on the prompt's side of lengths at which ropes change."""
+        """Return how many new tokens fit without passing a length at which ropes change."""
         sides = [switch for switch in self.supervisor.facts.get("rope_switches", ()) if prompt < switch]
         limit: int = min(self.supervisor.facts["max_model_len"], *sides, prompt + most)
         return limit - prompt

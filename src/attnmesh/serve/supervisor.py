@@ -46,7 +46,7 @@ LONGEST_PAUSE_SECONDS = 30.0
 """Seconds before ranks are started again, at most. Each loss doubles them."""
 
 PROOF_TOKENS = 3
-"""Tokens in one world after which a request did not cause the loss before. A loss may take the last tokens along."""
+"""Tokens in one world that clear a request of the loss before, which may have kept its last tokens from the front."""
 
 MAX_BUSY_DEADLINES = 5
 """Deadlines that one step may take on ranks that still send figures, such as one with many images."""
@@ -98,7 +98,7 @@ class OpenRequest:
     tokens_in_world: int | None = None
     """Tokens in this world; None before the request is sent there."""
     last_time: float = 0.0
-    """The time of the latest token, and of the request before the first."""
+    """The time of the latest token; before the first one, that of the request."""
 
     @property
     def is_proven(self) -> bool:
@@ -134,10 +134,9 @@ class Supervisor:
         self._numbers = 0
         self._losses: list[float] = []
         """Times of the losses of the last `LOSS_WINDOW_SECONDS`."""
-        self._heard = 0.0
-        """The time of the last message."""
-        self._stepped: float | None = None
-        """The time of the end of the last step; None without a world."""
+        self._last_message_at = 0.0
+        self._last_step_at: float | None = None
+        """The time when the last step ended; None without a world."""
         self._is_late = False
         """True if the end of the next step is overdue."""
         self._sent_prompts: set[int] = set()
@@ -147,9 +146,8 @@ class Supervisor:
         """Listens for rank 0 of the latest world, until it has connected."""
         self._connection: RankConnection | None = None
         """The connection of rank 0; None without a world."""
-        self._living: asyncio.Task[None] | None = None
-        """Runs the worlds."""
-        self._watching: asyncio.Task[None] | None = None
+        self._worlds_task: asyncio.Task[None] | None = None
+        self._watch_task: asyncio.Task[None] | None = None
         """Looks for steps that are overdue."""
         metrics.watch(lambda: self.status, lambda: len(self.open) + self.encoding_count)
 
@@ -219,10 +217,10 @@ class Supervisor:
     def _submit_next(self) -> None:
         """Send the requests that this world has not got.
 
-        After two losses of one request they go one at a time, until each has given some tokens: the one that a further
-        loss finds so is its cause.
+        After two losses of one request they are sent one at a time, each once the one before has given some tokens.
+        A further loss is then caused by the one sent last.
         """
-        if self._stepped is None:
+        if self._last_step_at is None:
             return
         left = [request for request in self.open.values() if request.tokens_in_world is None]
         for request in sorted(left, key=lambda request: request.replays or MAX_REPLAYS + 1):
@@ -253,20 +251,20 @@ class Supervisor:
 
     async def start(self) -> None:
         """Start the first world."""
-        self._living = asyncio.create_task(self._live())
+        self._worlds_task = asyncio.create_task(self._live())
         if self.deadline is not None:
-            self._watching = asyncio.create_task(self._watch(self.deadline))
+            self._watch_task = asyncio.create_task(self._watch(self.deadline))
 
     async def close(self) -> None:
         """End the ranks."""
         self.state = ServerState.STOPPING
         self._send(CloseEngine())
-        assert self._living is not None
+        assert self._worlds_task is not None
         if self._connection is not None:
-            await asyncio.wait({self._living}, timeout=ENDING_SECONDS)
-        while not self._living.done():
+            await asyncio.wait({self._worlds_task}, timeout=ENDING_SECONDS)
+        while not self._worlds_task.done():
             self.world.kill()
-            await asyncio.wait({self._living}, timeout=1)
+            await asyncio.wait({self._worlds_task}, timeout=1)
 
     def abandon(self) -> None:
         """End the ranks after the event loop was cut short, as by a second interrupt."""
@@ -304,14 +302,14 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(min(deadline, ENDING_SECONDS) / 10)
-            if self._stepped is None or (late := loop.time() - self._stepped) < deadline:
+            if self._last_step_at is None or (late := loop.time() - self._last_step_at) < deadline:
                 continue
             if self.state == ServerState.READY:
                 self.state = ServerState.RESTARTING
                 self._is_late = True
                 self.log(f"the ranks ended no step within {deadline:g} s")
             if self._is_late and (
-                loop.time() - self._heard > deadline + ENDING_SECONDS or late > MAX_BUSY_DEADLINES * deadline
+                loop.time() - self._last_message_at > deadline + ENDING_SECONDS or late > MAX_BUSY_DEADLINES * deadline
             ):
                 self._is_late = False
                 self.world.kill(again=True)
@@ -379,7 +377,7 @@ class Supervisor:
     def _lost(self) -> None:
         """Count the loss for the requests that may be its cause, and drop one that was there too often."""
         self._connection = None
-        self._stepped = None
+        self._last_step_at = None
         self._is_late = False
         self._sent_prompts.clear()
         if self.state == ServerState.READY:
@@ -394,13 +392,13 @@ class Supervisor:
             request.tokens_in_world = None
 
     def _receive(self, message: ToFront) -> None:
-        self._heard = asyncio.get_running_loop().time()
+        self._last_message_at = asyncio.get_running_loop().time()
         match message:
             case EngineReady(facts):
                 self._begin(facts)
             case EngineFigures(figures):
                 if figures["exchanges"] != self.metrics.engine.get("exchanges"):
-                    self._stepped = self._heard
+                    self._last_step_at = self._last_message_at
                     if self._is_late:
                         self.state = ServerState.READY
                         self._is_late = False
@@ -410,7 +408,7 @@ class Supervisor:
 
     def _begin(self, facts: dict[str, Any]) -> None:
         """Serve in a world that is ready: open requests go on there."""
-        now = self._stepped = asyncio.get_running_loop().time()
+        now = self._last_step_at = asyncio.get_running_loop().time()
         if self.facts:
             self.metrics.restarts.inc()
             self.log(f"the ranks are back after {now - self._losses[-1]:.1f} s, requests that go on: {len(self.open)}")

@@ -147,7 +147,7 @@ SHAPES: dict[str, tuple[CallShape, ...]] = {
     "hermes": (CallShape(f"<tool_call>\n{NAMED}\n</tool_call>", join="\n"),),
     "llama": (CallShape('{"name": "$name", "parameters": $arguments}', join="; "),),
 }
-"""Shapes by format; of several the first one that the chat template shows. Gemma's objects are no JSON: it has none."""
+"""Shapes by format: the first whose text is in the chat template counts. Gemma has none: its objects are not JSON."""
 
 
 def find_shape(format: str, template: str) -> CallShape | None:

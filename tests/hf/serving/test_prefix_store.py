@@ -385,11 +385,11 @@ def beside_streams(ranks: int, folder: Path) -> None:
         if engine is None:
             return
         store, planned = schedule_of(engine), engine.scheduler.plan
-        store.rate = 1e6
+        store.copy_rate = 1e6
 
         def plan() -> StepPlan:
             step = planned()
-            store.rate = 1e6
+            store.copy_rate = 1e6
             plans.append({type(operation) for operation in step.operations})
             return step
 

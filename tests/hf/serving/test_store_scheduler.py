@@ -73,7 +73,7 @@ def load(store: StoreScheduler, ids: Any) -> tuple[EngineRequest, OpenStored]:
     """Begin to load the prefix of a prompt."""
     asked = request(ids)
     assert store.begin_loading(asked, 0, count(7), lambda: True)
-    (opening,) = store.after()
+    (opening,) = store.operations_after()
     assert isinstance(opening, OpenStored)
     return asked, opening
 
@@ -81,36 +81,37 @@ def load(store: StoreScheduler, ids: Any) -> tuple[EngineRequest, OpenStored]:
 def test_blocks_of_a_kept_cache_are_stored_some_in_each_step(store: StoreScheduler) -> None:
     keep(store, 3, range(40))
     assert store.busy
-    assert [saved(store.before([], 0.0)) for _ in range(3)] == [[(3, 16)], [(3, 32)], []]  # in no time one of them
+    one_a_step = [saved(store.operations_before([], 0.0)) for _ in range(3)]  # in no time one of them
+    assert one_a_step == [[(3, 16)], [(3, 32)], []]
     assert not store.busy
     assert store.is_writing
 
 
 def test_a_step_without_rows_copies_more(store: StoreScheduler) -> None:
     keep(store, 3, range(40))
-    assert saved(store.before([], None)) == [(3, 16), (3, 32)]
+    assert saved(store.operations_before([], None)) == [(3, 16), (3, 32)]
 
 
 def test_blocks_that_are_stored_are_not_stored_again(store: StoreScheduler) -> None:
     keep(store, 3, range(40))
-    store.before([], None)
+    store.operations_before([], None)
     keep(store, 4, [*range(32), *range(100, 120)])
-    assert saved(store.before([], None)) == [(4, 48)]
+    assert saved(store.operations_before([], None)) == [(4, 48)]
 
 
 def test_a_cache_that_is_dropped_goes_first(store: StoreScheduler) -> None:
     keep(store, 3, range(40))
     keep(store, 4, range(100, 140))
-    assert saved(store.before([4], 0.0))[0] == (4, 16)
+    assert saved(store.operations_before([4], 0.0))[0] == (4, 16)
     assert [saving.number for saving in store.saving] == [3]
 
 
 def test_the_rate_of_copies_follows_what_they_took(store: StoreScheduler) -> None:
     keep(store, 3, range(16))
-    store.before([], None)
+    store.operations_before([], None)
     assert store.copied == 16 + 16 * 40
     store.take(StepResults(seconds={SaveBlocks: 1.0}))
-    assert store.rate == pytest.approx(0.7e9 + 0.3 * 656)
+    assert store.copy_rate == pytest.approx(0.7e9 + 0.3 * 656)
 
 
 def test_written_blocks_count_once_each_rank_has_written_them(
@@ -118,7 +119,7 @@ def test_written_blocks_count_once_each_rank_has_written_them(
 ) -> None:
     monkeypatch.setattr(store.folder, "size", lambda _: 700)
     keep(store, 3, range(40))
-    store.before([], None)
+    store.operations_before([], None)
     store.take_reports([RankReport(blocks_written=2), RankReport(blocks_written=1)])
     assert store.metrics()["store_blocks_written"] == 1
     assert store.metrics()["store_disk_bytes"] == 700
@@ -129,14 +130,14 @@ def test_a_folder_that_cannot_be_written_to_ends_the_storing(store: StoreSchedul
     with pytest.warns(UserWarning, match="no more prefixes are stored: rank 1 cannot write"):
         store.take_reports([RankReport(), RankReport(write_error=28)])
     keep(store, 4, range(40))
-    assert saved(store.before([], None)) == []
+    assert saved(store.operations_before([], None)) == []
     assert store.metrics()["store_stopped"] == 1
     assert not store.busy
 
 
 def test_a_stored_prefix_is_loaded_before_its_prompt_begins(store: StoreScheduler) -> None:
     keep(store, 3, range(40))
-    store.before([], None)
+    store.operations_before([], None)
     asked, opening = load(store, range(50))
     assert (opening.number, opening.tokens) == (7, 49)
     assert [(block.stop, read_from) for block, read_from in opening.blocks] == [
@@ -144,12 +145,12 @@ def test_a_stored_prefix_is_loaded_before_its_prompt_begins(store: StoreSchedule
         (32, ReadFrom.MEMORY),
     ]
     assert [store.holds_up(one) for one in (asked, request(range(60)), request(range(9, 60)))] == [True, True, False]
-    assert [type(one) for one in store.before([], None)] == [LoadBlocks]
+    assert [type(one) for one in store.operations_before([], None)] == [LoadBlocks]
     assert store.take_reports([RankReport(blocks_read=2), RankReport(blocks_read=1)]) == []
     assert store.origin_of(asked) is None
     assert store.take_reports([RankReport(blocks_read=2)] * 2) == []
     assert store.origin_of(asked) == Origin(7, 32, moves=True)
-    assert store.before([], None) == [CloseStored(7, 32)]
+    assert store.operations_before([], None) == [CloseStored(7, 32)]
     assert not store.holds_up(asked)
     store.note_begun(asked)
     assert not store.holds_memory
@@ -157,7 +158,7 @@ def test_a_stored_prefix_is_loaded_before_its_prompt_begins(store: StoreSchedule
 
 def test_a_prefix_is_loaded_where_it_is_longer_than_others_and_fits(store: StoreScheduler) -> None:
     keep(store, 3, range(40))
-    store.before([], None)
+    store.operations_before([], None)
     asked = request(range(50))
     assert not store.begin_loading(asked, 20, count(), lambda: True)
     assert not store.begin_loading(asked, 16, count(), lambda: False)
@@ -166,7 +167,7 @@ def test_a_prefix_is_loaded_where_it_is_longer_than_others_and_fits(store: Store
 
 def test_a_damaged_block_and_those_after_it_are_computed_again(store: StoreScheduler) -> None:
     keep(store, 3, range(40))
-    store.before([], None)
+    store.operations_before([], None)
     asked, _ = load(store, range(50))
     store.take_reports([RankReport(blocks_read=1, is_damaged=True)])
     assert store.origin_of(asked) == Origin(7, 16, moves=True)
@@ -175,7 +176,7 @@ def test_a_damaged_block_and_those_after_it_are_computed_again(store: StoreSched
 
 def test_a_cache_that_was_loaded_for_a_request_that_has_ended_is_dropped(store: StoreScheduler) -> None:
     keep(store, 3, range(40))
-    store.before([], None)
+    store.operations_before([], None)
     asked, _ = load(store, range(50))
     store.take_reports([RankReport(blocks_read=2)])
     asked.cancel()
@@ -184,7 +185,7 @@ def test_a_cache_that_was_loaded_for_a_request_that_has_ended_is_dropped(store: 
 
 def test_no_room_for_a_loaded_cache_lets_its_request_begin(store: StoreScheduler) -> None:
     keep(store, 3, range(40))
-    store.before([], None)
+    store.operations_before([], None)
     asked, _ = load(store, range(50))
     store.take(StepResults(errors={OpenStored: KernelError("a", "b", "c", "d")}))
     assert not store.holds_up(asked)

@@ -23,10 +23,10 @@ from attnmesh.hf.serving.plan_operations import Crop, DecodeRows, Drop, Fill, Op
 from attnmesh.hf.serving.rank_worker import RankWorker, StepResults
 
 FIRST_RATE = 0.6
-"""Share of guesses that are expected to be accepted before one was checked, or after `RETRY_AFTER` steps without."""
+"""Acceptance rate that is assumed before a guess was checked, and after `RETRY_AFTER` steps without guesses."""
 
 FIRST_PROPOSED = 3.0
-"""Guesses that count as proposed before: the first wrong ones do not turn a row off."""
+"""Guesses that a row is credited with at its start, so that a few wrong ones do not turn it off."""
 
 RETRY_AFTER = 64
 """Steps of a row without guesses after which it is tried again."""

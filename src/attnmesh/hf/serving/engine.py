@@ -154,9 +154,9 @@ class Engine:
         self.error: BaseException | None = None
         self.closing = False
         self.exchanges = 0  # exchanges of plans so far: more of them tell a server that ranks go on
-        self.seconds = 0.0
-        self.merging = 0.0
-        self.pause = 0.0
+        self.step_seconds = 0.0
+        self.merge_seconds = 0.0
+        self.pause_seconds = 0.0
 
     def submit(
         self,
@@ -319,7 +319,7 @@ class Engine:
 
     def metrics(self) -> dict[str, float | list[float]]:
         """Return counts and sizes: numbers, and lists with a number for each rank."""
-        share = self.merging / self.seconds if self.seconds else 0.0
+        share = self.merge_seconds / self.step_seconds if self.step_seconds else 0.0
         waits = {"queue": self._queued, "exchanges": self.exchanges}
         return {**self.scheduler.metrics(), **waits, "merge_share": share}
 
@@ -331,13 +331,13 @@ class Engine:
     def _step(self) -> None:
         """Take in requests, and run one step with all ranks."""
         idle = WRITING_POLL_SECONDS if self.scheduler.store.is_writing else IDLE_POLL_SECONDS
-        self._receive(self.pause if self.scheduler.busy else idle)
+        self._receive(self.pause_seconds if self.scheduler.busy else idle)
         step = self.scheduler.plan()
-        self.pause = 0.0 if step.operations else POLL_SECONDS
+        self.pause_seconds = 0.0 if step.operations else POLL_SECONDS
         with count_traffic() as traffic:
             results = self._exchange(step.operations, None if step.starting is None else step.starting.images)
-        self.seconds += sum(results.seconds.values())
-        self.merging += sum(traffic.merges)
+        self.step_seconds += sum(results.seconds.values())
+        self.merge_seconds += sum(traffic.merges)
         self.scheduler.take(step, results)
 
     def _receive(self, seconds: float) -> None:

@@ -54,11 +54,11 @@ class NoStore:
     def note_begun(self, request: EngineRequest) -> None:
         """Note nothing."""
 
-    def before(self, drops: Collection[int], seconds: float | None) -> list[Operation]:
+    def operations_before(self, drops: Collection[int], seconds: float | None) -> list[Operation]:
         """Return no operations."""
         return []
 
-    def after(self) -> list[Operation]:
+    def operations_after(self) -> list[Operation]:
         """Return no operations."""
         return []
 

@@ -36,7 +36,7 @@ REPAID = 256
 """Steps without guesses that make up for any time that trials have lost."""
 
 SOON, LATER = 8, 64
-"""Steps with guesses after which a step without guesses is measured: first, and then."""
+"""Steps with guesses before one without is measured: while guesses do not pay, and while they do."""
 
 MAX_TIME_DRIFT = 0.25
 """Share by which the last step without guesses may differ from the middle one. Beyond it another is measured."""

@@ -45,7 +45,7 @@ class RowText:
 
 
 class NgramGuesser(Guesser):
-    """Guesses by look-up. At first none is checked, until one is right: those that are not are compared for nothing."""
+    """Guesses by look-up. All are compared with the answer at no cost; steps check a row's once one was right."""
 
     def __init__(self, most: int) -> None:
         self.most = most

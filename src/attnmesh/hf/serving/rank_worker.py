@@ -71,9 +71,9 @@ class RankWorker:
         self.is_causal = all(getattr(module, "is_causal", True) for module in model.get_decoder().modules())
         """True if several tokens of an answer may be computed at once."""
         self.is_recurrent = is_recurrent(model.config)
-        """True if caches cannot go back: a prompt goes on from a cache that has its first tokens alone."""
+        """True if caches cannot drop tokens: a prompt goes on only from a cache of nothing but its first tokens."""
         self.recomputes_by_token = one_token_differs(model.config)
-        """True if one token is computed by another rule than several: answers that are computed again go by tokens."""
+        """True if one token is computed by another rule than several: answers are computed again token by token."""
         self.prompt_lengths: dict[int, int] = {}
         """Tokens of the prompts that are computed, by number: those of answers come after them."""
         self.size = 0  # tokens of the chunk that is computed
@@ -83,7 +83,7 @@ class RankWorker:
 
     @property
     def scale(self) -> float:
-        """Bytes of the rank that holds most, in bytes of rank 0: 1 with even shares."""
+        """Bytes of the rank that holds most, over those of rank 0: 1 with even shares."""
         shares = self.options.get("shares") or (1.0,)
         return float(max(shares) / shares[0])
 

@@ -87,14 +87,14 @@ class Scheduler:
             step.operations.append(Crop([*self.rejected.items()]))
             self.rejected = {}
         seconds = self.pace.spare_seconds / 2 if requests.rows else None
-        step.operations += self.store.before(self.memory.drops, seconds)
+        step.operations += self.store.operations_before(self.memory.drops, seconds)
         if self.memory.drops:
             step.operations.append(Drop(self.memory.take_drops()))
         step.rows = self._decoding_rows()
         if step.rows:
             rows = [(row.number, [row.answer[-1], *row.guesses.checked]) for row in step.rows]
             step.operations.append(DecodeRows(rows, grows))
-        step.operations += [*prompts, *self.store.after()]
+        step.operations += [*prompts, *self.store.operations_after()]
         return step
 
     def take_reports(self, reports: Sequence[RankReport]) -> None:

@@ -55,10 +55,15 @@ class SavingCache:
     ids: list[int]
     names: BlockNames
     stop: int
-    at: int = -1
+    stored_tokens: int = -1
     """Tokens whose blocks are stored, or -1 before the first look."""
     last: StoredBlock | None = None
     """The last block of the cache that was stored."""
+
+    @property
+    def is_done(self) -> bool:
+        """True if no more of its blocks are stored."""
+        return self.stored_tokens >= self.stop
 
 
 @dataclass
@@ -68,7 +73,7 @@ class LoadingCache:
     request: EngineRequest
     number: int
     blocks: Sequence[BlockToRead]
-    most: int
+    max_tokens: int
     """Tokens that the cache may have before the prompt begins. The last block may have more of the prompt."""
 
 
@@ -90,15 +95,15 @@ class StoreScheduler:
         self.layers = self._read_layers()
         self.saving: deque[SavingCache] = deque()
         self.saved: deque[SavingCache] = deque()  # caches whose last block may be on its way to the folder
-        self.sent = 0
+        self.written_blocks = 0
         self.stopped = False
         self.loading: LoadingCache | None = None
         self.loaded: dict[EngineRequest, Origin] = {}
-        self.looked = WeakSet[EngineRequest]()
+        self.looked_up = WeakSet[EngineRequest]()
         self.names = WeakKeyDictionary[EngineRequest, BlockNames]()
         self.opening: OpenStored | None = None
         self.closing: CloseStored | None = None
-        self.rate = FIRST_COPY_RATE
+        self.copy_rate = FIRST_COPY_RATE
         self.copied = 0  # bytes that this step copies
         names = ("memory_tokens", "disk_tokens", "blocks_written", "blocks_damaged")
         self.counts = dict.fromkeys((f"store_{name}" for name in names), 0)
@@ -148,9 +153,10 @@ class StoreScheduler:
             held = cache.get_seq_length() - rejected
             self.saving.append(SavingCache(number, ids, self._names(request), min(held, len(ids))))
 
-    def before(self, drops: Collection[int], seconds: float | None) -> list[Operation]:
-        """Return operations that come before those of a step, which take so many seconds; None without rows."""
-        left = int(min(self.rate * (COPY_SECONDS if seconds is None else seconds), sys.maxsize))  # a pause may be inf
+    def operations_before(self, drops: Collection[int], seconds: float | None) -> list[Operation]:
+        """Return operations that come before those of a step, and take about `seconds`; None if no rows decode."""
+        copy_seconds = COPY_SECONDS if seconds is None else seconds
+        left = int(min(self.copy_rate * copy_seconds, sys.maxsize))  # a pause may be inf
         saves = list[Operation]()
         self.saving = deque(saving for saving in self.saving if saving.number in self.worker.caches)
         self.copied = 0
@@ -160,17 +166,17 @@ class StoreScheduler:
                 blocks.append(entry)
             if blocks:
                 saves.append(SaveBlocks(saving.number, blocks))
-        self.saved += [saving for saving in self.saving if saving.at >= saving.stop or saving.number in drops]
-        self.saving = deque(saving for saving in self.saving if saving.at < saving.stop and saving.number not in drops)
+        self.saved += [saving for saving in self.saving if saving.is_done or saving.number in drops]
+        self.saving = deque(saving for saving in self.saving if not saving.is_done and saving.number not in drops)
         loads: list[Operation] = [] if self.closing is None else [self.closing]
         self.closing = None
         if self.loading is not None and self.opening is None and not loads:
-            most = max(1, (left - self.copied) // self.worker.axes.ranks)
-            loads = [LoadBlocks(self.loading.number, most, LOAD_WAIT_SECONDS if seconds is None else 0.0)]
+            nbytes = max(1, (left - self.copied) // self.worker.axes.ranks)
+            loads = [LoadBlocks(self.loading.number, nbytes, LOAD_WAIT_SECONDS if seconds is None else 0.0)]
         forgets = [ForgetBlocks(*gone)] if any(gone := self.tiers.take_gone()) else []
         return [*forgets, *saves, *loads]
 
-    def after(self) -> list[Operation]:
+    def operations_after(self) -> list[Operation]:
         """Return operations that come after those of a step."""
         opening = self.opening
         self.opening = None
@@ -180,34 +186,34 @@ class StoreScheduler:
         """Return the next block of a cache to be stored, and if it goes to the folder; None if no block can go now."""
         cache = self.worker.caches[saving.number]
         whole = saving.stop // BLOCK_GRAIN * BLOCK_GRAIN if any(kv.sizes.mask is None for kv in cache.kvs) else 0
-        if saving.at < 0:
+        if saving.stored_tokens < 0:
             self._note_layers(cache)
         if self.stopped:  # a disk that is full from the start
             return None
-        if saving.at < 0:
+        if saving.stored_tokens < 0:
             prefix = self.tiers.prefix_blocks(saving.names, saving.ids, whole)
             state = self._state_of(saving)
             self._touch([*prefix, *state])
-            saving.at = prefix[-1].stop if prefix else 0
+            saving.stored_tokens = prefix[-1].stop if prefix else 0
             if state and not self.tiers.has(state[0]):
                 entry = self._admit(saving, state[0], self._state_bytes(cache, state[0]))
-                if entry is None and saving.at < saving.stop:
-                    saving.at = -1  # the next step looks at the cache again
+                if entry is None and not saving.is_done:
+                    saving.stored_tokens = -1  # the next step looks at the cache again
                 return entry
-        while saving.at < whole:
-            stop = min((saving.at // cache.block + 1) * cache.block, whole)
+        while saving.stored_tokens < whole:
+            stop = min((saving.stored_tokens // cache.block + 1) * cache.block, whole)
             block = StoredBlock(
-                saving.names.at(saving.ids, stop), saving.at, stop, file_count=self._file_count_of(cache)
+                saving.names.at(saving.ids, stop), saving.stored_tokens, stop, file_count=self._file_count_of(cache)
             )
             entry = None
             if not self.tiers.has(block):  # else another cache has stored it meanwhile
-                entry = self._admit(saving, block, NOTE + (stop - saving.at) * self._token_bytes(cache))
+                entry = self._admit(saving, block, NOTE + (stop - saving.stored_tokens) * self._token_bytes(cache))
                 if entry is None:
                     return None
-            saving.at = stop
+            saving.stored_tokens = stop
             if entry is not None:
                 return entry
-        saving.at = saving.stop
+        saving.stored_tokens = saving.stop
         return None
 
     def _file_count_of(self, cache: ShardedCache) -> int:
@@ -233,11 +239,11 @@ class StoreScheduler:
     def _admit(self, saving: SavingCache, block: StoredBlock, nbytes: int) -> BlockToSave | None:
         """Make room for a block. Return it for a plan, and whether it goes to the folder.
 
-        None if there is no room now, as while blocks before it are written, or none for a block of this size.
+        None if there is no room while earlier blocks are written, or never for a block of this size.
         """
         to_folder = self.tiers.admit(block, TierEntry(nbytes, self.worker.caches[saving.number].block))
         if to_folder is None:
-            saving.at = saving.stop if nbytes > self.tiers.memory.max_bytes else saving.at
+            saving.stored_tokens = saving.stop if nbytes > self.tiers.memory.max_bytes else saving.stored_tokens
             return None
         self.copied += nbytes
         saving.last = block
@@ -280,14 +286,14 @@ class StoreScheduler:
 
         Another cache has a prefix of `common_tokens` tokens.
         """
-        if self.loading is not None or request in self.looked or self.layers is None:
+        if self.loading is not None or request in self.looked_up or self.layers is None:
             return False
         tokens = self._count_loadable(request)
         blocks, run_tokens = self._find(request, tokens)
         stop = max((block.stop for block in blocks), default=0)
         if min(stop, tokens) < common_tokens + BLOCK_GRAIN or not reserve():
             return False
-        self.looked.add(request)
+        self.looked_up.add(request)
         self._touch(blocks)
         self.tiers.pinned = frozenset(blocks)
         sources = [BlockToRead(block, self._choose_source(block, run_tokens)) for block in blocks]
@@ -357,8 +363,8 @@ class StoreScheduler:
 
     def _take_written(self, count: int) -> None:
         """Add blocks to the folder's tier that all ranks have written."""
-        while self.sent < count:
-            self.sent += 1
+        while self.written_blocks < count:
+            self.written_blocks += 1
             block, went_to_folder = self.tiers.pop_written()
             if went_to_folder and (nbytes := self.folder.size(block)):
                 self.tiers.add(self.tiers.disk, block, TierEntry(nbytes))
@@ -387,7 +393,7 @@ class StoreScheduler:
         if good < total:
             self.counts["store_blocks_damaged"] += 1
             self._drop_damaged(loading, good)
-        length = min(max((block.stop for block, _ in loading.blocks[:good]), default=0), loading.most)
+        length = min(max((block.stop for block, _ in loading.blocks[:good]), default=0), loading.max_tokens)
         if self.forgets and good < total:
             length = 0
         self.closing = CloseStored(loading.number, length)
@@ -414,7 +420,7 @@ class StoreScheduler:
             raise error  # caches differ from what is known of them
         seconds = results.seconds.get(SaveBlocks)
         if seconds and self.copied:
-            self.rate = 0.7 * self.rate + 0.3 * self.copied / seconds
+            self.copy_rate = 0.7 * self.copy_rate + 0.3 * self.copied / seconds
         if results.error_of(OpenStored) is not None:  # no memory: all ranks raise
             self.loading = None
             self.tiers.pinned = frozenset()
