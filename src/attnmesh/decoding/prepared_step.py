@@ -25,8 +25,8 @@ from attnmesh.comm.message import NO_MESSAGE, BlankMessage, blank_message
 from attnmesh.comm.mismatch import call_checksum
 from attnmesh.comm.rank_merge import RequestedMerge
 from attnmesh.core.partial import Partial, sum_dtype, with_sinks
-from attnmesh.decoding.step_agreement import agreement_on, ask_in_step, compared_fields
-from attnmesh.decoding.step_arguments import CheckedStep, Compared, StepInputs, gather_heads
+from attnmesh.decoding.step_agreement import agreement_on, ask_in_step, compared_fields, gather_heads
+from attnmesh.decoding.step_arguments import CheckedStep, Compared, StepInputs
 from attnmesh.guard.merge_agreement import MergeDescription
 from attnmesh.kernels.cache_runs import CachedAttention
 from attnmesh.kernels.cache_view import LENGTH, CacheView, DecodeQuery

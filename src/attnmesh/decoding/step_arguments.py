@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.cache.cache import KVCache
-from attnmesh.comm.p2p import all_to_all_tokens
-from attnmesh.comm.rank_merge import RequestedMerge, highest_checksum
+from attnmesh.comm.rank_merge import RequestedMerge
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial
 from attnmesh.core.scaling import Scaling
@@ -186,16 +185,3 @@ class StepOptions(NamedTuple):
 def selection_of_rank(selection: Selection, heads: Axis) -> Selection:
     """Return the selection of the heads of a rank, its own where each head has one."""
     return selection.of_heads(heads.slice_of(selection.heads)) if selection.heads > 1 else selection
-
-
-def gather_heads(out: Tensor, checksum: Tensor, step: CheckedStep, heads: int) -> tuple[Tensor, Tensor]:
-    """Return the output with the heads of all ranks along the heads axis, or NaN if their calls differ."""
-    axis = step.head_axis
-    if axis.size == 1:
-        return out, checksum
-    checksum = highest_checksum(checksum, axis)
-    if step.output != "heads":
-        if out.device.type == "cpu" and float(checksum.sum()) != 0:  # shares may have other sizes, too
-            return out.new_full((out.shape[0], heads, *out.shape[2:]), torch.nan), checksum
-        out = torch.cat(all_to_all_tokens([out] * axis.size, [out.shape[2]] * axis.size, axis), 1)
-    return torch.where(checksum.sum() == 0, out, torch.nan), checksum
