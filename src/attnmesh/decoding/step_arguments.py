@@ -145,8 +145,7 @@ class StepInputs(NamedTuple):
         if selected is not None:
             tensors.append(selected.indices)
         device_counts = views[0].device_counts
-        for view in views[1:]:  # small numbers as weights would give other lengths the same sum
-            # modulo 2^64
+        for view in views[1:]:  # modulo 2^64. With small weights, lengths (3, 5) and (5, 4) could have one sum
             device_counts = torch.add(view.device_counts[LENGTH], device_counts, alpha=LENGTH_WEIGHT)
         if history is not None:
             device_counts = torch.add(device_counts, history, alpha=LENGTH_WEIGHT)
