@@ -22,7 +22,7 @@ from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.cache.call_checks import needs_cpu
 from attnmesh.comm.host_merge import HostMerge, host_merge_for
 from attnmesh.comm.message import NO_MESSAGE, BlankMessage, blank_message
-from attnmesh.comm.mismatch import call_checksum
+from attnmesh.comm.mismatch import call_checksum, call_number
 from attnmesh.comm.rank_merge import RequestedMerge
 from attnmesh.core.partial import Partial, sum_dtype, with_sinks
 from attnmesh.decoding.step_agreement import agreement_on, ask_in_step, compared_fields, gather_heads
@@ -131,10 +131,9 @@ class HostMergedStep(PreparedStep[bool]):
 
     def merge(self, partial: Partial, blank: BlankMessage, compared: Compared) -> tuple[Partial, bool]:
         """Merge all ranks' partials in place, inside this rank's message. Return it, and whether calls are equal."""
-        tensors, call_hash, device_counts = compared
         assert blank.message is not None
         merge = profiled_as(MERGE, self.host_merge.run) if is_profiled() else self.host_merge.run
-        is_equal = merge(blank.message, call_hash + device_counts.tolist()[LENGTH], tensors)
+        is_equal = merge(blank.message, call_number(*compared))
         if not is_equal:
             partial.out.fill_(torch.nan)
         return partial, is_equal
