@@ -30,14 +30,14 @@ def agreement_on(caches: Sequence[KVCache], options: StepOptions | CheckedStep, 
 
 def compared_fields(inputs: StepInputs, step: CheckedStep) -> Mapping[str, object]:
     """Return the arguments of the call that ranks compare."""
-    q, caches, sinks, key_lengths, _, other_partial, _ = inputs
+    q, caches, key_lengths = inputs.q, inputs.caches, inputs.key_lengths
     options = step.options | step.scaling._asdict()
     del options["scaling"]
     options["key_lengths"] = None if key_lengths is None else key_lengths.tolist()
-    options |= {} if other_partial is None else {"partial": True}
+    options |= {} if inputs.other_partial is None else {"partial": True}
     width = caches[0].sizes.head_dim
     bias = q[..., width:] if bias_columns(q, width) else None
-    tensors = {"q": q[..., :width], "distance_bias": bias, "sinks": sinks, "selected": inputs.indices}
+    tensors = {"q": q[..., :width], "distance_bias": bias, "sinks": inputs.sinks, "selected": inputs.indices}
     lengths, histories = [cache.length for cache in caches], [cache.history.number for cache in caches]
     held = "tokens in the cache" if len(caches) == 1 else "tokens in the caches"
     by_cache = {held: lengths, "padding and order": histories}
