@@ -97,7 +97,7 @@ LENGTH_WEIGHT = -7046029254386353131
 
 
 Compared = tuple[Sequence[Tensor], int, Tensor]
-"""Parts of a call that ranks compare: the bits of tensors, a hash, and the first number of a tensor: the tokens."""
+"""What the checksum of a merge is made of: bits of tensors, a hash of the facts, and the first of a tensor: tokens."""
 
 
 class StepInputs(NamedTuple):
