@@ -84,7 +84,7 @@ class Transport:
         return form.merge(self.all_to_all([message] * self.axis.size))
 
     def tree(self, message: Tensor, form: MessageForm, reproducible: bool, rounds_done: int = 0) -> CheckedPartial:
-        """Merge two messages in each round of a tree after the first `rounds_done`. Either may come first."""
+        """Merge messages in each round after the first `rounds_done`. Which comes first makes no difference."""
         own_rounds = merge_rounds(self.axis, reproducible=reproducible)[self.axis.index]
         return form.unpack(self.reduce(message, own_rounds[rounds_done:], form.merge_to_message))
 
