@@ -16,7 +16,7 @@ from attnmesh.comm.transport import transport_of
 from attnmesh.core.digest import SUM_ELEMENTS, digest, digest_of_run, wide_bits
 from attnmesh.errors import InputError, KernelError
 from attnmesh.kernels.native.build import Library, library
-from attnmesh.kernels.native.native_digest import digest_of_rows, digest_on_cpu, wrapped
+from attnmesh.kernels.native.native_digest import digest_of_rows, digest_on_cpu
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.merges import MERGES
 from tests.support.groups import world_axis
@@ -171,7 +171,7 @@ def test_digests_on_the_host_are_those_of_the_formula(dtype: torch.dtype, count:
     assert digest_on_cpu(x) == int(digest(x))
     assert digest_on_cpu(x[::2]) == int(digest(x[::2]))
     state = torch.tensor([5, 3])
-    like, number = torch.zeros(2), wrapped(7 + 5 + int(digest(x)))
+    like, number = torch.zeros(2), 7 + 5 + int(digest(x))
     checksum = call_checksum([x], 7, state, like, None)
     assert checksum.tolist() == [number % ((1 << 24) - 3), -(number % ((1 << 24) - 3))]
 

@@ -416,7 +416,7 @@ def _patch_package(gpu: EmulatedGPU, stack: ExitStack) -> None:
     stack.enter_context(patch.multiple("attnmesh.kernels.implementations.cuda", **takes))
     # Calls of a known kind check nothing, of emulated tensors too.
     plain = {*traced.PLAIN_TENSORS, EmulatedTensor}
-    stack.enter_context(patch.multiple(traced, PLAIN_TENSORS=plain, modes=lambda: 0))
+    stack.enter_context(patch.multiple(traced, PLAIN_TENSORS=plain, dispatch_mode_count=lambda: 0))
 
 
 def cpu_values(x: Any) -> Any:

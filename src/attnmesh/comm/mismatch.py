@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.digest import SUM_ELEMENTS, digest
-from attnmesh.kernels.native.native_digest import digest_on_cpu, wrapped
+from attnmesh.kernels.native.native_digest import digest_on_cpu
 from attnmesh.kernels.stacked_merge import launch_checksum, use_triton
 
 MODULUS = (1 << 24) - 3
@@ -49,11 +49,17 @@ def call_checksum(
     if fits and use_triton(like):
         return launch_checksum(tensors, call_hash, length, MODULUS, like.new_empty(2) if into is None else into)
     if length.device.type == "cpu":
-        number: int | Tensor = wrapped(call_hash + int(length.tolist()[0]) + sum(map(digest_on_cpu, tensors)))
+        number: int | Tensor = call_number(tensors, call_hash, length)
     else:
         number = sum(map(digest, tensors), start=call_hash + length[0])
     checksum = checksum_of(number, like)
     return checksum if into is None else into.copy_(checksum)
+
+
+def call_number(tensors: Sequence[Tensor], call_hash: int, length: Tensor) -> int:
+    """Return the number of a call on CPUs, of which a checksum is made modulo `MODULUS`."""
+    number: int = length.tolist()[0]
+    return number + call_hash + sum(map(digest_on_cpu, tensors))
 
 
 def question_like(like: Tensor) -> Tensor:

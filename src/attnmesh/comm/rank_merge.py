@@ -17,6 +17,7 @@ from attnmesh.kernels.stacked_merge import use_triton
 from attnmesh.mesh.axes import Axis, device_type_of
 from attnmesh.mesh.merges import MERGES, OUTPUTS, CheckedPartial, Merge, Pattern, first_of
 from attnmesh.runtime.counters import timed_merge
+from attnmesh.runtime.world import collective_once
 
 
 class RequestedMerge(NamedTuple):
@@ -89,8 +90,9 @@ class RequestedMerge(NamedTuple):
         valid = RequestedMerge(self.axis, name, output, reproducible=self.reproducible)
         return valid.merge_checksums(like.new_full((2,), POISON))
 
+    @collective_once
     def choose(self, device: torch.device) -> Merge:
-        """Return the record of that name, or that "auto" stands for. The first call is collective, for any name."""
+        """Return the record of that name, or that "auto" stands for. Ranks find the fastest for any name."""
         name, fastest = self.name, transport_of(self.axis, device).fastest()
         if self.reproducible and not (name in MERGES and MERGES[name].pattern is Pattern.ROUNDS):
             return first_of(Pattern.ROUNDS)

@@ -83,10 +83,10 @@ class Transport:
         """Send a message to every other rank, and merge all at once."""
         return form.merge(self.all_to_all([message] * self.axis.size))
 
-    def tree(self, message: Tensor, form: MessageForm, reproducible: bool, done: int = 0) -> CheckedPartial:
-        """Merge two messages in each round of a tree that is not done. Which comes first makes no difference."""
+    def tree(self, message: Tensor, form: MessageForm, reproducible: bool, rounds_done: int = 0) -> CheckedPartial:
+        """Merge messages in each round after the first `rounds_done`. Which comes first makes no difference."""
         own_rounds = merge_rounds(self.axis, reproducible=reproducible)[self.axis.index]
-        return form.unpack(self.reduce(message, own_rounds[done:], form.merge_to_message))
+        return form.unpack(self.reduce(message, own_rounds[rounds_done:], form.merge_to_message))
 
     def all_reduce(self, message: Tensor, form: MessageForm) -> CheckedPartial:
         """Merge by three all-reduces, as Algorithm 3 of Tree Attention does: maximum, numerator and denominator."""
@@ -223,15 +223,15 @@ class HostTransport(Transport):
         merge_in_host(message, *form.sizes, self.axis, self.mailboxes, None)
         return form.unpack(message)
 
-    def tree(self, message: Tensor, form: MessageForm, reproducible: bool, done: int = 0) -> CheckedPartial:
+    def tree(self, message: Tensor, form: MessageForm, reproducible: bool, rounds_done: int = 0) -> CheckedPartial:
         """Merge messages by the rounds inside the host, which come first, in one native call."""
         if form.is_native and not reproducible:
             own_rounds = merge_rounds(self.axis, reproducible=reproducible)[self.axis.index]
-            done = next(
+            rounds_done = next(
                 (i for i, own_round in enumerate(own_rounds) if not self.mailboxes.holds(own_round)), len(own_rounds)
             )
-            merge_in_host(message, *form.sizes, self.axis, self.mailboxes, own_rounds[:done])
-        return super().tree(message, form, reproducible, done)
+            merge_in_host(message, *form.sizes, self.axis, self.mailboxes, own_rounds[:rounds_done])
+        return super().tree(message, form, reproducible, rounds_done)
 
     def merges_all_heads(self, form: MessageForm) -> bool:
         """Return whether all ranks share the host and merge natively. The native library has to take such messages."""

@@ -22,22 +22,22 @@ from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.cache.call_checks import needs_cpu
 from attnmesh.comm.host_merge import HostMerge, host_merge_for
 from attnmesh.comm.message import NO_MESSAGE, BlankMessage, blank_message
-from attnmesh.comm.mismatch import call_checksum
+from attnmesh.comm.mismatch import call_checksum, call_number
 from attnmesh.comm.rank_merge import RequestedMerge
 from attnmesh.core.partial import Partial, sum_dtype, with_sinks
-from attnmesh.decoding.step_agreement import agreement_on, ask_in_step, compared_fields
-from attnmesh.decoding.step_arguments import CheckedStep, Compared, StepInputs, gather_heads
+from attnmesh.decoding.step_agreement import agreement_on, ask_in_step, compared_fields, gather_heads
+from attnmesh.decoding.step_arguments import CheckedStep, Compared, StepInputs
 from attnmesh.guard.merge_agreement import MergeDescription
 from attnmesh.kernels.cache_runs import CachedAttention
 from attnmesh.kernels.cache_view import LENGTH, CacheView, DecodeQuery
 from attnmesh.runtime.ranges import ATTENTION, MERGE, is_profiled, profiled_as
 
-Finding = TypeVar("Finding")
-"""What a merge finds of the ranks' calls: whether they are equal, or a checksum. None without other ranks."""
+Verdict = TypeVar("Verdict")
+"""Whether ranks made the same call: a bool on one host, else a checksum whose sum is 0. None without other ranks."""
 
 
 @dataclass(eq=False)
-class PreparedStep(Generic[Finding]):
+class PreparedStep(Generic[Verdict]):
     """Steps of one signature on caches of one size: their options, the launches of a kernel, and what ranks compare."""
 
     step: CheckedStep
@@ -57,12 +57,12 @@ class PreparedStep(Generic[Finding]):
         """
         raise NotImplementedError
 
-    def merge(self, partial: Partial, blank: BlankMessage, compared: Compared) -> tuple[Partial, Finding]:
-        """Return the partial of all ranks, and what the merge has found of their calls."""
+    def merge(self, partial: Partial, blank: BlankMessage, compared: Compared) -> tuple[Partial, Verdict]:
+        """Return the partial of all ranks, and the verdict on their calls."""
         raise NotImplementedError
 
-    def compute(self, inputs: StepInputs, views: Sequence[CacheView] | None = None) -> tuple[Tensor, Finding]:
-        """Return the output, and what `merge` has found of the calls. The output is NaN if the ranks' calls differ.
+    def compute(self, inputs: StepInputs, views: Sequence[CacheView] | None = None) -> tuple[Tensor, Verdict]:
+        """Return the output, and the verdict of `merge`. The output is NaN if the ranks' calls differ.
 
         `inputs` are of this step: `find_step` has found it for them, or they were checked and it was prepared for them.
         `views` are given in a graph, which has no caches. The CPU reads nothing of a device.
@@ -84,9 +84,9 @@ class PreparedStep(Generic[Finding]):
         )
         attend = profiled_as(ATTENTION, self.attention.attend) if is_profiled() else self.attention.attend
         partial = attend(query, views, selected)
-        finding: Any = None
+        verdict: Any = None
         if not self.is_alone:
-            partial, finding = self.merge(partial, blank, inputs.parts_to_compare(self.compared_facts, views))
+            partial, verdict = self.merge(partial, blank, inputs.parts_to_compare(self.compared_facts, views))
         out = partial.out if self.output_heads is None else partial.out[:, self.output_heads]
         if step.reproducible:
             if sinks is not None and step.output == "heads":
@@ -98,8 +98,8 @@ class PreparedStep(Generic[Finding]):
             wrong = (lengths < 0) | (lengths > views[0].device_counts[LENGTH])
             out = out.masked_fill(wrong[:, None, None, None], torch.nan)
         if step.head_axis.size > 1:
-            out, finding = gather_heads(out, finding, step, inputs.q.shape[1])
-        return out, finding
+            out, verdict = gather_heads(out, verdict, step, inputs.q.shape[1])
+        return out, verdict
 
 
 class LoneStep(PreparedStep[None]):
@@ -131,10 +131,9 @@ class HostMergedStep(PreparedStep[bool]):
 
     def merge(self, partial: Partial, blank: BlankMessage, compared: Compared) -> tuple[Partial, bool]:
         """Merge all ranks' partials in place, inside this rank's message. Return it, and whether calls are equal."""
-        tensors, call_hash, device_counts = compared
         assert blank.message is not None
         merge = profiled_as(MERGE, self.host_merge.run) if is_profiled() else self.host_merge.run
-        is_equal = merge(blank.message, call_hash + device_counts.tolist()[LENGTH], tensors)
+        is_equal = merge(blank.message, call_number(*compared))
         if not is_equal:
             partial.out.fill_(torch.nan)
         return partial, is_equal

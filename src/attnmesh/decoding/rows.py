@@ -168,9 +168,9 @@ def _append(k: Tensor | None, v: Tensor | None, caches: Sequence[KVCache]) -> No
 
 def _checked_rows(inputs: StepInputs, options: StepOptions) -> tuple[StepInputs, CheckedStep]:
     """Return the inputs and the step of all rows, or raise unless each row can be served."""
-    q, caches, sinks, *_ = inputs
+    caches = inputs.caches
     steps = [
-        checked_step(StepInputs(q[row : row + 1], (cache,), sinks), options, {}, SUBJECT, row)
+        checked_step(StepInputs(inputs.q[row : row + 1], (cache,), inputs.sinks), options, {}, SUBJECT, row)
         for row, cache in enumerate(caches)
     ]
     blocks = sorted({cache.sizes.block for cache in caches})

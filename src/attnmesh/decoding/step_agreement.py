@@ -1,4 +1,4 @@
-"""Comparison of a step of decoding by its ranks, and the poison of a rank that cannot run it."""
+"""What ranks send in a step of decoding beside its merge: comparisons, poison, and the output along a heads axis."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -8,11 +8,12 @@ from torch import Tensor
 
 from attnmesh.cache.cache import KVCache
 from attnmesh.comm.mismatch import question_like
+from attnmesh.comm.p2p import all_to_all_tokens
 from attnmesh.comm.rank_merge import RequestedMerge, highest_checksum
 from attnmesh.core.digest import fingerprints
 from attnmesh.core.partial import identity, sum_dtype
 from attnmesh.core.scaling import bias_columns
-from attnmesh.decoding.step_arguments import CheckedStep, StepInputs, StepOptions, gather_heads
+from attnmesh.decoding.step_arguments import CheckedStep, StepInputs, StepOptions
 from attnmesh.decoding.step_checks import reads_length_on_device
 from attnmesh.errors import InputError
 from attnmesh.guard.merge_agreement import MergeAgreement
@@ -29,14 +30,14 @@ def agreement_on(caches: Sequence[KVCache], options: StepOptions | CheckedStep, 
 
 def compared_fields(inputs: StepInputs, step: CheckedStep) -> Mapping[str, object]:
     """Return the arguments of the call that ranks compare."""
-    q, caches, sinks, key_lengths, _, other_partial, _ = inputs
+    q, caches, key_lengths = inputs.q, inputs.caches, inputs.key_lengths
     options = step.options | step.scaling._asdict()
     del options["scaling"]
     options["key_lengths"] = None if key_lengths is None else key_lengths.tolist()
-    options |= {} if other_partial is None else {"partial": True}
+    options |= {} if inputs.other_partial is None else {"partial": True}
     width = caches[0].sizes.head_dim
     bias = q[..., width:] if bias_columns(q, width) else None
-    tensors = {"q": q[..., :width], "distance_bias": bias, "sinks": sinks, "selected": inputs.indices}
+    tensors = {"q": q[..., :width], "distance_bias": bias, "sinks": inputs.sinks, "selected": inputs.indices}
     lengths, histories = [cache.length for cache in caches], [cache.history.number for cache in caches]
     held = "tokens in the cache" if len(caches) == 1 else "tokens in the caches"
     by_cache = {held: lengths, "padding and order": histories}
@@ -65,6 +66,19 @@ def ask_in_step(step: CheckedStep, like: Tensor, shape: Sequence[int], value_dim
     nothing = identity(q, value_dim, sum_dtype(q.dtype))
     partial, checksum = step.rank_merge.run(nothing, question_like(nothing.lse))
     return gather_heads(partial.out.to(q.dtype).contiguous(), checksum, step, shape[1])[1]
+
+
+def gather_heads(out: Tensor, checksum: Tensor, step: CheckedStep, heads: int) -> tuple[Tensor, Tensor]:
+    """Return the output with the heads of all ranks along the heads axis, or NaN if their calls differ."""
+    axis = step.head_axis
+    if axis.size == 1:
+        return out, checksum
+    checksum = highest_checksum(checksum, axis)
+    if step.output != "heads":
+        if out.device.type == "cpu" and float(checksum.sum()) != 0:  # shares may have other sizes, too
+            return out.new_full((out.shape[0], heads, *out.shape[2:]), torch.nan), checksum
+        out = torch.cat(all_to_all_tokens([out] * axis.size, [out.shape[2]] * axis.size, axis), 1)
+    return torch.where(checksum.sum() == 0, out, torch.nan), checksum
 
 
 def _send_poison(cache: KVCache, options: StepOptions | CheckedStep) -> None:

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.cache.cache import KVCache
-from attnmesh.comm.p2p import all_to_all_tokens
-from attnmesh.comm.rank_merge import RequestedMerge, highest_checksum
+from attnmesh.comm.rank_merge import RequestedMerge
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial
 from attnmesh.core.scaling import Scaling
@@ -98,7 +97,7 @@ LENGTH_WEIGHT = -7046029254386353131
 
 
 Compared = tuple[Sequence[Tensor], int, Tensor]
-"""Parts of a call that ranks compare: the bits of tensors, a hash, and the first number of a tensor: the tokens."""
+"""What the checksum of a merge is made of: bits of tensors, a hash of the facts, and the first of a tensor: tokens."""
 
 
 class StepInputs(NamedTuple):
@@ -146,8 +145,7 @@ class StepInputs(NamedTuple):
         if selected is not None:
             tensors.append(selected.indices)
         device_counts = views[0].device_counts
-        for view in views[1:]:  # small numbers as weights would give other lengths the same sum
-            # modulo 2^64
+        for view in views[1:]:  # modulo 2^64. With small weights, lengths (3, 5) and (5, 4) could have one sum
             device_counts = torch.add(view.device_counts[LENGTH], device_counts, alpha=LENGTH_WEIGHT)
         if history is not None:
             device_counts = torch.add(device_counts, history, alpha=LENGTH_WEIGHT)
@@ -186,16 +184,3 @@ class StepOptions(NamedTuple):
 def selection_of_rank(selection: Selection, heads: Axis) -> Selection:
     """Return the selection of the heads of a rank, its own where each head has one."""
     return selection.of_heads(heads.slice_of(selection.heads)) if selection.heads > 1 else selection
-
-
-def gather_heads(out: Tensor, checksum: Tensor, step: CheckedStep, heads: int) -> tuple[Tensor, Tensor]:
-    """Return the output with the heads of all ranks along the heads axis, or NaN if their calls differ."""
-    axis = step.head_axis
-    if axis.size == 1:
-        return out, checksum
-    checksum = highest_checksum(checksum, axis)
-    if step.output != "heads":
-        if out.device.type == "cpu" and float(checksum.sum()) != 0:  # shares may have other sizes, too
-            return out.new_full((out.shape[0], heads, *out.shape[2:]), torch.nan), checksum
-        out = torch.cat(all_to_all_tokens([out] * axis.size, [out.shape[2]] * axis.size, axis), 1)
-    return torch.where(checksum.sum() == 0, out, torch.nan), checksum

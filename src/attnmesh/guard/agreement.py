@@ -10,7 +10,6 @@ of it is compared: in a small all-gather, or in the messages of a merge. Texts a
     payload    numbers that are gathered beside the hash, and may differ
     signature  what the checks of a call depend on, by which a rank finds what it prepared; not compared
     facts      options, dtypes and shapes of a call that ends in a merge: it is known by them, and they are hashed
-    Compared   what the checksum of a merge is made of: tensors, a hash of the facts, and tokens (of decoding)
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -14,8 +14,8 @@ from attnmesh.errors import KernelError
 PLAIN_TENSORS = {Tensor, Parameter}
 """Types of tensors that PyTorch itself computes with."""
 
-modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-"""Returns how many modes of PyTorch look at operators."""
+dispatch_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""Returns the number of modes of PyTorch that look at operators."""
 
 PLAIN_OR_NONE = {*PLAIN_TENSORS, type(None)}
 """Types of tensors that PyTorch itself computes with, and the type of None for a tensor that is left out."""
@@ -38,7 +38,7 @@ def needs_operator(*tensors: Tensor | None) -> bool:
 
     A mode that looks at operators may keep the results of some, as selective checkpointing does.
     """
-    is_watched = is_traced() or torch._C._len_torch_dispatch_stack() > 0
+    is_watched = is_traced() or dispatch_mode_count() > 0
     return is_watched or not PLAIN_OR_NONE.issuperset(map(type, tensors))
 
 
@@ -73,7 +73,7 @@ run_once_differentiable: Callable[..., Any] = OnceDifferentiable.apply
 
 def are_plain(*tensors: Any, on_gpu: bool = False) -> bool:
     """Return True for dense tensors on the CPU, or a GPU, without gradients, outside traces, modes and autocast."""
-    if is_traced() or modes() or torch.is_autocast_enabled("cuda" if on_gpu else "cpu"):
+    if is_traced() or dispatch_mode_count() or torch.is_autocast_enabled("cuda" if on_gpu else "cpu"):
         return False
     graded = torch.is_grad_enabled()
     for x in tensors:
