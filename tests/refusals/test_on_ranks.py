@@ -30,6 +30,7 @@ ROOMS = (attention, caches, decoding, windows, across, setup)
 TWO = (Shape(1, 1, 2), Shape(1, 2, 1), Shape(2, 1, 1))
 THREE = (Shape(1, 1, 3), Shape(1, 3, 1), Shape(3, 1, 1))
 FOUR = Shape(1, 2, 2)
+LAST_TOKENS = {models.prefill_again: models.ON_ONE_RANK[models.prefill_again]}
 
 
 class Runs(NamedTuple):
@@ -44,6 +45,7 @@ RUNS = {
     "one rank": Runs(refusals(*(room.ON_ONE_RANK for room in ROOMS)), (*TWO, *THREE)),
     "all ranks": Runs(refusals(*(room.ON_ALL_RANKS for room in ROOMS)), TWO, on_one=False),
     "one rank with a model": Runs(refusals(models.ON_ONE_RANK), TWO),
+    "one of four ranks, whose last tokens are no round of shards": Runs(refusals(LAST_TOKENS), (FOUR,)),
     "all ranks with a model": Runs(refusals(models.ON_ALL_RANKS), (FOUR,), on_one=False),
     "all ranks with a trainer": Runs(refusals(trainers.ON_ALL_RANKS), TWO[:2], on_one=False),
 }

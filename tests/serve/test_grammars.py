@@ -240,7 +240,7 @@ def test_schemas_that_end_make_grammars() -> None:
 
 
 def test_who_waits_for_its_turn_is_told_to_ask_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    free, began, made_once = threading.Event(), threading.Semaphore(0), Grammars._checked
+    free, began, made_once = threading.Event(), threading.Semaphore(0), Grammars._make_grammar
     monkeypatch.setattr(grammars, "GRAMMAR_TIMEOUT", 0.3)
 
     def slow(*arguments: Any) -> Grammar:
@@ -262,7 +262,7 @@ def test_who_waits_for_its_turn_is_told_to_ask_again(monkeypatch: pytest.MonkeyP
         return [*found, await made.of(fields, "")]
 
     with grammars_of(byte_tokenizer(HERMES.replace("</think>", ""))) as (made, _):
-        monkeypatch.setattr(Grammars, "_checked", slow)
+        monkeypatch.setattr(Grammars, "_make_grammar", slow)
         *late, waited, last = asyncio.run(ask_three(made))
         assert [one.status for one in late] == [400] * grammars.GRAMMAR_THREADS
         assert (waited.status, "retry-after" in waited.headers) == (503, True)

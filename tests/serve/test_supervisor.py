@@ -58,20 +58,19 @@ def test_a_temporary_folder_of_a_long_name_is_refused_by_its_variable(
 
 
 @pytest.mark.parametrize("name", ["long" * 25, "short"])
-def test_a_world_that_cannot_be_listened_for_leaves_no_folder(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_world_that_cannot_be_listened_for_leaves_no_folder(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def no_socket(*_: Any) -> None:
         raise OSError("no socket")
 
-    folder = tmp_path / name
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    monkeypatch.setattr(asyncio, "start_unix_server", no_socket)
-    one = Supervisor(ThreadWorld(), max_requests=1, max_restarts=0, metrics=Metrics())
-    asyncio.run(one._live())
-    assert isinstance(one.failure, ArgumentError if name != "short" else OSError)
-    assert not [*folder.iterdir()]
+    with tempfile.TemporaryDirectory() as base:  # `tmp_path` may be long itself
+        folder = Path(base, name)
+        folder.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        monkeypatch.setattr(asyncio, "start_unix_server", no_socket)
+        one = Supervisor(ThreadWorld(), max_requests=1, max_restarts=0, metrics=Metrics())
+        asyncio.run(one._live())
+        assert isinstance(one.failure, ArgumentError if name != "short" else OSError)
+        assert not [*folder.iterdir()]
 
 
 @pytest.mark.parametrize("lost", [0, 1])

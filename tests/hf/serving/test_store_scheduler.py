@@ -20,10 +20,10 @@ from attnmesh.hf.serving.plan_operations import (
     Operation,
     ReadFrom,
     SaveBlocks,
+    StepResults,
 )
 from attnmesh.hf.serving.prefix_store import OpenStore, PrefixStore
 from attnmesh.hf.serving.rank_report import RankReport
-from attnmesh.hf.serving.rank_worker import StepResults
 from attnmesh.hf.serving.store_scheduler import StoreScheduler
 from attnmesh.mesh.axes import Mesh
 from attnmesh.store.block_folder import BlockFolder, FolderLock

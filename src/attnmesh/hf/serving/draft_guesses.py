@@ -19,8 +19,8 @@ from attnmesh.hf.serving.engine_request import EngineRequest, Origin
 from attnmesh.hf.serving.footprint import Footprint, growth
 from attnmesh.hf.serving.guesses import LEAST_RATE, Guesser, RowTimes, StepTimes
 from attnmesh.hf.serving.kept_caches import KeptCaches
-from attnmesh.hf.serving.plan_operations import Crop, DecodeRows, Drop, Fill, Operation, Start
-from attnmesh.hf.serving.rank_worker import RankWorker, StepResults
+from attnmesh.hf.serving.plan_operations import Crop, DecodeRows, Drop, Fill, Operation, Start, StepResults
+from attnmesh.hf.serving.rank_worker import RankWorker
 
 FIRST_RATE = 0.6
 """Acceptance rate that is assumed before a guess was checked, and after `RETRY_AFTER` steps without guesses."""

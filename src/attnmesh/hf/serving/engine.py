@@ -35,8 +35,9 @@ from attnmesh.hf.serving.engine_request import EngineRequest, SamplingParams
 from attnmesh.hf.serving.footprint import memory_share, never_fits
 from attnmesh.hf.serving.grammar_masks import Grammar, GrammarTokens
 from attnmesh.hf.serving.plan_exchange import END, Plan, PlanExchange, can_be_sent
+from attnmesh.hf.serving.plan_operations import StepResults
 from attnmesh.hf.serving.prefix_store import PrefixStore
-from attnmesh.hf.serving.rank_worker import RankWorker, StepResults
+from attnmesh.hf.serving.rank_worker import RankWorker
 from attnmesh.hf.serving.scheduler import Scheduler
 from attnmesh.hf.serving.speculation import Speculation
 from attnmesh.hf.tensor_parallel import tp_mesh

@@ -4,11 +4,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.serving.engine_request import EngineRequest, Origin
-from attnmesh.hf.serving.plan_operations import Operation
+from attnmesh.hf.serving.plan_operations import Operation, StepResults
 from attnmesh.hf.serving.prefix_store import PrefixStore, open_store
 from attnmesh.hf.serving.rank_report import RankReport
 from attnmesh.hf.serving.rank_store import RankStore
-from attnmesh.hf.serving.rank_worker import RankWorker, StepResults
+from attnmesh.hf.serving.rank_worker import RankWorker
 from attnmesh.hf.serving.store_scheduler import StoreScheduler
 from attnmesh.store.block_folder import STORE_SUBJECT
 

@@ -1,16 +1,15 @@
 """Operations of plans: what ranks do in a step, each with the code that rank 0 sends to all ranks."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+from torch import Tensor
 
 from attnmesh.errors import InputError
 from attnmesh.store.block_names import StoredBlock
-
-if TYPE_CHECKING:
-    from attnmesh.hf.serving.rank_worker import RankWorker, StepResults
 
 
 class ReadFrom(IntEnum):
@@ -35,6 +34,91 @@ class BlockToSave(NamedTuple):
     to_disk: bool
 
 
+@dataclass
+class StepResults:
+    """What the operations of a plan have given, each the last of its kind."""
+
+    cached_tokens: int | None = None
+    """Tokens that the cache of the prompt that began had; None if none began."""
+    computed_tokens: int = 0
+    """Tokens in the cache of the prompt whose chunk was computed."""
+    logits: Tensor | None = None
+    """Logits after that prompt's last token, (1, vocabulary); None before its last chunk."""
+    rows: Sequence[Tensor] = ()
+    """Logits of each row that decoded, (tokens, vocabulary)."""
+    draft: "StepResults | None" = None
+    """What operations of the draft model have given."""
+    errors: dict[type, InputError] = field(default_factory=dict)
+    """The first error of each kind of operation that failed."""
+    seconds: dict[type, float] = field(default_factory=dict)
+    """Seconds of each kind of operation."""
+
+    def error_of(self, *kinds: type) -> InputError | None:
+        """Return the error of operations of these kinds, of the first kind that has one."""
+        return next((self.errors[kind] for kind in kinds if kind in self.errors), None)
+
+
+class StoredBlocks(Protocol):
+    """The blocks of caches that a rank stores, as a `RankStore` has them."""
+
+    def do_load(self, number: int, nbytes: int, patience: float) -> None:
+        """Copy blocks that were read to the cache."""
+        ...
+
+    def do_close(self, number: int, length: int) -> None:
+        """End a reading of blocks."""
+        ...
+
+    def do_save(self, number: int, blocks: Sequence[BlockToSave]) -> None:
+        """Copy blocks of a cache."""
+        ...
+
+    def do_forget(self, in_memory: Sequence[StoredBlock], on_disk: Sequence[StoredBlock]) -> None:
+        """Forget blocks."""
+        ...
+
+
+class Caches(Protocol):
+    """What operations run on: the caches of a rank, as a `RankWorker` has them, by number."""
+
+    @property
+    def opened_store(self) -> StoredBlocks:
+        """The blocks that are stored."""
+        ...
+
+    def do_start(self, start: "Start") -> int:
+        """Begin a prompt. Return the tokens that its cache has."""
+        ...
+
+    def do_fill(self, number: int, size: int, stop: int) -> tuple[int, Tensor | None]:
+        """Compute the next chunk of a prompt. Return the tokens in its cache, and the logits of the last chunk."""
+        ...
+
+    def do_fork(self, number: int, other: int) -> None:
+        """Make another cache of the same tokens."""
+        ...
+
+    def do_rows(self, rows: Sequence[tuple[int, Sequence[int]]], grows: bool) -> Sequence[Tensor]:
+        """Compute the next tokens of rows. Return their logits."""
+        ...
+
+    def do_crop(self, rows: Sequence[tuple[int, int]]) -> None:
+        """Drop the last tokens of rows."""
+        ...
+
+    def do_drop(self, numbers: Sequence[int]) -> None:
+        """Drop caches."""
+        ...
+
+    def do_open(self, opening: "OpenStored") -> None:
+        """Make a cache, and begin to read stored blocks into it."""
+        ...
+
+    def do_draft(self, plan: "Sequence[Operation]") -> StepResults:
+        """Run a plan of the draft model. Return its results."""
+        ...
+
+
 OPERATIONS: "dict[str, type[Operation]]" = {}
 """All operations, by the names of their codes."""
 
@@ -49,7 +133,7 @@ class Operation:
         cls.name = name
         OPERATIONS[name] = cls
 
-    def run(self, worker: "RankWorker", results: "StepResults") -> None:
+    def run(self, worker: Caches, results: StepResults) -> None:
         """Run on a rank, and note the result and the seconds. An `InputError` is a result, too: the first one stays."""
         kind = type(self)
         start = perf_counter()
@@ -59,7 +143,7 @@ class Operation:
             results.errors.setdefault(kind, error)
         results.seconds[kind] = results.seconds.get(kind, 0.0) + perf_counter() - start
 
-    def _run(self, worker: "RankWorker", results: "StepResults") -> None:
+    def _run(self, worker: Caches, results: StepResults) -> None:
         raise NotImplementedError
 
     def to_code(self) -> list[Any]:
@@ -91,7 +175,7 @@ class Start(Operation, name="start"):
     images: Any
     """The words of a plan on inputs for images; the inputs by name, once they are shared."""
 
-    def _run(self, worker: "RankWorker", results: "StepResults") -> None:
+    def _run(self, worker: Caches, results: StepResults) -> None:
         results.cached_tokens = worker.do_start(self)
 
 
@@ -103,7 +187,7 @@ class Fill(Operation, name="fill"):
     size: int
     stop: int
 
-    def _run(self, worker: "RankWorker", results: "StepResults") -> None:
+    def _run(self, worker: Caches, results: StepResults) -> None:
         results.computed_tokens, results.logits = worker.do_fill(self.number, self.size, self.stop)
 
 
@@ -114,7 +198,7 @@ class Fork(Operation, name="fork"):
     number: int
     other: int
 
-    def _run(self, worker: "RankWorker", results: "StepResults") -> None:
+    def _run(self, worker: Caches, results: StepResults) -> None:
         worker.do_fork(self.number, self.other)
 
 
@@ -125,7 +209,7 @@ class DecodeRows(Operation, name="rows"):
     rows: Sequence[tuple[int, Sequence[int]]]
     grows: bool
 
-    def _run(self, worker: "RankWorker", results: "StepResults") -> None:
+    def _run(self, worker: Caches, results: StepResults) -> None:
         results.rows = worker.do_rows(self.rows, self.grows)
 
 
@@ -135,7 +219,7 @@ class Crop(Operation, name="crop"):
 
     rows: Sequence[tuple[int, int]]
 
-    def _run(self, worker: "RankWorker", results: "StepResults") -> None:
+    def _run(self, worker: Caches, results: StepResults) -> None:
         worker.do_crop(self.rows)
 
 
@@ -145,7 +229,7 @@ class Drop(Operation, name="drop"):
 
     numbers: Sequence[int]
 
-    def _run(self, worker: "RankWorker", results: "StepResults") -> None:
+    def _run(self, worker: Caches, results: StepResults) -> None:
         worker.do_drop(self.numbers)
 
 
@@ -159,7 +243,7 @@ class OpenStored(Operation, name="open"):
     rope: Sequence[int]
     blocks: Sequence[BlockToRead]
 
-    def _run(self, worker: "RankWorker", results: "StepResults") -> None:
+    def _run(self, worker: Caches, results: StepResults) -> None:
         worker.do_open(self)
 
     @classmethod
@@ -177,7 +261,7 @@ class LoadBlocks(Operation, name="load"):
     nbytes: int
     patience: float
 
-    def _run(self, worker: "RankWorker", results: "StepResults") -> None:
+    def _run(self, worker: Caches, results: StepResults) -> None:
         worker.opened_store.do_load(self.number, self.nbytes, self.patience)
 
 
@@ -188,7 +272,7 @@ class CloseStored(Operation, name="close"):
     number: int
     length: int
 
-    def _run(self, worker: "RankWorker", results: "StepResults") -> None:
+    def _run(self, worker: Caches, results: StepResults) -> None:
         worker.opened_store.do_close(self.number, self.length)
 
 
@@ -199,7 +283,7 @@ class SaveBlocks(Operation, name="save"):
     number: int
     blocks: Sequence[BlockToSave]
 
-    def _run(self, worker: "RankWorker", results: "StepResults") -> None:
+    def _run(self, worker: Caches, results: StepResults) -> None:
         worker.opened_store.do_save(self.number, self.blocks)
 
     @classmethod
@@ -215,7 +299,7 @@ class ForgetBlocks(Operation, name="forget"):
     in_memory: Sequence[StoredBlock]
     on_disk: Sequence[StoredBlock]
 
-    def _run(self, worker: "RankWorker", results: "StepResults") -> None:
+    def _run(self, worker: Caches, results: StepResults) -> None:
         worker.opened_store.do_forget(self.in_memory, self.on_disk)
 
     @classmethod
@@ -230,7 +314,7 @@ class Draft(Operation, name="draft"):
 
     plan: Sequence[Operation]
 
-    def _run(self, worker: "RankWorker", results: "StepResults") -> None:
+    def _run(self, worker: Caches, results: StepResults) -> None:
         results.draft = worker.do_draft(self.plan)
 
     def to_code(self) -> list[Any]:
@@ -247,7 +331,7 @@ class Draft(Operation, name="draft"):
 class EndOfPlans(Operation, name="end"):
     """End the engine."""
 
-    def _run(self, worker: "RankWorker", results: "StepResults") -> None:
+    def _run(self, worker: Caches, results: StepResults) -> None:
         pass
 
 

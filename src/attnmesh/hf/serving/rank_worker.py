@@ -1,7 +1,6 @@
 """Work of each rank on an engine's plan: caches by number, chunks of prompts, and steps of rows."""
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,14 +9,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from attnmesh.cache.cache_config import CacheConfig
-from attnmesh.errors import InputError
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.chunked_prefill import left_to_decode, prefill_chunks, run_model
 from attnmesh.hf.images.inputs import on_model
 from attnmesh.hf.models import is_recurrent, one_token_differs
 from attnmesh.hf.options import agree_on_call
 from attnmesh.hf.prefill import begin_prompt, crop_to_shared_prefix
-from attnmesh.hf.serving.plan_operations import OpenStored, Operation, Start
+from attnmesh.hf.serving.plan_operations import OpenStored, Operation, Start, StepResults
 from attnmesh.hf.serving.rank_report import RankReport
 from attnmesh.hf.serving.rank_store import RankStore, Reading, name_tokens
 from attnmesh.hf.serving.row_pass import decode_rows, note_tokens
@@ -26,30 +24,6 @@ from attnmesh.store.block_rows import CacheFiller
 
 MEASURED = 32
 """Steps of rows after which bytes are measured again: caches that were forked copy what they change."""
-
-
-@dataclass
-class StepResults:
-    """What the operations of a plan have given, each the last of its kind."""
-
-    cached_tokens: int | None = None
-    """Tokens that the cache of the prompt that began had; None if none began."""
-    computed_tokens: int = 0
-    """Tokens in the cache of the prompt whose chunk was computed."""
-    logits: Tensor | None = None
-    """Logits after that prompt's last token, (1, vocabulary); None before its last chunk."""
-    rows: Sequence[Tensor] = ()
-    """Logits of each row that decoded, (tokens, vocabulary)."""
-    draft: "StepResults | None" = None
-    """What operations of the draft model have given."""
-    errors: dict[type, InputError] = field(default_factory=dict)
-    """The first error of each kind of operation that failed."""
-    seconds: dict[type, float] = field(default_factory=dict)
-    """Seconds of each kind of operation."""
-
-    def error_of(self, *kinds: type) -> InputError | None:
-        """Return the error of operations of these kinds, of the first kind that has one."""
-        return next((self.errors[kind] for kind in kinds if kind in self.errors), None)
 
 
 class RankWorker:

@@ -13,8 +13,8 @@ from attnmesh.hf.serving.draft_guesses import DraftGuesser
 from attnmesh.hf.serving.guesses import Guesser
 from attnmesh.hf.serving.ngram_guesses import NgramGuesser
 from attnmesh.hf.serving.plan_exchange import Plan
-from attnmesh.hf.serving.plan_operations import Draft, Operation
-from attnmesh.hf.serving.rank_worker import RankWorker, StepResults
+from attnmesh.hf.serving.plan_operations import Draft, Operation, StepResults
+from attnmesh.hf.serving.rank_worker import RankWorker
 
 SPECULATE, DRAFT = "hf.Engine speculate", "hf.Engine draft"
 

@@ -27,10 +27,11 @@ from attnmesh.hf.serving.plan_operations import (
     Operation,
     ReadFrom,
     SaveBlocks,
+    StepResults,
 )
 from attnmesh.hf.serving.prefix_store import OpenStore, PrefixStore
 from attnmesh.hf.serving.rank_report import RankReport
-from attnmesh.hf.serving.rank_worker import RankWorker, StepResults
+from attnmesh.hf.serving.rank_worker import RankWorker
 from attnmesh.store.block_names import BLOCK_GRAIN, BlockNames, StoredBlock
 from attnmesh.store.block_tiers import BlockTiers, TierEntry
 
