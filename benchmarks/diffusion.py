@@ -20,7 +20,7 @@ import attnmesh as am
 from attnmesh.cli.launch import Send
 from attnmesh.diffusers.tokens import run_sizes
 from attnmesh.errors import ArgumentError
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import Shape
 from attnmesh.mesh.way import Way
 from attnmesh.planner.plan import plan
@@ -176,7 +176,7 @@ def our_run(work: Workload, qkv: list[Tensor], contender: Contender) -> Run:
             options: Any = {"mesh": mesh, "layout": layout, "length": work.length, "exchange": contender.exchange}
             return am.attention(q, k, v, mask=am.Full(), checked=False, **options).transpose(1, 2)
 
-    return Run(call, layout.positions(work.length, ranks, Mesh.of(mesh).shard_index))
+    return Run(call, layout.positions(work.length, ranks, RankMesh.of(mesh).shard_index))
 
 
 def diffusers_run(qkv: list[Tensor]) -> Run | str:

@@ -18,7 +18,7 @@ from attnmesh.cli.launch import Send, run_on_ranks
 from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.core.mask import Causal
 from attnmesh.hf.layer_mask import MaskSpec
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.setup.init_mesh import init_mesh
 from benchmarks.netns import send_rows
 from benchmarks.timing import Timing
@@ -98,7 +98,7 @@ def _ours(request: Request, ranks: int) -> Row:
     sizes = {"batch": 1, "kv_heads": 1, "head_dim": 576, "value_dim": 512, "capacity": request.tokens + 16}
     kv = cache.layers[0].kv = KVCache(mesh, dtype=layer.dtype, values="prefix", **sizes)  # type: ignore[arg-type]
     kv.append(torch.cat((layer.latents, layer.rotated), -1))
-    held_bytes = sum(size for (size,) in dist_all_gather_ints([cache.held_bytes], Mesh.of(mesh).axes))
+    held_bytes = sum(size for (size,) in dist_all_gather_ints([cache.held_bytes], RankMesh.of(mesh).axes))
     layer.step(cache, mask)
     seconds, layer.expanded = [], 0
     for _ in range(request.steps):

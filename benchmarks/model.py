@@ -30,7 +30,7 @@ from attnmesh.errors import InputError
 from attnmesh.hf.load import open_model
 from attnmesh.hf.model_size import model_size
 from attnmesh.hf.shared_weights import weights_in_memory
-from attnmesh.mesh.axes import Axis, Mesh
+from attnmesh.mesh.axes import Axis, RankMesh
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.shapes import Shape
 from attnmesh.planner.decode_cost import OUTPUT_BYTES
@@ -244,14 +244,16 @@ def _ranks(request: Request) -> Iterator[Measured | Cluster]:
         output = hf.generate(model, ids, cache=cache, max_new_tokens=request.new, do_sample=False, streamer=times)
         sizes = cache.held_bytes, resident("VmRSS"), weights_in_memory(model)
         cache_bytes, resident_bytes, weights = map(
-            max, zip(*dist_all_gather_ints(sizes, Mesh.of(mesh).axes), strict=True)
+            max, zip(*dist_all_gather_ints(sizes, RankMesh.of(mesh).axes), strict=True)
         )
         tokens, rank_bytes = output[0, ids.shape[1] :].tolist(), (cache_bytes, resident_bytes, weights)
         yield Measured(name, tokens, times.seconds, round(prefill, 2), rank_bytes, prices.get(name))
     away = over_hosts(size, cluster)
     if away is not None and size.shared is not None:
         name, price = f"{ranks} ranks, outputs of shared layers sent alone", dict(away.parts)["outputs"]
-        seconds = _outputs_sent(size.shared.outputs, max(Mesh.of(mesh).axes, key=lambda axis: axis.size), request.new)
+        seconds = _outputs_sent(
+            size.shared.outputs, max(RankMesh.of(mesh).axes, key=lambda axis: axis.size), request.new
+        )
         yield Measured(name, tokens, seconds, round(prefill, 2), rank_bytes, price)
 
 

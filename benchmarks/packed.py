@@ -27,7 +27,7 @@ from attnmesh.core.layout import Layout
 from attnmesh.core.mask import Mask
 from attnmesh.core.packing import pack_documents
 from attnmesh.errors import ArgumentError, short
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.schedule import Problem
 from attnmesh.mesh.shapes import Shape
 from attnmesh.mesh.traffic import count_tokens, divisors
@@ -239,7 +239,7 @@ def chosen(case: Case, tiles: dict[Shape, Shape]) -> tuple[str, Shape, Layout, s
     """Return the contender with the shape and the layout that "auto" takes, as `on_mesh(shape="auto")` does."""
     options = case.mask, case.length
     heads = *case.heads, case.width
-    prices = {shape: price("auto", *options, Mesh.of(mesh_of(shape, tile)), heads) for shape, tile in tiles.items()}
+    prices = {shape: price("auto", *options, RankMesh.of(mesh_of(shape, tile)), heads) for shape, tile in tiles.items()}
     shape = min(prices, key=lambda shape: prices[shape].seconds)
     return (
         f"auto: {'x'.join(map(str, shape))}, {type(prices[shape].layout).__name__}",

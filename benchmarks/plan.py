@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import attnmesh as am
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.shapes import Shape
 from attnmesh.planner.plan import Plan, plan
@@ -214,7 +214,7 @@ def call_of(plan: Plan) -> Callable[[], Any]:
     torch.manual_seed(0)
     if work.phase == "decode":
         return _decode_call(plan, mesh)
-    tokens = len(plan.layout.positions(work.length, plan.shape.ranks, Mesh.of(mesh).shard_index))
+    tokens = len(plan.layout.positions(work.length, plan.shape.ranks, RankMesh.of(mesh).shard_index))
     heads, dtype = (work.q_heads, work.kv_heads, work.kv_heads), getattr(torch, str(work.dtype))
     q, k, v = (torch.randn(1, n, tokens, work.head_dim).to(dtype) for n in heads)
     options: dict[str, Any] = {

@@ -22,7 +22,7 @@ from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.core.selection import Selection
 from attnmesh.decoding.decode_call import decode
 from attnmesh.decoding.index_search import top_k_tokens
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.runtime.counters import count_traffic
 from attnmesh.setup.init_mesh import init_mesh
 from benchmarks.netns import send_rows
@@ -104,7 +104,7 @@ class _Layer:
             count = min(PIECE, tokens - start)
             self.latents.append(torch.randn(1, 1, count, width))
             self.index.append(torch.randn(1, 1, count, INDEX_DIM))
-        self.request, self.tokens, self.mesh, self.steps = request, tokens, Mesh.of(mesh), request.steps
+        self.request, self.tokens, self.mesh, self.steps = request, tokens, RankMesh.of(mesh), request.steps
         self.q, self.latent = torch.randn(1, HEADS, 1, width), torch.randn(1, 1, 1, width)
         self.operands = torch.randn(1, 1, INDEX_HEADS, INDEX_DIM), torch.randn(1, 1, INDEX_HEADS)
         self.key = torch.randn(1, 1, 1, INDEX_DIM)
@@ -135,7 +135,7 @@ class _Layer:
 class _Stock:
     """The layer of transformers, which expands all latents to keys and values of all heads at each step."""
 
-    mesh = Mesh.of(None)
+    mesh = RankMesh.of(None)
 
     def __init__(self, request: Request, tokens: int) -> None:
         self.tokens, self.steps = tokens, min(STOCK_STEPS, request.steps)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import attnmesh as am
 from attnmesh.cli.launch import Send, run_on_ranks
 from attnmesh.errors import ArgumentError, InputError
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import Shape
 from attnmesh.setup.init_mesh import init_mesh
 from attnmesh.setup.measure_shares import read_rates
@@ -98,7 +98,7 @@ def _of_cores(tokens: int, part: float, rounds: int) -> Iterator[Row]:
         caches = {name: _filled(mesh, tokens, shares) for name, shares in (("even", None), ("auto", "auto"))}
         q, times, rates = torch.randn(1, HEADS, 1, WIDTH), {name: list[float]() for name in caches}, []
         for turn in range(rounds + 1):
-            rates.append(read_rates(Mesh.of(mesh), torch.device("cpu")))
+            rates.append(read_rates(RankMesh.of(mesh), torch.device("cpu")))
             for name, cache in caches.items():
                 am.decode(q, cache)
                 for _ in range(4):

@@ -17,7 +17,7 @@ import attnmesh as am
 from attnmesh.cli.launch import LaunchError
 from attnmesh.comm.topology import host_numbers
 from attnmesh.errors import ClusterError
-from attnmesh.mesh.axes import Axis, Mesh
+from attnmesh.mesh.axes import Axis, RankMesh
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.shapes import AXES
 from attnmesh.planner.plan import Plan, plan
@@ -201,7 +201,7 @@ def all_crossings(workloads: list[Workload], stride: int) -> list[tuple[str, flo
     """For each way of running each workload, or one in `stride`: its name, and by what share its bytes were missed."""
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (1, 1, world), mesh_dim_names=AXES)
-    numbers = host_numbers(Mesh.of(mesh).axes)
+    numbers = host_numbers(RankMesh.of(mesh).axes)
     here = Cluster.preset("local", hosts=len(set(numbers)), ranks=world // len(set(numbers)))
     plans = [each for workload in workloads for each in sample_of_plans(plan(workload, here))[::stride]]
     return [(f"{each.workload.phase} {each.name}", crossing(each, call_of(each)).off) for each in plans]

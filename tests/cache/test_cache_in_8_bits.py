@@ -15,7 +15,7 @@ from attnmesh import errors
 from attnmesh.core.storage import STORAGES, columns_of
 from attnmesh.decoding.index_search import top_k_tokens
 from attnmesh.kernels import stored
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support import histories
 from tests.support.dense import truth
@@ -66,7 +66,7 @@ def is_held(cache: am.KVCache, x: Tensor, storage: str) -> bool:
 def life(shape: tuple[int, ...], storage: str, values: str, folder: Path, lost: int) -> dict[str, bool]:
     """Fill, change, fork, save, load and recover a cache. Return after which steps it holds the rows of its tokens."""
     mesh = mesh_of(Shape(*shape))
-    place, copies = Mesh.of(mesh), min(2, shape[1] * shape[2])
+    place, copies = RankMesh.of(mesh), min(2, shape[1] * shape[2])
     cache = empty(mesh, storage=storage, values=values, copies=copies)
 
     def new(tokens: int, seed: int) -> tuple[Tensor, Tensor | None]:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import attnmesh as am
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool, on_each_rank
@@ -39,7 +39,7 @@ def is_held(cache: am.KVCache, keys: Tensor) -> bool:
 @on_each_rank
 def life(shape: tuple[int, ...], folder: Path, lost: int, padded: bool) -> dict[str, bool]:
     """Fill, change, fork, save, load and recover a cache. Return after which steps its keys were right."""
-    mesh, place = mesh_of(shape), Mesh.of(mesh_of(shape))
+    mesh, place = mesh_of(shape), RankMesh.of(mesh_of(shape))
     sizes = {"batch": BATCH, "kv_heads": HEADS, "head_dim": WIDTH, "capacity": 80, "block": 4}
     copies = min(2, shape[1] * shape[2])
     cache = am.KVCache(mesh, **sizes, dtype=torch.float32, values="none", copies=copies)

@@ -14,7 +14,7 @@ from attnmesh import errors
 from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.core.mask import Mask
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store.checkpoint import load_layers
 from attnmesh.store.checkpoint_writer import save_layers
@@ -85,7 +85,7 @@ def test_bits_are_those_of_a_cache_that_keeps_every_token(pool: Pool, mask: Mask
 @on_each_rank
 def prefills(shape: Shape, layout: Any, padded: bool) -> tuple[float, int, int]:
     """Return the worst error after a sharded prefill in two parts, and the slots in use and reserved."""
-    mask, place = am.Window(20), Mesh.of(named_mesh(shape, AXES) if shape.ranks > 1 else None)
+    mask, place = am.Window(20), RankMesh.of(named_mesh(shape, AXES) if shape.ranks > 1 else None)
     caches = [cache_of(shape, mask, 3), cache_of(shape, None)]
     errors = []
     for length, queries in ((700, 1), (90, 90), (400, 5)):

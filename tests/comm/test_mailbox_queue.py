@@ -17,7 +17,7 @@ from attnmesh.comm import mailbox_queue
 from attnmesh.comm.gather import all_gather_ints
 from attnmesh.comm.mailboxes import MESSAGE_BYTES, PeerLostError
 from attnmesh.comm.p2p import Channel
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.mesh_attention import executor
 from tests.support.groups import world_axis
@@ -66,7 +66,7 @@ def test_exchanges_end_in_any_order(ranks: int, pool: Pool) -> None:
 @on_each_rank
 def _share() -> None:
     """On a rank of four: each knows the numbers of all, by shard, also if these do not fit on a board."""
-    mesh = Mesh.of(named_mesh(Shape(1, 2, 2), AXES))
+    mesh = RankMesh.of(named_mesh(Shape(1, 2, 2), AXES))
     for count in (1, 6, 3, MESSAGE_BYTES // 64, MESSAGE_BYTES // 16, 7) * 5:
         table = all_gather_ints([mesh.shard_index * count + i for i in range(count)], mesh)
         assert table == [[shard * count + i for i in range(count)] for shard in range(4)], (count, table)

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from attnmesh.comm.topology import cluster_and_tile_of
-from attnmesh.mesh.axes import Axis, Mesh
+from attnmesh.mesh.axes import Axis, RankMesh
 from attnmesh.mesh.shapes import Shape
 
 pytestmark = pytest.mark.quick
 
 
 def test_one_rank_is_a_cluster_of_its_own() -> None:
-    one = Mesh(Axis(), Axis(), Axis())
+    one = RankMesh(Axis(), Axis(), Axis())
     cluster, tile = cluster_and_tile_of(one, torch.device("cpu"))
     assert (cluster.world, tile) == (1, Shape(1, 1, 1))

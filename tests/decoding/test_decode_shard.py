@@ -12,7 +12,7 @@ from attnmesh.core.scaling import Scores
 from attnmesh.core.selection import Selection, Visible
 from attnmesh.decoding.decode_shard import decode_shard
 from attnmesh.decoding.query_shard import QueryShard
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.runtime.counters import count_traffic
 from tests.support.mesh_problems import named_mesh
@@ -98,7 +98,7 @@ def refusal(layout: bool) -> str:
     own = own if layout or not rank else own.float()
     with pytest.raises(errors.InputError) as raised:
         decode_shard(QueryShard(own, given, NEW), cache, Visible(am.Causal()), SCORES)
-    assert Mesh.of(mesh).shard_index == rank
+    assert RankMesh.of(mesh).shard_index == rank
     return str(raised.value)
 
 

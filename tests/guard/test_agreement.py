@@ -20,7 +20,7 @@ from attnmesh.guard.agreement import Agreement
 from attnmesh.kernels.implementations import native
 from attnmesh.kernels.implementations.native import BoundNative
 from attnmesh.kernels.native.build import Library, library
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.interpreted import interpreting
 from tests.support.mesh_problems import named_mesh
@@ -322,7 +322,7 @@ def test_a_table_of_calls_names_ranks_of_the_world(odd: int, pool: Pool) -> None
 @on_each_rank
 def _differ_in_a_note(blank: str) -> str:
     """On a rank: the error of a call in which rank 1 has another text than blanks."""
-    mesh = Mesh.of(am.init_mesh((1, 1, 2)))
+    mesh = RankMesh.of(am.init_mesh((1, 1, 2)))
     with pytest.raises(MeshError) as caught, Agreement(mesh, "save", {"note": "b c" if mesh.keys.index else blank}):
         pass
     return str(caught.value)
@@ -337,7 +337,7 @@ def test_a_table_of_calls_shows_that_a_text_is_blank(blank: str, pool: Pool) -> 
 @on_each_rank
 def _compared_in_the_with(fails: bool) -> tuple[object, int]:
     """On a rank: the payloads of all, or the error of rank 1 as it describes its call; and the exchanges."""
-    mesh = Mesh.of(am.init_mesh((1, 1, 2)))
+    mesh = RankMesh.of(am.init_mesh((1, 1, 2)))
     found: object = None
     exchanges, share = [], gather.all_gather_ints
     with mock.patch("attnmesh.guard.agreement.all_gather_ints", lambda *given: (exchanges.append(1), share(*given))[1]):

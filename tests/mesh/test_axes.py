@@ -13,8 +13,8 @@ from attnmesh.errors import MeshError
 from attnmesh.mesh.axes import (
     MESH_OF_ONE_RANK,
     Axis,
-    Mesh,
     NotGiven,
+    RankMesh,
     attention_dims,
     axis_of,
     device_of,
@@ -57,7 +57,7 @@ def test_ranks_have_all_heads_each_once_and_the_first_most(ranks: int, count: in
 
 
 def test_no_mesh_is_one_rank_on_the_cpu() -> None:
-    assert Mesh.of(None) is MESH_OF_ONE_RANK
+    assert RankMesh.of(None) is MESH_OF_ONE_RANK
     assert (MESH_OF_ONE_RANK.shape, MESH_OF_ONE_RANK.ranks, MESH_OF_ONE_RANK.shard_index) == (Shape(1, 1, 1), 1, 0)
     assert MESH_OF_ONE_RANK.device_type == "cpu"
     assert device_of(None) == torch.device("cpu")
@@ -71,9 +71,9 @@ def test_without_a_group_one_process_is_an_axis() -> None:
 @on_each_rank
 def places(shape: Shape, axes: tuple[str, ...]) -> tuple[Any, ...]:
     """Return this rank's place and shard, and whether names of groups lead back to the same axes."""
-    mesh = Mesh.of(named_mesh(shape, axes))
-    again = Mesh.named(mesh.shape, [axis.index for axis in mesh.axes], mesh.group_names)
-    assert Mesh.of(named_mesh(shape, axes)) is mesh, "it is made once"
+    mesh = RankMesh.of(named_mesh(shape, axes))
+    again = RankMesh.named(mesh.shape, [axis.index for axis in mesh.axes], mesh.group_names)
+    assert RankMesh.of(named_mesh(shape, axes)) is mesh, "it is made once"
     return mesh.shape, tuple(axis.index for axis in mesh.axes), mesh.shard_index, again == mesh
 
 
@@ -90,7 +90,7 @@ def test_shards_are_numbered_by_heads_then_queries_then_keys(axes: tuple[str, ..
 
 @on_each_rank
 def shape_of(name: str) -> Shape:
-    return Mesh.of(init_device_mesh("cpu", (2,), mesh_dim_names=(name,))).shape
+    return RankMesh.of(init_device_mesh("cpu", (2,), mesh_dim_names=(name,))).shape
 
 
 @pytest.mark.parametrize(
@@ -114,11 +114,11 @@ def test_other_axes_of_a_mesh_are_ignored(pool: Pool) -> None:
 
 
 def no_mesh_at_all() -> object:
-    return Mesh.of("queries")  # type: ignore[arg-type]
+    return RankMesh.of("queries")  # type: ignore[arg-type]
 
 
 def a_mesh_of_other_axes() -> object:
-    return Mesh.of(init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "cp")))
+    return RankMesh.of(init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "cp")))
 
 
 def no_group_in_a_world() -> object:
@@ -166,7 +166,7 @@ def error_outside() -> str:
     """Return the error of a rank that is not in a mesh."""
     first = DeviceMesh("cpu", [0], mesh_dim_names=("queries",))
     try:
-        Mesh.of(first)
+        RankMesh.of(first)
     except MeshError as error:
         return str(error)
     return "none"

@@ -17,7 +17,7 @@ from attnmesh import errors
 from attnmesh.comm import p2p
 from attnmesh.comm.transport import Transport
 from attnmesh.core.layout import Layout
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import AXES, Shape, elements
 from attnmesh.mesh_attention.auto_choices import chosen_layout
 from attnmesh.runtime.counters import ReceivedTraffic, count_traffic
@@ -122,7 +122,9 @@ def attend_packed(shape: Shape, documents: list[int]) -> tuple[bool, list[Tensor
 
     out = am.attention(*tensors[:3], mesh=mesh, length=length, key_length=length, **where)
     results = out.detach(), *torch.autograd.grad(out, tensors[:3], tensors[3].detach())
-    chosen = chosen_layout("auto", mask, Mesh.of(mesh)).positions(length, shape.ranks, Mesh.of(mesh).shard_index)
+    chosen = chosen_layout("auto", mask, RankMesh.of(mesh)).positions(
+        length, shape.ranks, RankMesh.of(mesh).shard_index
+    )
     same = torch.equal(am.shard(torch.arange(length), mesh, dim=0, **where), chosen)
     return same, [am.unshard(x, mesh, **where) for x in results]
 
@@ -222,7 +224,7 @@ def meshes() -> list[object]:
     for names in (None, ("data", "model"), ("queries", "model")):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
         try:
-            said.append(Mesh.of(mesh).shape)
+            said.append(RankMesh.of(mesh).shape)
         except errors.MeshError as error:
             said.append(str(error))
     return said
@@ -238,7 +240,7 @@ def test_meshes_with_other_axes_or_none_are_refused(pool: Pool) -> None:
 @on_each_rank
 def from_tuples() -> list[object]:
     made = [am.init_mesh((1, 2, 2)), am.init_mesh("cpu", [1, 2, 2], 8, 2)]
-    return [(Mesh.of(mesh).shape, mesh.device_type, mesh.mesh_dim_names) for mesh in made]
+    return [(RankMesh.of(mesh).shape, mesh.device_type, mesh.mesh_dim_names) for mesh in made]
 
 
 def test_a_plain_tuple_makes_a_mesh(pool: Pool) -> None:

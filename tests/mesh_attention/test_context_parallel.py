@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import attnmesh as am
 from attnmesh import errors
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from tests.support.pool import Pool, on_each_rank
 from tests.support.tolerances import worst
 
@@ -164,7 +164,7 @@ def other_uses() -> dict[str, bool]:
         cache.append(k, v)
         parts = [am.shard(x, mesh, layout=am.Zigzag()) for x in (q, k, v)]
         whole = am.unshard(am.attention(*parts, mesh=mesh, layout=am.Zigzag()), mesh, layout=am.Zigzag())
-        right[f"ranks, {name}"] = Mesh.of(mesh).shape.ranks == 2
+        right[f"ranks, {name}"] = RankMesh.of(mesh).shape.ranks == 2
         right[f"shares, {name}"] = cache.used < 15
         right[f"attention, {name}"] = torch.allclose(whole, expected)
         right[f"decoding, {name}"] = torch.allclose(am.decode(q[:, :, -1:], cache), expected[:, :, -1:])

@@ -15,7 +15,7 @@ from attnmesh.core.band import Band
 from attnmesh.core.partial import Partial, merge_partials
 from attnmesh.core.scaling import Scaling
 from attnmesh.kernels.rectangles import BackwardInputs
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.schedule import EXCHANGE_MODES, HeadSlices, Problem, groups_of_heads
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.mesh_attention import executor
@@ -53,7 +53,7 @@ class Rank:
     """A task of this rank, and where its tokens and heads are."""
 
     def __init__(self, shape: Shape, exchange: str, mask: am.Mask = MASK) -> None:
-        self.axes = Mesh.of(None if shape == ALONE else named_mesh(shape, AXES))
+        self.axes = RankMesh.of(None if shape == ALONE else named_mesh(shape, AXES))
         problem = Problem(mask, shape, am.Zigzag(), am.Zigzag(), LENGTH, LENGTH)
         self.positions = am.Zigzag().positions(LENGTH, shape.ranks, self.axes.shard_index)
         tensors, dout = whole_tensors()

@@ -8,7 +8,7 @@ from attnmesh.core.band import Band
 from attnmesh.core.scaling import Scaling
 from attnmesh.kernels.choice import choose
 from attnmesh.kernels.kernel import KernelRequest
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.mesh_attention import latents as latent
 from attnmesh.mesh_attention.attention import attend_shards
@@ -65,7 +65,7 @@ def received_elements(shape: Shape) -> int:
     with count_traffic() as traffic:
         attend_shards(
             AttentionArguments(q, k, v[..., :VALUES], None, None, options),
-            Mesh.of(mesh),
+            RankMesh.of(mesh),
             None,
             Latents(tokens, projection),
         )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import attnmesh as am
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.mesh_attention import prompt
 from attnmesh.mesh_attention.attention_arguments import AttentionArguments
@@ -50,7 +50,7 @@ def attended_tokens(problem: MeshProblem, way: str) -> tuple[Tensor, Chosen]:
     arguments = AttentionArguments(**mine_of_each, sinks=sinks[0] if sinks else None, key_lengths=None, options=options)
     whole = problem.latents() if problem.latent else None
 
-    def noted(place: Mesh, *arguments: object) -> tuple[Mesh, str]:
+    def noted(place: RankMesh, *arguments: object) -> tuple[RankMesh, str]:
         found, exchange = chosen_way(place, *arguments)
         if way != "chosen":
             found = place if way == "keys" else prompt.keys_as_queries(place)
@@ -85,7 +85,7 @@ def test_each_way_gives_dense_attention_and_ranks_choose_alike(ranks: int, seeds
 @on_each_rank
 def ways(heads: tuple[int, int], length: int, exchange: str) -> Chosen:
     """Return the way that a rank takes for a long prompt of so many heads."""
-    mesh = Mesh.of(named_mesh(Shape(1, 1, 4), AXES))
+    mesh = RankMesh.of(named_mesh(Shape(1, 1, 4), AXES))
     same: dict[str, Any] = {"layout": (layout := am.Striped(128)), "key_layout": layout}
     options = call_options(mask=am.Causal(), exchange=exchange, length=length, key_length=length, **same)
     problem = options.problem(mesh, (length, length))

@@ -17,7 +17,7 @@ import attnmesh as am
 from attnmesh import errors
 from attnmesh.errors import ShapeError
 from attnmesh.guard.agreement import Agreement
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.refusals import across, attention, caches, decoding, models, setup, trainers, windows
 from tests.refusals.refusal import HEADS, Q_HEADS, SIZES, WIDTH, Place, Refusal, new_cache, refusals
@@ -120,7 +120,7 @@ def answer_where_one_refuses() -> str:
     mesh = named_mesh(Shape(2, 2, 2), AXES)
     try:
         if dist.get_rank() == 3:
-            Agreement(Mesh.of(mesh), "forward").raise_on_all(ShapeError("forward", "this", "that", "pass this"))
+            Agreement(RankMesh.of(mesh), "forward").raise_on_all(ShapeError("forward", "this", "that", "pass this"))
         am.KVCache(mesh, **SIZES)
     except ShapeError as error:
         return str(error)

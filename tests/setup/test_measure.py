@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import attnmesh as am
-from attnmesh.mesh.axes import Mesh, flat_axis
+from attnmesh.mesh.axes import RankMesh, flat_axis
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.shapes import AXES
 from attnmesh.planner.workload import Workload
@@ -69,7 +69,7 @@ def test_one_rank_is_measured_too() -> None:
 @on_each_rank
 def free_bytes(gpus: str) -> list[int]:
     """Return the free bytes of ranks, each of which sees the GPU of its letter alone, as GPU 0."""
-    mesh = Mesh.of(init_device_mesh("cpu", (1, 1, len(gpus)), mesh_dim_names=AXES))
+    mesh = RankMesh.of(init_device_mesh("cpu", (1, 1, len(gpus)), mesh_dim_names=AXES))
     properties = SimpleNamespace(uuid=f"GPU-{gpus[dist.get_rank()]}")
     with (
         patch("torch.cuda.get_device_properties", lambda _: properties),

@@ -15,7 +15,7 @@ import attnmesh as am
 from attnmesh import hf
 from attnmesh.cli.launch import Processes, leave_with_parent
 from attnmesh.errors import MeshError, RankFailure, UnforeseenError
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.setup.rendezvous import enter, leave
 from tests.support import families
@@ -36,7 +36,7 @@ def new_tokens(length: int, seed: int) -> tuple[Tensor, Tensor]:
 def filled(mesh: Any, copies: int, padded: bool, seed: int = 0) -> am.KVCache:
     """Return a cache after a sharded prefill, appends, a truncation, a reorder and a larger capacity."""
     cache = am.KVCache(mesh, **SIZES, dtype=torch.float32, block=4, copies=copies)
-    axes = Mesh.of(mesh)
+    axes = RankMesh.of(mesh)
     (k, v), mask = new_tokens(37, seed), torch.rand(2, 37, generator=torch.Generator().manual_seed(0)) > 0.3
     mine = am.Zigzag().positions(37, axes.shape.ranks, axes.shard_index)
     cache.append_shard(k[:, :, mine], v[:, :, mine], mine, token_mask=mask if padded else None)
@@ -172,7 +172,7 @@ def test_all_ranks_raise_alike(pool: Pool, kind: str) -> None:
 def short_cache(mesh: Any, layer: int, copies: int = 2, block: int = 4, zigzag: bool = False) -> am.KVCache:
     """Return a layer's cache of 37 tokens, block-cyclic or after a sharded prefill."""
     cache = am.KVCache(mesh, **SIZES, dtype=torch.float32, block=block, copies=copies)
-    (k, v), axes = new_tokens(37, layer), Mesh.of(mesh)
+    (k, v), axes = new_tokens(37, layer), RankMesh.of(mesh)
     mine = am.Zigzag().positions(37, axes.shape.ranks, axes.shard_index)
     if zigzag:
         cache.append_shard(k[:, :, mine], v[:, :, mine], mine)

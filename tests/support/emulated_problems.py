@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import attnmesh as am
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh_attention import mesh_op as operators
 from attnmesh.mesh_attention.attention import attend_shards
 from attnmesh.mesh_attention.attention_arguments import AttentionArguments
@@ -112,4 +112,4 @@ def _attend_latents(
     moved = Projection(projection.keys.cuda(), projection.values.cuda())
     with torch.no_grad():
         arguments = AttentionArguments(*shards, None, options, selected)
-        return attend_shards(arguments, Mesh.of(mesh), checked, Latents(tokens[:, :, keys].cuda(), moved)).cpu()
+        return attend_shards(arguments, RankMesh.of(mesh), checked, Latents(tokens[:, :, keys].cuda(), moved)).cpu()

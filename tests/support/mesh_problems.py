@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import attnmesh as am
 from attnmesh.core.layout import Layout
 from attnmesh.core.mask import FAR, Mask
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.mesh_attention.attention import attend_shards
 from attnmesh.mesh_attention.attention_arguments import AttentionArguments, AttentionOptions
@@ -206,7 +206,7 @@ def run(problem: MeshProblem, bias: Tensor | None = None) -> list[Tensor]:
         said = lengths.get("length"), lengths.get("key_length")
         arguments = AttentionArguments(*inputs[:3], sink, None, problem.options(*said), selected)
         tokens, projection = problem.latents()
-        return [attend_shards(arguments, Mesh.of(mesh), None, Latents(tokens[:, :, mine[1]], projection)).cpu()]
+        return [attend_shards(arguments, RankMesh.of(mesh), None, Latents(tokens[:, :, mine[1]], projection)).cpu()]
     options |= {"exchange": problem.exchange, "sinks": sink, "selected": selected, "distance_bias": bias}
     learned = inputs if bias is None else [*inputs, bias]
     out = am.attention(*inputs[:3], mesh=mesh, **options, **lengths)

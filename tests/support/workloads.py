@@ -12,7 +12,7 @@ import attnmesh as am
 from attnmesh.comm.host_linear import HostLinear
 from attnmesh.comm.topology import mailboxes_of_all_ranks
 from attnmesh.errors import StoreError
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.store.manifest import read_manifest
 
 LENGTHS = 2000, 2050, 2300
@@ -49,7 +49,7 @@ def _decoding(mesh: Any, _: Path, __: dict[str, Any]) -> Step:
 
 def _sharing(mesh: Any, _: Path, __: dict[str, Any]) -> Step:
     """Compute layers that the ranks of an axis share; decode where these are on several hosts."""
-    axis = max(Mesh.of(mesh).axes, key=lambda one: one.size)
+    axis = max(RankMesh.of(mesh).axes, key=lambda one: one.size)
     if (boxes := mailboxes_of_all_ranks(axis)) is None:
         return _decoding(mesh, _, __)
     noise = torch.Generator().manual_seed(2)

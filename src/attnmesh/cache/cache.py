@@ -28,7 +28,7 @@ from attnmesh.core.mask import Mask
 from attnmesh.errors import DtypeError, ShapeError, check_count
 from attnmesh.guard.agreement import Agreement, ComparedCalls
 from attnmesh.guard.argument_checks import check_compare_option
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.runtime.memo import Memo
 from attnmesh.setup.init_mesh import device_fault, device_for
 
@@ -119,7 +119,7 @@ class KVCache(CacheProperties):
         widths = head_dim, columns if value_dim is None else value_dim
         sizes = CacheConfig(batch, kv_heads, *widths, capacity, block, dtype, values, mask, keep, storage, hot)
         self.device_mesh = mesh
-        self.mesh = Mesh.of(mesh)
+        self.mesh = RankMesh.of(mesh)
         self.device = device_for(mesh, device)
         fields = {**sizes.arguments(), "device": self.device.type, "checked": checked, "copies": copies}
         ranks = self.mesh.queries.size * self.mesh.keys.size

@@ -18,7 +18,7 @@ from attnmesh.cache.tiered_shard import TieredShard
 from attnmesh.comm.transport import transport_of
 from attnmesh.errors import KernelError, StoreError
 from attnmesh.guard.agreement import Agreement, prepare_merges
-from attnmesh.mesh.axes import Axis, Mesh, flat_axis
+from attnmesh.mesh.axes import Axis, RankMesh, flat_axis
 from attnmesh.runtime.late_bound import LateBound
 from attnmesh.setup.measure_shares import measured_shares
 
@@ -86,7 +86,7 @@ def check_ranks_in_folder(subject: str, copies: int, shares: object) -> None:
         raise KernelError(subject, "even shares", f"shares={shares!r}", fix)
 
 
-def token_axis_of(device_mesh: DeviceMesh | None, mesh: Mesh, device: torch.device) -> Axis:
+def token_axis_of(device_mesh: DeviceMesh | None, mesh: RankMesh, device: torch.device) -> Axis:
     """Return the axis that tokens are sharded over, ready for merges. All ranks call it at once."""
     token_axis = flat_axis(device_mesh, ("queries", "keys"))
     for axis in (token_axis, mesh.heads):
@@ -98,7 +98,7 @@ def token_axis_of(device_mesh: DeviceMesh | None, mesh: Mesh, device: torch.devi
 
 def make_shards(
     config: CacheConfig,
-    mesh: Mesh,
+    mesh: RankMesh,
     token_axis: Axis,
     device: torch.device,
     *,
@@ -121,7 +121,7 @@ def make_shards(
 
 
 @contextmanager
-def _opened(folder: str | Path | FolderLayer | None, mesh: Mesh, token_axis: Axis) -> Iterator[FolderLayer | None]:
+def _opened(folder: str | Path | FolderLayer | None, mesh: RankMesh, token_axis: Axis) -> Iterator[FolderLayer | None]:
     """Give the layer of an open folder, or the only one of a path, which is let go of after an error."""
     if folder is None or isinstance(folder, FolderLayer):
         yield folder
@@ -135,7 +135,7 @@ def _opened(folder: str | Path | FolderLayer | None, mesh: Mesh, token_axis: Axi
 
 
 def _memory_shard_maker(
-    config: CacheConfig, mesh: Mesh, device: torch.device, shares: Sequence[float] | str | None
+    config: CacheConfig, mesh: RankMesh, device: torch.device, shares: Sequence[float] | str | None
 ) -> Callable[[int], CacheShard]:
     """Return what makes a shard in memory, on the CPU where the newest tokens alone are on the device.
 
@@ -153,7 +153,7 @@ def _tiered_shard_maker(
 
 
 def _block_cyclic(
-    config: CacheConfig, mesh: Mesh, device: torch.device, shares: Sequence[float] | str | None
+    config: CacheConfig, mesh: RankMesh, device: torch.device, shares: Sequence[float] | str | None
 ) -> BlockCyclic:
     """Return the assignment of tokens to ranks. All ranks call it at once: "auto" measures their shares."""
     parts = measured_shares(mesh, device, config.nbytes) if isinstance(shares, str) else shares

@@ -16,7 +16,7 @@ from attnmesh.errors import ShapeError
 from attnmesh.guard.argument_checks import check_positions
 from attnmesh.guard.shard_marks import check_equal_cuts, check_not_cut, shard_marks
 from attnmesh.kernels.traced import are_plain
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.runtime.memo import Memo
 from attnmesh.runtime.tensors import Tensors
 
@@ -26,7 +26,9 @@ def tensors_to_store(k: Tensor, v: Tensor | None) -> Tensors:
     return (k,) if v is None else (k, v)
 
 
-def swap_tokens_for_heads(new: Tensors, positions: Tensor, counts: Sequence[int], mesh: Mesh) -> tuple[Tensors, Tensor]:
+def swap_tokens_for_heads(
+    new: Tensors, positions: Tensor, counts: Sequence[int], mesh: RankMesh
+) -> tuple[Tensors, Tensor]:
     """Return this rank's heads of the tokens of all ranks along the heads axis; `counts` are tokens per shard."""
     axis, shape = mesh.heads, mesh.shape
     if axis.size == 1:

@@ -13,7 +13,7 @@ from attnmesh.cache.cache_properties import CacheProperties
 from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.errors import StoreError
 from attnmesh.guard.agreement import Agreement
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.runtime.late_bound import LateBound
 from attnmesh.runtime.world import WORLD
 
@@ -36,7 +36,7 @@ class Saving:
     """
 
     def __init__(
-        self, mesh: Mesh, write: Callable[[], None], publish: Callable[[], None], end: Callable[..., None]
+        self, mesh: RankMesh, write: Callable[[], None], publish: Callable[[], None], end: Callable[..., None]
     ) -> None:
         """Start to `write` in a thread; `publish` runs once all ranks have written, and `end(failed=)` at the end."""
         self.concluded = False

@@ -7,11 +7,11 @@ import torch
 
 from attnmesh.comm.topology import mesh_hosts
 from attnmesh.comm.transport import Transport, transport_of
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.runtime.world import collective_once
 
 
-def all_gather_ints(numbers: Sequence[int], mesh: Mesh) -> list[list[int]]:
+def all_gather_ints(numbers: Sequence[int], mesh: RankMesh) -> list[list[int]]:
     """Return the int64 values of all ranks of a mesh by shard. Inside a host `dist_all_gather_ints` takes longer.
 
     All ranks make the first call at once.
@@ -22,7 +22,7 @@ def all_gather_ints(numbers: Sequence[int], mesh: Mesh) -> list[list[int]]:
     return [flat[start : start + len(numbers)] for start in range(0, len(flat), len(numbers))]
 
 
-def all_gather_texts(text: str, mesh: Mesh) -> list[str]:
+def all_gather_texts(text: str, mesh: RankMesh) -> list[str]:
     """Return the texts of all ranks by shard. A text may be a path that no encoding has."""
     encoded = text.encode(errors="backslashreplace")
     lengths = [row[0] for row in all_gather_ints([len(encoded)], mesh)]
@@ -31,7 +31,7 @@ def all_gather_texts(text: str, mesh: Mesh) -> list[str]:
 
 
 @collective_once
-def _transports(mesh: Mesh) -> list[Transport]:
+def _transports(mesh: RankMesh) -> list[Transport]:
     """Return the transports along the axes of several ranks, the innermost first."""
     mesh_hosts(mesh)  # cached now: after a failure the hosts of lost ranks cannot be found
     return [transport_of(axis, torch.device("cpu")) for axis in reversed(mesh.axes) if axis.size > 1]

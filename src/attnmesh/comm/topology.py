@@ -17,7 +17,7 @@ from attnmesh.comm import machine_constants
 from attnmesh.comm.failures import run_collective
 from attnmesh.comm.mailboxes import Mailboxes, mailboxes_size, open_mailboxes, unlink_mailboxes
 from attnmesh.kernels.native.build import library
-from attnmesh.mesh.axes import Axis, Mesh, backends, device_type_of
+from attnmesh.mesh.axes import Axis, RankMesh, backends, device_type_of
 from attnmesh.mesh.cluster import PRESETS, Cluster
 from attnmesh.mesh.merge_cost import MergeGroup
 from attnmesh.mesh.merges import Merge, fastest_merge
@@ -75,7 +75,7 @@ def merge_rounds(axis: Axis, *, reproducible: bool) -> dict[int, list[Round]]:
     return reduction_rounds([bit_reversed(axis.size)] if reproducible else hosts(axis))
 
 
-def mesh_hosts(mesh: Mesh) -> list[int]:
+def mesh_hosts(mesh: RankMesh) -> list[int]:
     """Return the host's number of each shard of a mesh. The first call is an all-gather."""
     return host_numbers(tuple(axis for axis in mesh.axes if axis.size > 1))
 
@@ -152,7 +152,7 @@ def host_numbers(axes: tuple[Axis, ...]) -> list[int]:
 
 
 @collective_once
-def cluster_and_tile_of(mesh: Mesh, device: torch.device) -> tuple[Cluster, Shape]:
+def cluster_and_tile_of(mesh: RankMesh, device: torch.device) -> tuple[Cluster, Shape]:
     """Return the cluster that a mesh is on, and the tile of the mesh that one host holds."""
     return machine_constants.cluster_and_tile(mesh_hosts(mesh), mesh.shape, *_constants(mesh.axes, device))
 

@@ -12,7 +12,7 @@ from attnmesh.comm.p2p import all_to_all, all_to_all_tokens, meta_like
 from attnmesh.core.layout import Layout
 from attnmesh.core.partial import Partial, merge_partials
 from attnmesh.errors import ShapeError
-from attnmesh.mesh.axes import Axis, Mesh
+from attnmesh.mesh.axes import Axis, RankMesh
 from attnmesh.runtime.memo import on_device
 from attnmesh.runtime.ranges import MERGE, is_profiled, profiled_as
 from attnmesh.runtime.world import cached_per_world
@@ -26,7 +26,7 @@ class QueryShard(NamedTuple):
     length: int
     """Last tokens of the cache, of all ranks."""
 
-    def owners(self, mesh: Mesh, token_axis: Axis) -> "QueryOwners":
+    def owners(self, mesh: RankMesh, token_axis: Axis) -> "QueryOwners":
         """Return where the queries of all ranks are, or raise unless this rank has those of its shard."""
         owners = _owners(mesh, token_axis, self.layout, self.length)
         count, queries = owners.chunk_counts[mesh.heads.index], self.q.shape[2]
@@ -71,7 +71,7 @@ class QueryOwners(NamedTuple):
 
 
 @cached_per_world(1024)
-def _owners(mesh: Mesh, token_axis: Axis, layout: Layout, length: int) -> QueryOwners:
+def _owners(mesh: RankMesh, token_axis: Axis, layout: Layout, length: int) -> QueryOwners:
     """Return where so many queries of a layout are."""
     shape, chunks = mesh.shape, []
     for index in range(token_axis.size):

@@ -15,7 +15,7 @@ from attnmesh.errors import ModelError
 from attnmesh.guard.agreement import Agreement
 from attnmesh.guard.argument_checks import check_compare_option
 from attnmesh.kernels.choice import check_kernel
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.schedule import check_exchange
 from attnmesh.mesh.shapes import check_heads_axis
 
@@ -64,7 +64,7 @@ def enable(
     >>> disable(model)
     """
     model = unwrap_module(model)
-    axes = Mesh.of(mesh)
+    axes = RankMesh.of(mesh)
     fields = {"model": type(model).__name__, "exchange": exchange, "kernel": kernel, "checked": checked}
     with Agreement(axes, SUBJECT, fields):
         check_exchange(f"{SUBJECT} exchange", exchange)

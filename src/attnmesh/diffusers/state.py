@@ -16,7 +16,7 @@ from attnmesh.diffusers.family_plans import TokenPlan, TokenSplit, modules_named
 from attnmesh.diffusers.tokens import Streams
 from attnmesh.errors import KernelError, ModelError, ShapeError
 from attnmesh.guard.agreement import ComparedCalls
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 
 SUBJECT = "attnmesh.diffusers forward"
 
@@ -38,7 +38,7 @@ class MeshState:
 
     context_parallel_config = tensor_parallel_config = None  # diffusers reads these, for example to save a model
 
-    def __init__(self, model: nn.Module, plan: TokenPlan, mesh: Mesh, checked: bool | None) -> None:
+    def __init__(self, model: nn.Module, plan: TokenPlan, mesh: RankMesh, checked: bool | None) -> None:
         device = torch.device(mesh.device_type)
         self.plan = plan
         self.streams = Streams(mesh)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.errors import MeshError, ShapeError
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import even_slice
 from attnmesh.mesh_attention.sharding import unshard_runs
 
@@ -30,7 +30,7 @@ class Streams:
     A rank knows its own number of tokens in such a tensor, and finds the numbers of all ranks by it.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: RankMesh) -> None:
         self.mesh = mesh
         self.lengths: dict[str, int] = {}
         """Tokens of each stream."""

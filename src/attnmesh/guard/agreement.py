@@ -26,7 +26,7 @@ from attnmesh.comm.transport import transport_of
 from attnmesh.errors import InputError, MeshError, RankFailure, UnforeseenError
 from attnmesh.guard.call_text import describe_call, describe_error, hash_of_call, shared_error
 from attnmesh.mesh.agreement_numbers import PAYLOAD_SIZE
-from attnmesh.mesh.axes import Axis, Mesh, mesh_of_axis
+from attnmesh.mesh.axes import Axis, RankMesh, mesh_of_axis
 from attnmesh.runtime.memo import Memo
 from attnmesh.runtime.world import collective_once
 
@@ -62,7 +62,7 @@ class Agreement:
 
     def __init__(
         self,
-        mesh: Mesh,
+        mesh: RankMesh,
         name: str,
         fields: Fields = dict,
         *,
@@ -155,7 +155,7 @@ class ComparedCalls:
     the merge of the others first, with a question: see `MergeAgreement`.
     """
 
-    def __init__(self, mesh: Mesh, device: torch.device, checked: bool | None) -> None:
+    def __init__(self, mesh: RankMesh, device: torch.device, checked: bool | None) -> None:
         self.mesh, self.device, self.checked = mesh, device, checked
         self.is_alone = mesh.ranks == 1
         self.known: Memo[bool] = Memo()  # by name, or by compared facts

@@ -14,7 +14,7 @@ from torch import Tensor
 from attnmesh.core.layout import Layout, Zigzag
 from attnmesh.core.mask import Mask
 from attnmesh.errors import LayoutError
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.runtime.world import cached_per_world
 
 
@@ -23,10 +23,10 @@ class ShardMark(NamedTuple):
 
     layout: Layout
     mask: Mask | None
-    mesh: Mesh
+    mesh: RankMesh
     dim: int
 
-    def check(self, subject: str, layout: Layout | str, mask: Mask, mesh: Mesh, dim: int) -> None:
+    def check(self, subject: str, layout: Layout | str, mask: Mask, mesh: RankMesh, dim: int) -> None:
         """Raise unless the shard was cut like this."""
         expected_layout = unpriced_layout(layout, mask, mesh.ranks)
         if expected_layout is not None and expected_layout != self.layout:
@@ -43,7 +43,7 @@ class ShardMark(NamedTuple):
             given, fix = f"one cut along dim {self.dim}", f"call am.shard with dim={dim} on the whole tensor"
             raise LayoutError(subject, f"a shard cut along dim {dim}", given, fix)
 
-    def cuts_again(self, mesh: Mesh, dim: int) -> bool:
+    def cuts_again(self, mesh: RankMesh, dim: int) -> bool:
         """Return whether `shard` on this mesh, along this dim, would cut the shard once more."""
         return mesh.ranks > 1 and self.mesh == mesh and self.dim == dim
 

@@ -30,7 +30,7 @@ from attnmesh.hf.random_numbers import synchronize_generators
 from attnmesh.hf.step_graph import steps_as_graphs
 from attnmesh.hf.tensor_parallel import tp_mesh
 from attnmesh.hf.transformers_names import cache_argument
-from attnmesh.mesh.axes import Mesh, NotGiven, given_mesh
+from attnmesh.mesh.axes import NotGiven, RankMesh, given_mesh
 
 GENERATES_ALONE = (
     "each rank generates alone, with all keys and values. Pass mesh= or a cache to shard them over the ranks"
@@ -78,7 +78,7 @@ def generate(
     """
     if isinstance(mesh, NotGiven):
         mesh = given_mesh("generate", mesh, GENERATES_ALONE) if cache is None else None
-    axes = Mesh.of(cache.mesh if isinstance(cache, ShardedCache) else mesh)
+    axes = RankMesh.of(cache.mesh if isinstance(cache, ShardedCache) else mesh)
     model = unwrap(model)
     options = without_absent(options)
     settings = GenerationSettings(model, options)
@@ -187,7 +187,7 @@ def _run_generate(model: PreTrainedModel, ids: Tensor, cache: ShardedCache, opti
     """Run transformers' `generate`. The last token is not cached."""
     watch = NanWatch()
     name = cache_argument(signature(model.forward).parameters)
-    first = Mesh.of(cache.mesh).shard_index == 0
+    first = RankMesh.of(cache.mesh).shard_index == 0
     cache.history.is_consistent = False
     processors = [*(options.get("logits_processor") or []), watch]
     options = {**options, "logits_processor": processors, "cache_implementation": None, "use_cache": True}

@@ -22,7 +22,7 @@ from attnmesh.errors import ArgumentError, KernelError, StoreError, check_count,
 from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.options import ASSISTED_OPTIONS, GenerationSettings, describe_value
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.store.checkpoint_writer import make_writable_folder
 from attnmesh.store.manifest import MANIFEST, check_folder, read_manifest
 
@@ -99,7 +99,7 @@ class Checkpoint:
         Raises:
             InputError: The folder is of another call, the call cannot be continued, or ranks differ.
         """
-        axes = Mesh.of(cache.mesh)
+        axes = RankMesh.of(cache.mesh)
         with Agreement(axes, SUBJECT) as agreement:
             self._check_call(settings, ids, cache)
             make_writable_folder(self.folder)
@@ -169,7 +169,7 @@ class Checkpoint:
         """
         self.wait()
         tensors = {"tokens": tokens.cpu(), "random": random_state(tokens.device)}
-        self._is_first = Mesh.of(cache.mesh).shard_index == 0
+        self._is_first = RankMesh.of(cache.mesh).shard_index == 0
         with self._failures_reported():
             self._saving = cache.save(self.folder, more=tensors, note=self.note, wait=False)
 

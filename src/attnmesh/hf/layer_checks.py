@@ -28,7 +28,7 @@ from attnmesh.hf.shard_tensors import ShardPositions
 from attnmesh.hf.shards import FORWARD_ALL, OF_SHARD_BATCH, Shards
 from attnmesh.hf.traced_mask import TracedMask
 from attnmesh.hf.training.labels import ItemCount
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.runtime.tensors import is_dtensor
 from attnmesh.runtime.world import cached_per_world
 
@@ -87,7 +87,7 @@ def _raise_agreed(error: InputError, query: Tensor, pending: PendingKV | None, s
         tokens = query.shape[2] if shards is None else shards.length
         pending.layer.raise_agreed(error, pending, tokens, is_compared=is_compared)
     is_compared = shards is not None and may_compare(query.device)
-    mesh = Mesh.of(None if shards is None else shards.mesh)
+    mesh = RankMesh.of(None if shards is None else shards.mesh)
     Agreement(mesh, SUBJECT, is_compared=is_compared).raise_on_all(error)
 
 
@@ -218,7 +218,7 @@ def _check_cache(pending: PendingKV, spec: MaskSpec, tokens: int, arguments: dic
 
 
 @cached_per_world(64)
-def _compared(mesh: Mesh) -> WeakSet[nn.Module]:
+def _compared(mesh: RankMesh) -> WeakSet[nn.Module]:
     """Return the modules that `check_same_weights` has compared on this mesh."""
     return WeakSet()
 
@@ -228,7 +228,7 @@ def check_same_weights(module: nn.Module, shards: Shards, device: torch.device) 
 
     Wrappers that shard the weights keep their shards in one dim or as DTensors, which differ between ranks.
     """
-    axes = Mesh.of(shards.mesh)
+    axes = RankMesh.of(shards.mesh)
     if axes.ranks == 1 or not may_compare(device) or module in _compared(axes):
         return
     weights = {name: x for name, x in module.named_parameters() if x.ndim > 1 and not _is_part(x)}

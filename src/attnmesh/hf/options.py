@@ -38,7 +38,7 @@ from attnmesh.hf.models import (
     rope_regime,
 )
 from attnmesh.hf.tensor_parallel import tp_mesh
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 
 USE_TOKENIZER = 'pass tokenizer(text, return_tensors="pt")["input_ids"]'
 """Fix in errors about token ids."""
@@ -120,7 +120,7 @@ class GenerationSettings:
 
 
 def agree_on_call(
-    mesh: Mesh,
+    mesh: RankMesh,
     model: PreTrainedModel,
     ids: Tensor,
     attention_mask: Tensor | None,
@@ -159,14 +159,16 @@ def agree_on_call(
 
 
 @contextmanager
-def agreement_with_peers(mesh: Mesh, model: PreTrainedModel, name: str, fields: Fields) -> Iterator[list[Agreement]]:
+def agreement_with_peers(
+    mesh: RankMesh, model: PreTrainedModel, name: str, fields: Fields
+) -> Iterator[list[Agreement]]:
     """Agree on a call with the ranks that share the model's weights, then with those of a mesh. Yield both agreements.
 
     The other ranks of the mesh raise an error of the former too.
     """
     with Agreement(mesh, name, fields) as of_mesh:
         peers = tp_mesh(model) if isinstance(model, PreTrainedModel) else None
-        with Agreement(Mesh.of(peers), name, fields, is_compared=peers is not None) as of_peers:
+        with Agreement(RankMesh.of(peers), name, fields, is_compared=peers is not None) as of_peers:
             yield [of_peers, of_mesh]
 
 

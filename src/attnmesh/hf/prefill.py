@@ -16,7 +16,7 @@ from attnmesh.hf.models import forget_images, rope_growth, rope_regime, unwrap
 from attnmesh.hf.options import agree_on_call
 from attnmesh.hf.shared_weights import end_step
 from attnmesh.hf.sparse.prepare_indexer import prepare_indexers
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 
 
 def prefill(
@@ -57,7 +57,7 @@ def prefill(
     2
     """
     model = unwrap(model)
-    mesh = Mesh.of(getattr(cache, "mesh", None))
+    mesh = RankMesh.of(getattr(cache, "mesh", None))
     options = {"chunk_size": chunk_size, **without_absent(images)}
     agree_on_call(mesh, model, input_ids, attention_mask, cache, options)
     images, _ = split_images(model, options)
@@ -74,7 +74,7 @@ def prepare_model(model: PreTrainedModel) -> None:
 
 
 def begin_prompt(
-    mesh: Mesh, model: PreTrainedModel, ids: Tensor, mask: Tensor | None, images: Mapping[str, Any]
+    mesh: RankMesh, model: PreTrainedModel, ids: Tensor, mask: Tensor | None, images: Mapping[str, Any]
 ) -> Prompt:
     """Begin to generate from prompts on a mesh. Return them with their images merged."""
     prepare_model(model)

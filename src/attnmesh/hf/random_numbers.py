@@ -9,13 +9,13 @@ from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.core.digest import digest
 from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.generation_checkpoint import random_state, set_random_state
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 
 
 def synchronize_generators(meshes: Iterable[DeviceMesh | None], device: torch.device) -> None:
     """Set the random generators of all ranks of each mesh to the state of its first, so that all draw the same."""
     sources = [*dict.fromkeys((torch.device("cpu"), device))]
-    for axes in (axes for axes in map(Mesh.of, meshes) if axes.ranks > 1):
+    for axes in (axes for axes in map(RankMesh.of, meshes) if axes.ranks > 1):
         states = [random_state(source) for source in sources]
         digests = [int(digest(state)) for state in states]
         rows = Agreement(axes, "random numbers").compare(payload=digests)

@@ -14,7 +14,7 @@ from attnmesh.decoding.query_shard import QueryShard
 from attnmesh.errors import ArgumentError, KernelError
 from attnmesh.hf.family import USE_SUPPORTED
 from attnmesh.hf.models import SUBJECT
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh_attention.sharding import unshard
 
 OF_SHARD_BATCH, FORWARD_ALL = "those of shard_batch", "forward all that hf.shard_batch returns to the model"
@@ -88,7 +88,7 @@ class Shards:
     @property
     def ranks(self) -> int:
         """Ranks that share the sequence."""
-        return Mesh.of(self.mesh).ranks
+        return RankMesh.of(self.mesh).ranks
 
     @property
     def has_even_labels(self) -> bool:
@@ -103,7 +103,7 @@ class Shards:
 
     def positions(self) -> Tensor:
         """Return the positions of this rank's tokens in the whole sequence, cached tokens included."""
-        return self.start + self.layout.positions(self.length, self.ranks, Mesh.of(self.mesh).shard_index)
+        return self.start + self.layout.positions(self.length, self.ranks, RankMesh.of(self.mesh).shard_index)
 
     def all_tokens(self, x: Tensor) -> Tensor:
         """Return a tensor of this rank's tokens, along dim 1, as one of all ranks' tokens."""

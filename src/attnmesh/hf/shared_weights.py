@@ -29,7 +29,7 @@ from attnmesh.hf.shard_tensors import ShardMask, ShardPositions
 from attnmesh.hf.transformers_names import Conv1D
 from attnmesh.kernels.native.build import library
 from attnmesh.kernels.native.native_digest import digest_on_cpu
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.runtime.memory import mapped_files
 
 SUBJECT = "share_weights"
@@ -70,7 +70,7 @@ def share_weights(model: Any, mesh: DeviceMesh | None) -> Any:
     True
     """
     inner = unwrap(model)
-    axes = Mesh.of(mesh)
+    axes = RankMesh.of(mesh)
     layers, experts = dict[str, nn.Module](), list[nn.Module]()
     if isinstance(inner, PreTrainedModel):
         restore_shared(inner)
@@ -233,7 +233,7 @@ class SharedSteps:
     """The module whose forward pass is the step: the model, or its decoder if that is called alone."""
     last_group: ComputedGroup | None = None
 
-    def __init__(self, mesh: Mesh, boards: LayerBoards) -> None:
+    def __init__(self, mesh: RankMesh, boards: LayerBoards) -> None:
         self.mesh, self.boards, self.drops = mesh, boards, boards.drops
         self.hooks: list[Any] = []
         self.experts: Sequence[nn.Module] = ()
@@ -356,7 +356,7 @@ class SharedSteps:
         inputs = [*args, *arguments.values()]
         cache = next((x for x in inputs if isinstance(x, ShardedCache)), None)
         in_parts = any(isinstance(x, ShardMask) or (isinstance(x, ShardPositions) and not x.whole) for x in inputs)
-        is_shared = cache is not None and Mesh.of(cache.mesh) == self.mesh and not in_parts
+        is_shared = cache is not None and RankMesh.of(cache.mesh) == self.mesh and not in_parts
         if not is_shared or torch.is_grad_enabled():
             self.leave()
         elif not self.is_within():

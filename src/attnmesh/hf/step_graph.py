@@ -21,7 +21,7 @@ from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.family import family_of
 from attnmesh.hf.models import has_windows, rope_switches
 from attnmesh.hf.tensor_parallel import tp_mesh
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 
 WARM_PASSES = 1
 """Own passes before one that is watched for waits: they compile programs."""
@@ -62,7 +62,7 @@ def _is_capturable(model: PreTrainedModel, cache: ShardedCache) -> bool:
     return (
         torch.cuda.is_available()
         and {x.device for x in model.parameters()} == {torch.device("cuda", torch.cuda.current_device())}
-        and cache.ranks == Mesh.of(tp_mesh(model)).ranks == 1
+        and cache.ranks == RankMesh.of(tp_mesh(model)).ranks == 1
         and all(type(layer) is ShardedLayer for layer in cache.layers)
         and not any((cache.folder, cache.hot, model.training, has_windows(config), rope_switches(config), *rules))
         and config.get_text_config(decoder=True) is config

@@ -96,7 +96,7 @@ def intersect(one: slice, other: slice) -> tuple[slice, slice]:
 
 
 @dataclass(frozen=True)
-class Mesh:
+class RankMesh:
     """The axes of a mesh as this rank sees them."""
 
     heads: Axis
@@ -111,7 +111,7 @@ class Mesh:
         return next((device_type_of(axis.group) for axis in self.axes if axis.group is not None), "cpu")
 
     @staticmethod
-    def of(device_mesh: DeviceMesh | None) -> "Mesh":
+    def of(device_mesh: DeviceMesh | None) -> "RankMesh":
         """Return the axes named heads, queries and keys as this rank sees them. Other axes are ignored.
 
         A mesh of one axis with another name, such as "cp", is a queries axis: keys and values travel along it.
@@ -125,11 +125,11 @@ class Mesh:
         return entry[1]
 
     @staticmethod
-    def named(sizes: Sequence[int], indices: Sequence[int], group_names: Sequence[str]) -> "Mesh":
+    def named(sizes: Sequence[int], indices: Sequence[int], group_names: Sequence[str]) -> "RankMesh":
         """Return the mesh of these axes, from what the schema of an operator can carry."""
         axes = zip(sizes, indices, group_names, AXES, strict=True)
         heads, queries, keys = (Axis(size, index, group_named(group), name) for size, index, group, name in axes)
-        return Mesh(heads, queries, keys)
+        return RankMesh(heads, queries, keys)
 
     @property
     def group_names(self) -> list[str]:
@@ -157,22 +157,22 @@ class Mesh:
         return self.heads, self.queries, self.keys
 
 
-MESH_OF_ONE_RANK = Mesh(Axis(), Axis(), Axis())
+MESH_OF_ONE_RANK = RankMesh(Axis(), Axis(), Axis())
 """The mesh of one rank."""
 
 
-def mesh_of_axis(axis: Axis) -> Mesh:
+def mesh_of_axis(axis: Axis) -> RankMesh:
     """Return a mesh of one axis."""
-    return Mesh(Axis(), Axis(), axis)
+    return RankMesh(Axis(), Axis(), axis)
 
 
 @cached_per_world()
-def _known_meshes() -> Memo[tuple[DeviceMesh, Mesh]]:
+def _known_meshes() -> Memo[tuple[DeviceMesh, RankMesh]]:
     """Return what this rank sees of meshes, by the meshes themselves: equal ones may have groups of their own."""
     return Memo(64)
 
 
-def _mesh_in(device_mesh: DeviceMesh) -> Mesh:
+def _mesh_in(device_mesh: DeviceMesh) -> RankMesh:
     """Return the axes of a mesh as this rank sees them, or raise."""
     if not isinstance(device_mesh, DeviceMesh):
         fix = "make one, as am.init_mesh((1, 2, 2))"
@@ -188,7 +188,7 @@ def _mesh_in(device_mesh: DeviceMesh) -> Mesh:
         fix = "call it on the ranks of the mesh alone"
         raise MeshError("mesh", "a mesh that holds this rank", str(device_mesh), fix)
     heads, queries, keys = (axis_along(device_mesh, name, dims[name]) if name in dims else Axis() for name in AXES)
-    return Mesh(heads, queries, keys, device_mesh)
+    return RankMesh(heads, queries, keys, device_mesh)
 
 
 def attention_dims(device_mesh: DeviceMesh) -> dict[str, int]:

@@ -24,7 +24,7 @@ from attnmesh.guard.argument_checks import check_lengths_within, warn_if_transpo
 from attnmesh.kernels.prepared_local import PREPARED_LOCAL, PreparedLocal, signature_of
 from attnmesh.kernels.selected_keys import without_faulty
 from attnmesh.kernels.traced import cast_for_autocast, needs_grad, needs_operator, without_autocast
-from attnmesh.mesh.axes import Mesh, NotGiven, given_mesh
+from attnmesh.mesh.axes import NotGiven, RankMesh, given_mesh
 from attnmesh.mesh_attention.attention_arguments import AttentionArguments, AttentionOptions
 from attnmesh.mesh_attention.latents import Latents
 from attnmesh.mesh_attention.mesh_op import mesh_op, run_on_one_rank, run_task, run_with_grad
@@ -123,7 +123,7 @@ def attention(
     elif (mesh := given_mesh("attention", mesh, ATTENDS_ALONE)) is None:
         return _attend_without_mesh(arguments, checked)
     else:
-        out = attend_shards(arguments, Mesh.of(mesh), checked)
+        out = attend_shards(arguments, RankMesh.of(mesh), checked)
     warn_if_transposed("attention", q, k.shape[2])  # last: where warnings are errors, one rank alone would raise
     return out
 
@@ -139,9 +139,9 @@ def _attend_without_mesh(arguments: AttentionArguments, checked: bool | None) ->
         if (known := PREPARED_LOCAL.find(signature)) is not None:
             return known.attend(q, k, v, sinks).out
     if signature is None:
-        out = attend_shards(arguments, Mesh.of(None), checked)
+        out = attend_shards(arguments, RankMesh.of(None), checked)
     else:
-        spec = prepare_attention(Mesh.of(None), arguments, checked).spec
+        spec = prepare_attention(RankMesh.of(None), arguments, checked).spec
         prepared = PreparedLocal.of(q, k, v, spec.problem.mask, spec.scaling, options.kernel)
         out = prepared.attend(q, k, v, sinks).out
     # Warn before the call is known: where warnings are errors, each one raises.
@@ -153,7 +153,7 @@ def _attend_without_mesh(arguments: AttentionArguments, checked: bool | None) ->
 
 def attend_shards(
     arguments: AttentionArguments,
-    mesh: Mesh,
+    mesh: RankMesh,
     checked: bool | None,
     latents: Latents | None = None,
     other_partial: Partial | None = None,

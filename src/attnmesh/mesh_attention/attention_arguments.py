@@ -25,7 +25,7 @@ from attnmesh.guard.argument_checks import (
 from attnmesh.guard.call_text import describe_call
 from attnmesh.kernels.choice import check_kernel, choose
 from attnmesh.kernels.kernel import KernelRequest
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.schedule import Problem, check_exchange
 from attnmesh.mesh.shapes import check_heads_axis
 from attnmesh.mesh_attention.auto_choices import check_auto, chosen_layout
@@ -66,7 +66,7 @@ class AttentionOptions(NamedTuple):
         """Return the scale of the logits, 1/sqrt(dim) unless it was given, and their soft cap."""
         return Scaling.of("attention", self.scale, self.softcap, dim)
 
-    def problem(self, mesh: Mesh, tokens: QueryKeyCounts) -> Problem:
+    def problem(self, mesh: RankMesh, tokens: QueryKeyCounts) -> Problem:
         """Return the problem of so many queries and keys on all ranks."""
         length = tokens[0] if self.length is None else self.length
         key_length = tokens[1] if self.key_length is None else self.key_length
@@ -145,7 +145,7 @@ class AttentionArguments(NamedTuple):
         return describe_call("attention", **fields, gradients=requires_grad)
 
 
-def check_arguments(mesh: Mesh, arguments: AttentionArguments, checked: bool | None) -> None:
+def check_arguments(mesh: RankMesh, arguments: AttentionArguments, checked: bool | None) -> None:
     """Raise unless each argument can be served on this mesh."""
     q, k, v, sinks, key_lengths, options, selected, distance_bias = arguments
     check_compare_option("attention", checked)
@@ -172,7 +172,7 @@ def check_arguments(mesh: Mesh, arguments: AttentionArguments, checked: bool | N
         raise with_transpose_hint(error, heads_and_length(q), heads_and_length(k)) from None
 
 
-def _check_uncompiled(mesh: Mesh) -> None:
+def _check_uncompiled(mesh: RankMesh) -> None:
     """Raise in a graph on several ranks, which may have to make a group of all of them.
 
     As a function it is traced by itself, also where its caller is not.

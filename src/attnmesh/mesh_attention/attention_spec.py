@@ -10,7 +10,7 @@ from attnmesh.core.mask import check_mask
 from attnmesh.core.scaling import Scaling
 from attnmesh.errors import MaskError, ShapeError
 from attnmesh.guard.argument_checks import with_transpose_hint
-from attnmesh.mesh.axes import Axis, Mesh, flat_axis
+from attnmesh.mesh.axes import Axis, RankMesh, flat_axis
 from attnmesh.mesh.schedule import Problem
 from attnmesh.mesh.shapes import AXES
 from attnmesh.mesh_attention.attention_arguments import AttentionOptions, QueryKeyCounts, TensorFacts
@@ -20,7 +20,7 @@ from attnmesh.runtime.world import cached_from_code, cached_per_world, collectiv
 class AttentionSpec(NamedTuple):
     """A problem on a mesh and how it is solved, the same on all ranks, with this rank's axes."""
 
-    mesh: Mesh
+    mesh: RankMesh
     problem: Problem
     exchange: str
     kernel: str
@@ -69,7 +69,7 @@ class AttentionSpec(NamedTuple):
 
 
 def make_spec(
-    mesh: Mesh,
+    mesh: RankMesh,
     options: AttentionOptions,
     facts: TensorFacts,
     tokens: QueryKeyCounts,
@@ -101,12 +101,12 @@ cached_spec = cached_per_world(2048)(make_spec)
 
 
 @collective_once
-def _flatten_to_one_axis(mesh: Mesh) -> tuple[Mesh, tuple[int, ...]]:
+def _flatten_to_one_axis(mesh: RankMesh) -> tuple[RankMesh, tuple[int, ...]]:
     """Return a mesh of all ranks along one axis, and the shard of each. All ranks make the first call at once."""
     long = [axis for axis in mesh.axes if axis.size > 1]
     axis = long[0] if len(long) == 1 else flat_axis(mesh.device_mesh, AXES)
     indices = [index for (index,) in all_gather_ints([axis.index], mesh)]  # one for each shard
-    return Mesh(Axis(), axis, Axis()), tuple(sorted(range(len(indices)), key=indices.__getitem__))
+    return RankMesh(Axis(), axis, Axis()), tuple(sorted(range(len(indices)), key=indices.__getitem__))
 
 
 def check_cross(options: AttentionOptions, length: int, key_length: int, ranks: int) -> None:
@@ -152,7 +152,7 @@ def _check_shards(problem: Problem, tokens_by_shard: Sequence[Sequence[int]]) ->
 @cached_per_world(1024)
 def _spec_of_code(names: str, numbers: tuple[int, ...]) -> AttentionSpec:
     *groups, exchange, kernel, scale, softcap, index_block, counts_assumed = names.split(",")
-    mesh = Mesh.named(numbers[:3], numbers[3:6], groups)
+    mesh = RankMesh.named(numbers[:3], numbers[3:6], groups)
     problem = Problem.from_code(mesh.shape, numbers[6:])
     scaling = Scaling(float(scale), float(softcap))
     return AttentionSpec(mesh, problem, exchange, kernel, scaling, int(index_block), counts_assumed == "1")

@@ -11,7 +11,7 @@ from attnmesh.core.layout import Contiguous, Layout, Packed, Split
 from attnmesh.core.mask import Mask
 from attnmesh.errors import LayoutError
 from attnmesh.guard.shard_marks import unpriced_layout
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.exchange_cost import LayerWork, attention_seconds, balanced_layouts, fastest_way
 from attnmesh.mesh.schedule import EXCHANGE_MODES, ExchangeMode, Problem
 from attnmesh.mesh.way import Way
@@ -22,7 +22,7 @@ HEADS = (32, 8, 128)
 """Query heads, key heads and columns for which layouts are priced. `shard` knows no model, and has to choose alike."""
 
 
-def chosen_layout(layout: Layout | str, mask: Mask, mesh: Mesh) -> Layout:
+def chosen_layout(layout: Layout | str, mask: Mask, mesh: RankMesh) -> Layout:
     """Return the layout given, or for "auto" the one that takes least in training. All ranks of the mesh call it."""
     if (unpriced := unpriced_layout(layout, mask, mesh.ranks)) is not None:
         return unpriced
@@ -39,7 +39,7 @@ def check_auto(subject: str, layout: Layout | str | None, mask: Mask | None, ran
         raise LayoutError(f"{subject} layout", 'mask= beside layout="auto"', "no mask", fix)
 
 
-def _filled(layouts: Sequence[Layout], length: int, mesh: Mesh) -> Sequence[Layout]:
+def _filled(layouts: Sequence[Layout], length: int, mesh: RankMesh) -> Sequence[Layout]:
     """Return the layouts with tokens on all ranks, as models of transformers need, or all if there are none."""
     ranks = mesh.ranks
     return [x for x in layouts if all(len(x.positions(length, ranks, shard)) for shard in range(ranks))] or layouts
@@ -53,7 +53,7 @@ class Price(NamedTuple):
 
 
 @cached_per_world(1024)
-def price(layout: Layout | str, mask: Mask, length: int, mesh: Mesh, heads: tuple[int, int, int]) -> Price:
+def price(layout: Layout | str, mask: Mask, length: int, mesh: RankMesh, heads: tuple[int, int, int]) -> Price:
     """Return the price of a layout on a mesh, or for "auto" that of the best. Ranks call it together the first time."""
     cluster, tile = cluster_and_tile_of(mesh, torch.device(mesh.device_type))
     q_heads, kv_heads, width = heads
@@ -73,7 +73,7 @@ def price(layout: Layout | str, mask: Mask, length: int, mesh: Mesh, heads: tupl
 
 @cached_per_world(1024)
 def chosen_mode(
-    mesh: Mesh,
+    mesh: RankMesh,
     device: torch.device,
     dtype: torch.dtype,
     sizes: tuple[int, ...],

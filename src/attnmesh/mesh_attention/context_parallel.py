@@ -22,7 +22,7 @@ from torch.utils import checkpoint
 from attnmesh.core.layout import Layout, Zigzag, check_layout
 from attnmesh.core.mask import Causal, Full, Mask, check_mask
 from attnmesh.errors import ArgumentError, KernelError, MaskError, short
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh_attention.attention import attention
 from attnmesh.mesh_attention.auto_choices import check_auto
 from attnmesh.setup.init_mesh import split_mesh
@@ -85,7 +85,7 @@ class ContextParallel(ParallelStyle):
             splits = self.shape is not None and device_mesh.ndim == 1
             self.meshes[device_mesh] = split_mesh(device_mesh, self.shape, *self.heads) if splits else device_mesh  # type: ignore[arg-type]
         mesh = self.meshes[device_mesh]
-        Mesh.of(mesh)
+        RankMesh.of(mesh)
         module.forward = self._on_mesh(module.forward, type(module).__name__, mesh)
         return module
 

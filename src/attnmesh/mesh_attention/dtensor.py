@@ -13,7 +13,7 @@ from attnmesh.core.mask import check_mask
 from attnmesh.errors import InputError, LayoutError, MeshError, ShapeError
 from attnmesh.guard.agreement import Agreement, may_compare
 from attnmesh.guard.argument_checks import transpose_hint_first
-from attnmesh.mesh.axes import Mesh, attention_dims
+from attnmesh.mesh.axes import RankMesh, attention_dims
 from attnmesh.mesh.shapes import AXES
 from attnmesh.mesh_attention.attention_arguments import AttentionArguments
 from attnmesh.mesh_attention.attention_spec import check_cross
@@ -23,11 +23,11 @@ def attend_dtensors(
     arguments: AttentionArguments,
     mesh: DeviceMesh | None,
     checked: bool | None,
-    attend_shards: Callable[[AttentionArguments, Mesh, bool | None], Tensor],
+    attend_shards: Callable[[AttentionArguments, RankMesh, bool | None], Tensor],
 ) -> Tensor:
     """Return attention of DTensors as a DTensor placed like q: `attend_shards` of their local shards."""
     first = next(x for x in (arguments.q, arguments.k, arguments.v) if isinstance(x, DTensor))
-    axes = Mesh.of(first.device_mesh)
+    axes = RankMesh.of(first.device_mesh)
     try:
         q, k, v = _check_dtensors(arguments, first, mesh)
         check_mask("attention mask", arguments.options.applied_mask)

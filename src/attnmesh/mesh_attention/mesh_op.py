@@ -18,7 +18,7 @@ from attnmesh.errors import RankFailure
 from attnmesh.kernels.local_op import attend_on_device, sink_gradient
 from attnmesh.kernels.rectangles import BackwardInputs
 from attnmesh.kernels.traced import OnceDifferentiable, run_once_differentiable
-from attnmesh.mesh.axes import Axis, Mesh
+from attnmesh.mesh.axes import Axis, RankMesh
 from attnmesh.mesh.schedule import ChunkSize
 from attnmesh.mesh_attention.attention_spec import AttentionSpec
 from attnmesh.mesh_attention.executor import backward, forward
@@ -89,7 +89,7 @@ def _backward(
     return backward(HeadTensors((q,), (k, v)), BackwardInputs(out, lse, dout), task)
 
 
-def _are_equal(numbers: Tensor, mesh: Mesh) -> Tensor:
+def _are_equal(numbers: Tensor, mesh: RankMesh) -> Tensor:
     """Return whether all ranks of a mesh hold the same integers, on the device: the CPU reads nothing."""
     highest = torch.stack((numbers, -numbers))
     for axis in mesh.axes:

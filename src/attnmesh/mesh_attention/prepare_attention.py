@@ -12,7 +12,7 @@ from attnmesh.guard.argument_checks import heads_and_length, with_transpose_hint
 from attnmesh.guard.shard_marks import shard_marks
 from attnmesh.kernels.prepared_local import signature_of
 from attnmesh.kernels.traced import needs_grad
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh_attention.attention_arguments import AttentionArguments, CallPayload, check_arguments
 from attnmesh.mesh_attention.attention_spec import AttentionSpec, cached_spec, make_spec
 from attnmesh.mesh_attention.latents import LatentWidths
@@ -40,7 +40,7 @@ class PreparedAttention(NamedTuple):
 
 
 def prepare_attention(
-    mesh: Mesh, arguments: AttentionArguments, checked: bool | None, latent_widths: LatentWidths | None = None
+    mesh: RankMesh, arguments: AttentionArguments, checked: bool | None, latent_widths: LatentWidths | None = None
 ) -> PreparedAttention:
     """Return what is prepared for a call, checked and compared. Errors are the same on all ranks.
 
@@ -71,7 +71,7 @@ def _prepared_attentions() -> Memo[PreparedAttention]:
     return Memo(2048)
 
 
-def _spec_of_assumed_counts(mesh: Mesh, arguments: AttentionArguments, checked: bool | None) -> AttentionSpec:
+def _spec_of_assumed_counts(mesh: RankMesh, arguments: AttentionArguments, checked: bool | None) -> AttentionSpec:
     """Return the spec of one rank, or of a graph: ranks are compiled apart, so their shards count as even."""
     check_arguments(mesh, arguments, checked)
     payload, options = arguments.payload, arguments.options
@@ -84,7 +84,7 @@ def _spec_of_assumed_counts(mesh: Mesh, arguments: AttentionArguments, checked: 
 
 
 def _prepare_uncompared(
-    mesh: Mesh, arguments: AttentionArguments, checked: bool | None, known: PreparedAttention | None
+    mesh: RankMesh, arguments: AttentionArguments, checked: bool | None, known: PreparedAttention | None
 ) -> PreparedAttention:
     """Return what is prepared for a call that ranks do not compare. Nothing is counted: other shards are not known."""
     if known is None:
@@ -103,7 +103,7 @@ def _prepare_uncompared(
 
 
 def _prepare_compared(
-    mesh: Mesh,
+    mesh: RankMesh,
     arguments: AttentionArguments,
     checked: bool | None,
     known: PreparedAttention | None,
@@ -133,7 +133,7 @@ def _prepare_compared(
     return PreparedAttention(spec, comparison=Comparison(text, arguments.payload, known_payloads))
 
 
-def _check_marks(mesh: Mesh, arguments: AttentionArguments) -> None:
+def _check_marks(mesh: RankMesh, arguments: AttentionArguments) -> None:
     """Raise for a shard that `shard` cut by another layout than the one named, for another mesh, or by another dim."""
     options = arguments.options
     marks = shard_marks()

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm.topology import cluster_and_tile_of
 from attnmesh.core.partial import Partial
-from attnmesh.mesh.axes import Axis, Mesh
+from attnmesh.mesh.axes import Axis, RankMesh
 from attnmesh.mesh.exchange_cost import fastest_way
 from attnmesh.mesh.schedule import EXCHANGE_MODES, Problem
 from attnmesh.mesh.shapes import Shape
@@ -33,7 +33,7 @@ def attend_prompt(
     other_partial: Partial | None = None,
 ) -> Tensor:
     """Return attention of one rank's shards as `attend_shards` does, without gradients, in the way that takes least."""
-    mesh = Mesh.of(device_mesh)
+    mesh = RankMesh.of(device_mesh)
     q, k, v = arguments.q, arguments.k, arguments.v
     options = arguments.options
     if mesh.keys.size > 1 and mesh.queries.size == 1 and arguments.selected is None:
@@ -47,14 +47,14 @@ def attend_prompt(
 
 @cached_per_world(1024)
 def chosen_way(
-    mesh: Mesh,
+    mesh: RankMesh,
     device: torch.device,
     dtype: torch.dtype,
     sizes: tuple[int, ...],
     problem: Problem,
     latent_widths: LatentWidths | None,
     exchange: str,
-) -> tuple[Mesh, str]:
+) -> tuple[RankMesh, str]:
     """Return the mesh and the exchange that take least: this mesh or `keys_as_queries` of it, a given exchange or any.
 
     The choice depends on values that are equal on all ranks, which make the first call at once.
@@ -70,9 +70,9 @@ def chosen_way(
     return mesh if fastest.shape == mesh.shape else keys_as_queries(mesh), fastest.exchange_or_merge
 
 
-def keys_as_queries(mesh: Mesh) -> Mesh:
+def keys_as_queries(mesh: RankMesh) -> RankMesh:
     """Return a mesh of the same ranks and shards with its keys axis for a queries axis, which has one rank."""
-    return Mesh(mesh.heads, mesh.keys, Axis(), mesh.device_mesh)
+    return RankMesh(mesh.heads, mesh.keys, Axis(), mesh.device_mesh)
 
 
 def _shape_with_keys_as_queries(shape: Shape) -> Shape:

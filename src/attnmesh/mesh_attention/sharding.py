@@ -14,7 +14,7 @@ from attnmesh.errors import KernelError, LayoutError, ShapeError, warn_once
 from attnmesh.guard.agreement import Agreement
 from attnmesh.guard.argument_checks import check_tensor
 from attnmesh.guard.shard_marks import ShardMark, marked, shard_marks
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import Shape
 from attnmesh.mesh_attention.auto_choices import check_auto, chosen_layout
 from attnmesh.runtime.operators import custom_operator
@@ -43,7 +43,7 @@ def shard(
     >>> shard(torch.arange(6), None, layout=am.Zigzag(), dim=0)
     tensor([0, 1, 2, 3, 4, 5])
     """
-    axes = Mesh.of(mesh)
+    axes = RankMesh.of(mesh)
     applied_mask = FULL if mask is None else mask
     chooses = isinstance(layout, str) and not torch.compiler.is_compiling()
     with Agreement(axes, "shard", is_compared=chooses) as agreement:
@@ -91,7 +91,7 @@ def unshard(
     >>> unshard(torch.arange(6), None, layout=am.Zigzag(), dim=0)
     tensor([0, 1, 2, 3, 4, 5])
     """
-    axes = Mesh.of(mesh)
+    axes = RankMesh.of(mesh)
     applied_mask = FULL if mask is None else mask
     with Agreement(axes, "unshard") as agreement:
         check_layout("unshard layout", layout, auto=True)
@@ -116,7 +116,7 @@ def unshard(
     return torch.empty_like(whole).index_copy_(0, positions.to(x.device), whole).movedim(0, dim)
 
 
-def unshard_runs(x: Tensor, mesh: Mesh, sizes: Sequence[int], dim: int) -> Tensor:
+def unshard_runs(x: Tensor, mesh: RankMesh, sizes: Sequence[int], dim: int) -> Tensor:
     """Return the whole tensor on every rank from runs of these sizes, with gradients.
 
     All ranks go on with the same whole tensor. The gradient of a rank's run is the part of the rank's own gradient, so
@@ -144,12 +144,12 @@ def _gradient(ctx: Any, dout: Tensor) -> list[Tensor]:
 @custom_operator("unshard", _fake_whole, _save_for_backward, _gradient)
 def unshard_op(x: Tensor, dim: int, groups: str, sizes_and_indices: Sequence[int], sizes: Sequence[int]) -> Tensor:
     """Gather runs of these sizes along `dim`."""
-    mesh = Mesh.named(sizes_and_indices[:3], sizes_and_indices[3:], groups.split(","))
+    mesh = RankMesh.named(sizes_and_indices[:3], sizes_and_indices[3:], groups.split(","))
     whole = _gather_shards(x.movedim(dim, 0).contiguous(), mesh, list(sizes)).movedim(0, dim).contiguous()
     return whole.clone() if mesh.ranks == 1 else whole
 
 
-def _gather_shards(x: Tensor, mesh: Mesh, counts: list[int]) -> Tensor:
+def _gather_shards(x: Tensor, mesh: RankMesh, counts: list[int]) -> Tensor:
     """Return all shards in order of their number, gathered along one axis after the other, the innermost first."""
     gathered = 1  # shards gathered so far, from `first` on
     for axis in reversed(mesh.axes):

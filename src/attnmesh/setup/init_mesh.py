@@ -13,7 +13,7 @@ from attnmesh.comm.gather import all_gather_ints
 from attnmesh.errors import DeviceError, MeshError
 from attnmesh.guard.agreement import Agreement
 from attnmesh.guard.call_text import HOST_FIELD
-from attnmesh.mesh.axes import Axis, Mesh, device_of, device_type_of
+from attnmesh.mesh.axes import Axis, RankMesh, device_of, device_type_of
 from attnmesh.mesh.shapes import AXES, Shape, check_heads, elements, mesh_shape, rank_grid
 
 
@@ -190,11 +190,11 @@ def init_plan_mesh(device_type: str, shape: Shape, tile: Shape) -> DeviceMesh:
     return DeviceMesh(device_type, rank_grid(shape, tile), mesh_dim_names=AXES)
 
 
-def world_mesh() -> Mesh:
+def world_mesh() -> RankMesh:
     """Return a mesh of one axis with all ranks; of this rank alone before there is a process group."""
     if not dist.is_initialized():
-        return Mesh.of(None)
-    return Mesh(Axis(), Axis(), Axis(dist.get_world_size(), dist.get_rank(), dist.group.WORLD, "world"))
+        return RankMesh.of(None)
+    return RankMesh(Axis(), Axis(), Axis(dist.get_world_size(), dist.get_rank(), dist.group.WORLD, "world"))
 
 
 def device_for(mesh: DeviceMesh | None, device: object) -> torch.device:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.errors import ClusterError
 from attnmesh.guard.agreement import Agreement
 from attnmesh.guard.argument_checks import check_dtype
-from attnmesh.mesh.axes import Mesh, device_of, flat_axis
+from attnmesh.mesh.axes import RankMesh, device_of, flat_axis
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.shapes import AXES
 from attnmesh.setup.measure_device import measure_device
@@ -22,7 +22,7 @@ from attnmesh.setup.measured_ranks import MeasuredRanks
 
 def measure(mesh: DeviceMesh | None, dtype: torch.dtype | None = None) -> Cluster:
     """Return the measured cluster of a mesh's ranks. Every rank of the mesh calls it."""
-    axes = Mesh.of(mesh)
+    axes = RankMesh.of(mesh)
     device = device_of(mesh)
     with Agreement(axes, "Cluster.measure", {"dtype": dtype}):
         check_dtype("Cluster.measure dtype", dtype, "pass the dtype of q, k and v, or leave it out")

@@ -10,7 +10,7 @@ from attnmesh.comm.topology import dist_all_gather_ints, mesh_hosts
 from attnmesh.core.mask import FULL
 from attnmesh.core.scaling import Scaling
 from attnmesh.kernels.prepared_local import PreparedLocal
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.shares import recommended_shares
 from attnmesh.runtime.memory import free_memory
@@ -22,7 +22,7 @@ TOKENS = {"cpu": 2**15, "cuda": 2**18}
 """Tokens that are read by 8 heads of 64 columns in float32: more than a CPU of many cores, or a GPU, caches for one."""
 
 
-def measured_shares(mesh: Mesh, device: torch.device, needed: float = 0.0) -> tuple[int, ...]:
+def measured_shares(mesh: RankMesh, device: torch.device, needed: float = 0.0) -> tuple[int, ...]:
     """Return the shares of the ranks along queries and keys, the same on all ranks, which call it at once.
 
     Args:
@@ -40,7 +40,7 @@ def measured_shares(mesh: Mesh, device: torch.device, needed: float = 0.0) -> tu
     return recommended_shares(rates, free, needed / mesh.heads.size)
 
 
-def with_rates(cluster: Cluster, mesh: Mesh, device: torch.device) -> Cluster:
+def with_rates(cluster: Cluster, mesh: RankMesh, device: torch.device) -> Cluster:
     """Return a cluster with the read rates and free memory of its ranks, if they read at unequal rates."""
     rates = read_rates(mesh, device)
     if len({*recommended_shares(rates)}) == 1:
@@ -48,7 +48,7 @@ def with_rates(cluster: Cluster, mesh: Mesh, device: torch.device) -> Cluster:
     return replace(cluster, rates=tuple(rates), memories=tuple(free_of_ranks(mesh, device)))
 
 
-def read_rates(mesh: Mesh, device: torch.device) -> list[int]:
+def read_rates(mesh: RankMesh, device: torch.device) -> list[int]:
     """Return the bytes/s that each rank reads as a decode step does, by shard, while all read."""
     shape = 2, 1, 8, TOKENS[device.type], 64
     k, v = torch.zeros(shape, device=device, dtype=torch.float32).unbind()
@@ -68,7 +68,7 @@ def read_rates(mesh: Mesh, device: torch.device) -> list[int]:
     return [found for (found,) in dist_all_gather_ints([max(1, rate)], mesh.axes)]
 
 
-def free_of_ranks(mesh: Mesh, device: torch.device, free: int | None = None) -> list[int]:
+def free_of_ranks(mesh: RankMesh, device: torch.device, free: int | None = None) -> list[int]:
     """Return the free bytes of each rank, by shard. Ranks of one device, or of a host's memory, have equal parts.
 
     `free` are those of this rank's device; they are asked by default.

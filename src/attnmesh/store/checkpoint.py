@@ -29,7 +29,7 @@ from attnmesh.cache.local_shards import LocalShards, check_placement
 from attnmesh.cache.saved_cache import LayersToLoad
 from attnmesh.errors import ShapeError, StoreError
 from attnmesh.guard.agreement import Agreement
-from attnmesh.mesh.axes import Axis, Mesh, intersect
+from attnmesh.mesh.axes import Axis, RankMesh, intersect
 from attnmesh.runtime.memory import host_memory
 from attnmesh.setup.init_mesh import device_fault, device_for
 from attnmesh.store.layer_files import TOKEN_INDEX, LastPieceFile
@@ -83,7 +83,7 @@ def _load_once(
     again: bool,
 ) -> tuple[list[Cache], dict[str, Tensor], str] | None:
     """Return what `load_layers` does; on all ranks None if the folder has changed meanwhile, to be read `again`."""
-    axes = Mesh.of(mesh)
+    axes = RankMesh.of(mesh)
     before = _state_of(path)
     with Agreement(axes, "load") as agreement:
         saved_layers = _unless_changed(
@@ -188,7 +188,7 @@ def _checked_layers(
     target = device_for(mesh, device)
     if fault := device_fault("load", target, device):
         raise fault
-    axes = Mesh.of(mesh)
+    axes = RankMesh.of(mesh)
     parts = check_placement("load", copies, shares, axes.queries.size * axes.keys.size)
     share = 0.0 if shares == "auto" else held_part(parts, axes)
     shard_device = target if to_load.hot is None else torch.device("cpu")
@@ -197,7 +197,7 @@ def _checked_layers(
 
 def read_saved_layers(
     path: object,
-    mesh: Mesh,
+    mesh: RankMesh,
     device: torch.device,
     to_load: LayersToLoad,
     part: float,
@@ -244,7 +244,7 @@ def _sizes_of(manifest: Manifest, to_load: LayersToLoad) -> tuple[CacheConfig, .
     return sizes
 
 
-def held_part(shares: Sequence[float] | None, mesh: Mesh) -> float:
+def held_part(shares: Sequence[float] | None, mesh: RankMesh) -> float:
     """Return the part of all tokens that this rank's shard holds."""
     if shares is None:
         return 1 / (mesh.queries.size * mesh.keys.size)
@@ -252,7 +252,7 @@ def held_part(shares: Sequence[float] | None, mesh: Mesh) -> float:
 
 
 def _check_memory(
-    layers: Sequence[CacheConfig], mesh: Mesh, device: torch.device, part: float, *, padded: bool
+    layers: Sequence[CacheConfig], mesh: RankMesh, device: torch.device, part: float, *, padded: bool
 ) -> None:
     """Raise if the device could not hold the layers: a damaged manifest may give any capacity."""
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else host_memory()

@@ -20,7 +20,7 @@ from attnmesh.cache.ordered_shard import Fail
 from attnmesh.comm.topology import hosts
 from attnmesh.errors import StoreError
 from attnmesh.guard.agreement import Agreement
-from attnmesh.mesh.axes import Axis, Mesh
+from attnmesh.mesh.axes import Axis, RankMesh
 from attnmesh.runtime.memory import free_memory, host_memory
 from attnmesh.store.folder_shard import FOLDER_SUBJECT, FolderShard, opening
 from attnmesh.store.journal import Journal
@@ -34,7 +34,7 @@ from attnmesh.store.token_ids import TokenIds, ids_in
 class KVFolder:
     """Folder of the caches of one model, a layer each, which the ranks of a mesh open together."""
 
-    def __init__(self, path: str | Path, mesh: Mesh, token_axis: Axis, subject: str = FOLDER_SUBJECT) -> None:
+    def __init__(self, path: str | Path, mesh: RankMesh, token_axis: Axis, subject: str = FOLDER_SUBJECT) -> None:
         """Open a folder, or make it. Every rank calls it."""
         self.mesh = mesh
         self.token_axis = token_axis

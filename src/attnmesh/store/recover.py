@@ -23,7 +23,7 @@ from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.errors import DtypeError, KernelError, MeshError, ShapeError
 from attnmesh.guard.agreement import Agreement
 from attnmesh.guard.argument_checks import check_unknown_options
-from attnmesh.mesh.axes import Axis, Mesh, flat_axis, intersect
+from attnmesh.mesh.axes import Axis, RankMesh, flat_axis, intersect
 from attnmesh.mesh.shapes import AXES
 from attnmesh.store.checkpoint import make_alike
 
@@ -74,7 +74,7 @@ def recover(
     >>> recovered.length
     5
     """
-    axes = Mesh.of(mesh)
+    axes = RankMesh.of(mesh)
     with Agreement(axes, "recover", {"capacity": capacity, "checked": checked, "copies": copies, "shares": shares}):
         _check_caches(caches, unsupported)
         for cache in caches or ():

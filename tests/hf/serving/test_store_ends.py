@@ -14,7 +14,7 @@ from attnmesh.hf.serving import prefix_store, rank_store, store_scheduler
 from attnmesh.hf.serving.engine import Engine
 from attnmesh.hf.serving.prefix_store import OpenStore
 from attnmesh.hf.serving.rank_store import RankStore
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store.block_folder import BlockFolder, FolderLock
 from tests.support.engines import PLACE, model_of
@@ -36,7 +36,7 @@ def test_the_folder_is_held_until_its_thread_has_ended(
     at_once: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank_store, "CLOSE_SECONDS", 0.05)
-    store = RankStore(OpenStore(BlockFolder(tmp_path), "", FolderLock(tmp_path)), Mesh.of(None), {})
+    store = RankStore(OpenStore(BlockFolder(tmp_path), "", FolderLock(tmp_path)), RankMesh.of(None), {})
     begun, go, later = Event(), Event(), Event()
 
     def write() -> None:
@@ -55,7 +55,7 @@ def test_the_folder_is_held_until_its_thread_has_ended(
 
 
 def test_what_is_left_is_written_at_the_end(tmp_path: Path) -> None:
-    store = RankStore(OpenStore(BlockFolder(tmp_path), "", FolderLock(tmp_path)), Mesh.of(None), {})
+    store = RankStore(OpenStore(BlockFolder(tmp_path), "", FolderLock(tmp_path)), RankMesh.of(None), {})
     later = Event()
     store.later(sleep, 0.1)
     store.later(later.set)

@@ -25,7 +25,7 @@ from attnmesh.hf.serving.plan_operations import (
 from attnmesh.hf.serving.prefix_store import OpenStore, PrefixStore
 from attnmesh.hf.serving.rank_report import RankReport
 from attnmesh.hf.serving.store_scheduler import StoreScheduler
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.store.block_folder import BlockFolder, FolderLock
 from tests.support.fake_caches import request
 
@@ -41,7 +41,7 @@ def store(tmp_path: Path) -> Iterator[StoreScheduler]:
         config=LlamaConfig(), irreversible_layers=[], windows=False, block=16, choose_block=lambda _: None
     )
     worker: Any = SimpleNamespace(
-        template=template, axes=Mesh.of(None), caches={}, store=None, left_to_decode=1, recomputes_by_token=False
+        template=template, axes=RankMesh.of(None), caches={}, store=None, left_to_decode=1, recomputes_by_token=False
     )
     yield StoreScheduler(settings, OpenStore(BlockFolder(tmp_path), "ab" * 16, lock), worker)
     lock.release()

@@ -13,7 +13,7 @@ from attnmesh.guard.agreement import Agreement, ComparedCalls
 from attnmesh.hf.cache.history import CacheHistory
 from attnmesh.hf.cache.layer import ShardedLayer
 from attnmesh.hf.cache.stored_layers import StoredLayers
-from attnmesh.mesh.axes import Mesh, flat_axis
+from attnmesh.mesh.axes import RankMesh, flat_axis
 from attnmesh.store.kv_folder import KVFolder
 
 
@@ -41,7 +41,9 @@ class FolderLayers(StoredLayers):
                 self.folder.write_ids(ids)
             except StoreError as error:
                 device = next((kv.device for kv in self.kvs), torch.device("cpu"))
-                ComparedCalls(Mesh.of(self.mesh), device, self.checked).raise_uncompared("ShardedCache tokens", error)
+                ComparedCalls(RankMesh.of(self.mesh), device, self.checked).raise_uncompared(
+                    "ShardedCache tokens", error
+                )
 
     def restore(
         self, path: str | Path, *, device: torch.device | str | None = None, capacity: int | None = None
@@ -55,7 +57,7 @@ class FolderLayers(StoredLayers):
     def open_folder(self, folder: str | Path) -> None:
         """Open a folder, and the caches and token ids that are in it."""
         token_axis = flat_axis(self.mesh, ("queries", "keys"))
-        self.folder = opened = KVFolder(folder, Mesh.of(self.mesh), token_axis, "ShardedCache folder")
+        self.folder = opened = KVFolder(folder, RankMesh.of(self.mesh), token_axis, "ShardedCache folder")
         with opened.released_on_error():
             self._read_folder(opened)
 

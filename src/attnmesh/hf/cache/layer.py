@@ -16,7 +16,7 @@ from attnmesh.hf.latent_states import check_projection, has_weight, latent_state
 from attnmesh.hf.models import Opaque, check_implementation
 from attnmesh.hf.shards import Shards
 from attnmesh.hf.transformers_names import CacheLayerMixin
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh_attention.latents import Latents, Projection
 from attnmesh.mesh_attention.sharding import unshard
 
@@ -199,7 +199,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         """
         kv = _cache_to_extend(self.kv, pending.k.shape[0])
         if kv is None or is_compared or (self.cache.checked is not False and self.must_grow(kv, tokens)):
-            Agreement(Mesh.of(self.cache.mesh), "append").raise_on_all(error)
+            Agreement(RankMesh.of(self.cache.mesh), "append").raise_on_all(error)
         elif is_compared is None and kv.calls.will_compare("append"):
             kv.calls.agreement("append").raise_on_all(error)
         elif is_compared is None:

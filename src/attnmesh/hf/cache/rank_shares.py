@@ -11,7 +11,7 @@ from attnmesh.core.layout import Striped
 from attnmesh.core.storage import STORAGES
 from attnmesh.hf.latent_states import latent_widths
 from attnmesh.hf.models import is_compressed, key_heads, layers_of, num_cached_layers
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.setup.init_mesh import device_for
 from attnmesh.setup.measure_shares import measured_shares
 
@@ -26,7 +26,7 @@ def shares_of(
     """Return the ratios of the tokens of each rank; None for even shares. All ranks call it at once, to measure."""
     if isinstance(shares, str):
         needed = 0 if capacity is None else capacity * token_bytes(config, storage)
-        return measured_shares(Mesh.of(mesh), device_for(mesh, None), needed)
+        return measured_shares(RankMesh.of(mesh), device_for(mesh, None), needed)
     return None if shares is None else tuple(shares)
 
 

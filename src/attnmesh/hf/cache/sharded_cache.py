@@ -24,7 +24,7 @@ from attnmesh.hf.cache.rank_shares import prompt_layout, shares_of
 from attnmesh.hf.cache.settings import CacheSettings
 from attnmesh.hf.cache.state_layer import StateLayer, make_layers
 from attnmesh.hf.models import window_of
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.store.recover import recover
 
 BLOCK, LONG_BLOCK = 16, 128
@@ -97,7 +97,7 @@ class ShardedCache(FolderLayers):
         folder: str | Path | None = None,
         hot: int | None = None,
     ) -> None:
-        axes = Mesh.of(mesh)
+        axes = RankMesh.of(mesh)
         self.settings = CacheSettings(
             capacity=capacity,
             block=block,
@@ -391,7 +391,7 @@ class ShardedCache(FolderLayers):
             if options.get(name) is not None:
                 raise KernelError("ShardedCache.recover", "a cache in one memory", f"{name}=", f"leave {name}= out")
         recovered = cls(config, mesh, **options)
-        with Agreement(Mesh.of(mesh), "ShardedCache.recover"):
+        with Agreement(RankMesh.of(mesh), "ShardedCache.recover"):
             _check_recoverable(cache, recovered)
         kvs, tokens = ([], None) if cache is None else (cache.kvs, cache.tokens)
         # A prefill that is interrupted in its first chunk leaves layers without a cache.

@@ -20,7 +20,7 @@ from attnmesh.hf.cache.layer import ShardedLayer, TailLayer, growth_capacity
 from attnmesh.hf.cache.state_layer import StateLayer
 from attnmesh.hf.images.cross import CrossLayer
 from attnmesh.hf.models import has_windows
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.store.checkpoint import load_layers
 from attnmesh.store.checkpoint_writer import save_layers
 from attnmesh.store.tensor_file import check_extra_tensors
@@ -115,7 +115,7 @@ class StoredLayers(Cache):  # type: ignore[misc]
             InputError: A layer is empty, the folder cannot be written, or ranks differ.
         """
         kvs = self.kvs
-        with Agreement(Mesh.of(self.mesh), "save"):
+        with Agreement(RankMesh.of(self.mesh), "save"):
             check_extra_tensors({} if more is None else more)
             if not self.attention_layers:
                 expected = "a cache with layers of attention"

@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 from attnmesh.core.layout import Contiguous, Layout, Split, Zigzag
 from attnmesh.core.mask import FAR, Full, Mask
 from attnmesh.errors import KernelError, LayoutError, ShapeError
-from attnmesh.mesh.axes import Axis, Mesh, attention_dims, flat_axis
+from attnmesh.mesh.axes import Axis, RankMesh, attention_dims, flat_axis
 from attnmesh.mesh.shapes import AXES
 from attnmesh.recurrent.halo import halo_of_parts
 from attnmesh.recurrent.head_exchange import heads_to_tokens, tokens_to_heads
@@ -265,7 +265,7 @@ def _chain_axis(mesh: DeviceMesh | None) -> tuple[Axis, list[int]]:
     axis = flat_axis(mesh, AXES)
     if axis.size == 1 or mesh is None:
         return axis, [0]
-    shape = Mesh.of(mesh).shape
+    shape = RankMesh.of(mesh).shape
     names = attention_dims(mesh)
     sizes = dict(zip(AXES, shape, strict=True))
     shards = []  # by index of the flat axis

@@ -41,7 +41,7 @@ from attnmesh.hf.serving.rank_worker import RankWorker
 from attnmesh.hf.serving.scheduler import Scheduler
 from attnmesh.hf.serving.speculation import Speculation
 from attnmesh.hf.tensor_parallel import tp_mesh
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.runtime.counters import count_traffic
 
 IDLE_POLL_SECONDS = 1.0
@@ -121,7 +121,7 @@ class Engine:
         **cache_options: Any,
     ) -> None:
         self.model = unwrap(model)
-        axes = Mesh.of(mesh)
+        axes = RankMesh.of(mesh)
         limits: dict[str, Any] = {"max_rows": max_rows, "max_queue": max_queue}
         limits |= {"cache_memory": cache_memory, "max_model_len": max_model_len}
         context = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
@@ -143,7 +143,7 @@ class Engine:
         self.eos_ids = frozenset(() if ends is None else (ends,) if isinstance(ends, int) else ends)
         self.grammars = grammars
         peers = None if cache_options.get("output") == "heads" else tp_mesh(self.model)  # else the ranks of the mesh
-        self.plan_exchange = PlanExchange(axes, Mesh.of(peers))
+        self.plan_exchange = PlanExchange(axes, RankMesh.of(peers))
         self.worker = RankWorker(self.model, mesh, cache_options)
         self.shares = self.worker.template.shares
         """Ratios of the tokens of each rank, measured once for all requests; None for even shares."""

@@ -12,7 +12,7 @@ from attnmesh.core.turns import Turn
 from attnmesh.errors import TooLong
 from attnmesh.hf.cache.layer import growth_capacity
 from attnmesh.hf.cache.sharded_cache import ShardedCache
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.setup.measure_shares import free_of_ranks
 
 Place = tuple[Turn, int, torch.device]
@@ -71,7 +71,7 @@ def growth(cache: ShardedCache, tokens: int) -> int:
     return total
 
 
-def memory_share(meshes: tuple[Mesh, Mesh], device: torch.device, shares: Sequence[float] | None) -> int:
+def memory_share(meshes: tuple[RankMesh, RankMesh], device: torch.device, shares: Sequence[float] | None) -> int:
     """Return the share of one rank of the free memory, the least of all ranks of a mesh and their peers.
 
     With unequal shares of tokens it is what the rank that holds most may take, so that no rank takes more than it has.

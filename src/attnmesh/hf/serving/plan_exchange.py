@@ -14,7 +14,7 @@ from attnmesh.comm.failures import run_collective
 from attnmesh.comm.gather import all_gather_ints
 from attnmesh.hf.serving.plan_operations import EndOfPlans, Operation, Start, operation_of
 from attnmesh.hf.serving.rank_report import RankReport
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 
 Spec = Sequence[Any]
 """Name, dtype and shape of a tensor; of another value its name, None, and itself."""
@@ -37,7 +37,7 @@ class PlanExchange:
     A plan goes from the leader to its `peers`, and from each of these along its mesh.
     """
 
-    def __init__(self, mesh: Mesh, peers: Mesh) -> None:
+    def __init__(self, mesh: RankMesh, peers: RankMesh) -> None:
         self.meshes = (peers, mesh)
         self.leads = mesh.shard_index == peers.shard_index == 0
 

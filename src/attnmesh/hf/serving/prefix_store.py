@@ -18,7 +18,7 @@ from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.generation_checkpoint import IGNORED_CONFIG
 from attnmesh.hf.models import is_compressed
 from attnmesh.hf.tensor_parallel import tp_mesh
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.store.block_folder import STORE_SUBJECT, WRITERS, BlockFolder, FolderLock, check_seen, make_private_folder
 from attnmesh.store.block_names import BLOCK_GRAIN, HASH_BYTES
 
@@ -78,7 +78,7 @@ class OpenStore:
 
 def open_store(store: PrefixStore, model: PreTrainedModel, cache: ShardedCache) -> OpenStore:
     """Open the folder on all ranks, of which the first locks it, and the others beside it. All raise if one cannot."""
-    axes = Mesh.of(cache.mesh)
+    axes = RankMesh.of(cache.mesh)
     locks = list[FolderLock]()
     try:
         fields = {"memory": store.memory, "disk": store.disk, "source": store.source}
@@ -106,10 +106,10 @@ def _name_of(store: PrefixStore, model: PreTrainedModel, cache: ShardedCache) ->
     from attnmesh import __version__
 
     is_shared = tp_mesh(model) is not None
-    first = not Mesh.of(cache.mesh).shard_index
+    first = not RankMesh.of(cache.mesh).shard_index
     weights = [_weights_digest(model) if is_shared or first else 0]
     if is_shared:  # each rank has its share of the weights
-        weights = [row[0] for row in dist_all_gather_ints(weights, Mesh.of(cache.mesh).axes)]
+        weights = [row[0] for row in dist_all_gather_ints(weights, RankMesh.of(cache.mesh).axes)]
     config = {name: value for name, value in model.config.to_dict().items() if name not in IGNORED_CONFIG}
     stored = [str(model.dtype), cache.storage, cache.window_storage, cache.windows, cache.keep]
     parts = [VERSION, __version__, transformers_version, store.source, weights, config, stored]

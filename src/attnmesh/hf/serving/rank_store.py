@@ -19,7 +19,7 @@ from attnmesh.hf.chunked_prefill import Prompt
 from attnmesh.hf.serving.plan_operations import BlockToRead, BlockToSave, ReadFrom
 from attnmesh.hf.serving.prefix_store import OpenStore
 from attnmesh.hf.serving.rank_report import RankReport
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.store.block_names import StoredBlock
 from attnmesh.store.block_rows import CacheFiller, rows_of_block
 from attnmesh.store.layer_files import TOKEN_INDEX
@@ -50,7 +50,7 @@ class Reading:
 class RankStore:
     """The blocks of one rank."""
 
-    def __init__(self, opened: OpenStore, axes: Mesh, caches: dict[int, ShardedCache]) -> None:
+    def __init__(self, opened: OpenStore, axes: RankMesh, caches: dict[int, ShardedCache]) -> None:
         self.folder = opened.folder
         self.lock = opened.lock
         self.axes = axes

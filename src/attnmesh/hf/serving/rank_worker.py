@@ -19,7 +19,7 @@ from attnmesh.hf.serving.plan_operations import OpenStored, Operation, Start, St
 from attnmesh.hf.serving.rank_report import RankReport
 from attnmesh.hf.serving.rank_store import RankStore, Reading, name_tokens
 from attnmesh.hf.serving.row_pass import decode_rows, note_tokens
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.store.block_rows import CacheFiller
 
 MEASURED = 32
@@ -32,7 +32,7 @@ class RankWorker:
     def __init__(self, model: PreTrainedModel, mesh: DeviceMesh | None, options: dict[str, Any]) -> None:
         self.model = model
         self.mesh = mesh
-        self.axes = Mesh.of(mesh)
+        self.axes = RankMesh.of(mesh)
         self.left_to_decode = left_to_decode(model.config)
         self.template = ShardedCache(model.config, mesh, **options)  # raises here, not at the first request
         self.options = {**options, "shares": self.template.shares}  # options of caches: shares are measured once

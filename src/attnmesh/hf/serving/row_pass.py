@@ -26,7 +26,7 @@ from attnmesh.hf.models import (
 from attnmesh.hf.options import agreement_with_peers
 from attnmesh.hf.prefill import prepare_model
 from attnmesh.hf.serving.rows_cache import RowsCache
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 
 SUBJECT = "hf.decode_rows"
 
@@ -144,7 +144,7 @@ def _agree(model: PreTrainedModel, tokens: Sequence[NextTokens], caches: Sequenc
 
     first = caches[0] if isinstance(caches, Sequence) and len(caches) else None
     mesh = first.mesh if isinstance(first, ShardedCache) else None
-    with agreement_with_peers(Mesh.of(mesh), model, SUBJECT, fields):
+    with agreement_with_peers(RankMesh.of(mesh), model, SUBJECT, fields):
         _check_rows(model, tokens, caches)
 
 
@@ -196,7 +196,7 @@ def _check_cache(cache: Any, first: Any, new: int) -> None:
     if cache.batch_size not in (-1, 1):
         fix = "make a cache for each request"
         raise ShapeError(subject, "caches of one sequence", f"one of {cache.batch_size}", fix)
-    if Mesh.of(cache.mesh) != Mesh.of(first.mesh):
+    if RankMesh.of(cache.mesh) != RankMesh.of(first.mesh):
         raise MeshError(subject, "caches on one mesh", "caches on several", "make all caches on one mesh")
     differing = [name for name in OPTIONS if getattr(cache, name) != getattr(first, name)]
     same_layers = [type(layer) for layer in cache.layers] == [type(layer) for layer in first.layers]

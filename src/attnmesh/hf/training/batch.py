@@ -20,7 +20,7 @@ from attnmesh.hf.shard_tensors import ShardIds, ShardMask, ShardPositions, Shard
 from attnmesh.hf.shards import Shards
 from attnmesh.hf.training.caller import prepare_caller, prepare_caller_with_images
 from attnmesh.hf.training.labels import GuardedLabels, ItemCount, ShardLabels
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh_attention.auto_choices import chosen_layout
 from attnmesh.mesh_attention.sharding import shard
 
@@ -73,7 +73,7 @@ def shard_batch(
     ([[1, 2, 3, 4, 5, -100]], 5.0)
     """
     agreed = agree_on_batch(batch, mesh, layout, exchange, more)
-    return shard_agreed(agreed, mesh, chosen_layout(layout, Causal() & agreed.documents, Mesh.of(mesh)), exchange)
+    return shard_agreed(agreed, mesh, chosen_layout(layout, Causal() & agreed.documents, RankMesh.of(mesh)), exchange)
 
 
 class AgreedBatch(NamedTuple):
@@ -89,7 +89,7 @@ def shard_agreed(agreed: AgreedBatch, mesh: DeviceMesh | None, layout: Layout, e
     batch, positions, documents = agreed
     ids = batch["input_ids"]
     labels = _shift_labels(batch)
-    ranks = Mesh.of(mesh).ranks
+    ranks = RankMesh.of(mesh).ranks
     tokens_of_ranks = [layout.positions(ids.shape[1], ranks, rank) for rank in range(ranks)]
     if min(map(len, tokens_of_ranks)) == 0:  # models of transformers cannot compute none
         given = f"{ids.shape[1]} tokens in {layout} on {ranks} ranks"
@@ -133,7 +133,7 @@ def agree_on_batch(
     batch: Mapping[str, Any], mesh: DeviceMesh | None, layout: Layout | str, exchange: str, extras: Mapping[str, Any]
 ) -> AgreedBatch:
     """Return the batch if all ranks pass the same valid one."""
-    axes = Mesh.of(mesh)
+    axes = RankMesh.of(mesh)
     with Agreement(axes, "shard_batch") as agreement:
         check_layout("shard_batch layout", layout, auto=True)
         is_known = isinstance(exchange, str) and exchange in RECURRENT_EXCHANGES

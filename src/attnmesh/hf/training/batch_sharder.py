@@ -29,7 +29,7 @@ from attnmesh.hf.training.batch import PACKING_ARGUMENTS, TOKEN_ARGUMENTS, Agree
 from attnmesh.hf.training.left_padding import MovedRows
 from attnmesh.hf.training.mean_over_mesh import mean_over_ranks
 from attnmesh.hf.training.mesh_shapes import MeshShapes
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh_attention.sharding import shard
 
 BATCH_ARGUMENTS = (*TOKEN_ARGUMENTS, *PACKING_ARGUMENTS, *IMAGE_INPUTS, "num_items_in_batch")
@@ -157,7 +157,7 @@ class BatchSharder:
 
     def _log_choice(self, batch: AgreedBatch, mesh: DeviceMesh | None, layout: Layout) -> None:
         """Log on the first rank the shape and the layout that "auto" has chosen, once each."""
-        shape = Mesh.of(mesh).shape
+        shape = RankMesh.of(mesh).shape
         chosen = (shape, type(layout))
         is_auto = isinstance(self.layout, str) or self.shapes.shape is not None
         if not is_auto or chosen in self.chosen or shape.ranks == 1 or dist.get_rank():

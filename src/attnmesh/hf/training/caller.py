@@ -24,7 +24,7 @@ from attnmesh.hf.shard_tensors import MODULE_CALL, ShardIds, ShardPositions, Sha
 from attnmesh.hf.shards import FORWARD_ALL, OF_SHARD_BATCH, Shards
 from attnmesh.hf.sparse.prepare_indexer import prepare_indexers
 from attnmesh.hf.training.labels import GuardedLabels, ShardLabels
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 
 
 class CalledModule(NamedTuple):
@@ -77,7 +77,7 @@ def _check_model(called_modules: list[CalledModule], shards: Shards) -> None:
         _check_arguments(arguments)
         _check_tokens(model, arguments, shards.forward_pass.token_ranges)
     except InputError as error:
-        Agreement(Mesh.of(shards.mesh), type(model).__name__, is_compared=may_compare(device)).raise_on_all(error)
+        Agreement(RankMesh.of(shards.mesh), type(model).__name__, is_compared=may_compare(device)).raise_on_all(error)
     shards.forward_pass.has_positions = True
     check_same_weights(model, shards, device)
 

@@ -16,7 +16,7 @@ from attnmesh.hf.training.left_padding import MovedRows
 from attnmesh.hf.training.mean_over_mesh import mean_over_ranks
 from attnmesh.hf.training.rollouts import SUBJECT, MeshRollouts
 from attnmesh.hf.transformers_names import DIVERGENCE, ROLLOUTS
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh_attention.sharding import shard
 
 
@@ -61,7 +61,7 @@ class MeshDistillation(MeshRollouts):
         layers = unwrap(model).base_model
         with self.sharder.active(True, layers):
             states = layers(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
-        self.shards_by_layout[states.shards.layout, Mesh.of(states.shards.mesh).shape] = states.shards, states.moved
+        self.shards_by_layout[states.shards.layout, RankMesh.of(states.shards.mesh).shape] = states.shards, states.moved
         return states.plain()  # type: ignore[no-any-return]
 
     def _divergence(

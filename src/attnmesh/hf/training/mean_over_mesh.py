@@ -11,7 +11,7 @@ from attnmesh.core.partial import sum_dtype
 from attnmesh.errors import ArgumentError, DtypeError, InputError, MeshError, ShapeError, type_and_shape
 from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.shard_tensors import ShardTensor
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh_attention.sharding import unshard
 
 
@@ -38,9 +38,9 @@ def mean_over_mesh(values: Tensor, mask: Tensor | None, mesh: DeviceMesh | None)
     """
     counts = torch.ones_like(values, dtype=torch.bool) if mask is None and isinstance(values, Tensor) else mask
     try:
-        _check(values, counts, Mesh.of(mesh).ranks)
+        _check(values, counts, RankMesh.of(mesh).ranks)
     except InputError as error:  # others may be in the sum of all ranks already
-        Agreement(Mesh.of(mesh), "mean_over_mesh").raise_on_all(error)
+        Agreement(RankMesh.of(mesh), "mean_over_mesh").raise_on_all(error)
     assert counts is not None
     values, counts = (x.plain() if isinstance(x, ShardTensor) else x for x in (values, counts))
     total = values.to(sum_dtype(values.dtype)).masked_fill(~counts.bool(), 0.0).sum()
@@ -54,7 +54,7 @@ def mean_over_mesh(values: Tensor, mask: Tensor | None, mesh: DeviceMesh | None)
     if not bool(totals[1] > 0):
         fix = "leave batches without labels out"
         raise ShapeError("mean_over_mesh mask", "a token that counts on some rank", "none", fix)
-    return mean_over_ranks(total * Mesh.of(mesh).ranks / totals[1], mesh)
+    return mean_over_ranks(total * RankMesh.of(mesh).ranks / totals[1], mesh)
 
 
 def _check(values: Any, counts: Any, ranks: int) -> None:

@@ -9,7 +9,7 @@ from attnmesh.core.mask import Causal
 from attnmesh.errors import ArgumentError, KernelError, MeshError, short
 from attnmesh.hf.models import indexed_layer_indices, is_recurrent, key_heads
 from attnmesh.hf.training.batch import AgreedBatch
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import Shape, check_heads_axis, mesh_shapes
 from attnmesh.mesh_attention.auto_choices import chosen_layout, price
 from attnmesh.setup.init_mesh import split_mesh
@@ -45,7 +45,7 @@ class MeshShapes:
         if self.shape is None or self.mesh is None:
             kv_heads = None if indexed_layer_indices(config) else key_heads(config)  # selected keys reach all ranks
             if kv_heads is not None:
-                check_heads_axis("on_mesh mesh", Mesh.of(self.mesh).shape, kv_heads)
+                check_heads_axis("on_mesh mesh", RankMesh.of(self.mesh).shape, kv_heads)
             return
         if is_recurrent(config):
             raise KernelError("on_mesh shape", "a model without recurrent layers", config.model_type, "leave shape out")
@@ -62,10 +62,10 @@ class MeshShapes:
         mask = Causal() & batch.documents
         length = batch.positions.shape[1]
         if not self.meshes:
-            return self.mesh, chosen_layout(layout, mask, Mesh.of(self.mesh))
+            return self.mesh, chosen_layout(layout, mask, RankMesh.of(self.mesh))
         heads = _heads(config)
         meshes = self.meshes[heads]
-        prices = [price(layout, mask, length, Mesh.of(mesh), heads) for mesh in meshes]
+        prices = [price(layout, mask, length, RankMesh.of(mesh), heads) for mesh in meshes]
         best = min(range(len(prices)), key=lambda index: prices[index].seconds)
         return meshes[best], prices[best].layout
 
