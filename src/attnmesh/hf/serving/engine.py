@@ -40,7 +40,6 @@ from attnmesh.hf.serving.prefix_store import PrefixStore
 from attnmesh.hf.serving.rank_worker import RankWorker
 from attnmesh.hf.serving.scheduler import Scheduler
 from attnmesh.hf.serving.speculation import Speculation
-from attnmesh.hf.tensor_parallel import tp_mesh
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.runtime.counters import count_traffic
 
@@ -142,8 +141,7 @@ class Engine:
         ends = self.model.generation_config.eos_token_id if tokens_end is None else tokens_end
         self.eos_ids = frozenset(() if ends is None else (ends,) if isinstance(ends, int) else ends)
         self.grammars = grammars
-        peers = None if cache_options.get("output") == "heads" else tp_mesh(self.model)  # else the ranks of the mesh
-        self.plan_exchange = PlanExchange(axes, RankMesh.of(peers))
+        self.plan_exchange = PlanExchange.of(self.model, axes, cache_options.get("output"))
         self.worker = RankWorker(self.model, mesh, cache_options)
         self.shares = self.worker.template.shares
         """Ratios of the tokens of each rank, measured once for all requests; None for even shares."""

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from attnmesh.comm.failures import run_collective
 from attnmesh.comm.gather import all_gather_ints
 from attnmesh.hf.serving.plan_operations import EndOfPlans, Operation, Start, operation_of
 from attnmesh.hf.serving.rank_report import RankReport
+from attnmesh.hf.tensor_parallel import tp_mesh
 from attnmesh.mesh.axes import RankMesh
 
 Spec = Sequence[Any]
@@ -40,6 +42,11 @@ class PlanExchange:
     def __init__(self, mesh: RankMesh, peers: RankMesh) -> None:
         self.meshes = (peers, mesh)
         self.leads = mesh.shard_index == peers.shard_index == 0
+
+    @staticmethod
+    def of(model: PreTrainedModel, mesh: RankMesh, output: object) -> "PlanExchange":
+        """Return the exchange for a model. Ranks that share the heads of an output are those that share weights."""
+        return PlanExchange(mesh, RankMesh.of(None if output == "heads" else tp_mesh(model)))
 
     def exchange(self, plan: Sequence[Operation], report: RankReport) -> tuple[Plan, list[RankReport]]:
         """Return the plan of the leader, and the reports of all ranks of this rank's mesh by shard."""
