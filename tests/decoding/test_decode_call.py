@@ -177,6 +177,19 @@ def test_key_lengths_that_differ_in_a_graph_give_nan(odd: int, found: str, pool:
     assert pool.run(2, compiled_with_lengths, odd) == [found] * 2
 
 
+def test_a_padded_step_is_one_graph_before_any_eager_one() -> None:
+    mask = am.Window(4)  # which no other test has used: nothing of it is cached
+    sizes = {"batch": 2, "kv_heads": HEADS[1], "head_dim": WIDTH, "capacity": 20}
+    cache = am.KVCache(None, **sizes, dtype=torch.float32)
+    new = torch.randn(2, 2, HEADS[1], 6, WIDTH, generator=torch.Generator().manual_seed(2))
+    token_mask = torch.ones(2, 6, dtype=torch.bool)
+    token_mask[0, :2] = False
+    cache.append(*new, token_mask=token_mask)
+    q = torch.randn(2, HEADS[0], 1, WIDTH, generator=torch.Generator().manual_seed(3))
+    compiled = torch.compile(lambda q: am.decode(q, cache, mask=mask), fullgraph=True, backend="eager")(q)
+    assert compiled.equal(am.decode(q, cache, mask=mask))
+
+
 @on_each_rank
 def compiled_with_histories(change: str) -> list[str]:
     """Return the outputs of a graph on equal caches, on ones that rank 1 has changed otherwise, and on equal ones."""

@@ -135,14 +135,16 @@ class LocalShards:
         fault = self.step_fault(None if in_graph else queries, reproducible=reproducible)
         if fault is None or fault is StepFault.SHARED:
             return
-        own, sizes, length = self.own, self.own.sizes, self.length
+        own, sizes = self.own, self.own.sizes
         match fault:
             case StepFault.LENGTH:
+                length = self.length  # in a capture of a graph no other fault may read it
                 given = f"{queries} queries and {length} of {sizes.capacity} tokens in the cache"
                 fits = queries % sizes.kv_heads == 0 and q.shape[1] <= length <= sizes.capacity
                 fix = transpose_hint_first(f"append before {subject}", fits)
                 raise ShapeError(f"{subject} q{of_row}", "as many queries as tokens in the cache, or fewer", given, fix)
             case StepFault.FORGOTTEN:
+                length = self.length
                 seen = f"queries of token {self.first_query} and later ones"
                 expected = f"{seen}: the cache has forgotten what earlier tokens see"
                 given = f"queries of the tokens from {length - queries} to {length - 1}"

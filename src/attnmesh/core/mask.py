@@ -106,7 +106,10 @@ class Mask:
 
     @cached_property
     def depends_on_length(self) -> bool:
-        """True if the mask is of sequences of one length, which its documents add up to."""
+        """True if the mask is of sequences of one length, which its documents add up to.
+
+        It is cached for known steps. PyTorch cannot trace a cached property: code in graphs asks for `documents`.
+        """
         return bool(self.ends)
 
     @property

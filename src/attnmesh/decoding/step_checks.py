@@ -92,7 +92,7 @@ def checked_step(
     check_sinks(f"{subject} sinks", sinks, q)
     lengths_on_gpu = isinstance(key_lengths, Tensor) and key_lengths.device.type == "cuda"
     check_key_lengths(f"{subject} key_lengths", key_lengths, sizes.batch, on_device=lengths_on_gpu)
-    if cache.padding is not None and step.mask.depends_on_length:
+    if cache.padding is not None and step.mask.documents:
         fix = "keep documents in sequences of their own"
         raise MaskError(f"{subject} mask{of_row}", "no documents in a padded batch", f"{step.mask}", fix)
     if selected is not None:
@@ -109,7 +109,7 @@ def checked_step(
         if is_capturing(q.device):
             _check_captured(cache, step, lengths_on_cpu=key_lengths is not None and not lengths_on_gpu)
         return step
-    if step.mask.depends_on_length:
+    if step.mask.documents:
         step.mask.check_length(f"{subject} mask{of_row}", cache.length)
     if not lengths_on_gpu:
         check_lengths_within(f"{subject} key_lengths", key_lengths, cache.length)

@@ -136,9 +136,9 @@ def agree_on_call(
         prompt = fingerprints({"prompt": ids, "attention_mask": attention_mask})
         values = {name: describe_value(value) for name, value in sorted(options.items()) if name != "streamer"}
         config = {"model's generation_config": describe_value(model.generation_config)}
-        return {**prompt, "cache": None if cache is None else "given", **values, **config}
+        return {**prompt, **values, **config}
 
-    held = None
+    held = HeldTokens(0, 0, 0, False)
     with agreement_with_peers(mesh, model, "generate", fields) as agreements:
         check_can_generate(model)
         _check_prompt(model, ids, attention_mask)
@@ -152,9 +152,9 @@ def agree_on_call(
             check_rope_switch(model.config, ids.shape[1] - 1, GenerationSettings(model, options).total(ids.shape[1]))
         if cache is not None:
             held = cache.held_tokens
-            for agreement in agreements:
-                held = _held_by_all(agreement, held)
-    if cache is not None and held is not None:
+        for agreement in agreements:
+            held = _held_by_all(agreement, held)
+    if cache is not None:
         cache.truncate_to_shortest(held)
 
 
@@ -223,8 +223,9 @@ def _check_options(model: PreTrainedModel, options: dict[str, Any]) -> None:
     if not isinstance(checkpoint, (NoneType, CheckpointSpec)):
         given = type(checkpoint).__name__
         raise ArgumentError("generate checkpoint", "an hf.Checkpoint", given, "pass hf.Checkpoint(path)")
+    images, _ = split_images(model, options)
     alone = [name for name in ("checkpoint", *ASSISTED_OPTIONS) if settings[name]]
-    if alone and split_images(model, options)[0]:
+    if alone and images:
         fix = "leave them out, or generate from text"
         raise ArgumentError("generate images", "images without these options", ", ".join(alone), fix)
     for name, value in options.items():

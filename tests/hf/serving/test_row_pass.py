@@ -237,6 +237,30 @@ def test_a_call_that_raised_adds_no_tokens(
     pool.run(ranks, logits_after_interruption, family, ranks, lengths, part, on_all)
 
 
+def test_a_cache_goes_on_after_a_call_that_another_row_broke_off() -> None:
+    """Its own group had succeeded: no later call takes tokens back that were added since."""
+    model = families.model("llama", "attnmesh")
+    caches = [hf.ShardedCache(model.config) for _ in range(2)]
+    hf.prefill(model, prompt(10), caches[0])
+    layer, left = model.get_submodule("model.layers.1"), [1]
+
+    def fail_in_second_group(*_: Any) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise MemoryError
+
+    handle = layer.register_forward_pre_hook(fail_in_second_group)
+    with pytest.raises(MemoryError):
+        hf.decode_rows(model, [5, 6], caches)  # an empty cache is a group of its own
+    handle.remove()
+    hf.prefill(model, prompt(30), caches[0])
+    expected = hf.ShardedCache(model.config)
+    hf.prefill(model, prompt(30), expected)
+    rows = [hf.decode_rows(model, [7], [cache]) for cache in (caches[0], expected)]
+    assert caches[0].get_seq_length() == expected.get_seq_length() == 30
+    assert float((rows[0] - rows[1]).abs().max()) <= FLOAT32_PART * float(rows[1].std())
+
+
 @on_each_rank
 def refusal_after_interruption() -> str:
     """Interrupt a call on rank 1 after the last merge of rank 0, whose call ends. Return the error of the next."""

@@ -227,6 +227,7 @@ class ShardedCache(FolderLayers):
 
         Layers that have forgotten what they need there drop all tokens, and so do the others. Every rank calls it.
         """
+        self.history.rollback_length = None
         if not held.is_interrupted:
             return
         if held.shortest < held.lowest or not held.shortest:
@@ -235,7 +236,7 @@ class ShardedCache(FolderLayers):
         for kv in self.kvs:
             kv.truncate(held.shortest)
         self.tokens = None if self.tokens is None else self.tokens[:, : held.named]
-        self.history.is_consistent, self.history.rollback_length, self.history.lowest = True, None, held.lowest
+        self.history.is_consistent, self.history.lowest = True, held.lowest
 
     @property
     def length_before_step(self) -> int:
