@@ -25,7 +25,9 @@ def test_the_call_on_ranks_is_a_script_that_runs(tmp_path: Path) -> None:
     script.write_text(block_with("```python\n", "am.init_mesh((1, 2, 2))"))
     done = run_script(script, ranks=4)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout == "torch.Size([1, 8, 75, 64])\n" * 4
+    assert (
+        done.stdout.replace("\n", "") == "torch.Size([1, 8, 75, 64])" * 4
+    )  # ranks may write between each other's lines
 
 
 def test_the_first_screen_shows_a_call_its_ranks_and_when_to_use_it() -> None:
