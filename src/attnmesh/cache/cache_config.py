@@ -28,7 +28,7 @@ VALUES = ("separate", "prefix", "none")
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """What one layer's keys and values are over all ranks, as `KVCache.sizes` has it."""
+    """Sizes and options of one layer's keys and values over all ranks, as `KVCache.sizes` has them."""
 
     batch: int
     kv_heads: int

@@ -1,4 +1,4 @@
-"""What a cache knows of its saves, and what it calls to save and load: `store` binds the work on files."""
+"""Saves of caches: the record that a cache has of its own, and calls to save and load, whose work `store` binds."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

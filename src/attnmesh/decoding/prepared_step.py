@@ -33,7 +33,7 @@ from attnmesh.kernels.cache_view import LENGTH, CacheView, DecodeQuery
 from attnmesh.runtime.ranges import ATTENTION, MERGE, is_profiled, profiled_as
 
 Verdict = TypeVar("Verdict")
-"""Whether ranks made the same call: a bool on one host, else a checksum whose sum is 0. None without other ranks."""
+"""Answer to whether ranks made the same call: a bool on one host, else a checksum, whose sum is 0; None on one rank."""
 
 
 @dataclass(eq=False)

@@ -38,7 +38,7 @@ class QueryShard(NamedTuple):
 
 
 class QueryOwners(NamedTuple):
-    """Where each rank's queries are among all. `order` sorts queries that stand rank after rank by their tokens."""
+    """Places of each rank's queries among all. `order` sorts queries that stand rank after rank by their tokens."""
 
     heads: Axis
     token_axis: Axis

@@ -1,4 +1,4 @@
-"""What ranks send in a step of decoding beside its merge: comparisons, poison, and the output along a heads axis."""
+"""Messages of a step of decoding beside its merge: comparisons, poison, and the output along a heads axis."""
 
 import functools
 from collections.abc import Mapping, Sequence

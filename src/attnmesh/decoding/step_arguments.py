@@ -97,7 +97,7 @@ LENGTH_WEIGHT = -7046029254386353131
 
 
 Compared = tuple[Sequence[Tensor], int, Tensor]
-"""What the checksum of a merge is made of: bits of tensors, a hash of the facts, and the first of a tensor: tokens."""
+"""Parts of a merge's checksum: tensors by their bits, a hash of the facts, and a tensor that begins with tokens."""
 
 
 class StepInputs(NamedTuple):

@@ -38,7 +38,7 @@ Wait = Callable[[], None]
 
 
 class MergeForm(Protocol):
-    """What `run` of a merge may call of the form of its messages, the `MessageForm` of `comm`."""
+    """The part of a message's form that `run` of a merge may call: of the `MessageForm` of `comm`."""
 
     def merge(self, messages: Tensor) -> CheckedPartial:
         """Merge several messages."""
@@ -49,7 +49,7 @@ FormOfTransport = TypeVar("FormOfTransport", bound=MergeForm, contravariant=True
 
 
 class MergeTransport(Protocol[FormOfTransport]):
-    """What `run` of a merge may call of a transport, of which `comm` has one for each backend."""
+    """The part of a transport that `run` of a merge may call. `comm` has a transport for each backend."""
 
     axis: Axis
 

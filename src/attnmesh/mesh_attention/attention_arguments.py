@@ -35,7 +35,7 @@ QueryKeyCounts = tuple[int, int]
 
 
 class TensorFacts(NamedTuple):
-    """What a spec takes of the tensors: heads of q and of k, their width, and keys per index of a selection, or 0."""
+    """Facts of tensors that a spec takes: heads of q and of k, their width, and keys per index of a selection, or 0."""
 
     q_heads: int
     k_heads: int
@@ -108,7 +108,7 @@ class AttentionArguments(NamedTuple):
 
     @property
     def facts(self) -> TensorFacts:
-        """What all ranks' tensors have in common."""
+        """Facts that the tensors of all ranks share."""
         index_block = 0 if self.selected is None else self.selected.block
         return TensorFacts(self.q.shape[1], self.k.shape[1], self.q.shape[3], index_block)
 

@@ -22,7 +22,7 @@ from attnmesh.runtime.world import cached_per_world
 
 
 class Comparison(NamedTuple):
-    """What ranks say when they compare a call that they know."""
+    """The words and numbers that ranks compare of a call that they know."""
 
     text: str
     payload: Sequence[int]
@@ -30,7 +30,7 @@ class Comparison(NamedTuple):
 
 
 class PreparedAttention(NamedTuple):
-    """What is settled for calls of one signature: no later call checks, chooses or makes it anew."""
+    """Settled parts of calls of one signature: no later call checks, chooses or makes them anew."""
 
     spec: AttentionSpec
     task: Task | None = None

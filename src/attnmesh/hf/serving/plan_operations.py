@@ -36,7 +36,7 @@ class BlockToSave(NamedTuple):
 
 @dataclass
 class StepResults:
-    """What the operations of a plan have given, each the last of its kind."""
+    """Results of the operations of a plan, each of the last one of its kind."""
 
     cached_tokens: int | None = None
     """Tokens that the cache of the prompt that began had; None if none began."""
@@ -47,7 +47,7 @@ class StepResults:
     rows: Sequence[Tensor] = ()
     """Logits of each row that decoded, (tokens, vocabulary)."""
     draft: "StepResults | None" = None
-    """What operations of the draft model have given."""
+    """Results of the operations of the draft model."""
     errors: dict[type, InputError] = field(default_factory=dict)
     """The first error of each kind of operation that failed."""
     seconds: dict[type, float] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class StoredBlocks(Protocol):
 
 
 class Caches(Protocol):
-    """What operations run on: the caches of a rank, as a `RankWorker` has them, by number."""
+    """Caches of a rank by number, on which operations run, as a `RankWorker` has them."""
 
     @property
     def opened_store(self) -> StoredBlocks:

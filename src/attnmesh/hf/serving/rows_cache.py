@@ -26,7 +26,7 @@ from attnmesh.hf.transformers_names import LinearAttentionLayer
 OPTIONS: tuple[str, ...] = ("config", "stock_window", "mesh", "ranks", "capacity", "block", "block_is_free", "merge")
 OPTIONS += ("output", "reproducible", "kernel", "exchange", "checked", "copies", "windows", "keep", "storage", "shares")
 OPTIONS += ("window_storage", "hot", "layer_class_to_replicate", "offloading")
-"""What the first row's cache was made with: a step has it too, and nothing of that row's tokens."""
+"""Attributes with which the first row's cache was made: a step has them too, and nothing of that row's tokens."""
 
 
 class RowTokens(tuple[int, ...]):
