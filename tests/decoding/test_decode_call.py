@@ -163,6 +163,19 @@ def test_step_is_one_graph_for_all_lengths(pool: Pool, shape: tuple[int, ...]) -
 
 
 @on_each_rank
+def check_compiled_masks() -> None:
+    cache, q = cache_of((1, 1, 2), 30), query(1)
+    step = torch.compile(lambda mask: am.decode(q, cache, mask=mask), fullgraph=True, backend="aot_eager")
+    for mask in (am.Causal(), am.Window(3), am.Window(5), am.Window(7)):
+        assert_near(step(mask), am.decode(q, cache, mask=mask))
+
+
+def test_a_compiled_step_takes_one_mask_after_another(pool: Pool) -> None:
+    """PyTorch traces the second value of a number as a symbol, and a mask takes none."""
+    pool.run(2, check_compiled_masks)
+
+
+@on_each_rank
 def compiled_with_lengths(odd: int) -> str:
     """On a rank: the output of a graph in which rank 1 has `odd` more real keys."""
     cache = cache_of((1, 1, 2), 30)

@@ -297,6 +297,25 @@ def test_a_layer_on_a_mesh_compiles_to_one_graph(pool: Pool, shape: Shape, excha
 
 
 @on_each_rank
+def check_compiled_masks() -> None:
+    mesh = mesh_of(PAIR)
+    x = torch.randn(1, 2, 10, 8)
+
+    def layer(mask: am.Mask) -> Tensor:
+        return am.attention(x, x, x, mesh=mesh, layout=am.Zigzag(), mask=mask)
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    packed = (am.Causal() & am.Documents(lengths) for lengths in ((5, 15), (7, 13)))
+    for mask in (am.Causal(), am.Window(3), am.Window(5), *packed):
+        assert_near(compiled(mask), layer(mask))
+
+
+def test_a_compiled_layer_takes_one_mask_after_another(pool: Pool) -> None:
+    """PyTorch traces the second value of a number as a symbol, and a mask takes none."""
+    pool.run(2, check_compiled_masks)
+
+
+@on_each_rank
 def compiled_of_uneven_shards() -> list[str]:
     mesh, where = mesh_of(PAIR), {"layout": am.Zigzag()}
     whole = torch.randn(3, 1, 2, 103, 8, generator=torch.Generator().manual_seed(0))

@@ -293,7 +293,7 @@ class Mask:
     @staticmethod
     def from_code(code: Sequence[int]) -> "Mask":
         """Return the mask of a code from `to_code`."""
-        left, right, chunk_count, *numbers = code
+        left, right, chunk_count, *numbers = map(int, code)  # a graph is traced anew for another mask
         chunks, edges = tuple(numbers[:chunk_count]), numbers[chunk_count:]
         ends = tuple(edge for edge in edges if edge >= 0)
         return Mask(left, right, ends, chunks, tuple(-1 - edge for edge in edges if edge < 0))
