@@ -12,6 +12,7 @@ Queries travel along the keys axis, to the ranks that hold other keys for them; 
 `mesh/axes.py`).
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -255,16 +256,15 @@ def _gathered_groups(swap_in: Callable[[HeadGroup], FinishSwap], task: Task) -> 
             yield None
         yield GatheredGroup(group, finish_queries, kv_by_step)
 
-    under_way: list[Iterator[GatheredGroup | None]] = []
-    for group in (*task.groups, *[None] * (has_heads_axis + has_gather)):  # None: all have begun
+    exchanges = has_heads_axis + has_gather  # of a group, each of which waits for a round
+    pending: deque[Iterator[GatheredGroup | None]] = deque()  # newest first
+    for group in (*task.groups, *[None] * exchanges):
         if group is not None:
-            under_way.append(stages(group))
-        gathered = None
-        for stage in reversed(under_way):  # the newest begins before others are awaited; the oldest arrives
-            gathered = next(stage)
-        if gathered is not None:
-            del under_way[0]
-            yield gathered
+            pending.appendleft(stages(group))
+        *_, oldest = [next(group_stages) for group_stages in pending]  # the newest sends before an older one is awaited
+        if oldest is not None:
+            pending.pop()
+            yield oldest
 
 
 def _kv_by_step(kv: Tensors, task: Task) -> Iterator[Tensors]:
