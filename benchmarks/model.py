@@ -24,7 +24,7 @@ from attnmesh import hf
 from attnmesh.cache.cache import KVCache
 from attnmesh.cli.launch import Send, run_on_ranks
 from attnmesh.comm.topology import dist_all_gather_ints
-from attnmesh.comm.transport import transport_of
+from attnmesh.comm.transport import agreed_transport
 from attnmesh.core.partial import with_sinks
 from attnmesh.errors import InputError
 from attnmesh.hf.load import open_model
@@ -259,7 +259,7 @@ def _ranks(request: Request) -> Iterator[Measured | Cluster]:
 
 def _outputs_sent(outputs: Sequence[int], axis: Axis, turns: int) -> list[float]:
     """Return the seconds in which ranks send each other the outputs of each call of a step, in so many turns."""
-    transport, seconds = transport_of(axis, torch.device("cpu")), []
+    transport, seconds = agreed_transport(axis, torch.device("cpu")), []
     messages = [torch.zeros(-(-count // axis.size) * OUTPUT_BYTES, dtype=torch.uint8) for count in outputs]
     for _ in range(turns):
         dist.barrier()

@@ -31,7 +31,7 @@ from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.schedule import Problem
 from attnmesh.mesh.shapes import Shape
 from attnmesh.mesh.traffic import count_tokens, divisors
-from attnmesh.mesh_attention.auto_choices import price
+from attnmesh.mesh_attention.auto_choices import agreed_price
 from benchmarks.netns import Hosts, World, run_on, send_rows
 from benchmarks.peers import PEERS, Case, inputs, wrong_gradients
 from benchmarks.prefill import Contender, attention_call, between_barriers, mesh_of
@@ -239,7 +239,9 @@ def chosen(case: Case, tiles: dict[Shape, Shape]) -> tuple[str, Shape, Layout, s
     """Return the contender with the shape and the layout that "auto" takes, as `on_mesh(shape="auto")` does."""
     options = case.mask, case.length
     heads = *case.heads, case.width
-    prices = {shape: price("auto", *options, RankMesh.of(mesh_of(shape, tile)), heads) for shape, tile in tiles.items()}
+    prices = {
+        shape: agreed_price("auto", *options, RankMesh.of(mesh_of(shape, tile)), heads) for shape, tile in tiles.items()
+    }
     shape = min(prices, key=lambda shape: prices[shape].seconds)
     return (
         f"auto: {'x'.join(map(str, shape))}, {type(prices[shape].layout).__name__}",

@@ -30,6 +30,8 @@ PROGRAMS = "kernels.programs."
 """Files of Triton programs, whose functions take as many parameters and lines as one launch does."""
 ENGINE = ("core", "runtime", "mesh", "kernels", "comm", "guard", "setup", "mesh_attention", "cache", "decoding")
 """Rooms that need no prices before a run."""
+COLLECTIVE_VERBS = ("agreed_", "make_", "prepare_")
+"""Beginnings of the names of functions whose first call is collective."""
 
 Found = list[str]
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
@@ -195,6 +197,20 @@ def mask_fields_read(trees: dict[str, ast.Module]) -> Found:
     return [f"{name}:{node.lineno}: {ast.unparse(node)}" for name, node, value in found if value.endswith(MASKS)]
 
 
+def unnamed_collectives(trees: dict[str, ast.Module]) -> Found:
+    """Return functions that are collective at their first call, and whose names do not say it.
+
+    At the place of a call such a function looks like one that sends nothing.
+    """
+    found = []
+    for name, function in _functions(trees):
+        decorators = [ast.unparse(decorator) for decorator in function.decorator_list]
+        is_collective = "collective_once" in decorators or "at its first call" in (ast.get_docstring(function) or "")
+        if is_collective and not function.name.lstrip("_").startswith(COLLECTIVE_VERBS):
+            found.append(f"{name}: {function.name}")
+    return found
+
+
 COUNTS = {
     f"files of more than {MAX_FILE} lines": (long_files, 0),
     f"functions of more than {MAX_FUNCTION} lines": (long_functions, 0),
@@ -209,6 +225,7 @@ COUNTS = {
     "folders of a room that import each other": (folder_cycles, 0),
     "names of model families in hf outside of their records": (named_families, 0),
     "reads of fields of Mask outside of its file": (mask_fields_read, 0),
+    "functions that are collective once, and are not called agreed_, make_ or prepare_": (unnamed_collectives, 0),
 }
 """Counts, and the bound of each: what was found when it was last counted. All of them are wanted at 0."""
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import attnmesh as am
 from attnmesh.cli.launch import LaunchError
-from attnmesh.comm.topology import host_numbers
+from attnmesh.comm.topology import agreed_host_numbers
 from attnmesh.errors import ClusterError
 from attnmesh.mesh.axes import Axis, RankMesh
 from attnmesh.mesh.cluster import Cluster
@@ -102,7 +102,7 @@ def told_of_hosts() -> tuple[list[int], float, int]:
     """Who shares a host; seconds that a million bytes take from each rank to the next host, and what they came to."""
     world, rank = dist.get_world_size(), dist.get_rank()
     axis = Axis(world, rank, dist.group.WORLD)
-    numbers = host_numbers((axis,))
+    numbers = agreed_host_numbers((axis,))
     message, box, seconds = torch.zeros(1_000_000, dtype=torch.uint8), torch.empty(1_000_000, dtype=torch.uint8), []
 
     def send() -> None:
@@ -201,7 +201,7 @@ def all_crossings(workloads: list[Workload], stride: int) -> list[tuple[str, flo
     """For each way of running each workload, or one in `stride`: its name, and by what share its bytes were missed."""
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (1, 1, world), mesh_dim_names=AXES)
-    numbers = host_numbers(RankMesh.of(mesh).axes)
+    numbers = agreed_host_numbers(RankMesh.of(mesh).axes)
     here = Cluster.preset("local", hosts=len(set(numbers)), ranks=world // len(set(numbers)))
     plans = [each for workload in workloads for each in sample_of_plans(plan(workload, here))[::stride]]
     return [(f"{each.workload.phase} {each.name}", crossing(each, call_of(each)).off) for each in plans]

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attnmesh.comm.host_linear import MAX_SHARED_ROWS, HostLinear
-from attnmesh.comm.host_merge import host_merge_for
+from attnmesh.comm.host_merge import agreed_host_merge
 from attnmesh.comm.mailboxes import CHECK_INTERVAL
 from attnmesh.comm.mismatch import CallsDifferError
-from attnmesh.comm.topology import mailboxes_of_all_ranks
-from attnmesh.comm.transport import transport_of
+from attnmesh.comm.topology import agreed_axis_mailboxes
+from attnmesh.comm.transport import agreed_transport
 from attnmesh.errors import InputError
 from attnmesh.guard.agreement import Agreement
 from attnmesh.mesh.axes import Axis, mesh_of_axis
@@ -69,7 +69,7 @@ def axis() -> Axis:
 @on_each_rank
 def outputs(columns: int, sizes: tuple[int, ...], dtype: torch.dtype, rows: tuple[int, ...]) -> list[list[Tensor]]:
     along = axis()
-    call = HostLinear(3, weights(columns, *sizes, dtype=dtype), along, mailboxes_of_all_ranks(along))
+    call = HostLinear(3, weights(columns, *sizes, dtype=dtype), along, agreed_axis_mailboxes(along))
     return [[out.clone() for out in call.run(random_rows(count, columns, dtype))] for count in rows]
 
 
@@ -134,7 +134,7 @@ def not_finite() -> list[Tensor]:
     x[1, 5] = torch.nan
     weight = weights(64, 40)
     weight[0][0][7, 3] = torch.inf
-    return [HostLinear(0, weight, along, mailboxes_of_all_ranks(along)).run(x)[0]]
+    return [HostLinear(0, weight, along, agreed_axis_mailboxes(along)).run(x)[0]]
 
 
 def test_numbers_that_are_not_finite_pass(pool: Pool) -> None:
@@ -147,7 +147,7 @@ def test_numbers_that_are_not_finite_pass(pool: Pool) -> None:
 @on_each_rank
 def bytes_received() -> int:
     along = axis()
-    call = HostLinear(0, weights(64, 600), along, mailboxes_of_all_ranks(along))
+    call = HostLinear(0, weights(64, 600), along, agreed_axis_mailboxes(along))
     with count_traffic() as traffic:
         call.run(random_rows(2, 64))
     return traffic.bytes
@@ -161,7 +161,7 @@ def test_outputs_of_others_are_counted(pool: Pool) -> None:
 def errors_of_odd_calls(mistake: str) -> list[str]:
     """A call that differs on the last rank, and then one on which all agree again."""
     along = axis()
-    boxes, last, said = mailboxes_of_all_ranks(along), axis().index == axis().size - 1, []
+    boxes, last, said = agreed_axis_mailboxes(along), axis().index == axis().size - 1, []
     one, other = (HostLinear(number, weights(64, 40), along, boxes) for number in (0, 1))
     try:
         if mistake == "another layer":
@@ -169,7 +169,7 @@ def errors_of_odd_calls(mistake: str) -> list[str]:
         elif mistake == "other rows":
             one.run(random_rows(2 if last else 1, 64))
         elif mistake == "a merge" and last:
-            merge = host_merge_for(along, (1, 2, 1, 8), MERGES["tree"])
+            merge = agreed_host_merge(along, (1, 2, 1, 8), MERGES["tree"])
             assert merge is not None
             message, _, partial = merge.blank_message()
             assert message is not None
@@ -179,7 +179,7 @@ def errors_of_odd_calls(mistake: str) -> list[str]:
             if not merge.run(message, 7):
                 raise CallsDifferError(0)
         elif mistake == "a pending message" and last:
-            transport = transport_of(along, torch.device("cpu"))
+            transport = agreed_transport(along, torch.device("cpu"))
             for wait in transport.post([(dist.irecv, 0, torch.empty(5, dtype=torch.uint8))], "exchanging"):
                 wait()
         elif last:
@@ -211,7 +211,7 @@ def test_calls_that_differ_are_found_and_forgotten(mistake: str, pool: Pool) -> 
 def beside_a_stopped_rank() -> None:
     """A layer after a merge in which rank 1 waited for rank 0, and is stopped before it finds the message."""
     along = axis()
-    boxes, merge = mailboxes_of_all_ranks(along), host_merge_for(along, (1, 2, 1, 8), MERGES["tree"])
+    boxes, merge = agreed_axis_mailboxes(along), agreed_host_merge(along, (1, 2, 1, 8), MERGES["tree"])
     assert boxes is not None
     assert merge is not None
     message = merge.blank_message().message

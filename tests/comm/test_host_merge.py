@@ -8,11 +8,11 @@ import torch.distributed as dist
 
 import attnmesh as am
 from attnmesh.comm import topology
-from attnmesh.comm.host_merge import host_merge_for
+from attnmesh.comm.host_merge import agreed_host_merge
 from attnmesh.comm.mismatch import call_checksum, checksum_of
 from attnmesh.comm.rank_merge import RequestedMerge
-from attnmesh.comm.topology import host_mailboxes
-from attnmesh.comm.transport import transport_of
+from attnmesh.comm.topology import agreed_host_mailboxes
+from attnmesh.comm.transport import agreed_transport
 from attnmesh.core.digest import SUM_ELEMENTS, digest, digest_of_run, wide_bits
 from attnmesh.errors import InputError, KernelError
 from attnmesh.kernels.native.build import Library, library
@@ -70,7 +70,7 @@ def test_merges_are_exact_and_alike(ranks: int, how: str, pool: Pool) -> None:
 
 @on_each_rank
 def _is_native(shape: tuple[int, ...]) -> bool:
-    return host_merge_for(world_axis(), shape, MERGES["tree"]) is not None
+    return agreed_host_merge(world_axis(), shape, MERGES["tree"]) is not None
 
 
 @needs_library
@@ -133,7 +133,7 @@ def _lacking(rank: int) -> tuple[bool, torch.Tensor]:
         topology.library = Library  # type: ignore[assignment]
     try:
         place = Axis(dist.get_world_size(), dist.get_rank(), group)
-        found = host_mailboxes(place)
+        found = agreed_host_mailboxes(place)
         own = partials(place.size, (1, 4, 1, 8), 9)[place.index]
         return found is not None, am.merge_across(own, group, how="tree").out
     finally:
@@ -151,9 +151,9 @@ def test_where_one_rank_has_no_library_none_uses_it(pool: Pool) -> None:
 def _chosen() -> tuple[str, str, str]:
     place = world_axis()
     return (
-        transport_of(place, CPU).fastest().name,
-        RequestedMerge(place, "auto", "heads").choose(CPU).name,
-        RequestedMerge(place, "gather", "heads").choose(CPU).name,
+        agreed_transport(place, CPU).agreed_fastest().name,
+        RequestedMerge(place, "auto", "heads").agreed_merge(CPU).name,
+        RequestedMerge(place, "gather", "heads").agreed_merge(CPU).name,
     )
 
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from attnmesh.cli.launch import run_on_ranks
 from attnmesh.comm import machine_constants
-from attnmesh.comm.topology import cluster_and_tile_of
+from attnmesh.comm.topology import agreed_cluster_and_tile
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.shapes import Shape
@@ -127,7 +127,7 @@ def _rates(cases: list[list[str]]) -> list[float]:
         os.environ["ATTNMESH_MACHINE"] = files[dist.get_rank()]
         machine_constants.measured_machine.cache_clear()
         WORLD.clear_caches()
-        rates.append(cluster_and_tile_of(RankMesh.of(mesh), torch.device("cpu"))[0].inside.rate)
+        rates.append(agreed_cluster_and_tile(RankMesh.of(mesh), torch.device("cpu"))[0].inside.rate)
     return rates
 
 

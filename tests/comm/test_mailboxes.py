@@ -19,7 +19,7 @@ import torch.distributed as dist
 import attnmesh as am
 from attnmesh.comm import mailboxes
 from attnmesh.comm.mailboxes import MESSAGE_BYTES, Mailboxes, mailboxes_size
-from attnmesh.comm.topology import host_mailboxes
+from attnmesh.comm.topology import agreed_host_mailboxes
 from attnmesh.errors import MeshError
 from attnmesh.guard.agreement import Agreement
 from attnmesh.mesh.axes import Axis, mesh_of_axis
@@ -111,7 +111,7 @@ def _talk_in(folder: Path, rounds: int) -> int:
 
 
 def _talk_along(axis: Axis, rounds: int) -> int:
-    own = host_mailboxes(axis)
+    own = agreed_host_mailboxes(axis)
     assert own is not None
     wrong = 0
     for number in range(rounds):
@@ -158,7 +158,7 @@ def test_names_that_killed_ranks_left_are_removed(tmp_path: Path, monkeypatch: p
 def _talk_after_calls_that_differ() -> int:
     """On a rank: how many messages come wrong after a call of rank 0 whose message nobody has received."""
     axis = world_axis()
-    own = host_mailboxes(axis)
+    own = agreed_host_mailboxes(axis)
     assert own is not None
     if axis.index == 0:
         own.send(1, _message(Random("lost"), 100))
@@ -182,7 +182,7 @@ def _without(lacking: int) -> tuple[bool, torch.Tensor]:
         mailboxes.FOLDER = Path("/nowhere")
     try:
         axis = Axis(dist.get_world_size(), dist.get_rank(), group)
-        found = host_mailboxes(axis)
+        found = agreed_host_mailboxes(axis)
         partial = am.Partial(torch.full((1, 2, 1, 4), float(axis.index)), torch.zeros(1, 2, 1))
         return found is None, am.merge_across(partial, group, how="tree").out
     finally:

@@ -11,7 +11,7 @@ from attnmesh.comm.comparison import announce_comparison, drop_unreceived
 from attnmesh.comm.gather import all_gather_ints
 from attnmesh.comm.mismatch import checksum_of
 from attnmesh.comm.rank_merge import RequestedMerge, best_across, highest_checksum, nan_unless_equal
-from attnmesh.comm.transport import transport_of
+from attnmesh.comm.transport import agreed_transport
 from attnmesh.core.candidates import NO_CANDIDATE, best_candidates, pack_candidates
 from attnmesh.core.partial import Partial, merge_partials
 from attnmesh.errors import KernelError
@@ -159,7 +159,7 @@ def compare_while_merges_are_timed() -> list[list[int]]:
 
     def timed(*_: object, **__: object) -> Merge:
         message = torch.zeros(64, dtype=torch.uint8)
-        transport_of(axis, CPU).all_to_all([message] * axis.size)
+        agreed_transport(axis, CPU).all_to_all([message] * axis.size)
         raise AssertionError("rank 1 has sent nothing")
 
     if axis.index == 0:
@@ -192,7 +192,7 @@ def test_each_rank_gets_the_maximum_of_both_numbers(pool: Pool) -> None:
 
 @on_each_rank
 def chosen(merge: str, output: str, reproducible: bool) -> str:
-    return RequestedMerge(world_axis(), merge, output, reproducible=reproducible).choose(CPU).name
+    return RequestedMerge(world_axis(), merge, output, reproducible=reproducible).agreed_merge(CPU).name
 
 
 @pytest.mark.parametrize("name", MERGES)
@@ -209,8 +209,8 @@ def test_a_reproducible_merge_is_a_tree(pool: Pool) -> None:
 @on_each_rank
 def chosen_by_auto() -> tuple[str, str, str]:
     axis = world_axis()
-    names = [RequestedMerge(axis, "auto", output).choose(CPU).name for output in OUTPUTS]
-    return names[0], names[1], transport_of(axis, CPU).fastest().name
+    names = [RequestedMerge(axis, "auto", output).agreed_merge(CPU).name for output in OUTPUTS]
+    return names[0], names[1], agreed_transport(axis, CPU).agreed_fastest().name
 
 
 def test_auto_is_the_fastest_or_sends_heads_to_their_ranks(pool: Pool) -> None:
@@ -222,7 +222,7 @@ def test_auto_is_the_fastest_or_sends_heads_to_their_ranks(pool: Pool) -> None:
 @on_each_rank
 def wrong_merge() -> str:
     with pytest.raises(KernelError) as caught:
-        RequestedMerge(world_axis(), "best", "replicated").choose(CPU)
+        RequestedMerge(world_axis(), "best", "replicated").agreed_merge(CPU)
     return str(caught.value)
 
 

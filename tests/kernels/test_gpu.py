@@ -11,7 +11,7 @@ from torch import Tensor
 
 import attnmesh as am
 from attnmesh.cli.launch import run_on_ranks
-from attnmesh.comm.peer_memory import PeerMemory, peer_memory_of
+from attnmesh.comm.peer_memory import PeerMemory, agreed_peer_memory
 from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.core.partial import Partial, merge_stack
 from attnmesh.mesh.axes import Axis
@@ -134,7 +134,7 @@ def shared(ranks: int, steps: int) -> list[float]:
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     torch.cuda.set_device(0)
     axis = Axis(ranks, dist.get_rank(), dist.group.WORLD)
-    peers = peer_memory_of(axis, torch.device("cuda", 0))
+    peers = agreed_peer_memory(axis, torch.device("cuda", 0))
     assert isinstance(peers, PeerMemory), "no symmetric memory"
     errors = []
     for step in range(steps):

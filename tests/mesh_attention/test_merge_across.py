@@ -9,7 +9,7 @@ from torch import Tensor
 
 import attnmesh as am
 from attnmesh import errors
-from attnmesh.comm.topology import hosts
+from attnmesh.comm.topology import agreed_hosts
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.merges import MERGES
 from attnmesh.runtime.counters import count_traffic
@@ -132,7 +132,7 @@ def test_a_merge_is_one_node_of_a_graph(pool: Pool) -> None:
 
 @on_each_rank
 def own_hosts() -> list[list[int]]:
-    return hosts(world_axis())
+    return agreed_hosts(world_axis())
 
 
 def test_ranks_of_a_host_know_each_other(pool: Pool) -> None:

@@ -15,7 +15,7 @@ from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.mesh_attention import prompt
 from attnmesh.mesh_attention.attention_arguments import AttentionArguments
 from attnmesh.mesh_attention.latents import Latents
-from attnmesh.mesh_attention.prompt import attend_prompt, chosen_way
+from attnmesh.mesh_attention.prompt import agreed_mesh_and_exchange, attend_prompt
 from tests.support.mesh_problems import MeshProblem, call_options, check, draw, named_mesh, shard_positions
 from tests.support.pool import Pool, on_each_rank
 
@@ -51,7 +51,7 @@ def attended_tokens(problem: MeshProblem, way: str) -> tuple[Tensor, Chosen]:
     whole = problem.latents() if problem.latent else None
 
     def noted(place: RankMesh, *arguments: object) -> tuple[RankMesh, str]:
-        found, exchange = chosen_way(place, *arguments)
+        found, exchange = agreed_mesh_and_exchange(place, *arguments)
         if way != "chosen":
             found = place if way == "keys" else prompt.keys_as_queries(place)
         chosen.append((found.shape, exchange))
@@ -89,7 +89,9 @@ def ways(heads: tuple[int, int], length: int, exchange: str) -> Chosen:
     same: dict[str, Any] = {"layout": (layout := am.Striped(128)), "key_layout": layout}
     options = call_options(mask=am.Causal(), exchange=exchange, length=length, key_length=length, **same)
     problem = options.problem(mesh, (length, length))
-    found, how = chosen_way(mesh, torch.device("cpu"), torch.float32, (1, *heads, 64, 64), problem, None, exchange)
+    found, how = agreed_mesh_and_exchange(
+        mesh, torch.device("cpu"), torch.float32, (1, *heads, 64, 64), problem, None, exchange
+    )
     return found.shape, how
 
 

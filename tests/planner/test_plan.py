@@ -7,7 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import attnmesh as am
-from attnmesh.comm.topology import cluster_and_tile_of
+from attnmesh.comm.topology import agreed_cluster_and_tile
 from attnmesh.errors import ClusterError, DtypeError, KernelError, MaskError, ShapeError
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.cluster import Cluster
@@ -144,7 +144,7 @@ def meshes_of_plans() -> dict[str, bool]:
     out = am.attention(*shards, mesh=mesh, layout=best.layout, exchange=best.exchange)
     auto = am.attention(*shards, mesh=mesh, layout=best.layout)
     expected = am.shard(am.attention(*whole, mesh=None), mesh, layout=best.layout)
-    found, tile = cluster_and_tile_of(RankMesh.of(mesh), torch.device("cpu"))
+    found, tile = agreed_cluster_and_tile(RankMesh.of(mesh), torch.device("cpu"))
     return {
         "the plan's exchange": torch.allclose(out, expected, atol=FLOAT32_SUMS),
         "auto": torch.allclose(auto, expected, atol=FLOAT32_SUMS),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import attnmesh as am
 from attnmesh.comm.host_linear import HostLinear
-from attnmesh.comm.topology import mailboxes_of_all_ranks
+from attnmesh.comm.topology import agreed_axis_mailboxes
 from attnmesh.errors import StoreError
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.store.manifest import read_manifest
@@ -50,7 +50,7 @@ def _decoding(mesh: Any, _: Path, __: dict[str, Any]) -> Step:
 def _sharing(mesh: Any, _: Path, __: dict[str, Any]) -> Step:
     """Compute layers that the ranks of an axis share; decode where these are on several hosts."""
     axis = max(RankMesh.of(mesh).axes, key=lambda one: one.size)
-    if (boxes := mailboxes_of_all_ranks(axis)) is None:
+    if (boxes := agreed_axis_mailboxes(axis)) is None:
         return _decoding(mesh, _, __)
     noise = torch.Generator().manual_seed(2)
     layers = [(torch.randn(outputs, 64, generator=noise), None) for outputs in (300, 7, 90000)]

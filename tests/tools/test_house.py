@@ -71,6 +71,14 @@ FOUND = {
         },
         "hf.one:2: self.layer.mask.chunks",
     ),
+    "collectives": (
+        house.unnamed_collectives,
+        {
+            "comm.one": "@collective_once\ndef hosts(axis): ...\n@collective_once\ndef agreed_hosts(axis): ...",
+            "comm.two": "def _make_group(axis):\n    'Return a group. Collective at its first call.'",
+        },
+        "comm.one: hosts",
+    ),
     "rooms": (
         house.shadowed_rooms,
         {"__init__": "from attnmesh.decode.call import decode as decode", "decode.call": ""},

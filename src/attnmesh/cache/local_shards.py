@@ -13,7 +13,7 @@ from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.cache.cache_shard import CacheShard, usual_slots
 from attnmesh.cache.window import WindowStart, first_needed
 from attnmesh.comm.p2p import Channel, meta_like
-from attnmesh.comm.topology import dist_all_gather_ints, hosts
+from attnmesh.comm.topology import agreed_hosts, dist_all_gather_ints
 from attnmesh.core.mask import Mask
 from attnmesh.errors import KernelError, LayoutError, ShapeError
 from attnmesh.guard.agreement import is_capturing, may_compare
@@ -44,7 +44,7 @@ class LocalShards:
 
     def __init__(self, axis: Axis, copies: int, make: Callable[[int], CacheShard]) -> None:
         """Make the shards, so that `copies` ranks hold each token."""
-        keepers = keepers_by_rank(hosts(axis), copies) if copies > 1 else {}
+        keepers = keepers_by_rank(agreed_hosts(axis), copies) if copies > 1 else {}
         self.axis = axis
         self.keepers = keepers.get(axis.index, [])
         self.own = make(axis.index)

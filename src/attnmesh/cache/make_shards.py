@@ -15,10 +15,10 @@ from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.local_shards import LocalShards, check_placement
 from attnmesh.cache.ordered_shard import Fail
 from attnmesh.cache.tiered_shard import TieredShard
-from attnmesh.comm.transport import transport_of
+from attnmesh.comm.transport import agreed_transport
 from attnmesh.errors import KernelError, StoreError
 from attnmesh.guard.agreement import Agreement, prepare_merges
-from attnmesh.mesh.axes import Axis, RankMesh, flat_axis
+from attnmesh.mesh.axes import Axis, RankMesh, make_flat_axis
 from attnmesh.runtime.late_bound import LateBound
 from attnmesh.setup.measure_shares import measured_shares
 
@@ -88,9 +88,9 @@ def check_ranks_in_folder(subject: str, copies: int, shares: object) -> None:
 
 def token_axis_of(device_mesh: DeviceMesh | None, mesh: RankMesh, device: torch.device) -> Axis:
     """Return the axis that tokens are sharded over, ready for merges. All ranks call it at once."""
-    token_axis = flat_axis(device_mesh, ("queries", "keys"))
+    token_axis = make_flat_axis(device_mesh, ("queries", "keys"))
     for axis in (token_axis, mesh.heads):
-        transport_of(axis, device)
+        agreed_transport(axis, device)
     if token_axis.size > 1 and device.type == "cpu":
         prepare_merges(token_axis)
     return token_axis

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from attnmesh.comm.machine_constants import this_machine
-from attnmesh.comm.topology import cluster_and_tile_of
+from attnmesh.comm.topology import agreed_cluster_and_tile
 from attnmesh.errors import InputError, MeshError
 from attnmesh.mesh.axes import device_type_of
 from attnmesh.mesh.cluster import Cluster
@@ -102,7 +102,7 @@ def choose_mesh(
 def cluster_here(ranks: int) -> Cluster:
     """Return the cluster of the ranks that torchrun has started, or of so many to be started on this machine."""
     if under_torchrun() and dist.is_initialized():
-        return cluster_and_tile_of(world_mesh(), torch.device(device_type_of(dist.group.WORLD)))[0]
+        return agreed_cluster_and_tile(world_mesh(), torch.device(device_type_of(dist.group.WORLD)))[0]
     return this_machine(ranks, "cuda" if torch.cuda.device_count() >= ranks else "cpu")
 
 

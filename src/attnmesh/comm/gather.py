@@ -5,8 +5,8 @@ from itertools import chain
 
 import torch
 
-from attnmesh.comm.topology import mesh_hosts
-from attnmesh.comm.transport import Transport, transport_of
+from attnmesh.comm.topology import agreed_mesh_hosts
+from attnmesh.comm.transport import Transport, agreed_transport
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.runtime.world import collective_once
 
@@ -14,10 +14,10 @@ from attnmesh.runtime.world import collective_once
 def all_gather_ints(numbers: Sequence[int], mesh: RankMesh) -> list[list[int]]:
     """Return the int64 values of all ranks of a mesh by shard. Inside a host `dist_all_gather_ints` takes longer.
 
-    All ranks make the first call at once.
+    The transports that it needs are made at the first call, with other exchanges than later calls have.
     """
     flat = [*numbers]
-    for transport in _transports(mesh):
+    for transport in _agreed_transports(mesh):
         flat = list(chain.from_iterable(transport.all_gather_ints(flat)))
     return [flat[start : start + len(numbers)] for start in range(0, len(flat), len(numbers))]
 
@@ -31,7 +31,7 @@ def all_gather_texts(text: str, mesh: RankMesh) -> list[str]:
 
 
 @collective_once
-def _transports(mesh: RankMesh) -> list[Transport]:
+def _agreed_transports(mesh: RankMesh) -> list[Transport]:
     """Return the transports along the axes of several ranks, the innermost first."""
-    mesh_hosts(mesh)  # cached now: after a failure the hosts of lost ranks cannot be found
-    return [transport_of(axis, torch.device("cpu")) for axis in reversed(mesh.axes) if axis.size > 1]
+    agreed_mesh_hosts(mesh)  # cached now: after a failure the hosts of lost ranks cannot be found
+    return [agreed_transport(axis, torch.device("cpu")) for axis in reversed(mesh.axes) if axis.size > 1]

@@ -22,7 +22,7 @@ from attnmesh.comm.mailboxes import (
     PeerLostError,
 )
 from attnmesh.comm.mismatch import CallsDifferError
-from attnmesh.comm.topology import mailboxes_of_all_ranks
+from attnmesh.comm.topology import agreed_axis_mailboxes
 from attnmesh.kernels.native.abi import DTYPE_CODES, error_of
 from attnmesh.kernels.native.build import library
 from attnmesh.mesh.axes import Axis
@@ -86,14 +86,14 @@ class LayerBoards:
         return self.taken - count
 
 
-def layer_boards(axis: Axis) -> LayerBoards | None:
-    """Return the boards of an axis, or None if its ranks are not on one host. The first call is collective."""
-    return LayerBoards(axis, None) if axis.size == 1 else _boards_of_ranks(axis)
+def agreed_layer_boards(axis: Axis) -> LayerBoards | None:
+    """Return the boards of an axis, or None if its ranks are not on one host. Collective at its first call."""
+    return LayerBoards(axis, None) if axis.size == 1 else _agreed_boards(axis)
 
 
 @collective_once
-def _boards_of_ranks(axis: Axis) -> LayerBoards | None:
-    mailboxes = mailboxes_of_all_ranks(axis)
+def _agreed_boards(axis: Axis) -> LayerBoards | None:
+    mailboxes = agreed_axis_mailboxes(axis)
     return None if mailboxes is None else LayerBoards(axis, mailboxes)
 
 

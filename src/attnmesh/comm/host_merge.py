@@ -14,7 +14,7 @@ from attnmesh.comm.mailbox_queue import PENDING_MESSAGES, finish_pending_of
 from attnmesh.comm.mailboxes import Mailboxes, PeerLostError
 from attnmesh.comm.message import BlankMessage, MessageForm
 from attnmesh.comm.mismatch import MODULUS, UNEQUAL_CHECKSUM, CallsDifferError
-from attnmesh.comm.topology import mailboxes_of_all_ranks, merge_rounds
+from attnmesh.comm.topology import agreed_axis_mailboxes, agreed_merge_rounds
 from attnmesh.core.partial import Partial
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.merges import Merge, Pattern
@@ -38,7 +38,9 @@ class HostMerge:
         self.checksum, self.lse, self.out = (slice(x.start // number, x.stop // number) for x in form.parts)
         self.padding_numbers = -self.out.start % ALIGN_FLOATS  # unused numbers before a message
         self.numbers = self.padding_numbers + self.out.stop
-        self.rounds = merge_rounds(axis, reproducible=False)[axis.index] if merge.pattern is Pattern.ROUNDS else None
+        self.rounds = (
+            agreed_merge_rounds(axis, reproducible=False)[axis.index] if merge.pattern is Pattern.ROUNDS else None
+        )
 
     def blank_message(self) -> BlankMessage:
         """Return memory for a message. `run` writes its checksum.
@@ -73,12 +75,12 @@ class HostMerge:
 
 
 @cached_per_world(1024)
-def host_merge_for(axis: Axis, shape: tuple[int, ...], merge: Merge) -> HostMerge | None:
+def agreed_host_merge(axis: Axis, shape: tuple[int, ...], merge: Merge) -> HostMerge | None:
     """Return the merge of float32 partials of this shape, or None if one native call cannot do it.
 
-    The first call along an axis is collective.
+    Collective at its first call along an axis.
     """
-    mailboxes = mailboxes_of_all_ranks(axis)
+    mailboxes = agreed_axis_mailboxes(axis)
     form = MessageForm(shape, torch.float32, torch.float32)
     if mailboxes is None or not form.is_native or not merge.is_native:
         return None

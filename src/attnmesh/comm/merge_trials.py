@@ -27,8 +27,8 @@ class TimedTransport(MergeTransport[MessageForm], Protocol):
 
 
 @collective_once
-def fastest_by_time(transport: TimedTransport) -> Merge:
-    """Return the fastest merge of a transport, measured at the first call, alike on all ranks.
+def agreed_fastest_merge(transport: TimedTransport) -> Merge:
+    """Return the fastest merge of a transport, alike on all ranks, by trials. Collective at its first call.
 
     One is chosen for all sizes of messages: a rank that sends poison does not know the size of the others' messages. It
     has the smallest worst-case slowdown over short and long messages. Ranks that do not all share a host time short

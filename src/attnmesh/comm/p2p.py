@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attnmesh.comm.failures import disconnect_and_diagnose
 from attnmesh.comm.mismatch import CallsDifferError
-from attnmesh.comm.transport import transport_of
+from attnmesh.comm.transport import agreed_transport
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.merges import P2PMessage
 from attnmesh.mesh.schedule import GatherStep
@@ -45,7 +45,7 @@ class Channel(NamedTuple):
     def begin_gather(self, tensors: Tensors, step: GatherStep) -> Callable[[], Tensors]:
         """Begin to gather the tokens of a step. The result has the tokens kept and received, in order of position."""
         if not step.send and not step.receive:
-            transport_of(self.axis, self.device)  # all ranks make the first call at once, also those that send nothing
+            agreed_transport(self.axis, self.device)  # collective at its first call: also on ranks that send nothing
             kept = take_tokens(tensors, step.keep)
             return lambda: kept
         parts: dict[int, Tensors] = {}  # tokens for several peers are taken once
@@ -117,7 +117,7 @@ class Channel(NamedTuple):
         behind that message the announcement would wait, and the link would serve one direction at a time.
         """
         axis, device, one_at_a_time = self
-        transport = transport_of(axis, device)
+        transport = agreed_transport(axis, device)
         posts: list[P2PMessage] = []
         queued: list[P2PMessage] = []
         for peer, shapes in receives.items():

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnmesh.comm.topology import dist_all_gather_ints, hosts
+from attnmesh.comm.topology import agreed_hosts, dist_all_gather_ints
 from attnmesh.core.partial import Partial
 from attnmesh.kernels.stacked_merge import supports
 from attnmesh.kernels.triton_runtime import launch, powers_covering
@@ -90,11 +90,11 @@ def memory_size(ranks: int) -> int:
 
 
 @collective_once
-def peer_memory_of(axis: Axis, device: torch.device) -> PeerMemory | None:
+def agreed_peer_memory(axis: Axis, device: torch.device) -> PeerMemory | None:
     """Return the memories of an axis whose ranks share a host, or None on all ranks. All ranks call it at once."""
     if device.type != "cuda" or axis.size == 1:
         return None
-    able = len(hosts(axis)) == 1 and supports(device)
+    able = len(agreed_hosts(axis)) == 1 and supports(device)
     memory = _allocate(memory_size(axis.size), device) if able else None
     if not _on_all_ranks(memory is not None, axis):
         return None

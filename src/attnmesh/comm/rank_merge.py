@@ -8,8 +8,8 @@ from torch import Tensor
 
 from attnmesh.comm.message import MessageForm
 from attnmesh.comm.mismatch import POISON, UNEQUAL_CHECKSUM, CallsDifferError
-from attnmesh.comm.topology import merge_rounds
-from attnmesh.comm.transport import transport_of
+from attnmesh.comm.topology import agreed_merge_rounds
+from attnmesh.comm.transport import agreed_transport
 from attnmesh.core.candidates import best_candidates
 from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.errors import KernelError
@@ -47,8 +47,8 @@ class RequestedMerge(NamedTuple):
 
     def _run_or_raise(self, partial: Partial, checksum: Tensor, message: Tensor | None) -> tuple[Partial, Tensor]:
         """Return what `run` does. Raise if a peer compares its call: by a merge, or as merges are timed first."""
-        merge = self.choose(checksum.device)
-        transport = transport_of(self.axis, checksum.device)
+        merge = self.agreed_merge(checksum.device)
+        transport = agreed_transport(self.axis, checksum.device)
         dtype = sum_dtype(partial.out.dtype)
         form = MessageForm(tuple(partial.out.shape), dtype, self.wire if self.wire and merge.is_packed else dtype)
         # A rank that expects a shorter message cannot receive this one: compare checksums in a short message first.
@@ -91,9 +91,9 @@ class RequestedMerge(NamedTuple):
         return valid.merge_checksums(like.new_full((2,), POISON))
 
     @collective_once
-    def choose(self, device: torch.device) -> Merge:
+    def agreed_merge(self, device: torch.device) -> Merge:
         """Return the record of that name, or that "auto" stands for. Ranks find the fastest for any name."""
-        name, fastest = self.name, transport_of(self.axis, device).fastest()
+        name, fastest = self.name, agreed_transport(self.axis, device).agreed_fastest()
         if self.reproducible and not (name in MERGES and MERGES[name].pattern is Pattern.ROUNDS):
             return first_of(Pattern.ROUNDS)
         if name != "auto":
@@ -114,13 +114,13 @@ def send_heads(partial: Partial, checksum: Tensor, form: MessageForm, axis: Axis
     messages = [form.pack(checksum, Partial(*(x[:, heads] for x in partial))) for heads in heads_by_rank]
     own_heads = heads_by_rank[axis.index]
     form = replace(form, shape=(form.shape[0], own_heads.stop - own_heads.start, *form.shape[2:]))
-    return form.merge(transport_of(axis, checksum.device).all_to_all(messages))
+    return form.merge(agreed_transport(axis, checksum.device).all_to_all(messages))
 
 
 def highest_checksum(checksum: Tensor, axis: Axis) -> Tensor:
     """Return the maximum of the checksums of all ranks of an axis."""
     try:
-        rows = transport_of(axis, checksum.device).all_to_all([checksum.view(torch.uint8)] * axis.size)
+        rows = agreed_transport(axis, checksum.device).all_to_all([checksum.view(torch.uint8)] * axis.size)
     except CallsDifferError:  # a peer compares its call: give up the merge as unequal, and compare too
         return torch.full_like(checksum, UNEQUAL_CHECKSUM)
     return rows.view(checksum.dtype).amax(0)
@@ -140,7 +140,7 @@ def best_across(candidates: Tensor, axis: Axis, *, unique: bool = False) -> Tens
         return best_candidates(both, k, unique=unique).view(torch.uint8).reshape(-1)
 
     message = candidates.contiguous().view(torch.uint8).reshape(-1)
-    merged = transport_of(axis, candidates.device).reduce(
-        message, merge_rounds(axis, reproducible=False)[axis.index], best_of_both
+    merged = agreed_transport(axis, candidates.device).reduce(
+        message, agreed_merge_rounds(axis, reproducible=False)[axis.index], best_of_both
     )
     return merged.view(torch.int64).view(candidates.shape)

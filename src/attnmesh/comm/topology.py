@@ -32,31 +32,31 @@ def dist_all_gather_ints(numbers: Sequence[int], axes: Sequence[Axis]) -> list[l
     for axis in reversed(axes):
         if axis.group is not None:
             tables = [torch.empty_like(table) for _ in range(axis.size)]
-            run_collective(with_cpu_group(axis), "comparing calls", dist.all_gather, tables, table)
+            run_collective(make_cpu_axis(axis), "comparing calls", dist.all_gather, tables, table)
             table = torch.cat(tables)
     rows: list[list[int]] = table.tolist()
     return rows
 
 
 @collective_once
-def with_cpu_group(axis: Axis) -> Axis:
-    """Return the axis with a group that sends what the CPU holds. All ranks make the first call at once.
+def make_cpu_axis(axis: Axis) -> Axis:
+    """Return the axis with a group that sends what the CPU holds. Collective at its first call.
 
     A group of NCCL gets one of gloo beside it: on NCCL a rank that compares alone would hold up the device, without a
     deadline.
     """
     if axis.group is None or "cpu" in backends(axis.group):
         return axis
-    return replace(axis, group=subgroup_of(axis, tuple(range(axis.size)), "gloo"))
+    return replace(axis, group=make_subgroup(axis, tuple(range(axis.size)), "gloo"))
 
 
 @collective_once
-def subgroup_of(axis: Axis, members: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
-    """Return a group of some ranks of an axis, and keep it. All ranks of the axis make the first call at once.
+def make_subgroup(axis: Axis, members: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
+    """Return a group of some ranks of an axis, and keep it. Collective over the whole axis at its first call.
 
-    PyTorch names such a group by its ranks and the number of groups that each of them knows: where one is in more
-    groups than another they would wait under two names, so that those in fewer make groups of their own first. A group
-    that is made after another has gone meets under its name, where ranks find the other's addresses: it is kept.
+    PyTorch names the group by its ranks and by the number of groups that the calling rank is in. A rank in 3 groups and
+    a rank in 2 would wait for each other under two names: the rank in 2 makes a group of its own first. The group is
+    never released. If it were, the next one would get its name, under which ranks would find its old addresses.
     """
     assert axis.group is not None
     group_count = torch.tensor([len(distributed_c10d._world.pg_names)], device=device_type_of(axis.group))
@@ -70,26 +70,26 @@ def subgroup_of(axis: Axis, members: tuple[int, ...], backend: str | None = None
 
 
 @collective_once
-def merge_rounds(axis: Axis, *, reproducible: bool) -> dict[int, list[Round]]:
-    """Return the rounds of an axis' tree by rank. The first call is an all-gather of hosts."""
-    return reduction_rounds([bit_reversed(axis.size)] if reproducible else hosts(axis))
+def agreed_merge_rounds(axis: Axis, *, reproducible: bool) -> dict[int, list[Round]]:
+    """Return the rounds of an axis' tree by rank. Collective at its first call."""
+    return reduction_rounds([bit_reversed(axis.size)] if reproducible else agreed_hosts(axis))
 
 
-def mesh_hosts(mesh: RankMesh) -> list[int]:
-    """Return the host's number of each shard of a mesh. The first call is an all-gather."""
-    return host_numbers(tuple(axis for axis in mesh.axes if axis.size > 1))
+def agreed_mesh_hosts(mesh: RankMesh) -> list[int]:
+    """Return the host's number of each shard of a mesh. Collective at its first call."""
+    return agreed_host_numbers(tuple(axis for axis in mesh.axes if axis.size > 1))
 
 
 @collective_once
-def host_mailboxes(axis: Axis) -> Mailboxes | None:
-    """Return the mailboxes of this rank's host, or None. All ranks of the axis make the first call at once.
+def agreed_host_mailboxes(axis: Axis) -> Mailboxes | None:
+    """Return the mailboxes of this rank's host, or None. Collective at its first call.
 
     The first rank of each host makes the memory. If one rank of a host cannot map it, or has no native library,
     none uses it.
     """
     if axis.size == 1:
         return None
-    members = next(host for host in hosts(axis) if axis.index in host)
+    members = next(host for host in agreed_hosts(axis) if axis.index in host)
     size = mailboxes_size(len(members))
     is_first = axis.index == members[0]
     name = randbits(63)
@@ -114,15 +114,15 @@ def host_mailboxes(axis: Axis) -> Mailboxes | None:
     return mailboxes
 
 
-def mailboxes_of_all_ranks(axis: Axis) -> Mailboxes | None:
-    """Return the mailboxes that connect all ranks of an axis, or None. The first call along an axis is collective."""
-    mailboxes = host_mailboxes(axis)
+def agreed_axis_mailboxes(axis: Axis) -> Mailboxes | None:
+    """Return the mailboxes that connect all ranks of an axis, or None. Collective at its first call."""
+    mailboxes = agreed_host_mailboxes(axis)
     return mailboxes if mailboxes is not None and len(mailboxes.members) == axis.size else None
 
 
 def _timeout(axis: Axis) -> float:
     """Return the timeout of the axis' process group in seconds, of the one that sends what the CPU holds."""
-    group = with_cpu_group(axis).group
+    group = make_cpu_axis(axis).group
     try:
         return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())  # type: ignore[union-attr]
     except (AttributeError, RuntimeError):
@@ -134,15 +134,15 @@ def _inode(file: Path) -> int:
 
 
 @collective_once
-def hosts(axis: Axis) -> list[list[int]]:
-    """Return the ranks of each host. The first call is an all-gather."""
-    numbers = host_numbers((axis,))
+def agreed_hosts(axis: Axis) -> list[list[int]]:
+    """Return the ranks of each host. Collective at its first call."""
+    numbers = agreed_host_numbers((axis,))
     return [[rank for rank, other in enumerate(numbers) if other == host] for host in dict.fromkeys(numbers)]
 
 
 @collective_once  # by axes, which meshes share: where one rank finds them known, all do
-def host_numbers(axes: tuple[Axis, ...]) -> list[int]:
-    """Return the host's number of each shard: a digest of its name and network. The first call is an all-gather."""
+def agreed_host_numbers(axes: tuple[Axis, ...]) -> list[int]:
+    """Return the host's number of each shard: a digest of its name and network. Collective at its first call."""
     name = f"{socket.gethostname()} {_inode(Path('/proc/self/ns/net'))}"
     number = int.from_bytes(blake2b(name.encode(), digest_size=7).digest())
     rank = dist.get_rank() if any(axis.group is not None for axis in axes) else 0
@@ -152,15 +152,15 @@ def host_numbers(axes: tuple[Axis, ...]) -> list[int]:
 
 
 @collective_once
-def cluster_and_tile_of(mesh: RankMesh, device: torch.device) -> tuple[Cluster, Shape]:
+def agreed_cluster_and_tile(mesh: RankMesh, device: torch.device) -> tuple[Cluster, Shape]:
     """Return the cluster that a mesh is on, and the tile of the mesh that one host holds."""
-    return machine_constants.cluster_and_tile(mesh_hosts(mesh), mesh.shape, *_constants(mesh.axes, device))
+    return machine_constants.cluster_and_tile(agreed_mesh_hosts(mesh), mesh.shape, *_constants(mesh.axes, device))
 
 
 @collective_once
-def best_merge(axis: Axis, device: torch.device) -> Merge:
-    """Return the fastest merge of short messages along an axis. All ranks call it at once, the first time."""
-    ranks_by_host = hosts(axis)
+def agreed_best_merge(axis: Axis, device: torch.device) -> Merge:
+    """Return the fastest merge of short messages along an axis. Collective at its first call."""
+    ranks_by_host = agreed_hosts(axis)
     ranks_per_host = len(ranks_by_host[0]) if len({len(host) for host in ranks_by_host}) == 1 else 1
     cluster = machine_constants.cluster_of(axis.size // ranks_per_host, ranks_per_host, *_constants((axis,), device))
     return fastest_merge(MergeGroup(axis.size, ranks_per_host), cluster)

@@ -5,7 +5,7 @@
 `DeviceTransport` GPUs; a merge is one launch where these see each other's memory
 
 A transport posts messages, gathers them, merges partials, and gathers numbers that CPUs hold. Native calls ask one
-thing alone: whether all ranks of an axis share mailboxes (`mailboxes_of_all_ranks`).
+thing alone: whether all ranks of an axis share mailboxes (`agreed_axis_mailboxes`).
 """
 
 import math
@@ -21,10 +21,16 @@ from attnmesh.comm.failures import disconnect_and_diagnose, run_collective, wait
 from attnmesh.comm.host_merge import merge_in_host
 from attnmesh.comm.mailbox_queue import PendingMessage, begin_pending, finish_pending
 from attnmesh.comm.mailboxes import MAX_NUMBERS, MESSAGE_BYTES, Mailboxes, PeerLostError
-from attnmesh.comm.merge_trials import fastest_by_time
+from attnmesh.comm.merge_trials import agreed_fastest_merge
 from attnmesh.comm.message import MessageForm
-from attnmesh.comm.peer_memory import PeerMemory, peer_memory_of
-from attnmesh.comm.topology import best_merge, dist_all_gather_ints, host_mailboxes, hosts, merge_rounds
+from attnmesh.comm.peer_memory import PeerMemory, agreed_peer_memory
+from attnmesh.comm.topology import (
+    agreed_best_merge,
+    agreed_host_mailboxes,
+    agreed_hosts,
+    agreed_merge_rounds,
+    dist_all_gather_ints,
+)
 from attnmesh.core.partial import Partial
 from attnmesh.mesh.axes import Axis, backends
 from attnmesh.mesh.merges import CheckedPartial, Merge, P2PMessage, Pattern, Wait
@@ -48,7 +54,7 @@ class Transport:
     def __init__(self, axis: Axis, device: torch.device) -> None:
         self.axis, self.device = axis, device
         if axis.size > 1:
-            hosts(axis)  # exchanged now rather than in the first merge
+            agreed_hosts(axis)  # found now rather than in the first merge
 
     def post(self, posts: Sequence[P2PMessage], activity: str, *, is_fixed_size: bool = False) -> list[Wait]:
         """Post messages all at once. Return their waits, which have a deadline; one wait for all with NCCL.
@@ -85,7 +91,7 @@ class Transport:
 
     def tree(self, message: Tensor, form: MessageForm, reproducible: bool, rounds_done: int = 0) -> CheckedPartial:
         """Merge messages in each round after the first `rounds_done`. Which comes first makes no difference."""
-        own_rounds = merge_rounds(self.axis, reproducible=reproducible)[self.axis.index]
+        own_rounds = agreed_merge_rounds(self.axis, reproducible=reproducible)[self.axis.index]
         return form.unpack(self.reduce(message, own_rounds[rounds_done:], form.merge_to_message))
 
     def all_reduce(self, message: Tensor, form: MessageForm) -> CheckedPartial:
@@ -111,9 +117,9 @@ class Transport:
         """Return whether one call merges all heads directly, sooner than each rank its own."""
         return False
 
-    def fastest(self) -> Merge:
-        """Return the fastest merge, alike on all ranks. All ranks call it at once, the first time."""
-        return fastest_by_time(self)
+    def agreed_fastest(self) -> Merge:
+        """Return the fastest merge, alike on all ranks. Collective at its first call."""
+        return agreed_fastest_merge(self)
 
     def sends_in_turn(self, peer: int, message: Tensor) -> bool:
         """Return whether messages to several ranks go sooner one after the other.
@@ -226,7 +232,7 @@ class HostTransport(Transport):
     def tree(self, message: Tensor, form: MessageForm, reproducible: bool, rounds_done: int = 0) -> CheckedPartial:
         """Merge messages by the rounds inside the host, which come first, in one native call."""
         if form.is_native and not reproducible:
-            own_rounds = merge_rounds(self.axis, reproducible=reproducible)[self.axis.index]
+            own_rounds = agreed_merge_rounds(self.axis, reproducible=reproducible)[self.axis.index]
             rounds_done = next(
                 (i for i, own_round in enumerate(own_rounds) if not self.mailboxes.holds(own_round)), len(own_rounds)
             )
@@ -263,9 +269,9 @@ class DeviceTransport(Transport):
                 axis, "connecting", dist.all_gather, [torch.empty_like(number) for _ in range(axis.size)], number
             )
 
-    def fastest(self) -> Merge:
+    def agreed_fastest(self) -> Merge:
         """Return the fastest merge by the constants of the ranks' machines."""
-        return best_merge(self.axis, self.device)
+        return agreed_best_merge(self.axis, self.device)
 
     def sends_in_turn(self, peer: int, message: Tensor) -> bool:
         """Return False: messages are posted at once."""
@@ -276,15 +282,15 @@ class DeviceTransport(Transport):
         return len(message)
 
     @cached_property
-    def memory(self) -> PeerMemory | None:
-        """The memory that all GPUs write to, if there is one. All ranks ask for it at once, the first time."""
-        return peer_memory_of(self.axis, self.device)
+    def agreed_memory(self) -> PeerMemory | None:
+        """The memory that all GPUs write to, if there is one. Collective at its first call."""
+        return agreed_peer_memory(self.axis, self.device)
 
     def memory_for(self, form: MessageForm) -> PeerMemory | None:
         """Return the memory if it takes such messages, with `out` in float32."""
-        if form.lse_dtype != torch.float32 or self.memory is None:
+        if form.lse_dtype != torch.float32 or self.agreed_memory is None:
             return None
-        return self.memory if _wide(form).size <= self.memory.longest else None
+        return self.agreed_memory if _wide(form).size <= self.agreed_memory.longest else None
 
     def form_of(self, form: MessageForm, merge: Merge) -> MessageForm:
         """Return the form of symmetric memory, if that takes the message."""
@@ -306,9 +312,9 @@ def _wide(form: MessageForm) -> MessageForm:
 
 
 @collective_once
-def transport_of(axis: Axis, device: torch.device) -> Transport:
-    """Return the transport of an axis for tensors of a device. All ranks of the axis make the first call at once."""
+def agreed_transport(axis: Axis, device: torch.device) -> Transport:
+    """Return the transport of an axis for tensors of a device. Collective at its first call."""
     if device.type != "cpu":
         return DeviceTransport(axis, device)
-    mailboxes = host_mailboxes(axis)
+    mailboxes = agreed_host_mailboxes(axis)
     return Transport(axis, device) if mailboxes is None else HostTransport(axis, device, mailboxes)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.cache.call_checks import needs_cpu
-from attnmesh.comm.host_merge import HostMerge, host_merge_for
+from attnmesh.comm.host_merge import HostMerge, agreed_host_merge
 from attnmesh.comm.message import NO_MESSAGE, BlankMessage, blank_message
 from attnmesh.comm.mismatch import call_checksum, call_number
 from attnmesh.comm.rank_merge import RequestedMerge
@@ -196,7 +196,7 @@ def _host_merge_of(q: Tensor, step: CheckedStep) -> HostMerge | None:
     may_merge_natively = axis.size > 1 and step.head_axis.size == 1 and q.device.type == "cpu" and not step.reproducible
     if not may_merge_natively or sum_dtype(q.dtype) != torch.float32:
         return None
-    return host_merge_for(axis, (*q.shape[:-1], step.value_dim), step.rank_merge.choose(q.device))
+    return agreed_host_merge(axis, (*q.shape[:-1], step.value_dim), step.rank_merge.agreed_merge(q.device))
 
 
 def _blank_in_place(q: Tensor, step: CheckedStep) -> Callable[[], BlankMessage] | None:

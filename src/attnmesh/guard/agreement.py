@@ -21,8 +21,8 @@ from torch import Tensor
 
 from attnmesh.comm.comparison import announce_comparison, drop_unreceived
 from attnmesh.comm.gather import all_gather_ints, all_gather_texts
-from attnmesh.comm.topology import mailboxes_of_all_ranks
-from attnmesh.comm.transport import transport_of
+from attnmesh.comm.topology import agreed_axis_mailboxes
+from attnmesh.comm.transport import agreed_transport
 from attnmesh.errors import InputError, MeshError, RankFailure, UnforeseenError
 from attnmesh.guard.call_text import describe_call, describe_error, hash_of_call, shared_error
 from attnmesh.mesh.agreement_numbers import PAYLOAD_SIZE
@@ -179,7 +179,7 @@ class ComparedCalls:
         any others, or checked=False   this rank: they would wait for its message, and not for its comparison
         """
         tells = self.device.type == "cpu" and not self.is_alone and self.checked is not False
-        share_host = tells and all(mailboxes_of_all_ranks(axis) is not None for axis in self.mesh.axes if axis.size > 1)
+        share_host = tells and all(agreed_axis_mailboxes(axis) is not None for axis in self.mesh.axes if axis.size > 1)
         Agreement(self.mesh, name, is_compared=share_host).raise_on_all(error)
 
     def agreement(self, name: str, fields: Fields = dict, *, always: bool = False) -> Agreement:
@@ -195,7 +195,7 @@ def prepare_merges(axis: Axis) -> None:
     They compare this first: else its exchanges could meet those of another call.
     """
     Agreement(mesh_of_axis(axis), "the first merge along an axis").compare()
-    transport_of(axis, torch.device("cpu")).fastest()
+    agreed_transport(axis, torch.device("cpu")).agreed_fastest()
 
 
 def _mark(error: Exception) -> Exception:

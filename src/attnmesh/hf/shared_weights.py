@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
-from attnmesh.comm.host_linear import MAX_SHARED_ROWS, HostLinear, LayerBoards, Weights, layer_boards, memory_of
+from attnmesh.comm.host_linear import MAX_SHARED_ROWS, HostLinear, LayerBoards, Weights, agreed_layer_boards, memory_of
 from attnmesh.comm.mismatch import CallsDifferError
 from attnmesh.errors import InputError, KernelError, MeshError, ModelError, RankFailure
 from attnmesh.guard.agreement import Agreement
@@ -78,7 +78,7 @@ def share_weights(model: Any, mesh: DeviceMesh | None) -> Any:
     with Agreement(axes, SUBJECT, lambda: {"layers": _describe_layers(layers), "experts": _sizes(experts)}):
         _check(inner)
     axis = max(axes.axes, key=lambda mesh_axis: mesh_axis.size)
-    boards = layer_boards(axis)
+    boards = agreed_layer_boards(axis)
     with Agreement(axes, SUBJECT):
         given, fix = f"{axis.size} that share none", "use hf.tensor_parallel, or leave share_weights out"
         if boards is None:

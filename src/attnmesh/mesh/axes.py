@@ -204,11 +204,11 @@ def axis_along(device_mesh: DeviceMesh, name: str, dim: int) -> Axis:
     return Axis(size, device_mesh.get_local_rank(dim), device_mesh.get_group(dim), name) if size > 1 else Axis()
 
 
-def flat_axis(device_mesh: DeviceMesh | None, names: Sequence[str]) -> Axis:
+def make_flat_axis(device_mesh: DeviceMesh | None, names: Sequence[str]) -> Axis:
     """Return several axes of a mesh as one: the ranks that share an index along all other axes.
 
-    The group of two axes is made at the first call, in which every rank of the world takes part. PyTorch could make it
-    among its own ranks, but would name it by the number of groups that each of them knows, which may differ.
+    Collective over all ranks of the world at its first call, which makes the group of two axes. PyTorch could make it
+    among the group's own ranks, but would name it by the number of groups that each of them knows, which may differ.
     """
     if device_mesh is None:
         return Axis()

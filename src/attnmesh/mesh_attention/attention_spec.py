@@ -10,7 +10,7 @@ from attnmesh.core.mask import check_mask
 from attnmesh.core.scaling import Scaling
 from attnmesh.errors import MaskError, ShapeError
 from attnmesh.guard.argument_checks import with_transpose_hint
-from attnmesh.mesh.axes import Axis, RankMesh, flat_axis
+from attnmesh.mesh.axes import Axis, RankMesh, make_flat_axis
 from attnmesh.mesh.schedule import Problem
 from attnmesh.mesh.shapes import AXES
 from attnmesh.mesh_attention.attention_arguments import AttentionOptions, QueryKeyCounts, TensorFacts
@@ -91,7 +91,7 @@ def make_spec(
         raise with_transpose_hint(error, (q_heads, tokens[0]), (k_heads, tokens[1]), hint_first=True) from None
     exchange = "bulk" if index_block and options.exchange == "auto" else options.exchange
     if index_block and mesh.ranks > 1:
-        mesh, shard_of_rank = _flatten_to_one_axis(mesh)
+        mesh, shard_of_rank = _make_flat_mesh(mesh)
         problem = replace(problem, shape=mesh.shape, shard_of_rank=shard_of_rank)
     return AttentionSpec(mesh, problem, exchange, options.kernel, options.scaling(dim), index_block)
 
@@ -101,10 +101,10 @@ cached_spec = cached_per_world(2048)(make_spec)
 
 
 @collective_once
-def _flatten_to_one_axis(mesh: RankMesh) -> tuple[RankMesh, tuple[int, ...]]:
-    """Return a mesh of all ranks along one axis, and the shard of each. All ranks make the first call at once."""
+def _make_flat_mesh(mesh: RankMesh) -> tuple[RankMesh, tuple[int, ...]]:
+    """Return a mesh of all ranks along one axis, and the shard of each. Collective at its first call."""
     long = [axis for axis in mesh.axes if axis.size > 1]
-    axis = long[0] if len(long) == 1 else flat_axis(mesh.device_mesh, AXES)
+    axis = long[0] if len(long) == 1 else make_flat_axis(mesh.device_mesh, AXES)
     indices = [index for (index,) in all_gather_ints([axis.index], mesh)]  # one for each shard
     return RankMesh(Axis(), axis, Axis()), tuple(sorted(range(len(indices)), key=indices.__getitem__))
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from attnmesh.comm.topology import cluster_and_tile_of
+from attnmesh.comm.topology import agreed_cluster_and_tile
 from attnmesh.core.layout import Contiguous, Layout, Packed, Split
 from attnmesh.core.mask import Mask
 from attnmesh.errors import LayoutError
@@ -29,7 +29,7 @@ def chosen_layout(layout: Layout | str, mask: Mask, mesh: RankMesh) -> Layout:
     if torch.compiler.is_compiling():
         expected, fix = "a layout of documents in a compiled model", "pass layout=am.Packed(documents, shape)"
         raise LayoutError("layout", expected, '"auto"', fix)
-    return price("auto", mask, sum(mask.documents), mesh, HEADS).layout
+    return agreed_price("auto", mask, sum(mask.documents), mesh, HEADS).layout
 
 
 def check_auto(subject: str, layout: Layout | str | None, mask: Mask | None, ranks: int) -> None:
@@ -53,9 +53,9 @@ class Price(NamedTuple):
 
 
 @cached_per_world(1024)
-def price(layout: Layout | str, mask: Mask, length: int, mesh: RankMesh, heads: tuple[int, int, int]) -> Price:
-    """Return the price of a layout on a mesh, or for "auto" that of the best. Ranks call it together the first time."""
-    cluster, tile = cluster_and_tile_of(mesh, torch.device(mesh.device_type))
+def agreed_price(layout: Layout | str, mask: Mask, length: int, mesh: RankMesh, heads: tuple[int, int, int]) -> Price:
+    """Return the price of a layout on a mesh, or for "auto" that of the best. Collective at its first call."""
+    cluster, tile = agreed_cluster_and_tile(mesh, torch.device(mesh.device_type))
     q_heads, kv_heads, width = heads
     kv_heads = math.lcm(kv_heads, mesh.shape.heads)
     q_heads = math.lcm(q_heads, kv_heads)
@@ -72,7 +72,7 @@ def price(layout: Layout | str, mask: Mask, length: int, mesh: RankMesh, heads: 
 
 
 @cached_per_world(1024)
-def chosen_mode(
+def agreed_mode(
     mesh: RankMesh,
     device: torch.device,
     dtype: torch.dtype,
@@ -83,7 +83,7 @@ def chosen_mode(
     """Return the exchange that takes least. It depends on values that are equal on all ranks."""
     if 0 in (problem.length, problem.key_length, *sizes):
         return EXCHANGE_MODES["bulk"]
-    cluster, tile = cluster_and_tile_of(mesh, device)
+    cluster, tile = agreed_cluster_and_tile(mesh, device)
     layout, work = cost_inputs(dtype, sizes, problem, latent_widths, backward=latent_widths is None)
     ways = [Way(problem.shape, tile, layout, name) for name in EXCHANGE_MODES]
     return EXCHANGE_MODES[fastest_way(ways, work, cluster).exchange_or_merge]

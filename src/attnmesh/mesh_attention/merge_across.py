@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm.host_merge import HostMerge, host_merge_for
+from attnmesh.comm.host_merge import HostMerge, agreed_host_merge
 from attnmesh.comm.mismatch import checksum_of, question_like
 from attnmesh.comm.rank_merge import RequestedMerge
 from attnmesh.core.partial import Partial, sum_dtype
@@ -76,7 +76,7 @@ def merge_across(
     axis = axis_of(group, "merge_across")
     if (
         is_plain(partial, how, output, wire, base, checked)
-        and (merge_and_text := host_merge_and_text(axis, partial[0].shape, how, output)) is not None
+        and (merge_and_text := agreed_host_merge_and_text(axis, partial[0].shape, how, output)) is not None
     ):
         return merge_as_one_call(Partial(*partial), *merge_and_text, output, is_compared=checked is not False)
     merge = RequestedMerge(axis, how, output, wire)
@@ -97,18 +97,18 @@ def merge_across(
 
 
 @cached_per_world(1024)
-def host_merge_and_text(
+def agreed_host_merge_and_text(
     axis: Axis, shape: tuple[int, ...], merge_name: str, output: str
 ) -> tuple[HostMerge, str] | None:
     """Return the native merge of partials of this shape, and the text that ranks compare; None if there is none.
 
-    The first call along an axis is collective. Along an axis of GPUs there is none: ranks may wait in a merge of these.
+    Collective at its first call along an axis. For an axis of GPUs it returns None: ranks may wait in a merge there.
     """
     if axis.size == 1 or merge_name not in ("auto", *MERGES) or _merges_on_gpus(axis):
         return None
     prepare_merges(axis)
     merge = RequestedMerge(axis, merge_name, output)
-    host_merge = host_merge_for(axis, tuple(shape), merge.choose(torch.device("cpu")))
+    host_merge = agreed_host_merge(axis, tuple(shape), merge.agreed_merge(torch.device("cpu")))
     return None if host_merge is None else (host_merge, describe_merge(shape, torch.float32, merge))
 
 

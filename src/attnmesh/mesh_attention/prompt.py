@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm.topology import cluster_and_tile_of
+from attnmesh.comm.topology import agreed_cluster_and_tile
 from attnmesh.core.partial import Partial
 from attnmesh.mesh.axes import Axis, RankMesh
 from attnmesh.mesh.exchange_cost import fastest_way
@@ -40,13 +40,13 @@ def attend_prompt(
         sizes = q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3]
         problem = options.problem(mesh, arguments.tokens)
         widths = None if latents is None else latents.widths
-        mesh, exchange = chosen_way(mesh, q.device, q.dtype, sizes, problem, widths, options.exchange)
+        mesh, exchange = agreed_mesh_and_exchange(mesh, q.device, q.dtype, sizes, problem, widths, options.exchange)
         arguments = arguments._replace(options=options._replace(exchange=exchange))
     return attend_shards(arguments, mesh, checked, latents, other_partial)
 
 
 @cached_per_world(1024)
-def chosen_way(
+def agreed_mesh_and_exchange(
     mesh: RankMesh,
     device: torch.device,
     dtype: torch.dtype,
@@ -57,11 +57,11 @@ def chosen_way(
 ) -> tuple[RankMesh, str]:
     """Return the mesh and the exchange that take least: this mesh or `keys_as_queries` of it, a given exchange or any.
 
-    The choice depends on values that are equal on all ranks, which make the first call at once.
+    Collective at its first call. The choice depends on values that are equal on all ranks.
     """
     if 0 in (problem.length, *sizes):
         return mesh, exchange
-    cluster, tile = cluster_and_tile_of(mesh, device)
+    cluster, tile = agreed_cluster_and_tile(mesh, device)
     layout, work = cost_inputs(dtype, sizes, problem, latent_widths, backward=False)
     names = EXCHANGE_MODES if exchange == "auto" else (exchange,)
     shapes = (mesh.shape, tile), (_shape_with_keys_as_queries(mesh.shape), _shape_with_keys_as_queries(tile))

@@ -24,7 +24,7 @@ from attnmesh.mesh.schedule import (
     schedule,
 )
 from attnmesh.mesh_attention.attention_spec import AttentionSpec
-from attnmesh.mesh_attention.auto_choices import chosen_mode
+from attnmesh.mesh_attention.auto_choices import agreed_mode
 from attnmesh.mesh_attention.head_swap import HeadAllToAll, HeadTensors
 from attnmesh.mesh_attention.latents import LatentWidths, Projection
 from attnmesh.runtime.memo import Memo, on_device
@@ -119,7 +119,7 @@ def _new_task(
     kv_heads = q_heads * k.shape[1] // q.shape[1]
     sizes = q.shape[0], q_heads, kv_heads, q.shape[3], v.shape[3]  # all but tokens, of which a rank may have 0
     if spec.exchange == "auto":
-        mode = chosen_mode(mesh, q.device, q.dtype, sizes, problem, latent_widths)
+        mode = agreed_mode(mesh, q.device, q.dtype, sizes, problem, latent_widths)
     else:
         mode = EXCHANGE_MODES[spec.exchange]
     own_schedule = schedule(problem, mesh.queries.index, mesh.keys.index, mode.ring)

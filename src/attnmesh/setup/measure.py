@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.errors import ClusterError
 from attnmesh.guard.agreement import Agreement
 from attnmesh.guard.argument_checks import check_dtype
-from attnmesh.mesh.axes import RankMesh, device_of, flat_axis
+from attnmesh.mesh.axes import RankMesh, device_of, make_flat_axis
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.shapes import AXES
 from attnmesh.setup.measure_device import measure_device
@@ -26,7 +26,7 @@ def measure(mesh: DeviceMesh | None, dtype: torch.dtype | None = None) -> Cluste
     device = device_of(mesh)
     with Agreement(axes, "Cluster.measure", {"dtype": dtype}):
         check_dtype("Cluster.measure dtype", dtype, "pass the dtype of q, k and v, or leave it out")
-    axis = flat_axis(mesh, AXES)
+    axis = make_flat_axis(mesh, AXES)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     world = MeasuredRanks.of(axis, device)

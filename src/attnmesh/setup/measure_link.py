@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from attnmesh.comm.rank_merge import RequestedMerge
-from attnmesh.comm.topology import dist_all_gather_ints, host_mailboxes, subgroup_of
+from attnmesh.comm.topology import agreed_host_mailboxes, dist_all_gather_ints, make_subgroup
 from attnmesh.core.partial import Partial
 from attnmesh.guard.agreement import prepare_merges
 from attnmesh.mesh.rates import NO_LINK, Link
@@ -84,7 +84,7 @@ def _step(world: MeasuredRanks, lines: list[list[int]], first_step: float) -> fl
     """Return the seconds of each step of a collective, whose first step takes at least as long as a message."""
     mine = next(line for line in lines if world.axis.index in line)
     number = torch.zeros(1, 4, dtype=torch.int64, device=world.device)
-    group = subgroup_of(world.axis, tuple(mine))
+    group = make_subgroup(world.axis, tuple(mine))
     numbers = [torch.empty_like(number) for _ in mine]
     took = world.short(lambda: dist.all_gather(numbers, number, group=group))
     further = (took - first_step) / max(1, len(mine) - 2)
@@ -106,7 +106,7 @@ def _send_round(world: MeasuredRanks, line: Sequence[int], size: int, peers: int
 
 def _send_round_in_host(world: MeasuredRanks, line: Sequence[int]) -> None:
     """Send and receive a short message inside a host, as a merge does."""
-    mailboxes = host_mailboxes(world.axis) if world.device.type == "cpu" else None
+    mailboxes = agreed_host_mailboxes(world.axis) if world.device.type == "cpu" else None
     message = torch.empty(MERGE_BYTES, dtype=torch.uint8, device=world.device)
     if mailboxes is None or len(line) < 2:
         _send_round(world, line, MERGE_BYTES)

@@ -6,7 +6,7 @@ from zlib import crc32
 
 import torch
 
-from attnmesh.comm.topology import dist_all_gather_ints, mesh_hosts
+from attnmesh.comm.topology import agreed_mesh_hosts, dist_all_gather_ints
 from attnmesh.core.mask import FULL
 from attnmesh.core.scaling import Scaling
 from attnmesh.kernels.prepared_local import PreparedLocal
@@ -74,7 +74,7 @@ def free_of_ranks(mesh: RankMesh, device: torch.device, free: int | None = None)
     `free` are those of this rank's device; they are asked by default.
     """
     rows = dist_all_gather_ints([_device_number(device), free_memory(device) if free is None else free], mesh.axes)
-    near = [*zip(mesh_hosts(mesh), (row[0] for row in rows), strict=True)]
+    near = [*zip(agreed_mesh_hosts(mesh), (row[0] for row in rows), strict=True)]
     return [row[1] // near.count(at) for row, at in zip(rows, near, strict=True)]
 
 

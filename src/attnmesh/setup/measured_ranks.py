@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from attnmesh.comm.topology import dist_all_gather_ints, hosts
+from attnmesh.comm.topology import agreed_hosts, dist_all_gather_ints
 from attnmesh.mesh.axes import Axis
 
 ROUNDS = 5
@@ -30,7 +30,7 @@ class MeasuredRanks:
     @staticmethod
     def of(axis: Axis, device: torch.device) -> "MeasuredRanks":
         """Return the ranks of an axis. All of them call it at once."""
-        host_ranks = hosts(axis) if axis.size > 1 else [[0]]
+        host_ranks = agreed_hosts(axis) if axis.size > 1 else [[0]]
         return MeasuredRanks(axis, device, tuple(map(tuple, host_ranks)))
 
     @property

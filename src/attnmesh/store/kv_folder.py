@@ -17,7 +17,7 @@ from torch import Tensor
 from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.cache.local_shards import LocalShards
 from attnmesh.cache.ordered_shard import Fail
-from attnmesh.comm.topology import hosts
+from attnmesh.comm.topology import agreed_hosts
 from attnmesh.errors import StoreError
 from attnmesh.guard.agreement import Agreement
 from attnmesh.mesh.axes import Axis, RankMesh
@@ -58,7 +58,9 @@ class KVFolder:
                 agreement.compare({"of": self.manifest.name, "grows": self.manifest.growing})
         self.ids = TokenIds(self.save_path)
         self.journals.append(self.ids.journal)
-        own_hosts = [host for host in hosts(token_axis) if token_axis.index in host] if token_axis.size > 1 else [[0]]
+        own_hosts = (
+            [host for host in agreed_hosts(token_axis) if token_axis.index in host] if token_axis.size > 1 else [[0]]
+        )
         ranks_here = len(own_hosts[0]) * mesh.heads.size
         self.spare_bytes = min(host_memory() // 2, free_memory(torch.device("cpu"))) // ranks_here
         """Bytes of pieces that may stay in memory once they are read."""

@@ -23,7 +23,7 @@ from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.errors import DtypeError, KernelError, MeshError, ShapeError
 from attnmesh.guard.agreement import Agreement
 from attnmesh.guard.argument_checks import check_unknown_options
-from attnmesh.mesh.axes import Axis, RankMesh, flat_axis, intersect
+from attnmesh.mesh.axes import Axis, RankMesh, intersect, make_flat_axis
 from attnmesh.mesh.shapes import AXES
 from attnmesh.store.checkpoint import make_alike
 
@@ -113,7 +113,7 @@ class _Moves:
     ) -> None:
         self.old, self.new, self.length, self.sources, self.firsts = old, new, length, sources, firsts
         self.mesh, token_axis = new[0].mesh, new[0].token_axis
-        self.axis = flat_axis(new[0].device_mesh, AXES)
+        self.axis = make_flat_axis(new[0].device_mesh, AXES)
         indices = [self.axis.index, self.mesh.heads.index, token_axis.index]
         # Indices of each rank in the flat axis, heads and tokens.
         self.ranks = dist_all_gather_ints(indices, self.mesh.axes)

@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 from attnmesh.core.layout import Contiguous, Layout, Split, Zigzag
 from attnmesh.core.mask import FAR, Full, Mask
 from attnmesh.errors import KernelError, LayoutError, ShapeError
-from attnmesh.mesh.axes import Axis, RankMesh, attention_dims, flat_axis
+from attnmesh.mesh.axes import Axis, RankMesh, attention_dims, make_flat_axis
 from attnmesh.mesh.shapes import AXES
 from attnmesh.recurrent.halo import halo_of_parts
 from attnmesh.recurrent.head_exchange import heads_to_tokens, tokens_to_heads
@@ -262,7 +262,7 @@ def _chains(layout: Layout, length: int, mesh: DeviceMesh | None) -> list[tuple[
 @cached_per_world(64)
 def _chain_axis(mesh: DeviceMesh | None) -> tuple[Axis, list[int]]:
     """Return all ranks of a mesh as one axis, and the rank of each shard in it."""
-    axis = flat_axis(mesh, AXES)
+    axis = make_flat_axis(mesh, AXES)
     if axis.size == 1 or mesh is None:
         return axis, [0]
     shape = RankMesh.of(mesh).shape

@@ -11,7 +11,7 @@ from attnmesh.hf.models import indexed_layer_indices, is_recurrent, key_heads
 from attnmesh.hf.training.batch import AgreedBatch
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import Shape, check_heads_axis, mesh_shapes
-from attnmesh.mesh_attention.auto_choices import chosen_layout, price
+from attnmesh.mesh_attention.auto_choices import agreed_price, chosen_layout
 from attnmesh.setup.init_mesh import split_mesh
 
 Heads = tuple[int, int, int]
@@ -65,7 +65,7 @@ class MeshShapes:
             return self.mesh, chosen_layout(layout, mask, RankMesh.of(self.mesh))
         heads = _heads(config)
         meshes = self.meshes[heads]
-        prices = [price(layout, mask, length, RankMesh.of(mesh), heads) for mesh in meshes]
+        prices = [agreed_price(layout, mask, length, RankMesh.of(mesh), heads) for mesh in meshes]
         best = min(range(len(prices)), key=lambda index: prices[index].seconds)
         return meshes[best], prices[best].layout
 
