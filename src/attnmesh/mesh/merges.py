@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from torch import Tensor
 
 from attnmesh.core.partial import Partial
+from attnmesh.errors import check_choice
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.merge_cost import (
@@ -158,6 +159,13 @@ MERGES = {
     )
 }
 """All merges by name."""
+
+
+def check_merge(subject: str, merge_name: str, output: str) -> None:
+    """Raise unless `merge_name` names a merge and `output` an output."""
+    option = "how" if subject == "merge_across" else "merge"
+    check_choice(f"{subject} {option}", merge_name, ("auto", *MERGES), 'use "auto"')
+    check_choice(f"{subject} output", output, OUTPUTS, 'use "replicated"')
 
 
 def is_collective(name: object) -> bool:

@@ -10,10 +10,10 @@ from attnmesh.comm.topology import cluster_and_tile_of
 from attnmesh.core.layout import Contiguous, Layout, Packed, Split
 from attnmesh.core.mask import Mask
 from attnmesh.errors import LayoutError
-from attnmesh.guard.shard_marks import unpriced_layout
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.exchange_cost import LayerWork, attention_seconds, balanced_layouts, fastest_way
 from attnmesh.mesh.schedule import EXCHANGE_MODES, ExchangeMode, Problem
+from attnmesh.mesh.shard_marks import unpriced_layout
 from attnmesh.mesh.way import Way
 from attnmesh.mesh_attention.latents import LatentWidths
 from attnmesh.runtime.world import cached_per_world

@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from attnmesh.checks.argument_checks import check_dtype
 from attnmesh.errors import ClusterError
 from attnmesh.guard.agreement import Agreement
-from attnmesh.guard.argument_checks import check_dtype
 from attnmesh.mesh.axes import RankMesh, device_of, flat_axis
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.shapes import AXES
