@@ -12,6 +12,7 @@ PURPOSES = {
     "core": "the mathematics, on tensors; no rank",
     "runtime": "what one process owns",
     "mesh": "which rank holds and computes what, as values; nothing is sent",
+    "cost": "the prices by which a run itself chooses, as values",
     "checks": "what one rank checks of its own arguments; nothing is sent",
     "kernels": "one device",
     "comm": "everything that crosses ranks",

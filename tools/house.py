@@ -29,7 +29,7 @@ PUBLIC = {
 PROGRAMS = "kernels.programs."
 """Files of Triton programs, whose functions take as many parameters and lines as one launch does."""
 ENGINE = (
-    *("core", "runtime", "checks", "mesh", "kernels", "comm", "guard"),
+    *("core", "runtime", "checks", "mesh", "cost", "kernels", "comm", "guard"),
     *("setup", "mesh_attention", "cache", "decoding"),
 )
 """Rooms that need no prices before a run."""

@@ -12,12 +12,12 @@ from attnmesh.core.layout import Zigzag as Zigzag
 from attnmesh.core.mask import *
 from attnmesh.core.partial import Partial as Partial
 from attnmesh.core.selection import Selection as Selection
+from attnmesh.cost.cluster import Cluster as Cluster
 from attnmesh.decoding.decode_call import decode as decode
 from attnmesh.decoding.rows import decode_rows as decode_rows
 from attnmesh.kernels.local import attend as attend
 from attnmesh.kernels.partials import energy as energy
 from attnmesh.kernels.partials import merge as merge
-from attnmesh.mesh.cluster import Cluster as Cluster
 from attnmesh.mesh.shapes import Shape as Shape
 from attnmesh.mesh.shapes import mesh_shape as mesh_shape
 from attnmesh.mesh_attention.attention import attention as attention

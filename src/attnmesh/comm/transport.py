@@ -22,12 +22,12 @@ from attnmesh.comm.host_merge import merge_in_host
 from attnmesh.comm.mailbox_queue import PendingMessage, begin_pending, finish_pending
 from attnmesh.comm.mailboxes import MAX_NUMBERS, MESSAGE_BYTES, Mailboxes, PeerLostError
 from attnmesh.comm.merge_trials import fastest_by_time
+from attnmesh.comm.merges import CheckedPartial, Merge, P2PMessage, Pattern, Wait
 from attnmesh.comm.message import MessageForm
 from attnmesh.comm.peer_memory import PeerMemory, peer_memory_of
 from attnmesh.comm.topology import best_merge, dist_all_gather_ints, host_mailboxes, hosts, merge_rounds
 from attnmesh.core.partial import Partial
 from attnmesh.mesh.axes import Axis, backends
-from attnmesh.mesh.merges import CheckedPartial, Merge, P2PMessage, Pattern, Wait
 from attnmesh.mesh.reduction_tree import Round
 from attnmesh.runtime.counters import count_messages
 from attnmesh.runtime.world import collective_once

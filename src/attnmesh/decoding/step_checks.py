@@ -19,6 +19,7 @@ from attnmesh.checks.argument_checks import (
     check_unknown_options,
     transpose_hint_first,
 )
+from attnmesh.comm.merges import MERGES, Pattern, check_merge
 from attnmesh.core.mask import check_mask
 from attnmesh.core.partial import sum_dtype
 from attnmesh.core.scaling import Scaling, with_distance_bias
@@ -37,7 +38,6 @@ from attnmesh.kernels.cache_view import CacheView
 from attnmesh.kernels.choice import choose
 from attnmesh.kernels.kernel import KernelRequest
 from attnmesh.kernels.triton_runtime import interpreted
-from attnmesh.mesh.merges import MERGES, Pattern, check_merge
 
 
 def checked_call(

@@ -16,6 +16,7 @@ from attnmesh.checks.argument_checks import (
     check_tensor,
 )
 from attnmesh.comm.host_merge import HostMerge, host_merge_for
+from attnmesh.comm.merges import MERGES, OUTPUTS, check_merge
 from attnmesh.comm.mismatch import checksum_of, question_like
 from attnmesh.comm.rank_merge import RequestedMerge
 from attnmesh.core.partial import Partial, sum_dtype
@@ -25,7 +26,6 @@ from attnmesh.guard.call_text import describe_call, hash_of_call
 from attnmesh.guard.merge_agreement import MergeAgreement, MergeDescription
 from attnmesh.kernels.traced import are_plain
 from attnmesh.mesh.axes import Axis, axis_of, device_type_of, group_named, mesh_of_axis
-from attnmesh.mesh.merges import MERGES, OUTPUTS, check_merge
 from attnmesh.runtime.operators import custom_operator
 from attnmesh.runtime.world import cached_per_world
 

@@ -11,6 +11,7 @@ from attnmesh.cache.cache_config import check_key_heads, check_storage
 from attnmesh.cache.local_shards import check_copies, check_even_shares
 from attnmesh.cache.make_shards import check_ranks_in_folder
 from attnmesh.checks.argument_checks import check_compare_option
+from attnmesh.comm.merges import check_merge
 from attnmesh.decoding.step_checks import check_reproducible
 from attnmesh.errors import KernelError, ShapeError, check_count
 from attnmesh.hf.latent_states import latent_widths
@@ -23,7 +24,6 @@ from attnmesh.hf.models import (
     key_heads,
 )
 from attnmesh.kernels.choice import check_kernel
-from attnmesh.mesh.merges import check_merge
 from attnmesh.mesh.schedule import check_exchange
 from attnmesh.mesh.shapes import Shape
 from attnmesh.mesh.shares import check_shares
