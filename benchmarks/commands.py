@@ -91,7 +91,7 @@ shape is heads x queries x keys. Elements are those of q, k, v, out and their gr
 counted at the exchange. Where the schedule, or the formula for the full mask, predicts others, these stand below. With
 --hosts, "bytes alone" is the time of the exchanges over the busiest direction of the busiest link, a lower bound.
 Memory is the largest growth of a rank's resident size in a call, in ranks that free memory at once. The formula is
-attnmesh.mesh.exchange_cost.peak_activations, for the backward pass alone."""
+attnmesh.cost.exchange_cost.peak_activations, for the backward pass alone."""
 
 
 @bench_command(app, "prefill", "Shapes and exchanges of the mesh beside published packages.", PREFILL_EXPLAINED)

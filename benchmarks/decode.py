@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import attnmesh as am
 from attnmesh.cli.launch import Send, run_on_ranks
+from attnmesh.comm.merges import MERGES
 from attnmesh.core.partial import Partial, merge_partials
 from attnmesh.core.storage import STORAGES
-from attnmesh.mesh.merges import MERGES
 from benchmarks.netns import World, run_on, send_rows
 from benchmarks.timing import Call, Timing, exact_memory, peak_memory, race
 

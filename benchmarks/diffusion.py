@@ -18,11 +18,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import attnmesh as am
 from attnmesh.cli.launch import Send
+from attnmesh.cost.candidate_mesh import CandidateMesh
 from attnmesh.diffusers.tokens import run_sizes
 from attnmesh.errors import ArgumentError
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import Shape
-from attnmesh.mesh.way import Way
 from attnmesh.planner.plan import plan
 from attnmesh.planner.workload import Workload
 from attnmesh.planner.workload_presets import WORKLOADS, workload_preset
@@ -133,8 +133,8 @@ def _contest(name: str, request: Request) -> list[Row]:
         runs[label] = our_run(work, qkv, contender)
         rows[label] = Row(case, label, received=_received(runs[label].call))
         if request.hosts is not None:
-            way = Way(contender.shape, contender.tile, am.Contiguous(), contender.exchange)
-            rows[label] = replace(rows[label], limit_ms=milliseconds_of_bytes(work, way, request.hosts))
+            candidate = CandidateMesh(contender.shape, contender.tile, am.Contiguous(), contender.exchange)
+            rows[label] = replace(rows[label], limit_ms=milliseconds_of_bytes(work, candidate, request.hosts))
     peer = diffusers_run(qkv)
     rows[PEER] = Row(case, PEER, note=peer if isinstance(peer, str) else None)
     if not isinstance(peer, str):

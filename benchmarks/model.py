@@ -26,12 +26,12 @@ from attnmesh.cli.launch import Send, run_on_ranks
 from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.comm.transport import agreed_transport
 from attnmesh.core.partial import with_sinks
+from attnmesh.cost.cluster import Cluster
 from attnmesh.errors import InputError
 from attnmesh.hf.load import open_model
 from attnmesh.hf.model_size import model_size
 from attnmesh.hf.shared_weights import weights_in_memory
 from attnmesh.mesh.axes import Axis, RankMesh
-from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.shapes import Shape
 from attnmesh.planner.decode_cost import OUTPUT_BYTES
 from attnmesh.planner.plan import plan

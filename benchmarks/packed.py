@@ -22,15 +22,15 @@ import torch.distributed as dist
 import attnmesh as am
 from attnmesh.cli.launch import Send
 from attnmesh.cli.probe_command import measured
-from attnmesh.comm.machine_constants import keep_machine, measured_machine
 from attnmesh.core.layout import Layout
 from attnmesh.core.mask import Mask
 from attnmesh.core.packing import pack_documents
+from attnmesh.cost.machine_constants import keep_machine, measured_machine
+from attnmesh.cost.traffic import count_tokens, divisors
 from attnmesh.errors import ArgumentError, short
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.schedule import Problem
 from attnmesh.mesh.shapes import Shape
-from attnmesh.mesh.traffic import count_tokens, divisors
 from attnmesh.mesh_attention.auto_choices import agreed_price
 from benchmarks.netns import Hosts, World, run_on, send_rows
 from benchmarks.peers import PEERS, Case, inputs, wrong_gradients

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import attnmesh as am
+from attnmesh.cost.cluster import Cluster
 from attnmesh.mesh.axes import RankMesh
-from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.shapes import Shape
 from attnmesh.planner.plan import Plan, plan
 from attnmesh.planner.workload import Workload

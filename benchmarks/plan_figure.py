@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnmesh.cli.scheme_curves import SCHEME_STYLES, curve_lengths, powers_of_two_to
+from attnmesh.cost.cluster import Cluster
+from attnmesh.cost.rates import NO_LINK
 from attnmesh.errors import ArgumentError
-from attnmesh.mesh.cluster import Cluster
-from attnmesh.mesh.rates import NO_LINK
 from attnmesh.planner.plan import Plan, plan
 from attnmesh.planner.schemes import best_by_scheme, best_of
 from attnmesh.planner.units import bytes_text, seconds_text

@@ -17,16 +17,16 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import attnmesh as am
 from attnmesh.cli.launch import Send, run_on_ranks
+from attnmesh.cost.candidate_mesh import CandidateMesh
+from attnmesh.cost.cluster import Cluster
+from attnmesh.cost.exchange_cost import peak_activations
+from attnmesh.cost.rates import BOUNDLESS, Device, Link
+from attnmesh.cost.traffic import tiles
 from attnmesh.errors import ArgumentError
-from attnmesh.mesh.cluster import Cluster
-from attnmesh.mesh.exchange_cost import peak_activations
-from attnmesh.mesh.rates import BOUNDLESS, Device, Link
 from attnmesh.mesh.schedule import EXCHANGE_MODES, Problem, Schedule, schedule
 from attnmesh.mesh.shapes import AXES, Shape, elements, mesh_shapes, rank_grid
-from attnmesh.mesh.traffic import tiles
-from attnmesh.mesh.way import Way
-from attnmesh.planner.cost import cost
 from attnmesh.planner.workload import Workload
+from attnmesh.planner.workload_cost import cost
 from attnmesh.runtime.counters import count_traffic
 from benchmarks.netns import Hosts, World, ranks_of, run_on, send_rows
 from benchmarks.peers import PEERS, Case, inputs, wrong_gradients
@@ -273,7 +273,9 @@ def _limit(case: Case, contender: Contender, hosts: Hosts | None) -> float | Non
     if hosts is None:
         return None
     work = Workload(*case.heads, case.width, case.length, dtype="float32", mask=case.mask)
-    return milliseconds_of_bytes(work, Way(contender.shape, contender.tile, case.layout, contender.exchange), hosts)
+    return milliseconds_of_bytes(
+        work, CandidateMesh(contender.shape, contender.tile, case.layout, contender.exchange), hosts
+    )
 
 
 def links_alone(hosts: Hosts) -> Cluster:
@@ -282,9 +284,9 @@ def links_alone(hosts: Hosts) -> Cluster:
     return Cluster(str(hosts), hosts.hosts, hosts.ranks, Device(*[BOUNDLESS] * 4), free, link)
 
 
-def milliseconds_of_bytes(work: Workload, way: Way, hosts: Hosts) -> float:
+def milliseconds_of_bytes(work: Workload, candidate: CandidateMesh, hosts: Hosts) -> float:
     """Return the time of the exchanges alone, over the links between hosts."""
-    return round(1e3 * cost(way, work, links_alone(hosts)).seconds, 1)
+    return round(1e3 * cost(candidate, work, links_alone(hosts)).seconds, 1)
 
 
 def predicted(case: Case, shape: Shape, exchange: str) -> int:

@@ -1,7 +1,7 @@
 """A new mask, kernel or merge is one value: each is made here, of what there is, and nothing else knows it.
 
 In the package a mask would be a function of `core/mask.py`, a kernel a file of `kernels/implementations`, and a merge a
-record of `mesh/merges.py`. `test_a_family_is_one_file` of `hf/families/test_families.py` adds a family.
+record of `comm/merges.py`. `test_a_family_is_one_file` of `hf/families/test_families.py` adds a family.
 """
 
 from contextlib import ExitStack
@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 import attnmesh as am
+from attnmesh.comm.merges import MERGES, CheckedPartial, Form, Merge, MergeTransport
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial
 from attnmesh.core.scaling import Scaling
+from attnmesh.cost.merge_cost import add_all_to_all
 from attnmesh.kernels import choice
 from attnmesh.kernels.kernel import Kernel, KernelRequest
 from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Rectangle
-from attnmesh.mesh.merge_cost import add_all_to_all
-from attnmesh.mesh.merges import MERGES, CheckedPartial, Form, Merge, MergeTransport
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.dense import dense
 from tests.support.mesh_problems import named_mesh

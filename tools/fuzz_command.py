@@ -48,9 +48,9 @@ from attnmesh.cli import (
     probe_command as probe,
 )
 from attnmesh.cli import proofs as proof
+from attnmesh.cost.cluster import Cluster
 from attnmesh.errors import InputError
 from attnmesh.hf import load
-from attnmesh.mesh.cluster import Cluster
 from attnmesh.planner import schemes
 from attnmesh.planner.plan import MAX_RANKS, Plan
 from attnmesh.planner.workload import Workload

@@ -20,7 +20,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "attnmesh"
 MAX_PARAMETERS, MAX_IMPORTS, MAX_FILE, MAX_FUNCTION, MAX_NAMESAKES = 8, 15, 650, 60, 4
 BLANK = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 PUBLIC = {
-    *("mesh_attention.attention", "mesh_attention.local", "decoding.decode_call", "decoding.rows", "cache.cache"),
+    *("mesh_attention.attention", "kernels.local", "decoding.decode_call", "decoding.rows", "cache.cache"),
     *("hf.cache.sharded_cache", "hf.serving.engine", "engines.combine", "mesh_attention.context_parallel"),
     *("diffusers.backend",),
     *("cli.generate_command", "cli.plan_command", "cli.serve_command"),
@@ -28,7 +28,10 @@ PUBLIC = {
 """Files whose signatures users call, or diffusers, by the names of its arguments."""
 PROGRAMS = "kernels.programs."
 """Files of Triton programs, whose functions take as many parameters and lines as one launch does."""
-ENGINE = ("core", "runtime", "mesh", "kernels", "comm", "guard", "setup", "mesh_attention", "cache", "decoding")
+ENGINE = (
+    *("core", "runtime", "checks", "mesh", "cost", "kernels", "comm", "guard"),
+    *("setup", "mesh_attention", "cache", "decoding"),
+)
 """Rooms that need no prices before a run."""
 COLLECTIVE_VERBS = ("agreed_", "make_", "prepare_")
 """Beginnings of the names of functions whose first call is collective."""

@@ -10,11 +10,11 @@ from typing import Any
 import typer
 
 import attnmesh as am
-from attnmesh.mesh.cluster import Cluster
+from attnmesh.cost.candidate_mesh import CandidateMesh
+from attnmesh.cost.cluster import Cluster
 from attnmesh.mesh.shapes import Shape
-from attnmesh.mesh.way import Way
-from attnmesh.planner.cost import cost
 from attnmesh.planner.workload import Workload
+from attnmesh.planner.workload_cost import cost
 from attnmesh_command.shared_options import AsJson, OutFile
 from benchmarks.papers.baselines import sequential
 from benchmarks.papers.report import Report, Row, Span, one, published, span
@@ -88,14 +88,14 @@ def _training(gpus: str, model: str, length: int) -> dict[str, Any]:
     workload = Workload(heads, heads, width, length, layers=layers)
     side = round(cluster.world**0.5)
     mesh, row = Shape(1, side, side), Shape(1, 1, cluster.ranks)  # ranks in order: those of a host share a row
-    ring = Way(Shape(1, cluster.world, 1), Shape(1, cluster.ranks, 1), am.Zigzag(), "ring")
+    ring = CandidateMesh(Shape(1, cluster.world, 1), Shape(1, cluster.ranks, 1), am.Zigzag(), "ring")
     fastest = am.plan(workload, cluster)[0]
     return {
         "gpus": gpus,
         "model": model,
         "tokens": length,
-        "bulk": cost(Way(mesh, row, am.Zigzag(), "bulk"), workload, cluster).seconds,
-        "pipelined": cost(Way(mesh, row, am.Zigzag(), "pipelined"), workload, cluster).seconds,
+        "bulk": cost(CandidateMesh(mesh, row, am.Zigzag(), "bulk"), workload, cluster).seconds,
+        "pipelined": cost(CandidateMesh(mesh, row, am.Zigzag(), "pipelined"), workload, cluster).seconds,
         "ring": cost(ring, workload, cluster).seconds,
         "ring in turn": sequential(ring, workload, cluster),
         "best": fastest.seconds,
@@ -135,7 +135,7 @@ def volumes() -> list[Row]:
         cluster = Cluster.preset("h100x1", hosts=ranks)
         workload = Workload(32, 32 // group, 128, 4096, mask=am.Full())
         ring, mesh = (
-            cost(Way(shape, Shape(1, 1, 1), am.Contiguous(), how), workload, cluster).between
+            cost(CandidateMesh(shape, Shape(1, 1, 1), am.Contiguous(), how), workload, cluster).between
             for shape, how in ((Shape(1, ranks, 1), "ring"), (Shape(1, queries, keys), "bulk"))
         )
         case = f"bytes of a ring over {queries}x{keys}" + (f", {group} query heads a key head" if group > 1 else "")

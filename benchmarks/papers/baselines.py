@@ -5,13 +5,13 @@ p ranks, on each a shard of S bytes of keys and values; `link` is the slowest cl
 
 from dataclasses import replace
 
-from attnmesh.mesh.cluster import Cluster
-from attnmesh.mesh.merge_cost import MergeGroup, MessageSize
-from attnmesh.mesh.merges import MERGES
-from attnmesh.mesh.rates import BOUNDLESS, Link
-from attnmesh.mesh.way import Way
-from attnmesh.planner.cost import cost
+from attnmesh.comm.merges import MERGES
+from attnmesh.cost.candidate_mesh import CandidateMesh
+from attnmesh.cost.cluster import Cluster
+from attnmesh.cost.merge_cost import MergeGroup, MessageSize
+from attnmesh.cost.rates import BOUNDLESS, Link
 from attnmesh.planner.workload import Workload
+from attnmesh.planner.workload_cost import cost
 
 HALF, FLOAT = 2, 4
 
@@ -59,8 +59,8 @@ def tree_volume(ranks: int, hidden: int, heads: int) -> float:
     return HALF * 2 * (ranks - 1) / ranks * (hidden + 2 * heads)
 
 
-def sequential(way: Way, workload: Workload, cluster: Cluster) -> float:
+def sequential(candidate: CandidateMesh, workload: Workload, cluster: Cluster) -> float:
     """A ring that computes, then sends: seconds of its kernels, and of all else on devices that compute in no time."""
     at_once = replace(cluster.device, forward_rate=BOUNDLESS, backward_rate=BOUNDLESS, call=0.0)
-    sent = cost(way, workload, replace(cluster, device=at_once)).seconds
-    return cost(way, workload, cluster).parts["kernel"] + sent
+    sent = cost(candidate, workload, replace(cluster, device=at_once)).seconds
+    return cost(candidate, workload, cluster).parts["kernel"] + sent

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from math import ceil, log2
 
 import attnmesh as am
-from attnmesh.mesh.cluster import Cluster
+from attnmesh.cost.candidate_mesh import CandidateMesh
+from attnmesh.cost.cluster import Cluster
 from attnmesh.mesh.shapes import Shape
-from attnmesh.mesh.way import Way
-from attnmesh.planner.cost import cost
 from attnmesh.planner.workload import Workload
+from attnmesh.planner.workload_cost import cost
 from benchmarks.papers.baselines import HALF, algorithm_3, crossed, ring_decode
 
 TOKENS = 10
@@ -60,7 +60,7 @@ LLAMA_1B = Llama("Llama-3.2-1B", 16, 2048, 8192, 32, 8, 64)
 def generated(model: Llama, tokens: int, cluster: Cluster, decode: str) -> float:
     """Seconds of TOKENS new tokens as the public code makes them, decoding with "tree" or "ring"."""
     ranks, device = cluster.world, cluster.device
-    ring = Way(Shape(1, ranks, 1), Shape(1, cluster.ranks, 1), am.Contiguous(), "ring")
+    ring = CandidateMesh(Shape(1, ranks, 1), Shape(1, cluster.ranks, 1), am.Contiguous(), "ring")
     prompt = cost(ring, model.workload(tokens, "prefill", repeated=True), cluster).seconds
     repeated = model.workload(tokens, "decode", repeated=True)
     shard = repeated.kept_bytes / repeated.layers / ranks

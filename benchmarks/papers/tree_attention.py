@@ -10,13 +10,13 @@ from typing import Any
 import typer
 
 import attnmesh as am
-from attnmesh.mesh.cluster import Cluster
-from attnmesh.mesh.merge_cost import MergeGroup, MessageSize
-from attnmesh.mesh.merges import MERGES
+from attnmesh.comm.merges import MERGES
+from attnmesh.cost.candidate_mesh import CandidateMesh
+from attnmesh.cost.cluster import Cluster
+from attnmesh.cost.merge_cost import MergeGroup, MessageSize
 from attnmesh.mesh.shapes import Shape
-from attnmesh.mesh.way import Way
-from attnmesh.planner.cost import cost
 from attnmesh.planner.workload import Workload
+from attnmesh.planner.workload_cost import cost
 from attnmesh_command.shared_options import AsJson, OutFile
 from benchmarks.papers import baselines
 from benchmarks.papers.llama import LLAMA_1B, LLAMA_8B, Llama, generated, generated_best
@@ -148,7 +148,9 @@ def memory(tokens: int = 64_000) -> list[Row]:
         heads = hidden // WIDTH
         by_formula = baselines.ring_memory(tokens, hidden) - baselines.tree_memory(tokens, hidden, heads)
         workload = Workload(heads, heads, WIDTH, tokens * DGX.world, phase="decode")
-        shard_bytes = cost(Way(Shape(1, 1, 8), Shape(1, 1, 8), am.Striped(16), "allreduce"), workload, DGX).memory
+        shard_bytes = cost(
+            CandidateMesh(Shape(1, 1, 8), Shape(1, 1, 8), am.Striped(16), "allreduce"), workload, DGX
+        ).memory
         gaps = {
             "the paper's formulas": by_formula,
             "the library's, a ring holding one shard more": 2 * shard_bytes - shard_bytes,
@@ -162,7 +164,7 @@ def memory(tokens: int = 64_000) -> list[Row]:
 def messages() -> list[Row]:
     """Return what a merge moves and takes, beside what was derived from the paper's formulas and NCCL's constants."""
     workload = Workload(HEADS, HEADS, WIDTH, 80_000, phase="decode")
-    price = cost(Way(Shape(1, 1, 8), Shape(1, 1, 8), am.Striped(16), "allreduce"), workload, DGX)
+    price = cost(CandidateMesh(Shape(1, 1, 8), Shape(1, 1, 8), am.Striped(16), "allreduce"), workload, DGX)
     volume = one(baselines.tree_volume(8, HEADS * WIDTH, HEADS) / 1e3)
     three = baselines.algorithm_3(DGX, 0.0, HEADS, WIDTH) - DGX.device.call
     direct = MERGES["direct"].seconds(MergeGroup(8, 8), MessageSize(HEADS * 4.0, WIDTH), DGX)

@@ -12,16 +12,16 @@ from attnmesh.core.layout import Zigzag as Zigzag
 from attnmesh.core.mask import *
 from attnmesh.core.partial import Partial as Partial
 from attnmesh.core.selection import Selection as Selection
+from attnmesh.cost.cluster import Cluster as Cluster
 from attnmesh.decoding.decode_call import decode as decode
 from attnmesh.decoding.rows import decode_rows as decode_rows
-from attnmesh.mesh.cluster import Cluster as Cluster
+from attnmesh.kernels.local import attend as attend
+from attnmesh.kernels.partials import energy as energy
+from attnmesh.kernels.partials import merge as merge
 from attnmesh.mesh.shapes import Shape as Shape
 from attnmesh.mesh.shapes import mesh_shape as mesh_shape
 from attnmesh.mesh_attention.attention import attention as attention
-from attnmesh.mesh_attention.local import attend as attend
 from attnmesh.mesh_attention.merge_across import merge_across as merge_across
-from attnmesh.mesh_attention.partials import energy as energy
-from attnmesh.mesh_attention.partials import merge as merge
 from attnmesh.mesh_attention.sharding import shard as shard
 from attnmesh.mesh_attention.sharding import unshard as unshard
 from attnmesh.mesh_attention.top_k_across import top_k_across as top_k_across

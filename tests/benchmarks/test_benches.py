@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 import attnmesh as am
 import benchmarks.__main__
+from attnmesh.cost.cluster import Cluster
 from attnmesh.errors import ArgumentError
-from attnmesh.mesh.cluster import Cluster
 from benchmarks import bench, decode, gpu_kernels, kernel, peers, prefill
 from benchmarks.commands import app
 from benchmarks.timing import Comparison, Timing

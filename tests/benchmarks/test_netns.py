@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import attnmesh as am
 from attnmesh.cli.launch import LaunchError
 from attnmesh.comm.topology import agreed_host_numbers
+from attnmesh.cost.cluster import Cluster
 from attnmesh.errors import ClusterError
 from attnmesh.mesh.axes import Axis, RankMesh
-from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.shapes import AXES
 from attnmesh.planner.plan import Plan, plan
 from attnmesh.planner.workload import Workload

@@ -11,10 +11,10 @@ import typer
 from typer.testing import CliRunner
 
 import attnmesh as am
-from attnmesh.mesh.rates import Device, Link
+from attnmesh.cost.candidate_mesh import CandidateMesh
+from attnmesh.cost.rates import Device, Link
 from attnmesh.mesh.shapes import Shape
-from attnmesh.mesh.way import Way
-from attnmesh.planner.cost import cost
+from attnmesh.planner.workload_cost import cost
 from benchmarks.papers import attention2d, baselines, llama, tree_attention
 from benchmarks.papers.report import Row, one
 
@@ -102,9 +102,9 @@ def test_algorithm_3_takes_the_seconds_by_hand() -> None:
 def test_algorithm_3_is_the_librarys_all_reduce(hosts: int) -> None:
     cluster = am.Cluster.preset("dgx-h100", hosts=hosts)
     workload = am.Workload(16, 16, 128, 1_280_000, phase="decode")
-    way = Way(Shape(1, 1, cluster.world), Shape(1, 1, 8), am.Striped(16), "allreduce")
+    candidate = CandidateMesh(Shape(1, 1, cluster.world), Shape(1, 1, 8), am.Striped(16), "allreduce")
     formula = baselines.algorithm_3(cluster, workload.kept_bytes / cluster.world, 16, 128)
-    parts = cost(way, workload, cluster).parts
+    parts = cost(candidate, workload, cluster).parts
     assert parts["kernel"] + parts["merge"] == pytest.approx(formula)
 
 
@@ -115,8 +115,9 @@ def test_the_papers_formulas_for_memory_differ_by_a_shard() -> None:
 
 def test_a_ring_in_turn_takes_its_kernels_and_all_that_it_sends() -> None:
     cluster = am.Cluster.preset("h100x1", hosts=4)
-    workload, way = am.Workload(8, 8, 64, 8192), Way(Shape(1, 4, 1), Shape(1, 1, 1), am.Zigzag(), "ring")
-    overlapped, turns = cost(way, workload, cluster), baselines.sequential(way, workload, cluster)
+    workload = am.Workload(8, 8, 64, 8192)
+    candidate = CandidateMesh(Shape(1, 4, 1), Shape(1, 1, 1), am.Zigzag(), "ring")
+    overlapped, turns = cost(candidate, workload, cluster), baselines.sequential(candidate, workload, cluster)
     assert overlapped.seconds < turns < overlapped.seconds + overlapped.parts["kernel"]
 
 

@@ -13,14 +13,13 @@ import pytest
 import attnmesh_command
 from attnmesh import __version__
 from attnmesh.cli import output, proofs
-from attnmesh.comm import failures
+from attnmesh.comm import failures, merges
 from attnmesh.core import partial
 from attnmesh.core.storage import STORAGES
+from attnmesh.cost.cluster import PRESETS
 from attnmesh.hf import load
 from attnmesh.hf.serving import engine_request, speculation
 from attnmesh.kernels.native.build import library
-from attnmesh.mesh import merges
-from attnmesh.mesh.cluster import PRESETS
 from attnmesh.mesh.shapes import AXES
 from attnmesh.planner.recurrent import TRANSITIONS
 from attnmesh.planner.training import LOSSES

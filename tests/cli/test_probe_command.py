@@ -9,8 +9,8 @@ from rich.console import Console
 
 from attnmesh.cli.output import pairs
 from attnmesh.cli.probe_command import check_master, described
+from attnmesh.cost.cluster import Cluster
 from attnmesh.errors import ClusterError
-from attnmesh.mesh.cluster import Cluster
 from tests.support.command import run
 
 

@@ -14,13 +14,13 @@ from torch import Tensor
 from attnmesh.comm.host_linear import MAX_SHARED_ROWS, HostLinear
 from attnmesh.comm.host_merge import agreed_host_merge
 from attnmesh.comm.mailboxes import CHECK_INTERVAL
+from attnmesh.comm.merges import MERGES
 from attnmesh.comm.mismatch import CallsDifferError
 from attnmesh.comm.topology import agreed_axis_mailboxes
 from attnmesh.comm.transport import agreed_transport
 from attnmesh.errors import InputError
 from attnmesh.guard.agreement import Agreement
 from attnmesh.mesh.axes import Axis, mesh_of_axis
-from attnmesh.mesh.merges import MERGES
 from attnmesh.mesh.shapes import Shape
 from attnmesh.runtime.counters import count_traffic
 from tests.support import worlds

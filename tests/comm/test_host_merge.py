@@ -9,6 +9,7 @@ import torch.distributed as dist
 import attnmesh as am
 from attnmesh.comm import topology
 from attnmesh.comm.host_merge import agreed_host_merge
+from attnmesh.comm.merges import MERGES
 from attnmesh.comm.mismatch import call_checksum, checksum_of
 from attnmesh.comm.rank_merge import RequestedMerge
 from attnmesh.comm.topology import agreed_host_mailboxes
@@ -18,7 +19,6 @@ from attnmesh.errors import InputError, KernelError
 from attnmesh.kernels.native.build import Library, library
 from attnmesh.kernels.native.native_digest import digest_of_rows, digest_on_cpu
 from attnmesh.mesh.axes import Axis
-from attnmesh.mesh.merges import MERGES
 from tests.support.groups import world_axis
 from tests.support.pool import Pool, on_each_rank
 from tests.support.tolerances import FLOAT32, FLOAT32_SUMS

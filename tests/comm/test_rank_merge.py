@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attnmesh.comm.comparison import announce_comparison, drop_unreceived
 from attnmesh.comm.gather import all_gather_ints
+from attnmesh.comm.merges import MERGES, OUTPUTS, Merge, Pattern
 from attnmesh.comm.mismatch import checksum_of
 from attnmesh.comm.rank_merge import RequestedMerge, best_across, highest_checksum, nan_unless_equal
 from attnmesh.comm.transport import agreed_transport
@@ -16,7 +17,6 @@ from attnmesh.core.candidates import NO_CANDIDATE, best_candidates, pack_candida
 from attnmesh.core.partial import Partial, merge_partials
 from attnmesh.errors import KernelError
 from attnmesh.mesh.axes import Axis, mesh_of_axis
-from attnmesh.mesh.merges import MERGES, OUTPUTS, Merge, Pattern
 from tests.support.groups import world_axis
 from tests.support.pool import Pool, on_each_rank
 from tests.support.tolerances import FLOAT32, FLOAT32_SUMS

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from attnmesh.core.layout import Split
 from attnmesh.core.mask import Full
+from attnmesh.cost.traffic import planned_traffic
 from attnmesh.diffusers import disable, enable
 from attnmesh.diffusers.tokens import run_sizes
 from attnmesh.mesh.schedule import EXCHANGE_MODES, Problem
 from attnmesh.mesh.shapes import AXES, Shape
-from attnmesh.mesh.traffic import planned_traffic
 from attnmesh.runtime.counters import count_traffic
 from tests.support.diffusion import MODELS, PIPELINES, Inputs, pipeline_steps
 from tests.support.mesh_problems import named_mesh

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from attnmesh.comm.merges import P2PMessage, Wait
 from attnmesh.comm.transport import DeviceTransport
 from attnmesh.mesh.axes import Axis
-from attnmesh.mesh.merges import P2PMessage, Wait
 from attnmesh.mesh.reduction_tree import reduction_rounds
 
 

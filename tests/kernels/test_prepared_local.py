@@ -12,10 +12,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import attnmesh as am
 from attnmesh.errors import DtypeError, InputError, KernelError, ShapeError
+from attnmesh.kernels import local as attend_module
 from attnmesh.kernels.native.build import library
 from attnmesh.kernels.prepared_local import PreparedLocal
 from attnmesh.mesh_attention import attention as attention_module
-from attnmesh.mesh_attention import local as attend_module
 from attnmesh.runtime.memo import Memo
 
 pytestmark = pytest.mark.skipif(library().attend is None, reason="there is no C++ compiler")

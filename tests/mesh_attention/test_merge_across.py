@@ -9,9 +9,9 @@ from torch import Tensor
 
 import attnmesh as am
 from attnmesh import errors
+from attnmesh.comm.merges import MERGES
 from attnmesh.comm.topology import agreed_hosts
 from attnmesh.mesh.axes import Axis
-from attnmesh.mesh.merges import MERGES
 from attnmesh.runtime.counters import count_traffic
 from tests.support.groups import group_of, world_axis
 from tests.support.pool import Pool, on_each_rank

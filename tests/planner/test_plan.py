@@ -8,17 +8,17 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import attnmesh as am
 from attnmesh.comm.topology import agreed_cluster_and_tile
+from attnmesh.cost.candidate_mesh import CandidateMesh
+from attnmesh.cost.cluster import Cluster
+from attnmesh.cost.rates import Device, Link
+from attnmesh.cost.traffic import planned_traffic
 from attnmesh.errors import ClusterError, DtypeError, KernelError, MaskError, ShapeError
 from attnmesh.mesh.axes import RankMesh
-from attnmesh.mesh.cluster import Cluster
-from attnmesh.mesh.rates import Device, Link
 from attnmesh.mesh.schedule import Problem
 from attnmesh.mesh.shapes import Shape, elements
-from attnmesh.mesh.traffic import planned_traffic
-from attnmesh.mesh.way import Way
-from attnmesh.planner.cost import cost
-from attnmesh.planner.plan import all_ways
+from attnmesh.planner.plan import all_candidates
 from attnmesh.planner.workload import Workload
+from attnmesh.planner.workload_cost import cost
 from tests.support.pool import Pool, on_each_rank
 from tests.support.tolerances import FLOAT32_SUMS, worst
 
@@ -44,8 +44,8 @@ def test_bytes_under_a_full_mask_are_those_of_the_formula(exchange: str) -> None
     """In float32, where all elements have one width, apart from lse and delta of each row."""
     work, local = Workload(8, 2, 64, 960, dtype="float32", mask=am.Full()), am.Cluster.preset("local")
     for shape in (Shape(1, 4, 4), Shape(2, 3, 2), Shape(1, 1, 8), Shape(1, 6, 1)):
-        way = Way(shape, Shape(1, 1, 1), am.Contiguous(), exchange)
-        total = cost(way, work, local.sized(shape.ranks, 1))
+        candidate = CandidateMesh(shape, Shape(1, 1, 1), am.Contiguous(), exchange)
+        total = cost(candidate, work, local.sized(shape.ranks, 1))
         rows = 4 * 8 * (shape.keys - 1) * 3  # lse forward, lse and delta backward
         formula = 960 * (4 * 64 * sum(elements(shape, 8, 2)) + rows)
         compared = total.between - formula
@@ -58,10 +58,10 @@ def test_no_plan_is_faster_than_its_bytes(phase: str) -> None:
     free, rate = Link(0.0, 1e18, 1e18), 1e7
     cluster = Cluster("links", 16, 1, Device(*[1e18] * 4), free, Link(0.0, rate, rate))
     work = Workload(24, 24, 64, 4096, dtype="float32", mask=am.Full(), phase=phase)
-    found = [(way, cost(way, work, cluster)) for way in all_ways(work, cluster)]
-    assert {way.exchange_or_merge for way, _ in found} == {"bulk", "pipelined", "ring"}
-    for way, predicted in found:
-        assert predicted.seconds >= 0.999 * predicted.between / 16 / rate, way
+    found = [(candidate, cost(candidate, work, cluster)) for candidate in all_candidates(work, cluster)]
+    assert {candidate.exchange_or_merge for candidate, _ in found} == {"bulk", "pipelined", "ring"}
+    for candidate, predicted in found:
+        assert predicted.seconds >= 0.999 * predicted.between / 16 / rate, candidate
 
 
 @pytest.mark.parametrize("phase", ["training", "prefill", "decode"])
@@ -70,7 +70,7 @@ def test_every_way_is_planned_once_and_fastest_comes_first(phase: str, world: tu
     work, cluster = Workload(8, 4, 64, 4096, phase=phase), am.Cluster.preset("dgx-h100", *world)
     plans = am.plan(work, cluster)
     found = [(one.shape, one.tile, one.exchange, one.layout) for one in plans]
-    assert len(set(found)) == len(found) == len(list(all_ways(work, cluster)))
+    assert len(set(found)) == len(found) == len(list(all_candidates(work, cluster)))
     assert [one.seconds for one in plans] == sorted(one.seconds for one in plans)
     assert all(one.shape.ranks == cluster.world and one.tile.ranks == cluster.ranks for one in plans)
     assert all(sum(dict(one.parts).values()) == pytest.approx(one.seconds) for one in plans)
@@ -111,7 +111,7 @@ def test_slower_links_between_hosts_never_help_and_faster_devices_never_hurt() -
     work, cluster = Workload(16, 4, 128, 65536), am.Cluster.preset("dgx-h100", hosts=2)
     slow = replace(cluster, between=replace(cluster.between, rate=1e9, host_rate=8e9))
     fast = replace(cluster, device=replace(cluster.device, forward_rate=1e16, backward_rate=1e16))
-    for one in all_ways(work, cluster):
+    for one in all_candidates(work, cluster):
         seconds = cost(one, work, cluster).seconds
         assert cost(one, work, slow).seconds >= seconds >= cost(one, work, fast).seconds
 
@@ -283,13 +283,13 @@ def test_latents_have_the_bytes_and_the_memory_of_one_head() -> None:
     assert plans[0].memory == latents.kept_bytes / 8
     assert dict(plans[0].parts)["kernel"] < dict(am.plan(expanded, cluster)[0].parts)["kernel"] / 10
     for exchange in ("bulk", "ring"):
-        way = Way(shape, shape, am.Contiguous(), exchange)
-        few, many = (cost(way, replace(work, phase="prefill"), cluster) for work in (latents, expanded))
+        candidate = CandidateMesh(shape, shape, am.Contiguous(), exchange)
+        few, many = (cost(candidate, replace(work, phase="prefill"), cluster) for work in (latents, expanded))
         # Beside what ranks compare:
         assert few.inside == pytest.approx(7 * 65536 * 576 * 2, rel=1e-3)
         assert many.inside == pytest.approx(7 * 65536 * 128 * 320 * 2, rel=1e-3)
         assert few.memory < many.memory
         assert few.parts["kernel"] > many.parts["kernel"]  # it expands what arrives
-        assert cost(way, replace(latents, phase="training"), cluster) == cost(
-            way, replace(expanded, phase="training"), cluster
+        assert cost(candidate, replace(latents, phase="training"), cluster) == cost(
+            candidate, replace(expanded, phase="training"), cluster
         )

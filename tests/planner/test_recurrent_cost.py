@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 import attnmesh as am
+from attnmesh.cost.candidate_mesh import CandidateMesh, Cost
+from attnmesh.cost.cluster import Cluster
+from attnmesh.cost.rates import Device, Link
 from attnmesh.errors import ClusterError, KernelError, ShapeError
-from attnmesh.mesh.cluster import Cluster
-from attnmesh.mesh.rates import Device, Link
 from attnmesh.mesh.shapes import Shape
-from attnmesh.mesh.way import Cost, Way
-from attnmesh.planner.cost import cost
 from attnmesh.planner.recurrent_cost import RecurrentCost, recurrent_cost
+from attnmesh.planner.workload_cost import cost
 
 pytestmark = pytest.mark.quick
 
@@ -30,8 +30,8 @@ def cluster(hosts: int, ranks: int) -> Cluster:
 
 def recurrent_price(work: am.Workload, hosts: int, ranks: int, layout: am.Zigzag | am.Contiguous) -> RecurrentCost:
     """Return the cost on a mesh of queries, with consecutive ranks on each host."""
-    way = Way(Shape(1, hosts * ranks, 1), Shape(1, ranks, 1), layout, "bulk")
-    return recurrent_cost(way, work, cluster(hosts, ranks))
+    candidate = CandidateMesh(Shape(1, hosts * ranks, 1), Shape(1, ranks, 1), layout, "bulk")
+    return recurrent_cost(candidate, work, cluster(hosts, ranks))
 
 
 def all_bytes(one: Cost) -> float:
@@ -121,8 +121,8 @@ def test_halos_go_both_ways_at_once_in_zigzag() -> None:
 
 def test_shards_follow_the_mesh_and_hosts_its_tile() -> None:
     """On 1x2x2 with a host per column, shards 0 to 3 are on hosts 0, 1, 0, 1, so only rounds of 2 stay inside."""
-    way = Way(Shape(1, 2, 2), Shape(1, 2, 1), am.Contiguous(), "bulk")
-    one, size = recurrent_cost(way, WORK, cluster(2, 2)).scan, 3 * WORK.batch * MAP_BYTES
+    candidate = CandidateMesh(Shape(1, 2, 2), Shape(1, 2, 1), am.Contiguous(), "bulk")
+    one, size = recurrent_cost(candidate, WORK, cluster(2, 2)).scan, 3 * WORK.batch * MAP_BYTES
     assert (one.inside, one.between) == (2 * size, 4 * size)
 
 
@@ -130,8 +130,8 @@ def test_shards_follow_the_mesh_and_hosts_its_tile() -> None:
 def test_plans_include_recurrent_layers(phase: str) -> None:
     work, machines = replace(WORK, phase=phase), am.Cluster.preset("a100x4", hosts=2)
     for one in am.plan(work, machines):
-        way = Way(one.shape, one.tile, one.layout, one.exchange)
-        without, added = cost(way, replace(work, recurrent=()), machines), one.recurrent
+        candidate = CandidateMesh(one.shape, one.tile, one.layout, one.exchange)
+        without, added = cost(candidate, replace(work, recurrent=()), machines), one.recurrent
         assert one.memory - without.memory == pytest.approx(work.state_bytes)
         assert one.seconds - without.seconds == pytest.approx(added.scan.seconds + added.halo.seconds)
         assert sum(one.bytes) - all_bytes(without) == pytest.approx(all_bytes(added.scan) + all_bytes(added.halo))

@@ -7,12 +7,12 @@ from transformers import DeepseekV32Config
 import attnmesh as am
 import attnmesh.hf as hf
 from attnmesh import errors
+from attnmesh.cost.candidate_mesh import CandidateMesh
 from attnmesh.decoding.index_search import top_k_tokens
 from attnmesh.hf.model_size import model_size
 from attnmesh.mesh.shapes import Shape
-from attnmesh.mesh.way import Way
-from attnmesh.planner.cost import cost, index_cost
 from attnmesh.planner.serving import serving_plans
+from attnmesh.planner.workload_cost import cost, index_cost
 from attnmesh.runtime.counters import count_traffic
 from tests.support.families import prompt
 from tests.support.models.tiny_models import Case, build
@@ -31,10 +31,10 @@ def deepseek(phase: str = "decode", length: int = MILLION, selected: am.Selected
     return am.Workload(128, 128, 192, length, **sizes)
 
 
-def keys_alone(queries: int = 1) -> Way:
+def keys_alone(queries: int = 1) -> CandidateMesh:
     """Return the ranks as one axis, of keys in decoding and of queries else."""
     shape, tile = Shape(1, queries, RANKS // queries), Shape(1, max(1, queries // 2), RANKS // queries // 2 or 1)
-    return Way(shape, tile, am.Zigzag(), "tree" if queries == 1 else "bulk")
+    return CandidateMesh(shape, tile, am.Zigzag(), "tree" if queries == 1 else "bulk")
 
 
 def test_bytes_of_a_million_tokens_are_those_of_the_sizes() -> None:
@@ -113,9 +113,9 @@ def sent_by_a_step() -> tuple[int, int]:
 def test_a_step_sends_the_bytes_that_are_predicted(pool: Pool) -> None:
     sizes = {"value_dim": 8, "latent": (16, 8), "phase": "decode", "dtype": "float32"}
     work = am.Workload(4, 4, 24, 50, selected=am.Selected(6, 1, 8), **sizes)
-    way = Way(Shape(1, 1, 2), Shape(1, 1, 2), am.Zigzag(), "tree")
+    candidate = CandidateMesh(Shape(1, 1, 2), Shape(1, 1, 2), am.Zigzag(), "tree")
     cluster = am.Cluster.preset("local")
-    selection, whole = index_cost(way, work, cluster), cost(way, work, cluster)
+    selection, whole = index_cost(candidate, work, cluster), cost(candidate, work, cluster)
     for candidates, partials in pool.run(2, sent_by_a_step):
         assert selection.inside == 2 * candidates
         assert whole.inside - selection.inside == pytest.approx(2 * partials, rel=0.05)

@@ -8,10 +8,10 @@ from transformers import Gemma3TextConfig, GptOssConfig, LlamaConfig
 
 import attnmesh as am
 import attnmesh.hf as hf
+from attnmesh.cost.cluster import Cluster
+from attnmesh.cost.rates import NO_LINK
 from attnmesh.errors import ClusterError, KernelError, ShapeError
 from attnmesh.hf.model_size import model_size, other_layer_counts
-from attnmesh.mesh.cluster import Cluster
-from attnmesh.mesh.rates import NO_LINK
 from attnmesh.planner.decode_cost import Experts
 from attnmesh.planner.serving import ModelSizes, ServingPlan, choose_plan, over_hosts, serving_plans, why_not_shared
 from tests.support import families

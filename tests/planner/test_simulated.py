@@ -17,15 +17,15 @@ import pytest
 import attnmesh as am
 from attnmesh.core.layout import Layout
 from attnmesh.core.mask import Mask
-from attnmesh.mesh.cluster import Cluster
-from attnmesh.mesh.rates import Device, Link
+from attnmesh.cost.candidate_mesh import CandidateMesh
+from attnmesh.cost.cluster import Cluster
+from attnmesh.cost.rates import Device, Link
+from attnmesh.cost.traffic import tiles
 from attnmesh.mesh.reduction_tree import reduction_rounds
 from attnmesh.mesh.schedule import EXCHANGE_MODES, GatherStep, Problem, schedule
 from attnmesh.mesh.shapes import Shape, rank_grid
-from attnmesh.mesh.traffic import tiles
-from attnmesh.mesh.way import Way
-from attnmesh.planner.cost import cost
 from attnmesh.planner.workload import Workload
+from attnmesh.planner.workload_cost import cost
 from tests.support.seeds import some
 
 SCRIPT = Path(__file__).parents[1] / "support" / "simulated.py"
@@ -71,10 +71,12 @@ def simulated(cluster: Cluster, stages: list[list[Message]]) -> float:
     return float(json.loads(done.stdout)[0])
 
 
-def along(way: Way, keys: bool, steps: dict[tuple[int, int], GatherStep], size: float, *, back: bool) -> list[Message]:
+def along(
+    candidate: CandidateMesh, keys: bool, steps: dict[tuple[int, int], GatherStep], size: float, *, back: bool
+) -> list[Message]:
     """Return the messages of one exchange of keys or queries, from the schedules of all ranks."""
-    ranks, found = rank_grid(way.shape, way.tile), []
-    for h in range(way.shape.heads):
+    ranks, found = rank_grid(candidate.shape, candidate.tile), []
+    for h in range(candidate.shape.heads):
         for (r, c), step in steps.items():
             # Results return to their owners, not to the ranks that passed the tokens on.
             moved = [(peer, len(tokens)) for peer, tokens in step.return_to] if back else list(step.receive)
@@ -85,22 +87,24 @@ def along(way: Way, keys: bool, steps: dict[tuple[int, int], GatherStep], size: 
     return found
 
 
-def stages(way: Way, work: Workload) -> list[list[Message]]:
+def stages(candidate: CandidateMesh, work: Workload) -> list[list[Message]]:
     """Return the messages of each stage, forward and backward, without the comparison of calls before them."""
-    problem = Problem(work.mask, way.shape, way.layout, way.layout, work.length, work.length)
-    ring = EXCHANGE_MODES[way.exchange_or_merge].ring
-    places = [(r, c) for r in range(way.shape.queries) for c in range(way.shape.keys)]
+    problem = Problem(work.mask, candidate.shape, candidate.layout, candidate.layout, work.length, work.length)
+    ring = EXCHANGE_MODES[candidate.exchange_or_merge].ring
+    places = [(r, c) for r in range(candidate.shape.queries) for c in range(candidate.shape.keys)]
     plans = {place: schedule(problem, *place, ring) for place in places}
     rows = {place: one.query_step for place, one in plans.items()}
-    steps = [{place: one.key_steps[t] for place, one in plans.items()} for t in range(way.shape.queries if ring else 1)]
-    heads, width = way.shape.heads, work.head_dim
+    steps = [
+        {place: one.key_steps[t] for place, one in plans.items()} for t in range(candidate.shape.queries if ring else 1)
+    ]
+    heads, width = candidate.shape.heads, work.head_dim
     q, k = work.q_heads / heads, work.kv_heads / heads
 
     def on_rows(size: float, *, back: bool = False) -> list[Message]:
-        return along(way, False, rows, size, back=back)
+        return along(candidate, False, rows, size, back=back)
 
     def on_columns(t: int, size: float, *, back: bool = False) -> list[Message]:
-        return along(way, True, steps[t], size, back=back)
+        return along(candidate, True, steps[t], size, back=back)
 
     def returned(t: int) -> list[Message]:
         """Return the messages of gradients that travel on with their keys, or back to their owners."""
@@ -139,9 +143,9 @@ def test_exchanges_take_as_long_as_simulated(exchange: str, shape: Shape, world:
     machines, work = cluster(*world), Workload(8, 8, 64, 64 * shape.ranks, mask=mask, batch=64)
     layout: Layout = am.Contiguous() if mask == am.Full() else am.Zigzag()
     for tile in tiles(shape, machines.ranks):
-        way = Way(shape, tile, layout, exchange)
-        total = cost(way, work, machines)
-        messages = [[(a, b, work.batch * size) for a, b, size in stage] for stage in stages(way, work)]
+        candidate = CandidateMesh(shape, tile, layout, exchange)
+        total = cost(candidate, work, machines)
+        messages = [[(a, b, work.batch * size) for a, b, size in stage] for stage in stages(candidate, work)]
         predicted = total.seconds - total.parts["agree"]
         assert predicted == pytest.approx(simulated(machines, messages), rel=0.1), (tile, asdict(total))
 
@@ -160,5 +164,5 @@ def test_a_tree_takes_as_long_as_simulated(world: tuple[int, int]) -> None:
     for rank, turns in whole.items():
         for number, turn in enumerate(turns):
             rounds[number] += [(rank, peer, size) for peer in turn.send]
-    total: Any = cost(Way(shape, tile, am.Striped(16), "tree"), work, machines)
+    total: Any = cost(CandidateMesh(shape, tile, am.Striped(16), "tree"), work, machines)
     assert total.parts["merge"] == pytest.approx(simulated(machines, rounds), rel=0.1)

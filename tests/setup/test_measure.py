@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import attnmesh as am
+from attnmesh.cost.cluster import Cluster
 from attnmesh.mesh.axes import RankMesh, make_flat_axis
-from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.shapes import AXES
 from attnmesh.planner.workload import Workload
 from attnmesh.setup import measure_link, measure_shares, measured_ranks

@@ -3,8 +3,8 @@
 from transformers import LlamaConfig
 
 import attnmesh as am
-from attnmesh.mesh.cluster import Cluster
-from attnmesh.mesh.rates import Device, Link
+from attnmesh.cost.cluster import Cluster
+from attnmesh.cost.rates import Device, Link
 from attnmesh.planner.decode_cost import SharedLayers
 from attnmesh.planner.serving import ModelSizes
 

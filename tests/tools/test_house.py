@@ -45,8 +45,8 @@ FOUND = {
     "imports": (house.wide_imports, {"core.one": WIDE}, f"core.one: {house.MAX_IMPORTS + 1}"),
     "planner": (
         house.engine_on_planner,
-        {"comm.one": "from attnmesh.planner.cost import cost"},
-        "comm.one: attnmesh.planner.cost",
+        {"comm.one": "from attnmesh.planner.workload_cost import cost"},
+        "comm.one: attnmesh.planner.workload_cost",
     ),
     "cycles": (
         house.folder_cycles,

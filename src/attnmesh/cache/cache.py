@@ -24,10 +24,10 @@ from attnmesh.cache.new_tokens import NewTokens, append_known, append_signature,
 from attnmesh.cache.pages import Pages, append_blocks, pages_of
 from attnmesh.cache.saved_cache import LayersToLoad, SavedPieces, Saving, load_caches, save_caches
 from attnmesh.cache.tiered_shard import TieredShard
+from attnmesh.checks.argument_checks import check_compare_option
 from attnmesh.core.mask import Mask
 from attnmesh.errors import DtypeError, ShapeError, check_count
 from attnmesh.guard.agreement import Agreement, ComparedCalls
-from attnmesh.guard.argument_checks import check_compare_option
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.runtime.memo import Memo
 from attnmesh.setup.init_mesh import device_fault, device_for

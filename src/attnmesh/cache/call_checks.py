@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from attnmesh.cache.cache_config import CacheConfig
+from attnmesh.checks.argument_checks import check_same_kind, transpose_hint_first
 from attnmesh.errors import ArgumentError, DtypeError, KernelError, ShapeError
 from attnmesh.guard.agreement import is_capturing, may_compare
-from attnmesh.guard.argument_checks import check_same_kind, transpose_hint_first
 
 
 def check_new(subject: str, sizes: CacheConfig, k: Tensor, v: Tensor | None, device: torch.device) -> None:

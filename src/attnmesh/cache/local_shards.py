@@ -12,12 +12,12 @@ from attnmesh.cache.block_cyclic import TokenCounts
 from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.cache.cache_shard import CacheShard, usual_slots
 from attnmesh.cache.window import WindowStart, first_needed
+from attnmesh.checks.argument_checks import transpose_hint_first
 from attnmesh.comm.p2p import Channel, meta_like
 from attnmesh.comm.topology import agreed_hosts, dist_all_gather_ints
 from attnmesh.core.mask import Mask
 from attnmesh.errors import KernelError, LayoutError, ShapeError
 from attnmesh.guard.agreement import is_capturing, may_compare
-from attnmesh.guard.argument_checks import transpose_hint_first
 from attnmesh.kernels.cache_view import LENGTH
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.shares import check_shares

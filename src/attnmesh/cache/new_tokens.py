@@ -10,13 +10,13 @@ from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.call_checks import check_captured, check_new
 from attnmesh.cache.local_shards import LocalShards
+from attnmesh.checks.argument_checks import check_positions
 from attnmesh.comm.p2p import all_to_all, meta_like
 from attnmesh.core.digest import chained_checksum, fingerprints
 from attnmesh.errors import ShapeError
-from attnmesh.guard.argument_checks import check_positions
-from attnmesh.guard.shard_marks import check_equal_cuts, check_not_cut, shard_marks
 from attnmesh.kernels.traced import are_plain
 from attnmesh.mesh.axes import RankMesh
+from attnmesh.mesh.shard_marks import check_equal_cuts, check_not_cut, shard_marks
 from attnmesh.runtime.memo import Memo
 from attnmesh.runtime.tensors import Tensors
 

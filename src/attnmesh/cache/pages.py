@@ -9,9 +9,9 @@ from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.call_checks import check_dtype_and_device, check_no_gradients
 from attnmesh.cache.frozen_piece import FrozenPiece
 from attnmesh.cache.local_shards import LocalShards
+from attnmesh.checks.argument_checks import check_tensor
 from attnmesh.errors import DtypeError, KernelError, ShapeError, type_and_shape
 from attnmesh.guard.agreement import ComparedCalls
-from attnmesh.guard.argument_checks import check_tensor
 
 
 class Pages(NamedTuple):

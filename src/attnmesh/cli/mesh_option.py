@@ -6,11 +6,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from attnmesh.comm.machine_constants import this_machine
 from attnmesh.comm.topology import agreed_cluster_and_tile
+from attnmesh.cost.cluster import Cluster
+from attnmesh.cost.machine_constants import this_machine
 from attnmesh.errors import InputError, MeshError
 from attnmesh.mesh.axes import device_type_of
-from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.shapes import AXES, Shape, elements, mesh_shapes, share_evenly
 from attnmesh.planner.serving import ModelSizes, ServingPlan, choose_plan, serving_plans, why_not_shared
 from attnmesh.planner.units import seconds_text

@@ -12,10 +12,10 @@ from attnmesh.cli.output import Status, console, numbered, pairs
 from attnmesh.cli.plan_model import model_of, print_record, print_serving, warn_of_length
 from attnmesh.cli.plan_page import write_report
 from attnmesh.cli.plan_training import print_training
-from attnmesh.comm.machine_constants import this_machine
 from attnmesh.core.mask import Causal, Full, Mask, Window
+from attnmesh.cost.cluster import Cluster
+from attnmesh.cost.machine_constants import this_machine
 from attnmesh.errors import ClusterError
-from attnmesh.mesh.cluster import Cluster
 from attnmesh.planner.plan import STAGES, Plan, shape_text
 from attnmesh.planner.plan import plan as plans_for
 from attnmesh.planner.recurrent import Recurrent

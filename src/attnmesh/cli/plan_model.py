@@ -9,8 +9,8 @@ from rich.table import Table
 
 from attnmesh.cli.mesh_option import MeshChoice
 from attnmesh.cli.output import Status, command_line, console, numbered, print_json, print_message
+from attnmesh.cost.cluster import Cluster
 from attnmesh.errors import ClusterError
-from attnmesh.mesh.cluster import Cluster
 from attnmesh.planner.serving import ModelSizes, ServingPlan, choose_plan, over_hosts, serving_plans, why_not_shared
 from attnmesh.planner.units import bytes_text, seconds_text
 from attnmesh_command.plan_options import PlanOptions

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from attnmesh.cli.scheme_curves import SCHEME_STYLES, curve_lengths, powers_of_two_to
-from attnmesh.mesh.cluster import Cluster
-from attnmesh.mesh.rates import NO_LINK
+from attnmesh.cost.cluster import Cluster
+from attnmesh.cost.rates import NO_LINK
 from attnmesh.planner.plan import Plan
 from attnmesh.planner.schemes import best_by_scheme
 from attnmesh.planner.workload import Workload

@@ -7,8 +7,8 @@ from typing import Any
 
 from attnmesh.cli.output import Status, console, numbered
 from attnmesh.cli.plan_model import config_of, print_record
+from attnmesh.cost.cluster import Cluster
 from attnmesh.errors import ClusterError
-from attnmesh.mesh.cluster import Cluster
 from attnmesh.planner.plan import shape_text
 from attnmesh.planner.training import WEIGHT_BYTES, TrainerOptions, TrainingPlan, TrainingSizes, training_plans
 from attnmesh.planner.units import bytes_text, seconds_text

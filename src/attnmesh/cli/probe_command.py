@@ -11,11 +11,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from attnmesh.cli.launch import run_on_ranks
 from attnmesh.cli.output import Status, command_line, console, pairs, print_json
-from attnmesh.comm.machine_constants import keep_machine
+from attnmesh.cost.cluster import Cluster
+from attnmesh.cost.machine_constants import keep_machine
+from attnmesh.cost.rates import NO_LINK
 from attnmesh.errors import ClusterError
 from attnmesh.mesh.axes import device_type_of
-from attnmesh.mesh.cluster import Cluster
-from attnmesh.mesh.rates import NO_LINK
 from attnmesh.mesh.shapes import AXES
 from attnmesh.planner.units import seconds_text
 from attnmesh.runtime.machine import machine

@@ -14,8 +14,8 @@ from attnmesh.core.storage import STORAGES, Storage
 from attnmesh.decoding.decode_call import decode
 from attnmesh.kernels import choice
 from attnmesh.kernels.kernel import Kernel, KernelRequest
-from attnmesh.mesh_attention.local import attend
-from attnmesh.mesh_attention.partials import energy
+from attnmesh.kernels.local import attend
+from attnmesh.kernels.partials import energy
 
 CASES: tuple[Mask, ...] = (Full(), Causal(), Window(40, 7), Causal() & Documents((150, 50, 100)))
 """Masks on 300 tokens, and on their last 3 queries: 6 query heads, 2 key heads of 32, values of 24."""

@@ -3,7 +3,7 @@
 from itertools import cycle
 from typing import NamedTuple
 
-from attnmesh.mesh.merges import MERGES
+from attnmesh.comm.merges import MERGES
 
 
 class CurveStyle(NamedTuple):

@@ -12,12 +12,12 @@ from torch import Tensor
 from attnmesh.comm.failures import disconnect_and_diagnose
 from attnmesh.comm.mailbox_queue import PENDING_MESSAGES, finish_pending_of
 from attnmesh.comm.mailboxes import Mailboxes, PeerLostError
+from attnmesh.comm.merges import Merge, Pattern
 from attnmesh.comm.message import BlankMessage, MessageForm
 from attnmesh.comm.mismatch import MODULUS, UNEQUAL_CHECKSUM, CallsDifferError
 from attnmesh.comm.topology import agreed_axis_mailboxes, agreed_merge_rounds
 from attnmesh.core.partial import Partial
 from attnmesh.mesh.axes import Axis
-from attnmesh.mesh.merges import Merge, Pattern
 from attnmesh.mesh.reduction_tree import Round
 from attnmesh.runtime.counters import count_messages, current_traffic
 from attnmesh.runtime.world import cached_per_world

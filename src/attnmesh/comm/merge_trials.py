@@ -6,9 +6,9 @@ from typing import Protocol
 
 import torch
 
+from attnmesh.comm.merges import Merge, MergeTransport, native_merges
 from attnmesh.comm.message import MessageForm
 from attnmesh.comm.topology import dist_all_gather_ints
-from attnmesh.mesh.merges import Merge, MergeTransport, native_merges
 from attnmesh.runtime.counters import current_traffic
 from attnmesh.runtime.world import collective_once
 

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attnmesh.comm.failures import disconnect_and_diagnose
+from attnmesh.comm.merges import P2PMessage
 from attnmesh.comm.mismatch import CallsDifferError
 from attnmesh.comm.transport import agreed_transport
 from attnmesh.mesh.axes import Axis
-from attnmesh.mesh.merges import P2PMessage
 from attnmesh.mesh.schedule import GatherStep
 from attnmesh.runtime.counters import bytes_of, count_received
 from attnmesh.runtime.memo import on_device

@@ -1,4 +1,4 @@
-"""Merges of partials across ranks, once the ranks have checked their calls: by a record of `mesh/merges.py`."""
+"""Merges of partials across ranks, once the ranks have checked their calls: by a record of `comm/merges.py`."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnmesh.comm.merges import MERGES, OUTPUTS, CheckedPartial, Merge, Pattern, first_of
 from attnmesh.comm.message import MessageForm
 from attnmesh.comm.mismatch import POISON, UNEQUAL_CHECKSUM, CallsDifferError
 from attnmesh.comm.topology import agreed_merge_rounds
@@ -15,7 +16,6 @@ from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.errors import KernelError
 from attnmesh.kernels.stacked_merge import use_triton
 from attnmesh.mesh.axes import Axis, device_type_of
-from attnmesh.mesh.merges import MERGES, OUTPUTS, CheckedPartial, Merge, Pattern, first_of
 from attnmesh.runtime.counters import timed_merge
 from attnmesh.runtime.world import collective_once
 

@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 
-from attnmesh.comm import machine_constants
 from attnmesh.comm.failures import run_collective
 from attnmesh.comm.mailboxes import Mailboxes, mailboxes_size, open_mailboxes, unlink_mailboxes
+from attnmesh.comm.merges import Merge, fastest_merge
+from attnmesh.cost import machine_constants
+from attnmesh.cost.cluster import PRESETS, Cluster
+from attnmesh.cost.merge_cost import MergeGroup
 from attnmesh.kernels.native.build import library
 from attnmesh.mesh.axes import Axis, RankMesh, backends, device_type_of
-from attnmesh.mesh.cluster import PRESETS, Cluster
-from attnmesh.mesh.merge_cost import MergeGroup
-from attnmesh.mesh.merges import Merge, fastest_merge
 from attnmesh.mesh.reduction_tree import Round, bit_reversed, reduction_rounds
 from attnmesh.mesh.shapes import Shape
 from attnmesh.runtime.world import WORLD, RankProcess, collective_once

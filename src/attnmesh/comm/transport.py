@@ -22,6 +22,7 @@ from attnmesh.comm.host_merge import merge_in_host
 from attnmesh.comm.mailbox_queue import PendingMessage, begin_pending, finish_pending
 from attnmesh.comm.mailboxes import MAX_NUMBERS, MESSAGE_BYTES, Mailboxes, PeerLostError
 from attnmesh.comm.merge_trials import agreed_fastest_merge
+from attnmesh.comm.merges import CheckedPartial, Merge, P2PMessage, Pattern, Wait
 from attnmesh.comm.message import MessageForm
 from attnmesh.comm.peer_memory import PeerMemory, agreed_peer_memory
 from attnmesh.comm.topology import (
@@ -33,7 +34,6 @@ from attnmesh.comm.topology import (
 )
 from attnmesh.core.partial import Partial
 from attnmesh.mesh.axes import Axis, backends
-from attnmesh.mesh.merges import CheckedPartial, Merge, P2PMessage, Pattern, Wait
 from attnmesh.mesh.reduction_tree import Round
 from attnmesh.runtime.counters import count_messages
 from attnmesh.runtime.world import collective_once

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.cache.cache import KVCache
+from attnmesh.checks.argument_checks import check_compare_option
 from attnmesh.core.mask import Causal, Mask
 from attnmesh.core.partial import Partial
 from attnmesh.core.selection import Selection
@@ -21,7 +22,6 @@ from attnmesh.decoding.step_arguments import CheckedStep, StepInputs, StepOption
 from attnmesh.decoding.step_checks import checked_call
 from attnmesh.decoding.step_op import decode_op, tensors_of
 from attnmesh.errors import DtypeError, KernelError
-from attnmesh.guard.argument_checks import check_compare_option
 
 
 def decode(

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnmesh.checks.argument_checks import check_compare_option, warn_if_transposed
 from attnmesh.decoding.prepared_step import PreparedStep, new_prepared_step
 from attnmesh.decoding.step_agreement import agreement_on, runs_on_device
 from attnmesh.decoding.step_arguments import CheckedStep, StepInputs, StepOptions
 from attnmesh.guard.agreement import is_capturing
-from attnmesh.guard.argument_checks import check_compare_option, warn_if_transposed
 from attnmesh.kernels.traced import are_plain
 from attnmesh.runtime.memo import Memo
 

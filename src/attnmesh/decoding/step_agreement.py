@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.cache.cache import KVCache
+from attnmesh.comm.merges import is_collective
 from attnmesh.comm.mismatch import question_like
 from attnmesh.comm.p2p import all_to_all_tokens
 from attnmesh.comm.rank_merge import RequestedMerge, highest_checksum
@@ -17,7 +18,6 @@ from attnmesh.decoding.step_arguments import CheckedStep, StepInputs, StepOption
 from attnmesh.decoding.step_checks import reads_length_on_device
 from attnmesh.errors import InputError
 from attnmesh.guard.merge_agreement import MergeAgreement
-from attnmesh.mesh.merges import is_collective
 
 
 def agreement_on(caches: Sequence[KVCache], options: StepOptions | CheckedStep, checked: bool | None) -> MergeAgreement:

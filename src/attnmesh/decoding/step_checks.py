@@ -8,6 +8,18 @@ from torch import Tensor
 
 from attnmesh.cache.cache import KVCache
 from attnmesh.cache.call_checks import check_dtype_and_device, check_eager, check_no_gradients, needs_cpu
+from attnmesh.checks.argument_checks import (
+    check_distance_bias,
+    check_key_lengths,
+    check_lengths_within,
+    check_one_device,
+    check_same_kind,
+    check_selection,
+    check_sinks,
+    check_unknown_options,
+    transpose_hint_first,
+)
+from attnmesh.comm.merges import MERGES, Pattern, check_merge
 from attnmesh.core.mask import check_mask
 from attnmesh.core.partial import sum_dtype
 from attnmesh.core.scaling import Scaling, with_distance_bias
@@ -22,23 +34,10 @@ from attnmesh.errors import (
     ShapeError,
 )
 from attnmesh.guard.agreement import is_capturing, may_compare
-from attnmesh.guard.argument_checks import (
-    check_distance_bias,
-    check_key_lengths,
-    check_lengths_within,
-    check_merge,
-    check_one_device,
-    check_same_kind,
-    check_selection,
-    check_sinks,
-    check_unknown_options,
-    transpose_hint_first,
-)
 from attnmesh.kernels.cache_view import CacheView
 from attnmesh.kernels.choice import choose
 from attnmesh.kernels.kernel import KernelRequest
 from attnmesh.kernels.triton_runtime import interpreted
-from attnmesh.mesh.merges import MERGES, Pattern
 
 
 def checked_call(

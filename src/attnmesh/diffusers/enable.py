@@ -7,13 +7,13 @@ from typing import Any
 from diffusers import ModelMixin
 from torch.distributed.device_mesh import DeviceMesh
 
+from attnmesh.checks.argument_checks import check_compare_option
 from attnmesh.diffusers.backend import backend_of, register, unregister
 from attnmesh.diffusers.diffusers_names import unwrap_module
 from attnmesh.diffusers.family_plans import TokenPlan, plan_of
 from attnmesh.diffusers.state import MeshState, split_attention
 from attnmesh.errors import ModelError
 from attnmesh.guard.agreement import Agreement
-from attnmesh.guard.argument_checks import check_compare_option
 from attnmesh.kernels.choice import check_kernel
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.schedule import check_exchange

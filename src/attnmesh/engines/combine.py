@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnmesh.checks.argument_checks import check_tensor
 from attnmesh.comm.rank_merge import RequestedMerge
 from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.errors import DtypeError, InputError, ShapeError, type_and_shape
-from attnmesh.guard.argument_checks import check_tensor
 from attnmesh.mesh.axes import axis_of
 from attnmesh.mesh_attention.merge_across import merge_across, merge_agreement
 

@@ -1,1 +1,1 @@
-"""The guard: calls are checked and compared between ranks, which fail alike."""
+"""The guard: ranks compare their calls, and fail alike."""

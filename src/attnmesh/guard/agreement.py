@@ -23,9 +23,9 @@ from attnmesh.comm.comparison import announce_comparison, drop_unreceived
 from attnmesh.comm.gather import all_gather_ints, all_gather_texts
 from attnmesh.comm.topology import agreed_axis_mailboxes
 from attnmesh.comm.transport import agreed_transport
+from attnmesh.cost.agreement_cost import PAYLOAD_SIZE
 from attnmesh.errors import InputError, MeshError, RankFailure, UnforeseenError
 from attnmesh.guard.call_text import describe_call, describe_error, hash_of_call, shared_error
-from attnmesh.mesh.agreement_numbers import PAYLOAD_SIZE
 from attnmesh.mesh.axes import Axis, RankMesh, mesh_of_axis
 from attnmesh.runtime.memo import Memo
 from attnmesh.runtime.world import collective_once

@@ -6,10 +6,10 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from attnmesh.comm.merges import is_collective
 from attnmesh.errors import RankFailure
 from attnmesh.guard.agreement import RAISED_ON_ALL_RANKS, Agreement, ComparedCalls, Fields, may_compare
 from attnmesh.kernels.triton_runtime import interpreted
-from attnmesh.mesh.merges import is_collective
 
 
 class MergeDescription(NamedTuple):

@@ -15,13 +15,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from attnmesh.comm.merges import OUTPUTS
 from attnmesh.errors import KernelError, MeshError, ModelError, ShapeError, check_choice, short
 from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.latent_states import latent_widths
 from attnmesh.hf.models import check_can_generate, indexed_layer_indices, unwrap
 from attnmesh.hf.shared_weights import restore_shared
 from attnmesh.hf.transformers_names import TENSOR_PARALLEL, apply_tensor_parallelism
-from attnmesh.mesh.merges import OUTPUTS
 from attnmesh.mesh.shapes import share_evenly
 from attnmesh.setup.init_mesh import world_mesh
 

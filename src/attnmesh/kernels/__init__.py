@@ -1,1 +1,1 @@
-"""Attention on one device: rectangles, the driver, the kernels, their selection, and the operator `attend`."""
+"""Attention on one device: rectangles, the driver, the kernels, their selection, and the calls without ranks."""

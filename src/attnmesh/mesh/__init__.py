@@ -1,1 +1,1 @@
-"""Meshes as values, without communication: shapes, axes, schedules, reduction trees."""
+"""Meshes as values, without communication: shapes, axes, schedules, reduction trees, marks of shards."""

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from attnmesh.checks.argument_checks import check_lengths_within, warn_if_transposed, without_redundant
 from attnmesh.core.layout import Layout
 from attnmesh.core.mask import CAUSAL, FULL, Mask
 from attnmesh.core.partial import Partial
 from attnmesh.core.selection import Selection, Visible
-from attnmesh.guard.argument_checks import check_lengths_within, warn_if_transposed, without_redundant
 from attnmesh.kernels.prepared_local import PREPARED_LOCAL, PreparedLocal, signature_of
 from attnmesh.kernels.selected_keys import without_faulty
 from attnmesh.kernels.traced import cast_for_autocast, needs_grad, needs_operator, without_autocast

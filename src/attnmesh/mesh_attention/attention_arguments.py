@@ -5,13 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.core.digest import digest
-from attnmesh.core.layout import Contiguous, Layout, check_layout
-from attnmesh.core.mask import Causal, Mask, check_mask
-from attnmesh.core.scaling import Scaling, with_distance_bias
-from attnmesh.core.selection import Selection
-from attnmesh.errors import KernelError, LayoutError, MaskError, ShapeError
-from attnmesh.guard.argument_checks import (
+from attnmesh.checks.argument_checks import (
     check_compare_option,
     check_distance_bias,
     check_key_lengths,
@@ -22,6 +16,12 @@ from attnmesh.guard.argument_checks import (
     heads_and_length,
     with_transpose_hint,
 )
+from attnmesh.core.digest import digest
+from attnmesh.core.layout import Contiguous, Layout, check_layout
+from attnmesh.core.mask import Causal, Mask, check_mask
+from attnmesh.core.scaling import Scaling, with_distance_bias
+from attnmesh.core.selection import Selection
+from attnmesh.errors import KernelError, LayoutError, MaskError, ShapeError
 from attnmesh.guard.call_text import describe_call
 from attnmesh.kernels.choice import check_kernel, choose
 from attnmesh.kernels.kernel import KernelRequest

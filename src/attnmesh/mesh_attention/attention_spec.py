@@ -5,11 +5,11 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from attnmesh.checks.argument_checks import with_transpose_hint
 from attnmesh.comm.gather import all_gather_ints
 from attnmesh.core.mask import check_mask
 from attnmesh.core.scaling import Scaling
 from attnmesh.errors import MaskError, ShapeError
-from attnmesh.guard.argument_checks import with_transpose_hint
 from attnmesh.mesh.axes import Axis, RankMesh, make_flat_axis
 from attnmesh.mesh.schedule import Problem
 from attnmesh.mesh.shapes import AXES

@@ -9,12 +9,12 @@ import torch
 from attnmesh.comm.topology import agreed_cluster_and_tile
 from attnmesh.core.layout import Contiguous, Layout, Packed, Split
 from attnmesh.core.mask import Mask
+from attnmesh.cost.candidate_mesh import CandidateMesh
+from attnmesh.cost.exchange_cost import LayerWork, attention_seconds, balanced_layouts, fastest_candidate
 from attnmesh.errors import LayoutError
-from attnmesh.guard.shard_marks import unpriced_layout
 from attnmesh.mesh.axes import RankMesh
-from attnmesh.mesh.exchange_cost import LayerWork, attention_seconds, balanced_layouts, fastest_way
 from attnmesh.mesh.schedule import EXCHANGE_MODES, ExchangeMode, Problem
-from attnmesh.mesh.way import Way
+from attnmesh.mesh.shard_marks import unpriced_layout
 from attnmesh.mesh_attention.latents import LatentWidths
 from attnmesh.runtime.world import cached_per_world
 
@@ -63,8 +63,8 @@ def agreed_price(layout: Layout | str, mask: Mask, length: int, mesh: RankMesh, 
     work = LayerWork(q_heads, kv_heads, width, width, length=length, itemsize=dtype.itemsize, mask=mask)
 
     def seconds(layout: Layout) -> float:
-        ways = (Way(mesh.shape, tile, layout, name) for name in EXCHANGE_MODES)
-        return min(attention_seconds(way, work, cluster) for way in ways)
+        candidates = (CandidateMesh(mesh.shape, tile, layout, name) for name in EXCHANGE_MODES)
+        return min(attention_seconds(candidate, work, cluster) for candidate in candidates)
 
     with torch.inference_mode(False):
         layouts = _filled(balanced_layouts(mask, mesh.shape), length, mesh) if isinstance(layout, str) else [layout]
@@ -85,8 +85,8 @@ def agreed_mode(
         return EXCHANGE_MODES["bulk"]
     cluster, tile = agreed_cluster_and_tile(mesh, device)
     layout, work = cost_inputs(dtype, sizes, problem, latent_widths, backward=latent_widths is None)
-    ways = [Way(problem.shape, tile, layout, name) for name in EXCHANGE_MODES]
-    return EXCHANGE_MODES[fastest_way(ways, work, cluster).exchange_or_merge]
+    candidates = [CandidateMesh(problem.shape, tile, layout, name) for name in EXCHANGE_MODES]
+    return EXCHANGE_MODES[fastest_candidate(candidates, work, cluster).exchange_or_merge]
 
 
 def cost_inputs(

@@ -8,11 +8,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from attnmesh.checks.argument_checks import transpose_hint_first
 from attnmesh.core.layout import Contiguous
 from attnmesh.core.mask import check_mask
 from attnmesh.errors import InputError, LayoutError, MeshError, ShapeError
 from attnmesh.guard.agreement import Agreement, may_compare
-from attnmesh.guard.argument_checks import transpose_hint_first
 from attnmesh.mesh.axes import RankMesh, attention_dims
 from attnmesh.mesh.shapes import AXES
 from attnmesh.mesh_attention.attention_arguments import AttentionArguments

@@ -18,10 +18,10 @@ from torch import Tensor
 from attnmesh.core.band import Band
 from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.core.scaling import Scaling
+from attnmesh.cost.exchange_cost import EXPANDED_BYTES
 from attnmesh.kernels.driver import KeyCounts, attend_band
 from attnmesh.kernels.kernel import Kernel
 from attnmesh.kernels.selected_keys import SelectedKeys
-from attnmesh.mesh.exchange_cost import EXPANDED_BYTES
 
 
 @dataclass(frozen=True)

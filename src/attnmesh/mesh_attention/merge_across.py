@@ -9,24 +9,23 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from attnmesh.checks.argument_checks import (
+    check_compare_option,
+    check_dtype,
+    check_one_device,
+    check_tensor,
+)
 from attnmesh.comm.host_merge import HostMerge, agreed_host_merge
+from attnmesh.comm.merges import MERGES, OUTPUTS, check_merge
 from attnmesh.comm.mismatch import checksum_of, question_like
 from attnmesh.comm.rank_merge import RequestedMerge
 from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.errors import DeviceError, DtypeError, InputError, KernelError, ShapeError, check_choice
 from attnmesh.guard.agreement import Agreement, ComparedCalls, prepare_merges
-from attnmesh.guard.argument_checks import (
-    check_compare_option,
-    check_dtype,
-    check_merge,
-    check_one_device,
-    check_tensor,
-)
 from attnmesh.guard.call_text import describe_call, hash_of_call
 from attnmesh.guard.merge_agreement import MergeAgreement, MergeDescription
 from attnmesh.kernels.traced import are_plain
 from attnmesh.mesh.axes import Axis, axis_of, device_type_of, group_named, mesh_of_axis
-from attnmesh.mesh.merges import MERGES, OUTPUTS
 from attnmesh.runtime.operators import custom_operator
 from attnmesh.runtime.world import cached_per_world
 

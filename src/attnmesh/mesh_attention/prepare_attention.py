@@ -6,13 +6,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnmesh.checks.argument_checks import heads_and_length, with_transpose_hint
 from attnmesh.errors import ShapeError, warn_once
 from attnmesh.guard.agreement import Agreement, may_compare
-from attnmesh.guard.argument_checks import heads_and_length, with_transpose_hint
-from attnmesh.guard.shard_marks import shard_marks
 from attnmesh.kernels.prepared_local import signature_of
 from attnmesh.kernels.traced import needs_grad
 from attnmesh.mesh.axes import RankMesh
+from attnmesh.mesh.shard_marks import shard_marks
 from attnmesh.mesh_attention.attention_arguments import AttentionArguments, CallPayload, check_arguments
 from attnmesh.mesh_attention.attention_spec import AttentionSpec, cached_spec, make_spec
 from attnmesh.mesh_attention.latents import LatentWidths

@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm.topology import agreed_cluster_and_tile
 from attnmesh.core.partial import Partial
+from attnmesh.cost.candidate_mesh import CandidateMesh
+from attnmesh.cost.exchange_cost import fastest_candidate
 from attnmesh.mesh.axes import Axis, RankMesh
-from attnmesh.mesh.exchange_cost import fastest_way
 from attnmesh.mesh.schedule import EXCHANGE_MODES, Problem
 from attnmesh.mesh.shapes import Shape
-from attnmesh.mesh.way import Way
 from attnmesh.mesh_attention.attention import attend_shards
 from attnmesh.mesh_attention.attention_arguments import AttentionArguments
 from attnmesh.mesh_attention.auto_choices import cost_inputs
@@ -65,8 +65,8 @@ def agreed_mesh_and_exchange(
     layout, work = cost_inputs(dtype, sizes, problem, latent_widths, backward=False)
     names = EXCHANGE_MODES if exchange == "auto" else (exchange,)
     shapes = (mesh.shape, tile), (_shape_with_keys_as_queries(mesh.shape), _shape_with_keys_as_queries(tile))
-    ways = [Way(*shape, layout, name) for shape, name in product(shapes, names)]
-    fastest = fastest_way(ways, work, cluster)
+    candidates = [CandidateMesh(*shape, layout, name) for shape, name in product(shapes, names)]
+    fastest = fastest_candidate(candidates, work, cluster)
     return mesh if fastest.shape == mesh.shape else keys_as_queries(mesh), fastest.exchange_or_merge
 
 

@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from attnmesh.checks.argument_checks import check_tensor
 from attnmesh.comm.p2p import all_to_all_tokens
 from attnmesh.core.layout import Layout, check_layout
 from attnmesh.core.mask import FULL, Mask, check_mask
 from attnmesh.errors import KernelError, LayoutError, ShapeError, warn_once
 from attnmesh.guard.agreement import Agreement
-from attnmesh.guard.argument_checks import check_tensor
-from attnmesh.guard.shard_marks import ShardMark, marked, shard_marks
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import Shape
+from attnmesh.mesh.shard_marks import ShardMark, marked, shard_marks
 from attnmesh.mesh_attention.auto_choices import check_auto, chosen_layout
 from attnmesh.runtime.operators import custom_operator
 

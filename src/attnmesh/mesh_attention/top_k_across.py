@@ -7,13 +7,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from attnmesh.checks.argument_checks import check_one_device, check_tensor
 from attnmesh.comm.rank_merge import best_across
 from attnmesh.core.candidates import best_candidates, pack_candidates, unpack_candidates
 from attnmesh.core.partial import DTYPE_NAMES
 from attnmesh.core.selection import NO_INDEX
 from attnmesh.errors import ArgumentError, DtypeError, KernelError, ShapeError, check_count, type_and_shape
 from attnmesh.guard.agreement import Agreement, may_compare
-from attnmesh.guard.argument_checks import check_one_device, check_tensor
 from attnmesh.mesh.axes import Axis, axis_of, group_named, mesh_of_axis
 from attnmesh.runtime.operators import custom_operator
 

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import torch
 
-from attnmesh.mesh.agreement_numbers import add_agreement
-from attnmesh.mesh.cluster import Cluster
-from attnmesh.mesh.merge_cost import MergeGroup, MessageSize, add_tree, tree_rounds
-from attnmesh.mesh.merges import MERGES, Pattern
-from attnmesh.mesh.way import Cost, Way
+from attnmesh.comm.merges import MERGES, Pattern
+from attnmesh.cost.agreement_cost import add_agreement
+from attnmesh.cost.candidate_mesh import CandidateMesh, Cost
+from attnmesh.cost.cluster import Cluster
+from attnmesh.cost.merge_cost import MergeGroup, MessageSize, add_tree, tree_rounds
 from attnmesh.planner.rank_bytes import turns_of
 from attnmesh.planner.selected import Selected
 from attnmesh.planner.workload import Workload
@@ -129,14 +129,14 @@ def add_results(experts: Experts, ranks: int, size: float, cluster: Cluster, tot
     total.add_traffic(sent_bytes * (cluster.hosts == 1), sent_bytes * (cluster.hosts > 1), 0)
 
 
-def decode_cost(way: Way, workload: Workload, cluster: Cluster) -> Cost:
+def decode_cost(candidate: CandidateMesh, workload: Workload, cluster: Cluster) -> Cost:
     """Return the cost of one layer's step. Selected tokens are taken to lie on all ranks alike."""
-    shape, tile, device = way.shape, way.tile, cluster.device
+    shape, tile, device = candidate.shape, candidate.tile, cluster.device
     group = MergeGroup(shape.queries * shape.keys, tile.queries * tile.keys, shape.heads, tile.heads)
     queries = workload.q_len or 1
     rows = queries * workload.batch * workload.q_heads / shape.heads
     total = Cost()
-    tokens = _most_seen(way, workload, cluster)
+    tokens = _most_seen(candidate, workload, cluster)
     reads = 1
     if workload.selected is not None:  # each query reads its own
         tokens = min(tokens, ceil(workload.selected.tokens / group.ranks))
@@ -146,9 +146,9 @@ def decode_cost(way: Way, workload: Workload, cluster: Cluster) -> Cost:
     )
     product_seconds = 2 * rows * tokens * sum(workload.cached_widths) / device.forward_rate
     total.add_stage("kernel", device.call + max(read_seconds, product_seconds))
-    merge = MERGES[way.exchange_or_merge]
+    merge = MERGES[candidate.exchange_or_merge]
     if merge.pattern is Pattern.COLLECTIVE:
-        add_agreement(way, cluster, total)
+        add_agreement(candidate, cluster, total)
     if group.ranks > 1:
         merge.price(group, MessageSize(rows * workload.sum_itemsize, workload.cached_widths[1]), cluster, total)
         total.add_stage("merge", device.wait)
@@ -157,17 +157,17 @@ def decode_cost(way: Way, workload: Workload, cluster: Cluster) -> Cost:
             times = sum(merge_round.out_of_host > 0 for merge_round in rounds) if merge.pattern is Pattern.ROUNDS else 1
             total.add_stage("merge", times * (MERGE_CALLS - 1) * device.call)
     if shape.heads > 1:
-        _gather_heads(way, rows * workload.value_width * workload.itemsize, cluster, total)
+        _gather_heads(candidate, rows * workload.value_width * workload.itemsize, cluster, total)
     return total
 
 
-def selection_cost(way: Way, workload: Workload, selected: Selected, cluster: Cluster) -> Cost:
+def selection_cost(candidate: CandidateMesh, workload: Workload, selected: Selected, cluster: Cluster) -> Cost:
     """Return the cost of one indexer's step: each rank scores its index keys, and candidates merge along the tree."""
-    group = MergeGroup(way.shape.ranks, way.tile.ranks)
+    group = MergeGroup(candidate.shape.ranks, candidate.tile.ranks)
     total = Cost()
     device = cluster.device
     queries = workload.q_len or 1
-    keys = workload.batch * _most_seen(way, workload, cluster)
+    keys = workload.batch * _most_seen(candidate, workload, cluster)
     read_seconds = keys * selected.index_dim * workload.itemsize / device.memory_rate
     product_seconds = 2 * queries * selected.index_heads * keys * selected.index_dim / device.forward_rate
     total.add_stage("score", device.call + max(read_seconds, product_seconds))
@@ -176,23 +176,25 @@ def selection_cost(way: Way, workload: Workload, selected: Selected, cluster: Cl
     return total
 
 
-def _most_seen(way: Way, workload: Workload, cluster: Cluster) -> int:
+def _most_seen(candidate: CandidateMesh, workload: Workload, cluster: Cluster) -> int:
     """Return the tokens that the new queries see on the rank that takes longest, at the rate of the slowest rank."""
     first_key, _ = workload.mask.bounds(torch.tensor([max(0, workload.length - (workload.q_len or 1))], device="cpu"))
     tokens = workload.length - int(first_key)
-    shape = way.shape
-    turns = turns_of(way)
+    shape = candidate.shape
+    turns = turns_of(candidate)
     slower = [min(cluster.rates) / rate for rate in cluster.rates] if shape.heads == 1 and cluster.rates else []
     by_rank = zip(turns, slower or [1.0] * len(turns), strict=True)
     return ceil(max(min(tokens, ceil(tokens / turn.period) * turn.width) * times for turn, times in by_rank))
 
 
-def _gather_heads(way: Way, size: float, cluster: Cluster, total: Cost) -> None:
+def _gather_heads(candidate: CandidateMesh, size: float, cluster: Cluster, total: Cost) -> None:
     """Add an all-gather of heads, after a short message that compares the calls."""
-    heads, heads_per_host = way.shape.heads, way.tile.heads
+    heads, heads_per_host = candidate.shape.heads, candidate.tile.heads
     link = cluster.between if heads_per_host < heads else cluster.inside
-    ranks = way.shape.ranks
-    transfer = max((heads - 1) * size / link.rate, (heads - heads_per_host) * size * way.tile.ranks / link.host_rate)
+    ranks = candidate.shape.ranks
+    transfer = max(
+        (heads - 1) * size / link.rate, (heads - heads_per_host) * size * candidate.tile.ranks / link.host_rate
+    )
     waits = link.merge_latency + link.latency + 2 * (heads - 2) * link.message
     total.add_stage("heads", 2 * cluster.device.call + waits + transfer)
     total.add_traffic(

@@ -8,20 +8,20 @@ from typing import NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from attnmesh.comm.merges import MERGES
 from attnmesh.core.layout import Layout, Packed, Striped
+from attnmesh.cost.candidate_mesh import CandidateMesh, Cost
+from attnmesh.cost.cluster import Cluster
+from attnmesh.cost.exchange_cost import balanced_layouts
+from attnmesh.cost.traffic import divisors, tiles
 from attnmesh.errors import ClusterError
-from attnmesh.mesh.cluster import Cluster
-from attnmesh.mesh.exchange_cost import balanced_layouts
-from attnmesh.mesh.merges import MERGES
 from attnmesh.mesh.schedule import EXCHANGE_MODES
 from attnmesh.mesh.shapes import Shape
-from attnmesh.mesh.traffic import divisors, tiles
-from attnmesh.mesh.way import Cost, Way
-from attnmesh.planner.cost import cost, index_cost
 from attnmesh.planner.rank_bytes import cache_layouts, cached_bytes, min_memory
 from attnmesh.planner.recurrent_cost import RecurrentCost, recurrent_cost
 from attnmesh.planner.units import bytes_text, seconds_text
 from attnmesh.planner.workload import Workload
+from attnmesh.planner.workload_cost import cost, index_cost
 from attnmesh.setup.init_mesh import init_plan_mesh
 
 MAX_RANKS = 2048
@@ -171,18 +171,18 @@ class Plan:
         return "\n".join(lines)
 
     @property
-    def _way(self) -> Way:
-        return Way(self.shape, self.tile, self.layout, self.exchange)
+    def _candidate(self) -> CandidateMesh:
+        return CandidateMesh(self.shape, self.tile, self.layout, self.exchange)
 
     @property
     def recurrent(self) -> RecurrentCost:
         """Predicted scans, halos and states of the recurrent layers, which the plan's figures include."""
-        return recurrent_cost(self._way, self.workload, self.cluster)
+        return recurrent_cost(self._candidate, self.workload, self.cluster)
 
     @property
     def selection(self) -> Cost:
         """Predicted cost of the indexers, which the plan's figures include."""
-        return index_cost(self._way, self.workload, self.cluster)
+        return index_cost(self._candidate, self.workload, self.cluster)
 
     def _selection_line(self) -> str:
         price, layers = self.selection, self.workload.indexers
@@ -296,16 +296,16 @@ def plan(workload: Workload, cluster: Cluster, *, progress: Callable[[int, int],
     if cluster.world > MAX_RANKS:
         expected, fix = f"a cluster of at most {MAX_RANKS:,} ranks", "plan for a part of it, with Cluster.sized"
         raise ClusterError("plan", expected, f"{cluster.world:,}", fix)
-    ways = list(all_ways(workload, cluster))
+    candidates = list(all_candidates(workload, cluster))
     plans = []
-    for number, way in enumerate(ways, 1):
-        price = cost(way, workload, cluster)
+    for number, candidate in enumerate(candidates, 1):
+        price = cost(candidate, workload, cluster)
         plans.append(
             Plan(
-                shape=way.shape,
-                exchange=way.exchange_or_merge,
-                layout=way.layout,
-                tile=way.tile,
+                shape=candidate.shape,
+                exchange=candidate.exchange_or_merge,
+                layout=candidate.layout,
+                tile=candidate.tile,
                 seconds=price.seconds,
                 bytes=Bytes(price.inside, price.between),
                 messages=price.messages,
@@ -316,7 +316,7 @@ def plan(workload: Workload, cluster: Cluster, *, progress: Callable[[int, int],
             )
         )
         if progress is not None:
-            progress(number, len(ways))
+            progress(number, len(candidates))
     fitting = [plan for plan in plans if _fits(plan)]
     if not fitting:
         raise _memory_error(min(plan.memory for plan in plans), workload, cluster)
@@ -325,8 +325,8 @@ def plan(workload: Workload, cluster: Cluster, *, progress: Callable[[int, int],
     return [replace(fastest, runner_up=runner_up), *(replace(other, runner_up=fastest) for other in slower)]
 
 
-def all_ways(workload: Workload, cluster: Cluster) -> Iterator[Way]:
-    """Yield every way once: mesh shapes, their tiles, layouts and exchanges. A cache divides its heads evenly.
+def all_candidates(workload: Workload, cluster: Cluster) -> Iterator[CandidateMesh]:
+    """Yield every candidate once: mesh shapes, their tiles, layouts and exchanges. A cache divides its heads evenly.
 
     Where queries select their keys, they stay on their rank, and index keys have one head: all ranks are one axis.
     """
@@ -343,7 +343,7 @@ def all_ways(workload: Workload, cluster: Cluster) -> Iterator[Way]:
                 continue  # a decode step has few queries: all ranks beyond the heads axis hold keys
             layouts = layouts_for(workload, shape, cluster)
             choices = product(tiles(shape, cluster.ranks), layouts, _exchanges(workload, shape))
-            yield from (Way(shape, *choice) for choice in choices)
+            yield from (CandidateMesh(shape, *choice) for choice in choices)
 
 
 def layouts_for(workload: Workload, shape: Shape, cluster: Cluster) -> list[Layout]:
@@ -364,7 +364,7 @@ def _fits(plan: Plan) -> bool:
     fits = plan.memory <= plan.cluster.device.memory
     if plan.workload.phase != "decode" or not cluster.memories or plan.shape.keys < cluster.world:
         return fits
-    rank_bytes = cached_bytes(plan._way, plan.workload)
+    rank_bytes = cached_bytes(plan._candidate, plan.workload)
     return all(needed <= free for needed, free in zip(rank_bytes, cluster.memories, strict=True))
 
 

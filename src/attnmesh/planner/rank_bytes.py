@@ -3,17 +3,17 @@
 from attnmesh.core.layout import Striped, Zigzag
 from attnmesh.core.mask import Full
 from attnmesh.core.turns import Turn, widths_of
-from attnmesh.mesh.exchange_cost import layer_memory
-from attnmesh.mesh.exchange_cost import peak_activations as peak_activations
+from attnmesh.cost.candidate_mesh import CandidateMesh
+from attnmesh.cost.exchange_cost import layer_memory
+from attnmesh.cost.exchange_cost import peak_activations as peak_activations
 from attnmesh.mesh.shapes import Shape
-from attnmesh.mesh.way import Way
 from attnmesh.planner.workload import Workload
 
 INDEX_BYTES = 4
 """Bytes of a selected index."""
 
 
-def rank_memory(way: Way, workload: Workload) -> float:
+def rank_memory(candidate: CandidateMesh, workload: Workload) -> float:
     """Return the bytes per rank: tensors kept by all layers, and the peak of one exchange.
 
     A prefill keeps the keys and values of all layers, but under a full mask those of one: no token follows that would
@@ -21,7 +21,7 @@ def rank_memory(way: Way, workload: Workload) -> float:
     """
     key_layers = 1 if workload.phase == "prefill" and workload.mask == Full() else workload.layers
     query_layers = workload.layers if workload.phase == "training" else 1
-    return layer_memory(way, workload.one_layer, key_layers, query_layers)
+    return layer_memory(candidate, workload.one_layer, key_layers, query_layers)
 
 
 def cache_layouts(block: int, shares: tuple[int, ...]) -> list[Striped]:
@@ -33,17 +33,17 @@ def cache_layouts(block: int, shares: tuple[int, ...]) -> list[Striped]:
     return [Striped(block), *([Striped(widths_of(shares, block))] if len({*shares}) > 1 else [])]
 
 
-def turns_of(way: Way) -> tuple[Turn, ...]:
+def turns_of(candidate: CandidateMesh) -> tuple[Turn, ...]:
     """Return the turn of each rank that holds tokens of a cache, which is block-cyclic."""
-    layout = way.layout
-    ranks = way.shape.queries * way.shape.keys
+    layout = candidate.layout
+    ranks = candidate.shape.queries * candidate.shape.keys
     return (layout if isinstance(layout, Striped) else Striped()).turns(ranks)
 
 
-def cached_bytes(way: Way, workload: Workload) -> list[float]:
+def cached_bytes(candidate: CandidateMesh, workload: Workload) -> list[float]:
     """Return the bytes of keys and values on each rank that holds tokens, by their shares."""
-    kept = workload.kept_bytes / way.shape.heads
-    return [kept * turn.width / turn.period for turn in turns_of(way)]
+    kept = workload.kept_bytes / candidate.shape.heads
+    return [kept * turn.width / turn.period for turn in turns_of(candidate)]
 
 
 def index_memory(shape: Shape, workload: Workload) -> float:
@@ -67,5 +67,5 @@ def min_memory(workload: Workload) -> float:
     if workload.phase == "decode":
         return workload.kept_bytes + workload.index_bytes
     ring = Shape(1, 4, 1)
-    attention = rank_memory(Way(ring, Shape(1, 1, 1), Zigzag(), "ring"), workload)
+    attention = rank_memory(CandidateMesh(ring, Shape(1, 1, 1), Zigzag(), "ring"), workload)
     return ring.ranks * (attention + index_memory(ring, workload))

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.mesh.cluster import Cluster
+from attnmesh.cost.candidate_mesh import CandidateMesh, Cost
+from attnmesh.cost.cluster import Cluster
+from attnmesh.cost.traffic import Load
 from attnmesh.mesh.shapes import Shape, rank_grid
-from attnmesh.mesh.traffic import Load
-from attnmesh.mesh.way import Cost, Way
 from attnmesh.planner.workload import Workload, runs_per_shard
 
 Messages = tuple[Load, Load]
@@ -47,16 +47,16 @@ class RecurrentCost(NamedTuple):
         return {**exchanges, "memory": self.memory}
 
 
-def recurrent_cost(way: Way, workload: Workload, cluster: Cluster) -> RecurrentCost:
+def recurrent_cost(candidate: CandidateMesh, workload: Workload, cluster: Cluster) -> RecurrentCost:
     """Return the cost of all recurrent layers. Decoding sends nothing: each rank steps all states."""
     cost = RecurrentCost(Cost(), Cost(), workload.state_bytes)
     if workload.phase == "decode":
         return cost
-    both_ways = runs_per_shard("plan", way.layout) == 2
+    both_ways = runs_per_shard("plan", candidate.layout) == 2
     for backward in (False, True)[: workload.passes]:
         directions = (False, True) if both_ways else (backward,)
-        scans = [scan for reverse in directions for scan in _scan_rounds(way.shape, way.tile, reverse)]
-        halos = [_halo(way.shape, way.tile, directions)]
+        scans = [scan for reverse in directions for scan in _scan_rounds(candidate.shape, candidate.tile, reverse)]
+        halos = [_halo(candidate.shape, candidate.tile, directions)]
         for kind in workload.recurrent_kinds:
             map_bytes = workload.batch * kind.map_numbers * workload.sum_itemsize
             _add_exchanges(scans, map_bytes, kind.layers, cluster, cost.scan)

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
+from attnmesh.cost.cluster import Cluster
 from attnmesh.errors import ClusterError
-from attnmesh.mesh.cluster import Cluster
 from attnmesh.planner.plan import Plan, plan
 from attnmesh.planner.workload import Workload
 

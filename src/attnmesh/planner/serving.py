@@ -8,13 +8,12 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import NamedTuple
 
+from attnmesh.cost.candidate_mesh import Cost
+from attnmesh.cost.cluster import Cluster
+from attnmesh.cost.merge_cost import MergeGroup, all_reduce_seconds
+from attnmesh.cost.traffic import divisors
 from attnmesh.errors import ClusterError
-from attnmesh.mesh.cluster import Cluster
-from attnmesh.mesh.merge_cost import MergeGroup, all_reduce_seconds
 from attnmesh.mesh.shapes import Shape, elements, share_evenly
-from attnmesh.mesh.traffic import divisors
-from attnmesh.mesh.way import Cost
-from attnmesh.planner.cost import cost
 from attnmesh.planner.decode_cost import (
     FLOPS,
     Experts,
@@ -24,8 +23,9 @@ from attnmesh.planner.decode_cost import (
     add_small_calls,
     add_weights,
 )
-from attnmesh.planner.plan import Plan, all_ways, plan
+from attnmesh.planner.plan import Plan, all_candidates, plan
 from attnmesh.planner.workload import Workload
+from attnmesh.planner.workload_cost import cost
 
 UNLIMITED_MEMORY = 1e30
 """Bytes of memory that any plan fits."""
@@ -303,8 +303,8 @@ def _first_token_seconds(
     work = replace(step.workload, phase="prefill", q_len=None, storage=None)
     tokens = work.batch * work.length
     world = cluster.world
-    ways = [way for way in all_ways(work, step.cluster) if way.shape == shape]
-    seconds = min(cost(way, work, step.cluster).seconds for way in ways)
+    candidates = [candidate for candidate in all_candidates(work, step.cluster) if candidate.shape == shape]
+    seconds = min(cost(candidate, work, step.cluster).seconds for candidate in candidates)
     seconds += FLOPS * model.active_parameters * tokens / world / cluster.device.forward_rate
     if sharding.tp > 1:
         group = _group(sharding, cluster)

@@ -10,10 +10,10 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from attnmesh.core.digest import SUM_ELEMENTS
-from attnmesh.mesh.cluster import Cluster
-from attnmesh.mesh.exchange_cost import layer_memory
-from attnmesh.mesh.traffic import divisors
-from attnmesh.mesh.way import Way
+from attnmesh.cost.candidate_mesh import CandidateMesh
+from attnmesh.cost.cluster import Cluster
+from attnmesh.cost.exchange_cost import layer_memory
+from attnmesh.cost.traffic import divisors
 from attnmesh.planner.plan import Plan, plan
 from attnmesh.planner.serving import UNLIMITED_MEMORY
 from attnmesh.planner.workload import Workload
@@ -274,7 +274,7 @@ def _layer_bytes(model: TrainingSizes, attention: Plan, tokens: int, width: int)
     plans = [way for way in plan(replace(work, layers=1), attention.cluster) if way.shape == attention.shape]
     smallest = min(plans, key=attrgetter("memory"))
     exchange = layer_memory(
-        Way(smallest.shape, smallest.tile, smallest.layout, smallest.exchange), work.one_layer, 0, 0
+        CandidateMesh(smallest.shape, smallest.tile, smallest.layout, smallest.exchange), work.one_layer, 0, 0
     )
     adapter_input = WEIGHT_BYTES if model.adapter_parameters else 0  # an adapter reads float32
     intermediate = tokens * (INTERMEDIATE_VALUES * work.itemsize + adapter_input) * model.intermediate_size

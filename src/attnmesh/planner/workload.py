@@ -9,8 +9,8 @@ from attnmesh.core.layout import Contiguous, Layout, Zigzag
 from attnmesh.core.mask import Causal, Full, Mask, check_mask
 from attnmesh.core.partial import DTYPE_NAMES
 from attnmesh.core.storage import STORAGES
+from attnmesh.cost.exchange_cost import LayerWork
 from attnmesh.errors import ClusterError, DtypeError, ShapeError, check_choice, short
-from attnmesh.mesh.exchange_cost import LayerWork
 from attnmesh.planner.checks import MAX_COUNT, checked_count
 from attnmesh.planner.recurrent import Recurrent
 from attnmesh.planner.selected import Selected

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from attnmesh.checks.argument_checks import check_tensor
 from attnmesh.comm.p2p import Channel
 from attnmesh.errors import DtypeError, ShapeError, check_count
 from attnmesh.guard.agreement import Agreement
-from attnmesh.guard.argument_checks import check_tensor
 from attnmesh.mesh.axes import Axis, axis_of, group_named, mesh_of_axis
 from attnmesh.recurrent.head_exchange import first_tokens, own_token_count
 from attnmesh.runtime.operators import custom_operator

@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from attnmesh.checks.argument_checks import check_compare_option, check_one_device, check_tensor
 from attnmesh.comm.p2p import Channel
 from attnmesh.core.partial import sum_dtype
 from attnmesh.errors import ArgumentError, DtypeError, ShapeError
 from attnmesh.guard.agreement import Agreement, may_compare
-from attnmesh.guard.argument_checks import check_compare_option, check_one_device, check_tensor
 from attnmesh.kernels.traced import without_autocast
 from attnmesh.mesh.axes import Axis, axis_of, group_named, mesh_of_axis
 from attnmesh.runtime.operators import custom_operator

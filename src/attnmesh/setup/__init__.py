@@ -3,7 +3,7 @@
 It binds `Cluster.measure`, which needs a world.
 """
 
-from attnmesh.mesh.cluster import measured
+from attnmesh.cost.cluster import measured
 from attnmesh.setup import measure
 
 measured.bind(measure.measure)

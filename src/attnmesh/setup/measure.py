@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from attnmesh.checks.argument_checks import check_dtype
+from attnmesh.cost.cluster import Cluster
 from attnmesh.errors import ClusterError
 from attnmesh.guard.agreement import Agreement
-from attnmesh.guard.argument_checks import check_dtype
 from attnmesh.mesh.axes import RankMesh, device_of, make_flat_axis
-from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.shapes import AXES
 from attnmesh.setup.measure_device import measure_device
 from attnmesh.setup.measure_link import measure_link, measure_wait

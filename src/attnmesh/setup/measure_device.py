@@ -10,9 +10,9 @@ from torch import Tensor
 from attnmesh.core.mask import FULL, Documents, Mask
 from attnmesh.core.scaling import Scaling
 from attnmesh.core.selection import Visible
+from attnmesh.cost.rates import Device
 from attnmesh.kernels.local_op import attend_on_device
 from attnmesh.kernels.prepared_local import PreparedLocal
-from attnmesh.mesh.rates import Device
 from attnmesh.setup.measured_ranks import MeasuredRanks
 
 RUNS = 8

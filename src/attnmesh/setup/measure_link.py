@@ -10,8 +10,8 @@ import torch.distributed as dist
 from attnmesh.comm.rank_merge import RequestedMerge
 from attnmesh.comm.topology import agreed_host_mailboxes, dist_all_gather_ints, make_subgroup
 from attnmesh.core.partial import Partial
+from attnmesh.cost.rates import NO_LINK, Link
 from attnmesh.guard.agreement import prepare_merges
-from attnmesh.mesh.rates import NO_LINK, Link
 from attnmesh.setup.measured_ranks import IN_A_ROW, ROUNDS, MeasuredRanks
 
 MERGE_BYTES = 16384

@@ -9,9 +9,9 @@ import torch
 from attnmesh.comm.topology import agreed_mesh_hosts, dist_all_gather_ints
 from attnmesh.core.mask import FULL
 from attnmesh.core.scaling import Scaling
+from attnmesh.cost.cluster import Cluster
 from attnmesh.kernels.prepared_local import PreparedLocal
 from attnmesh.mesh.axes import RankMesh
-from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.shares import recommended_shares
 from attnmesh.runtime.memory import free_memory
 

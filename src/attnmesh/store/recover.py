@@ -17,12 +17,12 @@ from attnmesh.cache.cache import KVCache
 from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.window import WindowStart
+from attnmesh.checks.argument_checks import check_unknown_options
 from attnmesh.comm.gather import all_gather_texts
 from attnmesh.comm.p2p import all_to_all, meta_like
 from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.errors import DtypeError, KernelError, MeshError, ShapeError
 from attnmesh.guard.agreement import Agreement
-from attnmesh.guard.argument_checks import check_unknown_options
 from attnmesh.mesh.axes import Axis, RankMesh, intersect, make_flat_axis
 from attnmesh.mesh.shapes import AXES
 from attnmesh.store.checkpoint import make_alike

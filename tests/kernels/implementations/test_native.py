@@ -24,12 +24,12 @@ import attnmesh as am
 from attnmesh.core.band import Band
 from attnmesh.core.scaling import Scaling
 from attnmesh.errors import KernelError
+from attnmesh.kernels import local as attend_module
 from attnmesh.kernels.choice import choose
 from attnmesh.kernels.implementations import native as kernel
 from attnmesh.kernels.kernel import KernelRequest
 from attnmesh.kernels.native import build
 from attnmesh.kernels.native.build import SOURCES, library
-from attnmesh.mesh_attention import local as attend_module
 from attnmesh.runtime.memo import Memo
 from tests.support.tolerances import FLOAT32_SUMS
 

@@ -252,7 +252,7 @@ def check_finite(result: Result) -> Result:
     return result
 
 
-AS_THEY_ARE = ("attnmesh.core.candidates", "attnmesh.mesh.traffic")
+AS_THEY_ARE = ("attnmesh.core.candidates", "attnmesh.cost.traffic")
 """Modules that compute in float32 whatever the model: with the bits of numbers, and with counts of tokens."""
 
 

@@ -21,7 +21,7 @@ from attnmesh.hf.shards import Shards
 from attnmesh.hf.sparse.entries import UNPREPARED, IndexEntries
 from attnmesh.kernels.cache_view import USED
 from attnmesh.kernels.indexer import IndexKeys, Score, indexer_top_k
-from attnmesh.mesh_attention.local import attend
+from attnmesh.kernels.local import attend
 
 
 @dataclass(frozen=True)

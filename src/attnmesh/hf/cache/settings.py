@@ -10,9 +10,10 @@ from transformers import PreTrainedConfig
 from attnmesh.cache.cache_config import check_key_heads, check_storage
 from attnmesh.cache.local_shards import check_copies, check_even_shares
 from attnmesh.cache.make_shards import check_ranks_in_folder
+from attnmesh.checks.argument_checks import check_compare_option
+from attnmesh.comm.merges import check_merge
 from attnmesh.decoding.step_checks import check_reproducible
 from attnmesh.errors import KernelError, ShapeError, check_count
-from attnmesh.guard.argument_checks import check_compare_option, check_merge
 from attnmesh.hf.latent_states import latent_widths
 from attnmesh.hf.models import (
     check_keys,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from attnmesh.mesh.cluster import PRESETS
+from attnmesh.cost.cluster import PRESETS
 
 pytestmark = pytest.mark.quick
 

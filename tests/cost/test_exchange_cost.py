@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 import attnmesh as am
-from attnmesh.mesh.exchange_cost import LayerWork, attention_seconds, fastest_way, peak_activations
+from attnmesh.cost.candidate_mesh import CandidateMesh
+from attnmesh.cost.exchange_cost import LayerWork, attention_seconds, fastest_candidate, peak_activations
 from attnmesh.mesh.schedule import EXCHANGE_MODES
 from attnmesh.mesh.shapes import AXES, Shape
-from attnmesh.mesh.way import Way
-from attnmesh.planner.cost import cost
+from attnmesh.planner.workload_cost import cost
 from tests.support.live_tensors import LiveTensors
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool, on_each_rank
@@ -75,7 +75,7 @@ def test_each_group_of_heads_pays_for_each_further_run() -> None:
     cluster = replace(am.Cluster.preset("local", ranks=2), device=device)
     work = LayerWork(8, 4, 64, 64, length=2048, itemsize=4, mask=am.Causal(), backward=False)
     seconds = {
-        (block, name): attention_seconds(Way(shape, shape, am.Striped(block), name), work, cluster)
+        (block, name): attention_seconds(CandidateMesh(shape, shape, am.Striped(block), name), work, cluster)
         for block in (128, 256)
         for name in ("bulk", "pipelined")
     }
@@ -89,7 +89,7 @@ def test_auto_takes_the_fastest_exchange_within_the_memory_share(batch: int, by_
     shape = Shape(1, 4, 1)
     workload = am.Workload(8, 8, 64, 4096, batch=batch, dtype="float32")
     cluster = am.Cluster.preset("local")
-    ways = [Way(shape, shape, am.Zigzag(), name) for name in EXCHANGE_MODES]
-    costs = {way: cost(way, workload, cluster) for way in ways}
-    first = min(costs, key=lambda way: costs[way].memory if by_memory else costs[way].seconds)
-    assert fastest_way(ways, workload.one_layer, cluster) == first
+    candidates = [CandidateMesh(shape, shape, am.Zigzag(), name) for name in EXCHANGE_MODES]
+    costs = {candidate: cost(candidate, workload, cluster) for candidate in candidates}
+    first = min(costs, key=lambda candidate: costs[candidate].memory if by_memory else costs[candidate].seconds)
+    assert fastest_candidate(candidates, workload.one_layer, cluster) == first

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
+from attnmesh.checks.argument_checks import check_one_device, check_qkv, check_same_kind
 from attnmesh.core.partial import Partial, merge_partials, sum_dtype
 from attnmesh.core.scaling import Scaling
 from attnmesh.errors import DtypeError, ShapeError
-from attnmesh.guard.argument_checks import check_one_device, check_qkv, check_same_kind
 
 
 def merge(*partials: Partial) -> Partial:

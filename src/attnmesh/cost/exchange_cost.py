@@ -13,13 +13,13 @@ import torch
 
 from attnmesh.core.layout import Contiguous, Layout, Packed, Striped, Zigzag
 from attnmesh.core.mask import Mask
-from attnmesh.mesh.agreement_numbers import add_agreement
-from attnmesh.mesh.cluster import Cluster
-from attnmesh.mesh.rates import Device, Link
+from attnmesh.cost.agreement_cost import add_agreement
+from attnmesh.cost.candidate_mesh import CandidateMesh, Cost
+from attnmesh.cost.cluster import Cluster
+from attnmesh.cost.rates import Device, Link
+from attnmesh.cost.traffic import SAMPLE_TOKENS, Flow, Load, Pairs, PlannedTraffic, planned_traffic
 from attnmesh.mesh.schedule import EXCHANGE_MODES, ExchangeMode, Problem
 from attnmesh.mesh.shapes import Shape
-from attnmesh.mesh.traffic import SAMPLE_TOKENS, Flow, Load, Pairs, PlannedTraffic, planned_traffic
-from attnmesh.mesh.way import Cost, Way
 
 MEMORY_SHARE = 1 / 8
 """Share of a rank's memory up to which the fastest exchange is taken, and not the one that needs least memory."""
@@ -72,12 +72,12 @@ class LayerWork:
         return self.head_dim + self.value_dim if self.latent is None or self.backward else sum(self.latent)
 
 
-def fastest_way(ways: Iterable[Way], work: LayerWork, cluster: Cluster) -> Way:
-    """Return the fastest way of those within `MEMORY_SHARE`, or else the one that needs least memory."""
-    memory = {way: layer_memory(way, work) for way in ways}
-    fitting = [way for way in memory if memory[way] <= MEMORY_SHARE * cluster.device.memory]
-    fastest = min(fitting, key=lambda way: attention_seconds(way, work, cluster), default=None)
-    return fastest or min(memory, key=lambda way: memory[way])
+def fastest_candidate(candidates: Iterable[CandidateMesh], work: LayerWork, cluster: Cluster) -> CandidateMesh:
+    """Return the fastest of those within `MEMORY_SHARE`, or else the one that needs least memory."""
+    memory = {candidate: layer_memory(candidate, work) for candidate in candidates}
+    fitting = [candidate for candidate in memory if memory[candidate] <= MEMORY_SHARE * cluster.device.memory]
+    fastest = min(fitting, key=lambda candidate: attention_seconds(candidate, work, cluster), default=None)
+    return fastest or min(memory, key=lambda candidate: memory[candidate])
 
 
 def balanced_layouts(mask: Mask, shape: Shape) -> list[Layout]:
@@ -86,33 +86,34 @@ def balanced_layouts(mask: Mask, shape: Shape) -> list[Layout]:
     return [*packed, *([] if mask.is_symmetric else [Zigzag()]), Contiguous()]
 
 
-def attention_seconds(way: Way, work: LayerWork, cluster: Cluster) -> float:
-    """Return the seconds of one layer, run that way."""
-    return sum(attention_cost(way, work, cluster).parts.values())
+def attention_seconds(candidate: CandidateMesh, work: LayerWork, cluster: Cluster) -> float:
+    """Return the seconds of one layer on a candidate mesh."""
+    return sum(attention_cost(candidate, work, cluster).parts.values())
 
 
-def attention_cost(way: Way, work: LayerWork, cluster: Cluster) -> Cost:
+def attention_cost(candidate: CandidateMesh, work: LayerWork, cluster: Cluster) -> Cost:
     """Return the cost of one layer, without its memory."""
-    job = LayerJob.of(way, work, cluster)
+    job = LayerJob.of(candidate, work, cluster)
     total = Cost()
-    add_agreement(way, cluster, total)
+    add_agreement(candidate, cluster, total)
     if work.latent is not None and not work.backward:
-        total.add_stage("kernel", _expansion(way, work, cluster.device))
+        total.add_stage("kernel", _expansion(candidate, work, cluster.device))
     for one_pass in _passes(work, cluster.device):
         _add_pass(job, one_pass, total)
     return total
 
 
-def layer_memory(way: Way, work: LayerWork, key_layers: int = 1, query_layers: int = 1) -> float:
+def layer_memory(candidate: CandidateMesh, work: LayerWork, key_layers: int = 1, query_layers: int = 1) -> float:
     """Return the bytes per rank: keys and queries that so many layers keep, and the peak of one exchange.
 
     The peak is that of the backward pass, which is an upper bound for the forward pass. Latents are expanded in parts.
     """
-    tokens = work.batch * work.length / way.shape.ranks
+    tokens = work.batch * work.length / candidate.shape.ranks
     q, k = work.q_heads, work.travelling_heads
     width = work.head_dim + work.value_dim
     queries, keys = q * (width * work.itemsize + work.sum_itemsize), k * work.travelling_width * work.itemsize
-    peak = peak_activations(way.shape, q, k, EXCHANGE_MODES[way.exchange_or_merge]) * work.sum_itemsize * width / 2
+    mode = EXCHANGE_MODES[candidate.exchange_or_merge]
+    peak = peak_activations(candidate.shape, q, k, mode) * work.sum_itemsize * width / 2
     expanded = EXPANDED_BYTES if work.latent is not None and not work.backward else 0
     return tokens * (key_layers * keys + query_layers * queries + peak) + expanded
 
@@ -155,7 +156,7 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerJob:
-    """A way to run attention on a cluster, where ranks may share processor cores.
+    """A layer of attention on a candidate mesh of a cluster, where ranks may share processor cores.
 
     With `alone` 1, as in all presets, computing and communicating overlap fully. Shared cores change two terms:
 
@@ -167,23 +168,24 @@ class LayerJob:
     Without these terms 77% are.
     """
 
-    way: Way
+    candidate: CandidateMesh
     work: LayerWork
     cluster: Cluster
     mode: ExchangeMode
     traffic: PlannedTraffic
 
     @staticmethod
-    def of(way: Way, work: LayerWork, cluster: Cluster) -> "LayerJob":
+    def of(candidate: CandidateMesh, work: LayerWork, cluster: Cluster) -> "LayerJob":
         """Return the job of a layer, with its tokens counted."""
-        layout, length = way.layout, work.length
-        problem = Problem(work.mask, way.shape, layout, layout, length, length)
-        return LayerJob(way, work, cluster, EXCHANGE_MODES[way.exchange_or_merge], planned_traffic(problem, way.tile))
+        layout, length = candidate.layout, work.length
+        problem = Problem(work.mask, candidate.shape, layout, layout, length, length)
+        mode = EXCHANGE_MODES[candidate.exchange_or_merge]
+        return LayerJob(candidate, work, cluster, mode, planned_traffic(problem, candidate.tile))
 
     @cached_property
     def groups(self) -> int:
         """Groups of heads, which run one after the other."""
-        return self.mode.head_groups(self.way.shape, self.work.travelling_heads)
+        return self.mode.head_groups(self.candidate.shape, self.work.travelling_heads)
 
     @property
     def copy_rate(self) -> float:
@@ -193,13 +195,13 @@ class LayerJob:
     def head_share(self, ranks: int = 1) -> float:
         """Return the most heads that so many ranks along the heads axis have, of all. Shares may differ by one head."""
         heads = self.work.travelling_heads
-        size, larger = divmod(heads, self.way.shape.heads)
+        size, larger = divmod(heads, self.candidate.shape.heads)
         return (ranks * size + min(ranks, larger)) / heads
 
     @cached_property
     def all_to_all_flow(self) -> Flow:
         """All-to-all of the heads axis: every other rank receives its heads of a rank's tokens."""
-        shape, tile = self.way.shape, self.way.tile
+        shape, tile = self.candidate.shape, self.candidate.tile
         tokens = self.work.length / shape.ranks
         lines, host_lines = shape.ranks / shape.heads, tile.ranks / tile.heads
         inside, between = (
@@ -214,7 +216,7 @@ class LayerJob:
         if self.work.selected is not None:
             pair = max(pair, (one_pass.key_bytes + one_pass.key_gradient_bytes) / self.cluster.device.memory_rate)
         pairs = self._attended(pairs)
-        shares = self.head_share(), 1 / self.way.shape.heads
+        shares = self.head_share(), 1 / self.candidate.shape.heads
         most, mean = (pair * n * share for n, share in zip(pairs, shares, strict=True))
         device = self.cluster.device
         further = self.run_count - 1
@@ -226,10 +228,10 @@ class LayerJob:
     @cached_property
     def run_count(self) -> int:
         """Runs of consecutive tokens in a shard. Each is a kernel, and its results are merged with others."""
-        if isinstance(self.way.layout, Striped):
-            ranks = self.way.shape.ranks
-            return -(-self.work.length // max(self.way.layout.turns(ranks)[0].period, ranks * SHORT_RUN))
-        return 2 if isinstance(self.way.layout, Zigzag) else 1
+        if isinstance(self.candidate.layout, Striped):
+            ranks = self.candidate.shape.ranks
+            return -(-self.work.length // max(self.candidate.layout.turns(ranks)[0].period, ranks * SHORT_RUN))
+        return 2 if isinstance(self.candidate.layout, Zigzag) else 1
 
     def _attended(self, pairs: Pairs) -> Pairs:
         """Return the pairs that remain where queries select their keys: per query no more than it selects."""
@@ -237,7 +239,7 @@ class LayerJob:
         if work.selected is None:
             return pairs
         some = pairs.times(attended_share(work, work.selected))
-        most = work.length / self.way.shape.queries * work.selected
+        most = work.length / self.candidate.shape.queries * work.selected
         return some._replace(most=min(some.most, most))
 
     def waiting_seconds(self, transfer: TransferTime, kernel: float) -> float:
@@ -246,7 +248,7 @@ class LayerJob:
 
     def sum_seconds(self, width: int) -> float:
         """Return the seconds of adding results of `width` columns to a running sum."""
-        shape, work = self.way.shape, self.work
+        shape, work = self.candidate.shape, self.work
         tokens = work.batch * work.length / shape.queries
         return SUM_COPIES * tokens * work.q_heads * self.head_share() * width * work.sum_itemsize / self.copy_rate
 
@@ -254,7 +256,7 @@ class LayerJob:
         """Return the time of transfers that run together, and add their traffic to `total`."""
         transfers = list(transfers)
         for flow, size, times in transfers:
-            messages = flow.between.messages * self.way.shape.heads * self.groups * times
+            messages = flow.between.messages * self.candidate.shape.heads * self.groups * times
             total.add_traffic(flow.inside.total * size * times, flow.between.total * size * times, messages)
         peers = sum(flow.peers for flow, _, _ in transfers)
         moved = latency = 0.0
@@ -277,7 +279,7 @@ class LayerJob:
 
     def _average(self, load: Load) -> Load:
         """Return the load of an average rank and an average host."""
-        shape, tile = self.way.shape, self.way.tile
+        shape, tile = self.candidate.shape, self.candidate.tile
         lines = shape.queries * shape.keys
         mean = load.total / lines
         return Load(load.total, mean, mean * tile.queries * tile.keys, load.messages)
@@ -285,7 +287,7 @@ class LayerJob:
     def _transfer_time(self, link: Link, loads: Iterable[tuple[Load, int, float]]) -> float:
         """Return the seconds of the busiest rank, the busiest host or the busiest pair of ranks: the longest."""
         rank = host = pair = 0.0
-        of_rank, of_host = self.head_share(), self.head_share(self.way.tile.heads)
+        of_rank, of_host = self.head_share(), self.head_share(self.candidate.tile.heads)
         for load, peers, size in loads:
             rank += load.rank * size * of_rank
             host += load.host * size * of_host
@@ -322,10 +324,10 @@ def _passes(work: LayerWork, device: Device) -> Iterator[Pass]:
         )
 
 
-def _expansion(way: Way, work: LayerWork, device: Device) -> float:
+def _expansion(candidate: CandidateMesh, work: LayerWork, device: Device) -> float:
     """Return the seconds of projecting the gathered latents to keys and values, or queries that select latents."""
     latent_rank, rotated = work.latent or (0, 0)
-    tokens = work.batch * work.length / (way.shape.keys if work.selected is None else way.shape.queries)
+    tokens = work.batch * work.length / (candidate.shape.keys if work.selected is None else candidate.shape.queries)
     return 2 * tokens * latent_rank * work.q_heads * (work.head_dim - rotated + work.value_dim) / device.forward_rate
 
 
@@ -348,7 +350,7 @@ def _add_pass(job: LayerJob, one_pass: Pass, total: Cost) -> None:
     keys, keys_back = Transfer(moves.keys, one_pass.key_bytes), Transfer(moves.keys, one_pass.key_gradient_bytes)
     swaps = [Transfer(job.all_to_all_flow, size) for size in one_pass.head_bytes]
     total.add_stage("heads", sum(job.add_transfers([swap], total).of_group(groups).seconds for swap in swaps))
-    if job.mode.ring and job.way.shape.queries > 1:
+    if job.mode.ring and job.candidate.shape.queries > 1:
         _add_ring(job, one_pass, queries, total)
     else:
         gather = job.add_transfers([queries, keys], total).of_group(groups)

@@ -5,9 +5,9 @@ from functools import lru_cache
 from math import ceil, log2
 from typing import NamedTuple
 
-from attnmesh.mesh.cluster import Cluster
+from attnmesh.cost.candidate_mesh import Cost
+from attnmesh.cost.cluster import Cluster
 from attnmesh.mesh.reduction_tree import reduction_rounds
-from attnmesh.mesh.way import Cost
 
 CHECKSUM_BYTES = 8.0
 """Bytes of the call checksum in each message."""

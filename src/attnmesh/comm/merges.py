@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from torch import Tensor
 
 from attnmesh.core.partial import Partial
-from attnmesh.mesh.axes import Axis
-from attnmesh.mesh.cluster import Cluster
-from attnmesh.mesh.merge_cost import (
+from attnmesh.cost.candidate_mesh import Cost
+from attnmesh.cost.cluster import Cluster
+from attnmesh.cost.merge_cost import (
     CHECKSUM_BYTES,
     TYPICAL_MESSAGE,
     MergeGroup,
@@ -21,7 +21,8 @@ from attnmesh.mesh.merge_cost import (
     add_collective,
     add_tree,
 )
-from attnmesh.mesh.way import Cost
+from attnmesh.errors import check_choice
+from attnmesh.mesh.axes import Axis
 
 OUTPUTS = ("replicated", "heads")
 """Results of a merge: all heads on every rank, or each rank's share of them."""
@@ -38,7 +39,7 @@ Wait = Callable[[], None]
 
 
 class MergeForm(Protocol):
-    """The part of a message's form that `run` of a merge may call: of the `MessageForm` of `comm`."""
+    """The part of a message's form that `run` of a merge may call: of `MessageForm`."""
 
     def merge(self, messages: Tensor) -> CheckedPartial:
         """Merge several messages."""
@@ -49,7 +50,7 @@ FormOfTransport = TypeVar("FormOfTransport", bound=MergeForm, contravariant=True
 
 
 class MergeTransport(Protocol[FormOfTransport]):
-    """The part of a transport that `run` of a merge may call. `comm` has a transport for each backend."""
+    """The part of a transport that `run` of a merge may call. `comm/transport.py` has one for each backend."""
 
     axis: Axis
 
@@ -158,6 +159,13 @@ MERGES = {
     )
 }
 """All merges by name."""
+
+
+def check_merge(subject: str, merge_name: str, output: str) -> None:
+    """Raise unless `merge_name` names a merge and `output` an output."""
+    option = "how" if subject == "merge_across" else "merge"
+    check_choice(f"{subject} {option}", merge_name, ("auto", *MERGES), 'use "auto"')
+    check_choice(f"{subject} output", output, OUTPUTS, 'use "replicated"')
 
 
 def is_collective(name: object) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 import attnmesh as am
 from attnmesh import errors
 from attnmesh.errors import LayoutError, MeshError
-from attnmesh.guard.shard_marks import shard_marks
+from attnmesh.mesh.shard_marks import shard_marks
 from tests.support.pool import Pool, on_each_rank
 from tests.support.tolerances import FLOAT32_SUMS
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from attnmesh.cost.cluster import Cluster
 from attnmesh.errors import ClusterError, warn_once
-from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.shapes import Shape
 from attnmesh.runtime.machine import cache_folder, cores_here, cpu_name
 from attnmesh.runtime.memory import host_memory

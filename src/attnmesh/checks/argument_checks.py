@@ -1,4 +1,4 @@
-"""Argument checks, shared by all public functions. Each raises an error of `attnmesh.errors`."""
+"""Checks of arguments, shared by all public functions. Each raises an error of `attnmesh.errors`."""
 
 from collections.abc import Mapping
 
@@ -17,11 +17,9 @@ from attnmesh.errors import (
     InputError,
     KernelError,
     ShapeError,
-    check_choice,
     short,
     warn_once,
 )
-from attnmesh.mesh.merges import MERGES, OUTPUTS
 from attnmesh.runtime.tensors import is_dtensor
 
 SHAPE = "(batch, heads, length, dim)"
@@ -253,13 +251,6 @@ def check_distance_bias(
     ):
         if not fits:
             raise KernelError(subject, expected, given, "leave one of them out")
-
-
-def check_merge(subject: str, merge_name: str, output: str) -> None:
-    """Raise unless `merge_name` names a merge and `output` an output."""
-    option = "how" if subject == "merge_across" else "merge"
-    check_choice(f"{subject} {option}", merge_name, ("auto", *MERGES), 'use "auto"')
-    check_choice(f"{subject} output", output, OUTPUTS, 'use "replicated"')
 
 
 def check_dtype(subject: str, dtype: object, fix: str) -> None:

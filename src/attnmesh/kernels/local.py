@@ -4,12 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from attnmesh.core.mask import FULL, Full, Mask, check_mask
-from attnmesh.core.partial import Partial
-from attnmesh.core.scaling import Scaling, with_distance_bias
-from attnmesh.core.selection import Selection, Visible
-from attnmesh.errors import MaskError, ShapeError
-from attnmesh.guard.argument_checks import (
+from attnmesh.checks.argument_checks import (
     check_distance_bias,
     check_key_lengths,
     check_lengths_within,
@@ -22,6 +17,11 @@ from attnmesh.guard.argument_checks import (
     with_transpose_hint,
     without_redundant,
 )
+from attnmesh.core.mask import FULL, Full, Mask, check_mask
+from attnmesh.core.partial import Partial
+from attnmesh.core.scaling import Scaling, with_distance_bias
+from attnmesh.core.selection import Selection, Visible
+from attnmesh.errors import MaskError, ShapeError
 from attnmesh.kernels.choice import check_kernel
 from attnmesh.kernels.local_op import attend_on_device
 from attnmesh.kernels.prepared_local import PREPARED_LOCAL, PreparedLocal, signature_of

@@ -1,4 +1,4 @@
-"""One way to run attention, and its predicted cost."""
+"""A mesh that attention could run on, and its predicted cost."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -7,8 +7,8 @@ from attnmesh.core.layout import Layout
 from attnmesh.mesh.shapes import Shape
 
 
-class Way(NamedTuple):
-    """One way to run attention: mesh shape, tile of the mesh per host, token layout, and exchange or merge.
+class CandidateMesh(NamedTuple):
+    """A mesh that attention could run on: its shape, its tile on each host, a token layout, and an exchange or merge.
 
     `exchange_or_merge` is "bulk", "pipelined" or "ring"; in decoding it is the name of a merge, as "tree".
     """
@@ -21,7 +21,7 @@ class Way(NamedTuple):
 
 @dataclass
 class Cost:
-    """Predicted cost of a way: `parts` has the seconds of each stage, `memory` the bytes per rank."""
+    """Predicted cost of a candidate mesh: `parts` has the seconds of each stage, `memory` the bytes per rank."""
 
     seconds: float = 0.0
     inside: float = 0.0

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from attnmesh.cli.launch import run_on_ranks
-from attnmesh.comm import machine_constants
 from attnmesh.comm.topology import agreed_cluster_and_tile
+from attnmesh.cost import machine_constants
+from attnmesh.cost.cluster import Cluster
 from attnmesh.mesh.axes import RankMesh
-from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.shapes import Shape
 from attnmesh.runtime.world import WORLD
 from tests.support.command import run

@@ -7,9 +7,9 @@ import pytest
 
 import attnmesh as am
 from attnmesh.core.mask import Mask
+from attnmesh.cost.traffic import FLOWS, _count_exchanges, planned_traffic, tiles
 from attnmesh.mesh.schedule import Problem, schedule
 from attnmesh.mesh.shapes import Shape, rank_grid
-from attnmesh.mesh.traffic import FLOWS, _count_exchanges, planned_traffic, tiles
 from tests.support.seeds import pairs
 
 pytestmark = pytest.mark.quick

@@ -8,8 +8,8 @@ from dataclasses import KW_ONLY, asdict, dataclass, replace
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from attnmesh.cost.rates import BOUNDLESS, NO_LINK, Device, Link
 from attnmesh.errors import ClusterError, check_choice, check_count
-from attnmesh.mesh.rates import BOUNDLESS, NO_LINK, Device, Link
 from attnmesh.mesh.shares import recommended_shares
 from attnmesh.runtime.late_bound import LateBound
 

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import pytest
 
 import attnmesh as am
+from attnmesh.comm.merges import MERGES
+from attnmesh.cost.merge_cost import MergeGroup, MessageSize
 from attnmesh.engines import combine
-from attnmesh.mesh.merge_cost import MergeGroup, MessageSize
-from attnmesh.mesh.merges import MERGES
 
 pytestmark = pytest.mark.quick
 

@@ -1,0 +1,1 @@
+"""What one rank checks of its own arguments. Nothing is sent."""
