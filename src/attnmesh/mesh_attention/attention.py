@@ -85,7 +85,7 @@ def attention(
         key_layout: Layout of the keys, if it is not that of the queries.
         key_length: Tokens of the keys' sequence, if it is another one.
         checked: None or True: ranks compare every call, on their CPUs, so that all raise the same error. False leaves
-            that out for calls with `length`; ranks whose calls differ then get wrong results or wait.
+            that out for calls with `length`, and graphs do; ranks whose calls differ then get wrong results or wait.
         selected: The keys that each of this rank's queries attends, of those that it sees under the mask, by index in
             the whole sequence: `Selection(indices)`. On any mesh queries then stay on their rank, and the keys of all
             ranks travel. None for all keys.

@@ -46,7 +46,7 @@ def merge_across(
     """Return the merge of the partials of all ranks: attention over the keys of all of them, for any engine.
 
     Partials have no gradients here. Ranks whose calls differ all raise the same error, or get NaN as `out` where calls
-    are not compared: with `checked=False`, and by default on GPUs after the first call of a signature.
+    are not compared: with `checked=False`, in CUDA graphs, and by default on GPUs after the first call of a signature.
 
     Args:
         partial: `out` (batch, heads, length, dim) and `lse` (batch, heads, length) of this rank's keys.
@@ -57,7 +57,7 @@ def merge_across(
         wire: Dtype in which `out` travels: float32 or wider unless it is given.
         base: Base of the logarithm of `lse`, "e" or "2", for the partial and the result.
         checked: When ranks compare their calls: True always, False never, None always on CPUs, and on GPUs at the first
-            call of each signature.
+            call of each signature. In a compiled graph it is None.
 
     Returns:
         The merged partial, with `out` in the dtype in which it came.

@@ -51,7 +51,7 @@ class ShardedCache(FolderLayers):
             a prompt together, 16 tokens at a time.
         kernel: The kernel of `attnmesh.decode` and `attnmesh.attention`.
         exchange: How `attnmesh.attention` exchanges keys in prefill.
-        checked: When ranks compare their calls, as in `attnmesh.attention`.
+        checked: When ranks compare their calls, as in `attnmesh.attention` and `attnmesh.KVCache`.
         copies: Ranks that hold each token, as in `attnmesh.KVCache`.
         windows: True to keep no more tokens of a sliding or chunked layer than its window. False keeps all tokens, so
             that a turn can branch off at any token without computing its prefix again.
