@@ -12,7 +12,7 @@ STORAGES = ("int8", "fp8_e4m3")
 
 def _merges() -> list[str]:
     """Return the names of the records of merges, which are read from their file and not imported."""
-    tree = ast.parse((Path(__file__).parents[1] / "attnmesh" / "mesh" / "merges.py").read_text(encoding="utf-8"))
+    tree = ast.parse((Path(__file__).parents[1] / "attnmesh" / "comm" / "merges.py").read_text(encoding="utf-8"))
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "Merge")
     return [ast.literal_eval(call.args[0]) for call in calls]
 
