@@ -62,7 +62,10 @@ DRAWN = {
     ),
 }
 """Walks that are drawn: what each is of, and where its partials are merged or its gradients summed."""
-LEFT_OUT = ("core/", "mesh/", "runtime/", "kernels/traced", "kernels/rectangles", "kernels/native/native_digest")
+LEFT_OUT = (
+    *("core/", "mesh/", "runtime/", "comm/merges"),
+    *("kernels/traced", "kernels/rectangles", "kernels/native/native_digest"),
+)
 """Files of values and of questions, whose functions a drawing leaves out."""
 TRANSPORT = "comm/transport.py"
 """The file whose functions are drawn also where `RequestedMerge.run` of comm calls them."""
@@ -74,7 +77,7 @@ WAITS = {mailbox_queue.finish_pending.__code__, mailbox_queue._move.__code__}
 """Functions whose calls depend on when the other rank sends."""
 
 MOST_OF_GUARD = 0.15
-"""Share of the executed lines that the guard may have at most."""
+"""Share of the executed lines that the guard may have at most, with the checks."""
 
 
 @dataclass
@@ -153,7 +156,7 @@ def _is_waiting(frame: FrameType) -> bool:
 def stops(call: Callable[[], object]) -> list[Stop]:
     """Return what a call runs through, each function once: public ones, and private ones that lead to others.
 
-    What rooms do for themselves is left out: values (core, mesh, runtime), and what a function of comm calls in turn,
+    What rooms do for themselves is left out: values (core, mesh, runtime, merges), and what a function of comm calls in turn,
     but for the transport of a merge.
     """
     for _ in range(WARM):
@@ -282,7 +285,7 @@ def _show(walks: dict[str, Walk]) -> None:
     for name, found in walks.items():
         frames, files = len(found.files), len(set(found.files))
         most = ", ".join(f"{room} {count}" for room, count in found.lines.most_common(5))
-        guard = f"{found.share('guard'):.0%}"
+        guard = f"{found.share('guard', 'checks'):.0%}"
         print(f"{name:<28} {frames:>6} {most_frames(name):>5} {files:>5} {found.changes:>7} {guard:>6}  {most}")
 
 

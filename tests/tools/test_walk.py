@@ -45,7 +45,7 @@ def test_a_call_on_one_rank_walks_through_few_frames(name: str) -> None:
 
 @on_each_rank
 def _frames() -> dict[str, tuple[list[str], float]]:
-    return {name: (found.files, found.share("guard")) for name, found in walks_on_two().items()}
+    return {name: (found.files, found.share("guard", "checks")) for name, found in walks_on_two().items()}
 
 
 def test_calls_on_two_ranks_walk_through_few_frames(world: Pool) -> None:
