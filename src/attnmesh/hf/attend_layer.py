@@ -17,7 +17,7 @@ from attnmesh.errors import InputError, MaskError
 from attnmesh.hf.cache.layer import PendingKV, store_shard
 from attnmesh.hf.layer_mask import ONE_PROMPT, SAME_PLACES, MaskSpec, check_cached_padding, check_covers
 from attnmesh.hf.models import SUBJECT
-from attnmesh.hf.shards import Shards
+from attnmesh.hf.sharded_sequence import ShardedSequence
 from attnmesh.kernels.local_op import attend_on_device
 from attnmesh.mesh_attention.attention import attention
 from attnmesh.mesh_attention.attention_arguments import AttentionArguments, AttentionOptions
@@ -44,8 +44,12 @@ def attend_without_cache(q: Tensor, k: Tensor, v: Tensor, arguments: LayerArgume
     Sequences are attended one at a time if their masks differ.
     """
     if not spec.row_masks:
-        shards = spec.shards
-        return _attend_local(q, k, v, arguments, spec) if shards is None else _attend_shards(q, k, v, arguments, shards)
+        sequence = spec.sequence
+        return (
+            _attend_local(q, k, v, arguments, spec)
+            if sequence is None
+            else _attend_shards(q, k, v, arguments, sequence)
+        )
     outs = []
     for number, mask in enumerate(spec.row_masks):
         row = slice(number, number + 1)
@@ -64,8 +68,8 @@ def attend_cached(
         raise MaskError("attention mask", SAME_PLACES, "sequences with images in other places", ONE_PROMPT)
     if spec.discarded:
         return q.new_zeros(len(q), q.shape[1] // pending.layer.cache.head_ranks, q.shape[2], pending.v.shape[3])
-    if spec.shards is not None:
-        return _prefill(q, pending, arguments, spec.shards, stores_keys)
+    if spec.sequence is not None:
+        return _prefill(q, pending, arguments, spec.sequence, stores_keys)
     kv = _store(pending, arguments.mask, spec, q.shape[2]) if stores_keys else pending.layer.cached
     if kv.sizes.storage is not None and pending.layer.is_first(pending) and spec.token_mask is None:
         # As in a sharded prefill, the first tokens attend each other before their keys are rounded.
@@ -77,7 +81,7 @@ def attend_cached(
 
 
 def _attend_stored(
-    q: Tensor, pending: PendingKV, kv: KVCache, arguments: LayerArguments, shards: Shards | None
+    q: Tensor, pending: PendingKV, kv: KVCache, arguments: LayerArguments, sequence: ShardedSequence | None
 ) -> Tensor:
     """Return attention of the last tokens, or of this rank's share of them, over all that are cached.
 
@@ -89,14 +93,14 @@ def _attend_stored(
         arguments = arguments._replace(scores=arguments.scores._replace(scale=scale))
         q = latents.projection.absorb(q)
     mask, scores, sinks, selected = arguments
-    if shards is None:
+    if sequence is None:
         other_partial = attend_other_keys(q, scores.scale)
         out: Tensor = cache.attend(q, kv, partial=other_partial, **arguments.options)
     else:
         visible = Visible(mask, selected=selected)
         attend_others = partial(attend_other_keys, scale=scores.scale)
         out = decode_shard(
-            shards.queries(q), kv, visible, scores, sinks=sinks, kernel=cache.kernel, attend_other_keys=attend_others
+            sequence.queries(q), kv, visible, scores, sinks=sinks, kernel=cache.kernel, attend_other_keys=attend_others
         )
     return out if latents is None else latents.projection.project(out)
 
@@ -105,31 +109,35 @@ _attend_outside_graphs = torch.compiler.disable(attention)
 """`attention` for selected keys. On several ranks it is refused inside a graph."""
 
 
-def _attend_shards(q: Tensor, k: Tensor, v: Tensor, arguments: LayerArguments, shards: Shards) -> Tensor:
+def _attend_shards(q: Tensor, k: Tensor, v: Tensor, arguments: LayerArguments, sequence: ShardedSequence) -> Tensor:
     """Return attention of this rank's tokens to the tokens of all ranks, with gradients."""
-    options, length = arguments._replace(mask=shards.mask_of(arguments.mask)).options, shards.length
-    options["key_lengths"] = shards.forward_pass.key_lengths
+    options, length = arguments._replace(mask=sequence.mask_of(arguments.mask)).options, sequence.length
+    options["key_lengths"] = sequence.forward_pass.key_lengths
     attend: Any = attention if arguments.selected is None else _attend_outside_graphs
-    out: Tensor = attend(q, k, v, mesh=shards.mesh, layout=shards.layout, length=length, key_length=length, **options)
+    out: Tensor = attend(
+        q, k, v, mesh=sequence.mesh, layout=sequence.layout, length=length, key_length=length, **options
+    )
     return out
 
 
-def _prefill(q: Tensor, pending: PendingKV, arguments: LayerArguments, shards: Shards, stores_keys: bool) -> Tensor:
+def _prefill(
+    q: Tensor, pending: PendingKV, arguments: LayerArguments, sequence: ShardedSequence, stores_keys: bool
+) -> Tensor:
     """Return attention of this rank's tokens of a prompt. Each rank stores the keys that it computed."""
     cache = pending.layer.cache
-    kv = pending.layer.reserve(pending, shards.length, arguments.mask) if stores_keys else pending.layer.cached
-    if not shards.has_prefix:
+    kv = pending.layer.reserve(pending, sequence.length, arguments.mask) if stores_keys else pending.layer.cached
+    if not sequence.has_prefix:
         scale, softcap, bias = arguments.scores
         options = AttentionOptions(
-            mask=shards.mask_of(arguments.mask),
-            layout=shards.layout,
-            key_layout=shards.layout,
+            mask=sequence.mask_of(arguments.mask),
+            layout=sequence.layout,
+            key_layout=sequence.layout,
             exchange=cache.exchange,
             kernel=cache.kernel,
             scale=scale,
             softcap=softcap,
-            length=shards.length,
-            key_length=shards.length,
+            length=sequence.length,
+            key_length=sequence.length,
             unsupported=None,
         )
         of_prompt = AttentionArguments(
@@ -143,10 +151,10 @@ def _prefill(q: Tensor, pending: PendingKV, arguments: LayerArguments, shards: S
             distance_bias=bias,
         )
         other_partial = pending.layer.attend_other_keys(q, scale)
-        out = attend_prompt(of_prompt, shards.mesh, cache.checked, pending.projected_latents, other_partial)
+        out = attend_prompt(of_prompt, sequence.mesh, cache.checked, pending.projected_latents, other_partial)
     if stores_keys:
-        store_shard(kv, *pending.stored, shards)
-    return _attend_stored(q, pending, kv, arguments, shards) if shards.has_prefix else out
+        store_shard(kv, *pending.stored, sequence)
+    return _attend_stored(q, pending, kv, arguments, sequence) if sequence.has_prefix else out
 
 
 def _store(pending: PendingKV, mask: Mask, spec: MaskSpec, new: int) -> KVCache:

@@ -199,11 +199,11 @@ class Family:
     """Return what a planner has to know of the indexers, from a configuration, their parameters and the key heads."""
 
     temperature: Callable[[Any, Any], Tensor | None] | None = None
-    """Return the scale of the queries of a layer and of `Shards`, beside that of a run of tokens; None without one."""
+    """Return the scale of the queries of a layer and a `ShardedSequence`, beside that of a run of tokens, or None."""
     adds_bias: Callable[[Any], bool] | None = None
     """Return whether a layer adds a bias by distance to its logits. None if no layer of the family does."""
     near_bias: Callable[[Any, Tensor | None, Any], Tensor | None] | None = None
-    """Return the bias of each query and distance of a layer, of what it passes to its attention and of `Shards`."""
+    """Return the bias by distance of each query, of a layer, its own bias and a `ShardedSequence`."""
     prepare: Callable[[Any], None] | None = None
     """Prepare further modules of a model with recurrent layers for shards."""
     restore: Callable[[Any], None] | None = None
@@ -301,8 +301,8 @@ def _unknown(kind: str) -> Family:
     """Return the record of a type without one: its layers may be copies of those that some family scales."""
     scaling = [family.temperature for family in families().values() if family.temperature is not None]
 
-    def temperature(layer: Any, shards: Any) -> Tensor | None:
-        scales = (temperature_of(layer, shards) for temperature_of in scaling)
+    def temperature(layer: Any, sequence: Any) -> Tensor | None:
+        scales = (temperature_of(layer, sequence) for temperature_of in scaling)
         return next((scale for scale in scales if scale is not None), None)
 
     def counts_tokens(config: Any) -> bool:

@@ -106,12 +106,12 @@ def _attend_at_positions(
     k, v = (key.k, key.v) if isinstance(key, PendingKV) else (key, value)
     q, k, v = cast_for_autocast(query, k, v)  # ropes leave q and k in float32, v is bfloat16
     if family.near_bias is not None:
-        bias = family.near_bias(module, bias, spec.shards)
-    if spec.shards is not None:
-        if not spec.shards.cached:
-            check_same_weights(module, spec.shards, query.device)
+        bias = family.near_bias(module, bias, spec.sequence)
+    if spec.sequence is not None:
+        if not spec.sequence.cached:
+            check_same_weights(module, spec.sequence, query.device)
         if family.temperature is not None:
-            q, bias = _scale_by_positions(family.temperature(module, spec.shards), q, bias)
+            q, bias = _scale_by_positions(family.temperature(module, spec.sequence), q, bias)
     layer_arguments = LayerArguments(spec.mask, Scores(scaling, softcap, bias), sinks, selected)
     with without_autocast(q):
         if not isinstance(key, PendingKV):

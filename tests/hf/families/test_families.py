@@ -76,12 +76,12 @@ OPTIONAL = {
 def test_the_temperature_of_llama4_does_not_depend_on_the_default_dtype() -> None:
     layer = SimpleNamespace(attn_temperature_tuning=True, use_rope=False, floor_scale=8192, attn_scale=0.1)
     tokens = torch.arange(8180, 8200)
-    shards: Any = SimpleNamespace(positions=lambda: tokens, documents=FULL, start=0)
-    expected = llama4.temperature(layer, shards)
+    sequence: Any = SimpleNamespace(positions=lambda: tokens, documents=FULL, start=0)
+    expected = llama4.temperature(layer, sequence)
     before = torch.get_default_dtype()
     try:
         torch.set_default_dtype(torch.bfloat16)
-        found = llama4.temperature(layer, shards)
+        found = llama4.temperature(layer, sequence)
     finally:
         torch.set_default_dtype(before)
     assert expected is not None

@@ -17,7 +17,7 @@ from attnmesh.errors import KernelError, MaskError
 from attnmesh.hf.cache.layer import PendingKV, TailLayer
 from attnmesh.hf.family import has_entries
 from attnmesh.hf.models import SUBJECT, check_implementation
-from attnmesh.hf.shards import Shards
+from attnmesh.hf.sharded_sequence import ShardedSequence
 from attnmesh.hf.sparse.entries import UNPREPARED, IndexEntries
 from attnmesh.kernels.cache_view import USED
 from attnmesh.kernels.indexer import IndexKeys, Score, indexer_top_k
@@ -51,7 +51,7 @@ class CompressedLayer(TailLayer):
         self.entry_tokens, self.k = int(config.compress_rates[kind]), int(config.index_topk)
         self.new: dict[str, Tensor] = {}
         """Entries of this forward pass, (batch, entries, dim)."""
-        self.shards: Shards | None = None
+        self.sequence: ShardedSequence | None = None
         self.attends_locally = False
         """True if queries attend on their own rank, where the entries of all ranks are made."""
         self.query_positions: Tensor | None = None
@@ -65,20 +65,20 @@ class CompressedLayer(TailLayer):
         pending = JoinedKV(key_states, value_states, self)
         return pending, pending
 
-    def begin_entries(self, new: int, shards: Shards | None) -> None:
+    def begin_entries(self, new: int, sequence: ShardedSequence | None) -> None:
         """Begin a forward pass of new tokens on this rank, before the model compresses them."""
-        self.shards = shards
-        self.attends_locally = shards is not None and not shards.has_prefix
-        if shards is not None and self.attends_locally:
-            self.query_positions = shards.positions()
+        self.sequence = sequence
+        self.attends_locally = sequence is not None and not sequence.has_prefix
+        if sequence is not None and self.attends_locally:
+            self.query_positions = sequence.positions()
         else:
-            tokens = new if shards is None else shards.length
+            tokens = new if sequence is None else sequence.length
             self.query_positions = self.get_seq_length() + torch.arange(tokens, device="cpu")
 
     def store_compression_weights(self, name: str, kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, int]:
         """Return what whole blocks of tokens are compressed of, and their first token. Keep the rest."""
         rows = torch.cat((kv, gate), -1)
-        rows = rows if self.shards is None else self.shards.all_tokens(rows)
+        rows = rows if self.sequence is None else self.sequence.all_tokens(rows)
         rows = torch.cat((self.tensors[name], rows), 1) if name in self.tensors else rows
         blocks_stop = rows.shape[1] // self.entry_tokens * self.entry_tokens
         self.tensors[name] = rows[:, blocks_stop:].clone()
@@ -119,7 +119,7 @@ class CompressedLayer(TailLayer):
             candidates = indexer_top_k(score, operands, IndexKeys(keys, positions, positions[None]), *bounds, k)
             indices = unpack_candidates(candidates)[1]
         else:
-            all_operands = operands if self.shards is None else [self.shards.all_tokens(x) for x in operands]
+            all_operands = operands if self.sequence is None else [self.sequence.all_tokens(x) for x in operands]
             indices = top_k_tokens(index, score, all_operands, k, last=last)
         self.selected = Selection(indices[:, None])
 
@@ -151,12 +151,12 @@ class CompressedLayer(TailLayer):
             new = self.new["compressor"]
             return [(new[:, None], torch.arange(new.shape[1], device="cpu"))]
         view = entries.shard.view
-        shards = [(shard, int(shard.device_counts[USED])) for shard in (*view.earlier_pieces, view)]
-        return [(shard.keys[:, :, :count], shard.token_index[:count].cpu()) for shard, count in shards]
+        pieces = [(shard, int(shard.device_counts[USED])) for shard in (*view.earlier_pieces, view)]
+        return [(shard.keys[:, :, :count], shard.token_index[:count].cpu()) for shard, count in pieces]
 
 
 def check_entries(
-    module: nn.Module, pending: PendingKV | None, shards: Shards | None, token_mask: Tensor | None
+    module: nn.Module, pending: PendingKV | None, sequence: ShardedSequence | None, token_mask: Tensor | None
 ) -> None:
     """Raise unless the entries of a layer that attends to compressed tokens are in a cache of shards.
 
@@ -170,7 +170,7 @@ def check_entries(
         expected = "a ShardedCache, which keeps the entries of compressed tokens"
         fix = 'call hf.generate; to train, call model.set_attn_implementation("eager"), on one device'
         raise KernelError(f"{SUBJECT} past_key_values", expected, "another cache, or none", fix)
-    if layer.query_positions is None or layer.shards is not shards:
+    if layer.query_positions is None or layer.sequence is not sequence:
         raise KernelError(*UNPREPARED)
     if token_mask is not None:
         expected = "sequences without padding in a model that compresses tokens"

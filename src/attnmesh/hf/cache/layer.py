@@ -14,7 +14,7 @@ from attnmesh.errors import InputError
 from attnmesh.guard.agreement import Agreement, is_capturing
 from attnmesh.hf.latent_states import check_projection, has_weight, latent_states, projection_of
 from attnmesh.hf.models import Opaque, check_implementation
-from attnmesh.hf.shards import Shards
+from attnmesh.hf.sharded_sequence import ShardedSequence
 from attnmesh.hf.transformers_names import CacheLayerMixin
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh_attention.latents import Latents, Projection
@@ -268,15 +268,17 @@ class TailLayer(ShardedLayer):
         self.tensors = {}
 
 
-def store_shard(kv: KVCache, k: Tensor, v: Tensor | None, shards: Shards) -> None:
+def store_shard(kv: KVCache, k: Tensor, v: Tensor | None, sequence: ShardedSequence) -> None:
     """Store the keys and values of all ranks' tokens in a cache, each rank those of its blocks."""
-    if isinstance(shards.layout, Striped):
-        queries = shards.length if shards.has_prefix else 1  # without a prefix, only later tokens attend to the cache
-        kv.append_shard(k, v, shards.positions(), token_mask=shards.token_mask, queries=queries)
+    if isinstance(sequence.layout, Striped):
+        queries = (
+            sequence.length if sequence.has_prefix else 1
+        )  # without a prefix, only later tokens attend to the cache
+        kv.append_shard(k, v, sequence.positions(), token_mask=sequence.token_mask, queries=queries)
         return
-    keys, values = (x if x is None else unshard(x, shards.mesh, layout=shards.layout) for x in (k, v))
+    keys, values = (x if x is None else unshard(x, sequence.mesh, layout=sequence.layout) for x in (k, v))
     assert keys is not None
-    kv.append(keys, values, token_mask=shards.token_mask)
+    kv.append(keys, values, token_mask=sequence.token_mask)
 
 
 def growth_capacity(tokens: int) -> int:

@@ -38,13 +38,13 @@ class EntryCompressor:
     def forward(
         self, hidden_states: Tensor, q_residual: Tensor, position_ids: Tensor, past_key_values: Any, layer_idx: int
     ) -> Any:
-        """Return what the model's compressor returns, after its layer of the cache knows the shards."""
+        """Return what the model's compressor returns, after its layer of the cache knows the sequence."""
         layer: Any = None if past_key_values is None else past_key_values.layers[layer_idx]
         if hasattr(layer, "begin_entries"):
-            shards = None
+            sequence = None
             if isinstance(position_ids, ShardPositions) and not position_ids.whole:
-                shards = position_ids.shards
-            layer.begin_entries(hidden_states.shape[1], shards)
+                sequence = position_ids.sequence
+            layer.begin_entries(hidden_states.shape[1], sequence)
         return super().forward(hidden_states, q_residual, position_ids, past_key_values, layer_idx)  # type: ignore[misc]
 
 

@@ -48,8 +48,8 @@ class BlockScores(Opaque):
 
 def check_unpadded(spec: Any) -> None:
     """Raise for padding and packed sequences: the model counts them in its blocks, but not in its positions."""
-    masks = [spec.token_mask, *([] if spec.shards is None else [spec.shards.token_mask])]
-    packed = spec.shards is not None and spec.shards.documents.depends_on_length
+    masks = [spec.token_mask, *([] if spec.sequence is None else [spec.sequence.token_mask])]
+    packed = spec.sequence is not None and spec.sequence.documents.depends_on_length
     fits = not packed and all(mask is None for mask in masks)
     if not fits:
         expected = "one sequence a row without padding, in a model that selects blocks"
@@ -76,9 +76,9 @@ class BlockIndexer:
     ) -> Any:
         """Return the scores of its keys, and with a cache of transformers the selected blocks."""
         indexer: Any = self
-        shards = position_ids.shards if isinstance(position_ids, ShardPositions) else None
+        sequence = position_ids.sequence if isinstance(position_ids, ShardPositions) else None
         layer = None if past_key_values is None else past_key_values.layers[indexer.layer_idx]
-        source: Any = ShardKeys(shards) if layer is None and shards is not None else layer
+        source: Any = ShardKeys(sequence) if layer is None and sequence is not None else layer
         if not hasattr(source, "select"):
             return super().forward(hidden_states, position_embeddings, past_key_values, position_ids)  # type: ignore[misc]
         with torch.no_grad():
@@ -97,7 +97,7 @@ def selected_blocks(module: Any, blocks: Any, spec: Any) -> Selection:
     """Return the selection of a layer, from `BlockScores`, or on one device from the blocks that the model selected."""
     if isinstance(blocks, BlockScores):
         return blocks.selected(spec)
-    if spec.shards is not None:
+    if spec.sequence is not None:
         expected, given = "an indexer that keeps its keys in the cache", "one that scores the keys of a shard alone"
         raise KernelError(f"{SUBJECT} indexer", expected, given, "call hf.generate, or update attnmesh")
     check_unpadded(spec)

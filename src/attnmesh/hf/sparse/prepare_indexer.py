@@ -37,9 +37,9 @@ def restore_indexer(module: nn.Module) -> None:
 def _before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Pass an indexer that is called without a cache the keys of its shards, also when it is recomputed."""
     mask = next((x for x in (*args, *kwargs.values()) if isinstance(x, IndexMask)), None)
-    if mask is None or mask.spec.shards is None or mask.spec.shards.cached:
+    if mask is None or mask.spec.sequence is None or mask.spec.sequence.cached:
         return None
-    return args, {**kwargs, "past_key_values": ShardKeys(mask.spec.shards)}
+    return args, {**kwargs, "past_key_values": ShardKeys(mask.spec.sequence)}
 
 
 def _reduce(module: nn.Module, _: Any) -> tuple[Any, ...]:

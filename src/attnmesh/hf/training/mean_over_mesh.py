@@ -67,7 +67,7 @@ def _check(values: Any, counts: Any, ranks: int) -> None:
     if not fits:
         expected = f"a tensor of shape {tuple(values.shape)}"
         raise ShapeError("mean_over_mesh mask", expected, type_and_shape(counts), "pass one value for each token")
-    ranks_of_values = values.shards.ranks if isinstance(values, ShardTensor) else ranks
+    ranks_of_values = values.sequence.ranks if isinstance(values, ShardTensor) else ranks
     if ranks != ranks_of_values:
         expected = f"one of {ranks_of_values} ranks, as of the values"
         raise MeshError("mean_over_mesh mesh", expected, f"one of {ranks}", "pass the mesh of shard_batch")

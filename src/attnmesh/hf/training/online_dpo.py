@@ -53,5 +53,6 @@ class MeshOnlineDPO(RewardFunctions):
         first = max(ids.shape[1] - count - 1, 0)  # a token is predicted from the one before it
         targets = pad(completion_ids, (first, ids.shape[1] - first - count))
         logprobs = logits.plain().log_softmax(-1).gather(2, logits.share(targets)[..., None])
-        gathered = ShardedOutput.of(logprobs, shards=logits.shards, moved=logits.moved, tokens=logits.tokens).whole()
+        of_tokens = ShardedOutput.of(logprobs, sequence=logits.sequence, moved=logits.moved, tokens=logits.tokens)
+        gathered = of_tokens.whole()
         return gathered[:, first : first + count, 0]
