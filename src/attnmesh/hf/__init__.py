@@ -13,10 +13,10 @@ from typing import Any
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from attnmesh.errors import warn_once
+from attnmesh.hf.attention_function import attention_function
 from attnmesh.hf.cache.sharded_cache import ShardedCache as ShardedCache
 from attnmesh.hf.generate import generate as generate
 from attnmesh.hf.generation_checkpoint import Checkpoint as Checkpoint
-from attnmesh.hf.layer_attention import attention_function
 from attnmesh.hf.layer_mask import mask_function
 from attnmesh.hf.models import ATTN_IMPLEMENTATION
 from attnmesh.hf.prefill import prefill as prefill

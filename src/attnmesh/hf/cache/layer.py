@@ -271,9 +271,8 @@ class TailLayer(ShardedLayer):
 def store_shard(kv: KVCache, k: Tensor, v: Tensor | None, sequence: ShardedSequence) -> None:
     """Store the keys and values of all ranks' tokens in a cache, each rank those of its blocks."""
     if isinstance(sequence.layout, Striped):
-        queries = (
-            sequence.length if sequence.has_prefix else 1
-        )  # without a prefix, only later tokens attend to the cache
+        # Without a prefix, only later tokens attend to the cache.
+        queries = sequence.length if sequence.has_prefix else 1
         kv.append_shard(k, v, sequence.positions(), token_mask=sequence.token_mask, queries=queries)
         return
     keys, values = (x if x is None else unshard(x, sequence.mesh, layout=sequence.layout) for x in (k, v))
