@@ -61,11 +61,15 @@ class Chain:
     """
 
     def __init__(self, parts: ChainParts, entering: Sequence[Tensor] | None = None, kept: int = 0) -> None:
-        self.axis, self.owners, self.lengths, document_lengths, self.before, self.resets = parts
+        self.axis = parts.axis
+        self.owners = parts.owners
+        self.lengths = parts.lengths
+        self.before = parts.before
+        self.resets = parts.resets
         self.kept = kept
         self.index = self.owners.index(self.axis.index)
         self.tokens = self.lengths[self.index]
-        self.document_lengths = document_lengths if self.tokens else [1]
+        self.document_lengths = parts.document_lengths if self.tokens else [1]
         """Tokens of each document among those that the layer computes: a rank without tokens computes one of zeros."""
         self.continues = entering is not None
         self._entering = deque(entering or ())
