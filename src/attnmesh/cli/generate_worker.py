@@ -125,13 +125,13 @@ class _Generation:
         reproducible = bool(request.cache.get("reproducible"))
         self.send = send
         loaded = load_model(request.model, request.dtype, request.weights, reproducible=reproducible)
-        self.model, mesh, self.weights = loaded
+        self.model, device_mesh, self.weights = loaded
         self.load_seconds = perf_counter() - start
         send(("loaded", self.load_seconds))
         self.ids = self.reached = torch.tensor([request.prompt.ids], device=self.model.device)
         capacity = self.ids.shape[1] + request.max_new_tokens
         output = request.model.mesh.output
-        self.cache = hf.ShardedCache(self.model.config, mesh, capacity=capacity, output=output, **request.cache)
+        self.cache = hf.ShardedCache(self.model.config, device_mesh, capacity=capacity, output=output, **request.cache)
         torch.manual_seed(request.seed)
         self.options = {"max_new_tokens": request.max_new_tokens, "do_sample": False, **request.options}
         if request.stops:

@@ -230,15 +230,15 @@ def check_same_weights(module: nn.Module, sequence: ShardedSequence, device: tor
 
     Wrappers that shard the weights keep their shards in one dim or as DTensors, which differ between ranks.
     """
-    axes = RankMesh.of(sequence.mesh)
-    if axes.ranks == 1 or not may_compare(device) or module in _compared(axes):
+    mesh = RankMesh.of(sequence.mesh)
+    if mesh.ranks == 1 or not may_compare(device) or module in _compared(mesh):
         return
     weights = {name: x for name, x in module.named_parameters() if x.ndim > 1 and not _is_part(x)}
     heads = {name: x.detach().flatten()[:DIGEST_VALUES] for name, x in weights.items()}
     trained = {f"{name}.requires_grad": x.requires_grad for name, x in weights.items()}
     fields = {"module": type(module).__name__, **fingerprints(heads), **trained}
-    Agreement(axes, f"{SUBJECT} weights", fields).compare()
-    _compared(axes).update({module, *(part for part in module.modules() if not any(map(_is_part, part.parameters())))})
+    Agreement(mesh, f"{SUBJECT} weights", fields).compare()
+    _compared(mesh).update({module, *(part for part in module.modules() if not any(map(_is_part, part.parameters())))})
 
 
 def _is_part(parameter: Tensor) -> bool:

@@ -120,13 +120,13 @@ class Engine:
         **cache_options: Any,
     ) -> None:
         self.model = unwrap(model)
-        axes = RankMesh.of(mesh)
+        rank_mesh = RankMesh.of(mesh)
         limits: dict[str, Any] = {"max_rows": max_rows, "max_queue": max_queue}
         limits |= {"cache_memory": cache_memory, "max_model_len": max_model_len}
         context = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         guessing = {"speculate": speculate, "draft": describe_value(draft), "draft_tokens": draft_tokens}
         others = {"max_gap": max_gap, "store": describe_value(store), **guessing}
-        with agreement_with_peers(axes, self.model, SUBJECT, {**limits, **others}):
+        with agreement_with_peers(rank_mesh, self.model, SUBJECT, {**limits, **others}):
             check_can_decode_rows(SUBJECT, self.model)
             for name, limit in limits.items():
                 if limit is not None or name in ("max_rows", "max_queue"):
@@ -141,7 +141,7 @@ class Engine:
         ends = self.model.generation_config.eos_token_id if tokens_end is None else tokens_end
         self.eos_ids = frozenset(() if ends is None else (ends,) if isinstance(ends, int) else ends)
         self.grammars = grammars
-        self.plan_exchange = PlanExchange.of(self.model, axes, cache_options.get("output"))
+        self.plan_exchange = PlanExchange.of(self.model, rank_mesh, cache_options.get("output"))
         self.worker = RankWorker(self.model, mesh, cache_options)
         self.shares = self.worker.template.shares
         """Ratios of the tokens of each rank, measured once for all requests; None for even shares."""

@@ -84,10 +84,10 @@ def begin_store(settings: PrefixStore | None, worker: RankWorker) -> EngineStore
         return NoStore()
     opened = open_store(settings, worker.model, worker.template)
     try:
-        with Agreement(worker.axes, STORE_SUBJECT):  # the first rank reads what is there
-            is_first = not worker.axes.shard_index
+        with Agreement(worker.mesh, STORE_SUBJECT):  # the first rank reads what is there
+            is_first = not worker.mesh.shard_index
             scheduler: EngineStore = StoreScheduler(settings, opened, worker) if is_first else NoStore()
-        worker.store = RankStore(opened, worker.axes, worker.caches)
+        worker.store = RankStore(opened, worker.mesh, worker.caches)
     except BaseException:
         opened.lock.release()
         raise

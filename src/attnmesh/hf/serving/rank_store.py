@@ -50,10 +50,10 @@ class Reading:
 class RankStore:
     """The blocks of one rank."""
 
-    def __init__(self, opened: OpenStore, axes: RankMesh, caches: dict[int, ShardedCache]) -> None:
+    def __init__(self, opened: OpenStore, mesh: RankMesh, caches: dict[int, ShardedCache]) -> None:
         self.folder = opened.folder
         self.lock = opened.lock
-        self.axes = axes
+        self.mesh = mesh
         self.caches = caches
         self.memory: dict[StoredBlock, Rows] = {}
         self.readings: dict[int, Reading] = {}
@@ -77,22 +77,22 @@ class RankStore:
         """Copy blocks of a cache to the memory of their ranks. Those that say so are written to the folder."""
         cache = self.caches[number]
         for block, to_disk in blocks:
-            is_apart = block.is_state or block.file_count > self.axes.heads.size  # each rank has a file
+            is_apart = block.is_state or block.file_count > self.mesh.heads.size  # each rank has a file
             rows = rows_of_block(cache.kvs, block, is_apart=is_apart)
             states = {}
             if block.is_state:
                 states = {STATES + name: x.to("cpu", copy=True) for name, x in cache.states.items()}
             if rows or states:
                 self.memory[block] = rows | states
-            mine = {} if self.axes.shard_index else states  # they are the same on all ranks
-            file_number = self.axes.shard_index if is_apart else self.axes.heads.index
+            mine = {} if self.mesh.shard_index else states  # they are the same on all ranks
+            file_number = self.mesh.shard_index if is_apart else self.mesh.heads.index
             self._work.put((self._write, block, file_number, rows | mine if to_disk else {}))
 
     def do_forget(self, in_memory: Sequence[StoredBlock], on_disk: Sequence[StoredBlock]) -> None:
         """Forget blocks in memory. Rank 0 removes files."""
         for block in in_memory:
             self.memory.pop(block, None)
-        for block in () if self.axes.shard_index else on_disk:
+        for block in () if self.mesh.shard_index else on_disk:
             self.folder.remove(block)
 
     def begin_reading(self, number: int, reading: Reading) -> None:

@@ -29,12 +29,12 @@ MEASURED = 32
 class RankWorker:
     """The caches of one rank, and the operations of plans."""
 
-    def __init__(self, model: PreTrainedModel, mesh: DeviceMesh | None, options: dict[str, Any]) -> None:
+    def __init__(self, model: PreTrainedModel, device_mesh: DeviceMesh | None, options: dict[str, Any]) -> None:
         self.model = model
-        self.mesh = mesh
-        self.axes = RankMesh.of(mesh)
+        self.device_mesh = device_mesh
+        self.mesh = RankMesh.of(device_mesh)
         self.left_to_decode = left_to_decode(model.config)
-        self.template = ShardedCache(model.config, mesh, **options)  # raises here, not at the first request
+        self.template = ShardedCache(model.config, device_mesh, **options)  # raises here, not at the first request
         self.options = {**options, "shares": self.template.shares}  # options of caches: shares are measured once
         self.caches: dict[int, ShardedCache] = {}
         self.store: RankStore | None = None
@@ -90,7 +90,7 @@ class RankWorker:
 
     def do_open(self, opening: OpenStored) -> None:
         """Make a cache, and begin to read stored blocks into it."""
-        cache = ShardedCache(self.model.config, self.mesh, **self.options)
+        cache = ShardedCache(self.model.config, self.device_mesh, **self.options)
         cache.choose_block(opening.tokens)
         cache.history.rope_regime = tuple(opening.rope)
         room = max([opening.tokens, *(block.stop for block, _ in opening.blocks)])
@@ -110,7 +110,7 @@ class RankWorker:
     def do_start(self, start: Start) -> int:
         """Begin a prompt. Return the tokens that its cache has."""
         if start.source is None:
-            cache = ShardedCache(self.model.config, self.mesh, **self.options)
+            cache = ShardedCache(self.model.config, self.device_mesh, **self.options)
         else:
             cache = self.caches.pop(start.source) if start.moves else self.caches[start.source].fork()
         self.caches[start.number] = cache
@@ -118,8 +118,8 @@ class RankWorker:
         length = self.prompt_lengths[start.number] = len(start.ids) - start.later
         first = ids[:, :length]
         images = on_model(start.images, self.model)
-        agree_on_call(self.axes, self.model, first, None, cache, {"chunk_size": None, **images})
-        prompt = begin_prompt(self.axes, self.model, first, None, images)
+        agree_on_call(self.mesh, self.model, first, None, cache, {"chunk_size": None, **images})
+        prompt = begin_prompt(self.mesh, self.model, first, None, images)
         if cache.tokens is None and cache.get_seq_length():
             name_tokens(cache, prompt)
         shared = crop_to_shared_prefix(self.model, prompt, cache)

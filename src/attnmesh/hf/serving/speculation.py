@@ -70,7 +70,7 @@ class Speculation:
         if self.draft_model is None:
             return NgramGuesser(self.most)
         options = {name: value for name, value in worker.options.items() if name in OF_DRAFT}
-        worker.draft_worker = RankWorker(self.draft_model, worker.mesh, {**options, "keep": self.most})
+        worker.draft_worker = RankWorker(self.draft_model, worker.device_mesh, {**options, "keep": self.most})
         _check_caches(self.subject, worker.draft_worker)
         vocab_size = worker.model.config.get_text_config(decoder=True).vocab_size
 

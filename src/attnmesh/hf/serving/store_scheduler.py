@@ -172,7 +172,7 @@ class StoreScheduler:
         loads: list[Operation] = [] if self.closing is None else [self.closing]
         self.closing = None
         if self.loading is not None and self.opening is None and not loads:
-            nbytes = max(1, (left - self.copied) // self.worker.axes.ranks)
+            nbytes = max(1, (left - self.copied) // self.worker.mesh.ranks)
             loads = [LoadBlocks(self.loading.number, nbytes, LOAD_WAIT_SECONDS if seconds is None else 0.0)]
         forgets = [ForgetBlocks(*gone)] if any(gone := self.tiers.take_gone()) else []
         return [*forgets, *saves, *loads]
@@ -220,13 +220,13 @@ class StoreScheduler:
     def _file_count_of(self, cache: ShardedCache) -> int:
         """Return the files of a block: with unequal shares of tokens several ranks may have some of it."""
         even = all(kv.shard.block_cyclic.is_even for kv in cache.kvs)
-        return self.worker.axes.heads.size if even else self.worker.axes.ranks
+        return self.worker.mesh.heads.size if even else self.worker.mesh.ranks
 
     def _state_of(self, saving: SavingCache) -> list[StoredBlock]:
         """Return the state at the end of a cache; none if no layer forgets."""
         name = saving.names.state_at(saving.ids, saving.stop)
         first = saving.stop // BLOCK_GRAIN * BLOCK_GRAIN
-        return [StoredBlock(name, first, saving.stop, True, self.worker.axes.ranks)] if self.forgets else []
+        return [StoredBlock(name, first, saving.stop, True, self.worker.mesh.ranks)] if self.forgets else []
 
     def _touch(self, blocks: Sequence[StoredBlock]) -> None:
         """Note that blocks are used, also for servers that come later."""
@@ -260,7 +260,7 @@ class StoreScheduler:
         forgetting = [kv for kv in cache.kvs if kv.sizes.mask is not None]
         rows += sum((kv.length - kv.shards.first_token()) * (_row_bytes(kv.sizes) + 8) for kv in forgetting)
         states = sum(x.nbytes for x in cache.states.values())
-        return int(rows + states) + NOTE * self.worker.axes.ranks * (1 + len(cache.kvs))
+        return int(rows + states) + NOTE * self.worker.mesh.ranks * (1 + len(cache.kvs))
 
     def _note_layers(self, cache: ShardedCache) -> None:
         """Keep the sizes of layers, by which a cache can be made before any prompt was computed."""
@@ -345,7 +345,7 @@ class StoreScheduler:
         held = self.tiers.memory.blocks.get(block)
         if held is not None and held.run_tokens == run_tokens:
             return ReadFrom.MEMORY
-        whole = block.file_count == self.worker.axes.heads.size == 1 and not block.is_state
+        whole = block.file_count == self.worker.mesh.heads.size == 1 and not block.is_state
         if not whole or block.start // run_tokens != (block.stop - 1) // run_tokens or held is not None:
             return ReadFrom.DISK
         entry = self.tiers.disk.blocks[block]._replace(run_tokens=run_tokens)

@@ -84,12 +84,12 @@ class AgreedBatch(NamedTuple):
     documents: Mask
 
 
-def shard_agreed(agreed: AgreedBatch, mesh: DeviceMesh | None, layout: Layout, exchange: str) -> dict[str, Any]:
+def shard_agreed(agreed: AgreedBatch, device_mesh: DeviceMesh | None, layout: Layout, exchange: str) -> dict[str, Any]:
     """Return this rank's share of a batch, or raise on all ranks."""
     batch, positions, documents = agreed
     ids = batch["input_ids"]
     labels = _shift_labels(batch)
-    ranks = RankMesh.of(mesh).ranks
+    ranks = RankMesh.of(device_mesh).ranks
     tokens_of_ranks = [layout.positions(ids.shape[1], ranks, rank) for rank in range(ranks)]
     if min(map(len, tokens_of_ranks)) == 0:  # models of transformers cannot compute none
         given = f"{ids.shape[1]} tokens in {layout} on {ranks} ranks"
@@ -97,13 +97,15 @@ def shard_agreed(agreed: AgreedBatch, mesh: DeviceMesh | None, layout: Layout, e
         raise ShapeError("shard_batch input_ids", "at least one token per rank", given, fix)
     counts = None if labels is None else (labels != IGNORE_INDEX).sum(0).cpu()
     label_counts = () if counts is None else tuple(int(counts[tokens].sum()) for tokens in tokens_of_ranks)
-    sequence = ShardedSequence(mesh, layout, ids.shape[1], documents, label_counts=label_counts, exchange=exchange)
+    sequence = ShardedSequence(
+        device_mesh, layout, ids.shape[1], documents, label_counts=label_counts, exchange=exchange
+    )
     images = {name: x for name, x in batch.items() if name in IMAGE_INPUTS and x is not None}
     sequence.forward_pass.on_begin = prepare_caller_with_images if images else prepare_caller
     sequence.forward_pass.token_ranges = _token_ranges(ids, labels)
 
     def part(x: Tensor) -> Tensor:
-        return shard(x, mesh, layout=layout, dim=1)
+        return shard(x, device_mesh, layout=layout, dim=1)
 
     loss = {} if labels is None else _loss_arguments(labels, batch.get("num_items_in_batch"), part, sequence)
     mask = batch.get("attention_mask")
@@ -133,11 +135,15 @@ def _token_ranges(ids: Tensor, labels: Tensor | None) -> dict[str, Tensor]:
 
 
 def agree_on_batch(
-    batch: Mapping[str, Any], mesh: DeviceMesh | None, layout: Layout | str, exchange: str, extras: Mapping[str, Any]
+    batch: Mapping[str, Any],
+    device_mesh: DeviceMesh | None,
+    layout: Layout | str,
+    exchange: str,
+    extras: Mapping[str, Any],
 ) -> AgreedBatch:
     """Return the batch if all ranks pass the same valid one."""
-    axes = RankMesh.of(mesh)
-    with Agreement(axes, "shard_batch") as agreement:
+    mesh = RankMesh.of(device_mesh)
+    with Agreement(mesh, "shard_batch") as agreement:
         check_layout("shard_batch layout", layout, auto=True)
         is_known = isinstance(exchange, str) and exchange in RECURRENT_EXCHANGES
         if not is_known:
@@ -147,7 +153,7 @@ def agree_on_batch(
             fix = "pass the collator's output, or a dict"
             raise DtypeError("shard_batch", "a mapping of names to tensors", type(batch).__name__, fix)
         entries = {**batch, **extras}
-        _check_batch(entries, axes.ranks)
+        _check_batch(entries, mesh.ranks)
         positions, documents = _positions(entries)
         _check_packing(entries, documents)
         check_cross_mask("shard_batch", entries["input_ids"], entries)

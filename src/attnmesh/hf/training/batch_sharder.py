@@ -64,10 +64,10 @@ class BatchSharder:
     """
 
     def __init__(
-        self, mesh: DeviceMesh | None, layout: Layout | str, exchange: str = "scan", shape: str | None = None
+        self, device_mesh: DeviceMesh | None, layout: Layout | str, exchange: str = "scan", shape: str | None = None
     ) -> None:
-        self.mesh, self.layout, self.exchange = mesh, layout, exchange
-        self.shapes = MeshShapes(mesh, shape)
+        self.device_mesh, self.layout, self.exchange = device_mesh, layout, exchange
+        self.shapes = MeshShapes(device_mesh, shape)
         self.chosen: set[tuple[object, type[Layout]]] = set()  # shapes and layouts that were logged
         self.is_active = False
         self.pads_left = False  # True to take rows that begin with padding
@@ -140,11 +140,11 @@ class BatchSharder:
         layout = self.layout
         if isinstance(layout, str) and is_recurrent(unwrap(module).config):
             layout = Zigzag()  # a state passes through runs of tokens
-        agreed = agree_on_batch(batch, self.mesh, layout, self.exchange, {})
+        agreed = agree_on_batch(batch, self.device_mesh, layout, self.exchange, {})
         check_tokens(f"{SUBJECT} input_ids", agreed.entries["input_ids"], unwrap(module))
-        mesh, layout = self.shapes.choose(agreed, layout, unwrap(module).config)
-        self._log_choice(agreed, mesh, layout)
-        part = shard_agreed(agreed, mesh, layout, self.exchange)
+        device_mesh, layout = self.shapes.choose(agreed, layout, unwrap(module).config)
+        self._log_choice(agreed, device_mesh, layout)
+        part = shard_agreed(agreed, device_mesh, layout, self.exchange)
         mask = batch.get("attention_mask")
         mask = torch.ones_like(batch["input_ids"]) if mask is None else mask
         tokens = slice(None) if "shift_labels" in batch or not arguments.get("fused_lm_head") else slice(-1)
@@ -155,9 +155,9 @@ class BatchSharder:
         record.gathers_routers = unwrap(module).base_model is not module
         return (), {**{name: None for name in BATCH_ARGUMENTS if name in arguments}, **arguments, **part}
 
-    def _log_choice(self, batch: AgreedBatch, mesh: DeviceMesh | None, layout: Layout) -> None:
+    def _log_choice(self, batch: AgreedBatch, device_mesh: DeviceMesh | None, layout: Layout) -> None:
         """Log on the first rank the shape and the layout that "auto" has chosen, once each."""
-        shape = RankMesh.of(mesh).shape
+        shape = RankMesh.of(device_mesh).shape
         chosen = (shape, type(layout))
         is_auto = isinstance(self.layout, str) or self.shapes.shape is not None
         if not is_auto or chosen in self.chosen or shape.ranks == 1 or dist.get_rank():

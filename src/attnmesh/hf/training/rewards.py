@@ -47,7 +47,7 @@ class RewardFunctions(MeshRollouts):
         if failure:
             fix = "see the error of the rank that raised"
             raise UnforeseenError("reward function", "a reward for each completion", failure, fix)
-        synchronize_generators((self.sharder.mesh,), self.accelerator.device)  # a reward may have drawn numbers
+        synchronize_generators((self.sharder.device_mesh,), self.accelerator.device)  # a reward may have drawn numbers
         return reports[self.accelerator.replicas.mesh_index][1]
 
 
