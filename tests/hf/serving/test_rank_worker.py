@@ -12,9 +12,9 @@ from tests.support.engines import model_of
 class TwoSaves:
     """A store of which the first save of a plan fails."""
 
-    def do_save(self, number: int, _: Sequence[BlockToSave]) -> None:
+    def do_save(self, cache_id: int, _: Sequence[BlockToSave]) -> None:
         sleep(0.05)
-        if not number:
+        if not cache_id:
             raise StoreError("save", "a", "b", "c")
 
 

@@ -123,19 +123,19 @@ class DraftGuesser(Guesser):
 
     def release(self) -> bool:
         """Drop the caches of ended rows; or if there are none, all, and read nothing for some steps."""
-        numbers = [*self.kept_caches.kept] or [*self.worker.caches]
+        cache_ids = [*self.kept_caches.kept] or [*self.worker.caches]
         self.rest = self.rest if self.kept_caches.kept else RETRY_AFTER
-        self._drop(numbers)
-        return bool(numbers)
+        self._drop(cache_ids)
+        return bool(cache_ids)
 
     def guess(self, rows: Sequence[EngineRequest], times: StepTimes, free: Callable[[], int]) -> None:
         """Guess tokens of the rows where that is worth its time, and let the draft read what it has not."""
         self._forget()
         own = [self._row_of(request, times) for request in rows]
         counts = self._choose(own, [self._count_offered(row, times) for row in own], times)
-        chosen = {row.request.number: count for row, count in zip(own, counts, strict=True) if count}
+        chosen = {row.request.cache_id: count for row, count in zip(own, counts, strict=True) if count}
         for row in own:
-            row.idle = 0 if row.request.number in chosen else row.idle + 1
+            row.idle = 0 if row.request.cache_id in chosen else row.idle + 1
             row.was_tried = row.was_tried or not row.idle
         self.rest = max(0, self.rest - 1)
         reading = None if self.rest else self._next_to_read(own, times, free, tries=not chosen)
@@ -159,10 +159,10 @@ class DraftGuesser(Guesser):
 
     def _row_of(self, request: EngineRequest, times: StepTimes) -> DraftRow:
         """Return what is known of a row, which is tried anew from time to time."""
-        row = self.rows.get(request.number)
+        row = self.rows.get(request.cache_id)
         guesses = request.guesses
         if row is None:
-            row = self.rows[request.number] = DraftRow(request, fails=request.images is not None)
+            row = self.rows[request.cache_id] = DraftRow(request, fails=request.images is not None)
         elif not row.idle:
             self.usual_rate += EMA_WEIGHT * (guesses.acceptance_rate - self.usual_rate)
         if not row.was_tried:
@@ -186,29 +186,29 @@ class DraftGuesser(Guesser):
 
     def _growth(self, row: DraftRow, tokens: int) -> int:
         """Return the bytes by which the cache of a row grows at most, when it takes so many more tokens."""
-        cache = self.worker.caches.get(row.request.number)
+        cache = self.worker.caches.get(row.request.cache_id)
         if cache is not None and cache.get_seq_length():
             return growth(cache, tokens)
         return 0 if self.footprint is None else self.footprint(tokens)
 
     def _forget(self) -> None:
         """Drop the caches of rows that are gone, but for some of the latest."""
-        gone = {n: row for n, row in self.rows.items() if row.request.number != n or row.request.finish_reason}
-        for number, row in gone.items():
-            del self.rows[number]
+        gone = {n: row for n, row in self.rows.items() if row.request.cache_id != n or row.request.finish_reason}
+        for cache_id, row in gone.items():
+            del self.rows[cache_id]
             if row.read and not row.is_reading:
-                self.kept_caches.kept[number] = row.request.salt
-        unread = [number for number, row in gone.items() if row.is_reading]
+                self.kept_caches.kept[cache_id] = row.request.salt
+        unread = [cache_id for cache_id, row in gone.items() if row.is_reading]
         self._drop(unread + [*self.kept_caches.kept][: max(0, len(self.kept_caches.kept) - KEPT)])
 
-    def _drop(self, numbers: Sequence[int], *, fails: bool = False) -> None:
+    def _drop(self, cache_ids: Sequence[int], *, fails: bool = False) -> None:
         """Drop caches. Those of rows are read again, unless that fails."""
-        for number in numbers:
-            self.kept_caches.remove(number)
-            if (row := self.rows.get(number)) is not None:
-                self.rows[number] = DraftRow(row.request, fails=row.fails or fails, idle=row.idle)
-        if numbers:
-            self.run([Drop([*numbers])])
+        for cache_id in cache_ids:
+            self.kept_caches.remove(cache_id)
+            if (row := self.rows.get(cache_id)) is not None:
+                self.rows[cache_id] = DraftRow(row.request, fails=row.fails or fails, idle=row.idle)
+        if cache_ids:
+            self.run([Drop([*cache_ids])])
 
     # --- what the draft reads ---
 
@@ -232,10 +232,10 @@ class DraftGuesser(Guesser):
 
     def _reads(self, row: DraftRow, size: int) -> list[Operation]:
         """Return the operations that read a chunk of a row's text. The first chunk begins the row's cache before."""
-        number = row.request.number
+        cache_id = row.request.cache_id
         plan = list[Operation]()
         if not row.is_reading:
-            origin = Origin(number, row.read, moves=True)
+            origin = Origin(cache_id, row.read, moves=True)
             if not row.read:  # it may go on from the cache of another row that begins alike
                 others = [other.request for other in self.rows.values() if other.read]
                 origin = self.kept_caches.find(row.request, others)
@@ -243,17 +243,17 @@ class DraftGuesser(Guesser):
             row.read = row.length
             row.guessed = []
             row.is_reading = True
-            plan = [Start(number, row.request.ids, origin.source, origin.moves, 0, {})]
-        return [*plan, Fill(number, size, row.read)]
+            plan = [Start(cache_id, row.request.ids, origin.source, origin.moves, 0, {})]
+        return [*plan, Fill(cache_id, size, row.read)]
 
     def _take_chunk(self, row: DraftRow, results: StepResults) -> None:
         """Take the results of the operations of `_reads`."""
         if results.error_of(Start, Fill) is not None:
-            self._drop([row.request.number], fails=True)
+            self._drop([row.request.cache_id], fails=True)
             return
         begun = row.computed_tokens if results.cached_tokens is None else results.cached_tokens
         if self.footprint is None:
-            self.footprint = Footprint.of(self.worker.caches[row.request.number])
+            self.footprint = Footprint.of(self.worker.caches[row.request.cache_id])
         row.computed_tokens = results.computed_tokens
         tokens = results.computed_tokens - begun
         self.counts["draft_prompt_tokens"] += tokens
@@ -267,14 +267,14 @@ class DraftGuesser(Guesser):
 
     def _guess(self, plan: list[Operation], chosen: Mapping[int, int], *, grows: bool) -> None:
         """Run a plan and the passes that guess so many tokens of each row: the first one catches up with the text."""
-        behind = {number: self.rows[number].catch_up() for number in chosen}
-        tokens = {number: new for number, (_, new) in behind.items()}
-        crops = [(number, wrong) for number, (wrong, _) in behind.items() if wrong]
+        behind = {cache_id: self.rows[cache_id].catch_up() for cache_id in chosen}
+        tokens = {cache_id: new for cache_id, (_, new) in behind.items()}
+        crops = [(cache_id, wrong) for cache_id, (wrong, _) in behind.items() if wrong]
         plan = [*([Crop(crops)] if crops else []), *plan]
-        draws = {number: self._make_draw(self.rows[number].request) for number in chosen}
+        draws = {cache_id: self._make_draw(self.rows[cache_id].request) for cache_id in chosen}
         while plan or tokens:
             start = perf_counter()
-            reading = next((operation.number for operation in plan if isinstance(operation, Fill)), None)
+            reading = next((operation.cache_id for operation in plan if isinstance(operation, Fill)), None)
             results = self.run([*plan, *([DecodeRows([*tokens.items()], grows)] if tokens else [])])
             others = sum(results.seconds.get(kind, 0.0) for kind in (Start, Fill))
             if reading is not None:
@@ -287,15 +287,15 @@ class DraftGuesser(Guesser):
                     return
                 self.counts["draft_passes"] += 1
                 self.passes.add(len(tokens), perf_counter() - start - others)
-                for number, token in drawn.items():
-                    self.rows[number].request.guesses.tokens.append(token)
+                for cache_id, token in drawn.items():
+                    self.rows[cache_id].request.guesses.tokens.append(token)
                 going = [n for n in tokens if len(self.rows[n].request.guesses.tokens) < chosen[n]]
-                tokens = {number: [drawn[number]] for number in going}
-                for number in going:
-                    self.rows[number].guessed.append(drawn[number])
+                tokens = {cache_id: [drawn[cache_id]] for cache_id in going}
+                for cache_id in going:
+                    self.rows[cache_id].guessed.append(drawn[cache_id])
             plan = []
-        for number in chosen:
-            guesses = self.rows[number].request.guesses
+        for cache_id in chosen:
+            guesses = self.rows[cache_id].request.guesses
             guesses.checked = [*guesses.tokens]
 
     def _make_draw(self, request: EngineRequest) -> Callable[[Tensor], int]:
@@ -318,4 +318,4 @@ def _draw_tokens(
     """Return the next token of each row, or raise the error of a pass."""
     if (error := results.error_of(Crop, DecodeRows)) is not None:
         raise error
-    return {number: draws[number](logits[-1]) for number, logits in zip(tokens, results.rows, strict=True)}
+    return {cache_id: draws[cache_id](logits[-1]) for cache_id, logits in zip(tokens, results.rows, strict=True)}

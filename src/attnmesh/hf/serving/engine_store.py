@@ -34,11 +34,11 @@ class NoStore:
     def prepare(self, request: EngineRequest) -> None:
         """Name no blocks."""
 
-    def keep(self, request: EngineRequest, number: int, rejected: int = 0) -> None:
+    def keep(self, request: EngineRequest, cache_id: int, rejected: int = 0) -> None:
         """Store nothing."""
 
     def begin_loading(
-        self, request: EngineRequest, common_tokens: int, cache_numbers: Iterator[int], reserve: Callable[[], bool]
+        self, request: EngineRequest, common_tokens: int, new_cache_ids: Iterator[int], reserve: Callable[[], bool]
     ) -> bool:
         """Return that no cache is loaded for a request."""
         return False

@@ -118,7 +118,7 @@ def _decode(code: list[int]) -> Plan:
 
     >>> from attnmesh.hf.serving.plan_operations import Drop, Fill
     >>> _decode(_encode([Fill(3, 256, 900), Drop([1, 2])]))
-    [Fill(number=3, size=256, stop=900), Drop(numbers=[1, 2])]
+    [Fill(cache_id=3, size=256, stop=900), Drop(cache_ids=[1, 2])]
     """
     text = b"".join(part.to_bytes(BYTES, "little") for part in code[1:])[: code[0]]
     return [*map(operation_of, json.loads(text))]

@@ -73,9 +73,9 @@ class RankStore:
 
     # --- operations of plans ---
 
-    def do_save(self, number: int, blocks: Sequence[BlockToSave]) -> None:
+    def do_save(self, cache_id: int, blocks: Sequence[BlockToSave]) -> None:
         """Copy blocks of a cache to the memory of their ranks. Those that say so are written to the folder."""
-        cache = self.caches[number]
+        cache = self.caches[cache_id]
         for block, to_disk in blocks:
             is_apart = block.is_state or block.file_count > self.mesh.heads.size  # each rank has a file
             rows = rows_of_block(cache.kvs, block, is_apart=is_apart)
@@ -95,14 +95,14 @@ class RankStore:
         for block in () if self.mesh.shard_index else on_disk:
             self.folder.remove(block)
 
-    def begin_reading(self, number: int, reading: Reading) -> None:
-        """Begin to read blocks into the cache of that number."""
-        self.readings[number] = reading
+    def begin_reading(self, cache_id: int, reading: Reading) -> None:
+        """Begin to read blocks into the cache of that id."""
+        self.readings[cache_id] = reading
         self._work.put((self._read, reading))
 
-    def do_load(self, number: int, nbytes: int, patience: float) -> None:
+    def do_load(self, cache_id: int, nbytes: int, patience: float) -> None:
         """Copy blocks that have been read to the cache, of about so many bytes. Wait so long for the first one."""
-        reading = self.readings[number]
+        reading = self.readings[cache_id]
         while not reading.is_damaged and reading.done < len(reading.blocks) and nbytes > 0:
             try:
                 rows_by_file = reading.ready.get(timeout=patience) if patience else reading.ready.get_nowait()
@@ -118,9 +118,9 @@ class RankStore:
                 if read_from == ReadFrom.DISK_TO_MEMORY and rows_by_file:
                     self.memory[block] = rows_by_file[0]
 
-    def do_close(self, number: int, length: int) -> None:
+    def do_close(self, cache_id: int, length: int) -> None:
         """End a reading: the cache has the first `length` tokens."""
-        reading = self.readings.pop(number)
+        reading = self.readings.pop(cache_id)
         reading.is_closed = True
         if length:
             reading.filler.finish(length)

@@ -51,7 +51,7 @@ class Scheduler:
         self.memory = CacheMemory(worker, memory, self.guesser)
         self.prompts = PromptQueue(worker, self.requests, self.memory, self.store, self.max_rows)
         self.pace = ChunkPace(max_gap)
-        self.rejected: dict[int, int] = {}  # last tokens of caches that the next step takes back, by number
+        self.rejected: dict[int, int] = {}  # last tokens of caches that the next step takes back, by their ids
         self.step_times = StepTimes()
         self.guess_seconds = 0.0  # seconds of the last guesses
         self.counts = dict.fromkeys(("tokens", "prompt_tokens", "cached_tokens", "preempted", "evicted", "steps"), 0)
@@ -92,7 +92,7 @@ class Scheduler:
             step.operations.append(Drop(self.memory.take_drops()))
         step.rows = self._decoding_rows()
         if step.rows:
-            rows = [(row.number, [row.answer[-1], *row.guesses.checked]) for row in step.rows]
+            rows = [(row.cache_id, [row.answer[-1], *row.guesses.checked]) for row in step.rows]
             step.operations.append(DecodeRows(rows, grows))
         step.operations += [*prompts, *self.store.operations_after()]
         return step
@@ -192,7 +192,7 @@ class Scheduler:
         tokens = results.computed_tokens - request.computed_tokens
         request.computed_tokens = results.computed_tokens
         self.counts["prompt_tokens"] += tokens
-        self.memory.measure(request.number)
+        self.memory.measure(request.cache_id)
         self.pace.add_chunk(tokens, results.seconds[Fill])
         if results.logits is not None:
             self.requests.prefilling.remove(request)
@@ -229,7 +229,7 @@ class Scheduler:
     def _reject(self, request: EngineRequest) -> None:
         """Take guesses that were not accepted from the end of a cache, with the next step."""
         if request.guesses.pending:
-            self.rejected[request.number] = len(request.guesses.pending)
+            self.rejected[request.cache_id] = len(request.guesses.pending)
             request.guesses.pending = []
 
     # --- ends ---
@@ -237,14 +237,14 @@ class Scheduler:
     def _end(self, request: EngineRequest, reason: str | BaseException, *, keep: bool) -> None:
         """End a request, and keep its cache or drop it."""
         request.end(reason)
-        if request.number < 0:
+        if request.cache_id < 0:
             return
         self._reject(request)
         if keep:
             self.memory.kept_caches.keep(request)
-            self.store.keep(request, request.number, self.rejected.get(request.number, 0))
+            self.store.keep(request, request.cache_id, self.rejected.get(request.cache_id, 0))
         else:
-            self.memory.drops.append(request.number)
+            self.memory.drops.append(request.cache_id)
 
     def _end_cancelled(self) -> None:
         for requests, keep in (
@@ -260,9 +260,9 @@ class Scheduler:
         """Put a request back into the queue: its prompt and tokens are computed again."""
         self._reject(request)
         if not (self.worker.recomputes_by_token and request.answer):
-            self.store.keep(request, request.number, self.rejected.get(request.number, 0))
-        self.memory.drops.append(request.number)
-        request.number = -1
+            self.store.keep(request, request.cache_id, self.rejected.get(request.cache_id, 0))
+        self.memory.drops.append(request.cache_id)
+        request.cache_id = -1
         request.computed_tokens = 0
         request.held_logits = None
         request.passed_fork_points.clear()

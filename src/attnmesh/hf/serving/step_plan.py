@@ -15,7 +15,7 @@ class StepPlan:
     rows: list[EngineRequest] = field(default_factory=list)  # rows that decode; the others wait for masks of grammars
     starting: EngineRequest | None = None  # request whose prompt begins
     computing: EngineRequest | None = None  # request whose prompt has a chunk
-    forking: tuple[EngineRequest, int] | None = None  # request whose cache is forked, and the fork's number
+    forking: tuple[EngineRequest, int] | None = None  # request whose cache is forked, and the id of the fork
     spared: set[int] = field(default_factory=set)  # kept caches that are forked, or made
     promised: int = 0  # bytes by which caches grow
 

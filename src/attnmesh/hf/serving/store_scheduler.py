@@ -52,7 +52,7 @@ FIRST_COPY_RATE = 1e9
 class SavingCache:
     """A kept cache whose blocks are being stored."""
 
-    number: int
+    cache_id: int
     ids: list[int]
     names: BlockNames
     stop: int
@@ -72,7 +72,7 @@ class LoadingCache:
     """A cache that is filled for a request."""
 
     request: EngineRequest
-    number: int
+    cache_id: int
     blocks: Sequence[BlockToRead]
     max_tokens: int
     """Tokens that the cache may have before the prompt begins. The last block may have more of the prompt."""
@@ -140,9 +140,9 @@ class StoreScheduler:
         """Name the blocks of a new request, in the thread that submits it."""
         self._names(request).at(request.ids, len(request.ids) // BLOCK_GRAIN * BLOCK_GRAIN)
 
-    def keep(self, request: EngineRequest, number: int, rejected: int = 0) -> None:
+    def keep(self, request: EngineRequest, cache_id: int, rejected: int = 0) -> None:
         """Store the prefix in a cache from now on, but for its last tokens that were rejected."""
-        cache = self.worker.caches.get(number)
+        cache = self.worker.caches.get(cache_id)
         if self.stopped or cache is None or any(layer.is_initialized for layer in cache.cross_layers):
             return
         if (
@@ -152,28 +152,28 @@ class StoreScheduler:
         ):
             ids = request.ids
             held = cache.get_seq_length() - rejected
-            self.saving.append(SavingCache(number, ids, self._names(request), min(held, len(ids))))
+            self.saving.append(SavingCache(cache_id, ids, self._names(request), min(held, len(ids))))
 
     def operations_before(self, drops: Collection[int], seconds: float | None) -> list[Operation]:
         """Return operations that come before those of a step, and take about `seconds`; None if no rows decode."""
         copy_seconds = COPY_SECONDS if seconds is None else seconds
         left = int(min(self.copy_rate * copy_seconds, sys.maxsize))  # a pause may be inf
         saves = list[Operation]()
-        self.saving = deque(saving for saving in self.saving if saving.number in self.worker.caches)
+        self.saving = deque(saving for saving in self.saving if saving.cache_id in self.worker.caches)
         self.copied = 0
-        for saving in sorted(self.saving, key=lambda saving: saving.number not in drops):
+        for saving in sorted(self.saving, key=lambda saving: saving.cache_id not in drops):
             blocks = list[BlockToSave]()
             while (self.copied < left or not self.copied) and (entry := self._next_block(saving)) is not None:
                 blocks.append(entry)
             if blocks:
-                saves.append(SaveBlocks(saving.number, blocks))
-        self.saved += [saving for saving in self.saving if saving.is_done or saving.number in drops]
-        self.saving = deque(saving for saving in self.saving if not saving.is_done and saving.number not in drops)
+                saves.append(SaveBlocks(saving.cache_id, blocks))
+        self.saved += [saving for saving in self.saving if saving.is_done or saving.cache_id in drops]
+        self.saving = deque(saving for saving in self.saving if not saving.is_done and saving.cache_id not in drops)
         loads: list[Operation] = [] if self.closing is None else [self.closing]
         self.closing = None
         if self.loading is not None and self.opening is None and not loads:
             nbytes = max(1, (left - self.copied) // self.worker.mesh.ranks)
-            loads = [LoadBlocks(self.loading.number, nbytes, LOAD_WAIT_SECONDS if seconds is None else 0.0)]
+            loads = [LoadBlocks(self.loading.cache_id, nbytes, LOAD_WAIT_SECONDS if seconds is None else 0.0)]
         forgets = [ForgetBlocks(*gone)] if any(gone := self.tiers.take_gone()) else []
         return [*forgets, *saves, *loads]
 
@@ -185,7 +185,7 @@ class StoreScheduler:
 
     def _next_block(self, saving: SavingCache) -> BlockToSave | None:
         """Return the next block of a cache to be stored, and if it goes to the folder; None if no block can go now."""
-        cache = self.worker.caches[saving.number]
+        cache = self.worker.caches[saving.cache_id]
         whole = saving.stop // BLOCK_GRAIN * BLOCK_GRAIN if any(kv.sizes.mask is None for kv in cache.kvs) else 0
         if saving.stored_tokens < 0:
             self._note_layers(cache)
@@ -242,7 +242,7 @@ class StoreScheduler:
 
         None if there is no room while earlier blocks are written, or never for a block of this size.
         """
-        to_folder = self.tiers.admit(block, TierEntry(nbytes, self.worker.caches[saving.number].block))
+        to_folder = self.tiers.admit(block, TierEntry(nbytes, self.worker.caches[saving.cache_id].block))
         if to_folder is None:
             saving.stored_tokens = saving.stop if nbytes > self.tiers.memory.max_bytes else saving.stored_tokens
             return None
@@ -281,7 +281,7 @@ class StoreScheduler:
     # --- loading ---
 
     def begin_loading(
-        self, request: EngineRequest, common_tokens: int, cache_numbers: Iterator[int], reserve: Callable[[], bool]
+        self, request: EngineRequest, common_tokens: int, new_cache_ids: Iterator[int], reserve: Callable[[], bool]
     ) -> bool:
         """Begin to load a cache for a request, if `reserve` has made room for it. Return whether it is loaded now.
 
@@ -298,9 +298,9 @@ class StoreScheduler:
         self._touch(blocks)
         self.tiers.pinned = frozenset(blocks)
         sources = [BlockToRead(block, self._choose_source(block, run_tokens)) for block in blocks]
-        self.loading = LoadingCache(request, next(cache_numbers), sources, tokens)
+        self.loading = LoadingCache(request, next(new_cache_ids), sources, tokens)
         sizes = [layer.to_code() for layer in self.layers]
-        self.opening = OpenStored(self.loading.number, sizes, tokens, self._rope(request), sources)
+        self.opening = OpenStored(self.loading.cache_id, sizes, tokens, self._rope(request), sources)
         return True
 
     def holds_up(self, request: EngineRequest) -> bool:
@@ -360,7 +360,7 @@ class StoreScheduler:
             self._take_written(min(report.blocks_written for report in reports))
         left = [request for request in self.loaded if request.cancelled or request.finish_reason is not None]
         unused = [self.loaded.pop(request).source for request in left]
-        return self._take_read(reports) + [number for number in unused if number is not None]
+        return self._take_read(reports) + [cache_id for cache_id in unused if cache_id is not None]
 
     def _take_written(self, count: int) -> None:
         """Add blocks to the folder's tier that all ranks have written."""
@@ -397,15 +397,15 @@ class StoreScheduler:
         length = min(max((block.stop for block, _ in loading.blocks[:good]), default=0), loading.max_tokens)
         if self.forgets and good < total:
             length = 0
-        self.closing = CloseStored(loading.number, length)
+        self.closing = CloseStored(loading.cache_id, length)
         self.loading = None
         self.tiers.pinned = frozenset()
         if loading.request.cancelled or loading.request.finish_reason is not None or not length:
-            return [loading.number]
+            return [loading.cache_id]
         for block, read_from in loading.blocks[:good]:
             tier = "memory" if read_from == ReadFrom.MEMORY else "disk"
             self.counts[f"store_{tier}_tokens"] += min(block.stop, length) - block.start
-        self.loaded[loading.request] = Origin(loading.number, length, moves=True)
+        self.loaded[loading.request] = Origin(loading.cache_id, length, moves=True)
         return []
 
     def _drop_damaged(self, loading: LoadingCache, good: int) -> None:
