@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from attnmesh.hf.serving.engine_request import EngineRequest, SamplingParams
-from attnmesh.hf.serving.plan_operations import Start
+from attnmesh.hf.serving.operations import Start
 
 VOCABULARY = 1000
 

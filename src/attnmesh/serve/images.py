@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnmesh.hf.serving.plan_exchange import specs_of
+from attnmesh.hf.serving.step_exchange import specs_of
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.request_fields import shown
 

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.hf.serving.engine import Engine
-from attnmesh.hf.serving.plan_operations import DecodeRows, Fill, Start
+from attnmesh.hf.serving.operations import DecodeRows, Fill, Start
 from attnmesh.hf.serving.step_plan import StepPlan
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support import families

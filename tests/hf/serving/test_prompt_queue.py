@@ -11,7 +11,7 @@ from attnmesh.hf.serving.chunk_pace import ChunkPace
 from attnmesh.hf.serving.engine_request import EngineRequest
 from attnmesh.hf.serving.engine_store import NoStore
 from attnmesh.hf.serving.guesses import NoGuesses
-from attnmesh.hf.serving.plan_operations import Fill, Fork, Operation, Start, StepResults
+from attnmesh.hf.serving.operations import Fill, Fork, Operation, Start, StepResults
 from attnmesh.hf.serving.prompt_queue import PromptQueue
 from attnmesh.hf.serving.step_plan import ServedRequests, StepPlan
 from tests.support.fake_caches import FakeFootprint, FakeWorker, fake_growth, request

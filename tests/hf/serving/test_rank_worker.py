@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from time import sleep
 
 from attnmesh.errors import StoreError
-from attnmesh.hf.serving.plan_operations import BlockToSave, SaveBlocks
+from attnmesh.hf.serving.operations import BlockToSave, SaveBlocks
 from attnmesh.hf.serving.rank_worker import RankWorker
 from tests.support.engines import model_of
 

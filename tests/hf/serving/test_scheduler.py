@@ -6,7 +6,7 @@ import pytest
 
 from attnmesh.errors import KernelError, ShapeError, TooLong
 from attnmesh.hf.serving.guesses import Guesser
-from attnmesh.hf.serving.plan_operations import Crop, StepResults
+from attnmesh.hf.serving.operations import Crop, StepResults
 from attnmesh.hf.serving.rank_report import RankReport
 from attnmesh.hf.serving.scheduler import Scheduler
 from tests.support.fake_caches import FakeFootprint, FakeWorker, fake_growth, request

@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.errors import KernelError
 from attnmesh.hf.serving.engine_request import EngineRequest, Origin
-from attnmesh.hf.serving.plan_operations import (
+from attnmesh.hf.serving.operations import (
     CloseStored,
     LoadBlocks,
     OpenStored,

@@ -19,7 +19,7 @@ from attnmesh.hf.serving.engine_request import EngineRequest, Origin
 from attnmesh.hf.serving.footprint import Footprint, growth
 from attnmesh.hf.serving.guesses import LEAST_RATE, Guesser, RowTimes, StepTimes
 from attnmesh.hf.serving.kept_caches import KeptCaches
-from attnmesh.hf.serving.plan_operations import Crop, DecodeRows, Drop, Fill, Operation, Start, StepResults
+from attnmesh.hf.serving.operations import Crop, DecodeRows, Drop, Fill, Operation, Start, StepResults
 from attnmesh.hf.serving.rank_worker import RankWorker
 
 FIRST_RATE = 0.6
@@ -233,7 +233,7 @@ class DraftGuesser(Guesser):
     def _reads(self, row: DraftRow, size: int) -> list[Operation]:
         """Return the operations that read a chunk of a row's text. The first chunk begins the row's cache before."""
         cache_id = row.request.cache_id
-        plan = list[Operation]()
+        operations = list[Operation]()
         if not row.is_reading:
             origin = Origin(cache_id, row.read, moves=True)
             if not row.read:  # it may go on from the cache of another row that begins alike
@@ -243,8 +243,8 @@ class DraftGuesser(Guesser):
             row.read = row.length
             row.guessed = []
             row.is_reading = True
-            plan = [Start(cache_id, row.request.ids, origin.source, origin.moves, 0, {})]
-        return [*plan, Fill(cache_id, size, row.read)]
+            operations = [Start(cache_id, row.request.ids, origin.source, origin.moves, 0, {})]
+        return [*operations, Fill(cache_id, size, row.read)]
 
     def _take_chunk(self, row: DraftRow, results: StepResults) -> None:
         """Take the results of the operations of `_reads`."""
@@ -265,17 +265,17 @@ class DraftGuesser(Guesser):
 
     # --- guesses ---
 
-    def _guess(self, plan: list[Operation], chosen: Mapping[int, int], *, grows: bool) -> None:
-        """Run a plan and the passes that guess so many tokens of each row: the first one catches up with the text."""
+    def _guess(self, operations: list[Operation], chosen: Mapping[int, int], *, grows: bool) -> None:
+        """Run operations, and passes that guess so many tokens of each row: the first one catches up with the text."""
         behind = {cache_id: self.rows[cache_id].catch_up() for cache_id in chosen}
         tokens = {cache_id: new for cache_id, (_, new) in behind.items()}
         crops = [(cache_id, wrong) for cache_id, (wrong, _) in behind.items() if wrong]
-        plan = [*([Crop(crops)] if crops else []), *plan]
+        operations = [*([Crop(crops)] if crops else []), *operations]
         draws = {cache_id: self._make_draw(self.rows[cache_id].request) for cache_id in chosen}
-        while plan or tokens:
+        while operations or tokens:
             start = perf_counter()
-            reading = next((operation.cache_id for operation in plan if isinstance(operation, Fill)), None)
-            results = self.run([*plan, *([DecodeRows([*tokens.items()], grows)] if tokens else [])])
+            reading = next((operation.cache_id for operation in operations if isinstance(operation, Fill)), None)
+            results = self.run([*operations, *([DecodeRows([*tokens.items()], grows)] if tokens else [])])
             others = sum(results.seconds.get(kind, 0.0) for kind in (Start, Fill))
             if reading is not None:
                 self._take_chunk(self.rows[reading], results)
@@ -293,7 +293,7 @@ class DraftGuesser(Guesser):
                 tokens = {cache_id: [drawn[cache_id]] for cache_id in going}
                 for cache_id in going:
                     self.rows[cache_id].guessed.append(drawn[cache_id])
-            plan = []
+            operations = []
         for cache_id in chosen:
             guesses = self.rows[cache_id].request.guesses
             guesses.checked = [*guesses.tokens]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.serving.engine_request import EngineRequest, Origin
-from attnmesh.hf.serving.plan_operations import Operation, StepResults
+from attnmesh.hf.serving.operations import Operation, StepResults
 from attnmesh.hf.serving.prefix_store import PrefixStore, open_store
 from attnmesh.hf.serving.rank_report import RankReport
 from attnmesh.hf.serving.rank_store import RankStore

@@ -8,9 +8,9 @@ from attnmesh.hf.serving.engine_request import EngineRequest, Origin
 from attnmesh.hf.serving.engine_store import EngineStore
 from attnmesh.hf.serving.footprint import growth, never_fits
 from attnmesh.hf.serving.kept_caches import LEAST_SHARED
-from attnmesh.hf.serving.plan_exchange import specs_of
-from attnmesh.hf.serving.plan_operations import Fill, Fork, Operation, Start
+from attnmesh.hf.serving.operations import Fill, Fork, Operation, Start
 from attnmesh.hf.serving.rank_worker import RankWorker
+from attnmesh.hf.serving.step_exchange import specs_of
 from attnmesh.hf.serving.step_plan import ServedRequests, StepPlan
 
 OLDEST_EVERY = 3

@@ -16,7 +16,7 @@ from torch import Tensor
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.cache.stored_layers import STATES
 from attnmesh.hf.chunked_prefill import Prompt
-from attnmesh.hf.serving.plan_operations import BlockToRead, BlockToSave, ReadFrom
+from attnmesh.hf.serving.operations import BlockToRead, BlockToSave, ReadFrom
 from attnmesh.hf.serving.prefix_store import OpenStore
 from attnmesh.hf.serving.rank_report import RankReport
 from attnmesh.mesh.axes import RankMesh
@@ -71,7 +71,7 @@ class RankStore:
             return written._replace(blocks_read=reading.done, is_damaged=reading.is_damaged)
         return written
 
-    # --- operations of plans ---
+    # --- operations of steps ---
 
     def do_save(self, cache_id: int, blocks: Sequence[BlockToSave]) -> None:
         """Copy blocks of a cache to the memory of their ranks. Those that say so are written to the folder."""

@@ -1,4 +1,4 @@
-"""Work of each rank on an engine's plan: caches by their ids, chunks of prompts, and steps of rows."""
+"""Work of each rank of an engine: caches by their ids, chunks of prompts, and steps of rows."""
 
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from attnmesh.hf.images.inputs import on_model
 from attnmesh.hf.models import is_recurrent, one_token_differs
 from attnmesh.hf.options import agree_on_call
 from attnmesh.hf.prefill import begin_prompt, crop_to_shared_prefix
-from attnmesh.hf.serving.plan_operations import OpenStored, Operation, Start, StepResults
+from attnmesh.hf.serving.operations import OpenStored, Operation, Start, StepResults
 from attnmesh.hf.serving.rank_report import RankReport
 from attnmesh.hf.serving.rank_store import RankStore, Reading, name_tokens
 from attnmesh.hf.serving.row_pass import decode_rows, note_tokens
@@ -27,7 +27,7 @@ MEASURED = 32
 
 
 class RankWorker:
-    """The caches of one rank, and the operations of plans."""
+    """The caches of one rank, and the operations of steps."""
 
     def __init__(self, model: PreTrainedModel, device_mesh: DeviceMesh | None, options: dict[str, Any]) -> None:
         self.model = model
@@ -67,10 +67,10 @@ class RankWorker:
         assert self.store is not None
         return self.store
 
-    def run(self, plan: Sequence[Operation]) -> StepResults:
+    def run(self, operations: Sequence[Operation]) -> StepResults:
         """Run operations in order."""
         results = StepResults()
-        for operation in plan:
+        for operation in operations:
             operation.run(self, results)
         return results
 
@@ -80,11 +80,11 @@ class RankWorker:
         report = RankReport(self.nbytes)
         return report if self.store is None else self.store.add_to(report)
 
-    def do_draft(self, plan: Sequence[Operation]) -> StepResults:
+    def do_draft(self, operations: Sequence[Operation]) -> StepResults:
         """Run operations of the draft model, whose caches count with those of the model."""
         assert self.draft_worker is not None
         before = self.draft_worker.nbytes
-        results = self.draft_worker.run(plan)
+        results = self.draft_worker.run(operations)
         self.nbytes += self.draft_worker.nbytes - before
         return results
 
@@ -178,7 +178,7 @@ class RankWorker:
         return parts
 
     def close(self, *, at_once: bool = False) -> None:
-        """End what goes on beside the plans."""
+        """End what goes on beside the steps."""
         if self.store is not None:
             self.store.close(at_once=at_once)
 

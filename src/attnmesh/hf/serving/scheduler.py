@@ -14,7 +14,7 @@ from attnmesh.hf.serving.engine_store import begin_store
 from attnmesh.hf.serving.footprint import never_fits
 from attnmesh.hf.serving.grammar_masks import wait_for_any
 from attnmesh.hf.serving.guesses import Guesser, NoGuesses, StepTimes
-from attnmesh.hf.serving.plan_operations import Crop, DecodeRows, Drop, Fill, Start, StepResults
+from attnmesh.hf.serving.operations import Crop, DecodeRows, Drop, Fill, Start, StepResults
 from attnmesh.hf.serving.prefix_store import PrefixStore
 from attnmesh.hf.serving.prompt_queue import PromptQueue
 from attnmesh.hf.serving.rank_report import RankReport

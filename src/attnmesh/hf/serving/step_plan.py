@@ -4,7 +4,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from attnmesh.hf.serving.engine_request import EngineRequest
-from attnmesh.hf.serving.plan_operations import Operation
+from attnmesh.hf.serving.operations import Operation
 
 
 @dataclass

@@ -17,7 +17,7 @@ from attnmesh.errors import InputError, warn_once
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.models import has_windows, rope_regime
 from attnmesh.hf.serving.engine_request import EngineRequest, Origin
-from attnmesh.hf.serving.plan_operations import (
+from attnmesh.hf.serving.operations import (
     BlockToRead,
     BlockToSave,
     CloseStored,
@@ -238,7 +238,7 @@ class StoreScheduler:
                 store.later(self.folder.touch, block)
 
     def _admit(self, saving: SavingCache, block: StoredBlock, nbytes: int) -> BlockToSave | None:
-        """Make room for a block. Return it for a plan, and whether it goes to the folder.
+        """Make room for a block. Return it for a step, and whether it goes to the folder.
 
         None if there is no room while earlier blocks are written, or never for a block of this size.
         """

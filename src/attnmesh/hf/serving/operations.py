@@ -1,4 +1,4 @@
-"""Operations of plans: what ranks do in a step, each with the code that rank 0 sends to all ranks."""
+"""Operations of steps: what ranks do, each with the code that rank 0 sends to all ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -36,7 +36,7 @@ class BlockToSave(NamedTuple):
 
 @dataclass
 class StepResults:
-    """Results of the operations of a plan, each of the last one of its kind."""
+    """Results of the operations of a step, each of the last one of its kind."""
 
     cached_tokens: int | None = None
     """Tokens that the cache of the prompt that began had; None if none began."""
@@ -114,8 +114,8 @@ class Caches(Protocol):
         """Make a cache, and begin to read stored blocks into it."""
         ...
 
-    def do_draft(self, plan: "Sequence[Operation]") -> StepResults:
-        """Run a plan of the draft model. Return its results."""
+    def do_draft(self, operations: "Sequence[Operation]") -> StepResults:
+        """Run operations of the draft model. Return their results."""
         ...
 
 
@@ -125,7 +125,7 @@ OPERATIONS: "dict[str, type[Operation]]" = {}
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation of a plan. `name` is that of its code."""
+    """An operation of a step. `name` is that of its code."""
 
     name: ClassVar[str]
 
@@ -173,7 +173,7 @@ class Start(Operation, name="start"):
     moves: bool
     later: int
     images: Any
-    """The words of a plan on inputs for images; the inputs by name, once they are shared."""
+    """The descriptions of inputs for images; the inputs by name, once they are shared."""
 
     def _run(self, worker: Caches, results: StepResults) -> None:
         results.cached_tokens = worker.do_start(self)
@@ -312,23 +312,23 @@ class ForgetBlocks(Operation, name="forget"):
 class Draft(Operation, name="draft"):
     """Run operations of the draft model."""
 
-    plan: Sequence[Operation]
+    operations: Sequence[Operation]
 
     def _run(self, worker: Caches, results: StepResults) -> None:
-        results.draft = worker.do_draft(self.plan)
+        results.draft = worker.do_draft(self.operations)
 
     def to_code(self) -> list[Any]:
         """Return the operation as JSON has it."""
-        return [self.name, [operation.to_code() for operation in self.plan]]
+        return [self.name, [operation.to_code() for operation in self.operations]]
 
     @classmethod
     def _of_values(cls, *values: Any) -> "Draft":
-        (plan,) = values
-        return cls([*map(operation_of, plan)])
+        (operations,) = values
+        return cls([*map(operation_of, operations)])
 
 
 @dataclass(frozen=True)
-class EndOfPlans(Operation, name="end"):
+class EndOfSteps(Operation, name="end"):
     """End the engine."""
 
     def _run(self, worker: Caches, results: StepResults) -> None:
