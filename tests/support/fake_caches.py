@@ -48,9 +48,9 @@ class FakeWorker:
 
     @property
     def nbytes(self) -> int:
-        return self.measure()
+        return self.count_bytes()
 
-    def measure(self, without: Collection[int] = ()) -> int:
+    def count_bytes(self, without: Collection[int] = ()) -> int:
         return sum(cache.get_seq_length() for cache_id, cache in self.caches.items() if cache_id not in without)
 
     def hold(self, cache_id: int, ids: Sequence[int]) -> None:

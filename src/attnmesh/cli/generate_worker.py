@@ -17,7 +17,7 @@ from attnmesh.cli.rank_model import load_model
 from attnmesh.comm.failures import set_deadline
 from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.hf.chunked_prefill import CHUNK
-from attnmesh.hf.images.inputs import on_model
+from attnmesh.hf.images.inputs import images_for_model
 from attnmesh.hf.options import GenerationSettings
 from attnmesh.hf.shared_weights import weights_in_memory
 from attnmesh.runtime.counters import count_traffic
@@ -145,7 +145,7 @@ class _Generation:
             self.options["checkpoint"] = checkpoint
             if cached := self.cache.get_seq_length():
                 send(("resumed", cached if self.reached is self.ids else self.reached.shape[1]))
-        self.images = on_model(request.prompt.images or {}, self.model)
+        self.images = images_for_model(request.prompt.images or {}, self.model)
 
     def prefill(self) -> float:
         """Prefill all but the last token, a message per chunk, and return the seconds."""

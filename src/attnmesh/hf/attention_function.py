@@ -18,7 +18,7 @@ from attnmesh.hf.family import Family, family_of_layer
 from attnmesh.hf.images.cross import attends_to_images
 from attnmesh.hf.images.towers import attend_in_tower, in_tower
 from attnmesh.hf.latent_states import LatentStates
-from attnmesh.hf.layer_checks import check_same_weights, check_traced, checked_mask
+from attnmesh.hf.layer_checks import check_and_count, check_traced, compare_weights
 from attnmesh.hf.layer_mask import MaskSpec
 from attnmesh.hf.models import SUBJECT
 from attnmesh.hf.traced_mask import TracedMask, attend_traced
@@ -110,7 +110,7 @@ def _attend_by_spec(
     described = mask.spec() if isinstance(mask, TracedMask) else mask
     if family.adds_bias is None or not family.adds_bias(module):
         others = {**others, "position_bias": bias}  # which is refused
-    spec = checked_mask(module, query, key, described, options.dropout, options.window, others)
+    spec = check_and_count(module, query, key, described, options.dropout, options.window, others)
     selected = spec.selected if options.selection is None else family.read_selection(module, options.selection, spec)
     k, v = (key.k, key.v) if isinstance(key, PendingKV) else (key, value)
     q, k, v = cast_for_autocast(query, k, v)  # ropes leave q and k in float32, v is bfloat16
@@ -118,7 +118,7 @@ def _attend_by_spec(
         bias = family.near_bias(module, bias, spec.sequence)
     if spec.sequence is not None:
         if not spec.sequence.cached:
-            check_same_weights(module, spec.sequence, query.device)
+            compare_weights(module, spec.sequence, query.device)
         if family.temperature is not None:
             q, bias = _scale_by_positions(family.temperature(module, spec.sequence), q, bias)
     weighting = Weighting(spec.mask, Scores(options.scaling, options.softcap, bias), options.sinks, selected)

@@ -137,7 +137,7 @@ class Recurrence:
     """First base of the layer's subclass, if the layer is a part of another recurrent layer."""
 
 
-class Part(NamedTuple):
+class SubclassedModule(NamedTuple):
     """A class of transformers that runs as a subclass, with its keys in shards."""
 
     base: type
@@ -189,7 +189,7 @@ class Family:
     hides_states: bool = False
     """True if recurrent states are in a cache of the family's own, or in its layers, not in ours: training alone."""
 
-    parts: Mapping[str, Part] = field(default_factory=dict)
+    subclassed: Mapping[str, SubclassedModule] = field(default_factory=dict)
     """Other classes of the family that run as subclasses on a mesh, by name: indexers and compressors."""
     selection_argument: str = "indices"
     """Argument of attention with what the indexer of a layer has selected."""
@@ -244,9 +244,9 @@ def recurrences() -> Mapping[str, Recurrence]:
 
 
 @cache
-def known_parts() -> Mapping[str, Part]:
+def known_subclassed() -> Mapping[str, SubclassedModule]:
     """Return the known classes that run as subclasses on a mesh, by name."""
-    return {name: part for family in families().values() for name, part in family.parts.items()}
+    return {name: record for family in families().values() for name, record in family.subclassed.items()}
 
 
 @cache

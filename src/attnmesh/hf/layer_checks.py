@@ -47,7 +47,7 @@ def check_traced(module: nn.Module, mask: TracedMask, dropout: float, arguments:
     check_entries(module, None, None, None)
 
 
-def checked_mask(
+def check_and_count(
     module: nn.Module,
     query: Tensor,
     key: Tensor | PendingKV,
@@ -73,7 +73,7 @@ def checked_mask(
         if sequence is not None:
             _count_layer(module, arguments, sequence)
         if pending is not None:
-            pending.layer.find_projection(module, pending)
+            pending.layer.set_projection(module, pending)
     except InputError as error:
         _raise_agreed(error, query, pending, sequence)
     return spec
@@ -221,11 +221,11 @@ def _check_cache(pending: PendingKV, spec: MaskSpec, tokens: int, arguments: dic
 
 @cached_per_world(64)
 def _compared(mesh: RankMesh) -> WeakSet[nn.Module]:
-    """Return the modules that `check_same_weights` has compared on this mesh."""
+    """Return the modules that `compare_weights` has compared on this mesh."""
     return WeakSet()
 
 
-def check_same_weights(module: nn.Module, sequence: ShardedSequence, device: torch.device) -> None:
+def compare_weights(module: nn.Module, sequence: ShardedSequence, device: torch.device) -> None:
     """Raise on all ranks if they train a model, or a layer, with different weights: compare some of each, once.
 
     Wrappers that shard the weights keep their shards in one dim or as DTensors, which differ between ranks.

@@ -105,7 +105,7 @@ class ShardedSequence:
         """Return the positions of this rank's tokens in the whole sequence, cached tokens included."""
         return self.start + self.layout.positions(self.length, self.ranks, RankMesh.of(self.mesh).shard_index)
 
-    def all_tokens(self, x: Tensor) -> Tensor:
+    def gather_tokens(self, x: Tensor) -> Tensor:
         """Return a tensor of this rank's tokens, along dim 1, as one of all ranks' tokens."""
         return unshard(x, self.mesh, layout=self.layout, length=self.length, dim=1)
 

@@ -118,8 +118,8 @@ def shared_layers(model: PreTrainedModel) -> tuple[dict[str, Any], list[nn.Modul
     Weights on the meta device count as weights on a CPU.
     """
     head = model.get_output_embeddings()
-    parts = family_of(model.config).parts
-    kind_names = {name for name, part in parts.items() if part.is_alone}
+    subclassed = family_of(model.config).subclassed
+    kind_names = {name for name, record in subclassed.items() if record.is_alone}
     excluded = [
         module for module in model.modules() if kind_names.intersection(kind.__name__ for kind in type(module).__mro__)
     ]

@@ -56,7 +56,7 @@ def test_caches_of_guesses_go_last() -> None:
     memory, step = memory_of(30, 20), StepPlan()
     worker: Any = memory.worker
     memory.guesser = Releasing(worker, 1)
-    memory.kept_caches.remove(1)
+    memory.kept_caches.stop_keeping(1)
     assert memory.make_room(step, 100)
     assert memory.drops == [0]
     assert 1 not in worker.caches

@@ -47,7 +47,7 @@ class CompressedLayer(TailLayer):
 
     def __init__(self, cache: Any, kind: str, entries: Mapping[str, str]) -> None:
         super().__init__(cache)
-        self.formats, config = entries, cache.config
+        self.other_formats, config = entries, cache.config
         self.entry_tokens, self.k = int(config.compress_rates[kind]), int(config.index_topk)
         self.new: dict[str, Tensor] = {}
         """Entries of this forward pass, (batch, entries, dim)."""
@@ -78,11 +78,11 @@ class CompressedLayer(TailLayer):
     def store_compression_weights(self, name: str, kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, int]:
         """Return what whole blocks of tokens are compressed of, and their first token. Keep the rest."""
         rows = torch.cat((kv, gate), -1)
-        rows = rows if self.sequence is None else self.sequence.all_tokens(rows)
+        rows = rows if self.sequence is None else self.sequence.gather_tokens(rows)
         rows = torch.cat((self.tensors[name], rows), 1) if name in self.tensors else rows
         blocks_stop = rows.shape[1] // self.entry_tokens * self.entry_tokens
         self.tensors[name] = rows[:, blocks_stop:].clone()
-        first = self.others[name].length * self.entry_tokens if name in self.others else 0
+        first = self.other_kvs[name].length * self.entry_tokens if name in self.other_kvs else 0
         kv, gate = rows[:, :blocks_stop].chunk(2, -1)
         return kv, gate, first
 
@@ -106,7 +106,7 @@ class CompressedLayer(TailLayer):
     @torch.no_grad()
     def select(self, score: Score, operands: Sequence[Tensor]) -> None:
         """Select the best entries of each query, of operands of this rank's tokens."""
-        index = self.others["indexer"]
+        index = self.other_kvs["indexer"]
         seen = self._seen().to(operands[0].device)
         k = min(self.k, index.length)
         last = seen - 1
@@ -119,7 +119,7 @@ class CompressedLayer(TailLayer):
             candidates = indexer_top_k(score, operands, IndexKeys(keys, positions, positions[None]), *bounds, k)
             indices = unpack_candidates(candidates)[1]
         else:
-            all_operands = operands if self.sequence is None else [self.sequence.all_tokens(x) for x in operands]
+            all_operands = operands if self.sequence is None else [self.sequence.gather_tokens(x) for x in operands]
             indices = top_k_tokens(index, score, all_operands, k, last=last)
         self.selected = Selection(indices[:, None])
 
@@ -130,7 +130,7 @@ class CompressedLayer(TailLayer):
 
     def attend_other_keys(self, q: Tensor, scale: float | None) -> Partial | None:
         """Return attention of the queries over the entries on this rank; None if there are no entries yet."""
-        entries = self.others["compressor"]
+        entries = self.other_kvs["compressor"]
         parts = [self._attend(q, *held, scale) for held in self._held(entries)] if entries.length else []
         self.new = {}
         return merge_partials(parts) if parts else None

@@ -19,7 +19,7 @@ from attnmesh.mesh_attention.sharding import shard
 class IndexedLayer(ShardedLayer):
     """Keys and values of one layer, or its latents, and the keys of its indexer, in a cache of the same tokens."""
 
-    formats: Mapping[str, str] = {"index": "none"}
+    other_formats: Mapping[str, str] = {"index": "none"}
     index_is_stored = True
     """True if index keys are stored as the cache's keys are."""
 
@@ -59,12 +59,12 @@ class IndexedLayer(ShardedLayer):
             store_shard(index, new, None, sequence)
         if not sequence.has_prefix:
             return select_in_shards(scores, new[:, 0], sequence, k)
-        operands = [sequence.all_tokens(x) for x in scores.operands]
+        operands = [sequence.gather_tokens(x) for x in scores.operands]
         return shard(self._best(scores, operands, k), sequence.mesh, layout=sequence.layout, dim=-2)
 
     def _best(self, scores: KeyScores, operands: Sequence[Tensor], k: int) -> Tensor:
         """Return the best k stored tokens of each query, of the operands of the last tokens."""
-        return top_k_tokens(self.others["index"], scores.run, operands, k, mask=scores.spec.mask, block=scores.block)
+        return top_k_tokens(self.other_kvs["index"], scores.run, operands, k, mask=scores.spec.mask, block=scores.block)
 
 
 class PooledLayer(TailLayer, IndexedLayer):
@@ -82,9 +82,9 @@ class PooledLayer(TailLayer, IndexedLayer):
     @property
     def lengths(self) -> Tensor | int:
         """Tokens of each sequence."""
-        return self.others["index"].lengths if self.others else 0
+        return self.other_kvs["index"].lengths if self.other_kvs else 0
 
-    def with_earlier(self, rows: Tensor, count: int) -> Tensor:
+    def join_earlier(self, rows: Tensor, count: int) -> Tensor:
         """Return rows of all new tokens (batch, tokens, width) after those of the tokens before them. Keep the last."""
         earlier = self.tensors.get("rows", rows.new_zeros(len(rows), count, rows.shape[2]))
         joined = torch.cat((earlier, rows), 1)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnmesh.hf.family import ATTENTION_FIELDS, Family, LayerKind, Part
+from attnmesh.hf.family import ATTENTION_FIELDS, Family, LayerKind, SubclassedModule
 from attnmesh.hf.shard_tensors import ShardPositions
 from attnmesh.hf.sparse.entries import IndexEntries
 
@@ -69,12 +69,12 @@ FAMILIES = (
             "compressed_sparse_attention": LayerKind(entries={"compressor": "prefix", "indexer": "none"}),
             "heavily_compressed_attention": LayerKind(entries={"compressor": "prefix"}),
         },
-        parts={
-            "DeepseekV4CSACompressor": Part(
+        subclassed={
+            "DeepseekV4CSACompressor": SubclassedModule(
                 EntryCompressor, _COMPRESSES, (*_STORES, "update_overlap_state", "indexer", "new_full")
             ),
-            "DeepseekV4HCACompressor": Part(EntryCompressor, _COMPRESSES, _STORES),
-            "DeepseekV4IndexerScorer": Part(
+            "DeepseekV4HCACompressor": SubclassedModule(EntryCompressor, _COMPRESSES, _STORES),
+            "DeepseekV4IndexerScorer": SubclassedModule(
                 EntryScorer, ("self", "q", "compressed_kv", "hidden_states"), ("weights_proj", "relu"), is_alone=True
             ),
         },

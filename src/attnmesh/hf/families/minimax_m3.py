@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnmesh.core.selection import NO_INDEX, Selection
 from attnmesh.errors import KernelError, MaskError
-from attnmesh.hf.family import ATTENTION_FIELDS, INDEXED, Family, LayerKind, Part
+from attnmesh.hf.family import ATTENTION_FIELDS, INDEXED, Family, LayerKind, SubclassedModule
 from attnmesh.hf.models import SUBJECT, Opaque
 from attnmesh.hf.shard_tensors import ShardPositions
 from attnmesh.hf.sparse.select import ShardKeys
@@ -109,7 +109,7 @@ def _size(config: Any, counts: Mapping[str, int], kv_heads: int) -> Selected:
     return Selected(*sizes, block=config.index_block_size, heads=kv_heads, **counts)
 
 
-INDEXER = Part(
+INDEXER = SubclassedModule(
     BlockIndexer,
     ("self", "hidden_states", "position_embeddings", "past_key_values", "position_ids"),
     (
@@ -125,7 +125,7 @@ FAMILIES = (
         "output_router_logits rope_parameters",
         sources={"MiniMaxM3VLIndexer.forward": "eba1b211b25c"},
         layers={**INDEXED, "minimax_m3_sparse": LayerKind(indexed=True)},
-        parts={"MiniMaxM3VLIndexer": INDEXER},
+        subclassed={"MiniMaxM3VLIndexer": INDEXER},
         selection_argument="block_indices",
         read_selection=selected_blocks,
         planned_selection=_size,

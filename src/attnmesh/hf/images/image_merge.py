@@ -91,7 +91,7 @@ class MergedPrompt:
 
     def run(self, index: Tensor, **options: Any) -> None:
         """Run the text model on the tokens of these indices."""
-        part = {name: select(name, value, index, self.arguments) for name, value in self.arguments.items()}
+        part = {name: cut_argument(name, value, index, self.arguments) for name, value in self.arguments.items()}
         self.decoder(**part, use_cache=True, **options)
 
 
@@ -189,7 +189,7 @@ def _reach(model: PreTrainedModel, decoder: nn.Module, arguments: dict[str, Any]
     return {}
 
 
-def select(name: str, value: Any, index: Tensor, arguments: Mapping[str, Any]) -> Any:
+def cut_argument(name: str, value: Any, index: Tensor, arguments: Mapping[str, Any]) -> Any:
     """Return the part of an argument that belongs to tokens: its values, or the features of its image tokens."""
     if name == FEATURES:
         return value

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from attnmesh.errors import KernelError
 from attnmesh.hf.family import Recurrence, families
-from attnmesh.hf.layer_checks import check_same_weights
+from attnmesh.hf.layer_checks import compare_weights
 from attnmesh.hf.models import SUBJECT, num_mixing_calls, num_recurrent_layers
 from attnmesh.hf.pins import check_family
 from attnmesh.hf.recurrent.chain import Chain, HeadChain, document_lengths_of, parts_of, running
@@ -61,7 +61,7 @@ class RecurrentLayer:
             return stock.forward(layer, *args, **kwargs)
         sequence.count_layer(type(layer).__name__, self.sequence_hook.layers, recurrent=True)
         if not sequence.cached:
-            check_same_weights(layer, sequence, next(iter(arguments.values())).device)
+            compare_weights(layer, sequence, next(iter(arguments.values())).device)
         arguments = {name: x.plain() if isinstance(x, ShardTensor) else x for name, x in arguments.items()}
         run = partial(forward_on_shards(stock), layer)
         if sequence.cached:

@@ -27,7 +27,7 @@ class CacheMemory:
         """Bytes of caches by rank, as of the last exchange."""
         self.evicted = 0
 
-    def measure(self, cache_id: int) -> None:
+    def learn_footprint(self, cache_id: int) -> None:
         """Let the first cache that has tokens show the bytes of all."""
         if self.footprint is None:
             self.footprint = Footprint.of(self.worker.caches[cache_id])
@@ -43,7 +43,7 @@ class CacheMemory:
 
     def free(self, step: StepPlan) -> int:
         """Return the bytes that are left on the fullest rank, after drops and growth of a step."""
-        held_bytes = self.worker.measure(self.drops) if self.drops else self.worker.nbytes
+        held_bytes = self.worker.count_bytes(self.drops) if self.drops else self.worker.nbytes
         most = max(self.nbytes)
         scale = self.worker.scale
         return int(self.limit - scale * held_bytes - max(0.0, most - scale * self.nbytes[0]) - step.promised)
@@ -70,13 +70,13 @@ class CacheMemory:
 
     def evict(self, cache_id: int) -> None:
         """Drop a kept cache with the next step."""
-        self.kept_caches.remove(cache_id)
+        self.kept_caches.stop_keeping(cache_id)
         self.drops.append(cache_id)
         self.evicted += 1
 
     def take_drops(self) -> list[int]:
         """Return the caches that this step drops, and forget them."""
         drops = self.drops
-        self.kept_caches.forget(drops)
+        self.kept_caches.forget_dropped(drops)
         self.drops = []
         return drops

@@ -139,14 +139,14 @@ class DraftGuesser(Guesser):
             row.was_tried = row.was_tried or not row.idle
         self.rest = max(0, self.rest - 1)
         reading = None if self.rest else self._next_to_read(own, times, free, tries=not chosen)
-        size = 0 if reading is None else self._chunk(times, len(rows))
+        size = 0 if reading is None else self._chunk_tokens(times, len(rows))
         more = sum(self._growth(row := self.rows[n], row.length - row.read + count) for n, count in chosen.items())
         if reading is not None:
             more += self._growth(reading, size)
         if more > free():
             self.release()
         elif chosen or reading is not None:
-            self._guess([] if reading is None else self._reads(reading, size), chosen, grows=more > 0)
+            self._guess([] if reading is None else self._operations_to_read(reading, size), chosen, grows=more > 0)
 
     def _choose(
         self, rows: Sequence[DraftRow], offered: Sequence[int], times: StepTimes, *, tries: bool = True
@@ -177,9 +177,9 @@ class DraftGuesser(Guesser):
     def _count_offered(self, row: DraftRow, times: StepTimes) -> int:
         """Return how many tokens may be guessed of a row."""
         is_ready = not (row.is_reading or row.is_late) and row.length > row.read
-        return self._most(row, times) if is_ready else 0
+        return self._most_guesses(row, times) if is_ready else 0
 
-    def _most(self, row: DraftRow, times: StepTimes) -> int:
+    def _most_guesses(self, row: DraftRow, times: StepTimes) -> int:
         """Return how many tokens may be guessed of a row that is read."""
         most = self.most if times.pays else min(self.most, TRIAL_DRAFT)
         return 0 if row.fails else max(0, min(most, row.request.room, self.longest - row.length))
@@ -204,7 +204,7 @@ class DraftGuesser(Guesser):
     def _drop(self, cache_ids: Sequence[int], *, fails: bool = False) -> None:
         """Drop caches. Those of rows are read again, unless that fails."""
         for cache_id in cache_ids:
-            self.kept_caches.remove(cache_id)
+            self.kept_caches.stop_keeping(cache_id)
             if (row := self.rows.get(cache_id)) is not None:
                 self.rows[cache_id] = DraftRow(row.request, fails=row.fails or fails, idle=row.idle)
         if cache_ids:
@@ -212,7 +212,7 @@ class DraftGuesser(Guesser):
 
     # --- what the draft reads ---
 
-    def _chunk(self, times: StepTimes, rows: int) -> int:
+    def _chunk_tokens(self, times: StepTimes, rows: int) -> int:
         """Return the tokens that are read beside a step, in about its time."""
         size = int(times.without_guesses(rows) / self.token_seconds) if self.token_seconds else SHORTEST_CHUNK
         return max(SHORTEST_CHUNK, min(LONGEST_CHUNK, size))
@@ -222,15 +222,15 @@ class DraftGuesser(Guesser):
     ) -> DraftRow | None:
         """Return the row that is read soonest, if its cache leaves as much memory free and its guesses are worth it."""
         unread = {index: row.unread for index, row in enumerate(rows) if row.is_reading or row.is_late}
-        worth = [index for index in unread if rows[index].is_worth and self._most(rows[index], times)]
+        worth = [index for index in unread if rows[index].is_worth and self._most_guesses(rows[index], times)]
         if not worth:
             return None
         row = rows[index := min(worth, key=unread.__getitem__)]
         whole = 0 if row.read or self.footprint is None else self.footprint(row.length + row.request.room)
-        as_read = [self._most(other, times) for other in rows]
+        as_read = [self._most_guesses(other, times) for other in rows]
         return row if 2 * whole <= free() and self._choose(rows, as_read, times, tries=tries)[index] else None
 
-    def _reads(self, row: DraftRow, size: int) -> list[Operation]:
+    def _operations_to_read(self, row: DraftRow, size: int) -> list[Operation]:
         """Return the operations that read a chunk of a row's text. The first chunk begins the row's cache before."""
         cache_id = row.request.cache_id
         operations = list[Operation]()
@@ -239,7 +239,7 @@ class DraftGuesser(Guesser):
             if not row.read:  # it may go on from the cache of another row that begins alike
                 others = [other.request for other in self.rows.values() if other.read]
                 origin = self.kept_caches.find(row.request, others)
-                self.kept_caches.use(origin)
+                self.kept_caches.note_use(origin)
             row.read = row.length
             row.guessed = []
             row.is_reading = True
@@ -247,7 +247,7 @@ class DraftGuesser(Guesser):
         return [*operations, Fill(cache_id, size, row.read)]
 
     def _take_chunk(self, row: DraftRow, results: StepResults) -> None:
-        """Take the results of the operations of `_reads`."""
+        """Take the results of the operations of `_operations_to_read`."""
         if results.error_of(Start, Fill) is not None:
             self._drop([row.request.cache_id], fails=True)
             return

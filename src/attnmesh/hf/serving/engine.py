@@ -21,7 +21,7 @@ from attnmesh.errors import (
     TooLong,
     check_count,
 )
-from attnmesh.hf.images.inputs import OWN_PROCESSOR, image_inputs, unless_text, without_absent
+from attnmesh.hf.images.inputs import OWN_PROCESSOR, image_inputs, none_if_all_text, without_absent
 from attnmesh.hf.models import (
     check_can_decode_rows,
     check_rope_switch,
@@ -219,7 +219,7 @@ class Engine:
         if not all(type(token) is int for token in stops):
             fix = "pass tokens.tolist()"
             raise ArgumentError("submit stop_ids", "a list of ints", f"{stops!r:.40}", fix)
-        inputs = unless_text(without_absent(images or {})) or None
+        inputs = none_if_all_text(without_absent(images or {})) or None
         request = EngineRequest(
             [*ids], sampling, max_new_tokens, self.eos_ids | {*stops}, inputs, [*(replay or ())], salt
         )
@@ -233,7 +233,7 @@ class Engine:
             given = f"one of {self.max_queue} requests that wait"
             fix = "submit again later, or raise max_queue"
             raise Busy("submit", "a queue with room", given, fix)
-        self.scheduler.store.prepare(request)
+        self.scheduler.store.name_blocks(request)
         self.inbox.put(request)
         if self.closing:  # the request may have come too late to be found
             request.end(self.error or "cancelled")

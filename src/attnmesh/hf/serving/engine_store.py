@@ -31,7 +31,7 @@ class NoStore:
         """False: no cache waits for its request."""
         return False
 
-    def prepare(self, request: EngineRequest) -> None:
+    def name_blocks(self, request: EngineRequest) -> None:
         """Name no blocks."""
 
     def keep(self, request: EngineRequest, cache_id: int, rejected: int = 0) -> None:

@@ -38,24 +38,24 @@ class KeptCaches:
         if snapshot is not None:
             self.snapshots.add(snapshot)
 
-    def remove(self, cache_id: int) -> None:
+    def stop_keeping(self, cache_id: int) -> None:
         """Keep a cache no longer."""
         self.kept.pop(cache_id, None)
         self.ids.pop(cache_id, None)
         self.snapshots.discard(cache_id)
 
-    def forget(self, cache_ids: Iterable[int]) -> None:
+    def forget_dropped(self, cache_ids: Iterable[int]) -> None:
         """Forget the images and tokens of caches that are dropped."""
         for cache_id in cache_ids:
             self.images_digests.pop(cache_id, None)
             self.ids.pop(cache_id, None)
 
-    def use(self, origin: Origin) -> None:
+    def note_use(self, origin: Origin) -> None:
         """Note that a request goes on from a cache, which it takes, or forks."""
         if origin.source is None:
             return
         if origin.moves:
-            self.remove(origin.source)
+            self.stop_keeping(origin.source)
         elif origin.source in self.kept:
             self.kept.move_to_end(origin.source)
 

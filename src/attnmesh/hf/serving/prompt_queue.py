@@ -10,7 +10,7 @@ from attnmesh.hf.serving.footprint import growth, never_fits
 from attnmesh.hf.serving.kept_caches import LEAST_SHARED
 from attnmesh.hf.serving.operations import Fill, Fork, Operation, Start
 from attnmesh.hf.serving.rank_worker import RankWorker
-from attnmesh.hf.serving.step_exchange import specs_of
+from attnmesh.hf.serving.step_exchange import value_codes_of
 from attnmesh.hf.serving.step_plan import ServedRequests, StepPlan
 
 OLDEST_EVERY = 3
@@ -60,13 +60,13 @@ class PromptQueue:
         request.fork_points = {parting} if parting >= origin.tokens + LEAST_SHARED else set()
         if self.worker.recomputes_by_token and request.images is None:  # the answer is computed otherwise than a prompt
             request.fork_points.add(len(request.prompt) - self.worker.left_to_decode)
-        self.kept_caches.use(origin)
+        self.kept_caches.note_use(origin)
         if origin.source is not None:
             step.spared.add(origin.source)
         if request.images_digest is not None:
             self.kept_caches.images_digests[request.cache_id] = request.images_digest
         later = len(request.answer) if request.images or self.worker.recomputes_by_token else 0
-        images = specs_of(request.images)
+        images = value_codes_of(request.images)
         return Start(request.cache_id, request.ids, origin.source, origin.moves, later, images)
 
     def _next_request(self, step: StepPlan) -> tuple[EngineRequest | None, Origin | None]:

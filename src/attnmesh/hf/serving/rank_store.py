@@ -202,7 +202,7 @@ def _is_whole(rows: Rows, block: StoredBlock) -> bool:
     return not block.is_state and len(rows.get(TOKEN_INDEX, ())) == block.stop - block.start
 
 
-def name_tokens(cache: ShardedCache, prompt: Prompt) -> None:
+def set_prompt_tokens(cache: ShardedCache, prompt: Prompt) -> None:
     """Set the tokens of a cache that was filled for a prompt, and their images if it has all of them.
 
     Else what comes before the images is used.

@@ -11,13 +11,13 @@ from transformers import PreTrainedModel
 from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.chunked_prefill import left_to_decode, prefill_chunks, run_model
-from attnmesh.hf.images.inputs import on_model
+from attnmesh.hf.images.inputs import images_for_model
 from attnmesh.hf.models import is_recurrent, one_token_differs
 from attnmesh.hf.options import agree_on_call
 from attnmesh.hf.prefill import begin_prompt, crop_to_shared_prefix
 from attnmesh.hf.serving.operations import OpenStored, Operation, Start, StepResults
 from attnmesh.hf.serving.rank_report import RankReport
-from attnmesh.hf.serving.rank_store import RankStore, Reading, name_tokens
+from attnmesh.hf.serving.rank_store import RankStore, Reading, set_prompt_tokens
 from attnmesh.hf.serving.row_pass import decode_rows, note_tokens
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.store.block_rows import CacheFiller
@@ -94,18 +94,18 @@ class RankWorker:
         cache.choose_block(opening.tokens)
         cache.history.rope_regime = tuple(opening.rope)
         room = max([opening.tokens, *(block.stop for block, _ in opening.blocks)])
-        kvs = cache.make([CacheConfig.from_code(code) for code in opening.layers], room, self.model.device)
+        kvs = cache.make_kvs([CacheConfig.from_code(code) for code in opening.layers], room, self.model.device)
         self.caches[opening.cache_id] = cache
         reading = Reading(cache, CacheFiller(kvs), opening.blocks, self.model.device)
         self.opened_store.begin_reading(opening.cache_id, reading)
-        self.nbytes = self.measure()
+        self.nbytes = self.count_bytes()
 
     def do_drop(self, cache_ids: Sequence[int]) -> None:
         """Forget caches."""
         for cache_id in cache_ids:
             for held in (self.caches, self.prefills, self.prompts, self.prompt_lengths):
                 held.pop(cache_id, None)
-        self.nbytes = self.measure()
+        self.nbytes = self.count_bytes()
 
     def do_start(self, start: Start) -> int:
         """Begin a prompt. Return the tokens that its cache has."""
@@ -117,20 +117,20 @@ class RankWorker:
         ids = self.prompts[start.cache_id] = torch.tensor([start.ids], device=self.model.device)
         length = self.prompt_lengths[start.cache_id] = len(start.ids) - start.later
         first = ids[:, :length]
-        images = on_model(start.images, self.model)
+        images = images_for_model(start.images, self.model)
         agree_on_call(self.mesh, self.model, first, None, cache, {"chunk_size": None, **images})
         prompt = begin_prompt(self.mesh, self.model, first, None, images)
         if cache.tokens is None and cache.get_seq_length():
-            name_tokens(cache, prompt)
+            set_prompt_tokens(cache, prompt)
         shared = crop_to_shared_prefix(self.model, prompt, cache)
         self.prefills[start.cache_id] = prefill_chunks(self.model, prompt, cache, lambda: self.size, lambda: self.stop)
-        self.nbytes = self.measure()
+        self.nbytes = self.count_bytes()
         return shared
 
     def do_fork(self, cache_id: int, fork_id: int) -> None:
         """Keep the cache as it is under another id."""
         self.caches[fork_id] = self.caches[cache_id].fork()
-        self.nbytes = self.measure()
+        self.nbytes = self.count_bytes()
 
     @torch.no_grad()
     def do_fill(self, cache_id: int, size: int, stop: int) -> tuple[int, Tensor | None]:
@@ -153,7 +153,7 @@ class RankWorker:
                 logits = None
             else:
                 del self.prefills[cache_id], self.prompts[cache_id], self.prompt_lengths[cache_id]
-        self.nbytes = self.measure()
+        self.nbytes = self.count_bytes()
         return cache.get_seq_length(), logits
 
     def _tokens_at_once(self, size: int, left: int) -> int:
@@ -173,7 +173,7 @@ class RankWorker:
         logits = decode_rows(self.model, tokens, [self.caches[cache_id] for cache_id in cache_ids])
         self.steps += 1
         if grows or self.steps % MEASURED == 0:
-            self.nbytes = self.measure()
+            self.nbytes = self.count_bytes()
         parts: Sequence[Tensor] = logits.split([*map(len, tokens)])
         return parts
 
@@ -182,7 +182,7 @@ class RankWorker:
         if self.store is not None:
             self.store.close(at_once=at_once)
 
-    def measure(self, without: Collection[int] = ()) -> int:
+    def count_bytes(self, without: Collection[int] = ()) -> int:
         """Return the bytes of caches in the memory of this rank. Memory that caches share counts once."""
         caches = [cache for cache_id, cache in self.caches.items() if cache_id not in without]
         tensors = [x for cache in caches for kv in cache.kvs for x in kv.shard.stored]

@@ -133,7 +133,7 @@ class Scheduler:
         self.counts["drafted_tokens"] += guesses
         before = self.counts["accepted_tokens"]
         if (error := results.error_of(DecodeRows)) is not None:
-            self._find_cause(rows, error)
+            self._end_failed_row(rows, error)
         else:
             self._take_logits(dict(zip(rows, results.rows, strict=True)))
         accepted = self.counts["accepted_tokens"] - before
@@ -145,8 +145,8 @@ class Scheduler:
         until = perf_counter() + max(LEAST_MASK_WAIT, MASK_SHARE * self.pace.row_seconds)
         for request, scores in logits.items():
             request.suspected = False
-            request.guesses.begin()
-            if self._add(request, scores, until - perf_counter()):
+            request.guesses.note_cached()
+            if self._draw_tokens(request, scores, until - perf_counter()):
                 self.requests.rows.remove(request)
 
     def _draw_held(self) -> None:
@@ -157,10 +157,10 @@ class Scheduler:
         if held_logits and alone:
             wait_for_any([request.grammar for request, _ in held_logits if request.grammar is not None], IDLE_MASK_WAIT)
         for request, logits in held_logits:
-            if self._add(request, logits):
+            if self._draw_tokens(request, logits):
                 requests.rows.remove(request)
 
-    def _find_cause(self, rows: list[EngineRequest], error: InputError) -> None:
+    def _end_failed_row(self, rows: list[EngineRequest], error: InputError) -> None:
         """End the row that cannot go on. The others are computed again.
 
         If it is not known which row that is, each suspect joins the other rows alone, until a step fails again.
@@ -192,14 +192,14 @@ class Scheduler:
         tokens = results.computed_tokens - request.computed_tokens
         request.computed_tokens = results.computed_tokens
         self.counts["prompt_tokens"] += tokens
-        self.memory.measure(request.cache_id)
+        self.memory.learn_footprint(request.cache_id)
         self.pace.add_chunk(tokens, results.seconds[Fill])
         if results.logits is not None:
             self.requests.prefilling.remove(request)
-            if not self._add(request, results.logits):
+            if not self._draw_tokens(request, results.logits):
                 self.requests.rows.append(request)
 
-    def _add(self, request: EngineRequest, logits: Tensor, seconds: float = 0.0) -> bool:
+    def _draw_tokens(self, request: EngineRequest, logits: Tensor, seconds: float = 0.0) -> bool:
         """Draw the next token of a request, and one more after each accepted guess. Return if the request has ended.
 
         Logits, (tokens, vocabulary), are held if the mask of the grammar is not made within `seconds`: other rows go on
@@ -220,7 +220,7 @@ class Scheduler:
             if ended:
                 self._end(request, request.finish_reason or "stop", keep=not self.worker.recomputes_by_token)
                 return True
-            if not request.guesses.accepts(request.answer[-1]):
+            if not request.guesses.accept(request.answer[-1]):
                 break
             self.counts["accepted_tokens"] += 1
         self._reject(request)

@@ -18,7 +18,7 @@ from attnmesh.hf.serving.rank_report import RankReport
 from attnmesh.hf.tensor_parallel import tp_mesh
 from attnmesh.mesh.axes import RankMesh
 
-Spec = Sequence[Any]
+ValueCode = Sequence[Any]
 """Name, dtype and shape of a tensor; of another value its name, None, and itself."""
 
 END: list[Operation] = [EndOfSteps()]
@@ -72,10 +72,12 @@ class StepExchange:
             for one in operations
         ]
 
-    def share(self, specs: Sequence[Spec], values: Mapping[str, Any] | None, device: torch.device) -> dict[str, Any]:
+    def share(
+        self, codes: Sequence[ValueCode], values: Mapping[str, Any] | None, device: torch.device
+    ) -> dict[str, Any]:
         """Return the values of the leader that operations describe, on all ranks. Tensors are on the device."""
         shared: dict[str, Any] = {}
-        for name, dtype, shape in specs:
+        for name, dtype, shape in codes:
             if dtype is None:
                 shared[name] = shape
                 continue
@@ -88,10 +90,10 @@ class StepExchange:
         return shared
 
 
-def specs_of(values: Mapping[str, Any] | None) -> list[Spec]:
+def value_codes_of(values: Mapping[str, Any] | None) -> list[ValueCode]:
     """Return what an operation says of values that `StepExchange.share` sends.
 
-    >>> specs_of({"pixel_values": torch.zeros(2, 3), "num_crops": [1]})
+    >>> value_codes_of({"pixel_values": torch.zeros(2, 3), "num_crops": [1]})
     [['pixel_values', 'float32', [2, 3]], ['num_crops', None, [1]]]
     """
     return [

@@ -136,7 +136,7 @@ class StoreScheduler:
 
     # --- storing ---
 
-    def prepare(self, request: EngineRequest) -> None:
+    def name_blocks(self, request: EngineRequest) -> None:
         """Name the blocks of a new request, in the thread that submits it."""
         self._names(request).at(request.ids, len(request.ids) // BLOCK_GRAIN * BLOCK_GRAIN)
 

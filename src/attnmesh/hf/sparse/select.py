@@ -29,7 +29,7 @@ class KeyScores(Protocol):
 @torch.no_grad()
 def select_in_shards(scores: KeyScores, new: Tensor, sequence: ShardedSequence, k: int) -> Tensor:
     """Return the best k keys of this rank's queries. The keys of all ranks, (batch, tokens, dim), come to them."""
-    keys = new if scores.whole else sequence.all_tokens(new)
+    keys = new if scores.whole else sequence.gather_tokens(new)
     device = new.device
     tokens = torch.arange(sequence.length, device=device)
     first, last = (x.to(device)[None] for x in sequence.mask_of(scores.spec.mask).bounds(sequence.positions()))
@@ -52,7 +52,7 @@ class ShardKeys:
     lengths = 0
     """Tokens of each sequence before these."""
 
-    def with_earlier(self, rows: Tensor, count: int) -> Tensor:
+    def join_earlier(self, rows: Tensor, count: int) -> Tensor:
         """Return rows of all tokens (batch, tokens, width) after those of so many tokens before them: zeros."""
         return pad(rows, (0, 0, count, 0))
 

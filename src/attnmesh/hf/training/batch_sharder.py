@@ -225,14 +225,14 @@ class ShardedOutput(ShardTensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Return the result of the function on the outputs of all tokens."""
-        return func(*map(_whole, args), **{name: _whole(x) for name, x in (kwargs or {}).items()})
+        return func(*map(_gather_outputs, args), **{name: _gather_outputs(x) for name, x in (kwargs or {}).items()})
 
     def share(self, x: Tensor) -> Tensor:
         """Return this rank's share of a tensor of the whole batch, (batch, length)."""
         x = x if self.moved is None else self.moved.batch({"x": x})["x"]
         return shard(x, self.sequence.mesh, layout=self.sequence.layout, dim=1)
 
-    def whole(self) -> Tensor:
+    def gather_tokens(self) -> Tensor:
         """Return the outputs of all tokens, with gradients."""
         if self.gathered is None:
             outputs = apply(_Gather, self.plain(), self.sequence)
@@ -240,11 +240,11 @@ class ShardedOutput(ShardTensor):
         return self.gathered
 
 
-def _whole(value: Any) -> Any:
+def _gather_outputs(value: Any) -> Any:
     """Return a value with whole tensors in place of `ShardedOutput`."""
     if isinstance(value, ShardedOutput):
-        return value.whole()
-    return type(value)(map(_whole, value)) if type(value) in (tuple, list) else value
+        return value.gather_tokens()
+    return type(value)(map(_gather_outputs, value)) if type(value) in (tuple, list) else value
 
 
 def apply(function: Any, *arguments: Any) -> Tensor:
@@ -259,7 +259,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sequence: ShardedSequence) -> Tensor:
         ctx.sequence = sequence
-        return sequence.all_tokens(x.detach())
+        return sequence.gather_tokens(x.detach())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -17,7 +17,7 @@ from attnmesh.errors import ArgumentError, InputError, KernelError
 from attnmesh.guard.agreement import Agreement, may_compare
 from attnmesh.hf.family import family_of, prepared_code
 from attnmesh.hf.images.cut import prepare_text_model
-from attnmesh.hf.layer_checks import check_same_weights
+from attnmesh.hf.layer_checks import compare_weights
 from attnmesh.hf.models import SUBJECT, check_implementation, check_tokens
 from attnmesh.hf.recurrent.prepare_recurrent import prepare_layers
 from attnmesh.hf.shard_tensors import MODULE_CALL, ShardIds, ShardPositions, ShardTensor, WholeIds
@@ -79,7 +79,7 @@ def _check_model(called_modules: list[CalledModule], sequence: ShardedSequence) 
     except InputError as error:
         Agreement(RankMesh.of(sequence.mesh), type(model).__name__, is_compared=may_compare(device)).raise_on_all(error)
     sequence.forward_pass.has_positions = True
-    check_same_weights(model, sequence, device)
+    compare_weights(model, sequence, device)
 
 
 def _has_shard_tensors(arguments: dict[str, Any]) -> bool:
