@@ -1,4 +1,4 @@
-"""Operations of a plan on a rank: their results, and how long they take."""
+"""Operations of a step on a rank: their results, and how long they take."""
 
 from collections.abc import Sequence
 from time import sleep
@@ -10,7 +10,7 @@ from tests.support.engines import model_of
 
 
 class TwoSaves:
-    """A store of which the first save of a plan fails."""
+    """A store of which the first save of a step fails."""
 
     def do_save(self, cache_id: int, _: Sequence[BlockToSave]) -> None:
         sleep(0.05)

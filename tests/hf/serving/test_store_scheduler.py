@@ -41,7 +41,7 @@ def store(tmp_path: Path) -> Iterator[StoreScheduler]:
         config=LlamaConfig(), irreversible_layers=[], windows=False, block=16, choose_block=lambda _: None
     )
     worker: Any = SimpleNamespace(
-        template=template, axes=RankMesh.of(None), caches={}, store=None, left_to_decode=1, recomputes_by_token=False
+        template=template, mesh=RankMesh.of(None), caches={}, store=None, left_to_decode=1, recomputes_by_token=False
     )
     yield StoreScheduler(settings, OpenStore(BlockFolder(tmp_path), "ab" * 16, lock), worker)
     lock.release()

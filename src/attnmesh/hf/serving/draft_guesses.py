@@ -130,8 +130,8 @@ class DraftGuesser(Guesser):
 
     def guess(self, rows: Sequence[EngineRequest], times: StepTimes, free: Callable[[], int]) -> None:
         """Guess tokens of the rows where that is worth its time, and let the draft read what it has not."""
-        self._forget()
-        own = [self._row_of(request, times) for request in rows]
+        self._drop_gone()
+        own = [self._updated_row(request, times) for request in rows]
         counts = self._choose(own, [self._count_offered(row, times) for row in own], times)
         chosen = {row.request.cache_id: count for row, count in zip(own, counts, strict=True) if count}
         for row in own:
@@ -146,7 +146,7 @@ class DraftGuesser(Guesser):
         if more > free():
             self.release()
         elif chosen or reading is not None:
-            self._guess([] if reading is None else self._operations_to_read(reading, size), chosen, grows=more > 0)
+            self._guess([] if reading is None else self._begin_reading(reading, size), chosen, grows=more > 0)
 
     def _choose(
         self, rows: Sequence[DraftRow], offered: Sequence[int], times: StepTimes, *, tries: bool = True
@@ -157,8 +157,8 @@ class DraftGuesser(Guesser):
 
     # --- rows ---
 
-    def _row_of(self, request: EngineRequest, times: StepTimes) -> DraftRow:
-        """Return what is known of a row, which is tried anew from time to time."""
+    def _updated_row(self, request: EngineRequest, times: StepTimes) -> DraftRow:
+        """Update what is known of a row, and return it. A row is tried anew from time to time."""
         row = self.rows.get(request.cache_id)
         guesses = request.guesses
         if row is None:
@@ -191,7 +191,7 @@ class DraftGuesser(Guesser):
             return growth(cache, tokens)
         return 0 if self.footprint is None else self.footprint(tokens)
 
-    def _forget(self) -> None:
+    def _drop_gone(self) -> None:
         """Drop the caches of rows that are gone, but for some of the latest."""
         gone = {n: row for n, row in self.rows.items() if row.request.cache_id != n or row.request.finish_reason}
         for cache_id, row in gone.items():
@@ -230,8 +230,8 @@ class DraftGuesser(Guesser):
         as_read = [self._most_guesses(other, times) for other in rows]
         return row if 2 * whole <= free() and self._choose(rows, as_read, times, tries=tries)[index] else None
 
-    def _operations_to_read(self, row: DraftRow, size: int) -> list[Operation]:
-        """Return the operations that read a chunk of a row's text. The first chunk begins the row's cache before."""
+    def _begin_reading(self, row: DraftRow, size: int) -> list[Operation]:
+        """Begin to read a chunk of a row's text, the first one into a new cache. Return the operations."""
         cache_id = row.request.cache_id
         operations = list[Operation]()
         if not row.is_reading:
@@ -247,7 +247,7 @@ class DraftGuesser(Guesser):
         return [*operations, Fill(cache_id, size, row.read)]
 
     def _take_chunk(self, row: DraftRow, results: StepResults) -> None:
-        """Take the results of the operations of `_operations_to_read`."""
+        """Take the results of the operations of `_begin_reading`."""
         if results.error_of(Start, Fill) is not None:
             self._drop([row.request.cache_id], fails=True)
             return
