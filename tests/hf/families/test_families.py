@@ -53,7 +53,7 @@ STORED = [
 FOLLOWED = [kind for kind, one in families().items() if one.sources]
 
 OPTIONAL = {
-    "of this package": "begin_entries select shards join_earlier FAMILIES",
+    "of this package": "begin_entries select sequence join_earlier FAMILIES",
     "of classes of configurations, and of layers without one": "model_type",
     "of PyTorch": "_orig_mod module num_embeddings shape __code__",
     "of a model, which is refused without it": "ALL_ATTENTION_FUNCTIONS forward kv_b_proj image_processor",
