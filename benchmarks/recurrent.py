@@ -23,7 +23,7 @@ from attnmesh.core.layout import Contiguous, Layout, Zigzag
 from attnmesh.errors import ArgumentError
 from attnmesh.hf.recurrent.prepare_recurrent import prepare_layers
 from attnmesh.hf.shard_tensors import ShardMask
-from attnmesh.hf.shards import Shards
+from attnmesh.hf.sharded_sequence import ShardedSequence
 from attnmesh.runtime.counters import count_traffic
 from attnmesh.setup.init_mesh import init_mesh
 from benchmarks.netns import World, ranks_of, run_on, send_rows
@@ -93,10 +93,10 @@ def layer_of(request: Request) -> Any:
 
 
 def layer_call(
-    layer: Any, hidden: Tensor, shards: Shards | None, backward: bool
+    layer: Any, hidden: Tensor, sequence: ShardedSequence | None, backward: bool
 ) -> Callable[[], tuple[Tensor, ...] | Tensor]:
     """Return a call of the layer: its output, or the gradients of its input and its weights."""
-    mask = None if shards is None else ShardMask.of(torch.ones(hidden.shape[:2], dtype=torch.long), shards=shards)
+    mask = None if sequence is None else ShardMask.of(torch.ones(hidden.shape[:2], dtype=torch.long), sequence=sequence)
     hidden = hidden.detach().requires_grad_(backward)
     inputs = (hidden, *layer.parameters())
 
@@ -115,8 +115,8 @@ def calls_of(request: Request, mesh: DeviceMesh, *, backward: bool) -> dict[str,
     share = am.shard(states, mesh, layout=Contiguous(), dim=1)
 
     def sharded(layout: Layout, exchange: str) -> Callable[[], Any]:
-        shards = Shards(mesh, layout, request.tokens, exchange=exchange)
-        return layer_call(layer, am.shard(states, mesh, layout=layout, dim=1), shards, backward)
+        sequence = ShardedSequence(mesh, layout, request.tokens, exchange=exchange)
+        return layer_call(layer, am.shard(states, mesh, layout=layout, dim=1), sequence, backward)
 
     def alone(hidden: Tensor) -> Callable[[], Any]:
         return layer_call(layer, hidden, None, backward) if dist.get_rank() == 0 else lambda: None
@@ -125,7 +125,7 @@ def calls_of(request: Request, mesh: DeviceMesh, *, backward: bool) -> dict[str,
         WHOLE: alone(states),
         SHARE: alone(share),
         SHARES: layer_call(layer, share, None, backward),
-        SCANNED: layer_call(layer, share, Shards(None, Contiguous(), share.shape[1]), backward),
+        SCANNED: layer_call(layer, share, ShardedSequence(None, Contiguous(), share.shape[1]), backward),
         f"{ranks} ranks by scan": sharded(Contiguous(), "scan"),
         f"{ranks} ranks by scan, zigzag": sharded(Zigzag(), "scan"),
         f"{ranks} ranks by heads": sharded(Contiguous(), "heads"),

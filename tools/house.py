@@ -167,7 +167,7 @@ def named_families(trees: dict[str, ast.Module]) -> Found:
 
     known = families().values()
     types = {f"_{one.type.replace('-', '_')}_" for one in known if one.type not in WORDS}
-    classes = {name for one in known for name in (*one.recurrences, *one.parts, *one.stores)}
+    classes = {name for one in known for name in (*one.recurrences, *one.subclassed, *one.stores)}
     classes |= {name.partition(".")[0] for one in known for name in one.sources if "." in name}
     own = ((name, tree) for name, tree in trees.items() if name.startswith("hf.") and "families" not in name)
     found = {(name, word) for name, tree in own for word in _names(tree)}

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from attnmesh.hf.serving.engine_request import EngineRequest, SamplingParams
-from attnmesh.hf.serving.plan_operations import Start
+from attnmesh.hf.serving.operations import Start
 
 VOCABULARY = 1000
 
@@ -34,7 +34,7 @@ class FakeCache:
 
 
 class FakeWorker:
-    """The operations of plans on such caches."""
+    """The operations of steps on such caches."""
 
     left_to_decode = 1
     is_recurrent = False
@@ -48,13 +48,13 @@ class FakeWorker:
 
     @property
     def nbytes(self) -> int:
-        return self.measure()
+        return self.count_bytes()
 
-    def measure(self, without: Collection[int] = ()) -> int:
-        return sum(cache.get_seq_length() for number, cache in self.caches.items() if number not in without)
+    def count_bytes(self, without: Collection[int] = ()) -> int:
+        return sum(cache.get_seq_length() for cache_id, cache in self.caches.items() if cache_id not in without)
 
-    def hold(self, number: int, ids: Sequence[int]) -> None:
-        self.caches[number] = FakeCache(ids, crops_anywhere=self.crops_anywhere)
+    def hold(self, cache_id: int, ids: Sequence[int]) -> None:
+        self.caches[cache_id] = FakeCache(ids, crops_anywhere=self.crops_anywhere)
 
     def do_start(self, start: Start) -> int:
         held = [] if start.source is None else self.caches[start.source].ids
@@ -63,31 +63,31 @@ class FakeWorker:
         pairs = zip(held, start.ids[: -self.left_to_decode], strict=False)
         shared = next((index for index, (one, other) in enumerate(pairs) if one != other), len(held))
         shared = min(shared, len(start.ids) - self.left_to_decode)
-        self.hold(start.number, start.ids[:shared])
-        self.prompts[start.number] = [*start.ids]
+        self.hold(start.cache_id, start.ids[:shared])
+        self.prompts[start.cache_id] = [*start.ids]
         return shared
 
-    def do_fill(self, number: int, size: int, stop: int) -> tuple[int, Tensor | None]:
-        ids = self.prompts[number]
-        length = min(self.caches[number].get_seq_length() + size, stop)
-        self.hold(number, ids[:length])
+    def do_fill(self, cache_id: int, size: int, stop: int) -> tuple[int, Tensor | None]:
+        ids = self.prompts[cache_id]
+        length = min(self.caches[cache_id].get_seq_length() + size, stop)
+        self.hold(cache_id, ids[:length])
         return length, scores(ids[-1:]) if length == len(ids) else None
 
     def do_rows(self, rows: Sequence[tuple[int, Sequence[int]]], grows: bool) -> list[Tensor]:
-        for number, tokens in rows:
-            self.hold(number, [*self.caches[number].ids, *tokens])
+        for cache_id, tokens in rows:
+            self.hold(cache_id, [*self.caches[cache_id].ids, *tokens])
         return [scores(tokens) for _, tokens in rows]
 
     def do_crop(self, rows: Sequence[tuple[int, int]]) -> None:
-        for number, count in rows:
-            self.hold(number, self.caches[number].ids[:-count])
+        for cache_id, count in rows:
+            self.hold(cache_id, self.caches[cache_id].ids[:-count])
 
-    def do_fork(self, number: int, other: int) -> None:
-        self.hold(other, self.caches[number].ids)
+    def do_fork(self, cache_id: int, fork_id: int) -> None:
+        self.hold(fork_id, self.caches[cache_id].ids)
 
-    def do_drop(self, numbers: Sequence[int]) -> None:
-        for number in numbers:
-            self.caches.pop(number, None)
+    def do_drop(self, cache_ids: Sequence[int]) -> None:
+        for cache_id in cache_ids:
+            self.caches.pop(cache_id, None)
 
 
 class FakeFootprint:

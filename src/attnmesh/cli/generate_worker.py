@@ -17,7 +17,7 @@ from attnmesh.cli.rank_model import load_model
 from attnmesh.comm.failures import set_deadline
 from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.hf.chunked_prefill import CHUNK
-from attnmesh.hf.images.inputs import on_model
+from attnmesh.hf.images.inputs import images_for_model
 from attnmesh.hf.options import GenerationSettings
 from attnmesh.hf.shared_weights import weights_in_memory
 from attnmesh.runtime.counters import count_traffic
@@ -125,13 +125,13 @@ class _Generation:
         reproducible = bool(request.cache.get("reproducible"))
         self.send = send
         loaded = load_model(request.model, request.dtype, request.weights, reproducible=reproducible)
-        self.model, mesh, self.weights = loaded
+        self.model, device_mesh, self.weights = loaded
         self.load_seconds = perf_counter() - start
         send(("loaded", self.load_seconds))
         self.ids = self.reached = torch.tensor([request.prompt.ids], device=self.model.device)
         capacity = self.ids.shape[1] + request.max_new_tokens
         output = request.model.mesh.output
-        self.cache = hf.ShardedCache(self.model.config, mesh, capacity=capacity, output=output, **request.cache)
+        self.cache = hf.ShardedCache(self.model.config, device_mesh, capacity=capacity, output=output, **request.cache)
         torch.manual_seed(request.seed)
         self.options = {"max_new_tokens": request.max_new_tokens, "do_sample": False, **request.options}
         if request.stops:
@@ -145,7 +145,7 @@ class _Generation:
             self.options["checkpoint"] = checkpoint
             if cached := self.cache.get_seq_length():
                 send(("resumed", cached if self.reached is self.ids else self.reached.shape[1]))
-        self.images = on_model(request.prompt.images or {}, self.model)
+        self.images = images_for_model(request.prompt.images or {}, self.model)
 
     def prefill(self) -> float:
         """Prefill all but the last token, a message per chunk, and return the seconds."""

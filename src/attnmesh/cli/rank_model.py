@@ -26,7 +26,7 @@ class LoadedModel(NamedTuple):
     """A model on this rank's device, the mesh that divides the tokens, and who computes the layers."""
 
     model: PreTrainedModel
-    mesh: DeviceMesh | None
+    device_mesh: DeviceMesh | None
     weights: str
 
 
@@ -37,23 +37,24 @@ def load_model(source: ModelOnMesh, dtype: str, weights: str, *, reproducible: b
     """
     kind = device_type_of(dist.group.WORLD)
     device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
-    mesh, tp_mesh = _meshes(device.type, source)
+    device_mesh, tp_mesh = _meshes(device.type, source)
     logging.disable_progress_bar()  # each rank would show one
     logging.set_verbosity_error()
     model = open_model(source.path, dtype, device, tp_mesh, source.mesh.output, images=source.reads_images)
     if tp_mesh is not None:
-        return LoadedModel(model, mesh, "shared along tp")
+        return LoadedModel(model, device_mesh, "shared along tp")
     layers_shared, why = source.layers
-    alone = mesh is None
+    alone = device_mesh is None
     if weights == "whole" or (weights == "auto" and not reproducible and (alone or not layers_shared)):
-        return LoadedModel(model, mesh, _said(WHOLE_ON_EACH, "" if alone else why))
+        return LoadedModel(model, device_mesh, _said(WHOLE_ON_EACH, "" if alone else why))
     try:
-        hf.share_weights(model, mesh)
+        hf.share_weights(model, device_mesh)
     except InputError as error:
         if weights == "shared":
             raise
-        return LoadedModel(model, mesh, _said(WHOLE_ON_EACH, error.args[2]))
-    return LoadedModel(model, mesh, WHOLE_ON_EACH if mesh is None else _said(f"shared by {max(mesh.shape)} ranks", why))
+        return LoadedModel(model, device_mesh, _said(WHOLE_ON_EACH, error.args[2]))
+    sharing = WHOLE_ON_EACH if device_mesh is None else _said(f"shared by {max(device_mesh.shape)} ranks", why)
+    return LoadedModel(model, device_mesh, sharing)
 
 
 def load_draft(path: str, dtype: str, beside: LoadedModel) -> PreTrainedModel:
@@ -61,7 +62,7 @@ def load_draft(path: str, dtype: str, beside: LoadedModel) -> PreTrainedModel:
     draft = open_model(path, dtype, beside.model.device)
     if any(isinstance(module, SharedLayer) for module in beside.model.modules()):
         with suppress(InputError):
-            hf.share_weights(draft, beside.mesh)
+            hf.share_weights(draft, beside.device_mesh)
     return draft
 
 
@@ -75,5 +76,5 @@ def _meshes(device_type: str, source: ModelOnMesh) -> tuple[DeviceMesh | None, D
     if tp > 1:  # they exchange most, and lie next to each other
         whole = init_device_mesh(device_type, (*shape, tp), mesh_dim_names=(*AXES, TP))
         return whole[AXES], whole[TP]
-    mesh = init_mesh(device_type, shape, *source.heads) if shape.ranks > 1 else None
-    return mesh, mesh["keys"] if mesh is not None and is_joint else None
+    device_mesh = init_mesh(device_type, shape, *source.heads) if shape.ranks > 1 else None
+    return device_mesh, device_mesh["keys"] if device_mesh is not None and is_joint else None

@@ -68,11 +68,11 @@ def serve_rank(settings: ServeSettings, address: str) -> None:
         print_message("loading weights")
     reproducible = bool(settings.engine.get("reproducible"))
     loaded = load_model(settings.model, settings.dtype, settings.weights, reproducible=reproducible)
-    model, mesh, weights = loaded
+    model, device_mesh, weights = loaded
     options: dict[str, Any] = {"output": settings.model.mesh.output, **settings.engine}
     options["draft"] = None if settings.draft is None else load_draft(settings.draft, settings.dtype, loaded)
     grammars = read_grammars(settings.model.path) if is_first else None
-    engine = hf.Engine(model, mesh, grammars=grammars, **options)
+    engine = hf.Engine(model, device_mesh, grammars=grammars, **options)
     set_deadline(settings.deadline)
     if is_first:
         print_message(f"weights loaded in {perf_counter() - start:.1f} s, layers {weights}")

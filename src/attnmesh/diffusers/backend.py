@@ -39,9 +39,11 @@ def unregister(member: Any) -> None:
     BackendRegistry._supports_context_parallel.discard(member.value)
 
 
-def backend_of(mesh: DeviceMesh | None, streams: Streams, exchange: str, kernel: str, checked: bool | None) -> Backend:
+def backend_of(
+    device_mesh: DeviceMesh | None, streams: Streams, exchange: str, kernel: str, checked: bool | None
+) -> Backend:
     """Return the backend of a model whose tokens are split over the ranks of a mesh."""
-    options: dict[str, Any] = {"mesh": mesh, "exchange": exchange, "kernel": kernel, "checked": checked is True}
+    options: dict[str, Any] = {"mesh": device_mesh, "exchange": exchange, "kernel": kernel, "checked": checked is True}
 
     def attend(
         query: Tensor,

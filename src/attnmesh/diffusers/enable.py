@@ -64,9 +64,9 @@ def enable(
     >>> disable(model)
     """
     model = unwrap_module(model)
-    axes = RankMesh.of(mesh)
+    rank_mesh = RankMesh.of(mesh)
     fields = {"model": type(model).__name__, "exchange": exchange, "kernel": kernel, "checked": checked}
-    with Agreement(axes, SUBJECT, fields):
+    with Agreement(rank_mesh, SUBJECT, fields):
         check_exchange(f"{SUBJECT} exchange", exchange)
         check_kernel(kernel)
         check_compare_option(SUBJECT, checked)
@@ -74,8 +74,8 @@ def enable(
         plan = plan_of(model)
         _check_processors(model, plan)
         for module in split_attention(model, plan).values():
-            check_heads_axis(f"{SUBJECT} mesh", axes.shape, getattr(module, "heads", axes.shape.heads))
-    state = MeshState(model, plan, axes, checked)
+            check_heads_axis(f"{SUBJECT} mesh", rank_mesh.shape, getattr(module, "heads", rank_mesh.shape.heads))
+    state = MeshState(model, plan, rank_mesh, checked)
     backend = backend_of(mesh, state.streams, exchange, kernel, checked)
     state.backend = register(f"attnmesh-{next(BACKEND_NUMBERS)}", backend)
     state.undo.append(partial(unregister, state.backend))

@@ -8,12 +8,15 @@ Importing this package registers the name with transformers' attention and mask 
 `generate`, `on_mesh` and others change the model that they are given: docs/models.md lists what they replace.
 """
 
+from typing import Any
+
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from attnmesh.errors import warn_once
+from attnmesh.hf.attention_function import attention_function
 from attnmesh.hf.cache.sharded_cache import ShardedCache as ShardedCache
 from attnmesh.hf.generate import generate as generate
 from attnmesh.hf.generation_checkpoint import Checkpoint as Checkpoint
-from attnmesh.hf.layer_attention import attention_function
 from attnmesh.hf.layer_mask import mask_function
 from attnmesh.hf.models import ATTN_IMPLEMENTATION
 from attnmesh.hf.prefill import prefill as prefill
@@ -23,7 +26,7 @@ from attnmesh.hf.serving.grammar_masks import Grammar as Grammar
 from attnmesh.hf.serving.grammar_masks import GrammarTokens as GrammarTokens
 from attnmesh.hf.serving.prefix_store import PrefixStore as PrefixStore
 from attnmesh.hf.serving.row_pass import decode_rows as decode_rows
-from attnmesh.hf.shards import Shards as Shards
+from attnmesh.hf.sharded_sequence import ShardedSequence as ShardedSequence
 from attnmesh.hf.shared_weights import share_weights as share_weights
 from attnmesh.hf.tensor_parallel import tensor_parallel as tensor_parallel
 from attnmesh.hf.training.accelerator import prepare as prepare
@@ -33,3 +36,11 @@ from attnmesh.hf.training.trainer import on_mesh as on_mesh
 
 AttentionInterface.register(ATTN_IMPLEMENTATION, attention_function)
 AttentionMaskInterface.register(ATTN_IMPLEMENTATION, mask_function)
+
+
+def __getattr__(name: str) -> Any:
+    """Return `ShardedSequence` under its old name."""
+    if name != "Shards":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warn_once("attnmesh.hf.Shards is now attnmesh.hf.ShardedSequence, and will be removed", FutureWarning)
+    return ShardedSequence

@@ -25,7 +25,7 @@ from attnmesh.hf.latent_states import latent_widths
 from attnmesh.hf.models import is_recurrent
 from attnmesh.hf.recurrent.prepare_recurrent import prepared
 from attnmesh.hf.shard_tensors import ShardMask, ShardPositions
-from attnmesh.hf.shards import Shards
+from attnmesh.hf.sharded_sequence import ShardedSequence
 from attnmesh.hf.transformers_names import cache_argument
 
 CHUNK = 8192
@@ -212,10 +212,10 @@ class ChunkedPrefill:
         first, stop, is_sharded = chunk
         padding = None if self.token_mask is None else self.token_mask[:, first:stop]
         layout = self._layout(stop - first)
-        shards = Shards(self.cache.mesh, layout, stop - first, start=first, token_mask=padding, cached=True)
+        sequence = ShardedSequence(self.cache.mesh, layout, stop - first, start=first, token_mask=padding, cached=True)
         self.cache.history.is_consistent = False
         with torch.no_grad(), prepared(self.model) if self.recurrent else nullcontext():
-            self._call(shards, is_sharded=is_sharded and self.in_shards)
+            self._call(sequence, is_sharded=is_sharded and self.in_shards)
         self._record(stop)
 
     def _layout(self, tokens: int) -> Layout:
@@ -226,22 +226,22 @@ class ChunkedPrefill:
         is_split = self.cache.shares is not None and tokens % turns[0].period == 0  # else all ranks compute all tokens
         return Split(tuple(turn.count(tokens) for turn in turns)) if is_split else Contiguous()
 
-    def _call(self, shards: Shards, *, is_sharded: bool) -> None:
+    def _call(self, sequence: ShardedSequence, *, is_sharded: bool) -> None:
         """Call the model, or its text model, with the tokens of this rank."""
         ids = self.prompt.ids
         merged = self.prompt.merged
-        stop = shards.start + shards.length
-        index = shards.positions() if is_sharded else torch.arange(shards.start, stop, device="cpu")
+        stop = sequence.start + sequence.length
+        index = sequence.positions() if is_sharded else torch.arange(sequence.start, stop, device="cpu")
         index = index.to(ids.device)
         mask: Any = None if self.token_mask is None else self.token_mask[:, :stop].long()
         if is_sharded:
-            mask = ShardMask.of(torch.ones_like(ids[:, index]), shards=shards)
+            mask = ShardMask.of(torch.ones_like(ids[:, index]), sequence=sequence)
         of_sequence: dict[str, Any] = {"last": self.last_position, "whole": not is_sharded}
-        position_ids = ShardPositions.of(self.positions[..., index], shards=shards, **of_sequence)
+        position_ids = ShardPositions.of(self.positions[..., index], sequence=sequence, **of_sequence)
         if merged is None:
             run_model(self.model, ids[:, index], position_ids, self.cache, mask)
             return
-        mask = merged.mask(len(index), shards.start, shards if is_sharded else None) if merged.spans else mask
+        mask = merged.mask(len(index), sequence.start, sequence if is_sharded else None) if merged.spans else mask
         merged.run(index, attention_mask=mask, position_ids=position_ids, past_key_values=self.cache)
 
     def _record(self, stop: int) -> None:

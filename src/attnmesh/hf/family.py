@@ -137,7 +137,7 @@ class Recurrence:
     """First base of the layer's subclass, if the layer is a part of another recurrent layer."""
 
 
-class Part(NamedTuple):
+class SubclassedModule(NamedTuple):
     """A class of transformers that runs as a subclass, with its keys in shards."""
 
     base: type
@@ -189,7 +189,7 @@ class Family:
     hides_states: bool = False
     """True if recurrent states are in a cache of the family's own, or in its layers, not in ours: training alone."""
 
-    parts: Mapping[str, Part] = field(default_factory=dict)
+    subclassed: Mapping[str, SubclassedModule] = field(default_factory=dict)
     """Other classes of the family that run as subclasses on a mesh, by name: indexers and compressors."""
     selection_argument: str = "indices"
     """Argument of attention with what the indexer of a layer has selected."""
@@ -199,11 +199,11 @@ class Family:
     """Return what a planner has to know of the indexers, from a configuration, their parameters and the key heads."""
 
     temperature: Callable[[Any, Any], Tensor | None] | None = None
-    """Return the scale of the queries of a layer and of `Shards`, beside that of a run of tokens; None without one."""
+    """Return the scale of the queries of a layer and a `ShardedSequence`, beside that of a run of tokens, or None."""
     adds_bias: Callable[[Any], bool] | None = None
     """Return whether a layer adds a bias by distance to its logits. None if no layer of the family does."""
     near_bias: Callable[[Any, Tensor | None, Any], Tensor | None] | None = None
-    """Return the bias of each query and distance of a layer, of what it passes to its attention and of `Shards`."""
+    """Return the bias by distance of each query, of a layer, its own bias and a `ShardedSequence`."""
     prepare: Callable[[Any], None] | None = None
     """Prepare further modules of a model with recurrent layers for shards."""
     restore: Callable[[Any], None] | None = None
@@ -244,9 +244,9 @@ def recurrences() -> Mapping[str, Recurrence]:
 
 
 @cache
-def known_parts() -> Mapping[str, Part]:
+def known_subclassed() -> Mapping[str, SubclassedModule]:
     """Return the known classes that run as subclasses on a mesh, by name."""
-    return {name: part for family in families().values() for name, part in family.parts.items()}
+    return {name: record for family in families().values() for name, record in family.subclassed.items()}
 
 
 @cache
@@ -301,8 +301,8 @@ def _unknown(kind: str) -> Family:
     """Return the record of a type without one: its layers may be copies of those that some family scales."""
     scaling = [family.temperature for family in families().values() if family.temperature is not None]
 
-    def temperature(layer: Any, shards: Any) -> Tensor | None:
-        scales = (temperature_of(layer, shards) for temperature_of in scaling)
+    def temperature(layer: Any, sequence: Any) -> Tensor | None:
+        scales = (temperature_of(layer, sequence) for temperature_of in scaling)
         return next((scale for scale in scales if scale is not None), None)
 
     def counts_tokens(config: Any) -> bool:

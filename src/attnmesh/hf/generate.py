@@ -78,17 +78,17 @@ def generate(
     """
     if isinstance(mesh, NotGiven):
         mesh = given_mesh("generate", mesh, GENERATES_ALONE) if cache is None else None
-    axes = RankMesh.of(cache.mesh if isinstance(cache, ShardedCache) else mesh)
+    rank_mesh = RankMesh.of(cache.mesh if isinstance(cache, ShardedCache) else mesh)
     model = unwrap(model)
     options = without_absent(options)
     settings = GenerationSettings(model, options)
     spec = CheckpointSpec(checkpoint.folder, checkpoint.every) if isinstance(checkpoint, Checkpoint) else checkpoint
     arguments = {"prefill_chunk_size": prefill_chunk_size, "checkpoint": spec}
-    agree_on_call(axes, model, input_ids, attention_mask, cache, {**arguments, **options})
+    agree_on_call(rank_mesh, model, input_ids, attention_mask, cache, {**arguments, **options})
     cache = ShardedCache(model.config, mesh) if cache is None else cache
     mask = _infer_padding(model.config, input_ids, settings) if attention_mask is None else attention_mask
     images, options = split_images(model, options)
-    prompt = begin_prompt(axes, model, input_ids, mask, images)
+    prompt = begin_prompt(rank_mesh, model, input_ids, mask, images)
     chunk_size = prefill_chunk_size or settings["prefill_chunk_size"]
     if checkpoint is None:
         return _generate(model, prompt, cache, chunk_size, options)

@@ -99,8 +99,8 @@ class Checkpoint:
         Raises:
             InputError: The folder is of another call, the call cannot be continued, or ranks differ.
         """
-        axes = RankMesh.of(cache.mesh)
-        with Agreement(axes, SUBJECT) as agreement:
+        mesh = RankMesh.of(cache.mesh)
+        with Agreement(mesh, SUBJECT) as agreement:
             self._check_call(settings, ids, cache)
             make_writable_folder(self.folder)
             self.note = _identify_call(model, ids, settings)
@@ -111,7 +111,7 @@ class Checkpoint:
             capacity = None if cache.capacity is None else max(cache.capacity, saved_length)
             extras, _ = cache.restore(self.folder, device=ids.device, capacity=capacity)
             saved_length = cache.get_seq_length()  # of a newer save, if another process has published one meanwhile
-            with Agreement(axes, "generate checkpoint"):
+            with Agreement(mesh, "generate checkpoint"):
                 start_ids = _restore_state(ids, extras, saved_length)
             cache.tokens = extras["tokens"][:, :saved_length].to(ids.device)
         self.start_ids = start_ids

@@ -25,7 +25,7 @@ from attnmesh.hf.cache.layer import PendingKV
 from attnmesh.hf.layer_mask import MaskSpec
 from attnmesh.hf.models import SUBJECT, is_recurrent, num_mixing_calls
 from attnmesh.hf.shard_tensors import ShardPositions
-from attnmesh.hf.shards import FORWARD_ALL, OF_SHARD_BATCH, Shards
+from attnmesh.hf.sharded_sequence import FORWARD_ALL, OF_SHARD_BATCH, ShardedSequence
 from attnmesh.hf.traced_mask import TracedMask
 from attnmesh.hf.training.labels import ItemCount
 from attnmesh.mesh.axes import RankMesh
@@ -47,7 +47,7 @@ def check_traced(module: nn.Module, mask: TracedMask, dropout: float, arguments:
     check_entries(module, None, None, None)
 
 
-def checked_mask(
+def check_and_count(
     module: nn.Module,
     query: Tensor,
     key: Tensor | PendingKV,
@@ -57,37 +57,39 @@ def checked_mask(
     arguments: dict[str, Any],
 ) -> MaskSpec:
     """Return the mask of a call that passes all checks, and count it. Raise on all ranks if they compare calls."""
-    shards = mask.shards if isinstance(mask, MaskSpec) else None
+    sequence = mask.sequence if isinstance(mask, MaskSpec) else None
     pending = key if isinstance(key, PendingKV) else None
     try:
         _check_exact(module, mask, dropout, arguments)
         spec = _check_mask(mask, sliding_window or None)  # some models pass 0 for no window
-        check_entries(module, pending, shards, spec.token_mask if shards is None else shards.token_mask)
+        check_entries(module, pending, sequence, spec.token_mask if sequence is None else sequence.token_mask)
         if pending is not None:
             _check_cache(pending, spec, query.shape[2], arguments)
-        elif shards is not None:
-            _check_shards(module, query, key, arguments, shards)
+        elif sequence is not None:
+            _check_shards(module, query, key, arguments, sequence)
         else:
             _check_no_shard(arguments)
             _check_alone(spec, arguments.get("position_ids"))
-        if shards is not None:
-            _count_layer(module, arguments, shards)
+        if sequence is not None:
+            _count_layer(module, arguments, sequence)
         if pending is not None:
-            pending.layer.find_projection(module, pending)
+            pending.layer.set_projection(module, pending)
     except InputError as error:
-        _raise_agreed(error, query, pending, shards)
+        _raise_agreed(error, query, pending, sequence)
     return spec
 
 
-def _raise_agreed(error: InputError, query: Tensor, pending: PendingKV | None, shards: Shards | None) -> NoReturn:
+def _raise_agreed(
+    error: InputError, query: Tensor, pending: PendingKV | None, sequence: ShardedSequence | None
+) -> NoReturn:
     """Raise the error on all ranks if they compare their calls at this point, else on this rank."""
     if pending is not None:
         checked = pending.layer.cache.checked
-        is_compared = None if shards is None else shards.has_prefix or checked is not False
-        tokens = query.shape[2] if shards is None else shards.length
+        is_compared = None if sequence is None else sequence.has_prefix or checked is not False
+        tokens = query.shape[2] if sequence is None else sequence.length
         pending.layer.raise_agreed(error, pending, tokens, is_compared=is_compared)
-    is_compared = shards is not None and may_compare(query.device)
-    mesh = RankMesh.of(None if shards is None else shards.mesh)
+    is_compared = sequence is not None and may_compare(query.device)
+    mesh = RankMesh.of(None if sequence is None else sequence.mesh)
     Agreement(mesh, SUBJECT, is_compared=is_compared).raise_on_all(error)
 
 
@@ -96,7 +98,7 @@ def _check_exact(module: nn.Module, mask: Any, dropout: float, arguments: dict[s
 
     Another layer passes if a mask with spans says which later tokens it sees, or for one token, which sees none.
     """
-    mask_decides = isinstance(mask, MaskSpec) and mask.shards is None and mask.q_length == 1
+    mask_decides = isinstance(mask, MaskSpec) and mask.sequence is None and mask.q_length == 1
     mask_decides = mask_decides or (isinstance(mask, MaskSpec) and mask.has_spans)
     if not mask_decides and (not getattr(module, "is_causal", True) or arguments.get("is_causal") is False):
         given = f"{type(module).__name__}, which is not causal"
@@ -172,7 +174,7 @@ def _check_mask(spec: MaskSpec | Tensor | None, window: int | None) -> MaskSpec:
 
 
 def _check_shards(
-    module: nn.Module, q: Tensor, key: Tensor | PendingKV, arguments: dict[str, Any], shards: Shards
+    module: nn.Module, q: Tensor, key: Tensor | PendingKV, arguments: dict[str, Any], sequence: ShardedSequence
 ) -> None:
     """Raise unless a layer without a cache of shards is exact on shards."""
     if key.shape[2] != q.shape[2]:
@@ -182,18 +184,18 @@ def _check_shards(
     config = getattr(module, "config", None)
     router_loss = arguments.get("output_router_logits") or getattr(config, "output_router_logits", False)
     # Else a router would balance the tokens of one rank only.
-    if router_loss and shards.ranks > 1 and not shards.forward_pass.gathers_routers:
+    if router_loss and sequence.ranks > 1 and not sequence.forward_pass.gathers_routers:
         fix = "set config.output_router_logits = False, or train with hf.on_mesh"
         raise KernelError(f"{SUBJECT} output_router_logits", "no router loss on shards", "True", fix)
 
 
-def _count_layer(module: nn.Module, arguments: dict[str, Any], shards: Shards) -> None:
+def _count_layer(module: nn.Module, arguments: dict[str, Any], sequence: ShardedSequence) -> None:
     """Count a layer's call on shards, and note the model's `num_items_in_batch`."""
-    config, record = getattr(module, "config", None), shards.forward_pass
+    config, record = getattr(module, "config", None), sequence.forward_pass
     is_known = config is None or record.layers > 1  # each look at a configuration takes long
     layers = record.layers if is_known else num_mixing_calls(config)
     recurrent = config is not None and not record.positions_read and is_recurrent(config)
-    shards.count_layer(type(module).__name__, layers, recurrent=recurrent)
+    sequence.count_layer(type(module).__name__, layers, recurrent=recurrent)
     count = arguments.get("num_items_in_batch")
     record.item_count = None if isinstance(count, ItemCount) else count
 
@@ -219,24 +221,24 @@ def _check_cache(pending: PendingKV, spec: MaskSpec, tokens: int, arguments: dic
 
 @cached_per_world(64)
 def _compared(mesh: RankMesh) -> WeakSet[nn.Module]:
-    """Return the modules that `check_same_weights` has compared on this mesh."""
+    """Return the modules that `compare_weights` has compared on this mesh."""
     return WeakSet()
 
 
-def check_same_weights(module: nn.Module, shards: Shards, device: torch.device) -> None:
+def compare_weights(module: nn.Module, sequence: ShardedSequence, device: torch.device) -> None:
     """Raise on all ranks if they train a model, or a layer, with different weights: compare some of each, once.
 
     Wrappers that shard the weights keep their shards in one dim or as DTensors, which differ between ranks.
     """
-    axes = RankMesh.of(shards.mesh)
-    if axes.ranks == 1 or not may_compare(device) or module in _compared(axes):
+    mesh = RankMesh.of(sequence.mesh)
+    if mesh.ranks == 1 or not may_compare(device) or module in _compared(mesh):
         return
     weights = {name: x for name, x in module.named_parameters() if x.ndim > 1 and not _is_part(x)}
     heads = {name: x.detach().flatten()[:DIGEST_VALUES] for name, x in weights.items()}
     trained = {f"{name}.requires_grad": x.requires_grad for name, x in weights.items()}
     fields = {"module": type(module).__name__, **fingerprints(heads), **trained}
-    Agreement(axes, f"{SUBJECT} weights", fields).compare()
-    _compared(axes).update({module, *(part for part in module.modules() if not any(map(_is_part, part.parameters())))})
+    Agreement(mesh, f"{SUBJECT} weights", fields).compare()
+    _compared(mesh).update({module, *(part for part in module.modules() if not any(map(_is_part, part.parameters())))})
 
 
 def _is_part(parameter: Tensor) -> bool:

@@ -23,7 +23,7 @@ from attnmesh.hf.images.spans import check_spans_unpadded, spans_of, unsupported
 from attnmesh.hf.images.towers import in_tower
 from attnmesh.hf.models import SUBJECT, check_layers, window_of
 from attnmesh.hf.shard_tensors import ShardMask, WholeMask
-from attnmesh.hf.shards import BEGUN, FORWARD_ALL, OF_SHARD_BATCH, Shards
+from attnmesh.hf.sharded_sequence import BEGUN, FORWARD_ALL, OF_SHARD_BATCH, ShardedSequence
 from attnmesh.hf.traced_mask import LayerMask, TracedMask, in_trace, needs_tensor
 from attnmesh.hf.transformers_names import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
@@ -40,7 +40,7 @@ class MaskSpec(LayerMask):
     """Position of the first key."""
     token_mask: Tensor | None = None
     """(batch, keys), False for padding; None without padding. It may be shorter than a static cache."""
-    shards: Shards | None = None
+    sequence: ShardedSequence | None = None
     """Tokens of this rank; None if every rank has all tokens."""
     covered: int | None = None
     """Keys that the given `attention_mask` covers, if fewer than there are; else None."""
@@ -58,10 +58,10 @@ class MaskSpec(LayerMask):
         full_slice = slice(None)
         rows = key[2] if isinstance(key, tuple) and len(key) == 4 and (*key[:2], key[3]) == (full_slice,) * 3 else None
         first, stop, step = rows.indices(self.q_length) if isinstance(rows, slice) else (0, 0, 0)
-        in_prefill = self.shards is not None and self.shards.cached  # the logits of a prefill are discarded
+        in_prefill = self.sequence is not None and self.sequence.cached  # the logits of a prefill are discarded
         if rows is None:
             return super().__getitem__(key)
-        if (stop, step) != (self.q_length, 1) or (first and self.shards is not None and not in_prefill):
+        if (stop, step) != (self.q_length, 1) or (first and self.sequence is not None and not in_prefill):
             self.raise_read("getitem")
         offset, length = self.q_offset + first, self.q_length - first
         return replace(self, q_offset=offset, q_length=length, discarded=self.discarded or (bool(first) and in_prefill))
@@ -133,7 +133,7 @@ def mask_function(**arguments: Any) -> MaskSpec | TracedMask | Tensor | None:
     """Return the mask of one kind of layer. transformers calls it once per kind and forward pass."""
     if in_tower(arguments.get("config")):
         return sdpa_mask(**arguments)  # type: ignore[no-any-return]
-    if BEGUN.shards_ref is not None:
+    if BEGUN.sequence_ref is not None:
         arguments = _with_lost_mask(arguments)
     mask = arguments.get("attention_mask")
     if isinstance(mask, MaskSpec | TracedMask):
@@ -151,20 +151,21 @@ def mask_function(**arguments: Any) -> MaskSpec | TracedMask | Tensor | None:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _with_lost_mask(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments with the mask of the tokens that were embedded, if a wrapper of the model has dropped it."""
-    shards = BEGUN.of_this_thread()
+    sequence = BEGUN.of_this_thread()
     mask = arguments.get("attention_mask")
     tokens = arguments["q_length"]
-    is_known = isinstance(mask, ShardMask | WholeMask | LayerMask)
-    if shards is None or is_known or (shards.ranks > 1 and tokens == shards.length):  # another model, of all tokens
+    if sequence is None or isinstance(mask, ShardMask | WholeMask | LayerMask):
         return arguments
-    ones = torch.ones(arguments["batch_size"], len(shards.positions()), dtype=torch.long, device="cpu")
+    if sequence.ranks > 1 and tokens == sequence.length:  # another model, of all tokens
+        return arguments
+    ones = torch.ones(arguments["batch_size"], len(sequence.positions()), dtype=torch.long, device="cpu")
     fits = tokens == ones.shape[1] and (mask is None or (mask.shape == ones.shape and bool(mask.all())))
     if not fits:
-        BEGUN.shards_ref = None
+        BEGUN.sequence_ref = None
         given = f"another one, or none, for {tokens} tokens where {ones.shape[1]} were embedded"
         raise MaskError(f"{SUBJECT} attention_mask", OF_SHARD_BATCH, given, FORWARD_ALL)
     ones = ones.to(arguments.get("device"))
-    return {**arguments, "attention_mask": ShardMask.of(ones, shards=shards)}
+    return {**arguments, "attention_mask": ShardMask.of(ones, sequence=sequence)}
 
 
 def check_covers(covered: int | None, tokens: int) -> None:
@@ -188,9 +189,9 @@ def mask_spec(
     """Return the mask as positions, from the arguments that transformers describes it with."""
     function: IndexFunction = options.get("mask_function", causal_mask_function)
     local_size: int | None = options.get("local_size")
-    shards = attention_mask.shards if isinstance(attention_mask, ShardMask | WholeMask) else None
+    sequence = attention_mask.sequence if isinstance(attention_mask, ShardMask | WholeMask) else None
     token_mask = covered = left_padding = None
-    if shards is not None:
+    if sequence is not None:
         check_layers(config)
     elif attention_mask is not None:
         token_mask = _token_mask(attention_mask, kv_length, kv_offset)
@@ -210,7 +211,9 @@ def mask_spec(
             raise MaskError("attention mask", expected, "a mask function of the model's own", DROP_TOKEN_TYPES)
         mask = _recognise(described, local_size)
     row_masks = rows if len({*rows}) > 1 else ()
-    return MaskSpec(mask, q_length, q_offset, kv_offset, token_mask, shards, covered, left_padding, row_masks=row_masks)
+    return MaskSpec(
+        mask, q_length, q_offset, kv_offset, token_mask, sequence, covered, left_padding, row_masks=row_masks
+    )
 
 
 _spec_outside_graphs = torch.compiler.disable(mask_spec)

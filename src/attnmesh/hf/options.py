@@ -153,7 +153,7 @@ def agree_on_call(
         if cache is not None:
             held = cache.held_tokens
         for agreement in agreements:
-            held = _held_by_all(agreement, held)
+            held = _compare_held(agreement, held)
     if cache is not None:
         cache.truncate_to_shortest(held)
 
@@ -172,7 +172,7 @@ def agreement_with_peers(
             yield [of_peers, of_mesh]
 
 
-def _held_by_all(agreement: Agreement, held: HeldTokens) -> HeldTokens:
+def _compare_held(agreement: Agreement, held: HeldTokens) -> HeldTokens:
     """Compare a call, and return what the caches of all its ranks hold.
 
     Raise if they differ though no error interrupted one: ranks have passed different caches.

@@ -12,13 +12,13 @@ from attnmesh.hf.generation_checkpoint import random_state, set_random_state
 from attnmesh.mesh.axes import RankMesh
 
 
-def synchronize_generators(meshes: Iterable[DeviceMesh | None], device: torch.device) -> None:
+def synchronize_generators(device_meshes: Iterable[DeviceMesh | None], device: torch.device) -> None:
     """Set the random generators of all ranks of each mesh to the state of its first, so that all draw the same."""
     sources = [*dict.fromkeys((torch.device("cpu"), device))]
-    for axes in (axes for axes in map(RankMesh.of, meshes) if axes.ranks > 1):
+    for mesh in (mesh for mesh in map(RankMesh.of, device_meshes) if mesh.ranks > 1):
         states = [random_state(source) for source in sources]
         digests = [int(digest(state)) for state in states]
-        rows = Agreement(axes, "random numbers").compare(payload=digests)
+        rows = Agreement(mesh, "random numbers").compare(payload=digests)
         for source, state in zip(sources, states, strict=True) if any(row != digests for row in rows) else ():
-            first = dist_all_gather_ints(state.tolist(), axes.axes)[0]
+            first = dist_all_gather_ints(state.tolist(), mesh.axes)[0]
             set_random_state(source, torch.tensor(first, dtype=torch.uint8, device="cpu"))

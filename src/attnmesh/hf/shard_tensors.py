@@ -5,7 +5,7 @@ are subclasses of `Tensor`, which return what the whole sequence would return, o
 
     input_ids            `ShardIds`        starts a forward pass when the tokens are embedded
                          `WholeIds`        those of a whole sequence with images
-    attention_mask       `ShardMask`       passes its `Shards` to `mask_function`; a model that reads it raises
+    attention_mask       `ShardMask`       passes its `ShardedSequence` to `mask_function`; a model that reads it raises
                          `WholeMask`       the same for a whole sequence with images, which a model may read
     position_ids         `ShardPositions`  returns the maximum of the whole sequence, which scales ropes
     labels               `GuardedLabels`   raises if the model computes its loss from it, not from shift_labels
@@ -25,7 +25,7 @@ from torch import Tensor
 from attnmesh.errors import ArgumentError, KernelError
 from attnmesh.hf.family import USE_SUPPORTED
 from attnmesh.hf.models import SUBJECT
-from attnmesh.hf.shards import Shards
+from attnmesh.hf.sharded_sequence import ShardedSequence
 
 METADATA_FUNCTIONS = {
     *("__get__", "size", "dim", "ndimension", "stride", "numel", "nelement", "element_size", "storage_offset"),
@@ -93,9 +93,9 @@ class DispatchedTensor(Tensor):
 
 
 class ShardTensor(DispatchedTensor):
-    """A tensor of this rank's tokens, with its `Shards`."""
+    """A tensor of this rank's tokens, with its `ShardedSequence`."""
 
-    shards: Shards
+    sequence: ShardedSequence
 
     def dispatch(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return views as tensors of this class, and all other results as plain ones."""
@@ -103,7 +103,7 @@ class ShardTensor(DispatchedTensor):
 
     def check_not_shifted(self, name: str, args: tuple[Any, ...]) -> None:
         """Raise if tokens are shifted by one, as `x[:, 1:]`: the token after a shard's last one is on another rank."""
-        index = args[1] if name == "__getitem__" and self.shards.ranks > 1 else None
+        index = args[1] if name == "__getitem__" and self.sequence.ranks > 1 else None
         last = index[-1] if isinstance(index, tuple) and len(index) > 1 else None
         shifted = isinstance(last, slice) and last in (slice(1, None), slice(None, -1))
         if shifted:
@@ -121,13 +121,13 @@ class ShardIds(ShardTensor):
     def dispatch(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result. `embedding` also clears the record of the last forward pass."""
         if name == "embedding":
-            self.shards.begin()
+            self.sequence.begin()
         self.check_not_shifted(name, args)
         return super().dispatch(name, call, args, kwargs)
 
 
 class ShardMask(ShardTensor):
-    """Padding of this rank's tokens, as `attention_mask`. `mask_function` reads its `shards`.
+    """Padding of this rank's tokens, as `attention_mask`. `mask_function` reads its `sequence`.
 
     Shape and sum can be read. Any other access raises, because the layer would take the shard for the whole sequence.
     After the layers it may be the mask of the whole sequence, see `PassRecord.whole_mask`.
@@ -135,7 +135,7 @@ class ShardMask(ShardTensor):
 
     def dispatch(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return results that do not depend on the order of tokens, or those of the whole mask. Raise on all others."""
-        whole_mask = self.shards.forward_pass.whole_mask
+        whole_mask = self.sequence.forward_pass.whole_mask
         if whole_mask is not None and args and args[0] is self:
             return call(whole_mask, *args[1:])
         is_sum = name in ("sum", "count_nonzero") and len(args) == 1 and not kwargs
@@ -149,14 +149,14 @@ class ShardMask(ShardTensor):
         if name == "zeros_like":
             return call()
         if name in ("eq", "__eq__") and type(args[1]) is int and args[1] == 1:
-            return ShardMaskIsOne.of(self.plain() == 1, shards=self.shards)
+            return ShardMaskIsOne.of(self.plain() == 1, sequence=self.sequence)
         if name == "__getitem__" and _is_whole(args[1], self.shape[1]):
             return self.wrap(self.plain())
         if name == "__getitem__" and not isinstance(args[1], tuple):
             expected, given, fix = "all rows of the batch", "some rows", "call hf.shard_batch with these rows alone"
             raise ArgumentError(f"{SUBJECT} attention_mask", expected, given, fix)
         if name == "cumsum":
-            return ShardMaskCumsum.of(self.plain(), shards=self.shards)
+            return ShardMaskCumsum.of(self.plain(), sequence=self.sequence)
         raise self.read_error(name)
 
     @staticmethod
@@ -180,7 +180,7 @@ class WholeIds(ShardTensor):
     def dispatch(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result. Before the shape or the first value is read, the model that reads it is prepared."""
         if name not in METADATA_FUNCTIONS or name == "__get__":
-            self.shards.forward_pass.on_begin(self.shards)
+            self.sequence.forward_pass.on_begin(self.sequence)
         return super().dispatch(name, call, args, kwargs)
 
 
@@ -191,7 +191,7 @@ class WholeMask(ShardTensor):
 class ShardMaskIsOne(ShardTensor):
     """A `ShardMask` compared with 1. transformers drops the mask of recurrent layers if no token is padding.
 
-    They get it in any case, as it carries the shards.
+    They get it in any case, as it carries the `ShardedSequence`.
     """
 
     def dispatch(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -238,8 +238,8 @@ class ShardPositions(ShardTensor):
         if name in VIEW_FUNCTIONS:
             return self.wrap(call())
         if name == "diff":
-            return torch.ones_like(call())  # transformers looks for packed sequences, which `shards` has
-        self.shards.forward_pass.positions_read = True
+            return torch.ones_like(call())  # transformers looks for packed sequences, which `sequence` has
+        self.sequence.forward_pass.positions_read = True
         if name in ("max", "amax") and len(args) == 1 and not kwargs:
             return torch.tensor(self.last, dtype=self.dtype, device=self.device)
         padding = kwargs.get("padding_idx") if name == "embedding" else None

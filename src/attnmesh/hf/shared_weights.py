@@ -70,20 +70,20 @@ def share_weights(model: Any, mesh: DeviceMesh | None) -> Any:
     True
     """
     inner = unwrap(model)
-    axes = RankMesh.of(mesh)
+    rank_mesh = RankMesh.of(mesh)
     layers, experts = dict[str, nn.Module](), list[nn.Module]()
     if isinstance(inner, PreTrainedModel):
         restore_shared(inner)
         layers, experts = shared_layers(inner)
-    with Agreement(axes, SUBJECT, lambda: {"layers": _describe_layers(layers), "experts": _sizes(experts)}):
+    with Agreement(rank_mesh, SUBJECT, lambda: {"layers": _describe_layers(layers), "experts": _sizes(experts)}):
         _check(inner)
-    axis = max(axes.axes, key=lambda mesh_axis: mesh_axis.size)
+    axis = max(rank_mesh.axes, key=lambda mesh_axis: mesh_axis.size)
     boards = agreed_layer_boards(axis)
-    with Agreement(axes, SUBJECT):
+    with Agreement(rank_mesh, SUBJECT):
         given, fix = f"{axis.size} that share none", "use hf.tensor_parallel, or leave share_weights out"
         if boards is None:
             raise KernelError(SUBJECT, "ranks of one host, which share memory", given, fix)
-    SharedSteps(axes, boards).begin(inner, layers, experts)
+    SharedSteps(rank_mesh, boards).begin(inner, layers, experts)
     return model
 
 
@@ -118,8 +118,8 @@ def shared_layers(model: PreTrainedModel) -> tuple[dict[str, Any], list[nn.Modul
     Weights on the meta device count as weights on a CPU.
     """
     head = model.get_output_embeddings()
-    parts = family_of(model.config).parts
-    kind_names = {name for name, part in parts.items() if part.is_alone}
+    subclassed = family_of(model.config).subclassed
+    kind_names = {name for name, record in subclassed.items() if record.is_alone}
     excluded = [
         module for module in model.modules() if kind_names.intersection(kind.__name__ for kind in type(module).__mro__)
     ]

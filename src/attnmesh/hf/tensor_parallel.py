@@ -122,11 +122,11 @@ def _attentions(model: PreTrainedModel, rules: dict[str, str]) -> list[_Attentio
     return attentions
 
 
-def _check_heads(model: Any, mesh: DeviceMesh | None, output: str) -> None:
+def _check_heads(model: Any, device_mesh: DeviceMesh | None, output: str) -> None:
     """Raise unless the model's heads can be shared by the ranks of the mesh."""
     check_choice(f"{SUBJECT} output", output, OUTPUTS, 'use "replicated"')
-    if mesh is not None and not (isinstance(mesh, DeviceMesh) and mesh.ndim == 1):
-        given = f"{mesh.ndim} axes" if isinstance(mesh, DeviceMesh) else short(mesh)
+    if device_mesh is not None and not (isinstance(device_mesh, DeviceMesh) and device_mesh.ndim == 1):
+        given = f"{device_mesh.ndim} axes" if isinstance(device_mesh, DeviceMesh) else short(device_mesh)
         raise MeshError(f"{SUBJECT} mesh", "a DeviceMesh of one axis, or None", given, 'slice one axis, as whole["tp"]')
     check_can_generate(model)
     if any(isinstance(weight, DTensor) for weight in model.parameters()):
@@ -134,7 +134,7 @@ def _check_heads(model: Any, mesh: DeviceMesh | None, output: str) -> None:
     if getattr(model, "hf_quantizer", None) is not None:
         raise ModelError(SUBJECT, "weights of floats", "quantized ones", "load the model in bfloat16")
     config = model.config.get_text_config(decoder=True)
-    ranks = 1 if mesh is None else mesh.size()
+    ranks = 1 if device_mesh is None else device_mesh.size()
     if ranks == 1:
         return
     TENSOR_PARALLEL.check()
@@ -230,9 +230,9 @@ def _tied_head(model: PreTrainedModel) -> tuple[str, str] | None:
     return names[embedding], names[head]
 
 
-def _keep_own_key_heads(attention: _Attention, mesh: DeviceMesh) -> None:
+def _keep_own_key_heads(attention: _Attention, device_mesh: DeviceMesh) -> None:
     """Cut the projections of keys and values down to the head that this rank's query heads see."""
-    head = mesh.get_local_rank() * attention.kv_heads // mesh.size()
+    head = device_mesh.get_local_rank() * attention.kv_heads // device_mesh.size()
     for projection in (getattr(attention.module, name, None) for name in KEY_PROJECTIONS):
         if not isinstance(projection, nn.Linear):
             continue

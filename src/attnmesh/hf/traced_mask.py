@@ -17,7 +17,7 @@ from attnmesh.core.partial import sum_dtype
 from attnmesh.core.scaling import Scaling
 from attnmesh.core.selection import Selection
 from attnmesh.hf.models import Opaque
-from attnmesh.hf.shards import Shards
+from attnmesh.hf.sharded_sequence import ShardedSequence
 from attnmesh.hf.sparse.scores import IndexMask
 from attnmesh.hf.transformers_names import is_tracing, sdpa_mask
 from attnmesh.kernels.traced import is_traced
@@ -29,7 +29,7 @@ class LayerMask(Opaque):
     ndim = 4
     """Dims of a finished mask: transformers passes a 4D mask on as it is."""
 
-    shards: Shards | None = None
+    sequence: ShardedSequence | None = None
     """Tokens of this rank; None if every rank has all tokens."""
 
     def __getitem__(self, key: Any) -> Any:

@@ -37,9 +37,9 @@ def device_type_of(group: ProcessGroup | None) -> str:
     return "cuda" if by_type.get("cuda", "gloo") != "gloo" else "cpu"
 
 
-def device_of(mesh: DeviceMesh | None) -> torch.device:
+def device_of(device_mesh: DeviceMesh | None) -> torch.device:
     """Return the device of a mesh's ranks."""
-    return torch.device("cpu" if mesh is None else mesh.device_type)
+    return torch.device("cpu" if device_mesh is None else device_mesh.device_type)
 
 
 class NotGiven(Enum):

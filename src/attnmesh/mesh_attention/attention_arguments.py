@@ -147,27 +147,27 @@ class AttentionArguments(NamedTuple):
 
 def check_arguments(mesh: RankMesh, arguments: AttentionArguments, checked: bool | None) -> None:
     """Raise unless each argument can be served on this mesh."""
-    q, k, v, sinks, key_lengths, options, selected, distance_bias = arguments
+    q, k, options, selected = arguments.q, arguments.k, arguments.options, arguments.selected
     check_compare_option("attention", checked)
     try:
         check_unknown_options("attention", options.unsupported or {})
-        check_qkv("attention", q, k, v)
+        check_qkv("attention", q, k, arguments.v)
         check_mask("attention mask", options.applied_mask)
         _check_layouts(options, mesh.ranks)
         check_exchange("attention exchange", options.exchange)
         _check_lengths(arguments, mesh.ranks)
         check_kernel(options.kernel)
         scaling = options.scaling(q.shape[-1])
-        check_sinks("attention sinks", sinks, q)
-        check_distance_bias("attention", distance_bias, q, scaling, options.kernel, selected)
-        check_key_lengths("attention key_lengths", key_lengths, q.shape[0])
+        check_sinks("attention sinks", arguments.sinks, q)
+        check_distance_bias("attention", arguments.distance_bias, q, scaling, options.kernel, selected)
+        check_key_lengths("attention key_lengths", arguments.key_lengths, q.shape[0])
         check_selection("attention selected", selected, q, k.shape[1], options.kernel)
         if selected is not None:
             _check_uncompiled(mesh)
         else:
             check_heads_axis("attention", mesh.shape, k.shape[1])
             if options.kernel != "auto" and not torch.compiler.is_compiling():  # here, where all ranks can raise alike
-                choose(KernelRequest.of(q, k, v, scaling), options.kernel)
+                choose(KernelRequest.of(q, k, arguments.v, scaling), options.kernel)
     except (MaskError, ShapeError) as error:
         raise with_transpose_hint(error, heads_and_length(q), heads_and_length(k)) from None
 

@@ -77,22 +77,23 @@ class ContextParallel(ParallelStyle):
         self.shape = shape
         self.heads = (q_heads, kv_heads)
         self.length, self.exchange = length, exchange
-        self.meshes: dict[DeviceMesh, DeviceMesh] = {}
+        self.device_meshes: dict[DeviceMesh, DeviceMesh] = {}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """Replace the module's forward by one whose attention is over the mesh."""
-        if device_mesh not in self.meshes:
+        if device_mesh not in self.device_meshes:
             splits = self.shape is not None and device_mesh.ndim == 1
-            self.meshes[device_mesh] = split_mesh(device_mesh, self.shape, *self.heads) if splits else device_mesh  # type: ignore[arg-type]
-        mesh = self.meshes[device_mesh]
-        RankMesh.of(mesh)
-        module.forward = self._on_mesh(module.forward, type(module).__name__, mesh)
+            split = split_mesh(device_mesh, self.shape, *self.heads) if splits else device_mesh  # type: ignore[arg-type]
+            self.device_meshes[device_mesh] = split
+        device_mesh = self.device_meshes[device_mesh]
+        RankMesh.of(device_mesh)
+        module.forward = self._on_mesh(module.forward, type(module).__name__, device_mesh)
         return module
 
-    def _on_mesh(self, forward: Callable[..., Any], module: str, mesh: DeviceMesh) -> Callable[..., Any]:
+    def _on_mesh(self, forward: Callable[..., Any], module: str, device_mesh: DeviceMesh) -> Callable[..., Any]:
         @wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            mode = _AttentionMode(self, mesh, torch.is_grad_enabled())
+            mode = _AttentionMode(self, device_mesh, torch.is_grad_enabled())
             with mode:
                 out = forward(*args, **kwargs)
             if mode.calls == 0:
@@ -104,7 +105,7 @@ class ContextParallel(ParallelStyle):
 
     def attend(
         self,
-        mesh: DeviceMesh,
+        device_mesh: DeviceMesh,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -125,15 +126,15 @@ class ContextParallel(ParallelStyle):
             raise ArgumentError(SUBJECT, "as many key heads as query heads without enable_gqa", given, fix)
         mask = (Causal() if is_causal else Full()) if self.mask is None else self.mask
         options: dict[str, Any] = {"mask": mask, "layout": self.layout, "exchange": self.exchange, "scale": scale}
-        return attention(query, key, value, mesh=mesh, length=self.length, key_length=self.length, **options)
+        return attention(query, key, value, mesh=device_mesh, length=self.length, key_length=self.length, **options)
 
 
 class _AttentionMode(TorchFunctionMode):
     """Mode in which PyTorch's attention function is attention over a mesh."""
 
-    def __init__(self, style: ContextParallel, mesh: DeviceMesh, with_grad: bool) -> None:
+    def __init__(self, style: ContextParallel, device_mesh: DeviceMesh, with_grad: bool) -> None:
         super().__init__()
-        self.style, self.mesh, self.with_grad, self.calls = style, mesh, with_grad, 0
+        self.style, self.device_mesh, self.with_grad, self.calls = style, device_mesh, with_grad, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not scaled_dot_product_attention:
@@ -142,7 +143,7 @@ class _AttentionMode(TorchFunctionMode):
         if self.with_grad and not torch.compiler.is_compiling() and _in_checkpoint():
             expected, fix = "a checkpoint around the modules of the plan", 'plan those inside, as "layers.*.attention"'
             raise KernelError(SUBJECT, expected, "one inside, whose backward leaves it", fix)
-        return self.style.attend(self.mesh, *args, **(kwargs or {}))  # the mode is off in here
+        return self.style.attend(self.device_mesh, *args, **(kwargs or {}))  # the mode is off in here
 
 
 def _in_checkpoint() -> bool:

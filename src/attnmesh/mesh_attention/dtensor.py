@@ -21,32 +21,32 @@ from attnmesh.mesh_attention.attention_spec import check_cross
 
 def attend_dtensors(
     arguments: AttentionArguments,
-    mesh: DeviceMesh | None,
+    device_mesh: DeviceMesh | None,
     checked: bool | None,
     attend_shards: Callable[[AttentionArguments, RankMesh, bool | None], Tensor],
 ) -> Tensor:
     """Return attention of DTensors as a DTensor placed like q: `attend_shards` of their local shards."""
     first = next(x for x in (arguments.q, arguments.k, arguments.v) if isinstance(x, DTensor))
-    axes = RankMesh.of(first.device_mesh)
+    mesh = RankMesh.of(first.device_mesh)
     try:
-        q, k, v = _check_dtensors(arguments, first, mesh)
+        q, k, v = _check_dtensors(arguments, first, device_mesh)
         check_mask("attention mask", arguments.options.applied_mask)
-        check_cross(arguments.options, q.shape[2], k.shape[2], axes.ranks)
+        check_cross(arguments.options, q.shape[2], k.shape[2], mesh.ranks)
     except InputError as error:
-        is_compared = checked is not False and may_compare(torch.device(axes.device_type))
-        Agreement(axes, "attention", is_compared=is_compared).raise_on_all(error)
+        is_compared = checked is not False and may_compare(torch.device(mesh.device_type))
+        Agreement(mesh, "attention", is_compared=is_compared).raise_on_all(error)
     options = arguments.options._replace(
         layout=Contiguous(), key_layout=Contiguous(), length=q.shape[2], key_length=k.shape[2]
     )
     out = attend_shards(
-        arguments._replace(q=q.to_local(), k=k.to_local(), v=v.to_local(), options=options), axes, checked
+        arguments._replace(q=q.to_local(), k=k.to_local(), v=v.to_local(), options=options), mesh, checked
     )
     shape = torch.Size((*q.shape[:-1], v.shape[-1]))
     stride = (shape[1:].numel(), shape[2:].numel(), shape[3], 1)
     return DTensor.from_local(out, q.device_mesh, q.placements, run_check=False, shape=shape, stride=stride)
 
 
-def _check_dtensors(arguments: AttentionArguments, first: DTensor, mesh: DeviceMesh | None) -> list[DTensor]:
+def _check_dtensors(arguments: AttentionArguments, first: DTensor, device_mesh: DeviceMesh | None) -> list[DTensor]:
     """Return q, k and v. Raise unless they are DTensors whose tokens are sharded along the mesh's axes."""
     dtensors = []
     for name, x in {"q": arguments.q, "k": arguments.k, "v": arguments.v}.items():
@@ -55,9 +55,9 @@ def _check_dtensors(arguments: AttentionArguments, first: DTensor, mesh: DeviceM
             fix = "redistribute them alike"
             raise MeshError("attention", "q, k and v as DTensors of one mesh and one placement", given, fix)
         dtensors.append(x)
-    if mesh is not None and mesh != first.device_mesh:
+    if device_mesh is not None and device_mesh != first.device_mesh:
         fix = "leave mesh out: DTensors bring their own"
-        raise MeshError("attention mesh", "the DTensors' own mesh", f"{mesh} beside {first.device_mesh}", fix)
+        raise MeshError("attention mesh", "the DTensors' own mesh", f"{device_mesh} beside {first.device_mesh}", fix)
     for name, layout in (("layout", arguments.options.layout), ("key_layout", arguments.options.key_layout)):
         if layout is not None and layout != Contiguous():
             expected = f"{name}=Contiguous(), the layout of Shard(2)"

@@ -43,22 +43,22 @@ def shard(
     >>> shard(torch.arange(6), None, layout=am.Zigzag(), dim=0)
     tensor([0, 1, 2, 3, 4, 5])
     """
-    axes = RankMesh.of(mesh)
+    rank_mesh = RankMesh.of(mesh)
     applied_mask = FULL if mask is None else mask
     chooses = isinstance(layout, str) and not torch.compiler.is_compiling()
-    with Agreement(axes, "shard", is_compared=chooses) as agreement:
+    with Agreement(rank_mesh, "shard", is_compared=chooses) as agreement:
         check_layout("shard layout", layout, auto=True)
         check_mask("shard mask", applied_mask)
-        check_auto("shard", layout, mask, axes.ranks)
+        check_auto("shard", layout, mask, rank_mesh.ranks)
         dim = _check_dim("shard", x, dim)
         mark = shard_marks().get(id(x))
-        if mark is not None and mark.cuts_again(axes, dim):
+        if mark is not None and mark.cuts_again(rank_mesh, dim):
             raise LayoutError("shard", "a whole tensor", "a shard of this mesh", "cut the whole tensor once")
         agreement.compare({"tokens": x.shape[dim], "layout": layout, "mask": mask})
     check_mask("shard mask", applied_mask, x.shape[dim])
-    chosen = chosen_layout(layout, applied_mask, axes)
-    part = x.index_select(dim, chosen.positions(x.shape[dim], axes.ranks, axes.shard_index).to(x.device))
-    return marked(part, ShardMark(chosen, mask if chooses else None, axes, dim))
+    chosen = chosen_layout(layout, applied_mask, rank_mesh)
+    part = x.index_select(dim, chosen.positions(x.shape[dim], rank_mesh.ranks, rank_mesh.shard_index).to(x.device))
+    return marked(part, ShardMark(chosen, mask if chooses else None, rank_mesh, dim))
 
 
 @torch.no_grad()
@@ -91,15 +91,15 @@ def unshard(
     >>> unshard(torch.arange(6), None, layout=am.Zigzag(), dim=0)
     tensor([0, 1, 2, 3, 4, 5])
     """
-    axes = RankMesh.of(mesh)
+    rank_mesh = RankMesh.of(mesh)
     applied_mask = FULL if mask is None else mask
-    with Agreement(axes, "unshard") as agreement:
+    with Agreement(rank_mesh, "unshard") as agreement:
         check_layout("unshard layout", layout, auto=True)
         check_mask("unshard mask", applied_mask)
-        check_auto("unshard", layout, mask, axes.ranks)
+        check_auto("unshard", layout, mask, rank_mesh.ranks)
         dim = _check_dim("unshard", x, dim)
         if (mark := shard_marks().get(id(x))) is not None:
-            mark.check("unshard", layout, applied_mask, axes, dim)
+            mark.check("unshard", layout, applied_mask, rank_mesh, dim)
         if x.requires_grad:
             given, fix = "one that asks for gradients", "call .detach() first, or keep the loss on the shards"
             raise KernelError("unshard", "a tensor without gradients", given, fix)
@@ -110,8 +110,8 @@ def unshard(
     counts = [row[0] for row in table]
     length = sum(counts) if length is None else length
     check_mask("unshard mask", applied_mask, length)
-    positions = _positions(chosen_layout(layout, applied_mask, axes), length, counts)
-    whole = _gather_shards(x.movedim(dim, 0), axes, counts)
+    positions = _positions(chosen_layout(layout, applied_mask, rank_mesh), length, counts)
+    whole = _gather_shards(x.movedim(dim, 0), rank_mesh, counts)
     _warn_of_whole_tensors(whole, counts)
     return torch.empty_like(whole).index_copy_(0, positions.to(x.device), whole).movedim(0, dim)
 

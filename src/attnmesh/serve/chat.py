@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from attnmesh.hf.serving.plan_exchange import can_be_sent
+from attnmesh.hf.serving.step_exchange import can_be_sent
 from attnmesh.serve.images import buffers_of, read_image
 from attnmesh.serve.json_reader import VALUES, JsonReader
 from attnmesh.serve.refused import Refused

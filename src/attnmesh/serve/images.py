@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnmesh.hf.serving.plan_exchange import specs_of
+from attnmesh.hf.serving.step_exchange import value_codes_of
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.request_fields import shown
 
@@ -68,7 +68,7 @@ def describe_images(images: Mapping[str, Any]) -> list[list[Any]]:
     """
     return [
         [*spec, x.nbytes if isinstance(x, Tensor) else 0]
-        for spec, x in zip(specs_of(images), images.values(), strict=True)
+        for spec, x in zip(value_codes_of(images), images.values(), strict=True)
     ]
 
 

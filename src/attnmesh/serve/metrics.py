@@ -38,7 +38,7 @@ ENGINE: dict[str, tuple[Any, str]] = {
     ),
     "draft_prompt_tokens": (CounterMetricFamily, "Tokens that the draft model has read before it guessed."),
     "draft_cache_bytes": (GaugeMetricFamily, "Bytes of the draft model's keys and values in the memory of rank 0."),
-    "exchanges": (CounterMetricFamily, "Plans that all ranks have exchanged."),
+    "exchanges": (CounterMetricFamily, "Exchanges of operations with all ranks."),
     "running": (GaugeMetricFamily, "Requests that decode."),
     "filling": (GaugeMetricFamily, "Requests whose prompts are computed."),
     "queue": (GaugeMetricFamily, "Requests that wait on rank 0."),

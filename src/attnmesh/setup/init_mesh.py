@@ -197,9 +197,9 @@ def world_mesh() -> RankMesh:
     return RankMesh(Axis(), Axis(), Axis(dist.get_world_size(), dist.get_rank(), dist.group.WORLD, "world"))
 
 
-def device_for(mesh: DeviceMesh | None, device: object) -> torch.device:
+def device_for(device_mesh: DeviceMesh | None, device: object) -> torch.device:
     """Return the device given, if PyTorch knows it, or else the mesh's."""
-    parsed = _parsed(device) or device_of(mesh)
+    parsed = _parsed(device) or device_of(device_mesh)
     return torch.device("cpu") if parsed.type == "cpu" else parsed
 
 

@@ -20,13 +20,13 @@ from attnmesh.setup.measure_shares import with_rates
 from attnmesh.setup.measured_ranks import MeasuredRanks
 
 
-def measure(mesh: DeviceMesh | None, dtype: torch.dtype | None = None) -> Cluster:
+def measure(device_mesh: DeviceMesh | None, dtype: torch.dtype | None = None) -> Cluster:
     """Return the measured cluster of a mesh's ranks. Every rank of the mesh calls it."""
-    axes = RankMesh.of(mesh)
-    device = device_of(mesh)
-    with Agreement(axes, "Cluster.measure", {"dtype": dtype}):
+    mesh = RankMesh.of(device_mesh)
+    device = device_of(device_mesh)
+    with Agreement(mesh, "Cluster.measure", {"dtype": dtype}):
         check_dtype("Cluster.measure dtype", dtype, "pass the dtype of q, k and v, or leave it out")
-    axis = make_flat_axis(mesh, AXES)
+    axis = make_flat_axis(device_mesh, AXES)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     world = MeasuredRanks.of(axis, device)
@@ -45,4 +45,4 @@ def measure(mesh: DeviceMesh | None, dtype: torch.dtype | None = None) -> Cluste
     cluster = Cluster(
         name, len(world.hosts), ranks, device_rates, inside, between, short_collectives=collectives, sources=source
     )
-    return cluster if axis.size == 1 else with_rates(cluster, axes, device)
+    return cluster if axis.size == 1 else with_rates(cluster, mesh, device)

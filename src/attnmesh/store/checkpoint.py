@@ -52,7 +52,7 @@ MAX_ATTEMPTS = 8
 def load_layers(
     make: Callable[..., Cache],
     path: str | Path,
-    mesh: DeviceMesh | None,
+    device_mesh: DeviceMesh | None,
     to_load: LayersToLoad = ALL_LAYERS,
     *,
     device: torch.device | str | None = None,
@@ -67,7 +67,7 @@ def load_layers(
     """
     options = {"device": device, "checked": checked, "copies": copies, "shares": shares}
     for attempt in range(MAX_ATTEMPTS):
-        loaded = _load_once(make, path, mesh, to_load, options, again=attempt + 1 < MAX_ATTEMPTS)
+        loaded = _load_once(make, path, device_mesh, to_load, options, again=attempt + 1 < MAX_ATTEMPTS)
         if loaded is not None:
             return loaded
     raise _never_at_rest(path)
@@ -76,18 +76,18 @@ def load_layers(
 def _load_once(
     make: Callable[..., Cache],
     path: str | Path,
-    mesh: DeviceMesh | None,
+    device_mesh: DeviceMesh | None,
     to_load: LayersToLoad,
     options: Mapping[str, Any],
     *,
     again: bool,
 ) -> tuple[list[Cache], dict[str, Tensor], str] | None:
     """Return what `load_layers` does; on all ranks None if the folder has changed meanwhile, to be read `again`."""
-    axes = RankMesh.of(mesh)
+    mesh = RankMesh.of(device_mesh)
     before = _state_of(path)
-    with Agreement(axes, "load") as agreement:
+    with Agreement(mesh, "load") as agreement:
         saved_layers = _unless_changed(
-            lambda: _checked_layers(path, mesh, to_load, **options), path, before, again=again
+            lambda: _checked_layers(path, device_mesh, to_load, **options), path, before, again=again
         )
         saved = None if saved_layers is None else saved_layers.manifest
         fields = {"of": None if again else saved, "capacity": to_load.capacity, "shares": options["shares"]}
@@ -100,14 +100,14 @@ def _load_once(
     manifest = manifest._replace(length=length)
     if manifest.growing and "held" in extra_tensors:
         extra_tensors["held"] = extra_tensors["held"][:, :length]
-    caches = make_alike(make, mesh, _sizes_of(manifest, to_load), **options)
+    caches = make_alike(make, device_mesh, _sizes_of(manifest, to_load), **options)
 
     def read() -> bool:
         fill([cache.shards for cache in caches], folder, manifest)
         return True
 
     with torch.no_grad():
-        with Agreement(axes, "load") as agreement:
+        with Agreement(mesh, "load") as agreement:
             is_read = bool(_unless_changed(read, path, before, again=again))
             table = agreement.compare(payload=[is_read])
         if not all(done for (done,) in table):
@@ -118,12 +118,12 @@ def _load_once(
 
 
 def make_alike(
-    make: Callable[..., Cache], mesh: DeviceMesh | None, layers: Sequence[CacheConfig], **options: Any
+    make: Callable[..., Cache], device_mesh: DeviceMesh | None, layers: Sequence[CacheConfig], **options: Any
 ) -> list[Cache]:
     """Return a cache for each of these sizes. Shares that are measured are those of the first for all."""
     caches: list[Cache] = []
     for sizes in layers:
-        caches.append(make(mesh, **sizes.arguments(), **options))
+        caches.append(make(device_mesh, **sizes.arguments(), **options))
         options["shares"] = caches[0].shares
     return caches
 
@@ -176,7 +176,7 @@ class SavedLayers(NamedTuple):
 
 def _checked_layers(
     path: str | Path,
-    mesh: DeviceMesh | None,
+    device_mesh: DeviceMesh | None,
     to_load: LayersToLoad,
     *,
     device: torch.device | str | None,
@@ -185,14 +185,14 @@ def _checked_layers(
     shares: Sequence[float] | str | None,
 ) -> SavedLayers:
     """Return the saved layers of a folder. Raise if caches with these options could not take them on this rank."""
-    target = device_for(mesh, device)
+    target = device_for(device_mesh, device)
     if fault := device_fault("load", target, device):
         raise fault
-    axes = RankMesh.of(mesh)
-    parts = check_placement("load", copies, shares, axes.queries.size * axes.keys.size)
-    share = 0.0 if shares == "auto" else held_part(parts, axes)
+    mesh = RankMesh.of(device_mesh)
+    parts = check_placement("load", copies, shares, mesh.queries.size * mesh.keys.size)
+    share = 0.0 if shares == "auto" else held_part(parts, mesh)
     shard_device = target if to_load.hot is None else torch.device("cpu")
-    return read_saved_layers(path, axes, shard_device, to_load, copies * share)
+    return read_saved_layers(path, mesh, shard_device, to_load, copies * share)
 
 
 def read_saved_layers(

@@ -74,13 +74,15 @@ def recover(
     >>> recovered.length
     5
     """
-    axes = RankMesh.of(mesh)
-    with Agreement(axes, "recover", {"capacity": capacity, "checked": checked, "copies": copies, "shares": shares}):
+    rank_mesh = RankMesh.of(mesh)
+    with Agreement(
+        rank_mesh, "recover", {"capacity": capacity, "checked": checked, "copies": copies, "shares": shares}
+    ):
         _check_caches(caches, unsupported)
         for cache in caches or ():
             cache.shards.whole()
         text = json.dumps(_describe(caches))
-    by_rank = [json.loads(description) for description in all_gather_texts(text, axes)]
+    by_rank = [json.loads(description) for description in all_gather_texts(text, rank_mesh)]
     descriptions = [description for description in by_rank if description]
     length = min((description["length"] for description in descriptions), default=0)
     # Per layer the first token that any rank needs, and the first query that all ranks can decode.

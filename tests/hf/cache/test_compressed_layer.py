@@ -116,7 +116,7 @@ def sizes() -> list[Any]:
     cache = cache_of(small, 3)
     hf.generate(small, prompt(193), cache=cache, **NEW | {"max_new_tokens": 8})
     layers = [layer for layer in cache.layers if isinstance(layer, CompressedLayer)]
-    return [(layer.cached.sizes.mask, [(kv.length, kv.used) for kv in layer.others.values()]) for layer in layers]
+    return [(layer.cached.sizes.mask, [(kv.length, kv.used) for kv in layer.other_kvs.values()]) for layer in layers]
 
 
 def test_each_rank_keeps_a_window_and_its_share_of_entries(pool: Pool) -> None:

@@ -31,7 +31,7 @@ from attnmesh.hf.family import (
     Family,
     families,
     family_of_class,
-    known_parts,
+    known_subclassed,
     recurrences,
 )
 from attnmesh.hf.pins import FIELDS, ModuleSource, check_family
@@ -53,7 +53,7 @@ STORED = [
 FOLLOWED = [kind for kind, one in families().items() if one.sources]
 
 OPTIONAL = {
-    "of this package": "begin_entries select shards with_earlier FAMILIES",
+    "of this package": "begin_entries select sequence join_earlier FAMILIES",
     "of classes of configurations, and of layers without one": "model_type",
     "of PyTorch": "_orig_mod module num_embeddings shape __code__",
     "of a model, which is refused without it": "ALL_ATTENTION_FUNCTIONS forward kv_b_proj image_processor",
@@ -76,12 +76,12 @@ OPTIONAL = {
 def test_the_temperature_of_llama4_does_not_depend_on_the_default_dtype() -> None:
     layer = SimpleNamespace(attn_temperature_tuning=True, use_rope=False, floor_scale=8192, attn_scale=0.1)
     tokens = torch.arange(8180, 8200)
-    shards: Any = SimpleNamespace(positions=lambda: tokens, documents=FULL, start=0)
-    expected = llama4.temperature(layer, shards)
+    sequence: Any = SimpleNamespace(positions=lambda: tokens, documents=FULL, start=0)
+    expected = llama4.temperature(layer, sequence)
     before = torch.get_default_dtype()
     try:
         torch.set_default_dtype(torch.bfloat16)
-        found = llama4.temperature(layer, shards)
+        found = llama4.temperature(layer, sequence)
     finally:
         torch.set_default_dtype(before)
     assert expected is not None
@@ -124,12 +124,12 @@ def test_records_are_those_of_the_installed_version() -> None:
 
 def test_records_name_all_that_is_written_again() -> None:
     for kind, one in families().items():
-        followed = {f"{name}.forward" for name in (*one.recurrences, *one.parts)}
+        followed = {f"{name}.forward" for name in (*one.recurrences, *one.subclassed)}
         followed |= {
             name for layer in one.recurrences.values() for name, given in layer.functions.items() if given is not None
         }
         assert followed <= one.sources.keys(), kind
-        assert not one.sources or {*one.recurrences, *one.parts} <= source_of_type(kind).parts.keys()
+        assert not one.sources or {*one.recurrences, *one.subclassed} <= source_of_type(kind).parts.keys()
         assert (RECURRENT_STATES in one.uses) == bool(one.recurrences)
 
 
@@ -333,7 +333,7 @@ def made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     records = tmp_path / "records"
     records.mkdir()
     (records / "made_up.py").write_text(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[0])
-    known, loaded = (families, recurrences, known_parts, family_of_class), {*sys.modules}
+    known, loaded = (families, recurrences, known_subclassed, family_of_class), {*sys.modules}
     with monkeypatch.context() as patch:
         patch.setattr(transformers.models, "__path__", [*transformers.models.__path__, str(tmp_path)])
         patch.setattr(room, "__path__", [*room.__path__, str(records)])

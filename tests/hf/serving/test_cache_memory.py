@@ -11,21 +11,21 @@ from tests.support.fake_caches import FakeFootprint, FakeWorker, request
 class Releasing(NoGuesses):
     """Has a cache of its own, which it gives back once."""
 
-    def __init__(self, worker: FakeWorker, number: int) -> None:
+    def __init__(self, worker: FakeWorker, cache_id: int) -> None:
         self.worker = worker
-        self.number = number
+        self.cache_id = cache_id
 
     def release(self) -> bool:
-        return self.worker.caches.pop(self.number, None) is not None
+        return self.worker.caches.pop(self.cache_id, None) is not None
 
 
 def memory_of(*tokens: int, limit: int = 100) -> CacheMemory:
     """Return a memory in which caches of so many tokens are kept."""
     worker: Any = FakeWorker()
     memory = CacheMemory(worker, limit, NoGuesses())
-    for number, count in enumerate(tokens):
-        worker.hold(number, range(count))
-        memory.kept_caches.keep(request([1]), snapshot=number)
+    for cache_id, count in enumerate(tokens):
+        worker.hold(cache_id, range(count))
+        memory.kept_caches.keep(request([1]), snapshot=cache_id)
     return memory
 
 
@@ -56,7 +56,7 @@ def test_caches_of_guesses_go_last() -> None:
     memory, step = memory_of(30, 20), StepPlan()
     worker: Any = memory.worker
     memory.guesser = Releasing(worker, 1)
-    memory.kept_caches.remove(1)
+    memory.kept_caches.stop_keeping(1)
     assert memory.make_room(step, 100)
     assert memory.drops == [0]
     assert 1 not in worker.caches
@@ -81,7 +81,7 @@ def test_only_so_many_caches_are_kept() -> None:
 
 def test_a_cache_without_tokens_grows_by_all_that_it_will_hold() -> None:
     memory, asked = memory_of(), request([1])
-    asked.number = 0
+    asked.cache_id = 0
     worker: Any = memory.worker
     worker.hold(0, [])
     assert memory.growth(asked, 9) == 0  # the first cache shows the bytes

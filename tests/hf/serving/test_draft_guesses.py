@@ -191,7 +191,7 @@ def within_memory(ranks: int) -> None:
     def watched(worker: RankWorker, plan: Any) -> Any:
         results = run(worker, plan)
         if worker.draft_worker is not None:
-            most.append(worker.measure() - worker.draft_worker.nbytes + worker.draft_worker.measure())
+            most.append(worker.count_bytes() - worker.draft_worker.nbytes + worker.draft_worker.count_bytes())
         return results
 
     options: dict[str, Any] = {"cache_memory": limit, "draft": model}

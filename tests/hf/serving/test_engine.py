@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.hf.serving.engine import Engine
-from attnmesh.hf.serving.plan_operations import DecodeRows, Fill, Start
+from attnmesh.hf.serving.operations import DecodeRows, Fill, Start
 from attnmesh.hf.serving.step_plan import StepPlan
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support import families
@@ -139,8 +139,8 @@ def one_fails() -> None:
     rows = engine.worker.do_rows
 
     def failing(chosen: Any, grows: bool) -> Any:
-        ids_of = [engine.worker.caches[number].tokens[0, :20].tolist() for number, _ in chosen]
-        lengths = [engine.worker.caches[number].get_seq_length() for number, _ in chosen]
+        ids_of = [engine.worker.caches[cache_id].tokens[0, :20].tolist() for cache_id, _ in chosen]
+        lengths = [engine.worker.caches[cache_id].get_seq_length() for cache_id, _ in chosen]
         if texts[2] in ids_of and lengths[ids_of.index(texts[2])] >= 23:
             raise errors.ShapeError("KVCache capacity", "tokens that fit the device's memory", "no room", "wait")
         return rows(chosen, grows)
@@ -173,10 +173,10 @@ def sequential() -> None:
     with started(engine):
         for stream in (*short, long):
             assert len(tokens(stream)) == 1
-    chunks = [operation.number for plan in plans for operation in plan if isinstance(operation, Fill)]
-    last = {stream.number: len(chunks) - chunks[::-1].index(stream.number) for stream in (*short, long)}
-    assert max(last[stream.number] for stream in short) < last[long.number]
-    between = [number for number, chunk in enumerate(chunks) if chunk == long.number]
+    chunks = [operation.cache_id for plan in plans for operation in plan if isinstance(operation, Fill)]
+    last = {stream.cache_id: len(chunks) - chunks[::-1].index(stream.cache_id) for stream in (*short, long)}
+    assert max(last[stream.cache_id] for stream in short) < last[long.cache_id]
+    between = [number for number, chunk in enumerate(chunks) if chunk == long.cache_id]
     assert max(later - earlier for earlier, later in pairwise(between)) <= 3  # the long one goes on, too
 
 
@@ -211,7 +211,7 @@ def waits_in_steps(ranks: int) -> None:
     assert end - begin >= 8  # the prompt came in parts
     for stream in streams:
         decoded = {n: dict(one[DecodeRows].rows) for n, one in enumerate(plans) if DecodeRows in one}
-        steps = [n for n, rows in decoded.items() if stream.number in rows]
+        steps = [n for n, rows in decoded.items() if stream.cache_id in rows]
         during = [begin, *(n for n in steps if begin < n < end), end]
         assert max(later - earlier for earlier, later in pairwise(during)) <= 3
 

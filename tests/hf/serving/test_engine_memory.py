@@ -76,7 +76,7 @@ def measured_steps() -> Iterator[list[int]]:
 
     def measured(worker: RankWorker, plan: Any) -> Any:
         results = run(worker, plan)
-        most.append(worker.measure())
+        most.append(worker.count_bytes())
         return results
 
     with patch.object(RankWorker, "run", measured):

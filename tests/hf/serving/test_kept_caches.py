@@ -63,5 +63,5 @@ def test_ids_of_a_cache_that_changed_are_copied_anew() -> None:
 def test_ids_of_caches_that_are_gone_are_forgotten() -> None:
     kept_caches = kept_caches_of(DeviceIds(ids(60)))
     kept_caches.find(request(ids(100)), ())
-    kept_caches.remove(KEPT)
+    kept_caches.stop_keeping(KEPT)
     assert not kept_caches.ids

@@ -11,7 +11,7 @@ import torch
 import attnmesh.hf as hf
 from attnmesh.errors import InputError
 from attnmesh.hf.serving.engine import Engine
-from attnmesh.hf.serving.plan_operations import DecodeRows, LoadBlocks, SaveBlocks
+from attnmesh.hf.serving.operations import DecodeRows, LoadBlocks, SaveBlocks
 from attnmesh.hf.serving.step_plan import StepPlan
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store.block_names import StoredBlock

@@ -11,7 +11,7 @@ from attnmesh.hf.serving.chunk_pace import ChunkPace
 from attnmesh.hf.serving.engine_request import EngineRequest
 from attnmesh.hf.serving.engine_store import NoStore
 from attnmesh.hf.serving.guesses import NoGuesses
-from attnmesh.hf.serving.plan_operations import Fill, Fork, Operation, Start, StepResults
+from attnmesh.hf.serving.operations import Fill, Fork, Operation, Start, StepResults
 from attnmesh.hf.serving.prompt_queue import PromptQueue
 from attnmesh.hf.serving.step_plan import ServedRequests, StepPlan
 from tests.support.fake_caches import FakeFootprint, FakeWorker, fake_growth, request
@@ -52,14 +52,14 @@ class Queue:
                 self.requests.rows.append(step.computing)
         return operations
 
-    def keep(self, number: int, ids: Any, *, snapshot: bool = False) -> None:
-        self.worker.hold(number, ids)
-        self.memory.kept_caches.kept[number] = ""
-        self.memory.kept_caches.snapshots |= {number} if snapshot else set()
+    def keep(self, cache_id: int, ids: Any, *, snapshot: bool = False) -> None:
+        self.worker.hold(cache_id, ids)
+        self.memory.kept_caches.kept[cache_id] = ""
+        self.memory.kept_caches.snapshots |= {cache_id} if snapshot else set()
 
 
 def chunks(operations: list[Operation]) -> list[int]:
-    return [operation.number for operation in operations if isinstance(operation, Fill)]
+    return [operation.cache_id for operation in operations if isinstance(operation, Fill)]
 
 
 def test_a_prompt_begins_and_is_computed_in_chunks() -> None:
@@ -74,7 +74,7 @@ def test_a_prompt_begins_and_is_computed_in_chunks() -> None:
 def test_the_shortest_rest_goes_first_and_each_third_chunk_is_of_the_oldest() -> None:
     queue = Queue()
     queue.ask(range(3000), *([n] * 600 for n in range(3001, 3004)))
-    order = [number for _ in range(9) for number in chunks(queue.step())]
+    order = [cache_id for _ in range(9) for cache_id in chunks(queue.step())]
     assert order == [0, 1, 0, 1, 1, 0, 2, 2, 0]
 
 
@@ -93,7 +93,7 @@ def test_a_prompt_goes_on_from_the_longest_kept_cache(snapshot: bool) -> None:
     queue.keep(90, range(20))
     queue.keep(91, range(50), snapshot=snapshot)
     queue.keep(92, range(1000, 1100))
-    queue.prompts.cache_numbers = iter([7])  # type: ignore[assignment]
+    queue.prompts.new_cache_ids = iter([7])  # type: ignore[assignment]
     queue.ask(range(60))
     start, fill = queue.step()
     assert isinstance(start, Start)

@@ -1,20 +1,20 @@
-"""Operations of a plan on a rank: their results, and how long they take."""
+"""Operations of a step on a rank: their results, and how long they take."""
 
 from collections.abc import Sequence
 from time import sleep
 
 from attnmesh.errors import StoreError
-from attnmesh.hf.serving.plan_operations import BlockToSave, SaveBlocks
+from attnmesh.hf.serving.operations import BlockToSave, SaveBlocks
 from attnmesh.hf.serving.rank_worker import RankWorker
 from tests.support.engines import model_of
 
 
 class TwoSaves:
-    """A store of which the first save of a plan fails."""
+    """A store of which the first save of a step fails."""
 
-    def do_save(self, number: int, _: Sequence[BlockToSave]) -> None:
+    def do_save(self, cache_id: int, _: Sequence[BlockToSave]) -> None:
         sleep(0.05)
-        if not number:
+        if not cache_id:
             raise StoreError("save", "a", "b", "c")
 
 

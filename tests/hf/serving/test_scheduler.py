@@ -6,7 +6,7 @@ import pytest
 
 from attnmesh.errors import KernelError, ShapeError, TooLong
 from attnmesh.hf.serving.guesses import Guesser
-from attnmesh.hf.serving.plan_operations import Crop, StepResults
+from attnmesh.hf.serving.operations import Crop, StepResults
 from attnmesh.hf.serving.rank_report import RankReport
 from attnmesh.hf.serving.scheduler import Scheduler
 from tests.support.fake_caches import FakeFootprint, FakeWorker, fake_growth, request
@@ -54,7 +54,7 @@ def test_a_request_has_its_prompt_and_then_a_token_in_each_step() -> None:
     assert steps.run() == [["start", "fill"], ["rows"], ["rows"], ["rows"]]
     assert [token.id for token in asked] == answer(range(9))
     assert asked.finish_reason == "length"
-    assert [*steps.scheduler.memory.kept_caches.kept] == [asked.number]
+    assert [*steps.scheduler.memory.kept_caches.kept] == [asked.cache_id]
     metrics = steps.scheduler.metrics()
     assert (metrics["tokens"], metrics["prompt_tokens"], metrics["steps"]) == (4, 9, 3)
     assert (metrics["running"], metrics["filling"], metrics["kept"], metrics["cache_bytes"]) == (0, 0, 1, [11.0])
@@ -92,7 +92,7 @@ def test_a_row_that_cannot_go_on_ends_alone() -> None:
     decode = steps.worker.do_rows
 
     def failing(rows: Any, grows: bool) -> Any:
-        caches = [steps.worker.caches[number].ids for number, _ in rows]
+        caches = [steps.worker.caches[cache_id].ids for cache_id, _ in rows]
         if any(held[0] == 200 and len(held) >= 22 for held in caches):
             raise ShapeError("KVCache capacity", "tokens that fit", "no room", "wait")
         return decode(rows, grows)
@@ -113,8 +113,8 @@ def test_a_prompt_that_cannot_begin_ends_alone() -> None:
             raise KernelError("prompt", "a", "b", "c")
         return int(begin(start))
 
-    def nothing(number: int, size: int, stop: int) -> Any:
-        return fill(number, size, stop) if number in steps.worker.prompts else (0, None)
+    def nothing(cache_id: int, size: int, stop: int) -> Any:
+        return fill(cache_id, size, stop) if cache_id in steps.worker.prompts else (0, None)
 
     fill, steps.worker.do_start, steps.worker.do_fill = steps.worker.do_fill, failing, nothing
     bad, good = steps.ask([5, 6], [7, 8])
@@ -165,7 +165,7 @@ def test_cancelled_requests_end_with_the_next_step() -> None:
     row.cancel()
     assert steps.step() == []
     assert (row.finish_reason, waiting.finish_reason) == ("cancelled", "cancelled")
-    assert [*steps.scheduler.memory.kept_caches.kept] == [row.number]
+    assert [*steps.scheduler.memory.kept_caches.kept] == [row.cache_id]
 
 
 def test_all_requests_end_with_the_engine() -> None:

@@ -127,7 +127,7 @@ def follow_a_lost_rank() -> list[bool]:
     def lost(*_: Any) -> None:
         raise RankFailure([], "a plan", "keys", "lost")
 
-    engine.plan_exchange.exchange = lost  # type: ignore[method-assign,assignment]
+    engine.step_exchange.exchange = lost  # type: ignore[method-assign,assignment]
     engine.worker.close = lambda *, at_once=False: ends.append(at_once)  # type: ignore[method-assign]
     with pytest.raises(RankFailure):
         engine.follow() if torch.distributed.get_rank() else engine.run()

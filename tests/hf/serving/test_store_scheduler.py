@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.errors import KernelError
 from attnmesh.hf.serving.engine_request import EngineRequest, Origin
-from attnmesh.hf.serving.plan_operations import (
+from attnmesh.hf.serving.operations import (
     CloseStored,
     LoadBlocks,
     OpenStored,
@@ -41,13 +41,13 @@ def store(tmp_path: Path) -> Iterator[StoreScheduler]:
         config=LlamaConfig(), irreversible_layers=[], windows=False, block=16, choose_block=lambda _: None
     )
     worker: Any = SimpleNamespace(
-        template=template, axes=RankMesh.of(None), caches={}, store=None, left_to_decode=1, recomputes_by_token=False
+        template=template, mesh=RankMesh.of(None), caches={}, store=None, left_to_decode=1, recomputes_by_token=False
     )
     yield StoreScheduler(settings, OpenStore(BlockFolder(tmp_path), "ab" * 16, lock), worker)
     lock.release()
 
 
-def keep(store: StoreScheduler, number: int, ids: Any) -> EngineRequest:
+def keep(store: StoreScheduler, cache_id: int, ids: Any) -> EngineRequest:
     """Keep a cache that has computed a prompt, and store its prefix."""
     ended = request(ids)
     shard = SimpleNamespace(block_cyclic=SimpleNamespace(is_even=True))
@@ -58,15 +58,15 @@ def keep(store: StoreScheduler, number: int, ids: Any) -> EngineRequest:
         block=16,
         get_seq_length=lambda: len(ended.ids),
     )
-    store.worker.caches[number] = cache
-    store.keep(ended, number)
+    store.worker.caches[cache_id] = cache
+    store.keep(ended, cache_id)
     return ended
 
 
 def saved(operations: list[Operation]) -> list[tuple[int, int]]:
     """Return the cache and the end of each block that is saved."""
     saves = [one for one in operations if isinstance(one, SaveBlocks)]
-    return [(one.number, block.stop) for one in saves for block, _ in one.blocks]
+    return [(one.cache_id, block.stop) for one in saves for block, _ in one.blocks]
 
 
 def load(store: StoreScheduler, ids: Any) -> tuple[EngineRequest, OpenStored]:
@@ -103,7 +103,7 @@ def test_a_cache_that_is_dropped_goes_first(store: StoreScheduler) -> None:
     keep(store, 3, range(40))
     keep(store, 4, range(100, 140))
     assert saved(store.operations_before([4], 0.0))[0] == (4, 16)
-    assert [saving.number for saving in store.saving] == [3]
+    assert [saving.cache_id for saving in store.saving] == [3]
 
 
 def test_the_rate_of_copies_follows_what_they_took(store: StoreScheduler) -> None:
@@ -139,7 +139,7 @@ def test_a_stored_prefix_is_loaded_before_its_prompt_begins(store: StoreSchedule
     keep(store, 3, range(40))
     store.operations_before([], None)
     asked, opening = load(store, range(50))
-    assert (opening.number, opening.tokens) == (7, 49)
+    assert (opening.cache_id, opening.tokens) == (7, 49)
     assert [(block.stop, read_from) for block, read_from in opening.blocks] == [
         (16, ReadFrom.MEMORY),
         (32, ReadFrom.MEMORY),

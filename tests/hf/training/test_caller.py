@@ -142,7 +142,7 @@ def outcomes(names: list[str], shape: Shape) -> list[tuple[float, str]]:
             found.append((0.0, str(error)))
             continue
         with torch.no_grad():
-            expected = stock(**batch()).logits[:, part["attention_mask"].shards.positions()]
+            expected = stock(**batch()).logits[:, part["attention_mask"].sequence.positions()]
         found.append((float((logits - expected).abs().max()), ""))
     return found
 
@@ -153,7 +153,7 @@ KINDS = {"eager": [name for name in WRAPPERS if name not in IN_GRAPHS], "graphs"
 
 @pytest.mark.parametrize("kind", ["eager", pytest.param("graphs", marks=pytest.mark.long)])
 def test_wrappers_find_the_mesh_or_raise(kind: str, pool: Pool) -> None:
-    """`make test` compiles a model on a mesh in test_shards.py, and none of its wrappers."""
+    """`make test` compiles a model on a mesh in test_sharded_sequence.py, and none of its wrappers."""
     for answers in pool.run(2, outcomes, KINDS[kind], Shape(1, 2, 1)):
         for name, (difference, given) in zip(KINDS[kind], answers, strict=True):
             error = WRAPPERS[name][1]

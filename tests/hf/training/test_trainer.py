@@ -170,7 +170,7 @@ def two_models() -> tuple[list[tuple[int, ...]], list[str]]:
     with sharder.active(True, *models), torch.no_grad():
         for model in (*models, models[0]):
             logits = model(input_ids=prompt(1024), use_cache=False).logits
-            found.append(tuple(logits.shards.mesh.mesh.shape))
+            found.append(tuple(logits.sequence.mesh.mesh.shape))
     logger.removeHandler(handler)
     logger.setLevel(NOTSET)
     return found, [record.getMessage() for record in handler.buffer]

@@ -17,7 +17,7 @@ from attnmesh.errors import KernelError, MaskError
 from attnmesh.hf.cache.layer import PendingKV, TailLayer
 from attnmesh.hf.family import has_entries
 from attnmesh.hf.models import SUBJECT, check_implementation
-from attnmesh.hf.shards import Shards
+from attnmesh.hf.sharded_sequence import ShardedSequence
 from attnmesh.hf.sparse.entries import UNPREPARED, IndexEntries
 from attnmesh.kernels.cache_view import USED
 from attnmesh.kernels.indexer import IndexKeys, Score, indexer_top_k
@@ -47,11 +47,11 @@ class CompressedLayer(TailLayer):
 
     def __init__(self, cache: Any, kind: str, entries: Mapping[str, str]) -> None:
         super().__init__(cache)
-        self.formats, config = entries, cache.config
+        self.other_formats, config = entries, cache.config
         self.entry_tokens, self.k = int(config.compress_rates[kind]), int(config.index_topk)
         self.new: dict[str, Tensor] = {}
         """Entries of this forward pass, (batch, entries, dim)."""
-        self.shards: Shards | None = None
+        self.sequence: ShardedSequence | None = None
         self.attends_locally = False
         """True if queries attend on their own rank, where the entries of all ranks are made."""
         self.query_positions: Tensor | None = None
@@ -65,24 +65,24 @@ class CompressedLayer(TailLayer):
         pending = JoinedKV(key_states, value_states, self)
         return pending, pending
 
-    def begin_entries(self, new: int, shards: Shards | None) -> None:
+    def begin_entries(self, new: int, sequence: ShardedSequence | None) -> None:
         """Begin a forward pass of new tokens on this rank, before the model compresses them."""
-        self.shards = shards
-        self.attends_locally = shards is not None and not shards.has_prefix
-        if shards is not None and self.attends_locally:
-            self.query_positions = shards.positions()
+        self.sequence = sequence
+        self.attends_locally = sequence is not None and not sequence.has_prefix
+        if sequence is not None and self.attends_locally:
+            self.query_positions = sequence.positions()
         else:
-            tokens = new if shards is None else shards.length
+            tokens = new if sequence is None else sequence.length
             self.query_positions = self.get_seq_length() + torch.arange(tokens, device="cpu")
 
     def store_compression_weights(self, name: str, kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, int]:
         """Return what whole blocks of tokens are compressed of, and their first token. Keep the rest."""
         rows = torch.cat((kv, gate), -1)
-        rows = rows if self.shards is None else self.shards.all_tokens(rows)
+        rows = rows if self.sequence is None else self.sequence.gather_tokens(rows)
         rows = torch.cat((self.tensors[name], rows), 1) if name in self.tensors else rows
         blocks_stop = rows.shape[1] // self.entry_tokens * self.entry_tokens
         self.tensors[name] = rows[:, blocks_stop:].clone()
-        first = self.others[name].length * self.entry_tokens if name in self.others else 0
+        first = self.other_kvs[name].length * self.entry_tokens if name in self.other_kvs else 0
         kv, gate = rows[:, :blocks_stop].chunk(2, -1)
         return kv, gate, first
 
@@ -106,7 +106,7 @@ class CompressedLayer(TailLayer):
     @torch.no_grad()
     def select(self, score: Score, operands: Sequence[Tensor]) -> None:
         """Select the best entries of each query, of operands of this rank's tokens."""
-        index = self.others["indexer"]
+        index = self.other_kvs["indexer"]
         seen = self._seen().to(operands[0].device)
         k = min(self.k, index.length)
         last = seen - 1
@@ -119,7 +119,7 @@ class CompressedLayer(TailLayer):
             candidates = indexer_top_k(score, operands, IndexKeys(keys, positions, positions[None]), *bounds, k)
             indices = unpack_candidates(candidates)[1]
         else:
-            all_operands = operands if self.shards is None else [self.shards.all_tokens(x) for x in operands]
+            all_operands = operands if self.sequence is None else [self.sequence.gather_tokens(x) for x in operands]
             indices = top_k_tokens(index, score, all_operands, k, last=last)
         self.selected = Selection(indices[:, None])
 
@@ -130,7 +130,7 @@ class CompressedLayer(TailLayer):
 
     def attend_other_keys(self, q: Tensor, scale: float | None) -> Partial | None:
         """Return attention of the queries over the entries on this rank; None if there are no entries yet."""
-        entries = self.others["compressor"]
+        entries = self.other_kvs["compressor"]
         parts = [self._attend(q, *held, scale) for held in self._held(entries)] if entries.length else []
         self.new = {}
         return merge_partials(parts) if parts else None
@@ -151,12 +151,12 @@ class CompressedLayer(TailLayer):
             new = self.new["compressor"]
             return [(new[:, None], torch.arange(new.shape[1], device="cpu"))]
         view = entries.shard.view
-        shards = [(shard, int(shard.device_counts[USED])) for shard in (*view.earlier_pieces, view)]
-        return [(shard.keys[:, :, :count], shard.token_index[:count].cpu()) for shard, count in shards]
+        pieces = [(shard, int(shard.device_counts[USED])) for shard in (*view.earlier_pieces, view)]
+        return [(shard.keys[:, :, :count], shard.token_index[:count].cpu()) for shard, count in pieces]
 
 
 def check_entries(
-    module: nn.Module, pending: PendingKV | None, shards: Shards | None, token_mask: Tensor | None
+    module: nn.Module, pending: PendingKV | None, sequence: ShardedSequence | None, token_mask: Tensor | None
 ) -> None:
     """Raise unless the entries of a layer that attends to compressed tokens are in a cache of shards.
 
@@ -170,7 +170,7 @@ def check_entries(
         expected = "a ShardedCache, which keeps the entries of compressed tokens"
         fix = 'call hf.generate; to train, call model.set_attn_implementation("eager"), on one device'
         raise KernelError(f"{SUBJECT} past_key_values", expected, "another cache, or none", fix)
-    if layer.query_positions is None or layer.shards is not shards:
+    if layer.query_positions is None or layer.sequence is not sequence:
         raise KernelError(*UNPREPARED)
     if token_mask is not None:
         expected = "sequences without padding in a model that compresses tokens"

@@ -10,7 +10,7 @@ from attnmesh.decoding.index_search import top_k_tokens
 from attnmesh.errors import KernelError
 from attnmesh.hf.cache.layer import ShardedLayer, TailLayer, store_shard
 from attnmesh.hf.models import SUBJECT
-from attnmesh.hf.shards import Shards
+from attnmesh.hf.sharded_sequence import ShardedSequence
 from attnmesh.hf.sparse.scores import IndexScores
 from attnmesh.hf.sparse.select import KeyScores, select_in_shards
 from attnmesh.mesh_attention.sharding import shard
@@ -19,7 +19,7 @@ from attnmesh.mesh_attention.sharding import shard
 class IndexedLayer(ShardedLayer):
     """Keys and values of one layer, or its latents, and the keys of its indexer, in a cache of the same tokens."""
 
-    formats: Mapping[str, str] = {"index": "none"}
+    other_formats: Mapping[str, str] = {"index": "none"}
     index_is_stored = True
     """True if index keys are stored as the cache's keys are."""
 
@@ -46,25 +46,25 @@ class IndexedLayer(ShardedLayer):
         assert self.new_index_keys is not None
         new = self.new_index_keys[:, None]
         spec = scores.spec
-        shards: Shards | None = spec.shards
-        tokens = new.shape[2] if shards is None else shards.length
+        sequence: ShardedSequence | None = spec.sequence
+        tokens = new.shape[2] if sequence is None else sequence.length
         storage = self.cache.storage if self.index_is_stored else None
         index = self.reserve_other("index", new, tokens, storage=storage)
-        if shards is None:
+        if sequence is None:
             index.append(new, token_mask=None if spec.token_mask is None else spec.token_mask[:, -tokens:])
             return self._best(scores, scores.operands, k)
         if scores.whole:
-            index.append(new, token_mask=shards.token_mask)
+            index.append(new, token_mask=sequence.token_mask)
         else:
-            store_shard(index, new, None, shards)
-        if not shards.has_prefix:
-            return select_in_shards(scores, new[:, 0], shards, k)
-        operands = [shards.all_tokens(x) for x in scores.operands]
-        return shard(self._best(scores, operands, k), shards.mesh, layout=shards.layout, dim=-2)
+            store_shard(index, new, None, sequence)
+        if not sequence.has_prefix:
+            return select_in_shards(scores, new[:, 0], sequence, k)
+        operands = [sequence.gather_tokens(x) for x in scores.operands]
+        return shard(self._best(scores, operands, k), sequence.mesh, layout=sequence.layout, dim=-2)
 
     def _best(self, scores: KeyScores, operands: Sequence[Tensor], k: int) -> Tensor:
         """Return the best k stored tokens of each query, of the operands of the last tokens."""
-        return top_k_tokens(self.others["index"], scores.run, operands, k, mask=scores.spec.mask, block=scores.block)
+        return top_k_tokens(self.other_kvs["index"], scores.run, operands, k, mask=scores.spec.mask, block=scores.block)
 
 
 class PooledLayer(TailLayer, IndexedLayer):
@@ -82,9 +82,9 @@ class PooledLayer(TailLayer, IndexedLayer):
     @property
     def lengths(self) -> Tensor | int:
         """Tokens of each sequence."""
-        return self.others["index"].lengths if self.others else 0
+        return self.other_kvs["index"].lengths if self.other_kvs else 0
 
-    def with_earlier(self, rows: Tensor, count: int) -> Tensor:
+    def join_earlier(self, rows: Tensor, count: int) -> Tensor:
         """Return rows of all new tokens (batch, tokens, width) after those of the tokens before them. Keep the last."""
         earlier = self.tensors.get("rows", rows.new_zeros(len(rows), count, rows.shape[2]))
         joined = torch.cat((earlier, rows), 1)

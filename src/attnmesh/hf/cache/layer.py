@@ -14,7 +14,7 @@ from attnmesh.errors import InputError
 from attnmesh.guard.agreement import Agreement, is_capturing
 from attnmesh.hf.latent_states import check_projection, has_weight, latent_states, projection_of
 from attnmesh.hf.models import Opaque, check_implementation
-from attnmesh.hf.shards import Shards
+from attnmesh.hf.sharded_sequence import ShardedSequence
 from attnmesh.hf.transformers_names import CacheLayerMixin
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh_attention.latents import Latents, Projection
@@ -53,7 +53,7 @@ class PendingKV(Opaque):
 class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
     """Keys and values of one layer of a `ShardedCache`: a `KVCache`, made when the first tokens are stored."""
 
-    formats: Mapping[str, str] = {}
+    other_formats: Mapping[str, str] = {}
     """Names of the caches that the layer makes beside `kv`, and the `values=` of each."""
 
     entry_tokens = 1
@@ -67,7 +67,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.keys = self.values = Opaque()  # each rank holds a share: a model that reads them raises
         self.cache = cache  # the ShardedCache, whose file imports this one
         self.kv: KVCache | None = None
-        self.others: dict[str, KVCache] = {}
+        self.other_kvs: dict[str, KVCache] = {}
         """Other caches of the layer that have been made, with keys of one head."""
         self.projection: Projection | None = None
         self.latent_widths: tuple[int, int] | None = None
@@ -89,7 +89,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         pending = PendingKV(key_states, value_states, self)
         return pending, pending
 
-    def find_projection(self, module: nn.Module, pending: PendingKV) -> None:
+    def set_projection(self, module: nn.Module, pending: PendingKV) -> None:
         """Find the projection of the layer's latents. Raise unless the model expands them so, checked once."""
         if pending.latents is None or (self.projection is not None and not has_weight(module, pending.latents)):
             return
@@ -121,18 +121,18 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
             self.is_initialized = True
         elif self.cache.mesh is None and kv.sizes.hot is not None and kv.device.type != k.device.type:
             kv.move_hot(k.device)  # a folder was opened before the model's device was known
-        return self._with_room(kv, tokens)
+        return self._grow_if_full(kv, tokens)
 
     def reserve_other(self, name: str, new: Tensor, keys: int, **options: Any) -> KVCache:
         """Return another cache with space for more keys, counted over all ranks.
 
         `new` has the shape (batch, 1, keys, dim). `options` are those of `KVCache`.
         """
-        kv = _cache_to_extend(self.others.get(name), new.shape[0])
+        kv = _cache_to_extend(self.other_kvs.get(name), new.shape[0])
         if kv is None:
-            options["values"] = self.formats[name]
-            kv = self.others[name] = self._new_cache(new, keys, per=self.entry_tokens, **options)
-        return self._with_room(kv, keys)
+            options["values"] = self.other_formats[name]
+            kv = self.other_kvs[name] = self._new_cache(new, keys, per=self.entry_tokens, **options)
+        return self._grow_if_full(kv, keys)
 
     def _new_cache(self, new: Tensor, keys: int, *, per: int = 1, **options: Any) -> KVCache:
         """Return an empty cache for keys like new ones, with space for so many. Each stands for `per` tokens."""
@@ -144,7 +144,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         options["folder"] = self.cache.folder_of(self)
         return KVCache(self.cache.mesh, **options)
 
-    def _with_room(self, kv: KVCache, keys: int) -> KVCache:
+    def _grow_if_full(self, kv: KVCache, keys: int) -> KVCache:
         """Return a cache that has grown if it may, and has no space for more keys."""
         if self.must_grow(kv, keys):
             kv.reserve(growth_capacity(kv.length + keys))
@@ -153,28 +153,28 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def kvs(self) -> list[KVCache]:
         """The caches of the layer that have been made."""
-        return [kv for kv in (self.kv, *self.others.values()) if kv is not None]
+        return [kv for kv in (self.kv, *self.other_kvs.values()) if kv is not None]
 
     @property
     def token_counts(self) -> list[int]:
         """Tokens in the caches that count them, which an interrupted forward pass leaves unequal."""
-        return [self.get_seq_length(), *(kv.length for kv in self.others.values() if self.entry_tokens == 1)]
+        return [self.get_seq_length(), *(kv.length for kv in self.other_kvs.values() if self.entry_tokens == 1)]
 
     @property
     def tokens_per_key(self) -> list[int]:
         """Tokens that a key of each of the layer's caches stands for."""
-        return [1, *[self.entry_tokens] * len(self.formats)]
+        return [1, *[self.entry_tokens] * len(self.other_formats)]
 
     def set_kvs(self, kvs: Sequence[KVCache]) -> None:
         """Set the caches of the layer."""
         self.kv, *other_kvs = kvs
         self.is_initialized = True
-        self.others = dict(zip(self.formats, other_kvs, strict=True))
+        self.other_kvs = dict(zip(self.other_formats, other_kvs, strict=True))
 
     def map_kvs(self, function: Callable[[KVCache], KVCache]) -> None:
         """Replace each cache by a function of it."""
         self.kv = None if self.kv is None else function(self.kv)
-        self.others = {name: function(kv) for name, kv in self.others.items()}
+        self.other_kvs = {name: function(kv) for name, kv in self.other_kvs.items()}
 
     @property
     def cached(self) -> KVCache:
@@ -224,7 +224,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Drop all tokens."""
-        self.kv, self.others, self.is_initialized, self.projection = None, {}, False, None
+        self.kv, self.other_kvs, self.is_initialized, self.projection = None, {}, False, None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last tokens. Their number is given as a negative int, which the cache has checked."""
@@ -268,15 +268,16 @@ class TailLayer(ShardedLayer):
         self.tensors = {}
 
 
-def store_shard(kv: KVCache, k: Tensor, v: Tensor | None, shards: Shards) -> None:
+def store_shard(kv: KVCache, k: Tensor, v: Tensor | None, sequence: ShardedSequence) -> None:
     """Store the keys and values of all ranks' tokens in a cache, each rank those of its blocks."""
-    if isinstance(shards.layout, Striped):
-        queries = shards.length if shards.has_prefix else 1  # without a prefix, only later tokens attend to the cache
-        kv.append_shard(k, v, shards.positions(), token_mask=shards.token_mask, queries=queries)
+    if isinstance(sequence.layout, Striped):
+        # Without a prefix, only later tokens attend to the cache.
+        queries = sequence.length if sequence.has_prefix else 1
+        kv.append_shard(k, v, sequence.positions(), token_mask=sequence.token_mask, queries=queries)
         return
-    keys, values = (x if x is None else unshard(x, shards.mesh, layout=shards.layout) for x in (k, v))
+    keys, values = (x if x is None else unshard(x, sequence.mesh, layout=sequence.layout) for x in (k, v))
     assert keys is not None
-    kv.append(keys, values, token_mask=shards.token_mask)
+    kv.append(keys, values, token_mask=sequence.token_mask)
 
 
 def growth_capacity(tokens: int) -> int:

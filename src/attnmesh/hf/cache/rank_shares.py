@@ -18,7 +18,7 @@ from attnmesh.setup.measure_shares import measured_shares
 
 def shares_of(
     config: PreTrainedConfig,
-    mesh: DeviceMesh | None,
+    device_mesh: DeviceMesh | None,
     shares: Sequence[float] | str | None,
     capacity: int | None,
     storage: str | None,
@@ -26,7 +26,7 @@ def shares_of(
     """Return the ratios of the tokens of each rank; None for even shares. All ranks call it at once, to measure."""
     if isinstance(shares, str):
         needed = 0 if capacity is None else capacity * token_bytes(config, storage)
-        return measured_shares(RankMesh.of(mesh), device_for(mesh, None), needed)
+        return measured_shares(RankMesh.of(device_mesh), device_for(device_mesh, None), needed)
     return None if shares is None else tuple(shares)
 
 

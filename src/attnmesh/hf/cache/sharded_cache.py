@@ -97,7 +97,7 @@ class ShardedCache(FolderLayers):
         folder: str | Path | None = None,
         hot: int | None = None,
     ) -> None:
-        axes = RankMesh.of(mesh)
+        rank_mesh = RankMesh.of(mesh)
         self.settings = CacheSettings(
             capacity=capacity,
             block=block,
@@ -117,12 +117,12 @@ class ShardedCache(FolderLayers):
             hot=hot,
         )
         """Arguments of the cache. Attributes of their names have what follows from them."""
-        with Agreement(axes, "ShardedCache", vars(self.settings)):
-            self.settings.check(config, axes.shape)
+        with Agreement(rank_mesh, "ShardedCache", vars(self.settings)):
+            self.settings.check(config, rank_mesh.shape)
         self.config = config.get_text_config(decoder=True)
         self.stock_window = None if getattr(self.config, "layer_types", None) else window_of(config)
         """Tokens that the model's stock cache keeps in all layers; None if it keeps all, or differs by layer."""
-        self.mesh, self.ranks = mesh, axes.ranks
+        self.mesh, self.ranks = mesh, rank_mesh.ranks
         self.capacity = None if capacity is None else int(capacity)
         self.block = int(block or BLOCK)
         self.block_is_free = block is None and not reproducible

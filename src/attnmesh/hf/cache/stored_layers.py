@@ -190,7 +190,7 @@ class StoredLayers(Cache):  # type: ignore[misc]
                 expected, fix = "the states of this model", "pass the configuration of the model that was saved"
                 raise StoreError("load", expected, f"{names} of layer {number} in {path}", fix)
 
-    def make(self, layers: Sequence[CacheConfig], tokens: int, device: torch.device) -> list[KVCache]:
+    def make_kvs(self, layers: Sequence[CacheConfig], tokens: int, device: torch.device) -> list[KVCache]:
         """Make the empty caches of all layers, with space for so many tokens, to be filled. Every rank calls it."""
         options = self._kv_options
         capacity = growth_capacity(tokens) if self.capacity is None else self.capacity

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnmesh.hf.family import ATTENTION_FIELDS, Family, LayerKind, Part
+from attnmesh.hf.family import ATTENTION_FIELDS, Family, LayerKind, SubclassedModule
 from attnmesh.hf.shard_tensors import ShardPositions
 from attnmesh.hf.sparse.entries import IndexEntries
 
@@ -38,13 +38,13 @@ class EntryCompressor:
     def forward(
         self, hidden_states: Tensor, q_residual: Tensor, position_ids: Tensor, past_key_values: Any, layer_idx: int
     ) -> Any:
-        """Return what the model's compressor returns, after its layer of the cache knows the shards."""
+        """Return what the model's compressor returns, after its layer of the cache knows the sequence."""
         layer: Any = None if past_key_values is None else past_key_values.layers[layer_idx]
         if hasattr(layer, "begin_entries"):
-            shards = None
+            sequence = None
             if isinstance(position_ids, ShardPositions) and not position_ids.whole:
-                shards = position_ids.shards
-            layer.begin_entries(hidden_states.shape[1], shards)
+                sequence = position_ids.sequence
+            layer.begin_entries(hidden_states.shape[1], sequence)
         return super().forward(hidden_states, q_residual, position_ids, past_key_values, layer_idx)  # type: ignore[misc]
 
 
@@ -69,12 +69,12 @@ FAMILIES = (
             "compressed_sparse_attention": LayerKind(entries={"compressor": "prefix", "indexer": "none"}),
             "heavily_compressed_attention": LayerKind(entries={"compressor": "prefix"}),
         },
-        parts={
-            "DeepseekV4CSACompressor": Part(
+        subclassed={
+            "DeepseekV4CSACompressor": SubclassedModule(
                 EntryCompressor, _COMPRESSES, (*_STORES, "update_overlap_state", "indexer", "new_full")
             ),
-            "DeepseekV4HCACompressor": Part(EntryCompressor, _COMPRESSES, _STORES),
-            "DeepseekV4IndexerScorer": Part(
+            "DeepseekV4HCACompressor": SubclassedModule(EntryCompressor, _COMPRESSES, _STORES),
+            "DeepseekV4IndexerScorer": SubclassedModule(
                 EntryScorer, ("self", "q", "compressed_kv", "hidden_states"), ("weights_proj", "relu"), is_alone=True
             ),
         },

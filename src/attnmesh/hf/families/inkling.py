@@ -19,7 +19,7 @@ from attnmesh.hf.family import (
 )
 from attnmesh.hf.models import ATTN_IMPLEMENTATION, SUBJECT
 from attnmesh.hf.recurrent.convolution import CONVOLUTION_SOURCE
-from attnmesh.hf.shards import Shards
+from attnmesh.hf.sharded_sequence import ShardedSequence
 from attnmesh.hf.transformers_names import stock_of, subclass
 
 ARGUMENTS = ("self", "relative_states", "query_positions", "key_positions")
@@ -73,14 +73,14 @@ def restore_relative(module: Any) -> None:
         del module.config
 
 
-def near_bias(module: Any, bias: Tensor | None, shards: Shards | None) -> Tensor | None:
+def near_bias(module: Any, bias: Tensor | None, sequence: ShardedSequence | None) -> Tensor | None:
     """Return the bias of each query and distance, from what the relative positions of a layer returned.
 
     Those of a model that is not prepared return it for each query and key. The queries are the last keys.
     """
     if bias is None or isinstance(module.rel_logits_proj, NearLogits):
         return bias
-    if shards is not None:
+    if sequence is not None:
         fix = "call hf.generate, or the model with what hf.shard_batch returns"
         raise KernelError(f"{SUBJECT} position_bias", "a model prepared for a mesh", "another one", fix)
     queries = bias.shape[3] - bias.shape[2] + torch.arange(bias.shape[2], device=bias.device)
@@ -88,7 +88,7 @@ def near_bias(module: Any, bias: Tensor | None, shards: Shards | None) -> Tensor
     return bias.gather(-1, keys.clamp(0, bias.shape[3] - 1).expand(*bias.shape[:2], -1, -1))
 
 
-def temperature(layer: Any, shards: Shards) -> Tensor | None:
+def temperature(layer: Any, sequence: ShardedSequence) -> Tensor | None:
     """Return the scale of queries by their positions, over that by their places in a run, (tokens,)."""
     if not adds_bias(layer) or layer.is_sliding or (floor := layer.config.log_scaling_n_floor) is None:
         return None
@@ -97,8 +97,8 @@ def temperature(layer: Any, shards: Shards) -> Tensor | None:
         growth = torch.log(((positions + 1.0) / floor).clamp(min=1.0))
         return (1.0 + layer.config.log_scaling_alpha * growth).double()  # of numbers in float32, as stock
 
-    positions = shards.positions()
-    ratio: Tensor = scale(positions) / scale(shards.start + torch.arange(len(positions), device="cpu"))
+    positions = sequence.positions()
+    ratio: Tensor = scale(positions) / scale(sequence.start + torch.arange(len(positions), device="cpu"))
     return ratio
 
 

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from attnmesh.hf.family import ATTENTION_FIELDS, Family
-from attnmesh.hf.shards import Shards
+from attnmesh.hf.sharded_sequence import ShardedSequence
 
 
-def temperature(layer: Any, shards: Shards) -> Tensor | None:
+def temperature(layer: Any, sequence: ShardedSequence) -> Tensor | None:
     """Return the scale of queries by their positions, over that by their places in a run, (tokens,)."""
     if not getattr(layer, "attn_temperature_tuning", False) or getattr(layer, "use_rope", True):
         return None
@@ -18,9 +18,9 @@ def temperature(layer: Any, shards: Shards) -> Tensor | None:
         growth = torch.log1p(torch.floor((positions.float() + 1.0) / layer.floor_scale))
         return (growth * layer.attn_scale + 1.0).double()  # of numbers in float32, as stock
 
-    tokens = shards.positions()
-    positions = tokens - shards.documents.bounds(tokens)[0]  # in each token's document
-    ratio: Tensor = scale(positions) / scale(shards.start + torch.arange(len(tokens), device="cpu"))
+    tokens = sequence.positions()
+    positions = tokens - sequence.documents.bounds(tokens)[0]  # in each token's document
+    ratio: Tensor = scale(positions) / scale(sequence.start + torch.arange(len(tokens), device="cpu"))
     return ratio
 
 

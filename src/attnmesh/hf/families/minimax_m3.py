@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnmesh.core.selection import NO_INDEX, Selection
 from attnmesh.errors import KernelError, MaskError
-from attnmesh.hf.family import ATTENTION_FIELDS, INDEXED, Family, LayerKind, Part
+from attnmesh.hf.family import ATTENTION_FIELDS, INDEXED, Family, LayerKind, SubclassedModule
 from attnmesh.hf.models import SUBJECT, Opaque
 from attnmesh.hf.shard_tensors import ShardPositions
 from attnmesh.hf.sparse.select import ShardKeys
@@ -48,8 +48,8 @@ class BlockScores(Opaque):
 
 def check_unpadded(spec: Any) -> None:
     """Raise for padding and packed sequences: the model counts them in its blocks, but not in its positions."""
-    masks = [spec.token_mask, *([] if spec.shards is None else [spec.shards.token_mask])]
-    packed = spec.shards is not None and spec.shards.documents.depends_on_length
+    masks = [spec.token_mask, *([] if spec.sequence is None else [spec.sequence.token_mask])]
+    packed = spec.sequence is not None and spec.sequence.documents.depends_on_length
     fits = not packed and all(mask is None for mask in masks)
     if not fits:
         expected = "one sequence a row without padding, in a model that selects blocks"
@@ -76,9 +76,9 @@ class BlockIndexer:
     ) -> Any:
         """Return the scores of its keys, and with a cache of transformers the selected blocks."""
         indexer: Any = self
-        shards = position_ids.shards if isinstance(position_ids, ShardPositions) else None
+        sequence = position_ids.sequence if isinstance(position_ids, ShardPositions) else None
         layer = None if past_key_values is None else past_key_values.layers[indexer.layer_idx]
-        source: Any = ShardKeys(shards) if layer is None and shards is not None else layer
+        source: Any = ShardKeys(sequence) if layer is None and sequence is not None else layer
         if not hasattr(source, "select"):
             return super().forward(hidden_states, position_embeddings, past_key_values, position_ids)  # type: ignore[misc]
         with torch.no_grad():
@@ -97,7 +97,7 @@ def selected_blocks(module: Any, blocks: Any, spec: Any) -> Selection:
     """Return the selection of a layer, from `BlockScores`, or on one device from the blocks that the model selected."""
     if isinstance(blocks, BlockScores):
         return blocks.selected(spec)
-    if spec.shards is not None:
+    if spec.sequence is not None:
         expected, given = "an indexer that keeps its keys in the cache", "one that scores the keys of a shard alone"
         raise KernelError(f"{SUBJECT} indexer", expected, given, "call hf.generate, or update attnmesh")
     check_unpadded(spec)
@@ -109,7 +109,7 @@ def _size(config: Any, counts: Mapping[str, int], kv_heads: int) -> Selected:
     return Selected(*sizes, block=config.index_block_size, heads=kv_heads, **counts)
 
 
-INDEXER = Part(
+INDEXER = SubclassedModule(
     BlockIndexer,
     ("self", "hidden_states", "position_embeddings", "past_key_values", "position_ids"),
     (
@@ -125,7 +125,7 @@ FAMILIES = (
         "output_router_logits rope_parameters",
         sources={"MiniMaxM3VLIndexer.forward": "eba1b211b25c"},
         layers={**INDEXED, "minimax_m3_sparse": LayerKind(indexed=True)},
-        parts={"MiniMaxM3VLIndexer": INDEXER},
+        subclassed={"MiniMaxM3VLIndexer": INDEXER},
         selection_argument="block_indices",
         read_selection=selected_blocks,
         planned_selection=_size,

@@ -20,7 +20,7 @@ from attnmesh.hf.family import (
     RECURRENT_STATES,
     Family,
     LayerKind,
-    Part,
+    SubclassedModule,
 )
 from attnmesh.hf.sparse.select import ShardKeys
 from attnmesh.hf.traced_mask import LayerMask
@@ -58,8 +58,8 @@ class PooledIndexer:
         ratio = indexer.compress_ratio
         spec: Any = attention_mask.spec() if is_ours else None
         layer = None if past_key_values is None else past_key_values.layers[indexer.layer_idx]
-        source: Any = ShardKeys(spec.shards) if is_ours and layer is None and spec.shards is not None else layer
-        if not (is_ours and hasattr(source, "with_earlier")):
+        source: Any = ShardKeys(spec.sequence) if is_ours and layer is None and spec.sequence is not None else layer
+        if not (is_ours and hasattr(source, "join_earlier")):
             args = hidden_states, position_embeddings, attention_mask, past_key_values
             return super().forward(*args)  # type: ignore[misc]
         attention_mask.allow_selection()
@@ -69,9 +69,9 @@ class PooledIndexer:
         rope = rope_of(indexer)
         q = rope(indexer.q_layernorm(q), cos=cos, sin=sin, unsqueeze_dim=2)
         rows = torch.cat((keys.squeeze(2), cos, sin), -1)
-        rows = rows if spec.shards is None else spec.shards.all_tokens(rows)
+        rows = rows if spec.sequence is None else spec.sequence.gather_tokens(rows)
         positions = _positions(source.lengths, rows, spec)
-        keys, cos, sin = source.with_earlier(rows, ratio - 1).split((keys.shape[-1], *[cos.shape[-1]] * 2), -1)
+        keys, cos, sin = source.join_earlier(rows, ratio - 1).split((keys.shape[-1], *[cos.shape[-1]] * 2), -1)
         means = keys.unfold(1, ratio, 1).float().mean(-1).to(keys.dtype)
         first = slice(0, means.shape[1])  # a mean stands where its block begins
         means = rope(indexer.k_layernorm(means)[:, :, None], cos=cos[:, first], sin=sin[:, first], unsqueeze_dim=2)
@@ -79,26 +79,26 @@ class PooledIndexer:
         bias = torch.zeros_like(means[..., 0]).masked_fill(~ends[..., None], -torch.inf)
         source.new_index_keys = torch.cat((means[:, :, 0], bias), -1)
         blocks = source.select(PooledScores(q, spec), indexer.block_topk)
-        if spec.shards is None:
+        if spec.sequence is None:
             tokens = source.get_seq_length() + torch.arange(rows.shape[1], device="cpu")
             own_positions = positions
         else:
-            tokens = spec.shards.positions()
-            own_positions = positions[:, tokens - spec.shards.start]
+            tokens = spec.sequence.positions()
+            own_positions = positions[:, tokens - spec.sequence.start]
         return Selection(_tokens(blocks, tokens.to(blocks), own_positions, ratio)[:, None])
 
 
 def _positions(lengths: Tensor | int, rows: Tensor, spec: Any) -> Tensor:
     """Return the position of each new token in its sequence or document, (batch, tokens), -1 for padding."""
-    mask = spec.token_mask if spec.shards is None else spec.shards.token_mask
+    mask = spec.token_mask if spec.sequence is None else spec.sequence.token_mask
     is_real = (
         rows.new_ones(rows.shape[:2], dtype=torch.bool) if mask is None else mask[:, -rows.shape[1] :].to(rows.device)
     )
     earlier = lengths[:, None].to(rows.device) if isinstance(lengths, Tensor) else lengths
     positions = (earlier + is_real.cumsum(1) - 1).masked_fill(~is_real, -1)
-    if spec.shards is None or not spec.shards.documents.depends_on_length:
+    if spec.sequence is None or not spec.sequence.documents.depends_on_length:
         return positions
-    first, _ = spec.shards.documents.bounds(torch.arange(positions.shape[1], device="cpu"))
+    first, _ = spec.sequence.documents.bounds(torch.arange(positions.shape[1], device="cpu"))
     in_document: Tensor = positions - first.to(positions.device)
     return in_document
 
@@ -118,7 +118,7 @@ def _size(config: Any, counts: Mapping[str, int], _: int) -> Selected:
     return Selected(config.indexer_budget // ratio, config.indexer_n_heads, width, block=ratio, **counts)
 
 
-INDEXER = Part(
+INDEXER = SubclassedModule(
     PooledIndexer,
     ("self", "hidden_states", "position_embeddings", "attention_mask", "past_key_values"),
     (
@@ -139,7 +139,7 @@ FAMILIES = (
         uses=(RECURRENT_STATES,),
         layers={**RECURRENT, "indexed_attention": LayerKind(indexed=True, pooled=True)},
         recurrences={"Qwen4ExpTextGatedDeltaNet": GATED_DELTA},
-        parts={"Qwen4ExpTextQSAIndexer": INDEXER},
+        subclassed={"Qwen4ExpTextQSAIndexer": INDEXER},
         planned_selection=_size,
     ),
 )

@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 
 from attnmesh.hf.family import ATTENTION_FIELDS, EXPERT_FIELDS, RECURRENT, RECURRENT_STATES, Family, Recurrence
 from attnmesh.hf.recurrent.chain import Chain, current_chain
-from attnmesh.hf.recurrent.prefill_states import PrefillStates, of_last_rank
+from attnmesh.hf.recurrent.prefill_states import PrefillStates, broadcast_last
 
 
 def compress(layer: Any, hidden_states: Tensor, conv_mask: Tensor | None = None, **_: Any) -> tuple[Tensor, ...]:
@@ -50,7 +50,7 @@ class CompressedStates(PrefillStates):
 
     def store(self, chain: Chain) -> None:
         """Store the states after the last part in the cache of every rank."""
-        conv, last = (of_last_rank(x[..., 1:], chain) for x in chain.leaving)
+        conv, last = (broadcast_last(x[..., 1:], chain) for x in chain.leaving)
         blank = self.layer.v_proj_delayed(last.new_zeros(1, self.layer.hidden_size))
         self.cache.update_conv_state(conv, self.layer.layer_idx)
         self.cache.update_recurrent_state(last[..., 0] + blank, self.layer.layer_idx)

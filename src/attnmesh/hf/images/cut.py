@@ -15,10 +15,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from attnmesh.errors import KernelError
-from attnmesh.hf.images.image_merge import SET_HERE, select, text_arguments
+from attnmesh.hf.images.image_merge import SET_HERE, cut_argument, text_arguments
 from attnmesh.hf.layer_mask import USE_SDPA, MaskSpec
 from attnmesh.hf.shard_tensors import ShardMask, ShardPositions, WholeIds, WholeMask
-from attnmesh.hf.shards import Shards
+from attnmesh.hf.sharded_sequence import ShardedSequence
 
 CUTTING: WeakSet[nn.Module] = WeakSet()
 """Text models that cut whole sequences with images. The mask says which are."""
@@ -42,38 +42,42 @@ def prepare_text_model(running: Sequence[nn.Module]) -> None:
 def _cut(name: str, decoder: nn.Module, args: tuple[Any, ...], arguments: dict[str, Any]) -> Any:
     """Return the arguments of this rank's tokens, if the mask is of a whole sequence with images."""
     mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
-    if (shards := _whole(mask)) is None:
+    if (sequence := _sequence_to_cut(mask)) is None:
         return None
     text_inputs = text_arguments(
         "train images", name, decoder, arguments if not args else {**arguments, "positional arguments": args}
     )
-    shards.forward_pass.begin()
-    shards.forward_pass.has_positions = True
+    sequence.forward_pass.begin()
+    sequence.forward_pass.has_positions = True
     if isinstance(ids := text_inputs.get("input_ids"), WholeIds):
         text_inputs["input_ids"] = ids.plain()
-    index = shards.positions().to(next(x for x in text_inputs.values() if isinstance(x, torch.Tensor)).device)
-    positions = torch.arange(shards.length, device=index.device)[None] if positions is None else positions
-    shard_inputs = {key: select(key, value, index, text_inputs) for key, value in text_inputs.items()}
-    shard_inputs["position_ids"] = ShardPositions.of(positions[..., index], shards=shards, last=int(positions.max()))
-    shard_inputs["attention_mask"] = _local(mask, index)
+    index = sequence.positions().to(next(x for x in text_inputs.values() if isinstance(x, torch.Tensor)).device)
+    positions = torch.arange(sequence.length, device=index.device)[None] if positions is None else positions
+    shard_inputs = {key: cut_argument(key, value, index, text_inputs) for key, value in text_inputs.items()}
+    shard_inputs["position_ids"] = ShardPositions.of(
+        positions[..., index], sequence=sequence, last=int(positions.max())
+    )
+    shard_inputs["attention_mask"] = _cut_mask(mask, index)
     passed_on = {key: value for key, value in arguments.items() if key in SET_HERE and key != "cache_position"}
     return (), {**passed_on, **shard_inputs}
 
 
-def _whole(mask: Any) -> Shards | None:
-    """Return the shards that a mask of a whole sequence is to be cut into; None for all other masks."""
+def _sequence_to_cut(mask: Any) -> ShardedSequence | None:
+    """Return the sequence of a mask that is to be cut into shards; None for all other masks."""
     if isinstance(mask, dict):
-        return next((shards for kind_mask in mask.values() if (shards := _whole(kind_mask)) is not None), None)
+        return next(
+            (sequence for kind_mask in mask.values() if (sequence := _sequence_to_cut(kind_mask)) is not None), None
+        )
     if isinstance(mask, WholeMask):
-        return mask.shards
-    is_whole = isinstance(mask, MaskSpec) and mask.shards is not None and mask.q_length == mask.shards.length
-    return mask.shards if is_whole and not mask.shards.cached else None
+        return mask.sequence
+    is_whole = isinstance(mask, MaskSpec) and mask.sequence is not None and mask.q_length == mask.sequence.length
+    return mask.sequence if is_whole and not mask.sequence.cached else None
 
 
-def _local(mask: Any, index: torch.Tensor) -> Any:
+def _cut_mask(mask: Any, index: torch.Tensor) -> Any:
     """Return the part of a mask, or of the masks of several kinds of layers, for the tokens of these indices."""
     if isinstance(mask, dict):
-        return {kind: _local(kind_mask, index) for kind, kind_mask in mask.items()}
+        return {kind: _cut_mask(kind_mask, index) for kind, kind_mask in mask.items()}
     if isinstance(mask, MaskSpec):
         return replace(mask, q_length=len(index))
-    return ShardMask.of(mask.plain()[:, index], shards=mask.shards) if isinstance(mask, WholeMask) else mask
+    return ShardMask.of(mask.plain()[:, index], sequence=mask.sequence) if isinstance(mask, WholeMask) else mask

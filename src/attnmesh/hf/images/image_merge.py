@@ -17,7 +17,7 @@ from attnmesh.errors import InputError, KernelError, MaskError, ShapeError
 from attnmesh.hf.images.inputs import IMAGE_INPUTS, ImageTokens, PositionShift, check_cross_mask, fingerprints_of
 from attnmesh.hf.images.spans import Span
 from attnmesh.hf.layer_mask import ONE_PROMPT, SAME_PLACES, USE_SDPA, MaskSpec
-from attnmesh.hf.shards import Shards
+from attnmesh.hf.sharded_sequence import ShardedSequence
 
 PER_TOKEN = {
     *("inputs_embeds", "per_layer_inputs", "visual_pos_masks", "vision_mask", "image_mask"),
@@ -81,17 +81,17 @@ class MergedPrompt:
         places = self.image_tokens.is_image.nonzero()
         return PositionShift(int(places[-1, 1]) + 1 if len(places) else 0, last + 1 - length)
 
-    def mask(self, tokens: int, first: int, shards: Shards | None) -> Any:
-        """Return the masks of some tokens from `first` on: of all ranks', or of this rank's share of `shards`."""
+    def mask(self, tokens: int, first: int, sequence: ShardedSequence | None) -> Any:
+        """Return the masks of some tokens from `first` on: of all ranks', or of this rank's share of `sequence`."""
         masks = {
-            kind: replace(mask, q_length=tokens, q_offset=first, shards=shards, token_mask=None, left_padding=None)
+            kind: replace(mask, q_length=tokens, q_offset=first, sequence=sequence, token_mask=None, left_padding=None)
             for kind, mask in self.masks.items()
         }
         return masks.get("", masks)
 
     def run(self, index: Tensor, **options: Any) -> None:
         """Run the text model on the tokens of these indices."""
-        part = {name: select(name, value, index, self.arguments) for name, value in self.arguments.items()}
+        part = {name: cut_argument(name, value, index, self.arguments) for name, value in self.arguments.items()}
         self.decoder(**part, use_cache=True, **options)
 
 
@@ -189,7 +189,7 @@ def _reach(model: PreTrainedModel, decoder: nn.Module, arguments: dict[str, Any]
     return {}
 
 
-def select(name: str, value: Any, index: Tensor, arguments: Mapping[str, Any]) -> Any:
+def cut_argument(name: str, value: Any, index: Tensor, arguments: Mapping[str, Any]) -> Any:
     """Return the part of an argument that belongs to tokens: its values, or the features of its image tokens."""
     if name == FEATURES:
         return value

@@ -69,7 +69,7 @@ def split_images(model: Any, options: Mapping[str, Any]) -> tuple[dict[str, Any]
     """Return the inputs for images, and all other options."""
     names = image_inputs(model)
     images = {name: value for name, value in options.items() if name in names}
-    return unless_text(images), {name: value for name, value in options.items() if name not in names}
+    return none_if_all_text(images), {name: value for name, value in options.items() if name not in names}
 
 
 def check_cross_mask(subject: str, ids: Tensor, images: Mapping[str, Any]) -> None:
@@ -85,13 +85,13 @@ def check_cross_mask(subject: str, ids: Tensor, images: Mapping[str, Any]) -> No
         raise ShapeError(subject, expected, f"{tuple(torch.as_tensor(mask).shape)}", OWN_PROCESSOR)
 
 
-def unless_text(images: Mapping[str, Any]) -> dict[str, Any]:
+def none_if_all_text(images: Mapping[str, Any]) -> dict[str, Any]:
     """Return inputs for images; none if they say no more than that all tokens are text."""
     is_text = images.keys() <= TOKEN_TYPES and not any(torch.as_tensor(types).any() for types in images.values())
     return {} if is_text else {**images}
 
 
-def on_model(images: Mapping[str, Any], model: Any) -> dict[str, Any]:
+def images_for_model(images: Mapping[str, Any], model: Any) -> dict[str, Any]:
     """Return inputs for images on the model's device, pixels in its dtype."""
     return {
         name: x.to(model.device, model.dtype if x.is_floating_point() and name not in FRAME_SECONDS else None)

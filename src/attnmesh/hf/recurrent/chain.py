@@ -61,11 +61,15 @@ class Chain:
     """
 
     def __init__(self, parts: ChainParts, entering: Sequence[Tensor] | None = None, kept: int = 0) -> None:
-        self.axis, self.owners, self.lengths, document_lengths, self.before, self.resets = parts
+        self.axis = parts.axis
+        self.owners = parts.owners
+        self.lengths = parts.lengths
+        self.before = parts.before
+        self.resets = parts.resets
         self.kept = kept
         self.index = self.owners.index(self.axis.index)
         self.tokens = self.lengths[self.index]
-        self.document_lengths = document_lengths if self.tokens else [1]
+        self.document_lengths = parts.document_lengths if self.tokens else [1]
         """Tokens of each document among those that the layer computes: a rank without tokens computes one of zeros."""
         self.continues = entering is not None
         self._entering = deque(entering or ())
@@ -221,12 +225,12 @@ def running(chain: AnyChain) -> Iterator[AnyChain]:
 
 
 @cached_per_world(64)
-def parts_of(layout: Layout, length: int, mesh: DeviceMesh | None, mask: Mask = Full()) -> list[ChainParts]:
+def parts_of(layout: Layout, length: int, device_mesh: DeviceMesh | None, mask: Mask = Full()) -> list[ChainParts]:
     """Return the parts of each chain of a layout, early parts before late ones."""
     all_parts = []
     begin = 0
     first_tokens = mask.document_edges(0, length)
-    for axis, owners, lengths in _chains(layout, length, mesh):
+    for axis, owners, lengths in _chains(layout, length, device_mesh):
         edges = [*accumulate(lengths, initial=begin)]
         index = owners.index(axis.index)
         own_parts = ChainParts(axis, owners, lengths, document_lengths_of(mask, *edges[index : index + 2]))
@@ -244,9 +248,9 @@ def document_lengths_of(mask: Mask, start: int, stop: int) -> list[int]:
     return [after - first for first, after in pairwise(mask.document_edges(start, stop))]
 
 
-def _chains(layout: Layout, length: int, mesh: DeviceMesh | None) -> list[tuple[Axis, list[int], list[int]]]:
+def _chains(layout: Layout, length: int, device_mesh: DeviceMesh | None) -> list[tuple[Axis, list[int], list[int]]]:
     """Return the axis, owners and lengths of each chain of a layout."""
-    axis, order = _chain_axis(mesh)
+    axis, order = _chain_axis(device_mesh)
     counts = [len(layout.positions(length, axis.size, shard)) for shard in range(axis.size)]
     if isinstance(layout, Contiguous | Split) or axis.size == 1:
         return [(axis, order, counts)]
@@ -260,13 +264,13 @@ def _chains(layout: Layout, length: int, mesh: DeviceMesh | None) -> list[tuple[
 
 
 @cached_per_world(64)
-def _chain_axis(mesh: DeviceMesh | None) -> tuple[Axis, list[int]]:
+def _chain_axis(device_mesh: DeviceMesh | None) -> tuple[Axis, list[int]]:
     """Return all ranks of a mesh as one axis, and the rank of each shard in it."""
-    axis = make_flat_axis(mesh, AXES)
-    if axis.size == 1 or mesh is None:
+    axis = make_flat_axis(device_mesh, AXES)
+    if axis.size == 1 or device_mesh is None:
         return axis, [0]
-    shape = RankMesh.of(mesh).shape
-    names = attention_dims(mesh)
+    shape = RankMesh.of(device_mesh).shape
+    names = attention_dims(device_mesh)
     sizes = dict(zip(AXES, shape, strict=True))
     shards = []  # by index of the flat axis
     for indices in product(*(range(sizes[name]) for name in names)):

@@ -51,13 +51,13 @@ class PrefillStates:
     def store(self, chain: Chain) -> None:
         """Store the states after the last part in the cache of every rank."""
         if self.conv is not None:
-            tail = of_last_rank(chain.leaving[0], chain)
+            tail = broadcast_last(chain.leaving[0], chain)
             self.cache.update_conv_state(tail, self.layer.layer_idx, **self.conv)
         if self.state is not None:
-            self.cache.update_recurrent_state(of_last_rank(self.state, chain), self.layer.layer_idx)
+            self.cache.update_recurrent_state(broadcast_last(self.state, chain), self.layer.layer_idx)
 
 
-def of_last_rank(x: Tensor, chain: Chain) -> Tensor:
+def broadcast_last(x: Tensor, chain: Chain) -> Tensor:
     """Return the tensor of the rank with the last part."""
     x = x.contiguous()
     if chain.axis.group is not None:

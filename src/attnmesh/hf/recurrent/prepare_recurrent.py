@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from attnmesh.errors import KernelError
 from attnmesh.hf.family import Recurrence, families
-from attnmesh.hf.layer_checks import check_same_weights
+from attnmesh.hf.layer_checks import compare_weights
 from attnmesh.hf.models import SUBJECT, num_mixing_calls, num_recurrent_layers
 from attnmesh.hf.pins import check_family
 from attnmesh.hf.recurrent.chain import Chain, HeadChain, document_lengths_of, parts_of, running
@@ -34,7 +34,7 @@ from attnmesh.hf.recurrent.functions import (
 )
 from attnmesh.hf.recurrent.prefill_states import PrefillStates
 from attnmesh.hf.shard_tensors import ShardPositions, ShardTensor
-from attnmesh.hf.shards import Shards
+from attnmesh.hf.sharded_sequence import ShardedSequence
 from attnmesh.hf.shared_weights import restore_shared
 from attnmesh.hf.sparse.prepare_indexer import restore_indexer
 from attnmesh.hf.transformers_names import TRANSFORMERS, stock_of, subclass
@@ -43,8 +43,8 @@ from attnmesh.hf.transformers_names import TRANSFORMERS, stock_of, subclass
 class RecurrentLayer:
     """First base of the subclasses that `prepare_layers` makes: a recurrent layer that can run on shards."""
 
-    shards_hook: "ShardsHook"
-    """The hook of the model, which has the shards of its present call."""
+    sequence_hook: "SequenceHook"
+    """The hook of the model, which has the sequence of its present call."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer on this rank's part of each chain of the layout."""
@@ -54,31 +54,31 @@ class RecurrentLayer:
         further = bound.arguments.pop("kwargs", {})
         arguments = {**bound.arguments, **further}
         arguments.pop("self")
-        shards = next((x for x in map(_shards_of, arguments.values()) if x is not None), None)
-        if shards is None and next(iter(arguments.values())).shape[1] == 1:
-            shards = self.shards_hook.shards  # transformers passes no mask with one token
-        if shards is None:
+        sequence = next((x for x in map(_sequence_of, arguments.values()) if x is not None), None)
+        if sequence is None and next(iter(arguments.values())).shape[1] == 1:
+            sequence = self.sequence_hook.sequence  # transformers passes no mask with one token
+        if sequence is None:
             return stock.forward(layer, *args, **kwargs)
-        shards.count_layer(type(layer).__name__, self.shards_hook.layers, recurrent=True)
-        if not shards.cached:
-            check_same_weights(layer, shards, next(iter(arguments.values())).device)
+        sequence.count_layer(type(layer).__name__, self.sequence_hook.layers, recurrent=True)
+        if not sequence.cached:
+            compare_weights(layer, sequence, next(iter(arguments.values())).device)
         arguments = {name: x.plain() if isinstance(x, ShardTensor) else x for name, x in arguments.items()}
         run = partial(forward_on_shards(stock), layer)
-        if shards.cached:
-            return _prefill(run, layer, arguments, shards)
+        if sequence.cached:
+            return _prefill(run, layer, arguments, sequence)
         arguments[_mask_name(arguments)] = None  # padding is on the right
-        train = _train_by_heads if shards.exchange == "heads" else _train
-        return train(run, layer, arguments, shards)
+        train = _train_by_heads if sequence.exchange == "heads" else _train
+        return train(run, layer, arguments, sequence)
 
 
-class ShardsHook:
-    """Hook before `forward` of a model and of the models inside of it, to keep the shards that these get."""
+class SequenceHook:
+    """Hook before `forward` of a model and of the models inside of it, to keep the sequence that these get."""
 
     def __init__(self, models: Sequence[nn.Module], layers: int) -> None:
         self.layers = layers
         """Layers of the model that mix tokens."""
-        self.shards: Shards | None = None
-        """The shards that the model was called with."""
+        self.sequence: ShardedSequence | None = None
+        """The sequence of whose shard the model was called."""
         self._hooks = [model.register_forward_pre_hook(self._before, with_kwargs=True) for model in models]
 
     def remove_hooks(self) -> None:
@@ -87,16 +87,16 @@ class ShardsHook:
             hook.remove()
 
     def _before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.shards = next((x for x in map(_shards_of, (*args, *kwargs.values())) if x is not None), None)
+        self.sequence = next((x for x in map(_sequence_of, (*args, *kwargs.values())) if x is not None), None)
 
 
-def _train(run: Callable[..., Any], layer: Any, arguments: dict[str, Any], shards: Shards) -> Any:
+def _train(run: Callable[..., Any], layer: Any, arguments: dict[str, Any], sequence: ShardedSequence) -> Any:
     """Return the layer's output for this rank's tokens: of a zigzag layout the early part, then the late one."""
     entering = None
     outputs = []
     first = 0
     per_token = _kind(layer).outputs
-    for parts in parts_of(shards.layout, shards.length, shards.mesh, shards.documents):
+    for parts in parts_of(sequence.layout, sequence.length, sequence.mesh, sequence.documents):
         with running(Chain(parts, entering)) as chain:
             outputs.append(_run_part(run, arguments, first, chain.tokens, per_token))
         first = first + chain.tokens
@@ -107,19 +107,19 @@ def _train(run: Callable[..., Any], layer: Any, arguments: dict[str, Any], shard
     return *joined, *outputs[0][per_token:]
 
 
-def _train_by_heads(run: Callable[..., Any], layer: Any, arguments: dict[str, Any], shards: Shards) -> Any:
+def _train_by_heads(run: Callable[..., Any], layer: Any, arguments: dict[str, Any], sequence: ShardedSequence) -> Any:
     """Return the layer's output for this rank's tokens. Its rule runs over the whole sequence for this rank's heads."""
-    parts = parts_of(shards.layout, shards.length, shards.mesh, shards.documents)
-    with running(HeadChain(type(layer).__name__, parts, document_lengths_of(shards.documents, 0, shards.length))):
+    parts = parts_of(sequence.layout, sequence.length, sequence.mesh, sequence.documents)
+    with running(HeadChain(type(layer).__name__, parts, document_lengths_of(sequence.documents, 0, sequence.length))):
         return run(**arguments)
 
 
-def _prefill(run: Callable[..., Any], layer: Any, arguments: dict[str, Any], shards: Shards) -> Any:
+def _prefill(run: Callable[..., Any], layer: Any, arguments: dict[str, Any], sequence: ShardedSequence) -> Any:
     """Return the layer's output for this rank's tokens. Every rank's cache gets the state after the last one's."""
-    (parts,) = parts_of(shards.layout, shards.length, shards.mesh)
+    (parts,) = parts_of(sequence.layout, sequence.length, sequence.mesh)
     name = next(name for name in CACHES if name in arguments)
     states = (_kind(layer).states or PrefillStates)(arguments[name], layer)
-    mask = None if shards.token_mask is None else shards.token_mask[:, shards.positions() - shards.start]
+    mask = None if sequence.token_mask is None else sequence.token_mask[:, sequence.positions() - sequence.start]
     arguments |= {name: states, _mask_name(arguments): mask}
     with running(Chain(parts, states.entering(), kept=1)) as chain:
         out = _run_part(run, arguments, 0, chain.tokens, _kind(layer).outputs)
@@ -148,15 +148,15 @@ def _kind(layer: Any) -> Recurrence:
     return recurrence_of(type(layer)) or NOTHING
 
 
-def _shards_of(value: object) -> Shards | None:
-    """Return the shards of a mask or of token ids. Positions have them in any prefill."""
+def _sequence_of(value: object) -> ShardedSequence | None:
+    """Return the sequence of a mask or of token ids. Positions have one in any prefill."""
     if isinstance(value, ShardPositions):
         return None
-    shards = getattr(value, "shards", None)
-    return shards if isinstance(shards, Shards) else None
+    sequence = getattr(value, "sequence", None)
+    return sequence if isinstance(sequence, ShardedSequence) else None
 
 
-def prepare_layers(model: nn.Module) -> list[ShardsHook]:
+def prepare_layers(model: nn.Module) -> list[SequenceHook]:
     """Make the recurrent layers of a model able to run on shards, unless they are. It may contain several models.
 
     Returns:
@@ -172,7 +172,7 @@ def prepare_layers(model: nn.Module) -> list[ShardsHook]:
     return [hook for outermost in outer or [model] if (hook := _prepare_model(outermost)) is not None]
 
 
-def _prepare_model(model: Any) -> ShardsHook | None:
+def _prepare_model(model: Any) -> SequenceHook | None:
     if isinstance(model, PreTrainedModel):
         check_family(model.config)
     layers = [layer for layer in model.modules() if recurrence_of(type(layer))]
@@ -187,14 +187,14 @@ def _prepare_model(model: Any) -> ShardsHook | None:
     if not new:
         return None
     models = [x for x in model.modules() if x is model or isinstance(x, PreTrainedModel)]
-    hook = ShardsHook(models, num_mixing_calls(model.config) if isinstance(model, PreTrainedModel) else 1)
+    hook = SequenceHook(models, num_mixing_calls(model.config) if isinstance(model, PreTrainedModel) else 1)
     for family in families().values():
         if family.prepare is not None:
             family.prepare(model)
     for layer in new:
         stock: type = type(layer)
         kind = _kind(layer)
-        layer.__class__, layer.shards_hook = subclass(stock, kind.base or RecurrentLayer), hook
+        layer.__class__, layer.sequence_hook = subclass(stock, kind.base or RecurrentLayer), hook
         if kind.convolution is not None:
             getattr(layer, kind.convolution).__class__ = ShardedConv1d
     return hook
@@ -202,7 +202,7 @@ def _prepare_model(model: Any) -> ShardsHook | None:
 
 def _is_prepared(layer: Any) -> bool:
     """Return whether a layer has a subclass that `prepare_layers` gave it."""
-    return isinstance(vars(layer).get("shards_hook"), ShardsHook)
+    return isinstance(vars(layer).get("sequence_hook"), SequenceHook)
 
 
 def restore(model: nn.Module) -> None:
@@ -234,8 +234,8 @@ def _restore_layers(model: nn.Module) -> None:
             module.__class__ = nn.Conv1d  # type: ignore[assignment]
         elif _is_prepared(module):
             module.__class__ = stock_of(module)
-            module.shards_hook.remove_hooks()
-            del module.shards_hook
+            module.sequence_hook.remove_hooks()
+            del module.sequence_hook
 
 
 @contextmanager

@@ -27,10 +27,10 @@ class CacheMemory:
         """Bytes of caches by rank, as of the last exchange."""
         self.evicted = 0
 
-    def measure(self, number: int) -> None:
+    def learn_footprint(self, cache_id: int) -> None:
         """Let the first cache that has tokens show the bytes of all."""
         if self.footprint is None:
-            self.footprint = Footprint.of(self.worker.caches[number])
+            self.footprint = Footprint.of(self.worker.caches[cache_id])
 
     def bytes_of(self, tokens: int, shared: int = 0) -> int:
         """Return the bytes of a cache of so many tokens; 0 before the first cache."""
@@ -38,12 +38,12 @@ class CacheMemory:
 
     def growth(self, request: EngineRequest, tokens: int) -> int:
         """Return the bytes by which the cache of a request grows with so many more tokens."""
-        cache = self.worker.caches[request.number]
+        cache = self.worker.caches[request.cache_id]
         return growth(cache, tokens) if cache.get_seq_length() else self.bytes_of(tokens)
 
     def free(self, step: StepPlan) -> int:
         """Return the bytes that are left on the fullest rank, after drops and growth of a step."""
-        held_bytes = self.worker.measure(self.drops) if self.drops else self.worker.nbytes
+        held_bytes = self.worker.count_bytes(self.drops) if self.drops else self.worker.nbytes
         most = max(self.nbytes)
         scale = self.worker.scale
         return int(self.limit - scale * held_bytes - max(0.0, most - scale * self.nbytes[0]) - step.promised)
@@ -54,7 +54,9 @@ class CacheMemory:
         Caches of guesses go last.
         """
         while self.free(step) < more:
-            oldest = next((number for number in self.kept_caches.kept if number not in {*spared, *step.spared}), None)
+            oldest = next(
+                (cache_id for cache_id in self.kept_caches.kept if cache_id not in {*spared, *step.spared}), None
+            )
             if oldest is not None:
                 self.evict(oldest)
             elif not self.guesser.release():
@@ -66,15 +68,15 @@ class CacheMemory:
         while len(self.kept_caches.kept) > count:
             self.evict(next(iter(self.kept_caches.kept)))
 
-    def evict(self, number: int) -> None:
+    def evict(self, cache_id: int) -> None:
         """Drop a kept cache with the next step."""
-        self.kept_caches.remove(number)
-        self.drops.append(number)
+        self.kept_caches.stop_keeping(cache_id)
+        self.drops.append(cache_id)
         self.evicted += 1
 
     def take_drops(self) -> list[int]:
         """Return the caches that this step drops, and forget them."""
         drops = self.drops
-        self.kept_caches.forget(drops)
+        self.kept_caches.forget_dropped(drops)
         self.drops = []
         return drops

@@ -19,7 +19,7 @@ from attnmesh.hf.serving.engine_request import EngineRequest, Origin
 from attnmesh.hf.serving.footprint import Footprint, growth
 from attnmesh.hf.serving.guesses import LEAST_RATE, Guesser, RowTimes, StepTimes
 from attnmesh.hf.serving.kept_caches import KeptCaches
-from attnmesh.hf.serving.plan_operations import Crop, DecodeRows, Drop, Fill, Operation, Start, StepResults
+from attnmesh.hf.serving.operations import Crop, DecodeRows, Drop, Fill, Operation, Start, StepResults
 from attnmesh.hf.serving.rank_worker import RankWorker
 
 FIRST_RATE = 0.6
@@ -123,30 +123,30 @@ class DraftGuesser(Guesser):
 
     def release(self) -> bool:
         """Drop the caches of ended rows; or if there are none, all, and read nothing for some steps."""
-        numbers = [*self.kept_caches.kept] or [*self.worker.caches]
+        cache_ids = [*self.kept_caches.kept] or [*self.worker.caches]
         self.rest = self.rest if self.kept_caches.kept else RETRY_AFTER
-        self._drop(numbers)
-        return bool(numbers)
+        self._drop(cache_ids)
+        return bool(cache_ids)
 
     def guess(self, rows: Sequence[EngineRequest], times: StepTimes, free: Callable[[], int]) -> None:
         """Guess tokens of the rows where that is worth its time, and let the draft read what it has not."""
-        self._forget()
-        own = [self._row_of(request, times) for request in rows]
+        self._drop_gone()
+        own = [self._updated_row(request, times) for request in rows]
         counts = self._choose(own, [self._count_offered(row, times) for row in own], times)
-        chosen = {row.request.number: count for row, count in zip(own, counts, strict=True) if count}
+        chosen = {row.request.cache_id: count for row, count in zip(own, counts, strict=True) if count}
         for row in own:
-            row.idle = 0 if row.request.number in chosen else row.idle + 1
+            row.idle = 0 if row.request.cache_id in chosen else row.idle + 1
             row.was_tried = row.was_tried or not row.idle
         self.rest = max(0, self.rest - 1)
         reading = None if self.rest else self._next_to_read(own, times, free, tries=not chosen)
-        size = 0 if reading is None else self._chunk(times, len(rows))
+        size = 0 if reading is None else self._chunk_tokens(times, len(rows))
         more = sum(self._growth(row := self.rows[n], row.length - row.read + count) for n, count in chosen.items())
         if reading is not None:
             more += self._growth(reading, size)
         if more > free():
             self.release()
         elif chosen or reading is not None:
-            self._guess([] if reading is None else self._reads(reading, size), chosen, grows=more > 0)
+            self._guess([] if reading is None else self._begin_reading(reading, size), chosen, grows=more > 0)
 
     def _choose(
         self, rows: Sequence[DraftRow], offered: Sequence[int], times: StepTimes, *, tries: bool = True
@@ -157,12 +157,12 @@ class DraftGuesser(Guesser):
 
     # --- rows ---
 
-    def _row_of(self, request: EngineRequest, times: StepTimes) -> DraftRow:
-        """Return what is known of a row, which is tried anew from time to time."""
-        row = self.rows.get(request.number)
+    def _updated_row(self, request: EngineRequest, times: StepTimes) -> DraftRow:
+        """Update what is known of a row, and return it. A row is tried anew from time to time."""
+        row = self.rows.get(request.cache_id)
         guesses = request.guesses
         if row is None:
-            row = self.rows[request.number] = DraftRow(request, fails=request.images is not None)
+            row = self.rows[request.cache_id] = DraftRow(request, fails=request.images is not None)
         elif not row.idle:
             self.usual_rate += EMA_WEIGHT * (guesses.acceptance_rate - self.usual_rate)
         if not row.was_tried:
@@ -177,42 +177,42 @@ class DraftGuesser(Guesser):
     def _count_offered(self, row: DraftRow, times: StepTimes) -> int:
         """Return how many tokens may be guessed of a row."""
         is_ready = not (row.is_reading or row.is_late) and row.length > row.read
-        return self._most(row, times) if is_ready else 0
+        return self._most_guesses(row, times) if is_ready else 0
 
-    def _most(self, row: DraftRow, times: StepTimes) -> int:
+    def _most_guesses(self, row: DraftRow, times: StepTimes) -> int:
         """Return how many tokens may be guessed of a row that is read."""
         most = self.most if times.pays else min(self.most, TRIAL_DRAFT)
         return 0 if row.fails else max(0, min(most, row.request.room, self.longest - row.length))
 
     def _growth(self, row: DraftRow, tokens: int) -> int:
         """Return the bytes by which the cache of a row grows at most, when it takes so many more tokens."""
-        cache = self.worker.caches.get(row.request.number)
+        cache = self.worker.caches.get(row.request.cache_id)
         if cache is not None and cache.get_seq_length():
             return growth(cache, tokens)
         return 0 if self.footprint is None else self.footprint(tokens)
 
-    def _forget(self) -> None:
+    def _drop_gone(self) -> None:
         """Drop the caches of rows that are gone, but for some of the latest."""
-        gone = {n: row for n, row in self.rows.items() if row.request.number != n or row.request.finish_reason}
-        for number, row in gone.items():
-            del self.rows[number]
+        gone = {n: row for n, row in self.rows.items() if row.request.cache_id != n or row.request.finish_reason}
+        for cache_id, row in gone.items():
+            del self.rows[cache_id]
             if row.read and not row.is_reading:
-                self.kept_caches.kept[number] = row.request.salt
-        unread = [number for number, row in gone.items() if row.is_reading]
+                self.kept_caches.kept[cache_id] = row.request.salt
+        unread = [cache_id for cache_id, row in gone.items() if row.is_reading]
         self._drop(unread + [*self.kept_caches.kept][: max(0, len(self.kept_caches.kept) - KEPT)])
 
-    def _drop(self, numbers: Sequence[int], *, fails: bool = False) -> None:
+    def _drop(self, cache_ids: Sequence[int], *, fails: bool = False) -> None:
         """Drop caches. Those of rows are read again, unless that fails."""
-        for number in numbers:
-            self.kept_caches.remove(number)
-            if (row := self.rows.get(number)) is not None:
-                self.rows[number] = DraftRow(row.request, fails=row.fails or fails, idle=row.idle)
-        if numbers:
-            self.run([Drop([*numbers])])
+        for cache_id in cache_ids:
+            self.kept_caches.stop_keeping(cache_id)
+            if (row := self.rows.get(cache_id)) is not None:
+                self.rows[cache_id] = DraftRow(row.request, fails=row.fails or fails, idle=row.idle)
+        if cache_ids:
+            self.run([Drop([*cache_ids])])
 
     # --- what the draft reads ---
 
-    def _chunk(self, times: StepTimes, rows: int) -> int:
+    def _chunk_tokens(self, times: StepTimes, rows: int) -> int:
         """Return the tokens that are read beside a step, in about its time."""
         size = int(times.without_guesses(rows) / self.token_seconds) if self.token_seconds else SHORTEST_CHUNK
         return max(SHORTEST_CHUNK, min(LONGEST_CHUNK, size))
@@ -222,38 +222,38 @@ class DraftGuesser(Guesser):
     ) -> DraftRow | None:
         """Return the row that is read soonest, if its cache leaves as much memory free and its guesses are worth it."""
         unread = {index: row.unread for index, row in enumerate(rows) if row.is_reading or row.is_late}
-        worth = [index for index in unread if rows[index].is_worth and self._most(rows[index], times)]
+        worth = [index for index in unread if rows[index].is_worth and self._most_guesses(rows[index], times)]
         if not worth:
             return None
         row = rows[index := min(worth, key=unread.__getitem__)]
         whole = 0 if row.read or self.footprint is None else self.footprint(row.length + row.request.room)
-        as_read = [self._most(other, times) for other in rows]
+        as_read = [self._most_guesses(other, times) for other in rows]
         return row if 2 * whole <= free() and self._choose(rows, as_read, times, tries=tries)[index] else None
 
-    def _reads(self, row: DraftRow, size: int) -> list[Operation]:
-        """Return the operations that read a chunk of a row's text. The first chunk begins the row's cache before."""
-        number = row.request.number
-        plan = list[Operation]()
+    def _begin_reading(self, row: DraftRow, size: int) -> list[Operation]:
+        """Begin to read a chunk of a row's text, the first one into a new cache. Return the operations."""
+        cache_id = row.request.cache_id
+        operations = list[Operation]()
         if not row.is_reading:
-            origin = Origin(number, row.read, moves=True)
+            origin = Origin(cache_id, row.read, moves=True)
             if not row.read:  # it may go on from the cache of another row that begins alike
                 others = [other.request for other in self.rows.values() if other.read]
                 origin = self.kept_caches.find(row.request, others)
-                self.kept_caches.use(origin)
+                self.kept_caches.note_use(origin)
             row.read = row.length
             row.guessed = []
             row.is_reading = True
-            plan = [Start(number, row.request.ids, origin.source, origin.moves, 0, {})]
-        return [*plan, Fill(number, size, row.read)]
+            operations = [Start(cache_id, row.request.ids, origin.source, origin.moves, 0, {})]
+        return [*operations, Fill(cache_id, size, row.read)]
 
     def _take_chunk(self, row: DraftRow, results: StepResults) -> None:
-        """Take the results of the operations of `_reads`."""
+        """Take the results of the operations of `_begin_reading`."""
         if results.error_of(Start, Fill) is not None:
-            self._drop([row.request.number], fails=True)
+            self._drop([row.request.cache_id], fails=True)
             return
         begun = row.computed_tokens if results.cached_tokens is None else results.cached_tokens
         if self.footprint is None:
-            self.footprint = Footprint.of(self.worker.caches[row.request.number])
+            self.footprint = Footprint.of(self.worker.caches[row.request.cache_id])
         row.computed_tokens = results.computed_tokens
         tokens = results.computed_tokens - begun
         self.counts["draft_prompt_tokens"] += tokens
@@ -265,17 +265,17 @@ class DraftGuesser(Guesser):
 
     # --- guesses ---
 
-    def _guess(self, plan: list[Operation], chosen: Mapping[int, int], *, grows: bool) -> None:
-        """Run a plan and the passes that guess so many tokens of each row: the first one catches up with the text."""
-        behind = {number: self.rows[number].catch_up() for number in chosen}
-        tokens = {number: new for number, (_, new) in behind.items()}
-        crops = [(number, wrong) for number, (wrong, _) in behind.items() if wrong]
-        plan = [*([Crop(crops)] if crops else []), *plan]
-        draws = {number: self._make_draw(self.rows[number].request) for number in chosen}
-        while plan or tokens:
+    def _guess(self, operations: list[Operation], chosen: Mapping[int, int], *, grows: bool) -> None:
+        """Run operations, and passes that guess so many tokens of each row: the first one catches up with the text."""
+        behind = {cache_id: self.rows[cache_id].catch_up() for cache_id in chosen}
+        tokens = {cache_id: new for cache_id, (_, new) in behind.items()}
+        crops = [(cache_id, wrong) for cache_id, (wrong, _) in behind.items() if wrong]
+        operations = [*([Crop(crops)] if crops else []), *operations]
+        draws = {cache_id: self._make_draw(self.rows[cache_id].request) for cache_id in chosen}
+        while operations or tokens:
             start = perf_counter()
-            reading = next((operation.number for operation in plan if isinstance(operation, Fill)), None)
-            results = self.run([*plan, *([DecodeRows([*tokens.items()], grows)] if tokens else [])])
+            reading = next((operation.cache_id for operation in operations if isinstance(operation, Fill)), None)
+            results = self.run([*operations, *([DecodeRows([*tokens.items()], grows)] if tokens else [])])
             others = sum(results.seconds.get(kind, 0.0) for kind in (Start, Fill))
             if reading is not None:
                 self._take_chunk(self.rows[reading], results)
@@ -287,15 +287,15 @@ class DraftGuesser(Guesser):
                     return
                 self.counts["draft_passes"] += 1
                 self.passes.add(len(tokens), perf_counter() - start - others)
-                for number, token in drawn.items():
-                    self.rows[number].request.guesses.tokens.append(token)
+                for cache_id, token in drawn.items():
+                    self.rows[cache_id].request.guesses.tokens.append(token)
                 going = [n for n in tokens if len(self.rows[n].request.guesses.tokens) < chosen[n]]
-                tokens = {number: [drawn[number]] for number in going}
-                for number in going:
-                    self.rows[number].guessed.append(drawn[number])
-            plan = []
-        for number in chosen:
-            guesses = self.rows[number].request.guesses
+                tokens = {cache_id: [drawn[cache_id]] for cache_id in going}
+                for cache_id in going:
+                    self.rows[cache_id].guessed.append(drawn[cache_id])
+            operations = []
+        for cache_id in chosen:
+            guesses = self.rows[cache_id].request.guesses
             guesses.checked = [*guesses.tokens]
 
     def _make_draw(self, request: EngineRequest) -> Callable[[Tensor], int]:
@@ -318,4 +318,4 @@ def _draw_tokens(
     """Return the next token of each row, or raise the error of a pass."""
     if (error := results.error_of(Crop, DecodeRows)) is not None:
         raise error
-    return {number: draws[number](logits[-1]) for number, logits in zip(tokens, results.rows, strict=True)}
+    return {cache_id: draws[cache_id](logits[-1]) for cache_id, logits in zip(tokens, results.rows, strict=True)}

@@ -1,6 +1,6 @@
-"""An engine that serves requests on a mesh: rank 0 admits, schedules and samples, and the other ranks follow its plans.
+"""An engine that serves requests on a mesh: rank 0 admits, schedules and samples, and the other ranks follow.
 
-A step is one exchange of a plan, in which all rows decode a token and one prompt computes a chunk. Followers need no
+In a step all ranks exchange operations: all rows decode a token, and one prompt computes a chunk. Followers need no
 tokenizer, no clock and no random numbers.
 """
 
@@ -21,7 +21,7 @@ from attnmesh.errors import (
     TooLong,
     check_count,
 )
-from attnmesh.hf.images.inputs import OWN_PROCESSOR, image_inputs, unless_text, without_absent
+from attnmesh.hf.images.inputs import OWN_PROCESSOR, image_inputs, none_if_all_text, without_absent
 from attnmesh.hf.models import (
     check_can_decode_rows,
     check_rope_switch,
@@ -34,12 +34,12 @@ from attnmesh.hf.options import agreement_with_peers, describe_value
 from attnmesh.hf.serving.engine_request import EngineRequest, SamplingParams
 from attnmesh.hf.serving.footprint import memory_share, never_fits
 from attnmesh.hf.serving.grammar_masks import Grammar, GrammarTokens
-from attnmesh.hf.serving.plan_exchange import END, Plan, PlanExchange, can_be_sent
-from attnmesh.hf.serving.plan_operations import StepResults
+from attnmesh.hf.serving.operations import Operation, StepResults
 from attnmesh.hf.serving.prefix_store import PrefixStore
 from attnmesh.hf.serving.rank_worker import RankWorker
 from attnmesh.hf.serving.scheduler import Scheduler
 from attnmesh.hf.serving.speculation import Speculation
+from attnmesh.hf.serving.step_exchange import END, StepExchange, can_be_sent
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.runtime.counters import count_traffic
 
@@ -120,13 +120,13 @@ class Engine:
         **cache_options: Any,
     ) -> None:
         self.model = unwrap(model)
-        axes = RankMesh.of(mesh)
+        rank_mesh = RankMesh.of(mesh)
         limits: dict[str, Any] = {"max_rows": max_rows, "max_queue": max_queue}
         limits |= {"cache_memory": cache_memory, "max_model_len": max_model_len}
         context = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         guessing = {"speculate": speculate, "draft": describe_value(draft), "draft_tokens": draft_tokens}
         others = {"max_gap": max_gap, "store": describe_value(store), **guessing}
-        with agreement_with_peers(axes, self.model, SUBJECT, {**limits, **others}):
+        with agreement_with_peers(rank_mesh, self.model, SUBJECT, {**limits, **others}):
             check_can_decode_rows(SUBJECT, self.model)
             for name, limit in limits.items():
                 if limit is not None or name in ("max_rows", "max_queue"):
@@ -141,18 +141,18 @@ class Engine:
         ends = self.model.generation_config.eos_token_id if tokens_end is None else tokens_end
         self.eos_ids = frozenset(() if ends is None else (ends,) if isinstance(ends, int) else ends)
         self.grammars = grammars
-        self.plan_exchange = PlanExchange.of(self.model, axes, cache_options.get("output"))
+        self.step_exchange = StepExchange.of(self.model, rank_mesh, cache_options.get("output"))
         self.worker = RankWorker(self.model, mesh, cache_options)
         self.shares = self.worker.template.shares
         """Ratios of the tokens of each rank, measured once for all requests; None for even shares."""
         guesser = None if speculation is None else speculation.begin(self.worker, self._run_between_steps)
-        memory = int(cache_memory or memory_share(self.plan_exchange.meshes, self.model.device, self.shares))
+        memory = int(cache_memory or memory_share(self.step_exchange.meshes, self.model.device, self.shares))
         self.scheduler = Scheduler(self.worker, max_rows, memory, max_gap, store, guesser)
         self.max_queue = int(max_queue)
         self.inbox: queue.SimpleQueue[EngineRequest | None] = queue.SimpleQueue()
         self.error: BaseException | None = None
         self.closing = False
-        self.exchanges = 0  # exchanges of plans so far: more of them tell a server that ranks go on
+        self.exchanges = 0  # exchanges with all ranks so far: more of them tell a server that ranks go on
         self.step_seconds = 0.0
         self.merge_seconds = 0.0
         self.pause_seconds = 0.0
@@ -219,7 +219,7 @@ class Engine:
         if not all(type(token) is int for token in stops):
             fix = "pass tokens.tolist()"
             raise ArgumentError("submit stop_ids", "a list of ints", f"{stops!r:.40}", fix)
-        inputs = unless_text(without_absent(images or {})) or None
+        inputs = none_if_all_text(without_absent(images or {})) or None
         request = EngineRequest(
             [*ids], sampling, max_new_tokens, self.eos_ids | {*stops}, inputs, [*(replay or ())], salt
         )
@@ -233,7 +233,7 @@ class Engine:
             given = f"one of {self.max_queue} requests that wait"
             fix = "submit again later, or raise max_queue"
             raise Busy("submit", "a queue with room", given, fix)
-        self.scheduler.store.prepare(request)
+        self.scheduler.store.name_blocks(request)
         self.inbox.put(request)
         if self.closing:  # the request may have come too late to be found
             request.end(self.error or "cancelled")
@@ -281,13 +281,13 @@ class Engine:
 
     def run(self) -> None:
         """Serve on rank 0 until `close`. A lost rank ends the engine, and its requests, with `RankFailure`."""
-        if not self.plan_exchange.leads:
+        if not self.step_exchange.leads:
             raise MeshError(f"{SUBJECT} run", "rank 0", "another rank", "call follow")
         try:
             while not self.closing:
                 self._step()
             self.scheduler.end_all("cancelled")
-            self._exchange(END)
+            self._run_on_all(END)
         except BaseException as error:
             self.error = error
             raise
@@ -299,15 +299,15 @@ class Engine:
 
     def follow(self) -> None:
         """Do what rank 0 plans, until it closes."""
-        if self.plan_exchange.leads:
+        if self.step_exchange.leads:
             raise MeshError(f"{SUBJECT} follow", "a rank other than 0", "rank 0", "call run")
         ended = False
         try:
             while not ended:
-                plan, _ = self.plan_exchange.exchange([], self.worker.step_report)
-                ended = plan == END
+                operations, _ = self.step_exchange.exchange([], self.worker.step_report)
+                ended = operations == END
                 if not ended:
-                    self._run(plan, None)
+                    self._run(operations, None)
         finally:
             self.worker.close(at_once=not ended)
 
@@ -334,7 +334,7 @@ class Engine:
         step = self.scheduler.plan()
         self.pause_seconds = 0.0 if step.operations else POLL_SECONDS
         with count_traffic() as traffic:
-            results = self._exchange(step.operations, None if step.starting is None else step.starting.images)
+            results = self._run_on_all(step.operations, None if step.starting is None else step.starting.images)
         self.step_seconds += sum(results.seconds.values())
         self.merge_seconds += sum(traffic.merges)
         self.scheduler.take(step, results)
@@ -350,22 +350,22 @@ class Engine:
             if request is not None:  # else `close` wakes the engine
                 self.scheduler.requests.waiting.append(request)
 
-    def _exchange(self, plan: Plan, images: dict[str, Any] | None = None) -> StepResults:
-        """Send a plan to all ranks and run it, with the images of the prompt that begins."""
-        plan, reports = self.plan_exchange.exchange(plan, self.worker.step_report)
+    def _run_on_all(self, operations: list[Operation], images: dict[str, Any] | None = None) -> StepResults:
+        """Run operations on all ranks, with the images of the prompt that begins. Take the reports of the ranks."""
+        operations, reports = self.step_exchange.exchange(operations, self.worker.step_report)
         self.scheduler.take_reports(reports)
         self.exchanges += 1
-        return StepResults() if plan == END else self._run(plan, images)
+        return StepResults() if operations == END else self._run(operations, images)
 
-    def _run_between_steps(self, plan: Plan) -> StepResults:
-        """Run a plan on all ranks, between two steps."""
-        plan, _ = self.plan_exchange.exchange(plan, self.worker.step_report)
+    def _run_between_steps(self, operations: list[Operation]) -> StepResults:
+        """Run operations on all ranks, between two steps."""
+        operations, _ = self.step_exchange.exchange(operations, self.worker.step_report)
         self.exchanges += 1
-        return self.worker.run(plan)
+        return self.worker.run(operations)
 
-    def _run(self, plan: Plan, images: dict[str, Any] | None) -> StepResults:
-        """Run a plan. Rank 0 sends the images of the prompt that begins."""
-        return self.worker.run(self.plan_exchange.share_images(plan, images, self.model.device))
+    def _run(self, operations: list[Operation], images: dict[str, Any] | None) -> StepResults:
+        """Run operations on this rank. Rank 0 sends the images of the prompt that begins."""
+        return self.worker.run(self.step_exchange.share_images(operations, images, self.model.device))
 
 
 def _check_options(max_gap: object, store: object, folder: object) -> None:

@@ -138,7 +138,7 @@ class Origin(NamedTuple):
     """The cache that a prompt goes on from, the tokens that both have, and whether nothing else needs the cache."""
 
     source: int | None = None
-    """Number of the cache; None for a new one."""
+    """Id of the cache; None for a new one."""
     tokens: int = 0
     moves: bool = False
 
@@ -162,8 +162,8 @@ class EngineRequest:
     """All new tokens so far, those of a replay among them."""
     salt: str = ""
     """Name of those who share prefixes."""
-    number: int = -1
-    """Number of the request's cache; -1 without one."""
+    cache_id: int = -1
+    """Id of the request's cache; -1 without one."""
     is_forked: bool = False
     """The cache may share memory with a cache that is gone."""
     computed_tokens: int = 0

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.serving.engine_request import EngineRequest, Origin
-from attnmesh.hf.serving.plan_operations import Operation, StepResults
+from attnmesh.hf.serving.operations import Operation, StepResults
 from attnmesh.hf.serving.prefix_store import PrefixStore, open_store
 from attnmesh.hf.serving.rank_report import RankReport
 from attnmesh.hf.serving.rank_store import RankStore
@@ -31,14 +31,14 @@ class NoStore:
         """False: no cache waits for its request."""
         return False
 
-    def prepare(self, request: EngineRequest) -> None:
+    def name_blocks(self, request: EngineRequest) -> None:
         """Name no blocks."""
 
-    def keep(self, request: EngineRequest, number: int, rejected: int = 0) -> None:
+    def keep(self, request: EngineRequest, cache_id: int, rejected: int = 0) -> None:
         """Store nothing."""
 
     def begin_loading(
-        self, request: EngineRequest, common_tokens: int, cache_numbers: Iterator[int], reserve: Callable[[], bool]
+        self, request: EngineRequest, common_tokens: int, new_cache_ids: Iterator[int], reserve: Callable[[], bool]
     ) -> bool:
         """Return that no cache is loaded for a request."""
         return False
@@ -84,10 +84,10 @@ def begin_store(settings: PrefixStore | None, worker: RankWorker) -> EngineStore
         return NoStore()
     opened = open_store(settings, worker.model, worker.template)
     try:
-        with Agreement(worker.axes, STORE_SUBJECT):  # the first rank reads what is there
-            is_first = not worker.axes.shard_index
+        with Agreement(worker.mesh, STORE_SUBJECT):  # the first rank reads what is there
+            is_first = not worker.mesh.shard_index
             scheduler: EngineStore = StoreScheduler(settings, opened, worker) if is_first else NoStore()
-        worker.store = RankStore(opened, worker.axes, worker.caches)
+        worker.store = RankStore(opened, worker.mesh, worker.caches)
     except BaseException:
         opened.lock.release()
         raise

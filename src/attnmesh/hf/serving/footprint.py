@@ -60,7 +60,7 @@ def growth(cache: ShardedCache, tokens: int) -> int:
     """Return the bytes by which a cache grows on the rank that holds most, when it takes so many more tokens."""
     total = 0
     layers = cache.attention_layers
-    if layers and layers[0].kv is not None and not any(layer.others for layer in layers):
+    if layers and layers[0].kv is not None and not any(layer.other_kvs for layer in layers):
         layers = layers if layers[0].must_grow(layers[0].kv, tokens) else []  # layers grow together
     for layer in layers:
         for kv, tokens_per_key in zip(layer.kvs, layer.tokens_per_key, strict=False):

@@ -34,28 +34,28 @@ class KeptCaches:
 
     def keep(self, request: EngineRequest, *, snapshot: int | None = None) -> None:
         """Keep a request's cache, or a snapshot of it, which stays whole when a request goes on from it."""
-        self.kept[request.number if snapshot is None else snapshot] = request.salt
+        self.kept[request.cache_id if snapshot is None else snapshot] = request.salt
         if snapshot is not None:
             self.snapshots.add(snapshot)
 
-    def remove(self, number: int) -> None:
+    def stop_keeping(self, cache_id: int) -> None:
         """Keep a cache no longer."""
-        self.kept.pop(number, None)
-        self.ids.pop(number, None)
-        self.snapshots.discard(number)
+        self.kept.pop(cache_id, None)
+        self.ids.pop(cache_id, None)
+        self.snapshots.discard(cache_id)
 
-    def forget(self, numbers: Iterable[int]) -> None:
+    def forget_dropped(self, cache_ids: Iterable[int]) -> None:
         """Forget the images and tokens of caches that are dropped."""
-        for number in numbers:
-            self.images_digests.pop(number, None)
-            self.ids.pop(number, None)
+        for cache_id in cache_ids:
+            self.images_digests.pop(cache_id, None)
+            self.ids.pop(cache_id, None)
 
-    def use(self, origin: Origin) -> None:
+    def note_use(self, origin: Origin) -> None:
         """Note that a request goes on from a cache, which it takes, or forks."""
         if origin.source is None:
             return
         if origin.moves:
-            self.remove(origin.source)
+            self.stop_keeping(origin.source)
         elif origin.source in self.kept:
             self.kept.move_to_end(origin.source)
 
@@ -68,22 +68,22 @@ class KeptCaches:
         best = (LEAST_SHARED - 1, True)
         origin = Origin()
         ids = request.ids_tensor
-        for number in self._caches(request, others):
-            cache, held = self.worker.caches[number], self._ids_of(number)
+        for cache_id in self._caches(request, others):
+            cache, held = self.worker.caches[cache_id], self._ids_of(cache_id)
             common_tokens = self._count_common(held, ids, pictured=request.images is not None)
-            score = common_tokens, self.images_digests.get(number) == request.images_digest
+            score = common_tokens, self.images_digests.get(cache_id) == request.images_digest
             if score > best and self._serves(cache, common_tokens, len(held)):
-                ended = number in self.kept and number not in self.snapshots
+                ended = cache_id in self.kept and cache_id not in self.snapshots
                 best = score
-                origin = Origin(number, common_tokens, moves=ended and common_tokens >= len(held) - 1)
+                origin = Origin(cache_id, common_tokens, moves=ended and common_tokens >= len(held) - 1)
         return origin
 
     def find_parting(self, request: EngineRequest, others: Iterable[EngineRequest]) -> int:
         """Return the most tokens that a prompt shares with those of other caches, also of those that cannot go back."""
         ids = request.ids_tensor
         most = 0
-        for number in self._caches(request, others) if request.images is None else ():
-            most = max(most, self._count_common(self._ids_of(number), ids))
+        for cache_id in self._caches(request, others) if request.images is None else ():
+            most = max(most, self._count_common(self._ids_of(cache_id), ids))
         return most
 
     def count_shared(self, request: EngineRequest, other: EngineRequest) -> int:
@@ -99,17 +99,17 @@ class KeptCaches:
         """Return the caches of a request's salt that hold tokens as a prompt has them."""
         ended = self.snapshots if self.worker.recomputes_by_token else self.kept
         salts = {n: salt for n, salt in self.kept.items() if n in ended} | {
-            other.number: other.salt for other in others
+            other.cache_id: other.salt for other in others
         }
         return [n for n, salt in salts.items() if salt == request.salt and n in self.worker.caches]
 
-    def _ids_of(self, number: int) -> Tensor:
+    def _ids_of(self, cache_id: int) -> Tensor:
         """Return the tokens of a cache in CPU memory, copied once they are others: a copy waits for the GPU."""
-        tokens = self.worker.caches[number].tokens
-        if number not in self.ids or self.ids[number][0] is not tokens:
+        tokens = self.worker.caches[cache_id].tokens
+        if cache_id not in self.ids or self.ids[cache_id][0] is not tokens:
             copied = torch.empty(0, device="cpu") if tokens is None else tokens[0].cpu()
-            self.ids[number] = tokens, copied
-        return self.ids[number][1]
+            self.ids[cache_id] = tokens, copied
+        return self.ids[cache_id][1]
 
     def _count_common(self, held: Tensor, ids: Tensor, *, pictured: bool = False) -> int:
         most = max(0, min(len(held), len(ids) - self.worker.left_to_decode))

@@ -78,21 +78,21 @@ class OpenStore:
 
 def open_store(store: PrefixStore, model: PreTrainedModel, cache: ShardedCache) -> OpenStore:
     """Open the folder on all ranks, of which the first locks it, and the others beside it. All raise if one cannot."""
-    axes = RankMesh.of(cache.mesh)
+    mesh = RankMesh.of(cache.mesh)
     locks = list[FolderLock]()
     try:
         fields = {"memory": store.memory, "disk": store.disk, "source": store.source}
-        with Agreement(axes, STORE_SUBJECT) as agreement:
+        with Agreement(mesh, STORE_SUBJECT) as agreement:
             store.check(model, cache)
-            if not axes.shard_index:
+            if not mesh.shard_index:
                 locks.append(FolderLock(make_private_folder(store.folder), patience=RELEASE_SECONDS))
                 # Other ranks of an engine before may still write.
                 FolderLock(make_private_folder(store.folder), WRITERS, patience=RELEASE_SECONDS).release()
             table = agreement.compare(fields, payload=[lock.write_number() for lock in locks] or [0])
         folder = make_private_folder(store.folder)
-        with Agreement(axes, STORE_SUBJECT):
+        with Agreement(mesh, STORE_SUBJECT):
             check_seen(folder, table[0][0])
-            if axes.shard_index:
+            if mesh.shard_index:
                 locks.append(FolderLock(folder, WRITERS, shared=True))
         return OpenStore(BlockFolder(folder), _name_of(store, model, cache), locks[0])
     except BaseException:
@@ -106,10 +106,11 @@ def _name_of(store: PrefixStore, model: PreTrainedModel, cache: ShardedCache) ->
     from attnmesh import __version__
 
     is_shared = tp_mesh(model) is not None
-    first = not RankMesh.of(cache.mesh).shard_index
+    mesh = RankMesh.of(cache.mesh)
+    first = not mesh.shard_index
     weights = [_weights_digest(model) if is_shared or first else 0]
     if is_shared:  # each rank has its share of the weights
-        weights = [row[0] for row in dist_all_gather_ints(weights, RankMesh.of(cache.mesh).axes)]
+        weights = [row[0] for row in dist_all_gather_ints(weights, mesh.axes)]
     config = {name: value for name, value in model.config.to_dict().items() if name not in IGNORED_CONFIG}
     stored = [str(model.dtype), cache.storage, cache.window_storage, cache.windows, cache.keep]
     parts = [VERSION, __version__, transformers_version, store.source, weights, config, stored]

@@ -8,9 +8,9 @@ from attnmesh.hf.serving.engine_request import EngineRequest, Origin
 from attnmesh.hf.serving.engine_store import EngineStore
 from attnmesh.hf.serving.footprint import growth, never_fits
 from attnmesh.hf.serving.kept_caches import LEAST_SHARED
-from attnmesh.hf.serving.plan_exchange import specs_of
-from attnmesh.hf.serving.plan_operations import Fill, Fork, Operation, Start
+from attnmesh.hf.serving.operations import Fill, Fork, Operation, Start
 from attnmesh.hf.serving.rank_worker import RankWorker
+from attnmesh.hf.serving.step_exchange import value_codes_of
 from attnmesh.hf.serving.step_plan import ServedRequests, StepPlan
 
 OLDEST_EVERY = 3
@@ -33,7 +33,7 @@ class PromptQueue:
         self.store = store
         self.max_rows = max_rows
         self.is_full = False  # true if no chunk fits: then no other prompt begins
-        self.cache_numbers = count()
+        self.new_cache_ids = count()
         self.chunk_turns = count()
 
     def plan(self, step: StepPlan, pace: ChunkPace) -> list[Operation]:
@@ -53,21 +53,21 @@ class PromptQueue:
         self.requests.waiting.remove(request)
         self.requests.prefilling.append(request)
         step.starting = request
-        request.number = next(self.cache_numbers)
+        request.cache_id = next(self.new_cache_ids)
         request.computed_tokens = origin.tokens
         request.is_forked = origin.source is not None
         parting = self.kept_caches.find_parting(request, self._lenders())
         request.fork_points = {parting} if parting >= origin.tokens + LEAST_SHARED else set()
         if self.worker.recomputes_by_token and request.images is None:  # the answer is computed otherwise than a prompt
             request.fork_points.add(len(request.prompt) - self.worker.left_to_decode)
-        self.kept_caches.use(origin)
+        self.kept_caches.note_use(origin)
         if origin.source is not None:
             step.spared.add(origin.source)
         if request.images_digest is not None:
-            self.kept_caches.images_digests[request.number] = request.images_digest
+            self.kept_caches.images_digests[request.cache_id] = request.images_digest
         later = len(request.answer) if request.images or self.worker.recomputes_by_token else 0
-        images = specs_of(request.images)
-        return Start(request.number, request.ids, origin.source, origin.moves, later, images)
+        images = value_codes_of(request.images)
+        return Start(request.cache_id, request.ids, origin.source, origin.moves, later, images)
 
     def _next_request(self, step: StepPlan) -> tuple[EngineRequest | None, Origin | None]:
         """Return the request whose prompt begins, and what it goes on from; None twice if none can."""
@@ -86,7 +86,7 @@ class PromptQueue:
         """Begin to load the prefix of a prompt, if one is stored that is longer than others. Return whether it is."""
         common_tokens = self.kept_caches.find(request, self._lenders()).tokens
         return self.store.begin_loading(
-            request, common_tokens, self.cache_numbers, lambda: self._reserve_room(step, request, Origin())
+            request, common_tokens, self.new_cache_ids, lambda: self._reserve_room(step, request, Origin())
         )
 
     def _choose_origin(self, step: StepPlan, request: EngineRequest) -> Origin | None:
@@ -162,14 +162,14 @@ class PromptQueue:
             request.fork_points.remove(fork_point)
             request.passed_fork_points.add(fork_point)
             more = self.memory.bytes_of(request.computed_tokens)
-            goes_back = self.worker.caches[request.number].crops_anywhere
+            goes_back = self.worker.caches[request.cache_id].crops_anywhere
             if request.computed_tokens == fork_point and not goes_back and self.memory.free(step) >= more:
                 step.promised += more
-                number = next(self.cache_numbers)
-                self.kept_caches.keep(request, snapshot=number)
-                step.forking = request, number
-                step.spared.add(number)
-                return Fork(request.number, number)
+                fork_id = next(self.new_cache_ids)
+                self.kept_caches.keep(request, snapshot=fork_id)
+                step.forking = request, fork_id
+                step.spared.add(fork_id)
+                return Fork(request.cache_id, fork_id)
         return None
 
     def _fill(self, step: StepPlan, pace: ChunkPace) -> Fill | None:
@@ -190,7 +190,7 @@ class PromptQueue:
             if fits:
                 step.computing = request
                 self.is_full = False
-                return Fill(request.number, size, stop)
+                return Fill(request.cache_id, size, stop)
         self.is_full = bool(prefilling)
         return None
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.cache.stored_layers import STATES
 from attnmesh.hf.chunked_prefill import Prompt
-from attnmesh.hf.serving.plan_operations import BlockToRead, BlockToSave, ReadFrom
+from attnmesh.hf.serving.operations import BlockToRead, BlockToSave, ReadFrom
 from attnmesh.hf.serving.prefix_store import OpenStore
 from attnmesh.hf.serving.rank_report import RankReport
 from attnmesh.mesh.axes import RankMesh
@@ -50,10 +50,10 @@ class Reading:
 class RankStore:
     """The blocks of one rank."""
 
-    def __init__(self, opened: OpenStore, axes: RankMesh, caches: dict[int, ShardedCache]) -> None:
+    def __init__(self, opened: OpenStore, mesh: RankMesh, caches: dict[int, ShardedCache]) -> None:
         self.folder = opened.folder
         self.lock = opened.lock
-        self.axes = axes
+        self.mesh = mesh
         self.caches = caches
         self.memory: dict[StoredBlock, Rows] = {}
         self.readings: dict[int, Reading] = {}
@@ -71,38 +71,38 @@ class RankStore:
             return written._replace(blocks_read=reading.done, is_damaged=reading.is_damaged)
         return written
 
-    # --- operations of plans ---
+    # --- operations of steps ---
 
-    def do_save(self, number: int, blocks: Sequence[BlockToSave]) -> None:
+    def do_save(self, cache_id: int, blocks: Sequence[BlockToSave]) -> None:
         """Copy blocks of a cache to the memory of their ranks. Those that say so are written to the folder."""
-        cache = self.caches[number]
+        cache = self.caches[cache_id]
         for block, to_disk in blocks:
-            is_apart = block.is_state or block.file_count > self.axes.heads.size  # each rank has a file
+            is_apart = block.is_state or block.file_count > self.mesh.heads.size  # each rank has a file
             rows = rows_of_block(cache.kvs, block, is_apart=is_apart)
             states = {}
             if block.is_state:
                 states = {STATES + name: x.to("cpu", copy=True) for name, x in cache.states.items()}
             if rows or states:
                 self.memory[block] = rows | states
-            mine = {} if self.axes.shard_index else states  # they are the same on all ranks
-            file_number = self.axes.shard_index if is_apart else self.axes.heads.index
+            mine = {} if self.mesh.shard_index else states  # they are the same on all ranks
+            file_number = self.mesh.shard_index if is_apart else self.mesh.heads.index
             self._work.put((self._write, block, file_number, rows | mine if to_disk else {}))
 
     def do_forget(self, in_memory: Sequence[StoredBlock], on_disk: Sequence[StoredBlock]) -> None:
         """Forget blocks in memory. Rank 0 removes files."""
         for block in in_memory:
             self.memory.pop(block, None)
-        for block in () if self.axes.shard_index else on_disk:
+        for block in () if self.mesh.shard_index else on_disk:
             self.folder.remove(block)
 
-    def begin_reading(self, number: int, reading: Reading) -> None:
-        """Begin to read blocks into the cache of that number."""
-        self.readings[number] = reading
+    def begin_reading(self, cache_id: int, reading: Reading) -> None:
+        """Begin to read blocks into the cache of that id."""
+        self.readings[cache_id] = reading
         self._work.put((self._read, reading))
 
-    def do_load(self, number: int, nbytes: int, patience: float) -> None:
+    def do_load(self, cache_id: int, nbytes: int, patience: float) -> None:
         """Copy blocks that have been read to the cache, of about so many bytes. Wait so long for the first one."""
-        reading = self.readings[number]
+        reading = self.readings[cache_id]
         while not reading.is_damaged and reading.done < len(reading.blocks) and nbytes > 0:
             try:
                 rows_by_file = reading.ready.get(timeout=patience) if patience else reading.ready.get_nowait()
@@ -118,9 +118,9 @@ class RankStore:
                 if read_from == ReadFrom.DISK_TO_MEMORY and rows_by_file:
                     self.memory[block] = rows_by_file[0]
 
-    def do_close(self, number: int, length: int) -> None:
+    def do_close(self, cache_id: int, length: int) -> None:
         """End a reading: the cache has the first `length` tokens."""
-        reading = self.readings.pop(number)
+        reading = self.readings.pop(cache_id)
         reading.is_closed = True
         if length:
             reading.filler.finish(length)
@@ -202,7 +202,7 @@ def _is_whole(rows: Rows, block: StoredBlock) -> bool:
     return not block.is_state and len(rows.get(TOKEN_INDEX, ())) == block.stop - block.start
 
 
-def name_tokens(cache: ShardedCache, prompt: Prompt) -> None:
+def set_prompt_tokens(cache: ShardedCache, prompt: Prompt) -> None:
     """Set the tokens of a cache that was filled for a prompt, and their images if it has all of them.
 
     Else what comes before the images is used.

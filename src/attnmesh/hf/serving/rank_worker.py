@@ -1,4 +1,4 @@
-"""Work of each rank on an engine's plan: caches by number, chunks of prompts, and steps of rows."""
+"""Work of each rank of an engine: caches by their ids, chunks of prompts, and steps of rows."""
 
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
@@ -11,13 +11,13 @@ from transformers import PreTrainedModel
 from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.chunked_prefill import left_to_decode, prefill_chunks, run_model
-from attnmesh.hf.images.inputs import on_model
+from attnmesh.hf.images.inputs import images_for_model
 from attnmesh.hf.models import is_recurrent, one_token_differs
 from attnmesh.hf.options import agree_on_call
 from attnmesh.hf.prefill import begin_prompt, crop_to_shared_prefix
-from attnmesh.hf.serving.plan_operations import OpenStored, Operation, Start, StepResults
+from attnmesh.hf.serving.operations import OpenStored, Operation, Start, StepResults
 from attnmesh.hf.serving.rank_report import RankReport
-from attnmesh.hf.serving.rank_store import RankStore, Reading, name_tokens
+from attnmesh.hf.serving.rank_store import RankStore, Reading, set_prompt_tokens
 from attnmesh.hf.serving.row_pass import decode_rows, note_tokens
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.store.block_rows import CacheFiller
@@ -27,14 +27,14 @@ MEASURED = 32
 
 
 class RankWorker:
-    """The caches of one rank, and the operations of plans."""
+    """The caches of one rank, and the operations of steps."""
 
-    def __init__(self, model: PreTrainedModel, mesh: DeviceMesh | None, options: dict[str, Any]) -> None:
+    def __init__(self, model: PreTrainedModel, device_mesh: DeviceMesh | None, options: dict[str, Any]) -> None:
         self.model = model
-        self.mesh = mesh
-        self.axes = RankMesh.of(mesh)
+        self.device_mesh = device_mesh
+        self.mesh = RankMesh.of(device_mesh)
         self.left_to_decode = left_to_decode(model.config)
-        self.template = ShardedCache(model.config, mesh, **options)  # raises here, not at the first request
+        self.template = ShardedCache(model.config, device_mesh, **options)  # raises here, not at the first request
         self.options = {**options, "shares": self.template.shares}  # options of caches: shares are measured once
         self.caches: dict[int, ShardedCache] = {}
         self.store: RankStore | None = None
@@ -49,7 +49,7 @@ class RankWorker:
         self.recomputes_by_token = one_token_differs(model.config)
         """True if one token is computed by another rule than several: answers are computed again token by token."""
         self.prompt_lengths: dict[int, int] = {}
-        """Tokens of the prompts that are computed, by number: those of answers come after them."""
+        """Tokens of the prompts that are computed, by the ids of their caches: those of answers come after them."""
         self.size = 0  # tokens of the chunk that is computed
         self.stop = 0  # token before which the chunk ends
         self.nbytes = 0
@@ -67,10 +67,10 @@ class RankWorker:
         assert self.store is not None
         return self.store
 
-    def run(self, plan: Sequence[Operation]) -> StepResults:
+    def run(self, operations: Sequence[Operation]) -> StepResults:
         """Run operations in order."""
         results = StepResults()
-        for operation in plan:
+        for operation in operations:
             operation.run(self, results)
         return results
 
@@ -80,71 +80,71 @@ class RankWorker:
         report = RankReport(self.nbytes)
         return report if self.store is None else self.store.add_to(report)
 
-    def do_draft(self, plan: Sequence[Operation]) -> StepResults:
+    def do_draft(self, operations: Sequence[Operation]) -> StepResults:
         """Run operations of the draft model, whose caches count with those of the model."""
         assert self.draft_worker is not None
         before = self.draft_worker.nbytes
-        results = self.draft_worker.run(plan)
+        results = self.draft_worker.run(operations)
         self.nbytes += self.draft_worker.nbytes - before
         return results
 
     def do_open(self, opening: OpenStored) -> None:
         """Make a cache, and begin to read stored blocks into it."""
-        cache = ShardedCache(self.model.config, self.mesh, **self.options)
+        cache = ShardedCache(self.model.config, self.device_mesh, **self.options)
         cache.choose_block(opening.tokens)
         cache.history.rope_regime = tuple(opening.rope)
         room = max([opening.tokens, *(block.stop for block, _ in opening.blocks)])
-        kvs = cache.make([CacheConfig.from_code(code) for code in opening.layers], room, self.model.device)
-        self.caches[opening.number] = cache
+        kvs = cache.make_kvs([CacheConfig.from_code(code) for code in opening.layers], room, self.model.device)
+        self.caches[opening.cache_id] = cache
         reading = Reading(cache, CacheFiller(kvs), opening.blocks, self.model.device)
-        self.opened_store.begin_reading(opening.number, reading)
-        self.nbytes = self.measure()
+        self.opened_store.begin_reading(opening.cache_id, reading)
+        self.nbytes = self.count_bytes()
 
-    def do_drop(self, numbers: Sequence[int]) -> None:
+    def do_drop(self, cache_ids: Sequence[int]) -> None:
         """Forget caches."""
-        for number in numbers:
+        for cache_id in cache_ids:
             for held in (self.caches, self.prefills, self.prompts, self.prompt_lengths):
-                held.pop(number, None)
-        self.nbytes = self.measure()
+                held.pop(cache_id, None)
+        self.nbytes = self.count_bytes()
 
     def do_start(self, start: Start) -> int:
         """Begin a prompt. Return the tokens that its cache has."""
         if start.source is None:
-            cache = ShardedCache(self.model.config, self.mesh, **self.options)
+            cache = ShardedCache(self.model.config, self.device_mesh, **self.options)
         else:
             cache = self.caches.pop(start.source) if start.moves else self.caches[start.source].fork()
-        self.caches[start.number] = cache
-        ids = self.prompts[start.number] = torch.tensor([start.ids], device=self.model.device)
-        length = self.prompt_lengths[start.number] = len(start.ids) - start.later
+        self.caches[start.cache_id] = cache
+        ids = self.prompts[start.cache_id] = torch.tensor([start.ids], device=self.model.device)
+        length = self.prompt_lengths[start.cache_id] = len(start.ids) - start.later
         first = ids[:, :length]
-        images = on_model(start.images, self.model)
-        agree_on_call(self.axes, self.model, first, None, cache, {"chunk_size": None, **images})
-        prompt = begin_prompt(self.axes, self.model, first, None, images)
+        images = images_for_model(start.images, self.model)
+        agree_on_call(self.mesh, self.model, first, None, cache, {"chunk_size": None, **images})
+        prompt = begin_prompt(self.mesh, self.model, first, None, images)
         if cache.tokens is None and cache.get_seq_length():
-            name_tokens(cache, prompt)
+            set_prompt_tokens(cache, prompt)
         shared = crop_to_shared_prefix(self.model, prompt, cache)
-        self.prefills[start.number] = prefill_chunks(self.model, prompt, cache, lambda: self.size, lambda: self.stop)
-        self.nbytes = self.measure()
+        self.prefills[start.cache_id] = prefill_chunks(self.model, prompt, cache, lambda: self.size, lambda: self.stop)
+        self.nbytes = self.count_bytes()
         return shared
 
-    def do_fork(self, number: int, other: int) -> None:
-        """Keep the cache as it is under another number."""
-        self.caches[other] = self.caches[number].fork()
-        self.nbytes = self.measure()
+    def do_fork(self, cache_id: int, fork_id: int) -> None:
+        """Keep the cache as it is under another id."""
+        self.caches[fork_id] = self.caches[cache_id].fork()
+        self.nbytes = self.count_bytes()
 
     @torch.no_grad()
-    def do_fill(self, number: int, size: int, stop: int) -> tuple[int, Tensor | None]:
+    def do_fill(self, cache_id: int, size: int, stop: int) -> tuple[int, Tensor | None]:
         """Compute the next chunk of a prompt. Return the cached tokens, and after the last chunk the logits."""
-        if number not in self.prefills:  # it did not begin
+        if cache_id not in self.prefills:  # it did not begin
             return 0, None
-        cache = self.caches[number]
-        ids = self.prompts[number]
+        cache = self.caches[cache_id]
+        ids = self.prompts[cache_id]
         self.size = size
         self.stop = stop
         logits = None
-        if next(self.prefills[number], None) is None:
+        if next(self.prefills[cache_id], None) is None:
             length = cache.get_seq_length()
-            rest = ids[:, length : length + self._tokens_at_once(size, self.prompt_lengths[number] - length)]
+            rest = ids[:, length : length + self._tokens_at_once(size, self.prompt_lengths[cache_id] - length)]
             positions = torch.arange(rest.shape[1], device=ids.device)[None] + cache.next_position
             cache.history.is_consistent = False
             logits = run_model(self.model, rest, positions, cache)
@@ -152,8 +152,8 @@ class RankWorker:
             if length + rest.shape[1] < ids.shape[1]:
                 logits = None
             else:
-                del self.prefills[number], self.prompts[number], self.prompt_lengths[number]
-        self.nbytes = self.measure()
+                del self.prefills[cache_id], self.prompts[cache_id], self.prompt_lengths[cache_id]
+        self.nbytes = self.count_bytes()
         return cache.get_seq_length(), logits
 
     def _tokens_at_once(self, size: int, left: int) -> int:
@@ -164,27 +164,27 @@ class RankWorker:
 
     def do_crop(self, rows: Sequence[tuple[int, int]]) -> None:
         """Take tokens back from the ends of caches."""
-        for number, tokens in rows:
-            self.caches[number].crop(-tokens)
+        for cache_id, tokens in rows:
+            self.caches[cache_id].crop(-tokens)
 
     def do_rows(self, rows: Sequence[tuple[int, Sequence[int]]], grows: bool) -> Sequence[Tensor]:
         """Add tokens to each cache, of which some grow or none. Return the logits of each row, (tokens, vocabulary)."""
-        numbers, tokens = zip(*rows, strict=True)
-        logits = decode_rows(self.model, tokens, [self.caches[number] for number in numbers])
+        cache_ids, tokens = zip(*rows, strict=True)
+        logits = decode_rows(self.model, tokens, [self.caches[cache_id] for cache_id in cache_ids])
         self.steps += 1
         if grows or self.steps % MEASURED == 0:
-            self.nbytes = self.measure()
+            self.nbytes = self.count_bytes()
         parts: Sequence[Tensor] = logits.split([*map(len, tokens)])
         return parts
 
     def close(self, *, at_once: bool = False) -> None:
-        """End what goes on beside the plans."""
+        """End what goes on beside the steps."""
         if self.store is not None:
             self.store.close(at_once=at_once)
 
-    def measure(self, without: Collection[int] = ()) -> int:
+    def count_bytes(self, without: Collection[int] = ()) -> int:
         """Return the bytes of caches in the memory of this rank. Memory that caches share counts once."""
-        caches = [cache for number, cache in self.caches.items() if number not in without]
+        caches = [cache for cache_id, cache in self.caches.items() if cache_id not in without]
         tensors = [x for cache in caches for kv in cache.kvs for x in kv.shard.stored]
         tensors += [x for cache in caches for kv in cache.kvs for part in kv.shard.earlier_pieces for x in part.stored]
         tensors += [x for cache in caches for x in cache.states.values()]

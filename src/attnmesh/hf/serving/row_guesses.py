@@ -40,13 +40,13 @@ class RowGuesses:
         self.tokens = []
         self.checked = []
 
-    def begin(self) -> None:
+    def note_cached(self) -> None:
         """Note that the checked guesses are in the cache."""
         self.pending = self.checked
         self.checked = []
 
-    def accepts(self, token: int) -> bool:
-        """Return whether the next guess is this token, which was drawn. Then the next place has logits."""
+    def accept(self, token: int) -> bool:
+        """Accept the next guess if it is the drawn token. Return whether it is: then the next place has logits."""
         if not self.pending or self.pending[0] != token:
             return False
         del self.pending[0]

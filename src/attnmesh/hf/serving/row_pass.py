@@ -143,8 +143,8 @@ def _agree(model: PreTrainedModel, tokens: Sequence[NextTokens], caches: Sequenc
         return {"tokens": [*map(_tokens_of, tokens)], "lengths": [cache.length_before_step for cache in caches]}
 
     first = caches[0] if isinstance(caches, Sequence) and len(caches) else None
-    mesh = first.mesh if isinstance(first, ShardedCache) else None
-    with agreement_with_peers(RankMesh.of(mesh), model, SUBJECT, fields):
+    mesh = RankMesh.of(first.mesh if isinstance(first, ShardedCache) else None)
+    with agreement_with_peers(mesh, model, SUBJECT, fields):
         _check_rows(model, tokens, caches)
 
 

@@ -14,7 +14,7 @@ from attnmesh.hf.serving.engine_store import begin_store
 from attnmesh.hf.serving.footprint import never_fits
 from attnmesh.hf.serving.grammar_masks import wait_for_any
 from attnmesh.hf.serving.guesses import Guesser, NoGuesses, StepTimes
-from attnmesh.hf.serving.plan_operations import Crop, DecodeRows, Drop, Fill, Start, StepResults
+from attnmesh.hf.serving.operations import Crop, DecodeRows, Drop, Fill, Start, StepResults
 from attnmesh.hf.serving.prefix_store import PrefixStore
 from attnmesh.hf.serving.prompt_queue import PromptQueue
 from attnmesh.hf.serving.rank_report import RankReport
@@ -51,7 +51,7 @@ class Scheduler:
         self.memory = CacheMemory(worker, memory, self.guesser)
         self.prompts = PromptQueue(worker, self.requests, self.memory, self.store, self.max_rows)
         self.pace = ChunkPace(max_gap)
-        self.rejected: dict[int, int] = {}  # last tokens of caches that the next step takes back, by number
+        self.rejected: dict[int, int] = {}  # last tokens of caches that the next step takes back, by their ids
         self.step_times = StepTimes()
         self.guess_seconds = 0.0  # seconds of the last guesses
         self.counts = dict.fromkeys(("tokens", "prompt_tokens", "cached_tokens", "preempted", "evicted", "steps"), 0)
@@ -92,7 +92,7 @@ class Scheduler:
             step.operations.append(Drop(self.memory.take_drops()))
         step.rows = self._decoding_rows()
         if step.rows:
-            rows = [(row.number, [row.answer[-1], *row.guesses.checked]) for row in step.rows]
+            rows = [(row.cache_id, [row.answer[-1], *row.guesses.checked]) for row in step.rows]
             step.operations.append(DecodeRows(rows, grows))
         step.operations += [*prompts, *self.store.operations_after()]
         return step
@@ -133,7 +133,7 @@ class Scheduler:
         self.counts["drafted_tokens"] += guesses
         before = self.counts["accepted_tokens"]
         if (error := results.error_of(DecodeRows)) is not None:
-            self._find_cause(rows, error)
+            self._end_failed_row(rows, error)
         else:
             self._take_logits(dict(zip(rows, results.rows, strict=True)))
         accepted = self.counts["accepted_tokens"] - before
@@ -145,8 +145,8 @@ class Scheduler:
         until = perf_counter() + max(LEAST_MASK_WAIT, MASK_SHARE * self.pace.row_seconds)
         for request, scores in logits.items():
             request.suspected = False
-            request.guesses.begin()
-            if self._add(request, scores, until - perf_counter()):
+            request.guesses.note_cached()
+            if self._draw_tokens(request, scores, until - perf_counter()):
                 self.requests.rows.remove(request)
 
     def _draw_held(self) -> None:
@@ -157,10 +157,10 @@ class Scheduler:
         if held_logits and alone:
             wait_for_any([request.grammar for request, _ in held_logits if request.grammar is not None], IDLE_MASK_WAIT)
         for request, logits in held_logits:
-            if self._add(request, logits):
+            if self._draw_tokens(request, logits):
                 requests.rows.remove(request)
 
-    def _find_cause(self, rows: list[EngineRequest], error: InputError) -> None:
+    def _end_failed_row(self, rows: list[EngineRequest], error: InputError) -> None:
         """End the row that cannot go on. The others are computed again.
 
         If it is not known which row that is, each suspect joins the other rows alone, until a step fails again.
@@ -192,14 +192,14 @@ class Scheduler:
         tokens = results.computed_tokens - request.computed_tokens
         request.computed_tokens = results.computed_tokens
         self.counts["prompt_tokens"] += tokens
-        self.memory.measure(request.number)
+        self.memory.learn_footprint(request.cache_id)
         self.pace.add_chunk(tokens, results.seconds[Fill])
         if results.logits is not None:
             self.requests.prefilling.remove(request)
-            if not self._add(request, results.logits):
+            if not self._draw_tokens(request, results.logits):
                 self.requests.rows.append(request)
 
-    def _add(self, request: EngineRequest, logits: Tensor, seconds: float = 0.0) -> bool:
+    def _draw_tokens(self, request: EngineRequest, logits: Tensor, seconds: float = 0.0) -> bool:
         """Draw the next token of a request, and one more after each accepted guess. Return if the request has ended.
 
         Logits, (tokens, vocabulary), are held if the mask of the grammar is not made within `seconds`: other rows go on
@@ -220,7 +220,7 @@ class Scheduler:
             if ended:
                 self._end(request, request.finish_reason or "stop", keep=not self.worker.recomputes_by_token)
                 return True
-            if not request.guesses.accepts(request.answer[-1]):
+            if not request.guesses.accept(request.answer[-1]):
                 break
             self.counts["accepted_tokens"] += 1
         self._reject(request)
@@ -229,7 +229,7 @@ class Scheduler:
     def _reject(self, request: EngineRequest) -> None:
         """Take guesses that were not accepted from the end of a cache, with the next step."""
         if request.guesses.pending:
-            self.rejected[request.number] = len(request.guesses.pending)
+            self.rejected[request.cache_id] = len(request.guesses.pending)
             request.guesses.pending = []
 
     # --- ends ---
@@ -237,14 +237,14 @@ class Scheduler:
     def _end(self, request: EngineRequest, reason: str | BaseException, *, keep: bool) -> None:
         """End a request, and keep its cache or drop it."""
         request.end(reason)
-        if request.number < 0:
+        if request.cache_id < 0:
             return
         self._reject(request)
         if keep:
             self.memory.kept_caches.keep(request)
-            self.store.keep(request, request.number, self.rejected.get(request.number, 0))
+            self.store.keep(request, request.cache_id, self.rejected.get(request.cache_id, 0))
         else:
-            self.memory.drops.append(request.number)
+            self.memory.drops.append(request.cache_id)
 
     def _end_cancelled(self) -> None:
         for requests, keep in (
@@ -260,9 +260,9 @@ class Scheduler:
         """Put a request back into the queue: its prompt and tokens are computed again."""
         self._reject(request)
         if not (self.worker.recomputes_by_token and request.answer):
-            self.store.keep(request, request.number, self.rejected.get(request.number, 0))
-        self.memory.drops.append(request.number)
-        request.number = -1
+            self.store.keep(request, request.cache_id, self.rejected.get(request.cache_id, 0))
+        self.memory.drops.append(request.cache_id)
+        request.cache_id = -1
         request.computed_tokens = 0
         request.held_logits = None
         request.passed_fork_points.clear()

@@ -12,8 +12,7 @@ from attnmesh.hf.models import check_can_decode_rows, unwrap
 from attnmesh.hf.serving.draft_guesses import DraftGuesser
 from attnmesh.hf.serving.guesses import Guesser
 from attnmesh.hf.serving.ngram_guesses import NgramGuesser
-from attnmesh.hf.serving.plan_exchange import Plan
-from attnmesh.hf.serving.plan_operations import Draft, Operation, StepResults
+from attnmesh.hf.serving.operations import Draft, Operation, StepResults
 from attnmesh.hf.serving.rank_worker import RankWorker
 
 SPECULATE, DRAFT = "hf.Engine speculate", "hf.Engine draft"
@@ -58,10 +57,10 @@ class Speculation:
             raise ArgumentError(SPECULATE, expected, repr(speculate), "write one of these, or leave it out")
         return Speculation(SPECULATE, most)
 
-    def begin(self, worker: RankWorker, run: Callable[[Plan], StepResults]) -> Guesser:
+    def begin(self, worker: RankWorker, run: Callable[[list[Operation]], StepResults]) -> Guesser:
         """Return what guesses for the rows of a worker, or raise unless its model takes guesses.
 
-        `run` runs a plan on all ranks.
+        `run` runs operations on all ranks.
         """
         if worker.template.reproducible:
             expected = "no reproducible=True beside it: products of several tokens are rounded in another way"
@@ -70,12 +69,12 @@ class Speculation:
         if self.draft_model is None:
             return NgramGuesser(self.most)
         options = {name: value for name, value in worker.options.items() if name in OF_DRAFT}
-        worker.draft_worker = RankWorker(self.draft_model, worker.mesh, {**options, "keep": self.most})
+        worker.draft_worker = RankWorker(self.draft_model, worker.device_mesh, {**options, "keep": self.most})
         _check_caches(self.subject, worker.draft_worker)
         vocab_size = worker.model.config.get_text_config(decoder=True).vocab_size
 
-        def run_draft(plan: Sequence[Operation]) -> StepResults:
-            results = run([Draft(plan)]).draft
+        def run_draft(operations: Sequence[Operation]) -> StepResults:
+            results = run([Draft(operations)]).draft
             assert results is not None
             return results
 

@@ -4,7 +4,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from attnmesh.hf.serving.engine_request import EngineRequest
-from attnmesh.hf.serving.plan_operations import Operation
+from attnmesh.hf.serving.operations import Operation
 
 
 @dataclass
@@ -15,7 +15,7 @@ class StepPlan:
     rows: list[EngineRequest] = field(default_factory=list)  # rows that decode; the others wait for masks of grammars
     starting: EngineRequest | None = None  # request whose prompt begins
     computing: EngineRequest | None = None  # request whose prompt has a chunk
-    forking: tuple[EngineRequest, int] | None = None  # request whose cache is forked, and the fork's number
+    forking: tuple[EngineRequest, int] | None = None  # request whose cache is forked, and the id of the fork
     spared: set[int] = field(default_factory=set)  # kept caches that are forked, or made
     promised: int = 0  # bytes by which caches grow
 

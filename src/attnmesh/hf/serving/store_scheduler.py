@@ -17,7 +17,7 @@ from attnmesh.errors import InputError, warn_once
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.models import has_windows, rope_regime
 from attnmesh.hf.serving.engine_request import EngineRequest, Origin
-from attnmesh.hf.serving.plan_operations import (
+from attnmesh.hf.serving.operations import (
     BlockToRead,
     BlockToSave,
     CloseStored,
@@ -52,7 +52,7 @@ FIRST_COPY_RATE = 1e9
 class SavingCache:
     """A kept cache whose blocks are being stored."""
 
-    number: int
+    cache_id: int
     ids: list[int]
     names: BlockNames
     stop: int
@@ -72,7 +72,7 @@ class LoadingCache:
     """A cache that is filled for a request."""
 
     request: EngineRequest
-    number: int
+    cache_id: int
     blocks: Sequence[BlockToRead]
     max_tokens: int
     """Tokens that the cache may have before the prompt begins. The last block may have more of the prompt."""
@@ -136,13 +136,13 @@ class StoreScheduler:
 
     # --- storing ---
 
-    def prepare(self, request: EngineRequest) -> None:
+    def name_blocks(self, request: EngineRequest) -> None:
         """Name the blocks of a new request, in the thread that submits it."""
         self._names(request).at(request.ids, len(request.ids) // BLOCK_GRAIN * BLOCK_GRAIN)
 
-    def keep(self, request: EngineRequest, number: int, rejected: int = 0) -> None:
+    def keep(self, request: EngineRequest, cache_id: int, rejected: int = 0) -> None:
         """Store the prefix in a cache from now on, but for its last tokens that were rejected."""
-        cache = self.worker.caches.get(number)
+        cache = self.worker.caches.get(cache_id)
         if self.stopped or cache is None or any(layer.is_initialized for layer in cache.cross_layers):
             return
         if (
@@ -152,28 +152,28 @@ class StoreScheduler:
         ):
             ids = request.ids
             held = cache.get_seq_length() - rejected
-            self.saving.append(SavingCache(number, ids, self._names(request), min(held, len(ids))))
+            self.saving.append(SavingCache(cache_id, ids, self._names(request), min(held, len(ids))))
 
     def operations_before(self, drops: Collection[int], seconds: float | None) -> list[Operation]:
         """Return operations that come before those of a step, and take about `seconds`; None if no rows decode."""
         copy_seconds = COPY_SECONDS if seconds is None else seconds
         left = int(min(self.copy_rate * copy_seconds, sys.maxsize))  # a pause may be inf
         saves = list[Operation]()
-        self.saving = deque(saving for saving in self.saving if saving.number in self.worker.caches)
+        self.saving = deque(saving for saving in self.saving if saving.cache_id in self.worker.caches)
         self.copied = 0
-        for saving in sorted(self.saving, key=lambda saving: saving.number not in drops):
+        for saving in sorted(self.saving, key=lambda saving: saving.cache_id not in drops):
             blocks = list[BlockToSave]()
             while (self.copied < left or not self.copied) and (entry := self._next_block(saving)) is not None:
                 blocks.append(entry)
             if blocks:
-                saves.append(SaveBlocks(saving.number, blocks))
-        self.saved += [saving for saving in self.saving if saving.is_done or saving.number in drops]
-        self.saving = deque(saving for saving in self.saving if not saving.is_done and saving.number not in drops)
+                saves.append(SaveBlocks(saving.cache_id, blocks))
+        self.saved += [saving for saving in self.saving if saving.is_done or saving.cache_id in drops]
+        self.saving = deque(saving for saving in self.saving if not saving.is_done and saving.cache_id not in drops)
         loads: list[Operation] = [] if self.closing is None else [self.closing]
         self.closing = None
         if self.loading is not None and self.opening is None and not loads:
-            nbytes = max(1, (left - self.copied) // self.worker.axes.ranks)
-            loads = [LoadBlocks(self.loading.number, nbytes, LOAD_WAIT_SECONDS if seconds is None else 0.0)]
+            nbytes = max(1, (left - self.copied) // self.worker.mesh.ranks)
+            loads = [LoadBlocks(self.loading.cache_id, nbytes, LOAD_WAIT_SECONDS if seconds is None else 0.0)]
         forgets = [ForgetBlocks(*gone)] if any(gone := self.tiers.take_gone()) else []
         return [*forgets, *saves, *loads]
 
@@ -185,7 +185,7 @@ class StoreScheduler:
 
     def _next_block(self, saving: SavingCache) -> BlockToSave | None:
         """Return the next block of a cache to be stored, and if it goes to the folder; None if no block can go now."""
-        cache = self.worker.caches[saving.number]
+        cache = self.worker.caches[saving.cache_id]
         whole = saving.stop // BLOCK_GRAIN * BLOCK_GRAIN if any(kv.sizes.mask is None for kv in cache.kvs) else 0
         if saving.stored_tokens < 0:
             self._note_layers(cache)
@@ -220,13 +220,13 @@ class StoreScheduler:
     def _file_count_of(self, cache: ShardedCache) -> int:
         """Return the files of a block: with unequal shares of tokens several ranks may have some of it."""
         even = all(kv.shard.block_cyclic.is_even for kv in cache.kvs)
-        return self.worker.axes.heads.size if even else self.worker.axes.ranks
+        return self.worker.mesh.heads.size if even else self.worker.mesh.ranks
 
     def _state_of(self, saving: SavingCache) -> list[StoredBlock]:
         """Return the state at the end of a cache; none if no layer forgets."""
         name = saving.names.state_at(saving.ids, saving.stop)
         first = saving.stop // BLOCK_GRAIN * BLOCK_GRAIN
-        return [StoredBlock(name, first, saving.stop, True, self.worker.axes.ranks)] if self.forgets else []
+        return [StoredBlock(name, first, saving.stop, True, self.worker.mesh.ranks)] if self.forgets else []
 
     def _touch(self, blocks: Sequence[StoredBlock]) -> None:
         """Note that blocks are used, also for servers that come later."""
@@ -238,11 +238,11 @@ class StoreScheduler:
                 store.later(self.folder.touch, block)
 
     def _admit(self, saving: SavingCache, block: StoredBlock, nbytes: int) -> BlockToSave | None:
-        """Make room for a block. Return it for a plan, and whether it goes to the folder.
+        """Make room for a block. Return it for a step, and whether it goes to the folder.
 
         None if there is no room while earlier blocks are written, or never for a block of this size.
         """
-        to_folder = self.tiers.admit(block, TierEntry(nbytes, self.worker.caches[saving.number].block))
+        to_folder = self.tiers.admit(block, TierEntry(nbytes, self.worker.caches[saving.cache_id].block))
         if to_folder is None:
             saving.stored_tokens = saving.stop if nbytes > self.tiers.memory.max_bytes else saving.stored_tokens
             return None
@@ -260,7 +260,7 @@ class StoreScheduler:
         forgetting = [kv for kv in cache.kvs if kv.sizes.mask is not None]
         rows += sum((kv.length - kv.shards.first_token()) * (_row_bytes(kv.sizes) + 8) for kv in forgetting)
         states = sum(x.nbytes for x in cache.states.values())
-        return int(rows + states) + NOTE * self.worker.axes.ranks * (1 + len(cache.kvs))
+        return int(rows + states) + NOTE * self.worker.mesh.ranks * (1 + len(cache.kvs))
 
     def _note_layers(self, cache: ShardedCache) -> None:
         """Keep the sizes of layers, by which a cache can be made before any prompt was computed."""
@@ -281,7 +281,7 @@ class StoreScheduler:
     # --- loading ---
 
     def begin_loading(
-        self, request: EngineRequest, common_tokens: int, cache_numbers: Iterator[int], reserve: Callable[[], bool]
+        self, request: EngineRequest, common_tokens: int, new_cache_ids: Iterator[int], reserve: Callable[[], bool]
     ) -> bool:
         """Begin to load a cache for a request, if `reserve` has made room for it. Return whether it is loaded now.
 
@@ -298,9 +298,9 @@ class StoreScheduler:
         self._touch(blocks)
         self.tiers.pinned = frozenset(blocks)
         sources = [BlockToRead(block, self._choose_source(block, run_tokens)) for block in blocks]
-        self.loading = LoadingCache(request, next(cache_numbers), sources, tokens)
+        self.loading = LoadingCache(request, next(new_cache_ids), sources, tokens)
         sizes = [layer.to_code() for layer in self.layers]
-        self.opening = OpenStored(self.loading.number, sizes, tokens, self._rope(request), sources)
+        self.opening = OpenStored(self.loading.cache_id, sizes, tokens, self._rope(request), sources)
         return True
 
     def holds_up(self, request: EngineRequest) -> bool:
@@ -345,7 +345,7 @@ class StoreScheduler:
         held = self.tiers.memory.blocks.get(block)
         if held is not None and held.run_tokens == run_tokens:
             return ReadFrom.MEMORY
-        whole = block.file_count == self.worker.axes.heads.size == 1 and not block.is_state
+        whole = block.file_count == self.worker.mesh.heads.size == 1 and not block.is_state
         if not whole or block.start // run_tokens != (block.stop - 1) // run_tokens or held is not None:
             return ReadFrom.DISK
         entry = self.tiers.disk.blocks[block]._replace(run_tokens=run_tokens)
@@ -360,7 +360,7 @@ class StoreScheduler:
             self._take_written(min(report.blocks_written for report in reports))
         left = [request for request in self.loaded if request.cancelled or request.finish_reason is not None]
         unused = [self.loaded.pop(request).source for request in left]
-        return self._take_read(reports) + [number for number in unused if number is not None]
+        return self._take_read(reports) + [cache_id for cache_id in unused if cache_id is not None]
 
     def _take_written(self, count: int) -> None:
         """Add blocks to the folder's tier that all ranks have written."""
@@ -397,15 +397,15 @@ class StoreScheduler:
         length = min(max((block.stop for block, _ in loading.blocks[:good]), default=0), loading.max_tokens)
         if self.forgets and good < total:
             length = 0
-        self.closing = CloseStored(loading.number, length)
+        self.closing = CloseStored(loading.cache_id, length)
         self.loading = None
         self.tiers.pinned = frozenset()
         if loading.request.cancelled or loading.request.finish_reason is not None or not length:
-            return [loading.number]
+            return [loading.cache_id]
         for block, read_from in loading.blocks[:good]:
             tier = "memory" if read_from == ReadFrom.MEMORY else "disk"
             self.counts[f"store_{tier}_tokens"] += min(block.stop, length) - block.start
-        self.loaded[loading.request] = Origin(loading.number, length, moves=True)
+        self.loaded[loading.request] = Origin(loading.cache_id, length, moves=True)
         return []
 
     def _drop_damaged(self, loading: LoadingCache, good: int) -> None:

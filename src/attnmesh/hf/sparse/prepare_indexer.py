@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from attnmesh.hf.family import Part, known_parts
+from attnmesh.hf.family import SubclassedModule, known_subclassed
 from attnmesh.hf.sparse.scores import IndexMask
 from attnmesh.hf.sparse.select import ShardKeys
 from attnmesh.hf.transformers_names import stock_of, subclass
@@ -21,25 +21,25 @@ def prepare_indexers(model: nn.Module) -> None:
     for module in model.modules():
         if is_indexer(module) and module not in HOOKS:
             HOOKS[module] = module.register_forward_pre_hook(_before, with_kwargs=True)
-        elif (part := known_part(module)) is not None:
+        elif (record := known_subclass_of(module)) is not None:
             stock: type = type(module)
-            module.__class__ = subclass(stock, part.base, __reduce_ex__=_reduce)
+            module.__class__ = subclass(stock, record.base, __reduce_ex__=_reduce)
 
 
 def restore_indexer(module: nn.Module) -> None:
     """Give an indexer back what it had."""
     if module in HOOKS:
         HOOKS.pop(module).remove()
-    if isinstance(module, tuple(part.base for part in known_parts().values())):
+    if isinstance(module, tuple(record.base for record in known_subclassed().values())):
         module.__class__ = stock_of(module)
 
 
 def _before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Pass an indexer that is called without a cache the keys of its shards, also when it is recomputed."""
     mask = next((x for x in (*args, *kwargs.values()) if isinstance(x, IndexMask)), None)
-    if mask is None or mask.spec.shards is None or mask.spec.shards.cached:
+    if mask is None or mask.spec.sequence is None or mask.spec.sequence.cached:
         return None
-    return args, {**kwargs, "past_key_values": ShardKeys(mask.spec.shards)}
+    return args, {**kwargs, "past_key_values": ShardKeys(mask.spec.sequence)}
 
 
 def _reduce(module: nn.Module, _: Any) -> tuple[Any, ...]:
@@ -51,17 +51,17 @@ def _reduce(module: nn.Module, _: Any) -> tuple[Any, ...]:
 
 def is_indexer(module: Any) -> bool:
     """Return whether a module scores keys that its cache returns: its `forward` calls `update_indexer`."""
-    if type(module).__name__ in known_parts():
+    if type(module).__name__ in known_subclassed():
         return False
     code = getattr(unwrap(type(module).forward), "__code__", None)
     return code is not None and "update_indexer" in code.co_names
 
 
-def known_part(module: Any) -> Part | None:
+def known_subclass_of(module: Any) -> SubclassedModule | None:
     """Return the record of a module that can run as a subclass; None for others. An incomplete one is refused later."""
     kind = type(module)
-    part = known_parts().get(type(module).__name__)
-    if part is None or not kind.__module__.startswith("transformers"):
+    record = known_subclassed().get(type(module).__name__)
+    if record is None or not kind.__module__.startswith("transformers"):
         return None
-    reads = {*part.reads} <= {*kind.forward.__code__.co_names}
-    return part if reads and (*signature(kind.forward).parameters,) == part.arguments else None
+    reads = {*record.reads} <= {*kind.forward.__code__.co_names}
+    return record if reads and (*signature(kind.forward).parameters,) == record.arguments else None

@@ -59,7 +59,7 @@ class IndexMask(Opaque):
         if func.__name__ != "masked_fill" or type(args[0]) is not Tensor:
             cls.raise_read(func.__name__)
         scores, mask, value = args
-        if mask.layer_mask.shards is not None:
+        if mask.layer_mask.sequence is not None:
             given = "one that scores the keys of a shard alone"
             raise KernelError(f"{SUBJECT} indexer", "an indexer that keeps its keys in the cache", given, USE_SUPPORTED)
         return scores.masked_fill(~mask.layer_mask.seen(scores.shape[-1]).to(scores.device), value)

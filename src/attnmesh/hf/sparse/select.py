@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attnmesh.core.candidates import unpack_candidates
-from attnmesh.hf.shards import Shards
+from attnmesh.hf.sharded_sequence import ShardedSequence
 from attnmesh.hf.sparse.scores import IndexScores
 from attnmesh.kernels.indexer import IndexKeys, indexer_top_k
 
@@ -27,12 +27,12 @@ class KeyScores(Protocol):
 
 
 @torch.no_grad()
-def select_in_shards(scores: KeyScores, new: Tensor, shards: Shards, k: int) -> Tensor:
+def select_in_shards(scores: KeyScores, new: Tensor, sequence: ShardedSequence, k: int) -> Tensor:
     """Return the best k keys of this rank's queries. The keys of all ranks, (batch, tokens, dim), come to them."""
-    keys = new if scores.whole else shards.all_tokens(new)
+    keys = new if scores.whole else sequence.gather_tokens(new)
     device = new.device
-    tokens = torch.arange(shards.length, device=device)
-    first, last = (x.to(device)[None] for x in shards.mask_of(scores.spec.mask).bounds(shards.positions()))
+    tokens = torch.arange(sequence.length, device=device)
+    first, last = (x.to(device)[None] for x in sequence.mask_of(scores.spec.mask).bounds(sequence.positions()))
     index = IndexKeys(keys, tokens, tokens[None])
     return unpack_candidates(indexer_top_k(scores.run, scores.operands, index, first, last, k, scores.block))[1]
 
@@ -40,8 +40,8 @@ def select_in_shards(scores: KeyScores, new: Tensor, shards: Shards, k: int) -> 
 class ShardKeys:
     """Stand-in for the cache in an indexer's call: the keys of this rank's tokens."""
 
-    def __init__(self, shards: Shards) -> None:
-        self.shards = shards
+    def __init__(self, sequence: ShardedSequence) -> None:
+        self.sequence = sequence
         self.new_index_keys: Tensor | None = None
 
     def update_indexer(self, keys: Tensor, layer_idx: int) -> IndexScores:
@@ -52,11 +52,11 @@ class ShardKeys:
     lengths = 0
     """Tokens of each sequence before these."""
 
-    def with_earlier(self, rows: Tensor, count: int) -> Tensor:
+    def join_earlier(self, rows: Tensor, count: int) -> Tensor:
         """Return rows of all tokens (batch, tokens, width) after those of so many tokens before them: zeros."""
         return pad(rows, (0, 0, count, 0))
 
     def select(self, scores: KeyScores, k: int) -> Tensor:
         """Return the best k keys of this rank's queries, (batch, queries, k)."""
         assert self.new_index_keys is not None
-        return select_in_shards(scores, self.new_index_keys, self.shards, k)
+        return select_in_shards(scores, self.new_index_keys, self.sequence, k)

@@ -74,12 +74,12 @@ def prepare(
     return model
 
 
-def _sharder_of(accelerator: Any, mesh: DeviceMesh | None, layout: Layout | str, exchange: str) -> BatchSharder:
+def _sharder_of(accelerator: Any, device_mesh: DeviceMesh | None, layout: Layout | str, exchange: str) -> BatchSharder:
     """Return what shards the batches of this accelerator. Raise if it has prepared a model for others."""
     if not isinstance(accelerator, MeshAccelerator):
-        return BatchSharder(mesh, layout, exchange)
+        return BatchSharder(device_mesh, layout, exchange)
     sharder = accelerator.sharder
-    is_same = (sharder.mesh, sharder.layout, sharder.exchange) == (mesh, layout, exchange)
+    is_same = (sharder.device_mesh, sharder.layout, sharder.exchange) == (device_mesh, layout, exchange)
     if not is_same:
         expected = "the mesh, layout and exchange of the accelerator's first model"
         raise ArgumentError("prepare", expected, "others", "pass the same ones for each model")
@@ -91,7 +91,7 @@ def as_one_process(accelerator: Any, sharder: BatchSharder) -> None:
     if isinstance(accelerator, MeshAccelerator):
         return
     ACCELERATE.check()
-    replicas = _replicas(sharder.mesh, accelerator.state.num_processes)
+    replicas = _replicas(sharder.device_mesh, accelerator.state.num_processes)
     _check_alone(accelerator)
     _warn_if_weights_are_whole(accelerator)
     accelerator.__class__ = _accelerator_class(type(accelerator))
@@ -132,13 +132,13 @@ def check_parallelism(parallel: Any) -> None:
 
 
 @cached_per_world(16)
-def _replicas(mesh: DeviceMesh | None, processes: int) -> Replicas:
+def _replicas(device_mesh: DeviceMesh | None, processes: int) -> Replicas:
     """Return the groups of ranks that share their batches. Raise on all ranks unless they cover the world evenly."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world != processes:
         fix = "start the script with torchrun or accelerate launch, on CPUs with use_cpu=True"
         raise MeshError("on_mesh", f"accelerate on {world} ranks", str(processes), fix)
-    mesh_ranks = [dist.get_rank() if world > 1 else 0] if mesh is None else mesh.mesh.flatten().tolist()
+    mesh_ranks = [dist.get_rank() if world > 1 else 0] if device_mesh is None else device_mesh.mesh.flatten().tolist()
     if world == 1:
         return Replicas(0, 1, 1, None)
     table: list[list[int]] = [[] for _ in range(world)]

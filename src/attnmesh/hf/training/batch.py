@@ -17,7 +17,7 @@ from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.images.inputs import IMAGE_INPUTS, check_cross_mask
 from attnmesh.hf.options import USE_TOKENIZER, describe_value
 from attnmesh.hf.shard_tensors import ShardIds, ShardMask, ShardPositions, ShardTensor, WholeIds, WholeMask
-from attnmesh.hf.shards import Shards
+from attnmesh.hf.sharded_sequence import ShardedSequence
 from attnmesh.hf.training.caller import prepare_caller, prepare_caller_with_images
 from attnmesh.hf.training.labels import GuardedLabels, ItemCount, ShardLabels
 from attnmesh.mesh.axes import RankMesh
@@ -84,12 +84,12 @@ class AgreedBatch(NamedTuple):
     documents: Mask
 
 
-def shard_agreed(agreed: AgreedBatch, mesh: DeviceMesh | None, layout: Layout, exchange: str) -> dict[str, Any]:
+def shard_agreed(agreed: AgreedBatch, device_mesh: DeviceMesh | None, layout: Layout, exchange: str) -> dict[str, Any]:
     """Return this rank's share of a batch, or raise on all ranks."""
     batch, positions, documents = agreed
     ids = batch["input_ids"]
     labels = _shift_labels(batch)
-    ranks = RankMesh.of(mesh).ranks
+    ranks = RankMesh.of(device_mesh).ranks
     tokens_of_ranks = [layout.positions(ids.shape[1], ranks, rank) for rank in range(ranks)]
     if min(map(len, tokens_of_ranks)) == 0:  # models of transformers cannot compute none
         given = f"{ids.shape[1]} tokens in {layout} on {ranks} ranks"
@@ -97,25 +97,30 @@ def shard_agreed(agreed: AgreedBatch, mesh: DeviceMesh | None, layout: Layout, e
         raise ShapeError("shard_batch input_ids", "at least one token per rank", given, fix)
     counts = None if labels is None else (labels != IGNORE_INDEX).sum(0).cpu()
     label_counts = () if counts is None else tuple(int(counts[tokens].sum()) for tokens in tokens_of_ranks)
-    shards = Shards(mesh, layout, ids.shape[1], documents, label_counts=label_counts, exchange=exchange)
+    sequence = ShardedSequence(
+        device_mesh, layout, ids.shape[1], documents, label_counts=label_counts, exchange=exchange
+    )
     images = {name: x for name, x in batch.items() if name in IMAGE_INPUTS and x is not None}
-    shards.forward_pass.on_begin = prepare_caller_with_images if images else prepare_caller
-    shards.forward_pass.token_ranges = _token_ranges(ids, labels)
+    sequence.forward_pass.on_begin = prepare_caller_with_images if images else prepare_caller
+    sequence.forward_pass.token_ranges = _token_ranges(ids, labels)
 
     def part(x: Tensor) -> Tensor:
-        return shard(x, mesh, layout=layout, dim=1)
+        return shard(x, device_mesh, layout=layout, dim=1)
 
-    loss = {} if labels is None else _loss_arguments(labels, batch.get("num_items_in_batch"), part, shards)
+    loss = {} if labels is None else _loss_arguments(labels, batch.get("num_items_in_batch"), part, sequence)
     mask = batch.get("attention_mask")
     mask = torch.ones_like(ids) if mask is None else mask
     if images:  # the model merges them into the whole sequence, and computes its positions
-        prompt = {"input_ids": WholeIds.of(ids, shards=shards), "attention_mask": WholeMask.of(mask, shards=shards)}
+        prompt = {
+            "input_ids": WholeIds.of(ids, sequence=sequence),
+            "attention_mask": WholeMask.of(mask, sequence=sequence),
+        }
         return prompt | {"use_cache": False} | images | loss
-    sequence = {"last": int(positions.max()), "ids": ids if batch.get("position_ids") is None else None}
+    of_sequence = {"last": int(positions.max()), "ids": ids if batch.get("position_ids") is None else None}
     return {
-        "input_ids": ShardIds.of(part(ids), shards=shards),
-        "position_ids": ShardPositions.of(part(positions), shards=shards, **sequence),
-        "attention_mask": ShardMask.of(part(mask), shards=shards),
+        "input_ids": ShardIds.of(part(ids), sequence=sequence),
+        "position_ids": ShardPositions.of(part(positions), sequence=sequence, **of_sequence),
+        "attention_mask": ShardMask.of(part(mask), sequence=sequence),
         "use_cache": False,
     } | loss
 
@@ -130,11 +135,15 @@ def _token_ranges(ids: Tensor, labels: Tensor | None) -> dict[str, Tensor]:
 
 
 def agree_on_batch(
-    batch: Mapping[str, Any], mesh: DeviceMesh | None, layout: Layout | str, exchange: str, extras: Mapping[str, Any]
+    batch: Mapping[str, Any],
+    device_mesh: DeviceMesh | None,
+    layout: Layout | str,
+    exchange: str,
+    extras: Mapping[str, Any],
 ) -> AgreedBatch:
     """Return the batch if all ranks pass the same valid one."""
-    axes = RankMesh.of(mesh)
-    with Agreement(axes, "shard_batch") as agreement:
+    mesh = RankMesh.of(device_mesh)
+    with Agreement(mesh, "shard_batch") as agreement:
         check_layout("shard_batch layout", layout, auto=True)
         is_known = isinstance(exchange, str) and exchange in RECURRENT_EXCHANGES
         if not is_known:
@@ -144,7 +153,7 @@ def agree_on_batch(
             fix = "pass the collator's output, or a dict"
             raise DtypeError("shard_batch", "a mapping of names to tensors", type(batch).__name__, fix)
         entries = {**batch, **extras}
-        _check_batch(entries, axes.ranks)
+        _check_batch(entries, mesh.ranks)
         positions, documents = _positions(entries)
         _check_packing(entries, documents)
         check_cross_mask("shard_batch", entries["input_ids"], entries)
@@ -162,13 +171,15 @@ def _shift_labels(batch: Mapping[str, Any]) -> Tensor | None:
     return None if labels is None else pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:]
 
 
-def _loss_arguments(labels: Tensor, count: Any, part: Callable[[Tensor], Tensor], shards: Shards) -> dict[str, Any]:
+def _loss_arguments(
+    labels: Tensor, count: Any, part: Callable[[Tensor], Tensor], sequence: ShardedSequence
+) -> dict[str, Any]:
     """Return the arguments that a model computes its loss from."""
     count = (labels != IGNORE_INDEX).sum().clamp(min=1) if count is None else torch.as_tensor(count)
     return {
-        "labels": GuardedLabels.of(part(labels), shards=shards),
-        "shift_labels": ShardLabels.of(part(labels), shards=shards),
-        "num_items_in_batch": ItemCount.of(per_rank(count.to(labels.device), shards.ranks), shards=shards),
+        "labels": GuardedLabels.of(part(labels), sequence=sequence),
+        "shift_labels": ShardLabels.of(part(labels), sequence=sequence),
+        "num_items_in_batch": ItemCount.of(per_rank(count.to(labels.device), sequence.ranks), sequence=sequence),
     }
 
 

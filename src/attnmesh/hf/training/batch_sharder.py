@@ -24,7 +24,7 @@ from attnmesh.errors import ArgumentError, KernelError, short
 from attnmesh.hf.images.inputs import IMAGE_INPUTS
 from attnmesh.hf.models import check_implementation, check_tokens, is_recurrent, unwrap
 from attnmesh.hf.shard_tensors import ShardTensor
-from attnmesh.hf.shards import Shards
+from attnmesh.hf.sharded_sequence import ShardedSequence
 from attnmesh.hf.training.batch import PACKING_ARGUMENTS, TOKEN_ARGUMENTS, AgreedBatch, agree_on_batch, shard_agreed
 from attnmesh.hf.training.left_padding import MovedRows
 from attnmesh.hf.training.mean_over_mesh import mean_over_ranks
@@ -48,7 +48,7 @@ class ShardedCall:
 
     module: nn.Module
     """The outermost module that was called."""
-    shards: Shards
+    sequence: ShardedSequence
     whole_mask: Tensor
     """Padding of the whole batch."""
     tokens: slice
@@ -64,10 +64,10 @@ class BatchSharder:
     """
 
     def __init__(
-        self, mesh: DeviceMesh | None, layout: Layout | str, exchange: str = "scan", shape: str | None = None
+        self, device_mesh: DeviceMesh | None, layout: Layout | str, exchange: str = "scan", shape: str | None = None
     ) -> None:
-        self.mesh, self.layout, self.exchange = mesh, layout, exchange
-        self.shapes = MeshShapes(mesh, shape)
+        self.device_mesh, self.layout, self.exchange = device_mesh, layout, exchange
+        self.shapes = MeshShapes(device_mesh, shape)
         self.chosen: set[tuple[object, type[Layout]]] = set()  # shapes and layouts that were logged
         self.is_active = False
         self.pads_left = False  # True to take rows that begin with padding
@@ -140,24 +140,24 @@ class BatchSharder:
         layout = self.layout
         if isinstance(layout, str) and is_recurrent(unwrap(module).config):
             layout = Zigzag()  # a state passes through runs of tokens
-        agreed = agree_on_batch(batch, self.mesh, layout, self.exchange, {})
+        agreed = agree_on_batch(batch, self.device_mesh, layout, self.exchange, {})
         check_tokens(f"{SUBJECT} input_ids", agreed.entries["input_ids"], unwrap(module))
-        mesh, layout = self.shapes.choose(agreed, layout, unwrap(module).config)
-        self._log_choice(agreed, mesh, layout)
-        part = shard_agreed(agreed, mesh, layout, self.exchange)
+        device_mesh, layout = self.shapes.choose(agreed, layout, unwrap(module).config)
+        self._log_choice(agreed, device_mesh, layout)
+        part = shard_agreed(agreed, device_mesh, layout, self.exchange)
         mask = batch.get("attention_mask")
         mask = torch.ones_like(batch["input_ids"]) if mask is None else mask
         tokens = slice(None) if "shift_labels" in batch or not arguments.get("fused_lm_head") else slice(-1)
-        self.call = ShardedCall(module, part["input_ids"].shards, mask, tokens, moved)
-        record = self.call.shards.forward_pass
+        self.call = ShardedCall(module, part["input_ids"].sequence, mask, tokens, moved)
+        record = self.call.sequence.forward_pass
         if self.hides_padding and not bool(mask.all()):
             record.key_lengths = mask.sum(1).cpu()  # which each layer reads
         record.gathers_routers = unwrap(module).base_model is not module
         return (), {**{name: None for name in BATCH_ARGUMENTS if name in arguments}, **arguments, **part}
 
-    def _log_choice(self, batch: AgreedBatch, mesh: DeviceMesh | None, layout: Layout) -> None:
+    def _log_choice(self, batch: AgreedBatch, device_mesh: DeviceMesh | None, layout: Layout) -> None:
         """Log on the first rank the shape and the layout that "auto" has chosen, once each."""
-        shape = RankMesh.of(mesh).shape
+        shape = RankMesh.of(device_mesh).shape
         chosen = (shape, type(layout))
         is_auto = isinstance(self.layout, str) or self.shapes.shape is not None
         if not is_auto or chosen in self.chosen or shape.ranks == 1 or dist.get_rank():
@@ -176,10 +176,10 @@ class BatchSharder:
             return None
 
         def whole(x: Tensor) -> Tensor:
-            return apply(_Gather, x.reshape(len(call.whole_mask), -1, x.shape[-1]), call.shards).flatten(0, 1)
+            return apply(_Gather, x.reshape(len(call.whole_mask), -1, x.shape[-1]), call.sequence).flatten(0, 1)
 
         output["router_logits"] = tuple(whole(x) for x in routers)
-        call.shards.forward_pass.whole_mask = call.whole_mask
+        call.sequence.forward_pass.whole_mask = call.whole_mask
         return output
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -190,24 +190,24 @@ class BatchSharder:
         self.call = None
         if output is None:
             return None
-        shards = call.shards
-        shape = len(kwargs["input_ids"]), len(shards.positions())
-        shards.check_all_layers_counted()
+        sequence = call.sequence
+        shape = len(kwargs["input_ids"]), len(sequence.positions())
+        sequence.check_all_layers_counted()
 
-        def whole(name: object, value: Any) -> Any:
+        def of_whole_batch(name: object, value: Any) -> Any:
             value = value.plain() if isinstance(value, ShardTensor) else value
             if str(name).startswith(WHOLE):
                 return value
             if isinstance(value, (tuple, list)):
-                return type(value)(whole(None, item) for item in value)
+                return type(value)(of_whole_batch(None, item) for item in value)
             if isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == shape:
-                return ShardedOutput.of(value, shards=shards, tokens=call.tokens, moved=call.moved)
+                return ShardedOutput.of(value, sequence=sequence, tokens=call.tokens, moved=call.moved)
             is_loss = isinstance(value, Tensor) and not value.ndim
-            return mean_over_ranks(value, shards.mesh) if is_loss else value
+            return mean_over_ranks(value, sequence.mesh) if is_loss else value
 
         if isinstance(output, Mapping):
-            return cast(Any, type(output))(**{name: whole(name, value) for name, value in output.items()})
-        return whole(None, output)
+            return cast(Any, type(output))(**{name: of_whole_batch(name, value) for name, value in output.items()})
+        return of_whole_batch(None, output)
 
 
 class ShardedOutput(ShardTensor):
@@ -225,26 +225,26 @@ class ShardedOutput(ShardTensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Return the result of the function on the outputs of all tokens."""
-        return func(*map(_whole, args), **{name: _whole(x) for name, x in (kwargs or {}).items()})
+        return func(*map(_gather_outputs, args), **{name: _gather_outputs(x) for name, x in (kwargs or {}).items()})
 
     def share(self, x: Tensor) -> Tensor:
         """Return this rank's share of a tensor of the whole batch, (batch, length)."""
         x = x if self.moved is None else self.moved.batch({"x": x})["x"]
-        return shard(x, self.shards.mesh, layout=self.shards.layout, dim=1)
+        return shard(x, self.sequence.mesh, layout=self.sequence.layout, dim=1)
 
-    def whole(self) -> Tensor:
+    def gather_tokens(self) -> Tensor:
         """Return the outputs of all tokens, with gradients."""
         if self.gathered is None:
-            outputs = apply(_Gather, self.plain(), self.shards)
+            outputs = apply(_Gather, self.plain(), self.sequence)
             self.gathered = (outputs if self.moved is None else self.moved.back(outputs))[:, self.tokens]
         return self.gathered
 
 
-def _whole(value: Any) -> Any:
+def _gather_outputs(value: Any) -> Any:
     """Return a value with whole tensors in place of `ShardedOutput`."""
     if isinstance(value, ShardedOutput):
-        return value.whole()
-    return type(value)(map(_whole, value)) if type(value) in (tuple, list) else value
+        return value.gather_tokens()
+    return type(value)(map(_gather_outputs, value)) if type(value) in (tuple, list) else value
 
 
 def apply(function: Any, *arguments: Any) -> Tensor:
@@ -257,11 +257,11 @@ class _Gather(torch.autograd.Function):
     """Tokens of all ranks. All ranks compute the same loss of them, of which each takes back its tokens' gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shards: Shards) -> Tensor:
-        ctx.shards = shards
-        return shards.all_tokens(x.detach())
+    def forward(ctx: Any, x: Tensor, sequence: ShardedSequence) -> Tensor:
+        ctx.sequence = sequence
+        return sequence.gather_tokens(x.detach())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        shards = ctx.shards
-        return shard(grad, shards.mesh, layout=shards.layout, dim=1) * shards.ranks, None
+        sequence = ctx.sequence
+        return shard(grad, sequence.mesh, layout=sequence.layout, dim=1) * sequence.ranks, None

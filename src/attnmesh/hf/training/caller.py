@@ -17,11 +17,11 @@ from attnmesh.errors import ArgumentError, InputError, KernelError
 from attnmesh.guard.agreement import Agreement, may_compare
 from attnmesh.hf.family import family_of, prepared_code
 from attnmesh.hf.images.cut import prepare_text_model
-from attnmesh.hf.layer_checks import check_same_weights
+from attnmesh.hf.layer_checks import compare_weights
 from attnmesh.hf.models import SUBJECT, check_implementation, check_tokens
 from attnmesh.hf.recurrent.prepare_recurrent import prepare_layers
 from attnmesh.hf.shard_tensors import MODULE_CALL, ShardIds, ShardPositions, ShardTensor, WholeIds
-from attnmesh.hf.shards import FORWARD_ALL, OF_SHARD_BATCH, Shards
+from attnmesh.hf.sharded_sequence import FORWARD_ALL, OF_SHARD_BATCH, ShardedSequence
 from attnmesh.hf.sparse.prepare_indexer import prepare_indexers
 from attnmesh.hf.training.labels import GuardedLabels, ShardLabels
 from attnmesh.mesh.axes import RankMesh
@@ -40,49 +40,49 @@ class CalledModule(NamedTuple):
         return {**dict.fromkeys(names), **dict(zip(names, self.args, strict=False)), **self.kwargs}
 
 
-def prepare_caller(shards: Shards) -> None:
+def prepare_caller(sequence: ShardedSequence) -> None:
     """Check the model that is being called, and prepare its recurrent layers and indexers."""
     called_modules = _called_modules()
-    if shards.ranks > 1:
-        _check_model(called_modules, shards)
+    if sequence.ranks > 1:
+        _check_model(called_modules, sequence)
     if any(name in sys.modules for name in prepared_code()):
         prepared_modules: set[nn.Module] = set()
         for module, *_ in called_modules:
             if module not in prepared_modules:
                 prepare_indexers(module)
                 for hook in prepare_layers(module):  # the model's own hooks run from its next call on
-                    hook.shards = shards
+                    hook.sequence = sequence
                 prepared_modules.update(module.modules())
 
 
-def prepare_caller_with_images(shards: Shards) -> None:
+def prepare_caller_with_images(sequence: ShardedSequence) -> None:
     """Prepare the modules that are being called, and let the text model cut the merged sequence to its shards."""
-    prepare_caller(shards)
+    prepare_caller(sequence)
     prepare_text_model([called.module for called in _called_modules()])
 
 
-def _check_model(called_modules: list[CalledModule], shards: Shards) -> None:
+def _check_model(called_modules: list[CalledModule], sequence: ShardedSequence) -> None:
     """Raise, on all ranks if they compare their calls, unless the model of transformers is right on shards.
 
     It is the outermost one that was given tensors of a shard: the calls of wrappers have arguments of their own.
     """
     models = (called for called in called_modules if isinstance(called.module, PreTrainedModel))
     candidates = ((called.module, called.arguments()) for called in models)
-    model, arguments = next((pair for pair in candidates if _has_shards(pair[1])), (None, {}))
+    model, arguments = next((pair for pair in candidates if _has_shard_tensors(pair[1])), (None, {}))
     if model is None:
         return
     device = next(x for x in arguments.values() if isinstance(x, ShardTensor)).device
     try:
         _check_kind(model)
         _check_arguments(arguments)
-        _check_tokens(model, arguments, shards.forward_pass.token_ranges)
+        _check_tokens(model, arguments, sequence.forward_pass.token_ranges)
     except InputError as error:
-        Agreement(RankMesh.of(shards.mesh), type(model).__name__, is_compared=may_compare(device)).raise_on_all(error)
-    shards.forward_pass.has_positions = True
-    check_same_weights(model, shards, device)
+        Agreement(RankMesh.of(sequence.mesh), type(model).__name__, is_compared=may_compare(device)).raise_on_all(error)
+    sequence.forward_pass.has_positions = True
+    compare_weights(model, sequence, device)
 
 
-def _has_shards(arguments: dict[str, Any]) -> bool:
+def _has_shard_tensors(arguments: dict[str, Any]) -> bool:
     return any(isinstance(x, ShardTensor) for x in arguments.values())
 
 
@@ -115,7 +115,7 @@ def _check_arguments(arguments: dict[str, Any]) -> None:
     targets = arguments.get("shift_labels")
     is_own = isinstance(targets, Tensor) and not isinstance(targets, ShardLabels)
     check("shift_labels", not is_own, "others, which may be unshifted, or shifted inside of this rank's shard", fix)
-    cuts = [(x.shards.layout, x.shards.length) for x in arguments.values() if isinstance(x, ShardTensor)]
+    cuts = [(x.sequence.layout, x.sequence.length) for x in arguments.values() if isinstance(x, ShardTensor)]
     check("arguments", all(cut == cuts[0] for cut in cuts), "those of several calls")
     is_alone = isinstance(labels, GuardedLabels) and targets is None
     check("shift_labels", not is_alone, "none beside its labels")

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from attnmesh.errors import KernelError
 from attnmesh.hf.models import unwrap
-from attnmesh.hf.shards import Shards
+from attnmesh.hf.sharded_sequence import ShardedSequence
 from attnmesh.hf.training.batch import per_rank
 from attnmesh.hf.training.left_padding import MovedRows
 from attnmesh.hf.training.mean_over_mesh import mean_over_ranks
@@ -25,8 +25,8 @@ class MeshDistillation(MeshRollouts):
 
     teacher_model: Any
     _logs: dict[str, deque[str]]
-    shards_by_layout: dict[Any, tuple[Shards, MovedRows | None]]
-    """Shards of the models of the present loss, by layout and shape, and how their rows have moved."""
+    sequences_by_layout: dict[Any, tuple[ShardedSequence, MovedRows | None]]
+    """Sequences of the present loss, by layout and shape, and how their rows have moved."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -50,7 +50,7 @@ class MeshDistillation(MeshRollouts):
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Return the loss. TRL calls the models with methods of its own, in which `_get_last_hidden_state` shards."""
-        self.shards_by_layout = {}  # a call that raised may have left some
+        self.sequences_by_layout = {}  # a call that raised may have left some
         divergence = partial(self._divergence, ROLLOUTS.find(DIVERGENCE))
         replacing = self._replacing(**{DIVERGENCE.split(":")[1]: divergence})
         with self.sharder.active(False), self.accelerator.dealing(), replacing:
@@ -61,7 +61,8 @@ class MeshDistillation(MeshRollouts):
         layers = unwrap(model).base_model
         with self.sharder.active(True, layers):
             states = layers(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
-        self.shards_by_layout[states.shards.layout, RankMesh.of(states.shards.mesh).shape] = states.shards, states.moved
+        sequence = states.sequence
+        self.sequences_by_layout[sequence.layout, RankMesh.of(sequence.mesh).shape] = sequence, states.moved
         return states.plain()  # type: ignore[no-any-return]
 
     def _divergence(
@@ -75,17 +76,17 @@ class MeshDistillation(MeshRollouts):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the loss, the sum of entropies and the number of tokens, of the whole batch."""
         *heads_of_models, mask, beta = heads
-        layouts = [*self.shards_by_layout]
-        (shards, moved), *other_shards = self.shards_by_layout.values()
-        if other_shards:
+        layouts = [*self.sequences_by_layout]
+        (sequence, moved), *others = self.sequences_by_layout.values()
+        if others:
             given, fix = " and ".join(map(str, layouts)), 'leave layout="auto" and shape="auto" out'
             raise KernelError(SUBJECT, "a student and a teacher with the same shards", given, fix)
-        target_mask = pad(mask, (shards.length - 1 - mask.shape[1], 1))  # a token is predicted from the one before it
+        target_mask = pad(mask, (sequence.length - 1 - mask.shape[1], 1))  # a token is predicted from the one before it
         target_mask = target_mask if moved is None else moved.batch({"mask": target_mask})["mask"]
-        own_mask = shard(target_mask, shards.mesh, layout=shards.layout, dim=1).bool()
+        own_mask = shard(target_mask, sequence.mesh, layout=sequence.layout, dim=1).bool()
         count = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-        options["num_items_in_batch"] = per_rank(count, shards.ranks)
+        options["num_items_in_batch"] = per_rank(count, sequence.ranks)
         parts = (x[own_mask][None] for x in (student, teacher))
         loss, entropy, _ = stock(*parts, *heads_of_models, own_mask[own_mask][None], beta, **options)
-        loss, entropy = (mean_over_ranks(x, shards.mesh) for x in (loss, entropy.detach()))
-        return loss, entropy * shards.ranks, mask.sum()
+        loss, entropy = (mean_over_ranks(x, sequence.mesh) for x in (loss, entropy.detach()))
+        return loss, entropy * sequence.ranks, mask.sum()

@@ -45,13 +45,13 @@ class MeshGKD(MeshRollouts):
         with torch.no_grad():
             teacher: ShardedOutput = self.teacher_model.eval()(**batch).logits
         student: ShardedOutput = outputs.logits
-        is_same = student.shards == teacher.shards
+        is_same = student.sequence == teacher.sequence
         if not is_same:
-            given = f"{student.shards.layout} and {teacher.shards.layout}"
+            given = f"{student.sequence.layout} and {teacher.sequence.layout}"
             fix = 'leave layout="auto" and shape="auto" out'
             raise KernelError(SUBJECT, "a student and a teacher with the same shards", given, fix)
         count = (labels != -100).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-        options = {"beta": self.beta, "num_items_in_batch": per_rank(count, student.shards.ranks)}
+        options = {"beta": self.beta, "num_items_in_batch": per_rank(count, student.sequence.ranks)}
         loss = self.generalized_jsd_loss(student.plain(), teacher.plain(), student.share(labels), **options)
-        loss = mean_over_ranks(loss, student.shards.mesh)
+        loss = mean_over_ranks(loss, student.sequence.mesh)
         return (loss, outputs) if return_outputs else loss

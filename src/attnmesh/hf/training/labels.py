@@ -1,4 +1,4 @@
-"""Labels of one rank's tokens, which raise unless a loss is right on shards. See `shards`.
+"""Labels of one rank's tokens, which raise unless a loss is right on shards. See `sharded_sequence`.
 
 What PyTorch computes from labels is followed as far as a loss goes: the losses of tokens, their sum, and its division.
 """
@@ -44,20 +44,20 @@ class ShardLabels(ShardTensor):
         """Return the result. A loss raises unless all layers attended over all shards."""
         self.check_not_shifted(name, args)
         if name in ("gather", "take_along_dim", "__getitem__") and not isinstance(args[0], ShardLabels):
-            return TokenLosses.of(call(), shards=self.shards)
+            return TokenLosses.of(call(), sequence=self.sequence)
         if name not in ("cross_entropy", "nll_loss"):
             return self.wrap(call()) if name in PER_TOKEN_FUNCTIONS else call()
-        self.shards.check_all_layers_counted()
+        self.sequence.check_all_layers_counted()
         reduction = kwargs.get("reduction", "mean")
         if reduction == "mean":
             check_even_labels(self)
         loss_type = LossSum if reduction == "sum" else TokenLosses
-        return call() if reduction == "mean" else loss_type.of(call(), shards=self.shards)
+        return call() if reduction == "mean" else loss_type.of(call(), sequence=self.sequence)
 
 
 def check_even_labels(labels: ShardTensor) -> None:
     """Raise for a mean over this rank's labels, unless all ranks have equally many."""
-    if not labels.shards.has_even_labels:
+    if not labels.sequence.has_even_labels:
         expected = "a loss that weighs the tokens of all ranks equally"
         raise ArgumentError(f"{SUBJECT} num_items_in_batch", expected, "a mean over one rank's tokens", COUNT_ALL)
 
@@ -70,7 +70,7 @@ class TokenLosses(ShardTensor):
         if name in ("mean", "nanmean"):
             check_even_labels(self)
         if name in ("sum", "nansum"):
-            return LossSum.of(call(), shards=self.shards)
+            return LossSum.of(call(), sequence=self.sequence)
         return self.wrap(call()) if name in PER_TOKEN_FUNCTIONS else call()
 
 
@@ -84,20 +84,20 @@ class LossSum(ShardTensor):
         """
         if name in ("__get__", "to", "float", "double", "neg", "__neg__", "negative"):
             return self.wrap(call())
-        if name.strip("_") not in ("div", "true_divide", "divide", "truediv", "itruediv") or self.shards.ranks == 1:
+        if name.strip("_") not in ("div", "true_divide", "divide", "truediv", "itruediv") or self.sequence.ranks == 1:
             return call()
         divisor = args[1] if len(args) > 1 else kwargs["other"]
-        count = self.shards.forward_pass.item_count
+        count = self.sequence.forward_pass.item_count
         comparable = isinstance(divisor, Tensor | Real) and isinstance(count, Tensor | Real)
         if divisor is count or (comparable and bool(divisor == count)):
             self._check_own_count(divisor)
-            return call().mul_(self.shards.ranks)
+            return call().mul_(self.sequence.ranks)
         self._check_divisor(divisor)
         return call()
 
     def _check_own_count(self, count: Any) -> None:
         """Raise for a count that was passed to the model, if it is of one rank's labels."""
-        label_counts = self.shards.label_counts
+        label_counts = self.sequence.label_counts
         fits = count >= sum(label_counts) or count not in label_counts
         if not fits:
             given = "the labels of one rank"
@@ -105,7 +105,7 @@ class LossSum(ShardTensor):
 
     def _check_divisor(self, divisor: Any) -> None:
         """Raise for a count of labels that is not the batch's: this rank's, or one of all ranks that is not shared."""
-        label_counts, given = self.shards.label_counts, ""
+        label_counts, given = self.sequence.label_counts, ""
         if isinstance(divisor, Tensor):
             given = "" if isinstance(divisor, ItemCount) else "another tensor"
         elif divisor == sum(label_counts):

@@ -67,22 +67,22 @@ def _check(values: Any, counts: Any, ranks: int) -> None:
     if not fits:
         expected = f"a tensor of shape {tuple(values.shape)}"
         raise ShapeError("mean_over_mesh mask", expected, type_and_shape(counts), "pass one value for each token")
-    ranks_of_values = values.shards.ranks if isinstance(values, ShardTensor) else ranks
+    ranks_of_values = values.sequence.ranks if isinstance(values, ShardTensor) else ranks
     if ranks != ranks_of_values:
         expected = f"one of {ranks_of_values} ranks, as of the values"
         raise MeshError("mean_over_mesh mesh", expected, f"one of {ranks}", "pass the mesh of shard_batch")
 
 
-def mean_over_ranks(loss: Tensor, mesh: DeviceMesh | None) -> Tensor:
+def mean_over_ranks(loss: Tensor, device_mesh: DeviceMesh | None) -> Tensor:
     """Return the mean of the ranks' losses, with the gradient of this rank's: gradients are averaged over ranks."""
-    mean: Tensor = cast(Any, _MeanOverRanks).apply(loss, mesh)
+    mean: Tensor = cast(Any, _MeanOverRanks).apply(loss, device_mesh)
     return mean
 
 
 class _MeanOverRanks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, mesh: DeviceMesh | None) -> Tensor:
-        return unshard(loss.detach()[None], mesh, layout=Contiguous(), dim=0).mean()
+    def forward(ctx: Any, loss: Tensor, device_mesh: DeviceMesh | None) -> Tensor:
+        return unshard(loss.detach()[None], device_mesh, layout=Contiguous(), dim=0).mean()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

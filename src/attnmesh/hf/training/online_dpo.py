@@ -32,7 +32,7 @@ class MeshOnlineDPO(RewardFunctions):
                 rewards = super()._calculate_rewards_from_functions(*args, **kwargs).cpu()  # type: ignore[misc]
             except Exception as raised:  # the other ranks wait
                 error = raised
-        mesh_rewards: Tensor = self._of_first(rewards, error).to(self.accelerator.device)
+        mesh_rewards: Tensor = self._broadcast_first(rewards, error).to(self.accelerator.device)
         return mesh_rewards
 
     def _forward(
@@ -53,5 +53,6 @@ class MeshOnlineDPO(RewardFunctions):
         first = max(ids.shape[1] - count - 1, 0)  # a token is predicted from the one before it
         targets = pad(completion_ids, (first, ids.shape[1] - first - count))
         logprobs = logits.plain().log_softmax(-1).gather(2, logits.share(targets)[..., None])
-        gathered = ShardedOutput.of(logprobs, shards=logits.shards, moved=logits.moved, tokens=logits.tokens).whole()
+        of_tokens = ShardedOutput.of(logprobs, sequence=logits.sequence, moved=logits.moved, tokens=logits.tokens)
+        gathered = of_tokens.gather_tokens()
         return gathered[:, first : first + count, 0]

@@ -37,7 +37,7 @@ class RewardFunctions(MeshRollouts):
             raise KernelError(f"{SUBJECT} reward_funcs", "functions", ", ".join(models), fix)
         super()._check_arguments()
 
-    def _of_first(self, value: Any, error: Exception | None) -> Any:
+    def _broadcast_first(self, value: Any, error: Exception | None) -> Any:
         """Return the value of the first rank of this mesh, once rewards are known. Raise if a rank has an error."""
         text = "" if error is None else " ".join(f"{type(error).__name__}: {error}".split())
         reports = self._gather_rows([(text, value)])
@@ -47,7 +47,7 @@ class RewardFunctions(MeshRollouts):
         if failure:
             fix = "see the error of the rank that raised"
             raise UnforeseenError("reward function", "a reward for each completion", failure, fix)
-        synchronize_generators((self.sharder.mesh,), self.accelerator.device)  # a reward may have drawn numbers
+        synchronize_generators((self.sharder.device_mesh,), self.accelerator.device)  # a reward may have drawn numbers
         return reports[self.accelerator.replicas.mesh_index][1]
 
 
@@ -111,7 +111,7 @@ class MeshRewards(RewardFunctions):
             )
         finally:
             self.reward_funcs = functions
-        self._pending_metrics = defaultdict(list, self._of_first(dict(self._pending_metrics), error))
+        self._pending_metrics = defaultdict(list, self._broadcast_first(dict(self._pending_metrics), error))
         return rewards
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:

@@ -56,8 +56,8 @@ class MeshRollouts:
             raise KernelError(f"{SUBJECT} processing_class", "a tokenizer", "a processor of images", fix)
         if self.own_seed:
             set_seed(self.args.seed + self.accelerator.replicas.mesh_index)  # of processes, which to TRL are the ranks
-        mesh, rank = self.sharder.mesh, self.accelerator.state.process_index
-        first = rank if mesh is None else int(mesh.mesh.flatten()[0])
+        device_mesh, rank = self.sharder.device_mesh, self.accelerator.state.process_index
+        first = rank if device_mesh is None else int(device_mesh.mesh.flatten()[0])
         self.is_first = rank == first
         self.firsts: list[int] = self.accelerator.gather(torch.tensor(first, device=self.accelerator.device)).tolist()
         self.logprobs = torch.empty(0, device="cpu")
@@ -89,7 +89,7 @@ class MeshRollouts:
         with (
             self.sharder.active(False),
             weights,
-            generating_on(self.sharder.mesh, unwrap(model or self.model)) as drawn,
+            generating_on(self.sharder.device_mesh, unwrap(model or self.model)) as drawn,
         ):
             yield
         self.logprobs = torch.cat(drawn, 1)
@@ -173,7 +173,7 @@ class DrawnLogprobs(LogitsProcessor):  # type: ignore[misc]
 
 
 @contextmanager
-def generating_on(mesh: DeviceMesh | None, model: Any) -> Iterator[list[Tensor]]:
+def generating_on(device_mesh: DeviceMesh | None, model: Any) -> Iterator[list[Tensor]]:
     """Let a model's `generate` run on a mesh, in this context. Yield the log-probabilities of the last drawn tokens."""
     logprobs: list[Tensor] = []
     own_method = vars(model).get("generate")  # FSDP2 gives a model one
@@ -189,7 +189,9 @@ def generating_on(mesh: DeviceMesh | None, model: Any) -> Iterator[list[Tensor]]
         prompts, mask = input_ids[::samples], attention_mask[::samples]
         del model.generate  # transformers' own runs inside
         try:
-            output = generate(model, prompts, mesh=mesh, attention_mask=mask, logits_processor=[watch], **options)
+            output = generate(
+                model, prompts, mesh=device_mesh, attention_mask=mask, logits_processor=[watch], **options
+            )
         finally:
             model.generate = on_mesh
         watch.take(getattr(output, "sequences", output))

@@ -116,7 +116,7 @@ class MeshTrainer:
         if arguments.torch_compile:
             raise KernelError("on_mesh torch_compile", "a model that is not compiled", "True", "leave it out")
         strategy = arguments.train_sampling_strategy
-        deals_to_ranks = strategy == "batch_rebalance" and RankMesh.of(self.sharder.mesh).ranks > 1
+        deals_to_ranks = strategy == "batch_rebalance" and RankMesh.of(self.sharder.device_mesh).ranks > 1
         if deals_to_ranks:
             expected = "batches that all ranks of a mesh get"
             raise KernelError("on_mesh train_sampling_strategy", expected, repr(strategy), 'pass "group_by_length"')
@@ -171,12 +171,12 @@ class MeshTrainer:
     def get_total_train_batch_size(self, args: Any) -> int:
         """Return the sequences of an optimizer step."""
         total: int = super().get_total_train_batch_size(args)  # type: ignore[misc]
-        return total // RankMesh.of(self.sharder.mesh).ranks
+        return total // RankMesh.of(self.sharder.device_mesh).ranks
 
     def floating_point_ops(self, inputs: Any) -> float:
         """Return this rank's share of the operations of a batch."""
         operations: float = super().floating_point_ops(inputs)  # type: ignore[misc]
-        return operations / RankMesh.of(self.sharder.mesh).ranks
+        return operations / RankMesh.of(self.sharder.device_mesh).ranks
 
 
 class MeshPreferences:

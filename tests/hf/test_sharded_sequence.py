@@ -20,7 +20,7 @@ from attnmesh.hf import layer_checks
 from attnmesh.hf.layer_mask import MaskSpec
 from attnmesh.hf.models import Opaque
 from attnmesh.hf.shard_tensors import ShardMask, ShardPositions
-from attnmesh.hf.shards import BegunPass
+from attnmesh.hf.sharded_sequence import BegunPass
 from attnmesh.hf.training.labels import ItemCount
 from attnmesh.mesh.shapes import Shape
 from tests.support import families
@@ -129,7 +129,7 @@ def test_a_mask_can_be_cut_to_its_last_rows() -> None:
 
 
 def test_positions_have_the_maximum_of_the_whole_sequence_and_return_plain_tensors() -> None:
-    positions = ShardPositions.of(torch.tensor([[3, 5]]), shards=batch()["attention_mask"].shards, last=40)
+    positions = ShardPositions.of(torch.tensor([[3, 5]]), sequence=batch()["attention_mask"].sequence, last=40)
     assert int(torch.max(positions)) == int(positions[:, None].long().max()) == 40
     assert positions.max(-1).values.tolist() == [5]
     assert type(positions[:, None, :].float() @ torch.ones(1, 2, 3)) is Tensor
@@ -296,7 +296,7 @@ def test_batches_of_padding_free_collators_are_accepted() -> None:
     assert {"cu_seq_lens_q", "max_length_k", "seq_idx", "position_ids"} <= packed.keys()
     part = hf.shard_batch(packed, None)
     assert not {"cu_seq_lens_q", "max_length_k", "seq_idx"} & part.keys()
-    assert part["attention_mask"].shards.documents.ends == (10, 43, 64)
+    assert part["attention_mask"].sequence.documents.ends == (10, 43, 64)
     with torch.no_grad():
         given = families.model("llama", "attnmesh")(**part).loss
         stock = families.model("llama", "eager")
@@ -355,12 +355,12 @@ def test_a_pass_whose_batch_is_gone_waits_for_no_mask() -> None:
 
     begun, first, second = BegunPass(), Gone(), Gone()
     waits: Any = ref(first, begun.forget)
-    begun.shards_ref = waits
+    begun.sequence_ref = waits
     del first
-    assert begun.shards_ref is None
-    begun.shards_ref = others = ref(second, begun.forget)  # type: ignore[assignment]
+    assert begun.sequence_ref is None
+    begun.sequence_ref = others = ref(second, begun.forget)  # type: ignore[assignment]
     begun.forget(waits)  # of an earlier batch
-    assert begun.shards_ref is others
+    assert begun.sequence_ref is others
 
 
 def test_a_configuration_is_looked_at_once_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,4 +371,13 @@ def test_a_configuration_is_looked_at_once_a_pass(monkeypatch: pytest.MonkeyPatc
     for passes in (1, 2):
         model(**batch)
         assert len(looks) == passes
-        assert batch["input_ids"].shards.forward_pass.layers == 2
+        assert batch["input_ids"].sequence.forward_pass.layers == 2
+
+
+def test_the_old_name_of_a_sequence_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(errors, "_warned", set())
+    with pytest.warns(FutureWarning, match="hf.Shards is now attnmesh.hf.ShardedSequence") as caught:
+        assert hf.Shards is hf.ShardedSequence
+    assert caught[0].filename == __file__
+    with pytest.raises(AttributeError, match="has no attribute 'Shard'"):
+        hf.Shard  # noqa: B018

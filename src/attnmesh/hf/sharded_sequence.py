@@ -1,4 +1,4 @@
-"""Description of the sequence of which a rank holds a shard, and the record of a forward pass over it."""
+"""Sequence of which a rank holds a shard, and the record of a forward pass over it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ class PassRecord:
     def __init__(self) -> None:
         self.item_count: object = None
         """`num_items_in_batch` that the model was called with, unless it is the batch's `ItemCount`."""
-        self.on_begin: Callable[[Shards], None] = lambda _: None
+        self.on_begin: Callable[[ShardedSequence], None] = lambda _: None
         """Called when a model embeds the tokens."""
         self.gathers_routers = False
         """True if the logits of routers are gathered, so that a loss of routers counts the tokens of all ranks."""
@@ -54,7 +54,7 @@ class PassRecord:
 
 
 @dataclass(frozen=True)
-class Shards:
+class ShardedSequence:
     """Description of the sequence that this rank's tokens are a shard of.
 
     Args:
@@ -70,7 +70,7 @@ class Shards:
         forward_pass: Record that the model's layers share.
 
     >>> from attnmesh import Zigzag
-    >>> Shards(None, Zigzag(), 8).ranks
+    >>> ShardedSequence(None, Zigzag(), 8).ranks
     1
     """
 
@@ -99,13 +99,13 @@ class Shards:
         """Begin a forward pass of these tokens."""
         self.forward_pass.begin()
         self.forward_pass.on_begin(self)
-        BEGUN.shards_ref, BEGUN.thread = ref(self, BEGUN.forget), get_ident()
+        BEGUN.sequence_ref, BEGUN.thread = ref(self, BEGUN.forget), get_ident()
 
     def positions(self) -> Tensor:
         """Return the positions of this rank's tokens in the whole sequence, cached tokens included."""
         return self.start + self.layout.positions(self.length, self.ranks, RankMesh.of(self.mesh).shard_index)
 
-    def all_tokens(self, x: Tensor) -> Tensor:
+    def gather_tokens(self, x: Tensor) -> Tensor:
         """Return a tensor of this rank's tokens, along dim 1, as one of all ranks' tokens."""
         return unshard(x, self.mesh, layout=self.layout, length=self.length, dim=1)
 
@@ -127,7 +127,7 @@ class Shards:
 
         Attention beside `recurrent` layers may have no positions.
         """
-        BEGUN.shards_ref = None
+        BEGUN.sequence_ref = None
         self.forward_pass.attention_calls += 1
         self.forward_pass.layers = layers
         fits = self.forward_pass.positions_read or recurrent
@@ -151,22 +151,22 @@ class Shards:
 class BegunPass:
     """The forward pass that was begun last, until it reaches attention: its mask may get lost on the way.
 
-    A compiled model guards on `shards_ref`, and reads no more if it is given no shard.
+    A compiled model guards on `sequence_ref`, and reads no more if it is given no shard.
     """
 
-    shards_ref: Callable[[], Shards | None] | None = None
-    """Return the shards, while the batch exists; None if no pass waits for its mask."""
+    sequence_ref: Callable[[], ShardedSequence | None] | None = None
+    """Return the sequence, while the batch exists; None if no pass waits for its mask."""
     thread = 0
     """Thread that began it."""
 
-    def forget(self, shards_ref: Callable[[], Shards | None]) -> None:
+    def forget(self, sequence_ref: Callable[[], ShardedSequence | None]) -> None:
         """Wait for no mask of a batch that is gone: its pass was broken off."""
-        if self.shards_ref is shards_ref:
-            self.shards_ref = None
+        if self.sequence_ref is sequence_ref:
+            self.sequence_ref = None
 
-    def of_this_thread(self) -> Shards | None:
-        """Return the shards of the pass, if this thread began it."""
-        return self.shards_ref() if self.shards_ref is not None and self.thread == get_ident() else None
+    def of_this_thread(self) -> ShardedSequence | None:
+        """Return the sequence of the pass, if this thread began it."""
+        return self.sequence_ref() if self.sequence_ref is not None and self.thread == get_ident() else None
 
 
 BEGUN = BegunPass()

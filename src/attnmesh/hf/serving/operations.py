@@ -1,4 +1,4 @@
-"""Operations of plans: what ranks do in a step, each with the code that rank 0 sends to all ranks."""
+"""Operations of steps: what ranks do, each with the code that rank 0 sends to all ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -36,7 +36,7 @@ class BlockToSave(NamedTuple):
 
 @dataclass
 class StepResults:
-    """Results of the operations of a plan, each of the last one of its kind."""
+    """Results of the operations of a step, each of the last one of its kind."""
 
     cached_tokens: int | None = None
     """Tokens that the cache of the prompt that began had; None if none began."""
@@ -61,15 +61,15 @@ class StepResults:
 class StoredBlocks(Protocol):
     """The blocks of caches that a rank stores, as a `RankStore` has them."""
 
-    def do_load(self, number: int, nbytes: int, patience: float) -> None:
+    def do_load(self, cache_id: int, nbytes: int, patience: float) -> None:
         """Copy blocks that were read to the cache."""
         ...
 
-    def do_close(self, number: int, length: int) -> None:
+    def do_close(self, cache_id: int, length: int) -> None:
         """End a reading of blocks."""
         ...
 
-    def do_save(self, number: int, blocks: Sequence[BlockToSave]) -> None:
+    def do_save(self, cache_id: int, blocks: Sequence[BlockToSave]) -> None:
         """Copy blocks of a cache."""
         ...
 
@@ -79,7 +79,7 @@ class StoredBlocks(Protocol):
 
 
 class Caches(Protocol):
-    """Caches of a rank by number, on which operations run, as a `RankWorker` has them."""
+    """Caches of a rank by their ids, on which operations run, as a `RankWorker` has them."""
 
     @property
     def opened_store(self) -> StoredBlocks:
@@ -90,11 +90,11 @@ class Caches(Protocol):
         """Begin a prompt. Return the tokens that its cache has."""
         ...
 
-    def do_fill(self, number: int, size: int, stop: int) -> tuple[int, Tensor | None]:
+    def do_fill(self, cache_id: int, size: int, stop: int) -> tuple[int, Tensor | None]:
         """Compute the next chunk of a prompt. Return the tokens in its cache, and the logits of the last chunk."""
         ...
 
-    def do_fork(self, number: int, other: int) -> None:
+    def do_fork(self, cache_id: int, fork_id: int) -> None:
         """Make another cache of the same tokens."""
         ...
 
@@ -106,7 +106,7 @@ class Caches(Protocol):
         """Drop the last tokens of rows."""
         ...
 
-    def do_drop(self, numbers: Sequence[int]) -> None:
+    def do_drop(self, cache_ids: Sequence[int]) -> None:
         """Drop caches."""
         ...
 
@@ -114,8 +114,8 @@ class Caches(Protocol):
         """Make a cache, and begin to read stored blocks into it."""
         ...
 
-    def do_draft(self, plan: "Sequence[Operation]") -> StepResults:
-        """Run a plan of the draft model. Return its results."""
+    def do_draft(self, operations: "Sequence[Operation]") -> StepResults:
+        """Run operations of the draft model. Return their results."""
         ...
 
 
@@ -125,7 +125,7 @@ OPERATIONS: "dict[str, type[Operation]]" = {}
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation of a plan. `name` is that of its code."""
+    """An operation of a step. `name` is that of its code."""
 
     name: ClassVar[str]
 
@@ -167,13 +167,13 @@ class Start(Operation, name="start"):
     The `later` last tokens are computed at the end, as those of an answer are.
     """
 
-    number: int
+    cache_id: int
     ids: Sequence[int]
     source: int | None
     moves: bool
     later: int
     images: Any
-    """The words of a plan on inputs for images; the inputs by name, once they are shared."""
+    """The descriptions of inputs for images; the inputs by name, once they are shared."""
 
     def _run(self, worker: Caches, results: StepResults) -> None:
         results.cached_tokens = worker.do_start(self)
@@ -183,28 +183,28 @@ class Start(Operation, name="start"):
 class Fill(Operation, name="fill"):
     """Compute the next chunk of a prompt, of so many tokens, and up to the token `stop` at most."""
 
-    number: int
+    cache_id: int
     size: int
     stop: int
 
     def _run(self, worker: Caches, results: StepResults) -> None:
-        results.computed_tokens, results.logits = worker.do_fill(self.number, self.size, self.stop)
+        results.computed_tokens, results.logits = worker.do_fill(self.cache_id, self.size, self.stop)
 
 
 @dataclass(frozen=True)
 class Fork(Operation, name="fork"):
-    """Keep a cache as it is under another number."""
+    """Keep a cache as it is under another id."""
 
-    number: int
-    other: int
+    cache_id: int
+    fork_id: int
 
     def _run(self, worker: Caches, results: StepResults) -> None:
-        worker.do_fork(self.number, self.other)
+        worker.do_fork(self.cache_id, self.fork_id)
 
 
 @dataclass(frozen=True)
 class DecodeRows(Operation, name="rows"):
-    """Add tokens to each cache by its number, of which some grow or none."""
+    """Add tokens to each cache by its id, of which some grow or none."""
 
     rows: Sequence[tuple[int, Sequence[int]]]
     grows: bool
@@ -215,7 +215,7 @@ class DecodeRows(Operation, name="rows"):
 
 @dataclass(frozen=True)
 class Crop(Operation, name="crop"):
-    """Take tokens back from the ends of caches: their numbers, each with a count."""
+    """Take tokens back from the ends of caches: their ids, each with a count."""
 
     rows: Sequence[tuple[int, int]]
 
@@ -227,17 +227,17 @@ class Crop(Operation, name="crop"):
 class Drop(Operation, name="drop"):
     """Forget caches."""
 
-    numbers: Sequence[int]
+    cache_ids: Sequence[int]
 
     def _run(self, worker: Caches, results: StepResults) -> None:
-        worker.do_drop(self.numbers)
+        worker.do_drop(self.cache_ids)
 
 
 @dataclass(frozen=True)
 class OpenStored(Operation, name="open"):
     """Make a cache for so many tokens, and begin to read stored blocks into it."""
 
-    number: int
+    cache_id: int
     layers: Sequence[list[int]]
     tokens: int
     rope: Sequence[int]
@@ -248,48 +248,48 @@ class OpenStored(Operation, name="open"):
 
     @classmethod
     def _of_values(cls, *values: Any) -> "OpenStored":
-        number, layers, tokens, rope, blocks = values
+        cache_id, layers, tokens, rope, blocks = values
         to_read = [BlockToRead(StoredBlock(*block), ReadFrom(read_from)) for block, read_from in blocks]
-        return cls(number, layers, tokens, rope, to_read)
+        return cls(cache_id, layers, tokens, rope, to_read)
 
 
 @dataclass(frozen=True)
 class LoadBlocks(Operation, name="load"):
     """Copy blocks that have been read to a cache, of about so many bytes. Wait so long for the first one."""
 
-    number: int
+    cache_id: int
     nbytes: int
     patience: float
 
     def _run(self, worker: Caches, results: StepResults) -> None:
-        worker.opened_store.do_load(self.number, self.nbytes, self.patience)
+        worker.opened_store.do_load(self.cache_id, self.nbytes, self.patience)
 
 
 @dataclass(frozen=True)
 class CloseStored(Operation, name="close"):
     """End the reading of a cache, which has the first `length` tokens."""
 
-    number: int
+    cache_id: int
     length: int
 
     def _run(self, worker: Caches, results: StepResults) -> None:
-        worker.opened_store.do_close(self.number, self.length)
+        worker.opened_store.do_close(self.cache_id, self.length)
 
 
 @dataclass(frozen=True)
 class SaveBlocks(Operation, name="save"):
     """Copy blocks of a cache to the memory of their ranks."""
 
-    number: int
+    cache_id: int
     blocks: Sequence[BlockToSave]
 
     def _run(self, worker: Caches, results: StepResults) -> None:
-        worker.opened_store.do_save(self.number, self.blocks)
+        worker.opened_store.do_save(self.cache_id, self.blocks)
 
     @classmethod
     def _of_values(cls, *values: Any) -> "SaveBlocks":
-        number, blocks = values
-        return cls(number, [BlockToSave(StoredBlock(*block), to_disk) for block, to_disk in blocks])
+        cache_id, blocks = values
+        return cls(cache_id, [BlockToSave(StoredBlock(*block), to_disk) for block, to_disk in blocks])
 
 
 @dataclass(frozen=True)
@@ -312,23 +312,23 @@ class ForgetBlocks(Operation, name="forget"):
 class Draft(Operation, name="draft"):
     """Run operations of the draft model."""
 
-    plan: Sequence[Operation]
+    operations: Sequence[Operation]
 
     def _run(self, worker: Caches, results: StepResults) -> None:
-        results.draft = worker.do_draft(self.plan)
+        results.draft = worker.do_draft(self.operations)
 
     def to_code(self) -> list[Any]:
         """Return the operation as JSON has it."""
-        return [self.name, [operation.to_code() for operation in self.plan]]
+        return [self.name, [operation.to_code() for operation in self.operations]]
 
     @classmethod
     def _of_values(cls, *values: Any) -> "Draft":
-        (plan,) = values
-        return cls([*map(operation_of, plan)])
+        (operations,) = values
+        return cls([*map(operation_of, operations)])
 
 
 @dataclass(frozen=True)
-class EndOfPlans(Operation, name="end"):
+class EndOfSteps(Operation, name="end"):
     """End the engine."""
 
     def _run(self, worker: Caches, results: StepResults) -> None:
@@ -339,7 +339,7 @@ def operation_of(code: Sequence[Any]) -> Operation:
     """Return the operation that `to_code` wrote, after JSON.
 
     >>> operation_of(["fill", 3, 256, 900])
-    Fill(number=3, size=256, stop=900)
+    Fill(cache_id=3, size=256, stop=900)
     """
     name, *values = code
     return OPERATIONS[name]._of_values(*values)

@@ -1,4 +1,4 @@
-"""Plans of steps from rank 0 to all ranks. Every rank sends a report back in the same exchange."""
+"""Operations of steps from rank 0 to all ranks. Every rank sends a report back in the same exchange."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -13,30 +13,28 @@ from transformers import PreTrainedModel
 
 from attnmesh.comm.failures import run_collective
 from attnmesh.comm.gather import all_gather_ints
-from attnmesh.hf.serving.plan_operations import EndOfPlans, Operation, Start, operation_of
+from attnmesh.hf.serving.operations import EndOfSteps, Operation, Start, operation_of
 from attnmesh.hf.serving.rank_report import RankReport
 from attnmesh.hf.tensor_parallel import tp_mesh
 from attnmesh.mesh.axes import RankMesh
 
-Spec = Sequence[Any]
+ValueCode = Sequence[Any]
 """Name, dtype and shape of a tensor; of another value its name, None, and itself."""
 
-Plan = list[Operation]
-
-END: Plan = [EndOfPlans()]
-"""The last plan of an engine."""
+END: list[Operation] = [EndOfSteps()]
+"""Operations that end an engine."""
 
 FIRST_MESSAGE = 128
-"""Integers of the first message. A longer plan takes a second one."""
+"""Integers of the first message. Longer operations take a second one."""
 
 BYTES = 7
-"""Bytes of a plan in one integer, which has a sign."""
+"""Bytes of operations in one integer, which has a sign."""
 
 
-class PlanExchange:
-    """The exchange of plans along a mesh, and with the ranks that share weights beside it. All ranks take part in each.
+class StepExchange:
+    """The exchange of operations along a mesh, and with the ranks that share weights beside it. All ranks take part.
 
-    A plan goes from the leader to its `peers`, and from each of these along its mesh.
+    Operations go from the leader to its `peers`, and from each of these along its mesh.
     """
 
     def __init__(self, mesh: RankMesh, peers: RankMesh) -> None:
@@ -44,13 +42,13 @@ class PlanExchange:
         self.leads = mesh.shard_index == peers.shard_index == 0
 
     @staticmethod
-    def of(model: PreTrainedModel, mesh: RankMesh, output: object) -> "PlanExchange":
+    def of(model: PreTrainedModel, mesh: RankMesh, output: object) -> "StepExchange":
         """Return the exchange for a model. Ranks that share the heads of an output are those that share weights."""
-        return PlanExchange(mesh, RankMesh.of(None if output == "heads" else tp_mesh(model)))
+        return StepExchange(mesh, RankMesh.of(None if output == "heads" else tp_mesh(model)))
 
-    def exchange(self, plan: Sequence[Operation], report: RankReport) -> tuple[Plan, list[RankReport]]:
-        """Return the plan of the leader, and the reports of all ranks of this rank's mesh by shard."""
-        code = _encode(plan) if self.leads else []
+    def exchange(self, operations: Sequence[Operation], report: RankReport) -> tuple[list[Operation], list[RankReport]]:
+        """Return the operations of the leader, and the reports of all ranks of this rank's mesh by shard."""
+        code = _encode(operations) if self.leads else []
         first = (code + [0] * FIRST_MESSAGE)[:FIRST_MESSAGE]
         (size, *leader_code), table = self._share_code([len(code), *first], report.to_code())
         if size > FIRST_MESSAGE:
@@ -65,33 +63,37 @@ class PlanExchange:
             code = table[0][len(numbers) :]
         return code, [row[: len(numbers)] for row in table]
 
-    def share_images(self, plan: Plan, images: Mapping[str, Any] | None, device: torch.device) -> Plan:
-        """Return a plan with the leader's images of the prompt that begins, on the device."""
+    def share_images(
+        self, operations: list[Operation], images: Mapping[str, Any] | None, device: torch.device
+    ) -> list[Operation]:
+        """Return operations with the leader's images of the prompt that begins, on the device."""
         return [
             replace(one, images=self.share(one.images, images, device)) if isinstance(one, Start) else one
-            for one in plan
+            for one in operations
         ]
 
-    def share(self, specs: Sequence[Spec], values: Mapping[str, Any] | None, device: torch.device) -> dict[str, Any]:
-        """Return the values of the leader that a plan describes, on all ranks. Tensors are on the device."""
+    def share(
+        self, codes: Sequence[ValueCode], values: Mapping[str, Any] | None, device: torch.device
+    ) -> dict[str, Any]:
+        """Return the values of the leader that operations describe, on all ranks. Tensors are on the device."""
         shared: dict[str, Any] = {}
-        for name, dtype, shape in specs:
+        for name, dtype, shape in codes:
             if dtype is None:
                 shared[name] = shape
                 continue
             x = torch.empty(shape, dtype=getattr(torch, dtype), device=device) if values is None else values[name]
             x = shared[name] = x.to(device).contiguous()
-            for axis in (axis for mesh in self.meshes for axis in mesh.axes):  # as plans go
+            for axis in (axis for mesh in self.meshes for axis in mesh.axes):  # as operations go
                 if axis.size > 1:
                     send = partial(dist.broadcast, group_src=0)
-                    run_collective(axis, "sharing values of a plan", send, x.flatten().view(torch.uint8))
+                    run_collective(axis, "sharing values of a step", send, x.flatten().view(torch.uint8))
         return shared
 
 
-def specs_of(values: Mapping[str, Any] | None) -> list[Spec]:
-    """Return what a plan says of values that `PlanExchange.share` sends.
+def value_codes_of(values: Mapping[str, Any] | None) -> list[ValueCode]:
+    """Return what an operation says of values that `StepExchange.share` sends.
 
-    >>> specs_of({"pixel_values": torch.zeros(2, 3), "num_crops": [1]})
+    >>> value_codes_of({"pixel_values": torch.zeros(2, 3), "num_crops": [1]})
     [['pixel_values', 'float32', [2, 3]], ['num_crops', None, [1]]]
     """
     return [
@@ -101,24 +103,24 @@ def specs_of(values: Mapping[str, Any] | None) -> list[Spec]:
 
 
 def can_be_sent(value: Any) -> bool:
-    """Return whether a plan can describe a value: a tensor, or numbers and text in lists."""
+    """Return whether an operation can describe a value: a tensor, or numbers and text in lists."""
     if isinstance(value, list | tuple):
         return all(map(can_be_sent, value)) and not any(isinstance(x, Tensor) for x in value)
     return value is None or isinstance(value, Tensor | bool | int | float | str)
 
 
-def _encode(plan: Sequence[Operation]) -> list[int]:
-    """Return a plan as integers, of which the first counts its bytes."""
-    text = json.dumps([operation.to_code() for operation in plan], separators=(",", ":")).encode()
+def _encode(operations: Sequence[Operation]) -> list[int]:
+    """Return operations as integers, of which the first counts its bytes."""
+    text = json.dumps([operation.to_code() for operation in operations], separators=(",", ":")).encode()
     return [len(text), *(int.from_bytes(text[i : i + BYTES], "little") for i in range(0, len(text), BYTES))]
 
 
-def _decode(code: list[int]) -> Plan:
-    """Return the plan that `_encode` wrote.
+def _decode(code: list[int]) -> list[Operation]:
+    """Return the operations that `_encode` wrote.
 
-    >>> from attnmesh.hf.serving.plan_operations import Drop, Fill
+    >>> from attnmesh.hf.serving.operations import Drop, Fill
     >>> _decode(_encode([Fill(3, 256, 900), Drop([1, 2])]))
-    [Fill(number=3, size=256, stop=900), Drop(numbers=[1, 2])]
+    [Fill(cache_id=3, size=256, stop=900), Drop(cache_ids=[1, 2])]
     """
     text = b"".join(part.to_bytes(BYTES, "little") for part in code[1:])[: code[0]]
     return [*map(operation_of, json.loads(text))]

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from attnmesh.core.scaling import Scores
 from attnmesh.core.selection import Selection
-from attnmesh.hf.attend_layer import LayerArguments, attend_cached, attend_without_cache
+from attnmesh.hf.attend_by_place import Weighting, attend_with_cache, attend_without_cache
 from attnmesh.hf.cache.layer import PendingKV
 from attnmesh.hf.family import Family, family_of_layer
 from attnmesh.hf.images.cross import attends_to_images
 from attnmesh.hf.images.towers import attend_in_tower, in_tower
 from attnmesh.hf.latent_states import LatentStates
-from attnmesh.hf.layer_checks import check_same_weights, check_traced, checked_mask
+from attnmesh.hf.layer_checks import check_and_count, check_traced, compare_weights
 from attnmesh.hf.layer_mask import MaskSpec
 from attnmesh.hf.models import SUBJECT
 from attnmesh.hf.traced_mask import TracedMask, attend_traced
@@ -26,8 +26,8 @@ from attnmesh.hf.transformers_names import sdpa_attention
 from attnmesh.kernels.traced import cast_for_autocast, without_autocast
 
 
-class LayerOptions(NamedTuple):
-    """Options that a layer passes to its attention beside queries, keys, values and their mask."""
+class PassedOptions(NamedTuple):
+    """Options as a layer of transformers passes them, beside queries, keys, values and their mask."""
 
     family: Family
     """The family of the layer's model."""
@@ -63,19 +63,27 @@ def attention_function(
         images = {"is_causal": False, "scaling": scaling, "dropout": dropout}
         return sdpa_attention(module, query, key, value, attention_mask, **images)  # type: ignore[no-any-return]
     family = family_of_layer(module)
-    softcap, bias = options.pop("softcap", None), options.pop("position_bias", None)
-    sinks, selection = options.pop("s_aux", None), options.pop(family.selection_argument, None)
-    layer_options = LayerOptions(family, scaling, softcap, bias, sinks, selection, dropout, sliding_window, options)
+    passed = PassedOptions(
+        family=family,
+        scaling=scaling,
+        softcap=options.pop("softcap", None),
+        bias=options.pop("position_bias", None),
+        sinks=options.pop("s_aux", None),
+        selection=options.pop(family.selection_argument, None),
+        dropout=dropout,
+        window=sliding_window,
+        others=options,
+    )
     if isinstance(key, LatentStates) and isinstance(value, LatentStates):
         key = value = PendingKV(key.plain(), value.plain(), key.layer, key.latents)
     if isinstance(attention_mask, TracedMask) and not isinstance(key, PendingKV):
-        out = _attend_traced(module, (query, key, value), attention_mask, layer_options)
+        out = _attend_traced(module, (query, key, value), attention_mask, passed)
     else:
-        out = _attend_at_positions(module, query, (key, value), attention_mask, layer_options)
+        out = _attend_by_spec(module, query, (key, value), attention_mask, passed)
     return out.transpose(1, 2).contiguous(), None
 
 
-def _attend_traced(module: nn.Module, tensors: Any, mask: TracedMask, options: LayerOptions) -> Tensor:
+def _attend_traced(module: nn.Module, tensors: Any, mask: TracedMask, options: PassedOptions) -> Tensor:
     """Return attention of queries, keys and values under a mask that is a tensor, as traces have it."""
     check_traced(module, mask, options.dropout, {**options.others, "position_bias": options.bias})
     visible = mask.visible
@@ -88,39 +96,40 @@ def _attend_traced(module: nn.Module, tensors: Any, mask: TracedMask, options: L
         return attend_traced(q, k, v, visible, scaling, options.sinks)
 
 
-def _attend_at_positions(
+def _attend_by_spec(
     module: nn.Module,
     query: Tensor,
     keys_and_values: Any,
     mask: MaskSpec | TracedMask | Tensor | None,
-    options: LayerOptions,
+    options: PassedOptions,
 ) -> Tensor:
     """Return attention under a mask of positions: on shards, over a cache of shards, or on one device."""
-    family, scaling, softcap, bias, sinks, selection, dropout, window, others = options
+    family = options.family
     key, value = keys_and_values
+    bias, others = options.bias, options.others
     described = mask.spec() if isinstance(mask, TracedMask) else mask
     if family.adds_bias is None or not family.adds_bias(module):
         others = {**others, "position_bias": bias}  # which is refused
-    spec = checked_mask(module, query, key, described, dropout, window, others)
-    selected = spec.selected if selection is None else family.read_selection(module, selection, spec)
+    spec = check_and_count(module, query, key, described, options.dropout, options.window, others)
+    selected = spec.selected if options.selection is None else family.read_selection(module, options.selection, spec)
     k, v = (key.k, key.v) if isinstance(key, PendingKV) else (key, value)
     q, k, v = cast_for_autocast(query, k, v)  # ropes leave q and k in float32, v is bfloat16
     if family.near_bias is not None:
-        bias = family.near_bias(module, bias, spec.shards)
-    if spec.shards is not None:
-        if not spec.shards.cached:
-            check_same_weights(module, spec.shards, query.device)
+        bias = family.near_bias(module, bias, spec.sequence)
+    if spec.sequence is not None:
+        if not spec.sequence.cached:
+            compare_weights(module, spec.sequence, query.device)
         if family.temperature is not None:
-            q, bias = _scale_by_positions(family.temperature(module, spec.shards), q, bias)
-    layer_arguments = LayerArguments(spec.mask, Scores(scaling, softcap, bias), sinks, selected)
+            q, bias = _scale_by_positions(family.temperature(module, spec.sequence), q, bias)
+    weighting = Weighting(spec.mask, Scores(options.scaling, options.softcap, bias), options.sinks, selected)
     with without_autocast(q):
         if not isinstance(key, PendingKV):
-            return attend_without_cache(q, k, v, layer_arguments, spec)
+            return attend_without_cache(q, k, v, weighting, spec)
         stores_keys = not getattr(module, "is_kv_shared_layer", False)  # else an earlier layer has stored the keys
         if k is not key.k or v is not key.v or key.latents is not None:  # else autocast has cast nothing
             latents = None if key.latents is None else key.latents.to(k.dtype)
             key = replace(key, k=k, v=v, latents=latents)
-        out: Tensor = attend_cached(q, key, layer_arguments, spec, stores_keys)
+        out: Tensor = attend_with_cache(q, key, weighting, spec, stores_keys)
     return out
 
 
