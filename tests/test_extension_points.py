@@ -21,7 +21,7 @@ from attnmesh.kernels import choice
 from attnmesh.kernels.kernel import Kernel, KernelRequest
 from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Rectangle
 from attnmesh.mesh.merge_cost import add_all_to_all
-from attnmesh.mesh.merges import MERGES, CheckedPartial, Form, Merge, MergeTransport
+from attnmesh.mesh.merges import MERGES, Form, Merge, MergeTransport, PartialWithChecksum
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.dense import dense
 from tests.support.mesh_problems import named_mesh
@@ -59,7 +59,7 @@ class Dense(Kernel):
         return Gradients(dlogits @ k, dk, dv)
 
 
-def merge_around(ranks: MergeTransport[Form], message: Tensor, form: Form, _: bool) -> CheckedPartial:
+def merge_around(ranks: MergeTransport[Form], message: Tensor, form: Form, _: bool) -> PartialWithChecksum:
     """Send on what came, to the next rank of a ring, until all have all messages."""
     (size, rank), rows = (ranks.axis.size, ranks.axis.index), [message]
     for _step in range(1, size):

@@ -20,7 +20,7 @@ from attnmesh.cache import cache_shard
 from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.tiered_shard import TieredShard
 from attnmesh.core.storage import STORAGES
-from attnmesh.guard.agreement import ComparedCalls
+from attnmesh.guard.agreement import CallGuard
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store import folder_shard
@@ -372,10 +372,10 @@ def flushed_on_ranks(path: Path) -> tuple[str, str]:
 @on_each_rank
 def failed_alone() -> str:
     """On a rank: what rank 1 says to an append to files that it alone cannot do, of ranks on GPUs."""
-    calls = ComparedCalls(RankMesh.of(named_mesh(Shape(1, 1, 2), AXES)), torch.device("cuda"), None)
+    guard = CallGuard(RankMesh.of(named_mesh(Shape(1, 1, 2), AXES)), torch.device("cuda"), None)
     try:
         if dist.get_rank() == 1:
-            calls.raise_uncompared("append", errors.StoreError("append", "a disk", "no space", "free some"))
+            guard.raise_uncompared("append", errors.StoreError("append", "a disk", "no space", "free some"))
     except errors.StoreError as error:
         return str(error)
     return ""

@@ -238,7 +238,7 @@ def recover_and_continue(padded: bool, after: Shape, ahead: int) -> list[Tensor]
     caches = [filled_cache(Shape(1, 1, 3), mask, padded) for mask in LAYERS]
     if dist.get_rank() == 2:  # steps ahead of the others
         for cache in caches[:2]:
-            cache.calls.checked = False
+            cache.guard.checked = False
             for step in range(ahead):
                 cache.append(*new(1, step)[1:])
     try:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import attnmesh as am
 from attnmesh.decoding import known_steps
 from attnmesh.decoding.prepared_step import new_prepared_step
-from attnmesh.decoding.step_arguments import CheckedStep
+from attnmesh.decoding.step_arguments import StepSpec
 from attnmesh.errors import InputError
 from attnmesh.kernels.cache_runs import CachedAttention
 from attnmesh.kernels.native.build import library
@@ -54,9 +54,9 @@ def _equal_twice(cache: am.KVCache, q: Tensor, **options: object) -> bool:
 
 
 def test_ranks_compare_each_field_of_a_step_but_those_of_its_cache() -> None:
-    step = CheckedStep(*map(str, range(len(CheckedStep._fields))))  # type: ignore[arg-type]
+    spec = StepSpec(*map(str, range(len(StepSpec._fields))))  # type: ignore[arg-type]
     of_cache = {"head_axis", "token_axis", "block", "capacity", "value_dim"}
-    assert step.options == {name: value for name, value in step._asdict().items() if name not in of_cache}
+    assert spec.options == {name: value for name, value in spec._asdict().items() if name not in of_cache}
 
 
 @on_each_rank

@@ -69,7 +69,7 @@ def recovery_error(
     caches = [filled(mesh, 2, padded, 100 * layer) for layer in range(layers)]
     if rank == 1:  # a step ahead of the others
         for cache in caches[:1]:
-            cache.calls.checked = False
+            cache.guard.checked = False
             cache.append(*new_tokens(1, 77))
     found = am.recover(None if rank in lost else caches, other, copies=min(2, Shape(*after).ranks // after[0]))
     errors = []
@@ -197,7 +197,7 @@ def recover_uneven_layers(kind: str) -> float | str:
             caches[0].append(*new_tokens(3, 5))
             caches[0].truncate(37)
         case "padding ahead":
-            caches[0].calls.checked = False
+            caches[0].guard.checked = False
             if rank == 0:
                 caches[0].append(*new_tokens(1, 5), token_mask=torch.zeros(2, 1) > 0)
         case "recovered by some":

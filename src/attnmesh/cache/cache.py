@@ -26,7 +26,7 @@ from attnmesh.cache.saved_cache import LayersToLoad, SavedPieces, Saving, load_c
 from attnmesh.cache.tiered_shard import TieredShard
 from attnmesh.core.mask import Mask
 from attnmesh.errors import DtypeError, ShapeError, check_count
-from attnmesh.guard.agreement import Agreement, ComparedCalls
+from attnmesh.guard.agreement import Agreement, CallGuard
 from attnmesh.guard.argument_checks import check_compare_option
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.runtime.memo import Memo
@@ -130,14 +130,14 @@ class KVCache(CacheProperties):
                 raise fault
             check_shards(sizes, self.device, ranks, copies=copies, shares=shares, folder=folder)
         self.token_axis = token_axis_of(mesh, self.mesh, self.device)
-        self.calls = ComparedCalls(self.mesh, self.device, checked)
+        self.guard = CallGuard(self.mesh, self.device, checked)
         self.history = HistoryChecksum(self.device)
         self.changes = 0  # truncations and reorders so far: `recover` needs caches that have grown alike
         self.saved = SavedPieces()
         self.known_appends = Memo[bool]()  # signatures of new tokens that this cache and its forks have checked
         self.prepared_steps = Memo[Any]()  # steps on this cache and its forks, which `decoding` prepares
         places = self.mesh, self.token_axis, self.device
-        fail = self.calls.raise_uncompared
+        fail = self.guard.raise_uncompared
         self.shards = make_shards(sizes, *places, copies=copies, shares=shares, folder=folder, fail=fail)
 
     def __repr__(self) -> str:
@@ -179,7 +179,7 @@ class KVCache(CacheProperties):
         >>> cache.length, other.length
         (20, 23)
         """
-        with self.calls.agreement("fork", lambda: {"tokens": self.length}):
+        with self.guard.agreement("fork", lambda: {"tokens": self.length}):
             self.saved.check_written()
         other = self._twin()
         other.shards = self.shards.fork()
@@ -210,11 +210,11 @@ class KVCache(CacheProperties):
         tensor([2, 3])
         """
 
-        uncompared = token_mask is None and not self.calls.will_compare("append")
+        uncompared = token_mask is None and not self.guard.will_compare("append")
         if uncompared and append_known(self.known_appends, k, v, self.shards):
             return
         new = NewTokens(k, v, token_mask)
-        with self.calls.agreement("append", new.compared_fields):
+        with self.guard.agreement("append", new.fields):
             new.check(self.sizes, self.device)
             self.shards.check_unpadded("append", token_mask)
             self.shards.check_fits("append", k.shape[2], self.shards.rank_counts)
@@ -256,7 +256,7 @@ class KVCache(CacheProperties):
         def fields() -> dict[str, object]:
             return {"tokens": start, "capacity": self.sizes.capacity, "queries": queries, **new.padding_fields()}
 
-        with self.calls.agreement("append_shard", always=True) as agreement:
+        with self.guard.agreement("append_shard", always=True) as agreement:
             new.check_shard(self.sizes, self.device, positions, self.mesh.ranks)
             check_count("append_shard queries", queries, "count the last tokens to decode")
             report = self.shard.block_cyclic.report_of(self.token_axis.index, positions)
@@ -307,7 +307,7 @@ class KVCache(CacheProperties):
         self.saved.finish_writing()
         before = self.length
         always = not self.is_block_cyclic  # then only the other ranks know how many tokens they keep
-        with self.calls.agreement("truncate", always=always) as agreement:
+        with self.guard.agreement("truncate", always=always) as agreement:
             self.shards.check_length(length, before)
             numbers = (self.token_axis.index, self.shard.count_before(length)) if always else ()
             table = agreement.compare({"to": length}, payload=numbers)
@@ -345,9 +345,9 @@ class KVCache(CacheProperties):
         """Let the newest tokens of one rank be on another device."""
         shard, self.device, self.history = self.shard, device, self.history.copied_to(device)
         assert isinstance(shard, TieredShard)
-        self.calls = ComparedCalls(self.mesh, device, self.calls.checked)
+        self.guard = CallGuard(self.mesh, device, self.guard.checked)
         self.prepared_steps = Memo[Any]()  # others have kernels of the device before
-        self.shards.own = shard.with_hot_on(device, self.calls.raise_uncompared)
+        self.shards.own = shard.with_hot_on(device, self.guard.raise_uncompared)
         self.shards.known_length = self.shard.length
 
     @torch.no_grad()
@@ -365,10 +365,10 @@ class KVCache(CacheProperties):
         >>> cache.append(*torch.randn(2, 1, 2, 50, 4))
         """
         sizes = replace(self.sizes, capacity=capacity)
-        always = self.calls.checked is not False
-        with self.calls.agreement("reserve", {"capacity": capacity}, always=always):
+        always = self.guard.checked is not False
+        with self.guard.agreement("reserve", {"capacity": capacity}, always=always):
             sizes.check(self.mesh.heads.size)
-        with self.calls.agreement("reserve", always=always):
+        with self.guard.agreement("reserve", always=always):
             sizes.allocating()(partial(self.shards.grow, sizes))()
 
     @torch.no_grad()
@@ -390,7 +390,7 @@ class KVCache(CacheProperties):
         >>> cache.sizes.batch
         3
         """
-        with self.calls.agreement("reorder", lambda: {"to": batch_index.tolist()}):
+        with self.guard.agreement("reorder", lambda: {"to": batch_index.tolist()}):
             check_order(self.sizes, batch_index)
         self.saved.finish_writing()
         index = batch_index.to(self.device)
@@ -440,7 +440,7 @@ class KVCache(CacheProperties):
         >>> cache.length
         48
         """
-        append_blocks(self.shards, self.calls, tensors_to_store(keys, values), block_table)
+        append_blocks(self.shards, self.guard, tensors_to_store(keys, values), block_table)
 
     def save(self, path: str | Path, *, wait: bool = True) -> Saving:
         """Write the cache to a folder, each rank its own tokens. The previous save stays until this one is complete.

@@ -48,7 +48,7 @@ class NewTokens(NamedTuple):
     v: Tensor | None
     token_mask: Tensor | None
 
-    def compared_fields(self) -> Mapping[str, object]:
+    def fields(self) -> Mapping[str, object]:
         """Return what ranks compare of tokens that are the same on all."""
         return fingerprints(self._asdict())
 

@@ -10,7 +10,7 @@ from attnmesh.cache.call_checks import check_dtype_and_device, check_no_gradient
 from attnmesh.cache.frozen_piece import FrozenPiece
 from attnmesh.cache.local_shards import LocalShards
 from attnmesh.errors import DtypeError, KernelError, ShapeError, type_and_shape
-from attnmesh.guard.agreement import ComparedCalls
+from attnmesh.guard.agreement import CallGuard
 from attnmesh.guard.argument_checks import check_tensor
 
 
@@ -40,10 +40,10 @@ def pages_of(shard: CacheShard) -> list[Pages]:
     return [_pages(piece, shard) for piece in (*shard.earlier_pieces, own_piece)]
 
 
-def append_blocks(shards: LocalShards, calls: ComparedCalls, pools: tuple[Tensor, ...], table: Tensor) -> None:
+def append_blocks(shards: LocalShards, guard: CallGuard, pools: tuple[Tensor, ...], table: Tensor) -> None:
     """Add blocks of an engine's pools, of keys and of values if they are separate, as `KVCache.append_pages` does."""
     sizes = shards.own.sizes
-    with calls.agreement("append_pages", lambda: {"blocks": table.shape[1]}, always=True):
+    with guard.agreement("append_pages", lambda: {"blocks": table.shape[1]}, always=True):
         _check_pools(shards.own, pools, table)
         _check_in_memory("append_pages", shards.own)
         _check_takes_blocks(shards)

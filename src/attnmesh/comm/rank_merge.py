@@ -15,7 +15,7 @@ from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.errors import KernelError
 from attnmesh.kernels.stacked_merge import use_triton
 from attnmesh.mesh.axes import Axis, device_type_of
-from attnmesh.mesh.merges import MERGES, OUTPUTS, CheckedPartial, Merge, Pattern, first_of
+from attnmesh.mesh.merges import MERGES, OUTPUTS, Merge, PartialWithChecksum, Pattern, first_of
 from attnmesh.runtime.counters import timed_merge
 from attnmesh.runtime.world import collective_once
 
@@ -108,7 +108,7 @@ def nan_unless_equal(partial: Partial, checksum: Tensor) -> Partial:
     return Partial(torch.where(checksum.sum() == 0, partial.out, torch.nan), partial.lse)
 
 
-def send_heads(partial: Partial, checksum: Tensor, form: MessageForm, axis: Axis) -> CheckedPartial:
+def send_heads(partial: Partial, checksum: Tensor, form: MessageForm, axis: Axis) -> PartialWithChecksum:
     """Send each rank the partials of its own heads."""
     heads_by_rank = [Axis(axis.size, rank).slice_of(form.shape[1]) for rank in range(axis.size)]
     messages = [form.pack(checksum, Partial(*(x[:, heads] for x in partial))) for heads in heads_by_rank]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnmesh.decoding.prepared_step import PreparedStep, new_prepared_step
 from attnmesh.decoding.step_agreement import agreement_on, runs_on_device
-from attnmesh.decoding.step_arguments import CheckedStep, StepInputs, StepOptions
+from attnmesh.decoding.step_arguments import StepInputs, StepOptions, StepSpec
 from attnmesh.guard.agreement import is_capturing
 from attnmesh.guard.argument_checks import check_compare_option, warn_if_transposed
 from attnmesh.kernels.traced import are_plain
@@ -50,7 +50,7 @@ def find_step(
         return signature, None
     if on_gpu and prepared_step.refuses_graphs and is_capturing(first.device):
         return signature, None
-    step = prepared_step.step
+    spec = prepared_step.spec
     sizes = prepared_step.sizes
     queries = q.shape[2]
     for cache in caches:
@@ -59,33 +59,33 @@ def find_step(
         if own_sizes is not sizes:
             if cache is first and (count == 1 or sizes is None or own_sizes.common_sizes != sizes.common_sizes):
                 return signature, None  # the step is of caches of other sizes
-            if own_sizes.capacity > step.capacity or (step.reproducible and own_sizes.block != step.block):
+            if own_sizes.capacity > spec.capacity or (spec.reproducible and own_sizes.block != spec.block):
                 return signature, None  # its kernel is bound to fewer slots, or to other blocks
-        if shards.step_fault(queries, reproducible=step.reproducible) is not None:
+        if shards.step_fault(queries, reproducible=spec.reproducible) is not None:
             return signature, None
     return signature, prepared_step
 
 
 def _prepare_step(
-    inputs: StepInputs, step: CheckedStep, signature: Signature | None, prepared: Memo[PreparedStep[Any]]
+    inputs: StepInputs, spec: StepSpec, signature: Signature | None, prepared: Memo[PreparedStep[Any]]
 ) -> PreparedStep[Any]:
-    """Return the prepared step of a call that was checked, which `prepared` keeps if its signature is known."""
+    """Return the prepared step of a spec, which `prepared` keeps if its signature is known."""
     q, caches = inputs.q, inputs.caches
     first = caches[0]
-    stays_on_device = runs_on_device(first, step)
-    if step.reproducible:
+    stays_on_device = runs_on_device(first, spec)
+    if spec.reproducible:
         for cache in caches:
             if cache.shards.forked and stays_on_device:
                 cache.shards.whole()  # the kernel merges the blocks of one tensor
-    facts = inputs.compared_facts(step)
-    prepared_step = new_prepared_step(q, first.shard.view, step, facts, first.sizes, stays_on_device=stays_on_device)
-    if signature is not None and not step.mask.depends_on_length:
+    facts = inputs.facts(spec)
+    prepared_step = new_prepared_step(q, first.shard.view, spec, facts, first.sizes, stays_on_device=stays_on_device)
+    if signature is not None and not spec.mask.depends_on_length:
         prepared.keep(signature, prepared_step)
     return prepared_step
 
 
 def run_new_step(
-    check: Callable[[], tuple[StepInputs, CheckedStep]],
+    check: Callable[[], tuple[StepInputs, StepSpec]],
     inputs: StepInputs,
     options: StepOptions,
     checked: bool | None,
@@ -96,9 +96,9 @@ def run_new_step(
     """Return the output of a step that `find_step` has not found. `check` raises, or returns what it computes."""
     try:
         check_compare_option(subject, checked)
-        inputs, step = check()
+        inputs, spec = check()
         with torch.no_grad():
-            prepared_step = _prepare_step(inputs, step, signature, prepared)
+            prepared_step = _prepare_step(inputs, spec, signature, prepared)
     except Exception as error:  # poisons the merge of the others
         agreement_on(inputs.caches, options, checked).raise_through_merge(error)
     with torch.no_grad():

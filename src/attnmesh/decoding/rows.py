@@ -15,8 +15,8 @@ from attnmesh.core.mask import Causal, Mask
 from attnmesh.decoding.known_steps import find_step, run_new_step
 from attnmesh.decoding.prepared_step import PreparedStep
 from attnmesh.decoding.step_agreement import agreement_on
-from attnmesh.decoding.step_arguments import CheckedStep, StepInputs, StepOptions
-from attnmesh.decoding.step_checks import checked_step
+from attnmesh.decoding.step_arguments import StepInputs, StepOptions, StepSpec
+from attnmesh.decoding.step_checks import spec_of_step
 from attnmesh.errors import (
     ArgumentError,
     DtypeError,
@@ -86,7 +86,7 @@ def decode_rows(
     True
     """
     first = _first_of(caches)
-    checked = first.calls.checked if checked is None else checked
+    checked = first.guard.checked if checked is None else checked
     options = StepOptions(mask, scale, softcap, merge, output, reproducible, kernel)
     try:
         _check_caches(q, caches, k, v)
@@ -99,7 +99,7 @@ def decode_rows(
     signature, prepared_step = find_step(inputs, options, checked, prepared)
     if prepared_step is not None:
         return prepared_step.run(inputs, checked)
-    check = partial(_checked_rows, inputs, options)
+    check = partial(_inputs_and_spec_of_rows, inputs, options)
     return run_new_step(check, inputs, options, checked, signature, prepared, SUBJECT)
 
 
@@ -166,15 +166,15 @@ def _append(k: Tensor | None, v: Tensor | None, caches: Sequence[KVCache]) -> No
         cache.append(cast(Tensor, k if k is None else k[rows]), v if v is None else v[rows])
 
 
-def _checked_rows(inputs: StepInputs, options: StepOptions) -> tuple[StepInputs, CheckedStep]:
-    """Return the inputs and the step of all rows, or raise unless each row can be served."""
+def _inputs_and_spec_of_rows(inputs: StepInputs, options: StepOptions) -> tuple[StepInputs, StepSpec]:
+    """Return the inputs and the spec of all rows, or raise unless each row can be served."""
     caches = inputs.caches
-    steps = [
-        checked_step(StepInputs(inputs.q[row : row + 1], (cache,), inputs.sinks), options, {}, SUBJECT, row)
+    specs = [
+        spec_of_step(StepInputs(inputs.q[row : row + 1], (cache,), inputs.sinks), options, {}, SUBJECT, row)
         for row, cache in enumerate(caches)
     ]
     blocks = sorted({cache.sizes.block for cache in caches})
     if options.reproducible and len(blocks) > 1:
         fix = "make all caches with one block="
         raise LayoutError(f"{SUBJECT} reproducible", "caches of one block size", f"{blocks}", fix)
-    return inputs, steps[0]._replace(capacity=max(cache.sizes.capacity for cache in caches))
+    return inputs, specs[0]._replace(capacity=max(cache.sizes.capacity for cache in caches))

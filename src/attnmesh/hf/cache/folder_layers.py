@@ -9,7 +9,7 @@ from attnmesh.cache.cache import KVCache
 from attnmesh.cache.make_shards import FolderLayer
 from attnmesh.cache.saved_cache import LayersToLoad
 from attnmesh.errors import KernelError, StoreError
-from attnmesh.guard.agreement import Agreement, ComparedCalls
+from attnmesh.guard.agreement import Agreement, CallGuard
 from attnmesh.hf.cache.history import CacheHistory
 from attnmesh.hf.cache.layer import ShardedLayer
 from attnmesh.hf.cache.stored_layers import StoredLayers
@@ -41,9 +41,7 @@ class FolderLayers(StoredLayers):
                 self.folder.write_ids(ids)
             except StoreError as error:
                 device = next((kv.device for kv in self.kvs), torch.device("cpu"))
-                ComparedCalls(RankMesh.of(self.mesh), device, self.checked).raise_uncompared(
-                    "ShardedCache tokens", error
-                )
+                CallGuard(RankMesh.of(self.mesh), device, self.checked).raise_uncompared("ShardedCache tokens", error)
 
     def restore(
         self, path: str | Path, *, device: torch.device | str | None = None, capacity: int | None = None

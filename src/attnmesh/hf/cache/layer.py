@@ -200,10 +200,10 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         kv = _cache_to_extend(self.kv, pending.k.shape[0])
         if kv is None or is_compared or (self.cache.checked is not False and self.must_grow(kv, tokens)):
             Agreement(RankMesh.of(self.cache.mesh), "append").raise_on_all(error)
-        elif is_compared is None and kv.calls.will_compare("append"):
-            kv.calls.agreement("append").raise_on_all(error)
+        elif is_compared is None and kv.guard.will_compare("append"):
+            kv.guard.agreement("append").raise_on_all(error)
         elif is_compared is None:
-            kv.calls.raise_uncompared("append", error)
+            kv.guard.raise_uncompared("append", error)
         raise error
 
     def attend_other_keys(self, q: Tensor, scale: float | None) -> Partial | None:

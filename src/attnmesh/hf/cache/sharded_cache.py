@@ -291,7 +291,7 @@ class ShardedCache(FolderLayers):
         """
         length = self.get_seq_length()
         kvs = self.kvs
-        with kvs[0].calls.agreement("crop", {"by": tokens_to_remove}) if kvs else nullcontext():
+        with kvs[0].guard.agreement("crop", {"by": tokens_to_remove}) if kvs else nullcontext():
             if type(tokens_to_remove) is not int or tokens_to_remove > 0:
                 fix = "pass length - cache.get_seq_length() to keep so many tokens"
                 raise ShapeError("crop", "0 or a negative number", repr(tokens_to_remove), fix)
@@ -329,7 +329,7 @@ class ShardedCache(FolderLayers):
         """
         kvs = self.kvs
         # Compared before any layer changes, else recurrent layers would be reordered where those after them raise.
-        with kvs[0].calls.agreement("reorder", lambda: {"to": beam_idx.tolist()}) if kvs else nullcontext():
+        with kvs[0].guard.agreement("reorder", lambda: {"to": beam_idx.tolist()}) if kvs else nullcontext():
             for kv in kvs[:1]:
                 check_order(kv.sizes, beam_idx.long() if isinstance(beam_idx, Tensor) else beam_idx)
         if self.history.image_fingerprints is not None and self.batch_size > 1:
