@@ -151,7 +151,7 @@ def _step(cache: am.KVCache, request: Request, expected: list[float], memory: in
 def _append(cache: am.KVCache, tokens: int, request: Request, memory: int | None) -> Row:
     """Return an append beside writing its rows to their places, in time of the processor: none waits for the disk."""
     k, v = torch.randn(2, 1, KV_HEADS, tokens, DIM).bfloat16()
-    hot = cache.sizes.hot
+    hot = cache.config.hot
     # Tokens leave the hot ones some hundreds at a time, so a round has that many appends.
     times = 1 if hot is None else hot // LEAVING_PARTS
     writes, appends, path = list[float](), list[float](), request.folder / "plain"

@@ -107,7 +107,7 @@ def _of_cores(tokens: int, part: float, rounds: int) -> Iterator[Row]:
                     am.decode(q, cache)
                     times[name] += [perf_counter() - start] * (turn > 0)
     median_rates = [statistics.median(rate) for rate in zip(*rates[1:], strict=True)]
-    bound = 1e3 * caches["even"].sizes.nbytes / sum(median_rates)
+    bound = 1e3 * caches["even"].config.nbytes / sum(median_rates)
     for name, cache in caches.items():
         counts = [turn.count(tokens) for turn in cache.shard.block_cyclic.turns]
         shares = "even" if cache.shares is None else f"{name}: {_text(cache.shares)}"

@@ -51,8 +51,8 @@ def dense_step() -> Tensor:
 @pytest.mark.parametrize("block", [4, (5, 3, 1)], ids=str)
 @pytest.mark.parametrize("rank", range(3))
 def test_few_tokens_of_several_ranks_are_stored_as_all_are_at_once(block: int | tuple[int, ...], rank: int) -> None:
-    sizes, (k, v) = CacheConfig(1, HEADS[1], WIDTH, WIDTH, LENGTH, 4, torch.float32), new()
-    shards = [CacheShard(sizes, Axis(), BlockCyclic(block, 3), torch.device("cpu"), rank) for _ in range(2)]
+    config, (k, v) = CacheConfig(1, HEADS[1], WIDTH, WIDTH, LENGTH, 4, torch.float32), new()
+    shards = [CacheShard(config, Axis(), BlockCyclic(block, 3), torch.device("cpu"), rank) for _ in range(2)]
     few, whole = shards
     whole.append((k, v), None, None)
     taken, number = 0, 0

@@ -95,7 +95,7 @@ def life(shape: tuple[int, ...], storage: str, values: str, folder: Path, lost: 
     if copies > 1:
         (found["recover"],) = am.recover(None if dist.get_rank() == lost else [cache], mesh)
     return right | {
-        step: each.sizes.storage == storage and is_held(each, keys, storage) for step, each in found.items()
+        step: each.config.storage == storage and is_held(each, keys, storage) for step, each in found.items()
     }
 
 

@@ -45,7 +45,7 @@ def check_forks_that_continue(shape: Shape, batch: int, padded: bool, reproducib
 
     def check() -> None:
         for number, (one, other) in enumerate(zip(forked, copied, strict=True)):
-            q = numbers(other.sizes.batch, 4, 2, 8, seed=number)
+            q = numbers(other.config.batch, 4, 2, 8, seed=number)
             given, expected = (am.decode(q, cache, reproducible=reproducible) for cache in (one, other))
             assert torch.equal(given, expected) if reproducible else torch.allclose(given, expected, atol=FLOAT32)
             assert (one.length, one.used) == (other.length, other.used)
@@ -78,7 +78,7 @@ def test_forks_continue_as_copies_do(shape: Shape, rows: tuple[int, bool], pool:
 def check_shared_blocks(shape: Shape) -> None:
     cache = cache_of(shape)
     other = cache.fork()
-    whole = cache.used // cache.sizes.block * cache.sizes.block
+    whole = cache.used // cache.config.block * cache.config.block
     assert cache.shard.earlier_tokens == other.shard.earlier_tokens == whole
     assert pieces(cache) == pieces(other)
     before = pieces(cache)
@@ -89,7 +89,7 @@ def check_shared_blocks(shape: Shape) -> None:
     assert pieces(other) == before
     other.truncate(cache.length - 1)
     kept = sum(blocks.token_count for blocks in other.shard.earlier_pieces)
-    assert kept >= whole - cache.sizes.block  # the block that was cut is copied, no other
+    assert kept >= whole - cache.config.block  # the block that was cut is copied, no other
     assert pieces(other) == before
 
 

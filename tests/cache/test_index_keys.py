@@ -71,7 +71,7 @@ def life(shape: tuple[int, ...], folder: Path, lost: int, padded: bool) -> dict[
     right["load"] = is_held(am.KVCache.load(folder, mesh), keys)
     if copies > 1:
         (found,) = am.recover(None if dist.get_rank() == lost else [cache], mesh)
-        right |= {"recovered sizes": found.sizes.values == "none", "recover": is_held(found, keys)}
+        right |= {"recovered sizes": found.config.values == "none", "recover": is_held(found, keys)}
     return right
 
 

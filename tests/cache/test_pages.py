@@ -21,7 +21,7 @@ SIZES: dict[str, Any] = {"kv_heads": 2, "head_dim": 8, "capacity": 200, "dtype":
 
 def filled(batch: int, tokens: int = 61, mesh: DeviceMesh | None = None, **options: Any) -> am.KVCache:
     cache = am.KVCache(mesh, batch=batch, **SIZES | options)
-    cache.append(*numbers(2, batch, cache.sizes.kv_heads, tokens, 8))
+    cache.append(*numbers(2, batch, cache.config.kv_heads, tokens, 8))
     return cache
 
 

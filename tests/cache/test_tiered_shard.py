@@ -42,7 +42,7 @@ rows = partial(growing_caches.rows, dim=8)
 
 def step_output(cache: am.KVCache, queries: int = 1, **options: Any) -> Tensor:
     generator = torch.Generator().manual_seed(1)
-    return am.decode(torch.randn(cache.sizes.batch, 4, queries, 8, generator=generator), cache, **options)
+    return am.decode(torch.randn(cache.config.batch, 4, queries, 8, generator=generator), cache, **options)
 
 
 def plain(length: int, mesh: Any = None, **sizes: Any) -> am.KVCache:
@@ -61,7 +61,7 @@ def tiered_cache(length: int = 0, mesh: Any = None, **sizes: Any) -> am.KVCache:
 
 def same_bits(cache: am.KVCache) -> bool:
     """Return whether a reproducible step has the bits of a cache in one memory."""
-    twin = plain(cache.length, cache.device_mesh, batch=cache.sizes.batch)
+    twin = plain(cache.length, cache.device_mesh, batch=cache.config.batch)
     return all(torch.equal(*(step_output(each, n, reproducible=True) for each in (cache, twin))) for n in (1, 3))
 
 
@@ -84,7 +84,7 @@ def test_the_newest_tokens_alone_are_on_the_device() -> None:
         grow(cache, 7)
         assert cache.shard.used_slots >= min(HOT, cache.length)
         most = max(most, cache.shard.used_slots)
-    assert most <= cache.shard.slots == HOT + 2 * cache.sizes.block
+    assert most <= cache.shard.slots == HOT + 2 * cache.config.block
     assert cache.shard.earlier_tokens == cache.length - cache.shard.used_slots
     assert cache.used == cache.length == 630
     assert cache.nbytes == plain(630).nbytes
@@ -152,7 +152,7 @@ def test_a_save_leaves_the_newest_tokens_on_the_device(tmp_path: Path) -> None:
         assert same_bits(each)
     grow(loaded, 50)
     assert same_bits(loaded)
-    assert am.KVCache.load(tmp_path, None).sizes.hot is None
+    assert am.KVCache.load(tmp_path, None).config.hot is None
 
 
 # --- files ---

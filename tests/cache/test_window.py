@@ -219,7 +219,7 @@ def save_while_decoding(shape: Shape, padded: bool, path: Path) -> list[Tensor]:
 @on_each_rank
 def load_and_continue(shape: Shape, path: Path) -> list[Tensor]:
     caches, _, _ = load_layers(am.KVCache, path, named_mesh(shape, AXES) if shape.ranks > 1 else None)
-    assert [cache.sizes.mask for cache in caches] == list(LAYERS)
+    assert [cache.config.mask for cache in caches] == list(LAYERS)
     return later_outputs(caches)
 
 

@@ -304,7 +304,7 @@ def load_while_it_grows(path: Path, tokens: int) -> tuple[int, int, list[list[in
 
     with patch.object(checkpoint, "read_saved_layers", inspected):
         (loaded,), tensors, _ = checkpoint.load_layers(am.KVCache, path, named_mesh(TWO, AXES))
-    return loaded.length, loaded.sizes.capacity, tensors["held"].tolist()
+    return loaded.length, loaded.config.capacity, tensors["held"].tolist()
 
 
 @pytest.mark.parametrize("tokens", [55, 70])

@@ -117,18 +117,18 @@ class KVCache(CacheProperties):
     ) -> None:
         columns = 0 if values == "none" else head_dim
         widths = head_dim, columns if value_dim is None else value_dim
-        sizes = CacheConfig(batch, kv_heads, *widths, capacity, block, dtype, values, mask, keep, storage, hot)
+        config = CacheConfig(batch, kv_heads, *widths, capacity, block, dtype, values, mask, keep, storage, hot)
         self.device_mesh = mesh
         self.mesh = RankMesh.of(mesh)
         self.device = device_for(mesh, device)
-        fields = {**sizes.arguments(), "device": self.device.type, "checked": checked, "copies": copies}
+        fields = {**config.arguments(), "device": self.device.type, "checked": checked, "copies": copies}
         ranks = self.mesh.queries.size * self.mesh.keys.size
         with Agreement(self.mesh, "KVCache", {**fields, "shares": shares, "folder": folder is not None}):
             check_compare_option("KVCache", checked)
-            sizes.check(self.mesh.heads.size)
+            config.check(self.mesh.heads.size)
             if fault := device_fault("KVCache", self.device, device):
                 raise fault
-            check_shards(sizes, self.device, ranks, copies=copies, shares=shares, folder=folder)
+            check_shards(config, self.device, ranks, copies=copies, shares=shares, folder=folder)
         self.token_axis = token_axis_of(mesh, self.mesh, self.device)
         self.guard = CallGuard(self.mesh, self.device, checked)
         self.history = HistoryChecksum(self.device)
@@ -138,12 +138,12 @@ class KVCache(CacheProperties):
         self.prepared_steps = Memo[Any]()  # steps on this cache and its forks, which `decoding` prepares
         places = self.mesh, self.token_axis, self.device
         fail = self.guard.raise_uncompared
-        self.shards = make_shards(sizes, *places, copies=copies, shares=shares, folder=folder, fail=fail)
+        self.shards = make_shards(config, *places, copies=copies, shares=shares, folder=folder, fail=fail)
 
     def __repr__(self) -> str:
-        """Return the sizes and how many tokens are cached."""
+        """Return the configuration and how many tokens are cached."""
         layout = "block-cyclic" if self.is_block_cyclic else "in the layout of a sharded prefill"
-        return f"KVCache({self.sizes}, {self.length} tokens, {self.used} on this rank, {layout})"
+        return f"KVCache({self.config}, {self.length} tokens, {self.used} on this rank, {layout})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
         """Return the same tokens in tensors of their own, on the same mesh."""
@@ -215,7 +215,7 @@ class KVCache(CacheProperties):
             return
         new = NewTokens(k, v, token_mask)
         with self.guard.agreement("append", new.fields):
-            new.check(self.sizes, self.device)
+            new.check(self.config, self.device)
             self.shards.check_unpadded("append", token_mask)
             self.shards.check_fits("append", k.shape[2], self.shards.rank_counts)
         with torch.no_grad():
@@ -254,22 +254,22 @@ class KVCache(CacheProperties):
         new = NewTokens(k, v, token_mask)
 
         def fields() -> dict[str, object]:
-            return {"tokens": start, "capacity": self.sizes.capacity, "queries": queries, **new.padding_fields()}
+            return {"tokens": start, "capacity": self.config.capacity, "queries": queries, **new.padding_fields()}
 
         with self.guard.agreement("append_shard", always=True) as agreement:
-            new.check_shard(self.sizes, self.device, positions, self.mesh.ranks)
+            new.check_shard(self.config, self.device, positions, self.mesh.ranks)
             check_count("append_shard queries", queries, "count the last tokens to decode")
             report = self.shard.block_cyclic.report_of(self.token_axis.index, positions)
             table = agreement.compare(fields, payload=report)
         reports = self.shard.block_cyclic.reports_in(table)
         rank_counts = self.shards.rank_counts.with_shards(start, reports)
         new_count = sum(report.token_count for report in reports)
-        new.check_token_mask("append_shard", self.sizes, new_count)
+        new.check_token_mask("append_shard", self.config, new_count)
         self.shards.check_unpadded("append_shard", token_mask)
         self.shards.check_fits("append_shard", new_count, rank_counts)
         with torch.no_grad():
             per_shard = [report.token_count for report in reports]
-            rows = tuple(map(self.sizes.rows_of, tensors_to_store(k, v)))
+            rows = tuple(map(self.config.rows_of, tensors_to_store(k, v)))
             rows, tokens = swap_tokens_for_heads(rows, positions.to(self.device), per_shard, self.mesh)
             with self._on_files("append_shard"):
                 self.shards.append_at(rows, tokens, new_count, token_mask, queries)
@@ -364,12 +364,12 @@ class KVCache(CacheProperties):
         >>> cache.reserve(100)
         >>> cache.append(*torch.randn(2, 1, 2, 50, 4))
         """
-        sizes = replace(self.sizes, capacity=capacity)
+        config = replace(self.config, capacity=capacity)
         always = self.guard.checked is not False
         with self.guard.agreement("reserve", {"capacity": capacity}, always=always):
-            sizes.check(self.mesh.heads.size)
+            config.check(self.mesh.heads.size)
         with self.guard.agreement("reserve", always=always):
-            sizes.allocating()(partial(self.shards.grow, sizes))()
+            config.allocating()(partial(self.shards.grow, config))()
 
     @torch.no_grad()
     def reorder(self, batch_index: Tensor) -> None:
@@ -387,11 +387,11 @@ class KVCache(CacheProperties):
 
         >>> cache = KVCache(None, batch=2, kv_heads=2, head_dim=4, capacity=100, dtype=torch.float32)
         >>> cache.reorder(torch.tensor([1, 1, 0]))
-        >>> cache.sizes.batch
+        >>> cache.config.batch
         3
         """
         with self.guard.agreement("reorder", lambda: {"to": batch_index.tolist()}):
-            check_order(self.sizes, batch_index)
+            check_order(self.config, batch_index)
         self.saved.finish_writing()
         index = batch_index.to(self.device)
         self.saved.forget()  # else a save after an error would link to files of another order
@@ -506,18 +506,18 @@ class KVCache(CacheProperties):
         """
         options = {"device": device, "checked": checked, "copies": copies, "shares": shares}
         [cache], _, _ = load_caches(cls, path, mesh, LayersToLoad(1, capacity, hot=hot), **options)
-        replace(cache.sizes, hot=hot).check(cache.shard.heads.size)  # a window takes no hot=
+        replace(cache.config, hot=hot).check(cache.shard.heads.size)  # a window takes no hot=
         return cast(Self, cache)
 
 
-def check_order(sizes: CacheConfig, batch_index: Tensor) -> None:
+def check_order(config: CacheConfig, batch_index: Tensor) -> None:
     """Raise unless `batch_index` holds indices of sequences."""
     if not isinstance(batch_index, Tensor) or batch_index.dtype != torch.int64:
         given = str(batch_index.dtype) if isinstance(batch_index, Tensor) else type(batch_index).__name__
         raise DtypeError("reorder", "a tensor of torch.int64", given, "pass torch.tensor([...])")
     indices = batch_index.ndim == 1 and len(batch_index) > 0
-    if not indices or not bool(((batch_index >= 0) & (batch_index < sizes.batch)).all()):
-        expected = f"a number of a sequence below {sizes.batch} for each"
+    if not indices or not bool(((batch_index >= 0) & (batch_index < config.batch)).all()):
+        expected = f"a number of a sequence below {config.batch} for each"
         raise ShapeError(
-            "reorder", expected, f"{batch_index.tolist()}"[:60], f"pass indices from 0 to {sizes.batch - 1}"
+            "reorder", expected, f"{batch_index.tolist()}"[:60], f"pass indices from 0 to {config.batch - 1}"
         )

@@ -1,4 +1,4 @@
-"""Properties of a cache: sizes, lengths, keys and values of this rank, read from its shards."""
+"""Properties of a cache: configuration, lengths, keys and values of this rank, read from its shards."""
 
 from torch import Tensor
 
@@ -6,6 +6,7 @@ from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.local_shards import LocalShards
 from attnmesh.core.layout import Striped
+from attnmesh.errors import warn_once
 from attnmesh.kernels.cache_view import LENGTH
 from attnmesh.kernels.padding import Padding
 
@@ -21,9 +22,15 @@ class CacheProperties:
         return self.shards.own
 
     @property
+    def config(self) -> CacheConfig:
+        """Sizes and options of this layer over all ranks."""
+        return self.shard.config
+
+    @property
     def sizes(self) -> CacheConfig:
-        """Sizes of this layer over all ranks."""
-        return self.shard.sizes
+        """The former name of `config`."""
+        warn_once("KVCache.sizes is KVCache.config now, and will be removed. Fix: read cache.config.", FutureWarning)
+        return self.config
 
     @property
     def keys(self) -> Tensor:
@@ -63,7 +70,7 @@ class CacheProperties:
     @property
     def lengths(self) -> Tensor:
         """Real tokens of each sequence on all ranks, (batch,)."""
-        length = self.shard.device_counts[LENGTH].expand(self.sizes.batch)
+        length = self.shard.device_counts[LENGTH].expand(self.config.batch)
         return (length if self.padding is None else self.padding.lengths).clone()
 
     @property

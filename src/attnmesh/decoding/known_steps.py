@@ -27,7 +27,7 @@ def find_step(
 ) -> tuple[Signature | None, PreparedStep[Any] | None]:
     """Return the signature of a call, and its step if prepared. All checks depend on the signature and the caches.
 
-    `inputs` have one cache or more, on one mesh and one device, of equal `common_sizes`, and `options` are
+    `inputs` have one cache or more, on one mesh and one device, of equal `common_config`, and `options` are
     `StepOptions`: all else may be wrong. `prepared` is the memo that keeps prepared steps of such caches. The signature
     is None for calls that are checked each time.
     """
@@ -51,15 +51,15 @@ def find_step(
     if on_gpu and prepared_step.refuses_graphs and is_capturing(first.device):
         return signature, None
     spec = prepared_step.spec
-    sizes = prepared_step.sizes
+    config = prepared_step.config
     queries = q.shape[2]
     for cache in caches:
         shards = cache.shards
-        own_sizes = shards.own.sizes
-        if own_sizes is not sizes:
-            if cache is first and (count == 1 or sizes is None or own_sizes.common_sizes != sizes.common_sizes):
-                return signature, None  # the step is of caches of other sizes
-            if own_sizes.capacity > spec.capacity or (spec.reproducible and own_sizes.block != spec.block):
+        own_config = shards.own.config
+        if own_config is not config:
+            if cache is first and (count == 1 or config is None or own_config.common_config != config.common_config):
+                return signature, None  # the step is of caches of another kind
+            if own_config.capacity > spec.capacity or (spec.reproducible and own_config.block != spec.block):
                 return signature, None  # its kernel is bound to fewer slots, or to other blocks
         if shards.step_fault(queries, reproducible=spec.reproducible) is not None:
             return signature, None
@@ -78,7 +78,7 @@ def _prepare_step(
             if cache.shards.forked and stays_on_device:
                 cache.shards.whole()  # the kernel merges the blocks of one tensor
     facts = inputs.facts(spec)
-    prepared_step = new_prepared_step(q, first.shard.view, spec, facts, first.sizes, stays_on_device=stays_on_device)
+    prepared_step = new_prepared_step(q, first.shard.view, spec, facts, first.config, stays_on_device=stays_on_device)
     if signature is not None and not spec.mask.depends_on_length:
         prepared.keep(signature, prepared_step)
     return prepared_step
@@ -103,5 +103,5 @@ def run_new_step(
         agreement_on(inputs.caches, options, checked).raise_through_merge(error)
     with torch.no_grad():
         out = prepared_step.run(inputs, checked)
-    warn_if_transposed(subject, inputs.q, inputs.caches[0].sizes.kv_heads)
+    warn_if_transposed(subject, inputs.q, inputs.caches[0].config.kv_heads)
     return out

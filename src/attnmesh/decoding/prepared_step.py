@@ -44,7 +44,7 @@ class PreparedStep(Generic[Verdict]):
     attention: CachedAttention
     blank_message: Callable[[], BlankMessage] | None  # None where a kernel takes memory itself
     facts: tuple[Any, ...]  # compared by their hash
-    sizes: CacheConfig | None  # None in a graph, which has no caches
+    config: CacheConfig | None  # None in a graph, which has no caches
     refuses_graphs: bool  # True where the CPU reads what is on the device, which no CUDA graph can hold
     output_heads: slice | None = None  # heads of the output in a merged partial; None for all
 
@@ -173,15 +173,15 @@ def new_prepared_step(
     view: CacheView,
     spec: StepSpec,
     facts: tuple[Any, ...],
-    sizes: CacheConfig | None = None,
+    config: CacheConfig | None = None,
     *,
     stays_on_device: bool = False,
 ) -> PreparedStep[Any]:
     """Return what steps with such queries run: the launches of a kernel, and the merge."""
     attention = spec.attention_for(q, view)
     blank = None if attention.in_place_kernel is None else _blank_in_place(q, spec)
-    refuses_graphs = attention.in_place_kernel is None or (sizes is not None and needs_cpu(sizes, q.shape[2]))
-    settled = facts, sizes, refuses_graphs
+    refuses_graphs = attention.in_place_kernel is None or (config is not None and needs_cpu(config, q.shape[2]))
+    settled = facts, config, refuses_graphs
     if spec.token_axis.size == spec.head_axis.size == 1:
         return LoneStep(spec, attention, blank, *settled)
     if blank is None and (host_merge := _host_merge_of(q, spec)) is not None:

@@ -106,15 +106,15 @@ def decode_rows(
 def _prepared_steps_of(caches: Sequence[KVCache]) -> Memo[PreparedStep[Any]]:
     """Return the memo of steps of a cache and its forks, or for rows on CPUs that of all caches of their kind."""
     first = caches[0]
-    sizes = caches[0].sizes
+    config = caches[0].config
     if len(caches) == 1 or first.device.type != "cpu":
         return first.prepared_steps
-    return _prepared_steps_of_rows(first.token_axis, first.mesh.heads, sizes.common_sizes, sizes.block, sizes.hot)
+    return _prepared_steps_of_rows(first.token_axis, first.mesh.heads, config.common_config, config.block, config.hot)
 
 
 @cached_per_world(1024)
 def _prepared_steps_of_rows(
-    token_axis: Axis, heads: Axis, common_sizes: CacheConfig, block: int, hot: int | None
+    token_axis: Axis, heads: Axis, common_config: CacheConfig, block: int, hot: int | None
 ) -> Memo[PreparedStep[Any]]:
     return Memo()
 
@@ -134,15 +134,15 @@ def _check_caches(q: Tensor, caches: Sequence[Any], k: Any, v: Any) -> None:
     for cache in caches:
         if not isinstance(cache, KVCache):
             raise DtypeError(subject, "KVCaches", type(cache).__name__, "make them with attnmesh.KVCache")
-        if cache.sizes.batch != 1:
+        if cache.config.batch != 1:
             fix = "decode a batch with attnmesh.decode"
-            raise ShapeError(subject, "caches of one sequence", f"one of {cache.sizes.batch}", fix)
+            raise ShapeError(subject, "caches of one sequence", f"one of {cache.config.batch}", fix)
         if (cache.token_axis, cache.mesh.heads) != (first.token_axis, first.mesh.heads):
             raise MeshError(subject, "caches on one mesh", "caches on several", "make all caches on one mesh")
-        if cache.sizes.common_sizes != first.sizes.common_sizes or cache.device != first.device:
+        if cache.config.common_config != first.config.common_config or cache.device != first.device:
             expected = "caches of equal heads, widths, dtypes and masks"
             fix = "decode rows of one model and layer together"
-            raise ShapeError(subject, expected, f"{cache.sizes} beside {first.sizes}", fix)
+            raise ShapeError(subject, expected, f"{cache.config} beside {first.config}", fix)
     if len({id(cache) for cache in caches}) < len(caches):
         raise ArgumentError(subject, "each cache once", "one cache twice", "pass cache.fork()")
     new = {name: x for name, x in (("k", k), ("v", v)) if x is not None}
@@ -173,8 +173,8 @@ def _inputs_and_spec_of_rows(inputs: StepInputs, options: StepOptions) -> tuple[
         spec_of_step(StepInputs(inputs.q[row : row + 1], (cache,), inputs.sinks), options, {}, SUBJECT, row)
         for row, cache in enumerate(caches)
     ]
-    blocks = sorted({cache.sizes.block for cache in caches})
+    blocks = sorted({cache.config.block for cache in caches})
     if options.reproducible and len(blocks) > 1:
         fix = "make all caches with one block="
         raise LayoutError(f"{SUBJECT} reproducible", "caches of one block size", f"{blocks}", fix)
-    return inputs, specs[0]._replace(capacity=max(cache.sizes.capacity for cache in caches))
+    return inputs, specs[0]._replace(capacity=max(cache.config.capacity for cache in caches))

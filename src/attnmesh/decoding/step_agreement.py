@@ -35,7 +35,7 @@ def fields_of_step(inputs: StepInputs, spec: StepSpec) -> Mapping[str, object]:
     del options["scaling"]
     options["key_lengths"] = None if key_lengths is None else key_lengths.tolist()
     options |= {} if inputs.other_partial is None else {"partial": True}
-    width = caches[0].sizes.head_dim
+    width = caches[0].config.head_dim
     bias = q[..., width:] if bias_columns(q, width) else None
     tensors = {"q": q[..., :width], "distance_bias": bias, "sinks": inputs.sinks, "selected": inputs.indices}
     lengths, histories = [cache.length for cache in caches], [cache.history.number for cache in caches]
@@ -50,9 +50,9 @@ def runs_on_device(cache: KVCache, spec: StepSpec) -> bool:
     if spec.index_block is not None:
         return cache.device.type != "cpu" and not is_collective(spec.merge)
     try:
-        reads_on_device = reads_length_on_device(cache.shard.view, spec.kernel, cache.sizes.dtype)
+        reads_on_device = reads_length_on_device(cache.shard.view, spec.kernel, cache.config.dtype)
     except InputError:
-        reads_on_device = reads_length_on_device(cache.shard.view, "auto", cache.sizes.dtype)
+        reads_on_device = reads_length_on_device(cache.shard.view, "auto", cache.config.dtype)
     return reads_on_device and not is_collective(spec.merge)
 
 
@@ -86,7 +86,7 @@ def _send_poison(cache: KVCache, options: StepOptions | StepSpec) -> None:
     ranks = cache.token_axis.size
     reproducible = options.reproducible is True  # other values are invalid on other ranks too
     reproducible = reproducible and not ranks & (ranks - 1)
-    like = torch.empty(0, dtype=sum_dtype(cache.sizes.dtype), device=cache.device)
+    like = torch.empty(0, dtype=sum_dtype(cache.config.dtype), device=cache.device)
     merge = RequestedMerge(cache.token_axis, options.merge, options.output, reproducible=reproducible)
     checksum = merge.send_poison(like)
     if cache.mesh.heads.size > 1:

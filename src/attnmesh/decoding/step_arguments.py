@@ -176,8 +176,8 @@ class StepOptions(NamedTuple):
 
     def spec_on(self, cache: KVCache, scaling: Scaling) -> StepSpec:
         """Return the spec of a step on a cache, with the scale and cap that the check of these values has made."""
-        sizes = cache.sizes
-        placement = cache.mesh.heads, cache.token_axis, sizes.block, sizes.capacity, sizes.value_dim
+        config = cache.config
+        placement = cache.mesh.heads, cache.token_axis, config.block, config.capacity, config.value_dim
         return StepSpec(*placement, self.mask, scaling, self.merge, self.output, self.reproducible, self.kernel)
 
 

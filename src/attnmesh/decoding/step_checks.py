@@ -65,33 +65,33 @@ def spec_of_step(
     of_row = "" if row is None else f" of row {row}"
     q, sinks, key_lengths, selected = inputs.q, inputs.sinks, inputs.key_lengths, inputs.selected
     (cache,) = inputs.caches
-    sizes = cache.sizes
+    config = cache.config
     check_no_gradients(subject, {"q": q, "sinks": sinks})
     check_unknown_options(subject, unsupported)
-    if sizes.values == "none":
+    if config.values == "none":
         fix = 'append values too, to a cache without values="none"'
         raise ArgumentError(f"{subject} cache", "a cache with values", "one of keys alone", fix)
     check_same_kind(subject, {"q": q})
-    if q.ndim != 4 or (q.shape[0], q.shape[3]) != (sizes.batch, sizes.head_dim) or not q.shape[2]:
-        shape = (sizes.batch, "heads", "length", sizes.head_dim)
+    if q.ndim != 4 or (q.shape[0], q.shape[3]) != (config.batch, config.head_dim) or not q.shape[2]:
+        shape = (config.batch, "heads", "length", config.head_dim)
         fix = "pass the queries of the cache's last tokens"
         raise ShapeError(f"{subject} q{of_row}", f"shape {shape}", f"{tuple(q.shape)}", fix)
-    if q.shape[1] % sizes.kv_heads or not q.shape[1]:
-        given = f"{q.shape[1]} query heads on {sizes.kv_heads} key heads"
-        fix = transpose_hint_first("pass the model's heads", q.shape[1] > 0 and q.shape[2] % sizes.kv_heads == 0)
+    if q.shape[1] % config.kv_heads or not q.shape[1]:
+        given = f"{q.shape[1]} query heads on {config.kv_heads} key heads"
+        fix = transpose_hint_first("pass the model's heads", q.shape[1] > 0 and q.shape[2] % config.kv_heads == 0)
         raise ShapeError(f"{subject} q{of_row}", "query heads a multiple of key heads", given, fix)
-    check_dtype_and_device(f"{subject} q{of_row}", sizes, q, cache.device)
+    check_dtype_and_device(f"{subject} q{of_row}", config, q, cache.device)
     check_mask(f"{subject} mask", options.mask)
-    if sizes.mask is not None and not options.mask.is_within(sizes.mask):
-        expected = f"{sizes.mask}, by which the cache forgets tokens, or a narrower mask"
-        raise MaskError(f"{subject} mask", expected, f"{options.mask}", "pass mask=cache.sizes.mask")
+    if config.mask is not None and not options.mask.is_within(config.mask):
+        expected = f"{config.mask}, by which the cache forgets tokens, or a narrower mask"
+        raise MaskError(f"{subject} mask", expected, f"{options.mask}", "pass mask=cache.config.mask")
     check_merge(subject, options.merge, options.output)
     spec = options.spec_on(cache, Scaling.of(subject, options.scale, options.softcap, q.shape[-1]))
     if spec.kernel != "auto" and not torch.compiler.is_compiling():  # raises here, where all ranks can raise alike
         choose(KernelRequest.of_cache(q, cache.shard.view, spec.scaling), spec.kernel)
     check_sinks(f"{subject} sinks", sinks, q)
     lengths_on_gpu = isinstance(key_lengths, Tensor) and key_lengths.device.type == "cuda"
-    check_key_lengths(f"{subject} key_lengths", key_lengths, sizes.batch, on_device=lengths_on_gpu)
+    check_key_lengths(f"{subject} key_lengths", key_lengths, config.batch, on_device=lengths_on_gpu)
     if cache.padding is not None and spec.mask.documents:
         fix = "keep documents in sequences of their own"
         raise MaskError(f"{subject} mask{of_row}", "no documents in a padded batch", f"{spec.mask}", fix)
@@ -104,8 +104,8 @@ def spec_of_step(
     in_graph = not may_compare(q.device)
     cache.shards.check_step(subject, of_row, q, in_graph=in_graph, reproducible=spec.reproducible)
     if in_graph:
-        if needs_cpu(sizes, q.shape[2]):
-            check_eager(subject, sizes, q.device)
+        if needs_cpu(config, q.shape[2]):
+            check_eager(subject, config, q.device)
         if is_capturing(q.device):
             _check_captured(cache, spec, lengths_on_cpu=key_lengths is not None and not lengths_on_gpu)
         return spec
@@ -119,7 +119,7 @@ def spec_of_step(
 def _with_selection(q: Tensor, cache: KVCache, selected: Selection, spec: StepSpec) -> StepSpec:
     """Return the spec over selected tokens, or raise unless they are tokens of the cache."""
     length = cache.length if may_compare(q.device) else None
-    check_selection("decode selected", selected, q, cache.sizes.kv_heads, spec.kernel, length)
+    check_selection("decode selected", selected, q, cache.config.kv_heads, spec.kernel, length)
     if spec.reproducible is True:
         expected = "no selected= beside reproducible=True"
         raise KernelError("decode reproducible", expected, "a Selection", "leave one of them out")
@@ -142,7 +142,7 @@ def _check_other_partial(inputs: StepInputs, spec: StepSpec) -> None:
     out, lse = other_partial
     heads = spec.head_axis.slice_of(q.shape[1])
     rows = (q.shape[0], heads.stop - heads.start, q.shape[2])
-    expected_shapes, shapes = [(*rows, cache.sizes.value_dim), rows], [tuple(out.shape), tuple(lse.shape)]
+    expected_shapes, shapes = [(*rows, cache.config.value_dim), rows], [tuple(out.shape), tuple(lse.shape)]
     if shapes != expected_shapes:
         raise ShapeError(subject, f"shapes {expected_shapes}", f"{shapes}", fix)
     wide = sum_dtype(q.dtype)
@@ -163,7 +163,7 @@ def spec_with_bias(inputs: StepInputs, bias: Tensor | None, spec: StepSpec) -> S
     check_distance_bias("decode", bias, inputs.q, spec.scaling, spec.kernel, inputs.selected)
     check_no_gradients("decode", {"distance_bias": bias})
     subject, fix = "decode distance_bias", "leave one of them out"
-    storage = inputs.caches[0].sizes.storage
+    storage = inputs.caches[0].config.storage
     if storage is not None:
         raise KernelError(subject, "a cache of plain numbers", f"storage={storage!r}", fix)
     if spec.reproducible:
@@ -184,9 +184,9 @@ def _check_captured(cache: KVCache, spec: StepSpec, *, lengths_on_cpu: bool) -> 
     if lengths_on_cpu:
         expected, fix = "a tensor on the GPU in a CUDA graph", "pass key_lengths.cuda(), made before the capture"
         raise DeviceError("decode key_lengths", expected, "one on the CPU", fix)
-    if not reads_length_on_device(cache.shard.view, spec.kernel, cache.sizes.dtype):
+    if not reads_length_on_device(cache.shard.view, spec.kernel, cache.config.dtype):
         expected = "one that reads the cache's length on the GPU, in a CUDA graph"
-        given = f"kernel={spec.kernel!r} on {cache.sizes.dtype}"
+        given = f"kernel={spec.kernel!r} on {cache.config.dtype}"
         fix = 'use kernel="auto" and a cache of bfloat16, float16 or float32, or leave the graph out'
         raise KernelError("decode kernel", expected, given, fix)
 

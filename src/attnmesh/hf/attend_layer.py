@@ -67,7 +67,7 @@ def attend_cached(
     if spec.shards is not None:
         return _prefill(q, pending, arguments, spec.shards, stores_keys)
     kv = _store(pending, arguments.mask, spec, q.shape[2]) if stores_keys else pending.layer.cached
-    if kv.sizes.storage is not None and pending.layer.is_first(pending) and spec.token_mask is None:
+    if kv.config.storage is not None and pending.layer.is_first(pending) and spec.token_mask is None:
         # As in a sharded prefill, the first tokens attend each other before their keys are rounded.
         out = _attend_local(q, pending.k, pending.v, arguments, spec)
         for axis in (kv.mesh.heads, kv.token_axis) if pending.layer.cache.head_ranks > 1 else ():

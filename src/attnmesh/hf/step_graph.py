@@ -102,7 +102,7 @@ class StepGraph:
         if self.graph is None or not self.room or not self._is_bound_to(step_inputs):
             self.drop()
             self.passes += 1
-            self.room = min((kv.sizes.capacity - kv.length for kv in self.cache.kvs), default=0)
+            self.room = min((kv.config.capacity - kv.length for kv in self.cache.kvs), default=0)
             if self.passes <= WARM_PASSES or self.room <= COMPARED_REPLAYS:  # a pass makes room
                 return self.forward(**step_inputs)
             if not self.is_watched:

@@ -59,7 +59,7 @@ class FolderShard(OrderedShard):
         files: LayerFiles,
         take_memory: Callable[[int], bool],
         fail: Fail,
-        sizes: CacheConfig,
+        config: CacheConfig,
         heads: Axis,
         ranks: int,
         index: int,
@@ -72,13 +72,13 @@ class FolderShard(OrderedShard):
         self.journal = files.journal()
         self.chains = [0]  # digests that chain the checksums of the first pieces
         self.digest = c_int64()  # of the rows of the last native call
-        super().__init__(sizes, heads, BlockCyclic(sizes.block, ranks), torch.device("cpu"), index)
+        super().__init__(config, heads, BlockCyclic(config.block, ranks), torch.device("cpu"), index)
 
     @property
     def shapes(self) -> RowShapes:
         """Dtype and shapes of rows in a file."""
-        sizes = self.sizes
-        return RowShapes(sizes.row_dtype, sizes.batch, sizes.kv_heads // self.heads.size, sizes.row_widths)
+        config = self.config
+        return RowShapes(config.row_dtype, config.batch, config.kv_heads // self.heads.size, config.row_widths)
 
     @property
     def whole_count(self) -> int:
@@ -89,9 +89,9 @@ class FolderShard(OrderedShard):
         """Return no memory: `begin`, `resume` and `take_over` map files."""
         return [], torch.zeros(PIECE_TOKENS + 1, dtype=torch.int64, device="cpu")
 
-    def _usual_slots(self, sizes: CacheConfig) -> int:
+    def _usual_slots(self, config: CacheConfig) -> int:
         """Return as many slots as there may be tokens: files grow."""
-        return sizes.capacity
+        return config.capacity
 
     def begin(self) -> None:
         """Begin without tokens."""
@@ -314,36 +314,36 @@ class FolderShard(OrderedShard):
     def fork(self) -> CacheShard:
         """Return a shard of the same tokens in memory, which reads whole pieces in place and copies the last one."""
         used = self.used_slots
-        sizes = replace(self.sizes, capacity=1)
-        other = CacheShard(sizes, self.heads, self.block_cyclic, self.device, self.index)
+        config = replace(self.config, capacity=1)
+        other = CacheShard(config, self.heads, self.block_cyclic, self.device, self.index)
         other.stored = [x[:, :, : used + 1] for x in self.stored]
         other.token_index, other.device_counts, other.earlier_pieces = (
             self.token_index[: used + 1],
             self.device_counts.clone(),
             self.earlier_pieces,
         )
-        other.resize(self.sizes, max(used, usual_slots(self.sizes, self.turn) - self.earlier_tokens))
+        other.resize(self.config, max(used, usual_slots(self.config, self.turn) - self.earlier_tokens))
         return other
 
     def clone(self) -> CacheShard:
         """Return a copy in memory."""
         return self.fork().whole()
 
-    def grow(self, sizes: CacheConfig) -> None:
+    def grow(self, config: CacheConfig) -> None:
         """Let the cache have a larger capacity."""
-        self.sizes, self.slots = sizes, sizes.capacity
+        self.config, self.slots = config, config.capacity
 
     def whole(self) -> CacheShard:
         """Refuse to copy the pieces to memory."""
         self._refuse("a call that reads pieces where they are", "one that needs all keys in memory, or moves them")
 
-    def resize(self, sizes: CacheConfig, slots: int, forgotten: int = 0, before: Sequence[FrozenPiece] = ()) -> None:
+    def resize(self, config: CacheConfig, slots: int, forgotten: int = 0, before: Sequence[FrozenPiece] = ()) -> None:
         """Refuse to move the tokens to memory."""
         self.whole()
 
     def reorder(self, index: Tensor) -> None:
         """Refuse to move sequences, unless each stays."""
-        if not torch.equal(index, torch.arange(self.sizes.batch, device="cpu")):
+        if not torch.equal(index, torch.arange(self.config.batch, device="cpu")):
             self._refuse("sequences that stay in their order", f"{index.tolist()}")
 
     def _refuse(self, expected: str, given: str) -> NoReturn:

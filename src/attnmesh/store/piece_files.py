@@ -79,14 +79,14 @@ def with_length_now(path: Path, manifest: Manifest) -> Manifest:
     """Return the manifest of a folder that grows with the length that all its ranks and layers have."""
     if not manifest.growing:
         return manifest
-    layers = (files for layer in range(len(manifest.sizes)) for files in _layer_files(path, manifest, layer))
+    layers = (files for layer in range(len(manifest.configs)) for files in _layer_files(path, manifest, layer))
     return manifest._replace(length=min(_read_journal(files).last.length for files in layers))
 
 
 def growing_pieces(path: Path, manifest: Manifest, layer: int) -> Iterator[PieceFile]:
     """Yield the files of a layer in a folder that grows."""
-    sizes = manifest.sizes[layer]
-    shapes = RowShapes(sizes.row_dtype, sizes.batch, sizes.kv_heads // manifest.head_ranks, sizes.row_widths)
+    config = manifest.configs[layer]
+    shapes = RowShapes(config.row_dtype, config.batch, config.kv_heads // manifest.head_ranks, config.row_widths)
     for files in _layer_files(path, manifest, layer):
         journal = _read_journal(files)
         base, stop = journal.records[0].stop, journal.last.stop

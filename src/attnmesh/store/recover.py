@@ -88,8 +88,8 @@ def recover(
     starts = [WindowStart(max(first for first, _ in rows), max(query for _, query in rows)) for rows in by_layer]
     _check_alike(descriptions, capacity, length, starts)  # raises the same on all ranks: all have the same texts
     capacity = max(description["capacity"] for description in descriptions) if capacity is None else capacity
-    sizes = [replace(CacheConfig.from_code(code), capacity=capacity) for code in descriptions[0]["sizes"]]
-    new_caches = make_alike(KVCache, mesh, sizes, device=device, checked=checked, copies=copies, shares=shares)
+    configs = [replace(CacheConfig.from_code(code), capacity=capacity) for code in descriptions[0]["configs"]]
+    new_caches = make_alike(KVCache, mesh, configs, device=device, checked=checked, copies=copies, shares=shares)
     for cache, start in zip(new_caches, starts, strict=True):
         cache.shards.prepare(length, start._replace(first_query=min(start.first_query, length)))
     moves = _Moves(caches or (), new_caches, length, _sources(by_rank), [start.first_token for start in starts])
@@ -151,7 +151,7 @@ class _Moves:
 
         The slices are of the heads of the old and of the new shard.
         """
-        count = self.new[layer].sizes.kv_heads
+        count = self.new[layer].config.kv_heads
         before = 1 + max(h for h, _ in self.sources)
         for old in self._sent_by(rank):
             saved_heads = Axis(before, old[0]).slice_of(count)
@@ -194,7 +194,7 @@ class _Moves:
         """Return the token mask of the first rank that has caches, on every rank."""
         first = min(self.sources.values())
         peer = self.ranks[first][0]
-        shape = (self.new[0].sizes.batch, self.length)
+        shape = (self.new[0].config.batch, self.length)
         mask = empty = torch.empty(0, dtype=torch.bool, device=self.new[0].device)
         if self.mesh.shard_index == first and (padding := self.old[0].padding) is not None:
             mask = padding.token_mask[:, : self.length]
@@ -204,7 +204,7 @@ class _Moves:
 
 
 def _describe(caches: Sequence[KVCache] | None) -> dict[str, Any] | None:
-    """Return this rank's sizes, lengths and shards for JSON, its own shard first."""
+    """Return this rank's configurations, lengths and shards for JSON, its own shard first."""
     if caches is None:
         return None
     first = caches[0]
@@ -212,8 +212,8 @@ def _describe(caches: Sequence[KVCache] | None) -> dict[str, Any] | None:
     common = set.intersection(*({shard.index for shard in cache.shards.all} for cache in caches))
     shards = [shard for cache in caches for shard in cache.shards.all if shard.index in common]
     return {
-        "sizes": [replace(cache.sizes, capacity=1).to_code() for cache in caches],
-        "capacity": max(cache.sizes.capacity for cache in caches),
+        "configs": [replace(cache.config, capacity=1).to_code() for cache in caches],
+        "capacity": max(cache.config.capacity for cache in caches),
         "mesh": [heads.size, first.token_axis.size],
         "length": min(shard.length for shard in shards),
         "changes": [cache.changes for cache in caches],
@@ -240,7 +240,7 @@ def _check_caches(caches: object, unsupported: dict[str, Never]) -> None:
         given = "no cache" if isinstance(caches, (list, tuple)) and not caches else type(caches).__name__
         raise DtypeError("recover", "a list of caches, one per layer", given, fix)
     check_unknown_options("recover", unsupported)
-    hot = [cache.sizes.hot for cache in caches or () if cache.sizes.hot is not None]
+    hot = [cache.config.hot for cache in caches or () if cache.config.hot is not None]
     if hot:
         raise KernelError("recover", "caches in one memory", f"hot={min(hot)}", LOAD_INSTEAD)
     meshes = len({(cache.mesh.heads, cache.token_axis) for cache in caches or ()})
@@ -264,7 +264,12 @@ def _check_alike(
     counts = [description["changes"] for description in descriptions]
     paddings = {min(description["padding"], length) for description in descriptions}
     for fits, expected, given, fix in (
-        (all(x["sizes"] == first["sizes"] for x in descriptions), same_caches, "ranks whose sizes differ", one_model),
+        (
+            all(x["configs"] == first["configs"] for x in descriptions),
+            same_caches,
+            "ranks whose sizes differ",
+            one_model,
+        ),
         (all(x["mesh"] == first["mesh"] for x in descriptions), same_caches, "ranks whose mesh differ", one_model),
         (all(count == counts[0] for count in counts), same_changes, f"counts {counts}", LOAD_INSTEAD),
         (len(paddings) == 1, "the same padding on every rank", "ranks whose padding differs", LOAD_INSTEAD),

@@ -147,7 +147,7 @@ class ShardedCache(FolderLayers):
     @property
     def batch_size(self) -> int:
         """Number of sequences; -1 before the first tokens."""
-        sizes = [layer.kv.sizes.batch for layer in self.attention_layers if layer.kv is not None]
+        sizes = [layer.kv.config.batch for layer in self.attention_layers if layer.kv is not None]
         return next(iter([*sizes, *map(len, self.states.values())]), -1)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -331,7 +331,7 @@ class ShardedCache(FolderLayers):
         # Compared before any layer changes, else recurrent layers would be reordered where those after them raise.
         with kvs[0].guard.agreement("reorder", lambda: {"to": beam_idx.tolist()}) if kvs else nullcontext():
             for kv in kvs[:1]:
-                check_order(kv.sizes, beam_idx.long() if isinstance(beam_idx, Tensor) else beam_idx)
+                check_order(kv.config, beam_idx.long() if isinstance(beam_idx, Tensor) else beam_idx)
         if self.history.image_fingerprints is not None and self.batch_size > 1:
             self.tokens = None  # fingerprints of images do not say which sequence each belongs to
         super().reorder_cache(beam_idx)
@@ -345,7 +345,7 @@ class ShardedCache(FolderLayers):
             repeats: How often each sequence stands in the new batch.
         """
         if self.get_seq_length() and repeats > 1:
-            if self.kvs and self.kvs[0].sizes.batch == 1 and self.kvs[0].saved.at_rest:
+            if self.kvs and self.kvs[0].config.batch == 1 and self.kvs[0].saved.at_rest:
                 if self.folder is not None:
                     self.flush()  # its own tokens stay there
                 for layer in self.attention_layers:
@@ -457,14 +457,14 @@ def _gather_tokens(tokens: Tensor | None, kv: KVCache) -> Tensor | None:
 
     Ranks may differ by the newest token, so the ids are cut to the shortest.
     """
-    own_ids = torch.zeros(kv.sizes.batch, 0, dtype=torch.int64, device="cpu")
-    if tokens is not None and len(tokens) == kv.sizes.batch:
+    own_ids = torch.zeros(kv.config.batch, 0, dtype=torch.int64, device="cpu")
+    if tokens is not None and len(tokens) == kv.config.batch:
         own_ids = tokens
     lengths = [row[0] for row in dist_all_gather_ints([own_ids.shape[1]], kv.mesh.axes)]
     length = min((n for n in lengths if n), default=0)
     if not length or length < kv.length:
         return None
-    own_ids = own_ids[:, :length] if own_ids.shape[1] else own_ids.new_zeros(kv.sizes.batch, length)
+    own_ids = own_ids[:, :length] if own_ids.shape[1] else own_ids.new_zeros(kv.config.batch, length)
     rows = dist_all_gather_ints(own_ids.flatten().tolist(), kv.mesh.axes)
     ids = next(row for row, n in zip(rows, lengths, strict=True) if n)
-    return torch.tensor(ids, device="cpu").view(kv.sizes.batch, length).to(kv.device)
+    return torch.tensor(ids, device="cpu").view(kv.config.batch, length).to(kv.device)
