@@ -81,7 +81,10 @@ def step_before_save(ranks: int, folder: Path) -> Tensor:
     assert cache.is_block_cyclic
     for start, stop in ((300, 301), (301, 302), (302, 350), (350, LENGTH)):
         cache.append(k[:, :, start:stop], v[:, :, start:stop])
-    assert abs(cache.used - LENGTH * cache.shard.turn.width / cache.shard.turn.period) <= cache.shard.turn.width
+    assert (
+        abs(cache.used - LENGTH * cache.own_shard.turn.width / cache.own_shard.turn.period)
+        <= cache.own_shard.turn.width
+    )
     cache.save(folder)
     return am.decode(query(), cache)
 
@@ -202,7 +205,7 @@ def under_a_limit(shares: object, tokens: int) -> tuple[str, list[int]]:
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + most, before[1]))
     try:
         cache = cache_of(2, shares, capacity=tokens, head_dim=128)
-        counts = cache.shard.block_cyclic.turns
+        counts = cache.own_shard.block_cyclic.turns
         return "", [turn.count(tokens) for turn in counts]
     except errors.ShapeError as error:
         return str(error), []

@@ -23,7 +23,9 @@ def addresses_over_appends() -> tuple[list[int], list[int]]:
     cache.append(*torch.randn(2, 1, 2, 30, 8).unbind())
 
     def addresses() -> list[int]:
-        return [x.data_ptr() for x in (cache.keys, cache.values, cache.shard.token_index, cache.shard.device_counts)]
+        return [
+            x.data_ptr() for x in (cache.keys, cache.values, cache.own_shard.token_index, cache.own_shard.device_counts)
+        ]
 
     before = addresses()
     for _ in range(20):

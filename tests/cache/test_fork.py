@@ -32,7 +32,7 @@ def cache_of(shape: Shape, batch: int = 1, tokens: int = 61, padded: bool = Fals
 
 def pieces(cache: am.KVCache) -> list[int]:
     """Return the addresses of the keys that the cache shares."""
-    return [blocks.stored[0].data_ptr() for blocks in cache.shard.earlier_pieces]
+    return [blocks.stored[0].data_ptr() for blocks in cache.own_shard.earlier_pieces]
 
 
 @on_each_rank
@@ -79,16 +79,16 @@ def check_shared_blocks(shape: Shape) -> None:
     cache = cache_of(shape)
     other = cache.fork()
     whole = cache.used // cache.config.block * cache.config.block
-    assert cache.shard.earlier_tokens == other.shard.earlier_tokens == whole
+    assert cache.own_shard.earlier_tokens == other.own_shard.earlier_tokens == whole
     assert pieces(cache) == pieces(other)
     before = pieces(cache)
     other.reorder(torch.zeros(4, dtype=torch.long))  # four beams of one prompt
     assert pieces(other) == before
-    assert other.shard.earlier_pieces[0].stored[0].stride(0) == 0
+    assert other.own_shard.earlier_pieces[0].stored[0].stride(0) == 0
     other.reorder(torch.tensor([3, 3, 1, 0]))
     assert pieces(other) == before
     other.truncate(cache.length - 1)
-    kept = sum(blocks.token_count for blocks in other.shard.earlier_pieces)
+    kept = sum(blocks.token_count for blocks in other.own_shard.earlier_pieces)
     assert kept >= whole - cache.config.block  # the block that was cut is copied, no other
     assert pieces(other) == before
 
@@ -107,8 +107,8 @@ def check_saved_fork(shape: Shape, folder: str) -> None:
     other.save(folder)
     for found in (other, am.KVCache.load(folder, cache.device_mesh), deepcopy(other)):
         assert torch.allclose(am.decode(q, found), expected, atol=FLOAT32)
-        assert not found.shards.forked
-    assert cache.shards.forked
+        assert not found.local_shards.forked
+    assert cache.local_shards.forked
     assert torch.allclose(am.decode(q, cache), am.decode(q, cache_of(shape, batch=2)), atol=FLOAT32)
 
 

@@ -152,10 +152,10 @@ def test_an_append_without_memory_takes_no_slot(monkeypatch: pytest.MonkeyPatch)
         patch.setattr(CacheConfig, "rows_of", no_memory)
         with pytest.raises(torch.OutOfMemoryError):
             cache.append(*new(1, 1)[1:])
-    assert cache.shard.used_at_most == cache.used == 20
+    assert cache.own_shard.used_at_most == cache.used == 20
     for step in range(50):
         cache.append(*new(1, step)[1:])
-        assert cache.shard.used_at_most == cache.used
+        assert cache.own_shard.used_at_most == cache.used
 
 
 @pytest.mark.parametrize(("inner", "tokens"), [("append_run", 1), ("append_at", 5)])

@@ -131,7 +131,7 @@ def _appended(calls: int, more: int) -> tuple[list[Tensor], list[Tensor]]:
             cache.append(*tokens(more, number))
             if not known:
                 _forget(cache)
-        found.append([x[:, :, : cache.used] for x in (cache.keys, cache.values)] + [cache.shard.device_counts])
+        found.append([x[:, :, : cache.used] for x in (cache.keys, cache.values)] + [cache.own_shard.device_counts])
     return found[0], found[1]
 
 
@@ -226,15 +226,15 @@ def _disagree(kind: str, odd: int, checked: bool | None) -> str:
     if dist.get_rank() == odd:
         q = q + 1 if kind == "query" else q
         if kind == "length":
-            cache.shard.append(tokens(1, 3), None, None)
-            cache.shards.known_length += 1
+            cache.own_shard.append(tokens(1, 3), None, None)
+            cache.local_shards.known_length += 1
     try:
         out = am.decode(q, cache, checked=checked)
     except InputError as error:
         text = str(error)
     else:
         text = "NaN" if bool(out.isnan().all()) else "numbers"
-    cache.shards.truncate(8, ())
+    cache.local_shards.truncate(8, ())
     assert bool(am.decode(query(), cache).isfinite().all())
     return text
 

@@ -63,7 +63,7 @@ def _steps(gpu: EmulatedGPU, mesh: Any, name: str, options: dict[str, Any]) -> t
         caches[1].prepared_steps, caches[1].known_appends = Memo(), Memo()
         caches[1].append(k, v)
         same.append(torch.equal(out.cpu(), am.decode(q, caches[1], **given).cpu()))
-    held = [(cache.keys.cpu()[:, :, : cache.used], cache.shard.token_index.cpu()[: cache.used]) for cache in caches]
+    held = [(cache.keys.cpu()[:, :, : cache.used], cache.own_shard.token_index.cpu()[: cache.used]) for cache in caches]
     same += [torch.equal(x, y) for x, y in zip(*held, strict=True)]
     assert len(kept) in (0, 2)
     return all(same), checks, launches

@@ -119,7 +119,7 @@ def test_a_saved_cache_opens_in_place(tmp_path: Path) -> None:
     twin.save(tmp_path)
     before = inodes(tmp_path)
     cache = opened(tmp_path)
-    assert cache.shard.earlier_pieces[0].file is not None
+    assert cache.own_shard.earlier_pieces[0].file is not None
     assert inodes(tmp_path) == before
     del cache
     for _ in range(2):

@@ -239,7 +239,7 @@ def reserve_twice() -> list[Any]:
     mesh = mesh_of((1, 1, 2))
     cache = am.KVCache(mesh, **SIZES, dtype=torch.float32, block=4, copies=2)
     cache.append(*new_tokens(100, 0))
-    (copy,) = cache.shards.copy_shards.values()
+    (copy,) = cache.local_shards.copy_shards.values()
     grow, errors = copy.grow, []
     copy.grow = lambda _: (_ for _ in ()).throw(MemoryError("none left"))
     if dist.get_rank() == 0:
@@ -251,7 +251,11 @@ def reserve_twice() -> list[Any]:
     copy.grow = grow
     cache.reserve(300)
     cache.append(*new_tokens(100, 1))
-    return [*errors, [shard.length for shard in cache.shards.all], sum(shard.used_slots for shard in cache.shards.all)]
+    return [
+        *errors,
+        [shard.length for shard in cache.local_shards.all],
+        sum(shard.used_slots for shard in cache.local_shards.all),
+    ]
 
 
 def test_reserve_succeeds_after_a_failure(pool: Pool) -> None:
@@ -271,7 +275,7 @@ def test_invalid_copies_raise(copies: Any) -> None:
 @on_each_rank
 def keepers_and_copies(shape: tuple[int, int, int]) -> list[list[int]]:
     cache = filled(mesh_of(shape), 2, False)
-    return [cache.shards.keepers, [*cache.shards.copy_shards]]
+    return [cache.local_shards.keepers, [*cache.local_shards.copy_shards]]
 
 
 def test_next_rank_holds_the_copy(pool: Pool) -> None:

@@ -65,7 +65,7 @@ def flip(file: Path, place: int) -> None:
 @contextmanager
 def full_journal(cache: am.KVCache) -> Iterator[None]:
     """Let no record be written."""
-    journal, kept = cache.shard.journal, cache.shard.journal.handle
+    journal, kept = cache.own_shard.journal, cache.own_shard.journal.handle
     journal.handle = os.open("/dev/full", os.O_RDWR)
     try:
         yield

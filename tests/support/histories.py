@@ -325,7 +325,7 @@ def run(history: History, phase: Phase, load_from: Path | None, save_to: Path | 
                     if (selected := history.selection(event, cache.length)) is not None:
                         options["selected"] = am.Selection(selected.indices.to(device()), selected.block)
                     outs.append(am.decode(q, cache, mask=event.mask, sinks=sinks, **options).cpu())
-    turn = cache.shard.turn
+    turn = cache.own_shard.turn
     assert cache.used <= turn.share(cache.length) + turn.width + len(phase.events) + 2 or not cache.is_block_cyclic
     if save_to is not None:
         cache.save(save_to)

@@ -119,11 +119,11 @@ def decode(
 def _decode_in_graph(inputs: StepInputs, spec: StepSpec) -> Tensor:
     """Return the output of an operator, in place of which a graph could see no cache."""
     (cache,) = inputs.caches
-    if (in_files := cache.shard.is_in_files) or cache.shards.forked:
+    if (in_files := cache.own_shard.is_in_files) or cache.local_shards.forked:
         given, fix = "one in a folder" if in_files else "a forked cache", "decode with copy.deepcopy(cache)"
         raise KernelError("decode", "a cache of one piece in a graph", given, fix)
     tensors = (
-        tensors_of(cache.shard.new_view()),
+        tensors_of(cache.own_shard.new_view()),
         cache.history.on_device,
         inputs.sinks,
         inputs.key_lengths,

@@ -56,7 +56,7 @@ def decode_shard(
     if selected is not None:
         indices = unshard(selected.indices, cache.device_mesh, layout=layout, length=length)
         selected = selection_of_rank(Selection(indices, selected.block), heads)
-    view = cache.shard.view
+    view = cache.own_shard.view
     query = DecodeQuery(every, spec.mask, spec.scaling, spec.capacity)
     attention = spec.attention_for(every, view)
     attend = profiled_as(ATTENTION, attention.attend) if is_profiled() else attention.attend

@@ -46,7 +46,7 @@ def top_k_tokens(
     >>> top_k_tokens(cache, lambda keys, operands: operands[0] @ keys.mT, [torch.tensor([[[1.0, 5.0, 3.0, 2.0]]])], 2)
     tensor([[[1, 2]]], dtype=torch.int32)
     """
-    view, parts = cache.shard.view, []
+    view, parts = cache.own_shard.view, []
     bounds = view.bounds(operands[0].shape[1], mask) if last is None else (torch.zeros_like(last)[None], last[None])
     for piece in (*view.earlier_pieces, view):
         filled = piece.without_free_slots()

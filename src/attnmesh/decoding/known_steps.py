@@ -54,7 +54,7 @@ def find_step(
     config = prepared_step.config
     queries = q.shape[2]
     for cache in caches:
-        shards = cache.shards
+        shards = cache.local_shards
         own_config = shards.own.config
         if own_config is not config:
             if cache is first and (count == 1 or config is None or own_config.common_config != config.common_config):
@@ -75,10 +75,12 @@ def _prepare_step(
     stays_on_device = runs_on_device(first, spec)
     if spec.reproducible:
         for cache in caches:
-            if cache.shards.forked and stays_on_device:
-                cache.shards.whole()  # the kernel merges the blocks of one tensor
+            if cache.local_shards.forked and stays_on_device:
+                cache.local_shards.whole()  # the kernel merges the blocks of one tensor
     facts = inputs.facts(spec)
-    prepared_step = new_prepared_step(q, first.shard.view, spec, facts, first.config, stays_on_device=stays_on_device)
+    prepared_step = new_prepared_step(
+        q, first.own_shard.view, spec, facts, first.config, stays_on_device=stays_on_device
+    )
     if signature is not None and not spec.mask.depends_on_length:
         prepared.keep(signature, prepared_step)
     return prepared_step

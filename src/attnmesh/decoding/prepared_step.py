@@ -71,7 +71,7 @@ class PreparedStep(Generic[Verdict]):
         if views is None:
             views = []
             for cache in inputs.caches:
-                views.append(cache.shards.own.view)
+                views.append(cache.local_shards.own.view)
         of_rank = inputs if spec.head_axis.size == 1 else inputs.of_own_heads(spec)
         q, _, sinks, key_lengths, selected, other_partial, _ = of_rank
         blank = NO_MESSAGE if self.blank_message is None else self.blank_message()

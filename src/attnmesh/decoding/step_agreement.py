@@ -50,9 +50,9 @@ def runs_on_device(cache: KVCache, spec: StepSpec) -> bool:
     if spec.index_block is not None:
         return cache.device.type != "cpu" and not is_collective(spec.merge)
     try:
-        reads_on_device = reads_length_on_device(cache.shard.view, spec.kernel, cache.config.dtype)
+        reads_on_device = reads_length_on_device(cache.own_shard.view, spec.kernel, cache.config.dtype)
     except InputError:
-        reads_on_device = reads_length_on_device(cache.shard.view, "auto", cache.config.dtype)
+        reads_on_device = reads_length_on_device(cache.own_shard.view, "auto", cache.config.dtype)
     return reads_on_device and not is_collective(spec.merge)
 
 

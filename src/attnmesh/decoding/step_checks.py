@@ -88,7 +88,7 @@ def spec_of_step(
     check_merge(subject, options.merge, options.output)
     spec = options.spec_on(cache, Scaling.of(subject, options.scale, options.softcap, q.shape[-1]))
     if spec.kernel != "auto" and not torch.compiler.is_compiling():  # raises here, where all ranks can raise alike
-        choose(KernelRequest.of_cache(q, cache.shard.view, spec.scaling), spec.kernel)
+        choose(KernelRequest.of_cache(q, cache.own_shard.view, spec.scaling), spec.kernel)
     check_sinks(f"{subject} sinks", sinks, q)
     lengths_on_gpu = isinstance(key_lengths, Tensor) and key_lengths.device.type == "cuda"
     check_key_lengths(f"{subject} key_lengths", key_lengths, config.batch, on_device=lengths_on_gpu)
@@ -102,7 +102,7 @@ def spec_of_step(
         expected, fix = "no key_lengths= beside reproducible=True", "leave one of them out"
         raise KernelError(f"{subject} reproducible", expected, f"key_lengths of {len(key_lengths)} sequences", fix)
     in_graph = not may_compare(q.device)
-    cache.shards.check_step(subject, of_row, q, in_graph=in_graph, reproducible=spec.reproducible)
+    cache.local_shards.check_step(subject, of_row, q, in_graph=in_graph, reproducible=spec.reproducible)
     if in_graph:
         if needs_cpu(config, q.shape[2]):
             check_eager(subject, config, q.device)
@@ -184,7 +184,7 @@ def _check_captured(cache: KVCache, spec: StepSpec, *, lengths_on_cpu: bool) -> 
     if lengths_on_cpu:
         expected, fix = "a tensor on the GPU in a CUDA graph", "pass key_lengths.cuda(), made before the capture"
         raise DeviceError("decode key_lengths", expected, "one on the CPU", fix)
-    if not reads_length_on_device(cache.shard.view, spec.kernel, cache.config.dtype):
+    if not reads_length_on_device(cache.own_shard.view, spec.kernel, cache.config.dtype):
         expected = "one that reads the cache's length on the GPU, in a CUDA graph"
         given = f"kernel={spec.kernel!r} on {cache.config.dtype}"
         fix = 'use kernel="auto" and a cache of bfloat16, float16 or float32, or leave the graph out'

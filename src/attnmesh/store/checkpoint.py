@@ -103,7 +103,7 @@ def _load_once(
     caches = make_alike(make, mesh, _configs_of(manifest, to_load), **options)
 
     def read() -> bool:
-        fill([cache.shards for cache in caches], folder, manifest)
+        fill([cache.local_shards for cache in caches], folder, manifest)
         return True
 
     with torch.no_grad():
@@ -113,7 +113,7 @@ def _load_once(
         if not all(done for (done,) in table):
             return None
         for layer, (cache, start) in enumerate(zip(caches, manifest.window_starts, strict=True)):
-            cache.shards.mark_present(manifest.length_of(layer), token_mask, start.first_token)
+            cache.local_shards.mark_present(manifest.length_of(layer), token_mask, start.first_token)
     return caches, extra_tensors, manifest.note
 
 

@@ -90,10 +90,10 @@ def save_layers(
     for cache in caches:
         if cache.saved.last is not None and not cache.saved.last.concluded:
             _wait_for_last(cache.saved.last)  # two saves at once would write the same files
-    own_shards = [cache.shards.whole() for cache in caches]
+    own_shards = [cache.local_shards.whole() for cache in caches]
     mesh = caches[0].mesh
     saved = caches[0].saved
-    shards = [cache.shards for cache in caches]
+    shards = [cache.local_shards for cache in caches]
     if saved.cache_ids != tuple(map(id, caches)) or any(cache.saved is not saved for cache in caches):
         saved = SavedPieces(caches)
     is_coordinator = mesh.shard_index == 0

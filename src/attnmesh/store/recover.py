@@ -78,7 +78,7 @@ def recover(
     with Agreement(axes, "recover", {"capacity": capacity, "checked": checked, "copies": copies, "shares": shares}):
         _check_caches(caches, unsupported)
         for cache in caches or ():
-            cache.shards.whole()
+            cache.local_shards.whole()
         text = json.dumps(_describe(caches))
     by_rank = [json.loads(description) for description in all_gather_texts(text, axes)]
     descriptions = [description for description in by_rank if description]
@@ -91,7 +91,7 @@ def recover(
     configs = [replace(CacheConfig.from_code(code), capacity=capacity) for code in descriptions[0]["configs"]]
     new_caches = make_alike(KVCache, mesh, configs, device=device, checked=checked, copies=copies, shares=shares)
     for cache, start in zip(new_caches, starts, strict=True):
-        cache.shards.prepare(length, start._replace(first_query=min(start.first_query, length)))
+        cache.local_shards.prepare(length, start._replace(first_query=min(start.first_query, length)))
     moves = _Moves(caches or (), new_caches, length, _sources(by_rank), [start.first_token for start in starts])
     with torch.no_grad():
         token_mask = moves.token_mask() if descriptions[0]["padding"] < length else None
@@ -135,7 +135,7 @@ class _Moves:
         for old in self._sent_by(self.mesh.shard_index):
             shard = _shard(self.old[layer], old)
             tokens = shard.token_index[self._slots(layer, shard)]
-            counts = [int(turn.holds(tokens).sum()) for turn in self.new[layer].shard.block_cyclic.turns]
+            counts = [int(turn.holds(tokens).sum()) for turn in self.new[layer].own_shard.block_cyclic.turns]
             counts_by_shard[str(old)] = [*counts, token_set_digest(tokens)]
         return counts_by_shard
 
@@ -162,7 +162,7 @@ class _Moves:
     def fill(self, layer: int, token_mask: Tensor | None) -> None:
         """Exchange the tokens of one layer, and write those received."""
         cache = self.new[layer]
-        own_shard = self.new[layer].shard
+        own_shard = self.new[layer].own_shard
         empty = torch.empty(0, dtype=torch.int64, device=cache.device)
         sends: list[tuple[Tensor, ...]] = [(empty,)] * len(self.ranks)
         receives = sends.copy()
@@ -188,7 +188,7 @@ class _Moves:
                 own_shard.token_index.index_copy_(0, slots, tokens)
                 for x in own_shard.stored:
                     x[:, target].index_copy_(2, slots, next(arrived))
-        cache.shards.mark_present(self.length, token_mask, self.firsts[layer])
+        cache.local_shards.mark_present(self.length, token_mask, self.firsts[layer])
 
     def token_mask(self) -> Tensor:
         """Return the token mask of the first rank that has caches, on every rank."""
@@ -209,8 +209,8 @@ def _describe(caches: Sequence[KVCache] | None) -> dict[str, Any] | None:
         return None
     first = caches[0]
     heads = caches[0].mesh.heads
-    common = set.intersection(*({shard.index for shard in cache.shards.all} for cache in caches))
-    shards = [shard for cache in caches for shard in cache.shards.all if shard.index in common]
+    common = set.intersection(*({shard.index for shard in cache.local_shards.all} for cache in caches))
+    shards = [shard for cache in caches for shard in cache.local_shards.all if shard.index in common]
     return {
         "configs": [replace(cache.config, capacity=1).to_code() for cache in caches],
         "capacity": max(cache.config.capacity for cache in caches),
@@ -218,14 +218,14 @@ def _describe(caches: Sequence[KVCache] | None) -> dict[str, Any] | None:
         "length": min(shard.length for shard in shards),
         "changes": [cache.changes for cache in caches],
         "padding": _first_padding(first),
-        "starts": [cache.shards.window_start for cache in caches],
-        "shards": [[heads.index, shard.index] for shard in first.shards.all if shard.index in common],
+        "starts": [cache.local_shards.window_start for cache in caches],
+        "shards": [[heads.index, shard.index] for shard in first.local_shards.all if shard.index in common],
     }
 
 
 def _first_padding(cache: KVCache) -> int:
     """Return how many tokens precede the first padding of any sequence; all tokens if there is none."""
-    if (token_mask := cache.shard.token_mask) is None:
+    if (token_mask := cache.own_shard.token_mask) is None:
         return cache.length
     padded = (~token_mask).any(0).nonzero()
     return int(padded[0]) if len(padded) else cache.length
@@ -301,4 +301,4 @@ def _sources(by_rank: list[dict[str, Any] | None]) -> dict[OldShard, int]:
 
 def _shard(cache: KVCache, old: OldShard) -> CacheShard:
     """Return an old shard that this rank holds, its own or a copy."""
-    return next(shard for shard in cache.shards.all if shard.index == old[1])
+    return next(shard for shard in cache.local_shards.all if shard.index == old[1])

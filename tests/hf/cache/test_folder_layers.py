@@ -77,7 +77,7 @@ def test_layers_that_keep_all_tokens_have_two_memories(tmp_path: Path) -> None:
     cache.save(tmp_path)
     restored = hf.ShardedCache(model.config, hot=9)
     restored.restore(tmp_path)
-    assert {kv.shard.earlier_tokens > 0 for kv in restored.kvs if kv.config.mask is None} == {True}
+    assert {kv.own_shard.earlier_tokens > 0 for kv in restored.kvs if kv.config.mask is None} == {True}
     longer, options["attention_mask"] = torch.cat((ids, prompt(9)), 1), torch.ones(1, ids.shape[1] + 9).long()
     assert hf.generate(model, longer, cache=restored, **options).equal(stock.generate(longer, **options))
 

@@ -140,7 +140,7 @@ def test_a_step_reads_nothing_from_the_device(mask: Mask, padded: bool, reproduc
     q, sinks = torch.randn(2, 4, 3, 8), torch.randn(4)
     options = {"mask": mask, "sinks": sinks, "reproducible": reproducible, "kernel": "triton"}
     expected = am.decode(q, cache, **options)
-    held, where = cache.shard.view, (Axis(), Axis(), 16, 150, 8)
+    held, where = cache.own_shard.view, (Axis(), Axis(), 16, 150, 8)
     spec = StepSpec(*where, mask, Scaling(8**-0.5), "auto", "replicated", reproducible, "triton")
     with NoHostReads():
         given, _ = new_prepared_step(q, held, spec, ()).compute(StepInputs(q, (), sinks), [held])

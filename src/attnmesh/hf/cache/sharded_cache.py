@@ -207,7 +207,7 @@ class ShardedCache(FolderLayers):
     @property
     def held_bytes(self) -> int:
         """Bytes of keys, values and recurrent states that this rank holds, over all layers."""
-        keys = sum(kv.shard.token_bytes for kv in self.kvs) + sum(layer.held_bytes for layer in self.cross_layers)
+        keys = sum(kv.own_shard.token_bytes for kv in self.kvs) + sum(layer.held_bytes for layer in self.cross_layers)
         return keys + sum(x.numel() * x.element_size() for x in self.states.values())
 
     @property
@@ -218,7 +218,9 @@ class ShardedCache(FolderLayers):
         if self.irreversible_layers:
             lowest = min(counts) + is_interrupted
         else:
-            lowest = max((0 if kv.shards.serves(0) else kv.shards.first_query for kv in self.kvs), default=0)
+            lowest = max(
+                (0 if kv.local_shards.serves(0) else kv.local_shards.first_query for kv in self.kvs), default=0
+            )
         named = 0 if self.tokens is None else self.tokens.shape[1]
         return HeldTokens(min(counts), named, lowest, is_interrupted)
 
@@ -255,7 +257,7 @@ class ShardedCache(FolderLayers):
             layers = self.attention_layers
             counts = {count for layer in (*layers[:1], *layers[-1:]) for count in layer.token_counts}
             return self.history.is_consistent and len(counts) < 2
-        serves = [kv.length >= length and (not length or kv.shards.serves(length)) for kv in self.kvs]
+        serves = [kv.length >= length and (not length or kv.local_shards.serves(length)) for kv in self.kvs]
         return not self.irreversible_layers and all(serves)
 
     def take_back_step(self) -> None:
@@ -271,13 +273,13 @@ class ShardedCache(FolderLayers):
     @property
     def crops_anywhere(self) -> bool:
         """True if the cache can be cropped to any of its tokens: no layer has a state, or forgets."""
-        return not self.irreversible_layers and all(kv.shards.forget_mask is None for kv in self.kvs)
+        return not self.irreversible_layers and all(kv.local_shards.forget_mask is None for kv in self.kvs)
 
     def restorable_length(self, length: int) -> int:
         """Return the number of tokens, at most `length`, that all layers can go back to: `length`, or else none."""
         if self.irreversible_layers:
             return length if length == self.get_seq_length() else 0
-        serves = length >= self.history.lowest and all(kv.shards.serves(length) for kv in self.kvs)
+        serves = length >= self.history.lowest and all(kv.local_shards.serves(length) for kv in self.kvs)
         return length if serves else 0
 
     def crop(self, tokens_to_remove: int) -> None:

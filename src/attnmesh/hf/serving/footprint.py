@@ -90,5 +90,5 @@ def never_fits(needed: int, memory: int) -> TooLong:
 
 
 def _place(kv: KVCache) -> Place:
-    most = max(kv.shard.block_cyclic.turns, key=lambda turn: turn.width)
+    most = max(kv.own_shard.block_cyclic.turns, key=lambda turn: turn.width)
     return most, kv.mesh.heads.size, kv.device

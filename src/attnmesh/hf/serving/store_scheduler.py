@@ -219,7 +219,7 @@ class StoreScheduler:
 
     def _file_count_of(self, cache: ShardedCache) -> int:
         """Return the files of a block: with unequal shares of tokens several ranks may have some of it."""
-        even = all(kv.shard.block_cyclic.is_even for kv in cache.kvs)
+        even = all(kv.own_shard.block_cyclic.is_even for kv in cache.kvs)
         return self.worker.axes.heads.size if even else self.worker.axes.ranks
 
     def _state_of(self, saving: SavingCache) -> list[StoredBlock]:
@@ -258,7 +258,7 @@ class StoreScheduler:
         """Return the bytes of a state on all ranks."""
         rows = (block.stop - block.start) * self._token_bytes(cache)
         forgetting = [kv for kv in cache.kvs if kv.config.mask is not None]
-        rows += sum((kv.length - kv.shards.first_token()) * (_row_bytes(kv.config) + 8) for kv in forgetting)
+        rows += sum((kv.length - kv.local_shards.first_token()) * (_row_bytes(kv.config) + 8) for kv in forgetting)
         states = sum(x.nbytes for x in cache.states.values())
         return int(rows + states) + NOTE * self.worker.axes.ranks * (1 + len(cache.kvs))
 
