@@ -102,9 +102,9 @@ class CacheConfig:
         """Raise unless every size is supported and the heads axis divides the key heads."""
         for name in NUMBERS:
             least = 0 if name == "value_dim" and self.values == "none" else 1
-            number = check_int(f"KVCache {name}", getattr(self, name), least, f"pass a Python int of {least} or more")
-            if number > LARGEST:
-                raise ShapeError(f"KVCache {name}", f"at most {LARGEST:,}", f"{number:,}", "pass a smaller one")
+            size = check_int(f"KVCache {name}", getattr(self, name), least, f"pass a Python int of {least} or more")
+            if size > LARGEST:
+                raise ShapeError(f"KVCache {name}", f"at most {LARGEST:,}", f"{size:,}", "pass a smaller one")
         if not isinstance(self.dtype, torch.dtype) or str(self.dtype).removeprefix("torch.") not in DTYPE_NAMES:
             raise DtypeError(
                 "KVCache dtype", f"one of {', '.join(DTYPE_NAMES)}", repr(self.dtype), "pass the model's dtype"

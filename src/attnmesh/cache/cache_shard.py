@@ -310,9 +310,9 @@ class CacheShard:
                 )
             in_place = rows >= len(self.token_index) and not (forgotten or before)  # then the old slots stay valid
             stored = self.stored if in_place else [*self.stored]
-            for number, old in enumerate(self.stored):
-                parts = [blocks.stored[number][:, :, :-1] for blocks in before]
-                stored[number] = join_rows([*parts, old[:, :, forgotten:used]], 2, rows)
+            for index, old in enumerate(self.stored):
+                parts = [blocks.stored[index][:, :, :-1] for blocks in before]
+                stored[index] = join_rows([*parts, old[:, :, forgotten:used]], 2, rows)
         # Assigned last: where an allocation above fails, the shard keeps working at its old capacity.
         self.stored, self.config, self.slots = stored, config, slots
         self.token_index, self.padding, self.device_counts = token_index, padding, device_counts

@@ -356,8 +356,8 @@ def keepers_by_rank(hosts: Sequence[Sequence[int]], copies: int) -> dict[int, li
     """
     groups = hosts if len(hosts) >= copies else [[rank] for host in hosts for rank in host]
     keepers: dict[int, list[int]] = {}
-    for number, group in enumerate(groups):
-        next_groups = [groups[(number + step) % len(groups)] for step in range(1, copies)]
+    for place, group in enumerate(groups):
+        next_groups = [groups[(place + step) % len(groups)] for step in range(1, copies)]
         keepers |= {rank: [other[index % len(other)] for other in next_groups] for index, rank in enumerate(group)}
     return keepers
 

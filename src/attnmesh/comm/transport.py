@@ -258,9 +258,9 @@ class DeviceTransport(Transport):
     def __init__(self, axis: Axis, device: torch.device) -> None:
         super().__init__(axis, device)
         if axis.group is not None and backends(axis.group).get(device.type) == "nccl":
-            number = torch.zeros(1, device=device, dtype=torch.float32)
+            zero = torch.zeros(1, device=device, dtype=torch.float32)
             run_collective(
-                axis, "connecting", dist.all_gather, [torch.empty_like(number) for _ in range(axis.size)], number
+                axis, "connecting", dist.all_gather, [torch.empty_like(zero) for _ in range(axis.size)], zero
             )
 
     def fastest(self) -> Merge:

@@ -71,6 +71,6 @@ def decode_shard(
 def _fields(queries: QueryShard, cache: KVCache, spec: StepSpec) -> dict[str, object]:
     """Return the arguments that ranks compare: with those of the step, such as whether tokens are selected."""
     q, layout, length = queries
-    contents = {"tokens in the cache": cache.length, "padding and order": cache.history.number}
+    contents = {"tokens in the cache": cache.length, "padding and order": cache.history.checksum}
     of_queries = {"dtype": q.dtype, "heads": q.shape[1], "layout": layout, "length": length}
     return {**of_queries, **contents, **spec.options}

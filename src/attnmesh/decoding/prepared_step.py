@@ -22,7 +22,7 @@ from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.cache.call_checks import needs_cpu
 from attnmesh.comm.host_merge import HostMerge, host_merge_for
 from attnmesh.comm.message import NO_MESSAGE, BlankMessage, blank_message
-from attnmesh.comm.mismatch import call_checksum, call_number
+from attnmesh.comm.mismatch import call_checksum, call_digest
 from attnmesh.comm.rank_merge import RequestedMerge
 from attnmesh.core.partial import Partial, sum_dtype, with_sinks
 from attnmesh.decoding.step_agreement import agreement_on, ask_in_step, fields_of_step, gather_heads
@@ -133,7 +133,7 @@ class HostMergedStep(PreparedStep[bool]):
         """Merge all ranks' partials in place, inside this rank's message. Return it, and whether calls are equal."""
         assert blank.message is not None
         merge = profiled_as(MERGE, self.host_merge.run) if is_profiled() else self.host_merge.run
-        is_equal = merge(blank.message, call_number(*parts))
+        is_equal = merge(blank.message, call_digest(*parts))
         if not is_equal:
             partial.out.fill_(torch.nan)
         return partial, is_equal

@@ -137,7 +137,7 @@ class StepInputs(NamedTuple):
         tensors = [q] if sinks is None else [q, sinks]
         values: list[int] = []
         for cache in caches:
-            values.append(cache.history.number)
+            values.append(cache.history.checksum)
         if key_lengths is not None and key_lengths.device.type == "cpu":
             values += key_lengths.tolist()
         elif key_lengths is not None:  # to read them here, the CPU would wait for the device

@@ -140,10 +140,10 @@ class CacheFiller:
         """Return where rows of a file go, and count them by head and token; None if this rank needs none of them."""
         shard, config = self.kvs[group[0]].own_shard, self.kvs[group[0]].config
         token_index = rows.get(name_of_group(self.kvs, group), needed[:0])
-        index, number = rows.get(HEADS, torch.tensor([0, 0], device="cpu")).tolist()
-        if token_index.dtype != torch.int64 or not 0 <= index < number or config.kv_heads % number:
-            raise StoreError("load", "tokens and heads of a cache", f"{index} of {number} heads", DAMAGED_FIX)
-        saved_heads = Axis(number, index).slice_of(config.kv_heads)
+        head_rank, head_ranks = rows.get(HEADS, torch.tensor([0, 0], device="cpu")).tolist()
+        if token_index.dtype != torch.int64 or not 0 <= head_rank < head_ranks or config.kv_heads % head_ranks:
+            raise StoreError("load", "tokens and heads of a cache", f"{head_rank} of {head_ranks} heads", DAMAGED_FIX)
+        saved_heads = Axis(head_ranks, head_rank).slice_of(config.kv_heads)
         to, source = intersect(shard.heads.slice_of(config.kv_heads), saved_heads)
         chosen = torch.isin(token_index, needed).nonzero().flatten()
         if to.start >= to.stop or not len(chosen):

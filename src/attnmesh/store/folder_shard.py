@@ -108,18 +108,18 @@ class FolderShard(OrderedShard):
                 raise StoreError("load", "a journal of each rank and layer", f"no {journal.path}", DAMAGED_FIX)
             journal.open()
             base, last = journal.records[0].stop, journal.last
-            number = base // PIECE_TOKENS
-            full = last.stop == base + PIECE_TOKENS and not files.filling(number).exists()
-            self._open_whole(number + full)
-            check_chain(files, journal, self.chains[number])
+            piece_index = base // PIECE_TOKENS
+            full = last.stop == base + PIECE_TOKENS and not files.filling(piece_index).exists()
+            self._open_whole(piece_index + full)
+            check_chain(files, journal, self.chains[piece_index])
             if full:  # the last piece got its name, and the process ended
                 journal.begin(last.stop, last.length, self.chains[-1])
-                last, base, number = journal.last, last.stop, number + 1
+                last, base, piece_index = journal.last, last.stop, piece_index + 1
             if last.stop == base:
-                self._fill(make_filling(files, number, self.shapes), 0, last.length)
+                self._fill(make_filling(files, piece_index, self.shapes), 0, last.length)
             else:
-                piece = open_filling(files, number, self.shapes)
-                check_filling(files.filling(number), piece, journal)
+                piece = open_filling(files, piece_index, self.shapes)
+                check_filling(files.filling(piece_index), piece, journal)
                 self._fill(piece, last.stop - base, last.length)
 
     def take_over(self, whole_pieces: int, rows: Tensors, token_index: Tensor, length: int) -> None:
@@ -143,8 +143,8 @@ class FolderShard(OrderedShard):
         opened = [open_whole(self.files.whole_or_shared(n), self.files.layer, shapes) for n in range(count)]
         for _, piece in opened:
             self._keep(piece)
-        for number, (file, piece) in enumerate(opened):
-            for _, next_piece in opened[number : number + 4]:
+        for index, (file, piece) in enumerate(opened):
+            for _, next_piece in opened[index : index + 4]:
                 next_piece.file.fetch(*(x[:, :, :PIECE_TOKENS] for x in next_piece.stored))
             check_whole_piece(file, piece, names)
             piece.file.leave(*piece.stored)
@@ -295,17 +295,17 @@ class FolderShard(OrderedShard):
 
     def _cut(self, count: int, length: int) -> None:
         """Keep the first rows alone, and fill the piece that they end in again."""
-        number, used = divmod(count, PIECE_TOKENS)
-        last = self.earlier_pieces[number]
-        removed = range(number, self.whole_count)
-        piece = make_filling(self.files, number, self.shapes)
+        piece_index, used = divmod(count, PIECE_TOKENS)
+        last = self.earlier_pieces[piece_index]
+        removed = range(piece_index, self.whole_count)
+        piece = make_filling(self.files, piece_index, self.shapes)
         old = self.files.filling(self.whole_count)
         for x, row in zip(piece.stored, last.stored, strict=True):
             x[:, :, :used] = row[:, :, :used]
         piece.token_index[:used] = last.token_index[:used]
         end = [(count, piece.digest(0, used))] if used else []
-        self.journal.begin(number * PIECE_TOKENS, length, self.chains[number], end)
-        self._turn_to(self.earlier_pieces[:number], piece, used, length)
+        self.journal.begin(piece_index * PIECE_TOKENS, length, self.chains[piece_index], end)
+        self._turn_to(self.earlier_pieces[:piece_index], piece, used, length)
         old.unlink(missing_ok=True)
         for path in map(self.files.whole, removed):
             if path.exists() and len(TensorFile(path).entries) <= len(self.stored) + 1:  # other layers may need it yet
