@@ -7,7 +7,7 @@ from attnmesh.core.digest import chained_checksum
 
 
 class HistoryChecksum:
-    """The `number` on the CPU, and the same `on_device`, where graphs read it.
+    """The `checksum` on the CPU, and the same as `checksum_on_device`, where graphs read it.
 
     A truncation undoes padding, and no reorder. So it is made anew from the checksum of reorders alone.
     """
@@ -15,7 +15,7 @@ class HistoryChecksum:
     def __init__(self, device: torch.device, checksum: int = 0, of_orders: int = 0) -> None:
         self.checksum, self._of_orders = checksum, of_orders
         with torch.inference_mode(False):  # memory that can be written to in any mode
-            self.on_device = torch.full((), checksum, dtype=torch.int64, device=device)
+            self.checksum_on_device = torch.full((), checksum, dtype=torch.int64, device=device)
 
     def copied_to(self, device: torch.device) -> "HistoryChecksum":
         """Return a copy in memory of a device."""
@@ -49,4 +49,4 @@ class HistoryChecksum:
     def _set(self, checksum: int) -> None:
         if checksum != self.checksum:
             self.checksum = checksum
-            self.on_device.fill_(checksum)
+            self.checksum_on_device.fill_(checksum)

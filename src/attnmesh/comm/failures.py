@@ -226,7 +226,7 @@ def _within_grace(ask: Callable[[Any], Any]) -> Any:
 
 
 def _key(rank: int, random_id: int | None) -> str:
-    """Return the key of a rank's note. The random number of its process tells it from a rank of another job that reached this store."""
+    """Return the key of a rank's note. The random number tells it from one of another job that reached this store."""
     return f"attnmesh lost {rank}" if random_id is None else f"attnmesh lost {rank} {random_id}"
 
 

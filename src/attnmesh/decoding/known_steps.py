@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.decoding.prepared_step import PreparedStep, new_prepared_step
-from attnmesh.decoding.step_agreement import agreement_on, runs_on_device
+from attnmesh.decoding.step_agreement import agreement_on, runs_asynchronously
 from attnmesh.decoding.step_arguments import StepInputs, StepOptions, StepSpec
 from attnmesh.guard.agreement import is_capturing
 from attnmesh.guard.argument_checks import check_compare_option, warn_if_transposed
@@ -72,14 +72,14 @@ def _prepare_step(
     """Return the prepared step of a spec, which `prepared` keeps if its signature is known."""
     q, caches = inputs.q, inputs.caches
     first = caches[0]
-    stays_on_device = runs_on_device(first, spec)
+    is_asynchronous = runs_asynchronously(first, spec)
     if spec.reproducible:
         for cache in caches:
-            if cache.local_shards.forked and stays_on_device:
+            if cache.local_shards.forked and is_asynchronous:
                 cache.local_shards.whole()  # the kernel merges the blocks of one tensor
     facts = inputs.facts(spec)
     prepared_step = new_prepared_step(
-        q, first.own_shard.view, spec, facts, first.config, stays_on_device=stays_on_device
+        q, first.own_shard.view, spec, facts, first.config, is_asynchronous=is_asynchronous
     )
     if signature is not None and not spec.mask.depends_on_length:
         prepared.keep(signature, prepared_step)

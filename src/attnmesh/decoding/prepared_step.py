@@ -144,13 +144,13 @@ class AgreedStep(PreparedStep[Tensor]):
     """A step with an agreement around its merge."""
 
     rank_merge: RequestedMerge
-    stays_on_device: bool  # True where the CPU waits for nothing of a device
+    is_asynchronous: bool  # True where the CPU waits for nothing of a device
 
     def run(self, inputs: StepInputs, checked: bool | None) -> Tensor:
         """Return the output, or raise. It is NaN if this rank asked the others about a new call, and not all asked."""
         q, spec = inputs.q, self.spec
         fields, ask = functools.partial(fields_of_step, inputs, spec), None
-        if self.stays_on_device:
+        if self.is_asynchronous:
             ask = functools.partial(ask_in_step, spec, q.new_empty(0), q.shape, spec.value_dim)
         description = MergeDescription(self.facts, fields, ask)
         agreement = agreement_on(inputs.caches, spec, checked)
@@ -175,7 +175,7 @@ def new_prepared_step(
     facts: tuple[Any, ...],
     config: CacheConfig | None = None,
     *,
-    stays_on_device: bool = False,
+    is_asynchronous: bool = False,
 ) -> PreparedStep[Any]:
     """Return what steps with such queries run: the launches of a kernel, and the merge."""
     attention = spec.attention_for(q, view)
@@ -187,7 +187,7 @@ def new_prepared_step(
     if blank is None and (host_merge := _host_merge_of(q, spec)) is not None:
         heads = host_merge.heads_of_output(spec.output)
         return HostMergedStep(spec, attention, host_merge.blank_message, *settled, heads, host_merge=host_merge)
-    return AgreedStep(spec, attention, blank, *settled, rank_merge=spec.rank_merge, stays_on_device=stays_on_device)
+    return AgreedStep(spec, attention, blank, *settled, rank_merge=spec.rank_merge, is_asynchronous=is_asynchronous)
 
 
 def _host_merge_of(q: Tensor, spec: StepSpec) -> HostMerge | None:

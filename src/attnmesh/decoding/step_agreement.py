@@ -45,7 +45,7 @@ def fields_of_step(inputs: StepInputs, spec: StepSpec) -> Mapping[str, object]:
     return {**options, **fingerprints(tensors), **contents}
 
 
-def runs_on_device(cache: KVCache, spec: StepSpec) -> bool:
+def runs_asynchronously(cache: KVCache, spec: StepSpec) -> bool:
     """Return whether the CPU waits for nothing of the device during the step. A wrong kernel counts as "auto"."""
     if spec.index_block is not None:
         return cache.device.type != "cpu" and not is_collective(spec.merge)

@@ -91,7 +91,7 @@ def spec_of_step(
         choose(KernelRequest.of_cache(q, cache.own_shard.view, spec.scaling), spec.kernel)
     check_sinks(f"{subject} sinks", sinks, q)
     lengths_on_gpu = isinstance(key_lengths, Tensor) and key_lengths.device.type == "cuda"
-    check_key_lengths(f"{subject} key_lengths", key_lengths, config.batch, on_device=lengths_on_gpu)
+    check_key_lengths(f"{subject} key_lengths", key_lengths, config.batch, may_read=not lengths_on_gpu)
     if cache.padding is not None and spec.mask.documents:
         fix = "keep documents in sequences of their own"
         raise MaskError(f"{subject} mask{of_row}", "no documents in a padded batch", f"{spec.mask}", fix)

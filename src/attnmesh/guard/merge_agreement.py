@@ -79,12 +79,12 @@ class MergeAgreement:
             new to some      asks                   merge, and get NaN     False: this rank has NaN too
         """
         # A CPU that reads the checksum compares each call.
-        on_device = self.checksum_stays_on_device
-        is_known = on_device and description.ask is not None and description.facts in self.guard.known
+        checksum_stays = self.checksum_stays_on_device
+        is_known = checksum_stays and description.ask is not None and description.facts in self.guard.known
         if self.is_compared and (not is_known if self.checked is None else self.checked):
-            if on_device and not self.ask_all_ranks():
+            if checksum_stays and not self.ask_all_ranks():
                 return False
-            if on_device or is_collective(self.merge_name):
+            if checksum_stays or is_collective(self.merge_name):
                 Agreement(self.guard.mesh, self.name, description.fields).compare()
         return True
 

@@ -18,7 +18,7 @@ from attnmesh.hf.cache.layer import PendingKV, store_shard
 from attnmesh.hf.layer_mask import ONE_PROMPT, SAME_PLACES, MaskSpec, check_cached_padding, check_covers
 from attnmesh.hf.models import SUBJECT
 from attnmesh.hf.shards import Shards
-from attnmesh.kernels.local_op import attend_on_device
+from attnmesh.kernels.local_op import attend_locally
 from attnmesh.mesh_attention.attention import attention
 from attnmesh.mesh_attention.attention_arguments import AttentionArguments, AttentionOptions
 from attnmesh.mesh_attention.prompt import attend_prompt
@@ -189,4 +189,4 @@ def _attend_at(q: Tensor, k: Tensor, v: Tensor, arguments: LayerArguments, queri
     """Add the layer's scale and bias, and attend at positions."""
     scaling = arguments.scores.scaling(SUBJECT, q.shape[-1])
     visible = Visible(arguments.mask, queries, keys, selected=arguments.selected)
-    return attend_on_device(arguments.scores.widened(q), k, v, visible, scaling, "auto", arguments.sinks).out
+    return attend_locally(arguments.scores.widened(q), k, v, visible, scaling, "auto", arguments.sinks).out
