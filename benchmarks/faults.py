@@ -54,8 +54,8 @@ def _measured(request: Request) -> Iterator[Comparison]:
     hf.prefill(served, ids, cache)
     prefill = perf_counter() - start
     layer = cache.layers[0].kv
-    width, q_heads = layer.sizes.head_dim, request.heads[0]
-    yield _checked(layer, torch.randn(1, q_heads, 1, width).to(layer.sizes.dtype))
+    width, q_heads = layer.config.head_dim, request.heads[0]
+    yield _checked(layer, torch.randn(1, q_heads, 1, width).to(layer.config.dtype))
     yield _saved(served, ids, cache, request)
     yield _recovered(served, mesh, cache, options, prefill, request.rounds)
 

@@ -132,7 +132,7 @@ def _bounded(size: int) -> Iterator[int | None]:
 
 def _step(cache: am.KVCache, request: Request, expected: list[float], memory: int | None) -> Row:
     """Return a step beside reading the files of whole pieces."""
-    files = [blocks.file.path for blocks in cache.shard.earlier_pieces if blocks.file is not None]
+    files = [blocks.file.path for blocks in cache.own_shard.earlier_pieces if blocks.file is not None]
     reads, steps, out = list[float](), list[float](), None
     for _ in range(request.rounds):
         begun = time.perf_counter()
@@ -151,12 +151,12 @@ def _step(cache: am.KVCache, request: Request, expected: list[float], memory: in
 def _append(cache: am.KVCache, tokens: int, request: Request, memory: int | None) -> Row:
     """Return an append beside writing its rows to their places, in time of the processor: none waits for the disk."""
     k, v = torch.randn(2, 1, KV_HEADS, tokens, DIM).bfloat16()
-    hot = cache.sizes.hot
+    hot = cache.config.hot
     # Tokens leave the hot ones some hundreds at a time, so a round has that many appends.
     times = 1 if hot is None else hot // LEAVING_PARTS
     writes, appends, path = list[float](), list[float](), request.folder / "plain"
     content = [memoryview(x.view(torch.uint8).numpy().tobytes()) for x in (*k[0], *v[0])]
-    places = Places(path, cache.shard.used_slots)
+    places = Places(path, cache.own_shard.used_slots)
     plain, plain_appends = cache_of(None, 0), list[float]()
     rounds = max(request.rounds, min(1000, PIECE_TOKENS // tokens)) if times == 1 else request.rounds
     for _ in range(min(rounds, 16 * PIECE_TOKENS // tokens)):

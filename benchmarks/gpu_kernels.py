@@ -74,9 +74,9 @@ def _decoding(device: torch.device, sizes: Sizes, batch: int, keys: int) -> Iter
     if keys in IN_8_BITS:
         yield from _in_8_bits(device, sizes, q, cache)
     k, v = (x[:, :, :keys] for x in (cache.keys, cache.values))
-    copies = [x.clone() for x in cache.shard.stored]
+    copies = [x.clone() for x in cache.own_shard.stored]
     calls: dict[str, Call] = {"ours": lambda: am.decode(q, cache)} | _rivals(q, k, v)
-    calls["copying"] = lambda: [copy.copy_(x) for copy, x in zip(copies, cache.shard.stored, strict=True)]
+    calls["copying"] = lambda: [copy.copy_(x) for copy, x in zip(copies, cache.own_shard.stored, strict=True)]
     timings = _raced(calls, device, sizes)
     ours, copying = timings.pop("ours"), timings.pop("copying")
     size = 2 * k.numel() * k.element_size()
@@ -142,10 +142,10 @@ def _overhead(device: torch.device, sizes: Sizes) -> Comparison:
     cache = _filled(device, sizes, 1, 256)
     q = torch.randn(1, sizes.heads[0], 1, WIDTH, device=device, dtype=torch.bfloat16)
     scaling = Scaling(WIDTH**-0.5)
-    kernel = choose(KernelRequest.of_cache(q, cache.shard.view, scaling))
+    kernel = choose(KernelRequest.of_cache(q, cache.own_shard.view, scaling))
     calls: dict[str, Call] = {"step": lambda: am.decode(q, cache)}
     if kernel.reads_cache:
-        calls["kernel"] = lambda: kernel.attend_cache(DecodeQuery(q, am.Causal(), scaling, 257), cache.shard.view)
+        calls["kernel"] = lambda: kernel.attend_cache(DecodeQuery(q, am.Causal(), scaling, 257), cache.own_shard.view)
     else:
         calls["kernel"] = lambda: am.attend(q, cache.keys[:, :, :256], cache.values[:, :, :256])
     timings = _raced(calls, device, sizes)
@@ -163,7 +163,7 @@ def _tiers(device: torch.device, sizes: Sizes) -> Iterator[Comparison]:
     """
     keys, hot = sizes.tiers
     plain, cache = _filled(device, sizes, 1, keys), _filled(device, sizes, 1, keys, hot=hot)
-    older = keys - cache.shard.used_slots
+    older = keys - cache.own_shard.used_slots
     size = cache.nbytes * older // keys
     pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
     here = torch.empty(size, dtype=torch.uint8, device=device)

@@ -192,7 +192,7 @@ class _RingCache(hf.ShardedCache):
     def attend(self, q: Tensor, kv: KVCache, **layer: Any) -> Tensor:
         if q.shape[2] > 1 or layer["softcap"] is not None:
             return super().attend(q, kv, **layer)
-        counts = [kv.shard.block_cyclic.count(rank, kv.length) for rank in range(kv.token_axis.size)]
+        counts = [kv.own_shard.block_cyclic.count(rank, kv.length) for rank in range(kv.token_axis.size)]
         held = [x[:, :, : kv.used].contiguous() for x in (kv.keys, kv.values)]
         return with_sinks(ring(q, held, counts), layer["sinks"]).out.to(q.dtype)
 

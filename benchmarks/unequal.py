@@ -107,9 +107,9 @@ def _of_cores(tokens: int, part: float, rounds: int) -> Iterator[Row]:
                     am.decode(q, cache)
                     times[name] += [perf_counter() - start] * (turn > 0)
     median_rates = [statistics.median(rate) for rate in zip(*rates[1:], strict=True)]
-    bound = 1e3 * caches["even"].sizes.nbytes / sum(median_rates)
+    bound = 1e3 * caches["even"].config.nbytes / sum(median_rates)
     for name, cache in caches.items():
-        counts = [turn.count(tokens) for turn in cache.shard.block_cyclic.turns]
+        counts = [turn.count(tokens) for turn in cache.own_shard.block_cyclic.turns]
         shares = "even" if cache.shares is None else f"{name}: {_text(cache.shares)}"
         gigabytes = [round(rate / 1e9, 2) for rate in median_rates]
         yield Row(f"rank 1 has {part:g} of a core", shares, counts, Timing.of(times[name]), gigabytes, bound)
@@ -131,7 +131,7 @@ def _of_memory(tokens: int) -> Iterator[Row]:
             yield Row(limits, text, [], None, [], None, str(error))
             continue
         counts, q, times = (
-            [turn.count(tokens) for turn in cache.shard.block_cyclic.turns],
+            [turn.count(tokens) for turn in cache.own_shard.block_cyclic.turns],
             torch.randn(1, HEADS, 1, WIDTH),
             [],
         )

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import attnmesh as am
-from attnmesh.comm.merges import MERGES, CheckedPartial, Form, Merge, MergeTransport
+from attnmesh.comm.merges import MERGES, Form, Merge, MergeTransport, PartialWithChecksum
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial
 from attnmesh.core.scaling import Scaling
@@ -59,7 +59,7 @@ class Dense(Kernel):
         return Gradients(dlogits @ k, dk, dv)
 
 
-def merge_around(ranks: MergeTransport[Form], message: Tensor, form: Form, _: bool) -> CheckedPartial:
+def merge_around(ranks: MergeTransport[Form], message: Tensor, form: Form, _: bool) -> PartialWithChecksum:
     """Send on what came, to the next rank of a ring, until all have all messages."""
     (size, rank), rows = (ranks.axis.size, ranks.axis.index), [message]
     for _step in range(1, size):

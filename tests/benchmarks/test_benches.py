@@ -199,7 +199,7 @@ def check_the_ring() -> None:
     case = decode.Case("step", (4, 2), 70)
     cache, q = decode._cache(case), decode._query(case)
     held = [x[:, :, : cache.used].contiguous() for x in (cache.keys, cache.values)]
-    counts = [cache.shard.block_cyclic.count(rank, 70) for rank in range(dist.get_world_size())]
+    counts = [cache.own_shard.block_cyclic.count(rank, 70) for rank in range(dist.get_world_size())]
     assert len(set(counts)) > 1
     assert_near(decode.ring(q, held, counts).out, am.decode(q, cache), FLOAT32_SUMS)
 

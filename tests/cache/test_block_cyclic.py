@@ -51,8 +51,8 @@ def dense_step() -> Tensor:
 @pytest.mark.parametrize("block", [4, (5, 3, 1)], ids=str)
 @pytest.mark.parametrize("rank", range(3))
 def test_few_tokens_of_several_ranks_are_stored_as_all_are_at_once(block: int | tuple[int, ...], rank: int) -> None:
-    sizes, (k, v) = CacheConfig(1, HEADS[1], WIDTH, WIDTH, LENGTH, 4, torch.float32), new()
-    shards = [CacheShard(sizes, Axis(), BlockCyclic(block, 3), torch.device("cpu"), rank) for _ in range(2)]
+    config, (k, v) = CacheConfig(1, HEADS[1], WIDTH, WIDTH, LENGTH, 4, torch.float32), new()
+    shards = [CacheShard(config, Axis(), BlockCyclic(block, 3), torch.device("cpu"), rank) for _ in range(2)]
     few, whole = shards
     whole.append((k, v), None, None)
     taken, number = 0, 0
@@ -81,7 +81,10 @@ def step_before_save(ranks: int, folder: Path) -> Tensor:
     assert cache.is_block_cyclic
     for start, stop in ((300, 301), (301, 302), (302, 350), (350, LENGTH)):
         cache.append(k[:, :, start:stop], v[:, :, start:stop])
-    assert abs(cache.used - LENGTH * cache.shard.turn.width / cache.shard.turn.period) <= cache.shard.turn.width
+    assert (
+        abs(cache.used - LENGTH * cache.own_shard.turn.width / cache.own_shard.turn.period)
+        <= cache.own_shard.turn.width
+    )
     cache.save(folder)
     return am.decode(query(), cache)
 
@@ -202,7 +205,7 @@ def under_a_limit(shares: object, tokens: int) -> tuple[str, list[int]]:
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + most, before[1]))
     try:
         cache = cache_of(2, shares, capacity=tokens, head_dim=128)
-        counts = cache.shard.block_cyclic.turns
+        counts = cache.own_shard.block_cyclic.turns
         return "", [turn.count(tokens) for turn in counts]
     except errors.ShapeError as error:
         return str(error), []

@@ -23,7 +23,9 @@ def addresses_over_appends() -> tuple[list[int], list[int]]:
     cache.append(*torch.randn(2, 1, 2, 30, 8).unbind())
 
     def addresses() -> list[int]:
-        return [x.data_ptr() for x in (cache.keys, cache.values, cache.shard.token_index, cache.shard.device_counts)]
+        return [
+            x.data_ptr() for x in (cache.keys, cache.values, cache.own_shard.token_index, cache.own_shard.device_counts)
+        ]
 
     before = addresses()
     for _ in range(20):
@@ -57,11 +59,19 @@ def test_a_wrong_order_of_many_sequences_is_said_in_short() -> None:
     assert len(str(raised.value)) < 200
 
 
-def test_caches_are_made_alike_of_sizes_that_were_compared() -> None:
+def test_caches_are_made_alike_of_a_configuration_that_was_compared() -> None:
     cache = am.KVCache(None, batch=1, kv_heads=1, head_dim=2, capacity=8, dtype=torch.float32)
-    assert cache.sizes.common_sizes.capacity == 1  # kept beside the fields
-    [other] = make_alike(am.KVCache, None, [cache.sizes])
-    assert other.sizes == cache.sizes
+    assert cache.config.common_config.capacity == 1  # kept beside the fields
+    [other] = make_alike(am.KVCache, None, [cache.config])
+    assert other.config == cache.config
+
+
+def test_the_former_name_of_the_configuration_warns_and_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(errors, "_warned", set())
+    cache = am.KVCache(None, batch=1, kv_heads=1, head_dim=2, capacity=8, dtype=torch.float32)
+    with pytest.warns(FutureWarning, match=r"read cache\.config\.$") as caught:
+        assert cache.sizes is cache.config
+    assert caught[0].filename == __file__
 
 
 INVALID_SIZES = [

@@ -55,7 +55,7 @@ def is_held(cache: am.KVCache, x: Tensor, storage: str) -> bool:
     """Return whether this rank's rows are those of its tokens."""
     held = cache.keys[:, :, : cache.used]
     columns_of(held)
-    index = cache.shard.token_index[: cache.used]
+    index = cache.own_shard.token_index[: cache.used]
     return (
         torch.equal(held.view(torch.int8), rows(x, storage)[:, cache.mesh.heads.slice_of(HEADS[1])][:, :, index])
         and columns_of(held) == x.shape[-1]
@@ -95,7 +95,7 @@ def life(shape: tuple[int, ...], storage: str, values: str, folder: Path, lost: 
     if copies > 1:
         (found["recover"],) = am.recover(None if dist.get_rank() == lost else [cache], mesh)
     return right | {
-        step: each.sizes.storage == storage and is_held(each, keys, storage) for step, each in found.items()
+        step: each.config.storage == storage and is_held(each, keys, storage) for step, each in found.items()
     }
 
 
@@ -144,7 +144,7 @@ def rows_after_load(shape: tuple[int, ...], storage: str, folder: Path) -> Tenso
         cache.append(k, v)
         cache.save(folder)
     cache.append(k[:, :, :9], v[:, :, :9])
-    index = cache.shard.token_index[: cache.used]
+    index = cache.own_shard.token_index[: cache.used]
     held = torch.zeros(2, HEADS[1], TOKENS + 9, cache.keys.shape[-1] + cache.values.shape[-1], dtype=torch.int8)
     held[:, :, index] = torch.cat((cache.keys, cache.values), -1)[:, :, : cache.used].view(torch.int8)
     if mesh is not None:
@@ -185,7 +185,7 @@ def test_a_token_takes_half_the_bytes(storage: str) -> None:
     plain, held = (empty(head_dim=128, dtype=torch.bfloat16, storage=each) for each in (None, storage))
     for cache in (plain, held):
         cache.append(*numbers(2, 2, HEADS[1], TOKENS, 128, dtype=torch.bfloat16))
-    assert held.nbytes == held.shard.token_bytes == 2 * 2 * HEADS[1] * TOKENS * 130
+    assert held.nbytes == held.own_shard.token_bytes == 2 * 2 * HEADS[1] * TOKENS * 130
     assert held.nbytes < 0.53 * plain.nbytes
 
 

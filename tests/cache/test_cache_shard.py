@@ -42,7 +42,7 @@ def test_a_resize_without_memory_for_the_values_leaves_the_shard_as_it_was(
     with monkeypatch.context() as patch:
         patch.setattr(cache_shard, "join_rows", once)
         with pytest.raises(torch.OutOfMemoryError):
-            cache.shard.resize(cache.sizes, slots)
+            cache.own_shard.resize(cache.config, slots)
     cache.append(k[:, :, 12:], v[:, :, 12:])
     assert cache.keys[:, :, :60].equal(k)
     assert cache.values[:, :, :60].equal(v)

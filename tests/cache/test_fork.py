@@ -32,7 +32,7 @@ def cache_of(shape: Shape, batch: int = 1, tokens: int = 61, padded: bool = Fals
 
 def pieces(cache: am.KVCache) -> list[int]:
     """Return the addresses of the keys that the cache shares."""
-    return [blocks.stored[0].data_ptr() for blocks in cache.shard.earlier_pieces]
+    return [blocks.stored[0].data_ptr() for blocks in cache.own_shard.earlier_pieces]
 
 
 @on_each_rank
@@ -45,7 +45,7 @@ def check_forks_that_continue(shape: Shape, batch: int, padded: bool, reproducib
 
     def check() -> None:
         for number, (one, other) in enumerate(zip(forked, copied, strict=True)):
-            q = numbers(other.sizes.batch, 4, 2, 8, seed=number)
+            q = numbers(other.config.batch, 4, 2, 8, seed=number)
             given, expected = (am.decode(q, cache, reproducible=reproducible) for cache in (one, other))
             assert torch.equal(given, expected) if reproducible else torch.allclose(given, expected, atol=FLOAT32)
             assert (one.length, one.used) == (other.length, other.used)
@@ -78,18 +78,18 @@ def test_forks_continue_as_copies_do(shape: Shape, rows: tuple[int, bool], pool:
 def check_shared_blocks(shape: Shape) -> None:
     cache = cache_of(shape)
     other = cache.fork()
-    whole = cache.used // cache.sizes.block * cache.sizes.block
-    assert cache.shard.earlier_tokens == other.shard.earlier_tokens == whole
+    whole = cache.used // cache.config.block * cache.config.block
+    assert cache.own_shard.earlier_tokens == other.own_shard.earlier_tokens == whole
     assert pieces(cache) == pieces(other)
     before = pieces(cache)
     other.reorder(torch.zeros(4, dtype=torch.long))  # four beams of one prompt
     assert pieces(other) == before
-    assert other.shard.earlier_pieces[0].stored[0].stride(0) == 0
+    assert other.own_shard.earlier_pieces[0].stored[0].stride(0) == 0
     other.reorder(torch.tensor([3, 3, 1, 0]))
     assert pieces(other) == before
     other.truncate(cache.length - 1)
-    kept = sum(blocks.token_count for blocks in other.shard.earlier_pieces)
-    assert kept >= whole - cache.sizes.block  # the block that was cut is copied, no other
+    kept = sum(blocks.token_count for blocks in other.own_shard.earlier_pieces)
+    assert kept >= whole - cache.config.block  # the block that was cut is copied, no other
     assert pieces(other) == before
 
 
@@ -107,8 +107,8 @@ def check_saved_fork(shape: Shape, folder: str) -> None:
     other.save(folder)
     for found in (other, am.KVCache.load(folder, cache.device_mesh), deepcopy(other)):
         assert torch.allclose(am.decode(q, found), expected, atol=FLOAT32)
-        assert not found.shards.forked
-    assert cache.shards.forked
+        assert not found.local_shards.forked
+    assert cache.local_shards.forked
     assert torch.allclose(am.decode(q, cache), am.decode(q, cache_of(shape, batch=2)), atol=FLOAT32)
 
 

@@ -21,7 +21,7 @@ def cache_of(batch: int = 1, tokens: int = 21, shape: Shape | None = None, **opt
     sizes: dict[str, Any] = {"kv_heads": 2, "head_dim": 8, "capacity": 200, "dtype": torch.float32, "block": 4}
     cache = am.KVCache(mesh, batch=batch, **(sizes | options))
     if tokens:
-        cache.append(*numbers(2, batch, cache.sizes.kv_heads, tokens, 8))
+        cache.append(*numbers(2, batch, cache.config.kv_heads, tokens, 8))
     return cache
 
 
@@ -79,4 +79,4 @@ def test_beams_of_a_cache_whose_save_is_writing(tmp_path: Path) -> None:
     saving = cache.save(tmp_path, wait=False)
     cache.batch_repeat_interleave(3)
     saving.wait()
-    assert cache.layers[0].kv.sizes.batch == 3
+    assert cache.layers[0].kv.config.batch == 3

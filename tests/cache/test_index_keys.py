@@ -29,7 +29,7 @@ def is_held(cache: am.KVCache, keys: Tensor) -> bool:
     """Return whether this rank's keys are those of its tokens, and all ranks together hold each token once."""
     assert cache.length == keys.shape[2]
     mine = cache.keys[:, :, : cache.used]  # a fork first copies what it shares
-    index = cache.shard.token_index[: cache.used]
+    index = cache.own_shard.token_index[: cache.used]
     counts = torch.zeros(cache.length, dtype=torch.int64).index_fill_(0, index, 1)
     if cache.token_axis.size > 1:
         dist.all_reduce(counts, group=cache.token_axis.group)
@@ -71,7 +71,7 @@ def life(shape: tuple[int, ...], folder: Path, lost: int, padded: bool) -> dict[
     right["load"] = is_held(am.KVCache.load(folder, mesh), keys)
     if copies > 1:
         (found,) = am.recover(None if dist.get_rank() == lost else [cache], mesh)
-        right |= {"recovered sizes": found.sizes.values == "none", "recover": is_held(found, keys)}
+        right |= {"recovered sizes": found.config.values == "none", "recover": is_held(found, keys)}
     return right
 
 
@@ -91,7 +91,7 @@ def test_index_keys_of_a_window_are_those_of_its_tokens() -> None:
     for token in range(400):
         cache.append(keys[:, :, token : token + 1])
     assert cache.used < 60
-    assert torch.equal(cache.keys[:, :, : cache.used], keys[:, :, cache.shard.token_index[: cache.used]])
+    assert torch.equal(cache.keys[:, :, : cache.used], keys[:, :, cache.own_shard.token_index[: cache.used]])
 
 
 def test_pages_of_index_keys_hold_no_values() -> None:

@@ -21,7 +21,7 @@ SIZES: dict[str, Any] = {"kv_heads": 2, "head_dim": 8, "capacity": 200, "dtype":
 
 def filled(batch: int, tokens: int = 61, mesh: DeviceMesh | None = None, **options: Any) -> am.KVCache:
     cache = am.KVCache(mesh, batch=batch, **SIZES | options)
-    cache.append(*numbers(2, batch, cache.sizes.kv_heads, tokens, 8))
+    cache.append(*numbers(2, batch, cache.config.kv_heads, tokens, 8))
     return cache
 
 
@@ -74,7 +74,7 @@ def check_blocks_of_a_pool(shape: Shape, scattered: bool) -> None:
     keys, values = pools[:, :, :, heads].contiguous().unbind()
     caches[0].append_pages(keys, values, table.int())
     caches[1].append(*whole)
-    shared = caches[0].shard.earlier_pieces[0].stored[0].data_ptr()
+    shared = caches[0].own_shard.earlier_pieces[0].stored[0].data_ptr()
     assert (shared == keys[1].data_ptr()) is not scattered
     for act in (
         lambda cache: None,
@@ -132,8 +132,8 @@ def test_pages_that_find_no_memory_leave_the_cache_empty(point: str, monkeypatch
         patch.setattr(CacheShard, point, no_memory)
         with pytest.raises(torch.OutOfMemoryError):
             cache.append_pages(keys, values, table)
-    assert (cache.length, cache.used, cache.shard.earlier_pieces, cache.shards.forked) == (0, 0, (), False)
-    assert (cache.shards.known_length, cache.shard.token_bytes) == (0, 0)
+    assert (cache.length, cache.used, cache.own_shard.earlier_pieces, cache.local_shards.forked) == (0, 0, (), False)
+    assert (cache.local_shards.known_length, cache.own_shard.token_bytes) == (0, 0)
     cache.append_pages(keys, values, table)
     cache.append(*numbers(2, 1, 2, 48, 8, seed=3))
     assert cache.keys[0, :, :12].equal(keys[2:5].flatten(0, 1).transpose(0, 1))

@@ -20,7 +20,7 @@ from attnmesh.cache import cache_shard
 from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.tiered_shard import TieredShard
 from attnmesh.core.storage import STORAGES
-from attnmesh.guard.agreement import ComparedCalls
+from attnmesh.guard.agreement import CallGuard
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store import folder_shard
@@ -42,7 +42,7 @@ rows = partial(growing_caches.rows, dim=8)
 
 def step_output(cache: am.KVCache, queries: int = 1, **options: Any) -> Tensor:
     generator = torch.Generator().manual_seed(1)
-    return am.decode(torch.randn(cache.sizes.batch, 4, queries, 8, generator=generator), cache, **options)
+    return am.decode(torch.randn(cache.config.batch, 4, queries, 8, generator=generator), cache, **options)
 
 
 def plain(length: int, mesh: Any = None, **sizes: Any) -> am.KVCache:
@@ -61,7 +61,7 @@ def tiered_cache(length: int = 0, mesh: Any = None, **sizes: Any) -> am.KVCache:
 
 def same_bits(cache: am.KVCache) -> bool:
     """Return whether a reproducible step has the bits of a cache in one memory."""
-    twin = plain(cache.length, cache.device_mesh, batch=cache.sizes.batch)
+    twin = plain(cache.length, cache.device_mesh, batch=cache.config.batch)
     return all(torch.equal(*(step_output(each, n, reproducible=True) for each in (cache, twin))) for n in (1, 3))
 
 
@@ -82,14 +82,14 @@ def test_the_newest_tokens_alone_are_on_the_device() -> None:
     cache, most = tiered_cache(), 0
     for _ in range(90):
         grow(cache, 7)
-        assert cache.shard.used_slots >= min(HOT, cache.length)
-        most = max(most, cache.shard.used_slots)
-    assert most <= cache.shard.slots == HOT + 2 * cache.sizes.block
-    assert cache.shard.earlier_tokens == cache.length - cache.shard.used_slots
+        assert cache.own_shard.used_slots >= min(HOT, cache.length)
+        most = max(most, cache.own_shard.used_slots)
+    assert most <= cache.own_shard.slots == HOT + 2 * cache.config.block
+    assert cache.own_shard.earlier_tokens == cache.length - cache.own_shard.used_slots
     assert cache.used == cache.length == 630
     assert cache.nbytes == plain(630).nbytes
     grow(cache, 70)  # more than are hot, at once
-    assert cache.shard.used_slots <= cache.shard.slots
+    assert cache.own_shard.used_slots <= cache.own_shard.slots
     assert cache.keys.shape[2] > 700
     assert torch.equal(cache.keys[:, :, :700], plain(700).keys[:, :, :700])
 
@@ -141,18 +141,18 @@ def test_a_device_without_memory_to_reorder_leaves_all_tokens(monkeypatch: pytes
 
 def test_a_save_leaves_the_newest_tokens_on_the_device(tmp_path: Path) -> None:
     cache = tiered_cache(300)
-    hot = cache.shard.used_slots
+    hot = cache.own_shard.used_slots
     saving = cache.save(tmp_path, wait=False)
     grow(cache, 50)
     saving.wait()
-    assert cache.shard.used_slots >= min(hot, HOT)
+    assert cache.own_shard.used_slots >= min(hot, HOT)
     loaded = am.KVCache.load(tmp_path, None, hot=HOT)
-    assert loaded.shard.earlier_tokens > 200
+    assert loaded.own_shard.earlier_tokens > 200
     for each in (cache, loaded):
         assert same_bits(each)
     grow(loaded, 50)
     assert same_bits(loaded)
-    assert am.KVCache.load(tmp_path, None).sizes.hot is None
+    assert am.KVCache.load(tmp_path, None).config.hot is None
 
 
 # --- files ---
@@ -166,7 +166,7 @@ def test_a_folder_has_the_older_tokens(tmp_path: Path) -> None:
     )
     del cache
     cache = tiered_cache(folder=tmp_path)
-    assert 500 - cache.shard.slots <= cache.length < 500  # the newest were in memory alone
+    assert 500 - cache.own_shard.slots <= cache.length < 500  # the newest were in memory alone
     grow(cache, 500 - cache.length)
     cache.flush()
     grow(cache, 1)
@@ -174,7 +174,7 @@ def test_a_folder_has_the_older_tokens(tmp_path: Path) -> None:
     del cache
     cache = tiered_cache(folder=tmp_path)
     assert cache.length == 500
-    assert cache.shard.used_slots >= HOT  # they are brought to the device again
+    assert cache.own_shard.used_slots >= HOT  # they are brought to the device again
     assert same_bits(cache)
     del cache
     assert am.KVCache(None, **SIZES, folder=tmp_path).length == 500
@@ -293,7 +293,7 @@ def test_a_cache_goes_on_after_an_interrupt(
                     cache.truncate(cache.length + more)
             monkeypatch.undo()
             assert torch.allclose(step_output(cache), step_output(plain(cache.length)), atol=FLOAT32)
-            assert cache.shard.device_counts.tolist() == [cache.shard.length, cache.shard.used_slots]
+            assert cache.own_shard.device_counts.tolist() == [cache.own_shard.length, cache.own_shard.used_slots]
     length = cache.length
     if in_files:
         cache.flush()
@@ -319,11 +319,11 @@ def test_an_interrupt_adds_no_token() -> None:
 
 def test_shards_that_are_not_written_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = tiered_cache(20)
-    before, known = cache.shards.rank_counts, cache.shards.known_length
+    before, known = cache.local_shards.rank_counts, cache.local_shards.known_length
     monkeypatch.setattr(TieredShard, "append_at", fails)
     with pytest.raises(errors.StoreError, match="no space"):
         cache.append_shard(*rows(20, 40), torch.arange(20, 40).flip(0))
-    assert (cache.shards.rank_counts, cache.shards.known_length) == (before, known)
+    assert (cache.local_shards.rank_counts, cache.local_shards.known_length) == (before, known)
 
 
 def fails(*_: object) -> None:
@@ -372,10 +372,10 @@ def flushed_on_ranks(path: Path) -> tuple[str, str]:
 @on_each_rank
 def failed_alone() -> str:
     """On a rank: what rank 1 says to an append to files that it alone cannot do, of ranks on GPUs."""
-    calls = ComparedCalls(RankMesh.of(named_mesh(Shape(1, 1, 2), AXES)), torch.device("cuda"), None)
+    guard = CallGuard(RankMesh.of(named_mesh(Shape(1, 1, 2), AXES)), torch.device("cuda"), None)
     try:
         if dist.get_rank() == 1:
-            calls.raise_uncompared("append", errors.StoreError("append", "a disk", "no space", "free some"))
+            guard.raise_uncompared("append", errors.StoreError("append", "a disk", "no space", "free some"))
     except errors.StoreError as error:
         return str(error)
     return ""
@@ -394,12 +394,12 @@ def test_a_flush_that_fails_on_a_rank_fails_on_all(pool: Pool, tmp_path: Path) -
 
 def test_a_save_of_files_is_refused_before_it_writes(tmp_path: Path) -> None:
     cache = tiered_cache(100, folder=tmp_path / "lives")
-    before = cache.shard.cold_tokens
+    before = cache.own_shard.cold_tokens
     with pytest.raises(errors.StoreError, match="KVCache folder"):
         cache.save(tmp_path / "saved")
     with pytest.raises(errors.StoreError, match="KVCache folder"):
         _ = cache.keys
-    assert cache.shard.cold_tokens == before < 100
+    assert cache.own_shard.cold_tokens == before < 100
 
 
 # --- refused ---

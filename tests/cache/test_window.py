@@ -152,10 +152,10 @@ def test_an_append_without_memory_takes_no_slot(monkeypatch: pytest.MonkeyPatch)
         patch.setattr(CacheConfig, "rows_of", no_memory)
         with pytest.raises(torch.OutOfMemoryError):
             cache.append(*new(1, 1)[1:])
-    assert cache.shard.used_at_most == cache.used == 20
+    assert cache.own_shard.used_at_most == cache.used == 20
     for step in range(50):
         cache.append(*new(1, step)[1:])
-        assert cache.shard.used_at_most == cache.used
+        assert cache.own_shard.used_at_most == cache.used
 
 
 @pytest.mark.parametrize(("inner", "tokens"), [("append_run", 1), ("append_at", 5)])
@@ -219,7 +219,7 @@ def save_while_decoding(shape: Shape, padded: bool, path: Path) -> list[Tensor]:
 @on_each_rank
 def load_and_continue(shape: Shape, path: Path) -> list[Tensor]:
     caches, _, _ = load_layers(am.KVCache, path, named_mesh(shape, AXES) if shape.ranks > 1 else None)
-    assert [cache.sizes.mask for cache in caches] == list(LAYERS)
+    assert [cache.config.mask for cache in caches] == list(LAYERS)
     return later_outputs(caches)
 
 
@@ -238,7 +238,7 @@ def recover_and_continue(padded: bool, after: Shape, ahead: int) -> list[Tensor]
     caches = [filled_cache(Shape(1, 1, 3), mask, padded) for mask in LAYERS]
     if dist.get_rank() == 2:  # steps ahead of the others
         for cache in caches[:2]:
-            cache.calls.checked = False
+            cache.guard.checked = False
             for step in range(ahead):
                 cache.append(*new(1, step)[1:])
     try:

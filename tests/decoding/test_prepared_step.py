@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import attnmesh as am
 from attnmesh.decoding import known_steps
 from attnmesh.decoding.prepared_step import new_prepared_step
-from attnmesh.decoding.step_arguments import CheckedStep
+from attnmesh.decoding.step_arguments import StepSpec
 from attnmesh.errors import InputError
 from attnmesh.kernels.cache_runs import CachedAttention
 from attnmesh.kernels.native.build import library
@@ -54,9 +54,9 @@ def _equal_twice(cache: am.KVCache, q: Tensor, **options: object) -> bool:
 
 
 def test_ranks_compare_each_field_of_a_step_but_those_of_its_cache() -> None:
-    step = CheckedStep(*map(str, range(len(CheckedStep._fields))))  # type: ignore[arg-type]
+    spec = StepSpec(*map(str, range(len(StepSpec._fields))))  # type: ignore[arg-type]
     of_cache = {"head_axis", "token_axis", "block", "capacity", "value_dim"}
-    assert step.options == {name: value for name, value in step._asdict().items() if name not in of_cache}
+    assert spec.options == {name: value for name, value in spec._asdict().items() if name not in of_cache}
 
 
 @on_each_rank
@@ -131,7 +131,7 @@ def _appended(calls: int, more: int) -> tuple[list[Tensor], list[Tensor]]:
             cache.append(*tokens(more, number))
             if not known:
                 _forget(cache)
-        found.append([x[:, :, : cache.used] for x in (cache.keys, cache.values)] + [cache.shard.device_counts])
+        found.append([x[:, :, : cache.used] for x in (cache.keys, cache.values)] + [cache.own_shard.device_counts])
     return found[0], found[1]
 
 
@@ -226,15 +226,15 @@ def _disagree(kind: str, odd: int, checked: bool | None) -> str:
     if dist.get_rank() == odd:
         q = q + 1 if kind == "query" else q
         if kind == "length":
-            cache.shard.append(tokens(1, 3), None, None)
-            cache.shards.known_length += 1
+            cache.own_shard.append(tokens(1, 3), None, None)
+            cache.local_shards.known_length += 1
     try:
         out = am.decode(q, cache, checked=checked)
     except InputError as error:
         text = str(error)
     else:
         text = "NaN" if bool(out.isnan().all()) else "numbers"
-    cache.shards.truncate(8, ())
+    cache.local_shards.truncate(8, ())
     assert bool(am.decode(query(), cache).isfinite().all())
     return text
 

@@ -223,7 +223,7 @@ def one_full_cache(shape: Shape) -> None:
     """A step that a full cache refuses leaves the other caches as they were."""
     rows, full = Rows(shape), 3
     cache = rows.caches[full]
-    cache.append(*rows.new(1, cache.sizes.capacity - cache.length, 5))
+    cache.append(*rows.new(1, cache.config.capacity - cache.length, 5))
     lengths = [cache.length for cache in rows.caches]
     q, (k, v) = random(len(lengths), HEADS, 1, DIM), rows.new(len(lengths), 1, 3)
     with pytest.raises(errors.ShapeError, match=rf"decode_rows k of row {full}: expected room .* call cache.reserve"):
@@ -241,10 +241,10 @@ def one_full_cache_of_a_graph() -> None:
     cache = rows.caches[full]
     append = torch.compile(lambda k, v: cache.append(k, v), fullgraph=True, backend="eager")
     with torch.no_grad():
-        for seed in range(cache.sizes.capacity - cache.length):
+        for seed in range(cache.config.capacity - cache.length):
             append(*rows.new(1, 1, seed))
     lengths = [cache.length for cache in rows.caches]
-    assert lengths[full] == cache.sizes.capacity
+    assert lengths[full] == cache.config.capacity
     q, (k, v) = random(len(lengths), HEADS, 1, DIM), rows.new(len(lengths), 1, 3)
     with pytest.raises(errors.ShapeError, match=rf"decode_rows k of row {full}: expected room .* call cache.reserve"):
         am.decode_rows(q, rows.caches, k=k, v=v)

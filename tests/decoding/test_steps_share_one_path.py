@@ -42,7 +42,7 @@ def steps(mesh: Any) -> Iterator[tuple[str, Callable[[], Tensor]]]:
 
     def filled(real: Tensor | None = None, **options: Any) -> am.KVCache:
         cache = _cache(mesh, **options)
-        cache.append(*_tokens(40, cache.sizes.batch), token_mask=real)
+        cache.append(*_tokens(40, cache.config.batch), token_mask=real)
         return cache
 
     plain, window = filled(), am.Window(9)

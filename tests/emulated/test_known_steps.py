@@ -52,10 +52,10 @@ def _steps(gpu: EmulatedGPU, mesh: Any, name: str, options: dict[str, Any]) -> t
     for cache in caches:
         cache.append(random(1, 2, 2, 20, 16), random(2, 2, 2, 20, 16), token_mask=real)
     kept = [cache.fork() for cache in caches] if name == "a fork" else []
-    same, checks, check = [], 0, step_checks.checked_step
+    same, checks, check = [], 0, step_checks.spec_of_step
     for number in range(5):
         k, v, q = (random(3 * number + part, 2, heads, 1, 16) for part, heads in ((4, 2), (5, 2), (6, 4)))
-        with mock.patch.object(step_checks, "checked_step", side_effect=check) as checked, gpu.recording() as waits:
+        with mock.patch.object(step_checks, "spec_of_step", side_effect=check) as checked, gpu.recording() as waits:
             caches[0].append(k, v)
             out = am.decode(q, caches[0], **given)
         assert number < 2 or not waits or "forgets" in name, waits  # tokens that are left move now and then
@@ -63,7 +63,7 @@ def _steps(gpu: EmulatedGPU, mesh: Any, name: str, options: dict[str, Any]) -> t
         caches[1].prepared_steps, caches[1].known_appends = Memo(), Memo()
         caches[1].append(k, v)
         same.append(torch.equal(out.cpu(), am.decode(q, caches[1], **given).cpu()))
-    held = [(cache.keys.cpu()[:, :, : cache.used], cache.shard.token_index.cpu()[: cache.used]) for cache in caches]
+    held = [(cache.keys.cpu()[:, :, : cache.used], cache.own_shard.token_index.cpu()[: cache.used]) for cache in caches]
     same += [torch.equal(x, y) for x, y in zip(*held, strict=True)]
     assert len(kept) in (0, 2)
     return all(same), checks, launches

@@ -46,7 +46,7 @@ def outputs(gpu: EmulatedGPU, folder: Path) -> list[Tensor]:
             cache.append(k[:, :, start : start + 50], v[:, :, start : start + 50])
         for rows, options in ((1, {}), (3, {}), (1, {"mask": am.Window(90)}), (1, {"selected": chosen})):
             found.append(am.decode(random(3, 1, 4, rows, 16), cache, **options).cpu())
-    assert caches[0].shard.earlier_tokens > 40
+    assert caches[0].own_shard.earlier_tokens > 40
     caches[0].flush()
     del caches[0], cache
     again = am.KVCache(mesh, **sizes, folder=folder, hot=32)
@@ -105,7 +105,7 @@ def model_tokens(gpu: EmulatedGPU) -> list[int]:
                 found.append(int(token))
                 place = torch.full((1, 1), cache.get_seq_length()).cuda()
                 logits = model(token, past_key_values=cache, position_ids=place).logits
-    assert cache.kvs[0].shard.earlier_tokens > 0
+    assert cache.kvs[0].own_shard.earlier_tokens > 0
     return found
 
 
@@ -126,7 +126,7 @@ def state_of_reopened_folder(gpu: EmulatedGPU, folder: Path) -> list[Any]:
             start = cache.get_seq_length()
             place = torch.arange(start, part.shape[1])[None].cuda()
             logits = model(part[:, start:], past_key_values=cache, position_ids=place).logits[:, -1].cpu()
-            found += [kv.shard.stored[0].device.type for kv in cache.kvs]
+            found += [kv.own_shard.stored[0].device.type for kv in cache.kvs]
             cache.tokens = part.cpu()
             cache.flush()
             del cache

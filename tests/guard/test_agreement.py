@@ -215,7 +215,7 @@ def different_history(kind: str) -> str:
     """Return the outcome on two ranks with different padding, or another order of sequences."""
     cache = am.KVCache(named_mesh(Shape(1, 1, 2), AXES), batch=4, kv_heads=2, head_dim=4, capacity=40, dtype=F32)
     cache.append(*torch.ones(2, 4, 2, 4, 4).unbind())
-    cache.calls.checked = False
+    cache.guard.checked = False
     other = dist.get_rank() == 1
     if kind == "padding":
         real = torch.tensor([[False, True, True, False] if other else [True, False, False, True]]).expand(4, 4)

@@ -209,7 +209,7 @@ def continued_tokens(folder: Path, shape: Shape) -> list[Any]:
     cache = hf.ShardedCache(small.config, mesh, capacity=200)
     cache.restore(folder)
     caches = [cache, deepcopy(cache), hf.ShardedCache.recover(deepcopy(cache), small.config, mesh, capacity=200)]
-    assert all(each.layers[0].kv.sizes.values == "prefix" for each in caches)
+    assert all(each.layers[0].kv.config.values == "prefix" for each in caches)
     return [hf.generate(small, prompt(90), cache=each, max_new_tokens=8, do_sample=False).tolist() for each in caches]
 
 
@@ -344,5 +344,5 @@ def test_latents_follow_autocast() -> None:
         cache = hf.ShardedCache(small.config)
         given = hf.generate(small, prompt(40), cache=cache, max_new_tokens=2, do_sample=False)
     small.to(torch.float64)
-    assert cache.layers[0].kv.sizes.dtype == torch.bfloat16
+    assert cache.layers[0].kv.config.dtype == torch.bfloat16
     assert given.shape == (1, 42)

@@ -124,15 +124,15 @@ def test_a_kernel_for_plain_keys_is_chosen_by_themselves() -> None:
 
 def test_a_cache_on_the_cpu_has_one_tier() -> None:
     view = view_of(earlier_pieces=(view_of(),))
-    assert view.on_cpu is None
+    assert view.cpu_part is None
 
 
 def test_the_older_tier_of_a_cache_on_a_device_is_its_last_pieces_on_the_cpu() -> None:
     first, second = view_of(), view_of()
     on_device = CacheView(*(x.to("meta") if isinstance(x, Tensor) else x for x in view_of()))
     tiers = on_device._replace(earlier_pieces=(first, on_device, second))
-    assert tiers.on_cpu is not None
-    assert tiers.on_cpu.keys is second.keys
-    assert [piece.keys for piece in tiers.on_cpu.earlier_pieces] == [first.keys]
-    assert [piece.keys.device.type for piece in tiers.on_device.earlier_pieces] == ["meta"]
-    assert on_device.on_cpu is None
+    assert tiers.cpu_part is not None
+    assert tiers.cpu_part.keys is second.keys
+    assert [piece.keys for piece in tiers.cpu_part.earlier_pieces] == [first.keys]
+    assert [piece.keys.device.type for piece in tiers.device_part.earlier_pieces] == ["meta"]
+    assert on_device.cpu_part is None

@@ -280,7 +280,7 @@ CASES: list[Mistake] = [
         lambda mesh: am.decode(one_query(), cache(mesh, TOKENS, mask=am.Window(7))),
         MaskError,
         "decode mask: expected Window(7), by which the cache forgets tokens",
-        "pass mask=cache.sizes.mask",
+        "pass mask=cache.config.mask",
     ),
     Mistake(
         "merges over a mesh of several axes",

@@ -304,7 +304,7 @@ def gone_back(keep: int) -> Tensor:
     for token in range(200):
         kv.append(k[:, :, token : token + 1], v[:, :, token : token + 1])
     kv.truncate(170)
-    return am.decode(Q[:, :, -1:], kv, mask=kv.sizes.mask or am.Full())
+    return am.decode(Q[:, :, -1:], kv, mask=kv.config.mask or am.Full())
 
 
 def last_of_170() -> Tensor:
@@ -315,7 +315,7 @@ def last_of_170() -> Tensor:
 def appended(**options: Any) -> Tensor:
     kv = cache(**options)
     kv.append(K, V)
-    return am.decode(FEW, kv, mask=kv.sizes.mask or am.Causal())
+    return am.decode(FEW, kv, mask=kv.config.mask or am.Causal())
 
 
 def fail_to_append(*tensors: Any, **options: Any) -> None:
@@ -351,7 +351,7 @@ CACHES = [
     ),
     by_fix(
         lambda: am.decode(FEW, cache(LENGTH, mask=am.Window(3))),
-        "pass mask=cache.sizes.mask",
+        "pass mask=cache.config.mask",
         lambda: appended(mask=am.Window(3)),
         lambda: truth(band(3, 2), FEW),
     ),
@@ -377,14 +377,14 @@ CACHES = [
     by_fix(
         lambda: cache(head_dim=7, storage="int8"),
         "leave out storage=",
-        lambda: cache(head_dim=7).sizes.storage,
+        lambda: cache(head_dim=7).config.storage,
         lambda: None,
     ),
     by_fix(lambda: cache(copies=2), "pass copies=1", lambda: appended(copies=1), all_but_last),
     by_fix(
         lambda: cache(values="none", value_dim=8),
         "leave out value_dim",
-        lambda: cache(values="none").sizes.value_dim,
+        lambda: cache(values="none").config.value_dim,
         lambda: 0,
     ),
     by_fix(

@@ -112,8 +112,8 @@ def filled(at: Place, tokens: int = TOKENS) -> am.KVCache:
 @contextmanager
 def unchanged(cache: am.KVCache) -> Iterator[am.KVCache]:
     """Raise if what is refused inside has changed the cache."""
-    q = numbers(cache.sizes.batch, Q_HEADS, 1, cache.sizes.head_dim)
-    options = {"mask": cache.sizes.mask or am.Causal()}
+    q = numbers(cache.config.batch, Q_HEADS, 1, cache.config.head_dim)
+    options = {"mask": cache.config.mask or am.Causal()}
     before = am.decode(q, cache, **options)
     try:
         yield cache

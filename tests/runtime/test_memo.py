@@ -5,7 +5,7 @@ import gc
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attnmesh.runtime.memo import TensorMemo, on_device
+from attnmesh.runtime.memo import TensorMemo, index_on
 
 
 def nbytes(x: torch.Tensor) -> int:
@@ -42,6 +42,6 @@ def test_a_value_that_is_too_large_is_not_kept():
 def test_an_index_of_one_gpu_is_copied_to_another():
     with FakeTensorMode():
         index = torch.zeros(2, dtype=torch.int64, device="cuda:0")
-        assert on_device(index, index.device) is index
-        assert on_device(index, torch.device("cuda")) is index
-        assert on_device(index, torch.device("cuda:1")).device == torch.device("cuda:1")
+        assert index_on(index, index.device) is index
+        assert index_on(index, torch.device("cuda")) is index
+        assert index_on(index, torch.device("cuda:1")).device == torch.device("cuda:1")

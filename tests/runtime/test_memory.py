@@ -91,6 +91,6 @@ def test_keys_of_long_caches_are_in_huge_pages(monkeypatch: pytest.MonkeyPatch) 
     long, grown = (am.KVCache(None, capacity=count, **sizes) for count in (tokens, tokens // 4))
     grown.append(*torch.zeros(2, 1, 2, 8, 64))
     grown.reserve(tokens)
-    for keys in (cache.shard.view.keys for cache in (long, grown)):
+    for keys in (cache.own_shard.view.keys for cache in (long, grown)):
         assert any(keys.data_ptr() + keys.nbytes // 2 in run for run in advised)
         assert "hg" in mapping_flags(keys)

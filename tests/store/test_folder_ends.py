@@ -239,7 +239,7 @@ def test_an_error_that_is_kept_keeps_no_lock(tmp_path: Path) -> None:
 def test_a_cache_holds_its_folder_by_name(tmp_path: Path) -> None:
     cache = opened(tmp_path)
     grow(cache, 9)
-    cache.shard.take_memory = lambda _: True  # type: ignore[attr-defined]
+    cache.own_shard.take_memory = lambda _: True  # type: ignore[attr-defined]
     gc.collect()
     with pytest.raises(StoreError, match="one writer of a folder"):
         opened(tmp_path)
@@ -304,7 +304,7 @@ def load_while_it_grows(path: Path, tokens: int) -> tuple[int, int, list[list[in
 
     with patch.object(checkpoint, "read_saved_layers", inspected):
         (loaded,), tensors, _ = checkpoint.load_layers(am.KVCache, path, named_mesh(TWO, AXES))
-    return loaded.length, loaded.sizes.capacity, tensors["held"].tolist()
+    return loaded.length, loaded.config.capacity, tensors["held"].tolist()
 
 
 @pytest.mark.parametrize("tokens", [55, 70])

@@ -37,7 +37,7 @@ def test_a_folder_has_the_bits_of_memory(tmp_path: Path, sizes: dict[str, Any]) 
 
     def append(more: int) -> Callable[[am.KVCache], None]:
         def appended(each: am.KVCache) -> None:
-            k, v = rows(each.length, each.length + more, each.sizes.batch)
+            k, v = rows(each.length, each.length + more, each.config.batch)
             each.append(k, None if "values" in sizes else v)
 
         return appended
@@ -62,7 +62,7 @@ def test_a_piece_that_appends_have_filled_is_not_read_again(
     tmp_path: Path, parts: tuple[int, ...], sizes: dict[str, Any]
 ) -> None:
     cache, twin = opened(tmp_path, **sizes), am.KVCache(None, **{**SIZES, **sizes})
-    shapes = twin.sizes
+    shapes = twin.config
     with patch.object(layer_files, "tensor_checksum", side_effect=AssertionError):
         for part in (*parts, 1):
             both = [torch.randn(shapes.batch, shapes.kv_heads, part, width) for width in shapes.columns]
@@ -119,7 +119,7 @@ def test_a_saved_cache_opens_in_place(tmp_path: Path) -> None:
     twin.save(tmp_path)
     before = inodes(tmp_path)
     cache = opened(tmp_path)
-    assert cache.shard.earlier_pieces[0].file is not None
+    assert cache.own_shard.earlier_pieces[0].file is not None
     assert inodes(tmp_path) == before
     del cache
     for _ in range(2):

@@ -84,7 +84,7 @@ def test_any_point_of_a_change_leaves_a_whole_state(
         try:
             change(cache)
         except Killed:
-            cache.shard.journal.close()
+            cache.own_shard.journal.close()
         monkeypatch.undo()
         del cache
         cache = opened(tmp_path / kind)
@@ -144,7 +144,7 @@ def test_a_cache_goes_on_after_an_interrupt(
 def test_tokens_of_others_are_counted_once_after_an_interrupt(tmp_path: Path) -> None:
     cache = opened(tmp_path)
     grow(cache, 5)
-    shard, count_written = cache.shard, Journal.count_written
+    shard, count_written = cache.own_shard, Journal.count_written
 
     def ends(*arguments: Any) -> None:
         count_written(*arguments)

@@ -69,7 +69,7 @@ def recovery_error(
     caches = [filled(mesh, 2, padded, 100 * layer) for layer in range(layers)]
     if rank == 1:  # a step ahead of the others
         for cache in caches[:1]:
-            cache.calls.checked = False
+            cache.guard.checked = False
             cache.append(*new_tokens(1, 77))
     found = am.recover(None if rank in lost else caches, other, copies=min(2, Shape(*after).ranks // after[0]))
     errors = []
@@ -197,7 +197,7 @@ def recover_uneven_layers(kind: str) -> float | str:
             caches[0].append(*new_tokens(3, 5))
             caches[0].truncate(37)
         case "padding ahead":
-            caches[0].calls.checked = False
+            caches[0].guard.checked = False
             if rank == 0:
                 caches[0].append(*new_tokens(1, 5), token_mask=torch.zeros(2, 1) > 0)
         case "recovered by some":
@@ -239,7 +239,7 @@ def reserve_twice() -> list[Any]:
     mesh = mesh_of((1, 1, 2))
     cache = am.KVCache(mesh, **SIZES, dtype=torch.float32, block=4, copies=2)
     cache.append(*new_tokens(100, 0))
-    (copy,) = cache.shards.copy_shards.values()
+    (copy,) = cache.local_shards.copy_shards.values()
     grow, errors = copy.grow, []
     copy.grow = lambda _: (_ for _ in ()).throw(MemoryError("none left"))
     if dist.get_rank() == 0:
@@ -251,7 +251,11 @@ def reserve_twice() -> list[Any]:
     copy.grow = grow
     cache.reserve(300)
     cache.append(*new_tokens(100, 1))
-    return [*errors, [shard.length for shard in cache.shards.all], sum(shard.used_slots for shard in cache.shards.all)]
+    return [
+        *errors,
+        [shard.length for shard in cache.local_shards.all],
+        sum(shard.used_slots for shard in cache.local_shards.all),
+    ]
 
 
 def test_reserve_succeeds_after_a_failure(pool: Pool) -> None:
@@ -271,7 +275,7 @@ def test_invalid_copies_raise(copies: Any) -> None:
 @on_each_rank
 def keepers_and_copies(shape: tuple[int, int, int]) -> list[list[int]]:
     cache = filled(mesh_of(shape), 2, False)
-    return [cache.shards.keepers, [*cache.shards.copy_shards]]
+    return [cache.local_shards.keepers, [*cache.local_shards.copy_shards]]
 
 
 def test_next_rank_holds_the_copy(pool: Pool) -> None:

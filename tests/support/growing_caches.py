@@ -23,7 +23,7 @@ def rows(start: int, stop: int, batch: int = 1, dim: int = 16) -> tuple[Tensor, 
 
 def grow(cache: am.KVCache, more: int) -> None:
     """Append the next tokens."""
-    cache.append(*rows(cache.length, cache.length + more, cache.sizes.batch, cache.sizes.head_dim))
+    cache.append(*rows(cache.length, cache.length + more, cache.config.batch, cache.config.head_dim))
 
 
 SIZES: dict[str, Any] = {
@@ -44,7 +44,7 @@ def in_memory(length: int, mesh: Any = None, **sizes: Any) -> am.KVCache:
 def decoded(cache: am.KVCache, queries: int = 1, **options: Any) -> torch.Tensor:
     """Return the output of fixed queries."""
     generator = torch.Generator().manual_seed(1)
-    q = torch.randn(cache.sizes.batch, 4, queries, 16, generator=generator).to(cache.sizes.dtype)
+    q = torch.randn(cache.config.batch, 4, queries, 16, generator=generator).to(cache.config.dtype)
     return am.decode(q, cache, **options)
 
 
@@ -65,7 +65,7 @@ def flip(file: Path, place: int) -> None:
 @contextmanager
 def full_journal(cache: am.KVCache) -> Iterator[None]:
     """Let no record be written."""
-    journal, kept = cache.shard.journal, cache.shard.journal.handle
+    journal, kept = cache.own_shard.journal, cache.own_shard.journal.handle
     journal.handle = os.open("/dev/full", os.O_RDWR)
     try:
         yield

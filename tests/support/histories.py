@@ -325,7 +325,7 @@ def run(history: History, phase: Phase, load_from: Path | None, save_to: Path | 
                     if (selected := history.selection(event, cache.length)) is not None:
                         options["selected"] = am.Selection(selected.indices.to(device()), selected.block)
                     outs.append(am.decode(q, cache, mask=event.mask, sinks=sinks, **options).cpu())
-    turn = cache.shard.turn
+    turn = cache.own_shard.turn
     assert cache.used <= turn.share(cache.length) + turn.width + len(phase.events) + 2 or not cache.is_block_cyclic
     if save_to is not None:
         cache.save(save_to)
@@ -336,10 +336,10 @@ def _fork(history: History, cache: am.KVCache, event: Event) -> am.KVCache:
     """Fork a cache, change one of the two in every way, and return the other."""
     kept, other = (cache, cache.fork())[:: -1 if event.number else 1]
     other.truncate(other.length // 2 if history.window is None else 0)
-    sizes = other.sizes.batch, history.heads[1], 1
+    sizes = other.config.batch, history.heads[1], 1
     k, v = (torch.full((*sizes, width), 100.0, dtype=history.dtype) for width in history.widths)
     other.append(*on_device(history, k, v))
-    other.reorder(torch.arange(other.sizes.batch).flip(0))
+    other.reorder(torch.arange(other.config.batch).flip(0))
     return kept
 
 

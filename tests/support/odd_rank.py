@@ -56,7 +56,7 @@ class Decoding:
     @property
     def kv_heads(self) -> int:
         """Key heads on all ranks."""
-        return self.cache.sizes.kv_heads
+        return self.cache.config.kv_heads
 
     def append(self, tokens: int = 1) -> None:
         self.cache.append(*(numbers(seed, 1, self.kv_heads, tokens, DIM).to(self.device) for seed in (1, 2)))

@@ -27,7 +27,7 @@ from attnmesh.cache.tiered_shard import TieredShard
 from attnmesh.checks.argument_checks import check_compare_option
 from attnmesh.core.mask import Mask
 from attnmesh.errors import DtypeError, ShapeError, check_count
-from attnmesh.guard.agreement import Agreement, ComparedCalls
+from attnmesh.guard.agreement import Agreement, CallGuard
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.runtime.memo import Memo
 from attnmesh.setup.init_mesh import device_fault, device_for
@@ -117,38 +117,38 @@ class KVCache(CacheProperties):
     ) -> None:
         columns = 0 if values == "none" else head_dim
         widths = head_dim, columns if value_dim is None else value_dim
-        sizes = CacheConfig(batch, kv_heads, *widths, capacity, block, dtype, values, mask, keep, storage, hot)
+        config = CacheConfig(batch, kv_heads, *widths, capacity, block, dtype, values, mask, keep, storage, hot)
         self.device_mesh = mesh
         self.mesh = RankMesh.of(mesh)
         self.device = device_for(mesh, device)
-        fields = {**sizes.arguments(), "device": self.device.type, "checked": checked, "copies": copies}
+        fields = {**config.arguments(), "device": self.device.type, "checked": checked, "copies": copies}
         ranks = self.mesh.queries.size * self.mesh.keys.size
         with Agreement(self.mesh, "KVCache", {**fields, "shares": shares, "folder": folder is not None}):
             check_compare_option("KVCache", checked)
-            sizes.check(self.mesh.heads.size)
+            config.check(self.mesh.heads.size)
             if fault := device_fault("KVCache", self.device, device):
                 raise fault
-            check_shards(sizes, self.device, ranks, copies=copies, shares=shares, folder=folder)
+            check_shards(config, self.device, ranks, copies=copies, shares=shares, folder=folder)
         self.token_axis = token_axis_of(mesh, self.mesh, self.device)
-        self.calls = ComparedCalls(self.mesh, self.device, checked)
+        self.guard = CallGuard(self.mesh, self.device, checked)
         self.history = HistoryChecksum(self.device)
         self.changes = 0  # truncations and reorders so far: `recover` needs caches that have grown alike
         self.saved = SavedPieces()
         self.known_appends = Memo[bool]()  # signatures of new tokens that this cache and its forks have checked
         self.prepared_steps = Memo[Any]()  # steps on this cache and its forks, which `decoding` prepares
         places = self.mesh, self.token_axis, self.device
-        fail = self.calls.raise_uncompared
-        self.shards = make_shards(sizes, *places, copies=copies, shares=shares, folder=folder, fail=fail)
+        fail = self.guard.raise_uncompared
+        self.local_shards = make_shards(config, *places, copies=copies, shares=shares, folder=folder, fail=fail)
 
     def __repr__(self) -> str:
-        """Return the sizes and how many tokens are cached."""
+        """Return the configuration and how many tokens are cached."""
         layout = "block-cyclic" if self.is_block_cyclic else "in the layout of a sharded prefill"
-        return f"KVCache({self.sizes}, {self.length} tokens, {self.used} on this rank, {layout})"
+        return f"KVCache({self.config}, {self.length} tokens, {self.used} on this rank, {layout})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
         """Return the same tokens in tensors of their own, on the same mesh."""
         other = self._twin()
-        other.shards = self.shards.clone()
+        other.local_shards = self.local_shards.clone()
         return other
 
     def _twin(self) -> "KVCache":
@@ -179,10 +179,10 @@ class KVCache(CacheProperties):
         >>> cache.length, other.length
         (20, 23)
         """
-        with self.calls.agreement("fork", lambda: {"tokens": self.length}):
+        with self.guard.agreement("fork", lambda: {"tokens": self.length}):
             self.saved.check_written()
         other = self._twin()
-        other.shards = self.shards.fork()
+        other.local_shards = self.local_shards.fork()
         return other
 
     def append(self, k: Tensor, v: Tensor | None = None, *, token_mask: Tensor | None = None) -> None:
@@ -210,19 +210,19 @@ class KVCache(CacheProperties):
         tensor([2, 3])
         """
 
-        uncompared = token_mask is None and not self.calls.will_compare("append")
-        if uncompared and append_known(self.known_appends, k, v, self.shards):
+        uncompared = token_mask is None and not self.guard.will_compare("append")
+        if uncompared and append_known(self.known_appends, k, v, self.local_shards):
             return
         new = NewTokens(k, v, token_mask)
-        with self.calls.agreement("append", new.compared_fields):
-            new.check(self.sizes, self.device)
-            self.shards.check_unpadded("append", token_mask)
-            self.shards.check_fits("append", k.shape[2], self.shards.rank_counts)
+        with self.guard.agreement("append", new.fields):
+            new.check(self.config, self.device)
+            self.local_shards.check_unpadded("append", token_mask)
+            self.local_shards.check_fits("append", k.shape[2], self.local_shards.rank_counts)
         with torch.no_grad():
-            self.shards.append(tensors_to_store(k, v), token_mask)
+            self.local_shards.append(tensors_to_store(k, v), token_mask)
         if token_mask is not None and not torch.compiler.is_compiling():
             self.history.add_padding(token_mask, self.length - k.shape[2])
-        if (signature := append_signature(k, v, self.shard)) is not None and k.shape[2]:
+        if (signature := append_signature(k, v, self.own_shard)) is not None and k.shape[2]:
             self.known_appends.keep(signature, True)
 
     def append_shard(
@@ -254,26 +254,26 @@ class KVCache(CacheProperties):
         new = NewTokens(k, v, token_mask)
 
         def fields() -> dict[str, object]:
-            return {"tokens": start, "capacity": self.sizes.capacity, "queries": queries, **new.padding_fields()}
+            return {"tokens": start, "capacity": self.config.capacity, "queries": queries, **new.padding_fields()}
 
-        with self.calls.agreement("append_shard", always=True) as agreement:
-            new.check_shard(self.sizes, self.device, positions, self.mesh.ranks)
+        with self.guard.agreement("append_shard", always=True) as agreement:
+            new.check_shard(self.config, self.device, positions, self.mesh.ranks)
             check_count("append_shard queries", queries, "count the last tokens to decode")
-            report = self.shard.block_cyclic.report_of(self.token_axis.index, positions)
+            report = self.own_shard.block_cyclic.report_of(self.token_axis.index, positions)
             table = agreement.compare(fields, payload=report)
-        reports = self.shard.block_cyclic.reports_in(table)
-        rank_counts = self.shards.rank_counts.with_shards(start, reports)
+        reports = self.own_shard.block_cyclic.reports_in(table)
+        rank_counts = self.local_shards.rank_counts.with_shards(start, reports)
         new_count = sum(report.token_count for report in reports)
-        new.check_token_mask("append_shard", self.sizes, new_count)
-        self.shards.check_unpadded("append_shard", token_mask)
-        self.shards.check_fits("append_shard", new_count, rank_counts)
+        new.check_token_mask("append_shard", self.config, new_count)
+        self.local_shards.check_unpadded("append_shard", token_mask)
+        self.local_shards.check_fits("append_shard", new_count, rank_counts)
         with torch.no_grad():
             per_shard = [report.token_count for report in reports]
-            rows = tuple(map(self.sizes.rows_of, tensors_to_store(k, v)))
+            rows = tuple(map(self.config.rows_of, tensors_to_store(k, v)))
             rows, tokens = swap_tokens_for_heads(rows, positions.to(self.device), per_shard, self.mesh)
             with self._on_files("append_shard"):
-                self.shards.append_at(rows, tokens, new_count, token_mask, queries)
-        self.shards.rank_counts = rank_counts
+                self.local_shards.append_at(rows, tokens, new_count, token_mask, queries)
+        self.local_shards.rank_counts = rank_counts
         self.history.add_padding(token_mask, start)
 
     def _on_files(self, name: str) -> Agreement:
@@ -281,7 +281,7 @@ class KVCache(CacheProperties):
 
         Else one could append before another has truncated, and end.
         """
-        return Agreement(self.mesh, name, is_compared=self.shard.is_in_files and self.mesh.ranks > 1)
+        return Agreement(self.mesh, name, is_compared=self.own_shard.is_in_files and self.mesh.ranks > 1)
 
     @torch.no_grad()
     def truncate(self, length: int) -> None:
@@ -307,15 +307,15 @@ class KVCache(CacheProperties):
         self.saved.finish_writing()
         before = self.length
         always = not self.is_block_cyclic  # then only the other ranks know how many tokens they keep
-        with self.calls.agreement("truncate", always=always) as agreement:
-            self.shards.check_length(length, before)
-            numbers = (self.token_axis.index, self.shard.count_before(length)) if always else ()
+        with self.guard.agreement("truncate", always=always) as agreement:
+            self.local_shards.check_length(length, before)
+            numbers = (self.token_axis.index, self.own_shard.count_before(length)) if always else ()
             table = agreement.compare({"to": length}, payload=numbers)
-        self.saved.forget(self.shard.count_before(length))
+        self.saved.forget(self.own_shard.count_before(length))
         with self._on_files("truncate"):
-            self.shards.truncate(length, table)
+            self.local_shards.truncate(length, table)
         self.changes += 1
-        self.history.truncate(length, self.shard.token_mask)
+        self.history.truncate(length, self.own_shard.token_mask)
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -337,18 +337,18 @@ class KVCache(CacheProperties):
         20
         """
         with self._on_files("flush"):
-            if isinstance(self.shard, TieredShard):
-                self.shard.flush()
+            if isinstance(self.own_shard, TieredShard):
+                self.own_shard.flush()
 
     @torch.no_grad()
     def move_hot(self, device: torch.device) -> None:
         """Let the newest tokens of one rank be on another device."""
-        shard, self.device, self.history = self.shard, device, self.history.copied_to(device)
+        shard, self.device, self.history = self.own_shard, device, self.history.copied_to(device)
         assert isinstance(shard, TieredShard)
-        self.calls = ComparedCalls(self.mesh, device, self.calls.checked)
+        self.guard = CallGuard(self.mesh, device, self.guard.checked)
         self.prepared_steps = Memo[Any]()  # others have kernels of the device before
-        self.shards.own = shard.with_hot_on(device, self.calls.raise_uncompared)
-        self.shards.known_length = self.shard.length
+        self.local_shards.own = shard.with_hot_on(device, self.guard.raise_uncompared)
+        self.local_shards.known_length = self.own_shard.length
 
     @torch.no_grad()
     def reserve(self, capacity: int) -> None:
@@ -364,12 +364,12 @@ class KVCache(CacheProperties):
         >>> cache.reserve(100)
         >>> cache.append(*torch.randn(2, 1, 2, 50, 4))
         """
-        sizes = replace(self.sizes, capacity=capacity)
-        always = self.calls.checked is not False
-        with self.calls.agreement("reserve", {"capacity": capacity}, always=always):
-            sizes.check(self.mesh.heads.size)
-        with self.calls.agreement("reserve", always=always):
-            sizes.allocating()(partial(self.shards.grow, sizes))()
+        config = replace(self.config, capacity=capacity)
+        always = self.guard.checked is not False
+        with self.guard.agreement("reserve", {"capacity": capacity}, always=always):
+            config.check(self.mesh.heads.size)
+        with self.guard.agreement("reserve", always=always):
+            config.allocating()(partial(self.local_shards.grow, config))()
 
     @torch.no_grad()
     def reorder(self, batch_index: Tensor) -> None:
@@ -387,15 +387,15 @@ class KVCache(CacheProperties):
 
         >>> cache = KVCache(None, batch=2, kv_heads=2, head_dim=4, capacity=100, dtype=torch.float32)
         >>> cache.reorder(torch.tensor([1, 1, 0]))
-        >>> cache.sizes.batch
+        >>> cache.config.batch
         3
         """
-        with self.calls.agreement("reorder", lambda: {"to": batch_index.tolist()}):
-            check_order(self.sizes, batch_index)
+        with self.guard.agreement("reorder", lambda: {"to": batch_index.tolist()}):
+            check_order(self.config, batch_index)
         self.saved.finish_writing()
         index = batch_index.to(self.device)
         self.saved.forget()  # else a save after an error would link to files of another order
-        for shard in self.shards.all:
+        for shard in self.local_shards.all:
             shard.reorder(index)
         self.history.add_order(index)
         self.changes += 1
@@ -415,7 +415,7 @@ class KVCache(CacheProperties):
         >>> pages.keys[pages.block_table[1].long()].flatten(0, 1)[:20, 0].equal(cache.keys[1, 0, :20])
         True
         """
-        return pages_of(self.shard)
+        return pages_of(self.own_shard)
 
     def append_pages(self, keys: Tensor, values: Tensor | None, block_table: Tensor) -> None:
         """Add the first tokens from an engine's pool, which stays unchanged while the cache is in use.
@@ -440,7 +440,7 @@ class KVCache(CacheProperties):
         >>> cache.length
         48
         """
-        append_blocks(self.shards, self.calls, tensors_to_store(keys, values), block_table)
+        append_blocks(self.local_shards, self.guard, tensors_to_store(keys, values), block_table)
 
     def save(self, path: str | Path, *, wait: bool = True) -> Saving:
         """Write the cache to a folder, each rank its own tokens. The previous save stays until this one is complete.
@@ -506,18 +506,18 @@ class KVCache(CacheProperties):
         """
         options = {"device": device, "checked": checked, "copies": copies, "shares": shares}
         [cache], _, _ = load_caches(cls, path, mesh, LayersToLoad(1, capacity, hot=hot), **options)
-        replace(cache.sizes, hot=hot).check(cache.shard.heads.size)  # a window takes no hot=
+        replace(cache.config, hot=hot).check(cache.own_shard.heads.size)  # a window takes no hot=
         return cast(Self, cache)
 
 
-def check_order(sizes: CacheConfig, batch_index: Tensor) -> None:
+def check_order(config: CacheConfig, batch_index: Tensor) -> None:
     """Raise unless `batch_index` holds indices of sequences."""
     if not isinstance(batch_index, Tensor) or batch_index.dtype != torch.int64:
         given = str(batch_index.dtype) if isinstance(batch_index, Tensor) else type(batch_index).__name__
         raise DtypeError("reorder", "a tensor of torch.int64", given, "pass torch.tensor([...])")
     indices = batch_index.ndim == 1 and len(batch_index) > 0
-    if not indices or not bool(((batch_index >= 0) & (batch_index < sizes.batch)).all()):
-        expected = f"a number of a sequence below {sizes.batch} for each"
+    if not indices or not bool(((batch_index >= 0) & (batch_index < config.batch)).all()):
+        expected = f"a number of a sequence below {config.batch} for each"
         raise ShapeError(
-            "reorder", expected, f"{batch_index.tolist()}"[:60], f"pass indices from 0 to {sizes.batch - 1}"
+            "reorder", expected, f"{batch_index.tolist()}"[:60], f"pass indices from 0 to {config.batch - 1}"
         )

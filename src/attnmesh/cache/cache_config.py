@@ -28,7 +28,7 @@ VALUES = ("separate", "prefix", "none")
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """Sizes and options of one layer's keys and values over all ranks, as `KVCache.sizes` has them."""
+    """Sizes and options of one layer's keys and values over all ranks, as `KVCache.config` has them."""
 
     batch: int
     kv_heads: int
@@ -55,8 +55,8 @@ class CacheConfig:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @cached_property
-    def common_sizes(self) -> "CacheConfig":
-        """The sizes that caches in one call have in common."""
+    def common_config(self) -> "CacheConfig":
+        """What caches in one call have in common."""
         return replace(self, capacity=1, block=1, keep=0, hot=None)
 
     @property
@@ -102,9 +102,9 @@ class CacheConfig:
         """Raise unless every size is supported and the heads axis divides the key heads."""
         for name in NUMBERS:
             least = 0 if name == "value_dim" and self.values == "none" else 1
-            number = check_int(f"KVCache {name}", getattr(self, name), least, f"pass a Python int of {least} or more")
-            if number > LARGEST:
-                raise ShapeError(f"KVCache {name}", f"at most {LARGEST:,}", f"{number:,}", "pass a smaller one")
+            size = check_int(f"KVCache {name}", getattr(self, name), least, f"pass a Python int of {least} or more")
+            if size > LARGEST:
+                raise ShapeError(f"KVCache {name}", f"at most {LARGEST:,}", f"{size:,}", "pass a smaller one")
         if not isinstance(self.dtype, torch.dtype) or str(self.dtype).removeprefix("torch.") not in DTYPE_NAMES:
             raise DtypeError(
                 "KVCache dtype", f"one of {', '.join(DTYPE_NAMES)}", repr(self.dtype), "pass the model's dtype"
@@ -154,7 +154,7 @@ class CacheConfig:
             raise ShapeError("KVCache capacity", "tokens that fit the device's memory", given, fix) from error
 
     def to_code(self) -> list[int]:
-        """Return the sizes as integers, for a file or a message."""
+        """Return the configuration as integers, for a file or a message."""
         numbers = [
             *(getattr(self, name) for name in NUMBERS),
             DTYPE_NAMES.index(str(self.dtype).removeprefix("torch.")),
@@ -165,12 +165,12 @@ class CacheConfig:
 
     @staticmethod
     def from_code(code: list[int]) -> "CacheConfig":
-        """Return the sizes that `to_code` wrote."""
+        """Return the configuration that `to_code` wrote."""
         batch, kv_heads, head_dim, value_dim, capacity, block, dtype, *optional = code
         numbers = batch, kv_heads, head_dim, value_dim, capacity, block, getattr(torch, DTYPE_NAMES[dtype])
         storage, values = divmod(optional[0] if optional else 0, len(VALUES))
-        sizes = CacheConfig(*numbers, VALUES[values], storage=(None, *STORAGES)[storage])
-        return replace(sizes, keep=optional[1], mask=Mask.from_code(optional[2:])) if optional[1:] else sizes
+        config = CacheConfig(*numbers, VALUES[values], storage=(None, *STORAGES)[storage])
+        return replace(config, keep=optional[1], mask=Mask.from_code(optional[2:])) if optional[1:] else config
 
 
 def check_key_heads(subject: str, kv_heads: int, heads_axis: int) -> None:

@@ -1,4 +1,4 @@
-"""Properties of a cache: sizes, lengths, keys and values of this rank, read from its shards."""
+"""Properties of a cache: configuration, lengths, keys and values of this rank, read from its shards."""
 
 from torch import Tensor
 
@@ -6,6 +6,7 @@ from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.local_shards import LocalShards
 from attnmesh.core.layout import Striped
+from attnmesh.errors import warn_once
 from attnmesh.kernels.cache_view import LENGTH
 from attnmesh.kernels.padding import Padding
 
@@ -13,17 +14,23 @@ from attnmesh.kernels.padding import Padding
 class CacheProperties:
     """Properties of a cache, from the shards that this rank keeps."""
 
-    shards: LocalShards
+    local_shards: LocalShards
 
     @property
-    def shard(self) -> CacheShard:
+    def own_shard(self) -> CacheShard:
         """This rank's own shard."""
-        return self.shards.own
+        return self.local_shards.own
+
+    @property
+    def config(self) -> CacheConfig:
+        """Sizes and options of this layer over all ranks."""
+        return self.own_shard.config
 
     @property
     def sizes(self) -> CacheConfig:
-        """Sizes of this layer over all ranks."""
-        return self.shard.sizes
+        """The former name of `config`."""
+        warn_once("KVCache.sizes is KVCache.config now, and will be removed. Fix: read cache.config.", FutureWarning)
+        return self.config
 
     @property
     def keys(self) -> Tensor:
@@ -33,50 +40,50 @@ class CacheProperties:
         then are. With `storage=` they are rows of bytes:
         `core.storage.storage_of(rows).dequantize(rows)` returns their numbers.
         """
-        return self.shard.whole().view.keys
+        return self.own_shard.whole().view.keys
 
     @property
     def values(self) -> Tensor:
         """This rank's values, in the slots of its keys. In 8 bits a prefix of the keys is their rows."""
-        return self.shard.whole().view.values
+        return self.own_shard.whole().view.values
 
     @property
     def padding(self) -> Padding | None:
         """Padding of the batch, or None if all tokens are real."""
-        return self.shard.padding
+        return self.own_shard.padding
 
     @property
     def length(self) -> int:
         """Cached tokens per sequence on all ranks, padding included."""
-        return self.shards.length
+        return self.local_shards.length
 
     @property
     def used(self) -> int:
         """Cached tokens per sequence on this rank."""
-        return self.shard.used_slots + self.shard.earlier_tokens
+        return self.own_shard.used_slots + self.own_shard.earlier_tokens
 
     @property
     def nbytes(self) -> int:
         """Bytes of the cached tokens in this rank's own shard, scales of 8 bits included."""
-        return self.shard.token_bytes
+        return self.own_shard.token_bytes
 
     @property
     def lengths(self) -> Tensor:
         """Real tokens of each sequence on all ranks, (batch,)."""
-        length = self.shard.device_counts[LENGTH].expand(self.sizes.batch)
+        length = self.own_shard.device_counts[LENGTH].expand(self.config.batch)
         return (length if self.padding is None else self.padding.lengths).clone()
 
     @property
     def shares(self) -> tuple[float, ...] | None:
         """Ratios of the tokens of each rank; None for even shares."""
-        return self.shard.block_cyclic.shares
+        return self.own_shard.block_cyclic.shares
 
     @property
     def layout(self) -> Striped:
         """Layout of a sharded prefill of an empty cache, after which its tokens are block-cyclic."""
-        return Striped(self.shard.block_cyclic.block)
+        return Striped(self.own_shard.block_cyclic.block)
 
     @property
     def is_block_cyclic(self) -> bool:
         """True if all tokens lie where the block-cyclic layout puts them, as after `append` alone."""
-        return self.shards.rank_counts.start == 0
+        return self.local_shards.rank_counts.start == 0

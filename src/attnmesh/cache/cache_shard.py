@@ -28,15 +28,15 @@ SLACK = 2
 """Tokens by which a prefill shard may exceed an even share: each of a zigzag's two chunks is rounded up."""
 
 
-def usual_slots(sizes: CacheConfig, turn: Turn) -> int:
+def usual_slots(config: CacheConfig, turn: Turn) -> int:
     """Return the slots of a rank for tokens that are spread as the ranks' shares."""
-    share = turn.share(sizes.kept) + turn.width + SLACK
-    return min(sizes.capacity, share if sizes.mask is None else share + turn.width + spare_slots(sizes, turn))
+    share = turn.share(config.kept) + turn.width + SLACK
+    return min(config.capacity, share if config.mask is None else share + turn.width + spare_slots(config, turn))
 
 
-def spare_slots(sizes: CacheConfig, turn: Turn) -> int:
+def spare_slots(config: CacheConfig, turn: Turn) -> int:
     """Return the slots that are free after tokens were forgotten, so that few tokens are moved per new one."""
-    return max(turn.width, sizes.kept * turn.width // turn.period // 8)
+    return max(turn.width, config.kept * turn.width // turn.period // 8)
 
 
 def rows_of_slots(slots: int, block: int) -> int:
@@ -44,12 +44,12 @@ def rows_of_slots(slots: int, block: int) -> int:
     return -(-(slots + 1) // block) * block
 
 
-def shard_bytes(sizes: CacheConfig, turn: Turn, heads: int, device: torch.device) -> int:
-    """Return the bytes of keys and values that a shard of these sizes takes on a rank."""
-    rows = rows_of_slots(usual_slots(sizes, turn), sizes.block)
-    dtype = sizes.row_dtype
-    width = sum(width_in_memory(width, dtype, device) for width in sizes.row_widths)
-    return rows * sizes.batch * (sizes.kv_heads // heads) * width * dtype.itemsize
+def shard_bytes(config: CacheConfig, turn: Turn, heads: int, device: torch.device) -> int:
+    """Return the bytes of keys and values that such a shard takes on a rank."""
+    rows = rows_of_slots(usual_slots(config, turn), config.block)
+    dtype = config.row_dtype
+    width = sum(width_in_memory(width, dtype, device) for width in config.row_widths)
+    return rows * config.batch * (config.kv_heads // heads) * width * dtype.itemsize
 
 
 NEWEST_TOKENS = 16
@@ -72,15 +72,15 @@ class CacheShard:
     _viewed: tuple[list[Tensor], tuple[FrozenPiece, ...], CacheView | None] = NOT_VIEWED
 
     def __init__(
-        self, sizes: CacheConfig, heads: Axis, block_cyclic: BlockCyclic, device: torch.device, index: int
+        self, config: CacheConfig, heads: Axis, block_cyclic: BlockCyclic, device: torch.device, index: int
     ) -> None:
-        self.sizes, self.heads, self.index, self.device = sizes, heads, index, device
+        self.config, self.heads, self.index, self.device = config, heads, index, device
         self.block_cyclic = block_cyclic
         self.turn = block_cyclic.turns[index]
-        self.slots = self._usual_slots(sizes)
+        self.slots = self._usual_slots(config)
         with torch.inference_mode(False):  # tensors that can be written to in any mode
             self.stored, self.token_index = self._allocate()
-            last = USED if sizes.mask is None else FORGOTTEN_BLOCKS
+            last = USED if config.mask is None else FORGOTTEN_BLOCKS
             self.device_counts = torch.zeros(last + 1, dtype=torch.int64, device=device)
         self.padding: Padding | None = None
         self.used_at_most = 0  # slots in use at most, of a cache that forgets; the CPU need not ask the device
@@ -89,11 +89,11 @@ class CacheShard:
     def _allocate(self) -> tuple[list[Tensor], Tensor]:
         """Return memory for the keys and values of all slots, and for the token in each."""
         # The extra slot takes writes of other ranks' tokens, so that no step asks the device which rank owns a token.
-        sizes = self.sizes
+        config = self.config
         rows = self._rows(self.slots)
-        shape = sizes.batch, sizes.kv_heads // self.heads.size, rows
-        make = partial(empty_rows, dtype=sizes.row_dtype, device=self.device)
-        stored = [with_huge_pages(make((*shape, width)), 2) for width in sizes.row_widths]
+        shape = config.batch, config.kv_heads // self.heads.size, rows
+        make = partial(empty_rows, dtype=config.row_dtype, device=self.device)
+        stored = [with_huge_pages(make((*shape, width)), 2) for width in config.row_widths]
         return stored, torch.zeros(rows, dtype=torch.int64, device=self.device)
 
     @property
@@ -138,25 +138,25 @@ class CacheShard:
 
     def new_view(self) -> CacheView:
         """Return the view, for a graph, which cannot keep one."""
-        rows = self.sizes.keys_and_values(self.stored)
+        rows = self.config.keys_and_values(self.stored)
         pieces = tuple(map(self._view, self.earlier_pieces))
-        return CacheView(*rows, self.token_index, self.device_counts, self.padding, self.sizes.value_dim, pieces)
+        return CacheView(*rows, self.token_index, self.device_counts, self.padding, self.config.value_dim, pieces)
 
     def _view(self, piece: FrozenPiece) -> CacheView:
         """Return the view of an earlier piece. Its queries are the last ones of this cache."""
-        rows = self.sizes.keys_and_values(piece.stored)
+        rows = self.config.keys_and_values(piece.stored)
         padding = None
         if self.padding is not None:
-            positions = piece.token_index.expand(self.sizes.batch, -1) if piece.positions is None else piece.positions
+            positions = piece.token_index.expand(self.config.batch, -1) if piece.positions is None else piece.positions
             padding = self.padding._replace(positions=positions)
         with torch.inference_mode(False):
             length = self.device_counts[LENGTH]
             device_counts = torch.stack((length, torch.full_like(length, piece.token_count)))
-        return CacheView(*rows, piece.token_index, device_counts, padding, self.sizes.value_dim, file=piece.file)
+        return CacheView(*rows, piece.token_index, device_counts, padding, self.config.value_dim, file=piece.file)
 
     def fork(self) -> "CacheShard":
         """Return a shard of the same tokens, which shares whole blocks of slots and copies the rest."""
-        if self.sizes.mask is None:  # else blocks leave, so the window is copied
+        if self.config.mask is None:  # else blocks leave, so the window is copied
             self._share()
         return self._copy()
 
@@ -178,7 +178,7 @@ class CacheShard:
 
     def _share(self) -> None:
         """Move whole blocks of slots to an earlier piece: from now on the shard writes to those after them alone."""
-        whole_slots = self.used_slots // self.sizes.block * self.sizes.block
+        whole_slots = self.used_slots // self.config.block * self.config.block
         if not whole_slots:
             return
         positions = None if self.padding is None else self.padding.positions
@@ -195,7 +195,7 @@ class CacheShard:
         stop, stay, forgotten = self.earlier_tokens, 0, 0
         if tokens is not None:
             stop = tokens
-            stay = tokens // self.sizes.block * self.sizes.block
+            stay = tokens // self.config.block * self.config.block
             forgotten = self.used_slots
         kept_pieces, loose, start = [], [], 0
         for piece in self.earlier_pieces:
@@ -204,7 +204,7 @@ class CacheShard:
             loose += [piece.part(first, last)] * (first < last)
             start += piece.token_count
         if start > stay:
-            self.resize(self.sizes, self.slots + start - stay, forgotten, loose)
+            self.resize(self.config, self.slots + start - stay, forgotten, loose)
             self.earlier_pieces = tuple(kept_pieces)
 
     def whole(self) -> "CacheShard":
@@ -233,9 +233,9 @@ class CacheShard:
         if alone:  # a step of a graph is a few small kernels less
             slots = (used + offsets).clamp(max=self.slots)
         else:
-            is_own = self.turn.holds(tokens) & (tokens < self.sizes.capacity)
+            is_own = self.turn.holds(tokens) & (tokens < self.config.capacity)
             slots = torch.where(is_own, used + is_own.cumsum(0) - 1, self.slots).clamp(max=self.slots)
-        rows = [self.sizes.rows_of(x.chunk(self.heads.size, 1)[self.heads.index]) for x in new]
+        rows = [self.config.rows_of(x.chunk(self.heads.size, 1)[self.heads.index]) for x in new]
         self._write(rows, tokens, slots)
         self._pad(tokens, slots, new_count, token_mask)
         if alone:
@@ -273,9 +273,9 @@ class CacheShard:
         if not length:
             self.device_counts[FORGOTTEN_BLOCKS:].zero_()
 
-    def grow(self, sizes: CacheConfig) -> None:
+    def grow(self, config: CacheConfig) -> None:
         """Reserve memory for a larger capacity, copying one tensor at a time."""
-        self.resize(sizes, max(self.slots, self._usual_slots(sizes) - self.earlier_tokens))
+        self.resize(config, max(self.slots, self._usual_slots(config) - self.earlier_tokens))
 
     def make_room(self, new_count: int, first: Callable[[], int], *, forget: bool = False) -> bool:
         """Make room for `new_count` tokens. Where needed, forget those before token `first()`, and return True."""
@@ -284,14 +284,14 @@ class CacheShard:
         start = first()
         gone = self.count_before(start)
         needed = self.used_slots - gone + new_count
-        usual = self._usual_slots(self.sizes)
-        spare = spare_slots(self.sizes, self.turn)
-        self.resize(self.sizes, usual if needed <= usual else needed + spare, gone)
+        usual = self._usual_slots(self.config)
+        spare = spare_slots(self.config, self.turn)
+        self.resize(self.config, usual if needed <= usual else needed + spare, gone)
         self.has_spare = self.slots > usual and new_count > spare
-        self.device_counts[FORGOTTEN_BLOCKS:].fill_(self.turn.count(start) // self.sizes.block)
+        self.device_counts[FORGOTTEN_BLOCKS:].fill_(self.turn.count(start) // self.config.block)
         return True
 
-    def resize(self, sizes: CacheConfig, slots: int, forgotten: int = 0, before: Sequence[FrozenPiece] = ()) -> None:
+    def resize(self, config: CacheConfig, slots: int, forgotten: int = 0, before: Sequence[FrozenPiece] = ()) -> None:
         """Move the tokens after the first `forgotten` to new memory, behind those of `before`, tensor by tensor.
 
         A save may read the old memory.
@@ -306,15 +306,15 @@ class CacheShard:
             if padding is not None:
                 positions = [self._view(blocks).positions()[:, :-1] for blocks in before]
                 padding = padding.resized(
-                    sizes.capacity, join_rows([*positions, padding.positions[:, forgotten:used]], 1, rows)
+                    config.capacity, join_rows([*positions, padding.positions[:, forgotten:used]], 1, rows)
                 )
             in_place = rows >= len(self.token_index) and not (forgotten or before)  # then the old slots stay valid
             stored = self.stored if in_place else [*self.stored]
-            for number, old in enumerate(self.stored):
-                parts = [blocks.stored[number][:, :, :-1] for blocks in before]
-                stored[number] = join_rows([*parts, old[:, :, forgotten:used]], 2, rows)
+            for index, old in enumerate(self.stored):
+                parts = [blocks.stored[index][:, :, :-1] for blocks in before]
+                stored[index] = join_rows([*parts, old[:, :, forgotten:used]], 2, rows)
         # Assigned last: where an allocation above fails, the shard keeps working at its old capacity.
-        self.stored, self.sizes, self.slots = stored, sizes, slots
+        self.stored, self.config, self.slots = stored, config, slots
         self.token_index, self.padding, self.device_counts = token_index, padding, device_counts
         self.used_at_most = used - forgotten + sum(blocks.token_count for blocks in before)
         self.device_counts[USED] = self.used_at_most
@@ -323,14 +323,14 @@ class CacheShard:
         """Replace sequence b by sequence `index[b]`; the batch may change."""
         used, self._viewed = self.used_slots, NOT_VIEWED
         padding = self.padding and self.padding.reordered(index)
-        earlier_pieces = tuple(piece.reordered(index, self.sizes.block) for piece in self.earlier_pieces)
-        if len(index) != self.sizes.batch:
+        earlier_pieces = tuple(piece.reordered(index, self.config.block) for piece in self.earlier_pieces)
+        if len(index) != self.config.batch:
             with torch.inference_mode(False):
                 blank = (empty_rows((len(index), *x.shape[1:]), x.dtype, x.device) for x in self.stored)
                 self.stored = [
                     torch.index_select(x, 0, index, out=new) for x, new in zip(self.stored, blank, strict=True)
                 ]
-            self.sizes = replace(self.sizes, batch=len(index))
+            self.config = replace(self.config, batch=len(index))
         else:
             for head in range(self.stored[0].shape[1]):  # the temporary copy is one head
                 for x in self.stored:
@@ -341,20 +341,20 @@ class CacheShard:
         """Mark the tokens from `first` up to `length` as present. Return how many of them this rank holds."""
         gone = self.turn.count(first)
         used = self.used_at_most = self.turn.count(length) - gone
-        counts = [length, used, gone // self.sizes.block][: len(self.device_counts)]
+        counts = [length, used, gone // self.config.block][: len(self.device_counts)]
         self.device_counts.copy_(torch.tensor(counts, device="cpu"))
         if token_mask is not None:
             zero = torch.zeros_like(self.device_counts[LENGTH])
             slots = torch.arange(used, device=self.device)
-            self.padding = Padding.none(self.sizes.batch, self.sizes.capacity, self.token_index, zero)
+            self.padding = Padding.none(self.config.batch, self.config.capacity, self.token_index, zero)
             self.padding.add(zero, token_mask.to(self.device), self.token_index[:used], slots)
         return used
 
-    def _usual_slots(self, sizes: CacheConfig) -> int:
-        return usual_slots(sizes, self.turn)
+    def _usual_slots(self, config: CacheConfig) -> int:
+        return usual_slots(config, self.turn)
 
     def _rows(self, slots: int) -> int:
-        return rows_of_slots(slots, self.sizes.block)
+        return rows_of_slots(slots, self.config.block)
 
     def append_run(self, new: Tensors, new_count: int, length: int, used: int) -> bool:
         """Add new tokens that fit, or return False. Those that one rank owns take one copy of each tensor.
@@ -372,7 +372,7 @@ class CacheShard:
         start, width, period = self.turn
         stop = used + new_count
         end = (length - start) % period + new_count
-        if length + new_count > self.sizes.capacity:
+        if length + new_count > self.config.capacity:
             return False
         if end - new_count >= width and end <= period:
             self._skip_run(new_count, length, used)
@@ -382,8 +382,8 @@ class CacheShard:
         if stop > self.slots:
             return False
         rows = new if self.heads.size == 1 else [x.chunk(self.heads.size, 1)[self.heads.index] for x in new]
-        if self.sizes.storage is not None:
-            rows = [*map(self.sizes.rows_of, rows)]
+        if self.config.storage is not None:
+            rows = [*map(self.config.rows_of, rows)]
         self._write_run(rows, new_count, length, used)
         return True
 
@@ -429,7 +429,7 @@ class CacheShard:
         if token_mask is None and self.padding is None:
             return
         length = self.device_counts[LENGTH]
-        sizes = self.sizes
-        self.padding = self.padding or Padding.none(sizes.batch, sizes.capacity, self.token_index, length)
-        all_real = torch.ones(sizes.batch, new_count, dtype=torch.bool, device=self.device)
+        config = self.config
+        self.padding = self.padding or Padding.none(config.batch, config.capacity, self.token_index, length)
+        all_real = torch.ones(config.batch, new_count, dtype=torch.bool, device=self.device)
         self.padding.add(length, all_real if token_mask is None else token_mask.to(self.device), tokens - length, slots)

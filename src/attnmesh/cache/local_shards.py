@@ -111,21 +111,21 @@ class LocalShards:
         Each step asks, known or new, so what else these shards may refuse belongs here.
         """
         shard = self.own
-        sizes = shard.sizes
+        config = shard.config
         if reproducible:
             if shard.padding is not None or self.rank_counts.start:
                 return StepFault.LAYOUT
             if not shard.block_cyclic.is_even:
                 return StepFault.SHARES
-            if sizes.hot is not None and shard.device.type != "cpu":
+            if config.hot is not None and shard.device.type != "cpu":
                 return StepFault.TIERS
         if queries is not None:
             length = self.known_length
             if shard.device.type != "cuda" or (self.in_graphs and not is_capturing(shard.device)):
                 length = shard.device_counts.tolist()[LENGTH]
-            if not queries <= length <= sizes.capacity:
+            if not queries <= length <= config.capacity:
                 return StepFault.LENGTH
-            if sizes.mask is not None and not self.serves(length - queries):
+            if config.mask is not None and not self.serves(length - queries):
                 return StepFault.FORGOTTEN
         return StepFault.SHARED if reproducible and self.forked else None
 
@@ -135,12 +135,12 @@ class LocalShards:
         fault = self.step_fault(None if in_graph else queries, reproducible=reproducible)
         if fault is None or fault is StepFault.SHARED:
             return
-        own, sizes = self.own, self.own.sizes
+        own, config = self.own, self.own.config
         match fault:
             case StepFault.LENGTH:
                 length = self.length  # in a capture of a graph no other fault may read it
-                given = f"{queries} queries and {length} of {sizes.capacity} tokens in the cache"
-                fits = queries % sizes.kv_heads == 0 and q.shape[1] <= length <= sizes.capacity
+                given = f"{queries} queries and {length} of {config.capacity} tokens in the cache"
+                fits = queries % config.kv_heads == 0 and q.shape[1] <= length <= config.capacity
                 fix = transpose_hint_first(f"append before {subject}", fits)
                 raise ShapeError(f"{subject} q{of_row}", "as many queries as tokens in the cache, or fewer", given, fix)
             case StepFault.FORGOTTEN:
@@ -158,21 +158,21 @@ class LocalShards:
             case StepFault.SHARES:
                 check_even_shares(f"{subject} reproducible", own.block_cyclic.shares, even=False)
             case StepFault.TIERS:
-                given, fix = f"hot={sizes.hot} on {own.device.type}", 'leave one of them out, or pass device="cpu"'
+                given, fix = f"hot={config.hot} on {own.device.type}", 'leave one of them out, or pass device="cpu"'
                 raise KernelError(f"{subject} reproducible", "keys that one kernel reads", given, fix)
             case _:
                 assert_never(fault)
 
     def check_room(self, subject: str, row: int, new_count: int) -> None:
         """Raise unless a row of `new_count` tokens fits. Counts of ranks are read only where there may be no room."""
-        if self.length + new_count > self.own.sizes.capacity or self.rank_counts.start:
+        if self.length + new_count > self.own.config.capacity or self.rank_counts.start:
             self.check_fits(f"{subject} k of row {row}", new_count, self.rank_counts)
 
     def check_fits(self, subject: str, new_count: int, rank_counts: TokenCounts) -> None:
         """Raise, before anything is written, unless `new_count` tokens fit the capacity, and each rank."""
         if torch.compiler.is_compiling():
             return
-        capacity = self.own.sizes.capacity
+        capacity = self.own.config.capacity
         unsure = self.in_graphs or self.known_length + new_count > capacity
         if self.own.device.type != "cuda" or (unsure and may_compare(self.own.device)):
             self.known_length = self.length
@@ -185,11 +185,11 @@ class LocalShards:
 
     def _slots(self, rank: int) -> int:
         """Return the slots of a rank of a cache that keeps every token, earlier pieces included."""
-        return usual_slots(self.own.sizes, self.own.block_cyclic.turns[rank])
+        return usual_slots(self.own.config, self.own.block_cyclic.turns[rank])
 
     def check_unpadded(self, subject: str, token_mask: Tensor | None) -> None:
         """Raise if a cache in a folder, or in two memories, gets padding."""
-        is_hot = self.own.sizes.hot is not None
+        is_hot = self.own.config.hot is not None
         if token_mask is None or not (is_hot or self.own.is_in_files) or bool(token_mask.all()):
             return
         expected, fix = "sequences without padding in a folder", "give each sequence a folder of its own"
@@ -200,7 +200,7 @@ class LocalShards:
     @property
     def forget_mask(self) -> Mask | None:
         """The mask by which tokens are forgotten, or None."""
-        return self.own.sizes.mask
+        return self.own.config.mask
 
     def serves(self, query: int) -> bool:
         """Return whether all tokens that queries from token `query` on see are cached."""
@@ -227,12 +227,12 @@ class LocalShards:
             return 0
         shard, length, real = self.own, self.known_length, None
         if shard.padding is not None or token_mask is not None:
-            real = torch.ones(shard.sizes.batch, length + new_count, dtype=torch.bool, device=shard.device)
+            real = torch.ones(shard.config.batch, length + new_count, dtype=torch.bool, device=shard.device)
             if shard.padding is not None:
                 real[:, :length] = shard.padding.token_mask[:, :length]
             if token_mask is not None:
                 real[:, length:] = token_mask.to(shard.device)
-        return first_needed(self.forget_mask, self.first_query, shard.sizes.block, real)
+        return first_needed(self.forget_mask, self.first_query, shard.config.block, real)
 
     @property
     def window_start(self) -> WindowStart:
@@ -292,11 +292,11 @@ class LocalShards:
             self.rank_counts = TokenCounts(self.own.block_cyclic, length, tuple(count for _, count in kept))
         self.known_length, self.first_query = length, min(self.first_query, length)
 
-    def grow(self, sizes: CacheConfig) -> None:
+    def grow(self, config: CacheConfig) -> None:
         """Reserve memory for a larger capacity. A shard that already has it stays as it is."""
-        for shard in self.all[::-1]:  # the own shard last: its sizes are the cache's
-            if sizes.capacity > shard.sizes.capacity:
-                shard.grow(sizes)
+        for shard in self.all[::-1]:  # the own shard last: its config is the cache's
+            if config.capacity > shard.config.capacity:
+                shard.grow(config)
 
     def prepare(self, length: int, start: WindowStart) -> None:
         """Make room for the tokens from the first one up to `length`, to be written at their block-cyclic slots."""
@@ -315,7 +315,7 @@ class LocalShards:
 
     def _move_first_query(self, new_count: int, queries: int) -> None:
         """Forget, when memory is needed, what neither the last queries nor those after a truncation see."""
-        past = max(queries, self.own.sizes.keep + 1)
+        past = max(queries, self.own.config.keep + 1)
         self.first_query = max(self.first_query, self.known_length + new_count - past)
 
     def _advance(self, new_count: int) -> None:
@@ -356,8 +356,8 @@ def keepers_by_rank(hosts: Sequence[Sequence[int]], copies: int) -> dict[int, li
     """
     groups = hosts if len(hosts) >= copies else [[rank] for host in hosts for rank in host]
     keepers: dict[int, list[int]] = {}
-    for number, group in enumerate(groups):
-        next_groups = [groups[(number + step) % len(groups)] for step in range(1, copies)]
+    for place, group in enumerate(groups):
+        next_groups = [groups[(place + step) % len(groups)] for step in range(1, copies)]
         keepers |= {rank: [other[index % len(other)] for other in next_groups] for index, rank in enumerate(group)}
     return keepers
 

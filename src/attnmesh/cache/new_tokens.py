@@ -48,7 +48,7 @@ class NewTokens(NamedTuple):
     v: Tensor | None
     token_mask: Tensor | None
 
-    def compared_fields(self) -> Mapping[str, object]:
+    def fields(self) -> Mapping[str, object]:
         """Return what ranks compare of tokens that are the same on all."""
         return fingerprints(self._asdict())
 
@@ -57,31 +57,31 @@ class NewTokens(NamedTuple):
         shape = None if self.token_mask is None else list(self.token_mask.shape)
         return {"padding": shape, "checksum": chained_checksum(0, self.token_mask)}
 
-    def check(self, sizes: CacheConfig, device: torch.device) -> None:
+    def check(self, config: CacheConfig, device: torch.device) -> None:
         """Raise unless they are all new tokens, for every rank of a cache to keep its share."""
         k, v, token_mask = self
-        check_new("append", sizes, k, v, device)
+        check_new("append", config, k, v, device)
         check_not_cut("append", {"k": k, "v": v}, "call append_shard with its positions, on a cache of its mesh")
-        self.check_token_mask("append", sizes, k.shape[2])
+        self.check_token_mask("append", config, k.shape[2])
         check_captured("append", token_mask, device)
 
-    def check_shard(self, sizes: CacheConfig, device: torch.device, positions: Tensor, ranks: int) -> None:
+    def check_shard(self, config: CacheConfig, device: torch.device, positions: Tensor, ranks: int) -> None:
         """Raise unless they are the new tokens of one of so many ranks, at these positions."""
         k, v, _ = self
-        check_new("append_shard", sizes, k, v, device)
+        check_new("append_shard", config, k, v, device)
         check_positions("append_shard positions", positions, k.shape[2])
         check_equal_cuts("append_shard", {"k": k, "v": v, "positions": positions})
         if ranks == 1:
             check_not_cut("append_shard", {"k": k, "v": v}, "make the cache with the mesh of am.shard")
-        self.check_token_mask("append_shard", sizes, None)
+        self.check_token_mask("append_shard", config, None)
 
-    def check_token_mask(self, subject: str, sizes: CacheConfig, tokens: int | None) -> None:
+    def check_token_mask(self, subject: str, config: CacheConfig, tokens: int | None) -> None:
         """Raise unless the mask has one bool per token; `tokens=None` accepts any number."""
         token_mask = self.token_mask
         if token_mask is None:
             return
         shape = tuple(token_mask.shape) if isinstance(token_mask, Tensor) else ()
-        expected_shape = (sizes.batch, shape[-1] if tokens is None and len(shape) == 2 else tokens)
+        expected_shape = (config.batch, shape[-1] if tokens is None and len(shape) == 2 else tokens)
         if not isinstance(token_mask, Tensor) or token_mask.dtype != torch.bool or shape != expected_shape:
             given = f"{token_mask.dtype} {shape}" if isinstance(token_mask, Tensor) else type(token_mask).__name__
             fix = "pass attention_mask.bool(), of the new tokens alone"
@@ -97,7 +97,7 @@ def append_known(signatures: Memo[bool], k: Tensor, v: Tensor | None, shards: Lo
         return False  # a shard, which is refused
     length_and_used = shards.length_and_used(shard)
     new_count = k.shape[2]
-    if length_and_used is None or not new_count or length_and_used[0] + new_count > shard.sizes.capacity:
+    if length_and_used is None or not new_count or length_and_used[0] + new_count > shard.config.capacity:
         return False
     if shard.padding is not None or shards.rank_counts.start:
         return False
@@ -114,4 +114,4 @@ def append_signature(k: Tensor, v: Tensor | None, shard: CacheShard) -> tuple[An
     """Return all that the checks of new tokens depend on. None is for tokens that PyTorch has to know of."""
     if not are_plain(*tensors_to_store(k, v), on_gpu=shard.device.type == "cuda"):
         return None
-    return (k.shape, k.dtype, shard.sizes) if v is None else (k.shape, v.shape, k.dtype, v.dtype, shard.sizes)
+    return (k.shape, k.dtype, shard.config) if v is None else (k.shape, v.shape, k.dtype, v.dtype, shard.config)

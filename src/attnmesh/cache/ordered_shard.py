@@ -47,4 +47,4 @@ class OrderedShard(CacheShard):
             own_indices = self.turn.holds(tokens).nonzero().flatten()
             rows = [x.index_select(2, own_indices.to(self.device)) for x in rows]
             tokens = tokens[own_indices]
-        return [*map(self.sizes.rows_of, rows)], tokens
+        return [*map(self.config.rows_of, rows)], tokens

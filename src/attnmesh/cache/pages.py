@@ -11,7 +11,7 @@ from attnmesh.cache.frozen_piece import FrozenPiece
 from attnmesh.cache.local_shards import LocalShards
 from attnmesh.checks.argument_checks import check_tensor
 from attnmesh.errors import DtypeError, KernelError, ShapeError, type_and_shape
-from attnmesh.guard.agreement import ComparedCalls
+from attnmesh.guard.agreement import CallGuard
 
 
 class Pages(NamedTuple):
@@ -40,25 +40,25 @@ def pages_of(shard: CacheShard) -> list[Pages]:
     return [_pages(piece, shard) for piece in (*shard.earlier_pieces, own_piece)]
 
 
-def append_blocks(shards: LocalShards, calls: ComparedCalls, pools: tuple[Tensor, ...], table: Tensor) -> None:
+def append_blocks(shards: LocalShards, guard: CallGuard, pools: tuple[Tensor, ...], table: Tensor) -> None:
     """Add blocks of an engine's pools, of keys and of values if they are separate, as `KVCache.append_pages` does."""
-    sizes = shards.own.sizes
-    with calls.agreement("append_pages", lambda: {"blocks": table.shape[1]}, always=True):
+    config = shards.own.config
+    with guard.agreement("append_pages", lambda: {"blocks": table.shape[1]}, always=True):
         _check_pools(shards.own, pools, table)
         _check_in_memory("append_pages", shards.own)
         _check_takes_blocks(shards)
-        new_count = table.shape[1] * sizes.block * shards.axis.size
+        new_count = table.shape[1] * config.block * shards.axis.size
         shards.check_fits("append_pages", new_count, shards.rank_counts)
     with torch.no_grad():
-        rows = pools if sizes.storage is None else tuple(pool.view(torch.int8) for pool in pools)
+        rows = pools if config.storage is None else tuple(pool.view(torch.int8) for pool in pools)
         _append(shards, rows, table.long())
 
 
 def _check_in_memory(subject: str, shard: CacheShard) -> None:
     """Raise for a cache in a folder, or in two memories, whose pieces are no pages of an engine."""
-    if shard.sizes.hot is not None:
+    if shard.config.hot is not None:
         fix = "make the cache without hot="
-        raise KernelError(subject, "a cache in one memory", f"hot={shard.sizes.hot}", fix)
+        raise KernelError(subject, "a cache in one memory", f"hot={shard.config.hot}", fix)
     if shard.is_in_files:
         raise KernelError(subject, "a cache in memory", "one in a folder", "call cache.fork() first")
 
@@ -72,17 +72,17 @@ def _check_takes_blocks(shards: LocalShards) -> None:
     if not shard.block_cyclic.is_even:
         fix = "leave shares= out, or copy the tokens with append"
         raise KernelError(subject, "as many blocks on every rank", f"shares={shard.block_cyclic.shares}", fix)
-    if shard.sizes.mask is not None:
-        given = f"a cache with mask={shard.sizes.mask}"
+    if shard.config.mask is not None:
+        given = f"a cache with mask={shard.config.mask}"
         raise KernelError(subject, "a cache that keeps every token", given, "leave mask= out")
 
 
 def _pages(piece: FrozenPiece, shard: CacheShard) -> Pages:
     """Return the pages of some slots. A pool's block and head may overlap in memory, since heads are the outer dim."""
-    size, used = shard.sizes.block, piece.token_count
+    size, used = shard.config.block, piece.token_count
     count = -(-used // size)
-    batch = shard.sizes.batch
-    keys, values = shard.sizes.keys_and_values(piece.stored)
+    batch = shard.config.batch
+    keys, values = shard.config.keys_and_values(piece.stored)
     first = torch.arange(batch, device=shard.device) * (values.stride(0) // (size * values.stride(2)))
     table = first[:, None] + torch.arange(count, device=shard.device)
     blocks_in_pool = int(table.max()) + 1 if table.numel() else 0
@@ -104,7 +104,7 @@ def _append(shards: LocalShards, pools: tuple[Tensor, ...], table: Tensor) -> No
         tokens of rank 1     2 3  6 7 | 10 11
                              shared   | copied
     """
-    shard, size, ranks = shards.own, shards.own.sizes.block, shards.axis.size
+    shard, size, ranks = shards.own, shards.own.config.block, shards.axis.size
     count = table.shape[1]
     slots = torch.arange(count * size, device=shard.device)
     tokens = (slots // size * ranks + shard.index) * size + slots % size
@@ -115,7 +115,7 @@ def _append(shards: LocalShards, pools: tuple[Tensor, ...], table: Tensor) -> No
     if shared_slots:  # with one more slot, as `FrozenPiece` says
         piece = FrozenPiece([x[:, :, : shared_slots + 1] for x in rows], tokens[: shared_slots + 1], None)
         try:
-            shard.resize(shard.sizes, shard.slots - shared_slots)
+            shard.resize(shard.config, shard.slots - shared_slots)
         except BaseException:  # there may be no memory, and the cache is empty still
             shard.truncate(0)
             raise
@@ -139,27 +139,27 @@ def _rows(pool: Tensor, table: Tensor) -> Tensor:
 
 
 def _check_pools(shard: CacheShard, pools: tuple[Tensor, ...], table: Tensor) -> None:
-    sizes = shard.sizes
-    heads = shard.sizes.kv_heads // shard.heads.size
+    config = shard.config
+    heads = shard.config.kv_heads // shard.heads.size
     if shard.length:
         fix = "append the pages first, or make a new cache"
         raise ShapeError("append_pages", "an empty cache", f"{shard.length} tokens", fix)
-    if len(pools) != len(sizes.columns):
+    if len(pools) != len(config.columns):
         fix = "pass values unless the cache has values='prefix' or 'none'"
-        raise ShapeError("append_pages values", f"{len(sizes.columns)} pools", f"{len(pools)}", fix)
-    for name, pool, width in zip(("keys", "values"), pools, sizes.row_widths, strict=False):
+        raise ShapeError("append_pages values", f"{len(config.columns)} pools", f"{len(pools)}", fix)
+    for name, pool, width in zip(("keys", "values"), pools, config.row_widths, strict=False):
         check_tensor(f"append_pages {name}", pool)
-        if pool.ndim != 4 or tuple(pool.shape[1:]) != (sizes.block, heads, width):
-            expected = f"shape (blocks, {sizes.block}, {heads}, {width})"
+        if pool.ndim != 4 or tuple(pool.shape[1:]) != (config.block, heads, width):
+            expected = f"shape (blocks, {config.block}, {heads}, {width})"
             fix = "make the cache with the engine's block, heads and widths"
             raise ShapeError(f"append_pages {name}", expected, f"{tuple(pool.shape)}", fix)
-        check_dtype_and_device(f"append_pages {name}", sizes, pool, shard.device, rows=True)
+        check_dtype_and_device(f"append_pages {name}", config, pool, shard.device, rows=True)
         check_no_gradients("append_pages", {name: pool})
     subject, fix = "append_pages block_table", "pass one row of block numbers for each sequence"
     if not isinstance(table, Tensor) or table.dtype not in (torch.int32, torch.int64):
         raise DtypeError(subject, "a tensor of int32 or int64", type_and_shape(table), fix)
-    if table.ndim != 2 or len(table) != sizes.batch:
-        raise ShapeError(subject, f"shape ({sizes.batch}, blocks)", f"{tuple(table.shape)}", fix)
+    if table.ndim != 2 or len(table) != config.batch:
+        raise ShapeError(subject, f"shape ({config.batch}, blocks)", f"{tuple(table.shape)}", fix)
     if len({len(pool) for pool in pools}) != 1:
         lengths = " and ".join(str(len(pool)) for pool in pools)
         raise ShapeError("append_pages", "pools of the same number of blocks", lengths, "pass the pools of one layer")

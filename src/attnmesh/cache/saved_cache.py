@@ -145,13 +145,13 @@ class LayersToLoad(NamedTuple):
     hot: int | None = None
     """Newest tokens on the device, of layers that keep all tokens; None for all."""
 
-    def sizes(self, saved: tuple[CacheConfig, ...]) -> tuple[CacheConfig, ...]:
-        """Return the sizes of the saved layers, with this room."""
-        saved = tuple(sizes if sizes.mask is not None else replace(sizes, hot=self.hot) for sizes in saved)
+    def configs(self, saved: tuple[CacheConfig, ...]) -> tuple[CacheConfig, ...]:
+        """Return the configurations of the saved layers, with this room."""
+        saved = tuple(config if config.mask is not None else replace(config, hot=self.hot) for config in saved)
         if self.capacity is None:
             return saved
         layers = zip(saved, self.tokens_per_key or [1] * len(saved), strict=True)
-        return tuple(replace(sizes, capacity=-(-self.capacity // tokens)) for sizes, tokens in layers)
+        return tuple(replace(config, capacity=-(-self.capacity // tokens)) for config, tokens in layers)
 
 
 save_caches = LateBound[..., Saving]()

@@ -29,10 +29,10 @@ LEAVING_PARTS = 4
 """Part of the hot tokens that leave together: few moves, of few tokens each."""
 
 
-def hot_tokens(sizes: CacheConfig, turn: Turn) -> int:
+def hot_tokens(config: CacheConfig, turn: Turn) -> int:
     """Return how many of a rank's newest tokens stay on the device: whole blocks."""
-    assert sizes.hot is not None
-    return _in_blocks(turn.share(min(sizes.hot, sizes.capacity)), sizes.block)
+    assert config.hot is not None
+    return _in_blocks(turn.share(min(config.hot, config.capacity)), config.block)
 
 
 def _in_blocks(tokens: int, block: int) -> int:
@@ -42,16 +42,16 @@ def _in_blocks(tokens: int, block: int) -> int:
 class TieredShard(OrderedShard):
     """Tokens of one rank: `stored` are the hot ones, `earlier_pieces` those of the `cold` tier before them."""
 
-    def __init__(self, cold: CacheShard, sizes: CacheConfig, device: torch.device, fail: Fail) -> None:
-        super().__init__(sizes, cold.heads, cold.block_cyclic, device, cold.index)
+    def __init__(self, cold: CacheShard, config: CacheConfig, device: torch.device, fail: Fail) -> None:
+        super().__init__(config, cold.heads, cold.block_cyclic, device, cold.index)
         self.fail = fail
         self.cold, self.is_in_files = cold, cold.is_in_files
         self.known_length = 0  # the CPU counts tokens of all ranks, and in `used_at_most` those in the hot tier
         self.refill_hot()
 
-    def _usual_slots(self, sizes: CacheConfig) -> int:
-        stay = hot_tokens(sizes, self.turn)
-        return stay + _in_blocks(stay // LEAVING_PARTS, sizes.block) + sizes.block
+    def _usual_slots(self, config: CacheConfig) -> int:
+        stay = hot_tokens(config, self.turn)
+        return stay + _in_blocks(stay // LEAVING_PARTS, config.block) + config.block
 
     @property
     def length(self) -> int:
@@ -79,8 +79,8 @@ class TieredShard(OrderedShard):
 
     def refill_hot(self) -> None:
         """Let the hot tier have the newest tokens of the cold one, in whole blocks, as after an open or a cut."""
-        count, block = self.cold_tokens, self.sizes.block
-        cold_count = max(0, count - hot_tokens(self.sizes, self.turn)) // block * block
+        count, block = self.cold_tokens, self.config.block
+        cold_count = max(0, count - hot_tokens(self.config, self.turn)) // block * block
         start = 0
         self._set_counts(self.cold.length, count - cold_count)
         for piece in self._cold_pieces:
@@ -111,10 +111,10 @@ class TieredShard(OrderedShard):
 
     def _view(self, piece: FrozenPiece) -> CacheView:
         """Return the view of a piece of the cold tier, whose numbers are in CPU memory."""
-        rows = self.sizes.keys_and_values(piece.stored)
+        rows = self.config.keys_and_values(piece.stored)
         with torch.inference_mode(False):
             counts = torch.tensor([self.known_length, piece.token_count], device="cpu")
-        return CacheView(*rows, piece.token_index, counts, None, self.sizes.value_dim, file=piece.file)
+        return CacheView(*rows, piece.token_index, counts, None, self.config.value_dim, file=piece.file)
 
     def _set_length(self, piece: CacheView) -> None:
         piece.device_counts[LENGTH] = self.known_length
@@ -141,8 +141,8 @@ class TieredShard(OrderedShard):
     def _count_leaving(self, new_count: int) -> int:
         """Return how many tokens leave the hot tier for so many new ones, which may leave at once: whole blocks."""
         total = self.used_slots + new_count
-        block = self.sizes.block
-        return 0 if total <= self.slots else (total - hot_tokens(self.sizes, self.turn)) // block * block
+        block = self.config.block
+        return 0 if total <= self.slots else (total - hot_tokens(self.config, self.turn)) // block * block
 
     def _add(self, rows: Sequence[Tensor], tokens: Tensor, length: int) -> None:
         """Add rows of this rank's tokens, after which there are `length` on all ranks. All are added, or none."""
@@ -222,7 +222,7 @@ class TieredShard(OrderedShard):
     def with_hot_on(self, device: torch.device, fail: Fail) -> "TieredShard":
         """Return a shard of the same tokens, with the newest on another device."""
         self.flush()
-        return TieredShard(self.cold, self.sizes, device, fail)
+        return TieredShard(self.cold, self.config, device, fail)
 
     def whole(self) -> CacheShard:
         """Return the shard on the CPU, with all tokens."""
@@ -247,10 +247,10 @@ class TieredShard(OrderedShard):
         self.refill_hot()
         return used
 
-    def grow(self, sizes: CacheConfig) -> None:
+    def grow(self, config: CacheConfig) -> None:
         """Reserve memory for a larger capacity."""
-        self.cold.grow(sizes)
-        self.resize(sizes, max(self.slots, self._usual_slots(sizes)))
+        self.cold.grow(config)
+        self.resize(config, max(self.slots, self._usual_slots(config)))
         self._set_cold_count(self.earlier_tokens)
 
     def reorder(self, index: Tensor) -> None:

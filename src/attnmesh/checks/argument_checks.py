@@ -150,10 +150,10 @@ def check_positions(subject: str, positions: Tensor, length: int) -> None:
         raise ShapeError(subject, f"shape ({length},), one position a token", f"shape {tuple(positions.shape)}", fix)
 
 
-def check_key_lengths(subject: str, key_lengths: Tensor | None, batch: int, *, on_device: bool = False) -> None:
+def check_key_lengths(subject: str, key_lengths: Tensor | None, batch: int, *, may_read: bool = True) -> None:
     """Raise unless key_lengths is None or counts keys: a dense int64 tensor with a number of 0 or more per sequence.
 
-    Numbers are read unless they are `on_device`, where the CPU would wait for them.
+    Without `may_read` no number is read: the CPU would wait for the device.
     """
     if key_lengths is None:
         return
@@ -168,7 +168,7 @@ def check_key_lengths(subject: str, key_lengths: Tensor | None, batch: int, *, o
         raise DeviceError(subject, "a tensor with values", "one on the meta device", fix)
     if tuple(key_lengths.shape) != (batch,):
         raise ShapeError(subject, f"shape ({batch},), one number a sequence", f"shape {tuple(key_lengths.shape)}", fix)
-    reads = batch and not on_device and not torch.compiler.is_compiling()
+    reads = batch and may_read and not torch.compiler.is_compiling()
     if reads and int(key_lengths.min()) < 0:
         raise ShapeError(subject, "numbers of 0 or more", str(int(key_lengths.min())), fix)
 

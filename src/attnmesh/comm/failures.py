@@ -225,9 +225,9 @@ def _within_grace(ask: Callable[[Any], Any]) -> Any:
     return answers[0] if answers else None
 
 
-def _key(rank: int, number: int | None) -> str:
-    """Return the key of a rank's note. The number tells it from a rank of another job that reached this store."""
-    return f"attnmesh lost {rank}" if number is None else f"attnmesh lost {rank} {number}"
+def _key(rank: int, random_id: int | None) -> str:
+    """Return the key of a rank's note. The random number tells it from one of another job that reached this store."""
+    return f"attnmesh lost {rank}" if random_id is None else f"attnmesh lost {rank} {random_id}"
 
 
 def _close_connections() -> None:

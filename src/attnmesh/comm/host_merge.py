@@ -34,8 +34,8 @@ class HostMerge:
     def __init__(self, axis: Axis, form: MessageForm, merge: Merge, mailboxes: Mailboxes) -> None:
         self.axis, self.shape, self.mailboxes = axis, form.shape, mailboxes
         self.rows, self.width = form.sizes
-        number = form.lse_dtype.itemsize
-        self.checksum, self.lse, self.out = (slice(x.start // number, x.stop // number) for x in form.parts)
+        itemsize = form.lse_dtype.itemsize
+        self.checksum, self.lse, self.out = (slice(x.start // itemsize, x.stop // itemsize) for x in form.parts)
         self.padding_numbers = -self.out.start % ALIGN_FLOATS  # unused numbers before a message
         self.numbers = self.padding_numbers + self.out.stop
         self.rounds = (
@@ -56,11 +56,11 @@ class HostMerge:
         """Return this rank's share of the heads, or None for all."""
         return self.axis.slice_of(self.shape[1]) if output == "heads" else None
 
-    def run(self, message: Tensor, number: int) -> bool:
-        """Merge the messages of all ranks in place. Return whether the numbers of their calls are equal."""
-        number %= MODULUS
+    def run(self, message: Tensor, call_digest: int) -> bool:
+        """Merge the messages of all ranks in place. Return whether the digests of their calls are equal."""
+        call_digest %= MODULUS
         start = message.data_ptr()
-        memmove(start, CHECKSUM.pack(number, -number), CHECKSUM.size)
+        memmove(start, CHECKSUM.pack(call_digest, -call_digest), CHECKSUM.size)
         traffic = current_traffic.get()
         began = perf_counter()
         try:

@@ -27,7 +27,7 @@ from attnmesh.mesh.axes import Axis
 OUTPUTS = ("replicated", "heads")
 """Results of a merge: all heads on every rank, or each rank's share of them."""
 
-CheckedPartial = tuple[Tensor, Partial]
+PartialWithChecksum = tuple[Tensor, Partial]
 """The maximum of the checksums of all ranks, and the merge of their partials."""
 
 
@@ -41,7 +41,7 @@ Wait = Callable[[], None]
 class MergeForm(Protocol):
     """The part of a message's form that `run` of a merge may call: of `MessageForm`."""
 
-    def merge(self, messages: Tensor) -> CheckedPartial:
+    def merge(self, messages: Tensor) -> PartialWithChecksum:
         """Merge several messages."""
 
 
@@ -57,16 +57,16 @@ class MergeTransport(Protocol[FormOfTransport]):
     def post(self, posts: Sequence[P2PMessage], activity: str) -> Sequence[Wait]:
         """Begin to send and receive tensors. Return what waits for each."""
 
-    def tree(self, message: Tensor, form: FormOfTransport, reproducible: bool) -> CheckedPartial:
+    def tree(self, message: Tensor, form: FormOfTransport, reproducible: bool) -> PartialWithChecksum:
         """Merge two messages in each round of a tree."""
 
-    def direct(self, message: Tensor, form: FormOfTransport) -> CheckedPartial:
+    def direct(self, message: Tensor, form: FormOfTransport) -> PartialWithChecksum:
         """Send a message to every other rank, and merge all at once."""
 
     def gather(self, message: Tensor) -> Tensor:
         """Return the messages of all ranks, by a collective."""
 
-    def all_reduce(self, message: Tensor, form: FormOfTransport) -> CheckedPartial:
+    def all_reduce(self, message: Tensor, form: FormOfTransport) -> PartialWithChecksum:
         """Sum numerators and denominators by collectives."""
 
 
@@ -75,7 +75,7 @@ class RunMerge(Protocol):
 
     def __call__(
         self, transport: MergeTransport[Form], message: Tensor, form: Form, reproducible: bool, /
-    ) -> CheckedPartial:
+    ) -> PartialWithChecksum:
         """Return the merge of all ranks. With `reproducible` even ranks merge with odd ranks last."""
 
 

@@ -38,8 +38,8 @@ class MessageForm:
     @cached_property
     def size(self) -> int:
         """Bytes of a message: a whole count of numbers in the dtype of lse, as which it is viewed."""
-        number, end = self.lse_dtype.itemsize, int(self.parts[-1].stop)
-        return -(-end // number) * number
+        itemsize, end = self.lse_dtype.itemsize, int(self.parts[-1].stop)
+        return -(-end // itemsize) * itemsize
 
     @property
     def is_native(self) -> bool:

@@ -3,7 +3,7 @@
 The checksum is two numbers, of which each rank gets the maximum over all ranks. Their sum is 0 if ranks agree.
 
         a rank           sends                      the sum of the maxima
-        makes a call     (n, -n), n of the call     0 if all ranks make the same call, else more
+        makes a call     (n, -n), of its digest n   0 if all ranks make the same call, else more
         asks to compare  (QUESTION, -QUESTION)      0 if all ranks ask
         has an error     (POISON, POISON)           infinite
         compares         nothing: it waits in the comparison. A rank that expects its message gets a `CallsDifferError`
@@ -49,17 +49,17 @@ def call_checksum(
     if fits and use_triton(like):
         return launch_checksum(tensors, call_hash, length, MODULUS, like.new_empty(2) if into is None else into)
     if length.device.type == "cpu":
-        number: int | Tensor = call_number(tensors, call_hash, length)
+        total: int | Tensor = call_digest(tensors, call_hash, length)
     else:
-        number = sum(map(digest, tensors), start=call_hash + length[0])
-    checksum = checksum_of(number, like)
+        total = sum(map(digest, tensors), start=call_hash + length[0])
+    checksum = checksum_of(total, like)
     return checksum if into is None else into.copy_(checksum)
 
 
-def call_number(tensors: Sequence[Tensor], call_hash: int, length: Tensor) -> int:
-    """Return the number of a call on CPUs, of which a checksum is made modulo `MODULUS`."""
-    number: int = length.tolist()[0]
-    return number + call_hash + sum(map(digest_on_cpu, tensors))
+def call_digest(tensors: Sequence[Tensor], call_hash: int, length: Tensor) -> int:
+    """Return the digest of a call on CPUs, of which a checksum is made modulo `MODULUS`."""
+    tokens: int = length.tolist()[0]
+    return tokens + call_hash + sum(map(digest_on_cpu, tensors))
 
 
 def question_like(like: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from attnmesh.comm.transport import agreed_transport
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.schedule import GatherStep
 from attnmesh.runtime.counters import bytes_of, count_received
-from attnmesh.runtime.memo import on_device
+from attnmesh.runtime.memo import index_on
 from attnmesh.runtime.ranges import EXCHANGE, is_profiled, profiled_as
 from attnmesh.runtime.tensors import Tensors
 
@@ -182,7 +182,7 @@ def take_tokens(tensors: Tensors, tokens: Tensor, *, ascending: bool = True) -> 
             parts.append(x if x.shape[2] == count else x.narrow(2, first, count))
     else:
         for x in tensors:
-            parts.append(x.index_select(2, on_device(tokens, x.device)))
+            parts.append(x.index_select(2, index_on(tokens, x.device)))
     return tuple(parts)
 
 

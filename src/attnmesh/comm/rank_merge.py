@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.comm.merges import MERGES, OUTPUTS, CheckedPartial, Merge, Pattern, first_of
+from attnmesh.comm.merges import MERGES, OUTPUTS, Merge, PartialWithChecksum, Pattern, first_of
 from attnmesh.comm.message import MessageForm
 from attnmesh.comm.mismatch import POISON, UNEQUAL_CHECKSUM, CallsDifferError
 from attnmesh.comm.topology import agreed_merge_rounds
@@ -108,7 +108,7 @@ def nan_unless_equal(partial: Partial, checksum: Tensor) -> Partial:
     return Partial(torch.where(checksum.sum() == 0, partial.out, torch.nan), partial.lse)
 
 
-def send_heads(partial: Partial, checksum: Tensor, form: MessageForm, axis: Axis) -> CheckedPartial:
+def send_heads(partial: Partial, checksum: Tensor, form: MessageForm, axis: Axis) -> PartialWithChecksum:
     """Send each rank the partials of its own heads."""
     heads_by_rank = [Axis(axis.size, rank).slice_of(form.shape[1]) for rank in range(axis.size)]
     messages = [form.pack(checksum, Partial(*(x[:, heads] for x in partial))) for heads in heads_by_rank]

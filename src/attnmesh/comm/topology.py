@@ -144,10 +144,10 @@ def agreed_hosts(axis: Axis) -> list[list[int]]:
 def agreed_host_numbers(axes: tuple[Axis, ...]) -> list[int]:
     """Return the host's number of each shard: a digest of its name and network. Collective at its first call."""
     name = f"{socket.gethostname()} {_inode(Path('/proc/self/ns/net'))}"
-    number = int.from_bytes(blake2b(name.encode(), digest_size=7).digest())
+    host_number = int.from_bytes(blake2b(name.encode(), digest_size=7).digest())
     rank = dist.get_rank() if any(axis.group is not None for axis in axes) else 0
-    rows = dist_all_gather_ints([number, rank, WORLD.random_id], axes)
-    WORLD.processes.update({rank: RankProcess(host, number) for host, rank, number in rows})
+    rows = dist_all_gather_ints([host_number, rank, WORLD.random_id], axes)
+    WORLD.processes.update({rank: RankProcess(host, random_id) for host, rank, random_id in rows})
     return [host for host, *_ in rows]
 
 

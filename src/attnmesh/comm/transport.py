@@ -22,7 +22,7 @@ from attnmesh.comm.host_merge import merge_in_host
 from attnmesh.comm.mailbox_queue import PendingMessage, begin_pending, finish_pending
 from attnmesh.comm.mailboxes import MAX_NUMBERS, MESSAGE_BYTES, Mailboxes, PeerLostError
 from attnmesh.comm.merge_trials import agreed_fastest_merge
-from attnmesh.comm.merges import CheckedPartial, Merge, P2PMessage, Pattern, Wait
+from attnmesh.comm.merges import Merge, P2PMessage, PartialWithChecksum, Pattern, Wait
 from attnmesh.comm.message import MessageForm
 from attnmesh.comm.peer_memory import PeerMemory, agreed_peer_memory
 from attnmesh.comm.topology import (
@@ -85,16 +85,16 @@ class Transport:
         """Return the int64 values of all ranks, which CPUs hold."""
         return dist_all_gather_ints(numbers, [self.axis])
 
-    def direct(self, message: Tensor, form: MessageForm) -> CheckedPartial:
+    def direct(self, message: Tensor, form: MessageForm) -> PartialWithChecksum:
         """Send a message to every other rank, and merge all at once."""
         return form.merge(self.all_to_all([message] * self.axis.size))
 
-    def tree(self, message: Tensor, form: MessageForm, reproducible: bool, rounds_done: int = 0) -> CheckedPartial:
+    def tree(self, message: Tensor, form: MessageForm, reproducible: bool, rounds_done: int = 0) -> PartialWithChecksum:
         """Merge messages in each round after the first `rounds_done`. Which comes first makes no difference."""
         own_rounds = agreed_merge_rounds(self.axis, reproducible=reproducible)[self.axis.index]
         return form.unpack(self.reduce(message, own_rounds[rounds_done:], form.merge_to_message))
 
-    def all_reduce(self, message: Tensor, form: MessageForm) -> CheckedPartial:
+    def all_reduce(self, message: Tensor, form: MessageForm) -> PartialWithChecksum:
         """Merge by three all-reduces, as Algorithm 3 of Tree Attention does: maximum, numerator and denominator."""
         checksum, (out, lse) = form.unpack(message)
         peaks = torch.cat((checksum, lse.flatten()))
@@ -222,14 +222,14 @@ class HostTransport(Transport):
         except PeerLostError as error:
             raise disconnect_and_diagnose(self.axis, "comparing calls", error.peer, error) from error
 
-    def direct(self, message: Tensor, form: MessageForm) -> CheckedPartial:
+    def direct(self, message: Tensor, form: MessageForm) -> PartialWithChecksum:
         """Merge all messages of a host in one native call."""
         if not self.merges_all_heads(form):
             return super().direct(message, form)
         merge_in_host(message, *form.sizes, self.axis, self.mailboxes, None)
         return form.unpack(message)
 
-    def tree(self, message: Tensor, form: MessageForm, reproducible: bool, rounds_done: int = 0) -> CheckedPartial:
+    def tree(self, message: Tensor, form: MessageForm, reproducible: bool, rounds_done: int = 0) -> PartialWithChecksum:
         """Merge messages by the rounds inside the host, which come first, in one native call."""
         if form.is_native and not reproducible:
             own_rounds = agreed_merge_rounds(self.axis, reproducible=reproducible)[self.axis.index]
@@ -264,9 +264,9 @@ class DeviceTransport(Transport):
     def __init__(self, axis: Axis, device: torch.device) -> None:
         super().__init__(axis, device)
         if axis.group is not None and backends(axis.group).get(device.type) == "nccl":
-            number = torch.zeros(1, device=device, dtype=torch.float32)
+            zero = torch.zeros(1, device=device, dtype=torch.float32)
             run_collective(
-                axis, "connecting", dist.all_gather, [torch.empty_like(number) for _ in range(axis.size)], number
+                axis, "connecting", dist.all_gather, [torch.empty_like(zero) for _ in range(axis.size)], zero
             )
 
     def agreed_fastest(self) -> Merge:
@@ -300,7 +300,7 @@ class DeviceTransport(Transport):
         """Return whether symmetric memory merges such messages."""
         return self.memory_for(form) is not None
 
-    def direct(self, message: Tensor, form: MessageForm) -> CheckedPartial:
+    def direct(self, message: Tensor, form: MessageForm) -> PartialWithChecksum:
         """Merge all messages in one launch."""
         memory = self.memory_for(form)
         return super().direct(message, form) if memory is None else memory.merge(message, form.shape)

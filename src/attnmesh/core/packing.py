@@ -213,9 +213,9 @@ class Grid:
         runs = list(pairwise(accumulate(chunks, initial=start)))
         in_rows = [sum(shares[first : first + columns]) for first in range(0, len(shares), columns)]
         in_columns = [sum(shares[column::columns]) for column in range(columns)]
-        for number, (cell, share) in enumerate(zip(cells, shares, strict=True)):
-            halves = [run for run in (runs[number], runs[-1 - number]) if run[0] < run[1]]
-            self._put(cell, halves, share, in_rows[number // columns] * in_columns[number % columns] / 2)
+        for index, (cell, share) in enumerate(zip(cells, shares, strict=True)):
+            halves = [run for run in (runs[index], runs[-1 - index]) if run[0] < run[1]]
+            self._put(cell, halves, share, in_rows[index // columns] * in_columns[index % columns] / 2)
 
     def _put(self, cell: int, runs: Sequence[TokenRun], tokens: int, pairs: float) -> None:
         self.runs[cell] += runs

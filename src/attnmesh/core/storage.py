@@ -50,13 +50,13 @@ class Storage:
             raise ShapeError("quantize", "an even number of columns", str(columns), "pad the rows")
         rows = torch.empty(*x.shape[:-1], self.row_width(columns), dtype=self.dtype, device=x.device)
         scales = rows[..., columns:].view(torch.bfloat16)
-        for number, group in enumerate(x.to(torch.float32).split(SCALE_COLUMNS, -1)):
+        for index, group in enumerate(x.to(torch.float32).split(SCALE_COLUMNS, -1)):
             scale = _rounded_up(group.abs().amax(-1, keepdim=True) / self.largest).clamp(min=LEAST_SCALE)
             finite = scale.isfinite()
             numbers = (group / scale).where(finite, 0.0)
-            start = number * SCALE_COLUMNS
+            start = index * SCALE_COLUMNS
             rows[..., start : start + group.shape[-1]] = numbers.round() if self.dtype == torch.int8 else numbers
-            scales[..., number : number + 1] = scale.where(finite, torch.nan)
+            scales[..., index : index + 1] = scale.where(finite, torch.nan)
         return rows
 
     def dequantize(self, rows: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -82,8 +82,8 @@ def measured_machine(device_type: str) -> tuple[Cluster, int] | None:
         record = json.loads(text)
         if record["device"] != device_type:
             return None
-        number = int.from_bytes(sha256(text).digest()[:7])
-        return Cluster.of_record(record["cluster"]), number
+        digest = int.from_bytes(sha256(text).digest()[:7])
+        return Cluster.of_record(record["cluster"]), digest
     except (OSError, ValueError, KeyError, TypeError, ClusterError) as error:
         why = " ".join(str(error).split())
         warn_once(f"{file} is not read: {why}. Presets are used. Fix: run attnmesh probe, or remove the file.")

@@ -18,8 +18,8 @@ from attnmesh.core.partial import Partial
 from attnmesh.core.selection import Selection
 from attnmesh.decoding.known_steps import find_step, run_new_step
 from attnmesh.decoding.step_agreement import agreement_on
-from attnmesh.decoding.step_arguments import CheckedStep, StepInputs, StepOptions
-from attnmesh.decoding.step_checks import checked_call
+from attnmesh.decoding.step_arguments import StepInputs, StepOptions, StepSpec
+from attnmesh.decoding.step_checks import inputs_and_spec
 from attnmesh.decoding.step_op import decode_op, tensors_of
 from attnmesh.errors import DtypeError, KernelError
 
@@ -94,7 +94,7 @@ def decode(
     """
     if not isinstance(cache, KVCache):
         raise DtypeError("decode cache", "a KVCache", type(cache).__name__, "make one with attnmesh.KVCache")
-    checked = cache.calls.checked if checked is None else checked
+    checked = cache.guard.checked if checked is None else checked
     options = StepOptions(mask, scale, softcap, merge, output, reproducible, kernel)
     if k is not None or v is not None:
         try:
@@ -109,24 +109,24 @@ def decode(
         signature, prepared_step = find_step(inputs, options, checked, cache.prepared_steps)
     if prepared_step is not None:
         return prepared_step.run(inputs, checked)
-    check = partial_of(checked_call, inputs, options, distance_bias, unsupported)
+    check = partial_of(inputs_and_spec, inputs, options, distance_bias, unsupported)
     if torch.compiler.is_compiling():
         check_compare_option("decode", checked)
         return _decode_in_graph(*check())
     return run_new_step(check, inputs, options, checked, signature, cache.prepared_steps, "decode")
 
 
-def _decode_in_graph(inputs: StepInputs, step: CheckedStep) -> Tensor:
+def _decode_in_graph(inputs: StepInputs, spec: StepSpec) -> Tensor:
     """Return the output of an operator, in place of which a graph could see no cache."""
     (cache,) = inputs.caches
-    if (in_files := cache.shard.is_in_files) or cache.shards.forked:
+    if (in_files := cache.own_shard.is_in_files) or cache.local_shards.forked:
         given, fix = "one in a folder" if in_files else "a forked cache", "decode with copy.deepcopy(cache)"
         raise KernelError("decode", "a cache of one piece in a graph", given, fix)
     tensors = (
-        tensors_of(cache.shard.new_view()),
-        cache.history.on_device,
+        tensors_of(cache.own_shard.new_view()),
+        cache.history.checksum_on_device,
         inputs.sinks,
         inputs.key_lengths,
         inputs.indices,
     )
-    return cast(Tensor, decode_op(inputs.q, *tensors, *step.to_code()))
+    return cast(Tensor, decode_op(inputs.q, *tensors, *spec.to_code()))

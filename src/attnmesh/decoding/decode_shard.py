@@ -11,8 +11,8 @@ from attnmesh.core.partial import Partial, merge_partials, with_sinks
 from attnmesh.core.scaling import Scores
 from attnmesh.core.selection import Selection, Visible
 from attnmesh.decoding.query_shard import QueryShard
-from attnmesh.decoding.step_arguments import CheckedStep, StepInputs, StepOptions, selection_of_rank
-from attnmesh.decoding.step_checks import checked_step, step_with_bias
+from attnmesh.decoding.step_arguments import StepInputs, StepOptions, StepSpec, selection_of_rank
+from attnmesh.decoding.step_checks import spec_of_step, spec_with_bias
 from attnmesh.guard.agreement import Agreement, may_compare
 from attnmesh.kernels.cache_view import DecodeQuery
 from attnmesh.mesh_attention.sharding import unshard
@@ -43,22 +43,22 @@ def decode_shard(
     assert limits == [None, None, None]  # positions are those of the last tokens, and all keys are real
     options = StepOptions(mask, scores.scale, scores.softcap, "auto", "replicated", False, kernel)
 
-    is_compared = cache.mesh.ranks > 1 and cache.calls.checked is not False and may_compare(q.device)
+    is_compared = cache.mesh.ranks > 1 and cache.guard.checked is not False and may_compare(q.device)
     with Agreement(cache.mesh, "decode_shard", is_compared=is_compared) as agreement:
         owners = queries.owners(cache.mesh, cache.token_axis)
         like_all_queries = q.new_empty(1).expand(*q.shape[:2], length, q.shape[3])
         inputs = StepInputs(q, (cache,), sinks, selected=selected)
-        step = checked_step(inputs._replace(q=like_all_queries) if selected is None else inputs, options, {})
-        step = step_with_bias(inputs, scores.distance_bias, step)
-        agreement.compare(partial_of(_compared_fields, queries, cache, step))
+        spec = spec_of_step(inputs._replace(q=like_all_queries) if selected is None else inputs, options, {})
+        spec = spec_with_bias(inputs, scores.distance_bias, spec)
+        agreement.compare(partial_of(_fields, queries, cache, spec))
     heads = cache.mesh.heads
     every = owners.gather_queries(scores.widened(q))
     if selected is not None:
         indices = unshard(selected.indices, cache.device_mesh, layout=layout, length=length)
         selected = selection_of_rank(Selection(indices, selected.block), heads)
-    view = cache.shard.view
-    query = DecodeQuery(every, step.mask, step.scaling, step.capacity)
-    attention = step.attention_for(every, view)
+    view = cache.own_shard.view
+    query = DecodeQuery(every, spec.mask, spec.scaling, spec.capacity)
+    attention = spec.attention_for(every, view)
     attend = profiled_as(ATTENTION, attention.attend) if is_profiled() else attention.attend
     partial = attend(query, [view], selected)
     if (other_partial := attend_other_keys(every)) is not None:
@@ -68,9 +68,9 @@ def decode_shard(
     return owners.all_heads(with_sinks(merged, rank_sinks).out.to(q.dtype))
 
 
-def _compared_fields(queries: QueryShard, cache: KVCache, step: CheckedStep) -> dict[str, object]:
-    """Return the arguments that ranks compare: with those of the checked step, such as whether tokens are selected."""
+def _fields(queries: QueryShard, cache: KVCache, spec: StepSpec) -> dict[str, object]:
+    """Return the arguments that ranks compare: with those of the step, such as whether tokens are selected."""
     q, layout, length = queries
-    contents = {"tokens in the cache": cache.length, "padding and order": cache.history.number}
+    contents = {"tokens in the cache": cache.length, "padding and order": cache.history.checksum}
     of_queries = {"dtype": q.dtype, "heads": q.shape[1], "layout": layout, "length": length}
-    return {**of_queries, **contents, **step.options}
+    return {**of_queries, **contents, **spec.options}

@@ -46,11 +46,11 @@ def top_k_tokens(
     >>> top_k_tokens(cache, lambda keys, operands: operands[0] @ keys.mT, [torch.tensor([[[1.0, 5.0, 3.0, 2.0]]])], 2)
     tensor([[[1, 2]]], dtype=torch.int32)
     """
-    view, parts = cache.shard.view, []
+    view, parts = cache.own_shard.view, []
     bounds = view.bounds(operands[0].shape[1], mask) if last is None else (torch.zeros_like(last)[None], last[None])
     for piece in (*view.earlier_pieces, view):
         filled = piece.without_free_slots()
-        keys = IndexKeys(filled.keys[:, 0], filled.token_index, filled.positions(), cache.sizes.dtype)
+        keys = IndexKeys(filled.keys[:, 0], filled.token_index, filled.positions(), cache.config.dtype)
         parts.append(indexer_top_k(score, operands, keys, *bounds, k, block))
     candidates = parts[0] if len(parts) == 1 else best_candidates(torch.cat(parts, -1), k, unique=block > 1)
     return unpack_candidates(best_across(candidates, cache.token_axis, unique=block > 1))[1]

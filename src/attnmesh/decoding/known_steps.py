@@ -12,8 +12,8 @@ from torch import Tensor
 
 from attnmesh.checks.argument_checks import check_compare_option, warn_if_transposed
 from attnmesh.decoding.prepared_step import PreparedStep, new_prepared_step
-from attnmesh.decoding.step_agreement import agreement_on, runs_on_device
-from attnmesh.decoding.step_arguments import CheckedStep, StepInputs, StepOptions
+from attnmesh.decoding.step_agreement import agreement_on, runs_asynchronously
+from attnmesh.decoding.step_arguments import StepInputs, StepOptions, StepSpec
 from attnmesh.guard.agreement import is_capturing
 from attnmesh.kernels.traced import are_plain
 from attnmesh.runtime.memo import Memo
@@ -27,7 +27,7 @@ def find_step(
 ) -> tuple[Signature | None, PreparedStep[Any] | None]:
     """Return the signature of a call, and its step if prepared. All checks depend on the signature and the caches.
 
-    `inputs` have one cache or more, on one mesh and one device, of equal `common_sizes`, and `options` are
+    `inputs` have one cache or more, on one mesh and one device, of equal `common_config`, and `options` are
     `StepOptions`: all else may be wrong. `prepared` is the memo that keeps prepared steps of such caches. The signature
     is None for calls that are checked each time.
     """
@@ -50,42 +50,44 @@ def find_step(
         return signature, None
     if on_gpu and prepared_step.refuses_graphs and is_capturing(first.device):
         return signature, None
-    step = prepared_step.step
-    sizes = prepared_step.sizes
+    spec = prepared_step.spec
+    config = prepared_step.config
     queries = q.shape[2]
     for cache in caches:
-        shards = cache.shards
-        own_sizes = shards.own.sizes
-        if own_sizes is not sizes:
-            if cache is first and (count == 1 or sizes is None or own_sizes.common_sizes != sizes.common_sizes):
-                return signature, None  # the step is of caches of other sizes
-            if own_sizes.capacity > step.capacity or (step.reproducible and own_sizes.block != step.block):
+        shards = cache.local_shards
+        own_config = shards.own.config
+        if own_config is not config:
+            if cache is first and (count == 1 or config is None or own_config.common_config != config.common_config):
+                return signature, None  # the step is of caches of another kind
+            if own_config.capacity > spec.capacity or (spec.reproducible and own_config.block != spec.block):
                 return signature, None  # its kernel is bound to fewer slots, or to other blocks
-        if shards.step_fault(queries, reproducible=step.reproducible) is not None:
+        if shards.step_fault(queries, reproducible=spec.reproducible) is not None:
             return signature, None
     return signature, prepared_step
 
 
 def _prepare_step(
-    inputs: StepInputs, step: CheckedStep, signature: Signature | None, prepared: Memo[PreparedStep[Any]]
+    inputs: StepInputs, spec: StepSpec, signature: Signature | None, prepared: Memo[PreparedStep[Any]]
 ) -> PreparedStep[Any]:
-    """Return the prepared step of a call that was checked, which `prepared` keeps if its signature is known."""
+    """Return the prepared step of a spec, which `prepared` keeps if its signature is known."""
     q, caches = inputs.q, inputs.caches
     first = caches[0]
-    stays_on_device = runs_on_device(first, step)
-    if step.reproducible:
+    is_asynchronous = runs_asynchronously(first, spec)
+    if spec.reproducible:
         for cache in caches:
-            if cache.shards.forked and stays_on_device:
-                cache.shards.whole()  # the kernel merges the blocks of one tensor
-    facts = inputs.compared_facts(step)
-    prepared_step = new_prepared_step(q, first.shard.view, step, facts, first.sizes, stays_on_device=stays_on_device)
-    if signature is not None and not step.mask.depends_on_length:
+            if cache.local_shards.forked and is_asynchronous:
+                cache.local_shards.whole()  # the kernel merges the blocks of one tensor
+    facts = inputs.facts(spec)
+    prepared_step = new_prepared_step(
+        q, first.own_shard.view, spec, facts, first.config, is_asynchronous=is_asynchronous
+    )
+    if signature is not None and not spec.mask.depends_on_length:
         prepared.keep(signature, prepared_step)
     return prepared_step
 
 
 def run_new_step(
-    check: Callable[[], tuple[StepInputs, CheckedStep]],
+    check: Callable[[], tuple[StepInputs, StepSpec]],
     inputs: StepInputs,
     options: StepOptions,
     checked: bool | None,
@@ -96,12 +98,12 @@ def run_new_step(
     """Return the output of a step that `find_step` has not found. `check` raises, or returns what it computes."""
     try:
         check_compare_option(subject, checked)
-        inputs, step = check()
+        inputs, spec = check()
         with torch.no_grad():
-            prepared_step = _prepare_step(inputs, step, signature, prepared)
+            prepared_step = _prepare_step(inputs, spec, signature, prepared)
     except Exception as error:  # poisons the merge of the others
         agreement_on(inputs.caches, options, checked).raise_through_merge(error)
     with torch.no_grad():
         out = prepared_step.run(inputs, checked)
-    warn_if_transposed(subject, inputs.q, inputs.caches[0].sizes.kv_heads)
+    warn_if_transposed(subject, inputs.q, inputs.caches[0].config.kv_heads)
     return out

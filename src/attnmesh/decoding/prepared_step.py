@@ -22,11 +22,11 @@ from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.cache.call_checks import needs_cpu
 from attnmesh.comm.host_merge import HostMerge, agreed_host_merge
 from attnmesh.comm.message import NO_MESSAGE, BlankMessage, blank_message
-from attnmesh.comm.mismatch import call_checksum, call_number
+from attnmesh.comm.mismatch import call_checksum, call_digest
 from attnmesh.comm.rank_merge import RequestedMerge
 from attnmesh.core.partial import Partial, sum_dtype, with_sinks
-from attnmesh.decoding.step_agreement import agreement_on, ask_in_step, compared_fields, gather_heads
-from attnmesh.decoding.step_arguments import CheckedStep, Compared, StepInputs
+from attnmesh.decoding.step_agreement import agreement_on, ask_in_step, fields_of_step, gather_heads
+from attnmesh.decoding.step_arguments import PartsToCompare, StepInputs, StepSpec
 from attnmesh.guard.merge_agreement import MergeDescription
 from attnmesh.kernels.cache_runs import CachedAttention
 from attnmesh.kernels.cache_view import LENGTH, CacheView, DecodeQuery
@@ -40,11 +40,11 @@ Verdict = TypeVar("Verdict")
 class PreparedStep(Generic[Verdict]):
     """Steps of one signature on caches of one size: their options, the launches of a kernel, and what ranks compare."""
 
-    step: CheckedStep
+    spec: StepSpec
     attention: CachedAttention
     blank_message: Callable[[], BlankMessage] | None  # None where a kernel takes memory itself
-    compared_facts: tuple[Any, ...]  # compared by their hash
-    sizes: CacheConfig | None  # None in a graph, which has no caches
+    facts: tuple[Any, ...]  # compared by their hash
+    config: CacheConfig | None  # None in a graph, which has no caches
     refuses_graphs: bool  # True where the CPU reads what is on the device, which no CUDA graph can hold
     output_heads: slice | None = None  # heads of the output in a merged partial; None for all
 
@@ -57,7 +57,7 @@ class PreparedStep(Generic[Verdict]):
         """
         raise NotImplementedError
 
-    def merge(self, partial: Partial, blank: BlankMessage, compared: Compared) -> tuple[Partial, Verdict]:
+    def merge(self, partial: Partial, blank: BlankMessage, parts: PartsToCompare) -> tuple[Partial, Verdict]:
         """Return the partial of all ranks, and the verdict on their calls."""
         raise NotImplementedError
 
@@ -67,38 +67,38 @@ class PreparedStep(Generic[Verdict]):
         `inputs` are of this step: `find_step` has found it for them, or they were checked and it was prepared for them.
         `views` are given in a graph, which has no caches. The CPU reads nothing of a device.
         """
-        step = self.step
+        spec = self.spec
         if views is None:
             views = []
             for cache in inputs.caches:
-                views.append(cache.shards.own.view)
-        of_rank = inputs if step.head_axis.size == 1 else inputs.of_own_heads(step)
+                views.append(cache.local_shards.own.view)
+        of_rank = inputs if spec.head_axis.size == 1 else inputs.of_own_heads(spec)
         q, _, sinks, key_lengths, selected, other_partial, _ = of_rank
         blank = NO_MESSAGE if self.blank_message is None else self.blank_message()
         # The first rank adds the sinks; a reproducible step adds them after the merge, on any number of ranks.
-        added = sinks if step.token_axis.index == 0 and not step.reproducible else None
-        block = step.block if step.reproducible else None
+        added = sinks if spec.token_axis.index == 0 and not spec.reproducible else None
+        block = spec.block if spec.reproducible else None
         lengths = None if key_lengths is None else key_lengths.to(q.device)
         query = DecodeQuery(
-            q, step.mask, step.scaling, step.capacity, added, block, blank.partial, lengths, other_partial
+            q, spec.mask, spec.scaling, spec.capacity, added, block, blank.partial, lengths, other_partial
         )
         attend = profiled_as(ATTENTION, self.attention.attend) if is_profiled() else self.attention.attend
         partial = attend(query, views, selected)
         verdict: Any = None
         if not self.is_alone:
-            partial, verdict = self.merge(partial, blank, inputs.parts_to_compare(self.compared_facts, views))
+            partial, verdict = self.merge(partial, blank, inputs.parts_to_compare(self.facts, views))
         out = partial.out if self.output_heads is None else partial.out[:, self.output_heads]
-        if step.reproducible:
-            if sinks is not None and step.output == "heads":
-                sinks = sinks[step.token_axis.slice_of(len(sinks))]
+        if spec.reproducible:
+            if sinks is not None and spec.output == "heads":
+                sinks = sinks[spec.token_axis.slice_of(len(sinks))]
             # Merging with an empty partial turns -0.0 into 0.0, and more ranks mean more empty partials.
             out = with_sinks(partial, sinks).out + 0.0
         out = out.to(q.dtype).contiguous()
         if lengths is not None:  # NaN where no such number of keys is cached
             wrong = (lengths < 0) | (lengths > views[0].device_counts[LENGTH])
             out = out.masked_fill(wrong[:, None, None, None], torch.nan)
-        if step.head_axis.size > 1:
-            out, verdict = gather_heads(out, verdict, step, inputs.q.shape[1])
+        if spec.head_axis.size > 1:
+            out, verdict = gather_heads(out, verdict, spec, inputs.q.shape[1])
         return out, verdict
 
 
@@ -123,17 +123,17 @@ class HostMergedStep(PreparedStep[bool]):
         try:
             out, is_equal = self.compute(inputs)
         except Exception as error:
-            agreement_on(inputs.caches, self.step, checked).raise_through_merge(error)
+            agreement_on(inputs.caches, self.spec, checked).raise_through_merge(error)
         if not is_equal and checked is not False:
-            fields = functools.partial(compared_fields, inputs, self.step)
-            agreement_on(inputs.caches, self.step, checked).raise_unequal(fields)
+            fields = functools.partial(fields_of_step, inputs, self.spec)
+            agreement_on(inputs.caches, self.spec, checked).raise_unequal(fields)
         return out
 
-    def merge(self, partial: Partial, blank: BlankMessage, compared: Compared) -> tuple[Partial, bool]:
+    def merge(self, partial: Partial, blank: BlankMessage, parts: PartsToCompare) -> tuple[Partial, bool]:
         """Merge all ranks' partials in place, inside this rank's message. Return it, and whether calls are equal."""
         assert blank.message is not None
         merge = profiled_as(MERGE, self.host_merge.run) if is_profiled() else self.host_merge.run
-        is_equal = merge(blank.message, call_number(*compared))
+        is_equal = merge(blank.message, call_digest(*parts))
         if not is_equal:
             partial.out.fill_(torch.nan)
         return partial, is_equal
@@ -144,18 +144,18 @@ class AgreedStep(PreparedStep[Tensor]):
     """A step with an agreement around its merge."""
 
     rank_merge: RequestedMerge
-    stays_on_device: bool  # True where the CPU waits for nothing of a device
+    is_asynchronous: bool  # True where the CPU waits for nothing of a device
 
     def run(self, inputs: StepInputs, checked: bool | None) -> Tensor:
         """Return the output, or raise. It is NaN if this rank asked the others about a new call, and not all asked."""
-        q, step = inputs.q, self.step
-        fields, ask = functools.partial(compared_fields, inputs, step), None
-        if self.stays_on_device:
-            ask = functools.partial(ask_in_step, step, q.new_empty(0), q.shape, step.value_dim)
-        description = MergeDescription(self.compared_facts, fields, ask)
-        agreement = agreement_on(inputs.caches, step, checked)
+        q, spec = inputs.q, self.spec
+        fields, ask = functools.partial(fields_of_step, inputs, spec), None
+        if self.is_asynchronous:
+            ask = functools.partial(ask_in_step, spec, q.new_empty(0), q.shape, spec.value_dim)
+        description = MergeDescription(self.facts, fields, ask)
+        agreement = agreement_on(inputs.caches, spec, checked)
         if not agreement.compare_before_merge(description):
-            return q.new_full(step.output_shape(q), torch.nan)
+            return q.new_full(spec.output_shape(q), torch.nan)
         try:
             out, checksum = self.compute(inputs)
         except Exception as error:
@@ -163,53 +163,53 @@ class AgreedStep(PreparedStep[Tensor]):
         agreement.check_merged(description, checksum)
         return out
 
-    def merge(self, partial: Partial, blank: BlankMessage, compared: Compared) -> tuple[Partial, Tensor]:
+    def merge(self, partial: Partial, blank: BlankMessage, parts: PartsToCompare) -> tuple[Partial, Tensor]:
         """Return all ranks' partial, and the checksum of their calls. Its sum is 0 if these are equal."""
-        return self.rank_merge.run(partial, call_checksum(*compared, partial.lse, blank.checksum), blank.message)
+        return self.rank_merge.run(partial, call_checksum(*parts, partial.lse, blank.checksum), blank.message)
 
 
 def new_prepared_step(
     q: Tensor,
     view: CacheView,
-    step: CheckedStep,
+    spec: StepSpec,
     facts: tuple[Any, ...],
-    sizes: CacheConfig | None = None,
+    config: CacheConfig | None = None,
     *,
-    stays_on_device: bool = False,
+    is_asynchronous: bool = False,
 ) -> PreparedStep[Any]:
     """Return what steps with such queries run: the launches of a kernel, and the merge."""
-    attention = step.attention_for(q, view)
-    blank = None if attention.in_place_kernel is None else _blank_in_place(q, step)
-    refuses_graphs = attention.in_place_kernel is None or (sizes is not None and needs_cpu(sizes, q.shape[2]))
-    settled = facts, sizes, refuses_graphs
-    if step.token_axis.size == step.head_axis.size == 1:
-        return LoneStep(step, attention, blank, *settled)
-    if blank is None and (host_merge := _host_merge_of(q, step)) is not None:
-        heads = host_merge.heads_of_output(step.output)
-        return HostMergedStep(step, attention, host_merge.blank_message, *settled, heads, host_merge=host_merge)
-    return AgreedStep(step, attention, blank, *settled, rank_merge=step.rank_merge, stays_on_device=stays_on_device)
+    attention = spec.attention_for(q, view)
+    blank = None if attention.in_place_kernel is None else _blank_in_place(q, spec)
+    refuses_graphs = attention.in_place_kernel is None or (config is not None and needs_cpu(config, q.shape[2]))
+    settled = facts, config, refuses_graphs
+    if spec.token_axis.size == spec.head_axis.size == 1:
+        return LoneStep(spec, attention, blank, *settled)
+    if blank is None and (host_merge := _host_merge_of(q, spec)) is not None:
+        heads = host_merge.heads_of_output(spec.output)
+        return HostMergedStep(spec, attention, host_merge.blank_message, *settled, heads, host_merge=host_merge)
+    return AgreedStep(spec, attention, blank, *settled, rank_merge=spec.rank_merge, is_asynchronous=is_asynchronous)
 
 
-def _host_merge_of(q: Tensor, step: CheckedStep) -> HostMerge | None:
+def _host_merge_of(q: Tensor, spec: StepSpec) -> HostMerge | None:
     """Return the native merge of such steps; None unless all ranks share a host whose native library merges them."""
-    axis = step.token_axis
-    may_merge_natively = axis.size > 1 and step.head_axis.size == 1 and q.device.type == "cpu" and not step.reproducible
+    axis = spec.token_axis
+    may_merge_natively = axis.size > 1 and spec.head_axis.size == 1 and q.device.type == "cpu" and not spec.reproducible
     if not may_merge_natively or sum_dtype(q.dtype) != torch.float32:
         return None
-    return agreed_host_merge(axis, (*q.shape[:-1], step.value_dim), step.rank_merge.agreed_merge(q.device))
+    return agreed_host_merge(axis, (*q.shape[:-1], spec.value_dim), spec.rank_merge.agreed_merge(q.device))
 
 
-def _blank_in_place(q: Tensor, step: CheckedStep) -> Callable[[], BlankMessage] | None:
+def _blank_in_place(q: Tensor, spec: StepSpec) -> Callable[[], BlankMessage] | None:
     """Return what takes memory for a kernel that reads the cache, in a message if others merge with this rank.
 
     One rank has the partial alone; a reproducible one merges into new memory.
     """
-    heads = step.head_axis.slice_of(q.shape[1])
-    shape = q.shape[0], heads.stop - heads.start, q.shape[2], step.value_dim
+    heads = spec.head_axis.slice_of(q.shape[1])
+    shape = q.shape[0], heads.stop - heads.start, q.shape[2], spec.value_dim
     dtype = sum_dtype(q.dtype)
-    if step.token_axis.size > 1:
+    if spec.token_axis.size > 1:
         return functools.partial(blank_message, shape, dtype, q.device)
-    return None if step.reproducible else functools.partial(_blank_partial, shape, q.dtype, dtype, q.device)
+    return None if spec.reproducible else functools.partial(_blank_partial, shape, q.dtype, dtype, q.device)
 
 
 def _blank_partial(

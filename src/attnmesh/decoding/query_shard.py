@@ -13,7 +13,7 @@ from attnmesh.core.layout import Layout
 from attnmesh.core.partial import Partial, merge_partials
 from attnmesh.errors import ShapeError
 from attnmesh.mesh.axes import Axis, RankMesh
-from attnmesh.runtime.memo import on_device
+from attnmesh.runtime.memo import index_on
 from attnmesh.runtime.ranges import MERGE, is_profiled, profiled_as
 from attnmesh.runtime.world import cached_per_world
 
@@ -51,11 +51,11 @@ class QueryOwners(NamedTuple):
         if self.heads.size > 1:
             q = torch.cat(all_to_all_tokens(q.chunk(self.heads.size, 1), self.chunk_counts, self.heads), 2)
         q = torch.cat(all_to_all_tokens([q] * self.token_axis.size, [*map(len, self.chunks)], self.token_axis), 2)
-        return q.index_select(2, on_device(self.order, q.device))
+        return q.index_select(2, index_on(self.order, q.device))
 
     def merge_at_owners(self, partial: Partial) -> Partial:
         """Return the merge of all ranks' partials, for the tokens of this rank's chunk."""
-        returned = [tuple(x.index_select(2, on_device(chunk, x.device)) for x in partial) for chunk in self.chunks]
+        returned = [tuple(x.index_select(2, index_on(chunk, x.device)) for x in partial) for chunk in self.chunks]
         for_chunk = tuple(meta_like(x, sum(self.chunk_counts)) for x in partial)
         merge = profiled_as(MERGE, merge_partials) if is_profiled() else merge_partials
         return merge(

@@ -15,8 +15,8 @@ from attnmesh.core.mask import Causal, Mask
 from attnmesh.decoding.known_steps import find_step, run_new_step
 from attnmesh.decoding.prepared_step import PreparedStep
 from attnmesh.decoding.step_agreement import agreement_on
-from attnmesh.decoding.step_arguments import CheckedStep, StepInputs, StepOptions
-from attnmesh.decoding.step_checks import checked_step
+from attnmesh.decoding.step_arguments import StepInputs, StepOptions, StepSpec
+from attnmesh.decoding.step_checks import spec_of_step
 from attnmesh.errors import (
     ArgumentError,
     DtypeError,
@@ -86,7 +86,7 @@ def decode_rows(
     True
     """
     first = _first_of(caches)
-    checked = first.calls.checked if checked is None else checked
+    checked = first.guard.checked if checked is None else checked
     options = StepOptions(mask, scale, softcap, merge, output, reproducible, kernel)
     try:
         _check_caches(q, caches, k, v)
@@ -99,22 +99,22 @@ def decode_rows(
     signature, prepared_step = find_step(inputs, options, checked, prepared)
     if prepared_step is not None:
         return prepared_step.run(inputs, checked)
-    check = partial(_checked_rows, inputs, options)
+    check = partial(_inputs_and_spec_of_rows, inputs, options)
     return run_new_step(check, inputs, options, checked, signature, prepared, SUBJECT)
 
 
 def _prepared_steps_of(caches: Sequence[KVCache]) -> Memo[PreparedStep[Any]]:
     """Return the memo of steps of a cache and its forks, or for rows on CPUs that of all caches of their kind."""
     first = caches[0]
-    sizes = caches[0].sizes
+    config = caches[0].config
     if len(caches) == 1 or first.device.type != "cpu":
         return first.prepared_steps
-    return _prepared_steps_of_rows(first.token_axis, first.mesh.heads, sizes.common_sizes, sizes.block, sizes.hot)
+    return _prepared_steps_of_rows(first.token_axis, first.mesh.heads, config.common_config, config.block, config.hot)
 
 
 @cached_per_world(1024)
 def _prepared_steps_of_rows(
-    token_axis: Axis, heads: Axis, common_sizes: CacheConfig, block: int, hot: int | None
+    token_axis: Axis, heads: Axis, common_config: CacheConfig, block: int, hot: int | None
 ) -> Memo[PreparedStep[Any]]:
     return Memo()
 
@@ -134,15 +134,15 @@ def _check_caches(q: Tensor, caches: Sequence[Any], k: Any, v: Any) -> None:
     for cache in caches:
         if not isinstance(cache, KVCache):
             raise DtypeError(subject, "KVCaches", type(cache).__name__, "make them with attnmesh.KVCache")
-        if cache.sizes.batch != 1:
+        if cache.config.batch != 1:
             fix = "decode a batch with attnmesh.decode"
-            raise ShapeError(subject, "caches of one sequence", f"one of {cache.sizes.batch}", fix)
+            raise ShapeError(subject, "caches of one sequence", f"one of {cache.config.batch}", fix)
         if (cache.token_axis, cache.mesh.heads) != (first.token_axis, first.mesh.heads):
             raise MeshError(subject, "caches on one mesh", "caches on several", "make all caches on one mesh")
-        if cache.sizes.common_sizes != first.sizes.common_sizes or cache.device != first.device:
+        if cache.config.common_config != first.config.common_config or cache.device != first.device:
             expected = "caches of equal heads, widths, dtypes and masks"
             fix = "decode rows of one model and layer together"
-            raise ShapeError(subject, expected, f"{cache.sizes} beside {first.sizes}", fix)
+            raise ShapeError(subject, expected, f"{cache.config} beside {first.config}", fix)
     if len({id(cache) for cache in caches}) < len(caches):
         raise ArgumentError(subject, "each cache once", "one cache twice", "pass cache.fork()")
     new = {name: x for name, x in (("k", k), ("v", v)) if x is not None}
@@ -160,21 +160,21 @@ def _append(k: Tensor | None, v: Tensor | None, caches: Sequence[KVCache]) -> No
     """Append row r to cache r. Raise before any is appended where a cache has no room for its row."""
     new_count = k.shape[2] if k is not None else 0
     for row, cache in enumerate(caches):
-        cache.shards.check_room(SUBJECT, row, new_count)
+        cache.local_shards.check_room(SUBJECT, row, new_count)
     for row, cache in enumerate(caches):
         rows = slice(row, row + 1)
         cache.append(cast(Tensor, k if k is None else k[rows]), v if v is None else v[rows])
 
 
-def _checked_rows(inputs: StepInputs, options: StepOptions) -> tuple[StepInputs, CheckedStep]:
-    """Return the inputs and the step of all rows, or raise unless each row can be served."""
+def _inputs_and_spec_of_rows(inputs: StepInputs, options: StepOptions) -> tuple[StepInputs, StepSpec]:
+    """Return the inputs and the spec of all rows, or raise unless each row can be served."""
     caches = inputs.caches
-    steps = [
-        checked_step(StepInputs(inputs.q[row : row + 1], (cache,), inputs.sinks), options, {}, SUBJECT, row)
+    specs = [
+        spec_of_step(StepInputs(inputs.q[row : row + 1], (cache,), inputs.sinks), options, {}, SUBJECT, row)
         for row, cache in enumerate(caches)
     ]
-    blocks = sorted({cache.sizes.block for cache in caches})
+    blocks = sorted({cache.config.block for cache in caches})
     if options.reproducible and len(blocks) > 1:
         fix = "make all caches with one block="
         raise LayoutError(f"{SUBJECT} reproducible", "caches of one block size", f"{blocks}", fix)
-    return inputs, steps[0]._replace(capacity=max(cache.sizes.capacity for cache in caches))
+    return inputs, specs[0]._replace(capacity=max(cache.config.capacity for cache in caches))

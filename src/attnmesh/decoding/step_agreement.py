@@ -14,79 +14,79 @@ from attnmesh.comm.rank_merge import RequestedMerge, highest_checksum
 from attnmesh.core.digest import fingerprints
 from attnmesh.core.partial import identity, sum_dtype
 from attnmesh.core.scaling import bias_columns
-from attnmesh.decoding.step_arguments import CheckedStep, StepInputs, StepOptions
+from attnmesh.decoding.step_arguments import StepInputs, StepOptions, StepSpec
 from attnmesh.decoding.step_checks import reads_length_on_device
 from attnmesh.errors import InputError
 from attnmesh.guard.merge_agreement import MergeAgreement
 
 
-def agreement_on(caches: Sequence[KVCache], options: StepOptions | CheckedStep, checked: bool | None) -> MergeAgreement:
+def agreement_on(caches: Sequence[KVCache], options: StepOptions | StepSpec, checked: bool | None) -> MergeAgreement:
     """Return the agreement on a step. `options` may be unchecked."""
     first = caches[0]
     name = "decode" if len(caches) == 1 else "decode_rows"
     poison = functools.partial(_send_poison, first, options)
-    return MergeAgreement(first.calls, first.device, options.merge, checked, name, poison)
+    return MergeAgreement(first.guard, first.device, options.merge, checked, name, poison)
 
 
-def compared_fields(inputs: StepInputs, step: CheckedStep) -> Mapping[str, object]:
+def fields_of_step(inputs: StepInputs, spec: StepSpec) -> Mapping[str, object]:
     """Return the arguments of the call that ranks compare."""
     q, caches, key_lengths = inputs.q, inputs.caches, inputs.key_lengths
-    options = step.options | step.scaling._asdict()
+    options = spec.options | spec.scaling._asdict()
     del options["scaling"]
     options["key_lengths"] = None if key_lengths is None else key_lengths.tolist()
     options |= {} if inputs.other_partial is None else {"partial": True}
-    width = caches[0].sizes.head_dim
+    width = caches[0].config.head_dim
     bias = q[..., width:] if bias_columns(q, width) else None
     tensors = {"q": q[..., :width], "distance_bias": bias, "sinks": inputs.sinks, "selected": inputs.indices}
-    lengths, histories = [cache.length for cache in caches], [cache.history.number for cache in caches]
+    lengths, histories = [cache.length for cache in caches], [cache.history.checksum for cache in caches]
     held = "tokens in the cache" if len(caches) == 1 else "tokens in the caches"
     by_cache = {held: lengths, "padding and order": histories}
     contents = {field: values[0] if len(values) == 1 else values for field, values in by_cache.items()}
     return {**options, **fingerprints(tensors), **contents}
 
 
-def runs_on_device(cache: KVCache, step: CheckedStep) -> bool:
+def runs_asynchronously(cache: KVCache, spec: StepSpec) -> bool:
     """Return whether the CPU waits for nothing of the device during the step. A wrong kernel counts as "auto"."""
-    if step.index_block is not None:
-        return cache.device.type != "cpu" and not is_collective(step.merge)
+    if spec.index_block is not None:
+        return cache.device.type != "cpu" and not is_collective(spec.merge)
     try:
-        reads_on_device = reads_length_on_device(cache.shard.view, step.kernel, cache.sizes.dtype)
+        reads_on_device = reads_length_on_device(cache.own_shard.view, spec.kernel, cache.config.dtype)
     except InputError:
-        reads_on_device = reads_length_on_device(cache.shard.view, "auto", cache.sizes.dtype)
-    return reads_on_device and not is_collective(step.merge)
+        reads_on_device = reads_length_on_device(cache.own_shard.view, "auto", cache.config.dtype)
+    return reads_on_device and not is_collective(spec.merge)
 
 
-def ask_in_step(step: CheckedStep, like: Tensor, shape: Sequence[int], value_dim: int) -> Tensor:
+def ask_in_step(spec: StepSpec, like: Tensor, shape: Sequence[int], value_dim: int) -> Tensor:
     """Take part in a step with nothing to attend to, and a question for a checksum. Return the merged checksum.
 
     `like` and `shape` are those of the step's queries. The messages have the sizes that the other ranks expect.
     """
-    heads = step.head_axis.slice_of(shape[1])
+    heads = spec.head_axis.slice_of(shape[1])
     q = like.new_empty(1).expand(shape)[:, heads]
     nothing = identity(q, value_dim, sum_dtype(q.dtype))
-    partial, checksum = step.rank_merge.run(nothing, question_like(nothing.lse))
-    return gather_heads(partial.out.to(q.dtype).contiguous(), checksum, step, shape[1])[1]
+    partial, checksum = spec.rank_merge.run(nothing, question_like(nothing.lse))
+    return gather_heads(partial.out.to(q.dtype).contiguous(), checksum, spec, shape[1])[1]
 
 
-def gather_heads(out: Tensor, checksum: Tensor, step: CheckedStep, heads: int) -> tuple[Tensor, Tensor]:
+def gather_heads(out: Tensor, checksum: Tensor, spec: StepSpec, heads: int) -> tuple[Tensor, Tensor]:
     """Return the output with the heads of all ranks along the heads axis, or NaN if their calls differ."""
-    axis = step.head_axis
+    axis = spec.head_axis
     if axis.size == 1:
         return out, checksum
     checksum = highest_checksum(checksum, axis)
-    if step.output != "heads":
+    if spec.output != "heads":
         if out.device.type == "cpu" and float(checksum.sum()) != 0:  # shares may have other sizes, too
             return out.new_full((out.shape[0], heads, *out.shape[2:]), torch.nan), checksum
         out = torch.cat(all_to_all_tokens([out] * axis.size, [out.shape[2]] * axis.size, axis), 1)
     return torch.where(checksum.sum() == 0, out, torch.nan), checksum
 
 
-def _send_poison(cache: KVCache, options: StepOptions | CheckedStep) -> None:
+def _send_poison(cache: KVCache, options: StepOptions | StepSpec) -> None:
     """Run the exchanges of a step whose arguments are wrong on this rank, so that the others detect it."""
     ranks = cache.token_axis.size
     reproducible = options.reproducible is True  # other values are invalid on other ranks too
     reproducible = reproducible and not ranks & (ranks - 1)
-    like = torch.empty(0, dtype=sum_dtype(cache.sizes.dtype), device=cache.device)
+    like = torch.empty(0, dtype=sum_dtype(cache.config.dtype), device=cache.device)
     merge = RequestedMerge(cache.token_axis, options.merge, options.output, reproducible=reproducible)
     checksum = merge.send_poison(like)
     if cache.mesh.heads.size > 1:

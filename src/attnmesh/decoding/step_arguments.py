@@ -23,8 +23,8 @@ from attnmesh.mesh.axes import Axis, group_named
 from attnmesh.runtime.world import cached_from_code, cached_per_world
 
 
-class CheckedStep(NamedTuple):
-    """One step that was checked: the axes and sizes of its cache, and the values that its caller passes."""
+class StepSpec(NamedTuple):
+    """A step that can be served: the axes and sizes of its cache, and the values that its caller passes."""
 
     # Of the cache:
     head_axis: Axis
@@ -60,7 +60,7 @@ class CheckedStep(NamedTuple):
         return RequestedMerge(self.token_axis, self.merge, self.output, reproducible=self.reproducible)
 
     def to_code(self) -> tuple[str, list[int]]:
-        """Return the step as names and numbers, which the schema of an operator can carry."""
+        """Return the spec as names and numbers, which the schema of an operator can carry."""
         names = [self.head_axis.group_name, self.token_axis.group_name, self.merge, self.output, self.kernel]
         axes = [self.head_axis.size, self.head_axis.index, self.token_axis.size, self.token_axis.index]
         sizes = [self.block, self.capacity, self.value_dim]
@@ -68,9 +68,9 @@ class CheckedStep(NamedTuple):
         return ",".join([*names, *map(repr, self.scaling)]), numbers
 
     @staticmethod
-    def from_code(names: str, numbers: Sequence[int]) -> "CheckedStep":
-        """Return the step that `to_code` wrote."""
-        return cached_from_code(_step_of_code, names, numbers)
+    def from_code(names: str, numbers: Sequence[int]) -> "StepSpec":
+        """Return the spec that `to_code` wrote."""
+        return cached_from_code(_spec_of_code, names, numbers)
 
     @staticmethod
     def hash_of_code(names: str, numbers: Sequence[int]) -> int:
@@ -78,7 +78,7 @@ class CheckedStep(NamedTuple):
         return crc32(f"{numbers[4:]} {names.split(',')[2:]}".encode())
 
     def attention_for(self, q: Tensor, view: CacheView) -> CachedAttention:
-        """Return the attention of such queries, with the step's kernel. That of selected tokens is the reference."""
+        """Return the attention of such queries, with the spec's kernel. That of selected tokens is the reference."""
         name = self.kernel if self.index_block is None else "reference"
         kernel = choose(KernelRequest.of_cache(q, view, self.scaling), name)
         return attention_to_cache(kernel, self.scaling, self.value_dim, q.device)
@@ -96,7 +96,7 @@ LENGTH_WEIGHT = -7046029254386353131
 """Weight by which ranks add up the lengths of several caches, to compare them. It is odd, of 64 bits in no pattern."""
 
 
-Compared = tuple[Sequence[Tensor], int, Tensor]
+PartsToCompare = tuple[Sequence[Tensor], int, Tensor]
 """Parts of a merge's checksum: tensors by their bits, a hash of the facts, and a tensor that begins with tokens."""
 
 
@@ -117,27 +117,27 @@ class StepInputs(NamedTuple):
         """Indices of the selected tokens."""
         return None if self.selected is None else self.selected.indices
 
-    def compared_facts(self, step: CheckedStep) -> tuple[Any, ...]:
-        """Return the options of a step, and the dtypes and shapes of its tensors, of which ranks compare a hash."""
-        options, sinks = tuple(step.options.values()), None if self.sinks is None else self.sinks.dtype
+    def facts(self, spec: StepSpec) -> tuple[Any, ...]:
+        """Return the options of a spec, and the dtypes and shapes of its tensors, of which ranks compare a hash."""
+        options, sinks = tuple(spec.options.values()), None if self.sinks is None else self.sinks.dtype
         indices = None if self.indices is None else self.indices.shape
         partial_field = () if self.other_partial is None else ("partial",)
         return options, self.q.dtype, self.q.shape, sinks, self.key_lengths is not None, indices, *partial_field
 
-    def of_own_heads(self, step: CheckedStep) -> "StepInputs":
+    def of_own_heads(self, spec: StepSpec) -> "StepInputs":
         """Return the inputs with the queries, sinks and selection of this rank's heads."""
-        heads = step.head_axis.slice_of(self.q.shape[1])
+        heads = spec.head_axis.slice_of(self.q.shape[1])
         own_sinks = None if self.sinks is None else self.sinks[heads]
-        own_selected = self.selected and selection_of_rank(self.selected, step.head_axis)
+        own_selected = self.selected and selection_of_rank(self.selected, spec.head_axis)
         return self._replace(q=self.q[:, heads], sinks=own_sinks, selected=own_selected)
 
-    def parts_to_compare(self, facts: tuple[Any, ...], views: Sequence[CacheView]) -> Compared:
+    def parts_to_compare(self, facts: tuple[Any, ...], views: Sequence[CacheView]) -> PartsToCompare:
         """Return what ranks compare of a call. The hash is of its facts, and of numbers that change between calls."""
         q, caches, sinks, key_lengths, selected, _, history = self
         tensors = [q] if sinks is None else [q, sinks]
         values: list[int] = []
         for cache in caches:
-            values.append(cache.history.number)
+            values.append(cache.history.checksum)
         if key_lengths is not None and key_lengths.device.type == "cpu":
             values += key_lengths.tolist()
         elif key_lengths is not None:  # to read them here, the CPU would wait for the device
@@ -153,18 +153,18 @@ class StepInputs(NamedTuple):
 
 
 @cached_per_world(1024)
-def _step_of_code(names: str, numbers: tuple[int, ...]) -> CheckedStep:
+def _spec_of_code(names: str, numbers: tuple[int, ...]) -> StepSpec:
     heads, tokens, merge, output, kernel, scale, softcap = names.split(",")
     axes = Axis(numbers[0], numbers[1], group_named(heads)), Axis(numbers[2], numbers[3], group_named(tokens))
     block, capacity, value_dim, reproducible, index_block, *mask_code = numbers[4:]
     scaling = Scaling(float(scale), float(softcap))
     sizes = block, capacity, value_dim
     mask = Mask.from_code(mask_code)
-    return CheckedStep(*axes, *sizes, mask, scaling, merge, output, bool(reproducible), kernel, index_block or None)
+    return StepSpec(*axes, *sizes, mask, scaling, merge, output, bool(reproducible), kernel, index_block or None)
 
 
 class StepOptions(NamedTuple):
-    """Values that a caller passes beside tensors, as the options of a `CheckedStep` have them, not yet checked."""
+    """Values that a caller passes beside tensors, as the options of a `StepSpec` have them, not yet checked."""
 
     mask: Mask
     scale: float | None
@@ -174,11 +174,11 @@ class StepOptions(NamedTuple):
     reproducible: bool
     kernel: str
 
-    def step_on(self, cache: KVCache, scaling: Scaling) -> CheckedStep:
-        """Return the step on a cache, with the scale and cap that the check of these values has made."""
-        sizes = cache.sizes
-        placement = cache.mesh.heads, cache.token_axis, sizes.block, sizes.capacity, sizes.value_dim
-        return CheckedStep(*placement, self.mask, scaling, self.merge, self.output, self.reproducible, self.kernel)
+    def spec_on(self, cache: KVCache, scaling: Scaling) -> StepSpec:
+        """Return the spec of a step on a cache, with the scale and cap that the check of these values has made."""
+        config = cache.config
+        placement = cache.mesh.heads, cache.token_axis, config.block, config.capacity, config.value_dim
+        return StepSpec(*placement, self.mask, scaling, self.merge, self.output, self.reproducible, self.kernel)
 
 
 def selection_of_rank(selection: Selection, heads: Axis) -> Selection:

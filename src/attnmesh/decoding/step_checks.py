@@ -24,7 +24,7 @@ from attnmesh.core.mask import check_mask
 from attnmesh.core.partial import sum_dtype
 from attnmesh.core.scaling import Scaling, with_distance_bias
 from attnmesh.core.selection import Selection
-from attnmesh.decoding.step_arguments import CheckedStep, StepInputs, StepOptions
+from attnmesh.decoding.step_arguments import StepInputs, StepOptions, StepSpec
 from attnmesh.errors import (
     ArgumentError,
     DeviceError,
@@ -40,93 +40,93 @@ from attnmesh.kernels.kernel import KernelRequest
 from attnmesh.kernels.triton_runtime import interpreted
 
 
-def checked_call(
+def inputs_and_spec(
     inputs: StepInputs, options: StepOptions, distance_bias: Tensor | None, unsupported: Mapping[str, Never]
-) -> tuple[StepInputs, CheckedStep]:
-    """Return the inputs of `decode`, with the bias in the queries, and the step; or raise unless all can be served."""
-    step = checked_step(inputs, options, unsupported)
-    _check_other_partial(inputs, step)
-    step = step_with_bias(inputs, distance_bias, step)
-    return inputs._replace(q=with_distance_bias(inputs.q, distance_bias)), step
+) -> tuple[StepInputs, StepSpec]:
+    """Return the inputs of `decode`, with the bias in the queries, and its spec; or raise unless all can be served."""
+    spec = spec_of_step(inputs, options, unsupported)
+    _check_other_partial(inputs, spec)
+    spec = spec_with_bias(inputs, distance_bias, spec)
+    return inputs._replace(q=with_distance_bias(inputs.q, distance_bias)), spec
 
 
-def checked_step(
+def spec_of_step(
     inputs: StepInputs,
     options: StepOptions,
     unsupported: Mapping[str, Never],
     subject: str = "decode",
     row: int | None = None,
-) -> CheckedStep:
-    """Return the step on one cache, or raise unless each argument can be served.
+) -> StepSpec:
+    """Return the spec of a step on one cache, or raise unless each argument can be served.
 
     Errors name the function `subject`, and the row of its queries that these are.
     """
     of_row = "" if row is None else f" of row {row}"
     q, sinks, key_lengths, selected = inputs.q, inputs.sinks, inputs.key_lengths, inputs.selected
     (cache,) = inputs.caches
-    sizes = cache.sizes
+    config = cache.config
     check_no_gradients(subject, {"q": q, "sinks": sinks})
     check_unknown_options(subject, unsupported)
-    if sizes.values == "none":
+    if config.values == "none":
         fix = 'append values too, to a cache without values="none"'
         raise ArgumentError(f"{subject} cache", "a cache with values", "one of keys alone", fix)
     check_same_kind(subject, {"q": q})
-    if q.ndim != 4 or (q.shape[0], q.shape[3]) != (sizes.batch, sizes.head_dim) or not q.shape[2]:
-        shape = (sizes.batch, "heads", "length", sizes.head_dim)
+    if q.ndim != 4 or (q.shape[0], q.shape[3]) != (config.batch, config.head_dim) or not q.shape[2]:
+        shape = (config.batch, "heads", "length", config.head_dim)
         fix = "pass the queries of the cache's last tokens"
         raise ShapeError(f"{subject} q{of_row}", f"shape {shape}", f"{tuple(q.shape)}", fix)
-    if q.shape[1] % sizes.kv_heads or not q.shape[1]:
-        given = f"{q.shape[1]} query heads on {sizes.kv_heads} key heads"
-        fix = transpose_hint_first("pass the model's heads", q.shape[1] > 0 and q.shape[2] % sizes.kv_heads == 0)
+    if q.shape[1] % config.kv_heads or not q.shape[1]:
+        given = f"{q.shape[1]} query heads on {config.kv_heads} key heads"
+        fix = transpose_hint_first("pass the model's heads", q.shape[1] > 0 and q.shape[2] % config.kv_heads == 0)
         raise ShapeError(f"{subject} q{of_row}", "query heads a multiple of key heads", given, fix)
-    check_dtype_and_device(f"{subject} q{of_row}", sizes, q, cache.device)
+    check_dtype_and_device(f"{subject} q{of_row}", config, q, cache.device)
     check_mask(f"{subject} mask", options.mask)
-    if sizes.mask is not None and not options.mask.is_within(sizes.mask):
-        expected = f"{sizes.mask}, by which the cache forgets tokens, or a narrower mask"
-        raise MaskError(f"{subject} mask", expected, f"{options.mask}", "pass mask=cache.sizes.mask")
+    if config.mask is not None and not options.mask.is_within(config.mask):
+        expected = f"{config.mask}, by which the cache forgets tokens, or a narrower mask"
+        raise MaskError(f"{subject} mask", expected, f"{options.mask}", "pass mask=cache.config.mask")
     check_merge(subject, options.merge, options.output)
-    step = options.step_on(cache, Scaling.of(subject, options.scale, options.softcap, q.shape[-1]))
-    if step.kernel != "auto" and not torch.compiler.is_compiling():  # raises here, where all ranks can raise alike
-        choose(KernelRequest.of_cache(q, cache.shard.view, step.scaling), step.kernel)
+    spec = options.spec_on(cache, Scaling.of(subject, options.scale, options.softcap, q.shape[-1]))
+    if spec.kernel != "auto" and not torch.compiler.is_compiling():  # raises here, where all ranks can raise alike
+        choose(KernelRequest.of_cache(q, cache.own_shard.view, spec.scaling), spec.kernel)
     check_sinks(f"{subject} sinks", sinks, q)
     lengths_on_gpu = isinstance(key_lengths, Tensor) and key_lengths.device.type == "cuda"
-    check_key_lengths(f"{subject} key_lengths", key_lengths, sizes.batch, on_device=lengths_on_gpu)
-    if cache.padding is not None and step.mask.documents:
+    check_key_lengths(f"{subject} key_lengths", key_lengths, config.batch, may_read=not lengths_on_gpu)
+    if cache.padding is not None and spec.mask.documents:
         fix = "keep documents in sequences of their own"
-        raise MaskError(f"{subject} mask{of_row}", "no documents in a padded batch", f"{step.mask}", fix)
+        raise MaskError(f"{subject} mask{of_row}", "no documents in a padded batch", f"{spec.mask}", fix)
     if selected is not None:
-        step = _with_selection(q, cache, selected, step)
-    check_reproducible(f"{subject} reproducible", step.reproducible, step.token_axis.size, step.merge)
-    if step.reproducible and key_lengths is not None:
+        spec = _with_selection(q, cache, selected, spec)
+    check_reproducible(f"{subject} reproducible", spec.reproducible, spec.token_axis.size, spec.merge)
+    if spec.reproducible and key_lengths is not None:
         expected, fix = "no key_lengths= beside reproducible=True", "leave one of them out"
         raise KernelError(f"{subject} reproducible", expected, f"key_lengths of {len(key_lengths)} sequences", fix)
     in_graph = not may_compare(q.device)
-    cache.shards.check_step(subject, of_row, q, in_graph=in_graph, reproducible=step.reproducible)
+    cache.local_shards.check_step(subject, of_row, q, in_graph=in_graph, reproducible=spec.reproducible)
     if in_graph:
-        if needs_cpu(sizes, q.shape[2]):
-            check_eager(subject, sizes, q.device)
+        if needs_cpu(config, q.shape[2]):
+            check_eager(subject, config, q.device)
         if is_capturing(q.device):
-            _check_captured(cache, step, lengths_on_cpu=key_lengths is not None and not lengths_on_gpu)
-        return step
-    if step.mask.documents:
-        step.mask.check_length(f"{subject} mask{of_row}", cache.length)
+            _check_captured(cache, spec, lengths_on_cpu=key_lengths is not None and not lengths_on_gpu)
+        return spec
+    if spec.mask.documents:
+        spec.mask.check_length(f"{subject} mask{of_row}", cache.length)
     if not lengths_on_gpu:
         check_lengths_within(f"{subject} key_lengths", key_lengths, cache.length)
-    return step
+    return spec
 
 
-def _with_selection(q: Tensor, cache: KVCache, selected: Selection, step: CheckedStep) -> CheckedStep:
-    """Return the step over selected tokens, or raise unless they are tokens of the cache."""
+def _with_selection(q: Tensor, cache: KVCache, selected: Selection, spec: StepSpec) -> StepSpec:
+    """Return the spec over selected tokens, or raise unless they are tokens of the cache."""
     length = cache.length if may_compare(q.device) else None
-    check_selection("decode selected", selected, q, cache.sizes.kv_heads, step.kernel, length)
-    if step.reproducible is True:
+    check_selection("decode selected", selected, q, cache.config.kv_heads, spec.kernel, length)
+    if spec.reproducible is True:
         expected = "no selected= beside reproducible=True"
         raise KernelError("decode reproducible", expected, "a Selection", "leave one of them out")
-    return step._replace(index_block=selected.block)
+    return spec._replace(index_block=selected.block)
 
 
-def _check_other_partial(inputs: StepInputs, step: CheckedStep) -> None:
-    """Raise unless the partial of other keys is None or fits the queries of a checked step."""
+def _check_other_partial(inputs: StepInputs, spec: StepSpec) -> None:
+    """Raise unless the partial of other keys is None or fits the queries of the step."""
     q, other_partial = inputs.q, inputs.other_partial
     (cache,) = inputs.caches
     if other_partial is None:
@@ -139,9 +139,9 @@ def _check_other_partial(inputs: StepInputs, step: CheckedStep) -> None:
     if not is_pair or not all(isinstance(x, Tensor) for x in other_partial):
         raise DtypeError(subject, "a partial (out, lse)", type(other_partial).__name__, fix)
     out, lse = other_partial
-    heads = step.head_axis.slice_of(q.shape[1])
+    heads = spec.head_axis.slice_of(q.shape[1])
     rows = (q.shape[0], heads.stop - heads.start, q.shape[2])
-    expected_shapes, shapes = [(*rows, cache.sizes.value_dim), rows], [tuple(out.shape), tuple(lse.shape)]
+    expected_shapes, shapes = [(*rows, cache.config.value_dim), rows], [tuple(out.shape), tuple(lse.shape)]
     if shapes != expected_shapes:
         raise ShapeError(subject, f"shapes {expected_shapes}", f"{shapes}", fix)
     wide = sum_dtype(q.dtype)
@@ -150,24 +150,24 @@ def _check_other_partial(inputs: StepInputs, step: CheckedStep) -> None:
         raise DtypeError(subject, expected, f"out in {out.dtype}, lse in {lse.dtype}", fix)
     check_one_device(subject, {"q": q, "out": out, "lse": lse})
     check_no_gradients(subject, {"out": out, "lse": lse})
-    if step.reproducible:
+    if spec.reproducible:
         expected = "no partial= beside reproducible=True"
         raise KernelError("decode reproducible", expected, "a Partial", "leave one of them out")
 
 
-def step_with_bias(inputs: StepInputs, bias: Tensor | None, step: CheckedStep) -> CheckedStep:
-    """Return the checked step with the kernel of a bias by distance, or raise unless bias is None or can be served."""
+def spec_with_bias(inputs: StepInputs, bias: Tensor | None, spec: StepSpec) -> StepSpec:
+    """Return the spec with the kernel of a bias by distance, or raise unless bias is None or can be served."""
     if bias is None:
-        return step
-    check_distance_bias("decode", bias, inputs.q, step.scaling, step.kernel, inputs.selected)
+        return spec
+    check_distance_bias("decode", bias, inputs.q, spec.scaling, spec.kernel, inputs.selected)
     check_no_gradients("decode", {"distance_bias": bias})
     subject, fix = "decode distance_bias", "leave one of them out"
-    storage = inputs.caches[0].sizes.storage
+    storage = inputs.caches[0].config.storage
     if storage is not None:
         raise KernelError(subject, "a cache of plain numbers", f"storage={storage!r}", fix)
-    if step.reproducible:
+    if spec.reproducible:
         raise KernelError(subject, "reproducible=False", "True", fix)
-    return step._replace(kernel="reference")
+    return spec._replace(kernel="reference")
 
 
 def reads_length_on_device(view: CacheView, kernel: str, dtype: torch.dtype) -> bool:
@@ -178,14 +178,14 @@ def reads_length_on_device(view: CacheView, kernel: str, dtype: torch.dtype) -> 
     return choose(request, kernel).reads_cache
 
 
-def _check_captured(cache: KVCache, step: CheckedStep, *, lengths_on_cpu: bool) -> None:
+def _check_captured(cache: KVCache, spec: StepSpec, *, lengths_on_cpu: bool) -> None:
     """Raise unless the CPU reads nothing of the device and copies nothing to it: a CUDA graph could not."""
     if lengths_on_cpu:
         expected, fix = "a tensor on the GPU in a CUDA graph", "pass key_lengths.cuda(), made before the capture"
         raise DeviceError("decode key_lengths", expected, "one on the CPU", fix)
-    if not reads_length_on_device(cache.shard.view, step.kernel, cache.sizes.dtype):
+    if not reads_length_on_device(cache.own_shard.view, spec.kernel, cache.config.dtype):
         expected = "one that reads the cache's length on the GPU, in a CUDA graph"
-        given = f"kernel={step.kernel!r} on {cache.sizes.dtype}"
+        given = f"kernel={spec.kernel!r} on {cache.config.dtype}"
         fix = 'use kernel="auto" and a cache of bfloat16, float16 or float32, or leave the graph out'
         raise KernelError("decode kernel", expected, given, fix)
 

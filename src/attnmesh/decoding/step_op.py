@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attnmesh.core.selection import Selection
 from attnmesh.decoding.prepared_step import new_prepared_step
-from attnmesh.decoding.step_arguments import CheckedStep, StepInputs
+from attnmesh.decoding.step_arguments import StepInputs, StepSpec
 from attnmesh.kernels.cache_view import LENGTH, CacheView
 from attnmesh.kernels.padding import Padding
 from attnmesh.runtime.operators import custom_operator
@@ -16,7 +16,7 @@ from attnmesh.runtime.operators import custom_operator
 
 def _fake_output(q: Tensor, *inputs: Any) -> Tensor:
     *_, names, numbers = inputs
-    return q.new_empty(CheckedStep.from_code(names, numbers).output_shape(q))
+    return q.new_empty(StepSpec.from_code(names, numbers).output_shape(q))
 
 
 @custom_operator("decode", _fake_output)
@@ -31,13 +31,13 @@ def decode_op(
     numbers: Sequence[int],
 ) -> Tensor:
     """Run a step inside a graph, which cannot raise: all ranks get NaN if their calls differ."""
-    view = view_of(cache, (step := CheckedStep.from_code(names, numbers)).value_dim)
-    facts = (CheckedStep.hash_of_code(names, numbers),)
-    selected = None if indices is None else Selection(indices, step.index_block or 1)
+    view = view_of(cache, (spec := StepSpec.from_code(names, numbers)).value_dim)
+    facts = (StepSpec.hash_of_code(names, numbers),)
+    selected = None if indices is None else Selection(indices, spec.index_block or 1)
     inputs = StepInputs(q, (), sinks, key_lengths, selected, history=history)
-    out, _ = new_prepared_step(q, view, step, facts).compute(inputs, [view])
+    out, _ = new_prepared_step(q, view, spec, facts).compute(inputs, [view])
     length = view.device_counts[LENGTH]
-    return torch.where(length <= step.capacity, out, torch.nan)
+    return torch.where(length <= spec.capacity, out, torch.nan)
 
 
 def tensors_of(view: CacheView) -> list[Tensor]:

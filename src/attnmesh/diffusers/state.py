@@ -15,7 +15,7 @@ from attnmesh.diffusers.diffusers_names import Attention, AttentionModuleMixin, 
 from attnmesh.diffusers.family_plans import TokenPlan, TokenSplit, modules_named
 from attnmesh.diffusers.tokens import Streams
 from attnmesh.errors import KernelError, ModelError, ShapeError
-from attnmesh.guard.agreement import ComparedCalls
+from attnmesh.guard.agreement import CallGuard
 from attnmesh.mesh.axes import RankMesh
 
 SUBJECT = "attnmesh.diffusers forward"
@@ -42,7 +42,7 @@ class MeshState:
         device = torch.device(mesh.device_type)
         self.plan = plan
         self.streams = Streams(mesh)
-        self.calls = ComparedCalls(mesh, device, checked is not False)
+        self.guard = CallGuard(mesh, device, checked is not False)
         self.compares_values = checked is True or device.type == "cpu"  # elsewhere the CPU would wait for them
         self.processors: dict[Any, Any] = {module: module.processor for module in split_attention(model, plan).values()}
         self.modules = {name: modules_named(model, name) for name in (*plan.splits, *plan.gathers)}
@@ -85,7 +85,7 @@ class MeshState:
         values = {name: repr(x) for name, x in inputs.items() if isinstance(x, COMPARED_TYPES)}
         shapes = [(name, x.dtype, tuple(x.shape)) for name, x in tensors.items()]
         fields = fingerprints(tensors) if self.compares_values else {"shapes": shapes}
-        with self.calls.agreement(f"{SUBJECT} of {type(model).__name__}", {**fields, **values}):
+        with self.guard.agreement(f"{SUBJECT} of {type(model).__name__}", {**fields, **values}):
             self._check(model, list(tensors))
 
     def _check(self, model: nn.Module, tensors: Sequence[str]) -> None:

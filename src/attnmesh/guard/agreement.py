@@ -147,8 +147,8 @@ class Agreement:
         return [row[2 : 2 + len(payload)] for row in table]
 
 
-class ComparedCalls:
-    """The calls on one object that its ranks have compared, by its `checked`: always, never, or when they are new.
+class CallGuard:
+    """When ranks compare their calls on one object, by its `checked`: always, never, or those that are new.
 
     On a GPU, ranks that know a call begin its exchange without a comparison, and a rank to which it is new would wait
     for them in vain. So there the first call on the object is compared at once. A later one that ends in a merge joins

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attnmesh.comm.merges import is_collective
 from attnmesh.errors import RankFailure
-from attnmesh.guard.agreement import RAISED_ON_ALL_RANKS, Agreement, ComparedCalls, Fields, may_compare
+from attnmesh.guard.agreement import RAISED_ON_ALL_RANKS, Agreement, CallGuard, Fields, may_compare
 from attnmesh.kernels.triton_runtime import interpreted
 
 
@@ -52,16 +52,16 @@ class MergeAgreement:
 
     def __init__(
         self,
-        calls: ComparedCalls,
+        guard: CallGuard,
         device: torch.device,
         merge_name: str,
         checked: bool | None,
         name: str,
         poison: Callable[[], object],
     ) -> None:
-        self.calls, self.merge_name, self.checked, self.name, self.poison = calls, merge_name, checked, name, poison
-        self.is_compared = not calls.is_alone and may_compare(device)
-        self.checksum_stays_on_device = device.type != "cpu" or interpreted() or calls.repeat_last_merge is not None
+        self.guard, self.merge_name, self.checked, self.name, self.poison = guard, merge_name, checked, name, poison
+        self.is_compared = not guard.is_alone and may_compare(device)
+        self.checksum_stays_on_device = device.type != "cpu" or interpreted() or guard.repeat_last_merge is not None
         """True if no CPU reads the merged checksum. So a rank asks about a call that is new to it.
 
         True on GPUs, when GPU kernels are interpreted on a CPU, and for the rest of the object's life after one such
@@ -79,13 +79,13 @@ class MergeAgreement:
             new to some      asks                   merge, and get NaN     False: this rank has NaN too
         """
         # A CPU that reads the checksum compares each call.
-        on_device = self.checksum_stays_on_device
-        is_known = on_device and description.ask is not None and description.facts in self.calls.known
+        checksum_stays = self.checksum_stays_on_device
+        is_known = checksum_stays and description.ask is not None and description.facts in self.guard.known
         if self.is_compared and (not is_known if self.checked is None else self.checked):
-            if on_device and not self.ask_all_ranks():
+            if checksum_stays and not self.ask_all_ranks():
                 return False
-            if on_device or is_collective(self.merge_name):
-                Agreement(self.calls.mesh, self.name, description.fields).compare()
+            if checksum_stays or is_collective(self.merge_name):
+                Agreement(self.guard.mesh, self.name, description.fields).compare()
         return True
 
     def check_merged(self, description: MergeDescription, checksum: Tensor) -> None:
@@ -96,18 +96,18 @@ class MergeAgreement:
         if not self.checksum_stays_on_device:
             if self.is_compared and self.checked is not False and float(checksum.sum()) != 0:
                 self.raise_unequal(description.fields)
-        elif description.facts != self.calls.last_known:
-            calls = self.calls
-            calls.known.keep(description.facts, True)
-            calls.last_known, calls.repeat_last_merge = description.facts, description.ask or calls.repeat_last_merge
+        elif description.facts != self.guard.last_known:
+            guard = self.guard
+            guard.known.keep(description.facts, True)
+            guard.last_known, guard.repeat_last_merge = description.facts, description.ask or guard.repeat_last_merge
 
     def raise_unequal(self, fields: Fields) -> NoReturn:
         """Raise on all ranks, whose merge has shown that their calls differ."""
-        Agreement(self.calls.mesh, self.name, fields).raise_unequal()
+        Agreement(self.guard.mesh, self.name, fields).raise_unequal()
 
     def ask_all_ranks(self) -> bool:
         """Repeat the last merge, in which ranks wait that know their call. Return whether all ranks ask."""
-        repeat = self.calls.repeat_last_merge
+        repeat = self.guard.repeat_last_merge
         return repeat is None or float(repeat().sum()) == 0
 
     def raise_through_merge(self, error: Exception) -> NoReturn:
@@ -123,7 +123,7 @@ class MergeAgreement:
             if is_shared:
                 is_shared = self.ask_all_ranks()
             else:
-                (self.calls.repeat_last_merge or self.poison)()
+                (self.guard.repeat_last_merge or self.poison)()
         elif self.is_compared and not is_collective(self.merge_name):
             self.poison()
-        Agreement(self.calls.mesh, self.name, is_compared=is_shared).raise_on_all(error)
+        Agreement(self.guard.mesh, self.name, is_compared=is_shared).raise_on_all(error)

@@ -18,7 +18,7 @@ from attnmesh.hf.cache.layer import PendingKV, store_shard
 from attnmesh.hf.layer_mask import ONE_PROMPT, SAME_PLACES, MaskSpec, check_cached_padding, check_covers
 from attnmesh.hf.models import SUBJECT
 from attnmesh.hf.sharded_sequence import ShardedSequence
-from attnmesh.kernels.local_op import attend_on_device
+from attnmesh.kernels.local_op import attend_locally
 from attnmesh.mesh_attention.attention import attention
 from attnmesh.mesh_attention.attention_arguments import AttentionArguments, AttentionOptions
 from attnmesh.mesh_attention.prompt import attend_prompt
@@ -66,7 +66,7 @@ def attend_with_cache(q: Tensor, pending: PendingKV, weighting: Weighting, spec:
     if spec.sequence is not None:
         return _prefill(q, pending, weighting, spec.sequence, stores_keys)
     kv = _store(pending, weighting.mask, spec, q.shape[2]) if stores_keys else pending.layer.cached
-    if kv.sizes.storage is not None and pending.layer.is_first(pending) and spec.token_mask is None:
+    if kv.config.storage is not None and pending.layer.is_first(pending) and spec.token_mask is None:
         # As in a sharded prefill, the first tokens attend each other before their keys are rounded.
         out = _attend_local(q, pending.k, pending.v, weighting, spec)
         for axis in (kv.mesh.heads, kv.token_axis) if pending.layer.cache.head_ranks > 1 else ():
@@ -197,4 +197,4 @@ def _attend_with_positions(
     """Add the layer's scale and bias, and attend at positions."""
     scaling = weighting.scores.scaling(SUBJECT, q.shape[-1])
     visible = Visible(weighting.mask, queries, keys, selected=weighting.selected)
-    return attend_on_device(weighting.scores.widened(q), k, v, visible, scaling, "auto", weighting.sinks).out
+    return attend_locally(weighting.scores.widened(q), k, v, visible, scaling, "auto", weighting.sinks).out

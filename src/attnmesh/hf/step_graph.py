@@ -102,7 +102,7 @@ class StepGraph:
         if self.graph is None or not self.room or not self._is_bound_to(step_inputs):
             self.drop()
             self.passes += 1
-            self.room = min((kv.sizes.capacity - kv.length for kv in self.cache.kvs), default=0)
+            self.room = min((kv.config.capacity - kv.length for kv in self.cache.kvs), default=0)
             if self.passes <= WARM_PASSES or self.room <= COMPARED_REPLAYS:  # a pass makes room
                 return self.forward(**step_inputs)
             if not self.is_watched:
@@ -117,7 +117,7 @@ class StepGraph:
         self.graph = self.output = self.bound_to = None
         self.replays = self.room = 0
         for kv in self.cache.kvs:
-            kv.shards.leave_graphs()
+            kv.local_shards.leave_graphs()
 
     def _is_step(self, inputs: dict[str, Any]) -> bool:
         """Return whether these are inputs of a step over the cache, of which no more than logits are asked."""
@@ -142,7 +142,7 @@ class StepGraph:
 
     def _binding(self, inputs: dict[str, Any]) -> tuple[Any, list[Any]]:
         """Return what a graph is bound to: the sizes and options of a pass, and the memory of the cache."""
-        shards = [kv.shard for kv in self.cache.kvs]
+        shards = [kv.own_shard for kv in self.cache.kvs]
         memory = [
             x for shard in shards for x in (*shard.stored, shard.earlier_pieces, shard.token_index, shard.device_counts)
         ]

@@ -90,7 +90,7 @@ class CacheView(NamedTuple):
         return self._replace(token_index=self.token_index.where(held, NOWHERE), padding=padding, earlier_pieces=())
 
     @property
-    def on_cpu(self) -> "CacheView | None":
+    def cpu_part(self) -> "CacheView | None":
         """View of the earlier tokens that are in CPU memory, where the slots are on a device; None without any."""
         if not self.earlier_pieces or self.keys.device.type == "cpu":
             return None
@@ -98,7 +98,7 @@ class CacheView(NamedTuple):
         return pieces[-1]._replace(earlier_pieces=tuple(pieces[:-1])) if pieces else None
 
     @property
-    def on_device(self) -> "CacheView":
+    def device_part(self) -> "CacheView":
         """The view without what is in CPU memory."""
         return self._replace(
             earlier_pieces=tuple(piece for piece in self.earlier_pieces if piece.keys.device.type != "cpu")

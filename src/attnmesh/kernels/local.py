@@ -23,7 +23,7 @@ from attnmesh.core.scaling import Scaling, with_distance_bias
 from attnmesh.core.selection import Selection, Visible
 from attnmesh.errors import MaskError, ShapeError
 from attnmesh.kernels.choice import check_kernel
-from attnmesh.kernels.local_op import attend_on_device
+from attnmesh.kernels.local_op import attend_locally
 from attnmesh.kernels.prepared_local import PREPARED_LOCAL, PreparedLocal, signature_of
 from attnmesh.kernels.selected_keys import without_faulty
 from attnmesh.kernels.traced import cast_for_autocast, without_autocast
@@ -115,5 +115,5 @@ def attend(
     q = with_distance_bias(q, distance_bias)
     visible = Visible(mask, q_positions, k_positions, key_lengths, selected)
     with without_autocast(q):
-        out, lse = attend_on_device(q, k, v, visible, scaling, kernel)
+        out, lse = attend_locally(q, k, v, visible, scaling, kernel)
         return Partial(out if selected is None else without_faulty(out, selected), lse)

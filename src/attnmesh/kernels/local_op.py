@@ -33,7 +33,7 @@ MaskAndBlock = tuple[Mask, int]
 """The mask of `Visible` and the keys per index of its selection; an operator carries them as numbers."""
 
 
-def attend_on_device(
+def attend_locally(
     q: Tensor, k: Tensor, v: Tensor, visible: Visible, scaling: Scaling, kernel: str, sinks: Tensor | None = None
 ) -> Partial:
     """Pick an operator, autograd or a plain run on one device.

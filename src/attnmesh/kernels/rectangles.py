@@ -13,6 +13,7 @@ keys are in no rectangle. A dense mask is never larger than one tile's rows by t
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
@@ -34,7 +35,13 @@ TILE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}
 MIN_RUN = 64
 """Rows of one kind that are worth a rectangle. Shorter runs go into tiles."""
 
-FULL, CAUSAL, MASKED = range(3)
+
+class RowKind(IntEnum):
+    """What the rows of a run see, by the link between each two neighbours. A tensor holds kinds as numbers."""
+
+    FULL = 0  # the same keys
+    CAUSAL = 1  # the later row sees one key more
+    MASKED = 2  # anything else
 
 
 def tile_elements(device: torch.device, most: Mapping[str, int] = TILE_ELEMENTS) -> int:
@@ -220,7 +227,7 @@ def backward_rectangles(
     return total
 
 
-def _runs(band: Band) -> Iterator[tuple[int, int, int]]:
+def _runs(band: Band) -> Iterator[tuple[RowKind, int, int]]:
     """Yield (kind, start, stop): rows joined by links of one kind, and the rows between them as `MASKED`."""
     rows = len(band.low)
     row = 0
@@ -229,25 +236,23 @@ def _runs(band: Band) -> Iterator[tuple[int, int, int]]:
     for kind, count in zip(kinds, counts, strict=True):
         link += count
         # The row between two runs belongs to the one that is not masked; if neither is, to the first.
-        stop = link if kind == MASKED and link < rows - 1 else link + 1
+        stop = link if kind == RowKind.MASKED and link < rows - 1 else link + 1
         if row < stop:
             yield kind, row, stop
             row = stop
     if row < rows:  # a single row has no links
-        yield FULL, row, rows
+        yield RowKind.FULL, row, rows
 
 
-def _links(band: Band) -> tuple[list[int], list[int]]:
-    """Return kinds and lengths of the runs of equal links between neighbouring rows.
-
-    A link is `FULL` if both rows see the same keys, `CAUSAL` if the later sees one key more, else `MASKED`.
-    """
+def _links(band: Band) -> tuple[list[RowKind], list[int]]:
+    """Return kinds and lengths of the runs of equal links between neighbouring rows."""
     low, high = band.low.diff(), band.high.diff()
-    kind = torch.where(low == 0, high.clamp(max=MASKED), MASKED)
+    masked = int(RowKind.MASKED)
+    kind = torch.where(low == 0, high.clamp(max=masked), masked)
     kinds, counts = kind.unique_consecutive(return_counts=True)
-    kind = torch.where(counts >= MIN_RUN - 1, kinds, MASKED).repeat_interleave(counts)
+    kind = torch.where(counts >= MIN_RUN - 1, kinds, masked).repeat_interleave(counts)
     kinds, counts = kind.unique_consecutive(return_counts=True)
-    return kinds.tolist(), counts.tolist()
+    return [*map(RowKind, kinds.tolist())], counts.tolist()
 
 
 def _full(band: Band, start: int, stop: int) -> Iterator[Rectangle]:
@@ -274,4 +279,4 @@ def _tiles(band: Band, start: int, stop: int, rows: int = MASKED_TILE_ROWS) -> I
             yield Rectangle(slice(row, end), slice(low, high), band=band.of_queries(row, end, low))
 
 
-_CUT = {FULL: _full, CAUSAL: _causal, MASKED: _tiles}
+_CUT = {RowKind.FULL: _full, RowKind.CAUSAL: _causal, RowKind.MASKED: _tiles}

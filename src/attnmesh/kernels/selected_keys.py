@@ -21,7 +21,7 @@ from attnmesh.kernels.choice import best_kernel
 from attnmesh.kernels.dense import attend_dense, backward_dense
 from attnmesh.kernels.kernel import Kernel, KernelRequest
 from attnmesh.kernels.rectangles import BackwardInputs, Gradients, tile_elements
-from attnmesh.runtime.memo import on_device
+from attnmesh.runtime.memo import index_on
 
 MAX_PROGRAMS = (1 << 16) - 1
 """Queries times key heads of a launch on a GPU at most."""
@@ -46,9 +46,9 @@ class SelectedKeys:
     ) -> "SelectedKeys":
         """Return the selected keys of queries under a mask. Positions of keys are ascending, and on the CPU."""
         device = selection.indices.device
-        first, last = mask.bounds(on_device(queries, device))
+        first, last = mask.bounds(index_on(queries, device))
         in_order = keys is None or not len(keys) or int(keys[-1]) == len(keys) - 1
-        positions = None if keys is None or in_order else on_device(keys, device)
+        positions = None if keys is None or in_order else index_on(keys, device)
         return SelectedKeys(selection, first, last, positions, None if key_lengths is None else key_lengths.to(device))
 
     def of_heads(self, heads: slice) -> "SelectedKeys":

@@ -57,7 +57,7 @@ def merge_stack_by_triton(
 def launch_checksum(
     tensors: Sequence[Tensor], call_hash: int, device_counts: Tensor, modulus: int, checksum: Tensor
 ) -> Tensor:
-    """Write the checksum of a call and its negative: of a number, one or two tensors, and the length of a cache."""
+    """Write the checksum of a call and its negative: of its hash, one or two tensors, and the length of a cache."""
     patterns = [bits(x) for x in tensors]
     counts = [len(x) for x in patterns]
     launch(
@@ -70,7 +70,7 @@ def launch_checksum(
         other_bits=patterns[-1],
         other_count=sum(counts[1:]),
         state=device_counts,
-        number=call_hash % modulus,
+        call_hash=call_hash % modulus,
         checksum=checksum,
         MODULUS=modulus,
         WIDE=1024,

@@ -44,17 +44,17 @@ class TieredAttention(CachedAttention):
 
     def __init__(self, kernel: Kernel, scaling: Scaling, value_dim: int) -> None:
         super().__init__(kernel, scaling, value_dim)
-        self.on_cpu = Memo[CachedAttention](maxsize=64)  # attention on the CPU, by shape of the queries
+        self.cpu_attentions = Memo[CachedAttention](maxsize=64)  # attention on the CPU, by shape of the queries
 
     def attend(self, query: DecodeQuery, views: Sequence[CacheView], selected: Selection | None = None) -> Partial:
         """Return the partial of a cache of all sequences, or of one for each; in `query.into` if that is given."""
-        tiers = [view.on_cpu for view in views]
+        tiers = [view.cpu_part for view in views]
         if not any(tiers):
             return super().attend(query, views, selected)
         plain = query._replace(sinks=None, into=None, other_partial=None)
         queries = [plain.sequence(index) for index in range(len(views))] if len(views) > 1 else [plain]
         begun = [self._begin(own, tier, selected) for own, tier in zip(queries, tiers, strict=True)]
-        newer = super().attend(plain._replace(into=self._blank(query.q)), [v.on_device for v in views], selected)
+        newer = super().attend(plain._replace(into=self._blank(query.q)), [v.device_part for v in views], selected)
         older = [end() for end in begun]
         parts = [newer, Partial(*(torch.cat(x) for x in zip(*older, strict=True))) if len(older) > 1 else older[0]]
         parts += [] if query.other_partial is None else [query.other_partial]
@@ -73,17 +73,17 @@ class TieredAttention(CachedAttention):
 
     def _attend_on_cpu(self, query: DecodeQuery, tier: CacheView, selected: Selection | None = None) -> Partial:
         """Return the partial of the CPU's kernel."""
-        attention = self.on_cpu.find(query.q.shape)
+        attention = self.cpu_attentions.find(query.q.shape)
         if attention is None:
             _, scaling, value_dim = self.cache_kernel
             kernel = choose(KernelRequest.of_cache(query.q, tier, scaling), "auto" if selected is None else "reference")
-            attention = self.on_cpu.keep(query.q.shape, CachedAttention(kernel, scaling, value_dim))
+            attention = self.cpu_attentions.keep(query.q.shape, CachedAttention(kernel, scaling, value_dim))
         return attention.attend(query, [tier], selected)
 
-    def _attend_uploaded(self, query: DecodeQuery, on_cpu: DecodeQuery, tier: CacheView) -> Partial:
+    def _attend_uploaded(self, query: DecodeQuery, cpu_query: DecodeQuery, tier: CacheView) -> Partial:
         """Return the partial of the slots that are seen, which come to the device part by part."""
         total = identity(query.q, self.cache_kernel.value_dim, query.q.dtype)
-        for part in _uploaded(query.q.device, on_cpu, tier):
+        for part in _uploaded(query.q.device, cpu_query, tier):
             partial = super().attend(query._replace(into=self._blank(query.q)), [part])
             total = merge_partials([total, partial])
         return total

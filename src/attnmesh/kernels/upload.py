@@ -48,13 +48,13 @@ class Uploader:
         stored = [piece.keys] if is_prefix(piece.values, piece.keys) else [piece.keys, piece.values]
         part_slots = _slots_of_part(stored)
         current = torch.cuda.current_stream(self.device)
-        for number, first in enumerate(range(start, stop, part_slots)):
+        for index, first in enumerate(range(start, stop, part_slots)):
             last = min(stop, first + part_slots)
             slots = slice(first, last + 1)  # one more slot follows, as kernels expect
             length = int(piece.device_counts[LENGTH])
             tensors = [torch.tensor([length, last - first], device="cpu"), piece.token_index[slots]]
             tensors += [x[:, :, slots] for x in stored]
-            buffer = self._buffer(number % 2, tensors)
+            buffer = self._buffer(index % 2, tensors)
             offsets = _offsets(tensors, self.device)
             buffer.copied.synchronize()
             for x, to in zip(tensors, _views(buffer.cpu, tensors, offsets), strict=True):
@@ -69,13 +69,13 @@ class Uploader:
             yield CacheView(keys, values[0] if values else prefix, token_index, device_counts, None, piece.value_dim)
             buffer.attended.record(current)
 
-    def _buffer(self, number: int, tensors: Sequence[Tensor]) -> Buffer:
+    def _buffer(self, index: int, tensors: Sequence[Tensor]) -> Buffer:
         """Return one of the buffers, with room for such tensors."""
         needed = _offsets(tensors, self.device)[-1]
-        if len(self.buffers) <= number or len(self.buffers[number].cpu) < needed:
+        if len(self.buffers) <= index or len(self.buffers[index].cpu) < needed:
             self.stream.synchronize()
-            self.buffers[number : number + 1] = [Buffer(needed, self.device)]
-        return self.buffers[number]
+            self.buffers[index : index + 1] = [Buffer(needed, self.device)]
+        return self.buffers[index]
 
 
 @cache

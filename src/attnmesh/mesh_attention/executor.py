@@ -27,7 +27,7 @@ from attnmesh.kernels.rectangles import BackwardInputs, Gradients
 from attnmesh.mesh.schedule import GatherStep, HeadGroup
 from attnmesh.mesh_attention.head_swap import FinishSwap, HeadTensors, empty_tokens
 from attnmesh.mesh_attention.task import Task, TaskStep
-from attnmesh.runtime.memo import on_device
+from attnmesh.runtime.memo import index_on
 from attnmesh.runtime.ranges import ATTENTION, MERGE, is_profiled, profiled_as
 from attnmesh.runtime.tensors import Tensors, empty_length_major
 
@@ -297,13 +297,13 @@ def _merge_returned(parts: Returned, total: Tensors) -> None:
         if is_run(tokens):
             continue  # they were taken as views
         for into, x in zip(total, merged, strict=True):
-            into.index_copy_(2, on_device(tokens, x.device), x)
+            into.index_copy_(2, index_on(tokens, x.device), x)
 
 
 def _add_returned(parts: Returned, totals: Tensors) -> None:
     for tokens, part in parts:
         for total, x in zip(totals, part, strict=True):
-            total.index_add_(2, on_device(tokens, x.device), x)
+            total.index_add_(2, index_on(tokens, x.device), x)
 
 
 def _add(sums: Tensors, terms: Tensors) -> None:

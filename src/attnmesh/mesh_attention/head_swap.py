@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnmesh.comm.p2p import Channel, meta_like, take_tokens
 from attnmesh.mesh.schedule import HeadGroup, HeadSlices, Schedule
-from attnmesh.runtime.memo import on_device
+from attnmesh.runtime.memo import index_on
 from attnmesh.runtime.tensors import Tensors
 
 
@@ -60,7 +60,7 @@ class HeadAllToAll:
                 chunk = tuple(empty_tokens(x, x.shape[1], sum(map(len, slices))) for x, slices in new)
             for rank, pieces in enumerate(finish_exchange()):
                 for x, slices, piece in zip(chunk, indices, pieces, strict=True):
-                    x.index_copy_(2, on_device(slices[rank], x.device), piece)
+                    x.index_copy_(2, index_on(slices[rank], x.device), piece)
             return HeadTensors(chunk[:queries], chunk[queries:])
 
         return finish

@@ -21,7 +21,7 @@ from attnmesh.comm.mismatch import checksum_of, question_like
 from attnmesh.comm.rank_merge import RequestedMerge
 from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.errors import DeviceError, DtypeError, InputError, KernelError, ShapeError, check_choice
-from attnmesh.guard.agreement import Agreement, ComparedCalls, prepare_merges
+from attnmesh.guard.agreement import Agreement, CallGuard, prepare_merges
 from attnmesh.guard.call_text import describe_call, hash_of_call
 from attnmesh.guard.merge_agreement import MergeAgreement, MergeDescription
 from attnmesh.kernels.traced import are_plain
@@ -123,7 +123,7 @@ def merge_agreement(partial: object, merge: RequestedMerge, checked: bool | None
     # The other ranks' tensors are where this rank's are, if one of these is where tensors can be merged.
     device = torch.device(next((x for x in ("cuda", "cpu") if x in device_types), device_type_of(axis.group)))
     poison = partial_of(_send_poison, merge)
-    return MergeAgreement(_calls_along(axis), device, merge.name, checked, "merge_across", poison)
+    return MergeAgreement(_guard_along(axis), device, merge.name, checked, "merge_across", poison)
 
 
 def _send_poison(merge: RequestedMerge) -> None:
@@ -176,9 +176,9 @@ def _merge(agreement: MergeAgreement, partial: Partial, merge: RequestedMerge, b
 
 
 @cached_per_world()
-def _calls_along(axis: Axis) -> ComparedCalls:
-    """Return the record of the merges along an axis whose checksums stay on the device."""
-    return ComparedCalls(mesh_of_axis(axis), torch.device(device_type_of(axis.group)), None)
+def _guard_along(axis: Axis) -> CallGuard:
+    """Return the guard of the merges along an axis whose checksums stay on the device."""
+    return CallGuard(mesh_of_axis(axis), torch.device(device_type_of(axis.group)), None)
 
 
 def _ask(merge: RequestedMerge, lse: Tensor, shape: Sequence[int]) -> Tensor:

@@ -15,7 +15,7 @@ from attnmesh.comm.failures import run_collective
 from attnmesh.core.partial import Partial, merge_partials, sum_dtype
 from attnmesh.core.selection import Visible
 from attnmesh.errors import RankFailure
-from attnmesh.kernels.local_op import attend_on_device, sink_gradient
+from attnmesh.kernels.local_op import attend_locally, sink_gradient
 from attnmesh.kernels.rectangles import BackwardInputs
 from attnmesh.kernels.traced import OnceDifferentiable, run_once_differentiable
 from attnmesh.mesh.axes import Axis, RankMesh
@@ -39,7 +39,7 @@ def run_on_one_rank(
 ) -> Tensor:
     """Return attention over the keys of this rank, merged with `other_partial`."""
     q, k, v = qkv
-    partial = attend_on_device(q, k, v, visible, spec.scaling, spec.kernel, sinks)
+    partial = attend_locally(q, k, v, visible, spec.scaling, spec.kernel, sinks)
     if other_partial is None:
         return partial.out
     return merge_partials([Partial(*partial), other_partial]).out.to(q.dtype)

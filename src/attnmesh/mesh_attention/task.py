@@ -27,7 +27,7 @@ from attnmesh.mesh_attention.attention_spec import AttentionSpec
 from attnmesh.mesh_attention.auto_choices import agreed_mode
 from attnmesh.mesh_attention.head_swap import HeadAllToAll, HeadTensors
 from attnmesh.mesh_attention.latents import LatentWidths, Projection
-from attnmesh.runtime.memo import Memo, on_device
+from attnmesh.runtime.memo import Memo, index_on
 from attnmesh.runtime.world import cached_per_world
 
 
@@ -87,7 +87,7 @@ class Task:
         queries, mask = self.schedule.query_step, self.spec.problem.mask
         selection = Selection(indices, self.spec.index_block)
         if len(queries.keep) < self.schedule.chunk.queries:  # the others see no key
-            selection = selection.of_queries(on_device(queries.keep, indices.device))
+            selection = selection.of_queries(index_on(queries.keep, indices.device))
         steps = []
         for step in self.steps:
             keys = SelectedKeys.of(selection, mask, queries.positions, step.gather.positions, key_lengths)

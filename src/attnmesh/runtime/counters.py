@@ -68,7 +68,7 @@ def count_received(received: Mapping[int, Tensors]) -> None:
         traffic.bytes += sum(map(bytes_of, received.values()))
 
 
-def count_messages(number: int, size: int) -> None:
+def count_messages(count: int, size: int) -> None:
     """Count messages of equal size that were received."""
     if (traffic := current_traffic.get()) is not None:
-        traffic.bytes += number * size
+        traffic.bytes += count * size

@@ -86,11 +86,11 @@ class TensorMemo:
 TENSOR_MEMO = TensorMemo()
 
 
-def on_device(index: Tensor, device: torch.device) -> Tensor:
+def index_on(index: Tensor, device: torch.device) -> Tensor:
     """Return an index tensor on a device, copied once as long as it lives if it is on another.
 
     >>> order = torch.tensor([1, 0])
-    >>> on_device(order, torch.device("cpu")) is order
+    >>> index_on(order, torch.device("cpu")) is order
     True
     """
     device_index, wanted_index = index.device.index, device.index  # None for the current device

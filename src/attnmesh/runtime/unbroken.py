@@ -17,12 +17,12 @@ def unbroken(steps: Sequence[Callable[[], object]]) -> None:
     ...     done
     ['broken', 'broken', 'after']
     """
-    number = 0
+    count = 0
     try:
-        while number < len(steps):
-            steps[number]()
-            number += 1
+        while count < len(steps):
+            steps[count]()
+            count += 1
     except BaseException:
-        for step in steps[number:]:
+        for step in steps[count:]:
             step()
         raise

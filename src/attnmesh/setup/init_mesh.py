@@ -143,10 +143,10 @@ def check_groups(subject: str, table: Sequence[Sequence[int]]) -> list[tuple[int
 
 def _set_gpu(device_type: object) -> None:
     """Make the rank's GPU the current one, unless the caller has used one: without it every rank would use GPU 0."""
-    number = os.environ.get("LOCAL_RANK", "")
+    local_rank = os.environ.get("LOCAL_RANK", "")
     unused = device_type == "cuda" and torch.cuda.is_available() and not torch.cuda.is_initialized()
-    if unused and number.isdecimal() and int(number) < torch.cuda.device_count():
-        torch.cuda.set_device(int(number))
+    if unused and local_rank.isdecimal() and int(local_rank) < torch.cuda.device_count():
+        torch.cuda.set_device(int(local_rank))
 
 
 def _world_size() -> int:

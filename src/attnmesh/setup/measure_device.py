@@ -11,7 +11,7 @@ from attnmesh.core.mask import FULL, Documents, Mask
 from attnmesh.core.scaling import Scaling
 from attnmesh.core.selection import Visible
 from attnmesh.cost.rates import Device
-from attnmesh.kernels.local_op import attend_on_device
+from attnmesh.kernels.local_op import attend_locally
 from attnmesh.kernels.prepared_local import PreparedLocal
 from attnmesh.setup.measured_ranks import MeasuredRanks
 
@@ -32,7 +32,7 @@ def measure_device(world: MeasuredRanks, dtype: torch.dtype) -> Device:
         return partial(PreparedLocal.of(q, k, v, mask, scaling, "auto").attend, q, k, v, None)
 
     def both() -> None:
-        out, _ = attend_on_device(learned[0], learned[1], learned[2], Visible(FULL), scaling, "auto")
+        out, _ = attend_locally(learned[0], learned[1], learned[2], Visible(FULL), scaling, "auto")
         torch.autograd.grad(out.sum(), learned)
 
     with torch.no_grad():

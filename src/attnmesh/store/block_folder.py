@@ -4,7 +4,7 @@
         writers                                     held by each other rank until it has written its last file
         5f3a..e1.0-128.0-1.safetensors              the first 128 tokens, of all key heads
         77c0..09.992-1003.state.2-4.safetensors     what the third of four ranks knew after 1,003 tokens
-        9d41..5a.layers.safetensors                 sizes of the layers of one model
+        9d41..5a.layers.safetensors                 configurations of the layers of one model
 
 A file is named by the hash of what its keys were computed from, and says so inside. It gets its name once it is whole,
 so that a killed process leaves parts, which no one reads and the next engine removes.
@@ -40,7 +40,7 @@ STORE_SUBJECT = "store"
 LOCK, WRITERS, NAME_TENSOR = "lock", "writers", "name"
 
 LAYERS_SUFFIX = ".layers.safetensors"
-"""End of the name of a file with sizes of layers."""
+"""End of the name of a file with the configurations of layers."""
 
 
 def make_private_folder(path: object) -> Path:
@@ -153,13 +153,13 @@ class BlockFolder:
         return [self.path / block.file(file_number) for file_number in range(block.file_count)]
 
     def write_layers(self, name: str, layers: Sequence[CacheConfig]) -> None:
-        """Write the sizes of a model's layers."""
-        tensors = {str(n): torch.tensor(sizes.to_code(), device="cpu") for n, sizes in enumerate(layers)}
+        """Write the configurations of a model's layers."""
+        tensors = {str(n): torch.tensor(config.to_code(), device="cpu") for n, config in enumerate(layers)}
         with_name = {NAME_TENSOR: _bytes_of(name), **tensors}
         write_tensors(self.path / f"{name}{LAYERS_SUFFIX}", with_name, checksums_of(with_name), waits_for_disk=False)
 
     def read_layers(self, name: str) -> list[CacheConfig]:
-        """Return the sizes of a model's layers. Raise if there are none, or if they are damaged."""
+        """Return the configurations of a model's layers. Raise if there are none, or if they are damaged."""
         tensors = _tensors_of(self.path / f"{name}{LAYERS_SUFFIX}", name)
         try:
             return [CacheConfig.from_code(tensors[str(n)].tolist()) for n in range(len(tensors))]

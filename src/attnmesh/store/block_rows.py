@@ -28,15 +28,15 @@ def groups_of(kvs: Sequence[KVCache], block: StoredBlock) -> list[list[int]]:
     """
     groups: dict[int, list[int]] = {}
     for layer, kv in enumerate(kvs):
-        if kv.sizes.mask is None:
-            groups.setdefault(kv.sizes.kv_heads, []).append(layer)
-    forgetting = [[layer] for layer, kv in enumerate(kvs) if kv.sizes.mask is not None]
+        if kv.config.mask is None:
+            groups.setdefault(kv.config.kv_heads, []).append(layer)
+    forgetting = [[layer] for layer, kv in enumerate(kvs) if kv.config.mask is not None]
     return [*groups.values(), *(forgetting if block.is_state else ())]
 
 
 def name_of_group(kvs: Sequence[KVCache], group: Sequence[int]) -> str:
     """Return the name of the tokens of a group in a block."""
-    return TOKEN_INDEX if kvs[group[0]].sizes.mask is None else f"{TOKEN_INDEX} {group[0]}"
+    return TOKEN_INDEX if kvs[group[0]].config.mask is None else f"{TOKEN_INDEX} {group[0]}"
 
 
 def rows_of_block(kvs: Sequence[KVCache], block: StoredBlock, *, is_apart: bool = False) -> dict[str, Tensor]:
@@ -47,21 +47,21 @@ def rows_of_block(kvs: Sequence[KVCache], block: StoredBlock, *, is_apart: bool 
     rows: dict[str, Tensor] = {}
     for group in groups_of(kvs, block):
         first = kvs[group[0]]
-        start = block.start if first.sizes.mask is None else first.shards.first_token()
-        bounds = _bounds(first.shard, start, block.stop)
+        start = block.start if first.config.mask is None else first.local_shards.first_token()
+        bounds = _bounds(first.own_shard, start, block.stop)
         if any(low < high for low, high in bounds) or block.is_state:
-            indices = (*(blocks.token_index for blocks in first.shard.earlier_pieces), first.shard.token_index)
+            indices = (*(blocks.token_index for blocks in first.own_shard.earlier_pieces), first.own_shard.token_index)
             rows[name_of_group(kvs, group)] = _join(indices, bounds, 0)
             for layer in group:
-                shard = kvs[layer].shard
+                shard = kvs[layer].own_shard
                 held = [*(blocks.stored for blocks in shard.earlier_pieces), shard.stored]
                 for kind, tensors in zip(("keys", "values"), zip(*held, strict=True), strict=False):
                     rows[f"{kind} {layer}"] = _join(tensors, bounds, 2)
     if rows or is_apart:
-        heads = kvs[0].shard.heads if kvs else Axis(1, 0)
+        heads = kvs[0].own_shard.heads if kvs else Axis(1, 0)
         rows[HEADS] = torch.tensor([heads.index, heads.size], device="cpu")
     if block.is_state:
-        starts = [kv.shards.window_start if kv.sizes.mask is not None else WindowStart() for kv in kvs]
+        starts = [kv.local_shards.window_start if kv.config.mask is not None else WindowStart() for kv in kvs]
         rows[WINDOW_STARTS] = torch.tensor(starts, dtype=torch.int64, device="cpu").view(-1, 2)
     return rows
 
@@ -109,14 +109,14 @@ class CacheFiller:
             raise StoreError("load", "a state of each layer", f"{len(starts)}", DAMAGED_FIX)
         self.window_starts = [WindowStart(int(first_token), int(first_query)) for first_token, first_query in starts]
         for kv, start in zip(self.kvs, self.window_starts, strict=True):
-            kv.shards.prepare(block.stop, start)
+            kv.local_shards.prepare(block.stop, start)
 
     def put(self, block: StoredBlock, rows_by_file: Sequence[Mapping[str, Tensor]]) -> None:
         """Write this rank's rows of a block. Raise unless the files have each of them once, as it should be."""
         for group in groups_of(self.kvs, block):
             first = self.kvs[group[0]]
             needed = self._own_tokens(group, block)
-            heads = first.shard.heads.slice_of(first.sizes.kv_heads)
+            heads = first.own_shard.heads.slice_of(first.config.kv_heads)
             counts = torch.zeros(heads.stop - heads.start, len(needed), dtype=torch.int64, device="cpu")
             for rows in rows_by_file:
                 if (mapping := self._row_mapping(group, rows, needed, counts)) is not None:
@@ -128,8 +128,8 @@ class CacheFiller:
 
     def _own_tokens(self, group: Sequence[int], block: StoredBlock) -> Tensor:
         """Return the tokens of a block that this rank holds, in the layers of a group."""
-        shard = self.kvs[group[0]].shard
-        forgets = self.kvs[group[0]].sizes.mask is not None
+        shard = self.kvs[group[0]].own_shard
+        forgets = self.kvs[group[0]].config.mask is not None
         first = self.window_starts[group[0]].first_token if forgets else block.start
         tokens = torch.arange(first, block.stop, device="cpu")
         return tokens[shard.turn.holds(tokens)]
@@ -138,13 +138,13 @@ class CacheFiller:
         self, group: Sequence[int], rows: Mapping[str, Tensor], needed: Tensor, counts: Tensor
     ) -> RowMapping | None:
         """Return where rows of a file go, and count them by head and token; None if this rank needs none of them."""
-        shard, sizes = self.kvs[group[0]].shard, self.kvs[group[0]].sizes
+        shard, config = self.kvs[group[0]].own_shard, self.kvs[group[0]].config
         token_index = rows.get(name_of_group(self.kvs, group), needed[:0])
-        index, number = rows.get(HEADS, torch.tensor([0, 0], device="cpu")).tolist()
-        if token_index.dtype != torch.int64 or not 0 <= index < number or sizes.kv_heads % number:
-            raise StoreError("load", "tokens and heads of a cache", f"{index} of {number} heads", DAMAGED_FIX)
-        saved_heads = Axis(number, index).slice_of(sizes.kv_heads)
-        to, source = intersect(shard.heads.slice_of(sizes.kv_heads), saved_heads)
+        head_rank, head_ranks = rows.get(HEADS, torch.tensor([0, 0], device="cpu")).tolist()
+        if token_index.dtype != torch.int64 or not 0 <= head_rank < head_ranks or config.kv_heads % head_ranks:
+            raise StoreError("load", "tokens and heads of a cache", f"{head_rank} of {head_ranks} heads", DAMAGED_FIX)
+        saved_heads = Axis(head_ranks, head_rank).slice_of(config.kv_heads)
+        to, source = intersect(shard.heads.slice_of(config.kv_heads), saved_heads)
         chosen = torch.isin(token_index, needed).nonzero().flatten()
         if to.start >= to.stop or not len(chosen):
             return None
@@ -156,11 +156,11 @@ class CacheFiller:
 
     def _put_rows(self, layer: int, rows: Mapping[str, Tensor], mapping: RowMapping, needed: Tensor) -> None:
         """Write rows of a file into the shard of a layer."""
-        shard, sizes = self.kvs[layer].shard, self.kvs[layer].sizes
+        shard, config = self.kvs[layer].own_shard, self.kvs[layer].config
         token_index = rows[name_of_group(self.kvs, [layer])]
         for kind, x in zip(("keys", "values"), shard.stored, strict=False):
             saved_rows = rows.get(f"{kind} {layer}", needed[:0])
-            shape = sizes.batch, mapping.head_count, len(token_index), x.shape[3]
+            shape = config.batch, mapping.head_count, len(token_index), x.shape[3]
             if tuple(saved_rows.shape) != shape or saved_rows.dtype != x.dtype:
                 given = f"{saved_rows.dtype} {tuple(saved_rows.shape)}"
                 raise StoreError("load", f"{x.dtype} {shape}", given, DAMAGED_FIX)
@@ -172,4 +172,4 @@ class CacheFiller:
         """Mark the first `length` tokens as present. All ranks call it."""
         starts = self.window_starts or [WindowStart()] * len(self.kvs)
         for kv, start in zip(self.kvs, starts, strict=True):
-            kv.shards.mark_present(length, None, start.first_token)
+            kv.local_shards.mark_present(length, None, start.first_token)

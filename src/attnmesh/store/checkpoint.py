@@ -100,10 +100,10 @@ def _load_once(
     manifest = manifest._replace(length=length)
     if manifest.growing and "held" in extra_tensors:
         extra_tensors["held"] = extra_tensors["held"][:, :length]
-    caches = make_alike(make, device_mesh, _sizes_of(manifest, to_load), **options)
+    caches = make_alike(make, device_mesh, _configs_of(manifest, to_load), **options)
 
     def read() -> bool:
-        fill([cache.shards for cache in caches], folder, manifest)
+        fill([cache.local_shards for cache in caches], folder, manifest)
         return True
 
     with torch.no_grad():
@@ -113,17 +113,17 @@ def _load_once(
         if not all(done for (done,) in table):
             return None
         for layer, (cache, start) in enumerate(zip(caches, manifest.window_starts, strict=True)):
-            cache.shards.mark_present(manifest.length_of(layer), token_mask, start.first_token)
+            cache.local_shards.mark_present(manifest.length_of(layer), token_mask, start.first_token)
     return caches, extra_tensors, manifest.note
 
 
 def make_alike(
     make: Callable[..., Cache], device_mesh: DeviceMesh | None, layers: Sequence[CacheConfig], **options: Any
 ) -> list[Cache]:
-    """Return a cache for each of these sizes. Shares that are measured are those of the first for all."""
+    """Return a cache for each of these layers. Shares that are measured are those of the first for all."""
     caches: list[Cache] = []
-    for sizes in layers:
-        caches.append(make(device_mesh, **sizes.arguments(), **options))
+    for config in layers:
+        caches.append(make(device_mesh, **config.arguments(), **options))
         options["shares"] = caches[0].shares
     return caches
 
@@ -208,13 +208,13 @@ def read_saved_layers(
     """
     folder = check_folder("load", path)
     manifest = with_length_now(folder, read_manifest(folder))
-    if to_load.layers not in (None, len(manifest.sizes)):
+    if to_load.layers not in (None, len(manifest.configs)):
         of_a_model = "pass the configuration of the model that was saved"
         fix = "call hf.ShardedCache(config, mesh).restore(path)" if to_load.layers == 1 else of_a_model
-        given = f"{len(manifest.sizes)} in {folder}"
+        given = f"{len(manifest.configs)} in {folder}"
         raise StoreError("load", f"a cache of {to_load.layers} layer{'s' * (to_load.layers != 1)}", given, fix)
-    sizes = _sizes_of(manifest, to_load)
-    for layer, each in enumerate(sizes):
+    configs = _configs_of(manifest, to_load)
+    for layer, each in enumerate(configs):
         each.check(mesh.heads.size)
         keys = manifest.length_of(layer)
         if keys > each.capacity:
@@ -223,25 +223,25 @@ def read_saved_layers(
             raise ShapeError(
                 "load", "room for the keys that were saved", f"{keys} in a capacity of {each.capacity}", fix
             )
-    _check_memory(sizes, mesh, device, part, padded=manifest.padded)
-    ids = ids_in(TokenIds(folder / manifest.folder_name), manifest) if manifest.sizes else None
+    _check_memory(configs, mesh, device, part, padded=manifest.padded)
+    ids = ids_in(TokenIds(folder / manifest.folder_name), manifest) if manifest.configs else None
     extra_tensors = {} if ids is None else {"held": ids}
     if not manifest.has_extra:
         return SavedLayers(manifest, folder, None, extra_tensors)
     file = TensorFile(folder / manifest.folder_name / MORE)
-    shape = manifest.sizes[0].batch, manifest.length
+    shape = manifest.configs[0].batch, manifest.length
     token_mask = file.read("real", torch.bool, shape) if manifest.padded else None
     names = (name for name in file.entries if name.startswith("more ") and name != TOKEN_IDS)
     extra_tensors |= {name.removeprefix("more "): file.read(name) for name in names}
     return SavedLayers(manifest, folder, token_mask, extra_tensors)
 
 
-def _sizes_of(manifest: Manifest, to_load: LayersToLoad) -> tuple[CacheConfig, ...]:
-    """Return the sizes of the caches to be filled, with room for all tokens of a folder that grows."""
-    sizes = to_load.sizes(manifest.sizes)
+def _configs_of(manifest: Manifest, to_load: LayersToLoad) -> tuple[CacheConfig, ...]:
+    """Return the configurations of the caches to be filled, with room for all tokens of a folder that grows."""
+    configs = to_load.configs(manifest.configs)
     if manifest.growing and to_load.capacity is None:
-        return tuple(replace(each, capacity=max(each.capacity, manifest.length)) for each in sizes)
-    return sizes
+        return tuple(replace(each, capacity=max(each.capacity, manifest.length)) for each in configs)
+    return configs
 
 
 def held_part(shares: Sequence[float] | None, mesh: RankMesh) -> float:
@@ -257,11 +257,11 @@ def _check_memory(
     """Raise if the device could not hold the layers: a damaged manifest may give any capacity."""
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else host_memory()
     needed = 0
-    for sizes in layers:
-        tokens = ceil(part * sizes.kept)
-        elements = sizes.batch * sizes.kv_heads // mesh.heads.size * sum(sizes.row_widths)
-        needed += tokens * (elements * sizes.row_dtype.itemsize + 8)
-        needed += sizes.batch * (sizes.capacity + 8 * tokens) if padded else 0
+    for config in layers:
+        tokens = ceil(part * config.kept)
+        elements = config.batch * config.kv_heads // mesh.heads.size * sum(config.row_widths)
+        needed += tokens * (elements * config.row_dtype.itemsize + 8)
+        needed += config.batch * (config.capacity + 8 * tokens) if padded else 0
     if needed > memory:
         given = f"{needed / 1e9:,.1f} GB for a capacity of {layers[0].capacity:,}"
         raise StoreError("load", f"at most this device's {memory / 1e9:,.1f} GB", given, "pass a smaller capacity=")
@@ -325,15 +325,15 @@ def _copy_heads(
     to, source = _shared_heads(shard, saved)
     if to.start >= to.stop:
         return
-    sizes = shard.sizes
-    heads = saved.slice_of(shard.sizes.kv_heads)
+    config = shard.config
+    heads = saved.slice_of(shard.config.kv_heads)
     for kind, x in zip(("keys", "values"), shard.stored, strict=False):
         saved_rows = file.read(
-            f"{kind} {layer}", x.dtype, (sizes.batch, heads.stop - heads.start, token_count, x.shape[3])
+            f"{kind} {layer}", x.dtype, (config.batch, heads.stop - heads.start, token_count, x.shape[3])
         )
         x[:, to].index_copy_(2, slots.to(shard.device), saved_rows[:, source, own_rows].to(shard.device))
 
 
 def _shared_heads(shard: CacheShard, saved: Axis) -> tuple[slice, slice]:
     """Return slices of the heads of a shard and of a saved file that are the same heads; they may be empty."""
-    return intersect(shard.heads.slice_of(shard.sizes.kv_heads), saved.slice_of(shard.sizes.kv_heads))
+    return intersect(shard.heads.slice_of(shard.config.kv_heads), saved.slice_of(shard.config.kv_heads))

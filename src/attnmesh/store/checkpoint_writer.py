@@ -69,7 +69,7 @@ class SavedGroup(NamedTuple):
             f"{kind} {n}": x for n in layers for kind, x in zip(("keys", "values"), shards[n].stored, strict=False)
         }
         tensors = {name: x[:, :, saved] for name, x in stored.items()}
-        rewritten = first.sizes.mask is not None or manifest.length_of(layers[0]) != manifest.length
+        rewritten = first.config.mask is not None or manifest.length_of(layers[0]) != manifest.length
         return SavedGroup(layers[0], rewritten, first.token_index[saved], tensors)
 
 
@@ -90,10 +90,10 @@ def save_layers(
     for cache in caches:
         if cache.saved.last is not None and not cache.saved.last.concluded:
             _wait_for_last(cache.saved.last)  # two saves at once would write the same files
-    own_shards = [cache.shards.whole() for cache in caches]
+    own_shards = [cache.local_shards.whole() for cache in caches]
     mesh = caches[0].mesh
     saved = caches[0].saved
-    shards = [cache.shards for cache in caches]
+    shards = [cache.local_shards for cache in caches]
     if saved.cache_ids != tuple(map(id, caches)) or any(cache.saved is not saved for cache in caches):
         saved = SavedPieces(caches)
     is_coordinator = mesh.shard_index == 0
@@ -144,10 +144,10 @@ def _prepare(
         given, fix = f"layers of {lengths} tokens", f"call truncate({lengths[0]}) on each layer"
         raise StoreError("save", "layers of the same tokens", given, fix)
     token_mask = first.token_mask
-    sizes = tuple(shard.sizes for shard in shards)
+    configs = tuple(shard.config for shard in shards)
     padded = token_mask is not None
     manifest = Manifest(
-        sizes=sizes,
+        configs=configs,
         padded=padded,
         has_extra=padded or bool(extra_tensors),
         length=lengths[0],

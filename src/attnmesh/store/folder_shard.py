@@ -59,7 +59,7 @@ class FolderShard(OrderedShard):
         files: LayerFiles,
         take_memory: Callable[[int], bool],
         fail: Fail,
-        sizes: CacheConfig,
+        config: CacheConfig,
         heads: Axis,
         ranks: int,
         index: int,
@@ -72,13 +72,13 @@ class FolderShard(OrderedShard):
         self.journal = files.journal()
         self.chains = [0]  # digests that chain the checksums of the first pieces
         self.digest = c_int64()  # of the rows of the last native call
-        super().__init__(sizes, heads, BlockCyclic(sizes.block, ranks), torch.device("cpu"), index)
+        super().__init__(config, heads, BlockCyclic(config.block, ranks), torch.device("cpu"), index)
 
     @property
     def shapes(self) -> RowShapes:
         """Dtype and shapes of rows in a file."""
-        sizes = self.sizes
-        return RowShapes(sizes.row_dtype, sizes.batch, sizes.kv_heads // self.heads.size, sizes.row_widths)
+        config = self.config
+        return RowShapes(config.row_dtype, config.batch, config.kv_heads // self.heads.size, config.row_widths)
 
     @property
     def whole_count(self) -> int:
@@ -89,9 +89,9 @@ class FolderShard(OrderedShard):
         """Return no memory: `begin`, `resume` and `take_over` map files."""
         return [], torch.zeros(PIECE_TOKENS + 1, dtype=torch.int64, device="cpu")
 
-    def _usual_slots(self, sizes: CacheConfig) -> int:
+    def _usual_slots(self, config: CacheConfig) -> int:
         """Return as many slots as there may be tokens: files grow."""
-        return sizes.capacity
+        return config.capacity
 
     def begin(self) -> None:
         """Begin without tokens."""
@@ -108,18 +108,18 @@ class FolderShard(OrderedShard):
                 raise StoreError("load", "a journal of each rank and layer", f"no {journal.path}", DAMAGED_FIX)
             journal.open()
             base, last = journal.records[0].stop, journal.last
-            number = base // PIECE_TOKENS
-            full = last.stop == base + PIECE_TOKENS and not files.filling(number).exists()
-            self._open_whole(number + full)
-            check_chain(files, journal, self.chains[number])
+            piece_index = base // PIECE_TOKENS
+            full = last.stop == base + PIECE_TOKENS and not files.filling(piece_index).exists()
+            self._open_whole(piece_index + full)
+            check_chain(files, journal, self.chains[piece_index])
             if full:  # the last piece got its name, and the process ended
                 journal.begin(last.stop, last.length, self.chains[-1])
-                last, base, number = journal.last, last.stop, number + 1
+                last, base, piece_index = journal.last, last.stop, piece_index + 1
             if last.stop == base:
-                self._fill(make_filling(files, number, self.shapes), 0, last.length)
+                self._fill(make_filling(files, piece_index, self.shapes), 0, last.length)
             else:
-                piece = open_filling(files, number, self.shapes)
-                check_filling(files.filling(number), piece, journal)
+                piece = open_filling(files, piece_index, self.shapes)
+                check_filling(files.filling(piece_index), piece, journal)
                 self._fill(piece, last.stop - base, last.length)
 
     def take_over(self, whole_pieces: int, rows: Tensors, token_index: Tensor, length: int) -> None:
@@ -143,8 +143,8 @@ class FolderShard(OrderedShard):
         opened = [open_whole(self.files.whole_or_shared(n), self.files.layer, shapes) for n in range(count)]
         for _, piece in opened:
             self._keep(piece)
-        for number, (file, piece) in enumerate(opened):
-            for _, next_piece in opened[number : number + 4]:
+        for index, (file, piece) in enumerate(opened):
+            for _, next_piece in opened[index : index + 4]:
                 next_piece.file.fetch(*(x[:, :, :PIECE_TOKENS] for x in next_piece.stored))
             check_whole_piece(file, piece, names)
             piece.file.leave(*piece.stored)
@@ -295,17 +295,17 @@ class FolderShard(OrderedShard):
 
     def _cut(self, count: int, length: int) -> None:
         """Keep the first rows alone, and fill the piece that they end in again."""
-        number, used = divmod(count, PIECE_TOKENS)
-        last = self.earlier_pieces[number]
-        removed = range(number, self.whole_count)
-        piece = make_filling(self.files, number, self.shapes)
+        piece_index, used = divmod(count, PIECE_TOKENS)
+        last = self.earlier_pieces[piece_index]
+        removed = range(piece_index, self.whole_count)
+        piece = make_filling(self.files, piece_index, self.shapes)
         old = self.files.filling(self.whole_count)
         for x, row in zip(piece.stored, last.stored, strict=True):
             x[:, :, :used] = row[:, :, :used]
         piece.token_index[:used] = last.token_index[:used]
         end = [(count, piece.digest(0, used))] if used else []
-        self.journal.begin(number * PIECE_TOKENS, length, self.chains[number], end)
-        self._turn_to(self.earlier_pieces[:number], piece, used, length)
+        self.journal.begin(piece_index * PIECE_TOKENS, length, self.chains[piece_index], end)
+        self._turn_to(self.earlier_pieces[:piece_index], piece, used, length)
         old.unlink(missing_ok=True)
         for path in map(self.files.whole, removed):
             if path.exists() and len(TensorFile(path).entries) <= len(self.stored) + 1:  # other layers may need it yet
@@ -314,36 +314,36 @@ class FolderShard(OrderedShard):
     def fork(self) -> CacheShard:
         """Return a shard of the same tokens in memory, which reads whole pieces in place and copies the last one."""
         used = self.used_slots
-        sizes = replace(self.sizes, capacity=1)
-        other = CacheShard(sizes, self.heads, self.block_cyclic, self.device, self.index)
+        config = replace(self.config, capacity=1)
+        other = CacheShard(config, self.heads, self.block_cyclic, self.device, self.index)
         other.stored = [x[:, :, : used + 1] for x in self.stored]
         other.token_index, other.device_counts, other.earlier_pieces = (
             self.token_index[: used + 1],
             self.device_counts.clone(),
             self.earlier_pieces,
         )
-        other.resize(self.sizes, max(used, usual_slots(self.sizes, self.turn) - self.earlier_tokens))
+        other.resize(self.config, max(used, usual_slots(self.config, self.turn) - self.earlier_tokens))
         return other
 
     def clone(self) -> CacheShard:
         """Return a copy in memory."""
         return self.fork().whole()
 
-    def grow(self, sizes: CacheConfig) -> None:
+    def grow(self, config: CacheConfig) -> None:
         """Let the cache have a larger capacity."""
-        self.sizes, self.slots = sizes, sizes.capacity
+        self.config, self.slots = config, config.capacity
 
     def whole(self) -> CacheShard:
         """Refuse to copy the pieces to memory."""
         self._refuse("a call that reads pieces where they are", "one that needs all keys in memory, or moves them")
 
-    def resize(self, sizes: CacheConfig, slots: int, forgotten: int = 0, before: Sequence[FrozenPiece] = ()) -> None:
+    def resize(self, config: CacheConfig, slots: int, forgotten: int = 0, before: Sequence[FrozenPiece] = ()) -> None:
         """Refuse to move the tokens to memory."""
         self.whole()
 
     def reorder(self, index: Tensor) -> None:
         """Refuse to move sequences, unless each stays."""
-        if not torch.equal(index, torch.arange(self.sizes.batch, device="cpu")):
+        if not torch.equal(index, torch.arange(self.config.batch, device="cpu")):
             self._refuse("sequences that stay in their order", f"{index.tolist()}")
 
     def _refuse(self, expected: str, given: str) -> NoReturn:

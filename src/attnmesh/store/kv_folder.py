@@ -105,7 +105,7 @@ class KVFolder:
         if (manifest.head_ranks, manifest.token_ranks) != (heads, ranks):
             expected = f"a folder of {heads} x {ranks} ranks (heads x tokens)"
             raise StoreError(self.subject, expected, f"{manifest.head_ranks} x {manifest.token_ranks}", fix)
-        masks = [sizes.mask for sizes in manifest.sizes if sizes.mask is not None]
+        masks = [config.mask for config in manifest.configs if config.mask is not None]
         if manifest.padded or masks or manifest.lengths:
             given = "padding" if manifest.padded else f"mask={masks[0]}" if masks else "lengths that differ"
             raise StoreError(self.subject, "a cache that keeps all tokens, without padding", given, fix)
@@ -114,7 +114,7 @@ class KVFolder:
     def _new_manifest(self, name: str) -> Manifest:
         """Return the manifest of a folder without layers."""
         return Manifest(
-            sizes=(),
+            configs=(),
             padded=False,
             has_extra=False,
             length=0,
@@ -129,11 +129,11 @@ class KVFolder:
     @property
     def layer_count(self) -> int:
         """Number of layers that have files."""
-        return len(self.manifest.sizes)
+        return len(self.manifest.configs)
 
     def shard_maker(self, layer: int, config: CacheConfig, fail: Fail) -> Callable[[int], FolderShard]:
         """Return what opens the shard of a layer, given the rank's index along the tokens axis."""
-        self._check_sizes(layer, config)
+        self._check_config(layer, config)
         if PIECE_TOKENS % config.block:
             expected = f"a block that divides {PIECE_TOKENS}"
             raise StoreError(self.subject, expected, f"{config.block}", "leave block= out")
@@ -144,7 +144,7 @@ class KVFolder:
             shard = FolderShard(files, self._take_memory, fail, config, self.mesh.heads, self.token_axis.size, index)
             shard.opened_in = self
             self.journals.append(shard.journal)
-            if layer >= len(self.manifest.sizes):
+            if layer >= len(self.manifest.configs):
                 shard.begin()
             elif self.manifest.growing:
                 shard.resume()
@@ -154,15 +154,15 @@ class KVFolder:
 
         return open_shard
 
-    def _check_sizes(self, layer: int, sizes: CacheConfig) -> None:
-        """Raise unless a layer is new, or has the sizes of the files."""
-        if layer >= len(self.manifest.sizes):
+    def _check_config(self, layer: int, config: CacheConfig) -> None:
+        """Raise unless a layer is new, or configured as the files are."""
+        if layer >= len(self.manifest.configs):
             return
-        saved = self.manifest.sizes[layer]
-        if saved.to_code()[:4] + saved.to_code()[5:] != sizes.to_code()[:4] + sizes.to_code()[5:]:
+        saved = self.manifest.configs[layer]
+        if saved.to_code()[:4] + saved.to_code()[5:] != config.to_code()[:4] + config.to_code()[5:]:
             expected = f"a cache of the sizes in {self.path}: {saved}"
             fix = "pass the sizes that it was made with, or another folder"
-            raise StoreError(self.subject, expected, str(sizes), fix)
+            raise StoreError(self.subject, expected, str(config), fix)
 
     def _take_memory(self, size: int) -> bool:
         """Return whether there is room in memory for a piece of this size, and take it."""
@@ -209,16 +209,16 @@ class KVFolder:
             given = f"{found} of {length} tokens in {self.path}"
             raise StoreError(self.subject, "every token once", given, "restore the folder from a copy")
         shards.rank_counts, shards.known_length = shards.rank_counts.with_shards(0, reports), length
-        if length > shard.sizes.capacity:
-            shards.grow(replace(shard.sizes, capacity=length))
-        self._publish_layer(layer, shard.sizes)
+        if length > shard.config.capacity:
+            shards.grow(replace(shard.config, capacity=length))
+        self._publish_layer(layer, shard.config)
 
-    def _publish_layer(self, layer: int, sizes: CacheConfig) -> None:
+    def _publish_layer(self, layer: int, config: CacheConfig) -> None:
         """Let the manifest have a new layer, or say that the folder grows."""
         self.opened_layers.add(layer)
-        before, layers = self.manifest, self.manifest.sizes
+        before, layers = self.manifest, self.manifest.configs
         if layer >= len(layers):
-            self._publish(before.with_layer(sizes))
+            self._publish(before.with_layer(config))
         elif not before.growing and len(self.opened_layers) == len(layers):
             self._publish(before._replace(growing=True, note=""))
 
@@ -237,12 +237,12 @@ class KVFolder:
         """Replace the manifest. The first rank writes it."""
         self.manifest = manifest
         with Agreement(self.mesh, self.subject):
-            if self.is_first and manifest.sizes:
+            if self.is_first and manifest.configs:
                 write_manifest(self.path, manifest)
 
     def read_ids(self) -> Tensor | None:
         """Return the ids of all tokens; None if they are unknown."""
-        return ids_in(self.ids, self.manifest) if self.manifest.sizes else None
+        return ids_in(self.ids, self.manifest) if self.manifest.configs else None
 
     def write_ids(self, tokens: Tensor) -> None:
         """Write the ids of all tokens. The first rank writes them."""

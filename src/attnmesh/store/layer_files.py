@@ -41,22 +41,22 @@ class LayerFiles(NamedTuple):
     leader: int
     """First of the layers that keep the same tokens. Files of all these layers have its number."""
 
-    def whole(self, number: int) -> Path:
+    def whole(self, piece_index: int) -> Path:
         """Return the file of a whole piece of this layer alone."""
-        return self._file(number, self.layer, "safetensors")
+        return self._file(piece_index, self.layer, "safetensors")
 
-    def filling(self, number: int) -> Path:
+    def filling(self, piece_index: int) -> Path:
         """Return the file of a piece that is being filled."""
-        return self._file(number, self.layer, "filling")
+        return self._file(piece_index, self.layer, "filling")
 
-    def whole_or_shared(self, number: int) -> Path:
+    def whole_or_shared(self, piece_index: int) -> Path:
         """Return the file of a whole piece: of this layer alone, or else of all layers."""
-        whole = self.whole(number)
-        return whole if whole.exists() else self._file(number, self.leader, "safetensors")
+        whole = self.whole(piece_index)
+        return whole if whole.exists() else self._file(piece_index, self.leader, "safetensors")
 
-    def _file(self, number: int, layer: int, kind: str) -> Path:
+    def _file(self, piece_index: int, layer: int, kind: str) -> Path:
         suffix = f".{layer}" if layer else ""
-        start = number * PIECE_TOKENS
+        start = piece_index * PIECE_TOKENS
         return self.folder / f"{self.head_rank}.{self.token_rank}.{start}-{start + PIECE_TOKENS}{suffix}.{kind}"
 
     def journal(self) -> Journal:
@@ -108,7 +108,7 @@ class PieceSums:
         bytes_of = [
             (dtype.itemsize * math.prod(shape), wide_size(dtype.itemsize * shape[-1])) for dtype, shape in entries
         ]
-        self.counts = [-(-size // number // SUM_ELEMENTS) for size, number in bytes_of]
+        self.counts = [-(-size // width // SUM_ELEMENTS) for size, width in bytes_of]
         self.memory = (c_int64 * (1 + sum(self.counts)))()
         """The number of tokens that the sums are of, and the sums of each tensor."""
         if used:
@@ -148,16 +148,16 @@ def check_whole_piece(file: TensorFile, piece: MappedPiece, names: Sequence[str]
         file.check(name, x)
 
 
-def open_filling(files: LayerFiles, number: int, shapes: RowShapes) -> MappedPiece:
+def open_filling(files: LayerFiles, piece_index: int, shapes: RowShapes) -> MappedPiece:
     """Return the piece that is being filled, in place."""
-    path = files.filling(number)
+    path = files.filling(piece_index)
     return _map_piece(TensorFile(path), MappedFile(path), shapes.named(files.layer))
 
 
-def make_filling(files: LayerFiles, number: int, shapes: RowShapes) -> MappedPiece:
+def make_filling(files: LayerFiles, piece_index: int, shapes: RowShapes) -> MappedPiece:
     """Make the file of a piece, with room on the disk for all its rows."""
     entries = shapes.named(files.layer)
-    path = files.filling(number)
+    path = files.filling(piece_index)
     begin, size = header_of(entries, dict.fromkeys(entries, 0))
     path.unlink(missing_ok=True)  # left by a process that was ended before it wrote rows
     try:
@@ -170,22 +170,22 @@ def make_filling(files: LayerFiles, number: int, shapes: RowShapes) -> MappedPie
     except OSError:
         path.unlink(missing_ok=True)
         raise
-    piece = open_filling(files, number, shapes)
+    piece = open_filling(files, piece_index, shapes)
     # Else the system fills rows around them with zeros, before they are written.
     piece.file.read_alone(piece.token_index)
     return piece
 
 
 def make_whole(
-    files: LayerFiles, number: int, shapes: RowShapes, piece: MappedPiece, checksums: Sequence[int] | None = None
+    files: LayerFiles, piece_index: int, shapes: RowShapes, piece: MappedPiece, checksums: Sequence[int] | None = None
 ) -> tuple[TensorFile, MappedPiece]:
     """Give a piece that is full its checksums and its name, unless it got them in a call that was broken off.
 
     Known `checksums` are not computed again.
     """
     entries = shapes.named(files.layer)
-    path = files.filling(number)
-    whole_file = files.whole(number)
+    path = files.filling(piece_index)
+    whole_file = files.whole(piece_index)
     if whole_file.exists() and not path.exists():
         return open_whole(whole_file, files.layer, shapes)
     rows = (*(x[:, :, :PIECE_TOKENS] for x in piece.stored), piece.token_index)

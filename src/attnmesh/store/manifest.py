@@ -29,7 +29,7 @@ SAVE_FOLDER = re.compile("([0-9]{1,15})-[0-9a-f]{16}")
 class Manifest(NamedTuple):
     """Contents of `cache.json`."""
 
-    sizes: tuple[CacheConfig, ...]  # sizes of each layer
+    configs: tuple[CacheConfig, ...]  # of each layer
     padded: bool
     has_extra: bool  # True if there is a file of tensors that belong to no rank
     length: int
@@ -51,8 +51,8 @@ class Manifest(NamedTuple):
     def groups(self) -> dict[int, list[int]]:
         """Layers that keep the same tokens, by the first such layer."""
         groups: dict[tuple[object, int, int], list[int]] = {}
-        for layer, sizes in enumerate(self.sizes):
-            groups.setdefault((sizes.mask, sizes.keep, self.length_of(layer)), []).append(layer)
+        for layer, config in enumerate(self.configs):
+            groups.setdefault((config.mask, config.keep, self.length_of(layer)), []).append(layer)
         return {layers[0]: layers for layers in groups.values()}
 
     @property
@@ -65,9 +65,9 @@ class Manifest(NamedTuple):
         """Name of the folder with this save's files."""
         return f"{self.save_number}-{self.name}"
 
-    def with_layer(self, sizes: CacheConfig) -> "Manifest":
+    def with_layer(self, config: CacheConfig) -> "Manifest":
         """Return the manifest with one more layer, which keeps all tokens."""
-        return self._replace(sizes=(*self.sizes, sizes), window_starts=(*self.window_starts, WindowStart()))
+        return self._replace(configs=(*self.configs, config), window_starts=(*self.window_starts, WindowStart()))
 
     def to_json(self) -> str:
         """Return the manifest as text. Raise if it could not be read back."""
@@ -76,7 +76,7 @@ class Manifest(NamedTuple):
         fields = {
             "format": "attnmesh cache",
             "version": VERSION,
-            "sizes": [sizes.to_code() for sizes in self.sizes],
+            "sizes": [config.to_code() for config in self.configs],
             "padded": self.padded,
             "more": self.has_extra,
             "length": self.length,
@@ -122,10 +122,10 @@ def read_manifest(path: Path) -> Manifest:
         expected, given = "a folder that KVCache.save wrote", f"{path} ({type(error).__name__})"
         raise StoreError("load", expected, given, "check the path, or save again") from error
     try:
-        sizes = tuple(map(CacheConfig.from_code, size_codes))
-        starts = manifest.window_starts or (WindowStart(),) * len(sizes)
-        manifest = manifest._replace(sizes=sizes, window_starts=starts)
-        _check_sizes(manifest)
+        configs = tuple(map(CacheConfig.from_code, size_codes))
+        starts = manifest.window_starts or (WindowStart(),) * len(configs)
+        manifest = manifest._replace(configs=configs, window_starts=starts)
+        _check_configs(manifest)
     except (ValueError, IndexError, TypeError, ZeroDivisionError) as error:
         ranks = f"heads={manifest.head_ranks}, ranks={manifest.token_ranks}"
         given = f"{fields['sizes']!r}, length={manifest.length}, {ranks} in {path}"
@@ -152,10 +152,10 @@ def _fields_in(file: Path) -> dict[str, Any]:
 
 
 def _parse(fields: dict[str, Any]) -> tuple[Manifest, list[list[int]]]:
-    """Return a manifest without sizes, and the codes of its sizes. Raise unless each field is of its type."""
+    """Return a manifest without configurations, and their codes. Raise unless each field is of its type."""
     padded = fields["padded"] is True
     manifest = Manifest(
-        sizes=(),
+        configs=(),
         padded=padded,
         has_extra=padded or fields["more"] is True,
         length=check_size(fields["length"]),
@@ -173,16 +173,16 @@ def _parse(fields: dict[str, Any]) -> tuple[Manifest, list[list[int]]]:
     return manifest, [[x if type(x) is int and x == FAR else check_size(x) for x in code] for code in fields["sizes"]]
 
 
-def _check_sizes(manifest: Manifest) -> None:
-    """Raise `ValueError` if sizes are not possible, or contradict each other."""
-    for sizes in manifest.sizes:
-        sizes.check(manifest.head_ranks)
-    fits = len({(sizes.block, sizes.batch) for sizes in manifest.sizes}) == 1
+def _check_configs(manifest: Manifest) -> None:
+    """Raise `ValueError` if configurations are not possible, or contradict each other."""
+    for config in manifest.configs:
+        config.check(manifest.head_ranks)
+    fits = len({(config.block, config.batch) for config in manifest.configs}) == 1
     fits &= manifest.head_ranks > 0 and manifest.token_ranks > 0
-    ends = manifest.lengths or (manifest.length,) * len(manifest.sizes)
-    for sizes, start, end in zip(manifest.sizes, manifest.window_starts, ends, strict=True):
-        fits &= start.first_token <= start.first_query <= end <= min(manifest.length, sizes.capacity)
-        fits &= sizes.mask is not None or start.first_query == 0
+    ends = manifest.lengths or (manifest.length,) * len(manifest.configs)
+    for config, start, end in zip(manifest.configs, manifest.window_starts, ends, strict=True):
+        fits &= start.first_token <= start.first_query <= end <= min(manifest.length, config.capacity)
+        fits &= config.mask is not None or start.first_query == 0
     if not fits:
         raise ValueError("sizes that contradict each other")
 

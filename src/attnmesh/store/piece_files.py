@@ -54,7 +54,7 @@ def piece_files(path: Path, manifest: Manifest) -> Iterator[PieceFile]:
         ) from error
     for name in names:
         if match := PIECE_NAME.fullmatch(name):
-            head_rank, token_rank, start, stop, leader = (int(number or 0) for number in match.groups())
+            head_rank, token_rank, start, stop, leader = (int(digits or 0) for digits in match.groups())
             is_of_a_rank = head_rank < manifest.head_ranks and token_rank < manifest.token_ranks
             if is_of_a_rank and start < stop <= manifest.length:
                 yield PieceFile(head_rank, token_rank, start, stop, leader, folder / name)
@@ -79,23 +79,23 @@ def with_length_now(path: Path, manifest: Manifest) -> Manifest:
     """Return the manifest of a folder that grows with the length that all its ranks and layers have."""
     if not manifest.growing:
         return manifest
-    layers = (files for layer in range(len(manifest.sizes)) for files in _layer_files(path, manifest, layer))
+    layers = (files for layer in range(len(manifest.configs)) for files in _layer_files(path, manifest, layer))
     return manifest._replace(length=min(_read_journal(files).last.length for files in layers))
 
 
 def growing_pieces(path: Path, manifest: Manifest, layer: int) -> Iterator[PieceFile]:
     """Yield the files of a layer in a folder that grows."""
-    sizes = manifest.sizes[layer]
-    shapes = RowShapes(sizes.row_dtype, sizes.batch, sizes.kv_heads // manifest.head_ranks, sizes.row_widths)
+    config = manifest.configs[layer]
+    shapes = RowShapes(config.row_dtype, config.batch, config.kv_heads // manifest.head_ranks, config.row_widths)
     for files in _layer_files(path, manifest, layer):
         journal = _read_journal(files)
         base, stop = journal.records[0].stop, journal.last.stop
-        number = base // PIECE_TOKENS
-        filling = files.filling(number)
+        piece_index = base // PIECE_TOKENS
+        filling = files.filling(piece_index)
         full = stop == base + PIECE_TOKENS and not filling.exists()
-        paths = [files.whole_or_shared(whole) for whole in range(number + full)]
+        paths = [files.whole_or_shared(whole) for whole in range(piece_index + full)]
         chain = 0
-        for path in paths[:number]:
+        for path in paths[:piece_index]:
             chain = extend_chain(chain, TensorFile(path), [*shapes.named(layer)])
         check_chain(files, journal, chain)
         piece_of = partial(PieceFile, head_rank=files.head_rank, token_rank=files.token_rank, leader=layer)

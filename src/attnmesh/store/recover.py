@@ -80,7 +80,7 @@ def recover(
     ):
         _check_caches(caches, unsupported)
         for cache in caches or ():
-            cache.shards.whole()
+            cache.local_shards.whole()
         text = json.dumps(_describe(caches))
     by_rank = [json.loads(description) for description in all_gather_texts(text, rank_mesh)]
     descriptions = [description for description in by_rank if description]
@@ -90,10 +90,10 @@ def recover(
     starts = [WindowStart(max(first for first, _ in rows), max(query for _, query in rows)) for rows in by_layer]
     _check_alike(descriptions, capacity, length, starts)  # raises the same on all ranks: all have the same texts
     capacity = max(description["capacity"] for description in descriptions) if capacity is None else capacity
-    sizes = [replace(CacheConfig.from_code(code), capacity=capacity) for code in descriptions[0]["sizes"]]
-    new_caches = make_alike(KVCache, mesh, sizes, device=device, checked=checked, copies=copies, shares=shares)
+    configs = [replace(CacheConfig.from_code(code), capacity=capacity) for code in descriptions[0]["configs"]]
+    new_caches = make_alike(KVCache, mesh, configs, device=device, checked=checked, copies=copies, shares=shares)
     for cache, start in zip(new_caches, starts, strict=True):
-        cache.shards.prepare(length, start._replace(first_query=min(start.first_query, length)))
+        cache.local_shards.prepare(length, start._replace(first_query=min(start.first_query, length)))
     moves = _Moves(caches or (), new_caches, length, _sources(by_rank), [start.first_token for start in starts])
     with torch.no_grad():
         token_mask = moves.token_mask() if descriptions[0]["padding"] < length else None
@@ -137,7 +137,7 @@ class _Moves:
         for old in self._sent_by(self.mesh.shard_index):
             shard = _shard(self.old[layer], old)
             tokens = shard.token_index[self._slots(layer, shard)]
-            counts = [int(turn.holds(tokens).sum()) for turn in self.new[layer].shard.block_cyclic.turns]
+            counts = [int(turn.holds(tokens).sum()) for turn in self.new[layer].own_shard.block_cyclic.turns]
             counts_by_shard[str(old)] = [*counts, token_set_digest(tokens)]
         return counts_by_shard
 
@@ -153,7 +153,7 @@ class _Moves:
 
         The slices are of the heads of the old and of the new shard.
         """
-        count = self.new[layer].sizes.kv_heads
+        count = self.new[layer].config.kv_heads
         before = 1 + max(h for h, _ in self.sources)
         for old in self._sent_by(rank):
             saved_heads = Axis(before, old[0]).slice_of(count)
@@ -164,7 +164,7 @@ class _Moves:
     def fill(self, layer: int, token_mask: Tensor | None) -> None:
         """Exchange the tokens of one layer, and write those received."""
         cache = self.new[layer]
-        own_shard = self.new[layer].shard
+        own_shard = self.new[layer].own_shard
         empty = torch.empty(0, dtype=torch.int64, device=cache.device)
         sends: list[tuple[Tensor, ...]] = [(empty,)] * len(self.ranks)
         receives = sends.copy()
@@ -190,13 +190,13 @@ class _Moves:
                 own_shard.token_index.index_copy_(0, slots, tokens)
                 for x in own_shard.stored:
                     x[:, target].index_copy_(2, slots, next(arrived))
-        cache.shards.mark_present(self.length, token_mask, self.firsts[layer])
+        cache.local_shards.mark_present(self.length, token_mask, self.firsts[layer])
 
     def token_mask(self) -> Tensor:
         """Return the token mask of the first rank that has caches, on every rank."""
         first = min(self.sources.values())
         peer = self.ranks[first][0]
-        shape = (self.new[0].sizes.batch, self.length)
+        shape = (self.new[0].config.batch, self.length)
         mask = empty = torch.empty(0, dtype=torch.bool, device=self.new[0].device)
         if self.mesh.shard_index == first and (padding := self.old[0].padding) is not None:
             mask = padding.token_mask[:, : self.length]
@@ -206,28 +206,28 @@ class _Moves:
 
 
 def _describe(caches: Sequence[KVCache] | None) -> dict[str, Any] | None:
-    """Return this rank's sizes, lengths and shards for JSON, its own shard first."""
+    """Return this rank's configurations, lengths and shards for JSON, its own shard first."""
     if caches is None:
         return None
     first = caches[0]
     heads = caches[0].mesh.heads
-    common = set.intersection(*({shard.index for shard in cache.shards.all} for cache in caches))
-    shards = [shard for cache in caches for shard in cache.shards.all if shard.index in common]
+    common = set.intersection(*({shard.index for shard in cache.local_shards.all} for cache in caches))
+    shards = [shard for cache in caches for shard in cache.local_shards.all if shard.index in common]
     return {
-        "sizes": [replace(cache.sizes, capacity=1).to_code() for cache in caches],
-        "capacity": max(cache.sizes.capacity for cache in caches),
+        "configs": [replace(cache.config, capacity=1).to_code() for cache in caches],
+        "capacity": max(cache.config.capacity for cache in caches),
         "mesh": [heads.size, first.token_axis.size],
         "length": min(shard.length for shard in shards),
         "changes": [cache.changes for cache in caches],
         "padding": _first_padding(first),
-        "starts": [cache.shards.window_start for cache in caches],
-        "shards": [[heads.index, shard.index] for shard in first.shards.all if shard.index in common],
+        "starts": [cache.local_shards.window_start for cache in caches],
+        "shards": [[heads.index, shard.index] for shard in first.local_shards.all if shard.index in common],
     }
 
 
 def _first_padding(cache: KVCache) -> int:
     """Return how many tokens precede the first padding of any sequence; all tokens if there is none."""
-    if (token_mask := cache.shard.token_mask) is None:
+    if (token_mask := cache.own_shard.token_mask) is None:
         return cache.length
     padded = (~token_mask).any(0).nonzero()
     return int(padded[0]) if len(padded) else cache.length
@@ -242,7 +242,7 @@ def _check_caches(caches: object, unsupported: dict[str, Never]) -> None:
         given = "no cache" if isinstance(caches, (list, tuple)) and not caches else type(caches).__name__
         raise DtypeError("recover", "a list of caches, one per layer", given, fix)
     check_unknown_options("recover", unsupported)
-    hot = [cache.sizes.hot for cache in caches or () if cache.sizes.hot is not None]
+    hot = [cache.config.hot for cache in caches or () if cache.config.hot is not None]
     if hot:
         raise KernelError("recover", "caches in one memory", f"hot={min(hot)}", LOAD_INSTEAD)
     meshes = len({(cache.mesh.heads, cache.token_axis) for cache in caches or ()})
@@ -266,7 +266,12 @@ def _check_alike(
     counts = [description["changes"] for description in descriptions]
     paddings = {min(description["padding"], length) for description in descriptions}
     for fits, expected, given, fix in (
-        (all(x["sizes"] == first["sizes"] for x in descriptions), same_caches, "ranks whose sizes differ", one_model),
+        (
+            all(x["configs"] == first["configs"] for x in descriptions),
+            same_caches,
+            "ranks whose sizes differ",
+            one_model,
+        ),
         (all(x["mesh"] == first["mesh"] for x in descriptions), same_caches, "ranks whose mesh differ", one_model),
         (all(count == counts[0] for count in counts), same_changes, f"counts {counts}", LOAD_INSTEAD),
         (len(paddings) == 1, "the same padding on every rank", "ranks whose padding differs", LOAD_INSTEAD),
@@ -298,4 +303,4 @@ def _sources(by_rank: list[dict[str, Any] | None]) -> dict[OldShard, int]:
 
 def _shard(cache: KVCache, old: OldShard) -> CacheShard:
     """Return an old shard that this rank holds, its own or a copy."""
-    return next(shard for shard in cache.shards.all if shard.index == old[1])
+    return next(shard for shard in cache.local_shards.all if shard.index == old[1])

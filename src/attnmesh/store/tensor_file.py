@@ -139,7 +139,7 @@ def header_of(
     Their number does not depend on the checksums, so that a file may get its checksums once its tensors are whole.
     """
     names = {dtype: name for name, dtype in DTYPES.items()}
-    header: dict[str, Any] = {"__metadata__": {name: f"{number:+021d}" for name, number in checksums.items()}}
+    header: dict[str, Any] = {"__metadata__": {name: f"{checksum:+021d}" for name, checksum in checksums.items()}}
     start = 0
     for name, (dtype, shape) in tensors.items():
         stop = start + math.prod(shape) * dtype.itemsize

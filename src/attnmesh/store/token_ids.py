@@ -80,7 +80,7 @@ class TokenIds:
 
 def ids_in(written: TokenIds, manifest: Manifest) -> Tensor | None:
     """Return the ids of all tokens: those written since a save, or else those of the save; None without any."""
-    ids = written.read(manifest.sizes[0].batch) if manifest.growing else None
+    ids = written.read(manifest.configs[0].batch) if manifest.growing else None
     if ids is None and manifest.has_extra:
         file = TensorFile(written.path.with_name(MORE))
         ids = file.read(TOKEN_IDS, torch.int64) if TOKEN_IDS in file.entries else None

@@ -116,7 +116,7 @@ def sizes() -> list[Any]:
     cache = cache_of(small, 3)
     hf.generate(small, prompt(193), cache=cache, **NEW | {"max_new_tokens": 8})
     layers = [layer for layer in cache.layers if isinstance(layer, CompressedLayer)]
-    return [(layer.cached.sizes.mask, [(kv.length, kv.used) for kv in layer.other_kvs.values()]) for layer in layers]
+    return [(layer.cached.config.mask, [(kv.length, kv.used) for kv in layer.other_kvs.values()]) for layer in layers]
 
 
 def test_each_rank_keeps_a_window_and_its_share_of_entries(pool: Pool) -> None:
@@ -176,7 +176,7 @@ def restored(folder: Path, ids: list[list[int]], capacity: int | None) -> list[l
     cache.restore(folder)
     assert cache.get_seq_length() == len(ids[0]) - 1
     if capacity is not None:
-        assert [kv.sizes.capacity for kv in cache.kvs] == [capacity, capacity, 15, 15, capacity, 8]
+        assert [kv.config.capacity for kv in cache.kvs] == [capacity, capacity, 15, 15, capacity, 8]
     out: Tensor = hf.generate(small, torch.tensor(ids), cache=cache, **NEW)
     return out.tolist()
 

@@ -72,12 +72,12 @@ def test_layers_that_keep_all_tokens_have_two_memories(tmp_path: Path) -> None:
     cache = hf.ShardedCache(model.config, hot=9)
     ids = hf.generate(model, prompt(150), cache=cache, **options)
     assert ids.equal(stock.generate(prompt(150), **options))
-    assert {kv.sizes.hot is None for kv in cache.kvs if kv.sizes.mask is not None} == {True}
-    assert {kv.sizes.hot for kv in cache.kvs if kv.sizes.mask is None} == {9}
+    assert {kv.config.hot is None for kv in cache.kvs if kv.config.mask is not None} == {True}
+    assert {kv.config.hot for kv in cache.kvs if kv.config.mask is None} == {9}
     cache.save(tmp_path)
     restored = hf.ShardedCache(model.config, hot=9)
     restored.restore(tmp_path)
-    assert {kv.shard.earlier_tokens > 0 for kv in restored.kvs if kv.sizes.mask is None} == {True}
+    assert {kv.own_shard.earlier_tokens > 0 for kv in restored.kvs if kv.config.mask is None} == {True}
     longer, options["attention_mask"] = torch.cat((ids, prompt(9)), 1), torch.ones(1, ids.shape[1] + 9).long()
     assert hf.generate(model, longer, cache=restored, **options).equal(stock.generate(longer, **options))
 

@@ -29,7 +29,7 @@ from attnmesh.mesh.axes import RankMesh
 from attnmesh.store.block_folder import BlockFolder, FolderLock
 from tests.support.fake_caches import request
 
-SIZES = CacheConfig(1, 1, 4, 4, 16, 16, torch.float32)
+CONFIG = CacheConfig(1, 1, 4, 4, 16, 16, torch.float32)
 """Sizes of one layer, in which a token takes 32 bytes, and 8 for its number."""
 
 
@@ -54,7 +54,7 @@ def keep(store: StoreScheduler, cache_id: int, ids: Any) -> EngineRequest:
     cache: Any = SimpleNamespace(
         cross_layers=[],
         history=SimpleNamespace(is_consistent=True, rope_regime=store._rope(ended)),
-        kvs=[SimpleNamespace(is_block_cyclic=True, sizes=SIZES, shard=shard)],
+        kvs=[SimpleNamespace(is_block_cyclic=True, config=CONFIG, own_shard=shard)],
         block=16,
         get_seq_length=lambda: len(ended.ids),
     )

@@ -22,7 +22,7 @@ from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial, merge_stack, with_sinks
 from attnmesh.core.scaling import Scaling
 from attnmesh.decoding.prepared_step import new_prepared_step
-from attnmesh.decoding.step_arguments import CheckedStep, StepInputs
+from attnmesh.decoding.step_arguments import StepInputs, StepSpec
 from attnmesh.errors import KernelError
 from attnmesh.kernels import selected_keys as selected
 from attnmesh.kernels import stacked_merge as merging
@@ -140,10 +140,10 @@ def test_a_step_reads_nothing_from_the_device(mask: Mask, padded: bool, reproduc
     q, sinks = torch.randn(2, 4, 3, 8), torch.randn(4)
     options = {"mask": mask, "sinks": sinks, "reproducible": reproducible, "kernel": "triton"}
     expected = am.decode(q, cache, **options)
-    held, where = cache.shard.view, (Axis(), Axis(), 16, 150, 8)
-    step = CheckedStep(*where, mask, Scaling(8**-0.5), "auto", "replicated", reproducible, "triton")
+    held, where = cache.own_shard.view, (Axis(), Axis(), 16, 150, 8)
+    spec = StepSpec(*where, mask, Scaling(8**-0.5), "auto", "replicated", reproducible, "triton")
     with NoHostReads():
-        given, _ = new_prepared_step(q, held, step, ()).compute(StepInputs(q, (), sinks), [held])
+        given, _ = new_prepared_step(q, held, spec, ()).compute(StepInputs(q, (), sinks), [held])
     assert torch.equal(given, expected)
 
 

@@ -150,7 +150,7 @@ class CompressedLayer(TailLayer):
         if self.attends_locally:
             new = self.new["compressor"]
             return [(new[:, None], torch.arange(new.shape[1], device="cpu"))]
-        view = entries.shard.view
+        view = entries.own_shard.view
         pieces = [(shard, int(shard.device_counts[USED])) for shard in (*view.earlier_pieces, view)]
         return [(shard.keys[:, :, :count], shard.token_index[:count].cpu()) for shard, count in pieces]
 

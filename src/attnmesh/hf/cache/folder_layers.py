@@ -9,7 +9,7 @@ from attnmesh.cache.cache import KVCache
 from attnmesh.cache.make_shards import FolderLayer
 from attnmesh.cache.saved_cache import LayersToLoad
 from attnmesh.errors import KernelError, StoreError
-from attnmesh.guard.agreement import Agreement, ComparedCalls
+from attnmesh.guard.agreement import Agreement, CallGuard
 from attnmesh.hf.cache.history import CacheHistory
 from attnmesh.hf.cache.layer import ShardedLayer
 from attnmesh.hf.cache.stored_layers import StoredLayers
@@ -41,9 +41,7 @@ class FolderLayers(StoredLayers):
                 self.folder.write_ids(ids)
             except StoreError as error:
                 device = next((kv.device for kv in self.kvs), torch.device("cpu"))
-                ComparedCalls(RankMesh.of(self.mesh), device, self.checked).raise_uncompared(
-                    "ShardedCache tokens", error
-                )
+                CallGuard(RankMesh.of(self.mesh), device, self.checked).raise_uncompared("ShardedCache tokens", error)
 
     def restore(
         self, path: str | Path, *, device: torch.device | str | None = None, capacity: int | None = None
@@ -63,21 +61,21 @@ class FolderLayers(StoredLayers):
 
     def _read_folder(self, opened: KVFolder) -> None:
         """Take the caches and token ids of a folder."""
-        folder, layer_sizes = opened.path, opened.manifest.sizes
+        folder, layer_configs = opened.path, opened.manifest.configs
         with Agreement(opened.mesh, "ShardedCache folder"):
-            if len(layer_sizes) not in (0, self.num_kvs):
+            if len(layer_configs) not in (0, self.num_kvs):
                 expected, fix = f"a folder of {self.num_kvs} layers", "pass that of this model, or a new one"
-                raise StoreError("ShardedCache folder", expected, f"{len(layer_sizes)} in {folder}", fix)
+                raise StoreError("ShardedCache folder", expected, f"{len(layer_configs)} in {folder}", fix)
             ids = opened.read_ids()
-            if layer_sizes and ids is None:
+            if layer_configs and ids is None:
                 given = f"none in {folder}"
                 fix = "fill a new one by hf.generate, or restore this one into memory"
                 raise StoreError("ShardedCache folder", "a folder with the ids of its tokens", given, fix)
         options = {"device": "cpu" if self.hot is None else None, "checked": self.checked}  # None is that of the mesh
         room = LayersToLoad(self.num_kvs, self.capacity, self.tokens_per_key, self.hot)
         kvs = [
-            KVCache(self.mesh, **{**sizes.arguments(), **options}, folder=FolderLayer(opened, index))
-            for index, sizes in enumerate(room.sizes(layer_sizes) if layer_sizes else ())
+            KVCache(self.mesh, **{**config.arguments(), **options}, folder=FolderLayer(opened, index))
+            for index, config in enumerate(room.configs(layer_configs) if layer_configs else ())
         ]
         if ids is None:
             return

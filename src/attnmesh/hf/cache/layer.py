@@ -119,7 +119,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
                 options["hot"] = self.cache.hot
             kv = self.kv = self._new_cache(k, tokens, **options)
             self.is_initialized = True
-        elif self.cache.mesh is None and kv.sizes.hot is not None and kv.device.type != k.device.type:
+        elif self.cache.mesh is None and kv.config.hot is not None and kv.device.type != k.device.type:
             kv.move_hot(k.device)  # a folder was opened before the model's device was known
         return self._grow_if_full(kv, tokens)
 
@@ -188,7 +188,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def must_grow(self, kv: KVCache, tokens: int) -> bool:
         """Return whether a cache has no space for more tokens, and may get some."""
-        return self.cache.capacity is None and kv.length + tokens > kv.sizes.capacity
+        return self.cache.capacity is None and kv.length + tokens > kv.config.capacity
 
     def raise_agreed(
         self, error: InputError, pending: PendingKV, tokens: int, *, is_compared: bool | None = None
@@ -200,10 +200,10 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         kv = _cache_to_extend(self.kv, pending.k.shape[0])
         if kv is None or is_compared or (self.cache.checked is not False and self.must_grow(kv, tokens)):
             Agreement(RankMesh.of(self.cache.mesh), "append").raise_on_all(error)
-        elif is_compared is None and kv.calls.will_compare("append"):
-            kv.calls.agreement("append").raise_on_all(error)
+        elif is_compared is None and kv.guard.will_compare("append"):
+            kv.guard.agreement("append").raise_on_all(error)
         elif is_compared is None:
-            kv.calls.raise_uncompared("append", error)
+            kv.guard.raise_uncompared("append", error)
         raise error
 
     def attend_other_keys(self, q: Tensor, scale: float | None) -> Partial | None:
@@ -239,7 +239,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
 
 def _cache_to_extend(kv: KVCache | None, batch: int) -> KVCache | None:
     """Return the cache that new tokens extend; None if a new one is made, also for an empty cache of another batch."""
-    return None if kv is None or (kv.sizes.batch != batch and not kv.length) else kv
+    return None if kv is None or (kv.config.batch != batch and not kv.length) else kv
 
 
 class TailLayer(ShardedLayer):

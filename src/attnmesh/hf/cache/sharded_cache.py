@@ -147,7 +147,7 @@ class ShardedCache(FolderLayers):
     @property
     def batch_size(self) -> int:
         """Number of sequences; -1 before the first tokens."""
-        sizes = [layer.kv.sizes.batch for layer in self.attention_layers if layer.kv is not None]
+        sizes = [layer.kv.config.batch for layer in self.attention_layers if layer.kv is not None]
         return next(iter([*sizes, *map(len, self.states.values())]), -1)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -207,7 +207,7 @@ class ShardedCache(FolderLayers):
     @property
     def held_bytes(self) -> int:
         """Bytes of keys, values and recurrent states that this rank holds, over all layers."""
-        keys = sum(kv.shard.token_bytes for kv in self.kvs) + sum(layer.held_bytes for layer in self.cross_layers)
+        keys = sum(kv.own_shard.token_bytes for kv in self.kvs) + sum(layer.held_bytes for layer in self.cross_layers)
         return keys + sum(x.numel() * x.element_size() for x in self.states.values())
 
     @property
@@ -218,7 +218,9 @@ class ShardedCache(FolderLayers):
         if self.irreversible_layers:
             lowest = min(counts) + is_interrupted
         else:
-            lowest = max((0 if kv.shards.serves(0) else kv.shards.first_query for kv in self.kvs), default=0)
+            lowest = max(
+                (0 if kv.local_shards.serves(0) else kv.local_shards.first_query for kv in self.kvs), default=0
+            )
         named = 0 if self.tokens is None else self.tokens.shape[1]
         return HeldTokens(min(counts), named, lowest, is_interrupted)
 
@@ -255,7 +257,7 @@ class ShardedCache(FolderLayers):
             layers = self.attention_layers
             counts = {count for layer in (*layers[:1], *layers[-1:]) for count in layer.token_counts}
             return self.history.is_consistent and len(counts) < 2
-        serves = [kv.length >= length and (not length or kv.shards.serves(length)) for kv in self.kvs]
+        serves = [kv.length >= length and (not length or kv.local_shards.serves(length)) for kv in self.kvs]
         return not self.irreversible_layers and all(serves)
 
     def take_back_step(self) -> None:
@@ -271,13 +273,13 @@ class ShardedCache(FolderLayers):
     @property
     def crops_anywhere(self) -> bool:
         """True if the cache can be cropped to any of its tokens: no layer has a state, or forgets."""
-        return not self.irreversible_layers and all(kv.shards.forget_mask is None for kv in self.kvs)
+        return not self.irreversible_layers and all(kv.local_shards.forget_mask is None for kv in self.kvs)
 
     def restorable_length(self, length: int) -> int:
         """Return the number of tokens, at most `length`, that all layers can go back to: `length`, or else none."""
         if self.irreversible_layers:
             return length if length == self.get_seq_length() else 0
-        serves = length >= self.history.lowest and all(kv.shards.serves(length) for kv in self.kvs)
+        serves = length >= self.history.lowest and all(kv.local_shards.serves(length) for kv in self.kvs)
         return length if serves else 0
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -291,7 +293,7 @@ class ShardedCache(FolderLayers):
         """
         length = self.get_seq_length()
         kvs = self.kvs
-        with kvs[0].calls.agreement("crop", {"by": tokens_to_remove}) if kvs else nullcontext():
+        with kvs[0].guard.agreement("crop", {"by": tokens_to_remove}) if kvs else nullcontext():
             if type(tokens_to_remove) is not int or tokens_to_remove > 0:
                 fix = "pass length - cache.get_seq_length() to keep so many tokens"
                 raise ShapeError("crop", "0 or a negative number", repr(tokens_to_remove), fix)
@@ -329,9 +331,9 @@ class ShardedCache(FolderLayers):
         """
         kvs = self.kvs
         # Compared before any layer changes, else recurrent layers would be reordered where those after them raise.
-        with kvs[0].calls.agreement("reorder", lambda: {"to": beam_idx.tolist()}) if kvs else nullcontext():
+        with kvs[0].guard.agreement("reorder", lambda: {"to": beam_idx.tolist()}) if kvs else nullcontext():
             for kv in kvs[:1]:
-                check_order(kv.sizes, beam_idx.long() if isinstance(beam_idx, Tensor) else beam_idx)
+                check_order(kv.config, beam_idx.long() if isinstance(beam_idx, Tensor) else beam_idx)
         if self.history.image_fingerprints is not None and self.batch_size > 1:
             self.tokens = None  # fingerprints of images do not say which sequence each belongs to
         super().reorder_cache(beam_idx)
@@ -345,7 +347,7 @@ class ShardedCache(FolderLayers):
             repeats: How often each sequence stands in the new batch.
         """
         if self.get_seq_length() and repeats > 1:
-            if self.kvs and self.kvs[0].sizes.batch == 1 and self.kvs[0].saved.at_rest:
+            if self.kvs and self.kvs[0].config.batch == 1 and self.kvs[0].saved.at_rest:
                 if self.folder is not None:
                     self.flush()  # its own tokens stay there
                 for layer in self.attention_layers:
@@ -457,14 +459,14 @@ def _gather_tokens(tokens: Tensor | None, kv: KVCache) -> Tensor | None:
 
     Ranks may differ by the newest token, so the ids are cut to the shortest.
     """
-    own_ids = torch.zeros(kv.sizes.batch, 0, dtype=torch.int64, device="cpu")
-    if tokens is not None and len(tokens) == kv.sizes.batch:
+    own_ids = torch.zeros(kv.config.batch, 0, dtype=torch.int64, device="cpu")
+    if tokens is not None and len(tokens) == kv.config.batch:
         own_ids = tokens
     lengths = [row[0] for row in dist_all_gather_ints([own_ids.shape[1]], kv.mesh.axes)]
     length = min((n for n in lengths if n), default=0)
     if not length or length < kv.length:
         return None
-    own_ids = own_ids[:, :length] if own_ids.shape[1] else own_ids.new_zeros(kv.sizes.batch, length)
+    own_ids = own_ids[:, :length] if own_ids.shape[1] else own_ids.new_zeros(kv.config.batch, length)
     rows = dist_all_gather_ints(own_ids.flatten().tolist(), kv.mesh.axes)
     ids = next(row for row, n in zip(rows, lengths, strict=True) if n)
-    return torch.tensor(ids, device="cpu").view(kv.sizes.batch, length).to(kv.device)
+    return torch.tensor(ids, device="cpu").view(kv.config.batch, length).to(kv.device)

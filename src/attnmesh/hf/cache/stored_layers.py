@@ -195,8 +195,10 @@ class StoredLayers(Cache):  # type: ignore[misc]
         options = self._kv_options
         capacity = growth_capacity(tokens) if self.capacity is None else self.capacity
         options |= {"device": device}
-        sizes = (replace(kv_sizes, capacity=capacity, block=self.block) for kv_sizes in layers)
-        kvs = [KVCache(self.mesh, **{**kv_sizes.arguments(), **options, "capacity": capacity}) for kv_sizes in sizes]
+        configs = (replace(kv_config, capacity=capacity, block=self.block) for kv_config in layers)
+        kvs = [
+            KVCache(self.mesh, **{**kv_config.arguments(), **options, "capacity": capacity}) for kv_config in configs
+        ]
         if kvs:
             self._set_kvs(kvs)
         return kvs
@@ -209,7 +211,7 @@ class StoredLayers(Cache):  # type: ignore[misc]
 
     def _set_kvs(self, kvs: Sequence[KVCache]) -> None:
         """Set the `KVCache` of each layer. Raise if they are stored in another way than the cache's."""
-        storages, allowed = {kv.sizes.storage for kv in kvs} - {None}, {self.storage, self.window_storage} - {None}
+        storages, allowed = {kv.config.storage for kv in kvs} - {None}, {self.storage, self.window_storage} - {None}
         fits = storages <= allowed and (bool(storages) or self.storage is None or has_windows(self.config))
         if not fits:
             expected = f"keys stored with storage={self.storage!r}, as the cache's"
@@ -218,4 +220,4 @@ class StoredLayers(Cache):  # type: ignore[misc]
         remaining = iter(kvs)
         for layer in self.attention_layers:
             layer.set_kvs([next(remaining) for _ in layer.tokens_per_key])
-        self.block = kvs[0].sizes.block
+        self.block = kvs[0].config.block

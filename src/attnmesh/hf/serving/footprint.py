@@ -35,25 +35,25 @@ class Footprint:
     def of(cache: ShardedCache) -> "Footprint":
         """Return the footprint of caches like this one."""
         counts = zip(cache.kvs, cache.tokens_per_key, strict=False)
-        layers = [(kv.sizes, _place(kv), tokens_per_key) for kv, tokens_per_key in counts]
+        layers = [(kv.config, _place(kv), tokens_per_key) for kv, tokens_per_key in counts]
         states = sum(x.numel() * x.element_size() for x in cache.states.values())
         return Footprint(layers, states, cache.capacity is None)
 
     def __call__(self, tokens: int, *, shared: int = 0) -> int:
         """Return the bytes for `tokens`, of which the first `shared` are in memory that another cache has."""
         total = self.states
-        for sizes, place, tokens_per_key in self.layers:
+        for config, place, tokens_per_key in self.layers:
             keys = -(-tokens // tokens_per_key)
-            whole = replace(sizes, capacity=growth_capacity(keys) if self.grows else sizes.capacity)
+            whole = replace(config, capacity=growth_capacity(keys) if self.grows else config.capacity)
             total += shard_bytes(whole, *place)
-            if shared >= tokens_per_key and sizes.mask is None:  # a window is copied
-                total -= shard_bytes(replace(sizes, capacity=shared // tokens_per_key), *place)
+            if shared >= tokens_per_key and config.mask is None:  # a window is copied
+                total -= shard_bytes(replace(config, capacity=shared // tokens_per_key), *place)
         return total
 
     def of_chunk(self, tokens: int) -> int:
         """Return the bytes that layers with a window hold of a chunk beside their window."""
-        windows = ((sizes, place) for sizes, place, _ in self.layers if sizes.mask is not None)
-        return sum(shard_bytes(replace(sizes, capacity=tokens, mask=None), *place) for sizes, place in windows)
+        windows = ((config, place) for config, place, _ in self.layers if config.mask is not None)
+        return sum(shard_bytes(replace(config, capacity=tokens, mask=None), *place) for config, place in windows)
 
 
 def growth(cache: ShardedCache, tokens: int) -> int:
@@ -66,8 +66,8 @@ def growth(cache: ShardedCache, tokens: int) -> int:
         for kv, tokens_per_key in zip(layer.kvs, layer.tokens_per_key, strict=False):
             keys = -(-tokens // tokens_per_key)
             if layer.must_grow(kv, keys):
-                larger = replace(kv.sizes, capacity=growth_capacity(kv.length + keys))
-                total += shard_bytes(larger, *_place(kv)) - shard_bytes(kv.sizes, *_place(kv))
+                larger = replace(kv.config, capacity=growth_capacity(kv.length + keys))
+                total += shard_bytes(larger, *_place(kv)) - shard_bytes(kv.config, *_place(kv))
     return total
 
 
@@ -90,5 +90,5 @@ def never_fits(needed: int, memory: int) -> TooLong:
 
 
 def _place(kv: KVCache) -> Place:
-    most = max(kv.shard.block_cyclic.turns, key=lambda turn: turn.width)
+    most = max(kv.own_shard.block_cyclic.turns, key=lambda turn: turn.width)
     return most, kv.mesh.heads.size, kv.device

@@ -185,8 +185,10 @@ class RankWorker:
     def count_bytes(self, without: Collection[int] = ()) -> int:
         """Return the bytes of caches in the memory of this rank. Memory that caches share counts once."""
         caches = [cache for cache_id, cache in self.caches.items() if cache_id not in without]
-        tensors = [x for cache in caches for kv in cache.kvs for x in kv.shard.stored]
-        tensors += [x for cache in caches for kv in cache.kvs for part in kv.shard.earlier_pieces for x in part.stored]
+        tensors = [x for cache in caches for kv in cache.kvs for x in kv.own_shard.stored]
+        tensors += [
+            x for cache in caches for kv in cache.kvs for part in kv.own_shard.earlier_pieces for x in part.stored
+        ]
         tensors += [x for cache in caches for x in cache.states.values()]
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
         return sum(storages.values()) + (0 if self.draft_worker is None else self.draft_worker.nbytes)

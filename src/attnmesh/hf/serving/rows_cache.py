@@ -51,7 +51,7 @@ class RowsKV:
     def __init__(self, caches: Sequence[KVCache], tokens: RowTokens) -> None:
         self.caches = caches
         self.tokens = tokens
-        self.sizes = caches[0].sizes
+        self.config = caches[0].config
 
     @property
     def length(self) -> int:
@@ -155,7 +155,7 @@ class RowsCache(ShardedCache):
         queries = self.row_tokens.split(q)
         outs = dict[int, Tensor]()
         longest = self.row_tokens.size
-        whole = all(cache.sizes.mask is None and cache.length >= longest for cache in kv.caches)
+        whole = all(cache.config.mask is None and cache.length >= longest for cache in kv.caches)
         steps = {count: longest if whole else count for count in self.row_tokens}
         for size in sorted({*steps.values()}):
             rows = [row for row, count in enumerate(self.row_tokens) if steps[count] == size]

@@ -186,7 +186,7 @@ class StoreScheduler:
     def _next_block(self, saving: SavingCache) -> BlockToSave | None:
         """Return the next block of a cache to be stored, and if it goes to the folder; None if no block can go now."""
         cache = self.worker.caches[saving.cache_id]
-        whole = saving.stop // BLOCK_GRAIN * BLOCK_GRAIN if any(kv.sizes.mask is None for kv in cache.kvs) else 0
+        whole = saving.stop // BLOCK_GRAIN * BLOCK_GRAIN if any(kv.config.mask is None for kv in cache.kvs) else 0
         if saving.stored_tokens < 0:
             self._note_layers(cache)
         if self.stopped:  # a disk that is full from the start
@@ -219,7 +219,7 @@ class StoreScheduler:
 
     def _file_count_of(self, cache: ShardedCache) -> int:
         """Return the files of a block: with unequal shares of tokens several ranks may have some of it."""
-        even = all(kv.shard.block_cyclic.is_even for kv in cache.kvs)
+        even = all(kv.own_shard.block_cyclic.is_even for kv in cache.kvs)
         return self.worker.mesh.heads.size if even else self.worker.mesh.ranks
 
     def _state_of(self, saving: SavingCache) -> list[StoredBlock]:
@@ -252,19 +252,19 @@ class StoreScheduler:
 
     def _token_bytes(self, cache: ShardedCache) -> int:
         """Return the bytes of a token on all ranks, in layers that keep all tokens."""
-        return 8 + sum(_row_bytes(kv.sizes) for kv in cache.kvs if kv.sizes.mask is None)
+        return 8 + sum(_row_bytes(kv.config) for kv in cache.kvs if kv.config.mask is None)
 
     def _state_bytes(self, cache: ShardedCache, block: StoredBlock) -> int:
         """Return the bytes of a state on all ranks."""
         rows = (block.stop - block.start) * self._token_bytes(cache)
-        forgetting = [kv for kv in cache.kvs if kv.sizes.mask is not None]
-        rows += sum((kv.length - kv.shards.first_token()) * (_row_bytes(kv.sizes) + 8) for kv in forgetting)
+        forgetting = [kv for kv in cache.kvs if kv.config.mask is not None]
+        rows += sum((kv.length - kv.local_shards.first_token()) * (_row_bytes(kv.config) + 8) for kv in forgetting)
         states = sum(x.nbytes for x in cache.states.values())
         return int(rows + states) + NOTE * self.worker.mesh.ranks * (1 + len(cache.kvs))
 
     def _note_layers(self, cache: ShardedCache) -> None:
-        """Keep the sizes of layers, by which a cache can be made before any prompt was computed."""
-        layers = [replace(kv.sizes, batch=1, capacity=1, block=1) for kv in cache.kvs]
+        """Keep the configurations of layers, by which a cache can be made before any prompt was computed."""
+        layers = [replace(kv.config, batch=1, capacity=1, block=1) for kv in cache.kvs]
         if layers != self.layers:
             self.layers = layers
             try:
@@ -299,8 +299,8 @@ class StoreScheduler:
         self.tiers.pinned = frozenset(blocks)
         sources = [BlockToRead(block, self._choose_source(block, run_tokens)) for block in blocks]
         self.loading = LoadingCache(request, next(new_cache_ids), sources, tokens)
-        sizes = [layer.to_code() for layer in self.layers]
-        self.opening = OpenStored(self.loading.cache_id, sizes, tokens, self._rope(request), sources)
+        codes = [layer.to_code() for layer in self.layers]
+        self.opening = OpenStored(self.loading.cache_id, codes, tokens, self._rope(request), sources)
         return True
 
     def holds_up(self, request: EngineRequest) -> bool:
@@ -333,7 +333,7 @@ class StoreScheduler:
         if not self.forgets:
             return self.tiers.prefix_blocks(names, ids, tokens + self.worker.left_to_decode, run_tokens), run_tokens
         assert self.layers is not None
-        has_runs = any(sizes.mask is None for sizes in self.layers)
+        has_runs = any(config.mask is None for config in self.layers)
         for state in self.tiers.states(names, ids, tokens, run_tokens):
             prefix = self.tiers.prefix_blocks(names, ids, state.start, run_tokens) if has_runs else []
             if not has_runs or (prefix[-1].stop if prefix else 0) == state.start:
@@ -444,5 +444,5 @@ class StoreScheduler:
         return rope_regime(self.template.config, len(request.prompt))
 
 
-def _row_bytes(sizes: CacheConfig) -> int:
-    return sizes.kv_heads * sum(sizes.row_widths) * sizes.row_dtype.itemsize
+def _row_bytes(config: CacheConfig) -> int:
+    return config.kv_heads * sum(config.row_widths) * config.row_dtype.itemsize

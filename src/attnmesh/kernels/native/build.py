@@ -65,12 +65,12 @@ def library() -> Library:
         return Library(reason=str(missing))
     except OSError as error:
         return Library(reason=f"the library does not load: {_line(str(error))}")
-    fields, pointer, number = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64
+    fields, pointer, integer = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64
     functions = {name: getattr(loaded, f"attnmesh_{name}") for name in Library._fields[:-1]}
     for function in functions.values():
-        function.argtypes, function.restype = [fields], number
-    functions["exchange"].argtypes = functions["linear"].argtypes = [fields, number]
-    functions["digest"].argtypes = [pointer, number, number, pointer]
+        function.argtypes, function.restype = [fields], integer
+    functions["exchange"].argtypes = functions["linear"].argtypes = [fields, integer]
+    functions["digest"].argtypes = [pointer, integer, integer, pointer]
     return Library(**functions)
 
 

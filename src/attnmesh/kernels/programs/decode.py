@@ -155,18 +155,18 @@ def _digest(bits, count, WIDE: tl.constexpr):
         index = start + tl.arange(0, WIDE).to(tl.int64)
         weight = (index + 1) * -7046029254386353131
         weight = (weight ^ (weight >> 29)) * -4658895280553007687
-        number = tl.load(bits + index, mask=index < count, other=0).to(tl.int64)
+        word = tl.load(bits + index, mask=index < count, other=0).to(tl.int64)
         if bits.dtype.element_ty == tl.int64:
-            number = number ^ ((number >> 32) & 0xFFFFFFFF)
-        total += number * (weight ^ (weight >> 32) | 1)
+            word = word ^ ((word >> 32) & 0xFFFFFFFF)
+        total += word * (weight ^ (weight >> 32) | 1)
     return tl.sum(total)
 
 
 @program()
 def checksum_program(
-    bits, count, other_bits, other_count, state, number, checksum, MODULUS: tl.constexpr, WIDE: tl.constexpr
+    bits, count, other_bits, other_count, state, call_hash, checksum, MODULUS: tl.constexpr, WIDE: tl.constexpr
 ):
-    """Store a checksum of a call's number, the cache's length and the bits of two tensors, and its negative."""
-    total = (_digest(bits, count, WIDE) + _digest(other_bits, other_count, WIDE) + number + tl.load(state)) % MODULUS
+    """Store a checksum of a call's hash, the cache's length and the bits of two tensors, and its negative."""
+    total = (_digest(bits, count, WIDE) + _digest(other_bits, other_count, WIDE) + call_hash + tl.load(state)) % MODULUS
     total = tl.where(total < 0, total + MODULUS, total).to(tl.float32)
     tl.store(checksum + tl.arange(0, 2), tl.where(tl.arange(0, 2) == 0, total, -total))

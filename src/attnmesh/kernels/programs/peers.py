@@ -36,17 +36,17 @@ def one_shot_program(
     tile = tl.program_id(0)
     row = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     valid = row < rows
-    number = tl.arange(0, 2)
+    index = tl.arange(0, 2)
     memory = tl.load(memories + rank).to(tl.pointer_type(tl.float32))
     own_flags = tl.load(memories + rank).to(tl.pointer_type(tl.int32))
     step = tl.load(counter)
     if SEND:
-        own_checksum = tl.load(message + number)
+        own_checksum = tl.load(message + index)
         own_lse = tl.load(message + 2 + row, mask=valid, other=0.0)
         out_0, out_1 = read(message + 2 + rows, row * value_width, valid, value_width, V_0, V_1)
         for peer in range(ranks):
             box = _box(tl.load(memories + peer).to(tl.pointer_type(tl.float32)), flags, step & 1, ranks, box_size, rank)
-            tl.store(box + number, own_checksum)
+            tl.store(box + index, own_checksum)
             tl.store(box + 2 + row, own_lse, mask=valid)
             write(box + 2 + rows, row * value_width, valid, value_width, out_0, out_1, V_0, V_1)
         tl.debug_barrier()  # the whole tile is written before the flag
@@ -68,5 +68,5 @@ def one_shot_program(
         highest = max_checksum(boxes, ranks, box_size)
         total = tl.where((tl.sum(highest) == 0.0) & (polls > 0), total, float("nan"))
         if tile == 0:
-            tl.store(checksum + number, highest)
+            tl.store(checksum + index, highest)
         store_rows(total, origin, sum_0, sum_1, out, lse, row, valid, value_width, V_0, V_1)

@@ -17,7 +17,7 @@ program = partial(
     triton.jit,
     do_not_specialize=(
         "rows", "keys", "group", "kv_heads", "split_keys", "splits", "queries", "heads", "block", "capacity", "left",
-        "right", "count", "other_count", "number", "rank", "ranks", "flags", "box_size", "max_polls",
+        "right", "count", "other_count", "call_hash", "rank", "ranks", "flags", "box_size", "max_polls",
     ),
 )  # fmt: skip
 """Decorator of programs. They are not recompiled for new values of arguments that do not affect alignment."""
@@ -241,10 +241,10 @@ def merge_rows(
 @triton.jit
 def max_checksum(checksums, splits, stride):
     """Return the maximum of the ranks' checksums, which are (c, -c): its sum is 0 if all ranks agree."""
-    number = tl.arange(0, 2)
-    highest = tl.load(checksums + number)
+    index = tl.arange(0, 2)
+    highest = tl.load(checksums + index)
     for split in range(1, splits):
-        highest = tl.maximum(highest, tl.load(checksums + split * stride + number))
+        highest = tl.maximum(highest, tl.load(checksums + split * stride + index))
     return highest
 
 
