@@ -81,7 +81,7 @@ def results(shape: Shape, folder: Path, whole: list[Tensor], rows: Tensor) -> li
         positions = cache.layout.positions(31, shape.ranks, dist.get_rank() if dist.is_initialized() else 0)
         cache.append_shard(*(x[:, :, positions] for x in whole[1:]), positions)
         cache.append(*(x[:, :, :3] for x in whole[1:]))
-        for reproducible in (False, True)[: 1 + (shape.ranks != 3)]:
+        for reproducible in [False] if shape.ranks == 3 else [False, True]:
             found.append(am.decode(rows, cache, reproducible=reproducible))
         found.append(am.decode(rows, cache, mask=am.Window(9)))
         cache.truncate(30)

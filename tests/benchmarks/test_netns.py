@@ -103,7 +103,9 @@ def told_of_hosts() -> tuple[list[int], float, int]:
     world, rank = dist.get_world_size(), dist.get_rank()
     axis = Axis(world, rank, dist.group.WORLD)
     numbers = host_numbers((axis,))
-    message, box, seconds = torch.zeros(1_000_000, dtype=torch.uint8), torch.empty(1_000_000, dtype=torch.uint8), []
+    message = torch.zeros(1_000_000, dtype=torch.uint8)
+    box = torch.empty(1_000_000, dtype=torch.uint8)
+    seconds = []
 
     def send() -> None:
         dist.barrier()

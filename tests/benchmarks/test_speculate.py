@@ -33,7 +33,8 @@ def two_hundred(folder: str) -> tuple[int, int, float, float]:
             if engine is None:
                 continue
             for turn, count in enumerate(2 * batches):
-                model_of, streams = prompts(tokenizer, CASES[turn % 3], 2, turn), []
+                model_of = prompts(tokenizer, CASES[turn % 3], 2, turn)
+                streams = []
                 for row in range(count):
                     text, options = list(model_of[row % 2].ids[-250:]), dict(model_of[row % 2].options)
                     more = {"seed": row} if "seed" in options else {}

@@ -198,7 +198,8 @@ def under_a_limit(shares: object, tokens: int) -> tuple[str, list[int]]:
     rank = torch.distributed.get_rank()
     gc.collect()  # or what earlier tests have left makes room meanwhile
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    before, most = resource.getrlimit(resource.RLIMIT_AS), (320, 960)[rank] * MEGABYTE
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    most = (960 if rank else 320) * MEGABYTE
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + most, before[1]))
     try:
         cache = cache_of(2, shares, capacity=tokens, head_dim=128)

@@ -21,7 +21,7 @@ from tests.support import histories
 from tests.support.dense import truth
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import pairs, seeds
+from tests.support.seeds import in_turn, pairs, seeds
 
 HEADS, WIDTH, TOKENS = (4, 2), 8, 75
 
@@ -47,7 +47,7 @@ def rows(x: Tensor, storage: str) -> Tensor:
 
 @pytest.mark.parametrize("seed", seeds(5, 300))
 def test_random_lives_agree_with_float64(pool: Pool, tmp_path: Path, seed: int) -> None:
-    drawn = replace(histories.draw(seed + 5000), storage=[*STORAGES][seed % 2])
+    drawn = replace(histories.draw(seed + 5000), storage=in_turn(STORAGES, seed))
     histories.check(drawn, pool, tmp_path)
 
 
@@ -137,7 +137,8 @@ def test_bits_are_the_same_on_any_ranks_and_in_any_pieces(pool: Pool, storage: s
 @on_each_rank
 def rows_after_load(shape: tuple[int, ...], storage: str, folder: Path) -> Tensor:
     """Fill and save a cache on four ranks, or load it on others; append more. Return the rows of all tokens."""
-    mesh, saves = mesh_of(Shape(*shape)), shape[2] == 4
+    mesh = mesh_of(Shape(*shape))
+    saves = shape[2] == 4
     cache = empty(mesh, storage=storage) if saves else am.KVCache.load(folder, mesh)
     k, v = numbers(2, 2, HEADS[1], TOKENS, WIDTH)
     if saves:
@@ -268,7 +269,8 @@ def test_wrong_storages_and_rows_are_refused() -> None:
 @on_each_rank
 def two_storages(folder: Path) -> list[str]:
     """Return the errors of ranks whose caches are stored in two ways."""
-    mesh, found = mesh_of(Shape(1, 1, 2)), []
+    mesh = mesh_of(Shape(1, 1, 2))
+    found = []
     other = "int8" if dist.get_rank() else None
     for call in (lambda: empty(mesh, storage=other), lambda: am.recover([empty(None, storage=other)], mesh)):
         try:

@@ -100,7 +100,8 @@ def test_a_save_after_a_reorder_that_failed_is_of_the_tokens(tmp_path: Path, mon
 
 
 def test_truncation_copies_one_block_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    module, copied = sys.modules["attnmesh.cache.cache_shard"], []
+    module = sys.modules["attnmesh.cache.cache_shard"]
+    copied = []
     join = module.join_rows  # type: ignore[attr-defined]
 
     def counted(parts: list[Tensor], dim: int, rows: int) -> Tensor:

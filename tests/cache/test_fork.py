@@ -56,9 +56,10 @@ def check_forks_that_continue(shape: Shape, batch: int, padded: bool, reproducib
                 act(cache, number)
         check()
 
+    left = (60, 35, 7)
     check()
     change(lambda cache, n: cache.append(*numbers(2, batch, 2, 3 + n, 8, seed=n)))
-    change(lambda cache, n: cache.truncate((60, 35, 7)[n]))
+    change(lambda cache, n: cache.truncate(left[n]))
     change(lambda cache, n: cache.append(*numbers(2, batch, 2, 30 + n, 8, seed=n)))
     forked.append(forked[0].fork())
     copied.append(deepcopy(copied[0]))

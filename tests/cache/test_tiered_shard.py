@@ -30,7 +30,7 @@ from tests.support import growing_caches, histories
 from tests.support.growing_caches import grow
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import seeds
+from tests.support.seeds import in_turn, seeds
 from tests.support.tolerances import FLOAT32
 
 HOT = 32
@@ -67,7 +67,7 @@ def same_bits(cache: am.KVCache) -> bool:
 
 @pytest.mark.parametrize("seed", seeds(8, 200))
 def test_random_histories_agree_with_float64(pool: Pool, tmp_path: Path, seed: int) -> None:
-    history = histories.in_tiers(histories.draw(seed + 900, (1, 2, 3)), (1, 5, 16, 40)[seed % 4])
+    history = histories.in_tiers(histories.draw(seed + 900, (1, 2, 3)), in_turn((1, 5, 16, 40), seed))
     histories.check(history, pool, tmp_path)
 
 
@@ -97,7 +97,8 @@ def test_the_newest_tokens_alone_are_on_the_device() -> None:
 @on_each_rank
 def reproducible_on_ranks(shape: Shape) -> dict[int, bool]:
     """On a rank: after which cuts of a growing cache steps have the bits of one memory."""
-    cache, same = tiered_cache(200, named_mesh(shape, AXES), capacity=800), {}
+    cache = tiered_cache(200, named_mesh(shape, AXES), capacity=800)
+    same = {}
     for length in (200, 190, 75, 74, 3, 0):
         cache.truncate(length)
         grow(cache, 61)
@@ -203,7 +204,9 @@ def test_pieces_of_a_folder_fill_and_are_cut(tmp_path: Path) -> None:
 @on_each_rank
 def lived_on_ranks(path: Path, shape: Shape) -> tuple[dict[str, int], dict[str, bool]]:
     """Leave a folder without a flush, then with one. Return the lengths it opens with, and what is right then."""
-    mesh, there, right = named_mesh(shape, AXES), {}, {}
+    mesh = named_mesh(shape, AXES)
+    there = {}
+    right = {}
     cache = tiered_cache(301, mesh, folder=path)
     for left, least in (("unflushed", 0), ("flushed", 300)):
         del cache

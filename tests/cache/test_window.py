@@ -1,6 +1,7 @@
 """Caches that forget: the same results as caches that keep every token, in the memory of a window."""
 
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,8 @@ def new(tokens: int, seed: int = 0) -> list[Tensor]:
 def lives(shape: Shape, mask: Mask, keep: int) -> list[Tensor]:
     """Return outputs of a long life. Raise unless a cache that keeps every token gives the same bits."""
     caches = [cache_of(shape, mask, keep), cache_of(shape, None)]
-    outs, random = [], torch.Generator().manual_seed(3)
+    outs = []
+    random = torch.Generator().manual_seed(3)
     for step in range(70):
         tokens = {20: 9, 40: 130}.get(step, 1)
         q, k, v = new(tokens, step)
@@ -173,8 +175,10 @@ def test_tokens_before_a_failed_append_are_decoded_again(
 
     monkeypatch.setattr(CacheShard, inner, no_memory)
     _, k, v = new(tokens)
+    append = partial(cache.append, k, v)
+    append_shard = partial(cache.append_shard, k, v, torch.arange(102, 102 + tokens))
     with pytest.raises(torch.OutOfMemoryError):
-        cache.append(k, v) if tokens == 1 else cache.append_shard(k, v, torch.arange(102, 102 + tokens))
+        (append if tokens == 1 else append_shard)()
     assert am.decode(q, cache, mask=am.Window(30)).equal(before)
     cache.truncate(102)
 

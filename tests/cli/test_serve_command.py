@@ -95,7 +95,8 @@ class Command:
 
     def children(self) -> list[int]:
         """Processes with this command's folder in their environment, which are all that it has started."""
-        mark, found = f"TMPDIR={self.folder}".encode(), []
+        mark = f"TMPDIR={self.folder}".encode()
+        found = []
         for place in Path("/proc").glob("[0-9]*/environ"):
             try:
                 if mark in place.read_bytes().split(b"\0"):

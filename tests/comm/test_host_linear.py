@@ -161,7 +161,9 @@ def test_outputs_of_others_are_counted(pool: Pool) -> None:
 def errors_of_odd_calls(mistake: str) -> list[str]:
     """A call that differs on the last rank, and then one on which all agree again."""
     along = axis()
-    boxes, last, said = mailboxes_of_all_ranks(along), axis().index == axis().size - 1, []
+    boxes = mailboxes_of_all_ranks(along)
+    last = axis().index == axis().size - 1
+    said = []
     one, other = (HostLinear(number, weights(64, 40), along, boxes) for number in (0, 1))
     try:
         if mistake == "another layer":

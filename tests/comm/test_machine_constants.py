@@ -122,7 +122,8 @@ def test_a_rank_takes_its_threads_of_the_cores(monkeypatch: pytest.MonkeyPatch) 
 @on_each_rank
 def _rates(cases: list[list[str]]) -> list[float]:
     """On a rank: the rates of the links that "auto" takes, for each rank's files."""
-    mesh, rates = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("keys",)), []
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("keys",))
+    rates = []
     for files in cases:
         os.environ["ATTNMESH_MACHINE"] = files[dist.get_rank()]
         machine_constants.measured_machine.cache_clear()

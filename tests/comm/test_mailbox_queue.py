@@ -40,7 +40,8 @@ def _exchange_in_any_order(seed: int) -> tuple[int, int]:
     """On a rank: messages that came wrong, of exchanges of which up to five are under way; and messages left."""
     axis = world_axis()
     common, own = Random(seed), Random(f"{seed} {axis.index}")
-    under_way, wrong = [], 0
+    under_way = []
+    wrong = 0
     for number in range(30):
         size = common.choice(
             (0, 1, 100, 5000, MESSAGE_BYTES, MESSAGE_BYTES + 1, 2 * MESSAGE_BYTES, 2 * MESSAGE_BYTES + 1)

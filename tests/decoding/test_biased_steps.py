@@ -43,7 +43,8 @@ def outputs(shape: Shape) -> list[Tensor]:
     fork = plain.fork()
     found = [attend(plain), attend(plain, am.Window(9), sinks=SINKS), attend(padded), attend(fork)]
     found.append(attend(plain, key_lengths=few, merge="tree"))
-    window, steps = cache_of(shape, mask=am.Window(9)), []
+    window = cache_of(shape, mask=am.Window(9))
+    steps = []
     for token in range(TOKENS):
         one = slice(token, token + 1)
         new = {"k": K[:, :, one], "v": V[:, :, one], "mask": am.Window(9), "distance_bias": BIAS[:, :, one]}
@@ -74,7 +75,9 @@ def test_steps_agree_with_attend(pool: Pool, shape: tuple[int, ...]) -> None:
 @on_each_rank
 def wrong_calls() -> list[str]:
     """Return the errors of calls whose bias is wrong on the last rank."""
-    cache, found, last = cache_of(Shape(1, 1, 2)), list[str](), dist.get_rank() == 1
+    cache = cache_of(Shape(1, 1, 2))
+    found = list[str]()
+    last = dist.get_rank() == 1
     cache.append(K, V)
     other = torch.full_like(BIAS, 2.0)
     for bias, options, kind in (

@@ -261,7 +261,12 @@ def test_a_step_over_latents_compiles(pool: Pool) -> None:
 @on_each_rank
 def compiled_steps_past_capacity() -> list[bool]:
     cache = cache_of((1, 1, 2), 30, capacity=32)
-    step = torch.compile(lambda q, k: (cache.append(k, k), am.decode(q, cache))[1], fullgraph=True, backend="eager")
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def step(q: Tensor, k: Tensor) -> Tensor:
+        cache.append(k, k)
+        return am.decode(q, cache)
+
     with torch.no_grad():
         outs = [step(query(1), torch.randn(1, HEADS[1], 1, WIDTH)) for _ in range(4)]
     return [bool(out.isnan().all()) for out in outs]

@@ -37,7 +37,8 @@ def cache_of(mesh: Any, mask: am.Mask | None = None, *, padded: bool = False) ->
 @on_each_rank
 def differences(shape: Shape) -> list[float]:
     """Return how far outputs are from those of a cache on one device."""
-    mesh, found = named_mesh(shape, AXES), []
+    mesh = named_mesh(shape, AXES)
+    found = []
     q, sinks = float64_numbers(2, HEADS[0], NEW, WIDTH, seed=2), float64_numbers(HEADS[0], seed=3)
     cases: list[tuple[am.Layout, am.Mask, bool]] = [
         (am.Striped(BLOCK), am.Causal(), False),

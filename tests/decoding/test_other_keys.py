@@ -40,7 +40,8 @@ def part_of(q: Tensor, rank: int, ranks: int, **options: Any) -> am.Partial:
 @on_each_rank
 def differences(ranks: int) -> list[float]:
     """Return how far steps are from attention over all keys in one place."""
-    rank, found = dist.get_rank() if ranks > 1 else 0, []
+    rank = dist.get_rank() if ranks > 1 else 0
+    found = []
     for mask, rows, output in (
         (am.Causal(), 1, "replicated"),
         (am.Window(6), 3, "replicated"),

@@ -30,7 +30,11 @@ class Rows:
     """Caches of several lengths, and all that was appended to them, in float64."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype = torch.float32, value_dim: int = DIM, **options: Any) -> None:
-        self.dtype, self.caches, self.kept, self.steps, self.value_dim = dtype, [], [], 0, value_dim
+        self.dtype = dtype
+        self.caches = []
+        self.kept = []
+        self.steps = 0
+        self.value_dim = value_dim
         self.latent = options.get("values") == "prefix"
         sizes: dict[str, Any] = {"batch": 1, "kv_heads": 1 if self.latent else KV_HEADS, "head_dim": DIM}
         for number, tokens in enumerate(LENGTHS):

@@ -139,7 +139,8 @@ def best_tokens(ranks: int, padded: bool) -> list[Tensor]:
     mesh = named_mesh(Shape(1, 1, ranks), AXES) if ranks > 1 else None
     sizes = {"batch": 2, "kv_heads": 1, "head_dim": WIDTH, "capacity": 200, "block": 4}
     index = am.KVCache(mesh, **sizes, dtype=torch.float32, values="none")
-    keys, real = numbers(2, 1, TOKENS, WIDTH), numbers(2, TOKENS, seed=5) > -0.5
+    keys = numbers(2, 1, TOKENS, WIDTH)
+    real = numbers(2, TOKENS, seed=5) > -0.5
     mine = am.Zigzag().positions(30, ranks, dist.get_rank())
     index.append_shard(keys[:, :, mine], None, mine, token_mask=real[:, :30] if padded else None)
     index.append(keys[:, :, 30:], token_mask=real[:, 30:] if padded else None)

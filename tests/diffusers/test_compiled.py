@@ -27,7 +27,8 @@ def relative(found: Tensor, expected: Tensor) -> float:
 def compiled_errors(name: str, how: str) -> list[tuple[float, float]]:
     """Errors of output and of a gradient for each number of rows."""
     torch._dynamo.reset()
-    model, found = MODELS[name].model(), []
+    model = MODELS[name].model()
+    found = []
     on_mesh = MODELS[name].model()
     enable(on_mesh, named_mesh(Shape(1, 1, 2), AXES), "bulk")
     run = on_mesh

@@ -105,7 +105,8 @@ def test_the_chat_says_what_stock_transformers_does(words: list[str], folder: Pa
 
 def stock_answers(folder: Path, chats: list[list[str]], stop: list[str], new: int) -> list[str]:
     """The answers of stock transformers to each question of each chat."""
-    model, answers = AutoModelForCausalLM.from_pretrained(folder), []
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    answers = []
     tokenizer: Any = byte_tokenizer()
     for questions in chats:
         messages: list[dict[str, str]] = []

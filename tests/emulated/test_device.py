@@ -53,7 +53,8 @@ def test_init_mesh_leaves_a_device_that_is_in_use():
 def distances(gpu: EmulatedGPU, storage: str) -> list[list[int]]:
     """Return the bytes from row to row of keys and values: of a new cache, a grown one, and one of another batch."""
     sizes = {"batch": 2, "kv_heads": 2, "head_dim": 64, "value_dim": 32, "capacity": 16, "dtype": torch.bfloat16}
-    cache, found = am.KVCache(None, device="cuda", storage=storage, **sizes), []
+    cache = am.KVCache(None, device="cuda", storage=storage, **sizes)
+    found = []
 
     def note() -> None:
         found.append([x.stride(2) for x in cache.shard.stored])

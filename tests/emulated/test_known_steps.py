@@ -52,7 +52,9 @@ def _steps(gpu: EmulatedGPU, mesh: Any, name: str, options: dict[str, Any]) -> t
     for cache in caches:
         cache.append(random(1, 2, 2, 20, 16), random(2, 2, 2, 20, 16), token_mask=real)
     kept = [cache.fork() for cache in caches] if name == "a fork" else []
-    same, checks, check = [], 0, step_checks.checked_step
+    same = []
+    checks = 0
+    check = step_checks.checked_step
     for number in range(5):
         k, v, q = (random(3 * number + part, 2, heads, 1, 16) for part, heads in ((4, 2), (5, 2), (6, 4)))
         with mock.patch.object(step_checks, "checked_step", side_effect=check) as checked, gpu.recording() as waits:
@@ -71,7 +73,7 @@ def _steps(gpu: EmulatedGPU, mesh: Any, name: str, options: dict[str, Any]) -> t
 
 @pytest.mark.parametrize(("ranks", "part"), pairs([1, 2], range(4)))
 def test_known_steps_have_the_bits_of_checked_ones(ranks: int, part: int):
-    for found in world(ranks, steps, ranks, [*KINDS][part::4]).results():
+    for found in world(ranks, steps, ranks, list(KINDS)[part::4]).results():
         for name, (same, checks, launches) in found.items():
             assert same, name
             assert checks == 1, name
@@ -104,7 +106,8 @@ def test_a_known_step_is_none_of_caches_that_are_checked_otherwise():
 def operators_of_appends(gpu: EmulatedGPU) -> list[int]:
     """Return how many operators appends of one token run, in the order in which a rank holds it or not."""
     mesh = init_device_mesh("cuda", (1, 1, 2), mesh_dim_names=AXES)
-    cache, found = am.KVCache(mesh, batch=2, kv_heads=2, head_dim=16, capacity=60, dtype=torch.float32, block=4), []
+    cache = am.KVCache(mesh, batch=2, kv_heads=2, head_dim=16, capacity=60, dtype=torch.float32, block=4)
+    found = []
     for number in range(17):
         k, v = (random(2 * number + part, 2, 2, 1, 16) for part in (0, 1))
         with mock.patch.object(gpu, "run", side_effect=gpu.run) as operators:

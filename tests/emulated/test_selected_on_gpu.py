@@ -26,7 +26,8 @@ def steps(gpu: EmulatedGPU, ranks: int, padded: bool) -> list[Tensor]:
     real = torch.tensor([True, True, False, True]).repeat(2, 6) if padded else None
     cache.append(random(1, 2, 2, 24, 16), random(2, 2, 2, 24, 16), token_mask=real)
     index.append(random(3, 2, 1, 24, 16), token_mask=real)
-    q, found = random(4, 2, 4, 1, 16), []
+    q = random(4, 2, 4, 1, 16)
+    found = []
     wrong = INDICES.clone()
     wrong[0, 0, 0, 1], wrong[1, 0, 0, 1] = 24, 19
     with torch.no_grad():

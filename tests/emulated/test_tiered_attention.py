@@ -21,16 +21,16 @@ from tests.support.emulated_nccl import BACKENDS, world
 from tests.support.emulated_problems import Ranks
 from tests.support.emulated_waits import on_gpu, random, tiny_model
 from tests.support.pool import on_each_rank
-from tests.support.seeds import pairs
+from tests.support.seeds import in_turn, pairs
 from tests.support.tiers import OneWay, one_way
 from tests.support.tolerances import FLOAT32_SUMS
 
 
 @pytest.mark.parametrize(("seed", "uploaded"), pairs(range(60), [False, True], 4))
 def test_random_histories_agree_with_float64(seed: int, uploaded: bool, tmp_path: Path) -> None:
-    history = histories.in_tiers(histories.draw(seed + 300, sizes=(1, 2), most=8), (1, 9, 16)[seed % 3])
-    history = replace(history, phases=history.phases[:1], storage=[*STORAGES][seed % 2] if seed % 4 == 3 else None)
-    histories.check(history, OneWay(Ranks([*BACKENDS][seed % 2]), uploaded=uploaded), tmp_path)  # type: ignore[arg-type]
+    history = histories.in_tiers(histories.draw(seed + 300, sizes=(1, 2), most=8), in_turn((1, 9, 16), seed))
+    history = replace(history, phases=history.phases[:1], storage=in_turn(STORAGES, seed) if seed % 4 == 3 else None)
+    histories.check(history, OneWay(Ranks(in_turn(BACKENDS, seed)), uploaded=uploaded), tmp_path)  # type: ignore[arg-type]
 
 
 def outputs(gpu: EmulatedGPU, folder: Path) -> list[Tensor]:

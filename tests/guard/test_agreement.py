@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import permutations
 from typing import Any
@@ -61,7 +61,8 @@ def outcome_of(act: Callable[[], Tensor]) -> str:
 @on_each_rank
 def steps(kernel: str, checked: bool | None, shape: tuple[int, int, int]) -> list[str]:
     """Return the outcome of each step that differs on one rank, each followed by one that is equal on all."""
-    one, found = dist.get_rank() == 1, []
+    one = dist.get_rank() == 1
+    found = []
     with interpreting(kernel):
         for step in STEPS.values():
             cache = cache_of(checked, shape)
@@ -115,12 +116,19 @@ CALLS: dict[str, Callable[[am.KVCache, bool], Any]] = {
 }
 
 
+def numbers_after(call: Callable[[am.KVCache, bool], object], cache: am.KVCache, unlike: bool) -> Tensor:
+    """Call, and return numbers as a step does."""
+    call(cache, unlike)
+    return torch.ones(1)
+
+
 @on_each_rank
 def call(name: str, checked: bool | None, times: int) -> list[str]:
-    cache, found = cache_of(checked, filled=name != "append"), []
+    cache = cache_of(checked, filled=name != "append")
+    found = []
     for time in range(times):
         unlike = dist.get_rank() == 1 and time == times - 1
-        found.append(outcome_of(lambda unlike=unlike: (CALLS[name](cache, unlike), torch.ones(1))[1]))
+        found.append(outcome_of(partial(numbers_after, CALLS[name], cache, unlike)))
     return found
 
 
@@ -133,19 +141,21 @@ def test_calls_of_a_cache_are_compared(pool: Pool, name: str, checked: bool | No
     assert one[-1].startswith(f"{name}: expected the same call on every rank, given:\n    ranks  ")
 
 
+def counted_exchanges() -> AbstractContextManager[mock.Mock]:
+    """Return what counts the exchanges of a `with`, in which ranks compare."""
+    return mock.patch("attnmesh.guard.agreement.all_gather_ints", wraps=gather.all_gather_ints)
+
+
 @on_each_rank
 def outputs_and_comparisons(checked: bool | None, length: int | None) -> list[Any]:
     """Attention twice, and how often ranks compared; then with a mask of one rank's own."""
     mesh = named_mesh(Shape(1, 2, 1), AXES)
     x = torch.ones(1, 2, 5 - dist.get_rank(), WIDTH)
     options = {"mesh": mesh, "layout": am.Zigzag(), "length": length, "checked": checked}
-    exchanges, share = [], gather.all_gather_ints
-    with mock.patch(
-        "attnmesh.guard.agreement.all_gather_ints", lambda *arguments: (exchanges.append(1), share(*arguments))[1]
-    ):
+    with counted_exchanges() as exchanges:
         outs = [am.attention(x, x, x, **options) for _ in range(2)]
         same = torch.equal(*outs)
-        count = len(exchanges)
+        count = exchanges.call_count
         mask = am.Window(dist.get_rank() + 1)
         unlike = outcome_of(lambda: am.attention(x, x, x, mask=mask, **options))
     return [same, count, unlike]
@@ -339,8 +349,7 @@ def _compared_in_the_with(fails: bool) -> tuple[object, int]:
     """On a rank: the payloads of all, or the error of rank 1 as it describes its call; and the exchanges."""
     mesh = RankMesh.of(am.init_mesh((1, 1, 2)))
     found: object = None
-    exchanges, share = [], gather.all_gather_ints
-    with mock.patch("attnmesh.guard.agreement.all_gather_ints", lambda *given: (exchanges.append(1), share(*given))[1]):
+    with counted_exchanges() as exchanges:
         try:
             with Agreement(mesh, "save") as agreement:
                 found = agreement.compare(
@@ -348,7 +357,7 @@ def _compared_in_the_with(fails: bool) -> tuple[object, int]:
                 )
         except (ZeroDivisionError, UnforeseenError) as error:
             found = type(error)
-    return found, len(exchanges)
+    return found, exchanges.call_count
 
 
 def test_ranks_compare_once_where_the_with_compares(pool: Pool) -> None:
@@ -364,7 +373,9 @@ def test_an_error_in_what_a_rank_compares_is_raised_on_all(pool: Pool) -> None:
 @on_each_rank
 def _differ_in_how(pairs: list[tuple[str, str]], odd: int) -> list[str]:
     """On a rank: the errors of merges in which one rank has another `how`, each after a merge that is right."""
-    rank, ranks, messages = dist.get_rank(), dist.get_world_size(), []
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
+    messages = []
     group = dist.new_group()  # on which nothing was measured or merged yet
     parts = [am.Partial(torch.full((1, 2, 1, 4), float(i)), torch.zeros(1, 2, 1)) for i in range(ranks)]
     for one, others in pairs:

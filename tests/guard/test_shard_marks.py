@@ -61,7 +61,8 @@ CALLS: list[tuple[Callable[[Any], Any], str]] = [
 
 @on_each_rank
 def _errors() -> list[str]:
-    mesh, found = am.init_mesh((1, 1, 2)), []
+    mesh = am.init_mesh((1, 1, 2))
+    found = []
     for call, _ in CALLS:
         try:
             call(mesh)
@@ -96,7 +97,8 @@ def test_auto_on_one_rank_alone_raises_on_all_where_the_others_compare_next(pool
 @on_each_rank
 def _served() -> dict[str, bool]:
     """Equal layouts are equal by value, and what was cut by "auto" is attended by "auto" or by its layout."""
-    mesh, right = am.init_mesh((1, 1, 2)), {}
+    mesh = am.init_mesh((1, 1, 2))
+    right = {}
     for layout, mask in ((am.Striped(2), am.Causal()), ("auto", am.Causal()), ("auto", DOCUMENTS)):
         out = attend(mesh, parts(mesh, layout, mask=mask), copy.copy(layout), mask=mask)
         whole = am.attention(*parts(None, am.Zigzag()), mesh=None, mask=mask)
@@ -130,7 +132,8 @@ def test_a_mark_goes_with_its_tensor_and_is_no_part_of_it() -> None:
 @on_each_rank
 def _warnings() -> list[list[str]]:
     """Calls of kinds that no other test makes: a known kind is not looked at again."""
-    mesh, said = am.init_mesh((1, 1, 2)), []
+    mesh = am.init_mesh((1, 1, 2))
+    said = []
     whole = [*torch.randn(3, 1, 4, 38, 5, generator=torch.Generator().manual_seed(0))]
     shards = [am.shard(x, mesh, layout=LAYOUT) for x in whole]
     alike = [torch.arange(4.0)[:, None, None].expand(1, 4, 7, 5)] * 3  # each head's keys are all alike, as of padding

@@ -142,7 +142,8 @@ def check_tokens(family: str, shape: Shape, cases: Sequence[Callable[[Generate, 
 def conversation(shape: Shape) -> list[list[list[int]]]:
     """Return the tokens of four turns on one cache, on a rank. The last turn goes back to an earlier one."""
     model, mesh = families.model("qwen3", "attnmesh"), named_mesh(shape, AXES)
-    cache, turns = hf.ShardedCache(model.config, mesh), []
+    cache = hf.ShardedCache(model.config, mesh)
+    turns = []
     ids = prompt(120)
     for turn in range(3):
         made = hf.generate(model, ids, cache=cache, max_new_tokens=9, do_sample=False)
@@ -158,7 +159,8 @@ def conversation(shape: Shape) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize("shape", some(SHAPES, Shape(1, 1, 3), Shape(1, 2, 2)))
 def test_turns_of_a_conversation_share_the_cache(shape: Shape, pool: Pool) -> None:
-    stock, turns = families.model("qwen3", STOCK["qwen3"]), []
+    stock = families.model("qwen3", STOCK["qwen3"])
+    turns = []
     ids = prompt(120)
     for turn in range(3):
         made = stock.generate(ids, max_new_tokens=9, do_sample=False)
@@ -303,7 +305,8 @@ def _continuations(shape: Shape) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize("shape", [Shape(1, 1, 1), Shape(1, 2, 2)], ids=lambda shape: "x".join(map(str, shape)))
 def test_a_copied_cache_is_independent(shape: Shape, pool: Pool) -> None:
-    stock, expected = families.model("gemma3", "sdpa"), []
+    stock = families.model("gemma3", "sdpa")
+    expected = []
     for seed in (1, 2):
         ids = torch.cat((prompt(100), prompt(40, seed=seed)), 1)
         expected += [stock.generate(ids, max_new_tokens=8, do_sample=False).tolist()] * 2

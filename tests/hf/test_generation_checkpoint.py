@@ -125,7 +125,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def refusal(folder: Path, more: dict[str, Any]) -> str:
     """Return the error of a call with these options."""
     given = dict(more)
-    sample, has_checkpoint = given.pop("do_sample", False), "checkpoint" in given
+    sample = given.pop("do_sample", False)
+    has_checkpoint = "checkpoint" in given
     try:
         new_tokens(None if has_checkpoint else folder, (1, 1, 2), 6, sample, **given)
     except InputError as error:

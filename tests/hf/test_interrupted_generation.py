@@ -60,7 +60,8 @@ def tokens_after_failure(family: str, part: str, at: int) -> list[int]:
     if part == "processor":
         handle, more = None, {"logits_processor": [failing]}
     else:
-        handle, more = model.get_submodule(part).register_forward_pre_hook(lambda *_: failing(None, None)), {}
+        handle = model.get_submodule(part).register_forward_pre_hook(lambda *_: failing(None, None))
+        more = {}
     last = part == "processor" and at == NEW
     if torch.distributed.get_rank():
         with pytest.raises(MemoryError):

@@ -153,7 +153,8 @@ def test_each_check_is_in_the_sample() -> None:
 @on_each_rank
 def bytes_and_elements(shape: Shape, length: int) -> tuple[int, int, list[int], int]:
     """Return the bytes that a rank holds, the elements that it receives in prefill, and the rows that it expands."""
-    small, rows = model("deepseek_v3", "attnmesh"), []
+    small = model("deepseek_v3", "attnmesh")
+    rows = []
     cache = hf.ShardedCache(small.config, named_mesh(shape, AXES), exchange="bulk")
     with count_traffic() as traffic:
         hf.prefill(small, prompt(length), cache)
@@ -245,7 +246,8 @@ def changed_model(attention: str, change: Callable[[nn.Linear], nn.Module | None
 
 
 def test_an_adapter_is_projected_once() -> None:
-    small, rows = changed_model("attnmesh", Adapted), []
+    small = changed_model("attnmesh", Adapted)
+    rows = []
     small.model.layers[0].self_attn.kv_b_proj.register_forward_hook(lambda _, x, __: rows.append(x[0].numel() // RANK))
     given = hf.generate(small, prompt(40), max_new_tokens=6, do_sample=False)
     assert given.equal(changed_model("sdpa", Adapted).generate(prompt(40), max_new_tokens=6, do_sample=False))

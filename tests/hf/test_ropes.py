@@ -85,7 +85,8 @@ def test_training_has_the_rope_of_the_whole_sequence(name: str, kind: str, pool:
 @on_each_rank
 def tokens_around_the_switch(name: str, shape: Shape) -> list[Any]:
     """Return tokens of prompts on both sides of the switch, each with a new model; then of turns on one cache."""
-    mesh, outputs = named_mesh(shape, AXES), []
+    mesh = named_mesh(shape, AXES)
+    outputs = []
     for length, options in CALLS:
         outputs.append(hf.generate(model(name, "attnmesh"), prompt(length), mesh=mesh, **options).tolist())
     ours = model(name, "attnmesh")

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 from weakref import ref
 
 import pytest
@@ -364,11 +365,11 @@ def test_a_pass_whose_batch_is_gone_waits_for_no_mask() -> None:
 
 
 def test_a_configuration_is_looked_at_once_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks: list[Any] = []
-    monkeypatch.setattr(layer_checks, "num_mixing_calls", lambda config: looks.append(config) or 2)
+    look = Mock(return_value=2)
+    monkeypatch.setattr(layer_checks, "num_mixing_calls", look)
     model, ids = families.model("llama", "attnmesh"), prompt(20)
     batch = hf.shard_batch({"input_ids": ids, "labels": ids}, None)
     for passes in (1, 2):
         model(**batch)
-        assert len(looks) == passes
+        assert look.call_count == passes
         assert batch["input_ids"].shards.forward_pass.layers == 2

@@ -73,7 +73,8 @@ def test_the_tokens_are_those_of_stock_transformers(length: int, ranks: int) -> 
 
 @pytest.mark.parametrize("storage", STORAGES)
 def test_a_cache_in_8_bits_gives_the_same_tokens_on_any_ranks(storage: str) -> None:
-    length, found = 2000, []
+    length = 2000
+    found = []
     for ranks in (1, 2, 3, 4):
         answers = run_on_ranks(ranks, tokens_and_bytes, text(length), locate(PACKAGED), storage, seconds=100)
         found += [tokens for tokens, _ in answers]

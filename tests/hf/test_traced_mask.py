@@ -123,7 +123,8 @@ def test_compiled_generation_with_a_static_cache_is_one_graph(name: str, batch: 
 
 @pytest.mark.long
 def test_compiled_generation_with_windows_takes_as_many_graphs_as_stock() -> None:
-    counts, tokens = [], []
+    counts = []
+    tokens = []
     for attention in ("attnmesh", "sdpa"):
         torch._dynamo.reset()
         counters.clear()

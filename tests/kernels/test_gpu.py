@@ -18,6 +18,7 @@ from attnmesh.mesh.axes import Axis
 from attnmesh.mesh_attention import merge_across as merge
 from tests.support import histories, mesh_problems
 from tests.support.pool import Pool, on_each_rank
+from tests.support.seeds import in_turn
 from tests.support.tiers import OneWay
 from tests.support.tolerances import FLOAT32_SUMS, worst
 
@@ -49,8 +50,8 @@ def test_random_histories_of_a_cache_agree_with_float64(
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("uploaded", [False, True])
 def test_histories_in_two_memories_agree_with_float64(nccl: Pool, tmp_path: Path, uploaded: bool, seed: int) -> None:
-    dtype = (torch.float32, torch.bfloat16, torch.float64)[seed % 3]
-    history = histories.in_tiers(histories.draw(seed, (1,), (dtype,)), (1, 9, 16)[seed % 3])
+    dtype = in_turn((torch.float32, torch.bfloat16, torch.float64), seed)
+    history = histories.in_tiers(histories.draw(seed, (1,), (dtype,)), in_turn((1, 9, 16), seed))
     histories.check(history, OneWay(nccl, uploaded=uploaded), tmp_path)  # type: ignore[arg-type]
 
 

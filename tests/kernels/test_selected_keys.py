@@ -29,7 +29,7 @@ from tests.support.emulated_nccl import world
 from tests.support.live_tensors import LiveTensors
 from tests.support.mesh_problems import SAMPLES, MeshProblem, check, draw_selected, named_mesh, run
 from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import batches_by_ranks, seeds
+from tests.support.seeds import batches_by_ranks, in_turn, seeds
 
 
 def check_alone(seed: int, longest: int) -> None:
@@ -227,10 +227,11 @@ CHANGES = {
 @on_each_rank
 def errors_of(shape: Shape) -> list[str]:
     """Return what each wrong argument of the last rank raises, and the fixed call after it."""
-    mesh, found = named_mesh(shape, AXES), []
+    mesh = named_mesh(shape, AXES)
+    found = []
     for name, change in CHANGES.items():
         with pytest.raises(InputError) as raised:
-            call(mesh, shape, change, rank=shape.ranks - 1, length=[None, 10][len(name) % 2])
+            call(mesh, shape, change, rank=shape.ranks - 1, length=in_turn((None, 10), len(name)))
         found.append(f"{name}: {raised.value}")
     call(mesh, shape, lambda x: am.Selection(x + 7), rank=None)
     return found

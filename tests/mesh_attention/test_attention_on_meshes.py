@@ -324,7 +324,8 @@ def compiled_of_uneven_shards() -> list[str]:
     def layer(length: int | None) -> Tensor:
         return am.attention(*shards, mesh=mesh, length=length, **where)
 
-    compiled, said = torch.compile(layer, fullgraph=True, backend="aot_eager"), []
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    said = []
     broken = mock.patch(
         "attnmesh.mesh_attention.mesh_op._run_spec", side_effect=errors.RankFailure([1], "gathering", "", "gone")
     )

@@ -157,7 +157,8 @@ def other_uses() -> dict[str, bool]:
     q, k, v = torch.randn(3, 1, 4, 23, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64).unbind()
     world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
     sizes: dict[str, Any] = {"kv_heads": 4, "head_dim": 8, "capacity": 23, "dtype": torch.float64}
-    expected, right = scaled_dot_product_attention(q, k, v, is_causal=True), {}
+    expected = scaled_dot_product_attention(q, k, v, is_causal=True)
+    right = {}
     meshes = {"one axis": world["sp"], "split": am.split_mesh(world["sp"], (1, 1, 2))}
     for name, mesh in meshes.items():
         cache = am.KVCache(mesh, batch=1, block=4, **sizes)

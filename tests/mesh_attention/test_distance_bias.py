@@ -151,7 +151,8 @@ WRONG = {
 @on_each_rank
 def errors_of_the_last_rank() -> list[str]:
     """Return what each wrong bias of the last rank raises, and a right one of other distances than the others'."""
-    mesh, found = named_mesh(Shape(1, 2, 1), AXES), []
+    mesh = named_mesh(Shape(1, 2, 1), AXES)
+    found = []
     q = torch.randn(1, 2, 5, 8)
     where = {"mesh": mesh, "layout": am.Contiguous(), "length": 10}
     for name, (bias, options, kind) in WRONG.items():

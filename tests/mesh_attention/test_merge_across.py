@@ -156,7 +156,8 @@ def test_no_group_is_not_taken_for_one_rank_among_several(pool: Pool) -> None:
 @on_each_rank
 def _odd_widths(how: str, output: str) -> list[float]:
     """On a rank: errors of merges in bfloat16 whose messages are no whole numbers of the dtype of lse."""
-    group, errors_found = dist.group.WORLD, []
+    group = dist.group.WORLD
+    errors_found = []
     for shape, dtype in (((1, 3, 1, 5), torch.float32), ((1, 1, 1, 6), torch.float64), ((1, 3, 1, 1), torch.float64)):
         own = [
             am.Partial(torch.randn(shape, dtype=dtype), torch.randn(shape[:-1], dtype=dtype))

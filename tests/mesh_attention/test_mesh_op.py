@@ -223,7 +223,8 @@ def losses_with_fsdp(axes: tuple[str, ...], steps: int) -> list[float]:
 
 @pytest.mark.parametrize("axes", [("queries",), pytest.param(("queries", "keys"), marks=pytest.mark.long)])
 def test_losses_are_the_same_with_parameters_sharded_by_fsdp(pool: Pool, axes: tuple[str, ...]) -> None:
-    model, expected = Decoder(8, 4), []
+    model = Decoder(8, 4)
+    expected = []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(3):
         loss = loss_at(ONE_DEVICE, model, *sequences(step, 2 * BATCH, LENGTH)) / (2 * BATCH * LENGTH)

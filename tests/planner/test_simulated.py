@@ -73,7 +73,8 @@ def simulated(cluster: Cluster, stages: list[list[Message]]) -> float:
 
 def along(way: Way, keys: bool, steps: dict[tuple[int, int], GatherStep], size: float, *, back: bool) -> list[Message]:
     """Return the messages of one exchange of keys or queries, from the schedules of all ranks."""
-    ranks, found = rank_grid(way.shape, way.tile), []
+    ranks = rank_grid(way.shape, way.tile)
+    found = []
     for h in range(way.shape.heads):
         for (r, c), step in steps.items():
             # Results return to their owners, not to the ranks that passed the tokens on.

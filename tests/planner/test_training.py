@@ -52,7 +52,9 @@ def peak_bytes(words: list[str], sizes: dict[str, Any], loss: str) -> int:
 
     The first step makes the moments of AdamW. The script writes nothing.
     """
-    config, training_step, trackers = AutoConfig.from_pretrained, Trainer.training_step, []
+    config = AutoConfig.from_pretrained
+    training_step = Trainer.training_step
+    trackers = []
 
     def config_with_sizes(*args: Any, **more: Any) -> Any:
         return config(*args, **more | sizes)

@@ -150,13 +150,15 @@ def test_nothing_is_computed_from_a_state_that_is_dropped(first: int, pool: Pool
     second = (first + 5) % 8
     resets = [int(rank in (0, first, second)) for rank in range(8)]
     elements = [element(rank, "matrix", (1, 2, 3, 2)) for rank in range(8)]
-    zero, states = torch.zeros(1, 2, 3, 2, dtype=torch.float64), []
+    zero = torch.zeros(1, 2, 3, 2, dtype=torch.float64)
+    states = []
     for rank in range(8):
         state = elements[rank - 1](states[-1]) if rank else zero
         states.append(elements[rank - 1].bias if rank and resets[rank - 1] else state)
     grads = torch.autograd.grad(torch.stack(states).sum(), [each.bias for each in elements], materialize_grads=True)
     for rank, (state, grad) in enumerate(pool.run(8, dropping, resets)):
-        from_first, to_last = 0 < rank <= min(first, second or 8), max(r for r in range(7) if resets[r]) <= rank < 7
+        from_first = 0 < rank <= min(first, second or 8)
+        to_last = max(r for r in range(7) if resets[r]) <= rank < 7
         torch.testing.assert_close(state, states[rank] * (math.nan if from_first else 1), equal_nan=True)
         torch.testing.assert_close(grad, grads[rank] * (math.nan if to_last else 1), equal_nan=True)
 

@@ -342,7 +342,8 @@ def compare_all(
         ]
     with ThreadPoolExecutor(6) as pool:
         answers = list(pool.map(lambda given: ask(one, *given), asked))
-    unlike, valid = [], 0
+    unlike = []
+    valid = 0
     for (text, chat, fields), choices in zip(asked, answers, strict=True):
         for index, found in enumerate(choices):
             wanted = reference.answer(text, chat, fields, fields["seed"] + index)

@@ -64,7 +64,12 @@ def submitted_to(server: Served) -> list[dict[str, Any]]:
     """Return a list that gets the options of each answer that a server asks its ranks for."""
     options: list[dict[str, Any]] = []
     submit = server.front.submit
-    server.front.submit = lambda prompt, choices, put: options.extend(choices) or submit(prompt, choices, put)  # type: ignore[method-assign]
+
+    def record(prompt: Any, choices: Any, put: Any) -> Any:
+        options.extend(choices)
+        return submit(prompt, choices, put)
+
+    server.front.submit = record  # type: ignore[method-assign]
     return options
 
 

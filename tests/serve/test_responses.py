@@ -197,7 +197,8 @@ def test_responses_are_those_of_the_clients_types(
 def test_a_request_is_read_once_and_in_a_thread(
     running: Served, world: ThreadWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    threads, read = [], responses_request.chat_fields
+    threads = []
+    read = responses_request.chat_fields
 
     def noted(fields: Any) -> Any:
         threads.append(threading.current_thread())

@@ -92,7 +92,8 @@ def test_hosts_may_differ_and_are_named_beside_what_may_not(pool: Pool) -> None:
 @on_each_rank
 def error_of_one(size: int) -> str:
     """Return the error of a mesh that does not fit, on one rank alone, on hosts that share no memory."""
-    mesh, last = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",)), dist.get_rank() == size - 1
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
+    last = dist.get_rank() == size - 1
     by_sockets = mock.patch(
         "attnmesh.guard.agreement.all_gather_ints", lambda numbers, mesh: dist_all_gather_ints(numbers, mesh.axes)
     )

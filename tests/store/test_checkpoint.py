@@ -123,14 +123,18 @@ def test_files_are_valid_safetensors(tmp_path: Path) -> None:
 @on_each_rank
 def error_of_path(act: str, path: Path) -> str:
     """Return the error of a save or load whose path is bad on rank 1."""
-    cache, bad = cache_of(20, 2), dist.get_rank() == 1
+    cache = cache_of(20, 2)
+    bad = dist.get_rank() == 1
     paths: dict[str, object] = {"no path": None, "a number": 5, "too long": path / ("x" * 5000), "another": path / "b"}
     verb, kind = act.split(" ", 1)
     cache.save(path / "a")
     cache.append(*torch.ones(2, 1, 2, 1, 8).unbind())
     folder = paths[kind] if bad else path / "a"
     try:
-        cache.save(folder) if verb == "save" else am.KVCache.load(folder, cache.device_mesh)  # type: ignore[arg-type]
+        if verb == "save":
+            cache.save(folder)  # type: ignore[arg-type]
+        else:
+            am.KVCache.load(folder, cache.device_mesh)  # type: ignore[arg-type]
     except StoreError as error:
         return str(error)
     return "no error"
@@ -157,7 +161,8 @@ def test_bad_path_on_one_rank_raises_on_all(pool: Pool, tmp_path: Path, act: str
 @on_each_rank
 def save_to_separate_folders(path: Path) -> list[str]:
     """Save to one folder per rank, and load other caches per rank, as hosts without a shared disk do."""
-    cache, messages = cache_of(200, 2), []
+    cache = cache_of(200, 2)
+    messages = []
     mesh = cache.device_mesh
     try:
         cache.save(path / str(dist.get_rank()))

@@ -170,7 +170,12 @@ def save_to_slow_disks(path: Path) -> int:
     cache = cache_of(20, 2)
     name = "link_or_write" if dist.get_rank() == 1 else "_check_complete"
     original = getattr(checkpoint_writer, name)
-    setattr(checkpoint_writer, name, lambda *arguments: (time.sleep(4), original(*arguments))[1])
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(4)
+        return original(*arguments)
+
+    setattr(checkpoint_writer, name, slow)
     before = am.set_deadline(3.0)
     try:
         cache.save(path)

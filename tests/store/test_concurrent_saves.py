@@ -158,7 +158,8 @@ def test_later_changes_of_arguments_do_not_reach_a_save(tmp_path: Path, monkeypa
 
 def save_repeatedly(path: Path, rank: int, done: Any) -> None:
     """Save 60 times as a job of one rank. Put errors other than "another job saved first" into a queue."""
-    cache, errors = cache_of(20 + rank), []
+    cache = cache_of(20 + rank)
+    errors = []
     for _ in range(60):
         try:
             cache.save(path)

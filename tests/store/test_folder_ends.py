@@ -281,7 +281,8 @@ def test_a_reader_beside_a_writer_reads_a_whole_state(tmp_path: Path) -> None:
 @on_each_rank
 def load_while_it_grows(path: Path, tokens: int) -> tuple[int, int, list[list[int]]]:
     """On a rank: the length, the capacity and the ids loaded, where tokens arrive between the looks of two ranks."""
-    original, late = checkpoint.read_saved_layers, dist.get_rank() == 1
+    original = checkpoint.read_saved_layers
+    late = dist.get_rank() == 1
 
     def write(length: int) -> None:
         TokenIds(path / read_manifest(path).folder_name).write(torch.arange(length)[None])

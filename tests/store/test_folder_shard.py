@@ -136,7 +136,8 @@ def test_a_saved_cache_opens_in_place(tmp_path: Path) -> None:
 @on_each_rank
 def live_on_ranks(path: Path, shape: Shape) -> dict[str, bool]:
     """On a rank: grow a cache in a folder by shards and by appends, and open it again. Return what is right then."""
-    mesh, right = named_mesh(shape, AXES), {}
+    mesh = named_mesh(shape, AXES)
+    right = {}
     cache, twin = am.KVCache(mesh, **SIZES, folder=path), am.KVCache(mesh, **SIZES)
     length, shards = 2 * PIECE_TOKENS + 37, shape.queries * shape.keys
     positions = am.Zigzag().positions(length, shards, cache.token_axis.index)

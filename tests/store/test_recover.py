@@ -37,7 +37,8 @@ def filled(mesh: Any, copies: int, padded: bool, seed: int = 0) -> am.KVCache:
     """Return a cache after a sharded prefill, appends, a truncation, a reorder and a larger capacity."""
     cache = am.KVCache(mesh, **SIZES, dtype=torch.float32, block=4, copies=copies)
     axes = RankMesh.of(mesh)
-    (k, v), mask = new_tokens(37, seed), torch.rand(2, 37, generator=torch.Generator().manual_seed(0)) > 0.3
+    (k, v) = new_tokens(37, seed)
+    mask = torch.rand(2, 37, generator=torch.Generator().manual_seed(0)) > 0.3
     mine = am.Zigzag().positions(37, axes.shape.ranks, axes.shard_index)
     cache.append_shard(k[:, :, mine], v[:, :, mine], mine, token_mask=mask if padded else None)
     cache.append(*new_tokens(20, seed + 1))
@@ -129,7 +130,8 @@ def test_lost_shards_are_named(pool: Pool) -> None:
 @on_each_rank
 def recover_wrongly(kind: str) -> str:
     mesh = mesh_of((1, 1, 2))
-    cache, bad = filled(mesh, 2, False), dist.get_rank() == 1
+    cache = filled(mesh, 2, False)
+    bad = dist.get_rank() == 1
     arguments: dict[str, tuple[Any, dict[str, Any]]] = {
         "no list": (cache if bad else [cache], {}),
         "no cache": ([1] if bad else [cache], {}),
@@ -240,7 +242,8 @@ def reserve_twice() -> list[Any]:
     cache = am.KVCache(mesh, **SIZES, dtype=torch.float32, block=4, copies=2)
     cache.append(*new_tokens(100, 0))
     (copy,) = cache.shards.copy_shards.values()
-    grow, errors = copy.grow, []
+    grow = copy.grow
+    errors = []
     copy.grow = lambda _: (_ for _ in ()).throw(MemoryError("none left"))
     if dist.get_rank() == 0:
         copy.grow = grow

@@ -246,7 +246,8 @@ def pipeline_steps(name: str, model: nn.Module, steps: int = 2) -> Tensor:
     )
     pipeline.set_progress_bar_config(disable=True)
     given = MODELS[name].given(3)
-    text, prompts = given["encoder_hidden_states"], {}
+    text = given["encoder_hidden_states"]
+    prompts = {}
     for prompt, sign in (("prompt", 1), ("negative_prompt", -1)):
         prompts[f"{prompt}_embeds"] = sign * text
         mask = given.get("encoder_attention_mask", given.get("encoder_hidden_states_mask"))

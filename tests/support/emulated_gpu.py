@@ -126,7 +126,8 @@ class EmulatedGPU(TorchDispatchMode):
     @contextmanager
     def recording(self) -> Iterator[list[Wait]]:
         """Record when the CPU waits, and which Triton programs are launched."""
-        self.waits, self.launches = [], []
+        self.waits = []
+        self.launches = []
         self.is_recording = True
         try:
             yield self.waits

@@ -100,8 +100,8 @@ class History:
         if event.seed % 3 or dict(event.options)["kernel"] != "auto":
             return None
         generator = torch.Generator().manual_seed(event.seed)
-        block = (1, 1, 4)[event.seed // 3 % 3]
-        heads = (1, self.heads[1])[event.seed // 9 % 2]
+        block = 4 if event.seed // 3 % 3 == 2 else 1
+        heads = self.heads[1] if event.seed // 9 % 2 else 1
         scores = torch.rand(event.batch, heads, event.number, -(-length // block), generator=generator)
         indices = scores.argsort(-1)[..., : 1 + event.seed // 27 % 30]
         none = torch.rand(indices.shape, generator=generator) < 0.1
@@ -132,7 +132,9 @@ def draw(
     width = random.choice((4, 8, 16))
     padded = random.random() < 0.25
     batch = random.choice((1, 2, 3))
-    length, rows, phases = 0, batch, []
+    length = 0
+    rows = batch
+    phases = []
     for _ in range(random.choice((1, 1, 2, 3))):
         ranks = random.choice(sizes)
         shape = random.choice(
@@ -334,7 +336,9 @@ def run(history: History, phase: Phase, load_from: Path | None, save_to: Path | 
 
 def _fork(history: History, cache: am.KVCache, event: Event) -> am.KVCache:
     """Fork a cache, change one of the two in every way, and return the other."""
-    kept, other = (cache, cache.fork())[:: -1 if event.number else 1]
+    kept, other = cache, cache.fork()
+    if event.number:
+        kept, other = other, kept
     other.truncate(other.length // 2 if history.window is None else 0)
     sizes = other.sizes.batch, history.heads[1], 1
     k, v = (torch.full((*sizes, width), 100.0, dtype=history.dtype) for width in history.widths)

@@ -105,7 +105,8 @@ def _change(given: Any, found: Any) -> Change:
         numbers, dtype = found.handle.data.copy(), found.handle.dtype
         numbers.flags.writeable = False
         return lambda *_: tensor(handle(numbers, dtype), kind)
-    casts, was_block = given.type.scalar != kind.scalar, given.type.is_block()
+    casts = given.type.scalar != kind.scalar
+    was_block = given.type.is_block()
     shape = [*kind.shape] if kind.is_block() else []
     fits = shape == ([*given.type.shape] if was_block else [])
 

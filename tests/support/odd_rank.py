@@ -73,15 +73,22 @@ class Decoding:
 
     def error(self) -> str | float:
         """Return how far an honest step is off attention to all tokens, or its outcome if that is no number."""
-        more, found = self.cache.length - TOKENS, list[Tensor]()
-        if (text := outcome(lambda: (found.append(self.step()), found[0])[1])) != "numbers":
+        outs = list[Tensor]()
+
+        def step() -> Tensor:
+            outs.append(self.step())
+            return outs[0]
+
+        text = outcome(step)
+        if text != "numbers":
             return text
+        more = self.cache.length - TOKENS
         k, v = (
             torch.cat([numbers(seed, 1, self.kv_heads, count, DIM) for count in (TOKENS, *[1] * more)], 2)
             for seed in (1, 2)
         )
         expected = am.attend(numbers(3, 1, HEADS, 1, DIM), k, v, kernel="reference").out
-        return float((found[0].cpu() - expected).abs().max())
+        return float((outs[0].cpu() - expected).abs().max())
 
 
 Act = Callable[[Decoding], Tensor | None]
@@ -98,7 +105,12 @@ class Difference:
 
 def after(act: Callable[[Decoding], object]) -> Act:
     """Return an action: something, then a step."""
-    return lambda it: (act(it), it.step())[1]
+
+    def act_and_step(it: Decoding) -> Tensor:
+        act(it)
+        return it.step()
+
+    return act_and_step
 
 
 DECODING: dict[str, Difference] = {
@@ -154,7 +166,9 @@ def mesh_on(device: str, shape: tuple[int, int, int]) -> DeviceMesh:
 
 def decoding_outcomes(device: str, shape: tuple[int, int, int], before: int, options: dict[str, Any]) -> dict[str, Any]:
     """Return on a rank, for each difference: the outcome, and what an honest step after it gives."""
-    mesh, odd, found = mesh_on(device, shape), dist.get_rank() == ODD, {}
+    mesh = mesh_on(device, shape)
+    odd = dist.get_rank() == ODD
+    found = {}
     for name, difference in DECODING.items():
         if device != "cpu" and name in ON_CPU:
             continue
@@ -216,7 +230,9 @@ def attend(mesh: DeviceMesh, device: str, *, tokens: int = 0, heads: int = HEADS
 
 def attention_outcomes(device: str, shape: tuple[int, int, int], before: int) -> dict[str, Any]:
     """Return on a rank, for each difference: the outcome, and how far an honest call after it is off."""
-    mesh, odd, found = mesh_on(device, shape), dist.get_rank() == ODD, {}
+    mesh = mesh_on(device, shape)
+    odd = dist.get_rank() == ODD
+    found = {}
     whole = [numbers(seed, 1, heads, TOKENS, DIM) for seed, heads in ((1, HEADS), (2, KV_HEADS), (3, KV_HEADS))]
     expected = am.attend(*whole, mask=am.Causal(), kernel="reference").out
     for name, (given, others) in ATTENTION.items():
@@ -255,7 +271,8 @@ def merge(group: Any, device: str, *, rows: int = 1, heads: int = HEADS, **optio
 
 def merge_outcomes(device: str, ranks: int, before: int, how: str) -> dict[str, Any]:
     """Return on a rank, for each difference: the outcome, and how far an honest merge after it is off."""
-    odd, found = dist.get_rank() == ODD, {}
+    odd = dist.get_rank() == ODD
+    found = {}
     for name, given in MERGES.items():
         if given.get("how") == how or name in (ON_CPU if device != "cpu" else ("a partial on the CPU",)):
             continue

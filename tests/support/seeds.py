@@ -1,10 +1,18 @@
 """Some problems of many: the first or each value once always, all of them where there is time."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
+
+T = TypeVar("T")
+
+
+def in_turn(choices: Iterable[T], number: int) -> T:
+    """Return the choice of a number: the choices take turns."""
+    every = list(choices)
+    return every[number % len(every)]
 
 
 def seeds(few: int | Collection[int], many: int) -> list[Any]:

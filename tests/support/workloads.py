@@ -61,7 +61,9 @@ def _sharing(mesh: Any, _: Path, __: dict[str, Any]) -> Step:
 
 def _saving(mesh: Any, folder: Path, progress: dict[str, Any]) -> Step:
     """Decode and save in turn. After a refused save, the previous save is loaded and has to be correct."""
-    cache, outputs, last = _filled_cache(mesh, LENGTHS[0]), {}, [0]
+    cache = _filled_cache(mesh, LENGTHS[0])
+    outputs = {}
+    last = [0]
 
     def step() -> Sequence[Tensor]:
         for length in LENGTHS:

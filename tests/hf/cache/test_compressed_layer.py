@@ -120,10 +120,10 @@ def sizes() -> list[Any]:
 
 
 def test_each_rank_keeps_a_window_and_its_share_of_entries(pool: Pool) -> None:
-    for rank, layers in enumerate(pool.run(3, sizes)):
+    for layers, halves, quarters in zip(pool.run(3, sizes), (18, 16, 16), (9, 8, 8), strict=True):
         assert [mask for mask, _ in layers] == [am.Window(15)] * 2
-        assert layers[0][1] == [(50, (18, 16, 16)[rank])] * 2
-        assert layers[1][1] == [(25, (9, 8, 8)[rank])]
+        assert layers[0][1] == [(50, halves)] * 2
+        assert layers[1][1] == [(25, quarters)]
 
 
 # --- the cache's life ---
@@ -204,7 +204,8 @@ def resumed_tokens(folder: Path, tokens: int) -> tuple[list[list[int]], bool]:
 @on_each_rank
 def is_interrupted(folder: Path) -> bool:
     """Generate until some new tokens are saved. Return whether the cache was interrupted."""
-    save, calls = hf.Checkpoint.save, []
+    save = hf.Checkpoint.save
+    calls = []
 
     def fails_later(*args: Any) -> None:
         save(*args)

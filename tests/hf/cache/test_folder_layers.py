@@ -23,7 +23,8 @@ from tests.support.pool import Pool, on_each_rank
 def talk(family: str, folder: Path, shape: Shape, hot: int | None) -> list[Any]:
     """Return the tokens of turns, each on a cache that opens the folder, and how many tokens it began with."""
     model, mesh = families.model(family, "attnmesh"), named_mesh(shape, AXES) if shape.ranks > 1 else None
-    ids, turns = prompt(150), []
+    ids = prompt(150)
+    turns = []
     for step in range(4):
         cache = hf.ShardedCache(model.config, mesh, folder=folder, hot=hot)
         begun = cache.get_seq_length()
@@ -39,7 +40,9 @@ def talk(family: str, folder: Path, shape: Shape, hot: int | None) -> list[Any]:
 
 
 def stock_turns(family: str) -> list[Any]:
-    model, ids, turns = families.model(family, STOCK[family]), prompt(150), []
+    model = families.model(family, STOCK[family])
+    ids = prompt(150)
+    turns = []
     begun = 0
     for step in range(4):
         ids = torch.cat((ids[:, : 60 if step == 2 else None], prompt(30, seed=step)), 1)

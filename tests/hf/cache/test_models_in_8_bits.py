@@ -20,7 +20,7 @@ from tests.support.families import STOCK, prompt
 from tests.support.mesh_problems import named_mesh
 from tests.support.models import sparse_models
 from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import pairs, rotated
+from tests.support.seeds import in_turn, pairs, rotated
 
 AXES = ("heads", "queries", "keys")
 
@@ -35,7 +35,8 @@ class RoundedLayer(DynamicLayer):  # type: ignore[misc]
         self.storage, self.padded = STORAGES[storage], padded
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        given, first = (key_states, value_states), self.get_seq_length() == 0
+        given = (key_states, value_states)
+        first = self.get_seq_length() == 0
         rounded = (self.storage.dequantize(self.storage.quantize(x), x.dtype) for x in given)
         held: tuple[Tensor, Tensor] = super().update(*rounded, *args, **kwargs)
         return given if first and not self.padded else held
@@ -82,7 +83,7 @@ def ours(family: str, shape: Shape, storage: str, padded: bool) -> list[Tensor]:
 KINDS = [("llama", False), ("gemma3", True), ("gpt-oss", False), ("gemma4", True), ("llama", True)]
 """Families, and whether their prompts are padded."""
 
-PLACES = [(shape, [*STORAGES][(n + turn) % 2]) for turn in (0, 1) for n, shape in enumerate(SHAPES)]
+PLACES = [(shape, in_turn(STORAGES, n + turn)) for turn in (0, 1) for n, shape in enumerate(SHAPES)]
 """Meshes with storages: the first ones have each mesh once, and the storages in turn."""
 
 

@@ -65,7 +65,9 @@ def test_tokens_on_unequal_shares_are_those_of_stock(
 @on_each_rank
 def recurrent_tokens(shares: tuple[float, ...]) -> tuple[torch.Tensor, list[int]]:
     """Return tokens of a model with recurrent layers, and how many tokens each of its chunks had on this rank."""
-    model, mesh, seen = model_of("qwen3_next"), named_mesh(Shape(1, 1, len(shares)), AXES), []
+    model = model_of("qwen3_next")
+    mesh = named_mesh(Shape(1, 1, len(shares)), AXES)
+    seen = []
     model.get_input_embeddings().register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
     with DoublePrecision():
         cache = hf.ShardedCache(model.config, mesh, shares=shares)
@@ -97,7 +99,8 @@ def engine_tokens(shares: object) -> list[int] | None:
 
 
 def test_an_engine_serves_on_unequal_shares(pool: Pool) -> None:
-    stock, expected = families.model("llama", STOCK["llama"]), []
+    stock = families.model("llama", STOCK["llama"])
+    expected = []
     for length in (130, 40, 90):
         given = torch.tensor([ids(length, seed=length)])
         made = stock.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=5, do_sample=False)

@@ -24,7 +24,8 @@ WINDOWED = {"gemma3": Shape(1, 2, 2), "gpt-oss": Shape(1, 1, 3), "mistral": Shap
 def conversation(family: str, shape: Shape, windows: bool) -> list[Any]:
     """Return the tokens of turns on one cache, of which the last two go back."""
     model, mesh = families.model(family, "attnmesh"), named_mesh(shape, AXES) if shape.ranks > 1 else None
-    cache, turns = hf.ShardedCache(model.config, mesh, windows=windows), []
+    cache = hf.ShardedCache(model.config, mesh, windows=windows)
+    turns = []
     generated = [prompt(150)]
     for step in range(4):
         ids = generated[-1]
@@ -38,7 +39,8 @@ def conversation(family: str, shape: Shape, windows: bool) -> list[Any]:
 
 
 def stock_conversation(family: str) -> list[Any]:
-    model, turns = families.model(family, STOCK[family]), []
+    model = families.model(family, STOCK[family])
+    turns = []
     ids = prompt(150)
     for step in range(4):
         if step == 1:
@@ -83,7 +85,9 @@ def test_layers_with_a_window_take_its_memory(family: str, pool: Pool) -> None:
 @on_each_rank
 def crops(kind: str) -> str:
     """Return the error of a rank; no layer may have changed."""
-    model, mesh, odd = families.model("gemma3", "attnmesh"), named_mesh(Shape(1, 1, 2), AXES), _rank() == 1
+    model = families.model("gemma3", "attnmesh")
+    mesh = named_mesh(Shape(1, 1, 2), AXES)
+    odd = _rank() == 1
     try:
         if kind == "windows":
             hf.ShardedCache(model.config, mesh, windows="yes" if odd else True)

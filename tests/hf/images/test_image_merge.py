@@ -95,7 +95,8 @@ def test_rows_after_images_give_what_each_gives_alone(kind: str, shape: Shape, p
 @on_each_rank
 def turns(kind: str) -> list[tuple[float, int]]:
     """Return on a rank how far the logits of several turns are off, and the tokens that each took from the cache."""
-    model, taken = vision_model(kind, "attnmesh"), []
+    model = vision_model(kind, "attnmesh")
+    taken = []
     cache = hf.ShardedCache(model.config, named_mesh(Shape(1, 1, 2), AXES), block=4)
     choose_block = cache.choose_block
     cache.choose_block = lambda tokens: (taken.append(cache.get_seq_length()), choose_block(tokens))  # type: ignore[assignment]

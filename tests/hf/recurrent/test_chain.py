@@ -78,7 +78,8 @@ def test_tensors_of_several_dtypes_and_head_counts_are_gathered(pool: Pool) -> N
 
 @on_each_rank
 def train_by_heads(name: str, layouts: list[Layout], length: int) -> list[tuple[float, dict[str, Tensor]]]:
-    ids, results = prompt(length, batch=2), []
+    ids = prompt(length, batch=2)
+    results = []
     for layout in layouts:
         mesh = named_mesh(Shape(1, 2, 1), AXES)
         batch = hf.shard_batch({"input_ids": ids, "labels": ids}, mesh, layout, exchange="heads")
@@ -127,7 +128,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], Any, str]] = {
 def refusal(name: str) -> str:
     kind, changes, exchange, _ = REFUSED[name]
     if exchange is None:
-        exchange = ("scan", "heads")[dist.get_rank()]
+        exchange = "heads" if dist.get_rank() else "scan"
     ids, mesh = prompt(12), named_mesh(Shape(1, 1, 2), AXES)
     try:
         batch = hf.shard_batch({"input_ids": ids, "labels": ids}, mesh, am.Contiguous(), exchange=exchange)

@@ -184,7 +184,8 @@ def as_module(function: Any) -> Any:
 @on_each_rank
 def losses_beside_kernels(family: str) -> tuple[float, float]:
     """Losses of a model, whose layers call functions and then modules."""
-    ids, losses = prompt(12), []
+    ids = prompt(12)
+    losses = []
     kind: Any = type(layer_of(model_of(family)))
     method, stock = kind.forward, unwrap(kind.forward)
     modules = {name: as_module(stock.__globals__[name]) for name in recurrences()[kind.__name__].functions}

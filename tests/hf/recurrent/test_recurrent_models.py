@@ -98,7 +98,8 @@ def test_training_has_the_same_losses_on_any_number_of_ranks(ranks: int, steps: 
 @on_each_rank
 def checkpointing_errors(shape: Shape) -> tuple[float, float]:
     """Difference of loss and gradients with gradient checkpointing."""
-    ids, results = prompt(61, batch=2), []
+    ids = prompt(61, batch=2)
+    results = []
     for recompute in (False, True):
         model = model_of("qwen3_next", dtype=torch.float32).train()
         if recompute:
@@ -120,7 +121,9 @@ def test_gradient_checkpointing_computes_the_states_again(pool: Pool) -> None:
 def tokens_and_chunks(family: str, shape: Shape | None, length: int, new: int) -> tuple[Tensor, list[int]]:
     """New tokens, and the most tokens that each recurrent layer computed at once."""
     gc.collect()  # batches of earlier tests: models that are called while there is one are prepared
-    model, mesh, seen = model_of(family), named_mesh(shape, AXES) if shape else None, []
+    model = model_of(family)
+    mesh = named_mesh(shape, AXES) if shape else None
+    seen = []
     for module in model.modules():
         if hasattr(module, "conv1d") or type(module).__name__.endswith(("ShortConv", "CCAProjection")):
             module.register_forward_pre_hook(
@@ -252,7 +255,8 @@ def test_each_model_on_a_batch_is_prepared_and_plain_tokens_are_no_shards(family
 @on_each_rank
 def unlike_orders() -> dict[str, bool]:
     """Reorder a cache by other indices on rank 1, and then by one out of range there. Return what is as before."""
-    model, is_odd = model_of("qwen3_next"), torch.distributed.get_rank() == 1
+    model = model_of("qwen3_next")
+    is_odd = torch.distributed.get_rank() == 1
     cache = hf.ShardedCache(model.config, named_mesh(Shape(1, 1, 2), AXES), block=4)
     hf.prefill(model, prompt(21, batch=2), cache)
 
@@ -261,7 +265,8 @@ def unlike_orders() -> dict[str, bool]:
         assert cache.tokens is not None
         return {name: x.clone() for name, x in {**tensors, "tokens": cache.tokens}.items()}
 
-    before, right = content(), {}
+    before = content()
+    right = {}
     with pytest.raises(errors.MeshError, match="the same call on every rank"):
         cache.reorder_cache(torch.tensor([1, 1] if is_odd else [1, 0]))
     right["unlike"] = all(x.equal(content()[name]) for name, x in before.items())

@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -165,15 +166,16 @@ def test_a_row_that_cannot_go_on_ends_alone(pool: Pool) -> None:
 def sequential() -> None:
     """Read the plans while a long prompt is computed beside short ones: these are done first, and it goes on."""
     model = families.model("llama", "attnmesh", max_position_embeddings=8192)
-    engine, plans = Engine(model, None), list[list[Any]]()
-    run = engine.worker.run
-    engine.worker.run = lambda plan: plans.append(plan) or run(plan)  # type: ignore[func-returns-value, method-assign]
+    engine = Engine(model, None)
+    run = Mock(wraps=engine.worker.run)
+    engine.worker.run = run  # type: ignore[method-assign]
     long = engine.submit(ids(6000), max_new_tokens=1)
     short = [engine.submit(ids(3 + seed, seed=seed), max_new_tokens=1) for seed in range(2)]
     with started(engine):
         for stream in (*short, long):
             assert len(tokens(stream)) == 1
-    chunks = [operation.number for plan in plans for operation in plan if isinstance(operation, Fill)]
+    operations = [operation for call in run.call_args_list for operation in call.args[0]]
+    chunks = [operation.number for operation in operations if isinstance(operation, Fill)]
     last = {stream.number: len(chunks) - chunks[::-1].index(stream.number) for stream in (*short, long)}
     assert max(last[stream.number] for stream in short) < last[long.number]
     between = [number for number, chunk in enumerate(chunks) if chunk == long.number]

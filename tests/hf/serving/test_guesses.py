@@ -303,7 +303,9 @@ def test_a_step_without_guesses_is_measured_first_and_then_now_and_again() -> No
 @pytest.mark.parametrize("price", [0.001, 0.2])
 def test_one_slow_step_turns_guesses_neither_on_nor_off(rows: int, price: float) -> None:
     """One of twelve steps takes ten times as long, the first of each kind among them."""
-    pays, counts, times = price < 0.1, list[int](), StepTimes()
+    pays = price < 0.1
+    counts = list[int]()
+    times = StepTimes()
     for number in range(240):
         guesses = times.choose([0.9] * rows, [8] * rows)
         counts.append(sum(guesses))

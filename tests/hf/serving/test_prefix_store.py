@@ -120,7 +120,9 @@ def test_ranks_that_share_heads_read_what_others_stored(pool: Pool, tmp_path: Pa
 @on_each_rank
 def with_bytes(storage: str, folder: Path) -> None:
     """Store keys in 8 bits, and read them as they were."""
-    model, text, answers = model_of("llama"), ids(TEXT), []
+    model = model_of("llama")
+    text = ids(TEXT)
+    answers = []
     for least in (0, 144):
         with storing(model, None, folder, storage=storage, window_storage=storage) as engine:
             assert engine is not None

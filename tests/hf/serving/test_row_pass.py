@@ -145,7 +145,8 @@ def sharing_weights(ranks: int) -> None:
     sizes = {"num_attention_heads": 6, "num_key_value_heads": 2}
     whole = families.model("llama", "attnmesh", **sizes)
     shared = hf.tensor_parallel(families.model("llama", "attnmesh", **sizes), mesh["keys"], output="heads")
-    prompts, found = [prompt(length, seed=length) for length in LENGTHS], []
+    prompts = [prompt(length, seed=length) for length in LENGTHS]
+    found = []
     for model, place, output in ((whole, None, "replicated"), (shared, mesh, "heads")):
         caches = [hf.ShardedCache(model.config, place, output=output) for _ in prompts]
         tokens = [int(ids[0, -1]) for ids in prompts]

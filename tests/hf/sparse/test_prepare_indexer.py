@@ -88,7 +88,8 @@ Check = Callable[[Generate], list[Tensor]]
 def checks_of(name: str, every: int) -> list[Check]:
     """Return the checks of a case, or every third one: the others are those of the next cases."""
     refused = {"deepseek_v4": (lookup, padded), "minimax_m3": (padded,), "qwen4": (lookup,)}.get(name, ())
-    return [check for check in [*DTYPES][[*CASES].index(name) % every :: every] if check not in refused]
+    first = list(CASES).index(name) % every
+    return [check for check in list(DTYPES)[first::every] if check not in refused]
 
 
 @on_each_rank
@@ -240,7 +241,8 @@ def test_gradients_are_those_of_one_device(
 @on_each_rank
 def train_compiled(name: str) -> dict[str, bool]:
     """Return whether a compiled model has the loss, and each gradient, of a model that is not compiled."""
-    shape, results = Shape(1, 2, 1), []
+    shape = Shape(1, 2, 1)
+    results = []
     for wrap in (lambda model: model, partial(torch.compile, backend="eager")):
         small = build(CASES[name], "attnmesh", torch.float64).train()
         loss = wrap(small)(**hf.shard_batch(batch(False), named_mesh(shape, AXES))).loss

@@ -71,7 +71,8 @@ def stock_results(family: str, name: str) -> tuple[float, dict[str, Tensor]]:
 
 @on_each_rank
 def on_ranks(family: str, shape: Shape, layout: Layout) -> dict[str, tuple[float, dict[str, Tensor]]]:
-    mesh, results = named_mesh(shape, AXES), {}
+    mesh = named_mesh(shape, AXES)
+    results = {}
     for name, batch in BATCHES.items():
         model = families.model(family, "attnmesh", torch.float64).train()
         results[name] = loss_and_gradients(model, hf.shard_batch(batch(), mesh, layout))
@@ -240,7 +241,9 @@ def test_layers_that_pass_only_a_mask_are_supported(pool: Pool) -> None:
 @on_each_rank
 def _other_weights(name: str) -> list[str]:
     """Return the errors of a first and a second model, after a weight was changed per rank."""
-    mesh, rank, messages = named_mesh(Shape(1, 2, 1), AXES), torch.distributed.get_rank(), []
+    mesh = named_mesh(Shape(1, 2, 1), AXES)
+    rank = torch.distributed.get_rank()
+    messages = []
     for changed in (1.0, 1.0 + rank):
         model = families.model("llama", "attnmesh").train()
         with torch.no_grad():

@@ -129,7 +129,8 @@ def batch() -> dict[str, Tensor]:
 @on_each_rank
 def outcomes(names: list[str], shape: Shape) -> list[tuple[float, str]]:
     """Return the largest difference of this rank's logits from those of one device, or the error, of each wrapper."""
-    mesh, found = named_mesh(shape, AXES), []
+    mesh = named_mesh(shape, AXES)
+    found = []
     stock = families.model("llama", "sdpa", num_hidden_layers=1)
     for name in names:
         model = families.model("llama", "attnmesh", num_hidden_layers=1)
@@ -164,7 +165,8 @@ def test_wrappers_find_the_mesh_or_raise(kind: str, pool: Pool) -> None:
 @on_each_rank
 def whole_batches() -> list[tuple[str, float]]:
     """Return how far a model on each rank alone is from stock attention, for batches of the rank's own."""
-    rank, found = torch.distributed.get_rank(), []
+    rank = torch.distributed.get_rank()
+    found = []
     ours, stock = (families.model("llama", name, num_hidden_layers=1) for name in ("attnmesh", "sdpa"))
     ids, mask = prompt(LENGTH, batch=2, seed=rank), torch.ones(2, LENGTH, dtype=torch.long)
     mask[1, :5] = 0

@@ -99,7 +99,8 @@ def test_a_released_model_trains_as_in_stock_trl(pool: Pool, tmp_path: Path) -> 
 
 
 def test_a_prompt_is_computed_once_for_its_completions() -> None:
-    model, rows = families.model("llama", "attnmesh"), []
+    model = families.model("llama", "attnmesh")
+    rows = []
     model.get_input_embeddings().register_forward_hook(lambda module, args, output: rows.append(output.shape[:2]))
     ids = torch.cat((prompt(13, seed=1), prompt(13, seed=2))).repeat_interleave(3, 0)
     draws = GenerationConfig(do_sample=True, max_new_tokens=4, temperature=0.9)

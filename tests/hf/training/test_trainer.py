@@ -164,7 +164,9 @@ def two_models() -> tuple[list[tuple[int, ...]], list[str]]:
         None
     )
     models = [families.model("llama", "attnmesh", num_attention_heads=24, num_key_value_heads=n) for n in (24, 1)]
-    found, logger, handler = [], getLogger("attnmesh"), BufferingHandler(100)
+    found = []
+    logger = getLogger("attnmesh")
+    handler = BufferingHandler(100)
     logger.addHandler(handler)
     logger.setLevel(INFO)
     with sharder.active(True, *models), torch.no_grad():

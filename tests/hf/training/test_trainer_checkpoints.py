@@ -132,7 +132,8 @@ def loop_results(mesh: Any, folder: str, first: int = 0) -> tuple[list[float], A
         if step < first:
             continue
         outputs = model(**batch)
-        loss, gathers = outputs.loss, outputs.logits.gathered is not None
+        loss = outputs.loss
+        gathers = outputs.logits.gathered is not None
         assert not gathers, "FSDP2 gathers logits that nobody reads"
         accelerator.backward(loss)
         optimizer.step()

@@ -314,7 +314,8 @@ def test_tiles_shrink_until_a_program_fits(monkeypatch: pytest.MonkeyPatch) -> N
     class OutOfResources(Exception):
         pass
 
-    x, tiles = torch.zeros(1, 1, 40, 8), []
+    x = torch.zeros(1, 1, 40, 8)
+    tiles = []
 
     def act(tile: kernel.ProgramTile) -> kernel.ProgramTile:
         tiles.append(tile)

@@ -69,7 +69,8 @@ def pixels(name: str, seed: int = 0) -> Tensor:
 
 def inputs(*rows: tuple[Part, ...], seed: int = 0) -> dict[str, Tensor]:
     """What a processor of Qwen returns for sequences of text and images, padded on the left."""
-    sequences, images = [], []
+    sequences = []
+    images = []
     for number, row in enumerate(rows):
         parts = []
         for place, part in enumerate(row):
