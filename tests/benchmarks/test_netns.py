@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -97,9 +98,17 @@ def test_where_no_hosts_can_be_made_the_error_says_why(
     assert told in str(caught.value)
 
 
+class Crossing(NamedTuple):
+    """A million bytes from each rank to the next host."""
+
+    first_on_host: list[int]
+    """The first rank on the host of each rank."""
+    seconds: float
+    payload: int
+
+
 @on_each_rank
-def told_of_hosts() -> tuple[list[int], float, int]:
-    """Who shares a host; seconds that a million bytes take from each rank to the next host, and what they came to."""
+def told_of_hosts() -> Crossing:
     world, rank = dist.get_world_size(), dist.get_rank()
     axis = Axis(world, rank, dist.group.WORLD)
     numbers = host_numbers((axis,))
@@ -117,16 +126,16 @@ def told_of_hosts() -> tuple[list[int], float, int]:
 
     send()  # connects
     sent = counted(send)
-    return [numbers.index(number) for number in numbers], seconds[1], sent.payload
+    return Crossing([numbers.index(number) for number in numbers], seconds[1], sent.payload)
 
 
 @pytest.mark.long
 def test_links_are_as_slow_as_asked_for_and_count_what_crosses(hosts: None) -> None:
     told = run_on_hosts(Hosts.parse("2x2@100mbit"), told_of_hosts)
-    for same, _, payload in told:
-        assert same == [0, 0, 2, 2]
-        assert payload == pytest.approx(4_000_000, rel=0.01)  # gloo's own words come on top
-    last = max(seconds for _, seconds, _ in told)  # the first may be served before the second begins
+    for each in told:
+        assert each.first_on_host == [0, 0, 2, 2]
+        assert each.payload == pytest.approx(4_000_000, rel=0.01)  # gloo's own words come on top
+    last = max(each.seconds for each in told)  # the first may be served before the second begins
     assert last > 0.13  # two ranks share 12.5 MB/s, of which a burst of 131,072 bytes goes at once, or two
 
 

@@ -1,6 +1,6 @@
 """The prompts of `python -m benchmarks speculate`: a released model answers them alike with guesses and without."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,9 +16,18 @@ from tests.support.needs import needs_smollm2
 from tests.support.pool import on_each_rank
 
 
+class Guessed(NamedTuple):
+    """Numbers of answers, and of tokens that were guessed."""
+
+    same: int
+    answers: int
+    accepted: float
+    drafted: float
+
+
 @on_each_rank
-def two_hundred(folder: str) -> tuple[int, int, float, float]:
-    """Answer 200 prompts with guesses and without, 1 to 16 at a time. Return the numbers of equal texts and of all.
+def two_hundred(folder: str) -> Guessed:
+    """Answer 200 prompts with guesses and without, 1 to 16 at a time.
 
     Prompts of a turn are the ends of two, cut at other tokens: most caches are forked from others.
     """
@@ -42,7 +51,7 @@ def two_hundred(folder: str) -> tuple[int, int, float, float]:
                 texts[-1] += [tokens(stream) for stream in streams]
             figures = engine.metrics()
     same = sum(one == other for one, other in zip(*texts, strict=True))
-    return same, len(texts[0]), figures.get("accepted_tokens", 0), figures.get("drafted_tokens", 0)
+    return Guessed(same, len(texts[0]), figures.get("accepted_tokens", 0), figures.get("drafted_tokens", 0))
 
 
 @pytest.mark.long
@@ -50,6 +59,6 @@ def two_hundred(folder: str) -> tuple[int, int, float, float]:
 @needs_smollm2
 def test_two_hundred_answers_of_a_released_model_are_the_same() -> None:
     """A third copies, a third is drawn from copies, and a third is stories."""
-    (same, count, accepted, drafted), _ = run_on_ranks(2, two_hundred, locate(PACKAGED), seconds=3000)
-    assert same == count == 200
-    assert 700 < accepted < drafted
+    guessed, _ = run_on_ranks(2, two_hundred, locate(PACKAGED), seconds=3000)
+    assert guessed.same == guessed.answers == 200
+    assert 700 < guessed.accepted < guessed.drafted

@@ -3,7 +3,7 @@
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -84,9 +84,16 @@ def test_bits_are_those_of_a_cache_that_keeps_every_token(pool: Pool, mask: Mask
             assert all(map(torch.equal, outs, alone)), shape
 
 
+class Prefilled(NamedTuple):
+    """The worst error after a sharded prefill in three parts, and the slots of a rank before and after steps."""
+
+    error: float
+    slots: int
+    slots_after_steps: int
+
+
 @on_each_rank
-def prefills(shape: Shape, layout: Any, padded: bool) -> tuple[float, int, int]:
-    """Return the worst error after a sharded prefill in two parts, and the slots in use and reserved."""
+def prefills(shape: Shape, layout: Any, padded: bool) -> Prefilled:
     mask, place = am.Window(20), RankMesh.of(named_mesh(shape, AXES) if shape.ranks > 1 else None)
     caches = [cache_of(shape, mask, 3), cache_of(shape, None)]
     errors = []
@@ -99,14 +106,14 @@ def prefills(shape: Shape, layout: Any, padded: bool) -> tuple[float, int, int]:
             cache.append_shard(k[:, :, mine], v[:, :, mine], positions, token_mask=real, queries=queries)
         one, other = (am.decode(q[:, :, -queries:], cache, mask=mask) for cache in caches)
         errors.append(float((one - other).abs().max()))
-    most = caches[0].keys.shape[2]
+    slots = caches[0].keys.shape[2]
     for step in range(10):
         q, k, v = new(1, step)
         for cache in caches:
             cache.append(k, v)
         one, other = (am.decode(q, cache, mask=mask) for cache in caches)
         errors.append(float((one - other).abs().max()))
-    return worst(errors), most, caches[0].keys.shape[2]
+    return Prefilled(worst(errors), slots, caches[0].keys.shape[2])
 
 
 @pytest.mark.parametrize(
@@ -120,9 +127,9 @@ def prefills(shape: Shape, layout: Any, padded: bool) -> tuple[float, int, int]:
 )
 def test_a_sharded_prefill_keeps_the_window_alone(pool: Pool, layout: Any, padded: bool) -> None:
     for shape in (Shape(1, 1, 1), Shape(1, 1, 3), Shape(2, 1, 2)):
-        for error, most, after in pool.run(shape.ranks, prefills, shape, layout, padded):
-            assert error < FLOAT32_SUMS
-            assert max(most, after) < 90, "of 1,190 tokens"
+        for prefilled in pool.run(shape.ranks, prefills, shape, layout, padded):
+            assert prefilled.error < FLOAT32_SUMS
+            assert max(prefilled.slots, prefilled.slots_after_steps) < 90, "of 1,190 tokens"
 
 
 @on_each_rank

@@ -1,6 +1,7 @@
 """Exchanges along an axis: what arrives, in which order, as views or copies, and how it is counted."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -127,16 +128,27 @@ def test_a_rank_may_receive_tokens_and_keep_none(pool: Pool) -> None:
     assert second == ([*range(7)], [*range(7)])
 
 
+class Counted(NamedTuple):
+    """What a rank receives."""
+
+    vectors: int
+    scalars: int
+    bytes: int
+
+
 @on_each_rank
-def gathered_bytes() -> tuple[int, int, int]:
+def gathered_bytes() -> Counted:
     with count_traffic() as traffic:
         world_channel().begin_gather(tokens_at(POSITIONS[dist.get_rank()]), step_of(dist.get_rank()))()
-    return traffic.vectors, traffic.scalars, traffic.bytes
+    return Counted(traffic.vectors, traffic.scalars, traffic.bytes)
 
 
 def test_what_a_rank_receives_is_counted(pool: Pool) -> None:
     """Two heads, of vectors of 3 and one scalar each, in float64."""
-    assert pool.run(2, gathered_bytes) == [(4 * 2 * 3, 4 * 2, 4 * 2 * 4 * 8), (3 * 2 * 3, 3 * 2, 3 * 2 * 4 * 8)]
+    for tokens, counted in zip((4, 3), pool.run(2, gathered_bytes), strict=True):
+        assert counted.vectors == tokens * 2 * 3
+        assert counted.scalars == tokens * 2
+        assert counted.bytes == tokens * 2 * 4 * 8
 
 
 @on_each_rank

@@ -1,5 +1,6 @@
 """Merges between ranks that have checked their calls: results, checksums, and what a rank with an error sends."""
 
+from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -100,22 +101,32 @@ def test_partials_may_travel_in_half_precision(pool: Pool) -> None:
         assert torch.equal(found.out, first[0].out)
 
 
+class Unlike(NamedTuple):
+    """What becomes of a merge whose ranks call otherwise, and of the next one."""
+
+    out_is_nan: bool
+    checksum_tells: bool
+    next_is_finite: bool
+
+
 @on_each_rank
-def merged_with_another_call(merge: str, output: str, shape: tuple[int, ...]) -> tuple[bool, bool, bool]:
-    """Return whether out is NaN on this rank, whether the checksum tells, and whether the next merge is right."""
+def merged_with_another_call(merge: str, output: str, shape: tuple[int, ...]) -> Unlike:
     rank, axis = dist.get_rank(), world_axis()
     own = partials(shape, 2)[rank]
     requested = RequestedMerge(axis, merge, output)
     result, checksum = requested.run(own, call(7 + rank))
     again, _ = requested.run(own, call(7))
-    return bool(result.out.isnan().all()), checksum.sum().item() != 0, bool(again.out.isfinite().all())
+    return Unlike(bool(result.out.isnan().all()), checksum.sum().item() != 0, bool(again.out.isfinite().all()))
 
 
 @pytest.mark.parametrize("output", OUTPUTS)
 @pytest.mark.parametrize("shape", [SHAPE, LONG], ids=["short", "long"])
 @pytest.mark.parametrize("merge", MERGES)
 def test_ranks_with_other_calls_get_nan(merge: str, shape: tuple[int, ...], output: str, pool: Pool) -> None:
-    assert pool.run(2, merged_with_another_call, merge, output, shape) == [(True, True, True)] * 2
+    for unlike in pool.run(2, merged_with_another_call, merge, output, shape):
+        assert unlike.out_is_nan
+        assert unlike.checksum_tells
+        assert unlike.next_is_finite
 
 
 @on_each_rank
@@ -206,17 +217,25 @@ def test_a_reproducible_merge_is_a_tree(pool: Pool) -> None:
         assert MERGES[found].pattern is Pattern.ROUNDS
 
 
+class Names(NamedTuple):
+    """Of merges: those chosen for each output, and the fastest."""
+
+    replicated: str
+    heads: str
+    fastest: str
+
+
 @on_each_rank
-def chosen_by_auto() -> tuple[str, str, str]:
+def chosen_by_auto() -> Names:
     axis = world_axis()
     names = [RequestedMerge(axis, "auto", output).choose(CPU).name for output in OUTPUTS]
-    return names[0], names[1], transport_of(axis, CPU).fastest().name
+    return Names(*names, transport_of(axis, CPU).fastest().name)
 
 
 def test_auto_is_the_fastest_or_sends_heads_to_their_ranks(pool: Pool) -> None:
-    for replicated, heads, fastest in pool.run(2, chosen_by_auto):
-        assert replicated == fastest
-        assert MERGES[heads].pattern is Pattern.ALL_TO_ALL
+    for names in pool.run(2, chosen_by_auto):
+        assert names.replicated == names.fastest
+        assert MERGES[names.heads].pattern is Pattern.ALL_TO_ALL
 
 
 @on_each_rank

@@ -1,6 +1,7 @@
 """Steps of a known kind: the same bits as the first, on caches that change in every way, and alike on all ranks."""
 
 import copy
+from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -143,9 +144,16 @@ def test_known_tokens_are_stored_as_others(ranks: int, more: int, pool: Pool) ->
             assert torch.equal(one, other)
 
 
+class BothWays(NamedTuple):
+    """The outputs of steps that append, and of steps after an append."""
+
+    at_once: Tensor
+    one_by_one: Tensor
+    length: int
+
+
 @on_each_rank
-def _at_once() -> tuple[Tensor, Tensor, int]:
-    """On a rank: steps that append, and steps after an append."""
+def _at_once() -> BothWays:
     one, other = (cache_on(dist.get_world_size()) for _ in range(2))
     ends = []
     for number in range(20):
@@ -153,14 +161,14 @@ def _at_once() -> tuple[Tensor, Tensor, int]:
         ends.append(am.decode(query(seed=number), one, k=k, v=v))
         other.append(k, v)
         ends.append(am.decode(query(seed=number), other))
-    return torch.stack(ends[::2]), torch.stack(ends[1::2]), one.length
+    return BothWays(torch.stack(ends[::2]), torch.stack(ends[1::2]), one.length)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_step_may_append_its_tokens(ranks: int, pool: Pool) -> None:
-    for one, other, length in pool.run(ranks, _at_once):
-        assert torch.equal(one, other)
-        assert length == 20
+    for steps in pool.run(ranks, _at_once):
+        assert torch.equal(steps.at_once, steps.one_by_one)
+        assert steps.length == 20
 
 
 def test_tokens_that_do_not_fit_are_refused_as_before() -> None:

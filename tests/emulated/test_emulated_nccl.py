@@ -2,7 +2,7 @@
 
 import re
 import time
-from typing import Any
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -39,8 +39,17 @@ def test_messages_of_two_sizes_are_reported():
         outcome.results()
 
 
+class Collected(NamedTuple):
+    """What collectives make of the numbers of ranks."""
+
+    gathered: list[int]
+    total: int
+    most: int
+    of_rank_1: int
+
+
 @on_each_rank
-def collectives(gpu: EmulatedGPU, dtypes: tuple[torch.dtype, torch.dtype]) -> list[Any]:
+def collectives(gpu: EmulatedGPU, dtypes: tuple[torch.dtype, torch.dtype]) -> Collected:
     """Gather, add, maximize and broadcast this rank's number."""
     rank = dist.get_rank()
     x = torch.tensor([rank + 1], dtype=dtypes[rank], device="cuda")
@@ -50,11 +59,12 @@ def collectives(gpu: EmulatedGPU, dtypes: tuple[torch.dtype, torch.dtype]) -> li
     work = dist.all_reduce(most, dist.ReduceOp.MAX, async_op=True)
     work.wait()
     dist.broadcast(first, src=1)
-    return [*(table.item() for table in tables), total.item(), most.item(), first.item()]
+    return Collected([int(table) for table in tables], int(total), int(most), int(first))
 
 
 def test_collectives_give_every_rank_its_result():
-    assert world(2, collectives, (torch.int64, torch.int64)).results() == [[1, 2, 3, 2, 2]] * 2
+    expected = Collected(gathered=[1, 2], total=3, most=2, of_rank_1=2)
+    assert world(2, collectives, (torch.int64, torch.int64)).results() == [expected] * 2
 
 
 def test_collectives_of_two_types_are_reported():

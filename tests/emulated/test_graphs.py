@@ -1,7 +1,7 @@
 """What a CUDA graph of a step would meet: nothing that the CPU waits for, or an error that names it."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -157,9 +157,17 @@ def test_a_cache_beyond_its_capacity_is_refused_after_a_graph():
     assert all("given 1 queries and 22 of 21 tokens in the cache" in error for error in errors), errors
 
 
+class Replayed(NamedTuple):
+    """The length of a cache after appends of a graph, and a step over it beside one over a cache without a graph."""
+
+    length_by_cpu: int
+    length_on_device: int
+    out: torch.Tensor
+    eager_out: torch.Tensor
+
+
 @on_each_rank
-def replayed_state(gpu: EmulatedGPU) -> tuple[int, int, list[Any]]:
-    """Return the length of a cache as the CPU and the device count it after appends of a graph, and a step's output."""
+def replayed_state(gpu: EmulatedGPU) -> Replayed:
     mesh = init_device_mesh("cuda", (1, 1, 2), mesh_dim_names=AXES)
     q, k, v = (random(seed, 2, heads, 1, 16) for seed, heads in ((3, 4), (4, 2), (5, 2)))
     cache, other = filled_cache(mesh), filled_cache(mesh)
@@ -168,13 +176,13 @@ def replayed_state(gpu: EmulatedGPU) -> tuple[int, int, list[Any]]:
     other.append(k, v)
     with pytest.raises(InputError, match="truncate"):
         cache.truncate(22)
-    return cache.length, int(cache.lengths[0].cpu()), [am.decode(q, x).cpu() for x in (cache, other)]
+    return Replayed(cache.length, int(cache.lengths[0].cpu()), am.decode(q, cache).cpu(), am.decode(q, other).cpu())
 
 
 def test_the_length_is_right_after_a_graph_appends():
-    for by_cpu, on_device, (out, expected) in world(2, replayed_state).results():
-        assert by_cpu == on_device == 21
-        assert torch.equal(out, expected)
+    for replayed in world(2, replayed_state).results():
+        assert replayed.length_by_cpu == replayed.length_on_device == 21
+        assert torch.equal(replayed.out, replayed.eager_out)
 
 
 @on_each_rank

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -114,11 +114,17 @@ def test_a_model_gives_the_tokens_of_one_memory() -> None:
         assert found[:2] == found[2:]
 
 
+class Reopened(NamedTuple):
+    """A folder that goes on with a model: the devices of its caches, and whether a step is that of one memory."""
+
+    devices: set[str]
+    is_exact: bool
+
+
 @on_each_rank
-def state_of_reopened_folder(gpu: EmulatedGPU, folder: Path) -> list[Any]:
-    """Return the devices of a folder that goes on with a model on one GPU, and whether a step is that of one memory."""
+def state_of_reopened_folder(gpu: EmulatedGPU, folder: Path) -> Reopened:
     torch.manual_seed(0)
-    model, found = on_gpu(tiny_model()), list[Any]()
+    model, devices = on_gpu(tiny_model()), set[str]()
     ids = torch.randint(64, (1, 70), generator=torch.Generator().manual_seed(1)).cuda()
     with torch.no_grad():
         for part in (ids[:, :60], ids):
@@ -126,16 +132,18 @@ def state_of_reopened_folder(gpu: EmulatedGPU, folder: Path) -> list[Any]:
             start = cache.get_seq_length()
             place = torch.arange(start, part.shape[1])[None].cuda()
             logits = model(part[:, start:], past_key_values=cache, position_ids=place).logits[:, -1].cpu()
-            found += [kv.shard.stored[0].device.type for kv in cache.kvs]
+            devices |= {kv.shard.stored[0].device.type for kv in cache.kvs}
             cache.tokens = part.cpu()
             cache.flush()
             del cache
         plain = model(ids, past_key_values=hf.ShardedCache(model.config, None)).logits[:, -1].cpu()
-    return [*{*found}, torch.allclose(logits, plain, atol=FLOAT32_SUMS)]
+    return Reopened(devices, torch.allclose(logits, plain, atol=FLOAT32_SUMS))
 
 
 def test_a_folder_goes_on_with_a_model_on_one_gpu(tmp_path: Path) -> None:
-    assert world(1, state_of_reopened_folder, tmp_path).results() == [["cuda", True]]
+    (reopened,) = world(1, state_of_reopened_folder, tmp_path).results()
+    assert reopened.devices == {"cuda"}
+    assert reopened.is_exact
 
 
 @on_each_rank

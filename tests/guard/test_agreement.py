@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import permutations
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -146,9 +146,16 @@ def counted_exchanges() -> AbstractContextManager[mock.Mock]:
     return mock.patch("attnmesh.guard.agreement.all_gather_ints", wraps=gather.all_gather_ints)
 
 
+class Compared(NamedTuple):
+    """Attention twice, and how often ranks compared; then the outcome with a mask of one rank's own."""
+
+    outs_are_equal: bool
+    comparisons: int
+    outcome_of_unlike_masks: str
+
+
 @on_each_rank
-def outputs_and_comparisons(checked: bool | None, length: int | None) -> list[Any]:
-    """Attention twice, and how often ranks compared; then with a mask of one rank's own."""
+def outputs_and_comparisons(checked: bool | None, length: int | None) -> Compared:
     mesh = named_mesh(Shape(1, 2, 1), AXES)
     x = torch.ones(1, 2, 5 - dist.get_rank(), WIDTH)
     options = {"mesh": mesh, "layout": am.Zigzag(), "length": length, "checked": checked}
@@ -158,15 +165,16 @@ def outputs_and_comparisons(checked: bool | None, length: int | None) -> list[An
         count = exchanges.call_count
         mask = am.Window(dist.get_rank() + 1)
         unlike = outcome_of(lambda: am.attention(x, x, x, mask=mask, **options))
-    return [same, count, unlike]
+    return Compared(same, count, unlike)
 
 
 @pytest.mark.parametrize(("checked", "length"), [(None, 9), (None, None), (True, 9), (False, None)])
 def test_attention_compares_each_call(pool: Pool, checked: bool | None, length: int | None) -> None:
     one, other = pool.run(2, outputs_and_comparisons, checked, length)
     assert one == other
-    assert one[:2] == [True, 2]
-    assert "ranks  mask\n    0      " in one[2]
+    assert one.outs_are_equal
+    assert one.comparisons == 2
+    assert "ranks  mask\n    0      " in one.outcome_of_unlike_masks
 
 
 @on_each_rank
@@ -285,9 +293,15 @@ def test_an_unforeseen_error_is_raised_on_all_ranks(pool: Pool) -> None:
     ]
 
 
+class Ends(NamedTuple):
+    """How a step ends whose kernel fails on the second rank after some others, and whether the next one is right."""
+
+    of_step: str
+    next_is_right: bool
+
+
 @on_each_rank
-def _step_without_memory(before: int, options: dict[str, Any]) -> list[str]:
-    """On a rank: a step whose kernel fails on the second rank after some others, and the step after it."""
+def _step_without_memory(before: int, options: dict[str, Any]) -> Ends:
     cache = am.KVCache(named_mesh(Shape(1, 1, 2), AXES), batch=1, kv_heads=2, head_dim=4, capacity=40, dtype=F32)
     cache.append(*torch.ones(2, 1, 2, 40, 4).unbind())
     step = partial(am.decode, torch.ones(1, 4, 1, 4), cache, **options)
@@ -296,10 +310,10 @@ def _step_without_memory(before: int, options: dict[str, Any]) -> list[str]:
     fails = mock.patch.object(BoundNative, "attend", side_effect=MemoryError("no more"))
     try:
         with fails if dist.get_rank() else nullcontext():
-            found = f"nan: {bool(step().isnan().all())}"
+            found = "NaN" if step().isnan().all() else "numbers"
     except (MemoryError, UnforeseenError) as error:
         found = f"{type(error).__name__}: {error}"
-    return [found, f"right: {bool((step() == 1).all())}"]
+    return Ends(found, bool((step() == 1).all()))
 
 
 @pytest.mark.skipif(library().attend is None, reason="there is no C++ compiler")
@@ -307,10 +321,12 @@ def _step_without_memory(before: int, options: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize("options", [{}, {"merge": "tree"}, {"checked": False}])
 def test_a_step_that_fails_on_one_rank_keeps_no_other_waiting(before: int, options: dict[str, Any], pool: Pool) -> None:
     first, second = pool.run(2, _step_without_memory, before, options)
-    assert second == ["MemoryError: no more", "right: True"]
     seen = "UnforeseenError: decode: expected what each rank can do, given MemoryError: no more. "
     seen += "Fix: see the error of the rank that raised."
-    assert first == ["nan: True" if "checked" in options else seen, "right: True"]
+    assert first.of_step == ("NaN" if "checked" in options else seen)
+    assert second.of_step == "MemoryError: no more"
+    assert first.next_is_right
+    assert second.next_is_right
 
 
 @on_each_rank
@@ -344,9 +360,15 @@ def test_a_table_of_calls_shows_that_a_text_is_blank(blank: str, pool: Pool) -> 
         assert "\n    ranks  note\n    0      -\n    1      b c" in message
 
 
+class InTheWith(NamedTuple):
+    """What a rank gets: the payloads of all, or the type of the error of a rank that describes its call."""
+
+    found: object
+    exchanges: int
+
+
 @on_each_rank
-def _compared_in_the_with(fails: bool) -> tuple[object, int]:
-    """On a rank: the payloads of all, or the error of rank 1 as it describes its call; and the exchanges."""
+def _compared_in_the_with(fails: bool) -> InTheWith:
     mesh = RankMesh.of(am.init_mesh((1, 1, 2)))
     found: object = None
     with counted_exchanges() as exchanges:
@@ -357,17 +379,18 @@ def _compared_in_the_with(fails: bool) -> tuple[object, int]:
                 )
         except (ZeroDivisionError, UnforeseenError) as error:
             found = type(error)
-    return found, exchanges.call_count
+    return InTheWith(found, exchanges.call_count)
 
 
 def test_ranks_compare_once_where_the_with_compares(pool: Pool) -> None:
-    assert pool.run(2, _compared_in_the_with, False) == [([[0], [1]], 1)] * 2
+    assert pool.run(2, _compared_in_the_with, False) == [InTheWith(found=[[0], [1]], exchanges=1)] * 2
 
 
 def test_an_error_in_what_a_rank_compares_is_raised_on_all(pool: Pool) -> None:
-    (first, count), (second, other_count) = pool.run(2, _compared_in_the_with, True)
-    assert (first, second) == (UnforeseenError, ZeroDivisionError)
-    assert count == other_count == 2  # the comparison, and the numbers of the ranks for its table
+    first, second = pool.run(2, _compared_in_the_with, True)
+    assert first.found is UnforeseenError
+    assert second.found is ZeroDivisionError
+    assert first.exchanges == second.exchanges == 2  # the comparison, and the numbers of the ranks for its table
 
 
 @on_each_rank

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -171,23 +171,32 @@ def test_turns_of_a_conversation_share_the_cache(shape: Shape, pool: Pool) -> No
     assert pool.run(shape.ranks, conversation, shape) == [turns] * shape.ranks
 
 
+class Generated(NamedTuple):
+    """Tokens of `model.generate` with a ShardedCache, of one with large blocks, and those that were streamed."""
+
+    made: list[list[int]]
+    of_large_blocks: list[list[int]]
+    streamed: list[int]
+
+
 @on_each_rank
-def model_generate(shape: Shape) -> tuple[list[Any], list[Any], list[int]]:
-    """Return the tokens of `model.generate` with a ShardedCache, of large blocks, and the streamed ones, on a rank."""
+def model_generate(shape: Shape) -> Generated:
     model, mesh = families.model("llama", "attnmesh"), named_mesh(shape, AXES)
     recorder = TokenRecorder()
     cache = hf.ShardedCache(model.config, mesh, capacity=200)
     made = model.generate(prompt(70), past_key_values=cache, max_new_tokens=10, do_sample=False, streamer=recorder)
     cache = hf.ShardedCache(model.config, mesh, reproducible=shape.ranks in (1, 2, 4), merge="tree", block=128)
     again = hf.generate(model, prompt(70), cache=cache, max_new_tokens=10, do_sample=False)
-    return made.tolist(), again.tolist(), recorder.tokens
+    return Generated(made.tolist(), again.tolist(), recorder.tokens)
 
 
 @pytest.mark.parametrize("shape", some(SHAPES, Shape(1, 2, 1), Shape(2, 1, 2)))
 def test_model_generate_works_with_the_cache_and_streams(shape: Shape, pool: Pool) -> None:
     expected = families.model("llama", "sdpa").generate(prompt(70), max_new_tokens=10, do_sample=False).tolist()
     for answer in pool.run(shape.ranks, model_generate, shape):
-        assert answer == (expected, expected, expected[0])
+        assert answer.made == expected
+        assert answer.of_large_blocks == expected
+        assert answer.streamed == expected[0]
 
 
 @on_each_rank
@@ -211,13 +220,20 @@ def test_each_rank_keeps_its_share_within_a_block(shape: Shape, length: int, poo
         assert size == used * LAYERS * 2 * 2 // shape.heads * 8 * 4  # layers, keys and values, heads, width, float32
 
 
+class Dealt(NamedTuple):
+    """The new tokens after a prompt, the block of the cache, and whether its tokens lie in turns of blocks."""
+
+    new_tokens: list[int]
+    block: int
+    in_turns: bool
+
+
 @on_each_rank
-def continued_tokens(shape: Shape, length: int, reproducible: bool) -> tuple[list[int], int, bool]:
-    """Return the new tokens after a prompt, the block of the cache, and whether its tokens lie in turns of blocks."""
+def continued_tokens(shape: Shape, length: int, reproducible: bool) -> Dealt:
     model, mesh = families.model("llama", "attnmesh"), named_mesh(shape, AXES)
     cache = hf.ShardedCache(model.config, mesh, reproducible=reproducible)
     made = hf.generate(model, prompt(length), cache=cache, max_new_tokens=4, do_sample=False)
-    return made[0, length:].tolist(), cache.block, cache.layers[0].kv.is_block_cyclic
+    return Dealt(made[0, length:].tolist(), cache.block, cache.layers[0].kv.is_block_cyclic)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +249,7 @@ def test_long_prompts_are_dealt_in_larger_blocks(
     shape: Shape, length: int, reproducible: bool, block: int, pool: Pool
 ) -> None:
     made = families.model("llama", "sdpa").generate(prompt(length), max_new_tokens=4, do_sample=False)
-    expected = made[0, length:].tolist(), block, True
+    expected = Dealt(made[0, length:].tolist(), block, in_turns=True)
     assert pool.run(shape.ranks, continued_tokens, shape, length, reproducible) == [expected] * shape.ranks
 
 

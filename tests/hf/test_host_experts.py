@@ -1,7 +1,7 @@
 """Experts that ranks of a host share: tokens of stock transformers, the bits of one rank, each expert on one rank."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -31,9 +31,16 @@ def shared_model(folder: str, mesh: Any) -> Any:
     return hf.share_weights(model, mesh)
 
 
+class Answer(NamedTuple):
+    """Tokens, the logits with reproducible bits, and the number of experts that this rank has computed for these."""
+
+    tokens: list[int]
+    logits: Tensor | None
+    experts: int
+
+
 @on_each_rank
-def answers(folder: str, ranks: int) -> tuple[list[int], Tensor | None, int]:
-    """Tokens, the logits with reproducible bits, and the experts that this rank has computed for these."""
+def answers(folder: str, ranks: int) -> Answer:
     mesh, computed = am.init_mesh((1, 1, ranks)) if ranks > 1 else None, 0
     model = shared_model(folder, mesh)
 
@@ -57,7 +64,7 @@ def answers(folder: str, ranks: int) -> tuple[list[int], Tensor | None, int]:
         logits = torch.stack(hf.generate(model, PROMPT, cache=cache, **options).logits)
     hf.restore(model)
     assert not any("forward" in vars(module) for module in model.modules())
-    return tokens, logits, computed
+    return Answer(tokens, logits, computed)
 
 
 @pytest.mark.parametrize(
@@ -72,15 +79,15 @@ def test_each_expert_is_computed_by_one_rank(family: str, ranks: int, pool: Pool
     stock = build(Case(family, family), "eager", torch.float32)
     stock.save_pretrained(tmp_path)
     expected = stock.generate(PROMPT, max_new_tokens=6, do_sample=False)[0].tolist()
-    found, alone = pool.run(ranks, answers, str(tmp_path), ranks), pool.run(1, answers, str(tmp_path), 1)
-    assert [tokens for tokens, _, _ in found] == [expected] * ranks
-    ((_, bits, every),) = alone
+    found = pool.run(ranks, answers, str(tmp_path), ranks)
+    (alone,) = pool.run(1, answers, str(tmp_path), 1)
+    assert [answer.tokens for answer in found] == [expected] * ranks
     if ranks == 3:  # which have no bits in common with one
         return
-    assert sum(own for _, _, own in found) == every > 0
-    assert max(own for _, _, own in found) < every
-    for _, logits, _ in found:
-        assert torch.equal(logits, bits)
+    assert sum(answer.experts for answer in found) == alone.experts > 0
+    assert max(answer.experts for answer in found) < alone.experts
+    for answer in found:
+        assert torch.equal(answer.logits, alone.logits)
 
 
 @on_each_rank

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -150,9 +150,17 @@ def test_each_check_is_in_the_sample() -> None:
 # --- what is kept, computed and sent ---
 
 
+class Held(NamedTuple):
+    """What a rank holds and receives in prefill, and the rows of latents that each step after it expands."""
+
+    bytes: int
+    tokens: int
+    expanded_rows: list[int]
+    received_elements: int
+
+
 @on_each_rank
-def bytes_and_elements(shape: Shape, length: int) -> tuple[int, int, list[int], int]:
-    """Return the bytes that a rank holds, the elements that it receives in prefill, and the rows that it expands."""
+def bytes_and_elements(shape: Shape, length: int) -> Held:
     small = model("deepseek_v3", "attnmesh")
     rows = []
     cache = hf.ShardedCache(small.config, named_mesh(shape, AXES), exchange="bulk")
@@ -164,18 +172,18 @@ def bytes_and_elements(shape: Shape, length: int) -> tuple[int, int, list[int], 
     )
     hf.generate(small, prompt(length), cache=cache, max_new_tokens=4, do_sample=False)
     hook.remove()
-    return held, tokens, rows, traffic.vectors
+    return Held(held, tokens, rows, traffic.vectors)
 
 
 @pytest.mark.parametrize("shape", SHAPES[1:3], ids=lambda shape: "x".join(map(str, shape)))
 def test_latents_are_held_once_travel_and_are_never_expanded_in_decoding(shape: Shape, pool: Pool) -> None:
     length = 257
     answers = pool.run(shape.ranks, bytes_and_elements, shape, length)
-    assert sum(held for held, *_ in answers) == (length - 1) * (RANK + ROTATED) * LAYERS * 8
-    for _, tokens, rows, received in answers:
-        assert rows == [1] * 4
+    assert sum(held.bytes for held in answers) == (length - 1) * (RANK + ROTATED) * LAYERS * 8
+    for held in answers:
+        assert held.expanded_rows == [1] * 4
         if shape.keys == 1:  # latents of the other ranks' tokens and nothing else
-            assert received <= LAYERS * (length - 1 - tokens) * (RANK + ROTATED)
+            assert held.received_elements <= LAYERS * (length - 1 - held.tokens) * (RANK + ROTATED)
 
 
 @on_each_rank
@@ -204,7 +212,7 @@ def saved(folder: Path, shape: Shape) -> None:
 
 
 @on_each_rank
-def continued_tokens(folder: Path, shape: Shape) -> list[Any]:
+def continued_tokens(folder: Path, shape: Shape) -> list[list[list[int]]]:
     """Return the tokens from a restored cache, from a copy, and from a recovered cache, on a rank."""
     small, mesh = model("deepseek_v3", "attnmesh"), named_mesh(shape, AXES)
     cache = hf.ShardedCache(small.config, mesh, capacity=200)

@@ -83,7 +83,7 @@ def test_training_has_the_rope_of_the_whole_sequence(name: str, kind: str, pool:
 
 
 @on_each_rank
-def tokens_around_the_switch(name: str, shape: Shape) -> list[Any]:
+def tokens_around_the_switch(name: str, shape: Shape) -> list[list[list[int]]]:
     """Return tokens of prompts on both sides of the switch, each with a new model; then of turns on one cache."""
     mesh = named_mesh(shape, AXES)
     outputs = []

@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -115,9 +115,16 @@ def test_a_second_thread_with_a_cache_is_refused(pool: Pool, tmp_path: Path) -> 
         assert told.pop().startswith("MeshError: share_weights: expected steps of one thread at a time")
 
 
-@on_each_rank
-def without_memory(folder: str, where: str) -> tuple[str, float, list[list[int]]]:
+class Told(NamedTuple):
     """What a rank is told when the last one gets no memory in a shared layer, the seconds to it, and later tokens."""
+
+    said: str
+    seconds: float
+    tokens: list[list[int]]
+
+
+@on_each_rank
+def without_memory(folder: str, where: str) -> Told:
     mesh, run, left = mesh_of(dist.get_world_size()), HostLinear.run, [5]
 
     def fail(call: HostLinear, x: Tensor) -> Any:
@@ -142,18 +149,19 @@ def without_memory(folder: str, where: str) -> tuple[str, float, list[list[int]]
         seconds = time.monotonic() - began
         HostLinear.run = run  # type: ignore[method-assign]
         tokens = hf.generate(model, prompt(30), mesh=mesh, max_new_tokens=3, do_sample=False)
-    return said, seconds, tokens.tolist()
+    return Told(said, seconds, tokens.tolist())
 
 
 @pytest.mark.parametrize(("ranks", "where"), [(2, "native"), (3, "PyTorch")])
 def test_a_rank_without_memory_is_named_by_all(ranks: int, where: str, pool: Pool, tmp_path: Path) -> None:
     expected = saved_stock(tmp_path, 30, 3)
     own = {"native": "MemoryError: ", "PyTorch": "RuntimeError: DefaultCPUAllocator"}[where]
-    *others, (last, _, _) = found = pool.run(ranks, without_memory, str(tmp_path), where)
+    found = pool.run(ranks, without_memory, str(tmp_path), where)
+    *others, last = (told.said for told in found)
     assert last.startswith(own)
-    assert len({said for said, _, _ in others}) == 1
-    assert others[0][0].startswith("UnforeseenError: a layer of shared weights: expected what each rank can do, given")
-    assert own.partition(":")[0] in others[0][0]
-    for _, seconds, tokens in found:
-        assert seconds < SECONDS_TO_NAME
-        assert tokens == expected
+    (text,) = set(others)
+    assert text.startswith("UnforeseenError: a layer of shared weights: expected what each rank can do, given")
+    assert own.partition(":")[0] in text
+    for told in found:
+        assert told.seconds < SECONDS_TO_NAME
+        assert told.tokens == expected

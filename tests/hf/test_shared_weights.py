@@ -1,7 +1,7 @@
 """Weights that ranks of a host share: tokens are those of stock transformers, bits do not depend on the ranks."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -39,13 +39,20 @@ def answers(model: Any, call: Any) -> list[list[Any]]:
     return [x.tolist() for x in (first, padded, sampled, beams)]
 
 
+class Shared(NamedTuple):
+    """Answers of a model that shares its weights, and the numbers of projections that one call computes."""
+
+    answers: list[list[Any]]
+    projections: set[int]
+
+
 @on_each_rank
-def on_ranks(folder: str, ranks: int) -> tuple[list[list[Any]], set[int]]:
+def on_ranks(folder: str, ranks: int) -> Shared:
     mesh = mesh_of(ranks)
     with counted_calls() as calls:
         model = hf.share_weights(load(folder), mesh)
         found = answers(model, lambda model, ids, **options: hf.generate(model, ids, mesh=mesh, **options))
-    return found, set(calls)
+    return Shared(found, set(calls))
 
 
 QUICK = {("llama", 2), ("gpt-oss", 3), ("qwen3", 1)}
@@ -63,10 +70,10 @@ def test_tokens_are_those_of_stock(family: str, ranks: int, pool: Pool, tmp_path
     stock = families.model(family, STOCK[family], **SIZES)
     stock.save_pretrained(tmp_path)
     expected = answers(stock, lambda model, ids, **options: model.generate(ids, **options))
-    for found, calls in pool.run(ranks, on_ranks, str(tmp_path), ranks):
-        assert found == expected
-        assert max(calls) == 3  # queries, keys and values are one call
-        assert 1 in calls
+    for shared in pool.run(ranks, on_ranks, str(tmp_path), ranks):
+        assert shared.answers == expected
+        assert max(shared.projections) == 3  # queries, keys and values are one call
+        assert 1 in shared.projections
 
 
 @pytest.mark.parametrize(
@@ -80,9 +87,9 @@ def test_layers_of_gpt2_are_shared(ranks: int, variant: dict[str, Any], pool: Po
     stock = build(Case("gpt2", "gpt2", variant), "eager", torch.float32)
     stock.save_pretrained(tmp_path)
     expected = answers(stock, lambda model, ids, **options: model.generate(ids, **options))
-    for found, calls in pool.run(ranks, on_ranks, str(tmp_path), ranks):
-        assert found == expected
-        assert calls
+    for shared in pool.run(ranks, on_ranks, str(tmp_path), ranks):
+        assert shared.answers == expected
+        assert shared.projections
 
 
 @on_each_rank

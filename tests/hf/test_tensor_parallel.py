@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -49,7 +49,10 @@ def by_plan(folder: str, whole: DeviceMesh) -> Any:
     return hf.tensor_parallel(load(folder), whole["tp"])
 
 
-def generate(model: Any, call: Callable[..., Any]) -> list[Any]:
+Tokens = list[list[int]]
+
+
+def generate(model: Any, call: Callable[..., Any]) -> list[Tokens]:
     """Return tokens of one prompt and of a padded batch, sampled ones, and those of a second turn."""
     ids, mask = prompt(50, batch=2, seed=2), torch.ones(2, 50, dtype=torch.long)
     mask[0, :9] = 0
@@ -61,8 +64,15 @@ def generate(model: Any, call: Callable[..., Any]) -> list[Any]:
     return [first.tolist(), padded.tolist(), sampled.tolist()]
 
 
+class Answers(NamedTuple):
+    """Tokens of a model whose weights are shared, and the columns of an output projection that a rank holds."""
+
+    own_columns: int
+    tokens: list[Tokens]
+
+
 @on_each_rank
-def on_ranks(family: str, folder: str, way: str, keys: int, tp: int) -> list[Any]:
+def on_ranks(family: str, folder: str, way: str, keys: int, tp: int) -> Answers:
     """Generate with weights shared along tp and keys along the other axis; or both by the same ranks if tp is 0."""
     if tp:
         whole = init_device_mesh("cpu", (keys, tp), mesh_dim_names=("keys", "tp"))
@@ -80,7 +90,7 @@ def on_ranks(family: str, folder: str, way: str, keys: int, tp: int) -> list[Any
         torch.manual_seed(9)  # ranks that share weights draw the numbers of the first
     projection = model.model.layers[0].self_attn.o_proj.weight
     own = projection.to_local() if isinstance(projection, DTensor) else projection
-    return [own.shape[1], *generate(model, call)]
+    return Answers(own.shape[1], generate(model, call))
 
 
 def cases() -> list[Any]:
@@ -101,20 +111,18 @@ def test_tokens_are_those_of_one_process(family: str, way: str, keys: int, tp: i
     stock.save_pretrained(tmp_path)
     expected = generate(stock, lambda model, ids, **options: model.generate(ids, **options))
     columns = stock.model.layers[0].self_attn.o_proj.in_features
-    for own, *tokens in pool.run(keys * max(tp, 1), on_ranks, family, str(tmp_path), way, keys, tp):
-        assert own == columns if family == "gpt-oss" and tp else own == columns // (tp or keys)
-        assert tokens == expected
+    own = columns if family == "gpt-oss" and tp else columns // (tp or keys)
+    for answers in pool.run(keys * max(tp, 1), on_ranks, family, str(tmp_path), way, keys, tp):
+        assert answers.own_columns == own
+        assert answers.tokens == expected
 
 
 @on_each_rank
-def latent_tokens(folder: str) -> list[Any]:
+def latent_tokens(folder: str) -> list[Tokens]:
     whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("keys", "tp"))
     model = by_plan(folder, whole)
-    shared = isinstance(model.lm_head.weight, DTensor)
-    return [
-        shared,
-        *generate(model, lambda model, ids, **options: hf.generate(model, ids, mesh=whole["keys"], **options)),
-    ]
+    assert isinstance(model.lm_head.weight, DTensor)
+    return generate(model, lambda model, ids, **options: hf.generate(model, ids, mesh=whole["keys"], **options))
 
 
 def test_latents_stay_whole_while_other_weights_are_shared(pool: Pool, tmp_path: Path) -> None:
@@ -123,11 +131,11 @@ def test_latents_stay_whole_while_other_weights_are_shared(pool: Pool, tmp_path:
         stock = AutoModelForCausalLM.from_config(latent(), attn_implementation="eager").eval()
     stock.save_pretrained(tmp_path)
     expected = generate(stock, lambda model, ids, **options: model.generate(ids, **options))
-    assert pool.run(4, latent_tokens, str(tmp_path)) == [[True, *expected]] * 4
+    assert pool.run(4, latent_tokens, str(tmp_path)) == [expected] * 4
 
 
 @on_each_rank
-def shared_projections(kind: str) -> list[Any]:
+def shared_projections(kind: str) -> list[Tokens]:
     """Generate with a model whose plan shards the projections of latents, too."""
     whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("keys", "tp"))
     model = hf.tensor_parallel(tiny(kind), whole["tp"])

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -68,24 +68,34 @@ def test_without_a_group_one_process_is_an_axis() -> None:
     assert axis_of(None, "merge_across") == Axis()
 
 
+class Place(NamedTuple):
+    """A rank's place in a mesh and its shard, and whether names of groups lead back to the same axes."""
+
+    shape: Shape
+    indices: tuple[int, int, int]
+    shard: int
+    is_same_by_names: bool
+
+
 @on_each_rank
-def places(shape: Shape, axes: tuple[str, ...]) -> tuple[Any, ...]:
-    """Return this rank's place and shard, and whether names of groups lead back to the same axes."""
+def places(shape: Shape, axes: tuple[str, ...]) -> Place:
     mesh = RankMesh.of(named_mesh(shape, axes))
     again = RankMesh.named(mesh.shape, [axis.index for axis in mesh.axes], mesh.group_names)
     assert RankMesh.of(named_mesh(shape, axes)) is mesh, "it is made once"
-    return mesh.shape, tuple(axis.index for axis in mesh.axes), mesh.shard_index, again == mesh
+    heads, queries, keys = (axis.index for axis in mesh.axes)
+    return Place(mesh.shape, (heads, queries, keys), mesh.shard_index, again == mesh)
 
 
 @pytest.mark.parametrize("axes", [AXES, ("keys", "queries", "heads")], ids=str)
 def test_shards_are_numbered_by_heads_then_queries_then_keys(axes: tuple[str, ...], pool: Pool) -> None:
     shape = Shape(1, 2, 2)
     found = pool.run(4, places, shape, axes)
-    assert [shard for _, _, shard, _ in found] == ([0, 1, 2, 3] if axes == AXES else [0, 2, 1, 3])
-    for found_shape, (_, r, c), shard, is_same in found:
-        assert found_shape == shape
-        assert shard == 2 * r + c
-        assert is_same
+    assert [place.shard for place in found] == ([0, 1, 2, 3] if axes == AXES else [0, 2, 1, 3])
+    for place in found:
+        _, query, key = place.indices
+        assert place.shape == shape
+        assert place.shard == 2 * query + key
+        assert place.is_same_by_names
 
 
 @on_each_rank

@@ -1,6 +1,6 @@
 """Under autocast attention takes q, k and v as PyTorch's own attention takes them: all in the lower precision."""
 
-from typing import Any
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -62,14 +62,22 @@ def test_attend_casts_and_float64_stays() -> None:
         assert am.attend(q.double(), k.double(), v.double()).out.dtype == torch.float64
 
 
+class OfModel(NamedTuple):
+    """What a model makes, its loss, and the norm of the gradient of its head."""
+
+    tokens: list[list[int]]
+    loss: float
+    norm: float
+
+
 @on_each_rank
-def tokens_loss_and_gradient(shape: Shape) -> list[Any]:
+def tokens_loss_and_gradient(shape: Shape) -> OfModel:
     model, mesh = families.model("qwen3", "attnmesh"), named_mesh(shape, AXES)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         made = hf.generate(model, prompt(80), mesh=mesh, max_new_tokens=4, do_sample=False)
         loss = model(**hf.shard_batch(plain_batch(), mesh)).loss
     loss.backward()
-    return [made.tolist(), loss.item(), float(model.lm_head.weight.grad.norm())]
+    return OfModel(made.tolist(), loss.item(), float(model.lm_head.weight.grad.norm()))
 
 
 @pytest.mark.parametrize("shape", [Shape(1, 1, 1), Shape(1, 2, 2)], ids=str)
@@ -78,10 +86,11 @@ def test_a_model_of_float32_weights_runs_under_autocast(shape: Shape, pool: Pool
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = model(prompt(80)).logits[0, -1].float()
         loss = model(**plain_batch(), use_cache=False).loss
-    for made, given, norm in pool.run(shape.ranks, tokens_loss_and_gradient, shape):
-        assert logits[made[0][80]] >= logits.max() - 0.05 * logits.abs().max()  # a tie of bfloat16 may fall either way
-        assert norm > 0
-        assert given > 0
     answers = pool.run(shape.ranks, tokens_loss_and_gradient, shape)
+    for answer in answers:
+        new_logit = logits[answer.tokens[0][80]]
+        assert new_logit >= logits.max() - 0.05 * logits.abs().max()  # a tie of bfloat16 may fall either way
+        assert answer.norm > 0
+        assert answer.loss > 0
     # Layers round to bfloat16, by 4e-3.
-    assert sum(answer[1] for answer in answers) / shape.ranks == pytest.approx(loss.item(), rel=2e-2)
+    assert sum(answer.loss for answer in answers) / shape.ranks == pytest.approx(loss.item(), rel=2e-2)

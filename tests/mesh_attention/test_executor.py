@@ -1,7 +1,7 @@
 """The executor: exact for each exchange, on tensors that it may write to, with the next exchange under way."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -236,8 +236,16 @@ def test_new_memory_has_the_tokens_of_all_heads_together() -> None:
     assert empty_tokens(torch.zeros(2, 4, 3), heads=2, tokens=7).transpose(1, 2).is_contiguous()
 
 
+class Swapped(NamedTuple):
+    """Whether what was swapped in is heads, in the memory for it, and what was swapped out is the tokens again."""
+
+    are_heads: bool
+    are_back: bool
+    in_memory: bool
+
+
 @on_each_rank
-def swapped_heads() -> tuple[bool, bool, bool]:
+def swapped_heads() -> Swapped:
     """Swap tokens for heads, and heads for tokens again."""
     rank = Rank(Shape(2, 1, 1), "bulk")
     (group,) = groups_of_heads(HEADS, KV_HEADS, 2, 1)
@@ -252,11 +260,14 @@ def swapped_heads() -> tuple[bool, bool, bool]:
     for _ in swaps.swap_out(swapped, results, group):
         assert not bool(results.of_queries[0].any()), "they are still on their way"
     are_back = all(torch.equal(x, y) for x, y in zip(sum(results, ()), sum(tokens, ()), strict=True))
-    return are_heads, are_back, q is memory.of_queries[0]
+    return Swapped(are_heads, are_back, q is memory.of_queries[0])
 
 
 def test_heads_that_were_swapped_in_come_back_as_tokens(pool: Pool) -> None:
-    assert pool.run(2, swapped_heads) == [(True, True, True)] * 2
+    for swapped in pool.run(2, swapped_heads):
+        assert swapped.are_heads
+        assert swapped.are_back
+        assert swapped.in_memory
 
 
 def test_a_rank_alone_swaps_nothing() -> None:

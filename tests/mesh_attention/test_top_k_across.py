@@ -1,6 +1,7 @@
 """`top_k_across` on any number of ranks is the stable top-k of all keys, with the same bits on every rank."""
 
 import math
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -31,12 +32,20 @@ def own(ranks: int) -> Tensor:
     return (owner == dist.get_rank()).nonzero().flatten()
 
 
+class Best(NamedTuple):
+    """The best scores, their keys, and the bytes that a rank receives for them."""
+
+    scores: Tensor
+    keys: Tensor
+    received: int
+
+
 @on_each_rank
-def found(ties: bool, k: int) -> tuple[Tensor, Tensor, int]:
+def found(ties: bool, k: int) -> Best:
     mine = own(dist.get_world_size())
     with count_traffic() as received:
         scores, indices = am.top_k_across(scores_of_all(ties)[..., mine], mine, k, dist.group.WORLD)
-    return scores, indices, received.bytes
+    return Best(scores, indices, received.bytes)
 
 
 def test_the_lowest_numbers_of_float64_are_scores() -> None:
@@ -53,12 +62,12 @@ def test_top_k_across_is_the_stable_top_k_of_all_ranks(pool: Pool, ranks: int, t
     scores, order = scores_of_all(ties).sort(dim=-1, descending=True, stable=True)
     keys = order.masked_fill(scores == -torch.inf, NO_INDEX)
     results = pool.run(ranks, found, ties, k)
-    for got_scores, got_keys, _ in results:
-        assert torch.equal(got_scores[..., :KEYS], scores[..., :k])
-        assert torch.equal(got_keys[..., :KEYS], keys[..., :k])
-        assert (got_scores[..., KEYS:] == -torch.inf).all()
-        assert (got_keys[..., KEYS:] == NO_INDEX).all()
-    assert max(received for *_, received in results) == math.ceil(math.log2(ranks)) * math.prod(ROWS) * k * 8
+    for best in results:
+        assert torch.equal(best.scores[..., :KEYS], scores[..., :k])
+        assert torch.equal(best.keys[..., :KEYS], keys[..., :k])
+        assert (best.scores[..., KEYS:] == -torch.inf).all()
+        assert (best.keys[..., KEYS:] == NO_INDEX).all()
+    assert max(best.received for best in results) == math.ceil(math.log2(ranks)) * math.prod(ROWS) * k * 8
 
 
 @on_each_rank

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -278,9 +278,17 @@ def test_a_reader_beside_a_writer_reads_a_whole_state(tmp_path: Path) -> None:
         assert same_outputs(am.KVCache.load(tmp_path, None), twin)
 
 
+class Loaded(NamedTuple):
+    """A cache that is loaded from a folder, and the ids of its tokens."""
+
+    length: int
+    capacity: int
+    ids: list[list[int]]
+
+
 @on_each_rank
-def load_while_it_grows(path: Path, tokens: int) -> tuple[int, int, list[list[int]]]:
-    """On a rank: the length, the capacity and the ids loaded, where tokens arrive between the looks of two ranks."""
+def load_while_it_grows(path: Path, tokens: int) -> Loaded:
+    """Load a folder in which tokens arrive between the looks of two ranks."""
     original = checkpoint.read_saved_layers
     late = dist.get_rank() == 1
 
@@ -305,12 +313,13 @@ def load_while_it_grows(path: Path, tokens: int) -> tuple[int, int, list[list[in
 
     with patch.object(checkpoint, "read_saved_layers", inspected):
         (loaded,), tensors, _ = checkpoint.load_layers(am.KVCache, path, named_mesh(TWO, AXES))
-    return loaded.length, loaded.sizes.capacity, tensors["held"].tolist()
+    return Loaded(loaded.length, loaded.sizes.capacity, tensors["held"].tolist())
 
 
 @pytest.mark.parametrize("tokens", [55, 70])
 def test_ranks_load_the_tokens_that_all_have_seen(tokens: int, pool: Pool, tmp_path: Path) -> None:
-    assert pool.run(2, load_while_it_grows, tmp_path, tokens) == [(50, 60, [[*range(50)]])] * 2
+    expected = Loaded(length=50, capacity=60, ids=[list(range(50))])
+    assert pool.run(2, load_while_it_grows, tmp_path, tokens) == [expected] * 2
 
 
 def test_a_reader_of_a_folder_that_never_rests_says_so(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ import os
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -235,32 +236,37 @@ def test_tokens_missing_in_a_layer_raise(pool: Pool, kind: str, message: str) ->
     assert str(result).startswith(message)
 
 
+class Reserved(NamedTuple):
+    """The error of the first of two reserves, and the shards of a rank after the second."""
+
+    error: str
+    lengths: list[int]
+    tokens: int
+
+
 @on_each_rank
-def reserve_twice() -> list[Any]:
-    """Reserve while the allocation of a copy fails on rank 1, and again. Return errors, lengths and tokens."""
+def reserve_twice() -> Reserved:
+    """Reserve while the allocation of a copy fails on rank 1, and again."""
     mesh = mesh_of((1, 1, 2))
     cache = am.KVCache(mesh, **SIZES, dtype=torch.float32, block=4, copies=2)
     cache.append(*new_tokens(100, 0))
     (copy,) = cache.shards.copy_shards.values()
     grow = copy.grow
-    errors = []
-    copy.grow = lambda _: (_ for _ in ()).throw(MemoryError("none left"))
-    if dist.get_rank() == 0:
-        copy.grow = grow
-    try:
+    if dist.get_rank() == 1:
+        copy.grow = Mock(side_effect=MemoryError("none left"))
+    with pytest.raises((MemoryError, UnforeseenError)) as caught:
         cache.reserve(300)
-    except (MemoryError, UnforeseenError) as error:
-        errors.append(type(error).__name__)
     copy.grow = grow
     cache.reserve(300)
     cache.append(*new_tokens(100, 1))
-    return [*errors, [shard.length for shard in cache.shards.all], sum(shard.used_slots for shard in cache.shards.all)]
+    shards = cache.shards.all
+    return Reserved(caught.typename, [shard.length for shard in shards], sum(shard.used_slots for shard in shards))
 
 
 def test_reserve_succeeds_after_a_failure(pool: Pool) -> None:
     first, second = pool.run(2, reserve_twice)
-    assert first == ["UnforeseenError", [200, 200], 200]
-    assert second == ["MemoryError", [200, 200], 200]
+    assert first == Reserved("UnforeseenError", lengths=[200, 200], tokens=200)
+    assert second == Reserved("MemoryError", lengths=[200, 200], tokens=200)
 
 
 @pytest.mark.parametrize("copies", [0, 2, True, "two"])

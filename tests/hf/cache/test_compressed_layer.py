@@ -4,7 +4,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -53,13 +53,13 @@ def logits(generate: Callable[..., Any]) -> list[Tensor]:
 
 
 @on_each_rank
-def our_logits(ranks: int, changes: dict[str, Any]) -> list[Any]:
+def our_logits(ranks: int, changes: dict[str, Any]) -> list[Tensor]:
     small = model("attnmesh", changes)
 
     def generate(ids: Tensor, **options: Any) -> Any:
         return hf.generate(small, ids, cache=cache_of(small, ranks, block=1 if len(ids) > 1 else 16), **options)
 
-    return [x.numpy() for x in logits(generate)]
+    return logits(generate)
 
 
 @pytest.mark.parametrize("name", some([*CASES], "short blocks"))
@@ -68,7 +68,7 @@ def test_logits_are_those_of_stock_transformers(pool: Pool, name: str) -> None:
     expected = logits(model("eager", changes).generate)
     for found in pool.run(3, our_logits, 3, changes):
         for ours, stock in zip(found, expected, strict=True):
-            torch.testing.assert_close(torch.from_numpy(ours), stock, atol=FLOAT64_MODEL, rtol=FLOAT64_MODEL)
+            torch.testing.assert_close(ours, stock, atol=FLOAT64_MODEL, rtol=FLOAT64_MODEL)
 
 
 def test_a_fork_keeps_its_new_entries_to_itself() -> None:
@@ -91,17 +91,19 @@ FAULTS: dict[str, Callable[..., Any]] = {
 
 
 @on_each_rank
-def logits_with(fault: str | None) -> Any:
+def logits_with(fault: str | None) -> Tensor:
     small = model("attnmesh", {"index_topk": 1})
     cache = hf.ShardedCache(small.config, named_mesh(Shape(1, 1, 2), AXES), block=4, checked=False)
     options = {**NEW, "max_new_tokens": 8, "output_logits": True, "return_dict_in_generate": True}
     with nullcontext() if fault is None else patch(fault, FAULTS[fault]):
-        return torch.stack(hf.generate(small, prompt(61), cache=cache, **options).logits).numpy()
+        return torch.stack(hf.generate(small, prompt(61), cache=cache, **options).logits)
 
 
 @cache
-def logits_without(pool: Pool) -> Any:
-    return pool.run(2, logits_with, None)[0]
+def logits_without(pool: Pool) -> Tensor:
+    one, _ = pool.run(2, logits_with, None)
+    assert isinstance(one, Tensor)
+    return one
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -109,21 +111,38 @@ def test_faults_change_logits(pool: Pool, fault: str) -> None:
     assert abs(logits_without(pool) - pool.run(2, logits_with, fault)[0]).max() > 1e-3
 
 
+class Entries(NamedTuple):
+    """How many entries a cache has on all ranks, and on this one."""
+
+    of_all: int
+    own: int
+
+
+class Layer(NamedTuple):
+    """A window, and the entries of the layer's other caches."""
+
+    window: object
+    entries: list[Entries]
+
+
 @on_each_rank
-def sizes() -> list[Any]:
-    """Return for each layer the tokens of the window, and entries on all ranks and on this one."""
+def sizes() -> list[Layer]:
     small = model("attnmesh")
     cache = cache_of(small, 3)
     hf.generate(small, prompt(193), cache=cache, **NEW | {"max_new_tokens": 8})
     layers = [layer for layer in cache.layers if isinstance(layer, CompressedLayer)]
-    return [(layer.cached.sizes.mask, [(kv.length, kv.used) for kv in layer.others.values()]) for layer in layers]
+    return [
+        Layer(layer.cached.sizes.mask, [Entries(kv.length, kv.used) for kv in layer.others.values()])
+        for layer in layers
+    ]
 
 
 def test_each_rank_keeps_a_window_and_its_share_of_entries(pool: Pool) -> None:
     for layers, halves, quarters in zip(pool.run(3, sizes), (18, 16, 16), (9, 8, 8), strict=True):
-        assert [mask for mask, _ in layers] == [am.Window(15)] * 2
-        assert layers[0][1] == [(50, halves)] * 2
-        assert layers[1][1] == [(25, quarters)]
+        first, second = layers
+        assert first.window == second.window == am.Window(15)
+        assert first.entries == [Entries(50, halves)] * 2
+        assert second.entries == [Entries(25, quarters)]
 
 
 # --- the cache's life ---

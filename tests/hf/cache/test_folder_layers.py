@@ -2,7 +2,7 @@
 
 import gc
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,9 +19,16 @@ from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool, on_each_rank
 
 
+class Turn(NamedTuple):
+    """The tokens after a turn, and how many its cache began with."""
+
+    begun: int
+    ids: list[list[int]]
+
+
 @on_each_rank
-def talk(family: str, folder: Path, shape: Shape, hot: int | None) -> list[Any]:
-    """Return the tokens of turns, each on a cache that opens the folder, and how many tokens it began with."""
+def talk(family: str, folder: Path, shape: Shape, hot: int | None) -> list[Turn]:
+    """Return turns, each on a cache that opens the folder."""
     model, mesh = families.model(family, "attnmesh"), named_mesh(shape, AXES) if shape.ranks > 1 else None
     ids = prompt(150)
     turns = []
@@ -31,7 +38,7 @@ def talk(family: str, folder: Path, shape: Shape, hot: int | None) -> list[Any]:
         ids = torch.cat((ids[:, : 60 if step == 2 else None], prompt(30, seed=step)), 1)
         real = torch.ones_like(ids)  # an answer may have the id of padding
         ids = hf.generate(model, ids, attention_mask=real, cache=cache, max_new_tokens=12, do_sample=False)
-        turns.append((begun, ids.tolist()))
+        turns.append(Turn(begun, ids.tolist()))
         del cache
         gc.collect()  # before the others open it
         if shape.ranks > 1:
@@ -39,7 +46,7 @@ def talk(family: str, folder: Path, shape: Shape, hot: int | None) -> list[Any]:
     return turns
 
 
-def stock_turns(family: str) -> list[Any]:
+def stock_turns(family: str) -> list[Turn]:
     model = families.model(family, STOCK[family])
     ids = prompt(150)
     turns = []
@@ -47,7 +54,7 @@ def stock_turns(family: str) -> list[Any]:
     for step in range(4):
         ids = torch.cat((ids[:, : 60 if step == 2 else None], prompt(30, seed=step)), 1)
         ids = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
-        turns.append((begun, ids.tolist()))
+        turns.append(Turn(begun, ids.tolist()))
         begun = ids.shape[1] - 1
     return turns
 

@@ -2,7 +2,7 @@
 
 from functools import cache, lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -96,18 +96,24 @@ def test_tokens_are_those_of_a_stock_cache_that_rounds(
         assert all(map(torch.equal, found, expected(family, storage, padded)))
 
 
+class Answers(NamedTuple):
+    """The tokens after a short prompt, and those of a model that caches latents."""
+
+    short: list[list[int]]
+    of_latents: list[list[int]]
+
+
 @on_each_rank
-def short_and_latent(shape: Shape, storage: str) -> list[Any]:
-    """Return the tokens of a short prompt, and of a model that caches latents, with the bytes that it holds."""
+def short_and_latent(shape: Shape, storage: str) -> Answers:
     model, mesh = families.model("llama", "attnmesh"), named_mesh(shape, AXES)
     cache = hf.ShardedCache(model.config, mesh, storage=storage, block=4)
-    found = [hf.generate(model, prompt(7), cache=cache, max_new_tokens=20, do_sample=False).tolist()]
+    short = hf.generate(model, prompt(7), cache=cache, max_new_tokens=20, do_sample=False).tolist()
     latent = latent_model()
     cache = hf.ShardedCache(latent.config, mesh, storage=storage)
-    found.append(hf.generate(latent, prompt(90), cache=cache, max_new_tokens=9, do_sample=False).tolist())
+    of_latents = hf.generate(latent, prompt(90), cache=cache, max_new_tokens=9, do_sample=False).tolist()
     assert cache.kvs[0].sizes.storage == storage
     assert cache.held_bytes == 2 * cache.held * (24 + 2)
-    return found
+    return Answers(short, of_latents)
 
 
 def latent_model() -> Any:
@@ -121,8 +127,9 @@ def latent_model() -> Any:
 
 
 @cache
-def short_and_latent_alone(pool: Pool, storage: str) -> list[Any]:
-    found: list[Any] = pool.run(1, short_and_latent, Shape(1, 1, 1), storage)[0]
+def short_and_latent_alone(pool: Pool, storage: str) -> Answers:
+    (found,) = pool.run(1, short_and_latent, Shape(1, 1, 1), storage)
+    assert isinstance(found, Answers)
     return found
 
 
@@ -132,9 +139,16 @@ def test_short_prompts_and_latents_give_the_same_tokens_on_any_ranks(pool: Pool,
         assert found == short_and_latent_alone(pool, storage)
 
 
+class Continued(NamedTuple):
+    """The tokens of each cache that goes on, and the errors of other storages."""
+
+    tokens: list[list[list[int]]]
+    errors: list[str]
+
+
 @on_each_rank
-def stored_and_recovered(shape: Shape, storage: str, folder: Path) -> tuple[list[Any], list[str]]:
-    """Continue a cache after a save, a restore, a recovery and a fork; and the errors of other storages."""
+def stored_and_recovered(shape: Shape, storage: str, folder: Path) -> Continued:
+    """Continue a cache after a save, a restore, a recovery and a fork."""
     model, mesh = families.model("llama", "attnmesh"), named_mesh(shape, AXES)
 
     def empty(storage: str | None = storage) -> hf.ShardedCache:
@@ -160,15 +174,15 @@ def stored_and_recovered(shape: Shape, storage: str, folder: Path) -> tuple[list
                 call()
             except errors.KernelError as error:
                 found.append(str(error))
-    return tokens, found
+    return Continued(tokens, found)
 
 
 @pytest.mark.parametrize(("shape", "storage"), rotated(SHAPES[1:4], [*STORAGES], every=2))
 def test_a_cache_is_saved_restored_and_recovered(pool: Pool, tmp_path: Path, shape: Shape, storage: str) -> None:
-    for tokens, found in pool.run(shape.ranks, stored_and_recovered, shape, storage, tmp_path):
-        assert tokens == [tokens[0]] * 4
-        assert len(found) == 4
-        assert all(f"storage='{storage}'" in error for error in found)
+    for continued in pool.run(shape.ranks, stored_and_recovered, shape, storage, tmp_path):
+        assert continued.tokens == [continued.tokens[0]] * 4
+        assert len(continued.errors) == 4
+        assert all(f"storage='{storage}'" in error for error in continued.errors)
 
 
 def test_layers_with_short_windows_stay_as_they_are() -> None:

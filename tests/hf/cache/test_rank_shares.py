@@ -1,7 +1,7 @@
 """Models on caches of unequal shares: the tokens of stock transformers, of which each rank computes its share."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,14 +20,23 @@ from tests.support.pool import Pool, on_each_rank
 from tests.support.recurrent import model_of
 
 
+class Conversation(NamedTuple):
+    """The tokens after each turn, and how many the last layer holds on this rank and on all after the first."""
+
+    turns: list[list[list[int]]]
+    held: int
+    held_by_all: int
+
+
 @on_each_rank
-def conversation(family: str, shape: Shape, shares: tuple[float, ...], folder: Path) -> tuple[list[Any], list[int]]:
-    """Return the tokens of turns on one cache, which is then loaded with even shares and back, and tokens of a rank."""
+def conversation(family: str, shape: Shape, shares: tuple[float, ...], folder: Path) -> Conversation:
+    """Talk in turns on one cache, which is then loaded with even shares and back."""
     model, mesh = families.model(family, "attnmesh"), named_mesh(shape, AXES)
     cache = hf.ShardedCache(model.config, mesh, shares=shares)
     options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
     turns = [hf.generate(model, prompt(150), cache=cache, **options)]
-    held = [cache.layers[-1].kv.used, cache.get_seq_length()]
+    held = cache.layers[-1].kv.used
+    length = cache.get_seq_length()
     turns.append(hf.generate(model, torch.cat((turns[0], prompt(90, seed=1)), 1), cache=cache, **options))
     for number, other in enumerate((None, shares)):
         cache.save(folder / str(number))
@@ -35,7 +44,7 @@ def conversation(family: str, shape: Shape, shares: tuple[float, ...], folder: P
         cache.restore(folder / str(number))
         again = torch.cat((turns[-1], prompt(3, seed=2)), 1)
         turns.append(hf.generate(model, again, cache=cache, prefill_chunk_size=64, **options))
-    return [turn.tolist() for turn in turns], held
+    return Conversation([turn.tolist() for turn in turns], held, length)
 
 
 @pytest.mark.parametrize(
@@ -56,10 +65,11 @@ def test_tokens_on_unequal_shares_are_those_of_stock(
     for _ in range(2):
         turns.append(stock.generate(torch.cat((turns[-1], prompt(3, seed=2)), 1), **options))
     answers = pool.run(shape.ranks, conversation, family, shape, shares, tmp_path)
-    for rank, (found, (held, length)) in enumerate(answers):
-        assert found == [turn.tolist() for turn in turns]
+    for rank, found in enumerate(answers):
+        assert found.turns == [turn.tolist() for turn in turns]
         if family != "gemma3":  # whose last layer keeps a window
-            assert abs(held - length * shares[rank % len(shares)] / sum(shares)) <= 16 * len(shares)
+            share = shares[rank % len(shares)] / sum(shares)
+            assert abs(found.held - found.held_by_all * share) <= 16 * len(shares)
 
 
 @on_each_rank

@@ -21,7 +21,7 @@ WINDOWED = {"gemma3": Shape(1, 2, 2), "gpt-oss": Shape(1, 1, 3), "mistral": Shap
 
 
 @on_each_rank
-def conversation(family: str, shape: Shape, windows: bool) -> list[Any]:
+def conversation(family: str, shape: Shape, windows: bool) -> list[list[list[int]]]:
     """Return the tokens of turns on one cache, of which the last two go back."""
     model, mesh = families.model(family, "attnmesh"), named_mesh(shape, AXES) if shape.ranks > 1 else None
     cache = hf.ShardedCache(model.config, mesh, windows=windows)

@@ -194,7 +194,9 @@ def trained(small: PreTrainedModel, arguments: dict[str, Any]) -> tuple[float, d
 
 
 @on_each_rank
-def train_on_shards(name: str, shape: Shape, layout: Layout, packed: bool, again: bool) -> Any:
+def train_on_shards(
+    name: str, shape: Shape, layout: Layout, packed: bool, again: bool
+) -> tuple[float, dict[str, Tensor]]:
     small = build(CASES[name], "attnmesh", torch.float64)
     if again:
         small.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -272,7 +274,7 @@ def test_blocks_begin_with_each_document(pool: Pool) -> None:
 
 
 @on_each_rank
-def train_documents(name: str, shape: Shape, layout: Layout) -> Any:
+def train_documents(name: str, shape: Shape, layout: Layout) -> tuple[float, dict[str, Tensor]]:
     labels = batch(True)["input_ids"].clone()
     labels[:, 25] = -100
     shards = hf.shard_batch({**batch(True), "labels": labels}, named_mesh(shape, AXES), layout)

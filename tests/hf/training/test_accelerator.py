@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -110,9 +110,17 @@ def test_metrics_count_each_sample_once(pool: Pool) -> None:
     assert pool.run(4, metrics) == [[*range(5)]] * 4
 
 
+class Gathered(NamedTuple):
+    """Tensors of one rank of each mesh, and the errors of what has no tensors."""
+
+    x: list[int]
+    y: list[list[int]]
+    error_of_text: str
+    error_of_objects: str
+
+
 @on_each_rank
-def gathered() -> tuple[Any, list[str]]:
-    """Return gathered tensors, and the errors of what has no tensors."""
+def gathered() -> Gathered:
     with accelerator_of() as (accelerator, _):
         own = accelerator.replicas.mesh_index
         found = accelerator.gather({"x": torch.tensor(own), "y": [torch.tensor([[own, 10 * own]])]})
@@ -121,14 +129,15 @@ def gathered() -> tuple[Any, list[str]]:
             with pytest.raises(errors.KernelError) as caught:
                 accelerator.gather_for_metrics(data, **options)
             refused.append(str(caught.value))
-        return (found["x"].tolist(), found["y"][0].tolist()), refused
+        return Gathered(found["x"].tolist(), found["y"][0].tolist(), *refused)
 
 
 def test_one_rank_of_each_mesh_is_gathered_and_objects_are_refused(pool: Pool) -> None:
-    for tensors, (text, objects) in pool.run(4, gathered):
-        assert tensors == ([0, 1], [[0, 0], [1, 10]])
-        assert text.startswith("gather_for_metrics: expected tensors, given ")
-        assert objects.startswith("gather_for_metrics: expected tensors, given use_gather_object=True")
+    for found in pool.run(4, gathered):
+        assert found.x == [0, 1]
+        assert found.y == [[0, 0], [1, 10]]
+        assert found.error_of_text.startswith("gather_for_metrics: expected tensors, given ")
+        assert found.error_of_objects.startswith("gather_for_metrics: expected tensors, given use_gather_object=True")
 
 
 @on_each_rank
@@ -185,8 +194,16 @@ def test_a_loop_with_accelerate_is_that_of_one_process(pool: Pool) -> None:
         assert given == pytest.approx(expected, rel=TRAINED)
 
 
+class Reduced(NamedTuple):
+    """The sums of a float and of a whole number over meshes, and the mean of the float."""
+
+    sum_of_floats: Tensor
+    sum_of_ints: Tensor
+    mean: Tensor
+
+
 @on_each_rank
-def reduced(data: int, shape: Shape) -> list[Any]:
+def reduced(data: int, shape: Shape) -> Reduced:
     """Return sums and means over meshes of numbers that ranks of a mesh have alike."""
     with launched():
         from accelerate import Accelerator
@@ -196,14 +213,16 @@ def reduced(data: int, shape: Shape) -> list[Any]:
         own = 3 + dist.get_rank() // shape.ranks
         sums = accelerator.reduce({"x": torch.tensor(own / 4), "n": [torch.tensor(own)]}, "sum")
         mean = accelerator.reduce(torch.tensor(own / 4), "mean")
-        return [sums["x"], sums["n"][0], mean]
+        return Reduced(sums["x"], sums["n"][0], mean)
 
 
 @pytest.mark.parametrize(("data", "x", "n", "mean"), [(1, 0.75, 3, 0.75), (2, 1.75, 7, 0.875)])
 def test_an_accelerator_reduces_over_meshes(data: int, x: float, n: int, mean: float, pool: Pool) -> None:
     for given in pool.run(2 * data, reduced, data, Shape(1, 1, 2)):
-        assert [value.item() for value in given] == [x, n, mean]
-        assert given[1].dtype == torch.int64
+        assert given.sum_of_floats.item() == x
+        assert given.sum_of_ints.item() == n
+        assert given.sum_of_ints.dtype == torch.int64
+        assert given.mean.item() == mean
 
 
 @on_each_rank
@@ -228,9 +247,16 @@ def test_an_accelerator_prepares_several_models_and_one_twice(pool: Pool) -> Non
         assert given == pytest.approx([first, second, first], rel=FLOAT32_SUMS)
 
 
+class AfterAnError(NamedTuple):
+    """The error of a batch, and the logits and the loss of the next one, in a loop that goes on."""
+
+    raised: str
+    type_of_logits: str
+    loss: float
+
+
 @on_each_rank
-def after_an_error(shape: Shape) -> tuple[str, Any, float]:
-    """Return the error of a batch, and the shards and the loss of the next one, in a loop that goes on."""
+def after_an_error(shape: Shape) -> AfterAnError:
     with launched():
         from accelerate import Accelerator
 
@@ -242,25 +268,34 @@ def after_an_error(shape: Shape) -> tuple[str, Any, float]:
         except errors.ArgumentError as error:
             raised = type(error).__name__
         output = model(input_ids=ids, labels=ids)
-        return raised, type(output.logits).__name__, output.loss.item()
+        return AfterAnError(raised, type(output.logits).__name__, output.loss.item())
 
 
 def test_a_loop_goes_on_after_a_batch_whose_call_raised(pool: Pool) -> None:
     ids = prompt(33)
     expected = families.model("qwen3", "sdpa")(input_ids=ids, labels=ids).loss.item()
     for given in pool.run(2, after_an_error, Shape(1, 1, 2)):
-        assert given == ("ArgumentError", "ShardedOutput", pytest.approx(expected, rel=TRAINED))
+        assert given.raised == "ArgumentError"
+        assert given.type_of_logits == "ShardedOutput"
+        assert given.loss == pytest.approx(expected, rel=TRAINED)
+
+
+class Wrapped(NamedTuple):
+    """Whether a model is averaged over ranks once it is prepared to be evaluated, and to be trained; and its loss."""
+
+    for_evaluation: bool
+    for_training: bool
+    loss: float
 
 
 @on_each_rank
-def wrapped() -> tuple[bool, bool, float]:
-    """Return whether models are averaged over ranks: one that was evaluated before, and one of a pair; and a loss."""
+def wrapped() -> Wrapped:
     with accelerator_of(meshes=1) as (accelerator, model):
         evaluated = accelerator.prepare_model(model, evaluation_mode=True)
         optimizer = torch.optim.SGD(model.parameters())
         trained, _ = accelerator.prepare(evaluated, optimizer)
         ids = prompt(33)
-        return (
+        return Wrapped(
             isinstance(evaluated, DistributedDataParallel),
             isinstance(trained, DistributedDataParallel),
             trained(input_ids=ids, labels=ids).loss.item(),
@@ -270,10 +305,10 @@ def wrapped() -> tuple[bool, bool, float]:
 def test_a_model_that_was_evaluated_is_wrapped_for_training_and_sharded(pool: Pool) -> None:
     ids = prompt(33)
     expected = families.model("qwen3", "sdpa")(input_ids=ids, labels=ids).loss.item()
-    for for_evaluation, for_training, loss in pool.run(2, wrapped):
-        assert not for_evaluation
-        assert for_training
-        assert loss == pytest.approx(expected, rel=FLOAT32_SUMS)
+    for model in pool.run(2, wrapped):
+        assert not model.for_evaluation
+        assert model.for_training
+        assert model.loss == pytest.approx(expected, rel=FLOAT32_SUMS)
 
 
 @on_each_rank
@@ -303,9 +338,17 @@ def test_a_scheduler_of_several_meshes_is_refused(pool: Pool) -> None:
         assert message.startswith("prepare: expected a scheduler that steps by itself on one mesh, given 2 meshes")
 
 
+class Loaded(NamedTuple):
+    """Whether weights and the random number are those that were saved, that number, and the processes."""
+
+    has_weights: bool
+    has_number: bool
+    number: float
+    processes: int
+
+
 @on_each_rank
-def saved_and_loaded(folder: str) -> tuple[bool, bool, float, float]:
-    """Return whether weights and random numbers are those that were saved, and the processes in files and after."""
+def saved_and_loaded(folder: str) -> Loaded:
     with accelerator_of() as (accelerator, model):
         model = accelerator.prepare(model)
         torch.manual_seed(dist.get_rank())
@@ -316,14 +359,16 @@ def saved_and_loaded(folder: str) -> tuple[bool, bool, float, float]:
         with torch.no_grad():
             weight.zero_()
         accelerator.load_state(folder)
-        return torch.equal(weight, before), torch.equal(torch.rand(1), number), number.item(), accelerator.num_processes
+        has_number = torch.equal(torch.rand(1), number)
+        return Loaded(torch.equal(weight, before), has_number, number.item(), accelerator.num_processes)
 
 
 def test_each_rank_saves_and_loads_its_part_of_a_state(pool: Pool, tmp_path: Path) -> None:
     answers = pool.run(4, saved_and_loaded, str(tmp_path))
-    assert [answer[:2] for answer in answers] == [(True, True)] * 4
-    assert len({number for _, _, number, _ in answers}) == 4, "ranks have random numbers of their own"
-    assert {processes for *_, processes in answers} == {2}
+    assert all(loaded.has_weights for loaded in answers)
+    assert all(loaded.has_number for loaded in answers)
+    assert len({loaded.number for loaded in answers}) == 4, "ranks have random numbers of their own"
+    assert {loaded.processes for loaded in answers} == {2}
     assert sorted(path.name for path in tmp_path.glob("random_states_*")) == [
         f"random_states_{n}.pkl" for n in range(4)
     ]

@@ -2,7 +2,7 @@
 
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -144,9 +144,16 @@ def loop_results(mesh: Any, folder: str, first: int = 0) -> tuple[list[float], A
     return losses, accelerator, model
 
 
+class Loops(NamedTuple):
+    """The losses of a whole and of a resumed loop, and the weights."""
+
+    losses: list[float]
+    resumed_losses: list[float]
+    weights: dict[str, Tensor]
+
+
 @on_each_rank
-def saved_in_a_loop(folder: str) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """Return the losses of a whole and of a resumed loop, and the weights."""
+def saved_in_a_loop(folder: str) -> Loops:
     from accelerate.utils import save_fsdp_model
 
     mesh = mesh_of(2, PAIR)
@@ -156,15 +163,15 @@ def saved_in_a_loop(folder: str) -> tuple[list[float], list[float], dict[str, Te
         save_fsdp_model(accelerator.state.fsdp_plugin, accelerator, model, f"{folder}/by hand")
     with launched(), fsdp_on_cpus():
         resumed, _, model = loop_results(mesh, folder, 2)
-    return whole, resumed, {name: x.full_tensor() for name, x in model.state_dict().items()}
+    return Loops(whole, resumed, {name: x.full_tensor() for name, x in model.state_dict().items()})
 
 
 def test_a_loop_with_accelerate_continues_from_its_state(pool: Pool, tmp_path: Path) -> None:
     answers = pool.run(4, saved_in_a_loop, str(tmp_path))
     by_hand = torch.load(tmp_path / "by hand" / "pytorch_model_fsdp.bin", weights_only=True)
-    for whole, resumed, weights in answers:
-        assert resumed == whole[2:]
-        assert all(torch.equal(by_hand[name], x) for name, x in weights.items())
+    for loops in answers:
+        assert loops.resumed_losses == loops.losses[2:]
+        assert all(torch.equal(by_hand[name], x) for name, x in loops.weights.items())
 
 
 @on_each_rank
