@@ -33,6 +33,13 @@ hypothesis.settings.register_profile("project", deadline=None, print_blob=True, 
 hypothesis.settings.load_profile("project")
 
 
+TESTS = Path(__file__).parent
+LONGEST = TESTS / "tools"
+"""A minute of hostile clients, which is not for the end."""
+WAITING = (LONGEST, TESTS / "serve", TESTS / "cli", TESTS / "comm")
+"""Folders of tests that wait more than they compute."""
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Start the process that all ranks are forked from, while tests are collected: it imports what most ranks need.
 
@@ -46,12 +53,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Deal files that wait more than they compute evenly among the others: two at once would leave cores idle."""
+    """Deal files that wait evenly among the others: two of them at once would leave cores idle."""
+    gone = [folder for folder in WAITING if not folder.is_dir()]
+    if gone:
+        raise pytest.UsageError(f"{__file__}: expected folders in WAITING, given {gone}. Fix: name the ones that wait.")
     files = [path for path in dict.fromkeys(item.path for item in items) if path.name.startswith("test_")]
-    files.sort(key=lambda path: path.parent.name != "tools")  # a minute of hostile clients is not for the end
+    files.sort(key=lambda path: path.parent != LONGEST)
     place: dict[Path, float] = {}
     for waits in (True, False):
-        group = [path for path in files if (path.parent.name in ("tools", "serve", "cli", "comm")) == waits]
+        group = [path for path in files if (path.parent in WAITING) == waits]
         place |= {path: number / len(group) for number, path in enumerate(group)}
     items.sort(key=lambda item: place.get(item.path, 0.0))
 
