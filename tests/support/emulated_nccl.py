@@ -28,7 +28,7 @@ from torch.distributed import distributed_c10d
 from attnmesh.cli.launch import Processes
 from tests.support.emulated_gpu import EmulatedGPU, EmulatedTensor, emulated_gpu
 from tests.support.emulated_switch import Communicator, Message, Outcome, Switch
-from tests.support.pool import PRELOADED
+from tests.support.pool import PRELOADED, check_marked
 
 BACKENDS = {"nccl": "cuda:nccl", "cpu:gloo,cuda:nccl": "cpu:gloo,cuda:nccl"}
 """What a process group is made with, and what PyTorch then says of its devices."""
@@ -52,6 +52,7 @@ def world(
     size: int, function: Callable[..., Any], *arguments: Any, backend: str = "nccl", patience: float = PATIENCE
 ) -> Outcome:
     """Run a function on so many ranks, and return what became of them."""
+    check_marked(function)
     processes = Processes()
     processes.preload(PRELOADED)
     with tempfile.TemporaryDirectory(prefix="attnmesh-emulated-") as folder:

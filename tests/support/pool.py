@@ -58,11 +58,16 @@ GRACE = 5.0
 
 
 def on_each_rank(function: Sent) -> Sent:
-    """Mark a function that tests send to ranks, and return it as it is.
-
-    The mark tells readers where a function runs. `tests/tools/test_pool.py` finds functions that are sent without it.
-    """
+    """Mark a function that tests send to ranks, so that readers see where it runs. No other is sent."""
+    function.runs_on_each_rank = True  # type: ignore[attr-defined]
     return function
+
+
+def check_marked(function: Callable[..., Any]) -> None:
+    """Raise TypeError unless a function has the mark."""
+    if not getattr(function, "runs_on_each_rank", False):
+        name = getattr(function, "__name__", function)
+        raise TypeError(f"{name}: expected a function that runs on ranks. Fix: decorate it with @on_each_rank.")
 
 
 class Lost(RuntimeError):
@@ -164,6 +169,7 @@ class Pool:
 
     def ask(self, size: int, function: Callable[..., Any], *arguments: Any, deadline: float = DEADLINE) -> list[Any]:
         """Every rank's result or error, as a list."""
+        check_marked(function)
         if size not in self._worlds:
             self._worlds[size] = World(size, self.backend)
         try:

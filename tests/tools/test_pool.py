@@ -1,19 +1,17 @@
 """The pool of ranks: worlds start once, errors come back, and hangs end at their deadline."""
 
-import ast
 import inspect
 import os
-import re
 import struct
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from attnmesh.errors import ShapeError
+from tests.support.emulated_nccl import world
 from tests.support.pool import SIZES, Lost, Pool, on_each_rank
 
 
@@ -112,26 +110,11 @@ def test_a_dead_rank_is_named(function: Callable[[], None], pool: Pool) -> None:
     assert len(pool.run(1, process_id)) == 1
 
 
-SENDERS = re.compile(r"(pool|nccl|world)\.(run|ask)|run_on_ranks|run_on_hosts|world")
-"""Calls whose second argument is sent to ranks."""
+def return_nothing() -> None: ...
 
 
-def test_functions_that_are_sent_to_ranks_are_marked() -> None:
-    tests = Path(__file__).parents[1]
-    sent, marked = set[tuple[str, str]](), set[tuple[str, str]]()
-    for file in tests.rglob("*.py"):
-        module, tree = ".".join(("tests", *file.relative_to(tests).with_suffix("").parts)), ast.parse(file.read_text())
-        places: dict[str, tuple[str, str]] = {}
-        for node in tree.body:
-            if isinstance(node, ast.ImportFrom):
-                places |= {one.asname or one.name: (str(node.module), one.name) for one in node.names}
-            elif isinstance(node, ast.FunctionDef):
-                places[node.name] = module, node.name
-                marked |= {(module, node.name) for mark in node.decorator_list if ast.unparse(mark) == "on_each_rank"}
-        calls = [
-            node for node in ast.walk(tree) if isinstance(node, ast.Call) and SENDERS.fullmatch(ast.unparse(node.func))
-        ]
-        names = {one.id for call in calls for one in call.args[1:2] if isinstance(one, ast.Name)}
-        sent |= {places[name] for name in names & places.keys()}
-    assert sent & marked
-    assert not sorted(one for one in sent - marked if one[0].startswith("tests."))
+def test_a_function_without_the_mark_is_not_sent(pool: Pool) -> None:
+    with pytest.raises(TypeError, match=r"return_nothing: expected .* Fix: decorate it with @on_each_rank"):
+        pool.run(1, return_nothing)
+    with pytest.raises(TypeError, match="Fix: decorate it with @on_each_rank"):
+        world(1, return_nothing)

@@ -58,7 +58,7 @@ def test_calls_on_two_ranks_walk_through_few_frames(world: Pool) -> None:
 
 def test_the_page_of_walks_draws_them(world: Pool) -> None:
     drawn = PAGE.read_text().split(FIRST)[1].split(LAST)[0]
-    assert world.run(2, drawings)[0] == drawn, "write it anew: python -m tools.walk --draw"
+    assert world.run(2, on_each_rank(drawings))[0] == drawn, "write it anew: python -m tools.walk --draw"
     assert " ..." not in drawn, "begin the docstring of the function with a sentence of 60 characters"
 
 
