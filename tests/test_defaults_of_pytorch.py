@@ -90,7 +90,7 @@ def results(shape: Shape, folder: Path, whole: list[Tensor], rows: Tensor) -> li
 
 
 @on_each_rank
-def differing(shape: Shape, folder: Path) -> list[int]:
+def compare_defaults(shape: Shape, folder: Path) -> list[int]:
     """Return the numbers of the results that other defaults change."""
     generator = torch.Generator().manual_seed(0)
     whole = [torch.randn(1, heads, 31, 8, generator=generator) for heads in (4, 2, 2)]
@@ -103,4 +103,4 @@ def differing(shape: Shape, folder: Path) -> list[int]:
 
 @pytest.mark.parametrize("shape", [Shape(1, 1, 1), Shape(1, 2, 1), Shape(2, 1, 2), Shape(1, 1, 3)])
 def test_no_default_changes_a_result(pool: Pool, tmp_path: Path, shape: Shape) -> None:
-    assert pool.run(shape.ranks, differing, shape, tmp_path) == [[]] * shape.ranks
+    assert pool.run(shape.ranks, compare_defaults, shape, tmp_path) == [[]] * shape.ranks

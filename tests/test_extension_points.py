@@ -92,7 +92,7 @@ class Run(NamedTuple):
 
 
 @on_each_rank
-def run(mask: Mask, kernel: str, merge: str) -> Run:
+def attend_and_decode(mask: Mask, kernel: str, merge: str) -> Run:
     made_up, stack = Dense(), ExitStack()
     stack.enter_context(patch.object(choice, "KERNELS", choice.in_order((*choice.KERNELS, made_up))))
     stack.enter_context(patch.dict(MERGES, {RING.name: RING}))
@@ -131,7 +131,7 @@ def test_attention_and_decoding_are_exact_with_a_new_mask_kernel_or_merge(
     exact = [x.double().requires_grad_() for x in (*given(4), *given(2))]
     out = dense(*exact, visible, WIDTH**-0.5)[0]
     expected: list[Any] = [out.detach(), *torch.autograd.grad(out.square().sum(), exact)]
-    for found in pool.run(ranks, run, mask, kernel, merge):
+    for found in pool.run(ranks, attend_and_decode, mask, kernel, merge):
         torch.testing.assert_close(found.attention, expected, check_dtype=False)
         torch.testing.assert_close(found.step, expected[0][:, :, -15:], check_dtype=False)
         assert (found.calls > 0) == (kernel == "added")

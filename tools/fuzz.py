@@ -64,7 +64,7 @@ def _on_mesh(pool: Pool, ranks: int) -> Callable[[str, int], bool]:
     def check(only: str, seed: int) -> bool:
         problem = mesh_problems.draw(seed, ranks)
         if only in repr(problem):
-            mesh_problems.check(problem, pool.run(ranks, mesh_problems.run, problem))
+            mesh_problems.check(problem, pool.run(ranks, mesh_problems.run_problem, problem))
         return only in repr(problem)
 
     return check

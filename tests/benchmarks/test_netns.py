@@ -94,7 +94,7 @@ def test_where_no_hosts_can_be_made_the_error_says_why(
     name, value = change
     monkeypatch.setattr(f"benchmarks.netns.{name}", value)
     with pytest.raises(ClusterError, match="run it as root on Linux") as caught:
-        run_on_hosts(Hosts(2, 1, 1e8), told_of_hosts)
+        run_on_hosts(Hosts(2, 1, 1e8), send_across_hosts)
     assert told in str(caught.value)
 
 
@@ -108,7 +108,7 @@ class Crossing(NamedTuple):
 
 
 @on_each_rank
-def told_of_hosts() -> Crossing:
+def send_across_hosts() -> Crossing:
     world, rank = dist.get_world_size(), dist.get_rank()
     axis = Axis(world, rank, dist.group.WORLD)
     numbers = host_numbers((axis,))
@@ -131,7 +131,7 @@ def told_of_hosts() -> Crossing:
 
 @pytest.mark.long
 def test_links_are_as_slow_as_asked_for_and_count_what_crosses(hosts: None) -> None:
-    told = run_on_hosts(Hosts.parse("2x2@100mbit"), told_of_hosts)
+    told = run_on_hosts(Hosts.parse("2x2@100mbit"), send_across_hosts)
     for each in told:
         assert each.first_on_host == [0, 0, 2, 2]
         assert each.payload == pytest.approx(4_000_000, rel=0.01)  # gloo's own words come on top
@@ -208,7 +208,7 @@ WORKLOADS = [
 
 
 @on_each_rank
-def all_crossings(workloads: list[Workload], stride: int) -> list[tuple[str, float]]:
+def compare_all_crossings(workloads: list[Workload], stride: int) -> list[tuple[str, float]]:
     """For each way of running each workload, or one in `stride`: its name, and by what share its bytes were missed."""
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (1, 1, world), mesh_dim_names=AXES)
@@ -244,5 +244,5 @@ def test_bytes_between_hosts_are_those_foretold(
 
     How gloo cuts what is shorter than its parts in an all-reduce is its own affair.
     """
-    for name, off in run_on_hosts(Hosts.parse(world), all_crossings, workloads, stride)[0]:
+    for name, off in run_on_hosts(Hosts.parse(world), compare_all_crossings, workloads, stride)[0]:
         assert abs(off) < (0.15 if "allreduce" in name else 0.03), name

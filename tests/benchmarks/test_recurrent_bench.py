@@ -17,7 +17,7 @@ SMALL = recurrent.Request(tokens=70, key_heads=2, head_dim=8, rounds=2)
 
 
 @on_each_rank
-def largest_errors() -> list[float]:
+def measure_largest_errors() -> list[float]:
     """The largest error of each way's output, and of the sum of its gradients of weights."""
     mesh = init_mesh("cpu", (1, 1, dist.get_world_size()))
     layer = recurrent.layer_of(SMALL)
@@ -36,7 +36,7 @@ def largest_errors() -> list[float]:
 
 
 def test_all_ways_compute_the_same_layer(pool: Pool) -> None:
-    for errors in pool.run(2, largest_errors):
+    for errors in pool.run(2, measure_largest_errors):
         assert len(errors) == 3 * 8
         assert worst(errors) < 1e-4  # float32, whose roundings the rule carries from token to token
 

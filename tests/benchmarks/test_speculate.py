@@ -26,7 +26,7 @@ class Guessed(NamedTuple):
 
 
 @on_each_rank
-def two_hundred(folder: str) -> Guessed:
+def answer_two_hundred(folder: str) -> Guessed:
     """Answer 200 prompts with guesses and without, 1 to 16 at a time.
 
     Prompts of a turn are the ends of two, cut at other tokens: most caches are forked from others.
@@ -59,6 +59,6 @@ def two_hundred(folder: str) -> Guessed:
 @needs_smollm2
 def test_two_hundred_answers_of_a_released_model_are_the_same() -> None:
     """A third copies, a third is drawn from copies, and a third is stories."""
-    guessed, _ = run_on_ranks(2, two_hundred, locate(PACKAGED), seconds=3000)
+    guessed, _ = run_on_ranks(2, answer_two_hundred, locate(PACKAGED), seconds=3000)
     assert guessed.same == guessed.answers == 200
     assert 700 < guessed.accepted < guessed.drafted

@@ -63,7 +63,7 @@ def is_held(cache: am.KVCache, x: Tensor, storage: str) -> bool:
 
 
 @on_each_rank
-def life(shape: tuple[int, ...], storage: str, values: str, folder: Path, lost: int) -> dict[str, bool]:
+def live_in_8_bits(shape: tuple[int, ...], storage: str, values: str, folder: Path, lost: int) -> dict[str, bool]:
     """Fill, change, fork, save, load and recover a cache. Return after which steps it holds the rows of its tokens."""
     mesh = mesh_of(Shape(*shape))
     place, copies = RankMesh.of(mesh), min(2, shape[1] * shape[2])
@@ -105,12 +105,16 @@ def life(shape: tuple[int, ...], storage: str, values: str, folder: Path, lost: 
 def test_a_life_keeps_the_stored_rows(
     pool: Pool, tmp_path: Path, shape: tuple[int, ...], storage: str, values: str
 ) -> None:
-    for right in pool.run(Shape(*shape).ranks, life, shape, storage, values, tmp_path, Shape(*shape).ranks - 1):
+    for right in pool.run(
+        Shape(*shape).ranks, live_in_8_bits, shape, storage, values, tmp_path, Shape(*shape).ranks - 1
+    ):
         assert right == dict.fromkeys(right, True)
 
 
 @on_each_rank
-def bits(shape: tuple[int, ...], storage: str, values: str, block: int, pieces: tuple[int, ...]) -> list[Tensor]:
+def decode_reproducibly_in_8_bits(
+    shape: tuple[int, ...], storage: str, values: str, block: int, pieces: tuple[int, ...]
+) -> list[Tensor]:
     cache = empty(mesh_of(Shape(*shape)), storage=storage, values=values, block=block)
     k, v = numbers(2, 2, HEADS[1], TOKENS, WIDTH)
     q = numbers(2, HEADS[0], 2, WIDTH, seed=1)
@@ -126,16 +130,18 @@ def bits(shape: tuple[int, ...], storage: str, values: str, block: int, pieces: 
 @each_storage
 @pytest.mark.parametrize(("values", "block"), pairs(["separate", "prefix"], [4, 16]))
 def test_bits_are_the_same_on_any_ranks_and_in_any_pieces(pool: Pool, storage: str, values: str, block: int) -> None:
-    expected = pool.run(1, bits, (1, 1, 1), storage, values, block, (TOKENS,))[0]
+    expected = pool.run(1, decode_reproducibly_in_8_bits, (1, 1, 1), storage, values, block, (TOKENS,))[0]
     shapes = [((1, 1, 1), (1, 30, 44)), ((1, 1, 2), (TOKENS,)), ((1, 2, 2), (60, 15)), ((1, 1, 8), (TOKENS,))]
     shapes.append(((2, 1, 2), (TOKENS,)))
     for shape, pieces in shapes:
-        for found in pool.run(Shape(*shape).ranks, bits, shape, storage, values, block, pieces):
+        for found in pool.run(
+            Shape(*shape).ranks, decode_reproducibly_in_8_bits, shape, storage, values, block, pieces
+        ):
             assert all(map(torch.equal, found, expected)), shape
 
 
 @on_each_rank
-def rows_after_load(shape: tuple[int, ...], storage: str, folder: Path) -> Tensor:
+def read_rows_after_load(shape: tuple[int, ...], storage: str, folder: Path) -> Tensor:
     """Fill and save a cache on four ranks, or load it on others; append more. Return the rows of all tokens."""
     mesh = mesh_of(Shape(*shape))
     saves = shape[2] == 4
@@ -155,8 +161,8 @@ def rows_after_load(shape: tuple[int, ...], storage: str, folder: Path) -> Tenso
 
 @each_storage
 def test_saved_on_four_continues_on_three(pool: Pool, tmp_path: Path, storage: str) -> None:
-    expected = pool.run(4, rows_after_load, (1, 1, 4), storage, tmp_path)[0]
-    for found in pool.run(3, rows_after_load, (1, 1, 3), storage, tmp_path):
+    expected = pool.run(4, read_rows_after_load, (1, 1, 4), storage, tmp_path)[0]
+    for found in pool.run(3, read_rows_after_load, (1, 1, 3), storage, tmp_path):
         assert torch.equal(found, expected)
 
 
@@ -267,7 +273,7 @@ def test_wrong_storages_and_rows_are_refused() -> None:
 
 
 @on_each_rank
-def two_storages(folder: Path) -> list[str]:
+def catch_errors_of_two_storages(folder: Path) -> list[str]:
     """Return the errors of ranks whose caches are stored in two ways."""
     mesh = mesh_of(Shape(1, 1, 2))
     found = []
@@ -281,6 +287,6 @@ def two_storages(folder: Path) -> list[str]:
 
 
 def test_caches_of_two_storages_are_refused_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
-    for found in pool.run(2, two_storages, tmp_path):
+    for found in pool.run(2, catch_errors_of_two_storages, tmp_path):
         assert len(found) == 2
         assert "storage" in found[0]

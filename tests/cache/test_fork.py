@@ -120,7 +120,7 @@ def test_a_saved_fork_is_a_plain_cache(shape: Shape, pool: Pool) -> None:
 
 
 @on_each_rank
-def error_during_save(shape: Shape, folder: str) -> str:
+def catch_error_during_save(shape: Shape, folder: str) -> str:
     cache = cache_of(shape)
     saving = cache.save(folder, wait=False)
     try:
@@ -135,7 +135,7 @@ def error_during_save(shape: Shape, folder: str) -> str:
 @pytest.mark.parametrize("shape", [Shape(1, 1, 1), Shape(1, 1, 2)], ids=str)
 def test_a_cache_that_is_saving_does_not_fork(shape: Shape, pool: Pool) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        answers = pool.run(shape.ranks, error_during_save, shape, folder)
+        answers = pool.run(shape.ranks, catch_error_during_save, shape, folder)
     expected = "fork: expected a cache at rest, given a cache whose save is writing. Fix: call wait() on the result of"
     for answer in answers:
         assert answer.startswith(expected), answer

@@ -55,7 +55,7 @@ def test_invalid_numbers_stay_in_their_fork(number: float, reproducible: bool) -
 
 
 @on_each_rank
-def error_in_graph(tokens: int) -> str:
+def catch_error_in_graph(tokens: int) -> str:
     """Decode from a fork in a graph; of 5 tokens one rank has no whole block."""
     other, q = cache_of(tokens=tokens, shape=Shape(1, 1, 2)).fork(), numbers(1, 4, 1, 8)
     try:
@@ -67,7 +67,7 @@ def error_in_graph(tokens: int) -> str:
 
 @pytest.mark.parametrize("tokens", [5, 20])
 def test_all_ranks_refuse_a_fork_in_a_graph(tokens: int, pool: Pool) -> None:
-    answers = pool.run(2, error_in_graph, tokens)
+    answers = pool.run(2, catch_error_in_graph, tokens)
     assert len(set(answers)) == 1
     assert "expected a cache of one piece in a graph" in answers[0]
 

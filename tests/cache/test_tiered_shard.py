@@ -95,7 +95,7 @@ def test_the_newest_tokens_alone_are_on_the_device() -> None:
 
 
 @on_each_rank
-def reproducible_on_ranks(shape: Shape) -> dict[int, bool]:
+def compare_bits_over_cuts(shape: Shape) -> dict[int, bool]:
     """On a rank: after which cuts of a growing cache steps have the bits of one memory."""
     cache = tiered_cache(200, named_mesh(shape, AXES), capacity=800)
     same = {}
@@ -108,7 +108,7 @@ def reproducible_on_ranks(shape: Shape) -> dict[int, bool]:
 
 @pytest.mark.parametrize("shape", [Shape(1, 1, 1), Shape(1, 1, 2), Shape(2, 1, 1), Shape(1, 2, 2)], ids=str)
 def test_a_reproducible_step_has_the_bits_of_one_memory(pool: Pool, shape: Shape) -> None:
-    for same in pool.run(shape.ranks, reproducible_on_ranks, shape):
+    for same in pool.run(shape.ranks, compare_bits_over_cuts, shape):
         assert same == dict.fromkeys(same, True)
 
 
@@ -202,7 +202,7 @@ def test_pieces_of_a_folder_fill_and_are_cut(tmp_path: Path) -> None:
 
 
 @on_each_rank
-def lived_on_ranks(path: Path, shape: Shape) -> tuple[dict[str, int], dict[str, bool]]:
+def reopen_a_folder(path: Path, shape: Shape) -> tuple[dict[str, int], dict[str, bool]]:
     """Leave a folder without a flush, then with one. Return the lengths it opens with, and what is right then."""
     mesh = named_mesh(shape, AXES)
     there = {}
@@ -225,7 +225,7 @@ def lived_on_ranks(path: Path, shape: Shape) -> tuple[dict[str, int], dict[str, 
 
 @pytest.mark.parametrize("shape", [Shape(1, 1, 2), Shape(1, 1, 3), Shape(2, 1, 1)], ids=str)
 def test_ranks_leave_what_all_of_them_wrote(pool: Pool, tmp_path: Path, shape: Shape) -> None:
-    answers = pool.run(shape.ranks, lived_on_ranks, tmp_path, shape)
+    answers = pool.run(shape.ranks, reopen_a_folder, tmp_path, shape)
     assert answers == [answers[0]] * shape.ranks
     there, right = answers[0]
     assert 301 - HOT - 4 * 16 * shape.ranks <= there["unflushed"] < 301
@@ -358,7 +358,7 @@ def no_space(*_: object) -> None:
 
 
 @on_each_rank
-def flushed_on_ranks(path: Path) -> tuple[str, str]:
+def flush_beside_a_full_disk(path: Path) -> tuple[str, str]:
     """On a rank: what is said where rank 1 alone cannot write, though ranks compare no call."""
     cache = tiered_cache(100, named_mesh(Shape(1, 1, 2), AXES), folder=path, checked=False)
     is_full = dist.get_rank() == 1
@@ -373,7 +373,7 @@ def flushed_on_ranks(path: Path) -> tuple[str, str]:
 
 
 @on_each_rank
-def failed_alone() -> str:
+def append_beside_a_failure() -> str:
     """On a rank: what rank 1 says to an append to files that it alone cannot do, of ranks on GPUs."""
     calls = ComparedCalls(RankMesh.of(named_mesh(Shape(1, 1, 2), AXES)), torch.device("cuda"), None)
     try:
@@ -385,11 +385,11 @@ def failed_alone() -> str:
 
 
 def test_an_append_that_fails_on_a_gpu_raises_there(pool: Pool) -> None:
-    assert pool.run(2, failed_alone) == ["", "append: expected a disk, given no space. Fix: free some."]
+    assert pool.run(2, append_beside_a_failure) == ["", "append: expected a disk, given no space. Fix: free some."]
 
 
 def test_a_flush_that_fails_on_a_rank_fails_on_all(pool: Pool, tmp_path: Path) -> None:
-    (one, _), (other, appended) = pool.run(2, flushed_on_ranks, tmp_path)
+    (one, _), (other, appended) = pool.run(2, flush_beside_a_full_disk, tmp_path)
     assert one == other
     assert "flush again" in one
     assert "open the folder again" in appended
@@ -431,7 +431,7 @@ def test_arguments_that_do_not_go_together_are_refused(sizes: dict[str, Any], sa
 
 
 @on_each_rank
-def with_copies() -> str:
+def catch_error_of_copies() -> str:
     try:
         tiered_cache(0, named_mesh(Shape(1, 1, 2), AXES), copies=2)
     except errors.KernelError as error:
@@ -440,7 +440,7 @@ def with_copies() -> str:
 
 
 def test_copies_are_refused_on_every_rank(pool: Pool) -> None:
-    (said,) = {*pool.run(2, with_copies)}
+    (said,) = {*pool.run(2, catch_error_of_copies)}
     assert said == "KVCache hot: expected one rank of each token, given copies=2. Fix: leave copies out, or hot."
 
 

@@ -42,7 +42,7 @@ def new(tokens: int, seed: int = 0) -> list[Tensor]:
 
 
 @on_each_rank
-def lives(shape: Shape, mask: Mask, keep: int) -> list[Tensor]:
+def live_long(shape: Shape, mask: Mask, keep: int) -> list[Tensor]:
     """Return outputs of a long life. Raise unless a cache that keeps every token gives the same bits."""
     caches = [cache_of(shape, mask, keep), cache_of(shape, None)]
     outs = []
@@ -78,9 +78,9 @@ def lives_of() -> list[Any]:
 
 @pytest.mark.parametrize(("mask", "keep"), lives_of())
 def test_bits_are_those_of_a_cache_that_keeps_every_token(pool: Pool, mask: Mask, keep: int) -> None:
-    (alone,) = pool.run(1, lives, Shape(1, 1, 1), mask, keep)
+    (alone,) = pool.run(1, live_long, Shape(1, 1, 1), mask, keep)
     for shape in (Shape(1, 1, 2), Shape(2, 1, 2)):
-        for outs in pool.run(shape.ranks, lives, shape, mask, keep):
+        for outs in pool.run(shape.ranks, live_long, shape, mask, keep):
             assert all(map(torch.equal, outs, alone)), shape
 
 
@@ -93,7 +93,7 @@ class Prefilled(NamedTuple):
 
 
 @on_each_rank
-def prefills(shape: Shape, layout: Any, padded: bool) -> Prefilled:
+def prefill_in_parts(shape: Shape, layout: Any, padded: bool) -> Prefilled:
     mask, place = am.Window(20), RankMesh.of(named_mesh(shape, AXES) if shape.ranks > 1 else None)
     caches = [cache_of(shape, mask, 3), cache_of(shape, None)]
     errors = []
@@ -127,7 +127,7 @@ def prefills(shape: Shape, layout: Any, padded: bool) -> Prefilled:
 )
 def test_a_sharded_prefill_keeps_the_window_alone(pool: Pool, layout: Any, padded: bool) -> None:
     for shape in (Shape(1, 1, 1), Shape(1, 1, 3), Shape(2, 1, 2)):
-        for prefilled in pool.run(shape.ranks, prefills, shape, layout, padded):
+        for prefilled in pool.run(shape.ranks, prefill_in_parts, shape, layout, padded):
             assert prefilled.error < FLOAT32_SUMS
             assert max(prefilled.slots, prefilled.slots_after_steps) < 90, "of 1,190 tokens"
 

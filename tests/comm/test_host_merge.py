@@ -41,7 +41,7 @@ def partials(ranks: int, shape: tuple[int, ...], seed: int) -> list[am.Partial]:
 
 
 @on_each_rank
-def _merge(how: str, shapes: list[tuple[int, ...]]) -> list[am.Partial]:
+def merge_twice_each(how: str, shapes: list[tuple[int, ...]]) -> list[am.Partial]:
     """On a rank: merge twice each, the second time as a known kind."""
     found = []
     for seed, shape in enumerate(shapes):
@@ -58,7 +58,7 @@ def _merge(how: str, shapes: list[tuple[int, ...]]) -> list[am.Partial]:
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_merges_are_exact_and_alike(ranks: int, how: str, pool: Pool) -> None:
     shapes = [(1, 32, 1, 128), (3, 5, 7, 1), (2, 1, 1, 33), (1, 1, 1, 1), (1, 64, 4, 128), (1, 64, 9, 128)]
-    results = pool.run(ranks, _merge, how, shapes)
+    results = pool.run(ranks, merge_twice_each, how, shapes)
     for seed, shape in enumerate(shapes):
         wide = [am.Partial(out.double(), lse.double()) for out, lse in partials(ranks, shape, seed)]
         expected = am.merge(*wide)
@@ -70,18 +70,18 @@ def test_merges_are_exact_and_alike(ranks: int, how: str, pool: Pool) -> None:
 
 
 @on_each_rank
-def _is_native(shape: tuple[int, ...]) -> bool:
+def ask_if_native(shape: tuple[int, ...]) -> bool:
     return host_merge_for(world_axis(), shape, MERGES["tree"]) is not None
 
 
 @needs_library
 def test_short_messages_in_float32_are_one_native_call(pool: Pool) -> None:
-    assert pool.run(2, _is_native, (1, 32, 1, 128)) == [True, True]
-    assert pool.run(2, _is_native, (1, 64, 16, 128)) == [False, False]  # longer than a mailbox
+    assert pool.run(2, ask_if_native, (1, 32, 1, 128)) == [True, True]
+    assert pool.run(2, ask_if_native, (1, 64, 16, 128)) == [False, False]  # longer than a mailbox
 
 
 @on_each_rank
-def _late(rank: int, seconds: float) -> tuple[bool, float]:
+def merge_after_the_late_one(rank: int, seconds: float) -> tuple[bool, float]:
     """On a rank: merge after the late one. Return whether it is right, and the share of time that the rank was busy."""
     own = am.Partial(torch.full((1, 2, 1, 4), float(dist.get_rank())), torch.zeros(1, 2, 1))
     am.merge_across(own, dist.group.WORLD, how="tree")
@@ -96,13 +96,13 @@ def _late(rank: int, seconds: float) -> tuple[bool, float]:
 @needs_library
 @pytest.mark.parametrize("late", [0, 2])
 def test_ranks_that_wait_sleep_and_are_woken(late: int, pool: Pool) -> None:
-    for right, share in pool.run(4, _late, late, 1.0):
+    for right, share in pool.run(4, merge_after_the_late_one, late, 1.0):
         assert right
         assert share < 0.5  # a rank that polls is busy all the time
 
 
 @on_each_rank
-def _differ(odd: int, checked: bool | None) -> str:
+def merge_unlike_calls(odd: int, checked: bool | None) -> str:
     """On a rank: merge a known kind, of which one rank then makes another call."""
     own = am.Partial(torch.ones(1, 2, 1, 4), torch.zeros(1, 2, 1))
     other = am.Partial(torch.ones(1, 2, 2, 4), torch.zeros(1, 2, 2))
@@ -120,14 +120,14 @@ def _differ(odd: int, checked: bool | None) -> str:
 
 @pytest.mark.parametrize("odd", [0, 1, 2])
 def test_known_calls_that_differ_raise_alike_or_are_nan(odd: int, pool: Pool) -> None:
-    (text,) = set(pool.run(3, _differ, odd, None))
+    (text,) = set(pool.run(3, merge_unlike_calls, odd, None))
     assert "merge_across" in text
     assert "[1, 2, 2, 4]" in text
-    assert set(pool.run(3, _differ, odd, False)) == {"NaN"}
+    assert set(pool.run(3, merge_unlike_calls, odd, False)) == {"NaN"}
 
 
 @on_each_rank
-def _lacking(rank: int) -> tuple[bool, torch.Tensor]:
+def merge_where_one_lacks_the_library(rank: int) -> tuple[bool, torch.Tensor]:
     """On a rank: merge in a new group, of which one rank has no library."""
     group, before = dist.new_group(), topology.library
     if dist.get_rank() == rank:
@@ -143,7 +143,7 @@ def _lacking(rank: int) -> tuple[bool, torch.Tensor]:
 
 def test_where_one_rank_has_no_library_none_uses_it(pool: Pool) -> None:
     expected = am.merge(*partials(3, (1, 4, 1, 8), 9)).out
-    for native, out in pool.run(3, _lacking, 1):
+    for native, out in pool.run(3, merge_where_one_lacks_the_library, 1):
         assert not native
         torch.testing.assert_close(out, expected)
 
@@ -157,7 +157,7 @@ class Names(NamedTuple):
 
 
 @on_each_rank
-def _chosen() -> Names:
+def choose_merges() -> Names:
     place = world_axis()
     return Names(
         transport_of(place, CPU).fastest().name,
@@ -168,7 +168,7 @@ def _chosen() -> Names:
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_the_measured_choice_is_the_same_on_all_ranks(ranks: int, pool: Pool) -> None:
-    (names,) = set(pool.run(ranks, _chosen))
+    (names,) = set(pool.run(ranks, choose_merges))
     assert names.fastest in ("tree", "direct")
     assert names.for_heads == "direct"
     assert names.given == "gather"
@@ -221,7 +221,7 @@ def test_other_bits_have_another_digest(dtype: torch.dtype, count: int) -> None:
 
 
 @on_each_rank
-def star() -> list[str]:
+def merge_by_star() -> list[str]:
     """Merge partials of float32, which the native library takes, and of float64 by a name that nobody wrote."""
     said = []
     for dtype in (torch.float32, torch.float64):
@@ -233,4 +233,4 @@ def star() -> list[str]:
 
 
 def test_a_merge_that_nobody_wrote_raises(pool: Pool) -> None:
-    assert [len(said) for said in pool.run(2, star)] == [2, 2]
+    assert [len(said) for said in pool.run(2, merge_by_star)] == [2, 2]

@@ -68,7 +68,7 @@ def test_out_is_nan_unless_checksums_are_equal() -> None:
 
 
 @on_each_rank
-def merged(merge: str, output: str, reproducible: bool, wire: torch.dtype | None) -> tuple[Partial, float]:
+def merge_with_checksum(merge: str, output: str, reproducible: bool, wire: torch.dtype | None) -> tuple[Partial, float]:
     axis = world_axis()
     own = partials(SHAPE, axis.size)[axis.index]
     result, checksum = RequestedMerge(axis, merge, output, wire, reproducible).run(own, call(7))
@@ -83,7 +83,7 @@ def test_every_merge_gives_the_merge_of_all_partials(
     ranks: int, merge: str, reproducible: bool, output: str, pool: Pool
 ) -> None:
     expected = merge_partials([Partial(*(x.double() for x in partial)) for partial in partials(SHAPE, ranks)])
-    for rank, (found, checksum) in enumerate(pool.run(ranks, merged, merge, output, reproducible, None)):
+    for rank, (found, checksum) in enumerate(pool.run(ranks, merge_with_checksum, merge, output, reproducible, None)):
         heads = Axis(ranks, rank).slice_of(SHAPE[1]) if output == "heads" else slice(None)
         assert checksum == 0
         for given, right in zip(found, expected, strict=True):
@@ -92,7 +92,7 @@ def test_every_merge_gives_the_merge_of_all_partials(
 
 def test_partials_may_travel_in_half_precision(pool: Pool) -> None:
     expected = merge_partials(partials())
-    first, *others = pool.run(3, merged, "direct", "replicated", False, torch.bfloat16)
+    first, *others = pool.run(3, merge_with_checksum, "direct", "replicated", False, torch.bfloat16)
     for found, _ in (first, *others):
         assert found.out.dtype == torch.float32
         torch.testing.assert_close(found.lse, expected.lse, atol=FLOAT32_SUMS, rtol=FLOAT32_SUMS)  # it is not rounded
@@ -110,7 +110,7 @@ class Unlike(NamedTuple):
 
 
 @on_each_rank
-def merged_with_another_call(merge: str, output: str, shape: tuple[int, ...]) -> Unlike:
+def merge_with_another_call(merge: str, output: str, shape: tuple[int, ...]) -> Unlike:
     rank, axis = dist.get_rank(), world_axis()
     own = partials(shape, 2)[rank]
     requested = RequestedMerge(axis, merge, output)
@@ -123,14 +123,14 @@ def merged_with_another_call(merge: str, output: str, shape: tuple[int, ...]) ->
 @pytest.mark.parametrize("shape", [SHAPE, LONG], ids=["short", "long"])
 @pytest.mark.parametrize("merge", MERGES)
 def test_ranks_with_other_calls_get_nan(merge: str, shape: tuple[int, ...], output: str, pool: Pool) -> None:
-    for unlike in pool.run(2, merged_with_another_call, merge, output, shape):
+    for unlike in pool.run(2, merge_with_another_call, merge, output, shape):
         assert unlike.out_is_nan
         assert unlike.checksum_tells
         assert unlike.next_is_finite
 
 
 @on_each_rank
-def merged_with_poison(merge: str, output: str, shape: tuple[int, ...]) -> tuple[bool, float]:
+def merge_with_poison(merge: str, output: str, shape: tuple[int, ...]) -> tuple[bool, float]:
     """Rank 1 has an error. Return whether this rank has no result, and what its checksums add up to."""
     requested = RequestedMerge(world_axis(), merge, output)
     if dist.get_rank() == 1:
@@ -142,13 +142,13 @@ def merged_with_poison(merge: str, output: str, shape: tuple[int, ...]) -> tuple
 @pytest.mark.parametrize("shape", [SHAPE, LONG], ids=["short", "long"])
 @pytest.mark.parametrize(("merge", "output"), [("tree", "replicated"), ("direct", "heads"), ("auto", "replicated")])
 def test_poison_reaches_all_ranks(merge: str, output: str, shape: tuple[int, ...], pool: Pool) -> None:
-    (first, second, third) = pool.run(3, merged_with_poison, merge, output, shape)
+    (first, second, third) = pool.run(3, merge_with_poison, merge, output, shape)
     assert first == third == (True, float("inf"))
     assert second != (True, 0)
 
 
 @on_each_rank
-def poisoned_by_a_wrong_name() -> Tensor:
+def merge_by_a_wrong_name() -> Tensor:
     """Rank 1 was given names of no merge and no output. It takes part all the same, in the merge of "auto"."""
     axis = world_axis()
     if dist.get_rank() == 1:
@@ -157,7 +157,7 @@ def poisoned_by_a_wrong_name() -> Tensor:
 
 
 def test_a_rank_with_a_wrong_name_sends_poison_too(pool: Pool) -> None:
-    merged, found = pool.run(2, poisoned_by_a_wrong_name)
+    merged, found = pool.run(2, merge_by_a_wrong_name)
     assert merged.isnan().all(), merged
     assert found.sum() != 0, found
 
@@ -190,7 +190,7 @@ def test_a_rank_that_times_merges_compares_with_one_that_does(pool: Pool) -> Non
 
 
 @on_each_rank
-def highest_checksums() -> tuple[list[float], list[float]]:
+def find_highest_checksums() -> tuple[list[float], list[float]]:
     axis = world_axis()
     own = torch.tensor([float(axis.index), -float(axis.index)])
     merged = RequestedMerge(axis, "tree", "replicated").merge_checksums(own)
@@ -198,22 +198,22 @@ def highest_checksums() -> tuple[list[float], list[float]]:
 
 
 def test_each_rank_gets_the_maximum_of_both_numbers(pool: Pool) -> None:
-    assert pool.run(3, highest_checksums) == [([2.0, 0.0], [2.0, 0.0])] * 3
+    assert pool.run(3, find_highest_checksums) == [([2.0, 0.0], [2.0, 0.0])] * 3
 
 
 @on_each_rank
-def chosen(merge: str, output: str, reproducible: bool) -> str:
+def choose_merge(merge: str, output: str, reproducible: bool) -> str:
     return RequestedMerge(world_axis(), merge, output, reproducible=reproducible).choose(CPU).name
 
 
 @pytest.mark.parametrize("name", MERGES)
 def test_a_merge_is_chosen_by_its_name(name: str, pool: Pool) -> None:
-    assert pool.run(2, chosen, name, "replicated", False) == [name] * 2
+    assert pool.run(2, choose_merge, name, "replicated", False) == [name] * 2
 
 
 def test_a_reproducible_merge_is_a_tree(pool: Pool) -> None:
     for name in ("auto", "direct", "gather"):
-        (found,) = set(pool.run(2, chosen, name, "heads", True))
+        (found,) = set(pool.run(2, choose_merge, name, "heads", True))
         assert MERGES[found].pattern is Pattern.ROUNDS
 
 
@@ -226,27 +226,27 @@ class Names(NamedTuple):
 
 
 @on_each_rank
-def chosen_by_auto() -> Names:
+def choose_by_auto() -> Names:
     axis = world_axis()
     names = [RequestedMerge(axis, "auto", output).choose(CPU).name for output in OUTPUTS]
     return Names(*names, transport_of(axis, CPU).fastest().name)
 
 
 def test_auto_is_the_fastest_or_sends_heads_to_their_ranks(pool: Pool) -> None:
-    for names in pool.run(2, chosen_by_auto):
+    for names in pool.run(2, choose_by_auto):
         assert names.replicated == names.fastest
         assert MERGES[names.heads].pattern is Pattern.ALL_TO_ALL
 
 
 @on_each_rank
-def wrong_merge() -> str:
+def catch_error_of_wrong_merge() -> str:
     with pytest.raises(KernelError) as caught:
         RequestedMerge(world_axis(), "best", "replicated").choose(CPU)
     return str(caught.value)
 
 
 def test_an_unknown_merge_is_refused_by_name(pool: Pool) -> None:
-    for message in pool.run(2, wrong_merge):
+    for message in pool.run(2, catch_error_of_wrong_merge):
         assert message.startswith(f"merge: expected auto or one of {', '.join(MERGES)}, given 'best'")
 
 
@@ -261,7 +261,7 @@ def candidates(ranks: int, k: int = 4) -> Tensor:
 
 
 @on_each_rank
-def best_of_ranks(unique: bool) -> Tensor:
+def find_best_of_ranks(unique: bool) -> Tensor:
     axis = world_axis()
     return best_across(candidates(axis.size)[axis.index], axis, unique=unique)
 
@@ -272,7 +272,7 @@ def test_the_best_of_all_ranks_are_those_of_their_union(ranks: int, unique: bool
     union = candidates(ranks).movedim(0, 1).flatten(1)
     expected = best_candidates(union, 4, unique=unique)
     assert (expected != best_candidates(union, 4, unique=not unique)).any(), "the ranks share a key"
-    for found in pool.run(ranks, best_of_ranks, unique):
+    for found in pool.run(ranks, find_best_of_ranks, unique):
         assert torch.equal(found, expected)
 
 

@@ -35,7 +35,7 @@ def attend(cache: am.KVCache, mask: am.Mask | None = None, **options: Any) -> Te
 
 
 @on_each_rank
-def outputs(shape: Shape) -> list[Tensor]:
+def decode_with_a_bias(shape: Shape) -> list[Tensor]:
     """Return what steps give of a plain cache, a padded one, a fork, and one that forgets, one token at a time."""
     plain, padded, few = cache_of(shape), cache_of(shape), torch.tensor([TOKENS, TOKENS - 2])
     plain.append(K, V)
@@ -67,13 +67,13 @@ def right() -> list[Tensor]:
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (1, 1, 2), (1, 1, 3), (2, 1, 2)])
 def test_steps_agree_with_attend(pool: Pool, shape: tuple[int, ...]) -> None:
-    for found in pool.run(Shape(*shape).ranks, outputs, Shape(*shape)):
+    for found in pool.run(Shape(*shape).ranks, decode_with_a_bias, Shape(*shape)):
         for given, expected in zip(found, right(), strict=True):
             torch.testing.assert_close(given, expected, rtol=1e-9, atol=1e-9)  # float64
 
 
 @on_each_rank
-def wrong_calls() -> list[str]:
+def catch_errors_of_wrong_biases() -> list[str]:
     """Return the errors of calls whose bias is wrong on the last rank."""
     cache = cache_of(Shape(1, 1, 2))
     found = list[str]()
@@ -99,7 +99,7 @@ def wrong_calls() -> list[str]:
 
 
 def test_a_wrong_bias_of_one_rank_raises_the_same_on_all(pool: Pool) -> None:
-    first, second = pool.run(2, wrong_calls)
+    first, second = pool.run(2, catch_errors_of_wrong_biases)
     assert first == second
     differing = [text.splitlines()[1].split()[1:] for text in first[-3:]]
     assert differing == [["distance_bias"], ["distance_bias"], ["kernel", "distance_bias"]]

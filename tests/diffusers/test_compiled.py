@@ -24,7 +24,7 @@ def relative(found: Tensor, expected: Tensor) -> float:
 
 
 @on_each_rank
-def compiled_errors(name: str, how: str) -> list[tuple[float, float]]:
+def measure_compiled_errors(name: str, how: str) -> list[tuple[float, float]]:
     """Errors of output and of a gradient for each number of rows."""
     torch._dynamo.reset()
     model = MODELS[name].model()
@@ -58,7 +58,7 @@ def compiled_errors(name: str, how: str) -> list[tuple[float, float]]:
     ],
 )
 def test_a_compiled_model_is_that_of_one_device(pool: Pool, name: str, how: str) -> None:
-    for rank in pool.run(2, compiled_errors, name, how):
+    for rank in pool.run(2, measure_compiled_errors, name, how):
         for output, gradient in rank:
             assert output < FLOAT32_SUMS
             assert gradient < 1e-4  # a sum over all tokens and ranks

@@ -15,7 +15,7 @@ from tests.support.pool import on_each_rank
 
 
 @on_each_rank
-def outputs(gpu: EmulatedGPU) -> list[tuple[Tensor, Tensor]]:
+def attend_with_a_bias(gpu: EmulatedGPU) -> list[tuple[Tensor, Tensor]]:
     """Return what this rank gets, and what `attend` gives on the CPU."""
     mesh = init_device_mesh("cuda", (1, 2, 1), mesh_dim_names=AXES)
     q, k, v = (random(seed, 1, 2, 10, 8) for seed in (1, 2, 3))
@@ -34,6 +34,6 @@ def outputs(gpu: EmulatedGPU) -> list[tuple[Tensor, Tensor]]:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_bias_by_distance_gives_the_same_on_gpus(backend: str) -> None:
-    for found in world(2, outputs, backend=backend).results():
+    for found in world(2, attend_with_a_bias, backend=backend).results():
         for given, expected in found:
             torch.testing.assert_close(given, expected)

@@ -17,7 +17,7 @@ DOCUMENTS = am.Causal() & am.Documents([8, 4, 4])
 
 
 @on_each_rank
-def some_send_nothing(gpu: EmulatedGPU, checked: bool | None) -> float:
+def attend_while_some_send_nothing(gpu: EmulatedGPU, checked: bool | None) -> float:
     mesh = init_device_mesh("cuda", (1, 4, 1), mesh_dim_names=AXES)
     q, k, v = torch.randn(3, 1, 2, 16, 8, generator=torch.Generator().manual_seed(0)).unbind()
     parts = [am.shard(x.cuda(), mesh, layout=am.Contiguous()) for x in (q, k, v)]
@@ -28,4 +28,4 @@ def some_send_nothing(gpu: EmulatedGPU, checked: bool | None) -> float:
 
 @pytest.mark.parametrize(("backend", "checked"), pairs([*BACKENDS], [None, False]))
 def test_ranks_that_send_nothing_join_too(backend: str, checked: bool | None) -> None:
-    assert worst(world(4, some_send_nothing, checked, backend=backend).results()) < FLOAT32
+    assert worst(world(4, attend_while_some_send_nothing, checked, backend=backend).results()) < FLOAT32

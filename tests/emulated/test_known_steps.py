@@ -36,7 +36,7 @@ PROGRAMS = {1: ["attend_cache", "merge"], 2: ["attend_cache", "merge", "checksum
 
 
 @on_each_rank
-def steps(gpu: EmulatedGPU, ranks: int, names: list[str]) -> dict[str, Any]:
+def compare_known_steps(gpu: EmulatedGPU, ranks: int, names: list[str]) -> dict[str, Any]:
     """Return by kind whether known steps have the bits of checked ones, how many were checked, and their launches."""
     mesh = init_device_mesh("cuda", (1, 1, ranks), mesh_dim_names=AXES) if ranks > 1 else None
     return {name: _steps(gpu, mesh, name, KINDS[name]) for name in names}
@@ -73,7 +73,7 @@ def _steps(gpu: EmulatedGPU, mesh: Any, name: str, options: dict[str, Any]) -> t
 
 @pytest.mark.parametrize(("ranks", "part"), pairs([1, 2], range(4)))
 def test_known_steps_have_the_bits_of_checked_ones(ranks: int, part: int):
-    for found in world(ranks, steps, ranks, list(KINDS)[part::4]).results():
+    for found in world(ranks, compare_known_steps, ranks, list(KINDS)[part::4]).results():
         for name, (same, checks, launches) in found.items():
             assert same, name
             assert checks == 1, name
@@ -84,7 +84,7 @@ def test_known_steps_have_the_bits_of_checked_ones(ranks: int, part: int):
 
 
 @on_each_rank
-def error_of_rows_in_two_tiers(gpu: EmulatedGPU) -> str:
+def catch_error_of_rows_in_two_tiers(gpu: EmulatedGPU) -> str:
     """Return the error of a known reproducible step of which one row is now a cache with tokens on the CPU."""
     sizes: dict[str, Any] = {"batch": 1, "kv_heads": 2, "head_dim": 16, "capacity": 60, "dtype": torch.float32}
     caches = [am.KVCache(None, device="cuda", block=4, hot=hot, **sizes) for hot in (None, None, 8)]
@@ -98,12 +98,12 @@ def error_of_rows_in_two_tiers(gpu: EmulatedGPU) -> str:
 
 
 def test_a_known_step_is_none_of_caches_that_are_checked_otherwise():
-    (error,) = world(1, error_of_rows_in_two_tiers).results()
+    (error,) = world(1, catch_error_of_rows_in_two_tiers).results()
     assert error.startswith("decode_rows reproducible: expected keys that one kernel reads, given hot=8 on cuda"), error
 
 
 @on_each_rank
-def operators_of_appends(gpu: EmulatedGPU) -> list[int]:
+def count_operators_of_appends(gpu: EmulatedGPU) -> list[int]:
     """Return how many operators appends of one token run, in the order in which a rank holds it or not."""
     mesh = init_device_mesh("cuda", (1, 1, 2), mesh_dim_names=AXES)
     cache = am.KVCache(mesh, batch=2, kv_heads=2, head_dim=16, capacity=60, dtype=torch.float32, block=4)
@@ -117,6 +117,6 @@ def operators_of_appends(gpu: EmulatedGPU) -> list[int]:
 
 
 def test_one_token_is_written_by_few_operators():
-    first, second = world(2, operators_of_appends).results()
+    first, second = world(2, count_operators_of_appends).results()
     assert {*first, *second} == {2, 8}
     assert [a + b for a, b in zip(first, second, strict=True)] == [10] * 16

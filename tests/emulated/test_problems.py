@@ -8,7 +8,7 @@ import torch
 
 from tests.support import histories
 from tests.support.emulated_nccl import BACKENDS, world
-from tests.support.emulated_problems import Ranks, run
+from tests.support.emulated_problems import Ranks, run_on_gpu
 from tests.support.mesh_problems import MeshProblem, check, draw, draw_selected
 from tests.support.seeds import in_turn, seeds
 
@@ -29,7 +29,7 @@ def test_random_problems_agree_with_float64(seed: int):
     problem, kernel = problem_of(seed)
     backend = in_turn(BACKENDS, seed)
     checked = in_turn((None, False, True), seed % 5)
-    outcome = world(problem.shape.ranks, run, problem, kernel, checked, backend=backend)
+    outcome = world(problem.shape.ranks, run_on_gpu, problem, kernel, checked, backend=backend)
     check(problem, outcome.results())
 
 
@@ -37,7 +37,7 @@ def test_random_problems_agree_with_float64(seed: int):
 def test_random_selections_agree_with_float64(seed: int):
     problem = draw_selected(seed, SIZES[seed % len(SIZES)])
     checked = in_turn((None, False), seed)
-    outcome = world(problem.shape.ranks, run, problem, "auto", checked, backend=in_turn(BACKENDS, seed))
+    outcome = world(problem.shape.ranks, run_on_gpu, problem, "auto", checked, backend=in_turn(BACKENDS, seed))
     check(problem, outcome.results())
 
 

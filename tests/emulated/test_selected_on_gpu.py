@@ -18,7 +18,7 @@ INDICES = torch.tensor([[3, 22, 7], [19, 0, 2**31 - 1]], dtype=torch.int32)[:, N
 
 
 @on_each_rank
-def steps(gpu: EmulatedGPU, ranks: int, padded: bool) -> list[Tensor]:
+def select_on_gpu(gpu: EmulatedGPU, ranks: int, padded: bool) -> list[Tensor]:
     """Return outputs of selected tokens, then with faulty rows, and the best tokens by a score; of forks, too."""
     mesh = init_device_mesh("cuda", (1, 1, ranks), mesh_dim_names=AXES)
     sizes = {"batch": 2, "head_dim": 16, "capacity": 100, "block": 4, "dtype": torch.float32}
@@ -50,7 +50,7 @@ def test_selected_tokens_are_the_same_on_gpus(backend: str, padded: bool) -> Non
     keys = torch.randn(2, 1, 24, 16, generator=torch.Generator().manual_seed(3))
     order = (q[:, :1] @ keys.mT)[:, 0].masked_fill(~real[:, None], -torch.inf).sort(-1, descending=True)
     best = order.indices.masked_fill(order.values == -torch.inf, 2**31 - 1)
-    for found in world(2, steps, 2, padded, backend=backend).results():
+    for found in world(2, select_on_gpu, 2, padded, backend=backend).results():
         for out, faulty, tokens in (found[:3], found[3:]):
             torch.testing.assert_close(out, right)
             assert faulty.isnan().all()

@@ -59,7 +59,7 @@ def outcome_of(act: Callable[[], Tensor]) -> str:
 
 
 @on_each_rank
-def steps(kernel: str, checked: bool | None, shape: tuple[int, int, int]) -> list[str]:
+def take_steps_that_differ(kernel: str, checked: bool | None, shape: tuple[int, int, int]) -> list[str]:
     """Return the outcome of each step that differs on one rank, each followed by one that is equal on all."""
     one = dist.get_rank() == 1
     found = []
@@ -76,7 +76,7 @@ def steps(kernel: str, checked: bool | None, shape: tuple[int, int, int]) -> lis
 def test_a_step_that_differs_raises_the_same_on_all_ranks(
     pool: Pool, kernel: str, checked: bool | None, shape: tuple[int, int, int]
 ) -> None:
-    answers = pool.run(Shape(*shape).ranks, steps, kernel, checked, shape)
+    answers = pool.run(Shape(*shape).ranks, take_steps_that_differ, kernel, checked, shape)
     for step, texts in zip(STEPS, zip(*(answer[::2] for answer in answers), strict=True), strict=True):
         assert len(set(texts)) == 1, (step, texts)
         assert texts[0].startswith("decode"), (step, texts)
@@ -86,14 +86,14 @@ def test_a_step_that_differs_raises_the_same_on_all_ranks(
 
 @pytest.mark.parametrize("kernel", ["cpu", "triton"])
 def test_uncompared_steps_that_differ_give_nan(pool: Pool, kernel: str) -> None:
-    first, second = pool.run(2, steps, kernel, False, (1, 1, 2))
+    first, second = pool.run(2, take_steps_that_differ, kernel, False, (1, 1, 2))
     assert first == ["NaN", "numbers"] * len(STEPS)
     assert second[:-2] == first[:-2]
     assert second[-2].startswith("decode scale: expected")
 
 
 @on_each_rank
-def later(checked: bool | None) -> str:
+def take_a_later_step_that_differs(checked: bool | None) -> str:
     """Steps that stay on the device compare the first of each kind alone."""
     with interpreting("triton"):
         cache = cache_of(checked)
@@ -102,8 +102,8 @@ def later(checked: bool | None) -> str:
 
 
 def test_checked_compares_every_step_of_a_kind(pool: Pool) -> None:
-    assert pool.run(2, later, None) == ["NaN"] * 2
-    one, other = pool.run(2, later, True)
+    assert pool.run(2, take_a_later_step_that_differs, None) == ["NaN"] * 2
+    one, other = pool.run(2, take_a_later_step_that_differs, True)
     assert one == other
     assert "ranks  q\n    0      torch.float32 [1, 4, 1, 16] of digest" in one
 
@@ -123,7 +123,7 @@ def numbers_after(call: Callable[[am.KVCache, bool], object], cache: am.KVCache,
 
 
 @on_each_rank
-def call(name: str, checked: bool | None, times: int) -> list[str]:
+def call_cache_with_one_unlike(name: str, checked: bool | None, times: int) -> list[str]:
     cache = cache_of(checked, filled=name != "append")
     found = []
     for time in range(times):
@@ -135,7 +135,7 @@ def call(name: str, checked: bool | None, times: int) -> list[str]:
 @pytest.mark.parametrize(("checked", "times"), [(None, 1), (True, 2)])
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_of_a_cache_are_compared(pool: Pool, name: str, checked: bool | None, times: int) -> None:
-    one, other = pool.run(2, call, name, checked, times)
+    one, other = pool.run(2, call_cache_with_one_unlike, name, checked, times)
     assert one == other
     assert one[:-1] == ["numbers"] * (times - 1)
     assert one[-1].startswith(f"{name}: expected the same call on every rank, given:\n    ranks  ")
@@ -155,7 +155,7 @@ class Compared(NamedTuple):
 
 
 @on_each_rank
-def outputs_and_comparisons(checked: bool | None, length: int | None) -> Compared:
+def attend_and_count_comparisons(checked: bool | None, length: int | None) -> Compared:
     mesh = named_mesh(Shape(1, 2, 1), AXES)
     x = torch.ones(1, 2, 5 - dist.get_rank(), WIDTH)
     options = {"mesh": mesh, "layout": am.Zigzag(), "length": length, "checked": checked}
@@ -170,7 +170,7 @@ def outputs_and_comparisons(checked: bool | None, length: int | None) -> Compare
 
 @pytest.mark.parametrize(("checked", "length"), [(None, 9), (None, None), (True, 9), (False, None)])
 def test_attention_compares_each_call(pool: Pool, checked: bool | None, length: int | None) -> None:
-    one, other = pool.run(2, outputs_and_comparisons, checked, length)
+    one, other = pool.run(2, attend_and_count_comparisons, checked, length)
     assert one == other
     assert one.outs_are_equal
     assert one.comparisons == 2
@@ -187,7 +187,7 @@ def check_uncompared() -> None:
 
 
 @on_each_rank
-def unequal_keys() -> str:
+def attend_over_uncounted_keys() -> str:
     """Without counting, keys of another sequence than the queries need `key_length`."""
     mesh = named_mesh(Shape(1, 2, 1), AXES)
     q, k = torch.ones(1, 2, 4, WIDTH), torch.ones(1, 2, 6, WIDTH)
@@ -197,7 +197,7 @@ def unequal_keys() -> str:
 
 def test_shards_that_are_not_counted_have_the_sizes_of_their_layout(pool: Pool) -> None:
     expected = "attention: expected a shard of 4 queries of 8 and 4 keys of 8, given 4 queries and 6 keys."
-    assert all(answer.startswith(expected) for answer in pool.run(2, unequal_keys))
+    assert all(answer.startswith(expected) for answer in pool.run(2, attend_over_uncounted_keys))
 
 
 def test_unchecked_attention_compares_nothing(pool: Pool) -> None:
@@ -205,7 +205,7 @@ def test_unchecked_attention_compares_nothing(pool: Pool) -> None:
 
 
 @on_each_rank
-def outcome_of_merge(checked: bool | None, how: str) -> str:
+def merge_unlike_partials(checked: bool | None, how: str) -> str:
     out = torch.ones(1, 2, 3 + (dist.get_rank() == 1), 4)
     return outcome_of(
         lambda: am.merge_across(am.Partial(out, out[..., 0]), dist.group.WORLD, how=how, checked=checked).out
@@ -214,7 +214,7 @@ def outcome_of_merge(checked: bool | None, how: str) -> str:
 
 @pytest.mark.parametrize(("checked", "how"), [(None, "tree"), (True, "direct"), (None, "allreduce"), (False, "tree")])
 def test_merges_of_unlike_partials_end_alike(pool: Pool, checked: bool | None, how: str) -> None:
-    one, two, three = pool.run(3, outcome_of_merge, checked, how)
+    one, two, three = pool.run(3, merge_unlike_partials, checked, how)
     assert one == two == three
     expected = "ranks  out\n    0, 2   [1, 2, 3, 4]\n    1      [1, 2, 4, 4]\nFix"
     assert one == "NaN" if checked is False else expected in one
@@ -229,7 +229,7 @@ def test_values_that_mean_nothing_are_refused() -> None:
 
 
 @on_each_rank
-def different_history(kind: str) -> str:
+def decode_after_different_histories(kind: str) -> str:
     """Return the outcome on two ranks with different padding, or another order of sequences."""
     cache = am.KVCache(named_mesh(Shape(1, 1, 2), AXES), batch=4, kv_heads=2, head_dim=4, capacity=40, dtype=F32)
     cache.append(*torch.ones(2, 4, 2, 4, 4).unbind())
@@ -249,13 +249,13 @@ def different_history(kind: str) -> str:
 
 @pytest.mark.parametrize("kind", ["padding", "order"])
 def test_the_history_of_a_cache_is_compared(pool: Pool, kind: str) -> None:
-    one, other = pool.run(2, different_history, kind)
+    one, other = pool.run(2, decode_after_different_histories, kind)
     assert one == other
     assert "padding and order" in one
 
 
 @on_each_rank
-def scaled() -> tuple[int, ...]:
+def decode_with_a_scale() -> tuple[int, ...]:
     """By a whole number, which the second rank has used before as a float, alone."""
     mesh = named_mesh(Shape(2, 1, 1), AXES)
     cache = am.KVCache(mesh, batch=1, kv_heads=2, head_dim=4, capacity=40, dtype=F32)
@@ -268,11 +268,11 @@ def scaled() -> tuple[int, ...]:
 
 
 def test_a_scale_is_the_same_as_a_float(pool: Pool) -> None:
-    assert pool.run(2, scaled) == [(1, 4, 1, 4)] * 2
+    assert pool.run(2, decode_with_a_scale) == [(1, 4, 1, 4)] * 2
 
 
 @on_each_rank
-def without_memory() -> str:
+def make_cache_without_memory() -> str:
     """The second rank has no room for a cache."""
     room = mock.patch(
         "attnmesh.cache.make_shards.CacheShard", side_effect=MemoryError("no more") if dist.get_rank() else None
@@ -286,7 +286,7 @@ def without_memory() -> str:
 
 
 def test_an_unforeseen_error_is_raised_on_all_ranks(pool: Pool) -> None:
-    assert pool.run(2, without_memory) == [
+    assert pool.run(2, make_cache_without_memory) == [
         "UnforeseenError: KVCache: expected what each rank can do, given MemoryError: no more. "
         "Fix: see the error of the rank that raised.",
         "MemoryError: no more",
@@ -301,7 +301,7 @@ class Ends(NamedTuple):
 
 
 @on_each_rank
-def _step_without_memory(before: int, options: dict[str, Any]) -> Ends:
+def step_without_memory(before: int, options: dict[str, Any]) -> Ends:
     cache = am.KVCache(named_mesh(Shape(1, 1, 2), AXES), batch=1, kv_heads=2, head_dim=4, capacity=40, dtype=F32)
     cache.append(*torch.ones(2, 1, 2, 40, 4).unbind())
     step = partial(am.decode, torch.ones(1, 4, 1, 4), cache, **options)
@@ -320,7 +320,7 @@ def _step_without_memory(before: int, options: dict[str, Any]) -> Ends:
 @pytest.mark.parametrize("before", [0, 2])
 @pytest.mark.parametrize("options", [{}, {"merge": "tree"}, {"checked": False}])
 def test_a_step_that_fails_on_one_rank_keeps_no_other_waiting(before: int, options: dict[str, Any], pool: Pool) -> None:
-    first, second = pool.run(2, _step_without_memory, before, options)
+    first, second = pool.run(2, step_without_memory, before, options)
     seen = "UnforeseenError: decode: expected what each rank can do, given MemoryError: no more. "
     seen += "Fix: see the error of the rank that raised."
     assert first.of_step == ("NaN" if "checked" in options else seen)
@@ -330,7 +330,7 @@ def test_a_step_that_fails_on_one_rank_keeps_no_other_waiting(before: int, optio
 
 
 @on_each_rank
-def _odd_dtype(odd: int) -> str:
+def attend_with_an_odd_dtype(odd: int) -> str:
     """On a rank: the error of a call in which one rank of the world has another dtype."""
     mesh = am.init_mesh((1, 2, 2))  # whose shards are not in the order of ranks
     x = torch.randn(1, 2, 4, 8, dtype=torch.bfloat16 if dist.get_rank() == odd else torch.float32)
@@ -341,12 +341,12 @@ def _odd_dtype(odd: int) -> str:
 
 @pytest.mark.parametrize("odd", [1, 2])
 def test_a_table_of_calls_names_ranks_of_the_world(odd: int, pool: Pool) -> None:
-    for message in pool.run(4, _odd_dtype, odd):
+    for message in pool.run(4, attend_with_an_odd_dtype, odd):
         assert re.search(rf"\n    {odd}  +torch\.bfloat16", message), message
 
 
 @on_each_rank
-def _differ_in_a_note(blank: str) -> str:
+def compare_a_blank_note(blank: str) -> str:
     """On a rank: the error of a call in which rank 1 has another text than blanks."""
     mesh = RankMesh.of(am.init_mesh((1, 1, 2)))
     with pytest.raises(MeshError) as caught, Agreement(mesh, "save", {"note": "b c" if mesh.keys.index else blank}):
@@ -356,7 +356,7 @@ def _differ_in_a_note(blank: str) -> str:
 
 @pytest.mark.parametrize("blank", ["", " ", "\n\t"])
 def test_a_table_of_calls_shows_that_a_text_is_blank(blank: str, pool: Pool) -> None:
-    for message in pool.run(2, _differ_in_a_note, blank):
+    for message in pool.run(2, compare_a_blank_note, blank):
         assert "\n    ranks  note\n    0      -\n    1      b c" in message
 
 
@@ -368,7 +368,7 @@ class InTheWith(NamedTuple):
 
 
 @on_each_rank
-def _compared_in_the_with(fails: bool) -> InTheWith:
+def compare_in_the_with(fails: bool) -> InTheWith:
     mesh = RankMesh.of(am.init_mesh((1, 1, 2)))
     found: object = None
     with counted_exchanges() as exchanges:
@@ -383,18 +383,18 @@ def _compared_in_the_with(fails: bool) -> InTheWith:
 
 
 def test_ranks_compare_once_where_the_with_compares(pool: Pool) -> None:
-    assert pool.run(2, _compared_in_the_with, False) == [InTheWith(found=[[0], [1]], exchanges=1)] * 2
+    assert pool.run(2, compare_in_the_with, False) == [InTheWith(found=[[0], [1]], exchanges=1)] * 2
 
 
 def test_an_error_in_what_a_rank_compares_is_raised_on_all(pool: Pool) -> None:
-    first, second = pool.run(2, _compared_in_the_with, True)
+    first, second = pool.run(2, compare_in_the_with, True)
     assert first.found is UnforeseenError
     assert second.found is ZeroDivisionError
     assert first.exchanges == second.exchanges == 2  # the comparison, and the numbers of the ranks for its table
 
 
 @on_each_rank
-def _differ_in_how(pairs: list[tuple[str, str]], odd: int) -> list[str]:
+def merge_in_unlike_ways(pairs: list[tuple[str, str]], odd: int) -> list[str]:
     """On a rank: the errors of merges in which one rank has another `how`, each after a merge that is right."""
     rank = dist.get_rank()
     ranks = dist.get_world_size()
@@ -416,12 +416,12 @@ PAIRS = [*permutations(("tree", "direct", "gather", "allreduce"), 2), ("xx", "al
 
 @pytest.mark.parametrize(("ranks", "odd"), [(2, 1), (3, 1), (4, 2)])
 def test_ranks_that_merge_in_other_ways_raise_alike_and_go_on(ranks: int, odd: int, pool: Pool) -> None:
-    first, *others = pool.run(ranks, _differ_in_how, PAIRS[:: 3 if ranks == 3 else 7], odd)
+    first, *others = pool.run(ranks, merge_in_unlike_ways, PAIRS[:: 3 if ranks == 3 else 7], odd)
     assert all(messages == first for messages in others)
 
 
 @on_each_rank
-def _without_a_compiler_on_rank_1() -> list[str]:
+def attend_without_a_compiler_on_rank_1() -> list[str]:
     """On a rank: the error of a call with a kernel that rank 1 does not have, and whether the next call is right."""
     mesh, reason = am.init_mesh((1, 2, 1)), "there is no C++ compiler"
     q, k, v = torch.randn(3, 1, 2, 8, 4, generator=torch.Generator().manual_seed(0)).unbind()
@@ -442,12 +442,12 @@ def _without_a_compiler_on_rank_1() -> list[str]:
 
 @pytest.mark.skipif(library().attend is None, reason="no native library")
 def test_a_kernel_that_one_rank_lacks_is_refused_on_all(pool: Pool) -> None:
-    first, second = pool.run(2, _without_a_compiler_on_rank_1)
+    first, second = pool.run(2, attend_without_a_compiler_on_rank_1)
     assert first == second
 
 
 @on_each_rank
-def _append_that_fails_on_rank_1(rows: bool) -> str:
+def append_beside_a_failure(rows: bool) -> str:
     """On a rank: the error of a step whose new token has no memory on rank 1."""
     mesh = am.init_mesh((1, 1, 2))
     cache = am.KVCache(mesh, batch=1, kv_heads=2, head_dim=4, capacity=64, dtype=torch.float32)
@@ -466,6 +466,6 @@ def _append_that_fails_on_rank_1(rows: bool) -> str:
 
 @pytest.mark.parametrize("rows", [False, True], ids=["decode", "decode_rows"])
 def test_a_step_whose_token_one_rank_cannot_store_raises_on_all(rows: bool, pool: Pool) -> None:
-    first, second = pool.run(2, _append_that_fails_on_rank_1, rows)
+    first, second = pool.run(2, append_beside_a_failure, rows)
     assert second == "MemoryError: no more"
     assert "expected what each rank can do, given MemoryError: no more" in first

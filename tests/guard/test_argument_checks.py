@@ -130,7 +130,7 @@ def test_compiled_it_is_one_graph_and_does_not_warn() -> None:
 
 
 @on_each_rank
-def on_a_mesh(case: str) -> None:
+def check_on_a_mesh(case: str) -> None:
     mesh = named_mesh(Shape(1, 2, 1), AXES)
     q, k, v = heads(20)
     options: dict[str, Any] = {"mesh": mesh, "layout": am.Contiguous()}
@@ -145,7 +145,7 @@ def on_a_mesh(case: str) -> None:
 
 @pytest.mark.parametrize("case", ["lengths", "shards", "DTensors"])
 def test_on_a_mesh_all_ranks_hint_alike(pool: Pool, case: str) -> None:
-    one, other = pool.ask(2, on_a_mesh, case)
+    one, other = pool.ask(2, check_on_a_mesh, case)
     assert str(one) == str(other)
     with pytest.raises(errors.InputError, match=HINT):
         raise one

@@ -49,7 +49,7 @@ class Changed(NamedTuple):
 
 
 @on_each_rank
-def changed(folder: str, change: str) -> Changed:
+def generate_after_change(folder: str, change: str) -> Changed:
     mesh, ids = mesh_of(2), prompt(30)
     with counted_calls() as calls:
         model = hf.share_weights(load(folder), mesh)
@@ -71,7 +71,7 @@ def changed(folder: str, change: str) -> Changed:
 @pytest.mark.parametrize("change", ["moved weights", "another mesh", "a copy"])
 def test_a_model_that_was_changed_shares_its_weights_again(change: str, pool: Pool, tmp_path: Path) -> None:
     expected = saved_stock(tmp_path, 30, 5)
-    for answer in pool.run(2, changed, str(tmp_path), change):
+    for answer in pool.run(2, generate_after_change, str(tmp_path), change):
         assert answer.tokens == expected
         assert answer.calls_before > 0
         assert answer.calls_after > 0

@@ -104,7 +104,7 @@ def stock_tokens(family: str, case: Callable[[Generate, str], Tensor]) -> Tensor
 
 
 @on_each_rank
-def tokens_on_mesh(family: str, shape: Shape, cases: Sequence[Callable[[Generate, str], Tensor]]) -> dict[str, Tensor]:
+def generate_cases(family: str, shape: Shape, cases: Sequence[Callable[[Generate, str], Tensor]]) -> dict[str, Tensor]:
     """Return the tokens of the cases on a rank."""
     model, mesh = families.model(family, "attnmesh"), named_mesh(shape, AXES)
 
@@ -132,14 +132,14 @@ def test_each_family_gives_the_tokens_of_stock_transformers(family: str, shape: 
 
 
 def check_tokens(family: str, shape: Shape, cases: Sequence[Callable[[Generate, str], Tensor]], pool: Pool) -> None:
-    answers = pool.run(shape.ranks, tokens_on_mesh, family, shape, cases)
+    answers = pool.run(shape.ranks, generate_cases, family, shape, cases)
     for case in cases:
         for answer in answers:
             assert answer[case.__name__].tolist() == stock_tokens(family, case).tolist(), case.__name__
 
 
 @on_each_rank
-def conversation(shape: Shape) -> list[list[list[int]]]:
+def talk_in_turns(shape: Shape) -> list[list[list[int]]]:
     """Return the tokens of four turns on one cache, on a rank. The last turn goes back to an earlier one."""
     model, mesh = families.model("qwen3", "attnmesh"), named_mesh(shape, AXES)
     cache = hf.ShardedCache(model.config, mesh)
@@ -168,7 +168,7 @@ def test_turns_of_a_conversation_share_the_cache(shape: Shape, pool: Pool) -> No
         ids = torch.cat((made, prompt(1 + 80 * turn, seed=turn + 1)), 1)
     ids = torch.cat((ids[:, :125], prompt(30, seed=9)), 1)
     turns.append(stock.generate(ids, max_new_tokens=9, do_sample=False).tolist())
-    assert pool.run(shape.ranks, conversation, shape) == [turns] * shape.ranks
+    assert pool.run(shape.ranks, talk_in_turns, shape) == [turns] * shape.ranks
 
 
 class Generated(NamedTuple):
@@ -180,7 +180,7 @@ class Generated(NamedTuple):
 
 
 @on_each_rank
-def model_generate(shape: Shape) -> Generated:
+def generate_by_model_and_stream(shape: Shape) -> Generated:
     model, mesh = families.model("llama", "attnmesh"), named_mesh(shape, AXES)
     recorder = TokenRecorder()
     cache = hf.ShardedCache(model.config, mesh, capacity=200)
@@ -193,14 +193,14 @@ def model_generate(shape: Shape) -> Generated:
 @pytest.mark.parametrize("shape", some(SHAPES, Shape(1, 2, 1), Shape(2, 1, 2)))
 def test_model_generate_works_with_the_cache_and_streams(shape: Shape, pool: Pool) -> None:
     expected = families.model("llama", "sdpa").generate(prompt(70), max_new_tokens=10, do_sample=False).tolist()
-    for answer in pool.run(shape.ranks, model_generate, shape):
+    for answer in pool.run(shape.ranks, generate_by_model_and_stream, shape):
         assert answer.made == expected
         assert answer.of_large_blocks == expected
         assert answer.streamed == expected[0]
 
 
 @on_each_rank
-def held_after_prefill(shape: Shape, length: int) -> list[tuple[int, int]]:
+def count_held_after_prefill(shape: Shape, length: int) -> list[tuple[int, int]]:
     """Return the tokens and bytes that a rank holds after a prefill."""
     model, mesh = families.model("llama", "attnmesh"), named_mesh(shape, AXES)
     cache = hf.ShardedCache(model.config, mesh)
@@ -210,7 +210,7 @@ def held_after_prefill(shape: Shape, length: int) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize(("shape", "length"), rotated(SHAPES, [33, 257, 1000], every=3))
 def test_each_rank_keeps_its_share_within_a_block(shape: Shape, length: int, pool: Pool) -> None:
-    answers = pool.run(shape.ranks, held_after_prefill, shape, length)
+    answers = pool.run(shape.ranks, count_held_after_prefill, shape, length)
     share = (length - 1) / (shape.queries * shape.keys)
     for layer in range(LAYERS):
         held = [answer[layer][0] for answer in answers]
@@ -229,7 +229,7 @@ class Dealt(NamedTuple):
 
 
 @on_each_rank
-def continued_tokens(shape: Shape, length: int, reproducible: bool) -> Dealt:
+def generate_after_long_prompt(shape: Shape, length: int, reproducible: bool) -> Dealt:
     model, mesh = families.model("llama", "attnmesh"), named_mesh(shape, AXES)
     cache = hf.ShardedCache(model.config, mesh, reproducible=reproducible)
     made = hf.generate(model, prompt(length), cache=cache, max_new_tokens=4, do_sample=False)
@@ -250,7 +250,7 @@ def test_long_prompts_are_dealt_in_larger_blocks(
 ) -> None:
     made = families.model("llama", "sdpa").generate(prompt(length), max_new_tokens=4, do_sample=False)
     expected = Dealt(made[0, length:].tolist(), block, in_turns=True)
-    assert pool.run(shape.ranks, continued_tokens, shape, length, reproducible) == [expected] * shape.ranks
+    assert pool.run(shape.ranks, generate_after_long_prompt, shape, length, reproducible) == [expected] * shape.ranks
 
 
 def _by_config(*, on_mesh: bool) -> list[Any]:
@@ -305,7 +305,7 @@ def test_a_cache_is_reused_only_for_the_same_tokens() -> None:
 
 
 @on_each_rank
-def _continuations(shape: Shape) -> list[list[list[int]]]:
+def continue_one_prefix_twice(shape: Shape) -> list[list[list[int]]]:
     """Return two continuations of one prefix on a rank."""
     model, mesh = families.model("gemma3", "attnmesh"), named_mesh(shape, AXES)
     cache = hf.ShardedCache(model.config, mesh)
@@ -326,4 +326,4 @@ def test_a_copied_cache_is_independent(shape: Shape, pool: Pool) -> None:
     for seed in (1, 2):
         ids = torch.cat((prompt(100), prompt(40, seed=seed)), 1)
         expected += [stock.generate(ids, max_new_tokens=8, do_sample=False).tolist()] * 2
-    assert pool.run(shape.ranks, _continuations, shape) == [expected] * shape.ranks
+    assert pool.run(shape.ranks, continue_one_prefix_twice, shape) == [expected] * shape.ranks

@@ -40,7 +40,7 @@ class Answer(NamedTuple):
 
 
 @on_each_rank
-def answers(folder: str, ranks: int) -> Answer:
+def answer_and_count_experts(folder: str, ranks: int) -> Answer:
     mesh, computed = am.init_mesh((1, 1, ranks)) if ranks > 1 else None, 0
     model = shared_model(folder, mesh)
 
@@ -79,8 +79,8 @@ def test_each_expert_is_computed_by_one_rank(family: str, ranks: int, pool: Pool
     stock = build(Case(family, family), "eager", torch.float32)
     stock.save_pretrained(tmp_path)
     expected = stock.generate(PROMPT, max_new_tokens=6, do_sample=False)[0].tolist()
-    found = pool.run(ranks, answers, str(tmp_path), ranks)
-    (alone,) = pool.run(1, answers, str(tmp_path), 1)
+    found = pool.run(ranks, answer_and_count_experts, str(tmp_path), ranks)
+    (alone,) = pool.run(1, answer_and_count_experts, str(tmp_path), 1)
     assert [answer.tokens for answer in found] == [expected] * ranks
     if ranks == 3:  # which have no bits in common with one
         return
@@ -91,7 +91,7 @@ def test_each_expert_is_computed_by_one_rank(family: str, ranks: int, pool: Pool
 
 
 @on_each_rank
-def choices(given: tuple[list[list[int]], bool]) -> Tensor:
+def choose_experts(given: tuple[list[list[int]], bool]) -> Tensor:
     """The results of experts that multiply by their number, on the ranks or on one."""
     chosen, is_shared = given
 
@@ -110,7 +110,7 @@ def choices(given: tuple[list[list[int]], bool]) -> Tensor:
 )
 def test_any_choice_gives_the_sum_of_one_rank(chosen: list[list[int]], pool: Pool) -> None:
     """Also where fewer experts are chosen than there are ranks, and one expert twice."""
-    (expected, *_), shared = (pool.run(3, choices, (chosen, is_shared)) for is_shared in (False, True))
+    (expected, *_), shared = (pool.run(3, choose_experts, (chosen, is_shared)) for is_shared in (False, True))
     for found in shared:
         torch.testing.assert_close(found, expected, rtol=1e-15, atol=0)  # float64: one sum in another order
         assert torch.equal(found, shared[0])

@@ -100,7 +100,7 @@ def checks_of(kind: str, every: int) -> list[Check]:
 
 
 @on_each_rank
-def ours(kind: str, shape: Shape, checks: list[Check]) -> dict[str, Any]:
+def generate_for_checks(kind: str, shape: Shape, checks: list[Check]) -> dict[str, Any]:
     """Return the tokens of each check on a rank."""
     small, mesh = model(kind, "attnmesh"), named_mesh(shape, AXES)
     found = {}
@@ -139,7 +139,7 @@ def types_on_meshes() -> list[Any]:
 @pytest.mark.parametrize(("kind", "shape", "every"), types_on_meshes())
 def test_each_type_gives_the_tokens_of_stock_transformers(kind: str, shape: Shape, every: int, pool: Pool) -> None:
     checks = checks_of(kind, every)
-    for found in pool.run(shape.ranks, ours, kind, shape, checks):
+    for found in pool.run(shape.ranks, generate_for_checks, kind, shape, checks):
         assert found == {check.__name__: stock(kind, check) for check in checks}
 
 
@@ -160,7 +160,7 @@ class Held(NamedTuple):
 
 
 @on_each_rank
-def bytes_and_elements(shape: Shape, length: int) -> Held:
+def count_bytes_and_elements(shape: Shape, length: int) -> Held:
     small = model("deepseek_v3", "attnmesh")
     rows = []
     cache = hf.ShardedCache(small.config, named_mesh(shape, AXES), exchange="bulk")
@@ -178,7 +178,7 @@ def bytes_and_elements(shape: Shape, length: int) -> Held:
 @pytest.mark.parametrize("shape", SHAPES[1:3], ids=lambda shape: "x".join(map(str, shape)))
 def test_latents_are_held_once_travel_and_are_never_expanded_in_decoding(shape: Shape, pool: Pool) -> None:
     length = 257
-    answers = pool.run(shape.ranks, bytes_and_elements, shape, length)
+    answers = pool.run(shape.ranks, count_bytes_and_elements, shape, length)
     assert sum(held.bytes for held in answers) == (length - 1) * (RANK + ROTATED) * LAYERS * 8
     for held in answers:
         assert held.expanded_rows == [1] * 4
@@ -187,7 +187,7 @@ def test_latents_are_held_once_travel_and_are_never_expanded_in_decoding(shape: 
 
 
 @on_each_rank
-def tokens_of_exchange(exchange: str) -> list[list[int]]:
+def generate_by_exchange(exchange: str) -> list[list[int]]:
     """Return tokens whose prefill exchanged keys in this way, on a rank."""
     small, mesh = model("deepseek_v2", "attnmesh"), named_mesh(Shape(1, 2, 2), AXES)
     cache = hf.ShardedCache(small.config, mesh, exchange=exchange)
@@ -197,14 +197,14 @@ def tokens_of_exchange(exchange: str) -> list[list[int]]:
 @pytest.mark.parametrize("exchange", ["bulk", "pipelined", "ring"])
 def test_latents_travel_in_each_exchange(exchange: str, pool: Pool) -> None:
     expected = model("deepseek_v2", "sdpa").generate(prompt(150), max_new_tokens=6, do_sample=False).tolist()
-    assert pool.run(4, tokens_of_exchange, exchange) == [expected] * 4
+    assert pool.run(4, generate_by_exchange, exchange) == [expected] * 4
 
 
 # --- caches ---
 
 
 @on_each_rank
-def saved(folder: Path, shape: Shape) -> None:
+def save_latents(folder: Path, shape: Shape) -> None:
     small = model("deepseek_v3", "attnmesh")
     cache = hf.ShardedCache(small.config, named_mesh(shape, AXES), copies=2)
     hf.prefill(small, prompt(90), cache)
@@ -212,7 +212,7 @@ def saved(folder: Path, shape: Shape) -> None:
 
 
 @on_each_rank
-def continued_tokens(folder: Path, shape: Shape) -> list[list[list[int]]]:
+def continue_saved_and_copied(folder: Path, shape: Shape) -> list[list[list[int]]]:
     """Return the tokens from a restored cache, from a copy, and from a recovered cache, on a rank."""
     small, mesh = model("deepseek_v3", "attnmesh"), named_mesh(shape, AXES)
     cache = hf.ShardedCache(small.config, mesh, capacity=200)
@@ -223,9 +223,9 @@ def continued_tokens(folder: Path, shape: Shape) -> list[list[list[int]]]:
 
 
 def test_saved_copied_and_recovered_latents_continue(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, saved, tmp_path, Shape(1, 1, 2))
+    pool.run(2, save_latents, tmp_path, Shape(1, 1, 2))
     expected = model("deepseek_v3", "sdpa").generate(prompt(90), max_new_tokens=8, do_sample=False).tolist()
-    assert pool.run(3, continued_tokens, tmp_path, Shape(1, 3, 1)) == [[expected] * 3] * 3
+    assert pool.run(3, continue_saved_and_copied, tmp_path, Shape(1, 3, 1)) == [[expected] * 3] * 3
 
 
 # --- other layers than nn.Linear, and layers that are no projection ---
@@ -305,7 +305,7 @@ REASON = dict.fromkeys(CHANGES, "one with a bias") | {"no projection": "other ke
 
 
 @on_each_rank
-def refusal(name: str) -> str:
+def catch_refusal(name: str) -> str:
     """Return the error on a rank where the first rank alone has another projection."""
     unusual = torch.distributed.get_rank() == 0
     small = changed_model("attnmesh", CHANGES[name] if unusual else lambda base: base)
@@ -318,14 +318,14 @@ def refusal(name: str) -> str:
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_another_projection_is_refused_on_all_ranks_alike(name: str, pool: Pool) -> None:
-    answers = pool.run(2, refusal, name)
+    answers = pool.run(2, catch_refusal, name)
     expected = "KernelError: attnmesh.hf kv_b_proj: expected a linear layer from latents to keys and values, given "
     assert answers[0].startswith(expected + REASON[name])
     assert answers == answers[:1] * 2
 
 
 @on_each_rank
-def heads_axis() -> str:
+def catch_error_of_heads_axis() -> str:
     try:
         hf.generate(model("deepseek_v3", "attnmesh"), prompt(40), mesh=named_mesh(Shape(2, 1, 1), AXES))
     except errors.InputError as error:
@@ -334,7 +334,7 @@ def heads_axis() -> str:
 
 
 def test_a_heads_axis_is_refused_on_all_ranks_alike(pool: Pool) -> None:
-    answers = pool.run(2, heads_axis)
+    answers = pool.run(2, catch_error_of_heads_axis)
     assert answers[0].startswith("ShapeError: ShardedCache mesh: expected a mesh without a heads axis for latents")
     assert answers == answers[:1] * 2
 

@@ -26,7 +26,7 @@ CACHED = f"ShapeError: ShardedCache mesh: expected key heads that the heads axis
 
 
 @on_each_rank
-def errors_of_makers() -> list[str]:
+def catch_errors_of_makers() -> list[str]:
     """Return the errors of a trainer, a prepared model, a cache and an engine that are made and not used."""
     from accelerate import Accelerator
 
@@ -48,7 +48,7 @@ def errors_of_makers() -> list[str]:
 
 
 def test_a_heads_axis_that_is_too_long_is_refused_before_the_first_call(pool: Pool) -> None:
-    for said in pool.run(3, errors_of_makers):
+    for said in pool.run(3, catch_errors_of_makers):
         assert [text.startswith(TRAINED) for text in said] == [True, True, False, False]
         assert [text.startswith(CACHED) for text in said] == [False, False, True, True]
 

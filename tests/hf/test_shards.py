@@ -144,7 +144,7 @@ def test_counts_keep_their_precision() -> None:
 
 
 @on_each_rank
-def custom_losses() -> list[float]:
+def compute_custom_losses() -> list[float]:
     """Return losses computed from logits and shift_labels: sum, mean over the batch, mean over the rank."""
     part = hf.shard_batch({"input_ids": prompt(21), "labels": prompt(21)}, named_mesh(Shape(1, 1, 2), AXES))
     labels = part["shift_labels"]
@@ -159,14 +159,14 @@ def test_a_custom_loss_keeps_its_divisor(pool: Pool) -> None:
     whole = families.model("llama", "sdpa")
     with torch.no_grad():
         loss = float(whole(prompt(21), labels=prompt(21)).loss)
-    totals, means, rank_means = zip(*pool.run(2, custom_losses), strict=True)
+    totals, means, rank_means = zip(*pool.run(2, compute_custom_losses), strict=True)
     assert sum(totals) / 20 == pytest.approx(loss, rel=FLOAT32_SUMS)
     assert sum(means) / 2 == pytest.approx(loss, rel=FLOAT32_SUMS)
     assert [total / mean for total, mean in zip(totals, rank_means, strict=True)] == pytest.approx([10, 10])
 
 
 @on_each_rank
-def loss_with_count(count: Any) -> float | str:
+def compute_loss_with_count(count: Any) -> float | str:
     """Return the loss of a model that is called with another count, or the error."""
     part = hf.shard_batch({"input_ids": prompt(21), "labels": prompt(21)}, named_mesh(Shape(1, 1, 2), AXES))
     try:
@@ -179,11 +179,11 @@ def loss_with_count(count: Any) -> float | str:
 def test_a_count_of_the_whole_batch_may_be_passed_to_the_model(count: Any, pool: Pool) -> None:
     with torch.no_grad():
         loss = float(families.model("llama", "sdpa")(prompt(21), labels=prompt(21)).loss)
-    assert sum(pool.run(2, loss_with_count, count)) / 2 == pytest.approx(loss, rel=FLOAT32_SUMS)
+    assert sum(pool.run(2, compute_loss_with_count, count)) / 2 == pytest.approx(loss, rel=FLOAT32_SUMS)
 
 
 @on_each_rank
-def chunked_loss() -> list[float]:
+def compute_chunked_loss() -> list[float]:
     """Return the model's loss, and a loss computed in chunks."""
     part = hf.shard_batch({"input_ids": prompt(21), "labels": prompt(21)}, named_mesh(Shape(1, 1, 2), AXES))
     with torch.no_grad():
@@ -194,12 +194,12 @@ def chunked_loss() -> list[float]:
 
 
 def test_a_loss_can_be_computed_twice(pool: Pool) -> None:
-    for loss, chunked in pool.run(2, chunked_loss):
+    for loss, chunked in pool.run(2, compute_chunked_loss):
         assert chunked == pytest.approx(loss, rel=FLOAT32_SUMS)
 
 
 @on_each_rank
-def fsdp_loss(count: Any) -> float:
+def compute_fsdp_loss(count: Any) -> float:
     """Return the loss under FSDP, which copies the arguments of layers whose inputs it casts."""
     model = families.model("llama", "attnmesh").train()
     mesh = named_mesh(Shape(1, 1, 2), AXES)
@@ -217,11 +217,11 @@ def fsdp_loss(count: Any) -> float:
 def test_layers_of_fsdp_in_bfloat16_have_the_loss_of_one_device(count: Any, pool: Pool) -> None:
     with torch.no_grad():
         loss = float(families.model("llama", "sdpa").bfloat16()(prompt(21), labels=prompt(21)).loss)
-    assert sum(pool.run(2, fsdp_loss, count)) / 2 == pytest.approx(loss, rel=2e-2)  # bfloat16's rounding
+    assert sum(pool.run(2, compute_fsdp_loss, count)) / 2 == pytest.approx(loss, rel=2e-2)  # bfloat16's rounding
 
 
 @on_each_rank
-def compiled(backend: str) -> list[float]:
+def compute_compiled_loss(backend: str) -> list[float]:
     """Return the loss and a gradient norm, without and with torch.compile."""
     part = hf.shard_batch({"input_ids": prompt(21), "labels": prompt(21)}, named_mesh(Shape(1, 1, 2), AXES))
     results = []
@@ -238,7 +238,7 @@ LONG = [pytest.mark.long, pytest.mark.timeout(1500)]  # a busy machine compiles 
 
 @pytest.mark.parametrize("backend", [pytest.param(backend, marks=LONG) for backend in ("aot_eager", "inductor")])
 def test_a_compiled_model_has_the_same_loss_and_gradient(backend: str, pool: Pool) -> None:
-    for loss, norm, *compiled_results in pool.run(2, compiled, backend, deadline=1200):
+    for loss, norm, *compiled_results in pool.run(2, compute_compiled_loss, backend, deadline=1200):
         assert compiled_results == pytest.approx([loss, norm], rel=FLOAT32_SUMS)
 
 
@@ -252,7 +252,7 @@ def error_of_model(model: nn.Module, part: dict[str, Any]) -> str:
 
 
 @on_each_rank
-def error_of_second_model() -> str:
+def catch_error_of_second_model() -> str:
     """Return the error of a model without attention, called after another model on the same batch."""
     part = hf.shard_batch({"input_ids": prompt(21), "labels": prompt(21)}, named_mesh(Shape(1, 1, 2), AXES))
     families.model("llama", "attnmesh")(**part)
@@ -262,13 +262,13 @@ def error_of_second_model() -> str:
 
 
 def test_a_second_model_on_the_same_batch_is_checked(pool: Pool) -> None:
-    for error in pool.run(2, error_of_second_model):
+    for error in pool.run(2, catch_error_of_second_model):
         assert error.startswith("KernelError: ")
         assert "a model whose layers all call attnmesh for attention, given one in which no layer does" in error
 
 
 @on_each_rank
-def error_of_uneven_mean() -> str:
+def catch_error_of_uneven_mean() -> str:
     """Return the error of a mean loss where one rank has no labels."""
     ids = prompt(21)
     batch = {"input_ids": ids, "labels": ids.masked_fill(torch.arange(21) < 15, -100)}
@@ -277,7 +277,7 @@ def error_of_uneven_mean() -> str:
 
 
 def test_a_mean_over_one_ranks_tokens_is_refused_if_ranks_have_unequal_labels(pool: Pool) -> None:
-    for error in pool.run(2, error_of_uneven_mean):
+    for error in pool.run(2, catch_error_of_uneven_mean):
         assert error.startswith("ArgumentError: ")
         assert (
             "expected a loss that weighs the tokens of all ranks equally, given a mean over one rank's tokens" in error

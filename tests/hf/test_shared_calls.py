@@ -27,7 +27,7 @@ SECONDS_TO_NAME = 2.0
 
 
 @on_each_rank
-def of_one_in_inference_mode(folder: str) -> tuple[list[list[int]], list[int]]:
+def generate_with_one_in_inference_mode(folder: str) -> tuple[list[list[int]], list[int]]:
     mesh = am.init_mesh((1, 2, 2))
     with counted_calls() as calls, torch.inference_mode(dist.get_rank() == 0):
         model = hf.share_weights(load(folder), mesh)
@@ -37,7 +37,7 @@ def of_one_in_inference_mode(folder: str) -> tuple[list[list[int]], list[int]]:
 
 def test_inference_mode_of_one_rank_changes_nothing(pool: Pool, tmp_path: Path) -> None:
     expected = saved_stock(tmp_path, 30, 4)
-    (tokens, calls), *others = pool.run(4, of_one_in_inference_mode, str(tmp_path))
+    (tokens, calls), *others = pool.run(4, generate_with_one_in_inference_mode, str(tmp_path))
     assert tokens == expected
     assert calls
     assert others == [(tokens, calls)] * 3
@@ -61,7 +61,7 @@ def call_within_each_step(model: Any, call: Callable[[], None]) -> None:
 
 
 @on_each_rank
-def beside_a_thread(folder: str) -> list[list[int]]:
+def generate_beside_a_thread(folder: str) -> list[list[int]]:
     """Tokens of ranks of which one calls the model in another thread, without a cache, within each step."""
     mesh, alike = mesh_of(2), list[bool]()
     with counted_calls():
@@ -82,11 +82,11 @@ def beside_a_thread(folder: str) -> list[list[int]]:
 
 def test_another_thread_computes_alone(pool: Pool, tmp_path: Path) -> None:
     expected = saved_stock(tmp_path, 30, 3)
-    assert pool.run(2, beside_a_thread, str(tmp_path)) == [expected] * 2
+    assert pool.run(2, generate_beside_a_thread, str(tmp_path)) == [expected] * 2
 
 
 @on_each_rank
-def beside_a_thread_with_a_cache(folder: str) -> tuple[list[list[int]], set[str]]:
+def generate_beside_a_thread_with_a_cache(folder: str) -> tuple[list[list[int]], set[str]]:
     """Tokens of a rank, and what a thread is told that calls the model with a cache on the mesh within each step."""
     mesh, told = mesh_of(2), set[str]()
     with counted_calls():
@@ -109,7 +109,7 @@ def beside_a_thread_with_a_cache(folder: str) -> tuple[list[list[int]], set[str]
 
 def test_a_second_thread_with_a_cache_is_refused(pool: Pool, tmp_path: Path) -> None:
     expected = saved_stock(tmp_path, 30, 3)
-    for tokens, told in pool.run(2, beside_a_thread_with_a_cache, str(tmp_path)):
+    for tokens, told in pool.run(2, generate_beside_a_thread_with_a_cache, str(tmp_path)):
         assert tokens == expected
         assert len(told) == 1
         assert told.pop().startswith("MeshError: share_weights: expected steps of one thread at a time")
@@ -124,7 +124,7 @@ class Told(NamedTuple):
 
 
 @on_each_rank
-def without_memory(folder: str, where: str) -> Told:
+def generate_without_memory(folder: str, where: str) -> Told:
     mesh, run, left = mesh_of(dist.get_world_size()), HostLinear.run, [5]
 
     def fail(call: HostLinear, x: Tensor) -> Any:
@@ -156,7 +156,7 @@ def without_memory(folder: str, where: str) -> Told:
 def test_a_rank_without_memory_is_named_by_all(ranks: int, where: str, pool: Pool, tmp_path: Path) -> None:
     expected = saved_stock(tmp_path, 30, 3)
     own = {"native": "MemoryError: ", "PyTorch": "RuntimeError: DefaultCPUAllocator"}[where]
-    found = pool.run(ranks, without_memory, str(tmp_path), where)
+    found = pool.run(ranks, generate_without_memory, str(tmp_path), where)
     *others, last = (told.said for told in found)
     assert last.startswith(own)
     (text,) = set(others)

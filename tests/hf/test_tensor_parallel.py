@@ -72,7 +72,7 @@ class Answers(NamedTuple):
 
 
 @on_each_rank
-def on_ranks(family: str, folder: str, way: str, keys: int, tp: int) -> Answers:
+def generate_with_shared_weights(family: str, folder: str, way: str, keys: int, tp: int) -> Answers:
     """Generate with weights shared along tp and keys along the other axis; or both by the same ranks if tp is 0."""
     if tp:
         whole = init_device_mesh("cpu", (keys, tp), mesh_dim_names=("keys", "tp"))
@@ -112,13 +112,13 @@ def test_tokens_are_those_of_one_process(family: str, way: str, keys: int, tp: i
     expected = generate(stock, lambda model, ids, **options: model.generate(ids, **options))
     columns = stock.model.layers[0].self_attn.o_proj.in_features
     own = columns if family == "gpt-oss" and tp else columns // (tp or keys)
-    for answers in pool.run(keys * max(tp, 1), on_ranks, family, str(tmp_path), way, keys, tp):
+    for answers in pool.run(keys * max(tp, 1), generate_with_shared_weights, family, str(tmp_path), way, keys, tp):
         assert answers.own_columns == own
         assert answers.tokens == expected
 
 
 @on_each_rank
-def latent_tokens(folder: str) -> list[Tokens]:
+def generate_with_latents(folder: str) -> list[Tokens]:
     whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("keys", "tp"))
     model = by_plan(folder, whole)
     assert isinstance(model.lm_head.weight, DTensor)
@@ -131,11 +131,11 @@ def test_latents_stay_whole_while_other_weights_are_shared(pool: Pool, tmp_path:
         stock = AutoModelForCausalLM.from_config(latent(), attn_implementation="eager").eval()
     stock.save_pretrained(tmp_path)
     expected = generate(stock, lambda model, ids, **options: model.generate(ids, **options))
-    assert pool.run(4, latent_tokens, str(tmp_path)) == [expected] * 4
+    assert pool.run(4, generate_with_latents, str(tmp_path)) == [expected] * 4
 
 
 @on_each_rank
-def shared_projections(kind: str) -> list[Tokens]:
+def generate_with_shared_projections(kind: str) -> list[Tokens]:
     """Generate with a model whose plan shards the projections of latents, too."""
     whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("keys", "tp"))
     model = hf.tensor_parallel(tiny(kind), whole["tp"])
@@ -147,11 +147,11 @@ def shared_projections(kind: str) -> list[Tokens]:
 def test_projections_of_latents_are_shared(kind: str, pool: Pool) -> None:
     stock = tiny(kind, "eager")
     expected = generate(stock, lambda model, ids, **options: model.generate(ids, **options))
-    assert pool.run(4, shared_projections, kind) == [expected] * 4
+    assert pool.run(4, generate_with_shared_projections, kind) == [expected] * 4
 
 
 @on_each_rank
-def held_weights(family: str, output: str, tie: bool) -> tuple[int, int]:
+def measure_held_weights(family: str, output: str, tie: bool) -> tuple[int, int]:
     """Return the bytes of weights that this rank holds, and the predicted ones."""
     model = families.model(family, "attnmesh", **SIZES, tie_word_embeddings=tie, vocab_size=96)
     ranks = torch.distributed.get_world_size()
@@ -164,7 +164,7 @@ def held_weights(family: str, output: str, tie: bool) -> tuple[int, int]:
 @pytest.mark.parametrize(("family", "tie"), [("llama", False), ("llama", True), ("qwen2", False), ("gpt-oss", True)])
 @pytest.mark.parametrize("output", ["replicated", "heads"])
 def test_a_rank_holds_the_weights_that_the_planner_counts(family: str, tie: bool, output: str, pool: Pool) -> None:
-    for held, predicted in pool.run(4, held_weights, family, output, tie):
+    for held, predicted in pool.run(4, measure_held_weights, family, output, tie):
         assert held == predicted
 
 
@@ -273,7 +273,7 @@ BAD: dict[str, tuple[MeshCall, str]] = {
 
 
 @on_each_rank
-def error_of(name: str) -> str:
+def catch_error_of(name: str) -> str:
     call, _ = BAD[name]
     try:
         call(init_device_mesh("cpu", (2, 2), mesh_dim_names=("keys", "tp")))
@@ -284,5 +284,5 @@ def error_of(name: str) -> str:
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_calls_raise_on_every_rank(name: str, pool: Pool) -> None:
-    for answer in pool.run(4, error_of, name):
+    for answer in pool.run(4, catch_error_of, name):
         assert answer.startswith(BAD[name][1]), answer

@@ -36,7 +36,7 @@ def nccl() -> Iterator[Pool]:
 @pytest.mark.parametrize("seed", range(60))
 def test_random_problems_agree_with_float64(nccl: Pool, seed: int) -> None:
     problem = mesh_problems.draw(seed, 1)
-    mesh_problems.check(problem, nccl.run(1, mesh_problems.run, problem))
+    mesh_problems.check(problem, nccl.run(1, mesh_problems.run_problem, problem))
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -56,12 +56,12 @@ def test_histories_in_two_memories_agree_with_float64(nccl: Pool, tmp_path: Path
 
 
 @on_each_rank
-def gathered_rows() -> list[list[int]]:
+def gather_rows() -> list[list[int]]:
     return dist_all_gather_ints([3, 4], [Axis(1, 0, dist.group.WORLD)])
 
 
 def test_nccl_gathers_ints(nccl: Pool) -> None:
-    assert nccl.run(1, gathered_rows) == [[[3, 4]]]
+    assert nccl.run(1, gather_rows) == [[[3, 4]]]
 
 
 @pytest.mark.parametrize("mask", [am.Causal(), am.Window(40)])
@@ -127,7 +127,7 @@ def test_a_step_waits_for_nothing(padded: bool) -> None:
 
 
 @on_each_rank
-def shared(ranks: int, steps: int) -> list[float]:
+def measure_errors_of_shared_memory(ranks: int, steps: int) -> list[float]:
     """On one rank: the largest error of each step, of messages that all come by the shared memory.
 
     Ranks are spawned: CUDA does not start in a process that is forked from one that has asked it.
@@ -154,5 +154,5 @@ def shared(ranks: int, steps: int) -> list[float]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_of_one_gpu_merge_in_one_launch(ranks: int) -> None:
-    for errors in run_on_ranks(ranks, shared, ranks, 50, seconds=240.0, spawned=True):
+    for errors in run_on_ranks(ranks, measure_errors_of_shared_memory, ranks, 50, seconds=240.0, spawned=True):
         assert worst(errors) < FLOAT32_SUMS

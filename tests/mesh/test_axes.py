@@ -78,7 +78,7 @@ class Place(NamedTuple):
 
 
 @on_each_rank
-def places(shape: Shape, axes: tuple[str, ...]) -> Place:
+def find_place(shape: Shape, axes: tuple[str, ...]) -> Place:
     mesh = RankMesh.of(named_mesh(shape, axes))
     again = RankMesh.named(mesh.shape, [axis.index for axis in mesh.axes], mesh.group_names)
     assert RankMesh.of(named_mesh(shape, axes)) is mesh, "it is made once"
@@ -89,7 +89,7 @@ def places(shape: Shape, axes: tuple[str, ...]) -> Place:
 @pytest.mark.parametrize("axes", [AXES, ("keys", "queries", "heads")], ids=str)
 def test_shards_are_numbered_by_heads_then_queries_then_keys(axes: tuple[str, ...], pool: Pool) -> None:
     shape = Shape(1, 2, 2)
-    found = pool.run(4, places, shape, axes)
+    found = pool.run(4, find_place, shape, axes)
     assert [place.shard for place in found] == ([0, 1, 2, 3] if axes == AXES else [0, 2, 1, 3])
     for place in found:
         _, query, key = place.indices
@@ -99,7 +99,7 @@ def test_shards_are_numbered_by_heads_then_queries_then_keys(axes: tuple[str, ..
 
 
 @on_each_rank
-def shape_of(name: str) -> Shape:
+def read_shape_of(name: str) -> Shape:
     return RankMesh.of(init_device_mesh("cpu", (2,), mesh_dim_names=(name,))).shape
 
 
@@ -108,16 +108,16 @@ def shape_of(name: str) -> Shape:
     [("heads", Shape(2, 1, 1)), ("queries", Shape(1, 2, 1)), ("keys", Shape(1, 1, 2)), ("cp", Shape(1, 2, 1))],
 )
 def test_a_single_axis_of_another_name_is_a_queries_axis(name: str, shape: Shape, pool: Pool) -> None:
-    assert pool.run(2, shape_of, name) == [shape] * 2
+    assert pool.run(2, read_shape_of, name) == [shape] * 2
 
 
 @on_each_rank
-def dims() -> dict[str, int]:
+def read_dims() -> dict[str, int]:
     return attention_dims(init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("data", "keys", "heads")))
 
 
 def test_other_axes_of_a_mesh_are_ignored(pool: Pool) -> None:
-    assert pool.run(2, dims) == [{"keys": 1, "heads": 2}] * 2
+    assert pool.run(2, read_dims) == [{"keys": 1, "heads": 2}] * 2
 
 
 # --- refusals ---
@@ -159,7 +159,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
 
 
 @on_each_rank
-def error_of(call: Callable[[], object]) -> str:
+def catch_error_of(call: Callable[[], object]) -> str:
     with pytest.raises(MeshError) as caught:
         call()
     return str(caught.value)
@@ -167,12 +167,12 @@ def error_of(call: Callable[[], object]) -> str:
 
 @pytest.mark.parametrize(("call", "message"), REFUSED)
 def test_what_is_no_axis_is_refused(call: Callable[[], object], message: str, pool: Pool) -> None:
-    for found in pool.run(2, error_of, call):
+    for found in pool.run(2, catch_error_of, call):
         assert found.startswith(message)
 
 
 @on_each_rank
-def error_outside() -> str:
+def catch_error_outside() -> str:
     """Return the error of a rank that is not in a mesh."""
     first = DeviceMesh("cpu", [0], mesh_dim_names=("queries",))
     try:
@@ -183,7 +183,7 @@ def error_outside() -> str:
 
 
 def test_a_mesh_of_other_ranks_is_refused(pool: Pool) -> None:
-    first, second = pool.run(2, error_outside)
+    first, second = pool.run(2, catch_error_outside)
     assert first == "none"
     assert second.startswith("mesh: expected a mesh that holds this rank, given DeviceMesh")
 
@@ -192,7 +192,7 @@ def test_a_mesh_of_other_ranks_is_refused(pool: Pool) -> None:
 
 
 @on_each_rank
-def warnings_of(mesh: Any) -> list[str]:
+def record_warnings_of(mesh: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert given_mesh(f"test of {mesh!r}", mesh, "each rank attends alone") is None
@@ -200,7 +200,7 @@ def warnings_of(mesh: Any) -> list[str]:
 
 
 def test_a_mesh_that_is_left_out_among_ranks_is_warned_of(pool: Pool) -> None:
-    for messages in pool.run(2, warnings_of, NotGiven.MESH):
+    for messages in pool.run(2, record_warnings_of, NotGiven.MESH):
         assert messages == [
             "test of None: no mesh= in a process group of 2 ranks, so each rank attends alone, or mesh=None if this is "
             "meant."
@@ -208,12 +208,12 @@ def test_a_mesh_that_is_left_out_among_ranks_is_warned_of(pool: Pool) -> None:
 
 
 def test_no_mesh_on_purpose_and_on_one_rank_is_not_warned_of(pool: Pool) -> None:
-    assert pool.run(2, warnings_of, None) == [[], []]
-    assert pool.run(1, warnings_of, NotGiven.MESH) == [[]]
+    assert pool.run(2, record_warnings_of, None) == [[], []]
+    assert pool.run(1, record_warnings_of, NotGiven.MESH) == [[]]
 
 
 @on_each_rank
-def axes_of_groups() -> list[tuple[int, int]]:
+def make_axes_of_groups() -> list[tuple[int, int]]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     by_mesh, by_group = axis_of(mesh, "merge_across"), axis_of(dist.group.WORLD, "merge_across")
     assert by_group == world_axis(), by_group
@@ -221,4 +221,4 @@ def axes_of_groups() -> list[tuple[int, int]]:
 
 
 def test_a_group_and_a_mesh_of_one_axis_are_axes(pool: Pool) -> None:
-    assert pool.run(2, axes_of_groups) == [[(2, 0)] * 2, [(2, 1)] * 2]
+    assert pool.run(2, make_axes_of_groups) == [[(2, 0)] * 2, [(2, 1)] * 2]

@@ -21,7 +21,7 @@ from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import AXES, Shape, elements
 from attnmesh.mesh_attention.auto_choices import chosen_layout
 from attnmesh.runtime.counters import ReceivedTraffic, count_traffic
-from tests.support.mesh_problems import SAMPLES, MeshProblem, check, draw, named_mesh, run, traits
+from tests.support.mesh_problems import SAMPLES, MeshProblem, check, draw, named_mesh, run_problem, traits
 from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import batches_by_ranks, rotated
 from tests.support.tolerances import FLOAT32_SUMS, assert_near
@@ -42,7 +42,7 @@ SHAPES = [Shape(1, 4, 1), Shape(1, 1, 4), Shape(4, 1, 1), Shape(1, 2, 2), Shape(
 
 @on_each_rank
 def run_each(problems: list[MeshProblem]) -> list[list[Tensor]]:
-    return [run(problem) for problem in problems]
+    return [run_problem(problem) for problem in problems]
 
 
 @pytest.mark.parametrize(("ranks", "seeds"), cases())
@@ -146,7 +146,7 @@ def test_auto_layouts_are_exact(pool: Pool, shape: Shape) -> None:
 
 
 @on_each_rank
-def compiled_over_documents() -> str:
+def attend_compiled_over_documents() -> str:
     mesh, mask = mesh_of(PAIR), am.Causal() & am.Documents([5, 11])
 
     def layer(x: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ def compiled_over_documents() -> str:
 
 
 def test_auto_layouts_of_documents_are_refused_in_a_graph(pool: Pool) -> None:
-    for text in pool.run(2, compiled_over_documents):
+    for text in pool.run(2, attend_compiled_over_documents):
         assert "a layout of documents in a compiled model" in text
         assert "layout=am.Packed" in text
 
@@ -167,7 +167,9 @@ def test_auto_layouts_of_documents_are_refused_in_a_graph(pool: Pool) -> None:
 
 
 @on_each_rank
-def traffic_of(shape: Shape, exchange: str, n: int, heads: tuple[int, int]) -> tuple[ReceivedTraffic, ReceivedTraffic]:
+def count_traffic_of(
+    shape: Shape, exchange: str, n: int, heads: tuple[int, int]
+) -> tuple[ReceivedTraffic, ReceivedTraffic]:
     mesh, ranks = mesh_of(shape), dist.get_world_size()
     q = torch.randn(1, heads[0], n, 8, requires_grad=True)
     k, v = (torch.randn(1, heads[1], n, 8, requires_grad=True) for _ in range(2))
@@ -193,7 +195,7 @@ def test_counted_elements_equal_the_formula(pool: Pool, shape: Shape, exchange: 
     rows, columns = shape.keys - 1, shape.queries - 1
     forward = n * (2 * rows * dq + 2 * columns * dk) + swapped
     backward = n * (3 * rows * dq + 4 * columns * dk) + swapped
-    for there, back in pool.run(shape.ranks, traffic_of, shape, exchange, n, (hq, hk)):
+    for there, back in pool.run(shape.ranks, count_traffic_of, shape, exchange, n, (hq, hk)):
         assert (there.vectors, back.vectors) == (forward, backward)
         scalars = n * rows * hq + (shape.heads - 1) * n * hq // shape.heads
         assert (there.scalars, back.scalars) == (scalars, 2 * scalars)  # lse; lse and delta
@@ -219,7 +221,7 @@ def test_fewer_key_heads_than_ranks_of_the_heads_axis_are_refused(pool: Pool) ->
 
 
 @on_each_rank
-def meshes() -> list[object]:
+def attend_on_unlike_meshes() -> list[object]:
     said: list[object] = []
     for names in (None, ("data", "model"), ("queries", "model")):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
@@ -231,14 +233,14 @@ def meshes() -> list[object]:
 
 
 def test_meshes_with_other_axes_or_none_are_refused(pool: Pool) -> None:
-    for unnamed, foreign, mixed in pool.run(4, meshes):
+    for unnamed, foreign, mixed in pool.run(4, attend_on_unlike_meshes):
         assert "one axis or more of heads, queries, keys, each once, given axes ()" in unnamed
         assert "given axes ('data', 'model'). Fix: slice the axis that shares a sequence" in foreign
         assert mixed == Shape(1, 2, 1)
 
 
 @on_each_rank
-def from_tuples() -> list[object]:
+def make_meshes_from_tuples() -> list[object]:
     made = [am.init_mesh((1, 2, 2)), am.init_mesh("cpu", [1, 2, 2], 8, 2)]
     return [(RankMesh.of(mesh).shape, mesh.device_type, mesh.mesh_dim_names) for mesh in made]
 
@@ -246,7 +248,7 @@ def from_tuples() -> list[object]:
 def test_a_plain_tuple_makes_a_mesh(pool: Pool) -> None:
     ungrouped = Shape(1, 2, 2), "cpu", ("heads", "keys", "queries")  # keys and values weigh as much as queries
     grouped = Shape(1, 2, 2), "cpu", ("heads", "queries", "keys")
-    assert pool.run(4, from_tuples) == [[ungrouped, grouped]] * 4
+    assert pool.run(4, make_meshes_from_tuples) == [[ungrouped, grouped]] * 4
 
 
 @on_each_rank
@@ -316,7 +318,7 @@ def test_a_compiled_layer_takes_one_mask_after_another(pool: Pool) -> None:
 
 
 @on_each_rank
-def compiled_of_uneven_shards() -> list[str]:
+def attend_compiled_over_uneven_shards() -> list[str]:
     mesh, where = mesh_of(PAIR), {"layout": am.Zigzag()}
     whole = torch.randn(3, 1, 2, 103, 8, generator=torch.Generator().manual_seed(0))
     shards = [am.shard(x, mesh, **where) for x in whole]
@@ -339,7 +341,7 @@ def compiled_of_uneven_shards() -> list[str]:
 
 
 def test_in_a_graph_of_uneven_shards_length_is_enough_and_errors_name_it(pool: Pool) -> None:
-    for rank, (difference, longer, unsaid) in enumerate(pool.run(2, compiled_of_uneven_shards)):
+    for rank, (difference, longer, unsaid) in enumerate(pool.run(2, attend_compiled_over_uneven_shards)):
         assert float(difference) == 0
         assert re.search(rf"a shard of {55 - rank} queries of 109 .* Fix: .* or correct length and key_length", longer)
         assert unsaid.endswith("gone; or shards are uneven: then pass length= to attention in torch.compile")
@@ -369,7 +371,7 @@ def test_calls_in_flight_checkpointing_and_accumulation_compose(pool: Pool) -> N
 
 
 @on_each_rank
-def second_gradient(shape: Shape) -> str:
+def catch_error_of_second_gradient(shape: Shape) -> str:
     q, k, v = (torch.randn(1, 2, 8, 4, requires_grad=True) for _ in range(3))
     out = am.attention(q, k, v, mesh=mesh_of(shape), layout=am.Zigzag())
     (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)
@@ -382,5 +384,5 @@ def second_gradient(shape: Shape) -> str:
 
 @pytest.mark.parametrize("shape", [Shape(1, 2, 1), Shape(2, 1, 1)])
 def test_second_gradients_are_refused(pool: Pool, shape: Shape) -> None:
-    for text in pool.run(2, second_gradient, shape):
+    for text in pool.run(2, catch_error_of_second_gradient, shape):
         assert "given a gradient of a gradient. Fix: differentiate energy" in text

@@ -36,7 +36,7 @@ def stock() -> tuple[Tensor, ...]:
 
 
 @on_each_rank
-def ours(shape: Shape) -> tuple[Tensor, ...]:
+def attend_under_autocast(shape: Shape) -> tuple[Tensor, ...]:
     mesh, whole = named_mesh(shape, AXES), inputs()
     shards = [am.shard(x.detach(), mesh, layout=am.Zigzag()).requires_grad_() for x in whole]
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -49,7 +49,7 @@ def ours(shape: Shape) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("shape", [Shape(1, 1, 1), Shape(1, 2, 1), Shape(1, 2, 2), Shape(2, 1, 2)], ids=str)
 def test_attention_casts_as_pytorchs_does(shape: Shape, pool: Pool) -> None:
     expected = stock()
-    for answer in pool.run(shape.ranks, ours, shape):
+    for answer in pool.run(shape.ranks, attend_under_autocast, shape):
         for given, right in zip(answer, expected, strict=True):
             assert given.dtype == right.dtype
             assert (given - right).abs().max() <= ROUNDING * max(1, float(right.abs().max()))
@@ -71,7 +71,7 @@ class OfModel(NamedTuple):
 
 
 @on_each_rank
-def tokens_loss_and_gradient(shape: Shape) -> OfModel:
+def generate_and_train_under_autocast(shape: Shape) -> OfModel:
     model, mesh = families.model("qwen3", "attnmesh"), named_mesh(shape, AXES)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         made = hf.generate(model, prompt(80), mesh=mesh, max_new_tokens=4, do_sample=False)
@@ -86,7 +86,7 @@ def test_a_model_of_float32_weights_runs_under_autocast(shape: Shape, pool: Pool
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = model(prompt(80)).logits[0, -1].float()
         loss = model(**plain_batch(), use_cache=False).loss
-    answers = pool.run(shape.ranks, tokens_loss_and_gradient, shape)
+    answers = pool.run(shape.ranks, generate_and_train_under_autocast, shape)
     for answer in answers:
         new_logit = logits[answer.tokens[0][80]]
         assert new_logit >= logits.max() - 0.05 * logits.abs().max()  # a tie of bfloat16 may fall either way

@@ -86,7 +86,7 @@ def check(truth: Truth, rank: Rank, **given: Tensor) -> None:
 
 
 @on_each_rank
-def compute(shape: Shape, exchange: str) -> None:
+def check_output_and_gradients(shape: Shape, exchange: str) -> None:
     """Compare this rank's output and gradients with dense attention."""
     rank, expected = Rank(shape, exchange), truth_of()
     memory = rank.memory()
@@ -100,20 +100,20 @@ def compute(shape: Shape, exchange: str) -> None:
 
 @pytest.mark.parametrize("exchange", EXCHANGE_MODES)
 def test_one_rank_computes_dense_attention(exchange: str) -> None:
-    compute(ALONE, exchange)
+    check_output_and_gradients(ALONE, exchange)
 
 
 @pytest.mark.parametrize("exchange", EXCHANGE_MODES)
 @pytest.mark.parametrize("shape", [Shape(2, 1, 1), Shape(1, 2, 1), Shape(1, 1, 2), Shape(1, 3, 1)], ids=str)
 def test_ranks_compute_dense_attention(shape: Shape, exchange: str, pool: Pool) -> None:
-    pool.run(shape.ranks, compute, shape, exchange)
+    pool.run(shape.ranks, check_output_and_gradients, shape, exchange)
 
 
 # --- when exchanges begin and end ---
 
 
 @on_each_rank
-def events_of(shape: Shape, exchange: str) -> list[str]:
+def record_events_of(shape: Shape, exchange: str) -> list[str]:
     """Return the order in which exchanges of keys begin and arrive, and kernels run, in a forward pass."""
     events: list[str] = []
     rank = Rank(shape, exchange, am.Full())
@@ -142,17 +142,17 @@ def events_of(shape: Shape, exchange: str) -> list[str]:
 
 
 def test_the_next_keys_of_a_ring_are_under_way_while_a_kernel_runs(pool: Pool) -> None:
-    for events in pool.run(3, events_of, Shape(1, 3, 1), "ring"):
+    for events in pool.run(3, record_events_of, Shape(1, 3, 1), "ring"):
         assert events == ["begin 0", "attend", "arrive 0", "begin 1", "attend", "arrive 1", "attend"]
 
 
 def test_keys_that_arrive_at_once_are_attended_once(pool: Pool) -> None:
-    for events in pool.run(3, events_of, Shape(1, 3, 1), "bulk"):
+    for events in pool.run(3, record_events_of, Shape(1, 3, 1), "bulk"):
         assert events == ["begin 0", "arrive 0", "attend"]
 
 
 def test_the_next_heads_are_under_way_while_a_kernel_runs(pool: Pool) -> None:
-    for events in pool.run(2, events_of, Shape(1, 2, 1), "pipelined"):
+    for events in pool.run(2, record_events_of, Shape(1, 2, 1), "pipelined"):
         assert events == ["begin 0", "begin 1", "arrive 0", "attend", "arrive 1", "attend"]
 
 
@@ -245,7 +245,7 @@ class Swapped(NamedTuple):
 
 
 @on_each_rank
-def swapped_heads() -> Swapped:
+def swap_heads() -> Swapped:
     """Swap tokens for heads, and heads for tokens again."""
     rank = Rank(Shape(2, 1, 1), "bulk")
     (group,) = groups_of_heads(HEADS, KV_HEADS, 2, 1)
@@ -264,7 +264,7 @@ def swapped_heads() -> Swapped:
 
 
 def test_heads_that_were_swapped_in_come_back_as_tokens(pool: Pool) -> None:
-    for swapped in pool.run(2, swapped_heads):
+    for swapped in pool.run(2, swap_heads):
         assert swapped.are_heads
         assert swapped.are_back
         assert swapped.in_memory

@@ -16,7 +16,7 @@ from attnmesh.core.layout import Layout
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.dense import truth
 from tests.support.mesh_problems import MeshProblem, named_mesh
-from tests.support.mesh_problems import run as run_problem
+from tests.support.mesh_problems import run_problem as run_problem
 from tests.support.models.tiny_decoder import Decoder, sequences, summed_loss
 from tests.support.pool import SIZES, Pool, on_each_rank
 from tests.support.seeds import rotated
@@ -110,7 +110,7 @@ def added_up(loss: Tensor, model: nn.Module) -> float:
 
 
 @on_each_rank
-def losses_of_tour(ranks: int, exchanges: Sequence[str]) -> list[float]:
+def train_on_tour(ranks: int, exchanges: Sequence[str]) -> list[float]:
     return losses(tour(ranks, exchanges), heads(ranks))
 
 
@@ -126,13 +126,13 @@ def test_losses_are_those_of_one_device(pool: Pool, ranks: int, exchanges: Seque
     """All exchanges in one training; each in one of its own takes three times as long."""
     expected = torch.tensor(losses([ONE_DEVICE] * STEPS, heads(ranks)))
     assert expected[-5:].mean() < expected[:5].mean() / 2, "it learns, or equal losses would say little"
-    for given in pool.run(ranks, losses_of_tour, ranks, exchanges):
+    for given in pool.run(ranks, train_on_tour, ranks, exchanges):
         errors = (torch.tensor(given) - expected).abs()
         assert errors.max() <= ATOL, f"{errors.max():.1e} at step {int(errors.argmax())}"
 
 
 @on_each_rank
-def losses_on(shape: Shape, exchange: str) -> list[float]:
+def train_on(shape: Shape, exchange: str) -> list[float]:
     return losses([(named_mesh(shape, AXES), exchange, am.Zigzag())] * STEPS, heads(shape.ranks))
 
 
@@ -141,7 +141,7 @@ def losses_on(shape: Shape, exchange: str) -> list[float]:
 @pytest.mark.parametrize("shape", [shape for ranks in SIZES for shape in shapes(ranks)])
 def test_losses_on_every_mesh_are_those_of_one_device(pool: Pool, shape: Shape, exchange: str) -> None:
     expected = torch.tensor(losses([ONE_DEVICE] * STEPS, heads(shape.ranks)))
-    for given in pool.run(shape.ranks, losses_on, shape, exchange):
+    for given in pool.run(shape.ranks, train_on, shape, exchange):
         assert (torch.tensor(given) - expected).abs().max() <= ATOL
 
 
@@ -198,7 +198,7 @@ def test_errors_in_bfloat16_do_not_grow_with_the_ranks(pool: Pool, shape: Shape,
 
 
 @on_each_rank
-def losses_with_fsdp(axes: tuple[str, ...], steps: int) -> list[float]:
+def train_with_fsdp(axes: tuple[str, ...], steps: int) -> list[float]:
     """Two replicas hold the parameters together, each with a batch of its own on a mesh of its own."""
     mesh = init_device_mesh("cpu", (2,) * (1 + len(axes)), mesh_dim_names=("data", *axes))
     model = Decoder(8, 4)
@@ -232,5 +232,5 @@ def test_losses_are_the_same_with_parameters_sharded_by_fsdp(pool: Pool, axes: t
         loss.backward()
         expected.append(float(loss.detach()))
         optimizer.step()
-    for given in pool.run(2 ** (1 + len(axes)), losses_with_fsdp, axes, 3):
+    for given in pool.run(2 ** (1 + len(axes)), train_with_fsdp, axes, 3):
         assert given == pytest.approx(expected, rel=0, abs=ATOL)

@@ -41,7 +41,7 @@ class Best(NamedTuple):
 
 
 @on_each_rank
-def found(ties: bool, k: int) -> Best:
+def find_best_across(ties: bool, k: int) -> Best:
     mine = own(dist.get_world_size())
     with count_traffic() as received:
         scores, indices = am.top_k_across(scores_of_all(ties)[..., mine], mine, k, dist.group.WORLD)
@@ -61,7 +61,7 @@ def test_the_lowest_numbers_of_float64_are_scores() -> None:
 def test_top_k_across_is_the_stable_top_k_of_all_ranks(pool: Pool, ranks: int, ties: bool, k: int) -> None:
     scores, order = scores_of_all(ties).sort(dim=-1, descending=True, stable=True)
     keys = order.masked_fill(scores == -torch.inf, NO_INDEX)
-    results = pool.run(ranks, found, ties, k)
+    results = pool.run(ranks, find_best_across, ties, k)
     for best in results:
         assert torch.equal(best.scores[..., :KEYS], scores[..., :k])
         assert torch.equal(best.keys[..., :KEYS], keys[..., :k])
@@ -71,7 +71,7 @@ def test_top_k_across_is_the_stable_top_k_of_all_ranks(pool: Pool, ranks: int, t
 
 
 @on_each_rank
-def blocks_in_parts(k: int) -> tuple[Tensor, Tensor]:
+def find_blocks_in_parts(k: int) -> tuple[Tensor, Tensor]:
     mine = own(dist.get_world_size())
     return am.top_k_across(scores_of_all(True)[..., mine], (mine // 4).int(), k, dist.group.WORLD, unique=True)
 
@@ -81,7 +81,7 @@ def test_parts_of_blocks_on_several_ranks_give_the_top_blocks(pool: Pool) -> Non
     whole = torch.full((*ROWS, 13), -torch.inf).scatter_reduce(-1, blocks, scores_of_all(True), "amax")
     right = am.top_k_across(whole, torch.arange(13), 5, None)
     for ranks in (2, 4, 6):
-        for got in pool.run(ranks, blocks_in_parts, 5):
+        for got in pool.run(ranks, find_blocks_in_parts, 5):
             assert all(map(torch.equal, got, right))
 
 

@@ -47,7 +47,7 @@ def memory_tracker(*parts: Any) -> Iterator[MemTracker]:
 
 
 @on_each_rank
-def peak_bytes(words: list[str], sizes: dict[str, Any], loss: str) -> int:
+def measure_peak_bytes(words: list[str], sizes: dict[str, Any], loss: str) -> int:
     """On a rank: run the script with a model of these sizes, and return the most bytes alive in its second step.
 
     The first step makes the moments of AdamW. The script writes nothing.
@@ -115,7 +115,7 @@ def test_memory_is_an_upper_bound_of_what_a_step_takes(
     data = tmp_path / "documents.jsonl"
     data.write_text("".join(json.dumps({"text": chr(97 + number) * 3000}) + "\n" for number in range(20)))
     words = f"--data {data} --folder {tmp_path} --context {context} --packs {ranks // context} --length {length} {more}"
-    measured = pool.run(ranks, peak_bytes, f"{words} --bf16 --steps 2 --save-every 9".split(), sizes, loss)
+    measured = pool.run(ranks, measure_peak_bytes, f"{words} --bf16 --steps 2 --save-every 9".split(), sizes, loss)
     model = training_size(script_config(**sizes), 8 if "--lora" in more else 0, length=length, phase="training")
     ways = training_plans(model, am.Cluster.preset("local", 1, ranks), TrainerOptions(loss, ddp="--fsdp" not in more))
     (one,) = (way for way in ways if way.context == context)

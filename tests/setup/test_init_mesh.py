@@ -45,7 +45,7 @@ MESHES: dict[str, Callable[[], Any]] = {
 
 
 @on_each_rank
-def errors_of_versions(name: str, package: str) -> str:
+def make_mesh_of_unlike_versions(name: str, package: str) -> str:
     """Make a mesh where the last rank has another version of a package."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     version = mock.patch(f"{package}.__version__", "1.9+local" if rank == last else "2.13+local")
@@ -58,7 +58,7 @@ def errors_of_versions(name: str, package: str) -> str:
 @pytest.mark.parametrize("package", ["attnmesh", "torch"])
 @pytest.mark.parametrize("name", MESHES)
 def test_ranks_of_other_versions_are_named_with_their_host_on_all_ranks(pool: Pool, name: str, package: str) -> None:
-    error, *others = pool.run(6, errors_of_versions, name, package)
+    error, *others = pool.run(6, make_mesh_of_unlike_versions, name, package)
     assert others == [error] * 5
     head, row, last = error.splitlines()[1:4]
     assert head.split() == ["ranks", "versions", "hosts"]
@@ -72,7 +72,7 @@ def test_ranks_of_other_versions_are_named_with_their_host_on_all_ranks(pool: Po
 
 
 @on_each_rank
-def shapes() -> str:
+def make_mesh_of_unlike_shapes() -> str:
     """Make meshes of other shapes by equal versions, on a host each."""
     rank = dist.get_rank()
     host = mock.patch("attnmesh.setup.init_mesh.gethostname", return_value=f"host-{rank}")
@@ -82,7 +82,7 @@ def shapes() -> str:
 
 
 def test_hosts_may_differ_and_are_named_beside_what_may_not(pool: Pool) -> None:
-    error, other = pool.run(2, shapes)
+    error, other = pool.run(2, make_mesh_of_unlike_shapes)
     assert error == other
     assert "versions" not in error
     assert "call it alike on all ranks" in error
@@ -90,7 +90,7 @@ def test_hosts_may_differ_and_are_named_beside_what_may_not(pool: Pool) -> None:
 
 
 @on_each_rank
-def error_of_one(size: int) -> str:
+def catch_error_of_one(size: int) -> str:
     """Return the error of a mesh that does not fit, on one rank alone, on hosts that share no memory."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
     last = dist.get_rank() == size - 1
@@ -104,7 +104,7 @@ def error_of_one(size: int) -> str:
 
 @pytest.mark.parametrize("size", [4, 6])
 def test_ranks_of_a_long_axis_say_as_many_numbers_as_one_that_fails(pool: Pool, size: int) -> None:
-    error, *others = pool.run(size, error_of_one, size)
+    error, *others = pool.run(size, catch_error_of_one, size)
     assert error.startswith(f"split_mesh shape: expected a shape of {size} ranks, given 1x1x{size - 1}.")
     assert others == [error] * (size - 1)
 

@@ -121,7 +121,7 @@ def test_files_are_valid_safetensors(tmp_path: Path) -> None:
 
 
 @on_each_rank
-def error_of_path(act: str, path: Path) -> str:
+def catch_error_of_path(act: str, path: Path) -> str:
     """Return the error of a save or load whose path is bad on rank 1."""
     cache = cache_of(20, 2)
     bad = dist.get_rank() == 1
@@ -153,7 +153,7 @@ PATH_ERRORS = {
 
 @pytest.mark.parametrize("act", PATH_ERRORS)
 def test_bad_path_on_one_rank_raises_on_all(pool: Pool, tmp_path: Path, act: str) -> None:
-    one, other = pool.run(2, error_of_path, act, tmp_path)
+    one, other = pool.run(2, catch_error_of_path, act, tmp_path)
     assert one == other
     assert one.startswith(PATH_ERRORS[act])
 

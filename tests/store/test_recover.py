@@ -62,7 +62,7 @@ def mesh_of(shape: tuple[int, int, int]) -> Any:
 
 
 @on_each_rank
-def recovery_error(
+def measure_error_of_recovery(
     before: tuple[int, int, int], after: tuple[int, int, int], lost: list[int], padded: bool, layers: int
 ) -> tuple[float, bool]:
     """Recover with `lost` ranks as new ones. Return the worst error, and True if a second recovery is equal."""
@@ -106,7 +106,7 @@ def test_surviving_shards_and_copies_restore_the_cache(
     pool: Pool, places: tuple[tuple[int, int, int], tuple[int, int, int], list[int]], padded: bool
 ) -> None:
     before, after, lost = places
-    for error, same in pool.run(Shape(*before).ranks, recovery_error, before, after, lost, padded, 2):
+    for error, same in pool.run(Shape(*before).ranks, measure_error_of_recovery, before, after, lost, padded, 2):
         assert error < FLOAT32_SUMS, "float32, merged in another order"
         assert same
 
@@ -278,14 +278,14 @@ def test_invalid_copies_raise(copies: Any) -> None:
 
 
 @on_each_rank
-def keepers_and_copies(shape: tuple[int, int, int]) -> list[list[int]]:
+def find_keepers_and_copies(shape: tuple[int, int, int]) -> list[list[int]]:
     cache = filled(mesh_of(shape), 2, False)
     return [cache.shards.keepers, [*cache.shards.copy_shards]]
 
 
 def test_next_rank_holds_the_copy(pool: Pool) -> None:
-    assert pool.run(3, keepers_and_copies, (1, 1, 3)) == [[[1], [2]], [[2], [0]], [[0], [1]]]
-    assert pool.run(4, keepers_and_copies, (2, 1, 2)) == [[[1], [1]], [[0], [0]]] * 2
+    assert pool.run(3, find_keepers_and_copies, (1, 1, 3)) == [[[1], [2]], [[2], [0]], [[0], [1]]]
+    assert pool.run(4, find_keepers_and_copies, (2, 1, 2)) == [[[1], [1]], [[0], [0]]] * 2
 
 
 # --- a rank is killed during generation ---

@@ -37,8 +37,8 @@ class Context:
 
 
 @on_each_rank
-def run(gpu: EmulatedGPU, problem: MeshProblem, kernel: str, checked: bool | None) -> list[Tensor]:
-    """Return this rank's out and gradients, as `mesh_problems.run` does; out alone if latents travel."""
+def run_on_gpu(gpu: EmulatedGPU, problem: MeshProblem, kernel: str, checked: bool | None) -> list[Tensor]:
+    """Return this rank's out and gradients, as `mesh_problems.run_problem` does; out alone if latents travel."""
     mesh = named_mesh(problem.shape, problem.axes)
     q, k, v, dout, *sinks = problem.whole()
     queries, keys = shard_positions(problem, mesh)
@@ -87,11 +87,11 @@ class Ranks:
 
     def run(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Return every rank's result."""
-        return world(size, without_gpu, function, *arguments, backend=self.backend).results()
+        return world(size, run_without_gpu, function, *arguments, backend=self.backend).results()
 
 
 @on_each_rank
-def without_gpu(gpu: EmulatedGPU, function: Callable[..., Any], *arguments: Any) -> Any:
+def run_without_gpu(gpu: EmulatedGPU, function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function that does not ask for the GPU."""
     with torch.no_grad():
         return function(*arguments)

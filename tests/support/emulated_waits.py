@@ -22,7 +22,7 @@ LENGTH = 32
 
 
 @on_each_rank
-def measure(gpu: EmulatedGPU, which: str, shape: tuple[int, int, int]) -> dict[str, list[str]]:
+def record_waits(gpu: EmulatedGPU, which: str, shape: tuple[int, int, int]) -> dict[str, list[str]]:
     """Return the waits of each call of a table on one rank."""
     mesh = init_device_mesh("cuda", shape, mesh_dim_names=AXES)
     table: Callable[[DeviceMesh], dict[str, Call]] = globals()[f"{which}_calls"]
@@ -141,7 +141,7 @@ def attention_calls(mesh: DeviceMesh) -> dict[str, Call]:
 
 
 @on_each_rank
-def model_waits(gpu: EmulatedGPU, capacity: int | None) -> dict[str, list[str]]:
+def record_waits_of_model(gpu: EmulatedGPU, capacity: int | None) -> dict[str, list[str]]:
     """Return the waits of a token of a model of three layers."""
     mesh = init_device_mesh("cuda", (1, 1, 2), mesh_dim_names=AXES)
     model = on_gpu(tiny_model())

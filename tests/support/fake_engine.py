@@ -193,7 +193,7 @@ def together(going: bool) -> bool:
 
 
 @on_each_rank
-def fake_rank(address: str, pause: float) -> None:
+def serve_as_rank(address: str, pause: float) -> None:
     """Serve as one of several ranks."""
     engine = FakeEngine(together, pause=pause)
     if dist.get_rank() == 0:

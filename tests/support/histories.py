@@ -278,7 +278,7 @@ def _event(random: Random, length: int, batch: int, padded: bool, kernel: str, m
 
 
 @on_each_rank
-def run(history: History, phase: Phase, load_from: Path | None, save_to: Path | None) -> list[Tensor]:
+def run_phase(history: History, phase: Phase, load_from: Path | None, save_to: Path | None) -> list[Tensor]:
     """Return one rank's outputs of all decode events of a phase."""
     mesh = named_mesh(phase.shape, AXES)
     if load_from is None:
@@ -371,7 +371,7 @@ def check(history: History, pool: Pool, folder: Path) -> None:
     load_from = None
     for number, phase in enumerate(history.phases):
         save_to = folder / str(number) if number + 1 < len(history.phases) else None
-        outputs = [iter(outs) for outs in pool.run(phase.shape.ranks, run, history, phase, load_from, save_to)]
+        outputs = [iter(outs) for outs in pool.run(phase.shape.ranks, run_phase, history, phase, load_from, save_to)]
         for event in phase.events:
             match event.kind:
                 case "append" | "shard":

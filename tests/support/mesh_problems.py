@@ -183,7 +183,7 @@ def _packed(random: Random, length: int, shape: Shape, mask: Mask) -> am.Packed:
 
 
 @on_each_rank
-def run(problem: MeshProblem, bias: Tensor | None = None) -> list[Tensor]:
+def run_problem(problem: MeshProblem, bias: Tensor | None = None) -> list[Tensor]:
     """On one rank: its out and the gradients of its shard and its bias; out alone if latents travel."""
     mesh = named_mesh(problem.shape, problem.axes)
     q, k, v, dout, *sinks = (x.to(device()) for x in problem.whole())

@@ -210,7 +210,7 @@ def assert_equal(given: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @on_each_rank
-def on_rank(kind: str, data: int, shape: Shape | None, folder: str, options: dict[str, Any]) -> Any:
+def train_by_rollouts(kind: str, data: int, shape: Shape | None, folder: str, options: dict[str, Any]) -> Any:
     """Train on a mesh; without a shape on as many ranks by stock TRL."""
     with launched(), fsdp_on_cpus() if options.get("fsdp") else nullcontext():
         if shape is None:
@@ -241,8 +241,10 @@ def check(
     if data == 1:
         alone = [trained(kind, lambda made: made, STOCK["llama"], at, stock)]
     else:
-        alone = pool.run(data, on_rank, kind, data, None, at, stock)
-    together = pool.run(data * shape.ranks, on_rank, kind, data, shape, str(folder / "2"), options, deadline=350)
+        alone = pool.run(data, train_by_rollouts, kind, data, None, at, stock)
+    together = pool.run(
+        data * shape.ranks, train_by_rollouts, kind, data, shape, str(folder / "2"), options, deadline=350
+    )
     for rank, (steps, log, rows) in enumerate(together):
         expected_steps, expected_log, expected_rows = alone[rank // shape.ranks]
         assert len(steps) == len(expected_steps) == {**OPTIONS, **options}["max_steps"]

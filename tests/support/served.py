@@ -21,7 +21,7 @@ from attnmesh.serve.metrics import Metrics
 from attnmesh.serve.routes import App
 from attnmesh.serve.server import listen, run
 from attnmesh.serve.supervisor import RankWorld, Supervisor
-from tests.support.fake_engine import answer, byte_tokenizer, fake_rank
+from tests.support.fake_engine import answer, byte_tokenizer, serve_as_rank
 
 NAME, OTHER_NAME = "fake", "org/fake"
 PATIENCE = 300
@@ -181,7 +181,7 @@ class FakeRanks:
         time.sleep(self.rest if self.started else 0)
         self.started += 1
         self.modes.append(Path(address).parent.stat().st_mode)
-        run_on_ranks(self.count, fake_rank, address, 0.01, seconds=None)
+        run_on_ranks(self.count, serve_as_rank, address, 0.01, seconds=None)
 
     def kill(self, *, again: bool = False) -> None:
         for process in self.children.alive():

@@ -27,11 +27,11 @@ class OneWay:
 
     def run(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Return every rank's result."""
-        return self.ranks.run(size, one_way, self.uploaded, function, *arguments)
+        return self.ranks.run(size, run_one_way, self.uploaded, function, *arguments)
 
 
 @on_each_rank
-def one_way(uploaded: bool, function: Callable[..., Any], *arguments: Any) -> Any:
+def run_one_way(uploaded: bool, function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function on a rank, with all older tokens going one way."""
     choice = patch.object(tiered_attention.TieredAttention, "_is_upload_faster", lambda *_: uploaded)
     with choice, patch.object(upload, "PART_BYTES", PART):

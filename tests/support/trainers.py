@@ -316,7 +316,7 @@ def made(kind: str, family: str, attention: str, changes: dict[str, Any]) -> Any
 
 
 @on_each_rank
-def on_rank(kind: str, family: str, data: int, shape: Shape | None, folder: str, options: dict[str, Any]) -> Any:
+def train_on_rank(kind: str, family: str, data: int, shape: Shape | None, folder: str, options: dict[str, Any]) -> Any:
     """Train on a mesh, of `data` of them; without a shape, on as many ranks by stock transformers."""
     with launched(), fsdp_on_cpus() if options.get("fsdp") else nullcontext():
         if shape is None:

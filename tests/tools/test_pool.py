@@ -16,14 +16,14 @@ from tests.support.pool import SIZES, Lost, Pool, on_each_rank
 
 
 @on_each_rank
-def total_of_ranks(offset: int) -> int:
+def add_up_ranks(offset: int) -> int:
     value = torch.tensor([dist.get_rank() + offset])
     dist.all_reduce(value)
     return int(value)
 
 
 @on_each_rank
-def process_id() -> int:
+def return_process_id() -> int:
     return os.getpid()
 
 
@@ -61,35 +61,35 @@ def die_while_sending() -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_world_computes_together(pool: Pool, size: int) -> None:
-    assert pool.run(size, total_of_ranks, 10) == [size * 10 + size * (size - 1) // 2] * size
+    assert pool.run(size, add_up_ranks, 10) == [size * 10 + size * (size - 1) // 2] * size
 
 
 def test_a_world_is_started_once(pool: Pool) -> None:
-    first = pool.run(3, process_id)
+    first = pool.run(3, return_process_id)
     assert len(set(first)) == 3
-    assert pool.run(3, process_id) == first
+    assert pool.run(3, return_process_id) == first
 
 
 def test_an_error_comes_back_with_its_type_and_rank_and_the_world_lives_on(pool: Pool) -> None:
-    before = pool.run(3, process_id)
+    before = pool.run(3, return_process_id)
     with pytest.raises(ShapeError, match="expected one thing, given another") as caught:
         pool.run(3, refuse_on, 1)
     assert "on rank 1" in caught.value.__notes__[0]
     zero, error, two = pool.ask(3, refuse_on, 1)
     assert (zero, two) == (0, 2)
     assert isinstance(error, ShapeError)
-    assert pool.run(3, process_id) == before
+    assert pool.run(3, return_process_id) == before
 
 
 def test_a_hang_ends_at_its_deadline_with_each_rank_s_stack(pool: Pool) -> None:
-    before = pool.run(2, process_id)
+    before = pool.run(2, return_process_id)
     start = time.monotonic()
     with pytest.raises(Lost, match="stand_still_on: 1 of 2 ranks did not answer") as caught:
         pool.run(2, stand_still_on, 1, deadline=2.0)
     assert time.monotonic() - start < 60
     assert "rank 0 answered None" in str(caught.value)
     assert "in stand_still_on" in str(caught.value)
-    assert set(pool.run(2, process_id)).isdisjoint(before)
+    assert set(pool.run(2, return_process_id)).isdisjoint(before)
 
 
 def test_ranks_left_waiting_for_one_that_raised_do_not_wait_for_the_deadline(
@@ -107,7 +107,7 @@ def test_ranks_left_waiting_for_one_that_raised_do_not_wait_for_the_deadline(
 def test_a_dead_rank_is_named(function: Callable[[], None], pool: Pool) -> None:
     with pytest.raises(Lost, match=r"dead, exit code 3"):
         pool.run(1, function)
-    assert len(pool.run(1, process_id)) == 1
+    assert len(pool.run(1, return_process_id)) == 1
 
 
 def return_nothing() -> None: ...

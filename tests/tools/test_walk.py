@@ -44,12 +44,12 @@ def test_a_call_on_one_rank_walks_through_few_frames(name: str) -> None:
 
 
 @on_each_rank
-def _frames() -> dict[str, tuple[list[str], float]]:
+def count_frames() -> dict[str, tuple[list[str], float]]:
     return {name: (found.files, found.share("guard")) for name, found in walks_on_two().items()}
 
 
 def test_calls_on_two_ranks_walk_through_few_frames(world: Pool) -> None:
-    for answer in world.run(2, _frames):
+    for answer in world.run(2, count_frames):
         assert len(answer) == len(ON_TWO)
         for name, (files, guard) in answer.items():
             assert 0 < len(files) <= most_frames(name), (name, files)

@@ -117,7 +117,7 @@ def test_pages_are_those_of_memory(tmp_path: Path) -> None:
 
 
 @on_each_rank
-def filled_by_ranks(folder: Path, ranks: int, fix: str | None) -> None:
+def fill_by_ranks(folder: Path, ranks: int, fix: str | None) -> None:
     """Fill a folder, or find what is to be done with one of other ranks."""
     model, mesh = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, ranks), AXES)
     if fix is None:
@@ -132,8 +132,8 @@ def filled_by_ranks(folder: Path, ranks: int, fix: str | None) -> None:
 
 
 def test_a_folder_of_other_ranks_says_what_reads_it(pool: Pool, tmp_path: Path) -> None:
-    pool.run(1, filled_by_ranks, tmp_path, 1, None)
-    pool.run(2, filled_by_ranks, tmp_path, 2, "Fix: take as many ranks, restore it into memory, or append to a new")
+    pool.run(1, fill_by_ranks, tmp_path, 1, None)
+    pool.run(2, fill_by_ranks, tmp_path, 2, "Fix: take as many ranks, restore it into memory, or append to a new")
 
 
 @pytest.mark.parametrize("name", ["journal", "ids"])

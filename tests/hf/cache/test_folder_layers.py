@@ -27,7 +27,7 @@ class Turn(NamedTuple):
 
 
 @on_each_rank
-def talk(family: str, folder: Path, shape: Shape, hot: int | None) -> list[Turn]:
+def talk_over_a_folder(family: str, folder: Path, shape: Shape, hot: int | None) -> list[Turn]:
     """Return turns, each on a cache that opens the folder."""
     model, mesh = families.model(family, "attnmesh"), named_mesh(shape, AXES) if shape.ranks > 1 else None
     ids = prompt(150)
@@ -72,7 +72,7 @@ def stock_turns(family: str) -> list[Turn]:
 def test_turns_go_on_where_the_folder_ends(
     family: str, shape: Shape, hot: int | None, pool: Pool, tmp_path: Path
 ) -> None:
-    for turns in pool.run(shape.ranks, talk, family, tmp_path, shape, hot):
+    for turns in pool.run(shape.ranks, talk_over_a_folder, family, tmp_path, shape, hot):
         assert turns == stock_turns(family)
 
 

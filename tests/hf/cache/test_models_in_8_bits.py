@@ -74,7 +74,7 @@ def expected(family: str, storage: str, padded: bool) -> list[Tensor]:
 
 
 @on_each_rank
-def ours(family: str, shape: Shape, storage: str, padded: bool) -> list[Tensor]:
+def talk_in_8_bits(family: str, shape: Shape, storage: str, padded: bool) -> list[Tensor]:
     model = families.model(family, "attnmesh", torch.float64)
     cache = hf.ShardedCache(model.config, named_mesh(shape, AXES), storage=storage)
     return conversation(lambda ids, **options: hf.generate(model, ids, cache=cache, **options), padded)
@@ -92,7 +92,7 @@ def test_tokens_are_those_of_a_stock_cache_that_rounds(
     pool: Pool, kind: tuple[str, bool], place: tuple[Shape, str]
 ) -> None:
     (family, padded), (shape, storage) = kind, place
-    for found in pool.run(shape.ranks, ours, family, shape, storage, padded):
+    for found in pool.run(shape.ranks, talk_in_8_bits, family, shape, storage, padded):
         assert all(map(torch.equal, found, expected(family, storage, padded)))
 
 
@@ -104,7 +104,7 @@ class Answers(NamedTuple):
 
 
 @on_each_rank
-def short_and_latent(shape: Shape, storage: str) -> Answers:
+def answer_short_and_latent(shape: Shape, storage: str) -> Answers:
     model, mesh = families.model("llama", "attnmesh"), named_mesh(shape, AXES)
     cache = hf.ShardedCache(model.config, mesh, storage=storage, block=4)
     short = hf.generate(model, prompt(7), cache=cache, max_new_tokens=20, do_sample=False).tolist()
@@ -128,14 +128,14 @@ def latent_model() -> Any:
 
 @cache
 def short_and_latent_alone(pool: Pool, storage: str) -> Answers:
-    (found,) = pool.run(1, short_and_latent, Shape(1, 1, 1), storage)
+    (found,) = pool.run(1, answer_short_and_latent, Shape(1, 1, 1), storage)
     assert isinstance(found, Answers)
     return found
 
 
 @pytest.mark.parametrize(("shape", "storage"), rotated(SHAPES[1:4], [*STORAGES], every=2))
 def test_short_prompts_and_latents_give_the_same_tokens_on_any_ranks(pool: Pool, shape: Shape, storage: str) -> None:
-    for found in pool.run(shape.ranks, short_and_latent, shape, storage):
+    for found in pool.run(shape.ranks, answer_short_and_latent, shape, storage):
         assert found == short_and_latent_alone(pool, storage)
 
 
@@ -147,7 +147,7 @@ class Continued(NamedTuple):
 
 
 @on_each_rank
-def stored_and_recovered(shape: Shape, storage: str, folder: Path) -> Continued:
+def continue_stored_and_recovered(shape: Shape, storage: str, folder: Path) -> Continued:
     """Continue a cache after a save, a restore, a recovery and a fork."""
     model, mesh = families.model("llama", "attnmesh"), named_mesh(shape, AXES)
 
@@ -179,7 +179,7 @@ def stored_and_recovered(shape: Shape, storage: str, folder: Path) -> Continued:
 
 @pytest.mark.parametrize(("shape", "storage"), rotated(SHAPES[1:4], [*STORAGES], every=2))
 def test_a_cache_is_saved_restored_and_recovered(pool: Pool, tmp_path: Path, shape: Shape, storage: str) -> None:
-    for continued in pool.run(shape.ranks, stored_and_recovered, shape, storage, tmp_path):
+    for continued in pool.run(shape.ranks, continue_stored_and_recovered, shape, storage, tmp_path):
         assert continued.tokens == [continued.tokens[0]] * 4
         assert len(continued.errors) == 4
         assert all(f"storage='{storage}'" in error for error in continued.errors)
@@ -208,7 +208,7 @@ def test_wrong_storages_are_refused() -> None:
 
 
 @on_each_rank
-def sparse(name: str, shape: Shape) -> tuple[list[int], list[str | None]]:
+def generate_with_sparse_model(name: str, shape: Shape) -> tuple[list[int], list[str | None]]:
     """Return the tokens of a model whose queries select their keys, and how its caches are stored."""
     model = sparse_models.model(name, "attnmesh", torch.float64)
     cache = hf.ShardedCache(model.config, named_mesh(shape, AXES), storage="int8")
@@ -218,7 +218,7 @@ def sparse(name: str, shape: Shape) -> tuple[list[int], list[str | None]]:
 
 @pytest.mark.parametrize(("name", "ranks"), pairs(["deepseek_v32", "qwen4"], [2, 3]))
 def test_index_keys_are_stored_but_for_means_of_blocks(pool: Pool, name: str, ranks: int) -> None:
-    tokens, storages = pool.run(1, sparse, name, Shape(1, 1, 1))[0]
+    tokens, storages = pool.run(1, generate_with_sparse_model, name, Shape(1, 1, 1))[0]
     assert set(storages) == ({"int8"} if name == "deepseek_v32" else {"int8", None})
-    for found in pool.run(ranks, sparse, name, Shape(1, 1, ranks)):
+    for found in pool.run(ranks, generate_with_sparse_model, name, Shape(1, 1, ranks)):
         assert found == (tokens, storages)

@@ -163,7 +163,7 @@ def training_losses(trainer: Any, attention: str, folder: str, options: dict[str
 
 
 @on_each_rank
-def trained_on_rank(shape: Shape, folder: str, options: dict[str, Any]) -> list[float]:
+def train_by_trainer(shape: Shape, folder: str, options: dict[str, Any]) -> list[float]:
     with launched(), fsdp_on_cpus() if "fsdp" in options else nullcontext():
         return training_losses(hf.on_mesh(Trainer, named_mesh(shape, AXES)), "attnmesh", folder, options)
 
@@ -176,7 +176,7 @@ def test_a_trainer_has_the_losses_of_one_device(recipe: str, pool: Pool, tmp_pat
     expected = training_losses(Trainer, "sdpa", str(tmp_path / "0"), alone)
     assert expected[-2] < expected[0]
     for shape in (Shape(1, 2, 2), *([] if recipe == "LoRA" else [Shape(1, 1, 1), Shape(1, 2, 1)])):
-        for found in pool.run(shape.ranks, trained_on_rank, shape, str(tmp_path / str(shape.ranks)), options):
+        for found in pool.run(shape.ranks, train_by_trainer, shape, str(tmp_path / str(shape.ranks)), options):
             assert found == pytest.approx(expected, abs=FLOAT64_MODEL)
 
 
@@ -201,7 +201,7 @@ def fine_tuned(trainer: Any, attention: str, folder: str) -> list[float]:
 
 
 @on_each_rank
-def fine_tuned_on_rank(shape: Shape, folder: str) -> list[float]:
+def fine_tune_by_trainer(shape: Shape, folder: str) -> list[float]:
     with launched():
         return fine_tuned(hf.on_mesh(trainer_class("SFTTrainer"), named_mesh(shape, AXES)), "attnmesh", folder)
 
@@ -210,7 +210,7 @@ def fine_tuned_on_rank(shape: Shape, folder: str) -> list[float]:
 def test_a_trainer_of_trl_calls_the_processor(pool: Pool, tmp_path: Path) -> None:
     expected = fine_tuned(trainer_class("SFTTrainer"), "sdpa", str(tmp_path / "1"))
     assert len(expected) > 8
-    for found in pool.run(2, fine_tuned_on_rank, Shape(1, 2, 1), str(tmp_path / "2")):
+    for found in pool.run(2, fine_tune_by_trainer, Shape(1, 2, 1), str(tmp_path / "2")):
         assert found == pytest.approx(expected, rel=TRAINED, abs=FLOAT32_SUMS)
 
 
@@ -293,7 +293,7 @@ REFUSED: list[tuple[Callable[[int], Example], str]] = [
 
 
 @on_each_rank
-def refusal(example: Callable[[int], Example]) -> str:
+def catch_refusal(example: Callable[[int], Example]) -> str:
     """Return the error of a rank for images that are not right."""
     batch, model = example(dist.get_rank())
     try:
@@ -313,7 +313,7 @@ def refusal(example: Callable[[int], Example]) -> str:
 def test_images_that_do_not_fit_are_refused_on_all_ranks_alike(
     example: Callable[[int], Example], message: str, pool: Pool
 ) -> None:
-    first, second = pool.run(2, refusal, example)
+    first, second = pool.run(2, catch_refusal, example)
     assert first == second
     assert message in first
 

@@ -51,7 +51,7 @@ def test_a_shift_of_positions_is_not_for_the_next_text(kind: str) -> None:
 
 
 @on_each_rank
-def text_after_an_image(kind: str) -> list[float]:
+def measure_errors_of_text_after_an_image(kind: str) -> list[float]:
     """Return on a rank how far the logits are off: generated at once, and after a prefill."""
     model, mesh, expected = vision_model(kind, "attnmesh"), named_mesh(Shape(1, 1, 2), AXES), stock_logits(kind)
     errors = []
@@ -68,7 +68,7 @@ def text_after_an_image(kind: str) -> list[float]:
 
 @pytest.mark.parametrize("kind", IMAGES)
 def test_text_after_an_image_is_continued_as_without_it(kind: str, pool: Pool) -> None:
-    for errors in pool.run(2, text_after_an_image, kind):
+    for errors in pool.run(2, measure_errors_of_text_after_an_image, kind):
         assert worst(errors) < FLOAT64_MODEL
 
 

@@ -93,7 +93,7 @@ def checks_of(name: str, every: int) -> list[Check]:
 
 
 @on_each_rank
-def ours(name: str, shape: Shape, every: int) -> dict[str, Any]:
+def generate_for_checks(name: str, shape: Shape, every: int) -> dict[str, Any]:
     """Return the tokens of some checks on a rank."""
     mesh = named_mesh(shape, AXES)
 
@@ -153,7 +153,7 @@ def cases_on_meshes() -> list[Any]:
 @pytest.mark.parametrize(("name", "shape", "every"), cases_on_meshes())
 def test_each_type_gives_the_tokens_of_stock_transformers(name: str, shape: Shape, every: int, pool: Pool) -> None:
     expected = {check.__name__: stock(name, check) for check in checks_of(name, every)}
-    for found in pool.run(shape.ranks, ours, name, shape, every):
+    for found in pool.run(shape.ranks, generate_for_checks, name, shape, every):
         assert found == expected
 
 
@@ -162,7 +162,7 @@ def test_each_check_is_in_the_sample() -> None:
 
 
 @on_each_rank
-def own_best(shape: Shape) -> list[list[int]]:
+def generate_with_own_best(shape: Shape) -> list[list[int]]:
     """Return the tokens of a rank that keeps its own best keys, and does not merge them with those of other ranks."""
     small = model("deepseek_v32", "attnmesh", torch.float64)
     cache = hf.ShardedCache(small.config, named_mesh(shape, AXES), checked=False)
@@ -172,7 +172,7 @@ def own_best(shape: Shape) -> list[list[int]]:
 
 
 def test_candidates_that_are_not_merged_are_noticed(pool: Pool) -> None:
-    for found in pool.run(2, own_best, Shape(1, 1, 2)):
+    for found in pool.run(2, generate_with_own_best, Shape(1, 1, 2)):
         assert found != stock("deepseek_v32", plain)[0]
 
 
@@ -297,7 +297,7 @@ def test_documents_in_blocks_that_count_all_tokens_are_refused(pool: Pool) -> No
 
 
 @on_each_rank
-def saved(folder: Path) -> dict[str, bool]:
+def continue_saved(folder: Path) -> dict[str, bool]:
     """Save, restore and fork a cache with recurrent states. Return which caches then give the tokens of a new one."""
     small, mesh = model("qwen4", "attnmesh", torch.float64), named_mesh(Shape(1, 1, 2), AXES)
     cache, restored = (hf.ShardedCache(small.config, mesh, block=4) for _ in range(2))
@@ -315,12 +315,12 @@ def saved(folder: Path) -> dict[str, bool]:
 
 
 def test_last_tokens_are_saved_and_forked(tmp_path: Path, pool: Pool) -> None:
-    for right in pool.run(2, saved, tmp_path):
+    for right in pool.run(2, continue_saved, tmp_path):
         assert right == dict.fromkeys(right, True)
 
 
 @on_each_rank
-def lives(folder: Path, lost: int) -> dict[str, bool]:
+def live_with_index_keys(folder: Path, lost: int) -> dict[str, bool]:
     """Fork, save, restore, recover and reset a cache. Return after which steps it gives the tokens of a new one."""
     small, mesh = model("glm", "attnmesh", torch.float64), named_mesh(Shape(1, 1, 2), AXES)
     cache = hf.ShardedCache(small.config, mesh, block=4, copies=2)
@@ -347,12 +347,12 @@ def lives(folder: Path, lost: int) -> dict[str, bool]:
 
 
 def test_a_changed_cache_gives_the_tokens_of_a_new_one(tmp_path: Path, pool: Pool) -> None:
-    for right in pool.run(2, lives, tmp_path, 1):
+    for right in pool.run(2, live_with_index_keys, tmp_path, 1):
         assert right == dict.fromkeys(right, True)
 
 
 @on_each_rank
-def pooled_turns() -> tuple[list[list[int]], str]:
+def take_pooled_turns() -> tuple[list[list[int]], str]:
     """Return the tokens of turns, of which one goes back, where all layers are indexed; and the error of a crop."""
     small = build(POOLED, "attnmesh", torch.float64)
     cache = hf.ShardedCache(small.config, named_mesh(Shape(1, 1, 2), AXES), block=4)
@@ -370,7 +370,7 @@ POOLED_TURNS = prompt(43), torch.cat((prompt(43)[:, :30], prompt(30, seed=3)), 1
 def test_means_of_blocks_have_no_tokens_of_an_earlier_turn(pool: Pool) -> None:
     alone = build(POOLED, "eager", torch.float64)
     expected = [alone.generate(ids, max_new_tokens=NEW, do_sample=False).tolist()[0] for ids in POOLED_TURNS]
-    for found, error in pool.run(2, pooled_turns):
+    for found, error in pool.run(2, take_pooled_turns):
         assert found == expected
         assert error.startswith("ShardedCache crop: expected all tokens or none, as states cannot go back")
 
@@ -379,7 +379,7 @@ def test_means_of_blocks_have_no_tokens_of_an_earlier_turn(pool: Pool) -> None:
 
 
 @on_each_rank
-def refused_mesh() -> str:
+def refuse_mesh() -> str:
     small = model("deepseek_v32", "attnmesh", torch.float64)
     with pytest.raises(errors.ShapeError, match="heads axis"):
         hf.generate(small, prompt(20), mesh=named_mesh(Shape(2, 1, 1), AXES), max_new_tokens=3)
@@ -387,7 +387,7 @@ def refused_mesh() -> str:
 
 
 def test_a_heads_axis_is_refused(pool: Pool) -> None:
-    assert pool.run(2, refused_mesh) == ["refused"] * 2
+    assert pool.run(2, refuse_mesh) == ["refused"] * 2
 
 
 def test_embeddings_of_several_tokens_are_refused() -> None:

@@ -127,7 +127,7 @@ def batch() -> dict[str, Tensor]:
 
 
 @on_each_rank
-def outcomes(names: list[str], shape: Shape) -> list[tuple[float, str]]:
+def call_wrappers(names: list[str], shape: Shape) -> list[tuple[float, str]]:
     """Return the largest difference of this rank's logits from those of one device, or the error, of each wrapper."""
     mesh = named_mesh(shape, AXES)
     found = []
@@ -155,7 +155,7 @@ KINDS = {"eager": [name for name in WRAPPERS if name not in IN_GRAPHS], "graphs"
 @pytest.mark.parametrize("kind", ["eager", pytest.param("graphs", marks=pytest.mark.long)])
 def test_wrappers_find_the_mesh_or_raise(kind: str, pool: Pool) -> None:
     """`make test` compiles a model on a mesh in test_shards.py, and none of its wrappers."""
-    for answers in pool.run(2, outcomes, KINDS[kind], Shape(1, 2, 1)):
+    for answers in pool.run(2, call_wrappers, KINDS[kind], Shape(1, 2, 1)):
         for name, (difference, given) in zip(KINDS[kind], answers, strict=True):
             error = WRAPPERS[name][1]
             assert difference < FLOAT32_MODEL, name
@@ -163,7 +163,7 @@ def test_wrappers_find_the_mesh_or_raise(kind: str, pool: Pool) -> None:
 
 
 @on_each_rank
-def whole_batches() -> list[tuple[str, float]]:
+def call_with_whole_batches() -> list[tuple[str, float]]:
     """Return how far a model on each rank alone is from stock attention, for batches of the rank's own."""
     rank = torch.distributed.get_rank()
     found = []
@@ -191,12 +191,12 @@ def gap(given: Tensor, expected: Tensor, mask: Tensor | None = None) -> float:
 
 def test_ranks_with_batches_of_their_own_are_served(pool: Pool) -> None:
     """As under data parallelism, and where each rank generates alone."""
-    for answers in pool.run(2, whole_batches):
+    for answers in pool.run(2, call_with_whole_batches):
         assert [name for name, difference in answers if not difference < FLOAT32_MODEL] == []
 
 
 @on_each_rank
-def generated_on_mesh() -> tuple[list[int], list[int]]:
+def generate_on_mesh() -> tuple[list[int], list[int]]:
     """Return what a model that a trainer calls on a mesh generates, and what stock transformers does."""
     ours, stock = (families.model("llama", name, num_hidden_layers=1) for name in ("attnmesh", "sdpa"))
     trainer: Any = hf.on_mesh(Trainer, named_mesh(Shape(1, 2, 1), AXES))
@@ -207,7 +207,7 @@ def generated_on_mesh() -> tuple[list[int], list[int]]:
 
 
 def test_a_model_of_a_trainer_on_a_mesh_generates(pool: Pool) -> None:
-    for given, expected in pool.run(2, generated_on_mesh):
+    for given, expected in pool.run(2, generate_on_mesh):
         assert given == expected
 
 
@@ -218,7 +218,7 @@ UNKNOWN = {
 
 
 @on_each_rank
-def with_unknown_token(name: str) -> tuple[str, float]:
+def go_on_after_unknown_token(name: str) -> tuple[str, float]:
     """Return the error of a batch with a token that one rank alone has, and the loss of the next batch."""
     mesh = named_mesh(Shape(1, 2, 1), AXES)
     model = families.model("llama", "attnmesh", num_hidden_layers=1)
@@ -235,7 +235,7 @@ def with_unknown_token(name: str) -> tuple[str, float]:
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_a_token_that_no_model_has_raises_on_all_ranks(name: str, pool: Pool) -> None:
-    answers = pool.run(2, with_unknown_token, name)
+    answers = pool.run(2, go_on_after_unknown_token, name)
     for error, loss in answers:
         assert error.startswith(UNKNOWN[name]), error
         assert loss > 0

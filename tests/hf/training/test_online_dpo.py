@@ -74,7 +74,7 @@ def trainer(mesh: Any, folder: str, reward: Any = even, words: Any = None, **opt
 
 
 @on_each_rank
-def bad_reward(folder: str) -> str:
+def catch_error_of_bad_reward(folder: str) -> str:
     """Return the error of a reward that raises on the first rank of the second of two meshes."""
     with launched():
         try:
@@ -85,7 +85,7 @@ def bad_reward(folder: str) -> str:
 
 
 def test_a_reward_that_raises_on_one_rank_raises_on_all(pool: Pool, tmp_path: Path) -> None:
-    check_failed_reward(pool.run(4, bad_reward, str(tmp_path)), 2)
+    check_failed_reward(pool.run(4, catch_error_of_bad_reward, str(tmp_path)), 2)
 
 
 class Images(ProcessorMixin):  # type: ignore[misc]

@@ -113,7 +113,7 @@ def test_a_prompt_is_computed_once_for_its_completions() -> None:
 
 
 @on_each_rank
-def bad_reward(folder: str) -> str:
+def catch_error_of_bad_reward(folder: str) -> str:
     """Return the error of a reward that raises on the first rank of the second of two meshes."""
     with launched(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TRL's own
@@ -130,7 +130,7 @@ def bad_reward(folder: str) -> str:
 
 
 def test_a_reward_that_raises_on_one_rank_raises_on_all(pool: Pool, tmp_path: Path) -> None:
-    check_failed_reward(pool.run(4, bad_reward, str(tmp_path)), 2)
+    check_failed_reward(pool.run(4, catch_error_of_bad_reward, str(tmp_path)), 2)
 
 
 class Room:
@@ -180,7 +180,7 @@ def test_other_ways_to_draw_are_refused_by_name(arguments: dict[str, Any], said:
 
 
 @on_each_rank
-def drawn_twice() -> list[bool]:
+def draw_twice() -> list[bool]:
     """Return whether each of two draws in one context was on the mesh, and has the log-probabilities of its tokens.
 
     Between them one raises.
@@ -202,7 +202,7 @@ def drawn_twice() -> list[bool]:
 
 
 def test_each_draw_in_a_context_is_on_the_mesh(pool: Pool) -> None:
-    assert pool.run(2, drawn_twice) == [[True, True]] * 2
+    assert pool.run(2, draw_twice) == [[True, True]] * 2
 
 
 def test_a_model_keeps_a_generate_of_its_own() -> None:

@@ -90,7 +90,7 @@ def test_random_histories_of_a_cache_agree_with_float64(pool: Pool, tmp_path: Pa
 
 
 @on_each_rank
-def reproduced(shape: tuple[int, ...], dtype: torch.dtype, mask: Mask) -> torch.Tensor:
+def decode_reproducibly(shape: tuple[int, ...], dtype: torch.dtype, mask: Mask) -> torch.Tensor:
     with interpreting("triton"):
         cache = am.KVCache(
             named_mesh(Shape(*shape), AXES), batch=2, kv_heads=2, head_dim=8, capacity=200, dtype=dtype, block=16
@@ -112,9 +112,9 @@ def reproduced(shape: tuple[int, ...], dtype: torch.dtype, mask: Mask) -> torch.
     ],
 )
 def test_bits_are_the_same_on_any_power_of_two(pool: Pool, dtype: torch.dtype, mask: Mask) -> None:
-    (alone,) = pool.run(1, reproduced, (1, 1, 1), dtype, mask)
+    (alone,) = pool.run(1, decode_reproducibly, (1, 1, 1), dtype, mask)
     for shape in ((1, 1, 2), (2, 1, 2)):
-        for out in pool.run(Shape(*shape).ranks, reproduced, shape, dtype, mask):
+        for out in pool.run(Shape(*shape).ranks, decode_reproducibly, shape, dtype, mask):
             assert torch.equal(out, alone)
 
 

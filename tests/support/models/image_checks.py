@@ -41,7 +41,7 @@ def _result(batch: dict[str, Any], output: Any, dtype: torch.dtype) -> Result:
 
 @on_each_rank
 @guarded
-def stock_images(case: Case, videos: bool, dtype: torch.dtype) -> Result:
+def generate_from_images_by_stock(case: Case, videos: bool, dtype: torch.dtype) -> Result:
     """Return what stock transformers generates, if the images or the video matter."""
     model, batch = model_of(case.kind, None, dtype), _batch(case, videos, dtype)
     pixels = "pixel_values_videos" if videos else "pixel_values"
@@ -59,7 +59,7 @@ def stock_images(case: Case, videos: bool, dtype: torch.dtype) -> Result:
 
 @on_each_rank
 @guarded
-def our_images(case: Case, videos: bool, dtype: torch.dtype, shape: Shape | None) -> Result:
+def generate_from_images_by_attnmesh(case: Case, videos: bool, dtype: torch.dtype, shape: Shape | None) -> Result:
     """Return what attnmesh generates on this rank, from blocks so small that all ranks have some."""
     model = model_of(case.kind, "attnmesh", dtype)
     batch = _batch(case, videos, dtype)
@@ -71,7 +71,7 @@ def our_images(case: Case, videos: bool, dtype: torch.dtype, shape: Shape | None
 
 @on_each_rank
 @guarded
-def refusal(case: Case, dtype: torch.dtype, shape: Shape | None) -> Result:
+def generate_unless_refused(case: Case, dtype: torch.dtype, shape: Shape | None) -> Result:
     """Generate on this rank from a prompt and an image that need not fit: some models are refused in any case."""
     mesh, image = None if shape is None else named_mesh(shape, AXES), torch.zeros(1, 3, SIDE, SIDE, dtype=dtype)
     hf.generate(model_of(case.kind, "attnmesh", dtype), prompt(), pixel_values=image, mesh=mesh, **OPTIONS)
@@ -89,7 +89,7 @@ def _training_batch(case: Case, videos: bool, dtype: torch.dtype) -> dict[str, A
 
 @on_each_rank
 @guarded
-def stock_image_training(case: Case, videos: bool, dtype: torch.dtype) -> Result:
+def train_on_images_by_stock(case: Case, videos: bool, dtype: torch.dtype) -> Result:
     """Return the loss and gradients of stock transformers, if gradients reach what computes features of images."""
     model: Any = model_of(case.kind, None, dtype)
     result = check_finite(train_once(model, {**_training_batch(case, videos, dtype), "use_cache": False}, dtype))
@@ -105,7 +105,7 @@ def stock_image_training(case: Case, videos: bool, dtype: torch.dtype) -> Result
 
 @on_each_rank
 @guarded
-def our_image_training(case: Case, videos: bool, dtype: torch.dtype, shape: Shape) -> Result:
+def train_on_images_by_attnmesh(case: Case, videos: bool, dtype: torch.dtype, shape: Shape) -> Result:
     """Return the loss and gradients of attnmesh on this rank's shard."""
     batch = hf.shard_batch(_training_batch(case, videos, dtype), named_mesh(shape, AXES))
     return train_once(model_of(case.kind, "attnmesh", dtype), batch, dtype)
@@ -113,7 +113,7 @@ def our_image_training(case: Case, videos: bool, dtype: torch.dtype, shape: Shap
 
 @on_each_rank
 @guarded
-def training_refusal(case: Case, dtype: torch.dtype, shape: Shape) -> Result:
+def train_unless_refused(case: Case, dtype: torch.dtype, shape: Shape) -> Result:
     """Train on this rank with an image that need not fit: some models are refused in any case, or what they need is."""
     model: Any = model_of(case.kind, "attnmesh", dtype)
     batch = {"input_ids": prompt(), "labels": prompt(), "pixel_values": torch.zeros(1, 3, SIDE, SIDE, dtype=dtype)}

@@ -112,5 +112,5 @@ def answer(kind: str, shape: Shape, batch: dict[str, Tensor], options: dict[str,
 
 
 @on_each_rank
-def answer_logits(*arguments: Any) -> Tensor:
+def compute_answer_logits(*arguments: Any) -> Tensor:
     return logits(answer(*arguments))

@@ -55,7 +55,7 @@ def loss_and_gradients_in_place(model: PreTrainedModel, batch: dict[str, Any]) -
 
 
 @on_each_rank
-def on_rank(kind: str, shape: Shape, layout: Any, batch: Batch) -> tuple[float, dict[str, Tensor]]:
+def train_on_images(kind: str, shape: Shape, layout: Any, batch: Batch) -> tuple[float, dict[str, Tensor]]:
     part = hf.shard_batch(batch, named_mesh(shape, AXES), layout)
     return loss_and_gradients_in_place(model_of(kind, "attnmesh"), part)
 
@@ -64,7 +64,7 @@ def check(kind: str, shape: Shape, batch: Batch, pool: Pool) -> dict[str, Tensor
     """Compare the loss and gradients of a mesh with those of one device, and return them."""
     expected, gradients = loss_and_gradients_in_place(model_of(kind, "sdpa"), {**batch, "use_cache": False})
     layout = am.Striped(4) if shape.ranks == 3 else am.Zigzag()
-    losses, found = zip(*pool.run(shape.ranks, on_rank, kind, shape, layout, batch), strict=True)
+    losses, found = zip(*pool.run(shape.ranks, train_on_images, kind, shape, layout, batch), strict=True)
     assert sum(losses) / shape.ranks == pytest.approx(expected, rel=FLOAT64_LOSS)
     for name, whole in gradients.items():
         given = sum(part[name] for part in found) / shape.ranks
