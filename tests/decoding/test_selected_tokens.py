@@ -16,7 +16,8 @@ from tests.support.pool import Pool, on_each_rank
 from tests.support.problems import indexer_scores, numbers
 from tests.support.tolerances import FLOAT32
 
-HEADS, WIDTH, TOKENS = (4, 2), 8, 45
+HEADS = (4, 2)
+WIDTH, TOKENS = 8, 45
 
 
 def cache_of(ranks: int, values: str = "separate") -> am.KVCache:
@@ -134,26 +135,6 @@ def test_an_empty_selection_gives_zeros() -> None:
 
 
 @on_each_rank
-def find_best_tokens(ranks: int, padded: bool) -> list[Tensor]:
-    """Return the best tokens before and after a fork, of a cache with a sharded prefill, on this rank."""
-    mesh = named_mesh(Shape(1, 1, ranks), AXES) if ranks > 1 else None
-    sizes = {"batch": 2, "kv_heads": 1, "head_dim": WIDTH, "capacity": 200, "block": 4}
-    index = am.KVCache(mesh, **sizes, dtype=torch.float32, values="none")
-    keys = numbers(2, 1, TOKENS, WIDTH)
-    real = numbers(2, TOKENS, seed=5) > -0.5
-    mine = am.Zigzag().positions(30, ranks, dist.get_rank())
-    index.append_shard(keys[:, :, mine], None, mine, token_mask=real[:, :30] if padded else None)
-    index.append(keys[:, :, 30:], token_mask=real[:, 30:] if padded else None)
-    operands = numbers(2, 3, 64, WIDTH, seed=6), numbers(2, 3, 64, seed=7)
-    options = {"k": 60, "mask": am.Causal()}
-    found = [
-        top_k_tokens(index, indexer_scores, operands, **options),
-        top_k_tokens(index, indexer_scores, operands, 4, block=5),
-    ]
-    return [*found, top_k_tokens(index.fork(), indexer_scores, operands, **options)]
-
-
-@on_each_rank
 def catch_error_of_longer_index_keys() -> str:
     """Return the error of a step that attends the best tokens of index keys with more tokens than the cache."""
     mesh = named_mesh(Shape(1, 1, 2), AXES)
@@ -171,20 +152,3 @@ def test_index_keys_of_more_tokens_than_the_cache_raise_the_same_on_all_ranks(po
     first, second = pool.run(2, catch_error_of_longer_index_keys)
     assert first == second
     assert f"of {TOKENS} keys, given {TOKENS + 1}" in first
-
-
-@pytest.mark.parametrize("padded", [False, True])
-def test_the_best_tokens_do_not_depend_on_the_ranks(pool: Pool, padded: bool) -> None:
-    (alone,) = pool.run(1, find_best_tokens, 1, padded)
-    for ranks in (2, 3, 4, 6):
-        for found in pool.run(ranks, find_best_tokens, ranks, padded):
-            assert all(map(torch.equal, found, alone))
-    keys, operands = numbers(2, 1, TOKENS, WIDTH)[:, 0], (numbers(2, 3, 64, WIDTH, seed=6), numbers(2, 3, 64, seed=7))
-    real = numbers(2, TOKENS, seed=5) > -0.5 if padded else torch.ones(2, TOKENS, dtype=torch.bool)
-    seen = am.Causal().visible(torch.arange(TOKENS - 3, TOKENS), torch.arange(TOKENS)) & real[:, None]
-    seen = seen & real[:, -3:, None]
-    order = indexer_scores(keys, operands).masked_fill(~seen, -torch.inf).sort(-1, descending=True)
-    right = order.indices.masked_fill(order.values == -torch.inf, NO_INDEX)
-    assert torch.equal(alone[0][..., :TOKENS].long(), right)
-    assert (alone[0][..., TOKENS:] == NO_INDEX).all()
-    assert torch.equal(alone[0], alone[2])

@@ -1,10 +1,8 @@
-"""When ranks compare: the error that all raise where their calls differ, and NaN where nothing is compared."""
+"""When ranks compare steps and calls of caches: the error that all raise where they differ, or NaN if none compares."""
 
-import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import permutations
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -24,11 +22,10 @@ from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.interpreted import interpreting
 from tests.support.mesh_problems import named_mesh
-from tests.support.odd_rank import alert
 from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import assert_near
 
-WIDTH, F32 = 16, torch.float32
+WIDTH = 16
+F32 = torch.float32
 STEPS = {
     "another query": lambda one: {"q": query() + one},
     "another mask": lambda one: {"q": query(), "mask": am.Window(3) if one else am.Causal()},
@@ -146,80 +143,6 @@ def counted_exchanges() -> AbstractContextManager[mock.Mock]:
     return mock.patch("attnmesh.guard.agreement.all_gather_ints", wraps=gather.all_gather_ints)
 
 
-class Compared(NamedTuple):
-    """Attention twice, and how often ranks compared; then the outcome with a mask of one rank's own."""
-
-    outs_are_equal: bool
-    comparisons: int
-    outcome_of_unlike_masks: str
-
-
-@on_each_rank
-def attend_and_count_comparisons(checked: bool | None, length: int | None) -> Compared:
-    mesh = named_mesh(Shape(1, 2, 1), AXES)
-    x = torch.ones(1, 2, 5 - dist.get_rank(), WIDTH)
-    options = {"mesh": mesh, "layout": am.Zigzag(), "length": length, "checked": checked}
-    with counted_exchanges() as exchanges:
-        outs = [am.attention(x, x, x, **options) for _ in range(2)]
-        same = torch.equal(*outs)
-        count = exchanges.call_count
-        mask = am.Window(dist.get_rank() + 1)
-        unlike = outcome_of(lambda: am.attention(x, x, x, mask=mask, **options))
-    return Compared(same, count, unlike)
-
-
-@pytest.mark.parametrize(("checked", "length"), [(None, 9), (None, None), (True, 9), (False, None)])
-def test_attention_compares_each_call(pool: Pool, checked: bool | None, length: int | None) -> None:
-    one, other = pool.run(2, attend_and_count_comparisons, checked, length)
-    assert one == other
-    assert one.outs_are_equal
-    assert one.comparisons == 2
-    assert "ranks  mask\n    0      " in one.outcome_of_unlike_masks
-
-
-@on_each_rank
-def check_uncompared() -> None:
-    mesh = named_mesh(Shape(1, 2, 1), AXES)
-    x = torch.ones(1, 2, 5 - dist.get_rank(), WIDTH)
-    with mock.patch("attnmesh.guard.agreement.all_gather_ints", side_effect=AssertionError("they ask")):
-        out = am.attention(x, x, x, mesh=mesh, layout=am.Zigzag(), length=9, checked=False)
-    assert_near(out, am.attention(x, x, x, mesh=mesh, layout=am.Zigzag()))
-
-
-@on_each_rank
-def attend_over_uncounted_keys() -> str:
-    """Without counting, keys of another sequence than the queries need `key_length`."""
-    mesh = named_mesh(Shape(1, 2, 1), AXES)
-    q, k = torch.ones(1, 2, 4, WIDTH), torch.ones(1, 2, 6, WIDTH)
-    options = {"mesh": mesh, "mask": am.Full(), "layout": am.Contiguous(), "length": 8, "checked": False}
-    return outcome_of(lambda: am.attention(q, k, k, **options))
-
-
-def test_shards_that_are_not_counted_have_the_sizes_of_their_layout(pool: Pool) -> None:
-    expected = "attention: expected a shard of 4 queries of 8 and 4 keys of 8, given 4 queries and 6 keys."
-    assert all(answer.startswith(expected) for answer in pool.run(2, attend_over_uncounted_keys))
-
-
-def test_unchecked_attention_compares_nothing(pool: Pool) -> None:
-    pool.run(2, check_uncompared)
-
-
-@on_each_rank
-def merge_unlike_partials(checked: bool | None, how: str) -> str:
-    out = torch.ones(1, 2, 3 + (dist.get_rank() == 1), 4)
-    return outcome_of(
-        lambda: am.merge_across(am.Partial(out, out[..., 0]), dist.group.WORLD, how=how, checked=checked).out
-    )
-
-
-@pytest.mark.parametrize(("checked", "how"), [(None, "tree"), (True, "direct"), (None, "allreduce"), (False, "tree")])
-def test_merges_of_unlike_partials_end_alike(pool: Pool, checked: bool | None, how: str) -> None:
-    one, two, three = pool.run(3, merge_unlike_partials, checked, how)
-    assert one == two == three
-    expected = "ranks  out\n    0, 2   [1, 2, 3, 4]\n    1      [1, 2, 4, 4]\nFix"
-    assert one == "NaN" if checked is False else expected in one
-
-
 def test_values_that_mean_nothing_are_refused() -> None:
     with pytest.raises(InputError, match="KVCache checked: expected None, True or False, given 'yes'"):
         am.KVCache(None, batch=1, kv_heads=1, head_dim=1, capacity=1, dtype=torch.float32, checked="yes")  # type: ignore[arg-type]
@@ -329,37 +252,6 @@ def test_a_step_that_fails_on_one_rank_keeps_no_other_waiting(before: int, optio
     assert second.next_is_right
 
 
-@on_each_rank
-def attend_with_an_odd_dtype(odd: int) -> str:
-    """On a rank: the error of a call in which one rank of the world has another dtype."""
-    mesh = am.init_mesh((1, 2, 2))  # whose shards are not in the order of ranks
-    x = torch.randn(1, 2, 4, 8, dtype=torch.bfloat16 if dist.get_rank() == odd else torch.float32)
-    with pytest.raises(MeshError) as caught:
-        am.attention(x, x, x, mesh=mesh, layout=am.Zigzag())
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("odd", [1, 2])
-def test_a_table_of_calls_names_ranks_of_the_world(odd: int, pool: Pool) -> None:
-    for message in pool.run(4, attend_with_an_odd_dtype, odd):
-        assert re.search(rf"\n    {odd}  +torch\.bfloat16", message), message
-
-
-@on_each_rank
-def compare_a_blank_note(blank: str) -> str:
-    """On a rank: the error of a call in which rank 1 has another text than blanks."""
-    mesh = RankMesh.of(am.init_mesh((1, 1, 2)))
-    with pytest.raises(MeshError) as caught, Agreement(mesh, "save", {"note": "b c" if mesh.keys.index else blank}):
-        pass
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("blank", ["", " ", "\n\t"])
-def test_a_table_of_calls_shows_that_a_text_is_blank(blank: str, pool: Pool) -> None:
-    for message in pool.run(2, compare_a_blank_note, blank):
-        assert "\n    ranks  note\n    0      -\n    1      b c" in message
-
-
 class InTheWith(NamedTuple):
     """What a rank gets: the payloads of all, or the type of the error of a rank that describes its call."""
 
@@ -391,33 +283,6 @@ def test_an_error_in_what_a_rank_compares_is_raised_on_all(pool: Pool) -> None:
     assert first.found is UnforeseenError
     assert second.found is ZeroDivisionError
     assert first.exchanges == second.exchanges == 2  # the comparison, and the numbers of the ranks for its table
-
-
-@on_each_rank
-def merge_in_unlike_ways(pairs: list[tuple[str, str]], odd: int) -> list[str]:
-    """On a rank: the errors of merges in which one rank has another `how`, each after a merge that is right."""
-    rank = dist.get_rank()
-    ranks = dist.get_world_size()
-    messages = []
-    group = dist.new_group()  # on which nothing was measured or merged yet
-    parts = [am.Partial(torch.full((1, 2, 1, 4), float(i)), torch.zeros(1, 2, 1)) for i in range(ranks)]
-    for one, others in pairs:
-        with pytest.raises(InputError) as caught, alert():
-            am.merge_across(parts[rank], group, how=one if rank == odd else others)
-        messages.append(str(caught.value))
-        for how in ("tree", "direct"):
-            out = am.merge_across(parts[rank], group, how=how).out
-            assert torch.allclose(out, torch.full_like(out, (ranks - 1) / 2)), (one, others, how)
-    return messages
-
-
-PAIRS = [*permutations(("tree", "direct", "gather", "allreduce"), 2), ("xx", "allreduce"), ("xx", "direct")]
-
-
-@pytest.mark.parametrize(("ranks", "odd"), [(2, 1), (3, 1), (4, 2)])
-def test_ranks_that_merge_in_other_ways_raise_alike_and_go_on(ranks: int, odd: int, pool: Pool) -> None:
-    first, *others = pool.run(ranks, merge_in_unlike_ways, PAIRS[:: 3 if ranks == 3 else 7], odd)
-    assert all(messages == first for messages in others)
 
 
 @on_each_rank

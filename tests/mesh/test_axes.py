@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from attnmesh import errors
 from attnmesh.errors import MeshError
 from attnmesh.mesh.axes import (
     MESH_OF_ONE_RANK,
@@ -222,3 +223,22 @@ def make_axes_of_groups() -> list[tuple[int, int]]:
 
 def test_a_group_and_a_mesh_of_one_axis_are_axes(pool: Pool) -> None:
     assert pool.run(2, make_axes_of_groups) == [[(2, 0)] * 2, [(2, 1)] * 2]
+
+
+@on_each_rank
+def attend_on_unlike_meshes() -> list[object]:
+    said: list[object] = []
+    for names in (None, ("data", "model"), ("queries", "model")):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        try:
+            said.append(RankMesh.of(mesh).shape)
+        except errors.MeshError as error:
+            said.append(str(error))
+    return said
+
+
+def test_meshes_with_other_axes_or_none_are_refused(pool: Pool) -> None:
+    for unnamed, foreign, mixed in pool.run(4, attend_on_unlike_meshes):
+        assert "one axis or more of heads, queries, keys, each once, given axes ()" in unnamed
+        assert "given axes ('data', 'model'). Fix: slice the axis that shares a sequence" in foreign
+        assert mixed == Shape(1, 2, 1)

@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import attnmesh as am
 from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.errors import MeshError
+from attnmesh.mesh.axes import RankMesh
+from attnmesh.mesh.shapes import Shape
 from tests.support.pool import Pool, on_each_rank
 from tests.support.scripts import run_script
 
@@ -126,3 +128,15 @@ def test_versions_are_compared_where_the_mesh_makes_the_process_group(tmp_path: 
     script.write_text(SCRIPT)
     done = run_script(script, ranks=2)
     assert done.stdout.count("Fix: install the same versions of attnmesh and PyTorch on all hosts.") == 2, done
+
+
+@on_each_rank
+def make_meshes_from_tuples() -> list[object]:
+    made = [am.init_mesh((1, 2, 2)), am.init_mesh("cpu", [1, 2, 2], 8, 2)]
+    return [(RankMesh.of(mesh).shape, mesh.device_type, mesh.mesh_dim_names) for mesh in made]
+
+
+def test_a_plain_tuple_makes_a_mesh(pool: Pool) -> None:
+    ungrouped = Shape(1, 2, 2), "cpu", ("heads", "keys", "queries")  # keys and values weigh as much as queries
+    grouped = Shape(1, 2, 2), "cpu", ("heads", "queries", "keys")
+    assert pool.run(4, make_meshes_from_tuples) == [[ungrouped, grouped]] * 4

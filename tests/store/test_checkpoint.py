@@ -17,7 +17,6 @@ from attnmesh.errors import ShapeError, StoreError
 from attnmesh.store import tensor_file
 from attnmesh.store.checkpoint import load_layers
 from attnmesh.store.checkpoint_writer import save_layers
-from attnmesh.store.tensor_file import TensorFile, link_or_write
 from tests.support.pool import Pool, on_each_rank
 from tests.support.saves import SIZES, cache_of, decoded, is_save_of, only_save_in, save_until_killed
 
@@ -102,22 +101,6 @@ def test_disk_without_links_gets_all_files_again(
     cache.save(tmp_path)
     assert len(written) == 4
     assert is_save_of(tmp_path, cache)
-
-
-def test_files_are_valid_safetensors(tmp_path: Path) -> None:
-    safetensors = pytest.importorskip("safetensors.torch")
-    tensors = {
-        "a": torch.randn(3, 5).bfloat16(),
-        "empty": torch.zeros(0, 4),
-        "b": torch.arange(7),
-        "c": torch.ones(2) > 0,
-    }
-    link_or_write(tmp_path / "ours", tensors)
-    others = safetensors.load_file(tmp_path / "ours")
-    ours = TensorFile(tmp_path / "ours")
-    for name, x in tensors.items():
-        assert torch.equal(others[name], x)
-        assert torch.equal(ours.read(name), x)
 
 
 @on_each_rank
@@ -299,19 +282,3 @@ def test_layers_in_another_order_are_written_anew(tmp_path: Path) -> None:
         save_layers(caches, tmp_path)
         loaded, _, _ = load_layers(am.KVCache, tmp_path, None)
         assert all(torch.equal(decoded(a), decoded(b)) for a, b in zip(loaded, caches, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ([1], "tensors by their names, given list"),
-        ({"x": [1]}, "tensors by their names, given 'x': list"),
-        ({3: torch.ones(2)}, "tensors by their names, given 3: Tensor"),
-        ({"x": torch.ones(2, dtype=torch.int32)}, r"dense tensors of bool, .*, given 'x' as torch.int32"),
-        ({"x": torch.ones(2).to_sparse()}, r"dense tensors of .*, given 'x' as torch.float32, torch.sparse_coo"),
-    ],
-)
-def test_tensors_that_no_file_can_hold_raise(tmp_path: Path, more: Any, message: str) -> None:
-    with pytest.raises(StoreError, match=f"save more: expected {message}"):
-        save_layers([cache_of(20)], tmp_path, extra_tensors=more)
-    assert not list(tmp_path.iterdir())

@@ -4,8 +4,7 @@ import os
 import threading
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
-from unittest.mock import Mock
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 import attnmesh as am
 from attnmesh import hf
 from attnmesh.cli.launch import Processes, leave_with_parent
-from attnmesh.errors import MeshError, RankFailure, UnforeseenError
+from attnmesh.errors import MeshError, RankFailure
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.setup.rendezvous import enter, leave
@@ -38,7 +37,7 @@ def filled(mesh: Any, copies: int, padded: bool, seed: int = 0) -> am.KVCache:
     """Return a cache after a sharded prefill, appends, a truncation, a reorder and a larger capacity."""
     cache = am.KVCache(mesh, **SIZES, dtype=torch.float32, block=4, copies=copies)
     axes = RankMesh.of(mesh)
-    (k, v) = new_tokens(37, seed)
+    k, v = new_tokens(37, seed)
     mask = torch.rand(2, 37, generator=torch.Generator().manual_seed(0)) > 0.3
     mine = am.Zigzag().positions(37, axes.shape.ranks, axes.shard_index)
     cache.append_shard(k[:, :, mine], v[:, :, mine], mine, token_mask=mask if padded else None)
@@ -234,58 +233,6 @@ def test_layers_may_be_laid_out_differently(pool: Pool, kind: str) -> None:
 def test_tokens_missing_in_a_layer_raise(pool: Pool, kind: str, message: str) -> None:
     (result,) = set(pool.run(3, recover_uneven_layers, kind))
     assert str(result).startswith(message)
-
-
-class Reserved(NamedTuple):
-    """The error of the first of two reserves, and the shards of a rank after the second."""
-
-    error: str
-    lengths: list[int]
-    tokens: int
-
-
-@on_each_rank
-def reserve_twice() -> Reserved:
-    """Reserve while the allocation of a copy fails on rank 1, and again."""
-    mesh = mesh_of((1, 1, 2))
-    cache = am.KVCache(mesh, **SIZES, dtype=torch.float32, block=4, copies=2)
-    cache.append(*new_tokens(100, 0))
-    (copy,) = cache.shards.copy_shards.values()
-    grow = copy.grow
-    if dist.get_rank() == 1:
-        copy.grow = Mock(side_effect=MemoryError("none left"))
-    with pytest.raises((MemoryError, UnforeseenError)) as caught:
-        cache.reserve(300)
-    copy.grow = grow
-    cache.reserve(300)
-    cache.append(*new_tokens(100, 1))
-    shards = cache.shards.all
-    return Reserved(caught.typename, [shard.length for shard in shards], sum(shard.used_slots for shard in shards))
-
-
-def test_reserve_succeeds_after_a_failure(pool: Pool) -> None:
-    first, second = pool.run(2, reserve_twice)
-    assert first == Reserved("UnforeseenError", lengths=[200, 200], tokens=200)
-    assert second == Reserved("MemoryError", lengths=[200, 200], tokens=200)
-
-
-@pytest.mark.parametrize("copies", [0, 2, True, "two"])
-def test_invalid_copies_raise(copies: Any) -> None:
-    with pytest.raises(
-        ValueError, match="KVCache copies: expected 1 to 1, the ranks that tokens are sharded over, given"
-    ):
-        am.KVCache(None, **SIZES, dtype=torch.float32, copies=copies)
-
-
-@on_each_rank
-def find_keepers_and_copies(shape: tuple[int, int, int]) -> list[list[int]]:
-    cache = filled(mesh_of(shape), 2, False)
-    return [cache.shards.keepers, [*cache.shards.copy_shards]]
-
-
-def test_next_rank_holds_the_copy(pool: Pool) -> None:
-    assert pool.run(3, find_keepers_and_copies, (1, 1, 3)) == [[[1], [2]], [[2], [0]], [[0], [1]]]
-    assert pool.run(4, find_keepers_and_copies, (2, 1, 2)) == [[[1], [1]], [[0], [0]]] * 2
 
 
 # --- a rank is killed during generation ---
