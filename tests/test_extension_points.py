@@ -23,9 +23,9 @@ from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Rectangle
 from attnmesh.mesh.merge_cost import add_all_to_all
 from attnmesh.mesh.merges import MERGES, CheckedPartial, Form, Merge, MergeTransport
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support.dense import dense
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.dense import dense
+from tests.support.truth.mesh_problems import named_mesh
 
 TOKENS, WIDTH, PREFIX = 40, 8, 7
 

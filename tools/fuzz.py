@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 
 from attnmesh.core.storage import STORAGES
-from tests.support import histories, mesh_problems, problems
-from tests.support.pool import SIZES, Pool
+from tests.support.ranks.pool import SIZES, Pool
+from tests.support.truth import histories, mesh_problems, problems
 
 
 def main() -> None:

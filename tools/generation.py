@@ -29,9 +29,9 @@ from transformers.generation.streamers import BaseStreamer
 import attnmesh.hf as hf
 from attnmesh.errors import InputError
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support import families
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
+from tests.support.models import families
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
 
 PROMPT = 24
 

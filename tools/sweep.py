@@ -26,20 +26,21 @@ from typing import Any
 
 from attnmesh.errors import InputError
 from attnmesh.mesh.shapes import Shape
-from tests.support.models import checks, image_checks
+from tests.support.images import image_checks
+from tests.support.images.image_models import image_types
+from tests.support.images.video_models import takes_videos
+from tests.support.models import checks
 from tests.support.models.checks import DTYPES, REFERENCES, Failed, Result
-from tests.support.models.image_models import image_types
 from tests.support.models.tiny_models import Case, all_types
 from tests.support.models.variants import VARIANTS
-from tests.support.models.video_models import takes_videos
-from tests.support.pool import Lost, Pool
+from tests.support.ranks.pool import Lost, Pool
 from tools import compare
 from tools.rows import Row, counted, faults, summary, table
 
 SURROUNDINGS = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTHONWARNINGS": "ignore"}
 """Environment variables of the ranks."""
 
-PRELOADED = ["tests.support.interpreted", "torch._dynamo", "tests.support.models.checks"]
+PRELOADED = ["tests.support.emulation.interpreted", "torch._dynamo", "tests.support.models.checks"]
 """Modules that the forkserver imports once for all ranks."""
 
 DEADLINE = 120.0

@@ -20,10 +20,10 @@ from attnmesh.mesh.cluster import Cluster
 from benchmarks import bench, decode, gpu_kernels, kernel, peers, prefill
 from benchmarks.commands import app
 from benchmarks.timing import Comparison, Timing
-from tests.support import command
-from tests.support.needs import needs_hosts, needs_smollm2
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT32_SUMS, assert_near
+from tests.support.process import command
+from tests.support.process.needs import needs_hosts, needs_smollm2
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.tolerances import FLOAT32_SUMS, assert_near
 
 ROW = Comparison("decode", "SDPA", Timing(30.0, 29.0, 31.0), Timing(10.0, 9.0, 11.0), 2.5, 20.0, 0.5)
 run = partial(command.run, command=app)

@@ -27,8 +27,8 @@ from attnmesh_command.messages import OptionError
 from benchmarks import netns
 from benchmarks.netns import Hosts, run_on_hosts, script, world_of
 from benchmarks.plan import call_of, counted, crossing
-from tests.support.needs import needs_hosts
-from tests.support.pool import on_each_rank
+from tests.support.process.needs import needs_hosts
+from tests.support.ranks.pool import on_each_rank
 
 
 @pytest.fixture

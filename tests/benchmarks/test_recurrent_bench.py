@@ -9,9 +9,9 @@ import attnmesh as am
 from attnmesh.setup.init_mesh import init_mesh
 from benchmarks import recurrent
 from benchmarks.commands import app
-from tests.support.command import run
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import worst
+from tests.support.process.command import run
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.tolerances import worst
 
 SMALL = recurrent.Request(tokens=70, key_heads=2, head_dim=8, rounds=2)
 

@@ -5,8 +5,8 @@ from rich.console import Console
 
 from benchmarks import rollouts, tables
 from benchmarks.timing import Timing
-from tests.support.pool import Pool, on_each_rank
-from tests.support.trainers import launched
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.training.trainers import launched
 
 REQUEST = rollouts.Request(tokens=256, contexts=(24,), completions=2, new=3, ranks=(2, 2), rounds=2)
 

@@ -11,9 +11,9 @@ from attnmesh.hf.load import PACKAGED, locate, open_model, open_tokenizer
 from attnmesh.mesh.shapes import mesh_shape
 from attnmesh.setup.init_mesh import init_mesh
 from benchmarks.speculate import CASES, prompts
-from tests.support.engines import priced, running, tokens
-from tests.support.needs import needs_smollm2
-from tests.support.pool import on_each_rank
+from tests.support.process.needs import needs_smollm2
+from tests.support.ranks.pool import on_each_rank
+from tests.support.serving.engines import priced, running, tokens
 
 
 class Guessed(NamedTuple):

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.timelines import COLOURS, MESSAGE, draw_timelines, trace
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.pool import Pool, on_each_rank
 
 
 def test_each_range_of_a_trace_is_a_bar(pool: Pool) -> None:

@@ -17,10 +17,10 @@ from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support.dense import dense
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT32, FLOAT32_SUMS
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.dense import dense
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.tolerances import FLOAT32, FLOAT32_SUMS
 
 HEADS, WIDTH, LENGTH = (4, 2), 8, 397
 SHARES = {2: (3, 1), 3: (0.5, 4, 0.02), 1: (7,)}

@@ -17,11 +17,11 @@ from attnmesh.decoding.index_search import top_k_tokens
 from attnmesh.kernels import stored
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support import histories
-from tests.support.dense import truth
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import in_turn, pairs, seeds
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth import histories
+from tests.support.truth.dense import truth
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.seeds import in_turn, pairs, seeds
 
 HEADS, WIDTH, TOKENS = (4, 2), 8, 75
 

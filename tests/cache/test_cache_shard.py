@@ -12,8 +12,8 @@ import attnmesh as am
 from attnmesh.cache import cache_shard, frozen_piece
 from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.frozen_piece import join_rows
-from tests.support.problems import numbers
-from tests.support.tolerances import FLOAT32
+from tests.support.truth.problems import numbers
+from tests.support.truth.tolerances import FLOAT32
 
 
 def filled(batch: int = 1, tokens: int = 61, padded: bool = False) -> am.KVCache:

@@ -10,11 +10,11 @@ import torch
 import attnmesh as am
 from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.problems import numbers
-from tests.support.seeds import rotated
-from tests.support.tolerances import FLOAT32
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.problems import numbers
+from tests.support.truth.seeds import rotated
+from tests.support.truth.tolerances import FLOAT32
 
 SHAPES = [Shape(1, 1, 1), Shape(1, 1, 2), Shape(1, 3, 1), Shape(1, 2, 2), Shape(2, 1, 2)]
 

@@ -9,11 +9,11 @@ import torch
 import attnmesh as am
 from attnmesh import errors, hf
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support import families
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.problems import numbers
-from tests.support.tolerances import FLOAT32
+from tests.support.models import families
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.problems import numbers
+from tests.support.truth.tolerances import FLOAT32
 
 
 def cache_of(batch: int = 1, tokens: int = 21, shape: Shape | None = None, **options: Any) -> am.KVCache:

@@ -11,8 +11,8 @@ from torch import Tensor
 import attnmesh as am
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
 
 BATCH, HEADS, WIDTH = 2, 2, 6
 

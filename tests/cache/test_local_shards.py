@@ -11,8 +11,8 @@ from torch import Tensor
 import attnmesh as am
 from attnmesh.errors import UnforeseenError
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
 
 SIZES: dict[str, Any] = {"batch": 2, "kv_heads": 4, "head_dim": 6, "value_dim": 5, "capacity": 120}
 

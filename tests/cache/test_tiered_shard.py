@@ -26,12 +26,13 @@ from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store import folder_shard
 from attnmesh.store.journal import Journal
 from attnmesh.store.layer_files import PIECE_TOKENS
-from tests.support import growing_caches, histories
-from tests.support.growing_caches import grow
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import in_turn, seeds
-from tests.support.tolerances import FLOAT32
+from tests.support.caches import growing_caches
+from tests.support.caches.growing_caches import grow
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth import histories
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.seeds import in_turn, seeds
+from tests.support.truth.tolerances import FLOAT32
 
 HOT = 32
 SIZES: dict[str, Any] = {"batch": 1, "kv_heads": 2, "head_dim": 8, "capacity": 700, "dtype": torch.float32}

@@ -19,9 +19,9 @@ from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store.checkpoint import load_layers
 from attnmesh.store.checkpoint_writer import save_layers
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT32, FLOAT32_SUMS, assert_near, worst
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.tolerances import FLOAT32, FLOAT32_SUMS, assert_near, worst
 
 SIZES: dict[str, Any] = {"batch": 2, "kv_heads": 2, "head_dim": 8, "capacity": 2000, "block": 4}
 MASKS = [am.Window(0), am.Window(37), am.Causal() & am.Chunks(50), am.Window(30) & am.Chunks(24)]

@@ -26,7 +26,7 @@ from attnmesh.cli.launch import LaunchError, run_on_ranks
 from attnmesh.errors import ShapeError
 from attnmesh.runtime.processes import RunningProcess
 from attnmesh.runtime.world import WORLD
-from tests.support.pool import on_each_rank
+from tests.support.ranks.pool import on_each_rank
 
 
 @on_each_rank

@@ -24,9 +24,9 @@ from attnmesh_command import app, show_errors
 from attnmesh_command.messages import OptionError
 from attnmesh_command.model_options import GenerateOptions, ServeOptions
 from attnmesh_command.option_texts import read_prompt
-from tests.support.command import planned_serve
-from tests.support.fake_engine import SERVE, answer, byte_tokenizer, save_tiny
-from tests.support.served import until
+from tests.support.process.command import planned_serve
+from tests.support.serving.fake_engine import SERVE, answer, byte_tokenizer, save_tiny
+from tests.support.serving.served import until
 
 PROMPT = "Once upon a time"
 

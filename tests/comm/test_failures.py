@@ -23,9 +23,9 @@ from attnmesh.errors import ClusterError, MeshError, RankFailure
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.setup import rendezvous
 from benchmarks import netns
-from tests.support.mesh_problems import named_mesh
-from tests.support.needs import needs_hosts
-from tests.support.pool import on_each_rank
+from tests.support.process.needs import needs_hosts
+from tests.support.ranks.pool import on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
 from tools import chaos
 from tools.chaos import FAULTS, Outcome, Scenario
 

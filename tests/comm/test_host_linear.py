@@ -23,13 +23,13 @@ from attnmesh.mesh.axes import Axis, mesh_of_axis
 from attnmesh.mesh.merges import MERGES
 from attnmesh.mesh.shapes import Shape
 from attnmesh.runtime.counters import count_traffic
-from tests.support import worlds
-from tests.support.groups import world_axis
-from tests.support.needs import needs_library
-from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import some
-from tests.support.tolerances import FLOAT32_SUMS
-from tests.support.worlds import START_TIMEOUT, Job, Ranks
+from tests.support.process.needs import needs_library
+from tests.support.ranks import worlds
+from tests.support.ranks.groups import world_axis
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.ranks.worlds import START_TIMEOUT, Job, Ranks
+from tests.support.truth.seeds import some
+from tests.support.truth.tolerances import FLOAT32_SUMS
 
 pytestmark = needs_library
 

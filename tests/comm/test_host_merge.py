@@ -20,9 +20,9 @@ from attnmesh.kernels.native.build import Library, library
 from attnmesh.kernels.native.native_digest import digest_of_rows, digest_on_cpu
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.merges import MERGES
-from tests.support.groups import world_axis
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT32, FLOAT32_SUMS
+from tests.support.ranks.groups import world_axis
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.tolerances import FLOAT32, FLOAT32_SUMS
 
 CPU = torch.device("cpu")
 

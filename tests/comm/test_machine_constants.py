@@ -18,8 +18,8 @@ from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.shapes import Shape
 from attnmesh.runtime.world import WORLD
-from tests.support.command import run
-from tests.support.pool import on_each_rank
+from tests.support.process.command import run
+from tests.support.ranks.pool import on_each_rank
 
 
 def cluster(rate: float = 7e9) -> Cluster:

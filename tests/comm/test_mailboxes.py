@@ -24,8 +24,8 @@ from attnmesh.errors import MeshError
 from attnmesh.guard.agreement import Agreement
 from attnmesh.mesh.axes import Axis, mesh_of_axis
 from attnmesh.runtime.processes import RunningProcess
-from tests.support.groups import world_axis
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.groups import world_axis
+from tests.support.ranks.pool import Pool, on_each_rank
 
 here = pytest.mark.skipif(not mailboxes_size(2), reason="memory cannot be shared here, or stores have no order")
 

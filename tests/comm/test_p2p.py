@@ -20,8 +20,8 @@ from attnmesh.comm.p2p import (
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.schedule import GatherStep
 from attnmesh.runtime.counters import count_traffic
-from tests.support.groups import world_axis
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.groups import world_axis
+from tests.support.ranks.pool import Pool, on_each_rank
 
 CPU = torch.device("cpu")
 POSITIONS = ([0, 2, 5], [1, 3, 4, 6])

@@ -18,9 +18,9 @@ from attnmesh.core.partial import Partial, merge_partials
 from attnmesh.errors import KernelError
 from attnmesh.mesh.axes import Axis, mesh_of_axis
 from attnmesh.mesh.merges import MERGES, OUTPUTS, Merge, Pattern
-from tests.support.groups import world_axis
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT32, FLOAT32_SUMS
+from tests.support.ranks.groups import world_axis
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.tolerances import FLOAT32, FLOAT32_SUMS
 
 CPU = torch.device("cpu")
 SHAPE = (2, 5, 3, 8)

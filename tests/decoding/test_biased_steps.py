@@ -10,9 +10,9 @@ from torch import Tensor
 import attnmesh as am
 from attnmesh.errors import DtypeError, InputError, KernelError, MeshError, ShapeError
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.problems import float64_numbers
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.problems import float64_numbers
 
 HEADS, WIDTH, TOKENS, NEAR = (4, 2), 8, 45, 7
 

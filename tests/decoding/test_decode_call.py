@@ -13,12 +13,12 @@ import attnmesh as am
 from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.runtime.counters import count_traffic
-from tests.support import histories
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.resident import resident
-from tests.support.seeds import pairs, rotated, seeds, some
-from tests.support.tolerances import assert_near
+from tests.support.process.resident import resident
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth import histories
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.seeds import pairs, rotated, seeds, some
+from tests.support.truth.tolerances import assert_near
 
 HEADS, WIDTH = (4, 2), 8
 

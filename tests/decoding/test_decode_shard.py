@@ -15,10 +15,10 @@ from attnmesh.decoding.query_shard import QueryShard
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.runtime.counters import count_traffic
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.problems import float64_numbers
-from tests.support.tolerances import FLOAT64, worst
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.problems import float64_numbers
+from tests.support.truth.tolerances import FLOAT64, worst
 
 HEADS, WIDTH, CACHED, NEW, BLOCK = (4, 2), 8, 29, 27, 4
 HOW: dict[str, Any] = {"scale": 0.5, "softcap": 3.0, "kernel": "auto"}

@@ -9,9 +9,9 @@ import attnmesh as am
 from attnmesh.core.selection import NO_INDEX
 from attnmesh.decoding.index_search import top_k_tokens
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.problems import indexer_scores, numbers
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.problems import indexer_scores, numbers
 
 WIDTH, TOKENS = 8, 45
 

@@ -11,9 +11,9 @@ import attnmesh as am
 from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.runtime.counters import count_traffic
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT64, worst
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.tolerances import FLOAT64, worst
 
 HEADS, WIDTH, TOKENS, MORE = (4, 2), 8, 45, 11
 

@@ -18,9 +18,9 @@ from attnmesh.errors import InputError
 from attnmesh.kernels.cache_runs import CachedAttention
 from attnmesh.kernels.native.build import library
 from attnmesh.runtime.memo import Memo
-from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import pairs
-from tests.support.tolerances import assert_near
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.seeds import pairs
+from tests.support.truth.tolerances import assert_near
 
 needs_library = pytest.mark.skipif(library().attend is None, reason="there is no C++ compiler")
 

@@ -12,10 +12,10 @@ import attnmesh as am
 from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.runtime.counters import count_traffic
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import rotated
-from tests.support.tolerances import FLOAT32
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.seeds import rotated
+from tests.support.truth.tolerances import FLOAT32
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 LENGTHS = (61, 1, 200, 17)

@@ -11,10 +11,10 @@ from attnmesh.decoding.index_search import top_k_tokens
 from attnmesh.errors import ShapeError
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.runtime.counters import count_traffic
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.problems import indexer_scores, numbers
-from tests.support.tolerances import FLOAT32
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.problems import indexer_scores, numbers
+from tests.support.truth.tolerances import FLOAT32
 
 HEADS = (4, 2)
 WIDTH, TOKENS = 8, 45

@@ -9,9 +9,9 @@ import torch.distributed as dist
 import attnmesh as am
 from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.problems import numbers
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.problems import numbers
 
 HEADS, KV_HEADS, WIDTH, TOKENS = 4, 2, 8, 30
 

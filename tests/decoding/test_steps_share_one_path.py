@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import attnmesh as am
 from attnmesh import decoding
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.pool import Pool, on_each_rank
 from tools.walk import call_watched
 
 ROOM = str(Path(decoding.__file__).parent)

@@ -6,10 +6,10 @@ from torch import Tensor, nn
 
 from attnmesh.diffusers import disable, enable
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support.diffusion import MODELS
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT32_SUMS
+from tests.support.models.diffusion import MODELS
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.tolerances import FLOAT32_SUMS
 
 ROWS = (4, 5)
 

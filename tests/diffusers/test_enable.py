@@ -20,10 +20,10 @@ from attnmesh.diffusers import disable, enable
 from attnmesh.diffusers.backend import visible_keys
 from attnmesh.diffusers.family_plans import plan_of
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support.diffusion import MODELS, Inputs
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT32, FLOAT32_SUMS, assert_near, worst
+from tests.support.models.diffusion import MODELS, Inputs
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.tolerances import FLOAT32, FLOAT32_SUMS, assert_near, worst
 
 
 def registered() -> tuple[Any, ...]:

@@ -15,10 +15,10 @@ from attnmesh.mesh.schedule import EXCHANGE_MODES, Problem
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.mesh.traffic import planned_traffic
 from attnmesh.runtime.counters import count_traffic
-from tests.support.diffusion import MODELS, PIPELINES, Inputs, pipeline_steps
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT32_SUMS, worst
+from tests.support.models.diffusion import MODELS, PIPELINES, Inputs, pipeline_steps
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.tolerances import FLOAT32_SUMS, worst
 
 OUTPUT = 1e-13
 """Outputs are computed in float64, and differ by the order of sums."""

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from attnmesh_command import app
-from tests.support import families
-from tests.support.fake_engine import byte_tokenizer
-from tests.support.scripts import run_script
+from tests.support.models import families
+from tests.support.process.scripts import run_script
+from tests.support.serving.fake_engine import byte_tokenizer
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "llama-70b.md").read_text()

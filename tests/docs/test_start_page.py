@@ -3,7 +3,7 @@
 import doctest
 from pathlib import Path
 
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.pool import Pool, on_each_rank
 
 PAGE = Path(__file__).parents[2] / "docs" / "start.md"
 

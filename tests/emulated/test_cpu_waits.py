@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from tests.support.emulated_nccl import world
-from tests.support.emulated_waits import record_waits, record_waits_of_model
+from tests.support.emulation.emulated_nccl import world
+from tests.support.emulation.emulated_waits import record_waits, record_waits_of_model
 
 DECODING = {
     "decode, key_lengths on the CPU": ["copy"],

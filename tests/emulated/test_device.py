@@ -8,9 +8,9 @@ import torch
 import attnmesh as am
 from attnmesh.core.storage import STORAGES
 from attnmesh.setup import init_mesh as module
-from tests.support.emulated_gpu import EmulatedGPU
-from tests.support.emulated_nccl import BACKENDS, world
-from tests.support.pool import on_each_rank
+from tests.support.emulation.emulated_gpu import EmulatedGPU
+from tests.support.emulation.emulated_nccl import BACKENDS, world
+from tests.support.ranks.pool import on_each_rank
 
 
 @on_each_rank

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Ma
 from attnmesh import hf
 from attnmesh.errors import ShapeError
 from attnmesh.hf.step_graph import PACKAGES, StepGraph, steps_as_graphs
-from tests.support.emulated_gpu import EmulatedGPU, EmulatedGraph, emulated_gpu
-from tests.support.emulated_waits import on_gpu
+from tests.support.emulation.emulated_gpu import EmulatedGPU, EmulatedGraph, emulated_gpu
+from tests.support.emulation.emulated_waits import on_gpu
 
 SIZES = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 97}
 LLAMA = LlamaConfig(**SIZES, num_key_value_heads=2)

@@ -6,11 +6,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import attnmesh as am
 from attnmesh.mesh.shapes import AXES
-from tests.support.emulated_gpu import EmulatedGPU
-from tests.support.emulated_nccl import BACKENDS, world
-from tests.support.pool import on_each_rank
-from tests.support.seeds import pairs
-from tests.support.tolerances import FLOAT32, worst
+from tests.support.emulation.emulated_gpu import EmulatedGPU
+from tests.support.emulation.emulated_nccl import BACKENDS, world
+from tests.support.ranks.pool import on_each_rank
+from tests.support.truth.seeds import pairs
+from tests.support.truth.tolerances import FLOAT32, worst
 
 DOCUMENTS = am.Causal() & am.Documents([8, 4, 4])
 """Ranks 0 and 1 share a document. Ranks 2 and 3 have one each, and send nothing."""

@@ -10,10 +10,10 @@ from torch.distributed.device_mesh import init_device_mesh
 import attnmesh as am
 from attnmesh.errors import DeviceError, InputError, KernelError
 from attnmesh.mesh.shapes import AXES
-from tests.support.emulated_gpu import EmulatedGPU
-from tests.support.emulated_nccl import world
-from tests.support.emulated_waits import filled_cache, random
-from tests.support.pool import on_each_rank
+from tests.support.emulation.emulated_gpu import EmulatedGPU
+from tests.support.emulation.emulated_nccl import world
+from tests.support.emulation.emulated_waits import filled_cache, random
+from tests.support.ranks.pool import on_each_rank
 
 CAPTURED = {
     "plain": {},

@@ -13,11 +13,11 @@ from attnmesh.decoding import step_checks
 from attnmesh.errors import KernelError
 from attnmesh.mesh.shapes import AXES
 from attnmesh.runtime.memo import Memo
-from tests.support.emulated_gpu import EmulatedGPU
-from tests.support.emulated_nccl import world
-from tests.support.emulated_waits import random
-from tests.support.pool import on_each_rank
-from tests.support.seeds import pairs
+from tests.support.emulation.emulated_gpu import EmulatedGPU
+from tests.support.emulation.emulated_nccl import world
+from tests.support.emulation.emulated_waits import random
+from tests.support.ranks.pool import on_each_rank
+from tests.support.truth.seeds import pairs
 
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},

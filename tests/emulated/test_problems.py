@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support import histories
-from tests.support.emulated_nccl import BACKENDS, world
-from tests.support.emulated_problems import Ranks, run_on_gpu
-from tests.support.mesh_problems import MeshProblem, check, draw, draw_selected
-from tests.support.seeds import in_turn, seeds
+from tests.support.emulation.emulated_nccl import BACKENDS, world
+from tests.support.emulation.emulated_problems import Ranks, run_on_gpu
+from tests.support.truth import histories
+from tests.support.truth.mesh_problems import MeshProblem, check, draw, draw_selected
+from tests.support.truth.seeds import in_turn, seeds
 
 SIZES = 2, 3, 4
 PROBLEMS, SELECTIONS, HISTORIES = (2, 3, 6), (2, 7), (1, 4, 6)

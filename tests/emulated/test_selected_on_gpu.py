@@ -8,11 +8,11 @@ from torch.distributed.device_mesh import init_device_mesh
 import attnmesh as am
 from attnmesh.decoding.index_search import top_k_tokens
 from attnmesh.mesh.shapes import AXES
-from tests.support.emulated_gpu import EmulatedGPU
-from tests.support.emulated_nccl import BACKENDS, world
-from tests.support.emulated_waits import random
-from tests.support.pool import on_each_rank
-from tests.support.seeds import pairs
+from tests.support.emulation.emulated_gpu import EmulatedGPU
+from tests.support.emulation.emulated_nccl import BACKENDS, world
+from tests.support.emulation.emulated_waits import random
+from tests.support.ranks.pool import on_each_rank
+from tests.support.truth.seeds import pairs
 
 INDICES = torch.tensor([[3, 22, 7], [19, 0, 2**31 - 1]], dtype=torch.int32)[:, None, None]
 

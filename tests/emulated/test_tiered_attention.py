@@ -15,15 +15,15 @@ from attnmesh import errors
 from attnmesh.core.storage import STORAGES
 from attnmesh.kernels import tiered_attention
 from attnmesh.mesh.shapes import AXES
-from tests.support import histories
-from tests.support.emulated_gpu import EmulatedGPU
-from tests.support.emulated_nccl import BACKENDS, world
-from tests.support.emulated_problems import Ranks
-from tests.support.emulated_waits import on_gpu, random, tiny_model
-from tests.support.pool import on_each_rank
-from tests.support.seeds import in_turn, pairs
-from tests.support.tiers import OneWay, run_one_way
-from tests.support.tolerances import FLOAT32_SUMS
+from tests.support.caches.tiers import OneWay, run_one_way
+from tests.support.emulation.emulated_gpu import EmulatedGPU
+from tests.support.emulation.emulated_nccl import BACKENDS, world
+from tests.support.emulation.emulated_problems import Ranks
+from tests.support.emulation.emulated_waits import on_gpu, random, tiny_model
+from tests.support.ranks.pool import on_each_rank
+from tests.support.truth import histories
+from tests.support.truth.seeds import in_turn, pairs
+from tests.support.truth.tolerances import FLOAT32_SUMS
 
 
 @pytest.mark.parametrize(("seed", "uploaded"), pairs(range(60), [False, True], 4))

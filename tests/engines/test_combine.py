@@ -18,7 +18,7 @@ from torch import Tensor
 
 from attnmesh import errors
 from attnmesh.engines import combine, sglang, vllm
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.pool import Pool, on_each_rank
 
 TOKENS, HEADS, DIM = 7, 6, 8
 STARTS = torch.tensor([0, 1, 4, 7])

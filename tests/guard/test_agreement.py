@@ -20,9 +20,9 @@ from attnmesh.kernels.implementations.native import BoundNative
 from attnmesh.kernels.native.build import Library, library
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support.interpreted import interpreting
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
+from tests.support.emulation.interpreted import interpreting
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
 
 WIDTH = 16
 F32 = torch.float32

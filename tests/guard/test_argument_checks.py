@@ -12,8 +12,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import attnmesh as am
 from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
 
 T = torch.zeros
 HINT = r"Fix: (.*; )?if these are \(batch, length, heads, dim\), pass x\.transpose\(1, 2\)"

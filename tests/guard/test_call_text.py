@@ -10,7 +10,7 @@ import attnmesh as am
 from attnmesh.errors import MeshError
 from attnmesh.guard.agreement import Agreement
 from attnmesh.mesh.axes import RankMesh
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.pool import Pool, on_each_rank
 
 
 @on_each_rank

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 import attnmesh as am
 from attnmesh.errors import InputError
-from tests.support.odd_rank import alert, outcome
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.odd_rank import alert, outcome
+from tests.support.ranks.pool import Pool, on_each_rank
 
 
 @on_each_rank

@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 
 import attnmesh as am
-from tests.support.emulated_gpu import EmulatedGPU
-from tests.support.emulated_nccl import world
-from tests.support.interpreted import interpreting
-from tests.support.odd_rank import BEFORE, alert, attention_outcomes, check, decoding_outcomes, merge_outcomes
-from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import rotated
+from tests.support.emulation.emulated_gpu import EmulatedGPU
+from tests.support.emulation.emulated_nccl import world
+from tests.support.emulation.interpreted import interpreting
+from tests.support.ranks.odd_rank import BEFORE, alert, attention_outcomes, check, decoding_outcomes, merge_outcomes
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.seeds import rotated
 
 STEPS: list[tuple[str, tuple[int, int, int], dict[str, Any]]] = [
     ("nccl", (1, 1, 3), {"merge": "tree"}),

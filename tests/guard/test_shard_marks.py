@@ -16,8 +16,8 @@ import attnmesh as am
 from attnmesh import errors
 from attnmesh.errors import LayoutError, MeshError
 from attnmesh.guard.shard_marks import shard_marks
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT32_SUMS
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.tolerances import FLOAT32_SUMS
 
 LAYOUT, DOCUMENTS = am.Zigzag(), am.Causal() & am.Documents([20, 12])
 

@@ -13,13 +13,13 @@ import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.hf.shared_weights import SharedConv1D, SharedLinear
 from attnmesh.hf.transformers_names import Conv1D
-from tests.support import families
-from tests.support.families import prompt
+from tests.support.models import families
+from tests.support.models.families import prompt
+from tests.support.models.shared_weights import SIZES, counted_calls, load, mesh_of, saved_stock, step_of
 from tests.support.models.tiny_models import Case, build
-from tests.support.needs import needs_library
-from tests.support.pool import Pool, on_each_rank
-from tests.support.shared_weights import SIZES, counted_calls, load, mesh_of, saved_stock, step_of
-from tests.support.tolerances import FLOAT32_SUMS
+from tests.support.process.needs import needs_library
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.tolerances import FLOAT32_SUMS
 
 pytestmark = needs_library
 

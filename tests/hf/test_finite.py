@@ -10,10 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import attnmesh.hf as hf
 from attnmesh.hf.finite import NanWatch
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support import families
-from tests.support.families import prompt
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
+from tests.support.models import families
+from tests.support.models.families import prompt
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
 
 BROKEN = {
     "nothing": (None, 1.0, None),

@@ -12,11 +12,11 @@ from transformers.generation import BaseStreamer
 
 import attnmesh.hf as hf
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support import families
-from tests.support.families import CONFIGS, FEW, SHAPES, STOCK, families_on_meshes, prompt
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import some
+from tests.support.models import families
+from tests.support.models.families import CONFIGS, FEW, SHAPES, STOCK, families_on_meshes, prompt
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.seeds import some
 
 Generate = Callable[..., Any]
 """(input_ids, **options) -> sequences."""

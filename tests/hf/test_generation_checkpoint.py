@@ -27,11 +27,11 @@ from attnmesh.hf.options import GenerationSettings
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store import checkpoint_writer
 from attnmesh.store.manifest import MANIFEST
-from tests.support import families
-from tests.support.command import run_main
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.trainers import tokenizer
+from tests.support.models import families
+from tests.support.process.command import run_main
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.training.trainers import tokenizer
+from tests.support.truth.mesh_problems import named_mesh
 
 NEW = 22
 

@@ -12,10 +12,10 @@ import attnmesh as am
 import attnmesh.hf as hf
 from attnmesh.hf import host_experts
 from attnmesh.hf.host_experts import HostExperts
-from tests.support.groups import world_axis
 from tests.support.models.tiny_models import Case, build
-from tests.support.needs import needs_library
-from tests.support.pool import Pool, on_each_rank
+from tests.support.process.needs import needs_library
+from tests.support.ranks.groups import world_axis
+from tests.support.ranks.pool import Pool, on_each_rank
 
 pytestmark = needs_library
 

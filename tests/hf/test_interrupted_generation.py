@@ -12,11 +12,11 @@ from transformers.generation import LogitsProcessor
 import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support import families
-from tests.support.families import STOCK, prompt
-from tests.support.mesh_problems import named_mesh
+from tests.support.models import families
+from tests.support.models.families import STOCK, prompt
 from tests.support.models.tiny_models import Case, build
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
 
 NEW = 6
 """Tokens of each generation. The first pass of a part of the model is in prefill."""

@@ -16,10 +16,10 @@ import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.runtime.counters import count_traffic
-from tests.support.families import prompt
-from tests.support.mesh_problems import named_mesh
+from tests.support.models.families import prompt
 from tests.support.models.tiny_models import Case, build, randomise
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
 
 TYPES = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "mistral4", "youtu")
 

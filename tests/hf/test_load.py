@@ -21,7 +21,7 @@ from attnmesh.errors import ModelError
 from attnmesh.hf import load
 from attnmesh_command.messages import OptionError
 from attnmesh_command.option_texts import check_model
-from tests.support import families
+from tests.support.models import families
 from tools.generation import tokenizer
 
 

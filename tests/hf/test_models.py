@@ -10,13 +10,13 @@ import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.hf.models import key_heads
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support import families
-from tests.support.families import prompt
-from tests.support.mesh_problems import named_mesh
+from tests.support.models import families
+from tests.support.models.families import prompt
 from tests.support.models.tiny_models import Case, tiny_config
 from tests.support.models.variants import VARIANTS
-from tests.support.pool import Pool, on_each_rank
-from tests.support.trainers import launched, settings
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.training.trainers import launched, settings
+from tests.support.truth.mesh_problems import named_mesh
 
 GIVEN = "given 2 key heads and a heads axis of 3. Fix:"
 

@@ -13,12 +13,12 @@ import attnmesh as am
 import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.mesh.shapes import Shape
-from tests.support.families import SIZES, prompt
-from tests.support.mesh_problems import named_mesh
 from tests.support.models.checks import loss_and_gradients
-from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import rotated
-from tests.support.tolerances import FLOAT64_LOSS, FLOAT64_MODEL
+from tests.support.models.families import SIZES, prompt
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.seeds import rotated
+from tests.support.truth.tolerances import FLOAT64_LOSS, FLOAT64_MODEL
 
 AXES = ("heads", "queries", "keys")
 SWITCH = 64

@@ -20,11 +20,11 @@ from attnmesh.hf.models import Opaque
 from attnmesh.hf.shard_tensors import ShardMask, ShardPositions
 from attnmesh.hf.training.labels import ItemCount
 from attnmesh.mesh.shapes import Shape
-from tests.support import families
-from tests.support.families import prompt
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT32_SUMS
+from tests.support.models import families
+from tests.support.models.families import prompt
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.tolerances import FLOAT32_SUMS
 
 AXES = ("heads", "queries", "keys")
 

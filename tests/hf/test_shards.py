@@ -9,8 +9,8 @@ import pytest
 import attnmesh.hf as hf
 from attnmesh.hf import layer_checks
 from attnmesh.hf.shards import BegunPass
-from tests.support import families
-from tests.support.families import prompt
+from tests.support.models import families
+from tests.support.models.families import prompt
 
 
 def batch(**more: Any) -> dict[str, Any]:

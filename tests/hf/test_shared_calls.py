@@ -16,10 +16,10 @@ import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.comm.host_linear import HostLinear
 from attnmesh.kernels.native.abi import NO_MEMORY
-from tests.support.families import prompt
-from tests.support.needs import needs_library
-from tests.support.pool import Pool, on_each_rank
-from tests.support.shared_weights import counted_calls, load, mesh_of, saved_stock
+from tests.support.models.families import prompt
+from tests.support.models.shared_weights import counted_calls, load, mesh_of, saved_stock
+from tests.support.process.needs import needs_library
+from tests.support.ranks.pool import Pool, on_each_rank
 
 pytestmark = needs_library
 SECONDS_TO_NAME = 2.0

@@ -14,12 +14,12 @@ from attnmesh.comm.host_linear import MAX_SHARED_ROWS
 from attnmesh.hf import shared_weights
 from attnmesh.hf.shared_weights import SharedLinear
 from attnmesh.kernels.native.build import library
-from tests.support import families
-from tests.support.families import STOCK, prompt
+from tests.support.models import families
+from tests.support.models.families import STOCK, prompt
+from tests.support.models.shared_weights import SIZES, counted_calls, load, mesh_of, saved_stock, step_of
 from tests.support.models.tiny_models import Case, build
-from tests.support.needs import needs_library
-from tests.support.pool import Pool, on_each_rank
-from tests.support.shared_weights import SIZES, counted_calls, load, mesh_of, saved_stock, step_of
+from tests.support.process.needs import needs_library
+from tests.support.ranks.pool import Pool, on_each_rank
 
 pytestmark = needs_library
 

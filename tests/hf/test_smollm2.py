@@ -14,8 +14,8 @@ from attnmesh.core.storage import STORAGES
 from attnmesh.hf.load import PACKAGED, locate, open_model, open_tokenizer
 from attnmesh.mesh.shapes import mesh_shape
 from attnmesh.setup.init_mesh import init_mesh
-from tests.support.needs import needs_smollm2
-from tests.support.pool import on_each_rank
+from tests.support.process.needs import needs_smollm2
+from tests.support.ranks.pool import on_each_rank
 
 pytestmark = [needs_smollm2, pytest.mark.long]
 

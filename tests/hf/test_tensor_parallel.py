@@ -16,10 +16,10 @@ from transformers.distributed import DistributedConfig
 import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.hf.tensor_parallel import rank_weights
-from tests.support import families
-from tests.support.families import STOCK, prompt
+from tests.support.models import families
+from tests.support.models.families import STOCK, prompt
 from tests.support.models.tiny_models import Case, build
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.pool import Pool, on_each_rank
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3", "gpt-oss", "gemma2", "gemma4", "llama4")
 SIZES = {"num_attention_heads": 8, "hidden_size": 64}

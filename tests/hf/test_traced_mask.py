@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, CompileConfig, MambaConfig, Stati
 
 from attnmesh import errors, hf
 from attnmesh.hf.recurrent.prepare_recurrent import RecurrentLayer
-from tests.support import families
-from tests.support.families import STOCK, prompt
-from tests.support.tolerances import FLOAT64_LOSS, FLOAT64_MODEL
+from tests.support.models import families
+from tests.support.models.families import STOCK, prompt
+from tests.support.truth.tolerances import FLOAT64_LOSS, FLOAT64_MODEL
 
 LOCAL = ["llama", "mistral", "gemma2", "llama4", "gpt-oss"]
 """Families with causal masks, windows, capped logits, chunks and sinks."""

@@ -11,10 +11,10 @@ from attnmesh.core.scaling import Scaling
 from attnmesh.errors import KernelError
 from attnmesh.kernels.implementations.cuda import CUDA
 from attnmesh.kernels.kernel import KernelRequest
-from tests.support.dense import truth
-from tests.support.resident import peak_memory
-from tests.support.seeds import in_turn
-from tests.support.tolerances import FLOAT32
+from tests.support.process.resident import peak_memory
+from tests.support.truth.dense import truth
+from tests.support.truth.seeds import in_turn
+from tests.support.truth.tolerances import FLOAT32
 
 pytestmark = pytest.mark.quick
 

@@ -16,11 +16,11 @@ from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.core.partial import Partial, merge_stack
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh_attention import merge_across as merge
-from tests.support import histories, mesh_problems
-from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import in_turn
-from tests.support.tiers import OneWay
-from tests.support.tolerances import FLOAT32_SUMS, worst
+from tests.support.caches.tiers import OneWay
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth import histories, mesh_problems
+from tests.support.truth.seeds import in_turn
+from tests.support.truth.tolerances import FLOAT32_SUMS, worst
 
 pytestmark = pytest.mark.gpu
 

@@ -17,10 +17,10 @@ from attnmesh.kernels.implementations import cpu
 from attnmesh.kernels.implementations.cpu import FlashCPU
 from attnmesh.kernels.kernel import KernelRequest
 from attnmesh.kernels.rectangles import TILE_ELEMENTS, BackwardInputs, Rectangle, cut, cut_into_tiles
-from tests.support.dense import COARSE_EXPONENTIAL, truth
-from tests.support.problems import DTYPES, draw
-from tests.support.resident import peak_memory
-from tests.support.tolerances import FLOAT32, FLOAT32_SUMS
+from tests.support.process.resident import peak_memory
+from tests.support.truth.dense import COARSE_EXPONENTIAL, truth
+from tests.support.truth.problems import DTYPES, draw
+from tests.support.truth.tolerances import FLOAT32, FLOAT32_SUMS
 
 pytestmark = pytest.mark.quick
 

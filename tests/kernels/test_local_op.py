@@ -9,7 +9,7 @@ from torch import Tensor
 import attnmesh as am
 from attnmesh.errors import KernelError
 from attnmesh.kernels.local_op import attend_backward_op, attend_op
-from tests.support.seeds import in_turn
+from tests.support.truth.seeds import in_turn
 
 pytestmark = pytest.mark.quick
 

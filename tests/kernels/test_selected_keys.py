@@ -23,13 +23,13 @@ from attnmesh.kernels.kernel import KernelRequest
 from attnmesh.kernels.rectangles import TILE_ELEMENTS, BackwardInputs
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.mesh_attention import latents as latent
-from tests.support import problems
-from tests.support.emulated_gpu import EmulatedGPU
-from tests.support.emulated_nccl import world
-from tests.support.live_tensors import LiveTensors
-from tests.support.mesh_problems import SAMPLES, MeshProblem, check, draw_selected, named_mesh, run_problem
-from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import batches_by_ranks, in_turn, seeds
+from tests.support.emulation.emulated_gpu import EmulatedGPU
+from tests.support.emulation.emulated_nccl import world
+from tests.support.process.live_tensors import LiveTensors
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth import problems
+from tests.support.truth.mesh_problems import SAMPLES, MeshProblem, check, draw_selected, named_mesh, run_problem
+from tests.support.truth.seeds import batches_by_ranks, in_turn, seeds
 
 
 def check_alone(seed: int, longest: int) -> None:

@@ -20,9 +20,9 @@ from attnmesh.kernels.implementations.reference import Reference
 from attnmesh.kernels.native.build import library
 from attnmesh.kernels.selected_keys import SelectedKeys
 from attnmesh.kernels.stored import StoredKVKernel
-from tests.support.interpreted import interpreting
-from tests.support.seeds import rotated
-from tests.support.tolerances import FLOAT32, FLOAT32_SUMS
+from tests.support.emulation.interpreted import interpreting
+from tests.support.truth.seeds import rotated
+from tests.support.truth.tolerances import FLOAT32, FLOAT32_SUMS
 
 needs_library = pytest.mark.skipif(library().attend is None, reason="there is no C++ compiler")
 

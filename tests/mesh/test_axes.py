@@ -24,9 +24,9 @@ from attnmesh.mesh.axes import (
     mesh_of_axis,
 )
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support.groups import world_axis
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.groups import world_axis
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
 
 
 @pytest.mark.parametrize(

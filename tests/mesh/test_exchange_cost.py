@@ -14,10 +14,10 @@ from attnmesh.mesh.schedule import EXCHANGE_MODES
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.mesh.way import Way
 from attnmesh.planner.cost import cost
-from tests.support.live_tensors import LiveTensors
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.problems import numbers
+from tests.support.process.live_tensors import LiveTensors
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.problems import numbers
 
 pytestmark = pytest.mark.quick
 

@@ -18,10 +18,10 @@ from attnmesh.comm import p2p
 from attnmesh.comm.transport import Transport
 from attnmesh.mesh.shapes import AXES, Shape, elements
 from attnmesh.runtime.counters import ReceivedTraffic, count_traffic
-from tests.support.mesh_problems import SAMPLES, MeshProblem, check, draw, named_mesh, run_problem, traits
-from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import batches_by_ranks, rotated
-from tests.support.tolerances import FLOAT32_SUMS, assert_near
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import SAMPLES, MeshProblem, check, draw, named_mesh, run_problem, traits
+from tests.support.truth.seeds import batches_by_ranks, rotated
+from tests.support.truth.tolerances import FLOAT32_SUMS, assert_near
 
 
 def cases() -> list[Any]:

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import attnmesh as am
 from attnmesh import errors
 from attnmesh.mesh.axes import RankMesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import worst
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.tolerances import worst
 
 HOW_TO = Path(__file__).parents[2] / "docs" / "howto.md"
 

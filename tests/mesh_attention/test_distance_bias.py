@@ -11,11 +11,11 @@ from torch import Tensor
 import attnmesh as am
 from attnmesh.errors import DeviceError, DtypeError, InputError, KernelError, ShapeError
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support.dense import dense
-from tests.support.mesh_problems import SAMPLES, MeshProblem, draw, named_mesh, run_problem, shard_positions
-from tests.support.pool import Pool, on_each_rank
-from tests.support.problems import draw as draw_alone
-from tests.support.seeds import batches_by_ranks, seeds
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.dense import dense
+from tests.support.truth.mesh_problems import SAMPLES, MeshProblem, draw, named_mesh, run_problem, shard_positions
+from tests.support.truth.problems import draw as draw_alone
+from tests.support.truth.seeds import batches_by_ranks, seeds
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 """Tolerances in float64: sums of at most a few hundred terms of size 1."""

@@ -7,8 +7,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import attnmesh as am
 from attnmesh.mesh.shapes import AXES
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT32_SUMS, assert_near
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.tolerances import FLOAT32_SUMS, assert_near
 
 
 @on_each_rank

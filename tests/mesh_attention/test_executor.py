@@ -24,9 +24,9 @@ from attnmesh.mesh_attention.executor import PendingReturns, backward, forward
 from attnmesh.mesh_attention.head_swap import HeadTensors, empty_tokens
 from attnmesh.mesh_attention.task import task_of
 from attnmesh.runtime.tensors import Tensors
-from tests.support.dense import Truth, truth
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.dense import Truth, truth
+from tests.support.truth.mesh_problems import named_mesh
 
 HEADS, KV_HEADS, DIM, VALUE_DIM, LENGTH = 4, 2, 8, 6, 23
 MASK = am.Window(9)

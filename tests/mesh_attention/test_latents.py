@@ -15,9 +15,9 @@ from attnmesh.mesh_attention.attention import attend_shards
 from attnmesh.mesh_attention.attention_arguments import AttentionArguments
 from attnmesh.mesh_attention.latents import Latents, Projection
 from attnmesh.runtime.counters import count_traffic
-from tests.support.dense import dense
-from tests.support.mesh_problems import call_options, named_mesh
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.dense import dense
+from tests.support.truth.mesh_problems import call_options, named_mesh
 
 HEADS, COLUMNS, VALUES, LATENT_RANK, ROTATED, TOKENS = 6, 5, 3, 7, 2, 11
 

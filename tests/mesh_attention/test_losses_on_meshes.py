@@ -14,12 +14,12 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 import attnmesh as am
 from attnmesh.core.layout import Layout
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support.dense import truth
-from tests.support.mesh_problems import MeshProblem, named_mesh
-from tests.support.mesh_problems import run_problem as run_problem
 from tests.support.models.tiny_decoder import Decoder, sequences, summed_loss
-from tests.support.pool import SIZES, Pool, on_each_rank
-from tests.support.seeds import rotated
+from tests.support.ranks.pool import SIZES, Pool, on_each_rank
+from tests.support.truth.dense import truth
+from tests.support.truth.mesh_problems import MeshProblem, named_mesh
+from tests.support.truth.mesh_problems import run_problem as run_problem
+from tests.support.truth.seeds import rotated
 
 LENGTH = 47
 """A prime: no number of ranks divides it, so shards are uneven."""

@@ -13,10 +13,10 @@ from attnmesh.comm.topology import hosts
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.merges import MERGES
 from attnmesh.runtime.counters import count_traffic
-from tests.support.groups import group_of, world_axis
-from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import rotated
-from tests.support.tolerances import FLOAT32, FLOAT32_SUMS, assert_near, worst
+from tests.support.ranks.groups import group_of, world_axis
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.seeds import rotated
+from tests.support.truth.tolerances import FLOAT32, FLOAT32_SUMS, assert_near, worst
 
 
 def partial_of(rank: int, dtype: torch.dtype) -> am.Partial:

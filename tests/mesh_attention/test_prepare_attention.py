@@ -12,10 +12,10 @@ import attnmesh as am
 from attnmesh import errors
 from attnmesh.comm import gather
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support.mesh_problems import named_mesh
-from tests.support.odd_rank import outcome
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import assert_near
+from tests.support.ranks.odd_rank import outcome
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.tolerances import assert_near
 
 WIDTH = 16
 

@@ -16,8 +16,8 @@ from attnmesh.mesh_attention import prompt
 from attnmesh.mesh_attention.attention_arguments import AttentionArguments
 from attnmesh.mesh_attention.latents import Latents
 from attnmesh.mesh_attention.prompt import attend_prompt, chosen_way
-from tests.support.mesh_problems import MeshProblem, call_options, check, draw, named_mesh, shard_positions
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import MeshProblem, call_options, check, draw, named_mesh, shard_positions
 
 LAYOUTS = (am.Striped(1), am.Striped(4), am.Striped(128), am.Contiguous())
 """Layouts of prompts, with blocks of a size that a user may set."""

@@ -10,9 +10,9 @@ from attnmesh.core.layout import Layout
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.mesh_attention.auto_choices import chosen_layout
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT32_SUMS, assert_near
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.tolerances import FLOAT32_SUMS, assert_near
 
 
 def mesh_of(shape: Shape):  # type: ignore[no-untyped-def]

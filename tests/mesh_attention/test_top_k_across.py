@@ -13,8 +13,8 @@ from attnmesh.core.selection import NO_INDEX
 from attnmesh.errors import DtypeError
 from attnmesh.mesh.reduction_tree import reduction_rounds
 from attnmesh.runtime.counters import count_traffic
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import assert_near
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.tolerances import assert_near
 
 ROWS, KEYS = (2, 3), 50
 

@@ -5,9 +5,9 @@ import pytest
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.mistakes.mended import MENDED
 from tests.mistakes.table import PAGE, cases_of, files, raised, with_table
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT32_MODEL, worst
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.tolerances import FLOAT32_MODEL, worst
 
 
 @on_each_rank

@@ -19,8 +19,8 @@ from attnmesh.mesh.way import Way
 from attnmesh.planner.cost import cost
 from attnmesh.planner.plan import all_ways
 from attnmesh.planner.workload import Workload
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT32_SUMS, worst
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.tolerances import FLOAT32_SUMS, worst
 
 pytestmark = pytest.mark.quick
 

@@ -14,9 +14,9 @@ from attnmesh.mesh.way import Way
 from attnmesh.planner.cost import cost, index_cost
 from attnmesh.planner.serving import serving_plans
 from attnmesh.runtime.counters import count_traffic
-from tests.support.families import prompt
+from tests.support.models.families import prompt
 from tests.support.models.tiny_models import Case, build
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.pool import Pool, on_each_rank
 
 pytestmark = pytest.mark.quick
 

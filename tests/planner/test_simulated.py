@@ -26,9 +26,9 @@ from attnmesh.mesh.traffic import tiles
 from attnmesh.mesh.way import Way
 from attnmesh.planner.cost import cost
 from attnmesh.planner.workload import Workload
-from tests.support.seeds import some
+from tests.support.truth.seeds import some
 
-SCRIPT = Path(__file__).parents[1] / "support" / "simulated.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "planning" / "simulated.py"
 
 PYTHON = "/usr/bin/python3"
 """SimGrid is a system package, not one of the virtual environment."""

@@ -24,10 +24,10 @@ from trl import SFTTrainer
 import attnmesh as am
 from attnmesh.hf.model_size import training_size
 from attnmesh.planner.training import LOSSES, TrainerOptions, TrainingSizes, training_plans
-from tests.support.pool import Pool, on_each_rank
-from tests.support.scripts import run_script
-from tests.support.seeds import some
-from tests.support.trainers import fsdp_on_cpus, launched
+from tests.support.process.scripts import run_script
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.training.trainers import fsdp_on_cpus, launched
+from tests.support.truth.seeds import some
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "finetune.py"
 

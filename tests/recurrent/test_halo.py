@@ -10,8 +10,8 @@ from torch import Tensor
 import attnmesh as am
 from attnmesh.mesh.axes import Axis
 from attnmesh.recurrent.halo import halo_of_parts
-from tests.support.groups import group_of
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.groups import group_of
+from tests.support.ranks.pool import Pool, on_each_rank
 
 CASES = ([4, 2, 4], [0, 0, 3, 1, 0, 2], [5], [1] * 7, [3, 0, 0, 0, 9], [0, 0])
 

@@ -12,8 +12,8 @@ import attnmesh as am
 from attnmesh.mesh.axes import Axis
 from attnmesh.recurrent.scan import scan
 from attnmesh.runtime.counters import count_traffic
-from tests.support.groups import group_of
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.groups import group_of
+from tests.support.ranks.pool import Pool, on_each_rank
 
 FORMS = ("scalar", "diagonal", "matrix")
 

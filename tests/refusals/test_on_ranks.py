@@ -21,10 +21,10 @@ from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.refusals import across, attention, caches, decoding, models, setup, trainers, windows
 from tests.refusals.refusal import HEADS, Q_HEADS, SIZES, WIDTH, Place, Refusal, new_cache, refusals
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.problems import numbers
-from tests.support.tolerances import FLOAT32_SUMS
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.problems import numbers
+from tests.support.truth.tolerances import FLOAT32_SUMS
 
 ROOMS = (attention, caches, decoding, windows, across, setup)
 TWO = (Shape(1, 1, 2), Shape(1, 2, 1), Shape(2, 1, 1))

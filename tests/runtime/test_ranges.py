@@ -7,7 +7,7 @@ from torch.profiler import profile
 import attnmesh as am
 from attnmesh.kernels.native.build import library
 from attnmesh.runtime.ranges import ATTENTION, EXCHANGE, MERGE
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.pool import Pool, on_each_rank
 
 
 def ranges(found: profile) -> dict[str, int]:

@@ -10,8 +10,8 @@ from transformers import GenerationConfig
 from attnmesh.errors import ModelError
 from attnmesh.hf.load import open_generation_config
 from attnmesh.serve.model_defaults import NOT_SERVED, SERVED, read_model_defaults, tokens_that_end
-from tests.support.fake_engine import LONGEST, ThreadWorld, byte_tokenizer
-from tests.support.served import Served, chat, served, until
+from tests.support.serving.fake_engine import LONGEST, ThreadWorld, byte_tokenizer
+from tests.support.serving.served import Served, chat, served, until
 
 OWN: dict[str, Any] = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.05}
 CHANGING: dict[str, Any] = {

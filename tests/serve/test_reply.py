@@ -8,8 +8,8 @@ import openai
 import pytest
 
 from attnmesh.serve import reply
-from tests.support.fake_engine import ThreadWorld
-from tests.support.served import chat, expected, posted, raw, served, talk, until
+from tests.support.serving.fake_engine import ThreadWorld
+from tests.support.serving.served import chat, expected, posted, raw, served, talk, until
 
 
 @pytest.mark.parametrize("drain", [5, float("inf")])

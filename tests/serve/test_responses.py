@@ -13,10 +13,10 @@ from attnmesh.errors import GrammarError
 from attnmesh.serve import responses_request
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.responses_request import ResponseRequest
-from tests.support.fake_engine import ThreadWorld
-from tests.support.served import NAME, Served
-from tests.support.tool_calls import TWO
-from tests.support.tool_calls import WEATHER as OF_CHATS
+from tests.support.serving.fake_engine import ThreadWorld
+from tests.support.serving.served import NAME, Served
+from tests.support.serving.tool_calls import TWO
+from tests.support.serving.tool_calls import WEATHER as OF_CHATS
 
 WEATHER: dict[str, Any] = {"type": "function", **OF_CHATS["function"]}
 THOUGHT = "<think>\nHm.\n</think>\n\n"

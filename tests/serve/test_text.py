@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from attnmesh.serve.spelling import Spelling
 from attnmesh.serve.text import Piece, SentToken, Text
-from tests.support.fake_engine import byte_tokenizer, sentencepiece_tokenizer
+from tests.support.serving.fake_engine import byte_tokenizer, sentencepiece_tokenizer
 
 TOKENIZER = byte_tokenizer()
 SPELLING = Spelling(TOKENIZER)

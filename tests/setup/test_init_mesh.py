@@ -14,8 +14,8 @@ from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.errors import MeshError
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import Shape
-from tests.support.pool import Pool, on_each_rank
-from tests.support.scripts import run_script
+from tests.support.process.scripts import run_script
+from tests.support.ranks.pool import Pool, on_each_rank
 
 
 def test_without_torchrun_it_names_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

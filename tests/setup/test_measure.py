@@ -16,7 +16,7 @@ from attnmesh.mesh.shapes import AXES
 from attnmesh.planner.workload import Workload
 from attnmesh.setup import measure_link, measure_shares, measured_ranks
 from attnmesh.setup.measured_ranks import IN_A_ROW, MeasuredRanks
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.pool import Pool, on_each_rank
 
 pytestmark = pytest.mark.quick
 

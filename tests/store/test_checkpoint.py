@@ -17,8 +17,8 @@ from attnmesh.errors import ShapeError, StoreError
 from attnmesh.store import tensor_file
 from attnmesh.store.checkpoint import load_layers
 from attnmesh.store.checkpoint_writer import save_layers
-from tests.support.pool import Pool, on_each_rank
-from tests.support.saves import SIZES, cache_of, decoded, is_save_of, only_save_in, save_until_killed
+from tests.support.caches.saves import SIZES, cache_of, decoded, is_save_of, only_save_in, save_until_killed
+from tests.support.ranks.pool import Pool, on_each_rank
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc takes no folders")

@@ -18,8 +18,8 @@ from attnmesh.cache import saved_cache
 from attnmesh.cli.launch import run_on_ranks
 from attnmesh.errors import StoreError
 from attnmesh.store import checkpoint_writer, tensor_file
-from tests.support.pool import Pool, on_each_rank
-from tests.support.saves import cache_of, decoded, hold_first_save, is_save_of, only_save_in, save_until_killed
+from tests.support.caches.saves import cache_of, decoded, hold_first_save, is_save_of, only_save_in, save_until_killed
+from tests.support.ranks.pool import Pool, on_each_rank
 
 
 def files_in(path: Path) -> set[str]:

@@ -18,10 +18,10 @@ from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store import checkpoint, checkpoint_writer
 from attnmesh.store.checkpoint import load_layers
 from attnmesh.store.checkpoint_writer import save_layers
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.saves import SIZES, cache_of, decoded, hold_first_save, is_save_of
-from tests.support.tolerances import assert_near
+from tests.support.caches.saves import SIZES, cache_of, decoded, hold_first_save, is_save_of
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.tolerances import assert_near
 
 
 @on_each_rank

@@ -13,9 +13,9 @@ from attnmesh.errors import StoreError
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store import tensor_file
 from attnmesh.store.tensor_file import TensorFile
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.saves import cache_of, is_save_of, only_save_in
+from tests.support.caches.saves import cache_of, is_save_of, only_save_in
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
 from tools.fuzz_store import DamagedCache
 
 

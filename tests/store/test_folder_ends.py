@@ -24,11 +24,21 @@ from attnmesh.store.journal import Journal
 from attnmesh.store.layer_files import PIECE_TOKENS
 from attnmesh.store.manifest import read_manifest
 from attnmesh.store.token_ids import TokenIds
-from tests.support.growing_caches import SIZES, decoded, flip, full_journal, grow, in_memory, opened, rows, same_outputs
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import rotated
-from tests.support.tolerances import FLOAT32
+from tests.support.caches.growing_caches import (
+    SIZES,
+    decoded,
+    flip,
+    full_journal,
+    grow,
+    in_memory,
+    opened,
+    rows,
+    same_outputs,
+)
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.seeds import rotated
+from tests.support.truth.tolerances import FLOAT32
 
 TWO = Shape(1, 1, 2)
 

@@ -19,10 +19,10 @@ from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store import folder_shard, layer_files
 from attnmesh.store.journal import RECORD_BYTES
 from attnmesh.store.layer_files import PIECE_TOKENS
-from tests.support.growing_caches import SIZES, decoded, flip, grow, in_memory, opened, rows, same_outputs
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT32, FLOAT32_SUMS
+from tests.support.caches.growing_caches import SIZES, decoded, flip, grow, in_memory, opened, rows, same_outputs
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.tolerances import FLOAT32, FLOAT32_SUMS
 
 
 @pytest.mark.parametrize(

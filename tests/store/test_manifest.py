@@ -7,7 +7,7 @@ import pytest
 
 import attnmesh as am
 from attnmesh.errors import StoreError
-from tests.support.saves import cache_of
+from tests.support.caches.saves import cache_of
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,11 @@ from attnmesh.errors import MeshError, RankFailure
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.setup.rendezvous import enter, leave
-from tests.support import families
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import pairs
-from tests.support.tolerances import FLOAT32_SUMS, worst
+from tests.support.models import families
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.seeds import pairs
+from tests.support.truth.tolerances import FLOAT32_SUMS, worst
 
 SIZES: dict[str, Any] = {"batch": 2, "kv_heads": 4, "head_dim": 6, "value_dim": 5, "capacity": 120}
 
@@ -296,7 +296,7 @@ class TokenCounter:
 def test_generation_continues_after_a_rank_is_killed(tmp_path: Path, replaced: bool) -> None:
     """The other ranks continue from their shards and copies, without the killed rank or with a new one in its place."""
     processes = Processes()
-    processes.preload(["tests.support.interpreted", "torch._dynamo", "tests.store.test_recover"])
+    processes.preload(["tests.support.emulation.interpreted", "torch._dynamo", "tests.store.test_recover"])
     victim, ranks = 1, 3 if replaced else 2
     places = {0: 0, 1: 1, 2: 2 if replaced else 1}
     pipes = processes.pipes

@@ -11,7 +11,7 @@ import torch
 from attnmesh.errors import StoreError
 from attnmesh.store.checkpoint_writer import save_layers
 from attnmesh.store.tensor_file import TensorFile, link_or_write
-from tests.support.saves import cache_of
+from tests.support.caches.saves import cache_of
 
 
 def test_files_are_valid_safetensors(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from attnmesh.errors import ShapeError
-from tests.support.emulated_nccl import world
-from tests.support.pool import SIZES, Lost, Pool, on_each_rank
+from tests.support.emulation.emulated_nccl import world
+from tests.support.ranks.pool import SIZES, Lost, Pool, on_each_rank
 
 
 @on_each_rank
@@ -95,7 +95,7 @@ def test_a_hang_ends_at_its_deadline_with_each_rank_s_stack(pool: Pool) -> None:
 def test_ranks_left_waiting_for_one_that_raised_do_not_wait_for_the_deadline(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tests.support.pool.GRACE", 1.0)
+    monkeypatch.setattr("tests.support.ranks.pool.GRACE", 1.0)
     start = time.monotonic()
     with pytest.raises(Lost, match="in barrier") as caught:
         pool.run(2, wait_for_all, 0, deadline=180.0)

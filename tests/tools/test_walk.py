@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from attnmesh.kernels.native.build import library
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.pool import Pool, on_each_rank
 from tools.walk import (
     ALONE,
     FIRST,

@@ -17,12 +17,12 @@ import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.hf.cache.compressed_layer import CompressedLayer
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support.families import prompt
-from tests.support.mesh_problems import named_mesh
+from tests.support.models.families import prompt
 from tests.support.models.tiny_models import Case, build
-from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import pairs, some
-from tests.support.tolerances import FLOAT64_MODEL
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.seeds import pairs, some
+from tests.support.truth.tolerances import FLOAT64_MODEL
 
 NEW: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
 """Each kind of layer but those of long blocks ends a block within as many tokens."""

@@ -15,11 +15,11 @@ from attnmesh.errors import KernelError, StoreError
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store.checkpoint_writer import save_layers
 from attnmesh.store.token_ids import TokenIds
-from tests.support import families
-from tests.support.families import prompt
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.recurrent import model_of
+from tests.support.models import families
+from tests.support.models.families import prompt
+from tests.support.models.recurrent import model_of
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
 
 SIZES: dict[str, Any] = {"batch": 1, "kv_heads": 2, "head_dim": 8, "capacity": 9000, "dtype": torch.float32}
 

@@ -13,10 +13,10 @@ import attnmesh.hf as hf
 from attnmesh.errors import InputError, StoreError
 from attnmesh.hf.generation_checkpoint import identify_model
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support import families
-from tests.support.families import STOCK, prompt
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
+from tests.support.models import families
+from tests.support.models.families import STOCK, prompt
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
 
 
 class Turn(NamedTuple):

@@ -15,12 +15,11 @@ from attnmesh import errors
 from attnmesh.core.storage import STORAGES
 from attnmesh.hf.cache.layer import SHORT_WINDOW
 from attnmesh.mesh.shapes import Shape
-from tests.support import families
-from tests.support.families import STOCK, prompt
-from tests.support.mesh_problems import named_mesh
-from tests.support.models import sparse_models
-from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import in_turn, pairs, rotated
+from tests.support.models import families, sparse_models
+from tests.support.models.families import STOCK, prompt
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.seeds import in_turn, pairs, rotated
 
 AXES = ("heads", "queries", "keys")
 

@@ -10,14 +10,14 @@ import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.hf.serving.engine import Engine
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support import families
-from tests.support.engines import ids, running, tokens
-from tests.support.families import STOCK, prompt
-from tests.support.mesh_problems import named_mesh
+from tests.support.models import families
 from tests.support.models.checks import DoublePrecision
+from tests.support.models.families import STOCK, prompt
+from tests.support.models.recurrent import model_of
 from tests.support.models.tiny_models import Case, build
-from tests.support.pool import Pool, on_each_rank
-from tests.support.recurrent import model_of
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.serving.engines import ids, running, tokens
+from tests.support.truth.mesh_problems import named_mesh
 
 
 class Conversation(NamedTuple):

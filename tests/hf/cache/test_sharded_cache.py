@@ -8,11 +8,11 @@ import torch
 
 import attnmesh.hf as hf
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support import families
-from tests.support.families import CONFIGS, SHAPES, STOCK, prompt
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import rotated, some
+from tests.support.models import families
+from tests.support.models.families import CONFIGS, SHAPES, STOCK, prompt
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.seeds import rotated, some
 
 LAYERS = CONFIGS["llama"].num_hidden_layers
 

@@ -10,10 +10,10 @@ from torch import Tensor
 import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.mesh.shapes import Shape
-from tests.support import families
-from tests.support.families import STOCK, prompt
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
+from tests.support.models import families
+from tests.support.models.families import STOCK, prompt
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
 
 AXES = ("heads", "queries", "keys")
 

@@ -10,14 +10,14 @@ from torch import Tensor
 import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support.families import prompt
-from tests.support.mesh_problems import named_mesh
-from tests.support.models.image_checks import model_of
-from tests.support.models.image_inputs import random_pixels
-from tests.support.models.image_prompts import OPTIONS, logits
-from tests.support.models.image_training import loss_and_gradients_in_place
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT64_LOSS, FLOAT64_MODEL
+from tests.support.images.image_checks import model_of
+from tests.support.images.image_inputs import random_pixels
+from tests.support.images.image_prompts import OPTIONS, logits
+from tests.support.images.image_training import loss_and_gradients_in_place
+from tests.support.models.families import prompt
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.tolerances import FLOAT64_LOSS, FLOAT64_MODEL
 
 Batch = dict[str, Any]
 

@@ -11,14 +11,14 @@ import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.hf.serving.engine import Engine
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support.engines import running, started, tokens, until_stored
-from tests.support.families import prompt
-from tests.support.mesh_problems import named_mesh
-from tests.support.models import image_prompts as qwen
-from tests.support.models import image_spans as spans
-from tests.support.models.image_answers import NEW, alike, answer, generated, submit
-from tests.support.models.image_prompts import vision_model
-from tests.support.pool import Pool, on_each_rank
+from tests.support.images import image_prompts as qwen
+from tests.support.images import image_spans as spans
+from tests.support.images.image_answers import NEW, alike, answer, generated, submit
+from tests.support.images.image_prompts import vision_model
+from tests.support.models.families import prompt
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.serving.engines import running, started, tokens, until_stored
+from tests.support.truth.mesh_problems import named_mesh
 
 
 def problems(kind: str) -> tuple[Any, list[dict[str, Tensor]]]:

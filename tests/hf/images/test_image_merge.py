@@ -11,10 +11,8 @@ import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.hf.images.image_merge import text_arguments
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support.families import prompt
-from tests.support.mesh_problems import named_mesh
-from tests.support.models.image_models import build_images, image_case
-from tests.support.models.image_prompts import (
+from tests.support.images.image_models import build_images, image_case
+from tests.support.images.image_prompts import (
     FIRST,
     IMAGES,
     OPTIONS,
@@ -28,10 +26,12 @@ from tests.support.models.image_prompts import (
     stock,
     vision_model,
 )
-from tests.support.models.processed_images import processed
-from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import rotated
-from tests.support.tolerances import FLOAT64_MODEL, worst
+from tests.support.images.processed_images import processed
+from tests.support.models.families import prompt
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.seeds import rotated
+from tests.support.truth.tolerances import FLOAT64_MODEL, worst
 
 PROMPTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "one": ((FIRST,), {}),

@@ -19,13 +19,10 @@ import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.hf.images.cut import prepare_text_model
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support import families
-from tests.support.families import prompt
-from tests.support.mesh_problems import named_mesh
-from tests.support.models import image_prompts, image_spans, processed_images
-from tests.support.models.image_models import build_images, image_batch, image_case
-from tests.support.models.image_prompts import IMAGES, vision_model
-from tests.support.models.image_training import (
+from tests.support.images import image_prompts, image_spans, processed_images
+from tests.support.images.image_models import build_images, image_batch, image_case
+from tests.support.images.image_prompts import IMAGES, vision_model
+from tests.support.images.image_training import (
     BUILT,
     SPANS,
     Batch,
@@ -34,9 +31,12 @@ from tests.support.models.image_training import (
     loss_and_gradients_in_place,
     model_of,
 )
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT32_SUMS, FLOAT64_LOSS, FLOAT64_MODEL, TRAINED
-from tests.support.trainers import FSDP, LOGGED, fsdp_on_cpus, launched, settings, trainer_class
+from tests.support.models import families
+from tests.support.models.families import prompt
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.training.trainers import FSDP, LOGGED, fsdp_on_cpus, launched, settings, trainer_class
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.tolerances import FLOAT32_SUMS, FLOAT64_LOSS, FLOAT64_MODEL, TRAINED
 
 KINDS = (*IMAGES, *SPANS, *BUILT)
 SHAPES = (Shape(1, 2, 1), Shape(1, 1, 3), Shape(1, 2, 2), Shape(2, 1, 1))

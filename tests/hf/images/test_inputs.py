@@ -14,12 +14,12 @@ from attnmesh.core.digest import cpu_weights, digest
 from attnmesh.hf.images import towers
 from attnmesh.hf.images.inputs import fingerprints_of
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support import families
-from tests.support.families import prompt
-from tests.support.mesh_problems import named_mesh
-from tests.support.models.image_prompts import IMAGES, OPTIONS, logits, vision_model
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT64_MODEL, worst
+from tests.support.images.image_prompts import IMAGES, OPTIONS, logits, vision_model
+from tests.support.models import families
+from tests.support.models.families import prompt
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.tolerances import FLOAT64_MODEL, worst
 
 GRID = torch.tensor([[1, 8, 4]])
 

@@ -10,14 +10,14 @@ from torch import Tensor
 import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support.mesh_problems import named_mesh
-from tests.support.models.image_models import build_images, image_batch, image_case
-from tests.support.models.image_prompts import OPTIONS, SHAPES, logits
-from tests.support.models.image_spans import KINDS, inputs, model_of
-from tests.support.models.video_models import video_batch
-from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import rotated
-from tests.support.tolerances import FLOAT64_MODEL
+from tests.support.images.image_models import build_images, image_batch, image_case
+from tests.support.images.image_prompts import OPTIONS, SHAPES, logits
+from tests.support.images.image_spans import KINDS, inputs, model_of
+from tests.support.images.video_models import video_batch
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.seeds import rotated
+from tests.support.truth.tolerances import FLOAT64_MODEL
 
 
 def stock(kind: str, batch: dict[str, Tensor]) -> Tensor:

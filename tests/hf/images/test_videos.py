@@ -15,12 +15,9 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support.engines import running
-from tests.support.families import prompt
-from tests.support.mesh_problems import named_mesh
-from tests.support.models.image_answers import alike, answer, generated, submit
-from tests.support.models.image_models import build_images, image_case
-from tests.support.models.image_prompts import (
+from tests.support.images.image_answers import alike, answer, generated, submit
+from tests.support.images.image_models import build_images, image_case
+from tests.support.images.image_prompts import (
     IMAGES,
     OPTIONS,
     SHAPES,
@@ -33,10 +30,13 @@ from tests.support.models.image_prompts import (
     stock,
     vision_model,
 )
-from tests.support.models.image_training import check, labelled
-from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import some
-from tests.support.tolerances import FLOAT64_MODEL, worst
+from tests.support.images.image_training import check, labelled
+from tests.support.models.families import prompt
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.serving.engines import running
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.seeds import some
+from tests.support.truth.tolerances import FLOAT64_MODEL, worst
 
 Batch = dict[str, Any]
 

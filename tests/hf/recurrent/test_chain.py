@@ -15,11 +15,11 @@ from attnmesh.hf.recurrent.chain import ChainParts, HeadChain
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.shapes import Shape
 from attnmesh.recurrent.head_exchange import heads_to_tokens, tokens_to_heads
-from tests.support.mesh_problems import named_mesh
 from tests.support.models.checks import AXES, prompt
+from tests.support.models.recurrent import EXCHANGED, TOLERANCE, check_trained, trained
 from tests.support.models.tiny_models import Case, build
-from tests.support.pool import Pool, on_each_rank
-from tests.support.recurrent import EXCHANGED, TOLERANCE, check_trained, trained
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
 
 PARTS = (
     ([0, 1], [31, 30]),

@@ -18,11 +18,11 @@ from attnmesh.hf.family import recurrences
 from attnmesh.hf.recurrent.functions import recurrence_of
 from attnmesh.hf.recurrent.prepare_recurrent import RecurrentLayer, prepared
 from attnmesh.mesh.shapes import Shape
-from tests.support.families import prompt
-from tests.support.mesh_problems import named_mesh
 from tests.support.models.checks import AXES
-from tests.support.pool import Pool, on_each_rank
-from tests.support.recurrent import FAMILIES, model_of
+from tests.support.models.families import prompt
+from tests.support.models.recurrent import FAMILIES, model_of
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
 
 INSTALLED = upstream.TRANSFORMERS.installed
 

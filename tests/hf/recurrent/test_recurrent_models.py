@@ -18,12 +18,12 @@ from attnmesh.core.layout import Layout
 from attnmesh.hf.recurrent.prepare_recurrent import RecurrentLayer, prepared
 from attnmesh.mesh.shapes import Shape
 from attnmesh.runtime.counters import count_traffic
-from tests.support.mesh_problems import named_mesh
 from tests.support.models.checks import AXES, DoublePrecision, prompt
+from tests.support.models.recurrent import FAMILIES, GENERATING, check_trained, model_of, tolerance_of, trained
 from tests.support.models.tiny_models import Case, build, tiny_config
-from tests.support.pool import Pool, on_each_rank
-from tests.support.recurrent import FAMILIES, GENERATING, check_trained, model_of, tolerance_of, trained
-from tests.support.tolerances import FLOAT32_SUMS, worst
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.tolerances import FLOAT32_SUMS, worst
 
 PLACES = (
     (Shape(1, 2, 1), am.Zigzag(), 61),

@@ -13,13 +13,21 @@ import attnmesh as am
 import attnmesh.hf as hf
 from attnmesh.core.layout import Layout
 from attnmesh.mesh.shapes import Shape
-from tests.support.mesh_problems import named_mesh
 from tests.support.models.checks import AXES, DoublePrecision, prompt
+from tests.support.models.recurrent import (
+    EXCHANGED,
+    FAMILIES,
+    TOLERANCE,
+    check_trained,
+    model_of,
+    tolerance_of,
+    trained,
+)
 from tests.support.models.tiny_models import Case, build
-from tests.support.pool import Pool, on_each_rank
-from tests.support.recurrent import EXCHANGED, FAMILIES, TOLERANCE, check_trained, model_of, tolerance_of, trained
-from tests.support.tolerances import FLOAT32_SUMS
-from tests.support.trainers import launched, sft, trainer_class
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.training.trainers import launched, sft, trainer_class
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.tolerances import FLOAT32_SUMS
 
 Documents = tuple[int, ...]
 """Tokens of each document of a row."""

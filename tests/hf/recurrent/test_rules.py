@@ -21,7 +21,7 @@ from attnmesh.hf.families.recurrent_gemma import rg_lru_link
 from attnmesh.hf.family import recurrences
 from attnmesh.hf.recurrent import rules as recurrent_rules
 from attnmesh.hf.recurrent.rules import Rule, StateLink
-from tests.support.families import prompt
+from tests.support.models.families import prompt
 from tests.support.models.tiny_models import Case, all_types, build
 
 GATED_DELTA = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "qwen4_exp")

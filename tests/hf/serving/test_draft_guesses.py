@@ -18,12 +18,12 @@ from attnmesh.hf.serving.engine import Engine
 from attnmesh.hf.serving.guesses import LEAST_RATE, StepTimes
 from attnmesh.hf.serving.rank_worker import RankWorker
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support import families
-from tests.support.engines import OPTIONS, asked, greedy, ids, model_of, priced, running, storing, tokens
-from tests.support.mesh_problems import named_mesh
+from tests.support.models import families
 from tests.support.models.tiny_models import Case, build
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT32_MODEL
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.serving.engines import OPTIONS, asked, greedy, ids, model_of, priced, running, storing, tokens
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.tolerances import FLOAT32_MODEL
 
 LENGTHS = (70, 2, 37, 5, 91)
 

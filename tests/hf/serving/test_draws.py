@@ -8,10 +8,10 @@ import torch
 
 from attnmesh.hf.serving import draws
 from attnmesh.hf.serving.engine_request import SamplingParams
-from tests.support import families
-from tests.support.engines import greedy, ids, running, stock_draws, tokens
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT32_MODEL
+from tests.support.models import families
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.serving.engines import greedy, ids, running, stock_draws, tokens
+from tests.support.truth.tolerances import FLOAT32_MODEL
 
 
 def test_draws_follow_the_distribution() -> None:

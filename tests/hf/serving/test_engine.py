@@ -14,13 +14,13 @@ from attnmesh.hf.serving.engine import Engine
 from attnmesh.hf.serving.plan_operations import DecodeRows, Fill, Start
 from attnmesh.hf.serving.step_plan import StepPlan
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support import families
-from tests.support.engines import SAMPLED, greedy, ids, running, started, stock_draws, tokens
-from tests.support.mesh_problems import named_mesh
+from tests.support.models import families
 from tests.support.models.tiny_models import Case, build
-from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import pairs
-from tests.support.tolerances import FLOAT32_MODEL
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.serving.engines import SAMPLED, greedy, ids, running, started, stock_draws, tokens
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.seeds import pairs
+from tests.support.truth.tolerances import FLOAT32_MODEL
 
 SHAPES = [Shape(1, 1, 1), Shape(1, 1, 2), Shape(2, 1, 1)]
 

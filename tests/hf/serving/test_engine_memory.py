@@ -18,11 +18,11 @@ from attnmesh.hf.serving.footprint import Footprint
 from attnmesh.hf.serving.rank_worker import RankWorker
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.setup import measure_shares
-from tests.support import families
-from tests.support.engines import FEW_BYTES, assert_greedy, greedy, ids, running, started, tokens, until
-from tests.support.mesh_problems import named_mesh
+from tests.support.models import families
 from tests.support.models.tiny_models import Case, build
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.serving.engines import FEW_BYTES, assert_greedy, greedy, ids, running, started, tokens, until
+from tests.support.truth.mesh_problems import named_mesh
 
 
 @on_each_rank

@@ -17,8 +17,10 @@ from attnmesh.hf.serving.ngram_guesses import RowText
 from attnmesh.hf.serving.rank_worker import RankWorker
 from attnmesh.hf.serving.row_guesses import DECAY, RowGuesses
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support import families
-from tests.support.engines import (
+from tests.support.models import families
+from tests.support.models.tiny_models import Case, build
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.serving.engines import (
     FEW_BYTES,
     OPTIONS,
     asked,
@@ -30,11 +32,9 @@ from tests.support.engines import (
     storing,
     tokens,
 )
-from tests.support.mesh_problems import named_mesh
-from tests.support.models.tiny_models import Case, build
-from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import pairs
-from tests.support.tolerances import FLOAT32_MODEL
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.seeds import pairs
+from tests.support.truth.tolerances import FLOAT32_MODEL
 
 
 @on_each_rank

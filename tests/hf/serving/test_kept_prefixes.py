@@ -5,11 +5,11 @@ import torch
 
 from attnmesh.hf.serving.engine import Engine
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support import families
-from tests.support.engines import greedy, ids, running, started, tokens
-from tests.support.mesh_problems import named_mesh
+from tests.support.models import families
 from tests.support.models.tiny_models import Case, build
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.serving.engines import greedy, ids, running, started, tokens
+from tests.support.truth.mesh_problems import named_mesh
 
 
 @on_each_rank

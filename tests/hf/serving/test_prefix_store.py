@@ -15,8 +15,9 @@ from attnmesh.hf.serving.plan_operations import DecodeRows, LoadBlocks, SaveBloc
 from attnmesh.hf.serving.step_plan import StepPlan
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store.block_names import StoredBlock
-from tests.support import families
-from tests.support.engines import (
+from tests.support.models import families
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.serving.engines import (
     NEW,
     PLACE,
     TEXT,
@@ -32,9 +33,8 @@ from tests.support.engines import (
     until,
     until_stored,
 )
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import some
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.seeds import some
 
 # --- on any ranks ---
 

@@ -12,13 +12,13 @@ import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.runtime.counters import count_traffic
-from tests.support import families
-from tests.support.families import CONFIGS, FEW, prompt
-from tests.support.mesh_problems import named_mesh
+from tests.support.models import families
 from tests.support.models.checks import precisely
+from tests.support.models.families import CONFIGS, FEW, prompt
 from tests.support.models.tiny_models import Case, build
-from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import seeds, some
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.seeds import seeds, some
 
 LENGTHS, LONGER, NEW = (37, 2, 92, 1, 16), (37, 12, 92, 30, 16), 4
 SHAPES = [Shape(1, 1, 1), Shape(1, 1, 2), Shape(1, 3, 1), Shape(2, 1, 2)]

@@ -6,7 +6,7 @@ import torch
 
 import attnmesh.hf as hf
 from attnmesh.hf.serving.rows_cache import OPTIONS, RowsCache
-from tests.support.engines import ids, model_of
+from tests.support.serving.engines import ids, model_of
 
 
 def test_a_step_has_the_options_of_its_first_row_alone() -> None:

@@ -17,9 +17,9 @@ from attnmesh.hf.serving.rank_store import RankStore
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store.block_folder import BlockFolder, FolderLock
-from tests.support.engines import PLACE, model_of
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.serving.engines import PLACE, model_of
+from tests.support.truth.mesh_problems import named_mesh
 
 
 def is_free(folder: Path) -> bool:

@@ -14,7 +14,8 @@ from attnmesh.hf.serving.engine import Engine
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store.block_folder import BlockFolder
 from attnmesh.store.block_names import StoredBlock
-from tests.support.engines import (
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.serving.engines import (
     NEW,
     PLACE,
     TEXT,
@@ -28,9 +29,8 @@ from tests.support.engines import (
     until,
     until_stored,
 )
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import some
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.seeds import some
 
 
 def cut(path: Path) -> None:

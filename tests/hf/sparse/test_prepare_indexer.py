@@ -19,13 +19,13 @@ import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.core.layout import Layout
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support.families import prompt
-from tests.support.mesh_problems import named_mesh
+from tests.support.models.families import prompt
 from tests.support.models.sparse_models import CASES, model
 from tests.support.models.tiny_models import Case, build, tiny_config
-from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import some
-from tests.support.tolerances import FLOAT64_LOSS, FLOAT64_MODEL, worst
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.seeds import some
+from tests.support.truth.tolerances import FLOAT64_LOSS, FLOAT64_MODEL, worst
 
 SHAPES = (Shape(1, 1, 1), Shape(1, 2, 1), Shape(1, 1, 3), Shape(1, 2, 2))
 

@@ -17,12 +17,12 @@ import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.hf.training.accelerator import MeshAccelerator, Replicas, check_parallelism
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support import families
-from tests.support.families import prompt
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT32_SUMS, TRAINED
-from tests.support.trainers import STEPS, collate, examples, launched, mesh_of
+from tests.support.models import families
+from tests.support.models.families import prompt
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.training.trainers import STEPS, collate, examples, launched, mesh_of
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.tolerances import FLOAT32_SUMS, TRAINED
 
 PAIR = Shape(1, 1, 2)
 

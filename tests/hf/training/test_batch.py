@@ -14,12 +14,12 @@ import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.core.layout import Layout
 from attnmesh.mesh.shapes import Shape
-from tests.support import families
-from tests.support.families import FEW, STOCK, Batch, families_on_meshes, plain_batch, prompt
-from tests.support.mesh_problems import named_mesh
+from tests.support.models import families
 from tests.support.models.checks import loss_and_gradients
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT32_MODEL, FLOAT64_LOSS
+from tests.support.models.families import FEW, STOCK, Batch, families_on_meshes, plain_batch, prompt
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.tolerances import FLOAT32_MODEL, FLOAT64_LOSS
 
 AXES = ("heads", "queries", "keys")
 

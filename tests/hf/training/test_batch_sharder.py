@@ -6,9 +6,9 @@ from transformers import DataCollatorWithFlattening
 
 import attnmesh.hf as hf
 from attnmesh import errors
-from tests.support import families
-from tests.support.families import prompt
-from tests.support.tolerances import FLOAT32_SUMS
+from tests.support.models import families
+from tests.support.models.families import prompt
+from tests.support.truth.tolerances import FLOAT32_SUMS
 
 SEQUENCES = [{"input_ids": prompt(n, seed=n)[0].tolist()} for n in (10, 33, 21)]
 

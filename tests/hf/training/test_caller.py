@@ -14,11 +14,11 @@ from transformers import Trainer
 import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support import families
-from tests.support.families import prompt
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT32_MODEL
+from tests.support.models import families
+from tests.support.models.families import prompt
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.tolerances import FLOAT32_MODEL
 
 LENGTH = 22
 

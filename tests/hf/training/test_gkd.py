@@ -12,10 +12,10 @@ from transformers import TrainerCallback
 import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.mesh.shapes import Shape
-from tests.support import families
-from tests.support.pool import Pool, on_each_rank
-from tests.support.rollouts import COMPARED, MESHES, STOP, chats, check, of_trl
-from tests.support.trainers import FSDP, launched, mesh_of, settings, tokenizer
+from tests.support.models import families
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.training.rollouts import COMPARED, MESHES, STOP, chats, check, of_trl
+from tests.support.training.trainers import FSDP, launched, mesh_of, settings, tokenizer
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"drawn on {name}": (name, {"lmbda": 1.0}) for name in MESHES if name != "heads"},

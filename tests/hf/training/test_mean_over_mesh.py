@@ -12,11 +12,11 @@ import attnmesh as am
 import attnmesh.hf as hf
 from attnmesh.errors import InputError
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support import families
-from tests.support.families import prompt
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT64_LOSS
+from tests.support.models import families
+from tests.support.models.families import prompt
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.tolerances import FLOAT64_LOSS
 
 IDS = prompt(30, batch=2)
 LABELS = IDS.masked_fill(torch.arange(30) < 20, -100)  # the last of three ranks has nearly all labels

@@ -10,9 +10,9 @@ from transformers import ProcessorMixin
 import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.mesh.shapes import Shape
-from tests.support import families
-from tests.support.pool import Pool, on_each_rank
-from tests.support.rollouts import (
+from tests.support.models import families
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.training.rollouts import (
     COMPARED,
     MESHES,
     STOP,
@@ -23,7 +23,7 @@ from tests.support.rollouts import (
     of_trl,
     prompts,
 )
-from tests.support.trainers import FSDP, launched, mesh_of, settings, tokenizer
+from tests.support.training.trainers import FSDP, launched, mesh_of, settings, tokenizer
 
 WIDE = {"hidden_size": 192, "intermediate_size": 256, "initializer_range": 0.02}
 """Changes of a Llama with layers that ranks share, and with small logits all the same."""

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from attnmesh.mesh.shapes import Shape
-from tests.support.pool import Pool
-from tests.support.tolerances import FLOAT64_LOSS, FLOAT64_MODEL
-from tests.support.trainers import FSDP, judged, train_on_rank
+from tests.support.ranks.pool import Pool
+from tests.support.training.trainers import FSDP, judged, train_on_rank
+from tests.support.truth.tolerances import FLOAT64_LOSS, FLOAT64_MODEL
 
 MESHES = {"keys": (1, Shape(1, 1, 2)), "queries": (1, Shape(1, 2, 1)), "data x keys": (2, Shape(1, 1, 2))}
 

@@ -17,13 +17,22 @@ from attnmesh.hf.load import PACKAGED, locate
 from attnmesh.hf.training.rollouts import generating_on
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.runtime.counters import count_traffic
-from tests.support import families
-from tests.support.families import prompt
-from tests.support.mesh_problems import named_mesh
-from tests.support.needs import needs_smollm2
-from tests.support.pool import Pool, on_each_rank
-from tests.support.rollouts import FLAT, MESHES, OPTIONS, check, check_failed_reward, even, failing_reward, prompts
-from tests.support.trainers import FSDP, launched, mesh_of, settings, tokenizer
+from tests.support.models import families
+from tests.support.models.families import prompt
+from tests.support.process.needs import needs_smollm2
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.training.rollouts import (
+    FLAT,
+    MESHES,
+    OPTIONS,
+    check,
+    check_failed_reward,
+    even,
+    failing_reward,
+    prompts,
+)
+from tests.support.training.trainers import FSDP, launched, mesh_of, settings, tokenizer
+from tests.support.truth.mesh_problems import named_mesh
 
 GREEDY = GenerationConfig(do_sample=False, max_new_tokens=2, temperature=1.0)
 

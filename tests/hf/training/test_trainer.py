@@ -12,12 +12,10 @@ from transformers import Trainer, TrainingArguments
 
 import attnmesh.hf as hf
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support import families
-from tests.support.families import STOCK, prompt
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT32_SUMS, TRAINED
-from tests.support.trainers import (
+from tests.support.models import families
+from tests.support.models.families import STOCK, prompt
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.training.trainers import (
     FSDP,
     examples,
     launched,
@@ -27,6 +25,8 @@ from tests.support.trainers import (
     train_on_rank,
     trainer_class,
 )
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.tolerances import FLOAT32_SUMS, TRAINED
 
 
 def check(pool: Pool, folder: Path, kind: str, family: str, data: int, shape: Shape, **options: Any) -> None:

@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 
 import attnmesh.hf as hf
 from attnmesh.mesh.shapes import Shape
-from tests.support import families
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import worst
-from tests.support.trainers import FSDP, collate, examples, fsdp_on_cpus, launched, mesh_of, train_on_rank
+from tests.support.models import families
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.training.trainers import FSDP, collate, examples, fsdp_on_cpus, launched, mesh_of, train_on_rank
+from tests.support.truth.tolerances import worst
 
 PAIR = Shape(1, 1, 2)
 

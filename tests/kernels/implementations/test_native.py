@@ -31,7 +31,7 @@ from attnmesh.kernels.native import build
 from attnmesh.kernels.native.build import SOURCES, library
 from attnmesh.mesh_attention import local as attend_module
 from attnmesh.runtime.memo import Memo
-from tests.support.tolerances import FLOAT32_SUMS
+from tests.support.truth.tolerances import FLOAT32_SUMS
 
 HERE = Path(__file__).parent
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")

@@ -32,14 +32,14 @@ from attnmesh.kernels.implementations.native import NATIVE
 from attnmesh.kernels.rectangles import TILE_ELEMENTS, Rectangle
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support import histories
-from tests.support.dense import truth
-from tests.support.interpreted import interpreting
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.problems import draw, selection
-from tests.support.seeds import seeds
-from tests.support.tolerances import FLOAT32
+from tests.support.emulation.interpreted import interpreting
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth import histories
+from tests.support.truth.dense import truth
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.problems import draw, selection
+from tests.support.truth.seeds import seeds
+from tests.support.truth.tolerances import FLOAT32
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

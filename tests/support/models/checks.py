@@ -21,10 +21,10 @@ from attnmesh.errors import InputError
 from attnmesh.hf import host_experts, shared_weights
 from attnmesh.hf.models import is_recurrent
 from attnmesh.mesh.shapes import Shape
-from tests.support.mesh_problems import named_mesh
 from tests.support.models.sizes import VOCABULARY
 from tests.support.models.tiny_models import Case, build
-from tests.support.pool import on_each_rank
+from tests.support.ranks.pool import on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
 
 AXES = ("heads", "queries", "keys")
 
