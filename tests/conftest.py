@@ -8,7 +8,7 @@ os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a process that has asked CU
 os.environ["ATTNMESH_MACHINE"] = ""  # the choices of "auto" do not depend on what was measured here
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # of two threads neither keeps a core from others while it waits
 os.environ["PYTHONPATH"] = os.pathsep.join(  # what each process imports that a test starts
-    filter(None, (os.path.join(os.path.dirname(__file__), "support", "start"), os.environ.get("PYTHONPATH")))
+    filter(None, (os.path.join(os.path.dirname(__file__), "support", "process", "start"), os.environ.get("PYTHONPATH")))
 )
 
 import signal
@@ -18,19 +18,29 @@ import hypothesis
 import pytest
 import torch
 
-import tests.support.compiler_settings
-import tests.support.gc_settings
-import tests.support.interpreted
+import tests.support.emulation.interpreted
+import tests.support.process.compiler_settings
+import tests.support.process.gc_settings
 from attnmesh.cli.launch import Processes
 from attnmesh.kernels.native.build import library
 from attnmesh.runtime.world import WORLD
-from tests.support.browser import browser  # noqa: F401 (a fixture)
-from tests.support.pool import PRELOADED, Pool
+from tests.support.ranks.pool import PRELOADED, Pool
+from tests.support.serving.browser import browser  # noqa: F401 (a fixture)
 
-collect_ignore = ["support/simulated.py", "support/warm_up.py"]  # for the Python that has SimGrid, and for ranks alone
+collect_ignore = [
+    "support/planning/simulated.py",  # for the Python that has SimGrid
+    "support/process/warm_up.py",  # for ranks alone
+]
 
 hypothesis.settings.register_profile("project", deadline=None, print_blob=True, max_examples=50)
 hypothesis.settings.load_profile("project")
+
+
+TESTS = Path(__file__).parent
+LONGEST = TESTS / "tools"
+"""A minute of hostile clients, which is not for the end."""
+WAITING = (LONGEST, TESTS / "serve", TESTS / "cli", TESTS / "comm")
+"""Folders of tests that wait more than they compute."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -46,19 +56,22 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Deal files that wait more than they compute evenly among the others: two at once would leave cores idle."""
+    """Deal files that wait evenly among the others: two of them at once would leave cores idle."""
+    gone = [folder for folder in WAITING if not folder.is_dir()]
+    if gone:
+        raise pytest.UsageError(f"{__file__}: expected folders in WAITING, given {gone}. Fix: name the ones that wait.")
     files = [path for path in dict.fromkeys(item.path for item in items) if path.name.startswith("test_")]
-    files.sort(key=lambda path: path.parent.name != "tools")  # a minute of hostile clients is not for the end
+    files.sort(key=lambda path: path.parent != LONGEST)
     place: dict[Path, float] = {}
     for waits in (True, False):
-        group = [path for path in files if (path.parent.name in ("tools", "serve", "cli", "comm")) == waits]
+        group = [path for path in files if (path.parent in WAITING) == waits]
         place |= {path: number / len(group) for number, path in enumerate(group)}
     items.sort(key=lambda item: place.get(item.path, 0.0))
 
 
 def pytest_collection_finish() -> None:
     """Search for garbage fast."""
-    tests.support.gc_settings.keep_what_is_left()
+    tests.support.process.gc_settings.keep_what_is_left()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -66,7 +79,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """Search for garbage fast in the next file, too: what files leave behind, as compiled graphs, adds up."""
     yield
     if nextitem is None or nextitem.path != item.path:
-        tests.support.gc_settings.keep_what_is_left()
+        tests.support.process.gc_settings.keep_what_is_left()
 
 
 @pytest.fixture(scope="session")

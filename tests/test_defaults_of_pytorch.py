@@ -12,8 +12,8 @@ from torch import Tensor
 
 import attnmesh as am
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
 from tools.rooms import FILES, PACKAGES
 
 MAKERS = {
@@ -81,7 +81,7 @@ def results(shape: Shape, folder: Path, whole: list[Tensor], rows: Tensor) -> li
         positions = cache.layout.positions(31, shape.ranks, dist.get_rank() if dist.is_initialized() else 0)
         cache.append_shard(*(x[:, :, positions] for x in whole[1:]), positions)
         cache.append(*(x[:, :, :3] for x in whole[1:]))
-        for reproducible in (False, True)[: 1 + (shape.ranks != 3)]:
+        for reproducible in [False] if shape.ranks == 3 else [False, True]:
             found.append(am.decode(rows, cache, reproducible=reproducible))
         found.append(am.decode(rows, cache, mask=am.Window(9)))
         cache.truncate(30)
@@ -90,7 +90,7 @@ def results(shape: Shape, folder: Path, whole: list[Tensor], rows: Tensor) -> li
 
 
 @on_each_rank
-def differing(shape: Shape, folder: Path) -> list[int]:
+def compare_defaults(shape: Shape, folder: Path) -> list[int]:
     """Return the numbers of the results that other defaults change."""
     generator = torch.Generator().manual_seed(0)
     whole = [torch.randn(1, heads, 31, 8, generator=generator) for heads in (4, 2, 2)]
@@ -103,4 +103,4 @@ def differing(shape: Shape, folder: Path) -> list[int]:
 
 @pytest.mark.parametrize("shape", [Shape(1, 1, 1), Shape(1, 2, 1), Shape(2, 1, 2), Shape(1, 1, 3)])
 def test_no_default_changes_a_result(pool: Pool, tmp_path: Path, shape: Shape) -> None:
-    assert pool.run(shape.ranks, differing, shape, tmp_path) == [[]] * shape.ranks
+    assert pool.run(shape.ranks, compare_defaults, shape, tmp_path) == [[]] * shape.ranks

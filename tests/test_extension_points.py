@@ -5,7 +5,7 @@ record of `comm/merges.py`. `test_a_family_is_one_file` of `hf/families/test_fam
 """
 
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -23,9 +23,9 @@ from attnmesh.kernels import choice
 from attnmesh.kernels.kernel import Kernel, KernelRequest
 from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Rectangle
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support.dense import dense
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.dense import dense
+from tests.support.truth.mesh_problems import named_mesh
 
 TOKENS, WIDTH, PREFIX = 40, 8, 7
 
@@ -83,9 +83,16 @@ def given(heads: int) -> list[Tensor]:
     return [*torch.randn(2 if heads == 2 else 1, 1, heads, TOKENS, WIDTH, generator=generator).unbind()]
 
 
+class Run(NamedTuple):
+    """Attention of shards with its gradients, a decode step, and the calls of the made-up kernel."""
+
+    attention: list[Tensor]
+    step: Tensor
+    calls: int
+
+
 @on_each_rank
-def run(mask: Mask, kernel: str, merge: str) -> tuple[list[Tensor], Tensor, int]:
-    """On a rank: attention of shards with its gradients, a decode step, and the calls of the made-up kernel."""
+def attend_and_decode(mask: Mask, kernel: str, merge: str) -> Run:
     made_up, stack = Dense(), ExitStack()
     stack.enter_context(patch.object(choice, "KERNELS", choice.in_order((*choice.KERNELS, made_up))))
     stack.enter_context(patch.dict(MERGES, {RING.name: RING}))
@@ -98,7 +105,7 @@ def run(mask: Mask, kernel: str, merge: str) -> tuple[list[Tensor], Tensor, int]
         shards = [am.shard(x, mesh, layout=layout).requires_grad_() for x in (q, k, v)]
         out = am.attention(*shards, mesh=mesh, layout=layout, mask=mask, kernel=kernel)
         found = [out.detach(), *torch.autograd.grad(out.square().sum(), shards)]
-        return [am.unshard(x, mesh, layout=layout, length=TOKENS) for x in found], step, made_up.calls
+        return Run([am.unshard(x, mesh, layout=layout, length=TOKENS) for x in found], step, made_up.calls)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -124,9 +131,10 @@ def test_attention_and_decoding_are_exact_with_a_new_mask_kernel_or_merge(
     exact = [x.double().requires_grad_() for x in (*given(4), *given(2))]
     out = dense(*exact, visible, WIDTH**-0.5)[0]
     expected: list[Any] = [out.detach(), *torch.autograd.grad(out.square().sum(), exact)]
-    for found, step, calls in pool.run(ranks, run, mask, kernel, merge):
-        torch.testing.assert_close([*found, step], [*expected, expected[0][:, :, -15:]], check_dtype=False)
-        assert (calls > 0) == (kernel == "added")
+    for found in pool.run(ranks, attend_and_decode, mask, kernel, merge):
+        torch.testing.assert_close(found.attention, expected, check_dtype=False)
+        torch.testing.assert_close(found.step, expected[0][:, :, -15:], check_dtype=False)
+        assert (found.calls > 0) == (kernel == "added")
 
 
 def test_a_new_merge_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:

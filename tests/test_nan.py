@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import tolerances
-from tests.support.tolerances import worst
+from tests.support.truth import tolerances
+from tests.support.truth.tolerances import worst
 
 pytestmark = pytest.mark.quick
 

@@ -19,9 +19,9 @@ from attnmesh.runtime.machine import machine
 from attnmesh.store.manifest import read_manifest
 from benchmarks import netns
 from benchmarks.netns import Hosts, ranks_of
-from tests.support.faults import FAULTS, MARGIN, SECOND_JOB_TIMEOUT, find_failure
-from tests.support.workloads import LENGTHS, length_of_save
-from tests.support.worlds import START_TIMEOUT, Job, Ranks, Report, Testbed
+from tests.support.ranks.faults import FAULTS, MARGIN, SECOND_JOB_TIMEOUT, find_failure
+from tests.support.ranks.workloads import LENGTHS, length_of_save
+from tests.support.ranks.worlds import START_TIMEOUT, Job, Ranks, Report, Testbed
 
 SHAPES = (Shape(1, 1, 2), Shape(1, 2, 2), Shape(1, 1, 4), Shape(1, 4, 1), Shape(2, 1, 2), Shape(1, 1, 3))
 HOSTS = ("2x1", "2x2", "3x1", "4x1")

@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 
 from attnmesh.core.storage import STORAGES
-from tests.support import histories, mesh_problems, problems
-from tests.support.pool import SIZES, Pool
+from tests.support.ranks.pool import SIZES, Pool
+from tests.support.truth import histories, mesh_problems, problems
 
 
 def main() -> None:
@@ -64,7 +64,7 @@ def _on_mesh(pool: Pool, ranks: int) -> Callable[[str, int], bool]:
     def check(only: str, seed: int) -> bool:
         problem = mesh_problems.draw(seed, ranks)
         if only in repr(problem):
-            mesh_problems.check(problem, pool.run(ranks, mesh_problems.run, problem))
+            mesh_problems.check(problem, pool.run(ranks, mesh_problems.run_problem, problem))
         return only in repr(problem)
 
     return check

@@ -82,7 +82,7 @@ from benchmarks import unequal as unequal_bench
 from benchmarks.commands import app as benchmarks_app
 from benchmarks.netns import Hosts, World, ranks_of, script
 from benchmarks.timing import Comparison, Timing
-from tests.support import families
+from tests.support.models import families
 from tools.fuzz_store import mutated
 
 # --- command lines ---

@@ -29,9 +29,9 @@ from transformers.generation.streamers import BaseStreamer
 import attnmesh.hf as hf
 from attnmesh.errors import InputError
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support import families
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.models import families
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
 
 PROMPT = 24
 
@@ -273,6 +273,7 @@ TOGETHER = ("synced_gpus",)
 """Arguments with which stock transformers waits for the other ranks."""
 
 
+@on_each_rank
 def compare_all(ranks: int, names: list[str]) -> dict[str, Row]:
     """Return a row for each argument, on a rank. Ranks share the calls that each makes alone."""
     stock, model = (families.model("llama", name, num_hidden_layers=3) for name in ("sdpa", "attnmesh"))

@@ -28,7 +28,7 @@ from statistics import median, quantiles
 from typing import Any
 
 from attnmesh.runtime.machine import machine
-from tests.support.fake_engine import save_tiny
+from tests.support.serving.fake_engine import save_tiny
 from tools.hostile_clients import ACTS, MODEL, PATIENCE, connect, harass, head, status_of
 
 HONEST = 4

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import attnmesh as am
 from attnmesh.core.partial import Partial, merge_partials
-from tests.support.dense import ROUNDINGS, truth
+from tests.support.truth.dense import ROUNDINGS, truth
 
 KEYS = 10_000_000
 HALF = (torch.bfloat16, torch.float16)

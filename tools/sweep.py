@@ -26,20 +26,21 @@ from typing import Any
 
 from attnmesh.errors import InputError
 from attnmesh.mesh.shapes import Shape
-from tests.support.models import checks, image_checks
+from tests.support.images import image_checks
+from tests.support.images.image_models import image_types
+from tests.support.images.video_models import takes_videos
+from tests.support.models import checks
 from tests.support.models.checks import DTYPES, REFERENCES, Failed, Result
-from tests.support.models.image_models import image_types
 from tests.support.models.tiny_models import Case, all_types
 from tests.support.models.variants import VARIANTS
-from tests.support.models.video_models import takes_videos
-from tests.support.pool import Lost, Pool
+from tests.support.ranks.pool import Lost, Pool
 from tools import compare
 from tools.rows import Row, counted, faults, summary, table
 
 SURROUNDINGS = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTHONWARNINGS": "ignore"}
 """Environment variables of the ranks."""
 
-PRELOADED = ["tests.support.interpreted", "torch._dynamo", "tests.support.models.checks"]
+PRELOADED = ["tests.support.emulation.interpreted", "torch._dynamo", "tests.support.models.checks"]
 """Modules that the forkserver imports once for all ranks."""
 
 DEADLINE = 120.0
@@ -100,7 +101,7 @@ class Sweep:
         elif check in IMAGE_MESHES:
             row = self.run_images(case, IMAGE_MESHES[check], videos)
         elif check == "training":
-            row = self._run_training(case, MESHES[check], checks.stock_training, checks.our_training)
+            row = self._run_training(case, MESHES[check], checks.train_by_stock, checks.train_by_attnmesh)
         else:
             row = self._run_generation(case, check)
         return replace(row, case=case.name, kind=case.kind, check=check, seconds=round(time.monotonic() - begun, 2))
@@ -108,21 +109,23 @@ class Sweep:
     def run_image_training(self, case: Case, shape: Shape | None, videos: bool = False) -> Row:
         """Compare loss and gradients with stock transformers. What it cannot train may be refused in any case."""
         assert shape is not None
-        functions = image_checks.stock_image_training, image_checks.our_image_training
+        functions = image_checks.train_on_images_by_stock, image_checks.train_on_images_by_attnmesh
         row = self._run_training(case, shape, *functions, videos)
         if row.status == "stock-fails":
-            refused = self._run_on_ranks(shape.ranks, image_checks.training_refusal, case, DTYPES[-1], shape)
+            refused = self._run_on_ranks(shape.ranks, image_checks.train_unless_refused, case, DTYPES[-1], shape)
             return refused if isinstance(refused, Row) and refused.status == "refused" else row
         return row
 
     def run_images(self, case: Case, shape: Shape | None, videos: bool = False) -> Row:
         """Compare the tokens after a prompt with images, and a video if `videos`, with stock transformers."""
-        expected = self._stock(image_checks.stock_images, case, videos)
+        expected = self._stock(image_checks.generate_from_images_by_stock, case, videos)
         if isinstance(expected, Row):
-            row = self._run_on_ranks(shape.ranks if shape else 1, image_checks.refusal, case, DTYPES[-1], shape)
+            row = self._run_on_ranks(
+                shape.ranks if shape else 1, image_checks.generate_unless_refused, case, DTYPES[-1], shape
+            )
             refused = isinstance(row, Row) and row.status == "refused" and UNFIT not in row.message
             return row if refused else expected
-        arguments = image_checks.our_images, case, videos, expected.dtype, shape
+        arguments = image_checks.generate_from_images_by_attnmesh, case, videos, expected.dtype, shape
         given = self._run_on_ranks(shape.ranks if shape else 1, *arguments)
         row = given if isinstance(given, Row) else _row(compare.compare_generation(expected, given))
         return replace(row, dtype=_dtype_name(expected))
@@ -143,13 +146,13 @@ class Sweep:
         first: Row | None = None
         given: list[Result] = []
         for reference in REFERENCES[check]:
-            expected = self._stock(checks.stock_generation, case, check, reference)
+            expected = self._stock(checks.generate_by_stock, case, check, reference)
             if isinstance(expected, Row):
                 first = first or expected
                 continue
             if not given or given[0].dtype != expected.dtype:
                 results = self._run_on_ranks(
-                    2 if shape else 1, checks.our_generation, case, check, expected.dtype, shape
+                    2 if shape else 1, checks.generate_by_attnmesh, case, check, expected.dtype, shape
                 )
                 if isinstance(results, Row):
                     return replace(results, dtype=_dtype_name(expected))
@@ -205,7 +208,7 @@ class Sweep:
     def _in_step(self, ranks: int) -> bool:
         """Return True if the ranks can still run a collective."""
         try:
-            self.pools[ranks].run(ranks, checks.in_step, deadline=30.0)
+            self.pools[ranks].run(ranks, checks.check_in_step, deadline=30.0)
         except Exception:
             return False
         return True

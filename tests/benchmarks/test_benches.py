@@ -20,10 +20,10 @@ from attnmesh.errors import ArgumentError
 from benchmarks import bench, decode, gpu_kernels, kernel, peers, prefill
 from benchmarks.commands import app
 from benchmarks.timing import Comparison, Timing
-from tests.support import command
-from tests.support.needs import needs_hosts, needs_smollm2
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT32_SUMS, assert_near
+from tests.support.process import command
+from tests.support.process.needs import needs_hosts, needs_smollm2
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.tolerances import FLOAT32_SUMS, assert_near
 
 ROW = Comparison("decode", "SDPA", Timing(30.0, 29.0, 31.0), Timing(10.0, 9.0, 11.0), 2.5, 20.0, 0.5)
 run = partial(command.run, command=app)
@@ -119,7 +119,7 @@ def test_the_command_of_a_report_can_be_typed_again(monkeypatch: pytest.MonkeyPa
 
 
 @on_each_rank
-def counted_and_foretold() -> list[tuple[str, int, int]]:
+def count_and_foretell() -> list[tuple[str, int, int]]:
     rows = []
     for case in prefill.cases(64):
         for shape, exchange in prefill.shapes(dist.get_world_size(), case.heads[1]):
@@ -130,12 +130,12 @@ def counted_and_foretold() -> list[tuple[str, int, int]]:
 
 
 def test_what_is_counted_was_foretold(pool: Pool) -> None:
-    for name, counted, foretold in pool.run(2, counted_and_foretold)[0]:
+    for name, counted, foretold in pool.run(2, count_and_foretell)[0]:
         assert counted == foretold, name
 
 
 @on_each_rank
-def faults_of_peers() -> dict[str, list[str | None]]:
+def try_faults_of_peers() -> dict[str, list[str | None]]:
     faults: dict[str, list[str | None]] = {}
     for case in prefill.cases(64):
         whole = peers.inputs(case)
@@ -149,7 +149,7 @@ def faults_of_peers() -> dict[str, list[str | None]]:
 
 def test_the_peers_solve_the_same_problem(pool: Pool) -> None:
     """Or the bench says that they do not: one's backward pass returns dk and dv added up."""
-    one, other = pool.run(2, faults_of_peers)
+    one, other = pool.run(2, try_faults_of_peers)
     assert one == other
     assert one["axolotl-ringmaster ring"][0] is None
     assert one["ring-attention-pytorch"][:3] == ["its dk, dv are wrong"] * 3
@@ -174,7 +174,7 @@ def test_the_table_and_the_json_have_all_rows(monkeypatch: pytest.MonkeyPatch) -
 
 
 @on_each_rank
-def merges_of_a_step() -> list[str]:
+def time_merges_of_a_step() -> list[str]:
     case = decode.Case("step", (4, 2), 64, repeat=1, rounds=5)
     return [row.contender for row in decode._step(case) if row.timing is not None]
 
@@ -190,7 +190,7 @@ def test_what_is_measured_on_a_gpu_runs_here_in_small() -> None:
 
 
 def test_a_step_is_timed_beside_its_contenders(pool: Pool) -> None:
-    (names, _) = pool.run(2, merges_of_a_step)
+    (names, _) = pool.run(2, time_merges_of_a_step)
     assert {"decode", "ring, overlapped", "ring-attention-pytorch", "three all-reduces"} <= set(names)
 
 

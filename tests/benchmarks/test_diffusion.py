@@ -8,8 +8,8 @@ from attnmesh.mesh.shapes import Shape
 from benchmarks import diffusion
 from benchmarks.commands import app
 from benchmarks.netns import Hosts
-from tests.support.command import run
-from tests.support.tolerances import FLOAT32
+from tests.support.process.command import run
+from tests.support.truth.tolerances import FLOAT32
 
 
 @pytest.mark.parametrize(("length", "runs"), [(61, False), pytest.param(64, True, marks=pytest.mark.long)])

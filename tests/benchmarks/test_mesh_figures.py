@@ -15,7 +15,7 @@ from attnmesh.core.layout import Layout
 from attnmesh.errors import InputError
 from attnmesh.mesh.schedule import Problem
 from benchmarks.mesh_figures import _colours, computed_blocks, draw_mesh, draw_tree, pairs_of_ranks, tree_messages
-from tests.support.schedules import problems
+from tests.support.truth.schedules import problems
 
 MASKS = (am.Full(), am.Causal(), am.Window(5), am.Window(3, 4), am.Causal() & am.Documents([9, 1, 21]))
 SHAPES = tuple(am.Shape(*sizes) for sizes in ((1, 1, 1), (1, 2, 2), (1, 3, 1), (1, 1, 4), (2, 2, 3), (3, 1, 2)))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -26,8 +27,8 @@ from attnmesh_command.messages import OptionError
 from benchmarks import netns
 from benchmarks.netns import Hosts, run_on_hosts, script, world_of
 from benchmarks.plan import call_of, counted, crossing
-from tests.support.needs import needs_hosts
-from tests.support.pool import on_each_rank
+from tests.support.process.needs import needs_hosts
+from tests.support.ranks.pool import on_each_rank
 
 
 @pytest.fixture
@@ -93,17 +94,27 @@ def test_where_no_hosts_can_be_made_the_error_says_why(
     name, value = change
     monkeypatch.setattr(f"benchmarks.netns.{name}", value)
     with pytest.raises(ClusterError, match="run it as root on Linux") as caught:
-        run_on_hosts(Hosts(2, 1, 1e8), told_of_hosts)
+        run_on_hosts(Hosts(2, 1, 1e8), send_across_hosts)
     assert told in str(caught.value)
 
 
+class Crossing(NamedTuple):
+    """A million bytes from each rank to the next host."""
+
+    first_on_host: list[int]
+    """The first rank on the host of each rank."""
+    seconds: float
+    payload: int
+
+
 @on_each_rank
-def told_of_hosts() -> tuple[list[int], float, int]:
-    """Who shares a host; seconds that a million bytes take from each rank to the next host, and what they came to."""
+def send_across_hosts() -> Crossing:
     world, rank = dist.get_world_size(), dist.get_rank()
     axis = Axis(world, rank, dist.group.WORLD)
     numbers = agreed_host_numbers((axis,))
-    message, box, seconds = torch.zeros(1_000_000, dtype=torch.uint8), torch.empty(1_000_000, dtype=torch.uint8), []
+    message = torch.zeros(1_000_000, dtype=torch.uint8)
+    box = torch.empty(1_000_000, dtype=torch.uint8)
+    seconds = []
 
     def send() -> None:
         dist.barrier()
@@ -115,16 +126,16 @@ def told_of_hosts() -> tuple[list[int], float, int]:
 
     send()  # connects
     sent = counted(send)
-    return [numbers.index(number) for number in numbers], seconds[1], sent.payload
+    return Crossing([numbers.index(number) for number in numbers], seconds[1], sent.payload)
 
 
 @pytest.mark.long
 def test_links_are_as_slow_as_asked_for_and_count_what_crosses(hosts: None) -> None:
-    told = run_on_hosts(Hosts.parse("2x2@100mbit"), told_of_hosts)
-    for same, _, payload in told:
-        assert same == [0, 0, 2, 2]
-        assert payload == pytest.approx(4_000_000, rel=0.01)  # gloo's own words come on top
-    last = max(seconds for _, seconds, _ in told)  # the first may be served before the second begins
+    told = run_on_hosts(Hosts.parse("2x2@100mbit"), send_across_hosts)
+    for each in told:
+        assert each.first_on_host == [0, 0, 2, 2]
+        assert each.payload == pytest.approx(4_000_000, rel=0.01)  # gloo's own words come on top
+    last = max(each.seconds for each in told)  # the first may be served before the second begins
     assert last > 0.13  # two ranks share 12.5 MB/s, of which a burst of 131,072 bytes goes at once, or two
 
 
@@ -197,7 +208,7 @@ WORKLOADS = [
 
 
 @on_each_rank
-def all_crossings(workloads: list[Workload], stride: int) -> list[tuple[str, float]]:
+def compare_all_crossings(workloads: list[Workload], stride: int) -> list[tuple[str, float]]:
     """For each way of running each workload, or one in `stride`: its name, and by what share its bytes were missed."""
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (1, 1, world), mesh_dim_names=AXES)
@@ -233,5 +244,5 @@ def test_bytes_between_hosts_are_those_foretold(
 
     How gloo cuts what is shorter than its parts in an all-reduce is its own affair.
     """
-    for name, off in run_on_hosts(Hosts.parse(world), all_crossings, workloads, stride)[0]:
+    for name, off in run_on_hosts(Hosts.parse(world), compare_all_crossings, workloads, stride)[0]:
         assert abs(off) < (0.15 if "allreduce" in name else 0.03), name

@@ -12,8 +12,8 @@ from attnmesh.planner.schemes import best_by_scheme
 from attnmesh_command import show_errors
 from benchmarks.commands import app
 from benchmarks.plan_figure import curves, draw_plan, over_lengths, over_sizes, sizes
-from tests.support.command import run
-from tests.support.planned import CLUSTER, SMALL
+from tests.support.planning.planned import CLUSTER, SMALL
+from tests.support.process.command import run
 
 PLOT = ("plot", "--cluster", "rtx4090", "--heads", "8/2", "--length", "64k", "--phase", "decode", "--plot")
 

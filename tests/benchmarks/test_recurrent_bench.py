@@ -9,15 +9,15 @@ import attnmesh as am
 from attnmesh.setup.init_mesh import init_mesh
 from benchmarks import recurrent
 from benchmarks.commands import app
-from tests.support.command import run
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import worst
+from tests.support.process.command import run
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.tolerances import worst
 
 SMALL = recurrent.Request(tokens=70, key_heads=2, head_dim=8, rounds=2)
 
 
 @on_each_rank
-def largest_errors() -> list[float]:
+def measure_largest_errors() -> list[float]:
     """The largest error of each way's output, and of the sum of its gradients of weights."""
     mesh = init_mesh("cpu", (1, 1, dist.get_world_size()))
     layer = recurrent.layer_of(SMALL)
@@ -36,7 +36,7 @@ def largest_errors() -> list[float]:
 
 
 def test_all_ways_compute_the_same_layer(pool: Pool) -> None:
-    for errors in pool.run(2, largest_errors):
+    for errors in pool.run(2, measure_largest_errors):
         assert len(errors) == 3 * 8
         assert worst(errors) < 1e-4  # float32, whose roundings the rule carries from token to token
 

@@ -4,8 +4,8 @@ import os
 
 from benchmarks import serve
 from benchmarks.timing import Timing
-from tests.support.fake_engine import ThreadWorld, answer, byte_tokenizer
-from tests.support.served import NAME, served
+from tests.support.serving.fake_engine import ThreadWorld, answer, byte_tokenizer
+from tests.support.serving.served import NAME, served
 
 
 def test_clients_read_whole_answers_and_when_each_token_came() -> None:

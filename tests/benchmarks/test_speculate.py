@@ -1,6 +1,6 @@
 """The prompts of `python -m benchmarks speculate`: a released model answers them alike with guesses and without."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,14 +11,23 @@ from attnmesh.hf.load import PACKAGED, locate, open_model, open_tokenizer
 from attnmesh.mesh.shapes import mesh_shape
 from attnmesh.setup.init_mesh import init_mesh
 from benchmarks.speculate import CASES, prompts
-from tests.support.engines import priced, running, tokens
-from tests.support.needs import needs_smollm2
-from tests.support.pool import on_each_rank
+from tests.support.process.needs import needs_smollm2
+from tests.support.ranks.pool import on_each_rank
+from tests.support.serving.engines import priced, running, tokens
+
+
+class Guessed(NamedTuple):
+    """Numbers of answers, and of tokens that were guessed."""
+
+    same: int
+    answers: int
+    accepted: float
+    drafted: float
 
 
 @on_each_rank
-def two_hundred(folder: str) -> tuple[int, int, float, float]:
-    """Answer 200 prompts with guesses and without, 1 to 16 at a time. Return the numbers of equal texts and of all.
+def answer_two_hundred(folder: str) -> Guessed:
+    """Answer 200 prompts with guesses and without, 1 to 16 at a time.
 
     Prompts of a turn are the ends of two, cut at other tokens: most caches are forked from others.
     """
@@ -33,7 +42,8 @@ def two_hundred(folder: str) -> tuple[int, int, float, float]:
             if engine is None:
                 continue
             for turn, count in enumerate(2 * batches):
-                model_of, streams = prompts(tokenizer, CASES[turn % 3], 2, turn), []
+                model_of = prompts(tokenizer, CASES[turn % 3], 2, turn)
+                streams = []
                 for row in range(count):
                     text, options = list(model_of[row % 2].ids[-250:]), dict(model_of[row % 2].options)
                     more = {"seed": row} if "seed" in options else {}
@@ -41,7 +51,7 @@ def two_hundred(folder: str) -> tuple[int, int, float, float]:
                 texts[-1] += [tokens(stream) for stream in streams]
             figures = engine.metrics()
     same = sum(one == other for one, other in zip(*texts, strict=True))
-    return same, len(texts[0]), figures.get("accepted_tokens", 0), figures.get("drafted_tokens", 0)
+    return Guessed(same, len(texts[0]), figures.get("accepted_tokens", 0), figures.get("drafted_tokens", 0))
 
 
 @pytest.mark.long
@@ -49,6 +59,6 @@ def two_hundred(folder: str) -> tuple[int, int, float, float]:
 @needs_smollm2
 def test_two_hundred_answers_of_a_released_model_are_the_same() -> None:
     """A third copies, a third is drawn from copies, and a third is stories."""
-    (same, count, accepted, drafted), _ = run_on_ranks(2, two_hundred, locate(PACKAGED), seconds=3000)
-    assert same == count == 200
-    assert 700 < accepted < drafted
+    guessed, _ = run_on_ranks(2, answer_two_hundred, locate(PACKAGED), seconds=3000)
+    assert guessed.same == guessed.answers == 200
+    assert 700 < guessed.accepted < guessed.drafted

@@ -6,9 +6,9 @@ import torch
 from attnmesh.core.storage import STORAGES
 from attnmesh.hf.load import PACKAGED, locate, open_tokenizer
 from benchmarks import storage as bench
-from tests.support import families
-from tests.support.families import prompt
-from tests.support.needs import needs_smollm2
+from tests.support.models import families
+from tests.support.models.families import prompt
+from tests.support.process.needs import needs_smollm2
 
 
 @pytest.mark.parametrize("grain", bench.GRAINS, ids=lambda grain: grain.name)

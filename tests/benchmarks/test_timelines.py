@@ -3,12 +3,12 @@
 import pytest
 
 from benchmarks.timelines import COLOURS, MESSAGE, draw_timelines, trace
-from tests.support.pool import Pool
+from tests.support.ranks.pool import Pool, on_each_rank
 
 
 def test_each_range_of_a_trace_is_a_bar(pool: Pool) -> None:
     pytest.importorskip("matplotlib")
-    traces = {name: pool.run(2, trace, name, 64)[0] for name in ("bulk", "ring")}
+    traces = {name: pool.run(2, on_each_rank(trace), name, 64)[0] for name in ("bulk", "ring")}
     drawn = draw_timelines(traces).axes
     for axes, (name, spans) in zip(drawn, traces.items(), strict=True):
         assert {*COLOURS} <= {one.name for one in spans} <= {*COLOURS, *MESSAGE}

@@ -17,10 +17,10 @@ from attnmesh.cache.cache_config import CacheConfig
 from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support.dense import dense
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT32, FLOAT32_SUMS
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.dense import dense
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.tolerances import FLOAT32, FLOAT32_SUMS
 
 HEADS, WIDTH, LENGTH = (4, 2), 8, 397
 SHARES = {2: (3, 1), 3: (0.5, 4, 0.02), 1: (7,)}
@@ -106,7 +106,7 @@ def test_a_save_of_unequal_shares_is_loaded_on_other_ranks_and_back(ranks: int, 
 
 
 @on_each_rank
-def steps_around_recovery(ranks: int) -> list[Tensor]:
+def step_around_recovery(ranks: int) -> list[Tensor]:
     """Return steps before and after the cache moves to other shares, with copies of each token."""
     cache = cache_of(ranks, SHARES[ranks], copies=2)
     cache.append(*new())
@@ -118,13 +118,13 @@ def steps_around_recovery(ranks: int) -> list[Tensor]:
 
 
 def test_copies_and_recovery_have_unequal_shares(pool: Pool) -> None:
-    for outs in pool.run(2, steps_around_recovery, 2):
+    for outs in pool.run(2, step_around_recovery, 2):
         for out in outs:
             torch.testing.assert_close(out, dense_step().float(), atol=2 * FLOAT32, rtol=2 * FLOAT32_SUMS)
 
 
 @on_each_rank
-def rows(ranks: int) -> list[Tensor]:
+def step_rows(ranks: int) -> list[Tensor]:
     """Return a step on rows of three caches, of which one was forked and each has other shares, beside each alone."""
     caches = [cache_of(ranks, shares) for shares in (SHARES[ranks], None)]
     for tokens, cache in zip((LENGTH, 90), caches, strict=True):
@@ -137,7 +137,7 @@ def rows(ranks: int) -> list[Tensor]:
 
 
 def test_rows_of_caches_with_other_shares_decode_together(pool: Pool) -> None:
-    for together, alone in pool.run(3, rows, 3):
+    for together, alone in pool.run(3, step_rows, 3):
         torch.testing.assert_close(together, alone, atol=FLOAT32, rtol=FLOAT32_SUMS)
 
 
@@ -196,12 +196,13 @@ MEGABYTE = 1 << 20
 
 
 @on_each_rank
-def under_a_limit(shares: object, tokens: int) -> tuple[str, list[int]]:
+def make_cache_under_a_limit(shares: object, tokens: int) -> tuple[str, list[int]]:
     """Return what a rank says of a cache of 1 GB, if the ranks may take 320 and 960 MB more, and its tokens."""
     rank = torch.distributed.get_rank()
     gc.collect()  # or what earlier tests have left makes room meanwhile
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    before, most = resource.getrlimit(resource.RLIMIT_AS), (320, 960)[rank] * MEGABYTE
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    most = (960 if rank else 320) * MEGABYTE
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + most, before[1]))
     try:
         cache = cache_of(2, shares, capacity=tokens, head_dim=128)
@@ -215,9 +216,9 @@ def under_a_limit(shares: object, tokens: int) -> tuple[str, list[int]]:
 
 def test_ranks_of_unequal_memory_hold_a_context_that_even_shares_cannot(pool: Pool) -> None:
     tokens = 1024 * MEGABYTE // (2 * HEADS[1] * 128 * 4)
-    for said, _ in pool.run(2, under_a_limit, None, tokens):
+    for said, _ in pool.run(2, make_cache_under_a_limit, None, tokens):
         assert "KVCache capacity: expected tokens that fit the device's memory, given no room for" in said
-    for said, counts in pool.run(2, under_a_limit, (1, 3), tokens):
+    for said, counts in pool.run(2, make_cache_under_a_limit, (1, 3), tokens):
         assert not said
         assert counts == [tokens // 4, 3 * tokens // 4]
 
@@ -226,7 +227,7 @@ def test_ranks_of_unequal_memory_hold_a_context_that_even_shares_cannot(pool: Po
 
 
 @on_each_rank
-def measured(rates: list[int], free: list[int]) -> tuple[Any, ...]:
+def choose_shares_by_rates(rates: list[int], free: list[int]) -> object:
     with (
         mock.patch("attnmesh.setup.measure_shares.read_rates", return_value=rates),
         mock.patch("attnmesh.setup.measure_shares.free_of_ranks", return_value=free),
@@ -235,21 +236,21 @@ def measured(rates: list[int], free: list[int]) -> tuple[Any, ...]:
     cache.append(*new())
     out = am.decode(query(), cache)
     torch.testing.assert_close(out, dense_step().float(), atol=2 * FLOAT32, rtol=2 * FLOAT32_SUMS)
-    return cache.shares, cache.used
+    return cache.shares
 
 
 def test_auto_shares_follow_what_was_measured(pool: Pool) -> None:
-    assert {shares for shares, _ in pool.run(2, measured, [4000, 1000], [10**9] * 2)} == {(4, 1)}
+    assert set(pool.run(2, choose_shares_by_rates, [4000, 1000], [10**9] * 2)) == {(4, 1)}
     whole = 2**20 * HEADS[1] * 2 * WIDTH * 4
-    assert {shares for shares, _ in pool.run(2, measured, [4000, 1000], [whole // 3, 2 * whole])} == {(1, 3)}
+    assert set(pool.run(2, choose_shares_by_rates, [4000, 1000], [whole // 3, 2 * whole])) == {(1, 3)}
 
 
 @on_each_rank
-def measured_here() -> tuple[float, ...] | None:
+def choose_shares_here() -> tuple[float, ...] | None:
     return cache_of(2, "auto").shares
 
 
 def test_auto_shares_are_the_same_on_all_ranks(pool: Pool) -> None:
-    one, other = pool.run(2, measured_here)
+    one, other = pool.run(2, choose_shares_here)
     assert one == other
     assert len(one) == 2

@@ -11,13 +11,13 @@ import attnmesh as am
 from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store.checkpoint import make_alike
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT32
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.tolerances import FLOAT32
 
 
 @on_each_rank
-def addresses_over_appends() -> tuple[list[int], list[int]]:
+def record_addresses_over_appends() -> tuple[list[int], list[int]]:
     mesh, sizes = named_mesh(Shape(1, 1, 2), AXES), {"kv_heads": 2, "head_dim": 8, "capacity": 50}
     cache = am.KVCache(mesh, batch=1, dtype=torch.float32, **sizes)
     cache.append(*torch.randn(2, 1, 2, 30, 8).unbind())
@@ -34,7 +34,7 @@ def addresses_over_appends() -> tuple[list[int], list[int]]:
 
 
 def test_append_writes_in_place(pool: Pool) -> None:
-    for before, after in pool.run(2, addresses_over_appends):
+    for before, after in pool.run(2, record_addresses_over_appends):
         assert before == after
 
 
@@ -110,7 +110,7 @@ def call_rank_one_fails(cache: am.KVCache, kind: str) -> None:
 
 
 @on_each_rank
-def steps_after_a_failed_call(kind: str, first_mask: Tensor | None, left: int) -> None:
+def step_after_a_failed_call(kind: str, first_mask: Tensor | None, left: int) -> None:
     """Ranks go on after a call that rank 1 alone has not done, and a truncation to `left` tokens."""
     k, v, more = torch.randn(3, 2, 1, 10, 8, generator=torch.Generator().manual_seed(1))
     mesh = named_mesh(Shape(1, 1, 2), AXES)
@@ -148,7 +148,7 @@ def steps_after_a_failed_call(kind: str, first_mask: Tensor | None, left: int) -
 def test_truncation_undoes_a_call_that_one_rank_has_not_done(
     kind: str, first_mask: Tensor | None, left: int, pool: Pool
 ) -> None:
-    pool.run(2, steps_after_a_failed_call, kind, first_mask, left)
+    pool.run(2, step_after_a_failed_call, kind, first_mask, left)
 
 
 @on_each_rank

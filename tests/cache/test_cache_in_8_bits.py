@@ -17,11 +17,11 @@ from attnmesh.decoding.index_search import top_k_tokens
 from attnmesh.kernels import stored
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support import histories
-from tests.support.dense import truth
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import pairs, seeds
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth import histories
+from tests.support.truth.dense import truth
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.seeds import in_turn, pairs, seeds
 
 HEADS, WIDTH, TOKENS = (4, 2), 8, 75
 
@@ -47,7 +47,7 @@ def rows(x: Tensor, storage: str) -> Tensor:
 
 @pytest.mark.parametrize("seed", seeds(5, 300))
 def test_random_lives_agree_with_float64(pool: Pool, tmp_path: Path, seed: int) -> None:
-    drawn = replace(histories.draw(seed + 5000), storage=[*STORAGES][seed % 2])
+    drawn = replace(histories.draw(seed + 5000), storage=in_turn(STORAGES, seed))
     histories.check(drawn, pool, tmp_path)
 
 
@@ -63,7 +63,7 @@ def is_held(cache: am.KVCache, x: Tensor, storage: str) -> bool:
 
 
 @on_each_rank
-def life(shape: tuple[int, ...], storage: str, values: str, folder: Path, lost: int) -> dict[str, bool]:
+def live_in_8_bits(shape: tuple[int, ...], storage: str, values: str, folder: Path, lost: int) -> dict[str, bool]:
     """Fill, change, fork, save, load and recover a cache. Return after which steps it holds the rows of its tokens."""
     mesh = mesh_of(Shape(*shape))
     place, copies = RankMesh.of(mesh), min(2, shape[1] * shape[2])
@@ -105,12 +105,16 @@ def life(shape: tuple[int, ...], storage: str, values: str, folder: Path, lost: 
 def test_a_life_keeps_the_stored_rows(
     pool: Pool, tmp_path: Path, shape: tuple[int, ...], storage: str, values: str
 ) -> None:
-    for right in pool.run(Shape(*shape).ranks, life, shape, storage, values, tmp_path, Shape(*shape).ranks - 1):
+    for right in pool.run(
+        Shape(*shape).ranks, live_in_8_bits, shape, storage, values, tmp_path, Shape(*shape).ranks - 1
+    ):
         assert right == dict.fromkeys(right, True)
 
 
 @on_each_rank
-def bits(shape: tuple[int, ...], storage: str, values: str, block: int, pieces: tuple[int, ...]) -> list[Tensor]:
+def decode_reproducibly_in_8_bits(
+    shape: tuple[int, ...], storage: str, values: str, block: int, pieces: tuple[int, ...]
+) -> list[Tensor]:
     cache = empty(mesh_of(Shape(*shape)), storage=storage, values=values, block=block)
     k, v = numbers(2, 2, HEADS[1], TOKENS, WIDTH)
     q = numbers(2, HEADS[0], 2, WIDTH, seed=1)
@@ -126,18 +130,21 @@ def bits(shape: tuple[int, ...], storage: str, values: str, block: int, pieces: 
 @each_storage
 @pytest.mark.parametrize(("values", "block"), pairs(["separate", "prefix"], [4, 16]))
 def test_bits_are_the_same_on_any_ranks_and_in_any_pieces(pool: Pool, storage: str, values: str, block: int) -> None:
-    expected = pool.run(1, bits, (1, 1, 1), storage, values, block, (TOKENS,))[0]
+    expected = pool.run(1, decode_reproducibly_in_8_bits, (1, 1, 1), storage, values, block, (TOKENS,))[0]
     shapes = [((1, 1, 1), (1, 30, 44)), ((1, 1, 2), (TOKENS,)), ((1, 2, 2), (60, 15)), ((1, 1, 8), (TOKENS,))]
     shapes.append(((2, 1, 2), (TOKENS,)))
     for shape, pieces in shapes:
-        for found in pool.run(Shape(*shape).ranks, bits, shape, storage, values, block, pieces):
+        for found in pool.run(
+            Shape(*shape).ranks, decode_reproducibly_in_8_bits, shape, storage, values, block, pieces
+        ):
             assert all(map(torch.equal, found, expected)), shape
 
 
 @on_each_rank
-def rows_after_load(shape: tuple[int, ...], storage: str, folder: Path) -> Tensor:
+def read_rows_after_load(shape: tuple[int, ...], storage: str, folder: Path) -> Tensor:
     """Fill and save a cache on four ranks, or load it on others; append more. Return the rows of all tokens."""
-    mesh, saves = mesh_of(Shape(*shape)), shape[2] == 4
+    mesh = mesh_of(Shape(*shape))
+    saves = shape[2] == 4
     cache = empty(mesh, storage=storage) if saves else am.KVCache.load(folder, mesh)
     k, v = numbers(2, 2, HEADS[1], TOKENS, WIDTH)
     if saves:
@@ -154,8 +161,8 @@ def rows_after_load(shape: tuple[int, ...], storage: str, folder: Path) -> Tenso
 
 @each_storage
 def test_saved_on_four_continues_on_three(pool: Pool, tmp_path: Path, storage: str) -> None:
-    expected = pool.run(4, rows_after_load, (1, 1, 4), storage, tmp_path)[0]
-    for found in pool.run(3, rows_after_load, (1, 1, 3), storage, tmp_path):
+    expected = pool.run(4, read_rows_after_load, (1, 1, 4), storage, tmp_path)[0]
+    for found in pool.run(3, read_rows_after_load, (1, 1, 3), storage, tmp_path):
         assert torch.equal(found, expected)
 
 
@@ -266,9 +273,10 @@ def test_wrong_storages_and_rows_are_refused() -> None:
 
 
 @on_each_rank
-def two_storages(folder: Path) -> list[str]:
+def catch_errors_of_two_storages(folder: Path) -> list[str]:
     """Return the errors of ranks whose caches are stored in two ways."""
-    mesh, found = mesh_of(Shape(1, 1, 2)), []
+    mesh = mesh_of(Shape(1, 1, 2))
+    found = []
     other = "int8" if dist.get_rank() else None
     for call in (lambda: empty(mesh, storage=other), lambda: am.recover([empty(None, storage=other)], mesh)):
         try:
@@ -279,6 +287,6 @@ def two_storages(folder: Path) -> list[str]:
 
 
 def test_caches_of_two_storages_are_refused_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
-    for found in pool.run(2, two_storages, tmp_path):
+    for found in pool.run(2, catch_errors_of_two_storages, tmp_path):
         assert len(found) == 2
         assert "storage" in found[0]

@@ -12,8 +12,8 @@ import attnmesh as am
 from attnmesh.cache import cache_shard, frozen_piece
 from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.frozen_piece import join_rows
-from tests.support.problems import numbers
-from tests.support.tolerances import FLOAT32
+from tests.support.truth.problems import numbers
+from tests.support.truth.tolerances import FLOAT32
 
 
 def filled(batch: int = 1, tokens: int = 61, padded: bool = False) -> am.KVCache:
@@ -100,7 +100,8 @@ def test_a_save_after_a_reorder_that_failed_is_of_the_tokens(tmp_path: Path, mon
 
 
 def test_truncation_copies_one_block_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    module, copied = sys.modules["attnmesh.cache.cache_shard"], []
+    module = sys.modules["attnmesh.cache.cache_shard"]
+    copied = []
     join = module.join_rows  # type: ignore[attr-defined]
 
     def counted(parts: list[Tensor], dim: int, rows: int) -> Tensor:

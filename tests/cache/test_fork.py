@@ -10,11 +10,11 @@ import torch
 import attnmesh as am
 from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.problems import numbers
-from tests.support.seeds import rotated
-from tests.support.tolerances import FLOAT32
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.problems import numbers
+from tests.support.truth.seeds import rotated
+from tests.support.truth.tolerances import FLOAT32
 
 SHAPES = [Shape(1, 1, 1), Shape(1, 1, 2), Shape(1, 3, 1), Shape(1, 2, 2), Shape(2, 1, 2)]
 
@@ -56,9 +56,10 @@ def check_forks_that_continue(shape: Shape, batch: int, padded: bool, reproducib
                 act(cache, number)
         check()
 
+    left = (60, 35, 7)
     check()
     change(lambda cache, n: cache.append(*numbers(2, batch, 2, 3 + n, 8, seed=n)))
-    change(lambda cache, n: cache.truncate((60, 35, 7)[n]))
+    change(lambda cache, n: cache.truncate(left[n]))
     change(lambda cache, n: cache.append(*numbers(2, batch, 2, 30 + n, 8, seed=n)))
     forked.append(forked[0].fork())
     copied.append(deepcopy(copied[0]))
@@ -119,7 +120,7 @@ def test_a_saved_fork_is_a_plain_cache(shape: Shape, pool: Pool) -> None:
 
 
 @on_each_rank
-def error_during_save(shape: Shape, folder: str) -> str:
+def catch_error_during_save(shape: Shape, folder: str) -> str:
     cache = cache_of(shape)
     saving = cache.save(folder, wait=False)
     try:
@@ -134,7 +135,7 @@ def error_during_save(shape: Shape, folder: str) -> str:
 @pytest.mark.parametrize("shape", [Shape(1, 1, 1), Shape(1, 1, 2)], ids=str)
 def test_a_cache_that_is_saving_does_not_fork(shape: Shape, pool: Pool) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        answers = pool.run(shape.ranks, error_during_save, shape, folder)
+        answers = pool.run(shape.ranks, catch_error_during_save, shape, folder)
     expected = "fork: expected a cache at rest, given a cache whose save is writing. Fix: call wait() on the result of"
     for answer in answers:
         assert answer.startswith(expected), answer

@@ -9,11 +9,11 @@ import torch
 import attnmesh as am
 from attnmesh import errors, hf
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support import families
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.problems import numbers
-from tests.support.tolerances import FLOAT32
+from tests.support.models import families
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.problems import numbers
+from tests.support.truth.tolerances import FLOAT32
 
 
 def cache_of(batch: int = 1, tokens: int = 21, shape: Shape | None = None, **options: Any) -> am.KVCache:
@@ -55,7 +55,7 @@ def test_invalid_numbers_stay_in_their_fork(number: float, reproducible: bool) -
 
 
 @on_each_rank
-def error_in_graph(tokens: int) -> str:
+def catch_error_in_graph(tokens: int) -> str:
     """Decode from a fork in a graph; of 5 tokens one rank has no whole block."""
     other, q = cache_of(tokens=tokens, shape=Shape(1, 1, 2)).fork(), numbers(1, 4, 1, 8)
     try:
@@ -67,7 +67,7 @@ def error_in_graph(tokens: int) -> str:
 
 @pytest.mark.parametrize("tokens", [5, 20])
 def test_all_ranks_refuse_a_fork_in_a_graph(tokens: int, pool: Pool) -> None:
-    answers = pool.run(2, error_in_graph, tokens)
+    answers = pool.run(2, catch_error_in_graph, tokens)
     assert len(set(answers)) == 1
     assert "expected a cache of one piece in a graph" in answers[0]
 

@@ -11,8 +11,8 @@ from torch import Tensor
 import attnmesh as am
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
 
 BATCH, HEADS, WIDTH = 2, 2, 6
 
@@ -37,7 +37,7 @@ def is_held(cache: am.KVCache, keys: Tensor) -> bool:
 
 
 @on_each_rank
-def life(shape: tuple[int, ...], folder: Path, lost: int, padded: bool) -> dict[str, bool]:
+def live_with_index_keys(shape: tuple[int, ...], folder: Path, lost: int, padded: bool) -> dict[str, bool]:
     """Fill, change, fork, save, load and recover a cache. Return after which steps its keys were right."""
     mesh, place = mesh_of(shape), RankMesh.of(mesh_of(shape))
     sizes = {"batch": BATCH, "kv_heads": HEADS, "head_dim": WIDTH, "capacity": 80, "block": 4}
@@ -80,7 +80,7 @@ def life(shape: tuple[int, ...], folder: Path, lost: int, padded: bool) -> dict[
 def test_index_keys_are_right_after_each_change_of_a_cache(
     pool: Pool, tmp_path: Path, shape: tuple[int, ...], padded: bool
 ) -> None:
-    for right in pool.run(Shape(*shape).ranks, life, shape, tmp_path, Shape(*shape).ranks - 1, padded):
+    for right in pool.run(Shape(*shape).ranks, live_with_index_keys, shape, tmp_path, Shape(*shape).ranks - 1, padded):
         assert right == dict.fromkeys(right, True)
 
 

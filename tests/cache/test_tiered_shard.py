@@ -26,12 +26,13 @@ from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store import folder_shard
 from attnmesh.store.journal import Journal
 from attnmesh.store.layer_files import PIECE_TOKENS
-from tests.support import growing_caches, histories
-from tests.support.growing_caches import grow
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import seeds
-from tests.support.tolerances import FLOAT32
+from tests.support.caches import growing_caches
+from tests.support.caches.growing_caches import grow
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth import histories
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.seeds import in_turn, seeds
+from tests.support.truth.tolerances import FLOAT32
 
 HOT = 32
 SIZES: dict[str, Any] = {"batch": 1, "kv_heads": 2, "head_dim": 8, "capacity": 700, "dtype": torch.float32}
@@ -67,7 +68,7 @@ def same_bits(cache: am.KVCache) -> bool:
 
 @pytest.mark.parametrize("seed", seeds(8, 200))
 def test_random_histories_agree_with_float64(pool: Pool, tmp_path: Path, seed: int) -> None:
-    history = histories.in_tiers(histories.draw(seed + 900, (1, 2, 3)), (1, 5, 16, 40)[seed % 4])
+    history = histories.in_tiers(histories.draw(seed + 900, (1, 2, 3)), in_turn((1, 5, 16, 40), seed))
     histories.check(history, pool, tmp_path)
 
 
@@ -95,9 +96,10 @@ def test_the_newest_tokens_alone_are_on_the_device() -> None:
 
 
 @on_each_rank
-def reproducible_on_ranks(shape: Shape) -> dict[int, bool]:
+def compare_bits_over_cuts(shape: Shape) -> dict[int, bool]:
     """On a rank: after which cuts of a growing cache steps have the bits of one memory."""
-    cache, same = tiered_cache(200, named_mesh(shape, AXES), capacity=800), {}
+    cache = tiered_cache(200, named_mesh(shape, AXES), capacity=800)
+    same = {}
     for length in (200, 190, 75, 74, 3, 0):
         cache.truncate(length)
         grow(cache, 61)
@@ -107,7 +109,7 @@ def reproducible_on_ranks(shape: Shape) -> dict[int, bool]:
 
 @pytest.mark.parametrize("shape", [Shape(1, 1, 1), Shape(1, 1, 2), Shape(2, 1, 1), Shape(1, 2, 2)], ids=str)
 def test_a_reproducible_step_has_the_bits_of_one_memory(pool: Pool, shape: Shape) -> None:
-    for same in pool.run(shape.ranks, reproducible_on_ranks, shape):
+    for same in pool.run(shape.ranks, compare_bits_over_cuts, shape):
         assert same == dict.fromkeys(same, True)
 
 
@@ -201,9 +203,11 @@ def test_pieces_of_a_folder_fill_and_are_cut(tmp_path: Path) -> None:
 
 
 @on_each_rank
-def lived_on_ranks(path: Path, shape: Shape) -> tuple[dict[str, int], dict[str, bool]]:
+def reopen_a_folder(path: Path, shape: Shape) -> tuple[dict[str, int], dict[str, bool]]:
     """Leave a folder without a flush, then with one. Return the lengths it opens with, and what is right then."""
-    mesh, there, right = named_mesh(shape, AXES), {}, {}
+    mesh = named_mesh(shape, AXES)
+    there = {}
+    right = {}
     cache = tiered_cache(301, mesh, folder=path)
     for left, least in (("unflushed", 0), ("flushed", 300)):
         del cache
@@ -222,7 +226,7 @@ def lived_on_ranks(path: Path, shape: Shape) -> tuple[dict[str, int], dict[str, 
 
 @pytest.mark.parametrize("shape", [Shape(1, 1, 2), Shape(1, 1, 3), Shape(2, 1, 1)], ids=str)
 def test_ranks_leave_what_all_of_them_wrote(pool: Pool, tmp_path: Path, shape: Shape) -> None:
-    answers = pool.run(shape.ranks, lived_on_ranks, tmp_path, shape)
+    answers = pool.run(shape.ranks, reopen_a_folder, tmp_path, shape)
     assert answers == [answers[0]] * shape.ranks
     there, right = answers[0]
     assert 301 - HOT - 4 * 16 * shape.ranks <= there["unflushed"] < 301
@@ -355,7 +359,7 @@ def no_space(*_: object) -> None:
 
 
 @on_each_rank
-def flushed_on_ranks(path: Path) -> tuple[str, str]:
+def flush_beside_a_full_disk(path: Path) -> tuple[str, str]:
     """On a rank: what is said where rank 1 alone cannot write, though ranks compare no call."""
     cache = tiered_cache(100, named_mesh(Shape(1, 1, 2), AXES), folder=path, checked=False)
     is_full = dist.get_rank() == 1
@@ -370,7 +374,7 @@ def flushed_on_ranks(path: Path) -> tuple[str, str]:
 
 
 @on_each_rank
-def failed_alone() -> str:
+def append_beside_a_failure() -> str:
     """On a rank: what rank 1 says to an append to files that it alone cannot do, of ranks on GPUs."""
     guard = CallGuard(RankMesh.of(named_mesh(Shape(1, 1, 2), AXES)), torch.device("cuda"), None)
     try:
@@ -382,11 +386,11 @@ def failed_alone() -> str:
 
 
 def test_an_append_that_fails_on_a_gpu_raises_there(pool: Pool) -> None:
-    assert pool.run(2, failed_alone) == ["", "append: expected a disk, given no space. Fix: free some."]
+    assert pool.run(2, append_beside_a_failure) == ["", "append: expected a disk, given no space. Fix: free some."]
 
 
 def test_a_flush_that_fails_on_a_rank_fails_on_all(pool: Pool, tmp_path: Path) -> None:
-    (one, _), (other, appended) = pool.run(2, flushed_on_ranks, tmp_path)
+    (one, _), (other, appended) = pool.run(2, flush_beside_a_full_disk, tmp_path)
     assert one == other
     assert "flush again" in one
     assert "open the folder again" in appended
@@ -428,7 +432,7 @@ def test_arguments_that_do_not_go_together_are_refused(sizes: dict[str, Any], sa
 
 
 @on_each_rank
-def with_copies() -> str:
+def catch_error_of_copies() -> str:
     try:
         tiered_cache(0, named_mesh(Shape(1, 1, 2), AXES), copies=2)
     except errors.KernelError as error:
@@ -437,7 +441,7 @@ def with_copies() -> str:
 
 
 def test_copies_are_refused_on_every_rank(pool: Pool) -> None:
-    (said,) = {*pool.run(2, with_copies)}
+    (said,) = {*pool.run(2, catch_error_of_copies)}
     assert said == "KVCache hot: expected one rank of each token, given copies=2. Fix: leave copies out, or hot."
 
 

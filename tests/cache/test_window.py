@@ -1,8 +1,9 @@
 """Caches that forget: the same results as caches that keep every token, in the memory of a window."""
 
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,9 +19,9 @@ from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store.checkpoint import load_layers
 from attnmesh.store.checkpoint_writer import save_layers
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT32, FLOAT32_SUMS, assert_near, worst
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.tolerances import FLOAT32, FLOAT32_SUMS, assert_near, worst
 
 SIZES: dict[str, Any] = {"batch": 2, "kv_heads": 2, "head_dim": 8, "capacity": 2000, "block": 4}
 MASKS = [am.Window(0), am.Window(37), am.Causal() & am.Chunks(50), am.Window(30) & am.Chunks(24)]
@@ -41,10 +42,11 @@ def new(tokens: int, seed: int = 0) -> list[Tensor]:
 
 
 @on_each_rank
-def lives(shape: Shape, mask: Mask, keep: int) -> list[Tensor]:
+def live_long(shape: Shape, mask: Mask, keep: int) -> list[Tensor]:
     """Return outputs of a long life. Raise unless a cache that keeps every token gives the same bits."""
     caches = [cache_of(shape, mask, keep), cache_of(shape, None)]
-    outs, random = [], torch.Generator().manual_seed(3)
+    outs = []
+    random = torch.Generator().manual_seed(3)
     for step in range(70):
         tokens = {20: 9, 40: 130}.get(step, 1)
         q, k, v = new(tokens, step)
@@ -76,15 +78,22 @@ def lives_of() -> list[Any]:
 
 @pytest.mark.parametrize(("mask", "keep"), lives_of())
 def test_bits_are_those_of_a_cache_that_keeps_every_token(pool: Pool, mask: Mask, keep: int) -> None:
-    (alone,) = pool.run(1, lives, Shape(1, 1, 1), mask, keep)
+    (alone,) = pool.run(1, live_long, Shape(1, 1, 1), mask, keep)
     for shape in (Shape(1, 1, 2), Shape(2, 1, 2)):
-        for outs in pool.run(shape.ranks, lives, shape, mask, keep):
+        for outs in pool.run(shape.ranks, live_long, shape, mask, keep):
             assert all(map(torch.equal, outs, alone)), shape
 
 
+class Prefilled(NamedTuple):
+    """The worst error after a sharded prefill in three parts, and the slots of a rank before and after steps."""
+
+    error: float
+    slots: int
+    slots_after_steps: int
+
+
 @on_each_rank
-def prefills(shape: Shape, layout: Any, padded: bool) -> tuple[float, int, int]:
-    """Return the worst error after a sharded prefill in two parts, and the slots in use and reserved."""
+def prefill_in_parts(shape: Shape, layout: Any, padded: bool) -> Prefilled:
     mask, place = am.Window(20), RankMesh.of(named_mesh(shape, AXES) if shape.ranks > 1 else None)
     caches = [cache_of(shape, mask, 3), cache_of(shape, None)]
     errors = []
@@ -97,14 +106,14 @@ def prefills(shape: Shape, layout: Any, padded: bool) -> tuple[float, int, int]:
             cache.append_shard(k[:, :, mine], v[:, :, mine], positions, token_mask=real, queries=queries)
         one, other = (am.decode(q[:, :, -queries:], cache, mask=mask) for cache in caches)
         errors.append(float((one - other).abs().max()))
-    most = caches[0].keys.shape[2]
+    slots = caches[0].keys.shape[2]
     for step in range(10):
         q, k, v = new(1, step)
         for cache in caches:
             cache.append(k, v)
         one, other = (am.decode(q, cache, mask=mask) for cache in caches)
         errors.append(float((one - other).abs().max()))
-    return worst(errors), most, caches[0].keys.shape[2]
+    return Prefilled(worst(errors), slots, caches[0].keys.shape[2])
 
 
 @pytest.mark.parametrize(
@@ -118,9 +127,9 @@ def prefills(shape: Shape, layout: Any, padded: bool) -> tuple[float, int, int]:
 )
 def test_a_sharded_prefill_keeps_the_window_alone(pool: Pool, layout: Any, padded: bool) -> None:
     for shape in (Shape(1, 1, 1), Shape(1, 1, 3), Shape(2, 1, 2)):
-        for error, most, after in pool.run(shape.ranks, prefills, shape, layout, padded):
-            assert error < FLOAT32_SUMS
-            assert max(most, after) < 90, "of 1,190 tokens"
+        for prefilled in pool.run(shape.ranks, prefill_in_parts, shape, layout, padded):
+            assert prefilled.error < FLOAT32_SUMS
+            assert max(prefilled.slots, prefilled.slots_after_steps) < 90, "of 1,190 tokens"
 
 
 @on_each_rank
@@ -173,8 +182,10 @@ def test_tokens_before_a_failed_append_are_decoded_again(
 
     monkeypatch.setattr(CacheShard, inner, no_memory)
     _, k, v = new(tokens)
+    append = partial(cache.append, k, v)
+    append_shard = partial(cache.append_shard, k, v, torch.arange(102, 102 + tokens))
     with pytest.raises(torch.OutOfMemoryError):
-        cache.append(k, v) if tokens == 1 else cache.append_shard(k, v, torch.arange(102, 102 + tokens))
+        (append if tokens == 1 else append_shard)()
     assert am.decode(q, cache, mask=am.Window(30)).equal(before)
     cache.truncate(102)
 

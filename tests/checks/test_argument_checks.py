@@ -12,8 +12,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import attnmesh as am
 from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
 
 T = torch.zeros
 HINT = r"Fix: (.*; )?if these are \(batch, length, heads, dim\), pass x\.transpose\(1, 2\)"
@@ -130,7 +130,7 @@ def test_compiled_it_is_one_graph_and_does_not_warn() -> None:
 
 
 @on_each_rank
-def on_a_mesh(case: str) -> None:
+def check_on_a_mesh(case: str) -> None:
     mesh = named_mesh(Shape(1, 2, 1), AXES)
     q, k, v = heads(20)
     options: dict[str, Any] = {"mesh": mesh, "layout": am.Contiguous()}
@@ -145,7 +145,7 @@ def on_a_mesh(case: str) -> None:
 
 @pytest.mark.parametrize("case", ["lengths", "shards", "DTensors"])
 def test_on_a_mesh_all_ranks_hint_alike(pool: Pool, case: str) -> None:
-    one, other = pool.ask(2, on_a_mesh, case)
+    one, other = pool.ask(2, check_on_a_mesh, case)
     assert str(one) == str(other)
     with pytest.raises(errors.InputError, match=HINT):
         raise one

@@ -26,8 +26,8 @@ from attnmesh.planner.training import LOSSES
 from attnmesh.planner.workload import PHASES
 from attnmesh.planner.workload_presets import WORKLOADS
 from attnmesh_command import choices
-from tests.support.command import run
-from tests.support.scripts import run_script
+from tests.support.process.command import run
+from tests.support.process.scripts import run_script
 
 
 def test_check_proves_every_kernel_here() -> None:

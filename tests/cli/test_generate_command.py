@@ -19,10 +19,10 @@ from attnmesh.cli.generate_prompt import PromptOptions, prepare_prompt
 from attnmesh.cli.mesh_option import MeshOptions
 from attnmesh.errors import MeshError
 from attnmesh.hf.load import PACKAGED, locate, open_tokenizer
-from tests.support import families
-from tests.support.command import Done, run_main
-from tests.support.fake_engine import save_tiny
-from tests.support.needs import needs_smollm2
+from tests.support.models import families
+from tests.support.process.command import Done, run_main
+from tests.support.process.needs import needs_smollm2
+from tests.support.serving.fake_engine import save_tiny
 
 pytestmark = needs_smollm2
 

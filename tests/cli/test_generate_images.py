@@ -10,9 +10,9 @@ from PIL import Image
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
-from tests.support.command import run_main
-from tests.support.models.image_models import build_images, image_case
-from tests.support.models.processed_images import TEMPLATE, pictures, processor
+from tests.support.images.image_models import build_images, image_case
+from tests.support.images.processed_images import TEMPLATE, pictures, processor
+from tests.support.process.command import run_main
 
 TEXT = "w4 w5 w6"
 

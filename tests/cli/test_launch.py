@@ -26,11 +26,11 @@ from attnmesh.cli.launch import LaunchError, run_on_ranks
 from attnmesh.errors import ShapeError
 from attnmesh.runtime.processes import RunningProcess
 from attnmesh.runtime.world import WORLD
-from tests.support.pool import on_each_rank
+from tests.support.ranks.pool import on_each_rank
 
 
 @on_each_rank
-def own_rank() -> int:
+def return_own_rank() -> int:
     return dist.get_rank()
 
 
@@ -92,7 +92,7 @@ def hang() -> None:
 
 
 def test_ranks_are_started_and_their_results_come_back() -> None:
-    assert run_on_ranks(2, own_rank) == [0, 1]
+    assert run_on_ranks(2, return_own_rank) == [0, 1]
 
 
 def test_messages_of_ranks_arrive() -> None:
@@ -223,7 +223,7 @@ def test_ranks_have_the_threads_they_are_given() -> None:
 
 
 @on_each_rank
-def groups_end() -> dict[str, bool]:
+def end_groups() -> dict[str, bool]:
     """Whether the groups of a mesh that attention has seen are gone once they are destroyed, and forgotten."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("queries", "keys"))
     q = torch.randn(1, 2, 8, 8)
@@ -239,12 +239,12 @@ def groups_end() -> dict[str, bool]:
 
 
 def test_no_group_outlives_python() -> None:
-    for right in run_on_ranks(4, groups_end):
+    for right in run_on_ranks(4, end_groups):
         assert right == dict.fromkeys(right, True)
 
 
 @on_each_rank
-def pages_of_layers() -> int:
+def count_pages_of_layers() -> int:
     """Return the new pages of memory that a rank waits for in the last 10 layers of a model, each of 96 MB."""
     before = 0
     for layer in range(20):
@@ -257,5 +257,5 @@ def pages_of_layers() -> int:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are those of glibc")
 def test_ranks_keep_the_memory_that_a_layer_frees() -> None:
-    (pages,) = run_on_ranks(1, pages_of_layers, spawned=True)
+    (pages,) = run_on_ranks(1, count_pages_of_layers, spawned=True)
     assert pages * resource.getpagesize() < 96_000_000

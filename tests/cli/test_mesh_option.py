@@ -10,7 +10,7 @@ from attnmesh.planner.serving import ModelSizes, serving_plans
 from attnmesh.planner.units import seconds_text
 from attnmesh_command.messages import OptionError
 from attnmesh_command.option_texts import axes_of
-from tests.support.planned import cpus, model_of_cpus
+from tests.support.planning.planned import cpus, model_of_cpus
 
 
 def test_the_shape_that_sends_least_is_chosen() -> None:

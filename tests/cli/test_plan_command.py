@@ -22,9 +22,9 @@ from attnmesh.planner.units import bytes_text, seconds_text
 from attnmesh_command import app, show_errors
 from attnmesh_command.messages import OptionError
 from attnmesh_command.option_texts import length_of
-from tests.support.browser import Browser
-from tests.support.command import run_plan
-from tests.support.planned import CLUSTER, SMALL
+from tests.support.planning.planned import CLUSTER, SMALL
+from tests.support.process.command import run_plan
+from tests.support.serving.browser import Browser
 
 DECODE = ("--cluster", "dgx-h100:16", "--heads", "32/8", "--head-dim", "128", "--length", "5M", "--decode")
 

@@ -16,8 +16,8 @@ from transformers import (
 from typer.testing import CliRunner
 
 from attnmesh_command import app, show_errors
-from tests.support.command import planned_serve
-from tests.support.planned import LLAMA_70B
+from tests.support.planning.planned import LLAMA_70B
+from tests.support.process.command import planned_serve
 
 HOSTS = ("--cluster", "dgx-h100:2", "--length", "1M")
 

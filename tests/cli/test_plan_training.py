@@ -10,7 +10,7 @@ import pytest
 from attnmesh.errors import ClusterError
 from attnmesh_command import app
 from attnmesh_command.messages import OptionError
-from tests.support.command import run
+from tests.support.process.command import run
 
 DOCS = Path(__file__).parents[2] / "docs"
 MODEL, PAGE = DOCS / "configs" / "llama-3.1-8b.json", DOCS / "finetune.md"

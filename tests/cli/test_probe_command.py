@@ -11,7 +11,7 @@ from attnmesh.cli.output import pairs
 from attnmesh.cli.probe_command import check_master, described
 from attnmesh.cost.cluster import Cluster
 from attnmesh.errors import ClusterError
-from tests.support.command import run
+from tests.support.process.command import run
 
 
 def test_what_probe_writes_is_what_plan_reads(tmp_path: Path) -> None:

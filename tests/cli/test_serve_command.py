@@ -24,9 +24,9 @@ from attnmesh_command import app, show_errors
 from attnmesh_command.messages import OptionError
 from attnmesh_command.model_options import GenerateOptions, ServeOptions
 from attnmesh_command.option_texts import read_prompt
-from tests.support.command import planned_serve
-from tests.support.fake_engine import SERVE, answer, byte_tokenizer, save_tiny
-from tests.support.served import until
+from tests.support.process.command import planned_serve
+from tests.support.serving.fake_engine import SERVE, answer, byte_tokenizer, save_tiny
+from tests.support.serving.served import until
 
 PROMPT = "Once upon a time"
 
@@ -95,7 +95,8 @@ class Command:
 
     def children(self) -> list[int]:
         """Processes with this command's folder in their environment, which are all that it has started."""
-        mark, found = f"TMPDIR={self.folder}".encode(), []
+        mark = f"TMPDIR={self.folder}".encode()
+        found = []
         for place in Path("/proc").glob("[0-9]*/environ"):
             try:
                 if mark in place.read_bytes().split(b"\0"):

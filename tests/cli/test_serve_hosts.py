@@ -22,10 +22,10 @@ from attnmesh.cli.launch import LaunchError
 from attnmesh.cli.serve_hosts import TorchrunRanks, _address, make_own_folder, replace
 from attnmesh.errors import ClusterError
 from attnmesh.runtime.processes import RunningProcess
-from tests.support.command import planned_serve
-from tests.support.fake_engine import SERVE
-from tests.support.needs import needs_smollm2
-from tests.support.served import until
+from tests.support.process.command import planned_serve
+from tests.support.process.needs import needs_smollm2
+from tests.support.serving.fake_engine import SERVE
+from tests.support.serving.served import until
 
 ROOT = Path(__file__).parents[2]
 

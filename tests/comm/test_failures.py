@@ -23,9 +23,9 @@ from attnmesh.errors import ClusterError, MeshError, RankFailure
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.setup import rendezvous
 from benchmarks import netns
-from tests.support.mesh_problems import named_mesh
-from tests.support.needs import needs_hosts
-from tests.support.pool import on_each_rank
+from tests.support.process.needs import needs_hosts
+from tests.support.ranks.pool import on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
 from tools import chaos
 from tools.chaos import FAULTS, Outcome, Scenario
 
@@ -98,7 +98,7 @@ def silent_until(done: Callable[[], bool]) -> None:
 
 
 @on_each_rank
-def lost_beside_a_stray_note() -> tuple[int, ...]:
+def find_lost_beside_a_stray_note() -> tuple[int, ...]:
     """The second of two ranks is silent; a rank of that number of another job has left a note that blames the first."""
     mesh = named_mesh(Shape(1, 1, 2), AXES)
     x = torch.zeros(1, 2, 8, 4)
@@ -118,11 +118,11 @@ def lost_beside_a_stray_note() -> tuple[int, ...]:
 
 
 def test_a_rank_that_has_strayed_to_the_store_is_not_believed() -> None:
-    assert run_on_ranks(2, lost_beside_a_stray_note)[0] == (1,)
+    assert run_on_ranks(2, find_lost_beside_a_stray_note)[0] == (1,)
 
 
 @on_each_rank
-def alone_while_another_waits_in_a_barrier() -> tuple[str, str]:
+def close_while_another_waits_in_a_barrier() -> tuple[str, str]:
     """Return what the first rank has printed when it closes its connections, and in all; "" on the second."""
     mesh = named_mesh(Shape(1, 1, 2), AXES)
     x = torch.zeros(1, 2, 8, 4)
@@ -146,7 +146,7 @@ def alone_while_another_waits_in_a_barrier() -> tuple[str, str]:
 
 
 def test_a_rank_that_attends_alone_says_so_before_the_others_end() -> None:
-    before, printed = run_on_ranks(2, alone_while_another_waits_in_a_barrier)[0]
+    before, printed = run_on_ranks(2, close_while_another_waits_in_a_barrier)[0]
     assert re.match(
         r"attnmesh: rank 0 waited for rank 1 along the keys axis, comparing calls: timed out: .*\n$", before
     )
@@ -154,7 +154,7 @@ def test_a_rank_that_attends_alone_says_so_before_the_others_end() -> None:
 
 
 @on_each_rank
-def lost_on(backend: str | None, store: str) -> tuple[tuple[int, ...], bool]:
+def find_lost_on(backend: str | None, store: str) -> tuple[tuple[int, ...], bool]:
     """The second of two ranks is silent, in a world of that backend: whom the first misses, and whether in time."""
     place = {"rank": dist.get_rank(), "world_size": 2}
     rendezvous.leave()
@@ -179,7 +179,7 @@ def test_the_deadline_holds_however_the_group_was_made(tmp_path: Path) -> None:
     """PyTorch makes groups with a backend for each kind of device, unless it is told which."""
     backends = None, "cpu:gloo", "cpu:gloo,cuda:gloo"
     with ThreadPoolExecutor() as threads:
-        worlds = [threads.submit(run_on_ranks, 2, lost_on, name, str(tmp_path / f"{name}")) for name in backends]
+        worlds = [threads.submit(run_on_ranks, 2, find_lost_on, name, str(tmp_path / f"{name}")) for name in backends]
     assert [each.result()[0] for each in worlds] == [((1,), True)] * len(backends)
 
 
@@ -190,7 +190,7 @@ def test_deadlines_that_are_none_are_refused(given: Any) -> None:
 
 
 @on_each_rank
-def late_by_compilation(store: str) -> str:
+def compile_too_long(store: str) -> str:
     """The second of two ranks compiles until the first has given it up; both then say so."""
     mesh = named_mesh(Shape(1, 1, 2), AXES)
     x, raised = torch.zeros(1, 2, 8, 4), Path(f"{store} raised")
@@ -209,7 +209,7 @@ def late_by_compilation(store: str) -> str:
 
 
 def test_a_rank_that_compiles_for_too_long_is_lost_by_compilation(tmp_path: Path) -> None:
-    waiting, late = run_on_ranks(2, late_by_compilation, str(tmp_path / "late"))
+    waiting, late = run_on_ranks(2, compile_too_long, str(tmp_path / "late"))
     for error in (waiting, late):
         assert error.startswith("rank 1 is lost along the keys axis, "), error
         assert "compilation by torch.compile may take longer than the deadline, see set_deadline" in error

@@ -23,13 +23,13 @@ from attnmesh.guard.agreement import Agreement
 from attnmesh.mesh.axes import Axis, mesh_of_axis
 from attnmesh.mesh.shapes import Shape
 from attnmesh.runtime.counters import count_traffic
-from tests.support import worlds
-from tests.support.groups import world_axis
-from tests.support.needs import needs_library
-from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import some
-from tests.support.tolerances import FLOAT32_SUMS
-from tests.support.worlds import START_TIMEOUT, Job, Ranks
+from tests.support.process.needs import needs_library
+from tests.support.ranks import worlds
+from tests.support.ranks.groups import world_axis
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.ranks.worlds import START_TIMEOUT, Job, Ranks
+from tests.support.truth.seeds import some
+from tests.support.truth.tolerances import FLOAT32_SUMS
 
 pytestmark = needs_library
 
@@ -67,7 +67,7 @@ def axis() -> Axis:
 
 
 @on_each_rank
-def outputs(columns: int, sizes: tuple[int, ...], dtype: torch.dtype, rows: tuple[int, ...]) -> list[list[Tensor]]:
+def compute_rows(columns: int, sizes: tuple[int, ...], dtype: torch.dtype, rows: tuple[int, ...]) -> list[list[Tensor]]:
     along = axis()
     call = HostLinear(3, weights(columns, *sizes, dtype=dtype), along, agreed_axis_mailboxes(along))
     return [[out.clone() for out in call.run(random_rows(count, columns, dtype))] for count in rows]
@@ -79,7 +79,7 @@ def test_outputs_of_shared_layers_are_exact(sizes: tuple[int, ...], dtype: torch
     columns, *layers = sizes
     for rows, found in zip(
         (1, 2, 5, MAX_SHARED_ROWS[dtype]),
-        outputs(columns, tuple(layers), dtype, (1, 2, 5, MAX_SHARED_ROWS[dtype])),
+        compute_rows(columns, tuple(layers), dtype, (1, 2, 5, MAX_SHARED_ROWS[dtype])),
         strict=True,
     ):
         x = random_rows(rows, columns, dtype).double()
@@ -96,7 +96,7 @@ def test_bits_depend_on_neither_rows_nor_threads(threads: int) -> None:
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        (alone,) = outputs(512, (700, 701), torch.float32, (1,))
+        (alone,) = compute_rows(512, (700, 701), torch.float32, (1,))
         call = HostLinear(0, weights(512, 700, 701), Axis(), None)
         several = call.run(torch.cat([random_rows(1, 512), random_rows(6, 512)]))
         assert all(torch.equal(some[:1], one) for some, one in zip(several, alone, strict=True))
@@ -111,8 +111,8 @@ def test_ranks_have_the_bits_of_one(ranks: int, pool: Pool) -> None:
     for dtype in DTYPES:
         for columns, *layers in LAYERS:
             arguments = columns, tuple(layers), dtype, (1, 3)
-            expected = outputs(*arguments)
-            for found in pool.run(ranks, outputs, *arguments):
+            expected = compute_rows(*arguments)
+            for found in pool.run(ranks, compute_rows, *arguments):
                 assert all(
                     torch.equal(a, b)
                     for one, other in zip(found, expected, strict=True)
@@ -123,13 +123,13 @@ def test_ranks_have_the_bits_of_one(ranks: int, pool: Pool) -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_many_outputs_go_in_pieces(ranks: int, pool: Pool) -> None:
     arguments = LARGE[0], LARGE[1:], torch.float32, (1, 7)
-    expected = outputs(*arguments)
-    for found in pool.run(ranks, outputs, *arguments):
+    expected = compute_rows(*arguments)
+    for found in pool.run(ranks, compute_rows, *arguments):
         assert all(torch.equal(a[0], b[0]) for a, b in zip(found, expected, strict=True))
 
 
 @on_each_rank
-def not_finite() -> list[Tensor]:
+def compute_numbers_not_finite() -> list[Tensor]:
     along, x = axis(), random_rows(2, 64)
     x[1, 5] = torch.nan
     weight = weights(64, 40)
@@ -138,14 +138,14 @@ def not_finite() -> list[Tensor]:
 
 
 def test_numbers_that_are_not_finite_pass(pool: Pool) -> None:
-    for (found,) in pool.run(2, not_finite):
+    for (found,) in pool.run(2, compute_numbers_not_finite):
         assert bool(found[1].isnan().all())
         assert bool(found[0, 7].isinf())
         assert bool(found[0, :7].isfinite().all())
 
 
 @on_each_rank
-def bytes_received() -> int:
+def count_received_bytes() -> int:
     along = axis()
     call = HostLinear(0, weights(64, 600), along, agreed_axis_mailboxes(along))
     with count_traffic() as traffic:
@@ -154,14 +154,16 @@ def bytes_received() -> int:
 
 
 def test_outputs_of_others_are_counted(pool: Pool) -> None:
-    assert pool.run(3, bytes_received) == [2 * 4 * 2 * 600 // 3] * 3
+    assert pool.run(3, count_received_bytes) == [2 * 4 * 2 * 600 // 3] * 3
 
 
 @on_each_rank
-def errors_of_odd_calls(mistake: str) -> list[str]:
+def catch_errors_of_odd_calls(mistake: str) -> list[str]:
     """A call that differs on the last rank, and then one on which all agree again."""
     along = axis()
-    boxes, last, said = agreed_axis_mailboxes(along), axis().index == axis().size - 1, []
+    boxes = agreed_axis_mailboxes(along)
+    last = axis().index == axis().size - 1
+    said = []
     one, other = (HostLinear(number, weights(64, 40), along, boxes) for number in (0, 1))
     try:
         if mistake == "another layer":
@@ -204,11 +206,11 @@ def errors_of_odd_calls(mistake: str) -> list[str]:
 @pytest.mark.parametrize("mistake", ["another layer", "other rows", "an error", "a merge", "a pending message"])
 def test_calls_that_differ_are_found_and_forgotten(mistake: str, pool: Pool) -> None:
     expected = ["UnforeseenError", "UnforeseenError", "ValueError"] if mistake == "an error" else ["MeshError"] * 3
-    assert pool.run(3, errors_of_odd_calls, mistake) == [[name] for name in expected]
+    assert pool.run(3, catch_errors_of_odd_calls, mistake) == [[name] for name in expected]
 
 
 @on_each_rank
-def beside_a_stopped_rank() -> None:
+def compute_beside_a_stopped_rank() -> None:
     """A layer after a merge in which rank 1 waited for rank 0, and is stopped before it finds the message."""
     along = axis()
     boxes, merge = agreed_axis_mailboxes(along), agreed_host_merge(along, (1, 2, 1, 8), MERGES["tree"])
@@ -230,7 +232,7 @@ def beside_a_stopped_rank() -> None:
 
 
 def test_a_rank_that_stalls_makes_no_other_call(pool: Pool) -> None:
-    pool.run(2, beside_a_stopped_rank)
+    pool.run(2, compute_beside_a_stopped_rank)
 
 
 @pytest.mark.parametrize("victim", some(range(3), 0, 1))

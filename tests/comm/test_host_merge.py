@@ -1,6 +1,7 @@
 """Merges of ranks of one host by one native call: exact, the same bits on all ranks, and nobody is left asleep."""
 
 import time
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -19,9 +20,9 @@ from attnmesh.errors import InputError, KernelError
 from attnmesh.kernels.native.build import Library, library
 from attnmesh.kernels.native.native_digest import digest_of_rows, digest_on_cpu
 from attnmesh.mesh.axes import Axis
-from tests.support.groups import world_axis
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT32, FLOAT32_SUMS
+from tests.support.ranks.groups import world_axis
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.tolerances import FLOAT32, FLOAT32_SUMS
 
 CPU = torch.device("cpu")
 
@@ -40,7 +41,7 @@ def partials(ranks: int, shape: tuple[int, ...], seed: int) -> list[am.Partial]:
 
 
 @on_each_rank
-def _merge(how: str, shapes: list[tuple[int, ...]]) -> list[am.Partial]:
+def merge_twice_each(how: str, shapes: list[tuple[int, ...]]) -> list[am.Partial]:
     """On a rank: merge twice each, the second time as a known kind."""
     found = []
     for seed, shape in enumerate(shapes):
@@ -57,7 +58,7 @@ def _merge(how: str, shapes: list[tuple[int, ...]]) -> list[am.Partial]:
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_merges_are_exact_and_alike(ranks: int, how: str, pool: Pool) -> None:
     shapes = [(1, 32, 1, 128), (3, 5, 7, 1), (2, 1, 1, 33), (1, 1, 1, 1), (1, 64, 4, 128), (1, 64, 9, 128)]
-    results = pool.run(ranks, _merge, how, shapes)
+    results = pool.run(ranks, merge_twice_each, how, shapes)
     for seed, shape in enumerate(shapes):
         wide = [am.Partial(out.double(), lse.double()) for out, lse in partials(ranks, shape, seed)]
         expected = am.merge(*wide)
@@ -69,18 +70,18 @@ def test_merges_are_exact_and_alike(ranks: int, how: str, pool: Pool) -> None:
 
 
 @on_each_rank
-def _is_native(shape: tuple[int, ...]) -> bool:
+def ask_if_native(shape: tuple[int, ...]) -> bool:
     return agreed_host_merge(world_axis(), shape, MERGES["tree"]) is not None
 
 
 @needs_library
 def test_short_messages_in_float32_are_one_native_call(pool: Pool) -> None:
-    assert pool.run(2, _is_native, (1, 32, 1, 128)) == [True, True]
-    assert pool.run(2, _is_native, (1, 64, 16, 128)) == [False, False]  # longer than a mailbox
+    assert pool.run(2, ask_if_native, (1, 32, 1, 128)) == [True, True]
+    assert pool.run(2, ask_if_native, (1, 64, 16, 128)) == [False, False]  # longer than a mailbox
 
 
 @on_each_rank
-def _late(rank: int, seconds: float) -> tuple[bool, float]:
+def merge_after_the_late_one(rank: int, seconds: float) -> tuple[bool, float]:
     """On a rank: merge after the late one. Return whether it is right, and the share of time that the rank was busy."""
     own = am.Partial(torch.full((1, 2, 1, 4), float(dist.get_rank())), torch.zeros(1, 2, 1))
     am.merge_across(own, dist.group.WORLD, how="tree")
@@ -95,13 +96,13 @@ def _late(rank: int, seconds: float) -> tuple[bool, float]:
 @needs_library
 @pytest.mark.parametrize("late", [0, 2])
 def test_ranks_that_wait_sleep_and_are_woken(late: int, pool: Pool) -> None:
-    for right, share in pool.run(4, _late, late, 1.0):
+    for right, share in pool.run(4, merge_after_the_late_one, late, 1.0):
         assert right
         assert share < 0.5  # a rank that polls is busy all the time
 
 
 @on_each_rank
-def _differ(odd: int, checked: bool | None) -> str:
+def merge_unlike_calls(odd: int, checked: bool | None) -> str:
     """On a rank: merge a known kind, of which one rank then makes another call."""
     own = am.Partial(torch.ones(1, 2, 1, 4), torch.zeros(1, 2, 1))
     other = am.Partial(torch.ones(1, 2, 2, 4), torch.zeros(1, 2, 2))
@@ -119,14 +120,14 @@ def _differ(odd: int, checked: bool | None) -> str:
 
 @pytest.mark.parametrize("odd", [0, 1, 2])
 def test_known_calls_that_differ_raise_alike_or_are_nan(odd: int, pool: Pool) -> None:
-    (text,) = set(pool.run(3, _differ, odd, None))
+    (text,) = set(pool.run(3, merge_unlike_calls, odd, None))
     assert "merge_across" in text
     assert "[1, 2, 2, 4]" in text
-    assert set(pool.run(3, _differ, odd, False)) == {"NaN"}
+    assert set(pool.run(3, merge_unlike_calls, odd, False)) == {"NaN"}
 
 
 @on_each_rank
-def _lacking(rank: int) -> tuple[bool, torch.Tensor]:
+def merge_where_one_lacks_the_library(rank: int) -> tuple[bool, torch.Tensor]:
     """On a rank: merge in a new group, of which one rank has no library."""
     group, before = dist.new_group(), topology.library
     if dist.get_rank() == rank:
@@ -142,15 +143,23 @@ def _lacking(rank: int) -> tuple[bool, torch.Tensor]:
 
 def test_where_one_rank_has_no_library_none_uses_it(pool: Pool) -> None:
     expected = am.merge(*partials(3, (1, 4, 1, 8), 9)).out
-    for native, out in pool.run(3, _lacking, 1):
+    for native, out in pool.run(3, merge_where_one_lacks_the_library, 1):
         assert not native
         torch.testing.assert_close(out, expected)
 
 
+class Names(NamedTuple):
+    """Of merges: the fastest, the one chosen for outputs by heads, and the one chosen where it is given."""
+
+    fastest: str
+    for_heads: str
+    given: str
+
+
 @on_each_rank
-def _chosen() -> tuple[str, str, str]:
+def choose_merges() -> Names:
     place = world_axis()
-    return (
+    return Names(
         agreed_transport(place, CPU).agreed_fastest().name,
         RequestedMerge(place, "auto", "heads").agreed_merge(CPU).name,
         RequestedMerge(place, "gather", "heads").agreed_merge(CPU).name,
@@ -159,9 +168,10 @@ def _chosen() -> tuple[str, str, str]:
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_the_measured_choice_is_the_same_on_all_ranks(ranks: int, pool: Pool) -> None:
-    ((best, heads, given),) = set(pool.run(ranks, _chosen))
-    assert best in ("tree", "direct")
-    assert (heads, given) == ("direct", "gather")
+    (names,) = set(pool.run(ranks, choose_merges))
+    assert names.fastest in ("tree", "direct")
+    assert names.for_heads == "direct"
+    assert names.given == "gather"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.int64])
@@ -211,7 +221,7 @@ def test_other_bits_have_another_digest(dtype: torch.dtype, count: int) -> None:
 
 
 @on_each_rank
-def star() -> list[str]:
+def merge_by_star() -> list[str]:
     """Merge partials of float32, which the native library takes, and of float64 by a name that nobody wrote."""
     said = []
     for dtype in (torch.float32, torch.float64):
@@ -223,4 +233,4 @@ def star() -> list[str]:
 
 
 def test_a_merge_that_nobody_wrote_raises(pool: Pool) -> None:
-    assert [len(said) for said in pool.run(2, star)] == [2, 2]
+    assert [len(said) for said in pool.run(2, merge_by_star)] == [2, 2]

@@ -20,10 +20,10 @@ from attnmesh.comm.p2p import Channel
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.mesh_attention import executor
-from tests.support.groups import world_axis
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT32_SUMS
+from tests.support.ranks.groups import world_axis
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.tolerances import FLOAT32_SUMS
 
 CPU = torch.device("cpu")
 
@@ -36,11 +36,12 @@ def _message(number: int, source: int, target: int, size: int) -> torch.Tensor:
 
 
 @on_each_rank
-def _exchange_in_any_order(seed: int) -> tuple[int, int]:
+def exchange_in_any_order(seed: int) -> tuple[int, int]:
     """On a rank: messages that came wrong, of exchanges of which up to five are under way; and messages left."""
     axis = world_axis()
     common, own = Random(seed), Random(f"{seed} {axis.index}")
-    under_way, wrong = [], 0
+    under_way = []
+    wrong = 0
     for number in range(30):
         size = common.choice(
             (0, 1, 100, 5000, MESSAGE_BYTES, MESSAGE_BYTES + 1, 2 * MESSAGE_BYTES, 2 * MESSAGE_BYTES + 1)
@@ -60,11 +61,11 @@ def _exchange_in_any_order(seed: int) -> tuple[int, int]:
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_exchanges_end_in_any_order(ranks: int, pool: Pool) -> None:
     for seed in range(3):
-        assert pool.run(ranks, _exchange_in_any_order, seed) == [(0, 0)] * ranks
+        assert pool.run(ranks, exchange_in_any_order, seed) == [(0, 0)] * ranks
 
 
 @on_each_rank
-def _share() -> None:
+def share_numbers_of_all() -> None:
     """On a rank of four: each knows the numbers of all, by shard, also if these do not fit on a board."""
     mesh = RankMesh.of(named_mesh(Shape(1, 2, 2), AXES))
     for count in (1, 6, 3, MESSAGE_BYTES // 64, MESSAGE_BYTES // 16, 7) * 5:
@@ -73,7 +74,7 @@ def _share() -> None:
 
 
 def test_each_rank_knows_the_numbers_of_all_by_shard(pool: Pool) -> None:
-    pool.run(4, _share)
+    pool.run(4, share_numbers_of_all)
 
 
 def _inputs(scale: float = 1.0) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
@@ -92,7 +93,7 @@ def _attends(mesh: DeviceMesh, scale: float = 1.0, **options: Any) -> bool:
 
 
 @on_each_rank
-def _attend_with_checks_of_one() -> list[str]:
+def attend_with_checks_of_one() -> list[str]:
     """On a rank: what comes of calls of which the first is compared by rank 0 alone, and the others by all."""
     mesh, found = named_mesh(Shape(1, 2, 1), AXES), list[str]()
     for number in range(3):
@@ -105,14 +106,14 @@ def _attend_with_checks_of_one() -> list[str]:
 
 
 def test_a_rank_that_compares_alone_is_noticed_and_nothing_wrong_comes_after() -> None:
-    one, other = run_on_ranks(2, _attend_with_checks_of_one)
+    one, other = run_on_ranks(2, attend_with_checks_of_one)
     assert one[0] == other[0] == "right: True"
     assert "it compares its call, while this rank waits for a message of another call" in other[1], other
     assert all("is lost" in text for text in (*one[1:], *other[2:])), (one, other)
 
 
 @on_each_rank
-def _fail_and_go_on() -> dict[str, bool]:
+def fail_and_go_on() -> dict[str, bool]:
     """On a rank: whether a merge and attention are right after a call that failed on all ranks between exchanges."""
     axis = world_axis()
     device_mesh = named_mesh(Shape(1, axis.size, 1), AXES)
@@ -127,11 +128,11 @@ def _fail_and_go_on() -> dict[str, bool]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_calls_after_one_that_was_broken_off_are_right(ranks: int, pool: Pool) -> None:
-    assert pool.run(ranks, _fail_and_go_on) == [{"merge": True, "attention": True}] * ranks
+    assert pool.run(ranks, fail_and_go_on) == [{"merge": True, "attention": True}] * ranks
 
 
 @on_each_rank
-def _attend_without_tokens() -> None:
+def attend_without_tokens() -> None:
     """On a rank: attention along a new group, not compared, where the second rank has no token."""
     sizes = 10, 0, 10
     mesh = DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=("queries",))
@@ -142,7 +143,7 @@ def _attend_without_tokens() -> None:
 
 
 def test_a_rank_without_tokens_meets_the_others(pool: Pool) -> None:
-    pool.run(3, _attend_without_tokens)
+    pool.run(3, attend_without_tokens)
 
 
 def test_an_error_of_the_thread_that_moves_messages_is_raised() -> None:

@@ -24,8 +24,8 @@ from attnmesh.errors import MeshError
 from attnmesh.guard.agreement import Agreement
 from attnmesh.mesh.axes import Axis, mesh_of_axis
 from attnmesh.runtime.processes import RunningProcess
-from tests.support.groups import world_axis
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.groups import world_axis
+from tests.support.ranks.pool import Pool, on_each_rank
 
 here = pytest.mark.skipif(not mailboxes_size(2), reason="memory cannot be shared here, or stores have no order")
 
@@ -101,7 +101,7 @@ def _talk(rounds: int) -> int:
 
 
 @on_each_rank
-def _talk_in(folder: Path, rounds: int) -> int:
+def talk_in_a_new_group(folder: Path, rounds: int) -> int:
     """On a rank: the same in a new group, whose memory has a folder of its own."""
     before, mailboxes.FOLDER = mailboxes.FOLDER, folder
     try:
@@ -130,7 +130,7 @@ def _talk_along(axis: Axis, rounds: int) -> int:
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_all_ranks_talk_to_all(ranks: int, pool: Pool) -> None:
     with tempfile.TemporaryDirectory(dir=mailboxes.FOLDER) as folder:
-        assert pool.run(ranks, _talk_in, Path(folder), 80 // ranks) == [0] * ranks
+        assert pool.run(ranks, talk_in_a_new_group, Path(folder), 80 // ranks) == [0] * ranks
         assert not list(Path(folder).iterdir())  # no names are left, only memory that is in use
 
 
@@ -155,7 +155,7 @@ def test_names_that_killed_ranks_left_are_removed(tmp_path: Path, monkeypatch: p
 
 
 @on_each_rank
-def _talk_after_calls_that_differ() -> int:
+def talk_after_calls_that_differ() -> int:
     """On a rank: how many messages come wrong after a call of rank 0 whose message nobody has received."""
     axis = world_axis()
     own = agreed_host_mailboxes(axis)
@@ -170,11 +170,11 @@ def _talk_after_calls_that_differ() -> int:
 @here
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_messages_of_calls_that_differ_are_dropped(ranks: int, pool: Pool) -> None:
-    assert pool.run(ranks, _talk_after_calls_that_differ) == [0] * ranks
+    assert pool.run(ranks, talk_after_calls_that_differ) == [0] * ranks
 
 
 @on_each_rank
-def _without(lacking: int) -> tuple[bool, torch.Tensor]:
+def merge_where_one_cannot_open_the_memory(lacking: int) -> tuple[bool, torch.Tensor]:
     """On a rank: merge in a new group, of which one rank cannot open the memory."""
     group = dist.new_group()
     before = mailboxes.FOLDER
@@ -191,13 +191,13 @@ def _without(lacking: int) -> tuple[bool, torch.Tensor]:
 
 @pytest.mark.parametrize("lacking", [0, 2])
 def test_where_one_rank_cannot_share_memory_none_does(lacking: int, pool: Pool) -> None:
-    for none, out in pool.run(3, _without, lacking):
+    for none, out in pool.run(3, merge_where_one_cannot_open_the_memory, lacking):
         assert none
         assert torch.allclose(out, torch.ones_like(out))
 
 
 @on_each_rank
-def _on_two_hosts(size: int) -> list[torch.Tensor]:
+def merge_on_two_hosts(size: int) -> list[torch.Tensor]:
     """On a rank: merge in a new group, whose last rank is alone on a host of its own."""
     group, name = dist.new_group(), socket.gethostname
     if dist.get_rank() == 2:
@@ -211,7 +211,7 @@ def _on_two_hosts(size: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("size", [10, MESSAGE_BYTES // 16, 1 << 17])
 def test_hosts_with_and_without_a_board_merge_messages_of_any_length(size: int, pool: Pool) -> None:
-    for merged in pool.run(3, _on_two_hosts, size):
+    for merged in pool.run(3, merge_on_two_hosts, size):
         for out in merged:
             assert torch.allclose(out, torch.ones_like(out)), out
 

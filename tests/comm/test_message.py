@@ -8,8 +8,8 @@ from attnmesh.comm.mailboxes import MESSAGE_BYTES
 from attnmesh.comm.message import MessageForm, blank_message
 from attnmesh.comm.mismatch import MODULUS, POISON, call_checksum, checksum_of, question_like
 from attnmesh.core.partial import Partial, merge_partials
-from tests.support.problems import numbers
-from tests.support.tolerances import FLOAT32
+from tests.support.truth.problems import numbers
+from tests.support.truth.tolerances import FLOAT32
 
 SHAPE = (1, 3, 1, 5)
 LIKE = torch.empty(0, dtype=torch.float32)

@@ -1,6 +1,7 @@
 """Exchanges along an axis: what arrives, in which order, as views or copies, and how it is counted."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -19,8 +20,8 @@ from attnmesh.comm.p2p import (
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.schedule import GatherStep
 from attnmesh.runtime.counters import count_traffic
-from tests.support.groups import world_axis
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.groups import world_axis
+from tests.support.ranks.pool import Pool, on_each_rank
 
 CPU = torch.device("cpu")
 POSITIONS = ([0, 2, 5], [1, 3, 4, 6])
@@ -106,7 +107,7 @@ def test_a_rank_alone_keeps_its_tokens() -> None:
 
 
 @on_each_rank
-def gathered(rank_that_keeps_none: int | None) -> tuple[list[int], list[int]]:
+def gather_tokens(rank_that_keeps_none: int | None) -> tuple[list[int], list[int]]:
     rank = dist.get_rank()
     step = step_of(rank)
     if rank == rank_that_keeps_none:
@@ -118,29 +119,40 @@ def gathered(rank_that_keeps_none: int | None) -> tuple[list[int], list[int]]:
 
 
 def test_tokens_of_all_ranks_arrive_by_position(pool: Pool) -> None:
-    assert pool.run(2, gathered, None) == [([*range(7)], [*range(7)])] * 2
+    assert pool.run(2, gather_tokens, None) == [([*range(7)], [*range(7)])] * 2
 
 
 def test_a_rank_may_receive_tokens_and_keep_none(pool: Pool) -> None:
-    first, second = pool.run(2, gathered, 0)
+    first, second = pool.run(2, gather_tokens, 0)
     assert first == (POSITIONS[1], POSITIONS[1])
     assert second == ([*range(7)], [*range(7)])
 
 
+class Counted(NamedTuple):
+    """What a rank receives."""
+
+    vectors: int
+    scalars: int
+    bytes: int
+
+
 @on_each_rank
-def gathered_bytes() -> tuple[int, int, int]:
+def count_gathered_bytes() -> Counted:
     with count_traffic() as traffic:
         world_channel().begin_gather(tokens_at(POSITIONS[dist.get_rank()]), step_of(dist.get_rank()))()
-    return traffic.vectors, traffic.scalars, traffic.bytes
+    return Counted(traffic.vectors, traffic.scalars, traffic.bytes)
 
 
 def test_what_a_rank_receives_is_counted(pool: Pool) -> None:
     """Two heads, of vectors of 3 and one scalar each, in float64."""
-    assert pool.run(2, gathered_bytes) == [(4 * 2 * 3, 4 * 2, 4 * 2 * 4 * 8), (3 * 2 * 3, 3 * 2, 3 * 2 * 4 * 8)]
+    for tokens, counted in zip((4, 3), pool.run(2, count_gathered_bytes), strict=True):
+        assert counted.vectors == tokens * 2 * 3
+        assert counted.scalars == tokens * 2
+        assert counted.bytes == tokens * 2 * 4 * 8
 
 
 @on_each_rank
-def returned() -> tuple[list[tuple[list[int], list[int]]], bool]:
+def return_results() -> tuple[list[tuple[list[int], list[int]]], bool]:
     """Return the tokens and results that come back, and whether this rank's own results keep all others alive."""
     rank = dist.get_rank()
     results = (tokens_at(range(7))[1] + 1000 * (rank + 1),)
@@ -151,7 +163,7 @@ def returned() -> tuple[list[tuple[list[int], list[int]]], bool]:
 
 
 def test_results_return_to_the_owners_of_their_tokens(pool: Pool) -> None:
-    for rank, (parts, keeps_all) in enumerate(pool.run(2, returned)):
+    for rank, (parts, keeps_all) in enumerate(pool.run(2, return_results)):
         own = POSITIONS[rank]
         senders = (rank, 1 - rank)
         assert parts == [([*range(len(own))], [1000 * (sender + 1) + x for x in own]) for sender in senders]
@@ -159,7 +171,7 @@ def test_results_return_to_the_owners_of_their_tokens(pool: Pool) -> None:
 
 
 @on_each_rank
-def swapped() -> list[tuple[list[float], list[int]]]:
+def swap_two_dtypes() -> list[tuple[list[float], list[int]]]:
     """Swap messages of two dtypes, of which rank p gets p + 1 numbers from each rank."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     parts = [(torch.full((p + 1,), rank + 0.5), torch.full((3,), 10 * rank + p)) for p in range(ranks)]
@@ -169,12 +181,12 @@ def swapped() -> list[tuple[list[float], list[int]]]:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_each_rank_gets_its_part_of_every_rank(ranks: int, pool: Pool) -> None:
-    for rank, arrived in enumerate(pool.run(ranks, swapped)):
+    for rank, arrived in enumerate(pool.run(ranks, swap_two_dtypes)):
         assert arrived == [([sender + 0.5] * (rank + 1), [10 * sender + rank] * 3) for sender in range(ranks)]
 
 
 @on_each_rank
-def swapped_tokens(dim: int) -> list[tuple[tuple[int, ...], float]]:
+def swap_tokens(dim: int) -> list[tuple[tuple[int, ...], float]]:
     """Send the same tokens to all ranks: none on rank 0, 2 on rank 1, 4 on rank 2."""
     shape = [1, 2, 2, 2]
     shape[dim] = 2 * dist.get_rank()
@@ -191,11 +203,11 @@ def test_ranks_may_swap_uneven_tokens(dim: int, pool: Pool) -> None:
         shape = [1, 2, 2, 2]
         shape[dim] = 2 * rank
         expected.append((tuple(shape), 8.0 * rank * rank))
-    assert pool.run(3, swapped_tokens, dim) == [expected] * 3
+    assert pool.run(3, swap_tokens, dim) == [expected] * 3
 
 
 @on_each_rank
-def message_of_odd_dtypes() -> list[Tensor]:
+def exchange_odd_dtypes() -> list[Tensor]:
     """Exchange tensors whose bytes would not be aligned if they were packed in their order."""
     rank = dist.get_rank()
     tensors = (
@@ -210,7 +222,7 @@ def message_of_odd_dtypes() -> list[Tensor]:
 
 
 def test_tensors_of_several_dtypes_are_one_message(pool: Pool) -> None:
-    for rank, arrived in enumerate(pool.run(2, message_of_odd_dtypes)):
+    for rank, arrived in enumerate(pool.run(2, exchange_odd_dtypes)):
         peer = 1 - rank
         flags, halves, ints, scalar, empty = arrived
         assert flags.tolist() == [True, False, bool(peer)]
@@ -221,7 +233,7 @@ def test_tensors_of_several_dtypes_are_one_message(pool: Pool) -> None:
 
 
 @on_each_rank
-def long_messages(one_at_a_time: bool) -> list[float]:
+def exchange_long_messages(one_at_a_time: bool) -> list[float]:
     """Return one number of each rank's message, of which each is too long to go out of turn."""
     rank, axis = dist.get_rank(), world_axis()
     parts = [(torch.full((OUT_OF_TURN,), 10.0 * rank + peer),) for peer in range(axis.size)]
@@ -232,5 +244,5 @@ def long_messages(one_at_a_time: bool) -> list[float]:
 
 @pytest.mark.parametrize("one_at_a_time", [False, True])
 def test_long_messages_arrive_at_once_or_in_turn(one_at_a_time: bool, pool: Pool) -> None:
-    for rank, arrived in enumerate(pool.run(4, long_messages, one_at_a_time)):
+    for rank, arrived in enumerate(pool.run(4, exchange_long_messages, one_at_a_time)):
         assert arrived == [10.0 * sender + rank for sender in range(4)]

@@ -1,5 +1,6 @@
 """Merges between ranks that have checked their calls: results, checksums, and what a rank with an error sends."""
 
+from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -17,9 +18,9 @@ from attnmesh.core.candidates import NO_CANDIDATE, best_candidates, pack_candida
 from attnmesh.core.partial import Partial, merge_partials
 from attnmesh.errors import KernelError
 from attnmesh.mesh.axes import Axis, mesh_of_axis
-from tests.support.groups import world_axis
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT32, FLOAT32_SUMS
+from tests.support.ranks.groups import world_axis
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.tolerances import FLOAT32, FLOAT32_SUMS
 
 CPU = torch.device("cpu")
 SHAPE = (2, 5, 3, 8)
@@ -67,7 +68,7 @@ def test_out_is_nan_unless_checksums_are_equal() -> None:
 
 
 @on_each_rank
-def merged(merge: str, output: str, reproducible: bool, wire: torch.dtype | None) -> tuple[Partial, float]:
+def merge_with_checksum(merge: str, output: str, reproducible: bool, wire: torch.dtype | None) -> tuple[Partial, float]:
     axis = world_axis()
     own = partials(SHAPE, axis.size)[axis.index]
     result, checksum = RequestedMerge(axis, merge, output, wire, reproducible).run(own, call(7))
@@ -82,7 +83,7 @@ def test_every_merge_gives_the_merge_of_all_partials(
     ranks: int, merge: str, reproducible: bool, output: str, pool: Pool
 ) -> None:
     expected = merge_partials([Partial(*(x.double() for x in partial)) for partial in partials(SHAPE, ranks)])
-    for rank, (found, checksum) in enumerate(pool.run(ranks, merged, merge, output, reproducible, None)):
+    for rank, (found, checksum) in enumerate(pool.run(ranks, merge_with_checksum, merge, output, reproducible, None)):
         heads = Axis(ranks, rank).slice_of(SHAPE[1]) if output == "heads" else slice(None)
         assert checksum == 0
         for given, right in zip(found, expected, strict=True):
@@ -91,7 +92,7 @@ def test_every_merge_gives_the_merge_of_all_partials(
 
 def test_partials_may_travel_in_half_precision(pool: Pool) -> None:
     expected = merge_partials(partials())
-    first, *others = pool.run(3, merged, "direct", "replicated", False, torch.bfloat16)
+    first, *others = pool.run(3, merge_with_checksum, "direct", "replicated", False, torch.bfloat16)
     for found, _ in (first, *others):
         assert found.out.dtype == torch.float32
         torch.testing.assert_close(found.lse, expected.lse, atol=FLOAT32_SUMS, rtol=FLOAT32_SUMS)  # it is not rounded
@@ -100,26 +101,36 @@ def test_partials_may_travel_in_half_precision(pool: Pool) -> None:
         assert torch.equal(found.out, first[0].out)
 
 
+class Unlike(NamedTuple):
+    """What becomes of a merge whose ranks call otherwise, and of the next one."""
+
+    out_is_nan: bool
+    checksum_tells: bool
+    next_is_finite: bool
+
+
 @on_each_rank
-def merged_with_another_call(merge: str, output: str, shape: tuple[int, ...]) -> tuple[bool, bool, bool]:
-    """Return whether out is NaN on this rank, whether the checksum tells, and whether the next merge is right."""
+def merge_with_another_call(merge: str, output: str, shape: tuple[int, ...]) -> Unlike:
     rank, axis = dist.get_rank(), world_axis()
     own = partials(shape, 2)[rank]
     requested = RequestedMerge(axis, merge, output)
     result, checksum = requested.run(own, call(7 + rank))
     again, _ = requested.run(own, call(7))
-    return bool(result.out.isnan().all()), checksum.sum().item() != 0, bool(again.out.isfinite().all())
+    return Unlike(bool(result.out.isnan().all()), checksum.sum().item() != 0, bool(again.out.isfinite().all()))
 
 
 @pytest.mark.parametrize("output", OUTPUTS)
 @pytest.mark.parametrize("shape", [SHAPE, LONG], ids=["short", "long"])
 @pytest.mark.parametrize("merge", MERGES)
 def test_ranks_with_other_calls_get_nan(merge: str, shape: tuple[int, ...], output: str, pool: Pool) -> None:
-    assert pool.run(2, merged_with_another_call, merge, output, shape) == [(True, True, True)] * 2
+    for unlike in pool.run(2, merge_with_another_call, merge, output, shape):
+        assert unlike.out_is_nan
+        assert unlike.checksum_tells
+        assert unlike.next_is_finite
 
 
 @on_each_rank
-def merged_with_poison(merge: str, output: str, shape: tuple[int, ...]) -> tuple[bool, float]:
+def merge_with_poison(merge: str, output: str, shape: tuple[int, ...]) -> tuple[bool, float]:
     """Rank 1 has an error. Return whether this rank has no result, and what its checksums add up to."""
     requested = RequestedMerge(world_axis(), merge, output)
     if dist.get_rank() == 1:
@@ -131,13 +142,13 @@ def merged_with_poison(merge: str, output: str, shape: tuple[int, ...]) -> tuple
 @pytest.mark.parametrize("shape", [SHAPE, LONG], ids=["short", "long"])
 @pytest.mark.parametrize(("merge", "output"), [("tree", "replicated"), ("direct", "heads"), ("auto", "replicated")])
 def test_poison_reaches_all_ranks(merge: str, output: str, shape: tuple[int, ...], pool: Pool) -> None:
-    (first, second, third) = pool.run(3, merged_with_poison, merge, output, shape)
+    (first, second, third) = pool.run(3, merge_with_poison, merge, output, shape)
     assert first == third == (True, float("inf"))
     assert second != (True, 0)
 
 
 @on_each_rank
-def poisoned_by_a_wrong_name() -> Tensor:
+def merge_by_a_wrong_name() -> Tensor:
     """Rank 1 was given names of no merge and no output. It takes part all the same, in the merge of "auto"."""
     axis = world_axis()
     if dist.get_rank() == 1:
@@ -146,7 +157,7 @@ def poisoned_by_a_wrong_name() -> Tensor:
 
 
 def test_a_rank_with_a_wrong_name_sends_poison_too(pool: Pool) -> None:
-    merged, found = pool.run(2, poisoned_by_a_wrong_name)
+    merged, found = pool.run(2, merge_by_a_wrong_name)
     assert merged.isnan().all(), merged
     assert found.sum() != 0, found
 
@@ -179,7 +190,7 @@ def test_a_rank_that_times_merges_compares_with_one_that_does(pool: Pool) -> Non
 
 
 @on_each_rank
-def highest_checksums() -> tuple[list[float], list[float]]:
+def find_highest_checksums() -> tuple[list[float], list[float]]:
     axis = world_axis()
     own = torch.tensor([float(axis.index), -float(axis.index)])
     merged = RequestedMerge(axis, "tree", "replicated").merge_checksums(own)
@@ -187,47 +198,55 @@ def highest_checksums() -> tuple[list[float], list[float]]:
 
 
 def test_each_rank_gets_the_maximum_of_both_numbers(pool: Pool) -> None:
-    assert pool.run(3, highest_checksums) == [([2.0, 0.0], [2.0, 0.0])] * 3
+    assert pool.run(3, find_highest_checksums) == [([2.0, 0.0], [2.0, 0.0])] * 3
 
 
 @on_each_rank
-def chosen(merge: str, output: str, reproducible: bool) -> str:
+def choose_merge(merge: str, output: str, reproducible: bool) -> str:
     return RequestedMerge(world_axis(), merge, output, reproducible=reproducible).agreed_merge(CPU).name
 
 
 @pytest.mark.parametrize("name", MERGES)
 def test_a_merge_is_chosen_by_its_name(name: str, pool: Pool) -> None:
-    assert pool.run(2, chosen, name, "replicated", False) == [name] * 2
+    assert pool.run(2, choose_merge, name, "replicated", False) == [name] * 2
 
 
 def test_a_reproducible_merge_is_a_tree(pool: Pool) -> None:
     for name in ("auto", "direct", "gather"):
-        (found,) = set(pool.run(2, chosen, name, "heads", True))
+        (found,) = set(pool.run(2, choose_merge, name, "heads", True))
         assert MERGES[found].pattern is Pattern.ROUNDS
 
 
+class Names(NamedTuple):
+    """Of merges: those chosen for each output, and the fastest."""
+
+    replicated: str
+    heads: str
+    fastest: str
+
+
 @on_each_rank
-def chosen_by_auto() -> tuple[str, str, str]:
+def choose_by_auto() -> Names:
     axis = world_axis()
     names = [RequestedMerge(axis, "auto", output).agreed_merge(CPU).name for output in OUTPUTS]
-    return names[0], names[1], agreed_transport(axis, CPU).agreed_fastest().name
+    return Names(*names, agreed_transport(axis, CPU).agreed_fastest().name)
 
 
 def test_auto_is_the_fastest_or_sends_heads_to_their_ranks(pool: Pool) -> None:
-    for replicated, heads, fastest in pool.run(2, chosen_by_auto):
-        assert replicated == fastest
-        assert MERGES[heads].pattern is Pattern.ALL_TO_ALL
+    for names in pool.run(2, choose_by_auto):
+        assert names.replicated == names.fastest
+        assert MERGES[names.heads].pattern is Pattern.ALL_TO_ALL
 
 
 @on_each_rank
-def wrong_merge() -> str:
+def catch_error_of_wrong_merge() -> str:
     with pytest.raises(KernelError) as caught:
         RequestedMerge(world_axis(), "best", "replicated").agreed_merge(CPU)
     return str(caught.value)
 
 
 def test_an_unknown_merge_is_refused_by_name(pool: Pool) -> None:
-    for message in pool.run(2, wrong_merge):
+    for message in pool.run(2, catch_error_of_wrong_merge):
         assert message.startswith(f"merge: expected auto or one of {', '.join(MERGES)}, given 'best'")
 
 
@@ -242,7 +261,7 @@ def candidates(ranks: int, k: int = 4) -> Tensor:
 
 
 @on_each_rank
-def best_of_ranks(unique: bool) -> Tensor:
+def find_best_of_ranks(unique: bool) -> Tensor:
     axis = world_axis()
     return best_across(candidates(axis.size)[axis.index], axis, unique=unique)
 
@@ -253,7 +272,7 @@ def test_the_best_of_all_ranks_are_those_of_their_union(ranks: int, unique: bool
     union = candidates(ranks).movedim(0, 1).flatten(1)
     expected = best_candidates(union, 4, unique=unique)
     assert (expected != best_candidates(union, 4, unique=not unique)).any(), "the ranks share a key"
-    for found in pool.run(ranks, best_of_ranks, unique):
+    for found in pool.run(ranks, find_best_of_ranks, unique):
         assert torch.equal(found, expected)
 
 

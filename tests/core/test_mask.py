@@ -40,7 +40,7 @@ def masks(draw: st.DrawFn) -> Mask:
     return mask
 
 
-spans = st.sets(st.integers(0, TOTAL), max_size=8).map(lambda edges: [*pairwise(sorted(edges))][::2])
+spans = st.sets(st.integers(0, TOTAL), max_size=8).map(lambda edges: list(pairwise(sorted(edges)))[::2])
 
 
 def joined(one: Mask, other: Mask) -> Mask:

@@ -14,10 +14,10 @@ from attnmesh.cost.exchange_cost import LayerWork, attention_seconds, fastest_ca
 from attnmesh.mesh.schedule import EXCHANGE_MODES
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.planner.workload_cost import cost
-from tests.support.live_tensors import LiveTensors
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.problems import numbers
+from tests.support.process.live_tensors import LiveTensors
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.problems import numbers
 
 pytestmark = pytest.mark.quick
 
@@ -49,7 +49,7 @@ def measured_peak(shape: Shape, exchange: str, kv_heads: int) -> float:
 
 
 @on_each_rank
-def all_peaks(kv_heads: int) -> list[float]:
+def measure_all_peaks(kv_heads: int) -> list[float]:
     return [measured_peak(shape, exchange, kv_heads) for exchange in EXCHANGE_MODES for shape in SHAPES]
 
 
@@ -57,7 +57,7 @@ def all_peaks(kv_heads: int) -> list[float]:
 def test_predicted_memory_is_the_measured_peak(pool: Pool, kv_heads: int) -> None:
     """The formula leaves out lse and delta, one column of 64 each, and counts all that a rank may hold at once."""
     predicted = [peak_activations(shape, 8, kv_heads, mode) for mode in EXCHANGE_MODES.values() for shape in SHAPES]
-    for peak, expected in zip(pool.run(6, all_peaks, kv_heads)[0], predicted, strict=True):
+    for peak, expected in zip(pool.run(6, measure_all_peaks, kv_heads)[0], predicted, strict=True):
         assert peak == pytest.approx(expected, rel=0.15)
 
 

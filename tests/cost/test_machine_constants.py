@@ -18,8 +18,8 @@ from attnmesh.cost.cluster import Cluster
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import Shape
 from attnmesh.runtime.world import WORLD
-from tests.support.command import run
-from tests.support.pool import on_each_rank
+from tests.support.process.command import run
+from tests.support.ranks.pool import on_each_rank
 
 
 def cluster(rate: float = 7e9) -> Cluster:
@@ -120,9 +120,10 @@ def test_a_rank_takes_its_threads_of_the_cores(monkeypatch: pytest.MonkeyPatch) 
 
 
 @on_each_rank
-def _rates(cases: list[list[str]]) -> list[float]:
+def read_link_rates(cases: list[list[str]]) -> list[float]:
     """On a rank: the rates of the links that "auto" takes, for each rank's files."""
-    mesh, rates = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("keys",)), []
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("keys",))
+    rates = []
     for files in cases:
         os.environ["ATTNMESH_MACHINE"] = files[dist.get_rank()]
         machine_constants.measured_machine.cache_clear()
@@ -138,7 +139,7 @@ def test_ranks_take_measured_constants_if_all_have_the_same(file: Path) -> None:
     other.write_text(json.dumps({"device": "cpu", "cluster": cluster(8e9).record()}))
     preset = Cluster.preset("local").inside.rate
     cases = [[str(file)] * 3, [str(file), str(file), str(other)], [str(file), "", str(file)]]
-    assert run_on_ranks(3, _rates, cases) == [[7e9, preset, preset]] * 3
+    assert run_on_ranks(3, read_link_rates, cases) == [[7e9, preset, preset]] * 3
 
 
 def test_probe_keeps_the_constants_of_this_machine(file: Path) -> None:

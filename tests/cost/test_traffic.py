@@ -10,7 +10,7 @@ from attnmesh.core.mask import Mask
 from attnmesh.cost.traffic import FLOWS, _count_exchanges, planned_traffic, tiles
 from attnmesh.mesh.schedule import Problem, schedule
 from attnmesh.mesh.shapes import Shape, rank_grid
-from tests.support.seeds import pairs
+from tests.support.truth.seeds import pairs
 
 pytestmark = pytest.mark.quick
 

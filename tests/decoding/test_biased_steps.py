@@ -10,9 +10,9 @@ from torch import Tensor
 import attnmesh as am
 from attnmesh.errors import DtypeError, InputError, KernelError, MeshError, ShapeError
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.problems import float64_numbers
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.problems import float64_numbers
 
 HEADS, WIDTH, TOKENS, NEAR = (4, 2), 8, 45, 7
 
@@ -35,7 +35,7 @@ def attend(cache: am.KVCache, mask: am.Mask | None = None, **options: Any) -> Te
 
 
 @on_each_rank
-def outputs(shape: Shape) -> list[Tensor]:
+def decode_with_a_bias(shape: Shape) -> list[Tensor]:
     """Return what steps give of a plain cache, a padded one, a fork, and one that forgets, one token at a time."""
     plain, padded, few = cache_of(shape), cache_of(shape), torch.tensor([TOKENS, TOKENS - 2])
     plain.append(K, V)
@@ -43,7 +43,8 @@ def outputs(shape: Shape) -> list[Tensor]:
     fork = plain.fork()
     found = [attend(plain), attend(plain, am.Window(9), sinks=SINKS), attend(padded), attend(fork)]
     found.append(attend(plain, key_lengths=few, merge="tree"))
-    window, steps = cache_of(shape, mask=am.Window(9)), []
+    window = cache_of(shape, mask=am.Window(9))
+    steps = []
     for token in range(TOKENS):
         one = slice(token, token + 1)
         new = {"k": K[:, :, one], "v": V[:, :, one], "mask": am.Window(9), "distance_bias": BIAS[:, :, one]}
@@ -66,15 +67,17 @@ def right() -> list[Tensor]:
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (1, 1, 2), (1, 1, 3), (2, 1, 2)])
 def test_steps_agree_with_attend(pool: Pool, shape: tuple[int, ...]) -> None:
-    for found in pool.run(Shape(*shape).ranks, outputs, Shape(*shape)):
+    for found in pool.run(Shape(*shape).ranks, decode_with_a_bias, Shape(*shape)):
         for given, expected in zip(found, right(), strict=True):
             torch.testing.assert_close(given, expected, rtol=1e-9, atol=1e-9)  # float64
 
 
 @on_each_rank
-def wrong_calls() -> list[str]:
+def catch_errors_of_wrong_biases() -> list[str]:
     """Return the errors of calls whose bias is wrong on the last rank."""
-    cache, found, last = cache_of(Shape(1, 1, 2)), list[str](), dist.get_rank() == 1
+    cache = cache_of(Shape(1, 1, 2))
+    found = list[str]()
+    last = dist.get_rank() == 1
     cache.append(K, V)
     other = torch.full_like(BIAS, 2.0)
     for bias, options, kind in (
@@ -96,7 +99,7 @@ def wrong_calls() -> list[str]:
 
 
 def test_a_wrong_bias_of_one_rank_raises_the_same_on_all(pool: Pool) -> None:
-    first, second = pool.run(2, wrong_calls)
+    first, second = pool.run(2, catch_errors_of_wrong_biases)
     assert first == second
     differing = [text.splitlines()[1].split()[1:] for text in first[-3:]]
     assert differing == [["distance_bias"], ["distance_bias"], ["kernel", "distance_bias"]]

@@ -13,12 +13,12 @@ import attnmesh as am
 from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.runtime.counters import count_traffic
-from tests.support import histories
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.resident import resident
-from tests.support.seeds import pairs, rotated, seeds, some
-from tests.support.tolerances import assert_near
+from tests.support.process.resident import resident
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth import histories
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.seeds import pairs, rotated, seeds, some
+from tests.support.truth.tolerances import assert_near
 
 HEADS, WIDTH = (4, 2), 8
 
@@ -176,7 +176,7 @@ def test_a_compiled_step_takes_one_mask_after_another(pool: Pool) -> None:
 
 
 @on_each_rank
-def compiled_with_lengths(odd: int) -> str:
+def decode_compiled_with_lengths(odd: int) -> str:
     """On a rank: the output of a graph in which rank 1 has `odd` more real keys."""
     cache = cache_of((1, 1, 2), 30)
     step = torch.compile(lambda q, lengths: am.decode(q, cache, key_lengths=lengths), fullgraph=True, backend="eager")
@@ -187,7 +187,7 @@ def compiled_with_lengths(odd: int) -> str:
 
 @pytest.mark.parametrize(("odd", "found"), [(0, "numbers"), (1, "NaN")])
 def test_key_lengths_that_differ_in_a_graph_give_nan(odd: int, found: str, pool: Pool) -> None:
-    assert pool.run(2, compiled_with_lengths, odd) == [found] * 2
+    assert pool.run(2, decode_compiled_with_lengths, odd) == [found] * 2
 
 
 def test_a_padded_step_is_one_graph_before_any_eager_one() -> None:
@@ -204,7 +204,7 @@ def test_a_padded_step_is_one_graph_before_any_eager_one() -> None:
 
 
 @on_each_rank
-def compiled_with_histories(change: str) -> list[str]:
+def decode_compiled_with_histories(change: str) -> list[str]:
     """Return the outputs of a graph on equal caches, on ones that rank 1 has changed otherwise, and on equal ones."""
     cache, rank = cache_of((1, 1, 2), 0, batch=2), dist.get_rank()
     new = torch.randn(2, 2, HEADS[1], 6, WIDTH, generator=torch.Generator().manual_seed(2))
@@ -235,7 +235,7 @@ def compiled_with_histories(change: str) -> list[str]:
     ("change", "found"), [("padding", ["numbers", "NaN", "numbers"]), ("order", ["numbers", "NaN"])]
 )
 def test_histories_that_differ_in_a_graph_give_nan(change: str, found: list[str], pool: Pool) -> None:
-    assert pool.run(2, compiled_with_histories, change) == [found] * 2
+    assert pool.run(2, decode_compiled_with_histories, change) == [found] * 2
 
 
 @on_each_rank
@@ -259,23 +259,28 @@ def test_a_step_over_latents_compiles(pool: Pool) -> None:
 
 
 @on_each_rank
-def compiled_steps_past_capacity() -> list[bool]:
+def decode_compiled_past_capacity() -> list[bool]:
     cache = cache_of((1, 1, 2), 30, capacity=32)
-    step = torch.compile(lambda q, k: (cache.append(k, k), am.decode(q, cache))[1], fullgraph=True, backend="eager")
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def step(q: Tensor, k: Tensor) -> Tensor:
+        cache.append(k, k)
+        return am.decode(q, cache)
+
     with torch.no_grad():
         outs = [step(query(1), torch.randn(1, HEADS[1], 1, WIDTH)) for _ in range(4)]
     return [bool(out.isnan().all()) for out in outs]
 
 
 def test_compiled_step_past_capacity_returns_nan(pool: Pool) -> None:
-    assert pool.run(2, compiled_steps_past_capacity) == [[False, False, True, True]] * 2
+    assert pool.run(2, decode_compiled_past_capacity) == [[False, False, True, True]] * 2
 
 
 # --- traffic and memory ---
 
 
 @on_each_rank
-def traffic(tokens: int) -> tuple[int, int]:
+def count_traffic_of_a_step(tokens: int) -> tuple[int, int]:
     cache = cache_of((1, 1, 4), tokens)
     with count_traffic() as received:
         am.decode(query(1), cache, merge="tree")
@@ -284,13 +289,13 @@ def traffic(tokens: int) -> tuple[int, int]:
 
 def test_traffic_is_independent_of_length_and_shards_are_even(pool: Pool) -> None:
     for tokens in (100, 3000):
-        for received, used in pool.run(4, traffic, tokens):
+        for received, used in pool.run(4, count_traffic_of_a_step, tokens):
             assert received == 2 * 4 * (2 + HEADS[0] + HEADS[0] * WIDTH)
             assert abs(used - tokens / 4) <= 16
 
 
 @on_each_rank
-def memory_growth() -> float:
+def measure_memory_growth() -> float:
     """Return the megabytes by which a rank's memory grows from step 100 to step 1,000."""
     cache = cache_of((1, 1, 2), 30, capacity=1100)
     for step in range(1000):
@@ -302,14 +307,14 @@ def memory_growth() -> float:
 
 
 def test_memory_is_constant_over_steps(pool: Pool) -> None:
-    assert max(pool.run(2, memory_growth)) < 4, "the allocator's own pages"
+    assert max(pool.run(2, measure_memory_growth)) < 4, "the allocator's own pages"
 
 
 # --- numbers that are not finite ---
 
 
 @on_each_rank
-def heads_with_nan() -> list[list[bool]]:
+def find_heads_with_nan() -> list[list[bool]]:
     """Return whether each column of each head is NaN, once a value of the first key head is."""
     cache = cache_of((1, 1, 4), 100)
     if dist.get_rank() == 2:
@@ -318,4 +323,4 @@ def heads_with_nan() -> list[list[bool]]:
 
 
 def test_nan_in_one_shard_reaches_its_heads_on_all_ranks(pool: Pool) -> None:
-    assert pool.run(4, heads_with_nan) == [[[True] * WIDTH] * 2 + [[False] * WIDTH] * 2] * 4
+    assert pool.run(4, find_heads_with_nan) == [[[True] * WIDTH] * 2 + [[False] * WIDTH] * 2] * 4

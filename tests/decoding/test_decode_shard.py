@@ -15,10 +15,10 @@ from attnmesh.decoding.query_shard import QueryShard
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.runtime.counters import count_traffic
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.problems import float64_numbers
-from tests.support.tolerances import FLOAT64, worst
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.problems import float64_numbers
+from tests.support.truth.tolerances import FLOAT64, worst
 
 HEADS, WIDTH, CACHED, NEW, BLOCK = (4, 2), 8, 29, 27, 4
 HOW: dict[str, Any] = {"scale": 0.5, "softcap": 3.0, "kernel": "auto"}
@@ -35,9 +35,10 @@ def cache_of(mesh: Any, mask: am.Mask | None = None, *, padded: bool = False) ->
 
 
 @on_each_rank
-def differences(shape: Shape) -> list[float]:
+def compare_with_one_device(shape: Shape) -> list[float]:
     """Return how far outputs are from those of a cache on one device."""
-    mesh, found = named_mesh(shape, AXES), []
+    mesh = named_mesh(shape, AXES)
+    found = []
     q, sinks = float64_numbers(2, HEADS[0], NEW, WIDTH, seed=2), float64_numbers(HEADS[0], seed=3)
     cases: list[tuple[am.Layout, am.Mask, bool]] = [
         (am.Striped(BLOCK), am.Causal(), False),
@@ -65,12 +66,12 @@ def differences(shape: Shape) -> list[float]:
 
 @pytest.mark.parametrize("shape", [Shape(1, 1, 1), Shape(1, 1, 3), Shape(1, 2, 2), Shape(2, 2, 1)], ids=str)
 def test_each_rank_gets_the_outputs_of_its_queries(shape: Shape, pool: Pool) -> None:
-    for found in pool.run(shape.ranks, differences, shape):
+    for found in pool.run(shape.ranks, compare_with_one_device, shape):
         assert worst(found) < FLOAT64, found
 
 
 @on_each_rank
-def received_bytes() -> tuple[int, int]:
+def count_received_bytes() -> tuple[int, int]:
     """Return the bytes that arrive with queries in shards, and with all of them on each rank."""
     mesh, layout = named_mesh(Shape(1, 1, 2), AXES), am.Striped(BLOCK)
     q, cache = float64_numbers(2, HEADS[0], NEW, WIDTH, seed=2), cache_of(mesh)
@@ -84,13 +85,13 @@ def received_bytes() -> tuple[int, int]:
 
 def test_a_partial_goes_to_its_owner_alone(pool: Pool) -> None:
     q, partial = 2 * HEADS[0] * WIDTH * 8, 2 * HEADS[0] * (WIDTH + 1) * 8
-    (first, every), (second, _) = pool.run(2, received_bytes)
+    (first, every), (second, _) = pool.run(2, count_received_bytes)
     assert {first, second} == {12 * q + 15 * partial, 15 * q + 12 * partial}
     assert max(first, second) < every
 
 
 @on_each_rank
-def refusal(layout: bool) -> str:
+def catch_refusal(layout: bool) -> str:
     mesh = named_mesh(Shape(1, 1, 2), AXES)
     cache, rank = cache_of(mesh), dist.get_rank()
     given = am.Contiguous() if layout and rank else am.Striped(BLOCK)
@@ -103,7 +104,7 @@ def refusal(layout: bool) -> str:
 
 
 @on_each_rank
-def error_of_one_selection() -> str:
+def catch_error_of_one_selection() -> str:
     mesh, layout = named_mesh(Shape(1, 1, 2), AXES), am.Striped(BLOCK)
     own = am.shard(float64_numbers(2, HEADS[0], NEW, WIDTH), mesh, layout=layout)
     indices = torch.zeros(2, 1, own.shape[2], 1, dtype=torch.int32)
@@ -114,13 +115,13 @@ def error_of_one_selection() -> str:
 
 
 def test_a_selection_of_one_rank_alone_is_refused(pool: Pool) -> None:
-    first, second = pool.run(2, error_of_one_selection, deadline=30.0)
+    first, second = pool.run(2, catch_error_of_one_selection, deadline=30.0)
     assert first == second
     assert "index_block" in first
 
 
 @on_each_rank
-def error_of_a_count() -> str:
+def catch_error_of_a_count() -> str:
     mesh = named_mesh(Shape(1, 1, 2), AXES)
     cache, layout = cache_of(mesh, am.Window(6)), am.Striped(BLOCK)
     own = am.shard(float64_numbers(2, HEADS[0], NEW, WIDTH), mesh, layout=layout)
@@ -137,13 +138,13 @@ def error_of_a_count() -> str:
 
 
 def test_other_numbers_of_queries_are_refused(pool: Pool) -> None:
-    first, second = pool.run(2, error_of_a_count)
+    first, second = pool.run(2, catch_error_of_a_count)
     assert first == second
     assert "a query for each token of the shard" in first
 
 
 @on_each_rank
-def heads_that_select() -> float:
+def compare_heads_that_select() -> float:
     """Return how far outputs are, of key heads that select other tokens, on ranks that share the heads."""
     mesh, layout = named_mesh(Shape(2, 1, 1), AXES), am.Contiguous()
     q, generator = float64_numbers(2, HEADS[0], NEW, WIDTH, seed=2), torch.Generator().manual_seed(0)
@@ -157,11 +158,11 @@ def heads_that_select() -> float:
 
 
 def test_each_rank_takes_what_its_key_heads_select(pool: Pool) -> None:
-    assert worst(pool.run(2, heads_that_select)) < FLOAT64
+    assert worst(pool.run(2, compare_heads_that_select)) < FLOAT64
 
 
 @pytest.mark.parametrize(("layout", "message"), [(True, "the same call on every rank"), (False, "torch.float64")])
 def test_calls_that_differ_raise_alike(layout: bool, message: str, pool: Pool) -> None:
-    first, second = pool.run(2, refusal, layout)
+    first, second = pool.run(2, catch_refusal, layout)
     assert first == second
     assert message in first

@@ -11,9 +11,9 @@ import attnmesh as am
 from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.runtime.counters import count_traffic
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT64, worst
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.tolerances import FLOAT64, worst
 
 HEADS, WIDTH, TOKENS, MORE = (4, 2), 8, 45, 11
 
@@ -38,9 +38,10 @@ def part_of(q: Tensor, rank: int, ranks: int, **options: Any) -> am.Partial:
 
 
 @on_each_rank
-def differences(ranks: int) -> list[float]:
+def compare_with_keys_in_one_place(ranks: int) -> list[float]:
     """Return how far steps are from attention over all keys in one place."""
-    rank, found = dist.get_rank() if ranks > 1 else 0, []
+    rank = dist.get_rank() if ranks > 1 else 0
+    found = []
     for mask, rows, output in (
         (am.Causal(), 1, "replicated"),
         (am.Window(6), 3, "replicated"),
@@ -65,12 +66,12 @@ def differences(ranks: int) -> list[float]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_one_softmax_covers_the_cache_further_keys_and_sinks(pool: Pool, ranks: int) -> None:
-    for found in pool.run(ranks, differences, ranks):
+    for found in pool.run(ranks, compare_with_keys_in_one_place, ranks):
         assert worst(found) < FLOAT64, found
 
 
 @on_each_rank
-def received_bytes(other_keys: bool) -> int:
+def count_received_bytes(other_keys: bool) -> int:
     cache, q = cache_of(4, None, torch.float32), numbers(2, HEADS[0], 1, WIDTH, seed=2, dtype=torch.float32)
     partial = part_of(q, dist.get_rank(), 4) if other_keys else None
     with count_traffic() as traffic:
@@ -79,7 +80,7 @@ def received_bytes(other_keys: bool) -> int:
 
 
 def test_further_keys_send_nothing_more(pool: Pool) -> None:
-    assert pool.run(4, received_bytes, True) == pool.run(4, received_bytes, False)
+    assert pool.run(4, count_received_bytes, True) == pool.run(4, count_received_bytes, False)
 
 
 def shorter(partial: am.Partial) -> am.Partial:
@@ -107,7 +108,7 @@ REFUSED = {
 
 
 @on_each_rank
-def refusal(name: str, **options: Any) -> str:
+def catch_refusal(name: str, **options: Any) -> str:
     """Return the error of a step whose partial a function of this name has changed."""
     cache, q = cache_of(2, None), numbers(2, HEADS[0], 2, WIDTH, seed=2)
     change = next((change for change in REFUSED if change.__name__ == name), lambda partial: partial)
@@ -120,28 +121,28 @@ def refusal(name: str, **options: Any) -> str:
 
 @pytest.mark.parametrize("change", REFUSED, ids=lambda change: change.__name__)
 def test_what_does_not_fit_is_refused_on_all_ranks(pool: Pool, change: Any) -> None:
-    found = pool.run(2, refusal, change.__name__)
+    found = pool.run(2, catch_refusal, change.__name__)
     assert len(set(found)) == 1
     assert found[0].startswith(REFUSED[change]), found[0]
 
 
 @on_each_rank
-def reproducible() -> str:
-    return refusal("", reproducible=True)
+def catch_refusal_of_reproducible() -> str:
+    return catch_refusal("", reproducible=True)
 
 
 def test_reproducible_steps_are_refused(pool: Pool) -> None:
-    for error in pool.run(2, reproducible):
+    for error in pool.run(2, catch_refusal_of_reproducible):
         assert error.startswith("decode reproducible: expected no partial="), error
 
 
 @on_each_rank
-def unchecked() -> Tensor:
+def decode_unchecked() -> Tensor:
     cache, q = cache_of(2, None), numbers(2, HEADS[0], 2, WIDTH, seed=2)
     partial = part_of(q, 0, 2) if dist.get_rank() else None
     return am.decode(q, cache, partial=partial, checked=False)
 
 
 def test_partials_on_some_ranks_are_nan_where_nothing_is_compared(pool: Pool) -> None:
-    for out in pool.run(2, unchecked):
+    for out in pool.run(2, decode_unchecked):
         assert out.isnan().all(), out

@@ -1,6 +1,7 @@
 """Steps of a known kind: the same bits as the first, on caches that change in every way, and alike on all ranks."""
 
 import copy
+from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -17,9 +18,9 @@ from attnmesh.errors import InputError
 from attnmesh.kernels.cache_runs import CachedAttention
 from attnmesh.kernels.native.build import library
 from attnmesh.runtime.memo import Memo
-from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import pairs
-from tests.support.tolerances import assert_near
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.seeds import pairs
+from tests.support.truth.tolerances import assert_near
 
 needs_library = pytest.mark.skipif(library().attend is None, reason="there is no C++ compiler")
 
@@ -60,7 +61,7 @@ def test_ranks_compare_each_field_of_a_step_but_those_of_its_cache() -> None:
 
 
 @on_each_rank
-def _life(dtype: torch.dtype) -> dict[str, bool]:
+def live_by_known_steps(dtype: torch.dtype) -> dict[str, bool]:
     """On a rank: change a cache in every way. Return after which changes steps of a known kind have the same bits."""
     cache, same = cache_on(dist.get_world_size() if dist.is_initialized() else 1, dtype), dict[str, bool]()
 
@@ -94,13 +95,13 @@ def _life(dtype: torch.dtype) -> dict[str, bool]:
 
 @pytest.mark.parametrize(("ranks", "dtype"), pairs([1, 2, 3, 4], [torch.float32, torch.bfloat16]))
 def test_a_known_kind_has_the_bits_of_its_first_step(ranks: int, dtype: torch.dtype, pool: Pool) -> None:
-    for same in pool.run(ranks, _life, dtype):
+    for same in pool.run(ranks, live_by_known_steps, dtype):
         assert len(same) > 60
         assert same == dict.fromkeys(same, True)
 
 
 @on_each_rank
-def _heads_of_ranks() -> dict[str, bool]:
+def compare_heads_of_ranks() -> dict[str, bool]:
     """On a rank: its share of the heads, of a step of a known kind and of a merge, beside all heads."""
     cache, ranks = cache_on(dist.get_world_size()), dist.get_world_size()
     cache.append(*tokens(40, 0))
@@ -117,12 +118,12 @@ def _heads_of_ranks() -> dict[str, bool]:
 @needs_library
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_heads_of_a_rank_are_a_share_of_all_heads(ranks: int, pool: Pool) -> None:
-    for same in pool.run(ranks, _heads_of_ranks):
+    for same in pool.run(ranks, compare_heads_of_ranks):
         assert same == dict.fromkeys(same, True)
 
 
 @on_each_rank
-def _appended(calls: int, more: int) -> tuple[list[Tensor], list[Tensor]]:
+def append_known_and_checked(calls: int, more: int) -> tuple[list[Tensor], list[Tensor]]:
     """On a rank: the tokens that it holds after appends of a known kind, and after appends that are checked."""
     found = []
     for known in (True, False):
@@ -138,14 +139,21 @@ def _appended(calls: int, more: int) -> tuple[list[Tensor], list[Tensor]]:
 @pytest.mark.parametrize("more", [1, 3, 5])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_known_tokens_are_stored_as_others(ranks: int, more: int, pool: Pool) -> None:
-    for known, others in pool.run(ranks, _appended, 30, more):
+    for known, others in pool.run(ranks, append_known_and_checked, 30, more):
         for one, other in zip(known, others, strict=True):
             assert torch.equal(one, other)
 
 
+class BothWays(NamedTuple):
+    """The outputs of steps that append, and of steps after an append."""
+
+    at_once: Tensor
+    one_by_one: Tensor
+    length: int
+
+
 @on_each_rank
-def _at_once() -> tuple[Tensor, Tensor, int]:
-    """On a rank: steps that append, and steps after an append."""
+def append_in_steps_and_before() -> BothWays:
     one, other = (cache_on(dist.get_world_size()) for _ in range(2))
     ends = []
     for number in range(20):
@@ -153,14 +161,14 @@ def _at_once() -> tuple[Tensor, Tensor, int]:
         ends.append(am.decode(query(seed=number), one, k=k, v=v))
         other.append(k, v)
         ends.append(am.decode(query(seed=number), other))
-    return torch.stack(ends[::2]), torch.stack(ends[1::2]), one.length
+    return BothWays(torch.stack(ends[::2]), torch.stack(ends[1::2]), one.length)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_step_may_append_its_tokens(ranks: int, pool: Pool) -> None:
-    for one, other, length in pool.run(ranks, _at_once):
-        assert torch.equal(one, other)
-        assert length == 20
+    for steps in pool.run(ranks, append_in_steps_and_before):
+        assert torch.equal(steps.at_once, steps.one_by_one)
+        assert steps.length == 20
 
 
 def test_tokens_that_do_not_fit_are_refused_as_before() -> None:
@@ -217,7 +225,7 @@ def test_bad_steps_are_refused_as_before(q: Tensor, options: dict[str, object]) 
 
 
 @on_each_rank
-def _disagree(kind: str, odd: int, checked: bool | None) -> str:
+def step_while_one_disagrees(kind: str, odd: int, checked: bool | None) -> str:
     """On a rank: a step of a known kind in which one rank differs. All go on afterwards."""
     cache, q = cache_on(dist.get_world_size()), query()
     cache.append(*tokens(9, 0))
@@ -242,14 +250,14 @@ def _disagree(kind: str, odd: int, checked: bool | None) -> str:
 @pytest.mark.parametrize("kind", ["query", "length"])
 @pytest.mark.parametrize("odd", [0, 2])
 def test_ranks_that_differ_in_a_known_step_raise_alike_or_get_nan(kind: str, odd: int, pool: Pool) -> None:
-    (text,) = set(pool.run(3, _disagree, kind, odd, None))
+    (text,) = set(pool.run(3, step_while_one_disagrees, kind, odd, None))
     assert "the same call on every rank" in text
     assert ("digest" in text) == (kind == "query")
-    assert set(pool.run(3, _disagree, kind, odd, False)) == {"NaN"}
+    assert set(pool.run(3, step_while_one_disagrees, kind, odd, False)) == {"NaN"}
 
 
 @on_each_rank
-def _infinite(odd: int) -> tuple[bool, Tensor]:
+def step_over_infinite_keys(odd: int) -> tuple[bool, Tensor]:
     """On a rank: a known step in which the keys of one rank are not finite: it alone computes without a launch."""
     cache, q = cache_on(dist.get_world_size()), query()
     cache.append(*tokens(12, 0))
@@ -266,7 +274,7 @@ def _infinite(odd: int) -> tuple[bool, Tensor]:
 
 @needs_library
 def test_a_rank_may_leave_the_known_way_alone(pool: Pool) -> None:
-    computed, outs = zip(*pool.run(3, _infinite, 1), strict=True)
+    computed, outs = zip(*pool.run(3, step_over_infinite_keys, 1), strict=True)
     assert computed == (False, True, False)
     assert bool(outs[0][0, :3].isnan().all())
     assert bool(outs[0][0, 3:].isfinite().all())
@@ -275,7 +283,7 @@ def test_a_rank_may_leave_the_known_way_alone(pool: Pool) -> None:
 
 
 @on_each_rank
-def _check_defaults() -> None:
+def check_other_defaults() -> None:
     """On a rank: known steps have the same bits with other defaults of PyTorch."""
     cache, q = cache_on(dist.get_world_size()), query()
     cache.append(*tokens(9, 0))
@@ -296,7 +304,7 @@ def _check_defaults() -> None:
 @needs_library
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_defaults_of_pytorch_do_not_matter(ranks: int, pool: Pool) -> None:
-    pool.run(ranks, _check_defaults)
+    pool.run(ranks, check_other_defaults)
 
 
 @needs_library
@@ -309,7 +317,7 @@ def test_a_step_of_a_named_kernel_compiles_to_one_graph(kernel: str) -> None:
 
 
 @on_each_rank
-def _without_memory_to_prepare(name: str) -> list[str]:
+def step_without_memory_to_prepare(name: str) -> list[str]:
     """On a rank: the errors of steps of which rank 1 cannot prepare the first, and the error of a later one."""
     cache, q = cache_on(dist.get_world_size(), batch=1), query()[:1]
     cache.append(*(x[:1] for x in tokens(12, 0)))
@@ -328,7 +336,7 @@ def _without_memory_to_prepare(name: str) -> list[str]:
 
 @pytest.mark.parametrize("name", ["decode", "decode_rows"])
 def test_all_ranks_raise_where_one_cannot_prepare_a_step(name: str, pool: Pool) -> None:
-    other, own = pool.run(2, _without_memory_to_prepare, name)
+    other, own = pool.run(2, step_without_memory_to_prepare, name)
     assert own == ["MemoryError: no room", "none"]
     assert other[0].startswith("UnforeseenError: ")
     assert "no room" in other[0]

@@ -12,10 +12,10 @@ import attnmesh as am
 from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.runtime.counters import count_traffic
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import rotated
-from tests.support.tolerances import FLOAT32
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.seeds import rotated
+from tests.support.truth.tolerances import FLOAT32
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 LENGTHS = (61, 1, 200, 17)
@@ -30,7 +30,11 @@ class Rows:
     """Caches of several lengths, and all that was appended to them, in float64."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype = torch.float32, value_dim: int = DIM, **options: Any) -> None:
-        self.dtype, self.caches, self.kept, self.steps, self.value_dim = dtype, [], [], 0, value_dim
+        self.dtype = dtype
+        self.caches = []
+        self.kept = []
+        self.steps = 0
+        self.value_dim = value_dim
         self.latent = options.get("values") == "prefix"
         sizes: dict[str, Any] = {"batch": 1, "kv_heads": 1 if self.latent else KV_HEADS, "head_dim": DIM}
         for number, tokens in enumerate(LENGTHS):
@@ -77,7 +81,7 @@ class Rows:
 
 
 @on_each_rank
-def agrees_with_float64(shape: Shape, options: dict[str, Any], cache: dict[str, Any]) -> None:
+def check_against_float64(shape: Shape, options: dict[str, Any], cache: dict[str, Any]) -> None:
     rows = Rows(shape, **cache)
     for _ in range(3):  # the first makes the plan, and the caches with blocks of 4 change owners
         out, wanted = rows.step(**options)
@@ -110,7 +114,7 @@ OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @on_each_rank
-def padded_rows(shape: Shape, queries: int, mask: am.Mask) -> None:
+def check_padded_rows(shape: Shape, queries: int, mask: am.Mask) -> None:
     """Rows of caches with padding, of caches with padding that is none, and of caches without."""
     tokens = 21
     padding = torch.arange(tokens) >= torch.tensor([[5], [0], [0], [8]])
@@ -132,43 +136,43 @@ def padded_rows(shape: Shape, queries: int, mask: am.Mask) -> None:
 @pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("shape", [Shape(1, 1, 1), Shape(1, 1, 3), Shape(2, 1, 1)], ids=str)
 def test_padded_rows_are_those_of_each_cache(shape: Shape, queries: int, mask: am.Mask, pool: Pool) -> None:
-    pool.run(shape.ranks, padded_rows, shape, queries, mask)
+    pool.run(shape.ranks, check_padded_rows, shape, queries, mask)
 
 
 @pytest.mark.parametrize(("shape", "number"), rotated(SHAPES, range(len(OPTIONS)), every=2))
 def test_rows_agree_with_float64(shape: Shape, number: int, pool: Pool) -> None:
     options, cache = OPTIONS[number]
-    pool.run(shape.ranks, agrees_with_float64, shape, options, cache)
+    pool.run(shape.ranks, check_against_float64, shape, options, cache)
 
 
 @pytest.mark.parametrize("shape", [Shape(1, 1, 1), Shape(1, 1, 3)], ids=str)
 def test_rows_of_latents_agree_with_float64(shape: Shape, pool: Pool) -> None:
-    pool.run(shape.ranks, agrees_with_float64, shape, {}, {"values": "prefix", "value_dim": 5})
+    pool.run(shape.ranks, check_against_float64, shape, {}, {"values": "prefix", "value_dim": 5})
 
 
 @pytest.mark.parametrize("shape", [Shape(1, 1, 2), Shape(2, 1, 1)], ids=str)
 def test_each_rank_gets_its_heads(shape: Shape, pool: Pool) -> None:
-    pool.run(shape.ranks, agrees_with_float64, shape, {"output": "heads"}, {})
+    pool.run(shape.ranks, check_against_float64, shape, {"output": "heads"}, {})
 
 
 # --- bits ---
 
 
 @on_each_rank
-def bits(shape: Shape, reproducible: bool) -> list[Tensor]:
+def step_twice(shape: Shape, reproducible: bool) -> list[Tensor]:
     rows = Rows(shape, block=16)
     return [rows.step(reproducible=reproducible)[0] for _ in range(2)]
 
 
 def test_reproducible_rows_have_the_same_bits_on_any_ranks(pool: Pool) -> None:
-    alone = pool.run(1, bits, Shape(1, 1, 1), True)[0]
+    alone = pool.run(1, step_twice, Shape(1, 1, 1), True)[0]
     for shape in (Shape(1, 1, 2), Shape(1, 1, 4)):
-        for answer in pool.run(shape.ranks, bits, shape, True):
+        for answer in pool.run(shape.ranks, step_twice, shape, True):
             assert all(torch.equal(one, other) for one, other in zip(answer, alone, strict=True))
 
 
 @on_each_rank
-def same_on_all(shape: Shape) -> None:
+def check_same_on_all(shape: Shape) -> None:
     rows = Rows(shape)
     for _ in range(2):
         out, _ = rows.step()
@@ -178,14 +182,14 @@ def same_on_all(shape: Shape) -> None:
 
 
 def test_all_ranks_hold_the_same_bits(pool: Pool) -> None:
-    pool.run(3, same_on_all, Shape(1, 1, 3))
+    pool.run(3, check_same_on_all, Shape(1, 1, 3))
 
 
 # --- one merge ---
 
 
 @on_each_rank
-def merges(shape: Shape) -> None:
+def check_merges(shape: Shape) -> None:
     rows = Rows(shape)
     for _ in range(2):
         rows.step()
@@ -195,11 +199,11 @@ def merges(shape: Shape) -> None:
 
 
 def test_all_rows_take_one_merge(pool: Pool) -> None:
-    pool.run(2, merges, Shape(1, 1, 2))
+    pool.run(2, check_merges, Shape(1, 1, 2))
 
 
 @on_each_rank
-def a_number_that_is_not_finite(shape: Shape) -> None:
+def check_a_number_that_is_not_finite(shape: Shape) -> None:
     rows = Rows(shape)
     rows.step()
     k, v = rows.new(len(rows.caches), 1, 7)
@@ -212,14 +216,14 @@ def a_number_that_is_not_finite(shape: Shape) -> None:
 
 def test_a_row_that_is_not_finite_spoils_no_other(pool: Pool) -> None:
     for ranks in (1, 2):
-        pool.run(ranks, a_number_that_is_not_finite, Shape(1, 1, ranks))
+        pool.run(ranks, check_a_number_that_is_not_finite, Shape(1, 1, ranks))
 
 
 # --- refusals ---
 
 
 @on_each_rank
-def one_full_cache(shape: Shape) -> None:
+def check_one_full_cache(shape: Shape) -> None:
     """A step that a full cache refuses leaves the other caches as they were."""
     rows, full = Rows(shape), 3
     cache = rows.caches[full]
@@ -235,7 +239,7 @@ def one_full_cache(shape: Shape) -> None:
 
 
 @on_each_rank
-def one_full_cache_of_a_graph() -> None:
+def check_one_full_cache_of_a_graph() -> None:
     """A cache that a graph has filled is refused before any is written to."""
     rows, full = Rows(Shape(1, 1, 2)), 3
     cache = rows.caches[full]
@@ -252,12 +256,12 @@ def one_full_cache_of_a_graph() -> None:
 
 
 def test_a_cache_that_a_graph_has_filled_is_refused_before_any_is_written_to(pool: Pool) -> None:
-    pool.run(2, one_full_cache_of_a_graph)
+    pool.run(2, check_one_full_cache_of_a_graph)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_full_cache_leaves_the_others_as_they_were(shape: Shape, pool: Pool) -> None:
-    pool.run(shape.ranks, one_full_cache, shape)
+    pool.run(shape.ranks, check_one_full_cache, shape)
 
 
 @dataclass
@@ -338,7 +342,7 @@ def leave_out_rows(call: RowsCall) -> None:
 
 
 @on_each_rank
-def refusal(change: Change, ranks: set[int], warm: bool) -> str:
+def catch_refusal(change: Change, ranks: set[int], warm: bool) -> str:
     """Return the error of a call that is changed on these ranks; the caches serve the next call."""
     rows = Rows(Shape(1, 1, 2))
     if warm:
@@ -371,7 +375,7 @@ def gathered(numbers: list[int]) -> list[list[int]]:
 def test_wrong_input_is_refused_alike_on_all_ranks(
     change: Change, message: str, ranks: set[int], warm: bool, pool: Pool
 ) -> None:
-    first, second = pool.run(2, refusal, change, ranks, warm)
+    first, second = pool.run(2, catch_refusal, change, ranks, warm)
     assert first == second
     assert message in first
 
@@ -379,13 +383,13 @@ def test_wrong_input_is_refused_alike_on_all_ranks(
 @pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize("change", [pass_another_scale, reverse_the_caches, leave_out_rows])
 def test_calls_that_differ_are_refused_alike(change: Change, warm: bool, pool: Pool) -> None:
-    first, second = pool.run(2, refusal, change, {1}, warm)
+    first, second = pool.run(2, catch_refusal, change, {1}, warm)
     assert first == second
     assert "MeshError" in first
 
 
 @on_each_rank
-def error_of_lengths(by_rank: list[tuple[int, ...]], options: dict[str, Any]) -> str:
+def catch_error_of_lengths(by_rank: list[tuple[int, ...]], options: dict[str, Any]) -> str:
     """Return the error of a known step on caches of other lengths on each rank."""
     own = by_rank[torch.distributed.get_rank()]
     sizes: dict[str, Any] = {"batch": 1, "kv_heads": KV_HEADS, "head_dim": DIM, "capacity": 30, "block": 4}
@@ -406,7 +410,7 @@ def error_of_lengths(by_rank: list[tuple[int, ...]], options: dict[str, Any]) ->
 def test_lengths_that_differ_are_refused_alike(
     by_rank: list[tuple[int, ...]], options: dict[str, Any], pool: Pool
 ) -> None:
-    first, second = pool.run(2, error_of_lengths, by_rank, options)
+    first, second = pool.run(2, catch_error_of_lengths, by_rank, options)
     assert first == second
     assert "tokens in the caches" in first
 

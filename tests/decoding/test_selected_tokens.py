@@ -11,12 +11,13 @@ from attnmesh.decoding.index_search import top_k_tokens
 from attnmesh.errors import ShapeError
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.runtime.counters import count_traffic
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.problems import indexer_scores, numbers
-from tests.support.tolerances import FLOAT32
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.problems import indexer_scores, numbers
+from tests.support.truth.tolerances import FLOAT32
 
-HEADS, WIDTH, TOKENS = (4, 2), 8, 45
+HEADS = (4, 2)
+WIDTH, TOKENS = 8, 45
 
 
 def cache_of(ranks: int, values: str = "separate") -> am.KVCache:
@@ -33,7 +34,7 @@ def indices(rows: int, k: int, tokens: int = TOKENS, seed: int = 1) -> Tensor:
 
 
 @on_each_rank
-def all_tokens_and_parts(ranks: int) -> dict[str, bool]:
+def compare_all_tokens_and_parts(ranks: int) -> dict[str, bool]:
     """Return whether selections of all tokens are causal attention, and one with a new token is that of its cache."""
     cache, q = cache_of(ranks), numbers(2, HEADS[0], 3, WIDTH, seed=2)
     every = torch.arange(TOKENS).int().expand(2, 1, 3, -1)
@@ -51,7 +52,7 @@ def all_tokens_and_parts(ranks: int) -> dict[str, bool]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
 def test_all_tokens_selected_is_causal_attention(pool: Pool, ranks: int) -> None:
-    for right in pool.run(ranks, all_tokens_and_parts, ranks):
+    for right in pool.run(ranks, compare_all_tokens_and_parts, ranks):
         assert right == dict.fromkeys(right, True)
 
 
@@ -68,7 +69,7 @@ def test_disjoint_selections_merge_to_their_union() -> None:
 
 
 @on_each_rank
-def compiled_steps(ranks: int) -> dict[str, bool]:
+def compare_compiled_steps(ranks: int) -> dict[str, bool]:
     """Return whether compiled steps equal eager ones, with NaN for a faulty row alone."""
     caches, q = [cache_of(ranks) for _ in range(2)], numbers(2, HEADS[0], 1, WIDTH, seed=2)
 
@@ -94,12 +95,12 @@ def compiled_steps(ranks: int) -> dict[str, bool]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_step_over_selected_tokens_is_one_graph(pool: Pool, ranks: int) -> None:
-    for right in pool.run(ranks, compiled_steps, ranks):
+    for right in pool.run(ranks, compare_compiled_steps, ranks):
         assert right == dict.fromkeys(right, True)
 
 
 @on_each_rank
-def unchecked_differences() -> dict[str, bool]:
+def step_over_unchecked_differences() -> dict[str, bool]:
     """Return whether outputs are NaN where ranks that compare nothing select other tokens."""
     cache, q = cache_of(2), numbers(2, HEADS[0], 1, WIDTH, seed=2)
     selections = [am.Selection(indices(1, 9, seed=rank)) for rank in range(2)]
@@ -109,12 +110,12 @@ def unchecked_differences() -> dict[str, bool]:
 
 
 def test_selections_that_differ_by_rank_are_nan_where_nothing_is_compared(pool: Pool) -> None:
-    for right in pool.run(2, unchecked_differences):
+    for right in pool.run(2, step_over_unchecked_differences):
         assert right == dict.fromkeys(right, True)
 
 
 @on_each_rank
-def received_bytes(tokens: int) -> int:
+def count_received_bytes(tokens: int) -> int:
     cache, q = cache_of(4), numbers(2, HEADS[0], 1, WIDTH, seed=2)
     chosen = am.Selection(indices(1, tokens))
     with count_traffic() as traffic:
@@ -124,7 +125,7 @@ def received_bytes(tokens: int) -> int:
 
 def test_a_step_sends_what_one_over_all_tokens_sends(pool: Pool) -> None:
     for tokens in (1, 40):
-        assert pool.run(4, received_bytes, tokens) == [2 * 4 * (2 + 2 * HEADS[0] * (1 + WIDTH))] * 4
+        assert pool.run(4, count_received_bytes, tokens) == [2 * 4 * (2 + 2 * HEADS[0] * (1 + WIDTH))] * 4
 
 
 def test_an_empty_selection_gives_zeros() -> None:
@@ -134,26 +135,7 @@ def test_an_empty_selection_gives_zeros() -> None:
 
 
 @on_each_rank
-def best_tokens(ranks: int, padded: bool) -> list[Tensor]:
-    """Return the best tokens before and after a fork, of a cache with a sharded prefill, on this rank."""
-    mesh = named_mesh(Shape(1, 1, ranks), AXES) if ranks > 1 else None
-    sizes = {"batch": 2, "kv_heads": 1, "head_dim": WIDTH, "capacity": 200, "block": 4}
-    index = am.KVCache(mesh, **sizes, dtype=torch.float32, values="none")
-    keys, real = numbers(2, 1, TOKENS, WIDTH), numbers(2, TOKENS, seed=5) > -0.5
-    mine = am.Zigzag().positions(30, ranks, dist.get_rank())
-    index.append_shard(keys[:, :, mine], None, mine, token_mask=real[:, :30] if padded else None)
-    index.append(keys[:, :, 30:], token_mask=real[:, 30:] if padded else None)
-    operands = numbers(2, 3, 64, WIDTH, seed=6), numbers(2, 3, 64, seed=7)
-    options = {"k": 60, "mask": am.Causal()}
-    found = [
-        top_k_tokens(index, indexer_scores, operands, **options),
-        top_k_tokens(index, indexer_scores, operands, 4, block=5),
-    ]
-    return [*found, top_k_tokens(index.fork(), indexer_scores, operands, **options)]
-
-
-@on_each_rank
-def error_of_longer_index_keys() -> str:
+def catch_error_of_longer_index_keys() -> str:
     """Return the error of a step that attends the best tokens of index keys with more tokens than the cache."""
     mesh = named_mesh(Shape(1, 1, 2), AXES)
     sizes = {"batch": 2, "kv_heads": 1, "head_dim": WIDTH, "capacity": 200, "block": 4}
@@ -167,23 +149,6 @@ def error_of_longer_index_keys() -> str:
 
 
 def test_index_keys_of_more_tokens_than_the_cache_raise_the_same_on_all_ranks(pool: Pool) -> None:
-    first, second = pool.run(2, error_of_longer_index_keys)
+    first, second = pool.run(2, catch_error_of_longer_index_keys)
     assert first == second
     assert f"of {TOKENS} keys, given {TOKENS + 1}" in first
-
-
-@pytest.mark.parametrize("padded", [False, True])
-def test_the_best_tokens_do_not_depend_on_the_ranks(pool: Pool, padded: bool) -> None:
-    (alone,) = pool.run(1, best_tokens, 1, padded)
-    for ranks in (2, 3, 4, 6):
-        for found in pool.run(ranks, best_tokens, ranks, padded):
-            assert all(map(torch.equal, found, alone))
-    keys, operands = numbers(2, 1, TOKENS, WIDTH)[:, 0], (numbers(2, 3, 64, WIDTH, seed=6), numbers(2, 3, 64, seed=7))
-    real = numbers(2, TOKENS, seed=5) > -0.5 if padded else torch.ones(2, TOKENS, dtype=torch.bool)
-    seen = am.Causal().visible(torch.arange(TOKENS - 3, TOKENS), torch.arange(TOKENS)) & real[:, None]
-    seen = seen & real[:, -3:, None]
-    order = indexer_scores(keys, operands).masked_fill(~seen, -torch.inf).sort(-1, descending=True)
-    right = order.indices.masked_fill(order.values == -torch.inf, NO_INDEX)
-    assert torch.equal(alone[0][..., :TOKENS].long(), right)
-    assert (alone[0][..., TOKENS:] == NO_INDEX).all()
-    assert torch.equal(alone[0], alone[2])

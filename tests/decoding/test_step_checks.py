@@ -9,9 +9,9 @@ import torch.distributed as dist
 import attnmesh as am
 from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.problems import numbers
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.problems import numbers
 
 HEADS, KV_HEADS, WIDTH, TOKENS = 4, 2, 8, 30
 
@@ -62,7 +62,7 @@ def decode_after_uncompared_call(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", UNCOMPARED_CALLS)
-def test_a_checked_step_finds_what_differs_in_a_cache_that_compares_nothing(name: str, pool: Pool) -> None:
+def test_a_step_finds_what_differs_in_a_cache_that_compares_nothing(name: str, pool: Pool) -> None:
     for error in pool.ask(2, decode_after_uncompared_call, name):
         assert isinstance(error, errors.InputError)
         assert "ranks  padding and order\n    0      " in str(error)

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import attnmesh as am
 from attnmesh import decoding
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.pool import Pool, on_each_rank
 from tools.walk import call_watched
 
 ROOM = str(Path(decoding.__file__).parent)
@@ -88,7 +88,7 @@ def traced(call: Callable[[], object]) -> list[str]:
 
 
 @on_each_rank
-def _ways() -> dict[str, tuple[list[str], list[str]]]:
+def trace_steps() -> dict[str, tuple[list[str], list[str]]]:
     """On a rank: the functions of the first step of each kind, and of a later one."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("keys",)) if ranks > 1 else None
@@ -97,7 +97,7 @@ def _ways() -> dict[str, tuple[list[str], list[str]]]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_each_kind_of_step_runs_the_same_functions(ranks: int, pool: Pool) -> None:
-    for ways in pool.run(ranks, _ways):
+    for ways in pool.run(ranks, trace_steps):
         first, later = ways["plain"]
         assert later == [
             "decode_call.py decode",

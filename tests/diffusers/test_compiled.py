@@ -6,10 +6,10 @@ from torch import Tensor, nn
 
 from attnmesh.diffusers import disable, enable
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support.diffusion import MODELS
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT32_SUMS
+from tests.support.models.diffusion import MODELS
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.tolerances import FLOAT32_SUMS
 
 ROWS = (4, 5)
 
@@ -24,10 +24,11 @@ def relative(found: Tensor, expected: Tensor) -> float:
 
 
 @on_each_rank
-def compiled_errors(name: str, how: str) -> list[tuple[float, float]]:
+def measure_compiled_errors(name: str, how: str) -> list[tuple[float, float]]:
     """Errors of output and of a gradient for each number of rows."""
     torch._dynamo.reset()
-    model, found = MODELS[name].model(), []
+    model = MODELS[name].model()
+    found = []
     on_mesh = MODELS[name].model()
     enable(on_mesh, named_mesh(Shape(1, 1, 2), AXES), "bulk")
     run = on_mesh
@@ -57,7 +58,7 @@ def compiled_errors(name: str, how: str) -> list[tuple[float, float]]:
     ],
 )
 def test_a_compiled_model_is_that_of_one_device(pool: Pool, name: str, how: str) -> None:
-    for rank in pool.run(2, compiled_errors, name, how):
+    for rank in pool.run(2, measure_compiled_errors, name, how):
         for output, gradient in rank:
             assert output < FLOAT32_SUMS
             assert gradient < 1e-4  # a sum over all tokens and ranks

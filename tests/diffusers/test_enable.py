@@ -20,10 +20,10 @@ from attnmesh.diffusers import disable, enable
 from attnmesh.diffusers.backend import visible_keys
 from attnmesh.diffusers.family_plans import plan_of
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support.diffusion import MODELS, Inputs
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT32, FLOAT32_SUMS, assert_near, worst
+from tests.support.models.diffusion import MODELS, Inputs
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.tolerances import FLOAT32, FLOAT32_SUMS, assert_near, worst
 
 
 def registered() -> tuple[Any, ...]:
@@ -62,7 +62,7 @@ def check_two_models() -> None:
 
 
 @on_each_rank
-def with_one_time(name: str) -> float:
+def measure_error_with_one_time(name: str) -> float:
     """The error of a model whose times have a dim for tokens, of one time for all of them."""
     model, given = MODELS[name].model(), MODELS[name].given(5)
     given["timestep"] = given["timestep"][:, None]
@@ -75,7 +75,7 @@ def with_one_time(name: str) -> float:
 
 @pytest.mark.parametrize("name", ["wan", "ltx"])
 def test_one_time_is_for_all_tokens(pool: Pool, name: str) -> None:
-    assert worst(pool.run(2, with_one_time, name)) < FLOAT32_SUMS
+    assert worst(pool.run(2, measure_error_with_one_time, name)) < FLOAT32_SUMS
 
 
 def test_a_model_on_a_mesh_is_saved(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_model_beside_one_on_the_mesh_stays_as_it_is(pool: Pool) -> None:
 
 
 @on_each_rank
-def backend_errors(sizes: tuple[int, ...], heads: tuple[int, int], causal: bool) -> tuple[float, float]:
+def measure_backend_errors(sizes: tuple[int, ...], heads: tuple[int, int], causal: bool) -> tuple[float, float]:
     """Errors of the backend's output and gradient, for a stream of uneven runs."""
     model = MODELS["wan"].model()
     enable(model, named_mesh(Shape(1, len(sizes), 1), AXES))
@@ -138,7 +138,7 @@ def backend_errors(sizes: tuple[int, ...], heads: tuple[int, int], causal: bool)
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_grouped_heads_and_causal_layers_are_served(pool: Pool, causal: bool) -> None:
-    for output, gradient in pool.run(3, backend_errors, (5, 0, 7), (4, 2), causal):
+    for output, gradient in pool.run(3, measure_backend_errors, (5, 0, 7), (4, 2), causal):
         assert output < 1e-4  # a sum of 448 numbers
         assert gradient < FLOAT32_SUMS
 
@@ -243,7 +243,7 @@ FORWARDS: dict[str, tuple[Spoil, str]] = {
 
 
 @on_each_rank
-def forward_error(case: str) -> str:
+def catch_error_of_forward(case: str) -> str:
     """The error of a forward pass, on one rank."""
     model, given = MODELS["wan"].model(), MODELS["wan"].given(5)
     enable(model, named_mesh(Shape(1, 2, 1), AXES))
@@ -257,7 +257,7 @@ def forward_error(case: str) -> str:
 
 @pytest.mark.parametrize("case", FORWARDS)
 def test_a_bad_forward_pass_raises_alike(pool: Pool, case: str) -> None:
-    found = pool.run(2, forward_error, case)
+    found = pool.run(2, catch_error_of_forward, case)
     assert found[0] == found[1]
     with pytest.raises(ValueError, match=FORWARDS[case][1]):
         raise ValueError(found[0])
@@ -335,7 +335,7 @@ ENABLES: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
 
 
 @on_each_rank
-def enable_error(case: str, alone: bool) -> str:
+def catch_error_of_enable(case: str, alone: bool) -> str:
     """The error of `enable`, on one rank; with `alone` only rank 1 passes what is wrong."""
     make, given, _ = ENABLES[case]
     options = {**given}
@@ -354,7 +354,7 @@ def enable_error(case: str, alone: bool) -> str:
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("case", ENABLES)
 def test_a_model_that_cannot_be_put_on_a_mesh_is_refused_alike(pool: Pool, case: str, alone: bool) -> None:
-    found = pool.run(2, enable_error, case, alone)
+    found = pool.run(2, catch_error_of_enable, case, alone)
     assert found[0] == found[1]
     with pytest.raises(ValueError, match=ENABLES[case][2]):
         raise ValueError(found[0])

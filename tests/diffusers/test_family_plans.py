@@ -15,10 +15,10 @@ from attnmesh.diffusers.tokens import run_sizes
 from attnmesh.mesh.schedule import EXCHANGE_MODES, Problem
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.runtime.counters import count_traffic
-from tests.support.diffusion import MODELS, PIPELINES, Inputs, pipeline_steps
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT32_SUMS, worst
+from tests.support.models.diffusion import MODELS, PIPELINES, Inputs, pipeline_steps
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.tolerances import FLOAT32_SUMS, worst
 
 OUTPUT = 1e-13
 """Outputs are computed in float64, and differ by the order of sums."""
@@ -52,7 +52,7 @@ def run(model: nn.Module, given: Inputs) -> tuple[Tensor, list[Tensor | None]]:
 
 
 @on_each_rank
-def deviations(cases: list[Case]) -> list[tuple[Case, float, float]]:
+def measure_deviations(cases: list[Case]) -> list[tuple[Case, float, float]]:
     """Relative deviations of outputs and of summed gradients, on one rank."""
     found = []
     for case in cases:
@@ -87,15 +87,16 @@ SAMPLED = [*((2 + number % 2, name) for number, name in enumerate(MODELS) if num
     ],
 )
 def test_outputs_and_gradients_are_those_of_one_device(pool: Pool, ranks: int, name: str) -> None:
-    few = (ranks, name) in SAMPLED
-    for rank in pool.run(ranks, deviations, [*cases(name, ranks)][:: 2 if few else 1]):
+    every = list(cases(name, ranks))
+    few = every[::2] if (ranks, name) in SAMPLED else every
+    for rank in pool.run(ranks, measure_deviations, few):
         for case, output, gradient in rank:
             assert output < OUTPUT, case
             assert gradient < GRADIENT, case
 
 
 @on_each_rank
-def steps(name: str, shape: Shape) -> tuple[Tensor, Tensor]:
+def run_pipeline_steps(name: str, shape: Shape) -> tuple[Tensor, Tensor]:
     model = MODELS[name].model()
     expected = pipeline_steps(name, model)
     enable(model, named_mesh(shape, AXES))
@@ -114,12 +115,12 @@ MESHES = (Shape(1, 2, 2), Shape(1, 3, 1), Shape(2, 1, 2))
     ],
 )
 def test_two_steps_of_the_pipeline_are_those_of_one_device(pool: Pool, name: str, shape: Shape) -> None:
-    for out, expected in pool.run(shape.ranks, steps, name, shape):
+    for out, expected in pool.run(shape.ranks, run_pipeline_steps, name, shape):
         torch.testing.assert_close(out, expected, rtol=FLOAT32_SUMS, atol=FLOAT32_SUMS)
 
 
 @on_each_rank
-def bytes_received(shape: Shape, exchange: str, rows: int) -> int:
+def count_received_bytes(shape: Shape, exchange: str, rows: int) -> int:
     """Bytes that a forward pass receives on this rank."""
     model, given = MODELS["wan"].model(), MODELS["wan"].given(rows)
     enable(model, named_mesh(shape, AXES), exchange)
@@ -138,7 +139,9 @@ def test_ranks_receive_what_the_plan_says(pool: Pool, shape: Shape, exchange: st
     queries, keys = moves.queries.inside.total, moves.keys.inside.total
     attention = queries * (2 * width + HEADS) + keys * 2 * width  # queries come back as out and lse
     gathered = tokens * (shape.ranks - 1) * 16  # the output, 4 channels of 2 x 2 pixels a token
-    assert sum(pool.run(shape.ranks, bytes_received, shape, exchange, rows)) == 4 * (layers * attention + gathered)
+    assert sum(pool.run(shape.ranks, count_received_bytes, shape, exchange, rows)) == 4 * (
+        layers * attention + gathered
+    )
 
 
 @pytest.mark.gpu

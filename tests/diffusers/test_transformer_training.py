@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from attnmesh.diffusers import disable, enable
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support.diffusion import MODELS
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT32_SUMS, worst
+from tests.support.models.diffusion import MODELS
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.tolerances import FLOAT32_SUMS, worst
 
 STEPS = 6
 
@@ -45,7 +45,7 @@ def adapted() -> nn.Module:
 
 
 @on_each_rank
-def trained(shape: Shape) -> tuple[list[float], list[float]]:
+def train_on_mesh(shape: Shape) -> tuple[list[float], list[float]]:
     expected = losses(adapted(), on_mesh=False)
     model = adapted()
     enable(model, named_mesh(shape, AXES))
@@ -56,7 +56,7 @@ def trained(shape: Shape) -> tuple[list[float], list[float]]:
 
 @pytest.mark.parametrize("shape", [Shape(1, 2, 2), pytest.param(Shape(2, 2, 1), marks=pytest.mark.long)], ids=str)
 def test_training_of_an_adapter_is_that_on_one_device(pool: Pool, shape: Shape) -> None:
-    for found, expected in pool.run(4, trained, shape):
+    for found, expected in pool.run(4, train_on_mesh, shape):
         assert found == pytest.approx(expected, abs=FLOAT32_SUMS)
         assert expected[-1] < expected[0]
 
@@ -82,7 +82,7 @@ EXTRA = {"flux": 5, "hunyuan-video": 10}
 
 
 @on_each_rank
-def checkpointed(name: str) -> float:
+def measure_errors_of_checkpointing(name: str) -> float:
     expected = gradients(name, MODELS[name].model(torch.float64))
     model = MODELS[name].model(torch.float64).train()
     model.enable_gradient_checkpointing()
@@ -98,4 +98,6 @@ def checkpointed(name: str) -> float:
 
 @pytest.mark.parametrize("name", EXTRA)
 def test_layers_computed_anew_in_the_backward_pass_have_their_own_tokens(pool: Pool, name: str) -> None:
-    assert worst(pool.run(3, checkpointed, name)) < 1e-9  # float64, as a part of the largest gradient
+    assert (
+        worst(pool.run(3, measure_errors_of_checkpointing, name)) < 1e-9
+    )  # float64, as a part of the largest gradient

@@ -13,9 +13,9 @@ import torch.distributed as dist
 import attnmesh as am
 from attnmesh.planner.units import bytes_text, seconds_text
 from attnmesh.planner.workload_presets import workload_preset
-from tests.support.pool import Pool, on_each_rank
-from tests.support.scripts import run_script
-from tests.support.trainers import launched
+from tests.support.process.scripts import run_script
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.training.trainers import launched
 
 ROOT = Path(__file__).parents[2]
 SCRIPT, PAGE = ROOT / "examples" / "video.py", ROOT / "docs" / "video.md"

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from attnmesh_command import app
-from tests.support import families
-from tests.support.fake_engine import byte_tokenizer
-from tests.support.scripts import run_script
+from tests.support.models import families
+from tests.support.process.scripts import run_script
+from tests.support.serving.fake_engine import byte_tokenizer
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "llama-70b.md").read_text()
@@ -105,7 +105,8 @@ def test_the_chat_says_what_stock_transformers_does(words: list[str], folder: Pa
 
 def stock_answers(folder: Path, chats: list[list[str]], stop: list[str], new: int) -> list[str]:
     """The answers of stock transformers to each question of each chat."""
-    model, answers = AutoModelForCausalLM.from_pretrained(folder), []
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    answers = []
     tokenizer: Any = byte_tokenizer()
     for questions in chats:
         messages: list[dict[str, str]] = []

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import families
-from tests.support.fake_engine import byte_tokenizer
-from tests.support.scripts import run_script
+from tests.support.models import families
+from tests.support.process.scripts import run_script
+from tests.support.serving.fake_engine import byte_tokenizer
 
 README = Path(__file__).parents[2] / "README.md"
 

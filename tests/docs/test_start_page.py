@@ -3,13 +3,13 @@
 import doctest
 from pathlib import Path
 
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.pool import Pool, on_each_rank
 
 PAGE = Path(__file__).parents[2] / "docs" / "start.md"
 
 
 @on_each_rank
-def lines_on_a_mesh() -> list[str]:
+def run_lines_on_a_mesh() -> list[str]:
     """On a rank: run the lines, and return what failed."""
     failed: list[str] = []
     section = PAGE.read_text().split("## 5. Decoding")[1].split("\n## ")[0]
@@ -23,4 +23,4 @@ def lines_on_a_mesh() -> list[str]:
 
 
 def test_the_lines_on_decoding_run_on_ranks(pool: Pool) -> None:
-    assert pool.run(4, lines_on_a_mesh) == [[]] * 4
+    assert pool.run(4, run_lines_on_a_mesh) == [[]] * 4

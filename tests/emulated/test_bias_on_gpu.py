@@ -8,14 +8,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import attnmesh as am
 from attnmesh.mesh.shapes import AXES
-from tests.support.emulated_gpu import EmulatedGPU
-from tests.support.emulated_nccl import BACKENDS, world
-from tests.support.emulated_waits import random
-from tests.support.pool import on_each_rank
+from tests.support.emulation.emulated_gpu import EmulatedGPU
+from tests.support.emulation.emulated_nccl import BACKENDS, world
+from tests.support.emulation.emulated_waits import random
+from tests.support.ranks.pool import on_each_rank
 
 
 @on_each_rank
-def outputs(gpu: EmulatedGPU) -> list[tuple[Tensor, Tensor]]:
+def attend_with_a_bias(gpu: EmulatedGPU) -> list[tuple[Tensor, Tensor]]:
     """Return what this rank gets, and what `attend` gives on the CPU."""
     mesh = init_device_mesh("cuda", (1, 2, 1), mesh_dim_names=AXES)
     q, k, v = (random(seed, 1, 2, 10, 8) for seed in (1, 2, 3))
@@ -34,6 +34,6 @@ def outputs(gpu: EmulatedGPU) -> list[tuple[Tensor, Tensor]]:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_bias_by_distance_gives_the_same_on_gpus(backend: str) -> None:
-    for found in world(2, outputs, backend=backend).results():
+    for found in world(2, attend_with_a_bias, backend=backend).results():
         for given, expected in found:
             torch.testing.assert_close(given, expected)

@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from tests.support.emulated_nccl import world
-from tests.support.emulated_waits import measure, model_waits
+from tests.support.emulation.emulated_nccl import world
+from tests.support.emulation.emulated_waits import record_waits, record_waits_of_model
 
 DECODING = {
     "decode, key_lengths on the CPU": ["copy"],
@@ -30,7 +30,7 @@ def kinds(waits: list[str]) -> list[str]:
     [("nccl", (1, 1, 2)), pytest.param("cpu:gloo,cuda:nccl", (2, 1, 2), marks=pytest.mark.long)],
 )
 def test_steps_and_merges_wait_for_the_gpu_in_the_known_calls_alone(backend: str, shape: tuple[int, int, int]):
-    for table in world(shape[0] * shape[2], measure, "decode", shape, backend=backend).results():
+    for table in world(shape[0] * shape[2], record_waits, "decode", shape, backend=backend).results():
         assert {name: kinds(waits) for name, waits in table.items() if waits} == DECODING, table
 
 
@@ -43,17 +43,17 @@ def test_steps_and_merges_wait_for_the_gpu_in_the_known_calls_alone(backend: str
     ],
 )
 def test_attention_copies_nothing_after_the_first_call_of_a_kind(backend: str, shape: tuple[int, int, int]):
-    for table in world(2, measure, "attention", shape, backend=backend).results():
+    for table in world(2, record_waits, "attention", shape, backend=backend).results():
         assert len(table) == 14
         assert not any(table.values()), table
 
 
 def test_attention_on_one_gpu_never_waits_for_the_cpu():
-    (table,) = world(1, measure, "attention", (1, 1, 1)).results()
+    (table,) = world(1, record_waits, "attention", (1, 1, 1)).results()
     assert not any(table.values()), table
 
 
 @pytest.mark.parametrize("capacity", [None, pytest.param(200, marks=pytest.mark.long)])
 def test_a_token_of_a_model_never_waits_for_the_cpu(capacity: int | None):
-    for table in world(2, model_waits, capacity, backend="cpu:gloo,cuda:nccl").results():
+    for table in world(2, record_waits_of_model, capacity, backend="cpu:gloo,cuda:nccl").results():
         assert table == {"token": []}, Counter(table["token"])

@@ -8,13 +8,13 @@ import torch
 import attnmesh as am
 from attnmesh.core.storage import STORAGES
 from attnmesh.setup import init_mesh as module
-from tests.support.emulated_gpu import EmulatedGPU
-from tests.support.emulated_nccl import BACKENDS, world
-from tests.support.pool import on_each_rank
+from tests.support.emulation.emulated_gpu import EmulatedGPU
+from tests.support.emulation.emulated_nccl import BACKENDS, world
+from tests.support.ranks.pool import on_each_rank
 
 
 @on_each_rank
-def events(gpu: EmulatedGPU, used: bool) -> list[str]:
+def record_events(gpu: EmulatedGPU, used: bool) -> list[str]:
     """Return in which order `init_mesh` sets the device, compares calls and makes groups."""
     found: list[str] = []
     make = module.init_device_mesh
@@ -42,18 +42,19 @@ def events(gpu: EmulatedGPU, used: bool) -> list[str]:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_init_mesh_sets_the_device_first(backend: str):
     expected = [["compare", f"set {rank}", "make groups"] for rank in range(2)]
-    assert world(2, events, False, backend=backend).results() == expected
+    assert world(2, record_events, False, backend=backend).results() == expected
 
 
 def test_init_mesh_leaves_a_device_that_is_in_use():
-    assert world(2, events, True).results() == [["compare", "make groups"]] * 2
+    assert world(2, record_events, True).results() == [["compare", "make groups"]] * 2
 
 
 @on_each_rank
-def distances(gpu: EmulatedGPU, storage: str) -> list[list[int]]:
+def measure_row_distances(gpu: EmulatedGPU, storage: str) -> list[list[int]]:
     """Return the bytes from row to row of keys and values: of a new cache, a grown one, and one of another batch."""
     sizes = {"batch": 2, "kv_heads": 2, "head_dim": 64, "value_dim": 32, "capacity": 16, "dtype": torch.bfloat16}
-    cache, found = am.KVCache(None, device="cuda", storage=storage, **sizes), []
+    cache = am.KVCache(None, device="cuda", storage=storage, **sizes)
+    found = []
 
     def note() -> None:
         found.append([x.stride(2) for x in cache.own_shard.stored])
@@ -70,6 +71,6 @@ def distances(gpu: EmulatedGPU, storage: str) -> list[list[int]]:
 @pytest.mark.parametrize("storage", STORAGES)
 def test_rows_of_bytes_begin_where_a_gpu_loads_wide_words(storage: str) -> None:
     """A row of 64 numbers and a scale has 66 bytes, which would be loaded one by one."""
-    assert world(1, distances, storage).results() == [[[80, 48]] * 3]
+    assert world(1, measure_row_distances, storage).results() == [[[80, 48]] * 3]
     cache = am.KVCache(None, batch=1, kv_heads=1, head_dim=64, capacity=16, dtype=torch.float32, storage=storage)
     assert [x.stride(2) for x in cache.own_shard.stored] == [66, 66]

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 import attnmesh as am
-from tests.support.emulated_gpu import DeviceRuleError, EmulatedTensor, emulated_gpu
-from tests.support.emulated_operators import efficient, efficient_backward, flash, flash_backward
-from tests.support.tolerances import FLOAT32_SUMS
+from tests.support.emulation.emulated_gpu import DeviceRuleError, EmulatedTensor, emulated_gpu
+from tests.support.emulation.emulated_operators import efficient, efficient_backward, flash, flash_backward
+from tests.support.truth.tolerances import FLOAT32_SUMS
 
 
 def test_tensors_say_cuda_and_compute():

@@ -2,7 +2,7 @@
 
 import re
 import time
-from typing import Any
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import attnmesh as am
-from tests.support.emulated_gpu import EmulatedGPU
-from tests.support.emulated_nccl import BACKENDS, world
-from tests.support.pool import on_each_rank
+from tests.support.emulation.emulated_gpu import EmulatedGPU
+from tests.support.emulation.emulated_nccl import BACKENDS, world
+from tests.support.ranks.pool import on_each_rank
 
 
 @on_each_rank
-def exchange(gpu: EmulatedGPU, counts: dict[int, tuple[int, int]]) -> list[float]:
+def exchange_numbers(gpu: EmulatedGPU, counts: dict[int, tuple[int, int]]) -> list[float]:
     """Send so many numbers to the other of two ranks, and receive so many."""
     rank = dist.get_rank()
     sent, received = counts[rank]
@@ -29,18 +29,30 @@ def exchange(gpu: EmulatedGPU, counts: dict[int, tuple[int, int]]) -> list[float
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_messages_of_both_directions_arrive(backend: str):
-    assert world(2, exchange, {0: (3, 2), 1: (2, 3)}, backend=backend).results() == [[1.0, 1.0], [0.0, 0.0, 0.0]]
+    assert world(2, exchange_numbers, {0: (3, 2), 1: (2, 3)}, backend=backend).results() == [
+        [1.0, 1.0],
+        [0.0, 0.0, 0.0],
+    ]
 
 
 def test_messages_of_two_sizes_are_reported():
-    outcome = world(2, exchange, {0: (3, 3), 1: (2, 3)})
+    outcome = world(2, exchange_numbers, {0: (3, 3), 1: (2, 3)})
     assert any(re.search("send to rank 0 of 2 torch.float32.*recv from rank 1 of 3", x) for x in outcome.mismatches)
     with pytest.raises(AssertionError, match="rank 0: waits for"):
         outcome.results()
 
 
+class Collected(NamedTuple):
+    """What collectives make of the numbers of ranks."""
+
+    gathered: list[int]
+    total: int
+    most: int
+    of_rank_1: int
+
+
 @on_each_rank
-def collectives(gpu: EmulatedGPU, dtypes: tuple[torch.dtype, torch.dtype]) -> list[Any]:
+def run_collectives(gpu: EmulatedGPU, dtypes: tuple[torch.dtype, torch.dtype]) -> Collected:
     """Gather, add, maximize and broadcast this rank's number."""
     rank = dist.get_rank()
     x = torch.tensor([rank + 1], dtype=dtypes[rank], device="cuda")
@@ -50,21 +62,22 @@ def collectives(gpu: EmulatedGPU, dtypes: tuple[torch.dtype, torch.dtype]) -> li
     work = dist.all_reduce(most, dist.ReduceOp.MAX, async_op=True)
     work.wait()
     dist.broadcast(first, src=1)
-    return [*(table.item() for table in tables), total.item(), most.item(), first.item()]
+    return Collected([int(table) for table in tables], int(total), int(most), int(first))
 
 
 def test_collectives_give_every_rank_its_result():
-    assert world(2, collectives, (torch.int64, torch.int64)).results() == [[1, 2, 3, 2, 2]] * 2
+    expected = Collected(gathered=[1, 2], total=3, most=2, of_rank_1=2)
+    assert world(2, run_collectives, (torch.int64, torch.int64)).results() == [expected] * 2
 
 
 def test_collectives_of_two_types_are_reported():
-    outcome = world(2, collectives, (torch.int64, torch.int32))
+    outcome = world(2, run_collectives, (torch.int64, torch.int32))
     assert outcome.mismatches == ["all_gather of 1 torch.int64; all_gather of 1 torch.int32"]
     assert outcome.hang is not None
 
 
 @on_each_rank
-def cross(gpu: EmulatedGPU, names: tuple[str, str]) -> None:
+def cross_groups(gpu: EmulatedGPU, names: tuple[str, str]) -> None:
     """Run a collective on the groups of these two axes, the other way round on rank 1."""
     mesh = init_device_mesh("cuda", (2, 1), mesh_dim_names=("keys", "queries"))
     groups = {"keys": mesh.get_group("keys"), "world": dist.group.WORLD}
@@ -74,15 +87,15 @@ def cross(gpu: EmulatedGPU, names: tuple[str, str]) -> None:
 
 def test_communicators_in_two_orders_are_a_hang_that_is_reported_at_once():
     began = time.monotonic()
-    outcome = world(2, cross, ("keys", "world"))
+    outcome = world(2, cross_groups, ("keys", "world"))
     assert time.monotonic() - began < 30
     assert outcome.hang is not None
     assert outcome.hang.count("joins") == 2
-    world(2, cross, ("keys", "keys")).results()
+    world(2, cross_groups, ("keys", "keys")).results()
 
 
 @on_each_rank
-def follow(gpu: EmulatedGPU) -> None:
+def receive_before_sending(gpu: EmulatedGPU) -> None:
     """Receive on both ranks before either sends."""
     rank = dist.get_rank()
     for operation in (dist.irecv, dist.isend):
@@ -91,14 +104,14 @@ def follow(gpu: EmulatedGPU) -> None:
 
 
 def test_receives_before_sends_are_a_hang():
-    outcome = world(2, follow)
+    outcome = world(2, receive_before_sending)
     assert outcome.hang is not None
     assert "rank 0: waits for" in outcome.hang
     assert "recv from rank 1 of 1 torch.float32" in outcome.hang
 
 
 @on_each_rank
-def lazy(gpu: EmulatedGPU) -> None:
+def exchange_on_two_of_three(gpu: EmulatedGPU) -> None:
     """Exchange on two of three ranks, as the first operation of the group."""
     rank = dist.get_rank()
     if rank < 2:
@@ -108,7 +121,7 @@ def lazy(gpu: EmulatedGPU) -> None:
 
 
 def test_a_communicator_that_one_rank_never_joins_is_a_hang():
-    outcome = world(3, lazy)
+    outcome = world(3, exchange_on_two_of_three)
     assert outcome.hang is not None
     assert "rank 0: joins" in outcome.hang
     assert "as have [0, 1] of [0, 1, 2]" in outcome.hang

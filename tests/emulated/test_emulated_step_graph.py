@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Ma
 from attnmesh import hf
 from attnmesh.errors import ShapeError
 from attnmesh.hf.step_graph import PACKAGES, StepGraph, steps_as_graphs
-from tests.support.emulated_gpu import EmulatedGPU, EmulatedGraph, emulated_gpu
-from tests.support.emulated_waits import on_gpu
+from tests.support.emulation.emulated_gpu import EmulatedGPU, EmulatedGraph, emulated_gpu
+from tests.support.emulation.emulated_waits import on_gpu
 
 SIZES = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 97}
 LLAMA = LlamaConfig(**SIZES, num_key_value_heads=2)
@@ -51,7 +51,8 @@ def model_of(config: Any, kind: Any = None) -> Any:
 
 def tokens_of(model: Any, cache: hf.ShardedCache, *, tokens: int, as_graphs: bool = True, **options: Any) -> Tensor:
     """Return the most likely tokens after the prompts."""
-    logits, found = model(PROMPTS.cuda(), past_key_values=cache).logits, []
+    logits = model(PROMPTS.cuda(), past_key_values=cache).logits
+    found = []
     with steps_as_graphs(model, cache) if as_graphs else nullcontext():
         for _ in range(tokens):
             found.append(logits[:, -1].argmax(-1, keepdim=True))
@@ -166,7 +167,8 @@ def test_other_calls_of_the_model_leave_the_graph_as_it_is(gpu, graphs):
     """So do blocks inside of the block, which another thread may run."""
     model, cache = model_of(LLAMA), hf.ShardedCache(LLAMA, None)
     expected = tokens_of(model, hf.ShardedCache(LLAMA, None), tokens=TOKENS, as_graphs=False)
-    logits, found = model(PROMPTS.cuda(), past_key_values=cache).logits, []
+    logits = model(PROMPTS.cuda(), past_key_values=cache).logits
+    found = []
     with steps_as_graphs(model, cache):
         for _ in range(TOKENS):
             found.append(logits[:, -1].argmax(-1, keepdim=True))
@@ -183,7 +185,8 @@ def test_shared_blocks_that_move_are_captured_again(gpu, graphs):
     outs = []
     for as_graphs in (False, True):
         cache = hf.ShardedCache(LLAMA, None, block=1)
-        logits, found = model(PROMPTS[:1].cuda(), past_key_values=cache).logits[:, -1:], []
+        logits = model(PROMPTS[:1].cuda(), past_key_values=cache).logits[:, -1:]
+        found = []
         cache.batch_repeat_interleave(3)
         logits = logits.expand(3, -1, -1) + torch.eye(3, LLAMA.vocab_size)[:, None].cuda()
         with steps_as_graphs(model, cache) if as_graphs else nullcontext():

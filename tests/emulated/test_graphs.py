@@ -1,7 +1,7 @@
 """What a CUDA graph of a step would meet: nothing that the CPU waits for, or an error that names it."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -10,10 +10,10 @@ from torch.distributed.device_mesh import init_device_mesh
 import attnmesh as am
 from attnmesh.errors import DeviceError, InputError, KernelError
 from attnmesh.mesh.shapes import AXES
-from tests.support.emulated_gpu import EmulatedGPU
-from tests.support.emulated_nccl import world
-from tests.support.emulated_waits import filled_cache, random
-from tests.support.pool import on_each_rank
+from tests.support.emulation.emulated_gpu import EmulatedGPU
+from tests.support.emulation.emulated_nccl import world
+from tests.support.emulation.emulated_waits import filled_cache, random
+from tests.support.ranks.pool import on_each_rank
 
 CAPTURED = {
     "plain": {},
@@ -42,7 +42,7 @@ def waits_of_capture(gpu: EmulatedGPU, call: Callable[[], object]) -> list[str] 
 
 
 @on_each_rank
-def steps(gpu: EmulatedGPU, shape: tuple[int, int, int]) -> dict[str, Any]:
+def capture_steps(gpu: EmulatedGPU, shape: tuple[int, int, int]) -> dict[str, Any]:
     """Return what a capture of an append and a step meets, by options of the step."""
     mesh = init_device_mesh("cuda", shape, mesh_dim_names=AXES)
     q, k, v = (random(seed, 2, heads, 1, 16) for seed, heads in ((3, 4), (4, 2), (5, 2)))
@@ -62,12 +62,12 @@ def steps(gpu: EmulatedGPU, shape: tuple[int, int, int]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("shape", [(1, 1, 2), pytest.param((2, 1, 2), marks=pytest.mark.long)])
 def test_a_step_has_nothing_to_wait_for(shape: tuple[int, int, int]):
-    for found in world(shape[0] * shape[2], steps, shape).results():
+    for found in world(shape[0] * shape[2], capture_steps, shape).results():
         assert found == {name: [] for name in CAPTURED}, found
 
 
 @on_each_rank
-def errors_in_capture(gpu: EmulatedGPU) -> dict[str, Any]:
+def catch_errors_in_capture(gpu: EmulatedGPU) -> dict[str, Any]:
     """Return what calls raise in a capture that read the device or copy from the CPU."""
     mesh = init_device_mesh("cuda", (1, 1, 2), mesh_dim_names=AXES)
     q, k, v = (random(seed, 2, heads, 1, 16) for seed, heads in ((3, 4), (4, 2), (5, 2)))
@@ -85,7 +85,7 @@ def errors_in_capture(gpu: EmulatedGPU) -> dict[str, Any]:
 
 
 def test_what_reads_the_host_is_refused_by_name():
-    for found in world(2, errors_in_capture).results():
+    for found in world(2, catch_errors_in_capture).results():
         assert isinstance(found["key_lengths"], DeviceError)
         assert str(found["key_lengths"]) == (
             "decode key_lengths: expected a tensor on the GPU in a CUDA graph, given one on the CPU. "
@@ -100,7 +100,7 @@ def test_what_reads_the_host_is_refused_by_name():
 
 
 @on_each_rank
-def errors_of_known_kinds(gpu: EmulatedGPU) -> dict[str, Any]:
+def catch_errors_of_known_kinds(gpu: EmulatedGPU) -> dict[str, Any]:
     """Return what steps raise in a capture whose kind was run before it."""
     mesh = init_device_mesh("cuda", (1, 1, 2), mesh_dim_names=AXES)
     q, several, window = random(3, 2, 4, 1, 16), random(4, 2, 4, 3, 16), am.Window(30)
@@ -116,7 +116,7 @@ def errors_of_known_kinds(gpu: EmulatedGPU) -> dict[str, Any]:
 
 
 def test_a_known_kind_that_no_graph_can_hold_is_refused_by_name():
-    for found in world(2, errors_of_known_kinds).results():
+    for found in world(2, catch_errors_of_known_kinds).results():
         for name in ("float64", "reference"):
             expected = "decode kernel: expected one that reads the cache's length on the GPU, in a CUDA graph, given"
             assert str(found[name]).startswith(expected), found[name]
@@ -125,7 +125,7 @@ def test_a_known_kind_that_no_graph_can_hold_is_refused_by_name():
 
 
 @on_each_rank
-def errors_beyond_capacity(gpu: EmulatedGPU) -> list[str]:
+def catch_errors_beyond_capacity(gpu: EmulatedGPU) -> list[str]:
     """Return the errors of steps on a cache that replays of a graph have filled beyond its capacity."""
     cache, other = (
         am.KVCache(None, batch=1, kv_heads=2, head_dim=16, capacity=size, dtype=torch.float32, device="cuda")
@@ -153,13 +153,21 @@ def errors_beyond_capacity(gpu: EmulatedGPU) -> list[str]:
 
 
 def test_a_cache_beyond_its_capacity_is_refused_after_a_graph():
-    (errors,) = world(1, errors_beyond_capacity).results()
+    (errors,) = world(1, catch_errors_beyond_capacity).results()
     assert all("given 1 queries and 22 of 21 tokens in the cache" in error for error in errors), errors
 
 
+class Replayed(NamedTuple):
+    """The length of a cache after appends of a graph, and a step over it beside one over a cache without a graph."""
+
+    length_by_cpu: int
+    length_on_device: int
+    out: torch.Tensor
+    eager_out: torch.Tensor
+
+
 @on_each_rank
-def replayed_state(gpu: EmulatedGPU) -> tuple[int, int, list[Any]]:
-    """Return the length of a cache as the CPU and the device count it after appends of a graph, and a step's output."""
+def replay_appends(gpu: EmulatedGPU) -> Replayed:
     mesh = init_device_mesh("cuda", (1, 1, 2), mesh_dim_names=AXES)
     q, k, v = (random(seed, 2, heads, 1, 16) for seed, heads in ((3, 4), (4, 2), (5, 2)))
     cache, other = filled_cache(mesh), filled_cache(mesh)
@@ -168,17 +176,17 @@ def replayed_state(gpu: EmulatedGPU) -> tuple[int, int, list[Any]]:
     other.append(k, v)
     with pytest.raises(InputError, match="truncate"):
         cache.truncate(22)
-    return cache.length, int(cache.lengths[0].cpu()), [am.decode(q, x).cpu() for x in (cache, other)]
+    return Replayed(cache.length, int(cache.lengths[0].cpu()), am.decode(q, cache).cpu(), am.decode(q, other).cpu())
 
 
 def test_the_length_is_right_after_a_graph_appends():
-    for by_cpu, on_device, (out, expected) in world(2, replayed_state).results():
-        assert by_cpu == on_device == 21
-        assert torch.equal(out, expected)
+    for replayed in world(2, replay_appends).results():
+        assert replayed.length_by_cpu == replayed.length_on_device == 21
+        assert torch.equal(replayed.out, replayed.eager_out)
 
 
 @on_each_rank
-def steps_of_counts(gpu: EmulatedGPU) -> list[torch.Tensor]:
+def step_with_counts(gpu: EmulatedGPU) -> list[torch.Tensor]:
     """Return a step with numbers of keys on the GPU: too many, fewer than none, and two that fit."""
     mesh = init_device_mesh("cuda", (1, 1, 2), mesh_dim_names=AXES)
     q, cache = random(3, 2, 4, 1, 16), filled_cache(mesh)
@@ -186,7 +194,7 @@ def steps_of_counts(gpu: EmulatedGPU) -> list[torch.Tensor]:
 
 
 def test_wrong_key_lengths_on_the_gpu_give_nan_in_their_sequence_alone():
-    for many, negative, right in world(2, steps_of_counts).results():
+    for many, negative, right in world(2, step_with_counts).results():
         assert many[0].isnan().all()
         assert negative[0].isnan().all()
         assert not any(x.isnan().any() for x in (many[1], negative[1], right))

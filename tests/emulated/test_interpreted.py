@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import tests.support.interpreted  # noqa: F401 (it lets the interpreter remember)
+import tests.support.emulation.interpreted  # noqa: F401 (it lets the interpreter remember)
 
 pytest.importorskip("triton")
 

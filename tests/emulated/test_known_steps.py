@@ -13,11 +13,11 @@ from attnmesh.decoding import step_checks
 from attnmesh.errors import KernelError
 from attnmesh.mesh.shapes import AXES
 from attnmesh.runtime.memo import Memo
-from tests.support.emulated_gpu import EmulatedGPU
-from tests.support.emulated_nccl import world
-from tests.support.emulated_waits import random
-from tests.support.pool import on_each_rank
-from tests.support.seeds import pairs
+from tests.support.emulation.emulated_gpu import EmulatedGPU
+from tests.support.emulation.emulated_nccl import world
+from tests.support.emulation.emulated_waits import random
+from tests.support.ranks.pool import on_each_rank
+from tests.support.truth.seeds import pairs
 
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -36,7 +36,7 @@ PROGRAMS = {1: ["attend_cache", "merge"], 2: ["attend_cache", "merge", "checksum
 
 
 @on_each_rank
-def steps(gpu: EmulatedGPU, ranks: int, names: list[str]) -> dict[str, Any]:
+def compare_known_steps(gpu: EmulatedGPU, ranks: int, names: list[str]) -> dict[str, Any]:
     """Return by kind whether known steps have the bits of checked ones, how many were checked, and their launches."""
     mesh = init_device_mesh("cuda", (1, 1, ranks), mesh_dim_names=AXES) if ranks > 1 else None
     return {name: _steps(gpu, mesh, name, KINDS[name]) for name in names}
@@ -52,7 +52,9 @@ def _steps(gpu: EmulatedGPU, mesh: Any, name: str, options: dict[str, Any]) -> t
     for cache in caches:
         cache.append(random(1, 2, 2, 20, 16), random(2, 2, 2, 20, 16), token_mask=real)
     kept = [cache.fork() for cache in caches] if name == "a fork" else []
-    same, checks, check = [], 0, step_checks.spec_of_step
+    same = []
+    checks = 0
+    check = step_checks.spec_of_step
     for number in range(5):
         k, v, q = (random(3 * number + part, 2, heads, 1, 16) for part, heads in ((4, 2), (5, 2), (6, 4)))
         with mock.patch.object(step_checks, "spec_of_step", side_effect=check) as checked, gpu.recording() as waits:
@@ -71,7 +73,7 @@ def _steps(gpu: EmulatedGPU, mesh: Any, name: str, options: dict[str, Any]) -> t
 
 @pytest.mark.parametrize(("ranks", "part"), pairs([1, 2], range(4)))
 def test_known_steps_have_the_bits_of_checked_ones(ranks: int, part: int):
-    for found in world(ranks, steps, ranks, [*KINDS][part::4]).results():
+    for found in world(ranks, compare_known_steps, ranks, list(KINDS)[part::4]).results():
         for name, (same, checks, launches) in found.items():
             assert same, name
             assert checks == 1, name
@@ -82,7 +84,7 @@ def test_known_steps_have_the_bits_of_checked_ones(ranks: int, part: int):
 
 
 @on_each_rank
-def error_of_rows_in_two_tiers(gpu: EmulatedGPU) -> str:
+def catch_error_of_rows_in_two_tiers(gpu: EmulatedGPU) -> str:
     """Return the error of a known reproducible step of which one row is now a cache with tokens on the CPU."""
     sizes: dict[str, Any] = {"batch": 1, "kv_heads": 2, "head_dim": 16, "capacity": 60, "dtype": torch.float32}
     caches = [am.KVCache(None, device="cuda", block=4, hot=hot, **sizes) for hot in (None, None, 8)]
@@ -96,15 +98,16 @@ def error_of_rows_in_two_tiers(gpu: EmulatedGPU) -> str:
 
 
 def test_a_known_step_is_none_of_caches_that_are_checked_otherwise():
-    (error,) = world(1, error_of_rows_in_two_tiers).results()
+    (error,) = world(1, catch_error_of_rows_in_two_tiers).results()
     assert error.startswith("decode_rows reproducible: expected keys that one kernel reads, given hot=8 on cuda"), error
 
 
 @on_each_rank
-def operators_of_appends(gpu: EmulatedGPU) -> list[int]:
+def count_operators_of_appends(gpu: EmulatedGPU) -> list[int]:
     """Return how many operators appends of one token run, in the order in which a rank holds it or not."""
     mesh = init_device_mesh("cuda", (1, 1, 2), mesh_dim_names=AXES)
-    cache, found = am.KVCache(mesh, batch=2, kv_heads=2, head_dim=16, capacity=60, dtype=torch.float32, block=4), []
+    cache = am.KVCache(mesh, batch=2, kv_heads=2, head_dim=16, capacity=60, dtype=torch.float32, block=4)
+    found = []
     for number in range(17):
         k, v = (random(2 * number + part, 2, 2, 1, 16) for part in (0, 1))
         with mock.patch.object(gpu, "run", side_effect=gpu.run) as operators:
@@ -114,6 +117,6 @@ def operators_of_appends(gpu: EmulatedGPU) -> list[int]:
 
 
 def test_one_token_is_written_by_few_operators():
-    first, second = world(2, operators_of_appends).results()
+    first, second = world(2, count_operators_of_appends).results()
     assert {*first, *second} == {2, 8}
     assert [a + b for a, b in zip(first, second, strict=True)] == [10] * 16

@@ -8,17 +8,17 @@ from torch.distributed.device_mesh import init_device_mesh
 import attnmesh as am
 from attnmesh.decoding.index_search import top_k_tokens
 from attnmesh.mesh.shapes import AXES
-from tests.support.emulated_gpu import EmulatedGPU
-from tests.support.emulated_nccl import BACKENDS, world
-from tests.support.emulated_waits import random
-from tests.support.pool import on_each_rank
-from tests.support.seeds import pairs
+from tests.support.emulation.emulated_gpu import EmulatedGPU
+from tests.support.emulation.emulated_nccl import BACKENDS, world
+from tests.support.emulation.emulated_waits import random
+from tests.support.ranks.pool import on_each_rank
+from tests.support.truth.seeds import pairs
 
 INDICES = torch.tensor([[3, 22, 7], [19, 0, 2**31 - 1]], dtype=torch.int32)[:, None, None]
 
 
 @on_each_rank
-def steps(gpu: EmulatedGPU, ranks: int, padded: bool) -> list[Tensor]:
+def select_on_gpu(gpu: EmulatedGPU, ranks: int, padded: bool) -> list[Tensor]:
     """Return outputs of selected tokens, then with faulty rows, and the best tokens by a score; of forks, too."""
     mesh = init_device_mesh("cuda", (1, 1, ranks), mesh_dim_names=AXES)
     sizes = {"batch": 2, "head_dim": 16, "capacity": 100, "block": 4, "dtype": torch.float32}
@@ -26,7 +26,8 @@ def steps(gpu: EmulatedGPU, ranks: int, padded: bool) -> list[Tensor]:
     real = torch.tensor([True, True, False, True]).repeat(2, 6) if padded else None
     cache.append(random(1, 2, 2, 24, 16), random(2, 2, 2, 24, 16), token_mask=real)
     index.append(random(3, 2, 1, 24, 16), token_mask=real)
-    q, found = random(4, 2, 4, 1, 16), []
+    q = random(4, 2, 4, 1, 16)
+    found = []
     wrong = INDICES.clone()
     wrong[0, 0, 0, 1], wrong[1, 0, 0, 1] = 24, 19
     with torch.no_grad():
@@ -49,7 +50,7 @@ def test_selected_tokens_are_the_same_on_gpus(backend: str, padded: bool) -> Non
     keys = torch.randn(2, 1, 24, 16, generator=torch.Generator().manual_seed(3))
     order = (q[:, :1] @ keys.mT)[:, 0].masked_fill(~real[:, None], -torch.inf).sort(-1, descending=True)
     best = order.indices.masked_fill(order.values == -torch.inf, 2**31 - 1)
-    for found in world(2, steps, 2, padded, backend=backend).results():
+    for found in world(2, select_on_gpu, 2, padded, backend=backend).results():
         for out, faulty, tokens in (found[:3], found[3:]):
             torch.testing.assert_close(out, right)
             assert faulty.isnan().all()

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,22 +15,22 @@ from attnmesh import errors
 from attnmesh.core.storage import STORAGES
 from attnmesh.kernels import tiered_attention
 from attnmesh.mesh.shapes import AXES
-from tests.support import histories
-from tests.support.emulated_gpu import EmulatedGPU
-from tests.support.emulated_nccl import BACKENDS, world
-from tests.support.emulated_problems import Ranks
-from tests.support.emulated_waits import on_gpu, random, tiny_model
-from tests.support.pool import on_each_rank
-from tests.support.seeds import pairs
-from tests.support.tiers import OneWay, one_way
-from tests.support.tolerances import FLOAT32_SUMS
+from tests.support.caches.tiers import OneWay, run_one_way
+from tests.support.emulation.emulated_gpu import EmulatedGPU
+from tests.support.emulation.emulated_nccl import BACKENDS, world
+from tests.support.emulation.emulated_problems import Ranks
+from tests.support.emulation.emulated_waits import on_gpu, random, tiny_model
+from tests.support.ranks.pool import on_each_rank
+from tests.support.truth import histories
+from tests.support.truth.seeds import in_turn, pairs
+from tests.support.truth.tolerances import FLOAT32_SUMS
 
 
 @pytest.mark.parametrize(("seed", "uploaded"), pairs(range(60), [False, True], 4))
 def test_random_histories_agree_with_float64(seed: int, uploaded: bool, tmp_path: Path) -> None:
-    history = histories.in_tiers(histories.draw(seed + 300, sizes=(1, 2), most=8), (1, 9, 16)[seed % 3])
-    history = replace(history, phases=history.phases[:1], storage=[*STORAGES][seed % 2] if seed % 4 == 3 else None)
-    histories.check(history, OneWay(Ranks([*BACKENDS][seed % 2]), uploaded=uploaded), tmp_path)  # type: ignore[arg-type]
+    history = histories.in_tiers(histories.draw(seed + 300, sizes=(1, 2), most=8), in_turn((1, 9, 16), seed))
+    history = replace(history, phases=history.phases[:1], storage=in_turn(STORAGES, seed) if seed % 4 == 3 else None)
+    histories.check(history, OneWay(Ranks(in_turn(BACKENDS, seed)), uploaded=uploaded), tmp_path)  # type: ignore[arg-type]
 
 
 def outputs(gpu: EmulatedGPU, folder: Path) -> list[Tensor]:
@@ -56,19 +56,19 @@ def outputs(gpu: EmulatedGPU, folder: Path) -> list[Tensor]:
 
 
 @on_each_rank
-def outputs_one_way(gpu: EmulatedGPU, uploaded: bool, folder: Path) -> list[Tensor]:
-    return one_way(uploaded, outputs, gpu, folder)
+def attend_one_way(gpu: EmulatedGPU, uploaded: bool, folder: Path) -> list[Tensor]:
+    return run_one_way(uploaded, outputs, gpu, folder)
 
 
 @pytest.mark.parametrize("uploaded", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_gpu_has_a_context_in_a_folder(uploaded: bool, tmp_path: Path) -> None:
-    for found in world(2, outputs_one_way, uploaded, tmp_path).results():
+    for found in world(2, attend_one_way, uploaded, tmp_path).results():
         for ours, plain in zip(found[:4], found[4:], strict=True):
             assert torch.allclose(ours, plain, atol=FLOAT32_SUMS)
 
 
 @on_each_rank
-def steps_around_a_move(gpu: EmulatedGPU) -> tuple[bool, list[str]]:
+def step_around_a_move(gpu: EmulatedGPU) -> tuple[bool, list[str]]:
     """Return whether a known step has the same output once the newest tokens are on a GPU, and its launches there."""
     sizes: dict[str, Any] = {"batch": 1, "kv_heads": 2, "head_dim": 16, "capacity": 300, "dtype": torch.float32}
     cache = am.KVCache(None, **sizes, device="cpu", hot=32)
@@ -83,13 +83,13 @@ def steps_around_a_move(gpu: EmulatedGPU) -> tuple[bool, list[str]]:
 
 
 def test_a_known_step_is_another_one_once_its_cache_has_moved() -> None:
-    ((same, launches),) = world(1, steps_around_a_move).results()
+    ((same, launches),) = world(1, step_around_a_move).results()
     assert same
     assert "attend_cache" in launches
 
 
 @on_each_rank
-def model_tokens(gpu: EmulatedGPU) -> list[int]:
+def generate_in_two_tiers(gpu: EmulatedGPU) -> list[int]:
     """Return new tokens of a model whose older keys are on the CPU, after those of one whose keys are on the GPU."""
     mesh = init_device_mesh("cuda", (1, 1, 2), mesh_dim_names=AXES)
     torch.manual_seed(0)
@@ -110,15 +110,21 @@ def model_tokens(gpu: EmulatedGPU) -> list[int]:
 
 
 def test_a_model_gives_the_tokens_of_one_memory() -> None:
-    for found in world(2, model_tokens, backend="cpu:gloo,cuda:nccl").results():
+    for found in world(2, generate_in_two_tiers, backend="cpu:gloo,cuda:nccl").results():
         assert found[:2] == found[2:]
 
 
+class Reopened(NamedTuple):
+    """A folder that goes on with a model: the devices of its caches, and whether a step is that of one memory."""
+
+    devices: set[str]
+    is_exact: bool
+
+
 @on_each_rank
-def state_of_reopened_folder(gpu: EmulatedGPU, folder: Path) -> list[Any]:
-    """Return the devices of a folder that goes on with a model on one GPU, and whether a step is that of one memory."""
+def reopen_folder(gpu: EmulatedGPU, folder: Path) -> Reopened:
     torch.manual_seed(0)
-    model, found = on_gpu(tiny_model()), list[Any]()
+    model, devices = on_gpu(tiny_model()), set[str]()
     ids = torch.randint(64, (1, 70), generator=torch.Generator().manual_seed(1)).cuda()
     with torch.no_grad():
         for part in (ids[:, :60], ids):
@@ -126,20 +132,22 @@ def state_of_reopened_folder(gpu: EmulatedGPU, folder: Path) -> list[Any]:
             start = cache.get_seq_length()
             place = torch.arange(start, part.shape[1])[None].cuda()
             logits = model(part[:, start:], past_key_values=cache, position_ids=place).logits[:, -1].cpu()
-            found += [kv.own_shard.stored[0].device.type for kv in cache.kvs]
+            devices |= {kv.own_shard.stored[0].device.type for kv in cache.kvs}
             cache.tokens = part.cpu()
             cache.flush()
             del cache
         plain = model(ids, past_key_values=hf.ShardedCache(model.config, None)).logits[:, -1].cpu()
-    return [*{*found}, torch.allclose(logits, plain, atol=FLOAT32_SUMS)]
+    return Reopened(devices, torch.allclose(logits, plain, atol=FLOAT32_SUMS))
 
 
 def test_a_folder_goes_on_with_a_model_on_one_gpu(tmp_path: Path) -> None:
-    assert world(1, state_of_reopened_folder, tmp_path).results() == [["cuda", True]]
+    (reopened,) = world(1, reopen_folder, tmp_path).results()
+    assert reopened.devices == {"cuda"}
+    assert reopened.is_exact
 
 
 @on_each_rank
-def refusals(gpu: EmulatedGPU) -> list[str]:
+def catch_refusals(gpu: EmulatedGPU) -> list[str]:
     """Return what is said to calls that a GPU does not serve."""
     sizes: dict[str, Any] = {"batch": 1, "kv_heads": 2, "head_dim": 16, "capacity": 300, "dtype": torch.float32}
     cache = am.KVCache(None, **sizes, device="cuda", hot=16)
@@ -165,7 +173,7 @@ def refusals(gpu: EmulatedGPU) -> list[str]:
 
 
 def test_what_a_gpu_does_not_serve_is_refused_by_name() -> None:
-    (answers,) = world(1, refusals).results()
+    (answers,) = world(1, catch_refusals).results()
     for answer, start in zip(
         answers,
         (
@@ -180,7 +188,7 @@ def test_what_a_gpu_does_not_serve_is_refused_by_name() -> None:
 
 
 @on_each_rank
-def sample_and_choice(gpu: EmulatedGPU) -> dict[str, bool]:
+def sample_and_choose(gpu: EmulatedGPU) -> dict[str, bool]:
     """Return whether the step that chooses is right, and whether its choice is kept."""
     sizes: dict[str, Any] = {"batch": 1, "kv_heads": 2, "head_dim": 16, "capacity": 700, "dtype": torch.float32}
     caches = [am.KVCache(None, **sizes, device="cuda", **options) for options in ({"hot": 16}, {})]
@@ -193,4 +201,4 @@ def sample_and_choice(gpu: EmulatedGPU) -> dict[str, bool]:
 
 
 def test_a_sample_chooses_the_way() -> None:
-    assert world(1, sample_and_choice).results() == [{"right": True, "kept": True}]
+    assert world(1, sample_and_choose).results() == [{"right": True, "kept": True}]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from attnmesh import errors
 from attnmesh.engines import combine, sglang, vllm
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.pool import Pool, on_each_rank
 
 TOKENS, HEADS, DIM = 7, 6, 8
 STARTS = torch.tensor([0, 1, 4, 7])
@@ -47,7 +47,7 @@ def partials(ranks: int, rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 @on_each_rank
-def merged_shares(base: str, mark: float, dtype: torch.dtype, empty: str) -> dict[str, Any]:
+def merge_shares(base: str, mark: float, dtype: torch.dtype, empty: str) -> dict[str, Any]:
     """Return the shares of this rank by each function, and what they should be."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     out, lse, expected, total = (x.to(dtype) for x in partials(ranks, rank))
@@ -92,7 +92,7 @@ def test_merges_equal_attention_over_all_keys(
     ranks: int, base: str, mark: float, dtype: torch.dtype, empty: str, pool: Pool
 ) -> None:
     tolerance = 1e-12 if dtype == torch.float64 else 2e-2  # bfloat16 has three digits
-    for answer in pool.run(ranks, merged_shares, base, mark, dtype, empty):
+    for answer in pool.run(ranks, merge_shares, base, mark, dtype, empty):
         for name, (given, wanted) in answer.items():
             for x, y in zip(given, wanted, strict=True):
                 assert x.shape == y.shape, name
@@ -203,7 +203,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @on_each_rank
-def bad_call(name: str) -> str:
+def catch_error_of_bad_call(name: str) -> str:
     """Return the error of a call that is wrong on the last rank alone."""
     call: dict[str, Any] = {"partial_output": torch.zeros(7, 6, 8), "partial_lse": torch.zeros(7, 6)}
     if dist.get_rank() == 2:
@@ -225,6 +225,6 @@ def test_one_rank_checks_its_call_and_clears_rows_without_keys() -> None:
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_calls_raise_alike(name: str, pool: Pool) -> None:
-    answers = pool.run(3, bad_call, name)
+    answers = pool.run(3, catch_error_of_bad_call, name)
     assert len(set(answers)) == 1, answers
     assert answers[0].startswith(BAD[name][1]), answers[0]

@@ -1,11 +1,9 @@
-"""When ranks compare: the error that all raise where their calls differ, and NaN where nothing is compared."""
+"""When ranks compare steps and calls of caches: the error that all raise where they differ, or NaN if none compares."""
 
-import re
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import permutations
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -22,13 +20,12 @@ from attnmesh.kernels.implementations.native import BoundNative
 from attnmesh.kernels.native.build import Library, library
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support.interpreted import interpreting
-from tests.support.mesh_problems import named_mesh
-from tests.support.odd_rank import alert
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import assert_near
+from tests.support.emulation.interpreted import interpreting
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
 
-WIDTH, F32 = 16, torch.float32
+WIDTH = 16
+F32 = torch.float32
 STEPS = {
     "another query": lambda one: {"q": query() + one},
     "another mask": lambda one: {"q": query(), "mask": am.Window(3) if one else am.Causal()},
@@ -59,9 +56,10 @@ def outcome_of(act: Callable[[], Tensor]) -> str:
 
 
 @on_each_rank
-def steps(kernel: str, checked: bool | None, shape: tuple[int, int, int]) -> list[str]:
+def take_steps_that_differ(kernel: str, checked: bool | None, shape: tuple[int, int, int]) -> list[str]:
     """Return the outcome of each step that differs on one rank, each followed by one that is equal on all."""
-    one, found = dist.get_rank() == 1, []
+    one = dist.get_rank() == 1
+    found = []
     with interpreting(kernel):
         for step in STEPS.values():
             cache = cache_of(checked, shape)
@@ -75,7 +73,7 @@ def steps(kernel: str, checked: bool | None, shape: tuple[int, int, int]) -> lis
 def test_a_step_that_differs_raises_the_same_on_all_ranks(
     pool: Pool, kernel: str, checked: bool | None, shape: tuple[int, int, int]
 ) -> None:
-    answers = pool.run(Shape(*shape).ranks, steps, kernel, checked, shape)
+    answers = pool.run(Shape(*shape).ranks, take_steps_that_differ, kernel, checked, shape)
     for step, texts in zip(STEPS, zip(*(answer[::2] for answer in answers), strict=True), strict=True):
         assert len(set(texts)) == 1, (step, texts)
         assert texts[0].startswith("decode"), (step, texts)
@@ -85,14 +83,14 @@ def test_a_step_that_differs_raises_the_same_on_all_ranks(
 
 @pytest.mark.parametrize("kernel", ["cpu", "triton"])
 def test_uncompared_steps_that_differ_give_nan(pool: Pool, kernel: str) -> None:
-    first, second = pool.run(2, steps, kernel, False, (1, 1, 2))
+    first, second = pool.run(2, take_steps_that_differ, kernel, False, (1, 1, 2))
     assert first == ["NaN", "numbers"] * len(STEPS)
     assert second[:-2] == first[:-2]
     assert second[-2].startswith("decode scale: expected")
 
 
 @on_each_rank
-def later(checked: bool | None) -> str:
+def take_a_later_step_that_differs(checked: bool | None) -> str:
     """Steps that stay on the device compare the first of each kind alone."""
     with interpreting("triton"):
         cache = cache_of(checked)
@@ -101,8 +99,8 @@ def later(checked: bool | None) -> str:
 
 
 def test_checked_compares_every_step_of_a_kind(pool: Pool) -> None:
-    assert pool.run(2, later, None) == ["NaN"] * 2
-    one, other = pool.run(2, later, True)
+    assert pool.run(2, take_a_later_step_that_differs, None) == ["NaN"] * 2
+    one, other = pool.run(2, take_a_later_step_that_differs, True)
     assert one == other
     assert "ranks  q\n    0      torch.float32 [1, 4, 1, 16] of digest" in one
 
@@ -115,91 +113,34 @@ CALLS: dict[str, Callable[[am.KVCache, bool], Any]] = {
 }
 
 
+def numbers_after(call: Callable[[am.KVCache, bool], object], cache: am.KVCache, unlike: bool) -> Tensor:
+    """Call, and return numbers as a step does."""
+    call(cache, unlike)
+    return torch.ones(1)
+
+
 @on_each_rank
-def call(name: str, checked: bool | None, times: int) -> list[str]:
-    cache, found = cache_of(checked, filled=name != "append"), []
+def call_cache_with_one_unlike(name: str, checked: bool | None, times: int) -> list[str]:
+    cache = cache_of(checked, filled=name != "append")
+    found = []
     for time in range(times):
         unlike = dist.get_rank() == 1 and time == times - 1
-        found.append(outcome_of(lambda unlike=unlike: (CALLS[name](cache, unlike), torch.ones(1))[1]))
+        found.append(outcome_of(partial(numbers_after, CALLS[name], cache, unlike)))
     return found
 
 
 @pytest.mark.parametrize(("checked", "times"), [(None, 1), (True, 2)])
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_of_a_cache_are_compared(pool: Pool, name: str, checked: bool | None, times: int) -> None:
-    one, other = pool.run(2, call, name, checked, times)
+    one, other = pool.run(2, call_cache_with_one_unlike, name, checked, times)
     assert one == other
     assert one[:-1] == ["numbers"] * (times - 1)
     assert one[-1].startswith(f"{name}: expected the same call on every rank, given:\n    ranks  ")
 
 
-@on_each_rank
-def outputs_and_comparisons(checked: bool | None, length: int | None) -> list[Any]:
-    """Attention twice, and how often ranks compared; then with a mask of one rank's own."""
-    mesh = named_mesh(Shape(1, 2, 1), AXES)
-    x = torch.ones(1, 2, 5 - dist.get_rank(), WIDTH)
-    options = {"mesh": mesh, "layout": am.Zigzag(), "length": length, "checked": checked}
-    exchanges, share = [], gather.all_gather_ints
-    with mock.patch(
-        "attnmesh.guard.agreement.all_gather_ints", lambda *arguments: (exchanges.append(1), share(*arguments))[1]
-    ):
-        outs = [am.attention(x, x, x, **options) for _ in range(2)]
-        same = torch.equal(*outs)
-        count = len(exchanges)
-        mask = am.Window(dist.get_rank() + 1)
-        unlike = outcome_of(lambda: am.attention(x, x, x, mask=mask, **options))
-    return [same, count, unlike]
-
-
-@pytest.mark.parametrize(("checked", "length"), [(None, 9), (None, None), (True, 9), (False, None)])
-def test_attention_compares_each_call(pool: Pool, checked: bool | None, length: int | None) -> None:
-    one, other = pool.run(2, outputs_and_comparisons, checked, length)
-    assert one == other
-    assert one[:2] == [True, 2]
-    assert "ranks  mask\n    0      " in one[2]
-
-
-@on_each_rank
-def check_uncompared() -> None:
-    mesh = named_mesh(Shape(1, 2, 1), AXES)
-    x = torch.ones(1, 2, 5 - dist.get_rank(), WIDTH)
-    with mock.patch("attnmesh.guard.agreement.all_gather_ints", side_effect=AssertionError("they ask")):
-        out = am.attention(x, x, x, mesh=mesh, layout=am.Zigzag(), length=9, checked=False)
-    assert_near(out, am.attention(x, x, x, mesh=mesh, layout=am.Zigzag()))
-
-
-@on_each_rank
-def unequal_keys() -> str:
-    """Without counting, keys of another sequence than the queries need `key_length`."""
-    mesh = named_mesh(Shape(1, 2, 1), AXES)
-    q, k = torch.ones(1, 2, 4, WIDTH), torch.ones(1, 2, 6, WIDTH)
-    options = {"mesh": mesh, "mask": am.Full(), "layout": am.Contiguous(), "length": 8, "checked": False}
-    return outcome_of(lambda: am.attention(q, k, k, **options))
-
-
-def test_shards_that_are_not_counted_have_the_sizes_of_their_layout(pool: Pool) -> None:
-    expected = "attention: expected a shard of 4 queries of 8 and 4 keys of 8, given 4 queries and 6 keys."
-    assert all(answer.startswith(expected) for answer in pool.run(2, unequal_keys))
-
-
-def test_unchecked_attention_compares_nothing(pool: Pool) -> None:
-    pool.run(2, check_uncompared)
-
-
-@on_each_rank
-def outcome_of_merge(checked: bool | None, how: str) -> str:
-    out = torch.ones(1, 2, 3 + (dist.get_rank() == 1), 4)
-    return outcome_of(
-        lambda: am.merge_across(am.Partial(out, out[..., 0]), dist.group.WORLD, how=how, checked=checked).out
-    )
-
-
-@pytest.mark.parametrize(("checked", "how"), [(None, "tree"), (True, "direct"), (None, "allreduce"), (False, "tree")])
-def test_merges_of_unlike_partials_end_alike(pool: Pool, checked: bool | None, how: str) -> None:
-    one, two, three = pool.run(3, outcome_of_merge, checked, how)
-    assert one == two == three
-    expected = "ranks  out\n    0, 2   [1, 2, 3, 4]\n    1      [1, 2, 4, 4]\nFix"
-    assert one == "NaN" if checked is False else expected in one
+def counted_exchanges() -> AbstractContextManager[mock.Mock]:
+    """Return what counts the exchanges of a `with`, in which ranks compare."""
+    return mock.patch("attnmesh.guard.agreement.all_gather_ints", wraps=gather.all_gather_ints)
 
 
 def test_values_that_mean_nothing_are_refused() -> None:
@@ -211,7 +152,7 @@ def test_values_that_mean_nothing_are_refused() -> None:
 
 
 @on_each_rank
-def different_history(kind: str) -> str:
+def decode_after_different_histories(kind: str) -> str:
     """Return the outcome on two ranks with different padding, or another order of sequences."""
     cache = am.KVCache(named_mesh(Shape(1, 1, 2), AXES), batch=4, kv_heads=2, head_dim=4, capacity=40, dtype=F32)
     cache.append(*torch.ones(2, 4, 2, 4, 4).unbind())
@@ -231,13 +172,13 @@ def different_history(kind: str) -> str:
 
 @pytest.mark.parametrize("kind", ["padding", "order"])
 def test_the_history_of_a_cache_is_compared(pool: Pool, kind: str) -> None:
-    one, other = pool.run(2, different_history, kind)
+    one, other = pool.run(2, decode_after_different_histories, kind)
     assert one == other
     assert "padding and order" in one
 
 
 @on_each_rank
-def scaled() -> tuple[int, ...]:
+def decode_with_a_scale() -> tuple[int, ...]:
     """By a whole number, which the second rank has used before as a float, alone."""
     mesh = named_mesh(Shape(2, 1, 1), AXES)
     cache = am.KVCache(mesh, batch=1, kv_heads=2, head_dim=4, capacity=40, dtype=F32)
@@ -250,11 +191,11 @@ def scaled() -> tuple[int, ...]:
 
 
 def test_a_scale_is_the_same_as_a_float(pool: Pool) -> None:
-    assert pool.run(2, scaled) == [(1, 4, 1, 4)] * 2
+    assert pool.run(2, decode_with_a_scale) == [(1, 4, 1, 4)] * 2
 
 
 @on_each_rank
-def without_memory() -> str:
+def make_cache_without_memory() -> str:
     """The second rank has no room for a cache."""
     room = mock.patch(
         "attnmesh.cache.make_shards.CacheShard", side_effect=MemoryError("no more") if dist.get_rank() else None
@@ -268,16 +209,22 @@ def without_memory() -> str:
 
 
 def test_an_unforeseen_error_is_raised_on_all_ranks(pool: Pool) -> None:
-    assert pool.run(2, without_memory) == [
+    assert pool.run(2, make_cache_without_memory) == [
         "UnforeseenError: KVCache: expected what each rank can do, given MemoryError: no more. "
         "Fix: see the error of the rank that raised.",
         "MemoryError: no more",
     ]
 
 
+class Ends(NamedTuple):
+    """How a step ends whose kernel fails on the second rank after some others, and whether the next one is right."""
+
+    of_step: str
+    next_is_right: bool
+
+
 @on_each_rank
-def _step_without_memory(before: int, options: dict[str, Any]) -> list[str]:
-    """On a rank: a step whose kernel fails on the second rank after some others, and the step after it."""
+def step_without_memory(before: int, options: dict[str, Any]) -> Ends:
     cache = am.KVCache(named_mesh(Shape(1, 1, 2), AXES), batch=1, kv_heads=2, head_dim=4, capacity=40, dtype=F32)
     cache.append(*torch.ones(2, 1, 2, 40, 4).unbind())
     step = partial(am.decode, torch.ones(1, 4, 1, 4), cache, **options)
@@ -286,61 +233,37 @@ def _step_without_memory(before: int, options: dict[str, Any]) -> list[str]:
     fails = mock.patch.object(BoundNative, "attend", side_effect=MemoryError("no more"))
     try:
         with fails if dist.get_rank() else nullcontext():
-            found = f"nan: {bool(step().isnan().all())}"
+            found = "NaN" if step().isnan().all() else "numbers"
     except (MemoryError, UnforeseenError) as error:
         found = f"{type(error).__name__}: {error}"
-    return [found, f"right: {bool((step() == 1).all())}"]
+    return Ends(found, bool((step() == 1).all()))
 
 
 @pytest.mark.skipif(library().attend is None, reason="there is no C++ compiler")
 @pytest.mark.parametrize("before", [0, 2])
 @pytest.mark.parametrize("options", [{}, {"merge": "tree"}, {"checked": False}])
 def test_a_step_that_fails_on_one_rank_keeps_no_other_waiting(before: int, options: dict[str, Any], pool: Pool) -> None:
-    first, second = pool.run(2, _step_without_memory, before, options)
-    assert second == ["MemoryError: no more", "right: True"]
+    first, second = pool.run(2, step_without_memory, before, options)
     seen = "UnforeseenError: decode: expected what each rank can do, given MemoryError: no more. "
     seen += "Fix: see the error of the rank that raised."
-    assert first == ["nan: True" if "checked" in options else seen, "right: True"]
+    assert first.of_step == ("NaN" if "checked" in options else seen)
+    assert second.of_step == "MemoryError: no more"
+    assert first.next_is_right
+    assert second.next_is_right
+
+
+class InTheWith(NamedTuple):
+    """What a rank gets: the payloads of all, or the type of the error of a rank that describes its call."""
+
+    found: object
+    exchanges: int
 
 
 @on_each_rank
-def _odd_dtype(odd: int) -> str:
-    """On a rank: the error of a call in which one rank of the world has another dtype."""
-    mesh = am.init_mesh((1, 2, 2))  # whose shards are not in the order of ranks
-    x = torch.randn(1, 2, 4, 8, dtype=torch.bfloat16 if dist.get_rank() == odd else torch.float32)
-    with pytest.raises(MeshError) as caught:
-        am.attention(x, x, x, mesh=mesh, layout=am.Zigzag())
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("odd", [1, 2])
-def test_a_table_of_calls_names_ranks_of_the_world(odd: int, pool: Pool) -> None:
-    for message in pool.run(4, _odd_dtype, odd):
-        assert re.search(rf"\n    {odd}  +torch\.bfloat16", message), message
-
-
-@on_each_rank
-def _differ_in_a_note(blank: str) -> str:
-    """On a rank: the error of a call in which rank 1 has another text than blanks."""
-    mesh = RankMesh.of(am.init_mesh((1, 1, 2)))
-    with pytest.raises(MeshError) as caught, Agreement(mesh, "save", {"note": "b c" if mesh.keys.index else blank}):
-        pass
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("blank", ["", " ", "\n\t"])
-def test_a_table_of_calls_shows_that_a_text_is_blank(blank: str, pool: Pool) -> None:
-    for message in pool.run(2, _differ_in_a_note, blank):
-        assert "\n    ranks  note\n    0      -\n    1      b c" in message
-
-
-@on_each_rank
-def _compared_in_the_with(fails: bool) -> tuple[object, int]:
-    """On a rank: the payloads of all, or the error of rank 1 as it describes its call; and the exchanges."""
+def compare_in_the_with(fails: bool) -> InTheWith:
     mesh = RankMesh.of(am.init_mesh((1, 1, 2)))
     found: object = None
-    exchanges, share = [], gather.all_gather_ints
-    with mock.patch("attnmesh.guard.agreement.all_gather_ints", lambda *given: (exchanges.append(1), share(*given))[1]):
+    with counted_exchanges() as exchanges:
         try:
             with Agreement(mesh, "save") as agreement:
                 found = agreement.compare(
@@ -348,46 +271,22 @@ def _compared_in_the_with(fails: bool) -> tuple[object, int]:
                 )
         except (ZeroDivisionError, UnforeseenError) as error:
             found = type(error)
-    return found, len(exchanges)
+    return InTheWith(found, exchanges.call_count)
 
 
 def test_ranks_compare_once_where_the_with_compares(pool: Pool) -> None:
-    assert pool.run(2, _compared_in_the_with, False) == [([[0], [1]], 1)] * 2
+    assert pool.run(2, compare_in_the_with, False) == [InTheWith(found=[[0], [1]], exchanges=1)] * 2
 
 
 def test_an_error_in_what_a_rank_compares_is_raised_on_all(pool: Pool) -> None:
-    (first, count), (second, other_count) = pool.run(2, _compared_in_the_with, True)
-    assert (first, second) == (UnforeseenError, ZeroDivisionError)
-    assert count == other_count == 2  # the comparison, and the numbers of the ranks for its table
+    first, second = pool.run(2, compare_in_the_with, True)
+    assert first.found is UnforeseenError
+    assert second.found is ZeroDivisionError
+    assert first.exchanges == second.exchanges == 2  # the comparison, and the numbers of the ranks for its table
 
 
 @on_each_rank
-def _differ_in_how(pairs: list[tuple[str, str]], odd: int) -> list[str]:
-    """On a rank: the errors of merges in which one rank has another `how`, each after a merge that is right."""
-    rank, ranks, messages = dist.get_rank(), dist.get_world_size(), []
-    group = dist.new_group()  # on which nothing was measured or merged yet
-    parts = [am.Partial(torch.full((1, 2, 1, 4), float(i)), torch.zeros(1, 2, 1)) for i in range(ranks)]
-    for one, others in pairs:
-        with pytest.raises(InputError) as caught, alert():
-            am.merge_across(parts[rank], group, how=one if rank == odd else others)
-        messages.append(str(caught.value))
-        for how in ("tree", "direct"):
-            out = am.merge_across(parts[rank], group, how=how).out
-            assert torch.allclose(out, torch.full_like(out, (ranks - 1) / 2)), (one, others, how)
-    return messages
-
-
-PAIRS = [*permutations(("tree", "direct", "gather", "allreduce"), 2), ("xx", "allreduce"), ("xx", "direct")]
-
-
-@pytest.mark.parametrize(("ranks", "odd"), [(2, 1), (3, 1), (4, 2)])
-def test_ranks_that_merge_in_other_ways_raise_alike_and_go_on(ranks: int, odd: int, pool: Pool) -> None:
-    first, *others = pool.run(ranks, _differ_in_how, PAIRS[:: 3 if ranks == 3 else 7], odd)
-    assert all(messages == first for messages in others)
-
-
-@on_each_rank
-def _without_a_compiler_on_rank_1() -> list[str]:
+def attend_without_a_compiler_on_rank_1() -> list[str]:
     """On a rank: the error of a call with a kernel that rank 1 does not have, and whether the next call is right."""
     mesh, reason = am.init_mesh((1, 2, 1)), "there is no C++ compiler"
     q, k, v = torch.randn(3, 1, 2, 8, 4, generator=torch.Generator().manual_seed(0)).unbind()
@@ -408,12 +307,12 @@ def _without_a_compiler_on_rank_1() -> list[str]:
 
 @pytest.mark.skipif(library().attend is None, reason="no native library")
 def test_a_kernel_that_one_rank_lacks_is_refused_on_all(pool: Pool) -> None:
-    first, second = pool.run(2, _without_a_compiler_on_rank_1)
+    first, second = pool.run(2, attend_without_a_compiler_on_rank_1)
     assert first == second
 
 
 @on_each_rank
-def _append_that_fails_on_rank_1(rows: bool) -> str:
+def append_beside_a_failure(rows: bool) -> str:
     """On a rank: the error of a step whose new token has no memory on rank 1."""
     mesh = am.init_mesh((1, 1, 2))
     cache = am.KVCache(mesh, batch=1, kv_heads=2, head_dim=4, capacity=64, dtype=torch.float32)
@@ -432,6 +331,6 @@ def _append_that_fails_on_rank_1(rows: bool) -> str:
 
 @pytest.mark.parametrize("rows", [False, True], ids=["decode", "decode_rows"])
 def test_a_step_whose_token_one_rank_cannot_store_raises_on_all(rows: bool, pool: Pool) -> None:
-    first, second = pool.run(2, _append_that_fails_on_rank_1, rows)
+    first, second = pool.run(2, append_beside_a_failure, rows)
     assert second == "MemoryError: no more"
     assert "expected what each rank can do, given MemoryError: no more" in first

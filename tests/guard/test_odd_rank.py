@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 
 import attnmesh as am
-from tests.support.emulated_gpu import EmulatedGPU
-from tests.support.emulated_nccl import world
-from tests.support.interpreted import interpreting
-from tests.support.odd_rank import BEFORE, alert, attention_outcomes, check, decoding_outcomes, merge_outcomes
-from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import rotated
+from tests.support.emulation.emulated_gpu import EmulatedGPU
+from tests.support.emulation.emulated_nccl import world
+from tests.support.emulation.interpreted import interpreting
+from tests.support.ranks.odd_rank import BEFORE, alert, attention_outcomes, check, decoding_outcomes, merge_outcomes
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.seeds import rotated
 
 STEPS: list[tuple[str, tuple[int, int, int], dict[str, Any]]] = [
     ("nccl", (1, 1, 3), {"merge": "tree"}),
@@ -26,7 +26,7 @@ ON_HOSTS = {
 
 
 @on_each_rank
-def _decode(kernel: str, *arguments: Any) -> dict[str, Any]:
+def decode_beside_odd_rank(kernel: str, *arguments: Any) -> dict[str, Any]:
     am.set_deadline(60)
     with interpreting(kernel), alert():
         return decoding_outcomes("cpu", *arguments)
@@ -37,11 +37,13 @@ def test_all_ranks_notice_an_odd_step(name: str, before: int, pool: Pool) -> Non
     """With Triton's interpreter ranks follow the policy of GPUs."""
     kernel, shape, options = ON_HOSTS[name]
     ranks = shape[0] * shape[1] * shape[2]
-    check(pool.run(ranks, _decode, kernel, shape, before, options), before, compares_all=kernel == "auto")
+    check(
+        pool.run(ranks, decode_beside_odd_rank, kernel, shape, before, options), before, compares_all=kernel == "auto"
+    )
 
 
 @on_each_rank
-def _attend(*arguments: Any) -> dict[str, Any]:
+def attend_beside_odd_rank(*arguments: Any) -> dict[str, Any]:
     am.set_deadline(60)
     with alert():
         return attention_outcomes("cpu", *arguments)
@@ -49,11 +51,11 @@ def _attend(*arguments: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("shape", "before"), rotated([(1, 3, 1), (1, 1, 3), (2, 2, 1)], BEFORE, every=2))
 def test_all_ranks_notice_an_odd_call(shape: tuple[int, int, int], before: int, pool: Pool) -> None:
-    check(pool.run(shape[0] * shape[1] * shape[2], _attend, shape, before), before, compares_all=True)
+    check(pool.run(shape[0] * shape[1] * shape[2], attend_beside_odd_rank, shape, before), before, compares_all=True)
 
 
 @on_each_rank
-def _merge(kernel: str, *arguments: Any) -> dict[str, Any]:
+def merge_beside_odd_rank(kernel: str, *arguments: Any) -> dict[str, Any]:
     am.set_deadline(60)
     with interpreting(kernel), alert():
         return merge_outcomes("cpu", 3, *arguments)
@@ -64,11 +66,11 @@ def _merge(kernel: str, *arguments: Any) -> dict[str, Any]:
 )
 def test_all_ranks_notice_an_odd_merge(way: tuple[str, str], before: int, pool: Pool) -> None:
     kernel, how = way
-    check(pool.run(3, _merge, kernel, before, how), before, compares_all=kernel == "auto")
+    check(pool.run(3, merge_beside_odd_rank, kernel, before, how), before, compares_all=kernel == "auto")
 
 
 @on_each_rank
-def _decode_on_gpu(gpu: EmulatedGPU, *arguments: Any) -> dict[str, Any]:
+def decode_on_gpu(gpu: EmulatedGPU, *arguments: Any) -> dict[str, Any]:
     am.set_deadline(60)
     with alert():
         return decoding_outcomes("cuda", *arguments)
@@ -83,12 +85,12 @@ def test_all_gpus_notice_an_odd_step(
 ) -> None:
     """First steps are compared by the CPUs, as those of `test_all_ranks_notice_an_odd_step` are."""
     ranks = shape[0] * shape[1] * shape[2]
-    found = world(ranks, _decode_on_gpu, shape, before, options, backend=backend)
+    found = world(ranks, decode_on_gpu, shape, before, options, backend=backend)
     check(found.results(), before, compares_all=False)
 
 
 @on_each_rank
-def _attend_on_gpu(gpu: EmulatedGPU, *arguments: Any) -> dict[str, Any]:
+def attend_on_gpu(gpu: EmulatedGPU, *arguments: Any) -> dict[str, Any]:
     am.set_deadline(60)
     with alert():
         return attention_outcomes("cuda", *arguments)
@@ -100,12 +102,12 @@ def _attend_on_gpu(gpu: EmulatedGPU, *arguments: Any) -> dict[str, Any]:
 )
 def test_all_gpus_notice_an_odd_call(backend: str, shape: tuple[int, int, int], before: int) -> None:
     """CPUs compare every call, except `key_lengths` that are on a device."""
-    found = world(shape[0] * shape[1] * shape[2], _attend_on_gpu, shape, before, backend=backend)
+    found = world(shape[0] * shape[1] * shape[2], attend_on_gpu, shape, before, backend=backend)
     check(found.results(), before, compares_all=False)
 
 
 @on_each_rank
-def _merge_on_gpu(gpu: EmulatedGPU, *arguments: Any) -> dict[str, Any]:
+def merge_on_gpu(gpu: EmulatedGPU, *arguments: Any) -> dict[str, Any]:
     am.set_deadline(60)
     with alert():
         return merge_outcomes("cuda", 3, *arguments)
@@ -116,4 +118,4 @@ def _merge_on_gpu(gpu: EmulatedGPU, *arguments: Any) -> dict[str, Any]:
     [("nccl", "tree", 2), ("cpu:gloo,cuda:nccl", "direct", 0)],
 )
 def test_all_gpus_notice_an_odd_merge(backend: str, how: str, before: int) -> None:
-    check(world(3, _merge_on_gpu, before, how, backend=backend).results(), before, compares_all=False)
+    check(world(3, merge_on_gpu, before, how, backend=backend).results(), before, compares_all=False)

@@ -2,7 +2,7 @@
 
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,13 +13,13 @@ import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.hf.shared_weights import SharedConv1D, SharedLinear
 from attnmesh.hf.transformers_names import Conv1D
-from tests.support import families
-from tests.support.families import prompt
+from tests.support.models import families
+from tests.support.models.families import prompt
+from tests.support.models.shared_weights import SIZES, counted_calls, load, mesh_of, saved_stock, step_of
 from tests.support.models.tiny_models import Case, build
-from tests.support.needs import needs_library
-from tests.support.pool import Pool, on_each_rank
-from tests.support.shared_weights import SIZES, counted_calls, load, mesh_of, saved_stock, step_of
-from tests.support.tolerances import FLOAT32_SUMS
+from tests.support.process.needs import needs_library
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.tolerances import FLOAT32_SUMS
 
 pytestmark = needs_library
 
@@ -40,9 +40,16 @@ def test_a_model_of_gpt2_is_restored() -> None:
         assert len(calls) == count
 
 
+class Changed(NamedTuple):
+    """The tokens after a change of the model that shares, and the numbers of shared calls before it and after."""
+
+    tokens: list[list[int]]
+    calls_before: int
+    calls_after: int
+
+
 @on_each_rank
-def changed(folder: str, change: str) -> tuple[list[list[int]], int, int]:
-    """Tokens after a change of the model that shares, and the calls before it and after."""
+def generate_after_change(folder: str, change: str) -> Changed:
     mesh, ids = mesh_of(2), prompt(30)
     with counted_calls() as calls:
         model = hf.share_weights(load(folder), mesh)
@@ -58,15 +65,16 @@ def changed(folder: str, change: str) -> tuple[list[list[int]], int, int]:
             model.load_state_dict(hf.share_weights(load(folder), mesh).state_dict())
             hf.share_weights(model, mesh)
         tokens = hf.generate(model, ids, mesh=mesh, max_new_tokens=5, do_sample=False)
-    return tokens.tolist(), before, len(calls) - before
+    return Changed(tokens.tolist(), before, len(calls) - before)
 
 
 @pytest.mark.parametrize("change", ["moved weights", "another mesh", "a copy"])
 def test_a_model_that_was_changed_shares_its_weights_again(change: str, pool: Pool, tmp_path: Path) -> None:
     expected = saved_stock(tmp_path, 30, 5)
-    for tokens, before, after in pool.run(2, changed, str(tmp_path), change):
-        assert tokens == expected
-        assert min(before, after) > 0
+    for answer in pool.run(2, generate_after_change, str(tmp_path), change):
+        assert answer.tokens == expected
+        assert answer.calls_before > 0
+        assert answer.calls_after > 0
 
 
 def assert_same_step(shared: Any, plain: Any) -> None:

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import families
-from tests.support.scripts import run_script
-from tests.support.trainers import tokenizer
+from tests.support.models import families
+from tests.support.process.scripts import run_script
+from tests.support.training.trainers import tokenizer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

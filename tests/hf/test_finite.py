@@ -10,10 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import attnmesh.hf as hf
 from attnmesh.hf.finite import NanWatch
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support import families
-from tests.support.families import prompt
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
+from tests.support.models import families
+from tests.support.models.families import prompt
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
 
 BROKEN = {
     "nothing": (None, 1.0, None),
@@ -31,7 +31,7 @@ BROKEN = {
 
 
 @on_each_rank
-def warnings_of_generation(name: str, ranks: int, **options: Any) -> list[str]:
+def record_warnings_of_generation(name: str, ranks: int, **options: Any) -> list[str]:
     """Return the warnings of a generation with a broken weight, on a rank."""
     model, (weight, value, _) = families.model("llama", "attnmesh"), BROKEN[name]
     if weight is not None:
@@ -44,7 +44,7 @@ def warnings_of_generation(name: str, ranks: int, **options: Any) -> list[str]:
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_nan_logits_are_reported_once(name: str, pool: Pool) -> None:
-    first, second = pool.run(2, warnings_of_generation, name, 2)
+    first, second = pool.run(2, record_warnings_of_generation, name, 2)
     expected = BROKEN[name][2]
     assert second == []
     assert len(first) == (expected is not None)

@@ -1,9 +1,8 @@
 """Generation over a mesh gives the tokens that stock transformers gives on one process."""
 
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,13 +12,11 @@ from transformers.generation import BaseStreamer
 
 import attnmesh.hf as hf
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support import families
-from tests.support.families import CONFIGS, FEW, SHAPES, STOCK, families_on_meshes, prompt
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import rotated, some
-
-LAYERS = CONFIGS["llama"].num_hidden_layers
+from tests.support.models import families
+from tests.support.models.families import CONFIGS, FEW, SHAPES, STOCK, families_on_meshes, prompt
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.seeds import some
 
 Generate = Callable[..., Any]
 """(input_ids, **options) -> sequences."""
@@ -104,7 +101,7 @@ def stock_tokens(family: str, case: Callable[[Generate, str], Tensor]) -> Tensor
 
 
 @on_each_rank
-def tokens_on_mesh(family: str, shape: Shape, cases: Sequence[Callable[[Generate, str], Tensor]]) -> dict[str, Tensor]:
+def generate_cases(family: str, shape: Shape, cases: Sequence[Callable[[Generate, str], Tensor]]) -> dict[str, Tensor]:
     """Return the tokens of the cases on a rank."""
     model, mesh = families.model(family, "attnmesh"), named_mesh(shape, AXES)
 
@@ -132,107 +129,38 @@ def test_each_family_gives_the_tokens_of_stock_transformers(family: str, shape: 
 
 
 def check_tokens(family: str, shape: Shape, cases: Sequence[Callable[[Generate, str], Tensor]], pool: Pool) -> None:
-    answers = pool.run(shape.ranks, tokens_on_mesh, family, shape, cases)
+    answers = pool.run(shape.ranks, generate_cases, family, shape, cases)
     for case in cases:
         for answer in answers:
             assert answer[case.__name__].tolist() == stock_tokens(family, case).tolist(), case.__name__
 
 
-@on_each_rank
-def conversation(shape: Shape) -> list[list[list[int]]]:
-    """Return the tokens of four turns on one cache, on a rank. The last turn goes back to an earlier one."""
-    model, mesh = families.model("qwen3", "attnmesh"), named_mesh(shape, AXES)
-    cache, turns = hf.ShardedCache(model.config, mesh), []
-    ids = prompt(120)
-    for turn in range(3):
-        made = hf.generate(model, ids, cache=cache, max_new_tokens=9, do_sample=False)
-        turns.append(made.tolist())
-        assert cache.layers[0].kv.is_block_cyclic
-        ids = torch.cat((made, prompt(1 + 80 * turn, seed=turn + 1)), 1)
-    ids = torch.cat((ids[:, :125], prompt(30, seed=9)), 1)
-    turns.append(hf.generate(model, ids, cache=cache, max_new_tokens=9, do_sample=False).tolist())
-    even = -(-cache.get_seq_length() // (shape.queries * shape.keys))
-    assert abs(cache.held - even) <= cache.block
-    return turns
+class Generated(NamedTuple):
+    """Tokens of `model.generate` with a ShardedCache, of one with large blocks, and those that were streamed."""
 
-
-@pytest.mark.parametrize("shape", some(SHAPES, Shape(1, 1, 3), Shape(1, 2, 2)))
-def test_turns_of_a_conversation_share_the_cache(shape: Shape, pool: Pool) -> None:
-    stock, turns = families.model("qwen3", STOCK["qwen3"]), []
-    ids = prompt(120)
-    for turn in range(3):
-        made = stock.generate(ids, max_new_tokens=9, do_sample=False)
-        turns.append(made.tolist())
-        ids = torch.cat((made, prompt(1 + 80 * turn, seed=turn + 1)), 1)
-    ids = torch.cat((ids[:, :125], prompt(30, seed=9)), 1)
-    turns.append(stock.generate(ids, max_new_tokens=9, do_sample=False).tolist())
-    assert pool.run(shape.ranks, conversation, shape) == [turns] * shape.ranks
+    made: list[list[int]]
+    of_large_blocks: list[list[int]]
+    streamed: list[int]
 
 
 @on_each_rank
-def model_generate(shape: Shape) -> tuple[list[Any], list[Any], list[int]]:
-    """Return the tokens of `model.generate` with a ShardedCache, of large blocks, and the streamed ones, on a rank."""
+def generate_by_model_and_stream(shape: Shape) -> Generated:
     model, mesh = families.model("llama", "attnmesh"), named_mesh(shape, AXES)
     recorder = TokenRecorder()
     cache = hf.ShardedCache(model.config, mesh, capacity=200)
     made = model.generate(prompt(70), past_key_values=cache, max_new_tokens=10, do_sample=False, streamer=recorder)
     cache = hf.ShardedCache(model.config, mesh, reproducible=shape.ranks in (1, 2, 4), merge="tree", block=128)
     again = hf.generate(model, prompt(70), cache=cache, max_new_tokens=10, do_sample=False)
-    return made.tolist(), again.tolist(), recorder.tokens
+    return Generated(made.tolist(), again.tolist(), recorder.tokens)
 
 
 @pytest.mark.parametrize("shape", some(SHAPES, Shape(1, 2, 1), Shape(2, 1, 2)))
 def test_model_generate_works_with_the_cache_and_streams(shape: Shape, pool: Pool) -> None:
     expected = families.model("llama", "sdpa").generate(prompt(70), max_new_tokens=10, do_sample=False).tolist()
-    for answer in pool.run(shape.ranks, model_generate, shape):
-        assert answer == (expected, expected, expected[0])
-
-
-@on_each_rank
-def held_after_prefill(shape: Shape, length: int) -> list[tuple[int, int]]:
-    """Return the tokens and bytes that a rank holds after a prefill."""
-    model, mesh = families.model("llama", "attnmesh"), named_mesh(shape, AXES)
-    cache = hf.ShardedCache(model.config, mesh)
-    hf.prefill(model, prompt(length), cache)
-    return [(layer.kv.used, cache.held_bytes) for layer in cache.layers]
-
-
-@pytest.mark.parametrize(("shape", "length"), rotated(SHAPES, [33, 257, 1000], every=3))
-def test_each_rank_keeps_its_share_within_a_block(shape: Shape, length: int, pool: Pool) -> None:
-    answers = pool.run(shape.ranks, held_after_prefill, shape, length)
-    share = (length - 1) / (shape.queries * shape.keys)
-    for layer in range(LAYERS):
-        held = [answer[layer][0] for answer in answers]
-        assert sum(held) == (length - 1) * shape.heads
-        assert all(abs(count - share) <= 16 for count in held)
-    for (used, size), *_ in answers:
-        assert size == used * LAYERS * 2 * 2 // shape.heads * 8 * 4  # layers, keys and values, heads, width, float32
-
-
-@on_each_rank
-def continued_tokens(shape: Shape, length: int, reproducible: bool) -> tuple[list[int], int, bool]:
-    """Return the new tokens after a prompt, the block of the cache, and whether its tokens lie in turns of blocks."""
-    model, mesh = families.model("llama", "attnmesh"), named_mesh(shape, AXES)
-    cache = hf.ShardedCache(model.config, mesh, reproducible=reproducible)
-    made = hf.generate(model, prompt(length), cache=cache, max_new_tokens=4, do_sample=False)
-    return made[0, length:].tolist(), cache.block, cache.layers[0].kv.is_block_cyclic
-
-
-@pytest.mark.parametrize(
-    ("shape", "length", "reproducible", "block"),
-    [
-        (Shape(1, 2, 1), 1537, False, 128),
-        (Shape(1, 1, 2), 1600, False, 128),
-        (Shape(1, 1, 2), 1536, False, 16),
-        (Shape(1, 1, 2), 1600, True, 16),  # bits that do not depend on the number of ranks
-    ],
-)
-def test_long_prompts_are_dealt_in_larger_blocks(
-    shape: Shape, length: int, reproducible: bool, block: int, pool: Pool
-) -> None:
-    made = families.model("llama", "sdpa").generate(prompt(length), max_new_tokens=4, do_sample=False)
-    expected = made[0, length:].tolist(), block, True
-    assert pool.run(shape.ranks, continued_tokens, shape, length, reproducible) == [expected] * shape.ranks
+    for answer in pool.run(shape.ranks, generate_by_model_and_stream, shape):
+        assert answer.made == expected
+        assert answer.of_large_blocks == expected
+        assert answer.streamed == expected[0]
 
 
 def _by_config(*, on_mesh: bool) -> list[Any]:
@@ -261,50 +189,3 @@ def test_the_cache_that_a_model_asks_for_is_not_needed() -> None:
     model.generation_config.cache_implementation, model.generation_config.use_cache = "hybrid", False
     options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
     assert hf.generate(model, prompt(40), mesh=None, **options).equal(stock.generate(prompt(40), **options))
-
-
-def test_a_cache_is_reused_only_for_the_same_tokens() -> None:
-    model, stock = families.model("qwen2", "attnmesh"), families.model("qwen2", "sdpa")
-    options = {"max_new_tokens": 6, "do_sample": False}
-    cache, one, other = hf.ShardedCache(model.config), prompt(70, seed=1), prompt(90, seed=2)
-    hf.generate(model, one, cache=cache, **options)
-    hf.prefill(model, other, cache)
-    assert hf.generate(model, other, cache=cache, **options).equal(stock.generate(other, **options))
-    made = model.generate(one, past_key_values=(own := hf.ShardedCache(model.config)), **options)
-    assert hf.generate(model, other, cache=own, **options).equal(stock.generate(other, **options))  # unknown: cut
-    longer = torch.cat((made, prompt(5, seed=3)), 1)
-    assert hf.generate(model, longer, cache=own, **options).equal(stock.generate(longer, **options))
-    beamed = hf.ShardedCache(model.config)
-    hf.generate(model, one, cache=beamed, num_beams=3, num_return_sequences=3, **options)
-    beamed.batch_select_indices(torch.tensor([2]))
-    assert hf.generate(model, one, cache=beamed, **options).equal(stock.generate(one, **options))
-    pair, both = prompt(60, batch=2), hf.ShardedCache(model.config)
-    hf.generate(model, pair, cache=both, **options)
-    both.reorder_cache(torch.tensor([1, 0]))
-    assert hf.generate(model, pair, cache=both, **options).equal(stock.generate(pair, **options))
-    both.crop(-both.get_seq_length())
-    assert hf.generate(model, one, cache=both, **options).equal(stock.generate(one, **options))
-
-
-@on_each_rank
-def _continuations(shape: Shape) -> list[list[list[int]]]:
-    """Return two continuations of one prefix on a rank."""
-    model, mesh = families.model("gemma3", "attnmesh"), named_mesh(shape, AXES)
-    cache = hf.ShardedCache(model.config, mesh)
-    hf.prefill(model, prompt(100), cache)
-    outputs = []
-    for seed in (1, 2):
-        ids = torch.cat((prompt(100), prompt(40, seed=seed)), 1)
-        for other in (deepcopy(cache), cache.fork()):
-            outputs.append(hf.generate(model, ids, cache=other, max_new_tokens=8, do_sample=False).tolist())
-    assert cache.get_seq_length() == 99
-    return outputs
-
-
-@pytest.mark.parametrize("shape", [Shape(1, 1, 1), Shape(1, 2, 2)], ids=lambda shape: "x".join(map(str, shape)))
-def test_a_copied_cache_is_independent(shape: Shape, pool: Pool) -> None:
-    stock, expected = families.model("gemma3", "sdpa"), []
-    for seed in (1, 2):
-        ids = torch.cat((prompt(100), prompt(40, seed=seed)), 1)
-        expected += [stock.generate(ids, max_new_tokens=8, do_sample=False).tolist()] * 2
-    assert pool.run(shape.ranks, _continuations, shape) == [expected] * shape.ranks

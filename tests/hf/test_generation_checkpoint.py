@@ -27,11 +27,11 @@ from attnmesh.hf.options import GenerationSettings
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store import checkpoint_writer
 from attnmesh.store.manifest import MANIFEST
-from tests.support import families
-from tests.support.command import run_main
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.trainers import tokenizer
+from tests.support.models import families
+from tests.support.process.command import run_main
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.training.trainers import tokenizer
+from tests.support.truth.mesh_problems import named_mesh
 
 NEW = 22
 
@@ -41,7 +41,9 @@ def prompt(length: int = 45) -> Tensor:
 
 
 @on_each_rank
-def new_tokens(folder: Path | None, shape: tuple[int, int, int], new: int, sample: bool, **more: Any) -> list[int]:
+def generate_with_checkpoints(
+    folder: Path | None, shape: tuple[int, int, int], new: int, sample: bool, **more: Any
+) -> list[int]:
     """Return the new tokens, with a checkpoint every four tokens."""
     mesh = named_mesh(Shape(*shape), AXES) if Shape(*shape).ranks > 1 else None
     torch.manual_seed(5)
@@ -66,21 +68,21 @@ def new_tokens(folder: Path | None, shape: tuple[int, int, int], new: int, sampl
 def test_continued_tokens_are_those_of_an_uninterrupted_run(
     pool: Pool, tmp_path: Path, before: tuple[int, int, int], after: tuple[int, int, int], sample: bool
 ) -> None:
-    (whole,) = pool.run(1, new_tokens, None, (1, 1, 1), NEW, sample)
+    (whole,) = pool.run(1, generate_with_checkpoints, None, (1, 1, 1), NEW, sample)
     assert len(set(whole)) > 3
     for length in (10, 14):
-        for tokens in pool.run(Shape(*before).ranks, new_tokens, tmp_path, before, length, sample):
+        for tokens in pool.run(Shape(*before).ranks, generate_with_checkpoints, tmp_path, before, length, sample):
             assert tokens == whole[:length]
     report = json.loads((tmp_path / MANIFEST).read_text())
     assert report["length"] == 45 + 12 - 1, "the cache lacks the last saved token"
-    for tokens in pool.run(Shape(*after).ranks, new_tokens, tmp_path, after, NEW, sample):
+    for tokens in pool.run(Shape(*after).ranks, generate_with_checkpoints, tmp_path, after, NEW, sample):
         assert tokens == whole
-    (again,) = pool.run(1, new_tokens, tmp_path, (1, 1, 1), 5, sample)
+    (again,) = pool.run(1, generate_with_checkpoints, tmp_path, (1, 1, 1), 5, sample)
     assert again == whole[:5], "the checkpoint has more tokens than the call"
 
 
 @on_each_rank
-def lengths_after_interrupted_prefill(folder: Path) -> list[int]:
+def record_lengths_after_interrupted_prefill(folder: Path) -> list[int]:
     """Return the lengths of forward passes that continue a prefill, which was interrupted after two of three chunks."""
     mesh = named_mesh(Shape(1, 1, 2), AXES)
     model, ids = families.model("llama", "attnmesh"), prompt(130)
@@ -98,7 +100,7 @@ def lengths_after_interrupted_prefill(folder: Path) -> list[int]:
 
 
 def test_a_prompt_is_not_computed_twice(pool: Pool, tmp_path: Path) -> None:
-    first, second = pool.run(2, lengths_after_interrupted_prefill, tmp_path)
+    first, second = pool.run(2, record_lengths_after_interrupted_prefill, tmp_path)
     assert sum(first[:-2]) + sum(second[:-2]) == 67, "the rest of the prompt, and the last token on both"
 
 
@@ -122,21 +124,22 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @on_each_rank
-def refusal(folder: Path, more: dict[str, Any]) -> str:
+def catch_refusal(folder: Path, more: dict[str, Any]) -> str:
     """Return the error of a call with these options."""
     given = dict(more)
-    sample, has_checkpoint = given.pop("do_sample", False), "checkpoint" in given
+    sample = given.pop("do_sample", False)
+    has_checkpoint = "checkpoint" in given
     try:
-        new_tokens(None if has_checkpoint else folder, (1, 1, 2), 6, sample, **given)
+        generate_with_checkpoints(None if has_checkpoint else folder, (1, 1, 2), 6, sample, **given)
     except InputError as error:
         return str(error)
     return "nothing"
 
 
 def test_calls_that_cannot_be_continued_are_refused(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, new_tokens, tmp_path, (1, 1, 2), 6, False)
+    pool.run(2, generate_with_checkpoints, tmp_path, (1, 1, 2), 6, False)
     for name, (more, expected) in REFUSED.items():
-        one, other = pool.run(2, refusal, tmp_path, more)
+        one, other = pool.run(2, catch_refusal, tmp_path, more)
         assert one == other, name
         assert expected in one, name
     with pytest.raises(InputError, match="Checkpoint every: expected a whole number, 1 or more, given 0"):
@@ -144,7 +147,7 @@ def test_calls_that_cannot_be_continued_are_refused(pool: Pool, tmp_path: Path) 
 
 
 @on_each_rank
-def tokens_on_a_full_disk(folder: Path, room: int) -> tuple[list[int], list[str]]:
+def generate_on_a_full_disk(folder: Path, room: int) -> tuple[list[int], list[str]]:
     """Return the new tokens and the warnings, on a rank. The disk of the last rank has room for some files."""
     left = [room]
     write = checkpoint_writer.link_or_write
@@ -158,25 +161,25 @@ def tokens_on_a_full_disk(folder: Path, room: int) -> tuple[list[int], list[str]
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         patch.setattr(checkpoint_writer, "link_or_write", link_or_write)
-        made = new_tokens(folder, (1, 1, 2), NEW, False)
+        made = generate_with_checkpoints(folder, (1, 1, 2), NEW, False)
     return made, [str(each.message) for each in caught if "checkpoint" in str(each.message)]
 
 
 def test_a_full_disk_does_not_end_the_generation(pool: Pool, tmp_path: Path) -> None:
-    (whole,) = pool.run(1, new_tokens, None, (1, 1, 1), NEW, False)
+    (whole,) = pool.run(1, generate_with_checkpoints, None, (1, 1, 1), NEW, False)
     for room in (0, 3):
-        (first, told), (second, untold) = pool.run(2, tokens_on_a_full_disk, tmp_path / str(room), room)
+        (first, told), (second, untold) = pool.run(2, generate_on_a_full_disk, tmp_path / str(room), room)
         assert first == second == whole
         assert len(told) == 1
         assert "generation continues without a new checkpoint, and tries again later. save: expected a f" in told[0]
         assert "No space left on device" in told[0]
         assert not untold
         assert (tmp_path / str(room) / MANIFEST).exists() == (room > 0), "the checkpoint before stays"
-        assert pool.run(2, new_tokens, tmp_path / str(room), (1, 1, 2), NEW, False) == [whole, whole]
+        assert pool.run(2, generate_with_checkpoints, tmp_path / str(room), (1, 1, 2), NEW, False) == [whole, whole]
 
 
 @on_each_rank
-def error_of_unequal_every(folder: Path) -> str:
+def catch_error_of_unequal_every(folder: Path) -> str:
     """Return the error of ranks that would save after different tokens."""
     mesh = named_mesh(Shape(1, 1, 2), AXES)
     checkpoint = hf.Checkpoint(folder, every=4 + dist.get_rank())
@@ -186,7 +189,7 @@ def error_of_unequal_every(folder: Path) -> str:
 
 
 def test_ranks_that_checkpoint_at_other_intervals_raise_alike(pool: Pool, tmp_path: Path) -> None:
-    one, other = pool.run(2, error_of_unequal_every, tmp_path)
+    one, other = pool.run(2, catch_error_of_unequal_every, tmp_path)
     assert one == other
     assert "expected the same call on every rank, given:\n    ranks  checkpoint\n" in one
 
@@ -236,7 +239,7 @@ def test_torchrun_goes_on_after_a_rank_is_killed(again: bool, tmp_path: Path) ->
 
 
 @on_each_rank
-def stopped_at(length: int) -> int:
+def find_where_it_stops(length: int) -> int:
     """Return the length at which each rank's criterion stops."""
     model, mesh = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, 2), AXES)
     criteria = [MaxLengthCriteria(length)]
@@ -245,7 +248,7 @@ def stopped_at(length: int) -> int:
 
 
 def test_stopping_criteria_of_the_caller_stop_every_rank(pool: Pool) -> None:
-    assert pool.run(2, stopped_at, 51) == [51, 51]
+    assert pool.run(2, find_where_it_stops, 51) == [51, 51]
 
 
 def used_twice(folder: Path) -> dict[str, bool]:
@@ -280,7 +283,7 @@ def test_another_configuration_is_refused(tmp_path: Path) -> None:
 
 
 @on_each_rank
-def with_other_weights(folder: Path) -> str:
+def catch_error_of_other_weights(folder: Path) -> str:
     """Return the error of ranks with different weights."""
     model, mesh = copy.deepcopy(families.model("llama", "attnmesh")), named_mesh(Shape(1, 1, 2), AXES)
     if dist.get_rank() == 1:
@@ -294,7 +297,7 @@ def with_other_weights(folder: Path) -> str:
 
 
 def test_ranks_with_different_models_raise(pool: Pool, tmp_path: Path) -> None:
-    one, other = pool.run(2, with_other_weights, tmp_path)
+    one, other = pool.run(2, catch_error_of_other_weights, tmp_path)
     assert one == other
     assert one.startswith("generate checkpoint: expected the same call on every rank, given:\n    ranks  model\n")
 

@@ -1,7 +1,7 @@
 """Experts that ranks of a host share: tokens of stock transformers, the bits of one rank, each expert on one rank."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,10 +12,10 @@ import attnmesh as am
 import attnmesh.hf as hf
 from attnmesh.hf import host_experts
 from attnmesh.hf.host_experts import HostExperts
-from tests.support.groups import world_axis
 from tests.support.models.tiny_models import Case, build
-from tests.support.needs import needs_library
-from tests.support.pool import Pool, on_each_rank
+from tests.support.process.needs import needs_library
+from tests.support.ranks.groups import world_axis
+from tests.support.ranks.pool import Pool, on_each_rank
 
 pytestmark = needs_library
 
@@ -31,9 +31,16 @@ def shared_model(folder: str, mesh: Any) -> Any:
     return hf.share_weights(model, mesh)
 
 
+class Answer(NamedTuple):
+    """Tokens, the logits with reproducible bits, and the number of experts that this rank has computed for these."""
+
+    tokens: list[int]
+    logits: Tensor | None
+    experts: int
+
+
 @on_each_rank
-def answers(folder: str, ranks: int) -> tuple[list[int], Tensor | None, int]:
-    """Tokens, the logits with reproducible bits, and the experts that this rank has computed for these."""
+def answer_and_count_experts(folder: str, ranks: int) -> Answer:
     mesh, computed = am.init_mesh((1, 1, ranks)) if ranks > 1 else None, 0
     model = shared_model(folder, mesh)
 
@@ -57,7 +64,7 @@ def answers(folder: str, ranks: int) -> tuple[list[int], Tensor | None, int]:
         logits = torch.stack(hf.generate(model, PROMPT, cache=cache, **options).logits)
     hf.restore(model)
     assert not any("forward" in vars(module) for module in model.modules())
-    return tokens, logits, computed
+    return Answer(tokens, logits, computed)
 
 
 @pytest.mark.parametrize(
@@ -72,19 +79,19 @@ def test_each_expert_is_computed_by_one_rank(family: str, ranks: int, pool: Pool
     stock = build(Case(family, family), "eager", torch.float32)
     stock.save_pretrained(tmp_path)
     expected = stock.generate(PROMPT, max_new_tokens=6, do_sample=False)[0].tolist()
-    found, alone = pool.run(ranks, answers, str(tmp_path), ranks), pool.run(1, answers, str(tmp_path), 1)
-    assert [tokens for tokens, _, _ in found] == [expected] * ranks
-    ((_, bits, every),) = alone
+    found = pool.run(ranks, answer_and_count_experts, str(tmp_path), ranks)
+    (alone,) = pool.run(1, answer_and_count_experts, str(tmp_path), 1)
+    assert [answer.tokens for answer in found] == [expected] * ranks
     if ranks == 3:  # which have no bits in common with one
         return
-    assert sum(own for _, _, own in found) == every > 0
-    assert max(own for _, _, own in found) < every
-    for _, logits, _ in found:
-        assert torch.equal(logits, bits)
+    assert sum(answer.experts for answer in found) == alone.experts > 0
+    assert max(answer.experts for answer in found) < alone.experts
+    for answer in found:
+        assert torch.equal(answer.logits, alone.logits)
 
 
 @on_each_rank
-def choices(given: tuple[list[list[int]], bool]) -> Tensor:
+def choose_experts(given: tuple[list[list[int]], bool]) -> Tensor:
     """The results of experts that multiply by their number, on the ranks or on one."""
     chosen, is_shared = given
 
@@ -103,7 +110,7 @@ def choices(given: tuple[list[list[int]], bool]) -> Tensor:
 )
 def test_any_choice_gives_the_sum_of_one_rank(chosen: list[list[int]], pool: Pool) -> None:
     """Also where fewer experts are chosen than there are ranks, and one expert twice."""
-    (expected, *_), shared = (pool.run(3, choices, (chosen, is_shared)) for is_shared in (False, True))
+    (expected, *_), shared = (pool.run(3, choose_experts, (chosen, is_shared)) for is_shared in (False, True))
     for found in shared:
         torch.testing.assert_close(found, expected, rtol=1e-15, atol=0)  # float64: one sum in another order
         assert torch.equal(found, shared[0])

@@ -12,11 +12,11 @@ from transformers.generation import LogitsProcessor
 import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support import families
-from tests.support.families import STOCK, prompt
-from tests.support.mesh_problems import named_mesh
+from tests.support.models import families
+from tests.support.models.families import STOCK, prompt
 from tests.support.models.tiny_models import Case, build
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
 
 NEW = 6
 """Tokens of each generation. The first pass of a part of the model is in prefill."""
@@ -51,7 +51,7 @@ def new_model(family: str, attention: str) -> PreTrainedModel:
 
 
 @on_each_rank
-def tokens_after_failure(family: str, part: str, at: int) -> list[int]:
+def generate_after_failure(family: str, part: str, at: int) -> list[int]:
     """Return the tokens of the turn after one that failed, which begins with all but its last tokens."""
     model = new_model(family, "attnmesh")
     cache = hf.ShardedCache(model.config, named_mesh(Shape(1, 1, 2), AXES))
@@ -60,7 +60,8 @@ def tokens_after_failure(family: str, part: str, at: int) -> list[int]:
     if part == "processor":
         handle, more = None, {"logits_processor": [failing]}
     else:
-        handle, more = model.get_submodule(part).register_forward_pre_hook(lambda *_: failing(None, None)), {}
+        handle = model.get_submodule(part).register_forward_pre_hook(lambda *_: failing(None, None))
+        more = {}
     last = part == "processor" and at == NEW
     if torch.distributed.get_rank():
         with pytest.raises(MemoryError):
@@ -83,11 +84,11 @@ def second_prompt() -> Tensor:
 def test_a_cache_continues_after_one_rank_failed(family: str, part: str, at: int, pool: Pool) -> None:
     stock = new_model(family, STOCK.get(family, "sdpa"))
     expected = stock.generate(second_prompt(), max_new_tokens=NEW, do_sample=False).tolist()
-    assert pool.run(2, tokens_after_failure, family, part, at) == [expected] * 2
+    assert pool.run(2, generate_after_failure, family, part, at) == [expected] * 2
 
 
 @on_each_rank
-def refusal_of_other_caches() -> str:
+def catch_refusal_of_other_caches() -> str:
     """Pass a cache of more tokens on rank 1 than on rank 0, of which no error interrupted any."""
     model, mesh = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, 2), AXES)
     caches = [hf.ShardedCache(model.config, mesh) for _ in range(2)]
@@ -100,6 +101,6 @@ def refusal_of_other_caches() -> str:
 
 
 def test_different_caches_are_refused(pool: Pool) -> None:
-    first, second = pool.run(2, refusal_of_other_caches)
+    first, second = pool.run(2, catch_refusal_of_other_caches)
     assert first == second
     assert "held\n    0      19\n    1      29" in first, first

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,10 +16,10 @@ import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.runtime.counters import count_traffic
-from tests.support.families import prompt
-from tests.support.mesh_problems import named_mesh
+from tests.support.models.families import prompt
 from tests.support.models.tiny_models import Case, build, randomise
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
 
 TYPES = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "mistral4", "youtu")
 
@@ -100,7 +100,7 @@ def checks_of(kind: str, every: int) -> list[Check]:
 
 
 @on_each_rank
-def ours(kind: str, shape: Shape, checks: list[Check]) -> dict[str, Any]:
+def generate_for_checks(kind: str, shape: Shape, checks: list[Check]) -> dict[str, Any]:
     """Return the tokens of each check on a rank."""
     small, mesh = model(kind, "attnmesh"), named_mesh(shape, AXES)
     found = {}
@@ -139,7 +139,7 @@ def types_on_meshes() -> list[Any]:
 @pytest.mark.parametrize(("kind", "shape", "every"), types_on_meshes())
 def test_each_type_gives_the_tokens_of_stock_transformers(kind: str, shape: Shape, every: int, pool: Pool) -> None:
     checks = checks_of(kind, every)
-    for found in pool.run(shape.ranks, ours, kind, shape, checks):
+    for found in pool.run(shape.ranks, generate_for_checks, kind, shape, checks):
         assert found == {check.__name__: stock(kind, check) for check in checks}
 
 
@@ -150,10 +150,19 @@ def test_each_check_is_in_the_sample() -> None:
 # --- what is kept, computed and sent ---
 
 
+class Held(NamedTuple):
+    """What a rank holds and receives in prefill, and the rows of latents that each step after it expands."""
+
+    bytes: int
+    tokens: int
+    expanded_rows: list[int]
+    received_elements: int
+
+
 @on_each_rank
-def bytes_and_elements(shape: Shape, length: int) -> tuple[int, int, list[int], int]:
-    """Return the bytes that a rank holds, the elements that it receives in prefill, and the rows that it expands."""
-    small, rows = model("deepseek_v3", "attnmesh"), []
+def count_bytes_and_elements(shape: Shape, length: int) -> Held:
+    small = model("deepseek_v3", "attnmesh")
+    rows = []
     cache = hf.ShardedCache(small.config, named_mesh(shape, AXES), exchange="bulk")
     with count_traffic() as traffic:
         hf.prefill(small, prompt(length), cache)
@@ -163,22 +172,22 @@ def bytes_and_elements(shape: Shape, length: int) -> tuple[int, int, list[int], 
     )
     hf.generate(small, prompt(length), cache=cache, max_new_tokens=4, do_sample=False)
     hook.remove()
-    return held, tokens, rows, traffic.vectors
+    return Held(held, tokens, rows, traffic.vectors)
 
 
 @pytest.mark.parametrize("shape", SHAPES[1:3], ids=lambda shape: "x".join(map(str, shape)))
 def test_latents_are_held_once_travel_and_are_never_expanded_in_decoding(shape: Shape, pool: Pool) -> None:
     length = 257
-    answers = pool.run(shape.ranks, bytes_and_elements, shape, length)
-    assert sum(held for held, *_ in answers) == (length - 1) * (RANK + ROTATED) * LAYERS * 8
-    for _, tokens, rows, received in answers:
-        assert rows == [1] * 4
+    answers = pool.run(shape.ranks, count_bytes_and_elements, shape, length)
+    assert sum(held.bytes for held in answers) == (length - 1) * (RANK + ROTATED) * LAYERS * 8
+    for held in answers:
+        assert held.expanded_rows == [1] * 4
         if shape.keys == 1:  # latents of the other ranks' tokens and nothing else
-            assert received <= LAYERS * (length - 1 - tokens) * (RANK + ROTATED)
+            assert held.received_elements <= LAYERS * (length - 1 - held.tokens) * (RANK + ROTATED)
 
 
 @on_each_rank
-def tokens_of_exchange(exchange: str) -> list[list[int]]:
+def generate_by_exchange(exchange: str) -> list[list[int]]:
     """Return tokens whose prefill exchanged keys in this way, on a rank."""
     small, mesh = model("deepseek_v2", "attnmesh"), named_mesh(Shape(1, 2, 2), AXES)
     cache = hf.ShardedCache(small.config, mesh, exchange=exchange)
@@ -188,14 +197,14 @@ def tokens_of_exchange(exchange: str) -> list[list[int]]:
 @pytest.mark.parametrize("exchange", ["bulk", "pipelined", "ring"])
 def test_latents_travel_in_each_exchange(exchange: str, pool: Pool) -> None:
     expected = model("deepseek_v2", "sdpa").generate(prompt(150), max_new_tokens=6, do_sample=False).tolist()
-    assert pool.run(4, tokens_of_exchange, exchange) == [expected] * 4
+    assert pool.run(4, generate_by_exchange, exchange) == [expected] * 4
 
 
 # --- caches ---
 
 
 @on_each_rank
-def saved(folder: Path, shape: Shape) -> None:
+def save_latents(folder: Path, shape: Shape) -> None:
     small = model("deepseek_v3", "attnmesh")
     cache = hf.ShardedCache(small.config, named_mesh(shape, AXES), copies=2)
     hf.prefill(small, prompt(90), cache)
@@ -203,7 +212,7 @@ def saved(folder: Path, shape: Shape) -> None:
 
 
 @on_each_rank
-def continued_tokens(folder: Path, shape: Shape) -> list[Any]:
+def continue_saved_and_copied(folder: Path, shape: Shape) -> list[list[list[int]]]:
     """Return the tokens from a restored cache, from a copy, and from a recovered cache, on a rank."""
     small, mesh = model("deepseek_v3", "attnmesh"), named_mesh(shape, AXES)
     cache = hf.ShardedCache(small.config, mesh, capacity=200)
@@ -214,9 +223,9 @@ def continued_tokens(folder: Path, shape: Shape) -> list[Any]:
 
 
 def test_saved_copied_and_recovered_latents_continue(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, saved, tmp_path, Shape(1, 1, 2))
+    pool.run(2, save_latents, tmp_path, Shape(1, 1, 2))
     expected = model("deepseek_v3", "sdpa").generate(prompt(90), max_new_tokens=8, do_sample=False).tolist()
-    assert pool.run(3, continued_tokens, tmp_path, Shape(1, 3, 1)) == [[expected] * 3] * 3
+    assert pool.run(3, continue_saved_and_copied, tmp_path, Shape(1, 3, 1)) == [[expected] * 3] * 3
 
 
 # --- other layers than nn.Linear, and layers that are no projection ---
@@ -245,7 +254,8 @@ def changed_model(attention: str, change: Callable[[nn.Linear], nn.Module | None
 
 
 def test_an_adapter_is_projected_once() -> None:
-    small, rows = changed_model("attnmesh", Adapted), []
+    small = changed_model("attnmesh", Adapted)
+    rows = []
     small.model.layers[0].self_attn.kv_b_proj.register_forward_hook(lambda _, x, __: rows.append(x[0].numel() // RANK))
     given = hf.generate(small, prompt(40), max_new_tokens=6, do_sample=False)
     assert given.equal(changed_model("sdpa", Adapted).generate(prompt(40), max_new_tokens=6, do_sample=False))
@@ -295,7 +305,7 @@ REASON = dict.fromkeys(CHANGES, "one with a bias") | {"no projection": "other ke
 
 
 @on_each_rank
-def refusal(name: str) -> str:
+def catch_refusal(name: str) -> str:
     """Return the error on a rank where the first rank alone has another projection."""
     unusual = torch.distributed.get_rank() == 0
     small = changed_model("attnmesh", CHANGES[name] if unusual else lambda base: base)
@@ -308,14 +318,14 @@ def refusal(name: str) -> str:
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_another_projection_is_refused_on_all_ranks_alike(name: str, pool: Pool) -> None:
-    answers = pool.run(2, refusal, name)
+    answers = pool.run(2, catch_refusal, name)
     expected = "KernelError: attnmesh.hf kv_b_proj: expected a linear layer from latents to keys and values, given "
     assert answers[0].startswith(expected + REASON[name])
     assert answers == answers[:1] * 2
 
 
 @on_each_rank
-def heads_axis() -> str:
+def catch_error_of_heads_axis() -> str:
     try:
         hf.generate(model("deepseek_v3", "attnmesh"), prompt(40), mesh=named_mesh(Shape(2, 1, 1), AXES))
     except errors.InputError as error:
@@ -324,7 +334,7 @@ def heads_axis() -> str:
 
 
 def test_a_heads_axis_is_refused_on_all_ranks_alike(pool: Pool) -> None:
-    answers = pool.run(2, heads_axis)
+    answers = pool.run(2, catch_error_of_heads_axis)
     assert answers[0].startswith("ShapeError: ShardedCache mesh: expected a mesh without a heads axis for latents")
     assert answers == answers[:1] * 2
 

@@ -7,6 +7,7 @@ from errno import ENOSPC
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from attnmesh.errors import ModelError
 from attnmesh.hf import load
 from attnmesh_command.messages import OptionError
 from attnmesh_command.option_texts import check_model
-from tests.support import families
+from tests.support.models import families
 from tools.generation import tokenizer
 
 
@@ -120,15 +121,15 @@ def test_code_that_a_folder_brings_is_never_run_nor_asked_for(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, auto_map, opened = OWN[name]
-    asked: list[str] = []
-    monkeypatch.setattr("builtins.input", lambda text: asked.append(text) or "y")
+    ask = Mock(return_value="y")
+    monkeypatch.setattr("builtins.input", ask)
     if name != "configuration":
         families.model("llama", "sdpa").config.save_pretrained(tmp_path)
     (tmp_path / file).write_text(json.dumps({"model_type": "own", "auto_map": auto_map}))
     (tmp_path / "own.py").write_text(CODE.format(str(tmp_path / "has run")))
     with pytest.raises(ModelError, match=r"that transformers has itself, given .*code of its own. Fix: use another"):
         opened(str(tmp_path))
-    assert not asked
+    ask.assert_not_called()
     assert not (tmp_path / "has run").exists()
 
 

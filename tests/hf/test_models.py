@@ -10,13 +10,13 @@ import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.hf.models import key_heads
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support import families
-from tests.support.families import prompt
-from tests.support.mesh_problems import named_mesh
+from tests.support.models import families
+from tests.support.models.families import prompt
 from tests.support.models.tiny_models import Case, tiny_config
 from tests.support.models.variants import VARIANTS
-from tests.support.pool import Pool, on_each_rank
-from tests.support.trainers import launched, settings
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.training.trainers import launched, settings
+from tests.support.truth.mesh_problems import named_mesh
 
 GIVEN = "given 2 key heads and a heads axis of 3. Fix:"
 
@@ -26,7 +26,7 @@ CACHED = f"ShapeError: ShardedCache mesh: expected key heads that the heads axis
 
 
 @on_each_rank
-def errors_of_makers() -> list[str]:
+def catch_errors_of_makers() -> list[str]:
     """Return the errors of a trainer, a prepared model, a cache and an engine that are made and not used."""
     from accelerate import Accelerator
 
@@ -48,7 +48,7 @@ def errors_of_makers() -> list[str]:
 
 
 def test_a_heads_axis_that_is_too_long_is_refused_before_the_first_call(pool: Pool) -> None:
-    for said in pool.run(3, errors_of_makers):
+    for said in pool.run(3, catch_errors_of_makers):
         assert [text.startswith(TRAINED) for text in said] == [True, True, False, False]
         assert [text.startswith(CACHED) for text in said] == [False, False, True, True]
 

@@ -12,10 +12,10 @@ from transformers import DynamicCache, PreTrainedTokenizerFast, pipeline
 
 import attnmesh.hf  # noqa: F401
 from attnmesh import errors
-from tests.support import families
-from tests.support.families import CONFIGS, STOCK, prompt
-from tests.support.seeds import rotated
-from tests.support.tolerances import FLOAT32_MODEL, FLOAT64_MODEL
+from tests.support.models import families
+from tests.support.models.families import CONFIGS, STOCK, prompt
+from tests.support.truth.seeds import rotated
+from tests.support.truth.tolerances import FLOAT32_MODEL, FLOAT64_MODEL
 from tools.generation import tokenizer
 
 

@@ -13,12 +13,12 @@ import attnmesh as am
 import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.mesh.shapes import Shape
-from tests.support.families import SIZES, prompt
-from tests.support.mesh_problems import named_mesh
 from tests.support.models.checks import loss_and_gradients
-from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import rotated
-from tests.support.tolerances import FLOAT64_LOSS, FLOAT64_MODEL
+from tests.support.models.families import SIZES, prompt
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.seeds import rotated
+from tests.support.truth.tolerances import FLOAT64_LOSS, FLOAT64_MODEL
 
 AXES = ("heads", "queries", "keys")
 SWITCH = 64
@@ -60,7 +60,7 @@ def model(name: str, attention: str, dtype: torch.dtype = torch.float32) -> PreT
 
 
 @on_each_rank
-def trained(name: str, length: int, shape: Shape, layout: Any) -> tuple[float, dict[str, Tensor]]:
+def train_on_mesh(name: str, length: int, shape: Shape, layout: Any) -> tuple[float, dict[str, Tensor]]:
     ids = prompt(length, batch=2)
     batch = hf.shard_batch({"input_ids": ids, "labels": ids}, named_mesh(shape, AXES), layout)
     return loss_and_gradients(model(name, "attnmesh", torch.float64).train(), batch)
@@ -75,7 +75,7 @@ def test_training_has_the_rope_of_the_whole_sequence(name: str, kind: str, pool:
     length, layout = LENGTHS[kind]
     ids = prompt(length, batch=2)
     loss, gradients = loss_and_gradients(model(name, "sdpa", torch.float64).train(), {"input_ids": ids, "labels": ids})
-    answers = pool.run(4, trained, name, length, Shape(1, 2, 2), layout)
+    answers = pool.run(4, train_on_mesh, name, length, Shape(1, 2, 2), layout)
     assert sum(answer[0] for answer in answers) / 4 == pytest.approx(loss, rel=FLOAT64_LOSS)
     for weights, expected in gradients.items():
         given = sum(answer[1][weights] for answer in answers) / 4
@@ -83,9 +83,10 @@ def test_training_has_the_rope_of_the_whole_sequence(name: str, kind: str, pool:
 
 
 @on_each_rank
-def tokens_around_the_switch(name: str, shape: Shape) -> list[Any]:
+def generate_around_the_switch(name: str, shape: Shape) -> list[list[list[int]]]:
     """Return tokens of prompts on both sides of the switch, each with a new model; then of turns on one cache."""
-    mesh, outputs = named_mesh(shape, AXES), []
+    mesh = named_mesh(shape, AXES)
+    outputs = []
     for length, options in CALLS:
         outputs.append(hf.generate(model(name, "attnmesh"), prompt(length), mesh=mesh, **options).tolist())
     ours = model(name, "attnmesh")
@@ -121,7 +122,7 @@ def test_generation_has_the_rope_of_the_whole_sequence(name: str, shape: Shape, 
         ids = model(name, "sdpa").generate(ids, do_sample=False, max_new_tokens=8)
         expected.append(ids.tolist())
         ids = torch.cat((ids, prompt(more, seed=more)), 1)
-    assert pool.run(shape.ranks, tokens_around_the_switch, name, shape) == [expected] * shape.ranks
+    assert pool.run(shape.ranks, generate_around_the_switch, name, shape) == [expected] * shape.ranks
 
 
 def test_keys_of_another_rope_are_recomputed() -> None:
@@ -157,7 +158,7 @@ def test_padding_does_not_count_for_the_length() -> None:
 
 
 @on_each_rank
-def crossed() -> str:
+def catch_error_of_crossing() -> str:
     try:
         hf.generate(model("longrope", "attnmesh"), prompt(60), mesh=named_mesh(Shape(1, 1, 2), AXES), max_new_tokens=9)
     except errors.InputError as error:
@@ -167,7 +168,7 @@ def crossed() -> str:
 
 def test_generation_across_the_switch_is_refused(pool: Pool) -> None:
     expected = "ShapeError: generate: expected tokens on one side of 64, where the model's longrope changes, given a pr"
-    for error in pool.run(2, crossed):
+    for error in pool.run(2, catch_error_of_crossing):
         assert error.startswith(expected), error
 
 
@@ -185,7 +186,7 @@ def roberta(attention: str) -> PreTrainedModel:
 
 
 @on_each_rank
-def roberta_loss(token: int) -> float | str:
+def compute_roberta_loss(token: int) -> float | str:
     ids = prompt(41)
     ids[0, 17] = token
     batch = hf.shard_batch({"input_ids": ids, "labels": ids}, named_mesh(Shape(1, 1, 2), AXES))
@@ -199,6 +200,6 @@ def test_positions_that_begin_after_padding_are_those_of_the_whole_sequence(pool
     ids = prompt(41)
     ids[0, 17] = 5
     expected = roberta("eager")(input_ids=ids, labels=ids).loss.item()
-    assert sum(pool.run(2, roberta_loss, 5)) / 2 == pytest.approx(expected, rel=1e-6)  # losses are float32
-    for error in pool.run(2, roberta_loss, 1):  # positions do not count padding
+    assert sum(pool.run(2, compute_roberta_loss, 5)) / 2 == pytest.approx(expected, rel=1e-6)  # losses are float32
+    for error in pool.run(2, compute_roberta_loss, 1):  # positions do not count padding
         assert error.startswith("attnmesh.hf input_ids: expected padding at the end of a sequence, if any")

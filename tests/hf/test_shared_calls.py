@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,10 +16,10 @@ import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.comm.host_linear import HostLinear
 from attnmesh.kernels.native.abi import NO_MEMORY
-from tests.support.families import prompt
-from tests.support.needs import needs_library
-from tests.support.pool import Pool, on_each_rank
-from tests.support.shared_weights import counted_calls, load, mesh_of, saved_stock
+from tests.support.models.families import prompt
+from tests.support.models.shared_weights import counted_calls, load, mesh_of, saved_stock
+from tests.support.process.needs import needs_library
+from tests.support.ranks.pool import Pool, on_each_rank
 
 pytestmark = needs_library
 SECONDS_TO_NAME = 2.0
@@ -27,7 +27,7 @@ SECONDS_TO_NAME = 2.0
 
 
 @on_each_rank
-def of_one_in_inference_mode(folder: str) -> tuple[list[list[int]], list[int]]:
+def generate_with_one_in_inference_mode(folder: str) -> tuple[list[list[int]], list[int]]:
     mesh = am.init_mesh((1, 2, 2))
     with counted_calls() as calls, torch.inference_mode(dist.get_rank() == 0):
         model = hf.share_weights(load(folder), mesh)
@@ -37,7 +37,7 @@ def of_one_in_inference_mode(folder: str) -> tuple[list[list[int]], list[int]]:
 
 def test_inference_mode_of_one_rank_changes_nothing(pool: Pool, tmp_path: Path) -> None:
     expected = saved_stock(tmp_path, 30, 4)
-    (tokens, calls), *others = pool.run(4, of_one_in_inference_mode, str(tmp_path))
+    (tokens, calls), *others = pool.run(4, generate_with_one_in_inference_mode, str(tmp_path))
     assert tokens == expected
     assert calls
     assert others == [(tokens, calls)] * 3
@@ -61,7 +61,7 @@ def call_within_each_step(model: Any, call: Callable[[], None]) -> None:
 
 
 @on_each_rank
-def beside_a_thread(folder: str) -> list[list[int]]:
+def generate_beside_a_thread(folder: str) -> list[list[int]]:
     """Tokens of ranks of which one calls the model in another thread, without a cache, within each step."""
     mesh, alike = mesh_of(2), list[bool]()
     with counted_calls():
@@ -82,11 +82,11 @@ def beside_a_thread(folder: str) -> list[list[int]]:
 
 def test_another_thread_computes_alone(pool: Pool, tmp_path: Path) -> None:
     expected = saved_stock(tmp_path, 30, 3)
-    assert pool.run(2, beside_a_thread, str(tmp_path)) == [expected] * 2
+    assert pool.run(2, generate_beside_a_thread, str(tmp_path)) == [expected] * 2
 
 
 @on_each_rank
-def beside_a_thread_with_a_cache(folder: str) -> tuple[list[list[int]], set[str]]:
+def generate_beside_a_thread_with_a_cache(folder: str) -> tuple[list[list[int]], set[str]]:
     """Tokens of a rank, and what a thread is told that calls the model with a cache on the mesh within each step."""
     mesh, told = mesh_of(2), set[str]()
     with counted_calls():
@@ -109,15 +109,22 @@ def beside_a_thread_with_a_cache(folder: str) -> tuple[list[list[int]], set[str]
 
 def test_a_second_thread_with_a_cache_is_refused(pool: Pool, tmp_path: Path) -> None:
     expected = saved_stock(tmp_path, 30, 3)
-    for tokens, told in pool.run(2, beside_a_thread_with_a_cache, str(tmp_path)):
+    for tokens, told in pool.run(2, generate_beside_a_thread_with_a_cache, str(tmp_path)):
         assert tokens == expected
         assert len(told) == 1
         assert told.pop().startswith("MeshError: share_weights: expected steps of one thread at a time")
 
 
-@on_each_rank
-def without_memory(folder: str, where: str) -> tuple[str, float, list[list[int]]]:
+class Told(NamedTuple):
     """What a rank is told when the last one gets no memory in a shared layer, the seconds to it, and later tokens."""
+
+    said: str
+    seconds: float
+    tokens: list[list[int]]
+
+
+@on_each_rank
+def generate_without_memory(folder: str, where: str) -> Told:
     mesh, run, left = mesh_of(dist.get_world_size()), HostLinear.run, [5]
 
     def fail(call: HostLinear, x: Tensor) -> Any:
@@ -142,18 +149,19 @@ def without_memory(folder: str, where: str) -> tuple[str, float, list[list[int]]
         seconds = time.monotonic() - began
         HostLinear.run = run  # type: ignore[method-assign]
         tokens = hf.generate(model, prompt(30), mesh=mesh, max_new_tokens=3, do_sample=False)
-    return said, seconds, tokens.tolist()
+    return Told(said, seconds, tokens.tolist())
 
 
 @pytest.mark.parametrize(("ranks", "where"), [(2, "native"), (3, "PyTorch")])
 def test_a_rank_without_memory_is_named_by_all(ranks: int, where: str, pool: Pool, tmp_path: Path) -> None:
     expected = saved_stock(tmp_path, 30, 3)
     own = {"native": "MemoryError: ", "PyTorch": "RuntimeError: DefaultCPUAllocator"}[where]
-    *others, (last, _, _) = found = pool.run(ranks, without_memory, str(tmp_path), where)
+    found = pool.run(ranks, generate_without_memory, str(tmp_path), where)
+    *others, last = (told.said for told in found)
     assert last.startswith(own)
-    assert len({said for said, _, _ in others}) == 1
-    assert others[0][0].startswith("UnforeseenError: a layer of shared weights: expected what each rank can do, given")
-    assert own.partition(":")[0] in others[0][0]
-    for _, seconds, tokens in found:
-        assert seconds < SECONDS_TO_NAME
-        assert tokens == expected
+    (text,) = set(others)
+    assert text.startswith("UnforeseenError: a layer of shared weights: expected what each rank can do, given")
+    assert own.partition(":")[0] in text
+    for told in found:
+        assert told.seconds < SECONDS_TO_NAME
+        assert told.tokens == expected

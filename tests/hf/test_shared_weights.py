@@ -1,7 +1,7 @@
 """Weights that ranks of a host share: tokens are those of stock transformers, bits do not depend on the ranks."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,12 +14,12 @@ from attnmesh.comm.host_linear import MAX_SHARED_ROWS
 from attnmesh.hf import shared_weights
 from attnmesh.hf.shared_weights import SharedLinear
 from attnmesh.kernels.native.build import library
-from tests.support import families
-from tests.support.families import STOCK, prompt
+from tests.support.models import families
+from tests.support.models.families import STOCK, prompt
+from tests.support.models.shared_weights import SIZES, counted_calls, load, mesh_of, saved_stock, step_of
 from tests.support.models.tiny_models import Case, build
-from tests.support.needs import needs_library
-from tests.support.pool import Pool, on_each_rank
-from tests.support.shared_weights import SIZES, counted_calls, load, mesh_of, saved_stock, step_of
+from tests.support.process.needs import needs_library
+from tests.support.ranks.pool import Pool, on_each_rank
 
 pytestmark = needs_library
 
@@ -39,13 +39,20 @@ def answers(model: Any, call: Any) -> list[list[Any]]:
     return [x.tolist() for x in (first, padded, sampled, beams)]
 
 
+class Shared(NamedTuple):
+    """Answers of a model that shares its weights, and the numbers of projections that one call computes."""
+
+    answers: list[list[Any]]
+    projections: set[int]
+
+
 @on_each_rank
-def on_ranks(folder: str, ranks: int) -> tuple[list[list[Any]], set[int]]:
+def answer_with_shared_weights(folder: str, ranks: int) -> Shared:
     mesh = mesh_of(ranks)
     with counted_calls() as calls:
         model = hf.share_weights(load(folder), mesh)
         found = answers(model, lambda model, ids, **options: hf.generate(model, ids, mesh=mesh, **options))
-    return found, set(calls)
+    return Shared(found, set(calls))
 
 
 QUICK = {("llama", 2), ("gpt-oss", 3), ("qwen3", 1)}
@@ -63,10 +70,10 @@ def test_tokens_are_those_of_stock(family: str, ranks: int, pool: Pool, tmp_path
     stock = families.model(family, STOCK[family], **SIZES)
     stock.save_pretrained(tmp_path)
     expected = answers(stock, lambda model, ids, **options: model.generate(ids, **options))
-    for found, calls in pool.run(ranks, on_ranks, str(tmp_path), ranks):
-        assert found == expected
-        assert max(calls) == 3  # queries, keys and values are one call
-        assert 1 in calls
+    for shared in pool.run(ranks, answer_with_shared_weights, str(tmp_path), ranks):
+        assert shared.answers == expected
+        assert max(shared.projections) == 3  # queries, keys and values are one call
+        assert 1 in shared.projections
 
 
 @pytest.mark.parametrize(
@@ -80,13 +87,13 @@ def test_layers_of_gpt2_are_shared(ranks: int, variant: dict[str, Any], pool: Po
     stock = build(Case("gpt2", "gpt2", variant), "eager", torch.float32)
     stock.save_pretrained(tmp_path)
     expected = answers(stock, lambda model, ids, **options: model.generate(ids, **options))
-    for found, calls in pool.run(ranks, on_ranks, str(tmp_path), ranks):
-        assert found == expected
-        assert calls
+    for shared in pool.run(ranks, answer_with_shared_weights, str(tmp_path), ranks):
+        assert shared.answers == expected
+        assert shared.projections
 
 
 @on_each_rank
-def logits_of_steps(folder: str, ranks: int, dtype: torch.dtype, length: int) -> Tensor:
+def compute_logits_of_steps(folder: str, ranks: int, dtype: torch.dtype, length: int) -> Tensor:
     """Logits of the answer to a prompt, whose tokens all ranks compute."""
     mesh = mesh_of(ranks)
     with counted_calls():
@@ -112,13 +119,15 @@ def test_logits_have_the_same_bits_on_any_number_of_ranks(
     family: str, dtype: torch.dtype, length: int, pool: Pool, tmp_path: Path
 ) -> None:
     families.model(family, STOCK[family], **SIZES).save_pretrained(tmp_path)
-    first, *others = (pool.run(ranks, logits_of_steps, str(tmp_path), ranks, dtype, length) for ranks in (1, 2, 4))
+    first, *others = (
+        pool.run(ranks, compute_logits_of_steps, str(tmp_path), ranks, dtype, length) for ranks in (1, 2, 4)
+    )
     for found in (logits for ranks in others for logits in ranks):
         assert torch.equal(found, first[0])
 
 
 @on_each_rank
-def one_model(folder: str) -> dict[str, bool]:
+def compare_passes_of_one_model(folder: str) -> dict[str, bool]:
     """Whether ranks that share weights leave passes as they were: without a cache, with gradients, and alone."""
     ids = prompt(8)
     plain, mesh = load(folder), mesh_of(2)
@@ -142,7 +151,7 @@ def one_model(folder: str) -> dict[str, bool]:
 
 def test_passes_that_share_no_weights_give_what_a_plain_model_gives(pool: Pool, tmp_path: Path) -> None:
     families.model("llama", STOCK["llama"], **SIZES).save_pretrained(tmp_path)
-    for same in pool.run(2, one_model, str(tmp_path)):
+    for same in pool.run(2, compare_passes_of_one_model, str(tmp_path)):
         assert same == dict.fromkeys(same, True)
 
 
@@ -153,7 +162,7 @@ def test_autocast_gives_what_it_gives_a_plain_model() -> None:
 
 
 @on_each_rank
-def compiled_tokens(folder: str, ranks: int, how: str) -> list[list[int]]:
+def generate_compiled(folder: str, ranks: int, how: str) -> list[list[int]]:
     """Tokens of a model that is compiled after its weights are shared."""
     mesh = mesh_of(ranks)
     with counted_calls():
@@ -173,11 +182,11 @@ def compiled_tokens(folder: str, ranks: int, how: str) -> list[list[int]]:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_model_that_is_compiled_has_the_tokens_of_stock(ranks: int, how: str, pool: Pool, tmp_path: Path) -> None:
     expected = saved_stock(tmp_path, 20, 3)
-    assert pool.run(ranks, compiled_tokens, str(tmp_path), ranks, how) == [expected] * ranks
+    assert pool.run(ranks, generate_compiled, str(tmp_path), ranks, how) == [expected] * ranks
 
 
 @on_each_rank
-def rows_of(folder: str) -> list[int]:
+def decode_rows_of(folder: str) -> list[int]:
     """The next token of three requests of unlike lengths, which are rows of one pass."""
     mesh, lengths = mesh_of(2), (9, 30, 44)
     with counted_calls() as calls:
@@ -195,11 +204,11 @@ def test_rows_of_an_engine_are_shared(pool: Pool, tmp_path: Path) -> None:
     stock = families.model("llama", STOCK["llama"], **SIZES)
     stock.save_pretrained(tmp_path)
     expected = [int(stock(prompt(n, seed=n)).logits[0, -1].argmax()) for n in (9, 30, 44)]
-    assert pool.run(2, rows_of, str(tmp_path)) == [expected] * 2
+    assert pool.run(2, decode_rows_of, str(tmp_path)) == [expected] * 2
 
 
 @on_each_rank
-def refusal(folder: str, how: str) -> str:
+def catch_refusal(folder: str, how: str) -> str:
     mesh = mesh_of(2)
     model = load(folder)
     if how == "another model" and dist.get_rank():
@@ -231,7 +240,7 @@ def refusal(folder: str, how: str) -> str:
 )
 def test_what_cannot_be_shared_is_refused_on_all_ranks(how: str, said: str, pool: Pool, tmp_path: Path) -> None:
     families.model("llama", STOCK["llama"], **SIZES).save_pretrained(tmp_path)
-    found = pool.run(2, refusal, str(tmp_path), how)
+    found = pool.run(2, catch_refusal, str(tmp_path), how)
     assert found[0] == found[1]
     assert found[0].startswith(said)
 

@@ -14,8 +14,8 @@ from attnmesh.core.storage import STORAGES
 from attnmesh.hf.load import PACKAGED, locate, open_model, open_tokenizer
 from attnmesh.mesh.shapes import mesh_shape
 from attnmesh.setup.init_mesh import init_mesh
-from tests.support.needs import needs_smollm2
-from tests.support.pool import on_each_rank
+from tests.support.process.needs import needs_smollm2
+from tests.support.ranks.pool import on_each_rank
 
 pytestmark = [needs_smollm2, pytest.mark.long]
 
@@ -48,7 +48,7 @@ def stock_tokens(length: int) -> list[int]:
 
 
 @on_each_rank
-def tokens_and_bytes(ids: torch.Tensor, folder: str, storage: str | None = None) -> tuple[list[int], int]:
+def generate_and_count_bytes(ids: torch.Tensor, folder: str, storage: str | None = None) -> tuple[list[int], int]:
     """Return the tokens that a rank generates, and the bytes of its cache."""
     ranks = torch.distributed.get_world_size()
     mesh = init_mesh("cpu", mesh_shape(ranks, 9, 3), 9, 3)
@@ -61,7 +61,7 @@ def tokens_and_bytes(ids: torch.Tensor, folder: str, storage: str | None = None)
 @pytest.mark.parametrize(("length", "ranks"), CASES)
 def test_the_tokens_are_those_of_stock_transformers(length: int, ranks: int) -> None:
     assert text(length).shape[1] == length
-    answers = run_on_ranks(ranks, tokens_and_bytes, text(length), locate(PACKAGED), seconds=100)
+    answers = run_on_ranks(ranks, generate_and_count_bytes, text(length), locate(PACKAGED), seconds=100)
     tokens = stock_tokens(length)
     assert len(set(tokens)) > 3
     token = ROWS * WIDTH * 4  # bytes, in float32
@@ -73,9 +73,10 @@ def test_the_tokens_are_those_of_stock_transformers(length: int, ranks: int) -> 
 
 @pytest.mark.parametrize("storage", STORAGES)
 def test_a_cache_in_8_bits_gives_the_same_tokens_on_any_ranks(storage: str) -> None:
-    length, found = 2000, []
+    length = 2000
+    found = []
     for ranks in (1, 2, 3, 4):
-        answers = run_on_ranks(ranks, tokens_and_bytes, text(length), locate(PACKAGED), storage, seconds=100)
+        answers = run_on_ranks(ranks, generate_and_count_bytes, text(length), locate(PACKAGED), storage, seconds=100)
         found += [tokens for tokens, _ in answers]
         assert sum(held for _, held in answers) == (length + NEW - 1) * ROWS * (WIDTH + 2)  # and a scale of 2 bytes
     assert found == [found[0]] * len(found)

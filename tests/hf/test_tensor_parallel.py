@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,10 +16,10 @@ from transformers.distributed import DistributedConfig
 import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.hf.tensor_parallel import rank_weights
-from tests.support import families
-from tests.support.families import STOCK, prompt
+from tests.support.models import families
+from tests.support.models.families import STOCK, prompt
 from tests.support.models.tiny_models import Case, build
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.pool import Pool, on_each_rank
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3", "gpt-oss", "gemma2", "gemma4", "llama4")
 SIZES = {"num_attention_heads": 8, "hidden_size": 64}
@@ -49,7 +49,10 @@ def by_plan(folder: str, whole: DeviceMesh) -> Any:
     return hf.tensor_parallel(load(folder), whole["tp"])
 
 
-def generate(model: Any, call: Callable[..., Any]) -> list[Any]:
+Tokens = list[list[int]]
+
+
+def generate(model: Any, call: Callable[..., Any]) -> list[Tokens]:
     """Return tokens of one prompt and of a padded batch, sampled ones, and those of a second turn."""
     ids, mask = prompt(50, batch=2, seed=2), torch.ones(2, 50, dtype=torch.long)
     mask[0, :9] = 0
@@ -61,8 +64,15 @@ def generate(model: Any, call: Callable[..., Any]) -> list[Any]:
     return [first.tolist(), padded.tolist(), sampled.tolist()]
 
 
+class Answers(NamedTuple):
+    """Tokens of a model whose weights are shared, and the columns of an output projection that a rank holds."""
+
+    own_columns: int
+    tokens: list[Tokens]
+
+
 @on_each_rank
-def on_ranks(family: str, folder: str, way: str, keys: int, tp: int) -> list[Any]:
+def generate_with_shared_weights(family: str, folder: str, way: str, keys: int, tp: int) -> Answers:
     """Generate with weights shared along tp and keys along the other axis; or both by the same ranks if tp is 0."""
     if tp:
         whole = init_device_mesh("cpu", (keys, tp), mesh_dim_names=("keys", "tp"))
@@ -80,7 +90,7 @@ def on_ranks(family: str, folder: str, way: str, keys: int, tp: int) -> list[Any
         torch.manual_seed(9)  # ranks that share weights draw the numbers of the first
     projection = model.model.layers[0].self_attn.o_proj.weight
     own = projection.to_local() if isinstance(projection, DTensor) else projection
-    return [own.shape[1], *generate(model, call)]
+    return Answers(own.shape[1], generate(model, call))
 
 
 def cases() -> list[Any]:
@@ -101,20 +111,18 @@ def test_tokens_are_those_of_one_process(family: str, way: str, keys: int, tp: i
     stock.save_pretrained(tmp_path)
     expected = generate(stock, lambda model, ids, **options: model.generate(ids, **options))
     columns = stock.model.layers[0].self_attn.o_proj.in_features
-    for own, *tokens in pool.run(keys * max(tp, 1), on_ranks, family, str(tmp_path), way, keys, tp):
-        assert own == columns if family == "gpt-oss" and tp else own == columns // (tp or keys)
-        assert tokens == expected
+    own = columns if family == "gpt-oss" and tp else columns // (tp or keys)
+    for answers in pool.run(keys * max(tp, 1), generate_with_shared_weights, family, str(tmp_path), way, keys, tp):
+        assert answers.own_columns == own
+        assert answers.tokens == expected
 
 
 @on_each_rank
-def latent_tokens(folder: str) -> list[Any]:
+def generate_with_latents(folder: str) -> list[Tokens]:
     whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("keys", "tp"))
     model = by_plan(folder, whole)
-    shared = isinstance(model.lm_head.weight, DTensor)
-    return [
-        shared,
-        *generate(model, lambda model, ids, **options: hf.generate(model, ids, mesh=whole["keys"], **options)),
-    ]
+    assert isinstance(model.lm_head.weight, DTensor)
+    return generate(model, lambda model, ids, **options: hf.generate(model, ids, mesh=whole["keys"], **options))
 
 
 def test_latents_stay_whole_while_other_weights_are_shared(pool: Pool, tmp_path: Path) -> None:
@@ -123,11 +131,11 @@ def test_latents_stay_whole_while_other_weights_are_shared(pool: Pool, tmp_path:
         stock = AutoModelForCausalLM.from_config(latent(), attn_implementation="eager").eval()
     stock.save_pretrained(tmp_path)
     expected = generate(stock, lambda model, ids, **options: model.generate(ids, **options))
-    assert pool.run(4, latent_tokens, str(tmp_path)) == [[True, *expected]] * 4
+    assert pool.run(4, generate_with_latents, str(tmp_path)) == [expected] * 4
 
 
 @on_each_rank
-def shared_projections(kind: str) -> list[Any]:
+def generate_with_shared_projections(kind: str) -> list[Tokens]:
     """Generate with a model whose plan shards the projections of latents, too."""
     whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("keys", "tp"))
     model = hf.tensor_parallel(tiny(kind), whole["tp"])
@@ -139,11 +147,11 @@ def shared_projections(kind: str) -> list[Any]:
 def test_projections_of_latents_are_shared(kind: str, pool: Pool) -> None:
     stock = tiny(kind, "eager")
     expected = generate(stock, lambda model, ids, **options: model.generate(ids, **options))
-    assert pool.run(4, shared_projections, kind) == [expected] * 4
+    assert pool.run(4, generate_with_shared_projections, kind) == [expected] * 4
 
 
 @on_each_rank
-def held_weights(family: str, output: str, tie: bool) -> tuple[int, int]:
+def measure_held_weights(family: str, output: str, tie: bool) -> tuple[int, int]:
     """Return the bytes of weights that this rank holds, and the predicted ones."""
     model = families.model(family, "attnmesh", **SIZES, tie_word_embeddings=tie, vocab_size=96)
     ranks = torch.distributed.get_world_size()
@@ -156,7 +164,7 @@ def held_weights(family: str, output: str, tie: bool) -> tuple[int, int]:
 @pytest.mark.parametrize(("family", "tie"), [("llama", False), ("llama", True), ("qwen2", False), ("gpt-oss", True)])
 @pytest.mark.parametrize("output", ["replicated", "heads"])
 def test_a_rank_holds_the_weights_that_the_planner_counts(family: str, tie: bool, output: str, pool: Pool) -> None:
-    for held, predicted in pool.run(4, held_weights, family, output, tie):
+    for held, predicted in pool.run(4, measure_held_weights, family, output, tie):
         assert held == predicted
 
 
@@ -265,7 +273,7 @@ BAD: dict[str, tuple[MeshCall, str]] = {
 
 
 @on_each_rank
-def error_of(name: str) -> str:
+def catch_error_of(name: str) -> str:
     call, _ = BAD[name]
     try:
         call(init_device_mesh("cpu", (2, 2), mesh_dim_names=("keys", "tp")))
@@ -276,5 +284,5 @@ def error_of(name: str) -> str:
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_calls_raise_on_every_rank(name: str, pool: Pool) -> None:
-    for answer in pool.run(4, error_of, name):
+    for answer in pool.run(4, catch_error_of, name):
         assert answer.startswith(BAD[name][1]), answer

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, CompileConfig, MambaConfig, Stati
 
 from attnmesh import errors, hf
 from attnmesh.hf.recurrent.prepare_recurrent import RecurrentLayer
-from tests.support import families
-from tests.support.families import STOCK, prompt
-from tests.support.tolerances import FLOAT64_LOSS, FLOAT64_MODEL
+from tests.support.models import families
+from tests.support.models.families import STOCK, prompt
+from tests.support.truth.tolerances import FLOAT64_LOSS, FLOAT64_MODEL
 
 LOCAL = ["llama", "mistral", "gemma2", "llama4", "gpt-oss"]
 """Families with causal masks, windows, capped logits, chunks and sinks."""
@@ -123,7 +123,8 @@ def test_compiled_generation_with_a_static_cache_is_one_graph(name: str, batch: 
 
 @pytest.mark.long
 def test_compiled_generation_with_windows_takes_as_many_graphs_as_stock() -> None:
-    counts, tokens = [], []
+    counts = []
+    tokens = []
     for attention in ("attnmesh", "sdpa"):
         torch._dynamo.reset()
         counters.clear()

@@ -15,8 +15,8 @@ from attnmesh.kernels.cache_runs import ALL, CachedAttention, SlotRun, runs_of
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery
 from attnmesh.kernels.implementations.reference import Reference
 from attnmesh.kernels.padding import Padding
-from tests.support.problems import numbers
-from tests.support.tolerances import FLOAT32
+from tests.support.truth.problems import numbers
+from tests.support.truth.tolerances import FLOAT32
 
 HEADS, DIM = 2, 8
 MASKS = (am.Causal(), am.Full(), am.Window(0), am.Window(9), am.Causal() & am.Chunks(8), am.Window(7, 3))

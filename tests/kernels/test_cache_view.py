@@ -12,7 +12,7 @@ from attnmesh.core.scaling import Scaling
 from attnmesh.core.storage import INT8
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery
 from attnmesh.kernels.padding import Padding
-from tests.support.problems import numbers
+from tests.support.truth.problems import numbers
 
 DIM, VALUE_DIM = 8, 6
 PADDED = Padding(

@@ -11,9 +11,10 @@ from attnmesh.core.scaling import Scaling
 from attnmesh.errors import KernelError
 from attnmesh.kernels.implementations.cuda import CUDA
 from attnmesh.kernels.kernel import KernelRequest
-from tests.support.dense import truth
-from tests.support.resident import peak_memory
-from tests.support.tolerances import FLOAT32
+from tests.support.process.resident import peak_memory
+from tests.support.truth.dense import truth
+from tests.support.truth.seeds import in_turn
+from tests.support.truth.tolerances import FLOAT32
 
 pytestmark = pytest.mark.quick
 
@@ -27,7 +28,10 @@ def heads(queries: int, keys: int, dtype: torch.dtype = torch.float32, size: flo
     ("dtype", "size", "softcap"),
     [
         pytest.param(
-            dtype, (0.1, 1.0, 4.0)[(number + turn) % 3], softcap, marks=pytest.mark.long if (number + turn) % 2 else []
+            dtype,
+            in_turn((0.1, 1.0, 4.0), number + turn),
+            softcap,
+            marks=pytest.mark.long if (number + turn) % 2 else [],
         )
         for number, dtype in enumerate((torch.float32, torch.bfloat16))
         for turn, softcap in enumerate((1e-3, 0.4, 3.0, 5.0, 50.0, 1e4, 1e30))

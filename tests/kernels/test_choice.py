@@ -14,7 +14,7 @@ from attnmesh.kernels.choice import KERNELS, best_kernel, choose
 from attnmesh.kernels.implementations.reference import Reference
 from attnmesh.kernels.kernel import Kernel, KernelRequest
 from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Rectangle
-from tests.support.dense import dense
+from tests.support.truth.dense import dense
 
 pytestmark = pytest.mark.quick
 

@@ -16,10 +16,11 @@ from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.core.partial import Partial, merge_stack
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh_attention import merge_across as merge
-from tests.support import histories, mesh_problems
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tiers import OneWay
-from tests.support.tolerances import FLOAT32_SUMS, worst
+from tests.support.caches.tiers import OneWay
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth import histories, mesh_problems
+from tests.support.truth.seeds import in_turn
+from tests.support.truth.tolerances import FLOAT32_SUMS, worst
 
 pytestmark = pytest.mark.gpu
 
@@ -35,7 +36,7 @@ def nccl() -> Iterator[Pool]:
 @pytest.mark.parametrize("seed", range(60))
 def test_random_problems_agree_with_float64(nccl: Pool, seed: int) -> None:
     problem = mesh_problems.draw(seed, 1)
-    mesh_problems.check(problem, nccl.run(1, mesh_problems.run, problem))
+    mesh_problems.check(problem, nccl.run(1, mesh_problems.run_problem, problem))
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -49,18 +50,18 @@ def test_random_histories_of_a_cache_agree_with_float64(
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("uploaded", [False, True])
 def test_histories_in_two_memories_agree_with_float64(nccl: Pool, tmp_path: Path, uploaded: bool, seed: int) -> None:
-    dtype = (torch.float32, torch.bfloat16, torch.float64)[seed % 3]
-    history = histories.in_tiers(histories.draw(seed, (1,), (dtype,)), (1, 9, 16)[seed % 3])
+    dtype = in_turn((torch.float32, torch.bfloat16, torch.float64), seed)
+    history = histories.in_tiers(histories.draw(seed, (1,), (dtype,)), in_turn((1, 9, 16), seed))
     histories.check(history, OneWay(nccl, uploaded=uploaded), tmp_path)  # type: ignore[arg-type]
 
 
 @on_each_rank
-def gathered_rows() -> list[list[int]]:
+def gather_rows() -> list[list[int]]:
     return dist_all_gather_ints([3, 4], [Axis(1, 0, dist.group.WORLD)])
 
 
 def test_nccl_gathers_ints(nccl: Pool) -> None:
-    assert nccl.run(1, gathered_rows) == [[[3, 4]]]
+    assert nccl.run(1, gather_rows) == [[[3, 4]]]
 
 
 @pytest.mark.parametrize("mask", [am.Causal(), am.Window(40)])
@@ -126,7 +127,7 @@ def test_a_step_waits_for_nothing(padded: bool) -> None:
 
 
 @on_each_rank
-def shared(ranks: int, steps: int) -> list[float]:
+def measure_errors_of_shared_memory(ranks: int, steps: int) -> list[float]:
     """On one rank: the largest error of each step, of messages that all come by the shared memory.
 
     Ranks are spawned: CUDA does not start in a process that is forked from one that has asked it.
@@ -153,5 +154,5 @@ def shared(ranks: int, steps: int) -> list[float]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_of_one_gpu_merge_in_one_launch(ranks: int) -> None:
-    for errors in run_on_ranks(ranks, shared, ranks, 50, seconds=240.0, spawned=True):
+    for errors in run_on_ranks(ranks, measure_errors_of_shared_memory, ranks, 50, seconds=240.0, spawned=True):
         assert worst(errors) < FLOAT32_SUMS

@@ -15,9 +15,9 @@ from attnmesh.core.mask import Mask
 from attnmesh.kernels import indexer
 from attnmesh.kernels.indexer import IndexKeys, indexer_top_k
 from attnmesh.kernels.rectangles import TILE_ELEMENTS
-from tests.support.live_tensors import LiveTensors
-from tests.support.problems import indexer_scores
-from tests.support.tolerances import FLOAT32_SUMS
+from tests.support.process.live_tensors import LiveTensors
+from tests.support.truth.problems import indexer_scores
+from tests.support.truth.tolerances import FLOAT32_SUMS
 
 HEADS, WIDTH = 4, 8
 MASKS = (am.Causal(), am.Window(7), am.Full(), am.Causal() & am.Chunks(9), am.Full() & am.Documents([10, 30]))

@@ -9,6 +9,7 @@ from torch import Tensor
 import attnmesh as am
 from attnmesh.errors import KernelError
 from attnmesh.kernels.local_op import attend_backward_op, attend_op
+from tests.support.truth.seeds import in_turn
 
 pytestmark = pytest.mark.quick
 
@@ -30,7 +31,7 @@ ARGUMENTS = [
 @pytest.mark.parametrize(
     ("rest", "sinks", "dtype"),
     [
-        (rest, bool(number % 2), (torch.float32, torch.bfloat16)[number // 2 % 2])
+        (rest, bool(number % 2), in_turn((torch.float32, torch.bfloat16), number // 2))
         for number, rest in enumerate(ARGUMENTS)
     ],
 )

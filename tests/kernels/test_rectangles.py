@@ -10,7 +10,7 @@ from attnmesh.core.band import Band
 from attnmesh.core.layout import Layout
 from attnmesh.core.mask import Mask
 from attnmesh.kernels.rectangles import MASKED_TILE_ROWS, Rectangle, cut, cut_into_tiles
-from tests.support.problems import draw
+from tests.support.truth.problems import draw
 
 pytestmark = pytest.mark.quick
 

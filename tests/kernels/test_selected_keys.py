@@ -23,13 +23,13 @@ from attnmesh.kernels.kernel import KernelRequest
 from attnmesh.kernels.rectangles import TILE_ELEMENTS, BackwardInputs
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.mesh_attention import latents as latent
-from tests.support import problems
-from tests.support.emulated_gpu import EmulatedGPU
-from tests.support.emulated_nccl import world
-from tests.support.live_tensors import LiveTensors
-from tests.support.mesh_problems import SAMPLES, MeshProblem, check, draw_selected, named_mesh, run
-from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import batches_by_ranks, seeds
+from tests.support.emulation.emulated_gpu import EmulatedGPU
+from tests.support.emulation.emulated_nccl import world
+from tests.support.process.live_tensors import LiveTensors
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth import problems
+from tests.support.truth.mesh_problems import SAMPLES, MeshProblem, check, draw_selected, named_mesh, run_problem
+from tests.support.truth.seeds import batches_by_ranks, in_turn, seeds
 
 
 def check_alone(seed: int, longest: int) -> None:
@@ -183,7 +183,7 @@ def test_numbers_of_keys_that_are_not_selected_change_no_gradient() -> None:
 
 @on_each_rank
 def run_each(drawn: list[MeshProblem]) -> list[list[Tensor]]:
-    return [run(problem) for problem in drawn]
+    return [run_problem(problem) for problem in drawn]
 
 
 @pytest.mark.parametrize(("ranks", "of"), batches_by_ranks({ranks: SAMPLES[ranks] for ranks in (1, 2, 3, 4)}))
@@ -225,12 +225,13 @@ CHANGES = {
 
 
 @on_each_rank
-def errors_of(shape: Shape) -> list[str]:
+def catch_errors_of(shape: Shape) -> list[str]:
     """Return what each wrong argument of the last rank raises, and the fixed call after it."""
-    mesh, found = named_mesh(shape, AXES), []
+    mesh = named_mesh(shape, AXES)
+    found = []
     for name, change in CHANGES.items():
         with pytest.raises(InputError) as raised:
-            call(mesh, shape, change, rank=shape.ranks - 1, length=[None, 10][len(name) % 2])
+            call(mesh, shape, change, rank=shape.ranks - 1, length=in_turn((None, 10), len(name)))
         found.append(f"{name}: {raised.value}")
     call(mesh, shape, lambda x: am.Selection(x + 7), rank=None)
     return found
@@ -238,7 +239,7 @@ def errors_of(shape: Shape) -> list[str]:
 
 @pytest.mark.parametrize("shape", [Shape(1, 2, 1), Shape(2, 1, 1)])
 def test_wrong_selections_of_one_rank_raise_the_same_on_all(pool: Pool, shape: Shape) -> None:
-    first, second = pool.run(2, errors_of, shape)
+    first, second = pool.run(2, catch_errors_of, shape)
     assert first == second
     assert len(first) == len(CHANGES)
 
@@ -264,7 +265,7 @@ def test_each_wrong_selection_has_an_error_of_its_kind() -> None:
 
 
 @on_each_rank
-def compiled_on_ranks(shape: Shape) -> str:
+def attend_compiled(shape: Shape) -> str:
     mesh, q = named_mesh(shape, AXES), torch.randn(1, 4, 5, 8)
     selected = am.Selection(torch.arange(3).int().expand(1, 1, 5, 3).clone())
 
@@ -277,12 +278,12 @@ def compiled_on_ranks(shape: Shape) -> str:
 
 
 def test_a_graph_on_several_ranks_is_refused(pool: Pool) -> None:
-    for text in pool.run(2, compiled_on_ranks, Shape(1, 2, 1)):
+    for text in pool.run(2, attend_compiled, Shape(1, 2, 1)):
         assert "outside of compiled graphs" in text
 
 
 @on_each_rank
-def faulty_on_a_gpu(gpu: EmulatedGPU, shape: Shape) -> list[int]:
+def find_faulty_on_a_gpu(gpu: EmulatedGPU, shape: Shape) -> list[int]:
     """Return the rows of this rank that are NaN."""
     mesh = init_device_mesh("cuda", tuple(shape), mesh_dim_names=AXES)
     q = torch.randn(1, 4, 5, 8, generator=torch.Generator().manual_seed(0)).cuda()
@@ -294,7 +295,7 @@ def faulty_on_a_gpu(gpu: EmulatedGPU, shape: Shape) -> list[int]:
 
 
 def test_faulty_rows_are_nan_on_gpus() -> None:
-    assert world(2, faulty_on_a_gpu, Shape(1, 2, 1)).results() == [[1, 2, 4]] * 2
+    assert world(2, find_faulty_on_a_gpu, Shape(1, 2, 1)).results() == [[1, 2, 4]] * 2
 
 
 # --- latents ---

@@ -20,9 +20,9 @@ from attnmesh.kernels.implementations.reference import Reference
 from attnmesh.kernels.native.build import library
 from attnmesh.kernels.selected_keys import SelectedKeys
 from attnmesh.kernels.stored import StoredKVKernel
-from tests.support.interpreted import interpreting
-from tests.support.seeds import rotated
-from tests.support.tolerances import FLOAT32, FLOAT32_SUMS
+from tests.support.emulation.interpreted import interpreting
+from tests.support.truth.seeds import rotated
+from tests.support.truth.tolerances import FLOAT32, FLOAT32_SUMS
 
 needs_library = pytest.mark.skipif(library().attend is None, reason="there is no C++ compiler")
 
@@ -106,7 +106,8 @@ def test_selected_rows_are_read_in_place(storage: str, dtype: torch.dtype, monke
 @pytest.mark.parametrize("dim", [128, 96, 256])
 def test_bits_of_a_row_do_not_depend_on_threads_or_other_rows(storage: str, dtype: torch.dtype, dim: int) -> None:
     given = problem(storage, dtype, dim, dim, (8, 2, 3), 5000)
-    before, found = torch.get_num_threads(), []
+    before = torch.get_num_threads()
+    found = []
     for count in (1, 2, 3):
         torch.set_num_threads(count)
         found.append(given.run())
@@ -159,7 +160,9 @@ def test_a_known_step_is_one_launch(storage: str, dtype: torch.dtype, monkeypatc
     k, v = torch.randn(2, 2, 2, 500, 64).to(dtype)
     cache.append(k, v)
     q = torch.randn(2, 8, 1, 64).to(dtype)
-    expected, launches, launch = am.decode(q, cache), [], BoundNative.attend
+    expected = am.decode(q, cache)
+    launches = []
+    launch = BoundNative.attend
 
     def count(*arguments: Any) -> bool:
         launches.append(arguments)

@@ -2,13 +2,14 @@
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from attnmesh import errors
 from attnmesh.errors import MeshError
 from attnmesh.mesh.axes import (
     MESH_OF_ONE_RANK,
@@ -23,9 +24,9 @@ from attnmesh.mesh.axes import (
     mesh_of_axis,
 )
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support.groups import world_axis
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.groups import world_axis
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
 
 
 @pytest.mark.parametrize(
@@ -68,28 +69,38 @@ def test_without_a_group_one_process_is_an_axis() -> None:
     assert axis_of(None, "merge_across") == Axis()
 
 
+class Place(NamedTuple):
+    """A rank's place in a mesh and its shard, and whether names of groups lead back to the same axes."""
+
+    shape: Shape
+    indices: tuple[int, int, int]
+    shard: int
+    is_same_by_names: bool
+
+
 @on_each_rank
-def places(shape: Shape, axes: tuple[str, ...]) -> tuple[Any, ...]:
-    """Return this rank's place and shard, and whether names of groups lead back to the same axes."""
+def find_place(shape: Shape, axes: tuple[str, ...]) -> Place:
     mesh = RankMesh.of(named_mesh(shape, axes))
     again = RankMesh.named(mesh.shape, [axis.index for axis in mesh.axes], mesh.group_names)
     assert RankMesh.of(named_mesh(shape, axes)) is mesh, "it is made once"
-    return mesh.shape, tuple(axis.index for axis in mesh.axes), mesh.shard_index, again == mesh
+    heads, queries, keys = (axis.index for axis in mesh.axes)
+    return Place(mesh.shape, (heads, queries, keys), mesh.shard_index, again == mesh)
 
 
 @pytest.mark.parametrize("axes", [AXES, ("keys", "queries", "heads")], ids=str)
 def test_shards_are_numbered_by_heads_then_queries_then_keys(axes: tuple[str, ...], pool: Pool) -> None:
     shape = Shape(1, 2, 2)
-    found = pool.run(4, places, shape, axes)
-    assert [shard for _, _, shard, _ in found] == ([0, 1, 2, 3] if axes == AXES else [0, 2, 1, 3])
-    for found_shape, (_, r, c), shard, is_same in found:
-        assert found_shape == shape
-        assert shard == 2 * r + c
-        assert is_same
+    found = pool.run(4, find_place, shape, axes)
+    assert [place.shard for place in found] == ([0, 1, 2, 3] if axes == AXES else [0, 2, 1, 3])
+    for place in found:
+        _, query, key = place.indices
+        assert place.shape == shape
+        assert place.shard == 2 * query + key
+        assert place.is_same_by_names
 
 
 @on_each_rank
-def shape_of(name: str) -> Shape:
+def read_shape_of(name: str) -> Shape:
     return RankMesh.of(init_device_mesh("cpu", (2,), mesh_dim_names=(name,))).shape
 
 
@@ -98,16 +109,16 @@ def shape_of(name: str) -> Shape:
     [("heads", Shape(2, 1, 1)), ("queries", Shape(1, 2, 1)), ("keys", Shape(1, 1, 2)), ("cp", Shape(1, 2, 1))],
 )
 def test_a_single_axis_of_another_name_is_a_queries_axis(name: str, shape: Shape, pool: Pool) -> None:
-    assert pool.run(2, shape_of, name) == [shape] * 2
+    assert pool.run(2, read_shape_of, name) == [shape] * 2
 
 
 @on_each_rank
-def dims() -> dict[str, int]:
+def read_dims() -> dict[str, int]:
     return attention_dims(init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("data", "keys", "heads")))
 
 
 def test_other_axes_of_a_mesh_are_ignored(pool: Pool) -> None:
-    assert pool.run(2, dims) == [{"keys": 1, "heads": 2}] * 2
+    assert pool.run(2, read_dims) == [{"keys": 1, "heads": 2}] * 2
 
 
 # --- refusals ---
@@ -149,7 +160,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
 
 
 @on_each_rank
-def error_of(call: Callable[[], object]) -> str:
+def catch_error_of(call: Callable[[], object]) -> str:
     with pytest.raises(MeshError) as caught:
         call()
     return str(caught.value)
@@ -157,12 +168,12 @@ def error_of(call: Callable[[], object]) -> str:
 
 @pytest.mark.parametrize(("call", "message"), REFUSED)
 def test_what_is_no_axis_is_refused(call: Callable[[], object], message: str, pool: Pool) -> None:
-    for found in pool.run(2, error_of, call):
+    for found in pool.run(2, catch_error_of, call):
         assert found.startswith(message)
 
 
 @on_each_rank
-def error_outside() -> str:
+def catch_error_outside() -> str:
     """Return the error of a rank that is not in a mesh."""
     first = DeviceMesh("cpu", [0], mesh_dim_names=("queries",))
     try:
@@ -173,7 +184,7 @@ def error_outside() -> str:
 
 
 def test_a_mesh_of_other_ranks_is_refused(pool: Pool) -> None:
-    first, second = pool.run(2, error_outside)
+    first, second = pool.run(2, catch_error_outside)
     assert first == "none"
     assert second.startswith("mesh: expected a mesh that holds this rank, given DeviceMesh")
 
@@ -182,7 +193,7 @@ def test_a_mesh_of_other_ranks_is_refused(pool: Pool) -> None:
 
 
 @on_each_rank
-def warnings_of(mesh: Any) -> list[str]:
+def record_warnings_of(mesh: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert given_mesh(f"test of {mesh!r}", mesh, "each rank attends alone") is None
@@ -190,7 +201,7 @@ def warnings_of(mesh: Any) -> list[str]:
 
 
 def test_a_mesh_that_is_left_out_among_ranks_is_warned_of(pool: Pool) -> None:
-    for messages in pool.run(2, warnings_of, NotGiven.MESH):
+    for messages in pool.run(2, record_warnings_of, NotGiven.MESH):
         assert messages == [
             "test of None: no mesh= in a process group of 2 ranks, so each rank attends alone, or mesh=None if this is "
             "meant."
@@ -198,12 +209,12 @@ def test_a_mesh_that_is_left_out_among_ranks_is_warned_of(pool: Pool) -> None:
 
 
 def test_no_mesh_on_purpose_and_on_one_rank_is_not_warned_of(pool: Pool) -> None:
-    assert pool.run(2, warnings_of, None) == [[], []]
-    assert pool.run(1, warnings_of, NotGiven.MESH) == [[]]
+    assert pool.run(2, record_warnings_of, None) == [[], []]
+    assert pool.run(1, record_warnings_of, NotGiven.MESH) == [[]]
 
 
 @on_each_rank
-def axes_of_groups() -> list[tuple[int, int]]:
+def make_axes_of_groups() -> list[tuple[int, int]]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     by_mesh, by_group = axis_of(mesh, "merge_across"), axis_of(dist.group.WORLD, "merge_across")
     assert by_group == world_axis(), by_group
@@ -211,4 +222,23 @@ def axes_of_groups() -> list[tuple[int, int]]:
 
 
 def test_a_group_and_a_mesh_of_one_axis_are_axes(pool: Pool) -> None:
-    assert pool.run(2, axes_of_groups) == [[(2, 0)] * 2, [(2, 1)] * 2]
+    assert pool.run(2, make_axes_of_groups) == [[(2, 0)] * 2, [(2, 1)] * 2]
+
+
+@on_each_rank
+def attend_on_unlike_meshes() -> list[object]:
+    said: list[object] = []
+    for names in (None, ("data", "model"), ("queries", "model")):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        try:
+            said.append(RankMesh.of(mesh).shape)
+        except errors.MeshError as error:
+            said.append(str(error))
+    return said
+
+
+def test_meshes_with_other_axes_or_none_are_refused(pool: Pool) -> None:
+    for unnamed, foreign, mixed in pool.run(4, attend_on_unlike_meshes):
+        assert "one axis or more of heads, queries, keys, each once, given axes ()" in unnamed
+        assert "given axes ('data', 'model'). Fix: slice the axis that shares a sequence" in foreign
+        assert mixed == Shape(1, 2, 1)

@@ -9,7 +9,7 @@ import attnmesh as am
 from attnmesh.core.layout import Layout
 from attnmesh.mesh.schedule import Problem, Schedule, schedule
 from attnmesh.mesh.shapes import Shape
-from tests.support.schedules import problems
+from tests.support.truth.schedules import problems
 
 pytestmark = pytest.mark.quick
 

@@ -16,8 +16,8 @@ import attnmesh as am
 from attnmesh import errors
 from attnmesh.errors import LayoutError, MeshError
 from attnmesh.mesh.shard_marks import shard_marks
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT32_SUMS
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.tolerances import FLOAT32_SUMS
 
 LAYOUT, DOCUMENTS = am.Zigzag(), am.Causal() & am.Documents([20, 12])
 
@@ -60,8 +60,9 @@ CALLS: list[tuple[Callable[[Any], Any], str]] = [
 
 
 @on_each_rank
-def _errors() -> list[str]:
-    mesh, found = am.init_mesh((1, 1, 2)), []
+def catch_errors_of_other_layouts() -> list[str]:
+    mesh = am.init_mesh((1, 1, 2))
+    found = []
     for call, _ in CALLS:
         try:
             call(mesh)
@@ -72,12 +73,12 @@ def _errors() -> list[str]:
 
 
 def test_shards_of_another_layout_mesh_or_dim_raise_on_all_ranks(pool: Pool) -> None:
-    for (_, says), *given in zip(CALLS, *pool.run(2, _errors), strict=True):
+    for (_, says), *given in zip(CALLS, *pool.run(2, catch_errors_of_other_layouts), strict=True):
         assert all(re.search(says, error) for error in given), given
 
 
 @on_each_rank
-def _error_of_lone_auto() -> str:
+def catch_error_of_lone_auto() -> str:
     mesh = am.init_mesh((1, 1, 2))
     layout = LAYOUT if dist.get_rank() else "auto"
     try:
@@ -88,15 +89,16 @@ def _error_of_lone_auto() -> str:
 
 
 def test_auto_on_one_rank_alone_raises_on_all_where_the_others_compare_next(pool: Pool) -> None:
-    first, second = pool.run(2, _error_of_lone_auto)
+    first, second = pool.run(2, catch_error_of_lone_auto)
     assert first == second
     assert re.search(r"ranks  call .*\n +0 +shard .*\n +1 +attention ", first)
 
 
 @on_each_rank
-def _served() -> dict[str, bool]:
+def attend_shards_of_equal_layouts() -> dict[str, bool]:
     """Equal layouts are equal by value, and what was cut by "auto" is attended by "auto" or by its layout."""
-    mesh, right = am.init_mesh((1, 1, 2)), {}
+    mesh = am.init_mesh((1, 1, 2))
+    right = {}
     for layout, mask in ((am.Striped(2), am.Causal()), ("auto", am.Causal()), ("auto", DOCUMENTS)):
         out = attend(mesh, parts(mesh, layout, mask=mask), copy.copy(layout), mask=mask)
         whole = am.attention(*parts(None, am.Zigzag()), mesh=None, mask=mask)
@@ -108,7 +110,7 @@ def _served() -> dict[str, bool]:
 
 
 def test_what_fits_is_served(pool: Pool) -> None:
-    for right in pool.run(2, _served):
+    for right in pool.run(2, attend_shards_of_equal_layouts):
         assert right == dict.fromkeys(right, True)
 
 
@@ -128,9 +130,10 @@ def test_a_mark_goes_with_its_tensor_and_is_no_part_of_it() -> None:
 
 
 @on_each_rank
-def _warnings() -> list[list[str]]:
+def record_warnings() -> list[list[str]]:
     """Calls of kinds that no other test makes: a known kind is not looked at again."""
-    mesh, said = am.init_mesh((1, 1, 2)), []
+    mesh = am.init_mesh((1, 1, 2))
+    said = []
     whole = [*torch.randn(3, 1, 4, 38, 5, generator=torch.Generator().manual_seed(0))]
     shards = [am.shard(x, mesh, layout=LAYOUT) for x in whole]
     alike = [torch.arange(4.0)[:, None, None].expand(1, 4, 7, 5)] * 3  # each head's keys are all alike, as of padding
@@ -145,7 +148,7 @@ def _warnings() -> list[list[str]]:
 
 
 def test_whole_tensors_on_all_ranks_warn_once(pool: Pool) -> None:
-    for whole, whole_keys, *fine in pool.run(2, _warnings):
+    for whole, whole_keys, *fine in pool.run(2, record_warnings):
         for (message,) in (whole, whole_keys):
             assert re.search(r"k is the same on all 2 ranks, and counts as 2 shards; pass .* as am\.shard", message)
         assert fine == [[], []]

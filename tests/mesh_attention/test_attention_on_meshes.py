@@ -16,15 +16,12 @@ import attnmesh as am
 from attnmesh import errors
 from attnmesh.comm import p2p
 from attnmesh.comm.transport import Transport
-from attnmesh.core.layout import Layout
-from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import AXES, Shape, elements
-from attnmesh.mesh_attention.auto_choices import chosen_layout
 from attnmesh.runtime.counters import ReceivedTraffic, count_traffic
-from tests.support.mesh_problems import SAMPLES, MeshProblem, check, draw, named_mesh, run, traits
-from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import batches_by_ranks, rotated
-from tests.support.tolerances import FLOAT32_SUMS, assert_near
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import SAMPLES, MeshProblem, check, draw, named_mesh, run_problem, traits
+from tests.support.truth.seeds import batches_by_ranks, rotated
+from tests.support.truth.tolerances import FLOAT32_SUMS, assert_near
 
 
 def cases() -> list[Any]:
@@ -42,7 +39,7 @@ SHAPES = [Shape(1, 4, 1), Shape(1, 1, 4), Shape(4, 1, 1), Shape(1, 2, 2), Shape(
 
 @on_each_rank
 def run_each(problems: list[MeshProblem]) -> list[list[Tensor]]:
-    return [run(problem) for problem in problems]
+    return [run_problem(problem) for problem in problems]
 
 
 @pytest.mark.parametrize(("ranks", "seeds"), cases())
@@ -94,80 +91,14 @@ def mesh_of(shape: Shape):  # type: ignore[no-untyped-def]
 
 PAIR = Shape(1, 2, 1)
 
-# --- shard and unshard ---
-
-
-@on_each_rank
-def check_there_and_back(shape: Shape, layout: Layout, length: int) -> None:
-    mesh = mesh_of(shape)
-    whole = torch.arange(2 * length * 3).view(2, length, 3)
-    mine = am.shard(whole, mesh, layout=layout, dim=1)
-    assert_near(am.unshard(mine, mesh, layout=layout, dim=1), whole)
-
-
-@pytest.mark.parametrize("shape", [Shape(1, 2, 3), Shape(6, 1, 1), Shape(3, 2, 1)])
-@pytest.mark.parametrize("layout", [am.Contiguous(), am.Zigzag(), am.Striped(2)])
-def test_unshard_is_the_inverse_of_shard(pool: Pool, shape: Shape, layout: Layout) -> None:
-    for length in (0, 5, 31):
-        pool.run(6, check_there_and_back, shape, layout, length)
-
-
-@on_each_rank
-def attend_packed(shape: Shape, documents: list[int]) -> tuple[bool, list[Tensor]]:
-    """Return whether `shard` and `attention` choose the same, and the gathered output and gradients of q, k and v."""
-    mesh, mask, length = mesh_of(shape), am.Causal() & am.Documents(documents), sum(documents)
-    torch.manual_seed(0)
-    where = {"layout": "auto", "mask": mask}
-    tensors = [am.shard(x, mesh, **where).requires_grad_() for x in torch.randn(4, 1, 2, length, 8)]
-
-    out = am.attention(*tensors[:3], mesh=mesh, length=length, key_length=length, **where)
-    results = out.detach(), *torch.autograd.grad(out, tensors[:3], tensors[3].detach())
-    chosen = chosen_layout("auto", mask, RankMesh.of(mesh)).positions(
-        length, shape.ranks, RankMesh.of(mesh).shard_index
-    )
-    same = torch.equal(am.shard(torch.arange(length), mesh, dim=0, **where), chosen)
-    return same, [am.unshard(x, mesh, **where) for x in results]
-
-
-@pytest.mark.parametrize("shape", [Shape(1, 1, 2), Shape(2, 1, 1), Shape(1, 2, 2), PAIR])
-def test_auto_layouts_are_exact(pool: Pool, shape: Shape) -> None:
-    documents = [200, 300, 20, 31, 150, 90, 61, 7, 1, 44]
-    length = sum(documents)
-    torch.manual_seed(0)
-    q, k, v, dout = torch.randn(4, 1, 2, length, 8).double().unbind()
-    inputs = [x.requires_grad_() for x in (q, k, v)]
-    visible = (am.Causal() & am.Documents(documents)).visible(torch.arange(length), torch.arange(length))
-    out = torch.nn.functional.scaled_dot_product_attention(*inputs, attn_mask=visible)
-    expected = [out, *torch.autograd.grad(out, inputs, dout)]
-    for same, results in pool.run(shape.ranks, attend_packed, shape, documents):
-        assert same
-        for given, exact in zip(results, expected, strict=True):
-            torch.testing.assert_close(given.double(), exact, atol=2 * FLOAT32_SUMS, rtol=FLOAT32_SUMS)
-
-
-@on_each_rank
-def compiled_over_documents() -> str:
-    mesh, mask = mesh_of(PAIR), am.Causal() & am.Documents([5, 11])
-
-    def layer(x: Tensor) -> Tensor:
-        return am.attention(x, x, x, mesh=mesh, length=16, key_length=16, layout="auto", mask=mask)
-
-    with pytest.raises(errors.LayoutError) as caught:
-        torch.compile(layer, backend="aot_eager")(torch.randn(1, 2, 8, 8))
-    return str(caught.value)
-
-
-def test_auto_layouts_of_documents_are_refused_in_a_graph(pool: Pool) -> None:
-    for text in pool.run(2, compiled_over_documents):
-        assert "a layout of documents in a compiled model" in text
-        assert "layout=am.Packed" in text
-
 
 # --- what travels ---
 
 
 @on_each_rank
-def traffic_of(shape: Shape, exchange: str, n: int, heads: tuple[int, int]) -> tuple[ReceivedTraffic, ReceivedTraffic]:
+def count_traffic_of(
+    shape: Shape, exchange: str, n: int, heads: tuple[int, int]
+) -> tuple[ReceivedTraffic, ReceivedTraffic]:
     mesh, ranks = mesh_of(shape), dist.get_world_size()
     q = torch.randn(1, heads[0], n, 8, requires_grad=True)
     k, v = (torch.randn(1, heads[1], n, 8, requires_grad=True) for _ in range(2))
@@ -193,7 +124,7 @@ def test_counted_elements_equal_the_formula(pool: Pool, shape: Shape, exchange: 
     rows, columns = shape.keys - 1, shape.queries - 1
     forward = n * (2 * rows * dq + 2 * columns * dk) + swapped
     backward = n * (3 * rows * dq + 4 * columns * dk) + swapped
-    for there, back in pool.run(shape.ranks, traffic_of, shape, exchange, n, (hq, hk)):
+    for there, back in pool.run(shape.ranks, count_traffic_of, shape, exchange, n, (hq, hk)):
         assert (there.vectors, back.vectors) == (forward, backward)
         scalars = n * rows * hq + (shape.heads - 1) * n * hq // shape.heads
         assert (there.scalars, back.scalars) == (scalars, 2 * scalars)  # lse; lse and delta
@@ -201,52 +132,6 @@ def test_counted_elements_equal_the_formula(pool: Pool, shape: Shape, exchange: 
 
 
 # --- meshes ---
-
-
-@on_each_rank
-def attend_on_three_heads() -> None:
-    am.attention(*torch.randn(3, 1, 2, 5, 4), mesh=mesh_of(Shape(3, 1, 1)), layout=am.Contiguous())
-
-
-def test_fewer_key_heads_than_ranks_of_the_heads_axis_are_refused(pool: Pool) -> None:
-    answers = pool.ask(3, attend_on_three_heads)
-    assert len({str(answer) for answer in answers}) == 1
-    expected = (
-        "one key head a rank of the heads axis, given 2 key heads and a heads axis of 3. Fix: shorten it to at most"
-    )
-    with pytest.raises(errors.ShapeError, match=expected):
-        raise answers[0]
-
-
-@on_each_rank
-def meshes() -> list[object]:
-    said: list[object] = []
-    for names in (None, ("data", "model"), ("queries", "model")):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
-        try:
-            said.append(RankMesh.of(mesh).shape)
-        except errors.MeshError as error:
-            said.append(str(error))
-    return said
-
-
-def test_meshes_with_other_axes_or_none_are_refused(pool: Pool) -> None:
-    for unnamed, foreign, mixed in pool.run(4, meshes):
-        assert "one axis or more of heads, queries, keys, each once, given axes ()" in unnamed
-        assert "given axes ('data', 'model'). Fix: slice the axis that shares a sequence" in foreign
-        assert mixed == Shape(1, 2, 1)
-
-
-@on_each_rank
-def from_tuples() -> list[object]:
-    made = [am.init_mesh((1, 2, 2)), am.init_mesh("cpu", [1, 2, 2], 8, 2)]
-    return [(RankMesh.of(mesh).shape, mesh.device_type, mesh.mesh_dim_names) for mesh in made]
-
-
-def test_a_plain_tuple_makes_a_mesh(pool: Pool) -> None:
-    ungrouped = Shape(1, 2, 2), "cpu", ("heads", "keys", "queries")  # keys and values weigh as much as queries
-    grouped = Shape(1, 2, 2), "cpu", ("heads", "queries", "keys")
-    assert pool.run(4, from_tuples) == [[ungrouped, grouped]] * 4
 
 
 @on_each_rank
@@ -316,7 +201,7 @@ def test_a_compiled_layer_takes_one_mask_after_another(pool: Pool) -> None:
 
 
 @on_each_rank
-def compiled_of_uneven_shards() -> list[str]:
+def attend_compiled_over_uneven_shards() -> list[str]:
     mesh, where = mesh_of(PAIR), {"layout": am.Zigzag()}
     whole = torch.randn(3, 1, 2, 103, 8, generator=torch.Generator().manual_seed(0))
     shards = [am.shard(x, mesh, **where) for x in whole]
@@ -324,7 +209,8 @@ def compiled_of_uneven_shards() -> list[str]:
     def layer(length: int | None) -> Tensor:
         return am.attention(*shards, mesh=mesh, length=length, **where)
 
-    compiled, said = torch.compile(layer, fullgraph=True, backend="aot_eager"), []
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    said = []
     broken = mock.patch(
         "attnmesh.mesh_attention.mesh_op._run_spec", side_effect=errors.RankFailure([1], "gathering", "", "gone")
     )
@@ -338,7 +224,7 @@ def compiled_of_uneven_shards() -> list[str]:
 
 
 def test_in_a_graph_of_uneven_shards_length_is_enough_and_errors_name_it(pool: Pool) -> None:
-    for rank, (difference, longer, unsaid) in enumerate(pool.run(2, compiled_of_uneven_shards)):
+    for rank, (difference, longer, unsaid) in enumerate(pool.run(2, attend_compiled_over_uneven_shards)):
         assert float(difference) == 0
         assert re.search(rf"a shard of {55 - rank} queries of 109 .* Fix: .* or correct length and key_length", longer)
         assert unsaid.endswith("gone; or shards are uneven: then pass length= to attention in torch.compile")
@@ -368,7 +254,7 @@ def test_calls_in_flight_checkpointing_and_accumulation_compose(pool: Pool) -> N
 
 
 @on_each_rank
-def second_gradient(shape: Shape) -> str:
+def catch_error_of_second_gradient(shape: Shape) -> str:
     q, k, v = (torch.randn(1, 2, 8, 4, requires_grad=True) for _ in range(3))
     out = am.attention(q, k, v, mesh=mesh_of(shape), layout=am.Zigzag())
     (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)
@@ -381,5 +267,5 @@ def second_gradient(shape: Shape) -> str:
 
 @pytest.mark.parametrize("shape", [Shape(1, 2, 1), Shape(2, 1, 1)])
 def test_second_gradients_are_refused(pool: Pool, shape: Shape) -> None:
-    for text in pool.run(2, second_gradient, shape):
+    for text in pool.run(2, catch_error_of_second_gradient, shape):
         assert "given a gradient of a gradient. Fix: differentiate energy" in text

@@ -1,6 +1,6 @@
 """Under autocast attention takes q, k and v as PyTorch's own attention takes them: all in the lower precision."""
 
-from typing import Any
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -10,10 +10,10 @@ from torch.nn.functional import scaled_dot_product_attention
 import attnmesh as am
 import attnmesh.hf as hf
 from attnmesh.mesh.shapes import Shape
-from tests.support import families
-from tests.support.families import plain_batch, prompt
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
+from tests.support.models import families
+from tests.support.models.families import plain_batch, prompt
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
 
 AXES = ("heads", "queries", "keys")
 ROUNDING = 2.0**-7
@@ -36,7 +36,7 @@ def stock() -> tuple[Tensor, ...]:
 
 
 @on_each_rank
-def ours(shape: Shape) -> tuple[Tensor, ...]:
+def attend_under_autocast(shape: Shape) -> tuple[Tensor, ...]:
     mesh, whole = named_mesh(shape, AXES), inputs()
     shards = [am.shard(x.detach(), mesh, layout=am.Zigzag()).requires_grad_() for x in whole]
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -49,7 +49,7 @@ def ours(shape: Shape) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("shape", [Shape(1, 1, 1), Shape(1, 2, 1), Shape(1, 2, 2), Shape(2, 1, 2)], ids=str)
 def test_attention_casts_as_pytorchs_does(shape: Shape, pool: Pool) -> None:
     expected = stock()
-    for answer in pool.run(shape.ranks, ours, shape):
+    for answer in pool.run(shape.ranks, attend_under_autocast, shape):
         for given, right in zip(answer, expected, strict=True):
             assert given.dtype == right.dtype
             assert (given - right).abs().max() <= ROUNDING * max(1, float(right.abs().max()))
@@ -62,14 +62,22 @@ def test_attend_casts_and_float64_stays() -> None:
         assert am.attend(q.double(), k.double(), v.double()).out.dtype == torch.float64
 
 
+class OfModel(NamedTuple):
+    """What a model makes, its loss, and the norm of the gradient of its head."""
+
+    tokens: list[list[int]]
+    loss: float
+    norm: float
+
+
 @on_each_rank
-def tokens_loss_and_gradient(shape: Shape) -> list[Any]:
+def generate_and_train_under_autocast(shape: Shape) -> OfModel:
     model, mesh = families.model("qwen3", "attnmesh"), named_mesh(shape, AXES)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         made = hf.generate(model, prompt(80), mesh=mesh, max_new_tokens=4, do_sample=False)
         loss = model(**hf.shard_batch(plain_batch(), mesh)).loss
     loss.backward()
-    return [made.tolist(), loss.item(), float(model.lm_head.weight.grad.norm())]
+    return OfModel(made.tolist(), loss.item(), float(model.lm_head.weight.grad.norm()))
 
 
 @pytest.mark.parametrize("shape", [Shape(1, 1, 1), Shape(1, 2, 2)], ids=str)
@@ -78,10 +86,11 @@ def test_a_model_of_float32_weights_runs_under_autocast(shape: Shape, pool: Pool
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = model(prompt(80)).logits[0, -1].float()
         loss = model(**plain_batch(), use_cache=False).loss
-    for made, given, norm in pool.run(shape.ranks, tokens_loss_and_gradient, shape):
-        assert logits[made[0][80]] >= logits.max() - 0.05 * logits.abs().max()  # a tie of bfloat16 may fall either way
-        assert norm > 0
-        assert given > 0
-    answers = pool.run(shape.ranks, tokens_loss_and_gradient, shape)
+    answers = pool.run(shape.ranks, generate_and_train_under_autocast, shape)
+    for answer in answers:
+        new_logit = logits[answer.tokens[0][80]]
+        assert new_logit >= logits.max() - 0.05 * logits.abs().max()  # a tie of bfloat16 may fall either way
+        assert answer.norm > 0
+        assert answer.loss > 0
     # Layers round to bfloat16, by 4e-3.
-    assert sum(answer[1] for answer in answers) / shape.ranks == pytest.approx(loss.item(), rel=2e-2)
+    assert sum(answer.loss for answer in answers) / shape.ranks == pytest.approx(loss.item(), rel=2e-2)

@@ -13,8 +13,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import attnmesh as am
 from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
 
 CONTIGUOUS = am.Contiguous()
 
@@ -24,7 +24,7 @@ def heads() -> list[Tensor]:
 
 
 @on_each_rank
-def warnings_of_call(call: Callable[[], Any]) -> list[tuple[str, bool]]:
+def record_warnings_of_call(call: Callable[[], Any]) -> list[tuple[str, bool]]:
     """What a call warned of, as if it were the first of its process, and whether this file is blamed."""
     before = set(errors._warned)
     errors._warned.clear()
@@ -55,16 +55,16 @@ def of_dtensors() -> None:
 
 
 @on_each_rank
-def alone() -> dict[str, Any]:
+def call_alone() -> dict[str, Any]:
     calls = [twice, compiled, on_the_mesh, of_dtensors]
-    return {call.__name__: warnings_of_call(call) for call in calls} | {
-        "said": warnings_of_call(lambda: am.attention(*heads(), mesh=None)),
-        "attend": warnings_of_call(lambda: am.attend(*heads(), mask=am.Causal())),
+    return {call.__name__: record_warnings_of_call(call) for call in calls} | {
+        "said": record_warnings_of_call(lambda: am.attention(*heads(), mesh=None)),
+        "attend": record_warnings_of_call(lambda: am.attend(*heads(), mask=am.Causal())),
     }
 
 
 def test_attention_without_a_mesh_among_several_ranks_warns_once(pool: Pool) -> None:
-    for found in pool.run(2, alone):
+    for found in pool.run(2, call_alone):
         text = (
             "attention: no mesh= in a process group of 2 ranks, so each rank attends to its own tokens only. "
             "Pass mesh= for attention over the tokens of all ranks, or mesh=None if this is meant."
@@ -74,12 +74,12 @@ def test_attention_without_a_mesh_among_several_ranks_warns_once(pool: Pool) -> 
 
 
 def test_one_rank_is_not_warned(pool: Pool) -> None:
-    assert warnings_of_call(twice) == []
-    assert pool.run(1, warnings_of_call, twice) == [[]]
+    assert record_warnings_of_call(twice) == []
+    assert pool.run(1, record_warnings_of_call, twice) == [[]]
 
 
 @on_each_rank
-def where_warnings_are_errors() -> list[bool]:
+def call_where_warnings_are_errors() -> list[bool]:
     """Whether each call of two raises."""
     raised = []
     before = set(errors._warned)
@@ -95,32 +95,32 @@ def where_warnings_are_errors() -> list[bool]:
 
 
 def test_where_warnings_are_errors_each_call_raises(pool: Pool) -> None:
-    assert pool.run(2, where_warnings_are_errors) == [[True, True]] * 2
+    assert pool.run(2, call_where_warnings_are_errors) == [[True, True]] * 2
 
 
 @on_each_rank
-def generated() -> dict[str, Any]:
+def generate_without_mesh() -> dict[str, Any]:
     import attnmesh.hf as hf
-    from tests.support import families
+    from tests.support.models import families
 
     model = families.model("llama", "attnmesh")
     ids = torch.arange(2, 12)[None]
     mesh = named_mesh(Shape(1, 1, 2), AXES)
     options: dict[str, Any] = {"max_new_tokens": 2, "do_sample": False}
     return {
-        "left out": warnings_of_call(lambda: hf.generate(model, ids, **options)),
-        "said": warnings_of_call(lambda: hf.generate(model, ids, mesh=None, **options)),
-        "mesh": warnings_of_call(lambda: hf.generate(model, ids, mesh=mesh, **options)),
-        "cache": warnings_of_call(
+        "left out": record_warnings_of_call(lambda: hf.generate(model, ids, **options)),
+        "said": record_warnings_of_call(lambda: hf.generate(model, ids, mesh=None, **options)),
+        "mesh": record_warnings_of_call(lambda: hf.generate(model, ids, mesh=mesh, **options)),
+        "cache": record_warnings_of_call(
             lambda: hf.generate(model, ids, cache=hf.ShardedCache(model.config, mesh), **options)
         ),
-        "the model alone": warnings_of_call(lambda: model(ids, use_cache=False)),
+        "the model alone": record_warnings_of_call(lambda: model(ids, use_cache=False)),
         "ranks": dist.get_world_size(),
     }
 
 
 def test_generating_without_a_mesh_among_several_ranks_warns_once(pool: Pool) -> None:
-    for found in pool.run(2, generated):
+    for found in pool.run(2, generate_without_mesh):
         text = (
             "generate: no mesh= in a process group of 2 ranks, so each rank generates alone, with all keys and values. "
             "Pass mesh= or a cache to shard them over the ranks, or mesh=None if this is meant."

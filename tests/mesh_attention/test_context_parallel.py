@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import attnmesh as am
 from attnmesh import errors
 from attnmesh.mesh.axes import RankMesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import worst
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.tolerances import worst
 
 HOW_TO = Path(__file__).parents[2] / "docs" / "howto.md"
 
@@ -67,7 +67,7 @@ def run(model: nn.Module, x: Tensor, weight: Tensor) -> tuple[Tensor, list[Tenso
 
 
 @on_each_rank
-def on_mesh(
+def attend_on_mesh(
     length: int, causal: bool, plan: str, layout: Any, shape: Any, compiled: bool
 ) -> tuple[Tensor, list[Tensor]]:
     gc.collect()  # hooks on all modules are there as long as batches of other tests are
@@ -97,7 +97,7 @@ def test_a_plain_model_gives_the_same_on_a_mesh_named_cp(
     ranks: int, length: int, causal: bool, plan: str, layout: Any, shape: Any, compiled: bool, pool: Pool
 ) -> None:
     expected, gradients = run(make(causal), *batch(length))
-    for out, given in pool.run(ranks, on_mesh, length, causal, plan, layout, shape, compiled):
+    for out, given in pool.run(ranks, attend_on_mesh, length, causal, plan, layout, shape, compiled):
         torch.testing.assert_close(out, expected, rtol=1e-11, atol=1e-11)  # float64
         for mine, theirs in zip(given, gradients, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)  # float64
@@ -134,7 +134,7 @@ def recipe(world: Any, layout: Any) -> tuple[Tensor, list[Tensor]]:
 
 
 @on_each_rank
-def by_the_recipe() -> list[Tensor]:
+def train_by_the_recipe() -> list[Tensor]:
     """Return the mean over the ranks of a loss and its gradients."""
     world = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     loss, gradients = recipe(world, am.Striped(16))
@@ -145,19 +145,20 @@ def by_the_recipe() -> list[Tensor]:
 
 
 def test_the_loss_of_the_how_to_is_that_of_one_device_on_uneven_shards(pool: Pool) -> None:
-    (alone,) = pool.run(1, by_the_recipe)
-    for given in pool.run(4, by_the_recipe):
+    (alone,) = pool.run(1, train_by_the_recipe)
+    for given in pool.run(4, train_by_the_recipe):
         for mine, theirs in zip(given, alone, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)  # float64
 
 
 @on_each_rank
-def other_uses() -> dict[str, bool]:
+def check_other_uses() -> dict[str, bool]:
     """Attend and decode on a mesh of one axis with another name, and split one of two axes."""
     q, k, v = torch.randn(3, 1, 4, 23, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64).unbind()
     world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
     sizes: dict[str, Any] = {"kv_heads": 4, "head_dim": 8, "capacity": 23, "dtype": torch.float64}
-    expected, right = scaled_dot_product_attention(q, k, v, is_causal=True), {}
+    expected = scaled_dot_product_attention(q, k, v, is_causal=True)
+    right = {}
     meshes = {"one axis": world["sp"], "split": am.split_mesh(world["sp"], (1, 1, 2))}
     for name, mesh in meshes.items():
         cache = am.KVCache(mesh, batch=1, block=4, **sizes)
@@ -172,7 +173,7 @@ def other_uses() -> dict[str, bool]:
 
 
 def test_a_mesh_of_one_axis_may_have_any_name(pool: Pool) -> None:
-    for right in pool.run(4, other_uses):
+    for right in pool.run(4, check_other_uses):
         assert right == dict.fromkeys(right, True)
 
 
@@ -199,7 +200,7 @@ class Checkpointed(nn.Module):
 
 
 @on_each_rank
-def checkpoints_that_fit() -> list[float]:
+def measure_errors_of_checkpoints() -> list[float]:
     """Return the largest distances from one device: of gradients of a checkpoint around, and of a forward pass."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     whole = torch.randn(1, 2, 14, 8, dtype=torch.float64, requires_grad=True)
@@ -215,7 +216,7 @@ def checkpoints_that_fit() -> list[float]:
 
 
 def test_a_checkpoint_around_a_planned_module_is_right_and_one_inside_in_a_forward_pass(pool: Pool) -> None:
-    for given in pool.run(2, checkpoints_that_fit):
+    for given in pool.run(2, measure_errors_of_checkpoints):
         assert worst(given) < 1e-12  # float64
 
 
@@ -279,7 +280,7 @@ BAD: dict[str, tuple[Callable[[DeviceMesh, bool], object], str]] = {
 
 
 @on_each_rank
-def error_of(name: str) -> str:
+def catch_error_of(name: str) -> str:
     """Return the error of a call that is wrong, on one rank alone where ranks compare."""
     call, _ = BAD[name]
     try:
@@ -291,6 +292,6 @@ def error_of(name: str) -> str:
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_calls_raise_alike(name: str, pool: Pool) -> None:
-    first, second = pool.run(2, error_of, name)
+    first, second = pool.run(2, catch_error_of, name)
     assert first == second
     assert first.startswith(BAD[name][1])

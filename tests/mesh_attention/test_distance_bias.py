@@ -11,11 +11,11 @@ from torch import Tensor
 import attnmesh as am
 from attnmesh.errors import DeviceError, DtypeError, InputError, KernelError, ShapeError
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support.dense import dense
-from tests.support.mesh_problems import SAMPLES, MeshProblem, draw, named_mesh, run, shard_positions
-from tests.support.pool import Pool, on_each_rank
-from tests.support.problems import draw as draw_alone
-from tests.support.seeds import batches_by_ranks, seeds
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.dense import dense
+from tests.support.truth.mesh_problems import SAMPLES, MeshProblem, draw, named_mesh, run_problem, shard_positions
+from tests.support.truth.problems import draw as draw_alone
+from tests.support.truth.seeds import batches_by_ranks, seeds
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 """Tolerances in float64: sums of at most a few hundred terms of size 1."""
@@ -83,7 +83,7 @@ def run_each(drawn: list[MeshProblem]) -> list[list[Tensor]]:
         queries, keys = shard_positions(problem, named_mesh(problem.shape, problem.axes))
         sizes = problem.batch, problem.heads[0], problem.lengths[0], window_of(problem)
         bias = bias_of(problem.seed, *sizes)[:, :, queries].requires_grad_()
-        found.append([queries, keys, *run(problem, bias)])
+        found.append([queries, keys, *run_problem(problem, bias)])
     return found
 
 
@@ -149,9 +149,10 @@ WRONG = {
 
 
 @on_each_rank
-def errors_of_the_last_rank() -> list[str]:
+def catch_errors_of_the_last_rank() -> list[str]:
     """Return what each wrong bias of the last rank raises, and a right one of other distances than the others'."""
-    mesh, found = named_mesh(Shape(1, 2, 1), AXES), []
+    mesh = named_mesh(Shape(1, 2, 1), AXES)
+    found = []
     q = torch.randn(1, 2, 5, 8)
     where = {"mesh": mesh, "layout": am.Contiguous(), "length": 10}
     for name, (bias, options, kind) in WRONG.items():
@@ -169,7 +170,7 @@ def errors_of_the_last_rank() -> list[str]:
 
 
 def test_a_wrong_bias_of_one_rank_raises_the_same_on_all(pool: Pool) -> None:
-    first, second = pool.run(2, errors_of_the_last_rank)
+    first, second = pool.run(2, catch_errors_of_the_last_rank)
     assert first == second
     assert all("distance_bias" in text for text in first)
 

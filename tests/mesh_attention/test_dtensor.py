@@ -7,8 +7,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import attnmesh as am
 from attnmesh.mesh.shapes import AXES
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT32_SUMS, assert_near
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.tolerances import FLOAT32_SUMS, assert_near
 
 
 @on_each_rank
@@ -63,7 +63,7 @@ def test_dtensors_come_out_with_the_values_and_placements_of_one_device(
 
 
 @on_each_rank
-def refused_dtensors() -> list[str]:
+def catch_refusals_of_dtensors() -> list[str]:
     row = init_device_mesh("cpu", (4,), mesh_dim_names=("queries",))
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("keys", "queries"))
     x = torch.randn(1, 4, 24, 8)
@@ -92,7 +92,9 @@ def refused_dtensors() -> list[str]:
 
 
 def test_other_placements_are_refused_by_name(pool: Pool) -> None:
-    for zigzag, striped, heads, mixed, order, foreign, cross, mask, length, key_length in pool.run(4, refused_dtensors):
+    for zigzag, striped, heads, mixed, order, foreign, cross, mask, length, key_length in pool.run(
+        4, catch_refusals_of_dtensors
+    ):
         assert (
             "LayoutError attention of DTensors: expected layout=Contiguous(), the layout of Shard(2), given Zig"
             in zigzag

@@ -1,7 +1,7 @@
 """The executor: exact for each exchange, on tensors that it may write to, with the next exchange under way."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -24,9 +24,9 @@ from attnmesh.mesh_attention.executor import PendingReturns, backward, forward
 from attnmesh.mesh_attention.head_swap import HeadTensors, empty_tokens
 from attnmesh.mesh_attention.task import task_of
 from attnmesh.runtime.tensors import Tensors
-from tests.support.dense import Truth, truth
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.dense import Truth, truth
+from tests.support.truth.mesh_problems import named_mesh
 
 HEADS, KV_HEADS, DIM, VALUE_DIM, LENGTH = 4, 2, 8, 6, 23
 MASK = am.Window(9)
@@ -86,7 +86,7 @@ def check(truth: Truth, rank: Rank, **given: Tensor) -> None:
 
 
 @on_each_rank
-def compute(shape: Shape, exchange: str) -> None:
+def check_output_and_gradients(shape: Shape, exchange: str) -> None:
     """Compare this rank's output and gradients with dense attention."""
     rank, expected = Rank(shape, exchange), truth_of()
     memory = rank.memory()
@@ -100,20 +100,20 @@ def compute(shape: Shape, exchange: str) -> None:
 
 @pytest.mark.parametrize("exchange", EXCHANGE_MODES)
 def test_one_rank_computes_dense_attention(exchange: str) -> None:
-    compute(ALONE, exchange)
+    check_output_and_gradients(ALONE, exchange)
 
 
 @pytest.mark.parametrize("exchange", EXCHANGE_MODES)
 @pytest.mark.parametrize("shape", [Shape(2, 1, 1), Shape(1, 2, 1), Shape(1, 1, 2), Shape(1, 3, 1)], ids=str)
 def test_ranks_compute_dense_attention(shape: Shape, exchange: str, pool: Pool) -> None:
-    pool.run(shape.ranks, compute, shape, exchange)
+    pool.run(shape.ranks, check_output_and_gradients, shape, exchange)
 
 
 # --- when exchanges begin and end ---
 
 
 @on_each_rank
-def events_of(shape: Shape, exchange: str) -> list[str]:
+def record_events_of(shape: Shape, exchange: str) -> list[str]:
     """Return the order in which exchanges of keys begin and arrive, and kernels run, in a forward pass."""
     events: list[str] = []
     rank = Rank(shape, exchange, am.Full())
@@ -142,17 +142,17 @@ def events_of(shape: Shape, exchange: str) -> list[str]:
 
 
 def test_the_next_keys_of_a_ring_are_under_way_while_a_kernel_runs(pool: Pool) -> None:
-    for events in pool.run(3, events_of, Shape(1, 3, 1), "ring"):
+    for events in pool.run(3, record_events_of, Shape(1, 3, 1), "ring"):
         assert events == ["begin 0", "attend", "arrive 0", "begin 1", "attend", "arrive 1", "attend"]
 
 
 def test_keys_that_arrive_at_once_are_attended_once(pool: Pool) -> None:
-    for events in pool.run(3, events_of, Shape(1, 3, 1), "bulk"):
+    for events in pool.run(3, record_events_of, Shape(1, 3, 1), "bulk"):
         assert events == ["begin 0", "arrive 0", "attend"]
 
 
 def test_the_next_heads_are_under_way_while_a_kernel_runs(pool: Pool) -> None:
-    for events in pool.run(2, events_of, Shape(1, 2, 1), "pipelined"):
+    for events in pool.run(2, record_events_of, Shape(1, 2, 1), "pipelined"):
         assert events == ["begin 0", "begin 1", "arrive 0", "attend", "arrive 1", "attend"]
 
 
@@ -236,8 +236,16 @@ def test_new_memory_has_the_tokens_of_all_heads_together() -> None:
     assert empty_tokens(torch.zeros(2, 4, 3), heads=2, tokens=7).transpose(1, 2).is_contiguous()
 
 
+class Swapped(NamedTuple):
+    """Whether what was swapped in is heads, in the memory for it, and what was swapped out is the tokens again."""
+
+    are_heads: bool
+    are_back: bool
+    in_memory: bool
+
+
 @on_each_rank
-def swapped_heads() -> tuple[bool, bool, bool]:
+def swap_heads() -> Swapped:
     """Swap tokens for heads, and heads for tokens again."""
     rank = Rank(Shape(2, 1, 1), "bulk")
     (group,) = groups_of_heads(HEADS, KV_HEADS, 2, 1)
@@ -252,11 +260,14 @@ def swapped_heads() -> tuple[bool, bool, bool]:
     for _ in swaps.swap_out(swapped, results, group):
         assert not bool(results.of_queries[0].any()), "they are still on their way"
     are_back = all(torch.equal(x, y) for x, y in zip(sum(results, ()), sum(tokens, ()), strict=True))
-    return are_heads, are_back, q is memory.of_queries[0]
+    return Swapped(are_heads, are_back, q is memory.of_queries[0])
 
 
 def test_heads_that_were_swapped_in_come_back_as_tokens(pool: Pool) -> None:
-    assert pool.run(2, swapped_heads) == [(True, True, True)] * 2
+    for swapped in pool.run(2, swap_heads):
+        assert swapped.are_heads
+        assert swapped.are_back
+        assert swapped.in_memory
 
 
 def test_a_rank_alone_swaps_nothing() -> None:

@@ -15,9 +15,9 @@ from attnmesh.mesh_attention.attention import attend_shards
 from attnmesh.mesh_attention.attention_arguments import AttentionArguments
 from attnmesh.mesh_attention.latents import Latents, Projection
 from attnmesh.runtime.counters import count_traffic
-from tests.support.dense import dense
-from tests.support.mesh_problems import call_options, named_mesh
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.dense import dense
+from tests.support.truth.mesh_problems import call_options, named_mesh
 
 HEADS, COLUMNS, VALUES, LATENT_RANK, ROTATED, TOKENS = 6, 5, 3, 7, 2, 11
 
@@ -53,7 +53,7 @@ def test_heads_are_expanded_in_groups(size: int, monkeypatch: pytest.MonkeyPatch
 
 
 @on_each_rank
-def received_elements(shape: Shape) -> int:
+def count_received_elements(shape: Shape) -> int:
     """Return the elements that a rank receives, besides one value per row."""
     mesh, n = named_mesh(shape, AXES), TOKENS
     q, k, v = torch.randn(1, HEADS, n, COLUMNS + ROTATED), *torch.randn(2, 1, HEADS, n, COLUMNS + ROTATED)
@@ -76,4 +76,4 @@ def received_elements(shape: Shape) -> int:
 def test_latents_travel_along_columns_and_queries_along_rows(shape: Shape, pool: Pool) -> None:
     latents = (shape.queries - 1) * TOKENS * (LATENT_RANK + ROTATED)
     queries = (shape.keys - 1) * TOKENS * HEADS * (COLUMNS + ROTATED + VALUES)
-    assert pool.run(4, received_elements, shape) == [latents + queries] * 4
+    assert pool.run(4, count_received_elements, shape) == [latents + queries] * 4

@@ -13,10 +13,10 @@ from attnmesh.comm.merges import MERGES
 from attnmesh.comm.topology import agreed_hosts
 from attnmesh.mesh.axes import Axis
 from attnmesh.runtime.counters import count_traffic
-from tests.support.groups import group_of, world_axis
-from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import rotated
-from tests.support.tolerances import FLOAT32, FLOAT32_SUMS, assert_near, worst
+from tests.support.ranks.groups import group_of, world_axis
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.seeds import rotated
+from tests.support.truth.tolerances import FLOAT32, FLOAT32_SUMS, assert_near, worst
 
 
 def partial_of(rank: int, dtype: torch.dtype) -> am.Partial:
@@ -87,7 +87,7 @@ def test_base_two_is_accepted_by_name(pool: Pool) -> None:
 
 
 @on_each_rank
-def sent_bytes(wire: torch.dtype | None) -> int:
+def count_sent_bytes(wire: torch.dtype | None) -> int:
     with count_traffic() as traffic:
         am.merge_across(partial_of(dist.get_rank(), torch.bfloat16), dist.group.WORLD, how="tree", wire=wire)
     return traffic.bytes
@@ -95,14 +95,14 @@ def sent_bytes(wire: torch.dtype | None) -> int:
 
 def test_out_travels_in_the_given_dtype(pool: Pool) -> None:
     rows, width = 2 * 9 * 3, 8
-    assert pool.run(4, sent_bytes, None) == [2 * (8 + rows * 4 + rows * width * 4)] * 4
-    assert pool.run(4, sent_bytes, torch.bfloat16) == [2 * (8 + rows * 4 + rows * width * 2)] * 4
+    assert pool.run(4, count_sent_bytes, None) == [2 * (8 + rows * 4 + rows * width * 4)] * 4
+    assert pool.run(4, count_sent_bytes, torch.bfloat16) == [2 * (8 + rows * 4 + rows * width * 2)] * 4
     results = [x for x in pool.run(8, merge_among, 6, torch.bfloat16, {"how": "tree", "wire": torch.bfloat16}) if x]
     assert all(torch.equal(x.out, results[0].out) for x in results)
 
 
 @on_each_rank
-def with_nan(how: str) -> Tensor:
+def merge_with_nan(how: str) -> Tensor:
     out, lse = partial_of(dist.get_rank(), torch.float32)
     if dist.get_rank() == 2:
         out, lse = out * torch.nan, lse * torch.nan
@@ -111,7 +111,7 @@ def with_nan(how: str) -> Tensor:
 
 @pytest.mark.parametrize("how", ["auto", *MERGES])
 def test_nan_on_one_rank_is_nan_on_all(pool: Pool, how: str) -> None:
-    for out in pool.run(4, with_nan, how):
+    for out in pool.run(4, merge_with_nan, how):
         assert out[:, :, :-1].isnan().all()
 
 
@@ -131,16 +131,16 @@ def test_a_merge_is_one_node_of_a_graph(pool: Pool) -> None:
 
 
 @on_each_rank
-def own_hosts() -> list[list[int]]:
+def find_own_hosts() -> list[list[int]]:
     return agreed_hosts(world_axis())
 
 
 def test_ranks_of_a_host_know_each_other(pool: Pool) -> None:
-    assert pool.run(3, own_hosts) == [[[0, 1, 2]]] * 3
+    assert pool.run(3, find_own_hosts) == [[[0, 1, 2]]] * 3
 
 
 @on_each_rank
-def without_a_group() -> str:
+def catch_error_without_a_group() -> str:
     try:
         am.merge_across(partial_of(0, torch.float32), None)
     except errors.MeshError as error:
@@ -149,14 +149,15 @@ def without_a_group() -> str:
 
 
 def test_no_group_is_not_taken_for_one_rank_among_several(pool: Pool) -> None:
-    for said in pool.run(2, without_a_group):
+    for said in pool.run(2, catch_error_without_a_group):
         assert "given None in a world of 2 ranks. Fix: pass dist.group.WORLD" in said
 
 
 @on_each_rank
-def _odd_widths(how: str, output: str) -> list[float]:
+def measure_errors_of_odd_widths(how: str, output: str) -> list[float]:
     """On a rank: errors of merges in bfloat16 whose messages are no whole numbers of the dtype of lse."""
-    group, errors_found = dist.group.WORLD, []
+    group = dist.group.WORLD
+    errors_found = []
     for shape, dtype in (((1, 3, 1, 5), torch.float32), ((1, 1, 1, 6), torch.float64), ((1, 3, 1, 1), torch.float64)):
         own = [
             am.Partial(torch.randn(shape, dtype=dtype), torch.randn(shape[:-1], dtype=dtype))
@@ -177,5 +178,5 @@ def _share(heads: int) -> slice:
 @pytest.mark.parametrize("output", ["replicated", "heads"])
 @pytest.mark.parametrize("how", ["tree", "direct", "gather"])
 def test_messages_of_any_number_of_elements_are_merged(how: str, output: str, pool: Pool) -> None:
-    for found in pool.run(3, _odd_widths, how, output):
+    for found in pool.run(3, measure_errors_of_odd_widths, how, output):
         assert worst(found) < 0.05  # bfloat16 has 8 bits, and a few elements are summed

@@ -16,8 +16,8 @@ from attnmesh.mesh_attention import prompt
 from attnmesh.mesh_attention.attention_arguments import AttentionArguments
 from attnmesh.mesh_attention.latents import Latents
 from attnmesh.mesh_attention.prompt import agreed_mesh_and_exchange, attend_prompt
-from tests.support.mesh_problems import MeshProblem, call_options, check, draw, named_mesh, shard_positions
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import MeshProblem, call_options, check, draw, named_mesh, shard_positions
 
 LAYOUTS = (am.Striped(1), am.Striped(4), am.Striped(128), am.Contiguous())
 """Layouts of prompts, with blocks of a size that a user may set."""
@@ -64,7 +64,7 @@ def attended_tokens(problem: MeshProblem, way: str) -> tuple[Tensor, Chosen]:
 
 
 @on_each_rank
-def in_each_way(problems: list[MeshProblem]) -> list[dict[str, tuple[Tensor, Chosen]]]:
+def attend_in_each_way(problems: list[MeshProblem]) -> list[dict[str, tuple[Tensor, Chosen]]]:
     return [{way: attended_tokens(problem, way) for way in ("keys", "queries", "chosen")} for problem in problems]
 
 
@@ -73,7 +73,7 @@ def in_each_way(problems: list[MeshProblem]) -> list[dict[str, tuple[Tensor, Cho
 def test_each_way_gives_dense_attention_and_ranks_choose_alike(ranks: int, seeds: range, pool: Pool) -> None:
     problems = [random_prompt(seed, ranks) for seed in seeds]
     taken = set()
-    for problem, found in zip(problems, zip(*pool.run(ranks, in_each_way, problems), strict=True), strict=True):
+    for problem, found in zip(problems, zip(*pool.run(ranks, attend_in_each_way, problems), strict=True), strict=True):
         for way in found[0]:
             outs, chosen = zip(*(answer[way] for answer in found), strict=True)
             assert len({*chosen}) == 1, problem
@@ -83,7 +83,7 @@ def test_each_way_gives_dense_attention_and_ranks_choose_alike(ranks: int, seeds
 
 
 @on_each_rank
-def ways(heads: tuple[int, int], length: int, exchange: str) -> Chosen:
+def choose_way(heads: tuple[int, int], length: int, exchange: str) -> Chosen:
     """Return the way that a rank takes for a long prompt of so many heads."""
     mesh = RankMesh.of(named_mesh(Shape(1, 1, 4), AXES))
     same: dict[str, Any] = {"layout": (layout := am.Striped(128)), "key_layout": layout}
@@ -106,7 +106,7 @@ def ways(heads: tuple[int, int], length: int, exchange: str) -> Chosen:
 def test_grouped_keys_are_gathered(
     heads: tuple[int, int], length: int, exchange: str, expected: tuple[Shape, tuple[str, ...]], pool: Pool
 ) -> None:
-    first, *others = pool.run(4, ways, heads, length, exchange)
+    first, *others = pool.run(4, choose_way, heads, length, exchange)
     assert first[0] == expected[0]
     assert first[1] in expected[1]
     assert others == [first] * 3

@@ -1,6 +1,7 @@
 """`top_k_across` on any number of ranks is the stable top-k of all keys, with the same bits on every rank."""
 
 import math
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from attnmesh.core.selection import NO_INDEX
 from attnmesh.errors import DtypeError
 from attnmesh.mesh.reduction_tree import reduction_rounds
 from attnmesh.runtime.counters import count_traffic
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import assert_near
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.tolerances import assert_near
 
 ROWS, KEYS = (2, 3), 50
 
@@ -31,12 +32,20 @@ def own(ranks: int) -> Tensor:
     return (owner == dist.get_rank()).nonzero().flatten()
 
 
+class Best(NamedTuple):
+    """The best scores, their keys, and the bytes that a rank receives for them."""
+
+    scores: Tensor
+    keys: Tensor
+    received: int
+
+
 @on_each_rank
-def found(ties: bool, k: int) -> tuple[Tensor, Tensor, int]:
+def find_best_across(ties: bool, k: int) -> Best:
     mine = own(dist.get_world_size())
     with count_traffic() as received:
         scores, indices = am.top_k_across(scores_of_all(ties)[..., mine], mine, k, dist.group.WORLD)
-    return scores, indices, received.bytes
+    return Best(scores, indices, received.bytes)
 
 
 def test_the_lowest_numbers_of_float64_are_scores() -> None:
@@ -52,17 +61,17 @@ def test_the_lowest_numbers_of_float64_are_scores() -> None:
 def test_top_k_across_is_the_stable_top_k_of_all_ranks(pool: Pool, ranks: int, ties: bool, k: int) -> None:
     scores, order = scores_of_all(ties).sort(dim=-1, descending=True, stable=True)
     keys = order.masked_fill(scores == -torch.inf, NO_INDEX)
-    results = pool.run(ranks, found, ties, k)
-    for got_scores, got_keys, _ in results:
-        assert torch.equal(got_scores[..., :KEYS], scores[..., :k])
-        assert torch.equal(got_keys[..., :KEYS], keys[..., :k])
-        assert (got_scores[..., KEYS:] == -torch.inf).all()
-        assert (got_keys[..., KEYS:] == NO_INDEX).all()
-    assert max(received for *_, received in results) == math.ceil(math.log2(ranks)) * math.prod(ROWS) * k * 8
+    results = pool.run(ranks, find_best_across, ties, k)
+    for best in results:
+        assert torch.equal(best.scores[..., :KEYS], scores[..., :k])
+        assert torch.equal(best.keys[..., :KEYS], keys[..., :k])
+        assert (best.scores[..., KEYS:] == -torch.inf).all()
+        assert (best.keys[..., KEYS:] == NO_INDEX).all()
+    assert max(best.received for best in results) == math.ceil(math.log2(ranks)) * math.prod(ROWS) * k * 8
 
 
 @on_each_rank
-def blocks_in_parts(k: int) -> tuple[Tensor, Tensor]:
+def find_blocks_in_parts(k: int) -> tuple[Tensor, Tensor]:
     mine = own(dist.get_world_size())
     return am.top_k_across(scores_of_all(True)[..., mine], (mine // 4).int(), k, dist.group.WORLD, unique=True)
 
@@ -72,7 +81,7 @@ def test_parts_of_blocks_on_several_ranks_give_the_top_blocks(pool: Pool) -> Non
     whole = torch.full((*ROWS, 13), -torch.inf).scatter_reduce(-1, blocks, scores_of_all(True), "amax")
     right = am.top_k_across(whole, torch.arange(13), 5, None)
     for ranks in (2, 4, 6):
-        for got in pool.run(ranks, blocks_in_parts, 5):
+        for got in pool.run(ranks, find_blocks_in_parts, 5):
             assert all(map(torch.equal, got, right))
 
 

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import attnmesh.hf as hf
 from attnmesh import errors
 from tests.mistakes.table import Mistake
-from tests.support.families import prompt
+from tests.support.models.families import prompt
 
 LENGTH = 12
 IDS = prompt(LENGTH)

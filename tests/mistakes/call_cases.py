@@ -13,8 +13,8 @@ import attnmesh as am
 import attnmesh.hf as hf
 from attnmesh import errors
 from tests.mistakes.table import Mistake
-from tests.support import families
-from tests.support.families import prompt
+from tests.support.models import families
+from tests.support.models.families import prompt
 
 IDS = prompt(12, batch=2)
 BATCH = {"input_ids": IDS, "labels": IDS}

@@ -12,8 +12,8 @@ import attnmesh as am
 import attnmesh.hf as hf
 from attnmesh import errors
 from tests.mistakes.table import Mistake
-from tests.support import families
-from tests.support.families import prompt
+from tests.support.models import families
+from tests.support.models.families import prompt
 
 IDS = prompt(12)
 LABELS = IDS.masked_fill((torch.arange(12) >= 3) & (torch.arange(12) < 7), -100)

@@ -14,8 +14,8 @@ import attnmesh.hf as hf
 from tests.mistakes import attention_cases as attention
 from tests.mistakes import batch_cases as batches
 from tests.mistakes import loss_cases as losses
-from tests.support import families
-from tests.support.families import small_llama
+from tests.support.models import families
+from tests.support.models.families import small_llama
 
 Q, K, V = attention.whole()
 TOKENS, LAYOUT = attention.TOKENS, attention.ZIGZAG

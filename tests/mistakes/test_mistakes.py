@@ -5,13 +5,13 @@ import pytest
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.mistakes.mended import MENDED
 from tests.mistakes.table import PAGE, cases_of, files, raised, with_table
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT32_MODEL, worst
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.tolerances import FLOAT32_MODEL, worst
 
 
 @on_each_rank
-def outcomes(file: str, ranks: int) -> list[tuple[str, str]]:
+def make_mistakes(file: str, ranks: int) -> list[tuple[str, str]]:
     """Return what this rank raises for each row of a file that is for so many ranks."""
     mesh = named_mesh(Shape(1, ranks, 1), AXES)
     return [raised(row, mesh) for row in cases_of(file) if row.ranks == ranks]
@@ -21,7 +21,7 @@ def outcomes(file: str, ranks: int) -> list[tuple[str, str]]:
 def test_each_mistake_raises_on_all_ranks_alike(file: str, pool: Pool) -> None:
     for ranks in sorted({row.ranks for row in cases_of(file)}):
         rows = [row for row in cases_of(file) if row.ranks == ranks]
-        answers = pool.run(ranks, outcomes, file, ranks)
+        answers = pool.run(ranks, make_mistakes, file, ranks)
         for row, *given in zip(rows, *answers, strict=True):
             assert len(set(given)) == 1, (row.what, given)
             name, message = given[0]
@@ -31,7 +31,7 @@ def test_each_mistake_raises_on_all_ranks_alike(file: str, pool: Pool) -> None:
 
 
 @on_each_rank
-def differences() -> dict[str, float]:
+def follow_fixes() -> dict[str, float]:
     """Return, by mistake, how far what follows its fix is from one device."""
     mesh = named_mesh(Shape(1, 2, 1), AXES)
     pairs = {what: act(mesh) for what, act in MENDED.items()}
@@ -40,7 +40,7 @@ def differences() -> dict[str, float]:
 
 def test_what_follows_a_fix_is_exact(pool: Pool) -> None:
     assert MENDED.keys() <= {row.what for file in files() for row in cases_of(file)}
-    for by_mistake in pool.run(2, differences):
+    for by_mistake in pool.run(2, follow_fixes):
         assert worst(by_mistake.values()) <= FLOAT32_MODEL, by_mistake
 
 

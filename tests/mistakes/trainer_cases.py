@@ -12,9 +12,9 @@ from transformers import Trainer, TrainingArguments
 import attnmesh.hf as hf
 from attnmesh import Zigzag, errors
 from tests.mistakes.table import Mistake
-from tests.support import families
-from tests.support.families import prompt
-from tests.support.trainers import collate, examples, launched, settings, tokenizer
+from tests.support.models import families
+from tests.support.models.families import prompt
+from tests.support.training.trainers import collate, examples, launched, settings, tokenizer
 
 IDS = prompt(12, batch=2)
 

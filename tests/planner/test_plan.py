@@ -19,8 +19,8 @@ from attnmesh.mesh.shapes import Shape, elements
 from attnmesh.planner.plan import all_candidates
 from attnmesh.planner.workload import Workload
 from attnmesh.planner.workload_cost import cost
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT32_SUMS, worst
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.tolerances import FLOAT32_SUMS, worst
 
 pytestmark = pytest.mark.quick
 
@@ -128,12 +128,12 @@ def test_on_slow_links_the_fastest_placement_sends_little_between_hosts() -> Non
 
 
 def test_a_plan_makes_its_mesh(pool: Pool) -> None:
-    for right in pool.run(4, meshes_of_plans):
+    for right in pool.run(4, attend_on_meshes_of_plans):
         assert right == dict.fromkeys(right, True)
 
 
 @on_each_rank
-def meshes_of_plans() -> dict[str, bool]:
+def attend_on_meshes_of_plans() -> dict[str, bool]:
     """Run attention on the mesh of a plan, with its exchange and with "auto"; all ranks share one host."""
     work = Workload(4, 2, 16, 64, dtype="float32")
     best = am.plan(work, am.Cluster.preset("local"))[0]
@@ -153,7 +153,7 @@ def meshes_of_plans() -> dict[str, bool]:
 
 
 @on_each_rank
-def error_with_few_tokens(length: int) -> float:
+def measure_error_with_few_tokens(length: int) -> float:
     """Return the error of attention where some ranks hold no tokens."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("queries", "keys"))
     torch.manual_seed(0)
@@ -165,7 +165,7 @@ def error_with_few_tokens(length: int) -> float:
 
 @pytest.mark.parametrize("length", [1, 2, 3, 5])
 def test_auto_is_the_same_exchange_on_ranks_without_tokens(pool: Pool, length: int) -> None:
-    assert worst(pool.run(4, error_with_few_tokens, length)) < 1e-4  # a sum of all errors
+    assert worst(pool.run(4, measure_error_with_few_tokens, length)) < 1e-4  # a sum of all errors
 
 
 DEVICE, LINK = Device(1e12, 1e12, 1e12, 1e9), Link(1e-6, 1e9, 1e9)

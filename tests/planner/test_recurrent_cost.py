@@ -43,7 +43,8 @@ def sent_messages(ranks: int) -> list[int]:
     totals, prefixes = [[rank] for rank in range(ranks)], [list[int]() for _ in range(ranks)]
     sent, step = [0] * ranks, 1
     while step < ranks:
-        before, last = [list(total) for total in totals], 2 * step >= ranks
+        before = [list(total) for total in totals]
+        last = 2 * step >= ranks
         for rank in range(ranks):
             peer = rank ^ step
             if peer >= ranks or (last and peer > rank):

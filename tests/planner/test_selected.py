@@ -14,9 +14,9 @@ from attnmesh.mesh.shapes import Shape
 from attnmesh.planner.serving import serving_plans
 from attnmesh.planner.workload_cost import cost, index_cost
 from attnmesh.runtime.counters import count_traffic
-from tests.support.families import prompt
+from tests.support.models.families import prompt
 from tests.support.models.tiny_models import Case, build
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.pool import Pool, on_each_rank
 
 pytestmark = pytest.mark.quick
 
@@ -93,7 +93,7 @@ def test_layers_without_an_indexer_have_no_index_keys() -> None:
 
 
 @on_each_rank
-def sent_by_a_step() -> tuple[int, int]:
+def count_bytes_sent_by_a_step() -> tuple[int, int]:
     """Return the bytes that this rank sends for candidates, and for partials."""
     mesh = am.init_mesh("cpu", (1, 1, 2))
     sizes = {"batch": 1, "kv_heads": 1, "capacity": 64, "dtype": torch.float32}
@@ -116,7 +116,7 @@ def test_a_step_sends_the_bytes_that_are_predicted(pool: Pool) -> None:
     candidate = CandidateMesh(Shape(1, 1, 2), Shape(1, 1, 2), am.Zigzag(), "tree")
     cluster = am.Cluster.preset("local")
     selection, whole = index_cost(candidate, work, cluster), cost(candidate, work, cluster)
-    for candidates, partials in pool.run(2, sent_by_a_step):
+    for candidates, partials in pool.run(2, count_bytes_sent_by_a_step):
         assert selection.inside == 2 * candidates
         assert whole.inside - selection.inside == pytest.approx(2 * partials, rel=0.05)
 

@@ -14,10 +14,10 @@ from attnmesh.errors import ClusterError, KernelError, ShapeError
 from attnmesh.hf.model_size import model_size, other_layer_counts
 from attnmesh.planner.decode_cost import Experts
 from attnmesh.planner.serving import ModelSizes, ServingPlan, choose_plan, over_hosts, serving_plans, why_not_shared
-from tests.support import families
-from tests.support.families import prompt
+from tests.support.models import families
+from tests.support.models.families import prompt
 from tests.support.models.tiny_models import Case, build
-from tests.support.planned import LAYERS, LLAMA_70B, cpus, model_of_cpus
+from tests.support.planning.planned import LAYERS, LLAMA_70B, cpus, model_of_cpus
 
 
 def ways(length: int = 1_000_000, hosts: int = 2) -> dict[tuple[int, bool], ServingPlan]:

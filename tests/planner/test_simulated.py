@@ -26,9 +26,9 @@ from attnmesh.mesh.schedule import EXCHANGE_MODES, GatherStep, Problem, schedule
 from attnmesh.mesh.shapes import Shape, rank_grid
 from attnmesh.planner.workload import Workload
 from attnmesh.planner.workload_cost import cost
-from tests.support.seeds import some
+from tests.support.truth.seeds import some
 
-SCRIPT = Path(__file__).parents[1] / "support" / "simulated.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "planning" / "simulated.py"
 
 PYTHON = "/usr/bin/python3"
 """SimGrid is a system package, not one of the virtual environment."""
@@ -75,7 +75,8 @@ def along(
     candidate: CandidateMesh, keys: bool, steps: dict[tuple[int, int], GatherStep], size: float, *, back: bool
 ) -> list[Message]:
     """Return the messages of one exchange of keys or queries, from the schedules of all ranks."""
-    ranks, found = rank_grid(candidate.shape, candidate.tile), []
+    ranks = rank_grid(candidate.shape, candidate.tile)
+    found = []
     for h in range(candidate.shape.heads):
         for (r, c), step in steps.items():
             # Results return to their owners, not to the ranks that passed the tokens on.

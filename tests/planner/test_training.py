@@ -24,10 +24,10 @@ from trl import SFTTrainer
 import attnmesh as am
 from attnmesh.hf.model_size import training_size
 from attnmesh.planner.training import LOSSES, TrainerOptions, TrainingSizes, training_plans
-from tests.support.pool import Pool, on_each_rank
-from tests.support.scripts import run_script
-from tests.support.seeds import some
-from tests.support.trainers import fsdp_on_cpus, launched
+from tests.support.process.scripts import run_script
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.training.trainers import fsdp_on_cpus, launched
+from tests.support.truth.seeds import some
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "finetune.py"
 
@@ -47,12 +47,14 @@ def memory_tracker(*parts: Any) -> Iterator[MemTracker]:
 
 
 @on_each_rank
-def peak_bytes(words: list[str], sizes: dict[str, Any], loss: str) -> int:
+def measure_peak_bytes(words: list[str], sizes: dict[str, Any], loss: str) -> int:
     """On a rank: run the script with a model of these sizes, and return the most bytes alive in its second step.
 
     The first step makes the moments of AdamW. The script writes nothing.
     """
-    config, training_step, trackers = AutoConfig.from_pretrained, Trainer.training_step, []
+    config = AutoConfig.from_pretrained
+    training_step = Trainer.training_step
+    trackers = []
 
     def config_with_sizes(*args: Any, **more: Any) -> Any:
         return config(*args, **more | sizes)
@@ -113,7 +115,7 @@ def test_memory_is_an_upper_bound_of_what_a_step_takes(
     data = tmp_path / "documents.jsonl"
     data.write_text("".join(json.dumps({"text": chr(97 + number) * 3000}) + "\n" for number in range(20)))
     words = f"--data {data} --folder {tmp_path} --context {context} --packs {ranks // context} --length {length} {more}"
-    measured = pool.run(ranks, peak_bytes, f"{words} --bf16 --steps 2 --save-every 9".split(), sizes, loss)
+    measured = pool.run(ranks, measure_peak_bytes, f"{words} --bf16 --steps 2 --save-every 9".split(), sizes, loss)
     model = training_size(script_config(**sizes), 8 if "--lora" in more else 0, length=length, phase="training")
     ways = training_plans(model, am.Cluster.preset("local", 1, ranks), TrainerOptions(loss, ddp="--fsdp" not in more))
     (one,) = (way for way in ways if way.context == context)

@@ -13,7 +13,7 @@ from attnmesh.errors import ClusterError
 from attnmesh.hf.model_size import model_size
 from attnmesh.mesh.shapes import Shape
 from attnmesh.planner.serving import serving_plans
-from tests.support import families
+from tests.support.models import families
 
 EQUAL = am.Cluster.preset("local", ranks=2)
 UNEQUAL = replace(EQUAL, rates=(4e9, 1e9), memories=(8e9, 8e9))

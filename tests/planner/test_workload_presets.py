@@ -11,7 +11,7 @@ from attnmesh import errors
 from attnmesh.planner.workload_presets import WORKLOADS, workload_preset
 from attnmesh_command import app
 from attnmesh_command.messages import OptionError
-from tests.support.command import run_plan
+from tests.support.process.command import run_plan
 
 TOKENS = {
     "wan-14b-720p": 21 * 45 * 80,

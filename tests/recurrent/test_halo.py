@@ -10,8 +10,8 @@ from torch import Tensor
 import attnmesh as am
 from attnmesh.mesh.axes import Axis
 from attnmesh.recurrent.halo import halo_of_parts
-from tests.support.groups import group_of
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.groups import group_of
+from tests.support.ranks.pool import Pool, on_each_rank
 
 CASES = ([4, 2, 4], [0, 0, 3, 1, 0, 2], [5], [1] * 7, [3, 0, 0, 0, 9], [0, 0])
 
@@ -24,7 +24,7 @@ def sequence(length: int, size: int) -> tuple[Tensor, Tensor]:
 
 
 @on_each_rank
-def halo_on_ranks(lengths: list[int], size: int) -> tuple[Tensor, Tensor] | None:
+def take_halo(lengths: list[int], size: int) -> tuple[Tensor, Tensor] | None:
     group, rank = group_of(len(lengths)), dist.get_rank()
     if group is None:
         return None
@@ -41,7 +41,7 @@ def halo_on_ranks(lengths: list[int], size: int) -> tuple[Tensor, Tensor] | None
 def test_a_halo_is_what_comes_before_the_shard(pool: Pool, lengths: list[int], size: int) -> None:
     padded, weights = sequence(sum(lengths), size)
     grads = torch.zeros_like(padded)
-    results = [x for x in pool.run(8, halo_on_ranks, lengths, size) if x is not None]
+    results = [x for x in pool.run(8, take_halo, lengths, size) if x is not None]
     for rank, (found, _) in enumerate(results):
         start = sum(lengths[:rank])
         assert torch.equal(found, padded[:, start : start + size])
@@ -50,7 +50,7 @@ def test_a_halo_is_what_comes_before_the_shard(pool: Pool, lengths: list[int], s
 
 
 @on_each_rank
-def halos_of_zigzag(length: int, size: int, dim: int) -> Tensor:
+def take_halos_of_zigzag(length: int, size: int, dim: int) -> Tensor:
     """The difference from the tokens before each of this rank's two parts."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     edges = [part * length // (2 * ranks) for part in range(2 * ranks + 1)]
@@ -67,12 +67,12 @@ def halos_of_zigzag(length: int, size: int, dim: int) -> Tensor:
 @pytest.mark.parametrize(("length", "size", "dim"), [(16, 3, 1), (61, 3, 2), (5, 4, 1), (0, 3, 1)])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_both_parts_of_a_zigzag_shard_get_a_halo(pool: Pool, ranks: int, length: int, size: int, dim: int) -> None:
-    for difference in pool.run(ranks, halos_of_zigzag, length, size, dim):
+    for difference in pool.run(ranks, take_halos_of_zigzag, length, size, dim):
         assert not difference.any()
 
 
 @on_each_rank
-def second_order() -> Tensor:
+def differentiate_twice() -> Tensor:
     own = torch.arange(3.0, dtype=torch.float64)[None].requires_grad_()
     result = am.halo(own, 2, dist.group.WORLD)
     (grad,) = torch.autograd.grad((result**3).sum(), own, create_graph=True)
@@ -81,5 +81,5 @@ def second_order() -> Tensor:
 
 def test_gradients_have_gradients(pool: Pool) -> None:
     zero, sent = torch.zeros(1, 3, dtype=torch.float64), torch.tensor([[0.0, 6.0, 12.0]], dtype=torch.float64)
-    for found, right in zip(pool.run(3, second_order), (sent, sent, zero), strict=True):
+    for found, right in zip(pool.run(3, differentiate_twice), (sent, sent, zero), strict=True):
         torch.testing.assert_close(found, right)

@@ -12,8 +12,8 @@ import attnmesh as am
 from attnmesh.mesh.axes import Axis
 from attnmesh.recurrent.scan import scan
 from attnmesh.runtime.counters import count_traffic
-from tests.support.groups import group_of
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.groups import group_of
+from tests.support.ranks.pool import Pool, on_each_rank
 
 FORMS = ("scalar", "diagonal", "matrix")
 
@@ -50,7 +50,7 @@ def loss(result: am.AffineMap, seed: int) -> Tensor:
 
 
 @on_each_rank
-def prefixes_and_gradients(
+def scan_with_gradients(
     ranks: int, problems: list[tuple[int, str, tuple[int, ...], bool]]
 ) -> list[list[Tensor]] | None:
     """Prefix and gradients of each problem on this rank."""
@@ -77,7 +77,7 @@ def expected(ranks: int, seed: int, form: str, state: tuple[int, ...], reverse: 
 
 
 def check(pool: Pool, ranks: int, problems: list[tuple[int, str, tuple[int, ...], bool]]) -> None:
-    results = [x for x in pool.run(8, prefixes_and_gradients, ranks, problems) if x is not None]
+    results = [x for x in pool.run(8, scan_with_gradients, ranks, problems) if x is not None]
     assert len(results) == ranks
     for index, problem in enumerate(problems):
         for rank, tensors in enumerate(expected(ranks, *problem)):
@@ -110,7 +110,7 @@ def test_composition_is_associative(form: str) -> None:
 
 
 @on_each_rank
-def stepped(form: str) -> tuple[float, float]:
+def step_along_a_direction(form: str) -> tuple[float, float]:
     """Difference of the loss of all ranks along a random direction, and what the gradients say."""
     own, rank = element(dist.get_rank(), form, (1, 2, 3, 2)), dist.get_rank()
     direction = element(50 + rank, form, (1, 2, 3, 2))
@@ -128,12 +128,12 @@ def stepped(form: str) -> tuple[float, float]:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_gradients_are_those_of_differences(pool: Pool, form: str) -> None:
-    for measured, said in pool.run(3, stepped, form):
+    for measured, said in pool.run(3, step_along_a_direction, form):
         assert measured == pytest.approx(said, rel=1e-6)  # central differences of 1e-5 in float64
 
 
 @on_each_rank
-def dropping(resets: list[int]) -> tuple[Tensor, Tensor]:
+def scan_with_resets(resets: list[int]) -> tuple[Tensor, Tensor]:
     """Return the state before this rank of eight, and the gradient of its bias.
 
     The bias of the first rank is NaN, and the gradient of the last one's state.
@@ -150,19 +150,21 @@ def test_nothing_is_computed_from_a_state_that_is_dropped(first: int, pool: Pool
     second = (first + 5) % 8
     resets = [int(rank in (0, first, second)) for rank in range(8)]
     elements = [element(rank, "matrix", (1, 2, 3, 2)) for rank in range(8)]
-    zero, states = torch.zeros(1, 2, 3, 2, dtype=torch.float64), []
+    zero = torch.zeros(1, 2, 3, 2, dtype=torch.float64)
+    states = []
     for rank in range(8):
         state = elements[rank - 1](states[-1]) if rank else zero
         states.append(elements[rank - 1].bias if rank and resets[rank - 1] else state)
     grads = torch.autograd.grad(torch.stack(states).sum(), [each.bias for each in elements], materialize_grads=True)
-    for rank, (state, grad) in enumerate(pool.run(8, dropping, resets)):
-        from_first, to_last = 0 < rank <= min(first, second or 8), max(r for r in range(7) if resets[r]) <= rank < 7
+    for rank, (state, grad) in enumerate(pool.run(8, scan_with_resets, resets)):
+        from_first = 0 < rank <= min(first, second or 8)
+        to_last = max(r for r in range(7) if resets[r]) <= rank < 7
         torch.testing.assert_close(state, states[rank] * (math.nan if from_first else 1), equal_nan=True)
         torch.testing.assert_close(grad, grads[rank] * (math.nan if to_last else 1), equal_nan=True)
 
 
 @on_each_rank
-def second_order(form: str) -> list[Tensor]:
+def differentiate_twice(form: str) -> list[Tensor]:
     own, rank = element(dist.get_rank(), form, (1, 2, 2, 2)), dist.get_rank()
     grads = torch.autograd.grad(loss(am.scan_across(*own, dist.group.WORLD), rank), tuple(own), create_graph=True)
     return list(torch.autograd.grad(sum((x * x).sum() for x in grads), tuple(own)))
@@ -176,13 +178,13 @@ def test_gradients_have_gradients(pool: Pool, form: str) -> None:
     kept = {"allow_unused": True, "materialize_grads": True}
     grads = torch.autograd.grad(total, inputs, create_graph=True, **kept)
     expected = torch.autograd.grad(torch.stack([(x * x).sum() for x in grads]).sum(), inputs, **kept)
-    for rank, found in enumerate(pool.run(3, second_order, form)):
+    for rank, found in enumerate(pool.run(3, differentiate_twice, form)):
         for got, right in zip(found, expected[2 * rank : 2 * rank + 2], strict=True):
             torch.testing.assert_close(got, right)
 
 
 @on_each_rank
-def received(ranks: int, form: str) -> tuple[int, int] | None:
+def count_received_bytes(ranks: int, form: str) -> tuple[int, int] | None:
     """Bytes received in the forward and in the backward pass."""
     group = group_of(ranks)
     if group is None:
@@ -198,7 +200,7 @@ def received(ranks: int, form: str) -> tuple[int, int] | None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7, 8])
 def test_a_round_receives_one_map_at_most(pool: Pool, ranks: int, form: str) -> None:
-    sizes = [x for x in pool.run(8, received, ranks, form) if x is not None]
+    sizes = [x for x in pool.run(8, count_received_bytes, ranks, form) if x is not None]
     linear, rounds = math.prod(linear_shape(form, (2, 3, 4, 5))), math.ceil(math.log2(ranks))
     extra = {"scalar": 6, "diagonal": 24, "matrix": 96}[form]  # the gradient of the linear part is scanned too
     rounds -= ranks == 3  # rank 1 receives in the first round alone, and rank 2 in the second

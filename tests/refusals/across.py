@@ -17,7 +17,7 @@ from attnmesh.errors import (
     ShapeError,
 )
 from tests.refusals.refusal import HEADS, INTS, LEARNED, WIDTH, Place, T, Table
-from tests.support.problems import numbers
+from tests.support.truth.problems import numbers
 
 
 def merge_across(at: Place, **changes: Any) -> None:

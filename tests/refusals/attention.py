@@ -18,7 +18,7 @@ from attnmesh.errors import (
 )
 from attnmesh.mesh.shapes import AXES
 from tests.refusals.refusal import HEADS, INTS, LEARNED, NO_VALUES, Q_HEADS, WIDTH, Place, T, Table
-from tests.support.problems import numbers
+from tests.support.truth.problems import numbers
 
 DOUBLES = {name: T(1, HEADS, 4, WIDTH, dtype=torch.float64) for name in "qkv"}
 NOWHERE = {name: T(1, n, 4, WIDTH, device="meta") for name, n in zip("qkv", (Q_HEADS, HEADS, HEADS), strict=True)}

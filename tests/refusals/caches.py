@@ -20,7 +20,7 @@ from attnmesh.errors import (
     StoreError,
 )
 from tests.refusals.refusal import HEADS, LEARNED, Q_HEADS, TOKENS, WIDTH, Place, T, Table, filled, new_cache, unchanged
-from tests.support.problems import numbers
+from tests.support.truth.problems import numbers
 
 
 def append(at: Place, **changes: Any) -> None:

@@ -7,7 +7,7 @@ import torch
 import attnmesh as am
 from attnmesh.errors import ArgumentError, DeviceError, DtypeError, KernelError, MaskError, MeshError, ShapeError
 from tests.refusals.refusal import NO_VALUES, Q_HEADS, WIDTH, Place, T, Table, filled, unchanged
-from tests.support.problems import numbers
+from tests.support.truth.problems import numbers
 
 
 def tokens(indices: Any, block: int = 1) -> am.Selection:

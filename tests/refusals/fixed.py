@@ -142,6 +142,12 @@ def nested() -> tuple[Tensor, Tensor]:
     return k, v
 
 
+def first_gradient(run: Callable[[Tensor], Tensor]) -> Tensor:
+    q = Q.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(run(q).sum(), q)
+    return gradient
+
+
 def second_gradient(run: Callable[[Tensor], Tensor]) -> Tensor:
     q = Q.double().requires_grad_()
     (first,) = torch.autograd.grad(run(q).square().sum(), q, create_graph=True)
@@ -271,8 +277,8 @@ ATTENTION = [
     by_fix(
         lambda: torch.func.grad(lambda q: attend(q=q).sum())(Q),
         "use torch.autograd.grad or backward",
-        lambda: torch.autograd.grad(attend(q=(q := Q.clone().requires_grad_())).sum(), q)[0],
-        lambda: torch.autograd.grad(by_hand(q := Q.clone().requires_grad_()).sum(), q)[0],
+        lambda: first_gradient(lambda q: attend(q=q)),
+        lambda: first_gradient(by_hand),
     ),
 ]
 

@@ -9,9 +9,9 @@ from torch.nn.functional import cross_entropy, pad
 
 import attnmesh.hf as hf
 from tests.refusals.refusal import Refusal, by_fix
-from tests.support import families
-from tests.support.families import small_llama
-from tests.support.tolerances import FLOAT32_MODEL
+from tests.support.models import families
+from tests.support.models.families import small_llama
+from tests.support.truth.tolerances import FLOAT32_MODEL
 
 IDS = families.prompt(10)
 like_stock = partial(by_fix, tolerance=FLOAT32_MODEL)

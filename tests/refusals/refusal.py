@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import attnmesh as am
 from attnmesh.errors import InputError
-from tests.support.problems import numbers
-from tests.support.tolerances import FLOAT32_SUMS
+from tests.support.truth.problems import numbers
+from tests.support.truth.tolerances import FLOAT32_SUMS
 
 T = torch.zeros
 Q_HEADS, HEADS, WIDTH, TOKENS = 12, 6, 4, 10

@@ -11,7 +11,7 @@ from attnmesh import errors, hf
 from tests.refusals import fixed, fixed_models, in_one_process
 from tests.refusals.in_one_process import attend, attention, heads
 from tests.refusals.refusal import Refusal, T
-from tests.support import families
+from tests.support.models import families
 
 pytestmark = pytest.mark.quick
 

@@ -21,10 +21,10 @@ from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.refusals import across, attention, caches, decoding, models, setup, trainers, windows
 from tests.refusals.refusal import HEADS, Q_HEADS, SIZES, WIDTH, Place, Refusal, new_cache, refusals
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.problems import numbers
-from tests.support.tolerances import FLOAT32_SUMS
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.problems import numbers
+from tests.support.truth.tolerances import FLOAT32_SUMS
 
 ROOMS = (attention, caches, decoding, windows, across, setup)
 TWO = (Shape(1, 1, 2), Shape(1, 2, 1), Shape(2, 1, 1))
@@ -80,7 +80,7 @@ CASES = [Case(run, number) for run in RUNS for number in range(len(RUNS[run].row
 
 
 @on_each_rank
-def answer_of_call(case: Case, folder: Path) -> tuple[str, str]:
+def call_and_go_on(case: Case, folder: Path) -> tuple[str, str]:
     """On a rank: what was raised. Attention and decoding go on as if nothing had been."""
     at = Place(named_mesh(case.shape, AXES), folder)
     raised = ("nothing", "")
@@ -106,7 +106,7 @@ def assert_goes_on(at: Place) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_all_ranks_raise_alike_and_go_on(pool: Pool, tmp_path: Path, case: Case) -> None:
-    raised, *others = pool.run(case.shape.ranks, answer_of_call, case, tmp_path)
+    raised, *others = pool.run(case.shape.ranks, call_and_go_on, case, tmp_path)
     assert others == [raised] * len(others)
     name, said = raised
     assert name == case.row.error.__name__, said
@@ -115,7 +115,7 @@ def test_all_ranks_raise_alike_and_go_on(pool: Pool, tmp_path: Path, case: Case)
 
 
 @on_each_rank
-def answer_where_one_refuses() -> str:
+def call_where_one_refuses() -> str:
     """While the others make a cache whose tokens lie along two axes: they make a group of both, if they are to."""
     mesh = named_mesh(Shape(2, 2, 2), AXES)
     try:
@@ -128,7 +128,7 @@ def answer_where_one_refuses() -> str:
 
 
 def test_nobody_makes_groups_that_one_refuses(pool: Pool) -> None:
-    answers = pool.run(8, answer_where_one_refuses)
+    answers = pool.run(8, call_where_one_refuses)
     assert answers == ["forward: expected this, given that. Fix: pass this."] * 8
 
 

@@ -21,7 +21,7 @@ import attnmesh.diffusers
 import attnmesh.serve
 from attnmesh import errors, hf
 from attnmesh_command import app
-from tests.support import families
+from tests.support.models import families
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(file for room in ("attnmesh", "attnmesh_command") for file in (ROOT / "src" / room).rglob("*.py"))

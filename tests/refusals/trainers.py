@@ -12,8 +12,8 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 import attnmesh.hf as hf
 from attnmesh.errors import ArgumentError, KernelError, MaskError, MeshError
 from tests.refusals.refusal import Place, Table
-from tests.support import families
-from tests.support.trainers import FSDP, collate, examples, fsdp_on_cpus, launched, settings
+from tests.support.models import families
+from tests.support.training.trainers import FSDP, collate, examples, fsdp_on_cpus, launched, settings
 
 Batch = dict[str, Tensor]
 

@@ -7,7 +7,7 @@ import torch
 import attnmesh as am
 from attnmesh.errors import KernelError, MaskError, MeshError, ShapeError
 from tests.refusals.refusal import HEADS, Q_HEADS, WIDTH, Place, T, Table, new_cache, unchanged
-from tests.support.problems import numbers
+from tests.support.truth.problems import numbers
 
 WINDOW = am.Window(20)
 

@@ -7,7 +7,7 @@ from torch.profiler import profile
 import attnmesh as am
 from attnmesh.kernels.native.build import library
 from attnmesh.runtime.ranges import ATTENTION, EXCHANGE, MERGE
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.pool import Pool, on_each_rank
 
 
 def ranges(found: profile) -> dict[str, int]:
@@ -16,7 +16,7 @@ def ranges(found: profile) -> dict[str, int]:
 
 
 @on_each_rank
-def training(exchange: str) -> dict[str, int]:
+def record_ranges_of_training(exchange: str) -> dict[str, int]:
     """The ranges of a step with its backward pass on this rank."""
     mesh, layout = am.init_mesh("cpu", (1, 2, 1)), am.Contiguous()
     q, k, v = (am.shard(x, mesh, layout=layout).requires_grad_() for x in torch.randn(3, 1, 2, 64, 8).unbind())
@@ -26,7 +26,7 @@ def training(exchange: str) -> dict[str, int]:
 
 
 @on_each_rank
-def decoding(merge: str) -> dict[str, int]:
+def record_ranges_of_decoding(merge: str) -> dict[str, int]:
     """The ranges of a steady step on this rank."""
     mesh = am.init_mesh("cpu", (1, 1, 2))
     cache = am.KVCache(mesh, batch=1, kv_heads=2, head_dim=8, capacity=64, dtype=torch.float32)
@@ -41,10 +41,10 @@ def decoding(merge: str) -> dict[str, int]:
 
 
 def test_a_training_step_has_its_steps_and_what_they_wait_for(pool: Pool) -> None:
-    for found in pool.run(2, training, "bulk"):
+    for found in pool.run(2, record_ranges_of_training, "bulk"):
         assert found[ATTENTION] == 2  # forward and backward
         assert found[EXCHANGE] >= 4  # keys of both passes and their gradients, begun and awaited
-    for found in pool.run(2, training, "ring"):
+    for found in pool.run(2, record_ranges_of_training, "ring"):
         assert found[ATTENTION] == 4
         assert found[MERGE] >= 1
 
@@ -53,4 +53,4 @@ def test_a_training_step_has_its_steps_and_what_they_wait_for(pool: Pool) -> Non
 def test_a_decode_step_has_one_attention_and_one_merge(merge: str, pool: Pool) -> None:
     if merge == "tree" and library().attend is None:
         pytest.skip("there is no C++ compiler")
-    assert pool.run(2, decoding, merge) == [{ATTENTION: 1, MERGE: 1}] * 2
+    assert pool.run(2, record_ranges_of_decoding, merge) == [{ATTENTION: 1, MERGE: 1}] * 2

@@ -12,7 +12,8 @@ class Group:
 
 
 def test_a_cached_function_is_called_once_until_its_world_is_closed() -> None:
-    world, calls = World(), []
+    world = World()
+    calls = []
 
     @world.cached()
     def doubled(number: int) -> int:
@@ -27,7 +28,8 @@ def test_a_cached_function_is_called_once_until_its_world_is_closed() -> None:
 
 
 def test_a_full_cache_forgets_what_was_used_least_recently() -> None:
-    world, calls = World(), []
+    world = World()
+    calls = []
 
     @world.cached(2)
     def found(number: int) -> int:
@@ -79,7 +81,8 @@ def test_each_process_has_a_random_number_of_its_own() -> None:
 
 
 def test_what_a_code_stands_for_is_made_once() -> None:
-    world, calls = World(), []
+    world = World()
+    calls = []
 
     @world.cached()
     def make(names: str, numbers: tuple[int, ...]) -> tuple[str, int]:
@@ -98,7 +101,8 @@ class TracedSize(int):
 
 
 def test_sizes_that_a_compiler_traces_are_not_kept() -> None:
-    world, calls = World(), []
+    world = World()
+    calls = []
 
     @world.cached()
     def make(names: str, numbers: tuple[int, ...]) -> int:

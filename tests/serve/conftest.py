@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from tests.support import fake_engine
-from tests.support.fake_engine import HERMES, ThreadWorld, byte_tokenizer
-from tests.support.served import Served, served
+from tests.support.serving import fake_engine
+from tests.support.serving.fake_engine import HERMES, ThreadWorld, byte_tokenizer
+from tests.support.serving.served import Served, served
 
 
 @pytest.fixture(scope="module")

@@ -25,9 +25,9 @@ from attnmesh.hf.serving.engine_request import EngineRequest
 from attnmesh.hf.serving.grammar_masks import Grammar, GrammarTokens
 from attnmesh.serve.rank_requests import serve_rank_0
 from attnmesh.serve.tool_grammars import literal
-from tests.support import families
-from tests.support.fake_engine import HERMES, ThreadWorld, byte_tokenizer
-from tests.support.served import NAME, Served, served
+from tests.support.models import families
+from tests.support.serving.fake_engine import HERMES, ThreadWorld, byte_tokenizer
+from tests.support.serving.served import NAME, Served, served
 
 DIALOGUES = 30
 SIZES = {"num_hidden_layers": 1, "max_position_embeddings": 4096}

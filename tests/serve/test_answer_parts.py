@@ -11,8 +11,8 @@ from attnmesh.serve.chat import encode_chat
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.request_fields import CHAT, read_fields
 from attnmesh.serve.tool_formats import FORMATS, ContentText, ReasoningText, ToolCall
-from tests.support.fake_engine import ThreadWorld, byte_tokenizer
-from tests.support.served import NAME, Served, chat, served
+from tests.support.serving.fake_engine import ThreadWorld, byte_tokenizer
+from tests.support.serving.served import NAME, Served, chat, served
 
 THINKS = (
     "{% for m in messages %}<|{{ m.role }}|>"

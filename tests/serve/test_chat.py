@@ -10,7 +10,7 @@ import transformers
 
 from attnmesh.serve.chat import encode_chat
 from attnmesh.serve.refused import Refused
-from tests.support.fake_engine import byte_tokenizer
+from tests.support.serving.fake_engine import byte_tokenizer
 
 MODELS = Path(transformers.__file__).parent / "models"
 SHIPPED = {

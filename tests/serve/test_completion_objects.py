@@ -7,7 +7,7 @@ import pytest
 from attnmesh.serve.completion_objects import CompletionObjects, encode_json
 from attnmesh.serve.spelling import Spelling
 from attnmesh.serve.text import Piece, SentToken, Text
-from tests.support.fake_engine import byte_tokenizer, sentencepiece_tokenizer
+from tests.support.serving.fake_engine import byte_tokenizer, sentencepiece_tokenizer
 
 
 @pytest.mark.parametrize("is_chat", [True, False])

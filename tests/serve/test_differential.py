@@ -26,9 +26,9 @@ from attnmesh.cli.serve_command import LocalRanks
 from attnmesh.cli.serve_worker import ServeSettings
 from attnmesh.hf.load import open_generation_config
 from attnmesh.serve.model_defaults import read_model_defaults, tokens_that_end
-from tests.support import families
-from tests.support.fake_engine import byte_tokenizer, sentencepiece_tokenizer
-from tests.support.served import NAME, Served, served
+from tests.support.models import families
+from tests.support.serving.fake_engine import byte_tokenizer, sentencepiece_tokenizer
+from tests.support.serving.served import NAME, Served, served
 
 KINDS = {"pieces": sentencepiece_tokenizer, "bytes": byte_tokenizer}
 
@@ -342,7 +342,8 @@ def compare_all(
         ]
     with ThreadPoolExecutor(6) as pool:
         answers = list(pool.map(lambda given: ask(one, *given), asked))
-    unlike, valid = [], 0
+    unlike = []
+    valid = 0
     for (text, chat, fields), choices in zip(asked, answers, strict=True):
         for index, found in enumerate(choices):
             wanted = reference.answer(text, chat, fields, fields["seed"] + index)

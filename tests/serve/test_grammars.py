@@ -21,10 +21,10 @@ from attnmesh.serve.refused import Refused
 from attnmesh.serve.request_fields import CHAT, read_fields
 from attnmesh.serve.tool_formats import FORMATS
 from attnmesh.serve.tool_grammars import Rules
-from tests.support import families
-from tests.support.fake_engine import HERMES, ThreadWorld, byte_tokenizer
-from tests.support.grammars import BYTES, NO_LINES, WEATHER, grammar_of, grammars_of, ids_of, is_valid, tool
-from tests.support.served import NAME, Served, chat, served
+from tests.support.models import families
+from tests.support.serving.fake_engine import HERMES, ThreadWorld, byte_tokenizer
+from tests.support.serving.grammars import BYTES, NO_LINES, WEATHER, grammar_of, grammars_of, ids_of, is_valid, tool
+from tests.support.serving.served import NAME, Served, chat, served
 
 
 def json_schema(schema: Any) -> dict[str, Any]:

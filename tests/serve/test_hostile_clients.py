@@ -15,8 +15,8 @@ import pytest
 from attnmesh.serve import body, server
 from attnmesh.serve.access import Limits
 from attnmesh.serve.request_fields import CHAT
-from tests.support.fake_engine import ThreadWorld
-from tests.support.served import Served, chat, expected, posted, raw, served, until
+from tests.support.serving.fake_engine import ThreadWorld
+from tests.support.serving.served import Served, chat, expected, posted, raw, served, until
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,10 @@ from attnmesh.serve import front_socket, images, supervisor
 from attnmesh.serve.chat import encode_chat
 from attnmesh.serve.rank_messages import ForgetPrompt, NewPrompt, SubmitRequest, ToRank
 from attnmesh.serve.rank_requests import serve_rank_0
-from tests.support.fake_engine import ThreadWorld
-from tests.support.models.image_models import build_images, image_case
-from tests.support.models.processed_images import TEMPLATE, pictures, processor
-from tests.support.served import NAME, Served, chat, served, until
+from tests.support.images.image_models import build_images, image_case
+from tests.support.images.processed_images import TEMPLATE, pictures, processor
+from tests.support.serving.fake_engine import ThreadWorld
+from tests.support.serving.served import NAME, Served, chat, served, until
 
 
 class EngineWorld:

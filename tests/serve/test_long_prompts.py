@@ -9,8 +9,8 @@ import pytest
 
 from attnmesh.serve import routes
 from attnmesh.serve.chat import encode_text
-from tests.support.fake_engine import LONGEST, ThreadWorld
-from tests.support.served import NAME, Served, chat, posted, raw, served, until
+from tests.support.serving.fake_engine import LONGEST, ThreadWorld
+from tests.support.serving.served import NAME, Served, chat, posted, raw, served, until
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.support import fake_engine
-from tests.support.fake_engine import ThreadWorld
-from tests.support.served import NAME, Served, chat, served
+from tests.support.serving import fake_engine
+from tests.support.serving.fake_engine import ThreadWorld
+from tests.support.serving.served import NAME, Served, chat, served
 
 MB = 1 << 20
 TRIES = 8

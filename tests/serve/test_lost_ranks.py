@@ -23,9 +23,9 @@ from attnmesh.hf.serving.rank_store import RankStore
 from attnmesh.serve import supervisor
 from attnmesh.serve.rank_messages import ToFront
 from attnmesh.serve.rank_requests import RankRequests, serve_rank_0
-from tests.support import families
-from tests.support.fake_engine import FakeEngine, ThreadWorld, byte_tokenizer, save_tiny
-from tests.support.served import NAME, Served, served, until
+from tests.support.models import families
+from tests.support.serving.fake_engine import FakeEngine, ThreadWorld, byte_tokenizer, save_tiny
+from tests.support.serving.served import NAME, Served, served, until
 
 NEW, MANY = 40, 120
 """Tokens of an answer, and of one that is not yet whole when a rank is lost."""

@@ -10,9 +10,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from attnmesh.hf.serving.engine import Engine
 from attnmesh.hf.serving.prefix_store import PrefixStore
 from attnmesh.serve.metrics import ENGINE
-from tests.support import families
-from tests.support.fake_engine import ThreadWorld
-from tests.support.served import Served, chat, served, until
+from tests.support.models import families
+from tests.support.serving.fake_engine import ThreadWorld
+from tests.support.serving.served import Served, chat, served, until
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ from transformers import GenerationConfig
 from attnmesh.errors import ModelError
 from attnmesh.hf.load import open_generation_config
 from attnmesh.serve.model_defaults import NOT_SERVED, SERVED, read_model_defaults, tokens_that_end
-from tests.support.fake_engine import LONGEST, ThreadWorld, byte_tokenizer
-from tests.support.served import Served, chat, served, until
+from tests.support.serving.fake_engine import LONGEST, ThreadWorld, byte_tokenizer
+from tests.support.serving.served import Served, chat, served, until
 
 OWN: dict[str, Any] = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.05}
 CHANGING: dict[str, Any] = {
@@ -64,7 +64,12 @@ def submitted_to(server: Served) -> list[dict[str, Any]]:
     """Return a list that gets the options of each answer that a server asks its ranks for."""
     options: list[dict[str, Any]] = []
     submit = server.front.submit
-    server.front.submit = lambda prompt, choices, put: options.extend(choices) or submit(prompt, choices, put)  # type: ignore[method-assign]
+
+    def record(prompt: Any, choices: Any, put: Any) -> Any:
+        options.extend(choices)
+        return submit(prompt, choices, put)
+
+    server.front.submit = record  # type: ignore[method-assign]
     return options
 
 

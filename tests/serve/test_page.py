@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from attnmesh.serve.access import Limits
-from tests.support.browser import Browser
-from tests.support.fake_engine import ThreadWorld, answer, byte_tokenizer
-from tests.support.served import FakeRanks, Served, served, until
+from tests.support.serving.browser import Browser
+from tests.support.serving.fake_engine import ThreadWorld, answer, byte_tokenizer
+from tests.support.serving.served import FakeRanks, Served, served, until
 
 CONTROLS = """
 const targets = [...document.querySelectorAll("button, textarea")].map(one => one.getBoundingClientRect().height);

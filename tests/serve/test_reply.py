@@ -8,8 +8,8 @@ import openai
 import pytest
 
 from attnmesh.serve import reply
-from tests.support.fake_engine import ThreadWorld
-from tests.support.served import chat, expected, posted, raw, served, talk, until
+from tests.support.serving.fake_engine import ThreadWorld
+from tests.support.serving.served import chat, expected, posted, raw, served, talk, until
 
 
 @pytest.mark.parametrize("drain", [5, float("inf")])
@@ -34,7 +34,8 @@ def test_a_server_that_ends_says_so_until_its_open_requests_have_ended(drain: fl
 
 
 def test_an_answer_that_the_end_of_the_server_cuts_short_is_an_error() -> None:
-    slow, lines = ThreadWorld(pause=0.05), []
+    slow = ThreadWorld(pause=0.05)
+    lines = []
     with served(slow, drain=0.1) as one:
         one.front.log = lines.append
         with closing(raw(one)) as client:

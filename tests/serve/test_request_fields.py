@@ -20,7 +20,7 @@ from attnmesh.serve.request_fields import (
     table,
 )
 from attnmesh.serve.responses_request import RESPONSES
-from tests.support.fake_engine import byte_tokenizer, sentencepiece_tokenizer
+from tests.support.serving.fake_engine import byte_tokenizer, sentencepiece_tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 LEAST: dict[str, dict[str, Any]] = {

@@ -13,10 +13,10 @@ from attnmesh.errors import GrammarError
 from attnmesh.serve import responses_request
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.responses_request import ResponseRequest
-from tests.support.fake_engine import ThreadWorld
-from tests.support.served import NAME, Served
-from tests.support.tool_calls import TWO
-from tests.support.tool_calls import WEATHER as OF_CHATS
+from tests.support.serving.fake_engine import ThreadWorld
+from tests.support.serving.served import NAME, Served
+from tests.support.serving.tool_calls import TWO
+from tests.support.serving.tool_calls import WEATHER as OF_CHATS
 
 WEATHER: dict[str, Any] = {"type": "function", **OF_CHATS["function"]}
 THOUGHT = "<think>\nHm.\n</think>\n\n"
@@ -197,7 +197,8 @@ def test_responses_are_those_of_the_clients_types(
 def test_a_request_is_read_once_and_in_a_thread(
     running: Served, world: ThreadWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    threads, read = [], responses_request.chat_fields
+    threads = []
+    read = responses_request.chat_fields
 
     def noted(fields: Any) -> Any:
         threads.append(threading.current_thread())

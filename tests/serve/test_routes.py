@@ -7,8 +7,8 @@ import openai
 import pytest
 
 from attnmesh.serve.access import Limits
-from tests.support.fake_engine import LONGEST, POISON, ThreadWorld, answer, byte_tokenizer
-from tests.support.served import NAME, OTHER_NAME, Served, chat, expected, served, talk, until
+from tests.support.serving.fake_engine import LONGEST, POISON, ThreadWorld, answer, byte_tokenizer
+from tests.support.serving.served import NAME, OTHER_NAME, Served, chat, expected, served, talk, until
 
 TOKENIZER = byte_tokenizer()
 GREEDY = {"temperature": 0}

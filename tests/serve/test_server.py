@@ -17,9 +17,9 @@ from attnmesh.cli.serve_command import LocalRanks
 from attnmesh.cli.serve_worker import ServeSettings
 from attnmesh.hf.load import PACKAGED
 from attnmesh_command.option_texts import ranks_of_axes
-from tests.support.fake_engine import save_tiny
-from tests.support.needs import has_smollm2
-from tests.support.served import NAME, Served, served, until
+from tests.support.process.needs import has_smollm2
+from tests.support.serving.fake_engine import save_tiny
+from tests.support.serving.served import NAME, Served, served, until
 
 TINY = "tiny"
 

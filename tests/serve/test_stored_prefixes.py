@@ -14,9 +14,9 @@ from attnmesh.cli.serve_command import LocalRanks
 from attnmesh.cli.serve_worker import ServeSettings
 from attnmesh.hf.load import PACKAGED
 from attnmesh.hf.serving.prefix_store import PrefixStore
-from tests.support.fake_engine import save_tiny
-from tests.support.needs import needs_smollm2
-from tests.support.served import NAME, Served, served, until
+from tests.support.process.needs import needs_smollm2
+from tests.support.serving.fake_engine import save_tiny
+from tests.support.serving.served import NAME, Served, served, until
 
 TOKENS, OTHER, NEW = 8000, 600, 8
 

@@ -22,8 +22,8 @@ from attnmesh.serve.rank_messages import EngineReady, NewPrompt
 from attnmesh.serve.rank_socket import message_parts
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.supervisor import Supervisor
-from tests.support.fake_engine import FakeEngine, Stream, ThreadWorld, answer, byte_tokenizer
-from tests.support.served import NAME, FakeRanks, Served, chat, served, until
+from tests.support.serving.fake_engine import FakeEngine, Stream, ThreadWorld, answer, byte_tokenizer
+from tests.support.serving.served import NAME, FakeRanks, Served, chat, served, until
 
 IDS = byte_tokenizer()("Go on")["input_ids"]
 NEW = 120

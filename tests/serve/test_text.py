@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from attnmesh.serve.spelling import Spelling
 from attnmesh.serve.text import Piece, SentToken, Text
-from tests.support.fake_engine import byte_tokenizer, sentencepiece_tokenizer
+from tests.support.serving.fake_engine import byte_tokenizer, sentencepiece_tokenizer
 
 TOKENIZER = byte_tokenizer()
 SPELLING = Spelling(TOKENIZER)
@@ -24,7 +24,8 @@ SPELLED = {value: TOKENIZER.convert_tokens_to_ids(sign) for sign, value in SIGNS
 
 def pieces(ids: list[int], stops: tuple[str, ...]) -> tuple[list[Piece], Text]:
     """Return all pieces, with the last tokens unread if a stop string came before."""
-    text, found = Text(SPELLING, stops), []
+    text = Text(SPELLING, stops)
+    found = []
     for id in ids:
         found.append(text.add(SentToken(id)))
         if text.stopped:

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from attnmesh.serve.answer_parts import AnswerPart, AnswerParts, find_formats
 from attnmesh.serve.tool_formats import FORMATS, ContentText, ReasoningText, ToolCall, deepseek, find_format
-from tests.support.fake_engine import byte_tokenizer
-from tests.support.tool_calls import PAIRED, tokenizer_of
-from tests.support.tool_calls import parts_of as parts_of_tokens
+from tests.support.serving.fake_engine import byte_tokenizer
+from tests.support.serving.tool_calls import PAIRED, tokenizer_of
+from tests.support.serving.tool_calls import parts_of as parts_of_tokens
 
 TOOLS: dict[str, dict[str, Any]] = {
     "weather": {

@@ -14,9 +14,9 @@ from attnmesh.serve.grammars import CHANNELS
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.tool_formats import FORMATS, ContentText, ToolCall
 from attnmesh.serve.tool_grammars import SHAPES
-from tests.support.fake_engine import byte_tokenizer
-from tests.support.grammars import END, WEATHER, allowed, grammar_of, grammars_of, ids_of, is_valid, tool, walk
-from tests.support.tool_calls import PAIRED, parts_of, tokenizer_of
+from tests.support.serving.fake_engine import byte_tokenizer
+from tests.support.serving.grammars import END, WEATHER, allowed, grammar_of, grammars_of, ids_of, is_valid, tool, walk
+from tests.support.serving.tool_calls import PAIRED, parts_of, tokenizer_of
 
 
 def calls_of(tokenizer: Any, text: str) -> tuple[list[ToolCall], str]:

@@ -13,9 +13,9 @@ from attnmesh.serve.request_fields import CHAT, read_fields
 from attnmesh.serve.tool_formats import FORMATS, ToolCall
 from attnmesh.serve.tool_schemas import MAX_CHARACTERS, MAX_TOOLS
 from attnmesh_command.choices import TOOL_FORMATS
-from tests.support.fake_engine import HERMES, ThreadWorld, byte_tokenizer
-from tests.support.served import NAME, chat
-from tests.support.tool_calls import ARGUMENTS, TWO, WEATHER
+from tests.support.serving.fake_engine import HERMES, ThreadWorld, byte_tokenizer
+from tests.support.serving.served import NAME, chat
+from tests.support.serving.tool_calls import ARGUMENTS, TWO, WEATHER
 
 TOOLS: list[Any] = [WEATHER]
 MESSAGES: Any = [{"role": "user", "content": "Hi"}]

@@ -12,8 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 import attnmesh as am
 from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.errors import MeshError
-from tests.support.pool import Pool, on_each_rank
-from tests.support.scripts import run_script
+from attnmesh.mesh.axes import RankMesh
+from attnmesh.mesh.shapes import Shape
+from tests.support.process.scripts import run_script
+from tests.support.ranks.pool import Pool, on_each_rank
 
 
 def test_without_torchrun_it_names_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,7 +47,7 @@ MESHES: dict[str, Callable[[], Any]] = {
 
 
 @on_each_rank
-def errors_of_versions(name: str, package: str) -> str:
+def make_mesh_of_unlike_versions(name: str, package: str) -> str:
     """Make a mesh where the last rank has another version of a package."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     version = mock.patch(f"{package}.__version__", "1.9+local" if rank == last else "2.13+local")
@@ -58,7 +60,7 @@ def errors_of_versions(name: str, package: str) -> str:
 @pytest.mark.parametrize("package", ["attnmesh", "torch"])
 @pytest.mark.parametrize("name", MESHES)
 def test_ranks_of_other_versions_are_named_with_their_host_on_all_ranks(pool: Pool, name: str, package: str) -> None:
-    error, *others = pool.run(6, errors_of_versions, name, package)
+    error, *others = pool.run(6, make_mesh_of_unlike_versions, name, package)
     assert others == [error] * 5
     head, row, last = error.splitlines()[1:4]
     assert head.split() == ["ranks", "versions", "hosts"]
@@ -72,7 +74,7 @@ def test_ranks_of_other_versions_are_named_with_their_host_on_all_ranks(pool: Po
 
 
 @on_each_rank
-def shapes() -> str:
+def make_mesh_of_unlike_shapes() -> str:
     """Make meshes of other shapes by equal versions, on a host each."""
     rank = dist.get_rank()
     host = mock.patch("attnmesh.setup.init_mesh.gethostname", return_value=f"host-{rank}")
@@ -82,7 +84,7 @@ def shapes() -> str:
 
 
 def test_hosts_may_differ_and_are_named_beside_what_may_not(pool: Pool) -> None:
-    error, other = pool.run(2, shapes)
+    error, other = pool.run(2, make_mesh_of_unlike_shapes)
     assert error == other
     assert "versions" not in error
     assert "call it alike on all ranks" in error
@@ -90,9 +92,10 @@ def test_hosts_may_differ_and_are_named_beside_what_may_not(pool: Pool) -> None:
 
 
 @on_each_rank
-def error_of_one(size: int) -> str:
+def catch_error_of_one(size: int) -> str:
     """Return the error of a mesh that does not fit, on one rank alone, on hosts that share no memory."""
-    mesh, last = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",)), dist.get_rank() == size - 1
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
+    last = dist.get_rank() == size - 1
     by_sockets = mock.patch(
         "attnmesh.guard.agreement.all_gather_ints", lambda numbers, mesh: dist_all_gather_ints(numbers, mesh.axes)
     )
@@ -103,7 +106,7 @@ def error_of_one(size: int) -> str:
 
 @pytest.mark.parametrize("size", [4, 6])
 def test_ranks_of_a_long_axis_say_as_many_numbers_as_one_that_fails(pool: Pool, size: int) -> None:
-    error, *others = pool.run(size, error_of_one, size)
+    error, *others = pool.run(size, catch_error_of_one, size)
     assert error.startswith(f"split_mesh shape: expected a shape of {size} ranks, given 1x1x{size - 1}.")
     assert others == [error] * (size - 1)
 
@@ -125,3 +128,15 @@ def test_versions_are_compared_where_the_mesh_makes_the_process_group(tmp_path: 
     script.write_text(SCRIPT)
     done = run_script(script, ranks=2)
     assert done.stdout.count("Fix: install the same versions of attnmesh and PyTorch on all hosts.") == 2, done
+
+
+@on_each_rank
+def make_meshes_from_tuples() -> list[object]:
+    made = [am.init_mesh((1, 2, 2)), am.init_mesh("cpu", [1, 2, 2], 8, 2)]
+    return [(RankMesh.of(mesh).shape, mesh.device_type, mesh.mesh_dim_names) for mesh in made]
+
+
+def test_a_plain_tuple_makes_a_mesh(pool: Pool) -> None:
+    ungrouped = Shape(1, 2, 2), "cpu", ("heads", "keys", "queries")  # keys and values weigh as much as queries
+    grouped = Shape(1, 2, 2), "cpu", ("heads", "queries", "keys")
+    assert pool.run(4, make_meshes_from_tuples) == [[ungrouped, grouped]] * 4

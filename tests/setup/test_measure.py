@@ -16,13 +16,13 @@ from attnmesh.mesh.shapes import AXES
 from attnmesh.planner.workload import Workload
 from attnmesh.setup import measure_link, measure_shares, measured_ranks
 from attnmesh.setup.measured_ranks import IN_A_ROW, MeasuredRanks
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.pool import Pool, on_each_rank
 
 pytestmark = pytest.mark.quick
 
 
 def test_measuring_takes_seconds_and_finds_the_same_on_all_ranks(pool: Pool) -> None:
-    found = pool.run(4, measured)
+    found = pool.run(4, measure_links_twice)
     assert all(one == found[0] for one in found)
     assert (found[0].hosts, found[0].ranks) == (1, 4)
     assert found[0].inside.rate > 1e6
@@ -30,7 +30,7 @@ def test_measuring_takes_seconds_and_finds_the_same_on_all_ranks(pool: Pool) -> 
 
 
 @on_each_rank
-def measured() -> Cluster:
+def measure_links_twice() -> Cluster:
     """Measure links twice, where rank 0 is in one group more than the others: both have hung."""
     dist.new_group([0])
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=AXES)
@@ -44,11 +44,11 @@ def measured() -> Cluster:
 
 
 def test_the_wait_is_what_a_merge_takes_longer_between_pieces_of_work(pool: Pool) -> None:
-    assert pool.run(2, waits) == [[3.5, 0.0, 0.0]] * 2
+    assert pool.run(2, measure_waits) == [[3.5, 0.0, 0.0]] * 2
 
 
 @on_each_rank
-def waits() -> list[float]:
+def measure_waits() -> list[float]:
     """Return the waits of ranks that share cores, whose merges take longer or shorter, and that have cores alone."""
     axis = make_flat_axis(init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=AXES), AXES)
     ranks = MeasuredRanks.of(axis, torch.device("cpu"))
@@ -67,7 +67,7 @@ def test_one_rank_is_measured_too() -> None:
 
 
 @on_each_rank
-def free_bytes(gpus: str) -> list[int]:
+def read_free_bytes(gpus: str) -> list[int]:
     """Return the free bytes of ranks, each of which sees the GPU of its letter alone, as GPU 0."""
     mesh = RankMesh.of(init_device_mesh("cpu", (1, 1, len(gpus)), mesh_dim_names=AXES))
     properties = SimpleNamespace(uuid=f"GPU-{gpus[dist.get_rank()]}")
@@ -80,4 +80,4 @@ def free_bytes(gpus: str) -> list[int]:
 
 @pytest.mark.parametrize(("gpus", "expected"), [("abc", [1200] * 3), ("aab", [600, 600, 1200])])
 def test_ranks_of_one_gpu_share_its_memory(pool: Pool, gpus: str, expected: list[int]) -> None:
-    assert pool.run(3, free_bytes, gpus) == [expected] * 3
+    assert pool.run(3, read_free_bytes, gpus) == [expected] * 3

@@ -17,9 +17,8 @@ from attnmesh.errors import ShapeError, StoreError
 from attnmesh.store import tensor_file
 from attnmesh.store.checkpoint import load_layers
 from attnmesh.store.checkpoint_writer import save_layers
-from attnmesh.store.tensor_file import TensorFile, link_or_write
-from tests.support.pool import Pool, on_each_rank
-from tests.support.saves import SIZES, cache_of, decoded, is_save_of, only_save_in, save_until_killed
+from tests.support.caches.saves import SIZES, cache_of, decoded, is_save_of, only_save_in, save_until_killed
+from tests.support.ranks.pool import Pool, on_each_rank
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc takes no folders")
@@ -104,33 +103,21 @@ def test_disk_without_links_gets_all_files_again(
     assert is_save_of(tmp_path, cache)
 
 
-def test_files_are_valid_safetensors(tmp_path: Path) -> None:
-    safetensors = pytest.importorskip("safetensors.torch")
-    tensors = {
-        "a": torch.randn(3, 5).bfloat16(),
-        "empty": torch.zeros(0, 4),
-        "b": torch.arange(7),
-        "c": torch.ones(2) > 0,
-    }
-    link_or_write(tmp_path / "ours", tensors)
-    others = safetensors.load_file(tmp_path / "ours")
-    ours = TensorFile(tmp_path / "ours")
-    for name, x in tensors.items():
-        assert torch.equal(others[name], x)
-        assert torch.equal(ours.read(name), x)
-
-
 @on_each_rank
-def error_of_path(act: str, path: Path) -> str:
+def catch_error_of_path(act: str, path: Path) -> str:
     """Return the error of a save or load whose path is bad on rank 1."""
-    cache, bad = cache_of(20, 2), dist.get_rank() == 1
+    cache = cache_of(20, 2)
+    bad = dist.get_rank() == 1
     paths: dict[str, object] = {"no path": None, "a number": 5, "too long": path / ("x" * 5000), "another": path / "b"}
     verb, kind = act.split(" ", 1)
     cache.save(path / "a")
     cache.append(*torch.ones(2, 1, 2, 1, 8).unbind())
     folder = paths[kind] if bad else path / "a"
     try:
-        cache.save(folder) if verb == "save" else am.KVCache.load(folder, cache.device_mesh)  # type: ignore[arg-type]
+        if verb == "save":
+            cache.save(folder)  # type: ignore[arg-type]
+        else:
+            am.KVCache.load(folder, cache.device_mesh)  # type: ignore[arg-type]
     except StoreError as error:
         return str(error)
     return "no error"
@@ -149,7 +136,7 @@ PATH_ERRORS = {
 
 @pytest.mark.parametrize("act", PATH_ERRORS)
 def test_bad_path_on_one_rank_raises_on_all(pool: Pool, tmp_path: Path, act: str) -> None:
-    one, other = pool.run(2, error_of_path, act, tmp_path)
+    one, other = pool.run(2, catch_error_of_path, act, tmp_path)
     assert one == other
     assert one.startswith(PATH_ERRORS[act])
 
@@ -157,7 +144,8 @@ def test_bad_path_on_one_rank_raises_on_all(pool: Pool, tmp_path: Path, act: str
 @on_each_rank
 def save_to_separate_folders(path: Path) -> list[str]:
     """Save to one folder per rank, and load other caches per rank, as hosts without a shared disk do."""
-    cache, messages = cache_of(200, 2), []
+    cache = cache_of(200, 2)
+    messages = []
     mesh = cache.device_mesh
     try:
         cache.save(path / str(dist.get_rank()))
@@ -294,19 +282,3 @@ def test_layers_in_another_order_are_written_anew(tmp_path: Path) -> None:
         save_layers(caches, tmp_path)
         loaded, _, _ = load_layers(am.KVCache, tmp_path, None)
         assert all(torch.equal(decoded(a), decoded(b)) for a, b in zip(loaded, caches, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ([1], "tensors by their names, given list"),
-        ({"x": [1]}, "tensors by their names, given 'x': list"),
-        ({3: torch.ones(2)}, "tensors by their names, given 3: Tensor"),
-        ({"x": torch.ones(2, dtype=torch.int32)}, r"dense tensors of bool, .*, given 'x' as torch.int32"),
-        ({"x": torch.ones(2).to_sparse()}, r"dense tensors of .*, given 'x' as torch.float32, torch.sparse_coo"),
-    ],
-)
-def test_tensors_that_no_file_can_hold_raise(tmp_path: Path, more: Any, message: str) -> None:
-    with pytest.raises(StoreError, match=f"save more: expected {message}"):
-        save_layers([cache_of(20)], tmp_path, extra_tensors=more)
-    assert not list(tmp_path.iterdir())

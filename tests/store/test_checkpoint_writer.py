@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import Mock, patch
 
 import pytest
@@ -18,8 +18,8 @@ from attnmesh.cache import saved_cache
 from attnmesh.cli.launch import run_on_ranks
 from attnmesh.errors import StoreError
 from attnmesh.store import checkpoint_writer, tensor_file
-from tests.support.pool import Pool, on_each_rank
-from tests.support.saves import cache_of, decoded, hold_first_save, is_save_of, only_save_in, save_until_killed
+from tests.support.caches.saves import cache_of, decoded, hold_first_save, is_save_of, only_save_in, save_until_killed
+from tests.support.ranks.pool import Pool, on_each_rank
 
 
 def files_in(path: Path) -> set[str]:
@@ -45,9 +45,17 @@ def full_disk(files: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+class FailedSave(NamedTuple):
+    """The error of a save, whether its files are gone, and whether the previous save loads."""
+
+    error: str
+    files_are_gone: bool
+    previous_loads: bool
+
+
 @on_each_rank
-def save_with_one_full_disk(path: Path, files: int) -> tuple[str, bool, bool]:
-    """Fill the disk of rank 1. Return the error, whether its files are gone, and whether the previous save loads."""
+def save_with_one_full_disk(path: Path, files: int) -> FailedSave:
+    """Fill the disk of rank 1."""
     first, second, message = cache_of(20, 2), cache_of(20_000, 2), "no error"
     first.save(path)
     before = files_in(path)
@@ -58,15 +66,16 @@ def save_with_one_full_disk(path: Path, files: int) -> tuple[str, bool, bool]:
             message = str(error)
     dist.barrier()
     loaded = am.KVCache.load(path, first.device_mesh)
-    return message, files_in(path) == before, torch.equal(decoded(loaded), decoded(first))
+    return FailedSave(message, files_in(path) == before, torch.equal(decoded(loaded), decoded(first)))
 
 
 @pytest.mark.parametrize("files", [0, 1])
 def test_full_disk_of_one_rank_raises_on_all_and_leaves_nothing(pool: Pool, tmp_path: Path, files: int) -> None:
     one, other = pool.run(2, save_with_one_full_disk, tmp_path, files)
     assert one == other
-    assert "File too large" in one[0]
-    assert one[1:] == (True, True)
+    assert "File too large" in one.error
+    assert one.files_are_gone
+    assert one.previous_loads
 
 
 @on_each_rank
@@ -170,7 +179,12 @@ def save_to_slow_disks(path: Path) -> int:
     cache = cache_of(20, 2)
     name = "link_or_write" if dist.get_rank() == 1 else "_check_complete"
     original = getattr(checkpoint_writer, name)
-    setattr(checkpoint_writer, name, lambda *arguments: (time.sleep(4), original(*arguments))[1])
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(4)
+        return original(*arguments)
+
+    setattr(checkpoint_writer, name, slow)
     before = am.set_deadline(3.0)
     try:
         cache.save(path)

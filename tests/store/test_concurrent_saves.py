@@ -18,10 +18,10 @@ from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store import checkpoint, checkpoint_writer
 from attnmesh.store.checkpoint import load_layers
 from attnmesh.store.checkpoint_writer import save_layers
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.saves import SIZES, cache_of, decoded, hold_first_save, is_save_of
-from tests.support.tolerances import assert_near
+from tests.support.caches.saves import SIZES, cache_of, decoded, hold_first_save, is_save_of
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.tolerances import assert_near
 
 
 @on_each_rank
@@ -158,7 +158,8 @@ def test_later_changes_of_arguments_do_not_reach_a_save(tmp_path: Path, monkeypa
 
 def save_repeatedly(path: Path, rank: int, done: Any) -> None:
     """Save 60 times as a job of one rank. Put errors other than "another job saved first" into a queue."""
-    cache, errors = cache_of(20 + rank), []
+    cache = cache_of(20 + rank)
+    errors = []
     for _ in range(60):
         try:
             cache.save(path)

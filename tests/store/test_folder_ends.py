@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -24,11 +24,21 @@ from attnmesh.store.journal import Journal
 from attnmesh.store.layer_files import PIECE_TOKENS
 from attnmesh.store.manifest import read_manifest
 from attnmesh.store.token_ids import TokenIds
-from tests.support.growing_caches import SIZES, decoded, flip, full_journal, grow, in_memory, opened, rows, same_outputs
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import rotated
-from tests.support.tolerances import FLOAT32
+from tests.support.caches.growing_caches import (
+    SIZES,
+    decoded,
+    flip,
+    full_journal,
+    grow,
+    in_memory,
+    opened,
+    rows,
+    same_outputs,
+)
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.seeds import rotated
+from tests.support.truth.tolerances import FLOAT32
 
 TWO = Shape(1, 1, 2)
 
@@ -278,10 +288,19 @@ def test_a_reader_beside_a_writer_reads_a_whole_state(tmp_path: Path) -> None:
         assert same_outputs(am.KVCache.load(tmp_path, None), twin)
 
 
+class Loaded(NamedTuple):
+    """A cache that is loaded from a folder, and the ids of its tokens."""
+
+    length: int
+    capacity: int
+    ids: list[list[int]]
+
+
 @on_each_rank
-def load_while_it_grows(path: Path, tokens: int) -> tuple[int, int, list[list[int]]]:
-    """On a rank: the length, the capacity and the ids loaded, where tokens arrive between the looks of two ranks."""
-    original, late = checkpoint.read_saved_layers, dist.get_rank() == 1
+def load_while_it_grows(path: Path, tokens: int) -> Loaded:
+    """Load a folder in which tokens arrive between the looks of two ranks."""
+    original = checkpoint.read_saved_layers
+    late = dist.get_rank() == 1
 
     def write(length: int) -> None:
         TokenIds(path / read_manifest(path).folder_name).write(torch.arange(length)[None])
@@ -304,12 +323,13 @@ def load_while_it_grows(path: Path, tokens: int) -> tuple[int, int, list[list[in
 
     with patch.object(checkpoint, "read_saved_layers", inspected):
         (loaded,), tensors, _ = checkpoint.load_layers(am.KVCache, path, named_mesh(TWO, AXES))
-    return loaded.length, loaded.config.capacity, tensors["held"].tolist()
+    return Loaded(loaded.length, loaded.config.capacity, tensors["held"].tolist())
 
 
 @pytest.mark.parametrize("tokens", [55, 70])
 def test_ranks_load_the_tokens_that_all_have_seen(tokens: int, pool: Pool, tmp_path: Path) -> None:
-    assert pool.run(2, load_while_it_grows, tmp_path, tokens) == [(50, 60, [[*range(50)]])] * 2
+    expected = Loaded(length=50, capacity=60, ids=[list(range(50))])
+    assert pool.run(2, load_while_it_grows, tmp_path, tokens) == [expected] * 2
 
 
 def test_a_reader_of_a_folder_that_never_rests_says_so(tmp_path: Path) -> None:

@@ -19,10 +19,10 @@ from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store import folder_shard, layer_files
 from attnmesh.store.journal import RECORD_BYTES
 from attnmesh.store.layer_files import PIECE_TOKENS
-from tests.support.growing_caches import SIZES, decoded, flip, grow, in_memory, opened, rows, same_outputs
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT32, FLOAT32_SUMS
+from tests.support.caches.growing_caches import SIZES, decoded, flip, grow, in_memory, opened, rows, same_outputs
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.tolerances import FLOAT32, FLOAT32_SUMS
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,8 @@ def test_a_saved_cache_opens_in_place(tmp_path: Path) -> None:
 @on_each_rank
 def live_on_ranks(path: Path, shape: Shape) -> dict[str, bool]:
     """On a rank: grow a cache in a folder by shards and by appends, and open it again. Return what is right then."""
-    mesh, right = named_mesh(shape, AXES), {}
+    mesh = named_mesh(shape, AXES)
+    right = {}
     cache, twin = am.KVCache(mesh, **SIZES, folder=path), am.KVCache(mesh, **SIZES)
     length, shards = 2 * PIECE_TOKENS + 37, shape.queries * shape.keys
     positions = am.Zigzag().positions(length, shards, cache.token_axis.index)

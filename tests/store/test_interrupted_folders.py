@@ -16,7 +16,7 @@ from attnmesh.errors import StoreError
 from attnmesh.store import folder_shard
 from attnmesh.store.journal import Journal
 from attnmesh.store.layer_files import PIECE_TOKENS
-from tests.support.growing_caches import full_journal, grow, in_memory, opened, same_outputs
+from tests.support.caches.growing_caches import full_journal, grow, in_memory, opened, same_outputs
 
 
 @pytest.fixture(params=[True, False], ids=["native", "python"])

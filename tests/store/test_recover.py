@@ -14,15 +14,15 @@ from torch import Tensor
 import attnmesh as am
 from attnmesh import hf
 from attnmesh.cli.launch import Processes, leave_with_parent
-from attnmesh.errors import MeshError, RankFailure, UnforeseenError
+from attnmesh.errors import MeshError, RankFailure
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.setup.rendezvous import enter, leave
-from tests.support import families
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import pairs
-from tests.support.tolerances import FLOAT32_SUMS, worst
+from tests.support.models import families
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.seeds import pairs
+from tests.support.truth.tolerances import FLOAT32_SUMS, worst
 
 SIZES: dict[str, Any] = {"batch": 2, "kv_heads": 4, "head_dim": 6, "value_dim": 5, "capacity": 120}
 
@@ -37,7 +37,8 @@ def filled(mesh: Any, copies: int, padded: bool, seed: int = 0) -> am.KVCache:
     """Return a cache after a sharded prefill, appends, a truncation, a reorder and a larger capacity."""
     cache = am.KVCache(mesh, **SIZES, dtype=torch.float32, block=4, copies=copies)
     axes = RankMesh.of(mesh)
-    (k, v), mask = new_tokens(37, seed), torch.rand(2, 37, generator=torch.Generator().manual_seed(0)) > 0.3
+    k, v = new_tokens(37, seed)
+    mask = torch.rand(2, 37, generator=torch.Generator().manual_seed(0)) > 0.3
     mine = am.Zigzag().positions(37, axes.shape.ranks, axes.shard_index)
     cache.append_shard(k[:, :, mine], v[:, :, mine], mine, token_mask=mask if padded else None)
     cache.append(*new_tokens(20, seed + 1))
@@ -60,7 +61,7 @@ def mesh_of(shape: tuple[int, int, int]) -> Any:
 
 
 @on_each_rank
-def recovery_error(
+def measure_error_of_recovery(
     before: tuple[int, int, int], after: tuple[int, int, int], lost: list[int], padded: bool, layers: int
 ) -> tuple[float, bool]:
     """Recover with `lost` ranks as new ones. Return the worst error, and True if a second recovery is equal."""
@@ -104,7 +105,7 @@ def test_surviving_shards_and_copies_restore_the_cache(
     pool: Pool, places: tuple[tuple[int, int, int], tuple[int, int, int], list[int]], padded: bool
 ) -> None:
     before, after, lost = places
-    for error, same in pool.run(Shape(*before).ranks, recovery_error, before, after, lost, padded, 2):
+    for error, same in pool.run(Shape(*before).ranks, measure_error_of_recovery, before, after, lost, padded, 2):
         assert error < FLOAT32_SUMS, "float32, merged in another order"
         assert same
 
@@ -129,7 +130,8 @@ def test_lost_shards_are_named(pool: Pool) -> None:
 @on_each_rank
 def recover_wrongly(kind: str) -> str:
     mesh = mesh_of((1, 1, 2))
-    cache, bad = filled(mesh, 2, False), dist.get_rank() == 1
+    cache = filled(mesh, 2, False)
+    bad = dist.get_rank() == 1
     arguments: dict[str, tuple[Any, dict[str, Any]]] = {
         "no list": (cache if bad else [cache], {}),
         "no cache": ([1] if bad else [cache], {}),
@@ -233,56 +235,6 @@ def test_tokens_missing_in_a_layer_raise(pool: Pool, kind: str, message: str) ->
     assert str(result).startswith(message)
 
 
-@on_each_rank
-def reserve_twice() -> list[Any]:
-    """Reserve while the allocation of a copy fails on rank 1, and again. Return errors, lengths and tokens."""
-    mesh = mesh_of((1, 1, 2))
-    cache = am.KVCache(mesh, **SIZES, dtype=torch.float32, block=4, copies=2)
-    cache.append(*new_tokens(100, 0))
-    (copy,) = cache.local_shards.copy_shards.values()
-    grow, errors = copy.grow, []
-    copy.grow = lambda _: (_ for _ in ()).throw(MemoryError("none left"))
-    if dist.get_rank() == 0:
-        copy.grow = grow
-    try:
-        cache.reserve(300)
-    except (MemoryError, UnforeseenError) as error:
-        errors.append(type(error).__name__)
-    copy.grow = grow
-    cache.reserve(300)
-    cache.append(*new_tokens(100, 1))
-    return [
-        *errors,
-        [shard.length for shard in cache.local_shards.all],
-        sum(shard.used_slots for shard in cache.local_shards.all),
-    ]
-
-
-def test_reserve_succeeds_after_a_failure(pool: Pool) -> None:
-    first, second = pool.run(2, reserve_twice)
-    assert first == ["UnforeseenError", [200, 200], 200]
-    assert second == ["MemoryError", [200, 200], 200]
-
-
-@pytest.mark.parametrize("copies", [0, 2, True, "two"])
-def test_invalid_copies_raise(copies: Any) -> None:
-    with pytest.raises(
-        ValueError, match="KVCache copies: expected 1 to 1, the ranks that tokens are sharded over, given"
-    ):
-        am.KVCache(None, **SIZES, dtype=torch.float32, copies=copies)
-
-
-@on_each_rank
-def keepers_and_copies(shape: tuple[int, int, int]) -> list[list[int]]:
-    cache = filled(mesh_of(shape), 2, False)
-    return [cache.local_shards.keepers, [*cache.local_shards.copy_shards]]
-
-
-def test_next_rank_holds_the_copy(pool: Pool) -> None:
-    assert pool.run(3, keepers_and_copies, (1, 1, 3)) == [[[1], [2]], [[2], [0]], [[0], [1]]]
-    assert pool.run(4, keepers_and_copies, (2, 1, 2)) == [[[1], [1]], [[0], [0]]] * 2
-
-
 # --- a rank is killed during generation ---
 
 NEW_TOKENS, ANNOUNCED = 150, 40
@@ -344,7 +296,7 @@ class TokenCounter:
 def test_generation_continues_after_a_rank_is_killed(tmp_path: Path, replaced: bool) -> None:
     """The other ranks continue from their shards and copies, without the killed rank or with a new one in its place."""
     processes = Processes()
-    processes.preload(["tests.support.interpreted", "torch._dynamo", "tests.store.test_recover"])
+    processes.preload(["tests.support.emulation.interpreted", "torch._dynamo", "tests.store.test_recover"])
     victim, ranks = 1, 3 if replaced else 2
     places = {0: 0, 1: 1, 2: 2 if replaced else 1}
     pipes = processes.pipes

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.pool import Pool
+from tests.support.ranks.pool import Pool
 from tools.generation import EXAMPLES, compare_all, documented, table
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from attnmesh.mesh.shapes import Shape
-from tests.support.seeds import rotated
+from tests.support.truth.seeds import rotated
 from tools.rows import Row
 from tools.sweep import IMAGE_MESHES, MESHES, QUICK, Sweep, checks_of, chosen
 

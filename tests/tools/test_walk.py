@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from attnmesh.kernels.native.build import library
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.pool import Pool, on_each_rank
 from tools.walk import (
     ALONE,
     FIRST,
@@ -44,12 +44,12 @@ def test_a_call_on_one_rank_walks_through_few_frames(name: str) -> None:
 
 
 @on_each_rank
-def _frames() -> dict[str, tuple[list[str], float]]:
+def count_frames() -> dict[str, tuple[list[str], float]]:
     return {name: (found.files, found.share("guard", "checks")) for name, found in walks_on_two().items()}
 
 
 def test_calls_on_two_ranks_walk_through_few_frames(world: Pool) -> None:
-    for answer in world.run(2, _frames):
+    for answer in world.run(2, count_frames):
         assert len(answer) == len(ON_TWO)
         for name, (files, guard) in answer.items():
             assert 0 < len(files) <= most_frames(name), (name, files)
@@ -58,7 +58,7 @@ def test_calls_on_two_ranks_walk_through_few_frames(world: Pool) -> None:
 
 def test_the_page_of_walks_draws_them(world: Pool) -> None:
     drawn = PAGE.read_text().split(FIRST)[1].split(LAST)[0]
-    assert world.run(2, drawings)[0] == drawn, "write it anew: python -m tools.walk --draw"
+    assert world.run(2, on_each_rank(drawings))[0] == drawn, "write it anew: python -m tools.walk --draw"
     assert " ..." not in drawn, "begin the docstring of the function with a sentence of 60 characters"
 
 

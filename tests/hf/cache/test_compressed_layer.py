@@ -4,7 +4,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -17,12 +17,12 @@ import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.hf.cache.compressed_layer import CompressedLayer
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support.families import prompt
-from tests.support.mesh_problems import named_mesh
+from tests.support.models.families import prompt
 from tests.support.models.tiny_models import Case, build
-from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import pairs, some
-from tests.support.tolerances import FLOAT64_MODEL
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.seeds import pairs, some
+from tests.support.truth.tolerances import FLOAT64_MODEL
 
 NEW: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
 """Each kind of layer but those of long blocks ends a block within as many tokens."""
@@ -53,22 +53,22 @@ def logits(generate: Callable[..., Any]) -> list[Tensor]:
 
 
 @on_each_rank
-def our_logits(ranks: int, changes: dict[str, Any]) -> list[Any]:
+def compute_logits(ranks: int, changes: dict[str, Any]) -> list[Tensor]:
     small = model("attnmesh", changes)
 
     def generate(ids: Tensor, **options: Any) -> Any:
         return hf.generate(small, ids, cache=cache_of(small, ranks, block=1 if len(ids) > 1 else 16), **options)
 
-    return [x.numpy() for x in logits(generate)]
+    return logits(generate)
 
 
 @pytest.mark.parametrize("name", some([*CASES], "short blocks"))
 def test_logits_are_those_of_stock_transformers(pool: Pool, name: str) -> None:
     changes = CASES[name]
     expected = logits(model("eager", changes).generate)
-    for found in pool.run(3, our_logits, 3, changes):
+    for found in pool.run(3, compute_logits, 3, changes):
         for ours, stock in zip(found, expected, strict=True):
-            torch.testing.assert_close(torch.from_numpy(ours), stock, atol=FLOAT64_MODEL, rtol=FLOAT64_MODEL)
+            torch.testing.assert_close(ours, stock, atol=FLOAT64_MODEL, rtol=FLOAT64_MODEL)
 
 
 def test_a_fork_keeps_its_new_entries_to_itself() -> None:
@@ -91,46 +91,65 @@ FAULTS: dict[str, Callable[..., Any]] = {
 
 
 @on_each_rank
-def logits_with(fault: str | None) -> Any:
+def compute_logits_with(fault: str | None) -> Tensor:
     small = model("attnmesh", {"index_topk": 1})
     cache = hf.ShardedCache(small.config, named_mesh(Shape(1, 1, 2), AXES), block=4, checked=False)
     options = {**NEW, "max_new_tokens": 8, "output_logits": True, "return_dict_in_generate": True}
     with nullcontext() if fault is None else patch(fault, FAULTS[fault]):
-        return torch.stack(hf.generate(small, prompt(61), cache=cache, **options).logits).numpy()
+        return torch.stack(hf.generate(small, prompt(61), cache=cache, **options).logits)
 
 
 @cache
-def logits_without(pool: Pool) -> Any:
-    return pool.run(2, logits_with, None)[0]
+def logits_without(pool: Pool) -> Tensor:
+    one, _ = pool.run(2, compute_logits_with, None)
+    assert isinstance(one, Tensor)
+    return one
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_change_logits(pool: Pool, fault: str) -> None:
-    assert abs(logits_without(pool) - pool.run(2, logits_with, fault)[0]).max() > 1e-3
+    assert abs(logits_without(pool) - pool.run(2, compute_logits_with, fault)[0]).max() > 1e-3
+
+
+class Entries(NamedTuple):
+    """How many entries a cache has on all ranks, and on this one."""
+
+    of_all: int
+    own: int
+
+
+class Layer(NamedTuple):
+    """A window, and the entries of the layer's other caches."""
+
+    window: object
+    entries: list[Entries]
 
 
 @on_each_rank
-def sizes() -> list[Any]:
-    """Return for each layer the tokens of the window, and entries on all ranks and on this one."""
+def count_entries() -> list[Layer]:
     small = model("attnmesh")
     cache = cache_of(small, 3)
     hf.generate(small, prompt(193), cache=cache, **NEW | {"max_new_tokens": 8})
     layers = [layer for layer in cache.layers if isinstance(layer, CompressedLayer)]
-    return [(layer.cached.config.mask, [(kv.length, kv.used) for kv in layer.other_kvs.values()]) for layer in layers]
+    return [
+        Layer(layer.cached.config.mask, [Entries(kv.length, kv.used) for kv in layer.other_kvs.values()])
+        for layer in layers
+    ]
 
 
 def test_each_rank_keeps_a_window_and_its_share_of_entries(pool: Pool) -> None:
-    for rank, layers in enumerate(pool.run(3, sizes)):
-        assert [mask for mask, _ in layers] == [am.Window(15)] * 2
-        assert layers[0][1] == [(50, (18, 16, 16)[rank])] * 2
-        assert layers[1][1] == [(25, (9, 8, 8)[rank])]
+    for layers, halves, quarters in zip(pool.run(3, count_entries), (18, 16, 16), (9, 8, 8), strict=True):
+        first, second = layers
+        assert first.window == second.window == am.Window(15)
+        assert first.entries == [Entries(50, halves)] * 2
+        assert second.entries == [Entries(25, quarters)]
 
 
 # --- the cache's life ---
 
 
 @on_each_rank
-def lives() -> dict[str, bool]:
+def live_with_entries() -> dict[str, bool]:
     """Fork, reset and interrupt a cache. Return after which steps it gives the tokens of a new one."""
     small = model("attnmesh")
     cache = cache_of(small, 2)
@@ -152,12 +171,12 @@ def lives() -> dict[str, bool]:
 
 
 def test_a_changed_cache_gives_the_tokens_of_a_new_one(pool: Pool) -> None:
-    for right in pool.run(2, lives):
+    for right in pool.run(2, live_with_entries):
         assert right == dict.fromkeys(right, True)
 
 
 @on_each_rank
-def tokens_around_save(folder: Path, tokens: int) -> list[int]:
+def generate_around_save(folder: Path, tokens: int) -> list[int]:
     """Save the cache of a prompt twice, of a batch of two. Return the tokens of the prompt and of new ones."""
     small = model("attnmesh")
     cache = cache_of(small, 3)
@@ -169,7 +188,7 @@ def tokens_around_save(folder: Path, tokens: int) -> list[int]:
 
 
 @on_each_rank
-def restored(folder: Path, ids: list[list[int]], capacity: int | None) -> list[list[int]]:
+def generate_from_restored(folder: Path, ids: list[list[int]], capacity: int | None) -> list[list[int]]:
     """Return the tokens that follow, with a restored cache, which has to be read."""
     small, mesh = model("attnmesh"), named_mesh(Shape(1, 1, dist.get_world_size()), AXES)
     cache = hf.ShardedCache(small.config, mesh, capacity=capacity)
@@ -185,14 +204,14 @@ def restored(folder: Path, ids: list[list[int]], capacity: int | None) -> list[l
 def test_a_cache_is_saved_and_restored_on_other_ranks(
     tmp_path: Path, pool: Pool, tokens: int, capacity: int | None
 ) -> None:
-    ids = pool.run(3, tokens_around_save, tmp_path, tokens)[0]
+    ids = pool.run(3, generate_around_save, tmp_path, tokens)[0]
     expected = model("eager").generate(torch.tensor(ids), attention_mask=torch.ones(2, len(ids[0])), **NEW).tolist()
-    for found in pool.run(2, restored, tmp_path, ids, capacity):
+    for found in pool.run(2, generate_from_restored, tmp_path, ids, capacity):
         assert found == expected
 
 
 @on_each_rank
-def resumed_tokens(folder: Path, tokens: int) -> tuple[list[list[int]], bool]:
+def resume_generation(folder: Path, tokens: int) -> tuple[list[list[int]], bool]:
     """Return the tokens of a generation with checkpoints, and whether one was restored."""
     small, restore = model("attnmesh"), hf.ShardedCache.restore
     options = {**NEW, "max_new_tokens": tokens, "checkpoint": hf.Checkpoint(folder, every=3)}
@@ -202,9 +221,10 @@ def resumed_tokens(folder: Path, tokens: int) -> tuple[list[list[int]], bool]:
 
 
 @on_each_rank
-def is_interrupted(folder: Path) -> bool:
+def interrupt_generation(folder: Path) -> bool:
     """Generate until some new tokens are saved. Return whether the cache was interrupted."""
-    save, calls = hf.Checkpoint.save, []
+    save = hf.Checkpoint.save
+    calls = []
 
     def fails_later(*args: Any) -> None:
         save(*args)
@@ -214,16 +234,16 @@ def is_interrupted(folder: Path) -> bool:
             raise RuntimeError
 
     with patch.object(hf.Checkpoint, "save", fails_later), pytest.raises(RuntimeError):
-        resumed_tokens(folder, 20)
+        resume_generation(folder, 20)
     return (folder / "cache.json").exists()
 
 
 @pytest.mark.long
 def test_generation_resumes_from_a_checkpoint(tmp_path: Path, pool: Pool) -> None:
-    assert pool.run(2, is_interrupted, tmp_path) == [True, True]
+    assert pool.run(2, interrupt_generation, tmp_path) == [True, True]
     ids = prompt(33)
     expected = model("eager").generate(ids, attention_mask=torch.ones_like(ids), **{**NEW, "max_new_tokens": 20})
-    assert pool.run(2, resumed_tokens, tmp_path, 20) == [(expected.tolist(), True)] * 2
+    assert pool.run(2, resume_generation, tmp_path, 20) == [(expected.tolist(), True)] * 2
 
 
 # --- what is refused ---
@@ -291,7 +311,7 @@ REFUSED: dict[Callable[..., None], str] = {
 
 
 @on_each_rank
-def refusal(name: str) -> str:
+def catch_refusal(name: str) -> str:
     small = model("attnmesh")
     call = next(call for call in REFUSED if call.__name__ == name)
     try:
@@ -303,6 +323,6 @@ def refusal(name: str) -> str:
 
 @pytest.mark.parametrize("call", REFUSED, ids=lambda call: call.__name__)
 def test_what_entries_cannot_do_is_refused_on_all_ranks(pool: Pool, call: Callable[..., None]) -> None:
-    for error in pool.run(2, refusal, call.__name__):
+    for error in pool.run(2, catch_refusal, call.__name__):
         assert error.startswith(REFUSED[call]), error
         assert " Fix: " in error

@@ -15,11 +15,11 @@ from attnmesh.errors import KernelError, StoreError
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store.checkpoint_writer import save_layers
 from attnmesh.store.token_ids import TokenIds
-from tests.support import families
-from tests.support.families import prompt
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.recurrent import model_of
+from tests.support.models import families
+from tests.support.models.families import prompt
+from tests.support.models.recurrent import model_of
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
 
 SIZES: dict[str, Any] = {"batch": 1, "kv_heads": 2, "head_dim": 8, "capacity": 9000, "dtype": torch.float32}
 
@@ -117,7 +117,7 @@ def test_pages_are_those_of_memory(tmp_path: Path) -> None:
 
 
 @on_each_rank
-def filled_by_ranks(folder: Path, ranks: int, fix: str | None) -> None:
+def fill_by_ranks(folder: Path, ranks: int, fix: str | None) -> None:
     """Fill a folder, or find what is to be done with one of other ranks."""
     model, mesh = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, ranks), AXES)
     if fix is None:
@@ -132,8 +132,8 @@ def filled_by_ranks(folder: Path, ranks: int, fix: str | None) -> None:
 
 
 def test_a_folder_of_other_ranks_says_what_reads_it(pool: Pool, tmp_path: Path) -> None:
-    pool.run(1, filled_by_ranks, tmp_path, 1, None)
-    pool.run(2, filled_by_ranks, tmp_path, 2, "Fix: take as many ranks, restore it into memory, or append to a new")
+    pool.run(1, fill_by_ranks, tmp_path, 1, None)
+    pool.run(2, fill_by_ranks, tmp_path, 2, "Fix: take as many ranks, restore it into memory, or append to a new")
 
 
 @pytest.mark.parametrize("name", ["journal", "ids"])

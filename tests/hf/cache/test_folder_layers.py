@@ -2,7 +2,7 @@
 
 import gc
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,24 +13,32 @@ import attnmesh.hf as hf
 from attnmesh.errors import InputError, StoreError
 from attnmesh.hf.generation_checkpoint import identify_model
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support import families
-from tests.support.families import STOCK, prompt
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
+from tests.support.models import families
+from tests.support.models.families import STOCK, prompt
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+
+
+class Turn(NamedTuple):
+    """The tokens after a turn, and how many its cache began with."""
+
+    begun: int
+    ids: list[list[int]]
 
 
 @on_each_rank
-def talk(family: str, folder: Path, shape: Shape, hot: int | None) -> list[Any]:
-    """Return the tokens of turns, each on a cache that opens the folder, and how many tokens it began with."""
+def talk_over_a_folder(family: str, folder: Path, shape: Shape, hot: int | None) -> list[Turn]:
+    """Return turns, each on a cache that opens the folder."""
     model, mesh = families.model(family, "attnmesh"), named_mesh(shape, AXES) if shape.ranks > 1 else None
-    ids, turns = prompt(150), []
+    ids = prompt(150)
+    turns = []
     for step in range(4):
         cache = hf.ShardedCache(model.config, mesh, folder=folder, hot=hot)
         begun = cache.get_seq_length()
         ids = torch.cat((ids[:, : 60 if step == 2 else None], prompt(30, seed=step)), 1)
         real = torch.ones_like(ids)  # an answer may have the id of padding
         ids = hf.generate(model, ids, attention_mask=real, cache=cache, max_new_tokens=12, do_sample=False)
-        turns.append((begun, ids.tolist()))
+        turns.append(Turn(begun, ids.tolist()))
         del cache
         gc.collect()  # before the others open it
         if shape.ranks > 1:
@@ -38,13 +46,15 @@ def talk(family: str, folder: Path, shape: Shape, hot: int | None) -> list[Any]:
     return turns
 
 
-def stock_turns(family: str) -> list[Any]:
-    model, ids, turns = families.model(family, STOCK[family]), prompt(150), []
+def stock_turns(family: str) -> list[Turn]:
+    model = families.model(family, STOCK[family])
+    ids = prompt(150)
+    turns = []
     begun = 0
     for step in range(4):
         ids = torch.cat((ids[:, : 60 if step == 2 else None], prompt(30, seed=step)), 1)
         ids = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
-        turns.append((begun, ids.tolist()))
+        turns.append(Turn(begun, ids.tolist()))
         begun = ids.shape[1] - 1
     return turns
 
@@ -62,7 +72,7 @@ def stock_turns(family: str) -> list[Any]:
 def test_turns_go_on_where_the_folder_ends(
     family: str, shape: Shape, hot: int | None, pool: Pool, tmp_path: Path
 ) -> None:
-    for turns in pool.run(shape.ranks, talk, family, tmp_path, shape, hot):
+    for turns in pool.run(shape.ranks, talk_over_a_folder, family, tmp_path, shape, hot):
         assert turns == stock_turns(family)
 
 

@@ -2,7 +2,7 @@
 
 from functools import cache, lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,12 +15,11 @@ from attnmesh import errors
 from attnmesh.core.storage import STORAGES
 from attnmesh.hf.cache.layer import SHORT_WINDOW
 from attnmesh.mesh.shapes import Shape
-from tests.support import families
-from tests.support.families import STOCK, prompt
-from tests.support.mesh_problems import named_mesh
-from tests.support.models import sparse_models
-from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import pairs, rotated
+from tests.support.models import families, sparse_models
+from tests.support.models.families import STOCK, prompt
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.seeds import in_turn, pairs, rotated
 
 AXES = ("heads", "queries", "keys")
 
@@ -35,7 +34,8 @@ class RoundedLayer(DynamicLayer):  # type: ignore[misc]
         self.storage, self.padded = STORAGES[storage], padded
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        given, first = (key_states, value_states), self.get_seq_length() == 0
+        given = (key_states, value_states)
+        first = self.get_seq_length() == 0
         rounded = (self.storage.dequantize(self.storage.quantize(x), x.dtype) for x in given)
         held: tuple[Tensor, Tensor] = super().update(*rounded, *args, **kwargs)
         return given if first and not self.padded else held
@@ -73,7 +73,7 @@ def expected(family: str, storage: str, padded: bool) -> list[Tensor]:
 
 
 @on_each_rank
-def ours(family: str, shape: Shape, storage: str, padded: bool) -> list[Tensor]:
+def talk_in_8_bits(family: str, shape: Shape, storage: str, padded: bool) -> list[Tensor]:
     model = families.model(family, "attnmesh", torch.float64)
     cache = hf.ShardedCache(model.config, named_mesh(shape, AXES), storage=storage)
     return conversation(lambda ids, **options: hf.generate(model, ids, cache=cache, **options), padded)
@@ -82,7 +82,7 @@ def ours(family: str, shape: Shape, storage: str, padded: bool) -> list[Tensor]:
 KINDS = [("llama", False), ("gemma3", True), ("gpt-oss", False), ("gemma4", True), ("llama", True)]
 """Families, and whether their prompts are padded."""
 
-PLACES = [(shape, [*STORAGES][(n + turn) % 2]) for turn in (0, 1) for n, shape in enumerate(SHAPES)]
+PLACES = [(shape, in_turn(STORAGES, n + turn)) for turn in (0, 1) for n, shape in enumerate(SHAPES)]
 """Meshes with storages: the first ones have each mesh once, and the storages in turn."""
 
 
@@ -91,22 +91,28 @@ def test_tokens_are_those_of_a_stock_cache_that_rounds(
     pool: Pool, kind: tuple[str, bool], place: tuple[Shape, str]
 ) -> None:
     (family, padded), (shape, storage) = kind, place
-    for found in pool.run(shape.ranks, ours, family, shape, storage, padded):
+    for found in pool.run(shape.ranks, talk_in_8_bits, family, shape, storage, padded):
         assert all(map(torch.equal, found, expected(family, storage, padded)))
 
 
+class Answers(NamedTuple):
+    """The tokens after a short prompt, and those of a model that caches latents."""
+
+    short: list[list[int]]
+    of_latents: list[list[int]]
+
+
 @on_each_rank
-def short_and_latent(shape: Shape, storage: str) -> list[Any]:
-    """Return the tokens of a short prompt, and of a model that caches latents, with the bytes that it holds."""
+def answer_short_and_latent(shape: Shape, storage: str) -> Answers:
     model, mesh = families.model("llama", "attnmesh"), named_mesh(shape, AXES)
     cache = hf.ShardedCache(model.config, mesh, storage=storage, block=4)
-    found = [hf.generate(model, prompt(7), cache=cache, max_new_tokens=20, do_sample=False).tolist()]
+    short = hf.generate(model, prompt(7), cache=cache, max_new_tokens=20, do_sample=False).tolist()
     latent = latent_model()
     cache = hf.ShardedCache(latent.config, mesh, storage=storage)
-    found.append(hf.generate(latent, prompt(90), cache=cache, max_new_tokens=9, do_sample=False).tolist())
+    of_latents = hf.generate(latent, prompt(90), cache=cache, max_new_tokens=9, do_sample=False).tolist()
     assert cache.kvs[0].config.storage == storage
     assert cache.held_bytes == 2 * cache.held * (24 + 2)
-    return found
+    return Answers(short, of_latents)
 
 
 def latent_model() -> Any:
@@ -120,20 +126,28 @@ def latent_model() -> Any:
 
 
 @cache
-def short_and_latent_alone(pool: Pool, storage: str) -> list[Any]:
-    found: list[Any] = pool.run(1, short_and_latent, Shape(1, 1, 1), storage)[0]
+def short_and_latent_alone(pool: Pool, storage: str) -> Answers:
+    (found,) = pool.run(1, answer_short_and_latent, Shape(1, 1, 1), storage)
+    assert isinstance(found, Answers)
     return found
 
 
 @pytest.mark.parametrize(("shape", "storage"), rotated(SHAPES[1:4], [*STORAGES], every=2))
 def test_short_prompts_and_latents_give_the_same_tokens_on_any_ranks(pool: Pool, shape: Shape, storage: str) -> None:
-    for found in pool.run(shape.ranks, short_and_latent, shape, storage):
+    for found in pool.run(shape.ranks, answer_short_and_latent, shape, storage):
         assert found == short_and_latent_alone(pool, storage)
 
 
+class Continued(NamedTuple):
+    """The tokens of each cache that goes on, and the errors of other storages."""
+
+    tokens: list[list[list[int]]]
+    errors: list[str]
+
+
 @on_each_rank
-def stored_and_recovered(shape: Shape, storage: str, folder: Path) -> tuple[list[Any], list[str]]:
-    """Continue a cache after a save, a restore, a recovery and a fork; and the errors of other storages."""
+def continue_stored_and_recovered(shape: Shape, storage: str, folder: Path) -> Continued:
+    """Continue a cache after a save, a restore, a recovery and a fork."""
     model, mesh = families.model("llama", "attnmesh"), named_mesh(shape, AXES)
 
     def empty(storage: str | None = storage) -> hf.ShardedCache:
@@ -159,15 +173,15 @@ def stored_and_recovered(shape: Shape, storage: str, folder: Path) -> tuple[list
                 call()
             except errors.KernelError as error:
                 found.append(str(error))
-    return tokens, found
+    return Continued(tokens, found)
 
 
 @pytest.mark.parametrize(("shape", "storage"), rotated(SHAPES[1:4], [*STORAGES], every=2))
 def test_a_cache_is_saved_restored_and_recovered(pool: Pool, tmp_path: Path, shape: Shape, storage: str) -> None:
-    for tokens, found in pool.run(shape.ranks, stored_and_recovered, shape, storage, tmp_path):
-        assert tokens == [tokens[0]] * 4
-        assert len(found) == 4
-        assert all(f"storage='{storage}'" in error for error in found)
+    for continued in pool.run(shape.ranks, continue_stored_and_recovered, shape, storage, tmp_path):
+        assert continued.tokens == [continued.tokens[0]] * 4
+        assert len(continued.errors) == 4
+        assert all(f"storage='{storage}'" in error for error in continued.errors)
 
 
 def test_layers_with_short_windows_stay_as_they_are() -> None:
@@ -193,7 +207,7 @@ def test_wrong_storages_are_refused() -> None:
 
 
 @on_each_rank
-def sparse(name: str, shape: Shape) -> tuple[list[int], list[str | None]]:
+def generate_with_sparse_model(name: str, shape: Shape) -> tuple[list[int], list[str | None]]:
     """Return the tokens of a model whose queries select their keys, and how its caches are stored."""
     model = sparse_models.model(name, "attnmesh", torch.float64)
     cache = hf.ShardedCache(model.config, named_mesh(shape, AXES), storage="int8")
@@ -203,7 +217,7 @@ def sparse(name: str, shape: Shape) -> tuple[list[int], list[str | None]]:
 
 @pytest.mark.parametrize(("name", "ranks"), pairs(["deepseek_v32", "qwen4"], [2, 3]))
 def test_index_keys_are_stored_but_for_means_of_blocks(pool: Pool, name: str, ranks: int) -> None:
-    tokens, storages = pool.run(1, sparse, name, Shape(1, 1, 1))[0]
+    tokens, storages = pool.run(1, generate_with_sparse_model, name, Shape(1, 1, 1))[0]
     assert set(storages) == ({"int8"} if name == "deepseek_v32" else {"int8", None})
-    for found in pool.run(ranks, sparse, name, Shape(1, 1, ranks)):
+    for found in pool.run(ranks, generate_with_sparse_model, name, Shape(1, 1, ranks)):
         assert found == (tokens, storages)

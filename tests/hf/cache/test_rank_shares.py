@@ -1,7 +1,7 @@
 """Models on caches of unequal shares: the tokens of stock transformers, of which each rank computes its share."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -10,24 +10,33 @@ import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.hf.serving.engine import Engine
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support import families
-from tests.support.engines import ids, running, tokens
-from tests.support.families import STOCK, prompt
-from tests.support.mesh_problems import named_mesh
+from tests.support.models import families
 from tests.support.models.checks import DoublePrecision
+from tests.support.models.families import STOCK, prompt
+from tests.support.models.recurrent import model_of
 from tests.support.models.tiny_models import Case, build
-from tests.support.pool import Pool, on_each_rank
-from tests.support.recurrent import model_of
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.serving.engines import ids, running, tokens
+from tests.support.truth.mesh_problems import named_mesh
+
+
+class Conversation(NamedTuple):
+    """The tokens after each turn, and how many the last layer holds on this rank and on all after the first."""
+
+    turns: list[list[list[int]]]
+    held: int
+    held_by_all: int
 
 
 @on_each_rank
-def conversation(family: str, shape: Shape, shares: tuple[float, ...], folder: Path) -> tuple[list[Any], list[int]]:
-    """Return the tokens of turns on one cache, which is then loaded with even shares and back, and tokens of a rank."""
+def talk_on_shares(family: str, shape: Shape, shares: tuple[float, ...], folder: Path) -> Conversation:
+    """Talk in turns on one cache, which is then loaded with even shares and back."""
     model, mesh = families.model(family, "attnmesh"), named_mesh(shape, AXES)
     cache = hf.ShardedCache(model.config, mesh, shares=shares)
     options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
     turns = [hf.generate(model, prompt(150), cache=cache, **options)]
-    held = [cache.layers[-1].kv.used, cache.get_seq_length()]
+    held = cache.layers[-1].kv.used
+    length = cache.get_seq_length()
     turns.append(hf.generate(model, torch.cat((turns[0], prompt(90, seed=1)), 1), cache=cache, **options))
     for number, other in enumerate((None, shares)):
         cache.save(folder / str(number))
@@ -35,7 +44,7 @@ def conversation(family: str, shape: Shape, shares: tuple[float, ...], folder: P
         cache.restore(folder / str(number))
         again = torch.cat((turns[-1], prompt(3, seed=2)), 1)
         turns.append(hf.generate(model, again, cache=cache, prefill_chunk_size=64, **options))
-    return [turn.tolist() for turn in turns], held
+    return Conversation([turn.tolist() for turn in turns], held, length)
 
 
 @pytest.mark.parametrize(
@@ -55,17 +64,20 @@ def test_tokens_on_unequal_shares_are_those_of_stock(
     turns.append(stock.generate(torch.cat((turns[0], prompt(90, seed=1)), 1), **options))
     for _ in range(2):
         turns.append(stock.generate(torch.cat((turns[-1], prompt(3, seed=2)), 1), **options))
-    answers = pool.run(shape.ranks, conversation, family, shape, shares, tmp_path)
-    for rank, (found, (held, length)) in enumerate(answers):
-        assert found == [turn.tolist() for turn in turns]
+    answers = pool.run(shape.ranks, talk_on_shares, family, shape, shares, tmp_path)
+    for rank, found in enumerate(answers):
+        assert found.turns == [turn.tolist() for turn in turns]
         if family != "gemma3":  # whose last layer keeps a window
-            assert abs(held - length * shares[rank % len(shares)] / sum(shares)) <= 16 * len(shares)
+            share = shares[rank % len(shares)] / sum(shares)
+            assert abs(found.held - found.held_by_all * share) <= 16 * len(shares)
 
 
 @on_each_rank
-def recurrent_tokens(shares: tuple[float, ...]) -> tuple[torch.Tensor, list[int]]:
+def generate_with_recurrent_layers(shares: tuple[float, ...]) -> tuple[torch.Tensor, list[int]]:
     """Return tokens of a model with recurrent layers, and how many tokens each of its chunks had on this rank."""
-    model, mesh, seen = model_of("qwen3_next"), named_mesh(Shape(1, 1, len(shares)), AXES), []
+    model = model_of("qwen3_next")
+    mesh = named_mesh(Shape(1, 1, len(shares)), AXES)
+    seen = []
     model.get_input_embeddings().register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
     with DoublePrecision():
         cache = hf.ShardedCache(model.config, mesh, shares=shares)
@@ -78,14 +90,14 @@ def test_recurrent_layers_compute_runs_of_tokens_as_long_as_the_shares(pool: Poo
     with DoublePrecision():
         mask = torch.ones_like(given)
         expected = stock.generate(given, attention_mask=mask, max_new_tokens=6, do_sample=False)
-    (one, many), (other, few) = pool.run(2, recurrent_tokens, (3, 1))
+    (one, many), (other, few) = pool.run(2, generate_with_recurrent_layers, (3, 1))
     assert torch.equal(one, expected)
     assert torch.equal(other, expected)
     assert (many[0], few[0]) == (14 * 24, 14 * 8)
 
 
 @on_each_rank
-def engine_tokens(shares: object) -> list[int] | None:
+def serve_two_requests(shares: object) -> list[int] | None:
     """Return the tokens of two requests of an engine, one by one, on rank 0."""
     model, mesh = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, 2), AXES)
     with running(model, mesh, shares=shares, cache_memory=400_000) as engine:
@@ -97,12 +109,13 @@ def engine_tokens(shares: object) -> list[int] | None:
 
 
 def test_an_engine_serves_on_unequal_shares(pool: Pool) -> None:
-    stock, expected = families.model("llama", STOCK["llama"]), []
+    stock = families.model("llama", STOCK["llama"])
+    expected = []
     for length in (130, 40, 90):
         given = torch.tensor([ids(length, seed=length)])
         made = stock.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=5, do_sample=False)
         expected += made[0, length:].tolist()
-    assert pool.run(2, engine_tokens, (1, 4))[0] == expected
+    assert pool.run(2, serve_two_requests, (1, 4))[0] == expected
 
 
 @on_each_rank
@@ -133,7 +146,7 @@ def test_what_unequal_shares_cannot_do_is_refused_on_all_ranks(kind: str, pool: 
 
 
 @on_each_rank
-def selecting(name: str, shares: tuple[float, ...] | None, attention: str) -> list[int]:
+def generate_while_selecting(name: str, shares: tuple[float, ...] | None, attention: str) -> list[int]:
     """Return tokens of a model that keeps entries or index keys beside its keys, with a prompt in chunks."""
     model = build(Case(name, name), attention, torch.float64)
     options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
@@ -147,4 +160,7 @@ def selecting(name: str, shares: tuple[float, ...] | None, attention: str) -> li
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["deepseek_v4", "deepseek_v32"])
 def test_entries_and_index_keys_lie_on_unequal_shares(name: str, pool: Pool) -> None:
-    assert pool.run(3, selecting, name, (2, 5, 1), "attnmesh") == [selecting(name, None, "eager")] * 3
+    assert (
+        pool.run(3, generate_while_selecting, name, (2, 5, 1), "attnmesh")
+        == [generate_while_selecting(name, None, "eager")] * 3
+    )

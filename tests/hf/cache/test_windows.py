@@ -10,10 +10,10 @@ from torch import Tensor
 import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.mesh.shapes import Shape
-from tests.support import families
-from tests.support.families import STOCK, prompt
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
+from tests.support.models import families
+from tests.support.models.families import STOCK, prompt
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
 
 AXES = ("heads", "queries", "keys")
 
@@ -21,10 +21,11 @@ WINDOWED = {"gemma3": Shape(1, 2, 2), "gpt-oss": Shape(1, 1, 3), "mistral": Shap
 
 
 @on_each_rank
-def conversation(family: str, shape: Shape, windows: bool) -> list[Any]:
+def talk_in_windows(family: str, shape: Shape, windows: bool) -> list[list[list[int]]]:
     """Return the tokens of turns on one cache, of which the last two go back."""
     model, mesh = families.model(family, "attnmesh"), named_mesh(shape, AXES) if shape.ranks > 1 else None
-    cache, turns = hf.ShardedCache(model.config, mesh, windows=windows), []
+    cache = hf.ShardedCache(model.config, mesh, windows=windows)
+    turns = []
     generated = [prompt(150)]
     for step in range(4):
         ids = generated[-1]
@@ -38,7 +39,8 @@ def conversation(family: str, shape: Shape, windows: bool) -> list[Any]:
 
 
 def stock_conversation(family: str) -> list[Any]:
-    model, turns = families.model(family, STOCK[family]), []
+    model = families.model(family, STOCK[family])
+    turns = []
     ids = prompt(150)
     for step in range(4):
         if step == 1:
@@ -56,12 +58,12 @@ def stock_conversation(family: str) -> list[Any]:
 def test_turns_that_branch_off_are_computed_again(family: str, pool: Pool) -> None:
     expected, shape = stock_conversation(family), WINDOWED[family]
     for windows in (True, False):
-        for turns in pool.run(shape.ranks, conversation, family, shape, windows):
+        for turns in pool.run(shape.ranks, talk_in_windows, family, shape, windows):
             assert turns == expected
 
 
 @on_each_rank
-def held_tokens_and_slots(family: str, shape: Shape, windows: bool) -> list[tuple[int, int]]:
+def count_tokens_and_slots(family: str, shape: Shape, windows: bool) -> list[tuple[int, int]]:
     """Return per layer the tokens and slots of a rank after a prompt of 1,200 tokens and some new ones."""
     model, mesh = families.model(family, "attnmesh"), named_mesh(shape, AXES)
     cache = hf.ShardedCache(model.config, mesh, windows=windows, block=4)
@@ -72,18 +74,20 @@ def held_tokens_and_slots(family: str, shape: Shape, windows: bool) -> list[tupl
 @pytest.mark.parametrize("family", ["gemma3", "mistral"])
 def test_layers_with_a_window_take_its_memory(family: str, pool: Pool) -> None:
     kinds = getattr(families.CONFIGS[family], "layer_types", None) or ["sliding_attention"] * 2
-    for layers in pool.run(3, held_tokens_and_slots, family, Shape(1, 1, 3), True):
+    for layers in pool.run(3, count_tokens_and_slots, family, Shape(1, 1, 3), True):
         for kind, (length, slots) in zip(kinds, layers, strict=True):
             assert length == 1209
             assert slots < 40 if kind == "sliding_attention" else slots >= 403
-    for layers in pool.run(3, held_tokens_and_slots, family, Shape(1, 1, 3), False):
+    for layers in pool.run(3, count_tokens_and_slots, family, Shape(1, 1, 3), False):
         assert all(slots >= 403 for _, slots in layers)
 
 
 @on_each_rank
-def crops(kind: str) -> str:
+def catch_error_of_crop(kind: str) -> str:
     """Return the error of a rank; no layer may have changed."""
-    model, mesh, odd = families.model("gemma3", "attnmesh"), named_mesh(Shape(1, 1, 2), AXES), _rank() == 1
+    model = families.model("gemma3", "attnmesh")
+    mesh = named_mesh(Shape(1, 1, 2), AXES)
+    odd = _rank() == 1
     try:
         if kind == "windows":
             hf.ShardedCache(model.config, mesh, windows="yes" if odd else True)
@@ -117,7 +121,7 @@ CROPS = {
 
 @pytest.mark.parametrize("kind", CROPS)
 def test_bad_calls_raise_alike(kind: str, pool: Pool) -> None:
-    one, other = pool.run(2, crops, kind)
+    one, other = pool.run(2, catch_error_of_crop, kind)
     assert one == other
     assert one.startswith(CROPS[kind])
 
@@ -131,7 +135,7 @@ def gapped() -> tuple[Tensor, Tensor]:
 
 
 @on_each_rank
-def with_gaps(family: str, shape: Shape) -> dict[str, Any]:
+def generate_with_gaps(family: str, shape: Shape) -> dict[str, Any]:
     """Return tokens, or the error, of prompts with padding between tokens."""
     model, mesh = families.model(family, "attnmesh"), named_mesh(shape, AXES) if shape.ranks > 1 else None
     (ids, mask), options = gapped(), {"max_new_tokens": 9, "do_sample": False}
@@ -158,7 +162,7 @@ def test_padding_between_tokens_is_right_or_refused(family: str, pool: Pool) -> 
     (ids, mask), shape = gapped(), Shape(1, 1, 1 if family == "mistral" else 3)
     stock = families.model(family, STOCK[family])
     expected = stock.generate(ids, attention_mask=mask, max_new_tokens=9, do_sample=False).tolist()
-    for answers in pool.run(shape.ranks, with_gaps, family, shape):
+    for answers in pool.run(shape.ranks, generate_with_gaps, family, shape):
         for call, given in answers.items():
             if family == "llama":
                 assert given == (None if call == "prefill" else expected)
@@ -167,7 +171,7 @@ def test_padding_between_tokens_is_right_or_refused(family: str, pool: Pool) -> 
 
 
 @on_each_rank
-def tokens_after_interruption(shape: Shape) -> list[int]:
+def generate_after_interruption(shape: Shape) -> list[int]:
     """Return the tokens after a forward pass was interrupted between two layers, and continued."""
     model, mesh = families.model("gemma3", "attnmesh"), named_mesh(shape, AXES)
     cache = hf.ShardedCache(model.config, mesh)
@@ -181,11 +185,11 @@ def tokens_after_interruption(shape: Shape) -> list[int]:
 
 def test_an_interrupted_pass_is_continued_or_computed_again(pool: Pool) -> None:
     expected = families.model("gemma3", STOCK["gemma3"]).generate(prompt(90), max_new_tokens=15, do_sample=False)
-    assert pool.run(2, tokens_after_interruption, Shape(1, 1, 2)) == [expected.tolist()] * 2
+    assert pool.run(2, generate_after_interruption, Shape(1, 1, 2)) == [expected.tolist()] * 2
 
 
 @on_each_rank
-def saved(family: str, shape: Shape, folder: Path) -> list[int]:
+def generate_around_saves(family: str, shape: Shape, folder: Path) -> list[int]:
     model = families.model(family, "attnmesh")
     cache = hf.ShardedCache(model.config, named_mesh(shape, AXES) if shape.ranks > 1 else None)
     if folder.exists():
@@ -199,6 +203,9 @@ def saved(family: str, shape: Shape, folder: Path) -> list[int]:
 
 
 def test_a_saved_cache_continues_on_other_ranks(pool: Pool, tmp_path: Path) -> None:
-    expected = pool.run(2, saved, "gemma3", Shape(1, 1, 2), tmp_path / "cache")
+    expected = pool.run(2, generate_around_saves, "gemma3", Shape(1, 1, 2), tmp_path / "cache")
     for shape in (Shape(1, 1, 1), Shape(1, 1, 3)):
-        assert pool.run(shape.ranks, saved, "gemma3", shape, tmp_path / "cache") == [expected[0]] * shape.ranks
+        assert (
+            pool.run(shape.ranks, generate_around_saves, "gemma3", shape, tmp_path / "cache")
+            == [expected[0]] * shape.ranks
+        )

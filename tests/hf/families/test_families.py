@@ -37,7 +37,7 @@ from attnmesh.hf.family import (
 from attnmesh.hf.pins import FIELDS, ModuleSource, check_family
 from attnmesh.hf.recurrent.prepare_recurrent import RecurrentLayer
 from attnmesh.runtime.upstream import OPT_IN
-from tests.support.families import SIZES
+from tests.support.models.families import SIZES
 from tests.support.models.tiny_models import Case, tiny_config
 from tools.rooms import FILES
 from tools.upstream_records import PAGE, configurations, differences, page, source_of_type
@@ -200,7 +200,7 @@ def test_a_renamed_attribute_is_refused(
 def test_another_rule_is_refused_unless_it_is_allowed(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    changed = [*families()[kind].sources][-1].split(".")[-1]
+    changed = list(families()[kind].sources)[-1].split(".")[-1]
     first = next(name for name in families()[kind].sources if name.split(".")[-1] == changed)
     renamed_in(kind, rf"(?m)^( *)(def {changed}\()", r"\1@changed\n\1\2", tmp_path, monkeypatch)
     assert refusal(configurations()[kind]) == (

@@ -10,14 +10,14 @@ from torch import Tensor
 import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support.families import prompt
-from tests.support.mesh_problems import named_mesh
-from tests.support.models.image_checks import model_of
-from tests.support.models.image_inputs import random_pixels
-from tests.support.models.image_prompts import OPTIONS, logits
-from tests.support.models.image_training import loss_and_gradients_in_place
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT64_LOSS, FLOAT64_MODEL
+from tests.support.images.image_checks import model_of
+from tests.support.images.image_inputs import random_pixels
+from tests.support.images.image_prompts import OPTIONS, logits
+from tests.support.images.image_training import loss_and_gradients_in_place
+from tests.support.models.families import prompt
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.tolerances import FLOAT64_LOSS, FLOAT64_MODEL
 
 Batch = dict[str, Any]
 
@@ -59,7 +59,7 @@ def stock(batch: Batch, **options: Any) -> Tensor:
 
 
 @on_each_rank
-def answers(shape: Shape, batches: list[Batch], options: dict[str, Any]) -> list[Tensor]:
+def answer_in_turns(shape: Shape, batches: list[Batch], options: dict[str, Any]) -> list[Tensor]:
     """Return on a rank the logits of turns with one cache, of blocks so small that all ranks have some."""
     model = model_of("mllama", "attnmesh", DOUBLE)
     cache = hf.ShardedCache(model.config, named_mesh(shape, AXES), block=4)
@@ -83,7 +83,7 @@ def test_text_sees_images(name: str, shape: Shape, pool: Pool) -> None:
     batches, options = PROMPTS[name]
     whole = {key: x for key, x in options.items() if key != "prefill_chunk_size"}
     expected = [stock(batch, **whole) for batch in batches]
-    for found in pool.run(shape.ranks, answers, shape, batches, options):
+    for found in pool.run(shape.ranks, answer_in_turns, shape, batches, options):
         for turn, logits_of_stock in zip(found, expected, strict=True):
             assert float((turn - logits_of_stock).abs().max()) < FLOAT64_MODEL
 
@@ -104,7 +104,7 @@ def test_a_restored_text_sees_no_image_of_before(tmp_path: Path) -> None:
 
 
 @on_each_rank
-def error_of_next_turn() -> tuple[float, int]:
+def measure_error_of_next_turn() -> tuple[float, int]:
     """Return how far logits are off after a turn that continues another, and the tokens that it took from the cache."""
     model, first = model_of("mllama", "attnmesh", DOUBLE), inputs(ONE)
     cache = hf.ShardedCache(model.config, named_mesh(Shape(1, 1, 2), AXES), block=4)
@@ -122,13 +122,13 @@ def error_of_next_turn() -> tuple[float, int]:
 
 
 def test_a_turn_continues_a_prompt_with_the_same_images(pool: Pool) -> None:
-    for max_error, taken in pool.run(2, error_of_next_turn):
+    for max_error, taken in pool.run(2, measure_error_of_next_turn):
         assert max_error < FLOAT64_MODEL
         assert taken == sum(ONE)
 
 
 @on_each_rank
-def trained_on_mesh(shape: Shape, batch: Batch) -> tuple[float, dict[str, Tensor]]:
+def train_on_mesh(shape: Shape, batch: Batch) -> tuple[float, dict[str, Tensor]]:
     return loss_and_gradients_in_place(
         model_of("mllama", "attnmesh", DOUBLE), hf.shard_batch(batch, named_mesh(shape, AXES))
     )
@@ -139,7 +139,7 @@ def test_loss_and_gradients_are_those_of_one_device(shape: Shape, pool: Pool) ->
     batch = inputs(TWO, ONE, side="right")
     batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
     expected, gradients = loss_and_gradients_in_place(model_of("mllama", None, DOUBLE), {**batch, "use_cache": False})
-    losses, found = zip(*pool.run(shape.ranks, trained_on_mesh, shape, batch), strict=True)
+    losses, found = zip(*pool.run(shape.ranks, train_on_mesh, shape, batch), strict=True)
     assert sum(losses) / shape.ranks == pytest.approx(expected, rel=FLOAT64_LOSS)
     assert sum("vision" in name and bool(x.any()) for name, x in gradients.items()) > 10
     for name, whole in gradients.items():

@@ -11,14 +11,14 @@ import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.hf.serving.engine import Engine
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support.engines import running, started, tokens, until_stored
-from tests.support.families import prompt
-from tests.support.mesh_problems import named_mesh
-from tests.support.models import image_prompts as qwen
-from tests.support.models import image_spans as spans
-from tests.support.models.image_answers import NEW, alike, answer, generated, submit
-from tests.support.models.image_prompts import vision_model
-from tests.support.pool import Pool, on_each_rank
+from tests.support.images import image_prompts as qwen
+from tests.support.images import image_spans as spans
+from tests.support.images.image_answers import NEW, alike, answer, generated, submit
+from tests.support.images.image_prompts import vision_model
+from tests.support.models.families import prompt
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.serving.engines import running, started, tokens, until_stored
+from tests.support.truth.mesh_problems import named_mesh
 
 
 def problems(kind: str) -> tuple[Any, list[dict[str, Tensor]]]:
@@ -33,7 +33,7 @@ def problems(kind: str) -> tuple[Any, list[dict[str, Tensor]]]:
 
 
 @on_each_rank
-def streams_with_images(kind: str, shape: Shape) -> None:
+def stream_with_images(kind: str, shape: Shape) -> None:
     model, batches = problems(kind)
     mesh = named_mesh(shape, AXES)
     wanted = [generated(model, batch, mesh) for batch in batches]
@@ -62,7 +62,7 @@ def streams_with_images(kind: str, shape: Shape) -> None:
     ],
 )
 def test_streams_with_images_are_those_of_generate(kind: str, shape: Shape, pool: Pool) -> None:
-    pool.run(shape.ranks, streams_with_images, kind, shape)
+    pool.run(shape.ranks, stream_with_images, kind, shape)
 
 
 def test_images_that_do_not_fit_end_their_request_alone() -> None:
@@ -81,7 +81,7 @@ def test_images_that_do_not_fit_end_their_request_alone() -> None:
 
 
 @on_each_rank
-def images_from_a_store(kind: str, folder: Path) -> None:
+def read_images_from_a_store(kind: str, folder: Path) -> None:
     """Ask in a later engine: for the same images, for others in their places, and for text with the same tokens."""
     model, (batch, other, *_) = problems(kind)
     wanted = [generated(model, one, None) for one in (batch, other)]
@@ -102,4 +102,4 @@ def images_from_a_store(kind: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", pytest.param("gemma3", marks=pytest.mark.long)])
 def test_images_are_found_in_a_store_by_their_digest(kind: str, pool: Pool, tmp_path: Path) -> None:
-    pool.run(1, images_from_a_store, kind, tmp_path)
+    pool.run(1, read_images_from_a_store, kind, tmp_path)

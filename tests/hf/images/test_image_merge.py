@@ -11,27 +11,27 @@ import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.hf.images.image_merge import text_arguments
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support.families import prompt
-from tests.support.mesh_problems import named_mesh
-from tests.support.models.image_models import build_images, image_case
-from tests.support.models.image_prompts import (
+from tests.support.images.image_models import build_images, image_case
+from tests.support.images.image_prompts import (
     FIRST,
     IMAGES,
     OPTIONS,
     SECOND,
     SHAPES,
     answer,
-    answer_logits,
+    compute_answer_logits,
     inputs,
     logits,
     max_error,
     stock,
     vision_model,
 )
-from tests.support.models.processed_images import processed
-from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import rotated
-from tests.support.tolerances import FLOAT64_MODEL, worst
+from tests.support.images.processed_images import processed
+from tests.support.models.families import prompt
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.seeds import rotated
+from tests.support.truth.tolerances import FLOAT64_MODEL, worst
 
 PROMPTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "one": ((FIRST,), {}),
@@ -48,12 +48,12 @@ def test_a_prompt_with_images_gives_stock_logits(kind: str, name: str, shape: Sh
     batch = inputs(*rows)
     whole = {key: value for key, value in options.items() if key != "prefill_chunk_size"}
     expected = stock(kind, batch, **whole)
-    for found in pool.run(shape.ranks, answer_logits, kind, shape, batch, options):
+    for found in pool.run(shape.ranks, compute_answer_logits, kind, shape, batch, options):
         assert float((found - expected).abs().max()) < FLOAT64_MODEL
 
 
 @on_each_rank
-def beams(kind: str) -> float:
+def search_by_beams(kind: str) -> float:
     batch, shape = inputs(FIRST, (14, "large", 4)), Shape(1, 1, 3)
     options: dict[str, Any] = {"num_beams": 3, "output_scores": True}
     expected = vision_model(kind, "sdpa").generate(**batch, **{**OPTIONS, **options})
@@ -64,11 +64,11 @@ def beams(kind: str) -> float:
 
 @pytest.mark.parametrize("kind", IMAGES)
 def test_beams_with_images_are_those_of_stock(kind: str, pool: Pool) -> None:
-    assert worst(pool.run(3, beams, kind)) < FLOAT64_MODEL
+    assert worst(pool.run(3, search_by_beams, kind)) < FLOAT64_MODEL
 
 
 @on_each_rank
-def rows_after_images(kind: str, shape: Shape) -> float:
+def decode_rows_after_images(kind: str, shape: Shape) -> float:
     """Decode after two prompts with images and one without, in one forward pass, and return how far logits are off."""
     model, mesh = vision_model(kind, "attnmesh"), named_mesh(shape, AXES)
     batches = [inputs(FIRST), inputs(SECOND, seed=1), {"input_ids": prompt(21) % 80 + 5}]
@@ -89,13 +89,14 @@ def rows_after_images(kind: str, shape: Shape) -> float:
 
 @pytest.mark.parametrize(("kind", "shape"), rotated([*IMAGES], SHAPES[:2], every=2))
 def test_rows_after_images_give_what_each_gives_alone(kind: str, shape: Shape, pool: Pool) -> None:
-    assert worst(pool.run(shape.ranks, rows_after_images, kind, shape)) < FLOAT64_MODEL
+    assert worst(pool.run(shape.ranks, decode_rows_after_images, kind, shape)) < FLOAT64_MODEL
 
 
 @on_each_rank
-def turns(kind: str) -> list[tuple[float, int]]:
+def measure_errors_of_turns(kind: str) -> list[tuple[float, int]]:
     """Return on a rank how far the logits of several turns are off, and the tokens that each took from the cache."""
-    model, taken = vision_model(kind, "attnmesh"), []
+    model = vision_model(kind, "attnmesh")
+    taken = []
     cache = hf.ShardedCache(model.config, named_mesh(Shape(1, 1, 2), AXES), block=4)
     choose_block = cache.choose_block
     cache.choose_block = lambda tokens: (taken.append(cache.get_seq_length()), choose_block(tokens))  # type: ignore[assignment]
@@ -110,7 +111,7 @@ def turns(kind: str) -> list[tuple[float, int]]:
 @pytest.mark.parametrize("kind", IMAGES)
 def test_turns_keep_the_images_that_are_the_same(kind: str, pool: Pool) -> None:
     first = inputs(FIRST)["input_ids"].shape[1]
-    for found in pool.run(2, turns, kind):
+    for found in pool.run(2, measure_errors_of_turns, kind):
         errors, taken = zip(*found, strict=True)
         assert worst(errors) < FLOAT64_MODEL
         # A turn adds an image; one is taken back; other pixels; the placeholders as text; and the images again.
@@ -118,7 +119,7 @@ def test_turns_keep_the_images_that_are_the_same(kind: str, pool: Pool) -> None:
 
 
 @on_each_rank
-def of_one_text(kind: str) -> float:
+def measure_error_of_one_text(kind: str) -> float:
     """Return how far logits are off after a turn with one text and two images of which the other was kept."""
     model, one, other = vision_model(kind, "attnmesh"), inputs(FIRST), inputs(FIRST, seed=1)
     cache = hf.ShardedCache(model.config, named_mesh(Shape(1, 1, 2), AXES), block=4)
@@ -128,11 +129,11 @@ def of_one_text(kind: str) -> float:
 
 
 def test_a_sequence_kept_of_a_batch_is_not_taken_for_another(pool: Pool) -> None:
-    assert worst(pool.run(2, of_one_text, "qwen2_5_vl")) < FLOAT64_MODEL
+    assert worst(pool.run(2, measure_error_of_one_text, "qwen2_5_vl")) < FLOAT64_MODEL
 
 
 @on_each_rank
-def prefilled(kind: str, shape: Shape) -> float:
+def measure_error_after_prefill(kind: str, shape: Shape) -> float:
     model, batch = vision_model(kind, "attnmesh"), inputs(FIRST)
     cache = hf.ShardedCache(model.config, named_mesh(shape, AXES), block=4)
     hf.prefill(model, cache=cache, **batch)
@@ -142,11 +143,11 @@ def prefilled(kind: str, shape: Shape) -> float:
 
 @pytest.mark.parametrize("shape", [Shape(2, 1, 1), Shape(1, 3, 1)], ids=str)
 def test_a_prefill_with_images_is_continued(shape: Shape, pool: Pool) -> None:
-    assert worst(pool.run(shape.ranks, prefilled, "qwen3_vl", shape)) < FLOAT64_MODEL
+    assert worst(pool.run(shape.ranks, measure_error_after_prefill, "qwen3_vl", shape)) < FLOAT64_MODEL
 
 
 @on_each_rank
-def answer_processed(shape: Shape) -> float:
+def measure_error_of_processed(shape: Shape) -> float:
     ours, stock = (build_images(image_case("llava"), attention, torch.float64) for attention in ("attnmesh", "sdpa"))
     expected = logits(stock.generate(**processed(), **OPTIONS))
     found = hf.generate(ours, **processed(), mesh=named_mesh(shape, AXES), **OPTIONS)
@@ -155,7 +156,7 @@ def answer_processed(shape: Shape) -> float:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_what_a_processor_returns_is_what_generate_takes(shape: Shape, pool: Pool) -> None:
-    assert worst(pool.run(shape.ranks, answer_processed, shape)) < FLOAT64_MODEL
+    assert worst(pool.run(shape.ranks, measure_error_of_processed, shape)) < FLOAT64_MODEL
 
 
 Prompt = dict[str, Any]
@@ -205,7 +206,7 @@ REFUSED: list[tuple[Callable[[int], Prompt], str]] = [
 
 
 @on_each_rank
-def refusal(prompt_of: Callable[[int], Prompt]) -> str:
+def catch_refusal(prompt_of: Callable[[int], Prompt]) -> str:
     """Return the error of a rank for a prompt that is not right."""
     model, mesh = vision_model("qwen3_vl", "attnmesh"), named_mesh(Shape(1, 1, 2), AXES)
     try:
@@ -220,7 +221,7 @@ def refusal(prompt_of: Callable[[int], Prompt]) -> str:
 def test_images_that_do_not_fit_are_refused_on_all_ranks_alike(
     prompt_of: Callable[[int], Prompt], message: str, pool: Pool
 ) -> None:
-    first, second = pool.run(2, refusal, prompt_of)
+    first, second = pool.run(2, catch_refusal, prompt_of)
     assert first == second
     assert message in first
 

@@ -19,13 +19,10 @@ import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.hf.images.cut import prepare_text_model
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support import families
-from tests.support.families import prompt
-from tests.support.mesh_problems import named_mesh
-from tests.support.models import image_prompts, image_spans, processed_images
-from tests.support.models.image_models import build_images, image_batch, image_case
-from tests.support.models.image_prompts import IMAGES, vision_model
-from tests.support.models.image_training import (
+from tests.support.images import image_prompts, image_spans, processed_images
+from tests.support.images.image_models import build_images, image_batch, image_case
+from tests.support.images.image_prompts import IMAGES, vision_model
+from tests.support.images.image_training import (
     BUILT,
     SPANS,
     Batch,
@@ -34,9 +31,12 @@ from tests.support.models.image_training import (
     loss_and_gradients_in_place,
     model_of,
 )
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT32_SUMS, FLOAT64_LOSS, FLOAT64_MODEL, TRAINED
-from tests.support.trainers import FSDP, LOGGED, fsdp_on_cpus, launched, settings, trainer_class
+from tests.support.models import families
+from tests.support.models.families import prompt
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.training.trainers import FSDP, LOGGED, fsdp_on_cpus, launched, settings, trainer_class
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.tolerances import FLOAT32_SUMS, FLOAT64_LOSS, FLOAT64_MODEL, TRAINED
 
 KINDS = (*IMAGES, *SPANS, *BUILT)
 SHAPES = (Shape(1, 2, 1), Shape(1, 1, 3), Shape(1, 2, 2), Shape(2, 1, 1))
@@ -163,7 +163,7 @@ def training_losses(trainer: Any, attention: str, folder: str, options: dict[str
 
 
 @on_each_rank
-def trained_on_rank(shape: Shape, folder: str, options: dict[str, Any]) -> list[float]:
+def train_by_trainer(shape: Shape, folder: str, options: dict[str, Any]) -> list[float]:
     with launched(), fsdp_on_cpus() if "fsdp" in options else nullcontext():
         return training_losses(hf.on_mesh(Trainer, named_mesh(shape, AXES)), "attnmesh", folder, options)
 
@@ -176,7 +176,7 @@ def test_a_trainer_has_the_losses_of_one_device(recipe: str, pool: Pool, tmp_pat
     expected = training_losses(Trainer, "sdpa", str(tmp_path / "0"), alone)
     assert expected[-2] < expected[0]
     for shape in (Shape(1, 2, 2), *([] if recipe == "LoRA" else [Shape(1, 1, 1), Shape(1, 2, 1)])):
-        for found in pool.run(shape.ranks, trained_on_rank, shape, str(tmp_path / str(shape.ranks)), options):
+        for found in pool.run(shape.ranks, train_by_trainer, shape, str(tmp_path / str(shape.ranks)), options):
             assert found == pytest.approx(expected, abs=FLOAT64_MODEL)
 
 
@@ -201,7 +201,7 @@ def fine_tuned(trainer: Any, attention: str, folder: str) -> list[float]:
 
 
 @on_each_rank
-def fine_tuned_on_rank(shape: Shape, folder: str) -> list[float]:
+def fine_tune_by_trainer(shape: Shape, folder: str) -> list[float]:
     with launched():
         return fine_tuned(hf.on_mesh(trainer_class("SFTTrainer"), named_mesh(shape, AXES)), "attnmesh", folder)
 
@@ -210,7 +210,7 @@ def fine_tuned_on_rank(shape: Shape, folder: str) -> list[float]:
 def test_a_trainer_of_trl_calls_the_processor(pool: Pool, tmp_path: Path) -> None:
     expected = fine_tuned(trainer_class("SFTTrainer"), "sdpa", str(tmp_path / "1"))
     assert len(expected) > 8
-    for found in pool.run(2, fine_tuned_on_rank, Shape(1, 2, 1), str(tmp_path / "2")):
+    for found in pool.run(2, fine_tune_by_trainer, Shape(1, 2, 1), str(tmp_path / "2")):
         assert found == pytest.approx(expected, rel=TRAINED, abs=FLOAT32_SUMS)
 
 
@@ -293,7 +293,7 @@ REFUSED: list[tuple[Callable[[int], Example], str]] = [
 
 
 @on_each_rank
-def refusal(example: Callable[[int], Example]) -> str:
+def catch_refusal(example: Callable[[int], Example]) -> str:
     """Return the error of a rank for images that are not right."""
     batch, model = example(dist.get_rank())
     try:
@@ -313,7 +313,7 @@ def refusal(example: Callable[[int], Example]) -> str:
 def test_images_that_do_not_fit_are_refused_on_all_ranks_alike(
     example: Callable[[int], Example], message: str, pool: Pool
 ) -> None:
-    first, second = pool.run(2, refusal, example)
+    first, second = pool.run(2, catch_refusal, example)
     assert first == second
     assert message in first
 

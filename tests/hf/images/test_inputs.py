@@ -14,12 +14,12 @@ from attnmesh.core.digest import cpu_weights, digest
 from attnmesh.hf.images import towers
 from attnmesh.hf.images.inputs import fingerprints_of
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support import families
-from tests.support.families import prompt
-from tests.support.mesh_problems import named_mesh
-from tests.support.models.image_prompts import IMAGES, OPTIONS, logits, vision_model
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT64_MODEL, worst
+from tests.support.images.image_prompts import IMAGES, OPTIONS, logits, vision_model
+from tests.support.models import families
+from tests.support.models.families import prompt
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.tolerances import FLOAT64_MODEL, worst
 
 GRID = torch.tensor([[1, 8, 4]])
 
@@ -51,7 +51,7 @@ def test_a_shift_of_positions_is_not_for_the_next_text(kind: str) -> None:
 
 
 @on_each_rank
-def text_after_an_image(kind: str) -> list[float]:
+def measure_errors_of_text_after_an_image(kind: str) -> list[float]:
     """Return on a rank how far the logits are off: generated at once, and after a prefill."""
     model, mesh, expected = vision_model(kind, "attnmesh"), named_mesh(Shape(1, 1, 2), AXES), stock_logits(kind)
     errors = []
@@ -68,7 +68,7 @@ def text_after_an_image(kind: str) -> list[float]:
 
 @pytest.mark.parametrize("kind", IMAGES)
 def test_text_after_an_image_is_continued_as_without_it(kind: str, pool: Pool) -> None:
-    for errors in pool.run(2, text_after_an_image, kind):
+    for errors in pool.run(2, measure_errors_of_text_after_an_image, kind):
         assert worst(errors) < FLOAT64_MODEL
 
 

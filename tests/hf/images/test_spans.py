@@ -10,14 +10,14 @@ from torch import Tensor
 import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support.mesh_problems import named_mesh
-from tests.support.models.image_models import build_images, image_batch, image_case
-from tests.support.models.image_prompts import OPTIONS, SHAPES, logits
-from tests.support.models.image_spans import KINDS, inputs, model_of
-from tests.support.models.video_models import video_batch
-from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import rotated
-from tests.support.tolerances import FLOAT64_MODEL
+from tests.support.images.image_models import build_images, image_batch, image_case
+from tests.support.images.image_prompts import OPTIONS, SHAPES, logits
+from tests.support.images.image_spans import KINDS, inputs, model_of
+from tests.support.images.video_models import video_batch
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.seeds import rotated
+from tests.support.truth.tolerances import FLOAT64_MODEL
 
 
 def stock(kind: str, batch: dict[str, Tensor]) -> Tensor:
@@ -26,7 +26,7 @@ def stock(kind: str, batch: dict[str, Tensor]) -> Tensor:
 
 
 @on_each_rank
-def answers(kind: str, shape: Shape, batches: list[dict[str, Tensor]], **options: Any) -> list[Tensor]:
+def answer_in_turns(kind: str, shape: Shape, batches: list[dict[str, Tensor]], **options: Any) -> list[Tensor]:
     """Return on a rank the logits of turns with one cache, of blocks so small that all ranks have some."""
     model = model_of(kind, "attnmesh")
     cache = hf.ShardedCache(model.config, named_mesh(shape, AXES), block=4)
@@ -34,8 +34,8 @@ def answers(kind: str, shape: Shape, batches: list[dict[str, Tensor]], **options
 
 
 @on_each_rank
-def chunked(kind: str, shape: Shape, batches: list[dict[str, Tensor]]) -> list[Tensor]:
-    return answers(kind, shape, batches, prefill_chunk_size=8)
+def answer_in_chunks(kind: str, shape: Shape, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+    return answer_in_turns(kind, shape, batches, prefill_chunk_size=8)
 
 
 PROMPTS: dict[str, Any] = {
@@ -48,7 +48,8 @@ PROMPTS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "shape", "run"), rotated(KINDS, [*PROMPTS], SHAPES, [answers, chunked], every=2 * len(SHAPES))
+    ("kind", "name", "shape", "run"),
+    rotated(KINDS, [*PROMPTS], SHAPES, [answer_in_turns, answer_in_chunks], every=2 * len(SHAPES)),
 )
 def test_image_tokens_see_each_other(kind: str, name: str, shape: Shape, run: Any, pool: Pool) -> None:
     batches = [inputs(kind, *texts, **more) for texts, more in PROMPTS[name]]
@@ -59,7 +60,7 @@ def test_image_tokens_see_each_other(kind: str, name: str, shape: Shape, run: An
 
 
 @on_each_rank
-def rows_that_differ(kind: str) -> str:
+def catch_error_of_rows_that_differ(kind: str) -> str:
     batch = inputs(kind, 7, 18, rows=2)
     batch["input_ids"][1] = batch["input_ids"][1].roll(2)
     batch["token_type_ids"] = (batch["input_ids"] == 90).long()
@@ -69,7 +70,7 @@ def rows_that_differ(kind: str) -> str:
 
 
 def test_spans_in_other_places_of_each_sequence_are_refused_by_name(pool: Pool) -> None:
-    first, second = pool.run(2, rows_that_differ, "gemma3")
+    first, second = pool.run(2, catch_error_of_rows_that_differ, "gemma3")
     assert first == second
     assert "spans in the same places of all sequences" in first
 

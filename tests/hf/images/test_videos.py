@@ -15,28 +15,28 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support.engines import running
-from tests.support.families import prompt
-from tests.support.mesh_problems import named_mesh
-from tests.support.models.image_answers import alike, answer, generated, submit
-from tests.support.models.image_models import build_images, image_case
-from tests.support.models.image_prompts import (
+from tests.support.images.image_answers import alike, answer, generated, submit
+from tests.support.images.image_models import build_images, image_case
+from tests.support.images.image_prompts import (
     IMAGES,
     OPTIONS,
     SHAPES,
     SIZES,
     Part,
-    answer_logits,
+    compute_answer_logits,
     logits,
     max_error,
     pixels,
     stock,
     vision_model,
 )
-from tests.support.models.image_training import check, labelled
-from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import some
-from tests.support.tolerances import FLOAT64_MODEL, worst
+from tests.support.images.image_training import check, labelled
+from tests.support.models.families import prompt
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.serving.engines import running
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.seeds import some
+from tests.support.truth.tolerances import FLOAT64_MODEL, worst
 
 Batch = dict[str, Any]
 
@@ -126,14 +126,15 @@ def test_a_prompt_with_videos_gives_stock_logits(kind: str, name: str, shape: Sh
     rows, options = PROMPTS[name]
     batch = inputs(kind, *rows)
     expected = stock(kind, batch)
-    for found in pool.run(shape.ranks, answer_logits, kind, shape, batch, options):
+    for found in pool.run(shape.ranks, compute_answer_logits, kind, shape, batch, options):
         assert float((found - expected).abs().max()) < FLOAT64_MODEL
 
 
 @on_each_rank
-def turns(kind: str) -> list[tuple[float, int]]:
+def measure_errors_of_turns(kind: str) -> list[tuple[float, int]]:
     """Return on a rank how far the logits of several turns are off, and the tokens that each took from the cache."""
-    model, taken = vision_model(kind, "attnmesh"), []
+    model = vision_model(kind, "attnmesh")
+    taken = []
     cache = hf.ShardedCache(model.config, named_mesh(Shape(1, 1, 2), AXES), block=4)
     choose_block = cache.choose_block
     cache.choose_block = lambda tokens: (taken.append(cache.get_seq_length()), choose_block(tokens))  # type: ignore[assignment]
@@ -148,7 +149,7 @@ def turns(kind: str) -> list[tuple[float, int]]:
 @pytest.mark.parametrize("kind", some([*IMAGES], "qwen2_5_vl"))
 def test_turns_keep_the_videos_that_are_the_same(kind: str, pool: Pool) -> None:
     first = inputs(kind, FIRST)["input_ids"].shape[1]
-    for found in pool.run(2, turns, kind):
+    for found in pool.run(2, measure_errors_of_turns, kind):
         errors, taken = zip(*found, strict=True)
         assert worst(errors) < FLOAT64_MODEL
         # A turn adds a video and an image; they are taken back; frames farther apart; other pixels.
@@ -164,7 +165,7 @@ def test_loss_and_gradients_with_videos_are_those_of_one_device(kind: str, shape
 
 
 @on_each_rank
-def streamed(kind: str) -> None:
+def stream_videos(kind: str) -> None:
     """Submit two prompts whose videos alone differ, and compare the answers with those of `generate`."""
     model, mesh = vision_model(kind, "attnmesh"), named_mesh(Shape(1, 1, 2), AXES)
     batches = [inputs(kind, FIRST), inputs(kind, FIRST, seed=1)]
@@ -176,7 +177,7 @@ def streamed(kind: str) -> None:
 
 
 def test_an_engine_takes_videos(pool: Pool) -> None:
-    pool.run(2, streamed, "qwen2_5_vl")
+    pool.run(2, stream_videos, "qwen2_5_vl")
 
 
 # --- real processors ---
@@ -252,7 +253,7 @@ def models_of(kind: str) -> tuple[Any, Any]:
 
 
 @on_each_rank
-def answer_processed(kind: str, shape: Shape, batch: Batch) -> float:
+def measure_error_of_processed(kind: str, shape: Shape, batch: Batch) -> float:
     model, ours = models_of(kind)
     found = hf.generate(ours, **batch, mesh=named_mesh(shape, AXES), **OPTIONS)
     return max_error(found, logits(model.generate(**batch, **OPTIONS)))
@@ -264,14 +265,14 @@ def test_what_a_processor_returns_is_what_generate_takes(kind: str, pool: Pool) 
     batch = {name: x.double() if "pixel" in name else x for name, x in batch.items()}
     assert ("pixel_values_videos" in batch) == (kind in IMAGES)
     assert not bool(batch["attention_mask"].all())
-    assert worst(pool.run(2, answer_processed, kind, Shape(1, 1, 2), batch)) < FLOAT64_MODEL
+    assert worst(pool.run(2, measure_error_of_processed, kind, Shape(1, 1, 2), batch)) < FLOAT64_MODEL
 
 
 # --- bad input ---
 
 
 @on_each_rank
-def refusal(case: str) -> str:
+def catch_refusal(case: str) -> str:
     """Return the error of a rank for videos that are not right."""
     batch, rank = inputs("qwen2_5_vl", FIRST), torch.distributed.get_rank()
     mesh, model = named_mesh(Shape(1, 1, 2), AXES), vision_model("qwen2_5_vl", "attnmesh")
@@ -303,6 +304,6 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_videos_that_do_not_fit_are_refused_on_all_ranks_alike(case: str, pool: Pool) -> None:
-    first, second = pool.run(2, refusal, case)
+    first, second = pool.run(2, catch_refusal, case)
     assert first == second
     assert REFUSED[case] in first

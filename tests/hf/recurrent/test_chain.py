@@ -15,11 +15,11 @@ from attnmesh.hf.recurrent.chain import ChainParts, HeadChain
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.shapes import Shape
 from attnmesh.recurrent.head_exchange import heads_to_tokens, tokens_to_heads
-from tests.support.mesh_problems import named_mesh
 from tests.support.models.checks import AXES, prompt
+from tests.support.models.recurrent import EXCHANGED, TOLERANCE, check_trained, trained
 from tests.support.models.tiny_models import Case, build
-from tests.support.pool import Pool, on_each_rank
-from tests.support.recurrent import EXCHANGED, TOLERANCE, check_trained, trained
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
 
 PARTS = (
     ([0, 1], [31, 30]),
@@ -29,7 +29,7 @@ PARTS = (
 
 
 @on_each_rank
-def checks_of_exchange(owners: list[int], lengths: list[int]) -> dict[str, bool]:
+def check_exchange(owners: list[int], lengths: list[int]) -> dict[str, bool]:
     """Whether all tokens arrive in order and return, and whether gradients are those of the inverse."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     place = Axis(ranks, rank, dist.group.WORLD), owners, lengths
@@ -48,12 +48,12 @@ def checks_of_exchange(owners: list[int], lengths: list[int]) -> dict[str, bool]
 
 @pytest.mark.parametrize(("owners", "lengths"), PARTS)
 def test_heads_come_back_to_their_tokens(owners: list[int], lengths: list[int], pool: Pool) -> None:
-    for right in pool.run(2, checks_of_exchange, owners, lengths):
+    for right in pool.run(2, check_exchange, owners, lengths):
         assert right == dict.fromkeys(right, True)
 
 
 @on_each_rank
-def checks_of_dtypes() -> dict[str, bool]:
+def check_dtypes() -> dict[str, bool]:
     """Whether tensors of two dtypes arrive, each with this rank's heads, and return."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     chain = HeadChain("a layer", [ChainParts(Axis(ranks, rank, dist.group.WORLD), [0, 1], [3, 2], [3 - rank])], [5])
@@ -72,13 +72,14 @@ def checks_of_dtypes() -> dict[str, bool]:
 
 
 def test_tensors_of_several_dtypes_and_head_counts_are_gathered(pool: Pool) -> None:
-    for right in pool.run(2, checks_of_dtypes):
+    for right in pool.run(2, check_dtypes):
         assert right == dict.fromkeys(right, True)
 
 
 @on_each_rank
 def train_by_heads(name: str, layouts: list[Layout], length: int) -> list[tuple[float, dict[str, Tensor]]]:
-    ids, results = prompt(length, batch=2), []
+    ids = prompt(length, batch=2)
+    results = []
     for layout in layouts:
         mesh = named_mesh(Shape(1, 2, 1), AXES)
         batch = hf.shard_batch({"input_ids": ids, "labels": ids}, mesh, layout, exchange="heads")
@@ -124,10 +125,10 @@ REFUSED: dict[str, tuple[str, dict[str, Any], Any, str]] = {
 
 
 @on_each_rank
-def refusal(name: str) -> str:
+def catch_refusal(name: str) -> str:
     kind, changes, exchange, _ = REFUSED[name]
     if exchange is None:
-        exchange = ("scan", "heads")[dist.get_rank()]
+        exchange = "heads" if dist.get_rank() else "scan"
     ids, mesh = prompt(12), named_mesh(Shape(1, 1, 2), AXES)
     try:
         batch = hf.shard_batch({"input_ids": ids, "labels": ids}, mesh, am.Contiguous(), exchange=exchange)
@@ -139,6 +140,6 @@ def refusal(name: str) -> str:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_heads_cannot_do_is_refused_on_all_ranks(name: str, pool: Pool) -> None:
-    for error in pool.run(2, refusal, name):
+    for error in pool.run(2, catch_refusal, name):
         assert error.startswith(REFUSED[name][-1]), error
         assert "Fix: " in error

@@ -18,11 +18,11 @@ from attnmesh.hf.family import recurrences
 from attnmesh.hf.recurrent.functions import recurrence_of
 from attnmesh.hf.recurrent.prepare_recurrent import RecurrentLayer, prepared
 from attnmesh.mesh.shapes import Shape
-from tests.support.families import prompt
-from tests.support.mesh_problems import named_mesh
 from tests.support.models.checks import AXES
-from tests.support.pool import Pool, on_each_rank
-from tests.support.recurrent import FAMILIES, model_of
+from tests.support.models.families import prompt
+from tests.support.models.recurrent import FAMILIES, model_of
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
 
 INSTALLED = upstream.TRANSFORMERS.installed
 
@@ -135,7 +135,7 @@ def test_a_part_that_lightning_attention_does_not_have_is_refused() -> None:
 
 
 @on_each_rank
-def calls_after_a_new_release() -> list[str]:
+def call_after_a_new_release() -> list[str]:
     """Errors of a model whose rule has another name: in training twice, in a prefill, and once with whole tokens."""
     mesh, ids, model = named_mesh(Shape(1, 1, 2), AXES), prompt(12), model_of("qwen3_next")
     kind: Any = type(layer_of(model))
@@ -161,7 +161,7 @@ def calls_after_a_new_release() -> list[str]:
 
 
 def test_a_layer_of_a_new_release_is_refused_on_all_ranks_and_whole_tokens_are_not(pool: Pool) -> None:
-    for training, again, prefill, whole in pool.run(2, calls_after_a_new_release):
+    for training, again, prefill, whole in pool.run(2, call_after_a_new_release):
         assert training == again
         assert "attnmesh.hf Qwen3NextGatedDeltaNet: expected a forward that calls torch_chunk_gated_delta" in training
         assert training in prefill
@@ -182,9 +182,10 @@ def as_module(function: Any) -> Any:
 
 
 @on_each_rank
-def losses_beside_kernels(family: str) -> tuple[float, float]:
+def compute_losses_beside_kernels(family: str) -> tuple[float, float]:
     """Losses of a model, whose layers call functions and then modules."""
-    ids, losses = prompt(12), []
+    ids = prompt(12)
+    losses = []
     kind: Any = type(layer_of(model_of(family)))
     method, stock = kind.forward, unwrap(kind.forward)
     modules = {name: as_module(stock.__globals__[name]) for name in recurrences()[kind.__name__].functions}
@@ -201,5 +202,5 @@ def losses_beside_kernels(family: str) -> tuple[float, float]:
 
 @pytest.mark.parametrize("family", ["mamba", "mamba2", "qwen3_next", "kimi_linear", "lfm2"])
 def test_functions_that_the_package_kernels_hides_are_found(family: str, pool: Pool) -> None:
-    for loss, beside in pool.run(2, losses_beside_kernels, family):
+    for loss, beside in pool.run(2, compute_losses_beside_kernels, family):
         assert loss == beside

@@ -18,12 +18,12 @@ from attnmesh.core.layout import Layout
 from attnmesh.hf.recurrent.prepare_recurrent import RecurrentLayer, prepared
 from attnmesh.mesh.shapes import Shape
 from attnmesh.runtime.counters import count_traffic
-from tests.support.mesh_problems import named_mesh
 from tests.support.models.checks import AXES, DoublePrecision, prompt
+from tests.support.models.recurrent import FAMILIES, GENERATING, check_trained, model_of, tolerance_of, trained
 from tests.support.models.tiny_models import Case, build, tiny_config
-from tests.support.pool import Pool, on_each_rank
-from tests.support.recurrent import FAMILIES, GENERATING, check_trained, model_of, tolerance_of, trained
-from tests.support.tolerances import FLOAT32_SUMS, worst
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.tolerances import FLOAT32_SUMS, worst
 
 PLACES = (
     (Shape(1, 2, 1), am.Zigzag(), 61),
@@ -63,7 +63,7 @@ def test_loss_and_gradients_are_those_of_one_device(
 
 
 @on_each_rank
-def steps_on_ranks(shape: Shape, layout: Layout, steps: int) -> list[float]:
+def step_on_ranks(shape: Shape, layout: Layout, steps: int) -> list[float]:
     torch.manual_seed(0)
     config = tiny_config(Case("olmo_hybrid", "olmo_hybrid"))
     model = AutoModelForCausalLM.from_config(config, attn_implementation="attnmesh").train()
@@ -88,17 +88,18 @@ def steps_on_ranks(shape: Shape, layout: Layout, steps: int) -> list[float]:
     ("ranks", "steps"), [(2, 8), *(pytest.param(ranks, 30, marks=pytest.mark.long) for ranks in (2, 3, 4))]
 )
 def test_training_has_the_same_losses_on_any_number_of_ranks(ranks: int, steps: int, pool: Pool) -> None:
-    expected = steps_on_ranks(Shape(1, 1, 1), am.Zigzag(), steps)
+    expected = step_on_ranks(Shape(1, 1, 1), am.Zigzag(), steps)
     assert expected[-1] < expected[0] - 0.05
     shape = Shape(1, 2, 2) if ranks == 4 else Shape(1, ranks, 1)
-    for losses in pool.run(ranks, steps_on_ranks, shape, am.Contiguous() if ranks == 3 else am.Zigzag(), steps):
+    for losses in pool.run(ranks, step_on_ranks, shape, am.Contiguous() if ranks == 3 else am.Zigzag(), steps):
         assert losses == pytest.approx(expected, rel=FLOAT32_SUMS)
 
 
 @on_each_rank
-def checkpointing_errors(shape: Shape) -> tuple[float, float]:
+def measure_errors_of_checkpointing(shape: Shape) -> tuple[float, float]:
     """Difference of loss and gradients with gradient checkpointing."""
-    ids, results = prompt(61, batch=2), []
+    ids = prompt(61, batch=2)
+    results = []
     for recompute in (False, True):
         model = model_of("qwen3_next", dtype=torch.float32).train()
         if recompute:
@@ -111,16 +112,18 @@ def checkpointing_errors(shape: Shape) -> tuple[float, float]:
 
 
 def test_gradient_checkpointing_computes_the_states_again(pool: Pool) -> None:
-    for loss, gradient in pool.run(2, checkpointing_errors, Shape(1, 2, 1)):
+    for loss, gradient in pool.run(2, measure_errors_of_checkpointing, Shape(1, 2, 1)):
         assert loss == 0
         assert gradient < 1e-6  # float32, in which the same operations run again
 
 
 @on_each_rank
-def tokens_and_chunks(family: str, shape: Shape | None, length: int, new: int) -> tuple[Tensor, list[int]]:
+def generate_and_watch_chunks(family: str, shape: Shape | None, length: int, new: int) -> tuple[Tensor, list[int]]:
     """New tokens, and the most tokens that each recurrent layer computed at once."""
     gc.collect()  # batches of earlier tests: models that are called while there is one are prepared
-    model, mesh, seen = model_of(family), named_mesh(shape, AXES) if shape else None, []
+    model = model_of(family)
+    mesh = named_mesh(shape, AXES) if shape else None
+    seen = []
     for module in model.modules():
         if hasattr(module, "conv1d") or type(module).__name__.endswith(("ShortConv", "CCAProjection")):
             module.register_forward_pre_hook(
@@ -151,13 +154,13 @@ def test_tokens_after_a_prompt_in_shards_are_those_of_stock(family: str, shape: 
     ids = prompt(length)
     with DoublePrecision():
         expected = stock.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
-    for found, (most,) in pool.run(shape.ranks, tokens_and_chunks, family, shape, length, 12):
+    for found, (most,) in pool.run(shape.ranks, generate_and_watch_chunks, family, shape, length, 12):
         assert torch.equal(found, expected[:, length:])
         assert most <= -(-length // shape.ranks)
 
 
 @on_each_rank
-def continued_tokens(folder: Path, shape: Shape, first: Shape) -> tuple[Tensor, Tensor]:
+def continue_saved_and_forked(folder: Path, shape: Shape, first: Shape) -> tuple[Tensor, Tensor]:
     """Tokens after a cache that is saved and restored, and after two forks of it."""
     model, ids = model_of("bamba"), prompt(40)
     options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
@@ -182,13 +185,13 @@ def test_states_are_saved_restored_on_other_ranks_and_forked(pool: Pool, tmp_pat
     with DoublePrecision():
         expected = [stock.generate(x, attention_mask=torch.ones_like(x), max_new_tokens=8) for x in prompts]
     for shape in (first, Shape(1, 3, 1), Shape(1, 1, 1)):
-        for whole, tails in pool.run(shape.ranks, continued_tokens, tmp_path / "cache", shape, first):
+        for whole, tails in pool.run(shape.ranks, continue_saved_and_forked, tmp_path / "cache", shape, first):
             assert torch.equal(whole, expected[0])
             assert torch.equal(tails, torch.cat(expected[1:]))
 
 
 @on_each_rank
-def layer_bytes(length: int, layout: Layout) -> tuple[int, int]:
+def count_layer_bytes(length: int, layout: Layout) -> tuple[int, int]:
     """Bytes received by one Gated DeltaNet layer, forward and backward."""
     case = Case("qwen3_next", "qwen3_next", {"layer_types": ["linear_attention"], "num_hidden_layers": 1})
     model = build(case, "attnmesh", torch.float32).train()
@@ -205,7 +208,7 @@ def layer_bytes(length: int, layout: Layout) -> tuple[int, int]:
 
 @pytest.mark.parametrize("layout", [am.Contiguous(), am.Zigzag()], ids=str)
 def test_bytes_of_a_layer_do_not_depend_on_the_length(layout: Layout, pool: Pool) -> None:
-    short, long = (pool.run(4, layer_bytes, length, layout) for length in (256, 2048))
+    short, long = (pool.run(4, count_layer_bytes, length, layout) for length in (256, 2048))
     assert short == long
     config = model_of("qwen3_next").config
     recurrent = am.Recurrent(
@@ -228,7 +231,7 @@ def test_bytes_of_a_layer_do_not_depend_on_the_length(layout: Layout, pool: Pool
 
 
 @on_each_rank
-def several_calls(family: str) -> list[float]:
+def compare_several_calls(family: str) -> list[float]:
     """Differences of logits from stock: of two models on a batch made before them, after a plain call, one token."""
     mesh, ids = named_mesh(Shape(1, 1, 2), AXES), prompt(2)
     batch = hf.shard_batch({"input_ids": ids}, mesh, am.Contiguous())
@@ -245,14 +248,15 @@ def several_calls(family: str) -> list[float]:
 
 @pytest.mark.parametrize("family", ["qwen3_next", "recurrent_gemma"])
 def test_each_model_on_a_batch_is_prepared_and_plain_tokens_are_no_shards(family: str, pool: Pool) -> None:
-    for errors_found in pool.run(2, several_calls, family):
+    for errors_found in pool.run(2, compare_several_calls, family):
         assert worst(errors_found) < 1e-5  # gates and rotary angles
 
 
 @on_each_rank
-def unlike_orders() -> dict[str, bool]:
+def reorder_unlike() -> dict[str, bool]:
     """Reorder a cache by other indices on rank 1, and then by one out of range there. Return what is as before."""
-    model, is_odd = model_of("qwen3_next"), torch.distributed.get_rank() == 1
+    model = model_of("qwen3_next")
+    is_odd = torch.distributed.get_rank() == 1
     cache = hf.ShardedCache(model.config, named_mesh(Shape(1, 1, 2), AXES), block=4)
     hf.prefill(model, prompt(21, batch=2), cache)
 
@@ -261,7 +265,8 @@ def unlike_orders() -> dict[str, bool]:
         assert cache.tokens is not None
         return {name: x.clone() for name, x in {**tensors, "tokens": cache.tokens}.items()}
 
-    before, right = content(), {}
+    before = content()
+    right = {}
     with pytest.raises(errors.MeshError, match="the same call on every rank"):
         cache.reorder_cache(torch.tensor([1, 1] if is_odd else [1, 0]))
     right["unlike"] = all(x.equal(content()[name]) for name, x in before.items())
@@ -274,7 +279,7 @@ def unlike_orders() -> dict[str, bool]:
 
 
 def test_an_order_that_is_refused_changes_no_layer(pool: Pool) -> None:
-    for right in pool.run(2, unlike_orders):
+    for right in pool.run(2, reorder_unlike):
         assert right == dict.fromkeys(right, True)
 
 
@@ -323,7 +328,7 @@ REFUSED: dict[Callable[[Any], None], str] = {
 
 
 @on_each_rank
-def refusal(name: str) -> str:
+def catch_refusal(name: str) -> str:
     call = next(call for call in REFUSED if call.__name__ == name)
     try:
         call(named_mesh(Shape(1, 1, 2), AXES))
@@ -334,7 +339,7 @@ def refusal(name: str) -> str:
 
 @pytest.mark.parametrize("call", REFUSED, ids=lambda call: call.__name__)
 def test_what_states_cannot_do_is_refused_on_all_ranks(call: Callable[[Any], None], pool: Pool) -> None:
-    for error in pool.run(2, refusal, call.__name__):
+    for error in pool.run(2, catch_refusal, call.__name__):
         assert error.startswith(REFUSED[call]), error
         assert " Fix: " in error
 

@@ -13,13 +13,21 @@ import attnmesh as am
 import attnmesh.hf as hf
 from attnmesh.core.layout import Layout
 from attnmesh.mesh.shapes import Shape
-from tests.support.mesh_problems import named_mesh
 from tests.support.models.checks import AXES, DoublePrecision, prompt
+from tests.support.models.recurrent import (
+    EXCHANGED,
+    FAMILIES,
+    TOLERANCE,
+    check_trained,
+    model_of,
+    tolerance_of,
+    trained,
+)
 from tests.support.models.tiny_models import Case, build
-from tests.support.pool import Pool, on_each_rank
-from tests.support.recurrent import EXCHANGED, FAMILIES, TOLERANCE, check_trained, model_of, tolerance_of, trained
-from tests.support.tolerances import FLOAT32_SUMS
-from tests.support.trainers import launched, sft, trainer_class
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.training.trainers import launched, sft, trainer_class
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.tolerances import FLOAT32_SUMS
 
 Documents = tuple[int, ...]
 """Tokens of each document of a row."""
@@ -112,7 +120,7 @@ RECURRENT = {
 
 
 @on_each_rank
-def changed_logits(family: str) -> dict[str, bool]:
+def change_a_document(family: str) -> dict[str, bool]:
     """Return whether the third of five documents alone is NaN if its token is, and no bit of the others changes."""
     model, batch = build(Case(family, family, RECURRENT[family]), "attnmesh", torch.float64), packed(LONG)
     mesh, document = named_mesh(Shape(1, 1, 3), AXES), torch.arange(5).repeat_interleave(torch.tensor(LONG))
@@ -133,7 +141,7 @@ def changed_logits(family: str) -> dict[str, bool]:
 
 @pytest.mark.parametrize("family", RECURRENT)
 def test_a_document_changes_no_bit_of_another_one(family: str, pool: Pool) -> None:
-    for right in pool.run(3, changed_logits, family):
+    for right in pool.run(3, change_a_document, family):
         assert right == dict.fromkeys(right, True)
 
 
@@ -146,7 +154,7 @@ def losses(trainer: Any, attention: str, folder: Path, **options: Any) -> list[f
 
 
 @on_each_rank
-def losses_on_ranks(folder: Path) -> list[float]:
+def train_by_trainer(folder: Path) -> list[float]:
     with launched():
         trainer = hf.on_mesh(trainer_class("SFTTrainer"), named_mesh(Shape(1, 1, 2), AXES))
         return losses(trainer, "attnmesh", folder, padding_free=True)
@@ -155,5 +163,5 @@ def losses_on_ranks(folder: Path) -> list[float]:
 @pytest.mark.filterwarnings("ignore")
 def test_a_trainer_packs_what_one_process_pads(pool: Pool, tmp_path: Path) -> None:
     expected = losses(trainer_class("SFTTrainer"), "eager", tmp_path)
-    for found in pool.run(2, losses_on_ranks, tmp_path):
+    for found in pool.run(2, train_by_trainer, tmp_path):
         assert found == pytest.approx(expected, rel=FLOAT32_SUMS)

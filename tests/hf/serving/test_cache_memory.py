@@ -5,7 +5,7 @@ from typing import Any
 from attnmesh.hf.serving.cache_memory import CacheMemory
 from attnmesh.hf.serving.guesses import NoGuesses
 from attnmesh.hf.serving.step_plan import StepPlan
-from tests.support.fake_caches import FakeFootprint, FakeWorker, request
+from tests.support.serving.fake_caches import FakeFootprint, FakeWorker, request
 
 
 class Releasing(NoGuesses):

@@ -18,12 +18,12 @@ from attnmesh.hf.serving.engine import Engine
 from attnmesh.hf.serving.guesses import LEAST_RATE, StepTimes
 from attnmesh.hf.serving.rank_worker import RankWorker
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support import families
-from tests.support.engines import OPTIONS, asked, greedy, ids, model_of, priced, running, storing, tokens
-from tests.support.mesh_problems import named_mesh
+from tests.support.models import families
 from tests.support.models.tiny_models import Case, build
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT32_MODEL
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.serving.engines import OPTIONS, asked, greedy, ids, model_of, priced, running, storing, tokens
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.tolerances import FLOAT32_MODEL
 
 LENGTHS = (70, 2, 37, 5, 91)
 
@@ -181,7 +181,7 @@ def test_requests_that_begin_alike_share_their_keys(ranks: int, pool: Pool) -> N
 
 
 @on_each_rank
-def within_memory(ranks: int) -> None:
+def check_memory_of_guesses(ranks: int) -> None:
     """Guess with memory for few requests: caches stay within it, those of the draft too, which gives its own back."""
     model, mesh, limit = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, ranks), AXES), 400_000 // ranks
     texts = [ids(length, seed=length) for length in (90, 60, 30, 120, 45, 75)]
@@ -213,7 +213,7 @@ def within_memory(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_caches_of_both_models_never_take_more_than_their_memory(ranks: int, pool: Pool) -> None:
-    pool.run(ranks, within_memory, ranks)
+    pool.run(ranks, check_memory_of_guesses, ranks)
 
 
 @on_each_rank
@@ -241,7 +241,7 @@ def test_prefixes_are_found_in_a_store_beside_a_draft(pool: Pool, tmp_path: Path
 
 
 @on_each_rank
-def in_shares_of_weights(ranks: int) -> None:
+def guess_in_shares_of_weights(ranks: int) -> None:
     """Let ranks that share the model's weights and keys have a whole draft each."""
     texts = [ids(length, seed=length) for length in (70, 1, 22)]
     whole = families.model("llama", "attnmesh")
@@ -258,7 +258,7 @@ def in_shares_of_weights(ranks: int) -> None:
 
 @pytest.mark.long
 def test_ranks_that_share_weights_give_the_same(pool: Pool) -> None:
-    pool.run(3, in_shares_of_weights, 3)
+    pool.run(3, guess_in_shares_of_weights, 3)
 
 
 # --- what a draft cannot do ---

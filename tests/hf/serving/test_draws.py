@@ -1,16 +1,17 @@
 """Draws: tokens follow their distribution, and penalties, biases and cuts are those of transformers."""
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from attnmesh.hf.serving import draws
 from attnmesh.hf.serving.engine_request import SamplingParams
-from tests.support import families
-from tests.support.engines import greedy, ids, running, stock_draws, tokens
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT32_MODEL
+from tests.support.models import families
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.serving.engines import greedy, ids, running, stock_draws, tokens
+from tests.support.truth.tolerances import FLOAT32_MODEL
 
 
 def test_draws_follow_the_distribution() -> None:
@@ -53,10 +54,10 @@ def test_a_generator_goes_on_after_draws_that_it_has_not_made(
     drawn, even = torch.Generator().manual_seed(11), torch.ones(1, vocabulary)
     for _ in range(count):
         torch.multinomial(even, 1, generator=drawn)
-    multinomial, made = torch.multinomial, []
-    monkeypatch.setattr(torch, "multinomial", lambda *given, **more: made.append(1) or multinomial(*given, **more))
+    multinomial = Mock(wraps=torch.multinomial)
+    monkeypatch.setattr(torch, "multinomial", multinomial)
     generator = SamplingParams(temperature=1.0, seed=11).generator(count, vocabulary)
-    assert len(made) <= 1
+    assert multinomial.call_count <= 1
     assert torch.rand(1500, generator=generator).equal(torch.rand(1500, generator=drawn))
 
 

@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,19 +14,19 @@ from attnmesh.hf.serving.engine import Engine
 from attnmesh.hf.serving.operations import DecodeRows, Fill, Start
 from attnmesh.hf.serving.step_plan import StepPlan
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support import families
-from tests.support.engines import SAMPLED, greedy, ids, running, started, stock_draws, tokens
-from tests.support.mesh_problems import named_mesh
+from tests.support.models import families
 from tests.support.models.tiny_models import Case, build
-from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import pairs
-from tests.support.tolerances import FLOAT32_MODEL
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.serving.engines import SAMPLED, greedy, ids, running, started, stock_draws, tokens
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.seeds import pairs
+from tests.support.truth.tolerances import FLOAT32_MODEL
 
 SHAPES = [Shape(1, 1, 1), Shape(1, 1, 2), Shape(2, 1, 1)]
 
 
 @on_each_rank
-def streams_together(shape: Shape, family: str) -> None:
+def stream_together(shape: Shape, family: str) -> None:
     """Compare streams that join as others run with `generate`, sampled ones with what it draws."""
     model, mesh = families.model(family, "attnmesh"), named_mesh(shape, AXES)
     prompts = [ids(length, seed=length) for length in (150, 1, 37, 5, 90, 3)]
@@ -45,11 +46,11 @@ def streams_together(shape: Shape, family: str) -> None:
 
 @pytest.mark.parametrize(("family", "shape"), pairs(["gemma3", "llama4", "llama"], SHAPES, 2))
 def test_streams_do_not_depend_on_what_else_runs(shape: Shape, family: str, pool: Pool) -> None:
-    pool.run(shape.ranks, streams_together, shape, family)
+    pool.run(shape.ranks, stream_together, shape, family)
 
 
 @on_each_rank
-def recurrent_together(name: str, ranks: int) -> None:
+def stream_recurrent_together(name: str, ranks: int) -> None:
     model, mesh = build(Case(name, name), "attnmesh", torch.float32), named_mesh(Shape(1, 1, ranks), AXES)
     prompts = [ids(length, seed=length) for length in (37, 2, 22)]
     wanted = [greedy(model, text, 9, mesh=mesh) for text in prompts]
@@ -67,11 +68,11 @@ def recurrent_together(name: str, ranks: int) -> None:
 
 @pytest.mark.parametrize(("name", "ranks"), pairs(["qwen3_next", "falcon_h1", "deepseek_v3"], [2, 1], 2))
 def test_recurrent_states_and_latents_give_the_text_of_generate(name: str, ranks: int, pool: Pool) -> None:
-    pool.run(ranks, recurrent_together, name, ranks)
+    pool.run(ranks, stream_recurrent_together, name, ranks)
 
 
 @on_each_rank
-def sharing_weights(keys: int, tp: int) -> None:
+def serve_while_sharing_weights(keys: int, tp: int) -> None:
     """Serve on ranks that share weights beside the keys axis; with `tp` 0 on ranks that share both."""
     prompts = [ids(length, seed=length) for length in (70, 1, 22)]
     wanted = [greedy(families.model("llama", "attnmesh"), text, 5, mesh=None) for text in prompts]
@@ -96,11 +97,11 @@ def sharing_weights(keys: int, tp: int) -> None:
     [pytest.param(2, 0, marks=pytest.mark.long), (3, 0), pytest.param(1, 2, marks=pytest.mark.long), (2, 2)],
 )
 def test_ranks_that_share_weights_give_the_same(keys: int, tp: int, pool: Pool) -> None:
-    pool.run(keys * max(tp, 1), sharing_weights, keys, tp)
+    pool.run(keys * max(tp, 1), serve_while_sharing_weights, keys, tp)
 
 
 @on_each_rank
-def ends() -> None:
+def check_ends() -> None:
     model = families.model("llama", "attnmesh")
     whole = greedy(model, ids(20), 12, mesh=None)
     end = whole[5]
@@ -126,11 +127,11 @@ def ends() -> None:
 
 
 def test_ends_replays_and_log_probabilities_are_right(pool: Pool) -> None:
-    pool.run(1, ends)
+    pool.run(1, check_ends)
 
 
 @on_each_rank
-def one_fails() -> None:
+def fail_one_row() -> None:
     """Serve five requests, one of which fails at its fourth token with those beside it."""
     model = families.model("llama", "attnmesh")
     texts = [ids(20, seed=seed) for seed in range(5)]
@@ -158,22 +159,23 @@ def one_fails() -> None:
 
 
 def test_a_row_that_cannot_go_on_ends_alone(pool: Pool) -> None:
-    pool.run(1, one_fails)
+    pool.run(1, fail_one_row)
 
 
 @on_each_rank
-def sequential() -> None:
+def read_plans_of_a_long_prompt() -> None:
     """Read the plans while a long prompt is computed beside short ones: these are done first, and it goes on."""
     model = families.model("llama", "attnmesh", max_position_embeddings=8192)
-    engine, plans = Engine(model, None), list[list[Any]]()
-    run = engine.worker.run
-    engine.worker.run = lambda plan: plans.append(plan) or run(plan)  # type: ignore[func-returns-value, method-assign]
+    engine = Engine(model, None)
+    run = Mock(wraps=engine.worker.run)
+    engine.worker.run = run  # type: ignore[method-assign]
     long = engine.submit(ids(6000), max_new_tokens=1)
     short = [engine.submit(ids(3 + seed, seed=seed), max_new_tokens=1) for seed in range(2)]
     with started(engine):
         for stream in (*short, long):
             assert len(tokens(stream)) == 1
-    chunks = [operation.cache_id for plan in plans for operation in plan if isinstance(operation, Fill)]
+    operations = [operation for call in run.call_args_list for operation in call.args[0]]
+    chunks = [operation.cache_id for operation in operations if isinstance(operation, Fill)]
     last = {stream.cache_id: len(chunks) - chunks[::-1].index(stream.cache_id) for stream in (*short, long)}
     assert max(last[stream.cache_id] for stream in short) < last[long.cache_id]
     between = [number for number, chunk in enumerate(chunks) if chunk == long.cache_id]
@@ -181,11 +183,11 @@ def sequential() -> None:
 
 
 def test_several_prompts_are_computed_in_turn(pool: Pool) -> None:
-    pool.run(1, sequential)
+    pool.run(1, read_plans_of_a_long_prompt)
 
 
 @on_each_rank
-def waits_in_steps(ranks: int) -> None:
+def read_plans_beside_streams(ranks: int) -> None:
     """Read the plans while a long prompt is computed beside three streams."""
     model = families.model("llama", "attnmesh", max_position_embeddings=8192)
     mesh, plans = named_mesh(Shape(1, 1, ranks), AXES), list[dict[type, Any]]()
@@ -218,11 +220,11 @@ def waits_in_steps(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_no_stream_waits_more_than_three_steps_beside_a_long_prompt(ranks: int, pool: Pool) -> None:
-    pool.run(ranks, waits_in_steps, ranks)
+    pool.run(ranks, read_plans_beside_streams, ranks)
 
 
 @on_each_rank
-def refused() -> None:
+def check_refusals() -> None:
     model = families.model("llama", "attnmesh", max_position_embeddings=64)
     engine = Engine(model, None, max_queue=2)
     wrong: dict[str, tuple[list[int], dict[str, Any]]] = {
@@ -259,11 +261,11 @@ def refused() -> None:
 
 
 def test_wrong_requests_are_refused(pool: Pool) -> None:
-    pool.run(1, refused)
+    pool.run(1, check_refusals)
 
 
 @on_each_rank
-def closed() -> None:
+def close_early() -> None:
     model = families.model("llama", "attnmesh")
     with running(model, None, max_rows=1) as engine:
         assert engine is not None
@@ -277,11 +279,11 @@ def closed() -> None:
 
 
 def test_close_ends_open_streams(pool: Pool) -> None:
-    pool.run(1, closed)
+    pool.run(1, close_early)
 
 
 @on_each_rank
-def a_failure() -> None:
+def fail_a_step() -> None:
     model = families.model("llama", "attnmesh")
     engine = Engine(model, None)
     stream = engine.submit(ids(5), max_new_tokens=5)
@@ -299,4 +301,4 @@ def a_failure() -> None:
 
 
 def test_a_failure_reaches_all_streams(pool: Pool) -> None:
-    pool.run(1, a_failure)
+    pool.run(1, fail_a_step)

@@ -18,15 +18,15 @@ from attnmesh.hf.serving.footprint import Footprint
 from attnmesh.hf.serving.rank_worker import RankWorker
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.setup import measure_shares
-from tests.support import families
-from tests.support.engines import FEW_BYTES, assert_greedy, greedy, ids, running, started, tokens, until
-from tests.support.mesh_problems import named_mesh
+from tests.support.models import families
 from tests.support.models.tiny_models import Case, build
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.serving.engines import FEW_BYTES, assert_greedy, greedy, ids, running, started, tokens, until
+from tests.support.truth.mesh_problems import named_mesh
 
 
 @on_each_rank
-def life(shape: Shape, seed: int, requests: int) -> None:
+def send_random_requests(shape: Shape, seed: int, requests: int) -> None:
     """Send random requests, of which some are cancelled, with memory for few of them."""
     model, mesh, random = families.model("llama", "attnmesh"), named_mesh(shape, AXES), Random(seed)
     memory = 213_000 // shape.ranks  # one of the longest requests takes 90,000 bytes on each of two ranks
@@ -60,13 +60,13 @@ def life(shape: Shape, seed: int, requests: int) -> None:
 
 @pytest.mark.parametrize("shape", [Shape(1, 1, 1), pytest.param(Shape(1, 1, 2), marks=pytest.mark.long)], ids=str)
 def test_a_random_life_ends_within_its_memory(shape: Shape, pool: Pool) -> None:
-    pool.run(shape.ranks, life, shape, 0, 50)
+    pool.run(shape.ranks, send_random_requests, shape, 0, 50)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(1, 5))
 def test_random_lives_end_within_their_memory(seed: int, pool: Pool) -> None:
-    pool.run(2, life, Shape(1, 1, 2), seed, 1000)
+    pool.run(2, send_random_requests, Shape(1, 1, 2), seed, 1000)
 
 
 @contextmanager
@@ -84,7 +84,7 @@ def measured_steps() -> Iterator[list[int]]:
 
 
 @on_each_rank
-def documents(name: str, changes: dict[str, Any], requests: int) -> None:
+def question_documents(name: str, changes: dict[str, Any], requests: int) -> None:
     """Send random questions on three documents, with memory for two requests."""
     model, random = build(Case(name, name, changes), "attnmesh", torch.float32), Random(name)
     shared = [ids(length, seed=length) for length in (90, 140, 40)]
@@ -109,11 +109,11 @@ def documents(name: str, changes: dict[str, Any], requests: int) -> None:
     [*((name, {}) for name in ("mistral", "gemma3_text", "qwen3_next")), ("mamba2", {"time_step_limit": (0.0, 0.02)})],
 )
 def test_questions_on_documents_end_within_their_memory(name: str, changes: dict[str, Any], pool: Pool) -> None:
-    pool.run(1, documents, name, changes, 60)
+    pool.run(1, question_documents, name, changes, 60)
 
 
 @on_each_rank
-def preempted() -> int:
+def preempt_requests() -> int:
     model, stock = families.model("llama", "attnmesh"), families.model("llama", "sdpa")
     texts = [ids(40, seed=seed) for seed in range(4)]
     engine = Engine(model, None, cache_memory=166_000, max_gap=60.0)  # prompts come whole, on a slow machine too
@@ -132,11 +132,11 @@ def preempted() -> int:
 
 
 def test_the_youngest_request_is_computed_again(pool: Pool) -> None:
-    assert pool.run(1, preempted)[0] > 0
+    assert pool.run(1, preempt_requests)[0] > 0
 
 
 @on_each_rank
-def within_memory(ranks: int) -> None:
+def watch_memory(ranks: int) -> None:
     """Watch the bytes of caches after each step: growth counts before it is allocated."""
     model, mesh, limit = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, ranks), AXES), FEW_BYTES // ranks
     texts = [ids(length, seed=length) for length in (90, 60, 30, 120, 45, 75)]
@@ -157,11 +157,11 @@ def within_memory(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_caches_never_take_more_than_their_memory(ranks: int, pool: Pool) -> None:
-    pool.run(ranks, within_memory, ranks)
+    pool.run(ranks, watch_memory, ranks)
 
 
 @on_each_rank
-def by_default(ranks: int) -> list[int]:
+def return_default_limits(ranks: int) -> list[int]:
     model, mesh = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, ranks), AXES)
     free = 10**9 + torch.distributed.get_rank()
     with patch.object(measure_shares, "free_memory", lambda _: free):
@@ -169,4 +169,4 @@ def by_default(ranks: int) -> list[int]:
 
 
 def test_ranks_of_a_host_share_its_free_memory(pool: Pool) -> None:
-    assert pool.run(2, by_default, 2) == [[375_000_000, 5]] * 2
+    assert pool.run(2, return_default_limits, 2) == [[375_000_000, 5]] * 2

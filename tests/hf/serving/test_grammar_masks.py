@@ -17,9 +17,9 @@ from attnmesh.hf.serving.engine import Engine
 from attnmesh.hf.serving.engine_request import EngineRequest
 from attnmesh.hf.serving.grammar_masks import Grammar, GrammarState, GrammarTokens, TokenMask
 from attnmesh.serve.tool_grammars import Rules
-from tests.support import families
-from tests.support.engines import guessing, started
-from tests.support.grammars import BYTES, END, NO_LINES, SIGNS, allowed, ids_of, is_valid, walk
+from tests.support.models import families
+from tests.support.serving.engines import guessing, started
+from tests.support.serving.grammars import BYTES, END, NO_LINES, SIGNS, allowed, ids_of, is_valid, walk
 
 
 def random_schema(draw: Random, depth: int = 3) -> dict[str, Any]:

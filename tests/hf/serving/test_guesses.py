@@ -17,8 +17,10 @@ from attnmesh.hf.serving.ngram_guesses import RowText
 from attnmesh.hf.serving.rank_worker import RankWorker
 from attnmesh.hf.serving.row_guesses import DECAY, RowGuesses
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support import families
-from tests.support.engines import (
+from tests.support.models import families
+from tests.support.models.tiny_models import Case, build
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.serving.engines import (
     FEW_BYTES,
     OPTIONS,
     asked,
@@ -30,15 +32,13 @@ from tests.support.engines import (
     storing,
     tokens,
 )
-from tests.support.mesh_problems import named_mesh
-from tests.support.models.tiny_models import Case, build
-from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import pairs
-from tests.support.tolerances import FLOAT32_MODEL
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.seeds import pairs
+from tests.support.truth.tolerances import FLOAT32_MODEL
 
 
 @on_each_rank
-def the_same(family: str, shape: Shape, changes: dict[str, Any]) -> None:
+def compare_with_no_guesses(family: str, shape: Shape, changes: dict[str, Any]) -> None:
     """Compare streams that run together, each with other options, with those of an engine without guesses."""
     model, mesh = families.model(family, "attnmesh"), named_mesh(shape, AXES)
     texts = [ids(length, seed=length) for length in (70, 2, 37, 5, 20, 3)]
@@ -71,7 +71,7 @@ def the_same(family: str, shape: Shape, changes: dict[str, Any]) -> None:
     pairs(["gemma3", "llama4", "llama", "gpt-oss"], [Shape(1, 1, 2), Shape(1, 1, 1), Shape(2, 1, 1)], 1),
 )
 def test_answers_are_those_without_guesses(family: str, shape: Shape, pool: Pool) -> None:
-    pool.run(shape.ranks, the_same, family, shape, {})
+    pool.run(shape.ranks, compare_with_no_guesses, family, shape, {})
 
 
 @pytest.mark.parametrize(
@@ -83,11 +83,11 @@ def test_answers_are_those_without_guesses(family: str, shape: Shape, pool: Pool
     ids=str,
 )
 def test_answers_are_those_without_guesses_with_options_of_caches(changes: dict[str, Any], pool: Pool) -> None:
-    pool.run(2, the_same, "gemma3", Shape(1, 1, 2), changes)
+    pool.run(2, compare_with_no_guesses, "gemma3", Shape(1, 1, 2), changes)
 
 
 @on_each_rank
-def in_shares_of_weights(ranks: int) -> None:
+def guess_in_shares_of_weights(ranks: int) -> None:
     """Compare ranks that share weights and keys with one rank."""
     prompts = [ids(length, seed=length) for length in (70, 1, 22)]
     wanted = [greedy(families.model("llama", "attnmesh"), text, 20, mesh=None) for text in prompts]
@@ -104,11 +104,11 @@ def in_shares_of_weights(ranks: int) -> None:
 
 @pytest.mark.long
 def test_ranks_that_share_weights_give_the_same(pool: Pool) -> None:
-    pool.run(3, in_shares_of_weights, 3)
+    pool.run(3, guess_in_shares_of_weights, 3)
 
 
 @on_each_rank
-def one_by_one(name: str) -> None:
+def guess_one_by_one(name: str) -> None:
     """Guess tokens of models whose rows are computed one at a time."""
     model, texts = build(Case(name, name), "attnmesh", torch.float32), [ids(40), ids(9, seed=1)]
     wanted = [greedy(model, text, 16, mesh=None) for text in texts]
@@ -122,7 +122,7 @@ def one_by_one(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("deepseek_v32", marks=pytest.mark.long)])
 def test_models_whose_rows_are_computed_alone_give_the_same(name: str, pool: Pool) -> None:
-    pool.run(1, one_by_one, name)
+    pool.run(1, guess_one_by_one, name)
 
 
 # --- caches after guesses that did not stand ---
@@ -156,7 +156,7 @@ def test_what_is_kept_and_stored_has_no_guesses(ranks: int, pool: Pool, tmp_path
 
 
 @on_each_rank
-def within_memory(ranks: int) -> None:
+def check_memory_of_guesses(ranks: int) -> None:
     """Guess with memory for few requests, of which some are put back: caches stay within it."""
     model, mesh, limit = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, ranks), AXES), FEW_BYTES // ranks
     texts = [ids(length, seed=length) for length in (90, 60, 30, 120, 45, 75)]
@@ -181,7 +181,7 @@ def within_memory(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_caches_with_guesses_never_take_more_than_their_memory(ranks: int, pool: Pool) -> None:
-    pool.run(ranks, within_memory, ranks)
+    pool.run(ranks, check_memory_of_guesses, ranks)
 
 
 # --- refusals ---
@@ -303,7 +303,9 @@ def test_a_step_without_guesses_is_measured_first_and_then_now_and_again() -> No
 @pytest.mark.parametrize("price", [0.001, 0.2])
 def test_one_slow_step_turns_guesses_neither_on_nor_off(rows: int, price: float) -> None:
     """One of twelve steps takes ten times as long, the first of each kind among them."""
-    pays, counts, times = price < 0.1, list[int](), StepTimes()
+    pays = price < 0.1
+    counts = list[int]()
+    times = StepTimes()
     for number in range(240):
         guesses = times.choose([0.9] * rows, [8] * rows)
         counts.append(sum(guesses))

@@ -8,7 +8,7 @@ import torch
 from attnmesh.hf.serving.engine_request import EngineRequest, SamplingParams
 from attnmesh.hf.serving.kept_caches import KeptCaches
 from attnmesh.hf.serving.rank_worker import RankWorker
-from tests.support.engines import ids, model_of
+from tests.support.serving.engines import ids, model_of
 
 KEPT = 7
 

@@ -5,15 +5,15 @@ import torch
 
 from attnmesh.hf.serving.engine import Engine
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support import families
-from tests.support.engines import greedy, ids, running, started, tokens
-from tests.support.mesh_problems import named_mesh
+from tests.support.models import families
 from tests.support.models.tiny_models import Case, build
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.serving.engines import greedy, ids, running, started, tokens
+from tests.support.truth.mesh_problems import named_mesh
 
 
 @on_each_rank
-def turns(shape: Shape) -> None:
+def talk_in_turns(shape: Shape) -> None:
     """Go on with a conversation, branch it, and branch from a request that runs."""
     model, mesh = families.model("llama", "attnmesh"), named_mesh(shape, AXES)
     first = ids(100)
@@ -63,7 +63,7 @@ def test_a_prefix_of_another_salt_is_not_used(pool: Pool) -> None:
 
 @pytest.mark.parametrize("shape", [Shape(1, 1, 1), Shape(1, 1, 2)], ids=str)
 def test_kept_prefixes_go_on_and_branch(shape: Shape, pool: Pool) -> None:
-    pool.run(shape.ranks, turns, shape)
+    pool.run(shape.ranks, talk_in_turns, shape)
 
 
 @on_each_rank
@@ -85,7 +85,7 @@ def check_questions_on_one_document(name: str, ranks: int) -> None:
 
 
 @on_each_rank
-def asked_at_once(name: str) -> None:
+def ask_at_once(name: str) -> None:
     """Ask one question four times."""
     model, text = build(Case(name, name), "attnmesh", torch.float32), ids(300, seed=9)
     wanted, engine = greedy(model, text, 5, mesh=None), Engine(model, None)
@@ -97,7 +97,7 @@ def asked_at_once(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["mistral", "qwen3_next", "llama"])
 def test_a_prompt_of_four_choices_is_computed_once(name: str, pool: Pool) -> None:
-    pool.run(1, asked_at_once, name)
+    pool.run(1, ask_at_once, name)
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3_text", "qwen3_next", "llama"])
@@ -107,7 +107,7 @@ def test_a_document_is_used_again_where_questions_part(name: str, ranks: int, po
 
 
 @on_each_rank
-def recurrent_replays(ranks: int) -> None:
+def replay_recurrent_answers(ranks: int) -> None:
     """Replay answers of a model whose time steps transformers bounds in prompts alone."""
     case = Case("mamba2", "mamba2", {"time_step_limit": (0.0, 0.02)})
     model, mesh = build(case, "attnmesh", torch.float32), named_mesh(Shape(1, 1, ranks), AXES)
@@ -128,4 +128,4 @@ def recurrent_replays(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_answers_are_computed_again_as_they_were(ranks: int, pool: Pool) -> None:
-    pool.run(ranks, recurrent_replays, ranks)
+    pool.run(ranks, replay_recurrent_answers, ranks)

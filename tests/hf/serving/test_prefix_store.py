@@ -15,8 +15,9 @@ from attnmesh.hf.serving.operations import DecodeRows, LoadBlocks, SaveBlocks
 from attnmesh.hf.serving.step_plan import StepPlan
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store.block_names import StoredBlock
-from tests.support import families
-from tests.support.engines import (
+from tests.support.models import families
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.serving.engines import (
     NEW,
     PLACE,
     TEXT,
@@ -32,15 +33,14 @@ from tests.support.engines import (
     until,
     until_stored,
 )
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import some
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.seeds import some
 
 # --- on any ranks ---
 
 
 @on_each_rank
-def a_turn(name: str, shape: Shape, folder: Path, cached: tuple[int, int]) -> None:
+def take_a_turn(name: str, shape: Shape, folder: Path, cached: tuple[int, int]) -> None:
     """Ask a question and go on after the answer. `cached` are the tokens of each that are not computed, at least."""
     model, mesh = model_of(name), named_mesh(shape, AXES)
     first = ids(TEXT)
@@ -56,7 +56,7 @@ def a_turn(name: str, shape: Shape, folder: Path, cached: tuple[int, int]) -> No
 
 
 @on_each_rank
-def with_a_store_on_one_rank(folder: Path) -> str:
+def catch_error_of_a_store_on_one_rank(folder: Path) -> str:
     model, mesh = model_of("llama"), named_mesh(Shape(1, 1, 2), AXES)
     store = None if torch.distributed.get_rank() else hf.PrefixStore(folder)
     with pytest.raises(InputError) as raised:
@@ -65,7 +65,7 @@ def with_a_store_on_one_rank(folder: Path) -> str:
 
 
 def test_a_store_on_some_ranks_alone_is_refused_on_all(pool: Pool, tmp_path: Path) -> None:
-    for text in pool.run(2, with_a_store_on_one_rank, tmp_path):
+    for text in pool.run(2, catch_error_of_a_store_on_one_rank, tmp_path):
         assert text.startswith("hf.Engine: expected the same call on every rank")
         assert "store" in text
 
@@ -79,21 +79,21 @@ Windows, states, and states of which one token is computed by another rule than 
 
 @pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.long), "deepseek_v3"])
 def test_prefixes_are_there_for_later_engines_on_other_ranks(name: str, pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, a_turn, name, Shape(1, 1, 2), tmp_path, (0, 0))
-    pool.run(3, a_turn, name, Shape(1, 1, 3), tmp_path, (144, 144))
-    pool.run(1, a_turn, name, Shape(1, 1, 1), tmp_path, (144, 144))
+    pool.run(2, take_a_turn, name, Shape(1, 1, 2), tmp_path, (0, 0))
+    pool.run(3, take_a_turn, name, Shape(1, 1, 3), tmp_path, (144, 144))
+    pool.run(1, take_a_turn, name, Shape(1, 1, 1), tmp_path, (144, 144))
 
 
 @pytest.mark.parametrize("ranks", [(1, 2), pytest.param((3, 1), marks=pytest.mark.long)], ids=str)
 @pytest.mark.parametrize("name", some(STATES, *STATES[:3]))
 def test_states_are_there_where_a_cache_ended(name: str, ranks: tuple[int, int], pool: Pool, tmp_path: Path) -> None:
     before, after = ranks
-    pool.run(before, a_turn, name, Shape(1, 1, before), tmp_path, (0, 0))
-    pool.run(after, a_later_turn, name, Shape(1, 1, after), tmp_path)
+    pool.run(before, take_a_turn, name, Shape(1, 1, before), tmp_path, (0, 0))
+    pool.run(after, take_a_later_turn, name, Shape(1, 1, after), tmp_path)
 
 
 @on_each_rank
-def a_later_turn(name: str, shape: Shape, folder: Path) -> None:
+def take_a_later_turn(name: str, shape: Shape, folder: Path) -> None:
     """Go on after an answer of an earlier engine."""
     model, mesh = model_of(name), named_mesh(shape, AXES)
     first = ids(TEXT)
@@ -107,20 +107,22 @@ def a_later_turn(name: str, shape: Shape, folder: Path) -> None:
 
 
 @on_each_rank
-def heads_of_ranks(shape: Shape, folder: Path, least: int) -> None:
-    a_turn("llama", shape, folder, (least, least))
+def store_heads_of_ranks(shape: Shape, folder: Path, least: int) -> None:
+    take_a_turn("llama", shape, folder, (least, least))
 
 
 def test_ranks_that_share_heads_read_what_others_stored(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, heads_of_ranks, Shape(2, 1, 1), tmp_path, 0)
-    pool.run(3, heads_of_ranks, Shape(1, 3, 1), tmp_path, 144)
-    pool.run(2, heads_of_ranks, Shape(2, 1, 1), tmp_path, 144)
+    pool.run(2, store_heads_of_ranks, Shape(2, 1, 1), tmp_path, 0)
+    pool.run(3, store_heads_of_ranks, Shape(1, 3, 1), tmp_path, 144)
+    pool.run(2, store_heads_of_ranks, Shape(2, 1, 1), tmp_path, 144)
 
 
 @on_each_rank
-def with_bytes(storage: str, folder: Path) -> None:
+def store_in_8_bits(storage: str, folder: Path) -> None:
     """Store keys in 8 bits, and read them as they were."""
-    model, text, answers = model_of("llama"), ids(TEXT), []
+    model = model_of("llama")
+    text = ids(TEXT)
+    answers = []
     for least in (0, 144):
         with storing(model, None, folder, storage=storage, window_storage=storage) as engine:
             assert engine is not None
@@ -131,7 +133,7 @@ def with_bytes(storage: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("storage", ["int8", pytest.param("fp8_e4m3", marks=pytest.mark.long)])
 def test_keys_in_8_bits_are_read_as_they_were(storage: str, pool: Pool, tmp_path: Path) -> None:
-    pool.run(1, with_bytes, storage, tmp_path)
+    pool.run(1, store_in_8_bits, storage, tmp_path)
 
 
 # --- whose they are ---
@@ -154,7 +156,7 @@ def test_another_salt_finds_nothing(pool: Pool, tmp_path: Path) -> None:
 
 
 @on_each_rank
-def others(folder: Path) -> None:
+def ask_other_models(folder: Path) -> None:
     """Ask models that differ in one thing: weights, a field of the configuration, the dtype, the tokenizer."""
     text = ids(TEXT)
     changed, typed, configured = (
@@ -183,14 +185,14 @@ def others(folder: Path) -> None:
 
 
 def test_nothing_of_another_model_is_taken(pool: Pool, tmp_path: Path) -> None:
-    pool.run(1, others, tmp_path)
+    pool.run(1, ask_other_models, tmp_path)
 
 
 # --- pauses, and models that are refused ---
 
 
 @on_each_rank
-def without_a_pause(folder: Path) -> None:
+def store_without_a_pause(folder: Path) -> None:
     """Store while a row decodes that may pause as long as it takes."""
     model, text = model_of("llama"), ids(TEXT)
     with storing(model, None, folder, max_gap=float("inf")) as engine:
@@ -201,24 +203,24 @@ def without_a_pause(folder: Path) -> None:
 
 
 def test_a_pause_may_have_no_limit(pool: Pool, tmp_path: Path) -> None:
-    pool.run(1, without_a_pause, tmp_path)
+    pool.run(1, store_without_a_pause, tmp_path)
 
 
 @on_each_rank
-def compressed(folder: Path) -> None:
+def store_compressed(folder: Path) -> None:
     with pytest.raises(InputError, match="store: expected a model that keeps keys of tokens"):
         Engine(model_of("deepseek_v4"), None, store=hf.PrefixStore(folder))
 
 
 def test_models_that_compress_tokens_are_refused_by_name(pool: Pool, tmp_path: Path) -> None:
-    pool.run(1, compressed, tmp_path)
+    pool.run(1, store_compressed, tmp_path)
 
 
 # --- tiers ---
 
 
 @on_each_rank
-def from_memory(ranks: int, folder: Path) -> None:
+def ask_from_memory(ranks: int, folder: Path) -> None:
     """Ask again what caches have forgotten, and the folder has no room for."""
     model, mesh = model_of("llama"), named_mesh(Shape(1, 1, ranks), AXES)
     texts = [ids(TEXT, seed=seed) for seed in range(4)]
@@ -238,11 +240,11 @@ def from_memory(ranks: int, folder: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_prefixes_go_from_caches_to_memory(ranks: int, pool: Pool, tmp_path: Path) -> None:
-    pool.run(ranks, from_memory, ranks, tmp_path)
+    pool.run(ranks, ask_from_memory, ranks, tmp_path)
 
 
 @on_each_rank
-def of_unequal_ranks(folder: Path) -> None:
+def store_on_unequal_ranks(folder: Path) -> None:
     """Store blocks that lie on two ranks, and read them for a prompt whose runs are longer."""
     model, mesh = model_of("llama"), named_mesh(Shape(1, 1, 2), AXES)
     text = ids(TEXT)
@@ -265,11 +267,11 @@ def of_unequal_ranks(folder: Path) -> None:
 
 
 def test_blocks_of_unequal_ranks_are_whole_for_other_runs(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, of_unequal_ranks, tmp_path)
+    pool.run(2, store_on_unequal_ranks, tmp_path)
 
 
 @on_each_rank
-def preempted(folder: Path) -> None:
+def preempt_into_a_store(folder: Path) -> None:
     """Let requests outgrow the memory of caches: what goes back into the queue goes on from the store."""
     model, texts = families.model("llama", "attnmesh"), [ids(40, seed=seed) for seed in range(4)]
     stock = families.model("llama", "sdpa")
@@ -286,7 +288,7 @@ def preempted(folder: Path) -> None:
 
 
 def test_a_request_that_is_put_back_goes_on_from_the_store(pool: Pool, tmp_path: Path) -> None:
-    pool.run(1, preempted, tmp_path)
+    pool.run(1, preempt_into_a_store, tmp_path)
 
 
 BLOCK_GRAIN, PREFIXES, LONG_PREFIX, OWN = 16, 50, 160, 20
@@ -325,7 +327,7 @@ def ideal_hits(requests: int, room: int) -> int:
 
 
 @on_each_rank
-def crowded(requests: int, folder: Path) -> list[int]:
+def ask_in_a_crowded_store(requests: int, folder: Path) -> list[int]:
     """Ask with a tenth of the room that all blocks need, and compare each answer with one without a store."""
     model, random = model_of("llama"), Random(0)
     texts = [asked_of(number, random)[1] for number in range(requests)]
@@ -368,13 +370,13 @@ def crowded(requests: int, folder: Path) -> list[int]:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("requests", [60, 1000])
 def test_what_was_used_least_recently_goes(requests: int, pool: Pool, tmp_path: Path) -> None:
-    ((found, ideal),) = pool.run(1, crowded, requests, tmp_path, deadline=1200)
+    ((found, ideal),) = pool.run(1, ask_in_a_crowded_store, requests, tmp_path, deadline=1200)
     assert ideal > 10 * requests
     assert abs(found - ideal) <= 0.05 * ideal
 
 
 @on_each_rank
-def beside_streams(ranks: int, folder: Path) -> None:
+def read_plans_beside_streams(ranks: int, folder: Path) -> None:
     """Read the plans while a long prefix is loaded, and later stored, beside a stream."""
     model = families.model("llama", "attnmesh", max_position_embeddings=8192)
     mesh, text, plans = named_mesh(Shape(1, 1, ranks), AXES), ids(2000, seed=7), list[set[type]]()
@@ -407,4 +409,4 @@ def beside_streams(ranks: int, folder: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [2])
 def test_blocks_come_and_go_between_the_steps_of_others(ranks: int, pool: Pool, tmp_path: Path) -> None:
-    pool.run(ranks, beside_streams, ranks, tmp_path)
+    pool.run(ranks, read_plans_beside_streams, ranks, tmp_path)

@@ -14,7 +14,7 @@ from attnmesh.hf.serving.guesses import NoGuesses
 from attnmesh.hf.serving.operations import Fill, Fork, Operation, Start, StepResults
 from attnmesh.hf.serving.prompt_queue import PromptQueue
 from attnmesh.hf.serving.step_plan import ServedRequests, StepPlan
-from tests.support.fake_caches import FakeFootprint, FakeWorker, fake_growth, request
+from tests.support.serving.fake_caches import FakeFootprint, FakeWorker, fake_growth, request
 
 CHUNK = 256
 """Tokens of a chunk whose speed is not known."""

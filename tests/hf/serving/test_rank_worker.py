@@ -6,7 +6,7 @@ from time import sleep
 from attnmesh.errors import StoreError
 from attnmesh.hf.serving.operations import BlockToSave, SaveBlocks
 from attnmesh.hf.serving.rank_worker import RankWorker
-from tests.support.engines import model_of
+from tests.support.serving.engines import model_of
 
 
 class TwoSaves:

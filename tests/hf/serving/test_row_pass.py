@@ -12,13 +12,13 @@ import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.runtime.counters import count_traffic
-from tests.support import families
-from tests.support.families import CONFIGS, FEW, prompt
-from tests.support.mesh_problems import named_mesh
+from tests.support.models import families
 from tests.support.models.checks import precisely
+from tests.support.models.families import CONFIGS, FEW, prompt
 from tests.support.models.tiny_models import Case, build
-from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import seeds, some
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.seeds import seeds, some
 
 LENGTHS, LONGER, NEW = (37, 2, 92, 1, 16), (37, 12, 92, 30, 16), 4
 SHAPES = [Shape(1, 1, 1), Shape(1, 1, 2), Shape(1, 3, 1), Shape(2, 1, 2)]
@@ -61,7 +61,7 @@ def check_together(model: PreTrainedModel, mesh: Any, tolerance: float, **option
 
 
 @on_each_rank
-def several_tokens(family: str, shape: Shape) -> None:
+def pass_several_tokens(family: str, shape: Shape) -> None:
     """Give each row several tokens at once, and take some back: logits are those of all tokens in one forward pass."""
     model, mesh = families.model(family, "attnmesh"), named_mesh(shape, AXES)
     texts = [prompt(length, seed=length)[0].tolist() for length in (LENGTHS if family == "qwen2" else LONGER)]
@@ -86,11 +86,11 @@ def several_tokens(family: str, shape: Shape) -> None:
 @pytest.mark.parametrize("family", some([*CONFIGS], "gemma3", "llama", "qwen2"))
 def test_rows_of_several_tokens_are_one_forward_pass(family: str, pool: Pool) -> None:
     shape = SHAPES[1 - [*CONFIGS].index(family) % 2]
-    pool.run(shape.ranks, several_tokens, family, shape)
+    pool.run(shape.ranks, pass_several_tokens, family, shape)
 
 
 @on_each_rank
-def family_together(family: str, shape: Shape) -> None:
+def pass_a_family_together(family: str, shape: Shape) -> None:
     check_together(families.model(family, "attnmesh"), named_mesh(shape, AXES), FLOAT32_PART)
 
 
@@ -99,18 +99,18 @@ def family_together(family: str, shape: Shape) -> None:
 )
 def test_rows_give_what_each_gives_alone(number: int, pool: Pool) -> None:
     shape = SHAPES[number % len(SHAPES)]
-    pool.run(shape.ranks, family_together, list(CONFIGS)[number], shape)
+    pool.run(shape.ranks, pass_a_family_together, list(CONFIGS)[number], shape)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("family", CONFIGS)
 def test_rows_of_every_family_give_what_each_gives_alone(family: str, shape: Shape, pool: Pool) -> None:
-    pool.run(shape.ranks, family_together, family, shape)
+    pool.run(shape.ranks, pass_a_family_together, family, shape)
 
 
 @on_each_rank
-def type_together(name: str, shape: Shape) -> None:
+def pass_a_type_together(name: str, shape: Shape) -> None:
     model = build(Case(name, name), "attnmesh", torch.float64)
     with precisely(model, torch.float64):
         check_together(model, named_mesh(shape, AXES), FLOAT64_PART)
@@ -118,15 +118,15 @@ def type_together(name: str, shape: Shape) -> None:
 
 @pytest.mark.parametrize("name", some(OTHERS, "qwen3_next", "bart"))
 def test_rows_of_other_types_give_what_each_gives_alone(name: str, pool: Pool) -> None:
-    pool.run(2, type_together, name, Shape(1, 1, 2))
+    pool.run(2, pass_a_type_together, name, Shape(1, 1, 2))
 
 
 def test_rows_of_recurrent_layers_give_the_same_on_one_rank(pool: Pool) -> None:
-    pool.run(1, type_together, "mamba", Shape(1, 1, 1))
+    pool.run(1, pass_a_type_together, "mamba", Shape(1, 1, 1))
 
 
 @on_each_rank
-def with_options(shape: Shape, options: dict[str, Any]) -> None:
+def pass_with_options(shape: Shape, options: dict[str, Any]) -> None:
     check_together(families.model("gemma3", "attnmesh"), named_mesh(shape, AXES), FLOAT32_PART, **options)
 
 
@@ -134,18 +134,19 @@ def with_options(shape: Shape, options: dict[str, Any]) -> None:
     "options", [{"reproducible": True}, {"merge": "gather", "windows": False, "block": 4, "checked": False}]
 )
 def test_caches_with_options_give_the_same(options: dict[str, Any], pool: Pool) -> None:
-    pool.run(2, with_options, Shape(1, 1, 2), options)
+    pool.run(2, pass_with_options, Shape(1, 1, 2), options)
 
 
 @on_each_rank
-def sharing_weights(ranks: int) -> None:
+def pass_while_sharing_weights(ranks: int) -> None:
     """Compare rows on ranks that share weights and keys with rows on one rank."""
     mesh = named_mesh(Shape(1, 1, ranks), AXES)
     assert mesh is not None
     sizes = {"num_attention_heads": 6, "num_key_value_heads": 2}
     whole = families.model("llama", "attnmesh", **sizes)
     shared = hf.tensor_parallel(families.model("llama", "attnmesh", **sizes), mesh["keys"], output="heads")
-    prompts, found = [prompt(length, seed=length) for length in LENGTHS], []
+    prompts = [prompt(length, seed=length) for length in LENGTHS]
+    found = []
     for model, place, output in ((whole, None, "replicated"), (shared, mesh, "heads")):
         caches = [hf.ShardedCache(model.config, place, output=output) for _ in prompts]
         tokens = [int(ids[0, -1]) for ids in prompts]
@@ -161,11 +162,11 @@ def sharing_weights(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_that_share_weights_and_keys_give_the_same(ranks: int, pool: Pool) -> None:
-    pool.run(ranks, sharing_weights, ranks)
+    pool.run(ranks, pass_while_sharing_weights, ranks)
 
 
 @on_each_rank
-def merges_of_a_step() -> tuple[float, float]:
+def count_merges_of_a_step() -> tuple[float, float]:
     """Return the merges of a step of one row, and of five, for each layer."""
     model, mesh = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, 2), AXES)
     caches = [hf.ShardedCache(model.config, mesh) for _ in LENGTHS]
@@ -181,7 +182,7 @@ def merges_of_a_step() -> tuple[float, float]:
 
 
 def test_a_layer_takes_one_merge_for_all_rows(pool: Pool) -> None:
-    assert pool.run(2, merges_of_a_step) == [(1, 1)] * 2
+    assert pool.run(2, count_merges_of_a_step) == [(1, 1)] * 2
 
 
 # --- interrupted calls ---
@@ -207,7 +208,7 @@ def interrupt(model: PreTrainedModel, tokens: list[int], caches: list[Any], part
 
 
 @on_each_rank
-def logits_after_interruption(family: str, ranks: int, lengths: list[int], part: str, on_all: bool) -> None:
+def check_after_interruption(family: str, ranks: int, lengths: list[int], part: str, on_all: bool) -> None:
     """Interrupt a call, and make it again: the logits are those of a call that nothing interrupted."""
     model, mesh = families.model(family, "attnmesh"), named_mesh(Shape(1, 1, ranks), AXES)
     tokens, caches = [5 + row for row in range(len(lengths))], [hf.ShardedCache(model.config, mesh) for _ in lengths]
@@ -234,7 +235,7 @@ PLACES = [(ranks, part, True) for ranks in (1, 2) for part in ("model.layers.1",
 def test_a_call_that_raised_adds_no_tokens(
     family: str, ranks: int, part: str, on_all: bool, lengths: list[int], pool: Pool
 ) -> None:
-    pool.run(ranks, logits_after_interruption, family, ranks, lengths, part, on_all)
+    pool.run(ranks, check_after_interruption, family, ranks, lengths, part, on_all)
 
 
 def test_a_cache_goes_on_after_a_call_that_another_row_broke_off() -> None:
@@ -262,7 +263,7 @@ def test_a_cache_goes_on_after_a_call_that_another_row_broke_off() -> None:
 
 
 @on_each_rank
-def refusal_after_interruption() -> str:
+def catch_refusal_after_interruption() -> str:
     """Interrupt a call on rank 1 after the last merge of rank 0, whose call ends. Return the error of the next."""
     model, mesh = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, 2), AXES)
     cache = hf.ShardedCache(model.config, mesh)
@@ -277,7 +278,7 @@ def refusal_after_interruption() -> str:
 
 
 def test_a_call_that_raised_on_one_rank_alone_is_told_by_its_tokens(pool: Pool) -> None:
-    first, second = pool.run(2, refusal_after_interruption)
+    first, second = pool.run(2, catch_refusal_after_interruption)
     assert first == second
     assert "lengths" in first
     assert "10" in first
@@ -299,7 +300,7 @@ def test_an_interrupted_generation_is_refused_until_its_prompt_is_prefilled() ->
 
 
 @on_each_rank
-def refusal_after_a_call_of_the_model(on_all: bool) -> str:
+def catch_refusal_after_a_call_of_the_model(on_all: bool) -> str:
     """Interrupt a call of the model itself, on both ranks or on the second alone. Return the error of `decode_rows`."""
     model, mesh = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, 2), AXES)
     cache, ids = hf.ShardedCache(model.config, mesh), prompt(10)
@@ -324,7 +325,7 @@ def refusal_after_a_call_of_the_model(on_all: bool) -> str:
 
 @pytest.mark.parametrize("on_all", [True, False])
 def test_a_call_of_the_model_that_raised_is_told_by_its_layers(on_all: bool, pool: Pool) -> None:
-    first, second = pool.run(2, refusal_after_a_call_of_the_model, on_all)
+    first, second = pool.run(2, catch_refusal_after_a_call_of_the_model, on_all)
     assert first == second
     assert "hf.decode_rows caches: expected a cache that no error interrupted, given an interrupted one" in first
 
@@ -401,7 +402,7 @@ ON_ONE: dict[Spoil, str] = {
 
 
 @on_each_rank
-def refusal(spoil: Spoil, on_all: bool) -> str:
+def catch_refusal(spoil: Spoil, on_all: bool) -> str:
     model, mesh = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, 2), AXES)
     caches: list[Any] = [hf.ShardedCache(model.config, mesh) for _ in range(2)]
     for length, cache in zip((9, 30), caches, strict=True):
@@ -417,14 +418,14 @@ def refusal(spoil: Spoil, on_all: bool) -> str:
 
 @pytest.mark.parametrize("spoil", ON_ALL, ids=lambda spoil: spoil.__name__)
 def test_wrong_calls_are_refused_alike(spoil: Spoil, pool: Pool) -> None:
-    answers = pool.run(2, refusal, spoil, True)
+    answers = pool.run(2, catch_refusal, spoil, True)
     assert len(set(answers)) == 1
     assert ON_ALL[spoil] in answers[0]
 
 
 @pytest.mark.parametrize("spoil", ON_ONE, ids=lambda spoil: spoil.__name__)
 def test_a_call_that_is_wrong_on_one_rank_is_refused_on_all(spoil: Spoil, pool: Pool) -> None:
-    answers = pool.run(2, refusal, spoil, False)
+    answers = pool.run(2, catch_refusal, spoil, False)
     assert len(set(answers)) == 1
     assert ON_ONE[spoil] in answers[0]
 

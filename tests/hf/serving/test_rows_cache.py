@@ -6,7 +6,7 @@ import torch
 
 import attnmesh.hf as hf
 from attnmesh.hf.serving.rows_cache import OPTIONS, RowsCache
-from tests.support.engines import ids, model_of
+from tests.support.serving.engines import ids, model_of
 
 
 def test_a_step_has_the_options_of_its_first_row_alone() -> None:
@@ -14,7 +14,8 @@ def test_a_step_has_the_options_of_its_first_row_alone() -> None:
     first, other = (hf.ShardedCache(model.config, None, block=32) for _ in range(2))
     for cache in (first, other):
         hf.generate(model, torch.tensor([ids(5)]), max_new_tokens=1, cache=cache)
-    first.history.image_fingerprints, first.notes = {"pixels": torch.ones(1)}, []  # type: ignore[attr-defined]
+    first.history.image_fingerprints = {"pixels": torch.ones(1)}
+    first.notes = []  # type: ignore[attr-defined]
     step = RowsCache([first, other], [1, 1])
     assert step.block == 32
     assert step.tokens is None

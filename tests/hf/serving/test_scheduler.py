@@ -9,7 +9,7 @@ from attnmesh.hf.serving.guesses import Guesser
 from attnmesh.hf.serving.operations import Crop, StepResults
 from attnmesh.hf.serving.rank_report import RankReport
 from attnmesh.hf.serving.scheduler import Scheduler
-from tests.support.fake_caches import FakeFootprint, FakeWorker, fake_growth, request
+from tests.support.serving.fake_caches import FakeFootprint, FakeWorker, fake_growth, request
 
 
 class Steps:

@@ -17,9 +17,9 @@ from attnmesh.hf.serving.rank_store import RankStore
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store.block_folder import BlockFolder, FolderLock
-from tests.support.engines import PLACE, model_of
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.serving.engines import PLACE, model_of
+from tests.support.truth.mesh_problems import named_mesh
 
 
 def is_free(folder: Path) -> bool:
@@ -129,8 +129,9 @@ def follow_a_lost_rank() -> list[bool]:
 
     engine.step_exchange.exchange = lost  # type: ignore[method-assign,assignment]
     engine.worker.close = lambda *, at_once=False: ends.append(at_once)  # type: ignore[method-assign]
+    part = engine.follow if torch.distributed.get_rank() else engine.run
     with pytest.raises(RankFailure):
-        engine.follow() if torch.distributed.get_rank() else engine.run()
+        part()
     return ends
 
 

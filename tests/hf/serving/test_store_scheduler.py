@@ -27,7 +27,7 @@ from attnmesh.hf.serving.rank_report import RankReport
 from attnmesh.hf.serving.store_scheduler import StoreScheduler
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.store.block_folder import BlockFolder, FolderLock
-from tests.support.fake_caches import request
+from tests.support.serving.fake_caches import request
 
 CONFIG = CacheConfig(1, 1, 4, 4, 16, 16, torch.float32)
 """Sizes of one layer, in which a token takes 32 bytes, and 8 for its number."""

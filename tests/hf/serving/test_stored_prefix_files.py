@@ -14,7 +14,8 @@ from attnmesh.hf.serving.engine import Engine
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store.block_folder import BlockFolder
 from attnmesh.store.block_names import StoredBlock
-from tests.support.engines import (
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.serving.engines import (
     NEW,
     PLACE,
     TEXT,
@@ -28,9 +29,8 @@ from tests.support.engines import (
     until,
     until_stored,
 )
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import some
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.seeds import some
 
 
 def cut(path: Path) -> None:
@@ -97,7 +97,7 @@ def test_a_damaged_file_of_one_rank_is_computed_again(name: str, pool: Pool, tmp
 
 
 @on_each_rank
-def half_written(folder: Path) -> None:
+def leave_half_written(folder: Path) -> None:
     """Leave what a killed process leaves: a part of a file, and some pieces of a block."""
     model, text, place = model_of("llama"), ids(TEXT), folder / PLACE
     with storing(model, None, folder) as engine:
@@ -114,11 +114,11 @@ def half_written(folder: Path) -> None:
 
 
 def test_what_a_killed_process_leaves_is_removed(pool: Pool, tmp_path: Path) -> None:
-    pool.run(1, half_written, tmp_path)
+    pool.run(1, leave_half_written, tmp_path)
 
 
 @on_each_rank
-def full(ranks: int, folder: Path) -> None:
+def fill_the_disk(ranks: int, folder: Path) -> None:
     """Fill the disk after some blocks of the last rank."""
     model, mesh = model_of("llama"), named_mesh(Shape(1, 1, ranks), AXES)
     texts = [ids(TEXT, seed=seed) for seed in range(3)]
@@ -149,11 +149,11 @@ def full(ranks: int, folder: Path) -> None:
 
 
 def test_a_full_disk_ends_the_storing_alone(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, full, 2, tmp_path)
+    pool.run(2, fill_the_disk, 2, tmp_path)
 
 
 @on_each_rank
-def full_at_first(folder: Path) -> None:
+def fill_the_disk_at_first(folder: Path) -> None:
     """Fill the disk before the sizes of layers are written."""
 
     def failing(*_: Any) -> None:
@@ -170,7 +170,7 @@ def full_at_first(folder: Path) -> None:
 
 
 def test_a_disk_that_is_full_at_first_keeps_no_engine_busy(pool: Pool, tmp_path: Path) -> None:
-    pool.run(1, full_at_first, tmp_path)
+    pool.run(1, fill_the_disk_at_first, tmp_path)
 
 
 @on_each_rank

@@ -19,13 +19,13 @@ import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.core.layout import Layout
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support.families import prompt
-from tests.support.mesh_problems import named_mesh
+from tests.support.models.families import prompt
 from tests.support.models.sparse_models import CASES, model
 from tests.support.models.tiny_models import Case, build, tiny_config
-from tests.support.pool import Pool, on_each_rank
-from tests.support.seeds import some
-from tests.support.tolerances import FLOAT64_LOSS, FLOAT64_MODEL, worst
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.seeds import some
+from tests.support.truth.tolerances import FLOAT64_LOSS, FLOAT64_MODEL, worst
 
 SHAPES = (Shape(1, 1, 1), Shape(1, 2, 1), Shape(1, 1, 3), Shape(1, 2, 2))
 
@@ -88,11 +88,12 @@ Check = Callable[[Generate], list[Tensor]]
 def checks_of(name: str, every: int) -> list[Check]:
     """Return the checks of a case, or every third one: the others are those of the next cases."""
     refused = {"deepseek_v4": (lookup, padded), "minimax_m3": (padded,), "qwen4": (lookup,)}.get(name, ())
-    return [check for check in [*DTYPES][[*CASES].index(name) % every :: every] if check not in refused]
+    first = list(CASES).index(name) % every
+    return [check for check in list(DTYPES)[first::every] if check not in refused]
 
 
 @on_each_rank
-def ours(name: str, shape: Shape, every: int) -> dict[str, Any]:
+def generate_for_checks(name: str, shape: Shape, every: int) -> dict[str, Any]:
     """Return the tokens of some checks on a rank."""
     mesh = named_mesh(shape, AXES)
 
@@ -152,7 +153,7 @@ def cases_on_meshes() -> list[Any]:
 @pytest.mark.parametrize(("name", "shape", "every"), cases_on_meshes())
 def test_each_type_gives_the_tokens_of_stock_transformers(name: str, shape: Shape, every: int, pool: Pool) -> None:
     expected = {check.__name__: stock(name, check) for check in checks_of(name, every)}
-    for found in pool.run(shape.ranks, ours, name, shape, every):
+    for found in pool.run(shape.ranks, generate_for_checks, name, shape, every):
         assert found == expected
 
 
@@ -161,7 +162,7 @@ def test_each_check_is_in_the_sample() -> None:
 
 
 @on_each_rank
-def own_best(shape: Shape) -> list[list[int]]:
+def generate_with_own_best(shape: Shape) -> list[list[int]]:
     """Return the tokens of a rank that keeps its own best keys, and does not merge them with those of other ranks."""
     small = model("deepseek_v32", "attnmesh", torch.float64)
     cache = hf.ShardedCache(small.config, named_mesh(shape, AXES), checked=False)
@@ -171,7 +172,7 @@ def own_best(shape: Shape) -> list[list[int]]:
 
 
 def test_candidates_that_are_not_merged_are_noticed(pool: Pool) -> None:
-    for found in pool.run(2, own_best, Shape(1, 1, 2)):
+    for found in pool.run(2, generate_with_own_best, Shape(1, 1, 2)):
         assert found != stock("deepseek_v32", plain)[0]
 
 
@@ -193,7 +194,9 @@ def trained(small: PreTrainedModel, arguments: dict[str, Any]) -> tuple[float, d
 
 
 @on_each_rank
-def train_on_shards(name: str, shape: Shape, layout: Layout, packed: bool, again: bool) -> Any:
+def train_on_shards(
+    name: str, shape: Shape, layout: Layout, packed: bool, again: bool
+) -> tuple[float, dict[str, Tensor]]:
     small = build(CASES[name], "attnmesh", torch.float64)
     if again:
         small.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -240,7 +243,8 @@ def test_gradients_are_those_of_one_device(
 @on_each_rank
 def train_compiled(name: str) -> dict[str, bool]:
     """Return whether a compiled model has the loss, and each gradient, of a model that is not compiled."""
-    shape, results = Shape(1, 2, 1), []
+    shape = Shape(1, 2, 1)
+    results = []
     for wrap in (lambda model: model, partial(torch.compile, backend="eager")):
         small = build(CASES[name], "attnmesh", torch.float64).train()
         loss = wrap(small)(**hf.shard_batch(batch(False), named_mesh(shape, AXES))).loss
@@ -270,7 +274,7 @@ def test_blocks_begin_with_each_document(pool: Pool) -> None:
 
 
 @on_each_rank
-def train_documents(name: str, shape: Shape, layout: Layout) -> Any:
+def train_documents(name: str, shape: Shape, layout: Layout) -> tuple[float, dict[str, Tensor]]:
     labels = batch(True)["input_ids"].clone()
     labels[:, 25] = -100
     shards = hf.shard_batch({**batch(True), "labels": labels}, named_mesh(shape, AXES), layout)
@@ -293,7 +297,7 @@ def test_documents_in_blocks_that_count_all_tokens_are_refused(pool: Pool) -> No
 
 
 @on_each_rank
-def saved(folder: Path) -> dict[str, bool]:
+def continue_saved(folder: Path) -> dict[str, bool]:
     """Save, restore and fork a cache with recurrent states. Return which caches then give the tokens of a new one."""
     small, mesh = model("qwen4", "attnmesh", torch.float64), named_mesh(Shape(1, 1, 2), AXES)
     cache, restored = (hf.ShardedCache(small.config, mesh, block=4) for _ in range(2))
@@ -311,12 +315,12 @@ def saved(folder: Path) -> dict[str, bool]:
 
 
 def test_last_tokens_are_saved_and_forked(tmp_path: Path, pool: Pool) -> None:
-    for right in pool.run(2, saved, tmp_path):
+    for right in pool.run(2, continue_saved, tmp_path):
         assert right == dict.fromkeys(right, True)
 
 
 @on_each_rank
-def lives(folder: Path, lost: int) -> dict[str, bool]:
+def live_with_index_keys(folder: Path, lost: int) -> dict[str, bool]:
     """Fork, save, restore, recover and reset a cache. Return after which steps it gives the tokens of a new one."""
     small, mesh = model("glm", "attnmesh", torch.float64), named_mesh(Shape(1, 1, 2), AXES)
     cache = hf.ShardedCache(small.config, mesh, block=4, copies=2)
@@ -343,12 +347,12 @@ def lives(folder: Path, lost: int) -> dict[str, bool]:
 
 
 def test_a_changed_cache_gives_the_tokens_of_a_new_one(tmp_path: Path, pool: Pool) -> None:
-    for right in pool.run(2, lives, tmp_path, 1):
+    for right in pool.run(2, live_with_index_keys, tmp_path, 1):
         assert right == dict.fromkeys(right, True)
 
 
 @on_each_rank
-def pooled_turns() -> tuple[list[list[int]], str]:
+def take_pooled_turns() -> tuple[list[list[int]], str]:
     """Return the tokens of turns, of which one goes back, where all layers are indexed; and the error of a crop."""
     small = build(POOLED, "attnmesh", torch.float64)
     cache = hf.ShardedCache(small.config, named_mesh(Shape(1, 1, 2), AXES), block=4)
@@ -366,7 +370,7 @@ POOLED_TURNS = prompt(43), torch.cat((prompt(43)[:, :30], prompt(30, seed=3)), 1
 def test_means_of_blocks_have_no_tokens_of_an_earlier_turn(pool: Pool) -> None:
     alone = build(POOLED, "eager", torch.float64)
     expected = [alone.generate(ids, max_new_tokens=NEW, do_sample=False).tolist()[0] for ids in POOLED_TURNS]
-    for found, error in pool.run(2, pooled_turns):
+    for found, error in pool.run(2, take_pooled_turns):
         assert found == expected
         assert error.startswith("ShardedCache crop: expected all tokens or none, as states cannot go back")
 
@@ -375,7 +379,7 @@ def test_means_of_blocks_have_no_tokens_of_an_earlier_turn(pool: Pool) -> None:
 
 
 @on_each_rank
-def refused_mesh() -> str:
+def refuse_mesh() -> str:
     small = model("deepseek_v32", "attnmesh", torch.float64)
     with pytest.raises(errors.ShapeError, match="heads axis"):
         hf.generate(small, prompt(20), mesh=named_mesh(Shape(2, 1, 1), AXES), max_new_tokens=3)
@@ -383,7 +387,7 @@ def refused_mesh() -> str:
 
 
 def test_a_heads_axis_is_refused(pool: Pool) -> None:
-    assert pool.run(2, refused_mesh) == ["refused"] * 2
+    assert pool.run(2, refuse_mesh) == ["refused"] * 2
 
 
 def test_embeddings_of_several_tokens_are_refused() -> None:

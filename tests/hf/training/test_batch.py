@@ -14,12 +14,12 @@ import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.core.layout import Layout
 from attnmesh.mesh.shapes import Shape
-from tests.support import families
-from tests.support.families import FEW, STOCK, Batch, families_on_meshes, plain_batch, prompt
-from tests.support.mesh_problems import named_mesh
+from tests.support.models import families
 from tests.support.models.checks import loss_and_gradients
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT32_MODEL, FLOAT64_LOSS
+from tests.support.models.families import FEW, STOCK, Batch, families_on_meshes, plain_batch, prompt
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.tolerances import FLOAT32_MODEL, FLOAT64_LOSS
 
 AXES = ("heads", "queries", "keys")
 
@@ -70,8 +70,9 @@ def stock_results(family: str, name: str) -> tuple[float, dict[str, Tensor]]:
 
 
 @on_each_rank
-def on_ranks(family: str, shape: Shape, layout: Layout) -> dict[str, tuple[float, dict[str, Tensor]]]:
-    mesh, results = named_mesh(shape, AXES), {}
+def train_on_shards(family: str, shape: Shape, layout: Layout) -> dict[str, tuple[float, dict[str, Tensor]]]:
+    mesh = named_mesh(shape, AXES)
+    results = {}
     for name, batch in BATCHES.items():
         model = families.model(family, "attnmesh", torch.float64).train()
         results[name] = loss_and_gradients(model, hf.shard_batch(batch(), mesh, layout))
@@ -87,7 +88,7 @@ def on_ranks(family: str, shape: Shape, layout: Layout) -> dict[str, tuple[float
 )
 def test_loss_and_gradients_are_those_of_one_device(family: str, shape: Shape, pool: Pool) -> None:
     layout = am.Zigzag() if len(family) % 2 else am.Striped(4)
-    answers = pool.run(shape.ranks, on_ranks, family, shape, layout)
+    answers = pool.run(shape.ranks, train_on_shards, family, shape, layout)
     for name in BATCHES:
         loss, gradients = stock_results(family, name)
         assert sum(answer[name][0] for answer in answers) / shape.ranks == pytest.approx(loss, rel=FLOAT64_LOSS), name
@@ -115,7 +116,7 @@ def test_without_labels_there_is_no_loss() -> None:
 
 
 @on_each_rank
-def _refused(rank_batch: Batch) -> str:
+def catch_refusal(rank_batch: Batch) -> str:
     try:
         hf.shard_batch(rank_batch, named_mesh(Shape(1, 2, 1), AXES))
     except errors.InputError as error:
@@ -170,13 +171,13 @@ WRONG: dict[str, tuple[Batch, str]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_batch_is_refused_on_all_ranks(name: str, pool: Pool) -> None:
     batch, error = WRONG[name]
-    answers = pool.run(2, _refused, batch)
+    answers = pool.run(2, catch_refusal, batch)
     assert answers[0] == answers[1]
     assert answers[0].startswith(error), answers[0]
 
 
 @on_each_rank
-def _few_tokens(layout: Any, documents: Sequence[int]) -> int | str:
+def count_few_tokens(layout: Any, documents: Sequence[int]) -> int | str:
     """Return the tokens of this rank, or the error."""
     positions = torch.cat([torch.arange(tokens) for tokens in documents])[None]
     batch = {"input_ids": prompt(sum(documents)), "position_ids": positions}
@@ -187,21 +188,26 @@ def _few_tokens(layout: Any, documents: Sequence[int]) -> int | str:
 
 
 def test_each_rank_gets_one_of_few_tokens_or_all_raise(pool: Pool) -> None:
-    assert sorted(pool.run(4, _few_tokens, "auto", (2, 2, 1))) == [1, 1, 1, 2]  # two by two would leave one without
+    assert sorted(pool.run(4, count_few_tokens, "auto", (2, 2, 1))) == [
+        1,
+        1,
+        1,
+        2,
+    ]  # two by two would leave one without
     given, fix = r"5 tokens in Zigzag\(\) on 4 ranks", r"use longer sequences, fewer ranks or layout=am.Striped\(\)"
-    answers = pool.run(4, _few_tokens, "auto", (5,))
+    answers = pool.run(4, count_few_tokens, "auto", (5,))
     assert len(set(answers)) == 1
     assert re.search(f"at least one token per rank, given {given}. Fix: {fix}", answers[0])
-    assert sorted(pool.run(4, _few_tokens, am.Striped(), (5,))) == [1, 1, 1, 2]
+    assert sorted(pool.run(4, count_few_tokens, am.Striped(), (5,))) == [1, 1, 1, 2]
 
 
 @on_each_rank
-def _refused_another() -> str:
-    return _refused(_another())
+def catch_refusal_of_another() -> str:
+    return catch_refusal(_another())
 
 
 def test_ranks_with_different_batches_all_raise(pool: Pool) -> None:
-    answers = pool.run(2, _refused_another)
+    answers = pool.run(2, catch_refusal_of_another)
     assert answers[0] == answers[1]
     assert answers[0].startswith("MeshError: shard_batch: expected the same call on every rank"), answers[0]
 
@@ -228,19 +234,21 @@ def _stablelm(attention: str) -> Any:
 
 
 @on_each_rank
-def _of_stablelm(shape: Shape) -> float:
+def compute_loss_of_stablelm(shape: Shape) -> float:
     return loss_and_gradients(_stablelm("attnmesh"), hf.shard_batch(plain_batch(), named_mesh(shape, AXES)))[0]
 
 
 def test_layers_that_pass_only_a_mask_are_supported(pool: Pool) -> None:
     loss, _ = loss_and_gradients(_stablelm("sdpa"), plain_batch())
-    assert sum(pool.run(4, _of_stablelm, Shape(1, 2, 2))) / 4 == pytest.approx(loss, rel=FLOAT64_LOSS)
+    assert sum(pool.run(4, compute_loss_of_stablelm, Shape(1, 2, 2))) / 4 == pytest.approx(loss, rel=FLOAT64_LOSS)
 
 
 @on_each_rank
-def _other_weights(name: str) -> list[str]:
+def catch_errors_of_other_weights(name: str) -> list[str]:
     """Return the errors of a first and a second model, after a weight was changed per rank."""
-    mesh, rank, messages = named_mesh(Shape(1, 2, 1), AXES), torch.distributed.get_rank(), []
+    mesh = named_mesh(Shape(1, 2, 1), AXES)
+    rank = torch.distributed.get_rank()
+    messages = []
     for changed in (1.0, 1.0 + rank):
         model = families.model("llama", "attnmesh").train()
         with torch.no_grad():
@@ -259,7 +267,7 @@ WEIGHTS = ("model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.up_proj
 
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_ranks_with_different_weights_all_raise(name: str, pool: Pool) -> None:
-    first, second = pool.run(2, _other_weights, name)
+    first, second = pool.run(2, catch_errors_of_other_weights, name)
     assert first == second
     assert first[0] == "nothing"
     assert first[1].startswith("attnmesh.hf weights: expected the same call on every rank"), first[1]
@@ -267,7 +275,7 @@ def test_ranks_with_different_weights_all_raise(name: str, pool: Pool) -> None:
 
 
 @on_each_rank
-def _routers() -> str:
+def catch_error_of_routers() -> str:
     model = families.model("gpt-oss", "attnmesh", output_router_logits=True).train()
     try:
         model(**hf.shard_batch(plain_batch(), named_mesh(Shape(1, 2, 1), AXES)))
@@ -277,5 +285,5 @@ def _routers() -> str:
 
 
 def test_a_router_loss_is_refused_on_shards(pool: Pool) -> None:
-    for error in pool.run(2, _routers):
+    for error in pool.run(2, catch_error_of_routers):
         assert error.startswith("attnmesh.hf output_router_logits: expected no router loss on shards")

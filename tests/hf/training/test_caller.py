@@ -14,11 +14,11 @@ from transformers import Trainer
 import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support import families
-from tests.support.families import prompt
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT32_MODEL
+from tests.support.models import families
+from tests.support.models.families import prompt
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.tolerances import FLOAT32_MODEL
 
 LENGTH = 22
 
@@ -127,9 +127,10 @@ def batch() -> dict[str, Tensor]:
 
 
 @on_each_rank
-def outcomes(names: list[str], shape: Shape) -> list[tuple[float, str]]:
+def call_wrappers(names: list[str], shape: Shape) -> list[tuple[float, str]]:
     """Return the largest difference of this rank's logits from those of one device, or the error, of each wrapper."""
-    mesh, found = named_mesh(shape, AXES), []
+    mesh = named_mesh(shape, AXES)
+    found = []
     stock = families.model("llama", "sdpa", num_hidden_layers=1)
     for name in names:
         model = families.model("llama", "attnmesh", num_hidden_layers=1)
@@ -153,8 +154,8 @@ KINDS = {"eager": [name for name in WRAPPERS if name not in IN_GRAPHS], "graphs"
 
 @pytest.mark.parametrize("kind", ["eager", pytest.param("graphs", marks=pytest.mark.long)])
 def test_wrappers_find_the_mesh_or_raise(kind: str, pool: Pool) -> None:
-    """`make test` compiles a model on a mesh in test_sharded_sequence.py, and none of its wrappers."""
-    for answers in pool.run(2, outcomes, KINDS[kind], Shape(1, 2, 1)):
+    """`make test` compiles a model on a mesh in test_shard_tensors.py, and none of its wrappers."""
+    for answers in pool.run(2, call_wrappers, KINDS[kind], Shape(1, 2, 1)):
         for name, (difference, given) in zip(KINDS[kind], answers, strict=True):
             error = WRAPPERS[name][1]
             assert difference < FLOAT32_MODEL, name
@@ -162,9 +163,10 @@ def test_wrappers_find_the_mesh_or_raise(kind: str, pool: Pool) -> None:
 
 
 @on_each_rank
-def whole_batches() -> list[tuple[str, float]]:
+def call_with_whole_batches() -> list[tuple[str, float]]:
     """Return how far a model on each rank alone is from stock attention, for batches of the rank's own."""
-    rank, found = torch.distributed.get_rank(), []
+    rank = torch.distributed.get_rank()
+    found = []
     ours, stock = (families.model("llama", name, num_hidden_layers=1) for name in ("attnmesh", "sdpa"))
     ids, mask = prompt(LENGTH, batch=2, seed=rank), torch.ones(2, LENGTH, dtype=torch.long)
     mask[1, :5] = 0
@@ -189,12 +191,12 @@ def gap(given: Tensor, expected: Tensor, mask: Tensor | None = None) -> float:
 
 def test_ranks_with_batches_of_their_own_are_served(pool: Pool) -> None:
     """As under data parallelism, and where each rank generates alone."""
-    for answers in pool.run(2, whole_batches):
+    for answers in pool.run(2, call_with_whole_batches):
         assert [name for name, difference in answers if not difference < FLOAT32_MODEL] == []
 
 
 @on_each_rank
-def generated_on_mesh() -> tuple[list[int], list[int]]:
+def generate_on_mesh() -> tuple[list[int], list[int]]:
     """Return what a model that a trainer calls on a mesh generates, and what stock transformers does."""
     ours, stock = (families.model("llama", name, num_hidden_layers=1) for name in ("attnmesh", "sdpa"))
     trainer: Any = hf.on_mesh(Trainer, named_mesh(Shape(1, 2, 1), AXES))
@@ -205,7 +207,7 @@ def generated_on_mesh() -> tuple[list[int], list[int]]:
 
 
 def test_a_model_of_a_trainer_on_a_mesh_generates(pool: Pool) -> None:
-    for given, expected in pool.run(2, generated_on_mesh):
+    for given, expected in pool.run(2, generate_on_mesh):
         assert given == expected
 
 
@@ -216,7 +218,7 @@ UNKNOWN = {
 
 
 @on_each_rank
-def with_unknown_token(name: str) -> tuple[str, float]:
+def go_on_after_unknown_token(name: str) -> tuple[str, float]:
     """Return the error of a batch with a token that one rank alone has, and the loss of the next batch."""
     mesh = named_mesh(Shape(1, 2, 1), AXES)
     model = families.model("llama", "attnmesh", num_hidden_layers=1)
@@ -233,7 +235,7 @@ def with_unknown_token(name: str) -> tuple[str, float]:
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_a_token_that_no_model_has_raises_on_all_ranks(name: str, pool: Pool) -> None:
-    answers = pool.run(2, with_unknown_token, name)
+    answers = pool.run(2, go_on_after_unknown_token, name)
     for error, loss in answers:
         assert error.startswith(UNKNOWN[name]), error
         assert loss > 0

@@ -11,10 +11,10 @@ import trl
 import attnmesh as am
 import attnmesh.hf as hf
 from attnmesh import errors
-from tests.support import families
-from tests.support.pool import Pool
-from tests.support.rollouts import MESHES, STOP, check, prompts
-from tests.support.trainers import settings, tokenizer
+from tests.support.models import families
+from tests.support.ranks.pool import Pool
+from tests.support.training.rollouts import MESHES, STOP, check, prompts
+from tests.support.training.trainers import settings, tokenizer
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in MESHES if name != "heads"},

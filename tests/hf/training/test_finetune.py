@@ -13,10 +13,10 @@ import pytest
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from tests.support.pool import Pool, on_each_rank
-from tests.support.scripts import run_script
-from tests.support.tolerances import FLOAT32, TRAINED
-from tests.support.trainers import fsdp_on_cpus, launched
+from tests.support.process.scripts import run_script
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.training.trainers import fsdp_on_cpus, launched
+from tests.support.truth.tolerances import FLOAT32, TRAINED
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "finetune.py"
 

@@ -12,10 +12,10 @@ from transformers import TrainerCallback
 import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.mesh.shapes import Shape
-from tests.support import families
-from tests.support.pool import Pool, on_each_rank
-from tests.support.rollouts import COMPARED, MESHES, STOP, chats, check, of_trl
-from tests.support.trainers import FSDP, launched, mesh_of, settings, tokenizer
+from tests.support.models import families
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.training.rollouts import COMPARED, MESHES, STOP, chats, check, of_trl
+from tests.support.training.trainers import FSDP, launched, mesh_of, settings, tokenizer
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"drawn on {name}": (name, {"lmbda": 1.0}) for name in MESHES if name != "heads"},
@@ -73,7 +73,7 @@ SEEDS = (0, 1)
 
 
 @on_each_rank
-def apart(folder: str) -> list[float]:
+def train_apart(folder: str) -> list[float]:
     """Return the losses of ranks whose random numbers differ."""
     with launched():
         made = trainer(mesh_of(1, Shape(1, 1, 2)), folder, max_steps=2)
@@ -84,7 +84,7 @@ def apart(folder: str) -> list[float]:
 def test_ranks_draw_answers_in_the_same_steps(pool: Pool, tmp_path: Path) -> None:
     first, second = (random.Random(seed).random() for seed in SEEDS)
     assert second <= 0.5 < first  # lmbda
-    losses, others = pool.run(2, apart, str(tmp_path))
+    losses, others = pool.run(2, train_apart, str(tmp_path))
     assert losses == others
     assert len(losses) == 2
 

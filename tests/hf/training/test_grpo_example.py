@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.scripts import run_script
+from tests.support.process.scripts import run_script
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "grpo.py"
 

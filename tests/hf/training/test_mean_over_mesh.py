@@ -12,11 +12,11 @@ import attnmesh as am
 import attnmesh.hf as hf
 from attnmesh.errors import InputError
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support import families
-from tests.support.families import prompt
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT64_LOSS
+from tests.support.models import families
+from tests.support.models.families import prompt
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.tolerances import FLOAT64_LOSS
 
 IDS = prompt(30, batch=2)
 LABELS = IDS.masked_fill(torch.arange(30) < 20, -100)  # the last of three ranks has nearly all labels
@@ -72,12 +72,12 @@ def results(mesh: Any) -> dict[str, tuple[float, Tensor]]:
 
 
 @on_each_rank
-def on_ranks() -> dict[str, tuple[float, Tensor]]:
+def compute_means() -> dict[str, tuple[float, Tensor]]:
     return results(named_mesh(Shape(1, 3, 1), AXES))
 
 
 def test_a_loss_of_ones_own_is_that_of_one_device(pool: Pool) -> None:
-    answers, expected = pool.run(3, on_ranks), results(None)
+    answers, expected = pool.run(3, compute_means), results(None)
     for name, (loss, gradient) in expected.items():
         values = [answer[name][0] for answer in answers]
         assert sum(values) / 3 == pytest.approx(loss, rel=FLOAT64_LOSS), name
@@ -87,7 +87,7 @@ def test_a_loss_of_ones_own_is_that_of_one_device(pool: Pool) -> None:
 
 
 @on_each_rank
-def a_mask_of_another_shape_on_rank_1() -> str:
+def catch_error_of_another_mask_on_rank_1() -> str:
     mesh = named_mesh(Shape(1, 2, 1), AXES)
     values = torch.ones(1, 4)
     with pytest.raises(InputError) as caught:
@@ -97,7 +97,7 @@ def a_mask_of_another_shape_on_rank_1() -> str:
 
 
 def test_a_wrong_mask_of_one_rank_raises_on_all(pool: Pool) -> None:
-    first, second = pool.run(2, a_mask_of_another_shape_on_rank_1)
+    first, second = pool.run(2, catch_error_of_another_mask_on_rank_1)
     assert first == second
     assert "mean_over_mesh mask: expected a tensor of shape (1, 4), given" in first
 

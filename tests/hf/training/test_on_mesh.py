@@ -13,8 +13,8 @@ from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.refusals.refusal import Place
 from tests.refusals.trainers import nothing, train
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
 
 
 @on_each_rank
@@ -34,14 +34,14 @@ def compile_the_half(model: PreTrainedModel) -> None:
 
 
 @on_each_rank
-def loss_of(change: str) -> float:
+def compute_loss_of(change: str) -> float:
     changes = {"half compiled": compile_the_half, "plain": nothing}
     return round(train(Place(named_mesh(Shape(1, 1, 2), AXES), Path()), change=changes[change]), 6)
 
 
 @pytest.mark.long
 def test_a_half_compiled_model_trains_like_a_plain_one(pool: Pool) -> None:
-    compiled, plain = (set(pool.run(2, loss_of, name)) for name in ("half compiled", "plain"))
+    compiled, plain = (set(pool.run(2, compute_loss_of, name)) for name in ("half compiled", "plain"))
     assert [*compiled] == pytest.approx([*plain], abs=2e-6)  # two roundings to six digits, beside those of sums
 
 

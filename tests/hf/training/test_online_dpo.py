@@ -10,9 +10,9 @@ from transformers import ProcessorMixin
 import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.mesh.shapes import Shape
-from tests.support import families
-from tests.support.pool import Pool, on_each_rank
-from tests.support.rollouts import (
+from tests.support.models import families
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.training.rollouts import (
     COMPARED,
     MESHES,
     STOP,
@@ -23,7 +23,7 @@ from tests.support.rollouts import (
     of_trl,
     prompts,
 )
-from tests.support.trainers import FSDP, launched, mesh_of, settings, tokenizer
+from tests.support.training.trainers import FSDP, launched, mesh_of, settings, tokenizer
 
 WIDE = {"hidden_size": 192, "intermediate_size": 256, "initializer_range": 0.02}
 """Changes of a Llama with layers that ranks share, and with small logits all the same."""
@@ -74,7 +74,7 @@ def trainer(mesh: Any, folder: str, reward: Any = even, words: Any = None, **opt
 
 
 @on_each_rank
-def bad_reward(folder: str) -> str:
+def catch_error_of_bad_reward(folder: str) -> str:
     """Return the error of a reward that raises on the first rank of the second of two meshes."""
     with launched():
         try:
@@ -85,7 +85,7 @@ def bad_reward(folder: str) -> str:
 
 
 def test_a_reward_that_raises_on_one_rank_raises_on_all(pool: Pool, tmp_path: Path) -> None:
-    check_failed_reward(pool.run(4, bad_reward, str(tmp_path)), 2)
+    check_failed_reward(pool.run(4, catch_error_of_bad_reward, str(tmp_path)), 2)
 
 
 class Images(ProcessorMixin):  # type: ignore[misc]

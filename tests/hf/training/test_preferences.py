@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from attnmesh.mesh.shapes import Shape
-from tests.support.pool import Pool
-from tests.support.tolerances import FLOAT64_LOSS, FLOAT64_MODEL
-from tests.support.trainers import FSDP, judged, on_rank
+from tests.support.ranks.pool import Pool
+from tests.support.training.trainers import FSDP, judged, train_on_rank
+from tests.support.truth.tolerances import FLOAT64_LOSS, FLOAT64_MODEL
 
 MESHES = {"keys": (1, Shape(1, 1, 2)), "queries": (1, Shape(1, 2, 1)), "data x keys": (2, Shape(1, 1, 2))}
 
@@ -59,7 +59,9 @@ def test_kto_on_a_mesh_is_that_of_stock_trl(name: str, pool: Pool, tmp_path: Pat
             given["rows"] = str(tmp_path / f"{folder} rows")
             judged().save_to_disk(given["rows"])
         ranks = data * (1 if on is None else on.ranks)
-        return pool.run(ranks, on_rank, "KTOTrainer", "llama", data, on, str(tmp_path / folder), given, deadline=350)
+        return pool.run(
+            ranks, train_on_rank, "KTOTrainer", "llama", data, on, str(tmp_path / folder), given, deadline=350
+        )
 
     alone, together = trained(None, "stock"), trained(shape, "mesh")
     for rank, (given, _, weights) in enumerate(together):

@@ -17,13 +17,22 @@ from attnmesh.hf.load import PACKAGED, locate
 from attnmesh.hf.training.rollouts import generating_on
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.runtime.counters import count_traffic
-from tests.support import families
-from tests.support.families import prompt
-from tests.support.mesh_problems import named_mesh
-from tests.support.needs import needs_smollm2
-from tests.support.pool import Pool, on_each_rank
-from tests.support.rollouts import FLAT, MESHES, OPTIONS, check, check_failed_reward, even, failing_reward, prompts
-from tests.support.trainers import FSDP, launched, mesh_of, settings, tokenizer
+from tests.support.models import families
+from tests.support.models.families import prompt
+from tests.support.process.needs import needs_smollm2
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.training.rollouts import (
+    FLAT,
+    MESHES,
+    OPTIONS,
+    check,
+    check_failed_reward,
+    even,
+    failing_reward,
+    prompts,
+)
+from tests.support.training.trainers import FSDP, launched, mesh_of, settings, tokenizer
+from tests.support.truth.mesh_problems import named_mesh
 
 GREEDY = GenerationConfig(do_sample=False, max_new_tokens=2, temperature=1.0)
 
@@ -99,7 +108,8 @@ def test_a_released_model_trains_as_in_stock_trl(pool: Pool, tmp_path: Path) -> 
 
 
 def test_a_prompt_is_computed_once_for_its_completions() -> None:
-    model, rows = families.model("llama", "attnmesh"), []
+    model = families.model("llama", "attnmesh")
+    rows = []
     model.get_input_embeddings().register_forward_hook(lambda module, args, output: rows.append(output.shape[:2]))
     ids = torch.cat((prompt(13, seed=1), prompt(13, seed=2))).repeat_interleave(3, 0)
     draws = GenerationConfig(do_sample=True, max_new_tokens=4, temperature=0.9)
@@ -112,7 +122,7 @@ def test_a_prompt_is_computed_once_for_its_completions() -> None:
 
 
 @on_each_rank
-def bad_reward(folder: str) -> str:
+def catch_error_of_bad_reward(folder: str) -> str:
     """Return the error of a reward that raises on the first rank of the second of two meshes."""
     with launched(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TRL's own
@@ -129,7 +139,7 @@ def bad_reward(folder: str) -> str:
 
 
 def test_a_reward_that_raises_on_one_rank_raises_on_all(pool: Pool, tmp_path: Path) -> None:
-    check_failed_reward(pool.run(4, bad_reward, str(tmp_path)), 2)
+    check_failed_reward(pool.run(4, catch_error_of_bad_reward, str(tmp_path)), 2)
 
 
 class Room:
@@ -179,7 +189,7 @@ def test_other_ways_to_draw_are_refused_by_name(arguments: dict[str, Any], said:
 
 
 @on_each_rank
-def drawn_twice() -> list[bool]:
+def draw_twice() -> list[bool]:
     """Return whether each of two draws in one context was on the mesh, and has the log-probabilities of its tokens.
 
     Between them one raises.
@@ -201,7 +211,7 @@ def drawn_twice() -> list[bool]:
 
 
 def test_each_draw_in_a_context_is_on_the_mesh(pool: Pool) -> None:
-    assert pool.run(2, drawn_twice) == [[True, True]] * 2
+    assert pool.run(2, draw_twice) == [[True, True]] * 2
 
 
 def test_a_model_keeps_a_generate_of_its_own() -> None:

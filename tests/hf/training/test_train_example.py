@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.scripts import run_script
-from tests.support.tolerances import TRAINED
+from tests.support.process.scripts import run_script
+from tests.support.truth.tolerances import TRAINED
 
 TRAIN = Path(__file__).parents[3] / "examples" / "train.py"
 

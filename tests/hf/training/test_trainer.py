@@ -12,21 +12,21 @@ from transformers import Trainer, TrainingArguments
 
 import attnmesh.hf as hf
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support import families
-from tests.support.families import STOCK, prompt
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import FLOAT32_SUMS, TRAINED
-from tests.support.trainers import (
+from tests.support.models import families
+from tests.support.models.families import STOCK, prompt
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.training.trainers import (
     FSDP,
     examples,
     launched,
     mesh_of,
-    on_rank,
     settings,
     train,
+    train_on_rank,
     trainer_class,
 )
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.tolerances import FLOAT32_SUMS, TRAINED
 
 
 def check(pool: Pool, folder: Path, kind: str, family: str, data: int, shape: Shape, **options: Any) -> None:
@@ -42,7 +42,7 @@ def check(pool: Pool, folder: Path, kind: str, family: str, data: int, shape: Sh
         trainer, attention = hf.on_mesh(trainer, None), "attnmesh"
     logged, tokens, weights = train(kind, trainer, family, attention, str(folder / "1"), alone)
     ranks = data * shape.ranks
-    answers = pool.run(ranks, on_rank, kind, family, data, shape, str(folder / "2"), options, deadline=350)
+    answers = pool.run(ranks, train_on_rank, kind, family, data, shape, str(folder / "2"), options, deadline=350)
     for given, _, trained in answers:
         for name, values in logged.items():
             if tolerance > 1e-3 and name == "eval_exact":
@@ -138,7 +138,7 @@ def test_variants_of_training_are_those_of_one_process(name: str, pool: Pool, tm
 
 
 @on_each_rank
-def packed_logits(family: str) -> dict[str, bool]:
+def change_a_packed_document(family: str) -> dict[str, bool]:
     """Change the first of two packed documents. Return whether the logits of each document are as before."""
     model, mesh = families.model(family, "attnmesh"), named_mesh(Shape(1, 1, 2), AXES)
     ids, positions = prompt(61), torch.cat((torch.arange(40), torch.arange(21)))[None]
@@ -154,17 +154,19 @@ def packed_logits(family: str) -> dict[str, bool]:
 
 @pytest.mark.parametrize("family", ["gpt-oss", "gemma3"])
 def test_a_document_does_not_see_another_one_of_its_pack(family: str, pool: Pool) -> None:
-    assert pool.run(2, packed_logits, family) == [{"first": False, "second": True}] * 2
+    assert pool.run(2, change_a_packed_document, family) == [{"first": False, "second": True}] * 2
 
 
 @on_each_rank
-def two_models() -> tuple[list[tuple[int, ...]], list[str]]:
+def put_two_models_on_meshes() -> tuple[list[tuple[int, ...]], list[str]]:
     """Return the shapes of the meshes of a model with many key heads and of one with a single one, and the log."""
     sharder = hf.on_mesh(Trainer, init_device_mesh("cpu", (4,), mesh_dim_names=("cp",)), shape="auto")._make_sharder(
         None
     )
     models = [families.model("llama", "attnmesh", num_attention_heads=24, num_key_value_heads=n) for n in (24, 1)]
-    found, logger, handler = [], getLogger("attnmesh"), BufferingHandler(100)
+    found = []
+    logger = getLogger("attnmesh")
+    handler = BufferingHandler(100)
     logger.addHandler(handler)
     logger.setLevel(INFO)
     with sharder.active(True, *models), torch.no_grad():
@@ -177,14 +179,14 @@ def two_models() -> tuple[list[tuple[int, ...]], list[str]]:
 
 
 def test_each_model_has_meshes_for_its_heads_and_logs_each_choice_once(pool: Pool) -> None:
-    for rank, ((many, one, again), said) in enumerate(pool.run(4, two_models)):
+    for rank, ((many, one, again), said) in enumerate(pool.run(4, put_two_models_on_meshes)):
         assert (many[0], one[0], again) == (4, 1, many)
         begin, end = "1,024 tokens in 1 document: Zigzag on", "ranks (heads x queries x keys)"
         assert said == [f"{begin} {'x'.join(map(str, shape))} {end}" for shape in (many, one) if rank == 0]
 
 
 @on_each_rank
-def drawn_by_a_worker(folder: str) -> float:
+def draw_by_a_worker(folder: str) -> float:
     """Return a number that a worker of the loader draws, as a collator that masks tokens does."""
     with launched(), torch.random.fork_rng():
         given = settings(TrainingArguments, folder, dataloader_num_workers=1)
@@ -195,13 +197,13 @@ def drawn_by_a_worker(folder: str) -> float:
 
 
 def test_workers_of_the_ranks_of_a_mesh_draw_the_same_numbers(pool: Pool, tmp_path: Path) -> None:
-    first, *others = pool.run(4, drawn_by_a_worker, str(tmp_path))
+    first, *others = pool.run(4, draw_by_a_worker, str(tmp_path))
     assert others[0] == first
     assert others[1] == others[2] != first
 
 
 @on_each_rank
-def after_an_error_of_another_model(shape: Shape) -> tuple[str, float]:
+def go_on_after_an_error_of_another_model(shape: Shape) -> tuple[str, float]:
     """Return the logits and the loss of a model after a call of another one that raised in a layer."""
     with launched():
         from accelerate import Accelerator
@@ -225,5 +227,5 @@ def without_memory(*_: Any) -> None:
 def test_a_call_that_raised_leaves_no_shards_to_another_model(pool: Pool) -> None:
     ids = prompt(33)
     expected = families.model("qwen3", "sdpa")(input_ids=ids, labels=ids).loss.item()
-    for given in pool.run(2, after_an_error_of_another_model, Shape(1, 1, 2)):
+    for given in pool.run(2, go_on_after_an_error_of_another_model, Shape(1, 1, 2)):
         assert given == ("ShardedOutput", pytest.approx(expected, rel=TRAINED))

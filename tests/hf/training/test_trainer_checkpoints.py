@@ -2,7 +2,7 @@
 
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 
 import attnmesh.hf as hf
 from attnmesh.mesh.shapes import Shape
-from tests.support import families
-from tests.support.pool import Pool, on_each_rank
-from tests.support.tolerances import worst
-from tests.support.trainers import FSDP, collate, examples, fsdp_on_cpus, launched, mesh_of, on_rank
+from tests.support.models import families
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.training.trainers import FSDP, collate, examples, fsdp_on_cpus, launched, mesh_of, train_on_rank
+from tests.support.truth.tolerances import worst
 
 PAIR = Shape(1, 1, 2)
 
@@ -56,7 +56,7 @@ LONG = ("DDP", "DDP, 2 meshes", "FULL", "FULL, 2 meshes", "SHARDED", "adapters, 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.long if x in LONG else []) for x in RESUMED])
 def test_a_resumed_training_continues_as_if_it_had_not_stopped(name: str, pool: Pool, tmp_path: Path) -> None:
     kind, data, options = RESUMED[name]
-    call = on_rank, kind, "llama", data, PAIR
+    call = train_on_rank, kind, "llama", data, PAIR
     whole = pool.run(data * 2, *call, str(tmp_path), options)
     resumed = {**options, "resume": str(tmp_path / "checkpoint-1")}
     check_equal(pool.run(data * 2, *call, str(tmp_path / "again"), resumed), whole, 0)
@@ -89,7 +89,9 @@ def test_checkpoints_pass_between_meshes_and_stock_transformers(
 
     def trained(name: str, folder: str, **more: Any) -> list[Any]:
         ranks, data, shape, own = runs[name]
-        return pool.run(ranks, on_rank, "Trainer", "llama", data, shape, str(tmp_path / folder), options | own | more)
+        return pool.run(
+            ranks, train_on_rank, "Trainer", "llama", data, shape, str(tmp_path / folder), options | own | more
+        )
 
     whole = trained("stock", "stock")
     check_equal(trained("meshes", "meshes"), whole, 1e-5)
@@ -104,7 +106,7 @@ def test_the_best_model_is_loaded_at_the_end_and_saved_whole(pool: Pool, tmp_pat
     best |= {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "learning_rate": 0.3, "max_steps": 5}
     for kind in ("FULL", "SHARDED"):
         options = {**saves_of(kind), **best, "final": str(tmp_path / kind / "final")}
-        answers = pool.run(4, on_rank, "Trainer", "llama", 2, PAIR, str(tmp_path / kind), options)
+        answers = pool.run(4, train_on_rank, "Trainer", "llama", 2, PAIR, str(tmp_path / kind), options)
         first, last = (load_file(tmp_path / "FULL" / f"checkpoint-{step}" / "model.safetensors") for step in (2, 5))
         saved = load_file(tmp_path / kind / "final" / "model.safetensors")
         assert worst(float((first[name] - x).abs().max()) for name, x in last.items()) > 0.1
@@ -132,7 +134,8 @@ def loop_results(mesh: Any, folder: str, first: int = 0) -> tuple[list[float], A
         if step < first:
             continue
         outputs = model(**batch)
-        loss, gathers = outputs.loss, outputs.logits.gathered is not None
+        loss = outputs.loss
+        gathers = outputs.logits.gathered is not None
         assert not gathers, "FSDP2 gathers logits that nobody reads"
         accelerator.backward(loss)
         optimizer.step()
@@ -143,9 +146,16 @@ def loop_results(mesh: Any, folder: str, first: int = 0) -> tuple[list[float], A
     return losses, accelerator, model
 
 
+class Loops(NamedTuple):
+    """The losses of a whole and of a resumed loop, and the weights."""
+
+    losses: list[float]
+    resumed_losses: list[float]
+    weights: dict[str, Tensor]
+
+
 @on_each_rank
-def saved_in_a_loop(folder: str) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """Return the losses of a whole and of a resumed loop, and the weights."""
+def save_in_a_loop(folder: str) -> Loops:
     from accelerate.utils import save_fsdp_model
 
     mesh = mesh_of(2, PAIR)
@@ -155,19 +165,19 @@ def saved_in_a_loop(folder: str) -> tuple[list[float], list[float], dict[str, Te
         save_fsdp_model(accelerator.state.fsdp_plugin, accelerator, model, f"{folder}/by hand")
     with launched(), fsdp_on_cpus():
         resumed, _, model = loop_results(mesh, folder, 2)
-    return whole, resumed, {name: x.full_tensor() for name, x in model.state_dict().items()}
+    return Loops(whole, resumed, {name: x.full_tensor() for name, x in model.state_dict().items()})
 
 
 def test_a_loop_with_accelerate_continues_from_its_state(pool: Pool, tmp_path: Path) -> None:
-    answers = pool.run(4, saved_in_a_loop, str(tmp_path))
+    answers = pool.run(4, save_in_a_loop, str(tmp_path))
     by_hand = torch.load(tmp_path / "by hand" / "pytorch_model_fsdp.bin", weights_only=True)
-    for whole, resumed, weights in answers:
-        assert resumed == whole[2:]
-        assert all(torch.equal(by_hand[name], x) for name, x in weights.items())
+    for loops in answers:
+        assert loops.resumed_losses == loops.losses[2:]
+        assert all(torch.equal(by_hand[name], x) for name, x in loops.weights.items())
 
 
 @on_each_rank
-def warnings_of_accelerator(asked: bool) -> list[str]:
+def record_warnings_of_accelerator(asked: bool) -> list[str]:
     """Return the warnings of attnmesh when an accelerator on CPUs is put on a mesh."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
@@ -180,5 +190,5 @@ def warnings_of_accelerator(asked: bool) -> list[str]:
 
 def test_a_user_hears_once_that_weights_are_whole_on_cpus(pool: Pool) -> None:
     message = "accelerate ignores FSDP on CPUs: DDP keeps all weights on each rank"
-    assert pool.run(2, warnings_of_accelerator, True) == [[message], []]
-    assert pool.run(2, warnings_of_accelerator, False) == [[], []]
+    assert pool.run(2, record_warnings_of_accelerator, True) == [[message], []]
+    assert pool.run(2, record_warnings_of_accelerator, False) == [[], []]

@@ -17,9 +17,9 @@ from attnmesh.kernels.implementations import cuda
 from attnmesh.kernels.implementations.reference import Reference
 from attnmesh.kernels.kernel import KernelRequest
 from attnmesh.kernels.rectangles import BackwardInputs, Rectangle, cut
-from tests.support.interpreted import interpreting
-from tests.support.problems import draw
-from tests.support.tolerances import FLOAT32
+from tests.support.emulation.interpreted import interpreting
+from tests.support.truth.problems import draw
+from tests.support.truth.tolerances import FLOAT32
 
 KINDS = (
     (torch.bfloat16, 128, 128),

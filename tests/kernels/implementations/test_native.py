@@ -31,7 +31,7 @@ from attnmesh.kernels.kernel import KernelRequest
 from attnmesh.kernels.native import build
 from attnmesh.kernels.native.build import SOURCES, library
 from attnmesh.runtime.memo import Memo
-from tests.support.tolerances import FLOAT32_SUMS
+from tests.support.truth.tolerances import FLOAT32_SUMS
 
 HERE = Path(__file__).parent
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
@@ -56,7 +56,8 @@ def problem(dtype: torch.dtype = torch.float32, keys: int = 5000) -> tuple[Tenso
 @needs_library
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_bits_do_not_depend_on_the_threads(dtype: torch.dtype) -> None:
-    tensors, found = problem(dtype), []
+    tensors = problem(dtype)
+    found = []
     for count in (1, 2, 3):
         torch.set_num_threads(count)
         found.append(am.attend(*tensors, kernel="native"))
@@ -323,7 +324,9 @@ def test_folders_of_the_cache_are_this_users_alone(compiled: Path, monkeypatch: 
 @needs_library
 def test_a_library_is_on_the_disk_before_it_has_its_name(compiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled.unlink()
-    events, fsync, replace = [], os.fsync, os.replace
+    events = []
+    fsync = os.fsync
+    replace = os.replace
     monkeypatch.setattr(os, "fsync", lambda at: (events.append(Path(f"/proc/self/fd/{at}").readlink().name), fsync(at)))
     monkeypatch.setattr(os, "replace", lambda old, new: (events.append("named"), replace(old, new)))
     build._built()

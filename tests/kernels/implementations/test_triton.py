@@ -32,14 +32,14 @@ from attnmesh.kernels.implementations.native import NATIVE
 from attnmesh.kernels.rectangles import TILE_ELEMENTS, Rectangle
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.support import histories
-from tests.support.dense import truth
-from tests.support.interpreted import interpreting
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool, on_each_rank
-from tests.support.problems import draw, selection
-from tests.support.seeds import seeds
-from tests.support.tolerances import FLOAT32
+from tests.support.emulation.interpreted import interpreting
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth import histories
+from tests.support.truth.dense import truth
+from tests.support.truth.mesh_problems import named_mesh
+from tests.support.truth.problems import draw, selection
+from tests.support.truth.seeds import seeds
+from tests.support.truth.tolerances import FLOAT32
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -90,7 +90,7 @@ def test_random_histories_of_a_cache_agree_with_float64(pool: Pool, tmp_path: Pa
 
 
 @on_each_rank
-def reproduced(shape: tuple[int, ...], dtype: torch.dtype, mask: Mask) -> torch.Tensor:
+def decode_reproducibly(shape: tuple[int, ...], dtype: torch.dtype, mask: Mask) -> torch.Tensor:
     with interpreting("triton"):
         cache = am.KVCache(
             named_mesh(Shape(*shape), AXES), batch=2, kv_heads=2, head_dim=8, capacity=200, dtype=dtype, block=16
@@ -112,9 +112,9 @@ def reproduced(shape: tuple[int, ...], dtype: torch.dtype, mask: Mask) -> torch.
     ],
 )
 def test_bits_are_the_same_on_any_power_of_two(pool: Pool, dtype: torch.dtype, mask: Mask) -> None:
-    (alone,) = pool.run(1, reproduced, (1, 1, 1), dtype, mask)
+    (alone,) = pool.run(1, decode_reproducibly, (1, 1, 1), dtype, mask)
     for shape in ((1, 1, 2), (2, 1, 2)):
-        for out in pool.run(Shape(*shape).ranks, reproduced, shape, dtype, mask):
+        for out in pool.run(Shape(*shape).ranks, decode_reproducibly, shape, dtype, mask):
             assert torch.equal(out, alone)
 
 
@@ -314,7 +314,8 @@ def test_tiles_shrink_until_a_program_fits(monkeypatch: pytest.MonkeyPatch) -> N
     class OutOfResources(Exception):
         pass
 
-    x, tiles = torch.zeros(1, 1, 40, 8), []
+    x = torch.zeros(1, 1, 40, 8)
+    tiles = []
 
     def act(tile: kernel.ProgramTile) -> kernel.ProgramTile:
         tiles.append(tile)

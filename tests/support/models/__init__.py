@@ -1,1 +1,1 @@
-"""Tiny random models of all types of transformers, and what a rank checks of them."""
+"""Tiny random models of transformers and of diffusers, and what a rank checks of them."""

@@ -21,10 +21,10 @@ from attnmesh.errors import InputError
 from attnmesh.hf import host_experts, shared_weights
 from attnmesh.hf.models import is_recurrent
 from attnmesh.mesh.shapes import Shape
-from tests.support.mesh_problems import named_mesh
 from tests.support.models.sizes import VOCABULARY
 from tests.support.models.tiny_models import Case, build
-from tests.support.pool import on_each_rank
+from tests.support.ranks.pool import on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
 
 AXES = ("heads", "queries", "keys")
 
@@ -169,7 +169,7 @@ def _options(options: dict[str, Any]) -> dict[str, Any]:
 
 @on_each_rank
 @guarded
-def stock_generation(case: Case, check: str, reference: str, dtype: torch.dtype) -> Result:
+def generate_by_stock(case: Case, check: str, reference: str, dtype: torch.dtype) -> Result:
     """Return what stock transformers generates."""
     # Layers are shared in a new model, so that its dynamic ropes have grown as little as this one's.
     model = (build if check == "shared" else _model)(case, "eager", dtype)
@@ -188,7 +188,7 @@ def stock_generation(case: Case, check: str, reference: str, dtype: torch.dtype)
 
 @on_each_rank
 @guarded
-def our_generation(case: Case, check: str, dtype: torch.dtype, shape: Shape | None) -> Result:
+def generate_by_attnmesh(case: Case, check: str, dtype: torch.dtype, shape: Shape | None) -> Result:
     """Return what attnmesh generates on this rank."""
     mesh = None if shape is None else named_mesh(shape, AXES)
     model = _shared_model(case, dtype, mesh) if check == "shared" else _model(case, "attnmesh", dtype)
@@ -295,7 +295,7 @@ def loss_and_gradients(model: torch.nn.Module, batch: dict[str, Any]) -> tuple[f
 
 @on_each_rank
 @guarded
-def stock_training(case: Case, dtype: torch.dtype) -> Result:
+def train_by_stock(case: Case, dtype: torch.dtype) -> Result:
     """Return the loss and gradients of stock transformers."""
     model = _model(case, "eager", dtype)
     return check_finite(train_once(model, {**batch(), "use_cache": False}, dtype, _measured_reach(model)))
@@ -303,7 +303,7 @@ def stock_training(case: Case, dtype: torch.dtype) -> Result:
 
 @on_each_rank
 @guarded
-def our_training(case: Case, dtype: torch.dtype, shape: Shape) -> Result:
+def train_by_attnmesh(case: Case, dtype: torch.dtype, shape: Shape) -> Result:
     """Return the loss and gradients of attnmesh on this rank's shard."""
     model = _model(case, "attnmesh", dtype)
     return train_once(model, hf.shard_batch(batch(), named_mesh(shape, AXES)), dtype)
@@ -335,7 +335,7 @@ def _measured_reach(model: PreTrainedModel) -> float:
 
 @on_each_rank
 @guarded
-def in_step() -> None:
+def check_in_step() -> None:
     """Raise unless an all-reduce over the ranks gives their number."""
     total = torch.ones(1)
     dist.all_reduce(total)

@@ -1,0 +1,79 @@
+"""The shards that one rank holds, its own and copies of others'."""
+
+from typing import Any, NamedTuple
+from unittest.mock import Mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import attnmesh as am
+from attnmesh.errors import UnforeseenError
+from attnmesh.mesh.shapes import AXES, Shape
+from tests.support.ranks.pool import Pool, on_each_rank
+from tests.support.truth.mesh_problems import named_mesh
+
+SIZES: dict[str, Any] = {"batch": 2, "kv_heads": 4, "head_dim": 6, "value_dim": 5, "capacity": 120}
+
+
+def new_tokens(length: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    k, v = (torch.randn(2, 4, length, width, generator=generator) for width in (6, 5))
+    return k, v
+
+
+def mesh_of(shape: tuple[int, int, int]) -> Any:
+    return named_mesh(Shape(*shape), AXES) if Shape(*shape).ranks > 1 else None
+
+
+class Reserved(NamedTuple):
+    """The error of the first of two reserves, and the shards of a rank after the second."""
+
+    error: str
+    lengths: list[int]
+    tokens: int
+
+
+@on_each_rank
+def reserve_twice() -> Reserved:
+    """Reserve while the allocation of a copy fails on rank 1, and again."""
+    mesh = mesh_of((1, 1, 2))
+    cache = am.KVCache(mesh, **SIZES, dtype=torch.float32, block=4, copies=2)
+    cache.append(*new_tokens(100, 0))
+    (copy,) = cache.local_shards.copy_shards.values()
+    grow = copy.grow
+    if dist.get_rank() == 1:
+        copy.grow = Mock(side_effect=MemoryError("none left"))
+    with pytest.raises((MemoryError, UnforeseenError)) as caught:
+        cache.reserve(300)
+    copy.grow = grow
+    cache.reserve(300)
+    cache.append(*new_tokens(100, 1))
+    shards = cache.local_shards.all
+    return Reserved(caught.typename, [shard.length for shard in shards], sum(shard.used_slots for shard in shards))
+
+
+def test_reserve_succeeds_after_a_failure(pool: Pool) -> None:
+    first, second = pool.run(2, reserve_twice)
+    assert first == Reserved("UnforeseenError", lengths=[200, 200], tokens=200)
+    assert second == Reserved("MemoryError", lengths=[200, 200], tokens=200)
+
+
+@pytest.mark.parametrize("copies", [0, 2, True, "two"])
+def test_invalid_copies_raise(copies: Any) -> None:
+    with pytest.raises(
+        ValueError, match="KVCache copies: expected 1 to 1, the ranks that tokens are sharded over, given"
+    ):
+        am.KVCache(None, **SIZES, dtype=torch.float32, copies=copies)
+
+
+@on_each_rank
+def find_keepers_and_copies(shape: tuple[int, int, int]) -> list[list[int]]:
+    cache = am.KVCache(mesh_of(shape), **SIZES, dtype=torch.float32, block=4, copies=2)
+    return [cache.local_shards.keepers, [*cache.local_shards.copy_shards]]
+
+
+def test_next_rank_holds_the_copy(pool: Pool) -> None:
+    assert pool.run(3, find_keepers_and_copies, (1, 1, 3)) == [[[1], [2]], [[2], [0]], [[0], [1]]]
+    assert pool.run(4, find_keepers_and_copies, (2, 1, 2)) == [[[1], [1]], [[0], [0]]] * 2

@@ -1,0 +1,55 @@
+"""When ranks merge unlike partials, or in unlike ways: the error that all raise, and NaN where nothing is compared."""
+
+from itertools import permutations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import attnmesh as am
+from attnmesh.errors import InputError
+from tests.support.ranks.odd_rank import alert, outcome
+from tests.support.ranks.pool import Pool, on_each_rank
+
+
+@on_each_rank
+def merge_unlike_partials(checked: bool | None, how: str) -> str:
+    out = torch.ones(1, 2, 3 + (dist.get_rank() == 1), 4)
+    return outcome(
+        lambda: am.merge_across(am.Partial(out, out[..., 0]), dist.group.WORLD, how=how, checked=checked).out
+    )
+
+
+@pytest.mark.parametrize(("checked", "how"), [(None, "tree"), (True, "direct"), (None, "allreduce"), (False, "tree")])
+def test_merges_of_unlike_partials_end_alike(pool: Pool, checked: bool | None, how: str) -> None:
+    one, two, three = pool.run(3, merge_unlike_partials, checked, how)
+    assert one == two == three
+    expected = "ranks  out\n    0, 2   [1, 2, 3, 4]\n    1      [1, 2, 4, 4]\nFix"
+    assert one == "NaN" if checked is False else expected in one
+
+
+@on_each_rank
+def merge_in_unlike_ways(pairs: list[tuple[str, str]], odd: int) -> list[str]:
+    """On a rank: the errors of merges in which one rank has another `how`, each after a merge that is right."""
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
+    messages = []
+    group = dist.new_group()  # on which nothing was measured or merged yet
+    parts = [am.Partial(torch.full((1, 2, 1, 4), float(i)), torch.zeros(1, 2, 1)) for i in range(ranks)]
+    for one, others in pairs:
+        with pytest.raises(InputError) as caught, alert():
+            am.merge_across(parts[rank], group, how=one if rank == odd else others)
+        messages.append(str(caught.value))
+        for how in ("tree", "direct"):
+            out = am.merge_across(parts[rank], group, how=how).out
+            assert torch.allclose(out, torch.full_like(out, (ranks - 1) / 2)), (one, others, how)
+    return messages
+
+
+PAIRS = [*permutations(("tree", "direct", "gather", "allreduce"), 2), ("xx", "allreduce"), ("xx", "direct")]
+
+
+@pytest.mark.parametrize(("ranks", "odd"), [(2, 1), (3, 1), (4, 2)])
+def test_ranks_that_merge_in_other_ways_raise_alike_and_go_on(ranks: int, odd: int, pool: Pool) -> None:
+    first, *others = pool.run(ranks, merge_in_unlike_ways, PAIRS[:: 3 if ranks == 3 else 7], odd)
+    assert all(messages == first for messages in others)

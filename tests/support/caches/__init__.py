@@ -1,0 +1,1 @@
+"""Caches in a state that a test begins with: grown, saved, or in two memories."""

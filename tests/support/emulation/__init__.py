@@ -1,0 +1,1 @@
+"""GPUs, NCCL and Triton on a machine without a GPU."""

@@ -1,0 +1,1 @@
+"""What one process runs, needs and takes."""

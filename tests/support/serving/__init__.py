@@ -1,0 +1,1 @@
+"""Servers, engines and clients."""

@@ -1,0 +1,1 @@
+"""Trainings on a mesh beside those of stock trainers."""
