@@ -43,7 +43,7 @@ class TieredShard(OrderedShard):
     """Tokens of one rank: `stored` are the hot ones, `earlier_pieces` those of the `cold` tier before them."""
 
     def __init__(self, cold: CacheShard, config: CacheConfig, device: torch.device, fail: Fail) -> None:
-        super().__init__(config, cold.heads, cold.block_cyclic, device, cold.index)
+        super().__init__(config, cold.heads_axis, cold.block_cyclic, device, cold.index)
         self.fail = fail
         self.cold, self.is_in_files = cold, cold.is_in_files
         self.known_length = 0  # the CPU counts tokens of all ranks, and in `used_at_most` those in the hot tier
@@ -157,7 +157,7 @@ class TieredShard(OrderedShard):
                 pairs = zip(leaving_rows, rows, strict=True)
                 leaving_rows = [torch.cat((x, row[:, :, :at_once]), 2) for x, row in pairs]
             leaving_tokens = torch.cat((self.token_index[: min(leaving, used)].cpu(), tokens[:at_once]))
-            alone = self.heads.size == 1 and self.turn.period == self.turn.width
+            alone = self.heads_axis.size == 1 and self.turn.period == self.turn.width
             retry = f"append again from token {length_before} on: the cache has those before" if alone else ""
             self._append_cold(leaving_rows, leaving_tokens, int(following[0]) if len(following) else length, retry)
             steps += [*self._shift(leaving), partial(self._set_cold_count, self.earlier_tokens + leaving)]
