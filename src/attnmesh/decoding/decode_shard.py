@@ -39,9 +39,10 @@ def decode_shard(
     limits what they see. The last bits of results depend on the number of ranks.
     """
     q, layout, length = queries
-    mask, *limits, selected = visible
-    assert limits == [None, None, None]  # positions are those of the last tokens, and all keys are real
-    options = StepOptions(mask, scores.scale, scores.softcap, "auto", "replicated", False, kernel)
+    selected = visible.selected
+    # Positions are those of the last tokens, and all keys are real.
+    assert visible.q_positions is visible.k_positions is visible.key_lengths is None
+    options = StepOptions(visible.mask, scores.scale, scores.softcap, "auto", "replicated", False, kernel)
 
     is_compared = cache.mesh.ranks > 1 and cache.guard.checked is not False and may_compare(q.device)
     with Agreement(cache.mesh, "decode_shard", is_compared=is_compared) as agreement:

@@ -73,7 +73,7 @@ class PreparedStep(Generic[Verdict]):
             for cache in inputs.caches:
                 views.append(cache.local_shards.own.view)
         of_rank = inputs if spec.heads_axis.size == 1 else inputs.of_own_heads(spec)
-        q, _, sinks, key_lengths, selected, other_partial, _ = of_rank
+        q, _, sinks, key_lengths, selected, other_partial, _ = of_rank  # as in `find_step`
         blank = NO_MESSAGE if self.blank_message is None else self.blank_message()
         # The first rank adds the sinks; a reproducible step adds them after the merge, on any number of ranks.
         added = sinks if spec.token_axis.index == 0 and not spec.reproducible else None

@@ -130,7 +130,7 @@ def attention(
 
 def _attend_without_mesh(arguments: AttentionArguments, checked: bool | None) -> Tensor:
     """Return attention on one device, prepared once for calls of one signature."""
-    q, k, v, sinks, *_ = arguments
+    q, k, v, sinks = arguments.q, arguments.k, arguments.v, arguments.sinks
     options = arguments.options
     signature = prepared = None  # none for a call that is checked each time
     if arguments.has_signature:
@@ -188,7 +188,8 @@ def _run_on_mesh(
     It is an operator where PyTorch traces or transforms calls, and else a plain run, which autograd may record. Latents
     and other partials are never recorded.
     """
-    q, k, v, sinks, key_lengths, *_ = arguments
+    q, k, v, sinks = arguments.q, arguments.k, arguments.v, arguments.sinks
+    key_lengths = arguments.key_lengths
     spec, task = prepared.spec, prepared.task
     indices = None if arguments.selected is None else arguments.selected.indices
     if task is None and latents is None and other_partial is None:

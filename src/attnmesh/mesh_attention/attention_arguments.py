@@ -147,7 +147,7 @@ class AttentionArguments(NamedTuple):
 
 def check_arguments(mesh: RankMesh, arguments: AttentionArguments, checked: bool | None) -> None:
     """Raise unless each argument can be served on this mesh."""
-    q, k, v, sinks, key_lengths, options, selected, distance_bias = arguments
+    q, k, v, options, selected = arguments.q, arguments.k, arguments.v, arguments.options, arguments.selected
     check_compare_option("attention", checked)
     try:
         check_unknown_options("attention", options.unsupported or {})
@@ -158,9 +158,9 @@ def check_arguments(mesh: RankMesh, arguments: AttentionArguments, checked: bool
         _check_lengths(arguments, mesh.ranks)
         check_kernel(options.kernel)
         scaling = options.scaling(q.shape[-1])
-        check_sinks("attention sinks", sinks, q)
-        check_distance_bias("attention", distance_bias, q, scaling, options.kernel, selected)
-        check_key_lengths("attention key_lengths", key_lengths, q.shape[0])
+        check_sinks("attention sinks", arguments.sinks, q)
+        check_distance_bias("attention", arguments.distance_bias, q, scaling, options.kernel, selected)
+        check_key_lengths("attention key_lengths", arguments.key_lengths, q.shape[0])
         check_selection("attention selected", selected, q, k.shape[1], options.kernel)
         if selected is not None:
             _check_uncompiled(mesh)

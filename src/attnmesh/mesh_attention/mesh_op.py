@@ -143,7 +143,8 @@ def _fake_outputs(
     names: str,
     numbers: Sequence[int],
 ) -> list[Tensor]:
-    mesh, problem, *_ = AttentionSpec.from_code(names, numbers)
+    spec = AttentionSpec.from_code(names, numbers)
+    mesh, problem = spec.mesh, spec.problem
     coordinate = mesh.queries.index, mesh.keys.index
     chunk = ChunkSize(problem.query_positions(*coordinate).shape[0], problem.key_positions(*coordinate).shape[0])
     out = empty_length_major(q, v.shape[-1])
@@ -186,7 +187,8 @@ def _fake_gradients(
     numbers: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = inputs
-    mesh, problem, *_ = AttentionSpec.from_code(names, numbers)
+    spec = AttentionSpec.from_code(names, numbers)
+    mesh, problem = spec.mesh, spec.problem
     heads = dout.shape[1] * k.shape[1] // q.shape[1]
     index = problem.shard_index(mesh.shard_index)
     tokens = problem.key_layout.positions(problem.key_length, problem.shape.ranks, index).shape[0]

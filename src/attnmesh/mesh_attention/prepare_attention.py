@@ -48,7 +48,7 @@ def prepare_attention(
     """
     if mesh.ranks == 1 or torch.compiler.is_compiling():
         return PreparedAttention(_spec_of_assumed_counts(mesh, arguments, checked))
-    q, k, v, sinks, *_ = arguments
+    q, k, v, sinks = arguments.q, arguments.k, arguments.v, arguments.sinks
     options = arguments.options
     signature = None
     if arguments.has_signature:
