@@ -46,7 +46,7 @@ class TieredShard(OrderedShard):
         super().__init__(config, cold.heads_axis, cold.block_cyclic, device, cold.index)
         self.fail = fail
         self.cold, self.is_in_files = cold, cold.is_in_files
-        self.known_length = 0  # the CPU counts tokens of all ranks, and in `used_at_most` those in the hot tier
+        self.known_length, self.hot_count = 0, 0  # the CPU counts tokens of all ranks, and those in the hot tier
         self.refill_hot()
 
     def _usual_slots(self, config: CacheConfig) -> int:
@@ -61,7 +61,7 @@ class TieredShard(OrderedShard):
     @property
     def used_slots(self) -> int:
         """Tokens in the hot tier."""
-        return self.used_at_most
+        return self.hot_count
 
     @property
     def cold_tokens(self) -> int:
@@ -95,7 +95,7 @@ class TieredShard(OrderedShard):
 
     def _set_counts(self, length: int, used: int) -> None:
         """Set the counts of tokens, on all ranks and in the hot tier."""
-        self.known_length, self.used_at_most = length, used
+        self.known_length, self.hot_count = length, used
         self.device_counts[LENGTH], self.device_counts[USED] = length, used
 
     def _set_cold_count(self, cold_count: int) -> None:
@@ -126,7 +126,7 @@ class TieredShard(OrderedShard):
         try:
             if not super().append_run(new, new_count, length, used):
                 return False
-            self.known_length, self.used_at_most = length + new_count, used + own_count
+            self.known_length, self.hot_count = length + new_count, used + own_count
         except BaseException:  # Ctrl-C, after the device has counted them
             self._set_counts(length, used)
             raise
