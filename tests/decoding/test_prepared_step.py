@@ -56,7 +56,7 @@ def _equal_twice(cache: am.KVCache, q: Tensor, **options: object) -> bool:
 
 def test_ranks_compare_each_field_of_a_step_but_those_of_its_cache() -> None:
     spec = StepSpec(*map(str, range(len(StepSpec._fields))))  # type: ignore[arg-type]
-    of_cache = {"head_axis", "token_axis", "block", "capacity", "value_dim"}
+    of_cache = {"heads_axis", "token_axis", "block", "capacity", "value_dim"}
     assert spec.options == {name: value for name, value in spec._asdict().items() if name not in of_cache}
 
 

@@ -506,7 +506,7 @@ class KVCache(CacheProperties):
         """
         options = {"device": device, "checked": checked, "copies": copies, "shares": shares}
         [cache], _, _ = load_caches(cls, path, mesh, LayersToLoad(1, capacity, hot=hot), **options)
-        replace(cache.config, hot=hot).check(cache.own_shard.heads.size)  # a window takes no hot=
+        replace(cache.config, hot=hot).check(cache.own_shard.heads_axis.size)  # a window takes no hot=
         return cast(Self, cache)
 
 

@@ -98,7 +98,7 @@ class CacheConfig:
             rows.append(rows[0][..., : self.value_dim])
         return rows[0], rows[-1]
 
-    def check(self, heads_axis: int) -> None:
+    def check(self, head_ranks: int) -> None:
         """Raise unless every size is supported and the heads axis divides the key heads."""
         for name in NUMBERS:
             least = 0 if name == "value_dim" and self.values == "none" else 1
@@ -120,7 +120,7 @@ class CacheConfig:
             self._check_storage()
         check_window(self.mask, self.keep)
         self._check_hot()
-        check_key_heads("KVCache", self.kv_heads, heads_axis)
+        check_key_heads("KVCache", self.kv_heads, head_ranks)
 
     def _check_storage(self) -> None:
         """Raise unless rows can be stored in 8 bits."""
@@ -173,10 +173,10 @@ class CacheConfig:
         return replace(config, keep=optional[1], mask=Mask.from_code(optional[2:])) if optional[1:] else config
 
 
-def check_key_heads(subject: str, kv_heads: int, heads_axis: int) -> None:
+def check_key_heads(subject: str, kv_heads: int, head_ranks: int) -> None:
     """Raise unless the heads axis divides the key heads."""
-    if kv_heads % heads_axis:
-        given = f"{kv_heads} key heads and a heads axis of {heads_axis}"
+    if kv_heads % head_ranks:
+        given = f"{kv_heads} key heads and a heads axis of {head_ranks}"
         raise ShapeError(subject, "key heads that the heads axis divides", given, "give its ranks to the keys axis")
 
 

@@ -44,12 +44,12 @@ def rows_of_slots(slots: int, block: int) -> int:
     return -(-(slots + 1) // block) * block
 
 
-def shard_bytes(config: CacheConfig, turn: Turn, heads: int, device: torch.device) -> int:
+def shard_bytes(config: CacheConfig, turn: Turn, head_ranks: int, device: torch.device) -> int:
     """Return the bytes of keys and values that such a shard takes on a rank."""
     rows = rows_of_slots(usual_slots(config, turn), config.block)
     dtype = config.row_dtype
     width = sum(width_in_memory(width, dtype, device) for width in config.row_widths)
-    return rows * config.batch * (config.kv_heads // heads) * width * dtype.itemsize
+    return rows * config.batch * (config.kv_heads // head_ranks) * width * dtype.itemsize
 
 
 NEWEST_TOKENS = 16
@@ -72,9 +72,9 @@ class CacheShard:
     _viewed: tuple[list[Tensor], tuple[FrozenPiece, ...], CacheView | None] = NOT_VIEWED
 
     def __init__(
-        self, config: CacheConfig, heads: Axis, block_cyclic: BlockCyclic, device: torch.device, index: int
+        self, config: CacheConfig, heads_axis: Axis, block_cyclic: BlockCyclic, device: torch.device, index: int
     ) -> None:
-        self.config, self.heads, self.index, self.device = config, heads, index, device
+        self.config, self.heads_axis, self.index, self.device = config, heads_axis, index, device
         self.block_cyclic = block_cyclic
         self.turn = block_cyclic.turns[index]
         self.slots = self._usual_slots(config)
@@ -91,7 +91,7 @@ class CacheShard:
         # The extra slot takes writes of other ranks' tokens, so that no step asks the device which rank owns a token.
         config = self.config
         rows = self._rows(self.slots)
-        shape = config.batch, config.kv_heads // self.heads.size, rows
+        shape = config.batch, config.kv_heads // self.heads_axis.size, rows
         make = partial(empty_rows, dtype=config.row_dtype, device=self.device)
         stored = [with_huge_pages(make((*shape, width)), 2) for width in config.row_widths]
         return stored, torch.zeros(rows, dtype=torch.int64, device=self.device)
@@ -235,7 +235,7 @@ class CacheShard:
         else:
             is_own = self.turn.holds(tokens) & (tokens < self.config.capacity)
             slots = torch.where(is_own, used + is_own.cumsum(0) - 1, self.slots).clamp(max=self.slots)
-        rows = [self.config.rows_of(x.chunk(self.heads.size, 1)[self.heads.index]) for x in new]
+        rows = [self.config.rows_of(x.chunk(self.heads_axis.size, 1)[self.heads_axis.index]) for x in new]
         self._write(rows, tokens, slots)
         self._pad(tokens, slots, new_count, token_mask)
         if alone:
@@ -381,7 +381,9 @@ class CacheShard:
             return self._append_parts(new, new_count, length, used)
         if stop > self.slots:
             return False
-        rows = new if self.heads.size == 1 else [x.chunk(self.heads.size, 1)[self.heads.index] for x in new]
+        rows = (
+            new if self.heads_axis.size == 1 else [x.chunk(self.heads_axis.size, 1)[self.heads_axis.index] for x in new]
+        )
         if self.config.storage is not None:
             rows = [*map(self.config.rows_of, rows)]
         self._write_run(rows, new_count, length, used)

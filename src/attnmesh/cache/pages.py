@@ -140,7 +140,7 @@ def _rows(pool: Tensor, table: Tensor) -> Tensor:
 
 def _check_pools(shard: CacheShard, pools: tuple[Tensor, ...], table: Tensor) -> None:
     config = shard.config
-    heads = shard.config.kv_heads // shard.heads.size
+    heads = shard.config.kv_heads // shard.heads_axis.size
     if shard.length:
         fix = "append the pages first, or make a new cache"
         raise ShapeError("append_pages", "an empty cache", f"{shard.length} tokens", fix)

@@ -43,10 +43,10 @@ class TieredShard(OrderedShard):
     """Tokens of one rank: `stored` are the hot ones, `earlier_pieces` those of the `cold` tier before them."""
 
     def __init__(self, cold: CacheShard, config: CacheConfig, device: torch.device, fail: Fail) -> None:
-        super().__init__(config, cold.heads, cold.block_cyclic, device, cold.index)
+        super().__init__(config, cold.heads_axis, cold.block_cyclic, device, cold.index)
         self.fail = fail
         self.cold, self.is_in_files = cold, cold.is_in_files
-        self.known_length = 0  # the CPU counts tokens of all ranks, and in `used_at_most` those in the hot tier
+        self.known_length, self.hot_count = 0, 0  # the CPU counts tokens of all ranks, and those in the hot tier
         self.refill_hot()
 
     def _usual_slots(self, config: CacheConfig) -> int:
@@ -61,7 +61,7 @@ class TieredShard(OrderedShard):
     @property
     def used_slots(self) -> int:
         """Tokens in the hot tier."""
-        return self.used_at_most
+        return self.hot_count
 
     @property
     def cold_tokens(self) -> int:
@@ -95,7 +95,7 @@ class TieredShard(OrderedShard):
 
     def _set_counts(self, length: int, used: int) -> None:
         """Set the counts of tokens, on all ranks and in the hot tier."""
-        self.known_length, self.used_at_most = length, used
+        self.known_length, self.hot_count = length, used
         self.device_counts[LENGTH], self.device_counts[USED] = length, used
 
     def _set_cold_count(self, cold_count: int) -> None:
@@ -126,7 +126,7 @@ class TieredShard(OrderedShard):
         try:
             if not super().append_run(new, new_count, length, used):
                 return False
-            self.known_length, self.used_at_most = length + new_count, used + own_count
+            self.known_length, self.hot_count = length + new_count, used + own_count
         except BaseException:  # Ctrl-C, after the device has counted them
             self._set_counts(length, used)
             raise
@@ -157,7 +157,7 @@ class TieredShard(OrderedShard):
                 pairs = zip(leaving_rows, rows, strict=True)
                 leaving_rows = [torch.cat((x, row[:, :, :at_once]), 2) for x, row in pairs]
             leaving_tokens = torch.cat((self.token_index[: min(leaving, used)].cpu(), tokens[:at_once]))
-            alone = self.heads.size == 1 and self.turn.period == self.turn.width
+            alone = self.heads_axis.size == 1 and self.turn.period == self.turn.width
             retry = f"append again from token {length_before} on: the cache has those before" if alone else ""
             self._append_cold(leaving_rows, leaving_tokens, int(following[0]) if len(following) else length, retry)
             steps += [*self._shift(leaving), partial(self._set_cold_count, self.earlier_tokens + leaving)]

@@ -39,9 +39,10 @@ def decode_shard(
     limits what they see. The last bits of results depend on the number of ranks.
     """
     q, layout, length = queries
-    mask, *limits, selected = visible
-    assert limits == [None, None, None]  # positions are those of the last tokens, and all keys are real
-    options = StepOptions(mask, scores.scale, scores.softcap, "auto", "replicated", False, kernel)
+    selected = visible.selected
+    # Positions are those of the last tokens, and all keys are real.
+    assert visible.q_positions is visible.k_positions is visible.key_lengths is None
+    options = StepOptions(visible.mask, scores.scale, scores.softcap, "auto", "replicated", False, kernel)
 
     is_compared = cache.mesh.ranks > 1 and cache.guard.checked is not False and may_compare(q.device)
     with Agreement(cache.mesh, "decode_shard", is_compared=is_compared) as agreement:
@@ -51,11 +52,11 @@ def decode_shard(
         spec = spec_of_step(inputs._replace(q=like_all_queries) if selected is None else inputs, options, {})
         spec = spec_with_bias(inputs, scores.distance_bias, spec)
         agreement.compare(partial_of(_fields, queries, cache, spec))
-    heads = cache.mesh.heads
+    heads_axis = cache.mesh.heads
     every = owners.gather_queries(scores.widened(q))
     if selected is not None:
         indices = unshard(selected.indices, cache.device_mesh, layout=layout, length=length)
-        selected = selection_of_rank(Selection(indices, selected.block), heads)
+        selected = selection_of_rank(Selection(indices, selected.block), heads_axis)
     view = cache.own_shard.view
     query = DecodeQuery(every, spec.mask, spec.scaling, spec.capacity)
     attention = spec.attention_for(every, view)
@@ -64,7 +65,7 @@ def decode_shard(
     if (other_partial := attend_other_keys(every)) is not None:
         partial = merge_partials([partial, other_partial])
     merged = owners.merge_at_owners(partial)
-    rank_sinks = None if sinks is None else sinks[heads.slice_of(q.shape[1])]
+    rank_sinks = None if sinks is None else sinks[heads_axis.slice_of(q.shape[1])]
     return owners.all_heads(with_sinks(merged, rank_sinks).out.to(q.dtype))
 
 

@@ -72,8 +72,8 @@ class PreparedStep(Generic[Verdict]):
             views = []
             for cache in inputs.caches:
                 views.append(cache.local_shards.own.view)
-        of_rank = inputs if spec.head_axis.size == 1 else inputs.of_own_heads(spec)
-        q, _, sinks, key_lengths, selected, other_partial, _ = of_rank
+        of_rank = inputs if spec.heads_axis.size == 1 else inputs.of_own_heads(spec)
+        q, _, sinks, key_lengths, selected, other_partial, _ = of_rank  # as in `find_step`
         blank = NO_MESSAGE if self.blank_message is None else self.blank_message()
         # The first rank adds the sinks; a reproducible step adds them after the merge, on any number of ranks.
         added = sinks if spec.token_axis.index == 0 and not spec.reproducible else None
@@ -97,7 +97,7 @@ class PreparedStep(Generic[Verdict]):
         if lengths is not None:  # NaN where no such number of keys is cached
             wrong = (lengths < 0) | (lengths > views[0].device_counts[LENGTH])
             out = out.masked_fill(wrong[:, None, None, None], torch.nan)
-        if spec.head_axis.size > 1:
+        if spec.heads_axis.size > 1:
             out, verdict = gather_heads(out, verdict, spec, inputs.q.shape[1])
         return out, verdict
 
@@ -182,7 +182,7 @@ def new_prepared_step(
     blank = None if attention.in_place_kernel is None else _blank_in_place(q, spec)
     refuses_graphs = attention.in_place_kernel is None or (config is not None and needs_cpu(config, q.shape[2]))
     settled = facts, config, refuses_graphs
-    if spec.token_axis.size == spec.head_axis.size == 1:
+    if spec.token_axis.size == spec.heads_axis.size == 1:
         return LoneStep(spec, attention, blank, *settled)
     if blank is None and (host_merge := _host_merge_of(q, spec)) is not None:
         heads = host_merge.heads_of_output(spec.output)
@@ -193,7 +193,9 @@ def new_prepared_step(
 def _host_merge_of(q: Tensor, spec: StepSpec) -> HostMerge | None:
     """Return the native merge of such steps; None unless all ranks share a host whose native library merges them."""
     axis = spec.token_axis
-    may_merge_natively = axis.size > 1 and spec.head_axis.size == 1 and q.device.type == "cpu" and not spec.reproducible
+    may_merge_natively = (
+        axis.size > 1 and spec.heads_axis.size == 1 and q.device.type == "cpu" and not spec.reproducible
+    )
     if not may_merge_natively or sum_dtype(q.dtype) != torch.float32:
         return None
     return agreed_host_merge(axis, (*q.shape[:-1], spec.value_dim), spec.rank_merge.agreed_merge(q.device))
@@ -204,7 +206,7 @@ def _blank_in_place(q: Tensor, spec: StepSpec) -> Callable[[], BlankMessage] | N
 
     One rank has the partial alone; a reproducible one merges into new memory.
     """
-    heads = spec.head_axis.slice_of(q.shape[1])
+    heads = spec.heads_axis.slice_of(q.shape[1])
     shape = q.shape[0], heads.stop - heads.start, q.shape[2], spec.value_dim
     dtype = sum_dtype(q.dtype)
     if spec.token_axis.size > 1:

@@ -40,7 +40,7 @@ class QueryShard(NamedTuple):
 class QueryOwners(NamedTuple):
     """Places of each rank's queries among all. `order` sorts queries that stand rank after rank by their tokens."""
 
-    heads: Axis
+    heads_axis: Axis
     token_axis: Axis
     chunk_counts: tuple[int, ...]  # tokens of each rank along the heads axis, in this rank's chunk
     chunks: tuple[Tensor, ...]  # tokens in the chunk of each rank along the axis of tokens
@@ -48,8 +48,8 @@ class QueryOwners(NamedTuple):
 
     def gather_queries(self, q: Tensor) -> Tensor:
         """Return the queries of all tokens, of this rank's heads, from those of this rank's tokens."""
-        if self.heads.size > 1:
-            q = torch.cat(all_to_all_tokens(q.chunk(self.heads.size, 1), self.chunk_counts, self.heads), 2)
+        if self.heads_axis.size > 1:
+            q = torch.cat(all_to_all_tokens(q.chunk(self.heads_axis.size, 1), self.chunk_counts, self.heads_axis), 2)
         q = torch.cat(all_to_all_tokens([q] * self.token_axis.size, [*map(len, self.chunks)], self.token_axis), 2)
         return q.index_select(2, index_on(self.order, q.device))
 
@@ -64,10 +64,12 @@ class QueryOwners(NamedTuple):
 
     def all_heads(self, out: Tensor) -> Tensor:
         """Return the outputs of all heads for this rank's tokens, from those of its heads for its chunk."""
-        if self.heads.size == 1:
+        if self.heads_axis.size == 1:
             return out
-        count = self.chunk_counts[self.heads.index]
-        return torch.cat(all_to_all_tokens(out.split(self.chunk_counts, 2), [count] * self.heads.size, self.heads), 1)
+        count = self.chunk_counts[self.heads_axis.index]
+        return torch.cat(
+            all_to_all_tokens(out.split(self.chunk_counts, 2), [count] * self.heads_axis.size, self.heads_axis), 1
+        )
 
 
 @cached_per_world(1024)

@@ -114,7 +114,7 @@ def _prepared_steps_of(caches: Sequence[KVCache]) -> Memo[PreparedStep[Any]]:
 
 @cached_per_world(1024)
 def _prepared_steps_of_rows(
-    token_axis: Axis, heads: Axis, common_config: CacheConfig, block: int, hot: int | None
+    token_axis: Axis, heads_axis: Axis, common_config: CacheConfig, block: int, hot: int | None
 ) -> Memo[PreparedStep[Any]]:
     return Memo()
 

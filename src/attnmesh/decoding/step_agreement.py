@@ -61,7 +61,7 @@ def ask_in_step(spec: StepSpec, like: Tensor, shape: Sequence[int], value_dim: i
 
     `like` and `shape` are those of the step's queries. The messages have the sizes that the other ranks expect.
     """
-    heads = spec.head_axis.slice_of(shape[1])
+    heads = spec.heads_axis.slice_of(shape[1])
     q = like.new_empty(1).expand(shape)[:, heads]
     nothing = identity(q, value_dim, sum_dtype(q.dtype))
     partial, checksum = spec.rank_merge.run(nothing, question_like(nothing.lse))
@@ -70,7 +70,7 @@ def ask_in_step(spec: StepSpec, like: Tensor, shape: Sequence[int], value_dim: i
 
 def gather_heads(out: Tensor, checksum: Tensor, spec: StepSpec, heads: int) -> tuple[Tensor, Tensor]:
     """Return the output with the heads of all ranks along the heads axis, or NaN if their calls differ."""
-    axis = spec.head_axis
+    axis = spec.heads_axis
     if axis.size == 1:
         return out, checksum
     checksum = highest_checksum(checksum, axis)

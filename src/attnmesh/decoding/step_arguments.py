@@ -27,7 +27,7 @@ class StepSpec(NamedTuple):
     """A step that can be served: the axes and sizes of its cache, and the values that its caller passes."""
 
     # Of the cache:
-    head_axis: Axis
+    heads_axis: Axis
     token_axis: Axis
     block: int
     capacity: int
@@ -61,8 +61,8 @@ class StepSpec(NamedTuple):
 
     def to_code(self) -> tuple[str, list[int]]:
         """Return the spec as names and numbers, which the schema of an operator can carry."""
-        names = [self.head_axis.group_name, self.token_axis.group_name, self.merge, self.output, self.kernel]
-        axes = [self.head_axis.size, self.head_axis.index, self.token_axis.size, self.token_axis.index]
+        names = [self.heads_axis.group_name, self.token_axis.group_name, self.merge, self.output, self.kernel]
+        axes = [self.heads_axis.size, self.heads_axis.index, self.token_axis.size, self.token_axis.index]
         sizes = [self.block, self.capacity, self.value_dim]
         numbers = [*axes, *sizes, int(self.reproducible), self.index_block or 0, *self.mask.to_code()]
         return ",".join([*names, *map(repr, self.scaling)]), numbers
@@ -86,7 +86,7 @@ class StepSpec(NamedTuple):
     def output_shape(self, q: Tensor) -> tuple[int, ...]:
         """Return the shape of the output on this rank."""
         heads = q.shape[1]
-        for axis in (self.head_axis, self.token_axis) if self.output == "heads" else ():
+        for axis in (self.heads_axis, self.token_axis) if self.output == "heads" else ():
             own_heads = axis.slice_of(heads)
             heads = own_heads.stop - own_heads.start
         return q.shape[0], heads, q.shape[2], self.value_dim
@@ -126,14 +126,14 @@ class StepInputs(NamedTuple):
 
     def of_own_heads(self, spec: StepSpec) -> "StepInputs":
         """Return the inputs with the queries, sinks and selection of this rank's heads."""
-        heads = spec.head_axis.slice_of(self.q.shape[1])
+        heads = spec.heads_axis.slice_of(self.q.shape[1])
         own_sinks = None if self.sinks is None else self.sinks[heads]
-        own_selected = self.selected and selection_of_rank(self.selected, spec.head_axis)
+        own_selected = self.selected and selection_of_rank(self.selected, spec.heads_axis)
         return self._replace(q=self.q[:, heads], sinks=own_sinks, selected=own_selected)
 
     def parts_to_compare(self, facts: tuple[Any, ...], views: Sequence[CacheView]) -> PartsToCompare:
         """Return what ranks compare of a call. The hash is of its facts, and of numbers that change between calls."""
-        q, caches, sinks, key_lengths, selected, _, history = self
+        q, caches, sinks, key_lengths, selected, _, history = self  # attributes would take 0.1 us more
         tensors = [q] if sinks is None else [q, sinks]
         values: list[int] = []
         for cache in caches:
@@ -181,6 +181,6 @@ class StepOptions(NamedTuple):
         return StepSpec(*placement, self.mask, scaling, self.merge, self.output, self.reproducible, self.kernel)
 
 
-def selection_of_rank(selection: Selection, heads: Axis) -> Selection:
+def selection_of_rank(selection: Selection, heads_axis: Axis) -> Selection:
     """Return the selection of the heads of a rank, its own where each head has one."""
-    return selection.of_heads(heads.slice_of(selection.heads)) if selection.heads > 1 else selection
+    return selection.of_heads(heads_axis.slice_of(selection.heads)) if selection.heads > 1 else selection

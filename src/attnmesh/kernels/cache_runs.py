@@ -250,10 +250,11 @@ class CachedAttention:
         bound = self.bound_kernels.get(q.shape) or self._bound(q, views[0])
         total = query.into or (self._blank(q) if bound is None else bound.blank())
         if len(runs) == 1 and query.partial_block is None and runs[0].sequences is ALL and runs[0].hidden is None:
-            _, piece, start, stop, band, *_ = run = runs[0]
             # As `_attend`, which would be 0.2 microseconds more of each step.
+            run = runs[0]
+            piece, start = run.piece, run.start
             launch = None if bound is None or selected is not None else bound.attend
-            if launch is None or not launch(q, piece.keys, piece.values, total, band, start, stop - start):
+            if launch is None or not launch(q, piece.keys, piece.values, total, run.band, start, run.stop - start):
                 self._compute(q, run, total)
         else:
             self._attend_groups(query._replace(q=q), runs, total)
@@ -311,17 +312,17 @@ class CachedAttention:
         if bound is None or group[0].selected is not None:
             return False
         parts = bound.parts([run.stop - run.start for run in group])
-        for (_, piece, start, stop, band, *_), part in zip(_read_ahead(group), parts, strict=True):
-            if not part.attend(q, piece.keys, piece.values, into, band, start, stop - start):
+        for run, part in zip(_read_ahead(group), parts, strict=True):
+            if not part.attend(q, run.piece.keys, run.piece.values, into, run.band, run.start, run.stop - run.start):
                 return False
         return True
 
     def _attend(self, q: Tensor, run: SlotRun, into: Partial) -> None:
         """Write the partial of a run by one launch, or by the kernel's rectangles if no launch serves it."""
-        _, piece, start, stop, band, *_ = run
+        piece, start = run.piece, run.start
         bound = self._bound(q, piece)
         launch = None if bound is None or run.selected is not None else bound.attend
-        if launch is None or not launch(q, piece.keys, piece.values, into, band, start, stop - start):
+        if launch is None or not launch(q, piece.keys, piece.values, into, run.band, start, run.stop - start):
             self._compute(q, run, into)
 
     def _compute(self, q: Tensor, run: SlotRun, into: Partial) -> None:

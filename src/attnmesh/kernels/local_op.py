@@ -202,14 +202,14 @@ def _band(
 
     Selected keys come instead of the band. They need no order of the queries.
     """
-    mask, q_positions, k_positions, key_lengths, selected = visible
-    queries, q_order = _sort_positions("attend q_positions", q_positions, mask)
-    keys, k_order = _sort_positions("attend k_positions", k_positions, mask)
+    mask, key_lengths, selected = visible.mask, visible.key_lengths, visible.selected
+    queries, q_order = _sort_positions("attend q_positions", visible.q_positions, mask)
+    keys, k_order = _sort_positions("attend k_positions", visible.k_positions, mask)
     if selected is not None:
         if keys is not None and bool((keys.diff() == 0).any()):
             fix = "pass each key once, or selections without k_positions"
             raise LayoutError("attend k_positions", "each position once, for selected keys", "one twice", fix)
-        of_queries = torch.arange(q.shape[2], device=q.device) if q_positions is None else q_positions
+        of_queries = torch.arange(q.shape[2], device=q.device) if visible.q_positions is None else visible.q_positions
         return SelectedKeys.of(selected, mask, of_queries, keys, key_lengths), None, None, k_order
     positions = torch.arange(k.shape[2], device="cpu") if keys is None and key_lengths is not None else keys
     counts = None if positions is None else visible_counts(positions, key_lengths)

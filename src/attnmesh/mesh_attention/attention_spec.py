@@ -81,19 +81,21 @@ def make_spec(
 
     Where keys are selected, in blocks, queries stay on their rank: all ranks lie along one axis, queries.
     """
-    q_heads, k_heads, dim, index_block = facts
+    index_block = facts.index_block
     problem = options.problem(mesh, tokens)
     try:
         _check_shards(problem, tokens_by_shard)
         check_mask("attention mask", problem.mask, problem.length, problem.key_length)
         check_cross(options, problem.length, problem.key_length, mesh.ranks)
     except (MaskError, ShapeError) as error:
-        raise with_transpose_hint(error, (q_heads, tokens[0]), (k_heads, tokens[1]), hint_first=True) from None
+        raise with_transpose_hint(
+            error, (facts.q_heads, tokens[0]), (facts.k_heads, tokens[1]), hint_first=True
+        ) from None
     exchange = "bulk" if index_block and options.exchange == "auto" else options.exchange
     if index_block and mesh.ranks > 1:
         mesh, shard_of_rank = _make_flat_mesh(mesh)
         problem = replace(problem, shape=mesh.shape, shard_of_rank=shard_of_rank)
-    return AttentionSpec(mesh, problem, exchange, options.kernel, options.scaling(dim), index_block)
+    return AttentionSpec(mesh, problem, exchange, options.kernel, options.scaling(facts.dim), index_block)
 
 
 cached_spec = cached_per_world(2048)(make_spec)

@@ -58,8 +58,8 @@ def rows_of_block(kvs: Sequence[KVCache], block: StoredBlock, *, is_apart: bool 
                 for kind, tensors in zip(("keys", "values"), zip(*held, strict=True), strict=False):
                     rows[f"{kind} {layer}"] = _join(tensors, bounds, 2)
     if rows or is_apart:
-        heads = kvs[0].own_shard.heads if kvs else Axis(1, 0)
-        rows[HEADS] = torch.tensor([heads.index, heads.size], device="cpu")
+        heads_axis = kvs[0].own_shard.heads_axis if kvs else Axis(1, 0)
+        rows[HEADS] = torch.tensor([heads_axis.index, heads_axis.size], device="cpu")
     if block.is_state:
         starts = [kv.local_shards.window_start if kv.config.mask is not None else WindowStart() for kv in kvs]
         rows[WINDOW_STARTS] = torch.tensor(starts, dtype=torch.int64, device="cpu").view(-1, 2)
@@ -116,7 +116,7 @@ class CacheFiller:
         for group in groups_of(self.kvs, block):
             first = self.kvs[group[0]]
             needed = self._own_tokens(group, block)
-            heads = first.own_shard.heads.slice_of(first.config.kv_heads)
+            heads = first.own_shard.heads_axis.slice_of(first.config.kv_heads)
             counts = torch.zeros(heads.stop - heads.start, len(needed), dtype=torch.int64, device="cpu")
             for rows in rows_by_file:
                 if (mapping := self._row_mapping(group, rows, needed, counts)) is not None:
@@ -144,7 +144,7 @@ class CacheFiller:
         if token_index.dtype != torch.int64 or not 0 <= head_rank < head_ranks or config.kv_heads % head_ranks:
             raise StoreError("load", "tokens and heads of a cache", f"{head_rank} of {head_ranks} heads", DAMAGED_FIX)
         saved_heads = Axis(head_ranks, head_rank).slice_of(config.kv_heads)
-        to, source = intersect(shard.heads.slice_of(config.kv_heads), saved_heads)
+        to, source = intersect(shard.heads_axis.slice_of(config.kv_heads), saved_heads)
         chosen = torch.isin(token_index, needed).nonzero().flatten()
         if to.start >= to.stop or not len(chosen):
             return None

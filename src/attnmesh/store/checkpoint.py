@@ -336,4 +336,4 @@ def _copy_heads(
 
 def _shared_heads(shard: CacheShard, saved: Axis) -> tuple[slice, slice]:
     """Return slices of the heads of a shard and of a saved file that are the same heads; they may be empty."""
-    return intersect(shard.heads.slice_of(shard.config.kv_heads), saved.slice_of(shard.config.kv_heads))
+    return intersect(shard.heads_axis.slice_of(shard.config.kv_heads), saved.slice_of(shard.config.kv_heads))

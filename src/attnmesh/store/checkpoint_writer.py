@@ -103,7 +103,7 @@ def save_layers(
         table = agreement.compare({"saving": manifest.save_number, "note": note}, payload=[randbits(62)])
     manifest = manifest._replace(name=f"{table[0][0]:016x}")
     groups = [SavedGroup.of(own_shards, layers, manifest) for layers in manifest.groups.values()]
-    coordinates = (own_shards[0].heads.index, own_shards[0].index)
+    coordinates = (own_shards[0].heads_axis.index, own_shards[0].index)
     lock = WriterLock()
     write = partial(_write, folder, manifest, coordinates, groups, saved, tensors, lock)
     publish = partial(_publish, folder, manifest) if is_coordinator else lambda: None
@@ -151,7 +151,7 @@ def _prepare(
         padded=padded,
         has_extra=padded or bool(extra_tensors),
         length=lengths[0],
-        head_ranks=first.heads.size,
+        head_ranks=first.heads_axis.size,
         token_ranks=first.block_cyclic.ranks,
         save_number=_next_number(folder),
         note=note,

@@ -60,7 +60,7 @@ class FolderShard(OrderedShard):
         take_memory: Callable[[int], bool],
         fail: Fail,
         config: CacheConfig,
-        heads: Axis,
+        heads_axis: Axis,
         ranks: int,
         index: int,
     ) -> None:
@@ -72,13 +72,13 @@ class FolderShard(OrderedShard):
         self.journal = files.journal()
         self.chains = [0]  # digests that chain the checksums of the first pieces
         self.digest = c_int64()  # of the rows of the last native call
-        super().__init__(config, heads, BlockCyclic(config.block, ranks), torch.device("cpu"), index)
+        super().__init__(config, heads_axis, BlockCyclic(config.block, ranks), torch.device("cpu"), index)
 
     @property
     def shapes(self) -> RowShapes:
         """Dtype and shapes of rows in a file."""
         config = self.config
-        return RowShapes(config.row_dtype, config.batch, config.kv_heads // self.heads.size, config.row_widths)
+        return RowShapes(config.row_dtype, config.batch, config.kv_heads // self.heads_axis.size, config.row_widths)
 
     @property
     def whole_count(self) -> int:
@@ -315,7 +315,7 @@ class FolderShard(OrderedShard):
         """Return a shard of the same tokens in memory, which reads whole pieces in place and copies the last one."""
         used = self.used_slots
         config = replace(self.config, capacity=1)
-        other = CacheShard(config, self.heads, self.block_cyclic, self.device, self.index)
+        other = CacheShard(config, self.heads_axis, self.block_cyclic, self.device, self.index)
         other.stored = [x[:, :, : used + 1] for x in self.stored]
         other.token_index, other.device_counts, other.earlier_pieces = (
             self.token_index[: used + 1],
@@ -363,7 +363,7 @@ class FolderShard(OrderedShard):
         """Return an error of the system, with what is lost."""
         given = f"{str(error.filename or self.files.folder)!r} ({error.strerror})"
         fix = f"free space there, and append again from token {self.length} on: the cache has those before"
-        if self.heads.size > 1 or self.turn.period > self.turn.width:
+        if self.heads_axis.size > 1 or self.turn.period > self.turn.width:
             fix = f"free space there, and open the folder again: it has the tokens before {self.length}"
         if error.errno == ENOENT:
             fix = "call cache.fork() and save it elsewhere: the folder is gone, and its tokens go with this process"

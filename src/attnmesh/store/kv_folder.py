@@ -92,7 +92,7 @@ class KVFolder:
 
     def _read(self, name: str) -> Manifest:
         """Return the manifest, or that of a new folder. Raise unless these ranks can go on where it ends."""
-        heads, ranks = self.mesh.heads.size, self.token_axis.size
+        head_ranks, token_ranks = self.mesh.heads.size, self.token_axis.size
         if not os.path.lexists(self.path / MANIFEST):
             if files := [file.name for file in self.path.iterdir() if not file.name.startswith("1-")]:
                 fix = "pass a new folder, or one of KVCache.save"
@@ -102,8 +102,8 @@ class KVFolder:
         is_of_one = self.subject == FOLDER_SUBJECT
         fix = "load it with KVCache.load" if is_of_one else "take as many ranks, restore it into memory"
         fix += ", or append to a new folder"
-        if (manifest.head_ranks, manifest.token_ranks) != (heads, ranks):
-            expected = f"a folder of {heads} x {ranks} ranks (heads x tokens)"
+        if (manifest.head_ranks, manifest.token_ranks) != (head_ranks, token_ranks):
+            expected = f"a folder of {head_ranks} x {token_ranks} ranks (heads x tokens)"
             raise StoreError(self.subject, expected, f"{manifest.head_ranks} x {manifest.token_ranks}", fix)
         masks = [config.mask for config in manifest.configs if config.mask is not None]
         if manifest.padded or masks or manifest.lengths:

@@ -125,7 +125,7 @@ class _Moves:
         ]
         for layer, first in enumerate(firsts):
             digest = token_set_digest(torch.arange(first, length, device="cpu"))
-            expected = len({heads for heads, _ in sources}) * digest
+            expected = len({head_rank for head_rank, _ in sources}) * digest
             total = sum(counts.pop() for layers in self.counts for counts in layers[layer].values())
             if (total - expected) % 2**64:
                 given = f"gaps or repeats in layer {layer}"
@@ -148,8 +148,8 @@ class _Moves:
     def _sent_by(self, rank: int) -> list[OldShard]:
         return [old for old, source in self.sources.items() if source == rank]
 
-    def _common_heads(self, layer: int, rank: int, heads: int) -> Iterator[tuple[OldShard, slice, slice]]:
-        """Yield the old shards that a rank sends to ranks at index `heads`, where they have the same key heads.
+    def _common_heads(self, layer: int, rank: int, head_rank: int) -> Iterator[tuple[OldShard, slice, slice]]:
+        """Yield the old shards that a rank sends to ranks of an index along heads, where they have the same key heads.
 
         The slices are of the heads of the old and of the new shard.
         """
@@ -157,7 +157,7 @@ class _Moves:
         before = 1 + max(h for h, _ in self.sources)
         for old in self._sent_by(rank):
             saved_heads = Axis(before, old[0]).slice_of(count)
-            source, target = intersect(saved_heads, Axis(self.mesh.heads.size, heads).slice_of(count))
+            source, target = intersect(saved_heads, Axis(self.mesh.heads.size, head_rank).slice_of(count))
             if source.start < source.stop:
                 yield old, source, target
 
@@ -168,8 +168,8 @@ class _Moves:
         empty = torch.empty(0, dtype=torch.int64, device=cache.device)
         sends: list[tuple[Tensor, ...]] = [(empty,)] * len(self.ranks)
         receives = sends.copy()
-        for rank, (peer, heads, index) in enumerate(self.ranks):
-            for old, source, _ in self._common_heads(layer, self.mesh.shard_index, heads):
+        for rank, (peer, head_rank, index) in enumerate(self.ranks):
+            for old, source, _ in self._common_heads(layer, self.mesh.shard_index, head_rank):
                 shard = _shard(self.old[layer], old)
                 saved = self._slots(layer, shard)
                 tokens = shard.token_index[saved]
@@ -210,18 +210,18 @@ def _describe(caches: Sequence[KVCache] | None) -> dict[str, Any] | None:
     if caches is None:
         return None
     first = caches[0]
-    heads = caches[0].mesh.heads
+    heads_axis = caches[0].mesh.heads
     common = set.intersection(*({shard.index for shard in cache.local_shards.all} for cache in caches))
     shards = [shard for cache in caches for shard in cache.local_shards.all if shard.index in common]
     return {
         "configs": [replace(cache.config, capacity=1).to_code() for cache in caches],
         "capacity": max(cache.config.capacity for cache in caches),
-        "mesh": [heads.size, first.token_axis.size],
+        "mesh": [heads_axis.size, first.token_axis.size],
         "length": min(shard.length for shard in shards),
         "changes": [cache.changes for cache in caches],
         "padding": _first_padding(first),
         "starts": [cache.local_shards.window_start for cache in caches],
-        "shards": [[heads.index, shard.index] for shard in first.local_shards.all if shard.index in common],
+        "shards": [[heads_axis.index, shard.index] for shard in first.local_shards.all if shard.index in common],
     }
 
 
@@ -259,9 +259,9 @@ def _check_alike(
         raise MeshError("recover", "caches on some rank", "None on all", "pass the caches on every surviving rank")
     first = descriptions[0]
     one_model = "pass the caches of one model on every rank, one per layer"
-    heads, tokens = first["mesh"]
+    head_ranks, token_ranks = first["mesh"]
     held_shards = {tuple(shard) for description in descriptions for shard in description["shards"]}
-    lost = [(h, t) for h in range(heads) for t in range(tokens) if (h, t) not in held_shards]
+    lost = [(h, t) for h in range(head_ranks) for t in range(token_ranks) if (h, t) not in held_shards]
     same_caches, same_changes = "the same caches on every rank", "caches truncated and reordered equally often"
     counts = [description["changes"] for description in descriptions]
     paddings = {min(description["padding"], length) for description in descriptions}
@@ -296,8 +296,8 @@ def _sources(by_rank: list[dict[str, Any] | None]) -> dict[OldShard, int]:
     for copy in (False, True):
         for rank, description in enumerate(by_rank):
             shards = description["shards"] if description else []
-            for heads, tokens in shards[1:] if copy else shards[:1]:
-                sources.setdefault((heads, tokens), rank)
+            for head_rank, token_rank in shards[1:] if copy else shards[:1]:
+                sources.setdefault((head_rank, token_rank), rank)
     return sources
 
 
