@@ -156,8 +156,8 @@ def _is_waiting(frame: FrameType) -> bool:
 def stops(call: Callable[[], object]) -> list[Stop]:
     """Return what a call runs through, each function once: public ones, and private ones that lead to others.
 
-    What rooms do for themselves is left out: values (core, mesh, runtime, merges), and what a function of comm calls in turn,
-    but for the transport of a merge.
+    What rooms do for themselves is left out: values (core, mesh, runtime, merges), and what a function of comm calls in
+    turn, but for the transport of a merge.
     """
     for _ in range(WARM):
         call()
