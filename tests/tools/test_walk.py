@@ -62,7 +62,8 @@ def test_the_page_of_walks_draws_them(world: Pool) -> None:
     assert " ..." not in drawn, "begin the docstring of the function with a sentence of 60 characters"
 
 
-def _callers(name: str) -> dict[str, set[str]]:
+@on_each_rank
+def find_callers(name: str) -> dict[str, set[str]]:
     """Return the functions of a first call, each with those that it is called within."""
     call, found = ON_TWO[name](), dict[str, set[str]]()
 
@@ -88,7 +89,7 @@ def test_the_map_of_the_code_draws_first_calls(heading: str, name: str, lines: i
     drawn = CODE_MAP.read_text().split(f"{heading}\n")[1].split("```\n")[1]
     fresh, path = Pool(), list[tuple[int, str]]()
     try:
-        found, _ = fresh.run(2, _callers, name)
+        found, _ = fresh.run(2, find_callers, name)
     finally:
         fresh.close()
     assert drawn.count("\n") == lines

@@ -344,7 +344,7 @@ class Loaded(NamedTuple):
     has_weights: bool
     has_number: bool
     number: float
-    return_processes: int
+    processes: int
 
 
 @on_each_rank
