@@ -147,7 +147,7 @@ class AttentionArguments(NamedTuple):
 
 def check_arguments(mesh: RankMesh, arguments: AttentionArguments, checked: bool | None) -> None:
     """Raise unless each argument can be served on this mesh."""
-    q, k, v, options, selected = arguments.q, arguments.k, arguments.v, arguments.options, arguments.selected
+    q, k, options, selected = arguments.q, arguments.k, arguments.options, arguments.selected
     check_compare_option("attention", checked)
     try:
         check_unknown_options("attention", options.unsupported or {})
