@@ -38,10 +38,14 @@ class CacheConfig:
     block: int
     dtype: torch.dtype
     values: str = "separate"
-    mask: Mask | None = None  # the widest mask of later queries; tokens that it hides are forgotten
-    keep: int = 0  # tokens that `truncate` may remove from such a cache
-    storage: str | None = None  # form of the stored numbers: a name of `STORAGES`; None for `dtype`
-    hot: int | None = None  # newest tokens on the device, beside all in a second memory; None for one memory
+    mask: Mask | None = None
+    """The widest mask of later queries; tokens that it hides are forgotten."""
+    keep: int = 0
+    """Tokens that `truncate` may remove from such a cache."""
+    storage: str | None = None
+    """Form of the stored numbers: a name of `STORAGES`; None for `dtype`."""
+    hot: int | None = None
+    """Newest tokens on the device, beside all in a second memory; None for one memory."""
 
     @property
     def kept(self) -> int:

@@ -96,9 +96,12 @@ class Merge(NamedTuple):
     name: str
     run: RunMerge
     price: Callable[[MergeGroup, MessageSize, Cluster, Cost], None]
-    published_as: str = ""  # the scheme of decoding with it, where one is published
-    pattern: Pattern | None = None  # None for one of its own, which always runs by `run`
-    is_packed: bool = True  # messages travel as they are; else the numbers in them are summed, in the dtype of lse
+    published_as: str = ""
+    """The scheme of decoding with it, where one is published."""
+    pattern: Pattern | None = None
+    """None for one of its own, which always runs by `run`."""
+    is_packed: bool = True
+    """Messages travel as they are; else the numbers in them are summed, in the dtype of lse."""
 
     @property
     def known_as(self) -> str:

@@ -99,7 +99,8 @@ class BlankMessage(NamedTuple):
     """Memory for a message of a merge, and views of the checksum and the partial in it. A kernel writes the partial."""
 
     message: Tensor | None
-    checksum: Tensor | None  # None where the merge writes it
+    checksum: Tensor | None
+    """None where the merge writes it."""
     partial: Partial | None
 
 

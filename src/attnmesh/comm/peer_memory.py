@@ -35,7 +35,8 @@ class PeerMemory:
 
     addresses: Tensor
     rank: int
-    steps: Tensor  # merges so far, counted on the device so that a captured graph counts too
+    steps: Tensor
+    """Merges so far, counted on the device so that a captured graph counts too."""
     kept: tuple[Any, ...] = ()
 
     longest = 4 * ROOM

@@ -24,10 +24,14 @@ class RequestedMerge(NamedTuple):
     """The merge that a call asks for, along an axis whose ranks have checked the call."""
 
     axis: Axis
-    name: str  # of the merge, as `merge_across` names it
-    output: str  # heads of the result, as in `merge_across`
-    wire: torch.dtype | None = None  # dtype in which partials travel; None for that of their sums
-    reproducible: bool = False  # True to merge even ranks with odd ranks last; otherwise ranks of a host merge first
+    name: str
+    """Of the merge, as `merge_across` names it."""
+    output: str
+    """Heads of the result, as in `merge_across`."""
+    wire: torch.dtype | None = None
+    """Dtype in which partials travel; None for that of their sums."""
+    reproducible: bool = False
+    """True to merge even ranks with odd ranks last; otherwise ranks of a host merge first."""
 
     def run(self, partial: Partial, checksum: Tensor, message: Tensor | None = None) -> tuple[Partial, Tensor]:
         """Return all ranks' partials merged, and their top checksum. `out` is NaN if the checksums differ.

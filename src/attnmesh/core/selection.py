@@ -108,7 +108,8 @@ class Visible(NamedTuple):
     mask: Mask
     q_positions: Tensor | None = None
     k_positions: Tensor | None = None
-    key_lengths: Tensor | None = None  # (batch,), real keys of each sequence
+    key_lengths: Tensor | None = None
+    """(batch,), real keys of each sequence."""
     selected: Selection | None = None
 
     @property

@@ -26,7 +26,8 @@ class Cost:
     seconds: float = 0.0
     inside: float = 0.0
     between: float = 0.0
-    messages: float = 0.0  # between hosts
+    messages: float = 0.0
+    """Between hosts."""
     memory: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)
 

@@ -122,9 +122,12 @@ class TransferTime(NamedTuple):
     """Seconds of an exchange, and its parts that the cost model treats apart."""
 
     seconds: float
-    on_cores: float  # latency, copies and transfers inside hosts: the work of a rank's own core, if it has no GPU
-    latency: float  # independent of the number of bytes
-    head_start: float  # how much sooner than the busiest rank an average rank is done
+    on_cores: float
+    """Latency, copies and transfers inside hosts: the work of a rank's own core, if it has no GPU."""
+    latency: float
+    """Independent of the number of bytes."""
+    head_start: float
+    """How much sooner than the busiest rank an average rank is done."""
 
     def of_group(self, groups: int) -> "TransferTime":
         """Return the time of one of `groups` groups of heads."""
@@ -144,14 +147,22 @@ class Transfer(NamedTuple):
 class Pass(NamedTuple):
     """One pass of a layer: what it sends for each token, and what it computes for each pair."""
 
-    head_bytes: tuple[float, float]  # bytes that change ranks along the heads axis, before and after attention
-    query_bytes: float  # bytes of queries
-    key_bytes: float  # bytes of keys and values
-    key_gradient_bytes: float  # bytes of their gradients, which return to their owners
-    result_bytes: float  # bytes of results, which return to theirs
-    rate: float  # operations a second
-    products: int  # multiply-adds for each pair
-    width: int  # columns of the result per query
+    head_bytes: tuple[float, float]
+    """Bytes that change ranks along the heads axis, before and after attention."""
+    query_bytes: float
+    """Bytes of queries."""
+    key_bytes: float
+    """Bytes of keys and values."""
+    key_gradient_bytes: float
+    """Bytes of their gradients, which return to their owners."""
+    result_bytes: float
+    """Bytes of results, which return to theirs."""
+    rate: float
+    """Operations a second."""
+    products: int
+    """Multiply-adds for each pair."""
+    width: int
+    """Columns of the result per query."""
 
 
 @dataclass(frozen=True)

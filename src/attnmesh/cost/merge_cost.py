@@ -20,7 +20,8 @@ class MergeGroup(NamedTuple):
     """Ranks that merge with each other. `groups` of them merge at the same time."""
 
     ranks: int
-    ranks_per_host: int  # of the group
+    ranks_per_host: int
+    """Of the group."""
     groups: int = 1
     groups_per_host: int = 1
 
@@ -83,9 +84,12 @@ def add_collective(stage: str, group: MergeGroup, size: float, passes: int, clus
 class PricedRound(NamedTuple):
     """Messages of one round of a tree merge."""
 
-    of_rank: int  # of the busiest rank
-    in_all: int  # of all ranks
-    out_of_host: int  # out of the busiest host
+    of_rank: int
+    """Of the busiest rank."""
+    in_all: int
+    """Of all ranks."""
+    out_of_host: int
+    """Out of the busiest host."""
 
 
 @lru_cache(maxsize=256)

@@ -63,12 +63,16 @@ class PlannedTraffic:
     """Tokens that a pass over a queries x keys mesh sends, and the query-key pairs that it attends."""
 
     queries: Flow
-    both_ways: Flow  # queries, and at the same time results of others back
+    both_ways: Flow
+    """Queries, and at the same time results of others back."""
     keys: Flow
-    hop: Flow  # keys of one step of a ring, on average
-    hop_back: Flow  # gradients of one step of a ring, on with their keys or back to their owners
+    hop: Flow
+    """Keys of one step of a ring, on average."""
+    hop_back: Flow
+    """Gradients of one step of a ring, on with their keys or back to their owners."""
     pairs: Pairs
-    steps: tuple[Pairs, ...]  # pairs of each step of a ring
+    steps: tuple[Pairs, ...]
+    """Pairs of each step of a ring."""
 
 
 def tiles(shape: Shape, ranks: int) -> Iterator[Shape]:

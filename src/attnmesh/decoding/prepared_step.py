@@ -42,11 +42,16 @@ class PreparedStep(Generic[Verdict]):
 
     spec: StepSpec
     attention: CachedAttention
-    blank_message: Callable[[], BlankMessage] | None  # None where a kernel takes memory itself
-    facts: tuple[Any, ...]  # compared by their hash
-    config: CacheConfig | None  # None in a graph, which has no caches
-    refuses_graphs: bool  # True where the CPU reads what is on the device, which no CUDA graph can hold
-    output_heads: slice | None = None  # heads of the output in a merged partial; None for all
+    blank_message: Callable[[], BlankMessage] | None
+    """None where a kernel takes memory itself."""
+    facts: tuple[Any, ...]
+    """Compared by their hash."""
+    config: CacheConfig | None
+    """None in a graph, which has no caches."""
+    refuses_graphs: bool
+    """True where the CPU reads what is on the device, which no CUDA graph can hold."""
+    output_heads: slice | None = None
+    """Heads of the output in a merged partial; None for all."""
 
     is_alone: ClassVar[bool] = False
 
@@ -144,7 +149,8 @@ class AgreedStep(PreparedStep[Tensor]):
     """A step with an agreement around its merge."""
 
     rank_merge: RequestedMerge
-    is_asynchronous: bool  # True where the CPU waits for nothing of a device
+    is_asynchronous: bool
+    """True where the CPU waits for nothing of a device."""
 
     def run(self, inputs: StepInputs, checked: bool | None) -> Tensor:
         """Return the output, or raise. It is NaN if this rank asked the others about a new call, and not all asked."""

@@ -42,8 +42,10 @@ class QueryOwners(NamedTuple):
 
     heads_axis: Axis
     token_axis: Axis
-    chunk_counts: tuple[int, ...]  # tokens of each rank along the heads axis, in this rank's chunk
-    chunks: tuple[Tensor, ...]  # tokens in the chunk of each rank along the axis of tokens
+    chunk_counts: tuple[int, ...]
+    """Tokens of each rank along the heads axis, in this rank's chunk."""
+    chunks: tuple[Tensor, ...]
+    """Tokens in the chunk of each rank along the axis of tokens."""
     order: Tensor
 
     def gather_queries(self, q: Tensor) -> Tensor:

@@ -39,7 +39,8 @@ class StepSpec(NamedTuple):
     output: str
     reproducible: bool
     kernel: str
-    index_block: int | None = None  # tokens that an index selects; None if nothing is selected
+    index_block: int | None = None
+    """Tokens that an index selects; None if nothing is selected."""
 
     @property
     def options(self) -> dict[str, Any]:

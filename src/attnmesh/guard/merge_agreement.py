@@ -15,9 +15,12 @@ from attnmesh.kernels.triton_runtime import interpreted
 class MergeDescription(NamedTuple):
     """A call that ends in a merge, as ranks compare it."""
 
-    facts: Hashable  # all that a call needs to be known
-    fields: Fields  # all that must be equal, in words: it is compared where ranks ask, or found that calls differ
-    ask: Callable[[], Tensor] | None  # part in the merge by a question; None where the CPU reads the messages
+    facts: Hashable
+    """All that a call needs to be known."""
+    fields: Fields
+    """All that must be equal, in words: it is compared where ranks ask, or found that calls differ."""
+    ask: Callable[[], Tensor] | None
+    """Part in the merge by a question; None where the CPU reads the messages."""
 
 
 class MergeAgreement:

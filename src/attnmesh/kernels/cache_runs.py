@@ -39,14 +39,20 @@ AHEAD = 3
 class SlotRun(NamedTuple):
     """Queries of some sequences, and the slots of one piece of a cache that they see."""
 
-    sequences: slice  # of the batch
-    piece: CacheView  # memory of these sequences
+    sequences: slice
+    """Of the batch."""
+    piece: CacheView
+    """Memory of these sequences."""
     start: int = 0
     stop: int = 0
-    band: Band | None = None  # keys that each query sees, counted from `start`; None for all
-    selected: SelectedKeys | None = None  # or those that it selects
-    bias_positions: tuple[Tensor, Tensor] | None = None  # positions of queries and slots, for a bias by distance
-    hidden: Tensor | None = None  # queries that are padding; None if there are none
+    band: Band | None = None
+    """Keys that each query sees, counted from `start`; None for all."""
+    selected: SelectedKeys | None = None
+    """Or those that it selects."""
+    bias_positions: tuple[Tensor, Tensor] | None = None
+    """Positions of queries and slots, for a bias by distance."""
+    hidden: Tensor | None = None
+    """Queries that are padding; None if there are none."""
 
 
 def runs_of(

@@ -33,10 +33,14 @@ class DecodeQuery(NamedTuple):
     scaling: Scaling
     capacity: int
     sinks: Tensor | None = None
-    partial_block: int | None = None  # slots per block; each block gives one partial, and these are merged along a tree
-    into: Partial | None = None  # tensors for the result
-    key_lengths: Tensor | None = None  # (batch,), real keys per sequence
-    other_partial: Partial | None = None  # attention of the queries over keys that are not in the cache
+    partial_block: int | None = None
+    """Slots per block; each block gives one partial, and these are merged along a tree."""
+    into: Partial | None = None
+    """Tensors for the result."""
+    key_lengths: Tensor | None = None
+    """(batch,), real keys per sequence."""
+    other_partial: Partial | None = None
+    """Attention of the queries over keys that are not in the cache."""
 
     def sequence(self, index: int) -> "DecodeQuery":
         """Return the query of one sequence, which has a cache of its own."""
@@ -49,14 +53,20 @@ class DecodeQuery(NamedTuple):
 class CacheView(NamedTuple):
     """Slots for tokens, the first of which are used, in the order of their tokens."""
 
-    keys: Tensor  # (batch, kv_heads, slots, dim), or rows of `core.storage`
-    values: Tensor  # (batch, kv_heads, slots, value_dim), or rows: those of the keys if values are a prefix of them
-    token_index: Tensor  # (slots,), the token in each slot
-    device_counts: Tensor  # (2 or 3,), by `LENGTH`, `USED` and `FORGOTTEN_BLOCKS`
+    keys: Tensor
+    """(batch, kv_heads, slots, dim), or rows of `core.storage`."""
+    values: Tensor
+    """(batch, kv_heads, slots, value_dim), or rows: those of the keys if values are a prefix of them."""
+    token_index: Tensor
+    """(slots,), the token in each slot."""
+    device_counts: Tensor
+    """(2 or 3,), by `LENGTH`, `USED` and `FORGOTTEN_BLOCKS`."""
     padding: Padding | None
     value_dim: int
-    earlier_pieces: "tuple[CacheView, ...]" = ()  # earlier tokens of this rank, in memory or files of their own
-    file: MappedFile | None = None  # file whose bytes the slots are
+    earlier_pieces: "tuple[CacheView, ...]" = ()
+    """Earlier tokens of this rank, in memory or files of their own."""
+    file: MappedFile | None = None
+    """File whose bytes the slots are."""
 
     def positions(self) -> Tensor:
         """Return the position of each slot's token in its sequence, (1 or batch, slots), -1 for padding."""

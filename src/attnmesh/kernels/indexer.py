@@ -28,10 +28,14 @@ The queries are operands (batch, queries, ...).
 class IndexKeys(NamedTuple):
     """Keys of an indexer, and where they stand."""
 
-    keys: Tensor  # (batch, keys, dim)
-    tokens: Tensor  # (keys,), number of each in the whole sequence
-    positions: Tensor  # (1 or batch, keys), position of each in its sequence, -1 for padding
-    dtype: torch.dtype | None = None  # dtype in which a score takes keys in 8 bits
+    keys: Tensor
+    """(batch, keys, dim)."""
+    tokens: Tensor
+    """(keys,), number of each in the whole sequence."""
+    positions: Tensor
+    """(1 or batch, keys), position of each in its sequence, -1 for padding."""
+    dtype: torch.dtype | None = None
+    """Dtype in which a score takes keys in 8 bits."""
 
     def read(self, some: slice) -> Tensor:
         """Return some keys as numbers."""

@@ -21,13 +21,20 @@ class KernelRequest(NamedTuple):
 
     device: torch.device
     dtype: torch.dtype
-    rows: int  # queries times the query heads that share a key head
-    width: int  # columns of the widest head
-    capped: bool = False  # True if logits have a soft cap
-    biased: bool = False  # True if queries end with a bias by distance
-    cached: bool = False  # True if keys and values are the slots of a cache
-    scattered: bool = False  # True if some keys and values are read, in any order
-    positions: tuple[Tensor, Tensor] | None = None  # positions of queries and keys, for a bias
+    rows: int
+    """Queries times the query heads that share a key head."""
+    width: int
+    """Columns of the widest head."""
+    capped: bool = False
+    """True if logits have a soft cap."""
+    biased: bool = False
+    """True if queries end with a bias by distance."""
+    cached: bool = False
+    """True if keys and values are the slots of a cache."""
+    scattered: bool = False
+    """True if some keys and values are read, in any order."""
+    positions: tuple[Tensor, Tensor] | None = None
+    """Positions of queries and keys, for a bias."""
 
     @staticmethod
     def of(

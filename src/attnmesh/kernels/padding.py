@@ -10,9 +10,12 @@ from torch.nn.functional import pad
 class Padding(NamedTuple):
     """Padding of a batch: which tokens are real, and their positions. Updated in place as the cache grows."""
 
-    token_mask: Tensor  # (batch, capacity), True for real tokens, of all ranks
-    positions: Tensor  # (batch, slots), position of each slot's token in its sequence, -1 for padding
-    lengths: Tensor  # (batch,), real tokens per sequence
+    token_mask: Tensor
+    """(batch, capacity), True for real tokens, of all ranks."""
+    positions: Tensor
+    """(batch, slots), position of each slot's token in its sequence, -1 for padding."""
+    lengths: Tensor
+    """(batch,), real tokens per sequence."""
 
     @staticmethod
     def none(batch: int, capacity: int, token_index: Tensor, length: Tensor) -> "Padding":

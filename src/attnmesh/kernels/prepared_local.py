@@ -66,8 +66,10 @@ class PreparedLocal(NamedTuple):
 
     kernel: Kernel
     scaling: Scaling
-    band: Band | None  # keys that each row sees; None if every row sees every key
-    bound: BoundKernel | None  # the kernel's launch, if one serves the whole call
+    band: Band | None
+    """Keys that each row sees; None if every row sees every key."""
+    bound: BoundKernel | None
+    """The kernel's launch, if one serves the whole call."""
 
     @staticmethod
     def of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scaling: Scaling, kernel: str) -> "PreparedLocal":

@@ -56,7 +56,8 @@ class Rectangle:
     queries: slice
     keys: slice
     causal: bool = False
-    band: Band | None = None  # bounds per row within it; None if full or causal
+    band: Band | None = None
+    """Bounds per row within it; None if full or causal."""
 
     def bounds(self) -> Band:
         """Return the bounds of each row within the rectangle, for any kind of rectangle."""

@@ -84,10 +84,13 @@ class SelectedTile(NamedTuple):
     """Some queries of a sequence, some key heads, and the keys of these that are gathered."""
 
     sequence: int
-    heads: slice  # key heads
+    heads: slice
+    """Key heads."""
     queries: slice
-    indices: Tensor  # (queries, keys), of keys
-    hidden: Tensor  # (queries, keys)
+    indices: Tensor
+    """(queries, keys), of keys."""
+    hidden: Tensor
+    """(queries, keys)."""
 
     def gather(self, x: Tensor) -> Tensor:
         """Return the tile's keys or values, (heads * queries, keys, width)."""

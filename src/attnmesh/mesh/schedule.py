@@ -91,13 +91,20 @@ TokensByPeer = tuple[tuple[int, Tensor], ...]
 class GatherStep:
     """One exchange of one rank along an axis, and the return of results to the owners of the tokens."""
 
-    send: TokensByPeer  # indices into the tokens before this step
-    receive: tuple[tuple[int, int], ...]  # pairs of a peer and a number of tokens
-    keep: Tensor  # indices into the tokens before this step
-    permutation: Tensor | None  # sorts kept tokens and then received ones by position; None if they are sorted
-    positions: Tensor  # of the tokens after this step
-    return_to: TokensByPeer  # indices into the tokens after this step, per owner, without tokens that are forwarded
-    return_from: TokensByPeer  # indices into this rank's chunk, per rank that returns their results
+    send: TokensByPeer
+    """Indices into the tokens before this step."""
+    receive: tuple[tuple[int, int], ...]
+    """Pairs of a peer and a number of tokens."""
+    keep: Tensor
+    """Indices into the tokens before this step."""
+    permutation: Tensor | None
+    """Sorts kept tokens and then received ones by position; None if they are sorted."""
+    positions: Tensor
+    """Of the tokens after this step."""
+    return_to: TokensByPeer
+    """Indices into the tokens after this step, per owner, without tokens that are forwarded."""
+    return_from: TokensByPeer
+    """Indices into this rank's chunk, per rank that returns their results."""
 
 
 class ChunkSize(NamedTuple):
@@ -111,11 +118,13 @@ class ChunkSize(NamedTuple):
 class Schedule:
     """The schedule of one rank: gather the queries at r, then receive the keys at c in steps."""
 
-    query_indices: tuple[Tensor, ...]  # into the chunk, per rank along the heads axis that holds them
+    query_indices: tuple[Tensor, ...]
+    """Into the chunk, per rank along the heads axis that holds them."""
     key_indices: tuple[Tensor, ...]
     query_step: GatherStep
     key_steps: tuple[GatherStep, ...]
-    bands: tuple[Band, ...]  # the gathered queries over the keys of each step
+    bands: tuple[Band, ...]
+    """The gathered queries over the keys of each step."""
 
     @cached_property
     def chunk(self) -> ChunkSize:

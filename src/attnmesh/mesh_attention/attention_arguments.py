@@ -55,7 +55,8 @@ class AttentionOptions(NamedTuple):
     softcap: float | None
     length: int | None
     key_length: int | None
-    unsupported: dict[str, object] | None  # keywords of other attention functions, refused by name
+    unsupported: dict[str, object] | None
+    """Keywords of other attention functions, refused by name."""
 
     @property
     def applied_mask(self) -> Mask:
@@ -78,10 +79,13 @@ class AttentionOptions(NamedTuple):
 class CallPayload(NamedTuple):
     """Numbers that a rank sends to all others beside the text of its call. They may differ."""
 
-    queries: int  # tokens on this rank
+    queries: int
+    """Tokens on this rank."""
     keys: int
-    highest_selected: int  # index that a query selects, where the CPU reads it; -1 for none
-    digest: int = 0  # digest of some keys, in the first call of a signature
+    highest_selected: int
+    """Index that a query selects, where the CPU reads it; -1 for none."""
+    digest: int = 0
+    """Digest of some keys, in the first call of a signature."""
 
 
 class AttentionArguments(NamedTuple):

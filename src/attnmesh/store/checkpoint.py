@@ -171,7 +171,8 @@ class SavedLayers(NamedTuple):
     manifest: Manifest
     folder: Path
     token_mask: Tensor | None
-    extra_tensors: dict[str, Tensor]  # tensors that belong to no rank
+    extra_tensors: dict[str, Tensor]
+    """Tensors that belong to no rank."""
 
 
 def _checked_layers(

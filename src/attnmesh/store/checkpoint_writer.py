@@ -55,10 +55,13 @@ MAX_PIECE_TOKENS, MIN_PIECE_TOKENS = PIECE_TOKENS, 64
 class SavedGroup(NamedTuple):
     """This rank's tokens of layers that keep the same tokens, in tensors that an append leaves as they are."""
 
-    leader: int  # the first of these layers
-    is_rewritten: bool  # True if each save writes it anew: slots may hold other tokens, or layers were of another group
+    leader: int
+    """The first of these layers."""
+    is_rewritten: bool
+    """True if each save writes it anew: slots may hold other tokens, or layers were of another group."""
     token_index: Tensor
-    tensors: dict[str, Tensor]  # tensors by their names in a file
+    tensors: dict[str, Tensor]
+    """Tensors by their names in a file."""
 
     @staticmethod
     def of(shards: Sequence[CacheShard], layers: Sequence[int], manifest: Manifest) -> "SavedGroup":

@@ -29,17 +29,25 @@ SAVE_FOLDER = re.compile("([0-9]{1,15})-[0-9a-f]{16}")
 class Manifest(NamedTuple):
     """Contents of `cache.json`."""
 
-    configs: tuple[CacheConfig, ...]  # of each layer
+    configs: tuple[CacheConfig, ...]
+    """Of each layer."""
     padded: bool
-    has_extra: bool  # True if there is a file of tensors that belong to no rank
+    has_extra: bool
+    """True if there is a file of tensors that belong to no rank."""
     length: int
-    head_ranks: int  # ranks along the heads axis that saved
-    token_ranks: int  # ranks along the tokens axis that saved
-    save_number: int  # number of this save, counted per folder
+    head_ranks: int
+    """Ranks along the heads axis that saved."""
+    token_ranks: int
+    """Ranks along the tokens axis that saved."""
+    save_number: int
+    """Number of this save, counted per folder."""
     note: str
-    name: str  # random name of this save alone
-    window_starts: tuple[WindowStart, ...] = ()  # per layer: tokens before are not saved
-    lengths: tuple[int, ...] = ()  # per layer, where keys of some stand for several tokens; else each has `length`
+    name: str
+    """Random name of this save alone."""
+    window_starts: tuple[WindowStart, ...] = ()
+    """Per layer: tokens before are not saved."""
+    lengths: tuple[int, ...] = ()
+    """Per layer, where keys of some stand for several tokens; else each has `length`."""
     growing: bool = False
     """True if a cache lives in the folder: journals have the length, and the tokens after whole pieces."""
 

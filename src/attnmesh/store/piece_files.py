@@ -36,7 +36,8 @@ class PieceFile(NamedTuple):
     stop: int
     leader: int
     path: Path
-    last_piece: LastPieceFile | None = None  # the same file, where it has the last tokens in a folder that grows
+    last_piece: LastPieceFile | None = None
+    """The same file, where it has the last tokens in a folder that grows."""
 
     def open(self) -> TensorFile | LastPieceFile:
         """Return the file, its header checked."""

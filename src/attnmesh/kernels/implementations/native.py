@@ -113,7 +113,8 @@ class BoundNative(NamedTuple):
     """A launch of the native kernel, for calls that differ in their memory, their keys and what a row sees alone."""
 
     fields: bytes
-    out: tuple[int, ...]  # shapes and strides of the partial
+    out: tuple[int, ...]
+    """Shapes and strides of the partial."""
     out_strides: tuple[int, ...]
     lse: tuple[int, ...]
 
