@@ -131,6 +131,32 @@ def test_a_merge_is_one_node_of_a_graph(pool: Pool) -> None:
 
 
 @on_each_rank
+def merge_unlike_partials(checked: bool | None) -> str:
+    """Merge partials of two lengths in a compiled graph. Return the error, or what the result is."""
+    partial = partial_of(0, torch.float32)
+    own = am.Partial(*(x[:, :, : x.shape[2] - dist.get_rank()] for x in partial))
+
+    def merge(out: Tensor, lse: Tensor) -> Tensor:
+        return am.merge_across(am.Partial(out, lse), dist.group.WORLD, checked=checked).out
+
+    try:
+        out = torch.compile(merge, fullgraph=True, backend="aot_eager")(*own)
+    except errors.MeshError as error:
+        return str(error)
+    return "NaN" if bool(out.isnan().all()) else "numbers"
+
+
+@pytest.mark.parametrize(
+    ("checked", "found"), [(None, "expected the same call"), (True, "expected the same call"), (False, "NaN")]
+)
+def test_unlike_merges_in_a_compiled_graph_are_compared_as_outside_of_it(
+    checked: bool | None, found: str, pool: Pool
+) -> None:
+    for said in pool.run(2, merge_unlike_partials, checked):
+        assert found in said
+
+
+@on_each_rank
 def find_own_hosts() -> list[list[int]]:
     return agreed_hosts(world_axis())
 

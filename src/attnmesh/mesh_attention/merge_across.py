@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from functools import partial as partial_of
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,7 +58,7 @@ def merge_across(
         wire: Dtype in which `out` travels: float32 or wider unless it is given.
         base: Base of the logarithm of `lse`, "e" or "2", for the partial and the result.
         checked: When ranks compare their calls: True always, False never, None always on CPUs, and on GPUs at the first
-            call of each signature. In a compiled graph it is None.
+            call of each signature.
 
     Returns:
         The merged partial, with `out` in the dtype in which it came.
@@ -89,7 +90,7 @@ def merge_across(
     natural = lse if base == "e" else lse * BASES[base]
     if torch.compiler.is_compiling():
         dtype = str(wire or "").removeprefix("torch.")
-        out, lse = merge_op(out, natural, axis.group_name, [axis.size, axis.index], how, output, dtype)
+        out, lse = merge_op(out, natural, axis.group_name, [axis.size, axis.index], how, output, dtype, checked)
     else:
         out, lse = _merge(merge_agreement(partial, merge, checked), Partial(out, natural), merge, base)
     return Partial(out, lse if base == "e" else lse / BASES[base])
@@ -134,7 +135,7 @@ def _send_poison(merge: RequestedMerge) -> None:
 
 
 def _fake_merge(
-    out: Tensor, lse: Tensor, group: str, size_and_index: Sequence[int], merge_name: str, output: str, _: str
+    out: Tensor, lse: Tensor, group: str, size_and_index: Sequence[int], merge_name: str, output: str, *_: Any
 ) -> Partial:
     size, index = size_and_index
     merged = RequestedMerge(Axis(size, index), merge_name, output).output_of(Partial(out, lse))
@@ -143,13 +144,20 @@ def _fake_merge(
 
 @custom_operator("merge_across", _fake_merge)
 def merge_op(
-    out: Tensor, lse: Tensor, group: str, size_and_index: Sequence[int], merge_name: str, output: str, wire: str
+    out: Tensor,
+    lse: Tensor,
+    group: str,
+    size_and_index: Sequence[int],
+    merge_name: str,
+    output: str,
+    wire: str,
+    checked: bool | None,
 ) -> tuple[Tensor, Tensor]:
     """Run the merge as an operator, which is one node of a compiled graph."""
     partial = Partial(out, lse)
     axis = Axis(size_and_index[0], size_and_index[1], group_named(group))
     merge = RequestedMerge(axis, merge_name, output, getattr(torch, wire) if wire else None)
-    return _merge(merge_agreement(partial, merge), partial, merge)
+    return _merge(merge_agreement(partial, merge, checked), partial, merge)
 
 
 def _merge(agreement: MergeAgreement, partial: Partial, merge: RequestedMerge, base: str = "e") -> Partial:
