@@ -78,7 +78,7 @@ class CacheView(NamedTuple):
         return self.keys[..., : columns_of(self.keys)], self.values[..., : self.value_dim]
 
     def attended(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return keys and values for the choice of a kernel: for rows in 8 bits tensors of the right shape and dtype."""
+        """Return keys and values for the choice of a kernel: of rows in 8 bits only shape and dtype count."""
         if storage_of(self.keys) is None:
             return self.keys, self.values
         *shape, _ = self.keys.shape
