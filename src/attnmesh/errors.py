@@ -181,7 +181,7 @@ def check_choice(
     fix: str = 'leave it at "auto"',
     error: type[InputError] = KernelError,
 ) -> None:
-    """Raise unless value is one of the choices, of which "auto" is one unless a fix is given."""
+    """Raise unless value is one of the choices. Where "auto" is not among them, the caller passes another fix."""
     if not isinstance(value, str) or value not in choices:
         raise error(subject, f"one of {', '.join(choices)}", repr(value), fix)
 

@@ -187,7 +187,7 @@ def check_selection(
     """Raise unless selected is None or fits q and the key heads.
 
     On a CPU rows are read: no index is below 0, twice in a row, or beyond the last of `keys`, if their number is given.
-    On other devices, and in a graph, rows that are faulty become NaN instead.
+    On other devices, and in a graph, no row is read: the output of a faulty one becomes NaN.
     """
     if selected is None:
         return
@@ -327,8 +327,8 @@ def transpose_hint_first(fix: str, fits: bool) -> str:
 def warn_if_transposed(subject: str, q: Tensor, key_heads: int) -> None:
     """Warn once of dims that are likely in flash-attn's order. The call is valid.
 
-    Such a q has more heads than any model, and a length that is a multiple of `key_heads`. A decode step of 1 to 16
-    queries and 128 heads does not match. A batch folded into the heads does.
+    Read in attnmesh's order, a q in flash-attn's has more heads than any model, and a length that is a multiple of
+    `key_heads`. A decode step of 1 to 16 queries and 128 heads does not match. A batch folded into the heads does.
     """
     if torch.compiler.is_compiling():
         return

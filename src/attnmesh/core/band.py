@@ -32,7 +32,7 @@ class Band:
         return Band((self.low - start).clamp(0, stop - start), (self.high - start).clamp(0, stop - start))
 
     def first(self, keys: int) -> "Band":
-        """Return the band over the first keys alone."""
+        """Return the band over the first `keys` keys alone."""
         return Band(self.low, self.high.clamp(max=keys))
 
     def visible(self, keys: int) -> Tensor:

@@ -17,7 +17,7 @@ SUM_ELEMENTS = 1 << 16
 """Elements in one weighted sum. The Triton program for digests takes at most this many."""
 
 DIGEST_VALUES = 1024
-"""Values of each parameter in the digest that identifies a model."""
+"""Values of each parameter in the digest that identifies a model. More take longer, and tell more models apart."""
 
 
 def bits(x: Tensor) -> Tensor:
@@ -26,7 +26,7 @@ def bits(x: Tensor) -> Tensor:
 
 
 def wide_size(row_bytes: int) -> int:
-    """Return the bytes of the widest integers that rows of so many bytes are made of: the fewest to add up."""
+    """Return the bytes of the widest integers that rows of `row_bytes` bytes are made of: the fewest to add up."""
     return math.gcd(row_bytes, 8)
 
 
@@ -62,8 +62,7 @@ def digest_of_sums(sums: Tensor) -> Tensor:
 def digest_of_run(run: Tensor, start: int, slots: int) -> Tensor:
     """Return the digest of `wide_bits` of a tensor on the CPU that is zeros but for a run of slots from `start` on.
 
-    The tensor is (heads, slots, width), and the run (heads, slots of it, width). Digests of runs need no memory for the
-    zeros.
+    The tensor is (heads, slots, width), and the run (heads, slots of the run, width). The zeros take no memory.
     """
     numbers = wide_bits(run).view(len(run), -1)
     width = numbers.shape[1] // run.shape[1]
@@ -84,7 +83,7 @@ def digest_each(rows: Tensor) -> Tensor:
 def _fold(numbers: Tensor) -> Tensor:
     """Copy the high bits of int64 into the low ones: modulo 2^64, changes in high bits alone could cancel.
 
-    No two numbers become one: a shift that drew the sign after it would make x and ~x equal.
+    Different numbers stay different. Without the mask `LOW` the shift would repeat the sign, and make x and ~x equal.
     """
     return numbers ^ ((numbers >> 32) & LOW) if numbers.dtype == torch.int64 else numbers
 

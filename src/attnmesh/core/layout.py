@@ -115,7 +115,7 @@ class Striped:
         object.__setattr__(self, "block", widths if len(widths) > 1 else widths[0])
 
     def turns(self, shards: int) -> tuple[Turn, ...]:
-        """Return the turn of each of so many shards.
+        """Return the turn of each of `shards` shards.
 
         Raises:
             LayoutError: If there are shards without a block.
@@ -164,8 +164,9 @@ class Split:
 class Packed:
     """A layout for one batch of packed documents and one mesh: equal tokens, nearly equal pairs, and little to send.
 
-    Short documents lie whole at one (r, c), indices along queries and keys. Long ones are cut over as few as balance
-    allows. Pairs are those of a causal mask, or a full one, over these documents; attention is exact under any mask.
+    Short documents lie whole at one (r, c), the indices along queries and keys. Long ones are cut over as few of these
+    places as balance allows. Pairs are those of a causal mask, or a full one, over these documents; attention is exact
+    under any mask.
 
     Args:
         documents: Tokens of each document, in order, padding as a document of its own.
@@ -243,7 +244,7 @@ def check_shape(subject: str, shape: Sequence[int]) -> tuple[int, int, int]:
 
 
 def _counts(subject: str, values: Sequence[int], meaning: str) -> tuple[int, ...]:
-    """Return whole numbers of 0 or more as Python ints, or raise unless they are some."""
+    """Return the values as Python ints, or raise unless they are one or more whole numbers of 0 or more."""
     counts: tuple[int, ...] = ()
     if isinstance(values, (tuple, list)) and not any(isinstance(value, bool) for value in values):
         with suppress(TypeError):  # a value may be no whole number
@@ -268,7 +269,7 @@ def _check_parts(layout: Layout, expected: tuple[int, int], given: tuple[int, in
 
 
 def _check_range(length: int, shards: int, index: int) -> tuple[int, int, int]:
-    """Return the three as Python ints, or raise if one is out of range."""
+    """Return the arguments as Python ints, or raise if one is out of range."""
     if not all(hasattr(value, "__index__") for value in (length, shards, index)):
         given = f"{length!r}, {shards!r}, {index!r}"
         raise LayoutError("layout positions", "whole numbers length, shards and index", given, "pass Python ints")

@@ -98,7 +98,7 @@ class Mask:
         return self.left >= 0 and self.right >= 0 and ascending and causal and filled and ordered
 
     def __eq__(self, other: object) -> bool:
-        """Return whether queries see the same keys, of an undirected mask too."""
+        """Return whether queries see the same keys. An undirected mask may equal a mask that is not."""
         if not isinstance(other, Mask):
             return NotImplemented
         own = self.left, self.right, self.ends, self.chunks, self.spans
@@ -118,7 +118,7 @@ class Mask:
         return tuple(map(sub, self.ends, (0, *self.ends)))
 
     def document_edges(self, start: int, stop: int) -> list[int]:
-        """Return where documents begin between two positions, and these two.
+        """Return `start`, the positions up to `stop` where a document begins, and `stop`.
 
         >>> import attnmesh as am
         >>> am.Documents((3, 5, 2)).document_edges(1, 9), am.Causal().document_edges(1, 9)
@@ -149,7 +149,7 @@ class Mask:
 
     @property
     def period(self) -> int:
-        """Shift of positions that changes nothing, nor does a multiple of it, without documents and spans."""
+        """Shift of positions that leaves the mask the same, as its multiples do. The mask has no documents or spans."""
         return lcm(*self.chunks)
 
     @cached_property
@@ -188,7 +188,7 @@ class Mask:
         >>> (am.Window(5) & am.Chunks(4)).longest_row(100), am.Causal().longest_row(100)
         (4, 100)
         """
-        documents = [self.longest] if self.ends else []  # else a graph could not trace it
+        documents = [self.longest] if self.ends else []  # a graph cannot trace `longest`
         return min(length, self.left + 1, *self.chunks, *documents)
 
     def is_within(self, widest: "Mask") -> bool:
@@ -205,7 +205,7 @@ class Mask:
         return self.longest_row(FAR) <= widest.longest_row(FAR) and all(chunks) and all(documents)
 
     def scaled(self, tokens: Callable[[int], int]) -> "Mask":
-        """Return the mask of a shorter problem, of which `tokens` gives the new number of so many tokens.
+        """Return the mask of a shorter problem, in which n tokens of this one are `tokens(n)`.
 
         >>> import attnmesh as am
         >>> (am.Window(8) & am.Documents((10, 30))).scaled(lambda tokens: tokens // 5)
@@ -218,7 +218,7 @@ class Mask:
         return type(self)(left, right, tuple(ends), tuple(chunks), tuple(spans))
 
     def cropped(self, length: int) -> "Mask":
-        """Return the mask of the first tokens alone.
+        """Return the mask of the first `length` tokens alone.
 
         >>> import attnmesh as am
         >>> am.Documents((3, 5, 2)).cropped(7)
@@ -360,7 +360,8 @@ class Mask:
 class _UndirectedMask(Mask):
     """A mask of documents or chunks alone, which will be refused. It equals the one that shows later tokens.
 
-    Memos of checked calls have the types of options too, so that the check of this one does not depend on other calls.
+    A memo of checked calls tells the two apart by their types. Otherwise a call with the equal mask, made before, would
+    spare this one its check.
     """
 
     is_undirected = True
@@ -528,4 +529,4 @@ def _edges(inner: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 _cached_edges = lru_cache(maxsize=64)(_edges)
-"""Returns the edges, cached: without the cache each call would copy it to the GPU."""
+"""Returns the edges, cached: without the cache each call would copy them to the GPU."""

@@ -1,10 +1,10 @@
 """The packing of documents on a grid of rows and columns: which tokens of each document a cell holds.
 
 Row r and column c of the grid are ranks' indices along the queries and the keys axis. A query of row r and a key of
-column c meet at cell (r, c). A document inside one cell sends nothing. One with too many
-pairs for a cell is cut over a block of a rows and b columns, as `Zigzag` cuts a sequence. Under a causal or a full mask
-all cells of the block then have equal pairs. Of n tokens each receives 2 n (a + b - 2) / (a b), where q, out, k and v
-are counted apart.
+column c meet at cell (r, c). A document inside one cell sends nothing. A document with too many pairs for a cell is cut
+over a block of a rows and b columns, as `Zigzag` cuts a sequence. Under a causal or a full mask all cells of the block
+then have equal pairs. Of the document's n tokens each cell receives 2 n (a + b - 2) / (a b), where q, out, k and v are
+counted apart.
 
 The longest documents are placed first, each on the smallest block that can take its tokens and pairs. The shortest have
 few pairs for their tokens. They fill the cells up, and are cut where a cell is full.
@@ -17,7 +17,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 TokenRun = tuple[int, int]
-"""Positions from the first to before the second."""
+"""First position, and the position after the last."""
 
 Document = tuple[int, int]
 """First position and length."""
@@ -58,7 +58,7 @@ PART_LIMITS = (1.0, 0.8, 0.65, 0.5, 0.35, 0.25, 0.12, 0.06)
 
 @lru_cache(maxsize=64)
 def pack_documents(lengths: tuple[int, ...], heads: int, rows: int, columns: int) -> tuple[tuple[TokenRun, ...], ...]:
-    """Return the ascending runs of positions that each shard of a mesh of so many ranks holds."""
+    """Return the ascending runs of positions that each shard of a mesh of `heads` x `rows` x `columns` ranks holds."""
     ranks, cells = heads * rows * columns, rows * columns
     sizes = [stop - start for start, stop in pairwise(sum(lengths) * shard // ranks for shard in range(ranks + 1))]
     room = [sum(sizes[cell::cells]) for cell in range(cells)]
@@ -75,7 +75,7 @@ def pack_documents(lengths: tuple[int, ...], heads: int, rows: int, columns: int
 
 
 def _cut(runs: Iterable[TokenRun], sizes: Iterable[int]) -> list[tuple[TokenRun, ...]]:
-    """Return runs cut into parts of these numbers of tokens. Runs that touch become one.
+    """Return runs cut into parts of `sizes` tokens. Runs of a part that touch become one.
 
     >>> _cut([(0, 4), (6, 9)], [3, 4])
     [((0, 3),), ((3, 4), (6, 9))]
@@ -136,7 +136,7 @@ class Grid:
         self.fill(filling)
 
     def assign(self, start: int, length: int, share: float) -> bool:
-        """Place a document whole, or else on the smallest block that can take it. The whole grid takes any.
+        """Place a document whole in a cell, or otherwise on the smallest block that can take it: the whole grid can.
 
         Return False for a small document that no cell can take whole.
         """
@@ -189,7 +189,7 @@ class Grid:
 
     def _block(self, a: int, b: int, length: int, pairs: float) -> list[int]:
         """Return the cells of a x b rows and columns with few pairs, if each can take its part of a document."""
-        if a * b == len(self.room):  # which takes the document as its room allows
+        if a * b == len(self.room):  # the whole grid takes the document as its room allows
             return [*range(a * b)]
         lines = [self.pairs[row * self.columns :][: self.columns] for row in range(self.rows)]
         rows = sorted(range(self.rows), key=lambda row: sum(sorted(lines[row])[:b]))[:a]

@@ -59,7 +59,7 @@ def merge_partials(partials: Sequence[Partial]) -> Partial:
 
 
 def merge_into(total: Partial, part: Partial) -> None:
-    """Merge a partial into one that nobody else holds, whose `out` is in float32 or wider."""
+    """Merge `part` into `total` in place. Only the caller holds `total`, whose `out` is in float32 or wider."""
     weights, lse = _weights(torch.stack((total.lse, part.lse)))
     total.out.mul_(weights[0]).addcmul_(part.out.to(total.out.dtype), weights[1])
     total.lse.copy_(lse)

@@ -27,7 +27,7 @@ class Scaling(NamedTuple):
         return self.softcap < math.inf
 
     def positive(self) -> tuple[int, "Scaling"]:
-        """Return a sign for q, and the same with a positive scale. The sign is 0 for a scale of 0."""
+        """Return a sign to multiply q by, and this scaling with a positive scale. The sign is 0 for a scale of 0."""
         if self.scale == 0:
             return 0, self._replace(scale=1.0)
         return (1 if self.scale > 0 else -1), self._replace(scale=abs(self.scale))

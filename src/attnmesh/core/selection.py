@@ -21,7 +21,7 @@ MAX_INDEX_KEYS = 1 << 16
 """Keys of an index at most: time grows with indices times keys."""
 
 INDICES_AT_ONCE = 1 << 22
-"""Indices that are looked at together."""
+"""Indices that are looked at together. More take more memory, fewer more launches."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,9 +81,9 @@ class Selection:
         return max(parts, default=-1)
 
     def faulty(self, length: int | Tensor | None) -> Tensor:
-        """Return the rows with an index twice, below 0 or, of so many keys, beyond the last: (batch, heads, queries).
+        """Return which rows have an index twice, below 0, or beyond the last of `length` keys: (batch, heads, queries).
 
-        Memory for it does not grow with the selection.
+        A `length` of None is for any number of keys. Memory does not grow with the selection.
         """
         blocks = NO_INDEX if length is None else -(-length // self.block)
         flags = []

@@ -16,10 +16,10 @@ SCALE_COLUMNS = 128
 """Columns of a row that share a scale: a group."""
 
 ROW_ALIGN_BYTES = 16
-"""Bytes of the widest load of a GPU. Rows of bytes begin at multiples of it there, or each byte is a load."""
+"""Bytes of the widest load of a GPU. Rows of bytes begin at multiples of it there: otherwise each byte is a load."""
 
 LEAST_SCALE = torch.finfo(torch.bfloat16).tiny
-"""Scale of groups of smaller numbers: no scale is 0."""
+"""The least scale, which groups of smaller numbers have: no scale is 0."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,6 @@ _BY_DTYPE = {storage.dtype: storage for storage in STORAGES.values()}
 def _rounded_up(x: Tensor) -> Tensor:
     """Return positive float32 numbers rounded up to bfloat16, which keeps the upper half of their bits.
 
-    Others stay as they are: the bits of some NaN would overflow.
+    Infinity and NaN stay as they are: the bits of some NaN would overflow.
     """
     return ((x.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32).where(x.isfinite(), x)

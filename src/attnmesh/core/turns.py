@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 CLOSE = 0.01
-"""Part of a share by which the tokens of a rank may differ from it."""
+"""Part of a share by which the tokens of a rank may differ from it. A lower one makes rounds longer."""
 
 
 class Turn(NamedTuple):
@@ -35,7 +35,7 @@ class Turn(NamedTuple):
         return (tokens - self.start) % self.period < self.width
 
     def slot(self, tokens: Tensor) -> Tensor:
-        """Return the indices of this rank's tokens among them."""
+        """Return the slot that each of this rank's tokens has in its shard."""
         return tokens // self.period * self.width + tokens % self.period - self.start
 
     def count(self, length: int) -> int:
@@ -48,7 +48,7 @@ class Turn(NamedTuple):
         return rounds * self.width + min(max(remainder - self.start, 0), self.width)
 
     def share(self, tokens: int) -> int:
-        """Return this rank's share of so many tokens, rounded up."""
+        """Return this rank's share of `tokens` tokens, rounded up."""
         return -(-tokens * self.width // self.period)
 
     def positions(self, length: int) -> Tensor:
@@ -69,7 +69,8 @@ def turns(widths: Sequence[int]) -> tuple[Turn, ...]:
 def widths_of(shares: tuple[float, ...], block: int) -> tuple[int, ...]:
     """Return the tokens of each rank in a round of about `block` tokens a rank, within 1% of its share.
 
-    Tries multiples of what gives the least share one token: the least share grows with each, so few are tried.
+    The rounds that are tried are multiples of the round in which the least share is one token. The least share grows
+    with each, and its relative error falls, so few are tried.
 
     >>> widths_of((3, 1), 16), widths_of((1, 1), 16), widths_of((1000, 1), 16)
     ((24, 8), (16, 16), (1000, 1))

@@ -8,7 +8,7 @@ PAYLOAD_SIZE = 4
 """int64 values of a rank's payload. The number is fixed, so that any two calls match."""
 
 VALUES = 2 + PAYLOAD_SIZE
-"""int64 values of a rank. The first two are a hash of its call, and whether this is an error."""
+"""int64 values that a rank sends: a hash of its call or of its error, which of the two it is, and its payload."""
 
 
 def add_agreement(candidate: CandidateMesh, cluster: Cluster, total: Cost) -> None:

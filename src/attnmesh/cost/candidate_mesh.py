@@ -25,9 +25,11 @@ class Cost:
 
     seconds: float = 0.0
     inside: float = 0.0
+    """Bytes inside hosts."""
     between: float = 0.0
+    """Bytes between hosts."""
     messages: float = 0.0
-    """Between hosts."""
+    """Messages between hosts."""
     memory: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)
 
@@ -50,7 +52,7 @@ class Cost:
         self.memory += other.memory
 
     def of_layers(self, layers: int) -> "Cost":
-        """Return the cost of `layers` such layers. `memory` already counts all layers."""
+        """Return the cost of `layers` layers like this one. `memory` already counts all layers."""
         parts = {name: layers * seconds for name, seconds in self.parts.items()}
         inside, between, messages = layers * self.inside, layers * self.between, layers * self.messages
         return Cost(layers * self.seconds, inside, between, messages, self.memory, parts)

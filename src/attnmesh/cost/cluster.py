@@ -128,7 +128,7 @@ class Cluster:
         >>> Cluster.preset("dgx-h100").sized(2, 4).world
         8
         """
-        is_same = hosts == self.hosts and ranks == self.ranks  # else rates would be those of other ranks
+        is_same = hosts == self.hosts and ranks == self.ranks  # rates of other counts would be of other ranks
         rates, memories = (self.rates, self.memories) if is_same else ((), ())
         return replace(self, hosts=hosts, ranks=ranks, rates=rates, memories=memories)
 
@@ -167,7 +167,7 @@ class Cluster:
 
     @staticmethod
     def measure(mesh: DeviceMesh | None, dtype: torch.dtype | None = None) -> "Cluster":
-        """Return the measured cluster of a mesh. All ranks of the mesh call it at once, for some seconds.
+        """Return the measured cluster of a mesh. Collective: all ranks of the mesh call it at once, for some seconds.
 
         Args:
             mesh: The mesh, or None for this process alone.
@@ -210,7 +210,7 @@ def _is_positive(number: object) -> bool:
 
 
 measured = LateBound[[DeviceMesh | None, torch.dtype | None], Cluster]()
-"""Measure the ranks of a mesh, which exchange messages: `setup.measure`."""
+"""Measures the ranks of a mesh, by messages between them. `setup.measure` binds it."""
 
 NVLINK = "NCCL 2.28 src/graph/tuning.cc: base 8.4 us + ring step 3.4 us (Simple), 6.6 + 0.6 (LL) for short messages"
 NET = "NCCL 2.28 src/graph/tuning.cc: base 8.4 us + ring step 14 us (Simple), 6.6 + 2.7 (LL) for short messages"

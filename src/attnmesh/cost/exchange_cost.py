@@ -22,25 +22,27 @@ from attnmesh.mesh.schedule import EXCHANGE_MODES, ExchangeMode, Problem
 from attnmesh.mesh.shapes import Shape
 
 MEMORY_SHARE = 1 / 8
-"""Share of a rank's memory up to which the fastest exchange is taken, and not the one that needs least memory."""
+"""Share of a rank's memory up to which the fastest exchange is taken, and not the one that needs least memory.
+
+The rest is for weights and activations. A higher one is faster, and runs out of memory sooner.
+"""
 
 COPIES, SUM_COPIES = 4.0, 3.0
-"""Bytes read or written for each byte that a rank exchanges, and for each byte of a sum to which a ring step adds."""
+"""Bytes read or written for each byte that a rank exchanges, and for each byte of a sum to which a ring step adds.
+
+A byte that is exchanged is packed and unpacked, each by a read and a write. For a sum two are read and one is written.
+"""
 
 SHORT_RUN = 128
 """Tokens up to which runs are attended several at once."""
 
 EXPANDED_BYTES = 1 << 28
-"""Bytes of keys and values that a rank expands from latents at once."""
+"""Bytes of keys and values that a rank expands from latents at once. More are fewer launches, and take more memory."""
 
 
 @dataclass(frozen=True)
 class LayerWork:
-    """Attention of one layer: heads, tokens and columns, of all ranks together.
-
-    `backward` is true where gradients follow. Then keys and values travel, and else `latent`, the columns of a latent
-    that are projected and its rotated ones. `selected` is the number of keys that each query selects.
-    """
+    """Attention of one layer: heads, tokens and columns, of all ranks together."""
 
     q_heads: int
     kv_heads: int
@@ -53,8 +55,11 @@ class LayerWork:
     mask: Mask
     batch: int = 1
     backward: bool = True
+    """True if gradients follow: then keys and values travel, also those of latents."""
     latent: tuple[int, int] | None = None
+    """Columns of a latent that are projected, and its rotated ones. Latents travel if no gradients follow."""
     selected: int | None = None
+    """Keys that each query selects; None for all that it sees."""
 
     @property
     def sum_itemsize(self) -> int:
@@ -73,7 +78,7 @@ class LayerWork:
 
 
 def fastest_candidate(candidates: Iterable[CandidateMesh], work: LayerWork, cluster: Cluster) -> CandidateMesh:
-    """Return the fastest of those within `MEMORY_SHARE`, or else the one that needs least memory."""
+    """Return the fastest candidate within `MEMORY_SHARE`, or if none is the one that needs least memory."""
     memory = {candidate: layer_memory(candidate, work) for candidate in candidates}
     fitting = [candidate for candidate in memory if memory[candidate] <= MEMORY_SHARE * cluster.device.memory]
     fastest = min(fitting, key=lambda candidate: attention_seconds(candidate, work, cluster), default=None)
@@ -104,7 +109,7 @@ def attention_cost(candidate: CandidateMesh, work: LayerWork, cluster: Cluster) 
 
 
 def layer_memory(candidate: CandidateMesh, work: LayerWork, key_layers: int = 1, query_layers: int = 1) -> float:
-    """Return the bytes per rank: keys and queries that so many layers keep, and the peak of one exchange.
+    """Return the bytes per rank: keys of `key_layers` layers, queries of `query_layers`, and the peak of one exchange.
 
     The peak is that of the backward pass, which is an upper bound for the forward pass. Latents are expanded in parts.
     """
@@ -154,9 +159,9 @@ class Pass(NamedTuple):
     key_bytes: float
     """Bytes of keys and values."""
     key_gradient_bytes: float
-    """Bytes of their gradients, which return to their owners."""
+    """Bytes of the gradients of keys and values, which return to the ranks of the keys."""
     result_bytes: float
-    """Bytes of results, which return to theirs."""
+    """Bytes of results, which return to the ranks of their queries."""
     rate: float
     """Operations a second."""
     products: int
@@ -204,7 +209,7 @@ class LayerJob:
         return self.cluster.device.copy_rate or self.cluster.device.memory_rate
 
     def head_share(self, ranks: int = 1) -> float:
-        """Return the most heads that so many ranks along the heads axis have, of all. Shares may differ by one head."""
+        """Return the most heads that `ranks` ranks along the heads axis have, over all. Ranks may differ by a head."""
         heads = self.work.travelling_heads
         size, larger = divmod(heads, self.candidate.shape.heads)
         return (ranks * size + min(ranks, larger)) / heads
@@ -354,7 +359,8 @@ def attended_share(work: LayerWork, selected: int) -> float:
 def _add_pass(job: LayerJob, one_pass: Pass, total: Cost) -> None:
     """Add a pass: swap tokens for heads, gather queries and keys, the kernel, and all the way back.
 
-    Beside each group's kernel run the exchanges of other groups, of which each is counted once elsewhere.
+    The exchanges of other groups run beside each group's kernel. They add waiting here, and no traffic: each exchange
+    is counted once, with its own stage.
     """
     moves, groups = job.traffic, job.groups
     queries, back = Transfer(moves.queries, one_pass.query_bytes), Transfer(moves.queries, one_pass.result_bytes)
@@ -422,7 +428,7 @@ def peak_activations(shape: Shape, q_heads: int, kv_heads: int, mode: ExchangeMo
     that are exchanged at once, q and k the head counts, C the ranks along keys and R the ranks along queries.
     Each term is counted where its axis is longer than 1:
 
-        gradients of the shard                q + 2k, and f as many of the group, of 3 groups or more
+        gradients of the shard                q + 2k, and with 3 groups or more f times that of the group
         gathered q, dout, out                 f 3C q      out alone without a keys axis
         made by a kernel: dq, dk, dv          f (C q + 2R k)
         gathered keys and values              f 2R k      while the kernel runs, and C q of dout masked
@@ -430,8 +436,8 @@ def peak_activations(shape: Shape, q_heads: int, kv_heads: int, mode: ExchangeMo
         sent, received and kept of dq         f (2C - 1) q    after that, while the next group's kernel runs
         the next group's gathers              f (2C q + 2R k)
 
-    Of 2 groups the one has no return beside it, and the other no gathers. Not counted: buffers of the heads axis, and
-    copies that put gathered tokens in order.
+    Of 2 groups the first has no return beside it, and the second no gathers. Buffers of the heads axis, and copies that
+    put gathered tokens in order, are not counted.
     In a ring, R is 1 for the tensors that a kernel reads and writes. It also holds one chunk being sent, one being
     received, and the same of their gradients, while dq is summed over the steps.
     """

@@ -98,8 +98,8 @@ def share_of_cores(device: torch.device) -> float:
 def cluster_of(hosts: int, ranks: int, base: Cluster, preset: str, share: float = 0.0) -> Cluster:
     """Return the base with these counts; the preset if the base has no links for them.
 
-    `share` is what a rank takes of its host's cores. A rank of a preset has the cores that it takes. Ranks that were
-    measured had to share them, as many as they were.
+    `share` is the part of its host's cores that a rank's threads take. A preset has the rates of a rank that has these
+    cores alone. Measured rates are of ranks that shared the cores of a host, `base.ranks` of them.
     """
     measured = True
     try:
@@ -113,8 +113,10 @@ def cluster_of(hosts: int, ranks: int, base: Cluster, preset: str, share: float 
 
 
 def this_machine(ranks: int, device_type: str = "cpu", hosts: int = 1) -> Cluster:
-    """Return so many ranks of this machine, or of hosts like it: the constants that `attnmesh probe` has kept, or else
-    those of the preset most like it. Ranks on CPUs share the cores and the memory.
+    """Return the cluster of `hosts` hosts like this machine, with `ranks` ranks each.
+
+    Its constants are those that `attnmesh probe` has kept, or those of the preset most like this machine. Ranks on CPUs
+    share the cores and the memory.
     """
     preset = preset_for(torch.device(device_type))
     measured = measured_machine(device_type)

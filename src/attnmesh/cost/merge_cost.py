@@ -21,7 +21,7 @@ class MergeGroup(NamedTuple):
 
     ranks: int
     ranks_per_host: int
-    """Of the group."""
+    """Ranks of the group on each of its hosts."""
     groups: int = 1
     groups_per_host: int = 1
 
@@ -85,11 +85,11 @@ class PricedRound(NamedTuple):
     """Messages of one round of a tree merge."""
 
     of_rank: int
-    """Of the busiest rank."""
+    """Messages that the busiest rank sends."""
     in_all: int
-    """Of all ranks."""
+    """Messages that all ranks send."""
     out_of_host: int
-    """Out of the busiest host."""
+    """Messages that leave the busiest host."""
 
 
 @lru_cache(maxsize=256)

@@ -42,7 +42,7 @@ class Device:
         _check_numbers(self)
 
     def of_cores(self, times: float) -> "Device":
-        """Return the device of a rank that has so many times as much of its host's cores.
+        """Return the device of a rank that has `times` times the share of its host's cores.
 
         >>> device = Device(4e9, 4e9, 8e9, 1e9, call=1e-4, alone=2.0)
         >>> device.of_cores(2).memory_rate, device.of_cores(2).alone

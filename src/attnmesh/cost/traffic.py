@@ -64,12 +64,12 @@ class PlannedTraffic:
 
     queries: Flow
     both_ways: Flow
-    """Queries, and at the same time results of others back."""
+    """Queries, and results for the queries of other ranks, which return at the same time."""
     keys: Flow
     hop: Flow
     """Keys of one step of a ring, on average."""
     hop_back: Flow
-    """Gradients of one step of a ring, on with their keys or back to their owners."""
+    """Gradients of one step of a ring, which go on with their keys, or back to the ranks of their keys."""
     pairs: Pairs
     steps: tuple[Pairs, ...]
     """Pairs of each step of a ring."""
@@ -110,7 +110,7 @@ FLOWS = ("queries", "both_ways", "keys", "hop", "hop_back")
 
 
 def _scale(flow: Flow, scale: float) -> Flow:
-    """Return the flow of a longer problem, which has as many messages."""
+    """Return the flow of a problem that is `scale` times as long. The number of messages stays."""
     loads = flow.inside, flow.between
     inside, between = (Load(x.total * scale, x.rank * scale, x.host * scale, x.messages) for x in loads)
     return Flow(inside, between, flow.peers)
@@ -160,7 +160,7 @@ def crop(problem: Problem) -> tuple[Problem, float]:
 
 
 def _width(problem: Problem) -> float:
-    """Return the most keys that a query sees; on average, where those in spans see more."""
+    """Return the most keys that a query sees; under a mask with spans, the average."""
     mask = problem.mask
     if not mask.span_pairs:
         return float(mask.widest_row)

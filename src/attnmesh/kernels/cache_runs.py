@@ -30,17 +30,17 @@ ALL = slice(None)
 """All sequences of a batch."""
 
 MAX_COUNTED_QUERIES = 64
-"""Queries whose keys are counted one by one, under a causal mask without a window."""
+"""Queries whose keys are counted one by one, under a causal mask without a window. For more, tensors are faster."""
 
 AHEAD = 3
-"""Runs of files that are read while another one is attended."""
+"""Runs of files that are read while another one is attended. More hide a longer read, and take more memory."""
 
 
 class SlotRun(NamedTuple):
     """Queries of some sequences, and the slots of one piece of a cache that they see."""
 
     sequences: slice
-    """Of the batch."""
+    """Sequences of the batch."""
     piece: CacheView
     """Memory of these sequences."""
     start: int = 0
@@ -48,7 +48,7 @@ class SlotRun(NamedTuple):
     band: Band | None = None
     """Keys that each query sees, counted from `start`; None for all."""
     selected: SelectedKeys | None = None
-    """Or those that it selects."""
+    """Keys that each query selects, instead of a band."""
     bias_positions: tuple[Tensor, Tensor] | None = None
     """Positions of queries and slots, for a bias by distance."""
     hidden: Tensor | None = None
@@ -58,11 +58,14 @@ class SlotRun(NamedTuple):
 def runs_of(
     query: DecodeQuery, views: Sequence[CacheView], selected: Selection | None = None, *, in_place: bool = False
 ) -> list[SlotRun]:
-    """Return the runs of one cache of all sequences, or one of each. A run `in_place` has all slots of a piece."""
+    """Return the runs of one cache of the whole batch, or of one cache for each sequence.
+
+    With `in_place` a run has all slots of a piece, among which the kernel finds those that queries see.
+    """
     runs = list[SlotRun]()
     q = query.q
     mask = query.mask
-    is_biased = q.shape[3] > views[0].keys.shape[3]  # as `bias_columns`, which would be a frame more of each step
+    is_biased = q.shape[3] > views[0].keys.shape[3]  # inlined `bias_columns`: a call of it would slow each step
     has_band = is_biased or q.shape[2] > 1 or query.key_lengths is not None or mask.depends_on_length
     has_band = has_band or query.partial_block is not None
     for index, view in enumerate(views):
@@ -118,7 +121,7 @@ def _of_tokens(query: DecodeQuery, sequences: slice, piece: CacheView, *, is_bia
 
 @lru_cache(maxsize=1024)
 def _first_keys(counts: tuple[int, ...]) -> Band:
-    """Return the band of queries that see so many first keys: layers of one length share it."""
+    """Return the band in which query i sees the first `counts[i]` keys. Layers of one length share it."""
     with torch.inference_mode(False):
         return Band(torch.zeros(len(counts), dtype=torch.int64, device="cpu"), torch.tensor(counts, device="cpu"))
 
@@ -245,7 +248,7 @@ class CachedAttention:
         self.bound_kernels: dict[tuple[int, ...], BoundKernel | None] = {}
 
     def attend(self, query: DecodeQuery, views: Sequence[CacheView], selected: Selection | None = None) -> Partial:
-        """Return the partial over one cache of all sequences, or one of each. It is in `query.into` if given."""
+        """Return the partial over one cache of the whole batch, or one for each sequence, in `query.into` if given."""
         if self.in_place_kernel is not None:
             total = self._attend_in_place(query, runs_of(query, views, in_place=True))
             if query.other_partial is None:
@@ -256,7 +259,7 @@ class CachedAttention:
         bound = self.bound_kernels.get(q.shape) or self._bound(q, views[0])
         total = query.into or (self._blank(q) if bound is None else bound.blank())
         if len(runs) == 1 and query.partial_block is None and runs[0].sequences is ALL and runs[0].hidden is None:
-            # As `_attend`, which would be 0.2 microseconds more of each step.
+            # `_attend`, inlined: a call of it would add 0.2 microseconds to each step.
             run = runs[0]
             piece, start = run.piece, run.start
             launch = None if bound is None or selected is not None else bound.attend
@@ -290,7 +293,7 @@ class CachedAttention:
         return query.into or Partial(*(torch.cat(x) for x in zip(*partials, strict=True)))
 
     def _attend_groups(self, query: DecodeQuery, runs: Sequence[SlotRun], total: Partial) -> None:
-        """Write the merge of the runs of each sequence, and the identity of those that see nothing."""
+        """Write the merge of the runs of each sequence, and the identity for sequences that see nothing."""
         groups = _by_sequences(runs)
         if len(groups) < len(query.q):
             total.out.zero_()
@@ -350,7 +353,7 @@ class CachedAttention:
         return merge_in_pairs(Partial(*(torch.cat(x) for x in zip(*stacks, strict=True))))
 
     def _bound(self, q: Tensor, view: CacheView) -> BoundKernel | None:
-        """Return the launch of queries of this shape."""
+        """Return the launch of queries of this shape, or None if there is none."""
         if q.shape not in self.bound_kernels:
             kernel = self.cache_kernel.kernel
             plain = storage_of(view.keys) is None
@@ -359,14 +362,16 @@ class CachedAttention:
         return self.bound_kernels[q.shape]
 
     def _blank(self, q: Tensor) -> Partial:
-        """Return memory for a partial."""
         dtype = sum_dtype(q.dtype)
         shape = q.shape[:-1]
         return Partial(q.new_empty((*shape, self.cache_kernel.value_dim), dtype=dtype), q.new_empty(shape, dtype=dtype))
 
 
 def _read_ahead(runs: Sequence[SlotRun]) -> Iterator[SlotRun]:
-    """Yield the runs. Those of files are read before they are attended, and left behind after it."""
+    """Yield the runs. While the caller attends one, the next `AHEAD` runs of files are being read.
+
+    When the caller asks for the next run, the pages of the last one are given back.
+    """
     fetched = 0
     for index, run in enumerate(runs):
         while fetched < min(len(runs), index + 1 + AHEAD):
@@ -381,7 +386,6 @@ def _read_ahead(runs: Sequence[SlotRun]) -> Iterator[SlotRun]:
 
 
 def _slots(run: SlotRun) -> tuple[Tensor, Tensor]:
-    """Return the keys and values of a run."""
     return run.piece.keys[:, :, run.start : run.stop], run.piece.values[:, :, run.start : run.stop]
 
 

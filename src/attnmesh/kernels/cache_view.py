@@ -19,7 +19,7 @@ LENGTH, USED, FORGOTTEN_BLOCKS = range(3)
 """Indices of `device_counts`: tokens of all ranks, tokens in the slots, and, if the cache forgets, forgotten blocks."""
 
 LENGTH_AND_USED = slice(USED + 1)
-"""The first two of them, which each cache has."""
+"""The first two entries of `device_counts`, which each cache has."""
 
 NOWHERE = 2**63 - 1
 """Position of a slot without a token, which no query sees."""
@@ -78,7 +78,7 @@ class CacheView(NamedTuple):
         return self.keys[..., : columns_of(self.keys)], self.values[..., : self.value_dim]
 
     def attended(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return keys and values as a kernel attends them, for its choice: of rows in 8 bits shape and dtype alone."""
+        """Return keys and values for the choice of a kernel: of rows in 8 bits only shape and dtype count."""
         if storage_of(self.keys) is None:
             return self.keys, self.values
         *shape, _ = self.keys.shape
@@ -88,7 +88,7 @@ class CacheView(NamedTuple):
     def without_free_slots(self) -> "CacheView":
         """Return the slots that hold tokens, without those of earlier pieces.
 
-        On a device all slots stay, for the CPU does not read how many hold tokens: the others are at `NOWHERE`.
+        On a device all slots stay: the CPU would wait to read how many hold tokens. Free slots are at `NOWHERE`.
         """
         if self.device_counts.device.type == "cpu":
             used = int(self.device_counts.tolist()[USED])
@@ -115,7 +115,7 @@ class CacheView(NamedTuple):
         )
 
     def first(self, slots: int) -> "CacheView":
-        """Return the first slots alone, and the one after them, without padding."""
+        """Return the first `slots` slots as used, and the slot after them, without padding."""
         keys, values, index = (
             self.keys[:, :, : slots + 1],
             self.values[:, :, : slots + 1],
@@ -126,7 +126,7 @@ class CacheView(NamedTuple):
         return CacheView(keys, values, index, device_counts, None, self.value_dim, file=self.file)
 
     def bounds(self, queries: int, mask: Mask) -> tuple[Tensor, Tensor]:
-        """Return the first and the last position that each of the last queries sees, (1 or batch, queries)."""
+        """Return the first and the last position that each of the last `queries` tokens sees, (1 or batch, queries)."""
         length = self.device_counts[LENGTH]
         tokens = (length - queries + torch.arange(queries, device=self.device_counts.device)).clamp(min=0)
         if self.padding is None:

@@ -41,8 +41,8 @@ def choose(request: KernelRequest, name: str = "auto") -> Kernel:
 def best_kernel(request: KernelRequest) -> Kernel | None:
     """Return the kernel that "auto" takes, of those that serve a call, or None if none does.
 
-    Kernels that are made for such calls, as `is_made_for` says, come before all others. Then a lower `priority` comes
-    first, and where that is equal, the first name. One that says neither comes after the reference.
+    Kernels whose `is_made_for` is true come before all others. Among these, and among the others, a lower `priority`
+    comes first, then the first name. A kernel with neither field comes after the reference.
     """
     for made_for in (True, False):
         for kernel in KERNELS:

@@ -48,7 +48,7 @@ def backward_dense(
 ) -> Gradients:
     """Return the gradients: `dv = w'dout` and `dlogit = w (dout v' - delta)`, with `delta = sum(out * dout)`.
 
-    Under a soft cap `dlogit` has the factor `1 - tanh^2` more. That of a bias is the sum of its logits' gradients.
+    Under a soft cap `dlogit` has the factor `1 - tanh^2` more. The gradient of a bias is the sum over its logits.
     """
     lse, dout, delta = saved
     keys = widen(keys)

@@ -1,7 +1,7 @@
 """The loop that runs a kernel over the rectangles of a problem, forward and backward.
 
-A kernel attends one. The loop merges the partials and sums the gradients, in float32 or wider. So kernels do not
-depend on masks, layouts or positions.
+A kernel attends one rectangle. The loop merges the partials and sums the gradients, in float32 or wider. So kernels do
+not depend on masks, layouts or positions.
 """
 
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ def attend_band(
 ) -> Partial:
     """Return attention over the band, in q's dtype or wider. Empty rows give the identity `(0, -inf)`.
 
-    Without a band, and then without counts, every row sees every key. Selected keys are attended on any kernel alike.
+    Without a band every row sees every key; `counts` is then None. Selected keys do not depend on the kernel.
     """
     if isinstance(band, SelectedKeys):
         with without_autocast(q):

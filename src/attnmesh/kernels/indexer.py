@@ -95,7 +95,7 @@ def indexer_top_k(
 def _tile(operands: Sequence[Tensor], keys: Tensor, queries: int, k: int) -> tuple[int, int, int]:
     """Return the queries and the keys of a tile, and the keys to score at once.
 
-    Fewer keys than k would make the merges dear.
+    A tile has more keys than k, if there are: each tile costs a merge of k candidates a query.
     """
     heads = max(1, *(x.shape[2:].numel() // columns_of(keys) for x in operands))
     limits = tile_elements(keys.device), tile_elements(keys.device, AT_ONCE)

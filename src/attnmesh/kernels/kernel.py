@@ -40,7 +40,7 @@ class KernelRequest(NamedTuple):
     def of(
         q: Tensor, k: Tensor, v: Tensor, scaling: Scaling, positions: tuple[Tensor | None, Tensor | None] | None = None
     ) -> "KernelRequest":
-        """Return the request for such tensors. Positions are 0, 1, 2, ... if one of `positions` is None."""
+        """Return the request for q, k and v. An entry of `positions` that is None stands for 0, 1, 2, ..."""
         rows = q.shape[1] // max(1, k.shape[1]) * q.shape[2]
         width = max(q.shape[3], v.shape[3])
         request = KernelRequest(q.device, k.dtype, rows, width, scaling.capped, bias_columns(q, k.shape[3]) > 0)
@@ -82,7 +82,7 @@ class BoundKernel(Protocol):
         ...
 
     def parts(self, keys: Sequence[int]) -> "Sequence[BoundKernel]":
-        """Return the kernel bound to parts of so many keys, in order: the last call writes the partial of all."""
+        """Return a launch for each part, of `keys[i]` keys. They run in order; the last writes the partial of all."""
         ...
 
 
@@ -116,7 +116,7 @@ class Kernel:
         return self.device_type not in (None, device.type)
 
     def unsupported_reason(self, request: KernelRequest) -> str | None:
-        """Return why the kernel does not support such tensors on devices that it runs on, or None if it does."""
+        """Return why the kernel does not support a call on a device that it runs on, or None if it does."""
         raise NotImplementedError
 
     def refusal(self, request: KernelRequest) -> str | None:
@@ -132,7 +132,7 @@ class Kernel:
         return "it reads no scattered keys" if request.scattered and not self.reads_scattered else None
 
     def is_made_for(self, request: KernelRequest) -> bool:
-        """Return whether the kernel comes before others that serve such calls too."""
+        """Return whether the kernel comes before others that also serve the call."""
         return False
 
     # Rectangles
@@ -140,7 +140,7 @@ class Kernel:
     """True if logits may have a soft cap."""
 
     def cut(self, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Rectangle]:
-        """Return the rectangles into which such a problem is cut for this kernel: the fewest."""
+        """Return the rectangles into which a band is cut for this kernel; by default the fewest."""
         return cut(band)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, scaling: Scaling) -> Partial:
@@ -157,7 +157,7 @@ class Kernel:
         raise NotImplementedError
 
     def operator_name(self, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle) -> str:
-        """Return the name of what computes a rectangle of such tensors."""
+        """Return the name of the operator that computes the rectangle."""
         return self.name
 
     # Launches that are prepared for shapes
@@ -189,7 +189,7 @@ class Kernel:
     ) -> Partial | None:
         """Return the partial of the keys of each sequence at these indices, (batch, keys), those that are hidden last.
 
-        None if a number is not finite.
+        Return None if a number is not finite.
         """
         raise NotImplementedError
 

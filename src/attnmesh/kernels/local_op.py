@@ -36,9 +36,10 @@ MaskAndBlock = tuple[Mask, int]
 def attend_locally(
     q: Tensor, k: Tensor, v: Tensor, visible: Visible, scaling: Scaling, kernel: str, sinks: Tensor | None = None
 ) -> Partial:
-    """Pick an operator, autograd or a plain run on one device.
+    """Return attention on one device. Arguments have been checked.
 
-    Arguments are checked. It is an operator where PyTorch traces or transforms calls.
+    It runs as an operator where PyTorch traces or transforms calls, by autograd where a tensor needs gradients, and
+    otherwise plainly.
     """
     tensors = q, k, v, sinks, visible.tensors
     mask, block = visible.mask_and_block

@@ -73,7 +73,7 @@ class PreparedLocal(NamedTuple):
 
     @staticmethod
     def of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scaling: Scaling, kernel: str) -> "PreparedLocal":
-        """Prepare a call that was checked."""
+        """Choose the kernel and its launch for calls like this one. Arguments have been checked."""
         chosen = choose(KernelRequest.of(q, k, v, scaling, (None, None)), kernel)
         keys = k.shape[2]
         sees_all = mask == FULL and q.shape[2] > 0 and keys > 0

@@ -100,7 +100,7 @@ class Gradients(NamedTuple):
 class BackwardInputs:
     """Tensors for the backward pass: out and lse over *all* keys, and the gradient of out.
 
-    Of `out` only `sum(out * dout)` of each row counts. Ranks send that sum, and `out` may be another tensor with it.
+    Of `out` only `sum(out * dout)` of each row counts. Ranks send this sum alone, so `out` may be any tensor with it.
     """
 
     out: Tensor
@@ -119,7 +119,7 @@ class BackwardInputs:
 def memo_of_band(band: Band, name: Hashable, make: Callable[[], T], size: Callable[[T], int]) -> T:
     """Return what was made of a band, now or at an earlier call. `size` counts its bytes."""
 
-    def with_low() -> tuple[Tensor, T]:  # the band then lives on, so that no other tensor gets its id
+    def with_low() -> tuple[Tensor, T]:  # keeps `band.low` alive, so that no other tensor gets its id
         return band.low, make()
 
     return TENSOR_MEMO.get_or_make(
@@ -155,9 +155,10 @@ def _is_step(last: Rectangle, rectangle: Rectangle) -> bool:
 
 
 def _tall_rectangles(steps: Sequence[Rectangle], first: int) -> Iterator[Rectangle]:
-    """Yield as many rectangles as a staircase has steps, and the same pairs from key `first` on.
+    """Yield the pairs of a staircase from key `first` on, in as many rectangles as it has steps.
 
-    The later half of the rows is one rectangle of the keys that all of them see, and so on: many rows are faster.
+    The keys that all rows of the later half see are one rectangle of these rows; what remains of both halves is cut
+    alike. A rectangle of more rows is faster.
     """
     if not steps:
         return
@@ -170,7 +171,7 @@ def _tall_rectangles(steps: Sequence[Rectangle], first: int) -> Iterator[Rectang
 
 
 def cut_into_tiles(band: Band, rows: int, keys: int) -> list[Rectangle]:
-    """Return the same pairs in tiles of few rows and keys, for a kernel that needs memory for each pair."""
+    """Return the band's pairs in tiles of at most `rows` x `keys`, for a kernel that needs memory for each pair."""
     rectangles = []
     for tile in _tiles(band, 0, len(band.low), rows):
         bounds = tile.bounds()
@@ -194,7 +195,7 @@ def attend_rectangles(
 ) -> Partial:
     """Return the merge of the partials of rectangles, with out in q's dtype or wider.
 
-    Rectangles come in order of their first row. The rows of a rectangle are all new, or have partials already.
+    Rectangles come in order of their first row. Either all rows of a rectangle have a partial already, or none has.
     """
     overlap = any(after.queries.start < before.queries.stop for before, after in pairwise(rectangles))
     total = identity(q, v.shape[-1], sum_dtype(q.dtype) if overlap else q.dtype)

@@ -24,7 +24,7 @@ from attnmesh.kernels.rectangles import BackwardInputs, Gradients, tile_elements
 from attnmesh.runtime.memo import index_on
 
 MAX_PROGRAMS = (1 << 16) - 1
-"""Queries times key heads of a launch on a GPU at most."""
+"""Queries times key heads of a launch on a GPU at most: the limit of the third dim of a grid."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,9 @@ class SelectedKeys:
 
     selection: Selection
     first: Tensor
-    """First and last position that each query sees under the mask."""
+    """First position that each query sees under the mask."""
     last: Tensor
+    """Last position that each query sees under the mask."""
     positions: Tensor | None = None
     """Ascending positions of the keys that are here, each once; None for 0, 1, 2, ..."""
     key_lengths: Tensor | None = None
@@ -75,22 +76,22 @@ class SelectedKeys:
         if slots.device.type == "cpu":  # seen keys come first, in order of memory, and no more than are seen are read
             slots = slots.masked_fill_(~seen, count).sort(-1).values[:, : int(seen.sum(-1).max())]
             seen = slots < count
-        # In place of hidden keys a seen one is read: they may not bring in numbers that are not finite.
+        # A seen key is read in place of each hidden one, whose numbers may not be finite.
         seen_slot = slots.masked_fill(~seen, 0).amax(-1, keepdim=True) if slots.numel() else slots
         return torch.where(seen, slots, seen_slot), ~seen
 
 
 class SelectedTile(NamedTuple):
-    """Some queries of a sequence, some key heads, and the keys of these that are gathered."""
+    """Some queries of a sequence, some key heads, and the keys of these heads that the queries read."""
 
     sequence: int
     heads: slice
     """Key heads."""
     queries: slice
     indices: Tensor
-    """(queries, keys), of keys."""
+    """(queries, keys), where each key to read is among all keys."""
     hidden: Tensor
-    """(queries, keys)."""
+    """(queries, keys), True for keys that the query does not see."""
 
     def gather(self, x: Tensor) -> Tensor:
         """Return the tile's keys or values, (heads * queries, keys, width)."""
@@ -107,7 +108,7 @@ class SelectedTile(NamedTuple):
         return part.transpose(1, 2)
 
     def take(self, x: Tensor, kv_heads: int) -> Tensor:
-        """Return a copy of it in which sums are exact, (heads * queries, query heads of a key head, width)."""
+        """Return the part in the dtype of sums, as a copy, (heads * queries, query heads of a key head, width)."""
         part = self.view(x, kv_heads)
         return part.to(sum_dtype(x.dtype)).reshape(-1, part.shape[2], x.shape[-1])
 
@@ -119,7 +120,7 @@ class SelectedTile(NamedTuple):
             into.copy_(merged)
 
     def mask(self) -> Tensor:
-        """Return which keys are hidden, as the product of queries and keys takes it."""
+        """Return which keys are hidden, (heads * queries, 1, keys)."""
         return self.hidden.repeat(self.heads.stop - self.heads.start, 1).unsqueeze(1)
 
 
@@ -139,7 +140,7 @@ def attend_selected(
         tiles = _tiles(q, k, selected, _sizes_in_place(q, k, width))
         if all(_attend_in_place(reader, q, *numbers, tile, scaling, total) for tile in tiles):
             return total
-        total = identity(q, width, sum_dtype(q.dtype))  # anew: some number is not finite
+        total = identity(q, width, sum_dtype(q.dtype))  # begun again: some number is not finite
     for tile in _tiles(q, k, selected, _sizes(q, k, v)):
         keys = _numbers(tile.gather(k), q.dtype)
         values = keys[..., :width] if _is_part(v, k) else _numbers(tile.gather(v), q.dtype)
@@ -152,7 +153,10 @@ def attend_selected(
 def _attend_in_place(
     reader: Kernel, q: Tensor, k: Tensor, v: Tensor, tile: SelectedTile, scaling: Scaling, total: Partial
 ) -> bool:
-    """Merge the tile's partial into the total, its queries being a batch of a kernel. Return False if not."""
+    """Merge the tile's partial into the total. Return False if a number is not finite.
+
+    The queries of the tile are a batch of the kernel, each with its own keys.
+    """
     some_q = tile.view(q, k.shape[1]).transpose(0, 1).flatten(1, 2).unsqueeze(2)  # (queries, heads, 1, dim)
     keys, values = (x[tile.sequence, tile.heads].expand(len(some_q), -1, -1, -1) for x in (k, v))
     part = reader.attend_scattered(some_q, keys, values, tile.indices, tile.hidden, scaling)
@@ -175,7 +179,7 @@ def backward_selected(
         saved_parts = [tile.take(x, kv_heads) for x in (saved.lse.unsqueeze(-1), saved.dout, delta)]
         hidden = tile.mask()
         part = backward_dense(tile.take(q, kv_heads), tile.gather(k), tile.gather(v), saved_parts, hidden, scaling)
-        nothing = hidden.all(-1, keepdim=True)  # such a query has gathered any key, with any numbers
+        nothing = hidden.all(-1, keepdim=True)  # a query that sees no key has gathered any one, with any numbers
         part.q.masked_fill_(nothing, 0.0)
         part.k.masked_fill_(nothing, 0.0)
         into = tile.view(total.q, kv_heads)
@@ -189,16 +193,16 @@ def backward_selected(
 
 
 def without_faulty(out: Tensor, selected: Selection, length: int | None = None) -> Tensor:
-    """Return `out` with NaN where a row of indices is faulty. On a CPU rows were checked, but for those in a graph."""
+    """Return `out` with NaN where a row of indices is faulty. On a CPU and outside of graphs, rows were checked."""
     if out.device.type == "cpu" and not torch.compiler.is_compiling():
         return out
     return nan_where_faulty(out, selected, length)
 
 
 def nan_where_faulty(out: Tensor, selected: Selection, length: int | Tensor | None) -> Tensor:
-    """Return `out` with NaN where a row of indices is faulty, of a sequence of so many keys, or of any number.
+    """Return `out` with NaN where a row of indices is faulty, of `length` keys, or of any number if that is None.
 
-    The CPU reads nothing.
+    The CPU reads no value of a tensor.
     """
     faulty = selected.faulty(length).repeat_interleave(out.shape[1] // selected.heads, 1)
     return out.masked_fill(faulty.unsqueeze(-1), torch.nan)

@@ -92,7 +92,7 @@ def merge_in_pairs(blocks: Partial) -> Partial:
 def by_residue(blocks: Partial, first: int | Tensor) -> Partial:
     """Return stacked partials of blocks from number `first` on, each at its number modulo a power of two.
 
-    Along the tree they merge as all blocks do, from number 0 on, if the earlier ones are empty.
+    `merge_in_pairs` then gives the bits that it gives for all blocks from number 0 on, if the earlier ones are empty.
     """
     count = len(blocks.lse)
     size = 1 << (count - 1).bit_length()
@@ -142,7 +142,7 @@ def supports(device: torch.device) -> bool:
 
 
 def use_triton(lse: Tensor) -> bool:
-    """Return True if a Triton program merges such partials. The lse is not empty, in float32, on a supported device."""
+    """Return True if a Triton program merges partials: the lse is not empty, in float32, on a supported device."""
     return lse.dtype == torch.float32 and lse.numel() > 0 and supports(lse.device)
 
 

@@ -20,7 +20,7 @@ from attnmesh.kernels.selected_keys import SelectedKeys, attend_selected
 from attnmesh.kernels.traced import without_autocast
 
 STORED_TILE_KEYS = 512
-"""Keys of a tile. It is the same for any number of heads and ranks, so that bits are."""
+"""Keys of a tile. It is the same for any number of heads and ranks, so that the bits of results are too."""
 
 
 class StoredKVKernel(NamedTuple):
@@ -54,7 +54,7 @@ class StoredKVKernel(NamedTuple):
         return total
 
     def _launch(self, q: Tensor, keys: Tensor, values: Tensor, band: Band | None, counts: KeyCounts) -> Partial | None:
-        """Return the partial of the kernel's launch, or None if that does not serve it or a number is not finite."""
+        """Return the partial of the kernel's launch, or None if it does not serve or a number is not finite."""
         if counts:
             assert band is not None
             sequences = [slice(index, index + 1) for index in range(len(q))]

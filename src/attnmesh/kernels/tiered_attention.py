@@ -27,7 +27,7 @@ SAMPLE_BYTES = 4 * PART_BYTES
 """Bytes of keys and values that both ways are timed on: parts enough that launches weigh as little as in a step."""
 
 FEWEST = 256
-"""Slots that are worth a sample. Fewer are attended where they lie."""
+"""Slots that are worth a sample. Fewer are attended where they lie: a sample would cost more than it can save."""
 
 IS_UPLOAD_FASTER = Memo[bool](maxsize=256)
 """True for steps that are faster if keys are uploaded, by shapes and dtypes of queries and keys, and the device."""
@@ -47,7 +47,7 @@ class TieredAttention(CachedAttention):
         self.cpu_attentions = Memo[CachedAttention](maxsize=64)  # attention on the CPU, by shape of the queries
 
     def attend(self, query: DecodeQuery, views: Sequence[CacheView], selected: Selection | None = None) -> Partial:
-        """Return the partial of a cache of all sequences, or of one for each; in `query.into` if that is given."""
+        """Return the partial over one cache of the whole batch, or one for each sequence, in `query.into` if given."""
         tiers = [view.cpu_part for view in views]
         if not any(tiers):
             return super().attend(query, views, selected)
@@ -61,7 +61,10 @@ class TieredAttention(CachedAttention):
         return copy_into(with_sinks(merge_partials(parts), query.sinks), query.into)
 
     def _begin(self, query: DecodeQuery, tier: CacheView | None, selected: Selection | None) -> Callable[[], Partial]:
-        """Copy to the CPU what it needs of a query, before the device is busy. Return what attends the tier."""
+        """Copy to the CPU what it needs of a query. Return a function that attends the tier.
+
+        Call before the device attends its own slots: a later copy would wait until it is done with them.
+        """
         if tier is None:
             return lambda: identity(query.q, self.cache_kernel.value_dim, query.q.dtype)
         lengths = None if query.key_lengths is None else query.key_lengths.cpu()
@@ -118,7 +121,7 @@ def _uploaded(device: torch.device, query: DecodeQuery, tier: CacheView) -> Iter
 
 
 def _seconds(call: Callable[[], object], q: Tensor) -> float:
-    """Return the seconds of the second call, with what it leaves the device to do."""
+    """Return the seconds of a second call, until the device is done with it. The first warms up."""
     call()
     torch.cuda.synchronize(q.device)
     start = time.perf_counter()

@@ -68,7 +68,7 @@ class OnceDifferentiable(torch.autograd.Function):
 
 
 run_once_differentiable: Callable[..., Any] = OnceDifferentiable.apply
-"""Run a backward pass."""
+"""Runs a backward pass whose own gradient raises."""
 
 
 def are_plain(*tensors: Any, on_gpu: bool = False) -> bool:

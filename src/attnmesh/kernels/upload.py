@@ -1,7 +1,8 @@
 """Tokens of a cache on their way from CPU memory to a device: one part is copied while another is attended.
 
-A part goes to memory that the device reads by itself, and from there by a stream of its own. There are two of each, so
-that the CPU fills one while the other is on its way.
+Two buffers take turns. The CPU copies part 0 to pinned memory of buffer 0, from where a stream of its own copies it to
+the device. While the device attends part 0, part 1 goes the same way by buffer 1. Part 2 goes by buffer 0 again: the
+CPU writes it once the copy of part 0 has ended, and the stream overwrites part 0 once the device has attended it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,21 +16,21 @@ from attnmesh.core.storage import is_prefix, storage_of, width_in_memory
 from attnmesh.kernels.cache_view import LENGTH, CacheView
 
 PART_BYTES = 1 << 24
-"""Bytes of a part, about."""
+"""Bytes of a part, about. Nothing hides the copy of the first part, and each part costs launches."""
 
 PART_ALIGN_BYTES = 256
 """Bytes at which each tensor of a part begins."""
 
 
 class Buffer:
-    """A part on the CPU and on the device, and when each may be written again."""
+    """Memory for a part on the CPU, free after the event `copied`, and on the device, free after `attended`."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         with torch.inference_mode(False):
             self.cpu = torch.empty(size, dtype=torch.uint8, pin_memory=True, device="cpu")
             self.device = torch.empty(size, dtype=torch.uint8, device=device)
         self.copied, self.attended = torch.cuda.Event(), torch.cuda.Event()
-        self.attended.record(torch.cuda.current_stream(device))  # what had this memory before may still be at work
+        self.attended.record(torch.cuda.current_stream(device))  # kernels may still use what was in this memory
 
 
 class Uploader:
@@ -70,7 +71,7 @@ class Uploader:
             buffer.attended.record(current)
 
     def _buffer(self, index: int, tensors: Sequence[Tensor]) -> Buffer:
-        """Return one of the buffers, with room for such tensors."""
+        """Return buffer `index`. Without room for the tensors it is made anew, after all copies of the stream."""
         needed = _offsets(tensors, self.device)[-1]
         if len(self.buffers) <= index or len(self.buffers[index].cpu) < needed:
             self.stream.synchronize()
@@ -80,7 +81,7 @@ class Uploader:
 
 @cache
 def uploader_to(device: torch.device) -> Uploader:
-    """Return what copies parts to a device."""
+    """Return the uploader to a device, with its stream and buffers: a process has one."""
     return Uploader(device)
 
 

@@ -80,7 +80,7 @@ class Axis:
         return "" if self.group is None else self.group.group_name
 
     def slice_of(self, count: int) -> slice:
-        """Return which of so many heads this rank has. Slices differ by one at most, the larger ones first."""
+        """Return which of `count` heads this rank has. Slices differ by one at most, the larger ones first."""
         return even_slice(count, self.size, self.index)
 
 
@@ -168,7 +168,7 @@ def mesh_of_axis(axis: Axis) -> RankMesh:
 
 @cached_per_world()
 def _known_meshes() -> Memo[tuple[DeviceMesh, RankMesh]]:
-    """Return what this rank sees of meshes, by the meshes themselves: equal ones may have groups of their own."""
+    """Return what this rank sees of meshes, by their identity: equal meshes may have different groups."""
     return Memo(64)
 
 
@@ -207,8 +207,9 @@ def axis_along(device_mesh: DeviceMesh, name: str, dim: int) -> Axis:
 def make_flat_axis(device_mesh: DeviceMesh | None, names: Sequence[str]) -> Axis:
     """Return several axes of a mesh as one: the ranks that share an index along all other axes.
 
-    Collective over all ranks of the world at its first call, which makes the group of two axes. PyTorch could make it
-    among the group's own ranks, but would name it by the number of groups that each of them knows, which may differ.
+    Collective: the first call makes the group of two axes, and all ranks of the world make it at once. PyTorch can make
+    a group among its own ranks alone, but then each rank names it by the number of groups that it knows. Rank A, which
+    is in 3 groups, would name it `g3`; rank B, in 2, `g2`: they would wait for each other.
     """
     if device_mesh is None:
         return Axis()

@@ -67,7 +67,7 @@ HeadGroup = tuple[HeadSlices, ...]
 
 
 def groups_of_heads(q_heads: int, kv_heads: int, ranks: int, groups: int) -> tuple[HeadGroup, ...]:
-    """Return so many groups of heads. A rank along the heads axis has none in some groups if it has fewer key heads.
+    """Return `groups` groups of heads. A rank along the heads axis has none in some groups if it has fewer key heads.
 
     >>> [[heads.kv_heads for heads in group] for group in groups_of_heads(6, 3, 2, 2)]
     [[slice(0, 1, None), slice(2, 2, None)], [slice(1, 2, None), slice(2, 3, None)]]
@@ -100,7 +100,7 @@ class GatherStep:
     permutation: Tensor | None
     """Sorts kept tokens and then received ones by position; None if they are sorted."""
     positions: Tensor
-    """Of the tokens after this step."""
+    """Positions of the tokens after this step."""
     return_to: TokensByPeer
     """Indices into the tokens after this step, per owner, without tokens that are forwarded."""
     return_from: TokensByPeer
@@ -119,12 +119,13 @@ class Schedule:
     """The schedule of one rank: gather the queries at r, then receive the keys at c in steps."""
 
     query_indices: tuple[Tensor, ...]
-    """Into the chunk, per rank along the heads axis that holds them."""
+    """Indices into the chunk, of the queries that each rank along the heads axis holds."""
     key_indices: tuple[Tensor, ...]
+    """Indices into the chunk, of the keys that each rank along the heads axis holds."""
     query_step: GatherStep
     key_steps: tuple[GatherStep, ...]
     bands: tuple[Band, ...]
-    """The gathered queries over the keys of each step."""
+    """Bands of the gathered queries over the keys of each step."""
 
     @cached_property
     def chunk(self) -> ChunkSize:
@@ -135,7 +136,7 @@ class Schedule:
     def gradient_steps(self) -> tuple[GatherStep | None, ...]:
         """For each step of the keys, the step with which its dk and dv are sent on.
 
-        None at step 0, as a rank keeps those of its own keys, and at the last step, as they return to the owner.
+        None at step 0, as a rank keeps dk and dv of its own keys, and at the last step, as they return to the owner.
         """
         return (None, *self.key_steps[2:], None)[: len(self.key_steps)]
 
@@ -233,7 +234,7 @@ def _exchange_at_once(chunks: list[Tensor], rank: int, sent: list[Tensor], recei
     owners = [rank, *peers]
     positions = torch.cat([chunks[owner][received[owner]] for owner in owners])
     permutation = positions.argsort()
-    # Of each owner's tokens, when sorted.
+    # Where the tokens of each owner stand once all are sorted.
     indices = permutation.argsort().split([len(received[owner]) for owner in owners])
     return GatherStep(
         send=_tokens_by_peer((peer, sent[peer]) for peer in peers),

@@ -82,7 +82,7 @@ def check_heads_axis(subject: str, shape: Shape, kv_heads: int) -> None:
 
 
 def even_slice(count: int, parts: int, index: int) -> slice:
-    """Return one of so many slices of heads or tokens. They differ by one at most, the larger ones first.
+    """Return slice `index` of `parts` slices of `count` heads or tokens. Sizes differ by one at most, larger first.
 
     >>> [even_slice(5, 3, index) for index in range(3)]
     [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]

@@ -27,7 +27,7 @@ class ShardMark(NamedTuple):
     dim: int
 
     def check(self, subject: str, layout: Layout | str, mask: Mask, mesh: RankMesh, dim: int) -> None:
-        """Raise unless the shard was cut like this."""
+        """Raise unless the shard was cut by this layout, mask and mesh, along this dim."""
         expected_layout = unpriced_layout(layout, mask, mesh.ranks)
         if expected_layout is not None and expected_layout != self.layout:
             fix = "pass the layout that am.shard got"
@@ -55,7 +55,7 @@ def shard_marks() -> dict[int, ShardMark]:
 
 
 def marked(x: Tensor, mark: ShardMark) -> Tensor:
-    """Return the tensor, with a mark from now on; without one in a graph."""
+    """Mark the tensor, and return it. In a graph it gets no mark."""
     if not torch.compiler.is_compiling():
         shard_marks()[id(x)] = mark
         weakref.finalize(x, _forget, id(x)).atexit = False
@@ -63,19 +63,18 @@ def marked(x: Tensor, mark: ShardMark) -> Tensor:
 
 
 def _forget(key: int) -> None:
-    """Drop the mark of a tensor that is gone."""
     shard_marks().pop(key, None)
 
 
 def check_not_cut(subject: str, arguments: Mapping[str, object], fix: str) -> None:
-    """Raise if one of these is a shard of several ranks."""
+    """Raise if one of the arguments is a shard of a mesh of several ranks."""
     for name, mark in _marks(arguments).items():
         if mark.mesh.ranks > 1:
             raise LayoutError(f"{subject} {name}", "all tokens", f"a shard of {mark.mesh.ranks} ranks", fix)
 
 
 def check_equal_cuts(subject: str, arguments: Mapping[str, object]) -> None:
-    """Raise if these are shards of several layouts."""
+    """Raise if the arguments are shards of several layouts."""
     marks = _marks(arguments)
     if len({mark.layout for mark in marks.values()}) > 1:
         given = ", ".join(f"{name} of {mark.layout}" for name, mark in marks.items())
@@ -90,7 +89,7 @@ def unpriced_layout(layout: Layout | str, mask: Mask, ranks: int) -> Layout | No
 
 
 def _marks(arguments: Mapping[str, object]) -> dict[str, ShardMark]:
-    """Return the marks of those that are shards; none in a graph."""
+    """Return the marks of the arguments that are shards; none in a graph."""
     if torch.compiler.is_compiling():
         return {}
     return {name: mark for name, x in arguments.items() if (mark := shard_marks().get(id(x))) is not None}

@@ -10,9 +10,9 @@ R = TypeVar("R")
 class LateBound(Generic[P, R]):
     """A function that a room further down binds when it is imported.
 
-    `Cluster.measure` exchanges messages; `KVCache.save` and `load`, and a cache in a folder, use files. Users find them
-    at the value, whose room may not import the one that does the work: it declares what it needs. `setup` and `store`
-    bind it, which `import attnmesh` imports.
+    `Cluster.measure` exchanges messages; `KVCache.save` and `load`, and a cache in a folder, use files. Users find
+    these methods at the value, whose room may not import the room that does the work. So the value's room declares a
+    late-bound function, and the other room binds it: `setup` or `store`, which `import attnmesh` imports.
 
     >>> twice = LateBound[[int], int]()
     >>> twice.bind(lambda x: 2 * x)

@@ -25,7 +25,7 @@ def cores_here() -> int:
 
 
 def cpu_facts(*names: str) -> list[str]:
-    """Return the lines of these names that the system has on its processors, each once; none where it has no list."""
+    """Return the lines of `/proc/cpuinfo` that begin with these names, each once; none on systems without the file."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
     except OSError:
@@ -55,7 +55,7 @@ def machine() -> dict[str, Any]:
 
 
 def _driver() -> str | None:
-    """Return the version of NVIDIA's driver."""
+    """Return the version of NVIDIA's driver; None where `nvidia-smi` is missing or prints nothing."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None

@@ -23,7 +23,7 @@ POPULATE_READ = 22
 """Advice to read pages and to map them, on Linux 5.14 and newer."""
 
 SAMPLES = 4
-"""Pages of a range that are looked at, to know whether it is in memory."""
+"""Pages of a range that are looked at, to know whether it is in memory. Each is a system call."""
 
 
 class MappedFile:
@@ -57,7 +57,7 @@ class MappedFile:
             return self._bytes[start : start + count].view(dtype).view(*shape)
 
     def write(self, slots: Tensor, rows: Tensor) -> None:
-        """Write rows to slots of a tensor of this file. Many are written sooner than their pages are made memory."""
+        """Write rows to slots of a tensor of this file, by `pwrite`: to map the pages of many rows takes longer."""
         for to, row in zip(slots.flatten(0, 1), rows.flatten(0, 1), strict=True) if rows.numel() else ():
             whole = row.contiguous()
             content = (ctypes.c_char * whole.nbytes).from_address(whole.data_ptr())
@@ -86,7 +86,7 @@ class MappedFile:
                     self._map.madvise(mmap.MADV_WILLNEED, first, min(ADVICE, stop - first))
 
     def leave(self, *tensors: Tensor) -> None:
-        """Give back the pages of tensors, unless the file is kept. Those that are not written yet stay."""
+        """Give back the pages of tensors, unless the file is kept. Pages that are not on the disk yet stay."""
         if self.kept:
             return
         with suppress(OSError):  # the file may have gone: its pages go with the last who maps it
@@ -99,7 +99,7 @@ class MappedFile:
                 os.close(handle)
 
     def _ranges(self, tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
-        """Yield (start, stop) of whole pages in the file; rows of heads in one piece are one range."""
+        """Yield (start, stop) in the file, ascending, each from the start of a page. Neighbouring ranges are joined."""
         runs = list[tuple[int, int]]()
         for x in tensors:
             whole = x.is_contiguous()
@@ -118,7 +118,7 @@ class MappedFile:
             yield last
 
     def _in_memory(self, start: int, stop: int) -> bool:
-        """Return whether some pages of a range are in memory, from its first to its last."""
+        """Return whether a sample of a range's pages is in memory: the first, the last and some between."""
         state = ctypes.c_ubyte()
         step = max(PAGE, (stop - start - 1) // (SAMPLES - 1) // PAGE * PAGE)
         for page in {*range(start, stop, step), (stop - 1) // PAGE * PAGE}:

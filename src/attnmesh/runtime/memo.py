@@ -44,7 +44,7 @@ class Memo(dict[Hashable, T]):
 class TensorMemo:
     """Values by the tensor that they were made of, such as its copy on a GPU, for which the CPU would wait.
 
-    They go with that tensor, or when others were used more lately.
+    A value goes with its tensor. Beyond `max_bytes` the values that were used longest ago go first.
     """
 
     def __init__(self, max_bytes: int = MAX_TENSOR_BYTES) -> None:
@@ -54,7 +54,10 @@ class TensorMemo:
         self.lock = RLock()  # a backward pass has a thread of its own
 
     def get_or_make(self, owner: Tensor, name: Hashable, make: Callable[[], T], size: Callable[[T], int]) -> T:
-        """Return the value of that name, made now if it is not kept. `size` counts its bytes."""
+        """Return the value of that name, made now if it is not kept. `size` counts its bytes.
+
+        `make` runs without the lock. Two threads may both make a value: each gets its own, and the first is kept.
+        """
         key = id(owner), name
         with self.lock:
             if key in self.values:
@@ -64,7 +67,7 @@ class TensorMemo:
             value = make()
         with self.lock:
             if key not in self.values:
-                if key not in self.watched:  # also one that was dropped while its tensor lives
+                if key not in self.watched:  # a value that was dropped has a finalizer already
                     weakref.finalize(owner, self._forget, key).atexit = False
                     self.watched.add(key)
                 self.values[key] = value, size(value)

@@ -43,7 +43,7 @@ def free_memory(device: torch.device, root: Path = ROOT) -> int:
 def mapped_files(addresses: Collection[int]) -> dict[int, int]:
     """Return the bytes of each file that is mapped at some of these addresses, by the first address in it.
 
-    A page that several processes map counts for each as its share, as Linux has it. Others in the file count 0.
+    A page that several processes map counts for each as its share, as Linux has it. Later addresses in a file count 0.
     """
     bytes_by_address: dict[int, int] = {}
     inside: list[int] = []
@@ -63,7 +63,7 @@ def mapped_files(addresses: Collection[int]) -> dict[int, int]:
 
 
 def with_huge_pages(x: Tensor, dim: int) -> Tensor:
-    """Return new memory, on Linux in huge pages if it is long along `dim`: they are read a sixth faster."""
+    """Return x, new memory, which Linux then puts in huge pages if it is long along `dim`: read a sixth faster."""
     plain = type(x) is Tensor and x.is_cpu and hasattr(mmap, "MADV_HUGEPAGE")
     if plain and x[(slice(0, 1),) * dim].nbytes >= HUGE_RUN:
         page = mmap.PAGESIZE

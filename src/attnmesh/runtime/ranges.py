@@ -18,7 +18,7 @@ Value = TypeVar("Value")
 def profiled_as(name: str, function: Callable[Arguments, Value]) -> Callable[Arguments, Value]:
     """Return the function with its calls as ranges of this name.
 
-    Callers ask `is_profiled` themselves: a call that only finds no profiler would be one more of each step.
+    Callers ask `is_profiled` first: a function that asked it for them would add a call of Python to each step.
 
     >>> from torch.profiler import profile
     >>> with profile() as found:

@@ -18,7 +18,7 @@ POLL_INTERVAL = 0.01
 """Seconds between two polls: twice the time that a Python thread keeps the GIL when others request it."""
 
 SHUTDOWN_SECONDS = 10.0
-"""Seconds after which busy threads are no longer waited for."""
+"""Seconds after which busy threads are no longer waited for: a process that may abort is better than one that hangs."""
 
 
 def wait_until_idle(seconds: float = SHUTDOWN_SECONDS) -> bool:

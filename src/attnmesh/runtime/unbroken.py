@@ -4,7 +4,9 @@ from collections.abc import Callable, Sequence
 
 
 def unbroken(steps: Sequence[Callable[[], object]]) -> None:
-    """Do steps, of which each may be done twice. One that is broken off is done again, and then those after it.
+    """Do the steps in order. Each step must give the same result if it is done twice.
+
+    If an error or Ctrl-C breaks off a step, this step is done again, then the later ones, and the error is raised.
 
     >>> done = []
     >>> def broken():

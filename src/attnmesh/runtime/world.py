@@ -25,13 +25,13 @@ class World:
 
     def __init__(self) -> None:
         self.deadline: float | None = None  # seconds; outlives the process groups
-        self.has_failed = False  # True once an exchange of this world has
+        self.has_failed = False  # True once an exchange of this world has failed
         self.processes: dict[int, RankProcess] = {}  # processes of ranks whose host is known
         self._releases: list[Callable[[], None]] = []
 
     @cached_property
     def random_id(self) -> int:
-        """Random number of this process, drawn at first use: processes are forked from one that imported this."""
+        """Random number of this process, drawn at first use: a process forked after the import draws its own."""
         return randbits(62)
 
     def cached(self, maxsize: int | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -67,9 +67,11 @@ cached_per_world = WORLD.cached
 
 
 def collective_once(find: Callable[P, R]) -> Callable[P, R]:
-    """Return the function with its results cached. All ranks make the first call with the same arguments at once.
+    """Return the function with its results cached.
 
-    Ranks exchange messages in that call. The cache has no bound: else one rank could forget, and call alone.
+    Collective: all ranks make the first call with the same arguments at once, and exchange messages in it. The cache
+    has no bound. Otherwise rank A could drop a result that rank B still has. A would then call alone, and wait for
+    messages that B never sends.
     """
     return WORLD.cached()(find)
 

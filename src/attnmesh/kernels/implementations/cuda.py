@@ -71,7 +71,8 @@ class Flash:
 class Cudnn(Flash):
     """`aten::_scaled_dot_product_cudnn_attention`: PyTorch's fastest on Hopper and later.
 
-    Its backward operator accepts the out and lse of all ranks, as does that of flash attention, which serves the rest.
+    Its backward operator accepts the out and lse of all ranks. So does the one of flash attention, which serves the
+    rectangles that cuDNN's does not.
     """
 
     name = "PyTorch's cudnn"
@@ -193,7 +194,7 @@ class CUDA(Kernel):
         return Gradients(*(dx[..., : x.shape[-1]] for dx, x in zip(gradients, (q, k, v), strict=True)))
 
     def operator_name(self, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle) -> str:
-        """Return the name of the operator that computes a rectangle of such tensors."""
+        """Return the name of the operator that computes the rectangle, such as "PyTorch's flash"."""
         rows, keys, values = _pad((q, k, v), _width(q, v))
         return operator_of(rows, keys, values, rectangle).name
 
@@ -209,7 +210,7 @@ def operator_of(q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle) -> Operat
 
 
 def _takes_masks(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether the Triton kernel serves masked rectangles of such tensors."""
+    """Return whether the Triton kernel serves masked rectangles of q, k and v."""
     return TRITON.refusal(KernelRequest.of(q, k, v, Scaling(1.0))) is None
 
 
@@ -253,7 +254,7 @@ def _is_correct(
         right = all(error < 4 * torch.finfo(dtype).eps for error in errors)  # a NaN is not
         reason = None if right else f"off by {errors}"
     except torch.OutOfMemoryError:
-        raise  # and is asked again
+        raise  # the result is not cached: a later call asks again
     except (RuntimeError, TypeError) as error:
         reason = str(error).splitlines()[0]
     if reason is not None:

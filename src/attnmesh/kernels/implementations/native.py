@@ -31,10 +31,10 @@ CALL, FIXED, STRIDES = struct.Struct("9P14q"), struct.Struct("16q2d2q"), struct.
 """Fields of `Problem` in `attend.cpp`: of each call, of all calls of one launch, and strides of `out` in the latter."""
 
 PART_FIELDS = struct.Struct("2q")
-"""Last fields of a kind: the first run of a part of the keys, and the runs of all parts."""
+"""Last fields of `FIXED`: the first run of a part of the keys, and the runs of all parts."""
 
 RUN = 2048
-"""Keys of a task in `attend.cpp`. Parts of so many, or of a multiple, have the bits of one call."""
+"""Keys of a task in `attend.cpp`. Parts of a multiple of `RUN` keys have the bits of one call."""
 
 
 class Native(Kernel):
@@ -110,17 +110,20 @@ KERNEL = NATIVE = Native()
 
 
 class BoundNative(NamedTuple):
-    """A launch of the native kernel, for calls that differ in their memory, their keys and what a row sees alone."""
+    """A launch of the native kernel, for calls that differ only in their memory, their keys and what a row sees."""
 
     fields: bytes
+    """Those of `FIXED`."""
     out: tuple[int, ...]
-    """Shapes and strides of the partial."""
+    """Shape of `out` of the partial."""
     out_strides: tuple[int, ...]
+    """Strides of `out`."""
     lse: tuple[int, ...]
+    """Shape of `lse`."""
 
     @staticmethod
     def of(q: Tensor, k: Tensor, v: Tensor, scaling: Scaling, tokens: int | None = None) -> "BoundNative":
-        """Return the launch of a call. Its rows are part of a partial of so many tokens, or all of it."""
+        """Return the launch of a call, whose rows are part of a partial of `tokens` tokens; by default all of it."""
         tokens = q.shape[2] if tokens is None else tokens
         return _bound_to(tuple(q.shape), k.shape[1], v.shape[3], (q.dtype, k.dtype), is_prefix(v, k), scaling, tokens)
 
@@ -130,7 +133,7 @@ class BoundNative(NamedTuple):
         return Partial(out, torch.empty(self.lse, dtype=torch.float32, device="cpu"))
 
     def parts(self, keys: Sequence[int]) -> "list[BoundNative]":
-        """Return the launches of parts of so many keys, one after the other: the last writes the partial of all."""
+        """Return a launch for each part, of `keys[i]` keys. They run in order; the last writes the partial of all."""
         runs = [-(-count // RUN) for count in keys]
         firsts = accumulate(runs, initial=0)
         begin = self.fields[: -PART_FIELDS.size]

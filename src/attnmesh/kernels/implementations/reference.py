@@ -84,9 +84,9 @@ class Reference(Kernel):
         return backward_rectangles(backward_tile, q, k, v, saved, _tiles(rectangle, q, k))
 
     def _columns(self, rectangle: Rectangle, tile: Rectangle, q: Tensor, k: Tensor) -> Tensor | None:
-        """Return the column of the bias that each key of a tile takes, (rows, keys), the one after the last for none.
+        """Return the column of the bias that each key of a tile takes, (rows, keys).
 
-        None for all keys, or without a bias.
+        A key without a bias takes the column after the last. Return None if no key has one.
         """
         if self.positions is None:
             return None

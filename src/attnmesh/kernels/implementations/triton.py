@@ -37,7 +37,7 @@ MAX_REACH = 1 << 40
 """Reach of an unbounded mask: beyond every position, and small enough that sums do not overflow."""
 
 MIN_SPLIT_TILES = 4
-"""Tiles of keys that are worth a program instance."""
+"""Tiles of keys that are worth a program instance. Fewer fill the chip sooner, and leave more partials to merge."""
 
 LARGE_ROWS = 128
 """Rows from which on a tile is as large as the registers allow."""
@@ -140,9 +140,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, scaling: Scal
 
 
 class BoundTritonCache:
-    """Attention of steps of one signature to a cache, in two launches, whose arguments but for tensors are made once.
+    """Attention of steps of one signature to a cache, in two launches. Arguments that are no tensors are made once.
 
-    The steps have one mask, capacity, block and logits.
+    The steps have one mask, capacity, block and scaling.
     """
 
     def __init__(self) -> None:

@@ -20,8 +20,9 @@ def append(
 ) -> bool:
     """Write new tokens after those in the shard. Return False where there is no library, or rows are not in one piece.
 
-    `device_counts` has the tokens on all ranks and those in the shard. It is updated. `file` has `FILE_FIELDS` of a
-    shard whose memory is a file. Where the system fails, an `OSError` is raised, and the rows are no tokens.
+    `device_counts` has the tokens on all ranks and those in the shard, and is updated. `file` has `FILE_FIELDS` of a
+    shard whose memory is a file. If the system fails to write to it, raise an `OSError`. `device_counts` then stays, so
+    the rows are no tokens.
     """
     function = library().append_to_file if file else library().append
     if function is None:

@@ -61,14 +61,14 @@ struct Problem {
     float *out, *lse;           // lse may be null
     const int64_t *low, *high;  // keys that each query sees, [low, high); null where all see all
     const int32_t* indices;     // (batch, keys), the keys of each sequence, by place in k and v; null for 0, 1, 2, ...
-    const int64_t* counts;      // how many of these a sequence has
+    const int64_t* counts;      // how many of these indices a sequence has
     int64_t q_strides[4], k_strides[4], v_strides[4], keys, threads;
     // Fields of all calls of a kind.
     int64_t batch, kv_heads, group, length, dim, value_dim;
     int64_t dtype, kv_dtype, k_scales, v_scales;  // where the scales begin in a row that is stored in 8 bits
     int64_t out_strides[3], lse_strides[3];  // sequence, head, token
     double scale, softcap;                   // softcap 0 for none
-    int64_t first_run, all_runs;             // keys are a part of all, which begins at this run; 0 runs where they are all
+    int64_t first_run, all_runs;             // where these keys begin among the runs of all parts; 0 runs if there are no parts
 };
 
 namespace {

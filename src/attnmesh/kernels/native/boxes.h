@@ -1,8 +1,10 @@
 // Boxes in memory that the ranks of a host share, and how a rank waits for another.
 //
-// A box is of one writer and one reader. Its head has the number of messages sent and the number received. The box is
-// empty where they are equal. A board is a box that all others read.
+// A box has one writer and one reader. Its head has the number of messages sent and the number received. The box is empty
+// when they are equal. A board is a box that all other ranks read.
 // A rank that waits spins for a moment, lets ranks that share its core go first, and then sleeps until another wakes it.
+// No wake is lost: a waiter adds itself to `sleepers` and then reads the counter, and a sender raises the counter and then
+// reads `sleepers`. So the waiter sees the new count, or the sender sees the waiter.
 
 #pragma once
 

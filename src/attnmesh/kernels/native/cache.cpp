@@ -19,14 +19,14 @@ struct Append {
     int64_t row_bytes(int64_t x) const { return widths[x] * element; }
 };
 
-// Tokens of a shard whose memory is a mapped file. They are the given ones, or else the next ones.
+// Tokens of a shard whose memory is a mapped file.
 struct FileAppend {
     Append rows;
     const char* place;       // where the file begins in memory
     const int64_t* weights;  // of digests
-    const int64_t* tokens;
+    const int64_t* tokens;   // their numbers; null for the next ones
     int64_t* digest;               // of the new rows
-    int64_t* sums;                 // how many tokens of the piece they are of, and the sums of its rows for its checksums
+    int64_t* sums;                 // how many tokens of the piece are summed, and the sums of their rows for its checksums
     int64_t file, journal, at;     // handles, and where the record goes in the journal
     int64_t key, serial, base;     // the journal's key, the record's number, and rows in whole pieces before
     int64_t length;                // tokens on all ranks after this
@@ -36,13 +36,13 @@ struct FileAppend {
 struct Run {
     const char* x;  // the first element
     const int64_t* weights;
-    int64_t size, heads, step, count;        // bytes of an element, heads, bytes between these, elements of each run
+    int64_t size, heads, step, count;        // bytes of an element, heads, bytes from head to head, elements of each run
     int64_t place, head_elements, elements;  // elements of the tensor: before the first run, of a head, of all
 };
 
 namespace {
 
-constexpr int64_t FEW = 4096;  // bytes: fewer are written sooner as memory
+constexpr int64_t FEW = 4096;  // bytes of a head: fewer are copied to the mapped memory, which is faster than a write
 
 char* row_to(const Append& a, int64_t x, int64_t b, int64_t h, int64_t t) {
     const int64_t* step = a.stored_strides[x];
@@ -102,7 +102,8 @@ int64_t write_tensor(const FileAppend& f, int64_t x, PartSums& sums) {
     return 0;
 }
 
-// Writes the rows, and adds them up as the widest integers that they are made of, and their tokens. `sums` are of each.
+// Writes the rows and their tokens. `sums` gets an entry for each tensor, of the widest integers that its rows are made of,
+// and one for the tokens.
 int64_t write_rows(const FileAppend& f, std::vector<PartSums>& sums) {
     const Append& a = f.rows;
     for (int64_t x = 0; x < a.tensors; x++) {
@@ -122,7 +123,7 @@ int64_t write_rows(const FileAppend& f, std::vector<PartSums>& sums) {
     return 0;
 }
 
-// Adds these sums to those of the piece, if they are of all tokens before.
+// Adds the sums to those of the piece, if the piece's are of all earlier tokens.
 void add_sums(const FileAppend& f, const std::vector<PartSums>& sums) {
     if (f.sums[0] != f.rows.state[1]) return;
     int64_t* at = f.sums + 1;
@@ -149,7 +150,7 @@ extern "C" int64_t attnmesh_append(const Append* a) {
     return 0;
 }
 
-// Returns 0, or the system's error, after which the rows are no tokens.
+// Returns 0 or the system's error. After an error the counts are as before, so the rows are no tokens.
 extern "C" int64_t attnmesh_append_to_file(const FileAppend* f) {
     struct stat found;
     if (fstat((int)f->journal, &found)) return errno;

@@ -1,8 +1,10 @@
 // Linear layers of one input of few rows: each rank of a host computes some of the outputs, and all read them all.
 //
 // One rank computes an output whole, and the order of its sum depends neither on the ranks nor on the rows. A rank writes
-// its outputs to one half of its board, counts them, and waits for the counts of the others. The halves take turns: no
-// rank is two exchanges ahead, so none writes where another still reads. Outputs that do not fit go piece by piece.
+// its outputs to one half of its board, counts them, and waits for the counts of the others. The halves take turns. Rank A,
+// which has read all outputs of exchange 4, writes exchange 5 to the other half while rank B still reads exchange 4. A writes
+// exchange 6 only after B has counted exchange 5, and B does so after it has read exchange 4. Outputs that do not fit in a
+// half go piece by piece.
 
 #include <atomic>
 
@@ -12,10 +14,10 @@
 
 namespace {
 
-constexpr int64_t BLOCK = 16384;  // sums of a transposed weight that stay in a near cache
-constexpr int TRANSPOSED = std::min(16, PAIR);  // columns of one that are read at a time
-constexpr int64_t TAG_BYTES = 64;  // before the outputs on a half: the call that they are of
-constexpr int64_t DIFFERENT_CALL = -3;  // less the index of a rank: what a call returns if that rank made another one
+constexpr int64_t BLOCK = 16384;  // sums of the products with a transposed weight that stay in a near cache
+constexpr int TRANSPOSED = std::min(16, PAIR);  // columns of a transposed weight that are read at a time
+constexpr int64_t TAG_BYTES = 64;  // a tag of the call, before its outputs on a half
+constexpr int64_t DIFFERENT_CALL = -3;  // a call returns this less r if rank r has made another call
 
 struct Layer {
     const void *weight, *bias;            // (outputs, columns), or (columns, outputs) if it is transposed; bias may be null
@@ -36,7 +38,7 @@ struct Linear {
 // Outputs of a piece: those that all ranks compute between two exchanges.
 int64_t piece_of(const Linear& l) { return l.ranks * ((l.half_bytes - TAG_BYTES) / 4 / l.rows); }
 
-// The first output of a rank, of so many.
+// The first of `outputs` outputs that a rank computes.
 int64_t cut(int64_t outputs, int64_t rank, int64_t ranks) { return outputs * rank / ranks; }
 
 struct Half {
@@ -56,8 +58,8 @@ inline void round_to(BFloat16& to, float x) {
     to.bits = x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
-// Calls `work` with each layer that has outputs from `first` up to `stop` of all: its own first and last of them, how many
-// outputs are before the layer, and how many of these before its own.
+// Calls `work(layer, low, high, before, at)` for each layer with outputs from `first` up to `stop` of all: the layer's own are
+// `low` up to `high`. `before` outputs are of earlier layers, and `at` of those from `first` on.
 template <class Work>
 void by_layers(const Linear& l, int64_t first, int64_t stop, Work work) {
     int64_t before = 0;
@@ -76,7 +78,8 @@ inline Floats load_one(const Float16* x) {
 }
 
 // The products of all rows with n outputs of a transposed weight. Each is a sum in the order of the columns, whatever n is:
-// the outputs after the last whole vector are copied to one. Rows of `out` are `tile` numbers apart, n in whole vectors at least.
+// the outputs after the last whole vector are copied to a vector. Rows of `out` are `tile` numbers apart, which is at least n
+// rounded up to whole vectors.
 template <class T>
 void transposed_products(Queries q, const T* weight, int64_t stride, int64_t n, float* out, int64_t tile) {
     std::fill(out, out + q.rows * tile, 0.0f);
@@ -147,7 +150,7 @@ void compute_all(const Linear& l, int64_t first, int64_t stop, float* into) {
     });
 }
 
-// Writes these outputs where they belong.
+// Writes the outputs from `first` up to `stop` of all to their layers' places in `out`, in the dtype of the input.
 template <class T>
 void put(const Linear& l, int64_t first, int64_t stop, const float* from) {
     by_layers(l, first, stop, [&](const Layer& layer, int64_t low, int64_t high, int64_t before, int64_t at) {
@@ -192,8 +195,8 @@ int64_t run(const Linear& l, int64_t done) {
 
 }  // namespace
 
-// Goes on after `done` ops: of each piece one to compute, and one to wait for each rank. Returns how many are done, which
-// are fewer than all if a wait was long; or a code.
+// A piece has one op to compute it, and one to wait for each rank. Performs the ops from `done` on. Returns how many are done,
+// fewer than all if a wait was long, or a code.
 extern "C" int64_t attnmesh_linear(const Linear* linear, int64_t done) {
     try {
         return linear->dtype == FLOAT32 ? run<float>(*linear, done) : linear->dtype == BFLOAT16 ? run<BFloat16>(*linear, done) : run<Float16>(*linear, done);

@@ -1,6 +1,7 @@
 // Messages between the ranks of a host through shared memory, and the merge of the partials in them.
 //
-// A message of another size than expected is of another call. It becomes one whose checksum fits none.
+// If the message in a box has another size than this rank's own, the two ranks have made different calls. This rank then
+// replaces its own message by a mark that fits no call, so that every rank to which it is passed on finds the difference.
 
 #include <algorithm>
 #include <cfloat>
@@ -31,7 +32,7 @@ void mark_different(const Box& box, char* message, int64_t size) {
     std::memcpy(message, poison ? box.message : (char*)mark, std::min(size, bytes));
 }
 
-// Merges partials, each (checksum of two numbers, lse of each row, out of each row), into the first or anywhere else.
+// Merges partials, each (checksum of two numbers, lse of each row, out of each row). `into` may be the first of them.
 void merge(const float* const* given, int64_t count, int64_t rows, int64_t width, float* into) {
     for (int i = 0; i < 2; i++) {
         float most = given[0][i];
@@ -39,7 +40,7 @@ void merge(const float* const* given, int64_t count, int64_t rows, int64_t width
         into[i] = most;
     }
     for (int64_t r = 0; r < rows; r++) {
-        float weights[MOST_RANKS], peak = -FLT_MAX, total = 0;  // of an empty row the peak is finite, the weights are 0
+        float weights[MOST_RANKS], peak = -FLT_MAX, total = 0;  // in an empty row the peak is finite, and weights are 0
         for (int64_t n = 0; n < count; n++) {
             float lse = given[n][2 + r];
             peak = lse > peak || std::isnan(lse) ? lse : peak;
@@ -68,15 +69,15 @@ enum Kind {
     SEND,   // put the message into a box
     COPY,   // take a message from a box
     MERGE,  // take a message, and merge it into this rank's
-    AWAIT,  // wait for a message of which all are merged at the end, in the order of these operations
-    OWN,    // this rank's own message among those
+    AWAIT,  // wait for a message; at the end all awaited messages are merged, in the order of the operations
+    OWN,    // the place of this rank's own message in that order
     TELL,   // count a message that this rank has written into the box itself
     FULL,   // wait until a box has a message, and leave it there
     EMPTY,  // wait until the message in a box is received
 };
 
 struct Op {
-    int64_t kind, box, count;  // the box as an offset; messages sent before, or received with this one
+    int64_t kind, box, count;  // offset of the box; messages sent before this one, or received with it
 };
 
 // The messages of one merge, or one message. A message that is merged is in float32. `spin` and `sleep` are nanoseconds.
@@ -86,7 +87,8 @@ struct Exchange {
     Op op[];
 };
 
-// Performs the operations from `done` on. Returns how many are done: fewer than all if a wait was long, or interrupted.
+// Performs the operations from `done` on. Returns how many are done: fewer than all if a wait was long, or interrupted. The
+// caller then calls again with this number.
 extern "C" int64_t attnmesh_exchange(const Exchange* e, int64_t done) {
     const float* given[MOST_RANKS];
     int64_t count = 0;

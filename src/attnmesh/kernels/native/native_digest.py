@@ -22,9 +22,9 @@ def digest_on_cpu(x: Tensor) -> int:
 
 
 def digest_of_rows(x: Tensor, start: int, slots: int) -> int:
-    """Return the digest of a tensor of so many slots that is zeros but for x, a run of them from `start` on.
+    """Return the digest of a tensor of `slots` slots that is zeros but for x, the run of slots from `start` on.
 
-    Slots are its third dimension, or its only one. The digest is of the widest integers that rows are made of.
+    Slots are the third dim of x, or its only one. The digest is of the widest integers that rows are made of.
     """
     run = x.flatten(0, 1) if x.ndim == 4 else x[None, :, None]
     function = library().digest_run

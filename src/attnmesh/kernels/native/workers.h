@@ -16,10 +16,10 @@
 
 namespace attnmesh {  // one pool of threads for all files
 
-constexpr int NO_MEMORY = -1, FAILED = -2;  // what a call returns that raised
-constexpr int64_t THREADED_BYTES = 1 << 19;  // what one thread reads sooner than several begin
+constexpr int NO_MEMORY = -1, FAILED = -2;  // what a call returns if it has raised
+constexpr int64_t THREADED_BYTES = 1 << 19;  // bytes that one thread reads in less time than several take to begin
 
-// The code of the exception that is being handled. None may leave the library, or the process would end.
+// The code of the exception that is being handled. No exception may leave the library: it would end the process.
 inline int code_of_exception() noexcept {
     try {
         throw;
@@ -32,7 +32,7 @@ inline int code_of_exception() noexcept {
     }
 }
 
-// Holds signals back, which are for the threads of Python, from threads that start meanwhile.
+// Blocks all signals in threads that start while this object lives: signals are for the threads of Python.
 class SignalsHeld {
   public:
     SignalsHeld() {
@@ -48,8 +48,9 @@ class SignalsHeld {
 
 inline const pid_t LOADER = getpid();  // the process that has loaded this library
 
-// Threads that wait for work: those of PyTorch's OpenMP where there is one, which would spin beside others for a while.
-// A forked child has none of its parent's, and makes its own. Where no more can start, those that there are do the work.
+// Threads that wait for work. Where PyTorch has an OpenMP, these are its threads: after a call they spin for a while, and
+// would take the cores from other threads. A forked child has no thread of its parent, and makes its own. Where no more
+// threads can start, those that run do the work.
 class Workers {
   public:
     template <class Work>
@@ -61,7 +62,7 @@ class Workers {
   private:
     using Function = void (*)(void*);
 
-    static void run_on(int64_t threads, Function call, void* work) {  // no template, or each type had threads of its own
+    static void run_on(int64_t threads, Function call, void* work) {  // no template: each type would have threads of its own
         static const auto openmp = (void (*)(Function, void*, unsigned, unsigned))dlsym(RTLD_DEFAULT, "GOMP_parallel");
         if (openmp && getpid() == LOADER) return may_start(threads) ? openmp(call, work, threads, 0) : call(work);
         static std::mutex one;  // a second caller works alone
@@ -72,7 +73,8 @@ class Workers {
         workers->share(threads - 1, call, work);
     }
 
-    // OpenMP ends the process where a thread cannot start. So as many threads are tried before it first makes them.
+    // OpenMP ends the process if a thread cannot start. So before it first makes `threads` threads, as many are started
+    // here and ended again.
     static bool may_start(int64_t threads) {
         static thread_local int64_t tried = 1;
         if (threads <= tried) return true;

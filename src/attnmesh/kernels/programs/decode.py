@@ -48,11 +48,14 @@ def attend_cache_program(
 ):  # fmt: skip
     """Store the partial of a tile of rows over a part of the slots; `out` is (part, batch, head, query, value_width).
 
-    A part is `block` slots, or if that is 0 an equal share of the slots that any row can see. The positions that a row
-    sees are read from firsts and lasts if BOUNDED, else computed from the mask's left and right. NEAR masks skip old
-    slots. Rows in 8 bits have K_ROW and V_ROW numbers, and then their scales; both are 0 for plain keys and values. If
-    SELECTED, the positions are those of the rows to read, -1 for none, not of all slots in order. The result
-    is NaN if there are more tokens than capacity, or fewer than queries.
+    A part is `block` slots, or if that is 0 an equal share of the slots that any row can see. The result is NaN if
+    there are more tokens than capacity, or fewer than queries.
+
+        BOUNDED        positions that a row sees are read from `firsts` and `lasts`, and otherwise computed from the
+                       mask's `left` and `right`
+        NEAR           the mask hides old tokens, whose slots are skipped
+        K_ROW, V_ROW   numbers of a row in 8 bits, before its scales; 0 for plain keys and values
+        SELECTED       `positions` has the rows to read, -1 for none, and otherwise the position of each slot's token
     """
     part = tl.program_id(0)
     tile = tl.program_id(1)

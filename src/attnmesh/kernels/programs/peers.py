@@ -4,9 +4,10 @@ A rank's memory has flags, one per sending rank and tile of rows, and then two s
 
         [ flags of rank 0 | of rank 1 | ... ][ boxes, even steps: from 0 | from 1 | ... ][ odd steps: from 0 | ... ]
 
-A flag is the number of the last step whose tile is in the box. Each rank counts steps on its device. A rank that is one
-step ahead writes into the other set. No rank is two steps ahead, since it needs a message of every rank for each step,
-and a rank sends the next message after it has read the last.
+A flag is the number of the last step whose tile is in the box. Each rank counts steps on its device. Two sets of boxes
+are enough. Rank A, done with step 4, writes its message of step 5 into the odd set while rank B still reads the even
+set. A writes step 6 into the even set only after it has received B's message of step 5, and B sends this message after
+it has read all messages of step 4.
 """
 
 import triton
