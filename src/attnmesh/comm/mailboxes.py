@@ -259,13 +259,13 @@ class Mailboxes:
         return CounterWait(peer, box // 8 + RECEIVED_WORD * sends, count)
 
     def _send_operation(self, peer: int) -> MailboxOperation:
-        """Return the operation that sends the next message to a peer."""
+        """Return the operation that sends the next message to a peer. The message counts as sent."""
         operation = SEND, peer, *self._next(peer, sends=True)
         self.sent[peer] += 1
         return operation
 
     def _receive_operation(self, kind: OperationKind, peer: int) -> MailboxOperation:
-        """Return the operation that receives the next message of a peer."""
+        """Return the operation that receives the next message of a peer. The message counts as received."""
         operation = kind, peer, *self._next(peer, sends=False)
         self.received[peer] += 1
         return operation

@@ -313,7 +313,6 @@ class DeviceTransport(Transport):
 
 
 def _wide(form: MessageForm) -> MessageForm:
-    """Return the form whose `out` has the dtype of lse."""
     return form if form.out_dtype == form.lse_dtype else replace(form, out_dtype=form.lse_dtype)
 
 

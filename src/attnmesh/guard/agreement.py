@@ -209,6 +209,5 @@ def prepare_merges(axis: Axis) -> None:
 
 
 def _mark(error: Exception) -> Exception:
-    """Mark an error as one that all ranks raise, and return it."""
     setattr(error, RAISED_ON_ALL_RANKS, True)
     return error
