@@ -142,7 +142,7 @@ def _missing(ranks: Sequence[int], *, late: bool) -> list[int]:
 
         notes                                                lost ranks
         some name ranks                                      those named
-        a suspect has left none by the end of the period     the suspect; if it was `late`, its host too (`_with_hosts`)
+        a suspect has left none by the end of the period     the suspect; if `late`, also hosts without any note
         all have left one, but without names                 the only suspect; nobody if there are several
         none can be read                                     by `_cut_off`
 

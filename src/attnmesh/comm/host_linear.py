@@ -61,7 +61,7 @@ Weights = tuple[Tensor, Tensor | None]
 
 
 def memory_of(weight: Tensor, bias: Tensor | None) -> tuple[object, ...]:
-    """Return where the numbers of a layer are, and of what kind: a call reads them there."""
+    """Return the addresses, shapes, strides and dtypes of a layer's tensors, which a call reads in place."""
     memory = weight.data_ptr(), weight.shape, weight.stride(), weight.dtype
     return memory if bias is None else (*memory, bias.data_ptr(), bias.shape, bias.stride(), bias.dtype)
 

@@ -54,7 +54,8 @@ class Transport:
     def __init__(self, axis: Axis, device: torch.device) -> None:
         self.axis, self.device = axis, device
         if axis.size > 1:
-            agreed_hosts(axis)  # collective: in a first merge, a rank that merges directly would not call it
+            # Collective, so called here: in a first merge only ranks that merge by a tree would call it.
+            agreed_hosts(axis)
 
     def post(self, posts: Sequence[P2PMessage], activity: str, *, is_fixed_size: bool = False) -> list[Wait]:
         """Begin to send and receive all messages at once. Return a wait for each of them; with NCCL one for all.

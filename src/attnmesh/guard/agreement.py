@@ -36,7 +36,7 @@ Fields = Mapping[str, object] | Callable[[], Mapping[str, object]] | str
 """Arguments that must be equal: by name, or what returns them once they are checked, or the text of the call."""
 
 RAISED_ON_ALL_RANKS = "raised_on_all_ranks"
-"""Attribute of an error that all ranks of a mesh raise. A rank shares it no second time: the others have left."""
+"""Attribute of an error that all ranks of a mesh raise. A rank does not share it again: no other would answer."""
 
 
 def may_compare(device: torch.device) -> bool:
@@ -159,9 +159,10 @@ class CallGuard:
         True      every call                    every call
         False     no call                       no call
 
-    On GPUs a later call may be new to one rank alone. Rank A knows the call and begins its exchange at once. Rank B
-    does not know it: in a comparison B would wait for A, which compares nothing. So B compares no such call, unless the
-    call ends in a merge. There B first joins A's merge with a question: see `MergeAgreement`.
+    On GPUs a later call may be new to rank B alone. Rank A knows the call and begins its exchange at once. If B
+    compared, it would wait for A, which compares nothing. So B does not compare it.
+
+    Calls that end in a merge follow the table of `MergeAgreement` instead. There B joins A's merge with a question.
     """
 
     def __init__(self, mesh: RankMesh, device: torch.device, checked: bool | None) -> None:
@@ -170,10 +171,10 @@ class CallGuard:
         self.known: Memo[bool] = Memo()  # by name, or by facts
         self.last_known: object = None  # facts of the last merge whose checksum stayed on the device
         self.repeat_last_merge: Callable[[], Tensor] | None = None
-        """Sends the messages of that merge again, with `QUESTION` for a checksum, and returns the merged checksum."""
+        """Sends the messages of the last merge again, with `QUESTION` for a checksum. Returns the merged checksum."""
 
     def will_compare(self, name: str, *, always: bool = False) -> bool:
-        """Return whether ranks compare the next call of this name: as the class says, or `always`. None in a graph."""
+        """Return whether ranks compare the next call of this name, by the table or `always`, but never in a graph."""
         if self.is_alone:
             return False
         is_new = not self.known if self.device.type == "cuda" else name not in self.known

@@ -20,7 +20,7 @@ class MergeDescription(NamedTuple):
     fields: Fields
     """Arguments that must be equal. Ranks compare them after a question, or after a merge of unequal checksums."""
     ask: Callable[[], Tensor] | None
-    """Sends a question in messages of this call's sizes, and returns the merged checksum. None if none repeats them."""
+    """Sends a question in messages of this call's sizes. Returns the merged checksum. None if no question uses them."""
 
 
 class MergeAgreement:
@@ -47,8 +47,8 @@ class MergeAgreement:
     *A collective* hangs or crashes where messages have unequal sizes. Calls that merge by one are compared before, on
     CPUs too.
 
-    *An error* of this rank before its merge, as in a check, is raised by `raise_through_merge`. The others are in their
-    merge and wait for this rank. By `poison` it takes part in that merge without a call, so that they find the error.
+    *An error* of rank A before its merge, as in a check, is raised by `raise_through_merge`. Rank B is in its merge and
+    waits for A. By `poison`, or by a question, A takes part in B's merge without a call, so that B finds the error.
 
         if agreement.compare_before_merge(description):
             try:

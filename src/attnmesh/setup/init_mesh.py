@@ -115,7 +115,7 @@ def split_mesh(
             given = "x".join(map(str, split_shape))
             raise MeshError("split_mesh shape", f"a shape of {mesh.size()} ranks", given, 'pass shape="auto"')
         agreement.compare(with_versions({"shape": split_shape, "q_heads": q_heads, "kv_heads": kv_heads}))
-    # As many numbers on every rank: the shapes were compared.
+    # Every rank sends equally many numbers, since the shapes were compared.
     groups = check_groups("split_mesh mesh", all_gather_ints(mesh.mesh.flatten().tolist(), world_mesh()))
     grid = torch.tensor(groups, device="cpu").view(len(groups), *split_shape)
     return DeviceMesh(mesh.device_type, grid, mesh_dim_names=("others", *AXES))[AXES]

@@ -45,7 +45,7 @@ class MeasuredRanks:
         return [[host[index % len(host)] for host in self.hosts] for index in range(max(map(len, self.hosts)))]
 
     def line(self, *, between: bool) -> list[int]:
-        """Return the ranks of this one's line, from this one on."""
+        """Return the ranks of this rank's line, from this rank on, and then those before it."""
         host, index = self.host_and_index
         lines = self.lines(between=between)
         own_line, place = (lines[index], host) if between else (lines[host], index)
