@@ -46,9 +46,9 @@ class CallsDifferError(Exception):
 def call_checksum(
     tensors: Sequence[Tensor], call_hash: int, length: Tensor, like: Tensor, into: Tensor | None
 ) -> Tensor:
-    """Return the checksum of a call, in `into` if given: of its hash, the bits of `tensors`, and a cache's tokens.
+    """Return the checksum of a call: of its hash, the bits of `tensors`, and the tokens of a cache.
 
-    The first number of `length` counts these tokens.
+    The first number of `length` counts these tokens. The checksum is written to `into` if that is given.
     """
     fits = len(tensors) <= 2 and sum(x.numel() for x in tensors) <= SUM_ELEMENTS  # one program is faster than PyTorch
     if fits and use_triton(like):

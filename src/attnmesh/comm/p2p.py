@@ -176,7 +176,7 @@ def all_to_all_tokens(parts: Sequence[Tensor], counts: Sequence[int], axis: Axis
 
 
 def is_run(tokens: Tensor) -> bool:
-    """Return whether ascending indices, one or more, are consecutive. `take_tokens` then returns views."""
+    """Return whether ascending indices are consecutive, and at least one. `take_tokens` then returns views."""
     return len(tokens) > 0 and int(tokens[-1]) - int(tokens[0]) == len(tokens) - 1
 
 

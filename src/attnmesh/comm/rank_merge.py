@@ -34,7 +34,7 @@ class RequestedMerge(NamedTuple):
     """True to merge even ranks with odd ranks in the last round. False to merge ranks of a host first."""
 
     def run(self, partial: Partial, checksum: Tensor, message: Tensor | None = None) -> tuple[Partial, Tensor]:
-        """Return the merge of all ranks, and the maximum of their checksums. `out` is NaN if the checksums differ.
+        """Return the merged partial of all ranks, and their highest checksum. `out` is NaN if checksums differ.
 
         Args:
             partial: Attention over this rank's keys.

@@ -97,7 +97,7 @@ class MergeAgreement:
         return True
 
     def check_merged(self, description: MergeDescription, checksum: Tensor) -> None:
-        """Raise on all ranks if the merged checksum shows that their calls differ.
+        """Raise on all ranks if the checksum shows that calls differ.
 
         Where the checksum stays on the device, nothing is read. The call is known from now on, and its messages are
         those that a later question repeats.

@@ -119,6 +119,7 @@ def _forward_heads(gathered: GatheredGroup, task: Task) -> Partial:
 
 
 def _attend_step(task: Task, step: TaskStep, q: Tensor, kv: Tensors) -> Partial:
+    """Return the partial over keys and values, or over latents."""
     if task.projection is not None:
         return task.projection.attend(step.kernel, q, kv[0], step.band, task.spec.scaling, step.counts)
     return attend_band(step.kernel, q, kv[0], kv[1], step.band, task.spec.scaling, step.counts)
@@ -289,7 +290,7 @@ def _kv_by_step(kv: Tensors, task: Task) -> Iterator[Tensors]:
 
 
 def _merge_returned(parts: Returned, total: Tensors) -> None:
-    """Merge partials of some of this rank's queries into the partial of all its queries."""
+    """Merge partials of some of this rank's queries into `total`, the partial of all of them."""
     for tokens, part in parts:
         merged = take_tokens(total, tokens)
         merge_into(Partial(*merged), Partial(*part))

@@ -112,7 +112,7 @@ def _prepare_compared(
     *,
     has_signature: bool,
 ) -> PreparedAttention:
-    """Return what is prepared, once ranks have compared the call and told each other how many tokens they have."""
+    """Compare the call, and return what is prepared. Ranks also tell each other how many tokens they have."""
     comparison = None if known is None else known.comparison
     with Agreement(mesh, "attention") as agreement:
         if comparison is not None:

@@ -98,7 +98,7 @@ class Task:
 def task_of(
     spec: AttentionSpec, q_heads: int, qkv: tuple[Tensor, Tensor, Tensor], latent_widths: LatentWidths | None = None
 ) -> Task:
-    """Return this rank's task. It is made once for tensors of these shapes.
+    """Return this rank's task, made once for tensors of these shapes.
 
     `q_heads` counts the query heads of all ranks. The tensors may have this rank's share of the heads alone.
     """
