@@ -1,4 +1,4 @@
-"""Comparisons of calls as mailboxes know them: announced before, and what is dropped where calls have differed."""
+"""What mailboxes do for a comparison of calls: announce it, and drop messages where calls have differed."""
 
 from collections.abc import Sequence
 
@@ -11,13 +11,17 @@ from attnmesh.runtime.world import cached_per_world
 
 
 def announce_comparison(mesh: RankMesh) -> None:
-    """Tell the mesh that this rank begins to compare its call. Ranks that wait for another call's message learn it."""
+    """Publish in mailboxes that this rank begins to compare its call.
+
+    If rank A compares its call while rank B waits in a merge for a message of A, that message never comes. B sees what
+    A has published, raises `CallsDifferError`, and compares too.
+    """
     for mailboxes in _mailboxes_of(mesh, len(OPEN_MAILBOXES)):
         mailboxes.announce_comparison()
 
 
 def drop_unreceived(mesh: RankMesh) -> None:
-    """Drop the messages that no call has received, between two exchanges of numbers."""
+    """Drop all messages that no call has received. Ranks call it between two exchanges of numbers: none sends then."""
     for mailboxes in _mailboxes_of(mesh, len(OPEN_MAILBOXES)):
         drop_pending_of(mailboxes)
         mailboxes.drop_unreceived()
@@ -25,9 +29,9 @@ def drop_unreceived(mesh: RankMesh) -> None:
 
 @cached_per_world(1024)
 def _mailboxes_of(mesh: RankMesh, _: int) -> list[Mailboxes]:
-    """Return the mailboxes between ranks of the mesh: those of one of its axes, or of all its ranks.
+    """Return the mailboxes between ranks of the mesh: of one of its axes, or of all its ranks.
 
-    They are found anew where the process has got more mailboxes: their number is a part of the key.
+    The second argument is the number of open mailboxes: with more of them the cached result does not hold.
     """
     lines = [frozenset(dist.get_process_group_ranks(axis.group)) for axis in mesh.axes if axis.group is not None]
     return [boxes for boxes in tuple(OPEN_MAILBOXES) if boxes.ranks in lines or _are_all(boxes.ranks, mesh, lines)]

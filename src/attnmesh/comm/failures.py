@@ -1,9 +1,10 @@
 """Failures of ranks: every survivor raises the same `RankFailure`, which names the ranks, the step and the axis.
 
-A rank that loses a peer leaves a note in the store that all ranks share, and closes its connections. Every rank that
-waits for it then finds a broken connection at once and reads the note, so it names the lost rank and not the messenger.
-A host whose ranks all leave no note is lost as a whole. A rank that cannot reach the store has lost rank 0, which keeps
-the store, and all ranks on that host.
+Rank A loses rank C: A leaves a note with C's number in the store that all ranks share, and closes its connections.
+Rank B, which waits for A, finds a broken connection at once. B reads A's note, and so names C and not A.
+
+If no rank of a host leaves a note, the whole host is lost. A rank that cannot reach the store has lost rank 0, which
+keeps the store, and all ranks on the host of rank 0.
 """
 
 import json
@@ -26,7 +27,10 @@ from attnmesh.mesh.axes import Axis, backends
 from attnmesh.runtime.world import WORLD
 
 GRACE_PERIOD = 2.0
-"""Seconds for a silent rank to leave a note, as it may be waiting itself; and for the store to answer."""
+"""Seconds in which a silent rank may leave a note, as it may be waiting itself; and in which the store may answer.
+
+Survivors wait for notes twice as long at most: docs/faults.md says that they raise within five seconds.
+"""
 
 MAX_DEADLINE = 1e8
 """Seconds below which a deadline is accepted: three years."""
@@ -90,13 +94,15 @@ def run_collective(axis: Axis, activity: str, op: Any, *arguments: Any) -> None:
 
 
 def disconnect_and_diagnose(axis: Axis, activity: str, peer: int | None, error: RuntimeError) -> RankFailure:
-    """Leave a note, close the connections, and return the failure that an exchange's error stands for.
+    """Leave a note, close the connections, wait for the notes of others, and return the failure of an exchange.
 
-    It is of a peer along the axis, or of any of its ranks. Waits for the notes of others.
+    `error` is the error of the exchange. `peer` is the index along the axis of the rank that it waited for, or None for
+    all ranks of the axis.
     """
     ranks = dist.get_process_group_ranks(axis.group)
     suspects = [rank for rank in ranks if rank != dist.get_rank()] if peer is None else [ranks[peer]]
-    late = peer is None or "timed out" in str(error).lower()  # else a connection broke: its peer is lost, or closed it
+    # If nothing was late, a connection broke: the peer is lost, or has closed it.
+    late = peer is None or "timed out" in str(error).lower()
     why = str(error).splitlines()[0] if str(error) else type(error).__name__
     _report(suspects, activity, axis, why)
     reachable = _leave_note([])  # alive, and no suspicion yet
@@ -110,7 +116,7 @@ def disconnect_and_diagnose(axis: Axis, activity: str, peer: int | None, error: 
 
 
 def _likely_cause(late: bool, is_this_rank: bool) -> str:
-    """Return what may have made a rank late, as the end of its own message or of one that waited for it."""
+    """Return what may have made a rank late, to end the text of its own error, or of a rank that waited for it."""
     compiler: Any = sys.modules.get("torch._dynamo.utils")
     cause = "; the other ranks had given this one up at their deadline" if is_this_rank else ""
     if (late or is_this_rank) and compiler is not None and compiler.counters["stats"]:
@@ -119,10 +125,10 @@ def _likely_cause(late: bool, is_this_rank: bool) -> str:
 
 
 def _report(suspects: Sequence[int], activity: str, axis: Axis, why: str) -> None:
-    """Print the first failure of this rank before the others learn of it.
+    """Print the first failure of this rank, before it closes its connections.
 
-    They may wait elsewhere, as in a barrier, and end with an error of the backend; then torchrun ends this rank before
-    its own error is seen.
+    After that the others may end at once with an error of the backend, as in a barrier, and torchrun ends this rank
+    before its own error is printed.
     """
     if not WORLD.has_failed:
         WORLD.has_failed = True
@@ -132,10 +138,16 @@ def _report(suspects: Sequence[int], activity: str, axis: Axis, why: str) -> Non
 
 
 def _missing(ranks: Sequence[int], *, late: bool) -> list[int]:
-    """Return the ranks without a note, or the ranks that the notes of these ranks and their hosts name.
+    """Return the lost ranks, by the notes of the suspected `ranks` and of the other ranks of their hosts.
 
-    A broken connection proves more than a late message, but not at once: gloo breaks all connections of a rank that
-    timed out before it can leave its note. A note without names is of a rank that is still reading notes itself.
+        notes                                                lost ranks
+        some name ranks                                      those named
+        a suspect has left none by the end of the period     the suspect; if `late`, also hosts without any note
+        all have left one, but without names                 the only suspect; nobody if there are several
+        none can be read                                     by `_cut_off`
+
+    A rank whose note has no names is still reading notes. The period is shorter for a broken connection, which proves
+    more than a late message. It is not 0: gloo breaks the connections of a rank that timed out before its note is left.
     """
     start = time.monotonic()
     timeout = GRACE_PERIOD if late else GRACE_PERIOD / 2
@@ -160,7 +172,7 @@ def _with_hosts(silent: Sequence[int], notes: Mapping[int, list[int] | None]) ->
 
 
 def _outlast_readers(missing: Sequence[int]) -> None:
-    """Wait until the others have named the missing ranks: rank 0 may keep the store, which ends with it."""
+    """Wait until the others have named the missing ranks. Rank 0 calls it: the store may end with its process."""
     survivors = [rank for rank in range(1, dist.get_world_size()) if rank not in missing]
     end = time.monotonic() + GRACE_PERIOD
     while time.monotonic() < end and (notes := _notes(survivors)) is not None and not all(notes.values()):
@@ -168,7 +180,10 @@ def _outlast_readers(missing: Sequence[int]) -> None:
 
 
 def _cut_off(ranks: Sequence[int]) -> list[int]:
-    """Return the missing ranks as seen without the store: rank 0, which keeps it, and all of its host if remote."""
+    """Return the missing ranks where the store is out of reach.
+
+    Rank 0, which keeps it, names the only suspect. The ranks of its host name rank 0; all others name the whole host.
+    """
     keepers = _with_neighbours([0])
     rank = dist.get_rank()
     if rank == 0:
@@ -189,7 +204,7 @@ def _with_neighbours(ranks: Sequence[int]) -> list[int]:
 
 
 def _notes(ranks: Sequence[int]) -> dict[int, list[int] | None] | None:
-    """Return the ranks that each note names, None for a rank without a note; None if the store is out of reach."""
+    """Return, by rank, the ranks that its note names; None without a note. Return None if no store is in reach."""
 
     def read(store: Any) -> dict[int, list[int] | None]:
         random_ids = {rank: process.random_id for rank, process in WORLD.processes.items()}
@@ -201,7 +216,7 @@ def _notes(ranks: Sequence[int]) -> dict[int, list[int] | None] | None:
 
 def _leave_note(missing: Sequence[int]) -> bool:
     """Write the ranks that this rank misses. Return whether the store has them."""
-    keys = [_key(dist.get_rank(), known) for known in (None, WORLD.random_id)]  # ranks may know its process, or not
+    keys = [_key(dist.get_rank(), known) for known in (None, WORLD.random_id)]  # readers may know this process, or not
 
     def write(store: Any) -> bool:
         for key in keys:
@@ -226,7 +241,7 @@ def _within_grace(ask: Callable[[Any], Any]) -> Any:
 
 
 def _key(rank: int, random_id: int | None) -> str:
-    """Return the key of a rank's note. The random number tells it from one of another job that reached this store."""
+    """Return the key of a rank's note. `random_id` tells it from the note of another job that reached this store."""
     return f"attnmesh lost {rank}" if random_id is None else f"attnmesh lost {rank} {random_id}"
 
 

@@ -14,7 +14,7 @@ from attnmesh.runtime.world import collective_once
 def all_gather_ints(numbers: Sequence[int], mesh: RankMesh) -> list[list[int]]:
     """Return the int64 values of all ranks of a mesh by shard. Inside a host `dist_all_gather_ints` takes longer.
 
-    The transports that it needs are made at the first call, with other exchanges than later calls have.
+    Collective. The first call also makes the transports of the axes, by exchanges that later calls do not have.
     """
     flat = [*numbers]
     for transport in _agreed_transports(mesh):
@@ -33,5 +33,5 @@ def all_gather_texts(text: str, mesh: RankMesh) -> list[str]:
 @collective_once
 def _agreed_transports(mesh: RankMesh) -> list[Transport]:
     """Return the transports along the axes of several ranks, the innermost first."""
-    agreed_mesh_hosts(mesh)  # cached now: after a failure the hosts of lost ranks cannot be found
+    agreed_mesh_hosts(mesh)  # found now: after a failure nobody can ask lost ranks for their hosts
     return [agreed_transport(axis, torch.device("cpu")) for axis in reversed(mesh.axes) if axis.size > 1]

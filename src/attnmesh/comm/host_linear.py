@@ -33,10 +33,10 @@ CALL, FIXED, LAYER = struct.Struct("2P4q"), struct.Struct("P10q"), struct.Struct
 """Fields of `Linear` in `linear.cpp`: those of each call, those of all calls of the layers, and those of each layer."""
 
 MAX_SHARED_ROWS = {torch.float32: 160, torch.bfloat16: 16, torch.float16: 16}
-"""Rows of a call at most. PyTorch multiplies more of them sooner on one rank, on some processors."""
+"""Rows of a call at most, by dtype. On some processors PyTorch multiplies more rows sooner on one rank."""
 
 COLUMN_MULTIPLE = 32
-"""Divisor of the columns of a weight: the widest vectors hold so many numbers of two loads."""
+"""Divisor of the columns of a weight: `PAIR` of `vectors.h`, the numbers of two loads, for the widest vectors."""
 
 HALF = MESSAGE_BYTES // 2
 """Bytes of a half of a board."""
@@ -48,10 +48,10 @@ BOARD_BYTES = HALF - TAG_BYTES
 """Bytes of outputs that a rank writes between two exchanges, at most."""
 
 TAG_ROWS = 256
-"""Number of rows that no call has, by which the tags of calls differ."""
+"""Factor of a call's tag, `number * TAG_ROWS + rows`. It is above the rows of any call, so tags of calls differ."""
 
 DIFFERENT_CALL = -3
-"""Code of a call if rank 0 of the axis has made another one, and one less for each next rank.
+"""Code of a native call if rank 0 of the axis has made another call; `DIFFERENT_CALL - r` if rank r has.
 
 Other codes below 0 are of exceptions in C++.
 """
@@ -61,19 +61,20 @@ Weights = tuple[Tensor, Tensor | None]
 
 
 def memory_of(weight: Tensor, bias: Tensor | None) -> tuple[object, ...]:
-    """Return where the numbers of a layer are, and of what kind: a call reads them there."""
+    """Return the addresses, shapes, strides and dtypes of a layer's tensors, which a call reads in place."""
     memory = weight.data_ptr(), weight.shape, weight.stride(), weight.dtype
     return memory if bias is None else (*memory, bias.data_ptr(), bias.shape, bias.stride(), bias.dtype)
 
 
 class LayerBoards:
-    """Boards for the outputs of layers that ranks of an axis share, of all models; none for one rank."""
+    """Boards of an axis for the outputs of the layers that its ranks share, of all models. One rank has none."""
 
     def __init__(self, axis: Axis, mailboxes: Mailboxes | None) -> None:
         self.axis, self.mailboxes = axis, mailboxes
         self.lock = RLock()
-        """Lock of the thread whose step the ranks share."""
+        """Lock that a thread holds while the ranks share its step."""
         self.taken = 0
+        """Numbers of layers that are in use."""
 
     @property
     def drops(self) -> int:
@@ -81,7 +82,7 @@ class LayerBoards:
         return 0 if self.mailboxes is None else self.mailboxes.drops
 
     def take_numbers(self, count: int) -> int:
-        """Return the first of so many numbers of layers that no other layer has."""
+        """Take `count` consecutive numbers that no other layer has, and return the first."""
         self.taken += count
         return self.taken - count
 
@@ -98,9 +99,10 @@ def _agreed_boards(axis: Axis) -> LayerBoards | None:
 
 
 class HostLinear:
-    """Layers of one input. `number` tells them from the others that the ranks of the axis share.
+    """Layers of one input. `number` tells them from all other layers that the ranks of the axis share.
 
-    The ranks of the axis have the same weights, and call the same layers with the same input in the same order.
+    Collective: the ranks of the axis hold the same weights, and call the same layers with the same inputs in the same
+    order.
     """
 
     def __init__(self, number: int, layers: Sequence[Weights], axis: Axis, mailboxes: Mailboxes | None) -> None:
@@ -126,12 +128,12 @@ class HostLinear:
 
     @staticmethod
     def takes(weight: Tensor, bias: Tensor | None) -> bool:
-        """Return whether the native call takes a layer of these weights."""
+        """Return whether the native call takes a layer of these weights, as they are."""
         return weight.is_cpu and (bias is None or bias.is_cpu) and HostLinear.would_take(weight, bias)
 
     @staticmethod
     def would_take(weight: Tensor, bias: Tensor | None) -> bool:
-        """Return whether the native call takes a layer of such weights on a CPU: of outputs or columns in a row."""
+        """Return whether the native call would take these weights on a CPU. One dim of each has the stride 1."""
         tensors = [weight] if bias is None else [weight, bias]
         plain = all(type(x) in (Tensor, Parameter) and 1 in x.stride() for x in tensors)
         alike = bias is None or (bias.dtype == weight.dtype and bias.shape == weight.shape[:1])
@@ -146,7 +148,7 @@ class HostLinear:
     def run(self, x: Tensor) -> Sequence[Tensor]:
         """Return the outputs of each layer for a contiguous input of at most `MAX_SHARED_ROWS`.
 
-        Raise `CallsDifferError` if other ranks have called other layers, or of another number of rows.
+        Raise `CallsDifferError` if another rank has called other layers, or these with another number of rows.
         """
         rows = x.numel() // x.shape[-1]
         mailboxes = self.mailboxes

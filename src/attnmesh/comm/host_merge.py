@@ -45,8 +45,8 @@ class HostMerge:
     def blank_message(self) -> BlankMessage:
         """Return memory for a message. `run` writes its checksum.
 
-        Rows of out begin at a multiple of 64 bytes, as in a tensor of their own. Products of matrices may round
-        otherwise elsewhere, and ranks would go on with other bits.
+        `out` begins at a multiple of 64 bytes, as a tensor of its own does. Elsewhere a product of matrices may round
+        differently: two ranks would go on with different bits.
         """
         message = torch.empty(self.numbers, dtype=torch.float32, device="cpu")[self.padding_numbers :]
         out, lse = message[self.out].view(self.shape), message[self.lse].view(self.shape[:-1])
@@ -67,7 +67,7 @@ class HostMerge:
             merge_in_host(message, self.rows, self.width, self.axis, self.mailboxes, self.rounds)
             if traffic is not None:
                 traffic.merges.append(perf_counter() - began)
-        except CallsDifferError:  # a peer compares its call: give up the merge as unequal, and compare too
+        except CallsDifferError:  # of a peer that compares its call: the caller sees unequal calls, and compares too
             message[self.checksum] = UNEQUAL_CHECKSUM
             return False
         first, second = cast(tuple[float, float], CHECKSUM.unpack(string_at(start, CHECKSUM.size)))
@@ -90,7 +90,7 @@ def agreed_host_merge(axis: Axis, shape: tuple[int, ...], merge: Merge) -> HostM
 def merge_in_host(
     message: Tensor, rows: int, width: int, axis: Axis, mailboxes: Mailboxes, own_rounds: Sequence[Round] | None
 ) -> None:
-    """Merge with ranks of this host in one native call, in place: by rounds of a tree, or all at once without any."""
+    """Merge with ranks of this host in one native call, in place: by `own_rounds` of a tree, or all at once if None."""
     try:
         if PENDING_MESSAGES:
             finish_pending_of(mailboxes)

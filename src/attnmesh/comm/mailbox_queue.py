@@ -1,7 +1,8 @@
 """Pending messages: those under way through the mailboxes of a host, which are sent and received in order.
 
-A box holds one message. The next one waits until it is free. Each wait of this rank moves all messages that can move,
-not only the awaited one: two ranks that each wait to send the next one would wait for ever. While this rank waits for
+A box holds one message: the next waits until the box is free. Ranks A and B each send two messages to the other, and
+then receive two. A's second message waits until B takes the first, and B's until A takes the first. Both would wait for
+ever if a wait moved the awaited message alone. So each wait moves all messages that can move. While this rank waits for
 its process group, a thread moves them.
 """
 
@@ -18,14 +19,17 @@ from attnmesh.comm.mismatch import CallsDifferError
 from attnmesh.runtime.world import WORLD
 
 MAX_WAIT = 0.0002
-"""Seconds of a wait at most while other messages may move."""
+"""Seconds between two looks at all messages under way, at most. More delays them, less wakes the rank for nothing.
+
+It is a choice: no bench measures it.
+"""
 
 
 @dataclass(eq=False)
 class PendingMessage:
-    """A message of bytes to a peer, or memory for the next one from it. Those of one `line` move in order.
+    """A message of bytes to a peer, or memory for the next one from it.
 
-    With `is_fixed_size`, one of another size than `message` is of another call.
+    Messages of one `line`, to one peer or from it, move in the order in which they began.
     """
 
     mailboxes: Mailboxes
@@ -34,8 +38,11 @@ class PendingMessage:
     on_lost_peer: Callable[[int, RuntimeError], Exception]
     """Returns the error for a lost peer."""
     sends: bool
+    """True for a message to the peer, False for one from it."""
     is_fixed_size: bool = False
+    """True if a message of another size than `message` shows that the peer makes another call."""
     differs: bool = False
+    """True once a message has shown that."""
 
     def __post_init__(self) -> None:
         self.line = id(self.mailboxes), self.peer, self.sends
@@ -45,7 +52,7 @@ PENDING_MESSAGES: list[PendingMessage] = []
 """Messages under way, of all threads."""
 
 LOCK = Lock()
-"""Guards them."""
+"""Lock of `PENDING_MESSAGES`."""
 
 WORLD.on_close(PENDING_MESSAGES.clear)
 
@@ -85,20 +92,20 @@ def _wait_for(pending: PendingMessage) -> None:
 
 
 def finish_pending_of(mailboxes: Mailboxes) -> None:
-    """Finish the messages of a call that was broken off, which come before what is sent by these mailboxes next."""
+    """Wait for the messages that a broken-off call has left: boxes keep their order, so they precede the next ones."""
     for pending in tuple(PENDING_MESSAGES):
         if pending.mailboxes is mailboxes:
             finish_pending(pending)
 
 
 def drop_pending_of(mailboxes: Mailboxes) -> None:
-    """Forget the messages of calls that were broken off. Only those in the boxes were sent."""
+    """Forget the pending messages of broken-off calls. What is in a box already, `Mailboxes.drop_unreceived` drops."""
     with LOCK:
         PENDING_MESSAGES[:] = [pending for pending in PENDING_MESSAGES if pending.mailboxes is not mailboxes]
 
 
 def _move() -> bool:
-    """Move all messages that need not wait, each after those before it on its line. Return whether any has moved."""
+    """Move each message that need not wait, unless one before it on its line waits. Return whether any has moved."""
     with LOCK:
         count = len(PENDING_MESSAGES)
         waiting = set[tuple[int, int, bool]]()
@@ -118,7 +125,7 @@ def _move() -> bool:
 
 @contextmanager
 def moved_by_thread() -> Iterator[None]:
-    """Move messages by a thread, as long as this one waits for something else. Then raise the thread's error."""
+    """Move messages by another thread while this one waits for its process group. Then raise that thread's error."""
     ended = Event()
     errors = list[Exception]()
 

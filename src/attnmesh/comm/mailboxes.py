@@ -1,12 +1,16 @@
 """Mailboxes in shared memory: short messages between ranks of one host, without sockets and without locks.
 
 Each ordered pair of ranks has one box with two counters: messages sent, which the sender alone raises, and messages
-received, which the receiver alone raises. The box is empty where they are equal. A rank's box to itself is its board:
-what it writes there all others read. Outputs of layers that ranks share have boards of their own, after the boxes.
+received, which the receiver alone raises. The box is empty where both are equal. A rank's box to itself is its board:
+all other ranks read what it writes there. Outputs of layers that ranks share have boards of their own, after the boxes.
+
+    rank A    sent == received: writes the message, then raises sent to 1
+    rank B    waits for sent to reach 1, reads the message, then raises received to 1
+    rank A    waits for received to reach 1 before it writes the next message
 
 A message, a whole merge, or a shared layer is one call of the native library. A rank that waits sleeps until another
-wakes it. Ranks use sockets where one of a host has no library, where memory cannot be shared, and on processors of
-another kind.
+wakes it. Ranks use sockets where a rank of the host has no library, where memory cannot be shared, and on processors
+that are not in `PROCESSORS`.
 """
 
 import fcntl
@@ -35,7 +39,7 @@ from attnmesh.runtime.processes import RunningProcess
 from attnmesh.runtime.world import WORLD
 
 MESSAGE_BYTES = 1 << 18
-"""Bytes of the longest message. Receivers have room for as many, also where they expect fewer."""
+"""Bytes of the longest message. A receiver has room for all of them, also where it expects a shorter message."""
 
 MAX_MEMORY = 1 << 26
 """Bytes of the mailboxes of a host at most."""
@@ -46,7 +50,7 @@ BOX_HEADER_BYTES = 128
 MAX_MEMBERS = max(
     ranks for ranks in range(64) if ranks * (ranks + 1) * (BOX_HEADER_BYTES + MESSAGE_BYTES) <= MAX_MEMORY
 )
-"""Ranks of a host at most, 15. More of them use sockets."""
+"""Ranks of a host at most, 15. Hosts with more ranks use sockets."""
 
 SIZE_WORD = 2
 """Word of a box that holds the bytes of its last message. Word 0 counts the messages that were sent."""
@@ -67,13 +71,17 @@ WORDS = MAX_MEMORY // 8
 """Words of the mailboxes of a host at most."""
 
 PROCESSORS = ("x86_64", "amd64", "AMD64")
-"""Kinds of processors that this was tested on. They see the stores of another one in program order."""
+"""Kinds of processors that this was tested on. One sees the stores of another in the order of its program."""
 
 SPIN = 50e-6
-"""Seconds that a waiting rank stays awake before it sleeps, where every rank of the host has a core."""
+"""Seconds that a waiting rank stays awake before it sleeps, where every rank of the host has a core.
+
+More keeps cores busy in longer waits; less adds a system call on either side to more messages. It is a choice: no bench
+measures it.
+"""
 
 CHECK_INTERVAL = 0.5
-"""Seconds between two checks that the other process is alive."""
+"""Seconds between two checks that the other process is alive, and makes the same call."""
 
 FOLDER = Path("/dev/shm")
 
@@ -84,7 +92,7 @@ MAX_NUMBERS = MESSAGE_BYTES // 16
 """Numbers of an exchange by the boards at most: half of a board."""
 
 NativeCall = Callable[[bytes, int], int]
-"""A native call of packed fields and of operations that are done. Returns how many operations are done."""
+"""A native call of packed fields and the number of operations that are done. Returns that number after the call."""
 
 FIELDS, OPERATION = struct.Struct("2P6q"), struct.Struct("3q")
 """Fields of `Exchange` and `Op` in `mailbox.cpp`."""
@@ -97,23 +105,24 @@ class OperationKind(IntEnum):
     COPY = 1  # take a message
     MERGE = 2  # take a message, and merge it into the own
     AWAIT = 3  # wait for one of many messages that are merged at the end
-    OWN = 4  # the own message among these
-    TELL = 5  # count what was written on the board
-    FULL = 6  # wait until there is a message
-    EMPTY = 7  # wait until there is none
+    OWN = 4  # this rank's own message among these
+    TELL = 5  # count what this rank has written on its board
+    FULL = 6  # wait until the box has a message
+    EMPTY = 7  # wait until the message in the box is received
 
 
-SEND, COPY, MERGE, AWAIT, OWN, *_ = OperationKind  # those of merges: reading one of the class takes 0.05 us more
+SEND, COPY, MERGE, AWAIT, OWN, *_ = OperationKind  # kinds of merges; reading one as an attribute takes 0.05 us more
 
 MailboxOperation = tuple[OperationKind, int, int, int]
 """Kind of an operation, the peer that it waits for, the offset of its box, and its count of messages."""
 
 
 class CounterWait(NamedTuple):
-    """A wait of a rank: until a member's messages reach a count, as one word of the memory says."""
+    """A wait of a rank, until a peer has raised a counter to `messages`."""
 
     peer: int
     counter: int
+    """Word of the memory that counts messages."""
     messages: int
 
 
@@ -126,10 +135,10 @@ class PeerLostError(RuntimeError):
 
 
 class Mailboxes:
-    """Boxes of this rank. `members` are the ranks of the axis that share the memory.
+    """Boxes of this rank. `members` are the ranks that share the memory, by index of the axis; `index` is this one.
 
-    A receive times out after `timeout` seconds, or when the sender's process ends. `processes` are numbers of running
-    processes, 0 for a process that is not visible from here.
+    A receive fails after `timeout` seconds, or when the sender's process ends. `processes` are the process ids of the
+    members, or 0 for a process that is not visible from here.
     """
 
     def __init__(
@@ -162,8 +171,10 @@ class Mailboxes:
         """Comparisons of calls that this rank has begun with the other members."""
         self.has_left = False
         """True once this rank has lost another one."""
-        self.gathers, self.drops = 0, 0
-        """Exchanges of numbers by the boards, and how often the ranks have dropped messages of calls that differ."""
+        self.gathers = 0
+        """Exchanges of numbers by the boards."""
+        self.drops = 0
+        """Times that the ranks have dropped messages of calls that differ."""
         self.ranks = frozenset[int]()
         """Ranks of the world along the axis, for which `topology` made these boxes."""
         self.lock = Lock()
@@ -184,7 +195,7 @@ class Mailboxes:
         return self.words[self.boxes_from[peer] // 8 + SIZE_WORD]
 
     def wait(self, peer: int, *, sends: bool, seconds: float, since: float) -> None:
-        """Wait so long until `is_ready`, at most. Raise if the peer is lost, or has not answered since long ago."""
+        """Wait until `is_ready`, `seconds` at most. Raise if the peer is lost, or silent since `since` for too long."""
         kind = OperationKind.EMPTY if sends else OperationKind.FULL
         self._run_operations([(kind, peer, *self._next(peer, sends=sends))], max_wait=seconds)
         if not self.is_ready(peer, sends=sends):
@@ -195,14 +206,17 @@ class Mailboxes:
         self._run_operations([self._send_operation(peer)], message)
 
     def recv(self, peer: int, into: Tensor) -> None:
-        """Wait for the next message of a peer, and copy it. One of another size gets `UNEQUAL_CHECKSUM`."""
+        """Wait for the next message of a peer, and copy it.
+
+        If it has another size than `into`, `UNEQUAL_CHECKSUM` is written instead, or the poison that it carries.
+        """
         self._run_operations([self._receive_operation(COPY, peer)], into)
 
     def all_gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the numbers of all members, at most `MAX_NUMBERS` each, in their order.
+        """Return the numbers of all members, at most `MAX_NUMBERS` each, in the order of members. Collective.
 
-        Each writes to one half of its board after the other. No member is two exchanges ahead, so none writes where
-        another still reads.
+        The two halves of a board take turns. In exchange 3 rank A writes to the half of exchange 1, which rank B has
+        read: A has waited for B's numbers of exchange 2, and B wrote these after it had read those of exchange 1.
         """
         self.gathers += 1
         half = BOX_HEADER_BYTES // 8 + self.gathers % 2 * MAX_NUMBERS
@@ -221,7 +235,7 @@ class Mailboxes:
         return table
 
     def merge_in_rounds(self, message: Tensor, rounds: Iterable[Round], rows: int, width: int) -> None:
-        """Merge a message in float32 with those of the other ranks, in place, by the rounds of a tree."""
+        """Merge a message in float32 with the messages of the other ranks, in place, by the rounds of a tree."""
         operations = []
         for send, recv in rounds:
             operations += [self._send_operation(peer) for peer in send]
@@ -229,14 +243,14 @@ class Mailboxes:
         self._run_operations(operations, message, rows, width)
 
     def merge_at_once(self, message: Tensor, rows: int, width: int) -> None:
-        """Merge a message in float32 with those of all members, in place, in their order: one exchange."""
+        """Merge a message in float32 with all members' messages, in place and in the members' order: one exchange."""
         operations = [self._send_operation(peer) for peer in self.members if peer != self.index]
         for peer in self.members:
             operations.append((OWN, peer, 0, 0) if peer == self.index else self._receive_operation(AWAIT, peer))
         self._run_operations(operations, message, rows, width)
 
     def _next(self, peer: int, *, sends: bool) -> tuple[int, int]:
-        """Return the box of the next message to a peer, or from it, and the count that it waits for."""
+        """Return the box of the next message to a peer, or from it, and the count of messages that it waits for."""
         return (self.boxes_to[peer], self.sent[peer]) if sends else (self.boxes_from[peer], self.received[peer] + 1)
 
     def awaited(self, peer: int, *, sends: bool) -> CounterWait:
@@ -245,13 +259,13 @@ class Mailboxes:
         return CounterWait(peer, box // 8 + RECEIVED_WORD * sends, count)
 
     def _send_operation(self, peer: int) -> MailboxOperation:
-        """Return the operation that sends the next message to a peer."""
+        """Return the operation that sends the next message to a peer. The message counts as sent."""
         operation = SEND, peer, *self._next(peer, sends=True)
         self.sent[peer] += 1
         return operation
 
     def _receive_operation(self, kind: OperationKind, peer: int) -> MailboxOperation:
-        """Return the operation that receives the next message of a peer."""
+        """Return the operation that receives the next message of a peer. The message counts as received."""
         operation = kind, peer, *self._next(peer, sends=False)
         self.received[peer] += 1
         return operation
@@ -264,9 +278,9 @@ class Mailboxes:
         width: int = 0,
         max_wait: float | None = None,
     ) -> None:
-        """Perform operations in one native call, which returns now and then to look after silent ranks.
+        """Perform operations in one native call. `go_on` repeats the call where a wait is long.
 
-        With `max_wait`, wait for no longer than so many seconds.
+        With `max_wait` there is one call, which waits for `max_wait` seconds at most and may leave operations undone.
         """
         if self.has_left:
             raise self.error_after_loss(operations[0][1])
@@ -288,10 +302,10 @@ class Mailboxes:
     def go_on(
         self, function: Callable[[int], int], done: int, count: int, awaited: Callable[[int], CounterWait]
     ) -> int:
-        """Call a native function, which goes on after the operations that are done, until all are. Return its result.
+        """Call a native function until `count` operations are done, of which `done` are. Return its result.
 
-        It returns now and then to look after silent ranks: `awaited` is what an operation waits for. Raise if that
-        rank makes another call.
+        The function returns in long waits. Then this rank looks whether the peer that it waits for is alive, and raises
+        `CallsDifferError` if the peer makes another call. `awaited` returns what an operation waits for.
         """
         blocked = -1
         since = 0.0
@@ -312,17 +326,21 @@ class Mailboxes:
 
     @property
     def published(self) -> int:
-        """Pieces of outputs of layers that this rank has published: none is published twice after an interrupt."""
+        """Pieces of layers' outputs that this rank has published. After an interrupt, none is published twice."""
         return self.words[self.output_boards[self.index] // 8]
 
     def error_after_loss(self, peer: int) -> PeerLostError:
-        """Return the error of a rank that has lost another: its messages are out of step with those of the others."""
+        """Return the error of a later call of this rank, which has lost a rank: others do not expect its messages."""
         return PeerLostError(peer, "this rank has lost a rank before: start the ranks again")
 
     def crosses(self, wait: CounterWait) -> bool:
-        """Return whether that member waits for this rank with a call of another kind: neither would ever go on.
+        """Return whether this rank and the peer wait for each other in calls of two kinds: neither would ever go on.
 
-        What a member says that it waits for may have come since.
+            this rank waits for               while the peer waits for
+            outputs of a layer                a message of this rank, or room in its box to this rank
+            message, or room in a box         this rank's outputs of a layer
+
+        The peer may have got what it waits for since it published that: so its counter is looked at too.
         """
         peer = wait.peer
         own_counter = self.output_boards[self.index] // 8
@@ -336,7 +354,7 @@ class Mailboxes:
         self.words[self.boards[self.index] // 8 + AWAITED_WORD] = messages * WORDS + counter
 
     def is_ahead(self, peer: int) -> bool:
-        """Return whether a member has begun a comparison of calls that this rank has not."""
+        """Return whether a member has begun more comparisons of calls than this rank."""
         return bool(self.words[self.boards[peer] // 8 + AGREEMENTS_WORD] > self.agreements)
 
     def _check_alive(self, peer: int, since: float) -> None:
@@ -350,10 +368,7 @@ class Mailboxes:
             raise PeerLostError(peer, f"timed out: it has sent nothing for {timeout:.0f} seconds")
 
     def announce_comparison(self) -> None:
-        """Publish that this rank begins to compare its call with those of the other members, before it waits for them.
-
-        A member that waits for a message of another call then raises `CallsDifferError`, and joins them.
-        """
+        """Count on the own board that this rank begins to compare its call, before it waits for the other members."""
         with self.lock:  # threads may compare calls at the same time
             self.agreements += 1
             self.words[self.boards[self.index] // 8 + AGREEMENTS_WORD] = self.agreements
@@ -361,7 +376,7 @@ class Mailboxes:
     def drop_unreceived(self) -> None:
         """Drop the messages that no call of this rank has received, after ranks have made calls that differ.
 
-        No rank sends meanwhile: all ranks are between two exchanges of their agreement.
+        All members call it between the same two exchanges of their agreement: none of them sends meanwhile.
         """
         self.drops += 1
         for peer in self.members:
@@ -384,9 +399,9 @@ OPEN_MAILBOXES = WeakSet[Mailboxes]()
 
 
 class MismatchWatch:
-    """Polls of a member that this rank waits for: does it make another call?
+    """Looks whether the member that this rank waits for makes another call.
 
-    A member that compares its call with others' does, and one that waits for this rank with a call of another kind.
+    Such a member has begun a comparison of calls, or waits for this rank in a call of another kind (`crosses`).
     """
 
     def __init__(self, mailboxes: Mailboxes) -> None:
@@ -395,14 +410,15 @@ class MismatchWatch:
         self.since = 0.0
 
     def poll(self, wait: CounterWait) -> None:
-        """Say that this rank waits. Raise if the member has made another call since `CHECK_INTERVAL` ago.
+        """Publish the wait. Raise `CallsDifferError` if the member has made another call for `CHECK_INTERVAL`.
 
-        A wait between two polls would have found its message. Another thread may compare this rank's calls meanwhile.
+        It does not raise at first sight. The member may have sent the awaited message before its comparison: then this
+        rank finds it before the next poll. Or another thread of this rank may begin the same comparison meanwhile.
         """
         boxes = self.mailboxes
         now = monotonic()
         if wait.counter == boxes.boards[wait.peer] // 8:
-            return  # the numbers of a comparison
+            return  # this rank waits for the numbers of a comparison
         boxes.say_awaited(wait.counter, wait.messages)
         if not (boxes.is_ahead(wait.peer) or boxes.crosses(wait)):
             self.agreements = None
@@ -413,14 +429,14 @@ class MismatchWatch:
 
 
 def mailboxes_size(ranks: int) -> int:
-    """Return the bytes of the mailboxes of so many ranks; 0 where there can be none."""
+    """Return the bytes of the mailboxes of `ranks` ranks; 0 where there can be none."""
     size = ranks * (ranks + 1) * (BOX_HEADER_BYTES + MESSAGE_BYTES)
     able = platform.machine() in PROCESSORS and FOLDER.is_dir() and hasattr(os, "posix_fallocate")
     return size if able and 1 < ranks <= MAX_MEMBERS else 0
 
 
 def open_mailboxes(name: int, size: int, *, new: bool) -> mmap.mmap | None:
-    """Return the memory of that name, which the first rank of a host makes; None where that fails."""
+    """Return the memory of this name, made if it is `new`; None where that fails. A host's first rank makes it."""
     flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if new else 0)
     try:
         file = os.open(_path(name), flags, 0o600)
@@ -439,10 +455,10 @@ def open_mailboxes(name: int, size: int, *, new: bool) -> mmap.mmap | None:
 
 
 def _remove_names_of_the_dead() -> None:
-    """Remove names whose ranks were killed before they could: no process holds the lock of such memory."""
+    """Remove names that killed ranks have left: no process holds the lock of their memory."""
     for path in FOLDER.glob("attnmesh-*"):
         with suppress(OSError):
-            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # others may make names there, too
+            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # other users may make names there, too
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if time() - os.fstat(file).st_mtime > SECONDS_TO_LOCK:

@@ -15,24 +15,27 @@ from attnmesh.runtime.world import collective_once
 TRIAL_BATCHES = (1, 8)
 """Batches of 32 heads of 128, in float32, whose merges are timed before "auto" chooses one."""
 
-TRIALS, TRIAL_CALLS = 5, 5
-"""Times that each merge is timed, of which the first is not counted, and its calls in a row inside one host."""
+TRIALS = 5
+"""Times that each merge is timed, of which the first is not counted."""
+
+TRIAL_CALLS = 5
+"""Calls in a row that are timed together, where all ranks share a host; one call otherwise."""
 
 
 class TimedTransport(MergeTransport[MessageForm], Protocol):
     """A transport whose merges are timed."""
 
     def merges_all_heads(self, form: MessageForm) -> bool:
-        """Return whether one native call of all ranks merges."""
+        """Return whether one native call merges all heads of all ranks."""
 
 
 @collective_once
 def agreed_fastest_merge(transport: TimedTransport) -> Merge:
     """Return the fastest merge of a transport, alike on all ranks, by trials. Collective at its first call.
 
-    One is chosen for all sizes of messages: a rank that sends poison does not know the size of the others' messages. It
-    has the smallest worst-case slowdown over short and long messages. Ranks that do not all share a host time short
-    ones alone, once a turn.
+    Messages of all sizes merge in the same way: a rank that sends poison does not know the size of the others'
+    messages. The merge chosen loses least, at the size where it loses most, against the fastest merge of that size.
+    Ranks that do not all share a host time short messages only, one call in each turn.
     """
     forms = [MessageForm((batch, 32, 1, 128), torch.float32, torch.float32) for batch in TRIAL_BATCHES]
     in_one_host = transport.merges_all_heads(forms[0])
@@ -46,7 +49,7 @@ def agreed_fastest_merge(transport: TimedTransport) -> Merge:
 
 
 def _time_merges(transport: TimedTransport, form: MessageForm, calls: int) -> list[int]:
-    """Return this rank's median nanoseconds of each native merge. They take turns of so many calls."""
+    """Return this rank's median nanoseconds of each native merge. Merges take turns of `calls` calls."""
     nanoseconds: dict[Merge, list[float]] = {merge: [] for merge in native_merges()}
     token = current_traffic.set(None)
     try:

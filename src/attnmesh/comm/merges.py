@@ -25,7 +25,7 @@ from attnmesh.errors import check_choice
 from attnmesh.mesh.axes import Axis
 
 OUTPUTS = ("replicated", "heads")
-"""Results of a merge: all heads on every rank, or each rank's share of them."""
+"""Results of a merge: all heads on every rank, or on each rank its share of the heads."""
 
 PartialWithChecksum = tuple[Tensor, Partial]
 """The maximum of the checksums of all ranks, and the merge of their partials."""
@@ -35,7 +35,7 @@ P2PMessage = tuple[Callable[..., Any], int, Tensor]
 """`dist.isend` or `dist.irecv`, the peer, and the tensor."""
 
 Wait = Callable[[], None]
-"""Waits until a message has come or gone, and raises RankFailure at the deadline."""
+"""Waits until a message has been received or sent. It raises `RankFailure` at the deadline."""
 
 
 class MergeForm(Protocol):
@@ -55,7 +55,7 @@ class MergeTransport(Protocol[FormOfTransport]):
     axis: Axis
 
     def post(self, posts: Sequence[P2PMessage], activity: str) -> Sequence[Wait]:
-        """Begin to send and receive tensors. Return what waits for each."""
+        """Begin to send and receive tensors. Return functions that wait for them."""
 
     def tree(self, message: Tensor, form: FormOfTransport, reproducible: bool) -> PartialWithChecksum:
         """Merge two messages in each round of a tree."""
@@ -76,7 +76,7 @@ class RunMerge(Protocol):
     def __call__(
         self, transport: MergeTransport[Form], message: Tensor, form: Form, reproducible: bool, /
     ) -> PartialWithChecksum:
-        """Return the merge of all ranks. With `reproducible` even ranks merge with odd ranks last."""
+        """Return the merge of all ranks. With `reproducible`, even ranks merge with odd ranks in the last round."""
 
 
 class Pattern(Enum):
@@ -88,20 +88,18 @@ class Pattern(Enum):
 
 
 class Merge(NamedTuple):
-    """One way to merge the partials of all ranks of an axis.
-
-    `price` adds the predicted cost of `run`.
-    """
+    """One way to merge the partials of all ranks of an axis."""
 
     name: str
     run: RunMerge
     price: Callable[[MergeGroup, MessageSize, Cluster, Cost], None]
+    """Adds the predicted cost of `run` to a cost."""
     published_as: str = ""
-    """The scheme of decoding with it, where one is published."""
+    """Name of the published scheme of decoding with this merge; empty if there is none."""
     pattern: Pattern | None = None
-    """None for one of its own, which always runs by `run`."""
+    """Pattern of its exchanges. A merge without one always runs by `run`."""
     is_packed: bool = True
-    """Messages travel as they are; else the numbers in them are summed, in the dtype of lse."""
+    """True if messages travel as bytes. False if the numbers in them are summed on the way, in the dtype of lse."""
 
     @property
     def known_as(self) -> str:
@@ -172,7 +170,7 @@ def check_merge(subject: str, merge_name: str, output: str) -> None:
 
 
 def is_collective(name: object) -> bool:
-    """Return whether a collective merges by this name, which may be that of no merge."""
+    """Return whether `name` is the name of a merge by a collective. It may be the name of no merge."""
     return any(merge.name == name and merge.pattern is Pattern.COLLECTIVE for merge in MERGES.values())
 
 
@@ -182,10 +180,10 @@ def first_of(pattern: Pattern) -> Merge:
 
 
 def native_merges() -> list[Merge]:
-    """Return the merges of which the fastest is "auto"."""
+    """Return the merges among which "auto" takes the fastest."""
     return [merge for merge in MERGES.values() if merge.is_native]
 
 
 def fastest_merge(group: MergeGroup, cluster: Cluster) -> Merge:
-    """Return the fastest merge of short messages; ties go to the last record."""
+    """Return the native merge of the lowest predicted cost for short messages, of equal ones the last record."""
     return min(native_merges()[::-1], key=lambda merge: merge.seconds(group, TYPICAL_MESSAGE, cluster))

@@ -19,12 +19,13 @@ class MessageForm:
     """Form of a message of bytes: (checksum, lse, out), the checksum in the dtype of lse."""
 
     shape: tuple[int, ...]
+    """Shape of out."""
     lse_dtype: torch.dtype
     out_dtype: torch.dtype
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Rows, and columns of out."""
+        """Rows of out, which are the numbers of lse, and columns of out."""
         return math.prod(self.shape[:-1]), self.shape[-1]
 
     @cached_property
@@ -37,7 +38,7 @@ class MessageForm:
 
     @cached_property
     def size(self) -> int:
-        """Bytes of a message: a whole count of numbers in the dtype of lse, as which it is viewed."""
+        """Bytes of a message, rounded up to whole numbers in the dtype of lse: the message is viewed in that dtype."""
         itemsize, end = self.lse_dtype.itemsize, int(self.parts[-1].stop)
         return -(-end // itemsize) * itemsize
 
@@ -105,7 +106,7 @@ class BlankMessage(NamedTuple):
 
 
 NO_MESSAGE = BlankMessage(None, None, None)
-"""Stands for memory that a kernel takes itself."""
+"""Passed where a kernel takes memory itself."""
 
 
 def blank_message(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> BlankMessage:

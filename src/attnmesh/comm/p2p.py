@@ -1,7 +1,7 @@
 """Point-to-point exchanges along an axis: gather tokens, return results, swap tokens for heads.
 
-Those of a `Channel` return a function that awaits them, so that a kernel can run in between; `all_to_all` and
-`all_to_all_tokens` block. Gathers and returns send only tokens that the schedule names.
+A method of `Channel` begins an exchange and returns a function that awaits its end: a kernel can run in between.
+`all_to_all` and `all_to_all_tokens` block. Gathers and returns send only tokens that the schedule names.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,14 +24,17 @@ from attnmesh.runtime.ranges import EXCHANGE, is_profiled, profiled_as
 from attnmesh.runtime.tensors import Tensors
 
 Returned = list[tuple[Tensor, Tensors]]
-"""Results for this rank's tokens: the indices of some tokens, and the results for them."""
+"""Results for this rank's tokens: pairs of the indices of some tokens, and the results for these."""
 
 OUT_OF_TURN = 1 << 15
-"""Bytes of a message up to which it does not wait for its turn."""
+"""Bytes of a message up to which it does not wait for its turn: a turn costs more than a short message gains.
+
+It is a choice: no bench measures it.
+"""
 
 
 class Channel(NamedTuple):
-    """An axis along which tensors of one device travel. An exchange begins at once; what it returns awaits the end."""
+    """An axis along which tensors of one device travel."""
 
     axis: Axis
     device: torch.device
@@ -55,7 +58,7 @@ class Channel(NamedTuple):
         receives = {peer: tuple(map(meta_like, tensors, repeat(count))) for peer, count in step.receive}
         sends = {peer: parts[id(tokens)] for peer, tokens in step.send}
         finish_messages = self.begin_messages(sends, receives, "gathering")
-        source = [tensors] if len(step.keep) or not receives else []  # else memory is freed before the messages arrive
+        source = [tensors] if len(step.keep) or not receives else []  # without kept tokens their memory is freed now
 
         def finish() -> Tensors:
             arrived = finish_messages()
@@ -70,7 +73,7 @@ class Channel(NamedTuple):
     def begin_return(self, tensors: Tensors, step: GatherStep) -> Callable[[], Returned]:
         """Begin to send results back to the owners of their tokens.
 
-        The result lists, for each rank that computed some, this rank's tokens and the results for them.
+        The result lists, for each rank that computed results for tokens of this rank, these tokens and results.
         """
         own = self.axis.index
         shares = {peer: take_tokens(tensors, tokens) for peer, tokens in step.return_to}
@@ -93,7 +96,7 @@ class Channel(NamedTuple):
         return finish
 
     def begin_all_to_all(self, parts: Sequence[Tensors], shapes: Sequence[Tensors]) -> Callable[[], list[Tensors]]:
-        """Begin to send `parts[p]` to each rank p. The result lists what comes from rank p, shaped like `shapes[p]`."""
+        """Begin to send `parts[p]` to each rank p. The result has rank p's tensors at p, shaped like `shapes[p]`."""
         axis = self.axis
         sends, receives = dict(enumerate(parts)), dict(enumerate(shapes))
         own_part, _ = sends.pop(axis.index), receives.pop(axis.index)
@@ -113,8 +116,9 @@ class Channel(NamedTuple):
 
         `activity` names the operation in a `RankFailure`.
 
-        Receives are posted first. Gloo announces a receive on the connection that carries this rank's own message;
-        behind that message the announcement would wait, and the link would serve one direction at a time.
+        Receives are posted first. Gloo announces a receive to the sender, on the connection that also carries messages
+        to the sender. If rank A posted its own message first, the announcement would wait behind it. Rank B would begin
+        to send only when A's message has arrived, and the link would carry one direction at a time.
         """
         axis, device, one_at_a_time = self
         transport = agreed_transport(axis, device)
@@ -143,7 +147,7 @@ class Channel(NamedTuple):
                     waits.pop()()
                 while waits:
                     waits.pop()()
-            except CallsDifferError as error:  # its messages are out of step with this rank's from now on
+            except CallsDifferError as error:  # from now on messages do not match receives: the exchange is lost
                 why = RuntimeError("it compares its call, while this rank waits for a message of another call")
                 raise disconnect_and_diagnose(axis, activity, error.peer, why) from error
             arrived = {}
@@ -156,12 +160,15 @@ class Channel(NamedTuple):
 
 
 def all_to_all(parts: Sequence[Tensors], shapes: Sequence[Tensors], axis: Axis) -> list[Tensors]:
-    """Send `parts[p]` to each rank p. Return what comes from rank p, shaped like `shapes[p]`."""
+    """Send `parts[p]` to each rank p. Return the tensors of rank p at p, shaped like `shapes[p]`."""
     return Channel(axis, parts[axis.index][0].device, True).begin_all_to_all(parts, shapes)()
 
 
 def all_to_all_tokens(parts: Sequence[Tensor], counts: Sequence[int], axis: Axis, dim: int = 2) -> list[Tensor]:
-    """Send `parts[p]` to each rank p. Return what comes from rank p: `counts[p]` tokens, else like this rank's own."""
+    """Send `parts[p]` to each rank p. Return the tensor of rank p at p: `counts[p]` tokens along `dim`.
+
+    Its dtype and other dims are those of this rank's own part.
+    """
     shapes = [(meta_like(parts[axis.index], count, dim),) for count in counts]
     channel = Channel(axis, parts[axis.index].device, True)
     messages = {id(part): (part,) for part in parts}  # the same for several ranks is packed once
@@ -169,7 +176,7 @@ def all_to_all_tokens(parts: Sequence[Tensor], counts: Sequence[int], axis: Axis
 
 
 def is_run(tokens: Tensor) -> bool:
-    """Return whether ascending indices are one or more in a row. `take_tokens` then returns views."""
+    """Return whether ascending indices are consecutive, and at least one. `take_tokens` then returns views."""
     return len(tokens) > 0 and int(tokens[-1]) - int(tokens[0]) == len(tokens) - 1
 
 
@@ -220,5 +227,5 @@ def _unpack(message: Tensor, shapes: Tensors) -> Tensors:
 
 
 def meta_like(x: Tensor, tokens: int, dim: int = 2) -> Tensor:
-    """Return a tensor with the shape and dtype of so many tokens, without memory."""
+    """Return a tensor without memory, like x but with `tokens` tokens."""
     return torch.empty((*x.shape[:dim], tokens, *x.shape[dim + 1 :]), dtype=x.dtype, device="meta")

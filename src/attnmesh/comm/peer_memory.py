@@ -20,7 +20,7 @@ ROOM = 1 << 18
 """Elements of the longest message: 1 MiB of float32."""
 
 PROGRAM_ROWS = 8
-"""Rows per program."""
+"""Rows of a message that one program sends and merges. It is a choice: more make fewer programs, and fewer flags."""
 
 FLAGS = ROOM // PROGRAM_ROWS
 """Programs of the longest message."""
@@ -31,13 +31,15 @@ MAX_POLLS = 1 << 26
 
 @dataclass(frozen=True)
 class PeerMemory:
-    """Addresses of the memories of all ranks of an axis. `kept` holds references that must live as long."""
+    """Memories of all ranks of an axis, to which each rank writes."""
 
     addresses: Tensor
+    """Address of each rank's memory."""
     rank: int
     steps: Tensor
     """Merges so far, counted on the device so that a captured graph counts too."""
     kept: tuple[Any, ...] = ()
+    """References that must live as long as the addresses are used."""
 
     longest = 4 * ROOM
     """Bytes of the longest message."""
@@ -47,7 +49,8 @@ class PeerMemory:
     ) -> tuple[Tensor, Partial]:
         """Return the merge of the messages of all ranks, and the maximum of their checksums.
 
-        A message without rows comes from a rank with an error. It is sent to every program that other ranks may run.
+        A rank with an error sends a message without rows. It does not know how many rows the others merge, so it sends
+        the message to every program that they may run.
         """
         numbers = message.view(torch.float32)
         ranks = len(self.addresses)
@@ -92,7 +95,7 @@ def memory_size(ranks: int) -> int:
 
 @collective_once
 def agreed_peer_memory(axis: Axis, device: torch.device) -> PeerMemory | None:
-    """Return the memories of an axis whose ranks share a host, or None on all ranks. All ranks call it at once."""
+    """Return the memories of an axis whose ranks share a host, or None on all ranks. Collective at its first call."""
     if device.type != "cuda" or axis.size == 1:
         return None
     able = len(agreed_hosts(axis)) == 1 and supports(device)

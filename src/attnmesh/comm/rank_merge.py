@@ -1,4 +1,4 @@
-"""Merges of partials across ranks, once the ranks have checked their calls: by a record of `comm/merges.py`."""
+"""Merges of partials across ranks, by a record of `comm/merges.py`. Each rank has checked its own call."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -21,20 +21,20 @@ from attnmesh.runtime.world import collective_once
 
 
 class RequestedMerge(NamedTuple):
-    """The merge that a call asks for, along an axis whose ranks have checked the call."""
+    """The merge that a call asks for, along an axis."""
 
     axis: Axis
     name: str
-    """Of the merge, as `merge_across` names it."""
+    """Name of the merge, or "auto", as `how` of `merge_across`."""
     output: str
-    """Heads of the result, as in `merge_across`."""
+    """Heads of the result, as `output` of `merge_across`."""
     wire: torch.dtype | None = None
-    """Dtype in which partials travel; None for that of their sums."""
+    """Dtype in which `out` travels; None for the dtype in which partials are summed."""
     reproducible: bool = False
-    """True to merge even ranks with odd ranks last; otherwise ranks of a host merge first."""
+    """True to merge even ranks with odd ranks in the last round. False to merge ranks of a host first."""
 
     def run(self, partial: Partial, checksum: Tensor, message: Tensor | None = None) -> tuple[Partial, Tensor]:
-        """Return all ranks' partials merged, and their top checksum. `out` is NaN if the checksums differ.
+        """Return the merged partial of all ranks, and their highest checksum. `out` is NaN if checksums differ.
 
         Args:
             partial: Attention over this rank's keys.
@@ -45,12 +45,15 @@ class RequestedMerge(NamedTuple):
             return partial, checksum
         try:
             return self._run_or_raise(partial, checksum, message)
-        except CallsDifferError:  # a peer compares its call: give up the merge as unequal, and compare too
+        except CallsDifferError:  # of a peer that compares its call: the caller sees unequal calls, and compares too
             checksum = torch.full_like(checksum, UNEQUAL_CHECKSUM)
             return nan_unless_equal(self.output_of(partial), checksum), checksum
 
     def _run_or_raise(self, partial: Partial, checksum: Tensor, message: Tensor | None) -> tuple[Partial, Tensor]:
-        """Return what `run` does. Raise if a peer compares its call: by a merge, or as merges are timed first."""
+        """Return what `run` returns. Raise `CallsDifferError` if a peer compares its call.
+
+        That may happen in the merge, or before the first one, when ranks time all merges.
+        """
         merge = self.agreed_merge(checksum.device)
         transport = agreed_transport(self.axis, checksum.device)
         dtype = sum_dtype(partial.out.dtype)
@@ -72,7 +75,7 @@ class RequestedMerge(NamedTuple):
         return (merged if has_nan_already else nan_unless_equal(merged, checksum)), checksum
 
     def output_of(self, partial: Partial) -> Partial:
-        """Return views of the heads of a partial that this rank gets."""
+        """Return views of the heads of a merged partial that this rank gets."""
         heads = self.axis.slice_of(partial.out.shape[1]) if self.output == "heads" else slice(None)
         return Partial(partial.out[:, heads], partial.lse[:, heads])
 
@@ -83,10 +86,10 @@ class RequestedMerge(NamedTuple):
         return merge.run(nothing, checksum)[1]
 
     def send_poison(self, like: Tensor | None = None) -> Tensor:
-        """Run the merge with an empty partial and an invalid checksum, and return the checksum.
+        """Take part in the merge with an empty partial and `POISON`, and return the merged checksum.
 
-        The other ranks then detect this rank's error instead of hanging. `like` has the device and dtype of checksums.
-        All but the axis may be invalid.
+        The other ranks, which wait in the merge for this rank, find that it has an error. `like` has the device and
+        dtype of checksums. Fields other than `axis` may be invalid, as the error may be about them.
         """
         like = torch.empty(0, device=device_type_of(self.axis.group), dtype=torch.float32) if like is None else like
         name = self.name if self.name in [*MERGES] else "auto"  # a list: what was passed may have no hash
@@ -96,7 +99,11 @@ class RequestedMerge(NamedTuple):
 
     @collective_once
     def agreed_merge(self, device: torch.device) -> Merge:
-        """Return the record of that name, or that "auto" stands for. Ranks find the fastest for any name."""
+        """Return the record of the name, or of the merge that "auto" stands for. Collective at its first call.
+
+        Ranks find the fastest merge whatever the name is. If rank A passes "auto" and rank B "tree", A would otherwise
+        wait for B in the trials.
+        """
         name, fastest = self.name, agreed_transport(self.axis, device).agreed_fastest()
         if self.reproducible and not (name in MERGES and MERGES[name].pattern is Pattern.ROUNDS):
             return first_of(Pattern.ROUNDS)
@@ -108,12 +115,12 @@ class RequestedMerge(NamedTuple):
 
 
 def nan_unless_equal(partial: Partial, checksum: Tensor) -> Partial:
-    """Return the partial, with NaN for `out` if the checksums of the ranks differ. The CPU reads nothing."""
+    """Return the partial, with NaN for `out` if the merged checksum says that calls differ. The CPU reads nothing."""
     return Partial(torch.where(checksum.sum() == 0, partial.out, torch.nan), partial.lse)
 
 
 def send_heads(partial: Partial, checksum: Tensor, form: MessageForm, axis: Axis) -> PartialWithChecksum:
-    """Send each rank the partials of its own heads."""
+    """Send each rank the partials of its heads. Return the merge of this rank's own heads."""
     heads_by_rank = [Axis(axis.size, rank).slice_of(form.shape[1]) for rank in range(axis.size)]
     messages = [form.pack(checksum, Partial(*(x[:, heads] for x in partial))) for heads in heads_by_rank]
     own_heads = heads_by_rank[axis.index]
@@ -125,15 +132,15 @@ def highest_checksum(checksum: Tensor, axis: Axis) -> Tensor:
     """Return the maximum of the checksums of all ranks of an axis."""
     try:
         rows = agreed_transport(axis, checksum.device).all_to_all([checksum.view(torch.uint8)] * axis.size)
-    except CallsDifferError:  # a peer compares its call: give up the merge as unequal, and compare too
+    except CallsDifferError:  # of a peer that compares its call: the caller sees unequal calls, and compares too
         return torch.full_like(checksum, UNEQUAL_CHECKSUM)
     return rows.view(checksum.dtype).amax(0)
 
 
 def best_across(candidates: Tensor, axis: Axis, *, unique: bool = False) -> Tensor:
-    """Return the best k of the candidates of all ranks, best first, of which each rank passes its own best k.
+    """Return the best k candidates of all ranks, best first. Each rank passes its own best k.
 
-    They merge along the tree that merges partials: rows x k x 8 bytes a message. Ranks have compared their calls.
+    Candidates merge along the tree of partials, in messages of rows x k x 8 bytes. Ranks have compared their calls.
     """
     if axis.size == 1 or not candidates.numel():
         return candidates

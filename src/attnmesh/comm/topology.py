@@ -27,7 +27,7 @@ from attnmesh.runtime.world import WORLD, RankProcess, collective_once
 
 
 def dist_all_gather_ints(numbers: Sequence[int], axes: Sequence[Axis]) -> list[list[int]]:
-    """Return the int64 values of all ranks, by number of shard. `axes` go from the outermost to the innermost."""
+    """Return the int64 values of all ranks by shard. `axes` go from the outermost to the innermost. Collective."""
     table = torch.tensor([numbers], dtype=torch.int64, device="cpu")
     for axis in reversed(axes):
         if axis.group is not None:
@@ -40,10 +40,10 @@ def dist_all_gather_ints(numbers: Sequence[int], axes: Sequence[Axis]) -> list[l
 
 @collective_once
 def make_cpu_axis(axis: Axis) -> Axis:
-    """Return the axis with a group that sends what the CPU holds. Collective at its first call.
+    """Return the axis with a group that sends tensors of a CPU. Collective at its first call.
 
-    A group of NCCL gets one of gloo beside it: on NCCL a rank that compares alone would hold up the device, without a
-    deadline.
+    Beside a group of NCCL alone a group of gloo is made. On NCCL, a rank whose peers do not compare would block its
+    GPU, and no deadline of attnmesh ends that.
     """
     if axis.group is None or "cpu" in backends(axis.group):
         return axis
@@ -54,9 +54,11 @@ def make_cpu_axis(axis: Axis) -> Axis:
 def make_subgroup(axis: Axis, members: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
     """Return a group of some ranks of an axis, and keep it. Collective over the whole axis at its first call.
 
-    PyTorch names the group by its ranks and by the number of groups that the calling rank is in. A rank in 3 groups and
-    a rank in 2 would wait for each other under two names: the rank in 2 makes a group of its own first. The group is
-    never released. If it were, the next one would get its name, under which ranks would find its old addresses.
+    PyTorch names the group by its ranks and by the number of groups that the calling rank is in. Rank A, which is in 3
+    groups, would name it `g3`. Rank B, in 2, would name it `g2`: they would wait for each other. So B first makes a
+    group of itself alone, after which B is in 3 groups too.
+
+    The group is never released. Otherwise the next group could get its name, and ranks would find the old addresses.
     """
     assert axis.group is not None
     group_count = torch.tensor([len(distributed_c10d._world.pg_names)], device=device_type_of(axis.group))
@@ -76,7 +78,7 @@ def agreed_merge_rounds(axis: Axis, *, reproducible: bool) -> dict[int, list[Rou
 
 
 def agreed_mesh_hosts(mesh: RankMesh) -> list[int]:
-    """Return the host's number of each shard of a mesh. Collective at its first call."""
+    """Return for each shard of a mesh the number of its host. Collective at its first call."""
     return agreed_host_numbers(tuple(axis for axis in mesh.axes if axis.size > 1))
 
 
@@ -84,8 +86,8 @@ def agreed_mesh_hosts(mesh: RankMesh) -> list[int]:
 def agreed_host_mailboxes(axis: Axis) -> Mailboxes | None:
     """Return the mailboxes of this rank's host, or None. Collective at its first call.
 
-    The first rank of each host makes the memory. If one rank of a host cannot map it, or has no native library,
-    none uses it.
+    The first rank of each host makes the memory. If one rank of a host cannot map it, or has no native library, no rank
+    of that host uses it.
     """
     if axis.size == 1:
         return None
@@ -121,7 +123,7 @@ def agreed_axis_mailboxes(axis: Axis) -> Mailboxes | None:
 
 
 def _timeout(axis: Axis) -> float:
-    """Return the timeout of the axis' process group in seconds, of the one that sends what the CPU holds."""
+    """Return the timeout in seconds of the axis' group that sends tensors of a CPU."""
     group = make_cpu_axis(axis).group
     try:
         return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())  # type: ignore[union-attr]
@@ -135,14 +137,17 @@ def _inode(file: Path) -> int:
 
 @collective_once
 def agreed_hosts(axis: Axis) -> list[list[int]]:
-    """Return the ranks of each host. Collective at its first call."""
+    """Return the ranks of an axis by host, hosts in order of their first ranks. Collective at its first call."""
     numbers = agreed_host_numbers((axis,))
     return [[rank for rank, other in enumerate(numbers) if other == host] for host in dict.fromkeys(numbers)]
 
 
-@collective_once  # by axes, which meshes share: where one rank finds them known, all do
+@collective_once  # by axes: a mesh made of known axes is known on all of its ranks, or on none
 def agreed_host_numbers(axes: tuple[Axis, ...]) -> list[int]:
-    """Return the host's number of each shard: a digest of its name and network. Collective at its first call."""
+    """Return for each shard the number of its host: a digest of name and network. Collective at its first call.
+
+    The processes of these ranks are kept in `WORLD`, by which failures name them.
+    """
     name = f"{socket.gethostname()} {_inode(Path('/proc/self/ns/net'))}"
     host_number = int.from_bytes(blake2b(name.encode(), digest_size=7).digest())
     rank = dist.get_rank() if any(axis.group is not None for axis in axes) else 0
@@ -153,13 +158,13 @@ def agreed_host_numbers(axes: tuple[Axis, ...]) -> list[int]:
 
 @collective_once
 def agreed_cluster_and_tile(mesh: RankMesh, device: torch.device) -> tuple[Cluster, Shape]:
-    """Return the cluster that a mesh is on, and the tile of the mesh that one host holds."""
+    """Return the cluster that a mesh is on, and the tile that one host holds. Collective at its first call."""
     return machine_constants.cluster_and_tile(agreed_mesh_hosts(mesh), mesh.shape, *_constants(mesh.axes, device))
 
 
 @collective_once
 def agreed_best_merge(axis: Axis, device: torch.device) -> Merge:
-    """Return the fastest merge of short messages along an axis. Collective at its first call."""
+    """Return the merge that is predicted to be fastest for short messages. Collective at its first call."""
     ranks_by_host = agreed_hosts(axis)
     ranks_per_host = len(ranks_by_host[0]) if len({len(host) for host in ranks_by_host}) == 1 else 1
     cluster = machine_constants.cluster_of(axis.size // ranks_per_host, ranks_per_host, *_constants((axis,), device))
@@ -167,10 +172,10 @@ def agreed_best_merge(axis: Axis, device: torch.device) -> Merge:
 
 
 def _constants(axes: Sequence[Axis], device: torch.device) -> tuple[Cluster, str, float]:
-    """Return the constants that all ranks use, their preset, and the most that a rank needs of its host's cores.
+    """Return the constants that all ranks use, the name of their preset, and the largest share of a host's cores.
 
-    They are those that `attnmesh probe` has kept, if all ranks read the same, else the preset's. The preset is the
-    first, in the table's order, that any rank is like.
+    The preset is the first of `PRESETS` that some rank resembles. Its constants are used unless `attnmesh probe` has
+    kept measured ones, the same on all ranks. The share is the most that a rank needs of its host's cores.
     """
     names = list(PRESETS)
     measured = machine_constants.measured_machine(device.type)

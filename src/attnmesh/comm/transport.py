@@ -1,11 +1,11 @@
-"""Transports: how messages travel along an axis. One is chosen for an axis and a device.
+"""Transports: how messages travel along an axis. Each axis has one for each device.
 
 `Transport`       the process group, over sockets with gloo
 `HostTransport`   mailboxes for short messages inside a host, and sockets for all others
 `DeviceTransport` GPUs; a merge is one launch where these see each other's memory
 
-A transport posts messages, gathers them, merges partials, and gathers numbers that CPUs hold. Native calls ask one
-thing alone: whether all ranks of an axis share mailboxes (`agreed_axis_mailboxes`).
+A transport posts messages, gathers them, merges partials, and gathers numbers that CPUs hold. Native calls use no
+transport: they only ask whether all ranks of an axis share mailboxes (`agreed_axis_mailboxes`).
 """
 
 import math
@@ -39,27 +39,29 @@ from attnmesh.runtime.counters import count_messages
 from attnmesh.runtime.world import collective_once
 
 MAX_FRAGMENTS = 16
-"""Fragments of a message at most: 4 MB, as long as 2,700 tokens of a small model. Sockets send it more slowly."""
+"""Fragments of a message at most: 4 MB, as long as 2,700 tokens of a small model. Sockets send these more slowly."""
 
 
 class Transport:
     """Messages along an axis by its process group. The other transports take what they do not override from it."""
 
     posts_ahead = True
-    """True if receives may be posted before the messages of earlier rounds have come: in half the time."""
+    """True if receives may be posted before messages of earlier rounds have come: a merge takes half the time."""
 
     max_mismatch_bytes: float = MESSAGE_BYTES
-    """Bytes up to which a message of another size than is expected still arrives, and its checksum tells."""
+    """Bytes of a message that still arrives at a rank that expects another size. There its checksum shows that."""
 
     def __init__(self, axis: Axis, device: torch.device) -> None:
         self.axis, self.device = axis, device
         if axis.size > 1:
-            agreed_hosts(axis)  # found now rather than in the first merge
+            # Collective, so called here: in a first merge only ranks that merge by a tree would call it.
+            agreed_hosts(axis)
 
     def post(self, posts: Sequence[P2PMessage], activity: str, *, is_fixed_size: bool = False) -> list[Wait]:
-        """Post messages all at once. Return their waits, which have a deadline; one wait for all with NCCL.
+        """Begin to send and receive all messages at once. Return a wait for each of them; with NCCL one for all.
 
-        With `is_fixed_size` a message of another size is one of another call; else its checksum shows that.
+        `is_fixed_size` tells that messages have no checksum, so that only their size can show that a peer makes another
+        call. Mailboxes look at the size then; a process group does not.
         """
         posts = [post for post in posts if post[2].numel()]
         if not posts:
@@ -90,7 +92,10 @@ class Transport:
         return form.merge(self.all_to_all([message] * self.axis.size))
 
     def tree(self, message: Tensor, form: MessageForm, reproducible: bool, rounds_done: int = 0) -> PartialWithChecksum:
-        """Merge messages in each round after the first `rounds_done`. Which comes first makes no difference."""
+        """Merge messages in each round after the first `rounds_done`.
+
+        The two messages of a round merge to the same bits in either order, so both ranks go on with equal ones.
+        """
         own_rounds = agreed_merge_rounds(self.axis, reproducible=reproducible)[self.axis.index]
         return form.unpack(self.reduce(message, own_rounds[rounds_done:], form.merge_to_message))
 
@@ -114,7 +119,7 @@ class Transport:
         return form
 
     def merges_all_heads(self, form: MessageForm) -> bool:
-        """Return whether one call merges all heads directly, sooner than each rank its own."""
+        """Return whether one native call merges all heads. That is faster than a merge of each rank's own heads."""
         return False
 
     def agreed_fastest(self) -> Merge:
@@ -122,17 +127,17 @@ class Transport:
         return agreed_fastest_merge(self)
 
     def sends_in_turn(self, peer: int, message: Tensor) -> bool:
-        """Return whether messages to several ranks go sooner one after the other.
+        """Return whether long messages to several ranks arrive sooner if they are sent one after the other.
 
-        With gloo what a rank acknowledges waits behind all that it sends.
+        With gloo they do: a rank's acknowledgements of what it receives wait behind all that it sends.
         """
         return True
 
     def receive_bytes(self, peer: int, message: Tensor) -> int:
-        """Return the bytes to reserve for a peer's message that should be as long as this rank's.
+        """Return the bytes to reserve for a peer's message, which is as long as this rank's if calls are equal.
 
-        Gloo accepts any message that fits. With room for `MESSAGE_BYTES`, ranks with messages of different sizes still
-        receive each other's first bytes, and compare checksums.
+        Gloo accepts any message that fits. With room for `MESSAGE_BYTES`, ranks whose messages differ in size still
+        receive each other's checksums.
         """
         return max(len(message), MESSAGE_BYTES)
 
@@ -163,7 +168,7 @@ class Transport:
         return message
 
     def all_to_all(self, messages: Sequence[Tensor]) -> Tensor:
-        """Send `messages[p]` to each rank p. Return what comes from rank p in row p, as long as this rank's own."""
+        """Send `messages[p]` to each rank p. Return the message of rank p in row p, as long as this rank's own."""
         index = self.axis.index
         own_message = messages[self.axis.index]
         sizes = {peer: self.receive_bytes(peer, own_message) for peer in range(self.axis.size) if peer != index}
@@ -179,7 +184,7 @@ class Transport:
 
 
 class HostTransport(Transport):
-    """Short messages inside a host by its mailboxes, others by sockets. Messages in float32 merge in native calls."""
+    """Short messages inside a host by mailboxes, others by sockets. Short messages in float32 merge in native calls."""
 
     def __init__(self, axis: Axis, device: torch.device, mailboxes: Mailboxes) -> None:
         super().__init__(axis, device)
@@ -187,11 +192,11 @@ class HostTransport(Transport):
         self.holds_all_ranks = len(mailboxes.members) == axis.size
 
     def serves(self, peer: int, size: int, fragments: int = 1) -> bool:
-        """Return whether mailboxes take a message to or from a rank. It has so many fragments at most."""
+        """Return whether mailboxes take a message to or from a rank: of `size` bytes, in up to `fragments` fragments."""
         return size <= fragments * MESSAGE_BYTES and peer in self.mailboxes.members
 
     def post(self, posts: Sequence[P2PMessage], activity: str, *, is_fixed_size: bool = False) -> list[Wait]:
-        """Post messages all at once. Longer ones of a fixed size are cut in up to `MAX_FRAGMENTS`."""
+        """Post messages as `Transport.post` does. One of a fixed size is cut into up to `MAX_FRAGMENTS` fragments."""
         max_fragments = MAX_FRAGMENTS if is_fixed_size else 1
         far = list[P2PMessage]()
         pending = list[PendingMessage]()
@@ -240,7 +245,7 @@ class HostTransport(Transport):
         return super().tree(message, form, reproducible, rounds_done)
 
     def merges_all_heads(self, form: MessageForm) -> bool:
-        """Return whether all ranks share the host and merge natively. The native library has to take such messages."""
+        """Return whether all ranks share the host, and the native library merges messages of this form."""
         return self.holds_all_ranks and form.is_native
 
     def sends_in_turn(self, peer: int, message: Tensor) -> bool:
@@ -253,12 +258,14 @@ class HostTransport(Transport):
 
 
 class DeviceTransport(Transport):
-    """Messages between GPUs, also by gloo where there is no NCCL. All ranks make it at once, and join NCCL's group.
+    """Messages between GPUs, by NCCL, or by gloo where there is no NCCL.
 
-    Else messages between some of them would wait for the others, which exchange nothing yet.
+    Collective: all ranks make it at once, and join NCCL's group by a first all-gather. NCCL connects all ranks of a
+    group in its first exchange. If that were a message from rank A to rank B, both would wait for rank C, which has
+    nothing to exchange yet.
     """
 
-    posts_ahead = False  # NCCL would wait for all of them in the first round
+    posts_ahead = False  # with NCCL a wait for the first round would be one for the receives of all rounds
     max_mismatch_bytes = math.inf
 
     def __init__(self, axis: Axis, device: torch.device) -> None:
@@ -274,7 +281,7 @@ class DeviceTransport(Transport):
         return agreed_best_merge(self.axis, self.device)
 
     def sends_in_turn(self, peer: int, message: Tensor) -> bool:
-        """Return False: messages are posted at once."""
+        """Return False: messages to several GPUs are posted at once."""
         return False
 
     def receive_bytes(self, peer: int, message: Tensor) -> int:
@@ -287,17 +294,17 @@ class DeviceTransport(Transport):
         return agreed_peer_memory(self.axis, self.device)
 
     def memory_for(self, form: MessageForm) -> PeerMemory | None:
-        """Return the memory if it takes such messages, with `out` in float32."""
+        """Return symmetric memory if it takes messages of this form, with `out` in float32; otherwise None."""
         if form.lse_dtype != torch.float32 or self.agreed_memory is None:
             return None
         return self.agreed_memory if _wide(form).size <= self.agreed_memory.longest else None
 
     def form_of(self, form: MessageForm, merge: Merge) -> MessageForm:
-        """Return the form of symmetric memory, if that takes the message."""
+        """Return the form in which a partial travels: with `out` in float32 where symmetric memory takes it."""
         return _wide(form) if merge.pattern is Pattern.ALL_TO_ALL and self.memory_for(form) is not None else form
 
     def merges_all_heads(self, form: MessageForm) -> bool:
-        """Return whether symmetric memory merges such messages."""
+        """Return whether symmetric memory merges messages of this form."""
         return self.memory_for(form) is not None
 
     def direct(self, message: Tensor, form: MessageForm) -> PartialWithChecksum:
@@ -307,7 +314,6 @@ class DeviceTransport(Transport):
 
 
 def _wide(form: MessageForm) -> MessageForm:
-    """Return the form whose `out` has the dtype of lse."""
     return form if form.out_dtype == form.lse_dtype else replace(form, out_dtype=form.lse_dtype)
 
 

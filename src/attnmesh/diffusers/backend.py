@@ -24,7 +24,7 @@ Backend = Callable[..., Tensor]
 def register(name: str, backend: Backend) -> Any:
     """Add a backend to diffusers' registry. Return its name, in the type that diffusers asks for.
 
-    The names that diffusers knows are fixed, so this one is made beside them.
+    The enumeration of diffusers' names is fixed, so the member is made beside it.
     """
     member = str.__new__(AttentionBackendName, name)
     member._name_, member._value_ = name.upper(), name

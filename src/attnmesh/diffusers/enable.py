@@ -107,7 +107,7 @@ def disable(model: Any) -> None:
 
 
 def _restore(target: Any, attributes: dict[str, Any]) -> None:
-    """Give a module or a processor the attributes that it had; ... stands for none of its own."""
+    """Give a module or a processor its former attributes. The value ... stands for an attribute that it had not."""
     for name, value in attributes.items():
         vars(target).pop(name, None)
         if value is not ...:
@@ -129,7 +129,7 @@ def _check_parallelism(model: Any) -> None:
 
 
 def _check_processors(model: Any, plan: TokenPlan) -> None:
-    """Raise unless the attention of a model calls a backend, which split and whole tokens do not share."""
+    """Raise unless split attention calls a backend, by processors that no module with whole keys shares."""
     subject = f"{SUBJECT} model"
     split = split_attention(model, plan)
     if not split:

@@ -124,7 +124,6 @@ class MeshState:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of a module with this rank's tokens."""
         inputs = dict(zip(names, args, strict=False)) | kwargs
         for split in splits:
             x = inputs.get(str(split.name))
@@ -134,14 +133,13 @@ class MeshState:
         return tuple(inputs[name] for name in names[: len(args)]), {name: inputs[name] for name in kwargs}
 
     def _split_outputs(self, splits: list[TokenSplit], module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Return the outputs of a module with this rank's tokens."""
         by_index = {split.name: split for split in splits}
         out = _map_outputs(lambda i, x: self._split(x, by_index[i]) if i in by_index else x, output)
         self._check_companions()
         return out
 
     def _split(self, x: Tensor, split: TokenSplit, own: Sequence[int] = ()) -> Tensor:
-        """Return this rank's tokens of a tensor. `own` are this rank's tokens of each stream that lies in it."""
+        """Return this rank's tokens of a tensor. `own` counts this rank's tokens of each stream that lies in x."""
         if split.ndim is not None and x.ndim > split.ndim:
             fix = f"leave out the first {x.ndim - split.ndim}"
             raise ShapeError(f"{SUBJECT} {split.name}", f"{split.ndim} dims", f"{x.ndim} dims", fix)
@@ -161,7 +159,6 @@ class MeshState:
             self.streams.check_companions()
 
     def _gather(self, dims: tuple[int | None, ...], module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Return the whole outputs of a module."""
         self.streams.check_companions()
 
         def whole(index: int, x: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ class Streams:
     """Streams of tokens in the forward pass under way, by the name of their argument.
 
     Each rank holds a run of each stream. Attention gets the runs of one stream, or of all streams one after the other.
-    A rank knows its own number of tokens in such a tensor, and finds the numbers of all ranks by it.
+    A rank knows its own number of tokens in the tensor that attention gets, and finds by it the numbers of all ranks.
     """
 
     def __init__(self, mesh: RankMesh) -> None:
@@ -35,7 +35,7 @@ class Streams:
         self.lengths: dict[str, int] = {}
         """Tokens of each stream."""
         self.companions: dict[str, int] = {}
-        """Tokens of each tensor that has to match a stream, such as rotary embeddings."""
+        """Tokens of each tensor that has to match a stream, as rotary embeddings do."""
         self.sizes_by_own: dict[int, tuple[int, ...]] | None = {}
         """The tokens of all ranks, by this rank's. None if on some rank two streams have the same number."""
 
@@ -46,7 +46,7 @@ class Streams:
         self.sizes_by_own = {}
 
     def add_stream(self, name: str, length: int) -> None:
-        """Add a stream of `length` tokens. Raise if ranks would have none of them, since models fail there."""
+        """Add a stream of `length` tokens. Raise if a rank would have no token, since models fail on none."""
         ranks = self.mesh.ranks
         length = operator.index(length)  # makes the symbolic length of a compiled graph a constant
         if length < ranks:

@@ -1,15 +1,17 @@
-"""The guard: ranks say what they call before one waits for another, or as they merge.
+"""The guard: ranks compare their calls before one waits for another, or in the messages of a merge.
 
 If any rank's call differs, all ranks raise.
 
-What a rank says is a text, with a line for each argument that must be equal, or the error that it has found. A hash
-of it is compared: in a small all-gather, or in the messages of a merge. Texts are exchanged where the numbers differ.
+A rank describes its call by a text, with a line for each argument that must be equal, or by the error that it has
+found. Ranks compare a hash of the text: in a small all-gather, or in the messages of a merge. Only where the hashes
+differ do they exchange the texts.
 
     fields     arguments that must be equal, by name
     text       the fields as lines, below the name of the call: what is hashed, and shown where calls differ
     payload    numbers that are gathered beside the hash, and may differ
-    signature  what the checks of a call depend on, by which a rank finds what it prepared; not compared
-    facts      options, dtypes and shapes of a call that ends in a merge: it is known by them, and they are hashed
+    signature  what the checks of a call depend on; a rank finds by it what it has prepared; not compared
+    facts      options, dtypes and shapes of a call that ends in a merge: their hash is compared, and once it was, the
+               call is known by them
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +36,7 @@ Fields = Mapping[str, object] | Callable[[], Mapping[str, object]] | str
 """Arguments that must be equal: by name, or what returns them once they are checked, or the text of the call."""
 
 RAISED_ON_ALL_RANKS = "raised_on_all_ranks"
-"""Attribute of an error that all ranks of a mesh raise, so that none shares it again with ranks that have left."""
+"""Attribute of an error that all ranks of a mesh raise. A rank does not share it again: no other would answer."""
 
 
 def may_compare(device: torch.device) -> bool:
@@ -50,9 +52,10 @@ def is_capturing(device: torch.device) -> bool:
 class Agreement:
     """One call on which all ranks of a mesh agree, as a `with` around checks, or other work, that may fail on one rank.
 
-    Ranks compare once: by `compare`, as the last line of the `with`, or else at its end. That comes before any tensor
-    is sent. A rank on which an error ends the `with` compares the error instead. Then all ranks raise it. Without
-    `is_compared` a rank is alone.
+    Ranks compare once, before any tensor is sent: by `compare` as the last line of the `with`, or at its end if
+    `compare` was not called. If a check fails on rank A alone, A compares the error in place of its call. Rank B, whose
+    checks pass, compares its call, gets A's error, and raises it too. With `is_compared=False` nothing is sent: an
+    error is raised on its own rank alone.
 
         with Agreement(mesh, "halo") as agreement:
             check(x)  # an error here is raised on all ranks
@@ -70,8 +73,8 @@ class Agreement:
         known_calls: Memo[bool] | None = None,
     ) -> None:
         self.mesh, self.name, self.fields, self.is_compared = mesh, name, fields, is_compared
-        self.known_calls = known_calls  # gets the name of the call
-        self.is_over = False  # True once ranks compare: the end of the `with` has nothing to say
+        self.known_calls = known_calls  # gets the name of the call, once it is compared
+        self.is_over = False  # True once ranks compare: the end of the `with` does not compare again
 
     def __enter__(self) -> Self:
         return self
@@ -85,10 +88,10 @@ class Agreement:
             self.raise_on_all(error)
 
     def compare(self, fields: Fields | None = None, payload: Sequence[int] = ()) -> list[list[int]]:
-        """Return the payloads of all ranks by shard, or raise on all. It raises if their calls differ.
+        """Return the payloads of all ranks by shard. All ranks raise if their calls differ, or if one has an error.
 
         Args:
-            fields: What must be equal; that which the agreement was made with unless it is given.
+            fields: Arguments that must be equal; by default the fields that the agreement was made with.
             payload: Up to `PAYLOAD_SIZE` numbers of this rank, which may differ.
         """
         if not self.is_compared:
@@ -107,8 +110,9 @@ class Agreement:
     def raise_on_all(self, error: Exception) -> NoReturn:
         """Raise an error of this rank, on all ranks if they compare the call.
 
-        It is compared in place of the call. No text of a call equals it. All raise the error of the first shard that
-        has one. What no check has found this rank raises as it is, and the others as an `UnforeseenError`.
+        This rank compares a text of the error, which no call has, so every rank finds a difference. All raise the error
+        of the first shard that has one. An error that no check has found, such as a lack of memory, is raised as it is
+        on its own rank, and as an `UnforeseenError` on the others.
         """
         if self.is_compared:
             if isinstance(error, InputError):
@@ -121,16 +125,16 @@ class Agreement:
         raise error
 
     def raise_unequal(self) -> NoReturn:
-        """Raise on all ranks, whose merge has shown that their numbers differ."""
+        """Raise on all ranks. Collective: each of them calls it once a merge has shown that their checksums differ."""
         self.compare()
-        all_gather_ints([0], self.mesh)  # a barrier: all are out of the merge
-        drop_unreceived(self.mesh)  # messages of a call that some rank broke off
-        all_gather_ints([0], self.mesh)  # a barrier: no rank sends before all have dropped them
+        all_gather_ints([0], self.mesh)  # a barrier: all ranks are out of the merge
+        drop_unreceived(self.mesh)  # messages of a merge that some rank broke off
+        all_gather_ints([0], self.mesh)  # a barrier: no rank sends before all have dropped their messages
         given, fix = "different checksums of equal calls", "report this bug, with the arguments of each rank"
         raise MeshError(self.name, "the same checksum on every rank", given, fix)
 
     def _compare_texts(self, text: str, payload: Sequence[int] = (), error: Exception | None = None) -> list[list[int]]:
-        """Return all ranks' payloads if all say this text, or raise. All raise the same error."""
+        """Return the payloads of all ranks if their texts are equal. Otherwise all ranks raise."""
         assert len(payload) <= PAYLOAD_SIZE
         self.is_over = True
         announce_comparison(self.mesh)
@@ -138,7 +142,7 @@ class Agreement:
         table = all_gather_ints([hash_of_call(text), error is not None, *padded], self.mesh)
         hashes, failed, *_ = zip(*table, strict=True)
         if any(failed) or len(set(hashes)) > 1:
-            drop_unreceived(self.mesh)  # a merge along a tree sends other messages than one that is direct
+            drop_unreceived(self.mesh)  # as those of rank A, which merges by a tree, while rank B merges directly
             texts = all_gather_texts(text, self.mesh)
             ranks = all_gather_ints([dist.get_rank() if dist.is_initialized() else 0], self.mesh)
             if error is not None and not isinstance(error, InputError):
@@ -148,23 +152,29 @@ class Agreement:
 
 
 class CallGuard:
-    """When ranks compare their calls on one object, by its `checked`: always, never, or those that are new.
+    """When ranks compare their calls on one object, such as a cache, by its `checked`.
 
-    On a GPU, ranks that know a call begin its exchange without a comparison, and a rank to which it is new would wait
-    for them in vain. So there the first call on the object is compared at once. A later one that ends in a merge joins
-    the merge of the others first, with a question: see `MergeAgreement`.
+        checked   compared on CPUs              compared on GPUs
+        None      the first call of each name   the first call on the object, which is new to all ranks
+        True      every call                    every call
+        False     no call                       no call
+
+    On GPUs a later call may be new to rank B alone. Rank A knows the call and begins its exchange at once. If B
+    compared, it would wait for A, which compares nothing. So B does not compare it.
+
+    Calls that end in a merge follow the table of `MergeAgreement` instead. There B joins A's merge with a question.
     """
 
     def __init__(self, mesh: RankMesh, device: torch.device, checked: bool | None) -> None:
         self.mesh, self.device, self.checked = mesh, device, checked
         self.is_alone = mesh.ranks == 1
-        self.known: Memo[bool] = Memo()  # by name, or by compared facts
-        self.last_known: object = None  # compared facts of the last call that asked, or need not ask
+        self.known: Memo[bool] = Memo()  # by name, or by facts
+        self.last_known: object = None  # facts of the last merge whose checksum stayed on the device
         self.repeat_last_merge: Callable[[], Tensor] | None = None
-        """Replays the last merge whose checksum stayed on the device, sending `QUESTION`. Returns the merged one."""
+        """Sends the messages of the last merge again, with `QUESTION` for a checksum. Returns the merged checksum."""
 
     def will_compare(self, name: str, *, always: bool = False) -> bool:
-        """Return whether ranks compare the next call of this name."""
+        """Return whether ranks compare the next call of this name, by the table or `always`, but never in a graph."""
         if self.is_alone:
             return False
         is_new = not self.known if self.device.type == "cuda" else name not in self.known
@@ -175,8 +185,8 @@ class CallGuard:
         """Raise an error of this rank in a call that ranks do not compare, such as a later `append`.
 
         ranks                          who raises
-        CPUs of one host               all: those that wait in the next merge find that this rank compares
-        any others, or checked=False   this rank: they would wait for its message, and not for its comparison
+        CPUs of one host               all: the others, which wait in their next merge, see that this rank compares
+        any others, or checked=False   this rank alone: the others wait in their next merge, and join no comparison
         """
         tells = self.device.type == "cpu" and not self.is_alone and self.checked is not False
         share_host = tells and all(agreed_axis_mailboxes(axis) is not None for axis in self.mesh.axes if axis.size > 1)
@@ -190,15 +200,15 @@ class CallGuard:
 
 @collective_once
 def prepare_merges(axis: Axis) -> None:
-    """Let the ranks of an axis of CPUs find out how they merge, before the first of them does.
+    """Make the transport of an axis of CPUs, and time its merges. Collective at its first call, before any merge.
 
-    They compare this first: else its exchanges could meet those of another call.
+    Ranks compare this call first. Otherwise rank A, which times merges, could get a message that rank B sends in
+    another call.
     """
     Agreement(mesh_of_axis(axis), "the first merge along an axis").compare()
     agreed_transport(axis, torch.device("cpu")).agreed_fastest()
 
 
 def _mark(error: Exception) -> Exception:
-    """Mark an error as one that all ranks raise, and return it."""
     setattr(error, RAISED_ON_ALL_RANKS, True)
     return error

@@ -10,13 +10,13 @@ from attnmesh import errors
 from attnmesh.errors import InputError, MeshError
 
 SEPARATOR = "\x1f"
-"""Between the parts of an error in its text."""
+"""Character between the parts of an error in its text."""
 
 HOST_FIELD = "\x1ehost: "
 """Name of a field that ends a text: a rank's host. Hosts may differ; they are shown where calls do."""
 
 VERSIONS = "versions: "
-"""Words before the versions of packages, in a line of the texts that say them."""
+"""Beginning of the line of a text that has the versions of packages."""
 
 MAX_NAMED_HOSTS = 3
 """Hosts that a row of the table names."""
@@ -35,7 +35,7 @@ def describe_call(name: str, /, **fields: object) -> str:
 
 @lru_cache(1024)
 def hash_of_call(*values: object) -> int:
-    """Return a hash of what a rank says, but for its host: of a text, or of values that have one."""
+    """Return a hash of a text without its host, or of values that have a text."""
     text = " ".join(map(str, values)).partition(HOST_FIELD)[0]
     return int.from_bytes(blake2b(text.encode(errors="backslashreplace"), digest_size=7).digest())
 
@@ -46,7 +46,7 @@ def describe_error(error: InputError) -> str:
 
 
 def shared_error(texts: Sequence[str], failed: Sequence[int], ranks: Sequence[int]) -> InputError:
-    """Return the error of the first shard that failed, or else one with a table of the calls by rank."""
+    """Return the error of the first shard that failed. If none did, return one with a table of the calls by rank."""
     for text, is_error in zip(texts, failed, strict=True):
         if is_error:
             name, *parts = text.split(SEPARATOR)

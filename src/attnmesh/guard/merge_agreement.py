@@ -16,11 +16,11 @@ class MergeDescription(NamedTuple):
     """A call that ends in a merge, as ranks compare it."""
 
     facts: Hashable
-    """All that a call needs to be known."""
+    """Facts by which the call is known again."""
     fields: Fields
-    """All that must be equal, in words: it is compared where ranks ask, or found that calls differ."""
+    """Arguments that must be equal. Ranks compare them after a question, or after a merge of unequal checksums."""
     ask: Callable[[], Tensor] | None
-    """Part in the merge by a question; None where the CPU reads the messages."""
+    """Sends a question in messages of this call's sizes. Returns the merged checksum. None if no question uses them."""
 
 
 class MergeAgreement:
@@ -31,19 +31,24 @@ class MergeAgreement:
         device  the call is       None       True       False
         CPU     new or known      all raise  all raise  NaN    the CPU reads the merged checksum
         GPU     new to all ranks  all raise  all raise  NaN    all ask, and compare before they merge
-        GPU     new to some       NaN        all raise  NaN    those ask the others, which do not compare
-        GPU     known to all      NaN        all raise  NaN    no CPU waits for the checksum
+        GPU     new to some       NaN        all raise  NaN    with None these ask, and the others only merge
+        GPU     known to all      NaN        all raise  NaN    with None no CPU waits for the checksum
         any     in a graph        NaN        NaN        NaN    nothing can raise
 
-    An error of one rank is raised there. The others raise it too where the table says so, and get NaN elsewhere.
+    An error of one rank is raised on that rank. The others raise it where the table says "all raise", and get NaN where
+    it says NaN.
 
-    To ask, a rank replays its last merge and sends `QUESTION` where the checksum goes. The maximum tells each rank
-    whether all asked.
+    *A question.* A call is new to rank A, and rank B knows it. B merges at once and waits for a message of A. If A
+    compared, it would wait for B, and neither would go on. So A sends the messages of its last merge again, with
+    `QUESTION` for a checksum. B's merge receives them, and its output is NaN. The merged checksum tells A that B did
+    not ask, so A's output is NaN too. If the call is new to B as well, B also asks. The checksum tells both that all
+    ranks asked, and they compare their calls.
 
-    Merges by a collective, which hang or crash on messages of unequal sizes, are compared before, on CPUs too.
+    *A collective* hangs or crashes where messages have unequal sizes. Calls that merge by one are compared before, on
+    CPUs too.
 
-    An error in a check, or before this rank has merged, is raised by `raise_through_merge`: the others would wait for
-    this rank. `poison` takes part in the merge without a call, so that they find it.
+    *An error* of rank A before its merge, as in a check, is raised by `raise_through_merge`. Rank B is in its merge and
+    waits for A. By `poison`, or by a question, A takes part in B's merge without a call, so that B finds the error.
 
         if agreement.compare_before_merge(description):
             try:
@@ -65,23 +70,23 @@ class MergeAgreement:
         self.guard, self.merge_name, self.checked, self.name, self.poison = guard, merge_name, checked, name, poison
         self.is_compared = not guard.is_alone and may_compare(device)
         self.checksum_stays_on_device = device.type != "cpu" or interpreted() or guard.repeat_last_merge is not None
-        """True if no CPU reads the merged checksum. So a rank asks about a call that is new to it.
+        """True if no CPU reads the merged checksum, so that a rank has to ask about a call that is new to it.
 
-        True on GPUs, when GPU kernels are interpreted on a CPU, and for the rest of the object's life after one such
-        call.
+        It is True on GPUs, and where GPU kernels are interpreted on a CPU. After one such call it stays True for all
+        later calls on the object.
         """
 
     def compare_before_merge(self, description: MergeDescription) -> bool:
-        """Compare a call where ranks ask, or its messages need it. Return False if this rank asked and not all did.
+        """Compare a call before its merge, if it needs that. Return False if this rank asked and another did not.
 
-        On a CPU nothing is sent here, but for a merge by a collective. On a GPU, with `checked=None`:
+        On a CPU only a call that merges by a collective is compared here. On a GPU, with `checked=None`:
 
-            the call is      this rank              others                 returns
-            known here       sends nothing          by the rows below      True
-            new to all       asks, then compares    ask, then compare      True, or all raise
-            new to some      asks                   merge, and get NaN     False: this rank has NaN too
+            the call is          this rank             others                        returns
+            known to this rank   sends nothing         merge, or ask if it is new    True
+            new to all           asks, then compares   ask, then compare             True, or all raise
+            new to some          asks                  merge, and get NaN            False: this rank has NaN too
         """
-        # A CPU that reads the checksum compares each call.
+        # Where the CPU reads the checksum no call is known: each is compared by its own merge.
         checksum_stays = self.checksum_stays_on_device
         is_known = checksum_stays and description.ask is not None and description.facts in self.guard.known
         if self.is_compared and (not is_known if self.checked is None else self.checked):
@@ -92,9 +97,10 @@ class MergeAgreement:
         return True
 
     def check_merged(self, description: MergeDescription, checksum: Tensor) -> None:
-        """Raise if the merged checksum shows that calls differ. All ranks raise.
+        """Raise on all ranks if the checksum shows that calls differ.
 
-        Where no CPU reads it, keep how to repeat the messages instead.
+        Where the checksum stays on the device, nothing is read. The call is known from now on, and its messages are
+        those that a later question repeats.
         """
         if not self.checksum_stays_on_device:
             if self.is_compared and self.checked is not False and float(checksum.sum()) != 0:
@@ -105,19 +111,23 @@ class MergeAgreement:
             guard.last_known, guard.repeat_last_merge = description.facts, description.ask or guard.repeat_last_merge
 
     def raise_unequal(self, fields: Fields) -> NoReturn:
-        """Raise on all ranks, whose merge has shown that their calls differ."""
+        """Raise on all ranks. Collective: each of them calls it once a merge has shown that their calls differ."""
         Agreement(self.guard.mesh, self.name, fields).raise_unequal()
 
     def ask_all_ranks(self) -> bool:
-        """Repeat the last merge, in which ranks wait that know their call. Return whether all ranks ask."""
+        """Send a question in the messages of the last merge. Return whether all ranks ask.
+
+        Ranks that know their call do not ask: they receive the question in their merge. Before the first merge on the
+        object every call is new to all ranks, and nothing is sent.
+        """
         repeat = self.guard.repeat_last_merge
         return repeat is None or float(repeat().sum()) == 0
 
     def raise_through_merge(self, error: Exception) -> NoReturn:
-        """Raise an error of this rank, and let the others raise it or get NaN, as the table of the class says.
+        """Raise an error of this rank. The others raise it too, or get NaN, as the table of the class says.
 
-        A lost rank, and an error that all ranks raise already, as of an append within the call, is raised as it is:
-        none waits.
+        No rank waits in a merge if the error is a `RankFailure`, or one that all ranks raise already, as in an append
+        within the call. Such an error is raised as it is.
         """
         if isinstance(error, RankFailure) or hasattr(error, RAISED_ON_ALL_RANKS):
             raise error

@@ -185,8 +185,8 @@ def _run_on_mesh(
 ) -> Tensor:
     """Return attention over the keys of all ranks.
 
-    It is an operator where PyTorch traces or transforms calls, and else a plain run, which autograd may record. Latents
-    and other partials are never recorded.
+    The call is an operator where PyTorch traces or transforms calls. Elsewhere it is a plain run, which autograd may
+    record. Calls with latents or another partial are never recorded.
     """
     q, k, v, sinks = arguments.q, arguments.k, arguments.v, arguments.sinks
     key_lengths = arguments.key_lengths

@@ -35,12 +35,14 @@ QueryKeyCounts = tuple[int, int]
 
 
 class TensorFacts(NamedTuple):
-    """Facts of tensors that a spec takes: heads of q and of k, their width, and keys per index of a selection, or 0."""
+    """Facts of a call's tensors that its spec takes, the same on all ranks."""
 
     q_heads: int
     k_heads: int
     dim: int
+    """Columns of q and of k."""
     index_block: int
+    """Keys per index of a selection; 0 if there is none."""
 
 
 class AttentionOptions(NamedTuple):
@@ -68,7 +70,7 @@ class AttentionOptions(NamedTuple):
         return Scaling.of("attention", self.scale, self.softcap, dim)
 
     def problem(self, mesh: RankMesh, tokens: QueryKeyCounts) -> Problem:
-        """Return the problem of so many queries and keys on all ranks."""
+        """Return the problem. `tokens` counts queries and keys of all ranks, where the options give no length."""
         length = tokens[0] if self.length is None else self.length
         key_length = tokens[1] if self.key_length is None else self.key_length
         layouts = (self.layout or Contiguous(), self.key_layout or Contiguous())
@@ -80,12 +82,13 @@ class CallPayload(NamedTuple):
     """Numbers that a rank sends to all others beside the text of its call. They may differ."""
 
     queries: int
-    """Tokens on this rank."""
+    """Queries on this rank."""
     keys: int
+    """Keys on this rank."""
     highest_selected: int
-    """Index that a query selects, where the CPU reads it; -1 for none."""
+    """Highest index that a query selects; -1 if there is none, or if the CPU reads no index."""
     digest: int = 0
-    """Digest of some keys, in the first call of a signature."""
+    """Digest of some keys in the first call of a signature; 0 in later calls."""
 
 
 class AttentionArguments(NamedTuple):
@@ -106,7 +109,7 @@ class AttentionArguments(NamedTuple):
 
     @property
     def has_signature(self) -> bool:
-        """True if shapes, dtypes and options say all that its checks depend on."""
+        """True if the checks of the call depend on shapes, dtypes and options alone."""
         plain = self.key_lengths is None and self.selected is None and self.distance_bias is None
         return plain and not self.options.unsupported
 
@@ -123,7 +126,7 @@ class AttentionArguments(NamedTuple):
 
     @property
     def payload(self) -> CallPayload:
-        """Numbers that this rank sends beside the text, but for a digest."""
+        """Numbers that this rank sends beside the text, without the digest."""
         if self.selected is None or self.q.device.type != "cpu" or torch.compiler.is_compiling():
             return CallPayload(*self.tokens, -1)
         return CallPayload(*self.tokens, self.selected.highest())
@@ -170,7 +173,7 @@ def check_arguments(mesh: RankMesh, arguments: AttentionArguments, checked: bool
             _check_uncompiled(mesh)
         else:
             check_heads_axis("attention", mesh.shape, k.shape[1])
-            if options.kernel != "auto" and not torch.compiler.is_compiling():  # here, where all ranks can raise alike
+            if options.kernel != "auto" and not torch.compiler.is_compiling():  # now, while all ranks can raise alike
                 choose(KernelRequest.of(q, k, arguments.v, scaling), options.kernel)
     except (MaskError, ShapeError) as error:
         raise with_transpose_hint(error, heads_and_length(q), heads_and_length(k)) from None

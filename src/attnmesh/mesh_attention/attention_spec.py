@@ -52,7 +52,7 @@ class AttentionSpec(NamedTuple):
             raise ShapeError("attention selected indices", expected, str(highest), fix)
 
     def to_code(self) -> tuple[str, list[int]]:
-        """Return it as names and numbers, which compiled graphs keep as constants."""
+        """Return the spec as names and numbers, which compiled graphs keep as constants."""
         names = [
             *self.mesh.group_names,
             self.exchange,
@@ -77,9 +77,10 @@ def make_spec(
 ) -> AttentionSpec:
     """Return the spec, or raise where its mask, lengths and shards do not fit. All ranks pass the same values.
 
-    `tokens` are those of all ranks, and `tokens_by_shard` has each rank's by shard, where they were counted.
+    `tokens` counts queries and keys of all ranks together. `tokens_by_shard` counts those of each shard; it is empty
+    where ranks have not told each other.
 
-    Where keys are selected, in blocks, queries stay on their rank: all ranks lie along one axis, queries.
+    Where keys are selected, queries stay on their rank: the spec's mesh has all ranks along one axis, queries.
     """
     index_block = facts.index_block
     problem = options.problem(mesh, tokens)
@@ -162,7 +163,6 @@ def _spec_of_code(names: str, numbers: tuple[int, ...]) -> AttentionSpec:
 
 @lru_cache(maxsize=1024)
 def _shard_sizes(problem: Problem, index: int) -> tuple[int, int]:
-    """Return the tokens of queries and of keys in a shard."""
     ranks = problem.shape.ranks
     queries = problem.layout.positions(problem.length, ranks, index)
     return len(queries), len(problem.key_layout.positions(problem.key_length, ranks, index))

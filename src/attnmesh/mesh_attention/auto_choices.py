@@ -19,7 +19,10 @@ from attnmesh.mesh_attention.latents import LatentWidths
 from attnmesh.runtime.world import cached_per_world
 
 HEADS = (32, 8, 128)
-"""Query heads, key heads and columns for which layouts are priced. `shard` knows no model, and has to choose alike."""
+"""Query heads, key heads and columns for which layouts are priced.
+
+`shard` knows no model, and has to choose the layout that `attention` chooses: so both take these.
+"""
 
 
 def chosen_layout(layout: Layout | str, mask: Mask, mesh: RankMesh) -> Layout:
@@ -33,7 +36,7 @@ def chosen_layout(layout: Layout | str, mask: Mask, mesh: RankMesh) -> Layout:
 
 
 def check_auto(subject: str, layout: Layout | str | None, mask: Mask | None, ranks: int) -> None:
-    """Raise for "auto" without a mask on several ranks: each call would choose by itself, and could choose another."""
+    """Raise for "auto" without a mask on several ranks: `shard` and `attention` could choose two different layouts."""
     if ranks > 1 and mask is None and isinstance(layout, str):
         fix = "pass the mask of the attention to shard, attention and unshard alike, as mask=am.Causal()"
         raise LayoutError(f"{subject} layout", 'mask= beside layout="auto"', "no mask", fix)
@@ -104,6 +107,6 @@ def cost_inputs(
         backward=backward,
         latent=latent_widths,
     )
-    # Sizes may be those of one part alone.
+    # These layouts have sizes, which may add up to the queries alone and not to the length that is priced.
     cut = isinstance(problem.layout, Split) or (cross and isinstance(problem.layout, Packed))
     return Contiguous() if cut else problem.layout, work

@@ -108,7 +108,7 @@ def _forward_heads(gathered: GatheredGroup, task: Task) -> Partial:
     for step in task.steps_of(gathered.group):
         kv = next(gathered.kv_by_step)
         out, lse = attend(task, step, q, kv)
-        del kv  # else it would live until the next keys have arrived
+        del kv  # otherwise it would live until the next keys have arrived
         partial = Partial(out.to(lse.dtype), lse)
         if total is None:
             total = partial
@@ -138,7 +138,7 @@ def _return_results(
 
 
 def backward(saved: HeadTensors, inputs: BackwardInputs, task: Task) -> Gradients:
-    """Return the gradients of this rank's q, k and v. `saved` has its heads of them, of all tokens of its chunk."""
+    """Return the gradients of this rank's q, k and v. `saved` has q, k and v of its heads, of its chunk's tokens."""
     (q,), kv = saved
     schedule = task.schedule
     delta = (inputs.out.to(sum_dtype(q.dtype)) * inputs.dout).sum(-1)
@@ -187,7 +187,7 @@ def _backward_heads(gathered: GatheredGroup, task: Task, pending: "PendingReturn
     for step in task.steps_of(gathered.group):
         keys, values = next(gathered.kv_by_step)
         part = attend_backward(step.kernel, q, keys, values, inputs, step.band, task.spec.scaling, step.counts)
-        del keys, values  # else they would live until the next keys have arrived
+        del keys, values  # otherwise they would live until the next keys have arrived
         dq = part.q.to(delta.dtype) if dq is None else dq.add_(part.q)
         kv_gradients = part.k.to(dq.dtype), part.v.to(dq.dtype)
         del part
@@ -290,7 +290,7 @@ def _kv_by_step(kv: Tensors, task: Task) -> Iterator[Tensors]:
 
 
 def _merge_returned(parts: Returned, total: Tensors) -> None:
-    """Merge partials of some queries into the partial of all. All are this rank's."""
+    """Merge partials of some of this rank's queries into `total`, the partial of all of them."""
     for tokens, part in parts:
         merged = take_tokens(total, tokens)
         merge_into(Partial(*merged), Partial(*part))

@@ -40,7 +40,7 @@ class HeadAllToAll:
     schedule: Schedule
 
     def swap_in(self, tensors: HeadTensors, group: HeadGroup, into: HeadTensors | None = None) -> FinishSwap:
-        """Begin to swap tokens for this rank's heads of a group. The result is in `into`, or else in new memory."""
+        """Begin to swap tokens for this rank's heads of a group. The result is in `into`, or in new memory if None."""
         axis = self.channel.axis
         views = tensors.some_heads(group[axis.index])
         if axis.size == 1:

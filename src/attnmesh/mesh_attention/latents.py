@@ -104,10 +104,12 @@ class Projection:
 
 
 class LatentWidths(NamedTuple):
-    """Columns of a latent that are projected, and rotated ones."""
+    """Columns of a latent."""
 
     projected: int
+    """Columns that are projected to keys and values."""
     rotated: int
+    """Columns that all heads share in their keys."""
 
 
 class Latents(NamedTuple):

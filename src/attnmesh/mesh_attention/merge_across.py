@@ -102,7 +102,8 @@ def agreed_host_merge_and_text(
 ) -> tuple[HostMerge, str] | None:
     """Return the native merge of partials of this shape, and the text that ranks compare; None if there is none.
 
-    Collective at its first call along an axis. For an axis of GPUs it returns None: ranks may wait in a merge there.
+    Collective at its first call along an axis. On an axis of GPUs it returns None at once: rank A may know the call and
+    be in its merge already, where it would join no exchange of rank B.
     """
     if axis.size == 1 or merge_name not in ("auto", *MERGES) or _merges_on_gpus(axis):
         return None
@@ -118,17 +119,17 @@ def _merges_on_gpus(axis: Axis) -> bool:
 
 
 def merge_agreement(partial: object, merge: RequestedMerge, checked: bool | None = None) -> MergeAgreement:
-    """Return the agreement on a merge, of a partial that is not checked yet."""
+    """Return the agreement on a merge. The partial need not be valid."""
     axis = merge.axis
     device_types = {x.device.type for x in partial if isinstance(x, Tensor)} if isinstance(partial, tuple) else set()
-    # The other ranks' tensors are where this rank's are, if one of these is where tensors can be merged.
+    # A partial that is not valid may have tensors anywhere: one on a GPU or a CPU tells where those of other ranks are.
     device = torch.device(next((x for x in ("cuda", "cpu") if x in device_types), device_type_of(axis.group)))
     poison = partial_of(_send_poison, merge)
     return MergeAgreement(_guard_along(axis), device, merge.name, checked, "merge_across", poison)
 
 
 def _send_poison(merge: RequestedMerge) -> None:
-    """Take part in a merge with an invalid checksum."""
+    """Take part in a merge with poison. On CPUs ranks prepare their merges first, as the others do in this call."""
     if device_type_of(merge.axis.group) == "cpu":
         prepare_merges(merge.axis)
     merge.send_poison()
@@ -161,7 +162,7 @@ def merge_op(
 
 
 def _merge(agreement: MergeAgreement, partial: Partial, merge: RequestedMerge, base: str = "e") -> Partial:
-    """Return the merge in new tensors."""
+    """Return the merge, in new tensors: an operator may not return its arguments."""
     axis, device = merge.axis, partial.lse.device
     text = describe_merge(partial.out.shape, partial.out.dtype, merge, base, device.type)
     ask = None
@@ -208,7 +209,7 @@ def is_plain(partial: object, merge_name: object, output: object, wire: object, 
 
 
 def merge_as_one_call(partial: Partial, host_merge: HostMerge, text: str, output: str, *, is_compared: bool) -> Partial:
-    """Return the merge in new tensors, as one native call. `text` is what ranks compare."""
+    """Return the merge in new tensors, by one native call. Ranks compare `text`."""
     message, _, merged = host_merge.blank_message()
     assert message is not None
     assert merged is not None
@@ -251,6 +252,6 @@ def check_partial(partial: Partial, wire: torch.dtype | None, base: str) -> None
 def describe_merge(
     shape: tuple[int, ...], dtype: torch.dtype, merge: RequestedMerge, base: str = "e", device: str = "cpu"
 ) -> str:
-    """Return the text of a call that ranks compare."""
+    """Return the text that ranks compare, of a call with a partial of this shape and dtype."""
     options = {"how": merge.name, "output": merge.output, "wire": merge.wire, "base": base}
     return describe_call("merge_across", device=device, out=list(shape), dtype=dtype, **options)

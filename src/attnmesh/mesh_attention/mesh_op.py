@@ -46,7 +46,7 @@ def run_on_one_rank(
 
 
 def run_task(q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None, other_partial: Partial | None = None) -> Tensor:
-    """Run a task, and merge `other_partial`. It has no gradients."""
+    """Return the output of a task, merged with `other_partial`. It has no gradients."""
     partial = forward(q, kv, task, sinks)
     if other_partial is not None:
         partial = merge_partials([partial, other_partial])
@@ -163,7 +163,7 @@ def mesh_op(
     names: str,
     numbers: Sequence[int],
 ) -> list[Tensor]:
-    """Return what `_run_spec` does, with out NaN if the ranks' `key_lengths` differ, which no graph compares."""
+    """Return what `_run_spec` returns. `out` is NaN if `key_lengths` differ between ranks, which no graph compares."""
     spec = AttentionSpec.from_code(names, numbers)
     spec.check_own_shard(q.shape[2], k.shape[2])
     try:

@@ -22,11 +22,13 @@ from attnmesh.runtime.world import cached_per_world
 
 
 class Comparison(NamedTuple):
-    """The words and numbers that ranks compare of a call that they know."""
+    """Text and numbers of a call that ranks have compared."""
 
     text: str
     payload: Sequence[int]
+    """Numbers that this rank sends beside the text."""
     payloads_by_shard: Sequence[Sequence[int]]
+    """Numbers that all ranks sent. If a later call gathers others, it is prepared anew."""
 
 
 class PreparedAttention(NamedTuple):
@@ -110,7 +112,7 @@ def _prepare_compared(
     *,
     has_signature: bool,
 ) -> PreparedAttention:
-    """Return what is prepared, once all ranks make the call. They say how many tokens they have, too."""
+    """Compare the call, and return what is prepared. Ranks also tell each other how many tokens they have."""
     comparison = None if known is None else known.comparison
     with Agreement(mesh, "attention") as agreement:
         if comparison is not None:

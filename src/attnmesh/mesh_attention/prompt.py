@@ -1,8 +1,11 @@
 """Attention of a prompt among its own tokens, whose keys stay where a cache wants them.
 
-Tokens that a keys axis shares may be attended there: queries travel, and results are merged. Or the same ranks are
-taken for a queries axis: keys travel, and each rank attends its own queries once. Both give the same result, of the
-same shards. With grouped heads keys are fewer bytes than queries and results, but they take memory on each rank.
+The tokens lie along a keys axis. There are two ways to attend them, with the same result from the same shards:
+
+    keys axis      queries travel, and partials are merged
+    queries axis   the same ranks count as a queries axis: keys travel, and each rank attends its own queries once
+
+With grouped heads keys are fewer bytes than queries and partials, but gathered keys take memory on each rank.
 """
 
 from itertools import product
@@ -55,7 +58,7 @@ def agreed_mesh_and_exchange(
     latent_widths: LatentWidths | None,
     exchange: str,
 ) -> tuple[RankMesh, str]:
-    """Return the mesh and the exchange that take least: this mesh or `keys_as_queries` of it, a given exchange or any.
+    """Return the fastest mesh and exchange: this mesh or `keys_as_queries` of it, and the given exchange, or any.
 
     Collective at its first call. The choice depends on values that are equal on all ranks.
     """

@@ -74,7 +74,7 @@ class Task:
         return saved.some_heads(HeadSlices(*within))
 
     def with_visible_keys(self, key_lengths: Tensor | None, indices: Tensor | None) -> "Task":
-        """Return the task with the real keys of each step. If some keys are selected, it has those of them."""
+        """Return the task with the real keys of each step; with `indices`, with the selected ones of these."""
         if indices is not None:
             return self._with_selected_keys(key_lengths, indices)
         if key_lengths is None:
@@ -86,7 +86,7 @@ class Task:
         """Return the task with the keys of each step that this rank's queries select."""
         queries, mask = self.schedule.query_step, self.spec.problem.mask
         selection = Selection(indices, self.spec.index_block)
-        if len(queries.keep) < self.schedule.chunk.queries:  # the others see no key
+        if len(queries.keep) < self.schedule.chunk.queries:  # the other queries see no key
             selection = selection.of_queries(index_on(queries.keep, indices.device))
         steps = []
         for step in self.steps:
@@ -98,9 +98,9 @@ class Task:
 def task_of(
     spec: AttentionSpec, q_heads: int, qkv: tuple[Tensor, Tensor, Tensor], latent_widths: LatentWidths | None = None
 ) -> Task:
-    """Return this rank's task of so many query heads of all ranks. It is made once for tensors of these shapes.
+    """Return this rank's task, made once for tensors of these shapes.
 
-    The tensors may have this rank's share of the heads alone.
+    `q_heads` counts the query heads of all ranks. The tensors may have this rank's share of the heads alone.
     """
     q, k, v = qkv
     signature = spec, q_heads, q.shape, k.shape, v.shape, q.dtype, q.device, latent_widths

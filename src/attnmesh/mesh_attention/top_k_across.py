@@ -68,7 +68,6 @@ def best_op(candidates: Tensor, group: str, size_and_index: Sequence[int], uniqu
 
 
 def _check_candidates(scores: Tensor, indices: Tensor, k: int, unique: bool) -> None:
-    """Raise unless `top_k_across` serves these arguments."""
     check_tensor("top_k_across scores", scores)
     if str(scores.dtype).removeprefix("torch.") not in DTYPE_NAMES or scores.ndim == 0:
         fix = "pass the scores of this rank's keys in floats, (..., n)"

@@ -100,7 +100,7 @@ def halo_op(
     owners: Sequence[int],
     lengths: Sequence[int],
 ) -> Tensor:
-    """Add each segment of the tokens to its target's halo, or back to the tokens if `to_tokens`. Others are zeros."""
+    """Return zeros with each segment of the tokens added to its target's halo, or back to the tokens if `to_tokens`."""
     axis = Axis(size_and_index[0], size_and_index[1], group_named(group))
     out = _empty(x, to_tokens, size, dim, axis.index, owners, lengths).zero_()
     segments = _segments(size, owners, lengths)
@@ -111,7 +111,7 @@ def halo_op(
 def _empty(
     x: Tensor, to_tokens: bool, size: int, dim: int, index: int, owners: Sequence[int], lengths: Sequence[int]
 ) -> Tensor:
-    """Return memory for a rank's tokens if `to_tokens`, else for its halos."""
+    """Return memory for a rank's tokens if `to_tokens`, otherwise for its halos."""
     tokens = own_token_count(index, owners, lengths) if to_tokens else size * list(owners).count(index)
     return x.new_empty(*x.shape[:dim], tokens, *x.shape[dim + 1 :])
 
@@ -139,7 +139,7 @@ def _add_segments(x: Tensor, out: Tensor, segments: Iterable[tuple[Segment, Segm
 def _segments(size: int, owners: Sequence[int], lengths: Sequence[int]) -> Iterator[tuple[Segment, Segment]]:
     """Yield where each segment of a halo lies, in the order of all ranks: among tokens, and among its rank's halos.
 
-    Halos of 2 tokens, of parts of 3, 1 and 2 tokens. That of rank 2 has tokens of both other ranks:
+    Halos of 2 tokens, of parts of 3, 1 and 2 tokens. The halo of rank 2 has tokens of both other ranks:
 
     >>> for source, target in _segments(2, [0, 1, 2], [3, 1, 2]):          # each (rank, first, tokens)
     ...     print(source, "->", target)

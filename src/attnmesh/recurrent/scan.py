@@ -96,7 +96,7 @@ def scan(
     """Return the composition of the maps of the ranks that come before this one in `order`, indices of the axis.
 
     Without `linear_needs_grad`, only the bias has a gradient: a state that begins as zero needs no more. `resets` has 1
-    for each rank whose linear part is 0. Nothing is computed from the state before it, which may be infinite or NaN.
+    for each rank whose linear part is 0. The state before such a rank may be infinite or NaN, and is not read there.
     """
     linear, bias = element
     if scalar := linear.ndim == bias.ndim - 2:  # a diagonal of one entry on the flattened state
@@ -159,7 +159,7 @@ def scan_op(
     prefix = None
     step = 1
     while step < ranks:
-        # In the last round only later ranks receive: no total is needed after it.
+        # In the last round only the later rank of a pair receives: nobody needs `total` after it.
         peer = place ^ step
         last = 2 * step >= ranks
         if peer < ranks:
@@ -168,7 +168,7 @@ def scan_op(
             arrived = channel.begin_messages(sends, wanted if peer < place or not last else {}, "scanning")()
             if peer < place:
                 earlier = AffineMap(*arrived[order[peer]])
-                first = place & -step  # of the ranks that `total` is the map of
+                first = place & -step  # `total` is the map of the `step` ranks from `first` on
                 if prefix is None or not any(resets[first:place]):
                     prefix = earlier if prefix is None else prefix.after(earlier)
                 if not last and not any(resets[first : first + step]):

@@ -71,7 +71,7 @@ def init_mesh(
     names = tuple(sorted(AXES, key=lambda name: sent_by_axis[name]))
     sizes = tuple(getattr(checked_shape, name) for name in names)
     mesh = init_device_mesh(cast(str, device_type), sizes, mesh_dim_names=names)
-    if is_first:  # before, there was nobody to compare with
+    if is_first:  # without a process group, the agreement above had only this rank
         Agreement(world_mesh(), "init_mesh", with_versions(options)).compare()
     return mesh
 
@@ -115,7 +115,7 @@ def split_mesh(
             given = "x".join(map(str, split_shape))
             raise MeshError("split_mesh shape", f"a shape of {mesh.size()} ranks", given, 'pass shape="auto"')
         agreement.compare(with_versions({"shape": split_shape, "q_heads": q_heads, "kv_heads": kv_heads}))
-    # As many numbers on every rank: the shapes were compared.
+    # Every rank sends equally many numbers, since the shapes were compared.
     groups = check_groups("split_mesh mesh", all_gather_ints(mesh.mesh.flatten().tolist(), world_mesh()))
     grid = torch.tensor(groups, device="cpu").view(len(groups), *split_shape)
     return DeviceMesh(mesh.device_type, grid, mesh_dim_names=("others", *AXES))[AXES]
@@ -160,7 +160,6 @@ def _world_size() -> int:
 
 
 def _checked_shape(shape: object, subject: str = "init_mesh") -> Shape:
-    """Return the shape, or raise unless it is three counts of ranks."""
     counts = shape if isinstance(shape, (tuple, list)) else ()
     if len(counts) != len(AXES) or not all(type(n) is int and n >= 1 for n in counts):
         expected = "(heads, queries, keys), three whole numbers of ranks, each 1 or more"
@@ -177,7 +176,7 @@ def world_device_type() -> str:
 
 
 def init_plan_mesh(device_type: str, shape: Shape, tile: Shape) -> DeviceMesh:
-    """Return the `DeviceMesh` of a plan: the ranks of one host share a tile of it. Every rank calls it."""
+    """Return the `DeviceMesh` of a plan: the ranks of one host share a tile of it. Collective."""
     ranks = shape.ranks
     fields = with_versions({"device_type": device_type, "shape": shape, "tile": tile})
     with Agreement(world_mesh(), "Plan.init_mesh", fields):
@@ -198,7 +197,7 @@ def world_mesh() -> RankMesh:
 
 
 def device_for(device_mesh: DeviceMesh | None, device: object) -> torch.device:
-    """Return the device given, if PyTorch knows it, or else the mesh's."""
+    """Return the device given, or the mesh's unless one is given that PyTorch knows."""
     parsed = _parsed(device) or device_of(device_mesh)
     return torch.device("cpu") if parsed.type == "cpu" else parsed
 
@@ -217,7 +216,7 @@ def device_fault(subject: str, parsed: torch.device, device: object) -> DeviceEr
 
 
 def check_device_type(subject: str, device_type: object) -> None:
-    """Raise unless PyTorch knows such devices."""
+    """Raise unless `device_type` is a type of devices that PyTorch knows."""
     parsed = _parsed(device_type)
     if parsed is None or parsed.type != device_type:
         expected, fix = 'a type of devices, as "cpu" or "cuda"', 'pass "cpu" or "cuda", without a number'

@@ -21,7 +21,7 @@ from attnmesh.setup.measured_ranks import MeasuredRanks
 
 
 def measure(device_mesh: DeviceMesh | None, dtype: torch.dtype | None = None) -> Cluster:
-    """Return the measured cluster of a mesh's ranks. Every rank of the mesh calls it."""
+    """Return the measured cluster of a mesh's ranks. Collective."""
     mesh = RankMesh.of(device_mesh)
     device = device_of(device_mesh)
     with Agreement(mesh, "Cluster.measure", {"dtype": dtype}):

@@ -16,7 +16,7 @@ from attnmesh.kernels.prepared_local import PreparedLocal
 from attnmesh.setup.measured_ranks import MeasuredRanks
 
 RUNS = 8
-"""Runs of tokens that are timed beside one call of as many pairs."""
+"""Runs of tokens that are timed together, and beside one call of as many pairs of query and key."""
 
 
 def measure_device(world: MeasuredRanks, dtype: torch.dtype) -> Device:
@@ -53,7 +53,7 @@ def measure_device(world: MeasuredRanks, dtype: torch.dtype) -> Device:
     bytes_read = keys.numel() * keys.element_size()
     rates = flops / forward, 2.5 * flops / backward, bytes_read / max(read_seconds - call, 1e-9)
     speed_up = max(1.0, forward / alone_seconds)  # of a rank that works alone
-    # A run is two calls: of its own keys, and of those before.
+    # A run counts as two calls: of its own keys, and of the keys before them.
     return Device(
         *rates, _memory(world), copy_rate=2 * bytes_read / copy, call=call, run=2 * run_seconds, alone=speed_up
     )

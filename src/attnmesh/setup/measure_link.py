@@ -15,7 +15,7 @@ from attnmesh.guard.agreement import prepare_merges
 from attnmesh.setup.measured_ranks import IN_A_ROW, ROUNDS, MeasuredRanks
 
 MERGE_BYTES = 16384
-"""Bytes of a short message, such as a merge sends."""
+"""Bytes of a short message, as of a merge of 32 heads of 128 columns in float32."""
 
 WORK = 512
 """Rows and columns of a product that is about as much work as a layer of a small model."""
@@ -54,8 +54,8 @@ def measure_link(world: MeasuredRanks, *, between: bool) -> Link:
 def measure_wait(world: MeasuredRanks, alone: float) -> float:
     """Return the seconds that a merge takes longer between pieces of work than alone, where ranks share cores.
 
-    Each round times all three, since what else runs on a machine changes its speed. The result is the mean of the
-    ranks, which begin a merge one after the other and end it together.
+    Each round times work and merge together, work alone, and merge alone, since other programs change a machine's speed
+    from round to round. The result is the mean over ranks, which begin a merge one by one and end it together.
     """
     if world.axis.size == 1 or world.device.type != "cpu" or alone < LEAST_ALONE:
         return 0.0

@@ -23,7 +23,7 @@ TOKENS = {"cpu": 2**15, "cuda": 2**18}
 
 
 def measured_shares(mesh: RankMesh, device: torch.device, needed: float = 0.0) -> tuple[int, ...]:
-    """Return the shares of the ranks along queries and keys, the same on all ranks, which call it at once.
+    """Return the shares of the ranks along queries and keys, the same on all ranks. Collective.
 
     Args:
         mesh: The mesh of all ranks.
@@ -71,7 +71,7 @@ def read_rates(mesh: RankMesh, device: torch.device) -> list[int]:
 def free_of_ranks(mesh: RankMesh, device: torch.device, free: int | None = None) -> list[int]:
     """Return the free bytes of each rank, by shard. Ranks of one device, or of a host's memory, have equal parts.
 
-    `free` are those of this rank's device; they are asked by default.
+    `free` are the free bytes of this rank's device; by default the device is asked.
     """
     rows = dist_all_gather_ints([_device_number(device), free_memory(device) if free is None else free], mesh.axes)
     near = [*zip(agreed_mesh_hosts(mesh), (row[0] for row in rows), strict=True)]

@@ -16,7 +16,7 @@ ROUNDS = 5
 """Repetitions of each measurement. The result is the largest of the ranks' medians."""
 
 IN_A_ROW = 6
-"""Short calls that are timed together: ranks do not begin at quite the same time."""
+"""Short calls that are timed together, since ranks do not begin at quite the same time. More of them take longer."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class MeasuredRanks:
 
     @staticmethod
     def of(axis: Axis, device: torch.device) -> "MeasuredRanks":
-        """Return the ranks of an axis. All of them call it at once."""
+        """Return the ranks of an axis. Collective."""
         host_ranks = agreed_hosts(axis) if axis.size > 1 else [[0]]
         return MeasuredRanks(axis, device, tuple(map(tuple, host_ranks)))
 
@@ -45,7 +45,7 @@ class MeasuredRanks:
         return [[host[index % len(host)] for host in self.hosts] for index in range(max(map(len, self.hosts)))]
 
     def line(self, *, between: bool) -> list[int]:
-        """Return the ranks of this one's line, from this one on."""
+        """Return the ranks of this rank's line, from this rank on, and then those before it."""
         host, index = self.host_and_index
         lines = self.lines(between=between)
         own_line, place = (lines[index], host) if between else (lines[host], index)
@@ -54,7 +54,7 @@ class MeasuredRanks:
     def median(
         self, call: Callable[[], Any], rounds: int = ROUNDS, times: int = 1, *, until_all: bool = False
     ) -> float:
-        """Return the median seconds of a call, or of several in a row, without the first, of the slowest rank.
+        """Return the median seconds of `times` calls in a row, on the slowest rank. The first round is not counted.
 
         With `until_all` the time runs until all ranks are done.
         """
@@ -65,7 +65,7 @@ class MeasuredRanks:
         return max(row[0] for row in dist_all_gather_ints([int(seconds * 1e9)], [self.axis])) / 1e9
 
     def seconds(self, call: Callable[[], Any], times: int = 1, *, until_all: bool = False) -> float:
-        """Return the seconds of a call, or of several in a row, that all ranks begin together."""
+        """Return the seconds of `times` calls in a row, which all ranks begin together."""
         self.synchronize()
         start = time.perf_counter()
         for _ in range(times):
@@ -74,7 +74,7 @@ class MeasuredRanks:
         return time.perf_counter() - start
 
     def short(self, call: Callable[[], Any]) -> float:
-        """Return the median seconds of a short call, measured over several in a row."""
+        """Return the median seconds of a short call, measured over `IN_A_ROW` calls in a row."""
         return self.median(call, 2 * ROUNDS, IN_A_ROW) / IN_A_ROW
 
     def synchronize(self, *, together: bool = True) -> None:

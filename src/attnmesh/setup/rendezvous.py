@@ -1,8 +1,8 @@
 """Enter and leave a world of ranks, also again after a rank was lost.
 
 A store may outlive a world, as torchrun's does when it restarts its workers, and keep keys of the old world. So every
-rank writes a new random word, rank 0 publishes all words, and the world begins when each rank finds its own word among
-them. The prefix of the world's keys is a digest of the words.
+rank writes a new random word, and rank 0 publishes all words. The world begins when each rank has found its own word
+among the published ones. The prefix of the world's keys is a digest of the words.
 """
 
 import json
@@ -36,7 +36,7 @@ def enter(
     seconds: float = 300.0,
     timeout: timedelta = TIMEOUT,
 ) -> None:
-    """Make the default process group once all ranks have come. They have so many seconds for that.
+    """Make the default process group once all ranks have come. They have `seconds` for that.
 
     Without a store, torchrun's store, rank and world size are used. The same store serves again, for more or fewer
     ranks.
@@ -84,14 +84,14 @@ def _name(store: Store, rank: int, ranks: int, seconds: float) -> str:
 
 
 def _publish_words(store: Store, ranks: int) -> None:
-    """Publish all words if there is a new one. Rank 0 calls it."""
+    """Publish all words if a rank has written a new one. Rank 0 calls it."""
     words = [_word_at(store, _word_key("word", rank)) for rank in range(ranks)]
     if all(words) and words != _words(store):
         store.set("attnmesh words", json.dumps(words))
 
 
 def _behind(store: Store, ranks: int, name: str) -> list[int]:
-    """Return the ranks that have not read these words: their word was of another world."""
+    """Return the ranks that have not read the words of this name: the word that they left is of another world."""
     return [rank for rank in range(ranks) if _word_at(store, _word_key("read", rank)) != name]
 
 
