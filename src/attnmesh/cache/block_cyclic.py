@@ -40,7 +40,7 @@ class BlockCyclic:
 
     @cached_property
     def is_even(self) -> bool:
-        """True if all ranks get as many tokens."""
+        """True if all ranks get equally many tokens."""
         return len({turn.width for turn in self.turns}) == 1
 
     def count(self, rank: int, length: int) -> int:
@@ -52,7 +52,7 @@ class BlockCyclic:
         return self.turns[rank].count(length)
 
     def report_of(self, rank: int, tokens: Tensor) -> "ShardReport":
-        """Return what a rank says of its new tokens."""
+        """Return the report that `rank` sends on its new tokens."""
         return ShardReport(len(tokens), rank, token_set_digest(tokens), bool(self.turns[rank].holds(tokens).all()))
 
     @staticmethod
@@ -90,9 +90,9 @@ class TokenCounts:
         return [n + count(rank, length) - count(rank, self.start) for rank, n in enumerate(self.initial)]
 
     def with_shards(self, length: int, reports: Sequence[ShardReport]) -> "TokenCounts":
-        """Return the counts after `append_shard` to `length` tokens, by the report of each rank.
+        """Return the counts after ranks have added the tokens of their reports to the first `length`.
 
-        Raise unless all tokens together continue the sequence, each on exactly one rank.
+        Raise unless all new tokens together continue the sequence, each on exactly one rank.
         """
         new_count = sum(report.token_count for report in reports)
         _check_cover(sum(report.digest for report in reports), length, new_count)
@@ -104,7 +104,7 @@ class TokenCounts:
         return TokenCounts(self.block_cyclic, length + new_count, tuple(counts))
 
     def check(self, subject: str, length: int, slots: Callable[[int], int]) -> None:
-        """Raise unless each rank holds its tokens of `length` in its `slots`; block-cyclic tokens always fit."""
+        """Raise unless each rank has slots for its part of `length` tokens. Block-cyclic tokens always fit."""
         if not self.start:
             return
         over = {rank: count for rank, count in enumerate(self.by_rank(length)) if count > slots(rank)}

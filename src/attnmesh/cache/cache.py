@@ -38,10 +38,18 @@ class KVCache(CacheProperties):
 
     A heads axis splits the key heads; tokens are sharded over the other axes together.
 
-    By default ranks compare each `reserve`; on a CPU their first `append`, `truncate` and `reorder`, and each `decode`;
-    on a GPU their first call on the cache, and the first `decode` of each kind. Where calls differ, all ranks raise the
-    same `MeshError`. With checking off, a bad argument raises on its own rank only. `decode` still detects different
-    lengths, padding and orders. `truncate` makes lengths equal again.
+    By `checked`, ranks compare these calls::
+
+        call                             None, on a CPU     None, on a GPU               True   False
+        append, truncate, reorder, fork  the first of each  the first call on the cache  each   none
+        decode                           each               the first of each kind       each   none
+        reserve                          each               each                         each   none
+        append_shard, append_pages       each               each                         each   each
+        truncate, if not block-cyclic    each               each                         each   each
+
+    If calls that ranks compare differ, all ranks raise the same `MeshError`. In other calls a bad argument raises on
+    its own rank only. `decode` still detects different lengths, padding and orders. `truncate` makes lengths equal
+    again.
 
     Args:
         mesh: Mesh of all ranks, or None for one device.
@@ -53,7 +61,7 @@ class KVCache(CacheProperties):
         dtype: Dtype of keys and values.
         device: Device of this rank's shard; the mesh's by default.
         block: Consecutive tokens that go to one rank.
-        checked: True compares ranks at every call, False never, None as above.
+        checked: When ranks compare their calls: True, False or None, as in the table.
         copies: Ranks that hold each token. With 2 the next host, or on one host the next rank, holds a copy: see
             `attnmesh.recover`.
         values: "separate"; "prefix" for values that are the first columns of the keys, which alone are stored; "none"
@@ -152,7 +160,7 @@ class KVCache(CacheProperties):
         return other
 
     def _twin(self) -> "KVCache":
-        """Return a cache of the same shards, which are to be replaced."""
+        """Return a cache with the shards of this one, which the caller replaces."""
         other = copy(self)
         other.saved, other.history = SavedPieces(), self.history.copied_to(self.device)
         return other
@@ -161,10 +169,10 @@ class KVCache(CacheProperties):
     def fork(self) -> "KVCache":
         """Return a second cache of the same tokens on the same mesh. Both continue apart, as two turns of one prompt.
 
-        The caches share the memory of whole blocks of each rank's slots. Copied are the last tokens, fewer than a block
-        per rank, and blocks that one of the caches changes later: `truncate` copies the block that it cuts, `reorder`
-        those of a batch, but not of a prompt of one sequence that is repeated. `save`, `copy.deepcopy` and `recover`
-        copy all of them, and a cache with a mask copies its window. Graphs captured before a fork are invalid.
+        The caches share the memory of whole blocks of each rank's slots. Each rank copies its last tokens, fewer than a
+        block. Later `truncate` copies the block that it cuts, and `reorder` copies the blocks of a batch, but not those
+        of one sequence that it repeats. `save`, `copy.deepcopy` and `recover` copy all shared blocks. A cache with a
+        mask copies its window. Graphs captured before a fork are invalid.
 
         Returns:
             The other cache, with memory for the rest of the capacity.
@@ -188,8 +196,7 @@ class KVCache(CacheProperties):
     def append(self, k: Tensor, v: Tensor | None = None, *, token_mask: Tensor | None = None) -> None:
         """Add new tokens, equal on all ranks. Each rank keeps its share.
 
-        Ranks compare the first append of a cache, on GPUs the first call on it, and each with `checked=True`: there all
-        ranks raise. Other appends raise on the rank at fault alone.
+        Where ranks compare the call, by the table of `KVCache`, all raise. Otherwise the rank at fault raises alone.
 
         Args:
             k: Keys with all heads, (batch, kv_heads, tokens, head_dim).
@@ -277,9 +284,10 @@ class KVCache(CacheProperties):
         self.history.add_padding(token_mask, start)
 
     def _on_files(self, name: str) -> Agreement:
-        """Return the agreement on work on files: no rank goes on before all have done it, or raises alone.
+        """Return the agreement on work on files: all ranks go on once all have done the work, or all raise.
 
-        Else one could append before another has truncated, and end.
+        Otherwise rank A could append, and its process end, before rank B has truncated: the folder would then have the
+        new tokens of A beside the old ones of B.
         """
         return Agreement(self.mesh, name, is_compared=self.own_shard.is_in_files and self.mesh.ranks > 1)
 
@@ -287,9 +295,7 @@ class KVCache(CacheProperties):
     def truncate(self, length: int) -> None:
         """Remove the tokens from `length` on, as after a rejected speculation. Wait first for a save that is writing.
 
-        Ranks compare the first truncation of a cache, on GPUs the first call on it, and each with `checked=True` or of
-        tokens in another layout than `append` gives them: there all ranks raise. Other truncations raise on the rank at
-        fault alone.
+        Where ranks compare the call, by the table of `KVCache`, all raise. Otherwise the rank at fault raises alone.
 
         Args:
             length: Tokens to keep.
@@ -342,11 +348,11 @@ class KVCache(CacheProperties):
 
     @torch.no_grad()
     def move_hot(self, device: torch.device) -> None:
-        """Let the newest tokens of one rank be on another device."""
+        """Move the newest tokens of this rank to another device."""
         shard, self.device, self.history = self.own_shard, device, self.history.copied_to(device)
         assert isinstance(shard, TieredShard)
         self.guard = CallGuard(self.mesh, device, self.guard.checked)
-        self.prepared_steps = Memo[Any]()  # others have kernels of the device before
+        self.prepared_steps = Memo[Any]()  # the steps so far have kernels of the former device
         self.local_shards.own = shard.with_hot_on(device, self.guard.raise_uncompared)
         self.local_shards.known_length = self.own_shard.length
 
@@ -375,8 +381,7 @@ class KVCache(CacheProperties):
     def reorder(self, batch_index: Tensor) -> None:
         """Replace sequence b by sequence `batch_index[b]`, as beam search does. Wait first for a save that is writing.
 
-        Ranks compare the first reorder of a cache, on GPUs the first call on it, and each with `checked=True`: there
-        all ranks raise. Other reorders raise on the rank at fault alone.
+        Where ranks compare the call, by the table of `KVCache`, all raise. Otherwise the rank at fault raises alone.
 
         Args:
             batch_index: Indices of sequences, int64; there may be more or fewer than before.
@@ -394,7 +399,7 @@ class KVCache(CacheProperties):
             check_order(self.config, batch_index)
         self.saved.finish_writing()
         index = batch_index.to(self.device)
-        self.saved.forget()  # else a save after an error would link to files of another order
+        self.saved.forget()  # after an error, a save would link to files in the former order
         for shard in self.local_shards.all:
             shard.reorder(index)
         self.history.add_order(index)
@@ -421,8 +426,8 @@ class KVCache(CacheProperties):
         """Add the first tokens from an engine's pool, which stays unchanged while the cache is in use.
 
         Every rank passes the blocks that it holds block-cyclic: rank i the blocks i, i + ranks, i + 2 ranks, ... of the
-        sequence. Blocks that are consecutive in the pool, for all sequences at one distance, are shared and not copied,
-        but for the last one of a sequence.
+        sequence. If the blocks of each sequence are consecutive in the pool, and sequences follow each other at one
+        distance, the cache shares all blocks but the last of each sequence. Otherwise it copies them.
 
         Args:
             keys: Pool of key blocks, (blocks, block, heads of this rank, head_dim); with `storage=` rows as in `pages`.
@@ -430,8 +435,8 @@ class KVCache(CacheProperties):
             block_table: int32 or int64, (batch, blocks of a sequence on this rank), the same number on every rank.
 
         Raises:
-            ShapeError: The cache is not empty, a shape does not fit, a block is not in the pool, or they exceed the
-                capacity.
+            ShapeError: The cache is not empty, a shape does not fit, a block is not in the pool, or the tokens
+                exceed the capacity.
             DtypeError: A dtype or a device is not the cache's.
             KernelError: The cache has copies, a mask or unequal shares, or a pool requires gradients.
 
@@ -453,8 +458,8 @@ class KVCache(CacheProperties):
             The save, concluded if `wait`.
 
         Raises:
-            StoreError: The folder cannot be written to, or holds something else; or the save before has failed, for
-                which nobody waited. Then neither save is made.
+            StoreError: The folder cannot be written to, or holds something else; or the save before, for which nobody
+                has waited, failed. Then neither save is made.
 
         >>> import tempfile
         >>> cache = KVCache(None, batch=1, kv_heads=2, head_dim=4, capacity=100, dtype=torch.float32)

@@ -39,9 +39,9 @@ class CacheConfig:
     dtype: torch.dtype
     values: str = "separate"
     mask: Mask | None = None
-    """The widest mask of later queries; tokens that it hides are forgotten."""
+    """The widest mask of later queries. Tokens that it hides are forgotten. None keeps all tokens."""
     keep: int = 0
-    """Tokens that `truncate` may remove from such a cache."""
+    """Tokens that `truncate` may remove from a cache with a mask."""
     storage: str | None = None
     """Form of the stored numbers: a name of `STORAGES`; None for `dtype`."""
     hot: int | None = None
@@ -60,7 +60,7 @@ class CacheConfig:
 
     @cached_property
     def common_config(self) -> "CacheConfig":
-        """What caches in one call have in common."""
+        """The configuration without what may differ between the caches of one call."""
         return replace(self, capacity=1, block=1, keep=0, hot=None)
 
     @property
@@ -70,7 +70,7 @@ class CacheConfig:
 
     @property
     def row_widths(self) -> tuple[int, ...]:
-        """Elements in a row of each of these tensors in memory."""
+        """Elements in a row of each stored tensor: keys, and values if they are separate."""
         storage_format = self.storage_format
         return self.columns if storage_format is None else tuple(map(storage_format.row_width, self.columns))
 

@@ -36,8 +36,8 @@ class CacheProperties:
     def keys(self) -> Tensor:
         """This rank's keys, (batch, heads, slots, dim), of which the first `used` slots hold tokens.
 
-        A forked cache first copies the tokens that it shares, and one with `hot` its newest to the CPU, where all
-        then are. With `storage=` they are rows of bytes:
+        A forked cache first copies the tokens that it shares. A cache with `hot` first copies its newest tokens to the
+        CPU, and returns the keys of all tokens there. With `storage=` keys are rows of bytes:
         `core.storage.storage_of(rows).dequantize(rows)` returns their numbers.
         """
         return self.own_shard.whole().view.keys

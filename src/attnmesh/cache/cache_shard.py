@@ -45,7 +45,7 @@ def rows_of_slots(slots: int, block: int) -> int:
 
 
 def shard_bytes(config: CacheConfig, turn: Turn, head_ranks: int, device: torch.device) -> int:
-    """Return the bytes of keys and values that such a shard takes on a rank."""
+    """Return the bytes of keys and values of one rank's shard of this configuration."""
     rows = rows_of_slots(usual_slots(config, turn), config.block)
     dtype = config.row_dtype
     width = sum(width_in_memory(width, dtype, device) for width in config.row_widths)
@@ -53,10 +53,10 @@ def shard_bytes(config: CacheConfig, turn: Turn, head_ranks: int, device: torch.
 
 
 NEWEST_TOKENS = 16
-"""Newest tokens among which one is looked for first."""
+"""Newest tokens that `count_before` looks at first: a rejected speculation takes back fewer."""
 
 NOT_VIEWED: tuple[list[Tensor], tuple[FrozenPiece, ...], None] = [], (), None
-"""Stands for the view of a shard that has not been asked for one."""
+"""Value of `_viewed` before a view is made."""
 
 
 class CacheShard:
@@ -119,7 +119,7 @@ class CacheShard:
 
     @property
     def view(self) -> CacheView:
-        """View of this shard for kernels. It is made anew once the memory is another."""
+        """View of this shard for kernels. It is made anew once the shard has other memory."""
         stored, earlier_pieces, view = self._viewed
         fits = stored is self.stored and earlier_pieces is self.earlier_pieces
         if view is None or not fits or view.token_index is not self.token_index or view.padding is not self.padding:
@@ -133,11 +133,11 @@ class CacheShard:
         return view
 
     def _set_length(self, piece: CacheView) -> None:
-        """Let the view of an earlier piece know the tokens on all ranks."""
+        """Write the number of tokens on all ranks into the view of an earlier piece."""
         piece.device_counts[LENGTH].copy_(self.device_counts[LENGTH])
 
     def new_view(self) -> CacheView:
-        """Return the view, for a graph, which cannot keep one."""
+        """Return a view that the shard does not keep: a graph needs one of its own."""
         rows = self.config.keys_and_values(self.stored)
         pieces = tuple(map(self._view, self.earlier_pieces))
         return CacheView(*rows, self.token_index, self.device_counts, self.padding, self.config.value_dim, pieces)
@@ -156,7 +156,7 @@ class CacheShard:
 
     def fork(self) -> "CacheShard":
         """Return a shard of the same tokens, which shares whole blocks of slots and copies the rest."""
-        if self.config.mask is None:  # else blocks leave, so the window is copied
+        if self.config.mask is None:  # a cache that forgets copies its window instead
             self._share()
         return self._copy()
 
@@ -167,7 +167,7 @@ class CacheShard:
         return other._copy()
 
     def _copy(self) -> "CacheShard":
-        """Return a shard with copies of this one's own tokens, which shares what this one shares."""
+        """Return a shard with copies of this shard's own tokens, and the same earlier pieces."""
         other = copy(self)
         used = self.used_slots
         with torch.inference_mode(False):
@@ -177,7 +177,7 @@ class CacheShard:
         return other
 
     def _share(self) -> None:
-        """Move whole blocks of slots to an earlier piece: from now on the shard writes to those after them alone."""
+        """Move whole blocks of slots to an earlier piece. The shard then writes to the slots after them alone."""
         whole_slots = self.used_slots // self.config.block * self.config.block
         if not whole_slots:
             return
@@ -191,7 +191,10 @@ class CacheShard:
             self.device_counts = self.device_counts - torch.tensor([0, whole_slots], device=self.device)
 
     def _unshare(self, tokens: int | None = None) -> None:
-        """Copy earlier pieces to this shard's own memory. `tokens` drops those after it, and copies the cut block."""
+        """Copy earlier pieces to this shard's own memory.
+
+        With `tokens` keep the first `tokens` tokens of this rank, and copy the block alone in which they end.
+        """
         stop, stay, forgotten = self.earlier_tokens, 0, 0
         if tokens is not None:
             stop = tokens
@@ -230,7 +233,7 @@ class CacheShard:
         offsets = torch.arange(new_count, device=self.device)
         tokens = length + offsets
         alone = self.turn.width == self.turn.period
-        if alone:  # a step of a graph is a few small kernels less
+        if alone:  # saves a few small kernels in a step of a graph
             slots = (used + offsets).clamp(max=self.slots)
         else:
             is_own = self.turn.holds(tokens) & (tokens < self.config.capacity)
@@ -266,7 +269,7 @@ class CacheShard:
         count = self.count_before(length)
         if count < self.earlier_tokens:
             self._unshare(count)
-        if self.padding is not None:  # once there is memory for the cut block
+        if self.padding is not None:  # after `_unshare`, which may find no memory for the cut block
             self.padding.cut(length, self.length)
         self.used_at_most = count - self.earlier_tokens
         self.device_counts[LENGTH], self.device_counts[USED] = length, self.used_at_most
@@ -298,7 +301,7 @@ class CacheShard:
         """
         used = self.used_slots
         rows = self._rows(slots)
-        self._viewed = NOT_VIEWED  # it would keep the old memory
+        self._viewed = NOT_VIEWED  # the view would keep the old memory
         with torch.inference_mode(False):
             token_index = join_rows([*(x.token_index[:-1] for x in before), self.token_index[forgotten:used]], 0, rows)
             padding = self.padding
@@ -357,7 +360,7 @@ class CacheShard:
         return rows_of_slots(slots, self.config.block)
 
     def append_run(self, new: Tensors, new_count: int, length: int, used: int) -> bool:
-        """Add new tokens that fit, or return False. Those that one rank owns take one copy of each tensor.
+        """Add new tokens that fit, or return False. Tokens that one rank owns take one copy of each tensor.
 
         `length` and `used` are the tokens so far, on all ranks and on this one. Of each `period` tokens `width` are of
         this rank. New tokens lie in one of four ways, counted from its first one:
@@ -390,9 +393,10 @@ class CacheShard:
         return True
 
     def _append_parts(self, new: Tensors, new_count: int, length: int, used: int) -> bool:
-        """Add few new tokens that several ranks own, up to the end of a run and those after it.
+        """Add new tokens that several ranks own: first those up to the end of a run, then those after it.
 
-        The tokens fit the capacity, and lie in parts, as `append_run` draws it: some are of this rank, and some not.
+        Call with tokens that fit the capacity and lie in parts, as `append_run` draws them. Return False in files, and
+        for more tokens than a run has, or than this rank has slots for.
         """
         start, width, period = self.turn
         count = self.turn.count

@@ -59,7 +59,7 @@ def check_eager(subject: str, config: CacheConfig, device: torch.device) -> None
 
 
 def needs_cpu(config: CacheConfig, queries: int) -> bool:
-    """Return whether the CPU takes part in a step of so many queries, so that no graph can hold it."""
+    """Return whether the CPU takes part in a step of `queries` queries, so that no graph can hold the step."""
     return config.hot is not None or (config.mask is not None and queries > 1)
 
 

@@ -57,7 +57,7 @@ class FrozenPiece(NamedTuple):
 
 
 def join_rows(parts: Sequence[Tensor], dim: int, rows: int) -> Tensor:
-    """Return memory of so many rows along `dim`, of which the first are those of the parts."""
+    """Return memory of `rows` rows along `dim`, of which the first are those of the parts."""
     shape = [*parts[0].shape]
     used = sum(part.shape[dim] for part in parts)
     shape[dim] = rows

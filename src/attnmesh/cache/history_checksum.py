@@ -7,9 +7,9 @@ from attnmesh.core.digest import chained_checksum
 
 
 class HistoryChecksum:
-    """The `checksum` on the CPU, and the same as `checksum_on_device`, where graphs read it.
+    """The `checksum` on the CPU, and its copy `checksum_on_device`, which graphs read.
 
-    A truncation undoes padding, and no reorder. So it is made anew from the checksum of reorders alone.
+    A truncation undoes padding, but no reorder: it makes the checksum anew, from that of the reorders alone.
     """
 
     def __init__(self, device: torch.device, checksum: int = 0, of_orders: int = 0) -> None:
@@ -38,9 +38,10 @@ class HistoryChecksum:
         self._set(chained_checksum(self.checksum, index))
 
     def truncate(self, length: int, token_mask: Tensor | None) -> None:
-        """Keep the reorders, and the padding of the tokens that are left; of none, nothing.
+        """Keep the reorders, and the padding of the first `length` tokens. An empty cache keeps neither.
 
-        It is derived from what is left, since one rank alone may have done a call that this undoes.
+        The checksum is computed from `token_mask`, of the tokens that are left: an append that the truncation undoes
+        may have failed on all ranks but this one.
         """
         self._of_orders = self._of_orders if length else 0
         self._set(self._of_orders)

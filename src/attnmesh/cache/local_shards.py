@@ -37,24 +37,26 @@ class StepFault(Enum):
 
 
 class LocalShards:
-    """This rank's `own` shard, and `copy_shards`, copies of other ranks' shards by index along the tokens axis.
-
-    `keepers` are the ranks that keep copies of the own shard.
-    """
+    """Shards of a cache on this rank: its own, and copies of other ranks' shards."""
 
     def __init__(self, axis: Axis, copies: int, make: Callable[[int], CacheShard]) -> None:
         """Make the shards, so that `copies` ranks hold each token."""
         keepers = keepers_by_rank(agreed_hosts(axis), copies) if copies > 1 else {}
         self.axis = axis
         self.keepers = keepers.get(axis.index, [])
+        """Ranks that keep copies of the own shard."""
         self.own = make(axis.index)
         self.copy_shards = {index: make(index) for index in keepers if axis.index in keepers[index]}
+        """Copies of other ranks' shards, by index along the tokens axis."""
         self.rank_counts = TokenCounts(self.own.block_cyclic, 0, (0,) * axis.size)
-        self.known_length = 0  # tokens that this CPU has counted, without those that graphs append
-        self.in_graphs = False  # a graph holds an append, of whose replays the CPU sees nothing
+        self.known_length = 0
+        """Tokens that this CPU has counted, without those that graphs append."""
+        self.in_graphs = False
+        """True if a graph holds an append: the CPU does not see its replays."""
         self.forked = False
         """True if other caches may share memory with this one. All ranks say the same, also one that shares none."""
-        self.first_query = 0  # tokens that no query from this one on sees are forgotten
+        self.first_query = 0
+        """The cache serves this query and all later ones. Tokens that none of these sees may be forgotten."""
 
     @property
     def all(self) -> list[CacheShard]:
@@ -73,7 +75,7 @@ class LocalShards:
         return self._with(lambda shard: shard.fork())
 
     def _with(self, change: Callable[[CacheShard], CacheShard]) -> "LocalShards":
-        """Return shards like these, with another in place of each."""
+        """Return a copy with `change(shard)` in place of each shard."""
         other = copy(self)
         other.own, other.copy_shards = (
             change(self.own),
@@ -106,9 +108,9 @@ class LocalShards:
         return self.known_length, self.rank_counts.by_rank(self.known_length)[shard.index] - shard.earlier_tokens
 
     def step_fault(self, queries: int | None, *, reproducible: bool) -> StepFault | None:
-        """Return why a step of so many queries cannot be served, or None. A graph passes None: it reads no length.
+        """Return why a step of `queries` queries cannot be served, or None. A graph passes None: it reads no length.
 
-        Each step asks, known or new, so what else these shards may refuse belongs here.
+        New steps and known steps both call this function, so all reasons of these shards belong here.
         """
         shard = self.own
         config = shard.config
@@ -130,7 +132,7 @@ class LocalShards:
         return StepFault.SHARED if reproducible and self.forked else None
 
     def check_step(self, subject: str, of_row: str, q: Tensor, *, in_graph: bool, reproducible: bool) -> None:
-        """Raise unless a step of these queries can be served, or can be once shared blocks are copied."""
+        """Raise unless a step of the queries `q` can be served, at once or after shared blocks are copied."""
         queries = q.shape[2]
         fault = self.step_fault(None if in_graph else queries, reproducible=reproducible)
         if fault is None or fault is StepFault.SHARED:
@@ -180,7 +182,7 @@ class LocalShards:
             given = f"{self.known_length} tokens and {new_count} more in a cache of {capacity}"
             fix = f"call cache.reserve({self.known_length + new_count}) on every rank"
             raise ShapeError(subject, "room for the new tokens", given, fix)
-        if self.forget_mask is None:  # else shards grow
+        if self.forget_mask is None:  # the shards of a cache that forgets grow
             rank_counts.check(subject, self.known_length + new_count, self._slots)
 
     def _slots(self, rank: int) -> int:
@@ -254,7 +256,7 @@ class LocalShards:
                     forgets |= shard.make_room(own_count, self.first_token)
                 shard.append(new, token_mask, self.length_and_used(shard))
                 shard.used_at_most += own_count
-        except RuntimeError:  # no memory: else the last tokens could not be decoded again, which are here still
+        except RuntimeError:  # no memory: if no token was forgotten, all queries so far are served still
             self.first_query = self.first_query if forgets else first_query
             raise
         self._advance(new_count)
@@ -284,7 +286,7 @@ class LocalShards:
         self._send_copies(new, tokens, new_count, token_mask, first)
 
     def truncate(self, length: int, table: Sequence[Sequence[int]]) -> None:
-        """Remove the tokens from `length` on; rows are (rank, tokens before `length`)."""
+        """Remove the tokens from `length` on. Rows of `table` are (rank, its tokens before `length`)."""
         for shard in self.all:
             shard.truncate(length)
         if length < self.rank_counts.start:
@@ -299,7 +301,7 @@ class LocalShards:
                 shard.grow(config)
 
     def prepare(self, length: int, start: WindowStart) -> None:
-        """Make room for the tokens from the first one up to `length`, to be written at their block-cyclic slots."""
+        """Make room at block-cyclic slots for the tokens from `start.first_token` up to `length`."""
         self.first_query = start.first_query
         if self.forget_mask is not None:
             count = self.own.turn.count
@@ -314,7 +316,7 @@ class LocalShards:
         self.known_length = length
 
     def _move_first_query(self, new_count: int, queries: int) -> None:
-        """Forget, when memory is needed, what neither the last queries nor those after a truncation see."""
+        """Let tokens be forgotten that neither the last `queries` nor queries after a truncation see."""
         past = max(queries, self.own.config.keep + 1)
         self.first_query = max(self.first_query, self.known_length + new_count - past)
 
@@ -330,7 +332,10 @@ class LocalShards:
             self.known_length, self.in_graphs = self.own.length, False
 
     def _send_copies(self, new: Tensors, tokens: Tensor, new_count: int, token_mask: Tensor | None, first: int) -> None:
-        """Send this rank's new tokens to its keepers, and add the tokens received to the copies."""
+        """Send this rank's new tokens to its keepers, and add the tokens received to the copies.
+
+        Collective along the tokens axis, if the cache has copies.
+        """
         if not self.keepers and not self.copy_shards:
             return
         counts = [row[0] for row in dist_all_gather_ints([len(tokens)], [self.axis])]
@@ -363,7 +368,7 @@ def keepers_by_rank(hosts: Sequence[Sequence[int]], copies: int) -> dict[int, li
 
 
 def check_placement(subject: str, copies: object, shares: object, ranks: int) -> tuple[float, ...] | None:
-    """Return the shares, None for even ones and for "auto", or raise unless tokens can be placed on so many ranks."""
+    """Return the shares, None for even ones and for "auto". Raise unless tokens can be placed on `ranks` ranks."""
     check_copies(copies, ranks)
     return check_shares(subject, shares, ranks)
 

@@ -60,7 +60,7 @@ def check_shards(
     shares: Sequence[float] | str | None,
     folder: str | Path | FolderLayer | None,
 ) -> None:
-    """Raise unless so many ranks can have shards of such a cache."""
+    """Raise unless `ranks` ranks can have the shards of a cache with these options."""
     check_placement("KVCache", copies, shares, ranks)
     if config.hot is not None and copies != 1:
         raise KernelError("KVCache hot", "one rank of each token", f"copies={copies}", "leave copies out, or hot")
@@ -77,7 +77,7 @@ def check_shards(
 
 
 def check_ranks_in_folder(subject: str, copies: int, shares: object) -> None:
-    """Raise unless a folder can have the tokens of ranks with such copies and shares."""
+    """Raise unless a folder can have the tokens of ranks with these `copies` and `shares`."""
     if copies != 1:
         fix = "leave copies out: files outlive their rank"
         raise KernelError(subject, "one rank of each token", f"copies={copies}", fix)
@@ -87,7 +87,7 @@ def check_ranks_in_folder(subject: str, copies: int, shares: object) -> None:
 
 
 def token_axis_of(device_mesh: DeviceMesh | None, mesh: RankMesh, device: torch.device) -> Axis:
-    """Return the axis that tokens are sharded over, ready for merges. All ranks call it at once."""
+    """Return the axis that tokens are sharded over, ready for merges. Collective."""
     token_axis = make_flat_axis(device_mesh, ("queries", "keys"))
     for axis in (token_axis, mesh.heads):
         agreed_transport(axis, device)
@@ -107,7 +107,7 @@ def make_shards(
     folder: str | Path | FolderLayer | None,
     fail: Fail,
 ) -> LocalShards:
-    """Return the shards of a cache that was checked, empty but for what a folder has. All ranks call it at once."""
+    """Return the shards of a cache, empty but for what a folder has. Collective. Arguments were checked."""
     make = _memory_shard_maker(config, mesh, device, shares)
     with _opened(folder, mesh, token_axis) as opened:
         with Agreement(mesh, "KVCache"):
@@ -122,7 +122,7 @@ def make_shards(
 
 @contextmanager
 def _opened(folder: str | Path | FolderLayer | None, mesh: RankMesh, token_axis: Axis) -> Iterator[FolderLayer | None]:
-    """Give the layer of an open folder, or the only one of a path, which is let go of after an error."""
+    """Yield the layer of an open folder, or open a path and yield its only layer. An error releases the path."""
     if folder is None or isinstance(folder, FolderLayer):
         yield folder
         return
@@ -137,10 +137,7 @@ def _opened(folder: str | Path | FolderLayer | None, mesh: RankMesh, token_axis:
 def _memory_shard_maker(
     config: CacheConfig, mesh: RankMesh, device: torch.device, shares: Sequence[float] | str | None
 ) -> Callable[[int], CacheShard]:
-    """Return what makes a shard in memory, on the CPU where the newest tokens alone are on the device.
-
-    All ranks call it at once, as `_block_cyclic`.
-    """
+    """Return what makes a shard in memory: on the CPU if the cache has `hot`. Collective, as `_block_cyclic`."""
     shard_device = device if config.hot is None else torch.device("cpu")
     return partial(CacheShard, config, mesh.heads, _block_cyclic(config, mesh, device, shares), shard_device)
 
@@ -148,13 +145,13 @@ def _memory_shard_maker(
 def _tiered_shard_maker(
     make_cold: Callable[[int], CacheShard], config: CacheConfig, device: torch.device, fail: Fail
 ) -> Callable[[int], CacheShard]:
-    """Return what makes a shard whose older tokens are in one that `make_cold` returns, if the newest are apart."""
+    """Return `make_cold`, or with `hot` what makes a tiered shard over the one that `make_cold` returns."""
     return make_cold if config.hot is None else lambda index: TieredShard(make_cold(index), config, device, fail)
 
 
 def _block_cyclic(
     config: CacheConfig, mesh: RankMesh, device: torch.device, shares: Sequence[float] | str | None
 ) -> BlockCyclic:
-    """Return the assignment of tokens to ranks. All ranks call it at once: "auto" measures their shares."""
+    """Return the assignment of tokens to ranks. Collective: "auto" measures the shares of all ranks."""
     parts = measured_shares(mesh, device, config.nbytes) if isinstance(shares, str) else shares
     return BlockCyclic.of(config.block, mesh.queries.size * mesh.keys.size, parts)

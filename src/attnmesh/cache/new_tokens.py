@@ -58,7 +58,7 @@ class NewTokens(NamedTuple):
         return {"padding": shape, "checksum": chained_checksum(0, self.token_mask)}
 
     def check(self, config: CacheConfig, device: torch.device) -> None:
-        """Raise unless they are all new tokens, for every rank of a cache to keep its share."""
+        """Raise unless these are new tokens with all heads, equal on every rank of a cache."""
         k, v, token_mask = self
         check_new("append", config, k, v, device)
         check_not_cut("append", {"k": k, "v": v}, "call append_shard with its positions, on a cache of its mesh")
@@ -66,7 +66,7 @@ class NewTokens(NamedTuple):
         check_captured("append", token_mask, device)
 
     def check_shard(self, config: CacheConfig, device: torch.device, positions: Tensor, ranks: int) -> None:
-        """Raise unless they are the new tokens of one of so many ranks, at these positions."""
+        """Raise unless these are the new tokens of one of `ranks` ranks, at `positions`."""
         k, v, _ = self
         check_new("append_shard", config, k, v, device)
         check_positions("append_shard positions", positions, k.shape[2])
@@ -89,7 +89,7 @@ class NewTokens(NamedTuple):
 
 
 def append_known(signatures: Memo[bool], k: Tensor, v: Tensor | None, shards: LocalShards) -> bool:
-    """Append tokens of a known signature, or return False. They have to fit, and one rank owns them."""
+    """Append tokens of a known signature that fit, or return False: then they have to be checked."""
     shard = shards.own
     if not signatures or append_signature(k, v, shard) not in signatures:
         return False
@@ -111,7 +111,7 @@ def append_known(signatures: Memo[bool], k: Tensor, v: Tensor | None, shards: Lo
 
 
 def append_signature(k: Tensor, v: Tensor | None, shard: CacheShard) -> tuple[Any, ...] | None:
-    """Return all that the checks of new tokens depend on. None is for tokens that PyTorch has to know of."""
+    """Return all that the checks of new tokens depend on; None for tensors that are not plain, such as traced ones."""
     if not are_plain(*tensors_to_store(k, v), on_gpu=shard.device.type == "cuda"):
         return None
     return (k.shape, k.dtype, shard.config) if v is None else (k.shape, v.shape, k.dtype, v.dtype, shard.config)

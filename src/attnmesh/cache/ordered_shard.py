@@ -11,7 +11,7 @@ from attnmesh.errors import StoreError
 from attnmesh.runtime.tensors import Tensors
 
 Fail = Callable[[str, StoreError], NoReturn]
-"""Raises an error of this rank in a call of that name. Other ranks may have ended the call already."""
+"""Raises an error of this rank in a call, given the call's name. Other ranks may have ended the call already."""
 
 
 class OrderedShard(CacheShard):
@@ -20,7 +20,7 @@ class OrderedShard(CacheShard):
     fail: Fail
 
     def _add(self, rows: Sequence[Tensor], tokens: Tensor, length: int) -> None:
-        """Write rows of this rank's tokens after those in the shard, after which there are `length` on all ranks."""
+        """Write rows of this rank's new tokens after those in the shard. Then there are `length` on all ranks."""
         raise NotImplementedError
 
     def append(self, new: Tensors, token_mask: Tensor | None, length_and_used: tuple[int, int] | None) -> None:
@@ -40,7 +40,7 @@ class OrderedShard(CacheShard):
         self._add(new, tokens, self.length + new_count)
 
     def own_rows(self, new: Tensors, length: int) -> tuple[list[Tensor], Tensor]:
-        """Return this rank's rows of new tokens, which have all heads and follow `length` others; and these tokens."""
+        """Return this rank's rows of `new`, and their tokens. `new` has all heads and the tokens from `length` on."""
         tokens = torch.arange(length, length + new[0].shape[2], device="cpu")
         rows = [x.chunk(self.heads_axis.size, 1)[self.heads_axis.index] for x in new]
         if self.turn.width < self.turn.period:  # other ranks hold tokens too

@@ -18,7 +18,7 @@ from attnmesh.runtime.late_bound import LateBound
 from attnmesh.runtime.world import WORLD
 
 POLL_INTERVAL = 1.0
-"""Seconds between checks that all ranks have written; less under a short deadline."""
+"""Seconds between checks that all ranks have written; less under a short deadline. A save ends later by as much."""
 
 
 class Saving:
@@ -91,7 +91,8 @@ class Saving:
                 self._raise_any()
             except BaseException as error:
                 self._failure = error
-                self._end(failed=isinstance(error, StoreError))  # and not by the end of a rank: the next save goes on
+                # If a rank was lost instead, the files stay: the next save links to them.
+                self._end(failed=isinstance(error, StoreError))
                 raise
             self._end(failed=False)
         elif self._failure is not None:

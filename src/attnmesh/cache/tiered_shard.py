@@ -4,8 +4,8 @@
         cold       in CPU memory, or in files      | may have copies of hot tokens, once `flush` was called
         hot                            on the device
 
-The cold tier is an ordinary shard on the CPU. What it has of the first tokens are earlier pieces of the cache. Where
-the hot tier is full, its oldest blocks move there in one copy.
+The cold tier is an ordinary shard on the CPU. Its tokens before those of the hot tier are earlier pieces of the cache.
+Where the hot tier is full, its oldest blocks move to the cold tier in one copy.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ from attnmesh.runtime.tensors import Tensors
 from attnmesh.runtime.unbroken import unbroken
 
 LEAVING_PARTS = 4
-"""Part of the hot tokens that leave together: few moves, of few tokens each."""
+"""A quarter of the hot tokens leave together. More parts would make more moves, of fewer tokens each."""
 
 
 def hot_tokens(config: CacheConfig, turn: Turn) -> int:
@@ -99,7 +99,7 @@ class TieredShard(OrderedShard):
         self.device_counts[LENGTH], self.device_counts[USED] = length, used
 
     def _set_cold_count(self, cold_count: int) -> None:
-        """Let so many first tokens of the cold tier be the earlier pieces."""
+        """Let the first `cold_count` tokens of the cold tier be the earlier pieces."""
         pieces = list[FrozenPiece]()
         start = 0
         for piece in self._cold_pieces:
@@ -120,7 +120,7 @@ class TieredShard(OrderedShard):
         piece.device_counts[LENGTH] = self.known_length
 
     def append_run(self, new: Tensors, new_count: int, length: int, used: int) -> bool:
-        """Add new tokens of which this rank owns all or none, if none has to leave; else return False."""
+        """Add new tokens of which this rank owns all or none, if none has to leave. Otherwise return False."""
         if self._count_leaving(own_count := self.turn.count(length + new_count) - self.turn.count(length)):
             return False
         try:
@@ -139,13 +139,13 @@ class TieredShard(OrderedShard):
             super().append(new, token_mask, length_and_used)
 
     def _count_leaving(self, new_count: int) -> int:
-        """Return how many tokens leave the hot tier for so many new ones, which may leave at once: whole blocks."""
+        """Return how many tokens `new_count` new ones drive out, in whole blocks. Some may be new ones themselves."""
         total = self.used_slots + new_count
         block = self.config.block
         return 0 if total <= self.slots else (total - hot_tokens(self.config, self.turn)) // block * block
 
     def _add(self, rows: Sequence[Tensor], tokens: Tensor, length: int) -> None:
-        """Add rows of this rank's tokens, after which there are `length` on all ranks. All are added, or none."""
+        """Add rows of this rank's tokens, all of them or none. Then there are `length` tokens on all ranks."""
         used = self.used_slots
         length_before = self.length
         steps = list[Callable[[], None]]()
@@ -180,7 +180,7 @@ class TieredShard(OrderedShard):
         self.token_index[start:stop] = tokens
 
     def _shift(self, count: int) -> list[Callable[[], None]]:
-        """Return steps that move the tokens after the first `count` to the front, so many at a time.
+        """Return steps that move the tokens after the first `count` to the front, `count` at a time.
 
         No step writes what it reads.
         """
@@ -188,15 +188,16 @@ class TieredShard(OrderedShard):
         return [partial(self._move, start, min(start + count, left), count) for start in range(0, left, count)]
 
     def _move(self, start: int, stop: int, count: int) -> None:
-        """Move the tokens that are `count` slots after these to them."""
+        """Move the tokens of slots `start + count` to `stop + count` to slots `start` to `stop`."""
         for x in (*self.stored, self.token_index[None, None]):
             x[:, :, start:stop] = x[:, :, start + count : stop + count]
 
     def _append_cold(self, rows: Sequence[Tensor], tokens: Tensor, length: int, retry: str) -> None:
-        """Let the cold tier have these rows after those that are cold: with them it has all before `length`.
+        """Append rows to the cold tier, which then has all of this rank's tokens before `length`.
 
-        Rows are those of the hot tier, and new ones after them. Where this raises, the cache is as it was, and `retry`
-        is what can be done once there is space. It is empty where other ranks have done their part.
+        The rows are those of the hot tier, and new ones after them. The cold tier may have the first of them already.
+        Where this raises, the cache is as it was. `retry` tells the user what to do once there is space; it is empty if
+        other ranks have done their part.
         """
         if self.cold.length > self.length:  # an append has failed
             self.cold.truncate(self.length)

@@ -99,7 +99,7 @@ def decode(
     if k is not None or v is not None:
         try:
             cache.append(cast(Tensor, k), v)
-        except Exception as error:  # others may be in the merge of the step already
+        except Exception as error:  # other ranks may be in the merge of the step already
             agreement_on((cache,), options, checked).raise_through_merge(error)
     caches = (cache,)
     signature = None
@@ -117,7 +117,7 @@ def decode(
 
 
 def _decode_in_graph(inputs: StepInputs, spec: StepSpec) -> Tensor:
-    """Return the output of an operator, in place of which a graph could see no cache."""
+    """Return the output of an operator of tensors: a graph cannot hold a `KVCache`."""
     (cache,) = inputs.caches
     if (in_files := cache.own_shard.is_in_files) or cache.local_shards.forked:
         given, fix = "one in a folder" if in_files else "a forked cache", "decode with copy.deepcopy(cache)"

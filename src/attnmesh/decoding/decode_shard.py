@@ -70,7 +70,7 @@ def decode_shard(
 
 
 def _fields(queries: QueryShard, cache: KVCache, spec: StepSpec) -> dict[str, object]:
-    """Return the arguments that ranks compare: with those of the step, such as whether tokens are selected."""
+    """Return the arguments that ranks compare, with the options of the step, such as whether tokens are selected."""
     q, layout, length = queries
     contents = {"tokens in the cache": cache.length, "padding and order": cache.history.checksum}
     of_queries = {"dtype": q.dtype, "heads": q.shape[1], "layout": layout, "length": length}

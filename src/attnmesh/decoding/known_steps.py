@@ -19,7 +19,7 @@ from attnmesh.kernels.traced import are_plain
 from attnmesh.runtime.memo import Memo
 
 Signature = tuple[Any, ...]
-"""All of a call that the checks of a step depend on, but for its caches."""
+"""All of a call that the checks of a step depend on, except its caches."""
 
 
 def find_step(
@@ -27,9 +27,9 @@ def find_step(
 ) -> tuple[Signature | None, PreparedStep[Any] | None]:
     """Return the signature of a call, and its step if prepared. All checks depend on the signature and the caches.
 
-    `inputs` have one cache or more, on one mesh and one device, of equal `common_config`, and `options` are
-    `StepOptions`: all else may be wrong. `prepared` is the memo that keeps prepared steps of such caches. The signature
-    is None for calls that are checked each time.
+    Call with `inputs` of one cache or more, on one mesh and one device, of equal `common_config`, and with
+    `StepOptions` as `options`. All else may be wrong, and the values of the options too. `prepared` is the memo of the
+    prepared steps of these caches. The signature is None for calls that are checked each time.
     """
     q, caches, sinks, key_lengths, selected, other_partial, _ = inputs  # attributes would take 0.1 us more
     first = caches[0]
@@ -101,7 +101,7 @@ def run_new_step(
         inputs, spec = check()
         with torch.no_grad():
             prepared_step = _prepare_step(inputs, spec, signature, prepared)
-    except Exception as error:  # poisons the merge of the others
+    except Exception as error:  # the other ranks may wait in their merge, which this poisons
         agreement_on(inputs.caches, options, checked).raise_through_merge(error)
     with torch.no_grad():
         out = prepared_step.run(inputs, checked)

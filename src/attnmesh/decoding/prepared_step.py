@@ -1,7 +1,7 @@
 """Prepared steps: what was checked and chosen for steps of one signature, and how they run.
 
-A step attends this rank's keys, merges the partial with those of the other ranks, and makes the output of it. Steps
-differ in how ranks merge, and so in how they find out whether their calls are equal:
+A step attends this rank's keys, merges the partial with those of the other ranks, and returns the output. Steps differ
+in how ranks merge, and so in how they find out whether their calls are equal:
 
     LoneStep        there are no other ranks
     HostMergedStep  ranks of one host merge natively, and compare their calls by that merge
@@ -43,9 +43,9 @@ class PreparedStep(Generic[Verdict]):
     spec: StepSpec
     attention: CachedAttention
     blank_message: Callable[[], BlankMessage] | None
-    """None where a kernel takes memory itself."""
+    """Returns memory that the kernel writes its partial into; None where the kernel allocates its own."""
     facts: tuple[Any, ...]
-    """Compared by their hash."""
+    """Options, dtypes and shapes of the call. Ranks compare their hash."""
     config: CacheConfig | None
     """None in a graph, which has no caches."""
     refuses_graphs: bool
@@ -69,7 +69,7 @@ class PreparedStep(Generic[Verdict]):
     def compute(self, inputs: StepInputs, views: Sequence[CacheView] | None = None) -> tuple[Tensor, Verdict]:
         """Return the output, and the verdict of `merge`. The output is NaN if the ranks' calls differ.
 
-        `inputs` are of this step: `find_step` has found it for them, or they were checked and it was prepared for them.
+        Call with `inputs` for which `find_step` has found this step, or for which it was prepared after their checks.
         `views` are given in a graph, which has no caches. The CPU reads nothing of a device.
         """
         spec = self.spec
@@ -99,7 +99,7 @@ class PreparedStep(Generic[Verdict]):
             # Merging with an empty partial turns -0.0 into 0.0, and more ranks mean more empty partials.
             out = with_sinks(partial, sinks).out + 0.0
         out = out.to(q.dtype).contiguous()
-        if lengths is not None:  # NaN where no such number of keys is cached
+        if lengths is not None:  # NaN for lengths that the cache does not have
             wrong = (lengths < 0) | (lengths > views[0].device_counts[LENGTH])
             out = out.masked_fill(wrong[:, None, None, None], torch.nan)
         if spec.heads_axis.size > 1:
@@ -113,7 +113,7 @@ class LoneStep(PreparedStep[None]):
     is_alone = True
 
     def run(self, inputs: StepInputs, checked: bool | None) -> Tensor:
-        """Return the output."""
+        """Return the output. There is nothing to compare."""
         return self.compute(inputs)[0]
 
 
@@ -124,7 +124,7 @@ class HostMergedStep(PreparedStep[bool]):
     host_merge: HostMerge
 
     def run(self, inputs: StepInputs, checked: bool | None) -> Tensor:
-        """Return the output, or raise. Only then is an agreement made, which takes longer than the merge."""
+        """Return the output, or raise. An agreement is made only to raise: it takes longer than the merge."""
         try:
             out, is_equal = self.compute(inputs)
         except Exception as error:
@@ -135,7 +135,7 @@ class HostMergedStep(PreparedStep[bool]):
         return out
 
     def merge(self, partial: Partial, blank: BlankMessage, parts: PartsToCompare) -> tuple[Partial, bool]:
-        """Merge all ranks' partials in place, inside this rank's message. Return it, and whether calls are equal."""
+        """Merge all ranks' partials into this rank's, inside its message. Return it, and whether calls are equal."""
         assert blank.message is not None
         merge = profiled_as(MERGE, self.host_merge.run) if is_profiled() else self.host_merge.run
         is_equal = merge(blank.message, call_digest(*parts))
@@ -183,7 +183,7 @@ def new_prepared_step(
     *,
     is_asynchronous: bool = False,
 ) -> PreparedStep[Any]:
-    """Return what steps with such queries run: the launches of a kernel, and the merge."""
+    """Return the prepared step of queries like `q`: the launches of a kernel, and the merge."""
     attention = spec.attention_for(q, view)
     blank = None if attention.in_place_kernel is None else _blank_in_place(q, spec)
     refuses_graphs = attention.in_place_kernel is None or (config is not None and needs_cpu(config, q.shape[2]))
@@ -197,7 +197,7 @@ def new_prepared_step(
 
 
 def _host_merge_of(q: Tensor, spec: StepSpec) -> HostMerge | None:
-    """Return the native merge of such steps; None unless all ranks share a host whose native library merges them."""
+    """Return the native merge of queries like `q`; None unless all ranks share a host with the native library."""
     axis = spec.token_axis
     may_merge_natively = (
         axis.size > 1 and spec.heads_axis.size == 1 and q.device.type == "cpu" and not spec.reproducible
@@ -208,9 +208,10 @@ def _host_merge_of(q: Tensor, spec: StepSpec) -> HostMerge | None:
 
 
 def _blank_in_place(q: Tensor, spec: StepSpec) -> Callable[[], BlankMessage] | None:
-    """Return what takes memory for a kernel that reads the cache, in a message if others merge with this rank.
+    """Return a function that takes memory for the partial of a kernel that reads the cache.
 
-    One rank has the partial alone; a reproducible one merges into new memory.
+    The memory is in a message if other ranks merge with this one. A rank alone takes the partial without a message, or
+    nothing for a reproducible step, which merges blocks into new memory.
     """
     heads = spec.heads_axis.slice_of(q.shape[1])
     shape = q.shape[0], heads.stop - heads.start, q.shape[2], spec.value_dim

@@ -19,15 +19,17 @@ from attnmesh.runtime.world import cached_per_world
 
 
 class QueryShard(NamedTuple):
-    """This rank's queries, (batch, heads, tokens of this rank, dim), that a layout gives it of the last tokens."""
+    """This rank's shard of the queries of a cache's last tokens."""
 
     q: Tensor
+    """Queries of this rank, (batch, heads, tokens of this rank, dim)."""
     layout: Layout
+    """Layout of the last tokens over all ranks."""
     length: int
-    """Last tokens of the cache, of all ranks."""
+    """Number of the last tokens, on all ranks together."""
 
     def owners(self, mesh: RankMesh, token_axis: Axis) -> "QueryOwners":
-        """Return where the queries of all ranks are, or raise unless this rank has those of its shard."""
+        """Return the places of all ranks' queries. Raise unless this rank has a query of each token of its shard."""
         owners = _owners(mesh, token_axis, self.layout, self.length)
         count, queries = owners.chunk_counts[mesh.heads.index], self.q.shape[2]
         if queries != count:
@@ -38,18 +40,19 @@ class QueryShard(NamedTuple):
 
 
 class QueryOwners(NamedTuple):
-    """Places of each rank's queries among all. `order` sorts queries that stand rank after rank by their tokens."""
+    """Places of each rank's queries among all. A chunk is the tokens of all ranks along the heads axis."""
 
     heads_axis: Axis
     token_axis: Axis
     chunk_counts: tuple[int, ...]
-    """Tokens of each rank along the heads axis, in this rank's chunk."""
+    """Number of tokens of each rank along the heads axis, in this rank's chunk."""
     chunks: tuple[Tensor, ...]
-    """Tokens in the chunk of each rank along the axis of tokens."""
+    """Tokens of the chunk of each rank along the tokens axis."""
     order: Tensor
+    """Indices that sort the queries of all chunks, one chunk after the other, by their tokens."""
 
     def gather_queries(self, q: Tensor) -> Tensor:
-        """Return the queries of all tokens, of this rank's heads, from those of this rank's tokens."""
+        """Return the queries of all tokens with this rank's heads. `q` has this rank's tokens with all heads."""
         if self.heads_axis.size > 1:
             q = torch.cat(all_to_all_tokens(q.chunk(self.heads_axis.size, 1), self.chunk_counts, self.heads_axis), 2)
         q = torch.cat(all_to_all_tokens([q] * self.token_axis.size, [*map(len, self.chunks)], self.token_axis), 2)
@@ -65,7 +68,7 @@ class QueryOwners(NamedTuple):
         )
 
     def all_heads(self, out: Tensor) -> Tensor:
-        """Return the outputs of all heads for this rank's tokens, from those of its heads for its chunk."""
+        """Return the outputs of this rank's tokens with all heads. `out` has this rank's chunk with its heads."""
         if self.heads_axis.size == 1:
             return out
         count = self.chunk_counts[self.heads_axis.index]
@@ -76,7 +79,7 @@ class QueryOwners(NamedTuple):
 
 @cached_per_world(1024)
 def _owners(mesh: RankMesh, token_axis: Axis, layout: Layout, length: int) -> QueryOwners:
-    """Return where so many queries of a layout are."""
+    """Return the places of the queries of `length` tokens in a layout."""
     shape, chunks = mesh.shape, []
     for index in range(token_axis.size):
         row, column = divmod(index, shape.keys)

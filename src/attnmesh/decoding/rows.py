@@ -56,8 +56,8 @@ def decode_rows(
     Args:
         q: Queries of the last tokens, (caches, heads, length, dim), equal on every rank.
         caches: Caches of one sequence each, on one mesh. Their lengths, capacities and blocks may differ.
-        k: Keys of new tokens, (caches, kv_heads, tokens, dim): row r is appended to cache r first, or no row where a
-            cache has no room. They stay in the caches if the step raises.
+        k: Keys of new tokens, (caches, kv_heads, tokens, dim). Row r is first appended to cache r. If a cache has no
+            room, no row is appended. Appended rows stay in the caches if the step raises.
         v: Values of new tokens.
         mask: Which keys a query sees.
         scale: Factor of the logits; 1/sqrt(dim) unless it is given.
@@ -92,7 +92,7 @@ def decode_rows(
         _check_caches(q, caches, k, v)
         if k is not None or v is not None:
             _append(k, v, caches)
-    except Exception as error:  # others may be in the merge of the step already
+    except Exception as error:  # other ranks may be in the merge of the step already
         agreement_on(caches, options, checked).raise_through_merge(error)
     inputs = StepInputs(q, caches, sinks)
     prepared = _prepared_steps_of(caches)
@@ -104,7 +104,7 @@ def decode_rows(
 
 
 def _prepared_steps_of(caches: Sequence[KVCache]) -> Memo[PreparedStep[Any]]:
-    """Return the memo of steps of a cache and its forks, or for rows on CPUs that of all caches of their kind."""
+    """Return the memo of prepared steps: of one cache and its forks, or on CPUs of all caches of this kind."""
     first = caches[0]
     config = caches[0].config
     if len(caches) == 1 or first.device.type != "cpu":
@@ -157,7 +157,7 @@ def _check_caches(q: Tensor, caches: Sequence[Any], k: Any, v: Any) -> None:
 
 
 def _append(k: Tensor | None, v: Tensor | None, caches: Sequence[KVCache]) -> None:
-    """Append row r to cache r. Raise before any is appended where a cache has no room for its row."""
+    """Append row r to cache r. If a cache has no room for its row, raise before a row is appended."""
     new_count = k.shape[2] if k is not None else 0
     for row, cache in enumerate(caches):
         cache.local_shards.check_room(SUBJECT, row, new_count)

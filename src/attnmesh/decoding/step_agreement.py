@@ -57,9 +57,10 @@ def runs_asynchronously(cache: KVCache, spec: StepSpec) -> bool:
 
 
 def ask_in_step(spec: StepSpec, like: Tensor, shape: Sequence[int], value_dim: int) -> Tensor:
-    """Take part in a step with nothing to attend to, and a question for a checksum. Return the merged checksum.
+    """Take part in the merge of a step with an empty partial and a question. Return the merged checksum.
 
-    `like` and `shape` are those of the step's queries. The messages have the sizes that the other ranks expect.
+    `like` has the dtype and device of the step's queries, and `shape` is their shape, so that messages have the sizes
+    that the other ranks expect.
     """
     heads = spec.heads_axis.slice_of(shape[1])
     q = like.new_empty(1).expand(shape)[:, heads]
@@ -84,7 +85,7 @@ def gather_heads(out: Tensor, checksum: Tensor, spec: StepSpec, heads: int) -> t
 def _send_poison(cache: KVCache, options: StepOptions | StepSpec) -> None:
     """Run the exchanges of a step whose arguments are wrong on this rank, so that the others detect it."""
     ranks = cache.token_axis.size
-    reproducible = options.reproducible is True  # other values are invalid on other ranks too
+    reproducible = options.reproducible is True  # values of other types are invalid on the other ranks too
     reproducible = reproducible and not ranks & (ranks - 1)
     like = torch.empty(0, dtype=sum_dtype(cache.config.dtype), device=cache.device)
     merge = RequestedMerge(cache.token_axis, options.merge, options.output, reproducible=reproducible)

@@ -26,13 +26,13 @@ from attnmesh.runtime.world import cached_from_code, cached_per_world
 class StepSpec(NamedTuple):
     """A step that can be served: the axes and sizes of its cache, and the values that its caller passes."""
 
-    # Of the cache:
+    # Axes and sizes of the cache:
     heads_axis: Axis
     token_axis: Axis
     block: int
     capacity: int
     value_dim: int
-    # Of the caller:
+    # Values that the caller passes:
     mask: Mask
     scaling: Scaling
     merge: str
@@ -79,7 +79,7 @@ class StepSpec(NamedTuple):
         return crc32(f"{numbers[4:]} {names.split(',')[2:]}".encode())
 
     def attention_for(self, q: Tensor, view: CacheView) -> CachedAttention:
-        """Return the attention of such queries, with the spec's kernel. That of selected tokens is the reference."""
+        """Return the attention of the queries `q` over a cache. The reference kernel attends selected tokens."""
         name = self.kernel if self.index_block is None else "reference"
         kernel = choose(KernelRequest.of_cache(q, view, self.scaling), name)
         return attention_to_cache(kernel, self.scaling, self.value_dim, q.device)
@@ -98,7 +98,7 @@ LENGTH_WEIGHT = -7046029254386353131
 
 
 PartsToCompare = tuple[Sequence[Tensor], int, Tensor]
-"""Parts of a merge's checksum: tensors by their bits, a hash of the facts, and a tensor that begins with tokens."""
+"""Parts of a merge's checksum: tensors by their bits, a hash of the facts, and device counts, tokens first."""
 
 
 class StepInputs(NamedTuple):
@@ -111,7 +111,7 @@ class StepInputs(NamedTuple):
     selected: Selection | None = None
     other_partial: Partial | None = None
     history: Tensor | None = None
-    """In a graph, which has no caches, the history checksum of its cache."""
+    """History checksum of the cache in a graph, where `caches` is empty; None outside of graphs."""
 
     @property
     def indices(self) -> Tensor | None:
@@ -176,12 +176,12 @@ class StepOptions(NamedTuple):
     kernel: str
 
     def spec_on(self, cache: KVCache, scaling: Scaling) -> StepSpec:
-        """Return the spec of a step on a cache, with the scale and cap that the check of these values has made."""
+        """Return the spec of a step on a cache. `scaling` has the checked scale and cap."""
         config = cache.config
         placement = cache.mesh.heads, cache.token_axis, config.block, config.capacity, config.value_dim
         return StepSpec(*placement, self.mask, scaling, self.merge, self.output, self.reproducible, self.kernel)
 
 
 def selection_of_rank(selection: Selection, heads_axis: Axis) -> Selection:
-    """Return the selection of the heads of a rank, its own where each head has one."""
+    """Return the selection of a rank's heads: a part if each key head has its own, otherwise the whole."""
     return selection.of_heads(heads_axis.slice_of(selection.heads)) if selection.heads > 1 else selection

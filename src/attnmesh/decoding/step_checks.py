@@ -191,7 +191,7 @@ def _check_captured(cache: KVCache, spec: StepSpec, *, lengths_on_cpu: bool) -> 
 
 
 def check_reproducible(subject: str, reproducible: object, ranks: int, merge: str) -> None:
-    """Raise unless the result can have the same bits on any number of ranks, where that is wanted."""
+    """Raise if the result should have the same bits on any number of ranks, and cannot."""
     if not isinstance(reproducible, bool):
         raise KernelError(subject, "True or False", repr(reproducible), "pass True or False")
     if reproducible and (ranks & (ranks - 1) or (merge != "auto" and MERGES[merge].pattern is not Pattern.ROUNDS)):

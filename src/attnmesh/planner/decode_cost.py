@@ -42,11 +42,11 @@ class SharedLayers(NamedTuple):
     outputs: tuple[int, ...]
     """Outputs of each call. Layers of one input are one call."""
     most_tokens: int
-    """Tokens of a step at most."""
+    """Most tokens of a step."""
     most_ranks: int
-    """Ranks of a host at most."""
+    """Most ranks of a host."""
     board_bytes: int
-    """Bytes of outputs that a rank writes between two exchanges, at most."""
+    """Most bytes of outputs that a rank writes between two exchanges."""
 
     def exchanges(self, ranks: int, tokens: int) -> int:
         """Return the exchanges of a step. Outputs that do not fit the boards go piece by piece.
@@ -76,7 +76,7 @@ class Experts(NamedTuple):
         return self.weight_bytes * self.per_token / self.per_layer
 
     def read_bytes(self, tokens: int, ranks: int = 1) -> float:
-        """Return the bytes that the busiest of some ranks reads, as is expected of tokens that choose at random.
+        """Return the bytes that the busiest of `ranks` ranks reads, as expected of tokens that choose at random.
 
         >>> Experts(800, 8, 2).read_bytes(1), Experts(800, 8, 2).read_bytes(2), Experts(800, 8, 2).read_bytes(2, 2)
         (200.0, 350.0, 200.0)
@@ -88,7 +88,7 @@ class Experts(NamedTuple):
 def add_weights(
     read_bytes: float, used_bytes: float, tokens: int, itemsize: int, cluster: Cluster, total: Cost
 ) -> None:
-    """Add the time of weights: bytes are read once, and those that each token uses are multiplied with all tokens."""
+    """Add the time of weights: `read_bytes` are read once, and `used_bytes` are multiplied with each token."""
     product_seconds = FLOPS * tokens * used_bytes / itemsize / cluster.device.forward_rate
     total.add_stage("weights", max(read_bytes / cluster.device.memory_rate, product_seconds))
 
@@ -118,7 +118,7 @@ def add_outputs(shared: SharedLayers, ranks: int, tokens: int, cluster: Cluster,
 
 
 def add_results(experts: Experts, ranks: int, size: float, cluster: Cluster, total: Cost) -> None:
-    """Add the exchanges of results of experts, of so many bytes a layer: short messages, of many small calls."""
+    """Add the exchanges of experts' results, `size` bytes a layer: short messages, of many small calls."""
     device = cluster.device
     layers = experts.shareable_layers
     received = size * (ranks - 1) / ranks

@@ -328,7 +328,7 @@ def plan(workload: Workload, cluster: Cluster, *, progress: Callable[[int, int],
 def all_candidates(workload: Workload, cluster: Cluster) -> Iterator[CandidateMesh]:
     """Yield every candidate once: mesh shapes, their tiles, layouts and exchanges. A cache divides its heads evenly.
 
-    Where queries select their keys, they stay on their rank, and index keys have one head: all ranks are one axis.
+    Queries that select their keys stay on their rank, and index keys have one head: then all ranks are along one axis.
     """
     world = cluster.world
     is_decode = workload.phase == "decode"
@@ -349,7 +349,7 @@ def all_candidates(workload: Workload, cluster: Cluster) -> Iterator[CandidateMe
 def layouts_for(workload: Workload, shape: Shape, cluster: Cluster) -> list[Layout]:
     """Return the layouts that are priced on a shape. A state passes through tokens in order.
 
-    Of unequal ranks, all of which are along the keys axis, a cache may have unequal shares.
+    A cache may have unequal shares, if ranks are unequal and all of them are along the keys axis.
     """
     if workload.phase == "decode":
         shares = cluster.shares(workload.kept_bytes) if shape.keys == cluster.world else ()
@@ -379,11 +379,11 @@ def _exchanges(workload: Workload, shape: Shape) -> list[str]:
 
 
 def _memory_error(rank_bytes: float, workload: Workload, cluster: Cluster) -> ClusterError:
-    """Return an error with the number of hosts whose memory would do, where so many bytes of a rank are too many."""
+    """Return the error of `rank_bytes` that no rank has memory for, with the number of hosts that would do."""
     memory = cluster.device.memory
     over = f"{(rank_bytes - memory) / 1e9:,.1f} GB too many"
     given = f"{rank_bytes / 1e9:,.1f} GB without weights in the plan that needs least, {over}, on {cluster.world} ranks"
-    free = memory - workload.state_bytes  # of which every rank holds all
+    free = memory - workload.state_bytes  # every rank holds all states
     hosts = ceil(min_memory(workload) / max(1.0, free) / cluster.ranks)
     too_many = hosts * cluster.ranks > MAX_RANKS
     fix = "take fewer tokens" if too_many else f"take about {hosts:,} hosts, more for the weights, or fewer tokens"

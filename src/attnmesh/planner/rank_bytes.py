@@ -47,7 +47,7 @@ def cached_bytes(candidate: CandidateMesh, workload: Workload) -> list[float]:
 
 
 def index_memory(shape: Shape, workload: Workload) -> float:
-    """Return the bytes per rank of index keys. Beyond decoding, of those that arrive and of the selected indices, too.
+    """Return the bytes per rank of index keys. Prefill and training add those that arrive, and selected indices.
 
     Index keys have no gradients, so training keeps the indices alone.
     """

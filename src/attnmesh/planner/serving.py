@@ -81,11 +81,11 @@ class ServingPlan(NamedTuple):
 
     sharding: WeightSharding
     shape: Shape
-    """Ranks along the axes of attention. A step is the same along queries and keys, a prompt is not."""
+    """Ranks along the axes of attention. A step uses the queries and keys axes as one, a prompt does not."""
     attention_plan: Plan
     """Attention of the ranks that divide the keys."""
     weight_bytes: int
-    """Bytes of weights that a rank holds: of pages of a file that several map, its part."""
+    """Bytes of weights that a rank holds, with its part of pages that several ranks map."""
     read_bytes: float
     """Bytes of weights that a rank reads in a step."""
     key_bytes: float
@@ -95,7 +95,7 @@ class ServingPlan(NamedTuple):
     seconds: float
     """Predicted seconds of a step: the sum of `parts`."""
     parts: tuple[tuple[str, float], ...]
-    """Pairs of a stage of a step and its seconds, those of attention and of `layers` apart."""
+    """Pairs of a stage of a step and its seconds: first those of attention, then those of the layers beside it."""
     first_token_seconds: float | None
     """Predicted seconds to the first token of prompts of this length, or None if the active weights are not known."""
 
@@ -118,8 +118,8 @@ class ServingPlan(NamedTuple):
 def serving_plans(model: ModelSizes, cluster: Cluster, shape: Shape | None = None) -> list[ServingPlan]:
     """Return all ways to spread weights and keys, those that fit the planned length first, then the fastest first.
 
-    With a shape, the ways of attention on this shape alone. Left out are activations, and the time of layers with
-    windows and of recurrent layers, which are the same in each.
+    With a `shape`, attention is on this shape alone. Activations are left out, and the time of layers with windows and
+    of recurrent layers: they are the same in each way.
 
     Raises:
         ClusterError: No number of ranks divides the heads.
@@ -146,9 +146,9 @@ def serving_plans(model: ModelSizes, cluster: Cluster, shape: Shape | None = Non
 def choose_plan(
     plans: Sequence[ServingPlan], ranks: int, tp: int = 1, layers_shared: bool | None = None
 ) -> ServingPlan:
-    """Return the way that is taken for so many ranks: of those with this `tp` the first, which fits and is fastest.
+    """Return the first way with this number of `ranks` and this `tp`: it fits if any does, and is fastest.
 
-    `layers_shared` takes those alone in which ranks share layers, or do not, if there are any.
+    With `layers_shared`, ways in which ranks share layers (True), or do not (False), come before all others.
     """
     fitting = [plan for plan in plans if (plan.ranks, plan.sharding.tp, plan.sharding.is_joint) == (ranks, tp, False)]
     preferred = [plan for plan in fitting if layers_shared in (None, plan.sharding.layers_shared)]
@@ -172,7 +172,7 @@ def why_not_shared(model: ModelSizes, cluster: Cluster) -> str | None:
 def over_hosts(model: ModelSizes, cluster: Cluster) -> ServingPlan | None:
     """Return what a step would take if the ranks of several hosts shared layers over the network, which they do not.
 
-    None for ranks that cannot for another reason, or do.
+    None for ranks of one host, and for ranks that could not share them on one host either.
     """
     if cluster.hosts == 1:
         return None
@@ -183,7 +183,7 @@ def over_hosts(model: ModelSizes, cluster: Cluster) -> ServingPlan | None:
 
 
 def _one_rank(cluster: Cluster) -> Cluster:
-    """Return one rank of a host; on CPUs it has all cores and the memory."""
+    """Return a cluster of one rank. On CPUs it has all cores and all memory of the host."""
     device = cluster.device
     if cluster.on_cpus:
         device = replace(device.of_cores(cluster.ranks), memory=device.memory * cluster.ranks)
@@ -191,7 +191,7 @@ def _one_rank(cluster: Cluster) -> Cluster:
 
 
 def _serving(model: ModelSizes, cluster: Cluster, sharding: WeightSharding, shape: Shape | None) -> ServingPlan:
-    """Return a way with its price, on this shape of attention or on the best."""
+    """Return the way of a sharding with its price, on this shape of attention, or on the best shape."""
     attention = _attention(model.workload, cluster, sharding, shape)
     shape = shape or _shape_of_prompts(attention, sharding)
     step, read_bytes = _layers_cost(model, cluster, sharding, max(shape) if sharding.layers_shared else 1)
@@ -214,8 +214,8 @@ def _serving(model: ModelSizes, cluster: Cluster, sharding: WeightSharding, shap
 def _attention(work: Workload, cluster: Cluster, sharding: WeightSharding, shape: Shape | None) -> Plan:
     """Return the fastest attention of the ranks that divide the keys, also where the planned length does not fit."""
     heads = shape.heads if shape is not None else 1 if _on_one_axis(sharding) else None
-    if not sharding.is_joint:  # each competes for its host's links with the ranks that it splits weights with
-        if work.latent is None:  # else each rank computes all heads
+    if not sharding.is_joint:  # each competes for its host's links with the ranks of its `tp`
+        if work.latent is None:  # with latents each rank computes all heads
             work = _with_heads(work, work.q_heads // sharding.tp, max(1, work.kv_heads // sharding.tp))
         ranks_per_host = min(sharding.tp, cluster.ranks)
         hosts = cluster.hosts if sharding.tp <= cluster.ranks else cluster.world // sharding.tp

@@ -37,14 +37,21 @@ class LossMoments(NamedTuple):
 
 
 LOGIT_BYTES = LossMoments(loss=10, loss_gradient=12, head_gradient=2)
-"""Bytes of a logit: in the loss in the dtype of the model, in float32, and its log-probability; then that, its
-gradient, and the logit's own, in float32; at the gradient of the head the last alone, in the dtype of the model."""
+"""Bytes of a logit at each moment:
 
-TILE_TOKENS, TILE_COLUMNS = 4096, 32768
-"""Tokens of a tile of logits, and logits of each."""
+    loss           10   the logit in 16 bits and in float32, its log-probability in float32
+    loss_gradient  12   its log-probability, the gradient of that, and its own gradient, in float32
+    head_gradient   2   its own gradient, in 16 bits
+"""
+
+TILE_TOKENS = 4096
+"""Tokens of a tile of logits."""
+
+TILE_COLUMNS = 32768
+"""Logits of each token of a tile."""
 
 TILE_LOGIT_BYTES_ON_CPUS = LossMoments(loss=13, loss_gradient=29, head_gradient=0)
-"""Bytes of a logit of a tile on CPUs beside those of the tile: there each operation on a tile makes another."""
+"""Bytes of a logit on CPUs beside those of its tile: there each operation on a tile makes another tile."""
 
 INTERMEDIATE_VALUES = 6
 """Values of a layer for each token and column of its feed-forward network."""
@@ -53,7 +60,7 @@ RESIDUAL_BYTES = 24
 """Bytes of norms and residuals for each token and hidden column, where all are of the dtype of the model."""
 
 INPUT_WIDE_VALUES = 4
-"""Values among these that are as wide as the input of a layer."""
+"""Values among those of `RESIDUAL_BYTES` that have the dtype of a layer's input."""
 
 
 @dataclass(frozen=True)
@@ -198,12 +205,12 @@ def training_plans(model: TrainingSizes, cluster: Cluster, trainer: TrainerOptio
 
 
 def _fits_hosts(cluster: Cluster, context: int) -> bool:
-    """Return True if so many ranks are a part of each host, or whole hosts."""
+    """Return True if `context` ranks are a part of each host, or whole hosts."""
     return cluster.ranks % context == 0 or context % cluster.ranks == 0
 
 
 def _training_plan_on(model: TrainingSizes, cluster: Cluster, context: int, trainer: TrainerOptions) -> TrainingPlan:
-    """Return the way in which so many ranks share each sequence."""
+    """Return the way in which `context` ranks share each sequence."""
     work = model.workload
     hosts = max(1, context // cluster.ranks)
     roomy = replace(cluster.sized(hosts, context // hosts), device=replace(cluster.device, memory=UNLIMITED_MEMORY))
@@ -258,9 +265,9 @@ def _training_plan_on(model: TrainingSizes, cluster: Cluster, context: int, trai
 
 
 def _may_cast(cluster: Cluster, trainer: TrainerOptions) -> bool:
-    """Return whether autocast may cast weights, beside which there is no FSDP2.
+    """Return whether autocast may cast weights, as it does without FSDP2.
 
-    FSDP2 is there on torchrun's one rank, and not in python's one process.
+    A world of one rank has FSDP2 if torchrun starts it, and none if python does.
     """
     return trainer.ddp or cluster.world == 1
 

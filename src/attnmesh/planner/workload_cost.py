@@ -35,7 +35,7 @@ def _one_layer(candidate: CandidateMesh, workload: Workload, cluster: Cluster) -
 
 
 def index_cost(candidate: CandidateMesh, workload: Workload, cluster: Cluster) -> Cost:
-    """Return the cost of all indexers: scores, and candidates in decoding; else index keys, which go to all ranks."""
+    """Return the cost of all indexers: scores, and candidates in decoding, otherwise index keys for all ranks."""
     selected = workload.selected
     if selected is None:
         return Cost()

@@ -56,10 +56,13 @@ def make_private_folder(path: object) -> Path:
 
 
 class FolderLock:
-    """A lock that one process, or several by `shared`, hold on a folder until it ends, on a file system with locks."""
+    """A lock on a folder until `release` or the end of the process. With `shared` several processes hold it at once.
+
+    On a file system without locks it keeps no process out.
+    """
 
     def __init__(self, folder: Path, name: str = LOCK, *, patience: float = 0.0, shared: bool = False) -> None:
-        """Take the lock within so many seconds, or raise."""
+        """Take the lock within `patience` seconds, or raise."""
         try:
             self.handle = os.open(folder / name, os.O_RDWR | os.O_CREAT, PRIVATE_FILE)
         except OSError as error:
@@ -128,7 +131,8 @@ class BlockFolder:
     def write(self, block: StoredBlock, file_number: int, tensors: Mapping[str, Tensor]) -> None:
         """Write one file of a block, which appears once it is whole.
 
-        Nobody waits for the disk: one that was not written when power failed is damaged, and computed again.
+        This does not wait for the disk. A file that was not there when power failed is damaged: its block is computed
+        again.
         """
         with_name = {NAME_TENSOR: _bytes_of(block.name), **tensors}
         write_tensors(self.path / block.file(file_number), with_name, checksums_of(with_name), waits_for_disk=False)
@@ -144,7 +148,7 @@ class BlockFolder:
                 path.unlink()
 
     def touch(self, block: StoredBlock) -> None:
-        """Note that a block was used now, for engines that come later."""
+        """Note in the files that a block was used now, for engines that use the folder later."""
         for path in self._files(block):
             with suppress(OSError):
                 os.utime(path)

@@ -1,4 +1,4 @@
-"""Names of stored blocks: hashes of what their keys were computed from, the tokens up to a block's end among it."""
+"""Names of stored blocks: hashes of what their keys were computed from, with the tokens up to a block's end."""
 
 import json
 import re
@@ -22,12 +22,12 @@ class StoredBlock(NamedTuple):
     """Keys and values of consecutive tokens; or what layers that forget know after the last of them: a state."""
 
     name: str
-    """Hash of all tokens up to the last, and of what else the keys depend on."""
+    """Hash of all tokens up to `stop`, and of all else that the keys depend on."""
     start: int
     stop: int
     is_state: bool = False
     file_count: int = 1
-    """Number of its files: of key heads that ranks share; one by each rank of a state, and with unequal shares."""
+    """Number of files: one for each part of the key heads; one of each rank for a state, and with unequal shares."""
 
     def file(self, file_number: int) -> str:
         """Return the name of one of its files.

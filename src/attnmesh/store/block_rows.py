@@ -16,9 +16,11 @@ from attnmesh.store.block_names import StoredBlock
 from attnmesh.store.layer_files import TOKEN_INDEX
 from attnmesh.store.tensor_file import DAMAGED_FIX
 
-HEADS, WINDOW_STARTS = "heads", "floors"
-"""Names of tensors in a file beside tokens: its index among ranks that share key heads, and their number; and, of each
-layer that forgets, the first token it has and the first query that it serves."""
+HEADS = "heads"
+"""Name of the tensor with a file's index along the heads axis, and the number of ranks along it."""
+
+WINDOW_STARTS = "floors"
+"""Name of the tensor with the `WindowStart` of each layer, in the files of a state."""
 
 
 def groups_of(kvs: Sequence[KVCache], block: StoredBlock) -> list[list[int]]:
@@ -42,7 +44,7 @@ def name_of_group(kvs: Sequence[KVCache], group: Sequence[int]) -> str:
 def rows_of_block(kvs: Sequence[KVCache], block: StoredBlock, *, is_apart: bool = False) -> dict[str, Tensor]:
     """Return copies of this rank's rows of a block, named as in the files of a saved cache; none if it has no token.
 
-    Where each rank has a file of its own (`is_apart`), one without tokens says so.
+    With `is_apart` each rank writes a file. That of a rank without tokens has `HEADS` alone.
     """
     rows: dict[str, Tensor] = {}
     for group in groups_of(kvs, block):
@@ -80,26 +82,30 @@ def _join(parts: Sequence[Tensor], bounds: Sequence[tuple[int, int]], dim: int) 
 
 
 class RowMapping(NamedTuple):
-    """Rows of a file that go to the shards of a group: from which heads and rows, to which heads and slots."""
+    """Rows of a file that go to the shards of a group."""
 
     heads: slice
+    """Heads of the shards that take rows."""
     source: slice
+    """The same heads in the file."""
     head_count: int
-    """Heads of the file."""
+    """Number of heads of the file."""
     chosen: Tensor
+    """Indices of the rows in the file."""
     slots: Tensor
+    """Slots of the shards that these rows go to."""
 
 
 @dataclass
 class CacheFiller:
-    """Empty caches of a rank that are filled with rows of blocks, at the slots of whole blocks in turn."""
+    """Empty caches of a rank, which it fills with rows of blocks, at their block-cyclic slots."""
 
     kvs: Sequence[KVCache]
     window_starts: list[WindowStart] = field(default_factory=list)
     """The start of each layer's window, once a state is read."""
 
     def needs(self, block: StoredBlock) -> bool:
-        """Return whether this rank has rows of a block. Of a state each may have some."""
+        """Return whether this rank needs rows of a block. Of a state every rank may need some."""
         return block.is_state or bool(len(self._own_tokens(groups_of(self.kvs, block)[0], block)))
 
     def begin(self, block: StoredBlock, rows_by_file: Sequence[Mapping[str, Tensor]]) -> None:
@@ -112,7 +118,7 @@ class CacheFiller:
             kv.local_shards.prepare(block.stop, start)
 
     def put(self, block: StoredBlock, rows_by_file: Sequence[Mapping[str, Tensor]]) -> None:
-        """Write this rank's rows of a block. Raise unless the files have each of them once, as it should be."""
+        """Write this rank's rows of a block. Raise unless the files have each row once, with its dtype and shape."""
         for group in groups_of(self.kvs, block):
             first = self.kvs[group[0]]
             needed = self._own_tokens(group, block)
@@ -169,7 +175,7 @@ class CacheFiller:
         shard.token_index.index_copy_(0, mapping.slots, token_index[mapping.chosen].to(shard.device))
 
     def finish(self, length: int) -> None:
-        """Mark the first `length` tokens as present. All ranks call it."""
+        """Mark the first `length` tokens as present. Collective."""
         starts = self.window_starts or [WindowStart()] * len(self.kvs)
         for kv, start in zip(self.kvs, starts, strict=True):
             kv.local_shards.mark_present(length, None, start.first_token)

@@ -80,8 +80,9 @@ class BlockTiers:
         self.pinned: frozenset[StoredBlock] = frozenset()
         """Blocks that are being read."""
         self.gone_from_memory: list[StoredBlock] = []
+        """Blocks that have left memory since `take_gone` was called last."""
         self.gone_from_folder: list[StoredBlock] = []
-        """Blocks that have left memory, or the folder, since `take_gone` was called last."""
+        """Blocks that have left the folder since `take_gone` was called last."""
 
     def add(self, tier: Tier, block: StoredBlock, entry: TierEntry) -> None:
         """Add a block to a tier."""
@@ -92,7 +93,7 @@ class BlockTiers:
                 self.states_by_stop[block.stop] = self.states_by_stop.get(block.stop, 0) + 1
 
     def make_room(self, tier: Tier, nbytes: int) -> bool:
-        """Drop blocks that are not on their way, least recently used first, until `nbytes` fit. Return if they do."""
+        """Drop blocks that are not on their way, least recently used first, for `nbytes`. Return whether they fit."""
         blocks = tier.make_room(nbytes, self.writing, self.pinned)
         for block in blocks or []:
             self._note_gone(tier, block)
@@ -147,13 +148,13 @@ class BlockTiers:
                 del self.states_by_stop[block.stop]
 
     def touch(self, blocks: Iterable[StoredBlock]) -> None:
-        """Note that blocks are used now, the last first: without those before it a block is of no use."""
+        """Note that blocks are used now, the last one first: a block is of no use without the blocks before it."""
         for block in sorted(blocks, key=lambda block: block.stop, reverse=True):
             self.memory.touch(block)
             self.disk.touch(block)
 
     def has(self, block: StoredBlock, run_tokens: int | None = None) -> bool:
-        """Return whether a block is there, for ranks that hold so many consecutive tokens; None for any."""
+        """Return whether a block is on disk, or in memory in runs of `run_tokens` tokens; None for any runs."""
         entry = self.memory.blocks.get(block)
         return block in self.disk.blocks or (entry is not None and run_tokens in (None, entry.run_tokens))
 
@@ -177,7 +178,7 @@ class BlockTiers:
         return _blocks_to(reached, last)
 
     def states(self, names: BlockNames, ids: list[int], most: int, run_tokens: int) -> Iterator[StoredBlock]:
-        """Yield states after at most so many tokens of a sequence, the longest first."""
+        """Yield states after at most `most` tokens of a sequence, the longest first."""
         for stop in sorted((stop for stop in self.states_by_stop if stop <= most), reverse=True):
             for block in self.blocks_by_name.get(names.state_at(ids, stop), {}).values():
                 if block.is_state and self.has(block, run_tokens):
@@ -185,7 +186,7 @@ class BlockTiers:
 
 
 def _blocks_to(reached: dict[int, StoredBlock | None], stop: int) -> list[StoredBlock]:
-    """Return the blocks that lead to a place."""
+    """Return the blocks that lead from the first token to `stop`."""
     blocks: list[StoredBlock] = []
     while (block := reached[stop]) is not None:
         blocks.append(block)

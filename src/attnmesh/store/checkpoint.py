@@ -46,7 +46,7 @@ T = TypeVar("T")
 Cache = TypeVar("Cache", bound=KVCache)
 
 MAX_ATTEMPTS = 8
-"""Times that a folder is read, at most, where each time it changes while it is read."""
+"""Times that a folder is read, at most, if it changes each time: an append at each read would never end a load."""
 
 
 def load_layers(
@@ -62,8 +62,8 @@ def load_layers(
 ) -> tuple[list[Cache], dict[str, Tensor], str]:
     """Return the caches that `save_layers` wrote, on any number of ranks, with its `extra_tensors` and its `note`.
 
-    Every rank calls it. A save that is replaced while it is read gives way to the newer one, and a folder that a cache
-    writes meanwhile is read anew. `make` is `KVCache`.
+    Every rank calls it. If another save replaces this one meanwhile, that is loaded. If a cache writes to the folder
+    meanwhile, it is read anew. `make` is `KVCache`.
     """
     options = {"device": device, "checked": checked, "copies": copies, "shares": shares}
     for attempt in range(MAX_ATTEMPTS):
@@ -96,7 +96,7 @@ def _load_once(
     if saved_layers is None or len({name for name, _ in table}) > 1:
         return None
     manifest, folder, token_mask, extra_tensors = saved_layers
-    length = min(length for _, length in table)  # it may grow meanwhile
+    length = min(length for _, length in table)  # ranks may have read a growing folder one after the other
     manifest = manifest._replace(length=length)
     if manifest.growing and "held" in extra_tensors:
         extra_tensors["held"] = extra_tensors["held"][:, :length]
@@ -120,7 +120,7 @@ def _load_once(
 def make_alike(
     make: Callable[..., Cache], device_mesh: DeviceMesh | None, layers: Sequence[CacheConfig], **options: Any
 ) -> list[Cache]:
-    """Return a cache for each of these layers. Shares that are measured are those of the first for all."""
+    """Return a cache for each of these layers. All have the shares that are measured for the first."""
     caches: list[Cache] = []
     for config in layers:
         caches.append(make(device_mesh, **config.arguments(), **options))
@@ -133,7 +133,7 @@ FolderState = tuple[object, ...]
 
 
 def _unless_changed(read: Callable[[], T], path: object, before: FolderState, *, again: bool) -> T | None:
-    """Return what `read` returns of a folder; None if it has changed since `before`, to look `again`."""
+    """Return what `read` returns of a folder. If it changed since `before`, return None to read `again`, or raise."""
     try:
         return read()
     except StoreError as error:
@@ -153,7 +153,6 @@ def _never_at_rest(path: object) -> StoreError:
 
 
 def _state_of(path: object) -> FolderState:
-    """Return the state of a folder."""
     with suppress(StoreError, OSError):
         folder = check_folder("load", path)
         manifest = read_manifest(folder)

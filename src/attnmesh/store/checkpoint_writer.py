@@ -48,8 +48,11 @@ from attnmesh.store.tensor_file import (
 TIMEOUT = 60.0
 """Seconds to wait for another job that publishes to the same folder."""
 
-MAX_PIECE_TOKENS, MIN_PIECE_TOKENS = PIECE_TOKENS, 64
-"""Tokens of the longest file, and of the shortest but the last."""
+MAX_PIECE_TOKENS = PIECE_TOKENS
+"""Tokens of the longest file."""
+
+MIN_PIECE_TOKENS = 64
+"""Tokens of the shortest file but the last. A smaller number would make more files, and write fewer tokens again."""
 
 
 class SavedGroup(NamedTuple):
@@ -58,7 +61,7 @@ class SavedGroup(NamedTuple):
     leader: int
     """The first of these layers."""
     is_rewritten: bool
-    """True if each save writes it anew: slots may hold other tokens, or layers were of another group."""
+    """True if each save writes all files anew: slots may hold other tokens, or layers were in another group."""
     token_index: Tensor
     tensors: dict[str, Tensor]
     """Tensors by their names in a file."""
@@ -87,8 +90,8 @@ def save_layers(
 ) -> Saving:
     """Write caches of the same tokens to one folder, as `KVCache.save` writes one. Every rank calls it.
 
-    `extra_tensors` are the same on all ranks, and `note` is a text. `load_layers` returns both. Lengths differ where
-    keys of some layers stand for several tokens; the first layer's do not.
+    `extra_tensors` are the same on all ranks, and `note` is a text. `load_layers` returns both. `lengths_differ` says
+    that keys of some layers stand for several tokens. A key of the first layer stands for one.
     """
     for cache in caches:
         if cache.saved.last is not None and not cache.saved.last.concluded:
@@ -207,7 +210,7 @@ def piece_slots(used: int) -> Iterator[tuple[int, int]]:
 
 
 def _sweep(path: Path, manifest: Manifest, *, wholly: bool) -> None:
-    """Remove what ended processes have left in interrupted saves: files that are cut off, or all.
+    """Remove what ended processes have left in interrupted saves: files that are cut off, or with `wholly` all.
 
     A folder in which a process writes is locked, and stays. So does every folder on a file system without locks.
     """

@@ -137,7 +137,7 @@ class FolderShard(OrderedShard):
             self._fill(piece, used, length)
 
     def _open_whole(self, count: int) -> None:
-        """Open and read whole pieces. Each is read ahead, and left behind if not all are kept in memory."""
+        """Open and check the first `count` whole pieces. Each is read ahead, and may leave memory after its check."""
         names = [*self.shapes.named(self.files.layer)]
         shapes = self.shapes
         opened = [open_whole(self.files.whole_or_shared(n), self.files.layer, shapes) for n in range(count)]
@@ -162,7 +162,7 @@ class FolderShard(OrderedShard):
         return (*self.earlier_pieces, FrozenPiece(piece.stored, index, None, piece.file))
 
     def _fill(self, piece: MappedPiece, used: int, length: int) -> None:
-        """Let new tokens go to a piece, of which some rows are tokens."""
+        """Let new tokens go to a piece, after its first `used` rows, which are tokens."""
         self.piece, self.stored, self.token_index = piece, piece.stored, piece.token_index
         self.sums = PieceSums(self.shapes, used)
         self._set(length, used)
@@ -175,7 +175,7 @@ class FolderShard(OrderedShard):
         self.device_counts[LENGTH], self.device_counts[USED] = length, used
 
     def append_run(self, new: Tensors, new_count: int, length: int, used: int) -> bool:
-        """Add new tokens that fit the last piece and that one rank owns; else return False."""
+        """Add new tokens that fit the last piece and that one rank owns. Otherwise return False."""
         try:
             return used + new_count <= PIECE_TOKENS and super().append_run(new, new_count, length, used)
         except StoreError as error:
@@ -192,7 +192,7 @@ class FolderShard(OrderedShard):
         self._write_rows(new, None, (length, used), length + new_count)
 
     def _add(self, rows: Sequence[Tensor], tokens: Tensor, length: int) -> None:
-        """Write rows, piece by piece. If the process ends after a piece, all tokens before its next token stay."""
+        """Write rows, piece by piece. If the process ends after a piece, the folder has all tokens of that piece."""
         done = 0
         count = len(tokens)
         while True:
@@ -208,7 +208,7 @@ class FolderShard(OrderedShard):
                 return
 
     def _mend(self, length_and_used: tuple[int, int]) -> None:
-        """Let the journal say what the shard has, where an error or Ctrl-C came between a record and its tokens."""
+        """Let the journal say what the shard has, after an error or Ctrl-C between a record and its rows' count."""
         length, used = length_and_used
         base = self.whole_count * PIECE_TOKENS
         if self.journal.row_counts != (base, base + used, length):
@@ -220,8 +220,8 @@ class FolderShard(OrderedShard):
     ) -> None:
         """Write rows after those in the last piece, and then a record of them, in one native call where there is one.
 
-        `tokens` are theirs, by default the next ones. `length_and_used` are the tokens of all ranks and those in the
-        last piece, and `length` those of all ranks after it.
+        `tokens` are the indices of the rows, by default the next ones. `length_and_used` are the tokens of all ranks
+        and those in the last piece before the call. `length` are the tokens of all ranks after it.
         """
         used = length_and_used[1]
         count = rows[0].shape[2]
@@ -261,7 +261,7 @@ class FolderShard(OrderedShard):
         )
 
     def _record(self, start: int, stop: int, length: int, rows: Sequence[Tensor] | None = None) -> None:
-        """Promise that rows of the last piece are tokens."""
+        """Write a record by which rows `start` to `stop` of the last piece are tokens."""
         base = self.whole_count * PIECE_TOKENS
         digest = self.piece.digest(start, stop, rows) if start < stop else 0
         self.journal.add(base + start, base + stop, length, digest)
@@ -294,7 +294,7 @@ class FolderShard(OrderedShard):
             self._set(length, count - base)
 
     def _cut(self, count: int, length: int) -> None:
-        """Keep the first rows alone, and fill the piece that they end in again."""
+        """Keep the first `count` rows, and fill again the piece in which they end."""
         piece_index, used = divmod(count, PIECE_TOKENS)
         last = self.earlier_pieces[piece_index]
         removed = range(piece_index, self.whole_count)
@@ -352,7 +352,7 @@ class FolderShard(OrderedShard):
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Let the journal be right, and raise the system's errors as `StoreError`, with what is lost."""
+        """Mend the journal, and raise the system's errors as a `StoreError` that says what is lost."""
         try:
             self._mend((self.length, self.used_slots))
             yield
@@ -360,7 +360,7 @@ class FolderShard(OrderedShard):
             raise self._store_error(error) from error
 
     def _store_error(self, error: OSError) -> StoreError:
-        """Return an error of the system, with what is lost."""
+        """Return a `StoreError` that says what an error of the system loses."""
         given = f"{str(error.filename or self.files.folder)!r} ({error.strerror})"
         fix = f"free space there, and append again from token {self.length} on: the cache has those before"
         if self.heads_axis.size > 1 or self.turn.period > self.turn.width:

@@ -2,7 +2,7 @@
 
 A record is written after its rows, so that rows of the last record are those of the last append that returned. One rule
 reads a journal: a record of rows `start` to `stop` replaces all after `start`. The first record says how many rows are
-in whole pieces before, and has the chain of their checksums, by which a piece of another cache is found.
+in whole pieces, and has the chain of their checksums: a piece of another cache would change it.
 """
 
 import os
@@ -117,7 +117,6 @@ class Journal:
         return True
 
     def _damage_error(self, given: str) -> StoreError:
-        """Return the error of a file that holds something else."""
         return StoreError("load", "a journal as it was written", f"{given} in {self.path}", DAMAGED_FIX)
 
     @staticmethod
@@ -134,7 +133,7 @@ class Journal:
         os.ftruncate(self.handle, self.record_bytes)
 
     def begin(self, start: int, length: int, chain: int, rows: Sequence[tuple[int, int]] = ()) -> None:
-        """Begin anew after `start` rows in whole pieces, with (stop, digest) of those after them, if there are any."""
+        """Begin anew after `start` rows in whole pieces. `rows` are (stop, digest) of the runs after these rows."""
         serial = self.records[-1].serial + 1 if self.records else 0
         records = [Record(serial, start, start, length, chain)]
         for stop, digest in rows:
@@ -155,7 +154,7 @@ class Journal:
         self._put(self.records, record)
 
     def _write(self, records: Sequence[Record], offset: int) -> None:
-        """Write records. Raise if nobody would find them, or the disk is full."""
+        """Write records. Raise if the file was removed, so that they would be lost, or if the disk is full."""
         if not os.fstat(self.handle).st_nlink:
             raise OSError(ENOENT, os.strerror(ENOENT))
         packed = b"".join(

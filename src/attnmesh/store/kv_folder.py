@@ -1,7 +1,7 @@
 """A folder in which caches live: their keys are its files, and what is appended is in them at once.
 
-It has the form of a save (`checkpoint.py`), whose manifest says that it grows: then journals say how many tokens there
-are. One process of each rank writes to it. `KVCache.load` reads it on any number of ranks.
+It has the form of a save (`checkpoint.py`). Its manifest says that it grows, and journals say how many tokens it has.
+One process of each rank writes to it. `KVCache.load` reads it on any number of ranks.
 """
 
 import os
@@ -78,7 +78,7 @@ class KVFolder:
 
     @contextmanager
     def released_on_error(self) -> Iterator[None]:
-        """Let others write to the folder after an error: who keeps the error keeps no lock."""
+        """Let others write to the folder after an error: code that keeps the error must not keep the lock."""
         try:
             yield
         except BaseException:
@@ -91,7 +91,7 @@ class KVFolder:
             self._lock = take_folder(self.subject, self.path)
 
     def _read(self, name: str) -> Manifest:
-        """Return the manifest, or that of a new folder. Raise unless these ranks can go on where it ends."""
+        """Return the manifest, or that of a new folder. Raise unless these ranks can go on where the folder ends."""
         head_ranks, token_ranks = self.mesh.heads.size, self.token_axis.size
         if not os.path.lexists(self.path / MANIFEST):
             if files := [file.name for file in self.path.iterdir() if not file.name.startswith("1-")]:

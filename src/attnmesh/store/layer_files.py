@@ -50,7 +50,7 @@ class LayerFiles(NamedTuple):
         return self._file(piece_index, self.layer, "filling")
 
     def whole_or_shared(self, piece_index: int) -> Path:
-        """Return the file of a whole piece: of this layer alone, or else of all layers."""
+        """Return the file of a whole piece: of this layer alone if it exists, otherwise of all layers."""
         whole = self.whole(piece_index)
         return whole if whole.exists() else self._file(piece_index, self.leader, "safetensors")
 
@@ -88,9 +88,9 @@ class MappedPiece(NamedTuple):
     token_index: Tensor
 
     def digest(self, start: int, stop: int, rows: Sequence[Tensor] | None = None) -> int:
-        """Return the digest of some rows, which a caller may have beside those in the file.
+        """Return the digest of rows `start` to `stop`. A caller that has them elsewhere too passes `rows`.
 
-        It is made of the checksums of the piece if all other rows were zeros.
+        It is computed from the checksums that the piece would have if all other rows were zeros.
         """
         rows = [x[:, :, start:stop] for x in self.stored] if rows is None else rows
         digests = [digest_of_rows(x, start, PIECE_TOKENS) for x in (*rows, self.token_index[start:stop])]
@@ -100,7 +100,7 @@ class MappedPiece(NamedTuple):
 class PieceSums:
     """Weighted sums of the elements of a piece, from which its checksums follow. Native calls add those of new tokens.
 
-    Elsewhere tokens come and go without them: then checksums are computed from the piece.
+    Other writes and cuts do not keep them up. Then checksums are computed from the piece.
     """
 
     def __init__(self, shapes: RowShapes, used: int) -> None:
@@ -115,7 +115,7 @@ class PieceSums:
             self.forget()
 
     def forget(self) -> None:
-        """Add up no more tokens of this piece."""
+        """Mark the sums of this piece as incomplete: native calls then add nothing."""
         self.memory[0] = -1
 
     def checksums(self) -> list[int] | None:
@@ -171,7 +171,7 @@ def make_filling(files: LayerFiles, piece_index: int, shapes: RowShapes) -> Mapp
         path.unlink(missing_ok=True)
         raise
     piece = open_filling(files, piece_index, shapes)
-    # Else the system fills rows around them with zeros, before they are written.
+    # Otherwise the system would load pages of zeros around an index, before the rows in them are written.
     piece.file.read_alone(piece.token_index)
     return piece
 
@@ -202,7 +202,7 @@ def make_whole(
 def _map_piece(
     file: TensorFile, mapped: MappedFile, entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 ) -> MappedPiece:
-    """Return tensors of a file in place. The slot after the last row is memory that follows, as kernels expect one."""
+    """Return tensors of a file in place. The slot after the last row, which kernels expect, is memory that follows."""
     *rows, token_index = (file.map_tensor(mapped, name, dtype, shape) for name, (dtype, shape) in entries.items())
     wider = [x.as_strided((*x.shape[:2], x.shape[2] + 1, x.shape[3]), x.stride()) for x in rows]
     return MappedPiece(mapped, wider, token_index)

@@ -12,13 +12,13 @@ from pathlib import Path
 from attnmesh.errors import StoreError
 
 POLL = 0.02
-"""Seconds between two looks at a lock."""
+"""Seconds between two tries to take a lock: at most as much is lost once it is free."""
 
 
 def take_lock(handle: int, patience: float = 0.0, *, shared: bool = False) -> bool:
-    """Lock a file or a folder until its handle is closed. Return False if another holds it for so many seconds.
+    """Lock a file or a folder until its handle is closed. Return False if others hold it for `patience` seconds.
 
-    With `shared`, several hold it. A file system without locks has no other.
+    With `shared`, several processes hold it at once. On a file system without locks return True.
     """
     end = time.monotonic() + patience
     while True:
@@ -60,7 +60,7 @@ class WriterLock:
 
 @contextmanager
 def without_writers(folder: Path) -> Iterator[None]:
-    """Hold a folder on which nobody has a `WriterLock`. Raise `OSError` if one has, or where there are no locks."""
+    """Hold a folder. Raise `OSError` if a process has its `WriterLock`, or the file system has no locks."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         flock(handle, LOCK_EX | LOCK_NB)

@@ -15,11 +15,14 @@ from attnmesh.store.tensor_file import DAMAGED_FIX, appearing, check_size, sync_
 
 VERSION = 7
 
-MANIFEST, MORE = "cache.json", "more.safetensors"
-"""Names of the files of a save: its manifest, and the tensors that belong to no rank."""
+MANIFEST = "cache.json"
+"""Name of the manifest's file."""
+
+MORE = "more.safetensors"
+"""Name of the file of tensors that belong to no rank."""
 
 MAX_MANIFEST = 1 << 20
-"""Bytes of the longest manifest that is read."""
+"""Bytes of the longest manifest: no more of a file is read, whatever it is."""
 
 SAVE_NAME = re.compile("[0-9a-f]{16}")
 
@@ -30,11 +33,13 @@ class Manifest(NamedTuple):
     """Contents of `cache.json`."""
 
     configs: tuple[CacheConfig, ...]
-    """Of each layer."""
+    """Configuration of each layer."""
     padded: bool
+    """True if the batch has padding."""
     has_extra: bool
     """True if there is a file of tensors that belong to no rank."""
     length: int
+    """Tokens of each sequence, on all ranks together."""
     head_ranks: int
     """Ranks along the heads axis that saved."""
     token_ranks: int
@@ -42,12 +47,13 @@ class Manifest(NamedTuple):
     save_number: int
     """Number of this save, counted per folder."""
     note: str
+    """Text of the caller."""
     name: str
     """Random name of this save alone."""
     window_starts: tuple[WindowStart, ...] = ()
-    """Per layer: tokens before are not saved."""
+    """Start of each layer's window. Tokens before it are not saved."""
     lengths: tuple[int, ...] = ()
-    """Per layer, where keys of some stand for several tokens; else each has `length`."""
+    """Number of keys of each layer, if keys of some stand for several tokens. If empty, each layer has `length`."""
     growing: bool = False
     """True if a cache lives in the folder: journals have the length, and the tokens after whole pieces."""
 
@@ -57,7 +63,7 @@ class Manifest(NamedTuple):
 
     @property
     def groups(self) -> dict[int, list[int]]:
-        """Layers that keep the same tokens, by the first such layer."""
+        """Layers that keep the same tokens, by the first of them."""
         groups: dict[tuple[object, int, int], list[int]] = {}
         for layer, config in enumerate(self.configs):
             groups.setdefault((config.mask, config.keep, self.length_of(layer)), []).append(layer)

@@ -206,7 +206,7 @@ class _Moves:
 
 
 def _describe(caches: Sequence[KVCache] | None) -> dict[str, Any] | None:
-    """Return this rank's configurations, lengths and shards for JSON, its own shard first."""
+    """Return this rank's configurations, lengths and shards for JSON, its own shard first; None on a new rank."""
     if caches is None:
         return None
     first = caches[0]

@@ -40,7 +40,7 @@ DTYPES = {
 """Supported dtypes, by their names in the format."""
 
 MAX_HEADER = 1 << 24
-"""Bytes of a header that is read, at most."""
+"""Bytes of a header that is read, at most: a damaged length must not take more memory."""
 
 MAX_SIZE = 1 << 48
 """Limit of any single number in a header."""
@@ -134,9 +134,9 @@ def write_tensors(
 def header_of(
     tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], checksums: Mapping[str, int]
 ) -> tuple[bytes, int]:
-    """Return the first bytes of a file of such tensors, whole pages, and the size of the file.
+    """Return the first bytes of a file of these tensors, in whole pages, and the size of the file.
 
-    Their number does not depend on the checksums, so that a file may get its checksums once its tensors are whole.
+    The number of first bytes does not depend on the checksums: a file may get its checksums once its tensors are whole.
     """
     names = {dtype: name for name, dtype in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {name: f"{checksum:+021d}" for name, checksum in checksums.items()}}

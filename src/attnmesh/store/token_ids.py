@@ -18,17 +18,17 @@ TOKEN_IDS = "more held"
 """Name of the ids of all tokens among the tensors of `MORE`."""
 
 MAX_RECORDS = 4096
-"""Records of a journal before it is begun anew, with one for all ids."""
+"""Records after which a journal begins anew, with one for all ids. That takes the digest of all ids."""
 
 
 class TokenIds:
-    """Ids of the tokens of a folder, (batch, tokens), with a journal as that of keys."""
+    """Ids of the tokens of a folder, (batch, tokens), with a journal as keys have one."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "tokens.ids"
         self.journal = Journal(folder / "tokens.journal", f"{folder.name} tokens")
         self.written: Tensor | None = None
-        self.is_open = False  # to write
+        self.is_open = False  # True once this process writes
 
     def read(self, batch: int) -> Tensor | None:
         """Return the ids. Raise unless they are as they were written."""
@@ -51,7 +51,7 @@ class TokenIds:
         return self.written.t().contiguous()
 
     def write(self, tokens: Tensor) -> None:
-        """Replace the ids by others, of which only those that differ are written."""
+        """Replace the ids by `tokens`. Only ids from the first difference on are written."""
         rows = tokens.t().cpu().contiguous()
         ids_before = self.written
         if not self.is_open:
