@@ -35,6 +35,8 @@ class MergeAgreement:
         GPU     known to all      NaN        all raise  NaN    with None no CPU waits for the checksum
         any     in a graph        NaN        NaN        NaN    nothing can raise
 
+    A compiled `merge_across` is an operator that compares, as a call outside of graphs does.
+
     An error of one rank is raised on that rank. The others raise it where the table says "all raise", and get NaN where
     it says NaN.
 
