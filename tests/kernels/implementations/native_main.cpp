@@ -92,18 +92,18 @@ bool run(Dtype kv_dtype, Dtype dtype) {
 void talk(char* memory, int64_t rank, int64_t ranks, int64_t rows, int64_t width, std::vector<float>* found) {
     int64_t size = 2 + rows * (1 + width), box = sizeof(Box) + 4 * size + 64 - 4 * size % 64;
     std::vector<float> message(size);
-    std::vector<int64_t> fields((sizeof(Exchange) + 2 * ranks * sizeof(Step)) / 8);
+    std::vector<int64_t> fields((sizeof(Exchange) + 2 * ranks * sizeof(Op)) / 8);
     auto* e = (Exchange*)fields.data();
     for (int64_t round = 0; round < 300; round++) {
         for (int64_t i = 0; i < size; i++) message[i] = (float)((rank + 1) * (i + round) % 17) - 8;
         int64_t count = 0;
         *e = {memory, (char*)message.data(), 4 * size, rows, width, rank % 2 ? 20000 : 0, 1000000, 0};
         for (int64_t peer = 0; peer < ranks; peer++)
-            if (peer != rank) e->step[count++] = {SEND, (rank * ranks + peer) * box, round};
+            if (peer != rank) e->op[count++] = {SEND, (rank * ranks + peer) * box, round};
         for (int64_t peer = 0; peer < ranks; peer++)
-            e->step[count++] = {peer == rank ? OWN : ranks == 2 ? MERGE : AWAIT, (peer * ranks + rank) * box, round + 1};
-        if (ranks == 2) e->step[1] = {MERGE, ((1 - rank) * ranks + rank) * box, round + 1}, count = 2;
-        e->steps = count;
+            e->op[count++] = {peer == rank ? OWN : ranks == 2 ? MERGE : AWAIT, (peer * ranks + rank) * box, round + 1};
+        if (ranks == 2) e->op[1] = {MERGE, ((1 - rank) * ranks + rank) * box, round + 1}, count = 2;
+        e->ops = count;
         for (int64_t done = 0; (done = attnmesh_exchange(e, done)) < count;) {}
         found->insert(found->end(), message.begin(), message.end());
     }
