@@ -46,7 +46,7 @@ class CallsDifferError(Exception):
 def call_checksum(
     tensors: Sequence[Tensor], call_hash: int, length: Tensor, like: Tensor, into: Tensor | None
 ) -> Tensor:
-    """Return the checksum of a call: of its hash, the bits of `tensors`, and the tokens of a cache.
+    """Return the checksum of a call hash, the bits of `tensors`, and the tokens of a cache.
 
     The first number of `length` counts these tokens. The checksum is written to `into` if that is given.
     """

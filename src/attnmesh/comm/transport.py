@@ -192,7 +192,7 @@ class HostTransport(Transport):
         self.holds_all_ranks = len(mailboxes.members) == axis.size
 
     def serves(self, peer: int, size: int, fragments: int = 1) -> bool:
-        """Return whether mailboxes take a message of `size` bytes to or from a rank, in up to `fragments` fragments."""
+        """Return whether mailboxes take a message to or from a rank: of `size` bytes, in up to `fragments` parts."""
         return size <= fragments * MESSAGE_BYTES and peer in self.mailboxes.members
 
     def post(self, posts: Sequence[P2PMessage], activity: str, *, is_fixed_size: bool = False) -> list[Wait]:
