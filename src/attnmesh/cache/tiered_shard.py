@@ -173,7 +173,6 @@ class TieredShard(OrderedShard):
             raise
 
     def _write_hot(self, rows: Sequence[Tensor], tokens: Tensor, start: int) -> None:
-        """Write rows of tokens to the hot tier."""
         stop = start + len(tokens)
         for x, row in zip(self.stored, rows, strict=True):
             x[:, :, start:stop] = row

@@ -161,7 +161,6 @@ class CacheFiller:
         return RowMapping(to, source, saved_heads.stop - saved_heads.start, chosen, slots.to(shard.device))
 
     def _put_rows(self, layer: int, rows: Mapping[str, Tensor], mapping: RowMapping, needed: Tensor) -> None:
-        """Write rows of a file into the shard of a layer."""
         shard, config = self.kvs[layer].own_shard, self.kvs[layer].config
         token_index = rows[name_of_group(self.kvs, [layer])]
         for kind, x in zip(("keys", "values"), shard.stored, strict=False):
