@@ -112,7 +112,7 @@ def crop_to_shared_prefix(model: PreTrainedModel, prompt: Prompt, cache: Sharded
     tokens = ids.shape[1] if prompt.mask is None else int(prompt.mask.sum(1).max())
     regime = rope_regime(cache.config, tokens, rope_growth(model))
     longest = ids.shape[1] - left_to_decode(cache.config)
-    has_one_rope = not regime or cache.history.rope_regime == regime  # or cached keys are useless
+    has_one_rope = not regime or cache.history.rope_regime == regime  # keys of others are useless
     shared = 0 if held is None or not has_one_rope else min(length, longest, held.shape[1])
     if held is not None and shared:
         is_same = (prompt.mark(ids)[:, :shared] == held[:, :shared].to(ids.device)).all(0)

@@ -198,10 +198,12 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
     ) -> NoReturn:
         """Raise this rank's error on all ranks, if ranks compare their calls when `tokens` tokens are stored.
 
-        ranks allocate memory, or is_compared=True              all ranks raise
-        otherwise, is_compared=None, and `append` compares      all ranks raise
-        otherwise, is_compared=None                             this rank raises, as `CallGuard.raise_uncompared`
-        otherwise, is_compared=False                            this rank raises
+        `is_compared` overrides whether `KVCache.append` compares:
+
+            ranks allocate memory, or is_compared=True              all ranks raise
+            otherwise, is_compared=None, and `append` compares      all ranks raise
+            otherwise, is_compared=None                             this rank raises, as `CallGuard.raise_uncompared`
+            otherwise, is_compared=False                            this rank raises
         """
         kv = _cache_to_extend(self.kv, pending.k.shape[0])
         if kv is None or is_compared or (self.cache.checked is not False and self.must_grow(kv, tokens)):
@@ -213,7 +215,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         raise error
 
     def attend_other_keys(self, q: Tensor, scale: float | None) -> Partial | None:
-        """Return attention of the queries over this rank's keys of no single token, as entries; None without any."""
+        """Return attention over this rank's entries, which stand for several tokens each; None without any."""
         return None
 
     def get_seq_length(self) -> int:
