@@ -78,9 +78,9 @@ def attend_with_cache(q: Tensor, pending: PendingKV, weighting: Weighting, spec:
 def _attend_stored(
     q: Tensor, pending: PendingKV, kv: KVCache, weighting: Weighting, sequence: ShardedSequence | None
 ) -> Tensor:
-    """Return attention of the last tokens, or of this rank's share of them, over all that are cached.
+    """Return attention of the last tokens over all cached ones. With a `sequence`, `q` is of this rank's share.
 
-    Queries of latents are absorbed.
+    Over latents queries are absorbed: multiplied by the projection of the keys.
     """
     latents, cache, attend_other_keys = pending.projected_latents, pending.layer.cache, pending.layer.attend_other_keys
     if latents is not None:
@@ -104,7 +104,7 @@ def _attend_stored(
 
 
 _attend_outside_graphs = torch.compiler.disable(attention)
-"""`attention` for selected keys. On several ranks it is refused inside a graph."""
+"""`attention` for selected keys, which several ranks cannot attend inside a graph."""
 
 
 def _attend_shards(q: Tensor, k: Tensor, v: Tensor, weighting: Weighting, sequence: ShardedSequence) -> Tensor:

@@ -1,7 +1,12 @@
 """Attention function registered with transformers, which calls it in every layer.
 
-A call is of a tower, of text to images, in a trace, or at positions: on shards, over a cache of shards, or on one
-device. What is special in a model is asked of the record of its family.
+    a layer                     attends
+    of a tower                  with "sdpa", whole on each rank
+    of text to images           with "sdpa", this rank's tokens to all features
+    in a trace                  by PyTorch's operations, under a mask that is a tensor
+    any other                   at positions: on shards, over a cache of shards, or on one device
+
+What is special in a model is asked of the record of its family.
 """
 
 from dataclasses import replace
@@ -109,7 +114,7 @@ def _attend_by_spec(
     bias, others = options.bias, options.others
     described = mask.spec() if isinstance(mask, TracedMask) else mask
     if family.adds_bias is None or not family.adds_bias(module):
-        others = {**others, "position_bias": bias}  # which is refused
+        others = {**others, "position_bias": bias}  # refused as any unknown argument
     spec = check_and_count(module, query, key, described, options.dropout, options.window, others)
     selected = spec.selected if options.selection is None else family.read_selection(module, options.selection, spec)
     k, v = (key.k, key.v) if isinstance(key, PendingKV) else (key, value)
@@ -125,8 +130,8 @@ def _attend_by_spec(
     with without_autocast(q):
         if not isinstance(key, PendingKV):
             return attend_without_cache(q, k, v, weighting, spec)
-        stores_keys = not getattr(module, "is_kv_shared_layer", False)  # else an earlier layer has stored the keys
-        if k is not key.k or v is not key.v or key.latents is not None:  # else autocast has cast nothing
+        stores_keys = not getattr(module, "is_kv_shared_layer", False)  # a shared layer reads stored ones
+        if k is not key.k or v is not key.v or key.latents is not None:  # autocast has cast
             latents = None if key.latents is None else key.latents.to(k.dtype)
             key = replace(key, k=k, v=v, latents=latents)
         out: Tensor = attend_with_cache(q, key, weighting, spec, stores_keys)
@@ -134,7 +139,7 @@ def _attend_by_spec(
 
 
 def _scale_by_positions(ratio: Tensor | None, q: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return queries and their bias with the temperature of their positions, which layers count as in a run."""
+    """Multiply queries and their bias by a factor for each query, see `Family.temperature`."""
     if ratio is None:
         return q, bias
     ratio = ratio.to(q.device, q.dtype)[:, None]

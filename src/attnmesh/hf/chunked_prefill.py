@@ -29,13 +29,16 @@ from attnmesh.hf.sharded_sequence import ShardedSequence
 from attnmesh.hf.transformers_names import cache_argument
 
 CHUNK = 8192
-"""Tokens per chunk after cached tokens or with padding. There, every rank attends the queries of all ranks."""
+"""Tokens per chunk after cached tokens or with padding, where every rank attends the queries of all ranks.
+
+More tokens take more memory on each rank, fewer take more forward passes.
+"""
 
 LATENT_CHUNK = 1024
-"""Tokens per chunk after cached tokens or with padding in latent attention: queries of cached latents are wide."""
+"""`CHUNK` in latent attention, whose queries are wider: they are absorbed to the width of a latent."""
 
 REPRODUCIBLE_CHUNK = min(MAX_SHARED_ROWS.values())
-"""Tokens of all sequences per chunk, if bits shall not depend on the ranks: the most that shared layers always take."""
+"""Tokens of all sequences per chunk with `reproducible=True`: the most that shared layers take in every dtype."""
 
 
 def default_size(config: PreTrainedConfig) -> int:
@@ -46,14 +49,15 @@ def default_size(config: PreTrainedConfig) -> int:
 def left_to_decode(config: PreTrainedConfig) -> int:
     """Return the tokens of a prompt that are left to the first forward pass of decoding.
 
-    Two in models that compute one token by another rule than several: transformers bounds time steps in one of them.
+    Two in models whose recurrent layers have a rule for one token and another for several: transformers may bound time
+    steps in one of these rules alone.
     """
     family = family_of(config)
     return 2 if family.recurrences and not family.begins_at_zero else 1
 
 
 def chunks_of(cache: ShardedCache, start: int, stop: int, size: int) -> list[PromptChunk]:
-    """Return chunks of a prompt."""
+    """Split the tokens from `start` to `stop` into chunks of about `size` tokens."""
     recurrent = is_recurrent(cache.config)
     steps_alone = family_of(cache.config).begins_at_zero
     if cache.reproducible or cache.head_ranks > 1:  # ranks compute the same tokens
@@ -66,7 +70,7 @@ def chunks_of(cache: ShardedCache, start: int, stop: int, size: int) -> list[Pro
 
 
 def _split_whole(start: int, stop: int, size: int) -> list[PromptChunk]:
-    """Return chunks which all ranks compute. With a size of 3 or more, none but the only one has a single token.
+    """Return chunks that all ranks compute. With a size of 3 or more, only a prompt of one token gives a chunk of one.
 
     >>> [tuple(chunk) for chunk in _split_whole(0, 9, 4)]
     [(0, 4, False), (4, 7, False), (7, 9, False)]
@@ -78,10 +82,11 @@ def _split_whole(start: int, stop: int, size: int) -> list[PromptChunk]:
 
 
 def _split_evenly(start: int, stop: int, unit: int, size: int, steps_alone: bool) -> list[PromptChunk]:
-    """Return chunks that ranks share, of whole units, and the rest, which all ranks compute.
+    """Return chunks of whole units, which ranks share, and then the rest, which all ranks compute.
 
-    A unit is one token on each rank, or as many as shares of ranks give whole numbers of tokens.
-    The rest is one token at a time with `steps_alone`, and otherwise more than one: then a single token is left out.
+    `unit` is the fewest tokens of which each rank's share is a whole number: one for each rank if shares are even.
+    With `steps_alone` each token of the rest is a chunk. Without it the rest is one chunk of two tokens or more, and a
+    single token is left out.
 
     >>> cases = _split_evenly(0, 11, 4, 8, False), _split_evenly(0, 9, 4, 8, False), _split_evenly(0, 10, 4, 8, True)
     >>> [[tuple(chunk) for chunk in chunks] for chunks in cases]
@@ -98,7 +103,7 @@ def _split_evenly(start: int, stop: int, unit: int, size: int, steps_alone: bool
 
 
 def _split_prompt(start: int, stop: int, unit: int, size: int) -> list[PromptChunk]:
-    """Return chunks, of which sharded ones begin at multiples of `unit`, a full round of blocks.
+    """Return chunks. Those that ranks share begin at multiples of `unit`, the tokens of a round of blocks.
 
     >>> cases = _split_prompt(0, 100, 32, 64), _split_prompt(20, 100, 32, 100)
     >>> [[tuple(chunk) for chunk in chunks] for chunks in cases]
@@ -153,10 +158,15 @@ def prefill_chunks(
 ) -> Iterator[int]:
     """Compute the prompt after the cached tokens, and yield the number of cached tokens after each chunk.
 
-    `size` returns the tokens of each chunk. `stop_before` returns a token at which a chunk ends, unless fewer than two
-    are left to that. All ranks compute the tokens before the first full round of blocks, and every token if the
-    model takes no position_ids, the cache is reproducible, or ranks share heads. Models with recurrent layers, which
-    need runs of tokens, compute in the contiguous layout, or with unequal shares in a split one.
+    `size` returns the tokens of each chunk. A chunk ends at the token that `stop_before` returns, if two tokens or more
+    are left before it.
+
+        tokens                                                      computed by
+        before the first full round of blocks                       all ranks
+        if the model takes no position_ids, the cache is            all ranks
+          reproducible, or ranks share heads
+        others, of a model with recurrent layers                    each rank a run: `Contiguous`, or `Split` by shares
+        others                                                      each rank its blocks
     """
     prefill = ChunkedPrefill(model, prompt, cache)
     while (chunk := prefill.next_chunk(size(), None if stop_before is None else stop_before())) is not None:
@@ -198,7 +208,7 @@ class ChunkedPrefill:
     def next_chunk(self, size: int, stop_before: int | None) -> PromptChunk | None:
         """Return the next chunk, of at most `size` tokens; None after the last.
 
-        It ends at `stop_before`, unless fewer than two tokens are left to that.
+        The chunk ends at `stop_before`, if two tokens or more are left before it.
         """
         stop = self.end if stop_before is None or stop_before < self.start + 2 else min(self.end, stop_before)
         spans = [] if self.prompt.merged is None else self.prompt.merged.spans
@@ -223,7 +233,7 @@ class ChunkedPrefill:
         if not self.recurrent:
             return self.cache.layout
         turns = self.cache.layout.turns(self.cache.ranks)
-        is_split = self.cache.shares is not None and tokens % turns[0].period == 0  # else all ranks compute all tokens
+        is_split = self.cache.shares is not None and tokens % turns[0].period == 0  # or all ranks compute all
         return Split(tuple(turn.count(tokens) for turn in turns)) if is_split else Contiguous()
 
     def _call(self, sequence: ShardedSequence, *, is_sharded: bool) -> None:
@@ -245,7 +255,7 @@ class ChunkedPrefill:
         merged.run(index, attention_mask=mask, position_ids=position_ids, past_key_values=self.cache)
 
     def _record(self, stop: int) -> None:
-        """Record that the cache holds the tokens before one. Raise if some layer does not."""
+        """Record that the cache holds the tokens before `stop`. Raise if a layer does not hold them."""
         is_complete = all(layer.get_seq_length() == stop for layer in self.cache.attention_layers)
         if not is_complete:
             given = f"{type(self.model).__name__}, in which some layers cache no keys"
@@ -255,7 +265,7 @@ class ChunkedPrefill:
         self.cache.history.is_consistent, self.start = True, stop
 
     def finish(self) -> None:
-        """Drop the tokens that are computed again."""
+        """Drop the tokens that decoding computes again."""
         if self.again:
             self.cache.crop(-self.again)
 
@@ -269,7 +279,10 @@ def run_model(
     *,
     logits_to_keep: int = 1,
 ) -> Tensor:
-    """Run the model on new tokens, and return the logits of the last ones of each row. It computes as few as it can."""
+    """Run the model on new tokens, and return the logits of the last `logits_to_keep` tokens of each row.
+
+    A model that takes `logits_to_keep` computes no others.
+    """
     parameters = signature(model.forward).parameters
     name = cache_argument(parameters)
     if name == "cache_params" and mask is not None:  # Mamba takes the mask of the new tokens

@@ -2,7 +2,7 @@
 
 A file of `families` has `FAMILIES`: records, one for each model type of a family. `plain.json` has the types that need
 fields of their configuration, and nothing else. What is run for a family, and what is refused, is read from its record:
-no other file names one.
+no other file names a family.
 """
 
 import json
@@ -24,18 +24,22 @@ ROOM = "attnmesh.hf.families"
 """Package whose files have the records."""
 
 MODELS, CONFIGURATION, MODELING = "transformers.models.", ".configuration_", ".modeling_"
-"""Names of modules of transformers: all models, and of one its configuration and its code."""
+"""Parts of the names of transformers' modules: of all models, of a model's configuration, and of a model's code."""
 
 USE_SUPPORTED = "use a family like Llama, Qwen, Mistral, Gemma 3 or gpt-oss"
 """Fix in errors about models that are not supported."""
 
 ATTENTION_FIELDS = "layer_types max_position_embeddings num_attention_heads num_hidden_layers num_key_value_heads"
+"""Fields of attention, which the configurations of many types have."""
+
 EXPERT_FIELDS = "moe_intermediate_size num_experts num_experts_per_tok output_router_logits"
+"""Fields of experts, which the configurations of many types have."""
+
 LATENT_FIELDS = (
     f"{ATTENTION_FIELDS} head_dim intermediate_size kv_lora_rank moe_intermediate_size "
     "num_experts_per_tok num_local_experts output_router_logits qk_rope_head_dim"
 )
-"""Fields that the configurations of many types have: of attention, of experts, and of both with latents."""
+"""Fields of attention with latents, and of experts, which the configurations of several types have."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,8 @@ INDEXED = {"indexed_attention": LayerKind(indexed=True)}
 
 
 PLAIN_LAYER = LayerKind()
+"""What the layers of an unknown kind count as."""
+
 KNOWN: Mapping[str, LayerKind] = {**ATTENDING, **RECURRENT, **INDEXED}
 """Kinds of layers that several families have."""
 
@@ -87,7 +93,9 @@ class Pins(NamedTuple):
     name: str
     module: str
     names: str = ""
+    """Names that the installed release must have, as `module:attribute`, separated by spaces."""
     sources: Mapping[str, str] = {}
+    """Digests of the sources that attnmesh follows, by name of the function."""
 
 
 RECURRENT_STATES = Pins(
@@ -119,14 +127,14 @@ class Recurrence:
     functions: Mapping[str, Any] = field(default_factory=dict)
     """Functions that the layer's `forward` calls, each with its replacement: a convolution, a `Rule`, or None.
 
-    None replaces a function that joins a convolution and a rule by one that returns None, as without its kernel.
+    None is for a function that joins a convolution and a rule. It then returns None, as where its kernel is missing.
     """
     unchanged: tuple[str, ...] = ()
     """Further functions that `forward` may call as they are: none of them mixes the tokens of a shard."""
     reads: tuple[str, ...] = ()
     """Attributes that the layer's `forward` reads."""
     convolution: str | None = None
-    """Name of the layer's causal `nn.Conv1d`, if `forward` calls that instead of a function."""
+    """Name of the layer's causal `nn.Conv1d`, if `forward` calls this module instead of a function."""
     outputs: int = 1
     """Number of outputs with one value per token. They come first."""
     forward: Callable[..., Any] | None = None
@@ -147,7 +155,7 @@ class SubclassedModule(NamedTuple):
     reads: tuple[str, ...]
     """Names that the class's `forward` reads."""
     is_alone: bool = False
-    """True if a rank calls the class for its own keys alone: ranks share none of its layers."""
+    """True if a rank calls the class for its own keys alone: `share_weights` leaves its layers out."""
 
 
 def _selects_tokens(_layer: Any, indices: Tensor, _spec: Any) -> Selection:
@@ -180,30 +188,34 @@ class Family:
     repeats_keys: bool = False
     """True if the family repeats its key heads before attention."""
     counts_tokens: Callable[[Any], bool] = _never
-    """Return whether a model of a configuration counts cached tokens itself: rows of a step have one length then."""
+    """Return whether a model of a configuration counts cached tokens itself. Then rows of a step have one length."""
 
     recurrences: Mapping[str, Recurrence] = field(default_factory=dict)
     """Classes of the family's recurrent layers, by name."""
     begins_at_zero: bool = False
     """True if the rule of several tokens always begins with a state of zero."""
     hides_states: bool = False
-    """True if recurrent states are in a cache of the family's own, or in its layers, not in ours: training alone."""
+    """True if recurrent states are in the family's own cache or layers, not in a `ShardedCache`: it can only train."""
 
     subclassed: Mapping[str, SubclassedModule] = field(default_factory=dict)
     """Other classes of the family that run as subclasses on a mesh, by name: indexers and compressors."""
     selection_argument: str = "indices"
     """Argument of attention with what the indexer of a layer has selected."""
     read_selection: Callable[[Any, Any, Any], Selection] = _selects_tokens
-    """Return what the queries of a layer select, of this argument and the layer's `MaskSpec`."""
+    """Return what queries select, from the layer, the value of `selection_argument` and the layer's `MaskSpec`."""
     planned_selection: Callable[[Any, Mapping[str, int], int], Selected] | None = None
-    """Return what a planner has to know of the indexers, from a configuration, their parameters and the key heads."""
+    """Return the planner's record of the indexers, from a configuration, counts of layers and the key heads."""
 
     temperature: Callable[[Any, Any], Tensor | None] | None = None
-    """Return the scale of the queries of a layer and a `ShardedSequence`, beside that of a run of tokens, or None."""
+    """Return a factor for each query on a shard, from the layer and its `ShardedSequence`; None for 1.
+
+    The layer scales its queries by a temperature of their positions, which it counts as if they were consecutive. The
+    factor is the temperature at the real position, divided by the layer's.
+    """
     adds_bias: Callable[[Any], bool] | None = None
     """Return whether a layer adds a bias by distance to its logits. None if no layer of the family does."""
     near_bias: Callable[[Any, Tensor | None, Any], Tensor | None] | None = None
-    """Return the bias by distance of each query, of a layer, its own bias and a `ShardedSequence`."""
+    """Return the bias by distance of each query, from the layer, the bias that it passes and its `ShardedSequence`."""
     prepare: Callable[[Any], None] | None = None
     """Prepare further modules of a model with recurrent layers for shards."""
     restore: Callable[[Any], None] | None = None
@@ -217,11 +229,11 @@ class Family:
 
     @property
     def compresses(self) -> bool:
-        """Layers attend to entries of compressed tokens."""
+        """True if some layers attend to entries of compressed tokens."""
         return any(layer.entries for layer in self.layers.values())
 
     def layer(self, kind: str) -> LayerKind:
-        """Return what the layers of a kind do, also of one that the family may not have."""
+        """Return what the layers of a kind do, also of a kind that the family does not list."""
         return self.layers.get(kind) or KNOWN.get(kind) or PLAIN_LAYER
 
 
@@ -298,7 +310,7 @@ def _has_entries(config: Any, kind: str) -> bool:
 
 
 def _unknown(kind: str) -> Family:
-    """Return the record of a type without one: its layers may be copies of those that some family scales."""
+    """Return a record for a type that has none. Its layers may be copies, so functions of all families are tried."""
     scaling = [family.temperature for family in families().values() if family.temperature is not None]
 
     def temperature(layer: Any, sequence: Any) -> Tensor | None:

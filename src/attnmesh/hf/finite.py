@@ -11,7 +11,7 @@ from transformers import LogitsProcessor, PreTrainedModel
 from attnmesh.hf.tensor_parallel import tp_mesh
 
 PROBE = 16
-"""Tokens of the forward pass that looks for the layer."""
+"""Tokens of the forward pass that looks for the layer: few, because every rank computes all of them."""
 
 
 class NanWatch(LogitsProcessor):  # type: ignore[misc]

@@ -185,7 +185,10 @@ class Checkpoint:
 
     @contextmanager
     def _failures_reported(self) -> Iterator[None]:
-        """Warn of a save that fails, which is the same on every rank: the tokens to come are worth more than it."""
+        """Turn the error of a failed save, which fails on all ranks, into a warning of the first rank.
+
+        Generation goes on: the tokens to come are worth more than the checkpoint.
+        """
         try:
             yield
         except StoreError as error:
@@ -208,7 +211,7 @@ class TokenCallback(StoppingCriteria):  # type: ignore[misc]
 
 
 def _facts_of(model: PreTrainedModel) -> list[dict[str, Any]]:
-    """Return some weights of a model and its configuration, which identify the model."""
+    """Return what identifies a model: digests of the first values of its weights, and its configuration."""
     heads = {name: x.detach().flatten()[:DIGEST_VALUES] for name, x in model.named_parameters()}
     weights = {name: [str(x.dtype), list(x.shape), int(digest(heads[name]))] for name, x in model.named_parameters()}
     config = {name: value for name, value in model.config.to_dict().items() if name not in IGNORED_CONFIG}

@@ -1,7 +1,8 @@
 """Experts shared by the ranks of a host: in a step of decoding, each rank computes some of those that tokens choose.
 
-One rank computes all tokens of an expert, whose weights no other one reads. A result is of one token and one expert.
-The ranks exchange these, and each adds those of a token in the order of its choices, whatever the number of ranks.
+One rank computes all tokens of an expert, and no other rank reads the expert's weights. The ranks exchange the results,
+one for each token and expert. Each rank adds the results of a token in the order in which the token chose its experts,
+so the sum does not depend on the number of ranks.
 """
 
 from collections.abc import Callable, Iterable

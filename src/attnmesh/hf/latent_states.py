@@ -27,11 +27,11 @@ EXPANDING = {
 """Functions of PyTorch that expand latents, also through adapters such as LoRA."""
 
 TOLERANCE = 0.02
-"""Largest error of a projected key or value, relative to the largest element."""
+"""Largest error of a projected key or value, relative to the largest element: about five roundings of bfloat16."""
 
 
 class LatentStates(DispatchedTensor):
-    """New latents, or the keys and values that a model expands from them. Functions with other uses raise."""
+    """New latents, or the keys and values that a model expands from them. Functions that do not expand them raise."""
 
     latents: Tensor
     """The new latents, (batch, 1, tokens, columns), the rotated columns last."""

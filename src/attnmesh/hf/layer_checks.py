@@ -41,7 +41,7 @@ NO_EFFECT = {
 
 
 def check_traced(module: nn.Module, mask: TracedMask, dropout: float, arguments: dict[str, Any]) -> None:
-    """Raise unless a call in a trace is exact: no ranks share its tokens."""
+    """Raise unless a call in a trace is exact, and of whole sequences: a trace has no shards."""
     _check_no_shard(arguments)
     _check_exact(module, mask, dropout, arguments)
     check_entries(module, None, None, None)
@@ -56,7 +56,7 @@ def check_and_count(
     sliding_window: int | None,
     arguments: dict[str, Any],
 ) -> MaskSpec:
-    """Return the mask of a call that passes all checks, and count it. Raise on all ranks if they compare calls."""
+    """Check and count a layer's call, and return its mask. A failed check raises on all ranks if they compare calls."""
     sequence = mask.sequence if isinstance(mask, MaskSpec) else None
     pending = key if isinstance(key, PendingKV) else None
     try:
@@ -82,7 +82,7 @@ def check_and_count(
 def _raise_agreed(
     error: InputError, query: Tensor, pending: PendingKV | None, sequence: ShardedSequence | None
 ) -> NoReturn:
-    """Raise the error on all ranks if they compare their calls at this point, else on this rank."""
+    """Raise the error on all ranks if they compare their calls at this point, and otherwise on this rank alone."""
     if pending is not None:
         checked = pending.layer.cache.checked
         is_compared = None if sequence is None else sequence.has_prefix or checked is not False
@@ -96,7 +96,8 @@ def _raise_agreed(
 def _check_exact(module: nn.Module, mask: Any, dropout: float, arguments: dict[str, Any]) -> None:
     """Raise for anything but exact attention of a causal layer.
 
-    Another layer passes if a mask with spans says which later tokens it sees, or for one token, which sees none.
+    A layer that is not causal passes in two cases: a mask with spans says which later tokens its queries see, or the
+    call has one query, after which there are no tokens.
     """
     mask_decides = isinstance(mask, MaskSpec) and mask.sequence is None and mask.q_length == 1
     mask_decides = mask_decides or (isinstance(mask, MaskSpec) and mask.has_spans)
@@ -125,8 +126,8 @@ def _check_no_shard(arguments: dict[str, Any]) -> None:
 def _check_alone(spec: MaskSpec, positions: Any) -> None:
     """Warn once, among several ranks, that a model attends to this rank's tokens alone. Raise if they are a chunk.
 
-    A chunk that was cut by hand begins after tokens that no cache has, or leaves some out. Positions that restart are
-    of packed sequences or of padding.
+    A chunk that was cut by hand begins after tokens that no cache has, or leaves tokens out. Positions that restart
+    tell of no chunk: packed sequences and padding have them.
     """
     if spec.q_length == 1 or not dist.is_initialized() or dist.get_world_size() == 1 or vars(spec).get("is_known"):
         return
@@ -165,7 +166,7 @@ def _check_mask(spec: MaskSpec | Tensor | None, window: int | None) -> MaskSpec:
         if len(rows) == 1 + len(spec.row_masks):
             return replace(spec, mask=rows[0], row_masks=tuple(rows[1:]))
     if window is not None and spec.mask == Causal() and spec.q_length == 1 and spec.q_offset < window:
-        return replace(spec, mask=Window(window - 1))  # of one token, which sees as much
+        return replace(spec, mask=Window(window - 1))  # one token sees as much by both
     if window is not None and spec.mask != Window(window - 1):
         given = f"{spec.mask} for a layer with sliding_window={window}"
         fix = "use the layers of a release of transformers, unchanged"
@@ -183,7 +184,7 @@ def _check_shards(
         raise KernelError(f"{SUBJECT} past_key_values", "a ShardedCache", given, fix)
     config = getattr(module, "config", None)
     router_loss = arguments.get("output_router_logits") or getattr(config, "output_router_logits", False)
-    # Else a router would balance the tokens of one rank only.
+    # The loss would balance the tokens of this rank alone.
     if router_loss and sequence.ranks > 1 and not sequence.forward_pass.gathers_routers:
         fix = "set config.output_router_logits = False, or train with hf.on_mesh"
         raise KernelError(f"{SUBJECT} output_router_logits", "no router loss on shards", "True", fix)
@@ -203,7 +204,7 @@ def _count_layer(module: nn.Module, arguments: dict[str, Any], sequence: Sharded
 def _check_cache(pending: PendingKV, spec: MaskSpec, tokens: int, arguments: dict[str, Any]) -> None:
     """Raise unless the new tokens follow the cached ones, and see no more than the model's stock cache keeps.
 
-    use_cache=False alone may be a default.
+    use_cache=False raises only with positions that begin at 0 again: otherwise it may be a default.
     """
     kv = pending.layer.kv
     positions = arguments.get("position_ids")
@@ -226,9 +227,10 @@ def _compared(mesh: RankMesh) -> WeakSet[nn.Module]:
 
 
 def compare_weights(module: nn.Module, sequence: ShardedSequence, device: torch.device) -> None:
-    """Raise on all ranks if they train a model, or a layer, with different weights: compare some of each, once.
+    """Raise on all ranks if they train a module with different weights.
 
-    Wrappers that shard the weights keep their shards in one dim or as DTensors, which differ between ranks.
+    Collective once for each module: ranks compare the first values of each weight. Weights that a wrapper has sharded,
+    in one dim or as DTensors, differ between ranks and are left out.
     """
     mesh = RankMesh.of(sequence.mesh)
     if mesh.ranks == 1 or not may_compare(device) or module in _compared(mesh):

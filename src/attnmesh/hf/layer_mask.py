@@ -43,7 +43,7 @@ class MaskSpec(LayerMask):
     sequence: ShardedSequence | None = None
     """Tokens of this rank; None if every rank has all tokens."""
     covered: int | None = None
-    """Keys that the given `attention_mask` covers, if fewer than there are; else None."""
+    """Keys that the given `attention_mask` covers; None if it covers all."""
     left_padding: Tensor | None = None
     """Tokens of padding before each sequence, (batch,); None if no mask was given."""
     selected: Selection | None = None
@@ -103,7 +103,7 @@ SAME_PLACES, ONE_PROMPT = (
 """Error about images whose tokens see each other, in sequences of a prompt; and its fix."""
 
 SPANS = "image tokens that see earlier tokens in the layer's window, and later ones of their own image alone"
-"""Tokens that masks of images show."""
+"""What errors expect of masks of images."""
 
 IndexFunction = Callable[..., Tensor]
 """(batch, head, query, key) indices -> True where the query attends to the key, as transformers defines masks."""
@@ -117,6 +117,7 @@ class DescribedMask(NamedTuple):
     queries: tuple[int, int]
     """Position of the first query, and their number."""
     keys: tuple[int, int]
+    """Position of the first key, and their number."""
     first: Tensor
     """Position of the first token of each sequence."""
 
@@ -283,7 +284,7 @@ def _with_spans(described: DescribedMask) -> tuple[Mask, ...]:
 def _of_one_token(described: DescribedMask) -> Mask | None:
     """Return the causal mask or the window that a function of indices computes for one token, as in decoding; or None.
 
-    Both are equal where there are no more keys than the window has: then it is causal.
+    With no more keys than the window has, both masks are equal: then the causal one is returned.
     """
     if described.function in (causal_mask_function, bidirectional_mask_function):
         return None
@@ -301,7 +302,7 @@ def _of_one_token(described: DescribedMask) -> Mask | None:
 def _neighbours(described: DescribedMask) -> tuple[Tensor, Tensor] | None:
     """Return whether each token sees the next one, and whether the next one sees it, of each sequence; None if unknown.
 
-    These are all edges of packed sequences and of blocks, and where they are is known to the batch alone.
+    So all edges of packed sequences and of blocks are found, wherever the batch has them.
     """
     offset, length = described.queries
     batch = len(described.first)
@@ -358,7 +359,7 @@ def check_cached_padding(kv: KVCache, token_mask: Tensor | None, new: int, mask:
 
 
 def _sample_pairs(described: DescribedMask, size: int, first: int) -> tuple[Tensor, Tensor]:
-    """Return some positions of queries and keys, from `first` on: of their ranges, and where masks of a size differ.
+    """Return some positions of queries and keys, from `first` on: of their ranges, and around multiples of `size`.
 
     A shard's range may be too short to tell a window from chunks, so the first edges of chunks are always among them.
     """

@@ -46,13 +46,13 @@ SCRATCH = "unpacking-"
 """First letters of the folder in which a model is unpacked."""
 
 KEPT = 3
-"""Number of unpacked models that are kept: the models used last."""
+"""Number of unpacked models that are kept, those used last: each takes disk, and another is unpacked again."""
 
 NO_CODE: dict[str, Any] = {"trust_remote_code": False}
 """Option of all that transformers loads: without it, transformers asks on the terminal, and a "y" runs code."""
 
 MAX_UNPACKING_SECONDS = 86400.0
-"""Seconds after which a folder of unpacking counts as left behind."""
+"""Seconds after which a folder of unpacking counts as left behind: a day, longer than any unpacking takes."""
 
 Report = Callable[[str], None]
 """Function that gets a line of text before each slow step."""
@@ -110,7 +110,7 @@ def open_generation_config(name_or_path: str) -> GenerationConfig:
         try:
             return GenerationConfig.from_pretrained(source, **revision_option)
         except OSError as error:
-            if "not a valid JSON" in str(error):  # else there is none
+            if "not a valid JSON" in str(error):  # any other: there is no such file
                 raise
             options: dict[str, Any] = {"config_file_name": "config.json", "_from_model_config": True}
             return GenerationConfig.from_pretrained(source, **revision_option, **options)
@@ -139,7 +139,7 @@ def _config_of(name_or_path: str) -> PreTrainedConfig:
 
 
 def reads_images(name_or_path: str) -> bool:
-    """Return whether a model is one of images and text; of types that may be either, whether its processor says so."""
+    """Return whether a model reads images. Where its type leaves it open, a model with a processor of images does."""
     kind = type(_config_of(name_or_path))
     if kind not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING or kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
@@ -244,7 +244,7 @@ def _write_unpacked(file: Path, folder: Path) -> None:
         try:
             os.rename(target, folder)
         except OSError:
-            if not is_complete(folder):  # else another process was faster
+            if not is_complete(folder):  # or another process was faster
                 raise
     unpacked = sorted(folder.parent.glob("*-*"), key=lambda other: other.stat().st_mtime, reverse=True)
     for other in [other for other in unpacked if other != folder and not other.name.startswith(SCRATCH)][KEPT - 1 :]:

@@ -83,7 +83,7 @@ def check_can_generate(model: PreTrainedModel) -> None:
 
 
 def check_can_decode_rows(subject: str, model: PreTrainedModel) -> None:
-    """Raise unless one forward pass can decode rows of the model: `check_can_generate`, and no images of their own."""
+    """Raise unless one forward pass can decode rows of the model: it generates, and has no cross-attention."""
     check_can_generate(model)
     if cross_layer_indices(model.config):
         expected = "a model without cross-attention over images"
@@ -155,7 +155,7 @@ def is_recurrent(config: PreTrainedConfig) -> bool:
 
 
 def one_token_differs(config: PreTrainedConfig) -> bool:
-    """Return whether one token is computed by another rule than several: transformers bounds time steps there alone."""
+    """Return whether one token is computed by another rule than several: time steps are bounded in one of them."""
     lowest, highest = getattr(config.get_text_config(decoder=True), "time_step_limit", None) or (0.0, inf)
     return is_recurrent(config) and (lowest > 0 or highest < inf)
 
@@ -204,7 +204,7 @@ def _num_conv_states(config: PreTrainedConfig) -> int:
 
 
 def check_keys(config: PreTrainedConfig) -> None:
-    """Raise unless a cache can keep the keys of all layers, of which the last ones at most share those of others."""
+    """Raise unless a cache can keep the keys of all layers. Only the last layers may share keys of earlier ones."""
     check_layers(config)
     config = config.get_text_config(decoder=True)
     stacked = hasattr(config, "num_hidden_layers")

@@ -129,7 +129,7 @@ def agree_on_call(
 ) -> None:
     """Raise the same error on all ranks unless all make the same valid call of `generate` or `prefill`.
 
-    Then the cache has the same tokens on all ranks, also where an error interrupted some of them.
+    Afterwards the cache has the same tokens on all ranks, also if an error has interrupted some ranks before.
     """
 
     def fields() -> dict[str, object]:
@@ -162,9 +162,10 @@ def agree_on_call(
 def agreement_with_peers(
     mesh: RankMesh, model: PreTrainedModel, name: str, fields: Fields
 ) -> Iterator[list[Agreement]]:
-    """Agree on a call with the ranks that share the model's weights, then with those of a mesh. Yield both agreements.
+    """Agree on a call with the ranks that split the model's weights, then with those of a mesh. Yield both agreements.
 
-    The other ranks of the mesh raise an error of the former too.
+    The agreement of the mesh is around the other one. If rank A's peer in the weights fails, rank A raises the error
+    inside the agreement of its mesh, so all ranks of A's mesh raise it too.
     """
     with Agreement(mesh, name, fields) as of_mesh:
         peers = tp_mesh(model) if isinstance(model, PreTrainedModel) else None
@@ -173,9 +174,9 @@ def agreement_with_peers(
 
 
 def _compare_held(agreement: Agreement, held: HeldTokens) -> HeldTokens:
-    """Compare a call, and return what the caches of all its ranks hold.
+    """Compare a call, and return what the caches of all ranks hold.
 
-    Raise if they differ though no error interrupted one: ranks have passed different caches.
+    Raise if the caches differ and no error interrupted one of them: then ranks have passed different caches.
     """
     rows = agreement.compare(payload=held)
     of_all = HeldTokens.of_ranks(rows)
@@ -185,7 +186,7 @@ def _compare_held(agreement: Agreement, held: HeldTokens) -> HeldTokens:
 
 
 def describe_value(value: object) -> str:
-    """Return an option as text that ranks compare: its value where it has one, else the name of its type."""
+    """Return an option as text that ranks compare: its value if all ranks write it alike, or the name of its type."""
     if isinstance(value, GenerationConfig):
         return repr(sorted(value.to_diff_dict().items(), key=str))
     if isinstance(value, (list, tuple)):

@@ -1,7 +1,7 @@
-"""Checks of what a family needs of transformers. A type that lacks a part of it is refused alone.
+"""Checks of what a family needs of transformers. Where a part is missing, the types that need it are refused alone.
 
-What attnmesh reads of a model with a default would be the default for every model after a renaming. So a record lists
-what its type must have, and the digests of the sources that are followed.
+attnmesh reads some fields with a default. After a renaming in transformers every model would silently get the default.
+So a record lists what its type must have, and the digests of the sources that attnmesh follows.
 """
 
 import ast
@@ -66,7 +66,7 @@ def _check_family(family: Family, module: str) -> None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator] # it reads files
 def check_pins(pins: Pins, kind: str) -> None:
-    """Raise unless shared pins hold, which models of a type need by their settings."""
+    """Raise unless transformers has what `pins` name. Models of the type `kind` need it by their settings."""
     if pins.name not in CHECKED:
         _check_pins(pins, kind)
         CHECKED.add(pins.name)
@@ -79,7 +79,7 @@ def _check_pins(pins: Pins, kind: str) -> None:
 
 
 def _check_sources(kind: str, source: "ModuleSource", digests: Iterable[tuple[str, str]]) -> None:
-    """Raise unless functions have the sources that are followed."""
+    """Raise unless the sources of functions have the digests of those that attnmesh follows."""
     for name, digest in digests:
         source_digest = source.digest(name)
         if source_digest is None:
@@ -121,7 +121,7 @@ class ModuleSource:
         return nodes
 
     def digest(self, name: str) -> str | None:
-        """Return a digest of the source of a function or method; None if there is none. Comments may change."""
+        """Return a digest of a function's source, without comments and docstring; None if there is no function."""
         node: Any = self.parts.get(name)
         if node is None:
             return None

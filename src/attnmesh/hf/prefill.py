@@ -31,8 +31,8 @@ def prefill(
 ) -> None:
     """Fill the cache with all tokens of the prompt but the last one, from which `generate` decodes.
 
-    A model with recurrent layers leaves two.
-    Each rank computes its share of the tokens. The prefix that the cache holds already is kept, the rest is cut.
+    In a model with recurrent layers the last two tokens are left. Each rank computes its share of the tokens. The
+    prefix that the cache holds already is kept, the rest is cut.
 
     Args:
         model: A causal language model with `attn_implementation="attnmesh"`.
@@ -112,13 +112,13 @@ def crop_to_shared_prefix(model: PreTrainedModel, prompt: Prompt, cache: Sharded
     tokens = ids.shape[1] if prompt.mask is None else int(prompt.mask.sum(1).max())
     regime = rope_regime(cache.config, tokens, rope_growth(model))
     longest = ids.shape[1] - left_to_decode(cache.config)
-    has_one_rope = not regime or cache.history.rope_regime == regime  # else the cached keys have that of another prompt
+    has_one_rope = not regime or cache.history.rope_regime == regime  # keys of others are useless
     shared = 0 if held is None or not has_one_rope else min(length, longest, held.shape[1])
     if held is not None and shared:
         is_same = (prompt.mark(ids)[:, :shared] == held[:, :shared].to(ids.device)).all(0)
         same_tokens = int(is_same.long().cumprod(0).sum())
         shared = shared_with_images(held, cache.history.image_fingerprints, prompt.image_tokens, same_tokens)
-    shared = cache.restorable_length(shared)  # layers that have forgotten what it needs compute it again
+    shared = cache.restorable_length(shared)  # 0 if a layer has forgotten what it needs
     cache.crop(shared - length)
     cache.history.rope_regime = regime
     return shared

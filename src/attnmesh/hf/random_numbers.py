@@ -13,7 +13,10 @@ from attnmesh.mesh.axes import RankMesh
 
 
 def synchronize_generators(device_meshes: Iterable[DeviceMesh | None], device: torch.device) -> None:
-    """Set the random generators of all ranks of each mesh to the state of its first, so that all draw the same."""
+    """Set the random generators of all ranks of each mesh to the state of the mesh's first rank.
+
+    Collective on each mesh of several ranks.
+    """
     sources = [*dict.fromkeys((torch.device("cpu"), device))]
     for mesh in (mesh for mesh in map(RankMesh.of, device_meshes) if mesh.ranks > 1):
         states = [random_state(source) for source in sources]

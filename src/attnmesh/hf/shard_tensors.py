@@ -4,11 +4,11 @@ A model reads its arguments as if they were the whole sequence, but each rank pa
 are subclasses of `Tensor`, which return what the whole sequence would return, or raise:
 
     input_ids            `ShardIds`        starts a forward pass when the tokens are embedded
-                         `WholeIds`        those of a whole sequence with images
+                         `WholeIds`        tokens of a whole sequence with images
     attention_mask       `ShardMask`       passes its `ShardedSequence` to `mask_function`; a model that reads it raises
-                         `WholeMask`       the same for a whole sequence with images, which a model may read
+                         `WholeMask`       padding of a whole sequence with images, which a model may read
     position_ids         `ShardPositions`  returns the maximum of the whole sequence, which scales ropes
-    labels               `GuardedLabels`   raises if the model computes its loss from it, not from shift_labels
+    labels               `GuardedLabels`   raises if the model computes its loss from labels, not from shift_labels
     shift_labels         `ShardLabels`     raises in the loss if a layer has not called attnmesh for attention
     num_items_in_batch   `ItemCount`       keeps its precision
 """
@@ -130,7 +130,7 @@ class ShardMask(ShardTensor):
     """Padding of this rank's tokens, as `attention_mask`. `mask_function` reads its `sequence`.
 
     Shape and sum can be read. Any other access raises, because the layer would take the shard for the whole sequence.
-    After the layers it may be the mask of the whole sequence, see `PassRecord.whole_mask`.
+    After the last layer a model reads `PassRecord.whole_mask` instead, if there is one.
     """
 
     def dispatch(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -178,7 +178,7 @@ class WholeIds(ShardTensor):
     """Tokens of a whole sequence with images, as `input_ids` of a model that cuts what its text model gets."""
 
     def dispatch(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result. Before the shape or the first value is read, the model that reads it is prepared."""
+        """Return the result. `on_begin` prepares the model before the model reads the shape or a value."""
         if name not in METADATA_FUNCTIONS or name == "__get__":
             self.sequence.forward_pass.on_begin(self.sequence)
         return super().dispatch(name, call, args, kwargs)
@@ -191,7 +191,7 @@ class WholeMask(ShardTensor):
 class ShardMaskIsOne(ShardTensor):
     """A `ShardMask` compared with 1. transformers drops the mask of recurrent layers if no token is padding.
 
-    They get it in any case, as it carries the `ShardedSequence`.
+    Here recurrent layers get the mask in any case, because it carries the `ShardedSequence`.
     """
 
     def dispatch(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -227,7 +227,7 @@ class ShardPositions(ShardTensor):
     last: int
     """Largest position of the whole sequence, on any rank."""
     whole: bool = False
-    """True if this rank has all tokens, as all ranks do."""
+    """True if each rank has all tokens."""
     ids: Tensor | None = None
     """Tokens of the whole sequence if positions count them from 0; None if the batch had position_ids."""
 
@@ -258,7 +258,7 @@ def _check_no_inner_padding(ids: Tensor, padding: int) -> None:
 
 
 def _in_module() -> bool:
-    """Return whether a module is being called."""
+    """Return whether this thread is inside the call of a module."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_name != MODULE_CALL:
         frame = frame.f_back

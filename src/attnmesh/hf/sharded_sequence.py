@@ -49,6 +49,7 @@ class PassRecord:
         self.has_positions = False
         """True if the model was called with the batch's positions, or takes none."""
         self.positions_read = False
+        """True if the model has read positions, as ropes do."""
         self.whole_mask: Tensor | None = None
         """Padding of the whole sequence, for a loss of routers. It takes the mask's place after the last layer."""
 
@@ -123,9 +124,9 @@ class ShardedSequence:
         return self.start > 0 or self.token_mask is not None
 
     def count_layer(self, layer: str, layers: int, *, recurrent: bool = False) -> None:
-        """Count one call that mixes tokens, of `layers` in the model. Raise if attention counts tokens by itself.
+        """Count one of the model's `layers` calls that mix tokens. Raise if attention counts positions by itself.
 
-        Attention beside `recurrent` layers may have no positions.
+        In a model with `recurrent` layers attention may have no positions.
         """
         BEGUN.sequence_ref = None
         self.forward_pass.attention_calls += 1
@@ -151,7 +152,7 @@ class ShardedSequence:
 class BegunPass:
     """The forward pass that was begun last, until it reaches attention: its mask may get lost on the way.
 
-    A compiled model guards on `sequence_ref`, and reads no more if it is given no shard.
+    A compiled model that is given no shard guards on `sequence_ref` alone.
     """
 
     sequence_ref: Callable[[], ShardedSequence | None] | None = None
@@ -160,7 +161,7 @@ class BegunPass:
     """Thread that began it."""
 
     def forget(self, sequence_ref: Callable[[], ShardedSequence | None]) -> None:
-        """Wait for no mask of a batch that is gone: its pass was broken off."""
+        """Drop the pass of a batch that is gone: an error broke it off."""
         if self.sequence_ref is sequence_ref:
             self.sequence_ref = None
 

@@ -38,7 +38,7 @@ LEAST_LAYER_BYTES = 1 << 17
 """Bytes of a weight that is shared: a smaller one is read sooner than its outputs are exchanged."""
 
 MAX_CALL_LAYERS = 8
-"""Layers of one input that are one call, at most."""
+"""Most layers of one input that one call computes: each layer has as many message numbers."""
 
 
 def share_weights(model: Any, mesh: DeviceMesh | None) -> Any:
@@ -134,7 +134,7 @@ def shared_layers(model: PreTrainedModel) -> tuple[dict[str, Any], list[nn.Modul
 def weights_of(layer: Any) -> Weights:
     """Return the weight, (outputs, columns), and bias of a layer."""
     weight = layer.weight
-    is_turned = isinstance(layer, Conv1D) and type(weight) in (Tensor, Parameter)  # else a call takes it in no order
+    is_turned = isinstance(layer, Conv1D) and type(weight) in (Tensor, Parameter)  # a call refuses others
     return (weight.t() if is_turned else weight), layer.bias
 
 
@@ -155,7 +155,7 @@ def _describe_layers(layers: Mapping[str, Any]) -> str:
 
 
 def _sizes(experts: Sequence[nn.Module]) -> list[int]:
-    """Return what ranks compare of experts: the weights of each layer."""
+    """Return what ranks compare of experts: the number of weights of each layer."""
     return [sum(weight.numel() for weight in layer.parameters()) for layer in experts]
 
 
@@ -224,11 +224,12 @@ class SharedSteps:
     """The steps of decoding in which the ranks of an axis share the layers of one model.
 
     Layers that are called one after the other with one input, as those of queries, keys and values, are one call: the
-    first of them computes the outputs of all. Which these are is learned from the calls, which are alike on all ranks.
+    first of them computes the outputs of all. These groups are learned from the order of the calls, which is the same
+    on all ranks.
     """
 
     thread: int | None = None
-    """The thread that runs a shared step: all ranks compute the same tokens, with a cache on the mesh."""
+    """The thread that runs a shared step, in which all ranks compute the same tokens; None between steps."""
     outermost: nn.Module | None = None
     """The module whose forward pass is the step: the model, or its decoder if that is called alone."""
     last_group: ComputedGroup | None = None
@@ -268,7 +269,7 @@ class SharedSteps:
         for hook in self.hooks:
             hook.remove()
         for layer in self.message_numbers:
-            if isinstance(layer, SharedLayer) and layer.steps is self:  # and none of another model around it
+            if isinstance(layer, SharedLayer) and layer.steps is self:  # not another model's
                 layer.__class__ = type(layer).__mro__[2]
                 del vars(layer)["steps"]
         for expert_layer in self.experts:
@@ -285,7 +286,7 @@ class SharedSteps:
         return self.thread == get_ident()
 
     def run(self, layer: SharedLayer, x: Tensor) -> Tensor:
-        """Return the outputs of a layer, from all ranks if the rows are few. An error of one rank all ranks raise."""
+        """Return the outputs of a layer, from all ranks if the rows are few. All ranks raise an error of one rank."""
         if torch.is_autocast_enabled("cpu"):
             return layer.alone(x)
         last_group = self.last_group if self.last_group is not None and self.last_group.is_of(x) else None
@@ -315,7 +316,7 @@ class SharedSteps:
         return has_few_rows and type(x) is Tensor and x.is_cpu and x.dtype == weight.dtype
 
     def _run(self, layer: SharedLayer, x: Tensor, last_group: ComputedGroup | None) -> Tensor:
-        """Return the outputs of a layer, `last_group` being the one before if it had this input."""
+        """Return the outputs of a layer. `last_group` is the group that was computed last, if it had this input."""
         if last_group is None:
             version = x.clone() if x.is_inference() else x._version
             out, *ahead = self._compute(self.groups[layer], x)
@@ -349,9 +350,10 @@ class SharedSteps:
         return HostLinear.takes(weight, bias) and weight.dtype == x.dtype and weight.shape[1] == x.shape[-1]
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], arguments: dict[str, Any]) -> None:
-        """Begin a step, if the ranks compute the same tokens with a cache on this mesh.
+        """Begin a shared step, if the ranks compute the same tokens with a cache on this mesh.
 
-        Other threads compute alone, and raise with such a cache: ranks could take their steps in another order.
+        While thread 1 is in a shared step, thread 2 computes without the other ranks. With a cache on this mesh it
+        raises: on another rank thread 2 might begin first, and the ranks would exchange outputs of different steps.
         """
         inputs = [*args, *arguments.values()]
         cache = next((x for x in inputs if isinstance(x, ShardedCache)), None)
@@ -368,7 +370,7 @@ class SharedSteps:
                 self._learn_anew()
 
     def _learn_anew(self) -> None:
-        """Forget what was learned: ranks whose calls have differed may have learned other groups."""
+        """Forget the groups: ranks whose calls have differed may have learned different ones."""
         self.drops, self.groups = self.boards.drops, {layer: [layer] for layer in self.message_numbers}
         self.calls.clear()
 

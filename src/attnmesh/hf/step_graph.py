@@ -2,7 +2,7 @@
 
 A step is captured with its positions read from the cache on the device. The first replays are compared, bit by bit,
 with the model's own passes, and if one differs the model is run as it is. Only modules of known packages are captured:
-one that branches on a count of tokens may differ later than that.
+a module that branches on a count of tokens may differ only after these replays.
 """
 
 import warnings
@@ -24,13 +24,16 @@ from attnmesh.hf.tensor_parallel import tp_mesh
 from attnmesh.mesh.axes import RankMesh
 
 WARM_PASSES = 1
-"""Own passes before one that is watched for waits: they compile programs."""
+"""The model's own passes before the pass that is watched for waits of the CPU: they compile programs."""
 
 COMPARED_REPLAYS = 2
-"""Replays that are compared. What Python gave to the capture is right in the first one, and stale in the second."""
+"""Replays that are compared. A number that Python gave to the capture is right in the first, stale in the second."""
 
 MAX_CAPTURES = 3
-"""Captures in a row with no more than `COMPARED_REPLAYS` replays, before the model is run without a graph."""
+"""Captures in a row with no more than `COMPARED_REPLAYS` replays, before the model is run without a graph.
+
+Such captures cost time, and save none.
+"""
 
 PACKAGES = ("torch", "transformers", "peft")
 """Packages of the modules that are captured: they compute on the device alone."""
@@ -92,7 +95,7 @@ class StepGraph:
         self.bound_to: tuple[Any, list[Any]] | None = None
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
-        """Return what the model returns."""
+        """Return what the model returns: by a replay in a step over the cache, and otherwise by its own pass."""
         if inputs.get(CACHE) is not self.cache:  # a call for something else
             return self.forward(*args, **inputs)
         step_inputs = {name: x for name, x in inputs.items() if x is not None and name != MASK}
@@ -120,7 +123,7 @@ class StepGraph:
             kv.local_shards.leave_graphs()
 
     def _is_step(self, inputs: dict[str, Any]) -> bool:
-        """Return whether these are inputs of a step over the cache, of which no more than logits are asked."""
+        """Return whether these are inputs of a step over the cache, of which the caller asks for logits alone."""
         ids = inputs.get(TOKENS)
         positions = inputs.get(POSITIONS)
         options = self._options(inputs)
@@ -156,7 +159,7 @@ class StepGraph:
         return options == bound_options and len(memory) == len(bound_memory) and all(map(is_, memory, bound_memory))
 
     def _watch(self, inputs: dict[str, Any]) -> Any:
-        """Return the model's pass, and give up if the CPU waits in it: no graph can."""
+        """Return the output of the model's own pass. Give up if the CPU waits for the GPU in it: a graph cannot."""
         self.is_watched = True
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -197,7 +200,7 @@ class StepGraph:
         return True
 
     def _replay(self, inputs: dict[str, Any]) -> Any:
-        """Return the output of a replay."""
+        """Return the output of a replay, as a copy: the next replay writes over it."""
         assert self.graph is not None
         self.captures = 0 if self.replays > COMPARED_REPLAYS else self.captures
         self.ids.copy_(inputs[TOKENS])

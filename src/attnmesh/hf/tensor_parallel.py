@@ -193,7 +193,7 @@ def _without_numbers(name: str) -> str:
 
 
 def _plan_for(model: PreTrainedModel, ranks: int, output: str) -> tuple[dict[str, str], list[_Attention]]:
-    """Return the style of each part that is sharded, and the layers of whose key heads each rank keeps one."""
+    """Return the style of each part that is sharded, and the layers in which each rank keeps one key head."""
     plan = _plan_of(model)
     cut = []
     for attention in _attentions(model, plan):

@@ -48,7 +48,7 @@ class LayerMask(Opaque):
         vars(self)["dtype"] = torch.bool
 
     def __and__(self, selected: Any) -> Any:
-        """Return the mask of what is selected, of what it shows."""
+        """Return the mask in which queries see what is selected, of the keys that they saw."""
         if not isinstance(selected, Selection):
             self.raise_read("and")
         return replace(self.spec(), selected=selected)
@@ -97,7 +97,7 @@ def in_trace(arguments: dict[str, Any]) -> bool:
 
 
 def needs_tensor(arguments: dict[str, Any]) -> bool:
-    """Return True if layers get their mask as a tensor: in a trace, and with a static cache, whose trace is later."""
+    """Return True if layers get their mask as a tensor: in a trace, or before transformers traces a static step."""
     in_static_step = arguments["q_length"] == 1 and not arguments.get("allow_is_causal_skip", True)
     return in_static_step or isinstance(arguments.get("q_offset"), Tensor) or in_trace(arguments)
 

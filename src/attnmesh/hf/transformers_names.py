@@ -94,15 +94,17 @@ ONLINE_DPO = Upstream(
     *(TRL.package, TRL.floor, TRL.ceiling),
     tuple(f"trl.experimental.online_dpo:OnlineDPOTrainer.{name}" for name in COMPARING),
 )
+"""Methods of an experimental trainer, whose import warns, that `on_mesh` overrides or calls."""
+
 LEARNING = ("generate_on_policy_outputs", "generalized_jsd_loss", "compute_loss")
 GKD = Upstream(
     *(TRL.package, TRL.floor, TRL.ceiling),
     tuple(f"trl.experimental.gkd:GKDTrainer.{name}" for name in LEARNING),
 )
-"""Methods that `on_mesh` overrides or calls of experimental trainers, whose import warns."""
+"""Methods of another experimental trainer that `on_mesh` overrides or calls."""
 
 PEFT = Upstream("peft", "0.20", "0.22", ("peft:PeftModel.get_base_model", "peft:PeftConfig.is_prompt_learning"))
-"""transformers 5.23 refuses older versions."""
+"""Names that unwrapping a model with adapters needs. transformers 5.23 refuses older versions."""
 
 TRANSFORMERS.check()
 CacheLayerMixin: Any = TRANSFORMERS.find("transformers.cache_utils:CacheLayerMixin")
@@ -131,7 +133,7 @@ def subclass(stock: type, base: type, **fields: Any) -> Any:
 
 
 def stock_of(module: Any) -> Any:
-    """Return the class that a module of such a subclass had before."""
+    """Return the class of transformers that a module had before `subclass` replaced it."""
     return type(module).__bases__[1]
 
 
@@ -141,5 +143,5 @@ def cache_argument(parameters: Container[str]) -> str:
 
 
 def rope_of(module: Any) -> Any:
-    """Return the function that rotates queries and keys, of the code that a module is of."""
+    """Return the function that rotates queries and keys, from the file of a module's class."""
     return modules[type(module).__module__].apply_rotary_pos_emb

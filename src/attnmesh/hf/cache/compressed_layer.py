@@ -26,7 +26,7 @@ from attnmesh.kernels.local import attend
 
 @dataclass(frozen=True)
 class JoinedKV(PendingKV):
-    """Keys of new tokens, which are their values too. The model joins them with the entries that it gets: none."""
+    """Keys of new tokens, which are their values too. The model joins them with the entries it was given: none."""
 
     @property
     def stored(self) -> tuple[Tensor, None]:
@@ -76,7 +76,7 @@ class CompressedLayer(TailLayer):
             self.query_positions = self.get_seq_length() + torch.arange(tokens, device="cpu")
 
     def store_compression_weights(self, name: str, kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Return what whole blocks of tokens are compressed of, and their first token. Keep the rest."""
+        """Return the projections `kv` and `gate` of whole blocks, and their first token. Keep those of the rest."""
         rows = torch.cat((kv, gate), -1)
         rows = rows if self.sequence is None else self.sequence.gather_tokens(rows)
         rows = torch.cat((self.tensors[name], rows), 1) if name in self.tensors else rows
@@ -87,7 +87,10 @@ class CompressedLayer(TailLayer):
         return kv, gate, first
 
     def update_overlap_state(self, name: str, kv: Tensor, gate: Tensor, dim: int) -> tuple[Tensor | None, ...]:
-        """Return the part of the last block that the next one begins with, None at first. Keep that of these blocks."""
+        """Return what these blocks need of the block before, None at first. Keep what the next block needs of the last.
+
+        `dim` columns of a block overlap with the next one.
+        """
         names = f"{name} kv", f"{name} gate"
         earlier = tuple(map(self.tensors.get, names))
         self.tensors |= {key: x[:, -1, :, :dim].clone() for key, x in zip(names, (kv, gate), strict=True)}
@@ -95,7 +98,7 @@ class CompressedLayer(TailLayer):
 
     @torch.no_grad()
     def update_compressor_states(self, name: str, compressed: Tensor) -> Any:
-        """Store new entries, (batch, entries, dim). Return none of them."""
+        """Store new entries, (batch, entries, dim). Return them for the model to score, or none for it to attend."""
         new = compressed[:, None]
         entries = self.reserve_other(name, new, new.shape[2])
         if new.shape[2]:
@@ -105,7 +108,7 @@ class CompressedLayer(TailLayer):
 
     @torch.no_grad()
     def select(self, score: Score, operands: Sequence[Tensor]) -> None:
-        """Select the best entries of each query, of operands of this rank's tokens."""
+        """Select the best entries of each query. `operands` are of this rank's tokens."""
         index = self.other_kvs["indexer"]
         seen = self._seen().to(operands[0].device)
         k = min(self.k, index.length)
@@ -141,7 +144,7 @@ class CompressedLayer(TailLayer):
         if self.selected is not None:
             return attend(q, keys, keys, k_positions=numbers, scale=scale, selected=self.selected)
         seen = self._seen()
-        positions = numbers + 1  # from 1 on: a query may see none
+        positions = numbers + 1  # from 1 on: a query that sees n entries is at n
         kernel: str = self.cache.kernel
         return attend(q, keys, keys, mask=Causal(), q_positions=seen, k_positions=positions, scale=scale, kernel=kernel)
 
@@ -160,8 +163,8 @@ def check_entries(
 ) -> None:
     """Raise unless the entries of a layer that attends to compressed tokens are in a cache of shards.
 
-    Without one the model joins them to its keys, and gives no mask of them: it has one for tensors alone. In training
-    a shard's entries would be those of its own tokens.
+    Without such a cache the model joins entries to its keys, and extends the mask only if it is a tensor. In training a
+    shard's entries would be made of its own tokens alone.
     """
     if not has_entries(module):
         return

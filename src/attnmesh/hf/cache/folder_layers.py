@@ -1,4 +1,4 @@
-"""Layers of a cache that live in a folder: its files are their keys and values, and the tokens' ids stand beside."""
+"""Layers of a cache that live in a folder, whose files are their keys, their values and the ids of the tokens."""
 
 from pathlib import Path
 
@@ -46,7 +46,7 @@ class FolderLayers(StoredLayers):
     def restore(
         self, path: str | Path, *, device: torch.device | str | None = None, capacity: int | None = None
     ) -> tuple[dict[str, Tensor], str]:
-        """Replace the cached tokens by those in a folder, as `StoredLayers.restore` does, of a cache in memory."""
+        """Replace the cached tokens as `StoredLayers.restore` does. Raise if this cache is itself in a folder."""
         if self.folder is not None:
             fix = "open the folder that was saved, or restore into hf.ShardedCache(config, mesh)"
             raise KernelError("restore", "a cache in memory", "one in a folder", fix)
@@ -71,7 +71,7 @@ class FolderLayers(StoredLayers):
                 given = f"none in {folder}"
                 fix = "fill a new one by hf.generate, or restore this one into memory"
                 raise StoreError("ShardedCache folder", "a folder with the ids of its tokens", given, fix)
-        options = {"device": "cpu" if self.hot is None else None, "checked": self.checked}  # None is that of the mesh
+        options = {"device": "cpu" if self.hot is None else None, "checked": self.checked}  # None: the mesh's
         room = LayersToLoad(self.num_kvs, self.capacity, self.tokens_per_key, self.hot)
         kvs = [
             KVCache(self.mesh, **{**config.arguments(), **options}, folder=FolderLayer(opened, index))

@@ -12,10 +12,10 @@ from attnmesh.hf.images.inputs import NO_SHIFT, PositionShift, shift_of
 
 @dataclass
 class CacheHistory:
-    """Record of the tokens of a cache. That of an empty cache is `CacheHistory()`."""
+    """Record of the tokens of a cache. `CacheHistory()` is the record of an empty cache."""
 
     tokens: Tensor | None = None
-    """`tokens` of the cache."""
+    """Ids of the tokens, as `ShardedCache.tokens` has them."""
     image_fingerprints: dict[str, Tensor] | None = None
     """Fingerprints of the images among the tokens; None if there are none, or if they are unknown."""
     shift: PositionShift | None = NO_SHIFT
@@ -25,9 +25,9 @@ class CacheHistory:
     is_consistent: bool = True
     """False while the model runs: after an error, recurrent states may be ahead of the tokens."""
     rollback_length: int | None = None
-    """Tokens before a call of `decode_rows` that has not ended."""
+    """Tokens before a call of `decode_rows` that has not ended; None if there is no such call."""
     lowest: int = 0
-    """`HeldTokens.lowest` of all ranks, after an error left some of them ahead of others: those have forgotten more."""
+    """`HeldTokens.lowest` of all ranks, after an error left some ranks ahead: those ranks have forgotten more."""
 
     @staticmethod
     def of(tokens: Tensor | None, config: PreTrainedConfig) -> "CacheHistory":
@@ -36,19 +36,19 @@ class CacheHistory:
 
 
 class HeldTokens(NamedTuple):
-    """Tokens that a cache holds, in numbers: on one rank, or what holds for several."""
+    """Numbers of the tokens that a cache holds: on one rank, or on all of several."""
 
     shortest: int
     """Tokens in the layer that has the fewest. An interrupted forward pass leaves layers of different lengths."""
     named: int
     """Tokens whose ids are known."""
     lowest: int
-    """Fewest tokens to which all layers can go back. To none they always can."""
+    """Fewest tokens to which all layers can go back, besides 0: they can always drop all tokens."""
     is_interrupted: int
     """True if an error broke off a forward pass."""
 
     @classmethod
     def of_ranks(cls, rows: Sequence[Sequence[int]]) -> "HeldTokens":
-        """Return what holds for several ranks, of the numbers of each."""
+        """Return what holds on all ranks, from the numbers of each."""
         shortest, named, lowest, is_interrupted = zip(*rows, strict=True)
         return cls(min(shortest), min(named), max(lowest), max(is_interrupted))

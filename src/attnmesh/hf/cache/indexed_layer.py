@@ -21,7 +21,7 @@ class IndexedLayer(ShardedLayer):
 
     other_formats: Mapping[str, str] = {"index": "none"}
     index_is_stored = True
-    """True if index keys are stored as the cache's keys are."""
+    """True if index keys are stored as `storage=` of the cache says."""
 
     def __init__(self, cache: Any) -> None:
         super().__init__(cache)
@@ -63,7 +63,7 @@ class IndexedLayer(ShardedLayer):
         return shard(self._best(scores, operands, k), sequence.mesh, layout=sequence.layout, dim=-2)
 
     def _best(self, scores: KeyScores, operands: Sequence[Tensor], k: int) -> Tensor:
-        """Return the best k stored tokens of each query, of the operands of the last tokens."""
+        """Return the best k stored tokens of each query. `operands` are of the last tokens, the queries."""
         return top_k_tokens(self.other_kvs["index"], scores.run, operands, k, mask=scores.spec.mask, block=scores.block)
 
 
@@ -85,7 +85,10 @@ class PooledLayer(TailLayer, IndexedLayer):
         return self.other_kvs["index"].lengths if self.other_kvs else 0
 
     def join_earlier(self, rows: Tensor, count: int) -> Tensor:
-        """Return rows of all new tokens (batch, tokens, width) after those of the tokens before them. Keep the last."""
+        """Return the rows of the `count` tokens before, then `rows` of all new tokens, (batch, tokens, width).
+
+        Keep the last `count` of them.
+        """
         earlier = self.tensors.get("rows", rows.new_zeros(len(rows), count, rows.shape[2]))
         joined = torch.cat((earlier, rows), 1)
         self.tensors = {"rows": joined[:, joined.shape[1] - count :]}

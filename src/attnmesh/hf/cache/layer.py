@@ -21,15 +21,18 @@ from attnmesh.mesh_attention.latents import Latents, Projection
 from attnmesh.mesh_attention.sharding import unshard
 
 SHORT_WINDOW = 1024
-"""Tokens of the longest window whose keys stay as they are, unless `window_storage=` is given."""
+"""Tokens of the longest window whose keys stay as they are, unless `window_storage=` is given.
+
+Layers of shorter windows hold little, and lose most by 8 bits.
+"""
 
 
 @dataclass(frozen=True)
 class PendingKV(Opaque):
     """New keys and values between the cache's `update` and the attention function, which stores them.
 
-    The attention function also has the mask, so it can tell padding and shards. With `latents`, from which the model
-    expanded the keys and values, these are stored instead.
+    The attention function also has the mask, so it can tell padding and shards. If the model expanded the keys and
+    values from `latents`, the latents are stored instead.
     """
 
     k: Tensor
@@ -57,7 +60,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
     """Names of the caches that the layer makes beside `kv`, and the `values=` of each."""
 
     entry_tokens = 1
-    """Tokens that a key of these further caches stands for."""
+    """Tokens for which a key in the caches of `other_formats` stands."""
 
     is_croppable = True
     supports_early_init = False
@@ -82,7 +85,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
         """Return the new keys and values, or latents, with their layer, for the attention function to store."""
-        if self.kv is None:  # each look at a configuration takes long; another attention later raises at what it gets
+        if self.kv is None:  # once, as configurations are slow to read; another attention raises at what it gets
             check_implementation("ShardedCache", self.cache.config)
         if (key_states.shape[3], value_states.shape[3]) == self.latent_widths:
             return latent_states(key_states, value_states, self)
@@ -90,7 +93,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         return pending, pending
 
     def set_projection(self, module: nn.Module, pending: PendingKV) -> None:
-        """Find the projection of the layer's latents. Raise unless the model expands them so, checked once."""
+        """Find the projection of the layer's latents. The first time, raise unless the model expands them by it."""
         if pending.latents is None or (self.projection is not None and not has_weight(module, pending.latents)):
             return
         assert self.latent_widths is not None
@@ -100,7 +103,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.projection = projection
 
     def reserve(self, pending: PendingKV, tokens: int, mask: Mask) -> KVCache:
-        """Return the layer's cache with space for more tokens, counted over all ranks. `mask` is the layer's."""
+        """Return the layer's cache with space for `tokens` more, counted over all ranks. `mask` is the layer's."""
         k, v = pending.stored
         kv = _cache_to_extend(self.kv, k.shape[0])
         if kv is None:
@@ -124,7 +127,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         return self._grow_if_full(kv, tokens)
 
     def reserve_other(self, name: str, new: Tensor, keys: int, **options: Any) -> KVCache:
-        """Return another cache with space for more keys, counted over all ranks.
+        """Return the layer's cache `name` with space for `keys` more keys, counted over all ranks.
 
         `new` has the shape (batch, 1, keys, dim). `options` are those of `KVCache`.
         """
@@ -135,7 +138,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         return self._grow_if_full(kv, keys)
 
     def _new_cache(self, new: Tensor, keys: int, *, per: int = 1, **options: Any) -> KVCache:
-        """Return an empty cache for keys like new ones, with space for so many. Each stands for `per` tokens."""
+        """Return an empty cache with space for `keys` keys of the shape of `new`. Each stands for `per` tokens."""
         limit = self.cache.capacity
         options["capacity"] = growth_capacity(keys) if limit is None else -(-limit // per)
         options |= {"batch": new.shape[0], "kv_heads": new.shape[1], "head_dim": new.shape[3]}
@@ -145,7 +148,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         return KVCache(self.cache.mesh, **options)
 
     def _grow_if_full(self, kv: KVCache, keys: int) -> KVCache:
-        """Return a cache that has grown if it may, and has no space for more keys."""
+        """Return the cache, grown if it has no space for `keys` more and no fixed capacity."""
         if self.must_grow(kv, keys):
             kv.reserve(growth_capacity(kv.length + keys))
         return kv
@@ -157,7 +160,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def token_counts(self) -> list[int]:
-        """Tokens in the caches that count them, which an interrupted forward pass leaves unequal."""
+        """Tokens in each cache that has a key of each token. An interrupted forward pass leaves them unequal."""
         return [self.get_seq_length(), *(kv.length for kv in self.other_kvs.values() if self.entry_tokens == 1)]
 
     @property
@@ -187,15 +190,20 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         return not is_capturing(pending.k.device) and self.cached.length == pending.k.shape[2]
 
     def must_grow(self, kv: KVCache, tokens: int) -> bool:
-        """Return whether a cache has no space for more tokens, and may get some."""
+        """Return whether a cache has no space for `tokens` more tokens, and no fixed capacity."""
         return self.cache.capacity is None and kv.length + tokens > kv.config.capacity
 
     def raise_agreed(
         self, error: InputError, pending: PendingKV, tokens: int, *, is_compared: bool | None = None
     ) -> NoReturn:
-        """Raise this rank's error on all ranks, if ranks compare their calls when these tokens are stored.
+        """Raise this rank's error on all ranks, if ranks compare their calls when `tokens` tokens are stored.
 
-        `is_compared` overrides the default: ranks compare when they allocate, else as `KVCache.append` does.
+        `is_compared` overrides whether `KVCache.append` compares:
+
+            ranks allocate memory, or is_compared=True              all ranks raise
+            otherwise, is_compared=None, and `append` compares      all ranks raise
+            otherwise, is_compared=None                             this rank raises, as `CallGuard.raise_uncompared`
+            otherwise, is_compared=False                            this rank raises
         """
         kv = _cache_to_extend(self.kv, pending.k.shape[0])
         if kv is None or is_compared or (self.cache.checked is not False and self.must_grow(kv, tokens)):
@@ -207,7 +215,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         raise error
 
     def attend_other_keys(self, q: Tensor, scale: float | None) -> Partial | None:
-        """Return attention of the queries over keys of this rank that are no tokens'; None if there are none."""
+        """Return attention over this rank's entries, which stand for several tokens each; None without any."""
         return None
 
     def get_seq_length(self) -> int:
@@ -250,7 +258,7 @@ class TailLayer(ShardedLayer):
         self.tensors: dict[str, Tensor] = {}
 
     def keeps(self, names: Sequence[str]) -> bool:
-        """Return whether these may be names of its tensors: those of recurrent states end with a number."""
+        """Return whether these may be names of its tensors: names of recurrent states end with a digit."""
         return not any(name[-1:].isdigit() for name in names)
 
     def set_tensors(self, tensors: dict[str, Tensor]) -> None:
@@ -281,5 +289,5 @@ def store_shard(kv: KVCache, k: Tensor, v: Tensor | None, sequence: ShardedSeque
 
 
 def growth_capacity(tokens: int) -> int:
-    """Return a quarter more tokens, so that a cache is seldom copied to grow."""
+    """Return a quarter more tokens: a cache is seldom copied to grow, and at most a fifth of a long one is unused."""
     return tokens + tokens // 4 + 128

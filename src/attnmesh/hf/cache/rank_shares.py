@@ -23,7 +23,7 @@ def shares_of(
     capacity: int | None,
     storage: str | None,
 ) -> tuple[float, ...] | None:
-    """Return the ratios of the tokens of each rank; None for even shares. All ranks call it at once, to measure."""
+    """Return the ratios of the tokens of each rank; None for even shares. Collective with "auto": ranks measure."""
     if isinstance(shares, str):
         needed = 0 if capacity is None else capacity * token_bytes(config, storage)
         return measured_shares(RankMesh.of(device_mesh), device_for(device_mesh, None), needed)

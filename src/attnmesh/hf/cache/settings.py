@@ -70,7 +70,7 @@ class CacheSettings:
         self._check_ranks(config, shape.queries * shape.keys)
 
     def _check_heads(self, config: PreTrainedConfig, shape: Shape) -> None:
-        """Raise unless ranks can share the heads of keys, or do not."""
+        """Raise unless the key heads can be shared as the mesh and `output` ask."""
         latents, entries = latent_widths(config) is not None, is_compressed(config)
         one_head = latents or entries or bool(indexed_layer_indices(config))
         if one_head and shape.heads > 1:
@@ -84,7 +84,7 @@ class CacheSettings:
             check_key_heads("ShardedCache mesh", heads, shape.heads)
 
     def _check_memory(self, config: PreTrainedConfig) -> None:
-        """Raise unless the memory of the tokens can be of these sizes, and where it is to be."""
+        """Raise unless `folder`, `hot`, `capacity` and `block` are valid."""
         if self.folder is not None:
             _check_plain(config, "ShardedCache folder", "leave folder= out")
             check_ranks_in_folder("ShardedCache folder", self.copies, self.shares)
@@ -100,7 +100,7 @@ class CacheSettings:
             check_count("ShardedCache block", self.block, "leave it out")
 
     def _check_ranks(self, config: PreTrainedConfig, ranks: int) -> None:
-        """Raise unless so many ranks can hold the tokens, and in these shares."""
+        """Raise unless `ranks` ranks can hold the tokens, in the given copies and shares."""
         check_copies(self.copies, ranks)
         for name in ("reproducible", "storage", "window_storage") if is_compressed(config) else ():
             if value := getattr(self, name):

@@ -116,7 +116,7 @@ class ShardedCache(FolderLayers):
             folder=folder,
             hot=hot,
         )
-        """Arguments of the cache. Attributes of their names have what follows from them."""
+        """Arguments of the cache, as given. Attributes of the same names have the values in use."""
         with Agreement(rank_mesh, "ShardedCache", vars(self.settings)):
             self.settings.check(config, rank_mesh.shape)
         self.config = config.get_text_config(decoder=True)
@@ -225,9 +225,10 @@ class ShardedCache(FolderLayers):
         return HeldTokens(min(counts), named, lowest, is_interrupted)
 
     def truncate_to_shortest(self, held: HeldTokens) -> None:
-        """Truncate all layers to the shortest one of all ranks, which hold these tokens, if an error interrupted one.
+        """If an error interrupted a rank, truncate all layers to the shortest layer of all ranks.
 
-        Layers that have forgotten what they need there drop all tokens, and so do the others. Every rank calls it.
+        If one layer has forgotten what it needs there, all layers drop all tokens. `held` is of all ranks, so that they
+        decide alike. Every rank calls it.
         """
         self.history.rollback_length = None
         if not held.is_interrupted:
@@ -250,7 +251,8 @@ class ShardedCache(FolderLayers):
     def can_continue(self) -> bool:
         """True if no error interrupted the cache, or only a step of rows, before which all layers can go back.
 
-        The caller's own call of the model tells nothing of its error, but leaves the last layer without its tokens.
+        The cache does not learn of an error in the caller's own call of the model. But the last layer then lacks the
+        tokens that the first one has.
         """
         length = self.history.rollback_length
         if length is None:
@@ -276,7 +278,7 @@ class ShardedCache(FolderLayers):
         return not self.irreversible_layers and all(kv.local_shards.forget_mask is None for kv in self.kvs)
 
     def restorable_length(self, length: int) -> int:
-        """Return the number of tokens, at most `length`, that all layers can go back to: `length`, or else none."""
+        """Return `length` if all layers can go back to as many tokens, and 0 if a layer cannot."""
         if self.irreversible_layers:
             return length if length == self.get_seq_length() else 0
         serves = length >= self.history.lowest and all(kv.local_shards.serves(length) for kv in self.kvs)
@@ -330,7 +332,7 @@ class ShardedCache(FolderLayers):
             InputError: An index is out of range, or ranks differ. No layer has changed then.
         """
         kvs = self.kvs
-        # Compared before any layer changes, else recurrent layers would be reordered where those after them raise.
+        # Ranks compare before any layer changes: recurrent layers would be reordered before a later layer raises.
         with kvs[0].guard.agreement("reorder", lambda: {"to": beam_idx.tolist()}) if kvs else nullcontext():
             for kv in kvs[:1]:
                 check_order(kv.config, beam_idx.long() if isinstance(beam_idx, Tensor) else beam_idx)

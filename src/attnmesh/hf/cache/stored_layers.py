@@ -57,12 +57,12 @@ class StoredLayers(Cache):  # type: ignore[misc]
 
     @property
     def next_position(self) -> int:
-        """Position of the next token, a text: images before it may have shifted it."""
+        """Position of the next token, if it is text. Images before it may have shifted it."""
         return int(self.get_seq_length()) + (0 if self.history.shift is None else self.history.shift.shift)
 
     @property
     def num_kvs(self) -> int:
-        """The number of all layers' caches, once they are made."""
+        """The number of the caches of all layers, made or not."""
         return len(self.tokens_per_key)
 
     @property
@@ -152,7 +152,7 @@ class StoredLayers(Cache):  # type: ignore[misc]
             The further tensors and the note that were saved.
 
         Raises:
-            InputError: The folder has no complete save of such a cache, or ranks differ.
+            InputError: The folder has no complete save of a cache of this model, or ranks differ.
         """
         options = self._kv_options
         capacity = self.capacity if capacity is None else capacity
@@ -191,7 +191,7 @@ class StoredLayers(Cache):  # type: ignore[misc]
                 raise StoreError("load", expected, f"{names} of layer {number} in {path}", fix)
 
     def make_kvs(self, layers: Sequence[CacheConfig], tokens: int, device: torch.device) -> list[KVCache]:
-        """Make the empty caches of all layers, with space for so many tokens, to be filled. Every rank calls it."""
+        """Make the empty caches of all layers, with space for `tokens` tokens, to be filled. Every rank calls it."""
         options = self._kv_options
         capacity = growth_capacity(tokens) if self.capacity is None else self.capacity
         options |= {"device": device}

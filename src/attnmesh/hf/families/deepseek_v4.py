@@ -19,7 +19,7 @@ class EntryScorer:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator] # it waits for ranks
     def forward(self, q: Tensor, compressed_kv: Any, hidden_states: Tensor) -> Tensor:
-        """Return the scores of given keys; of those in a cache of shards none, which selects the best of them."""
+        """Return the scores of given keys; none for a cache of shards, which selects the best of its keys."""
         scores: Callable[[Tensor, Tensor, Tensor], Tensor] = super().forward  # type: ignore[misc]
         if not isinstance(compressed_kv, IndexEntries):
             return scores(q, compressed_kv, hidden_states)
@@ -38,7 +38,7 @@ class EntryCompressor:
     def forward(
         self, hidden_states: Tensor, q_residual: Tensor, position_ids: Tensor, past_key_values: Any, layer_idx: int
     ) -> Any:
-        """Return what the model's compressor returns, after its layer of the cache knows the sequence."""
+        """Tell the layer of the cache its sequence, and return what the model's compressor returns."""
         layer: Any = None if past_key_values is None else past_key_values.layers[layer_idx]
         if hasattr(layer, "begin_entries"):
             sequence = None

@@ -61,7 +61,7 @@ def delta_link(
 def delta_by_heads(
     stock: Stock, chain: HeadChain, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **options: Any
 ) -> Any:
-    """Return what a delta rule returns for all tokens of this rank's heads. Those of keys go with their values'."""
+    """Return what a delta rule returns for all tokens of this rank's heads. A key head goes with its value heads."""
     chain.check_divided({"key heads": key.shape[2], "value heads": value.shape[2]})
     query, key, value, g, beta = chain.gather(query, key, value, g, beta)
     return stock(query, key, value, g=g, beta=beta, **options)
@@ -75,7 +75,7 @@ _RULE = partial(
 
 
 def _functions(rule: str, chunked: str, stepwise: str) -> dict[str, Any]:
-    """Return the functions of a rule, of which one computes chunks and the other one token after another."""
+    """Return the functions of a rule: `chunked` computes chunks of tokens, `stepwise` one token after another."""
     link = partial(delta_link, rule=rule)
     return {
         **CONVOLUTION,

@@ -1,4 +1,4 @@
-"""Inkling, whose attention has a bias by distance: here a row for each query, where the model has one of all keys.
+"""Inkling, whose attention has a bias by distance: for each query a row of distances here, of all keys in the model.
 
 Its keys, values and outputs have short convolutions, and its queries a temperature that grows with their positions.
 """
@@ -27,7 +27,7 @@ ARGUMENTS = ("self", "relative_states", "query_positions", "key_positions")
 
 
 def is_relative(module: Any) -> bool:
-    """Return whether a module adds a bias by distance to logits, as it is known."""
+    """Return whether a module is an `InklingRelativeLogits` with `ARGUMENTS`."""
     bases = (base for base in type(module).__mro__ if base.__name__ == "InklingRelativeLogits")
     stock = next((base for base in bases if base.__module__.startswith("transformers.models.inkling.modeling")), None)
     forward = getattr(stock, "forward", None)
@@ -35,7 +35,7 @@ def is_relative(module: Any) -> bool:
 
 
 def adds_bias(layer: Any) -> bool:
-    """Return whether a layer of attention has such a module."""
+    """Return whether a layer of attention adds the bias of an `InklingRelativeLogits`."""
     return is_relative(getattr(layer, "rel_logits_proj", None))
 
 
@@ -76,7 +76,7 @@ def restore_relative(module: Any) -> None:
 def near_bias(module: Any, bias: Tensor | None, sequence: ShardedSequence | None) -> Tensor | None:
     """Return the bias of each query and distance, from what the relative positions of a layer returned.
 
-    Those of a model that is not prepared return it for each query and key. The queries are the last keys.
+    In a model that is not prepared they return the bias of each query and key. The queries are at the last keys.
     """
     if bias is None or isinstance(module.rel_logits_proj, NearLogits):
         return bias
@@ -89,13 +89,13 @@ def near_bias(module: Any, bias: Tensor | None, sequence: ShardedSequence | None
 
 
 def temperature(layer: Any, sequence: ShardedSequence) -> Tensor | None:
-    """Return the scale of queries by their positions, over that by their places in a run, (tokens,)."""
+    """Return the scale of queries at their positions, divided by the scale at consecutive positions, (tokens,)."""
     if not adds_bias(layer) or layer.is_sliding or (floor := layer.config.log_scaling_n_floor) is None:
         return None
 
     def scale(positions: Tensor) -> Any:
         growth = torch.log(((positions + 1.0) / floor).clamp(min=1.0))
-        return (1.0 + layer.config.log_scaling_alpha * growth).double()  # of numbers in float32, as stock
+        return (1.0 + layer.config.log_scaling_alpha * growth).double()  # from float32, as in the stock layer
 
     positions = sequence.positions()
     ratio: Tensor = scale(positions) / scale(sequence.start + torch.arange(len(positions), device="cpu"))

@@ -10,13 +10,13 @@ from attnmesh.hf.sharded_sequence import ShardedSequence
 
 
 def temperature(layer: Any, sequence: ShardedSequence) -> Tensor | None:
-    """Return the scale of queries by their positions, over that by their places in a run, (tokens,)."""
+    """Return the scale of queries at their positions, divided by the scale at consecutive positions, (tokens,)."""
     if not getattr(layer, "attn_temperature_tuning", False) or getattr(layer, "use_rope", True):
         return None
 
     def scale(positions: Tensor) -> Any:
         growth = torch.log1p(torch.floor((positions.float() + 1.0) / layer.floor_scale))
-        return (growth * layer.attn_scale + 1.0).double()  # of numbers in float32, as stock
+        return (growth * layer.attn_scale + 1.0).double()  # from float32, as in the stock layer
 
     tokens = sequence.positions()
     positions = tokens - sequence.documents.bounds(tokens)[0]  # in each token's document

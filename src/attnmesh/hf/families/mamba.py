@@ -14,7 +14,10 @@ from attnmesh.kernels.traced import without_autocast
 from attnmesh.recurrent.scan import AffineMap
 
 LOWEST = -87.0
-"""Logarithm of the smallest decay that outputs are corrected with. CPUs take 50 times longer for denormal results."""
+"""Logarithm of the smallest decay that outputs are corrected with: just above the denormals of float32.
+
+CPUs take 50 times longer for denormal results.
+"""
 
 
 def selective_link(
@@ -97,7 +100,7 @@ FAMILIES = (
     ),
     _family(
         *("zamba", "ZambaMambaMixer", "6cc2e1fe444a", f"{_BESIDE} head_dim", "2e1476a2d28c"),
-        stores={"ZambaMambaMixer": "n_mamba_heads"},  # which has a state each
+        stores={"ZambaMambaMixer": "n_mamba_heads"},  # each head has a state
         recurrences={"ZambaMambaMixer": Recurrence(_FUNCTIONS, _UNCHANGED, states=StatesOfHeads)},
     ),
 )

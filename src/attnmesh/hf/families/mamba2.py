@@ -64,7 +64,6 @@ def chunk_scan_by_heads(
 
 
 def _swap(state: Tensor) -> Tensor:
-    """The state with its last two dimensions exchanged."""
     return state.transpose(-1, -2)
 
 

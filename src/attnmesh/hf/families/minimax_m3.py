@@ -38,7 +38,7 @@ class BlockScores(Opaque):
         return operands[0].transpose(1, 2).float() @ keys[:, None].float().mT
 
     def selected(self, spec: Any) -> Selection:
-        """Return the best blocks of each query, of those that the mask of a layer shows."""
+        """Return the last blocks of each query and the best others, of those that the mask of a layer shows."""
         check_unpadded(spec)
         self.spec = spec
         blocks = self.source.select(self, self.k)
@@ -74,7 +74,7 @@ class BlockIndexer:
     def forward(
         self, hidden_states: Tensor, position_embeddings: Any, past_key_values: Any, position_ids: Tensor
     ) -> Any:
-        """Return the scores of its keys, and with a cache of transformers the selected blocks."""
+        """Return `BlockScores` on shards and over a cache of shards, and otherwise the selected blocks."""
         indexer: Any = self
         sequence = position_ids.sequence if isinstance(position_ids, ShardPositions) else None
         layer = None if past_key_values is None else past_key_values.layers[indexer.layer_idx]

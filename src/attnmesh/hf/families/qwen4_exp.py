@@ -54,7 +54,7 @@ class PooledIndexer:
     ) -> Any:
         """Return the tokens that each query selects."""
         indexer: Any = self
-        is_ours = isinstance(attention_mask, LayerMask)  # else another attention is set
+        is_ours = isinstance(attention_mask, LayerMask)  # or another attention is set
         ratio = indexer.compress_ratio
         spec: Any = attention_mask.spec() if is_ours else None
         layer = None if past_key_values is None else past_key_values.layers[indexer.layer_idx]
@@ -104,7 +104,7 @@ def _positions(lengths: Tensor | int, rows: Tensor, spec: Any) -> Tensor:
 
 
 def _tokens(ends: Tensor, queries: Tensor, positions: Tensor, ratio: int) -> Tensor:
-    """Return the tokens of blocks, of which the last are given, and those of each query's incomplete block."""
+    """Return the tokens of the blocks that end with `ends`, and the tokens of each query's incomplete block."""
     offsets = torch.arange(ratio, dtype=ends.dtype, device=ends.device)
     blocks = (ends[..., None] - offsets).masked_fill((ends == NO_INDEX)[..., None], NO_INDEX).flatten(-2)
     tail = (queries[:, None] - offsets[:-1]).expand(*positions.shape, -1)
@@ -114,7 +114,7 @@ def _tokens(ends: Tensor, queries: Tensor, positions: Tensor, ratio: int) -> Ten
 
 def _size(config: Any, counts: Mapping[str, int], _: int) -> Selected:
     ratio = config.indexer_compress_ratio
-    width = config.indexer_head_dim + 1  # whether the block is whole, too
+    width = config.indexer_head_dim + 1  # a column more: whether the block is whole
     return Selected(config.indexer_budget // ratio, config.indexer_n_heads, width, block=ratio, **counts)
 
 

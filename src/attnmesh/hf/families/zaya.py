@@ -1,4 +1,4 @@
-"""Zaya, whose projections of queries, keys and values have convolutions and a token's delay."""
+"""Zaya, whose projections have convolutions of queries and keys, and delay a part of the values by a token."""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
 """Training with images: a model merges whole sequences, and its text model gets this rank's tokens of them.
 
-Every rank runs the tower on all images. Gradients reach the features of this rank's image tokens, so those of the
-tower are averaged over ranks as all others are.
+Every rank runs the tower on all images. Gradients reach the features of this rank's image tokens, so the gradients of
+the tower are averaged over ranks as all others are.
 """
 
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ from attnmesh.hf.shard_tensors import ShardMask, ShardPositions, WholeIds, Whole
 from attnmesh.hf.sharded_sequence import ShardedSequence
 
 CUTTING: WeakSet[nn.Module] = WeakSet()
-"""Text models that cut whole sequences with images. The mask says which are."""
+"""Text models with the hook that cuts whole sequences with images. The mask says which sequences these are."""
 
 
 def prepare_text_model(running: Sequence[nn.Module]) -> None:
-    """Make the text model of the outermost model that is being called cut what it gets, unless it does."""
+    """Let the text model of the outermost model in `running` cut its arguments to this rank's tokens."""
     model = next((module for module in running if isinstance(module, PreTrainedModel)), None)
     if model is None:
         return  # a wrapper moves the batch

@@ -64,7 +64,7 @@ class MergedPrompt:
     """Mask of each kind of layer, if some have spans; "" for all layers."""
     spans: list[Span]
     decoding: dict[str, Any]
-    """Inputs for images that decoding takes, too: which of them new tokens see."""
+    """Inputs for images that decoding takes too: they say which images new tokens see."""
 
     @property
     def reaches_end(self) -> bool:
@@ -147,7 +147,7 @@ def text_arguments(subject: str, name: str, decoder: nn.Module, arguments: Mappi
     ignored = SET_HERE | (IMAGE_INPUTS - signature(decoder.forward).parameters.keys())
     text_inputs = {key: value for key, value in arguments.items() if key not in ignored and value is not None}
     crossed = {FEATURES, "input_ids", *PER_QUERY} if FEATURES in text_inputs else set()
-    placed = PER_IMAGE_TOKEN if text_inputs.keys() & {*VISUAL} else set()  # no one knows whose other features are
+    placed = PER_IMAGE_TOKEN if text_inputs.keys() & {*VISUAL} else set()  # the tokens of other features are unknown
     unknown = sorted(text_inputs.keys() - PER_TOKEN - placed - crossed)
     reason = f"takes {', '.join(unknown)}" if unknown else "is not called"
     fits = not unknown and ("inputs_embeds" in text_inputs or bool(crossed))

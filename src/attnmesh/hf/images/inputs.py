@@ -115,7 +115,7 @@ def _digests(value: Any, ids: Tensor) -> Tensor:
 
 
 def _digests_of_rows(x: Tensor) -> Tensor:
-    """Return two int64 values for each row, which nobody finds another row of: a client may not guess at images."""
+    """Return two int64 values for each row. Nobody finds another row with the same: clients cannot guess at images."""
     rows = x.detach().cpu()[:, None].flatten(1).clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy()
     header = f"{x.dtype} {[*x.shape[1:]]} ".encode()
     digests = b"".join(blake2b(header + row.tobytes(), digest_size=16).digest() for row in rows)
@@ -123,10 +123,12 @@ def _digests_of_rows(x: Tensor) -> Tensor:
 
 
 class PositionShift(NamedTuple):
-    """The shift of a text's positions by images: its first token after all images, and the shift of its positions."""
+    """The shift of a text's positions by the images before it."""
 
     text_start: int
+    """The first token after all images."""
     shift: int
+    """What is added to the place of a token after all images, to get its position."""
 
 
 NO_SHIFT = PositionShift(0, 0)
@@ -142,11 +144,11 @@ def shift_of(tokens: Tensor | None, config: PreTrainedConfig) -> PositionShift |
 def shared_with_images(
     tokens: Tensor, held: Mapping[str, Tensor] | None, image_tokens: ImageTokens | None, shared: int
 ) -> int:
-    """Return the part of a prefix that a prompt and a cache share with images: all of it, or that before the first.
+    """Return how many of `shared` tokens have the same images in a prompt and a cache: all, or those before the first.
 
-    The `tokens` of the cache are equal to those of the prompt, but the images of equal tokens may differ. The k-th
-    image token has the k-th feature. So the images of a prefix are the same if those of the cache, `held`, are the
-    first ones of the prompt, or the other way round.
+    These `tokens` of the cache are equal to those of the prompt, but the images of equal tokens may differ. The k-th
+    image token has the k-th feature. So the images of a prefix are the same if the cache's images, `held`, are the
+    first images of the prompt, or the prompt's the first of the cache.
     """
     is_image = tokens <= IMAGE_MARK
     image_token_count = int(is_image[:, :shared].sum())

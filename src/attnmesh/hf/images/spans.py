@@ -36,7 +36,7 @@ def spans_of(sees_next: Tensor, first: int) -> list[Span]:
 
 
 def unsupported_span(sees: Callable[[Tensor, Tensor], Tensor], spans: Sequence[Span], window: int) -> str:
-    """Return what tokens of spans see that `Spans` does not show, by a function of a query and a key; "" for nothing.
+    """Return in words what tokens of spans see, by `sees(query, key)`, that `Spans` does not show; "" for nothing.
 
     >>> unsupported_span(lambda query, key: query // 10 == key // 10, [(3, 5), (7, 9)], 8)
     'images whose tokens see those of later images'
@@ -60,7 +60,7 @@ def check_spans_unpadded(rows: Sequence[Mask], token_mask: Tensor) -> None:
 
 
 def join_chunks_at_spans(chunks: Sequence[PromptChunk], spans: Sequence[Span]) -> list[PromptChunk]:
-    """Return chunks of a prefill that cut no span: those that share one are joined.
+    """Return chunks of a prefill that cut no span: chunks that share a span are joined.
 
     >>> chunks = [PromptChunk(0, 4, False), PromptChunk(4, 16, True), PromptChunk(16, 28, True)]
     >>> [tuple(chunk) for chunk in join_chunks_at_spans(chunks, [(14, 20)])]

@@ -19,7 +19,7 @@ SAID = set[type]()
 
 
 def in_tower(config: Any) -> bool:
-    """Return whether this is the configuration of a tower: of a part that is named otherwise, or has no words.
+    """Return whether this is the configuration of a tower: its name is not in `TEXT_KEYS`, or it has no vocabulary.
 
     >>> from transformers import LlamaConfig, SiglipVisionConfig
     >>> in_tower(SiglipVisionConfig()), in_tower(LlamaConfig()), in_tower(None)

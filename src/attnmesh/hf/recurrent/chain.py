@@ -3,8 +3,8 @@
 A rank holds one part of a contiguous sequence. Of a zigzag sequence it holds two, an early and a late one: the ranks
 hold the early parts in ascending order, and then the late parts in descending order.
 
-Where documents begin inside a part, it is cut into pieces, one of each document. The first piece continues the document
-of the parts before it, and the last one is continued by those after it. No state passes from one piece to the next:
+Where documents begin inside a part, the part is cut into pieces, one of each document. The first piece continues the
+document of the parts before, and the parts after continue the last piece. No state passes from one piece to the next:
 
     parts      |  rank 0  |  rank 1  |  rank 2  |
     documents  |- - - - - - - -|- -|- - - - - - |      rank 1 has three pieces, and hands on the state of the last
@@ -70,14 +70,14 @@ class Chain:
         self.index = self.owners.index(self.axis.index)
         self.tokens = self.lengths[self.index]
         self.document_lengths = parts.document_lengths if self.tokens else [1]
-        """Tokens of each document among those that the layer computes: a rank without tokens computes one of zeros."""
+        """Tokens of each document among those that the layer computes: a rank without tokens computes a token of 0."""
         self.continues = entering is not None
         self._entering = deque(entering or ())
         self.leaving: list[Tensor] = []
-        """States after this rank's part, for later tokens, in the order of `entering`. The last rank's is right."""
+        """States for tokens after the last part, in the order of `entering`. Only its rank's states are right."""
 
     def halo(self, x: Tensor, size: int, dim: int) -> Tensor:
-        """Return the `size` tokens before this rank's part."""
+        """Return the `size` tokens before this rank's part. Collective."""
         x = x if self.tokens else x.narrow(dim, 0, 0)
         width = size + self.kept
         owners, lengths, own_tokens = self.owners, self.lengths, x
@@ -96,7 +96,7 @@ class Chain:
         return _convolve(_after_halo(self.halo(x, size, dim=2), x, self.document_lengths, self.before), function)
 
     def enter(self, part: AffineMap, convert: Callable[[Tensor], Tensor] = lambda state: state) -> Tensor:
-        """Return the state with which this rank's part begins. `part` is the map of the part's tokens.
+        """Return the state with which this rank's part begins. `part` is the map of the part's tokens. Collective.
 
         `convert` returns a state of the layer's cache in the form (batch, heads, K, V).
         """
@@ -114,7 +114,7 @@ class Chain:
             self.leaving.append(part.bias if resets else part(state))
         if self.before:
             return state
-        # A document begins with this part. Its state depends on the scan, so that all ranks have the same graph.
+        # A document begins with this part, from zero. The zeros depend on the scan: all ranks need the same graph.
         return state.masked_fill(torch.ones_like(state, dtype=torch.bool), 0)
 
     @property
@@ -189,7 +189,7 @@ class HeadChain:
 
 
 def _after_halo(halo: Tensor, x: Tensor, document_lengths: Sequence[int], tokens_before: int) -> list[Tensor]:
-    """Return the pieces of a part (batch, channels, tokens). Before each is its halo, zeros for other documents."""
+    """Return the pieces of a part (batch, channels, tokens), each after its halo: zeros for other documents' tokens."""
     foreign = max(halo.shape[2] - tokens_before, 0)
     zeros = torch.zeros_like(halo)
     first, *later = split(x, document_lengths, 2)
@@ -200,7 +200,7 @@ def _convolve(halos_and_pieces: list[Tensor], function: Callable[[Tensor], Tenso
     """Return a function of the pieces, each after its halo. Only the last one keeps results beyond its tokens."""
     out = function(torch.cat(halos_and_pieces, 2))
     lengths = [x.shape[2] for x in halos_and_pieces[1:-1]]
-    outputs = split(out, [*lengths, out.shape[2] - sum(lengths)], 2)[::2]  # others read two pieces
+    outputs = split(out, [*lengths, out.shape[2] - sum(lengths)], 2)[::2]  # the others mix two pieces
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 
 
@@ -244,7 +244,7 @@ def parts_of(layout: Layout, length: int, device_mesh: DeviceMesh | None, mask: 
 
 
 def document_lengths_of(mask: Mask, start: int, stop: int) -> list[int]:
-    """Return the tokens of each document from one token of a sequence to another."""
+    """Return the number of tokens of each document from `start` to `stop`."""
     return [after - first for first, after in pairwise(mask.document_edges(start, stop))]
 
 

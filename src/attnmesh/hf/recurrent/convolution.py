@@ -31,11 +31,11 @@ CONVOLUTION = {"causal_conv1d_fn": Convolution()}
 """Function of a causal convolution, with what replaces it."""
 
 CONVOLUTION_SOURCE = {"causal_conv1d_fn": "a3dae61c0df8"}
-"""Digest of its source, which most families share."""
+"""Digest of the source of that function, which most families share."""
 
 
 class ShardedConv1d(nn.Conv1d):
-    """A causal convolution of one channel each, which takes a halo on shards."""
+    """A causal convolution of each channel by itself, which takes a halo on shards."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the convolution, padded on both sides as `nn.Conv1d` pads."""

@@ -93,9 +93,9 @@ def _names(code: CodeType) -> set[str]:
 
 
 def _functions(forward: FunctionType) -> dict[str, Callable[..., Any]]:
-    """Return the functions of its module that a `forward` calls, by the names that it calls them by.
+    """Return the functions that a `forward` calls, by their names in its module.
 
-    Beside the package `kernels` they are modules that call the function, without its name.
+    The package `kernels` puts modules in their place, which call them and have other names.
     """
     values = {name: forward.__globals__.get(name) for name in _names(forward.__code__)}
     return {name: value for name, value in values.items() if callable(value) and not isclass(value)}
@@ -109,7 +109,7 @@ def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def _is_causal(convolution: Any) -> bool:
-    """Return whether this is a plain convolution of one channel each, over a token and those before it."""
+    """Return whether this is a plain convolution of each channel by itself, over a token and the tokens before it."""
     if type(convolution) is not nn.Conv1d:
         return False
     (size,) = convolution.kernel_size
@@ -136,14 +136,14 @@ def _replace_functions(forward: FunctionType, kind: Recurrence) -> Callable[...,
 
 
 def _replacement(replacement: Convolution | Rule | None, stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what replaces a function: one without a replacement returns None, as where there is no such kernel."""
+    """Return what replaces a function: without a replacement, a function that returns None, as a missing kernel."""
     if replacement is None:
         return lambda *_, **__: None
     return replacement.of(stock) if isinstance(replacement, Convolution) else _rule(replacement, stock)
 
 
 def _rule(rule: Rule, stock: Any) -> Callable[..., Any]:
-    """Return the rule with the state that earlier parts leave, or by heads."""
+    """Return the rule as it runs on shards: from the state that earlier parts leave, or by heads."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         chain = current_chain.get()

@@ -49,7 +49,7 @@ class PrefillStates:
         self.state = state
 
     def store(self, chain: Chain) -> None:
-        """Store the states after the last part in the cache of every rank."""
+        """Store the states after the last part in the cache of every rank. Collective."""
         if self.conv is not None:
             tail = broadcast_last(chain.leaving[0], chain)
             self.cache.update_conv_state(tail, self.layer.layer_idx, **self.conv)
@@ -58,7 +58,7 @@ class PrefillStates:
 
 
 def broadcast_last(x: Tensor, chain: Chain) -> Tensor:
-    """Return the tensor of the rank with the last part."""
+    """Return the tensor of the rank with the last part. Collective."""
     x = x.contiguous()
     if chain.axis.group is not None:
         run_collective(chain.axis, "sending states", partial(dist.broadcast, group_src=chain.owners[-1]), x)

@@ -72,13 +72,13 @@ class RecurrentLayer:
 
 
 class SequenceHook:
-    """Hook before `forward` of a model and of the models inside of it, to keep the sequence that these get."""
+    """Hook before `forward` of a model and of the models inside of it, to keep the sequence of their call."""
 
     def __init__(self, models: Sequence[nn.Module], layers: int) -> None:
         self.layers = layers
         """Layers of the model that mix tokens."""
         self.sequence: ShardedSequence | None = None
-        """The sequence of whose shard the model was called."""
+        """The sequence of the shard that the model was called with; None for a call without shards."""
         self._hooks = [model.register_forward_pre_hook(self._before, with_kwargs=True) for model in models]
 
     def remove_hooks(self) -> None:
@@ -115,7 +115,7 @@ def _train_by_heads(run: Callable[..., Any], layer: Any, arguments: dict[str, An
 
 
 def _prefill(run: Callable[..., Any], layer: Any, arguments: dict[str, Any], sequence: ShardedSequence) -> Any:
-    """Return the layer's output for this rank's tokens. Every rank's cache gets the state after the last one's."""
+    """Return the layer's output for this rank's tokens. Every rank's cache gets the state after the last part."""
     (parts,) = parts_of(sequence.layout, sequence.length, sequence.mesh)
     name = next(name for name in CACHES if name in arguments)
     states = (_kind(layer).states or PrefillStates)(arguments[name], layer)
@@ -128,7 +128,7 @@ def _prefill(run: Callable[..., Any], layer: Any, arguments: dict[str, Any], seq
 
 
 def _run_part(run: Callable[..., Any], arguments: dict[str, Any], first: int, tokens: int, per_token: int) -> Any:
-    """Return the layer's output for some of this rank's tokens. Without tokens, all ranks still exchange."""
+    """Return the layer's output for some of this rank's tokens. A rank without tokens computes one, to exchange."""
     part = dict(arguments)
     for name in (name for name in PER_TOKEN if isinstance(arguments.get(name), Tensor)):
         x = arguments[name]
@@ -149,7 +149,7 @@ def _kind(layer: Any) -> Recurrence:
 
 
 def _sequence_of(value: object) -> ShardedSequence | None:
-    """Return the sequence of a mask or of token ids. Positions have one in any prefill."""
+    """Return the sequence of a mask or of token ids. Positions tell nothing: they have one in every prefill."""
     if isinstance(value, ShardPositions):
         return None
     sequence = getattr(value, "sequence", None)
@@ -240,7 +240,7 @@ def _restore_layers(model: nn.Module) -> None:
 
 @contextmanager
 def prepared(model: nn.Module) -> Iterator[None]:
-    """Run the model's recurrent layers on shards. They get the classes back that they had."""
+    """Run the model's recurrent layers on shards in this context. Then they get their own classes back."""
     was_prepared = any(isinstance(module, RecurrentLayer) for module in model.modules())
     prepare_layers(model)
     try:

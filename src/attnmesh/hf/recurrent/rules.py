@@ -27,7 +27,10 @@ Stock = Callable[..., Any]
 """A rule of transformers: one function for all tokens of a layer."""
 
 SEGMENTS = {"gated_delta": 128, "kimi_delta": 64, "selective": 64, "lightning": 256, "rg_lru": 256}
-"""Tokens that one step of a rule computes on a CPU: temporaries stay in its caches. Other devices take 8 times more."""
+"""Tokens that one step of a rule computes on a CPU, whose temporaries stay in its caches.
+
+Other devices take 8 times as many: fewer launches, for more memory.
+"""
 
 PACKED = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")
 """Arguments that begin a new sequence inside the tokens."""
@@ -132,9 +135,9 @@ def step_sizes(dt: Tensor, bias: Tensor | None, positive: bool) -> Tensor:
 def run_links(
     links: Sequence[StateLink], dim: int, convert: Callable[[Tensor], Tensor] = lambda state: state
 ) -> tuple[Tensor, Tensor]:
-    """Return the outputs of this rank's tokens, along `dim`, and the state after them. Each piece has a link.
+    """Return the outputs of this rank's tokens, along `dim`, and the state after them. Collective.
 
-    `convert` is that of `Chain.enter`.
+    Each piece of this rank's part has a link. `convert` is the argument of `Chain.enter`.
     """
     link = link_of_documents(links, dim)
     return link.finish(current_chain.get().enter(link.map, convert))

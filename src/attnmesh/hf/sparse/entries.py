@@ -1,4 +1,4 @@
-"""Entries on a mesh: each stands for a block of tokens, of which the model's own compressor makes it.
+"""Entries on a mesh: keys that each stand for a block of tokens, made by the model's own compressor.
 
 A cache of shards stores the entries, and returns none. So the model joins none to its keys, and the attention function
 reads the entries where they are.
@@ -21,7 +21,7 @@ UNPREPARED = (
 
 
 class IndexEntries(Opaque):
-    """Keys of an indexer, (batch, entries, dim), which a cache holds in shards: here none of them."""
+    """Stand-in without entries for the keys of an indexer, (batch, entries, dim), which a cache holds in shards."""
 
     def __init__(self, new: Tensor, layer: Any) -> None:
         self.shape = (new.shape[0], 0, new.shape[2])

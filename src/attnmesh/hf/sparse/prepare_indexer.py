@@ -17,7 +17,7 @@ HOOKS: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
 
 
 def prepare_indexers(model: nn.Module) -> None:
-    """Make the indexers of a model able to run on a mesh, unless they are."""
+    """Make the indexers of a model able to run on a mesh, unless they already are."""
     for module in model.modules():
         if is_indexer(module) and module not in HOOKS:
             HOOKS[module] = module.register_forward_pre_hook(_before, with_kwargs=True)
@@ -27,7 +27,7 @@ def prepare_indexers(model: nn.Module) -> None:
 
 
 def restore_indexer(module: nn.Module) -> None:
-    """Give an indexer back what it had."""
+    """Remove the hook of an indexer, and give it its own class back, if `prepare_indexers` changed it."""
     if module in HOOKS:
         HOOKS.pop(module).remove()
     if isinstance(module, tuple(record.base for record in known_subclassed().values())):
@@ -35,7 +35,7 @@ def restore_indexer(module: nn.Module) -> None:
 
 
 def _before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Pass an indexer that is called without a cache the keys of its shards, also when it is recomputed."""
+    """Pass `ShardKeys` as the cache to an indexer in training, also when checkpointing recomputes it."""
     mask = next((x for x in (*args, *kwargs.values()) if isinstance(x, IndexMask)), None)
     if mask is None or mask.spec.sequence is None or mask.spec.sequence.cached:
         return None
@@ -43,7 +43,7 @@ def _before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _reduce(module: nn.Module, _: Any) -> tuple[Any, ...]:
-    """Return how to copy or pickle an indexer: as one of the class that it had, which any process can import."""
+    """Return how to copy or pickle an indexer: as an object of its own class, which any process can import."""
     reduced: Any = nn.Module.__reduce_ex__(module, 1)  # later protocols compare the class with the module's
     make, (_, *arguments), state = reduced
     return make, (stock_of(module), *arguments), state

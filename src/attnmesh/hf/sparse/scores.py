@@ -16,7 +16,7 @@ from attnmesh.hf.models import SUBJECT, Opaque
 from attnmesh.hf.shard_tensors import METADATA_FUNCTIONS, DispatchedTensor
 
 KEYS = 2**31
-"""Length of the dim of keys while scores are recorded."""
+"""Length of the dim of keys while scores are recorded: no other dim is as long, so `topk` can tell the keys."""
 
 KEYWISE = {"transpose", "float", "unsqueeze", "squeeze", "matmul", "mul", "relu"}
 """Functions of PyTorch after which the score of a key depends on no other key."""
@@ -36,7 +36,7 @@ class TopK(NamedTuple):
 
 
 class IndexMask(Opaque):
-    """A mask of a layer without its dim of heads, `mask[:, 0]`: what an indexer hides from scores."""
+    """A layer's mask without its dim of heads, `mask[:, 0]`, by which an indexer hides keys."""
 
     dtype = torch.bool
 
@@ -71,17 +71,18 @@ class IndexScores(DispatchedTensor):
     operands: tuple[Tensor, ...] = ()
     """Tensors of the queries that were recorded, (batch, queries, ...)."""
     recorded: Callable[[Tensor, Sequence[Tensor]], Any]
-    """Return the same for some keys and queries, of their operands."""
+    """Return what was recorded, computed for some keys and for the queries of some operands."""
     source: KeySource
     block = 1
     """Keys per index."""
     whole = False
+    """True if each rank passes the keys of all ranks' tokens."""
     spec: Any = None
     """The `MaskSpec` that hides keys; None before it is applied."""
 
     @classmethod
     def keys(cls, new: Tensor, source: KeySource) -> "IndexScores":
-        """Return keys of the width and dtype of new ones, (batch, tokens, dim)."""
+        """Return a record of keys with the width and dtype of `new`, (batch, tokens, dim)."""
         blank = torch.empty(new.shape[0], KEYS, new.shape[2], dtype=new.dtype, device="meta")
         return cls.of(blank, source=source, recorded=lambda keys, _: keys)
 
@@ -126,7 +127,7 @@ def _describe(x: Any) -> Any:
 def _operands(args: Sequence[Any], result: Tensor) -> tuple[tuple[Tensor, ...], list[slice | int | None]]:
     """Return the tensors of queries among the arguments of a function, and their places for each argument.
 
-    Queries are dim 1 of the function's result, and so of an argument of as many dims.
+    Queries are dim 1 of the function's result, and of each argument with as many dims.
     """
     operands: list[Tensor] = []
     slots: list[slice | int | None] = []

@@ -28,7 +28,11 @@ class KeyScores(Protocol):
 
 @torch.no_grad()
 def select_in_shards(scores: KeyScores, new: Tensor, sequence: ShardedSequence, k: int) -> Tensor:
-    """Return the best k keys of this rank's queries. The keys of all ranks, (batch, tokens, dim), come to them."""
+    """Return the best k keys of this rank's queries, of the keys of all ranks.
+
+    Collective: `new` has this rank's keys, (batch, tokens, dim), which are gathered. Not if `scores.whole`: then `new`
+    has the keys of all ranks.
+    """
     keys = new if scores.whole else sequence.gather_tokens(new)
     device = new.device
     tokens = torch.arange(sequence.length, device=device)
@@ -53,7 +57,7 @@ class ShardKeys:
     """Tokens of each sequence before these."""
 
     def join_earlier(self, rows: Tensor, count: int) -> Tensor:
-        """Return rows of all tokens (batch, tokens, width) after those of so many tokens before them: zeros."""
+        """Return `count` rows of zeros for the tokens before, then `rows` of all tokens, (batch, tokens, width)."""
         return pad(rows, (0, 0, count, 0))
 
     def select(self, scores: KeyScores, k: int) -> Tensor:

@@ -25,11 +25,14 @@ from attnmesh.setup.init_mesh import check_groups
 
 
 class Replicas(NamedTuple):
-    """Groups of ranks that share their batches: the number of this rank's group, how many there are, and their size."""
+    """Groups of ranks that share their batches."""
 
     mesh_index: int
+    """Number of this rank's group."""
     num_meshes: int
+    """Number of groups."""
     ranks_per_mesh: int
+    """Ranks in each group."""
     process_group: ProcessGroup | None
     """Ranks with the same place in each group; None if there is one group."""
 
@@ -133,7 +136,10 @@ def check_parallelism(parallel: Any) -> None:
 
 @cached_per_world(16)
 def _replicas(device_mesh: DeviceMesh | None, processes: int) -> Replicas:
-    """Return the groups of ranks that share their batches. Raise on all ranks unless they cover the world evenly."""
+    """Return the groups of ranks that share their batches. Raise on all ranks unless they cover the world evenly.
+
+    Collective over the world, once for each mesh.
+    """
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world != processes:
         fix = "start the script with torchrun or accelerate launch, on CPUs with use_cpu=True"
@@ -160,19 +166,19 @@ class MeshAccelerator:
 
     @property
     def num_processes(self) -> int:
-        """Meshes where batches are dealt out and losses are weighed, and ranks where files are saved and loaded."""
+        """Number of meshes where batches are dealt out and losses weighed; of ranks where files are saved or loaded."""
         ranks: int = super().num_processes  # type: ignore[misc]
         return self.replicas.num_meshes if self._deals_batches or self.sharder.is_active else ranks
 
     @property
     def process_index(self) -> int:
-        """This rank: one rank writes a file. Where batches are dealt out, the index of its mesh."""
+        """Index of this rank's mesh where batches are dealt out; otherwise of this rank, as one rank writes a file."""
         rank: int = super().process_index  # type: ignore[misc]
         return self.replicas.mesh_index if self._deals_batches else rank
 
     @contextmanager
     def dealing(self) -> Iterator[None]:
-        """Be the mesh of this rank, in this context: the process that batches are dealt out to."""
+        """Count each mesh as one process in this context, in which batches are dealt out."""
         was_dealing, self._deals_batches = self._deals_batches, True
         try:
             yield
@@ -206,8 +212,8 @@ class MeshAccelerator:
         """Wrap the model as accelerate does, over all ranks, and install the sharder on it."""
         prepared: Any = super().prepare_model(model, device_placement, evaluation_mode)  # type: ignore[misc]
         if evaluation_mode:
-            # Else accelerate 1.15 takes a model that was evaluated for one that is wrapped for training already, and
-            # trains it without averaging gradients.
+            # accelerate 1.15 would take a model that was evaluated for one that is wrapped for training, and train it
+            # without averaging gradients.
             prepared._is_accelerate_prepared = False
         self.sharder.install(prepared)
         return prepared

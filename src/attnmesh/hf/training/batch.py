@@ -77,11 +77,13 @@ def shard_batch(
 
 
 class AgreedBatch(NamedTuple):
-    """A valid batch, the same on all ranks: its entries, the position of each token, and its documents."""
+    """A valid batch, the same on all ranks."""
 
     entries: dict[str, Any]
     positions: Tensor
+    """Position of each token, (batch, length)."""
     documents: Mask
+    """Mask of packed sequences; `Full()` without packing."""
 
 
 def shard_agreed(agreed: AgreedBatch, device_mesh: DeviceMesh | None, layout: Layout, exchange: str) -> dict[str, Any]:
@@ -141,7 +143,7 @@ def agree_on_batch(
     exchange: str,
     extras: Mapping[str, Any],
 ) -> AgreedBatch:
-    """Return the batch if all ranks pass the same valid one."""
+    """Return the batch. Raise on all ranks unless all pass the same valid one."""
     mesh = RankMesh.of(device_mesh)
     with Agreement(mesh, "shard_batch") as agreement:
         check_layout("shard_batch layout", layout, auto=True)
@@ -260,7 +262,7 @@ def _check_whole(batch: Mapping[str, Any]) -> None:
 
 
 def _check_shifts(batch: Mapping[str, Any]) -> None:
-    """Raise if labels are shifted before, or `shift_labels` are not: as they stand beside the ids."""
+    """Raise if `labels` repeat the ids of the next tokens, or `shift_labels` the ids of the tokens themselves."""
     ids = batch["input_ids"]
     labels = batch.get("labels")
     targets = batch.get("shift_labels")
@@ -276,7 +278,7 @@ def _check_shifts(batch: Mapping[str, Any]) -> None:
 
 
 def _repeats(labels: Tensor, ids: Tensor) -> bool:
-    """Return whether all labels to learn, of which there are some, are the ids in the same places."""
+    """Return whether there are labels to learn, and all are equal to the ids in the same places."""
     counted = labels != IGNORE_INDEX
     return bool(counted.any()) and torch.equal(labels[counted], ids[counted])
 

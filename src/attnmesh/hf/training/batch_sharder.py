@@ -71,7 +71,7 @@ class BatchSharder:
         self.chosen: set[tuple[object, type[Layout]]] = set()  # shapes and layouts that were logged
         self.is_active = False
         self.pads_left = False  # True to take rows that begin with padding
-        self.hides_padding = False  # True to hide padding from padding too, where its outputs are read
+        self.hides_padding = False  # True if outputs of padding are read: its queries see no padding then
         self.call: ShardedCall | None = None  # the present call
         self.models: WeakSet[nn.Module] = WeakSet()
         self.layers: WeakSet[nn.Module] = WeakSet()  # layers of models, whose routers are gathered
@@ -79,7 +79,7 @@ class BatchSharder:
 
     @contextmanager
     def active(self, is_active: bool = True, *models: nn.Module) -> Iterator[None]:
-        """Shard the calls of installed models in this context, or do not. Install these models first."""
+        """Shard the calls of installed models in this context, or do not if not `is_active`. Install `models` first."""
         for model in models:
             self.install(model)
         was_active, self.is_active = self.is_active, is_active
@@ -183,7 +183,7 @@ class BatchSharder:
         return output
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Return the outputs for the whole batch, after the outermost call. One that raised has none."""
+        """Return the outputs for the whole batch, after the outermost call. A call that raised has no outputs."""
         call = self.call
         if call is None or module is not call.module:
             return None
@@ -254,7 +254,10 @@ def apply(function: Any, *arguments: Any) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """Tokens of all ranks. All ranks compute the same loss of them, of which each takes back its tokens' gradients."""
+    """Tokens of all ranks, from which all ranks compute the same loss.
+
+    Backward, each rank takes its tokens' gradients times the number of ranks, as gradients are averaged over ranks.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sequence: ShardedSequence) -> Tensor:

@@ -2,7 +2,7 @@
 
 `shard_batch` is given no model, but the arguments of a model have to be checked, and recurrent layers and indexers to
 be prepared for shards. A model embeds its tokens before its layers run, and Python's stack has the modules that are
-being called, with their arguments. So models meet no hook.
+being called, with their arguments. So a model needs no hook.
 """
 
 import sys
@@ -62,9 +62,9 @@ def prepare_caller_with_images(sequence: ShardedSequence) -> None:
 
 
 def _check_model(called_modules: list[CalledModule], sequence: ShardedSequence) -> None:
-    """Raise, on all ranks if they compare their calls, unless the model of transformers is right on shards.
+    """Raise unless the model of transformers is right on shards: on all ranks, if they compare their calls.
 
-    It is the outermost one that was given tensors of a shard: the calls of wrappers have arguments of their own.
+    The model is the outermost that was given tensors of a shard. Wrappers around it have arguments of their own.
     """
     models = (called for called in called_modules if isinstance(called.module, PreTrainedModel))
     candidates = ((called.module, called.arguments()) for called in models)
@@ -130,7 +130,7 @@ def _check_arguments(arguments: dict[str, Any]) -> None:
 
 
 def _check_tokens(model: PreTrainedModel, arguments: dict[str, Any], token_ranges: dict[str, Tensor]) -> None:
-    """Raise unless the model has all tokens and labels of all ranks: the rank that holds another would fail alone."""
+    """Raise unless the model knows the tokens and labels of all ranks. A rank with an unknown one would fail alone."""
     if isinstance(arguments.get("input_ids"), ShardIds):
         check_tokens(f"{SUBJECT} input_ids", token_ranges["input_ids"], model)
     outputs = getattr(model.get_output_embeddings(), "out_features", None)
@@ -148,7 +148,7 @@ def _called_modules() -> list[CalledModule]:
     called_modules: list[CalledModule] = []
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        # No other frame is read: Python before 3.13 keeps the locals of each one that was.
+        # Only these frames are read: Python before 3.13 keeps the locals of each frame that is.
         if frame.f_code.co_name == MODULE_CALL:
             variables = frame.f_locals
             args, kwargs = variables.get("args", ()), variables.get("kwargs", {})

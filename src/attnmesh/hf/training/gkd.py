@@ -25,7 +25,10 @@ class MeshGKD(MeshRollouts):
     upstream = (ROLLOUTS, GKD)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Run a training step. The ranks of a mesh draw answers in the same steps, from other checkpoints too."""
+        """Run a training step. The ranks of a mesh draw answers in the same steps, by the first rank's random state.
+
+        Their own states may differ, as a checkpoint restores one for each rank.
+        """
         random.setstate(self._gather_rows([random.getstate()])[self.accelerator.replicas.mesh_index])
         loss: Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]
         return loss
@@ -38,7 +41,7 @@ class MeshGKD(MeshRollouts):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Return the divergence of two models, computed of this rank's logits."""
+        """Return the divergence of two models, computed from this rank's logits."""
         batch = {name: inputs[name] for name in ("input_ids", "attention_mask")}
         labels: Tensor = pad(inputs["labels"][:, 1:], (0, 1), value=-100)
         outputs = model(**batch)

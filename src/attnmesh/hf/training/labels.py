@@ -96,7 +96,7 @@ class LossSum(ShardTensor):
         return call()
 
     def _check_own_count(self, count: Any) -> None:
-        """Raise for a count that was passed to the model, if it is of one rank's labels."""
+        """Raise if a count that was passed to the model is of one rank's labels."""
         label_counts = self.sequence.label_counts
         fits = count >= sum(label_counts) or count not in label_counts
         if not fits:
@@ -104,7 +104,7 @@ class LossSum(ShardTensor):
             raise KernelError(f"{SUBJECT} num_items_in_batch", "the count of the batch", given, COUNT_ALL)
 
     def _check_divisor(self, divisor: Any) -> None:
-        """Raise for a count of labels that is not the batch's: this rank's, or one of all ranks that is not shared."""
+        """Raise unless the divisor is the batch's count: the labels of all ranks divided by the number of ranks."""
         label_counts, given = self.sequence.label_counts, ""
         if isinstance(divisor, Tensor):
             given = "" if isinstance(divisor, ItemCount) else "another tensor"

@@ -1,4 +1,4 @@
-"""Rows that begin with padding. They move to the left, and their padding to the right, where shards may have some.
+"""Rows that begin with padding. Their tokens move to the left, and the padding to the right, where shards may have it.
 
 Positions then count from the first token of each row, as in generation.
 """
@@ -20,7 +20,7 @@ class MovedRows(NamedTuple):
     """
 
     places: Tensor
-    """(batch, length)"""
+    """(batch, length): the place that each token of a moved row had."""
 
     @classmethod
     def of(cls, batch: Mapping[str, Any]) -> Self | None:

@@ -39,7 +39,7 @@ def mean_over_mesh(values: Tensor, mask: Tensor | None, mesh: DeviceMesh | None)
     counts = torch.ones_like(values, dtype=torch.bool) if mask is None and isinstance(values, Tensor) else mask
     try:
         _check(values, counts, RankMesh.of(mesh).ranks)
-    except InputError as error:  # others may be in the sum of all ranks already
+    except InputError as error:  # other ranks may wait in the sum already
         Agreement(RankMesh.of(mesh), "mean_over_mesh").raise_on_all(error)
     assert counts is not None
     values, counts = (x.plain() if isinstance(x, ShardTensor) else x for x in (values, counts))
@@ -58,7 +58,7 @@ def mean_over_mesh(values: Tensor, mask: Tensor | None, mesh: DeviceMesh | None)
 
 
 def _check(values: Any, counts: Any, ranks: int) -> None:
-    """Raise unless there is a value for each token of this rank, and whether it counts."""
+    """Raise unless `values` are floats of a batch on as many ranks, and `counts` has their shape."""
     is_float = isinstance(values, Tensor) and values.is_floating_point()
     if not is_float:
         fix = "pass losses with reduction='none'"
@@ -74,7 +74,7 @@ def _check(values: Any, counts: Any, ranks: int) -> None:
 
 
 def mean_over_ranks(loss: Tensor, device_mesh: DeviceMesh | None) -> Tensor:
-    """Return the mean of the ranks' losses, with the gradient of this rank's: gradients are averaged over ranks."""
+    """Return the mean of the ranks' losses. Its gradient is of this rank's loss: gradients are averaged over ranks."""
     mean: Tensor = cast(Any, _MeanOverRanks).apply(loss, device_mesh)
     return mean
 

@@ -18,7 +18,7 @@ Heads = tuple[int, int, int]
 """Query heads, key heads and columns of a head."""
 
 MAX_SHAPES = 4
-"""Number of shapes that are set up: the shapes that send least under a full mask."""
+"""Number of shapes that are set up, those that send least under a full mask: each needs process groups of its own."""
 
 
 def check_mesh_shape(shape: object, device_mesh: DeviceMesh | None) -> None:

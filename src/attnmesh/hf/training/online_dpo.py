@@ -25,7 +25,7 @@ class MeshOnlineDPO(RewardFunctions):
             return super()._generate(*args, **kwargs)  # type: ignore[misc]
 
     def _calculate_rewards_from_functions(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the rewards, computed on the first rank of the mesh. One that fails raises on all ranks."""
+        """Return the rewards, computed on the first rank of the mesh. A function that fails raises on all ranks."""
         rewards, error = None, None
         if self.is_first:
             try:

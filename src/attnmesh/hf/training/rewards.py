@@ -12,7 +12,7 @@ from attnmesh.hf.random_numbers import synchronize_generators
 from attnmesh.hf.training.rollouts import BY_MESH, ON_ONE_DEVICE, SUBJECT, MeshRollouts, refuse_argument
 
 LOGPROBS, STEP = "drawn_logprobs", "drawn_at"
-"""Entries of a batch of completions: the log-probabilities with which their tokens were drawn, and the step of that."""
+"""Entries of a batch of completions: the log-probabilities of their tokens as drawn, and the step of the draw."""
 
 DIFFERENCE = "sampling/sampling_logp_difference"
 """Metric of TRL: how far the log-probabilities of a rollout are from those of training."""
@@ -30,7 +30,6 @@ class RewardFunctions(MeshRollouts):
             self.sharder.install(self.ref_model)  # FSDP2 shards its weights without `accelerator.prepare`
 
     def _check_arguments(self) -> None:
-        """Raise unless the trainer's arguments work on a mesh."""
         models = [type(function).__name__ for function in self.reward_funcs if isinstance(function, nn.Module)]
         if models:
             fix = "call the model in a function, which the first rank of a mesh runs"
@@ -38,7 +37,10 @@ class RewardFunctions(MeshRollouts):
         super()._check_arguments()
 
     def _broadcast_first(self, value: Any, error: Exception | None) -> Any:
-        """Return the value of the first rank of this mesh, once rewards are known. Raise if a rank has an error."""
+        """Return `value` of the first rank of this mesh. Raise on all ranks if one has an error.
+
+        Collective over the world.
+        """
         text = "" if error is None else " ".join(f"{type(error).__name__}: {error}".split())
         reports = self._gather_rows([(text, value)])
         if error is not None:
@@ -68,7 +70,6 @@ class MeshRewards(RewardFunctions):
         self._count_generations()
 
     def _check_arguments(self) -> None:
-        """Raise unless the trainer's arguments work on a mesh."""
         batching = "use_transformers_continuous_batching"
         refuse_argument(batching, getattr(self.args, batching), BY_MESH)
         refuse_argument("rollout_func", getattr(self, "rollout_func", None), BY_MESH)  # which GRPO alone takes
@@ -99,7 +100,7 @@ class MeshRewards(RewardFunctions):
         return {**batch, LOGPROBS: logprobs, STEP: torch.tensor(self.state.global_step, device="cpu")}
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, *args: Any) -> Any:
-        """Return the rewards of all meshes, computed on the first rank of each. One that fails raises on all ranks."""
+        """Return the rewards of all meshes, from the first rank of each. A function that fails raises on all ranks."""
         functions, error = self.reward_funcs, None
         self.reward_funcs = functions if self.is_first else [_no_rewards] * len(functions)
         try:

@@ -1,4 +1,4 @@
-"""Trainers that draw completions of prompts, on a mesh: its ranks have the same ones.
+"""Trainers that draw completions of prompts, on a mesh whose ranks all get the same completions.
 
 `hf.generate` draws them, with the weights, kernels and caches of the mesh. What TRL computes of completions comes from
 calls of models with whole batches, see `batch_sharder`.
@@ -55,7 +55,7 @@ class MeshRollouts:
             fix = "pass one, and prompts without images"
             raise KernelError(f"{SUBJECT} processing_class", "a tokenizer", "a processor of images", fix)
         if self.own_seed:
-            set_seed(self.args.seed + self.accelerator.replicas.mesh_index)  # of processes, which to TRL are the ranks
+            set_seed(self.args.seed + self.accelerator.replicas.mesh_index)  # TRL has taken each rank for a process
         device_mesh, rank = self.sharder.device_mesh, self.accelerator.state.process_index
         first = rank if device_mesh is None else int(device_mesh.mesh.flatten()[0])
         self.is_first = rank == first
@@ -133,7 +133,7 @@ class MeshRollouts:
 def whole_weights(model: nn.Module, reshards: bool) -> Iterator[None]:
     """Gather the weights of a model that FSDP2 has sharded, once for all steps in this context.
 
-    `reshards` says whether layers free them after each forward pass outside it.
+    `reshards` says whether layers free the whole weights after each forward pass outside of this context.
     """
     parts = [part for part in model.modules() if isinstance(part, FSDPModule)]
     try:

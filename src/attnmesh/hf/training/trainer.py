@@ -82,7 +82,7 @@ def on_mesh(
 
 
 def _bases_of(trainer_class: type) -> tuple[type, ...]:
-    """Return the first bases of a trainer on a mesh. Raise unless it is served, or a subclass with its user's code."""
+    """Return the first bases of a trainer on a mesh. Raise unless the nearest trainer of a known package is served."""
     classes = ((base.__name__, package_of(base)) for base in trainer_class.__mro__)
     name, package = next(pair for pair in classes if pair[1] in SERVED)
     if name not in SERVED[package]:
@@ -93,7 +93,7 @@ def _bases_of(trainer_class: type) -> tuple[type, ...]:
 
 
 def package_of(kind: type) -> str:
-    """Return the package of a class. TRL's experimental trainers have names of others."""
+    """Return the package of a class. An experimental trainer of TRL may have the name of another trainer."""
     package, *inner = kind.__module__.split(".")
     return f"{package}.experimental" if inner[:1] == ["experimental"] else package
 
@@ -145,7 +145,7 @@ class MeshTrainer:
             return super().prediction_step(model, *args, **kwargs)  # type: ignore[misc]
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate on shards. FSDP2 shards the weights together with an optimizer, in training."""
+        """Evaluate on shards. Raise before training with FSDP2, which shards the weights together with an optimizer."""
         fits = not self.accelerator.is_fsdp2 or bool(self.accelerator._models)
         if not fits:
             fix = "train first, or pass eval_on_start=True in the arguments"
@@ -213,4 +213,4 @@ SERVED: dict[str, dict[str, tuple[type, ...]]] = {
     },
     "trl.experimental": {"OnlineDPOTrainer": (MeshOnlineDPO, MeshTrainer), "GKDTrainer": (MeshGKD, MeshTrainer)},
 }
-"""Trainers that were compared with one process. Further ones make batches, or losses of whole sequences, themselves."""
+"""Trainers that were compared with one process. Others make batches, or losses of whole sequences, themselves."""
