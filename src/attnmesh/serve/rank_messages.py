@@ -20,7 +20,7 @@ class ForgetPrompt(NamedTuple):
 
 
 class SubmitRequest(NamedTuple):
-    """A request with a prompt. One that another world had accepted goes on after the tokens `sent`."""
+    """A request with a prompt. A request that another world had accepted goes on after the tokens `sent`."""
 
     number: int
     prompt_number: int
@@ -29,13 +29,13 @@ class SubmitRequest(NamedTuple):
 
 
 class CancelRequest(NamedTuple):
-    """Nobody waits for a request."""
+    """The front waits for a request no longer: the engine ends it."""
 
     number: int
 
 
 class CloseEngine(NamedTuple):
-    """No requests come any more."""
+    """The front sends no more requests: the engine ends."""
 
 
 class EngineReady(NamedTuple):

@@ -49,7 +49,7 @@ PROOF_TOKENS = 3
 """Tokens in one world that clear a request of the loss before, which may have kept its last tokens from the front."""
 
 MAX_BUSY_DEADLINES = 5
-"""Deadlines that one step may take on ranks that still send figures, such as one with many images."""
+"""Deadlines that one step may take while ranks still send figures: a step with many images takes long."""
 
 ENDING_SECONDS = 10.0
 """Seconds that ranks get to end by themselves."""
@@ -140,7 +140,7 @@ class Supervisor:
         self._is_late = False
         """True if the end of the next step is overdue."""
         self._sent_prompts: set[int] = set()
-        """Prompts that this world has."""
+        """Numbers of the prompts that this world has."""
         self._world_thread: threading.Thread | None = None
         self._listener: RankListener | None = None
         """Listens for rank 0 of the latest world, until it has connected."""
@@ -189,7 +189,7 @@ class Supervisor:
             raise Refused(503, f"The server is {self.status}. Ask again.")
 
     def _check_room(self, choices: int) -> None:
-        """Raise unless so many more requests can be taken."""
+        """Raise unless `choices` more requests can be taken."""
         self.check_ready()
         if choices > self.max_requests:
             raise Refused(400, f"n: expected at most {self.max_requests}, the requests that may run or wait", "n")
@@ -215,10 +215,10 @@ class Supervisor:
             self._submit_next()
 
     def _submit_next(self) -> None:
-        """Send the requests that this world has not got.
+        """Send to this world the requests that it does not have.
 
-        After two losses of one request they are sent one at a time, each once the one before has given some tokens.
-        A further loss is then caused by the one sent last.
+        Once a request was in two lost worlds, requests are sent one at a time. Request A is sent; when A has got
+        `PROOF_TOKENS` tokens, B is sent. If this world is lost before B has as many, B is the cause.
         """
         if self._last_step_at is None:
             return

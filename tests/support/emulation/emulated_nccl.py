@@ -51,7 +51,7 @@ class Hang(BaseException):
 def world(
     size: int, function: Callable[..., Any], *arguments: Any, backend: str = "nccl", patience: float = PATIENCE
 ) -> Outcome:
-    """Run a function on so many ranks, and return what became of them."""
+    """Run a function on `size` ranks, and return the outcome: results, errors and hangs."""
     check_marked(function)
     processes = Processes()
     processes.preload(PRELOADED)

@@ -28,7 +28,7 @@ DIM, HEADS, KV_HEADS, TOKENS = 16, 4, 2, 24
 
 @contextmanager
 def alert() -> Iterator[None]:
-    """Let ranks that wait see ten times as often whether another one compares its call: tests make many such calls."""
+    """Let ranks that wait see ten times as often whether another one compares its call: tests wait often for that."""
     often = mailboxes.CHECK_INTERVAL / 10
     with patch.object(mailboxes, "CHECK_INTERVAL", often), patch.object(mailbox_queue, "CHECK_INTERVAL", often):
         yield
