@@ -14,7 +14,7 @@ class NewPrompt(NamedTuple):
 
 
 class ForgetPrompt(NamedTuple):
-    """No request comes with a prompt any more."""
+    """The front sends no more requests with a prompt: the rank forgets the prompt."""
 
     prompt_number: int
 
@@ -39,7 +39,7 @@ class CloseEngine(NamedTuple):
 
 
 class EngineReady(NamedTuple):
-    """Requests may come. The facts are those of the model."""
+    """The engine takes requests. `facts` are those of the model."""
 
     facts: dict[str, Any]
 
@@ -80,7 +80,7 @@ class AnswerEnded(NamedTuple):
 
 
 class RequestRefused(NamedTuple):
-    """A request fails with a status of HTTP, a text and a code of OpenAI's."""
+    """A request fails: an HTTP status, a text, and a code of OpenAI's."""
 
     number: int
     status: int

@@ -40,13 +40,13 @@ LOSS_WINDOW_SECONDS = 600.0
 """Seconds in which losses count together."""
 
 MAX_REPLAYS = 2
-"""Times that a request goes on in another world. A request in more lost worlds may be the cause."""
+"""Times that a request goes on in another world. A request that was in more lost worlds may be the cause, and ends."""
 
 LONGEST_PAUSE_SECONDS = 30.0
 """Seconds before ranks are started again, at most. Each loss doubles them."""
 
 PROOF_TOKENS = 3
-"""Tokens in one world that clear a request of the loss before, which may have kept its last tokens from the front."""
+"""Tokens in one world that clear a request of earlier losses. A loss may keep its last tokens from the front."""
 
 MAX_BUSY_DEADLINES = 5
 """Deadlines that one step may take while ranks still send figures: a step with many images takes long."""
@@ -102,7 +102,7 @@ class OpenRequest:
 
     @property
     def is_proven(self) -> bool:
-        """True if the request ran in this world without harm."""
+        """True if the request has got `PROOF_TOKENS` tokens in this world."""
         return self.tokens_in_world is not None and self.tokens_in_world >= PROOF_TOKENS
 
 
@@ -298,7 +298,7 @@ class Supervisor:
         return self.state == ServerState.STOPPING
 
     async def _watch(self, deadline: float) -> None:
-        """Say that no requests are served when a step is overdue, and end ranks that do not find out by themselves."""
+        """Mark the server as not serving while a step is overdue, and end ranks that stay overdue."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(min(deadline, ENDING_SECONDS) / 10)
@@ -341,7 +341,7 @@ class Supervisor:
         finally:
             listener.close()
         if self._connection is not None:
-            await self._connection.end()  # the next world begins when all is counted as lost
+            await self._connection.end()  # the last messages are taken before the next world begins
         return cause
 
     def _fail(self, error: BaseException) -> None:
@@ -375,7 +375,7 @@ class Supervisor:
                 self._lost()
 
     def _lost(self) -> None:
-        """Count the loss for the requests that may be its cause, and drop one that was there too often."""
+        """Count the loss for each request that may be its cause, and drop a request with too many losses."""
         self._connection = None
         self._last_step_at = None
         self._is_late = False
