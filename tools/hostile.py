@@ -227,7 +227,7 @@ def hostile_process(port: int, seed: int, pause: float) -> Iterator[tuple[Any, A
 
 
 def run(seconds: float, seed: int, pauses: Pauses) -> Outcome:
-    """Serve honest and hostile clients for so long. Return how it went."""
+    """Serve honest and hostile clients for `seconds`. Return the outcome."""
     with tempfile.TemporaryDirectory(prefix="hostile-") as name:
         server = ServerProcess(Path(name))
         try:

@@ -83,7 +83,7 @@ def chat(random: Random, **fields: Any) -> dict[str, Any]:
 
 
 def many_names(port: int, random: Random) -> Status:
-    """Send a body of so many names that comparing all pairs would take minutes."""
+    """Send a body with many names: comparing all pairs of them would take minutes."""
     names = (f'"{n}":0' for n in range(random.choice((10_000, 40_000))))
     return ask(port, f"{{{','.join(names)}}}".encode())
 
@@ -262,7 +262,7 @@ ACTS: dict[Act, tuple[Status, ...]] = {
 
 
 def harass(port: int, seed: int, pause: float, going: Any, ended: Any, seen: Any) -> None:
-    """Act while it is going, first each act once, then at random, with pauses of up to so many seconds."""
+    """Act while it is going, first each act once, then at random, with pauses of up to `pause` seconds."""
     os.nice(5)  # clients stand for other machines: they should not take the processor from the server
     order = Random(seed).sample([*ACTS], len(ACTS))
     clients = [(Random(f"{seed}-{client}"), order[client::HOSTILE]) for client in range(HOSTILE)]

@@ -23,7 +23,7 @@ class Case:
     make: Callable[[Callable[..., Tensor]], tuple[Tensor, Tensor, Tensor, float]]
 
     def shares(self, kernel: str) -> dict[str, float]:
-        """By name the share of its allowance that the worst element takes."""
+        """Return by name the share of its allowance that the worst element takes."""
         generator = torch.Generator().manual_seed(0)
         *tensors, scale = self.make(lambda *shape: torch.randn(*shape, generator=generator))
         inputs = [x.to(self.dtype).requires_grad_() for x in tensors]
@@ -37,7 +37,7 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """All of them."""
+    """Return all cases."""
     for dtype in (torch.float64, torch.float32, *HALF):
         tiny, most = torch.finfo(dtype).tiny, min(torch.finfo(dtype).max, 1e30)
         yield Case("logits up to 10,000", dtype, lambda draw: (*_heads(draw, 50.0, 50.0, 1.0), 1.0))
@@ -52,7 +52,6 @@ def cases() -> Iterator[Case]:
 
 
 def _heads(draw: Callable[..., Tensor], q: float, k: float, v: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Of these sizes."""
     shapes = (1, 4, 130, 16), (1, 2, 130, 16), (1, 2, 130, 16)
     one, two, three = (draw(*shape).clamp(-4, 4).double() * size for shape, size in zip(shapes, (q, k, v), strict=True))
     return one, two, three
@@ -72,13 +71,13 @@ def far_apart() -> float:
 
 
 def many_keys(dtype: torch.dtype, keys: int = KEYS, piece: int = 20_000) -> tuple[float, float]:
-    """Attention over so many keys, a partial for each piece of them: the relative errors of out and of lse."""
+    """Attention over `keys` keys, a partial for each `piece` of them: the relative errors of out and of lse."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(1, 2, 1, 8, generator=generator).to(dtype)
     partials, top = [], (torch.zeros(1, 2, 1, 8).double(), torch.full((1, 2, 1), -torch.inf).double())
     for _ in range(keys // piece):
         k, v = (torch.randn(1, 1, piece, 8, generator=generator).to(dtype) for _ in range(2))
-        v = v + 1  # the mean of so many would be nothing but rounding
+        v = v + 1  # without it the mean of all values would be nothing but rounding
         out, lse = am.attend(q, k, v)
         partials.append(Partial(out.float() if dtype != torch.float64 else out, lse))
         logits = (q.double() @ k.double().mT) * 8**-0.5

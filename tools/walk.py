@@ -146,7 +146,7 @@ def _traced(call: Callable[[], object]) -> Walk:
 
 
 def _is_waiting(frame: FrameType) -> bool:
-    """Return True for what a rank does to wait for messages or to move them: it depends on when others send."""
+    """Return True for frames that wait for messages or move them: their number depends on when other ranks send."""
     above = frame.f_back
     while above is not None and above.f_code not in WAITS:
         above = above.f_back

@@ -71,7 +71,7 @@ def ranks_of_axes(text: str) -> int:
 
 
 def check_ranks_of_mesh(text: str, ranks: int) -> None:
-    """Raise unless the axes have so many ranks; axes of attention that are not named take what is left of tp's."""
+    """Raise unless the axes can have `ranks` ranks: axes of attention without a name take those that tp leaves."""
     sizes = axes_of(text)
     count = ranks_of_axes(text)
     fits = ranks == count or not sizes or ([*sizes] == [TP] and ranks % count == 0)

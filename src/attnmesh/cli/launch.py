@@ -32,9 +32,9 @@ Send = Callable[[Any], None]
 """Function that sends a message of a rank, before its result, to the process that started it."""
 
 GRACE_PERIOD = 2.0
-"""Seconds that the other ranks get after one has failed, since their errors may be the clearer ones.
+"""Seconds that the other ranks get after a rank has failed, since their errors may be clearer than its own.
 
-None are clearer than a death: the others have lost a connection.
+After a death they get none: their errors only say that a connection was lost.
 """
 
 TIMEOUT = timedelta(hours=1)

@@ -100,7 +100,7 @@ def choose_mesh(
 
 
 def cluster_here(ranks: int) -> Cluster:
-    """Return the cluster of the ranks that torchrun has started, or of so many to be started on this machine."""
+    """Return the cluster of the ranks that torchrun has started, or of `ranks` ranks to be started on this machine."""
     if under_torchrun() and dist.is_initialized():
         return agreed_cluster_and_tile(world_mesh(), torch.device(device_type_of(dist.group.WORLD)))[0]
     return this_machine(ranks, "cuda" if torch.cuda.device_count() >= ranks else "cpu")

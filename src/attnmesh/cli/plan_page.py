@@ -19,10 +19,10 @@ from attnmesh.planner.schemes import best_by_scheme
 from attnmesh.planner.workload import Workload
 
 HOSTS = 64
-"""The hosts slider goes up to so many at least."""
+"""Hosts up to which the hosts slider goes at least."""
 
 RANKS = 8
-"""The ranks-per-host slider has powers of two up to this, and the cluster's own number, which none exceeds."""
+"""Largest power of two of the ranks-per-host slider. It also has the cluster's own number, and none above it."""
 
 GROUPS = (1, 2, 4, 8, 16)
 """Query heads per key head."""

@@ -53,7 +53,7 @@ class TorchrunRanks:
         return TorchrunRanks(Path(folder), RunningProcess.parse(agent), int(count))
 
     def run(self, address: str) -> None:
-        """Publish the address for the next rank 0, and raise when it has ended, or torchrun has."""
+        """Publish the front's address for the next rank 0. Raise when this rank 0 or torchrun has ended."""
         rank, published = self.folder / "rank", self.folder / "address"
         rank.unlink(missing_ok=True)
         replace(published, address)
@@ -69,7 +69,7 @@ class TorchrunRanks:
         raise LaunchError("ranks were lost")
 
     def kill(self, *, again: bool = False) -> None:
-        """End torchrun, which ends the ranks; with `again` rank 0 alone, after which torchrun starts all of them."""
+        """End torchrun, which ends the ranks. With `again` end rank 0 alone: torchrun then starts all ranks anew."""
         with suppress(OSError):  # it has ended
             if again:
                 rank = RunningProcess.parse((self.folder / "rank").read_text(encoding="utf-8"))
@@ -88,7 +88,7 @@ def serve_under_torchrun(settings: Any) -> None:
 
 
 def find_front() -> str:
-    """Return the address of the front, which is started if there is none yet. Rank 0 calls this."""
+    """Return the address of the front, and start the front if there is none. Rank 0 alone calls this."""
     agent = RunningProcess.of(os.getppid())
     folder = Path(tempfile.gettempdir(), f"attnmesh-serve-{os.getuid()}-{agent}")
     if make_own_folder(folder):

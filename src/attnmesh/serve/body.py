@@ -42,9 +42,10 @@ class Bodies:
 
     @asynccontextmanager
     async def read(self, http: HttpRequest, tokens: int, take: Callable[[Any], T]) -> AsyncIterator[tuple[T, int]]:
-        """Give what `take` makes of a body's value, and its bytes, which count as held until the block ends.
+        """Yield what `take` makes of a body's value, and the number of the body's bytes.
 
-        A prompt may have so many `tokens`, beside `VALUES`. `take` runs in a thread.
+        The bytes count as held until the block ends. The body may have `tokens` values for the tokens of a prompt, and
+        `VALUES` others. `take` runs in a thread.
         """
         await self._check(http)
         body = Body()

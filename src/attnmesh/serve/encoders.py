@@ -26,7 +26,10 @@ KEEPING = {"Prepend", "NFD", "NFKD", "Lowercase", "ByteLevel", "Metaspace", "Dig
 
 
 class PromptEncoders:
-    """Two copies of a tokenizer, or of a processor, each with a thread: none can be used in two threads at once."""
+    """Two copies of a tokenizer, or of a processor, each with a thread of its own.
+
+    A tokenizer cannot be used in two threads at once. Long prompts go to one thread, short ones to the other.
+    """
 
     def __init__(self, processing_class: Any) -> None:
         self.characters = characters_a_token(getattr(processing_class, "tokenizer", processing_class))
@@ -41,7 +44,7 @@ class PromptEncoders:
         loop = asyncio.get_running_loop()
         try:
             return await loop.run_in_executor(pool, lambda: encode(processing_class, values.pop(), check))
-        except asyncio.CancelledError:  # until the thread is free its queue keeps the error, and the frames it came by
+        except asyncio.CancelledError:  # the thread's queue keeps the error and its frames until the thread is free
             values.clear()
             raise asyncio.CancelledError from None
 

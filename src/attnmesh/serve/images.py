@@ -44,7 +44,7 @@ def read_image(param: str, part: dict[str, Any], before: list[Any]) -> Any:
 
 
 def _open_image(param: str, data: str, left: int) -> Any:
-    """Return the picture in base64, of so many pixels at most."""
+    """Return the picture of `data`, base64 text. Raise if it has more than `left` pixels."""
     from PIL import Image
 
     try:

@@ -14,13 +14,13 @@ class NewPrompt(NamedTuple):
 
 
 class ForgetPrompt(NamedTuple):
-    """No request comes with a prompt any more."""
+    """The front sends no more requests with a prompt: the rank forgets the prompt."""
 
     prompt_number: int
 
 
 class SubmitRequest(NamedTuple):
-    """A request with a prompt. One that another world had accepted goes on after the tokens `sent`."""
+    """A request with a prompt. A request that another world had accepted goes on after the tokens `sent`."""
 
     number: int
     prompt_number: int
@@ -29,17 +29,17 @@ class SubmitRequest(NamedTuple):
 
 
 class CancelRequest(NamedTuple):
-    """Nobody waits for a request."""
+    """The front waits for a request no longer: the engine ends it."""
 
     number: int
 
 
 class CloseEngine(NamedTuple):
-    """No requests come any more."""
+    """The front sends no more requests: the engine ends."""
 
 
 class EngineReady(NamedTuple):
-    """Requests may come. The facts are those of the model."""
+    """The engine takes requests. `facts` are those of the model."""
 
     facts: dict[str, Any]
 
@@ -80,7 +80,7 @@ class AnswerEnded(NamedTuple):
 
 
 class RequestRefused(NamedTuple):
-    """A request fails with a status of HTTP, a text and a code of OpenAI's."""
+    """A request fails: an HTTP status, a text, and a code of OpenAI's."""
 
     number: int
     status: int

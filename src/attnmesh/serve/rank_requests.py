@@ -79,7 +79,7 @@ class RankRequests:
                 self.done.set()
 
     def listen(self) -> None:
-        """Do what the front asks for, and end the engine with it."""
+        """Do what the front asks for. When the front closes its end, close the engine."""
         while (message := self.rank_socket.receive()) is not None:
             match message:
                 case NewPrompt():
@@ -97,7 +97,7 @@ class RankRequests:
         self.engine.close()
 
     def submit(self, number: int, ids: list[int], options: dict[str, Any], sent: list[int] | None) -> None:
-        """Queue a request; one that another world had accepted goes on after the tokens sent."""
+        """Queue a request. A request that another world had accepted goes on after the tokens `sent`."""
         try:
             if (grammar := options.get("grammar")) is not None:
                 options = options | {"grammar": read_grammar(grammar)}

@@ -46,7 +46,7 @@ async def read_message(reader: asyncio.StreamReader) -> ToFront:
 
 
 class RankSocket:
-    """The end that rank 0 has. One thread receives, any may send."""
+    """Rank 0's end of the socket. One thread calls `receive`; any thread may call `send`."""
 
     def __init__(self, address: str) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

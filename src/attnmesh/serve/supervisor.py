@@ -40,16 +40,16 @@ LOSS_WINDOW_SECONDS = 600.0
 """Seconds in which losses count together."""
 
 MAX_REPLAYS = 2
-"""Times that a request goes on in another world. A request in more lost worlds may be the cause."""
+"""Times that a request goes on in another world. A request that was in more lost worlds may be the cause, and ends."""
 
 LONGEST_PAUSE_SECONDS = 30.0
 """Seconds before ranks are started again, at most. Each loss doubles them."""
 
 PROOF_TOKENS = 3
-"""Tokens in one world that clear a request of the loss before, which may have kept its last tokens from the front."""
+"""Tokens in one world that clear a request of earlier losses. A loss may keep its last tokens from the front."""
 
 MAX_BUSY_DEADLINES = 5
-"""Deadlines that one step may take on ranks that still send figures, such as one with many images."""
+"""Deadlines that one step may take while ranks still send figures: a step with many images takes long."""
 
 ENDING_SECONDS = 10.0
 """Seconds that ranks get to end by themselves."""
@@ -102,7 +102,7 @@ class OpenRequest:
 
     @property
     def is_proven(self) -> bool:
-        """True if the request ran in this world without harm."""
+        """True if the request has got `PROOF_TOKENS` tokens in this world."""
         return self.tokens_in_world is not None and self.tokens_in_world >= PROOF_TOKENS
 
 
@@ -140,7 +140,7 @@ class Supervisor:
         self._is_late = False
         """True if the end of the next step is overdue."""
         self._sent_prompts: set[int] = set()
-        """Prompts that this world has."""
+        """Numbers of the prompts that this world has."""
         self._world_thread: threading.Thread | None = None
         self._listener: RankListener | None = None
         """Listens for rank 0 of the latest world, until it has connected."""
@@ -189,7 +189,7 @@ class Supervisor:
             raise Refused(503, f"The server is {self.status}. Ask again.")
 
     def _check_room(self, choices: int) -> None:
-        """Raise unless so many more requests can be taken."""
+        """Raise unless `choices` more requests can be taken."""
         self.check_ready()
         if choices > self.max_requests:
             raise Refused(400, f"n: expected at most {self.max_requests}, the requests that may run or wait", "n")
@@ -215,10 +215,10 @@ class Supervisor:
             self._submit_next()
 
     def _submit_next(self) -> None:
-        """Send the requests that this world has not got.
+        """Send to this world the requests that it does not have.
 
-        After two losses of one request they are sent one at a time, each once the one before has given some tokens.
-        A further loss is then caused by the one sent last.
+        Once a request was in two lost worlds, requests are sent one at a time. Request A is sent; when A has got
+        `PROOF_TOKENS` tokens, B is sent. If this world is lost before B has as many, B is the cause.
         """
         if self._last_step_at is None:
             return
@@ -298,7 +298,7 @@ class Supervisor:
         return self.state == ServerState.STOPPING
 
     async def _watch(self, deadline: float) -> None:
-        """Say that no requests are served when a step is overdue, and end ranks that do not find out by themselves."""
+        """Mark the server as not serving while a step is overdue, and end ranks that stay overdue."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(min(deadline, ENDING_SECONDS) / 10)
@@ -341,7 +341,7 @@ class Supervisor:
         finally:
             listener.close()
         if self._connection is not None:
-            await self._connection.end()  # the next world begins when all is counted as lost
+            await self._connection.end()  # the last messages are taken before the next world begins
         return cause
 
     def _fail(self, error: BaseException) -> None:
@@ -375,7 +375,7 @@ class Supervisor:
                 self._lost()
 
     def _lost(self) -> None:
-        """Count the loss for the requests that may be its cause, and drop one that was there too often."""
+        """Count the loss for each request that may be its cause, and drop a request with too many losses."""
         self._connection = None
         self._last_step_at = None
         self._is_late = False

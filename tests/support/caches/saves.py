@@ -41,7 +41,7 @@ def only_save_in(path: Path) -> Path:
 
 
 def save_until_killed(cache: am.KVCache, path: Path, files: int) -> None:
-    """Save in a child that ends once it has written so many files, and has begun another."""
+    """Save in a child that ends once it has written `files` files, and has begun another."""
     child = os.fork()
     if not child:
         write, names = tensor_file.write_tensors, list[str]()

@@ -31,7 +31,7 @@ from tests.support.emulation.emulated_switch import Communicator, Message, Outco
 from tests.support.ranks.pool import PRELOADED, check_marked
 
 BACKENDS = {"nccl": "cuda:nccl", "cpu:gloo,cuda:nccl": "cpu:gloo,cuda:nccl"}
-"""What a process group is made with, and what PyTorch then says of its devices."""
+"""Backends with which a process group is made, and the configuration that PyTorch then shows."""
 
 TIMEOUT = 20.0
 """Seconds until gloo gives up on a message, unless the package has a deadline of its own."""
@@ -51,7 +51,7 @@ class Hang(BaseException):
 def world(
     size: int, function: Callable[..., Any], *arguments: Any, backend: str = "nccl", patience: float = PATIENCE
 ) -> Outcome:
-    """Run a function on so many ranks, and return what became of them."""
+    """Run a function on `size` ranks, and return the outcome: results, errors and hangs."""
     check_marked(function)
     processes = Processes()
     processes.preload(PRELOADED)
@@ -65,7 +65,7 @@ def world(
 
 
 class Work:
-    """What an operation returns: its wait lasts until the operation is done."""
+    """Handle of an operation. Its `wait` lasts until the operation is done."""
 
     def __init__(self, nccl: "NCCL", number: int, finish: Callable[[dict[int, Any]], None]) -> None:
         self.nccl, self.number, self.finish, self.done = nccl, number, finish, False

@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of the ranks: each one's result or the exception that ended it, and what NCCL would have hung on."""
+    """Outcome of a world: each rank's result or exception, and the operations on which NCCL would have hung."""
 
     answers: list[Any]
     hang: str | None
@@ -54,7 +54,7 @@ class Message:
 
     @property
     def size(self) -> tuple[int, torch.dtype]:
-        """What has to be equal at both ends."""
+        """Number of elements and dtype, which have to be equal at both ends."""
         return self.count, self.dtype
 
 
@@ -79,7 +79,7 @@ class Operation:
 
 @dataclass
 class Waiting:
-    """What a rank waits for: that all ranks join a communicator, or that an operation is done."""
+    """A wait of a rank: until all ranks join a communicator, or until an operation is done."""
 
     communicator: Communicator
     operation: Operation | None = None
@@ -99,7 +99,7 @@ class Switch:
         self.hang: str | None = None
 
     def serve(self) -> Outcome:
-        """Return what became of the ranks."""
+        """Serve until each rank has answered or hangs. Return the outcome."""
         last = time.monotonic()
         while len(self.answers) < len(self.connections):
             alive = {c: rank for rank, c in enumerate(self.connections) if rank not in self.answers}
@@ -135,7 +135,7 @@ class Switch:
             self.waiting[rank] = Waiting(operation.communicator, operation)
 
     def _move(self) -> None:
-        """Carry out all that can be, and let the ranks go on that waited for it."""
+        """Carry out all operations that can be, and let the ranks that waited for them go on."""
         complete = [x for x, ranks in self.joined.items() if set(x[1]) == ranks]
         while any(self._match(communicator) for communicator in complete):
             pass
@@ -153,7 +153,7 @@ class Switch:
             self.answers.setdefault(rank, RuntimeError(f"rank {rank} died"))
 
     def _match(self, communicator: Communicator) -> bool:
-        """Carry out what the first operations of all ranks have in common. Return whether there was anything."""
+        """Carry out the messages in which the first open operations of all ranks match. Return whether any did."""
         ranks = communicator[1]
         heads = {rank: head for rank in ranks if (head := self._head(rank, communicator)) is not None}
         if len(heads) == len(ranks) and not any(head.is_batch or head.mismatched for head in heads.values()):
@@ -180,7 +180,7 @@ class Switch:
         return True
 
     def _match_messages(self, sender: int, receiver: int, heads: dict[int, Operation]) -> bool:
-        """Carry the next message of one rank to another, if both have it first. Return whether they had."""
+        """Carry the next message from `sender` to `receiver`, if it is next on both. Return whether it was."""
         operations = heads[sender], heads[receiver]
         sent = _next(operations[0], "send", receiver)
         received = _next(operations[1], "recv", sender)
@@ -199,7 +199,7 @@ class Switch:
         return True
 
     def _report_hang(self, left: Sequence[int]) -> None:
-        """Say where each rank is, and let those raise that wait."""
+        """Note the operation in which each rank waits, and let the waiting ranks raise `Hang`."""
         self.hang = "\n".join(f"rank {rank}: {self._where(rank)}" for rank in range(len(self.connections)))
         stuck = [rank for rank in left if rank in self.waiting]
         for rank in stuck:

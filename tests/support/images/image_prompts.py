@@ -51,7 +51,7 @@ SIZES = {"wide": (1, 4, 8), "high": (1, 6, 4), "large": (1, 8, 6)}
 """Images by name, as patches along time, height and width. Four patches are a token."""
 
 Part = str | int
-"""Text of so many tokens, or an image by name."""
+"""Number of tokens of a text, or the name of an image."""
 
 FIRST: tuple[Part, ...] = (5, "wide", 9, "high", 26)
 

@@ -55,7 +55,7 @@ def model_of(kind: str, attention: str) -> PreTrainedModel:
 
 
 def inputs(kind: str, *texts: int, seed: int = 0, rows: int = 1) -> dict[str, Tensor]:
-    """What a processor returns for images with so many tokens of text between them."""
+    """What a processor returns for images between texts of these numbers of tokens."""
     count = 16 if kind == "gemma3" else 64
     text = [prompt(tokens, batch=rows, seed=at) % 80 + 5 for at, tokens in enumerate(texts)]
     image = torch.full((rows, count), 90)

@@ -17,7 +17,7 @@ class Tiny:
     """A model of two or more layers with random weights, and its inputs for a number of tokens."""
 
     make: Callable[[], nn.Module]
-    inputs: Callable[[int, int], Inputs]  # of so many rows of pixels, and a batch
+    inputs: Callable[[int, int], Inputs]  # by rows of pixels, and batch
 
     def model(self, dtype: torch.dtype = torch.float32) -> nn.Module:
         torch.manual_seed(0)

@@ -65,7 +65,7 @@ LATENT = {"num_key_value_heads": 4}
 """Multi-head latent attention has as many key heads as query heads."""
 
 INDEXED = {**LATENT, "index_n_heads": 64}
-"""Of so many heads a score is never 0. With few heads many are, and `topk` on a CPU takes any of them."""
+"""With 64 indexer heads no score is 0. With few heads many are, and `topk` on a CPU takes any of these."""
 
 ATTENDING = ["linear_attention", "full_attention", "linear_attention"]
 CONVOLVING = ["conv", "full_attention", "conv"]

@@ -16,7 +16,7 @@ from attnmesh_command import app
 
 
 def run(*arguments: str, command: typer.Typer = app, columns: int = 200) -> tuple[int, str]:
-    """Return the exit code, and what is printed on a terminal of so many columns."""
+    """Return the exit code, and what is printed on a terminal of `columns` columns."""
     result = CliRunner().invoke(command, arguments, env={"COLUMNS": str(columns)})
     return result.exit_code, result.stdout
 

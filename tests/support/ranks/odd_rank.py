@@ -1,6 +1,6 @@
-"""One rank that does something else than the others: its decode steps, attention calls and merges, as a table.
+"""Calls in which one rank, the odd one, differs from all others: decode steps, attention and merges, as a table.
 
-Each entry is the call of the others and that of the odd rank. `..._outcomes` run them on one rank, on any device.
+Each entry has the call of the other ranks and that of the odd rank. `..._outcomes` run all entries on the calling rank.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ DIM, HEADS, KV_HEADS, TOKENS = 16, 4, 2, 24
 
 @contextmanager
 def alert() -> Iterator[None]:
-    """Let ranks that wait see ten times as often whether another one compares its call: tests make many such calls."""
+    """Let ranks that wait see ten times as often whether another one compares its call: tests wait often for that."""
     often = mailboxes.CHECK_INTERVAL / 10
     with patch.object(mailboxes, "CHECK_INTERVAL", often), patch.object(mailbox_queue, "CHECK_INTERVAL", often):
         yield
@@ -72,7 +72,7 @@ class Decoding:
         return self.step(k=k, v=v)
 
     def error(self) -> str | float:
-        """Return how far an honest step is off attention to all tokens, or its outcome if that is no number."""
+        """Return the error of an honest step against attention to all tokens, or the step's outcome if it has none."""
         outs = list[Tensor]()
 
         def step() -> Tensor:
@@ -96,7 +96,10 @@ Act = Callable[[Decoding], Tensor | None]
 
 @dataclass(frozen=True)
 class Difference:
-    """What the odd rank does, and the others. `lasts`: their caches differ afterwards, unless all ranks refuse it."""
+    """Actions of the odd rank and of the others.
+
+    With `lasts` the caches of the odd rank and the others differ afterwards, unless all ranks refuse the action.
+    """
 
     odd: Act
     others: Act = Decoding.step
@@ -139,7 +142,7 @@ DECODING: dict[str, Difference] = {
 }
 
 SEEN = ("a scale seen before",)
-"""Differences of which all ranks have made both calls before, if they have made any."""
+"""Differences whose two calls all ranks have made before, if `before` is above 0."""
 
 ON_CPU = ("a lazy query", "a lazy partial")
 """Differences that an emulated GPU cannot have: its tensors hide that those inside are negated lazily."""
@@ -305,7 +308,7 @@ def check(answers: list[dict[str, Any]], before: int, *, compares_all: bool) -> 
     for name in answers[0]:
         rows = [answer[name] for answer in answers]
         if name == "a skipped step":
-            rows[ODD] = rows[ODD][1:]  # its first step meets the one that it skipped of the others
+            rows[ODD] = rows[ODD][1:]  # its first step meets the step of the others that it has skipped
         firsts = [row[0] for row in rows]
         alike = len(set(firsts)) == 1 and (firsts[0] == "NaN" or "Error: " in str(firsts[0]))
         others = {first for rank, first in enumerate(firsts) if rank != ODD}

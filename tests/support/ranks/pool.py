@@ -48,7 +48,7 @@ PRELOADED = [
     *(f"transformers.models.{family}.modeling_{family}" for family in ("qwen2", "qwen3")),
     "tests.support.process.warm_up",
 ]
-"""Imported once, in the process that ranks are forked from, or each rank would take seconds for each."""
+"""Modules that the process of which ranks are forked imports once: each rank would take seconds for each module."""
 
 SIZES = (1, 2, 3, 4, 6, 8)
 DEADLINE = 180.0
@@ -100,7 +100,7 @@ class World:
         return Rank(*self.processes.start(_serve, rank, size, backend, stack, folder / "store"), stack)
 
     def ask(self, function: Callable[..., Any], arguments: tuple[Any, ...], deadline: float) -> list[Any]:
-        """Each rank's result, or the exception that it raised; the ranks are stopped before and after.
+        """Return each rank's result or exception. The ranks are stopped (SIGSTOP) before and after.
 
         Each group of gloo has threads that wake a hundred times a second. Of six worlds they take half of two cores.
         """
@@ -111,7 +111,7 @@ class World:
 
     def _signal(self, number: signal.Signals) -> None:
         for rank in self.ranks if self.stops else ():
-            with suppress(ProcessLookupError):  # one that has died is told of where its answer is missing
+            with suppress(ProcessLookupError):  # a rank that has died is reported below, by its missing answer
                 os.kill(rank.process.pid, number)
 
     def _answers(self, function: Callable[..., Any], arguments: tuple[Any, ...], deadline: float) -> list[Any]:
@@ -139,7 +139,7 @@ class World:
         return [answers[number] for number in range(len(self.ranks))]
 
     def _report(self, function: Callable[..., Any], answers: dict[int, Any]) -> str:
-        """What each rank that answered said, and where each other rank stands."""
+        """Return the answer of each rank that has answered, and the stack of each other rank."""
         lines = [f"{function.__name__}: {len(self.ranks) - len(answers)} of {len(self.ranks)} ranks did not answer"]
         for number, rank in enumerate(self.ranks):
             said = f"answered {answers[number]!r}" if number in answers else f"stands at\n{_stack(rank)}"
@@ -185,7 +185,7 @@ class Pool:
 
 
 def _stack(rank: Rank) -> str:
-    """Where every thread of a rank is, also when it is stuck in C."""
+    """Return the stack of each thread of a rank, also if the rank is stuck in C."""
     rank.process.join(timeout=0.5)
     if not rank.process.is_alive():
         return f"(dead, exit code {rank.process.exitcode})"

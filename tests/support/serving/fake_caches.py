@@ -34,7 +34,7 @@ class FakeCache:
 
 
 class FakeWorker:
-    """The operations of steps on such caches."""
+    """The operations of steps on `FakeCache`s."""
 
     left_to_decode = 1
     is_recurrent = False

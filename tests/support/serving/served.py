@@ -152,7 +152,7 @@ def talk(client: Any, content: str, **fields: Any) -> Any:
 
 
 def expected(content: str, count: int, **options: Any) -> str:
-    """Return the text of an answer to a chat, of so many tokens."""
+    """Return the text of an answer of `count` tokens to a chat."""
     ids = byte_tokenizer()(f"<user>{content}<assistant>")["input_ids"]
     return answer(ids, {"temperature": 0, **options}, count)
 

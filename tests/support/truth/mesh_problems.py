@@ -85,7 +85,7 @@ def call_options(**given: Any) -> AttentionOptions:
 
 
 def draw(seed: int, ranks: int) -> MeshProblem:
-    """The problem of that seed on that many ranks."""
+    """The problem of a seed on `ranks` ranks."""
     random = Random(seed)
     shape = random.choice(
         [s for h in range(1, 9) for r in range(1, 9) for c in range(1, 9) if (s := Shape(h, r, c)).ranks == ranks]
@@ -136,7 +136,7 @@ SAMPLES: dict[int, tuple[tuple[int, ...], int]] = {
     6: ((0, 2, 8, 19, 30, 38, 39, 42, 45, 48), 80),
     8: ((8, 10, 12, 13, 16, 30, 31, 33, 49, 53), 60),
 }
-"""Problems of so many ranks: a sample that has all traits, and how many there are."""
+"""Problems by their number of ranks: the seeds of a sample that has all traits, and the number of all seeds."""
 
 
 def draw_selected(seed: int, ranks: int) -> MeshProblem:

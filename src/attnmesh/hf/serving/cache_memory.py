@@ -13,7 +13,7 @@ from attnmesh.hf.serving.step_plan import StepPlan
 class CacheMemory:
     """The caches of an engine, which take at most `limit` bytes on each rank.
 
-    What a step promises to caches counts before it is allocated.
+    Bytes that a step promises to a cache count as taken before the cache allocates them.
     """
 
     def __init__(self, worker: RankWorker, limit: int, guesser: Guesser) -> None:
@@ -33,25 +33,25 @@ class CacheMemory:
             self.footprint = Footprint.of(self.worker.caches[cache_id])
 
     def bytes_of(self, tokens: int, shared: int = 0) -> int:
-        """Return the bytes of a cache of so many tokens; 0 before the first cache."""
+        """Return the bytes of a cache of `tokens` tokens; 0 before the first cache is computed."""
         return 0 if self.footprint is None else self.footprint(tokens, shared=shared)
 
     def growth(self, request: EngineRequest, tokens: int) -> int:
-        """Return the bytes by which the cache of a request grows with so many more tokens."""
+        """Return the bytes by which the cache of a request grows with `tokens` more tokens."""
         cache = self.worker.caches[request.cache_id]
         return growth(cache, tokens) if cache.get_seq_length() else self.bytes_of(tokens)
 
     def free(self, step: StepPlan) -> int:
-        """Return the bytes that are left on the fullest rank, after drops and growth of a step."""
+        """Return the bytes that are left on the fullest rank, once the step has dropped caches and grown others."""
         held_bytes = self.worker.count_bytes(self.drops) if self.drops else self.worker.nbytes
         most = max(self.nbytes)
         scale = self.worker.scale
         return int(self.limit - scale * held_bytes - max(0.0, most - scale * self.nbytes[0]) - step.promised)
 
     def make_room(self, step: StepPlan, more: int, spared: Collection[int] = ()) -> bool:
-        """Drop kept caches, least recently used first, until `more` bytes fit. Return whether they do.
+        """Drop kept caches, least recently used first, until `more` bytes are free. Return whether they are.
 
-        Caches of guesses go last.
+        Caches of the guesser go after all kept caches. Those named by `spared` stay.
         """
         while self.free(step) < more:
             oldest = next(
@@ -64,7 +64,7 @@ class CacheMemory:
         return True
 
     def keep_at_most(self, count: int) -> None:
-        """Drop kept caches, least recently used first, until so many are left."""
+        """Drop kept caches, least recently used first, until `count` are left."""
         while len(self.kept_caches.kept) > count:
             self.evict(next(iter(self.kept_caches.kept)))
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from attnmesh.runtime.world import WORLD
 
 LONGEST_CHUNK = 2048
-"""Tokens of a chunk at most."""
+"""Tokens of a chunk at most: a longer chunk takes more memory."""
 
 FIRST_CHUNK = 256
 """Tokens of a chunk without rows beside it, while its speed is not known."""
@@ -14,15 +14,15 @@ FIRST_CHUNK_BESIDE_ROWS = 64
 """Tokens of a chunk beside rows that decode, while the speed of either is not known."""
 
 CHUNK_SECONDS = 10.0
-"""Seconds of a chunk, or a quarter of the deadline: requests join, and are cancelled, between chunks."""
+"""Seconds of a chunk at most, and at most a quarter of the deadline. Requests join and are cancelled between chunks."""
 
 EMA_WEIGHT = 0.3
-"""Weight of the last measurement in an exponential moving average."""
+"""Weight of the last time in a moving average: a larger one follows changes sooner, and errors too."""
 
 
 @dataclass
 class ChunkPace:
-    """Moving means of seconds, and the seconds that chunks may add to steps. `max_gap` is that of an engine."""
+    """Moving averages of times, and the size of chunks by them. `max_gap` is the argument of `Engine`."""
 
     max_gap: float | None
     row_seconds: float = 0.0
@@ -35,19 +35,20 @@ class ChunkPace:
         self.row_seconds = _mean(self.row_seconds, seconds)
 
     def add_chunk(self, tokens: int, seconds: float) -> None:
-        """Take the time of a chunk. A last token or two say little."""
+        """Take the time of a chunk. A chunk of one token or two is left out: its time is mostly that of the call."""
         if tokens > 2:
             self.token_seconds = _mean(self.token_seconds, seconds / tokens)
 
     @property
     def spare_seconds(self) -> float:
-        """Seconds that a step of rows may take longer."""
+        """Seconds that may be added to a step of rows."""
         return self.row_seconds if self.max_gap is None else max(self.max_gap - self.row_seconds, 0.0)
 
     def tokens(self, rows: int, waiting: int, *, store_is_busy: bool) -> int:
-        """Return the tokens of the next chunk, so that rows wait no longer than they may.
+        """Return the tokens of the next chunk, beside a step of `rows` rows.
 
-        `waiting` requests have no first token, and count like rows.
+        `waiting` counts the requests without a first token. Each of them adds two steps of rows to the chunk's time,
+        unless `max_gap` is given. A busy store gets half of the time that `max_gap` leaves.
         """
         longest = min(CHUNK_SECONDS, WORLD.deadline / 4 if WORLD.deadline else CHUNK_SECONDS)
         if not rows:

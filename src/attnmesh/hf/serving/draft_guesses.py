@@ -1,7 +1,7 @@
 """Guesses of a draft model: a small model of the same vocabulary reads each row, and draws its next tokens.
 
-The ranks share its keys, as they share the model's. Rank 0 plans each of its passes and draws, so ranks need not agree
-on a guess. A row's guesses are drawn with the random numbers that its tokens will be drawn with.
+The ranks share the draft's keys, as they share the model's. Rank 0 alone plans the draft's passes and draws guesses, so
+ranks need not agree on a guess. A row's guesses are drawn with the random numbers with which its tokens will be drawn.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,28 +23,28 @@ from attnmesh.hf.serving.operations import Crop, DecodeRows, Drop, Fill, Operati
 from attnmesh.hf.serving.rank_worker import RankWorker
 
 FIRST_RATE = 0.6
-"""Acceptance rate that is assumed before a guess was checked, and after `RETRY_AFTER` steps without guesses."""
+"""Acceptance rate that is assumed before any guess is checked, and after `RETRY_AFTER` steps without guesses."""
 
 FIRST_PROPOSED = 3.0
 """Guesses that a row is credited with at its start, so that a few wrong ones do not turn it off."""
 
 RETRY_AFTER = 64
-"""Steps of a row without guesses after which it is tried again."""
+"""Steps without guesses after which the draft guesses for a row again. A lower number wastes more steps."""
 
 EMA_WEIGHT = 0.2
 """Weight of a row's last step in the share of guesses that a new row begins with."""
 
 TRIAL_DRAFT = 2
-"""Guesses of a row at most, while guesses are not worth their time or their time is not known."""
+"""Most guesses of a row while guesses are not worth their time, or their time is not known."""
 
 LAG = 96
-"""Tokens that a row may be ahead of the draft's cache, beyond which they are read as a prompt is."""
+"""Tokens that the draft's cache may lack of a row. If it lacks more, they are read in chunks, as a prompt is."""
 
 SHORTEST_CHUNK, LONGEST_CHUNK = 64, 2048
-"""Tokens of a chunk of a text that the draft reads beside a step, at least and at most."""
+"""Fewest and most tokens of a chunk that the draft reads beside a step."""
 
 KEPT = 16
-"""Caches of ended rows that are kept for rows that begin alike."""
+"""Most caches of ended rows that are kept, for later rows that begin alike."""
 
 
 @dataclass
@@ -53,18 +53,19 @@ class DraftRow:
 
     request: EngineRequest
     read: int = 0
-    """Tokens of the row that are in the cache, or on their way; 0 without a cache."""
+    """Tokens of the row that are in the cache, or are being read into it; 0 without a cache."""
     computed_tokens: int = 0
-    """Tokens that the cache has while the text is read."""
+    """Tokens in the cache so far, while the text is read."""
     guessed: list[int] = field(default_factory=list)
-    """Guesses that are in the cache after the tokens."""
+    """Guesses that are in the cache after the row's tokens."""
     is_reading: bool = False
+    """True while the text is read in chunks."""
     idle: int = 0
     """Steps since a guess was made."""
     was_tried: bool = False
-    """A guess was made."""
+    """True once the draft has guessed for the row."""
     fails: bool = False
-    """The draft cannot read the row."""
+    """True if the draft cannot read the row."""
 
     @property
     def length(self) -> int:
@@ -78,16 +79,16 @@ class DraftRow:
 
     @property
     def is_late(self) -> bool:
-        """True if too many tokens are not in the cache, or none is."""
+        """True if the cache lacks more than `LAG` tokens, or has none."""
         return not self.read or self.unread > LAG
 
     @property
     def is_worth(self) -> bool:
-        """True if guesses may be worth their time."""
+        """True if enough guesses are accepted for them to be worth their time."""
         return self.request.guesses.acceptance_rate >= LEAST_RATE
 
     def catch_up(self) -> tuple[int, list[int]]:
-        """Return the guesses to take back from the cache, and the tokens to add, of which there is at least one."""
+        """Return how many guesses to take back from the cache, and the tokens to add: at least one."""
         new = self.request.answer[self.read - len(self.request.prompt) :]
         pairs = [*zip(self.guessed, new[:-1], strict=False)]
         right = next((index for index, (guess, token) in enumerate(pairs) if guess != token), len(pairs))
@@ -98,7 +99,10 @@ class DraftRow:
 
 
 class DraftGuesser(Guesser):
-    """Guesses of a draft model, at most `most` of a row. `run` runs operations of its worker on all ranks."""
+    """Guesses of a draft model, at most `most` of a row in a step.
+
+    `run` runs operations on the caches of the draft model, on all ranks.
+    """
 
     def __init__(
         self, worker: RankWorker, most: int, vocab_size: int, run: Callable[[Sequence[Operation]], StepResults]
@@ -112,9 +116,9 @@ class DraftGuesser(Guesser):
         self.kept_caches = KeptCaches(worker)
         self.footprint: Footprint | None = None
         self.passes = RowTimes()  # seconds of passes over rows
-        self.token_seconds = 0.0  # seconds of a token that is read
-        self.usual_rate = FIRST_RATE  # share of guesses that new rows begin with
-        self.rest = 0  # steps to come in which nothing is read
+        self.token_seconds = 0.0  # seconds for which the draft reads one token of a chunk
+        self.usual_rate = FIRST_RATE  # acceptance rate that a new row begins with
+        self.rest = 0  # further steps in which the draft reads nothing
         self.counts = {"draft_passes": 0, "draft_prompt_tokens": 0}
 
     def metrics(self) -> dict[str, float]:
@@ -122,14 +126,14 @@ class DraftGuesser(Guesser):
         return {**self.counts, "draft_cache_bytes": self.worker.nbytes}
 
     def release(self) -> bool:
-        """Drop the caches of ended rows; or if there are none, all, and read nothing for some steps."""
+        """Drop the caches of ended rows. If there are none, drop all, and read nothing for `RETRY_AFTER` steps."""
         cache_ids = [*self.kept_caches.kept] or [*self.worker.caches]
         self.rest = self.rest if self.kept_caches.kept else RETRY_AFTER
         self._drop(cache_ids)
         return bool(cache_ids)
 
     def guess(self, rows: Sequence[EngineRequest], times: StepTimes, free: Callable[[], int]) -> None:
-        """Guess tokens of the rows where that is worth its time, and let the draft read what it has not."""
+        """Guess tokens of rows whose guesses are worth their time, and read a chunk of a row that the draft lacks."""
         self._drop_gone()
         own = [self._updated_row(request, times) for request in rows]
         counts = self._choose(own, [self._count_offered(row, times) for row in own], times)
@@ -151,14 +155,14 @@ class DraftGuesser(Guesser):
     def _choose(
         self, rows: Sequence[DraftRow], offered: Sequence[int], times: StepTimes, *, tries: bool = True
     ) -> list[int]:
-        """Return the guesses of each row, of which so many are offered."""
+        """Return how many guesses each row gets, at most its number in `offered`."""
         passes = [*accumulate(map(self.passes, range(1, len(rows) + 1)), max, initial=0.0)]
         return times.choose([row.request.guesses.acceptance_rate for row in rows], offered, passes, tries=tries)
 
     # --- rows ---
 
     def _updated_row(self, request: EngineRequest, times: StepTimes) -> DraftRow:
-        """Update what is known of a row, and return it. A row is tried anew from time to time."""
+        """Return the row of a request, with new counts of guesses. A row long without guesses is tried again."""
         row = self.rows.get(request.cache_id)
         guesses = request.guesses
         if row is None:
@@ -175,24 +179,24 @@ class DraftGuesser(Guesser):
         return row
 
     def _count_offered(self, row: DraftRow, times: StepTimes) -> int:
-        """Return how many tokens may be guessed of a row."""
+        """Return how many tokens may be guessed of a row now: none while the draft has to read its text."""
         is_ready = not (row.is_reading or row.is_late) and row.length > row.read
         return self._most_guesses(row, times) if is_ready else 0
 
     def _most_guesses(self, row: DraftRow, times: StepTimes) -> int:
-        """Return how many tokens may be guessed of a row that is read."""
+        """Return how many tokens may be guessed of a row once the draft has read its text."""
         most = self.most if times.pays else min(self.most, TRIAL_DRAFT)
         return 0 if row.fails else max(0, min(most, row.request.room, self.longest - row.length))
 
     def _growth(self, row: DraftRow, tokens: int) -> int:
-        """Return the bytes by which the cache of a row grows at most, when it takes so many more tokens."""
+        """Return the bytes by which the cache of a row grows at most with `tokens` more tokens."""
         cache = self.worker.caches.get(row.request.cache_id)
         if cache is not None and cache.get_seq_length():
             return growth(cache, tokens)
         return 0 if self.footprint is None else self.footprint(tokens)
 
     def _drop_gone(self) -> None:
-        """Drop the caches of rows that are gone, but for some of the latest."""
+        """Keep the caches of the last `KEPT` rows that have ended, and drop those of earlier ones."""
         gone = {n: row for n, row in self.rows.items() if row.request.cache_id != n or row.request.finish_reason}
         for cache_id, row in gone.items():
             del self.rows[cache_id]
@@ -202,7 +206,7 @@ class DraftGuesser(Guesser):
         self._drop(unread + [*self.kept_caches.kept][: max(0, len(self.kept_caches.kept) - KEPT)])
 
     def _drop(self, cache_ids: Sequence[int], *, fails: bool = False) -> None:
-        """Drop caches. Those of rows are read again, unless that fails."""
+        """Drop caches. The texts of their rows are read again later, unless `fails`."""
         for cache_id in cache_ids:
             self.kept_caches.stop_keeping(cache_id)
             if (row := self.rows.get(cache_id)) is not None:
@@ -213,14 +217,17 @@ class DraftGuesser(Guesser):
     # --- what the draft reads ---
 
     def _chunk_tokens(self, times: StepTimes, rows: int) -> int:
-        """Return the tokens that are read beside a step, in about its time."""
+        """Return the tokens of a chunk that the draft reads in about the time of a step."""
         size = int(times.without_guesses(rows) / self.token_seconds) if self.token_seconds else SHORTEST_CHUNK
         return max(SHORTEST_CHUNK, min(LONGEST_CHUNK, size))
 
     def _next_to_read(
         self, rows: Sequence[DraftRow], times: StepTimes, free: Callable[[], int], *, tries: bool
     ) -> DraftRow | None:
-        """Return the row that is read soonest, if its cache leaves as much memory free and its guesses are worth it."""
+        """Return the row that lacks fewest tokens.
+
+        Return None if its whole cache would take over half of the free memory, or its guesses are not worth their time.
+        """
         unread = {index: row.unread for index, row in enumerate(rows) if row.is_reading or row.is_late}
         worth = [index for index in unread if rows[index].is_worth and self._most_guesses(rows[index], times)]
         if not worth:
@@ -231,12 +238,12 @@ class DraftGuesser(Guesser):
         return row if 2 * whole <= free() and self._choose(rows, as_read, times, tries=tries)[index] else None
 
     def _begin_reading(self, row: DraftRow, size: int) -> list[Operation]:
-        """Begin to read a chunk of a row's text, the first one into a new cache. Return the operations."""
+        """Return the operations that read the next chunk of a row's text. For a first chunk they make its cache."""
         cache_id = row.request.cache_id
         operations = list[Operation]()
         if not row.is_reading:
             origin = Origin(cache_id, row.read, moves=True)
-            if not row.read:  # it may go on from the cache of another row that begins alike
+            if not row.read:  # the row may begin as another row does, whose cache is then forked
                 others = [other.request for other in self.rows.values() if other.read]
                 origin = self.kept_caches.find(row.request, others)
                 self.kept_caches.note_use(origin)
@@ -247,7 +254,6 @@ class DraftGuesser(Guesser):
         return [*operations, Fill(cache_id, size, row.read)]
 
     def _take_chunk(self, row: DraftRow, results: StepResults) -> None:
-        """Take the results of the operations of `_begin_reading`."""
         if results.error_of(Start, Fill) is not None:
             self._drop([row.request.cache_id], fails=True)
             return
@@ -259,14 +265,17 @@ class DraftGuesser(Guesser):
         self.counts["draft_prompt_tokens"] += tokens
         if tokens > SHORTEST_CHUNK // 2:
             self.token_seconds = results.seconds[Fill] / tokens
-        if row.computed_tokens >= row.read - 1:  # the last token is of the first pass
+        if row.computed_tokens >= row.read - 1:  # the first pass that guesses reads the last token
             row.read = row.computed_tokens
             row.is_reading = False
 
     # --- guesses ---
 
     def _guess(self, operations: list[Operation], chosen: Mapping[int, int], *, grows: bool) -> None:
-        """Run operations, and passes that guess so many tokens of each row: the first one catches up with the text."""
+        """Run operations, and passes that guess tokens: `chosen` has the number of each row, by its cache.
+
+        The first pass also reads the tokens that the cache of a row lacks.
+        """
         behind = {cache_id: self.rows[cache_id].catch_up() for cache_id in chosen}
         tokens = {cache_id: new for cache_id, (_, new) in behind.items()}
         crops = [(cache_id, wrong) for cache_id, (wrong, _) in behind.items() if wrong]
@@ -299,7 +308,7 @@ class DraftGuesser(Guesser):
             guesses.checked = [*guesses.tokens]
 
     def _make_draw(self, request: EngineRequest) -> Callable[[Tensor], int]:
-        """Return what draws tokens after logits, with the random numbers of the row's next tokens."""
+        """Return a function that draws a token after logits, with the random numbers of the row's next tokens."""
         generator = torch.Generator()
         sampling = replace(request.sampling, logprobs=0)
         if request.generator is not None:

@@ -1,7 +1,8 @@
-"""Tokens that are drawn, by random numbers of an answer that its seed and the place alone decide.
+"""Draws of tokens. The seed of an answer and a token's place in it alone decide the random numbers of the token.
 
-PyTorch draws on CPUs by MT19937, whose words are a linear recurrence over bits. The words after a jump are sums of some
-of the first words: those whose powers of t are in the remainder of t^jump by the recurrence's polynomial.
+PyTorch draws on CPUs by MT19937, whose words are a linear recurrence over bits. The state after a jump is a sum of
+states that begin at some of the first words: those whose powers of t are in the remainder of t^jump by the
+recurrence's polynomial.
 """
 
 from functools import cache
@@ -15,20 +16,20 @@ WORDS, MIDDLE, TWIST = 624, 397, 0x9908B0DF
 """Words of the state, the word that is added to the first, and the coefficients of the twist."""
 
 FEW = 1 << 18
-"""Words up to which making all words takes less time than a jump over them."""
+"""Words up to which drawing all words takes less time than a jump over them."""
 
 DEGREE = 19937
 """Bits of the state."""
 
 ROUNDING_RATIO = 1 + 1e-5
-"""Ratio of the two best tokens below which rounding may decide between them."""
+"""Ratio of the two largest quotients below which rounding may decide. PyTorch then draws the token itself."""
 
 STATE = slice(24, 24 + 8 * WORDS)
 """Bytes of the words in the state of PyTorch's generator, after seed and counters."""
 
 
 def generator_after(seed: int, draws: int, vocabulary: int) -> torch.Generator:
-    """Return the generator of a seed after that number of tokens of a vocabulary was drawn."""
+    """Return the generator of a seed, as it is after `draws` tokens of a vocabulary of `vocabulary` were drawn."""
     generator = torch.Generator().manual_seed(seed)
     words = _words_of_draw(vocabulary)
     if not words:
@@ -88,7 +89,7 @@ def _draw(vocabulary: int, generator: torch.Generator) -> None:
 
 @cache
 def _words_of_draw(vocabulary: int) -> int:
-    """Return how many of the generator's words a token takes; 0 if their number is none of the known ones."""
+    """Return how many of the generator's words a token takes; 0 if the number is none of those tried here."""
     drawn = torch.Generator().manual_seed(0)
     _draw(vocabulary, drawn)
     for words in (2 * vocabulary, vocabulary, 2, 1):
@@ -155,5 +156,5 @@ def _reduce(polynomial: int) -> int:
 
 
 def _square(polynomial: int) -> int:
-    """Return the square: the coefficients, with zeros between them."""
+    """Return the square, by a zero after each coefficient: over bits the mixed terms cancel."""
     return int("0".join(f"{polynomial:b}"), 2)

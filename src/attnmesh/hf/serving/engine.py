@@ -1,7 +1,7 @@
 """An engine that serves requests on a mesh: rank 0 admits, schedules and samples, and the other ranks follow.
 
-In a step all ranks exchange operations: all rows decode a token, and one prompt computes a chunk. Followers need no
-tokenizer, no clock and no random numbers.
+In a step rank 0 sends operations to all ranks, and all ranks run them: each row decodes a token, and one prompt
+computes a chunk. The ranks that follow need no tokenizer, no clock and no random numbers.
 """
 
 import queue
@@ -44,10 +44,10 @@ from attnmesh.mesh.axes import RankMesh
 from attnmesh.runtime.counters import count_traffic
 
 IDLE_POLL_SECONDS = 1.0
-"""Seconds of an idle engine between exchanges, in which it finds that a rank is lost."""
+"""Seconds between exchanges while an engine is idle. An exchange finds that a rank is lost."""
 
 POLL_SECONDS, WRITING_POLL_SECONDS = 0.005, 0.05
-"""Seconds between exchanges of an engine that waits for memory or files to read; and for files that it writes."""
+"""Seconds between exchanges while an engine waits for memory or for files to read, and while it writes files."""
 
 SUBJECT = "hf.Engine"
 
@@ -152,7 +152,7 @@ class Engine:
         self.inbox: queue.SimpleQueue[EngineRequest | None] = queue.SimpleQueue()
         self.error: BaseException | None = None
         self.closing = False
-        self.exchanges = 0  # exchanges with all ranks so far: more of them tell a server that ranks go on
+        self.exchanges = 0  # exchanges with all ranks: a server that sees their number grow knows that ranks go on
         self.step_seconds = 0.0
         self.merge_seconds = 0.0
         self.pause_seconds = 0.0
@@ -183,7 +183,7 @@ class Engine:
         Args:
             ids: The prompt.
             max_new_tokens: Tokens of the answer at most.
-            temperature: 0 takes the most likely token; else tokens are drawn.
+            temperature: 0 takes the most likely token. Above 0 tokens are drawn.
             top_p: Share of the probability that is drawn from.
             top_k: Tokens that are drawn from; 0 for all.
             min_p: Share of the likeliest token's probability that a token needs to be drawn.
@@ -240,7 +240,6 @@ class Engine:
         return request
 
     def _check(self, request: EngineRequest) -> None:
-        """Raise unless the model can serve the request."""
         config = self.model.config.get_text_config(decoder=True)
         vocab_size = vocabulary_size(self.model)
         check_count("submit max_new_tokens", request.max_new_tokens, "count the tokens of the answer")
@@ -298,7 +297,7 @@ class Engine:
             self.worker.close(at_once=self.error is not None)
 
     def follow(self) -> None:
-        """Do what rank 0 plans, until it closes."""
+        """Run the operations of rank 0 on this rank, until rank 0 closes."""
         if self.step_exchange.leads:
             raise MeshError(f"{SUBJECT} follow", "a rank other than 0", "rank 0", "call run")
         ended = False
@@ -312,7 +311,7 @@ class Engine:
             self.worker.close(at_once=not ended)
 
     def close(self) -> None:
-        """End `run`: requests that are open are cancelled."""
+        """End `run`, and cancel open requests."""
         self.closing = True
         self.inbox.put(None)
 
@@ -324,11 +323,10 @@ class Engine:
 
     @property
     def _queued(self) -> int:
-        """Requests that wait."""
+        """Requests that wait, with those that no step has taken in."""
         return self.inbox.qsize() + len(self.scheduler.requests.waiting)
 
     def _step(self) -> None:
-        """Take in requests, and run one step with all ranks."""
         idle = WRITING_POLL_SECONDS if self.scheduler.store.is_writing else IDLE_POLL_SECONDS
         self._receive(self.pause_seconds if self.scheduler.busy else idle)
         step = self.scheduler.plan()
@@ -347,18 +345,18 @@ class Engine:
             except queue.Empty:
                 return
             seconds = 0.0
-            if request is not None:  # else `close` wakes the engine
+            if request is not None:  # None is from `close`, which wakes the engine
                 self.scheduler.requests.waiting.append(request)
 
     def _run_on_all(self, operations: list[Operation], images: dict[str, Any] | None = None) -> StepResults:
-        """Run operations on all ranks, with the images of the prompt that begins. Take the reports of the ranks."""
+        """Run operations on all ranks, and give the ranks' reports to the scheduler. A prompt may begin with images."""
         operations, reports = self.step_exchange.exchange(operations, self.worker.step_report)
         self.scheduler.take_reports(reports)
         self.exchanges += 1
         return StepResults() if operations == END else self._run(operations, images)
 
     def _run_between_steps(self, operations: list[Operation]) -> StepResults:
-        """Run operations on all ranks, between two steps."""
+        """Run operations of the draft model on all ranks, while rank 0 plans a step. Reports wait for the step."""
         operations, _ = self.step_exchange.exchange(operations, self.worker.step_report)
         self.exchanges += 1
         return self.worker.run(operations)
@@ -369,7 +367,7 @@ class Engine:
 
 
 def _check_options(max_gap: object, store: object, folder: object) -> None:
-    """Raise unless options are possible. A folder of keys is not: one cache has it, and each request has a cache."""
+    """Raise unless options are possible. `folder=` is none: a folder holds one cache, and each request has a cache."""
     if max_gap is not None and not (isinstance(max_gap, (int, float)) and max_gap > 0):
         fix = "pass seconds, or leave it out"
         raise ArgumentError(f"{SUBJECT} max_gap", "seconds above 0", repr(max_gap), fix)

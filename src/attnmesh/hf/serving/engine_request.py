@@ -25,12 +25,12 @@ MOST_BIAS = 100
 """Largest bias of a logit, the limit of OpenAI's interface."""
 
 COLDEST, HOTTEST = 1e-5, 1e6
-"""Temperatures at which tokens are drawn. Below them the likeliest token has all of the probability, and is taken."""
+"""Lowest and highest temperature of draws. At a lower one the likeliest token has all of the probability."""
 
 
 @dataclass(frozen=True)
 class DrawnToken:
-    """A new token. `logprob` and the most likely tokens `top` are the model's, before penalty and cuts."""
+    """A new token. `logprob` and the likeliest tokens, `top`, are the model's, before biases, penalties and cuts."""
 
     id: int
     logprob: float | None = None
@@ -56,7 +56,7 @@ class SamplingParams:
     """Tokens, and what is added to the logit of each."""
     seed: int = 0
     logprobs: int = 0
-    """Most likely tokens that come with each new token, by number."""
+    """Number of the most likely tokens that come with each new token."""
 
     def check(self) -> None:
         """Raise unless each value is possible."""
@@ -83,7 +83,7 @@ class SamplingParams:
         return self.temperature < COLDEST
 
     def generator(self, tokens: int, vocabulary: int) -> torch.Generator:
-        """Return the generator after that number of tokens was drawn."""
+        """Return the generator as it is after `tokens` tokens of a vocabulary of `vocabulary` were drawn."""
         return generator_after(self.seed, 0 if self.greedy else tokens, vocabulary)
 
     def draw(
@@ -103,7 +103,7 @@ class SamplingParams:
         if scores.sum().isnan() and scores.isnan().any():  # inf - inf is NaN, too
             raise ModelError("Engine", "logits that are numbers", "NaN", "check the model's weights and dtype")
         penalized = self._penalize(scores[None], before, counts)
-        if allowed is not None:  # last, so that no bias or penalty brings another token back
+        if allowed is not None:  # after biases and penalties, which then bring no other token back
             penalized = apply_mask(penalized, allowed)
         chosen = int(penalized.argmax()) if self.greedy else self._sample(penalized, generator)
         if not self.logprobs:
@@ -135,7 +135,11 @@ class SamplingParams:
 
 
 class Origin(NamedTuple):
-    """The cache that a prompt goes on from, the tokens that both have, and whether nothing else needs the cache."""
+    """The cache from which a prompt goes on.
+
+    `tokens` counts the tokens that cache and prompt share. `moves` is true if the prompt takes the cache itself, which
+    nothing else needs, and not a fork.
+    """
 
     source: int | None = None
     """Id of the cache; None for a new one."""
@@ -165,21 +169,21 @@ class EngineRequest:
     cache_id: int = -1
     """Id of the request's cache; -1 without one."""
     is_forked: bool = False
-    """The cache may share memory with a cache that is gone."""
+    """True if the cache may share memory with a cache that is gone."""
     computed_tokens: int = 0
-    """Tokens that the cache has while the prompt is computed."""
+    """Tokens in the cache so far, while the prompt is computed."""
     fork_points: set[int] = field(default_factory=set)
-    """Counts of tokens after which other prompts part from this one. The cache is forked there."""
+    """Lengths of the prefixes that other prompts share. The cache is forked when it has one of these lengths."""
     passed_fork_points: set[int] = field(default_factory=set)
     """Fork points that the cache has passed."""
     suspected: bool = False
-    """A step failed with this row among others, and no step of the row has gone well since."""
+    """True if a step with this row failed, and no step with it has succeeded since."""
     cached_tokens: int = 0
     """Tokens of the prompt that a kept cache had."""
     finish_reason: str | None = None
     cancelled: bool = False
     generator: torch.Generator | None = None
-    """Draws the next token; None before the first."""
+    """Random numbers of the next token; None before the first."""
     before: Tensor | None = None
     """The tokens so far, each at least once; None before the first draw, and where no penalty needs them."""
     counts: Tensor | None = None
@@ -207,7 +211,7 @@ class EngineRequest:
     def __iter__(self) -> Iterator[DrawnToken]:
         while (token := self.tokens.get()) is not None:
             if isinstance(token, BaseException):
-                self.tokens.put(token)  # another reader gets the error, too
+                self.tokens.put(token)  # left there for other readers
                 raise token
             yield token
         self.tokens.put(None)
@@ -234,7 +238,7 @@ class EngineRequest:
         return self._ids
 
     def add(self, logits: Tensor) -> bool:
-        """Draw the next token. Return whether the answer has ended."""
+        """Draw the next token from its logits, (vocabulary,). Return whether the answer has ended."""
         mask = None if self.grammar is None else self.grammar.mask()
         if mask is not None and mask.is_whole:
             return self.end("stop")
@@ -260,7 +264,7 @@ class EngineRequest:
         return len(self.answer) >= self.max_new_tokens and self.end("length")
 
     def end(self, reason: str | BaseException) -> bool:
-        """End the request, with a reason or an error."""
+        """End the request, with a reason or an error, unless it has ended. Return True, as `add` does at an end."""
         if self.finish_reason is None:
             self.finish_reason = "error" if isinstance(reason, BaseException) else reason
             self.tokens.put(reason if isinstance(reason, BaseException) else None)

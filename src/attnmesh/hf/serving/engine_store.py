@@ -1,4 +1,4 @@
-"""The store of an engine as rank 0 schedules it, or what stands for it where there is none."""
+"""The store of an engine as rank 0 schedules it, and a stand-in for engines without a store."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 
@@ -75,16 +75,19 @@ class NoStore:
 
 
 EngineStore = NoStore | StoreScheduler
-"""The calls of an engine to its store."""
+"""The store to which the scheduler's calls go."""
 
 
 def begin_store(settings: PrefixStore | None, worker: RankWorker) -> EngineStore:
-    """Open the store of an engine on all ranks. Return what the first of them schedules."""
+    """Open the store of an engine, and return the scheduler of its blocks. Collective over the ranks of the mesh.
+
+    Rank 0 schedules the blocks of all ranks; the other ranks get a `NoStore`.
+    """
     if settings is None:
         return NoStore()
     opened = open_store(settings, worker.model, worker.template)
     try:
-        with Agreement(worker.mesh, STORE_SUBJECT):  # the first rank reads what is there
+        with Agreement(worker.mesh, STORE_SUBJECT):  # rank 0 reads the folder, which may fail
             is_first = not worker.mesh.shard_index
             scheduler: EngineStore = StoreScheduler(settings, opened, worker) if is_first else NoStore()
         worker.store = RankStore(opened, worker.mesh, worker.caches)

@@ -1,4 +1,4 @@
-"""Bytes of caches before they are allocated: of a request by its tokens, and of the growth of a cache."""
+"""Bytes of caches before their allocation: those of a request by its tokens, and those by which a cache grows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ class Footprint:
     """Bytes of a request's cache on the rank that holds most, as the first cache of the model shows them."""
 
     layers: list[tuple[CacheConfig, Place, int]]
-    """Sizes of each cache, where it is, and the tokens that a key stands for."""
+    """Configuration of each layer's cache, its place, and the tokens that one of its keys stands for."""
     states: int
     grows: bool
 
@@ -40,24 +40,24 @@ class Footprint:
         return Footprint(layers, states, cache.capacity is None)
 
     def __call__(self, tokens: int, *, shared: int = 0) -> int:
-        """Return the bytes for `tokens`, of which the first `shared` are in memory that another cache has."""
+        """Return the bytes of a cache of `tokens` tokens, without the first `shared`, which lie in another's memory."""
         total = self.states
         for config, place, tokens_per_key in self.layers:
             keys = -(-tokens // tokens_per_key)
             whole = replace(config, capacity=growth_capacity(keys) if self.grows else config.capacity)
             total += shard_bytes(whole, *place)
-            if shared >= tokens_per_key and config.mask is None:  # a window is copied
+            if shared >= tokens_per_key and config.mask is None:  # a fork copies its window
                 total -= shard_bytes(replace(config, capacity=shared // tokens_per_key), *place)
         return total
 
     def of_chunk(self, tokens: int) -> int:
-        """Return the bytes that layers with a window hold of a chunk beside their window."""
+        """Return the bytes that a chunk of `tokens` tokens takes in layers with a window, beside the window."""
         windows = ((config, place) for config, place, _ in self.layers if config.mask is not None)
         return sum(shard_bytes(replace(config, capacity=tokens, mask=None), *place) for config, place in windows)
 
 
 def growth(cache: ShardedCache, tokens: int) -> int:
-    """Return the bytes by which a cache grows on the rank that holds most, when it takes so many more tokens."""
+    """Return the bytes by which a cache grows with `tokens` more tokens, on the rank that holds most."""
     total = 0
     layers = cache.attention_layers
     if layers and layers[0].kv is not None and not any(layer.other_kvs for layer in layers):
@@ -72,9 +72,9 @@ def growth(cache: ShardedCache, tokens: int) -> int:
 
 
 def memory_share(meshes: tuple[RankMesh, RankMesh], device: torch.device, shares: Sequence[float] | None) -> int:
-    """Return the share of one rank of the free memory, the least of all ranks of a mesh and their peers.
+    """Return the bytes of free memory that caches may take on a rank, the least over a mesh and its peers. Collective.
 
-    With unequal shares of tokens it is what the rank that holds most may take, so that no rank takes more than it has.
+    With unequal shares of tokens these are the bytes of the rank that holds most: other ranks take less in proportion.
     """
     peers, mesh = meshes
     free = free_of_ranks(mesh, device, min(free_of_ranks(peers, device)))
@@ -84,7 +84,7 @@ def memory_share(meshes: tuple[RankMesh, RankMesh], device: torch.device, shares
 
 
 def never_fits(needed: int, memory: int) -> TooLong:
-    """Return the error of a request whose cache no eviction makes room for."""
+    """Return the error of a request that needs more bytes than all caches may take."""
     given, fix = f"{needed:,} bytes for one request", "shorten the prompt, or raise cache_memory"
     return TooLong("submit ids", f"caches of at most {memory:,} bytes a rank", given, fix)
 

@@ -1,6 +1,6 @@
 """Grammars of answers on rank 0: the place of each answer in its grammar, and the tokens that may come next.
 
-Masks are made in threads while ranks compute. The other ranks know nothing of them: rank 0 alone draws tokens.
+Threads of rank 0 make masks while ranks compute. Other ranks need no masks: rank 0 alone draws tokens.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,19 +22,19 @@ THREADS = 4
 """Masks that are made at the same time."""
 
 COMPILED = 8
-"""Grammars that stay compiled for answers that come next, such as further choices of a request."""
+"""Grammars that stay compiled for later answers: further choices of a request have the same grammar."""
 
 LIMITS: dict[str, Any] = {"max_grammar_size": 200_000, "step_lexer_fuel": 200_000, "verbose_errors": False}
-"""Limits of llguidance: symbols of a grammar, and work for one mask, which is about 15 ms."""
+"""Limits of llguidance: symbols of a grammar, and work for one mask, which is then about 15 ms."""
 
 INSTALL = 'run pip install "attnmesh[grammar]"'
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """Form that an answer has to have, after what the model thinks first.
+    """Form that an answer has to have after its thought, if the model thinks first.
 
-    An answer may begin with a thought if that has marks. The grammar then holds after the thought's end.
+    A thought has marks at its beginning and end. The grammar holds from its end on.
     """
 
     text: str
@@ -46,7 +46,7 @@ class Grammar:
     thought_end: tuple[int, ...] = ()
     """Tokens that end the thought."""
     is_thinking: bool = False
-    """The prompt has begun a thought."""
+    """True if the prompt has begun a thought."""
 
 
 class TokenMask(NamedTuple):
@@ -93,14 +93,14 @@ class GrammarTokens:
         self._lock = Lock()
 
     def begin(self, grammar: Grammar, ends: Iterable[int], replay: Sequence[int] = ()) -> "GrammarState":
-        """Return the state of an answer after its first tokens, or raise if the text is no grammar.
+        """Return the state of an answer after the tokens of `replay`. Raise if the text is no grammar.
 
-        `ends` are tokens that end an answer.
+        `ends` are the tokens that end an answer.
         """
         return GrammarState(self, grammar, [*ends], replay)
 
     def matcher(self, text: str) -> Any:
-        """Return the matcher of a grammar, which is compiled once. It has an error if the text is no grammar."""
+        """Return a matcher of a grammar. The grammar is compiled once. The matcher has an error if it is none."""
         from llguidance import LLMatcher
 
         with self._lock:
@@ -127,11 +127,11 @@ class GrammarState:
         self.matcher = tokens.matcher(grammar.text)
         self._check("a grammar that is possible")
         self.opening_matched: int | None = 0 if grammar.thought_begin else None
-        """Tokens of a thought's beginning so far; None if the answer has begun otherwise."""
+        """Tokens of the thought's first mark that the answer has so far; None if the answer has begun without it."""
         self.is_thinking = grammar.is_thinking
         self.last = list[int]()
         self.is_off = False
-        """The tokens so far begin a thought, and nothing of the grammar."""
+        """True if the tokens so far may begin a thought, and cannot begin an answer by the grammar."""
         for token in replay:
             self._take(token)
         self._next: Future[TokenMask] = tokens.pool.submit(self._mask)
@@ -141,11 +141,11 @@ class GrammarState:
         self._next = self.tokens.pool.submit(self._step, token)
 
     def is_ready(self, seconds: float = 0.0) -> bool:
-        """Return whether the next mask is made, after so many seconds at most."""
+        """Return whether the next mask is made. Wait for it for `seconds` at most."""
         return self._next.done() or bool(wait_for((self._next,), seconds).done)
 
     def mask(self) -> TokenMask:
-        """Return the next mask, or raise if it takes too much work."""
+        """Return the next mask, once it is made. Raise if it took too much work."""
         return self._next.result()
 
     def _step(self, token: int) -> TokenMask:
@@ -153,7 +153,6 @@ class GrammarState:
         return self._mask()
 
     def _take(self, token: int) -> None:
-        """Follow one token of a thought, or of the grammar."""
         begin, end = self.grammar.thought_begin, self.grammar.thought_end
         if self.is_thinking:
             self.last = [*self.last, token][-len(end) :]
@@ -205,12 +204,12 @@ class GrammarState:
 
 
 def wait_for_any(states: Iterable[GrammarState], seconds: float) -> None:
-    """Wait until the next mask of one of several answers is made, for so many seconds at most."""
+    """Wait until the next mask of one of several answers is made, for `seconds` at most."""
     wait_for([state._next for state in states], seconds, FIRST_COMPLETED)
 
 
 def apply_mask(scores: Tensor, allowed: Tensor) -> Tensor:
-    """Return scores, (1, tokens), of which those of other tokens are minus infinity. A mask may have fewer tokens.
+    """Return scores, (1, tokens), with minus infinity for tokens that `allowed` leaves out. It may be shorter.
 
     >>> apply_mask(torch.zeros(1, 4), torch.tensor([True, False, True]))
     tensor([[0., -inf, 0., -inf]])

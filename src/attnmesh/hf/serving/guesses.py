@@ -1,7 +1,8 @@
 """Ways to guess the next tokens of answers, and how many guesses a step checks.
 
-A step that checks guesses of a row computes them beside its next token, and draws at each place in turn. A guess is
-accepted where its token is drawn. It costs a token of a step, so its worth is weighed against that.
+A step computes the guesses of a row beside its next token, and rank 0 then draws a token at each place in turn. A guess
+is accepted if the drawn token is the guess. Each guess makes the step longer, so a guess is checked only where the
+tokens that it may save are worth more than its time.
 """
 
 from collections import Counter, deque
@@ -18,32 +19,32 @@ LEAST_RATE = 0.3
 """Share of a row's guesses that are accepted, below which no guess of the row is checked, whatever its time."""
 
 MEASURED_TIMES = 3
-"""Times of which the middle one counts: one may be wrong."""
+"""Times of which the middle one counts, so that one wrong time does no harm."""
 
 LAST_STEPS = 5
-"""Steps with guesses that show what a guess takes."""
+"""Last steps with guesses, whose times show the time of a guess."""
 
 LEAST_DIFFERENCE = 4
-"""Guesses by which two steps differ at least whose times show what each guess takes."""
+"""Least difference in guesses of two steps whose times show the time of a guess: noise hides a smaller one."""
 
 TRIAL_GUESSES = 8
-"""Guesses of a step that tries whether they are worth their time."""
+"""Guesses of a trial step, which measures whether guesses are worth their time."""
 
 TRIAL_TIME_SHARE = 0.01
-"""Share of the time that trials may lose, after the first ones."""
+"""Share of all time that trial steps may lose, after the first ones."""
 
 REPAID = 256
-"""Steps without guesses that make up for any time that trials have lost."""
+"""Steps without guesses after which no loss of a trial counts any more."""
 
 SOON, LATER = 8, 64
-"""Steps with guesses before one without is measured: while guesses do not pay, and while they do."""
+"""Steps with guesses after which a step without guesses is measured: while guesses do not pay, and while they do."""
 
 MAX_TIME_DRIFT = 0.25
-"""Share by which the last step without guesses may differ from the middle one. Beyond it another is measured."""
+"""Share by which the last step without guesses may differ from the middle one, before another is measured."""
 
 
 class RowTimes:
-    """Seconds of the last steps, by the number of their rows."""
+    """Seconds of the last steps for each number of rows."""
 
     def __init__(self) -> None:
         self.seconds: dict[int, deque[float]] = {}
@@ -53,7 +54,7 @@ class RowTimes:
         self.seconds.setdefault(rows, deque(maxlen=MEASURED_TIMES)).append(seconds)
 
     def __call__(self, rows: int) -> float:
-        """Return the seconds of a step of so many rows, between those of fewer and of more; 0 if none is known."""
+        """Return the seconds of a step of `rows` rows, interpolated between known numbers; 0 if none is known."""
         if rows in self.seconds:
             return median_low(self.seconds[rows])
         known = {count: median_low(self.seconds[count]) for count in sorted(self.seconds)}
@@ -61,7 +62,7 @@ class RowTimes:
 
     @property
     def of_row(self) -> float:
-        """Seconds of each further row; infinite if steps had the same number of rows."""
+        """Seconds of each further row; infinite if all steps had the same number of rows."""
         few = min(self.seconds)
         many = max(self.seconds)
         return (self(many) - self(few)) / (many - few) if many > few else inf
@@ -70,26 +71,26 @@ class RowTimes:
 class StepTimes:
     """The times of the last steps, by which guesses are chosen.
 
-    Guesses are chosen by middle times of several steps. Where no guess is worth its time by them, a few are tried now
-    and then, as long as trials lose less than a small share of the time.
+    The median of several steps counts. While no guess is worth its time, a trial step checks a few guesses now and
+    then, as long as trials lose less than `TRIAL_TIME_SHARE` of the time.
     """
 
     def __init__(self) -> None:
         self.without_guesses = RowTimes()
         """Times of steps without guesses."""
         self.since = Counter[int]()
-        """Steps with guesses since the last one without, by rows."""
+        """Steps with guesses since the last step without guesses, by rows."""
         self.wait = SOON
-        """Steps with guesses after which one without is due."""
+        """Steps with guesses after which a step without guesses is due."""
         self.added: deque[tuple[int, int, float]] = deque(maxlen=LAST_STEPS)
-        """Rows and guesses of the last steps with guesses, and by what share they took longer than steps without."""
+        """Rows, guesses and extra time of the last steps with guesses. The time is a share of a step without."""
         self.pays = False
         """True if guesses are worth their time."""
         self.debt = 0.0
-        """Seconds that trials have lost, and that are not made up for."""
+        """Seconds that trials have lost, less those that later steps have made up for."""
 
     def add(self, rows: int, guesses: int, seconds: float, accepted: int = 0, guessing: float = 0.0) -> None:
-        """Take the time of a step, how many of its guesses were accepted, and the seconds of guessing."""
+        """Take the seconds of a step, its guesses, how many were accepted, and the seconds for which they were made."""
         plain = self.without_guesses(rows)
         lost = guessing - TRIAL_TIME_SHARE * seconds
         if guesses:
@@ -106,16 +107,16 @@ class StepTimes:
     def choose(
         self, rates: Sequence[float], offered: Sequence[int], passes: Sequence[float] = (), *, tries: bool = True
     ) -> list[int]:
-        """Return how many of the guesses that each row may have give most tokens in a second.
+        """Return the number of guesses of each row that gives most tokens in a second.
 
-        The chance of guess i of a row is the row's rate to the i. The likeliest guesses are taken, as long as one more
-        makes more tokens in a second.
+        Guess i of a row is accepted with the probability rate^i. Guesses are taken in order of their probability, up to
+        the number that gives most tokens in a second.
 
         Args:
             rates: Share of the guesses of each row that are accepted.
             offered: Guesses that each row may have at most.
-            passes: Seconds in which one token is guessed in so many rows, from 0 on; none if that takes no time.
-            tries: Whether guesses may be chosen to find the time that they take.
+            passes: Entry n is the seconds in which one token is guessed in each of n rows; empty if this takes no time.
+            tries: Whether a trial step may be chosen.
         """
         positions = {row: range(1, offered[row] + 1) for row, rate in enumerate(rates) if rate >= LEAST_RATE}
         likely = sorted(
@@ -131,7 +132,7 @@ class StepTimes:
         return [chosen[row] for row in range(len(rates))]
 
     def _needs_plain(self, rows: int) -> bool:
-        """Return whether the next step has no guesses, to measure it."""
+        """Return whether the time of a step without guesses has to be measured again."""
         known = self.without_guesses.seconds.get(rows)
         return not known or self.since[rows] >= self.wait or abs(known[-1] / median_low(known) - 1) > MAX_TIME_DRIFT
 
@@ -156,14 +157,14 @@ class StepTimes:
         return taken
 
     def _trial(self, rows: int) -> int:
-        """Return how many guesses are tried: no more than take about as long as a step."""
+        """Return the guesses of a trial step: together they take about as long as a step without guesses, at most."""
         of_guess = self._prices()[1] if self.added else 0.0
         return max(1, int(min(TRIAL_GUESSES, self.without_guesses(rows) / of_guess))) if of_guess else TRIAL_GUESSES
 
     def _prices(self) -> tuple[float, float]:
-        """Return the seconds that guesses add to a step, however many there are, and those of each guess.
+        """Return the fixed seconds that any guesses add to a step, and the seconds of each guess.
 
-        A guess takes no more than a row does.
+        Without two steps that differ enough in guesses, the seconds of a guess are at most those of a row.
         """
         steps = sorted((guesses, share * self.without_guesses(rows)) for rows, guesses, share in self.added)
         pairs = combinations(steps, 2)
@@ -174,14 +175,14 @@ class StepTimes:
 
 
 class Guesser:
-    """A way to guess the next tokens of rows."""
+    """A way to guess the next tokens of rows, on rank 0."""
 
     def guess(self, rows: Sequence[EngineRequest], times: StepTimes, free: Callable[[], int]) -> None:
-        """Set the guesses of rows that the next step checks. `free` says how many bytes of caches are free."""
+        """Set the guesses of rows that the next step checks. `free` returns the bytes that are free for caches."""
         raise NotImplementedError
 
     def release(self) -> bool:
-        """Give memory of caches back. Return whether there was some."""
+        """Free memory of the guesser's caches. Return whether there was any."""
         return False
 
     def metrics(self) -> dict[str, float]:

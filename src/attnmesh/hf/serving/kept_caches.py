@@ -12,28 +12,29 @@ from attnmesh.hf.serving.engine_request import EngineRequest, Origin
 from attnmesh.hf.serving.rank_worker import RankWorker
 
 LEAST_SHARED = 16
-"""Tokens that a cache has to share with a prompt."""
+"""Fewest tokens that a cache has to share with a prompt: fewer would save little."""
 
 
 class KeptCaches:
     """Caches of requests that ended, and snapshots of prompts, least recently used first.
 
-    A cache with a window or a state cannot go back to where two prompts part. So a snapshot is kept there: a fork that
-    the second prompt makes as it comes by, for the third. Requests share caches with those of their own salt alone.
+    A cache with a window or a state cannot go back to an earlier token. Prompts A and B share 500 tokens: while the
+    cache of B has exactly 500, it is forked, and the fork is kept. Prompt C, with the same 500 tokens, goes on from
+    this snapshot. Only requests of one salt share caches.
     """
 
     def __init__(self, worker: RankWorker) -> None:
         self.worker = worker
         self.kept: OrderedDict[int, str] = OrderedDict()
-        """Salts of the kept caches."""
+        """Salts of the kept caches by their ids."""
         self.snapshots: set[int] = set()
         self.images_digests: dict[int, bytes] = {}
         """Digests of the images of each cache that has images."""
         self.ids: dict[int, tuple[Tensor | None, Tensor]] = {}
-        """The tokens of each cache that was looked at, and their copy in CPU memory."""
+        """Tokens of each cache when it was last looked at, and their copy in CPU memory."""
 
     def keep(self, request: EngineRequest, *, snapshot: int | None = None) -> None:
-        """Keep a request's cache, or a snapshot of it, which stays whole when a request goes on from it."""
+        """Keep a request's cache, or the snapshot of id `snapshot`. Requests that go on from a snapshot fork it."""
         self.kept[request.cache_id if snapshot is None else snapshot] = request.salt
         if snapshot is not None:
             self.snapshots.add(snapshot)
@@ -51,7 +52,7 @@ class KeptCaches:
             self.ids.pop(cache_id, None)
 
     def note_use(self, origin: Origin) -> None:
-        """Note that a request goes on from a cache, which it takes, or forks."""
+        """Note that a request goes on from a cache: it takes the cache, or forks it."""
         if origin.source is None:
             return
         if origin.moves:
@@ -60,10 +61,10 @@ class KeptCaches:
             self.kept.move_to_end(origin.source)
 
     def find(self, request: EngineRequest, others: Iterable[EngineRequest]) -> Origin:
-        """Return the cache with the longest prefix of a prompt; none if it shares too little.
+        """Return the cache with the longest prefix of a prompt; none if all share fewer than `LEAST_SHARED` tokens.
 
-        Of caches that share as much, one with the same images is taken. Images that differ are found when the prompt
-        begins.
+        Of caches that share equally many, one with the same images is taken. A cache with other images may be returned:
+        they are compared when the prompt begins.
         """
         best = (LEAST_SHARED - 1, True)
         origin = Origin()
@@ -79,7 +80,7 @@ class KeptCaches:
         return origin
 
     def find_parting(self, request: EngineRequest, others: Iterable[EngineRequest]) -> int:
-        """Return the most tokens that a prompt shares with those of other caches, also of those that cannot go back."""
+        """Return the most tokens that a prompt shares with a cache, even if this cache cannot go back to their end."""
         ids = request.ids_tensor
         most = 0
         for cache_id in self._caches(request, others) if request.images is None else ():
@@ -87,7 +88,7 @@ class KeptCaches:
         return most
 
     def count_shared(self, request: EngineRequest, other: EngineRequest) -> int:
-        """Return the tokens that two prompts share, as far as a cache of one serves the other."""
+        """Return how many first tokens two prompts share, without those that `request` has to compute itself."""
         differs = request.salt != other.salt or request.prompt[:LEAST_SHARED] != other.prompt[:LEAST_SHARED]
         if differs or request.images is not None or other.images is not None:
             return 0
@@ -96,7 +97,7 @@ class KeptCaches:
         )
 
     def _caches(self, request: EngineRequest, others: Iterable[EngineRequest]) -> list[int]:
-        """Return the caches of a request's salt that hold tokens as a prompt has them."""
+        """Return the caches of a request's salt whose tokens were computed as those of a prompt are."""
         ended = self.snapshots if self.worker.recomputes_by_token else self.kept
         salts = {n: salt for n, salt in self.kept.items() if n in ended} | {
             other.cache_id: other.salt for other in others
@@ -104,7 +105,7 @@ class KeptCaches:
         return [n for n, salt in salts.items() if salt == request.salt and n in self.worker.caches]
 
     def _ids_of(self, cache_id: int) -> Tensor:
-        """Return the tokens of a cache in CPU memory, copied once they are others: a copy waits for the GPU."""
+        """Return the tokens of a cache in CPU memory. Only new tokens are copied again: a copy waits for the GPU."""
         tokens = self.worker.caches[cache_id].tokens
         if cache_id not in self.ids or self.ids[cache_id][0] is not tokens:
             copied = torch.empty(0, device="cpu") if tokens is None else tokens[0].cpu()

@@ -1,4 +1,4 @@
-"""Guesses that are copied: what followed the last few tokens of a row where they stood before."""
+"""Guesses by look-up: the last tokens of a row are found earlier in it, and what follows there is guessed."""
 
 from array import array
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ from attnmesh.hf.serving.engine_request import EngineRequest
 from attnmesh.hf.serving.guesses import Guesser, StepTimes
 
 NGRAM = 3
-"""Last tokens that are looked up."""
+"""Number of last tokens that are looked up: fewer are found more often, and what follows is wrong more often."""
 
 
 class RowText:
@@ -29,9 +29,9 @@ class RowText:
         return len(self.data) // array("i").itemsize - self.prompt
 
     def find_next(self, most: int) -> list[int]:
-        """Return at most so many tokens after the last place where the last few stood before.
+        """Return `most` tokens after the last earlier place of the last `NGRAM` tokens; none without such a place.
 
-        Where there are too few, they begin again: the text repeats itself.
+        Where fewer follow, the text is taken to repeat itself: they begin again.
         """
         size = array("i").itemsize
         width = NGRAM * array("i").itemsize
@@ -45,7 +45,10 @@ class RowText:
 
 
 class NgramGuesser(Guesser):
-    """Guesses by look-up. All are compared with the answer at no cost; steps check a row's once one was right."""
+    """Guesses by look-up.
+
+    All guesses are compared with the answer, which costs nothing. Steps check guesses of a row once some were right.
+    """
 
     def __init__(self, most: int) -> None:
         self.most = most

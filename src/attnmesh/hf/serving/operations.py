@@ -1,4 +1,4 @@
-"""Operations of steps: what ranks do, each with the code that rank 0 sends to all ranks."""
+"""Operations of steps: each is a piece of work for all ranks, with a code that rank 0 sends to them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -36,14 +36,14 @@ class BlockToSave(NamedTuple):
 
 @dataclass
 class StepResults:
-    """Results of the operations of a step, each of the last one of its kind."""
+    """Results of the operations of a step. Of several operations of one kind the last result stays."""
 
     cached_tokens: int | None = None
-    """Tokens that the cache of the prompt that began had; None if none began."""
+    """Tokens in the cache of the prompt that began, as it began; None if no prompt began."""
     computed_tokens: int = 0
-    """Tokens in the cache of the prompt whose chunk was computed."""
+    """Tokens in the cache of the prompt whose chunk was computed, after the chunk."""
     logits: Tensor | None = None
-    """Logits after that prompt's last token, (1, vocabulary); None before its last chunk."""
+    """Logits after the last token of this prompt, (1, vocabulary); None before its last chunk."""
     rows: Sequence[Tensor] = ()
     """Logits of each row that decoded, (tokens, vocabulary)."""
     draft: "StepResults | None" = None
@@ -54,7 +54,7 @@ class StepResults:
     """Seconds of each kind of operation."""
 
     def error_of(self, *kinds: type) -> InputError | None:
-        """Return the error of operations of these kinds, of the first kind that has one."""
+        """Return the error of the first of these kinds that has one; None if none has."""
         return next((self.errors[kind] for kind in kinds if kind in self.errors), None)
 
 
@@ -62,19 +62,19 @@ class StoredBlocks(Protocol):
     """The blocks of caches that a rank stores, as a `RankStore` has them."""
 
     def do_load(self, cache_id: int, nbytes: int, patience: float) -> None:
-        """Copy blocks that were read to the cache."""
+        """Copy blocks that were read to the cache, about `nbytes` bytes. Wait `patience` seconds for the first."""
         ...
 
     def do_close(self, cache_id: int, length: int) -> None:
-        """End a reading of blocks."""
+        """End the reading of blocks into a cache, which then has `length` tokens."""
         ...
 
     def do_save(self, cache_id: int, blocks: Sequence[BlockToSave]) -> None:
-        """Copy blocks of a cache."""
+        """Copy blocks of a cache to memory, and to files."""
         ...
 
     def do_forget(self, in_memory: Sequence[StoredBlock], on_disk: Sequence[StoredBlock]) -> None:
-        """Forget blocks."""
+        """Forget blocks in memory, and remove files of blocks."""
         ...
 
 
@@ -99,7 +99,7 @@ class Caches(Protocol):
         ...
 
     def do_rows(self, rows: Sequence[tuple[int, Sequence[int]]], grows: bool) -> Sequence[Tensor]:
-        """Compute the next tokens of rows. Return their logits."""
+        """Add tokens to rows. Return the logits after them, a tensor for each row."""
         ...
 
     def do_crop(self, rows: Sequence[tuple[int, int]]) -> None:
@@ -125,7 +125,7 @@ OPERATIONS: "dict[str, type[Operation]]" = {}
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation of a step. `name` is that of its code."""
+    """An operation of a step. `name` is the first entry of its code."""
 
     name: ClassVar[str]
 
@@ -134,7 +134,10 @@ class Operation:
         OPERATIONS[name] = cls
 
     def run(self, worker: Caches, results: StepResults) -> None:
-        """Run on a rank, and note the result and the seconds. An `InputError` is a result, too: the first one stays."""
+        """Run on a rank, and note the result and the seconds.
+
+        An `InputError` is noted as a result: all ranks raise it alike. Of several the first one stays.
+        """
         kind = type(self)
         start = perf_counter()
         try:
@@ -147,7 +150,7 @@ class Operation:
         raise NotImplementedError
 
     def to_code(self) -> list[Any]:
-        """Return the operation as JSON has it.
+        """Return the code of the operation, which JSON can spell.
 
         >>> Draft([Fill(3, 256, 900)]).to_code()
         ['draft', [['fill', 3, 256, 900]]]
@@ -156,7 +159,7 @@ class Operation:
 
     @classmethod
     def _of_values(cls, *values: Any) -> "Operation":
-        """Return the operation whose fields JSON has as these values."""
+        """Return the operation of a code, from the values after its name."""
         return cls(*values)
 
 
@@ -164,7 +167,7 @@ class Operation:
 class Start(Operation, name="start"):
     """Begin a prompt with a new cache, or with one that is kept, or a fork of it.
 
-    The `later` last tokens are computed at the end, as those of an answer are.
+    The last `later` tokens are those of an answer: they are computed after the prompt, by the rule for answers.
     """
 
     cache_id: int
@@ -173,7 +176,7 @@ class Start(Operation, name="start"):
     moves: bool
     later: int
     images: Any
-    """The descriptions of inputs for images; the inputs by name, once they are shared."""
+    """Descriptions of inputs for images; the inputs by name, once `StepExchange.share_images` has sent them."""
 
     def _run(self, worker: Caches, results: StepResults) -> None:
         results.cached_tokens = worker.do_start(self)
@@ -181,7 +184,7 @@ class Start(Operation, name="start"):
 
 @dataclass(frozen=True)
 class Fill(Operation, name="fill"):
-    """Compute the next chunk of a prompt, of so many tokens, and up to the token `stop` at most."""
+    """Compute the next chunk of a prompt: `size` tokens, but none from token `stop` on."""
 
     cache_id: int
     size: int
@@ -204,10 +207,12 @@ class Fork(Operation, name="fork"):
 
 @dataclass(frozen=True)
 class DecodeRows(Operation, name="rows"):
-    """Add tokens to each cache by its id, of which some grow or none."""
+    """Add tokens to caches."""
 
     rows: Sequence[tuple[int, Sequence[int]]]
+    """Ids of the caches, each with its new tokens."""
     grows: bool
+    """True if a cache allocates memory, so that bytes are counted anew."""
 
     def _run(self, worker: Caches, results: StepResults) -> None:
         results.rows = worker.do_rows(self.rows, self.grows)
@@ -215,9 +220,10 @@ class DecodeRows(Operation, name="rows"):
 
 @dataclass(frozen=True)
 class Crop(Operation, name="crop"):
-    """Take tokens back from the ends of caches: their ids, each with a count."""
+    """Take tokens back from the ends of caches."""
 
     rows: Sequence[tuple[int, int]]
+    """Ids of the caches, each with the number of tokens."""
 
     def _run(self, worker: Caches, results: StepResults) -> None:
         worker.do_crop(self.rows)
@@ -235,7 +241,7 @@ class Drop(Operation, name="drop"):
 
 @dataclass(frozen=True)
 class OpenStored(Operation, name="open"):
-    """Make a cache for so many tokens, and begin to read stored blocks into it."""
+    """Make a cache for `tokens` tokens, and begin to read stored blocks into it."""
 
     cache_id: int
     layers: Sequence[list[int]]
@@ -255,7 +261,7 @@ class OpenStored(Operation, name="open"):
 
 @dataclass(frozen=True)
 class LoadBlocks(Operation, name="load"):
-    """Copy blocks that have been read to a cache, of about so many bytes. Wait so long for the first one."""
+    """Copy blocks that have been read to a cache, about `nbytes` bytes. Wait `patience` seconds for the first block."""
 
     cache_id: int
     nbytes: int
@@ -318,7 +324,7 @@ class Draft(Operation, name="draft"):
         results.draft = worker.do_draft(self.operations)
 
     def to_code(self) -> list[Any]:
-        """Return the operation as JSON has it."""
+        """Return the code, which has the codes of the draft's operations."""
         return [self.name, [operation.to_code() for operation in self.operations]]
 
     @classmethod
@@ -336,7 +342,7 @@ class EndOfSteps(Operation, name="end"):
 
 
 def operation_of(code: Sequence[Any]) -> Operation:
-    """Return the operation that `to_code` wrote, after JSON.
+    """Return the operation of a code that `to_code` wrote and JSON has read.
 
     >>> operation_of(["fill", 3, 256, 900])
     Fill(cache_id=3, size=256, stop=900)

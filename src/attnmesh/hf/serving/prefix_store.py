@@ -1,4 +1,4 @@
-"""A store of prefixes that outlives caches and ranks: what a model's keys depend on, and the folder of its blocks."""
+"""A store of prefixes that outlives caches and ranks: its settings, its folder, and the name of a model in it."""
 
 import json
 from dataclasses import dataclass
@@ -23,10 +23,10 @@ from attnmesh.store.block_folder import STORE_SUBJECT, WRITERS, BlockFolder, Fol
 from attnmesh.store.block_names import BLOCK_GRAIN, HASH_BYTES
 
 VERSION = 1
-"""Version of what a block's keys depend on. Blocks of another one are not found."""
+"""Version of the rules by which keys are computed and stored. Blocks of another version are not found."""
 
 RELEASE_SECONDS = 10.0
-"""Seconds in which ranks that were ended let go of a folder."""
+"""Seconds to wait for the ranks of an earlier engine, which may still hold the folder after they were ended."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,15 @@ class OpenStore:
     name: str
     """Name of the model, by which the first rank names blocks. Names of other ranks may differ, and are not used."""
     lock: FolderLock
-    """Lock of the folder: each rank has it as long as it may write."""
+    """Lock of the folder, which each rank holds as long as it may write."""
 
 
 def open_store(store: PrefixStore, model: PreTrainedModel, cache: ShardedCache) -> OpenStore:
-    """Open the folder on all ranks, of which the first locks it, and the others beside it. All raise if one cannot."""
+    """Open the folder on all ranks. If one cannot, all raise its error. Collective over the ranks of the mesh.
+
+    Rank 0 takes the folder's lock for itself, and waits until no rank of an earlier engine writes. Then each other rank
+    takes a share of the lock of writers, for which a later engine waits in turn.
+    """
     mesh = RankMesh.of(cache.mesh)
     locks = list[FolderLock]()
     try:
@@ -86,7 +90,7 @@ def open_store(store: PrefixStore, model: PreTrainedModel, cache: ShardedCache) 
             store.check(model, cache)
             if not mesh.shard_index:
                 locks.append(FolderLock(make_private_folder(store.folder), patience=RELEASE_SECONDS))
-                # Other ranks of an engine before may still write.
+                # Ranks of an earlier engine may still write.
                 FolderLock(make_private_folder(store.folder), WRITERS, patience=RELEASE_SECONDS).release()
             table = agreement.compare(fields, payload=[lock.write_number() for lock in locks] or [0])
         folder = make_private_folder(store.folder)
@@ -102,7 +106,7 @@ def open_store(store: PrefixStore, model: PreTrainedModel, cache: ShardedCache) 
 
 
 def _name_of(store: PrefixStore, model: PreTrainedModel, cache: ShardedCache) -> str:
-    """Return a hash of all that keys of a token depend on, beside the tokens up to it."""
+    """Return a hash of all that a token's keys depend on beside the tokens up to it. Collective for split weights."""
     from attnmesh import __version__
 
     is_shared = tp_mesh(model) is not None

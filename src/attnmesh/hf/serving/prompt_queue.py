@@ -1,4 +1,4 @@
-"""The prompts of an engine: which one begins, where its cache is forked for others, and whose chunk is next."""
+"""The prompts of an engine: which prompt begins, where its cache is forked for others, and whose chunk is next."""
 
 from itertools import count, islice
 
@@ -14,14 +14,14 @@ from attnmesh.hf.serving.step_exchange import value_codes_of
 from attnmesh.hf.serving.step_plan import ServedRequests, StepPlan
 
 OLDEST_EVERY = 3
-"""Chunks of which one is of the oldest prompt. The others are of the one with the shortest rest."""
+"""Every third chunk is of the oldest prompt, so that none starves. Others are of the prompt with the shortest rest."""
 
 LOOKAHEAD = 8
-"""Requests of the queue that may begin before those that wait for a prefix."""
+"""First requests of the queue, any of which may begin while the ones before it wait for a prefix."""
 
 
 class PromptQueue:
-    """Plans prompts, each in chunks, at most `max_rows` requests at a time."""
+    """Plans prompts in chunks, for at most `max_rows` requests that decode or have begun."""
 
     def __init__(
         self, worker: RankWorker, requests: ServedRequests, memory: CacheMemory, store: EngineStore, max_rows: int
@@ -32,17 +32,17 @@ class PromptQueue:
         self.kept_caches = memory.kept_caches
         self.store = store
         self.max_rows = max_rows
-        self.is_full = False  # true if no chunk fits: then no other prompt begins
+        self.is_full = False  # true if no chunk fits in memory: then no prompt begins
         self.new_cache_ids = count()
         self.chunk_turns = count()
 
     def plan(self, step: StepPlan, pace: ChunkPace) -> list[Operation]:
-        """Return the operations of a step on prompts: one begins, a cache is forked, and a chunk is computed."""
+        """Return the operations of a step on prompts: one prompt may begin, a cache be forked, a chunk be computed."""
         operations = self._start(step), self._snapshot(step), self._fill(step, pace)
         return [operation for operation in operations if operation is not None]
 
     def _start(self, step: StepPlan) -> Start | None:
-        """Begin the prompt of a request, if there is room for it. Return the operation."""
+        """Return the operation that begins a prompt, and note the request as begun; None if no prompt can begin."""
         request, origin = self._next_request(step)
         if request is None or origin is None:
             return None
@@ -58,7 +58,7 @@ class PromptQueue:
         request.is_forked = origin.source is not None
         parting = self.kept_caches.find_parting(request, self._lenders())
         request.fork_points = {parting} if parting >= origin.tokens + LEAST_SHARED else set()
-        if self.worker.recomputes_by_token and request.images is None:  # the answer is computed otherwise than a prompt
+        if self.worker.recomputes_by_token and request.images is None:  # answers are computed by another rule
             request.fork_points.add(len(request.prompt) - self.worker.left_to_decode)
         self.kept_caches.note_use(origin)
         if origin.source is not None:
@@ -70,7 +70,7 @@ class PromptQueue:
         return Start(request.cache_id, request.ids, origin.source, origin.moves, later, images)
 
     def _next_request(self, step: StepPlan) -> tuple[EngineRequest | None, Origin | None]:
-        """Return the request whose prompt begins, and what it goes on from; None twice if none can."""
+        """Return the request whose prompt begins, and the cache from which it goes on; None twice if no prompt can."""
         waiting = self.requests.waiting
         is_full = self.is_full and bool(self.requests.prefilling)
         if not waiting or len(self.requests.running) >= self.max_rows or self.memory.drops or is_full:
@@ -83,16 +83,16 @@ class PromptQueue:
         return request, self._choose_origin(step, request)
 
     def _begin_loading(self, step: StepPlan, request: EngineRequest) -> bool:
-        """Begin to load the prefix of a prompt, if one is stored that is longer than others. Return whether it is."""
+        """Begin to load the stored prefix of a prompt, if it is longer than that of any cache. Return whether it is."""
         common_tokens = self.kept_caches.find(request, self._lenders()).tokens
         return self.store.begin_loading(
             request, common_tokens, self.new_cache_ids, lambda: self._reserve_room(step, request, Origin())
         )
 
     def _choose_origin(self, step: StepPlan, request: EngineRequest) -> Origin | None:
-        """Return what a prompt goes on from; None if no room is left.
+        """Return the cache from which a prompt goes on; None if there is no room for the prompt.
 
-        A prompt that can never fit is refused.
+        A request whose prompt can never fit is ended with an error. Nothing is begun then either.
         """
         if len(request.answer) >= request.max_new_tokens:
             self.requests.waiting.remove(request)
@@ -105,20 +105,24 @@ class PromptQueue:
             return origin
         if self.requests.running or (self.store.holds_memory and self.store.origin_of(request) is None):
             return None
-        if self._reserve_room(step, request, Origin()):  # without the cache that it would go on from
+        if self._reserve_room(step, request, Origin()):  # the cache from which it would go on may be evicted
             return Origin()
         self.requests.waiting.remove(request)
         request.end(never_fits(self.memory.bytes_of(len(request.ids)), self.memory.limit))
         return None
 
     def _lenders(self) -> list[EngineRequest]:
-        """Return the running requests whose caches hold tokens as prompts have them."""
+        """Return the running requests whose cached tokens were computed as those of a prompt are."""
         if self.worker.recomputes_by_token:
             return [request for request in self.requests.prefilling if not request.answer]
         return self.requests.running
 
     def _let_wait(self, request: EngineRequest) -> bool:
-        """Let a request wait for a prompt that computes what both begin with, and forks there. Return if it waits."""
+        """Let a request wait for a running prompt with the same first tokens. Return whether it waits.
+
+        Prompts A and B share 500 tokens. While A computes them, B waits; A gets a fork point at 500, where its cache is
+        forked for B. A request that may have failed a step also waits, as long as another one runs.
+        """
         if request.suspected and any(other.suspected for other in self.requests.running):
             return True
         prefilling = self.requests.prefilling
@@ -136,9 +140,9 @@ class PromptQueue:
         return False
 
     def _reserve_room(self, step: StepPlan, request: EngineRequest, origin: Origin) -> bool:
-        """Make room for a prompt beside what others will need, and promise it. Return whether it fits.
+        """Make room for a prompt, beside the rests of prompts that have begun, and promise it. Return whether it fits.
 
-        Kept caches are dropped for it, but not its source.
+        Kept caches are dropped for the room, but not the cache from which the prompt goes on.
         """
         tokens = len(request.ids)
         bytes_of = self.memory.bytes_of
@@ -152,7 +156,7 @@ class PromptQueue:
         return fits
 
     def _snapshot(self, step: StepPlan) -> Fork | None:
-        """Fork the cache of a prompt that has come to where others part from it. Return the operation."""
+        """Return the operation that forks the cache of a prompt at a fork point; None if no prompt is at one."""
         for request in self.requests.prefilling:
             if request is step.starting or not request.fork_points:
                 continue
@@ -173,7 +177,7 @@ class PromptQueue:
         return None
 
     def _fill(self, step: StepPlan, pace: ChunkPace) -> Fill | None:
-        """Return the operation that computes the next chunk of a prompt, in most turns that with the shortest rest."""
+        """Return the operation that computes the next chunk of a prompt; None if no chunk fits in memory."""
         prefilling = ordered = self.requests.prefilling
         if next(self.chunk_turns) % OLDEST_EVERY != OLDEST_EVERY - 1:
             ordered = sorted(prefilling, key=lambda request: len(request.ids) - request.computed_tokens)
@@ -197,7 +201,7 @@ class PromptQueue:
     def _make_room_for_chunk(self, step: StepPlan, request: EngineRequest, tokens: int) -> bool:
         """Make room for a chunk of a prompt, and promise it. Return whether it fits.
 
-        What the prompt that begins takes is promised.
+        The prompt that begins in this step has been promised all its room.
         """
         more = 0 if self.memory.footprint is None else self.memory.footprint.of_chunk(tokens)
         more += 0 if request is step.starting else self.memory.growth(request, tokens)

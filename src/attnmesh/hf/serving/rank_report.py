@@ -8,15 +8,15 @@ class RankReport(NamedTuple):
     """The state of one rank after its last step."""
 
     nbytes: int = 0
-    """Bytes of its caches."""
+    """Bytes of the rank's caches."""
     blocks_written: int = 0
-    """Blocks of prefixes that were written, or are other ranks' to write."""
+    """Blocks of prefixes for which this rank is done: it has written its file, or has none to write."""
     write_error: int = 0
-    """Number of the system's error that ended writing; 0 for none."""
+    """Number of the system's error (`errno`) that ended writing; 0 for none."""
     blocks_read: int = 0
-    """Blocks that were copied to the cache that is loaded."""
+    """Blocks that this rank has copied to the cache that is being loaded."""
     is_damaged: bool = False
-    """True if the next block could not be copied."""
+    """True if the block after these could not be copied."""
 
     def to_code(self) -> list[int]:
         """Return the report as integers.

@@ -1,6 +1,6 @@
 """Stored prefixes on a rank: blocks in its memory, and a thread that writes blocks to a folder and reads them.
 
-A step copies rows between caches and blocks, some at a time. Files are written and read meanwhile.
+Steps copy rows between caches and blocks, a few blocks each. The thread writes and reads files meanwhile.
 """
 
 import queue
@@ -25,25 +25,25 @@ from attnmesh.store.block_rows import CacheFiller, rows_of_block
 from attnmesh.store.layer_files import TOKEN_INDEX
 
 CLOSE_SECONDS = 5.0
-"""Seconds that files get at the end of an engine."""
+"""Seconds that an engine waits at its end for files to be written."""
 
 Rows = dict[str, Tensor]
 
 
 @dataclass
 class Reading:
-    """Blocks on their way to a cache."""
+    """Blocks that are read for a cache: the thread reads them, and steps copy them to the cache."""
 
     cache: ShardedCache
     filler: CacheFiller
     blocks: Sequence[BlockToRead]
     device: torch.device
     ready: "queue.SimpleQueue[list[Rows] | None]" = field(default_factory=queue.SimpleQueue)
-    """Rows of one block after the other, file by file, of which this rank needs some; None for one that is damaged."""
+    """Rows of the blocks in order, as a list with an entry for each file; None for a damaged block."""
     done: int = 0
-    """Blocks that were copied."""
+    """Number of blocks that steps have copied."""
     is_damaged: bool = False
-    """The next block could not be copied."""
+    """True if the next block could not be copied."""
     is_closed: bool = False
 
 
@@ -57,15 +57,15 @@ class RankStore:
         self.caches = caches
         self.memory: dict[StoredBlock, Rows] = {}
         self.readings: dict[int, Reading] = {}
-        self.written = 0  # blocks that were written, or are other ranks'
-        self.fault = 0  # number of the system's error
+        self.written = 0  # blocks whose file is written, or of which this rank has no file
+        self.fault = 0  # number of the system's error that ended writing
         self._work: queue.SimpleQueue[tuple[Callable[..., None], *tuple[Any, ...]]] = queue.SimpleQueue()
         self._is_open = True
         self._thread = Thread(target=self._run, name="attnmesh store", daemon=True)
         self._thread.start()
 
     def add_to(self, report: RankReport) -> RankReport:
-        """Return a report with what was written, and what was read into the cache that is loaded."""
+        """Return a report with the blocks that were written, and those copied to the cache that is being loaded."""
         written = report._replace(blocks_written=self.written, write_error=self.fault)
         for reading in self.readings.values():
             return written._replace(blocks_read=reading.done, is_damaged=reading.is_damaged)
@@ -74,17 +74,17 @@ class RankStore:
     # --- operations of steps ---
 
     def do_save(self, cache_id: int, blocks: Sequence[BlockToSave]) -> None:
-        """Copy blocks of a cache to the memory of their ranks. Those that say so are written to the folder."""
+        """Copy this rank's rows of blocks to memory. The thread writes blocks with `to_disk` to the folder."""
         cache = self.caches[cache_id]
         for block, to_disk in blocks:
-            is_apart = block.is_state or block.file_count > self.mesh.heads.size  # each rank has a file
+            is_apart = block.is_state or block.file_count > self.mesh.heads.size  # each rank writes a file of its own
             rows = rows_of_block(cache.kvs, block, is_apart=is_apart)
             states = {}
             if block.is_state:
                 states = {STATES + name: x.to("cpu", copy=True) for name, x in cache.states.items()}
             if rows or states:
                 self.memory[block] = rows | states
-            mine = {} if self.mesh.shard_index else states  # they are the same on all ranks
+            mine = {} if self.mesh.shard_index else states  # states are equal on all ranks: one writes them
             file_number = self.mesh.shard_index if is_apart else self.mesh.heads.index
             self._work.put((self._write, block, file_number, rows | mine if to_disk else {}))
 
@@ -96,12 +96,12 @@ class RankStore:
             self.folder.remove(block)
 
     def begin_reading(self, cache_id: int, reading: Reading) -> None:
-        """Begin to read blocks into the cache of that id."""
+        """Let the thread read blocks for the cache."""
         self.readings[cache_id] = reading
         self._work.put((self._read, reading))
 
     def do_load(self, cache_id: int, nbytes: int, patience: float) -> None:
-        """Copy blocks that have been read to the cache, of about so many bytes. Wait so long for the first one."""
+        """Copy blocks that have been read to the cache, about `nbytes` bytes. Wait `patience` seconds for the first."""
         reading = self.readings[cache_id]
         while not reading.is_damaged and reading.done < len(reading.blocks) and nbytes > 0:
             try:
@@ -119,7 +119,7 @@ class RankStore:
                     self.memory[block] = rows_by_file[0]
 
     def do_close(self, cache_id: int, length: int) -> None:
-        """End a reading: the cache has the first `length` tokens."""
+        """End the reading of a cache, which then has the first `length` tokens; 0 leaves it as it is."""
         reading = self.readings.pop(cache_id)
         reading.is_closed = True
         if length:
@@ -145,11 +145,11 @@ class RankStore:
     # --- files ---
 
     def later(self, work: Callable[..., None], *arguments: Any) -> None:
-        """Do something with files after what was asked before."""
+        """Call `work` in the thread, after the work that was asked for before."""
         self._work.put((work, *arguments))
 
     def close(self, *, at_once: bool) -> None:
-        """End the thread: `at_once` after the file that it writes, else after what is left, in some seconds at most."""
+        """End the thread: `at_once` after its present file, otherwise after all work, or after `CLOSE_SECONDS`."""
         self._work.put((self._end,))
         if not at_once:
             self._thread.join(CLOSE_SECONDS)
@@ -159,7 +159,7 @@ class RankStore:
         self._is_open = False
 
     def _run(self) -> None:
-        """Work until the end, and let others have the folder then: the next engine removes what is half written."""
+        """Work until the end, and then release the folder: the next engine removes half-written files."""
         try:
             while self._is_open:
                 work, *arguments = self._work.get()
@@ -168,12 +168,12 @@ class RankStore:
             self.lock.release()
 
     def _write(self, block: StoredBlock, file_number: int, rows: Rows) -> None:
-        """Write a file of a block, unless one could not be written before."""
+        """Write a file of a block, unless an earlier file could not be written."""
         try:
             if rows and not self.fault:
                 self.folder.write(block, file_number, rows)
             self.written += 1
-        except Exception as error:  # of one file: requests go on, and rank 0 says so
+        except Exception as error:  # an error of files alone: requests go on, and rank 0 warns
             self.fault = getattr(error, "errno", None) or EIO
 
     def _read(self, reading: Reading) -> None:
@@ -188,7 +188,7 @@ class RankStore:
                 return
 
     def _rows_by_file(self, reading: Reading, block: StoredBlock, read_from: ReadFrom) -> list[Rows]:
-        """Return the rows of a block, file by file; none if this rank needs no row of it."""
+        """Return the rows of a block, an entry for each file; none if this rank needs no row of it."""
         if not reading.filler.needs(block):
             return []
         held = self.memory.get(block)
@@ -198,14 +198,14 @@ class RankStore:
 
 
 def _is_whole(rows: Rows, block: StoredBlock) -> bool:
-    """Return whether rows are of all tokens of a block: ranks of unequal shares may hold parts of it."""
+    """Return whether rows are of all tokens of a block. With unequal shares several ranks may hold parts of it."""
     return not block.is_state and len(rows.get(TOKEN_INDEX, ())) == block.stop - block.start
 
 
 def set_prompt_tokens(cache: ShardedCache, prompt: Prompt) -> None:
-    """Set the tokens of a cache that was filled for a prompt, and their images if it has all of them.
+    """Set the tokens of a cache that was filled for a prompt, and their images if all of them are in the cache.
 
-    Else what comes before the images is used.
+    Without this the prompt goes on only from the tokens before its first image.
     """
     length = cache.get_seq_length()
     cache.tokens = prompt.mark(prompt.ids)[:, :length]

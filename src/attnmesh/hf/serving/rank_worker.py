@@ -23,7 +23,7 @@ from attnmesh.mesh.axes import RankMesh
 from attnmesh.store.block_rows import CacheFiller
 
 MEASURED = 32
-"""Steps of rows after which bytes are measured again: caches that were forked copy what they change."""
+"""Steps of rows after which bytes are counted again: forked caches share memory, and copy what they change."""
 
 
 class RankWorker:
@@ -45,25 +45,25 @@ class RankWorker:
         self.is_causal = all(getattr(module, "is_causal", True) for module in model.get_decoder().modules())
         """True if several tokens of an answer may be computed at once."""
         self.is_recurrent = is_recurrent(model.config)
-        """True if caches cannot drop tokens: a prompt goes on only from a cache of nothing but its first tokens."""
+        """True if caches cannot drop tokens: a prompt goes on only from a cache whose tokens are all its own."""
         self.recomputes_by_token = one_token_differs(model.config)
         """True if one token is computed by another rule than several: answers are computed again token by token."""
         self.prompt_lengths: dict[int, int] = {}
-        """Tokens of the prompts that are computed, by the ids of their caches: those of answers come after them."""
-        self.size = 0  # tokens of the chunk that is computed
+        """Tokens of the prompts that are being computed, without tokens of answers after them, by cache."""
+        self.size = 0  # tokens of the chunk that is being computed
         self.stop = 0  # token before which the chunk ends
         self.nbytes = 0
         self.steps = 0
 
     @property
     def scale(self) -> float:
-        """Bytes of the rank that holds most, over those of rank 0: 1 with even shares."""
+        """Ratio of the cache bytes of the rank that holds most to those of rank 0: 1 with even shares."""
         shares = self.options.get("shares") or (1.0,)
         return float(max(shares) / shares[0])
 
     @property
     def opened_store(self) -> RankStore:
-        """The store, where there is one."""
+        """The store of an engine that has one."""
         assert self.store is not None
         return self.store
 
@@ -76,7 +76,7 @@ class RankWorker:
 
     @property
     def step_report(self) -> RankReport:
-        """Return what rank 0 needs to know of this rank in each step."""
+        """The report that this rank sends to rank 0 in each step."""
         report = RankReport(self.nbytes)
         return report if self.store is None else self.store.add_to(report)
 
@@ -135,7 +135,7 @@ class RankWorker:
     @torch.no_grad()
     def do_fill(self, cache_id: int, size: int, stop: int) -> tuple[int, Tensor | None]:
         """Compute the next chunk of a prompt. Return the cached tokens, and after the last chunk the logits."""
-        if cache_id not in self.prefills:  # it did not begin
+        if cache_id not in self.prefills:  # its `Start` has raised
             return 0, None
         cache = self.caches[cache_id]
         ids = self.prompts[cache_id]
@@ -157,7 +157,7 @@ class RankWorker:
         return cache.get_seq_length(), logits
 
     def _tokens_at_once(self, size: int, left: int) -> int:
-        """Return the tokens of the next pass, of which `left` are of the prompt."""
+        """Return how many tokens the next pass has, where `left` tokens of the prompt are left."""
         if not self.is_causal or (self.recomputes_by_token and left <= 0):
             return 1
         return min(max(size, 2), left) if self.recomputes_by_token else max(size, 2)
@@ -168,7 +168,7 @@ class RankWorker:
             self.caches[cache_id].crop(-tokens)
 
     def do_rows(self, rows: Sequence[tuple[int, Sequence[int]]], grows: bool) -> Sequence[Tensor]:
-        """Add tokens to each cache, of which some grow or none. Return the logits of each row, (tokens, vocabulary)."""
+        """Add tokens to caches. Return the logits of each row, (tokens, vocabulary). Bytes are counted if `grows`."""
         cache_ids, tokens = zip(*rows, strict=True)
         logits = decode_rows(self.model, tokens, [self.caches[cache_id] for cache_id in cache_ids])
         self.steps += 1
@@ -178,7 +178,7 @@ class RankWorker:
         return parts
 
     def close(self, *, at_once: bool = False) -> None:
-        """End what goes on beside the steps."""
+        """End the thread of the store."""
         if self.store is not None:
             self.store.close(at_once=at_once)
 

@@ -4,25 +4,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 DECAY = 0.9
-"""Weight of the counts of a row's guesses, at each later step."""
+"""Factor of the counts of a row's guesses at each step, so that old steps count less."""
 
 
 @dataclass
 class RowGuesses:
-    """Tokens that may come next in a row, and how often such guesses were accepted."""
+    """Guesses of the next tokens of a row, and how many earlier guesses were accepted."""
 
     answered: int = 0
-    """Tokens of the answer that were compared with guesses."""
+    """Number of the answer's tokens that have been compared with guesses."""
     tokens: list[int] = field(default_factory=list)
-    """Tokens that may come next."""
+    """Guesses of the next tokens."""
     checked: list[int] = field(default_factory=list)
-    """The first tokens of the draft, which a step checks."""
+    """The first of these guesses, which the next step checks."""
     pending: list[int] = field(default_factory=list)
-    """Guesses of the last step that are in the cache, and have not been drawn."""
+    """Guesses that the last step put into the cache, and that no draw has accepted so far."""
     accepted: float = 0.25
-    """Count of guesses that were accepted, of which late ones weigh most."""
+    """Count of accepted guesses, in which recent ones weigh most."""
     proposed: float = 1.0
-    """Count of guesses up to the first wrong one, of which late ones weigh most."""
+    """Count of guesses up to the first wrong one of each step, in which recent ones weigh most."""
 
     @property
     def acceptance_rate(self) -> float:
@@ -30,7 +30,7 @@ class RowGuesses:
         return self.accepted / self.proposed
 
     def compare(self, answer: Sequence[int]) -> None:
-        """Compare the new tokens of the answer with the guesses, also with those that no step has checked."""
+        """Count how many guesses the new tokens of the answer confirm, also of guesses that no step has checked."""
         pairs = [*zip(self.tokens, answer[self.answered :], strict=False)]
         accepted = next((index for index, (guess, token) in enumerate(pairs) if guess != token), len(pairs))
         if pairs:
@@ -46,7 +46,10 @@ class RowGuesses:
         self.checked = []
 
     def accept(self, token: int) -> bool:
-        """Accept the next guess if it is the drawn token. Return whether it is: then the next place has logits."""
+        """Accept the next guess if it is the drawn token. Return whether it is.
+
+        The logits at the next place are then those of the answer, and its token can be drawn.
+        """
         if not self.pending or self.pending[0] != token:
             return False
         del self.pending[0]

@@ -44,8 +44,8 @@ def decode_rows(model: PreTrainedModel, tokens: Sequence[NextTokens], caches: Se
 
     Row r is what the model computes from `tokens[r]` and `caches[r]` alone. Every rank makes the same call. Models that
     take no position_ids, count tokens of the cache themselves, select keys or compress them run a row at a time.
-    The tokens of a call that raised are removed by the next one. Recurrent states are not, nor tokens that a window has
-    forgotten: such caches are refused.
+    A call that raised may leave tokens in caches, which the next call removes. It refuses caches with recurrent states
+    that the tokens have changed, and caches whose window has forgotten tokens for them.
 
     Args:
         model: A causal language model with `attn_implementation="attnmesh"`.
@@ -77,7 +77,7 @@ def decode_rows(model: PreTrainedModel, tokens: Sequence[NextTokens], caches: Se
     prepare_model(model)
     rows = [_tokens_of(row) for row in tokens]
     groups = defaultdict(list)
-    for row, cache in enumerate(caches):  # a forward pass has one rope, and makes the keys of an empty cache anew
+    for row, cache in enumerate(caches):  # a forward pass has one rope, and an empty cache needs one of its own
         length = cache.get_seq_length()
         new = len(rows[row])
         together = length and _runs_rows(model) and (new == 1 or not cache.irreversible_layers)
@@ -89,7 +89,7 @@ def decode_rows(model: PreTrainedModel, tokens: Sequence[NextTokens], caches: Se
         own = [rows[row] for row in members]
         own_logits = _step(model, own, [caches[row] for row in members])
         logits.update(zip(members, own_logits.split([*map(len, own)]), strict=True))
-    for cache in caches:  # of all groups: if one fails, no row keeps its tokens
+    for cache in caches:  # after all groups: if one fails, no row keeps its tokens
         cache.history.rollback_length = None
     return torch.cat([logits[row] for row in sorted(logits)])
 
@@ -119,7 +119,7 @@ def _step(model: PreTrainedModel, tokens: Sequence[Sequence[int]], caches: Seque
 
 
 def note_tokens(cache: ShardedCache, ids: Tensor, length: int) -> None:
-    """Record tokens that the model has added to a cache of so many tokens."""
+    """Record tokens that the model has added to a cache of `length` tokens."""
     cache.history.is_consistent = True
     cache.set_length(length + ids.shape[1])
     if cache.tokens is not None and cache.tokens.shape[1] == length:
@@ -129,7 +129,7 @@ def note_tokens(cache: ShardedCache, ids: Tensor, length: int) -> None:
 
 
 def _runs_rows(model: PreTrainedModel) -> bool:
-    """Return whether a forward pass may have rows of several lengths: positions come from the caller alone."""
+    """Return whether one forward pass may have rows of several lengths: the model takes positions from its caller."""
     config = model.config.get_text_config(decoder=True)
     if family_of(config).counts_tokens(config) or indexed_layer_indices(config) or is_compressed(config):
         return False
@@ -170,7 +170,7 @@ def _check_rows(model: PreTrainedModel, tokens: Any, caches: Any) -> None:
 
 
 def _check_tokens(model: PreTrainedModel, tokens: Any, rows: int) -> None:
-    """Raise unless each of so many rows has tokens that the model knows."""
+    """Raise unless `tokens` has `rows` rows, each of tokens that the model knows."""
     fits = isinstance(tokens, Sequence) and all(type(row) is int or (isinstance(row, list) and row) for row in tokens)
     fits = fits and len(tokens) == rows
     new = [*chain(*map(_tokens_of, tokens))] if fits else []
@@ -185,9 +185,9 @@ def _check_tokens(model: PreTrainedModel, tokens: Any, rows: int) -> None:
 
 
 def _check_cache(cache: Any, first: Any, new: int) -> None:
-    """Raise unless a cache holds one request, and has the mesh, the model and the options of the first.
+    """Raise unless a cache holds one request, can take `new` tokens, and fits the first cache.
 
-    So many new tokens go to it.
+    Both have one mesh, one model and the same options.
     """
     subject = f"{SUBJECT} caches"
     if not isinstance(cache, ShardedCache) or isinstance(cache, RowsCache):

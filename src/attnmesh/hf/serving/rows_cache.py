@@ -1,8 +1,8 @@
 """A cache of rows for one step of decoding: each row has a `ShardedCache` of its own, and a length of its own.
 
-Rows of one token each are a batch. Rows of several tokens, which may differ in number, are one after the other in one
-sequence. Its layers are layers of a `ShardedCache` that append to the caches of all rows. Recurrent states of the rows
-are joined for the step, and given back after it.
+If each row has one token, the rows are a batch. If a row has several tokens, the rows follow each other in one
+sequence; their numbers of tokens may differ. The layers of a `RowsCache` are layers of a `ShardedCache` that append to
+the caches of all rows. Recurrent states of the rows are joined for the step, and given back after it.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from attnmesh.hf.transformers_names import LinearAttentionLayer
 OPTIONS: tuple[str, ...] = ("config", "stock_window", "mesh", "ranks", "capacity", "block", "block_is_free", "merge")
 OPTIONS += ("output", "reproducible", "kernel", "exchange", "checked", "copies", "windows", "keep", "storage", "shares")
 OPTIONS += ("window_storage", "hot", "layer_class_to_replicate", "offloading")
-"""Attributes with which the first row's cache was made: a step has them too, and nothing of that row's tokens."""
+"""Attributes that the cache of a step takes over from the first row's cache: its options, and nothing of its tokens."""
 
 
 class RowTokens(tuple[int, ...]):
@@ -39,7 +39,7 @@ class RowTokens(tuple[int, ...]):
 
     @property
     def size(self) -> int:
-        """Queries of each row in a step of all: rounded up to 2, 3, 5, 9, ... so that few signatures are prepared."""
+        """Queries of each row in a step of all: rounded up to 2, 3, 5, 9, ..., so that few signatures are prepared."""
         return 1 + (1 << (max(self) - 2).bit_length()) if max(self) > 1 else 1
 
 
@@ -84,7 +84,7 @@ class RowsLayer(ShardedLayer):
         return self.cached
 
     def is_first(self, pending: PendingKV) -> bool:
-        """Return False: a row without tokens is computed alone."""
+        """Return False: all rows have tokens, as one without is computed alone."""
         return False
 
     def raise_agreed(
@@ -143,8 +143,8 @@ class RowsCache(ShardedCache):
     def attend(self, q: Tensor, kv: Any, **layer: Any) -> Tensor:
         """Return attention of the last tokens of each row over the tokens of its cache.
 
-        All rows are one step, in which rows of fewer tokens have queries before theirs that nobody reads. Where caches
-        have forgotten what these would see, or are shorter, rows of as many tokens are a step.
+        All rows are one step. Rows of fewer tokens get padding before their queries, whose outputs are dropped. Where
+        padding could see tokens that a cache has forgotten or never had, rows of equally many tokens are a step.
         """
         for name in ("selected", "partial", "distance_bias"):
             more = layer.pop(name, None)
@@ -171,7 +171,6 @@ class RowsCache(ShardedCache):
 
 
 def _layer_of(cache: RowsCache, rows: Sequence[Any]) -> Any:
-    """Return a layer of all rows."""
     if isinstance(rows[0], HybridLayer):
         return RowsHybrid(cache, rows)
     if isinstance(rows[0], ShardedLayer):

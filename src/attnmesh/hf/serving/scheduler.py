@@ -22,13 +22,13 @@ from attnmesh.hf.serving.rank_worker import RankWorker
 from attnmesh.hf.serving.step_plan import ServedRequests, StepPlan
 
 MASK_SHARE = 0.05
-"""Share of a step that rows wait for masks of grammars."""
+"""Share of a step's time that rows wait for masks of grammars, so that a late mask holds up other rows little."""
 
 LEAST_MASK_WAIT = 0.001
-"""Seconds that rows wait for masks of grammars at least."""
+"""Seconds that rows wait for masks of grammars, if this is more than `MASK_SHARE`."""
 
 IDLE_MASK_WAIT = 0.01
-"""Seconds of that wait if all rows wait for masks."""
+"""Seconds of a wait for masks while no row can decode and no prompt is computed or waits."""
 
 
 class Scheduler:
@@ -51,9 +51,9 @@ class Scheduler:
         self.memory = CacheMemory(worker, memory, self.guesser)
         self.prompts = PromptQueue(worker, self.requests, self.memory, self.store, self.max_rows)
         self.pace = ChunkPace(max_gap)
-        self.rejected: dict[int, int] = {}  # last tokens of caches that the next step takes back, by their ids
+        self.rejected: dict[int, int] = {}  # tokens that the next step takes back from the end of each cache
         self.step_times = StepTimes()
-        self.guess_seconds = 0.0  # seconds of the last guesses
+        self.guess_seconds = 0.0  # seconds for which the guesses of this step were made
         self.counts = dict.fromkeys(("tokens", "prompt_tokens", "cached_tokens", "preempted", "evicted", "steps"), 0)
         self.counts |= {"drafted_tokens": 0, "accepted_tokens": 0}
 
@@ -81,7 +81,7 @@ class Scheduler:
         self._guess(step)
         grows = self._fit_rows(step)
         prompts = self.prompts.plan(step, self.pace)
-        if requests.prefilling and not requests.rows and not prompts:  # none can go on beside the others
+        if requests.prefilling and not requests.rows and not prompts:  # no prompt can go on beside the others
             self._preempt(self.memory.bytes_of(len(requests.prefilling[-1].ids)))
         if self.rejected:
             step.operations.append(Crop([*self.rejected.items()]))
@@ -98,14 +98,14 @@ class Scheduler:
         return step
 
     def take_reports(self, reports: Sequence[RankReport]) -> None:
-        """Take the reports of all ranks, as of the last step: bytes of caches, and what the store needs."""
+        """Take the reports of all ranks on the last step: bytes of caches, and the state of the store."""
         self.memory.nbytes = [report.nbytes for report in reports]
         self.memory.drops += self.store.take_reports(reports)
 
     def take(self, step: StepPlan, results: StepResults) -> None:
         """Take the results of a step: new tokens, and prompts that are done."""
         if (error := results.error_of(Crop)) is not None:
-            raise error  # caches differ from what is known of them
+            raise error  # caches are not as rank 0 knows them
         if step.rows:
             self._take_rows(step.rows, results)
         if step.starting is not None:
@@ -141,7 +141,6 @@ class Scheduler:
         self.step_times.add(len(rows), guesses, seconds, accepted, self.guess_seconds)
 
     def _take_logits(self, logits: dict[EngineRequest, Tensor]) -> None:
-        """Draw the next tokens of rows."""
         until = perf_counter() + max(LEAST_MASK_WAIT, MASK_SHARE * self.pace.row_seconds)
         for request, scores in logits.items():
             request.suspected = False
@@ -150,7 +149,7 @@ class Scheduler:
                 self.requests.rows.remove(request)
 
     def _draw_held(self) -> None:
-        """Draw the next token of rows whose masks have come late, and wait for one if there is nothing else to do."""
+        """Draw the next token of rows whose masks came late. If there is nothing else to do, wait for a mask first."""
         requests = self.requests
         held_logits = [(request, request.held_logits) for request in requests.rows if request.held_logits is not None]
         alone = len(held_logits) == len(requests.rows) and not requests.prefilling and not requests.waiting
@@ -161,9 +160,11 @@ class Scheduler:
                 requests.rows.remove(request)
 
     def _end_failed_row(self, rows: list[EngineRequest], error: InputError) -> None:
-        """End the row that cannot go on. The others are computed again.
+        """End the row whose step failed, if there is one suspect. All other rows are computed again.
 
-        If it is not known which row that is, each suspect joins the other rows alone, until a step fails again.
+        Rows A, B and C fail in one step: all three become suspects, and are put back. A suspect begins only while no
+        other suspect runs. A's first good step clears A, and B begins. If a step with B fails, B alone is suspected in
+        it, and ends.
         """
         suspects = [request for request in rows if request.suspected] or rows
         for request in rows[::-1]:
@@ -200,10 +201,10 @@ class Scheduler:
                 self.requests.rows.append(request)
 
     def _draw_tokens(self, request: EngineRequest, logits: Tensor, seconds: float = 0.0) -> bool:
-        """Draw the next token of a request, and one more after each accepted guess. Return if the request has ended.
+        """Draw the next token of a request, and one more after each accepted guess. Return whether it has ended.
 
-        Logits, (tokens, vocabulary), are held if the mask of the grammar is not made within `seconds`: other rows go on
-        meanwhile.
+        `logits`, (tokens, vocabulary), are those after its last token and after each guess. If the mask of the grammar
+        is not made within `seconds`, the request holds them for a later step, and other rows go on meanwhile.
         """
         until = perf_counter() + seconds
         for index, scores in enumerate(logits):
@@ -213,7 +214,7 @@ class Scheduler:
                 return False
             try:
                 ended = request.add(scores)
-            except Exception as error:  # it is of one request, which ends alone
+            except Exception as error:  # the error of this request, which alone ends
                 self._end(request, error, keep=False)
                 return True
             self.counts["tokens"] += request.finish_reason != "stop"
@@ -227,7 +228,7 @@ class Scheduler:
         return False
 
     def _reject(self, request: EngineRequest) -> None:
-        """Take guesses that were not accepted from the end of a cache, with the next step."""
+        """Let the next step take guesses that were not accepted from the end of the cache."""
         if request.guesses.pending:
             self.rejected[request.cache_id] = len(request.guesses.pending)
             request.guesses.pending = []
@@ -235,7 +236,7 @@ class Scheduler:
     # --- ends ---
 
     def _end(self, request: EngineRequest, reason: str | BaseException, *, keep: bool) -> None:
-        """End a request, and keep its cache or drop it."""
+        """End a request. Keep its cache for later prompts, or let the next step drop it."""
         request.end(reason)
         if request.cache_id < 0:
             return
@@ -257,7 +258,7 @@ class Scheduler:
                 self._end(request, "cancelled", keep=keep)
 
     def _put_back(self, request: EngineRequest) -> None:
-        """Put a request back into the queue: its prompt and tokens are computed again."""
+        """Put a request back to the head of the queue. Its prompt and answer are computed again later."""
         self._reject(request)
         if not (self.worker.recomputes_by_token and request.answer):
             self.store.keep(request, request.cache_id, self.rejected.get(request.cache_id, 0))
@@ -271,11 +272,11 @@ class Scheduler:
     # --- rows in memory ---
 
     def _decoding_rows(self) -> list[EngineRequest]:
-        """Return the rows that decode: the others wait for masks of grammars."""
+        """Return the rows that decode. Other rows hold logits, and wait for masks of grammars."""
         return [request for request in self.requests.rows if request.held_logits is None]
 
     def _guess(self, step: StepPlan) -> None:
-        """Guess tokens of the rows of a step, where guesses are worth their time."""
+        """Guess tokens of the rows of a step. May run operations of the draft model on all ranks."""
         rows = self._decoding_rows()
         for request in rows:
             request.guesses.compare(request.answer)
@@ -294,7 +295,7 @@ class Scheduler:
         """
         more = self._growth_of_rows()
         if not self.memory.make_room(step, more):
-            for request in self.requests.rows:  # guesses go before a row does
+            for request in self.requests.rows:  # guesses are given up before a row is
                 request.guesses.checked = []
             more = self._growth_of_rows()
         while not self.memory.make_room(step, more) and self.requests.running:
@@ -307,9 +308,10 @@ class Scheduler:
         return sum(self.memory.growth(one, 1 + len(one.guesses.checked)) for one in self.requests.rows)
 
     def _preempt(self, more: int) -> None:
-        """Put the youngest request back.
+        """Put the youngest request back into the queue, for rows that need `more` bytes.
 
-        A request that is alone holds the memory of a cache that it was forked from, or can never fit.
+        A forked request that is alone is put back too: its cache may hold memory of the cache it was forked from. Any
+        other request that is alone can never fit, and ends.
         """
         request = (self.requests.prefilling or self.requests.rows).pop()
         if self.requests.running or request.is_forked:

@@ -1,4 +1,4 @@
-"""Ways to guess the next tokens of answers: which one an engine has is settled once, at its start."""
+"""The way in which an engine guesses the next tokens of answers, settled once at its start."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -18,21 +18,21 @@ from attnmesh.hf.serving.rank_worker import RankWorker
 SPECULATE, DRAFT = "hf.Engine speculate", "hf.Engine draft"
 
 DEFAULT_GUESSES = 8
-"""Guesses of a row in a step at most, if no other number is given."""
+"""Most guesses of a row in a step, if no other number is given."""
 
 MAX_GUESSES = 64
-"""The largest number that may be given."""
+"""Largest number of guesses that may be given: each makes a step longer, and few answers accept as many."""
 
 VOCABULARY_PADDING = 128
-"""Tokens by which the vocabularies of a model and its draft may differ: matrices are padded to such multiples."""
+"""Tokens by which the vocabularies of a model and its draft may differ: matrices are padded to multiples of it."""
 
 OF_DRAFT = ("merge", "kernel", "exchange", "checked", "copies", "storage", "shares")
-"""Options of caches that those of a draft model have, too."""
+"""Options that caches of a draft model take over from those of the model."""
 
 
 @dataclass(frozen=True)
 class Speculation:
-    """Settings of guesses, at most so many of each row in a step: of a draft model, or else of a look-up."""
+    """Settings of guesses, at most `most` of each row in a step: by a draft model, or by look-up without one."""
 
     subject: str
     most: int = DEFAULT_GUESSES
@@ -40,7 +40,7 @@ class Speculation:
 
     @staticmethod
     def of(model: PreTrainedModel, speculate: object, draft: Any, draft_tokens: object) -> "Speculation | None":
-        """Return what the arguments of an engine ask for, None for nothing; or raise unless it is possible."""
+        """Return the settings by the arguments of an engine; None if these ask for no guesses. Raise on wrong ones."""
         if draft is not None and speculate is not None:
             raise ArgumentError(DRAFT, "no speculate= beside it", "both", "leave one of them out")
         if draft is not None:
@@ -58,7 +58,7 @@ class Speculation:
         return Speculation(SPECULATE, most)
 
     def begin(self, worker: RankWorker, run: Callable[[list[Operation]], StepResults]) -> Guesser:
-        """Return what guesses for the rows of a worker, or raise unless its model takes guesses.
+        """Return the guesser for the rows of a worker. Raise unless caches of its model take tokens back.
 
         `run` runs operations on all ranks.
         """

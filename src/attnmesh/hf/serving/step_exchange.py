@@ -19,22 +19,23 @@ from attnmesh.hf.tensor_parallel import tp_mesh
 from attnmesh.mesh.axes import RankMesh
 
 ValueCode = Sequence[Any]
-"""Name, dtype and shape of a tensor; of another value its name, None, and itself."""
+"""Name, dtype and shape of a tensor; for any other value its name, None and the value."""
 
 END: list[Operation] = [EndOfSteps()]
 """Operations that end an engine."""
 
 FIRST_MESSAGE = 128
-"""Integers of the first message. Longer operations take a second one."""
+"""Integers of the first message. Operations that need more take a second message."""
 
 BYTES = 7
-"""Bytes of operations in one integer, which has a sign."""
+"""Bytes of operations in an integer of 8 bytes, whose sign stays free."""
 
 
 class StepExchange:
-    """The exchange of operations along a mesh, and with the ranks that share weights beside it. All ranks take part.
+    """The exchange of operations between all ranks. Each of its methods that sends is collective over all of them.
 
-    Operations go from the leader to its `peers`, and from each of these along its mesh.
+    Operations go in two hops. The leader sends them to its peers, the ranks that share weights with it beside the mesh.
+    Then each peer sends them along its own mesh.
     """
 
     def __init__(self, mesh: RankMesh, peers: RankMesh) -> None:
@@ -43,11 +44,15 @@ class StepExchange:
 
     @staticmethod
     def of(model: PreTrainedModel, mesh: RankMesh, output: object) -> "StepExchange":
-        """Return the exchange for a model. Ranks that share the heads of an output are those that share weights."""
+        """Return the exchange for a model. It has peers where ranks share weights beside the mesh."""
         return StepExchange(mesh, RankMesh.of(None if output == "heads" else tp_mesh(model)))
 
     def exchange(self, operations: Sequence[Operation], report: RankReport) -> tuple[list[Operation], list[RankReport]]:
-        """Return the operations of the leader, and the reports of all ranks of this rank's mesh by shard."""
+        """Return the operations of the leader, and the reports of the ranks of this rank's mesh by shard. Collective.
+
+        `operations` counts on the leader alone. The first message has the number of integers, so all ranks know whether
+        a second one follows.
+        """
         code = _encode(operations) if self.leads else []
         first = (code + [0] * FIRST_MESSAGE)[:FIRST_MESSAGE]
         (size, *leader_code), table = self._share_code([len(code), *first], report.to_code())
@@ -56,7 +61,10 @@ class StepExchange:
         return _decode(leader_code[:size]), [*map(RankReport.from_code, table)]
 
     def _share_code(self, code: list[int], numbers: list[int]) -> tuple[list[int], list[list[int]]]:
-        """Return the leader's code, and the numbers by shard."""
+        """Return the leader's code, and the `numbers` of each shard of this rank's mesh. Collective.
+
+        `code` has one length on all ranks.
+        """
         table = [numbers]
         for mesh in self.meshes:
             table = all_gather_ints([*numbers, *code], mesh)
@@ -66,7 +74,7 @@ class StepExchange:
     def share_images(
         self, operations: list[Operation], images: Mapping[str, Any] | None, device: torch.device
     ) -> list[Operation]:
-        """Return operations with the leader's images of the prompt that begins, on the device."""
+        """Return operations with the leader's images of the prompt that begins, on the device. Collective."""
         return [
             replace(one, images=self.share(one.images, images, device)) if isinstance(one, Start) else one
             for one in operations
@@ -75,7 +83,10 @@ class StepExchange:
     def share(
         self, codes: Sequence[ValueCode], values: Mapping[str, Any] | None, device: torch.device
     ) -> dict[str, Any]:
-        """Return the values of the leader that operations describe, on all ranks. Tensors are on the device."""
+        """Return the leader's values that `codes` describe, tensors on the device. Collective.
+
+        `values` counts on the leader alone.
+        """
         shared: dict[str, Any] = {}
         for name, dtype, shape in codes:
             if dtype is None:
@@ -83,7 +94,7 @@ class StepExchange:
                 continue
             x = torch.empty(shape, dtype=getattr(torch, dtype), device=device) if values is None else values[name]
             x = shared[name] = x.to(device).contiguous()
-            for axis in (axis for mesh in self.meshes for axis in mesh.axes):  # as operations go
+            for axis in (axis for mesh in self.meshes for axis in mesh.axes):  # to peers, then along the mesh
                 if axis.size > 1:
                     send = partial(dist.broadcast, group_src=0)
                     run_collective(axis, "sharing values of a step", send, x.flatten().view(torch.uint8))
@@ -91,7 +102,7 @@ class StepExchange:
 
 
 def value_codes_of(values: Mapping[str, Any] | None) -> list[ValueCode]:
-    """Return what an operation says of values that `StepExchange.share` sends.
+    """Return the descriptions of values, by which `StepExchange.share` receives them.
 
     >>> value_codes_of({"pixel_values": torch.zeros(2, 3), "num_crops": [1]})
     [['pixel_values', 'float32', [2, 3]], ['num_crops', None, [1]]]
@@ -110,7 +121,7 @@ def can_be_sent(value: Any) -> bool:
 
 
 def _encode(operations: Sequence[Operation]) -> list[int]:
-    """Return operations as integers, of which the first counts its bytes."""
+    """Return operations as integers: the number of their bytes, then the bytes, 7 an integer."""
     text = json.dumps([operation.to_code() for operation in operations], separators=(",", ":")).encode()
     return [len(text), *(int.from_bytes(text[i : i + BYTES], "little") for i in range(0, len(text), BYTES))]
 

@@ -1,4 +1,4 @@
-"""A step of an engine, and the requests of which it is planned."""
+"""A step of an engine, and the requests for which steps are planned."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -13,28 +13,28 @@ class StepPlan:
 
     operations: list[Operation] = field(default_factory=list)
     rows: list[EngineRequest] = field(default_factory=list)
-    """Rows that decode; the others wait for masks of grammars."""
+    """Rows that decode. Other rows wait for masks of grammars."""
     starting: EngineRequest | None = None
     """Request whose prompt begins."""
     computing: EngineRequest | None = None
-    """Request whose prompt has a chunk."""
+    """Request of whose prompt a chunk is computed."""
     forking: tuple[EngineRequest, int] | None = None
     """Request whose cache is forked, and the id of the fork."""
     spared: set[int] = field(default_factory=set)
-    """Kept caches that are forked, or made."""
+    """Kept caches that this step forks, or makes: they are not evicted for it."""
     promised: int = 0
-    """Bytes by which caches grow."""
+    """Bytes by which caches may grow in this step, on the rank that holds most."""
 
 
 @dataclass
 class ServedRequests:
-    """The requests of an engine, by how far they are."""
+    """The requests of an engine by their stage: waiting, prefilling, or rows that decode."""
 
     waiting: deque[EngineRequest] = field(default_factory=deque)
     prefilling: list[EngineRequest] = field(default_factory=list)
-    """Their prompts are computed, the oldest first."""
+    """Requests whose prompts are being computed, the oldest first."""
     rows: list[EngineRequest] = field(default_factory=list)
-    """They decode."""
+    """Requests that decode."""
 
     @property
     def running(self) -> list[EngineRequest]:

@@ -1,7 +1,7 @@
-"""Stored prefixes on rank 0: what is stored, and the operations that store more and load some.
+"""Stored prefixes on rank 0: which blocks are stored, and the operations that store blocks and load them.
 
-Blocks of a kept cache go to the memory of their ranks, a few in each step, and from there to files. A prompt whose
-longest prefix is stored gets a cache, which the ranks fill between steps before the prompt begins.
+Each step copies a few blocks of kept caches to the memory of their ranks, whose threads write them to files. If the
+longest prefix of a prompt is stored, ranks fill a cache with its blocks, a few in each step, before the prompt begins.
 """
 
 import os
@@ -36,16 +36,16 @@ from attnmesh.store.block_names import BLOCK_GRAIN, BlockNames, StoredBlock
 from attnmesh.store.block_tiers import BlockTiers, TierEntry
 
 COPY_SECONDS = 0.05
-"""Seconds that a step may copy blocks while no rows decode."""
+"""Seconds for which a step may copy blocks while no rows decode. Requests join between steps."""
 
 LOAD_WAIT_SECONDS = 0.005
-"""Seconds that a step without rows waits for a block that is being read."""
+"""Seconds for which a step without rows waits for a block that is being read."""
 
 NOTE = 16
 """Bytes of the two numbers in a block for its heads, and for each layer that forgets."""
 
 FIRST_COPY_RATE = 1e9
-"""Bytes a second of a first copy, whose speed is not known yet."""
+"""Bytes a second that are assumed for the first copy, before any was measured."""
 
 
 @dataclass
@@ -57,13 +57,13 @@ class SavingCache:
     names: BlockNames
     stop: int
     stored_tokens: int = -1
-    """Tokens whose blocks are stored, or -1 before the first look."""
+    """Tokens whose blocks are stored or being stored; -1 before the blocks were first looked up."""
     last: StoredBlock | None = None
-    """The last block of the cache that was stored."""
+    """The block of the cache that was stored last."""
 
     @property
     def is_done(self) -> bool:
-        """True if no more of its blocks are stored."""
+        """True if none of its blocks is left to be stored."""
         return self.stored_tokens >= self.stop
 
 
@@ -75,11 +75,11 @@ class LoadingCache:
     cache_id: int
     blocks: Sequence[BlockToRead]
     max_tokens: int
-    """Tokens that the cache may have before the prompt begins. The last block may have more of the prompt."""
+    """Most tokens in the cache before the prompt begins. The last block may hold more, which are left out."""
 
 
 class StoreScheduler:
-    """The blocks of an engine, in memory and in a folder."""
+    """The stored blocks of an engine, in the memory of its ranks and in a folder."""
 
     def __init__(self, settings: PrefixStore, opened: OpenStore, worker: RankWorker) -> None:
         self.worker = worker
@@ -95,7 +95,7 @@ class StoreScheduler:
             self.tiers.add(self.tiers.disk, block, TierEntry(nbytes))
         self.layers = self._read_layers()
         self.saving: deque[SavingCache] = deque()
-        self.saved: deque[SavingCache] = deque()  # caches whose last block may be on its way to the folder
+        self.saved: deque[SavingCache] = deque()  # caches whose last blocks may still be being written
         self.written_blocks = 0
         self.stopped = False
         self.loading: LoadingCache | None = None
@@ -105,7 +105,7 @@ class StoreScheduler:
         self.opening: OpenStored | None = None
         self.closing: CloseStored | None = None
         self.copy_rate = FIRST_COPY_RATE
-        self.copied = 0  # bytes that this step copies
+        self.copied = 0  # bytes of blocks that this step copies from caches
         names = ("memory_tokens", "disk_tokens", "blocks_written", "blocks_damaged")
         self.counts = dict.fromkeys((f"store_{name}" for name in names), 0)
         self.tiers.make_room(self.tiers.disk, 0)
@@ -119,12 +119,12 @@ class StoreScheduler:
 
     @property
     def is_writing(self) -> bool:
-        """True if blocks are on their way to the folder."""
+        """True if blocks are being written to the folder."""
         return bool(self.tiers.writing)
 
     @property
     def holds_memory(self) -> bool:
-        """True if there is a cache that no request has taken yet."""
+        """True if a cache is being loaded, or was loaded and no request has taken it."""
         return bool(self.loading or self.closing or self.loaded)
 
     def metrics(self) -> dict[str, float]:
@@ -137,11 +137,11 @@ class StoreScheduler:
     # --- storing ---
 
     def name_blocks(self, request: EngineRequest) -> None:
-        """Name the blocks of a new request, in the thread that submits it."""
+        """Name the blocks of a new request. The thread that submits the request calls this, and not that of steps."""
         self._names(request).at(request.ids, len(request.ids) // BLOCK_GRAIN * BLOCK_GRAIN)
 
     def keep(self, request: EngineRequest, cache_id: int, rejected: int = 0) -> None:
-        """Store the prefix in a cache from now on, but for its last tokens that were rejected."""
+        """Let the next steps store the prefix in a cache, without its last `rejected` tokens."""
         cache = self.worker.caches.get(cache_id)
         if self.stopped or cache is None or any(layer.is_initialized for layer in cache.cross_layers):
             return
@@ -155,9 +155,13 @@ class StoreScheduler:
             self.saving.append(SavingCache(cache_id, ids, self._names(request), min(held, len(ids))))
 
     def operations_before(self, drops: Collection[int], seconds: float | None) -> list[Operation]:
-        """Return operations that come before those of a step, and take about `seconds`; None if no rows decode."""
+        """Return operations that forget, save and load blocks, before those of a step.
+
+        They take about `seconds`, or `COPY_SECONDS` if it is None: no rows decode then. `drops` are the caches that the
+        step drops: their blocks are saved first.
+        """
         copy_seconds = COPY_SECONDS if seconds is None else seconds
-        left = int(min(self.copy_rate * copy_seconds, sys.maxsize))  # a pause may be inf
+        left = int(min(self.copy_rate * copy_seconds, sys.maxsize))  # `seconds` may be inf
         saves = list[Operation]()
         self.saving = deque(saving for saving in self.saving if saving.cache_id in self.worker.caches)
         self.copied = 0
@@ -178,18 +182,18 @@ class StoreScheduler:
         return [*forgets, *saves, *loads]
 
     def operations_after(self) -> list[Operation]:
-        """Return operations that come after those of a step."""
+        """Return operations after those of a step: one may begin to load a cache."""
         opening = self.opening
         self.opening = None
         return [] if opening is None else [opening]
 
     def _next_block(self, saving: SavingCache) -> BlockToSave | None:
-        """Return the next block of a cache to be stored, and if it goes to the folder; None if no block can go now."""
+        """Return the next block of a cache that is to be stored; None if there is none, or no room for it now."""
         cache = self.worker.caches[saving.cache_id]
         whole = saving.stop // BLOCK_GRAIN * BLOCK_GRAIN if any(kv.config.mask is None for kv in cache.kvs) else 0
         if saving.stored_tokens < 0:
             self._note_layers(cache)
-        if self.stopped:  # a disk that is full from the start
+        if self.stopped:  # `_note_layers` may have found the disk full
             return None
         if saving.stored_tokens < 0:
             prefix = self.tiers.prefix_blocks(saving.names, saving.ids, whole)
@@ -207,7 +211,7 @@ class StoreScheduler:
                 saving.names.at(saving.ids, stop), saving.stored_tokens, stop, file_count=self._file_count_of(cache)
             )
             entry = None
-            if not self.tiers.has(block):  # else another cache has stored it meanwhile
+            if not self.tiers.has(block):  # another cache may have stored it meanwhile
                 entry = self._admit(saving, block, NOTE + (stop - saving.stored_tokens) * self._token_bytes(cache))
                 if entry is None:
                     return None
@@ -218,18 +222,18 @@ class StoreScheduler:
         return None
 
     def _file_count_of(self, cache: ShardedCache) -> int:
-        """Return the files of a block: with unequal shares of tokens several ranks may have some of it."""
+        """Return the number of files of a block. With unequal shares of tokens each rank writes one."""
         even = all(kv.own_shard.block_cyclic.is_even for kv in cache.kvs)
         return self.worker.mesh.heads.size if even else self.worker.mesh.ranks
 
     def _state_of(self, saving: SavingCache) -> list[StoredBlock]:
-        """Return the state at the end of a cache; none if no layer forgets."""
+        """Return the block of the state at the end of a cache, in a list; an empty list if no layer forgets."""
         name = saving.names.state_at(saving.ids, saving.stop)
         first = saving.stop // BLOCK_GRAIN * BLOCK_GRAIN
         return [StoredBlock(name, first, saving.stop, True, self.worker.mesh.ranks)] if self.forgets else []
 
     def _touch(self, blocks: Sequence[StoredBlock]) -> None:
-        """Note that blocks are used, also for servers that come later."""
+        """Note that blocks are used, in the folder too, for servers that come later. Earlier blocks stay longest."""
         store = self.worker.store
         ordered = sorted(blocks, key=lambda block: block.stop, reverse=True)
         self.tiers.touch(ordered)
@@ -238,9 +242,10 @@ class StoreScheduler:
                 store.later(self.folder.touch, block)
 
     def _admit(self, saving: SavingCache, block: StoredBlock, nbytes: int) -> BlockToSave | None:
-        """Make room for a block. Return it for a step, and whether it goes to the folder.
+        """Make room for a block. Return it, and whether it goes to the folder; None if there is no room.
 
-        None if there is no room while earlier blocks are written, or never for a block of this size.
+        If no room can ever hold a block of this size, the cache counts as done. Otherwise there is room once earlier
+        blocks are written.
         """
         to_folder = self.tiers.admit(block, TierEntry(nbytes, self.worker.caches[saving.cache_id].block))
         if to_folder is None:
@@ -263,7 +268,7 @@ class StoreScheduler:
         return int(rows + states) + NOTE * self.worker.mesh.ranks * (1 + len(cache.kvs))
 
     def _note_layers(self, cache: ShardedCache) -> None:
-        """Keep the configurations of layers, by which a cache can be made before any prompt was computed."""
+        """Write the configurations of layers to the folder: a later server makes caches by them before any prompt."""
         layers = [replace(kv.config, batch=1, capacity=1, block=1) for kv in cache.kvs]
         if layers != self.layers:
             self.layers = layers
@@ -283,9 +288,9 @@ class StoreScheduler:
     def begin_loading(
         self, request: EngineRequest, common_tokens: int, new_cache_ids: Iterator[int], reserve: Callable[[], bool]
     ) -> bool:
-        """Begin to load a cache for a request, if `reserve` has made room for it. Return whether it is loaded now.
+        """Begin to load a cache for a request, if `reserve` makes room for it. Return whether loading begins.
 
-        Another cache has a prefix of `common_tokens` tokens.
+        It does not begin if the stored prefix is hardly longer than `common_tokens`, the tokens that a kept cache has.
         """
         if self.loading is not None or request in self.looked_up or self.layers is None:
             return False
@@ -304,7 +309,7 @@ class StoreScheduler:
         return True
 
     def holds_up(self, request: EngineRequest) -> bool:
-        """Return whether a request waits for its stored prefix, or for a cache that is loaded for another one."""
+        """Return whether a request has to wait: its own prefix is being loaded, or that of another, which it shares."""
         if self.loading is None or self.loading.request is request:
             return self.loading is not None
         last, _ = self.loading.blocks[-1]
@@ -313,7 +318,7 @@ class StoreScheduler:
         return self._names(request).at(request.ids, last.stop) == last.name
 
     def origin_of(self, request: EngineRequest) -> Origin | None:
-        """Return the cache that was loaded for a request."""
+        """Return the cache that was loaded for a request; None if none was."""
         return self.loaded.get(request)
 
     def note_begun(self, request: EngineRequest) -> None:
@@ -321,9 +326,9 @@ class StoreScheduler:
         self.loaded.pop(request, None)
 
     def _find(self, request: EngineRequest, tokens: int) -> tuple[list[StoredBlock], int]:
-        """Return the blocks of the longest prefix that is stored, as they are read, and the tokens of a rank's run.
+        """Return the blocks of the longest stored prefix, in the order of reading, and the tokens of a cache's block.
 
-        A state goes first: it says which tokens layers forget.
+        A state is read first: it says which tokens the layers have forgotten.
         """
         sized = copy(self.template)
         sized.choose_block(tokens)
@@ -341,7 +346,7 @@ class StoreScheduler:
         return [], run_tokens
 
     def _choose_source(self, block: StoredBlock, run_tokens: int) -> ReadFrom:
-        """Return where a block is read. Keep one in memory that a rank reads whole, if there is room."""
+        """Return from where a block is read. If one rank reads it whole and there is room, it is kept in memory."""
         held = self.tiers.memory.blocks.get(block)
         if held is not None and held.run_tokens == run_tokens:
             return ReadFrom.MEMORY
@@ -352,7 +357,7 @@ class StoreScheduler:
         return ReadFrom.DISK_TO_MEMORY if self.tiers.keep_in_memory(block, entry) else ReadFrom.DISK
 
     def take_reports(self, reports: Sequence[RankReport]) -> list[int]:
-        """Take what ranks say of their blocks. Return caches that nobody needs."""
+        """Take the reports of ranks on their blocks. Return loaded caches that no request needs."""
         failed = [rank for rank, report in enumerate(reports) if report.write_error]
         if failed and not self.stopped:
             self._stop(reports[failed[0]].write_error, failed[0])
@@ -363,7 +368,7 @@ class StoreScheduler:
         return self._take_read(reports) + [cache_id for cache_id in unused if cache_id is not None]
 
     def _take_written(self, count: int) -> None:
-        """Add blocks to the folder's tier that all ranks have written."""
+        """Note blocks in the folder that all ranks have written: `count` is the least number of all ranks."""
         while self.written_blocks < count:
             self.written_blocks += 1
             block, went_to_folder = self.tiers.pop_written()
@@ -371,19 +376,23 @@ class StoreScheduler:
                 self.tiers.add(self.tiers.disk, block, TierEntry(nbytes))
                 self.counts["store_blocks_written"] += 1
         while self.saved and self.saved[0].last not in self.tiers.writing:
-            saving = self.saved.popleft()  # first tokens stay longest: without them later ones are of no use
+            saving = self.saved.popleft()  # first blocks stay longest: without them later ones are of no use
             self._touch(self.tiers.prefix_blocks(saving.names, saving.ids, saving.stop))
         self.tiers.make_room(self.tiers.disk, 0)
 
     def _stop(self, error: int, rank: int) -> None:
-        """Store no more, and say so once."""
+        """Store no more blocks, and warn once."""
         self.stopped = True
         for blocks in (self.saving, self.saved, self.tiers.writing):
             blocks.clear()
         warn_once(f"no more prefixes are stored: rank {rank} cannot write to {self.folder_path} ({os.strerror(error)})")
 
     def _take_read(self, reports: Sequence[RankReport]) -> list[int]:
-        """End the loading once all ranks have read what they can."""
+        """End the loading once each rank has read all blocks, or found a damaged one. Return a useless cache.
+
+        Ranks 0 and 1 read 8 blocks, and rank 1 cannot read the sixth: the cache keeps the first 5 on both. If layers
+        forget, it keeps none: its state is that after all 8.
+        """
         loading = self.loading
         if loading is None or self.opening is not None or self.closing is not None:
             return []
@@ -409,32 +418,31 @@ class StoreScheduler:
         return []
 
     def _drop_damaged(self, loading: LoadingCache, good: int) -> None:
-        """Forget a block that could not be read, and the blocks after it that were to stay in memory."""
+        """Forget block number `good`, which could not be read, and later ones that were to be kept in memory."""
         for index, (block, read_from) in enumerate(loading.blocks):
             if index == good or (read_from == ReadFrom.DISK_TO_MEMORY and index > good):
                 self.tiers.drop(self.tiers.memory, block)
         self.tiers.drop(self.tiers.disk, loading.blocks[good][0])
 
     def take(self, results: StepResults) -> None:
-        """Take the results of a step."""
+        """Take the results of a step: the speed of copies, and whether a cache could be made."""
         if (error := results.error_of(SaveBlocks)) is not None:
-            raise error  # caches differ from what is known of them
+            raise error  # caches are not as rank 0 knows them
         seconds = results.seconds.get(SaveBlocks)
         if seconds and self.copied:
             self.copy_rate = 0.7 * self.copy_rate + 0.3 * self.copied / seconds
-        if results.error_of(OpenStored) is not None:  # no memory: all ranks raise
+        if results.error_of(OpenStored) is not None:  # there was no memory: all ranks have raised
             self.loading = None
             self.tiers.pinned = frozenset()
 
     # --- names ---
 
     def _count_loadable(self, request: EngineRequest) -> int:
-        """Return the tokens of a request that a cache may have before its prompt begins."""
+        """Return how many first tokens of a request a cache may have when its prompt begins."""
         apart = request.images is not None or self.worker.recomputes_by_token
         return len(request.prompt if apart else request.ids) - self.worker.left_to_decode
 
     def _names(self, request: EngineRequest) -> BlockNames:
-        """Return the names of the blocks of a request."""
         if request not in self.names:
             images = None if request.images_digest is None else request.images_digest.hex()
             self.names[request] = BlockNames(self.name, request.salt, images, self._rope(request))
