@@ -101,7 +101,7 @@ def test_where_warnings_are_errors_each_call_raises(pool: Pool) -> None:
 @on_each_rank
 def generate_without_mesh() -> dict[str, Any]:
     import attnmesh.hf as hf
-    from tests.support import families
+    from tests.support.models import families
 
     model = families.model("llama", "attnmesh")
     ids = torch.arange(2, 12)[None]

@@ -17,7 +17,7 @@ PADDED = torch.arange(40)[None] > 2
 
 @once
 def model(attention: str = "attnmesh") -> Any:
-    from tests.support import families
+    from tests.support.models import families
 
     return families.model("llama", attention)
 
@@ -62,7 +62,7 @@ def generate(at: Place, **changes: Any) -> None:
 
 
 def model_in_training() -> Any:
-    from tests.support import families
+    from tests.support.models import families
 
     found = families.model("llama", "attnmesh").train()
     found.gradient_checkpointing_enable()
@@ -71,7 +71,7 @@ def model_in_training() -> Any:
 
 def generate_by_default(at: Place, **changes: Any) -> None:
     """With settings of the model's generation configuration."""
-    from tests.support import families
+    from tests.support.models import families
 
     found = families.model("llama", "attnmesh")
     found.generation_config.update(**changes)

@@ -60,7 +60,7 @@ def byte_tokenizer(template: str | None = TEMPLATE) -> Any:
 
 def save_tiny(folder: Path, template: str | None = TEMPLATE, **sizes: int) -> str:
     """Save a small model with random weights, and its tokenizer. Return the folder."""
-    from tests.support import families  # which ranks without a model need not import
+    from tests.support.models import families  # which ranks without a model need not import
 
     tokenizer = byte_tokenizer(template)
     families.model("llama", "sdpa", vocab_size=len(tokenizer), **sizes).save_pretrained(folder)
