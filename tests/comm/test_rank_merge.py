@@ -167,14 +167,15 @@ def compare_while_merges_are_timed() -> list[list[int]]:
     """Return the ranks that have compared: rank 1 instead of a merge that rank 0 would have timed first."""
     axis = world_axis()
     mesh = mesh_of_axis(axis)
+    transport = agreed_transport(axis, CPU)
 
     def timed(*_: object, **__: object) -> Merge:
         message = torch.zeros(64, dtype=torch.uint8)
-        agreed_transport(axis, CPU).all_to_all([message] * axis.size)
+        transport.all_to_all([message] * axis.size)
         raise AssertionError("rank 1 has sent nothing")
 
     if axis.index == 0:
-        with mock.patch.object(RequestedMerge, "choose", timed):
+        with mock.patch.object(RequestedMerge, "agreed_merge", timed):
             merged, checksum = RequestedMerge(axis, "auto", "replicated").run(partials()[0], call(7))
         assert float(checksum.sum()) != 0
         assert bool(merged.out.isnan().all())

@@ -46,7 +46,7 @@ def test_a_configuration_is_looked_at_once_a_pass(monkeypatch: pytest.MonkeyPatc
 
 def test_the_old_name_of_a_sequence_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(errors, "_warned", set())
-    with pytest.warns(FutureWarning, match="hf.Shards is now attnmesh.hf.ShardedSequence") as caught:
+    with pytest.warns(FutureWarning, match="Shards is now attnmesh.hf.ShardedSequence") as caught:
         assert hf.Shards is hf.ShardedSequence
     assert caught[0].filename == __file__
     with pytest.raises(AttributeError, match="has no attribute 'Shard'"):

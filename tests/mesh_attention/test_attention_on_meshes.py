@@ -60,7 +60,7 @@ def run_in_turn(problems: list[MeshProblem]) -> tuple[list[list[Tensor]], int]:
 
     with (
         mock.patch.object(p2p, "OUT_OF_TURN", 0),
-        mock.patch.object(p2p, "transport_of", Transport),
+        mock.patch.object(p2p, "agreed_transport", Transport),
         mock.patch.object(Transport, "sends_in_turn", counted),
     ):
         return run_each(problems), sum(turns)

@@ -42,5 +42,5 @@ def __getattr__(name: str) -> Any:
     """Return `ShardedSequence` under its old name."""
     if name != "Shards":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warn_once("attnmesh.hf.Shards is now attnmesh.hf.ShardedSequence, and will be removed", FutureWarning)
+    warn_once("the name Shards is now attnmesh.hf.ShardedSequence, and will be removed", FutureWarning)
     return ShardedSequence
