@@ -100,10 +100,12 @@ class Pins(NamedTuple):
 
 RECURRENT_STATES = Pins(
     "recurrent_states",
-    "transformers.cache_utils",
-    "transformers:Cache.get_conv_state transformers:Cache.get_recurrent_state transformers:Cache.update_conv_state "
-    "transformers:Cache.update_recurrent_state transformers.cache_utils:LinearAttentionLayer",
-    {
+    module="transformers.cache_utils",
+    names=(
+        "transformers:Cache.get_conv_state transformers:Cache.get_recurrent_state transformers:Cache.update_conv_state "
+        "transformers:Cache.update_recurrent_state transformers.cache_utils:LinearAttentionLayer"
+    ),
+    sources={
         "LinearAttentionLayer.lazy_initialization": "fbf2962d1e8c",
         "LinearAttentionLayer.update_conv_state": "0f92f2c35a59",
         "LinearAttentionLayer.update_recurrent_state": "90b53629cfe7",
@@ -111,11 +113,15 @@ RECURRENT_STATES = Pins(
 )
 """Names that a cache of recurrent states needs."""
 
-LAYERS_WITHOUT_CACHE = Pins("layers_without_cache", "transformers.cache_utils", "transformers.cache_utils:DummyLayer")
+LAYERS_WITHOUT_CACHE = Pins(
+    "layers_without_cache", module="transformers.cache_utils", names="transformers.cache_utils:DummyLayer"
+)
 """Names that layers which mix no tokens need."""
 
 LENGTH_DEPENDENT_ROPES = Pins(
-    "length_dependent_ropes", "transformers.modeling_rope_utils", sources={"dynamic_rope_update": "237c3e4cff31"}
+    "length_dependent_ropes",
+    module="transformers.modeling_rope_utils",
+    sources={"dynamic_rope_update": "237c3e4cff31"},
 )
 """Names that a model with a rope that depends on the length needs."""
 
