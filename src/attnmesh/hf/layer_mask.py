@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 
-from attnmesh.cache.cache import KVCache
 from attnmesh.core.mask import FAR, Causal, Chunks, Full, Mask, Spans, Window
 from attnmesh.core.selection import Selection
 from attnmesh.errors import MaskError, ShapeError
+from attnmesh.hf.cache.layer_protocols import StepKV
 from attnmesh.hf.images.spans import check_spans_unpadded, spans_of, unsupported_span
 from attnmesh.hf.images.towers import in_tower
 from attnmesh.hf.models import SUBJECT, check_layers, window_of
@@ -342,7 +342,7 @@ def check_left_padded(subject: str, token_mask: Tensor) -> None:
         raise MaskError(subject, expected, given, "pass an attention_mask with padding on the left")
 
 
-def check_cached_padding(kv: KVCache, token_mask: Tensor | None, new: int, mask: Mask) -> None:
+def check_cached_padding(kv: StepKV, token_mask: Tensor | None, new: int, mask: Mask) -> None:
     """Raise unless the attention mask covers all tokens, repeats the padding of cached ones, and fits the layer."""
     subject, fix = f"{SUBJECT} attention_mask", "pass the attention_mask of all tokens, cached tokens first"
     if token_mask is not None and token_mask.shape[1] != kv.length + new:
