@@ -54,7 +54,7 @@ class LayerKind:
     indexed: bool = False
     """True if an indexer selects the keys of each query."""
     pooled: bool = False
-    """True if the keys of its indexer are means of blocks."""
+    """True if the keys of the layers' indexers are means of blocks."""
     entries: Mapping[str, str] = field(default_factory=dict)
     """Names of the entries that stand for compressed tokens, and the `values=` of the cache of each."""
 
@@ -133,7 +133,7 @@ class Recurrence:
     functions: Mapping[str, Any] = field(default_factory=dict)
     """Functions that the layer's `forward` calls, each with its replacement: a convolution, a `Rule`, or None.
 
-    None is for a function that joins a convolution and a rule. It then returns None, as where its kernel is missing.
+    None is for a function that joins a convolution and a rule. The function then returns None, as without its kernel.
     """
     unchanged: tuple[str, ...] = ()
     """Further functions that `forward` may call as they are: none of them mixes the tokens of a shard."""
@@ -161,7 +161,7 @@ class SubclassedModule(NamedTuple):
     reads: tuple[str, ...]
     """Names that the class's `forward` reads."""
     is_alone: bool = False
-    """True if a rank calls the class for its own keys alone: `share_weights` leaves its layers out."""
+    """True if a rank calls the class for its own keys alone: `share_weights` leaves layers with the class out."""
 
 
 def _selects_tokens(_layer: Any, indices: Tensor, _spec: Any) -> Selection:

@@ -236,7 +236,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         raise error
 
     def attend_other_keys(self, q: Tensor, scale: float | None) -> Partial | None:
-        """Return attention over this rank's entries, which stand for several tokens each; None without any."""
+        """Return attention over this rank's entries, which stand for several tokens each; None without entries."""
         return None
 
     def get_seq_length(self) -> int:

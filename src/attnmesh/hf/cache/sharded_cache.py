@@ -142,13 +142,14 @@ class ShardedCache(FolderLayers):
         self.mesh, self.ranks = mesh, rank_mesh.ranks
         self.block_is_free = block is None and not reproducible
         tokens = None if capacity is None else int(capacity)
-        in_use: dict[str, Any] = {
-            "capacity": tokens,
-            "block": int(block or BLOCK),
-            "windows": windows and folder is None,
-        }
-        in_use["shares"] = shares_of(config, mesh, shares, tokens, storage)
-        self._use(replace(given, **in_use))
+        in_use = replace(
+            given,
+            capacity=tokens,
+            block=int(block or BLOCK),
+            windows=windows and folder is None,
+            shares=shares_of(config, mesh, shares, tokens, storage),
+        )
+        self._use(in_use)
         self.history = CacheHistory()
         self._length = 0  # of models without attention, which count no tokens
         super().__init__(layers=make_layers(self.config, self))
