@@ -15,7 +15,7 @@ from attnmesh.kernels.padding import Padding
 
 
 class LayersCache(Protocol):
-    """The part of a `ShardedCache` that its layers and their attention read. Its module imports theirs."""
+    """The part of a `ShardedCache` that layers and their attention read. The module of the cache imports the layers."""
 
     config: PreTrainedConfig
     mesh: DeviceMesh | None
