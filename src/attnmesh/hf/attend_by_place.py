@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attnmesh.cache.cache import KVCache
 from attnmesh.core.mask import Mask
 from attnmesh.core.scaling import Scores, check_scale
 from attnmesh.core.selection import Selection, Visible
 from attnmesh.decoding.decode_shard import decode_shard
 from attnmesh.errors import InputError, MaskError
 from attnmesh.hf.cache.layer import PendingKV, store_shard
+from attnmesh.hf.cache.layer_protocols import StepKV
 from attnmesh.hf.layer_mask import ONE_PROMPT, SAME_PLACES, MaskSpec, check_cached_padding, check_covers
 from attnmesh.hf.models import SUBJECT
 from attnmesh.hf.sharded_sequence import ShardedSequence
@@ -65,40 +65,39 @@ def attend_with_cache(q: Tensor, pending: PendingKV, weighting: Weighting, spec:
         return q.new_zeros(len(q), q.shape[1] // pending.layer.cache.head_ranks, q.shape[2], pending.v.shape[3])
     if spec.sequence is not None:
         return _prefill(q, pending, weighting, spec.sequence, stores_keys)
-    kv = _store(pending, weighting.mask, spec, q.shape[2]) if stores_keys else pending.layer.cached
+    kv = _store(pending, weighting.mask, spec, q.shape[2]) if stores_keys else pending.layer.step_kv
     if kv.config.storage is not None and pending.layer.is_first(pending) and spec.token_mask is None:
         # As in a sharded prefill, the first tokens attend each other before their keys are rounded.
         out = _attend_local(q, pending.k, pending.v, weighting, spec)
-        for axis in (kv.mesh.heads, kv.token_axis) if pending.layer.cache.head_ranks > 1 else ():
+        first_kv = pending.layer.cached
+        for axis in (first_kv.mesh.heads, first_kv.token_axis) if pending.layer.cache.head_ranks > 1 else ():
             out = out[:, axis.slice_of(out.shape[1])]
         return out
-    return _attend_stored(q, pending, kv, weighting, None)
+    return _attend_stored(q, pending, weighting, None)
 
 
-def _attend_stored(
-    q: Tensor, pending: PendingKV, kv: KVCache, weighting: Weighting, sequence: ShardedSequence | None
-) -> Tensor:
+def _attend_stored(q: Tensor, pending: PendingKV, weighting: Weighting, sequence: ShardedSequence | None) -> Tensor:
     """Return attention of the last tokens over all cached ones. With a `sequence`, `q` is of this rank's share.
 
     Over latents queries are absorbed: multiplied by the projection of the keys.
     """
-    latents, cache, attend_other_keys = pending.projected_latents, pending.layer.cache, pending.layer.attend_other_keys
+    latents, layer = pending.projected_latents, pending.layer
     if latents is not None:
         scale = check_scale(SUBJECT, weighting.scores.scale, q.shape[-1])
         weighting = weighting._replace(scores=weighting.scores._replace(scale=scale))
         q = latents.projection.absorb(q)
     if sequence is None:
-        other_partial = attend_other_keys(q, weighting.scores.scale)
-        out: Tensor = cache.attend(q, kv, partial=other_partial, **weighting.options)
+        other_partial = layer.attend_other_keys(q, weighting.scores.scale)
+        out = layer.attend(q, partial=other_partial, **weighting.options)
     else:
         out = decode_shard(
             sequence.queries(q),
-            kv,
+            layer.cached,
             Visible(weighting.mask, selected=weighting.selected),
             weighting.scores,
             sinks=weighting.sinks,
-            kernel=cache.kernel,
-            attend_other_keys=partial(attend_other_keys, scale=weighting.scores.scale),
+            kernel=layer.cache.settings.kernel,
+            attend_other_keys=partial(layer.attend_other_keys, scale=weighting.scores.scale),
         )
     return out if latents is None else latents.projection.project(out)
 
@@ -122,7 +121,7 @@ def _prefill(
     q: Tensor, pending: PendingKV, weighting: Weighting, sequence: ShardedSequence, stores_keys: bool
 ) -> Tensor:
     """Return attention of this rank's tokens of a prompt. Each rank stores the keys that it computed."""
-    cache = pending.layer.cache
+    settings = pending.layer.cache.settings
     kv = pending.layer.reserve(pending, sequence.length, weighting.mask) if stores_keys else pending.layer.cached
     if not sequence.has_prefix:
         scale, softcap, bias = weighting.scores
@@ -130,8 +129,8 @@ def _prefill(
             mask=sequence.mask_of(weighting.mask),
             layout=sequence.layout,
             key_layout=sequence.layout,
-            exchange=cache.exchange,
-            kernel=cache.kernel,
+            exchange=settings.exchange,
+            kernel=settings.kernel,
             scale=scale,
             softcap=softcap,
             length=sequence.length,
@@ -149,15 +148,15 @@ def _prefill(
             distance_bias=bias,
         )
         other_partial = pending.layer.attend_other_keys(q, scale)
-        out = attend_prompt(of_prompt, sequence.mesh, cache.checked, pending.projected_latents, other_partial)
+        out = attend_prompt(of_prompt, sequence.mesh, settings.checked, pending.projected_latents, other_partial)
     if stores_keys:
         store_shard(kv, *pending.stored, sequence)
-    return _attend_stored(q, pending, kv, weighting, sequence) if sequence.has_prefix else out
+    return _attend_stored(q, pending, weighting, sequence) if sequence.has_prefix else out
 
 
-def _store(pending: PendingKV, mask: Mask, spec: MaskSpec, new: int) -> KVCache:
-    """Store tokens that all ranks compute, each rank those of its blocks. Return the layer's cache."""
-    kv = pending.layer.reserve(pending, new, mask)
+def _store(pending: PendingKV, mask: Mask, spec: MaskSpec, new: int) -> StepKV:
+    """Store tokens that all ranks compute, each rank those of its blocks. Return what holds them."""
+    kv = pending.layer.reserve_step(pending, new, mask)
     try:
         check_cached_padding(kv, spec.token_mask, new, mask)
     except InputError as error:

@@ -54,7 +54,7 @@ class LayerKind:
     indexed: bool = False
     """True if an indexer selects the keys of each query."""
     pooled: bool = False
-    """True if the keys of its indexer are means of blocks."""
+    """True if the keys of the layers' indexers are means of blocks."""
     entries: Mapping[str, str] = field(default_factory=dict)
     """Names of the entries that stand for compressed tokens, and the `values=` of the cache of each."""
 
@@ -100,10 +100,12 @@ class Pins(NamedTuple):
 
 RECURRENT_STATES = Pins(
     "recurrent_states",
-    "transformers.cache_utils",
-    "transformers:Cache.get_conv_state transformers:Cache.get_recurrent_state transformers:Cache.update_conv_state "
-    "transformers:Cache.update_recurrent_state transformers.cache_utils:LinearAttentionLayer",
-    {
+    module="transformers.cache_utils",
+    names=(
+        "transformers:Cache.get_conv_state transformers:Cache.get_recurrent_state transformers:Cache.update_conv_state "
+        "transformers:Cache.update_recurrent_state transformers.cache_utils:LinearAttentionLayer"
+    ),
+    sources={
         "LinearAttentionLayer.lazy_initialization": "fbf2962d1e8c",
         "LinearAttentionLayer.update_conv_state": "0f92f2c35a59",
         "LinearAttentionLayer.update_recurrent_state": "90b53629cfe7",
@@ -111,11 +113,15 @@ RECURRENT_STATES = Pins(
 )
 """Names that a cache of recurrent states needs."""
 
-LAYERS_WITHOUT_CACHE = Pins("layers_without_cache", "transformers.cache_utils", "transformers.cache_utils:DummyLayer")
+LAYERS_WITHOUT_CACHE = Pins(
+    "layers_without_cache", module="transformers.cache_utils", names="transformers.cache_utils:DummyLayer"
+)
 """Names that layers which mix no tokens need."""
 
 LENGTH_DEPENDENT_ROPES = Pins(
-    "length_dependent_ropes", "transformers.modeling_rope_utils", sources={"dynamic_rope_update": "237c3e4cff31"}
+    "length_dependent_ropes",
+    module="transformers.modeling_rope_utils",
+    sources={"dynamic_rope_update": "237c3e4cff31"},
 )
 """Names that a model with a rope that depends on the length needs."""
 
@@ -127,7 +133,7 @@ class Recurrence:
     functions: Mapping[str, Any] = field(default_factory=dict)
     """Functions that the layer's `forward` calls, each with its replacement: a convolution, a `Rule`, or None.
 
-    None is for a function that joins a convolution and a rule. It then returns None, as where its kernel is missing.
+    None is for a function that joins a convolution and a rule. The function then returns None, as without its kernel.
     """
     unchanged: tuple[str, ...] = ()
     """Further functions that `forward` may call as they are: none of them mixes the tokens of a shard."""
@@ -155,7 +161,7 @@ class SubclassedModule(NamedTuple):
     reads: tuple[str, ...]
     """Names that the class's `forward` reads."""
     is_alone: bool = False
-    """True if a rank calls the class for its own keys alone: `share_weights` leaves its layers out."""
+    """True if a rank calls the class for its own keys alone: `share_weights` leaves layers with the class out."""
 
 
 def _selects_tokens(_layer: Any, indices: Tensor, _spec: Any) -> Selection:

@@ -229,7 +229,7 @@ def _continuing(model: PreTrainedModel, cache: ShardedCache) -> Iterator[None]:
 
 
 def _infer_padding(config: PreTrainedConfig, ids: Tensor, settings: GenerationSettings) -> Tensor | None:
-    """Return the mask of padding tokens, unless they may also be end tokens. transformers infers it the same way."""
+    """Return the mask of padding tokens, as transformers does; None without padding, or if it may be end tokens."""
     padding, eos = settings["pad_token_id"], settings["eos_token_id"]
     ends = eos if isinstance(eos, (list, tuple)) else [eos]
     if padding is None or padding in ends or not bool((ids == padding).any()):

@@ -20,7 +20,7 @@ LEAST_EXPERT_BYTES = 1 << 20
 """Bytes of an expert that is shared: a smaller one is read sooner than its results are exchanged."""
 
 EXPERT_ARGUMENTS = "hidden_states top_k_index top_k_weights", "hidden_states router_indices routing_weights"
-"""Arguments of experts in transformers: tokens, the experts that each has chosen, and their weights."""
+"""Arguments of experts in transformers: tokens, the experts that each token has chosen, and weights of the experts."""
 
 
 def host_experts_of(modules: Iterable[Any]) -> list[nn.Module]:

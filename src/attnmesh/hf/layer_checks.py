@@ -84,7 +84,7 @@ def _raise_agreed(
 ) -> NoReturn:
     """Raise the error on all ranks if they compare their calls at this point, and otherwise on this rank alone."""
     if pending is not None:
-        checked = pending.layer.cache.checked
+        checked = pending.layer.cache.settings.checked
         is_compared = None if sequence is None else sequence.has_prefix or checked is not False
         tokens = query.shape[2] if sequence is None else sequence.length
         pending.layer.raise_agreed(error, pending, tokens, is_compared=is_compared)
@@ -206,9 +206,8 @@ def _check_cache(pending: PendingKV, spec: MaskSpec, tokens: int, arguments: dic
 
     use_cache=False raises only with positions that begin at 0 again: otherwise it may be a default.
     """
-    kv = pending.layer.kv
     positions = arguments.get("position_ids")
-    if arguments.get("use_cache") is False and kv is not None and kv.length and isinstance(positions, Tensor):
+    if arguments.get("use_cache") is False and pending.layer.get_seq_length() and isinstance(positions, Tensor):
         begins_anew = positions.shape[-1] == tokens and int(positions.flatten()[0]) == 0
         if begins_anew:
             subject, fix = f"{SUBJECT} use_cache", "leave out past_key_values, or use_cache"

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 
-from attnmesh.cache.cache import KVCache
 from attnmesh.core.mask import FAR, Causal, Chunks, Full, Mask, Spans, Window
 from attnmesh.core.selection import Selection
 from attnmesh.errors import MaskError, ShapeError
+from attnmesh.hf.cache.layer_protocols import StepKV
 from attnmesh.hf.images.spans import check_spans_unpadded, spans_of, unsupported_span
 from attnmesh.hf.images.towers import in_tower
 from attnmesh.hf.models import SUBJECT, check_layers, window_of
@@ -39,7 +39,7 @@ class MaskSpec(LayerMask):
     kv_offset: int
     """Position of the first key."""
     token_mask: Tensor | None = None
-    """(batch, keys), False for padding; None without padding. It may be shorter than a static cache."""
+    """(batch, keys), False for padding; None without padding. The mask may be shorter than a static cache."""
     sequence: ShardedSequence | None = None
     """Tokens of this rank; None if every rank has all tokens."""
     covered: int | None = None
@@ -100,7 +100,7 @@ SAME_PLACES, ONE_PROMPT = (
     "spans in the same places of all sequences, without padding before them",
     "pass one prompt at a time, and pad batches to learn on the right",
 )
-"""Error about images whose tokens see each other, in sequences of a prompt; and its fix."""
+"""Error about images whose tokens see each other, in sequences of a prompt; and the error's fix."""
 
 SPANS = "image tokens that see earlier tokens in the layer's window, and later ones of their own image alone"
 """What errors expect of masks of images."""
@@ -115,9 +115,9 @@ class DescribedMask(NamedTuple):
     function: IndexFunction
     config: PreTrainedConfig
     queries: tuple[int, int]
-    """Position of the first query, and their number."""
+    """Position of the first query, and the number of queries."""
     keys: tuple[int, int]
-    """Position of the first key, and their number."""
+    """Position of the first key, and the number of keys."""
     first: Tensor
     """Position of the first token of each sequence."""
 
@@ -248,9 +248,9 @@ def _recognise(described: DescribedMask, local_size: int | None) -> Mask:
 
 
 def _with_spans(described: DescribedMask) -> tuple[Mask, ...]:
-    """Return the causal mask with spans that a function of indices computes for each sequence; none if it is another.
+    """Return the causal mask with spans that a function of indices computes for each sequence; none of another mask.
 
-    It has a window if the function has one.
+    The mask has a window if the function has one.
     """
     if described.function in (causal_mask_function, bidirectional_mask_function) or described.queries[1] < 2:
         return ()  # one token, as in decoding, sees no later one
@@ -342,7 +342,7 @@ def check_left_padded(subject: str, token_mask: Tensor) -> None:
         raise MaskError(subject, expected, given, "pass an attention_mask with padding on the left")
 
 
-def check_cached_padding(kv: KVCache, token_mask: Tensor | None, new: int, mask: Mask) -> None:
+def check_cached_padding(kv: StepKV, token_mask: Tensor | None, new: int, mask: Mask) -> None:
     """Raise unless the attention mask covers all tokens, repeats the padding of cached ones, and fits the layer."""
     subject, fix = f"{SUBJECT} attention_mask", "pass the attention_mask of all tokens, cached tokens first"
     if token_mask is not None and token_mask.shape[1] != kv.length + new:

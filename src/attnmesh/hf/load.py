@@ -202,7 +202,7 @@ def _packaged_file() -> Path:
 
 
 def _unpack_gguf(file: Path, report: Report) -> Path:
-    """Return a folder with the model of a GGUF file as plain floats, which all ranks can map. It is written once."""
+    """Return a folder, written once, with the model of a GGUF file as plain floats, which all ranks can map."""
     with file.open("rb") as opened:
         checksum = file_digest(opened, "sha256").hexdigest()
     folder = Path(HF_ASSETS_CACHE) / "attnmesh" / "gguf" / f"{file.stem}-{checksum[:16]}"

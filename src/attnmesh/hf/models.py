@@ -139,7 +139,7 @@ def layers_of(config: PreTrainedConfig) -> list[LayerKind]:
 
 
 def window_of(config: PreTrainedConfig | None) -> int | None:
-    """Return the tokens of a model's sliding window; None without one."""
+    """Return the tokens of a model's sliding window; None without a window."""
     window: int | None = getattr(config and config.get_text_config(decoder=True), "sliding_window", None)
     return window
 
@@ -155,7 +155,7 @@ def is_recurrent(config: PreTrainedConfig) -> bool:
 
 
 def one_token_differs(config: PreTrainedConfig) -> bool:
-    """Return whether one token is computed by another rule than several: time steps are bounded in one of them."""
+    """Return whether one token is computed by another rule than several: time steps are bounded in one rule alone."""
     lowest, highest = getattr(config.get_text_config(decoder=True), "time_step_limit", None) or (0.0, inf)
     return is_recurrent(config) and (lowest > 0 or highest < inf)
 
@@ -274,7 +274,7 @@ def check_tokens(subject: str, ids: Tensor, model: PreTrainedModel) -> None:
 def forget_images(model: nn.Module) -> None:
     """Drop the shift of positions that a vision-language model keeps from its last image.
 
-    It would move the tokens of a text that follows a filled cache: the model takes them for a continuation.
+    The shift would move the tokens of a text that follows a filled cache: the model takes them for a continuation.
     """
     for module in model.modules():
         if "rope_deltas" in vars(module):
@@ -303,7 +303,7 @@ GROWN = "max_seq_len_cached"
 
 
 def rope_growth(model: PreTrainedModel) -> int:
-    """Return the longest sequence that the model's dynamic ropes are scaled to. They grow, and seldom shrink."""
+    """Return the longest sequence that the model's dynamic ropes are scaled to. Ropes grow, and seldom shrink."""
     fields = (field for module in model.modules() for field in vars(module).items())
     lengths = [int(value) for name, value in fields if name.endswith(GROWN)]
     config = model.config.get_text_config(decoder=True)

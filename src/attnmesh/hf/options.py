@@ -236,7 +236,7 @@ def _check_options(model: PreTrainedModel, options: dict[str, Any]) -> None:
 
 
 def _fix_of_unknown(name: str) -> str:
-    """Return the fix of an option that `generate` does not take: the one that is spelled most like it, if any."""
+    """Return the fix of an option that `generate` does not take: the option with the most similar name, if any."""
     if name in IMAGE_INPUTS:
         return OWN_PROCESSOR
     nearest = get_close_matches(name, ACCEPTED, 1, 0.8)

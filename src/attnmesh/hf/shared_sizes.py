@@ -15,7 +15,7 @@ EXPERTS = ".experts."
 
 
 def sizes_of_shared(model: PreTrainedModel) -> SharedLayers | None:
-    """Return the sizes of the layers that ranks of a host can share, for the planner; None without any."""
+    """Return the sizes of the layers that ranks of a host can share, for the planner; None without such layers."""
     layers, _ = shared_layers(model)
     if not layers:
         return None
@@ -29,7 +29,7 @@ def sizes_of_shared(model: PreTrainedModel) -> SharedLayers | None:
 
 
 def sizes_of_experts(model: PreTrainedModel) -> Experts | None:
-    """Return the experts; None without any, or if it is not known how many a token takes."""
+    """Return the experts; None without experts, or if it is not known how many a token takes."""
     config = model.config.get_text_config(decoder=True)
     weight_bytes = sum(weight.nbytes for name, weight in model.named_parameters() if EXPERTS in name)
     counts = (getattr(config, name, None) for name in ("num_local_experts", "n_routed_experts", "num_experts"))

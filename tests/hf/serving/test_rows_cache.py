@@ -1,12 +1,36 @@
 """The cache of a step of rows: it has the options of the first row's cache, and nothing of that row's tokens."""
 
 import inspect
+from dataclasses import fields, replace
+from typing import Any
 
 import torch
 
 import attnmesh.hf as hf
-from attnmesh.hf.serving.rows_cache import OPTIONS, RowsCache
+from attnmesh.hf.cache.settings import CacheSettings
+from attnmesh.hf.serving.rows_cache import RowsCache
 from tests.support.serving.engines import ids, model_of
+
+OPTIONS = [field.name for field in fields(CacheSettings)]
+
+VALUES: dict[str, Any] = {
+    "capacity": 96,
+    "block": 32,
+    "merge": "tree",
+    "output": "heads",
+    "reproducible": True,
+    "kernel": "reference",
+    "exchange": "ring",
+    "checked": False,
+    "copies": 1,
+    "windows": False,
+    "keep": 3,
+    "storage": "int8",
+    "window_storage": "fp8_e4m3",
+    "shares": (1.0,),
+    "hot": 64,
+}
+"""A value of each option of a cache in memory, on one device."""
 
 
 def test_a_step_has_the_options_of_its_first_row_alone() -> None:
@@ -17,11 +41,22 @@ def test_a_step_has_the_options_of_its_first_row_alone() -> None:
     first.history.image_fingerprints = {"pixels": torch.ones(1)}
     first.notes = []  # type: ignore[attr-defined]
     step = RowsCache([first, other], [1, 1])
+    assert step.settings is first.settings
     assert step.block == 32
     assert step.tokens is None
     assert step.history.image_fingerprints is None
-    assert not hasattr(step, "notes")
+    assert {*vars(first)} - {*vars(step)} == {"_length", "block_is_free", "notes"}
 
 
-def test_every_option_of_a_cache_is_one_of_a_step() -> None:
-    assert {*inspect.signature(hf.ShardedCache).parameters} - {*OPTIONS} == {"folder"}
+def test_every_option_of_a_cache_is_one_of_its_settings_and_an_attribute() -> None:
+    assert [*inspect.signature(hf.ShardedCache).parameters] == ["config", "mesh", *OPTIONS]
+    assert {*VALUES, "folder"} == {*OPTIONS}
+    cache = hf.ShardedCache(model_of("llama").config, None, **VALUES)
+    assert {name: getattr(cache.settings, name) for name in VALUES} == VALUES
+    assert {name: getattr(cache, name) for name in VALUES} == VALUES
+
+
+def test_rows_of_a_step_share_what_the_step_computes_with() -> None:
+    settings = hf.ShardedCache(model_of("llama").config).settings
+    shared = [name for name in OPTIONS if settings.difference_of_rows(replace(settings, **{name: "another"})) == name]
+    assert shared == ["merge", "output", "reproducible", "kernel", "checked", "storage", "window_storage"]

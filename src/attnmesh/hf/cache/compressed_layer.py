@@ -15,6 +15,7 @@ from attnmesh.core.selection import Selection
 from attnmesh.decoding.index_search import top_k_tokens
 from attnmesh.errors import KernelError, MaskError
 from attnmesh.hf.cache.layer import PendingKV, TailLayer
+from attnmesh.hf.cache.layer_protocols import LayersCache
 from attnmesh.hf.family import has_entries
 from attnmesh.hf.models import SUBJECT, check_implementation
 from attnmesh.hf.sharded_sequence import ShardedSequence
@@ -45,7 +46,7 @@ class JoinedKV(PendingKV):
 class CompressedLayer(TailLayer):
     """Keys of a window of tokens, and entries in caches of their own. What the next entries need is on all ranks."""
 
-    def __init__(self, cache: Any, kind: str, entries: Mapping[str, str]) -> None:
+    def __init__(self, cache: LayersCache, kind: str, entries: Mapping[str, str]) -> None:
         super().__init__(cache)
         self.other_formats, config = entries, cache.config
         self.entry_tokens, self.k = int(config.compress_rates[kind]), int(config.index_topk)
@@ -145,7 +146,7 @@ class CompressedLayer(TailLayer):
             return attend(q, keys, keys, k_positions=numbers, scale=scale, selected=self.selected)
         seen = self._seen()
         positions = numbers + 1  # from 1 on: a query that sees n entries is at n
-        kernel: str = self.cache.kernel
+        kernel = self.cache.settings.kernel
         return attend(q, keys, keys, mask=Causal(), q_positions=seen, k_positions=positions, scale=scale, kernel=kernel)
 
     def _held(self, entries: KVCache) -> list[tuple[Tensor, Tensor]]:

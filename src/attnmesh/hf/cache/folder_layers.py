@@ -11,8 +11,8 @@ from attnmesh.cache.saved_cache import LayersToLoad
 from attnmesh.errors import KernelError, StoreError
 from attnmesh.guard.agreement import Agreement, CallGuard
 from attnmesh.hf.cache.history import CacheHistory
-from attnmesh.hf.cache.layer import ShardedLayer
 from attnmesh.hf.cache.stored_layers import StoredLayers
+from attnmesh.hf.transformers_names import CacheLayerMixin
 from attnmesh.mesh.axes import RankMesh, make_flat_axis
 from attnmesh.store.kv_folder import KVFolder
 
@@ -41,7 +41,8 @@ class FolderLayers(StoredLayers):
                 self.folder.write_ids(ids)
             except StoreError as error:
                 device = next((kv.device for kv in self.kvs), torch.device("cpu"))
-                CallGuard(RankMesh.of(self.mesh), device, self.checked).raise_uncompared("ShardedCache tokens", error)
+                guard = CallGuard(RankMesh.of(self.mesh), device, self.settings.checked)
+                guard.raise_uncompared("ShardedCache tokens", error)
 
     def restore(
         self, path: str | Path, *, device: torch.device | str | None = None, capacity: int | None = None
@@ -71,8 +72,9 @@ class FolderLayers(StoredLayers):
                 given = f"none in {folder}"
                 fix = "fill a new one by hf.generate, or restore this one into memory"
                 raise StoreError("ShardedCache folder", "a folder with the ids of its tokens", given, fix)
-        options = {"device": "cpu" if self.hot is None else None, "checked": self.checked}  # None: the mesh's
-        room = LayersToLoad(self.num_kvs, self.capacity, self.tokens_per_key, self.hot)
+        settings = self.settings
+        options = {"device": "cpu" if settings.hot is None else None, "checked": settings.checked}  # None: the mesh's
+        room = LayersToLoad(self.num_kvs, settings.capacity, self.tokens_per_key, settings.hot)
         kvs = [
             KVCache(self.mesh, **{**config.arguments(), **options}, folder=FolderLayer(opened, index))
             for index, config in enumerate(room.configs(layer_configs) if layer_configs else ())
@@ -90,6 +92,6 @@ class FolderLayers(StoredLayers):
         self.tokens = ids[:, :length]
         self.history = CacheHistory.of(self.tokens, self.config)
 
-    def folder_of(self, layer: ShardedLayer) -> FolderLayer | None:
+    def folder_of(self, layer: CacheLayerMixin) -> FolderLayer | None:
         """Return a layer with its folder; None without a folder."""
         return None if self.folder is None else FolderLayer(self.folder, self.attention_layers.index(layer))

@@ -1,7 +1,7 @@
 """A layer of a `ShardedCache` whose queries select their keys: it also has the keys of the layer's indexer."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch import Tensor
 from attnmesh.decoding.index_search import top_k_tokens
 from attnmesh.errors import KernelError
 from attnmesh.hf.cache.layer import ShardedLayer, TailLayer, store_shard
+from attnmesh.hf.cache.layer_protocols import LayersCache
 from attnmesh.hf.models import SUBJECT
 from attnmesh.hf.sharded_sequence import ShardedSequence
 from attnmesh.hf.sparse.scores import IndexScores
@@ -23,7 +24,7 @@ class IndexedLayer(ShardedLayer):
     index_is_stored = True
     """True if index keys are stored as `storage=` of the cache says."""
 
-    def __init__(self, cache: Any) -> None:
+    def __init__(self, cache: LayersCache) -> None:
         super().__init__(cache)
         self.new_index_keys: Tensor | None = None
 
@@ -48,7 +49,7 @@ class IndexedLayer(ShardedLayer):
         spec = scores.spec
         sequence: ShardedSequence | None = spec.sequence
         tokens = new.shape[2] if sequence is None else sequence.length
-        storage = self.cache.storage if self.index_is_stored else None
+        storage = self.cache.settings.storage if self.index_is_stored else None
         index = self.reserve_other("index", new, tokens, storage=storage)
         if sequence is None:
             index.append(new, token_mask=None if spec.token_mask is None else spec.token_mask[:, -tokens:])

@@ -12,6 +12,7 @@ from attnmesh.core.mask import FAR, Mask, Window
 from attnmesh.core.partial import Partial
 from attnmesh.errors import InputError
 from attnmesh.guard.agreement import Agreement, is_capturing
+from attnmesh.hf.cache.layer_protocols import LayersCache, StepKV
 from attnmesh.hf.latent_states import check_projection, has_weight, latent_states, projection_of
 from attnmesh.hf.models import Opaque, check_implementation
 from attnmesh.hf.sharded_sequence import ShardedSequence
@@ -65,10 +66,10 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, cache: Any) -> None:
+    def __init__(self, cache: LayersCache) -> None:
         super().__init__()
         self.keys = self.values = Opaque()  # each rank holds a share: a model that reads them raises
-        self.cache = cache  # the ShardedCache, whose file imports this one
+        self.cache = cache
         self.kv: KVCache | None = None
         self.other_kvs: dict[str, KVCache] = {}
         """Other caches of the layer that have been made, with keys of one head."""
@@ -85,7 +86,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
         """Return the new keys and values, or latents, with their layer, for the attention function to store."""
-        if self.kv is None:  # once, as configurations are slow to read; another attention raises at what it gets
+        if not self.is_made:  # once, as configurations are slow to read; another attention raises at what it gets
             check_implementation("ShardedCache", self.cache.config)
         if (key_states.shape[3], value_states.shape[3]) == self.latent_widths:
             return latent_states(key_states, value_states, self)
@@ -107,24 +108,29 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         k, v = pending.stored
         kv = _cache_to_extend(self.kv, k.shape[0])
         if kv is None:
+            settings = self.cache.settings
             row = mask.longest_row(FAR)
-            storage = self.cache.storage if row > SHORT_WINDOW else self.cache.window_storage
+            storage = settings.storage if row > SHORT_WINDOW else settings.window_storage
             options: dict[str, Any] = {"storage": storage}
             if v is not None:
                 options["value_dim"] = v.shape[3]
             else:
                 columns = k.shape[3] if self.projection is None else self.projection.latent_width
                 options |= {"value_dim": columns, "values": "prefix"}
-            if self.cache.windows and row < FAR:
+            if settings.windows and row < FAR:
                 # A chunk of n tokens sees no more than `Window(n - 1)`; transformers gives both by one mask function.
-                options |= {"mask": Window(row - 1), "keep": self.cache.keep}
+                options |= {"mask": Window(row - 1), "keep": settings.keep}
             else:
-                options["hot"] = self.cache.hot
+                options["hot"] = settings.hot
             kv = self.kv = self._new_cache(k, tokens, **options)
             self.is_initialized = True
         elif self.cache.mesh is None and kv.config.hot is not None and kv.device.type != k.device.type:
             kv.move_hot(k.device)  # a folder was opened before the model's device was known
         return self._grow_if_full(kv, tokens)
+
+    def reserve_step(self, pending: PendingKV, tokens: int, mask: Mask) -> StepKV:
+        """Return what `reserve` returns, to store the tokens of a step."""
+        return self.reserve(pending, tokens, mask)
 
     def reserve_other(self, name: str, new: Tensor, keys: int, **options: Any) -> KVCache:
         """Return the layer's cache `name` with space for `keys` more keys, counted over all ranks.
@@ -139,11 +145,12 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _new_cache(self, new: Tensor, keys: int, *, per: int = 1, **options: Any) -> KVCache:
         """Return an empty cache with space for `keys` keys of the shape of `new`. Each stands for `per` tokens."""
-        limit = self.cache.capacity
+        settings = self.cache.settings
+        limit = settings.capacity
         options["capacity"] = growth_capacity(keys) if limit is None else -(-limit // per)
         options |= {"batch": new.shape[0], "kv_heads": new.shape[1], "head_dim": new.shape[3]}
-        options |= {"dtype": new.dtype, "device": new.device, "block": self.cache.block}
-        options |= {"checked": self.cache.checked, "copies": self.cache.copies, "shares": self.cache.shares}
+        options |= {"dtype": new.dtype, "device": new.device, "block": settings.block}
+        options |= {"checked": settings.checked, "copies": settings.copies, "shares": settings.shares}
         options["folder"] = self.cache.folder_of(self)
         return KVCache(self.cache.mesh, **options)
 
@@ -152,6 +159,11 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.must_grow(kv, keys):
             kv.reserve(growth_capacity(kv.length + keys))
         return kv
+
+    @property
+    def is_made(self) -> bool:
+        """True if the layer has a place for keys."""
+        return self.kv is not None
 
     @property
     def kvs(self) -> list[KVCache]:
@@ -185,13 +197,22 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         assert self.kv is not None
         return self.kv
 
+    @property
+    def step_kv(self) -> StepKV:
+        """What `reserve_step` has returned."""
+        return self.cached
+
+    def attend(self, q: Tensor, **layer: Any) -> Tensor:
+        """Return attention of the last tokens over all tokens of the layer, as the cache attends."""
+        return self.cache.attend(q, self.cached, **layer)
+
     def is_first(self, pending: PendingKV) -> bool:
         """Return whether the layer's cache has no tokens but these new ones."""
         return not is_capturing(pending.k.device) and self.cached.length == pending.k.shape[2]
 
     def must_grow(self, kv: KVCache, tokens: int) -> bool:
         """Return whether a cache has no space for `tokens` more tokens, and no fixed capacity."""
-        return self.cache.capacity is None and kv.length + tokens > kv.config.capacity
+        return self.cache.settings.capacity is None and kv.length + tokens > kv.config.capacity
 
     def raise_agreed(
         self, error: InputError, pending: PendingKV, tokens: int, *, is_compared: bool | None = None
@@ -206,7 +227,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
             otherwise, is_compared=False                            this rank raises
         """
         kv = _cache_to_extend(self.kv, pending.k.shape[0])
-        if kv is None or is_compared or (self.cache.checked is not False and self.must_grow(kv, tokens)):
+        if kv is None or is_compared or (self.cache.settings.checked is not False and self.must_grow(kv, tokens)):
             Agreement(RankMesh.of(self.cache.mesh), "append").raise_on_all(error)
         elif is_compared is None and kv.guard.will_compare("append"):
             kv.guard.agreement("append").raise_on_all(error)
@@ -215,7 +236,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         raise error
 
     def attend_other_keys(self, q: Tensor, scale: float | None) -> Partial | None:
-        """Return attention over this rank's entries, which stand for several tokens each; None without any."""
+        """Return attention over this rank's entries, which stand for several tokens each; None without entries."""
         return None
 
     def get_seq_length(self) -> int:
@@ -228,7 +249,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_max_length(self) -> int:
         """Return the capacity; -1 if the cache grows."""
-        return int(self.cache.capacity or -1)
+        return int(self.cache.settings.capacity or -1)
 
     def reset(self) -> None:
         """Drop all tokens."""
@@ -253,7 +274,7 @@ def _cache_to_extend(kv: KVCache | None, batch: int) -> KVCache | None:
 class TailLayer(ShardedLayer):
     """A layer that also keeps tensors of the last tokens, whole on all ranks."""
 
-    def __init__(self, cache: Any) -> None:
+    def __init__(self, cache: LayersCache) -> None:
         super().__init__(cache)
         self.tensors: dict[str, Tensor] = {}
 

@@ -28,27 +28,35 @@ from attnmesh.mesh.schedule import check_exchange
 from attnmesh.mesh.shapes import Shape
 from attnmesh.mesh.shares import check_shares
 
+ROW_OPTIONS = frozenset(("capacity", "block", "exchange", "copies", "windows", "keep", "shares", "folder", "hot"))
+"""Options in which rows of one step may differ."""
+
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """Arguments of `ShardedCache` beside the model and the mesh, as its caller gave them."""
+    """Options of a `ShardedCache`: its arguments beside the model and the mesh."""
 
     capacity: int | None
     block: int | None
     merge: str
     output: str
+    reproducible: bool
     kernel: str
     exchange: str
     checked: bool | None
     copies: int
     windows: bool
     keep: int
-    reproducible: bool
     storage: str | None
     window_storage: str | None
     shares: Sequence[float] | str | None
     folder: str | Path | None
     hot: int | None
+
+    def difference_of_rows(self, other: "CacheSettings") -> str | None:
+        """Return an option that two rows of one step must share, but do not; None if one step serves both."""
+        shared = (name for name in vars(self) if name not in ROW_OPTIONS)
+        return next((name for name in shared if getattr(self, name) != getattr(other, name)), None)
 
     def check(self, config: Any, shape: Shape) -> None:
         """Raise unless they are valid for a model of a configuration, on a mesh of this shape."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from copy import copy, deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,23 @@ class ShardedCache(FolderLayers):
     (0, 2)
     """
 
+    capacity: int | None
+    block: int
+    merge: str
+    output: str
+    reproducible: bool
+    kernel: str
+    exchange: str
+    checked: bool | None
+    copies: int
+    windows: bool
+    keep: int
+    storage: str | None
+    window_storage: str | None
+    shares: tuple[float, ...] | None
+    """Ratios of the tokens of each rank; None for even shares."""
+    hot: int | None
+
     def __init__(
         self,
         config: PreTrainedConfig,
@@ -98,41 +116,40 @@ class ShardedCache(FolderLayers):
         hot: int | None = None,
     ) -> None:
         rank_mesh = RankMesh.of(mesh)
-        self.settings = CacheSettings(
+        given = CacheSettings(
             capacity=capacity,
             block=block,
             merge=merge,
             output=output,
+            reproducible=reproducible,
             kernel=kernel,
             exchange=exchange,
             checked=checked,
             copies=copies,
             windows=windows,
             keep=keep,
-            reproducible=reproducible,
             storage=storage,
             window_storage=window_storage,
             shares=shares,
             folder=folder,
             hot=hot,
         )
-        """Arguments of the cache, as given. Attributes of the same names have the values in use."""
-        with Agreement(rank_mesh, "ShardedCache", vars(self.settings)):
-            self.settings.check(config, rank_mesh.shape)
+        with Agreement(rank_mesh, "ShardedCache", vars(given)):
+            given.check(config, rank_mesh.shape)
         self.config = config.get_text_config(decoder=True)
         self.stock_window = None if getattr(self.config, "layer_types", None) else window_of(config)
         """Tokens that the model's stock cache keeps in all layers; None if it keeps all, or differs by layer."""
         self.mesh, self.ranks = mesh, rank_mesh.ranks
-        self.capacity = None if capacity is None else int(capacity)
-        self.block = int(block or BLOCK)
         self.block_is_free = block is None and not reproducible
-        self.merge, self.output, self.reproducible = merge, output, reproducible
-        self.kernel, self.exchange = kernel, exchange
-        self.checked, self.copies, self.keep = checked, copies, keep
-        self.windows = windows and folder is None
-        self.storage, self.window_storage, self.hot = storage, window_storage, hot
-        self.shares = shares_of(config, mesh, shares, self.capacity, storage)
-        """Ratios of the tokens of each rank; None for even shares."""
+        tokens = None if capacity is None else int(capacity)
+        in_use = replace(
+            given,
+            capacity=tokens,
+            block=int(block or BLOCK),
+            windows=windows and folder is None,
+            shares=shares_of(config, mesh, shares, tokens, storage),
+        )
+        self._use(in_use)
         self.history = CacheHistory()
         self._length = 0  # of models without attention, which count no tokens
         super().__init__(layers=make_layers(self.config, self))
@@ -176,7 +193,8 @@ class ShardedCache(FolderLayers):
     def choose_block(self, tokens: int) -> None:
         """Choose the block, if it was not given, by the length of the first prompt."""
         if self.block_is_free and not self.kvs:
-            self.block = LONG_BLOCK if tokens >= ROUNDS * LONG_BLOCK * self.ranks else BLOCK
+            block = LONG_BLOCK if tokens >= ROUNDS * LONG_BLOCK * self.ranks else BLOCK
+            self._use(replace(self.settings, block=block))
 
     def set_length(self, tokens: int) -> None:
         """Set the number of cached tokens of a model without attention."""

@@ -10,6 +10,7 @@ from attnmesh.errors import KernelError
 from attnmesh.hf.cache.compressed_layer import CompressedLayer
 from attnmesh.hf.cache.indexed_layer import IndexedLayer, PooledLayer
 from attnmesh.hf.cache.layer import ShardedLayer
+from attnmesh.hf.cache.layer_protocols import LayersCache
 from attnmesh.hf.family import family_of
 from attnmesh.hf.images.cross import CrossLayer, SomeKeys
 from attnmesh.hf.latent_states import latent_widths
@@ -58,7 +59,7 @@ class HybridLayer(StateLayer, ShardedLayer):
 
     is_compileable = ShardedLayer.is_compileable
 
-    def __init__(self, cache: Any) -> None:
+    def __init__(self, cache: LayersCache) -> None:
         ShardedLayer.__init__(self, cache)
         config = cache.config.get_text_config(decoder=True)
         LinearAttentionLayer.__init__(self, getattr(config, "number_of_conv_states", 1))
@@ -81,7 +82,7 @@ class HybridLayer(StateLayer, ShardedLayer):
         LinearAttentionLayer.reorder_cache(self, beam_idx)
 
 
-def make_layers(config: PreTrainedConfig, cache: Any) -> list[Any]:
+def make_layers(config: PreTrainedConfig, cache: LayersCache) -> list[Any]:
     """Return an empty layer of the cache for each layer of the model that keeps something."""
     indexed = indexed_layer_indices(config)
     crossed = cross_layer_indices(config)
@@ -97,7 +98,7 @@ def make_layers(config: PreTrainedConfig, cache: Any) -> list[Any]:
     return layers
 
 
-def _make_layer(kind: str, cache: Any, *, indexed: bool) -> Any:
+def _make_layer(kind: str, cache: LayersCache, *, indexed: bool) -> Any:
     """Return an empty layer of a kind, which may have an indexer of its own."""
     layer = family_of(cache.config).layer(kind)
     if layer.recurrent:

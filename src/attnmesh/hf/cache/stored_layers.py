@@ -17,6 +17,7 @@ from attnmesh.errors import KernelError, ShapeError, StoreError
 from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.cache.history import CacheHistory
 from attnmesh.hf.cache.layer import ShardedLayer, TailLayer, growth_capacity
+from attnmesh.hf.cache.settings import CacheSettings
 from attnmesh.hf.cache.state_layer import StateLayer
 from attnmesh.hf.images.cross import CrossLayer
 from attnmesh.hf.models import has_windows
@@ -34,16 +35,15 @@ class StoredLayers(Cache):  # type: ignore[misc]
 
     config: PreTrainedConfig
     mesh: DeviceMesh | None
-    capacity: int | None
-    block: int
-    checked: bool | None
-    copies: int
-    shares: tuple[float, ...] | None
-    storage: str | None
-    window_storage: str | None
-    hot: int | None
+    settings: CacheSettings
+    """Options in use. `folder` is as given."""
     tokens: Tensor | None
     history: CacheHistory
+
+    def _use(self, settings: CacheSettings) -> None:
+        """Use these options. Each but `folder`, an open one, is an attribute of the cache, too."""
+        self.settings = settings
+        self.__dict__ |= {name: value for name, value in vars(settings).items() if name != "folder"}
 
     @property
     def attention_layers(self) -> list[ShardedLayer]:
@@ -155,9 +155,9 @@ class StoredLayers(Cache):  # type: ignore[misc]
             InputError: The folder has no complete save of a cache of this model, or ranks differ.
         """
         options = self._kv_options
-        capacity = self.capacity if capacity is None else capacity
+        capacity = self.settings.capacity if capacity is None else capacity
         del options["capacity"]
-        layers = LayersToLoad(self.num_kvs, capacity, self.tokens_per_key, self.hot)
+        layers = LayersToLoad(self.num_kvs, capacity, self.tokens_per_key, self.settings.hot)
         kvs, extra_tensors, note = load_layers(KVCache, path, self.mesh, layers, device=device, **options)
         names = [name for name in extra_tensors if name.startswith(STATES)]
         states = {name.removeprefix(STATES): extra_tensors.pop(name).to(kvs[0].device) for name in names}
@@ -166,13 +166,13 @@ class StoredLayers(Cache):  # type: ignore[misc]
         for layer in self.cross_layers:  # a cache with images is not saved
             layer.reset()
         self.set_states(states)
-        self.capacity = capacity
+        self._use(replace(self.settings, capacity=capacity))
         self.history = CacheHistory.of(extra_tensors.pop("held", None), self.config)
         return extra_tensors, note
 
     def flush(self) -> None:
         """Write the tokens on the device to the folder too, as `KVCache.flush` does. Every rank calls it."""
-        for kv in self.kvs if self.hot is not None else ():
+        for kv in self.kvs if self.settings.hot is not None else ():
             kv.flush()
 
     def set_states(self, states: Mapping[str, Tensor]) -> None:
@@ -192,13 +192,9 @@ class StoredLayers(Cache):  # type: ignore[misc]
 
     def make_kvs(self, layers: Sequence[CacheConfig], tokens: int, device: torch.device) -> list[KVCache]:
         """Make the empty caches of all layers, with space for `tokens` tokens, to be filled. Every rank calls it."""
-        options = self._kv_options
-        capacity = growth_capacity(tokens) if self.capacity is None else self.capacity
-        options |= {"device": device}
-        configs = (replace(kv_config, capacity=capacity, block=self.block) for kv_config in layers)
-        kvs = [
-            KVCache(self.mesh, **{**kv_config.arguments(), **options, "capacity": capacity}) for kv_config in configs
-        ]
+        capacity = growth_capacity(tokens) if self.settings.capacity is None else self.settings.capacity
+        options = {**self._kv_options, "capacity": capacity, "block": self.settings.block, "device": device}
+        kvs = [KVCache(self.mesh, **{**kv_config.arguments(), **options}) for kv_config in layers]
         if kvs:
             self._set_kvs(kvs)
         return kvs
@@ -206,18 +202,18 @@ class StoredLayers(Cache):  # type: ignore[misc]
     @property
     def _kv_options(self) -> dict[str, Any]:
         """Options of the `KVCache` of each layer."""
-        options = {"checked": self.checked, "copies": self.copies, "shares": self.shares}
-        return {"capacity": self.capacity, **options}
+        return {name: getattr(self.settings, name) for name in ("capacity", "checked", "copies", "shares")}
 
     def _set_kvs(self, kvs: Sequence[KVCache]) -> None:
         """Set the `KVCache` of each layer. Raise if they are stored in another way than the cache's."""
-        storages, allowed = {kv.config.storage for kv in kvs} - {None}, {self.storage, self.window_storage} - {None}
-        fits = storages <= allowed and (bool(storages) or self.storage is None or has_windows(self.config))
+        storage, in_windows = self.settings.storage, self.settings.window_storage
+        storages, allowed = {kv.config.storage for kv in kvs} - {None}, {storage, in_windows} - {None}
+        fits = storages <= allowed and (bool(storages) or storage is None or has_windows(self.config))
         if not fits:
-            expected = f"keys stored with storage={self.storage!r}, as the cache's"
+            expected = f"keys stored with {storage=}, as the cache's"
             given = f"storage={next(iter(storages), None)!r}"
             raise KernelError("ShardedCache", expected, given, f"make the cache with {given}")
         remaining = iter(kvs)
         for layer in self.attention_layers:
             layer.set_kvs([next(remaining) for _ in layer.tokens_per_key])
-        self.block = kvs[0].config.block
+        self._use(replace(self.settings, block=kvs[0].config.block))

@@ -71,11 +71,14 @@ FAMILIES = (
         },
         subclassed={
             "DeepseekV4CSACompressor": SubclassedModule(
-                EntryCompressor, _COMPRESSES, (*_STORES, "update_overlap_state", "indexer", "new_full")
+                EntryCompressor, arguments=_COMPRESSES, reads=(*_STORES, "update_overlap_state", "indexer", "new_full")
             ),
-            "DeepseekV4HCACompressor": SubclassedModule(EntryCompressor, _COMPRESSES, _STORES),
+            "DeepseekV4HCACompressor": SubclassedModule(EntryCompressor, arguments=_COMPRESSES, reads=_STORES),
             "DeepseekV4IndexerScorer": SubclassedModule(
-                EntryScorer, ("self", "q", "compressed_kv", "hidden_states"), ("weights_proj", "relu"), is_alone=True
+                EntryScorer,
+                arguments=("self", "q", "compressed_kv", "hidden_states"),
+                reads=("weights_proj", "relu"),
+                is_alone=True,
             ),
         },
     ),

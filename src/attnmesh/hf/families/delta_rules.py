@@ -74,23 +74,26 @@ _RULE = partial(
 )
 
 
-def _functions(rule: str, chunked: str, stepwise: str) -> dict[str, Any]:
-    """Return the functions of a rule: `chunked` computes chunks of tokens, `stepwise` one token after another."""
+def _recurrence(rule: str, *, chunked: str, stepwise: str) -> Recurrence:
+    """Return the parts of layers with a rule. `chunked` computes chunks of tokens, `stepwise` one after another."""
     link = partial(delta_link, rule=rule)
-    return {
+    functions: dict[str, Any] = {
         **CONVOLUTION,
         chunked: _RULE(link, parameters=(*_INPUTS, "chunk_size", *_STATES)),
         stepwise: _RULE(link, parameters=(*_INPUTS, *_STATES)),
     }
+    return Recurrence(functions=functions)
 
 
-GATED_DELTA = Recurrence(_functions("gated_delta", "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"))
+GATED_DELTA = _recurrence(
+    "gated_delta", chunked="torch_chunk_gated_delta_rule", stepwise="torch_recurrent_gated_delta_rule"
+)
 GATED_DELTA_SOURCES = {
     **CONVOLUTION_SOURCE,
     "torch_chunk_gated_delta_rule": "678be0074dc4",
     "torch_recurrent_gated_delta_rule": "dfa1d9ab9926",
 }
-_KIMI_DELTA = Recurrence(_functions("kimi_delta", "chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"))
+_KIMI_DELTA = _recurrence("kimi_delta", chunked="chunk_kimi_delta_attention", stepwise="recurrent_kimi_delta_attention")
 _KIMI_DELTA_SOURCES = {
     **CONVOLUTION_SOURCE,
     "chunk_kimi_delta_attention": "ef9dc6a2a860",
@@ -98,7 +101,7 @@ _KIMI_DELTA_SOURCES = {
 }
 
 
-def _family(kind: str, layer: str, digest: str, fields: str, *, is_gated: bool = True) -> Family:
+def _family(kind: str, layer: str, fields: str, *, digest: str, is_gated: bool = True) -> Family:
     return Family(
         kind,
         fields,
@@ -114,14 +117,16 @@ _DENSE = f"{_FIELDS} intermediate_size"
 _SPARSE = f"{_FIELDS} {EXPERT_FIELDS} head_dim"
 
 FAMILIES = (
-    _family("olmo_hybrid", "OlmoHybridGatedDeltaNet", "18248f3c6a87", _DENSE),
-    _family("qwen3_next", "Qwen3NextGatedDeltaNet", "83f018dc37b9", f"{_SPARSE} intermediate_size"),
-    _family("qwen3_5_text", "Qwen3_5GatedDeltaNet", "3bb52a268f55", f"{_DENSE} head_dim"),
-    _family("qwen3_5_moe_text", "Qwen3_5MoeGatedDeltaNet", "3bb52a268f55", _SPARSE),
-    _family("kimi_linear", "KimiLinearDeltaAttention", "ff04e389f4ff", LATENT_FIELDS, is_gated=False),
+    _family("olmo_hybrid", "OlmoHybridGatedDeltaNet", _DENSE, digest="18248f3c6a87"),
+    _family("qwen3_next", "Qwen3NextGatedDeltaNet", f"{_SPARSE} intermediate_size", digest="83f018dc37b9"),
+    _family("qwen3_5_text", "Qwen3_5GatedDeltaNet", f"{_DENSE} head_dim", digest="3bb52a268f55"),
+    _family("qwen3_5_moe_text", "Qwen3_5MoeGatedDeltaNet", _SPARSE, digest="3bb52a268f55"),
+    _family("kimi_linear", "KimiLinearDeltaAttention", LATENT_FIELDS, digest="ff04e389f4ff", is_gated=False),
     _family(
-        *("bailing_hybrid", "BailingHybridDeltaAttention", "2dd3fced1fac"),
+        "bailing_hybrid",
+        "BailingHybridDeltaAttention",
         f"{LATENT_FIELDS} rope_parameters",
+        digest="2dd3fced1fac",
         is_gated=False,
     ),
 )

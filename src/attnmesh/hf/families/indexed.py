@@ -8,7 +8,8 @@ from attnmesh.planner.selected import Selected
 
 
 def _size(config: Any, counts: Mapping[str, int], _: int) -> Selected:
-    return Selected(config.index_topk, config.index_n_heads, config.index_head_dim, **counts)
+    heads, dim = config.index_n_heads, config.index_head_dim
+    return Selected(config.index_topk, index_heads=heads, index_dim=dim, **counts)
 
 
 FAMILIES = tuple(

@@ -58,11 +58,11 @@ class StatesOfHeads(PrefillStates):
 
 SELECTIVE_SCAN = Rule(
     selective_link,
-    "return_last_state",
-    None,
-    False,
-    lambda state: state.squeeze(-1),
-    lambda state: state.unsqueeze(-1),
+    returns_state="return_last_state",
+    initial_state=None,
+    always_pair=False,
+    to_stock=lambda state: state.squeeze(-1),
+    from_stock=lambda state: state.unsqueeze(-1),
     parameters=(
         *("hidden_states", "dt", "A", "B", "C", "D", "z", "delta_bias", "delta_softplus", "return_last_state"),
         *("use_mambapy", "use_associative_scan"),
@@ -71,11 +71,12 @@ SELECTIVE_SCAN = Rule(
 )
 _FUNCTIONS = {**CONVOLUTION, "mamba_selective_scan": SELECTIVE_SCAN}
 _UNCHANGED = ("mamba_selective_state_update",)
-_PLAIN = Recurrence(_FUNCTIONS, _UNCHANGED)
-_FUSED = Recurrence({**_FUNCTIONS, "mamba_inner_fn": None}, _UNCHANGED)
+_PLAIN = Recurrence(functions=_FUNCTIONS, unchanged=_UNCHANGED)
+_FUSED = Recurrence(functions={**_FUNCTIONS, "mamba_inner_fn": None}, unchanged=_UNCHANGED)
+_OF_HEADS = Recurrence(functions=_FUNCTIONS, unchanged=_UNCHANGED, states=StatesOfHeads)
 
 
-def _family(kind: str, layer: str, digest: str, fields: str, scan: str = "e095cfd16bc3", **options: Any) -> Family:
+def _family(kind: str, layer: str, fields: str, *, digest: str, scan: str = "e095cfd16bc3", **options: Any) -> Family:
     return Family(
         kind,
         fields,
@@ -91,16 +92,28 @@ _ALONE = "intermediate_size layer_types num_hidden_layers"
 _BESIDE = f"{ATTENTION_FIELDS} intermediate_size"
 
 FAMILIES = (
-    _family("mamba", "MambaMixer", "280166732b90", _ALONE, recurrences={"MambaMixer": _FUSED}),
-    _family("falcon_mamba", "FalconMambaMixer", "781e9c23667d", _ALONE, recurrences={"FalconMambaMixer": _FUSED}),
+    _family("mamba", "MambaMixer", _ALONE, digest="280166732b90", recurrences={"MambaMixer": _FUSED}),
     _family(
-        *("jamba", "JambaMambaMixer", "ba941b60bdba"),
+        "falcon_mamba",
+        "FalconMambaMixer",
+        _ALONE,
+        digest="781e9c23667d",
+        recurrences={"FalconMambaMixer": _FUSED},
+    ),
+    _family(
+        "jamba",
+        "JambaMambaMixer",
         f"{_BESIDE} num_experts num_experts_per_tok num_local_experts output_router_logits",
+        digest="ba941b60bdba",
         recurrences={"JambaMambaMixer": _PLAIN},
     ),
     _family(
-        *("zamba", "ZambaMambaMixer", "6cc2e1fe444a", f"{_BESIDE} head_dim", "2e1476a2d28c"),
+        "zamba",
+        "ZambaMambaMixer",
+        f"{_BESIDE} head_dim",
+        digest="6cc2e1fe444a",
+        scan="2e1476a2d28c",
         stores={"ZambaMambaMixer": "n_mamba_heads"},  # each head has a state
-        recurrences={"ZambaMambaMixer": Recurrence(_FUNCTIONS, _UNCHANGED, states=StatesOfHeads)},
+        recurrences={"ZambaMambaMixer": _OF_HEADS},
     ),
 )

@@ -11,6 +11,7 @@ from attnmesh.hf.family import (
     RECURRENT,
     RECURRENT_STATES,
     Family,
+    Pins,
     Recurrence,
 )
 from attnmesh.hf.recurrent.chain import HeadChain
@@ -69,29 +70,29 @@ def _swap(state: Tensor) -> Tensor:
 
 CHUNK_SCAN = Rule(
     chunk_scan_link,
-    "return_final_states",
-    "initial_states",
-    False,
-    _swap,
-    _swap,
-    chunk_scan_by_heads,
-    (
+    returns_state="return_final_states",
+    initial_state="initial_states",
+    always_pair=False,
+    to_stock=_swap,
+    from_stock=_swap,
+    by_heads=chunk_scan_by_heads,
+    parameters=(
         *("hidden_states", "dt", "A", "B", "C", "chunk_size", "D", "dt_bias", "initial_states", "dt_softplus"),
         *("dt_limit", "return_final_states"),
     ),
 )
 _MIXER = Recurrence(
-    {**CONVOLUTION, "mamba2_chunk_scan": CHUNK_SCAN, "mamba2_split_conv1d_scan_combined": None},
-    ("mamba2_selective_state_update",),
+    functions={**CONVOLUTION, "mamba2_chunk_scan": CHUNK_SCAN, "mamba2_split_conv1d_scan_combined": None},
+    unchanged=("mamba2_selective_state_update",),
 )
 
 
-def _family(kind: str, layer: str, fields: str, digest: str = "f6180930d4ad", *pins: Any) -> Family:
+def _family(kind: str, layer: str, fields: str, *, digest: str = "f6180930d4ad", uses: tuple[Pins, ...] = ()) -> Family:
     return Family(
         kind,
         fields,
         sources={f"{layer}.forward": digest, **CONVOLUTION_SOURCE, "mamba2_chunk_scan": "83003590f903"},
-        uses=(RECURRENT_STATES, *pins),
+        uses=(RECURRENT_STATES, *uses),
         layers=RECURRENT,
         recurrences={layer: _MIXER},
     )
@@ -104,13 +105,13 @@ _EXPERTS = "num_experts_per_tok num_local_experts output_router_logits"
 FAMILIES = (
     _family("mamba2", "Mamba2Mixer", "head_dim layer_types num_hidden_layers time_step_limit"),
     _family("bamba", "BambaMixer", _HYBRID),
-    _family("falcon_h1", "FalconH1Mixer", _HYBRID, "99340ca4d3d4"),
+    _family("falcon_h1", "FalconH1Mixer", _HYBRID, digest="99340ca4d3d4"),
     _family("granitemoehybrid", "GraniteMoeHybridMambaLayer", f"{_HYBRID} {_EXPERTS}"),
     _family(
-        *("nemotron_h", "NemotronHMamba2Mixer"),
+        "nemotron_h",
+        "NemotronHMamba2Mixer",
         f"{_BESIDE} {_EXPERTS} head_dim moe_intermediate_size n_routed_experts sliding_window time_step_limit",
-        "f6180930d4ad",
-        LAYERS_WITHOUT_CACHE,
+        uses=(LAYERS_WITHOUT_CACHE,),
     ),
     _family("zamba2", "Zamba2MambaMixer", f"{_BESIDE} head_dim rope_parameters"),
 )

@@ -105,14 +105,14 @@ def selected_blocks(module: Any, blocks: Any, spec: Any) -> Selection:
 
 
 def _size(config: Any, counts: Mapping[str, int], kv_heads: int) -> Selected:
-    sizes = config.index_topk_blocks, config.index_n_heads, config.index_head_dim
-    return Selected(*sizes, block=config.index_block_size, heads=kv_heads, **counts)
+    sizes = {"index_heads": config.index_n_heads, "index_dim": config.index_head_dim, "block": config.index_block_size}
+    return Selected(config.index_topk_blocks, **sizes, heads=kv_heads, **counts)
 
 
 INDEXER = SubclassedModule(
     BlockIndexer,
-    ("self", "hidden_states", "position_embeddings", "past_key_values", "position_ids"),
-    (
+    arguments=("self", "hidden_states", "position_embeddings", "past_key_values", "position_ids"),
+    reads=(
         *("q_proj", "k_proj", "q_norm", "k_norm", "head_dim", "block_size", "topk_blocks", "local_blocks"),
         *("apply_rotary_pos_emb", "update_index"),
     ),

@@ -115,13 +115,14 @@ def _tokens(ends: Tensor, queries: Tensor, positions: Tensor, ratio: int) -> Ten
 def _size(config: Any, counts: Mapping[str, int], _: int) -> Selected:
     ratio = config.indexer_compress_ratio
     width = config.indexer_head_dim + 1  # a column more: whether the block is whole
-    return Selected(config.indexer_budget // ratio, config.indexer_n_heads, width, block=ratio, **counts)
+    k, heads = config.indexer_budget // ratio, config.indexer_n_heads
+    return Selected(k, index_heads=heads, index_dim=width, block=ratio, **counts)
 
 
 INDEXER = SubclassedModule(
     PooledIndexer,
-    ("self", "hidden_states", "position_embeddings", "attention_mask", "past_key_values"),
-    (
+    arguments=("self", "hidden_states", "position_embeddings", "attention_mask", "past_key_values"),
+    reads=(
         *("index_qk_proj", "index_n_heads", "index_kv_heads", "q_layernorm", "k_layernorm", "compress_ratio"),
         *("block_topk", "token_budget", "apply_rotary_pos_emb", "update_indexer"),
     ),

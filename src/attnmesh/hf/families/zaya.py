@@ -57,7 +57,7 @@ class CompressedStates(PrefillStates):
 
 
 COMPRESSED = Recurrence(
-    {"repeat_kv": None},
+    functions={"repeat_kv": None},
     reads=(
         *("q_proj", "k_proj", "v_proj_current", "v_proj_delayed", "conv_qk_depthwise", "conv_qk_grouped"),
         *("conv_kernel_size", "num_key_value_groups", "head_dim", "hidden_size"),

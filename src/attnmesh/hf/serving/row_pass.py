@@ -30,10 +30,6 @@ from attnmesh.mesh.axes import RankMesh
 
 SUBJECT = "hf.decode_rows"
 
-OPTIONS = ("merge", "output", "reproducible", "kernel", "checked", "storage", "window_storage")
-"""Options of caches that rows of one step share."""
-
-
 NextTokens = int | Sequence[int]
 """The next token of a request, or its next tokens."""
 
@@ -198,10 +194,10 @@ def _check_cache(cache: Any, first: Any, new: int) -> None:
         raise ShapeError(subject, "caches of one sequence", f"one of {cache.batch_size}", fix)
     if RankMesh.of(cache.mesh) != RankMesh.of(first.mesh):
         raise MeshError(subject, "caches on one mesh", "caches on several", "make all caches on one mesh")
-    differing = [name for name in OPTIONS if getattr(cache, name) != getattr(first, name)]
+    differing = first.settings.difference_of_rows(cache.settings)
     same_layers = [type(layer) for layer in cache.layers] == [type(layer) for layer in first.layers]
-    if differing or not same_layers:
-        given = f"another {differing[0]}" if differing else f"one of {len(cache.layers)} layers"
+    if differing is not None or not same_layers:
+        given = f"another {differing}" if differing is not None else f"one of {len(cache.layers)} layers"
         fix = "make all caches with the same config and options"
         raise KernelError(subject, "caches of one model with the same options", given, fix)
     if any(kv.padding is not None for kv in cache.kvs):

@@ -7,11 +7,12 @@ the caches of all rows. Recurrent states of the rows are joined for the step, an
 
 from collections.abc import Sequence
 from copy import copy
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from transformers import Cache
 
 from attnmesh.cache.cache import KVCache
 from attnmesh.core.mask import Mask
@@ -19,14 +20,10 @@ from attnmesh.decoding.rows import decode_rows
 from attnmesh.errors import InputError
 from attnmesh.hf.cache.history import CacheHistory
 from attnmesh.hf.cache.layer import PendingKV, ShardedLayer
+from attnmesh.hf.cache.layer_protocols import StepKV
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.cache.state_layer import HybridLayer, StateLayer
 from attnmesh.hf.transformers_names import LinearAttentionLayer
-
-OPTIONS: tuple[str, ...] = ("config", "stock_window", "mesh", "ranks", "capacity", "block", "block_is_free", "merge")
-OPTIONS += ("output", "reproducible", "kernel", "exchange", "checked", "copies", "windows", "keep", "storage", "shares")
-OPTIONS += ("window_storage", "hot", "layer_class_to_replicate", "offloading")
-"""Attributes that the cache of a step takes over from the first row's cache: its options, and nothing of its tokens."""
 
 
 class RowTokens(tuple[int, ...]):
@@ -44,7 +41,7 @@ class RowTokens(tuple[int, ...]):
 
 
 class RowsKV:
-    """The caches of one layer, one for each row, in place of a `KVCache`."""
+    """The caches of one layer, one for each row: a `StepKV`."""
 
     padding = None
 
@@ -58,7 +55,7 @@ class RowsKV:
         """Cached tokens of the longest row."""
         return max(kv.length for kv in self.caches)
 
-    def append(self, k: Tensor, v: Tensor | None, *, token_mask: None = None) -> None:
+    def append(self, k: Tensor, v: Tensor | None = None, *, token_mask: Tensor | None = None) -> None:
         """Append row r to cache r."""
         keys = self.tokens.split(k)
         values = None if v is None else self.tokens.split(v)
@@ -69,19 +66,35 @@ class RowsKV:
 class RowsLayer(ShardedLayer):
     """One layer of a `RowsCache`."""
 
+    cache: "RowsCache"
+    is_made = True
+
     def __init__(self, cache: "RowsCache", rows: Sequence[ShardedLayer]) -> None:
         super().__init__(cache)
         self.rows = rows
         self.is_initialized = True
         self.projection = rows[0].projection
         self.latent_widths = rows[0].latent_widths
-        self.kv = cast(Any, RowsKV([row.cached for row in rows], cache.row_tokens))
+        self.rows_kv = RowsKV([row.cached for row in rows], cache.row_tokens)
 
-    def reserve(self, pending: PendingKV, tokens: int, mask: Mask) -> KVCache:
+    def reserve_step(self, pending: PendingKV, tokens: int, mask: Mask) -> StepKV:
         """Make room in the cache of each row."""
         for row, count in zip(self.rows, self.cache.row_tokens, strict=True):
             row.reserve(pending, count, mask)
-        return self.cached
+        return self.rows_kv
+
+    @property
+    def step_kv(self) -> StepKV:
+        """The caches of the rows."""
+        return self.rows_kv
+
+    def get_seq_length(self) -> int:
+        """Return the number of cached tokens of the longest row."""
+        return self.rows_kv.length
+
+    def attend(self, q: Tensor, **layer: Any) -> Tensor:
+        """Return attention of the last tokens of each row over the tokens of its cache."""
+        return self.cache.attend_rows(q, self.rows_kv, **layer)
 
     def is_first(self, pending: PendingKV) -> bool:
         """Return False: all rows have tokens, as one without is computed alone."""
@@ -125,13 +138,15 @@ class RowsCache(ShardedCache):
     """`past_key_values` of one step, with the options of the first row's cache."""
 
     def __init__(self, caches: Sequence[ShardedCache], tokens: Sequence[int]) -> None:
-        first = caches[0].__dict__
-        self.__dict__ |= {name: first[name] for name in OPTIONS}
+        first = caches[0]
+        self.config, self.stock_window = first.config, first.stock_window
+        self.mesh, self.ranks = first.mesh, first.ranks
+        self._use(first.settings)
         self.history = CacheHistory()
         self.rows = caches
         self.row_tokens = RowTokens(tokens)
         layers = zip(*(cache.layers for cache in caches), strict=True)
-        self.layers = [_layer_of(self, rows) for rows in layers]
+        Cache.__init__(self, layers=[_layer_of(self, rows) for rows in layers])
 
     rows: Sequence[ShardedCache]
     row_tokens: RowTokens
@@ -140,7 +155,7 @@ class RowsCache(ShardedCache):
         """Return the number of cached tokens of the longest row."""
         return max(cache.get_seq_length(layer_idx) for cache in self.rows)
 
-    def attend(self, q: Tensor, kv: Any, **layer: Any) -> Tensor:
+    def attend_rows(self, q: Tensor, kv: RowsKV, **layer: Any) -> Tensor:
         """Return attention of the last tokens of each row over the tokens of its cache.
 
         All rows are one step. Rows of fewer tokens get padding before their queries, whose outputs are dropped. Where
