@@ -199,7 +199,7 @@ class CallGuard:
 
 
 @collective_once
-def prepare_merges(axis: Axis) -> None:
+def agree_on_merges(axis: Axis) -> None:
     """Make the transport of an axis of CPUs, and time its merges. Collective at its first call, before any merge.
 
     Ranks compare this call first. Otherwise rank A, which times merges, could get a message that rank B sends in

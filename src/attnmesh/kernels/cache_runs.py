@@ -81,7 +81,7 @@ def runs_of(
                 runs += _of_tokens(query, sequences, piece, is_biased=is_biased)
             else:  # the last token sees all from its first one on
                 length, used, *_ = piece.device_counts.tolist()
-                start = 0 if mask.row_limit >= length else mask.first_seen(length - 1)
+                start = 0 if mask.max_causal_keys >= length else mask.first_seen(length - 1)
                 if start and used < length:
                     start = int(torch.searchsorted(piece.token_index[:used], start))
                 if start < used:
@@ -97,7 +97,7 @@ def _of_tokens(query: DecodeQuery, sequences: slice, piece: CacheView, *, is_bia
     mask = query.mask
     count = query.q.shape[2]
     is_plain = query.key_lengths is None and query.partial_block is None and not is_biased
-    if is_plain and count <= MAX_COUNTED_QUERIES and mask.is_causal and mask.row_limit >= length:
+    if is_plain and count <= MAX_COUNTED_QUERIES and mask.is_causal and mask.max_causal_keys >= length:
         newest = piece.token_index[max(used - count, 0) : used].tolist()
         before = used - len(newest)
         counts = tuple(before + bisect_right(newest, token) for token in range(length - count, length))

@@ -28,7 +28,7 @@ from attnmesh.kernels.kernel import KernelRequest
 from attnmesh.mesh.axes import RankMesh
 from attnmesh.mesh.schedule import Problem, check_exchange
 from attnmesh.mesh.shapes import check_heads_axis
-from attnmesh.mesh_attention.auto_choices import check_auto, chosen_layout
+from attnmesh.mesh_attention.auto_choices import agreed_layout, check_auto
 
 QueryKeyCounts = tuple[int, int]
 """A count for the queries and one for the keys."""
@@ -74,7 +74,7 @@ class AttentionOptions(NamedTuple):
         length = tokens[0] if self.length is None else self.length
         key_length = tokens[1] if self.key_length is None else self.key_length
         layouts = (self.layout or Contiguous(), self.key_layout or Contiguous())
-        layout, key_layout = (chosen_layout(layout, self.applied_mask, mesh) for layout in layouts)
+        layout, key_layout = (agreed_layout(layout, self.applied_mask, mesh) for layout in layouts)
         return Problem(self.applied_mask, mesh.shape, layout, key_layout, length, key_length)
 
 

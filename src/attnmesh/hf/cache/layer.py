@@ -107,7 +107,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         k, v = pending.stored
         kv = _cache_to_extend(self.kv, k.shape[0])
         if kv is None:
-            row = mask.longest_row(FAR)
+            row = mask.max_causal_keys_of(FAR)
             storage = self.cache.storage if row > SHORT_WINDOW else self.cache.window_storage
             options: dict[str, Any] = {"storage": storage}
             if v is not None:

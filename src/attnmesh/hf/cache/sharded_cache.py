@@ -20,7 +20,7 @@ from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.cache.folder_layers import FolderLayers
 from attnmesh.hf.cache.history import CacheHistory, HeldTokens
 from attnmesh.hf.cache.layer import ShardedLayer, TailLayer
-from attnmesh.hf.cache.rank_shares import prompt_layout, shares_of
+from attnmesh.hf.cache.rank_shares import agreed_rank_shares, prompt_layout
 from attnmesh.hf.cache.settings import CacheSettings
 from attnmesh.hf.cache.state_layer import StateLayer, make_layers
 from attnmesh.hf.models import window_of
@@ -131,7 +131,7 @@ class ShardedCache(FolderLayers):
         self.checked, self.copies, self.keep = checked, copies, keep
         self.windows = windows and folder is None
         self.storage, self.window_storage, self.hot = storage, window_storage, hot
-        self.shares = shares_of(config, mesh, shares, self.capacity, storage)
+        self.shares = agreed_rank_shares(config, mesh, shares, self.capacity, storage)
         """Ratios of the tokens of each rank; None for even shares."""
         self.history = CacheHistory()
         self._length = 0  # of models without attention, which count no tokens

@@ -208,7 +208,7 @@ class BoundTritonCache:
             "left": left,
             "right": right,
             "BOUNDED": bounded,
-            "NEAR": mask.row_limit < FAR,
+            "NEAR": mask.max_causal_keys < FAR,
         }
         prepared = (max(1, -(-slots // split_keys)), tiles, heads), arguments
         return prepared, _launch_cache(*prepared, tensors, view.value_dim)
