@@ -184,7 +184,7 @@ def _attend_local(q: Tensor, k: Tensor, v: Tensor, weighting: Weighting, spec: M
         real = tokens.nonzero().flatten()
         row = slice(number, number + 1)
         selected = weighting.selected and replace(weighting.selected, indices=weighting.selected.indices[row])
-        row_weighting = weighting._replace(selected=selected, scores=weighting.scores.of_sequences(row))
+        row_weighting = weighting._replace(selected=selected, scores=weighting.scores.select_sequences(row))
         shift = 0 if first is None else -int(first[number]) % weighting.mask.period
         positions = queries + shift, keys[real.cpu()] + shift
         rows.append(_attend_with_positions(q[row], k[row, :, real], v[row, :, real], row_weighting, *positions))

@@ -93,7 +93,7 @@ def backward_band(
             return backward_selected(q, k, v, _without_empty_rows(saved), band, scaling)
     if counts:
         parts = [
-            backward_band(kernel, q[some], k[some], v[some], saved.of_sequences(some), band.first(count), scaling)
+            backward_band(kernel, q[some], k[some], v[some], saved.select_sequences(some), band.first(count), scaling)
             for some, count in _sequences(counts)
         ]
         return parts[0] if len(parts) == 1 else Gradients(*(torch.cat(x) for x in zip(*parts, strict=True)))

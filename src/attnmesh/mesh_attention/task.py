@@ -63,7 +63,9 @@ class Task:
             return self.steps
         heads = group[self.spec.mesh.heads.index].kv_heads
         return [
-            step._replace(band=step.band.of_heads(heads)) for step in self.steps if isinstance(step.band, SelectedKeys)
+            step._replace(band=step.band.select_heads(heads))
+            for step in self.steps
+            if isinstance(step.band, SelectedKeys)
         ]
 
     def heads_of(self, group: HeadGroup, saved: HeadTensors) -> HeadTensors:

@@ -94,7 +94,7 @@ class Triton(Kernel):
             return []
         first, last = int(rows[0]), int(rows[-1])
         start, stop = int(band.low[first]), int(band.high[last])
-        return [Rectangle(slice(first, last + 1), slice(start, stop), band=band.of_queries(first, last + 1, start))]
+        return [Rectangle(slice(first, last + 1), slice(start, stop), band=band.select_queries(first, last + 1, start))]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, scaling: Scaling) -> Partial:
         """Return the rectangle's partial, in float32."""
