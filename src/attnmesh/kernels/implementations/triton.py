@@ -157,7 +157,7 @@ class BoundTritonCache:
         positions = view.token_index if view.padding is None else view.padding.positions
         bounds = self._bounds(query, view) or (positions, positions)  # not read if they are the places
         tensors = {"q": q, "k": keys, "v": values, "positions": positions, "token_index": view.token_index}
-        tensors |= {"state": view.device_counts, "firsts": bounds[0], "lasts": bounds[1]}
+        tensors |= {"device_counts": view.device_counts, "firsts": bounds[0], "lasts": bounds[1]}
         signature = q.shape, q.stride(), keys.shape, keys.stride(), values.stride(), positions.ndim, bounds[0].shape
         prepared = self.prepared.get(signature)
         if prepared is None:
@@ -232,7 +232,11 @@ def _attend_scattered(
     count = -(-keys // _split_keys(keys, heads * tiles, tile, q.device))
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     numbers = (x if storage_of(x) is None else x.view(torch.int8) for x in (k, v))
-    tensors = {"q": q, **dict(zip("kv", numbers, strict=True)), "state": torch.full((2,), keys, device=q.device)}
+    tensors = {
+        "q": q,
+        **dict(zip("kv", numbers, strict=True)),
+        "device_counts": torch.full((2,), keys, device=q.device),
+    }
     tensors |= dict.fromkeys(("positions", "token_index", "firsts", "lasts"), positions)
     arguments = _cache_arguments(q, k, v, scaling, tile)
     arguments |= {"positions_batch": _batch_stride(positions), "capacity": keys, "SELECTED": True}
