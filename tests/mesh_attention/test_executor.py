@@ -283,7 +283,7 @@ def test_a_rank_alone_swaps_nothing() -> None:
 def test_heads_in_one_group_leave_no_two_exchanges_under_way() -> None:
     for exchange, one_at_a_time in (("bulk", True), ("pipelined", False)):
         task = Rank(ALONE, exchange).task
-        channels = task.along_heads.channel, task.along_queries, task.along_keys
+        channels = task.along_heads.channel, task.kv_channel, task.query_channel
         assert [channel.one_at_a_time for channel in channels] == [one_at_a_time] * 3
 
 

@@ -90,7 +90,7 @@ def forward(
         if mesh.keys.size > 1 or some_see_no_key:  # else the partial is whole, and of this rank's queries alone
             batch, heads, _, width = partial.out.shape
             own_partial = identity(q.new_empty(batch, heads, schedule.chunk.queries, 0), width, dtype)
-            returning = _return_results(partial, schedule.query_step, task.along_keys, _merge_returned, own_partial)
+            returning = _return_results(partial, schedule.query_step, task.query_channel, _merge_returned, own_partial)
         # `swap_out` begins once `returning` has ended: until then parts from other ranks are merged into `own_partial`.
         pending.add(chain(returning, swap_out(own_partial, gathered.group)))
         del own_partial, partial, returning
@@ -165,7 +165,7 @@ def backward(saved: HeadTensors, inputs: BackwardInputs, task: Task) -> Gradient
         heads = task.heads_of(gathered.group, saved)
         own = Gradients(*(torch.zeros_like(x, dtype=delta.dtype) for x in heads.query_tensors + heads.key_tensors))
         dq = _backward_heads(gathered, task, pending, (own.k, own.v))
-        returning = _return_results((dq,), schedule.query_step, task.along_keys, _add_returned, (own.q,))
+        returning = _return_results((dq,), schedule.query_step, task.query_channel, _add_returned, (own.q,))
         pending.add(chain(returning, swap_out(own, gathered.group)))  # in this order, as in `forward`
         del dq, own, returning
     pending.finish()
@@ -193,8 +193,8 @@ def _backward_heads(gathered: GatheredGroup, task: Task, pending: "PendingReturn
         del part
         if finish_earlier is not None:
             _add(kv_gradients, finish_earlier())
-        pending.add(_return_results(kv_gradients, step.gather, task.along_queries, _add_returned, own_kv))
-        finish_earlier = None if step.onward is None else task.along_queries.begin_gather(kv_gradients, step.onward)
+        pending.add(_return_results(kv_gradients, step.gather, task.kv_channel, _add_returned, own_kv))
+        finish_earlier = None if step.onward is None else task.kv_channel.begin_gather(kv_gradients, step.onward)
         del kv_gradients
     assert dq is not None  # every schedule has a step
     return dq
@@ -249,7 +249,7 @@ def _gathered_groups(swap_in: Callable[[HeadGroup], FinishSwap], task: Task) -> 
         if has_heads_axis:
             yield None
         tensors = finish_swap()
-        finish_queries = task.along_keys.begin_gather(tensors.query_tensors, task.schedule.query_step)
+        finish_queries = task.query_channel.begin_gather(tensors.query_tensors, task.schedule.query_step)
         kv_by_step = _kv_by_step(tensors.key_tensors, task)
         del finish_swap, tensors
         if has_gather:
@@ -273,7 +273,7 @@ def _kv_by_step(kv: Tensors, task: Task) -> Iterator[Tensors]:
     A ring's first step is this rank's own keys, which arrive without an exchange. It is taken here, so that the
     exchange of the second step begins at once too.
     """
-    steps, channel = task.schedule.key_steps, task.along_queries
+    steps, channel = task.schedule.key_steps, task.kv_channel
     first = channel.begin_gather(kv, steps[0])
 
     def arrivals() -> Iterator[Tensors]:

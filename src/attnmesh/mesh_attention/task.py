@@ -52,8 +52,8 @@ class Task:
     groups: Sequence[HeadGroup]
     steps: Sequence[TaskStep]
     along_heads: HeadAllToAll
-    along_queries: Channel
-    along_keys: Channel
+    kv_channel: Channel
+    query_channel: Channel
     projection: Projection | None = None
     """Projection of latents, where these travel instead of keys and values."""
 
