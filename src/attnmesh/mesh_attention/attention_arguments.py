@@ -34,8 +34,8 @@ QueryKeyCounts = tuple[int, int]
 """A count for the queries and one for the keys."""
 
 
-class TensorFacts(NamedTuple):
-    """Facts of a call's tensors that its spec takes, the same on all ranks."""
+class TensorSizes(NamedTuple):
+    """Sizes of a call's tensors that its spec takes, the same on all ranks."""
 
     q_heads: int
     k_heads: int
@@ -114,10 +114,10 @@ class AttentionArguments(NamedTuple):
         return plain and not self.options.unsupported
 
     @property
-    def facts(self) -> TensorFacts:
-        """Facts that the tensors of all ranks share."""
+    def sizes(self) -> TensorSizes:
+        """Sizes that the tensors of all ranks share."""
         index_block = 0 if self.selected is None else self.selected.block
-        return TensorFacts(self.q.shape[1], self.k.shape[1], self.q.shape[3], index_block)
+        return TensorSizes(self.q.shape[1], self.k.shape[1], self.q.shape[3], index_block)
 
     @property
     def tokens(self) -> QueryKeyCounts:

@@ -13,7 +13,7 @@ from attnmesh.errors import MaskError, ShapeError
 from attnmesh.mesh.axes import Axis, RankMesh, agreed_flat_axis
 from attnmesh.mesh.schedule import Problem
 from attnmesh.mesh.shapes import AXES
-from attnmesh.mesh_attention.attention_arguments import AttentionOptions, QueryKeyCounts, TensorFacts
+from attnmesh.mesh_attention.attention_arguments import AttentionOptions, QueryKeyCounts, TensorSizes
 from attnmesh.runtime.world import cached_from_code, cached_per_world, collective_once
 
 
@@ -71,7 +71,7 @@ class AttentionSpec(NamedTuple):
 def make_spec(
     mesh: RankMesh,
     options: AttentionOptions,
-    facts: TensorFacts,
+    sizes: TensorSizes,
     tokens: QueryKeyCounts,
     tokens_by_shard: tuple[QueryKeyCounts, ...] = (),
 ) -> AttentionSpec:
@@ -82,7 +82,7 @@ def make_spec(
 
     Where keys are selected, queries stay on their rank: the spec's mesh has all ranks along one axis, queries.
     """
-    index_block = facts.index_block
+    index_block = sizes.index_block
     problem = options.problem(mesh, tokens)
     try:
         _check_shards(problem, tokens_by_shard)
@@ -90,13 +90,13 @@ def make_spec(
         check_cross(options, problem.length, problem.key_length, mesh.ranks)
     except (MaskError, ShapeError) as error:
         raise with_transpose_hint(
-            error, (facts.q_heads, tokens[0]), (facts.k_heads, tokens[1]), hint_first=True
+            error, (sizes.q_heads, tokens[0]), (sizes.k_heads, tokens[1]), hint_first=True
         ) from None
     exchange = "bulk" if index_block and options.exchange == "auto" else options.exchange
     if index_block and mesh.ranks > 1:
         mesh, shard_of_rank = _agreed_flat_mesh(mesh)
         problem = replace(problem, shape=mesh.shape, shard_of_rank=shard_of_rank)
-    return AttentionSpec(mesh, problem, exchange, options.kernel, options.scaling(facts.dim), index_block)
+    return AttentionSpec(mesh, problem, exchange, options.kernel, options.scaling(sizes.dim), index_block)
 
 
 cached_spec = cached_per_world(2048)(make_spec)
