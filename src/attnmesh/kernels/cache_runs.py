@@ -24,7 +24,7 @@ from attnmesh.kernels.kernel import BoundKernel, Kernel
 from attnmesh.kernels.padding import Padding
 from attnmesh.kernels.selected_keys import SelectedKeys, nan_where_faulty
 from attnmesh.kernels.stacked_merge import by_residue, copy_into, merge_in_pairs
-from attnmesh.kernels.stored import StoredKVKernel
+from attnmesh.kernels.stored import StoredAttention
 
 ALL = slice(None)
 """All sequences of a batch."""
@@ -244,7 +244,7 @@ class CachedAttention:
 
     def __init__(self, kernel: Kernel, scaling: Scaling, value_dim: int) -> None:
         self.in_place_kernel = kernel.bind_cache() if kernel.reads_cache else None
-        self.cache_kernel = StoredKVKernel(kernel, scaling, value_dim)
+        self.stored_attention = StoredAttention(kernel, scaling, value_dim)
         self.bound_kernels: dict[tuple[int, ...], BoundKernel | None] = {}
 
     def attend(self, query: DecodeQuery, views: Sequence[CacheView], selected: Selection | None = None) -> Partial:
@@ -336,10 +336,10 @@ class CachedAttention:
 
     def _compute(self, q: Tensor, run: SlotRun, into: Partial) -> None:
         """Write the partial of a run by the kernel's rectangles."""
-        kernel = self.cache_kernel
+        attention = self.stored_attention
         if run.bias_positions is not None:
-            kernel = kernel._replace(kernel=kernel.kernel.with_positions(*run.bias_positions))
-        copy_into(kernel(q, *_slots(run), run.band if run.selected is None else run.selected), into)
+            attention = attention.with_positions(*run.bias_positions)
+        copy_into(attention.attend(q, *_slots(run), run.band if run.selected is None else run.selected), into)
 
     def _attend_blocks(self, q: Tensor, group: Sequence[SlotRun], block: int) -> Partial:
         """Return the merge along the tree over blocks of one partial per block."""
@@ -347,7 +347,7 @@ class CachedAttention:
         for run in _read_ahead(group):
             keys, values = (x[:, :, : run.stop] for x in (run.piece.keys, run.piece.values))
             assert run.band is not None
-            stack = _blocks(self.cache_kernel, q, keys, values, run.band, block)
+            stack = _blocks(self.stored_attention, q, keys, values, run.band, block)
             forgotten = run.piece.device_counts.tolist()[FORGOTTEN_BLOCKS:]
             stacks.append(by_residue(stack, *forgotten) if any(forgotten) else stack)
         return merge_in_pairs(Partial(*(torch.cat(x) for x in zip(*stacks, strict=True))))
@@ -355,16 +355,20 @@ class CachedAttention:
     def _bound(self, q: Tensor, view: CacheView) -> BoundKernel | None:
         """Return the launch of queries of this shape, or None if there is none."""
         if q.shape not in self.bound_kernels:
-            kernel = self.cache_kernel.kernel
+            kernel = self.stored_attention.kernel
             plain = storage_of(view.keys) is None
             served = plain or kernel.reads_8_bits
-            self.bound_kernels[q.shape] = kernel.bind(q, *view.unscaled, self.cache_kernel.scaling) if served else None
+            self.bound_kernels[q.shape] = (
+                kernel.bind(q, *view.unscaled, self.stored_attention.scaling) if served else None
+            )
         return self.bound_kernels[q.shape]
 
     def _blank(self, q: Tensor) -> Partial:
         dtype = sum_dtype(q.dtype)
         shape = q.shape[:-1]
-        return Partial(q.new_empty((*shape, self.cache_kernel.value_dim), dtype=dtype), q.new_empty(shape, dtype=dtype))
+        return Partial(
+            q.new_empty((*shape, self.stored_attention.value_dim), dtype=dtype), q.new_empty(shape, dtype=dtype)
+        )
 
 
 def _read_ahead(runs: Sequence[SlotRun]) -> Iterator[SlotRun]:
@@ -397,11 +401,11 @@ def _by_sequences(runs: Sequence[SlotRun]) -> list[list[SlotRun]]:
     return [*groups.values()]
 
 
-def _blocks(kernel: StoredKVKernel, q: Tensor, keys: Tensor, values: Tensor, band: Band, block: int) -> Partial:
+def _blocks(attention: StoredAttention, q: Tensor, keys: Tensor, values: Tensor, band: Band, block: int) -> Partial:
     """Return a stack of one partial per block. Blocks that every query sees whole take one call."""
     used, queries = keys.shape[2], q.shape[2]
     count = -(-used // block)
-    out = q.new_zeros((count, *q.shape[:-1], kernel.value_dim), dtype=sum_dtype(q.dtype))
+    out = q.new_zeros((count, *q.shape[:-1], attention.value_dim), dtype=sum_dtype(q.dtype))
     lse = q.new_full((count, *q.shape[:-1]), -torch.inf, dtype=sum_dtype(q.dtype))
     first = -(-int(band.low[-1]) // block)
     last = int(band.high[0]) // block
@@ -414,10 +418,10 @@ def _blocks(kernel: StoredKVKernel, q: Tensor, keys: Tensor, values: Tensor, ban
             for x in (keys, values)
         )
         some_q = q[sequence].expand(len(whole_blocks), *q.shape[1:])
-        out[first:last, sequence], lse[first:last, sequence] = kernel(some_q, some_keys, some_values, full)
+        out[first:last, sequence], lse[first:last, sequence] = attention.attend(some_q, some_keys, some_values, full)
     for index in set(range(int(band.low[0]) // block, min(count, -(-int(band.high[-1]) // block)))) - set(whole_blocks):
         start = index * block
         stop = min(used, (index + 1) * block)
         seen = band.within(start, stop)
-        out[index], lse[index] = kernel(q, keys[:, :, start:stop], values[:, :, start:stop], seen)
+        out[index], lse[index] = attention.attend(q, keys[:, :, start:stop], values[:, :, start:stop], seen)
     return Partial(out, lse)
