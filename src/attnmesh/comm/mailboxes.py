@@ -22,7 +22,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from enum import IntEnum
-from functools import partial
+from functools import partial as partial_of
 from pathlib import Path
 from threading import Lock
 from time import monotonic, time
@@ -297,7 +297,7 @@ class Mailboxes:
                 kind, peer, box, count = operations[done]
                 return CounterWait(peer, box // 8 + RECEIVED_WORD * (kind in (SEND, OperationKind.EMPTY)), count)
 
-            self.go_on(partial(function, fields), done, len(operations), awaited)
+            self.go_on(partial_of(function, fields), done, len(operations), awaited)
 
     def go_on(
         self, function: Callable[[int], int], done: int, count: int, awaited: Callable[[int], CounterWait]

@@ -5,7 +5,7 @@ not depend on masks, layouts or positions.
 """
 
 from collections.abc import Sequence
-from functools import partial
+from functools import partial as partial_of
 from itertools import pairwise
 
 import torch
@@ -74,7 +74,7 @@ def attend_band(
     with without_autocast(q):
         if _is_one_rectangle(rectangles, q, k):
             return _attend_rectangle(kernel, q, k, v, rectangles[0], scaling)
-        return attend_rectangles(partial(_attend_rectangle, kernel, scaling=scaling), q, k, v, rectangles)
+        return attend_rectangles(partial_of(_attend_rectangle, kernel, scaling=scaling), q, k, v, rectangles)
 
 
 def backward_band(
@@ -105,7 +105,7 @@ def backward_band(
         if _is_one_rectangle(rectangles, q, k):
             dq, dk, dv = kernel.backward(q, k, v, saved, rectangles[0], scaling)
         else:
-            dq, dk, dv = backward_rectangles(partial(kernel.backward, scaling=scaling), q, k, v, saved, rectangles)
+            dq, dk, dv = backward_rectangles(partial_of(kernel.backward, scaling=scaling), q, k, v, saved, rectangles)
     return Gradients(dq if sign == 1 else dq * sign, dk, dv)
 
 

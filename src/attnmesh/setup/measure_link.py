@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Sequence
-from functools import partial
+from functools import partial as partial_of
 
 import torch
 import torch.distributed as dist
@@ -71,7 +71,7 @@ def measure_wait(world: MeasuredRanks, alone: float) -> float:
         work()
         merge()
 
-    work = partial(torch.mm, factor, factor)
+    work = partial_of(torch.mm, factor, factor)
     waits = []
     for _ in range(2 * ROUNDS + 1):
         together, *apart = [world.seconds(call, IN_A_ROW) for call in (work_and_merge, work, merge)]

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
+from functools import partial as partial_of
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -99,7 +100,7 @@ class Triton(Kernel):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, scaling: Scaling) -> Partial:
         """Return the rectangle's partial, in float32."""
         rows = q.shape[2] * q.shape[1] // k.shape[1]
-        return _with_fitting_tile("attend", q, v, rows, partial(_attend, q, k, v, rectangle, scaling))
+        return _with_fitting_tile("attend", q, v, rows, partial_of(_attend, q, k, v, rectangle, scaling))
 
     def attend_cache(self, query: DecodeQuery, view: CacheView) -> Partial:
         """Return the partial of the last queries, merged from one partial per block or per program instance."""
@@ -114,14 +115,16 @@ class Triton(Kernel):
     ) -> Partial:
         """Return the partial of the keys of each sequence at these indices, (batch, keys), but for hidden ones."""
         positions = indices.masked_fill(hidden, -1).to(torch.int32)
-        run = partial(_attend_scattered, q, k, v, positions, scaling)
+        run = partial_of(_attend_scattered, q, k, v, positions, scaling)
         return merge_stack_on_device(_with_fitting_tile("attend_cache", q, v, q.shape[1] // k.shape[1], run))
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, rectangle: Rectangle, scaling: Scaling
     ) -> Gradients:
         """Return the rectangle's share of the gradients, in float32: one launch over queries, one over keys."""
-        return _with_fitting_tile("backward", q, v, LARGE_ROWS, partial(_backward, q, k, v, saved, rectangle, scaling))
+        return _with_fitting_tile(
+            "backward", q, v, LARGE_ROWS, partial_of(_backward, q, k, v, saved, rectangle, scaling)
+        )
 
 
 KERNEL = TRITON = Triton()
@@ -162,7 +165,7 @@ class BoundTritonCache:
         prepared = self.prepared.get(signature)
         if prepared is None:
             rows = q.shape[2] * q.shape[1] // keys.shape[1]
-            run = partial(self._prepare, query, view, tensors)
+            run = partial_of(self._prepare, query, view, tensors)
             prepared, partials = _with_fitting_tile("attend_cache", q, view.values, rows, run)
             self.prepared.keep(signature, prepared)
         else:
