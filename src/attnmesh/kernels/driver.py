@@ -1,7 +1,7 @@
-"""The loop that runs a kernel over the rectangles of a problem, forward and backward.
+"""A kernel run on a problem of one device, forward and backward: on the rectangles of a band, or on selected keys.
 
-A kernel attends one rectangle. The loop merges the partials and sums the gradients, in float32 or wider. So kernels do
-not depend on masks, layouts or positions.
+A kernel attends one rectangle, with a positive scale and without autocast. So kernels do not depend on masks, layouts
+or positions.
 """
 
 from collections.abc import Sequence

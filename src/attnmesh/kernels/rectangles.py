@@ -1,4 +1,4 @@
-"""Rectangles: a local problem, in any layout and under any mask, cut into few of them.
+"""Rectangles: a local problem, in any layout and under any mask, cut into few of them, and the loops over them.
 
 Queries and keys are sorted by position. Query i then sees one run of keys, from `low[i]` up to `high[i]`, and both
 bounds only move forward: a `Band`. Consecutive rows of one kind become one rectangle, of any length:
@@ -9,6 +9,8 @@ bounds only move forward: a `Band`. Consecutive rows of one kind become one rect
 
 A causal square is one call, packed documents are one call each, and a window is tiles along its diagonal. Invisible
 keys are in no rectangle. A dense mask is never larger than one tile's rows by their visible keys.
+
+A loop runs a kernel on each rectangle. It merges the partials, or sums the gradients in float32 or wider.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -180,11 +182,8 @@ def cut_into_tiles(band: Band, rows: int, keys: int) -> list[Rectangle]:
             stop = min(start + keys, width)
             full = bounds.low[-1] <= start and stop <= bounds.high[0]
             some_keys = slice(tile.keys.start + start, tile.keys.start + stop)
-            rectangles.append(
-                Rectangle(
-                    tile.queries, some_keys, band=None if full else bounds.select_queries(0, len(bounds.low), start)
-                )
-            )
+            some_bounds = None if full else bounds.select_queries(0, len(bounds.low), start)
+            rectangles.append(Rectangle(tile.queries, some_keys, band=some_bounds))
     return rectangles
 
 
