@@ -111,7 +111,7 @@ class OperationKind(IntEnum):
     EMPTY = 7  # wait until the message in the box is received
 
 
-SEND, COPY, MERGE, AWAIT, OWN, *_ = OperationKind  # kinds of merges; reading one as an attribute takes 0.05 us more
+SEND, COPY, MERGE, AWAIT, OWN, *_ = OperationKind  # kinds of merges: hot path, see `decoding/known_steps.py`
 
 MailboxOperation = tuple[OperationKind, int, int, int]
 """Kind of an operation, the peer that it waits for, the offset of its box, and its count of messages."""
