@@ -186,9 +186,15 @@ def downscale(problem: Problem) -> tuple[Problem, float]:
         edges = [shorter(end) for end in accumulate(layout.documents, initial=0)]
         return replace(layout, documents=tuple(stop - start for start, stop in pairwise(edges)))
 
-    length, key_length = shorter(problem.length), shorter(problem.key_length)
-    layout, key_layout = packed(problem.layout), packed(problem.key_layout)
-    return Problem(problem.mask.scaled(shorter), problem.shape, layout, key_layout, length, key_length), scale
+    shorter_problem = Problem(
+        problem.mask.scaled(shorter),
+        problem.shape,
+        layout=packed(problem.layout),
+        key_layout=packed(problem.key_layout),
+        length=shorter(problem.length),
+        key_length=shorter(problem.key_length),
+    )
+    return shorter_problem, scale
 
 
 @lru_cache(maxsize=512)

@@ -75,7 +75,9 @@ class AttentionOptions(NamedTuple):
         key_length = tokens[1] if self.key_length is None else self.key_length
         layouts = (self.layout or Contiguous(), self.key_layout or Contiguous())
         layout, key_layout = (agreed_layout(layout, self.applied_mask, mesh) for layout in layouts)
-        return Problem(self.applied_mask, mesh.shape, layout, key_layout, length, key_length)
+        return Problem(
+            self.applied_mask, mesh.shape, layout=layout, key_layout=key_layout, length=length, key_length=key_length
+        )
 
 
 class CallPayload(NamedTuple):

@@ -96,7 +96,10 @@ def make_spec(
     if index_block and mesh.ranks > 1:
         mesh, shard_of_rank = _agreed_flat_mesh(mesh)
         problem = replace(problem, shape=mesh.shape, shard_of_rank=shard_of_rank)
-    return AttentionSpec(mesh, problem, exchange, options.kernel, options.scaling(sizes.dim), index_block)
+    scaling = options.scaling(sizes.dim)
+    return AttentionSpec(
+        mesh, problem, exchange=exchange, kernel=options.kernel, scaling=scaling, index_block=index_block
+    )
 
 
 cached_spec = cached_per_world(2048)(make_spec)
@@ -157,8 +160,15 @@ def _spec_of_code(names: str, numbers: tuple[int, ...]) -> AttentionSpec:
     *groups, exchange, kernel, scale, softcap, index_block, counts_assumed = names.split(",")
     mesh = RankMesh.named(numbers[:3], numbers[3:6], groups)
     problem = Problem.from_code(mesh.shape, numbers[6:])
-    scaling = Scaling(float(scale), float(softcap))
-    return AttentionSpec(mesh, problem, exchange, kernel, scaling, int(index_block), counts_assumed == "1")
+    return AttentionSpec(
+        mesh,
+        problem,
+        exchange=exchange,
+        kernel=kernel,
+        scaling=Scaling(float(scale), float(softcap)),
+        index_block=int(index_block),
+        counts_assumed=counts_assumed == "1",
+    )
 
 
 @lru_cache(maxsize=1024)
