@@ -358,17 +358,14 @@ class CachedAttention:
             kernel = self.stored_attention.kernel
             plain = storage_of(view.keys) is None
             served = plain or kernel.reads_8_bits
-            self.bound_kernels[q.shape] = (
-                kernel.bind(q, *view.unscaled, self.stored_attention.scaling) if served else None
-            )
+            scaling = self.stored_attention.scaling
+            self.bound_kernels[q.shape] = kernel.bind(q, *view.unscaled, scaling) if served else None
         return self.bound_kernels[q.shape]
 
     def _blank(self, q: Tensor) -> Partial:
         dtype = sum_dtype(q.dtype)
-        shape = q.shape[:-1]
-        return Partial(
-            q.new_empty((*shape, self.stored_attention.value_dim), dtype=dtype), q.new_empty(shape, dtype=dtype)
-        )
+        shape, value_dim = q.shape[:-1], self.stored_attention.value_dim
+        return Partial(q.new_empty((*shape, value_dim), dtype=dtype), q.new_empty(shape, dtype=dtype))
 
 
 def _read_ahead(runs: Sequence[SlotRun]) -> Iterator[SlotRun]:

@@ -86,7 +86,7 @@ def agreed_mode(
     problem: Problem,
     latent_widths: LatentWidths | None,
 ) -> ExchangeMode:
-    """Return the exchange that takes least. It depends on values that are equal on all ranks."""
+    """Return the exchange that takes least. Collective at its first call. It depends on values equal on all ranks."""
     if 0 in (problem.length, problem.key_length, *sizes):
         return EXCHANGE_MODES["bulk"]
     cluster, tile = agreed_cluster_and_tile(mesh, device)

@@ -122,9 +122,8 @@ class Triton(Kernel):
         self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, rectangle: Rectangle, scaling: Scaling
     ) -> Gradients:
         """Return the rectangle's share of the gradients, in float32: one launch over queries, one over keys."""
-        return _with_fitting_tile(
-            "backward", q, v, LARGE_ROWS, partial_of(_backward, q, k, v, saved, rectangle, scaling)
-        )
+        run = partial_of(_backward, q, k, v, saved, rectangle, scaling)
+        return _with_fitting_tile("backward", q, v, LARGE_ROWS, run)
 
 
 KERNEL = TRITON = Triton()
@@ -235,11 +234,8 @@ def _attend_scattered(
     count = -(-keys // _split_keys(keys, heads * tiles, tile, q.device))
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     numbers = (x if storage_of(x) is None else x.view(torch.int8) for x in (k, v))
-    tensors = {
-        "q": q,
-        **dict(zip("kv", numbers, strict=True)),
-        "device_counts": torch.full((2,), keys, device=q.device),
-    }
+    device_counts = torch.full((2,), keys, device=q.device)
+    tensors = {"q": q, **dict(zip("kv", numbers, strict=True)), "device_counts": device_counts}
     tensors |= dict.fromkeys(("positions", "token_index", "firsts", "lasts"), positions)
     arguments = _cache_arguments(q, k, v, scaling, tile)
     arguments |= {"positions_batch": _batch_stride(positions), "capacity": keys, "SELECTED": True}
