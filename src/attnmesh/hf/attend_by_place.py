@@ -1,7 +1,7 @@
 """Attention of a layer by the place of its keys: in shards, in a cache of shards, or on this device."""
 
 from dataclasses import replace
-from functools import partial
+from functools import partial as partial_of
 from typing import Any, NamedTuple
 
 import torch
@@ -98,7 +98,7 @@ def _attend_stored(
             weighting.scores,
             sinks=weighting.sinks,
             kernel=cache.kernel,
-            attend_other_keys=partial(attend_other_keys, scale=weighting.scores.scale),
+            attend_other_keys=partial_of(attend_other_keys, scale=weighting.scores.scale),
         )
     return out if latents is None else latents.projection.project(out)
 
